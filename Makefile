@@ -1,6 +1,7 @@
 # make run: the main job and its report.  make test: all checks and tests.  Both make their own .venv first.
 # make docs: the pages of docs/ and a reference of the code as a site, in site/; a link that leads nowhere is an error.
 # make vllm: an environment for a server alone, whose pins are not transformers' newest; tests of serving run there.
+# make llama: llama.cpp's converter to GGUF, which export.format=gguf finds there, and a reader of GGUF files for its tests.
 # make evalscope: an environment for EvalScope alone, whose pins are not Hydra's; benchmarks that need it find it there.
 # STORE: where results go. ARGS: more settings of the main job. JOBS: processes of the tests. TESTS: what else pytest is
 # told, such as one file. The checks read what git tracks, wherever a store or anything else that a run leaves may be.
@@ -9,12 +10,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 EVALSCOPE := .venv-evalscope
 VLLM := .venv-vllm
+LLAMA := .venv-llama
+LLAMA_VERSION := 0.3.36
 STORE ?= store
 JOBS ?= 2
 ARGS ?=
 TESTS ?=
 
-.PHONY: run test check docs evalscope vllm clean
+.PHONY: run test check docs evalscope vllm llama clean
 
 run: $(VENV)/.installed
 	$(BIN)/python -m moe_lab +experiment=task_agnostic store=$(STORE) $(ARGS)
@@ -65,5 +68,19 @@ $(VLLM)/.installed: constraints-vllm.txt pyproject.toml
 	$(VLLM)/bin/python -m pip install -q --no-deps -e .
 	touch $@
 
+llama: $(LLAMA)/.installed
+
+# The source package of llama-cpp-python contains llama.cpp. Nothing of it is compiled.
+$(LLAMA)/.installed: Makefile | $(VENV)/bin/python
+	rm -rf $(LLAMA)
+	$(BIN)/python -m pip download -q --no-deps --no-binary llama-cpp-python -d $(LLAMA) \
+		llama-cpp-python==$(LLAMA_VERSION)
+	tar -xzf $(LLAMA)/*.tar.gz -C $(LLAMA) --strip-components=2 \
+		$(foreach part,convert_hf_to_gguf.py conversion gguf-py LICENSE,\
+		llama_cpp_python-$(LLAMA_VERSION)/vendor/llama.cpp/$(part))
+	$(BIN)/python -m pip install -q --no-deps --target $(LLAMA)/packages $(LLAMA)/llama.cpp/gguf-py
+	rm $(LLAMA)/*.tar.gz
+	touch $@
+
 clean:
-	rm -rf $(VENV) $(EVALSCOPE) $(VLLM) build dist site .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(EVALSCOPE) $(VLLM) $(LLAMA) build dist site .mypy_cache .ruff_cache .pytest_cache

@@ -42,6 +42,7 @@ STORED = (
     "calibration.path",
     "allocation.path",
     "allocation.parameters",
+    "export.converter",
     "protocol.benchmarks",
     "interpreters",
     "resources.every.sbatch",

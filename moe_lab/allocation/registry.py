@@ -35,6 +35,8 @@ class Allocation:
     """Which step makes the plan: the plan step from numbers alone, or one that runs the model."""
     parameters: tuple[str, ...] | None = ()
     """Parameters that another step reads; those of a function are its keywords. None: that step checks them."""
+    uneven: tuple[Granularity, ...] = ()
+    """What it keeps different numbers of, by design: experts in different layers, or channels in different experts."""
     zero_expert: str = "keep_null"
     """Default treatment of an expert without channels, as in `zero_expert()`."""
 
@@ -50,24 +52,39 @@ class Allocation:
 
 
 HEAPR, EVOESAP, SLIMMING = "HEAPr", "EvoESAP", "MoE-Slimming"
+BOTH: tuple[Granularity, ...] = ("expert", "channel")
 
 ALLOCATIONS: dict[str, Allocation] = {
     allocation.name: allocation
     for allocation in (
         Allocation("uniform", "all papers", {"expert": uniform.experts, "channel": uniform.channels}),
         Allocation(
-            "global", f"{EVOESAP}; {HEAPR}", {"expert": shapes.global_experts, "channel": shapes.global_channels}
+            "global",
+            f"{EVOESAP}; {HEAPR}",
+            {"expert": shapes.global_experts, "channel": shapes.global_channels},
+            uneven=BOTH,
         ),
-        Allocation("layerwise", HEAPR, {"channel": shapes.layerwise}),
-        Allocation("u_shaped", SLIMMING, {"expert": shapes.u_shaped, "channel": shapes.u_shaped}),
+        Allocation("layerwise", HEAPR, {"channel": shapes.layerwise}, uneven=("channel",)),
+        Allocation("u_shaped", SLIMMING, {"expert": shapes.u_shaped, "channel": shapes.u_shaped}, uneven=BOTH),
         Allocation(
-            "loss_based", SLIMMING, {"expert": shapes.loss_based, "channel": shapes.loss_based}, shapes.loss_needs
+            "loss_based",
+            SLIMMING,
+            {"expert": shapes.loss_based, "channel": shapes.loss_based},
+            shapes.loss_needs,
+            uneven=BOTH,
         ),
-        Allocation("coverage", SLIMMING, {"channel": coverage.coverage}, coverage.needs, zero_expert="drop"),
+        Allocation(
+            "coverage",
+            SLIMMING,
+            {"channel": coverage.coverage},
+            coverage.needs,
+            uneven=("channel",),
+            zero_expert="drop",
+        ),
         Allocation("list", "a file of yours", {"expert": listed.experts, "channel": listed.channels}),
-        Allocation("evolutionary", EVOESAP, {"expert": None}, step="search", parameters=None),
+        Allocation("evolutionary", EVOESAP, {"expert": None}, step="search", parameters=None, uneven=("expert",)),
         Allocation("reconstruction", "NAEE", {"expert": None}, step="reconstruction", parameters=("limit",)),
-        Allocation("sequential", "CAMERA", {"expert": None, "channel": None}, step="sequential"),
+        Allocation("sequential", "CAMERA", {"expert": None, "channel": None}, step="sequential", uneven=("channel",)),
     )
 }
 

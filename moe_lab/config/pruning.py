@@ -217,7 +217,9 @@ class ExportConfig:
     shape: str | None = None
     """natural (what the plan keeps), masked, padded or padded_stock, as in docs/export.md; null writes none."""
     format: str = "safetensors"
-    """How the tensors are stored: safetensors (as in the original)."""
+    """How the tensors are stored: safetensors (as in the original) or gguf (by llama.cpp's converter)."""
+    converter: str | None = None
+    """llama.cpp's convert_hf_to_gguf.py, for format=gguf; null takes the one that `make llama` fetches."""
 
 
 @dataclass

@@ -24,7 +24,15 @@ from moe_lab.models.memory import main_memory
 from moe_lab.study.step import Step, canonical
 from moe_lab.study.steps import KINDS
 from moe_lab.study.steps.kind import Kind, Reads, Settings
-from moe_lab.study.steps.memory import BASE, is_layered, items, layered_memory, resident_memory, rewriting_memory
+from moe_lab.study.steps.memory import (
+    BASE,
+    converter_memory,
+    is_layered,
+    items,
+    layered_memory,
+    resident_memory,
+    rewriting_memory,
+)
 from moe_lab.study.store import IDENTITY, Store
 
 GIB = 2**30
@@ -56,7 +64,8 @@ def memory_of(step: Step) -> Memory | None:
     if size is None:
         return None
     if kind.reads is Reads.CHECKPOINT:
-        return Memory(2 * BASE + (rewriting_memory(size) if kind.second_model(step) else 0), False)
+        rewriting = rewriting_memory(size) if kind.second_model(step) else 0
+        return Memory(2 * BASE + max(rewriting, converter_memory(step, size)), False)
     on_gpu = size.bytes >= GPU_FROM and step.runtime["model"]["device"] != "cpu"
     holds = layered_memory if is_layered(kind, step) else resident_memory
     return Memory(holds(kind, step, size), on_gpu)

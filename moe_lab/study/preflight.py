@@ -19,7 +19,7 @@ from moe_lab.evaluation.sandbox.policy import check_sandbox
 from moe_lab.grid import ANSWERED, Cell, Request, wrong_names
 from moe_lab.models import config_json, files
 from moe_lab.paths import check_folder
-from moe_lab.pruning.export import layout
+from moe_lab.pruning.export import gguf, layout
 from moe_lab.recovery import settings as recoveries
 from moe_lab.study import push, tracking
 from moe_lab.study.launch import check_device, launcher
@@ -57,6 +57,8 @@ def lacking(config: Config, requests: Iterable[Request]) -> list[str]:
     if config.launcher.name != "slurm":  # nodes of a cluster may have devices that this machine lacks
         for device in dict.fromkeys(cell.model.device for cells, _ in requests for cell in cells):
             sentences += user_errors(check_device, device)
+        for cell in (cell for cells, _ in requests for cell in _each(cells, "model")):
+            sentences += user_errors(gguf.check_converter, config.export, cell.model)
     if config.launcher.python is None:  # an interpreter in a container has programs of its own
         sentences += user_errors(server_command.check_installed, config.backend)
     return list(dict.fromkeys(sentences))
@@ -120,6 +122,13 @@ def _wrong_together(config: Config, cells: Sequence[Cell], benchmarks: Sequence[
         yield from user_errors(recoveries.check_model, cell.recovery, cell.model)
         granularity = criterion.granularity if criterion else None
         yield from layout.wrong(config.export, cell.model, cell.recovery, granularity, verify=config.verify)
+        yield from gguf.wrong(config.export, cell.model, cell.recovery)
+    for cell in (cell for cell in _each(cells, "criterion", "allocation") if _is_known(cell)):
+        granularity, allocated = criteria.get(cell.criterion.name).granularity, allocation.get(cell.allocation.name)
+        if granularity in allocated.uneven:
+            yield from user_errors(gguf.check_uneven, config.export, allocated.name, granularity)
+    if config.export.format == "gguf" and config.backend.name == "server":
+        yield "backend=server serves the exported folder, and export.format=gguf writes one file: expected backend=hf"
 
 
 def _wrong_allocations(cells: Sequence[Cell]) -> Iterator[str]:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import moe_lab
-from moe_lab.config import BackendConfig, BenchmarkConfig, CalibrationConfig, ModelConfig, RecoveryConfig
+from moe_lab.config import BackendConfig, BenchmarkConfig, CalibrationConfig, ExportConfig, ModelConfig, RecoveryConfig
 from moe_lab.errors import DISK_FULL, Unavailable, UserError, mask
 from moe_lab.evaluation.harness import installed
 from moe_lab.evaluation.sandbox.policy import Policy
@@ -147,6 +147,11 @@ class Job:
     def recovery(self) -> RecoveryConfig:
         """How a pruned model is fine-tuned."""
         return RecoveryConfig(**self.runtime["recovery"])
+
+    @cached_property
+    def export(self) -> ExportConfig:
+        """How a checkpoint is written."""
+        return ExportConfig(**self.runtime["export"])
 
     @cached_property
     def policy(self) -> Policy:

@@ -61,13 +61,11 @@ def model_card(plan: Plan, name: str, original: str | None, cost: Cost) -> str:
     """
     front, body = split_card(original or "")
     front = _inherited(front)
-    trust = "" if cost.kind == "stock" else ", trust_remote_code=True"
-    loading = f"```python\nAutoModelForCausalLM.from_pretrained(folder{trust})\n```"
     sections = [
         f"{FENCE}{front}{FENCE}\n" if front else "",
         f"# {name}, pruned\n\n",
         f"{_kept(plan)}; {UNCHANGED}\n\n",
-        f"{LOADING[cost.kind]}\n\n{loading}\n\n{_cost(cost)}\n\n",
+        f"{_loading(cost.kind)}\n\n{_cost(cost)}\n\n",
         "What is kept is listed in `plan.json`. Where the plan comes from:\n\n",
         f"```json\n{json.dumps({**plan.provenance, 'plan': plan.digest}, indent=2)}\n```\n",
         f"\n{ORIGINAL}\n{body.lstrip()}" if body.strip() else "",
@@ -84,6 +82,26 @@ def changed_card(card: str, words: str, written: int) -> str:
     assert size is not None
     card = card.replace(size[0], _size(written, int(size[1].replace(",", ""))), 1)
     return card.replace(UNCHANGED, f"all other weights are those of the original model until then. {words}", 1)
+
+
+def gguf_card(card: str, file: str, size: int) -> str:
+    """The model card of a stock checkpoint after its conversion to GGUF, into a file of `size` bytes."""
+    loading = (
+        f"Its weights are in `{file}` ({size:,} bytes), converted by llama.cpp's own converter without rounding. Load "
+        "it with llama.cpp, or, for architectures that transformers reads from GGUF, with\n\n"
+        "```python\n"
+        "config = AutoConfig.from_pretrained(folder)  # transformers does not read all of it from the file\n"
+        f'AutoModelForCausalLM.from_pretrained(folder, gguf_file="{file}", config=config)\n'
+        "```"
+    )
+    for kind in ("stock", "ported"):
+        card = card.replace(_loading(kind), loading, 1)
+    return card
+
+
+def _loading(kind: str) -> str:
+    trust = "" if kind == "stock" else ", trust_remote_code=True"
+    return f"{LOADING[kind]}\n\n```python\nAutoModelForCausalLM.from_pretrained(folder{trust})\n```"
 
 
 def _kept(plan: Plan) -> str:

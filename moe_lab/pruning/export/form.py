@@ -19,7 +19,7 @@ RAGGED_FIELD = "expert_widths"
 KERNEL_BYTES = 16
 """transformers' grouped matrix products need rows of weights whose length is a multiple of this many bytes."""
 SHAPES = ("natural", "masked", "padded", "padded_stock")
-FORMATS = ("safetensors",)
+FORMATS = ("safetensors", "gguf")
 """How the tensors of an exported checkpoint can be stored."""
 
 

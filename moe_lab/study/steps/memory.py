@@ -19,6 +19,8 @@ LOGITS = 2**19
 """Upper bound of the bytes of one token's logits: about 130,000 words in fp32."""
 CACHE = 4
 """Bytes of keys and values of one token and layer, as a multiple of the hidden size; less where heads share them."""
+MATRICES = 3
+"""Matrices of an expert."""
 PROMPT = 128
 """Tokens of a prompt, or of a question with one of its answers."""
 ITEMS = 1000
@@ -89,8 +91,20 @@ def hidden_states(kind: Kind, step: Step, size: Size) -> float:
 
 
 def checkpoint_bytes(kind: Kind, step: Step, size: Size) -> float:
-    """Bytes of an exported checkpoint. One whose weights are changed is written first without the changes."""
-    return float(size.bytes) * (2 if kind.second_model(step) else 1)
+    """Bytes of an exported checkpoint, with those that it is made from.
+
+    One whose weights are changed is written first without the changes, and one in GGUF is converted from another.
+    """
+    return float(size.bytes) * (1 + kind.second_model(step) + _is_converted(step))
+
+
+def converter_memory(step: Step, size: Size) -> float:
+    """Bytes of one matrix of all experts of a layer, twice in fp32: what the converter to GGUF holds at once."""
+    return 8.0 * size.experts * size.expert / MATRICES if _is_converted(step) else 0.0
+
+
+def _is_converted(step: Step) -> bool:
+    return bool(step.runtime.get("export", {}).get("format") == "gguf")
 
 
 def rewriting_memory(size: Size) -> float:

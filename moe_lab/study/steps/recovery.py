@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
@@ -136,7 +137,7 @@ def _export_step(pruned: PrunedModel) -> Step:
         shape["format"] = config.export.format
     if config.verify:
         shape["verify"] = True
-    runtime = pruned.builder.runtime(model=cell.model, recovery=cell.recovery)
+    runtime = pruned.builder.runtime(model=cell.model, recovery=cell.recovery, export=config.export)
     if pruned.finetune:
         runtime["instructions"] = cell.texts["instructions"].name
     inputs = pruned.inputs(finetune=pruned.finetune)
@@ -150,22 +151,41 @@ def export(job: Job) -> None:
     """
     from moe_lab.models.files import local_folder
     from moe_lab.pruning.export import export as write
+    from moe_lab.pruning.export import gguf
 
     source, plan, settings = local_folder(job.model), plan_of(job), job.settings["shape"]
     partial, out, shape = Path(job.partial), job.output("checkpoint"), settings["export"]
-    if storage_of(job)["bits"] == 4 or finetuned(job):
-        natural = partial / "natural"
-        if not natural.exists():
-            write(source, plan, natural, shape=shape, partial=partial / "checkpoint")
-        _write_recovered(job, natural, out)
-        return
-    checkpoint = write(source, plan, out, shape=shape, partial=partial / "checkpoint")
-    if settings.get("verify"):
+    is_recovered = storage_of(job)["bits"] == 4 or finetuned(job) is not None
+    is_converted = settings.get("format") == "gguf"
+    if is_converted:
+        gguf.check_plan(source, plan, shape)
+    natural = partial / "natural" if is_recovered or is_converted else out
+    if not natural.exists():
+        write(source, plan, natural, shape=shape, partial=partial / "checkpoint")
+    if settings.get("verify") and not is_recovered:
         from moe_lab.pruning.export.verify import verify
 
         # On the CPU whatever the model's device is: only there are both models equal bit for bit.
-        difference = verify(source, plan, checkpoint, device="cpu", trust_remote_code=job.model.trust_remote_code)
+        difference = verify(source, plan, natural, device="cpu", trust_remote_code=job.model.trust_remote_code)
         write_json(job.output("verified.json"), {"difference": difference})
+    plain = natural
+    if is_recovered:
+        plain = partial / "plain" if is_converted else out
+        if not plain.exists():
+            _write_recovered(job, natural, plain)
+    if is_converted:
+        _convert(job, plain, out)
+
+
+def _convert(job: Job, checkpoint: Path, out: Path) -> None:
+    """Convert the checkpoint, which is deleted when that fails, but not when the process is told to stop."""
+    from moe_lab.pruning.export import gguf
+
+    try:
+        gguf.convert(checkpoint, out, gguf.converter(job.export), f"{job.model.name}, pruned")
+    except Exception:
+        shutil.rmtree(job.partial)
+        raise
 
 
 def _write_recovered(job: Job, natural: Path, out: Path) -> None:

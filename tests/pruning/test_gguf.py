@@ -1,0 +1,421 @@
+"""GGUF files: converted by llama.cpp's own converter, without rounding, or refused in a sentence."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy
+import preloaded
+import pytest
+import tiny
+import torch
+from processes import is_running, until
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, pre_tokenizers
+
+from moe_lab.config import ExportConfig, ModelConfig
+from moe_lab.errors import Unavailable, UserError
+from moe_lab.models.files import local_folder
+from moe_lab.paths import resolve
+from moe_lab.pruning.export import export, gguf
+from moe_lab.pruning.plan import Plan
+
+PACKAGES = gguf.OWN.parents[1] / "packages"
+"""Folder with a reader of GGUF files, which `make llama` installs."""
+needs_converter = pytest.mark.skipif(not gguf.OWN.is_file(), reason="no converter to GGUF: make llama")
+needs_models = pytest.mark.skipif(
+    not Path(resolve("pocket:olmoe"), "model.safetensors").exists(), reason="no shipped model"
+)
+WRITES = "Path(given.outfile).write_bytes(Path(given.model, 'config.json').read_bytes())"
+FAILS = "print('reading'); sys.exit('it has no such tensor')"
+DIES = "os.kill(os.getpid(), signal.SIGKILL)"
+WAITS = "Path(given.outfile).write_text(str(os.getpid())); time.sleep(1000)"
+
+
+@pytest.fixture
+def fake(tmp_path: Path) -> Callable[[str], Path]:
+    """Writes a converter that does what a line of code says."""
+
+    def write(code: str) -> Path:
+        path = tmp_path / "fake" / "convert_hf_to_gguf.py"
+        path.parent.mkdir(exist_ok=True)
+        options = "".join(f"    parser.add_argument('--{name}')\n" for name in ("outfile", "outtype", "model-name"))
+        path.write_text(
+            "import argparse, os, signal, sys, time\nfrom pathlib import Path\ndef main():\n"
+            f"    parser = argparse.ArgumentParser()\n    parser.add_argument('model')\n{options}"
+            f"    given = parser.parse_args()\n    {code}\n"
+        )
+        return path
+
+    return write
+
+
+def even(model: str) -> tuple[Path, Plan]:
+    """A shipped model, and a plan that keeps every second expert of each layer."""
+    folder = local_folder(ModelConfig(name=model, path=f"pocket:{model}"))
+    names = [name.split(".") for name in load_file(folder / "model.safetensors") if ".experts." in name]
+    layers = sorted({int(name[2]) for name in names})
+    count = 1 + max(int(name[5]) for name in names)
+    return folder, Plan({layer: tuple(range(layer % 2, count, 2)) for layer in layers}, dict.fromkeys(layers, count))
+
+
+def job(model: Path, plan: Plan, converter: Path, folder: Path, **settings: Any) -> dict[str, Any]:
+    """The job of an export step, with its files in `folder`."""
+    (folder / "plan").mkdir(exist_ok=True)
+    plan.save(folder / "plan" / "plan.json")
+    (folder / "scratch").mkdir(exist_ok=True)
+    return {
+        "kind": "export",
+        "name": "export/m",
+        "settings": {"shape": {"export": "natural", "format": "gguf", **settings}},
+        "runtime": {
+            "model": {"name": "m", "path": str(model)},
+            "export": asdict(ExportConfig("natural", "gguf", str(converter))),
+        },
+        "inputs": {"plan": str(folder / "plan")},
+        "scratch": str(folder / "scratch"),
+        "partial": str(folder / "partial"),
+    }
+
+
+def perform(content: dict[str, Any]) -> None:
+    from moe_lab.study.step import Job
+    from moe_lab.study.steps import perform as perform_step
+
+    perform_step(Job(**content))
+
+
+def performing(content: dict[str, Any]) -> subprocess.Popen[bytes]:
+    code = f"from moe_lab.study.step import Job\nfrom moe_lab.study.steps import perform\nperform(Job(**{content!r}))"
+    return subprocess.Popen([sys.executable, "-c", code])
+
+
+@pytest.mark.parametrize(
+    ("code", "error", "says"),
+    [(FAILS, UserError, "it has no such tensor"), (DIES, Unavailable, "signal 9"), ("import x_y", UserError, "x_y")],
+)
+def test_a_converter_that_fails_leaves_nothing(
+    code: str, error: type[UserError], says: str, fake: Callable[[str], Path], tmp_path: Path
+) -> None:
+    model = tiny.save("olmoe", tmp_path / "model")
+    content = job(tmp_path / "model", tiny.plan(model, 0.5), fake(code), tmp_path)
+    with pytest.raises(error, match=rf"^export.format=gguf: .*converter failed: .*{says}[^\n]*$") as raised:
+        perform(content)
+    assert type(raised.value) is error
+    assert not any((tmp_path / "scratch").iterdir()) and not (tmp_path / "partial").exists()
+
+
+def test_a_conversion_that_was_killed_goes_on_from_the_written_weights(
+    fake: Callable[[str], Path], tmp_path: Path
+) -> None:
+    model = tiny.save("olmoe", tmp_path / "model")
+    content = job(tmp_path / "model", tiny.plan(model, 0.5), fake(WAITS), tmp_path)
+    unfinished = tmp_path / "scratch" / "checkpoint" / "model.gguf.unfinished"
+    process = performing(content)
+    until(lambda: unfinished.exists() and unfinished.read_text())
+    converter = int(unfinished.read_text())
+    assert is_running(converter)
+    process.kill()
+    process.wait()
+    until(lambda: not is_running(converter))
+    written = tmp_path / "partial" / "natural" / "model.safetensors"
+    before = written.stat()
+    shutil.rmtree(tmp_path / "scratch")  # as the store does
+    (tmp_path / "scratch").mkdir()
+    fake(WRITES)
+    perform(content)
+    assert (written.stat().st_ino, written.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
+    out = tmp_path / "scratch" / "checkpoint"
+    assert (out / "model.gguf").read_bytes() == (out / "config.json").read_bytes()
+    assert sorted(file.name for file in out.iterdir()) == [
+        "README.md",
+        "config.json",
+        "generation_config.json",
+        "model.gguf",
+        "plan.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ]
+    assert 'from_pretrained(folder, gguf_file="model.gguf", config=config)' in (out / "README.md").read_text()
+
+
+def test_the_converter_ends_with_a_step_that_is_told_to_stop(fake: Callable[[str], Path], tmp_path: Path) -> None:
+    model = tiny.save("olmoe", tmp_path / "model")
+    process = performing(job(tmp_path / "model", tiny.plan(model, 0.5), fake(WAITS), tmp_path))
+    unfinished = tmp_path / "scratch" / "checkpoint" / "model.gguf.unfinished"
+    until(lambda: unfinished.exists() and unfinished.read_text())
+    converter = int(unfinished.read_text())
+    process.send_signal(signal.SIGINT)
+    process.wait()
+    until(lambda: not is_running(converter))
+    assert (tmp_path / "partial" / "natural").is_dir() and not (tmp_path / "scratch" / "checkpoint").exists()
+
+
+def test_only_plans_that_leave_one_shape_are_converted(fake: Callable[[str], Path], tmp_path: Path) -> None:
+    model = tiny.save("olmoe", tmp_path / "model")
+    facts = json.loads((tmp_path / "model" / "config.json").read_text())
+    layers, count, width = facts["num_hidden_layers"], facts["num_experts"], facts["intermediate_size"]
+    kept = [tuple(range(count - layer)) for layer in range(layers)]
+    uneven = Plan(dict(enumerate(kept)), dict.fromkeys(range(layers), count))
+    ragged = numpy.ones((count, width), dtype=bool)
+    ragged[0, : width // 2] = False
+    everything = dict.fromkeys(range(layers), tuple(range(count)))
+    narrow = Plan(everything, dict.fromkeys(range(layers), count), {}, dict.fromkeys(range(layers), ragged))
+    for plan in (uneven, narrow):
+        with pytest.raises(UserError, match=r"^export=natural .*one number.*=uniform, .*=padded_stock, .*=masked"):
+            perform(job(tmp_path / "model", plan, fake(WRITES), tmp_path))
+        assert not any((tmp_path / "scratch").iterdir()) and not (tmp_path / "partial").exists()
+    gguf.check_plan(tmp_path / "model", tiny.plan(model, 0.5), "natural")
+    gguf.check_plan(tmp_path / "model", narrow, "padded_stock")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "other", "kind"),
+    [
+        (torch.float32, torch.float32, "f32"),
+        (torch.bfloat16, torch.bfloat16, "bf16"),
+        (torch.float16, torch.float16, "f16"),
+        (torch.bfloat16, torch.float16, "f32"),
+    ],
+)
+def test_no_number_is_rounded(
+    dtype: torch.dtype, other: torch.dtype, kind: str, fake: Callable[[str], Path], tmp_path: Path
+) -> None:
+    tensors = {
+        "model.embed_tokens.weight": torch.zeros(4, 4, dtype=other),
+        "model.layers.0.mlp.gate.weight": torch.zeros(2, 4, dtype=torch.float32),
+        "model.norm.weight": torch.zeros(4, dtype=torch.float32),
+    }
+    tensors |= {
+        f"model.layers.0.mlp.experts.{expert}.up_proj.weight": torch.zeros(4, 4, dtype=dtype) for expert in "01"
+    }
+    (tmp_path / "model").mkdir()
+    save_file(tensors, tmp_path / "model" / "model.safetensors")
+    (tmp_path / "model" / "README.md").write_text("")
+    path = fake("Path(given.outfile).write_text(given.outtype + given.model_name)")
+    out = gguf.convert(tmp_path / "model", tmp_path / "out", path, "N")
+    assert (out / "model.gguf").read_text() == f"{kind}N"
+    save_file({**tensors, "x": torch.zeros(2, dtype=torch.float64)}, tmp_path / "model" / "model.safetensors")
+    with pytest.raises(UserError, match="x is of type F64: expected one of F32, BF16, F16"):
+        gguf.convert(tmp_path / "model", tmp_path / "other", path, "N")
+    assert not (tmp_path / "other").exists()
+
+
+def test_a_full_disk_is_met_before_the_conversion(
+    fake: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny.save("olmoe", tmp_path / "model")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(1, 1, 0))  # type: ignore[attr-defined]
+    with pytest.raises(Unavailable, match=r"GB are needed"):
+        gguf.convert(tmp_path / "model", tmp_path / "out", fake(WRITES), "N")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_missing_converter_is_said_with_where_to_get_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fake: Callable[[str], Path]
+) -> None:
+    model = ModelConfig(name="m", path="pocket:olmoe")
+    monkeypatch.setattr(gguf, "OWN", tmp_path / "convert_hf_to_gguf.py")
+    with pytest.raises(UserError, match=r"^export.format=gguf needs .*make llama.*export.converter=PATH"):
+        gguf.check_converter(ExportConfig("natural", "gguf"), model)
+    with pytest.raises(UserError, match=r"^export.converter=nowhere.py: .*convert_hf_to_gguf.py"):
+        gguf.check_converter(ExportConfig("natural", "gguf", "nowhere.py"), model)
+    gguf.check_converter(ExportConfig("natural"), model)
+
+
+def test_an_architecture_that_the_converter_does_not_know_is_refused_at_once(
+    tmp_path: Path, fake: Callable[[str], Path]
+) -> None:
+    tiny.save("olmoe", tmp_path / "model")
+    settings, model = ExportConfig("natural", "gguf", str(fake(WRITES))), ModelConfig("m", str(tmp_path / "model"))
+    with pytest.raises(UserError, match=r"OlmoeForCausalLM of m is unknown .*export.format=safetensors"):
+        gguf.check_converter(settings, model)
+    known = tmp_path / "fake" / "conversion" / "__init__.py"
+    known.parent.mkdir()
+    known.write_text('{"OlmoeForCausalLM": "olmo"}')
+    gguf.check_converter(settings, model)
+
+
+# Pre-tokenizers.
+
+
+def described(**changes: Any) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads(Path(resolve("pocket:olmoe"), "tokenizer.json").read_text())
+    return {**content, **changes}
+
+
+def named(content: dict[str, Any], folder: Path) -> str | None:
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    return gguf.pre_tokenizer(folder)
+
+
+def test_a_pre_tokenizer_is_named_only_if_llama_cpp_has_the_same(tmp_path: Path) -> None:
+    model = described()["model"]
+    assert named(described(), tmp_path) == "smollm"
+    assert named(described(pre_tokenizer=gguf.BYTE_LEVEL), tmp_path) == "gpt-2"
+    for changes in (
+        {"pre_tokenizer": {**gguf.BYTE_LEVEL, "add_prefix_space": True}},
+        {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [gguf.BYTE_LEVEL, gguf.DIGITS]}},
+        {"pre_tokenizer": None},
+        {"normalizer": {"type": "NFC"}},
+        {"model": {**model, "type": "Unigram"}},
+        {"model": {**model, "ignore_merges": True}},
+        {"model": {**model, "merges": [*model["merges"], ["Ċ", "Ċ"]]}},
+    ):
+        assert named(described(**changes), tmp_path) is None, changes
+    (tmp_path / "tokenizer.json").unlink()
+    assert gguf.pre_tokenizer(tmp_path) is None
+
+
+@needs_models
+def test_the_shipped_tokenizer_splits_text_as_the_pre_tokenizer_of_that_name() -> None:
+    """llama.cpp splits each digit off, and the rest as GPT-2; it does not split off line breaks."""
+    folder = Path(resolve("pocket:olmoe"))
+    shipped, other = (Tokenizer.from_file(str(folder / "tokenizer.json")) for _ in range(2))
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    other.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level])  # type: ignore[assignment]
+    lines = [line for file in folder.parent.rglob("*.jsonl") for line in file.read_text().splitlines()[:200]]
+    texts = [line.replace("\\n", "\n") for line in lines]
+    letters = random.Random(0)
+    alphabet = "ab  \n\n\n\t\r 12½².,'s't é日\u00a0\u2003_-()"
+    texts += ["".join(letters.choices(alphabet, k=letters.randint(1, 60))) for _ in range(2000)]
+    assert len(texts) > 3000
+    for text in texts:
+        assert shipped.encode(text).ids == other.encode(text).ids, text
+
+
+# With llama.cpp's converter.
+
+
+def converted(folder: Path, model: str) -> tuple[Path, Path]:
+    """The natural export of a shipped model, and its conversion."""
+    source, plan = even(model)
+    written = export(source, plan, folder / "written")
+    return written, gguf.convert(written, folder / "gguf", gguf.converter(ExportConfig("natural", "gguf")), "pruned")
+
+
+@needs_converter
+@needs_models
+@pytest.mark.parametrize("model", ["olmoe", "deepseek_v2"])
+def test_every_tensor_of_the_file_is_that_of_the_checkpoint(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(PACKAGES))
+    from gguf import GGUFReader
+    from gguf.quants import dequantize
+
+    written, out = converted(tmp_path, model)
+    file = GGUFReader(out / gguf.FILE)
+    tensors = {name: tensor.float() for name, tensor in load_file(written / "model.safetensors").items()}
+    facts = json.loads((written / "config.json").read_text())
+    expected = as_gguf(tensors, facts)
+    stored = {tensor.name: torch.tensor(dequantize(tensor.data, tensor.tensor_type)) for tensor in file.tensors}
+    assert stored.keys() == expected.keys()
+    for name, tensor in stored.items():
+        assert torch.equal(tensor, expected[name]), name
+    assert {tensor.tensor_type.name for tensor in file.tensors} == {"BF16", "F32"}
+    fields = {name: field.contents() for name, field in file.fields.items()}
+    (count,) = [value for name, value in fields.items() if name.endswith(".expert_count")]
+    assert count == facts.get("num_experts", facts.get("n_routed_experts"))
+    assert fields["tokenizer.ggml.pre"] == "smollm" and fields["general.name"] == "pruned"
+
+
+NAMES = {
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
+    "self_attn.kv_a_layernorm": "attn_kv_a_norm",
+    "mlp.gate": "ffn_gate_inp",
+    **{f"mlp.{part}_proj": f"ffn_{part}" for part in ("gate", "up", "down")},
+    **{f"mlp.shared_experts.{part}_proj": f"ffn_{part}_shexp" for part in ("gate", "up", "down")},
+}
+ENDS = {"lm_head.weight": "output", "model.embed_tokens.weight": "token_embd", "model.norm.weight": "output_norm"}
+
+
+def as_gguf(tensors: dict[str, torch.Tensor], facts: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Tensors of a checkpoint under llama.cpp's names: experts stacked, and DeepSeek's kv_b split into two."""
+    result, experts = {}, {}
+    for name, tensor in tensors.items():
+        if name in ENDS:
+            result[f"{ENDS[name]}.weight"] = tensor
+            continue
+        layer, rest = name.removeprefix("model.layers.").removesuffix(".weight").split(".", 1)
+        if rest.startswith("mlp.experts."):
+            expert, part = rest.removeprefix("mlp.experts.").split(".")
+            experts.setdefault(f"blk.{layer}.ffn_{part.removesuffix('_proj')}_exps.weight", {})[int(expert)] = tensor
+        elif rest == "self_attn.kv_b_proj":
+            keys, heads = facts["qk_nope_head_dim"], facts["num_attention_heads"]
+            both = tensor.view(heads, keys + facts["v_head_dim"], -1)
+            result[f"blk.{layer}.attn_k_b.weight"] = both[:, :keys].transpose(1, 2)
+            result[f"blk.{layer}.attn_v_b.weight"] = both[:, keys:]
+        else:
+            result[f"blk.{layer}.{NAMES[rest]}.weight"] = tensor
+    stacks = {name: torch.stack([stack[expert] for expert in range(len(stack))]) for name, stack in experts.items()}
+    return result | stacks
+
+
+@needs_converter
+@needs_models
+@pytest.mark.slow
+def test_a_study_writes_a_file_with_the_logits_of_the_evaluated_model(tmp_path: Path) -> None:
+    words = ["model=pocket_qwen3_moe", "criterion=aimer", "suite.benchmarks=[]"]
+    words += ["export=natural", "export.format=gguf", "verify=true", "report=false", "store=store"]
+    command = preloaded.command("-m", "moe_lab", *words)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    (folder,) = tmp_path.glob("store/export/*/checkpoint")
+    assert f"export: {folder} (verified" in done.stderr
+    assert not list(folder.glob("*.safetensors")) and not list(tmp_path.glob("store/partial/*"))
+    code = f"""
+import torch, moe_lab
+from moe_lab import Plan, load, mask
+from transformers import AutoConfig, AutoModelForCausalLM
+folder = {str(folder)!r}
+settings = dict(config=AutoConfig.from_pretrained(folder), dtype=torch.float32, experts_implementation="eager")
+read = AutoModelForCausalLM.from_pretrained(folder, gguf_file="model.gguf", **settings).eval()
+assert read.config.num_experts == 12
+tokens = torch.arange(512).view(4, 128)
+model = load("pocket:qwen3_moe")[0]
+with torch.no_grad(), mask(model, Plan.load({str(folder / "plan.json")!r})):
+    print((model(tokens).logits - read(tokens).logits).abs().max().item())
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(PACKAGES), *sys.path])},
+    )
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout.split()[-1]) == 0.0
+
+
+@needs_converter
+@needs_models
+def test_the_converter_names_what_it_cannot_read(tmp_path: Path) -> None:
+    """A tokenizer that it does not recognise, and for which no name is known; and one that has to be SentencePiece."""
+    source, plan = even("olmoe")
+    written = export(source, plan, tmp_path / "written")
+    content = described(normalizer={"type": "NFC"})
+    (written / "tokenizer.json").write_text(json.dumps(content))
+    path = gguf.converter(ExportConfig("natural", "gguf"))
+    with pytest.raises(UserError, match=r"converter failed: .*BPE pre-tokenizer was not recognized"):
+        gguf.convert(written, tmp_path / "out", path, "N")
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(UserError, match=r"converter failed: .*(sentencepiece|tokenizer.model)"):
+        converted(tmp_path / "ernie", "ernie4_5_moe")
