@@ -28,6 +28,10 @@ import torch
 
 PREFIX = "Pruned"
 """What moe_lab writes before the name of an architecture whose layers differ."""
+FORMAT = "pruned_format"
+"""Field of config.json: the number of the format in which an export describes its layers; absent in the first ones."""
+FORMATS = (1,)
+"""Formats that this module reads. moe_lab writes the number that stands in moe_lab/pruning/export/remote.py."""
 LAYERS = "moe_lab_layers"
 """Attribute of a configuration: layer -> field -> value, of the fields that differ between layers."""
 COUNTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
@@ -52,7 +56,7 @@ def register() -> None:
     for name in list(ModelRegistry.models):
         if not name.startswith(PREFIX):
             ModelRegistry.register_model(PREFIX + name, f"{__name__}:{PREFIX}{name}")
-    _refuse_ragged()
+    _refuse_others()
     _read_layers()
     if current_platform.is_cpu():
         _repair_rotary_embedding()
@@ -75,8 +79,33 @@ def _replace(owner: type, name: str, make: Callable[[Any], Any]) -> None:
         setattr(owner, name, replacement)
 
 
-def _refuse_ragged() -> None:
-    """One tensor holds the experts of a layer in vLLM, so that they have one width."""
+def check_export(folder: str, config: Mapping[str, Any]) -> None:
+    """ValueError for a config.json that names a class of this module and that it does not understand.
+
+    Checkpoints of vLLM's own classes are not looked at.
+    """
+    names = [name for name in config.get("architectures") or () if name.startswith(PREFIX)]
+    if not names:
+        return
+    if (number := config.get(FORMAT, 1)) not in FORMATS:
+        raise ValueError(
+            f"{folder}: config.json has {FORMAT}={number}, and this version of moe_lab's plugin reads "
+            f"{' and '.join(map(str, FORMATS))}: install the version of moe_lab that wrote the export, or export again"
+        )
+    if WIDTHS_OF_EXPERTS in config:  # one tensor holds the experts of a layer in vLLM
+        raise ValueError(
+            f"{folder}: the experts of a layer have different widths, and vLLM has one width for each layer: export "
+            "with export=padded"
+        )
+    if not config.get("per_layer_config"):
+        raise ValueError(
+            f"{folder} is no export of moe_lab: config.json has architectures={names[0]}, and per_layer_config is "
+            "missing, which says how its layers differ"
+        )
+
+
+def _refuse_others() -> None:
+    """Let vLLM refuse exports that this module cannot read, before it reads anything else."""
     from huggingface_hub import constants
     from transformers import PreTrainedConfig
     from vllm.transformers_utils.config import HFConfigParser
@@ -86,11 +115,7 @@ def _refuse_ragged() -> None:
             config, _ = PreTrainedConfig.get_config_dict(
                 model, revision=revision, local_files_only=constants.HF_HUB_OFFLINE
             )
-            if WIDTHS_OF_EXPERTS in config:
-                raise ValueError(
-                    f"{model}: the experts of a layer have different widths, and vLLM has one width for each layer: "
-                    "export with export=padded"
-                )
+            check_export(model, config)
             return original(self, model, trust_remote_code, revision, **named)
 
         return parse

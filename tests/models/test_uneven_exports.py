@@ -26,6 +26,7 @@ from moe_lab.pruning.flops import measured_routing, row_flops
 from moe_lab.pruning.mask import mask
 from moe_lab.pruning.plan import Plan
 from moe_lab.pruning.prune import prune
+from moe_lab.serving import vllm_plugin
 
 NAMES = ("olmoe", "deepseek_v3", "deepseek")
 KINDS = ("per_layer", "ragged")
@@ -169,3 +170,32 @@ def test_a_bad_weight_is_named_by_expert(tensor: str, tmp_path: Path) -> None:
     save_file(tensors, file, {"format": "pt"})
     with pytest.raises(UserError, match=rf"{tensor} \(layer {layer.index}, expert 5\) holds inf at 1 places"):
         load_model(settings(folder))
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({}, None),
+        ({"pruned_format": None}, None),
+        ({"pruned_format": 2}, "pruned_format=2"),
+        ({"per_layer_config": None}, "per_layer_config"),
+        ({"expert_widths": {"0": [1, 2]}}, "export=padded"),
+        ({"architectures": ["OlmoeForCausalLM"], "pruned_format": 2}, None),
+        ({"architectures": None}, None),
+    ],
+)
+def test_the_plugin_of_vllm_knows_which_exports_it_understands(
+    changes: dict[str, Any], field: str | None, tmp_path: Path
+) -> None:
+    """Exports state the format of their layers; the first ones did not. vLLM's own classes are none of its business."""
+    tiny.save("olmoe", tmp_path / "model")
+    plan = Plan({0: tuple(range(8)), 1: tuple(range(9)), 2: tuple(range(10))}, dict.fromkeys(range(3), 16))
+    out = export(tmp_path / "model", plan, tmp_path / "out")
+    config = {**json.loads((out / "config.json").read_text()), **changes}
+    config = {name: value for name, value in config.items() if value is not None}
+    if field is None:
+        vllm_plugin.check_export(str(out), config)
+        return
+    with pytest.raises(ValueError, match="export") as caught:
+        vllm_plugin.check_export(str(out), config)
+    assert field in str(caught.value) and str(out) in str(caught.value) and "\n" not in str(caught.value)

@@ -230,6 +230,7 @@ def test_config_is_edited_and_not_written_anew(tmp_path: Path) -> None:
         "auto_map": {"AutoModelForCausalLM": "modeling_pruned_qwen3_moe.PrunedQwen3MoeForCausalLM"},
         "output_router_logits": False,
         "per_layer_config": {str(layer): {"num_local_experts": len(ids)} for layer, ids in kept.items()},
+        "pruned_format": 1,
     }
     assert after == {**original, **changed}
     plan = channel_plan(model)

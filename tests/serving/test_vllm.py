@@ -133,6 +133,14 @@ def without(folder: Path, out: Path, change: Callable[[dict[str, torch.Tensor]],
     return out
 
 
+def reconfigured(folder: Path, out: Path, **changes: Any) -> Path:
+    """A copy of an export with another config.json."""
+    shutil.copytree(folder, out)
+    config = json.loads((out / "config.json").read_text())
+    (out / "config.json").write_text(json.dumps({**config, **changes}))
+    return out
+
+
 ROLES = ("gate_proj.weight", "up_proj.weight", "down_proj.weight")
 
 
@@ -172,6 +180,10 @@ def served(models: Models, tmp_path_factory: pytest.TempPathFactory) -> dict[str
     folders["missing"] = without(folder, wrong / "missing", remove_expert)
     folders["surplus"] = without(folder, wrong / "surplus", add_expert)
     folders["ragged"] = export(folder.parent / "model", ragged(olmoe), wrong / "ragged")
+    folders["newer"] = reconfigured(folder, wrong / "newer", pruned_format=2)
+    folders["no export"] = reconfigured(folder, wrong / "no_export", per_layer_config=None)
+    folders["empty"] = wrong / "empty"
+    folders["empty"].mkdir()
     gpt_oss = tiny.save("gpt_oss", wrong / "gpt_oss", **HEADS, head_dim=32)
     folders["gpt_oss"] = export(wrong / "gpt_oss", uneven(gpt_oss), wrong / "gpt_oss_uneven")
     return serve(folders)
@@ -194,6 +206,9 @@ def test_exports_whose_layers_differ_are_served_as_the_masked_model(
         ("missing", ["layer 0", "[3]"]),
         ("surplus", ["layer 0", "[15]"]),
         ("ragged", ["padded"]),
+        ("newer", ["pruned_format=2"]),
+        ("no export", ["per_layer_config"]),
+        ("empty", ["config.json"]),
         ("gpt_oss", ["GptOssForCausalLM", "export=masked"]),
         ("deepseek_v2, widths", ["n_shared_experts", "export=padded_stock"]),
     ],

@@ -10,6 +10,9 @@ from moe_lab.errors import UserError
 from moe_lab.models.families import COUNT_FIELDS, WIDTH_FIELDS, Family, port_of, read_family
 from moe_lab.pruning.export.form import RAGGED_FIELD, Form
 
+FORMAT = {"pruned_format": 1}
+"""Field of config.json with the number of the format in which the layers are described. To be raised when a program
+that reads an older one, such as the plugin of vLLM, would read the new one wrong."""
 HEAD = '''"""A pruned {base}: its MoE layers differ in shape. Made by moe_lab; needs torch and transformers >= 5.21.
 
     AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
@@ -77,6 +80,7 @@ def differing(config: dict[str, Any], form: Form) -> tuple[dict[str, Any], str, 
     described = {"AutoConfig": f"{name}.Pruned{family.config}"} if own_type else {}
     config["auto_map"] = {**described, "AutoModelForCausalLM": model}
     config["per_layer_config"] = _per_layer(config, form, count, width)
+    config.update(FORMAT)
     if form.count is None and config.get("output_router_logits"):
         config["output_router_logits"] = False  # the balancing loss needs layers with equal numbers of experts
     if own_type:
