@@ -155,9 +155,14 @@ def test_layers_for_extra_tokens_are_left_out(tmp_path: Path) -> None:
     rewrite(tmp_path / "model", add)
     config = json.loads((tmp_path / "model" / "config.json").read_text())
     (tmp_path / "model" / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 1}))
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model").state_dict()
+    assert not [name for name in loaded if "mtp" in name or ".layers.3." in name], "no statistics can be gathered"
     out = export(tmp_path / "model", plan, tmp_path / "out")
     assert load_file(out / "model.safetensors").keys() == load_file(clean / "model.safetensors").keys()
     assert json.loads((out / "config.json").read_text())["num_nextn_predict_layers"] == 0
+    (said,) = [line for line in (out / "README.md").read_text().splitlines() if "multi-token prediction" in line]
+    assert "`model.layers.3`, `mtp`" in said and "transformers does not load them" in said
+    assert "multi-token prediction" not in (clean / "README.md").read_text()
 
 
 EXPERT = "model.layers.1.mlp.experts.{}.up_proj.weight"

@@ -23,7 +23,7 @@ from moe_lab.models.files import fingerprint
 from moe_lab.pruning.export.card import Cost, model_card
 from moe_lab.pruning.export.config import Description, check_routing, describe_export, text_part
 from moe_lab.pruning.export.form import make_form
-from moe_lab.pruning.export.layout import expert_type, pieces
+from moe_lab.pruning.export.layout import expert_type, moe_blocks, pieces
 from moe_lab.pruning.export.quantised import check_quantised, named_experts, renumbered_files
 from moe_lab.pruning.export.tensors import Piece
 from moe_lab.pruning.export.write import UNFINISHED, write_weights
@@ -81,7 +81,9 @@ def export(
         check_room(work, _needed(folder, work, content))
         write_weights(checkpoint, content, work)
         _write_index(checkpoint, content, work)
-        _write_others(folder, description, plan, _cost(shape, description.kind, checkpoint, content), work)
+        _, left_out = moe_blocks(checkpoint, hidden_layers)
+        cost = _cost(shape, description.kind, checkpoint, content, left_out)
+        _write_others(folder, description, plan, cost, work)
         for name, described in quantisation.items():
             write_json(work / name, described)
         (work / ORIGIN).unlink()
@@ -113,7 +115,13 @@ def unfinished(work: Path, source: Path, what: Mapping[str, str], *, keep: bool)
         raise
 
 
-def _cost(shape: str, kind: str, checkpoint: Checkpoint, content: Mapping[str, Sequence[Piece]]) -> Cost:
+def _cost(
+    shape: str,
+    kind: str,
+    checkpoint: Checkpoint,
+    content: Mapping[str, Sequence[Piece]],
+    left_out: Sequence[str],
+) -> Cost:
     written = [piece for tensors in content.values() for piece in tensors]
     return Cost(
         shape=shape,
@@ -121,6 +129,7 @@ def _cost(shape: str, kind: str, checkpoint: Checkpoint, content: Mapping[str, S
         original=sum(entry.size for entry in checkpoint.tensors.values()),
         written=sum(piece.size for piece in written),
         zeros=sum(piece.zeros for piece in written),
+        left_out=tuple(sorted(prefix.removesuffix(".") for prefix in left_out)),
     )
 
 

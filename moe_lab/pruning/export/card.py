@@ -40,6 +40,13 @@ FILLED = {
 }
 
 
+LEFT_OUT = (
+    "Left out: {}. These layers of the original predict further tokens (multi-token prediction). They have experts of "
+    "their own, and transformers does not load them, so that there are no statistics to prune them by. The model "
+    "generates without them, but cannot draft tokens for speculative decoding."
+)
+
+
 @dataclass(frozen=True)
 class Cost:
     """Size of an exported checkpoint, in bytes of weights."""
@@ -51,6 +58,8 @@ class Cost:
     written: int
     zeros: int
     """Bytes of `written` that are padding zeros."""
+    left_out: tuple[str, ...] = ()
+    """Names of the layers that predict extra tokens and were left out."""
 
 
 def model_card(plan: Plan, name: str, original: str | None, cost: Cost) -> str:
@@ -66,6 +75,7 @@ def model_card(plan: Plan, name: str, original: str | None, cost: Cost) -> str:
         f"# {name}, pruned\n\n",
         f"{_kept(plan)}; {UNCHANGED}\n\n",
         f"{_loading(cost.kind)}\n\n{_cost(cost)}\n\n",
+        f"{LEFT_OUT.format(', '.join(f'`{name}`' for name in cost.left_out))}\n\n" if cost.left_out else "",
         "What is kept is listed in `plan.json`. Where the plan comes from:\n\n",
         f"```json\n{json.dumps({**plan.provenance, 'plan': plan.digest}, indent=2)}\n```\n",
         f"\n{ORIGINAL}\n{body.lstrip()}" if body.strip() else "",

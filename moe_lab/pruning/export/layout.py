@@ -58,7 +58,7 @@ def pieces(
     those of the plan, when experts or a router are missing, when a MoE block holds a tensor that moe_lab does not know,
     or when the form cannot be written.
     """
-    blocks, extra = _blocks(checkpoint, hidden_layers)
+    blocks, extra = moe_blocks(checkpoint, hidden_layers)
     _check_layers(checkpoint, blocks, plan)
     by_shard: dict[str, list[Piece]] = {shard: [] for shard in checkpoint.shards}
     seen: Counter[tuple[int, object]] = Counter()
@@ -146,7 +146,7 @@ def can_bar(names: Iterable[str]) -> bool:
     return any(name.endswith(vectors) and AFTER_SOFTMAX not in name for name in names)
 
 
-def _blocks(checkpoint: Checkpoint, hidden_layers: int) -> tuple[dict[str, Block], tuple[str, ...]]:
+def moe_blocks(checkpoint: Checkpoint, hidden_layers: int) -> tuple[dict[str, Block], tuple[str, ...]]:
     """MoE blocks by prefix, and the prefixes of extra prediction layers that have experts."""
     blocks: dict[str, Block] = {}
     extra: set[str] = set()
