@@ -262,5 +262,6 @@ def test_a_quantised_checkpoint_is_not_taken_for_plain_weights(refused: Refused,
     stated = {**json.loads((shipped / "config.json").read_text()), "quantization_config": {"quant_method": "gptq"}}
     (model / "config.json").write_text(json.dumps(stated))
     where = ["model=local", f"model.path={model}", "model.name=quantised"]
-    for words in (["criterion=aimer"], ["criterion=heapr", "allocation=global"], ["recovery=nf4"], ["export=natural"]):
+    exports = [["export=natural", "verify=true"], ["export=natural", "export.format=gguf"]]
+    for words in (["criterion=aimer"], ["criterion=heapr", "allocation=global"], ["recovery=nf4"], *exports):
         assert "is stored as gptq" in refused(tmp_path / "store", *where, *words), words

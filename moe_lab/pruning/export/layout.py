@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from moe_lab.config import ExportConfig, ModelConfig, RecoveryConfig
 from moe_lab.errors import UserError, unknown, user_errors
 from moe_lab.models.checkpoint import Checkpoint, Entry, open_checkpoint
-from moe_lab.models.config_json import check_trained_top_k, quantization
+from moe_lab.models.config_json import check_plain_weights, check_trained_top_k, quantization
 from moe_lab.models.families import (
     DISK_FUSED_EXPERTS,
     DISK_ROUTER_WEIGHTS,
@@ -114,13 +114,7 @@ def wrong(
     if shape not in SHAPES:
         yield str(unknown("export.shape", shape, SHAPES))
     yield from user_errors(check_trained_top_k, model, f"export={shape}")
-    method = quantization(model)
-    yield from user_errors(check_quantised, method, shape)
-    if verify and method is not None:
-        yield (
-            f"verify=true runs the original model from plain weights, but model={model.name} is stored as {method}: "
-            "expected verify=false, or a checkpoint in bfloat16 or float32"
-        )
+    yield from _wrong_of_quantised(export, model, verify)
     if recovery.name != "none" and shape != "natural":
         yield (
             f"export={shape} has a shape other than that of the model that recovery={recovery.name} changes: expected "
@@ -128,6 +122,20 @@ def wrong(
         )
     if shape == "masked" and granularity == "expert":
         yield from user_errors(check_masked, model)
+
+
+def _wrong_of_quantised(export: ExportConfig, model: ModelConfig, verify: bool) -> Iterator[str]:
+    method = quantization(model)
+    if method is None:
+        return
+    yield from user_errors(check_quantised, method, export.shape)
+    needing = []
+    if verify:
+        needing.append("verify=true")
+    if export.format != ExportConfig.format:
+        needing.append(f"export.format={export.format}")
+    for setting in needing:
+        yield from user_errors(check_plain_weights, model, setting)
 
 
 def check_masked(model: ModelConfig) -> None:
