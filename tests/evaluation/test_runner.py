@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import socket
+import venv
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -289,6 +290,25 @@ def test_the_library_is_readable_whoever_starts_the_runner() -> None:
             assert run(private, "import wave\ndef f(x): return wave.__name__").values() == ["wave"]
     finally:
         os.umask(before)
+
+
+def test_an_environment_that_is_reached_through_a_link_has_its_packages(
+    confined: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a folder of environments was moved to another disk, with a link in its place."""
+    venv.create(tmp_path / "moved", symlinks=True)
+    (packages,) = (tmp_path / "moved").glob("lib/python*/site-packages")
+    (packages / "own_package.py").write_text("VALUE = 7\n")
+    (tmp_path / "linked").symlink_to(tmp_path / "moved")
+
+    def by_link(*, confined: bool) -> tuple[list[str], dict[str, str]]:
+        line, environment = runner_command(confined=confined)
+        return [str(tmp_path / "linked/bin/python"), *line[1:]], environment
+
+    monkeypatch.setattr("moe_lab.evaluation.sandbox.client.runner_command", by_link)
+    with Runner(confined=True) as linked:
+        outcome = run(linked, "def f(x):\n    import own_package\n    return own_package.VALUE")
+    assert outcome.values() == [7], outcome.error
 
 
 def test_there_is_no_network(confined: Runner) -> None:

@@ -68,6 +68,7 @@ def _mount(source: str, target: str, kind: str | None, flags: int, options: str 
 def _visible_paths() -> list[str]:
     """Paths that programs can read: system libraries, the interpreter and its packages. No path is inside another."""
     paths = {*_SYSTEM_FOLDERS, *_SYSTEM_FILES, sys.prefix, sys.base_prefix}
+    paths |= {os.path.realpath(prefix) for prefix in (sys.prefix, sys.base_prefix)}  # links are not followed below
     paths |= {str(Path(sys.executable).resolve().parent), str(Path(os.__file__).resolve().parent)}
     visible: list[str] = []
     for path in sorted(path for path in paths if path and os.path.exists(path)):
