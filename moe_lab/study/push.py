@@ -6,7 +6,9 @@ Weights are uploaded first, config.json and the model card last and in one commi
 from __future__ import annotations
 
 import json
+import re
 import time
+import warnings
 from collections.abc import Collection, Iterator, Mapping
 from hashlib import sha256
 from pathlib import Path
@@ -201,10 +203,12 @@ def _upload(repository: str, folder: str, files: Mapping[str, str]) -> str:
         raise Unavailable(f"push={repository}: there is no token of the hub: `hf auth login` or HF_TOKEN; {AGAIN}")
     remember_secret(token)  # no message may show it
     hub = HfApi()
+    settings: dict[str, Any] = {"repo_id": repository, "folder_path": folder}
+    # The hub's client warns of Parquet files in a repository of models, where scores belong here.
+    warnings.filterwarnings("ignore", "It seems that you are about to commit a data file")
     try:
         address = str(hub.create_repo(repository, exist_ok=True))
         _check_same(repository, files, hub.model_info(repository, files_metadata=True))
-        settings: dict[str, Any] = {"repo_id": repository, "folder_path": folder}
         # A copy of the list each time: the hub's client appends to it.
         hub.upload_folder(**settings, allow_patterns=list(FIRST), commit_message="Weights, scores and statistics")
         hub.upload_folder(**settings, ignore_patterns=list(FIRST), commit_message="Configuration and model card")
@@ -227,15 +231,20 @@ def _check_same(repository: str, files: Mapping[str, str], info: Any) -> None:
             )
 
 
-def _reason(error: Exception) -> str:
+def _reason(error: BaseException) -> str:
     """Why the hub was not reached, or what it refuses, as the end of a sentence."""
     from httpx import TransportError
-    from huggingface_hub.errors import OfflineModeIsEnabled
+    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
-    text = " ".join(str(error).split()) or type(error).__name__
+    known = (HfHubHTTPError, TransportError, OfflineModeIsEnabled)
+    while error.__cause__ and not isinstance(error, known):  # where one file could not be sent, the cause says why
+        error = error.__cause__
+    # The query of an address may be a signature. httpx adds a link that explains the status code.
+    text = re.sub(r"\?\S+| For more information check: \S+", "", " ".join(str(error).split()))
+    text = text or type(error).__name__
     if isinstance(error, OfflineModeIsEnabled):
         return "HF_HUB_OFFLINE is set, so the hub is not asked: unset it"
-    if getattr(getattr(error, "response", None), "status_code", None) in (401, 403):
+    if isinstance(error, HfHubHTTPError) and error.response.status_code in (401, 403):
         return f"the token may not write to this repository ({text}): expected a token with the right to write to it"
     if isinstance(error, (ConnectionError, TransportError)):
         return f"the hub cannot be reached ({text})"

@@ -195,11 +195,18 @@ def test_an_interrupted_upload_is_finished_by_the_next_run(run: Run, hub: Hub, b
     assert len(names) == len(set(names)) and set(names) == set(remote) and "config.json" in remote
 
 
+ONE_FILE = RuntimeError("Error while uploading 'model.safetensors' to the Hub.")
+ONE_FILE.__cause__ = refusal(403)
+SIGNED = OSError("no answer from https://storage.example/x?signature=PLANTEDsignature at all")
+NO_ROUTE = httpx.ConnectError("no route to host")
+NO_ROUTE.__cause__ = OSError("no route to host")
 ERRORS = {
+    "file": (ONE_FILE, "the token may not write"),
+    "signed": (SIGNED, "https://storage.example/x at all"),
     "rights": (refusal(403), "the token may not write"),
     "token": (refusal(401), "the token may not write"),
     "offline": (OfflineModeIsEnabled("offline mode"), "HF_HUB_OFFLINE"),
-    "network": (httpx.ConnectError("no route to host"), "cannot be reached"),
+    "network": (NO_ROUTE, "cannot be reached"),
     "yaml": (ValueError(f"Invalid metadata: {TOKEN}"), "failed"),
     "storage": (RuntimeError("storage is down"), "failed"),
 }
