@@ -299,6 +299,7 @@ def _axes(overrides: Sequence[str]) -> set[str]:
 
 _OPEN = (
     "allocation.parameters.",
+    "backend.arguments.",
     "criterion.parameters.",
     "interpreters.",
     "judge.extra.",

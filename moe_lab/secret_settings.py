@@ -42,6 +42,7 @@ STORED = (
     "calibration.path",
     "allocation.path",
     "allocation.parameters",
+    "backend.arguments",
     "export.converter",
     "protocol.benchmarks",
     "interpreters",

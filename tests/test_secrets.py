@@ -16,7 +16,7 @@ from hydra import compose, initialize_config_dir
 from moe_lab.compose import Groups, addable, from_environment, register, requests
 from moe_lab.config import BackendConfig
 from moe_lab.errors import MASK, UserError, is_secret, mask, masked
-from moe_lab.evaluation.server_command import command_line
+from moe_lab.evaluation.back_ends import command_line
 from moe_lab.paths import conf
 from moe_lab.secret_settings import hidden, identified, revealed, shell
 from moe_lab.study import record

@@ -125,7 +125,8 @@ class Config:
     data_root: str = "~/.cache/moe_lab/data"
     """Folder of the mirrors of benchmark data; `python -m moe_lab.evaluation.mirror` fills it."""
     interpreters: dict[str, Any] = field(default_factory=dict)
-    """Harness -> the Python that runs it, if its packages conflict with those here; `make evalscope` makes one."""
+    """Harness, or vllm -> the Python that runs it, if its packages conflict with those here; `make evalscope` and
+    `make vllm` make one."""
     wait: bool = False
     """With launcher=slurm: follow the jobs until they end, instead of returning when they are submitted."""
     snapshot: bool = False

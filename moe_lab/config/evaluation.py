@@ -41,14 +41,19 @@ class BackendConfig:
     """What generates the texts of benchmarks."""
 
     name: str = "hf"
-    """hf (the loaded model) or server (an exported checkpoint behind a server that is started and stopped)."""
+    """hf (the loaded model), vllm (an engine of vLLM that masks what plans drop; it also gives likelihoods), or server
+    (an exported checkpoint behind a server that is started and stopped)."""
     command: str | None = None
     """Command line that starts the server, with {checkpoint}, {port} and {name}."""
     ready_seconds: float = 1800.0
-    """Seconds the server may take until it answers."""
+    """Seconds the server, or vLLM, may take until it answers."""
     continuous: bool = False
     """With name=hf: continuous batching, where a finished text makes room for the next at once. Needs CUDA, and an
     architecture that supports it."""
+    arguments: dict[str, Any] = field(default_factory=dict)
+    """With name=vllm: arguments of vllm.LLM, such as gpu_memory_utilization: 0.8 or tensor_parallel_size: 2."""
+    python: str | None = None
+    """Set by interpreters.vllm."""
 
 
 @dataclass

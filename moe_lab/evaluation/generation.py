@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,6 +15,10 @@ from moe_lab.errors import UserError
 from moe_lab.evaluation.harness import prompt_hash
 from moe_lab.json_files import fits
 from moe_lab.results import Sample
+
+TOKEN_SECONDS = 1.0
+"""Seconds per token that a slow server or engine may take."""
+_CONTEXT_TOKENS = 4  # prompt tokens decoded together with the first new ones: some tokenizers drop a leading space
 
 Messages = Sequence[Mapping[str, str]]
 """A conversation: role and content of each message."""
@@ -38,7 +43,8 @@ class GenSpec:
 
 
 class Generator(ABC):
-    """Generates texts: a loaded model (`local_model.py`) or a server (`served_model.py`)."""
+    """Generates texts: a loaded model (`local_model.py`), a server (`served_model.py`) or an engine
+    (`engine_model.py`)."""
 
     tokenizer: Any
     """The model's tokenizer."""
@@ -68,6 +74,82 @@ class Generator(ABC):
     @abstractmethod
     def answer_losses(self, prompts: Sequence[str], answers: Sequence[str | None], spec: GenSpec) -> list[float | None]:
         """The loss on each answer after its prompt in bits per byte, None where it is unknown."""
+
+
+class LanguageModel(Generator):
+    """A generator that also gives the likelihoods of texts that are there: a loaded model, or an engine."""
+
+    @property
+    @abstractmethod
+    def config(self) -> Any:
+        """The model's configuration, a transformers config."""
+
+    @property
+    @abstractmethod
+    def max_length(self) -> int | None:
+        """Tokens the model can read, prompt and answer together; None when its configuration does not say."""
+
+    @abstractmethod
+    def log_likelihoods(
+        self, rows: Sequence[Sequence[int]], starts: Sequence[int], batch_size: int
+    ) -> list[tuple[float, bool]]:
+        """For each row of token ids, from index `start` >= 1 on: the summed log-likelihood of its tokens, in nats, and
+        whether each was the likeliest. The last token of a row is not read."""
+
+    def encoded(self, prompts: Sequence[str], spec: GenSpec) -> list[list[int]]:
+        """The token ids of each prompt."""
+        ids: list[list[int]] = self.tokenizer(list(prompts), add_special_tokens=spec.special_tokens).input_ids
+        return ids
+
+    def answer_losses(self, prompts: Sequence[str], answers: Sequence[str | None], spec: GenSpec) -> list[float | None]:
+        """The loss on each answer after its prompt in bits per byte: -log2 p(answer | prompt) / bytes of the answer.
+
+        It is None where there is no answer or no prompt, or where both together are longer than the model can read or
+        than `spec.max_length`. As in lm-eval, white space at the end of a prompt counts as part of the answer, and the
+        answer's tokens are those after the first n of prompt and answer together, n being the tokens of the prompt.
+        """
+        losses: list[float | None] = [None] * len(prompts)
+        numbers = [number for number, answer in enumerate(answers) if answer]
+        if not numbers:
+            return losses
+        heads = [prompts[number].rstrip() for number in numbers]
+        texts = [f"{prompts[number]}{answers[number]}" for number in numbers]
+        starts = list(map(len, self.encoded(heads, spec)))
+        rows = self.encoded(texts, spec)
+        limits = [length for length in (self.max_length, spec.max_length) if length is not None]
+        readable = [
+            place
+            for place, (row, start) in enumerate(zip(rows, starts, strict=True))
+            if 0 < start < len(row) <= min(limits, default=len(row))
+        ]
+        asked = ([rows[place] for place in readable], [starts[place] for place in readable])
+        likelihoods = self.log_likelihoods(*asked, spec.batch_size)
+        for place, (likelihood, _) in zip(readable, likelihoods, strict=True):
+            size = len(texts[place].encode()) - len(heads[place].encode())
+            losses[numbers[place]] = -likelihood / math.log(2) / size
+        return losses
+
+
+def continuation(tokenizer: Any, before: Sequence[int], after: Sequence[int], ends: Collection[int]) -> str:
+    """The text of the new tokens `after`, up to the first end token, as it continues the prompt tokens `before`."""
+    length = next((index for index, token in enumerate(after) if token in ends), len(after))
+    tail = list(before[-_CONTEXT_TOKENS:])
+    prefix, whole = (
+        tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        for ids in (tail, tail + list(after[:length]))
+    )
+    return str(whole[len(prefix) :])
+
+
+def end_tokens(checkpoint: Path, tokenizer: Any) -> list[int]:
+    """The tokens that end a text: those of the checkpoint's generation settings, and the tokenizer's."""
+    for file in ("generation_config.json", "config.json"):
+        path = checkpoint / file
+        configured = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id") if path.is_file() else None
+        if configured is not None:
+            break
+    tokens = configured if isinstance(configured, list) else [configured]
+    return sorted({token for token in (*tokens, tokenizer.eos_token_id) if token is not None})
 
 
 def fitting(lengths: Sequence[int], spec: GenSpec, model_length: int | None) -> list[int]:

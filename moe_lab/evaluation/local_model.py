@@ -5,7 +5,6 @@ Every harness generates text with it, so that a prompt gets the same text everyw
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,15 +15,14 @@ import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
 from moe_lab.errors import UserError
-from moe_lab.evaluation.generation import Generator, GenSpec, cut, fitting
+from moe_lab.evaluation.generation import GenSpec, LanguageModel, continuation, cut, fitting
 
 LOGITS = 1 << 30
 """Largest size in bytes of the logits of one forward pass, unless a single row has more."""
-_CONTEXT_TOKENS = 4  # prompt tokens decoded together with the first new ones: some tokenizers drop a leading space
 
 
 @dataclass(frozen=True)
-class LocalModel(Generator):
+class LocalModel(LanguageModel):
     """A loaded causal language model, possibly under a mask, with its tokenizer."""
 
     model: Any
@@ -35,71 +33,59 @@ class LocalModel(Generator):
     """Arguments of its chat template besides the messages."""
 
     @property
+    def config(self) -> Any:
+        return self.model.config
+
+    @property
     def max_length(self) -> int | None:
         """Tokens the model can read, prompt and answer together; None when its configuration does not say."""
-        length: int | None = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        length: int | None = getattr(self.config.get_text_config(), "max_position_embeddings", None)
         return length
 
     def stream(self, prompts: Sequence[str], spec: GenSpec) -> Iterator[tuple[int, str]]:
         """(index, text) of each prompt, batch after batch: padded on the left, the longest prompts first."""
         if not prompts:
             return
-        lengths = [len(ids) for ids in self._encoded(prompts, spec).input_ids]
+        lengths = [len(ids) for ids in self.encoded(prompts, spec)]
         order = fitting(lengths, spec, self.max_length)
         for start in range(0, len(order), spec.batch_size):
             chosen = order[start : start + spec.batch_size]
             yield from zip(chosen, self._batch([prompts[index] for index in chosen], spec), strict=True)
 
-    def answer_losses(self, prompts: Sequence[str], answers: Sequence[str | None], spec: GenSpec) -> list[float | None]:
-        """The loss on each answer after its prompt in bits per byte: -log2 p(answer | prompt) / bytes of the answer.
+    def log_likelihoods(
+        self, rows: Sequence[Sequence[int]], starts: Sequence[int], batch_size: int
+    ) -> list[tuple[float, bool]]:
+        """As `LanguageModel.log_likelihoods`, in batches of similar length, padded on the right."""
+        found: list[tuple[float, bool]] = [(0.0, True)] * len(rows)
+        for batch in self._batches(rows, batch_size):
+            results = self._likelihoods([rows[number] for number in batch], [starts[number] for number in batch])
+            for number, result in zip(batch, results, strict=True):
+                found[number] = result
+        return found
 
-        It is None where there is no answer or no prompt, or where both together are longer than the model can read or
-        than `spec.max_length`. As in lm-eval, white space at the end of a prompt counts as part of the answer, and the
-        answer's tokens are those after the first n of prompt and answer together, n being the tokens of the prompt.
-        """
-        losses: list[float | None] = [None] * len(prompts)
-        numbers = [number for number, answer in enumerate(answers) if answer]
-        if not numbers:
-            return losses
-        heads = [prompts[number].rstrip() for number in numbers]
-        texts = [f"{prompts[number]}{answers[number]}" for number in numbers]
-        starts = dict(zip(numbers, map(len, self._encoded(heads, spec).input_ids), strict=True))
-        rows = dict(zip(numbers, self._encoded(texts, spec).input_ids, strict=True))
-        size = {n: len(text.encode()) - len(head.encode()) for n, text, head in zip(numbers, texts, heads, strict=True)}
-        limits = [length for length in (self.max_length, spec.max_length) if length is not None]
-        readable = {n: row for n, row in rows.items() if 0 < starts[n] < len(row) <= min(limits, default=len(row))}
-        for batch in self._batches(readable, spec):
-            likelihoods = self._likelihoods([rows[n] for n in batch], [starts[n] for n in batch])
-            for number, likelihood in zip(batch, likelihoods, strict=True):
-                losses[number] = -likelihood / math.log(2) / size[number]
-        return losses
-
-    def _batches(self, ids: Mapping[int, list[int]], spec: GenSpec) -> Iterator[list[int]]:
-        """Keys of `ids` in batches, the longest first, each with no more logits than `LOGITS`."""
+    def _batches(self, rows: Sequence[Sequence[int]], batch_size: int) -> Iterator[list[int]]:
+        """Numbers of rows in batches, the longest first, each with no more logits than `LOGITS`."""
         vocabulary = int(self.model.get_output_embeddings().weight.shape[0])
-        order = sorted(ids, key=lambda number: (-len(ids[number]), number))
+        order = sorted(range(len(rows)), key=lambda number: (-len(rows[number]), number))
         while order:
-            most = LOGITS // (4 * vocabulary * len(ids[order[0]]))
-            size = max(1, min(spec.batch_size, most))
+            most = LOGITS // (4 * vocabulary * len(rows[order[0]]))
+            size = max(1, min(batch_size, most))
             yield order[:size]
             order = order[size:]
 
     @torch.inference_mode()
-    def _likelihoods(self, rows: list[list[int]], starts: list[int]) -> list[float]:
-        """The summed log-likelihood, in nats, of each row's tokens from index `starts` on. Pads rows on the right."""
+    def _likelihoods(self, rows: list[Sequence[int]], starts: list[int]) -> list[tuple[float, bool]]:
         longest = max(map(len, rows))
-        ids = torch.tensor([row + [row[-1]] * (longest - len(row)) for row in rows], device=self.model.device)
+        ids = torch.tensor([[*row, *[row[-1]] * (longest - len(row))] for row in rows], device=self.model.device)
         attention = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows], device=ids.device)
         logits = self.model(input_ids=ids, attention_mask=attention, use_cache=False).logits
-        sums = []
+        results = []
         for row, start, of_row in zip(rows, starts, logits, strict=True):
-            scores = of_row[start - 1 : len(row) - 1].float().log_softmax(-1).double()
+            scores = of_row[start - 1 : len(row) - 1].float().log_softmax(-1)
             targets = torch.tensor(row[start:], device=ids.device)
-            sums.append(float(scores.gather(1, targets[:, None]).sum()))
-        return sums
-
-    def _encoded(self, prompts: Sequence[str], spec: GenSpec, **form: Any) -> Any:
-        return self.tokenizer(list(prompts), add_special_tokens=spec.special_tokens, **form)
+            total = float(scores.gather(1, targets[:, None]).double().sum())
+            results.append((total, bool((scores.argmax(-1) == targets).all())))
+        return results
 
     def _end_tokens(self) -> list[int]:
         configured = self.model.generation_config.eos_token_id
@@ -108,7 +94,13 @@ class LocalModel(Generator):
 
     @torch.inference_mode()
     def _batch(self, prompts: list[str], spec: GenSpec) -> list[str]:
-        encoded = self._encoded(prompts, spec, return_tensors="pt", padding=True, padding_side="left")
+        encoded = self.tokenizer(
+            prompts,
+            add_special_tokens=spec.special_tokens,
+            return_tensors="pt",
+            padding=True,
+            padding_side="left",
+        )
         prompt = encoded.input_ids.to(self.model.device)
         ends = self._end_tokens()
         padding = self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else ends[0]
@@ -121,19 +113,9 @@ class LocalModel(Generator):
             )
         new = produced[:, prompt.shape[1] :].tolist()
         return [
-            cut(self._decode(before, after, ends), spec.stop)
+            cut(continuation(self.tokenizer, before, after, ends), spec.stop)
             for before, after in zip(prompt.tolist(), new, strict=True)
         ]
-
-    def _decode(self, before: list[int], after: list[int], ends: list[int]) -> str:
-        """The text of the new tokens `after`, up to the first end token, as it continues the prompt tokens `before`."""
-        length = next((index for index, token in enumerate(after) if token in ends), len(after))
-        tail = before[-_CONTEXT_TOKENS:]
-        prefix, whole = (
-            self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-            for ids in (tail, tail + after[:length])
-        )
-        return str(whole[len(prefix) :])
 
 
 @contextmanager
@@ -192,7 +174,7 @@ class ContinuousModel(LocalModel):
         """
         if not prompts:
             return
-        encoded: list[list[int]] = self._encoded(prompts, spec).input_ids
+        encoded: list[list[int]] = self.encoded(prompts, spec)
         order = fitting([len(ids) for ids in encoded], spec, self.max_length)
         with self._manager(spec) as manager:
             for index in order:
@@ -208,7 +190,10 @@ class ContinuousModel(LocalModel):
                     left.remove(index)
                     if not ended:
                         manager.cancel_request(str(index))
-                    yield index, cut(self._decode(encoded[index], tokens, self._end_tokens()), spec.stop)
+                    yield (
+                        index,
+                        cut(continuation(self.tokenizer, encoded[index], tokens, self._end_tokens()), spec.stop),
+                    )
 
     @contextmanager
     def _manager(self, spec: GenSpec) -> Iterator[Any]:

@@ -13,10 +13,8 @@ import openai
 
 from moe_lab.config import BackendConfig
 from moe_lab.errors import Unavailable, UserError
-from moe_lab.evaluation.generation import Generator, GenSpec, cut, fitting
+from moe_lab.evaluation.generation import TOKEN_SECONDS, Generator, GenSpec, cut, fitting
 
-TOKEN_SECONDS = 1.0
-"""Seconds per token that a slow server may take."""
 STOPS = 4
 """Most stop texts of one request: OpenAI's limit, and vLLM's default. Texts are cut at the other ones here."""
 _EXCERPT, _REFUSAL = 120, 1000

@@ -20,15 +20,14 @@ from pathlib import Path
 from typing import Any
 
 from moe_lab.config import BackendConfig, ModelConfig
-from moe_lab.errors import Unavailable, UserError, mask
+from moe_lab.errors import Unavailable, UserError
+from moe_lab.evaluation.back_ends import command_line, last_lines, search_path
+from moe_lab.evaluation.generation import end_tokens
 from moe_lab.evaluation.served_model import Completions, ServedModel
-from moe_lab.evaluation.server_command import command_line, search_path
 
 GRACE = 20.0
 """Seconds between telling a server to stop and killing it."""
 _POLL_SECONDS, _ANSWER = 0.2, 30.0
-_LOG_LINES = 60
-"""Lines of a server's log that are printed when it fails."""
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # no proxy to this machine
 
 
@@ -77,12 +76,7 @@ def make_view(checkpoint: Path, view: Path, tokenizer: Any) -> None:
 
 def _greedy(checkpoint: Path, tokenizer: Any) -> dict[str, Any]:
     """Settings of greedy generation, with the same end tokens as `LocalModel` uses."""
-    for file in ("generation_config.json", "config.json"):
-        configured = _json(checkpoint / file).get("eos_token_id")
-        if configured is not None:
-            break
-    tokens = configured if isinstance(configured, list) else [configured]
-    ends = sorted({token for token in (*tokens, tokenizer.eos_token_id) if token is not None})
+    ends = end_tokens(checkpoint, tokenizer)
     padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else ends[0]
     return {"do_sample": False, "eos_token_id": ends, "pad_token_id": padding}
 
@@ -103,13 +97,7 @@ class Server:
 
     def last_words(self) -> str | None:
         """The last lines of the log, once the process has ended; None while it runs."""
-        return None if self.process.poll() is None else self.last_lines()
-
-    def last_lines(self) -> str:
-        """The last two lines of its log, as part of a sentence. Prints more lines to standard error."""
-        lines = [line for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
-        print(mask("\n".join(lines[-_LOG_LINES:])), file=sys.stderr, flush=True)
-        return "; ".join(line.strip() for line in lines[-2:]) or "it said nothing"
+        return None if self.process.poll() is None else last_lines(self.log)
 
 
 @contextmanager
@@ -155,7 +143,7 @@ def _await(server: Server, url: str, names: tuple[str, str], seconds: float) -> 
         if time.monotonic() > deadline:
             raise Unavailable(
                 f"the server did not answer at {url} within backend.ready_seconds={seconds:g}; the last it said: "
-                f"{server.last_lines()}"
+                f"{last_lines(server.log)}"
             )
         time.sleep(_POLL_SECONDS)
     # `vllm serve` lists the name it is given; `transformers serve` lists other models and takes the checkpoint's path.

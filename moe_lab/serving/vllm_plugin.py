@@ -70,7 +70,7 @@ def __getattr__(name: str) -> type:
     return _uneven(name.removeprefix(PREFIX))
 
 
-def _replace(owner: type, name: str, make: Callable[[Any], Any]) -> None:
+def replace_method(owner: type, name: str, make: Callable[[Any], Any]) -> None:
     """Put make(original) into the place of a method, once."""
     original = getattr(owner, name)
     if not hasattr(original, "moe_lab"):
@@ -120,7 +120,7 @@ def _refuse_others() -> None:
 
         return parse
 
-    _replace(HFConfigParser, "parse", make)
+    replace_method(HFConfigParser, "parse", make)
 
 
 def _read_layers() -> None:
@@ -135,7 +135,7 @@ def _read_layers() -> None:
 
         return get_per_layer_hf_configs
 
-    _replace(ModelArchConfigConvertorBase, "get_per_layer_hf_configs", make)
+    replace_method(ModelArchConfigConvertorBase, "get_per_layer_hf_configs", make)
 
 
 def flatten(config: Any) -> None:
@@ -176,7 +176,7 @@ def _uneven(name: str) -> type:
 
         with patch.object(module, "make_layers", make):
             stock.__init__(self, vllm_config=vllm_config, prefix=prefix, **named)
-        self.moe_lab_counts = dict(_counts(self))
+        self.moe_lab_counts = {layer: router.global_num_experts for layer, router in routers(self)}
         for layer, count in self.moe_lab_counts.items():
             expected = _count(layers.get(layer, {}))
             if expected not in (None, count):
@@ -229,14 +229,14 @@ def _count(fields: Mapping[str, Any]) -> int | None:
     return next((fields[name] for name in COUNTS if name in fields), None)
 
 
-def _counts(model: torch.nn.Module) -> Iterator[tuple[int, int]]:
-    """Layer and number of experts of every MoE block that was built."""
+def routers(model: torch.nn.Module) -> Iterator[tuple[int, Any]]:
+    """Number and router of every MoE layer that was built."""
     from vllm.model_executor.models.utils import extract_layer_index
 
     for name, module in model.named_modules():
         router = getattr(getattr(module, "experts", None), "router", None)
         if router is not None:
-            yield extract_layer_index(name), router.global_num_experts
+            yield extract_layer_index(name), router
 
 
 def _noted(
@@ -274,7 +274,7 @@ def _repair_rotary_embedding() -> None:
 
         return forward_cpu
 
-    _replace(RotaryEmbedding, "forward_cpu", make)
+    replace_method(RotaryEmbedding, "forward_cpu", make)
 
 
 def _repair_bias() -> None:
@@ -296,4 +296,4 @@ def _repair_bias() -> None:
 
         return _compute_routing
 
-    _replace(CPURouter, "_compute_routing", make)
+    replace_method(CPURouter, "_compute_routing", make)

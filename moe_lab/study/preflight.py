@@ -14,7 +14,7 @@ from moe_lab.calibration import settings as calibrations
 from moe_lab.calibration import sources
 from moe_lab.config import BenchmarkConfig, Config
 from moe_lab.errors import user_errors
-from moe_lab.evaluation import server_command, suite
+from moe_lab.evaluation import back_ends, suite
 from moe_lab.evaluation.sandbox.policy import check_sandbox
 from moe_lab.grid import ANSWERED, Cell, Request, wrong_names
 from moe_lab.models import config_json, files
@@ -29,6 +29,7 @@ from moe_lab.study.steps import KINDS
 from moe_lab.study.steps.builder import reads_text
 from moe_lab.study.steps.costs import wrong_timing
 from moe_lab.study.steps.engine import check_engine
+from moe_lab.study.steps.evaluation import backend_of
 from moe_lab.study.steps.plans import check_plan_file
 from moe_lab.study.steps.scores import check_weights
 
@@ -60,7 +61,7 @@ def lacking(config: Config, requests: Iterable[Request]) -> list[str]:
         for cell in (cell for cells, _ in requests for cell in _each(cells, "model")):
             sentences += user_errors(gguf.check_converter, config.export, cell.model)
     if config.launcher.python is None:  # an interpreter in a container has programs of its own
-        sentences += user_errors(server_command.check_installed, config.backend)
+        sentences += user_errors(back_ends.check_installed, backend_of(config))
     return list(dict.fromkeys(sentences))
 
 
@@ -107,7 +108,7 @@ def _wrong_choices(cells: Sequence[Cell], benchmarks: Sequence[BenchmarkConfig])
 def _wrong_together(config: Config, cells: Sequence[Cell], benchmarks: Sequence[BenchmarkConfig]) -> Iterator[str]:
     """Problems of choices that are valid on their own but cannot be combined."""
     models = [cell.model for cell in _each(cells, "model")]
-    yield from server_command.wrong(config.backend, benchmarks, models)
+    yield from back_ends.wrong(config.backend, benchmarks, models)
     for model in models:
         yield from wrong_timing(config, model)
         for benchmark in (benchmark for benchmark in benchmarks if benchmark.chat):

@@ -22,7 +22,7 @@ from processes import is_running, until
 
 from moe_lab.config import BackendConfig, Config, ModelConfig
 from moe_lab.errors import Unavailable, UserError
-from moe_lab.evaluation import served_model, server_command
+from moe_lab.evaluation import back_ends, served_model
 from moe_lab.evaluation import server as servers
 from moe_lab.evaluation.generation import GenSpec
 from moe_lab.evaluation.local_model import LocalModel
@@ -413,18 +413,18 @@ def test_what_a_server_refuses_and_what_does_not_fit_is_one_sentence(fake: Any) 
 )
 def test_a_wrong_command_is_said_before_anything_is_loaded(command: str | None, sentence: str) -> None:
     with pytest.raises(UserError) as caught:
-        server_command.check_command(BackendConfig("server", command))
+        back_ends.check_command(BackendConfig("server", command))
     assert sentence in str(caught.value)
 
 
 def test_a_wrong_back_end_is_said_before_anything_is_loaded(tmp_path: Path) -> None:
-    server_command.check_command(BackendConfig("hf"))
+    back_ends.check_command(BackendConfig("hf"))
     with pytest.raises(UserError, match=r"backend.name=serve is unknown: did you mean server\?"):
-        server_command.check_command(BackendConfig("serve"))
+        back_ends.check_command(BackendConfig("serve"))
     with pytest.raises(UserError, match=r"backend\.continuous=true is for backend=hf"):
-        server_command.check_command(BackendConfig("server", "s {checkpoint} {port}", continuous=True))
+        back_ends.check_command(BackendConfig("server", "s {checkpoint} {port}", continuous=True))
     with pytest.raises(UserError, match=r"backend\.ready_seconds=0"):
-        server_command.check_command(BackendConfig("server", "s {checkpoint} {port}", 0))
+        back_ends.check_command(BackendConfig("server", "s {checkpoint} {port}", 0))
     with (
         pytest.raises(UserError, match=r"none is no checkpoint: expected a folder with config\.json"),
         serving(tmp_path / "none", backend("s {checkpoint} {port}"), POCKET, "n"),
@@ -433,9 +433,9 @@ def test_a_wrong_back_end_is_said_before_anything_is_loaded(tmp_path: Path) -> N
 
 
 def test_a_program_that_is_not_installed_is_said_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    server_command.check_installed(BackendConfig("hf"))
-    server_command.check_installed(backend("python {checkpoint} {port}"))  # beside the interpreter
-    server_command.check_installed(backend("no-such-server {port}"))  # what is wrong with it is said elsewhere
+    back_ends.check_installed(BackendConfig("hf"))
+    back_ends.check_installed(backend("python {checkpoint} {port}"))  # beside the interpreter
+    back_ends.check_installed(backend("no-such-server {port}"))  # what is wrong with it is said elsewhere
     config = Config(backend=backend("no-such-server {checkpoint} {port}"))
     (sentence,) = preflight.lacking(config, [])
     assert "starts no-such-server, and there is no such program here: install it" in sentence
@@ -444,7 +444,5 @@ def test_a_program_that_is_not_installed_is_said_before_anything_is_loaded(monke
 
 
 def test_what_is_put_into_a_command_stays_one_word() -> None:
-    found = server_command.command_line(
-        backend("serve '{checkpoint}' --port={port} {name}"), Path("/a b/$(c)"), 7, "x y;z"
-    )
+    found = back_ends.command_line(backend("serve '{checkpoint}' --port={port} {name}"), Path("/a b/$(c)"), 7, "x y;z")
     assert found == ["serve", "/a b/$(c)", "--port=7", "x y;z"]

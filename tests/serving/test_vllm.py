@@ -105,8 +105,14 @@ def expected(model: Any) -> list[list[float]]:
 def serve(folders: dict[str, Path], **environment: str) -> dict[str, Any]:
     """What an engine for each folder says: log-probabilities, or why it refuses."""
     request = {"prompts": PROMPTS, "models": {name: str(folder) for name, folder in folders.items()}}
+    answers: dict[str, Any] = ask("prompt_logprobs.py", request, **environment)
+    return answers
+
+
+def ask(script: str, request: dict[str, Any], **environment: str) -> Any:
+    """What a script beside this file answers in the environment of vLLM."""
     done = subprocess.run(
-        [PYTHON, Path(__file__).with_name("prompt_logprobs.py")],
+        [PYTHON, Path(__file__).with_name(script)],
         input=json.dumps(request),
         capture_output=True,
         text=True,
@@ -114,8 +120,7 @@ def serve(folders: dict[str, Path], **environment: str) -> dict[str, Any]:
     )
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     assert lines, done.stderr[-5000:]
-    answers: dict[str, Any] = json.loads(lines[-1].removeprefix("RESULT "))
-    return answers
+    return json.loads(lines[-1].removeprefix("RESULT "))
 
 
 def difference(answer: Any, model: Any) -> float:

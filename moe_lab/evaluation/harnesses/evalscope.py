@@ -12,19 +12,17 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import date
 from functools import lru_cache
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError, unknown, user_errors
-from moe_lab.evaluation import mirror
+from moe_lab.evaluation import interpreters, mirror
 from moe_lab.evaluation.generation import Answer, Question, replace_surrogates
 from moe_lab.evaluation.harness import HARNESSES, Graded, graded_by_mean
 from moe_lab.evaluation.harnesses.evalplus_grader import cores
@@ -62,25 +60,11 @@ TASKS: Mapping[str, Task] = {
     "live_code_bench": Task("test", code=True),
 }
 """Tasks by EvalScope's name. Questions and grading of other tasks have not been checked."""
-OWN = Path(__file__).resolve().parents[3] / ".venv-evalscope" / "bin" / "python"
-"""The interpreter of the environment that `make evalscope` creates."""
 
 
 def interpreter(benchmark: BenchmarkConfig) -> str:
-    """The Python interpreter with EvalScope: interpreters.evalscope, or that of `make evalscope`, or this one."""
-    if benchmark.python is not None:
-        python = Path(benchmark.python).expanduser()
-        if not python.is_file():
-            raise UserError(f"interpreters.evalscope={benchmark.python}, and there is no such file: run make evalscope")
-        return str(python.absolute())
-    if OWN.is_file():
-        return str(OWN)
-    if find_spec("evalscope") is not None:
-        return sys.executable
-    raise UserError(
-        f"benchmark {benchmark.name} needs EvalScope, which is not here: run make evalscope, or name an interpreter "
-        f"that has it, interpreters.evalscope=PYTHON"
-    )
+    """The Python interpreter with EvalScope. Raises UserError when there is none."""
+    return interpreters.interpreter("evalscope", benchmark.python, f"benchmark {benchmark.name}")
 
 
 def installed(benchmark: BenchmarkConfig) -> str | None:
@@ -129,16 +113,10 @@ def wrong(benchmark: BenchmarkConfig) -> Iterator[str]:
 
 def lacking(benchmark: BenchmarkConfig, policy: Policy) -> Iterator[str]:
     """A sentence if EvalScope is missing, and one if pickled tests would need a permission."""
-    yield from user_errors(lambda: _check_interpreter(benchmark))
+    yield from user_errors(lambda: interpreters.check_has("evalscope", interpreter(benchmark)))
     task = TASKS.get(benchmark.task)
     if task and task.code and benchmark.data is not None and not policy.allow_pickled_data:
         yield from user_errors(lambda: _check_pickles(benchmark))
-
-
-def _check_interpreter(benchmark: BenchmarkConfig) -> None:
-    python = interpreter(benchmark)
-    if not _version(python):
-        raise UserError(f"interpreters.evalscope={python} has no EvalScope: run make evalscope, or name another")
 
 
 def _check_pickles(benchmark: BenchmarkConfig) -> None:

@@ -13,6 +13,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -30,7 +31,7 @@ from tqdm import tqdm
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError, unknown
 from moe_lab.evaluation import mirror
-from moe_lab.evaluation.generation import GenSpec
+from moe_lab.evaluation.generation import GenSpec, LanguageModel
 from moe_lab.evaluation.harness import Graded, loss_result, mean_result, prompt_hash
 from moe_lab.evaluation.harnesses import lm_eval_folders
 from moe_lab.evaluation.local_model import LocalModel
@@ -41,7 +42,7 @@ from moe_lab.results import Sample
 Row = dict[str, Any]
 
 
-def evaluate(model: LocalModel, benchmark: BenchmarkConfig, policy: Policy) -> Graded:
+def evaluate(model: LanguageModel, benchmark: BenchmarkConfig, policy: Policy) -> Graded:
     """Run a task, or a group of tasks whose items have equal weight.
 
     Both caches of lm-eval are off, because their keys contain neither the model nor the data. Raises UserError for a
@@ -52,8 +53,9 @@ def evaluate(model: LocalModel, benchmark: BenchmarkConfig, policy: Policy) -> G
         by_name = tasks(benchmark)
         check_count(benchmark, sum(len(task.task_docs) for task in by_name.values()))
         items = first_items(by_name, benchmark.limit)
+        lm = LoadedLM(model.model, model, benchmark) if isinstance(model, LocalModel) else EngineLM(model, benchmark)
         results = evaluator.evaluate(
-            lm=LoadedLM(model, benchmark),
+            lm=lm,
             task_dict={"tasks": {name: by_name[name] for name in items}, "groups": {}},
             samples=items,
             bootstrap_iters=0,
@@ -184,16 +186,16 @@ def _set(task: Any, name: str, benchmark: BenchmarkConfig) -> None:
 class LoadedLM(HFLM):
     """The loaded model for lm-eval: log-likelihoods by lm-eval's own code, generation by `LocalModel`."""
 
-    def __init__(self, model: LocalModel, benchmark: BenchmarkConfig) -> None:
+    def __init__(self, network: Any, model: LanguageModel, benchmark: BenchmarkConfig) -> None:
         lengths = [length for length in (model.max_length, benchmark.max_length) if length is not None]
         super().__init__(
-            pretrained=model.model,
+            pretrained=network,
             tokenizer=model.tokenizer,
             batch_size=benchmark.batch_size,
             max_length=min(lengths, default=None),
             chat_template_args=dict(model.template_arguments),
         )
-        self.local_model, self.benchmark = model, benchmark
+        self.language_model, self.benchmark = model, benchmark
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
         """Log-likelihoods by lm-eval, without progress bar. Raises UserError for a text that lm-eval would truncate."""
@@ -212,7 +214,7 @@ class LoadedLM(HFLM):
         long = [text for text in dict.fromkeys(texts) if len(text.encode()) > self.max_length - 8]
         longest = max((len(ids) for ids in self.tokenizer(long, verbose=False).input_ids), default=0) if long else 0
         if longest > self.max_length + 1:  # the last token is never read
-            limit = "model" if self.max_length == self.local_model.max_length else "max_length"
+            limit = "model" if self.max_length == self.language_model.max_length else "max_length"
             raise UserError(
                 f"benchmark {self.benchmark.name}: a question with its answer has {longest} tokens, and "
                 f"{self.max_length} are read: expected a {limit} of {longest - 1} tokens or more, to read it whole"
@@ -227,9 +229,32 @@ class LoadedLM(HFLM):
         for settings, numbers in groups.items():
             spec = _spec(json.loads(settings), self.benchmark)
             prompts = [requests[number].args[0] for number in numbers]
-            for number, text in zip(numbers, self.local_model.generate(prompts, spec), strict=True):
+            for number, text in zip(numbers, self.language_model.generate(prompts, spec), strict=True):
                 texts[number] = text
         return texts
+
+
+class EngineLM(LoadedLM):
+    """An engine for lm-eval: its log-likelihoods, for the tokens that lm-eval makes of a question and an answer."""
+
+    def __init__(self, model: LanguageModel, benchmark: BenchmarkConfig) -> None:
+        super().__init__(_Network(model.config), model, benchmark)
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[tuple[Any, list[int], list[int]]], *_: Any, **__: Any
+    ) -> list[tuple[float, bool]]:
+        """(log-likelihood, whether it is the likeliest) of each answer's tokens after those of its question."""
+        rows = [[*question, *answer][-(self.max_length + 1) :] for _, question, answer in requests]
+        starts = [len(row) - len(answer) for row, (_, _, answer) in zip(rows, requests, strict=True)]
+        return self.language_model.log_likelihoods(rows, starts, self.benchmark.batch_size)
+
+
+@dataclass(frozen=True)
+class _Network:
+    """What lm-eval asks of a model that it does not run."""
+
+    config: Any
+    device: str = "cpu"
 
 
 def _spec(settings: Mapping[str, Any], benchmark: BenchmarkConfig) -> GenSpec:
@@ -247,7 +272,7 @@ def _spec(settings: Mapping[str, Any], benchmark: BenchmarkConfig) -> GenSpec:
 
 
 def _answer_losses(
-    rows: Sequence[Row], task: Any, model: LocalModel, benchmark: BenchmarkConfig
+    rows: Sequence[Row], task: Any, model: LanguageModel, benchmark: BenchmarkConfig
 ) -> Sequence[float | None]:
     """The loss on each row's right answer in bits per byte; None without a right answer, as for a whole document.
 

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-
-import torch
-from torch.nn import functional
 
 from moe_lab.calibration.documents import BLANK_LINE
 from moe_lab.calibration.sources import whole_text
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError
 from moe_lab.evaluation import mirror
+from moe_lab.evaluation.generation import LanguageModel
 from moe_lab.evaluation.harness import Graded, loss_result, prompt_hash
-from moe_lab.evaluation.local_model import LocalModel
 from moe_lab.evaluation.sandbox.policy import Policy
 from moe_lab.evaluation.suite import data_files
 from moe_lab.results import Sample
@@ -22,24 +18,26 @@ from moe_lab.results import Sample
 _USUAL_LENGTH = 2048
 
 
-def evaluate(model: LocalModel, benchmark: BenchmarkConfig, policy: Policy) -> Graded:
+def evaluate(model: LanguageModel, benchmark: BenchmarkConfig, policy: Policy) -> Graded:
     """Loss in nats, weighted by tokens; perplexity = exp(loss); bits per byte = loss * tokens / bytes / ln 2.
 
     The text is cut into windows of `parameters.length` tokens (default 2048, or what the model can read), the last of
     which may be shorter. Every token of a window but the first is predicted.
     """
     place, text = _text(benchmark)
-    tokens = torch.tensor(model.tokenizer(text, verbose=False).input_ids)
+    tokens = model.tokenizer(text, verbose=False).input_ids
     longest = model.max_length
     length = int(benchmark.parameters.get("length", min(_USUAL_LENGTH, longest or _USUAL_LENGTH)))
     if length < 2 or (longest is not None and length > longest):
         expected = f"2 to {longest or 'any number of'} tokens"
         raise UserError(f"benchmark {benchmark.name}: length={length}: expected {expected}")
-    windows = [window for window in tokens.split(length) if len(window) > 1][: benchmark.limit]
+    cuts = [tokens[start : start + length] for start in range(0, len(tokens), length)]
+    windows = [window for window in cuts if len(window) > 1][: benchmark.limit]
     if not windows:
         raise UserError(f"{place} has {len(tokens)} tokens: perplexity needs at least two")
-    losses = [float(loss) for loss in _losses(model, windows, benchmark.batch_size)]
     counts = [len(window) - 1 for window in windows]
+    likelihoods = model.log_likelihoods(windows, [1] * len(windows), benchmark.batch_size)
+    losses = [-total / count for (total, _), count in zip(likelihoods, counts, strict=True)]
     for number, loss in enumerate(losses):
         if not math.isfinite(loss):
             raise FloatingPointError(f"the loss of window {number} of {place} is not finite")
@@ -48,7 +46,7 @@ def evaluate(model: LocalModel, benchmark: BenchmarkConfig, policy: Policy) -> G
             benchmark=name,
             item=str(number),
             outcome=loss,
-            prompt_hash=prompt_hash(str(window.tolist())),
+            prompt_hash=prompt_hash(str(window)),
             output="",
             extracted="",
         )
@@ -74,17 +72,3 @@ def _text(benchmark: BenchmarkConfig) -> tuple[str, str]:
         file = data_files(benchmark)[-1]
         return str(file), whole_text(file, "suite.path")
     return str(mirror.folder(benchmark)), BLANK_LINE.join(row["text"] for row in mirror.rows(benchmark))
-
-
-def _losses(model: LocalModel, windows: list[torch.Tensor], batch_size: int) -> Iterator[torch.Tensor]:
-    """Mean loss of each window in nats, an fp64 scalar; windows of equal length share a forward pass."""
-    full = [window for window in windows if len(window) == len(windows[0])]
-    batches = [torch.stack(full[start : start + batch_size]) for start in range(0, len(full), batch_size)]
-    batches += [window[None] for window in windows[len(full) :]]
-    for ids in batches:
-        ids = ids.to(model.model.device)
-        with torch.inference_mode():
-            logits = model.model(input_ids=ids, use_cache=False).logits
-        for row, targets in zip(logits[:, :-1], ids[:, 1:], strict=True):
-            loss = functional.cross_entropy(row.float(), targets, reduction="none")
-            yield loss.double().mean().cpu()

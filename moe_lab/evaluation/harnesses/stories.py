@@ -10,14 +10,13 @@ from typing import Any
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError, unknown
 from moe_lab.evaluation import mirror
-from moe_lab.evaluation.generation import Answer, GenSpec
+from moe_lab.evaluation.generation import Answer, Generator, GenSpec
 from moe_lab.evaluation.harness import Graded, graded_by_mean
-from moe_lab.evaluation.local_model import LocalModel
 from moe_lab.evaluation.sandbox.policy import Policy
 from moe_lab.evaluation.suite import check_count, data_files
 
 
-def evaluate(model: LocalModel, benchmark: BenchmarkConfig, policy: Policy) -> Graded:
+def evaluate(model: Generator, benchmark: BenchmarkConfig, policy: Policy) -> Graded:
     """Generate a story for each prompt; its score is the share of the rules in its checklist that it keeps.
 
     The data file has lines {"id", "prompt", "checklist"} and possibly "reference", a story that follows the prompt and

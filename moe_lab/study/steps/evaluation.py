@@ -6,17 +6,20 @@ import json
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from moe_lab.config import BenchmarkConfig
+from moe_lab.config import BackendConfig, BenchmarkConfig, Config
 from moe_lab.errors import Unavailable
+from moe_lab.json_files import write_json
 from moe_lab.secret_settings import identified
 from moe_lab.study.step import Job, Part, Step
+from moe_lab.study.steps.inputs import plan_of
 from moe_lab.study.steps.kind import Kind, Packing, Reads
 from moe_lab.study.steps.memory import answer_bytes, benchmark_memory
-from moe_lab.study.steps.recovery import EXPORT, PrunedModel, pruned_model
+from moe_lab.study.steps.plans import drops_whole_experts
+from moe_lab.study.steps.recovery import PrunedModel, checkpoint_step, forget_models, pruned_model
 
 GRADING_MEMORY = 4 * 2**30
 """Bytes that grading may take; programs that it runs are limited to the same."""
@@ -30,16 +33,47 @@ def results_step(pruned: PrunedModel, benchmark: BenchmarkConfig) -> Step:
     return kind.step(pruned, benchmark)
 
 
+def backend_of(config: Config) -> BackendConfig:
+    """The study's back end, with the interpreter of vLLM that the study names."""
+    return replace(config.backend, python=config.interpreters.get("vllm"))
+
+
+def _backend(pruned: PrunedModel, *, generates: bool) -> tuple[dict[str, Part], dict[str, Step], BackendConfig]:
+    """What runs the model of a step: the part that identifies it, its checkpoint if it needs one, and its settings.
+
+    A server only generates texts. vLLM also gives likelihoods, and needs no checkpoint for plans of whole experts.
+    """
+    builder, plan = pruned.builder, pruned.plan
+    backend = builder.once(("backend",), lambda: backend_of(builder.config))
+    identity: dict[str, Any] = {}
+    exported = False
+    if backend.name == "server" and generates:
+        identity = {"name": backend.name, "command": identified(backend.command)}
+        exported = plan is not None
+    elif backend.name == "vllm":
+        identity = {"name": backend.name, "arguments": dict(backend.arguments)}
+        exported = plan is not None and not drops_whole_experts(pruned.cell)
+    elif backend.continuous and generates:  # continuous batching may decide near ties differently
+        identity = {"continuous": True}
+    part = {"backend": builder.once(("backend", generates), lambda: Part(identity))} if identity else {}
+    usual = "padded" if backend.name == "vllm" else "natural"  # vLLM has one width in each layer
+    return part, {"checkpoint": checkpoint_step(pruned, usual)} if exported else {}, backend
+
+
 def _evaluate_step(pruned: PrunedModel, benchmark: BenchmarkConfig) -> Step:
     """The step that runs one benchmark on the model and grades it."""
     builder, model = pruned.builder, pruned.cell.model
     graded, grading = _grading(pruned, benchmark)
     key = ("evaluate", model, benchmark)
-    part, runtime = builder.once(
-        key, lambda: (Part(_asked(pruned, benchmark, graded.settings)), {**builder.runtime(model=model), **grading})
-    )
-    parts = {"benchmark": part, **pruned.storage}
-    inputs = pruned.inputs(finetune=pruned.finetune)
+    backend, checkpoint, settings = _backend(pruned, generates=False)
+
+    def make() -> tuple[Part, Mapping[str, Any]]:
+        runtime = {**builder.runtime(model=model, backend=settings), **grading}
+        return Part(_asked(pruned, benchmark, graded.settings)), runtime
+
+    part, runtime = builder.once(key, make)
+    parts = {"benchmark": part, **backend, **pruned.storage}
+    inputs = pruned.inputs(finetune=pruned.finetune, **checkpoint)
     return Step("evaluate", f"{pruned.label}-{benchmark.name}", parts, inputs, runtime)
 
 
@@ -71,11 +105,9 @@ def _asked(pruned: PrunedModel, benchmark: BenchmarkConfig, settings: Mapping[st
 def evaluate(job: Job) -> None:
     """Run one benchmark on the job's model, pruned and recovered, and grade it."""
     from moe_lab.evaluation import run
-    from moe_lab.evaluation.local_model import LocalModel
 
-    arguments = job.model.template_arguments
-    with pruned_model(job) as (network, tokenizer):
-        run.evaluate(LocalModel(network, tokenizer, arguments), _benchmark(job), Path(job.scratch), policy=job.policy)
+    with _language_model(job) as model:
+        run.evaluate(model, _benchmark(job), Path(job.scratch), policy=job.policy)
     _show(job, json.loads(job.output("result.json").read_text())["protocol"]["prompt"])
 
 
@@ -91,24 +123,20 @@ EVALUATE = Kind(
 
 
 def _generate_step(pruned: PrunedModel, benchmark: BenchmarkConfig) -> Step:
-    """The step that generates answers to one benchmark, by the loaded model or by a server of its checkpoint."""
+    """The step that generates answers to one benchmark."""
     from moe_lab.evaluation import suite
 
     builder, model = pruned.builder, pruned.cell.model
-    backend = builder.config.backend
+    backend, checkpoint, settings = _backend(pruned, generates=True)
 
-    def make() -> tuple[Mapping[str, Part], Mapping[str, Any]]:
-        parts = {"benchmark": Part(_asked(pruned, benchmark, suite.question_identity(benchmark)))}
-        if backend.name == "server":
-            parts["backend"] = Part({"name": backend.name, "command": identified(backend.command)})
-        elif backend.continuous:  # continuous batching may decide near ties differently
-            parts["backend"] = Part({"continuous": True})
-        return parts, builder.runtime(model=model, benchmark=benchmark, backend=backend)
+    def make() -> tuple[Part, Mapping[str, Any]]:
+        part = Part(_asked(pruned, benchmark, suite.question_identity(benchmark)))
+        return part, builder.runtime(model=model, benchmark=benchmark, backend=settings)
 
-    parts, runtime = builder.once(("generate", model, benchmark), make)
-    checkpoint = EXPORT.step(pruned) if backend.name == "server" and pruned.plan else None
-    inputs = pruned.inputs(finetune=pruned.finetune, checkpoint=checkpoint)
-    return Step("generate", f"{pruned.label}-{benchmark.name}", {**parts, **pruned.storage}, inputs, runtime)
+    part, runtime = builder.once(("generate", model, benchmark), make)
+    parts = {"benchmark": part, **backend, **pruned.storage}
+    inputs = pruned.inputs(finetune=pruned.finetune, **checkpoint)
+    return Step("generate", f"{pruned.label}-{benchmark.name}", parts, inputs, runtime)
 
 
 def generate(job: Job) -> None:
@@ -127,25 +155,50 @@ def _show(job: Job, prompt: str) -> None:
 
 @contextmanager
 def _generator(job: Job) -> Iterator[Any]:
-    """The generator of texts: the job's model, loaded here, or a server that is started for it."""
-    if job.backend.name == "server":
-        from moe_lab.evaluation.server import serving
-        from moe_lab.models.files import local_folder
+    """The generator of texts: a server that is started for the job, or what also gives likelihoods."""
+    if job.backend.name != "server":
+        with _language_model(job) as model:
+            yield model
+        return
+    from moe_lab.evaluation.server import serving
 
-        checkpoint = job.input("checkpoint", "checkpoint") if "checkpoint" in job.inputs else local_folder(job.model)
-        with serving(checkpoint, job.backend, job.model, job.name) as generator:
-            yield generator
+    with serving(_checkpoint(job), job.backend, job.model, job.name) as generator:
+        yield generator
+
+
+@contextmanager
+def _language_model(job: Job) -> Iterator[Any]:
+    """The job's model, pruned and recovered: loaded here, or on an engine that stays for the next job."""
+    if job.backend.name == "vllm":
+        from moe_lab.evaluation import engine_model
+
+        forget_models()
+        model = engine_model.opened(_checkpoint(job), job.backend, job.model, _masked(job))
+        write_json(job.output("backend.json"), model.engine.about)
+        yield model
         return
     from moe_lab.evaluation.local_model import ContinuousModel, LocalModel
 
-    answering = ContinuousModel if job.backend.continuous else LocalModel
+    kind = ContinuousModel if job.backend.continuous else LocalModel
     with pruned_model(job) as (network, tokenizer):
-        yield answering(network, tokenizer, job.model.template_arguments)
+        yield kind(network, tokenizer, job.model.template_arguments)
+
+
+def _checkpoint(job: Job) -> Path:
+    """The files that a server or an engine reads: the export of the job's plan, or the original."""
+    from moe_lab.models.files import local_folder
+
+    return job.input("checkpoint", "checkpoint") if "checkpoint" in job.inputs else local_folder(job.model)
+
+
+def _masked(job: Job) -> Any:
+    """The plan that masks the original; None if the checkpoint is pruned, and for the unpruned model."""
+    return None if "checkpoint" in job.inputs else plan_of(job)
 
 
 def _with_loaded_models(step: Step) -> str | None:
-    """Generating by a loaded model goes into the Slurm jobs that evaluate its other benchmarks."""
-    return "evaluate" if step.runtime["backend"]["name"] == "hf" else None
+    """Generating by a model that is loaded goes into the Slurm jobs that evaluate its other benchmarks."""
+    return None if step.runtime["backend"]["name"] == "server" else "evaluate"
 
 
 GENERATE = Kind(

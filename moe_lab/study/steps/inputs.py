@@ -24,8 +24,19 @@ def _loaded(settings: str) -> tuple[Any, Any]:
 
 
 def model_and_tokenizer(job: Job) -> tuple[Any, Any]:
-    """The job's model and tokenizer. The last pair is kept in memory for further jobs with the same model."""
+    """The job's model and tokenizer. The last pair is kept in memory for further jobs with the same model.
+
+    An engine is ended, as both may need all the memory of a device.
+    """
+    from moe_lab.evaluation import engine_model
+
+    engine_model.close()
     return _loaded(json.dumps(job.runtime["model"], sort_keys=True))
+
+
+def forget_loaded() -> None:
+    """Forget the model that `model_and_tokenizer` keeps."""
+    _loaded.cache_clear()
 
 
 @lru_cache(maxsize=1)

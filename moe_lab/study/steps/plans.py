@@ -70,6 +70,16 @@ def check_plan_file(cell: Cell) -> None:
         plan.check_origin(fingerprint(folder), cell.model.path)
 
 
+def drops_whole_experts(cell: Cell) -> bool:
+    """Whether the cell's plan keeps all channels of the experts it keeps."""
+    from moe_lab.pruning.plan import Plan
+
+    path = cell.allocation.path
+    if path is not None and listed.is_plan(listed.read(path)):
+        return not Plan.load(path).channels
+    return criteria.get(cell.criterion.name).granularity == "expert"
+
+
 def plan_step(builder: Builder, cell: Cell) -> Step:
     """The step that makes the cell's plan, of the kind that its allocation needs."""
     return KINDS[allocation.get(cell.allocation.name).step].step(builder, cell)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import shutil
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
@@ -15,7 +17,7 @@ from moe_lab.json_files import write_json
 from moe_lab.recovery import settings as recoveries
 from moe_lab.study.step import Job, Part, Step
 from moe_lab.study.steps.builder import Builder
-from moe_lab.study.steps.inputs import model_and_tokenizer, plan_of
+from moe_lab.study.steps.inputs import forget_loaded, model_and_tokenizer, plan_of
 from moe_lab.study.steps.kind import Kind, Reads, Settings, always, text_units
 from moe_lab.study.steps.memory import checkpoint_bytes
 
@@ -67,6 +69,15 @@ def _recovered(network: Any, plan: Any, bits: int, modules: tuple[str, ...], tun
     from moe_lab.recovery.apply import recovered
 
     return recovered(network, plan, bits=bits, modules=modules, tuned=tuned)
+
+
+def forget_models() -> None:
+    """Free the memory of models that are kept for further jobs."""
+    _recovered.cache_clear()
+    forget_loaded()
+    gc.collect()
+    if (torch := sys.modules.get("torch")) is not None and torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
 
 
 def storage_of(job: Job) -> dict[str, Any]:
@@ -129,10 +140,15 @@ FINETUNE = Kind(
 
 
 def _export_step(pruned: PrunedModel) -> Step:
-    """The step that writes the pruned and recovered model as a checkpoint."""
+    """The step that writes the pruned and recovered model as a checkpoint, as the study's settings say."""
+    return checkpoint_step(pruned, "natural")
+
+
+def checkpoint_step(pruned: PrunedModel, usual: str) -> Step:
+    """The step that writes the pruned and recovered model as a checkpoint, in the shape `usual` if the settings name none."""
     assert pruned.plan is not None
     config, cell = pruned.builder.config, pruned.cell
-    shape: dict[str, Any] = {"export": config.export.shape or "natural"}
+    shape: dict[str, Any] = {"export": config.export.shape or usual}
     if config.export.format != ExportConfig.format:
         shape["format"] = config.export.format
     if config.verify:

@@ -1,4 +1,7 @@
-"""The command line that backend=server starts, and its checks. Without torch or openai, for the preflight."""
+"""Back ends: their settings and checks, the command line of a server, and what a log ends with.
+
+No torch and no openai, for the preflight.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +14,20 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from moe_lab.config import BackendConfig, BenchmarkConfig, ModelConfig
-from moe_lab.errors import ENVIRONMENT, UserError, unknown, user_errors
+from moe_lab.errors import ENVIRONMENT, UserError, mask, unknown, user_errors
+from moe_lab.evaluation.interpreters import check_has, interpreter
 from moe_lab.evaluation.suite import has_two_phases
 from moe_lab.models.config_json import check_trained_top_k
 from moe_lab.secret_settings import filled, revealed
 
-BACKENDS = ("hf", "server")
+BACKENDS = ("hf", "server", "vllm")
+RESERVED = ("model", "dtype", "trust_remote_code", "worker_extension_cls", "generation_config", "skip_tokenizer_init")
+"""Arguments of vllm.LLM that backend.arguments must not have."""
 PLACES = ("checkpoint", "port", "name")
 """Placeholders of a command line; the name is optional."""
 _NEEDED = ("checkpoint", "port")
+_LOG_LINES = 60
+"""Lines of a log that are printed when a server or an engine fails."""
 _HINTS = {"transformers": "transformers[serving]"}
 
 
@@ -27,12 +35,19 @@ def check_command(backend: BackendConfig) -> None:
     """Raise UserError for impossible settings of the back end."""
     if backend.name not in BACKENDS:
         raise unknown("backend.name", backend.name, BACKENDS)
+    if backend.arguments and backend.name != "vllm":
+        raise UserError(f"backend.arguments={backend.arguments} are of vllm.LLM: expected backend=vllm, or none")
+    for name in backend.arguments:
+        if name in RESERVED:
+            raise UserError(f"backend.arguments.{name} is set by moe_lab: expected other arguments of vllm.LLM")
+    if backend.name == "hf":
+        return
+    if backend.continuous:
+        raise UserError(f"backend.continuous=true is for backend=hf: {backend.name} batches in its own way")
+    if not backend.ready_seconds > 0:
+        raise UserError(f"backend.ready_seconds={backend.ready_seconds}: expected a number above 0")
     if backend.name == "server":
-        if backend.continuous:
-            raise UserError("backend.continuous=true is for backend=hf: a server batches in its own way")
         command_line(backend, Path("checkpoint"), 0, "name")
-        if not backend.ready_seconds > 0:
-            raise UserError(f"backend.ready_seconds={backend.ready_seconds}: expected a number above 0")
 
 
 def wrong(
@@ -50,10 +65,10 @@ def wrong(
                 "whatever the back end: leave it out, or set backend=hf backend.continuous=false"
             )
             break
-    if backend.name != "server":
+    if backend.name == "hf":
         return
     for model in models:
-        yield from user_errors(check_trained_top_k, model, "backend=server")
+        yield from user_errors(check_trained_top_k, model, f"backend={backend.name}")
 
 
 def command_line(backend: BackendConfig, checkpoint: Path, port: int, name: str) -> list[str]:
@@ -76,11 +91,13 @@ def command_line(backend: BackendConfig, checkpoint: Path, port: int, name: str)
 
 
 def check_installed(backend: BackendConfig) -> None:
-    """Raise UserError when the program that backend.command starts is not on this machine."""
+    """Raise UserError when vLLM, or the program that backend.command starts, is not on this machine."""
     try:
         check_command(backend)
     except UserError:  # which `wrong` reports
         return
+    if backend.name == "vllm":
+        check_has("vllm", interpreter("vllm", backend.python, "backend=vllm"))
     if backend.name != "server":
         return
     program, *_ = command_line(backend, Path("checkpoint"), 0, "name")
@@ -94,3 +111,10 @@ def check_installed(backend: BackendConfig) -> None:
 def search_path() -> str:
     """The PATH in which programs are searched: first the folder of this interpreter, then the usual PATH."""
     return os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)))
+
+
+def last_lines(log: Path) -> str:
+    """The last two lines of a log, as part of a sentence. Prints more lines to standard error."""
+    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    print(mask("\n".join(lines[-_LOG_LINES:])), file=sys.stderr, flush=True)
+    return "; ".join(line.strip() for line in lines[-2:]) or "it said nothing"

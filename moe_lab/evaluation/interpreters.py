@@ -1,0 +1,47 @@
+"""Python interpreters of programs whose packages conflict with those here, such as EvalScope and vLLM."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from functools import lru_cache
+from importlib.util import find_spec
+from pathlib import Path
+
+from moe_lab.errors import UserError
+
+_ROOT = Path(__file__).resolve().parents[2]
+
+
+def interpreter(module: str, named: str | None, user: str) -> str:
+    """The Python that has `module`: interpreters.MODULE (`named`), or that of `make MODULE`, or this one.
+
+    Raises UserError, for the `user` that needs it, when there is none.
+    """
+    if named is not None:
+        python = Path(named).expanduser()
+        if not python.is_file():
+            raise UserError(f"interpreters.{module}={named}, and there is no such file: run make {module}")
+        return str(python.absolute())
+    own = _ROOT / f".venv-{module}" / "bin" / "python"
+    if own.is_file():
+        return str(own)
+    if find_spec(module) is not None:
+        return sys.executable
+    raise UserError(
+        f"{user} needs {module}, which is not here: run make {module}, or name an interpreter that has it, "
+        f"interpreters.{module}=PYTHON"
+    )
+
+
+def check_has(module: str, python: str) -> None:
+    """Raise UserError when the interpreter lacks `module`."""
+    if not _has(module, python):
+        raise UserError(f"interpreters.{module}={python} has no {module}: run make {module}, or name another")
+
+
+@lru_cache(maxsize=8)
+def _has(module: str, python: str) -> bool:
+    program = f"from importlib.util import find_spec; print(find_spec({module!r}) is not None)"
+    asked = subprocess.run([python, "-I", "-c", program], capture_output=True, text=True, env={})
+    return asked.stdout.strip() == "True"

@@ -1,0 +1,262 @@
+"""An engine of vLLM that evaluates many plans of one model; another process tells it what to do, in lines of JSON.
+
+    python -m moe_lab.serving.vllm_engine      (in the environment of vLLM)
+
+Each line of standard input is a request, [name of a method of `Engine`, its arguments]. The answers are lines too:
+any number of {"item": ...}, then {"done": result} or {"error": sentence}. The process ends with its standard input.
+
+A plan of whole experts is a mask in every router, an addend of 0 for experts that are kept and of minus infinity for
+those that are dropped. The routers get their mask when the engine is built, as a compiled engine ignores what is added
+later; afterwards its numbers are changed in place, which takes about a millisecond.
+
+Private names of vLLM that are used in addition to those of `vllm_plugin`, tested with 0.32: BaseRouter._select_experts,
+e_score_correction_bias of routers, WorkerBase.model_runner.model.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import sys
+import threading
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import IO, Any
+
+import torch
+
+from moe_lab.serving.vllm_plugin import register, replace_method, routers
+
+PROBE_TOKENS = 24
+"""Tokens of the text that shows whether a mask takes effect."""
+EFFECT, REPEATED = 1e-3, 1e-4
+"""Differences of log-probabilities: a mask without half of the experts changes one by more than EFFECT; the same engine
+without a mask changes none by more than REPEATED."""
+
+
+def mask_routers() -> None:
+    """Give every router that is built from now on a mask; a second call changes nothing."""
+    from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
+
+    replace_method(BaseRouter, "__init__", _with_mask)
+    replace_method(BaseRouter, "_select_experts", _masked)
+
+
+def _with_mask(original: Any) -> Any:
+    def __init__(self: Any, *arguments: Any, **named: Any) -> None:
+        original(self, *arguments, **named)
+        self.moe_lab_mask = torch.zeros(self.global_num_experts)
+
+    return __init__
+
+
+def _masked(original: Any) -> Any:
+    def _select_experts(self: Any, hidden_states: Any, router_logits: Any, *arguments: Any, **named: Any) -> Any:
+        logits = router_logits + self.moe_lab_mask.to(router_logits.dtype)
+        return original(self, hidden_states, logits, *arguments, **named)
+
+    return _select_experts
+
+
+class PlanWorker:
+    """Methods that vLLM adds to the workers of an engine."""
+
+    model_runner: Any
+
+    def experts_of_layers(self) -> list[tuple[int, int, int]]:
+        """Number of every MoE layer, of its experts, and of those that a token gets."""
+        return [(layer, router.global_num_experts, router.top_k) for layer, router in routers(self.model_runner.model)]
+
+    @torch.inference_mode()
+    def set_plan(self, kept: Sequence[tuple[int, Sequence[int]]]) -> None:
+        """Mask all experts of a layer but those that are kept; layers that are not named keep all.
+
+        A correction bias is added to what the logits become, so that it must be minus infinity too.
+        """
+        by_layer = {layer: list(experts) for layer, experts in kept}
+        for layer, router in routers(self.model_runner.model):
+            mask = torch.zeros(router.global_num_experts)
+            if layer in by_layer:
+                mask.fill_(-torch.inf)
+                mask[by_layer[layer]] = 0.0
+            router.moe_lab_mask.copy_(mask)
+            bias = getattr(router, "e_score_correction_bias", None)
+            if bias is not None:
+                if not hasattr(router, "moe_lab_bias"):
+                    router.moe_lab_bias = bias.detach().clone()
+                bias.detach().copy_(router.moe_lab_bias + mask.to(bias))
+
+
+class Engine:
+    """An engine of vLLM for one checkpoint, without a mask at first."""
+
+    def __init__(self) -> None:
+        self.llm: Any = None
+        self.masks_proved = False
+
+    def open(self, folder: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """Load the checkpoint in `folder`, with further `arguments` of vllm.LLM; returns its version and limits."""
+        import vllm
+        from vllm.platforms import current_platform
+
+        register()
+        mask_routers()
+        usual = {
+            "enforce_eager": current_platform.is_cpu(),  # compiling takes longer there than most benchmarks
+            "generation_config": "vllm",
+            "disable_log_stats": True,
+            "worker_extension_cls": f"{PlanWorker.__module__}.{PlanWorker.__name__}",
+        }
+        self.llm = vllm.LLM(folder, **{**usual, **arguments})
+        config = self.llm.llm_engine.vllm_config.model_config
+        return {"vllm": vllm.__version__, "max_length": config.max_model_len, "dtype": str(config.dtype)}
+
+    def set_plan(self, kept: Sequence[tuple[int, Sequence[int]]]) -> None:
+        """Mask what a plan drops, for each layer the experts it keeps; [] takes the mask away.
+
+        ValueError for experts that the model lacks, and if masks have no effect on this engine, which is tried before
+        the first plan.
+        """
+        if kept and not self.masks_proved:
+            self._prove_masks()
+        experts = {layer: count for layer, count, _ in self._on_workers("experts_of_layers")}
+        for layer, numbers in kept:
+            if layer not in experts or not set(numbers) <= set(range(experts[layer])):
+                raise ValueError(f"the plan keeps experts {list(numbers)} of layer {layer}, the model has {experts}")
+        self._mask(kept)
+
+    def _mask(self, kept: Sequence[tuple[int, Sequence[int]]]) -> None:
+        self._on_workers("set_plan", kept)
+        if not self.llm.reset_prefix_cache():
+            raise ValueError("vLLM did not forget what it had computed of earlier prompts: are requests under way?")
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], most: int, stop: Sequence[str], ends: Sequence[int]
+    ) -> Iterator[tuple[int, list[int]]]:
+        """(number of a prompt, its new tokens) as soon as a text is done. Greedy; prompts are token ids."""
+        from vllm import SamplingParams
+
+        asked = SamplingParams(
+            temperature=0,
+            max_tokens=most,
+            stop=list(stop) or None,
+            stop_token_ids=list(ends),
+            ignore_eos=True,  # the tokens that end a text are those that the caller names
+            detokenize=bool(stop),
+        )
+        for number, output in self._finished((ids, asked) for ids in prompts):
+            yield number, list(output.outputs[0].token_ids)
+
+    def log_likelihoods(
+        self, rows: Sequence[Sequence[int]], starts: Sequence[int]
+    ) -> Iterator[tuple[int, float, bool]]:
+        """(number of a row, log-likelihood of its tokens from index `start` on, whether all are the likeliest).
+
+        Log-likelihoods are sums, in nats. All tokens of a row but the last are read. Rows that differ only in the last one are read once.
+        """
+        from vllm import SamplingParams
+
+        alike: dict[tuple[int, ...], list[int]] = defaultdict(list)
+        for number, row in enumerate(rows):
+            alike[*row[:-1]].append(number)
+        requests = []
+        for read, numbers in alike.items():
+            last = sorted({rows[number][-1] for number in numbers})
+            of_prompt = 0 if min(starts[number] for number in numbers) < len(read) else None
+            asked = SamplingParams(
+                temperature=0, max_tokens=1, prompt_logprobs=of_prompt, logprob_token_ids=last, detokenize=False
+            )
+            requests.append((read, asked))
+        of_request = list(alike.values())
+        for place, output in self._finished(requests):
+            (sampled,) = output.outputs[0].token_ids
+            (of_last,) = output.outputs[0].logprobs
+            for number in of_request[place]:
+                row, total, likeliest = rows[number], of_last[rows[number][-1]].logprob, rows[number][-1] == sampled
+                for index in range(starts[number], len(row) - 1):
+                    token = output.prompt_logprobs[index][row[index]]
+                    total += token.logprob
+                    likeliest &= token.rank == 1
+                yield number, total, likeliest
+
+    def _on_workers(self, method: str, *arguments: Any) -> Any:
+        """What the first of vLLM's workers returns; the others do the same."""
+        return self.llm.collective_rpc(method, args=arguments)[0]
+
+    def _finished(self, requests: Any) -> Iterator[tuple[int, Any]]:
+        """(number, output) of each request (token ids, settings) when it is finished."""
+        engine = self.llm.llm_engine
+        for number, (ids, asked) in enumerate(requests):
+            engine.add_request(str(number), {"prompt_token_ids": list(ids)}, asked)
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                if output.finished:
+                    yield int(output.request_id), output
+
+    def _prove_masks(self) -> None:
+        """ValueError if dropping half of the experts does not change the log-likelihoods of a text, or lastingly."""
+        vocabulary = self.llm.llm_engine.vllm_config.model_config.get_vocab_size()
+        text = [number * 7919 % vocabulary for number in range(1, PROBE_TOKENS + 1)]
+        plan = []
+        for layer, count, top_k in self._on_workers("experts_of_layers"):
+            order = [*range(0, count, 2), *range(1, count, 2)]
+            plan.append((layer, sorted(order[: max(top_k, (count + 1) // 2)])))
+        if not plan:
+            raise ValueError("vLLM built no router that can be masked: expected a plan that is exported, or backend=hf")
+        before, masked, after = (self._losses(text, kept) for kept in ([], plan, []))
+        if not _difference(before, masked) > EFFECT:
+            raise ValueError(
+                "masks have no effect on this engine, whose experts may be run by a kernel that routes by itself: no "
+                f"log-probability of {len(text)} tokens changes by more than {EFFECT} without half of the experts: "
+                "expected backend=hf, or backend=server, which exports each plan"
+            )
+        if not _difference(before, after) <= REPEATED:
+            raise ValueError("a mask has an effect on this engine after it was taken away: expected backend=hf")
+        self.masks_proved = True
+
+    def _losses(self, text: list[int], kept: list[tuple[int, list[int]]]) -> list[float]:
+        self._mask(kept)
+        rows = [text[:length] for length in range(2, len(text) + 1)]
+        found = sorted(self.log_likelihoods(rows, [len(row) - 1 for row in rows]))
+        return [value for _, value, _ in found]
+
+
+def _difference(first: Sequence[float], second: Sequence[float]) -> float:
+    return max(abs(one - other) for one, other in zip(first, second, strict=True))
+
+
+def _listen(requests: queue.SimpleQueue[Any]) -> None:
+    for line in sys.stdin:
+        requests.put(json.loads(line))
+    os._exit(0)  # whoever asked has ended
+
+
+def serve(replies: IO[str]) -> None:
+    """Do what standard input asks for, until it ends."""
+    requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    threading.Thread(target=_listen, args=(requests,), daemon=True).start()
+    engine = Engine()
+
+    def reply(**content: Any) -> None:
+        replies.write(json.dumps(content) + "\n")
+        replies.flush()
+
+    while True:
+        method, arguments = requests.get()
+        try:
+            result = getattr(engine, method)(**arguments)
+            if isinstance(result, Iterator):
+                for item in result:
+                    reply(item=item)
+                result = None
+            reply(done=result)
+        except Exception as error:  # noqa: BLE001 - whatever vLLM raises is the reason that the other process reports
+            reply(error=f"{type(error).__name__}: {' '.join(str(error).split())}")
+            sys.excepthook(*sys.exc_info())
+
+
+if __name__ == "__main__":
+    channel = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what vLLM prints goes to the log, not between the replies
+    serve(channel)
