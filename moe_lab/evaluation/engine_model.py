@@ -9,6 +9,7 @@ import json
 import os
 import queue
 import subprocess
+import sys
 import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -45,6 +46,7 @@ class Engine:
 
         Raises Unavailable, with vLLM's reason, when the engine does not start.
         """
+        print(f"vLLM starts with {checkpoint}", file=sys.stderr, flush=True)
         self.patience = backend.ready_seconds
         self.masked = False
         self._folder = tempfile.TemporaryDirectory(prefix="moe_lab-vllm-")

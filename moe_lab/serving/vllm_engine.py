@@ -153,7 +153,8 @@ class Engine:
     ) -> Iterator[tuple[int, float, bool]]:
         """(number of a row, log-likelihood of its tokens from index `start` on, whether all are the likeliest).
 
-        Log-likelihoods are sums, in nats. All tokens of a row but the last are read. Rows that differ only in the last one are read once.
+        Log-likelihoods are sums, in nats. All tokens of a row but the last are read. Rows that differ only in the last
+        one are read once.
         """
         from vllm import SamplingParams
 

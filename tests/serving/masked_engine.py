@@ -4,7 +4,7 @@ Standard input: {"prompts": [[token ids]], "runs": [{"folder", "plans": [kept ex
 "unmasked": whether routers do not use their masks, in the first run only}]}. Out: for each run a list, for each plan
 {"losses": log-probability of each token of the prompts but the first, "tokens": greedy answers}, or a sentence if it
 was refused.
-was refused.
+"""
 
 import json
 import os

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import tiny
 import torch
+from processes import is_running, until
+from pyarrow import parquet
 from test_vllm import FAMILIES, PROMPTS, PYTHON, Models, ask, expected, uneven
 
+from moe_lab.config import BackendConfig, ModelConfig
+from moe_lab.errors import Unavailable, UserError
+from moe_lab.evaluation import engine_model
+from moe_lab.evaluation.generation import GenSpec
 from moe_lab.models.discover import moe_layers
+from moe_lab.paths import resolve
 from moe_lab.pruning.export import export
 from moe_lab.pruning.mask import mask
 from moe_lab.pruning.plan import Plan
@@ -125,3 +136,104 @@ def test_masks_that_have_no_effect_are_refused(said_otherwise: dict[str, Any]) -
 def test_the_plan_of_another_model_is_refused(said_otherwise: dict[str, Any]) -> None:
     refused = said_otherwise["another model"]
     assert isinstance(refused, str) and "layer 7" in refused
+
+
+# The back end.
+
+
+def study(store: Path, name: str, *overrides: str) -> str:
+    """Runs a study of the shipped model; returns what it and its worker printed."""
+    command = [sys.executable, "-m", "moe_lab", "model=pocket_olmoe", f"store={store}", f"study={name}", *overrides]
+    fixed = ["launcher=inline", "report=false", "allow_code_execution=true", "suite.limit=8", "calibration.tokens=2048"]
+    done = subprocess.run([*command, *fixed], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return "".join(log.read_text() for log in (store / "logs").glob("*.log"))
+
+
+def outcomes(store: Path) -> dict[tuple[str, ...], list[Any]]:
+    """(model and plan, benchmark, back end) -> outcome and answer loss of every item."""
+    found = {}
+    for kind in ("evaluate", "grade"):
+        for folder in (store / kind).iterdir():
+            step = json.loads((folder / "step.json").read_text())
+            asked = step["inputs"]["generate"] if kind == "grade" else folder.name
+            asked = store / ("generate" if kind == "grade" else kind) / Path(asked).name
+            backend = "vllm" if (asked / "backend.json").exists() else "hf"
+            rows = parquet.read_table(folder / "samples.parquet").to_pylist()
+            values = [(row["outcome"], row["answer_loss"]) for row in rows]
+            found[(folder.name.rpartition("-")[0], rows[0]["benchmark"], backend)] = values
+    return found
+
+
+def test_a_study_gets_the_same_answers_from_vllm(tmp_path: Path) -> None:
+    """Two plans of experts and the unpruned model on one engine; a plan of channels is exported, and served alone."""
+    benchmarks = "suite.benchmarks=[pocket_humaneval,pocket_arc_easy,pocket_gsm8k]"
+    plans = ("criterion=reap", "grid.ratio=[0.25,0.5]", benchmarks)
+    channels = ("criterion=camera", "ratio=0.25", benchmarks)
+    log = study(tmp_path, "masks", *plans, "backend=vllm")
+    assert log.count("vLLM starts with") == 1
+    log = study(tmp_path, "exported", *channels, "backend=vllm")
+    assert log.count("vLLM starts with") == 2 and list((tmp_path / "export").iterdir())
+    study(tmp_path, "loaded", *plans)
+    study(tmp_path, "loaded_channels", *channels)
+    found = outcomes(tmp_path)
+    by_vllm = {key[:2]: values for key, values in found.items() if key[2] == "vllm"}
+    by_transformers = {key[:2]: values for key, values in found.items() if key[2] == "hf"}
+    assert len(by_vllm) == 4 * 3 and by_vllm.keys() == by_transformers.keys()
+    for key, values in by_vllm.items():
+        for (outcome, loss), (right, right_loss) in zip(values, by_transformers[key], strict=True):
+            assert outcome == right, key
+            assert loss == pytest.approx(right_loss, abs=1e-4), key
+
+
+OPEN = """
+import sys
+from pathlib import Path
+from moe_lab.config import BackendConfig, ModelConfig
+from moe_lab.evaluation import engine_model
+from moe_lab.evaluation.generation import GenSpec
+from moe_lab.paths import resolve
+model = ModelConfig(name="m", path="pocket:olmoe", threads=1)
+engine = engine_model.opened(Path(resolve(model.path)), BackendConfig("vllm"), model, None)
+print(engine.engine.process.pid, flush=True)
+for _ in range(10000):
+    engine.generate(["Anna has"] * 64, GenSpec(64))
+"""
+
+
+def test_an_engine_ends_with_the_process_that_uses_it() -> None:
+    with subprocess.Popen([sys.executable, "-c", OPEN], stdout=subprocess.PIPE, text=True) as user:
+        assert user.stdout
+        engine = int(user.stdout.readline())
+        assert is_running(engine)
+        user.kill()
+    until(lambda: not is_running(engine))
+
+
+def opened(**arguments: Any) -> engine_model.EngineModel:
+    model = ModelConfig(name="m", path="pocket:olmoe", threads=1)
+    backend = BackendConfig("vllm", ready_seconds=280, arguments=arguments)
+    return engine_model.opened(Path(resolve(model.path)), backend, model, None)
+
+
+def test_an_engine_that_dies_is_reported_and_the_next_one_starts() -> None:
+    subject = opened(max_num_seqs=1)  # one text after the other, so that most are left when the first is there
+    texts = subject.stream(["Anna has"] * 64, GenSpec(200))
+    next(texts)
+    subject.engine.process.kill()
+    with pytest.raises(Unavailable, match="vLLM ended"):
+        list(texts)
+    channels = Plan({0: (0, 1)}, {0: 2}, {}, {0: numpy.ones((2, 8), bool)})
+    again = opened()
+    assert again.engine is not subject.engine and again.generate(["Anna has"], GenSpec(2))
+    with pytest.raises(UserError, match="channels"):
+        again.engine.set_plan(channels)
+    engine_model.close()
+    assert again.engine.process.poll() is not None
+
+
+def test_too_little_memory_is_reported_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "0")  # a share of all main memory
+    with pytest.raises(Unavailable, match="memory"):
+        opened(gpu_memory_utilization=1.0)
+    assert not engine_model._OPEN
