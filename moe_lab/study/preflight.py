@@ -128,8 +128,9 @@ def _wrong_together(config: Config, cells: Sequence[Cell], benchmarks: Sequence[
         granularity, allocated = criteria.get(cell.criterion.name).granularity, allocation.get(cell.allocation.name)
         if granularity in allocated.uneven:
             yield from user_errors(gguf.check_uneven, config.export, allocated.name, granularity)
-    if config.export.format == "gguf" and config.backend.name == "server":
-        yield "backend=server serves the exported folder, and export.format=gguf writes one file: expected backend=hf"
+    if config.export.format == "gguf" and config.backend.name != "hf":
+        backend = config.backend.name
+        yield f"backend={backend} reads the exported folder, and export.format=gguf writes one file: expected backend=hf"
 
 
 def _wrong_allocations(cells: Sequence[Cell]) -> Iterator[str]:

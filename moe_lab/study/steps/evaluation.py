@@ -33,6 +33,10 @@ def results_step(pruned: PrunedModel, benchmark: BenchmarkConfig) -> Step:
     return kind.step(pruned, benchmark)
 
 
+LOADED = BackendConfig(name="hf")
+"""The model is loaded here: for likelihoods, which a server does not give."""
+
+
 def backend_of(config: Config) -> BackendConfig:
     """The study's back end, with the interpreter of vLLM that the study names."""
     return replace(config.backend, python=config.interpreters.get("vllm"))
@@ -43,20 +47,23 @@ def _backend(pruned: PrunedModel, *, generates: bool) -> tuple[dict[str, Part], 
 
     A server only generates texts. vLLM also gives likelihoods, and needs no checkpoint for plans of whole experts.
     """
-    builder, plan = pruned.builder, pruned.plan
+    builder = pruned.builder
     backend = builder.once(("backend",), lambda: backend_of(builder.config))
+    if backend.name == "server" and not generates:
+        backend = LOADED
+    recovered = bool(pruned.finetune or pruned.storage)
     identity: dict[str, Any] = {}
     exported = False
-    if backend.name == "server" and generates:
+    if backend.name == "server":
         identity = {"name": backend.name, "command": identified(backend.command)}
-        exported = plan is not None
+        exported = pruned.plan is not None
     elif backend.name == "vllm":
         identity = {"name": backend.name, "arguments": dict(backend.arguments)}
-        exported = plan is not None and not drops_whole_experts(pruned.cell)
+        exported = pruned.plan is not None and (recovered or not drops_whole_experts(pruned.cell))
     elif backend.continuous and generates:  # continuous batching may decide near ties differently
         identity = {"continuous": True}
     part = {"backend": builder.once(("backend", generates), lambda: Part(identity))} if identity else {}
-    usual = "padded" if backend.name == "vllm" else "natural"  # vLLM has one width in each layer
+    usual = "padded" if backend.name == "vllm" and not recovered else "natural"  # vLLM has one width in each layer
     return part, {"checkpoint": checkpoint_step(pruned, usual)} if exported else {}, backend
 
 

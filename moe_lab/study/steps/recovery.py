@@ -145,7 +145,7 @@ def _export_step(pruned: PrunedModel) -> Step:
 
 
 def checkpoint_step(pruned: PrunedModel, usual: str) -> Step:
-    """The step that writes the pruned and recovered model as a checkpoint, in the shape `usual` if the settings name none."""
+    """The step that writes the pruned and recovered model as a checkpoint; `usual` is its shape if none is set."""
     assert pruned.plan is not None
     config, cell = pruned.builder.config, pruned.cell
     shape: dict[str, Any] = {"export": config.export.shape or usual}
