@@ -423,6 +423,12 @@ def test_a_wrong_back_end_is_said_before_anything_is_loaded(tmp_path: Path) -> N
         back_ends.check_command(BackendConfig("serve"))
     with pytest.raises(UserError, match=r"backend\.continuous=true is for backend=hf"):
         back_ends.check_command(BackendConfig("server", "s {checkpoint} {port}", continuous=True))
+    with pytest.raises(UserError, match=r"backend\.continuous=true is for backend=hf"):
+        back_ends.check_command(BackendConfig("vllm", continuous=True))
+    with pytest.raises(UserError, match=r"backend\.arguments.*backend=vllm"):
+        back_ends.check_command(BackendConfig("hf", arguments={"max_num_seqs": 8}))
+    with pytest.raises(UserError, match=r"backend\.arguments\.dtype"):
+        back_ends.check_command(BackendConfig("vllm", arguments={"dtype": "float16"}))
     with pytest.raises(UserError, match=r"backend\.ready_seconds=0"):
         back_ends.check_command(BackendConfig("server", "s {checkpoint} {port}", 0))
     with (
@@ -436,6 +442,10 @@ def test_a_program_that_is_not_installed_is_said_before_anything_is_loaded(monke
     back_ends.check_installed(BackendConfig("hf"))
     back_ends.check_installed(backend("python {checkpoint} {port}"))  # beside the interpreter
     back_ends.check_installed(backend("no-such-server {port}"))  # what is wrong with it is said elsewhere
+    with pytest.raises(UserError, match=r"interpreters\.vllm=/nowhere"):
+        back_ends.check_installed(BackendConfig("vllm", python="/nowhere"))
+    with pytest.raises(UserError, match=rf"interpreters\.vllm={sys.executable} has no vllm"):
+        back_ends.check_installed(BackendConfig("vllm", python=sys.executable))
     config = Config(backend=backend("no-such-server {checkpoint} {port}"))
     (sentence,) = preflight.lacking(config, [])
     assert "starts no-such-server, and there is no such program here: install it" in sentence
