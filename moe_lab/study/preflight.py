@@ -130,7 +130,7 @@ def _wrong_together(config: Config, cells: Sequence[Cell], benchmarks: Sequence[
             yield from user_errors(gguf.check_uneven, config.export, allocated.name, granularity)
     if config.export.format == "gguf" and config.backend.name != "hf":
         backend = config.backend.name
-        yield f"backend={backend} reads the exported folder, and export.format=gguf writes one file: expected backend=hf"
+        yield f"backend={backend} reads a folder, and export.format=gguf writes one file: expected backend=hf"
 
 
 def _wrong_allocations(cells: Sequence[Cell]) -> Iterator[str]:
