@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from moe_lab.config import BenchmarkConfig, ModelConfig, RecoveryConfig
+from moe_lab.config import BenchmarkConfig, ExportConfig, ModelConfig, RecoveryConfig
 from moe_lab.errors import UserError
 from moe_lab.grid import Cell
 from moe_lab.models.files import HUB_ID
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from huggingface_hub import EvalResult, ModelCardData
 
 TAGS = ("moe", "pruning", "moe_lab")
+ROUNDED = ("compressed_tensors",)
+"""Values of `export.format` for which weights are rounded after the model was evaluated."""
 ANOTHER_RATIO = """## Another ratio
 
 The folder `moe_lab` has the scores of all experts of the original and the statistics they were computed from. Another
@@ -44,6 +46,8 @@ class Measured:
     """The same result of the unpruned model, if it was evaluated."""
     harness: str
     """Harness and its version."""
+    of_export: bool = True
+    """False for a result from before the weights were rounded to the format of the export."""
 
     @property
     def items(self) -> str:
@@ -71,7 +75,7 @@ def _source(model: ModelConfig) -> str:
     return base_model(model) or shipped or "FOLDER_OF_THE_ORIGINAL"
 
 
-def hub_card(card: str, repository: str, cell: Cell, measured: Sequence[Measured]) -> str:
+def hub_card(card: str, repository: str, cell: Cell, export: ExportConfig, measured: Sequence[Measured]) -> str:
     """The model card on the hub, made from that of the exported folder.
 
     Its front matter is the original's, without what is not true of the pruned model, and with the base model, tags and
@@ -85,11 +89,16 @@ def hub_card(card: str, repository: str, cell: Cell, measured: Sequence[Measured
     sections = [own.strip(), _results_section(cell, measured), another.strip()]
     if heading:
         sections.append(f"{heading}{original}".strip())
-    yaml = _front_matter(front, repository, cell, measured).to_yaml()
+    fields = _front_matter(front, repository, measured)
+    base = base_model(cell.model)
+    fields["base_model"] = base
+    fields["base_model_relation"] = _relation(cell.recovery, export) if base else None
+    yaml = fields.to_yaml()
     return f"---\n{yaml}\n---\n\n" + "\n\n".join(sections) + "\n"
 
 
-def _front_matter(front: str, repository: str, cell: Cell, measured: Sequence[Measured]) -> ModelCardData:
+def _front_matter(front: str, repository: str, measured: Sequence[Measured]) -> ModelCardData:
+    """The original's fields, without what is not true of the pruned model, with tags and the results of the export."""
     from huggingface_hub import ModelCardData
     from yaml import YAMLError, safe_load
 
@@ -107,19 +116,18 @@ def _front_matter(front: str, repository: str, cell: Cell, measured: Sequence[Me
     kept["tags"] = [*([tags] if isinstance(tags, str) else tags), *TAGS]
     kept.setdefault("library_name", "transformers")
     kept.setdefault("pipeline_tag", "text-generation")
-    kept["base_model"] = base_model(cell.model)
-    kept["base_model_relation"] = _relation(cell.recovery) if kept["base_model"] else None
-    if measured:
+    results = [_eval_result(one) for one in measured if one.of_export]
+    if results:
         kept["model_name"] = repository.rpartition("/")[2]
-        kept["eval_results"] = [_eval_result(one) for one in measured]
+        kept["eval_results"] = results
     return ModelCardData(**kept)
 
 
-def _relation(recovery: RecoveryConfig) -> str | None:
+def _relation(recovery: RecoveryConfig, export: ExportConfig) -> str | None:
     """The hub's word for the relation to the base model, such as finetune or quantized; it has none for pruning."""
     if recovery.instructions is not None:
         return "finetune"
-    return "quantized" if recovery.bits == 4 else None
+    return "quantized" if recovery.bits == 4 or export.format in ROUNDED else None
 
 
 def _eval_result(measured: Measured) -> EvalResult:
@@ -163,9 +171,11 @@ def _results_section(cell: Cell, measured: Sequence[Measured]) -> str:
     for one in measured:
         original = _score(one.original) if one.original else "not evaluated"
         lines.append(
-            f"| {one.result['benchmark']} | {one.result['metric']} | {one.benchmark.shots} | {_score(one.result)} | "
-            f"{original} | {one.items} | {one.harness} |"
+            f"| {one.result['benchmark']} | {one.result['metric']} | {one.benchmark.shots} | {_score(one.result)}"
+            f"{'' if one.of_export else ' (before rounding)'} | {original} | {one.items} | {one.harness} |"
         )
+    if not all(one.of_export for one in measured):
+        lines += ["", "*Before rounding*: measured before the weights were rounded to the format of this checkpoint."]
     if any(" of " in one.items for one in measured):
         lines += ["", "Where items are given as *n of N*, only n of the benchmark's N items were evaluated."]
     return "\n".join(lines)
@@ -186,7 +196,8 @@ def leaderboard_files(measured: Sequence[Measured]) -> Iterator[tuple[str, str]]
 
     for one in measured:
         benchmark, result = one.benchmark, one.result
-        if benchmark.leaderboard is None or benchmark.data is None or result["n"] != result["expected"]:
+        is_complete = one.of_export and result["n"] == result["expected"]
+        if not is_complete or benchmark.leaderboard is None or benchmark.data is None:
             continue
         error = f", standard error {100 * result['stderr']:.2f}" if result["stderr"] is not None else ""
         entry = EvalResultEntry(

@@ -21,7 +21,7 @@ from moe_lab.json_files import read_json, write_json
 from moe_lab.pruning.export import CARD, NOT_COPIED
 from moe_lab.results import Result
 from moe_lab.study.graph import CellSteps, Graph, unpruned
-from moe_lab.study.hub_card import Measured, base_model, hub_card, leaderboard_files
+from moe_lab.study.hub_card import ROUNDED, Measured, base_model, hub_card, leaderboard_files
 from moe_lab.study.progress import say
 from moe_lab.study.record import Study
 from moe_lab.study.schedule import Schedule
@@ -136,7 +136,8 @@ def _stage(study: Study, cell: CellSteps, repository: str, folder: Path) -> dict
     store = study.store
     checkpoint = store.path(cell.export) / "checkpoint"
     measured = list(_measured(study, cell))
-    written = {CARD: hub_card((checkpoint / CARD).read_text(encoding="utf-8"), repository, cell.cell, measured)}
+    card = (checkpoint / CARD).read_text(encoding="utf-8")
+    written = {CARD: hub_card(card, repository, cell.cell, study.config.export, measured)}
     written |= leaderboard_files(measured)
     digests = {}
     for path, text in written.items():
@@ -177,8 +178,11 @@ def _measured(study: Study, cell: CellSteps) -> Iterator[Measured]:
         if name in originals and store.done(originals[name]):
             original = {_key(one): one for one in _results(store, originals[name])["results"]}
         harness = " ".join(filter(None, (content["protocol"]["harness"], content["protocol"].get("version"))))
+        served = any("checkpoint" in needed.inputs for needed in step.inputs.values())
+        of_export = served or study.config.export.format not in ROUNDED
+        benchmark = BenchmarkConfig(**step.runtime["benchmark"])
         for result in content["results"]:
-            yield Measured(BenchmarkConfig(**step.runtime["benchmark"]), result, original.get(_key(result)), harness)
+            yield Measured(benchmark, result, original.get(_key(result)), harness, of_export)
 
 
 def _results(store: Store, step: Step) -> Any:

@@ -29,6 +29,7 @@ from moe_lab.config import (
     BenchmarkConfig,
     CalibrationConfig,
     CriterionConfig,
+    ExportConfig,
     LauncherConfig,
     ModelConfig,
     ProtocolConfig,
@@ -342,6 +343,9 @@ Ours is best.
 """
 
 
+PLAIN, ROUNDED = ExportConfig("natural"), ExportConfig("natural", "compressed_tensors")
+
+
 def cell(path: str) -> Cell:
     return Cell(
         ModelConfig(name="m", path=path),
@@ -364,7 +368,7 @@ def measured(n: int, **benchmark: Any) -> Measured:
 
 
 def test_the_card_keeps_the_licence_and_leaves_out_what_is_true_of_the_original_alone() -> None:
-    card = ModelCard(hub_card(ORIGINAL, "me/small", cell("them/chat"), [measured(1319)]))
+    card = ModelCard(hub_card(ORIGINAL, "me/small", cell("them/chat"), PLAIN, [measured(1319)]))
     fields = card.data.to_dict()
     kept = ("license", "license_name", "license_link", "extra_gated_prompt", "language")
     assert [fields[name] for name in kept] == ["other", "their-licence", "LICENSE", "Agree.", "en"]
@@ -378,21 +382,24 @@ def test_the_card_keeps_the_licence_and_leaves_out_what_is_true_of_the_original_
 
 
 def test_the_card_shows_no_path_of_this_machine(tmp_path: Path) -> None:
-    assert str(tmp_path) not in hub_card(ORIGINAL, "me/small", cell(str(tmp_path)), [measured(1319)])
+    assert str(tmp_path) not in hub_card(ORIGINAL, "me/small", cell(str(tmp_path)), PLAIN, [measured(1319)])
 
 
 @pytest.mark.parametrize(
-    ("recovery", "relation"),
+    ("recovery", "export", "relation"),
     [
-        (RecoveryConfig(), None),
-        (RecoveryConfig(name="nf4", bits=4), "quantized"),
-        (RecoveryConfig(name="dora", instructions="text"), "finetune"),
-        (RecoveryConfig(name="dora_nf4", bits=4, instructions="text"), "finetune"),
+        (RecoveryConfig(), PLAIN, None),
+        (RecoveryConfig(), ROUNDED, "quantized"),
+        (RecoveryConfig(name="nf4", bits=4), PLAIN, "quantized"),
+        (RecoveryConfig(name="dora", instructions="text"), PLAIN, "finetune"),
+        (RecoveryConfig(name="dora_nf4", bits=4, instructions="text"), PLAIN, "finetune"),
     ],
 )
-def test_a_relation_is_stated_where_the_hub_has_a_word_for_it(recovery: RecoveryConfig, relation: str | None) -> None:
+def test_a_relation_is_stated_where_the_hub_has_a_word_for_it(
+    recovery: RecoveryConfig, export: ExportConfig, relation: str | None
+) -> None:
     recovered = replace(cell("them/chat"), recovery=recovery)
-    card = ModelCard(hub_card(ORIGINAL, "me/small", recovered, []))
+    card = ModelCard(hub_card(ORIGINAL, "me/small", recovered, export, []))
     assert card.data.to_dict().get("base_model_relation") == relation
     assert (f"recovery `{recovery.name}`" in card.text) == (recovery.name != "none")
 
@@ -400,10 +407,10 @@ def test_a_relation_is_stated_where_the_hub_has_a_word_for_it(recovery: Recovery
 @pytest.mark.parametrize("front", ["---\n---\n", "", "---\na: [\n---\n", "---\n- a\n---\n"])
 def test_a_front_matter_that_cannot_be_read_is_a_sentence(front: str) -> None:
     if "a" not in front:
-        assert ModelCard(hub_card(f"{front}# Theirs\n", "me/small", cell("a/b"), [])).data.base_model == "a/b"
+        assert ModelCard(hub_card(f"{front}# Theirs\n", "me/small", cell("a/b"), PLAIN, [])).data.base_model == "a/b"
         return
     with pytest.raises(UserError, match="front matter"):
-        hub_card(f"{front}# Theirs\n", "me/small", cell("a/b"), [])
+        hub_card(f"{front}# Theirs\n", "me/small", cell("a/b"), PLAIN, [])
 
 
 def test_a_complete_result_goes_to_the_leaderboard_of_its_data_set() -> None:
@@ -412,6 +419,13 @@ def test_a_complete_result_goes_to_the_leaderboard_of_its_data_set() -> None:
     assert (path, entry.dataset_id, entry.task_id) == (".eval_results/gsm8k.yaml", "openai/gsm8k", "gsm8k")
     assert entry.value == 81.25
     assert entry.notes and all(word in entry.notes for word in ("percent", "1.00", "8-shot", "evalscope 1.3.0"))
+
+
+def test_a_result_from_before_rounding_is_not_stated_of_the_rounded_model() -> None:
+    before = replace(measured(1319), of_export=False)
+    card = ModelCard(hub_card(ORIGINAL, "me/small", cell("them/chat"), ROUNDED, [before]))
+    assert not card.data.eval_results and "0.8125 ± 0.0100 (before rounding)" in card.text
+    assert not list(leaderboard_files([before]))
 
 
 @pytest.mark.parametrize("one", [measured(20), measured(1319, leaderboard=None), measured(1319, data=None)])
