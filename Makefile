@@ -78,7 +78,7 @@ $(LLAMA)/.installed: Makefile | $(VENV)/bin/python
 	tar -xzf $(LLAMA)/*.tar.gz -C $(LLAMA) --strip-components=2 \
 		$(foreach part,convert_hf_to_gguf.py conversion gguf-py LICENSE,\
 		llama_cpp_python-$(LLAMA_VERSION)/vendor/llama.cpp/$(part))
-	$(BIN)/python -m pip install -q --no-deps --target $(LLAMA)/packages $(LLAMA)/llama.cpp/gguf-py
+	$(BIN)/python -m pip install -q --no-deps --target $(LLAMA)/packages $(LLAMA)/llama.cpp/gguf-py sentencepiece
 	rm $(LLAMA)/*.tar.gz
 	touch $@
 

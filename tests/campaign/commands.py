@@ -112,6 +112,7 @@ export | naturel masked '' all
 export.shape | naturel ''
 export.format | safetensor '' null
 export=natural export.format | safetensor ''
+export=natural export.format=gguf export.converter | nowhere.py '' README.md
 push export=natural | me '' a/b/c a/b..c
 flops_text | pocket_excrpt '' null c5
 retry | faild '' true

@@ -19,19 +19,20 @@ import preloaded
 import pytest
 import tiny
 import torch
+from channel_plans import channel_plan
 from processes import is_running, until
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, pre_tokenizers
 
-from moe_lab.config import ExportConfig, ModelConfig
+from moe_lab.config import ExportConfig, ModelConfig, RecoveryConfig
 from moe_lab.errors import Unavailable, UserError
 from moe_lab.models.files import local_folder
 from moe_lab.paths import resolve
 from moe_lab.pruning.export import export, gguf
 from moe_lab.pruning.plan import Plan
+from moe_lab.pruning.prune import prune
+from moe_lab.recovery.apply import TENSORS
 
-PACKAGES = gguf.OWN.parents[1] / "packages"
-"""Folder with a reader of GGUF files, which `make llama` installs."""
 needs_converter = pytest.mark.skipif(not gguf.OWN.is_file(), reason="no converter to GGUF: make llama")
 needs_models = pytest.mark.skipif(
     not Path(resolve("pocket:olmoe"), "model.safetensors").exists(), reason="no shipped model"
@@ -159,6 +160,23 @@ def test_the_converter_ends_with_a_step_that_is_told_to_stop(fake: Callable[[str
     process.wait()
     until(lambda: not is_running(converter))
     assert (tmp_path / "partial" / "natural").is_dir() and not (tmp_path / "scratch" / "checkpoint").exists()
+
+
+def test_a_recovered_model_is_converted_with_its_weights(fake: Callable[[str], Path], tmp_path: Path) -> None:
+    model = tiny.save("olmoe", tmp_path / "model")
+    plan = tiny.plan(model, 0.5)
+    copies = "import shutil; shutil.copy(f'{given.model}/model.safetensors', given.outfile)"
+    content = job(tmp_path / "model", plan, fake(copies), tmp_path)
+    (tmp_path / "finetune").mkdir()
+    name = "model.layers.1.mlp.gate.weight"
+    tuned = prune(model, plan).get_parameter(name) + 1
+    save_file({name: tuned}, tmp_path / "finetune" / TENSORS)
+    content["inputs"]["finetune"] = str(tmp_path / "finetune")
+    content["runtime"] |= {"recovery": asdict(RecoveryConfig(name="dora", instructions="x")), "instructions": "x"}
+    perform(content)
+    out = tmp_path / "scratch" / "checkpoint"
+    assert torch.equal(load_file(out / gguf.FILE)[name], tuned)
+    assert "gguf_file=" in (out / "README.md").read_text() and "DoRA" in (out / "README.md").read_text()
 
 
 def test_only_plans_that_leave_one_shape_are_converted(fake: Callable[[str], Path], tmp_path: Path) -> None:
@@ -310,7 +328,7 @@ def converted(folder: Path, model: str) -> tuple[Path, Path]:
 def test_every_tensor_of_the_file_is_that_of_the_checkpoint(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.syspath_prepend(str(PACKAGES))
+    monkeypatch.syspath_prepend(str(gguf.PACKAGES))
     from gguf import GGUFReader
     from gguf.quants import dequantize
 
@@ -372,6 +390,42 @@ def as_gguf(tensors: dict[str, torch.Tensor], facts: dict[str, Any]) -> dict[str
 
 @needs_converter
 @needs_models
+@pytest.mark.parametrize(
+    ("family", "shape"),
+    [("deepseek", "natural"), ("deepseek_v3", "masked"), ("olmoe", "padded_stock"), ("qwen3_next", "natural")],
+)
+def test_experts_of_other_families_and_shapes_are_stored_as_they_are(
+    family: str, shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A family that moe_lab has ported, experts that are barred, narrower ones, no layers for extra tokens."""
+    monkeypatch.syspath_prepend(str(gguf.PACKAGES))
+    from gguf import GGUFReader
+
+    model = tiny.save(family, tmp_path / "model", vocab_size=1024)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(Path(resolve("pocket:olmoe"), file), tmp_path / "model" / file)
+    plan = channel_plan(model, drop=0.0) if shape == "padded_stock" else tiny.plan(model, 0.5)
+    gguf.check_plan(tmp_path / "model", plan, shape)
+    written = export(tmp_path / "model", plan, tmp_path / "written", shape=shape)
+    out = gguf.convert(written, tmp_path / "gguf", gguf.converter(ExportConfig(shape, "gguf")), "N")
+    file = GGUFReader(out / gguf.FILE)
+    stored = {tensor.name: torch.tensor(tensor.data.copy()) for tensor in file.tensors}
+    tensors = load_file(written / "model.safetensors")
+    (count,) = [field.contents() for name, field in file.fields.items() if name.endswith(".expert_count")]
+    for layer, kept in plan.experts.items():
+        assert count == (plan.n_experts[layer] if shape == "masked" else len(kept))
+        for part in ("gate", "up", "down"):
+            stack = [
+                tensors[f"model.layers.{layer}.mlp.experts.{number}.{part}_proj.weight"] for number in range(count)
+            ]
+            assert torch.equal(stored[f"blk.{layer}.ffn_{part}_exps.weight"], torch.stack(stack))
+        if shape == "masked":
+            barred = (stored[f"blk.{layer}.exp_probs_b.bias"] == -10000).nonzero().flatten().tolist()
+            assert barred == sorted(set(range(count)) - set(kept))
+
+
+@needs_converter
+@needs_models
 @pytest.mark.slow
 def test_a_study_writes_a_file_with_the_logits_of_the_evaluated_model(tmp_path: Path) -> None:
     words = ["model=pocket_qwen3_moe", "criterion=aimer", "suite.benchmarks=[]"]
@@ -399,7 +453,7 @@ with torch.no_grad(), mask(model, Plan.load({str(folder / "plan.json")!r})):
         [sys.executable, "-c", code],
         capture_output=True,
         text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(PACKAGES), *sys.path])},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(gguf.PACKAGES), *sys.path])},
     )
     assert done.returncode == 0, done.stderr
     assert float(done.stdout.split()[-1]) == 0.0

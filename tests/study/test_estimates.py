@@ -264,6 +264,7 @@ ASKED = {"limit": None, "expected": 2**15, "max_new_tokens": 2**11}
     ("steps", "gib"),
     [
         ([bare("export"), bare("export")], 40.0),
+        ([bare("export", export={"format": "gguf"})], 40.0),
         ([bare("statistics", calibration=text("streamed"))], 4.0),
         ([bare("gradients", calibration=text("streamed"))], 100.0),
         ([bare("cost", text=text("streamed")), bare("cost", text=text("resident"))], 4.0),
@@ -279,6 +280,14 @@ def test_what_is_written_is_held_against_what_is_free(
         monkeypatch.setattr(shutil, "disk_usage", lambda place, free=free: SimpleNamespace(free=free))
         problems = estimates.disk_problems(store, steps)
         assert problems == [] if fits else f"about {gib:.1f} GiB would be written" in problems[0]
+
+
+def test_the_converter_to_gguf_holds_a_matrix_of_all_experts_of_a_layer() -> None:
+    plain, converted = (memory_of(bare("export", export={"format": name})) for name in ("safetensors", "gguf"))
+    assert plain is not None and converted is not None
+    size = estimates.size_of(ModelConfig(**MODEL))
+    assert size is not None
+    assert converted.bytes - plain.bytes >= 8 * size.experts * size.expert / 3 > 0
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from moe_lab.config import ExportConfig, ModelConfig, RecoveryConfig
-from moe_lab.errors import Unavailable, UserError, user_errors
+from moe_lab.errors import Unavailable, UserError, mask, user_errors
 from moe_lab.models.checkpoint import BITS, open_checkpoint, read_json
 from moe_lab.models.config_json import check_plain_weights
 from moe_lab.models.families import DISK_ROUTER_WEIGHTS
@@ -26,6 +26,10 @@ from moe_lab.pruning.plan import Plan
 FILE = "model.gguf"
 OWN = Path(__file__).resolve().parents[3] / ".venv-llama" / "llama.cpp" / "convert_hf_to_gguf.py"
 """The converter that `make llama` fetches."""
+PACKAGES = OWN.parents[1] / "packages"
+"""What `make llama` installs for the converter: its own reader of GGUF files, and sentencepiece."""
+LOG_LINES = 20
+"""Last lines of a failing converter that are printed."""
 TYPES = {"F32": "f32", "BF16": "bf16", "F16": "f16"}
 """Type of a tensor -> the converter's output type that holds its numbers exactly."""
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
@@ -169,10 +173,11 @@ def _output(checkpoint: Path) -> tuple[str, int]:
 def _run(path: Path, words: list[str], log: Path) -> None:
     """Run the converter until it ends. It ends with this process, whatever ends this one."""
     worker = Path(__file__).with_name("gguf_worker.py")
+    search = [*filter(None, [os.environ.get("PYTHONPATH")]), str(PACKAGES)]
     with log.open("wb") as output:
         process = subprocess.Popen(
             [sys.executable, "-P", str(worker), str(path), *words],
-            env={**os.environ, "HF_HUB_OFFLINE": "1"},
+            env={**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(search)},
             stdin=subprocess.PIPE,  # stays open as long as this process lives
             stdout=output,
             stderr=output,
@@ -188,6 +193,7 @@ def _run(path: Path, words: list[str], log: Path) -> None:
     log.unlink()
     if code == 0:
         return
+    print(mask("\n".join(lines[-LOG_LINES:])), file=sys.stderr, flush=True)
     reason = f"killed by signal {-code}" if code < 0 else lines[-1] if lines else f"exit code {code}"
     error = Unavailable if code < 0 or "No space left on device" in reason else UserError
     raise error(f"export.format=gguf: llama.cpp's converter failed: {reason}")

@@ -22,8 +22,11 @@ def main(converter: Path, pre: str, arguments: list[str]) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     sys.path[:0] = [str(converter.parent), str(converter.parent / "gguf-py")]
     script = importlib.import_module(converter.stem)
+    library = sys.modules.get("conversion.base", script)
+    if hasattr(library, "ModelBase"):  # as --no-mtp does, which is an error for families without such layers
+        library.ModelBase.no_mtp = True
     if pre:
-        _name_pre_tokenizer(sys.modules.get("conversion.base", script), pre)
+        _name_pre_tokenizer(library, pre)
     sys.argv = [str(converter), *arguments]
     script.main()
 
