@@ -198,23 +198,28 @@ class EngineModel(LanguageModel):
         return [(total, likeliest) for _, total, likeliest in sorted(found)]
 
 
-def opened(checkpoint: Path, backend: BackendConfig, model: ModelConfig, plan: Plan | None) -> EngineModel:
-    """The model in `checkpoint` on an engine, with `plan` as its mask. The engine stays open for the next call."""
+def on_engine(engine: Engine, checkpoint: Path, model: ModelConfig) -> EngineModel:
+    """The model of an engine that has loaded `checkpoint`."""
     from transformers import AutoConfig
 
     from moe_lab.models.load import load_tokenizer, quiet
 
+    with quiet():
+        tokenizer = load_tokenizer(checkpoint, trust_remote_code=model.trust_remote_code)
+        config = AutoConfig.from_pretrained(checkpoint, trust_remote_code=model.trust_remote_code)
+    ends = end_tokens(checkpoint, tokenizer)
+    return EngineModel(engine, tokenizer, config, tuple(ends), model.template_arguments)
+
+
+def opened(checkpoint: Path, backend: BackendConfig, model: ModelConfig, plan: Plan | None) -> EngineModel:
+    """The model in `checkpoint` on an engine, with `plan` as its mask. The engine stays open for the next call."""
     key = json.dumps([str(checkpoint), backend.python, dict(backend.arguments), model.dtype], sort_keys=True)
     if _OPEN.get("key") != key or _OPEN["engine"].process.poll() is not None:
         close()
         _OPEN.update(engine=Engine(checkpoint, backend, model), key=key)
     engine: Engine = _OPEN["engine"]
     engine.set_plan(plan)
-    with quiet():
-        tokenizer = load_tokenizer(checkpoint, trust_remote_code=model.trust_remote_code)
-        config = AutoConfig.from_pretrained(checkpoint, trust_remote_code=model.trust_remote_code)
-    ends = end_tokens(checkpoint, tokenizer)
-    return EngineModel(engine, tokenizer, config, tuple(ends), model.template_arguments)
+    return on_engine(engine, checkpoint, model)
 
 
 def _dtype(checkpoint: Path, model: ModelConfig) -> str:

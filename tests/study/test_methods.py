@@ -234,7 +234,7 @@ def test_a_recovered_model_is_exported_and_served_as_it_is_evaluated(store: Path
         (["export.format=safetensor"], "add export=natural"),
         (["export=natural", "export.format=gguf", "allocation=global"], "gguf: a GGUF file has one number of experts"),
         (["export=natural", "export.format=gguf", "export.converter=x.py"], "export.converter=x.py: there is no such"),
-        (["export=natural", "export.format=gguf", "backend=server"], "backend=server serves the exported folder"),
+        (["export=natural", "export.format=gguf", "backend=server"], "backend=server"),
         (["export=natural", "export.format=gguf", "recovery=nf4"], "expected a recovery with bits=16"),
         (["export=masked"], "have no bias per expert that could keep tokens from dropped ones"),
         (["model.revision=main"], "model.revision=main cannot be checked"),

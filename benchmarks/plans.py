@@ -1,0 +1,125 @@
+"""Time to evaluate many plans: `python -m benchmarks.plans` (after `make vllm`).
+
+Random plans of half of the experts are evaluated in three ways, plan after plan:
+
+masks         one engine of vLLM, a plan is a mask on its routers (backend=vllm)
+exports       an export of each plan, and an engine of vLLM that is started for it
+transformers  the loaded model, a plan is a mask (backend=hf)
+
+A plan's work is a greedy text and a log-likelihood for each prompt of GSM8K. Printed are the seconds of a start and the
+medians over plans of a plan's seconds, what the plans would take together, and its ratio to masks. The texts of the
+three ways must be equal; exit code 1 if they are not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from benchmarks.measure import describe, parser, timed
+from moe_lab.config import BackendConfig, ModelConfig
+from moe_lab.evaluation.engine_model import Engine, on_engine
+from moe_lab.evaluation.generation import GenSpec, LanguageModel
+from moe_lab.evaluation.local_model import LocalModel
+from moe_lab.models.discover import moe_layers
+from moe_lab.models.files import local_folder
+from moe_lab.models.load import load_model
+from moe_lab.paths import resolve
+from moe_lab.pruning.export import export
+from moe_lab.pruning.mask import mask
+from moe_lab.pruning.plan import Plan
+
+BACKEND = BackendConfig("vllm")
+
+
+def main() -> int:
+    """Measure, print, compare the texts."""
+    arguments = _arguments()
+    model = ModelConfig(name="model", path=arguments.model, threads=1, device="cpu", dtype="float32")
+    folder = local_folder(model)
+    items = Path(resolve("pocket:benchmarks/gsm8k.jsonl")).read_text().splitlines()[: arguments.prompts]
+    prompts = [json.loads(item)["prompt"] for item in items]
+    (network, tokenizer), loading, _ = timed(lambda: load_model(model))
+    engine, starting, _ = timed(lambda: Engine(folder, BACKEND, model))
+    served, loaded = on_engine(engine, folder, model), LocalModel(network, tokenizer)
+    _work(served, prompts, arguments.tokens)  # the first texts of an engine are slower
+
+    def by_mask(plan: Plan) -> list[str]:
+        engine.set_plan(plan)
+        return _work(served, prompts, arguments.tokens)
+
+    def by_export(plan: Plan) -> list[str]:
+        with tempfile.TemporaryDirectory() as scratch:
+            out = export(folder, plan, Path(scratch, "checkpoint"))
+            alone = Engine(out, BACKEND, model)
+            texts = _work(on_engine(alone, out, model), prompts, arguments.tokens)
+            alone.close()
+        return texts
+
+    def by_transformers(plan: Plan) -> list[str]:
+        with mask(network, plan):
+            return _work(loaded, prompts, arguments.tokens)
+
+    ways = {"masks": by_mask, "exports": by_export, "transformers": by_transformers}
+    seconds: dict[str, list[float]] = {way: [] for way in ways}
+    equal = True
+    for plan in _plans(network, arguments.plans):
+        texts = []
+        for way, evaluate in ways.items():
+            made, wall, _ = timed(partial(evaluate, plan))
+            texts.append(made)
+            seconds[way].append(wall)
+        equal &= texts[0] == texts[1] == texts[2]
+    engine.close()
+    _show(seconds, {"masks": starting, "exports": 0.0, "transformers": loading})
+    print(f"{arguments.plans} plans, {len(prompts)} prompts, {arguments.tokens} new tokens")
+    print(f"{describe('cpu')}, vLLM {engine.about['vllm']}; texts of the three ways are {'' if equal else 'NOT '}equal")
+    return int(not equal)
+
+
+def _arguments() -> argparse.Namespace:
+    options = parser("plans", __doc__)
+    options.add_argument("--model", default="pocket:olmoe", help="a model whose head size vLLM's CPU build has")
+    options.add_argument("--plans", type=int, default=20)
+    options.add_argument("--prompts", type=int, default=64)
+    options.add_argument("--tokens", type=int, default=48, help="new tokens of a text, at most")
+    return options.parse_args()
+
+
+def _plans(network: torch.nn.Module, count: int) -> Iterator[Plan]:
+    generator = torch.Generator().manual_seed(0)
+    counts = {layer.index: layer.n_experts for layer in moe_layers(network)}
+    for _ in range(count):
+        kept = {}
+        for layer, experts in counts.items():
+            order = torch.randperm(experts, generator=generator).tolist()
+            kept[layer] = tuple(sorted(order[: experts // 2]))
+        yield Plan(kept, counts)
+
+
+def _work(subject: LanguageModel, prompts: list[str], tokens: int) -> list[str]:
+    """The texts that follow the prompts; also asks for a likelihood of each prompt's second half."""
+    rows = subject.encoded(prompts, GenSpec(1))
+    subject.log_likelihoods(rows, [len(row) // 2 for row in rows], 64)
+    return subject.generate(prompts, GenSpec(tokens))
+
+
+def _show(seconds: dict[str, list[float]], starts: dict[str, float]) -> None:
+    together = {way: starts[way] + sum(times) for way, times in seconds.items()}
+    for way, times in seconds.items():
+        print(
+            f"{way:12} start {starts[way]:6.2f} s, a plan {statistics.median(times):6.2f} s, together "
+            f"{together[way]:7.1f} s, {together[way] / together['masks']:5.1f} times masks"
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
