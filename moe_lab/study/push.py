@@ -104,6 +104,7 @@ def _push(store: Store, repository: str, study: Study, cell: CellSteps) -> None:
         for step in _needed(cell):
             if not store.readable(step):
                 raise UserError(f"push={repository}: {step.folder} is damaged: start the same command again")
+        say(f"push: uploading {len(files)} files to {repository}")
         address = _upload(repository, folder, files)
     record.parent.mkdir(exist_ok=True)
     write_json(record, {"repository": repository, "content": content, "time": time.time(), "files": files})
