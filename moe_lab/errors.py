@@ -12,6 +12,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from difflib import get_close_matches
+from importlib.util import find_spec
 from typing import Any, NoReturn
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -42,6 +43,12 @@ def unknown(field: str, value: str, known: Iterable[str]) -> UserError:
     close = nearest(value, names)
     hint = f": did you mean {close}?" if close else ""
     return UserError(f"{field}={value} is unknown{hint} (known: {', '.join(names) or 'none'})")
+
+
+def need(package: str, extra: str, reason: str) -> None:
+    """Raise UserError with the command that installs `package` when it is not installed."""
+    if find_spec(package.replace("-", "_")) is None:
+        raise UserError(f"{reason} needs the package {package}: pip install 'moe-lab[{extra}]'")
 
 
 def user_errors(check: Callable[..., object], *arguments: object) -> Iterator[str]:

@@ -217,9 +217,12 @@ class ExportConfig:
     shape: str | None = None
     """natural (what the plan keeps), masked, padded or padded_stock, as in docs/export.md; null writes none."""
     format: str = "safetensors"
-    """How the tensors are stored: safetensors (as in the original) or gguf (by llama.cpp's converter)."""
+    """How the tensors are stored: safetensors (as in the original), compressed_tensors (in FP8 or 4 bits), or gguf (by
+    llama.cpp's converter)."""
     converter: str | None = None
     """llama.cpp's convert_hf_to_gguf.py, for format=gguf; null takes the one that `make llama` fetches."""
+    scheme: str = "fp8"
+    """For format=compressed_tensors: fp8, or w4a16 (4-bit weights)."""
 
 
 @dataclass

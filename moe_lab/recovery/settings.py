@@ -6,11 +6,10 @@ import logging
 import math
 from functools import cache
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 from moe_lab.config import ModelConfig, RecoveryConfig
-from moe_lab.errors import UserError, unknown
+from moe_lab.errors import UserError, need, unknown
 from moe_lab.models.config_json import check_plain_weights
 
 MODULES = ("experts", "shared_experts", "attention")
@@ -52,12 +51,6 @@ def check_modules(modules: list[str]) -> None:
     for module in modules:
         if module not in MODULES:
             raise unknown("recovery.modules", module, MODULES)
-
-
-def need(package: str, extra: str, reason: str) -> None:
-    """Raise UserError with the command that installs `package` when it is not installed."""
-    if find_spec(package) is None:
-        raise UserError(f"{reason} needs the package {package}: pip install 'moe-lab[{extra}]'")
 
 
 def finetune_identity(settings: RecoveryConfig) -> dict[str, Any]:

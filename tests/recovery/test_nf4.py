@@ -9,12 +9,12 @@ import pytest
 import tiny
 import torch
 
+from moe_lab import errors
 from moe_lab.errors import UserError
 from moe_lab.models.discover import is_experts, linears, moe_layers
 from moe_lab.pruning.cost import size
 from moe_lab.pruning.plan import Plan, make_channel_plan
 from moe_lab.pruning.ragged import RaggedExperts
-from moe_lab.recovery import settings
 from moe_lab.recovery.apply import recovered
 from moe_lab.recovery.quantize import FourBitLinear, FourBitMatrices, quantize, storage
 
@@ -205,6 +205,6 @@ def test_what_cannot_be_quantised_is_said(monkeypatch: pytest.MonkeyPatch) -> No
     foreign.is_quantized = True
     with pytest.raises(UserError, match="its checkpoint"):
         quantize(foreign, ["experts"])
-    monkeypatch.setattr(settings, "find_spec", lambda name: None)
+    monkeypatch.setattr(errors, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"bitsandbytes: pip install 'moe-lab\[quantisation\]'"):
-        settings.need("bitsandbytes", "quantisation", "recovery.bits=4")
+        errors.need("bitsandbytes", "quantisation", "recovery.bits=4")

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from moe_lab import errors
 from moe_lab.config import RecoveryConfig
 from moe_lab.errors import UserError
-from moe_lab.recovery import settings
 from moe_lab.recovery.settings import check, finetune_identity, storage_identity
 
 TUNED: dict[str, Any] = {"instructions": "alpaca"}
@@ -48,7 +48,7 @@ def test_what_cannot_work_is_said(changes: dict[str, Any], sentence: str) -> Non
 def test_missing_packages_are_said_with_the_command(
     monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], command: str
 ) -> None:
-    monkeypatch.setattr(settings, "find_spec", lambda name: None)
+    monkeypatch.setattr(errors, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=command):
         check(RecoveryConfig(**changes))
     check(RecoveryConfig())

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from moe_lab import __main__ as command_line
 from moe_lab.config import ModelConfig
+from moe_lab.models.discover import routed_layers
 from moe_lab.models.load import load_model
 from moe_lab.pruning.plan import Plan
 from moe_lab.recovery.apply import recovered
@@ -213,6 +214,24 @@ def test_a_recovered_model_is_exported_and_served_as_it_is_evaluated(store: Path
     assert "recovery=pocket_dora_nf4" in card and "pocket_math_search" in card and "rounded to NF4" in card
 
 
+def test_a_fine_tuned_model_is_exported_in_four_bits(store: Path) -> None:
+    words = ["criterion=man", "ratio=0.5", "recovery=pocket_dora", "recovery.epochs=0.1", "export=natural"]
+    (cell,) = cells(store, *words, "export.format=compressed_tensors", "export.scheme=w4a16")
+    folder = store / cell["export"] / "checkpoint"
+    model = load_model(ModelConfig(name="four_bits", path=str(folder), device="cpu"))[0]
+    network = load_model(ModelConfig(name="pocket", path="pocket:olmoe", device="cpu"))[0]
+    plan, tuned = Plan.load(store / cell["plan"] / "plan.json"), store / cell["finetune"]
+    evaluated = recovered(network, plan, bits=16, modules=(), tuned=tuned)
+    (first, *_), (other, *_) = (routed_layers(each) for each in (evaluated, model))
+    one, two = (layer.experts.get_parameter("down_proj") for layer in (first, other))
+    largest = one.unflatten(2, (-1, 64)).abs().amax(3, keepdim=True)
+    # half a step is the largest of 64 weights / 15; the scales are rounded to bfloat16
+    assert bool(((one - two).unflatten(2, (-1, 64)).abs() <= largest / 15 + largest * 2**-7).all())
+    assert not torch.equal(one, two)
+    card = (folder / "README.md").read_text()
+    assert "recovery=pocket_dora" in card and "a scale per 64 weights" in card
+
+
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
@@ -225,6 +244,8 @@ def test_a_recovered_model_is_exported_and_served_as_it_is_evaluated(store: Path
         (["recovery=nf4", "recovery.bits=5"], "expected 4 (NF4) or 16"),
         (["export=masked", "recovery=nf4"], "recovery=nf4 changes: expected export=natural"),
         (["export=natural", "recovery=nf4", "verify=true"], "expected verify=false"),
+        (["export=natural", "export.format=compressed_tensors", "export.scheme=w4a8"], "did you mean w4a16"),
+        (["export=natural", "export.format=compressed_tensors", "recovery=nf4"], "expected recovery.bits=16"),
         (["export=naturel"], "export=naturel is unknown: did you mean natural?"),
         (["export.shape=naturel"], "export.shape=naturel is unknown: did you mean natural?"),
         (

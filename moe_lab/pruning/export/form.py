@@ -19,8 +19,10 @@ RAGGED_FIELD = "expert_widths"
 KERNEL_BYTES = 16
 """transformers' grouped matrix products need rows of weights whose length is a multiple of this many bytes."""
 SHAPES = ("natural", "masked", "padded", "padded_stock")
-FORMATS = ("safetensors", "gguf")
+FORMATS = ("safetensors", "compressed_tensors", "gguf")
 """How the tensors of an exported checkpoint can be stored."""
+SCHEMES = ("fp8", "w4a16")
+"""What compressed_tensors can round weights to."""
 
 
 def is_stock(widths: Sequence[int], element_size: int) -> bool:

@@ -6,9 +6,10 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
+from pathlib import Path
 
 from moe_lab.config import ExportConfig, ModelConfig, RecoveryConfig
-from moe_lab.errors import UserError, unknown, user_errors
+from moe_lab.errors import UserError, need, unknown, user_errors
 from moe_lab.models.checkpoint import Checkpoint, Entry, open_checkpoint
 from moe_lab.models.config_json import check_plain_weights, check_trained_top_k, quantization
 from moe_lab.models.families import (
@@ -19,7 +20,7 @@ from moe_lab.models.families import (
     EXTRA_PREDICTION_BLOCKS,
 )
 from moe_lab.paths import local
-from moe_lab.pruning.export.form import FORMATS, SHAPES, Form, LayerForm
+from moe_lab.pruning.export.form import FORMATS, SCHEMES, SHAPES, Form, LayerForm
 from moe_lab.pruning.export.quantised import check_quantised
 from moe_lab.pruning.export.tensors import Channels, Constant, Part, Piece, Span, cut_piece
 from moe_lab.pruning.plan import Plan
@@ -105,16 +106,15 @@ def wrong(
             f"verify=true compares an export with the masked model, which recovery={recovery.name} changes: expected "
             "verify=false with a recovery"
         )
-    if export.format not in FORMATS:
-        yield str(unknown("export.format", export.format, FORMATS))
+    yield from _wrong_format(export)
     if shape is None:
-        if export.format != ExportConfig.format:
-            yield f"export.format={export.format} without a shape writes nothing: add export=natural"
         return
     if shape not in SHAPES:
         yield str(unknown("export.shape", shape, SHAPES))
     yield from user_errors(check_trained_top_k, model, f"export={shape}")
     yield from _wrong_of_quantised(export, model, verify)
+    if export.format == "compressed_tensors":
+        yield from _wrong_compression(model, recovery, verify)
     if recovery.name != "none" and shape != "natural":
         yield (
             f"export={shape} has a shape other than that of the model that recovery={recovery.name} changes: expected "
@@ -136,6 +136,41 @@ def _wrong_of_quantised(export: ExportConfig, model: ModelConfig, verify: bool) 
         needing.append(f"export.format={export.format}")
     for setting in needing:
         yield from user_errors(check_plain_weights, model, setting)
+
+
+def _wrong_format(export: ExportConfig) -> Iterator[str]:
+    """A sentence for each mistake in how tensors are to be stored."""
+    if export.format not in FORMATS:
+        yield str(unknown("export.format", export.format, FORMATS))
+    if export.shape is None and export.format != ExportConfig.format:
+        yield f"export.format={export.format} without a shape writes nothing: add export=natural"
+    if export.format == "compressed_tensors":
+        if export.scheme not in SCHEMES:
+            yield str(unknown("export.scheme", export.scheme, SCHEMES))
+        yield from user_errors(need, "compressed-tensors", "compression", f"export.format={export.format}")
+    elif export.scheme != ExportConfig.scheme:
+        yield f"export.scheme={export.scheme} is for quantised exports: add export.format=compressed_tensors"
+
+
+def _wrong_compression(model: ModelConfig, recovery: RecoveryConfig, verify: bool) -> Iterator[str]:
+    """A sentence for each reason why the model cannot be exported in the format of compressed-tensors."""
+    name = "export.format=compressed_tensors"
+    if recovery.bits == 4:
+        yield f"{name} quantises weights, and recovery={recovery.name} has done so: expected recovery.bits=16"
+    if verify:
+        yield f"verify=true compares with the masked model, and {name} rounds its weights: expected verify=false"
+    folder = local(model.path)
+    if (folder / "config.json").is_file():
+        yield from user_errors(check_stored_apart, open_checkpoint(folder).tensors, folder)
+
+
+def check_stored_apart(names: Iterable[str], where: Path) -> None:
+    """Raise UserError unless the tensors `names` have each expert's matrices apart, as compressed-tensors needs."""
+    if not any(map(EXPERT.fullmatch, names)):
+        raise UserError(
+            f"export.format=compressed_tensors stores each expert's matrices apart, and {where} has those of a layer "
+            "in one tensor: expected export.format=safetensors"
+        )
 
 
 def check_masked(model: ModelConfig) -> None:

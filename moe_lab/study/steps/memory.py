@@ -95,7 +95,8 @@ def checkpoint_bytes(kind: Kind, step: Step, size: Size) -> float:
 
     One whose weights are changed is written first without the changes, and one in GGUF is converted from another.
     """
-    return float(size.bytes) * (1 + kind.second_model(step) + _is_converted(step))
+    changed = kind.second_model(step) or _format(step) == "compressed_tensors"
+    return float(size.bytes) * (1 + changed + _is_converted(step))
 
 
 def converter_memory(step: Step, size: Size) -> float:
@@ -104,7 +105,13 @@ def converter_memory(step: Step, size: Size) -> float:
 
 
 def _is_converted(step: Step) -> bool:
-    return bool(step.runtime.get("export", {}).get("format") == "gguf")
+    return _format(step) == "gguf"
+
+
+def _format(step: Step) -> str | None:
+    """`export.format` of a step that exports."""
+    name: str | None = step.runtime.get("export", {}).get("format")
+    return name
 
 
 def rewriting_memory(size: Size) -> float:

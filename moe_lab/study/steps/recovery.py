@@ -7,7 +7,7 @@ import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import lru_cache, reduce
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +151,8 @@ def checkpoint_step(pruned: PrunedModel, usual: str) -> Step:
     shape: dict[str, Any] = {"export": config.export.shape or usual}
     if config.export.format != ExportConfig.format:
         shape["format"] = config.export.format
+    if config.export.format == "compressed_tensors":
+        shape["scheme"] = config.export.scheme
     if config.verify:
         shape["verify"] = True
     runtime = pruned.builder.runtime(model=cell.model, recovery=cell.recovery, export=config.export)
@@ -161,9 +163,9 @@ def checkpoint_step(pruned: PrunedModel, usual: str) -> Step:
 
 
 def export(job: Job) -> None:
-    """Write the pruned and recovered model as a checkpoint.
+    """Write the pruned model as a checkpoint, with its recovery, quantised if `export.format` says so.
 
-    A model without a recovery is compared with the masked model if `verify` is set.
+    A model whose weights are not changed is compared with the masked model if `verify` is set.
     """
     from moe_lab.models.files import local_folder
     from moe_lab.pruning.export import export as write
@@ -171,46 +173,51 @@ def export(job: Job) -> None:
 
     source, plan, settings = local_folder(job.model), plan_of(job), job.settings["shape"]
     partial, out, shape = Path(job.partial), job.output("checkpoint"), settings["export"]
-    is_recovered = storage_of(job)["bits"] == 4 or finetuned(job) is not None
+    is_changed = storage_of(job)["bits"] == 4 or finetuned(job) is not None or "scheme" in settings
     is_converted = settings.get("format") == "gguf"
     if is_converted:
         gguf.check_plan(source, plan, shape)
-    natural = partial / "natural" if is_recovered or is_converted else out
+    natural = partial / "natural" if is_changed or is_converted else out
     if not natural.exists():
         write(source, plan, natural, shape=shape, partial=partial / "checkpoint")
-    if settings.get("verify") and not is_recovered:
+    if settings.get("verify") and not is_changed:
         from moe_lab.pruning.export.verify import verify
 
         # On the CPU whatever the model's device is: only there are both models equal bit for bit.
         difference = verify(source, plan, natural, device="cpu", trust_remote_code=job.model.trust_remote_code)
         write_json(job.output("verified.json"), {"difference": difference})
     plain = natural
-    if is_recovered:
-        plain = partial / "plain" if is_converted else out
-        if not plain.exists():
-            _write_recovered(job, natural, plain)
-    if is_converted:
-        _convert(job, plain, out)
-
-
-def _convert(job: Job, checkpoint: Path, out: Path) -> None:
-    """Convert the checkpoint, which is deleted when that fails, but not when the process is told to stop."""
-    from moe_lab.pruning.export import gguf
-
     try:
-        gguf.convert(checkpoint, out, gguf.converter(job.export), f"{job.model.name}, pruned")
-    except Exception:
-        shutil.rmtree(job.partial)
+        if is_changed:
+            plain = partial / "plain" if is_converted else out
+            if not plain.exists():
+                _write_changed(job, natural, plain)
+        if is_converted:
+            gguf.convert(plain, out, gguf.converter(job.export), f"{job.model.name}, pruned")
+    except Exception:  # but not when the process is told to stop: then it resumes
+        shutil.rmtree(partial, ignore_errors=True)
         raise
 
 
-def _write_recovered(job: Job, natural: Path, out: Path) -> None:
-    """Write the pruned checkpoint in `natural` again, with the weights of the recovered model."""
+def _write_changed(job: Job, natural: Path, out: Path) -> None:
+    """Write the pruned checkpoint again, with the weights of the recovered model, and quantised."""
     from moe_lab.pruning.export.rewrite import rewrite
+
+    changes = []
+    if storage_of(job)["bits"] == 4 or finetuned(job):
+        changes.append(_recovery_changes(job, natural))
+    if "scheme" in job.settings["shape"]:
+        from moe_lab.pruning.export.compressed import compression_changes
+
+        changes.append(compression_changes(natural, job.settings["shape"]["scheme"]))
+    rewrite(natural, reduce(lambda first, then: first.then(then), changes), out, partial=Path(job.partial, "changed"))
+
+
+def _recovery_changes(job: Job, natural: Path) -> Any:
     from moe_lab.recovery.export import recovery_changes
 
     storage = storage_of(job)
-    changes = recovery_changes(
+    return recovery_changes(
         natural,
         dtype=_evaluated_dtype(job.model, natural),
         bits=storage["bits"],
@@ -218,7 +225,6 @@ def _write_recovered(job: Job, natural: Path, out: Path) -> None:
         tuned=finetuned(job),
         words=recoveries.finetune_words(job.recovery, job.runtime.get("instructions")),
     )
-    rewrite(natural, changes, out, partial=Path(job.partial, "recovered"))
 
 
 def _evaluated_dtype(model: ModelConfig, folder: Path) -> Any:

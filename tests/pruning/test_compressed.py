@@ -1,0 +1,254 @@
+"""Exports in the formats of compressed-tensors: what is rounded, how, and what transformers makes of them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import tiny
+import torch
+from channel_plans import channel_plan
+from safetensors.torch import load_file, save_file
+
+from moe_lab.config import ExportConfig, ModelConfig, RecoveryConfig
+from moe_lab.errors import UserError
+from moe_lab.models.discover import moe_layers
+from moe_lab.pruning.export import export, layout
+from moe_lab.pruning.export.compressed import compression_changes
+from moe_lab.pruning.export.rewrite import Changes, rewrite
+from moe_lab.pruning.plan import Plan
+
+pytest.importorskip("compressed_tensors")
+
+from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.quantization import QuantizationConfig
+from compressed_tensors.quantization.lifecycle.forward import fake_quantize
+
+CASES = [(name, scheme) for name in ("even", "uneven") for scheme in ("fp8", "w4a16")]
+SIZES = {"hidden_size": 64, "moe_intermediate_size": 64}
+LOADED = """
+import json, sys
+from pathlib import Path
+sys.modules["moe_lab"] = None
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, CompressedTensorsConfig
+from transformers.utils import logging
+logging.set_verbosity_error()
+root = Path(sys.argv[1])
+tokens = load_file(root / "tokens.safetensors")["tokens"]
+
+def logits(folder, **named):
+    model, report = AutoModelForCausalLM.from_pretrained(
+        folder, trust_remote_code=True, experts_implementation="eager", output_loading_info=True, **named
+    )
+    assert not any(report.values()), report
+    with torch.no_grad():
+        return model(input_ids=tokens).logits.contiguous()
+
+for folder in sorted(path for path in root.iterdir() if path.is_dir()):
+    found = {
+        "loaded": logits(folder / "compressed"),
+        "dequantised": logits(folder / "compressed", quantization_config=CompressedTensorsConfig(dequantize=True)),
+        **{name: logits(folder / name) for name in ("evaluated", "decompressed", "noisy")},
+    }
+    save_file(found, folder / "found.safetensors")
+"""
+
+
+def make_plan(model: Any, case: str) -> Plan:
+    """Half the experts of each layer, or another number in each."""
+    if case == "even":
+        return tiny.plan(model, 0.5)
+    generator = numpy.random.default_rng(0)
+    layers = moe_layers(model)
+    experts = {}
+    for place, layer in enumerate(layers):
+        kept = numpy.sort(generator.permutation(layer.n_experts)[: layer.n_experts - 1 - 2 * place])
+        experts[layer.index] = tuple(int(expert) for expert in kept)
+    return Plan(experts, {layer.index: layer.n_experts for layer in layers}, {})
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+def scheme_of(folder: Path) -> tuple[Any, Any]:
+    """The library's scheme, and the class that stores weights, as config.json names them."""
+    stated = QuantizationConfig(**json.loads((folder / "config.json").read_text())["quantization_config"])
+    return stated.config_groups["group_0"], BaseCompressor.get_value_from_registry(stated.format)
+
+
+def decompressed(folder: Path) -> dict[str, torch.Tensor]:
+    """Name of each quantised matrix -> the numbers that are stored, by the library."""
+    scheme, compressor = scheme_of(folder)
+    stored, matrices = weights(folder), {}
+    for name in stored:
+        if name.endswith(".weight_scale"):
+            module = name.removesuffix("weight_scale")
+            parts = {key.removeprefix(module): value for key, value in stored.items() if key.startswith(module)}
+            matrices[f"{module}weight"] = compressor.decompress(parts, scheme)["weight"]
+    return matrices
+
+
+def step_of(original: torch.Tensor, scales: torch.Tensor, scheme: str) -> torch.Tensor:
+    """Half the distance between the values next to each weight (N, K), fp64, for scales (N, groups).
+
+    FP8 e4m3 has three bits after the first, so values are 2^-3 of their power of two apart, and 2^-9 below 2^-6.
+    """
+    scale = scales.double().repeat_interleave(original.shape[1] // scales.shape[1], 1)
+    if scheme == "w4a16":
+        return scale / 2
+    exponent = torch.log2((original.double().abs() / scale).clamp(min=2**-6)).floor()
+    return scale * 2 ** (exponent - 4)
+
+
+def write(folder: Path, case: str, scheme: str, dtype: torch.dtype = torch.float32) -> None:
+    """An export as it is evaluated, and compressed, each in a folder of its own."""
+    model = tiny.save("qwen2_moe" if case == "even" else "qwen3_moe", folder / "model", dtype=dtype, **SIZES)
+    evaluated = export(folder / "model", make_plan(model, case), folder / "evaluated")
+    changes = compression_changes(evaluated, scheme)
+    rewrite(evaluated, changes, folder / "compressed", partial=folder / "partial")
+
+
+def as_stored(folder: Path) -> Changes:
+    """The numbers that are stored, as plain weights."""
+    stored = decompressed(folder / "compressed")
+    return Changes(lambda name, tensor: {name: stored.get(name, tensor)}, "")
+
+
+def with_noise(folder: Path, scheme: str) -> Changes:
+    """Random numbers within half a step of the weights that are quantised."""
+    scales = weights(folder / "compressed")
+    generator = torch.Generator().manual_seed(0)
+
+    def noisy(name: str, tensor: torch.Tensor) -> Mapping[str, torch.Tensor]:
+        if f"{name}_scale" not in scales:
+            return {name: tensor}
+        noise = 2 * torch.rand(tensor.shape, generator=generator, dtype=torch.float64) - 1
+        return {name: (tensor + noise * step_of(tensor, scales[f"{name}_scale"], scheme)).float()}
+
+    return Changes(noisy, "")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Every case, with the same model of stored numbers, and of random numbers within half a step; loaded there."""
+    root = tmp_path_factory.mktemp("compressed")
+    save_file({"tokens": tiny.tokens()}, root / "tokens.safetensors")
+    for case, scheme in CASES:
+        folder = root / f"{case}-{scheme}"
+        write(folder, case, scheme)
+        for name, changes in (("decompressed", as_stored(folder)), ("noisy", with_noise(folder, scheme))):
+            rewrite(folder / "evaluated", changes, folder / name, partial=folder / "partial")
+    environment = {"PATH": "", "HOME": str(root), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    subprocess.run([sys.executable, "-c", LOADED, str(root)], check=True, cwd=root, env=environment, timeout=250)
+    return root
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scheme", ["fp8", "w4a16"])
+def test_weights_are_rounded_to_the_nearest(scheme: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    write(tmp_path, "even", scheme, dtype)
+    stored, found = weights(tmp_path / "compressed"), decompressed(tmp_path / "compressed")
+    originals, arguments = weights(tmp_path / "evaluated"), scheme_of(tmp_path / "compressed")[0].weights
+    assert any("shared_expert." in name for name in found) and any("self_attn" in name for name in found)
+    for name, matrix in found.items():
+        original, scales = originals[name], stored[f"{name}_scale"]
+        assert scales.dtype == dtype and matrix.dtype == dtype
+        largest = original.unflatten(1, (scales.shape[1], -1)).abs().amax(2).double()
+        torch.testing.assert_close(scales.double() * {"fp8": 448, "w4a16": 7.5}[scheme], largest, rtol=2**-7, atol=0)
+        assert torch.equal(matrix, fake_quantize(original, scales, torch.zeros_like(scales), arguments))
+        bound = step_of(original, scales, scheme)
+        arithmetic = 2**-7 if dtype == torch.bfloat16 else 1e-5  # of dividing by the scale and multiplying with it
+        difference = (matrix.double() - original.double()).abs()
+        assert bool((difference <= bound + arithmetic * original.double().abs() + 1e-9).all()), name
+
+
+@pytest.mark.parametrize("scheme", ["fp8", "w4a16"])
+def test_routers_embeddings_norms_and_lm_head_stay(folders: Path, scheme: str) -> None:
+    before, after = (weights(folders / f"even-{scheme}" / name) for name in ("evaluated", "compressed"))
+    kept = {name for name in before if name in after and torch.equal(before[name].float(), after[name].float())}
+    ends = ("mlp.gate.weight", "shared_expert_gate.weight", "norm.weight", "embed_tokens.weight", "bias")
+    expected = {name for name in before if name.endswith((*ends, "lm_head.weight"))}
+    if scheme == "w4a16":  # its rows of 40 numbers are no multiple of the group of 64
+        expected |= {name for name in before if name.endswith("shared_expert.down_proj.weight")}
+    assert kept == expected
+    stated = json.loads((folders / f"even-{scheme}" / "compressed" / "config.json").read_text())["quantization_config"]
+    assert {"lm_head", "model.layers.0.mlp.gate", "model.layers.0.mlp.shared_expert_gate"} <= set(stated["ignore"])
+    card = (folders / f"even-{scheme}" / "compressed" / "README.md").read_text()
+    assert "rounded to the nearest" in card and {"fp8": "FP8", "w4a16": "a scale per 64 weights"}[scheme] in card
+
+
+@pytest.mark.parametrize(("case", "scheme"), CASES)
+def test_transformers_computes_with_the_stored_numbers(folders: Path, case: str, scheme: str) -> None:
+    """Logits differ from those of the evaluated model by what rounding weights costs; in FP8 activations are rounded
+    too, when the folder is loaded as config.json says. Rounding is compared with random errors of up to half a step."""
+    found = load_file(folders / f"{case}-{scheme}" / "found.safetensors")
+    torch.testing.assert_close(found["dequantised"], found["decompressed"], rtol=0, atol=1e-5)
+
+    def error(name: str) -> float:
+        return float((found[name] - found["evaluated"]).norm() / found["evaluated"].norm())
+
+    assert 0 < error("decompressed") <= 2 * error("noisy")
+    if scheme == "w4a16":
+        torch.testing.assert_close(found["loaded"], found["decompressed"], rtol=0, atol=1e-5)
+    else:
+        assert 0 < error("loaded") <= 3 * error("noisy")
+
+
+@pytest.mark.parametrize(("hidden", "width", "group"), [(256, 128, 128), (128, 192, 64), (64, 96, 32)])
+def test_the_largest_group_that_divides_is_taken(hidden: int, width: int, group: int, tmp_path: Path) -> None:
+    sizes = {"hidden_size": hidden, "moe_intermediate_size": width}
+    model = tiny.save("qwen3_moe", tmp_path / "model", num_hidden_layers=1, **sizes)
+    export(tmp_path / "model", tiny.plan(model, 0.5), tmp_path / "pruned")
+    stated = compression_changes(tmp_path / "pruned", "w4a16").config["quantization_config"]
+    assert stated["config_groups"]["group_0"]["weights"]["group_size"] == group
+
+
+def test_what_the_format_cannot_store_is_refused(tmp_path: Path) -> None:
+    model = tiny.save("qwen3_moe", tmp_path / "model", **SIZES)
+    export(tmp_path / "model", channel_plan(model, width=24), tmp_path / "narrow")
+    with pytest.raises(UserError, match=r"rows of 24 and 64: expected export\.scheme=fp8"):
+        compression_changes(tmp_path / "narrow", "w4a16")
+    ragged = channel_plan(model)
+    export(tmp_path / "model", ragged, tmp_path / "ragged")
+    with pytest.raises(UserError, match=r"expected export=padded"):
+        compression_changes(tmp_path / "ragged", "fp8")
+    export(tmp_path / "model", ragged, tmp_path / "padded", shape="padded")
+    assert compression_changes(tmp_path / "padded", "fp8").config
+    packed = tiny.save("gpt_oss", tmp_path / "gpt_oss")
+    export(tmp_path / "gpt_oss", tiny.plan(packed, 0.5), tmp_path / "packed")
+    with pytest.raises(UserError, match=r"expected export\.format=safetensors"):
+        compression_changes(tmp_path / "packed", "fp8")
+
+
+def test_wrong_settings_are_named_before_anything_runs(tmp_path: Path) -> None:
+    tiny.save("gpt_oss", tmp_path / "gpt_oss")
+    model = ModelConfig("tiny", "pocket:olmoe")
+
+    def said(model: ModelConfig = model, verify: bool = False, bits: int = 16, **export: Any) -> str:
+        settings = ExportConfig(**{"shape": "natural", "format": "compressed_tensors", **export})
+        recovery = RecoveryConfig("none" if bits == 16 else "nf4", bits=bits)
+        return " ".join(layout.wrong(settings, model, recovery, "expert", verify=verify))
+
+    assert said() == ""
+    assert "export.scheme=fp9 is unknown: did you mean fp8?" in said(scheme="fp9")
+    assert "export.scheme=w4a16 is for quantised exports" in said(scheme="w4a16", format="safetensors")
+    assert "add export=natural" in said(shape=None)
+    assert "expected verify=false" in said(verify=True)
+    assert "expected recovery.bits=16" in said(bits=4)
+    assert "in one tensor: expected export.format=safetensors" in said(ModelConfig("tiny", str(tmp_path / "gpt_oss")))
+
+
+def test_without_the_library_nothing_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moe_lab.errors.find_spec", lambda name: None)
+    settings = ExportConfig("natural", "compressed_tensors")
+    (sentence,) = layout.wrong(settings, ModelConfig("tiny", "pocket:olmoe"), RecoveryConfig(), "expert", verify=False)
+    assert "pip install 'moe-lab[compression]'" in sentence
