@@ -6,6 +6,7 @@ No torch and no openai, for the preflight.
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import shutil
 import string
@@ -28,6 +29,12 @@ PLACES = ("checkpoint", "port", "name")
 _NEEDED = ("checkpoint", "port")
 _LOG_LINES = 60
 """Lines of a log that are printed when a server or an engine fails."""
+_LONGEST = 600
+"""Characters of an error that are quoted."""
+_ERROR = re.compile(r"(?:\([^)]*\) )?(?:ERROR [^\]]*\] )?([A-Za-z_][\w.]*(?:Error|Exception): .+)")
+"""The last line of a stack trace, alone or as vLLM logs it: after the name of a process, a time and a place."""
+_ELSEWHERE = "root cause"
+"""What vLLM says in an error that another one caused."""
 _HINTS = {"transformers": "transformers[serving]"}
 
 
@@ -114,7 +121,14 @@ def search_path() -> str:
 
 
 def last_lines(log: Path) -> str:
-    """The last two lines of a log, as part of a sentence. Prints more lines to standard error."""
-    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    """The last error and the last line of a log, as part of a sentence; the last two lines if it has no error.
+
+    Prints more lines to standard error.
+    """
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
     print(mask("\n".join(lines[-_LOG_LINES:])), file=sys.stderr, flush=True)
-    return "; ".join(line.strip() for line in lines[-2:]) or "it said nothing"
+    errors = [match[1][:_LONGEST] for line in lines if (match := _ERROR.match(line))]
+    causes = [error for error in errors if _ELSEWHERE not in error] or errors
+    if causes:
+        return "; ".join(dict.fromkeys([causes[-1], lines[-1]]))
+    return "; ".join(lines[-2:]) or "it said nothing"

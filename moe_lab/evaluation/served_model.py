@@ -62,6 +62,8 @@ class Completions:
             kind = UserError if error.status_code < 500 else Unavailable
             sentence = error.body.get("message") if isinstance(error.body, dict) else None
             reply = " ".join(str(sentence or error.response.text).split())[:_REFUSAL]
+            if error.status_code >= 500 and (ended := self.last_words()):
+                raise Unavailable(f"the server of {self.model} ended: {ended}") from None
             raise kind(f"the server of {self.model} answered HTTP {error.status_code}: {reply}") from None
         return self._read(answer.content)
 

@@ -16,6 +16,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,8 @@ from moe_lab.evaluation.served_model import Completions, ServedModel
 GRACE = 20.0
 """Seconds between telling a server to stop and killing it."""
 _POLL_SECONDS, _ANSWER = 0.2, 30.0
+_ENDING = 2.0
+"""Seconds in which a server that has closed a connection may end."""
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # no proxy to this machine
 
 
@@ -95,8 +98,10 @@ class Server:
     def __init__(self, process: subprocess.Popen[bytes], log: Path) -> None:
         self.process, self.log = process, log
 
-    def last_words(self) -> str | None:
-        """The last lines of the log, once the process has ended; None while it runs."""
+    def last_words(self, seconds: float = 0.0) -> str | None:
+        """Why the process ended, by its log; None if it still runs after `seconds`."""
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(seconds)
         return None if self.process.poll() is None else last_lines(self.log)
 
 
@@ -147,7 +152,8 @@ def _await(server: Server, url: str, names: tuple[str, str], seconds: float) -> 
             )
         time.sleep(_POLL_SECONDS)
     # `vllm serve` lists the name it is given; `transformers serve` lists other models and takes the checkpoint's path.
-    completions = Completions(url, names[0] if names[0] in served else names[1], server.last_words)
+    name = names[0] if names[0] in served else names[1]
+    completions = Completions(url, name, partial(server.last_words, _ENDING))
     try:
         with completions.client(max(_ANSWER, deadline - time.monotonic())) as client:
             completions.complete(client, "Hello", 1, ())

@@ -9,8 +9,10 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from moe_lab.config import BackendConfig, ModelConfig
+from moe_lab.errors import Unavailable
 from moe_lab.evaluation.generation import GenSpec
 from moe_lab.evaluation.local_model import LocalModel
 from moe_lab.evaluation.server import serving
@@ -245,26 +248,60 @@ def test_uniform_exports_need_no_plugin(name: str, stock: Models, served_without
         assert difference(served_without_plugin[name], model) < 1e-4
 
 
-def test_a_server_reads_an_export_whose_layers_differ(models: Models) -> None:
-    """backend=server with vLLM's own server, and more stop texts than it takes."""
-    model, plan, folder = models["olmoe"]
+def vllm_server(length: int = 128) -> BackendConfig:
     command = (
         f"{PYTHON} -m vllm.entrypoints.openai.api_server --model {{checkpoint}} --served-model-name {{name}} "
-        "--port {port} --dtype float32 --enforce-eager --max-model-len 128 --max-num-seqs 4"
+        f"--port {{port}} --dtype float32 --enforce-eager --max-model-len {length} --max-num-seqs 4"
     )
+    return BackendConfig(name="server", command=command, ready_seconds=280)
+
+
+def processes(group: int) -> dict[int, str]:
+    """Process id -> name of the processes of a group."""
+    found = {}
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            name, _, rest = file.read_text().partition("(")[2].rpartition(")")
+            state, _, member, *_ = rest.split()
+            if int(member) == group and state != "Z":
+                found[int(file.parent.name)] = name
+    return found
+
+
+def test_a_server_reads_an_export_whose_layers_differ(models: Models) -> None:
+    """backend=server with vLLM's own server, more stop texts than it takes, and an engine that is killed at last."""
+    model, plan, folder = models["olmoe"]
     spec = GenSpec(12)
     prompts = ["w20 w21 w22", "w30 w40"]
     tokenizer = AutoTokenizer.from_pretrained(folder, pad_token="<pad>")
     with pytest.MonkeyPatch.context() as patch:
         for name, value in ENVIRONMENT.items():
             patch.setenv(name, value)
-        backend = BackendConfig(name="server", command=command, ready_seconds=280)
-        with serving(folder, backend, ModelConfig(name="m", path=str(folder)), "m") as server:
+        with serving(folder, vllm_server(), ModelConfig(name="m", path=str(folder)), "m") as server:
             texts = server.generate(prompts, spec)
             last = texts[0].split()[-1]
             stops = ("w3 w4", "w5 w6", "w7 w8", "w9 w10", "w11 w12", last)
             stopped = server.generate(prompts, GenSpec(12, stop=stops))
+            group = server.completions.last_words.func.__self__.process.pid  # type: ignore[attr-defined]
+            (engine,) = (process for process, name in processes(group).items() if "EngineCor" in name)
+            os.kill(engine, signal.SIGKILL)
+            with pytest.raises(Unavailable) as died:
+                server.generate(prompts, spec)
+    assert "EngineCore" in str(died.value) and "\n" not in str(died.value) and not processes(group)
     with mask(model, plan):
         local = LocalModel(model, tokenizer).generate(prompts, spec)
     assert [text.split() for text in texts] == [text.split() for text in local]  # the two decode spaces in their ways
     assert stopped == [text.partition(last)[0] for text in texts]
+
+
+def test_too_little_memory_for_the_cache_is_one_sentence(tmp_path: Path) -> None:
+    """A gigabyte is granted; a text of a million tokens needs 1.43."""
+    tiny.save("olmoe", tmp_path / "model", **FAMILIES["olmoe"], max_position_embeddings=1_000_000)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in ENVIRONMENT.items():
+            patch.setenv(name, value)
+        model = ModelConfig(name="m", path=str(tmp_path / "model"))
+        with pytest.raises(Unavailable) as failed, serving(tmp_path / "model", vllm_server(1_000_000), model, "m"):
+            pass
+    assert "KV cache" in str(failed.value) and "1.43 GiB" in str(failed.value) and "\n" not in str(failed.value)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
