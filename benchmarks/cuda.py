@@ -26,8 +26,8 @@ from typing import Any
 from benchmarks.measure import describe, parser
 
 ROOT = Path(__file__).parents[1]
-FIGURE = re.compile(r": (ok|FAILED)$|\d (passed|failed|skipped)\b.* in ")
-"""Matches output lines with a figure and its verdict, or with the number of passed tests."""
+FIGURE = re.compile(r": (ok|FAILED|absent)$|\d (passed|failed|skipped)\b.* in ")
+"""Matches output lines with a figure and its verdict, what could not be measured, or the number of passed tests."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +76,7 @@ ROWS = [
         "--layers 1 --batches 1 --rows 1 --length 8 --pairs 1 --device cpu",
         6,
     ),
+    Row("quantised exports", "-m benchmarks.compressed --device cuda", "--device cpu --prompts 2", 4),
     Row("tests", "-m pytest -m cuda tests/models tests/statistics", "", 3),
 ]
 
