@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -41,6 +42,7 @@ from moe_lab.paths import resolve
 from moe_lab.pruning.plan import Plan
 from moe_lab.study import launch
 from moe_lab.study.hub_card import Measured, base_model, hub_card, leaderboard_files
+from moe_lab.study.step import code_state
 
 TOKEN = "hf_PLANTEDtokenPLANTEDtoken"
 SMALL = ["suite.benchmarks=[pocket_boolq]", "suite.limit=8", "calibration.tokens=2048", "report=false"]
@@ -126,7 +128,7 @@ def run(store: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     """Runs a study in this process; gives its exit code and what it printed."""
 
     def run(*words: str) -> tuple[int, str]:
-        monkeypatch.setattr(sys, "argv", ["moe_lab", *SMALL, "launcher=inline", *words, f"store={store}"])
+        monkeypatch.setattr(sys, "argv", ["moe_lab", *SMALL, "launcher=inline", f"store={store}", *words])
         with pytest.raises(SystemExit) as ended:
             command_line.main()
         return int(ended.value.code or 0), " ".join("".join(capsys.readouterr()).split())
@@ -233,6 +235,18 @@ def test_without_a_token_nothing_is_sent(run: Run, hub: Hub, monkeypatch: pytest
     monkeypatch.setattr(huggingface_hub, "get_token", lambda: None)
     code, printed = run(*EXPORT, "push=me/without")
     assert code == 1 and "there is no token" in printed and not hub.repositories
+
+
+def test_nothing_is_uploaded_when_a_benchmark_has_failed(store: Path, run: Run, hub: Hub, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(store, tmp_path / "copy"))
+    evaluation = only(copy, "evaluate/*reap-0.25-pocket_boolq*")
+    step = json.loads((evaluation / "step.json").read_text())["id"]
+    shutil.rmtree(evaluation)
+    (copy / "failed").mkdir(exist_ok=True)
+    error = {"message": "no answers", "code": code_state(), "user": True}
+    (copy / f"failed/{step}.json").write_text(json.dumps(error))
+    code, printed = run(*EXPORT, "push=me/failed", f"store={copy}")
+    assert code == 2 and "push=me/failed" in printed and "is not finished" in printed and not hub.repositories
 
 
 def test_another_model_in_the_repository_is_left_alone(run: Run, hub: Hub) -> None:
