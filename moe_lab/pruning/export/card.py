@@ -91,7 +91,7 @@ def changed_card(card: str, words: str, written: int) -> str:
     size = SIZE.search(card)
     assert size is not None
     card = card.replace(size[0], _size(written, int(size[1].replace(",", ""))), 1)
-    return card.replace(UNCHANGED, f"all other weights are those of the original model until then. {words}", 1)
+    return card.replace(UNCHANGED, f"all other weights were first copied from the original model. {words}", 1)
 
 
 def gguf_card(card: str, file: str, size: int) -> str:
