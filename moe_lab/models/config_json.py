@@ -16,9 +16,9 @@ from moe_lab.models.families import COUNT_FIELDS, TOP_K_FIELDS, WIDTH_FIELDS
 from moe_lab.models.files import has_pickles_only
 from moe_lab.paths import local
 
-UNPACKED = ("mxfp4", "compressed-tensors")
-"""Quantised formats that are dequantised on loading. transformers would run MXFP4 experts by kernels that cannot be
-observed; experts of compressed-tensors it dequantises itself, and with them all other weights have one precision."""
+UNPACKED = ("fp8", "mxfp4", "compressed-tensors")
+"""Quantised formats that are dequantised on loading. On a GPU, transformers would run experts in FP8 and MXFP4 by
+kernels that cannot be observed; experts of compressed-tensors it always dequantises, and the other weights follow."""
 FIELDS = {
     "layers": ("num_hidden_layers",),
     "experts": COUNT_FIELDS,

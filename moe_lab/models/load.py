@@ -16,7 +16,7 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
-from transformers.utils.quantization_config import CompressedTensorsConfig, Mxfp4Config
+from transformers.utils.quantization_config import CompressedTensorsConfig, FineGrainedFP8Config, Mxfp4Config
 
 from moe_lab.config import ModelConfig
 from moe_lab.errors import UserError
@@ -30,7 +30,11 @@ from moe_lab.models.files import PICKLES, check_code, has_pickles_only, local_fo
 from moe_lab.models.ports import causal_language_model
 from moe_lab.models.transformers_private import AmbiguousGlobalPerLayerAttributeError
 
-UNPACKING: dict[str | None, Any] = {"mxfp4": Mxfp4Config, "compressed-tensors": CompressedTensorsConfig}
+UNPACKING: dict[str | None, Any] = {
+    "fp8": FineGrainedFP8Config,
+    "mxfp4": Mxfp4Config,
+    "compressed-tensors": CompressedTensorsConfig,
+}
 """Method of `UNPACKED` -> the class of its settings."""
 
 

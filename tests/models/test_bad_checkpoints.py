@@ -18,6 +18,7 @@ import torch
 from huggingface_hub.errors import RevisionNotFoundError
 from safetensors.torch import load_file, save_file
 from transformers.integrations import hub_kernels
+from transformers.quantizers import quantizer_finegrained_fp8
 
 from moe_lab import inspect
 from moe_lab.config import ModelConfig
@@ -288,6 +289,22 @@ def test_quantised_experts_that_transformers_does_not_read_are_refused(kind: str
     pytest.importorskip("bitsandbytes" if kind == "nf4" else "compressed_tensors")
     _, stored = quantised.save("qwen2_moe", kind, tmp_path)
     refused(lambda: load_model(settings(stored)), words)
+
+
+def test_kernels_for_eight_bits_are_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU transformers would run the experts by functions that moe_lab cannot observe."""
+    asked: list[bool] = []
+    quantizer = quantizer_finegrained_fp8.FineGrainedFP8HfQuantizer
+    original = quantizer.validate_environment
+
+    def validate(self: Any, *words: Any, **named: Any) -> None:
+        asked.append(self.quantization_config.dequantize)
+        original(self, *words, **named)
+
+    monkeypatch.setattr(quantizer, "validate_environment", validate)
+    _, stored = quantised.save("olmoe", "fp8", tmp_path)
+    load_model(settings(stored))
+    assert asked == [True]
 
 
 def test_weights_of_mxfp4_are_not_scored(tmp_path: Path) -> None:

@@ -242,8 +242,11 @@ def test_disk_that_fills_up_leaves_nothing_behind(tmp_path: Path, monkeypatch: p
 HIDDEN, WIDTH, COUNT = 1024, 768, 8
 
 
-def hollow(folder: Path) -> int:
-    """A checkpoint of two layers whose experts hold 151 MB of zeros, and take no room on the disk; gives its size."""
+def hollow(folder: Path, kind: str = "F32") -> int:
+    """A checkpoint of two layers whose experts hold 151 MB of zeros, and take no room on the disk; gives its size.
+
+    With experts of the type F8_E4M3 it is a quantised one, with scales, of a quarter of that.
+    """
     header: dict[str, Any] = {}
     position = 0
     for layer in range(2):
@@ -251,10 +254,12 @@ def hollow(folder: Path) -> int:
         tensors = [
             (f"experts.{expert}.{role}_proj.weight", matrices[role]) for expert in range(COUNT) for role in matrices
         ]
-        for name, sides in [("gate.weight", [COUNT, 8]), ("gate.e_score_correction_bias", [COUNT]), *tensors]:
-            end = position + 4 * math.prod(sides)
+        scales = [(f"{name}_scale_inv", [6, 8]) for name, _ in tensors if kind != "F32"]
+        for name, sides in [("gate.weight", [COUNT, 8]), ("gate.e_score_correction_bias", [COUNT]), *tensors, *scales]:
+            dtype = kind if name.endswith("_proj.weight") else "F32"
+            end = position + (4 if dtype == "F32" else 1) * math.prod(sides)
             header[f"model.layers.{layer}.mlp.{name}"] = {
-                "dtype": "F32",
+                "dtype": dtype,
                 "shape": sides,
                 "data_offsets": [position, end],
             }
@@ -265,7 +270,8 @@ def hollow(folder: Path) -> int:
         file.write(len(text).to_bytes(8, "little") + text)
         file.truncate(8 + len(text) + position)
     settings = {"num_experts": COUNT, "num_experts_per_tok": 2, "num_hidden_layers": 2, "intermediate_size": WIDTH}
-    (folder / "config.json").write_text(json.dumps({"model_type": "olmoe", **settings}))
+    about = {} if kind == "F32" else {"quantization_config": {"quant_method": "fp8", "ignore": ["lm_head"]}}
+    (folder / "config.json").write_text(json.dumps({"model_type": "olmoe", **settings, **about}))
     return position
 
 
@@ -284,14 +290,21 @@ def ragged() -> Plan:
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads peak memory from /proc")
 @pytest.mark.parametrize(
-    ("make", "shape", "share"),
-    [(uniform, "natural", 0.5), (uniform, "masked", 1), (uneven, "natural", 0.5), (ragged, "natural", 0.5)],
+    ("kind", "make", "shape", "share"),
+    [
+        ("F32", uniform, "natural", 0.5),
+        ("F32", uniform, "masked", 1),
+        ("F32", uneven, "natural", 0.5),
+        ("F32", ragged, "natural", 0.5),
+        ("F8_E4M3", uniform, "natural", 0.5),
+        ("F8_E4M3", uneven, "natural", 0.5),
+    ],
 )
 def test_the_step_needs_neither_torch_nor_memory(
-    make: Callable[[], Plan], shape: str, share: float, tmp_path: Path
+    kind: str, make: Callable[[], Plan], shape: str, share: float, tmp_path: Path
 ) -> None:
     """An export step in a process of its own, whose peak is far below the 151 MB it reads, and the half it writes."""
-    size = hollow(tmp_path / "model")
+    size = hollow(tmp_path / "model", kind)
     (tmp_path / "plan").mkdir()
     make().save(tmp_path / "plan" / "plan.json")
     (tmp_path / "scratch").mkdir()
