@@ -1,7 +1,8 @@
 # make run: the main job and its report.  make test: all checks and tests.  Both make their own .venv first.
 # make docs: the pages of docs/ and a reference of the code as a site, in site/; a link that leads nowhere is an error.
 # make vllm: an environment for a server alone, whose pins are not transformers' newest; tests of serving run there.
-# make llama: llama.cpp's converter to GGUF, which export.format=gguf finds there, and a reader of GGUF files for its tests.
+# make llama: llama.cpp's converter to GGUF, which export.format=gguf finds there; and for its tests a reader of GGUF files
+# and llama.cpp itself, compiled.
 # make evalscope: an environment for EvalScope alone, whose pins are not Hydra's; benchmarks that need it find it there.
 # STORE: where results go. ARGS: more settings of the main job. JOBS: processes of the tests. TESTS: what else pytest is
 # told, such as one file. The checks read what git tracks, wherever a store or anything else that a run leaves may be.
@@ -12,6 +13,7 @@ EVALSCOPE := .venv-evalscope
 VLLM := .venv-vllm
 LLAMA := .venv-llama
 LLAMA_VERSION := 0.3.36
+XLLAMACPP := xllamacpp==2026.10.11549
 STORE ?= store
 JOBS ?= 2
 ARGS ?=
@@ -70,7 +72,7 @@ $(VLLM)/.installed: constraints-vllm.txt pyproject.toml
 
 llama: $(LLAMA)/.installed
 
-# The source package of llama-cpp-python contains llama.cpp. Nothing of it is compiled.
+# The source package of llama-cpp-python contains llama.cpp. It is not compiled: xllamacpp has a compiled copy.
 $(LLAMA)/.installed: Makefile | $(VENV)/bin/python
 	rm -rf $(LLAMA)
 	$(BIN)/python -m pip download -q --no-deps --no-binary llama-cpp-python -d $(LLAMA) \
@@ -79,6 +81,8 @@ $(LLAMA)/.installed: Makefile | $(VENV)/bin/python
 		$(foreach part,convert_hf_to_gguf.py conversion gguf-py LICENSE,\
 		llama_cpp_python-$(LLAMA_VERSION)/vendor/llama.cpp/$(part))
 	$(BIN)/python -m pip install -q --no-deps --target $(LLAMA)/packages $(LLAMA)/llama.cpp/gguf-py sentencepiece
+	$(BIN)/python -m pip install -q --no-deps --only-binary :all: --target $(LLAMA)/packages $(XLLAMACPP) \
+		|| echo "no llama.cpp for this machine: its tests are skipped"
 	rm $(LLAMA)/*.tar.gz
 	touch $@
 

@@ -23,6 +23,7 @@ from channel_plans import channel_plan
 from processes import is_running, until
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, pre_tokenizers
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from moe_lab.config import ExportConfig, ModelConfig, RecoveryConfig
 from moe_lab.errors import Unavailable, UserError
@@ -36,6 +37,9 @@ from moe_lab.recovery.apply import TENSORS
 needs_converter = pytest.mark.skipif(not gguf.OWN.is_file(), reason="no converter to GGUF: make llama")
 needs_models = pytest.mark.skipif(
     not Path(resolve("pocket:olmoe"), "model.safetensors").exists(), reason="no shipped model"
+)
+needs_llama_cpp = pytest.mark.skipif(
+    not (gguf.PACKAGES / "xllamacpp").is_dir(), reason="no compiled llama.cpp: make llama"
 )
 WRITES = "Path(given.outfile).write_bytes(Path(given.model, 'config.json').read_bytes())"
 FAILS = "print('reading'); sys.exit('it has no such tensor')"
@@ -295,6 +299,16 @@ def test_a_pre_tokenizer_is_named_only_if_llama_cpp_has_the_same(tmp_path: Path)
     assert gguf.pre_tokenizer(tmp_path) is None
 
 
+def texts() -> list[str]:
+    """Lines of the shipped data, and random ones of letters, digits and all kinds of space."""
+    files = Path(resolve("pocket:olmoe")).parent.rglob("*.jsonl")
+    lines = [line for file in sorted(files) for line in file.read_text().splitlines()[:200]]
+    letters = random.Random(0)
+    alphabet = "ab  \n\n\n\t\r 12½².,'s't é日\u00a0\u2003_-()"
+    made_up = ["".join(letters.choices(alphabet, k=letters.randint(1, 60))) for _ in range(2000)]
+    return [line.replace("\\n", "\n") for line in lines] + made_up
+
+
 @needs_models
 def test_the_shipped_tokenizer_splits_text_as_the_pre_tokenizer_of_that_name() -> None:
     """llama.cpp splits each digit off, and the rest as GPT-2; it does not split off line breaks."""
@@ -302,13 +316,8 @@ def test_the_shipped_tokenizer_splits_text_as_the_pre_tokenizer_of_that_name() -
     shipped, other = (Tokenizer.from_file(str(folder / "tokenizer.json")) for _ in range(2))
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     other.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level])  # type: ignore[assignment]
-    lines = [line for file in folder.parent.rglob("*.jsonl") for line in file.read_text().splitlines()[:200]]
-    texts = [line.replace("\\n", "\n") for line in lines]
-    letters = random.Random(0)
-    alphabet = "ab  \n\n\n\t\r 12½².,'s't é日\u00a0\u2003_-()"
-    texts += ["".join(letters.choices(alphabet, k=letters.randint(1, 60))) for _ in range(2000)]
-    assert len(texts) > 3000
-    for text in texts:
+    assert len(texts()) > 3000
+    for text in texts():
         assert shipped.encode(text).ids == other.encode(text).ids, text
 
 
@@ -473,3 +482,63 @@ def test_the_converter_names_what_it_cannot_read(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
     with pytest.raises(UserError, match=r"converter failed: .*(sentencepiece|tokenizer.model)"):
         converted(tmp_path / "ernie", "ernie4_5_moe")
+
+
+PROMPTS = ["Tom has 12 apples,\n\n  and 3.5 pears.\n", "def f(x):\n    return x**2  # \t it's 2 \r\n"]
+SERVE = """
+import json, sys, urllib.request
+import xllamacpp
+file, prompts, texts = json.load(sys.stdin)
+settings = xllamacpp.CommonParams()
+settings.model.path, settings.n_ctx, settings.n_parallel, settings.verbosity = file, 256, 1, -1
+settings.cache_type_k = settings.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
+settings.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
+settings.cpuparams.n_threads = 1
+server = xllamacpp.Server(settings)
+
+def ask(path, **content):
+    where = urllib.request.Request(server.listening_address + path, json.dumps(content).encode())
+    return json.load(urllib.request.urlopen(where))
+
+tokens = [ask("/tokenize", content=text, add_special=False)["tokens"] for text in texts]
+likely = []
+for prompt in prompts:
+    reply = ask("/completion", prompt=prompt, n_predict=4, n_probs=20, temperature=-1, cache_prompt=False)
+    first = reply["completion_probabilities"][0]["top_logprobs"]
+    likely.append([(token["id"], token["logprob"]) for token in first])
+json.dump({"likely": likely, "tokens": tokens}, open(sys.argv[1], "w"))
+"""
+
+
+@needs_converter
+@needs_llama_cpp
+@needs_models
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["olmoe", "qwen3_moe"])
+def test_llama_cpp_reads_text_and_computes_logits_as_transformers_does(model: str, tmp_path: Path) -> None:
+    """In fp32, since llama.cpp also rounds activations when weights are in bf16."""
+    source, plan = even(model)
+    AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).save_pretrained(tmp_path / "model")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(source / name, tmp_path / "model" / name)
+    written = export(tmp_path / "model", plan, tmp_path / "written")
+    out = gguf.convert(written, tmp_path / "gguf", gguf.converter(ExportConfig("natural", "gguf")), "N")
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    read = [*texts()[::10], "a special token: <|pad|>"]
+    prompts = [tokenizer.encode(text) for text in PROMPTS]
+    subprocess.run(
+        [sys.executable, "-c", SERVE, str(tmp_path / "reply.json")],
+        input=json.dumps([str(out / gguf.FILE), prompts, read]),
+        text=True,
+        check=True,
+        env={**os.environ, "PYTHONPATH": str(gguf.PACKAGES)},
+    )
+    reply = json.loads((tmp_path / "reply.json").read_text())
+    assert reply["tokens"] == [tokenizer.encode(text) for text in read]
+    pruned = AutoModelForCausalLM.from_pretrained(written).eval()
+    for prompt, likely in zip(prompts, reply["likely"], strict=True):
+        with torch.no_grad():
+            expected = pruned(torch.tensor([prompt])).logits[0, -1].log_softmax(-1)
+        assert len(likely) == 20
+        for token, value in likely:
+            assert value == pytest.approx(expected[token].item(), abs=1e-4)
