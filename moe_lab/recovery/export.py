@@ -10,11 +10,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from moe_lab.errors import UserError
+from moe_lab.models.checkpoint import BITS, open_checkpoint
 from moe_lab.models.discover import linears
 from moe_lab.models.streamed import REST, StreamedModel
 from moe_lab.models.transformers_private import to_checkpoint
 from moe_lab.pruning.cost import NF4_BLOCK
+from moe_lab.pruning.export.form import is_stock
+from moe_lab.pruning.export.layout import expert_type
 from moe_lab.pruning.export.rewrite import Changes
+from moe_lab.pruning.plan import Plan
 from moe_lab.recovery.apply import TENSORS, load_tuned
 from moe_lab.recovery.quantize import nf4_tensors, rounded, rounded_experts
 
@@ -37,6 +42,24 @@ def recovery_changes(
         said.append(_storage_words(modules, sorted(recovered.in_4_bits)))
     said.append(f"The changed weights are stored in {name}: load the folder with dtype=torch.{name} for these numbers.")
     return Changes(recovered.change, " ".join(said), recovered.config() if recovered.in_4_bits else {})
+
+
+def check_widths(source: Path, plan: Plan, dtype: torch.dtype) -> None:
+    """Raise UserError if `plan` leaves other modules in a model of `dtype` than in an export of the files in `source`.
+
+    Experts of one width that fits the kernels in one precision only are stacked in one of them, and packed in the
+    other: their tensors have other shapes then, and other blocks of NF4.
+    """
+    stored = BITS[expert_type(open_checkpoint(source))] // 8
+    for layer, mask in plan.channels.items():
+        widths = plan.widths(layer)
+        if min(widths) < mask.shape[1] and is_stock(widths, stored) != is_stock(widths, dtype.itemsize):
+            name = str(dtype).removeprefix("torch.")
+            raise UserError(
+                f"export: experts of layer {layer} keep {widths[0]} channels, whose rows fit the kernels of "
+                f"transformers either in {name}, in which the recovery was computed, or in the precision of the files "
+                f"in {source}, but not in both: expected model.dtype as stored, or widths that are multiples of 8"
+            )
 
 
 def _storage_words(modules: Sequence[str], in_4_bits: Sequence[str]) -> str:

@@ -24,7 +24,7 @@ from moe_lab.pruning.export import export
 from moe_lab.pruning.export.rewrite import Changes, rewrite
 from moe_lab.pruning.plan import Plan
 from moe_lab.recovery.apply import TENSORS, recovered
-from moe_lab.recovery.export import recovery_changes
+from moe_lab.recovery.export import check_widths, recovery_changes
 from moe_lab.recovery.quantize import quantize
 
 has_avx512bf16 = pytest.importorskip("bitsandbytes.functional").has_avx512bf16
@@ -220,6 +220,25 @@ def test_a_tuning_of_another_plan_is_refused_and_leaves_nothing(tmp_path: Path) 
     with pytest.raises(UserError, match="is of another model or plan"):
         rewrite(natural, changes, tmp_path / "out", partial=tmp_path / "partial")
     assert not (tmp_path / "partial").exists() and not (tmp_path / "out").exists()
+
+
+def test_widths_that_are_aligned_in_one_precision_only_are_refused(tmp_path: Path) -> None:
+    """12 channels: 48 bytes of fp32 are a multiple of 16, 24 bytes of bfloat16 are not."""
+    model = tiny.save("olmoe", tmp_path / "model", dtype=torch.bfloat16)
+
+    def keep(width: int) -> Plan:
+        masks = {layer.index: numpy.zeros((layer.n_experts, layer.width), bool) for layer in moe_layers(model)}
+        for mask in masks.values():
+            mask[:, :width] = True
+        counts = {layer: len(mask) for layer, mask in masks.items()}
+        return Plan({layer: tuple(range(count)) for layer, count in counts.items()}, counts, {}, masks)
+
+    for width in (16, 24):  # 24 is all of them
+        check_widths(tmp_path / "model", keep(width), torch.float32)
+    plan = keep(12)
+    check_widths(tmp_path / "model", plan, torch.bfloat16)
+    with pytest.raises(UserError, match=r"keep 12 channels.*float32.*expected model\.dtype as stored"):
+        check_widths(tmp_path / "model", plan, torch.float32)
 
 
 def test_an_export_of_ragged_experts_can_be_quantised(folders: Path) -> None:

@@ -173,7 +173,12 @@ def export(job: Job) -> None:
 
     source, plan, settings = local_folder(job.model), plan_of(job), job.settings["shape"]
     partial, out, shape = Path(job.partial), job.output("checkpoint"), settings["export"]
-    is_changed = storage_of(job)["bits"] == 4 or finetuned(job) is not None or "scheme" in settings
+    is_recovered = storage_of(job)["bits"] == 4 or finetuned(job) is not None
+    is_changed = is_recovered or "scheme" in settings
+    if is_recovered:
+        from moe_lab.recovery.export import check_widths
+
+        check_widths(source, plan, _evaluated_dtype(job.model, source))
     is_converted = settings.get("format") == "gguf"
     if is_converted:
         gguf.check_plan(source, plan, shape)
