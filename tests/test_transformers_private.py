@@ -25,7 +25,7 @@ PUBLIC = {
     "transformers": None,
     "transformers.integrations.moe": {"ALL_EXPERTS_FUNCTIONS", "ExpertsInterface"},
     "transformers.utils": {"logging"},
-    "transformers.utils.quantization_config": {"Mxfp4Config"},
+    "transformers.utils.quantization_config": {"CompressedTensorsConfig", "FineGrainedFP8Config", "Mxfp4Config"},
 }
 """Module -> documented names; None for all that the package offers at the top."""
 ATTRIBUTES = {
