@@ -179,11 +179,17 @@ def _measured(study: Study, cell: CellSteps) -> Iterator[Measured]:
         if name in originals and store.done(originals[name]):
             original = {_key(one): one for one in _results(store, originals[name])["results"]}
         harness = " ".join(filter(None, (content["protocol"]["harness"], content["protocol"].get("version"))))
-        served = any("checkpoint" in needed.inputs for needed in step.inputs.values())
-        of_export = served or study.config.export.format not in ROUNDED
+        of_export = study.config.export.format not in ROUNDED or _reads(step, cell.export)
         benchmark = BenchmarkConfig(**step.runtime["benchmark"])
         for result in content["results"]:
             yield Measured(benchmark, result, original.get(_key(result)), harness, of_export)
+
+
+def _reads(evaluation: Step, export: Step | None) -> bool:
+    """Whether a benchmark was run on the exported checkpoint: by a server or an engine that loaded it."""
+    asked = (evaluation, *evaluation.inputs.values())  # of a graded benchmark, the step that generated the texts
+    read = {needed.id for step in asked for needed in step.inputs.values()}
+    return export is not None and export.id in read
 
 
 def _results(store: Store, step: Step) -> Any:

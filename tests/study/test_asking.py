@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from moe_lab.config import BenchmarkConfig, ModelConfig
+from moe_lab.config import BackendConfig, BenchmarkConfig, ModelConfig
 from moe_lab.errors import Unavailable
 from moe_lab.evaluation import run, suite
 from moe_lab.json_files import write_json
@@ -23,7 +23,7 @@ BENCHMARK = BenchmarkConfig(
 
 def job(tmp_path: Path, data: str) -> Job:
     model = ModelConfig(name="m", path="pocket:olmoe", template_arguments={"enable_thinking": False})
-    runtime = {"model": asdict(model), "benchmark": asdict(BENCHMARK), "policy": {}}
+    runtime = {"model": asdict(model), "benchmark": asdict(BENCHMARK), "policy": {}, "backend": asdict(BackendConfig())}
     return Job("evaluate", "x", {"benchmark": {"data": data}}, runtime, {}, str(tmp_path), str(tmp_path))
 
 

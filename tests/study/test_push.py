@@ -40,9 +40,9 @@ from moe_lab.errors import UserError
 from moe_lab.grid import Cell
 from moe_lab.paths import resolve
 from moe_lab.pruning.plan import Plan
-from moe_lab.study import launch
+from moe_lab.study import launch, push
 from moe_lab.study.hub_card import Measured, base_model, hub_card, leaderboard_files
-from moe_lab.study.step import code_state
+from moe_lab.study.step import Part, Step, code_state
 
 TOKEN = "hf_PLANTEDtokenPLANTEDtoken"
 SMALL = ["suite.benchmarks=[pocket_boolq]", "suite.limit=8", "calibration.tokens=2048", "report=false"]
@@ -440,6 +440,15 @@ def test_a_result_from_before_rounding_is_not_stated_of_the_rounded_model() -> N
     card = ModelCard(hub_card(ORIGINAL, "me/small", cell("them/chat"), ROUNDED, [before]))
     assert not card.data.eval_results and "0.8125 ± 0.0100 (before rounding)" in card.text
     assert not list(leaderboard_files([before]))
+
+
+def test_a_benchmark_that_a_server_of_the_export_answered_is_of_the_export() -> None:
+    export, other = Step("export", "e"), Step("export", "e", {"shape": Part({"export": "masked"})})
+    generated = Step("generate", "g", inputs={"checkpoint": Step("export", "e")})
+    assert push._reads(Step("grade", "g", inputs={"generate": generated}), export)
+    assert push._reads(Step("evaluate", "e", inputs={"checkpoint": export}), export)
+    assert not push._reads(Step("evaluate", "e", inputs={"checkpoint": other}), export)
+    assert not push._reads(Step("evaluate", "e"), export)
 
 
 @pytest.mark.parametrize("one", [measured(20), measured(1319, leaderboard=None), measured(1319, data=None)])
