@@ -58,10 +58,10 @@ def lacking(config: Config, requests: Iterable[Request]) -> list[str]:
     if config.launcher.name != "slurm":  # nodes of a cluster may have devices that this machine lacks
         for device in dict.fromkeys(cell.model.device for cells, _ in requests for cell in cells):
             sentences += user_errors(check_device, device)
-        for cell in (cell for cells, _ in requests for cell in _each(cells, "model")):
-            sentences += user_errors(gguf.check_converter, config.export, cell.model)
     if config.launcher.python is None:  # an interpreter in a container has programs of its own
         sentences += user_errors(back_ends.check_installed, backend_of(config))
+        for cell in (cell for cells, _ in requests for cell in _each(cells, "model")):
+            sentences += user_errors(gguf.check_converter, config.export, cell.model)
     return list(dict.fromkeys(sentences))
 
 

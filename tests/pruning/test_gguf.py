@@ -438,7 +438,7 @@ def test_experts_of_other_families_and_shapes_are_stored_as_they_are(
 @pytest.mark.slow
 def test_a_study_writes_a_file_with_the_logits_of_the_evaluated_model(tmp_path: Path) -> None:
     words = ["model=pocket_qwen3_moe", "criterion=aimer", "suite.benchmarks=[]"]
-    words += ["export=natural", "export.format=gguf", "verify=true", "report=false", "store=store"]
+    words += ["export=natural", "export.format=gguf", "verify=true", "report=false", "store=store", "launcher=inline"]
     command = preloaded.command("-m", "moe_lab", *words)
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr

@@ -288,6 +288,7 @@ def test_a_server_that_dies_in_the_middle_of_a_benchmark_leaves_nothing_behind(s
         (["export.format=safetensor"], "add export=natural"),
         (["export=natural", "export.format=gguf", "allocation=global"], "gguf: a GGUF file has one number of experts"),
         (["export=natural", "export.format=gguf", "export.converter=x.py"], "export.converter=x.py: there is no such"),
+        (["export=natural", "export.format=gguf", "export.converter=x.py", "launcher=slurm"], "export.converter=x.py:"),
         (["export=natural", "export.format=gguf", "backend=server"], "backend=server"),
         (["export=natural", "export.format=gguf", "recovery=nf4"], "expected a recovery with bits=16"),
         (["export=masked"], "have no bias per expert that could keep tokens from dropped ones"),

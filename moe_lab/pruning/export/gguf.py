@@ -61,7 +61,7 @@ def check_converter(export: ExportConfig, model: ModelConfig) -> None:
 
     The architecture of a model that is not on this machine is not checked.
     """
-    if export.format != "gguf":
+    if export.format != "gguf" or export.shape is None:
         return
     path, config = converter(export), local(model.path) / "config.json"
     names = read_json(config).get("architectures") or [] if config.is_file() else []
