@@ -3,6 +3,7 @@
 # make vllm: an environment for a server alone, whose pins are not transformers' newest; tests of serving run there.
 # make llama: llama.cpp's converter to GGUF, which export.format=gguf finds there; and for its tests a reader of GGUF files
 # and llama.cpp itself, compiled.
+# make older: two older versions of transformers, with which a test loads exports.
 # make evalscope: an environment for EvalScope alone, whose pins are not Hydra's; benchmarks that need it find it there.
 # STORE: where results go. ARGS: more settings of the main job. JOBS: processes of the tests. TESTS: what else pytest is
 # told, such as one file. The checks read what git tracks, wherever a store or anything else that a run leaves may be.
@@ -14,12 +15,13 @@ VLLM := .venv-vllm
 LLAMA := .venv-llama
 LLAMA_VERSION := 0.3.36
 XLLAMACPP := xllamacpp==2026.10.11549
+OLDER := .venv-older
 STORE ?= store
 JOBS ?= 2
 ARGS ?=
 TESTS ?=
 
-.PHONY: run test check docs evalscope vllm llama clean
+.PHONY: run test check docs evalscope vllm llama older clean
 
 run: $(VENV)/.installed
 	$(BIN)/python -m moe_lab +experiment=task_agnostic store=$(STORE) $(ARGS)
@@ -86,5 +88,15 @@ $(LLAMA)/.installed: Makefile | $(VENV)/bin/python
 	rm $(LLAMA)/*.tar.gz
 	touch $@
 
+older: $(OLDER)/.installed
+
+# Each in a folder that is searched before .venv, which has everything else.
+$(OLDER)/.installed: Makefile | $(VENV)/bin/python
+	rm -rf $(OLDER)
+	$(BIN)/python -m pip install -q --no-deps --target $(OLDER)/4.57.3 \
+		transformers==4.57.3 tokenizers==0.22.1 huggingface-hub==0.36.2
+	$(BIN)/python -m pip install -q --no-deps --target $(OLDER)/5.0.0 transformers==5.0.0 tokenizers==0.22.1
+	touch $@
+
 clean:
-	rm -rf $(VENV) $(EVALSCOPE) $(VLLM) $(LLAMA) build dist site .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(EVALSCOPE) $(VLLM) $(LLAMA) $(OLDER) build dist site .mypy_cache .ruff_cache .pytest_cache

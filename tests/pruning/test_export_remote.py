@@ -36,7 +36,10 @@ NAMES = (
 CASES = ("counts", "widths", "ragged")
 PORTED = "deepseek"
 """A family that transformers lacks: it needs code for layers of one shape too."""
-EXPORTS = [*((name, case) for name in NAMES for case in CASES), *((name, "even") for name in ("olmoe", PORTED))]
+EVEN = ("olmoe", "mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "ernie4_5_moe", "glm4_moe", PORTED)
+EXPORTS = [*((name, case) for name in NAMES for case in CASES), *((name, "even") for name in EVEN)]
+FOR_OLDER = [*((name, "even") for name in EVEN), *(("olmoe", case) for case in CASES)]
+OLDER, OLDERS = Path(__file__).parents[2] / ".venv-older", ("4.57.3", "5.0.0")
 WITHOUT_MOE_LAB = """
 import json, sys
 from pathlib import Path
@@ -83,6 +86,30 @@ for folder in sorted(path for path in root.iterdir() if (path / "config.json").e
         import traceback
         said["error"] = traceback.format_exc()
     (folder / "said.json").write_text(json.dumps(said))
+"""
+
+
+WITH_OLDER = """
+import json, sys
+from pathlib import Path
+sys.modules["moe_lab"] = None
+import torch, transformers
+from safetensors.torch import load_file
+transformers.utils.logging.set_verbosity_error()
+root, said = Path(sys.argv[1]), {"version": transformers.__version__}
+tokens = load_file(root / "tokens.safetensors")["tokens"]
+for folder in (root / name for name in sys.argv[2:]):
+    for trust in (False, True):
+        try:
+            model = transformers.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=trust)
+            with torch.no_grad():
+                logits = model.eval().float()(input_ids=tokens).logits
+            expected = load_file(folder / "expected.safetensors")["logits"]
+            answer = float((logits - expected).abs().max())
+        except Exception as error:
+            answer = f"{type(error).__name__}: {error}"
+        said[f"{folder.name} {trust}"] = answer
+print("RESULT " + json.dumps(said))
 """
 
 
@@ -149,8 +176,37 @@ def test_loads_without_moe_lab_and_equals_the_pruned_model(folders: Path, name: 
     ours, theirs = weights(folder), weights(folder / "again")
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
     assert said["implementations"] == ["grouped_mm"]
-    if (name, case) == ("olmoe", "even"):
+    if case == "even" and name != PORTED:
         assert said["refused"] == [None, None]
         return
     reason = "trust_remote_code=True" if case == "ragged" or name == PORTED else "is a per-layer attribute"
     assert all(reason in refused for refused in said["refused"])
+
+
+@pytest.fixture(scope="module")
+def by_older(folders: Path) -> dict[str, dict[str, Any]]:
+    """Version of transformers -> "NAME-CASE TRUST" -> largest difference of the logits, or the error."""
+    answers = {}
+    for version in OLDERS:
+        search = {"PATH": "", "PYTHONPATH": str(OLDER / version), "HOME": str(folders / f"home-{version}")}
+        environment = {**search, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-c", WITH_OLDER, str(folders), *(f"{name}-{case}" for name, case in FOR_OLDER)]
+        done = subprocess.run(command, cwd=folders, env=environment, capture_output=True, text=True, timeout=250)
+        lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+        assert lines, done.stderr[-3000:]
+        answers[version] = json.loads(lines[-1].removeprefix("RESULT "))
+        assert answers[version]["version"] == version
+    return answers
+
+
+@pytest.mark.skipif(not OLDER.exists(), reason="no older transformers: `make older` installs them")
+@pytest.mark.parametrize("version", OLDERS)
+def test_older_versions_load_stock_exports_and_refuse_the_others(
+    version: str, by_older: dict[str, dict[str, Any]]
+) -> None:
+    for name, case in FOR_OLDER:
+        answers = [by_older[version][f"{name}-{case} {trust}"] for trust in (False, True)]
+        if case == "even" and name != PORTED:
+            assert all(isinstance(answer, float) and answer < 1e-5 for answer in answers), (name, answers)
+        else:
+            assert all(isinstance(answer, str) for answer in answers), (name, case, answers)

@@ -27,7 +27,10 @@ from moe_lab.pruning.export import export
 from moe_lab.pruning.mask import mask
 from moe_lab.pruning.plan import Plan
 
-pytestmark = pytest.mark.skipif(not PYTHON.exists(), reason="no vLLM: `make vllm` installs it")
+pytestmark = [
+    pytest.mark.skipif(not PYTHON.exists(), reason="no vLLM: `make vllm` installs it"),
+    pytest.mark.timeout(900),  # a fixture starts twenty engines, some seconds each
+]
 PLANS = ("no plan", "uneven", "uniform", "no plan again")
 
 

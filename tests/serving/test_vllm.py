@@ -35,7 +35,10 @@ from moe_lab.pruning.plan import Plan
 
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
-pytestmark = pytest.mark.skipif(not PYTHON.exists(), reason="no vLLM: `make vllm` installs it")
+pytestmark = [
+    pytest.mark.skipif(not PYTHON.exists(), reason="no vLLM: `make vllm` installs it"),
+    pytest.mark.timeout(900),  # a fixture starts twenty engines, some seconds each
+]
 
 HEADS = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2}
 LATENT = {"kv_lora_rank": 64, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
@@ -50,6 +53,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek_v3:grouped": {**HEADS, **LATENT, "topk_method": "noaux_tc", "scoring_func": "sigmoid"},
     "glm4_moe": {**HEADS, "head_dim": 32},
 }
+PORTED = "deepseek"
+"""A family that transformers lacks, so that its own code has to be trusted."""
+STOCK = ("olmoe", "mixtral", "qwen3_moe", PORTED)
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -107,7 +113,8 @@ def expected(model: Any) -> list[list[float]]:
 
 def serve(folders: dict[str, Path], **environment: str) -> dict[str, Any]:
     """What an engine for each folder says: log-probabilities, or why it refuses."""
-    request = {"prompts": PROMPTS, "models": {name: str(folder) for name, folder in folders.items()}}
+    models = {name: str(folder) for name, folder in folders.items()}
+    request = {"prompts": PROMPTS, "models": models, "trusted": [PORTED]}
     answers: dict[str, Any] = ask("prompt_logprobs.py", request, **environment)
     return answers
 
@@ -167,7 +174,7 @@ def add_expert(tensors: dict[str, torch.Tensor]) -> None:
 def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     """Name -> the model, a plan whose layers differ, and its natural export."""
     made = {}
-    for name, changes in FAMILIES.items():
+    for name, changes in {**FAMILIES, PORTED: HEADS}.items():
         folder = tmp_path_factory.mktemp("model")
         model = tiny.save(name, folder / "model", **changes)
         plan = uneven(model)
@@ -197,7 +204,7 @@ def served(models: Models, tmp_path_factory: pytest.TempPathFactory) -> dict[str
     return serve(folders)
 
 
-@pytest.mark.parametrize("name", [*FAMILIES, "olmoe, widths", "qwen3_moe, widths"])
+@pytest.mark.parametrize("name", [*FAMILIES, PORTED, "olmoe, widths", "qwen3_moe, widths"])
 def test_exports_whose_layers_differ_are_served_as_the_masked_model(
     name: str, models: Models, served: dict[str, Any]
 ) -> None:
@@ -229,7 +236,7 @@ def test_what_would_be_served_wrong_is_refused(name: str, words: list[str], serv
 def stock(models: Models, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, Plan, Path]]:
     """Exports that vLLM's own classes read."""
     made = {}
-    for name in ("olmoe", "mixtral", "qwen3_moe"):
+    for name in STOCK:
         model, _, folder = models[name]
         plan = tiny.plan(model, 0.25)
         made[name] = (model, plan, export(folder.parent / "model", plan, folder.parent / "uniform"))
@@ -241,7 +248,7 @@ def served_without_plugin(stock: Models) -> dict[str, Any]:
     return serve({name: folder for name, (_, _, folder) in stock.items()}, VLLM_PLUGINS="")
 
 
-@pytest.mark.parametrize("name", ["olmoe", "mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("name", STOCK)
 def test_uniform_exports_need_no_plugin(name: str, stock: Models, served_without_plugin: dict[str, Any]) -> None:
     model, plan, _ = stock[name]
     with mask(model, plan):
