@@ -124,10 +124,10 @@ def _wrong_together(config: Config, cells: Sequence[Cell], benchmarks: Sequence[
         granularity = criterion.granularity if criterion else None
         yield from layout.wrong(config.export, cell.model, cell.recovery, granularity, verify=config.verify)
         yield from gguf.wrong(config.export, cell.model, cell.recovery)
-    for cell in (cell for cell in _each(cells, "criterion", "allocation") if _is_known(cell)):
+    for cell in (cell for cell in _each(cells, "model", "criterion", "allocation") if _is_known(cell)):
         granularity, allocated = criteria.get(cell.criterion.name).granularity, allocation.get(cell.allocation.name)
         if granularity in allocated.uneven:
-            yield from user_errors(gguf.check_uneven, config.export, allocated.name, granularity)
+            yield from user_errors(gguf.check_uneven, config.export, cell.model, allocated.name, granularity)
     if config.export.format == "gguf" and config.backend.name != "hf":
         backend = config.backend.name
         yield f"backend={backend} reads a folder, and export.format=gguf writes one file: expected backend=hf"

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -193,12 +194,37 @@ def test_only_plans_that_leave_one_shape_are_converted(fake: Callable[[str], Pat
     ragged[0, : width // 2] = False
     everything = dict.fromkeys(range(layers), tuple(range(count)))
     narrow = Plan(everything, dict.fromkeys(range(layers), count), {}, dict.fromkeys(range(layers), ragged))
-    for plan in (uneven, narrow):
-        with pytest.raises(UserError, match=r"^export=natural .*one number.*=uniform, .*=padded_stock, .*=masked"):
+    for plan, use in ((uneven, "allocation=uniform"), (narrow, "export=padded_stock or export=masked")):
+        with pytest.raises(UserError, match=rf"^export=natural export.format=gguf: .*: use {use}$"):
             perform(job(tmp_path / "model", plan, fake(WRITES), tmp_path))
         assert not any((tmp_path / "scratch").iterdir()) and not (tmp_path / "partial").exists()
     gguf.check_plan(tmp_path / "model", tiny.plan(model, 0.5), "natural")
     gguf.check_plan(tmp_path / "model", narrow, "padded_stock")
+
+
+@pytest.mark.parametrize(
+    ("family", "shape", "granularity", "use"),
+    [
+        ("olmoe", "natural", "expert", "allocation=uniform"),
+        ("deepseek_v3", "padded_stock", "expert", "allocation=uniform or export=masked"),
+        ("olmoe", "padded", "channel", "export=padded_stock or export=masked"),
+        (None, "natural", "expert", "allocation=uniform, or export=masked if the router has a bias per expert"),
+        ("deepseek_v3", "masked", "expert", None),
+        ("olmoe", "padded_stock", "channel", None),
+    ],
+)
+def test_alternatives_to_uneven_layers_are_those_of_the_model(
+    family: str | None, shape: str, granularity: str, use: str | None, tmp_path: Path
+) -> None:
+    if family:
+        tiny.save(family, tmp_path / "model")
+    model = ModelConfig("m", str(tmp_path / "model") if family else "owner/name")
+    check = partial(gguf.check_uneven, ExportConfig(shape, "gguf"), model, "global", granularity)
+    if use is None:
+        check()
+    else:
+        with pytest.raises(UserError, match=rf"allocation=global gives them different ones: use {use}$"):
+            check()
 
 
 @pytest.mark.parametrize(

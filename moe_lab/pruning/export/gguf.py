@@ -11,7 +11,7 @@ from pathlib import Path
 
 from moe_lab.config import ExportConfig, ModelConfig, RecoveryConfig
 from moe_lab.errors import Unavailable, UserError, mask, user_errors
-from moe_lab.models.checkpoint import BITS, open_checkpoint, read_json
+from moe_lab.models.checkpoint import BITS, Checkpoint, open_checkpoint, read_json
 from moe_lab.models.config_json import check_plain_weights
 from moe_lab.models.families import DISK_ROUTER_WEIGHTS
 from moe_lab.paths import local
@@ -19,7 +19,7 @@ from moe_lab.pruning.export import CARD, NOT_COPIED, check_room
 from moe_lab.pruning.export.card import gguf_card
 from moe_lab.pruning.export.config import describe_export
 from moe_lab.pruning.export.form import make_form
-from moe_lab.pruning.export.layout import expert_type
+from moe_lab.pruning.export.layout import can_bar, expert_type
 from moe_lab.pruning.export.write import UNFINISHED
 from moe_lab.pruning.plan import Plan
 
@@ -39,8 +39,6 @@ PRE_TOKENIZERS = {"gpt-2": [BYTE_LEVEL], "smollm": [DIGITS, BYTE_LEVEL]}
 """llama.cpp's name of a pre-tokenizer -> its steps in tokenizer.json."""
 LINE_BREAK = "Ċ"
 """A line break in the vocabulary of a byte-level tokenizer."""
-ONE_SHAPE = "a GGUF file has one number of experts and one width for all layers"
-ALTERNATIVES = "use allocation=uniform, export=padded_stock, or export=masked where the router has a bias per expert"
 
 
 def converter(export: ExportConfig) -> Path:
@@ -87,25 +85,42 @@ def wrong(export: ExportConfig, model: ModelConfig, recovery: RecoveryConfig) ->
         )
 
 
-def check_uneven(export: ExportConfig, allocation: str, granularity: str) -> None:
+def check_uneven(export: ExportConfig, model: ModelConfig, allocation: str, granularity: str) -> None:
     """Raise UserError when an allocation that is known to treat layers, or experts, differently is to be written as
     GGUF in a shape that keeps the difference."""
     even = ("masked", "padded_stock") if granularity == "channel" else ("masked",)
-    if export.format == "gguf" and export.shape not in even:
-        raise UserError(
-            f"export={export.shape} export.format=gguf: {ONE_SHAPE}, and allocation={allocation} gives them different "
-            f"ones: {ALTERNATIVES}"
-        )
+    if export.format != "gguf" or export.shape is None or export.shape in even:
+        return
+    folder = local(model.path)
+    checkpoint = open_checkpoint(folder) if (folder / "config.json").is_file() else None
+    raise _uneven(export.shape, f"allocation={allocation}", granularity == "channel", checkpoint)
 
 
 def check_plan(source: Path, plan: Plan, shape: str) -> None:
     """Raise UserError when the plan, exported from folder `source` in that shape, is no stock checkpoint."""
-    form = make_form(plan, shape, max(1, BITS[expert_type(open_checkpoint(source))] // 8))
+    checkpoint = open_checkpoint(source)
+    form = make_form(plan, shape, max(1, BITS[expert_type(checkpoint)] // 8))
     if describe_export(read_json(source / "config.json"), plan, form, shape).kind not in ("stock", "ported"):
-        raise UserError(
-            f"export={shape} export.format=gguf: {ONE_SHAPE}, and the layers or experts of this plan differ: "
-            f"{ALTERNATIVES}"
-        )
+        raise _uneven(shape, "this plan", bool(plan.channels) and form.count is not None, checkpoint)
+
+
+def _uneven(shape: str, cause: str, only_widths: bool, checkpoint: Checkpoint | None) -> UserError:
+    """The error for layers or experts that differ, with the alternatives.
+
+    `only_widths`: whether they differ in width alone. `checkpoint`: the original, if it is on this machine.
+    """
+    if only_widths:
+        other = "export=padded_stock or export=masked"
+    elif checkpoint is None:
+        other = "allocation=uniform, or export=masked if the router has a bias per expert"
+    elif can_bar(checkpoint.tensors):
+        other = "allocation=uniform or export=masked"
+    else:
+        other = "allocation=uniform"
+    return UserError(
+        f"export={shape} export.format=gguf: a GGUF file has one number of experts and one width for all layers, and "
+        f"{cause} gives them different ones: use {other}"
+    )
 
 
 def convert(checkpoint: Path, out: Path, path: Path, name: str) -> Path:
