@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -227,6 +228,17 @@ def test_what_the_format_cannot_store_is_refused(tmp_path: Path) -> None:
     export(tmp_path / "gpt_oss", tiny.plan(packed, 0.5), tmp_path / "packed")
     with pytest.raises(UserError, match=r"expected export\.format=safetensors"):
         compression_changes(tmp_path / "packed", "fp8")
+
+
+def test_the_card_of_a_padded_export_counts_no_bytes_that_were_rounded_away(tmp_path: Path) -> None:
+    model = tiny.save("qwen3_moe", tmp_path / "model", **SIZES)
+    (tmp_path / "model" / "README.md").write_text("5 bytes (5.0%) are such zeros")
+    padded = export(tmp_path / "model", channel_plan(model), tmp_path / "padded", shape="padded")
+    out = rewrite(padded, compression_changes(padded, "fp8"), tmp_path / "fp8", partial=tmp_path / "partial")
+    plain, rounded = ((folder / "README.md").read_text() for folder in (padded, out))
+    zeros = re.search(r"([\d,]+) bytes \(([\d.]+%)\) are such zeros", plain)
+    assert zeros and zeros[1] not in rounded and f". Before the changes, {zeros[2]} of the bytes" in rounded
+    assert rounded.endswith("5 bytes (5.0%) are such zeros")
 
 
 def test_wrong_settings_are_named_before_anything_runs(tmp_path: Path) -> None:

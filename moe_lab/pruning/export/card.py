@@ -32,6 +32,7 @@ LOADING = {
 }
 UNCHANGED = "all other weights are those of the original model, byte for byte. Nothing was trained afterwards."
 SIZE = re.compile(r"Weights take [\d,]+ bytes, [\d.]+% of the original's ([\d,]+)\.")
+ZEROS = re.compile(r"[\d,]+ bytes \(([\d.]+%)\) are such zeros")
 FILLED = {
     "masked": "Dropped channels and experts are zeros in tensors of the original shape; experts, where any were "
     "dropped, have a routing bias with which they are never chosen.",
@@ -88,10 +89,13 @@ def changed_card(card: str, words: str, written: int) -> str:
 
     `written`: bytes of its weights.
     """
-    size = SIZE.search(card)
+    own, heading, original = card.partition(ORIGINAL)
+    size = SIZE.search(own)
     assert size is not None
-    card = card.replace(size[0], _size(written, int(size[1].replace(",", ""))), 1)
-    return card.replace(UNCHANGED, f"all other weights were first copied from the original model. {words}", 1)
+    own = own.replace(size[0], _size(written, int(size[1].replace(",", ""))))
+    own = ZEROS.sub(r"Before the changes, \1 of the bytes were such zeros", own)
+    own = own.replace(UNCHANGED, f"all other weights were first copied from the original model. {words}")
+    return f"{own}{heading}{original}"
 
 
 def gguf_card(card: str, file: str, size: int) -> str:
