@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from moe_lab.config.evaluation import BackendConfig, BenchmarkConfig, JudgeConfig, ProtocolConfig, SuiteConfig
 from moe_lab.config.pruning import (
@@ -124,7 +123,7 @@ class Config:
     """Read data sets that hold pickles, which can run code when read (LiveCodeBench's hidden tests)."""
     data_root: str = "~/.cache/moe_lab/data"
     """Folder of the mirrors of benchmark data; `python -m moe_lab.evaluation.mirror` fills it."""
-    interpreters: dict[str, Any] = field(default_factory=dict)
+    interpreters: dict[str, str | None] = field(default_factory=dict)
     """Harness, or vllm -> the Python that runs it, if its packages conflict with those here; `make evalscope` and
     `make vllm` make one."""
     wait: bool = False

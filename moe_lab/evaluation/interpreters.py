@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterable
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 
-from moe_lab.errors import UserError
+from moe_lab.errors import UserError, unknown
 
+PROGRAMS = ("evalscope", "vllm")
+"""Fields of `interpreters`; `make NAME` makes an environment with the program."""
 _ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -32,6 +35,13 @@ def interpreter(module: str, named: str | None, user: str) -> str:
         f"{user} needs {module}, which is not here: run make {module}, or name an interpreter that has it, "
         f"interpreters.{module}=PYTHON"
     )
+
+
+def check_names(names: Iterable[str]) -> None:
+    """Raise UserError for a field of `interpreters` that nothing reads."""
+    for name in names:
+        if name not in PROGRAMS:
+            raise unknown("interpreters", name, PROGRAMS)
 
 
 def check_has(module: str, python: str) -> None:
@@ -63,6 +73,9 @@ for node in ast.parse(path.read_bytes()).body:
 
 @lru_cache(maxsize=8)
 def _answer(python: str, program: str, *words: str) -> str:
-    """What a program prints in another interpreter; "" if it fails."""
-    done = subprocess.run([python, "-I", "-c", program, *words], capture_output=True, text=True, env={})
+    """What a program prints in another interpreter; "" if it fails, or if there is no interpreter in that file."""
+    try:
+        done = subprocess.run([python, "-I", "-c", program, *words], capture_output=True, text=True, env={})
+    except OSError:
+        return ""
     return done.stdout.strip()

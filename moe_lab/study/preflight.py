@@ -14,7 +14,7 @@ from moe_lab.calibration import settings as calibrations
 from moe_lab.calibration import sources
 from moe_lab.config import BenchmarkConfig, Config
 from moe_lab.errors import user_errors
-from moe_lab.evaluation import back_ends, suite
+from moe_lab.evaluation import back_ends, interpreters, suite
 from moe_lab.evaluation.sandbox.policy import check_sandbox
 from moe_lab.grid import ANSWERED, Cell, Request, wrong_names
 from moe_lab.models import config_json, files
@@ -70,6 +70,7 @@ def _wrong_settings(config: Config) -> Iterator[str]:
     yield from user_errors(check_folder, "store", config.store, usual.store)
     yield from user_errors(check_folder, "data_root", config.data_root, usual.data_root)
     yield from user_errors(check_sandbox, config.sandbox)
+    yield from user_errors(interpreters.check_names, config.interpreters)
     yield from user_errors(check_retry, config.retry)
     yield from user_errors(launcher, config.launcher)
     yield from user_errors(tracking.check, config.tracker)

@@ -119,6 +119,9 @@ retry | faild '' true
 data_root suite=mc8 | /no/such/folder ''
 store | README.md ''
 interpreters | python
+interpreters.vllm backend=vllm | 3 /no/such README.md
+interpreters.vlm | python
+backend.arguments backend=vllm | 3 word
 plugins | no_such_module [no_such_module] [os.path] word
 more | word [word] [{criterion:word}] [{critereon:[man]}] [{ratio:[2]}] {}
 model.name | '' null a/b ../up

@@ -139,6 +139,7 @@ VALUES = {
     "resources.margin=.nan": "resources.margin=nan",
     "store=''": "store is empty",
     "sandbox=bubble": "sandbox=bubble",
+    "interpreters.vlm=/usr/bin/python3": "interpreters=vlm",
 }
 
 
@@ -148,6 +149,12 @@ def test_a_value_that_cannot_work_is_refused_first(word: str) -> None:
         (sentence.startswith(VALUES[word]) and "known" in sentence) or "expected" in sentence
         for sentence in problems(word)
     ] == [True]
+
+
+@pytest.mark.parametrize("python", ["3", __file__])
+def test_what_is_no_interpreter_is_refused_first(python: str) -> None:
+    (sentence,) = problems("backend.name=vllm", f"interpreters.vllm={python}")
+    assert sentence.startswith(f"interpreters.vllm={python}")
 
 
 @pytest.mark.parametrize("word", ["calibration.field=txt", "calibration.template='{txt}'"])
