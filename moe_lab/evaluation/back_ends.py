@@ -18,7 +18,8 @@ from moe_lab.config import BackendConfig, BenchmarkConfig, ModelConfig
 from moe_lab.errors import ENVIRONMENT, UserError, mask, nearest, unknown, user_errors
 from moe_lab.evaluation.interpreters import check_has, fields, interpreter
 from moe_lab.evaluation.suite import has_two_phases
-from moe_lab.models.config_json import check_trained_top_k
+from moe_lab.models.config_json import check_trained_top_k, model_type
+from moe_lab.models.families import PORTS
 from moe_lab.secret_settings import filled, revealed
 
 BACKENDS = ("hf", "server", "vllm")
@@ -33,7 +34,7 @@ _LONGEST = 600
 """Characters of an error that are quoted."""
 _ERROR = re.compile(r"(?:\([^)]*\) )?(?:ERROR [^\]]*\] )?([A-Za-z_][\w.]*(?:Error|Exception): .+)")
 """The last line of a stack trace, alone or as vLLM logs it: after the name of a process, a time and a place."""
-_ELSEWHERE = "root cause"
+ELSEWHERE = "root cause"
 """What vLLM says in an error that another one caused."""
 _HINTS = {"transformers": "transformers[serving]"}
 
@@ -76,6 +77,8 @@ def wrong(
         return
     for model in models:
         yield from user_errors(check_trained_top_k, model, f"backend={backend.name}")
+        if backend.name == "vllm" and (kind := model_type(model)) in PORTS:
+            yield f"backend=vllm: the transformers of vLLM has no model_type={kind} ({model.name}): expected backend=hf"
 
 
 def command_line(backend: BackendConfig, checkpoint: Path, port: int, name: str) -> list[str]:
@@ -133,15 +136,15 @@ def search_path() -> str:
     return os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)))
 
 
-def last_lines(log: Path) -> str:
+def last_lines(log: str) -> str:
     """The last error and the last line of a log, as part of a sentence; the last two lines if it has no error.
 
     Prints more lines to standard error.
     """
-    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
     print(mask("\n".join(lines[-_LOG_LINES:])), file=sys.stderr, flush=True)
     errors = [match[1][:_LONGEST] for line in lines if (match := _ERROR.match(line))]
-    causes = [error for error in errors if _ELSEWHERE not in error] or errors
+    causes = [error for error in errors if ELSEWHERE not in error] or errors
     if causes:
         return "; ".join(dict.fromkeys([causes[-1], lines[-1]]))
     return "; ".join(lines[-2:]) or "it said nothing"

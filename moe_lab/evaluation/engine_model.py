@@ -14,13 +14,13 @@ import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from moe_lab.config import BackendConfig, ModelConfig
 from moe_lab.errors import Unavailable, UserError
-from moe_lab.evaluation.back_ends import last_lines
+from moe_lab.evaluation.back_ends import ELSEWHERE, last_lines
 from moe_lab.evaluation.generation import TOKEN_SECONDS, GenSpec, LanguageModel, continuation, cut, end_tokens, fitting
 from moe_lab.evaluation.interpreters import interpreter
 from moe_lab.pruning.plan import Plan
@@ -49,18 +49,16 @@ class Engine:
         print(f"vLLM starts with {checkpoint}", file=sys.stderr, flush=True)
         self.patience = backend.ready_seconds
         self.masked = False
-        self._folder = tempfile.TemporaryDirectory(prefix="moe_lab-vllm-")
-        self.log = Path(self._folder.name, "log")
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `close`
         threads = {"OMP_NUM_THREADS": str(model.threads)} if model.threads else {}
-        with self.log.open("wb") as log:
-            self.process = subprocess.Popen(
-                command("moe_lab.serving.vllm_engine", python=interpreter("vllm", backend.python, "backend=vllm")),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-                env={**ENVIRONMENT, **threads, **os.environ},
-            )
+        self.process = subprocess.Popen(
+            command("moe_lab.serving.vllm_engine", python=interpreter("vllm", backend.python, "backend=vllm")),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            env={**ENVIRONMENT, **threads, **os.environ},
+        )
         self._replies: queue.SimpleQueue[str] = queue.SimpleQueue()
         threading.Thread(target=self._listen, daemon=True).start()
         arguments = {
@@ -84,7 +82,7 @@ class Engine:
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
-        self._folder.cleanup()
+        self._log.close()
 
     def set_plan(self, plan: Plan | None) -> None:
         """Mask the experts that `plan` drops; None takes the mask away.
@@ -132,12 +130,16 @@ class Engine:
                     f"{self.patience:g} and {TOKEN_SECONDS:g} s per token: it seems to hang"
                 ) from None
             if not line:
-                raise Unavailable(f"vLLM ended (exit code {self.process.wait()}): {last_lines(self.log)}")
+                raise Unavailable(f"vLLM ended (exit code {self.process.wait()}): {self._last_lines()}")
             reply = json.loads(line)
             if "error" in reply:
-                last_lines(self.log)
-                raise Unavailable(f"vLLM refuses: {reply['error']}")
+                said, reason = self._last_lines(), reply["error"]
+                raise Unavailable(f"vLLM refuses: {said if ELSEWHERE in reason else reason}")
             yield reply
+
+    def _last_lines(self) -> str:
+        self._log.seek(0)
+        return last_lines(self._log.read().decode(errors="replace"))
 
     def _listen(self) -> None:
         assert self.process.stdout
@@ -212,11 +214,21 @@ def on_engine(engine: Engine, checkpoint: Path, model: ModelConfig) -> EngineMod
 
 
 def opened(checkpoint: Path, backend: BackendConfig, model: ModelConfig, plan: Plan | None) -> EngineModel:
-    """The model in `checkpoint` on an engine, with `plan` as its mask. The engine stays open for the next call."""
-    key = json.dumps([str(checkpoint), backend.python, dict(backend.arguments), model.dtype], sort_keys=True)
+    """The model in `checkpoint` on an engine, with `plan` as its mask. The engine stays open for the next call.
+
+    An engine that could not be started is not started again for the same settings in this process.
+    """
+    settings = [str(checkpoint), asdict(backend), model.dtype, model.device, model.threads, model.trust_remote_code]
+    key = json.dumps(settings, sort_keys=True)
+    if key in _REFUSED:
+        raise Unavailable(_REFUSED[key])
     if _OPEN.get("key") != key or _OPEN["engine"].process.poll() is not None:
         close()
-        _OPEN.update(engine=Engine(checkpoint, backend, model), key=key)
+        try:
+            _OPEN.update(engine=Engine(checkpoint, backend, model), key=key)
+        except Unavailable as error:
+            _REFUSED[key] = str(error)
+            raise
     engine: Engine = _OPEN["engine"]
     engine.set_plan(plan)
     return on_engine(engine, checkpoint, model)
@@ -242,3 +254,5 @@ def close() -> None:
 
 
 _OPEN: dict[str, Any] = {}
+_REFUSED: dict[str, str] = {}
+"""Settings of an engine that did not start -> why."""

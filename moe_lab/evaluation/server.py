@@ -102,7 +102,7 @@ class Server:
         """Why the process ended, by its log; None if it still runs after `seconds`."""
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(seconds)
-        return None if self.process.poll() is None else last_lines(self.log)
+        return None if self.process.poll() is None else last_lines(self.log.read_text(errors="replace"))
 
 
 @contextmanager
@@ -148,7 +148,7 @@ def _await(server: Server, url: str, names: tuple[str, str], seconds: float) -> 
         if time.monotonic() > deadline:
             raise Unavailable(
                 f"the server did not answer at {url} within backend.ready_seconds={seconds:g}; the last it said: "
-                f"{last_lines(server.log)}"
+                f"{last_lines(server.log.read_text(errors='replace'))}"
             )
         time.sleep(_POLL_SECONDS)
     # `vllm serve` lists the name it is given; `transformers serve` lists other models and takes the checkpoint's path.

@@ -100,6 +100,11 @@ def _config(settings: ModelConfig) -> dict[str, Any]:
     return read_json(file) if file.is_file() else {}
 
 
+def model_type(settings: ModelConfig) -> str | None:
+    """`model_type` of config.json; None if the model is not on this machine."""
+    return _config(settings).get("model_type")
+
+
 def check_chat_template(settings: ModelConfig, benchmark: str) -> None:
     """Raise UserError when a model on this machine has no chat template, which `benchmark` needs."""
     folder = local(settings.path)

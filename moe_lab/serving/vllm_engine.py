@@ -5,12 +5,7 @@
 Each line of standard input is a request, [name of a method of `Engine`, its arguments]. The answers are lines too:
 any number of {"item": ...}, then {"done": result} or {"error": sentence}. The process ends with its standard input.
 
-A plan of whole experts is a mask in every router, an addend of 0 for experts that are kept and of minus infinity for
-those that are dropped. The routers get their mask when the engine is built, as a compiled engine ignores what is added
-later; afterwards its numbers are changed in place, which takes about a millisecond.
-
-Private names of vLLM that are used in addition to those of `vllm_plugin`, tested with 0.32: BaseRouter._select_experts,
-e_score_correction_bias of routers, WorkerBase.model_runner.model.
+A plan of whole experts is a mask in every router (`vllm_masks.py`).
 """
 
 from __future__ import annotations
@@ -18,74 +13,20 @@ from __future__ import annotations
 import json
 import os
 import queue
+import shutil
 import sys
+import tempfile
 import threading
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import IO, Any
-
-import torch
-
-from moe_lab.serving.vllm_plugin import register, replace_method, routers
 
 PROBE_TOKENS = 24
 """Tokens of the text that shows whether a mask takes effect."""
 EFFECT, REPEATED = 1e-3, 1e-4
 """Differences of log-probabilities: a mask without half of the experts changes one by more than EFFECT; the same engine
 without a mask changes none by more than REPEATED."""
-
-
-def mask_routers() -> None:
-    """Give every router that is built from now on a mask; a second call changes nothing."""
-    from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
-
-    replace_method(BaseRouter, "__init__", _with_mask)
-    replace_method(BaseRouter, "_select_experts", _masked)
-
-
-def _with_mask(original: Any) -> Any:
-    def __init__(self: Any, *arguments: Any, **named: Any) -> None:
-        original(self, *arguments, **named)
-        self.moe_lab_mask = torch.zeros(self.global_num_experts)
-
-    return __init__
-
-
-def _masked(original: Any) -> Any:
-    def _select_experts(self: Any, hidden_states: Any, router_logits: Any, *arguments: Any, **named: Any) -> Any:
-        logits = router_logits + self.moe_lab_mask.to(router_logits.dtype)
-        return original(self, hidden_states, logits, *arguments, **named)
-
-    return _select_experts
-
-
-class PlanWorker:
-    """Methods that vLLM adds to the workers of an engine."""
-
-    model_runner: Any
-
-    def experts_of_layers(self) -> list[tuple[int, int, int]]:
-        """Number of every MoE layer, of its experts, and of those that a token gets."""
-        return [(layer, router.global_num_experts, router.top_k) for layer, router in routers(self.model_runner.model)]
-
-    @torch.inference_mode()
-    def set_plan(self, kept: Sequence[tuple[int, Sequence[int]]]) -> None:
-        """Mask all experts of a layer but those that are kept; layers that are not named keep all.
-
-        A correction bias is added to what the logits become, so that it must be minus infinity too.
-        """
-        by_layer = {layer: list(experts) for layer, experts in kept}
-        for layer, router in routers(self.model_runner.model):
-            mask = torch.zeros(router.global_num_experts)
-            if layer in by_layer:
-                mask.fill_(-torch.inf)
-                mask[by_layer[layer]] = 0.0
-            router.moe_lab_mask.copy_(mask)
-            bias = getattr(router, "e_score_correction_bias", None)
-            if bias is not None:
-                if not hasattr(router, "moe_lab_bias"):
-                    router.moe_lab_bias = bias.detach().clone()
-                bias.detach().copy_(router.moe_lab_bias + mask.to(bias))
 
 
 class Engine:
@@ -100,13 +41,13 @@ class Engine:
         import vllm
         from vllm.platforms import current_platform
 
-        register()
-        mask_routers()
+        from moe_lab.serving import vllm_masks  # which masks the routers of this process
+
         usual = {
             "enforce_eager": current_platform.is_cpu(),  # compiling takes longer there than most benchmarks
             "generation_config": "vllm",
             "disable_log_stats": True,
-            "worker_extension_cls": f"{PlanWorker.__module__}.{PlanWorker.__name__}",
+            "worker_extension_cls": f"{vllm_masks.__name__}.{vllm_masks.PlanWorker.__name__}",
         }
         self.llm = vllm.LLM(folder, **{**usual, **arguments})
         config = self.llm.llm_engine.vllm_config.model_config
@@ -227,16 +168,33 @@ def _difference(first: Sequence[float], second: Sequence[float]) -> float:
     return max(abs(one - other) for one, other in zip(first, second, strict=True))
 
 
-def _listen(requests: queue.SimpleQueue[Any]) -> None:
+def _listen(requests: queue.SimpleQueue[Any], folder: str) -> None:
     for line in sys.stdin:
         requests.put(json.loads(line))
+    shutil.rmtree(folder, ignore_errors=True)
     os._exit(0)  # whoever asked has ended
+
+
+def _show_package(folder: str) -> None:
+    """Let processes that vLLM starts import this moe_lab, and no other package that is installed beside it."""
+    Path(folder, "moe_lab").symlink_to(Path(__file__).resolve().parents[1])
+    search = [folder, *filter(None, [os.environ.get("PYTHONPATH")])]
+    os.environ["PYTHONPATH"] = os.pathsep.join(search)  # of programs
+    sys.path.insert(0, folder)  # which processes of multiprocessing inherit
+
+
+def _sentence(error: Exception) -> str:
+    """The message of an error; without the frame that pydantic puts around it."""
+    reasons = [each["msg"] for each in error.errors()] if hasattr(error, "errors") else [str(error)]
+    return f"{type(error).__name__}: {' '.join('; '.join(reasons).split())}"
 
 
 def serve(replies: IO[str]) -> None:
     """Do what standard input asks for, until it ends."""
     requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    threading.Thread(target=_listen, args=(requests,), daemon=True).start()
+    folder = tempfile.mkdtemp(prefix=f"moe_lab-vllm-{os.getpid()}-")
+    _show_package(folder)
+    threading.Thread(target=_listen, args=(requests, folder), daemon=True).start()
     engine = Engine()
 
     def reply(**content: Any) -> None:
@@ -253,7 +211,7 @@ def serve(replies: IO[str]) -> None:
                 result = None
             reply(done=result)
         except Exception as error:  # noqa: BLE001 - whatever vLLM raises is the reason that the other process reports
-            reply(error=f"{type(error).__name__}: {' '.join(str(error).split())}")
+            reply(error=_sentence(error))
             sys.excepthook(*sys.exc_info())
 
 

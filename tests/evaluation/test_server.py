@@ -446,6 +446,14 @@ def test_a_wrong_back_end_is_said_before_anything_is_loaded(tmp_path: Path) -> N
         pass
 
 
+def test_a_ported_family_is_refused_by_vllm(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "deepseek"}')
+    ported = ModelConfig(name="ported", path=str(tmp_path))
+    (sentence,) = back_ends.wrong(BackendConfig("vllm"), [], [POCKET, ported])
+    assert "model_type=deepseek" in sentence and "backend=hf" in sentence
+    assert not list(back_ends.wrong(BackendConfig("hf"), [], [ported]))
+
+
 def test_a_program_that_is_not_installed_is_said_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     back_ends.check_installed(BackendConfig("hf"))
     back_ends.check_installed(backend("python {checkpoint} {port}"))  # beside the interpreter

@@ -15,7 +15,6 @@ from unittest.mock import patch
 os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
 
 from moe_lab.serving import vllm_engine
-from moe_lab.serving.vllm_engine import mask_routers
 
 ARGUMENTS = {"dtype": "float32", "max_model_len": 128, "max_num_seqs": 4}
 
@@ -32,17 +31,16 @@ def answers(engine: vllm_engine.Engine, prompts: list[list[int]]) -> dict[str, A
     }
 
 
-def masks_without_effect() -> None:
-    """Routers hold a mask and do not use it."""
+def run(asked: dict[str, Any], prompts: list[list[int]]) -> Any:
     from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
 
-    vllm_engine.replace_method(BaseRouter, "__init__", vllm_engine._with_mask)
+    unmasked = BaseRouter._select_experts
+    from moe_lab.serving import vllm_masks  # noqa: F401 - which masks it, once
 
-
-def run(asked: dict[str, Any], prompts: list[list[int]]) -> Any:
+    masked = BaseRouter._select_experts
     engine = vllm_engine.Engine()
     try:
-        with patch.object(vllm_engine, "mask_routers", masks_without_effect if asked.get("unmasked") else mask_routers):
+        with patch.object(BaseRouter, "_select_experts", unmasked if asked.get("unmasked") else masked):
             engine.open(asked["folder"], {**ARGUMENTS, **asked.get("arguments", {})})
         said = []
         for plan in asked["plans"]:

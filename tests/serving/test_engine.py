@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tempfile
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -204,13 +205,21 @@ for _ in range(10000):
 """
 
 
+def shown_by(engine: int) -> list[Path]:
+    """Temporary folders of a process, in which it has moe_lab for the processes that it starts."""
+    return list(Path(tempfile.gettempdir()).glob(f"moe_lab-vllm-{engine}-*"))
+
+
 def test_an_engine_ends_with_the_process_that_uses_it() -> None:
     with subprocess.Popen([sys.executable, "-c", OPEN], stdout=subprocess.PIPE, text=True) as user:
         assert user.stdout
         engine = int(user.stdout.readline())
         assert is_running(engine)
+        (folder,) = shown_by(engine)
+        assert folder.exists()
         user.kill()
     until(lambda: not is_running(engine))
+    assert not folder.exists()
 
 
 def opened(**arguments: Any) -> engine_model.EngineModel:
@@ -235,8 +244,31 @@ def test_an_engine_that_dies_is_reported_and_the_next_one_starts() -> None:
     assert again.engine.process.poll() is not None
 
 
+def test_several_devices_take_the_mask(models: Models) -> None:
+    """Two processes of vLLM, each with half of every expert. They import this moe_lab, wherever it is installed."""
+    _, plan, folder = models["olmoe"]
+    model = ModelConfig(name="m", path=str(folder.parent / "model"), threads=1)
+    arguments = {"tensor_parallel_size": 2, "max_model_len": 128, "max_num_seqs": 4}
+    backend = BackendConfig("vllm", ready_seconds=280, arguments=arguments)
+    engine = engine_model.Engine(Path(model.path), backend, model)
+    try:
+        engine.set_plan(plan)
+        rows = [ids for ids in PROMPTS for _ in ids[1:]]
+        starts = [place for ids in PROMPTS for place in range(1, len(ids))]
+        rows = [ids[: start + 1] for ids, start in zip(rows, starts, strict=True)]
+        found = sorted(engine.items("log_likelihoods", 0.0, rows=rows, starts=starts))
+    finally:
+        engine.close()
+    olmoe = models["olmoe"][0]
+    with mask(olmoe, plan):
+        right = flat(expected(olmoe))
+    assert (torch.tensor([value for _, value, _ in found]) - right).abs().max() < 1e-4
+
+
 def test_too_little_memory_is_reported_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "0")  # a share of all main memory
     with pytest.raises(Unavailable, match="memory"):
         opened(gpu_memory_utilization=1.0)
     assert not engine_model._OPEN
+    with pytest.raises(Unavailable, match="memory"):  # at once
+        opened(gpu_memory_utilization=1.0)

@@ -1,0 +1,76 @@
+"""Plans of whole experts as masks on the routers of an engine of vLLM. Importing this module masks them.
+
+A mask is an addend to the logits of a router: 0 for experts that are kept, minus infinity for those that are dropped.
+Routers get their mask when they are built, as a compiled engine ignores what is added later; afterwards its numbers are
+changed in place, which takes about a millisecond. vLLM imports this module in each of its workers before it builds the
+model, since `PlanWorker` extends them.
+
+Private names of vLLM that are used in addition to those of `vllm_plugin`, tested with 0.32: BaseRouter._select_experts,
+e_score_correction_bias of routers, WorkerBase.model_runner.model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from moe_lab.serving.vllm_plugin import register, replace_method, routers
+
+
+def mask_routers() -> None:
+    """Give every router that is built from now on a mask; a second call changes nothing."""
+    from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
+
+    replace_method(BaseRouter, "__init__", _with_mask)
+    replace_method(BaseRouter, "_select_experts", _masked)
+
+
+def _with_mask(original: Any) -> Any:
+    def __init__(self: Any, *arguments: Any, **named: Any) -> None:
+        original(self, *arguments, **named)
+        self.moe_lab_mask = torch.zeros(self.global_num_experts)
+
+    return __init__
+
+
+def _masked(original: Any) -> Any:
+    def _select_experts(self: Any, hidden_states: Any, router_logits: Any, *arguments: Any, **named: Any) -> Any:
+        logits = router_logits + self.moe_lab_mask.to(router_logits.dtype)
+        return original(self, hidden_states, logits, *arguments, **named)
+
+    return _select_experts
+
+
+register()
+mask_routers()
+
+
+class PlanWorker:
+    """Methods that vLLM adds to the workers of an engine."""
+
+    model_runner: Any
+
+    def experts_of_layers(self) -> list[tuple[int, int, int]]:
+        """Number of every MoE layer, of its experts, and of those that a token gets."""
+        return [(layer, router.global_num_experts, router.top_k) for layer, router in routers(self.model_runner.model)]
+
+    @torch.inference_mode()
+    def set_plan(self, kept: Sequence[tuple[int, Sequence[int]]]) -> None:
+        """Mask all experts of a layer but those that are kept; layers that are not named keep all.
+
+        A correction bias is added to what the logits become, so that it must be minus infinity too.
+        """
+        by_layer = {layer: list(experts) for layer, experts in kept}
+        for layer, router in routers(self.model_runner.model):
+            mask = torch.zeros(router.global_num_experts)
+            if layer in by_layer:
+                mask.fill_(-torch.inf)
+                mask[by_layer[layer]] = 0.0
+            router.moe_lab_mask.copy_(mask)
+            bias = getattr(router, "e_score_correction_bias", None)
+            if bias is not None:
+                if not hasattr(router, "moe_lab_bias"):
+                    router.moe_lab_bias = bias.detach().clone()
+                bias.detach().copy_(router.moe_lab_bias + mask.to(bias))
