@@ -111,8 +111,8 @@ sandbox suite=pocket16 allow_code_execution=true | jail '' null
 export | naturel masked '' all
 export.shape | naturel ''
 export.format | safetensor '' null
-export=natural export.format | safetensor ''
-export=natural export.format=gguf export.converter | nowhere.py '' README.md
+export.format export=natural | safetensor ''
+export.converter export=natural export.format=gguf | nowhere.py '' README.md
 push export=natural | me '' a/b/c a/b..c
 flops_text | pocket_excrpt '' null c5
 retry | faild '' true

@@ -42,11 +42,11 @@ def run(asked: dict[str, Any], prompts: list[list[int]]) -> Any:
     try:
         with patch.object(BaseRouter, "_select_experts", unmasked if asked.get("unmasked") else masked):
             engine.open(asked["folder"], {**ARGUMENTS, **asked.get("arguments", {})})
-        said = []
-        for plan in asked["plans"]:
-            engine.set_plan(plan)
-            said.append(answers(engine, prompts))
-        return said
+            said = []
+            for plan in asked["plans"]:
+                engine.set_plan(plan)
+                said.append(answers(engine, prompts))
+            return said
     except Exception as error:  # noqa: BLE001 - whatever an engine raises is its refusal
         return f"{type(error).__name__}: {error}"
 
