@@ -9,7 +9,7 @@ from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 
-from moe_lab.errors import UserError, unknown
+from moe_lab.errors import UserError
 
 PROGRAMS = ("evalscope", "vllm")
 """Fields of `interpreters`; `make NAME` makes an environment with the program."""
@@ -41,7 +41,8 @@ def check_names(names: Iterable[str]) -> None:
     """Raise UserError for a field of `interpreters` that nothing reads."""
     for name in names:
         if name not in PROGRAMS:
-            raise unknown("interpreters", name, PROGRAMS)
+            known = " or ".join(f"interpreters.{program}" for program in PROGRAMS)
+            raise UserError(f"interpreters.{name} names no program that moe_lab runs: expected {known}")
 
 
 def check_has(module: str, python: str) -> None:

@@ -199,7 +199,7 @@ judge.timeout | word null
 judge.max_tokens | word 1.5
 judge.parallel | word
 judge.extra | word
-backend.name | vllm '' null
+backend.name | vlm '' null
 backend.command SERVER | '' vllm 'vllm {checkpoint}'
 backend.command SERVER | 'vllm {checkpont} {port}' 'a "b'
 backend.command SERVER | '/no/such/program {checkpoint} {port}'

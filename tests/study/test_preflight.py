@@ -139,7 +139,7 @@ VALUES = {
     "resources.margin=.nan": "resources.margin=nan",
     "store=''": "store is empty",
     "sandbox=bubble": "sandbox=bubble",
-    "interpreters.vlm=/usr/bin/python3": "interpreters=vlm",
+    "interpreters.vlm=/usr/bin/python3": "interpreters.vlm",
 }
 
 
