@@ -125,6 +125,7 @@ class Engine:
             try:
                 line = self._replies.get(timeout=self.patience + seconds)
             except queue.Empty:
+                self.close()  # a late reply would be taken for that to the next request
                 raise Unavailable(
                     f"vLLM said nothing for {self.patience + seconds:g} s, which is backend.ready_seconds="
                     f"{self.patience:g} and {TOKEN_SECONDS:g} s per token: it seems to hang"
@@ -138,8 +139,8 @@ class Engine:
             yield reply
 
     def _last_lines(self) -> str:
-        self._log.seek(0)
-        return last_lines(self._log.read().decode(errors="replace"))
+        log = self._log.fileno()  # read by position, as vLLM writes at the place where this process is in the file
+        return last_lines(os.pread(log, os.fstat(log).st_size, 0).decode(errors="replace"))
 
     def _listen(self) -> None:
         assert self.process.stdout
@@ -236,14 +237,11 @@ def opened(checkpoint: Path, backend: BackendConfig, model: ModelConfig, plan: P
 
 def _dtype(checkpoint: Path, model: ModelConfig) -> str:
     """The precision that a loaded model would have; vLLM by itself never takes fp32."""
-    from moe_lab.models.checkpoint import read_json
     from moe_lab.models.device import precision
+    from moe_lab.models.streamed import stored_dtype
 
     dtype = precision(model)
-    if dtype == "auto":
-        config = read_json(checkpoint / "config.json")
-        dtype = config.get("dtype") or config.get("torch_dtype") or "auto"
-    return str(dtype).removeprefix("torch.")
+    return str(stored_dtype(checkpoint) if dtype == "auto" else dtype).removeprefix("torch.")
 
 
 def close() -> None:

@@ -31,7 +31,7 @@ def _check(benchmark: BenchmarkConfig, policy: Policy) -> None:
 
 
 def evaluate(generator: Generator, benchmark: BenchmarkConfig, out: Path, *, policy: Policy) -> list[Result]:
-    """Run the benchmark on a loaded model (`local_model.LocalModel`) and write out/result.json and out/samples.parquet.
+    """Run the benchmark on a model and write out/result.json and out/samples.parquet.
 
     Raises UserError for a problem that `suite.preflight` reports. If an item fails, the benchmark fails.
     """

@@ -22,13 +22,14 @@ from processes import is_running, until
 
 from moe_lab.config import BackendConfig, Config, ModelConfig
 from moe_lab.errors import Unavailable, UserError
-from moe_lab.evaluation import back_ends, interpreters, served_model
+from moe_lab.evaluation import back_ends, engine_model, interpreters, served_model
 from moe_lab.evaluation import server as servers
 from moe_lab.evaluation.generation import GenSpec
 from moe_lab.evaluation.local_model import LocalModel
 from moe_lab.evaluation.served_model import Completions, ServedModel
 from moe_lab.evaluation.server import serving
 from moe_lab.paths import resolve
+from moe_lab.pruning.plan import Plan
 from moe_lab.study import preflight
 
 ENDPOINT = Path(__file__).with_name("endpoint.py")
@@ -444,6 +445,19 @@ def test_a_wrong_back_end_is_said_before_anything_is_loaded(tmp_path: Path) -> N
         serving(tmp_path / "none", backend("s {checkpoint} {port}"), POCKET, "n"),
     ):
         pass
+
+
+def test_an_engine_that_says_nothing_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A late reply would be taken for that to the next request."""
+    monkeypatch.setattr(engine_model, "GRACE", 0.1)
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nread request\necho '{\"done\": {}}'\nexec sleep 1000\n")
+    python.chmod(0o755)
+    backend = BackendConfig("vllm", ready_seconds=1.0, python=str(python))
+    engine = engine_model.Engine(Path(resolve(POCKET.path)), backend, POCKET)
+    with pytest.raises(Unavailable, match="ready_seconds=1 "):
+        engine.set_plan(Plan({0: (0,)}, {0: 2}))
+    assert engine.process.poll() is not None
 
 
 def test_a_ported_family_is_refused_by_vllm(tmp_path: Path) -> None:
