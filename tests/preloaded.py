@@ -47,7 +47,6 @@ LIBRARIES = (
     "pandas",
     "pyarrow.parquet",
     "scipy.stats",
-    "statsmodels.api",
 )
 CLIENT = """\
 #!{python} -IS

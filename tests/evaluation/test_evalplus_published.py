@@ -126,7 +126,7 @@ class Canned(Generator):
 def test_answers_are_graded_again_without_their_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     benchmark, out = small_mirror(tmp_path), tmp_path / "out"
-    run.generate(Canned(), benchmark, out, tmp_path / "partial.jsonl")
+    run.generate(Canned(), benchmark, out)
     answers = generation.read(out / run.ANSWERS)
     assert [answer.output for answer in answers] == SAID
     results = run.grade(answers, benchmark, out, policy=ALLOWED)

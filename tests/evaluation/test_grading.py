@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import resource
+import select
+import signal
 import subprocess
 import sys
 from dataclasses import asdict
@@ -14,12 +16,15 @@ from typing import Any
 import psutil
 import pytest
 from harness_files import problem, write_lines
+from processes import is_running, until
 
+from moe_lab.evaluation.harnesses import evalplus_grader
+from moe_lab.evaluation.harnesses.evalplus import GraderProcess, KeptGrader
 from moe_lab.evaluation.harnesses.evalplus import run_grader as grade
 from moe_lab.evaluation.harnesses.evalplus_grader import GradeRequest
 from moe_lab.evaluation.sandbox.client import namespaces_missing
 from moe_lab.evaluation.sandbox.closed_world import leaves_closed_world
-from moe_lab.evaluation.sandbox.confinement import in_child
+from moe_lab.evaluation.sandbox.confinement import LimitedChildren, in_child
 from moe_lab.paths import resolve
 from tests.campaign.programs import CHEATS, SENDING, SUCCEED_BESIDE_THE_VERDICT, Program, graded
 
@@ -140,6 +145,153 @@ def test_what_a_program_returned_is_compared_within_limits(tmp_path: Path) -> No
 @pytest.mark.parametrize(("mebi", "answer"), [(50, "held"), (200, None)])
 def test_work_on_what_a_model_wrote_has_a_limit_of_memory(mebi: int, answer: str | None) -> None:
     assert in_child(lambda: "held" if bytearray(mebi << 20) else "", 9, 100 << 20) == answer
+
+
+def hostile_work(order: str) -> str:
+    """The process that works, after doing what the order says."""
+    if order == "dies":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if order == "loops":
+        while True:
+            pass
+    if order == "takes 200 MiB":
+        bytearray(200 << 20)
+    if order == "keeps 80 MiB":
+        KEPT.append(bytearray(80 << 20))
+    if order == "raises":
+        raise ValueError(order)
+    return str(os.getpid())
+
+
+KEPT: list[bytearray] = []
+
+
+@pytest.mark.parametrize("order", ["dies", "loops", "takes 200 MiB", "raises"])
+def test_a_request_that_ends_its_child_costs_no_other_request(order: str) -> None:
+    with LimitedChildren(hostile_work, 0.2, 100 << 20, count=1) as children:
+        first = children("nothing")
+        assert first == children("nothing")
+        assert children(order) is None
+        fresh = children("nothing")
+        assert fresh is not None and fresh != first and fresh == children("nothing")
+
+
+def test_a_child_that_keeps_memory_is_replaced() -> None:
+    with LimitedChildren(hostile_work, 5, 100 << 20, count=1) as children:
+        grown = children("keeps 80 MiB")
+        fresh = children("nothing")
+        assert None not in (grown, fresh) and fresh != grown
+
+
+def test_what_a_child_left_of_a_line_is_no_request() -> None:
+    """It may be killed while it reads; its successor gets what is left."""
+    with LimitedChildren(hostile_work, 5, 100 << 20, count=1) as children:
+        children._all[0]._requests.write(b'left"]]\n')
+        first, second = children("nothing"), children("raises")
+        assert first is not None and second is None
+
+
+def test_equal_programs_are_graded_once(tmp_path: Path) -> None:
+    """A program that is run leaves an empty file."""
+    data, ran = write_lines(tmp_path / "data.jsonl", [ADD]), tmp_path / "ran"
+    text = f"open({str(ran)!r}, 'w')\ndef add(x): return x + 1"
+
+    def verdict(grader: GraderProcess, program: str, **changes: Any) -> str:
+        ran.unlink(missing_ok=True)
+        request = GradeRequest("humaneval", str(data), {"HumanEval/900": program}, False, False, **changes)
+        return str(grader.grade(request)["verdicts"]["HumanEval/900"]["plus"])
+
+    grader = GraderProcess()
+    try:
+        assert verdict(grader, text) == "pass" and ran.exists()
+        assert verdict(grader, text) == "pass" and not ran.exists()
+        assert verdict(grader, text, seconds=3.0) == "pass" and ran.exists()
+        write_lines(data, [{**ADD, "canonical_solution": "    return x + 2\n"}])
+        assert verdict(grader, text) == "fail" and ran.exists()
+    finally:
+        grader.close()
+
+
+def test_memory_of_known_verdicts_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evalplus_grader, "_MOST_VERDICTS", 2)
+    monkeypatch.setattr("evalplus.data.humaneval.HUMANEVAL_OVERRIDE_PATH", None)  # restored afterwards
+    data = write_lines(tmp_path / "data.jsonl", [ADD])
+    grader = evalplus_grader.Grader()
+    for number in range(9):
+        programs = {"HumanEval/900": f"import number_{number}"}
+        reply = grader.grade(GradeRequest("humaneval", str(data), programs, False, True))
+        assert reply["verdicts"]["HumanEval/900"]["plus"] == "refused"
+        (file,) = grader._files.values()
+        assert 1 <= len(file.graded) <= 3
+
+
+def test_a_grader_is_kept_until_it_ends(tmp_path: Path) -> None:
+    data = write_lines(tmp_path / "data.jsonl", [ADD])
+    right = GradeRequest("humaneval", str(data), {"HumanEval/900": "def add(x): return x + 1"}, False, False)
+    broken = GradeRequest("humaneval", str(tmp_path / "missing"), {}, False, False)
+    kept = KeptGrader()
+    try:
+        processes = []
+        for request in (right, broken, right):
+            if request is broken:
+                with pytest.raises(RuntimeError, match="missing"):
+                    kept.grade(request)
+            else:
+                assert kept.grade(request)["verdicts"]["HumanEval/900"]["plus"] == "pass"
+            assert kept._grader is not None
+            processes.append(kept._grader._process)
+        assert len(set(processes)) == 1
+        processes[0].kill()
+        processes[0].wait()
+        assert kept.grade(right)["verdicts"]["HumanEval/900"]["plus"] == "pass"
+    finally:
+        kept.close()
+
+
+def test_a_reply_that_was_not_read_is_not_taken_for_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt() -> str:
+        assert kept._grader is not None
+        select.select([kept._grader._process.stdout], [], [])  # until there is a reply
+        raise KeyboardInterrupt
+
+    rows = [ADD, TWICE]
+    data = write_lines(tmp_path / "data.jsonl", rows)
+    first, second = (GradeRequest("humaneval", str(data), {row["task_id"]: ""}, False, False) for row in rows)
+    kept = KeptGrader()
+    try:
+        kept.grade(first)
+        assert kept._grader is not None
+        with monkeypatch.context() as interrupted, pytest.raises(KeyboardInterrupt):
+            interrupted.setattr(kept._grader._process.stdout, "readline", interrupt)
+            kept.grade(first)
+        assert list(kept.grade(second)["verdicts"]) == list(second.programs)
+    finally:
+        kept.close()
+
+
+KEEPING = """
+import sys
+from moe_lab.evaluation.harnesses.evalplus import kept_grader
+from moe_lab.evaluation.harnesses.evalplus_grader import GradeRequest
+kept_grader.grade(GradeRequest("humaneval", sys.argv[1], {"HumanEval/900": ""}, sys.argv[2] == "", False))
+print("graded", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("killed", [True, False], ids=["killed", "ended"])
+def test_a_grader_that_waits_ends_with_its_worker(tmp_path: Path, killed: bool) -> None:
+    data = write_lines(tmp_path / "data.jsonl", [ADD])
+    command = [sys.executable, "-c", KEEPING, str(data), namespaces_missing() or ""]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as worker:
+        assert worker.stdin is not None and worker.stdout is not None
+        assert worker.stdout.readline() == "graded\n"
+        below = [process.pid for process in psutil.Process(worker.pid).children(recursive=True)]
+        assert len(below) >= (1 if namespaces_missing() else 3)  # the grader and its confined runner
+        if killed:
+            worker.kill()
+        worker.stdin.close()
+    until(lambda: not any(map(is_running, below)))
 
 
 def test_a_grading_that_is_killed_leaves_no_folder(tmp_path: Path) -> None:

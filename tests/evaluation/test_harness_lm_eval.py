@@ -17,6 +17,7 @@ import torch
 import yaml
 from harness_files import write_lines
 from lm_eval import evaluator
+from lm_eval.models.huggingface import HFLM
 
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError
@@ -65,6 +66,14 @@ def test_multiple_choice_equals_an_independent_script_to_the_item(subject: Local
     mean = np.mean([value for (name, _), value in outcomes.items() if name == "plain"])
     assert graded.results[0]["score"] == pytest.approx(mean)
     assert graded.results[0]["stderr"] == pytest.approx(np.sqrt(mean * (1 - mean) / 39))
+
+
+def test_texts_are_tokenized_once_for_all_plans(subject: LocalModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = evaluate(subject, ARC, Policy())
+    monkeypatch.setattr(HFLM, "tok_encode", lambda *_, **__: pytest.fail("tokenized again"))
+    assert evaluate(subject, ARC, Policy()).samples == first.samples
+    with pytest.raises(pytest.fail.Exception):
+        evaluate(replace(subject, tokenizer=deepcopy(subject.tokenizer)), ARC, Policy())
 
 
 def test_choices_whose_contexts_differ_are_scored_by_their_common_ending(subject: LocalModel) -> None:

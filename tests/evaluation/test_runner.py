@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import socket
+import sys
 import venv
 from contextlib import suppress
 from pathlib import Path
@@ -41,6 +42,16 @@ def test_results_come_back_in_order(runner: Runner) -> None:
     assert outcome.status == "ok"
     assert outcome.values() == [(1, {1}), (2, {2}), ("a", {"a"})]
     assert len(outcome.seconds) == 3
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads are counted by Linux alone")
+def test_results_of_short_calls_are_read_together() -> None:
+    with Runner(confined=False) as limited:
+        watching = psutil.Process(limited._process.pid)
+        before = watching.io_counters().read_count
+        outcome = run(limited, "def f(x): return x", [[1]] * 20000, total_seconds=60.0)
+        assert outcome.status == "ok" and len(outcome.seconds) == 20000
+        assert watching.io_counters().read_count - before < 1000
 
 
 STATUS = {"fail": "failed"}

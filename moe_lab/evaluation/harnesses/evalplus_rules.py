@@ -26,14 +26,20 @@ from moe_lab.evaluation.sandbox.confinement import in_child
 
 MOST_LINES = 150
 """Number of lines that are searched of a text that is not Python as a whole."""
-_SECONDS = 20
-_MEMORY = 4 << 30
+SECONDS = 20
+MEMORY = 4 << 30
+"""CPU seconds and bytes of memory that sanitizing one text may take."""
 
 
 def sanitized(text: str, entry_point: str) -> str:
     """`text` after EvalPlus's sanitizer; unchanged if the sanitizer crashes or takes more than 20 CPU seconds."""
-    program = in_child(lambda: str(evalplus_sanitize.sanitize(text, entry_point)), _SECONDS, _MEMORY)
+    program = in_child(lambda: evalplus_sanitized(text, entry_point), SECONDS, MEMORY)
     return text if program is None else program
+
+
+def evalplus_sanitized(text: str, entry_point: str) -> str:
+    """`text` after EvalPlus's sanitizer, in this process, which the sanitizer can crash."""
+    return str(evalplus_sanitize.sanitize(text, entry_point))
 
 
 def longest_program(text: str) -> str:

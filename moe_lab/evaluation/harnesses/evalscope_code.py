@@ -11,24 +11,22 @@ import inspect
 import io
 import json
 import pickle
-import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import date
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 from moe_lab.evaluation.sandbox.client import Outcome, Runners
-from moe_lab.evaluation.sandbox.confinement import in_child
+from moe_lab.evaluation.sandbox.confinement import LimitedChildren
 from moe_lab.evaluation.sandbox.runner import Request
 
 _FIRST_TESTS = 4  # most wrong programs fail one of them, and then the others are not run
 _OUTPUT = 256 << 20
 _PROCESSES = 4  # solutions often recurse in a thread of their own, and a thread that ended still counts for a moment
-_COMPARING_SECONDS = 60
-_COMPARING_MEMORY = 4 << 30
+_COMPARING_LIMITS = (60, 4 << 30)  # CPU seconds and bytes of memory
 _WRONG = -2  # EvalScope's number for a wrong answer
 _PARTS = 1 << 30  # outputs are compared here, so they come back whole
 
@@ -90,7 +88,7 @@ class Programs:
         self.settings = settings
         self.failures: list[Exception] = []
         self._runners = Runners(confined=settings.confined)
-        self._judging = threading.Lock()
+        self._compared: Callable[[Any], str | None] = lambda _: None
 
     def adapter(self, of_evalscope: type, *, asking: bool) -> type:
         """EvalScope's task, with only the selected problems; with `asking`, private tests are not read."""
@@ -115,6 +113,7 @@ class Programs:
             patch.object(load_utils, "pickle", SimpleNamespace(loads=self._unpickle)),
             patch.object(evaluate_utils, "codegen_check_correctness", self._checked),
             patch.object(testing_util, "_set_alarm", lambda seconds: None),
+            LimitedChildren(_compare, *_COMPARING_LIMITS, self.settings.processes) as self._compared,
         ):
             try:
                 yield
@@ -162,10 +161,7 @@ class Programs:
         """EvalScope's comparison of the outputs that a program gave with the expected ones."""
         number = len(outcome.encoded) + (outcome.status != "ok")
         first = {name: tests[name][:number] for name in ("inputs", "outputs")}
-        with self._judging:
-            judged = in_child(
-                lambda: _compared(tests["fn_name"], first, outcome), _COMPARING_SECONDS, _COMPARING_MEMORY
-            )
+        judged = self._compared([tests["fn_name"], first, asdict(outcome)])
         if judged is None:
             error = "what it sent takes too long or too much to compare"
             return [_WRONG], {"program": "output", "program_error": error}
@@ -173,10 +169,11 @@ class Programs:
         return results, {**notes, "program": outcome.status, "program_error": outcome.error}
 
 
-def _compared(function: str | None, tests: dict[str, Any], outcome: Outcome) -> str:
-    """EvalScope's results and notes, as JSON."""
+def _compare(request: Any) -> str:
+    """Work of a child: EvalScope's results and notes, as JSON, for the name of a function, tests, and an outcome."""
     from evalscope.benchmarks.live_code_bench import testing_util
 
+    function, tests, outcome = request[0], request[1], Outcome(**request[2])
     with replayed(outcome, function):
         if function is None:
             judged = testing_util.grade_stdio("", tests["inputs"], tests["outputs"], 0)

@@ -1,4 +1,4 @@
-"""lm-eval on a loaded model, with lm-eval's tasks, prompts, filters and metrics, and moe_lab's data and generation.
+"""lm-eval with its own tasks, prompts, filters and metrics, and with moe_lab's data, generation and likelihoods.
 
 Tasks are built by lm-eval's public `TaskManager`. While it runs, `datasets.load_dataset`, from which tasks get their
 data, is replaced, so that neither the hub nor a cache on disk nor the current folder is used.
@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -34,7 +35,6 @@ from moe_lab.evaluation import mirror
 from moe_lab.evaluation.generation import GenSpec, LanguageModel
 from moe_lab.evaluation.harness import Graded, loss_result, mean_result, prompt_hash
 from moe_lab.evaluation.harnesses import lm_eval_folders
-from moe_lab.evaluation.local_model import LocalModel
 from moe_lab.evaluation.sandbox.policy import Policy
 from moe_lab.evaluation.suite import check_count, data_digest, data_files
 from moe_lab.results import Sample
@@ -53,7 +53,7 @@ def evaluate(model: LanguageModel, benchmark: BenchmarkConfig, policy: Policy) -
         by_name = tasks(benchmark)
         check_count(benchmark, sum(len(task.task_docs) for task in by_name.values()))
         items = first_items(by_name, benchmark.limit)
-        lm = LoadedLM(model.model, model, benchmark) if isinstance(model, LocalModel) else EngineLM(model, benchmark)
+        lm = MoeLabLM(model, benchmark)
         results = evaluator.evaluate(
             lm=lm,
             task_dict={"tasks": {name: by_name[name] for name in items}, "groups": {}},
@@ -183,22 +183,30 @@ def _set(task: Any, name: str, benchmark: BenchmarkConfig) -> None:
 # The model.
 
 
-class LoadedLM(HFLM):
-    """The loaded model for lm-eval: log-likelihoods by lm-eval's own code, generation by `LocalModel`."""
+class MoeLabLM(HFLM):
+    """A language model for lm-eval: lm-eval makes the tokens of questions and answers, the model does the rest."""
 
-    def __init__(self, network: Any, model: LanguageModel, benchmark: BenchmarkConfig) -> None:
+    def __init__(self, model: LanguageModel, benchmark: BenchmarkConfig) -> None:
         lengths = [length for length in (model.max_length, benchmark.max_length) if length is not None]
         super().__init__(
-            pretrained=network,
+            pretrained=_Network(model.config),
             tokenizer=model.tokenizer,
             batch_size=benchmark.batch_size,
             max_length=min(lengths, default=None),
             chat_template_args=dict(model.template_arguments),
         )
         self.language_model, self.benchmark = model, benchmark
+        self._tokens = _tokens_of(model.tokenizer, benchmark.name)
+
+    def tok_encode(self, string: str, *settings: Any, **named: Any) -> list[int]:
+        """Tokens as by lm-eval. Those of a benchmark's texts are kept for its next evaluation, under another plan."""
+        key = (string, settings, tuple(named.items()))
+        if key not in self._tokens:
+            self._tokens[key] = super().tok_encode(string, *settings, **named)
+        return self._tokens[key]
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
-        """Log-likelihoods by lm-eval, without progress bar. Raises UserError for a text that lm-eval would truncate."""
+        """Log-likelihoods without progress bar. Raises UserError for a text that lm-eval would truncate."""
         self._check_room([request.args[0] + request.args[1] for request in requests])
         likelihoods: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm=True)
         for request, (likelihood, _) in zip(requests, likelihoods, strict=True):
@@ -207,6 +215,14 @@ class LoadedLM(HFLM):
                     f"benchmark {self.benchmark.name}: a log-likelihood of item {request.doc_id} is {likelihood}"
                 )
         return likelihoods
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[tuple[Any, list[int], list[int]]], *_: Any, **__: Any
+    ) -> list[tuple[float, bool]]:
+        """(log-likelihood, whether it is the likeliest) of each answer's tokens after those of its question."""
+        rows = [[*question, *answer][-(self.max_length + 1) :] for _, question, answer in requests]
+        starts = [len(row) - len(answer) for row, (_, _, answer) in zip(rows, requests, strict=True)]
+        return self.language_model.log_likelihoods(rows, starts, self.benchmark.batch_size)
 
     def _check_room(self, texts: list[str]) -> None:
         """Raise UserError for a text that has more tokens than are read."""
@@ -234,19 +250,10 @@ class LoadedLM(HFLM):
         return texts
 
 
-class EngineLM(LoadedLM):
-    """An engine for lm-eval: its log-likelihoods, for the tokens that lm-eval makes of a question and an answer."""
-
-    def __init__(self, model: LanguageModel, benchmark: BenchmarkConfig) -> None:
-        super().__init__(_Network(model.config), model, benchmark)
-
-    def _loglikelihood_tokens(
-        self, requests: Sequence[tuple[Any, list[int], list[int]]], *_: Any, **__: Any
-    ) -> list[tuple[float, bool]]:
-        """(log-likelihood, whether it is the likeliest) of each answer's tokens after those of its question."""
-        rows = [[*question, *answer][-(self.max_length + 1) :] for _, question, answer in requests]
-        starts = [len(row) - len(answer) for row, (_, _, answer) in zip(rows, requests, strict=True)]
-        return self.language_model.log_likelihoods(rows, starts, self.benchmark.batch_size)
+@lru_cache(maxsize=1)
+def _tokens_of(tokenizer: Any, benchmark: str) -> dict[Any, list[int]]:
+    """What a tokenizer has made of the texts of a benchmark so far."""
+    return {}
 
 
 @dataclass(frozen=True)
