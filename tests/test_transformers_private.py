@@ -23,6 +23,7 @@ SHIPPED = {Path("models/ports/deepseek_moe.py"), Path("pruning/ragged.py")}
 """Written beside the weights of exports, so they cannot import moe_lab; the exports' tests run them."""
 PUBLIC = {
     "transformers": None,
+    "transformers.cache_utils": {"DynamicLayer"},
     "transformers.integrations.moe": {"ALL_EXPERTS_FUNCTIONS", "ExpertsInterface"},
     "transformers.utils": {"logging"},
     "transformers.utils.quantization_config": {"CompressedTensorsConfig", "FineGrainedFP8Config", "Mxfp4Config"},
@@ -30,6 +31,7 @@ PUBLIC = {
 """Module -> documented names; None for all that the package offers at the top."""
 ATTRIBUTES = {
     "_apply_gate",
+    "_attn_implementation",
     "_can_set_experts_implementation",
     "_experts_implementation",
     "_get_dtype_plan",
@@ -37,6 +39,7 @@ ATTRIBUTES = {
     "_init_weights",
     "_is_expert_parallel",
     "_load_pretrained_model",
+    "_update_model_kwargs_for_generation",
     "_weight_conversions",
 }
 
@@ -95,11 +98,13 @@ def test_every_name_is_there() -> None:
     layer = model.model.layers[0]
     owners = {
         "_apply_gate": experts,
+        "_attn_implementation": model.config,
         "_experts_implementation": experts.config,
         "_get_dtype_plan": model,
         "_init_weights": model,
         "_is_expert_parallel": experts,
         "_load_pretrained_model": model,
+        "_update_model_kwargs_for_generation": model,
     }
     for name, owner in owners.items():
         assert hasattr(owner, name), name

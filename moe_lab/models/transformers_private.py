@@ -11,8 +11,12 @@ tests/test_transformers_private.py:
         name and split tensors of a model as save_pretrained does
     PreTrainedModel._init_weights
         compute the buffers that no checkpoint holds, such as rotary frequencies
+    the configuration's _attn_implementation
+        know whether attention takes a mask of four axes
     the experts' _apply_gate, _is_expert_parallel, and their configuration's _experts_implementation
         compute one expert by the family's own activation; know which function computes a module's experts
+    GenerationMixin._update_model_kwargs_for_generation
+        extend masks and positions by a token in a loop of our own, as generate(custom_generate=...) expects of loops
     GradientCheckpointingLayer's gradient_checkpointing, _gradient_checkpointing_func
         recompute decoder layers in the backward pass while modules stay in eval mode
     integrations.heterogeneity.AmbiguousGlobalPerLayerAttributeError
@@ -54,10 +58,12 @@ __all__ = [
     "AmbiguousGlobalPerLayerAttributeError",
     "Memory",
     "activation",
+    "attention_implementation",
     "compute_buffers",
     "experts_implementation",
     "is_expert_parallel",
     "load_tensors",
+    "next_inputs",
     "recomputed",
     "to_checkpoint",
     "with_activation",
@@ -83,6 +89,12 @@ def with_activation(experts: Any, function: Activation) -> Iterator[None]:
         del experts._apply_gate  # restores the method of the class
 
 
+def attention_implementation(model: Any) -> str | None:
+    """Registered name of the function that computes attention, such as sdpa; None if the configuration states none."""
+    name: str | None = getattr(model.config.get_text_config(), "_attn_implementation", None)
+    return name
+
+
 def experts_implementation(experts: Any) -> str | None:
     """Registered name of the function that computes an experts module; None if its configuration states none."""
     name: str | None = getattr(experts.config, "_experts_implementation", None)
@@ -92,6 +104,12 @@ def experts_implementation(experts: Any) -> str | None:
 def is_expert_parallel(experts: Any) -> bool:
     """Whether the experts of one layer are spread over devices."""
     return bool(getattr(experts, "_is_expert_parallel", False))
+
+
+def next_inputs(model: Any, output: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of the forward pass for one more token, from those of the last pass and its `output`."""
+    extended: dict[str, Any] = model._update_model_kwargs_for_generation(output, inputs)
+    return extended
 
 
 @contextmanager

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -50,27 +51,59 @@ def mask_layers(model: PreTrainedModel, layers: Sequence[MoELayer], plan: Plan) 
         yield
 
 
-def slice_router(layer: MoELayer, kept: Sequence[int], undo: ExitStack) -> dict[int, torch.Tensor]:
-    """Cut the router of `layer` (rows, biases and counts) down to the experts `kept`, until `undo` is closed.
+@dataclass
+class SlicedRouter:
+    """The router of a layer with the rows and biases of some experts only, while it is open as a context."""
 
-    `kept` are ascending ids; the router then returns positions in `kept`. Returns id() of each of its tensors -> the
-    slice that replaces it, because some blocks pass the biases to their router as arguments. Raises UserError when the
-    router's weights are not in memory.
+    tensors: list[tuple[nn.Module, str, torch.Tensor, torch.Tensor]]
+    """(module, name, whole tensor, slice)."""
+    counts: list[tuple[nn.Module, str, int, int]]
+    """(module, name of an attribute, number of all experts, number of the kept ones)."""
+
+    def __enter__(self) -> None:
+        for module, name, _, part in self.tensors:
+            replace_tensor(module, name, part)
+        for module, name, _, kept in self.counts:
+            setattr(module, name, kept)
+
+    def __exit__(self, *exception: object) -> None:
+        for module, name, whole, _ in self.tensors:
+            replace_tensor(module, name, whole)
+        for module, name, experts, _ in self.counts:
+            setattr(module, name, experts)
+
+    def call(self, forward: Callable[..., Any], given: Sequence[Any], named: Mapping[str, Any]) -> Any:
+        """Call `forward` of the whole router as that of the slice, with arguments that its block gave the whole one.
+
+        Some blocks pass biases, which are then sliced too.
+        """
+        parts = {id(whole): part for _, _, whole, part in self.tensors}
+        positional = [parts.get(id(value), value) for value in given]
+        by_name = {name: parts.get(id(value), value) for name, value in named.items()}
+        with self:
+            return forward(*positional, **by_name)
+
+
+def sliced_router(layer: MoELayer, kept: Sequence[int]) -> SlicedRouter:
+    """The router of `layer` with the experts `kept` (ascending ids); it then returns positions in `kept`.
+
+    Raises UserError when the router's weights are not in memory.
     """
+    check_in_memory(layer)
+    ids = torch.tensor(kept)
+    tensors = [(part.module, part.name, part.tensor, rows(part.tensor, part.axis, ids)) for part in layer.routing]
+    counts = [
+        (module, name, layer.n_experts, len(kept))
+        for module in layer.router.modules()
+        for name in count_attributes(module, layer.n_experts)
+    ]
+    return SlicedRouter(tensors, counts)
+
+
+def check_in_memory(layer: MoELayer) -> None:
+    """Raise UserError when the router's weights are not in memory."""
     if any(part.tensor.is_meta for part in layer.routing):
         raise UserError(f"the router of {layer.name} is offloaded: load the model without offloading to mask it")
-    ids = torch.tensor(kept)
-    sliced = {}
-    for part in layer.routing:
-        whole = part.tensor
-        undo.callback(replace_tensor, part.module, part.name, whole)
-        sliced[id(whole)] = rows(whole, part.axis, ids)
-        replace_tensor(part.module, part.name, sliced[id(whole)])
-    for module in layer.router.modules():
-        for name in count_attributes(module, layer.n_experts):
-            undo.callback(setattr, module, name, layer.n_experts)
-            setattr(module, name, len(kept))
-    return sliced
 
 
 def _keep(layer: MoELayer, kept: tuple[int, ...], undo: ExitStack) -> None:
@@ -78,14 +111,32 @@ def _keep(layer: MoELayer, kept: tuple[int, ...], undo: ExitStack) -> None:
 
     Raises RuntimeError when the experts are called with other ids than those the router returned.
     """
-    slice_router(layer, kept, undo)
+    undo.enter_context(sliced_router(layer, kept))
     ids = torch.tensor(kept, device=layer.routing[0].tensor.device)
+
+    def original_ids(output: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        logits, gates, chosen = output
+        return logits, gates, ids[chosen]
+
+    require_routing(layer, undo, original_ids)
+
+
+def require_routing(
+    layer: MoELayer,
+    undo: ExitStack,
+    change: Callable[[tuple[torch.Tensor, ...]], tuple[torch.Tensor, ...]] = lambda output: output,
+) -> None:
+    """Let `change` convert the output of a masked router (logits, gates, ids), until `undo` is closed.
+
+    From then on RuntimeError is raised when the experts are called with other ids than the router returned last, for
+    example by a block that computes its routing without calling the router.
+    """
     issued: list[torch.Tensor] = []
 
     def after_router(router: nn.Module, inputs: Any, output: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        logits, gates, chosen = output
-        issued[:] = [ids[chosen]]
-        return logits, gates, issued[0]
+        changed = change(output)
+        issued[:] = [changed[2]]
+        return changed
 
     def before_experts(experts: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
         if not issued or chosen_experts(inputs, named) is not issued[0]:
@@ -106,7 +157,21 @@ def channel_masks(model: PreTrainedModel, layers: Sequence[MoELayer], plan: Plan
     on rows sorted once, where experts that keep all channels give the bits of the eager forward. Raises RuntimeError
     when the masked experts are bypassed.
     """
-    calls = {layer.index: _Call(layer, plan.channels[layer.index]) for layer in layers}
+    functions = {}
+    for layer in layers:
+        mask = plan.channels[layer.index]
+        grouped = experts_implementation(layer.experts) == "grouped_mm"
+        functions[layer.index] = grouped_function(layer, mask) if grouped else sorted_function(layer, mask)
+    with masked_experts(model, layers, functions):
+        yield
+
+
+@contextmanager
+def masked_experts(
+    model: PreTrainedModel, layers: Sequence[MoELayer], functions: Mapping[int, ExpertsFunction]
+) -> Iterator[None]:
+    """As `replaced_experts`, but raises RuntimeError when experts of a layer are called and its function is not."""
+    calls = {layer.index: _Call(layer, functions[layer.index]) for layer in layers}
     with ExitStack() as undo:
         undo.enter_context(replaced_experts(model, layers, {index: call.compute for index, call in calls.items()}))
         for call in calls.values():
@@ -117,10 +182,8 @@ def channel_masks(model: PreTrainedModel, layers: Sequence[MoELayer], plan: Plan
 class _Call:
     """The masked experts function of one layer, which records that it was called."""
 
-    def __init__(self, layer: MoELayer, mask: Mask) -> None:
-        self.layer = layer
-        grouped = experts_implementation(layer.experts) == "grouped_mm"
-        self.function = (grouped_function if grouped else sorted_function)(layer, mask)
+    def __init__(self, layer: MoELayer, function: ExpertsFunction) -> None:
+        self.layer, self.function = layer, function
         self.ran = False
 
     def compute(self, hidden: torch.Tensor, index: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
@@ -138,19 +201,36 @@ def sorted_function(layer: MoELayer, mask: Mask) -> ExpertsFunction:
 
     It computes one expert after the other.
     """
-    dropped = torch.from_numpy(~mask).to(layer.routing[0].tensor.device)
-    kept = mask.sum(1).tolist()
+    return sorted_functions(layer, torch.from_numpy(mask)[None], lambda hidden: None)
+
+
+def sorted_functions(
+    layer: MoELayer, kept: torch.Tensor, mask_of: Callable[[torch.Tensor], torch.Tensor | None]
+) -> ExpertsFunction:
+    """As `sorted_function`, for several masks `kept` (P, E, I).
+
+    `mask_of` returns the number of the mask of each token (T,) for hidden states (T, H), or None where P = 1.
+    """
+    dropped = ~kept.to(layer.routing[0].tensor.device)
+    without = ~kept.any(-1).to(dropped.device)
+    counts = kept.sum(-1)
+    fewest, most = counts.amin(0).tolist(), counts.amax(0).tolist()
 
     def compute(hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        def of_expert(expert: int, _: slice, states: torch.Tensor) -> torch.Tensor | None:
-            if not kept[expert]:
-                return None
-            phi = intermediate(layer.experts, states, expert)
-            if kept[expert] < layer.width:
-                phi = phi.masked_fill(dropped[expert], 0)  # not multiplied by 0, because Inf x 0 is NaN
-            return output(layer.experts, phi, expert)
+        rows = sort_by_expert(index, layer.n_experts)
+        number = mask_of(hidden)
 
-        return routed_output(hidden, sort_by_expert(index, layer.n_experts), weights, of_expert)
+        def of_expert(expert: int, part: slice, states: torch.Tensor) -> torch.Tensor | None:
+            if not most[expert]:
+                return None
+            masks = 0 if number is None else number[rows.token[part]]
+            phi = intermediate(layer.experts, states, expert)
+            if fewest[expert] < layer.width:
+                phi = phi.masked_fill(dropped[masks, expert], 0)  # not multiplied by 0, because Inf x 0 is NaN
+            f = output(layer.experts, phi, expert)
+            return f if fewest[expert] else f.masked_fill(without[masks, expert, None], 0)
+
+        return routed_output(hidden, rows, weights, of_expert)
 
     return compute
 
