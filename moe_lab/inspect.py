@@ -167,17 +167,19 @@ def _calibration(config: Config) -> Iterator[Row]:
     from moe_lab.study.steps.passes import GRADIENTS, STATISTICS_PASS
 
     builder, text = Builder(config), config.calibration
+    parts = f" in {text.parts} parts" if text.parts > 1 else ""
     own = (config.model, config.criterion, text, config.allocation, config.recovery)
     cell = Cell(*own, config.ratio, config.gate, config.seed)
     for kind, words in ((STATISTICS_PASS, "forward"), (GRADIENTS, "forward and backward")):
-        memory = memory_of(kind.step(builder, cell))
+        step = kind.step(builder, cell)
+        memory = memory_of(step.merges[-1] if step.merges else step)  # the last part has the most rows
         if memory is None:
             continue
         count = gpus(memory, config.resources.gpu_memory)
         where = f"{count} GPU{'s' * (count > 1)} of {config.resources.gpu_memory:g} GiB" if count else "the CPU"
         yield (
             f"calibration, {words}",
-            f"about {memory.bytes / GIB:.1f} GiB on {where}, over {text.tokens:,} tokens of {text.name}",
+            f"about {memory.bytes / GIB:.1f} GiB on {where}, over {text.tokens:,} tokens of {text.name}{parts}",
         )
 
 

@@ -6,14 +6,12 @@ import json
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from moe_lab.errors import UserError
 from moe_lab.evaluation.harness import prompt_hash
-from moe_lab.json_files import fits
 from moe_lab.results import Sample
 
 TOKEN_SECONDS = 1.0
@@ -218,47 +216,23 @@ class Answer:
         )
 
 
-def collect(generator: Generator, questions: Sequence[Question], spec: GenSpec, partial: Path) -> list[Answer]:
-    """An answer to every question, in order, with the loss on its reference.
-
-    Answers are appended to `partial` as soon as they are done. Answers to the same prompts that a killed process left
-    there are reused.
-    """
+def collect(generator: Generator, questions: Sequence[Question], spec: GenSpec) -> list[Answer]:
+    """An answer to every question, in order, with the loss on its reference."""
     prompts = [
         question.prompt if isinstance(question.prompt, str) else generator.render(question.prompt)
         for question in questions
     ]
-    names = [f"{number} {prompt_hash(prompt)}" for number, prompt in enumerate(prompts)]
-    saved = dict(_saved(partial))
-    missing = [number for number, name in enumerate(names) if name not in saved]
-    partial.parent.mkdir(parents=True, exist_ok=True)
-    with partial.open("a", encoding="utf-8") as lines:
-        lines.write("\n")  # ends a line that a killed process left incomplete
-        for index, text in generator.stream([prompts[number] for number in missing], spec):
-            name = names[missing[index]]
-            saved[name] = text
-            lines.write(json.dumps([name, text]) + "\n")
-            lines.flush()
-    if not saved and questions:
+    texts = dict(generator.stream(prompts, spec))
+    if not texts and questions:
         raise UserError(
             f"none of {len(questions)} prompts leaves room for max_new_tokens={spec.max_new_tokens}: expected a model, "
             "or a max_length, of more"
         )
     losses = generator.answer_losses(prompts, [question.reference for question in questions], spec)
     return [
-        Answer(question.item, prompt, saved.get(name, ""), too_long=name not in saved, loss=loss)
-        for question, prompt, name, loss in zip(questions, prompts, names, losses, strict=True)
+        Answer(question.item, prompt, texts.get(number, ""), too_long=number not in texts, loss=loss)
+        for number, (question, prompt, loss) in enumerate(zip(questions, prompts, losses, strict=True))
     ]
-
-
-def _saved(partial: Path) -> Iterator[tuple[str, str]]:
-    if not partial.exists():
-        return
-    for line in partial.read_text(encoding="utf-8", errors="replace").splitlines():
-        with suppress(ValueError):
-            answer = json.loads(line)
-            if fits(answer, (str, str)):
-                yield answer[0], answer[1]
 
 
 def write(answers: Sequence[Answer], file: Path) -> None:

@@ -6,19 +6,18 @@ Every harness generates text with it, so that a prompt gets the same text everyw
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
-import torch
-from transformers import ContinuousBatchingConfig, GenerationConfig, StoppingCriteria, StoppingCriteriaList
+from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from moe_lab.errors import UserError
 from moe_lab.evaluation.generation import GenSpec, LanguageModel, continuation, cut, fitting
-
-LOGITS = 1 << 30
-"""Largest size in bytes of the logits of one forward pass, unless a single row has more."""
+from moe_lab.evaluation.greedy import everyone, greedy
+from moe_lab.evaluation.likelihoods import log_likelihoods
 
 
 @dataclass(frozen=True)
@@ -44,117 +43,56 @@ class LocalModel(LanguageModel):
 
     def stream(self, prompts: Sequence[str], spec: GenSpec) -> Iterator[tuple[int, str]]:
         """(index, text) of each prompt, batch after batch: padded on the left, the longest prompts first."""
-        if not prompts:
-            return
-        lengths = [len(ids) for ids in self.encoded(prompts, spec)]
-        order = fitting(lengths, spec, self.max_length)
+        encoded = self.encoded(prompts, spec) if prompts else []
+        order = fitting([len(ids) for ids in encoded], spec, self.max_length)
         for start in range(0, len(order), spec.batch_size):
-            chosen = order[start : start + spec.batch_size]
-            yield from zip(chosen, self._batch([prompts[index] for index in chosen], spec), strict=True)
+            batch = order[start : start + spec.batch_size]
+            yield from zip(batch, self.texts([encoded[index] for index in batch], spec), strict=True)
 
     def log_likelihoods(
         self, rows: Sequence[Sequence[int]], starts: Sequence[int], batch_size: int
     ) -> list[tuple[float, bool]]:
-        """As `LanguageModel.log_likelihoods`, in batches of similar length, padded on the right."""
-        found: list[tuple[float, bool]] = [(0.0, True)] * len(rows)
-        for batch in self._batches(rows, batch_size):
-            results = self._likelihoods([rows[number] for number in batch], [starts[number] for number in batch])
-            for number, result in zip(batch, results, strict=True):
-                found[number] = result
-        return found
-
-    def _batches(self, rows: Sequence[Sequence[int]], batch_size: int) -> Iterator[list[int]]:
-        """Numbers of rows in batches, the longest first, each with no more logits than `LOGITS`."""
-        vocabulary = int(self.model.get_output_embeddings().weight.shape[0])
-        order = sorted(range(len(rows)), key=lambda number: (-len(rows[number]), number))
-        while order:
-            most = LOGITS // (4 * vocabulary * len(rows[order[0]]))
-            size = max(1, min(batch_size, most))
-            yield order[:size]
-            order = order[size:]
-
-    @torch.inference_mode()
-    def _likelihoods(self, rows: list[Sequence[int]], starts: list[int]) -> list[tuple[float, bool]]:
-        longest = max(map(len, rows))
-        ids = torch.tensor([[*row, *[row[-1]] * (longest - len(row))] for row in rows], device=self.model.device)
-        attention = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows], device=ids.device)
-        logits = self.model(input_ids=ids, attention_mask=attention, use_cache=False).logits
-        results = []
-        for row, start, of_row in zip(rows, starts, logits, strict=True):
-            scores = of_row[start - 1 : len(row) - 1].float().log_softmax(-1)
-            targets = torch.tensor(row[start:], device=ids.device)
-            total = float(scores.gather(1, targets[:, None]).double().sum())
-            results.append((total, bool((scores.argmax(-1) == targets).all())))
-        return results
+        """As `LanguageModel.log_likelihoods`, in batches of similar length."""
+        return log_likelihoods(self.model, rows, starts, batch_size, [0] * len(rows), everyone)
 
     def _end_tokens(self) -> list[int]:
         configured = self.model.generation_config.eos_token_id
         several = configured if isinstance(configured, list) else [configured]
         return sorted({token for token in (*several, self.tokenizer.eos_token_id) if token is not None})
 
-    @torch.inference_mode()
-    def _batch(self, prompts: list[str], spec: GenSpec) -> list[str]:
-        encoded = self.tokenizer(
-            prompts,
-            add_special_tokens=spec.special_tokens,
-            return_tensors="pt",
-            padding=True,
-            padding_side="left",
-        )
-        prompt = encoded.input_ids.to(self.model.device)
+    def texts(
+        self,
+        prompts: Sequence[Sequence[int]],
+        spec: GenSpec,
+        before: Callable[[Sequence[int]], None] = everyone,
+        prompts_at_once: int | None = None,
+    ) -> list[str]:
+        """The text of each of `prompts` (token ids), generated in one batch, of `spec.batch_size` or any other size.
+
+        For `before` and `prompts_at_once` see `greedy.greedy`.
+        """
         ends = self._end_tokens()
         padding = self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else ends[0]
-        stopping = [_StopTexts(self.tokenizer, spec.stop, prompt.shape[1])] if spec.stop else []
-        with _greedily(self.model, spec.max_new_tokens, ends, padding):
-            produced = self.model.generate(
-                input_ids=prompt,
-                attention_mask=encoded.attention_mask.to(self.model.device),
-                stopping_criteria=StoppingCriteriaList(stopping),
-            )
-        new = produced[:, prompt.shape[1] :].tolist()
+        is_complete = partial(self._has_stop, spec.stop)
+        produced = greedy(self.model, prompts, spec.max_new_tokens, ends, padding, is_complete, before, prompts_at_once)
         return [
-            cut(continuation(self.tokenizer, before, after, ends), spec.stop)
-            for before, after in zip(prompt.tolist(), new, strict=True)
+            cut(continuation(self.tokenizer, prompt, new, ends), spec.stop)
+            for prompt, new in zip(prompts, produced, strict=True)
         ]
 
-
-@contextmanager
-def _greedily(model: Any, max_new_tokens: int, ends: list[int], padding: int) -> Iterator[None]:
-    """A context in which the model generates greedily.
-
-    The generation settings of the checkpoint are replaced, because generate() would use those that it is not given,
-    such as a repetition penalty.
-    """
-    own = model.generation_config
-    model.generation_config = GenerationConfig(
-        max_new_tokens=max_new_tokens, do_sample=False, eos_token_id=ends, pad_token_id=padding, use_cache=True
-    )
-    try:
-        yield
-    finally:
-        model.generation_config = own
+    def _has_stop(self, stop: Sequence[str], texts: list[list[int]]) -> list[bool]:
+        """Whether each text (new token ids) has just completed one of the stop texts."""
+        if not stop or not texts:
+            return [False] * len(texts)
+        window = _window(stop)
+        recent = [ids[-window:] for ids in texts]
+        ends = self.tokenizer.batch_decode(recent, clean_up_tokenization_spaces=False)
+        return [any(text in end for text in stop) for end in ends]
 
 
 def _window(stop: Sequence[str]) -> int:
     """Number of last tokens that contain any stop text just completed, as every token adds at least one byte."""
     return max(len(text.encode()) for text in stop) + 1
-
-
-class _StopTexts(StoppingCriteria):
-    """Ends a row once its generated text contains a stop text. The prompt is not searched."""
-
-    def __init__(self, tokenizer: Any, stop: Sequence[str], prompt_length: int) -> None:
-        self.tokenizer, self.stop, self.prompt_length = tokenizer, stop, prompt_length
-        self.window = _window(stop)
-        self.done: torch.Tensor | None = None
-
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **others: Any) -> torch.Tensor:
-        """(B,) bool: the rows of input_ids (B, T) that are done."""
-        recent = input_ids[:, self.prompt_length :][:, -self.window :]
-        texts = self.tokenizer.batch_decode(recent, clean_up_tokenization_spaces=False)
-        now = torch.tensor([any(stop in text for stop in self.stop) for text in texts], device=input_ids.device)
-        self.done = now if self.done is None else self.done | now
-        return self.done
 
 
 _POLL_SECONDS = 1.0

@@ -37,14 +37,12 @@ def evaluate(generator: Generator, benchmark: BenchmarkConfig, out: Path, *, pol
     """
     _check(benchmark, policy)
     if suite.has_two_phases(benchmark):
-        answers = generate(generator, benchmark, out, out / "partial.jsonl")
-        (out / "partial.jsonl").unlink()
-        return grade(answers, benchmark, out, policy=policy)
+        return grade(generate(generator, benchmark, out), benchmark, out, policy=policy)
     return _write(_harness(benchmark).evaluate(generator, benchmark, policy), benchmark, out)
 
 
-def generate(generator: Generator, benchmark: BenchmarkConfig, out: Path, partial: Path) -> list[Answer]:
-    """Ask every question of the benchmark and write out/answers.jsonl; see `generation.collect` for `partial`."""
+def generate(generator: Generator, benchmark: BenchmarkConfig, out: Path) -> list[Answer]:
+    """Ask every question of the benchmark and write out/answers.jsonl."""
     harness = _harness(benchmark)
     questions = harness.ask(benchmark)
     if len({question.item for question in questions}) < len(questions):
@@ -59,7 +57,7 @@ def generate(generator: Generator, benchmark: BenchmarkConfig, out: Path, partia
         special_tokens=not benchmark.chat,
         skip_long=getattr(harness, "SKIPS_LONG", False),
     )
-    answers = generation.collect(generator, questions, spec, partial)
+    answers = generation.collect(generator, questions, spec)
     out.mkdir(parents=True, exist_ok=True)
     generation.write(answers, out / ANSWERS)
     return answers

@@ -30,6 +30,7 @@ from moe_lab.study.steps.memory import (
     is_layered,
     items,
     layered_memory,
+    merging_memory,
     resident_memory,
     rewriting_memory,
 )
@@ -58,11 +59,13 @@ class Memory:
 def memory_of(step: Step) -> Memory | None:
     """Estimated peak memory of `step`; None when it depends on a model of unknown size."""
     kind = KINDS[step.kind]
-    if not kind.loads_model(step) and kind.reads is not Reads.CHECKPOINT:
+    if not step.merges and not kind.loads_model(step) and kind.reads is not Reads.CHECKPOINT:
         return Memory(kind.memory or BASE, False)
     size = size_of(ModelConfig(**step.runtime["model"]))
     if size is None:
         return None
+    if step.merges:
+        return Memory(merging_memory(size), False)
     if kind.reads is Reads.CHECKPOINT:
         rewriting = rewriting_memory(size) if kind.second_model(step) else 0
         return Memory(2 * BASE + max(rewriting, converter_memory(step, size)), False)
@@ -101,6 +104,8 @@ class Times:
         The median over finished steps of the same kind, benchmark and model, each scaled by tokens or items. Where
         there are none, the median over steps with other models, also scaled by the active parameters per token.
         """
+        if step.merges:
+            return 0.0  # reads and writes files
         kind = KINDS[step.kind]
         settings = {role: part.settings for role, part in step.parts.items()}
         model = step.inputs["model"].id if "model" in step.inputs else None
@@ -140,12 +145,14 @@ class Times:
         for folder in folders[-READ:]:
             try:
                 about = read_json(Path(folder, IDENTITY), IDENTITY_SHAPE)
-                seconds = read_json(Path(folder, "provenance.json"), {"seconds": Number})["seconds"]
+                provenance = read_json(Path(folder, "provenance.json"), {"seconds": Number})
                 units = kind.units(about["settings"])
             except (OSError, Damaged, LookupError, TypeError, AttributeError, ValueError, ArithmeticError):
                 continue
+            if provenance.get("merged"):  # the time of its shares is in their own folders
+                continue
             limit = about["settings"].get("benchmark", {}).get("limit")
-            one = Measured(seconds / units, limit, about["inputs"].get("model"))
+            one = Measured(provenance["seconds"] / units, limit, about["inputs"].get("model"))
             by_settings.setdefault(_alike(about["settings"]), []).append(one)
         return by_settings
 
@@ -238,7 +245,7 @@ def disk_problems(store: str, steps: Iterable[Step]) -> list[str]:
 
 def _written(step: Step) -> float:
     kind = KINDS[step.kind]
-    if "model" not in step.runtime or kind.reads is Reads.NOTHING:
+    if step.merges or "model" not in step.runtime or kind.reads is Reads.NOTHING:
         return 0.0
     size: Size | None = size_of(ModelConfig(**step.runtime["model"]))
     return kind.writes(kind, step, size) if size else 0.0

@@ -74,7 +74,7 @@ class Graph:
 
         def visit(step: Step) -> None:
             if step.id not in ordered:
-                for needed in step.inputs.values():
+                for needed in step.needs:
                     visit(needed)
                 ordered[step.id] = step
 

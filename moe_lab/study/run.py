@@ -20,7 +20,7 @@ from moe_lab.study.record import Study
 from moe_lab.study.report import finish
 from moe_lab.study.runs import begin, last_about
 from moe_lab.study.schedule import Schedule, recall_failures
-from moe_lab.study.step import Step
+from moe_lab.study.step import Step, unmerged
 from moe_lab.study.store import Store
 
 
@@ -52,8 +52,10 @@ def _run(study: Study, missing: list[str], launch: Launcher) -> int:
     config, graph, store = study.config, study.graph, study.store
     if not config.dry_run:
         store.create()
-    steps = graph.steps()
-    done = {step.id for step in steps if store.done(step)}
+    every = graph.steps()
+    done = {step.id for step in every if store.done(step)}
+    steps = unmerged(every, done)
+    done &= {step.id for step in steps}
     if store.notices and not config.dry_run:
         report.outdate_reports(store)
     say_notices(store)
@@ -68,7 +70,7 @@ def _run(study: Study, missing: list[str], launch: Launcher) -> int:
         if missing or full:
             raise _together("this cannot start yet:", [*missing, *full])
         return 0
-    store.clear(done)
+    store.clear({step.id for step in every} - {step.id for step in undone})
     if full:
         raise _together("this cannot start:", full)
     schedule = Schedule(steps, done)

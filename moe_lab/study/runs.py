@@ -75,7 +75,7 @@ def begin(store: Store, study: str, steps: Sequence[Step]) -> Run:
         _folder(store, study) / f"{time.strftime('%Y%m%d-%H%M%S')}-{time.time_ns() % 10**9:09}-{uuid.uuid4().hex[:4]}"
     )
     folder.mkdir(parents=True)
-    rows = [[step.id, step.folder, [needed.id for needed in step.inputs.values()]] for step in steps]
+    rows = [[step.id, step.folder, [needed.id for needed in step.needs]] for step in steps]
     write_json(folder / "run.json", {"study": study, "time": time.time(), "code": code_state(), "steps": rows})
     if changes := edits():
         (folder / "edits.diff").write_text(changes)

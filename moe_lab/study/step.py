@@ -13,11 +13,12 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from hashlib import sha256
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import moe_lab
@@ -61,7 +62,9 @@ class Step:
     """One cached, restartable piece of work.
 
     `parts` and `inputs` are its identity, by role. `runtime` (device, batch size, paths, permissions) determines how
-    it is done on this machine and never its result; `label` makes its folder readable.
+    it is done on this machine and never its result; `label` makes its folder readable. `merges` are steps that each do
+    a share of the work; this step then only merges their results. They are not in its identity, because the result is
+    the same up to rounding however the work is divided.
     """
 
     kind: str
@@ -69,6 +72,12 @@ class Step:
     parts: Mapping[str, Part] = field(default_factory=dict)
     inputs: Mapping[str, Step] = field(default_factory=dict)
     runtime: Mapping[str, Any] = field(default_factory=dict)
+    merges: Sequence[Step] = ()
+
+    @property
+    def needs(self) -> tuple[Step, ...]:
+        """The steps that have to be finished before this one starts."""
+        return (*self.inputs.values(), *self.merges)
 
     @cached_property
     def id(self) -> str:
@@ -92,6 +101,13 @@ class Step:
         }
 
 
+def unmerged(steps: Iterable[Step], finished: Set[str]) -> list[Step]:
+    """`steps` without those that are merged into a finished step. `finished`: ids of finished steps."""
+    steps = list(steps)
+    merged = {share.id for step in steps if step.id in finished for share in step.merges}
+    return [step for step in steps if step.id not in merged]
+
+
 NO_ROOM = "the disk of the store is full: make room and start the same command again, what is finished is kept"
 TRANSIENT = {*DISK_FULL, errno.EIO, errno.ENOMEM, errno.EROFS, errno.ESTALE, errno.ENODEV, errno.ENOTCONN}
 """Numbers of errors that are the machine's fault, not the work's: the next run tries the step again."""
@@ -99,8 +115,8 @@ TRANSIENT = {*DISK_FULL, errno.EIO, errno.ENOMEM, errno.EROFS, errno.ESTALE, err
 
 @dataclass(frozen=True)
 class Job:
-    """A step as a process gets it: what to do (`kind`, `settings`, `inputs`), how (`runtime`), and where (`scratch`
-    for the result, `partial` for files to resume from)."""
+    """A step as a process gets it: what to do (`kind`, `settings`, `inputs`), how (`runtime`, `merges`), and where
+    (`scratch` for the result, `partial` for files to resume from)."""
 
     kind: str
     name: str
@@ -109,10 +125,14 @@ class Job:
     inputs: dict[str, str]
     scratch: str
     partial: str
+    merges: list[str] = field(default_factory=list)
+    """Folders of the steps whose results are merged, in their order; empty for a step that does all of its work."""
+    others: Sequence[Job] = ()
+    """Jobs of the same group; what is computed for them in shared batches goes to their `partial`."""
 
     @classmethod
-    def of(cls, step: Step, store: Store, scratch: Path) -> Job:
-        """The job that fills `scratch` with the result of `step`."""
+    def of(cls, step: Step, store: Store, scratch: Path, others: Mapping[Step, Path] = MappingProxyType({})) -> Job:
+        """The job that fills `scratch` with the result of `step`. `others`: steps of its group -> their scratch."""
         return cls(
             kind=step.kind,
             name=step.folder,
@@ -121,7 +141,14 @@ class Job:
             inputs={role: str(store.path(needed).absolute()) for role, needed in step.inputs.items()},
             scratch=str(scratch.absolute()),
             partial=str(store.partial(step).absolute()),
+            merges=[str(store.path(share).absolute()) for share in step.merges],
+            others=[cls.of(other, store, folder) for other, folder in others.items()],
         )
+
+    @classmethod
+    def read(cls, document: dict[str, Any]) -> Job:
+        """The job of which `document` is the `asdict`."""
+        return cls(**{**document, "others": [cls.read(other) for other in document.get("others", ())]})
 
     @cached_property
     def model(self) -> ModelConfig:
@@ -222,8 +249,11 @@ def _git(*words: str) -> str:
 PACKAGES = ("torch", "transformers", "lm-eval", "evalplus", "safetensors", "numpy", "bitsandbytes", "peft")
 
 
-def provenance(start: float) -> dict[str, Any]:
-    """Provenance of a step that began at `start` (seconds since the epoch): code, versions, machine, time, memory."""
+def provenance(start: float, elsewhere: float = 0.0) -> dict[str, Any]:
+    """Provenance of a step that began at `start` (seconds since the epoch): code, versions, machine, time, memory.
+
+    `elsewhere`: seconds that other steps spent on this one, less those that this one spent on others.
+    """
     return {
         "code": code_state(),
         "python": platform.python_version(),
@@ -231,7 +261,7 @@ def provenance(start: float) -> dict[str, Any]:
         "host": socket.gethostname(),
         "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
         "started": start,
-        "seconds": round(time.time() - start, 3),
+        "seconds": round(max(0.0, time.time() - start + elsewhere), 3),
         "peak_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         * (1 if sys.platform == "darwin" else 1024),
         "peak_gpu_memory_bytes": _gpu_peak(),

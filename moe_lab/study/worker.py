@@ -15,10 +15,12 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
 
+from moe_lab.evaluation.recorded import COMPUTED, Record
 from moe_lab.start import command
 from moe_lab.study.schedule import StepError
 from moe_lab.study.step import Job, Step, error_document
@@ -59,21 +61,35 @@ class Worker:
                 env={**os.environ, **self.environment},
             )
 
-    def __call__(self, step: Step, scratch: Path) -> None:
-        """Do `step` in the worker. Raises StepError when it fails, naming the signal if the worker died."""
-        if self.process is None or self.process.poll() is not None:
-            self.process = self._start()
-        assert self.process.stdin and self.process.stdout
-        try:
-            self.process.stdin.write(json.dumps(asdict(Job.of(step, self.store, scratch))) + "\n")
-            self.process.stdin.flush()
-            line = self.process.stdout.readline()
-        except BrokenPipeError:
-            line = ""
+    def __call__(self, step: Step, scratch: Path, others: Mapping[Step, Path]) -> None:
+        """Do `step` in the worker, which may compute in shared batches what `others` need.
+
+        Raises StepError when it fails, naming the signal if the worker died. If it died while computing for several
+        steps, memory may have run out for all of them together: each is done alone then.
+        """
+        line = self._reply(Job.of(step, self.store, scratch, others))
+        if not line and others:
+            reason = self._death(step)["message"]
+            for each in (step, *others):
+                with Record(self.store.partial(each) / COMPUTED) as record:
+                    record.set_alone(reason)
+            line = self._reply(Job.of(step, self.store, scratch))
         if not line:
             raise StepError(self._death(step))
         if reply := json.loads(line):
             raise StepError({**reply, "log": str(self.log)})
+
+    def _reply(self, job: Job) -> str:
+        """The worker's answer to a job; "" if it died."""
+        if self.process is None or self.process.poll() is not None:
+            self.process = self._start()
+        assert self.process.stdin and self.process.stdout
+        try:
+            self.process.stdin.write(json.dumps(asdict(job)) + "\n")
+            self.process.stdin.flush()
+            return self.process.stdout.readline()
+        except BrokenPipeError:
+            return ""
 
     def _death(self, step: Step) -> dict[str, Any]:
         assert self.process
@@ -96,12 +112,12 @@ class Here:
     def __exit__(self, *exception: object) -> None:
         self.worker.__exit__(*exception)
 
-    def __call__(self, step: Step, scratch: Path) -> None:
+    def __call__(self, step: Step, scratch: Path, others: Mapping[Step, Path]) -> None:
         if KINDS[step.kind].own_process:
-            self.worker(step, scratch)
+            self.worker(step, scratch, others)
             return
         try:
-            perform(Job.of(step, self.store, scratch))
+            perform(Job.of(step, self.store, scratch, others))
         except Exception as error:
             raise StepError(error_document(error)) from error
 
@@ -117,7 +133,7 @@ def serve(replies: IO[str]) -> None:
     jobs: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(jobs,), daemon=True).start()
     while True:
-        job = Job(**jobs.get())
+        job = Job.read(jobs.get())
         print(f"{time.strftime('%H:%M:%S')} {job.name}", file=sys.stderr, flush=True)
         try:
             perform(job)

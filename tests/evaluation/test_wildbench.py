@@ -170,11 +170,10 @@ def test_conversations_that_are_too_long_count_as_nothing_written(
 ) -> None:
     """Those with a turn before have nine words, the others four."""
     benchmark = judged(published, at, max_length=8, max_new_tokens=4)
-    asked = run.generate(Counting(), benchmark, tmp_path, tmp_path / "partial.jsonl")
+    asked = run.generate(Counting(), benchmark, tmp_path)
     long = [f"session{number}#0" for number in CREATIVE if number % 2]
     assert [answer.item for answer in asked if answer.too_long] == long and len(long) == 73
     assert generation.read(tmp_path / run.ANSWERS) == asked
-    assert run.generate(Counting(), benchmark, tmp_path, tmp_path / "partial.jsonl") == asked, "gone on from a kill"
 
     (result,) = run.grade(asked, benchmark, tmp_path, policy=ALLOWED)
     assert result["n"] == result["expected"] == 146 and len(at.asked) == 73
@@ -189,7 +188,7 @@ def test_a_model_that_can_read_no_conversation_has_no_result(
 ) -> None:
     benchmark = judged(published, at, max_length=6, max_new_tokens=4)
     with pytest.raises(UserError, match="none of 146 prompts leaves room for max_new_tokens=4"):
-        run.generate(Counting(), benchmark, tmp_path, tmp_path / "partial.jsonl")
+        run.generate(Counting(), benchmark, tmp_path)
 
 
 def test_more_than_one_in_a_hundred_without_a_score_fails(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -71,6 +72,10 @@ def test_a_published_model_is_told_without_the_hub(capsys: pytest.CaptureFixture
     assert inspect.main(["model=qwen3_30b_a3b_instruct", "calibration=c4"]) == 0
     said = " ".join(capsys.readouterr().out.replace("│", " ").split())
     assert "48 of 128 experts, top-8" in said and "80 GiB" in said
+    needed = re.findall(r"calibration, forward about (\S+) GiB on 2 GPUs", said)
+    assert inspect.main(["model=qwen3_30b_a3b_instruct", "calibration=c4", "calibration.parts=4"]) == 0
+    in_parts = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert needed and re.findall(r"calibration, forward about (\S+) GiB on 2 GPUs", in_parts) == needed
 
 
 def test_why_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

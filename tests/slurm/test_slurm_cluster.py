@@ -10,10 +10,12 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
+import preloaded
 import pytest
 from cluster import LONG, Cluster
 from instant_studies import InstantStudies
 from scenarios import (
+    PASS,
     SLURM,
     STEPS,
     Limited,
@@ -24,7 +26,7 @@ from scenarios import (
     play_interrupted,
     play_planted,
 )
-from studies import asked, command, jobs, ran, results
+from studies import asked, command, jobs, moe_lab, ran, results
 
 from tests.test_secrets import MASK, leaks
 
@@ -144,6 +146,26 @@ def test_an_interrupted_pass_goes_on_where_it_was(
     assert saved == sorted(set(saved)) and saved[0] < 32 and len(saved) > 1, saved
     (mine,) = [content for name, content in results(store).items() if name.endswith("statistics.safetensors")]
     assert mine in results(one_process.result()).values()
+
+
+def test_parts_of_a_pass_are_jobs_and_give_the_plan_of_one_process(
+    cluster: Cluster, tmp_path: Path, one_process: Future[Path]
+) -> None:
+    store = tmp_path / "store"
+    words = [*PASS, "calibration.parts=3"]
+    done = moe_lab(store, *words, *SLURM, f"launcher.python={preloaded.python()}", "wait=true")
+    assert done.returncode == 0, done.stderr
+    assert [line.split(": ")[1] for line in done.stdout.splitlines() if " statistics: " in line] == [
+        "3 jobs, 3 steps",
+        "1 job, 1 step",
+    ]
+    passes = {name: times for name, times in ran(store).items() if name.startswith("statistics/")}
+    assert len(passes) == 4 and set(passes.values()) == {1}
+    mine, theirs = results(store), results(one_process.result())
+    plans = [name for name in mine if name.endswith("plan.json")]
+    assert len(plans) == 1 and mine[plans[0]] == theirs[plans[0]]
+    again = moe_lab(store, *PASS, "launcher=inline")  # one pass finds what the parts made
+    assert again.returncode == 0 and ran(store) == Counter({**ran(store), **passes}), again.stderr
 
 
 def test_a_time_limit_interrupts_and_requeues_so_often(limited: Future[Limited]) -> None:

@@ -18,6 +18,7 @@ from moe_lab.study.runs import RECORD, Submitted
 from moe_lab.study.schedule import Schedule, StepError
 from moe_lab.study.slurm.arrays import arrange
 from moe_lab.study.slurm.pack import Pack, settle
+from moe_lab.study.slurm.pack import _absent as absent
 from moe_lab.study.slurm.refusals import Nodes, nodes, refusal, too_much
 from moe_lab.study.slurm.scheduler import Queued
 from moe_lab.study.slurm.submit import under_way
@@ -229,7 +230,7 @@ def test_a_pack_goes_on_after_a_failure_and_leaves_out_what_has_no_inputs(
             return self
 
         def __exit__(self, *_: object) -> None: ...
-        def __call__(self, step: Step, scratch: Path) -> None:
+        def __call__(self, step: Step, scratch: Path, others: object) -> None:
             given.append(step.label)
             if step is failed:
                 raise StepError({"message": "no"})
@@ -239,6 +240,20 @@ def test_a_pack_goes_on_after_a_failure_and_leaves_out_what_has_no_inputs(
     monkeypatch.setenv("SLURM_JOB_ID", "1")
     assert Pack(str(tmp_path), [bad, last, failed, good], 1)() == {"done": 2, "failed": 1, "skipped": 3}
     assert given == ["failed", "good"] and store.done(good) and store.error(failed.id)
+
+
+def test_parts_of_a_pass_are_jobs_of_an_array_before_the_job_that_merges_them(tmp_path: Path) -> None:
+    runtime = {"model": {"name": "m"}}
+    parts = [Step("statistics", f"rows{n}", {"rows": Part({"first": n})}, runtime=runtime) for n in range(3)]
+    merge = Step("statistics", "whole", runtime=runtime, merges=parts)
+    arrays = arrange([*parts, merge], ask, SETTINGS)
+    assert [array.packs for array in arrays] == [[[part] for part in parts], [[merge]]]
+    schedule = Schedule([merge])
+    store = Store(tmp_path).create()
+    for part in parts[:2]:
+        with store.claim(part):
+            pass
+    assert [step.label for step in absent([merge], schedule, store)] == ["rows2"]
 
 
 def test_what_is_left_takes_as_long_as_what_is_done_did() -> None:

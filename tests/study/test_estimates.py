@@ -19,11 +19,13 @@ from omegaconf import OmegaConf
 
 from moe_lab.config import BenchmarkConfig, CalibrationConfig, ModelConfig, RecoveryConfig, TimingConfig
 from moe_lab.json_files import write_json
+from moe_lab.models.config_json import size_of
 from moe_lab.study import estimates
 from moe_lab.study.estimates import Memory, Times, forecast, gpus, largest_memory, memory_of
 from moe_lab.study.step import Part, Step
 from moe_lab.study.steps import KINDS
 from moe_lab.study.steps.kind import Reads
+from moe_lab.study.steps.memory import hidden_states
 from moe_lab.study.store import Store
 
 ROOT = Path(__file__).parents[2]
@@ -183,6 +185,50 @@ def test_a_pass_takes_what_another_over_the_same_model_took_by_tokens(store: Sto
     times = Times(store)
     assert times.seconds(reading(12)) == pytest.approx(120.0)
     assert times.seconds(reading(12, kind="damage")) is None
+
+
+def in_parts(rows: int, parts: int) -> Step:
+    whole = reading(rows)
+    size = rows // parts
+    shares = [
+        replace(whole, parts={**whole.parts, "rows": Part({"first": first, "end": first + size})})
+        for first in range(0, rows, size)
+    ]
+    return replace(whole, merges=shares)
+
+
+def test_parts_of_a_pass_are_counted_by_their_rows_and_the_merge_reads_only_files(store: Store) -> None:
+    finish(store, reading(3), 30.0)
+    merge = in_parts(12, 3)
+    times = Times(store)
+    assert [times.seconds(share) for share in merge.merges] == pytest.approx([40.0] * 3)
+    assert times.seconds(merge) == 0
+    table = forecast([*merge.merges, merge], set(), 80.0, times.seconds)
+    assert list(table.columns[1].cells) == ["4"] and table.columns[-2].footer == "0.03"
+    assert all(known(share).on_gpu for share in merge.merges) and not known(merge).on_gpu
+    assert known(merge).bytes < known(reading(12)).bytes / 2
+
+
+def test_the_time_of_a_merge_is_not_that_of_a_pass(store: Store) -> None:
+    merge = in_parts(12, 3)
+    finish(store, merge, 1.0)
+    (store.path(merge) / "provenance.json").write_text('{"seconds": 1.0, "merged": ["a", "b", "c"]}')
+    assert Times(store).seconds(reading(12)) is None
+    finish(store, merge.merges[0], 8.0)
+    assert Times(store).seconds(reading(12)) == pytest.approx(24.0)
+
+
+def test_a_share_keeps_hidden_states_of_its_rows() -> None:
+    merge = in_parts(12, 3)
+    streamed = {**asdict(TEXT), "engine": "streamed", "length": 10, "tokens": 120, "activation_budget": 1e9}
+    runtime = {"model": model(), "calibration": streamed}
+    whole, share, merge = (replace(one, runtime=runtime) for one in (reading(12), merge.merges[0], merge))
+    kind, size = KINDS["statistics"], size_of(ModelConfig(**model()))
+    assert size
+    of_share, of_whole = (hidden_states(kind, one, size) for one in (share, whole))
+    assert of_share == pytest.approx(of_whole / 3) and of_share > 0
+    huge = replace(merge, runtime={"model": model(), "calibration": {**streamed, "tokens": 10**15}})
+    assert estimates.disk_problems("/", [huge]) == [], "it only reads and writes sums"
 
 
 def test_a_pass_over_another_model_takes_what_its_active_parameters_say(store: Store) -> None:

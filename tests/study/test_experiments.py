@@ -49,13 +49,17 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def conf(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The shipped configuration, in which searches are short: a word on the command line would hold for all
-    allocations of a grid."""
+    """The shipped configuration, in which searches and the text for FLOPs are short: a word on the command line would
+    hold for all allocations of a grid."""
     folder = tmp_path_factory.mktemp("short") / "conf"
     shutil.copytree(ROOT / "conf", folder)
     file = folder / "allocation" / "pocket_evolutionary.yaml"
     before, _, _ = file.read_text(encoding="utf-8").partition("\n  population:")
     file.write_text(before + SHORT_SEARCH, encoding="utf-8")
+    file = folder / "calibration" / "pocket_excerpt.yaml"
+    text = file.read_text(encoding="utf-8")
+    assert "tokens: 4096" in text
+    file.write_text(text.replace("tokens: 4096", "tokens: 512"), encoding="utf-8")
     return folder
 
 

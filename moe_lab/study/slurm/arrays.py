@@ -82,7 +82,7 @@ def _stages(steps: Sequence[Step]) -> dict[str, Stage]:
     """Step id -> its stage. `steps` have inputs before the steps that need them."""
     stages: dict[str, Stage] = {}
     for step in steps:
-        before = [stages[needed.id] for needed in step.inputs.values() if needed.id in stages]
+        before = [stages[needed.id] for needed in step.needs if needed.id in stages]
         kind = _kind(step)
         stages[step.id] = (kind, max((depth + 1 for other, depth in before if other == kind), default=0))
     return stages
@@ -90,7 +90,7 @@ def _stages(steps: Sequence[Step]) -> dict[str, Stage]:
 
 def _in_order(members: Mapping[Stage, Sequence[Step]], stage_of: Mapping[str, Stage]) -> Iterable[Stage]:
     needs = {
-        stage: {stage_of[needed.id] for step in steps for needed in step.inputs.values() if needed.id in stage_of}
+        stage: {stage_of[needed.id] for step in steps for needed in step.needs if needed.id in stage_of}
         for stage, steps in members.items()
     }
     return TopologicalSorter(needs).static_order()

@@ -18,7 +18,7 @@ from moe_lab.study.progress import watch
 from moe_lab.study.runs import runs
 from moe_lab.study.schedule import Schedule, StepError, work
 from moe_lab.study.slurm import scheduler
-from moe_lab.study.step import Step
+from moe_lab.study.step import Step, unmerged
 from moe_lab.study.store import Store
 from moe_lab.study.worker import Worker
 
@@ -55,7 +55,7 @@ class Pack:
 def _absent(steps: Sequence[Step], schedule: Schedule, store: Store) -> list[Step]:
     """Inputs from other jobs that are not in the store. Marks those that are in the store as finished."""
     own = {step.id for step in steps}
-    outside = {needed.id: needed for step in steps for needed in step.inputs.values() if needed.id not in own}
+    outside = {needed.id: needed for step in steps for needed in step.needs if needed.id not in own}
     present = {name for name, step in outside.items() if store.path(step).exists()}
     schedule.finished |= present
     return [step for name, step in outside.items() if name not in present]
@@ -96,11 +96,13 @@ def settle(schedule: Schedule, store: Store) -> None:
         if store.path(step).exists():
             del schedule.waiting[step.id]
             schedule.finished.add(step.id)
+    needed = {step.id for step in unmerged(schedule.steps, schedule.finished)}
+    schedule.waiting = {name: step for name, step in schedule.waiting.items() if name in needed}
     for step in list(schedule.waiting.values()):
         if document := store.error(step.id):
             schedule.fail(step, StepError(document))
     for step in list(schedule.waiting.values()):
-        if step.id in schedule.waiting and all(needed.id in schedule.finished for needed in step.inputs.values()):
+        if step.id in schedule.waiting and all(needed.id in schedule.finished for needed in step.needs):
             message = (
                 f"{step.folder} was not finished: its job was cancelled or died; the same command goes on from here"
             )

@@ -90,7 +90,7 @@ class Submission:
     def add(self, array: Array) -> None:
         """Submit one array, to start when the jobs that it needs have succeeded."""
         own = {step.id for pack in array.packs for step in pack}
-        needed = {needed.id for pack in array.packs for step in pack for needed in step.inputs.values()} - own
+        needed = {needed.id for pack in array.packs for step in pack for needed in step.needs} - own
         after = tuple(sorted({self.jobs[name] for name in needed if name in self.jobs}))
         settings, root = self.study.config.launcher, str(self.study.store.root.absolute())
         packs = [Pack(root, pack, settings.max_requeues) for pack in array.packs]

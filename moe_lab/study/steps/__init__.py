@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 import time
+from pathlib import Path
 
 from moe_lab.json_files import write_json
 from moe_lab.study.step import Job, provenance
@@ -30,5 +31,6 @@ def perform(job: Job) -> None:
         from moe_lab import plugins
 
         plugins.bring(places)
-    KINDS[job.kind].work(job)
-    write_json(job.output("provenance.json"), provenance(start))
+    elsewhere = KINDS[job.kind].work(job) or 0.0
+    merged = {"merged": [Path(folder).name for folder in job.merges]} if job.merges else {}
+    write_json(job.output("provenance.json"), {**provenance(start, elsewhere), **merged})

@@ -1,12 +1,14 @@
 """Passes over a text with the whole model in memory (`Resident`) or one decoder layer at a time (`Streamed`).
 
-Both classes have the same methods.
+Both classes have the same methods. `Merged` has those for sums over rows, from passes that other steps made over shares
+of the text.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from shutil import copyfile
 from typing import Any
 
 from moe_lab import allocation
@@ -14,7 +16,7 @@ from moe_lab.errors import UserError
 from moe_lab.grid import Cell
 from moe_lab.study.step import Job
 from moe_lab.study.steps.builder import evidence_of
-from moe_lab.study.steps.inputs import model_and_tokenizer, rows
+from moe_lab.study.steps.inputs import REPORT, STATISTICS, model_and_tokenizer, own_batches, rows
 from moe_lab.study.steps.kind import KINDS
 
 
@@ -40,13 +42,19 @@ def engine(job: Job) -> Resident | Streamed:
     return Streamed(job) if job.text.engine == "streamed" else Resident(job)
 
 
+def engine_or_parts(job: Job) -> Resident | Streamed | Merged:
+    """The engine, for a job that runs the pass; the finished parts, for one that merges them (calibration.parts)."""
+    return Merged(job) if job.merges else engine(job)
+
+
 class Resident:
     """Passes with the whole model in memory."""
 
     def __init__(self, job: Job) -> None:
         self.job, self.out = job, Path(job.partial)
         self.model, tokenizer = model_and_tokenizer(job)
-        self.text = rows(job, tokenizer)
+        self.whole = rows(job, tokenizer)
+        self.text = self.whole[own_batches(job)]
 
     def read(self, tap: type) -> Any:
         """Sums that `tap` gathers in a forward pass."""
@@ -71,7 +79,7 @@ class Resident:
     def _with_snapshots(self, gather: Callable[..., Any], tap: type, parts: int, **settings: bool) -> Any:
         from moe_lab.statistics.sums import Snapshots
 
-        snapshots = Snapshots(self.out, self.text, parts)
+        snapshots = Snapshots(self.out, self.whole, parts, own_batches(self.job))
         common = {"out": self.out, "fingerprint": self.job.settings, "snapshots": snapshots}
         sums = gather(self.model, tap, self.text, **common, **settings)
         snapshots.publish(Path(self.job.scratch))
@@ -100,7 +108,7 @@ class Streamed:
         self.model, tokenizer = open_streamed(job.model)
         self.budget = job.text.activation_budget * 2**30
         """Bytes of hidden states that are kept in memory."""
-        self.text = rows(job, tokenizer)
+        self.text = rows(job, tokenizer)[own_batches(job)]
 
     def read(self, tap: type) -> Any:
         from moe_lab.statistics.streaming import stream
@@ -131,3 +139,35 @@ class Streamed:
         from moe_lab.pruning.flops import layered_routing
 
         return layered_routing(self.model, plan, self.text, out=self.out, budget=self.budget)
+
+
+class Merged:
+    """Passes over shares of the text, whose sums are added up without the model."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.files = [Path(folder) / STATISTICS for folder in job.merges]
+        copyfile(Path(job.merges[0]) / REPORT, job.output(REPORT))  # each share has the report on the whole text
+
+    def read(self, tap: type | None = None) -> Any:
+        """The sums of all shares together."""
+        from moe_lab.statistics.sums import Statistics, header, merged, read
+
+        about = {"kind": header(self.files[0])["kind"], "fingerprint": self.job.settings}
+        return Statistics(merged(read(file, framework="pt") for file in self.files), about)
+
+    def statistics(self, snapshots: int) -> Any:
+        from moe_lab.statistics.sums import merge_snapshots
+
+        merge_snapshots(self.files, Path(self.job.scratch), snapshots)
+        return self.read()
+
+    gradients = statistics
+
+    def loss_rises(self) -> Any:
+        """The mean rises of the loss over the tokens of all shares."""
+        from moe_lab.statistics.sums import Statistics, merged_means
+
+        shares = [Statistics.load(file) for file in self.files]
+        about = {"kind": shares[0].header["kind"], "fingerprint": self.job.settings}
+        return Statistics(merged_means(shares), about)

@@ -12,6 +12,7 @@ from moe_lab.json_files import write_json
 from moe_lab.study.step import Job
 
 STATISTICS = "statistics.safetensors"
+REPORT = "calibration.json"
 NO_SUMS = ("model", "scores", "by")
 """Roles of inputs that hold no sums."""
 
@@ -67,8 +68,14 @@ def rows(job: Job, tokenizer: Any) -> Any:
     from moe_lab.calibration.batches import batches
 
     text = batches(job.text, tokenizer)
-    write_json(job.output("calibration.json"), text.report)
+    write_json(job.output(REPORT), text.report)
     return text.rows
+
+
+def own_batches(job: Job) -> slice:
+    """Which batches of its text the job reads: all, or those of its share of the rows (calibration.parts)."""
+    share, batch_size = job.settings.get("rows"), job.text.batch_size
+    return slice(share["first"] // batch_size, -(-share["end"] // batch_size)) if share else slice(None)
 
 
 def facts(job: Job) -> dict[str, Any]:

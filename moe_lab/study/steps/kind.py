@@ -46,7 +46,8 @@ class Packing(Enum):
 def text_units(settings: Settings) -> float:
     """Tokens of the text that a step reads; 1 for a step without a text."""
     text = settings.get("calibration") or settings.get("text") or {"rows": 1, "length": 1}
-    return float(text["rows"] * text["length"])
+    share = settings.get("rows") or {"first": 0, "end": text["rows"]}
+    return float((share["end"] - share["first"]) * text["length"])
 
 
 def never(_: Step) -> bool:
@@ -68,8 +69,9 @@ class Kind:
 
     name: str
     """The folder in the store, and the name in settings and tables."""
-    work: Callable[[Job], None]
-    """Reads the job's inputs and writes files to its scratch folder. Imports torch inside the function."""
+    work: Callable[[Job], float | None]
+    """Reads the job's inputs and writes files to its scratch folder. Imports torch inside the function. Returns the
+    seconds that other jobs spent on this one, less those that it spent on others, where steps share batches."""
     step: Callable[..., Step]
     """(builder, cell) -> the step: its parts, inputs, runtime settings and label. Kinds about a pruned model take
     (pruned model) instead, and those that run a benchmark on it (pruned model, benchmark)."""
@@ -96,6 +98,8 @@ class Kind:
     """Upper bound of the bytes written to disk, counted only where they are many."""
     own_process: bool = False
     """Whether it runs foreign code; launcher=inline then runs it in a worker process."""
+    group: Callable[[Step], str | None] = lambda step: None
+    """Key that is equal for steps whose work can be done in shared batches; None for a step that is done alone."""
     packing: Packing = Packing.ONE
     packed_as: Callable[[Step], str | None] = lambda step: None
     """Name of another kind whose Slurm jobs also do the step; None for jobs of its own kind."""
@@ -108,11 +112,16 @@ class Kind:
     def loads_model(self, step: Step) -> bool:
         """Whether `step` runs the model. A cost step without a text, for example, does not."""
         on = {"calibration", "text", "benchmark"}
-        return self.reads is Reads.MODEL and not on.isdisjoint(step.runtime)
+        return self.reads is Reads.MODEL and not step.merges and not on.isdisjoint(step.runtime)
 
 
 KINDS: dict[str, Kind] = {}
 """All kinds of step by name; filled when the package is imported."""
+
+
+def group_of(step: Step) -> str | None:
+    """The group of steps that share batches with `step`; None where it is done alone."""
+    return KINDS[step.kind].group(step) if step.kind in KINDS else None
 
 
 def needed_kind(name: str) -> Kind:

@@ -19,6 +19,8 @@ LOGITS = 2**19
 """Upper bound of the bytes of one token's logits: about 130,000 words in fp32."""
 CACHE = 4
 """Bytes of keys and values of one token and layer, as a multiple of the hidden size; less where heads share them."""
+CHANNEL_SUMS = 7
+"""Sums of each channel that a pass gathers, at most."""
 MATRICES = 3
 """Matrices of an expert."""
 PROMPT = 128
@@ -30,9 +32,12 @@ BYTES_PER_TOKEN = 16
 
 
 def text_of(step: Step) -> Mapping[str, Any]:
-    """The text that a step reads; {} for one that reads none."""
+    """The text that a step reads, with the tokens of its share of the rows; {} for one that reads none."""
     text: Mapping[str, Any] = step.runtime.get("calibration") or step.runtime.get("text", {})
-    return text
+    if "rows" not in step.parts:
+        return text
+    share = step.parts["rows"].settings
+    return {**text, "tokens": (share["end"] - share["first"]) * text["length"]}
 
 
 def is_layered(kind: Kind, step: Step) -> bool:
@@ -76,6 +81,12 @@ def layered_memory(kind: Kind, step: Step, size: Size) -> float:
     states = min(float(text_of(step)["activation_budget"]) * 2**30, hidden_states(kind, step, size))
     tokens = _batch(step) * size.bytes_per_parameter * _kept(size)
     return BASE + weights + kind.layer_memory(size) + tokens + states
+
+
+def merging_memory(size: Size) -> float:
+    """Bytes while sums of several steps are added up: two sets of them in memory, and the file that is written."""
+    sums = CHANNEL_SUMS * size.width + size.hidden
+    return BASE + 3 * 8 * size.moe_layers * size.experts * sums
 
 
 def hidden_states(kind: Kind, step: Step, size: Size) -> float:

@@ -7,22 +7,24 @@ from pathlib import Path
 from typing import Any
 
 from moe_lab import results
+from moe_lab.calibration import settings as calibrations
 from moe_lab.grid import Cell
 from moe_lab.json_files import write_json
 from moe_lab.study.step import Job, Part, Step
 from moe_lab.study.steps import tables
 from moe_lab.study.steps.builder import Builder
-from moe_lab.study.steps.engine import engine
-from moe_lab.study.steps.inputs import STATISTICS, model_and_tokenizer, rows, write_table
+from moe_lab.study.steps.engine import Merged, engine, engine_or_parts
+from moe_lab.study.steps.inputs import STATISTICS, model_and_tokenizer, own_batches, rows, write_table
 from moe_lab.study.steps.kind import Kind, Packing, Reads, always
 from moe_lab.study.steps.memory import expert_gradients
 
 
-def of_text(work: Callable[[Job], None], *, version: int | None = None, **fields: Any) -> Kind:
+def of_text(work: Callable[[Job], None], *, version: int | None = None, by_rows: bool = False, **fields: Any) -> Kind:
     """Make a kind of step that passes over the cell's calibration set, named after the function `work`.
 
     `version` changes the ids of its steps. It is set where the sums in files have changed, so that old files are not
-    reused. `fields` are further fields of Kind.
+    reused. `by_rows`: what the pass gathers over rows can be added up, so calibration.parts divides it into steps.
+    `fields` are further fields of Kind.
     """
     name = work.__name__
 
@@ -35,7 +37,12 @@ def of_text(work: Callable[[Job], None], *, version: int | None = None, **fields
             if version is not None:
                 parts["version"] = Part({"version": version})
             inputs, runtime = {"model": builder.model(model)}, builder.runtime(model=model, calibration=text)
-            return Step(name, f"{model.name}-{calibration.name}", parts, inputs, runtime)
+            label = f"{model.name}-{calibration.name}"
+            shares = []
+            for first, end in calibrations.shares(text) if by_rows else ():
+                rows = Part({"first": first, "end": end})
+                shares.append(Step(name, f"{label}-rows{first}-{end}", {**parts, "rows": rows}, inputs, runtime))
+            return Step(name, label, parts, inputs, runtime, shares)
 
         return builder.once((name, model, calibration, cell.seed), make)
 
@@ -73,7 +80,7 @@ def statistics(job: Job) -> None:
     """Run one forward pass over the calibration set; write all sums, tokens per expert, and tables for figures."""
     from moe_lab.statistics.sums import coverage
 
-    sums = engine(job).statistics(job.text.snapshots)
+    sums = engine_or_parts(job).statistics(job.text.snapshots)
     sums.save(job.output(STATISTICS))
     write_table(job.output("coverage.parquet"), results.COVERAGE, coverage(sums))
     write_table(job.output("experts.parquet"), results.EXPERTS, tables.experts(sums.layers))
@@ -81,17 +88,17 @@ def statistics(job: Job) -> None:
     write_table(job.output("entropy.parquet"), results.ENTROPIES, tables.entropies(sums.layers))
 
 
-STATISTICS_PASS = of_text(statistics, checkpoint_reads=1)
+STATISTICS_PASS = of_text(statistics, by_rows=True, checkpoint_reads=1)
 
 
 def gradients(job: Job) -> None:
     """Run a forward and a backward pass; write sums for each channel, of activations and of the loss's gradients."""
-    sums = engine(job).gradients(job.text.snapshots)
+    sums = engine_or_parts(job).gradients(job.text.snapshots)
     sums.save(job.output(STATISTICS))
     write_table(job.output("gradients.parquet"), results.GRADIENTS, tables.gradients(sums.layers))
 
 
-GRADIENTS = of_text(gradients, checkpoint_reads=2, backward=always)
+GRADIENTS = of_text(gradients, by_rows=True, checkpoint_reads=2, backward=always)
 
 
 def weight_gradients(job: Job) -> None:
@@ -108,10 +115,10 @@ def damage(job: Job) -> None:
     """Measure the exact damage of removing each expert alone, in a forward pass with one more expert per token."""
     from moe_lab.statistics.damage import DamageTap
 
-    engine(job).read(DamageTap).save(job.output(STATISTICS))
+    engine_or_parts(job).read(DamageTap).save(job.output(STATISTICS))
 
 
-DAMAGE = of_text(damage, checkpoint_reads=1)
+DAMAGE = of_text(damage, by_rows=True, checkpoint_reads=1)
 
 
 def ablation(job: Job) -> None:
@@ -121,7 +128,7 @@ def ablation(job: Job) -> None:
     write_table(job.output("ablation.parquet"), results.ABLATIONS, tables.ablations(sums.layers))
 
 
-ABLATION = of_text(ablation)
+ABLATION = of_text(ablation, by_rows=True)
 
 
 def scaling(job: Job) -> None:
@@ -132,11 +139,14 @@ def scaling(job: Job) -> None:
 def _loss_rises(job: Job, kind: str) -> Any:
     from moe_lab.search.ablation import loss_rises
 
+    if job.merges:
+        return Merged(job).loss_rises()
     network, tokenizer = model_and_tokenizer(job)
-    return loss_rises(network, kind, rows(job, tokenizer), fingerprint=job.settings, out=Path(job.partial))
+    text = rows(job, tokenizer)[own_batches(job)]
+    return loss_rises(network, kind, text, fingerprint=job.settings, out=Path(job.partial))
 
 
-SCALING = of_text(scaling)
+SCALING = of_text(scaling, by_rows=True)
 
 
 def weights(job: Job) -> None:

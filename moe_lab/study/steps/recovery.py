@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import shutil
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache, reduce
@@ -73,11 +71,11 @@ def _recovered(network: Any, plan: Any, bits: int, modules: tuple[str, ...], tun
 
 def forget_models() -> None:
     """Free the memory of models that are kept for further jobs."""
+    from moe_lab.evaluation.recorded import release_memory
+
     _recovered.cache_clear()
     forget_loaded()
-    gc.collect()
-    if (torch := sys.modules.get("torch")) is not None and torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
+    release_memory()
 
 
 def storage_of(job: Job) -> dict[str, Any]:

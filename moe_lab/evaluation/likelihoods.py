@@ -1,0 +1,194 @@
+"""Likelihoods of rows of tokens by a loaded model. Answers to one question share the pass over the question.
+
+Such rows are read as one: the question, then its answers one after another. An attention mask lets the tokens of an
+answer see the question and their own answer only, and their positions continue the question's, so each answer gets
+the likelihood that it has alone, up to rounding.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from moe_lab.models.transformers_private import attention_implementation
+
+LOGITS = 1 << 30
+"""Largest size in bytes of the logits of one forward pass, unless a single row has more."""
+TRIED = ((5, 7, 11, 13), ((17, 3), (19, 23, 29)))
+"""A question and two answers, token ids, on which reading them together is tried."""
+AGREES, HALF_AGREES = 1e-4, 0.05
+"""Most that logits may differ in the trial, as a share of the largest, in fp32 and in half precision."""
+
+
+@dataclass
+class _Question:
+    """What several rows have in common, and their answers."""
+
+    plan: int
+    tokens: tuple[int, ...]
+    answers: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
+    """Tokens of an answer that are read, which the last is not -> numbers of the rows."""
+
+    def __len__(self) -> int:
+        return len(self.tokens) + sum(map(len, self.answers))
+
+
+@torch.inference_mode()
+def log_likelihoods(
+    model: Any,
+    rows: Sequence[Sequence[int]],
+    starts: Sequence[int],
+    batch_size: int,
+    plans: Sequence[int],
+    before: Callable[[Sequence[int]], None],
+) -> list[tuple[float, bool]]:
+    """For each row of token ids, from index `start` >= 1 on: the summed log-likelihood of its tokens, in nats, and
+    whether each was the likeliest.
+
+    Rows are computed under the plans with these numbers: `before` is called before each forward pass with the plans of
+    its rows. A pass has at most `batch_size` questions, and as many tokens as so many of the longest rows have.
+    """
+    if not rows:
+        return []
+    before([plans[0]])
+    questions = _questions(rows, starts, plans, share=_can_share(model))
+    tokens = min(batch_size * max(map(len, rows)), LOGITS // (4 * int(model.get_output_embeddings().weight.shape[0])))
+    found: list[tuple[float, bool]] = [(0.0, True)] * len(rows)
+    for batch in _batches(questions, batch_size, tokens):
+        before([question.plan for question in batch])
+        for question, logits in zip(batch, _logits(model, batch), strict=True):
+            end = 1
+            for answer, numbers in question.answers.items():
+                predicting = torch.cat([logits[:1], logits[end : end + len(answer)]])
+                end += len(answer)
+                for number in numbers:
+                    found[number] = _likelihood(rows[number][starts[number] :], predicting)
+    return found
+
+
+def _questions(
+    rows: Sequence[Sequence[int]], starts: Sequence[int], plans: Sequence[int], *, share: bool
+) -> list[_Question]:
+    """The rows by question, the longest first. Without `share`, a question has one answer, for one or more rows.
+
+    Answers that are read together are together no longer than their question; the others of that question follow
+    another copy of it. So a row is at most twice as long as an unshared one, which bounds the memory of its mask, and
+    windows of a document that begin with the same token are not taken for answers to that token.
+    """
+    questions: list[_Question] = []
+    with_answer: dict[Any, _Question] = {}
+    newest: dict[Any, _Question] = {}
+    for number, (row, start, plan) in enumerate(zip(rows, starts, plans, strict=True)):
+        tokens, answer = tuple(row[:start]), tuple(row[start:-1])
+        question = with_answer.get((plan, tokens, answer))
+        if question is None:
+            question = newest.get((plan, tokens)) if share else None
+            if question is None or len(question) + len(answer) > 2 * len(tokens):
+                question = newest[plan, tokens] = _Question(plan, tokens)
+                questions.append(question)
+            with_answer[plan, tokens, answer] = question
+        question.answers.setdefault(answer, []).append(number)
+    return sorted(questions, key=len, reverse=True)
+
+
+def _batches(questions: list[_Question], most: int, tokens: int) -> Iterator[list[_Question]]:
+    """Batches of at most so many questions, and so many tokens unless one question has more."""
+    while questions:
+        size = max(1, min(most, tokens // len(questions[0])))
+        yield questions[:size]
+        questions = questions[size:]
+
+
+def _logits(model: Any, questions: Sequence[_Question]) -> list[torch.Tensor]:
+    """For each question, logits (n, V) after its last token, and then after each token of its answers that is read."""
+    longest = max(map(len, questions))
+    ids = torch.zeros(len(questions), longest, dtype=torch.int64)
+    for row, question in enumerate(questions):
+        read = [*question.tokens, *(token for answer in question.answers for token in answer)]
+        ids[row] = torch.tensor(read + read[-1:] * (longest - len(read)))
+    inputs: dict[str, torch.Tensor] = {"input_ids": ids}
+    if all(len(question.answers) == 1 for question in questions):
+        lengths = torch.tensor([len(question) for question in questions])
+        inputs["attention_mask"] = (torch.arange(longest) < lengths[:, None]).long()
+    else:
+        inputs |= _separated(questions, longest, model.dtype)
+    inputs = {name: value.to(model.device) for name, value in inputs.items()}
+    first = min(len(question.tokens) for question in questions) - 1
+    kept = {"logits_to_keep": longest - first} if "logits_to_keep" in _arguments(model) else {}
+    logits: torch.Tensor = model(**inputs, **kept, use_cache=False).logits
+    first = longest - logits.shape[1]
+    return [
+        of_row[len(question.tokens) - 1 - first : len(question) - first]
+        for question, of_row in zip(questions, logits, strict=True)
+    ]
+
+
+def _separated(questions: Sequence[_Question], longest: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Position ids (B, S), and what is added to attention scores (B, 1, S, S): answers do not see each other."""
+    positions = torch.zeros(len(questions), longest, dtype=torch.int64)
+    answer_of = torch.full((len(questions), longest), -1)  # padding is an answer of its own
+    for row, question in enumerate(questions):
+        end = len(question.tokens)
+        positions[row, :end] = torch.arange(end)
+        answer_of[row, :end] = 0
+        for number, answer in enumerate(question.answers, start=1):
+            positions[row, end : end + len(answer)] = len(question.tokens) + torch.arange(len(answer))
+            answer_of[row, end : end + len(answer)] = number
+            end += len(answer)
+    seen = (answer_of[:, None, :] == answer_of[:, :, None]) | (answer_of[:, None, :] == 0)
+    seen &= torch.ones(longest, longest, dtype=torch.bool).tril()
+    added = torch.zeros(seen.shape, dtype=dtype).masked_fill(~seen, torch.finfo(dtype).min)
+    return {"position_ids": positions, "attention_mask": added[:, None]}
+
+
+def _likelihood(targets: Sequence[int], logits: torch.Tensor) -> tuple[float, bool]:
+    """The log-likelihood of the tokens `targets` (n), and whether each is the likeliest, by logits (n, V)."""
+    scores = logits.float().log_softmax(-1)
+    ids = torch.tensor(targets, device=logits.device)
+    total = float(scores.gather(1, ids[:, None]).double().sum())
+    return total, bool((scores.argmax(-1) == ids).all())
+
+
+def _can_share(model: Any) -> bool:
+    """Whether answers can be read together: every layer has full attention, and a trial gives the same logits.
+
+    The plan of one row must have been set.
+    """
+    if model not in _shares:
+        _shares[model] = _has_full_attention(model) and _agrees(model)
+    return _shares[model]
+
+
+_shares: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
+
+
+def _has_full_attention(model: Any) -> bool:
+    config = model.config.get_text_config()
+    kinds = getattr(config, "layer_types", None)
+    full = set(kinds) == {"full_attention"} if kinds else getattr(config, "sliding_window", None) is None
+    return full and "position_ids" in _arguments(model) and attention_implementation(model) in ("sdpa", "eager")
+
+
+def _arguments(model: Any) -> Collection[str]:
+    """Names of the arguments of the model's forward pass."""
+    return inspect.signature(type(model).forward).parameters
+
+
+def _agrees(model: Any) -> bool:
+    tokens, answers = TRIED
+    together = _Question(0, tokens, {answer: [] for answer in answers})
+    logits = _logits(model, [together])[0].float()
+    start = 1
+    for answer in answers:
+        alone = _logits(model, [_Question(0, tokens, {answer: []})])[0][1:].float()
+        part = logits[start : start + len(answer)]
+        start += len(answer)
+        share = AGREES if model.dtype.itemsize >= 4 else HALF_AGREES
+        if not float((part - alone).abs().max()) <= share * float(alone.abs().max()):
+            return False
+    return True

@@ -1,0 +1,266 @@
+"""Generation and likelihoods for several plans at once equal those of each plan alone, and of transformers."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import GenerationConfig, PreTrainedTokenizerFast
+
+from moe_lab.evaluation.generation import GenSpec
+from moe_lab.evaluation.greedy import greedy
+from moe_lab.evaluation.local_model import LocalModel
+from moe_lab.evaluation.plans_model import PlansModel
+from moe_lab.pruning.mask import mask
+from moe_lab.pruning.plan import Plan
+
+NEW = 20
+PROMPTS = ["w5 w6 w7 w8", "w9", "w10 w11 w12 w13 w14 w15 w16", "w17 w18", "w20 w21 w22", "w30 w31 w32 w33 w34"]
+
+
+def by_transformers(model: Any, prompts: list[list[int]], ends: list[int]) -> list[list[int]]:
+    """New tokens of each prompt alone, up to and with an end token, from transformers' own loop."""
+    texts = []
+    settings = GenerationConfig(max_new_tokens=NEW, do_sample=False, eos_token_id=ends, pad_token_id=0)
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        produced = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings)
+        texts.append(produced[0, len(prompt) :].tolist())
+    return texts
+
+
+@pytest.mark.parametrize("name", tiny.ARCHITECTURES)
+def test_the_loop_gives_the_tokens_of_transformers_whenever_rows_end(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("moe_lab.evaluation.greedy.LEFT", 0.9)
+    model = tiny.build(name)
+    generator = torch.Generator().manual_seed(4)
+    prompts = [torch.randint(3, tiny.VOCABULARY, (length,), generator=generator).tolist() for length in (9, 3, 7, 7, 5)]
+    free = by_transformers(model, prompts, [])
+    ends = [free[2][0]]
+    for text in free:  # rows end one after another, unless a model repeats one token
+        if text[8] not in {other[0] for other in free}:
+            ends.append(text[8])
+    batches: list[list[int]] = []
+    texts = greedy(
+        model, prompts, NEW, ends, 0, lambda left: [False] * len(left), lambda rows: batches.append(list(rows)), 2
+    )
+    expected = by_transformers(model, prompts, ends)
+    assert texts == expected
+    assert len(set(map(len, expected))) > 1
+    whole = batches.index([0, 1, 2, 3, 4])
+    assert batches[:whole] in ([], [[0, 1], [2, 3], [4]])
+    assert len(batches[whole:]) > 1
+    assert all(set(later) < set(earlier) for earlier, later in pairwise(batches[whole:]))
+
+
+def test_prompts_are_read_in_parts_where_keys_and_values_are_kept_alone() -> None:
+    for name, parts in (("olmoe", 3), ("deepseek_v3", 3), ("qwen3_next", 1)):
+        batches: list[list[int]] = []
+        nothing: Any = lambda left: [False] * len(left)  # noqa: E731
+        greedy(tiny.build(name), [[5]] * 5, 2, [], 0, nothing, lambda rows, into=batches: into.append(list(rows)), 2)
+        assert len(batches) == parts + (parts > 1)
+
+
+def test_buffers_grow_with_the_text() -> None:
+    model = tiny.build("olmoe")
+    prompts = [[5, 6, 7], [8]]
+    nothing: Any = lambda left: [False] * len(left)  # noqa: E731
+    texts = greedy(model, prompts, 100, [], 0, nothing)
+    settings = GenerationConfig(max_new_tokens=100, do_sample=False, eos_token_id=None, pad_token_id=0)
+    ids = torch.tensor([prompts[0]])
+    assert texts[0] == model.generate(ids, generation_config=settings)[0, 3:].tolist()
+
+
+def test_the_models_own_generation_settings_come_back() -> None:
+    model = tiny.build("olmoe")
+    own = model.generation_config
+
+    def fails(left: list[list[int]]) -> list[bool]:
+        raise ValueError("broken")
+
+    with pytest.raises(ValueError, match="broken"):
+        greedy(model, [[5]], 4, [], 0, fails)
+    assert model.generation_config is own
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """Words w3, w4, ... of the tiny models, separated by spaces."""
+    words = {f"w{number}": number for number in range(3, tiny.VOCABULARY)} | {"<pad>": 0, "<s>": 1, "</s>": 2}
+    model = Tokenizer(WordLevel(words, unk_token="<pad>"))
+    model.pre_tokenizer = WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=model, eos_token="</s>", pad_token="<pad>")
+
+
+@pytest.fixture(params=["olmoe", "deepseek_v3:grouped", "qwen3_next"])
+def local(request: pytest.FixtureRequest) -> LocalModel:
+    model = tiny.build(request.param)
+    return LocalModel(model, tokenizer())
+
+
+def plans_of(model: Any) -> list[Plan | None]:
+    return [tiny.plan(model, 0.5), None, tiny.plan(model, 0.25)]
+
+
+def test_texts_of_plans_that_share_batches_are_those_of_each_alone(local: LocalModel) -> None:
+    plans = plans_of(local.model)
+    for spec in (GenSpec(NEW, batch_size=7), GenSpec(NEW, stop=("w4", "w51 "), batch_size=100)):
+        requests = [(number, prompt) for prompt in PROMPTS for number in (2, 0, 1)]
+        together = dict(PlansModel(local, plans).stream(requests, spec))
+        for number, plan in enumerate(plans):
+            with mask(local.model, plan) if plan else nullcontext():
+                alone = local.generate(PROMPTS, spec)
+            assert [together[requests.index((number, prompt))] for prompt in PROMPTS] == alone
+
+
+def test_likelihoods_of_plans_that_share_batches_are_those_of_each_alone(local: LocalModel) -> None:
+    plans = plans_of(local.model)
+    rows = [[5, 6, 7, 8, 9], [5, 6, 7, 8, 10], [11, 12], [5, 6, 7, 8, 9, 10, 11], [20, 21, 22]]
+    starts = [3, 4, 1, 2, 1]
+    numbers = [number for number in range(3) for _ in rows]
+    together = PlansModel(local, plans).log_likelihoods(rows * 3, starts * 3, numbers, 4)
+    for number, plan in enumerate(plans):
+        with mask(local.model, plan) if plan else nullcontext():
+            alone = [local.log_likelihoods([row], [start], 1)[0] for row, start in zip(rows, starts, strict=True)]
+        for (value, likeliest), (expected, expected_likeliest) in zip(
+            together[number * len(rows) : (number + 1) * len(rows)], alone, strict=True
+        ):
+            assert value == pytest.approx(expected, abs=1e-5)
+            assert likeliest == expected_likeliest
+    assert together[0][0] != pytest.approx(together[5][0], abs=1e-3)
+
+
+QUESTION = [5, 6, 7, 8, 9, 10, 11, 12]
+ANSWERS = [[13], [14], [15, 16, 17], [15, 18], [19, 20], [13]]
+
+
+@pytest.mark.parametrize("name", tiny.ARCHITECTURES)
+def test_answers_to_one_question_get_the_likelihoods_that_they_have_alone(name: str) -> None:
+    local = LocalModel(tiny.build(name), tokenizer())
+    rows = [[*QUESTION, *answer] for answer in ANSWERS] + [[5, *answer] for answer in ANSWERS] + [[30, 31]]
+    starts = [len(QUESTION)] * 6 + [1] * 7
+    together = local.log_likelihoods(rows, starts, 3)
+    for row, start, (value, likeliest) in zip(rows, starts, together, strict=True):
+        [(alone, of_alone)] = local.log_likelihoods([row], [start], 1)
+        ids = torch.tensor([row])
+        with torch.no_grad():
+            logits = local.model(ids).logits[0, start - 1 : -1].double()
+        expected = logits.log_softmax(-1).gather(1, ids[0, start:, None]).sum()
+        assert value == pytest.approx(float(expected), abs=1e-4)
+        assert (alone, of_alone) == (pytest.approx(value, abs=1e-4), likeliest)
+
+
+@pytest.mark.parametrize(("name", "tokens"), [("olmoe", 8 + 2 + 1), ("deepseek_v3", 8 + 2 + 1), ("qwen3_next", 3 * 10)])
+def test_a_question_is_read_once_where_attention_is_full(
+    name: str, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    local = LocalModel(tiny.build(name), tokenizer())
+    rows = [[*QUESTION, *answer] for answer in ANSWERS[:3]] + [[*QUESTION, *ANSWERS[4]]]
+    local.log_likelihoods(rows, [8] * 4, 64)
+    read = []
+    forward = local.model.forward
+
+    def counted(*arguments: Any, **named: Any) -> Any:
+        read.append(named["input_ids"].numel())
+        return forward(*arguments, **named)
+
+    monkeypatch.setattr(local.model, "forward", counted)
+    local.log_likelihoods(rows, [8] * 4, 64)
+    assert sum(read) == tokens
+
+
+def test_windows_that_begin_alike_are_not_read_as_answers_to_their_first_token(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    local = LocalModel(tiny.build("olmoe"), tokenizer())
+    generator = torch.Generator().manual_seed(0)
+    windows = [[1, *torch.randint(3, tiny.VOCABULARY, (30,), generator=generator).tolist()] for _ in range(12)]
+    local.log_likelihoods(windows[:1], [1], 1)
+    lengths = []
+    forward = local.model.forward
+
+    def counted(*arguments: Any, **named: Any) -> Any:
+        lengths.append(named["input_ids"].shape[1])
+        return forward(*arguments, **named)
+
+    monkeypatch.setattr(local.model, "forward", counted)
+    local.log_likelihoods(windows, [1] * 12, 4)
+    assert lengths == [30, 30, 30]
+
+
+def test_a_family_that_reads_answers_together_in_another_way_reads_them_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, starts = [[*QUESTION, *answer] for answer in ANSWERS], [len(QUESTION)] * 6
+    local = LocalModel(tiny.build("olmoe"), tokenizer())
+    expected = [local.log_likelihoods([row], [8], 1)[0][0] for row in rows]
+    other = LocalModel(tiny.build("olmoe"), tokenizer())
+    forward = other.model.forward
+
+    def causal(*arguments: Any, **named: Any) -> Any:
+        if named["attention_mask"].dim() == 4:
+            del named["attention_mask"]
+        return forward(*arguments, **named)
+
+    monkeypatch.setattr(other.model, "forward", causal)
+    assert [value for value, _ in other.log_likelihoods(rows, starts, 64)] == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize("room", [1, 5])
+def test_batches_that_run_out_of_memory_are_halved(
+    local: LocalModel, monkeypatch: pytest.MonkeyPatch, room: int
+) -> None:
+    plans = plans_of(local.model)
+    requests = [(number, prompt) for prompt in PROMPTS for number in range(3)]
+    rows = [[5, 6, 7, token] for token in range(8, 8 + len(requests))]
+    model = PlansModel(local, plans)
+    spec = GenSpec(4, batch_size=64)
+    texts = dict(model.stream(requests, spec))
+    numbers = [number for number, _ in requests]
+    likelihoods = model.log_likelihoods([[*row, 9] for row in rows], [1] * len(rows), numbers, 64)
+    sizes = []
+    forward = local.model.forward
+
+    def limited(*arguments: Any, **named: Any) -> Any:
+        sizes.append(len(named["input_ids"]))
+        if sizes[-1] > room:
+            raise torch.OutOfMemoryError("no memory")
+        return forward(*arguments, **named)
+
+    monkeypatch.setattr(local.model, "forward", limited)
+    assert dict(model.stream(requests, spec)) == texts
+    assert max(sizes) > room
+    halved = model.log_likelihoods([[*row, 9] for row in rows], [1] * len(rows), numbers, 64)
+    assert [value for value, _ in halved] == pytest.approx([value for value, _ in likelihoods], abs=1e-5)
+    monkeypatch.setattr(local.model, "forward", lambda *_, **__: limited(input_ids=range(100)))
+    with pytest.raises(torch.OutOfMemoryError):
+        model.log_likelihoods(rows, [1] * len(rows), numbers, 64)
+
+
+def test_batches_keep_to_the_memory_for_keys_and_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    local = LocalModel(tiny.build("olmoe"), tokenizer())
+    requests = [(number, prompt) for prompt in PROMPTS for number in range(3)]
+    spec = GenSpec(4, batch_size=64)
+    sizes = []
+    forward = local.model.forward
+
+    def counted(*arguments: Any, **named: Any) -> Any:
+        sizes.append(len(named["input_ids"]))
+        return forward(*arguments, **named)
+
+    monkeypatch.setattr(local.model, "forward", counted)
+    free = dict(PlansModel(local, plans_of(local.model)).stream(requests, spec))
+    assert max(sizes) == len(requests)
+    cache = forward(input_ids=torch.zeros(1, 11, dtype=torch.int64), use_cache=True).past_key_values
+    states = [state for layer in cache.layers for state in (layer.keys, layer.values)]
+    of_row = sum(state.nbytes for state in states)
+    sizes.clear()
+    little = PlansModel(local, plans_of(local.model), memory=4.5 * of_row / 2**30)
+    assert dict(little.stream(requests, spec)) == free
+    assert max(sizes) == 4

@@ -1,0 +1,203 @@
+"""calibration.parts: a pass in steps over disjoint rows, whose merged sums are those of one pass."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny
+
+from moe_lab import criteria
+from moe_lab.calibration import settings as calibrations
+from moe_lab.config import CalibrationConfig, Config, ModelConfig
+from moe_lab.errors import UserError
+from moe_lab.pruning.plan import make_plan
+from moe_lab.statistics.forward import ForwardTap
+from moe_lab.statistics.observe import Observer, gather
+from moe_lab.statistics.sums import load_snapshots, merged, read
+from moe_lab.study.schedule import Schedule, StepError, work
+from moe_lab.study.slurm.pack import settle
+from moe_lab.study.step import Step, unmerged
+from moe_lab.study.steps import KINDS
+from moe_lab.study.steps.builder import Builder
+from moe_lab.study.store import Store
+from moe_lab.study.worker import Here
+
+MODEL = ModelConfig(name="pocket", path="pocket:olmoe", threads=1)
+TEXT = CalibrationConfig(
+    name="text",
+    path="pocket:calibration/general.jsonl",
+    packing="chunk",
+    gap="eos",
+    length=48,
+    tokens=7 * 48,
+    batch_size=2,
+    seed=3,
+)
+"""7 rows in 4 batches, the last of 1 row."""
+SUMS = "statistics.safetensors"
+
+
+def step_of(kind: str = "statistics", **settings: Any) -> Step:
+    cell = SimpleNamespace(model=MODEL, calibration=replace(TEXT, **settings), seed=0)
+    return KINDS[kind].step(Builder(Config()), cell)
+
+
+def do(store: Store, step: Step) -> list[Step]:
+    """Do the step and whatever it needs in this process; returns the steps that were run."""
+    ran: list[Step] = []
+    steps = [*step.inputs.values(), *step.merges, step]
+    done = {one.id for one in steps if store.done(one)}
+    with Here(store) as execute:
+
+        def counted(one: Step, scratch: Path, others: Mapping[Step, Path]) -> None:
+            ran.append(one)
+            execute(one, scratch, others)
+
+        schedule = Schedule(unmerged(steps, done), done)
+        work(schedule, store, counted)
+    for error in schedule.failed.values():
+        raise error
+    return ran
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Store:
+    """One pass of each kind over all rows."""
+    store = Store(tmp_path_factory.mktemp("whole")).create()
+    for kind in ("statistics", "gradients", "damage", "ablation", "scaling"):
+        do(store, step_of(kind, snapshots=3 if kind in ("statistics", "gradients") else 0))
+    return store
+
+
+def compare(one: dict[int, dict[str, Any]], other: dict[int, dict[str, Any]], rounding: float = 1e-12) -> None:
+    assert one.keys() == other.keys()
+    for layer, named in one.items():
+        assert named.keys() == other[layer].keys()
+        for name, values in named.items():
+            size = np.abs(other[layer][name]).max()
+            np.testing.assert_allclose(values, other[layer][name], rtol=rounding, atol=rounding * size, err_msg=name)
+
+
+@pytest.mark.parametrize("parts", [2, 3])
+@pytest.mark.parametrize("kind", ["statistics", "gradients", "damage", "ablation", "scaling"])
+def test_merged_sums_are_those_of_one_pass(whole: Store, tmp_path: Path, kind: str, parts: int) -> None:
+    single, step, store = step_of(kind), step_of(kind, parts=parts), Store(tmp_path).create()
+    assert step.id == single.id and step.folder == single.folder and not single.merges
+    assert len(step.merges) == parts and len({share.id for share in (step, *step.merges)}) == parts + 1
+    do(store, step)
+    made, expected = store.path(step), whole.path(single)
+    compare(read(made / SUMS), read(expected / SUMS))
+    assert (made / "step.json").read_bytes() == (expected / "step.json").read_bytes()
+    assert (made / "calibration.json").read_bytes() == (expected / "calibration.json").read_bytes()
+    assert {file.name for file in made.glob("*.parquet")} == {file.name for file in expected.glob("*.parquet")}
+
+
+def test_merged_sums_give_the_same_plan(whole: Store, tmp_path: Path) -> None:
+    store = Store(tmp_path).create()
+    step = step_of(parts=3)
+    do(store, step)
+    for name in criteria.of_experts_from("statistics"):
+        plans = []
+        for root in (store, whole):
+            sums = read(root.path(step) / SUMS)
+            experts = {layer: len(named["tokens"]) for layer, named in sums.items()}
+            scores = criteria.score(name, sums, experts=experts, gate="model")
+            scored = {layer: [float(value) for value in values] for layer, values in scores.items()}
+            plans.append(make_plan(scored, dict.fromkeys(experts, 8), tiny.routers(experts, 2), provenance={}))
+        assert plans[0].experts == plans[1].experts, name
+
+
+@pytest.mark.parametrize("kind", ["statistics", "gradients"])
+def test_merged_snapshots_are_those_of_one_pass(whole: Store, tmp_path: Path, kind: str) -> None:
+    store, step = Store(tmp_path).create(), step_of(kind, parts=2, snapshots=3)
+    do(store, step)
+    merged_ones, single = (load_snapshots(root.path(step), 3) for root in (store, whole))
+    assert merged_ones and single and [tokens for tokens, _ in merged_ones] == [tokens for tokens, _ in single]
+    for (_, layers), (_, expected) in zip(merged_ones, single, strict=True):
+        compare(layers, expected, rounding=1e-6)  # sums of channels are saved in fp32
+
+
+def test_streamed_parts_give_the_sums_of_the_whole_model(whole: Store, tmp_path: Path) -> None:
+    store, step = Store(tmp_path).create(), step_of(parts=2, engine="streamed")
+    do(store, step)
+    compare(read(store.path(step) / SUMS), read(whole.path(step) / SUMS))
+
+
+@pytest.mark.parametrize("name", ["olmoe", "deepseek_v3"])
+def test_shares_of_any_family_add_up(name: str) -> None:
+    model, batches = tiny.build(name), tiny.batches()
+    single = gather(model, ForwardTap, batches, fingerprint={}).layers
+    total = merged(gather(model, ForwardTap, [batch], fingerprint={}).layers for batch in batches)
+    arrays = [
+        {layer: {key: value.numpy() for key, value in named.items()} for layer, named in sums.items()}
+        for sums in (total, single)
+    ]
+    compare(*arrays)
+
+
+def test_finished_sums_are_found_however_they_were_made(tmp_path: Path) -> None:
+    store = Store(tmp_path).create()
+    ran = do(store, step_of(parts=2))
+    assert [len(step.merges) for step in ran] == [0, 0, 0, 2]
+    assert do(store, step_of()) == do(store, step_of(parts=3)) == []
+    other = Store(tmp_path / "other").create()
+    do(other, step_of())
+    assert do(other, step_of(parts=2)) == []
+
+
+def test_a_part_that_is_killed_is_resumed_and_others_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, step = Store(tmp_path).create(), step_of(parts=2)
+    with monkeypatch.context() as patch:
+        tiny.count_calls(patch, Observer, "read", kill_at=4)
+        with pytest.raises((tiny.Killed, StepError)):
+            do(store, step)
+    assert [store.done(share) for share in step.merges] == [True, False] and not store.done(step)
+    assert do(store, step) == [step.merges[1], step]
+
+
+def test_rows_are_shared_in_whole_batches() -> None:
+    def of(parts: int, rows: int = 7, batch_size: int = 2) -> list[tuple[int, int]]:
+        text = CalibrationConfig(name="t", path="t", length=4, tokens=rows * 4 + 3, batch_size=batch_size, parts=parts)
+        return calibrations.shares(text)
+
+    assert of(1) == []
+    assert of(2) == [(0, 4), (4, 7)] and of(3) == [(0, 2), (2, 4), (4, 7)] and of(4)[-1] == (6, 7)
+    assert of(8, rows=8, batch_size=1) == [(row, row + 1) for row in range(8)]
+
+
+@pytest.mark.parametrize("parts", [0, -1, 5, 8])
+def test_parts_that_cannot_be_are_refused(parts: int) -> None:
+    """7 rows in 4 batches."""
+    with pytest.raises(UserError) as error:
+        calibrations.check(replace(TEXT, parts=parts))
+    assert str(error.value).startswith(f"calibration.parts={parts}")
+    if parts == 5:
+        calibrations.check(replace(TEXT, parts=parts, batch_size=int(str(error.value).rpartition("=")[2])))
+
+
+def test_a_lost_merge_is_noticed_and_parts_of_a_finished_one_are_not_missed(tmp_path: Path) -> None:
+    """What the last job of a submission sees in the store."""
+    store, step = Store(tmp_path).create(), step_of(parts=2)
+    steps = [*step.inputs.values(), *step.merges, step]
+    do(store, step_of())
+    schedule = Schedule(steps)
+    settle(schedule, store)
+    assert not schedule.failed and not schedule.skipped and step.id in schedule.finished
+    empty = Store(tmp_path / "empty").create()
+    schedule = Schedule(steps)
+    settle(schedule, empty)
+    assert len(schedule.failed) == 1 and {share.id for share in step.merges} < {*schedule.skipped}
+
+
+def test_a_merge_says_what_it_was_made_from(tmp_path: Path) -> None:
+    store, step = Store(tmp_path).create(), step_of(parts=2)
+    do(store, step)
+    provenance = json.loads((store.path(step) / "provenance.json").read_text())
+    assert provenance["merged"] == [store.path(share).name for share in step.merges]
