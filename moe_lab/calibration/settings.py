@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 from moe_lab.calibration.packing import PACKINGS
@@ -116,13 +117,50 @@ def _check_numbers(settings: CalibrationConfig) -> None:
         )
     if settings.snapshots < 0:
         raise UserError(f"calibration.snapshots={settings.snapshots} is negative: expected 0 or more")
+    _check_parts(settings)
     if settings.seed is not None and settings.seed < 0:
         raise UserError(f"calibration.seed={settings.seed} is negative: expected 0 or more")
+
+
+def _check_parts(settings: CalibrationConfig) -> None:
+    if settings.parts < 1:
+        raise UserError(f"calibration.parts={settings.parts}: expected at least 1, which is one pass over all rows")
+    rows, batches = row_count(settings), batch_count(settings)
+    if settings.parts > rows:
+        raise UserError(
+            f"calibration.parts={settings.parts} is more than the {rows} rows of calibration.length={settings.length} "
+            f"in calibration.tokens={settings.tokens}: expected at most {rows}"
+        )
+    if settings.parts > batches:
+        raise UserError(
+            f"calibration.parts={settings.parts} is more than the {batches} batches of "
+            f"calibration.batch_size={settings.batch_size} in {rows} rows: expected at most {batches}, or "
+            f"calibration.batch_size={rows // settings.parts}"
+        )
 
 
 def row_count(settings: CalibrationConfig) -> int:
     """Rows to fill: calibration.tokens / calibration.length, rounded down."""
     return settings.tokens // settings.length
+
+
+def batch_count(settings: CalibrationConfig) -> int:
+    """Batches of the rows, of which the last may have fewer rows."""
+    return -(-row_count(settings) // settings.batch_size)
+
+
+def shares(settings: CalibrationConfig) -> list[tuple[int, int]]:
+    """First row, and end, of each of calibration.parts shares of the rows; empty for one pass over all of them.
+
+    A share has whole batches of one pass, so that both read the same batches and get the same numbers for each.
+    """
+    if settings.parts == 1:
+        return []
+    bounds = [batch_count(settings) * part // settings.parts for part in range(settings.parts + 1)]
+    return [
+        (first * settings.batch_size, min(end * settings.batch_size, row_count(settings)))
+        for first, end in pairwise(bounds)
+    ]
 
 
 def order_seed(settings: CalibrationConfig) -> int | None:

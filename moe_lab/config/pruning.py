@@ -140,6 +140,9 @@ class CalibrationConfig:
     snapshots: int = 0
     """Number of parts of the pass after each of which scores are computed, to see whether more text would change them;
     0: only at the end."""
+    parts: int = 1
+    """Steps that divide the rows of a pass among processes, GPUs or jobs; their sums are merged. The step of the merged
+    sums is that of one pass."""
     checkpointing: bool = False
     """Compute activations again in backward passes instead of keeping them: slower, but takes less memory."""
     engine: str = "resident"

@@ -22,20 +22,16 @@ from moe_lab.errors import UserError
 from moe_lab.models.discover import MoELayer, moe_layers
 from moe_lab.models.experts import chosen_experts, watch_routing
 from moe_lab.search.fitness import Contexts, row_sums
-from moe_lab.search.prefix import Decoder, States
+from moe_lab.search.prefix import Decoder, States, tokens_at_once
 from moe_lab.statistics.observe import Batch, description, resume, save_checkpoint
 from moe_lab.statistics.sums import Statistics, check_finite
 
 Change = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """Expert ids and gates (T, K) -> changed gates (T, K)."""
 
-TOKENS = 4096
-"""Tokens of one forward pass. Copies of short rows share a pass, each copy without another expert."""
 SCALE = 0.9
 """Factor of the routed output of one layer. The paper only says that it is scaled, as noise; its code uses 0.9, for
 another kind of layer loss."""
-LOGITS = 1 << 30
-"""Bytes of the logits of one forward pass at most, unless a single row has more."""
 
 
 def loss_rises(
@@ -76,7 +72,8 @@ def loss_rises(
         sums[index] = {kind: sums[index][kind] + rise if index in sums else rise}
         check_finite({index: sums[index]}, "the changed loss")
         save_checkpoint(out, sums, about, step + 1)
-    return Statistics({index: {kind: named[kind] / predicted} for index, named in sums.items()}, about)
+    means = {index: {kind: named[kind] / predicted} for index, named in sums.items()}
+    return Statistics(means, {**about, "predicted": predicted})
 
 
 class _Reader:
@@ -86,7 +83,7 @@ class _Reader:
         self.decoder = Decoder(model)
         self.layers = layers
         self.ids, self.valid = ids, valid
-        self.copies = max(1, _tokens_at_once(model) // ids.numel())
+        self.copies = max(1, tokens_at_once(model) // ids.numel())
         self.states: States = {}
         self.used: dict[int, torch.Tensor] = {}
         """Layer -> experts that got a token, ascending."""
@@ -165,14 +162,9 @@ def _predicting(valid: torch.Tensor) -> torch.Tensor:
     return where
 
 
-def _tokens_at_once(model: PreTrainedModel) -> int:
-    head: Any = model.get_output_embeddings()
-    return min(TOKENS, LOGITS // (4 * int(head.weight.shape[0])))
-
-
 def _few_rows(model: PreTrainedModel, batches: Sequence[Batch]) -> list[Batch]:
     """The batches split into parts that fit one forward pass, of at least one row each."""
-    tokens = _tokens_at_once(model)
+    tokens = tokens_at_once(model)
     parts: list[Batch] = []
     for ids, valid in batches:
         n_rows = max(1, tokens // ids.shape[1])

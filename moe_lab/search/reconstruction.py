@@ -9,7 +9,6 @@ routed output with only the experts S, among which the model's own routing rule 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from math import sqrt
 from typing import Any
@@ -19,7 +18,7 @@ import torch
 from moe_lab.errors import UserError
 from moe_lab.models.discover import MoELayer
 from moe_lab.models.experts import expert_output, spread, wide
-from moe_lab.pruning.mask import slice_router
+from moe_lab.pruning.mask import sliced_router
 from moe_lab.search.subsets import LIMIT, check_removals, kept_subsets
 from moe_lab.statistics.observe import Tap
 from moe_lab.statistics.sums import Layers, Statistics
@@ -144,12 +143,8 @@ def route(layer: MoELayer, kept: tuple[int, ...], args: tuple[Any, ...], kwargs:
     `args` and `kwargs` are those of a recorded call. The router's own code runs on the rows and biases of the kept
     experts, as in a pruned model. The layer is restored afterwards.
     """
-    with ExitStack() as undo:
-        sliced = slice_router(layer, kept, undo)
-        # some blocks pass the biases to their router; .forward, so that no hook runs
-        given = [sliced.get(id(value), value) for value in args]
-        named = {name: sliced.get(id(value), value) for name, value in kwargs.items()}
-        _, weights, chosen = layer.router.forward(*given, **named)
+    # .forward, so that no hook runs
+    _, weights, chosen = sliced_router(layer, kept).call(layer.router.forward, args, kwargs)
     return spread(torch.tensor(kept, device=chosen.device)[chosen], weights, layer.n_experts)
 
 

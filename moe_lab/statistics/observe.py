@@ -22,7 +22,7 @@ from moe_lab.errors import UserError
 from moe_lab.models.discover import MoELayer, moe_layers
 from moe_lab.models.partial_forward import run
 from moe_lab.models.transformers_private import experts_implementation, is_expert_parallel
-from moe_lab.statistics.sums import Layers, Snapshots, Statistics, check_finite
+from moe_lab.statistics.sums import Layers, Snapshots, Statistics, check_finite, plus
 
 REGISTERED_NAME = "moe_lab"
 SLOT = "_moe_lab_experts_function"
@@ -130,7 +130,7 @@ class Tap:
         part = part.double()
         if name in self.sums:
             total = self.sums[name].to(part.device)
-            part = total.maximum(part) if name.endswith("_max") else total + part
+            part = plus(name, total, part)
         self.sums[name] = part
 
     def valid(self, hidden: torch.Tensor) -> torch.Tensor | None:

@@ -146,6 +146,42 @@ def header(path: Path | str) -> dict[str, Any]:
     return content
 
 
+def plus(name: str, total: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    """The statistic `name` of two disjoint sets of tokens together: the maximum where it ends in _max, else the sum."""
+    return total.maximum(part) if name.endswith("_max") else total + part
+
+
+def merged(parts: Iterable[Layers]) -> Layers:
+    """The statistics of disjoint sets of tokens together. Raises ValueError when they are not of the same names."""
+    total: Layers = {}
+    for layers in parts:
+        if total and _names(total) != _names(layers):
+            raise ValueError(f"sums of {_names(layers)} cannot be added to sums of {_names(total)}")
+        for layer, named in layers.items():
+            here = total.setdefault(layer, {})
+            for name, part in named.items():
+                here[name] = plus(name, here[name], part) if name in here else part
+    return total
+
+
+def merged_means(parts: Sequence[Statistics]) -> Layers:
+    """Means over the tokens of all `parts`, from the mean of each part and header["predicted"], its number of tokens.
+
+    Raises ValueError when they are not of the same names.
+    """
+    counts = [int(part.header["predicted"]) for part in parts]
+    sums = [
+        {layer: {name: mean * count for name, mean in named.items()} for layer, named in part.layers.items()}
+        for part, count in zip(parts, counts, strict=True)
+    ]
+    total = merged(sums)
+    return {layer: {name: part / sum(counts) for name, part in named.items()} for layer, named in total.items()}
+
+
+def _names(layers: Layers) -> list[str]:
+    return [f"{layer}/{name}" for layer in sorted(layers) for name in sorted(layers[layer])]
+
+
 def check_finite(layers: Mapping[int, Mapping[str, torch.Tensor]], where: str) -> None:
     """Raise UserError naming layer and expert when a statistic is NaN or infinite; `where` names what was read."""
     for layer, named in layers.items():
@@ -167,30 +203,31 @@ def coverage(statistics: Statistics) -> list[tuple[int, int, int]]:
 
 
 class Snapshots:
-    """Saves the sums of one pass into a folder, after each number of batches in `points`."""
+    """Saves the sums of one pass into a folder, after each number of batches in `points`.
 
-    def __init__(self, folder: Path, batches: Sequence[Any], parts: int) -> None:
+    `batches` are those of the whole text; a pass over a share of them reads batches[share].
+    """
+
+    def __init__(self, folder: Path, batches: Sequence[Any], parts: int, share: slice = slice(None)) -> None:
         self.folder = folder
         self.parts = parts
         self.batches = batches
+        self.first, last, _ = share.indices(len(batches))
         ends = {-(-len(batches) * part // parts) for part in range(1, parts)}
-        self.points = sorted(ends - {0, len(batches)})
-        """Numbers of batches after which to save: parts as equal as whole batches allow, the end left out."""
+        self.ends = sorted(ends - {0, len(batches)})
+        """Numbers of batches of the whole text after which to save: parts as equal as whole batches allow, the end left
+        out."""
+        self.points = [end - self.first for end in self.ends if self.first < end <= last]
+        """Those in this pass, counted from its first batch."""
 
     def file(self, done: int) -> Path:
-        """Path of the sums after `done` batches."""
-        return self.folder / f"snapshot-{self.points.index(done) + 1}-of-{self.parts}.safetensors"
+        """Path of the sums after `done` batches of this pass."""
+        return self.folder / f"snapshot-{self.ends.index(self.first + done) + 1}-of-{self.parts}.safetensors"
 
     def save(self, layers: Layers, about: Mapping[str, Any], done: int) -> None:
-        """Save the sums after `done` batches, one of `points`."""
-        saved: Layers = {}
-        for layer, sums in layers.items():
-            saved[layer] = {}
-            for name, part in sums.items():
-                # sums of channels are most of a file: fp32 halves it
-                saved[layer][name] = part.float() if _OF_CHANNELS in name else part
-        seen = sum(int(valid.sum()) for _, valid in self.batches[:done])
-        Statistics(saved, {**about, "done": done, "valid_tokens": seen}).save(self.file(done))
+        """Save the sums after `done` batches of this pass, one of `points`."""
+        seen = sum(int(valid.sum()) for _, valid in self.batches[: self.first + done])
+        Statistics(_shortened(layers), {**about, "done": done, "valid_tokens": seen}).save(self.file(done))
 
     def publish(self, folder: Path) -> bool:
         """Move all snapshots into `folder` with their index.
@@ -202,9 +239,40 @@ class Snapshots:
             return False
         for file in files:
             file.replace(folder / file.name)
-        index = {"asked": self.parts, "files": [file.name for file in files]}
-        (folder / SNAPSHOT_INDEX).write_text(json.dumps(index))
+        _write_index(folder, self.parts, [file.name for file in files])
         return True
+
+
+def _shortened(layers: Layers) -> Layers:
+    """Sums as snapshots hold them: those of channels, which are most of a file, in fp32."""
+    return {
+        layer: {name: part.float() if _OF_CHANNELS in name else part for name, part in sums.items()}
+        for layer, sums in layers.items()
+    }
+
+
+def _write_index(folder: Path, parts: int, names: list[str]) -> None:
+    (folder / SNAPSHOT_INDEX).write_text(json.dumps({"asked": parts, "files": names}))
+
+
+def merge_snapshots(files: Sequence[Path], target: Path, parts: int) -> bool:
+    """Write the snapshots of a pass to the folder `target`, from those of its shares.
+
+    `files` have the sums of the shares, in the order of the text, with their snapshots beside them. Returns False and
+    writes nothing when a share has no snapshots of a pass in so many `parts`.
+    """
+    indices = [file.with_name(SNAPSHOT_INDEX) for file in files]
+    if not all(index.exists() and json.loads(index.read_text())["asked"] == parts for index in indices):
+        return False
+    names = [json.loads(index.read_text())["files"] for index in indices]
+    before: list[Layers] = []
+    for file, of_share in zip(files, names, strict=True):
+        for name in of_share:
+            snapshot = Statistics.load(file.with_name(name))
+            Statistics(_shortened(merged([*before, snapshot.layers])), snapshot.header).save(target / name)
+        before = [merged([*before, read(file, framework="pt")])]
+    _write_index(target, parts, [name for of_share in names for name in of_share])
+    return True
 
 
 def load_snapshots(folder: Path, parts: int) -> list[tuple[int, dict[int, dict[str, Any]]]] | None:

@@ -154,6 +154,7 @@ calibration.seed | -1 1.5 word
 calibration.gap | word '' null
 calibration.special_tokens | maybe null
 calibration.snapshots | -1 1.5 word null
+calibration.parts | 0 -1 1.5 word null 100000
 calibration.checkpointing | maybe null
 calibration.engine | streem '' null
 calibration.activation_budget | -1 nan word null
@@ -205,6 +206,7 @@ backend.command SERVER | 'vllm {checkpont} {port}' 'a "b'
 backend.command SERVER | '/no/such/program {checkpoint} {port}'
 backend.ready_seconds SERVER | 0 -1 nan word
 backend.continuous | maybe null
+backend.cache_memory | 0 -1 nan word
 launcher.name | lokal '' null slurn
 launcher.processes | 0 -1 1.5 word
 launcher.cells_per_job launcher=slurm | 0 -1 word null

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from sharing_costs import fix_costs
 
 from moe_lab.errors import UserError
 from moe_lab.pruning.mask import mask
@@ -17,6 +18,13 @@ from moe_lab.search.prefix import Schedule
 from moe_lab.search.screening import halving, local_losses, quartered, reconstruction
 from moe_lab.search.settings import FitnessSettings
 from moe_lab.search.speculative_decoding import DraftingCandidates
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No sharing of forward passes, which test_sharing.py tests: its rounding, and what it reuses, are its own."""
+    fix_costs(monkeypatch, together=False)
+
 
 ARCHITECTURES = [
     "olmoe", "deepseek_v2", "deepseek_v2:grouped", "deepseek_v3", "deepseek_v3:grouped", "ernie4_5_moe", "minimax_m2",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 import torch
 
@@ -16,12 +17,13 @@ def visited(relatives: Relatives, schedules: list[Schedule]) -> list[tuple[Sched
     """Each schedule in the order of the walk, and the layer it starts from; all its states are then known."""
     seen = []
 
-    def visit(schedule: Schedule, states: States) -> None:
+    def visit(schedules: Sequence[Schedule], states: States) -> None:
+        (schedule,) = schedules
         assert all(schedule[: len(start)] == start for start in states)
         seen.append((schedule, max(map(len, states), default=0)))
         states.update({schedule[:k]: STATE for k in range(LAYERS)})
 
-    relatives.walk(0, schedules, visit)
+    relatives.walk(0, schedules, 1, visit)
     return seen
 
 
