@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import errno
 import json
+import multiprocessing
+import os
+import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -16,7 +20,7 @@ import pandas as pd
 
 from analysis import names
 from analysis.load.evaluations import versions
-from analysis.load.reader import groups
+from analysis.load.reader import Gap, groups
 from analysis.load.settings import removed
 from analysis.load.study import Study, load
 from analysis.names import capitalised, count
@@ -39,8 +43,8 @@ class Publisher:
         self.results = results
         self.out = out
         self.figure_format = figure_format
-        self.attempted: dict[str, Exception | None] = {}
-        """Name -> its error, or None when it succeeded."""
+        self.attempted: dict[str, str | None] = {}
+        """Name -> the traceback of its error, or None when it succeeded."""
 
     def attempt(self, name: str, make: Callable[[], T]) -> T | None:
         """Call `make` and return its result; None, with a gap, when it raises. A full or read-only disk is raised,
@@ -51,7 +55,7 @@ class Publisher:
         except Exception as error:  # a bug in one output must not prevent the others
             if isinstance(error, OSError) and error.errno in UNWRITABLE:
                 raise
-            self.attempted[name] = error
+            self.attempted[name] = traceback.format_exc()
             reason = " ".join(f"{type(error).__name__}: {error}".split())
             self.results.study.reader.gap(f"could not be made ({reason}), traceback in {FAILED}/{name}.log", name)
             return None
@@ -61,17 +65,34 @@ class Publisher:
         """Names of the outputs that could not be made."""
         return [name for name, error in self.attempted.items() if error]
 
-    def publish(self, wanted: Iterable[str]) -> tuple[dict[str, list[Item]], list[Path]]:
-        """Make the named outputs and write their files. Returns name -> written tables and figures, and all files."""
-        items_by_name: dict[str, list[Item]] = {}
+    def publish(self, wanted: Iterable[str], of_page: Sequence[str] = ()) -> tuple[dict[str, list[Any]], list[Path]]:
+        """Make the named outputs and write their files; make the parts `of_page` of the report's page.
+
+        They are made in as many processes as there are processors. Returns name -> the part, or the written tables and
+        figures; and all files."""
+        wanted = [*dict.fromkeys(find(name).name for name in wanted), *of_page]
+        gaps = self.results.study.reader.gaps
+        made: dict[str, list[Any]] = {}
         written: list[Path] = []
-        for output in dict.fromkeys(map(find, wanted)):
-            items_by_name[output.name] = []
-            for item in self.attempt(output.name, partial(output.items, self.results)) or []:
+        for name, (items, files, attempted, found) in zip(wanted, in_processes(self._make, wanted), strict=True):
+            made[name] = items
+            written += files
+            self.attempted |= attempted
+            gaps |= {key: gap for key, gap in found.items() if key not in gaps}
+        return made, written
+
+    def _make(self, name: str) -> tuple[list[Any], list[Path], dict[str, str | None], dict[tuple[str, str], Gap]]:
+        """Make one output or part of the page: its items, its files, and all attempts and gaps of this process."""
+        items: list[Any] = []
+        written: list[Path] = []
+        if name in outputs():
+            for item in self.attempt(name, partial(find(name).items, self.results)) or []:
                 files = self.attempt(item.name, partial(write_files, [item], self.out, self.figure_format)) or []
-                items_by_name[output.name] += [item] if files else []
+                items += [item] if files else []
                 written += files
-        return items_by_name, written
+        else:
+            items = self.attempt(name, partial(parts, name, self.results)) or []
+        return items, written, self.attempted, self.results.study.reader.gaps
 
     def log_failures(self) -> None:
         """Write OUT/failed/NAME.log for every failed output, and remove old logs of those that succeeded this time."""
@@ -81,14 +102,45 @@ class Publisher:
                 log.unlink(missing_ok=True)
             else:
                 log.parent.mkdir(parents=True, exist_ok=True)
-                log.write_text("".join(traceback.format_exception(error)), encoding="utf-8")
+                log.write_text(error, encoding="utf-8")
+
+
+MOST_PROCESSES = 8
+"""More would wait for the longest output."""
+
+
+def in_processes(work: Callable[[str], T], tasks: Sequence[str]) -> Iterable[T]:
+    """Do `work` on each task in processes that are forked from this one, as many as there are processors.
+
+    Results come in the order of the tasks. One task, or a system without safe forks, needs no other process.
+    """
+    count = min(len(os.sched_getaffinity(0)), len(tasks), MOST_PROCESSES) if sys.platform == "linux" else 1
+    if count < 2:
+        yield from map(work, tasks)
+        return
+    fork = multiprocessing.get_context("fork")  # a process that starts afresh would take seconds to import and read
+    with ProcessPoolExecutor(count, fork, _start, (work,)) as pool:
+        yield from pool.map(_do, tasks)
+
+
+_work: Callable[[str], Any]
+"""What a process of `in_processes` does."""
+
+
+def _start(work: Callable[[str], Any]) -> None:
+    global _work
+    _work = work
+
+
+def _do(task: str) -> Any:
+    return _work(task)
 
 
 PAGE = "report.html"
 GAPS = "gaps"
 """The output that lists missing results; made last."""
-Made = Mapping[str, Sequence[Item]]
-"""Output -> its tables and figures that were written."""
+Made = Mapping[str, Sequence[Any]]
+"""Output -> its tables and figures that were written; part of the page -> its sentences or maps."""
 
 
 def write(store: Path | str, study: str, out: Path | str) -> Path:
@@ -101,22 +153,22 @@ def write_report(publisher: Publisher) -> Path:
 
     An output that cannot be made is a gap on the page, with its traceback in OUT/failed.
     """
-    items_by_name, _ = publisher.publish(name for name in outputs() if name != GAPS)
+    of_page = ["text.headline", *(f"{kind}.{chapter.anchor}" for chapter in CHAPTERS for kind in ("views", "text"))]
+    made, _ = publisher.publish((name for name in outputs() if name != GAPS), of_page)
     page = publisher.out / PAGE
-    page.write_text(html(_page(publisher, items_by_name)), encoding="utf-8")
+    page.write_text(html(_page(publisher, made)), encoding="utf-8")
     publisher.log_failures()
     return page
 
 
-def _page(publisher: Publisher, items_by_name: Made) -> Page:
+def _page(publisher: Publisher, made: Made) -> Page:
     study = publisher.results.study
-    headline = _part("text.headline", publisher)
-    chapters = _sections(publisher, items_by_name)
+    chapters = _sections(publisher, made)
     return Page(
         title=names.capitalised(names.listing(study.name.replace("_", " ").split("+"))),
         kicker=_kicker(study),
         lead=what_was_run(study),
-        findings=[*headline, ("Completeness", completeness(study))],
+        findings=[*made["text.headline"], ("Completeness", completeness(study))],
         tiles=_tiles(study),
         chapters=chapters,
         footer=f"Made by moe_lab {study.document.get('moe_lab', '')} from {study.name} in {study.store.resolve()}.",
@@ -124,16 +176,16 @@ def _page(publisher: Publisher, items_by_name: Made) -> Page:
     )
 
 
-def _sections(publisher: Publisher, items_by_name: Made) -> list[Section]:
+def _sections(publisher: Publisher, made: Made) -> list[Section]:
     """All sections of the page: chapters, comparison with the papers, missing results, provenance."""
     study = publisher.results.study
-    sections = [_section(chapter, publisher, items_by_name) for chapter in CHAPTERS]
+    sections = [_section(chapter, publisher.results.study, made) for chapter in CHAPTERS]
     results = publisher.results
     published = publisher.attempt("text.published", lambda: [published_chapter(study, results.comparisons)]) or []
     missing, _ = publisher.publish([GAPS])
     text = [completeness(study), *study.notes]
     gaps = Section(GAPS, "Gaps", "Missing results", text, missing[GAPS])
-    return [*sections, *published, gaps, _provenance(study, items_by_name)]
+    return [*sections, *published, gaps, _provenance(study, made)]
 
 
 def _kicker(study: Study) -> str:
@@ -165,33 +217,28 @@ class Chapter:
     """How to read its tables and figures."""
 
 
-def _section(chapter: Chapter, publisher: Publisher, items_by_name: Made) -> Section:
-    section = _shown(chapter.anchor, publisher.results.study, items_by_name)
-    views = _part(f"views.{chapter.anchor}", publisher)
+def _section(chapter: Chapter, study: Study, made: Made) -> Section:
+    section = _shown(chapter.anchor, study, made)
+    views = made[f"views.{chapter.anchor}"]
     note = [chapter.note] if chapter.note and (section.outputs or views) else []
-    text = [*note, *_part(f"text.{chapter.anchor}", publisher)]
+    text = [*note, *made[f"text.{chapter.anchor}"]]
     return replace(section, short=chapter.short, title=chapter.title, text=text, views=views)
 
 
-def _part(name: str, publisher: Publisher) -> list[Any]:
-    """Make the part of the page that is registered under this name; one that fails is a gap, like an output."""
-    return publisher.attempt(name, lambda: parts(name, publisher.results)) or []
-
-
-def _shown(anchor: str, study: Study, items_by_name: Made) -> Section:
+def _shown(anchor: str, study: Study, made: Made) -> Section:
     """The section `anchor` with its tables and figures and their filter columns."""
     items: list[Item] = []
     filters: dict[str, str] = {}
     for name, output in outputs().items():
         if output.chapter == anchor:
-            shown = output.shown(study, items_by_name[name])
+            shown = output.shown(study, made[name])
             items += shown
             filters |= {item.name: output.filters for item in shown}
     return Section(anchor, outputs=items, filters=filters)
 
 
-def _provenance(study: Study, items_by_name: Made) -> Section:
-    section = _shown("provenance", study, items_by_name)
+def _provenance(study: Study, made: Made) -> Section:
+    section = _shown("provenance", study, made)
     return replace(
         section, short="Provenance", title="Provenance and files", facts=_facts(study), details=_details(study)
     )

@@ -7,17 +7,29 @@ Both stores are synthetic, in the layout of a real run. Times are wall-clock and
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from subprocess import DEVNULL
 
 from analysis import report
 from analysis.load.study import load
 from benchmarks.measure import timed
+from moe_lab.start import command
 
 REBUILD, LOAD = 60, 5
 """CPU seconds allowed for each."""
 FEW = ("frequency", "reap", "man", "ean")
+
+
+def report_seconds(store: Path, study: str, out: Path) -> tuple[float, float]:
+    """Wall-clock and CPU seconds of `python -m analysis report` on a finished study, its start included."""
+    about = [f"store={store}", f"study={study}", f"out={out}"]
+    code, clock, processor = timed(lambda: subprocess.call(command("analysis", "report", *about), stdout=DEVNULL))
+    if code == 2 or not (out / report.PAGE).exists():
+        raise RuntimeError(f"no report of study={study} in {store}")
+    return clock, processor
 
 
 def _seconds(clock: float, processor: float, allowed: int) -> str:

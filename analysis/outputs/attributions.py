@@ -158,6 +158,7 @@ SPREAD = (0.1, 0.9)
 
 @output("attributions_and_ablation", chapter="attribution", needs=ABLATED)
 @per_model("pruned")
+@style.titles_above_labels()
 def ablation_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
     """Attributions against the loss that ablating an expert causes."""
     experts = results.study.experts
@@ -199,6 +200,7 @@ def _points(axes: Axes, experts: pd.DataFrame, measure: str) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(nbins=4))
 
 
+@style.titles_above_labels()
 def depth_figure(
     results: Results, comparison: Comparison, name: str, measures: Mapping[str, str], title: str, caption: str
 ) -> Figure | None:

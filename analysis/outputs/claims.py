@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-import scipy
+from scipy.special import ndtr, stdtr, stdtrit
 
 from analysis import names
 from analysis.load.reader import groups, records
@@ -127,7 +127,8 @@ def _invariant(family: pd.DataFrame) -> list[dict[str, object]]:
     for key, scores in groups(family, ["model"]):
         if scores["calibration"].nunique() < 2:
             continue
-        differences = {ratio: layer_differences(scores, ratio) for ratio in overlap.RATIOS}
+        layers = [overlap.scores_by_variant(layer) for _, layer in scores.groupby("layer")]
+        differences = {ratio: layer_differences(layers, ratio) for ratio in overlap.RATIOS}
         mean = np.mean(list(differences.values()), axis=0)
         for ratio, shares in (*differences.items(), (ALL, mean)):
             low, high = layer_interval(shares)
@@ -140,16 +141,16 @@ def _invariant(family: pd.DataFrame) -> list[dict[str, object]]:
 _PARTNERS = [(alpha, beta) for alpha in (0, 1, 2) for beta in (0, 1, 2) if (1, alpha, beta) != overlap.DEGENERATE]
 
 
-def layer_differences(family: pd.DataFrame, ratio: float) -> np.ndarray:
+def layer_differences(layers: Sequence[Mapping[tuple[int, ...], np.ndarray]], ratio: float) -> np.ndarray:
     """Difference per layer (layers,) in the share of lowest-scored experts common to all calibration sets.
 
-    b = 1 minus b = 0, the mean over (alpha, beta)."""
+    layers: `overlap.scores_by_variant` of each. b = 1 minus b = 0, the mean over (alpha, beta)."""
     differences = []
-    for _, layer in groups(family.sort_values(["layer", "expert"], kind="stable"), ["layer"]):
-        shares = {}
-        for variant, scores in groups(layer, overlap.VARIANT):
-            wide = scores.pivot(index="calibration", columns="expert", values="score").to_numpy(float)
-            shares[tuple(variant.values())] = overlap.agreement(overlap.bottom(wide, ratio)[:, None, :])["triple"]
+    for layer in layers:
+        shares = {
+            variant: overlap.agreement(overlap.bottom(scores, ratio)[:, None, :])["triple"]
+            for variant, scores in layer.items()
+        }
         pairs = [
             shares[(1, *rest)] - shares[(0, *rest)] for rest in _PARTNERS if {(1, *rest), (0, *rest)} <= set(shares)
         ]
@@ -173,15 +174,16 @@ def expanded(count: int) -> float:
     Intervals from resampling few values are too narrow. The level is that of the normal distribution at Student's t
     times sqrt(n / (n - 1)). With four layers the interval reaches from the smallest to the largest value.
     """
-    reach = scipy.stats.t.ppf((1 + uncertainty.CONFIDENCE) / 2, count - 1) * np.sqrt(count / (count - 1))
-    return float(2 * scipy.stats.norm.cdf(reach) - 1)
+    reach = stdtrit(count - 1, (1 + uncertainty.CONFIDENCE) / 2) * np.sqrt(count / (count - 1))
+    return float(2 * ndtr(reach) - 1)
 
 
 def _t_test(differences: np.ndarray) -> float:
     """p-value of a t-test over layers; NaN for a single layer, or when all layers have the same difference."""
     if len(differences) < 2 or np.isnan(differences).any() or np.ptp(differences) == 0:
         return np.nan
-    return float(scipy.stats.ttest_1samp(differences, 0).pvalue)
+    t = differences.mean() / (differences.std(ddof=1) / np.sqrt(len(differences)))
+    return float(2 * stdtr(len(differences) - 1, -abs(t)))
 
 
 STATEMENTS = {

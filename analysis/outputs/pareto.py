@@ -214,9 +214,11 @@ def _cells(axes: Axes, pruned: pd.DataFrame, axis: str, marks: Mapping[str, Line
     bars = ordered[axis], ordered["low"], ordered["high"]
     axes.vlines(*bars, color=shades, linewidth=0.9, alpha=0.5, zorder=2)
     for _, cells in groups(ordered, ["method", "calibration"]):
-        mark = marks[cells["label"].iloc[0]]
-        axes.plot(cells[axis], cells["avg"], color=mark.get_color(), linewidth=0.6, alpha=0.45, zorder=2)
-        style.draw(axes, mark, cells[axis], cells["avg"])
+        if len(cells) > 1:
+            shade = marks[cells["label"].iloc[0]].get_color()
+            axes.plot(cells[axis], cells["avg"], color=shade, linewidth=0.6, alpha=0.45, zorder=2)
+    for key, cells in groups(ordered, ["label"]):
+        style.draw(axes, marks[key["label"]], cells[axis], cells["avg"])
 
 
 BOTH = f"cells of channels and of whole experts, without recovery, at several ratios, and {SLIMMING}"

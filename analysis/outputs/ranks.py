@@ -142,8 +142,8 @@ def _diagram(axes: Axes, test: RankTest, margin: float) -> None:
     axes.set(xlim=(1 - margin * (count - 1), count + margin * (count - 1)), ylim=(depth + half + 0.2, -2.4))
     axes.hlines(0, 1, count, color=style.MUTED, linewidth=0.9)
     step = max(1, round(count / 7))
+    axes.vlines(range(1, count + 1, step), -0.25, 0, color=style.MUTED, linewidth=0.8)
     for tick in range(1, count + 1, step):
-        axes.vlines(tick, -0.25, 0, color=style.MUTED, linewidth=0.8)
         axes.text(tick, -0.35, str(tick), ha="center", va="bottom", fontsize=6.5)
     length = min(test.difference, count - 1)
     axes.plot([1, 1 + length], [-1.55, -1.55], color=style.INK, linewidth=1.6, solid_capstyle="butt")

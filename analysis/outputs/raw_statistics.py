@@ -53,6 +53,7 @@ def top_experts(experts: pd.DataFrame, measure: str) -> pd.DataFrame:
 
 @output("coverage.fig2", chapter="attribution", needs=ABLATED)
 @per_model("pruned")
+@style.titles_above_labels()
 def router_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
     """Ablation losses of the experts that routers rank highest."""
     experts = first_set(results.study.experts, comparison.model)
@@ -128,6 +129,7 @@ def by_layer(statistics: pd.DataFrame) -> pd.DataFrame:
     needs=f"{ABLATED}; for weights and gradients also {SOURCES['weight']}, and {SOURCES['gradient']}",
 )
 @per_model("pruned")
+@style.titles_above_labels()
 def statistics_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
     """Weights, activations and gradients of experts with their ablation losses, by depth and in one layer."""
     experts = first_set(results.study.raw_statistics, comparison.model)
@@ -183,6 +185,7 @@ def _over_experts(axes: Axes, experts: pd.DataFrame, words: str) -> None:
 
 @output("coverage.fig14", chapter="attribution", needs=SUMS)
 @per_model("pruned")
+@style.titles_above_labels()
 def activation_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
     """Activation magnitudes of experts in three layers, by calibration set."""
     experts = results.study.experts

@@ -102,6 +102,7 @@ RADAR_LINES = len(RADAR_METHODS)
 
 @output("aimer.fig3", chapter="task", needs="three benchmarks", also=("aimer.fig4", "aimer.fig5"))
 @per_model()
+@style.titles_above_labels()
 def radar_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
     """All benchmarks of each method around a circle (AIMER, Figs. 3 to 5).
 

@@ -269,8 +269,8 @@ def _interval(table: Table, column: str, low: float, high: float) -> str:
 def _block_starts(table: Table) -> list[bool]:
     if not table.blocks or table.frame.empty:
         return [False] * len(table.frame)
-    keys = table.frame[list(table.blocks)].astype(str).agg("\x1f".join, axis=1)
-    return list(keys != keys.shift())
+    keys = table.frame[list(table.blocks)].to_numpy(str).tolist()
+    return [key != before for key, before in zip(keys, [None, *keys], strict=False)]
 
 
 SUFFIXES: dict[str, Callable[[Table], str]] = {"csv": csv, "md": markdown, "tex": latex, "html": html}

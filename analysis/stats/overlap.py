@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import combinations
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -68,22 +69,27 @@ def calibration_overlap(family: pd.DataFrame, ratios: Sequence[float] = RATIOS) 
     for model, scores in groups(family, ["model"]):
         if scores["calibration"].nunique() < 2:
             continue
-        for variant, frame in groups(scores.sort_values(VARIANT, kind="stable"), VARIANT):
+        layers = [scores_by_variant(layer) for _, layer in scores.groupby("layer")]
+        for variant in sorted(set().union(*layers)):
             for ratio in ratios:
-                by_layer = _by_layer(frame, ratio)
-                if tuple(variant.values()) == DEGENERATE:
+                by_layer = _mean_agreement([layer[variant] for layer in layers if variant in layer], ratio)
+                if variant == DEGENERATE:
                     by_layer |= {name: float("nan") for name in MEASURES}
-                rows.append({**model, "ratio": ratio, **variant, **by_layer})
+                rows.append({**model, "ratio": ratio, **dict(zip(VARIANT, variant, strict=True)), **by_layer})
     return pd.DataFrame(rows)
 
 
-def _by_layer(frame: pd.DataFrame, ratio: float) -> dict[str, float]:
+def scores_by_variant(layer: pd.DataFrame) -> dict[tuple[int, ...], np.ndarray]:
+    """(b, alpha, beta) -> scores of one layer (calibration sets, experts)."""
+    wide = layer.pivot(index=[*VARIANT, "calibration"], columns="expert", values="score")
+    variants: Any = wide.groupby(level=VARIANT)
+    return {tuple(map(int, variant)): scores.to_numpy(float) for variant, scores in variants}
+
+
+def _mean_agreement(layers: Sequence[np.ndarray], ratio: float) -> dict[str, float]:
     """Agreement averaged over layers, which may have different numbers of experts."""
-    layers = []
-    for _, scores in frame.groupby("layer"):
-        wide = scores.pivot(index="calibration", columns="expert", values="score").to_numpy(float)
-        layers.append(agreement(bottom(wide, ratio)[:, None, :]))
-    return {name: float(np.mean([layer[name] for layer in layers])) for name in layers[0]}
+    measured = [agreement(bottom(scores, ratio)[:, None, :]) for scores in layers]
+    return {name: float(np.mean([layer[name] for layer in measured])) for name in measured[0]}
 
 
 def pooled(overlaps: pd.DataFrame) -> pd.DataFrame:

@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 import pandas as pd
-import scipy
 
 from analysis.load.reader import groups
 from analysis.names import COLUMNS
@@ -30,7 +29,8 @@ def correlations(experts: pd.DataFrame, measure: str, truth: str) -> dict[str, f
 
 def rank_correlation_by_layer(experts: pd.DataFrame, measure: str, truth: str) -> float:
     """Mean over layers of Spearman's correlation within a layer; layers where it is NaN are left out."""
-    by_layer = [correlations(layer, measure, truth)["rank"] for _, layer in groups(experts, ["layer"])]
+    both = experts[["layer", measure, truth]].dropna()
+    by_layer = [correlations(layer, measure, truth)["rank"] for _, layer in groups(both, ["layer"])]
     defined = [value for value in by_layer if not np.isnan(value)]
     return float(np.mean(defined)) if defined else np.nan
 
@@ -85,5 +85,9 @@ def average_rank_draws(draws: np.ndarray, signs: np.ndarray) -> np.ndarray:
 
 
 def _ranks(values: np.ndarray, signs: np.ndarray, axis: int = 0) -> np.ndarray:
-    rounded = np.round(values.astype(float), PRINTED_DECIMALS)
-    return np.asarray(scipy.stats.rankdata(rounded * signs, method="average", axis=axis, nan_policy="omit"))
+    """Ranks along an axis, ties sharing the mean of their ranks; NaN stays NaN."""
+    last = np.moveaxis(np.round(values.astype(float), PRINTED_DECIMALS) * signs, axis, -1)
+    if not last.size:
+        return np.moveaxis(last, -1, axis)
+    ranked = pd.DataFrame(last.reshape(-1, last.shape[-1])).rank(axis=1).to_numpy()
+    return np.moveaxis(ranked.reshape(last.shape), -1, axis)

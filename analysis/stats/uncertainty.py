@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 
 import numpy as np
-from scipy.special import bdtr, stdtr
+from scipy.special import bdtr, ndtri, stdtr
 
 from analysis import names
 
@@ -23,11 +23,17 @@ _CHUNK = 500
 
 
 def wilson(successes: np.ndarray, items: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """95 % Wilson interval of a share of successes among items (arrays of one shape): lower and upper ends."""
-    from statsmodels.stats.proportion import proportion_confint
+    """95 % Wilson interval of a share of successes among items (arrays of one shape): lower and upper ends.
 
-    low, high = proportion_confint(np.asarray(successes), np.asarray(items), alpha=1 - CONFIDENCE, method="wilson")
-    return np.asarray(low), np.asarray(high)
+    Equal to statsmodels' `proportion_confint(successes, items, method="wilson")`, which imports all of scipy.stats:
+    a twentieth of the time of a report.
+    """
+    share, z = successes / items, ndtri((1 + CONFIDENCE) / 2)
+    centre = share + z**2 / (2 * items)
+    reach = z * np.sqrt(share * (1 - share) / items + (z / (2 * items)) ** 2)
+    low, high = (centre - reach) / (1 + z**2 / items), (centre + reach) / (1 + z**2 / items)
+    asked = items > 0
+    return np.where(asked & (successes == 0), 0.0, low), np.where(asked & (successes == items), 1.0, high)
 
 
 def holm(p_values: np.ndarray) -> np.ndarray:

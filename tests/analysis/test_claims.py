@@ -7,6 +7,7 @@ from handmade import UNPRUNED, cell, comparison_of, results_of, study_of, table_
 
 from analysis.outputs import claims
 from analysis.stats.cell_scores import pooled_difference, share_beyond
+from analysis.stats.overlap import scores_by_variant
 
 NO_COSTS = pd.DataFrame(columns=["cell", "routed_kept"])
 NO_FAMILY = pd.DataFrame()
@@ -127,7 +128,8 @@ FAMILY = family({1: {"a": [UP, UP], "b": [UP, UP]}, 0: {"a": [UP, UP], "b": [DOW
 
 def test_invariance_is_compared_layer_by_layer() -> None:
     """Divided by counts, both layers agree wholly; sums agree in none of layer 0 and all of layer 1."""
-    assert claims.layer_differences(FAMILY, 0.5).tolist() == [1.0, 0.0]
+    layers = [scores_by_variant(layer) for _, layer in FAMILY.groupby("layer")]
+    assert claims.layer_differences(layers, 0.5).tolist() == [1.0, 0.0]
     found = claims.claims([], NO_COSTS, FAMILY)
     assert found["claim"].unique().tolist() == [claims.INVARIANT] and found["headline"].tolist() == [False, False, True]
     assert found["difference"].tolist() == [0.5, 0.5, 0.5] and set(found["verdict"]) == {"undecided"}

@@ -2,16 +2,19 @@ from __future__ import annotations
 
 import html
 import json
+import os
 import re
+import shutil
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pandas as pd
 import pytest
-from budgets import within
+from budgets import of_children, within
 from matplotlib.figure import Figure as Drawing
 from synthetic import write_store
 
@@ -115,6 +118,7 @@ def test_a_figure_is_written_in_the_format_asked_for(
 
 def test_each_figure_of_the_report_is_drawn_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = write_store(tmp_path / "store", items=10, overlap=False, **FEW)
+    monkeypatch.setattr(report, "MOST_PROCESSES", 1)
     saved: list[Drawing] = []
     save = Drawing.savefig
     monkeypatch.setattr(
@@ -122,6 +126,20 @@ def test_each_figure_of_the_report_is_drawn_once(tmp_path: Path, monkeypatch: py
     )
     page = report.write(store, "made_up", tmp_path / "out")
     assert len(saved) == len(set(map(id, saved))) == len(list((page.parent / "figures").iterdir())) > 3
+
+
+def test_processes_make_the_report_of_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files to the byte, and gaps in the same order: two steps of the store are gone."""
+    store = write_store(tmp_path / "store", items=10, overlap=False, **FEW)
+    for kind in ("statistics", "cost"):
+        shutil.rmtree(next((store / kind).iterdir()))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(3))
+    files = []
+    for most in (1, 3):
+        monkeypatch.setattr(report, "MOST_PROCESSES", most)
+        out = report.write(store, "made_up", tmp_path / str(most)).parent
+        files.append({path.relative_to(out): path.read_bytes() for path in out.rglob("*") if path.is_file()})
+    assert files[0] == files[1] and len(files[0]) > 20
 
 
 def test_one_table_by_name(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -233,5 +251,5 @@ def test_the_analysis_never_imports_torch(small: Path, tmp_path: Path) -> None:
 def test_a_full_study_is_reported_within_its_budget(tmp_path: Path) -> None:
     """73 cells x 16 benchmarks x 80 items, every figure of it drawn."""
     store = write_store(tmp_path / "store")
-    with within(20):
+    with within(20, lambda: time.process_time() + of_children()):
         report.write(store, "made_up", tmp_path / "out")
