@@ -47,13 +47,10 @@ def score_figure(table: Table, *, name: str) -> Figure | None:
             axes.plot([row["low"], row["high"]], [at, at], color=shade, linewidth=1.4)
             axes.plot(row[DIFFERENCE], at, "o", color=shade, markersize=5, markerfacecolor=fill)
         axes.axvline(0, color=style.MUTED, linewidth=0.9)
-        axes.set_yticks(range(len(shown)), shown["words"], fontsize=6.5)
+        style.ticks(axes.yaxis, range(len(shown)), shown["words"], labelsize=6.5)
         axes.set(ylim=(len(shown) - 0.5, -0.5), xlabel="Avg in B minus Avg in A")
         axes.grid(axis="x")
-        drawing.legend(
-            handles=[_handle(verdict) for verdict in (BETTER, WORSE, "within noise")],
-            loc="outside upper center", ncols=3, fontsize=7,
-        )  # fmt: skip
+        style.legend(drawing, map(_handle, (BETTER, WORSE, "within noise")))
     left = len(tested) - len(shown)
     caption = (
         "Mean of the displayed columns in B minus that in A, with its 95 % interval, for cells on both "
@@ -104,9 +101,9 @@ def exchange_figure(pairs: Sequence[Pair], *, name: str) -> Figure | None:
         axes.imshow(image, extent=(0, len(layers), len(shown), 0), aspect="auto", interpolation="nearest")
         if len(layers) <= 16:
             _numbers(axes, values)
-        axes.set_yticks(np.arange(len(shown)) + 0.5, [called for called, _ in shown], fontsize=6.5)
+        style.ticks(axes.yaxis, np.arange(len(shown)) + 0.5, [called for called, _ in shown], labelsize=6.5)
         step = -(-len(layers) // 16)
-        axes.set_xticks(np.arange(0, len(layers), step) + 0.5, [str(layer) for layer in layers[::step]])
+        style.ticks(axes.xaxis, np.arange(0, len(layers), step) + 0.5, [str(layer) for layer in layers[::step]])
         axes.set_xlabel("decoder layer")
         style.bare(axes)
         drawing.legend(
@@ -202,7 +199,7 @@ def _expert_map(axes: Axes, first: Layers, second: Layers) -> None:
     axes.imshow(image, extent=(-0.5, widest - 0.5, len(layers), 0), aspect="auto", interpolation="nearest")
     step = -(-len(layers) // 12)
     labels = [f"layer {layer}" for layer in layers[::step]]
-    axes.set_yticks(np.arange(0, len(layers), step) + 0.5, labels, fontsize=6.5)
+    style.ticks(axes.yaxis, np.arange(0, len(layers), step) + 0.5, labels, labelsize=6.5)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=9, integer=True))
     style.bare(axes)
 

@@ -158,7 +158,6 @@ SPREAD = (0.1, 0.9)
 
 @output("attributions_and_ablation", chapter="attribution", needs=ABLATED)
 @per_model("pruned")
-@style.titles_above_labels()
 def ablation_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
     """Attributions against the loss that ablating an expert causes."""
     experts = results.study.experts
@@ -171,10 +170,8 @@ def ablation_figure(results: Results, comparison: Comparison, name: str) -> Figu
     for row, calibration in zip(grid, sets, strict=True):
         for axes, measure in zip(row, AGAINST, strict=True):
             _points(axes, ablated[ablated["calibration"] == calibration], measure)
+        _title(row[0], f"{names.calibration(calibration)}\n{row[0].get_title('left')}")
         row[0].set_ylabel("rise of the loss (nats a token)")
-        row[0].annotate(
-            names.calibration(calibration), (0, 1.16), xycoords="axes fraction", fontsize=8.5, fontweight="bold"
-        )
     for axes, measure in zip(grid[-1], AGAINST, strict=True):
         axes.set_xlabel(MEASURES[measure])
     style.legend(drawing, style.depth_keys(sorted(ablated["layer"].unique())))
@@ -194,13 +191,16 @@ def _points(axes: Axes, experts: pd.DataFrame, measure: str) -> None:
     pooled = correlations(experts, measure, "ablation")["rank"]
     inside = rank_correlation_by_layer(experts, measure, "ablation")
     words = [shown(value, "{:.2f}").replace("-", "−") for value in (pooled, inside)]
-    axes.set_title(f"ρ = {words[0]}; in a layer {words[1]}", fontsize=7.5, fontweight="normal")
+    _title(axes, f"ρ = {words[0]}; in a layer {words[1]}")
     axes.axhline(0, color=style.RULE, linewidth=0.8)
     style.scientific(axes.xaxis, axes.yaxis)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=4))
 
 
-@style.titles_above_labels()
+def _title(axes: Axes, words: str) -> None:
+    axes.set_title(words, fontsize=7.5, fontweight="normal")
+
+
 def depth_figure(
     results: Results, comparison: Comparison, name: str, measures: Mapping[str, str], title: str, caption: str
 ) -> Figure | None:

@@ -124,8 +124,8 @@ def size_figure(results: Results, comparison: Comparison, name: str) -> Figure |
         style.draw(axes, key, line["read"], score[line.index])
     for axes, ratio in zip(grid, ratios, strict=True):
         axes.set_xscale("log", base=2)
-        axes.set_xticks(sorted({int(read) for line in lines.values() for read in line["read"]}))
-        axes.xaxis.set_major_formatter(style.tokens)
+        read = sorted({int(tokens) for line in lines.values() for tokens in line["read"]})
+        style.ticks(axes.xaxis, read, map(style.tokens, read))
         axes.set(xlabel="calibration tokens read", title=f"{names.ratio(ratio)} pruned")
         axes.grid()
     grid[0].set_ylabel("mean of HEAPr's benchmarks")
@@ -217,7 +217,7 @@ def _draw_changes(axes: Axes, changed: pd.DataFrame) -> dict[str, Line2D]:
             axes.plot(points["read"], points["difference"], marker, **mark)
         keys[benchmark] = style.key(names.benchmark(benchmark), marker=marker, markersize=3.8, **look)
     read = sorted(changed["read"].unique())
-    axes.set_xticks(read, list(map(style.tokens, read)))
+    style.ticks(axes.xaxis, read, map(style.tokens, read))
     axes.set_xlabel("calibration tokens read")
     axes.grid(axis="y")
     return keys

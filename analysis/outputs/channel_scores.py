@@ -174,7 +174,7 @@ def _bars(axes: Axes, stacks: pd.DataFrame) -> None:
     marks = stacks["attribution"].clip(lower=0)
     axes.plot(where, marks, "D", color=MARK, markersize=3.5, markeredgecolor=style.INK, markeredgewidth=0.4)
     step = -(-len(stacks) // 32)
-    axes.set_xticks(where[::step], [str(expert) for expert in stacks.index[::step]], fontsize=6)
+    style.ticks(axes.xaxis, where[::step], [str(expert) for expert in stacks.index[::step]], labelsize=6)
     axes.set(xlim=(-0.7, len(stacks) - 0.3), ylim=(-0.03, 1.03))
     style.percent(axes.yaxis)
 

@@ -69,7 +69,7 @@ def layer_figure(comparison: Comparison, kept: pd.DataFrame, name: str) -> Figur
             look = {**style.cycled(at), "markersize": 4.5, "linewidth": 1.2, "linestyle": dashes}
             axes.plot(range(len(row)), row * 100, label=label, **look)
         shown = range(0, shares.shape[1], -(-shares.shape[1] // LAYERS))
-        axes.set_xticks(shown, [f"layer {shares.columns[at]}" for at in shown])
+        style.ticks(axes.xaxis, shown, [f"layer {shares.columns[at]}" for at in shown])
         axes.set(ylabel="channels kept (%)", ylim=(0, 104))
         axes.set_title(f"{comparison.model}, {names.ratio(ratio)} pruned")
         axes.grid(axis="y")
@@ -102,7 +102,7 @@ def expert_figure(comparison: Comparison, kept: pd.DataFrame, name: str) -> Figu
     handles = [Patch(**style.GONE, label="no channel")]
     for share in (0.25, 0.5, 0.75, 1):
         handles.append(Patch(facecolor=colormaps[style.SEQUENTIAL](_level(share)), label=names.share(share)))
-    drawing.legend(handles=handles, loc="outside lower center", ncols=5, title="channels kept", title_fontsize=7)
+    style.legend(drawing, handles, title="channels kept")
     caption = (
         f"{names.ratio(ratio)} of all channels are pruned. Each square is an expert, its shade the share of its "
         "channels that is kept; experts of a layer go from the least to the most kept. Crossed ones keep none. "
@@ -298,5 +298,5 @@ def _stack(axes: Axes, parts: pd.DataFrame) -> None:
         axes.bar(where, row, bottom=bottom, width=0.85, color=shade, edgecolor=style.SURFACE, linewidth=0.2)
         bottom = bottom + row.to_numpy()
     shown = where[:: -(-len(where) // 12)]
-    axes.set_xticks(shown, [str(shares.columns[at]) for at in shown])
+    style.ticks(axes.xaxis, shown, [str(shares.columns[at]) for at in shown])
     axes.set_ylim(0, 1)

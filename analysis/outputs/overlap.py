@@ -77,10 +77,10 @@ def proxy_figure(results: Results, name: str) -> Figure:
         axes.plot(group["chance"], y, "|", color=look["color"], markersize=7)
     several = overlaps["model"].nunique() > 1
     labels = [f"{model}, {names.calibration(text)}" if several else names.calibration(text) for model, text in rows]
-    axes.set_yticks(range(len(rows)), labels)
+    style.ticks(axes.yaxis, range(len(rows)), labels)
     axes.set(xlim=(0, 1.02), ylim=(len(rows) - 0.5, -0.5), xlabel="share of the same experts")
     axes.grid(axis="x")
-    drawing.legend(loc="outside upper center", ncols=4)
+    style.legend(drawing, axes.get_legend_handles_labels()[0], most=4)
     caption = (
         "How many of the experts with the lowest exact damage the proxy S(0,1,1) also finds: mean over layers (point), "
         f"the worst layer (end of the line), and what random sets would share (tick). Based on {of_pass(results.study)}"
@@ -93,13 +93,12 @@ def pooled_figure(results: Results, name: str) -> Figure:
     pooled = overlap.pooled(results.overlaps)
     ratios = sorted(pooled["ratio"].unique())
     drawing = style.drawing(style.PAGE, 2.75 * len(ratios))
-    rows = drawing.subfigures(len(ratios), 1, squeeze=False)[:, 0]
-    for row, ratio in zip(rows, ratios, strict=True):
-        left, right = row.subplots(1, 2, width_ratios=(1, 1.15))
+    rows = drawing.subplots(len(ratios), 2, squeeze=False, width_ratios=(1, 1.15))
+    for (left, right), ratio in zip(rows, ratios, strict=True):
         one = pooled[pooled["ratio"] == ratio]
         _effects_axes(left, one)
         _heat_axes(right, one)
-        row.suptitle(f"{names.ratio(ratio)} pruned", fontsize=8.5, fontweight="bold", x=0.01, ha="left")
+        left.set_title(f"{names.ratio(ratio)} pruned")
     caption = (
         "Share of the lowest-scored experts of a layer that is the same under all calibration sets (mean over layers "
         "and models). Left: mean over all usable variants with this b, α or β. Right: each variant. Dashed: random "
@@ -121,8 +120,9 @@ def _effects_axes(axes: Axes, pooled: pd.DataFrame) -> None:
         position += 0.6
     chance = float(pooled["chance_triple"].iloc[0])
     axes.axhline(chance, **style.DASHED)
-    axes.text(position - 0.9, chance, "chance", fontsize=6.5, va="center", color=style.MUTED)
-    axes.set_xticks([at for at, _ in ticks], [text for _, text in ticks], fontsize=7)
+    axes.set_xlim(-0.6, position + 1.0)  # room for the word beside the last bar
+    axes.text(position + 1.0, chance, "chance", fontsize=6.5, ha="right", va="bottom", color=style.MUTED)
+    style.ticks(axes.xaxis, *zip(*ticks, strict=True), labelsize=7)
     axes.set(ylim=(0, 1), ylabel="overlap")
     axes.grid(axis="y")
 
@@ -170,7 +170,7 @@ def overlap_figure(results: Results, name: str) -> Figure | None:
     for row, model in zip(grid, models, strict=True):
         for axes, ratio in zip(row, ratios, strict=True):
             _heat_axes(axes, overlaps[(overlaps["model"] == model) & (overlaps["ratio"] == ratio)])
-            axes.set_title(f"{model}, {names.ratio(ratio)} pruned", pad=18)
+            axes.set_title(f"{model}, {names.ratio(ratio)} pruned")
     caption = (
         "The heat map of each model: share of the lowest-scored experts that is the same under all calibration sets. "
         f"Based on {of_pass(results.study)}"

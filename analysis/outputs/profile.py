@@ -173,6 +173,6 @@ def _boxes(axes: Axes, layers: pd.DataFrame) -> None:
     axes.bar(where, third - first, bottom=first, width=0.6, color="#66aadd", edgecolor=style.INK, linewidth=0.6)
     axes.hlines(middle, where - 0.3, where + 0.3, color=style.INK, linewidth=1.6)
     step = max(1, -(-len(layers) // 12))
-    axes.set_xticks(where[::step], layers["layer"].iloc[::step].map(str), fontsize=6.5)
+    style.ticks(axes.xaxis, where[::step], layers["layer"].iloc[::step].map(str), labelsize=6.5)
     axes.set(xlabel="decoder layer", ylim=(0, 1.02))
     axes.grid(axis="y")

@@ -14,7 +14,7 @@ from analysis.outputs.captions import LOSSES, PANEL, setting
 from analysis.outputs.score_rows import stacked
 from analysis.registry import Item, Results, output, per_model
 from analysis.render import style
-from analysis.render.style import Figure
+from analysis.render.style import LETTER, Figure
 from analysis.render.table import PERCENT, RANK, SCORE, Table
 from analysis.stats import ranks
 from analysis.stats.cell_scores import Numbers, not_averaged, rank_block, scored_block
@@ -125,7 +125,7 @@ def rank_figure(comparison: Comparison, over: str, name: str) -> Figure | None:
     rows = max(-(-len(test.ranks) // 2) + len(test.cliques()) for test in tests)
     drawing = style.drawing(style.PAGE, down * (rows * _ROW + 0.75))
     for at, test in enumerate(tests):
-        _diagram(drawing.add_subplot(down, across, at + 1), test, margin=(0.42 if across == 2 else 0.3))
+        _diagram(drawing.add_subplot(down, across, at + 1), test, style.PAGE / across)
     blocks = "displayed columns" if over == COLUMNS else "benchmarks"
     caption = (
         f"Average ranks over the {blocks}, 1 is best. Methods joined by a bar are not told from each other: they are "
@@ -135,11 +135,16 @@ def rank_figure(comparison: Comparison, over: str, name: str) -> Figure | None:
     return Figure(name, f"Critical differences of ranks, over {blocks}: {comparison.model}", caption, drawing)
 
 
-def _diagram(axes: Axes, test: RankTest, margin: float) -> None:
+def _diagram(axes: Axes, test: RankTest, inches: float) -> None:
+    """Draw a test; `inches`: the width of the panel, which has room for the names on both sides of the axis."""
     count, cliques = len(test.ranks), test.cliques()
     half = -(-count // 2)
     depth = len(cliques) + 0.6
-    axes.set(xlim=(1 - margin * (count - 1), count + margin * (count - 1)), ylim=(depth + half + 0.2, -2.4))
+    texts = [f"{names.method(str(key))}  {rank:.2f}" for key, rank in test.ranks.items()]
+    sides = [max(map(len, side)) * LETTER + 0.25 for side in (texts[:half], texts[half:])]
+    ranks_per_inch = (count - 1) / (inches - sum(sides))
+    left, right = (side * ranks_per_inch for side in sides)
+    axes.set(xlim=(1 - left, count + right), ylim=(depth + half + 0.2, -2.4))
     axes.hlines(0, 1, count, color=style.MUTED, linewidth=0.9)
     step = max(1, round(count / 7))
     axes.vlines(range(1, count + 1, step), -0.25, 0, color=style.MUTED, linewidth=0.8)
@@ -152,7 +157,7 @@ def _diagram(axes: Axes, test: RankTest, margin: float) -> None:
     for level, (first, last) in enumerate(cliques):
         left, right = test.ranks.iloc[first] - 0.06 * step, test.ranks.iloc[last] + 0.06 * step
         axes.add_patch(Rectangle((left, level + 0.55), right - left, 0.3, color=style.INK, linewidth=0))
-    reach = 0.04 * (count - 1)
+    reach = 0.15 * ranks_per_inch
     for place, (key, rank) in enumerate(test.ranks.items()):
         left = place < half
         y = depth + (place if left else count - 1 - place) + 0.5
@@ -165,8 +170,8 @@ def _diagram(axes: Axes, test: RankTest, margin: float) -> None:
         axes.text(x + (-reach if left else reach) / 2, y, text, ha="right" if left else "left", va="center", fontsize=7)
     p = "all tie" if pd.isna(test.p) else f"Friedman p {'< 0.001' if test.p < 0.001 else f'= {test.p:.3f}'}"
     axes.set_title(f"{names.calibration(test.panel.calibration)}, {test.panel.pruned} pruned: {p}", fontsize=7.5)
-    axes.set_xticks([])
-    axes.set_yticks([])
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_visible(False)
     style.bare(axes)
 
 

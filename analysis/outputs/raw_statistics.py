@@ -53,7 +53,6 @@ def top_experts(experts: pd.DataFrame, measure: str) -> pd.DataFrame:
 
 @output("coverage.fig2", chapter="attribution", needs=ABLATED)
 @per_model("pruned")
-@style.titles_above_labels()
 def router_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
     """Ablation losses of the experts that routers rank highest."""
     experts = first_set(results.study.experts, comparison.model)
@@ -64,7 +63,8 @@ def router_figure(results: Results, comparison: Comparison, name: str) -> Figure
         top = top_experts(experts, measure)
         where = np.arange(len(top))
         _loss_bars(axes, top["ablation"])
-        axes.set_xticks(where, [f"{one.layer}.{one.expert}" for one in top.itertuples()], rotation=90, fontsize=5)
+        labels = [f"{one.layer}.{one.expert}" for one in top.itertuples()]
+        style.ticks(axes.xaxis, where, labels, labelrotation=90, labelsize=5)
         other = _second_axis(axes, words)
         other.plot(where, top[measure], color=style.INK, marker=".", markersize=3, linewidth=0.9)
         rank = correlations(experts, measure, "ablation")["rank"]
@@ -129,7 +129,6 @@ def by_layer(statistics: pd.DataFrame) -> pd.DataFrame:
     needs=f"{ABLATED}; for weights and gradients also {SOURCES['weight']}, and {SOURCES['gradient']}",
 )
 @per_model("pruned")
-@style.titles_above_labels()
 def statistics_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
     """Weights, activations and gradients of experts with their ablation losses, by depth and in one layer."""
     experts = first_set(results.study.raw_statistics, comparison.model)
@@ -177,7 +176,7 @@ def _over_depth(axes: Axes, layers: pd.DataFrame, words: str) -> None:
 def _over_experts(axes: Axes, experts: pd.DataFrame, words: str) -> None:
     ordered = experts.sort_values("ablation", ascending=False, kind="stable")
     _loss_bars(axes, ordered["ablation"])
-    axes.set_xticks([])
+    style.ticks(axes.xaxis, [], [])
     axes.set_xlabel("experts")
     look: Any = {"color": style.INK, "marker": ".", "markersize": 3, "linewidth": 0, "elinewidth": 0.6}
     _second_axis(axes).errorbar(np.arange(len(ordered)), ordered["mean"], ordered["std"], label=words, **look)
@@ -185,7 +184,6 @@ def _over_experts(axes: Axes, experts: pd.DataFrame, words: str) -> None:
 
 @output("coverage.fig14", chapter="attribution", needs=SUMS)
 @per_model("pruned")
-@style.titles_above_labels()
 def activation_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
     """Activation magnitudes of experts in three layers, by calibration set."""
     experts = results.study.experts
@@ -198,7 +196,8 @@ def activation_figure(results: Results, comparison: Comparison, name: str) -> Fi
     for axes, layer in zip(drawing.subplots(1, len(layers), squeeze=False)[0], layers, strict=True):
         _distributions(axes, activations_of(experts, layer, sets))
         axes.set_title(f"Layer {layer}")
-        axes.set_xticks(range(len(sets)), list(map(names.calibration, sets)), rotation=0 if len(sets) < 4 else 30)
+        labels = map(names.calibration, sets)
+        style.ticks(axes.xaxis, range(len(sets)), labels, labelrotation=0 if len(sets) < 4 else 30)
         axes.grid(axis="y")
     drawing.axes[0].set_ylabel("root mean square of channels", fontsize=7)
     caption = (
@@ -222,7 +221,7 @@ def _distributions(axes: Axes, sizes: Sequence[Sequence[float]]) -> None:
         "medianprops": {**line, "linewidth": 1.6},
         **dict.fromkeys(("boxprops", "whiskerprops", "capprops"), line),
     }
-    axes.boxplot(sizes, positions=range(len(sizes)), widths=0.5, showfliers=False, **looks)
+    axes.boxplot(sizes, positions=range(len(sizes)), widths=0.5, showfliers=False, manage_ticks=False, **looks)
     for at, values in enumerate(sizes):
         aside = np.random.default_rng(0).uniform(-0.18, 0.18, len(values))
         axes.plot(at + aside, values, "o", color=GAIN, markersize=2.5, alpha=0.5, markeredgewidth=0)

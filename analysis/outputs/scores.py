@@ -49,7 +49,7 @@ def averages_figure(results: Results, comparison: Comparison, name: str) -> Figu
             _averages_axes(axes, comparison, panel, order)
             axes.set_title(f"{names.calibration(panel.calibration)},\n{panel.pruned} pruned", fontsize=7.5)
             if panel.calibration != sets[0]:
-                axes.set_yticklabels([])
+                style.ticks(axes.yaxis, [], [])
     drawing.supxlabel("Avg (mean of the displayed columns)", fontsize=8)
     caption = (
         "Points are averages over the displayed columns, bars 95 % intervals (items resampled). The dashed line and "
@@ -88,7 +88,7 @@ def _averages_axes(axes: Axes, comparison: Comparison, panel: Panel, order: Sequ
         shade = style.colour(criterion)
         axes.plot([low[cell], high[cell]], [y, y], color=shade, linewidth=1.6, solid_capstyle="butt", alpha=0.75)
         axes.plot(scores[cell], y, marker="o", markersize=4, color=shade)
-    axes.set_yticks(range(len(order)), [names.method(name) for name in order], fontsize=7)
+    style.ticks(axes.yaxis, range(len(order)), map(names.method, order), labelsize=7)
     axes.set_ylim(-0.7, len(order) - 0.3)
     axes.grid(axis="x")
     axes.spines["left"].set_visible(False)
@@ -102,7 +102,6 @@ RADAR_LINES = len(RADAR_METHODS)
 
 @output("aimer.fig3", chapter="task", needs="three benchmarks", also=("aimer.fig4", "aimer.fig5"))
 @per_model()
-@style.titles_above_labels()
 def radar_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
     """All benchmarks of each method around a circle (AIMER, Figs. 3 to 5).
 
@@ -160,15 +159,11 @@ def _radar_axes(axes: PolarAxes, comparison: Comparison, panel: Panel, lines: Ma
         style.draw(axes, lines[method], closed, np.append(values, values[0]))
     axes.set_theta_offset(np.pi / 2)
     axes.set_theta_direction(-1)
-    axes.set_xticks(angles, [names.benchmark(name) for name in benchmarks], fontsize=6.5)
-    for angle, text in zip(angles, axes.get_xticklabels(), strict=True):
-        side = round(float(np.sin(angle)), 6)
-        text.set_horizontalalignment("center" if side == 0 else "left" if side > 0 else "right")
-    axes.tick_params(axis="x", pad=-1)
+    style.ticks(axes.xaxis, angles, map(names.benchmark, benchmarks), labelsize=6.5)
     axes.set_ylim(0, 1)
-    axes.set_yticks([0.25, 0.5, 0.75, 1.0], [])
+    style.ticks(axes.yaxis, [0.25, 0.5, 0.75], [""] * 3)
     axes.spines["polar"].set_color(style.RULE)
-    axes.set_title(f"{names.calibration(panel.calibration)}, {panel.pruned} pruned", fontsize=7.5, pad=10, loc="center")
+    axes.set_title(f"{names.calibration(panel.calibration)}, {panel.pruned} pruned", fontsize=7.5)
     return methods
 
 

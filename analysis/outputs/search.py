@@ -228,7 +228,6 @@ def _density_panels(shares: pd.DataFrame, by: str, keys: Mapping[str, Line2D]) -
 
 
 @per_model()
-@style.titles_above_labels()
 def history_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
     """Best and mean fitness by generation, a panel per ratio and criterion; None without a search of this model."""
     study, cells = results.study, comparison.cells

@@ -126,7 +126,7 @@ def memory_figure(results: Results, comparison: Comparison, name: str) -> Figure
     working = (largest[PEAK] - largest[WEIGHTS]).fillna(0)
     look: Any = {"color": style.CRITERIA["man"], "label": "a request beyond them"}
     beyond = axes.barh(places, working, left=largest[WEIGHTS], **look)
-    axes.set_yticks(list(places), largest["label"], fontsize=7)
+    style.ticks(axes.yaxis, places, largest["label"], labelsize=7)
     axes.invert_yaxis()
     axes.set_xlabel("MiB")
     axes.grid(axis="x")
@@ -165,7 +165,7 @@ def blocks_figure(results: Results, comparison: Comparison, name: str) -> Figure
         for axes, (column, what) in zip(row, BLOCK_MAPS.items(), strict=True):
             _heat(axes, part, column)
             unpruned = f"; unpruned {full[column].iloc[0]:,.0f}" if full[column].notna().any() else ""
-            axes.set_title(f"{pruned}\n{what}{unpruned}", pad=18, fontsize=7.5)
+            axes.set_title(f"{pruned}\n{what}{unpruned}", fontsize=7.5)
     caption = (
         "By the block a that kept channels of an expert are a multiple of, and by m: experts with fewer channels lose "
         f"all. Tokens written a second are medians. The unpruned model is in 16 bits. {conditions(study)}"

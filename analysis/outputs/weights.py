@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import pandas as pd
+from matplotlib import colormaps
 from matplotlib.axes import Axes
-from matplotlib.image import AxesImage
+from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from analysis import names
@@ -24,6 +25,8 @@ from analysis.stats.cell_scores import CODING, GROUPS, WRITING_AND_MATH
 from analysis.stats.comparison import Comparison
 
 WEIGHTS = "cells with criterion=aimer"
+SHADES = colormaps["viridis"]
+"""Colours of scores from the lowest to the highest of a layer."""
 
 
 def weights_table(what: str, columns: Sequence[str]) -> Callable[[Blocks], Callable[[Results, str], Table]]:
@@ -129,10 +132,11 @@ def profile_figure(results: Results, name: str) -> Figure | None:
         row, column = divmod(models.index(key["model"]), across)
         axes = grid[row * len(criteria) + criteria.index(key["criterion"])][column]
         axes.set_visible(True)
-        shades = _profile_axes(axes, panel, first=column == 0)
+        _profile_axes(axes, panel, first=column == 0)
         axes.set_title(f"{key['model']}\n{names.criterion(key['criterion'])}", fontsize=7.5)
-    bar = drawing.colorbar(shades, ax=grid, location="bottom", shrink=0.5, aspect=40, pad=0.02)
-    bar.set_label("score, min-max in its layer", fontsize=7)
+    ends = {0.0: "0 (lowest)", 0.25: "0.25", 0.5: "0.5", 0.75: "0.75", 1.0: "1 (highest)"}
+    handles = [Patch(facecolor=SHADES(share), label=words) for share, words in ends.items()]
+    style.legend(drawing, handles, title="score, min-max in its layer")
     caption = (
         "Experts of each layer from the lowest score (rank 0) to the highest, shaded by their score, which is scaled "
         "from the lowest (0) to the highest (1) of the layer. Magnitude prunes the lowest scores first. AIMER has the "
@@ -141,15 +145,14 @@ def profile_figure(results: Results, name: str) -> Figure | None:
     return Figure(name, "Profiles of scores that read weights only", caption, drawing)
 
 
-def _profile_axes(axes: Axes, panel: pd.DataFrame, *, first: bool) -> AxesImage:
+def _profile_axes(axes: Axes, panel: pd.DataFrame, *, first: bool) -> None:
     shown = panel.pivot_table(index="layer", columns="place", values="profile", dropna=False)
-    image = axes.imshow(
-        shown, cmap="viridis", vmin=0, vmax=1, aspect="auto", interpolation="nearest", origin="lower",
+    axes.imshow(
+        shown, cmap=SHADES, vmin=0, vmax=1, aspect="auto", interpolation="nearest", origin="lower",
     )  # fmt: skip
     named = range(0, len(shown), -(-len(shown) // LAYERS))
-    axes.set_yticks(named, [str(shown.index[at]) for at in named])
+    style.ticks(axes.yaxis, named, [str(shown.index[at]) for at in named])
     axes.xaxis.set_major_locator(MaxNLocator(nbins=5, integer=True))
     axes.set_xlabel("rank of the expert in its layer", fontsize=7)
     if first:
         axes.set_ylabel("layer")
-    return image

@@ -139,7 +139,7 @@ def winner_figure(win_rows: pd.DataFrame, name: str, title: str) -> Figure:
     drawing, grid = style.panels(len(maps), 2, max(0.36 * rows, 1.1) + 0.75, below=0)
     for axes, (key, group) in zip(grid, maps, strict=True):
         _winner_axes(axes, group, drawing.get_figwidth() / min(2, len(maps)) - _LABELS)
-        axes.set_title(f"{key['model']}, {group['pruned'].iloc[0]} pruned", pad=20)
+        axes.set_title(f"{key['model']}, {group['pruned'].iloc[0]} pruned")
     handles = [
         Patch(facecolor=style.RULE, label="beyond noise"),
         Patch(facecolor=style.RULE, edgecolor=style.MUTED, hatch=style.HATCH, label="within noise"),

@@ -23,9 +23,10 @@ from matplotlib.colors import to_hex
 from matplotlib.figure import Figure as Drawing
 from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
-from matplotlib.ticker import MaxNLocator, PercentFormatter, ScalarFormatter
+from matplotlib.ticker import FixedFormatter, FixedLocator, MaxNLocator, PercentFormatter, ScalarFormatter
 
 from analysis import names
+from analysis.render.layout import Panels
 
 LETTER, SMALL_LETTER = 0.063, 0.047
 """Average width of a letter in inches at 7.5 and at 5.6 points."""
@@ -120,7 +121,7 @@ def look() -> Iterator[None]:
         "axes.titlesize": 8.5,
         "axes.titleweight": "bold",
         "axes.titlelocation": "left",
-        "axes.titley": 1.0,  # see `titles_above_labels`
+        "axes.titley": 1.0,  # not looked for at every drawing: the layout places titles
         "axes.edgecolor": RULE,
         "axes.labelcolor": INK,
         "axes.titlecolor": INK,
@@ -153,8 +154,8 @@ def look() -> Iterator[None]:
 
 
 def drawing(width: float, height: float) -> Drawing:
-    """An empty drawing of this size in inches, with constrained layout so that parts do not overlap."""
-    return Drawing(figsize=(width, height), layout="constrained")
+    """An empty drawing of this size in inches, whose panels are placed so that parts do not overlap."""
+    return Drawing(figsize=(width, height), layout=Panels())
 
 
 def lay_out(drawing: Drawing) -> None:
@@ -203,20 +204,19 @@ def svg_element(figure: Figure) -> str:
     return f'<svg viewBox="{box[1]}" style="--w:{box[2]}" role="img" aria-label="{label}" {spaces}>{content}'
 
 
-@contextmanager
-def titles_above_labels() -> Iterator[None]:
-    """Context, or decorator, for drawings with labels or a power of ten at the top of axes: titles stand above them.
-
-    Other titles have a fixed place, as finding one takes matplotlib a tenth of the time of a report."""
-    with matplotlib.rc_context({"axes.titley": None}):
-        yield
-
-
 def bare(axes: Axes) -> None:
-    """Remove spines and ticks but keep labels, for axes that contain a grid of squares."""
+    """Remove spines but keep labels, for axes that contain a grid of squares."""
     for side in axes.spines.values():
         side.set_visible(False)
-    axes.tick_params(length=0)
+
+
+def ticks(axis: Axis, places: Iterable[float], labels: Iterable[str], **look: Any) -> None:
+    """Label these places of an axis; `look`: as `labelsize`, `labelrotation`. Limits stay as they are.
+
+    Axes.set_xticks makes five artists per tick, of which `analysis.render.layout` draws none."""
+    axis.set_major_locator(FixedLocator(list(places)))
+    axis.set_major_formatter(FixedFormatter(list(labels)))
+    axis.set_tick_params(**look)
 
 
 def panels(count: int, across: int, height: float, below: float = 0.5, **shared: Any) -> tuple[Drawing, list[Axes]]:
@@ -233,17 +233,19 @@ def panels(count: int, across: int, height: float, below: float = 0.5, **shared:
     return empty, list(grid.flat[:count])
 
 
-def legend(figure: Drawing, handles: Iterable[Artist], most: int = 6) -> None:
+def legend(figure: Drawing, handles: Iterable[Artist], most: int = 6, title: str = "") -> None:
     """Add a legend below the panels, with at most `most` entries side by side, fewer when their texts are long.
 
-    Panels leave room for three rows of entries; more rows make the drawing higher."""
+    Panels leave room for three rows of entries, the title counted; more rows make the drawing higher."""
     entries = list(handles)
     longest = max((len(str(entry.get_label())) for entry in entries), default=0)
     width = int(figure.get_figwidth() * 14.5)  # in characters
     columns = max(1, min(most, len(entries), width // (longest + 8)))
     rows = -(-len(entries) // columns)
     figure.set_figheight(figure.get_figheight() + 0.16 * max(rows - 3, 0))
-    figure.legend(handles=entries, loc="outside lower center", ncols=columns, fontsize=7)
+    figure.legend(
+        handles=entries, loc="outside lower center", ncols=columns, fontsize=7, title=title or None, title_fontsize=7
+    )
 
 
 def key(label: str, **look: Any) -> Line2D:
@@ -304,10 +306,8 @@ def tokens(count: float, _: object = None) -> str:
 def squares(axes: Axes, across: Sequence[str], down: Sequence[str], *, above: bool = True) -> None:
     """Label the columns (above or below) and rows of an axes that contains a grid of unit squares."""
     axes.set(xlim=(0, len(across)), ylim=(len(down), 0))
-    axes.set_xticks(np.arange(len(across)) + 0.5, across)
-    axes.set_yticks(np.arange(len(down)) + 0.5, down)
-    if above:
-        axes.xaxis.tick_top()
+    ticks(axes.xaxis, np.arange(len(across)) + 0.5, across, labeltop=above, labelbottom=not above)
+    ticks(axes.yaxis, np.arange(len(down)) + 0.5, down)
     bare(axes)
 
 
@@ -336,6 +336,7 @@ def expert_rows(axes: Axes, values: pd.Series, level: Callable[[Any], Any], name
             axes.add_patch(Rectangle((0, y + 0.06), none, 0.88, linewidth=0, **GONE))
     axes.set(xlim=(0, values.groupby(level=0).size().max()), ylim=(len(layers), 0))
     shown = layers[:: -(-len(layers) // 12)] if named else []
-    axes.set_yticks([layers.index(layer) + 0.5 for layer in shown], [f"layer {layer}" for layer in shown], fontsize=6.5)
-    axes.set_xticks([])
+    places = [layers.index(layer) + 0.5 for layer in shown]
+    ticks(axes.yaxis, places, [f"layer {layer}" for layer in shown], labelsize=6.5)
+    ticks(axes.xaxis, [], [])
     bare(axes)

@@ -125,7 +125,6 @@ def test_time_is_that_of_all_steps_behind(study: Study) -> None:
     assert frame["Ablation (s)"].tolist() == pytest.approx([np.nan, 40], nan_ok=True)
 
 
-@pytest.mark.filterwarnings("error:constrained_layout")
 def test_every_figure_is_drawn(study: Study, tmp_path: Path) -> None:
     results = Results(study)
     made = [output for name in ATTRIBUTIONS for output in outputs()[name].items(results)]

@@ -109,7 +109,6 @@ def test_a_method_that_failed_is_a_gap_everywhere(store: Path, tmp_path: Path) -
     assert made["gaps"]
 
 
-@pytest.mark.filterwarnings("error:constrained_layout")
 @pytest.mark.parametrize("failed", [[1, 2], [1], [0]])
 def test_panels_and_studies_without_scores_still_have_a_report(tmp_path: Path, failed: list[int]) -> None:
     """Every method of a ratio failed; one of two did; the unpruned model did."""

@@ -130,7 +130,6 @@ def of_maps() -> set[str]:
     return {colors.to_hex(colormaps[name](shade)) for name in MAPS for shade in shades}
 
 
-@pytest.mark.filterwarnings("error:constrained_layout")
 def test_every_figure_fits_a_paper_says_what_it_must_and_keeps_to_the_palette(made: list[Item], tmp_path: Path) -> None:
     palette = {*style.CRITERIA.values(), style.OTHER, style.INK, style.MUTED, style.RULE, style.SURFACE, FRONT, WHITE}
     allowed = {shade.lower() for shade in palette} | of_maps()
@@ -150,7 +149,7 @@ def test_every_figure_fits_a_paper_says_what_it_must_and_keeps_to_the_palette(ma
             assert box is not None and float(box[1]) == pytest.approx(72 * wide, abs=0.5), name
 
 
-def test_no_title_or_legend_of_a_figure_is_cut_off_or_covers_another(made: list[Item]) -> None:
+def test_no_text_of_a_figure_is_cut_off_and_no_title_label_or_legend_covers_another(made: list[Item]) -> None:
     wrong = set()
     for name, figure in golden_store.figures(made).items():
         drawing = figure.drawing
@@ -162,10 +161,14 @@ def test_no_title_or_legend_of_a_figure_is_cut_off_or_covers_another(made: list[
             for part in axes.get_children()
             if isinstance(part, Text) and part.get_text() == axes.get_title("left")
         ]
-        boxes = [part.get_window_extent() for part in (*titles, *drawing.legends)]
+        labels = [label for label in drawing.artists if isinstance(label, Text)]  # of ticks and axes
+        boxes = [part.get_window_extent() for part in (*titles, *labels, *drawing.texts, *drawing.legends)]
         page = drawing.bbox.padded(2)
-        if any(box.x0 < page.x0 or box.x1 > page.x1 or box.y0 < page.y0 or box.y1 > page.y1 for box in boxes):
+        inside = [text.get_window_extent() for axes in drawing.axes if axes.get_visible() for text in axes.texts]
+        if any(
+            box.x0 < page.x0 or box.x1 > page.x1 or box.y0 < page.y0 or box.y1 > page.y1 for box in [*boxes, *inside]
+        ):
             wrong.add(f"{name} is cut off")
-        if any(one.overlaps(other) for one, other in combinations(boxes, 2)):
+        if any(one.padded(-1).overlaps(other.padded(-1)) for one, other in combinations(boxes, 2)):
             wrong.add(f"{name} overlaps")
     assert not wrong

