@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from handmade import UNPRUNED, cell, comparison_of, results_of, study_of
-from scipy.stats import friedmanchisquare
+from scipy.stats import friedmanchisquare, studentized_range
 
 from analysis.load.study import load
 from analysis.outputs.ranks import rank_figure, rank_test_table
@@ -107,3 +107,14 @@ def test_every_caption_of_scores_says_what_it_rests_on(small: Path) -> None:
     for table in measured:
         if table.name in ("unified.fig4", "unified.fig3", "coverage"):
             assert "seed 42; gate model; 65,000 calibration tokens" in table.caption, table.name
+
+
+def test_tests_of_ranks_are_scipys() -> None:
+    scores = np.random.default_rng(0).integers(0, 6, (5, 9))  # with ties
+    assert rank_tests.friedman(scores) == pytest.approx(tuple(friedmanchisquare(*scores)))
+    ranges = np.array([0.0, 0.3, 1.0, 2.5, 4.0, 7.0])
+    for methods in (2, 3, 8, 40):
+        expected = studentized_range.sf(ranges, methods, np.inf)
+        assert rank_tests.studentized_range(ranges, methods) == pytest.approx(expected, abs=1e-12)
+    quantile = studentized_range.ppf(1 - rank_tests.LEVEL, 6, np.inf) / np.sqrt(2)
+    assert rank_tests.critical_difference(6, 7) == pytest.approx(quantile)
