@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import json
 import multiprocessing
 import os
@@ -25,7 +26,7 @@ from analysis.load.settings import removed
 from analysis.load.study import Study, load
 from analysis.names import capitalised, count
 from analysis.published.tables import published_chapter
-from analysis.registry import Item, Results, find, outputs, parts
+from analysis.registry import Item, Results, find, outputs, part, parts
 from analysis.render.page import Page, Section, html, write_files
 from moe_lab.errors import DISK_FULL
 
@@ -70,7 +71,7 @@ class Publisher:
 
         They are made in as many processes as there are processors. Returns name -> the part, or the written tables and
         figures; and all files."""
-        wanted = [*dict.fromkeys(find(name).name for name in wanted), *of_page]
+        wanted = [*of_page, *dict.fromkeys(find(name).name for name in wanted)]
         gaps = self.results.study.reader.gaps
         made: dict[str, list[Any]] = {}
         written: list[Path] = []
@@ -119,6 +120,7 @@ def in_processes(work: Callable[[str], T], tasks: Sequence[str]) -> Iterable[T]:
         yield from map(work, tasks)
         return
     fork = multiprocessing.get_context("fork")  # a process that starts afresh would take seconds to import and read
+    gc.freeze()  # what this process has read is not to be copied, nor looked through, in the others
     with ProcessPoolExecutor(count, fork, _start, (work,)) as pool:
         yield from pool.map(_do, tasks)
 
@@ -139,6 +141,8 @@ def _do(task: str) -> Any:
 PAGE = "report.html"
 GAPS = "gaps"
 """The output that lists missing results; made last."""
+PUBLISHED = "text.published"
+"""The chapter that compares the study with the papers: the part of the page that takes longest, so it is made first."""
 Made = Mapping[str, Sequence[Any]]
 """Output -> its tables and figures that were written; part of the page -> its sentences or maps."""
 
@@ -153,7 +157,8 @@ def write_report(publisher: Publisher) -> Path:
 
     An output that cannot be made is a gap on the page, with its traceback in OUT/failed.
     """
-    of_page = ["text.headline", *(f"{kind}.{chapter.anchor}" for chapter in CHAPTERS for kind in ("views", "text"))]
+    chapters = [f"{kind}.{chapter.anchor}" for chapter in CHAPTERS for kind in ("views", "text")]
+    of_page = [PUBLISHED, "text.headline", *chapters]
     made, _ = publisher.publish((name for name in outputs() if name != GAPS), of_page)
     page = publisher.out / PAGE
     page.write_text(html(_page(publisher, made)), encoding="utf-8")
@@ -180,12 +185,15 @@ def _sections(publisher: Publisher, made: Made) -> list[Section]:
     """All sections of the page: chapters, comparison with the papers, missing results, provenance."""
     study = publisher.results.study
     sections = [_section(chapter, publisher.results.study, made) for chapter in CHAPTERS]
-    results = publisher.results
-    published = publisher.attempt("text.published", lambda: [published_chapter(study, results.comparisons)]) or []
     missing, _ = publisher.publish([GAPS])
     text = [completeness(study), *study.notes]
     gaps = Section(GAPS, "Gaps", "Missing results", text, missing[GAPS])
-    return [*sections, *published, gaps, _provenance(study, made)]
+    return [*sections, *made[PUBLISHED], gaps, _provenance(study, made)]
+
+
+@part(PUBLISHED)
+def _published(results: Results) -> list[Section]:
+    return [published_chapter(results.study, results.comparisons)]
 
 
 def _kicker(study: Study) -> str:

@@ -45,7 +45,7 @@ def _of_record(
     return cached_property(lambda study: read(study.document, study.cells, study.reader))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Study:
     """The results of a study, from which all tables and figures are made. `cell` is the row label of `cells`."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import lru_cache
 
 import pandas as pd
 
@@ -26,6 +27,7 @@ MEASURED = "Seconds are of the process that finished a step: what an interrupted
 MEBIBYTE = 2**20
 
 
+@lru_cache(maxsize=8)
 def setting(study: Study) -> str:
     """Text for captions of scores: items, metrics, level of intervals, and the text of `reading`."""
     sizes = study.results["n"]
@@ -40,6 +42,7 @@ def setting(study: Study) -> str:
     return f"n = {items} items a benchmark; metric {metrics}; {level}; {reading(study)}{mixed}"
 
 
+@lru_cache(maxsize=8)
 def reading(study: Study) -> str:
     """Text for captions of numbers from calibration passes: seeds, gates, calibration tokens, library versions."""
     cells = study.cells[study.cells["criterion"] != "none"]
@@ -57,6 +60,7 @@ def _texts(study: Study) -> list[str]:
     return [part for part in parts if part]
 
 
+@lru_cache(maxsize=8)
 def of_pass(study: Study) -> str:
     """The text of `reading` for numbers that are shown for one gate and seed of several."""
     cells = study.cells[study.cells["criterion"] != "none"]

@@ -118,7 +118,7 @@ def _figure(figure: Figure) -> dict[str, Any]:
 
 def _table(table: Table, filters: str) -> dict[str, Any]:
     files = [
-        {"name": f"{table.name}.{suffix}", "kind": kind, "data": _data(tables.SUFFIXES[suffix](table), media)}
+        {"name": f"{table.name}.{suffix}", "kind": kind, "data": _data(table.texts[suffix], media)}
         for suffix, kind, media in (
             ("csv", "CSV", "text/csv"),
             ("md", "Markdown", "text/markdown"),
@@ -131,7 +131,7 @@ def _table(table: Table, filters: str) -> dict[str, Any]:
         "title": table.title,
         "caption": table.caption,
         "footnotes": tables.footnotes(table),
-        "html": Markup(tables.html(_without_constant_model(table))),
+        "html": Markup(_html(table)),
         "intervals": table.low is not None,
         "open_intervals": len(table.frame.columns) < 15,
         "files": files,
@@ -140,12 +140,12 @@ def _table(table: Table, filters: str) -> dict[str, Any]:
     }
 
 
-def _without_constant_model(table: Table) -> Table:
+def _html(table: Table) -> str:
     """The table without its model column when all rows are about one model, which the top of the page names."""
     if "Model" not in table.frame or table.frame["Model"].nunique() > 1:
-        return table
+        return table.texts["html"]
     blocks = [column for column in table.blocks if column != "Model"]
-    return replace(table, frame=table.frame.drop(columns="Model"), blocks=blocks)
+    return tables.html(replace(table, frame=table.frame.drop(columns="Model"), blocks=blocks))
 
 
 def _data(text: str, media: str) -> str:

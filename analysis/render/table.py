@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,15 @@ class Table:
     footnotes: Sequence[str] = ()
     optional: Sequence[str] = ()
     """Number columns that some rows do not have, so that a dash there is not a gap."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Another process gets the texts too."""
+        return {**vars(self), "texts": self.texts}
+
+    @cached_property
+    def texts(self) -> dict[str, str]:
+        """Each of SUFFIXES -> the table in that format; cached, as files and the page use them, in two processes."""
+        return {suffix: function(self) for suffix, function in SUFFIXES.items()}
 
 
 GAP = "–"
@@ -102,6 +111,7 @@ def expected_gap(table: Table, row: Mapping[Any, object], column: str) -> bool:
     return unranked or column in table.optional
 
 
+@lru_cache(maxsize=128)
 def footnotes(table: Table) -> list[str]:
     """The table's own footnotes, and the one on gaps if it has any."""
     rows = table.frame.to_dict("records")
@@ -149,7 +159,6 @@ def text(table: Table) -> pd.DataFrame:
     return pd.DataFrame(columns, index=table.frame.index)
 
 
-@lru_cache(maxsize=128)
 def csv(table: Table) -> str:
     """The table as CSV with six significant digits and columns for the ends of intervals; a gap is an empty field."""
     frame = table.frame.copy()
@@ -160,7 +169,6 @@ def csv(table: Table) -> str:
     return str(frame.to_csv(index=False, lineterminator="\n", float_format="%.6g"))
 
 
-@lru_cache(maxsize=128)
 def markdown(table: Table) -> str:
     """The table as Markdown, with title, caption and footnotes; the best of each block in bold."""
     align = [("---:" if column in table.formats else ":---") for column in table.frame]
@@ -170,7 +178,6 @@ def markdown(table: Table) -> str:
     return f"## {table.title}\n\n{body}\n\n{table.caption}\n{notes}"
 
 
-@lru_cache(maxsize=128)
 def latex(table: Table) -> str:
     """The table as LaTeX with booktabs; the best of each block in bold."""
     layout = "".join("r" if column in table.formats else "l" for column in table.frame)
@@ -278,8 +285,8 @@ SUFFIXES: dict[str, Callable[[Table], str]] = {"csv": csv, "md": markdown, "tex"
 
 def write(table: Table, folder: Path) -> list[Path]:
     """Write the table as NAME.csv, NAME.md, NAME.tex and NAME.html; none of them when one cannot be rendered."""
-    texts = {folder / f"{table.name}.{suffix}": function(table) for suffix, function in SUFFIXES.items()}
+    paths = [folder / f"{table.name}.{suffix}" for suffix in table.texts]
     folder.mkdir(parents=True, exist_ok=True)
-    for path, content in texts.items():
+    for path, content in zip(paths, table.texts.values(), strict=True):
         path.write_text(content, encoding="utf-8")
-    return list(texts)
+    return paths

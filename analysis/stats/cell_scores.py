@@ -100,13 +100,13 @@ def _displayed(comparison: Comparison, cells: Sequence[int]) -> dict[str, Target
 
 def scores(comparison: Comparison, cells: Sequence[int], targets: Mapping[str, Target]) -> Numbers:
     """Scores of `cells` (rows) on `targets` (columns) with their intervals; NaN where a cell lacks a benchmark."""
-    rows = list(cells)
-    ends = {name: comparison.interval(target) for name, target in targets.items()}
-    return Numbers(
-        pd.DataFrame({name: comparison.score(target)[rows] for name, target in targets.items()}, index=rows),
-        pd.DataFrame({name: low[rows] for name, (low, _) in ends.items()}, index=rows),
-        pd.DataFrame({name: high[rows] for name, (_, high) in ends.items()}, index=rows),
+    index, rows = list(cells), comparison.rows(cells)
+    values = {name: (comparison.score(target), *comparison.interval(target)) for name, target in targets.items()}
+    score, low, high = (
+        pd.DataFrame({name: parts[at].to_numpy()[rows] for name, parts in values.items()}, index=index)
+        for at in range(3)
     )
+    return Numbers(score, low, high)
 
 
 def differences(comparison: Comparison, target: Target, against: Mapping[int, int]) -> pd.DataFrame:

@@ -68,13 +68,14 @@ def sign_flip(differences: np.ndarray, *, replicates: int = REPLICATES) -> np.nd
     If two plans are equally good, each item's difference has either sign with probability 1/2. The p-value is the
     share of random sign patterns whose total is at least as far from zero. Items keep their different weights.
     """
-    totals = np.abs(differences.sum(axis=-1))
+    sums = differences.sum(axis=-1)
+    totals = np.abs(sums)
     tolerance = 1e-9 * np.abs(differences).sum(axis=-1)
     reached = np.zeros(len(differences))
     items = differences.shape[-1]
     for packed in _patterns(replicates, items):
-        signs = np.unpackbits(packed, axis=1, count=items) * 2.0 - 1.0
-        reached += (np.abs(signs @ differences.T) >= totals - tolerance).sum(axis=0)
+        plus = np.unpackbits(packed, axis=1, count=items).astype(float)
+        reached += (np.abs(2 * (plus @ differences.T) - sums) >= totals - tolerance).sum(axis=0)
     return np.asarray((reached + 1) / (replicates + 1))
 
 

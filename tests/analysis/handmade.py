@@ -61,6 +61,12 @@ def comparison_of(axes: list[dict[str, Any]], outcomes: dict[str, list[Any]]) ->
     return Comparison("m", cells, benchmarks, ranks.displayed(list(outcomes)), (), matrices, benchmarks * 0)
 
 
+class HandmadeStudy(SimpleNamespace):
+    """What outputs read of a study; like a study, it is told from others by identity, as captions are cached."""
+
+    __hash__ = object.__hash__  # type: ignore[assignment]
+
+
 def study_of(comparison: Comparison, costs: list[dict[str, float]] | None = None) -> Any:
     """What tables read of a study besides its comparison; `costs`, one row per cell."""
     names_of = comparison.benchmarks.columns
@@ -72,7 +78,7 @@ def study_of(comparison: Comparison, costs: list[dict[str, float]] | None = None
             "metric": "acc",
         }
     )
-    return SimpleNamespace(
+    return HandmadeStudy(
         cells=comparison.cells,
         results=results,
         calibrations={},

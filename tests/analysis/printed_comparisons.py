@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from types import SimpleNamespace
 from typing import Any
 
 import handmade
@@ -64,4 +63,6 @@ def study(found: Comparison) -> Any:
     """What tables of scores read of a study besides its comparison."""
     results = pd.DataFrame({"cell": [found.cells.index[0]], "n": [1], "benchmark": ["gsm8k"], "metric": ["acc"]})
     origins = pd.DataFrame({"versions": []})
-    return SimpleNamespace(cells=found.cells, results=results, calibrations={}, origins=origins, costs=pd.DataFrame())
+    return handmade.HandmadeStudy(
+        cells=found.cells, results=results, calibrations={}, origins=origins, costs=pd.DataFrame()
+    )

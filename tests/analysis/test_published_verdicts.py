@@ -62,7 +62,7 @@ def study_of(criteria: tuple[str, ...] = ("man", "reap"), *, off: int = 0, **cha
     protocols = {
         name: {"harness": HARNESSES.get(name, "evalplus"), "chat": name != "openbookqa", **asked} for name in RUN
     }
-    study = SimpleNamespace(
+    study = handmade.HandmadeStudy(
         cells=cells,
         results=results,
         calibrations={f"c4@{model}": {"rows": 128, "length": 4096}},

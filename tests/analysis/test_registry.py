@@ -87,7 +87,7 @@ def test_what_lacks_data_says_what_makes_it() -> None:
 
 def test_every_part_of_the_page_has_a_place() -> None:
     outputs()  # imports the modules that register parts
-    places = {"headline", *(chapter.anchor for chapter in CHAPTERS)}
+    places = {"headline", "published", *(chapter.anchor for chapter in CHAPTERS)}
     assert {name.partition(".")[2] for name in PARTS} <= places
     assert {name.partition(".")[0] for name in PARTS} <= {"text", "views"}
 
