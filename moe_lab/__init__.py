@@ -18,7 +18,6 @@ from __future__ import annotations
 import importlib
 import json
 import os
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
@@ -121,6 +120,8 @@ def _text_file(text: str | os.PathLike[str] | Sequence[str]) -> Iterator[str]:
     if isinstance(text, (str, os.PathLike)):
         yield os.fspath(text)
         return
+    import tempfile  # late, as processes that run a program of a model import moe_lab and should be small
+
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "documents.jsonl"
         file.write_text("".join(json.dumps({"text": document}) + "\n" for document in text), encoding="utf-8")

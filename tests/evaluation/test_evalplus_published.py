@@ -29,8 +29,9 @@ from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError
 from moe_lab.evaluation import generation, mirror, run
 from moe_lab.evaluation.generation import Generator, GenSpec, Messages
-from moe_lab.evaluation.harnesses import evalplus_rules
+from moe_lab.evaluation.harnesses import evalplus_grader, evalplus_rules
 from moe_lab.evaluation.harnesses.evalplus import ask, fenced_program, stops
+from moe_lab.evaluation.harnesses.evalplus_grader import GradeRequest
 from moe_lab.evaluation.harnesses.evalplus_rules import longest_program, sanitized
 from moe_lab.evaluation.mirror.make import benchmarks, make
 from moe_lab.evaluation.sandbox.client import namespaces_missing
@@ -196,16 +197,32 @@ def test_the_longest_program_is_the_one_evalplus_finds(original: ModuleType, lin
     assert longest_program(text) == original.code_extract(text)
 
 
-def test_the_sanitizer_costs_little_and_nothing_kills_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
+def test_the_sanitizer_costs_little() -> None:
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_utime
     prose, program = "".join(f"word {i} ( = \n" for i in range(400)), "".join(f"x{i} = {i}\n" for i in range(400))
     assert sanitized(prose, "f") == "word 0 ( = "
     assert sanitized(program, "f") == program.rstrip("\n")
-    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before < 10  # 160 s each, as EvalPlus does it
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_utime - before < 10  # 160 s each, as EvalPlus does it
+
+
+def test_nothing_kills_the_sanitizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("evalplus.data.humaneval.HUMANEVAL_OVERRIDE_PATH", None)  # restored afterwards
+    data = str(write_lines(tmp_path / "data.jsonl", [problem(900, "f", "return x", [[1]], [[1]])]))
+    confined = not namespaces_missing()
+
+    def sanitized_by_grader(text: str) -> str:
+        grader = evalplus_grader.Grader()
+        try:
+            request = GradeRequest("humaneval", data, {"HumanEval/900": text}, confined, False, sanitize=True)
+            return str(grader.grade(request)["programs"]["HumanEval/900"])
+        finally:
+            grader.close()
+
     for text in ("(" * 5000, "x = 1\0", "\ud800"):
-        assert sanitized(text, "f") == text
+        assert sanitized_by_grader(text) == text
+    assert sanitized_by_grader("print(1)\ndef f(x): return x") == "def f(x): return x"
     monkeypatch.setattr(evalplus_rules.evalplus_sanitize, "sanitize", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
-    assert sanitized("def f(): pass", "f") == "def f(): pass"
+    assert sanitized_by_grader("print(1)\ndef f(x): return x") == "print(1)\ndef f(x): return x"
 
 
 def test_a_generator_that_the_entry_point_needs_is_kept(original: ModuleType) -> None:

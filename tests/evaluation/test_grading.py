@@ -22,9 +22,9 @@ from moe_lab.evaluation.harnesses import evalplus_grader
 from moe_lab.evaluation.harnesses.evalplus import GraderProcess, KeptGrader
 from moe_lab.evaluation.harnesses.evalplus import run_grader as grade
 from moe_lab.evaluation.harnesses.evalplus_grader import GradeRequest
+from moe_lab.evaluation.sandbox.children import LimitedChildren
 from moe_lab.evaluation.sandbox.client import namespaces_missing
 from moe_lab.evaluation.sandbox.closed_world import leaves_closed_world
-from moe_lab.evaluation.sandbox.confinement import LimitedChildren, in_child
 from moe_lab.paths import resolve
 from tests.campaign.programs import CHEATS, SENDING, SUCCEED_BESIDE_THE_VERDICT, Program, graded
 
@@ -144,7 +144,8 @@ def test_what_a_program_returned_is_compared_within_limits(tmp_path: Path) -> No
 
 @pytest.mark.parametrize(("mebi", "answer"), [(50, "held"), (200, None)])
 def test_work_on_what_a_model_wrote_has_a_limit_of_memory(mebi: int, answer: str | None) -> None:
-    assert in_child(lambda: "held" if bytearray(mebi << 20) else "", 9, 100 << 20) == answer
+    with LimitedChildren(lambda size: "held" if bytearray(size << 20) else "", 9, 100 << 20, count=1) as children:
+        assert children(mebi) == answer
 
 
 def hostile_work(order: str) -> str:
@@ -208,6 +209,55 @@ def test_equal_programs_are_graded_once(tmp_path: Path) -> None:
         assert verdict(grader, text, seconds=3.0) == "pass" and ran.exists()
         write_lines(data, [{**ADD, "canonical_solution": "    return x + 2\n"}])
         assert verdict(grader, text) == "fail" and ran.exists()
+    finally:
+        grader.close()
+
+
+def test_equal_outputs_are_compared_once_for_each_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if namespaces_missing():
+        pytest.skip("no namespaces")
+    monkeypatch.setattr("evalplus.data.humaneval.HUMANEVAL_OVERRIDE_PATH", None)  # restored afterwards
+    rows = [ADD, {**ADD, "task_id": "HumanEval/905", "canonical_solution": "    return x + 2\n"}]
+    data = write_lines(tmp_path / "data.jsonl", rows)
+    grader = evalplus_grader.Grader()
+
+    def plus(text: str) -> list[str]:
+        programs = {row["task_id"]: text for row in rows}
+        request = GradeRequest("humaneval", str(data), programs, True, False)
+        return [verdict["plus"] for verdict in grader.grade(request)["verdicts"].values()]
+
+    try:
+        assert plus("def add(x): return x + 1") == ["pass", "fail"]
+        (file,) = grader._files.values()
+        assert len(file.compared) == 3  # base and plus of the first problem, base of the second
+        assert file._children is not None
+        monkeypatch.setattr(file._children, "_free", None)  # nothing can be compared any more
+        assert plus("def add(x): return 1 + x") == ["pass", "fail"]
+    finally:
+        grader.close()
+
+
+def test_a_grader_replaces_kept_processes_that_have_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if namespaces_missing():
+        pytest.skip("no namespaces")
+    monkeypatch.setattr("evalplus.data.humaneval.HUMANEVAL_OVERRIDE_PATH", None)  # restored afterwards
+    data = write_lines(tmp_path / "data.jsonl", [ADD])
+    grader = evalplus_grader.Grader()
+
+    def plus(text: str) -> str:
+        request = GradeRequest("humaneval", str(data), {"HumanEval/900": text}, True, False)
+        return str(grader.grade(request)["verdicts"]["HumanEval/900"]["plus"])
+
+    try:
+        assert plus("def add(x): return x + 1") == "pass"
+        (file,) = grader._files.values()
+        assert file._children is not None
+        for child in file._children._all:
+            os.kill(child._process, signal.SIGKILL)
+            os.waitid(os.P_PID, child._process, os.WEXITED | os.WNOWAIT)
+        with pytest.raises(OSError):  # other outputs, which have to be compared
+            plus("def add(x): return x + 3")
+        assert plus("def add(x): return x + 4") == "fail"
     finally:
         grader.close()
 

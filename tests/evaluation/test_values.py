@@ -99,6 +99,14 @@ json_values = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
     max_leaves=10,
 )
+
+
+def test_equal_huge_values_have_one_hash_whether_or_not_their_items_can_be_hashed() -> None:
+    for item, equal in (({"b"}, frozenset("b")), ([1, {"b"}], [1, frozenset("b")])):
+        first, second = (decode(encode_result(["a", value] * HUGE)) for value in (item, equal))
+        assert first == second != decode(encode_result(["b", item] * HUGE))
+
+
 KINDS = ["opaque", "huge", "stream", "ratio", "like", "int", "float", "complex", "str", "bytes", "list", "dict", "set"]
 forgeries = st.recursive(
     json_values,

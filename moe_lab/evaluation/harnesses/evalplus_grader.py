@@ -2,8 +2,9 @@
 
 The process reads one request per line from standard input and writes one line with the verdicts to standard output.
 It loads neither torch nor the model, and never runs a program itself: `sandbox/runner.py` does, which gets the program
-and the inputs but not the expected outputs. Imports, problems, expected outputs, verdicts and confined runners are kept
-for the next request, so that a request for programs that were graded before, as other plans often give, costs nothing.
+and the inputs but not the expected outputs. Imports, problems, expected outputs, verdicts, confined runners and the
+processes that compare are kept for the next request, so that a request for programs that were graded before, as other
+plans often give, costs nothing.
 """
 
 from __future__ import annotations
@@ -14,18 +15,17 @@ import os
 import sys
 import traceback
 import types
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from moe_lab.evaluation.sandbox import encoding
+from moe_lab.evaluation.sandbox.children import LimitedChildren
 from moe_lab.evaluation.sandbox.client import Outcome, Runners
 from moe_lab.evaluation.sandbox.closed_world import leaves_closed_world
-from moe_lab.evaluation.sandbox.confinement import LimitedChildren, die_with_parent
+from moe_lab.evaluation.sandbox.confinement import die_with_parent
 from moe_lab.evaluation.sandbox.encoding import encode
 from moe_lab.evaluation.sandbox.runner import Request
 from moe_lab.json_files import write_json
@@ -81,13 +81,57 @@ class Verdict:
 class DataFile:
     """What is known of one EvalPlus data file."""
 
+    dataset: str
+    """humaneval or mbpp."""
     problems: dict[str, dict[str, Any]]
+    rules: types.ModuleType
+    """`evalplus_rules`: imported by this process, so that its forks have it."""
     digest: str
     """sha256 of the file and of what determines how outputs are encoded."""
     expected: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Task id -> part -> what the canonical solution returns, and its CPU seconds."""
     graded: dict[str, tuple[str, Verdict]] = field(default_factory=dict)
     """Hash of a program and what its verdict depends on -> the program after the sanitizer, and the verdict."""
+    compared: dict[str, str] = field(default_factory=dict)
+    """Hash of a task, a part and encoded outputs -> how they compare, a key of `_COMPARED`."""
+    _children: LimitedChildren | None = None
+    _children_for: tuple[int, int] | None = None
+
+    def comparing(self, seconds: int) -> LimitedChildren:
+        """Processes that know the expected outputs of now and compare others with them, within CPU seconds per request.
+
+        They are kept for the next call. Must be called while this process has no other thread.
+        """
+        children_for = (seconds, len(self.expected))
+        if self._children is None or self._children_for != children_for:
+            self.close()
+            self._children = LimitedChildren(self._compare, seconds, _COMPARING_MEMORY, cores())
+            self._children_for = children_for
+        return self._children
+
+    def close(self) -> None:
+        """End the processes that compare."""
+        if self._children is not None:
+            self._children.close()
+            self._children = None
+
+    def _compare(self, request: Any) -> str:
+        """Work of a child: compare the encoded outputs of a task's part, and return a key of `_COMPARED`.
+
+        They are decoded only here, with limited time and memory. Decoding makes data of them, never code, and comparing
+        changes neither the inputs nor what is expected, which is decoded anew: so no program's outputs can change the
+        verdict of the next.
+        """
+        task, part, encoded = request
+        problem = self.problems[task]
+        try:
+            outputs = Outcome("ok", "", encoded, []).values()
+        except ValueError:
+            return "no value"
+        expected = Outcome("ok", "", self.expected[task][part]["encoded"], []).values()
+        if self.dataset == "mbpp" and problem["entry_point"] in self.rules.MBPP_OUTPUT_NOT_NONE_TASKS:
+            expected = [value is not None for value in expected]
+        return "right" if self.rules.agrees(self.dataset, problem, part, outputs, expected) else "wrong"
 
 
 def problems_of(dataset: str, data: str) -> dict[str, dict[str, Any]]:
@@ -113,17 +157,23 @@ class Grader:
     def __init__(self) -> None:
         self._files: dict[tuple[str, str], DataFile] = {}
         self._confined = Runners(confined=True)
+        self._sanitizing: LimitedChildren | None = None
 
     def grade(self, request: GradeRequest) -> dict[str, Any]:
         """Verdicts and sanitized programs by task id, and EvalPlus's version."""
         file = self._file(request)
-        # Without namespaces a program can harm the runner, so that no later request may get the same one.
+        # Without namespaces a program can harm other processes, so that no later request may get the same ones.
         runners = self._confined if request.confined else Runners(confined=False)
         try:
-            graded = _Grading(request, file, runners).graded()
+            sanitizer = self._sanitizer(file.rules) if request.sanitize else None
+            graded = _Grading(request, file, runners, sanitizer).graded()
+        except OSError:  # one of the kept processes has ended, as for want of memory: the next request gets others
+            self._end_children()
+            raise
         finally:
             if runners is not self._confined:
                 runners.close()
+                self._end_children()
         return {
             "evalplus": version("evalplus"),
             "verdicts": {task: asdict(verdict) for task, (_, verdict) in graded.items()},
@@ -135,27 +185,44 @@ class Grader:
         digest = hashlib.sha256(Path(request.data).read_bytes() + code).hexdigest()
         file = self._files.pop((request.dataset, digest), None)
         if file is None:
-            file = DataFile(problems_of(request.dataset, request.data), digest)
+            problems = problems_of(request.dataset, request.data)
+            from moe_lab.evaluation.harnesses import evalplus_rules  # here, because `problems_of` makes its import fast
+
+            file = DataFile(request.dataset, problems, evalplus_rules, digest)
         self._files[request.dataset, digest] = file  # the last one is the one used last
         while len(self._files) > _MOST_FILES:
-            del self._files[next(iter(self._files))]
+            self._files.pop(next(iter(self._files))).close()
         return file
 
+    def _sanitizer(self, rules: types.ModuleType) -> LimitedChildren:
+        """Processes that sanitize a program, given with the name of its function."""
+        if self._sanitizing is None:
+            limits = (rules.SECONDS, rules.MEMORY, cores())
+            self._sanitizing = LimitedChildren(lambda request: str(rules.sanitized(*request)), *limits)
+        return self._sanitizing
+
     def close(self) -> None:
-        """End the runners."""
+        """End all processes."""
         self._confined.close()
+        self._end_children()
+
+    def _end_children(self) -> None:
+        for file in self._files.values():
+            file.close()
+        if self._sanitizing is not None:
+            self._sanitizing.close()
+            self._sanitizing = None
 
 
 class _Grading:
     """Grading of one request."""
 
-    def __init__(self, request: GradeRequest, file: DataFile, runners: Runners) -> None:
-        from moe_lab.evaluation.harnesses import evalplus_rules  # here, because `problems_of` makes its import fast
-
+    def __init__(
+        self, request: GradeRequest, file: DataFile, runners: Runners, sanitizing: LimitedChildren | None
+    ) -> None:
         self.request, self.file, self.problems, self.runners = request, file, file.problems, runners
-        self._rules = evalplus_rules
-        self._sanitized: Callable[[Any], str | None] = lambda _: None
-        self._compared: Callable[[Any], str | None] = lambda _: None
+        self._sanitizing = sanitizing
+        self._comparing: LimitedChildren
 
     def graded(self) -> dict[str, tuple[str, Verdict]]:
         """Task id -> program after the sanitizer and verdict, for each program of the request."""
@@ -166,8 +233,9 @@ class _Grading:
         if missing:
             self._load_expected(missing)
             graded.update(self._grade(missing))
-        if len(known) > _MOST_VERDICTS:
-            known.clear()
+        for memory in (known, self.file.compared):
+            if len(memory) > _MOST_VERDICTS:
+                memory.clear()
         for task in missing:
             if "crash" not in (graded[task][1].base, graded[task][1].plus):  # another program may have caused it
                 known[keys[task]] = graded[task]
@@ -180,16 +248,10 @@ class _Grading:
         return hashlib.sha256(json.dumps([task, request.programs[task], limits, how]).encode()).hexdigest()
 
     def _grade(self, tasks: list[str]) -> dict[str, tuple[str, Verdict]]:
-        count = self._parallel(tasks)
-        with ExitStack() as children:  # forked before there are threads, with the expected outputs in memory
-            if self.request.sanitize:
-                limits = (self._rules.SECONDS, self._rules.MEMORY, count)
-                self._sanitized = children.enter_context(LimitedChildren(self._sanitize, *limits))
-            limits = (self.request.comparing_seconds, _COMPARING_MEMORY, count)
-            self._compared = children.enter_context(LimitedChildren(self._compare, *limits))
-            longest_first = sorted(tasks, key=self._expected_seconds, reverse=True)  # so that all end together
-            with ThreadPoolExecutor(count) as pool:
-                return dict(zip(longest_first, pool.map(self._program_and_verdict, longest_first), strict=True))
+        self._comparing = self.file.comparing(self.request.comparing_seconds)  # forked before there are threads
+        longest_first = sorted(tasks, key=self._expected_seconds, reverse=True)  # so that all end together
+        with ThreadPoolExecutor(self._parallel(tasks)) as pool:
+            return dict(zip(longest_first, pool.map(self._program_and_verdict, longest_first), strict=True))
 
     def _expected_seconds(self, task: str) -> float:
         return sum(sum(part["seconds"]) for part in self.file.expected[task].values())
@@ -245,14 +307,10 @@ class _Grading:
 
     def _program_and_verdict(self, task: str) -> tuple[str, Verdict]:
         program = self.request.programs[task]
-        if self.request.sanitize:
-            sanitized = self._sanitized([program, self.problems[task]["entry_point"]])
+        if self._sanitizing is not None:
+            sanitized = self._sanitizing([program, self.problems[task]["entry_point"]])
             program = program if sanitized is None else sanitized
         return program, self._verdict(task, program)
-
-    def _sanitize(self, request: Any) -> str:
-        """Work of a child: the program and the name of its function, sanitized."""
-        return self._rules.evalplus_sanitized(*request)
 
     def _verdict(self, task: str, program: str) -> Verdict:
         if self.request.closed_world_only:
@@ -271,25 +329,18 @@ class _Grading:
         outcome = self._run(task, part, program, seconds, self.request.memory_mib << 20)
         if outcome.status != "ok":
             return ("fail" if outcome.status == "failed" else outcome.status), outcome.error
-        return _COMPARED[self._compared([task, part, outcome.encoded])]
+        return _COMPARED[self._comparison(task, part, outcome.encoded)]
 
-    def _compare(self, request: Any) -> str:
-        """Work of a child: compare the encoded outputs of a task's part, and return a key of `_COMPARED`.
-
-        They are decoded only here, with limited time and memory. Decoding makes data of them, never code, and comparing
-        changes neither the inputs nor what is expected, which is decoded anew: so no program's outputs can change the
-        verdict of the next.
-        """
-        task, part, encoded = request
-        problem, dataset = self.problems[task], self.request.dataset
-        try:
-            outputs = Outcome("ok", "", encoded, []).values()
-        except ValueError:
-            return "no value"
-        expected = Outcome("ok", "", self.file.expected[task][part]["encoded"], []).values()
-        if dataset == "mbpp" and problem["entry_point"] in self._rules.MBPP_OUTPUT_NOT_NONE_TASKS:
-            expected = [value is not None for value in expected]
-        return "right" if self._rules.agrees(dataset, problem, part, outputs, expected) else "wrong"
+    def _comparison(self, task: str, part: str, encoded: list[str]) -> str | None:
+        """How outputs compare with those expected: a key of `_COMPARED`. Most right programs return the same."""
+        request, known = [task, part, encoded], self.file.compared
+        key = hashlib.sha256(json.dumps(request).encode()).hexdigest()
+        if key not in known:
+            status = self._comparing(request)
+            if status is None:  # a matter of limits, not of the outputs alone
+                return None
+            known[key] = status
+        return known[key]
 
 
 _COMPARED = {

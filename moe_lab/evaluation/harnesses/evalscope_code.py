@@ -19,8 +19,8 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+from moe_lab.evaluation.sandbox.children import LimitedChildren
 from moe_lab.evaluation.sandbox.client import Outcome, Runners
-from moe_lab.evaluation.sandbox.confinement import LimitedChildren
 from moe_lab.evaluation.sandbox.runner import Request
 
 _FIRST_TESTS = 4  # most wrong programs fail one of them, and then the others are not run

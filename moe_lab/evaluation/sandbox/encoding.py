@@ -116,7 +116,10 @@ def _fingerprint(value: Any) -> int:
     if isinstance(value, dict):
         return hash(frozenset((_fingerprint(key), _fingerprint(item)) for key, item in value.items()))
     if isinstance(value, (list, tuple)):
-        return hash((isinstance(value, list), *map(_fingerprint, value)))
+        try:
+            return hash((isinstance(value, list), *map(hash, value)))  # as below, where all items can be hashed: faster
+        except TypeError:
+            return hash((isinstance(value, list), *map(_fingerprint, value)))
     return id(value)
 
 

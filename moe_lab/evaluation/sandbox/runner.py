@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moe_lab.evaluation.sandbox.confinement import die_with_parent, enter, limit_process, new_process_tree
+from moe_lab.evaluation.sandbox.confinement import die_with_parent, enter, fork_process_tree, limit_process
 from moe_lab.evaluation.sandbox.encoding import HUGE, decode, encode_result
 from moe_lab.start import command
 
@@ -86,35 +86,14 @@ def _answer(reply: dict[str, Any]) -> None:
 
 
 def _start_confined(request: Request, results: int) -> int:
-    """Start a child that is process 1 of its own process tree. Returns its id.
-
-    A helper creates the tree, reports the child's id and ends. The child waits for the helper's end, because the helper
-    would count as a process of the program.
-    """
-    reading, tell = os.pipe()
-    waiting, going = os.pipe()
-    helper = os.fork()
-    if helper == 0:
-        code = 1
-        try:
-            new_process_tree()
-            child = os.fork()
-            if child == 0:
-                os.close(going)
-                os.read(waiting, 1)
-                _child(request, results)
-            os.write(tell, str(child).encode())
-            code = 0
-        finally:
-            os._exit(code)
-    _, status = os.waitpid(helper, 0)
-    for done in (tell, waiting, going):
-        os.close(done)
-    child_id = os.read(reading, 32)
-    os.close(reading)
-    if status != 0 or not child_id:
-        raise SystemExit("the kernel refused a process tree for a program")
-    return int(child_id)
+    """Start a child that is process 1 of its own process tree. Returns its id."""
+    try:
+        child = fork_process_tree()
+    except OSError as error:
+        raise SystemExit(f"the kernel refused a process tree for a program ({error})") from error
+    if child == 0:
+        _child(request, results)
+    return child
 
 
 def _start_limited(request: Request, results: int) -> int:
