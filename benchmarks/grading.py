@@ -1,7 +1,8 @@
 """Cost and correctness of grading: `python -m benchmarks.grading DATA`.
 
-First the shipped code benchmarks for several plans, graded by the process that a worker keeps, and by a process that is
-started for each plan and benchmark (`seconds_per_program`); the ratio has a bar.
+First the programs of several plans, graded by the process that a worker keeps, and by a process that is started for
+each plan and benchmark (`kept_misses`): programs for the shipped code benchmarks, and the canonical solutions of
+HumanEval+. With `--before FOLDER` the processes that are started are those of another version, checked out in FOLDER.
 
 Then HumanEval+ and MBPP+, of which DATA is a folder with HumanEvalPlus.jsonl.gz and MbppPlus.jsonl.gz. Answers go
 through the adapter, as a model's do:
@@ -17,22 +18,26 @@ grading process. Exit code 1 when a count or a bar is missed.
 
 from __future__ import annotations
 
+import argparse
+import gzip
 import json
 import os
 import statistics
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.measure import median_misses, parser, ratios, timed
+from benchmarks.measure import median_misses, parser, timed
 from moe_lab.config import BenchmarkConfig
 from moe_lab.evaluation import mirror
 from moe_lab.evaluation.generation import Answer, Question
 from moe_lab.evaluation.harness import Graded
+from moe_lab.evaluation.harnesses import evalplus_grader
 from moe_lab.evaluation.harnesses.evalplus import KeptGrader, ask, grade, kept_grader, run_grader
 from moe_lab.evaluation.harnesses.evalplus_grader import GradeRequest
 from moe_lab.evaluation.mirror.make import benchmarks, make
@@ -42,6 +47,7 @@ from moe_lab.paths import resolve
 
 BAR = 300.0
 CORES = 2
+SHIPPED_PLANS, CANONICAL_PLANS = 8, 3
 KEPT_BAR = 0.5
 """Most that grading by a kept process may take of the wall-clock time with a process for each plan and benchmark."""
 SHIPPED = {"humaneval": "humaneval", "mbpp": "mbpp", "livecodebench": "humaneval"}
@@ -109,31 +115,76 @@ def _answer(question: Question, problem: Problem, program: Callable[[Problem], s
     return Answer(question.item, json.dumps(question.prompt), said)
 
 
-def seconds_per_program(plans: int, folder: str) -> tuple[list[float], list[float]]:
-    """Wall-clock seconds per program of each plan, by a kept process and by processes started for each benchmark.
+def add_before(options: argparse.ArgumentParser) -> None:
+    """The option that `kept_misses` needs."""
+    options.add_argument("--before", type=Path, default=Path(__file__).parents[1], help="checkout of another version")
 
-    Both ways grade the programs of one plan before they go on to the next. A quarter of the programs are right, and
-    no two are equal. Expected outputs are known: `folder` is for them. The kept process starts with the first plan.
+
+def kept_misses(data: Path | None, before: Path, folder: str) -> bool:
+    """Print the ratio of wall-clock seconds of grading by a kept process to those by started ones, True above KEPT_BAR.
+
+    The programs are, for each of several plans, `canonical_solutions` of `data`, or else `shipped_programs`. Both ways
+    grade those of one plan before they go on to the next, and no two programs are equal. The kept process starts with
+    the first plan. Expected outputs are known: `folder` is for them. At last the kept process gets the programs of the
+    last plan once more, for which there is no bar.
     """
-    kept = KeptGrader()
-    ways: list[Callable[[GradeRequest], object]] = [kept.grade, run_grader]
-    seconds: tuple[list[float], list[float]] = ([], [])
-    for request in _requests("expected", folder):
+    plans = SHIPPED_PLANS if data is None else CANONICAL_PLANS
+
+    def requests_of(plan: str) -> list[GradeRequest]:
+        return shipped_programs(plan, folder) if data is None else [canonical_solutions(plan, data, folder)]
+
+    kept, seconds, again = KeptGrader(), [], 0.0
+    for request in requests_of("expected"):
         run_grader(request)
+    calls = _seconds_of_calls(folder)
+    for request in requests_of("expected"):
+        _grade_in_started_process(request, before)
     try:
         for plan in range(plans):
-            requests = _requests(f"plan {plan}", folder)
-            count = sum(len(request.programs) for request in requests)
-            for way, times in zip(ways, seconds, strict=True):
-                _, wall, _ = timed(partial(list, map(way, requests)))
-                times.append(wall / count)
+            requests = requests_of(f"plan {plan}")
+            started, processor = _seconds(requests, partial(_grade_in_started_process, checkout=before))
+            warm, _ = _seconds(requests, kept.grade)
+            seconds.append((warm, started, processor))
+        again, _ = _seconds(requests, kept.grade)
     finally:
         kept.close()
-    return seconds
+    programs = sum(len(request.programs) for request in requests)
+    medians = [statistics.median(times) for times in zip(*seconds, strict=True)]
+    print(
+        f"{programs} programs {'for the shipped benchmarks' if data is None else 'for HumanEval+'}: "
+        f"{medians[0]:.2f} s in a kept process, {again:.3f} s once more, {medians[1]:.2f} s in started ones"
+    )
+    print(
+        f"  processor time: {medians[2]:.1f} s in started ones; calls of all canonical solutions {calls:.1f} s",
+        flush=True,
+    )
+    shares = [warm / started for warm, started, _ in seconds]
+    return median_misses("kept process / started ones", shares, "<=", KEPT_BAR)
 
 
-def _requests(plan: str, folder: str) -> list[GradeRequest]:
-    """The programs of one plan for the shipped benchmarks."""
+def _seconds(requests: list[GradeRequest], grader: Callable[[GradeRequest], object]) -> tuple[float, float]:
+    """Wall-clock seconds of grading, and CPU seconds of the processes that ended meanwhile and of this one."""
+    _, wall, used = timed(lambda: [grader(request) for request in requests])
+    return wall, used
+
+
+def _seconds_of_calls(folder: str) -> float:
+    """CPU seconds that the calls of the canonical solutions took when the expected outputs in `folder` were made."""
+    tasks = [task for file in Path(folder).iterdir() for task in json.loads(file.read_text()).values()]
+    return float(sum(sum(part["seconds"]) for task in tasks for part in task.values()))
+
+
+def _grade_in_started_process(request: GradeRequest, checkout: Path) -> None:
+    """Grade by a process of the version in `checkout`, started for this request alone."""
+    line = [sys.executable, str(checkout / "moe_lab/start.py"), "-m", evalplus_grader.__name__]
+    environment = {"PATH": os.environ["PATH"], "PYTHONNOUSERSITE": "1", "HOME": "/nonexistent", "OMP_NUM_THREADS": "1"}
+    text = json.dumps(asdict(request)) + "\n"
+    done = subprocess.run(line, input=text, stdout=subprocess.PIPE, cwd="/", env=environment, text=True, check=True)
+    assert len(json.loads(done.stdout)["verdicts"]) == len(request.programs)
+
+
+def shipped_programs(plan: str, folder: str) -> list[GradeRequest]:
+    """Programs for each shipped code benchmark, of which a quarter are right."""
     requests = []
     for name, dataset in SHIPPED.items():
         data = Path(resolve(f"pocket:benchmarks/{name}.jsonl"))
@@ -142,21 +193,34 @@ def _requests(plan: str, folder: str) -> list[GradeRequest]:
         for number, problem in enumerate(problems):
             wrong = f"def {problem['entry_point']}(*given): return None\n"
             programs[problem["task_id"]] = (wrong if number % 4 else canonical(problem)) + f"\n# {plan}\n"
-        confined = namespaces_missing() is None
-        requests.append(GradeRequest(dataset, str(data), programs, confined, not confined, cache=folder))
+        requests.append(_request(dataset, data, programs, folder))
     return requests
+
+
+def canonical_solutions(plan: str, data: Path, folder: str) -> GradeRequest:
+    """The canonical solutions of HumanEval+, whose file is in the folder `data`, as answers of a chat model."""
+    file = (data / "HumanEvalPlus.jsonl.gz").resolve()
+    problems = [json.loads(line) for line in gzip.decompress(file.read_bytes()).splitlines()]
+    programs = {problem["task_id"]: f"{canonical(problem)}\n# {plan}\n" for problem in problems}
+    return replace(_request("humaneval", file, programs, folder), sanitize=True)
+
+
+def _request(dataset: str, data: Path, programs: dict[str, str], folder: str) -> GradeRequest:
+    confined = namespaces_missing() is None
+    return GradeRequest(dataset, str(data), programs, confined, not confined, cache=folder)
 
 
 def main() -> int:
     """Measure, print, compare."""
     options = parser("grading", __doc__)
     options.add_argument("data", type=Path)
+    add_before(options)
     options.add_argument("--benchmarks", nargs="+", default=["humaneval", "mbpp"])
     arguments = options.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        kept, started = seconds_per_program(8, f"{folder}/shipped")
-        print(f"shipped code benchmarks: {1000 * statistics.median(kept):.1f} ms per program", flush=True)
-        failed = median_misses("kept process / started ones", ratios(kept, started), "<=", KEPT_BAR)
+        failed = kept_misses(None, arguments.before, f"{folder}/expected")
+        if "humaneval" in arguments.benchmarks:
+            failed |= kept_misses(arguments.data, arguments.before, f"{folder}/expected")
         os.environ["XDG_CACHE_HOME"] = folder
         for benchmark in benchmarks(arguments.benchmarks, folder):
             print("\n".join(make(benchmark, arguments.data)), flush=True)
