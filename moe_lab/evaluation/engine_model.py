@@ -21,7 +21,17 @@ from typing import Any
 from moe_lab.config import BackendConfig, ModelConfig
 from moe_lab.errors import Unavailable, UserError
 from moe_lab.evaluation.back_ends import ELSEWHERE, last_lines
-from moe_lab.evaluation.generation import TOKEN_SECONDS, GenSpec, LanguageModel, continuation, cut, end_tokens, fitting
+from moe_lab.evaluation.generation import (
+    TOKEN_SECONDS,
+    AnswerRow,
+    GenSpec,
+    LanguageModel,
+    Likelihood,
+    continuation,
+    cut,
+    end_tokens,
+    fitting,
+)
 from moe_lab.evaluation.interpreters import interpreter
 from moe_lab.pruning.plan import Plan
 from moe_lab.start import command
@@ -174,8 +184,10 @@ class EngineModel(LanguageModel):
         length: int = self.engine.about["max_length"]
         return length
 
-    def stream(self, prompts: Sequence[str], spec: GenSpec) -> Iterator[tuple[int, str]]:
-        """(index, text) of each prompt as soon as it is done; vLLM batches them in its own way."""
+    def complete(
+        self, prompts: Sequence[str], rows: Sequence[AnswerRow | None], spec: GenSpec
+    ) -> Iterator[tuple[int, str, None]]:
+        """(index, text, None) of each prompt as soon as it is done; vLLM batches them in its own way."""
         if not prompts:
             return
         encoded = self.encoded(prompts, spec)
@@ -188,11 +200,11 @@ class EngineModel(LanguageModel):
         }
         for number, tokens in self.engine.items("generate", TOKEN_SECONDS * spec.max_new_tokens, **request):
             index = order[number]
-            yield index, cut(continuation(self.tokenizer, encoded[index], tokens, self.ends), spec.stop)
+            yield index, cut(continuation(self.tokenizer, encoded[index], tokens, self.ends), spec.stop), None
 
     def log_likelihoods(
         self, rows: Sequence[Sequence[int]], starts: Sequence[int], batch_size: int
-    ) -> list[tuple[float, bool]]:
+    ) -> list[Likelihood]:
         """As `LanguageModel.log_likelihoods`; vLLM batches in its own way."""
         if not rows:
             return []

@@ -20,6 +20,8 @@ _CONTEXT_TOKENS = 4  # prompt tokens decoded together with the first new ones: s
 
 Messages = Sequence[Mapping[str, str]]
 """A conversation: role and content of each message."""
+Likelihood = tuple[float, bool]
+"""The summed log-likelihood of tokens in nats, and whether each was the likeliest."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,18 @@ class GenSpec:
     """Generate nothing for a prompt that leaves too little room, instead of raising UserError."""
 
 
+@dataclass(frozen=True)
+class AnswerRow:
+    """A right answer after its prompt."""
+
+    tokens: tuple[int, ...]
+    """Token ids of both."""
+    start: int
+    """The first token that counts as the answer's."""
+    size: int
+    """Bytes that count as the answer's."""
+
+
 class Generator(ABC):
     """Generates texts: a loaded model (`local_model.py`), a server (`served_model.py`) or an engine
     (`engine_model.py`)."""
@@ -58,16 +72,39 @@ class Generator(ABC):
         )
         return text
 
-    def generate(self, prompts: Sequence[str], spec: GenSpec) -> list[str]:
+    def generate(self, prompts: Sequence[str], spec: GenSpec, answers: Sequence[str | None] = ()) -> list[str]:
         """The text that follows each prompt, in order, up to a stop text, an end token or the token limit.
 
-        Raises UserError for a prompt that leaves too little room.
+        For `answers` see `stream`. Raises UserError for a prompt that leaves too little room.
         """
-        return [text for _, text in sorted(self.stream(prompts, spec))]
+        return [text for _, text in sorted(self.stream(prompts, spec, answers))]
+
+    def stream(
+        self, prompts: Sequence[str], spec: GenSpec, answers: Sequence[str | None] = ()
+    ) -> Iterator[tuple[int, str]]:
+        """(index, text) of each prompt as soon as it is done; none for a prompt that `spec.skip_long` leaves out.
+
+        `answers` are right answers. A model that records its results may compute their losses on the way, so that
+        `answer_losses` then costs nothing.
+        """
+        rows = self.answer_rows(prompts, answers, spec) if answers else [None] * len(prompts)
+        return ((index, text) for index, text, _ in self.complete(prompts, rows, spec))
 
     @abstractmethod
-    def stream(self, prompts: Sequence[str], spec: GenSpec) -> Iterator[tuple[int, str]]:
-        """(index, text) of each prompt as soon as it is done; none for a prompt that `spec.skip_long` leaves out."""
+    def complete(
+        self, prompts: Sequence[str], rows: Sequence[AnswerRow | None], spec: GenSpec
+    ) -> Iterator[tuple[int, str, Likelihood | None]]:
+        """(index, text, likelihood of the answer in `rows`) of each prompt as soon as it is done.
+
+        The likelihood is None where the answer is not read with the prompt. Nothing comes for a prompt that
+        `spec.skip_long` leaves out.
+        """
+
+    def answer_rows(
+        self, prompts: Sequence[str], answers: Sequence[str | None], spec: GenSpec
+    ) -> Sequence[AnswerRow | None]:
+        """Each answer after its prompt, as `answer_losses` reads them; None where it reads nothing."""
+        return [None] * len(prompts)
 
     @abstractmethod
     def answer_losses(self, prompts: Sequence[str], answers: Sequence[str | None], spec: GenSpec) -> list[float | None]:
@@ -90,7 +127,7 @@ class LanguageModel(Generator):
     @abstractmethod
     def log_likelihoods(
         self, rows: Sequence[Sequence[int]], starts: Sequence[int], batch_size: int
-    ) -> list[tuple[float, bool]]:
+    ) -> list[Likelihood]:
         """For each row of token ids, from index `start` >= 1 on: the summed log-likelihood of its tokens, in nats, and
         whether each was the likeliest. The last token of a row is not read."""
 
@@ -98,6 +135,22 @@ class LanguageModel(Generator):
         """The token ids of each prompt."""
         ids: list[list[int]] = self.tokenizer(list(prompts), add_special_tokens=spec.special_tokens).input_ids
         return ids
+
+    def answer_rows(
+        self, prompts: Sequence[str], answers: Sequence[str | None], spec: GenSpec
+    ) -> Sequence[AnswerRow | None]:
+        rows: list[AnswerRow | None] = [None] * len(prompts)
+        numbers = [number for number, answer in enumerate(answers) if answer]
+        if not numbers:
+            return rows
+        heads = [prompts[number].rstrip() for number in numbers]
+        texts = [f"{prompts[number]}{answers[number]}" for number in numbers]
+        limits = [length for length in (self.max_length, spec.max_length) if length is not None]
+        encoded = zip(self.encoded(texts, spec), map(len, self.encoded(heads, spec)), strict=True)
+        for number, head, text, (tokens, start) in zip(numbers, heads, texts, encoded, strict=True):
+            if 0 < start < len(tokens) <= min(limits, default=len(tokens)):
+                rows[number] = AnswerRow(tuple(tokens), start, len(text.encode()) - len(head.encode()))
+        return rows
 
     def answer_losses(self, prompts: Sequence[str], answers: Sequence[str | None], spec: GenSpec) -> list[float | None]:
         """The loss on each answer after its prompt in bits per byte: -log2 p(answer | prompt) / bytes of the answer.
@@ -107,24 +160,12 @@ class LanguageModel(Generator):
         answer's tokens are those after the first n of prompt and answer together, n being the tokens of the prompt.
         """
         losses: list[float | None] = [None] * len(prompts)
-        numbers = [number for number, answer in enumerate(answers) if answer]
-        if not numbers:
-            return losses
-        heads = [prompts[number].rstrip() for number in numbers]
-        texts = [f"{prompts[number]}{answers[number]}" for number in numbers]
-        starts = list(map(len, self.encoded(heads, spec)))
-        rows = self.encoded(texts, spec)
-        limits = [length for length in (self.max_length, spec.max_length) if length is not None]
-        readable = [
-            place
-            for place, (row, start) in enumerate(zip(rows, starts, strict=True))
-            if 0 < start < len(row) <= min(limits, default=len(row))
-        ]
-        asked = ([rows[place] for place in readable], [starts[place] for place in readable])
-        likelihoods = self.log_likelihoods(*asked, spec.batch_size)
-        for place, (likelihood, _) in zip(readable, likelihoods, strict=True):
-            size = len(texts[place].encode()) - len(heads[place].encode())
-            losses[numbers[place]] = -likelihood / math.log(2) / size
+        rows = {number: row for number, row in enumerate(self.answer_rows(prompts, answers, spec)) if row}
+        asked = ([row.tokens for row in rows.values()], [row.start for row in rows.values()])
+        for (number, row), (total, _) in zip(
+            rows.items(), self.log_likelihoods(*asked, spec.batch_size) if rows else [], strict=True
+        ):
+            losses[number] = -total / math.log(2) / row.size
         return losses
 
 
@@ -222,13 +263,14 @@ def collect(generator: Generator, questions: Sequence[Question], spec: GenSpec) 
         question.prompt if isinstance(question.prompt, str) else generator.render(question.prompt)
         for question in questions
     ]
-    texts = dict(generator.stream(prompts, spec))
+    references = [question.reference for question in questions]
+    texts = dict(generator.stream(prompts, spec, references))
     if not texts and questions:
         raise UserError(
             f"none of {len(questions)} prompts leaves room for max_new_tokens={spec.max_new_tokens}: expected a model, "
             "or a max_length, of more"
         )
-    losses = generator.answer_losses(prompts, [question.reference for question in questions], spec)
+    losses = generator.answer_losses(prompts, references, spec)
     return [
         Answer(question.item, prompt, texts.get(number, ""), too_long=number not in texts, loss=loss)
         for number, (question, prompt, loss) in enumerate(zip(questions, prompts, losses, strict=True))

@@ -1,19 +1,23 @@
 """Greedy generation for a batch of prompts whose texts end at different times.
 
-transformers prepares the inputs of each step, as a family needs them. The loop is ours, for two reasons: keys and
-values are written into a buffer with room for more tokens, where transformers copies all of them in each step; and
-rows whose text is complete leave the batch.
+transformers prepares the inputs of each step, as a family needs them. The loop is ours, for three reasons: keys and
+values are written into a buffer with room for more tokens, where transformers copies all of them in each step; rows
+whose text is complete leave the batch; and a right answer, whose likelihood is asked for anyway, is read with its
+prompt, so that the text needs no steps as far as it is that answer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers import DynamicCache, GenerationConfig
 from transformers.cache_utils import DynamicLayer
 
+from moe_lab.evaluation.generation import AnswerRow, Likelihood
+from moe_lab.evaluation.likelihoods import likelihood, most_tokens
 from moe_lab.models.transformers_private import next_inputs
 
 LEFT = 0.75
@@ -48,14 +52,22 @@ class GrowingLayer(DynamicLayer):
             self.buffers = tuple(_grown(buffer, start, end + max(ROOM, end // 2)) for buffer in self.buffers)
         for buffer, states in zip(self.buffers, (key_states, value_states), strict=True):
             buffer[self.part, :, start:end] = states
-        if start == 0:
-            return key_states, value_states
-        return self._show(end)
+        if start:
+            return self._show(end)
+        if self.part == slice(0, self.rows):
+            self._show(end)
+        return key_states, value_states
 
     def end_prompts(self, length: int) -> None:
-        """All rows have read their prompts of `length` tokens."""
+        """All parts have read their prompts, `length` tokens."""
         self.part = slice(0, self.rows)
         self._show(length)
+
+    def keep(self, columns: torch.Tensor) -> None:
+        """Keep `columns` (B, S): for each row, the numbers of S of its tokens."""
+        for buffer in self.buffers:
+            buffer[:, :, : columns.shape[1]] = torch.take_along_dim(buffer, columns[:, None, :, None], 2)
+        self._show(columns.shape[1])
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Keep the rows `beam_idx` of the batch."""
@@ -80,6 +92,14 @@ def everyone(rows: Sequence[int]) -> None:
     """For `greedy`: nothing has to be done when rows leave the batch."""
 
 
+@dataclass
+class Text:
+    """The new tokens after a prompt, and the likelihood of the right answer to it if that was read."""
+
+    tokens: list[int]
+    likelihood: Likelihood | None = None
+
+
 @torch.inference_mode()
 def greedy(
     model: Any,
@@ -87,53 +107,63 @@ def greedy(
     max_new_tokens: int,
     ends: Collection[int],
     padding: int,
-    is_complete: Callable[[list[list[int]]], list[bool]],
+    is_complete: Callable[[list[list[int]], int], list[bool]],
     before: Callable[[Sequence[int]], None] = everyone,
     prompts_at_once: int | None = None,
-) -> list[list[int]]:
-    """The new tokens of each of `prompts` (token ids), up to and with its first token of `ends`.
+    answers: Sequence[AnswerRow | None] = (),
+) -> list[Text]:
+    """The text after each of `prompts` (token ids), up to and with its first token of `ends`.
 
     `padding` is the token to the left of shorter prompts. A text is complete at `max_new_tokens`, at an end token, and
-    where `is_complete`, which gets the new tokens of all texts that are not, says so. `before` is called with the
-    numbers of the rows that the next forward passes read, in order, whenever these change. Prompts are read
-    `prompts_at_once` at a time, where the family keeps keys and values alone: a pass over whole prompts takes much
-    memory, and gains nothing from more rows.
+    where `is_complete` says so, which gets the new tokens of all others, and how many of them are new to it at most.
+    `before` is called with the numbers of the rows that the next forward passes read, in order, whenever these change.
+
+    Where the family keeps keys and values alone, prompts are read `prompts_at_once` at a time, as a pass over whole
+    prompts takes much memory and gains nothing from more rows. There, each of `answers`, whose rows begin with their
+    prompts, is read with its prompt.
     """
-    longest = max(map(len, prompts))
-    ids = torch.tensor([[padding] * (longest - len(row)) + list(row) for row in prompts], device=model.device)
-    attention = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in prompts], device=model.device)
-    texts: list[list[int]] = [[] for _ in prompts]
+    answers = answers or [None] * len(prompts)
+    texts: list[Text] = []
 
     def decode(model: Any, input_ids: torch.Tensor, generation_config: Any, **others: Any) -> torch.Tensor:
         """The loop, called by `generate`; `others` are arguments of the model's forward besides those of sampling."""
         inputs = {
             name: value for name, value in others.items() if name not in ("logits_processor", "stopping_criteria")
         }
-        rows = list(range(len(texts)))
-        open_rows = list(rows)
-        output = _read_prompts(model, input_ids, inputs, prompts_at_once or len(rows), before)
-        for step in range(max_new_tokens):
-            if step:
-                prepared = model.prepare_inputs_for_generation(
-                    input_ids, next_sequence_length=1, is_first_iteration=False, **inputs
-                )
-                output = model(**prepared, return_dict=True)
+        reading = _Reading(model, input_ids, inputs, prompts, answers, max_new_tokens)
+        output = reading.read(prompts_at_once or len(prompts), before)
+        texts.extend(reading.texts)
+        input_ids, inputs = reading.ids, reading.inputs
+        rows = open_rows = list(range(len(texts)))
+        new = torch.tensor([text.tokens[-1] for text in texts], device=input_ids.device)
+        unseen = max(len(text.tokens) for text in texts)
+        while True:
             inputs = next_inputs(model, output, inputs)
-            new = output.logits[:, -1].float().argmax(-1)
             input_ids = torch.cat([input_ids, new[:, None]], dim=1)
-            tokens = dict(zip(rows, new.tolist(), strict=True))
-            for row in open_rows:
-                texts[row].append(tokens[row])
-            open_rows = _open(open_rows, texts, ends, is_complete)
+            going_on = [
+                row
+                for row in open_rows
+                if len(texts[row].tokens) < max_new_tokens and not set(ends) & set(texts[row].tokens[-unseen:])
+            ]
+            complete = is_complete([texts[row].tokens for row in going_on], unseen)
+            open_rows = [row for row, ended in zip(going_on, complete, strict=True) if not ended]
             if not open_rows:
-                break
+                return input_ids
             if len(open_rows) <= LEFT * len(rows):
                 kept = torch.tensor([rows.index(row) for row in open_rows], device=input_ids.device)
                 inputs["past_key_values"].reorder_cache(kept)
                 input_ids, inputs = input_ids[kept], _of_rows(kept, inputs, len(input_ids))
-                rows = list(open_rows)
+                rows = open_rows
                 before(rows)
-        return input_ids
+            prepared = model.prepare_inputs_for_generation(
+                input_ids, next_sequence_length=1, is_first_iteration=False, **inputs
+            )
+            output = model(**prepared, return_dict=True)
+            new = output.logits[:, -1].float().argmax(-1)
+            tokens = dict(zip(rows, new.tolist(), strict=True))
+            for row in open_rows:
+                texts[row].tokens.append(tokens[row])
+            unseen = 1
 
     own = model.generation_config
     # generate() would use the settings of the checkpoint that it is not given, such as a repetition penalty
@@ -144,56 +174,136 @@ def greedy(
         pad_token_id=padding,
         use_cache=True,
     )
+    ids, attention = (table.to(model.device) for table in _padded(prompts, answers, padding))
     try:
         model.generate(input_ids=ids, attention_mask=attention, custom_generate=decode)
     finally:
         model.generation_config = own
+    for text in texts:
+        length = next((place for place, token in enumerate(text.tokens, start=1) if token in ends), len(text.tokens))
+        del text.tokens[length:]
     return texts
 
 
-def _open(
-    rows: list[int],
-    texts: Sequence[list[int]],
-    ends: Collection[int],
-    is_complete: Callable[[list[list[int]]], list[bool]],
-) -> list[int]:
-    """Those of `rows` whose text goes on."""
-    rows = [row for row in rows if texts[row][-1] not in ends]
-    complete = is_complete([texts[row] for row in rows])
-    return [row for row, ended in zip(rows, complete, strict=True) if not ended]
+def _padded(
+    prompts: Sequence[Sequence[int]], answers: Sequence[AnswerRow | None], padding: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids and attention mask (B, L + A): prompts padded on the left to L tokens, then answers."""
+    longest = max(map(len, prompts))
+    left = [longest - len(prompt) for prompt in prompts]
+    rows = [answer.tokens if answer else prompt for prompt, answer in zip(prompts, answers, strict=True)]
+    ids = torch.full((len(rows), max(pad + len(row) for pad, row in zip(left, rows, strict=True))), padding)
+    attention = torch.zeros_like(ids)
+    for number, (pad, row) in enumerate(zip(left, rows, strict=True)):
+        ids[number, pad : pad + len(row)] = torch.tensor(row)
+        attention[number, pad : pad + len(row)] = 1
+    return ids, attention
 
 
-def _read_prompts(
-    model: Any, ids: torch.Tensor, inputs: dict[str, Any], size: int, before: Callable[[Sequence[int]], None]
-) -> Any:
-    """The output of the model for all prompts, of which `size` are read at a time where the cache allows that.
+class _Reading:
+    """A batch of prompts, with right answers after them where the cache can forget these again.
 
-    Plain layers of the cache get buffers; sliding windows and states of other kinds stay as they are.
+    `ids` (B, S) are the tokens to be read, and after `read` those that are kept: the prompts, and the texts without
+    their last tokens, padded on the left. `inputs` are the model's arguments for them.
     """
-    cache: Any = inputs.get("past_key_values")
-    growing = []
-    if type(cache) is DynamicCache:
-        cache.layers = [GrowingLayer(len(ids)) if type(layer) is DynamicLayer else layer for layer in cache.layers]
-        growing = [layer for layer in cache.layers if type(layer) is GrowingLayer]
-    if not growing or len(growing) < len(cache.layers):
-        size = len(ids)
-    logits = []
-    for start in range(0, len(ids), size):
-        part = torch.arange(start, min(start + size, len(ids)), device=ids.device)
-        before(part.tolist())
-        for layer in growing:
-            layer.part = slice(start, start + len(part))
-        prepared = model.prepare_inputs_for_generation(
-            ids[part], is_first_iteration=True, **_of_rows(part, inputs, len(ids))
-        )
-        output = model(**prepared, return_dict=True)
-        logits.append(output.logits[:, -1:])
-    for layer in growing:
-        layer.end_prompts(ids.shape[1])
-    if len(logits) > 1:
-        before(range(len(ids)))
-    output.logits = torch.cat(logits)
-    return output
+
+    def __init__(
+        self,
+        model: Any,
+        ids: torch.Tensor,
+        inputs: dict[str, Any],
+        prompts: Sequence[Sequence[int]],
+        answers: Sequence[AnswerRow | None],
+        max_new_tokens: int,
+    ) -> None:
+        self.model, self.prompts, self.max_new_tokens = model, prompts, max_new_tokens
+        self.longest = max(map(len, prompts))
+        self.layers = _growing_layers(inputs.get("past_key_values"), len(ids))
+        """Layers of the cache, if all of them are buffers of keys and values."""
+        by_token = {name: value for name, value in inputs.items() if getattr(value, "shape", None) == ids.shape}
+        if (
+            not self.layers
+            or by_token.keys() - {"attention_mask"} != {"position_ids"}
+            or "logits_to_keep" not in inputs
+        ):
+            answers = [None] * len(prompts)
+        width = ids.shape[1] if any(answers) else self.longest
+        self.answers = answers
+        self.ids, self.inputs = ids[:, :width], inputs | {name: value[:, :width] for name, value in by_token.items()}
+        # white space at the end of a prompt counts as part of its answer
+        spaces = [len(prompt) - answer.start for prompt, answer in zip(prompts, answers, strict=True) if answer]
+        self.logits = width - (self.longest - 1 - max(spaces, default=0))
+        """Number of the last tokens after which logits are needed."""
+        self.texts: list[Text] = []
+        """How the texts begin, after `read`."""
+
+    def read(self, size: int, before: Callable[[Sequence[int]], None]) -> Any:
+        """Read the rows, at most `size` at a time if the cache allows that. Returns the last output of the model."""
+        count = len(self.ids)
+        inputs = dict(self.inputs)
+        if any(self.answers):
+            inputs["logits_to_keep"] = self.logits
+            size = min(size, most_tokens(self.model) // self.logits)
+        size = max(1, size) if self.layers else count
+        for start in range(0, count, size):
+            part = torch.arange(start, min(start + size, count), device=self.ids.device)
+            before(part.tolist())
+            for layer in self.layers:
+                layer.part = slice(start, start + len(part))
+            prepared = self.model.prepare_inputs_for_generation(
+                self.ids[part], is_first_iteration=True, **_of_rows(part, inputs, count)
+            )
+            output = self.model(**prepared, return_dict=True)
+            rows = zip(part.tolist(), output.logits[:, -self.logits :], strict=True)
+            self.texts += [self._beginning(row, logits) for row, logits in rows]
+        for layer in self.layers:
+            layer.end_prompts(self.ids.shape[1])
+        if count > size:
+            before(range(count))
+        if any(self.answers):
+            self._forget()
+        return output
+
+    def _beginning(self, row: int, logits: torch.Tensor) -> Text:
+        """How a text begins: as its right answer does, if that is what the model would choose, and the next choice."""
+        prompt, answer = self.prompts[row], self.answers[row]
+        end = self.logits - (self.ids.shape[1] - self.longest)  # the logits at end - 1 come after the prompt
+        if answer is None:
+            return Text([int(logits[end - 1].float().argmax())])
+        tokens = answer.tokens[len(prompt) :]
+        choices = logits[end - 1 : end + len(tokens)].float().argmax(-1).tolist()
+        same = 0
+        while same < min(len(tokens), self.max_new_tokens - 1) and choices[same] == tokens[same]:
+            same += 1
+        predicting = logits[end - 1 - (len(prompt) - answer.start) : end - 1 + len(tokens)]
+        return Text(choices[: same + 1], likelihood(answer.tokens[answer.start :], predicting))
+
+    def _forget(self) -> None:
+        """Keep of the answers what the texts begin with; rows with less of it get more padding on their left."""
+        lengths = torch.tensor([len(text.tokens) - 1 for text in self.texts], device=self.ids.device)
+        padding = (lengths.max() - lengths)[:, None]
+        columns = torch.arange(self.longest + int(lengths.max()), device=self.ids.device) - padding
+        attention = columns >= 0
+        columns = columns.clamp(min=0)
+        for layer in self.layers:
+            layer.keep(columns)
+        self.ids = self.ids.gather(1, columns)
+        self.inputs["position_ids"] = self.inputs["position_ids"].gather(1, columns)
+        if (before := self.inputs.get("attention_mask")) is not None:  # None if there was no padding
+            attention &= before.gather(1, columns) > 0
+        self.inputs["attention_mask"] = attention.long()
+
+
+def _growing_layers(cache: Any, rows: int) -> list[GrowingLayer]:
+    """The layers of a cache for so many rows, [] if some are sliding windows or states of other kinds.
+
+    Plain layers of the cache are replaced by buffers in any case.
+    """
+    if type(cache) is not DynamicCache:
+        return []
+    cache.layers = [GrowingLayer(rows) if type(layer) is DynamicLayer else layer for layer in cache.layers]
+    layers = [layer for layer in cache.layers if type(layer) is GrowingLayer]
+    return layers if len(layers) == len(cache.layers) else []
 
 
 def _of_rows(rows: torch.Tensor, inputs: dict[str, Any], size: int) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from moe_lab.evaluation.generation import Likelihood
 from moe_lab.models.transformers_private import attention_implementation
 
 LOGITS = 1 << 30
@@ -46,7 +47,7 @@ def log_likelihoods(
     batch_size: int,
     plans: Sequence[int],
     before: Callable[[Sequence[int]], None],
-) -> list[tuple[float, bool]]:
+) -> list[Likelihood]:
     """For each row of token ids, from index `start` >= 1 on: the summed log-likelihood of its tokens, in nats, and
     whether each was the likeliest.
 
@@ -57,8 +58,8 @@ def log_likelihoods(
         return []
     before([plans[0]])
     questions = _questions(rows, starts, plans, share=_can_share(model))
-    tokens = min(batch_size * max(map(len, rows)), LOGITS // (4 * int(model.get_output_embeddings().weight.shape[0])))
-    found: list[tuple[float, bool]] = [(0.0, True)] * len(rows)
+    tokens = min(batch_size * max(map(len, rows)), most_tokens(model))
+    found: list[Likelihood] = [(0.0, True)] * len(rows)
     for batch in _batches(questions, batch_size, tokens):
         before([question.plan for question in batch])
         for question, logits in zip(batch, _logits(model, batch), strict=True):
@@ -67,7 +68,7 @@ def log_likelihoods(
                 predicting = torch.cat([logits[:1], logits[end : end + len(answer)]])
                 end += len(answer)
                 for number in numbers:
-                    found[number] = _likelihood(rows[number][starts[number] :], predicting)
+                    found[number] = likelihood(rows[number][starts[number] :], predicting)
     return found
 
 
@@ -146,7 +147,12 @@ def _separated(questions: Sequence[_Question], longest: int, dtype: torch.dtype)
     return {"position_ids": positions, "attention_mask": added[:, None]}
 
 
-def _likelihood(targets: Sequence[int], logits: torch.Tensor) -> tuple[float, bool]:
+def most_tokens(model: Any) -> int:
+    """After how many tokens one forward pass may give logits, unless a single row has more."""
+    return LOGITS // (4 * int(model.get_output_embeddings().weight.shape[0]))
+
+
+def likelihood(targets: Sequence[int], logits: torch.Tensor) -> Likelihood:
     """The log-likelihood of the tokens `targets` (n), and whether each is the likeliest, by logits (n, V)."""
     scores = logits.float().log_softmax(-1)
     ids = torch.tensor(targets, device=logits.device)

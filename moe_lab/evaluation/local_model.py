@@ -15,7 +15,7 @@ from typing import Any
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from moe_lab.errors import UserError
-from moe_lab.evaluation.generation import GenSpec, LanguageModel, continuation, cut, fitting
+from moe_lab.evaluation.generation import AnswerRow, GenSpec, LanguageModel, Likelihood, continuation, cut, fitting
 from moe_lab.evaluation.greedy import everyone, greedy
 from moe_lab.evaluation.likelihoods import log_likelihoods
 
@@ -41,17 +41,21 @@ class LocalModel(LanguageModel):
         length: int | None = getattr(self.config.get_text_config(), "max_position_embeddings", None)
         return length
 
-    def stream(self, prompts: Sequence[str], spec: GenSpec) -> Iterator[tuple[int, str]]:
-        """(index, text) of each prompt, batch after batch: padded on the left, the longest prompts first."""
+    def complete(
+        self, prompts: Sequence[str], rows: Sequence[AnswerRow | None], spec: GenSpec
+    ) -> Iterator[tuple[int, str, Likelihood | None]]:
+        """As `Generator.complete`, batch after batch: padded on the left, the longest prompts first."""
         encoded = self.encoded(prompts, spec) if prompts else []
         order = fitting([len(ids) for ids in encoded], spec, self.max_length)
         for start in range(0, len(order), spec.batch_size):
             batch = order[start : start + spec.batch_size]
-            yield from zip(batch, self.texts([encoded[index] for index in batch], spec), strict=True)
+            done = self.batch([encoded[index] for index in batch], [rows[index] for index in batch], spec)
+            for index, (text, likelihood) in zip(batch, done, strict=True):
+                yield index, text, likelihood
 
     def log_likelihoods(
         self, rows: Sequence[Sequence[int]], starts: Sequence[int], batch_size: int
-    ) -> list[tuple[float, bool]]:
+    ) -> list[Likelihood]:
         """As `LanguageModel.log_likelihoods`, in batches of similar length."""
         return log_likelihoods(self.model, rows, starts, batch_size, [0] * len(rows), everyone)
 
@@ -60,39 +64,47 @@ class LocalModel(LanguageModel):
         several = configured if isinstance(configured, list) else [configured]
         return sorted({token for token in (*several, self.tokenizer.eos_token_id) if token is not None})
 
-    def texts(
+    def batch(
         self,
         prompts: Sequence[Sequence[int]],
+        rows: Sequence[AnswerRow | None],
         spec: GenSpec,
         before: Callable[[Sequence[int]], None] = everyone,
         prompts_at_once: int | None = None,
-    ) -> list[str]:
-        """The text of each of `prompts` (token ids), generated in one batch, of `spec.batch_size` or any other size.
+    ) -> list[tuple[str, Likelihood | None]]:
+        """The text after each of `prompts` (token ids), and the likelihood of its answer if that was read with it.
 
-        For `before` and `prompts_at_once` see `greedy.greedy`.
+        They are generated in one batch, of `spec.batch_size` or any other size. For `before` and `prompts_at_once` see
+        `greedy.greedy`.
         """
         ends = self._end_tokens()
         padding = self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else ends[0]
+        answers = [
+            row if row and row.start <= len(prompt) and row.tokens[: len(prompt)] == tuple(prompt) else None
+            for prompt, row in zip(prompts, rows, strict=True)
+        ]
         is_complete = partial(self._has_stop, spec.stop)
-        produced = greedy(self.model, prompts, spec.max_new_tokens, ends, padding, is_complete, before, prompts_at_once)
+        produced = greedy(
+            self.model, prompts, spec.max_new_tokens, ends, padding, is_complete, before, prompts_at_once, answers
+        )
         return [
-            cut(continuation(self.tokenizer, prompt, new, ends), spec.stop)
-            for prompt, new in zip(prompts, produced, strict=True)
+            (cut(continuation(self.tokenizer, prompt, text.tokens, ends), spec.stop), text.likelihood)
+            for prompt, text in zip(prompts, produced, strict=True)
         ]
 
-    def _has_stop(self, stop: Sequence[str], texts: list[list[int]]) -> list[bool]:
-        """Whether each text (new token ids) has just completed one of the stop texts."""
+    def _has_stop(self, stop: Sequence[str], texts: list[list[int]], new: int) -> list[bool]:
+        """Whether the last `new` tokens of each text (new token ids) complete one of the stop texts."""
         if not stop or not texts:
             return [False] * len(texts)
-        window = _window(stop)
+        window = _window(stop) + new
         recent = [ids[-window:] for ids in texts]
         ends = self.tokenizer.batch_decode(recent, clean_up_tokenization_spaces=False)
         return [any(text in end for text in stop) for end in ends]
 
 
 def _window(stop: Sequence[str]) -> int:
-    """Number of last tokens that contain any stop text just completed, as every token adds at least one byte."""
-    return max(len(text.encode()) for text in stop) + 1
+    """Number of tokens before the last that contain any stop text it completes: every token adds at least a byte."""
+    return max(len(text.encode()) for text in stop)
 
 
 _POLL_SECONDS = 1.0
@@ -105,8 +117,10 @@ class ContinuousModel(LocalModel):
     sizes: Mapping[str, Any] = field(default_factory=lambda: {"max_memory_percent": 0.5})
     """Memory limits: fields of transformers' ContinuousBatchingConfig."""
 
-    def stream(self, prompts: Sequence[str], spec: GenSpec) -> Iterator[tuple[int, str]]:
-        """(index, text) of each prompt as soon as it is done; up to `spec.batch_size` prompts share a forward pass.
+    def complete(
+        self, prompts: Sequence[str], rows: Sequence[AnswerRow | None], spec: GenSpec
+    ) -> Iterator[tuple[int, str, None]]:
+        """(index, text, None) of each prompt as soon as it is done; up to `spec.batch_size` share a forward pass.
 
         Raises UserError where transformers does not support this model.
         """
@@ -123,15 +137,14 @@ class ContinuousModel(LocalModel):
                 if index not in left:  # a text that was cut at a stop text may still get tokens
                     continue
                 if not ended:
-                    recent = self.tokenizer.decode(tokens[-_window(spec.stop) :], clean_up_tokenization_spaces=False)
+                    tail = tokens[-1 - _window(spec.stop) :]
+                    recent = self.tokenizer.decode(tail, clean_up_tokenization_spaces=False)
                 if ended or any(stop in recent for stop in spec.stop):
                     left.remove(index)
                     if not ended:
                         manager.cancel_request(str(index))
-                    yield (
-                        index,
-                        cut(continuation(self.tokenizer, encoded[index], tokens, self._end_tokens()), spec.stop),
-                    )
+                    text = continuation(self.tokenizer, encoded[index], tokens, self._end_tokens())
+                    yield index, cut(text, spec.stop), None
 
     @contextmanager
     def _manager(self, spec: GenSpec) -> Iterator[Any]:

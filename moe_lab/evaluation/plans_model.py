@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from moe_lab.evaluation.generation import GenSpec, fitting
+from moe_lab.evaluation.generation import AnswerRow, GenSpec, Likelihood, fitting
 from moe_lab.evaluation.likelihoods import log_likelihoods
 from moe_lab.evaluation.local_model import LocalModel
 from moe_lab.pruning.plan import Plan
@@ -34,47 +34,54 @@ class PlansModel:
     def __init__(self, local: LocalModel, plans: Sequence[Plan | None], memory: float | None = None) -> None:
         self.local, self.plans, self.memory = local, list(plans), memory
 
-    def stream(self, requests: Sequence[tuple[int, str]], spec: GenSpec) -> Iterator[tuple[int, str]]:
-        """(number of the request, text) of each request (number of its plan, prompt), batch after batch.
+    def complete(
+        self, requests: Sequence[tuple[int, str, AnswerRow | None]], spec: GenSpec
+    ) -> Iterator[tuple[int, str, Likelihood | None]]:
+        """(number of the request, text, likelihood of the answer, if it was read with the prompt) of each request.
 
+        A request is the number of its plan, a prompt and a right answer after it. They are done batch after batch.
         `spec.batch_size` is that of one plan: a batch has as many rows for each of the plans, if memory allows.
         """
-        distinct = list(dict.fromkeys(prompt for _, prompt in requests))
+        distinct = list(dict.fromkeys(prompt for _, prompt, _ in requests))
         encoded = dict(zip(distinct, self.local.encoded(distinct, spec) if distinct else [], strict=True))
-        order = fitting([len(encoded[prompt]) for _, prompt in requests], spec, self.local.max_length)
+        order = fitting([len(encoded[prompt]) for _, prompt, _ in requests], spec, self.local.max_length)
         if not order:
             return
         with row_masks(self.local.model, self.plans) as masks:
             masks.set([0])
-            longest = len(encoded[requests[order[0]][1]]) + spec.max_new_tokens
+            answers = (len(row.tokens) for _, _, row in requests if row)
+            longest = max(len(encoded[requests[order[0]][1]]) + spec.max_new_tokens, *answers, 0)
             fits = int(self._budget() // _row_bytes(self.local.model, longest))
             size = max(1, min(spec.batch_size * len(self.plans), fits))
 
-            def texts(batch: list[int]) -> list[str]:
+            def of_batch(batch: list[int]) -> list[tuple[str, Likelihood | None]]:
                 prompts = [encoded[requests[number][1]] for number in batch]
+                rows = [requests[number][2] for number in batch]
+                read = [row.tokens if row else prompt for prompt, row in zip(prompts, rows, strict=True)]
 
                 def before(rows: Sequence[int]) -> None:
                     masks.set([requests[batch[row]][0] for row in rows])
 
-                return self.local.texts(prompts, spec, before, _rows_of_pass(prompts))
+                return self.local.batch(prompts, rows, spec, before, _rows_of_pass(read))
 
             while order:
                 batch = order[:size]
                 try:
-                    found = texts(batch)
+                    found = of_batch(batch)
                 except OUT_OF_MEMORY:
                     if len(batch) == 1:
                         raise
                     found = []
                 if found:
-                    yield from zip(batch, found, strict=True)
+                    for number, (text, likelihood) in zip(batch, found, strict=True):
+                        yield number, text, likelihood
                     order = order[size:]
                 else:
                     size = _halved(len(batch))
 
     def log_likelihoods(
         self, rows: Sequence[Sequence[int]], starts: Sequence[int], plans: Sequence[int], batch_size: int
-    ) -> list[tuple[float, bool]]:
+    ) -> list[Likelihood]:
         """As `LanguageModel.log_likelihoods`, each row under the plan with its number in `plans`."""
         size = min(batch_size, _rows_of_pass(rows))
         with row_masks(self.local.model, self.plans) as masks:

@@ -13,13 +13,13 @@ import sys
 import time
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from hashlib import sha256
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from moe_lab.evaluation.generation import Generator, GenSpec, LanguageModel, Messages
+from moe_lab.evaluation.generation import AnswerRow, Generator, GenSpec, LanguageModel, Likelihood, Messages
 from moe_lab.json_files import Number, fits
 
 if TYPE_CHECKING:
@@ -69,6 +69,11 @@ class Record:
                 self._append(key, result)
         if self._lines:
             self._lines.flush()
+
+    def add_text(self, key: str, text: str, row: AnswerRow | None, likelihood: Likelihood | None) -> None:
+        """Add a text, and the likelihood of the right answer in `row` if it was found on the way."""
+        found = [(likelihood_key(row.tokens, row.start), likelihood)] if row and likelihood else []
+        self.add([(key, text), *(entry for entry in found if entry[0] not in self.results)])
 
     def add_seconds(self, seconds: float) -> None:
         """Note that shared batches took so long for results of this record."""
@@ -143,17 +148,26 @@ class RecordedTexts(Generator):
     def render(self, messages: Messages) -> str:
         return self.model.render(messages)
 
-    def stream(self, prompts: Sequence[str], spec: GenSpec) -> Iterator[tuple[int, str]]:
-        """(index, text) of each prompt, after all that were missing are generated and recorded."""
+    def complete(
+        self, prompts: Sequence[str], rows: Sequence[AnswerRow | None], spec: GenSpec
+    ) -> Iterator[tuple[int, str, Likelihood | None]]:
+        """As `Generator.complete`, after all that were missing are generated and recorded."""
         keys = [text_key(prompt, spec) for prompt in prompts]
         results = self.record.results
-        missing = {key: prompt for key, prompt in zip(keys, prompts, strict=True) if key not in results}
-        names = list(missing)
-        for number, text in self.model.stream(list(missing.values()), spec):
-            self.record.add([(names[number], text)])
-        for index, key in enumerate(keys):
+        missing = {key: index for index, key in enumerate(keys) if key not in results}
+        indices = list(missing.values())
+        asked = ([prompts[index] for index in indices], [rows[index] for index in indices])
+        for number, text, likelihood in self.model.complete(*asked, spec):
+            index = indices[number]
+            self.record.add_text(keys[index], text, rows[index], likelihood)
+        for index, (key, row) in enumerate(zip(keys, rows, strict=True)):
             if key in results:
-                yield index, results[key]
+                yield index, results[key], results.get(likelihood_key(row.tokens, row.start)) if row else None
+
+    def answer_rows(
+        self, prompts: Sequence[str], answers: Sequence[str | None], spec: GenSpec
+    ) -> Sequence[AnswerRow | None]:
+        return self.model.answer_rows(prompts, answers, spec)
 
     def answer_losses(self, prompts: Sequence[str], answers: Sequence[str | None], spec: GenSpec) -> list[float | None]:
         return self.model.answer_losses(prompts, answers, spec)
@@ -177,7 +191,7 @@ class Recorded(RecordedTexts, LanguageModel):
 
     def log_likelihoods(
         self, rows: Sequence[Sequence[int]], starts: Sequence[int], batch_size: int
-    ) -> list[tuple[float, bool]]:
+    ) -> list[Likelihood]:
         """As `LanguageModel.log_likelihoods`, question after question; each part is recorded when it is done."""
         keys = [likelihood_key(row, start) for row, start in zip(rows, starts, strict=True)]
         results = self.record.results
@@ -212,16 +226,18 @@ class RecordedTogether(Recorded):
     def seconds_elsewhere(self) -> float:
         return super().seconds_elsewhere - self.seconds_for_others
 
-    def stream(self, prompts: Sequence[str], spec: GenSpec) -> Iterator[tuple[int, str]]:
-        """As `RecordedTexts.stream`, after the texts of all plans are generated."""
+    def complete(
+        self, prompts: Sequence[str], rows: Sequence[AnswerRow | None], spec: GenSpec
+    ) -> Iterator[tuple[int, str, Likelihood | None]]:
+        """As `RecordedTexts.complete`, after the texts of all plans are generated."""
         with self._failures_left_to_steps():
-            self._generate_all({text_key(prompt, spec): prompt for prompt in prompts}, spec)
+            self._generate_all(prompts, rows, spec)
         with self.alone():
-            yield from super().stream(prompts, spec)
+            yield from super().complete(prompts, rows, spec)
 
     def log_likelihoods(
         self, rows: Sequence[Sequence[int]], starts: Sequence[int], batch_size: int
-    ) -> list[tuple[float, bool]]:
+    ) -> list[Likelihood]:
         """As `Recorded.log_likelihoods`, after the likelihoods under all plans are computed."""
         with self._failures_left_to_steps():
             self._weigh_all(rows, starts, batch_size)
@@ -246,13 +262,15 @@ class RecordedTogether(Recorded):
         del self.records[1:]
         release_memory()
 
-    def _generate_all(self, prompts: Mapping[str, str], spec: GenSpec) -> None:
-        """Generate what is missing for any plan; `prompts` by key."""
-        missing = self._missing(prompts)
+    def _generate_all(self, prompts: Sequence[str], rows: Sequence[AnswerRow | None], spec: GenSpec) -> None:
+        """Generate what is missing for any plan."""
+        indices = {text_key(prompt, spec): index for index, prompt in enumerate(prompts)}
+        missing = self._missing(indices)
+        requests = [(plan, prompts[indices[key]], rows[indices[key]]) for plan, key in missing]
         with self._timed(missing):
-            for number, text in self.together.stream([(plan, prompts[key]) for plan, key in missing], spec):
+            for number, text, likelihood in self.together.complete(requests, spec):
                 plan, key = missing[number]
-                self.records[plan].add([(key, text)])
+                self.records[plan].add_text(key, text, rows[indices[key]], likelihood)
 
     def _weigh_all(self, rows: Sequence[Sequence[int]], starts: Sequence[int], batch_size: int) -> None:
         numbers = {likelihood_key(rows[n], starts[n]): n for n in by_question(rows, starts)}

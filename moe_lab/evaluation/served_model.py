@@ -13,7 +13,7 @@ import openai
 
 from moe_lab.config import BackendConfig
 from moe_lab.errors import Unavailable, UserError
-from moe_lab.evaluation.generation import TOKEN_SECONDS, Generator, GenSpec, cut, fitting
+from moe_lab.evaluation.generation import TOKEN_SECONDS, AnswerRow, Generator, GenSpec, cut, fitting
 
 STOPS = 4
 """Most stop texts of one request: OpenAI's limit, and vLLM's default. Texts are cut at the other ones here."""
@@ -94,8 +94,10 @@ class ServedModel(Generator):
     patience: float = BackendConfig.ready_seconds
     """Seconds without any finished text, in addition to the time for one text, after which a server counts as hung."""
 
-    def stream(self, prompts: Sequence[str], spec: GenSpec) -> Iterator[tuple[int, str]]:
-        """(index, text) of each prompt as soon as it is done; longest first, `spec.batch_size` requests at a time.
+    def complete(
+        self, prompts: Sequence[str], rows: Sequence[AnswerRow | None], spec: GenSpec
+    ) -> Iterator[tuple[int, str, None]]:
+        """(index, text, None) of each prompt as soon as it is done; longest first, `spec.batch_size` at a time.
 
         Raises Unavailable when no text at all arrives for too long. A single late text is no error, because the server
         may finish all others first.
@@ -110,7 +112,7 @@ class ServedModel(Generator):
             futures = {pool.submit(self._text, client, texts[index], spec): index for index in order}
             try:
                 for future in self._arriving(futures, self.patience + TOKEN_SECONDS * spec.max_new_tokens):
-                    yield futures[future], future.result()
+                    yield futures[future], future.result(), None
             finally:  # do not wait for the others: they end with the server, which may hang
                 pool.shutdown(wait=False, cancel_futures=True)
 

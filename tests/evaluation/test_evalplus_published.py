@@ -28,7 +28,7 @@ from benchmarks.grading import canonical, count, raising, wrong_at_last
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError
 from moe_lab.evaluation import generation, mirror, run
-from moe_lab.evaluation.generation import Generator, GenSpec, Messages
+from moe_lab.evaluation.generation import AnswerRow, Generator, GenSpec, Messages
 from moe_lab.evaluation.harnesses import evalplus_grader, evalplus_rules
 from moe_lab.evaluation.harnesses.evalplus import ask, fenced_program, stops
 from moe_lab.evaluation.harnesses.evalplus_grader import GradeRequest
@@ -115,10 +115,12 @@ class Canned(Generator):
     def render(self, messages: Messages) -> str:
         return f"<user>{messages[0]['content']}<model>"
 
-    def stream(self, prompts: Sequence[str], spec: GenSpec) -> Iterator[tuple[int, str]]:
+    def complete(
+        self, prompts: Sequence[str], rows: Sequence[AnswerRow | None], spec: GenSpec
+    ) -> Iterator[tuple[int, str, None]]:
         assert (spec.stop, spec.max_new_tokens, spec.max_length, spec.special_tokens) == ((), 2048, 4096, False)
         for index in range(len(prompts)):
-            yield index, self.texts.pop(0)
+            yield index, self.texts.pop(0), None
 
     def answer_losses(self, prompts: Sequence[str], answers: Sequence[str | None], spec: GenSpec) -> list[float | None]:
         return [None] * len(answers)

@@ -20,7 +20,7 @@ from processes import is_running, until
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError
 from moe_lab.evaluation import interpreters, mirror, run, suite
-from moe_lab.evaluation.generation import Answer, Generator, GenSpec, Messages
+from moe_lab.evaluation.generation import Answer, AnswerRow, Generator, GenSpec, Messages
 from moe_lab.evaluation.harnesses import evalscope, evalscope_code, evalscope_worker
 from moe_lab.evaluation.mirror.make import benchmarks
 from moe_lab.evaluation.sandbox.client import namespaces_missing
@@ -90,9 +90,11 @@ class Parrot(Generator):
         self.rendered.append(messages)
         return "|".join(f"{message['role']}: {message['content']}" for message in messages) + f" #{len(self.rendered)}"
 
-    def stream(self, prompts: Sequence[str], spec: GenSpec) -> Iterator[tuple[int, str]]:
+    def complete(
+        self, prompts: Sequence[str], rows: Sequence[AnswerRow | None], spec: GenSpec
+    ) -> Iterator[tuple[int, str, None]]:
         self.spec = spec
-        yield from enumerate(self.texts)
+        yield from ((index, text, None) for index, text in enumerate(self.texts))
 
     def answer_losses(self, prompts: Sequence[str], answers: Sequence[str | None], spec: GenSpec) -> list[float | None]:
         return [None] * len(answers)

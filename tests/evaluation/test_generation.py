@@ -18,6 +18,7 @@ from tokenizers.processors import TemplateProcessing
 from moe_lab.errors import UserError
 from moe_lab.evaluation.generation import (
     Answer,
+    AnswerRow,
     Generator,
     GenSpec,
     LanguageModel,
@@ -49,13 +50,15 @@ class Reversing(Generator):
     def render(self, messages: Messages) -> str:
         return " ".join(f"<{message['role']}>{message['content']}" for message in messages)
 
-    def stream(self, prompts: Sequence[str], spec: GenSpec) -> Iterator[tuple[int, str]]:
+    def complete(
+        self, prompts: Sequence[str], rows: Sequence[AnswerRow | None], spec: GenSpec
+    ) -> Iterator[tuple[int, str, None]]:
         for index in reversed(range(len(prompts))):
             if not self.left:
                 raise Killed
             self.left -= 1
             self.asked.append(prompts[index])
-            yield index, prompts[index][::-1]
+            yield index, prompts[index][::-1], None
 
     def answer_losses(self, prompts: Sequence[str], answers: Sequence[str | None], spec: GenSpec) -> list[float | None]:
         """The share of the answer in both texts together."""

@@ -14,8 +14,9 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
-from moe_lab.evaluation.generation import GenSpec
-from moe_lab.evaluation.greedy import greedy
+from moe_lab.evaluation.generation import AnswerRow, GenSpec
+from moe_lab.evaluation.greedy import everyone, greedy
+from moe_lab.evaluation.likelihoods import log_likelihoods
 from moe_lab.evaluation.local_model import LocalModel
 from moe_lab.evaluation.plans_model import PlansModel
 from moe_lab.pruning.mask import mask
@@ -51,10 +52,10 @@ def test_the_loop_gives_the_tokens_of_transformers_whenever_rows_end(
             ends.append(text[8])
     batches: list[list[int]] = []
     texts = greedy(
-        model, prompts, NEW, ends, 0, lambda left: [False] * len(left), lambda rows: batches.append(list(rows)), 2
+        model, prompts, NEW, ends, 0, lambda left, new: [False] * len(left), lambda rows: batches.append(list(rows)), 2
     )
     expected = by_transformers(model, prompts, ends)
-    assert texts == expected
+    assert [text.tokens for text in texts] == expected
     assert len(set(map(len, expected))) > 1
     whole = batches.index([0, 1, 2, 3, 4])
     assert batches[:whole] in ([], [[0, 1], [2, 3], [4]])
@@ -65,7 +66,7 @@ def test_the_loop_gives_the_tokens_of_transformers_whenever_rows_end(
 def test_prompts_are_read_in_parts_where_keys_and_values_are_kept_alone() -> None:
     for name, parts in (("olmoe", 3), ("deepseek_v3", 3), ("qwen3_next", 1)):
         batches: list[list[int]] = []
-        nothing: Any = lambda left: [False] * len(left)  # noqa: E731
+        nothing: Any = lambda left, new: [False] * len(left)  # noqa: E731
         greedy(tiny.build(name), [[5]] * 5, 2, [], 0, nothing, lambda rows, into=batches: into.append(list(rows)), 2)
         assert len(batches) == parts + (parts > 1)
 
@@ -73,18 +74,77 @@ def test_prompts_are_read_in_parts_where_keys_and_values_are_kept_alone() -> Non
 def test_buffers_grow_with_the_text() -> None:
     model = tiny.build("olmoe")
     prompts = [[5, 6, 7], [8]]
-    nothing: Any = lambda left: [False] * len(left)  # noqa: E731
+    nothing: Any = lambda left, new: [False] * len(left)  # noqa: E731
     texts = greedy(model, prompts, 100, [], 0, nothing)
     settings = GenerationConfig(max_new_tokens=100, do_sample=False, eos_token_id=None, pad_token_id=0)
     ids = torch.tensor([prompts[0]])
-    assert texts[0] == model.generate(ids, generation_config=settings)[0, 3:].tolist()
+    assert texts[0].tokens == model.generate(ids, generation_config=settings)[0, 3:].tolist()
+
+
+def starting_like(text: list[int], tokens: int, then: list[int]) -> list[int]:
+    """An answer that begins as the text does, and goes on otherwise."""
+    other = next(token for token in range(3, tiny.VOCABULARY) if token not in text[tokens : tokens + 1])
+    return [*text[:tokens], other, *then]
+
+
+@pytest.mark.parametrize("name", tiny.ARCHITECTURES)
+def test_answers_that_are_read_with_their_prompts_change_no_text(name: str) -> None:
+    model = tiny.build(name)
+    generator = torch.Generator().manual_seed(4)
+    lengths = (9, 3, 7, 7, 5, 6, 4)
+    prompts = [torch.randint(3, tiny.VOCABULARY, (length,), generator=generator).tolist() for length in lengths]
+    free = by_transformers(model, prompts, [])
+    ends = [free[2][6]]
+    expected = [[*text[: text.index(ends[0])], *ends] if ends[0] in text else text for text in free]
+    answers = [
+        starting_like(free[0], 4, [8, 9]),
+        starting_like(free[1], 0, []),
+        free[2],  # has an end token in its middle
+        None,
+        [*free[4], 5, 6],  # longer than the text may be
+        free[5][:2],
+        [*starting_like(free[6], 11, []), *range(3, 20)],
+    ]
+    rows = [
+        AnswerRow((*prompt, *answer), len(prompt) - number % 3, 1) if answer else None
+        for number, (prompt, answer) in enumerate(zip(prompts, answers, strict=True))
+    ]
+    for size in (2, None):
+        texts = greedy(
+            model, prompts, NEW, ends, 0, lambda left, _: [False] * len(left), prompts_at_once=size, answers=rows
+        )
+        assert [text.tokens for text in texts] == expected
+        assert [text.likelihood is not None for text in texts] == [bool(row and name not in UNREAD) for row in rows]
+        for text, row in zip(texts, rows, strict=True):
+            if text.likelihood:
+                ((total, likeliest),) = log_likelihoods(model, [row.tokens], [row.start], 1, [0], everyone)
+                assert text.likelihood == (pytest.approx(total, rel=1e-5), likeliest)
+
+
+UNREAD = {"qwen3_next", "minimax"}
+"""Families whose cache has states that cannot forget a token."""
+
+
+def test_a_right_answer_that_the_model_would_give_takes_one_pass() -> None:
+    model = tiny.build("olmoe")
+    (text,) = by_transformers(model, [[5, 6, 7]], [])
+    passes = []
+    model.register_forward_pre_hook(lambda *_: passes.append(1))
+    for ends in ([], [text[5]]):
+        answer = AnswerRow((5, 6, 7, *text[: NEW - 1]), 3, 1)
+        greedy(model, [[5, 6, 7]], NEW, ends, 0, lambda left, _: [False] * len(left), answers=[answer])
+    assert len(passes) == 2
+    seen: list[int] = []
+    nothing: Any = lambda left, new: seen.append(new) or [False] * len(left)  # noqa: E731
+    greedy(model, [[5, 6, 7]], NEW, [], 0, nothing, answers=[AnswerRow((5, 6, 7, *text[:9]), 3, 1)])
+    assert seen == [10] + [1] * (NEW - 10)
 
 
 def test_the_models_own_generation_settings_come_back() -> None:
     model = tiny.build("olmoe")
     own = model.generation_config
 
-    def fails(left: list[list[int]]) -> list[bool]:
+    def fails(left: list[list[int]], new: int) -> list[bool]:
         raise ValueError("broken")
 
     with pytest.raises(ValueError, match="broken"):
@@ -110,15 +170,19 @@ def plans_of(model: Any) -> list[Plan | None]:
     return [tiny.plan(model, 0.5), None, tiny.plan(model, 0.25)]
 
 
+def texts_of(model: PlansModel, requests: list[tuple[int, str, AnswerRow | None]], spec: GenSpec) -> dict[int, str]:
+    return {number: text for number, text, _ in model.complete(requests, spec)}
+
+
 def test_texts_of_plans_that_share_batches_are_those_of_each_alone(local: LocalModel) -> None:
     plans = plans_of(local.model)
     for spec in (GenSpec(NEW, batch_size=7), GenSpec(NEW, stop=("w4", "w51 "), batch_size=100)):
-        requests = [(number, prompt) for prompt in PROMPTS for number in (2, 0, 1)]
-        together = dict(PlansModel(local, plans).stream(requests, spec))
+        requests = [(number, prompt, None) for prompt in PROMPTS for number in (2, 0, 1)]
+        together = texts_of(PlansModel(local, plans), requests, spec)
         for number, plan in enumerate(plans):
             with mask(local.model, plan) if plan else nullcontext():
                 alone = local.generate(PROMPTS, spec)
-            assert [together[requests.index((number, prompt))] for prompt in PROMPTS] == alone
+            assert [together[requests.index((number, prompt, None))] for prompt in PROMPTS] == alone
 
 
 def test_likelihoods_of_plans_that_share_batches_are_those_of_each_alone(local: LocalModel) -> None:
@@ -217,12 +281,12 @@ def test_batches_that_run_out_of_memory_are_halved(
     local: LocalModel, monkeypatch: pytest.MonkeyPatch, room: int
 ) -> None:
     plans = plans_of(local.model)
-    requests = [(number, prompt) for prompt in PROMPTS for number in range(3)]
+    requests = [(number, prompt, None) for prompt in PROMPTS for number in range(3)]
     rows = [[5, 6, 7, token] for token in range(8, 8 + len(requests))]
     model = PlansModel(local, plans)
     spec = GenSpec(4, batch_size=64)
-    texts = dict(model.stream(requests, spec))
-    numbers = [number for number, _ in requests]
+    texts = texts_of(model, requests, spec)
+    numbers = [number for number, *_ in requests]
     likelihoods = model.log_likelihoods([[*row, 9] for row in rows], [1] * len(rows), numbers, 64)
     sizes = []
     forward = local.model.forward
@@ -234,7 +298,7 @@ def test_batches_that_run_out_of_memory_are_halved(
         return forward(*arguments, **named)
 
     monkeypatch.setattr(local.model, "forward", limited)
-    assert dict(model.stream(requests, spec)) == texts
+    assert texts_of(model, requests, spec) == texts
     assert max(sizes) > room
     halved = model.log_likelihoods([[*row, 9] for row in rows], [1] * len(rows), numbers, 64)
     assert [value for value, _ in halved] == pytest.approx([value for value, _ in likelihoods], abs=1e-5)
@@ -245,7 +309,7 @@ def test_batches_that_run_out_of_memory_are_halved(
 
 def test_batches_keep_to_the_memory_for_keys_and_values(monkeypatch: pytest.MonkeyPatch) -> None:
     local = LocalModel(tiny.build("olmoe"), tokenizer())
-    requests = [(number, prompt) for prompt in PROMPTS for number in range(3)]
+    requests = [(number, prompt, None) for prompt in PROMPTS for number in range(3)]
     spec = GenSpec(4, batch_size=64)
     sizes = []
     forward = local.model.forward
@@ -255,12 +319,12 @@ def test_batches_keep_to_the_memory_for_keys_and_values(monkeypatch: pytest.Monk
         return forward(*arguments, **named)
 
     monkeypatch.setattr(local.model, "forward", counted)
-    free = dict(PlansModel(local, plans_of(local.model)).stream(requests, spec))
+    free = texts_of(PlansModel(local, plans_of(local.model)), requests, spec)
     assert max(sizes) == len(requests)
     cache = forward(input_ids=torch.zeros(1, 11, dtype=torch.int64), use_cache=True).past_key_values
     states = [state for layer in cache.layers for state in (layer.keys, layer.values)]
     of_row = sum(state.nbytes for state in states)
     sizes.clear()
     little = PlansModel(local, plans_of(local.model), memory=4.5 * of_row / 2**30)
-    assert dict(little.stream(requests, spec)) == free
+    assert texts_of(little, requests, spec) == free
     assert max(sizes) == 4

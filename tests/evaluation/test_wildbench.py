@@ -18,7 +18,7 @@ from moe_lab.config import BenchmarkConfig, JudgeConfig
 from moe_lab.errors import Unavailable, UserError
 from moe_lab.evaluation import generation, mirror, run, suite
 from moe_lab.evaluation import judge as judging
-from moe_lab.evaluation.generation import Answer, Generator, GenSpec, Messages, fitting
+from moe_lab.evaluation.generation import Answer, AnswerRow, Generator, GenSpec, Messages, fitting
 from moe_lab.evaluation.mirror import make as mirror_make
 from moe_lab.evaluation.sandbox.policy import Policy
 
@@ -157,9 +157,11 @@ class Counting(Generator):
     def render(self, messages: Messages) -> str:
         return " ".join(message["content"] for message in messages)
 
-    def stream(self, prompts: Sequence[str], spec: GenSpec) -> Iterator[tuple[int, str]]:
+    def complete(
+        self, prompts: Sequence[str], rows: Sequence[AnswerRow | None], spec: GenSpec
+    ) -> Iterator[tuple[int, str, None]]:
         for index in fitting([len(prompt.split()) for prompt in prompts], spec, None):
-            yield index, "7"
+            yield index, "7", None
 
     def answer_losses(self, prompts: Sequence[str], answers: Sequence[str | None], spec: GenSpec) -> list[float | None]:
         return [None] * len(answers)

@@ -53,7 +53,7 @@ def evaluate(model: LanguageModel, benchmark: BenchmarkConfig, policy: Policy) -
         by_name = tasks(benchmark)
         check_count(benchmark, sum(len(task.task_docs) for task in by_name.values()))
         items = first_items(by_name, benchmark.limit)
-        lm = MoeLabLM(model, benchmark)
+        lm = MoeLabLM(model, benchmark, by_name)
         results = evaluator.evaluate(
             lm=lm,
             task_dict={"tasks": {name: by_name[name] for name in items}, "groups": {}},
@@ -186,7 +186,7 @@ def _set(task: Any, name: str, benchmark: BenchmarkConfig) -> None:
 class MoeLabLM(HFLM):
     """A language model for lm-eval: lm-eval makes the tokens of questions and answers, the model does the rest."""
 
-    def __init__(self, model: LanguageModel, benchmark: BenchmarkConfig) -> None:
+    def __init__(self, model: LanguageModel, benchmark: BenchmarkConfig, by_name: Mapping[str, Any]) -> None:
         lengths = [length for length in (model.max_length, benchmark.max_length) if length is not None]
         super().__init__(
             pretrained=_Network(model.config),
@@ -195,7 +195,7 @@ class MoeLabLM(HFLM):
             max_length=min(lengths, default=None),
             chat_template_args=dict(model.template_arguments),
         )
-        self.language_model, self.benchmark = model, benchmark
+        self.language_model, self.benchmark, self.by_name = model, benchmark, by_name
         self._tokens = _tokens_of(model.tokenizer, benchmark.name)
 
     def tok_encode(self, string: str, *settings: Any, **named: Any) -> list[int]:
@@ -245,9 +245,14 @@ class MoeLabLM(HFLM):
         for settings, numbers in groups.items():
             spec = _spec(json.loads(settings), self.benchmark)
             prompts = [requests[number].args[0] for number in numbers]
-            for number, text in zip(numbers, self.language_model.generate(prompts, spec), strict=True):
+            answers = [self._right_answer(requests[number]) for number in numbers]
+            for number, text in zip(numbers, self.language_model.generate(prompts, spec, answers), strict=True):
                 texts[number] = text
         return texts
+
+    def _right_answer(self, request: Instance) -> str | None:
+        task = self.by_name[request.task_name]
+        return _right_text(task.doc_to_target(request.doc), task, self.benchmark)
 
 
 @lru_cache(maxsize=1)
@@ -288,13 +293,17 @@ def _answer_losses(
     """
     if task.OUTPUT_TYPE in ("multiple_choice", "loglikelihood"):
         return [_loss_of_right_choice(row, task) for row in rows]
-    if task.OUTPUT_TYPE != "generate_until" or benchmark.chat:
+    if task.OUTPUT_TYPE != "generate_until":
         return [None] * len(rows)
-    delimiter = task.config.target_delimiter
-    references = [f"{delimiter}{row['target']}" if isinstance(row["target"], str) else None for row in rows]
+    references = [_right_text(row["target"], task, benchmark) for row in rows]
     prompts = [row["arguments"][0][0] for row in rows]
     spec = GenSpec(benchmark.max_new_tokens, batch_size=benchmark.batch_size, max_length=benchmark.max_length)
     return model.answer_losses(prompts, references, spec)
+
+
+def _right_text(target: Any, task: Any, benchmark: BenchmarkConfig) -> str | None:
+    """The text of a right answer as it follows the prompt; None where there is none, as in a chat."""
+    return None if benchmark.chat or not isinstance(target, str) else f"{task.config.target_delimiter}{target}"
 
 
 def _loss_of_right_choice(row: Row, task: Any) -> float | None:

@@ -31,8 +31,9 @@ def evaluate(model: Generator, benchmark: BenchmarkConfig, policy: Policy) -> Gr
             raise UserError(f"{file}: every line needs an id, a prompt and a checklist of at least one rule")
     spec = GenSpec(benchmark.max_new_tokens, batch_size=benchmark.batch_size)
     prompts = [row["prompt"] for row in rows]
-    stories = model.generate(prompts, spec)
-    losses = model.answer_losses(prompts, [row.get("reference") for row in rows], spec)
+    references = [row.get("reference") for row in rows]
+    stories = model.generate(prompts, spec, references)
+    losses = model.answer_losses(prompts, references, spec)
     samples = []
     for name in benchmark.reports:
         for row, story, loss in zip(rows, stories, losses, strict=True):
