@@ -17,7 +17,7 @@ from transformers import DynamicCache, GenerationConfig
 from transformers.cache_utils import DynamicLayer
 
 from moe_lab.evaluation.generation import AnswerRow, Likelihood
-from moe_lab.evaluation.likelihoods import likelihood, most_tokens
+from moe_lab.evaluation.likelihoods import has_full_attention, likelihood, most_tokens
 from moe_lab.models.transformers_private import next_inputs
 
 LEFT = 0.75
@@ -62,12 +62,6 @@ class GrowingLayer(DynamicLayer):
         """All parts have read their prompts, `length` tokens."""
         self.part = slice(0, self.rows)
         self._show(length)
-
-    def keep(self, columns: torch.Tensor) -> None:
-        """Keep `columns` (B, S): for each row, the numbers of S of its tokens."""
-        for buffer in self.buffers:
-            buffer[:, :, : columns.shape[1]] = torch.take_along_dim(buffer, columns[:, None, :, None], 2)
-        self._show(columns.shape[1])
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Keep the rows `beam_idx` of the batch."""
@@ -201,10 +195,10 @@ def _padded(
 
 
 class _Reading:
-    """A batch of prompts, with right answers after them where the cache can forget these again.
+    """A batch of prompts, with right answers after them where tokens can be forgotten again.
 
     `ids` (B, S) are the tokens to be read, and after `read` those that are kept: the prompts, and the texts without
-    their last tokens, padded on the left. `inputs` are the model's arguments for them.
+    their last tokens. `inputs` are the model's arguments for them.
     """
 
     def __init__(
@@ -221,11 +215,8 @@ class _Reading:
         self.layers = _growing_layers(inputs.get("past_key_values"), len(ids))
         """Layers of the cache, if all of them are buffers of keys and values."""
         by_token = {name: value for name, value in inputs.items() if getattr(value, "shape", None) == ids.shape}
-        if (
-            not self.layers
-            or by_token.keys() - {"attention_mask"} != {"position_ids"}
-            or "logits_to_keep" not in inputs
-        ):
+        told_apart = by_token.keys() - {"attention_mask"} == {"position_ids"} and "logits_to_keep" in inputs
+        if not (self.layers and told_apart and has_full_attention(model)):
             answers = [None] * len(prompts)
         width = ids.shape[1] if any(answers) else self.longest
         self.answers = answers
@@ -256,12 +247,13 @@ class _Reading:
             output = self.model(**prepared, return_dict=True)
             rows = zip(part.tolist(), output.logits[:, -self.logits :], strict=True)
             self.texts += [self._beginning(row, logits) for row, logits in rows]
-        for layer in self.layers:
-            layer.end_prompts(self.ids.shape[1])
         if count > size:
             before(range(count))
         if any(self.answers):
             self._forget()
+        else:
+            for layer in self.layers:
+                layer.end_prompts(self.longest)
         return output
 
     def _beginning(self, row: int, logits: torch.Tensor) -> Text:
@@ -279,19 +271,17 @@ class _Reading:
         return Text(choices[: same + 1], likelihood(answer.tokens[answer.start :], predicting))
 
     def _forget(self) -> None:
-        """Keep of the answers what the texts begin with; rows with less of it get more padding on their left."""
-        lengths = torch.tensor([len(text.tokens) - 1 for text in self.texts], device=self.ids.device)
-        padding = (lengths.max() - lengths)[:, None]
-        columns = torch.arange(self.longest + int(lengths.max()), device=self.ids.device) - padding
-        attention = columns >= 0
-        columns = columns.clamp(min=0)
+        """Forget of the answers what the texts do not begin with: it is masked, or dropped where no text has it."""
+        ends = [self.longest + len(text.tokens) - 1 for text in self.texts]
+        width = max(ends)
         for layer in self.layers:
-            layer.keep(columns)
-        self.ids = self.ids.gather(1, columns)
-        self.inputs["position_ids"] = self.inputs["position_ids"].gather(1, columns)
-        if (before := self.inputs.get("attention_mask")) is not None:  # None if there was no padding
-            attention &= before.gather(1, columns) > 0
-        self.inputs["attention_mask"] = attention.long()
+            layer.end_prompts(width)
+        self.ids = self.ids[:, :width]
+        places = torch.arange(width, device=self.ids.device)
+        starts = [self.longest - len(prompt) for prompt in self.prompts]
+        first, end = (torch.tensor(columns, device=self.ids.device)[:, None] for columns in (starts, ends))
+        attention = ((places >= first) & (places < end)).long()
+        self.inputs |= {"attention_mask": attention, "position_ids": (attention.cumsum(1) - 1).clamp(min=0)}
 
 
 def _growing_layers(cache: Any, rows: int) -> list[GrowingLayer]:

@@ -166,18 +166,19 @@ def _can_share(model: Any) -> bool:
     The plan of one row must have been set.
     """
     if model not in _shares:
-        _shares[model] = _has_full_attention(model) and _agrees(model)
+        told_apart = "position_ids" in _arguments(model) and attention_implementation(model) in ("sdpa", "eager")
+        _shares[model] = told_apart and has_full_attention(model) and _agrees(model)
     return _shares[model]
 
 
 _shares: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
 
 
-def _has_full_attention(model: Any) -> bool:
+def has_full_attention(model: Any) -> bool:
+    """Whether every token attends to all before it, in every layer."""
     config = model.config.get_text_config()
     kinds = getattr(config, "layer_types", None)
-    full = set(kinds) == {"full_attention"} if kinds else getattr(config, "sliding_window", None) is None
-    return full and "position_ids" in _arguments(model) and attention_implementation(model) in ("sdpa", "eager")
+    return set(kinds) == {"full_attention"} if kinds else getattr(config, "sliding_window", None) is None
 
 
 def _arguments(model: Any) -> Collection[str]:
