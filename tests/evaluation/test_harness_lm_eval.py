@@ -24,6 +24,7 @@ from moe_lab.errors import UserError
 from moe_lab.evaluation.generation import GenSpec
 from moe_lab.evaluation.harnesses.lm_eval import evaluate
 from moe_lab.evaluation.local_model import LocalModel
+from moe_lab.evaluation.recorded import Record, Recorded
 from moe_lab.evaluation.sandbox.policy import Policy
 from moe_lab.paths import resolve
 
@@ -148,6 +149,18 @@ def test_generated_answers_are_graded_right_and_wrong(subject: LocalModel, story
     assert [sample["output"] for sample in graded.samples] == expected
     assert graded.protocol["prompt"] == rows("gsm8k")[0]["prompt"]
     assert evaluate(subject, replace(story_task, max_new_tokens=0), Policy()).samples[0]["output"] != expected[0]
+
+
+def test_the_loss_on_the_right_answer_takes_no_pass_after_the_text(
+    subject: LocalModel, story_task: BenchmarkConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = evaluate(subject, story_task, Policy()).samples
+    monkeypatch.setattr(LocalModel, "log_likelihoods", None)
+    with Record(tmp_path / "record") as record:
+        found = evaluate(Recorded(subject, record), story_task, Policy()).samples
+    assert [sample["output"] for sample in found] == [sample["output"] for sample in expected]
+    losses = [sample["answer_loss"] for sample in expected]
+    assert None not in losses and [sample["answer_loss"] for sample in found] == pytest.approx(losses, abs=1e-5)
 
 
 def test_changed_data_is_seen(subject: LocalModel, story_task: BenchmarkConfig) -> None:

@@ -128,6 +128,44 @@ def test_questions_whose_answers_differ_in_length_are_read_once(
     assert sum(calls) == 8
 
 
+def answers_of(subject: LocalModel) -> list[str | None]:
+    """What the model writes, the beginning of it, something else, no answer, and the first again."""
+    texts = subject.generate(PROMPTS, SPEC)
+    return [texts[0], f"{texts[1][:6]} 7", " No", None, texts[0]]
+
+
+def test_losses_of_right_answers_come_with_the_texts(
+    subject: LocalModel, plans: list[Plan | None], tmp_path: Path
+) -> None:
+    answers = answers_of(subject)
+    for number, plan in enumerate(plans):
+        with mask(subject.model, plan) if plan else nullcontext():
+            texts, losses = subject.generate(PROMPTS, SPEC), subject.answer_losses(PROMPTS, answers, SPEC)
+            with Record(tmp_path / f"alone{number}") as record:
+                alone = Recorded(subject, record)
+                assert alone.generate(PROMPTS, SPEC, answers) == texts
+                with forward_calls(subject.model) as calls:
+                    assert alone.answer_losses(PROMPTS, answers, SPEC) == pytest.approx(losses, abs=1e-5)
+                assert not calls
+        with Together(subject, plans, tmp_path, number).open() as model:
+            assert model.generate(PROMPTS, SPEC, answers) == texts
+            with forward_calls(subject.model) as calls:
+                assert model.answer_losses(PROMPTS, answers, SPEC) == pytest.approx(losses, abs=1e-5)
+            assert not calls
+
+
+def test_a_loss_that_is_recorded_stays(subject: LocalModel, tmp_path: Path) -> None:
+    answers = answers_of(subject)
+    with Record(tmp_path / "record") as record:
+        model = Recorded(subject, record)
+        losses = model.answer_losses(PROMPTS, answers, SPEC)
+        before = dict(record.results)
+        model.generate(PROMPTS, SPEC, answers)
+        assert before.items() <= record.results.items() and model.answer_losses(PROMPTS, answers, SPEC) == losses
+        kept = record.file.read_text().splitlines()
+    assert len(kept) - kept.count("") == len(record.results), "nothing was written twice"
+
+
 def test_seconds_of_shared_batches_are_divided(subject: LocalModel, plans: list[Plan | None], tmp_path: Path) -> None:
     with Together(subject, plans, tmp_path).open() as model:
         model.generate(PROMPTS, SPEC)

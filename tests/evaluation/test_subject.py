@@ -96,6 +96,17 @@ def test_stopping_early_saves_forward_passes(subject: LocalModel) -> None:
     assert len(calls) < 12
 
 
+def test_answers_that_go_beyond_a_stop_text_change_no_text(subject: LocalModel) -> None:
+    asked = prompts("humaneval", 4)
+    written = subject.generate(asked, GenSpec(32))
+    stop = (written[0].strip()[4:7], ")")
+    spec = GenSpec(32, stop=stop)
+    cut = subject.generate(asked, spec)
+    assert len(cut[0]) < len(written[0])
+    rows = subject.answer_rows(asked, written, spec)
+    assert sorted((index, text) for index, text, _ in subject.complete(asked, rows, spec)) == list(enumerate(cut))
+
+
 def test_the_checkpoints_sampling_and_penalties_are_not_used(subject: LocalModel) -> None:
     asked = prompts("wildbench", 3)
     expected = subject.generate(asked, GenSpec(24))
