@@ -130,8 +130,8 @@ def test_a_right_answer_that_the_model_would_give_takes_one_pass() -> None:
     (text,) = by_transformers(model, [[5, 6, 7]], [])
     passes = []
     model.register_forward_pre_hook(lambda *_: passes.append(1))
-    for ends in ([], [text[5]]):
-        answer = AnswerRow((5, 6, 7, *text[: NEW - 1]), 3, 1)
+    for tokens, ends in ((text[: NEW - 1], []), (text[:9], [text[4]])):
+        answer = AnswerRow((5, 6, 7, *tokens), 3, 1)
         greedy(model, [[5, 6, 7]], NEW, ends, 0, lambda left, _: [False] * len(left), answers=[answer])
     assert len(passes) == 2
     seen: list[int] = []

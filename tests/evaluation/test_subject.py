@@ -105,6 +105,13 @@ def test_answers_that_go_beyond_a_stop_text_change_no_text(subject: LocalModel) 
     assert len(cut[0]) < len(written[0])
     rows = subject.answer_rows(asked, written, spec)
     assert sorted((index, text) for index, text, _ in subject.complete(asked, rows, spec)) == list(enumerate(cut))
+    passes: list[object] = []
+    hook = subject.model.register_forward_hook(lambda *_: passes.append(1))
+    try:
+        list(subject.complete(asked[:1], rows[:1], spec))
+    finally:
+        hook.remove()
+    assert len(passes) == 1
 
 
 def test_the_checkpoints_sampling_and_penalties_are_not_used(subject: LocalModel) -> None:
