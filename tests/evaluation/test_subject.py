@@ -99,8 +99,9 @@ def test_stopping_early_saves_forward_passes(subject: LocalModel) -> None:
 def test_answers_that_go_beyond_a_stop_text_change_no_text(subject: LocalModel) -> None:
     asked = prompts("humaneval", 4)
     written = subject.generate(asked, GenSpec(32))
-    stop = (written[0].strip()[4:7], ")")
-    spec = GenSpec(32, stop=stop)
+    stop = written[0].strip()[4:9]
+    assert stop not in written[0][-16:]
+    spec = GenSpec(32, stop=(stop,))
     cut = subject.generate(asked, spec)
     assert len(cut[0]) < len(written[0])
     rows = subject.answer_rows(asked, written, spec)
