@@ -17,7 +17,8 @@ from transformers import DynamicCache, GenerationConfig
 from transformers.cache_utils import DynamicLayer
 
 from moe_lab.evaluation.generation import AnswerRow, Likelihood
-from moe_lab.evaluation.likelihoods import has_full_attention, likelihood, most_tokens
+from moe_lab.evaluation.likelihoods import has_full_attention, likelihood
+from moe_lab.models.device import tokens_with_logits
 from moe_lab.models.transformers_private import next_inputs
 
 LEFT = 0.75
@@ -82,8 +83,8 @@ def _grown(buffer: torch.Tensor, used: int, length: int) -> torch.Tensor:
     return larger
 
 
-def everyone(rows: Sequence[int]) -> None:
-    """For `greedy`: nothing has to be done when rows leave the batch."""
+def ignore_rows(rows: Sequence[int]) -> None:
+    """Do nothing when the rows of a batch change: all are computed alike."""
 
 
 @dataclass
@@ -102,7 +103,7 @@ def greedy(
     ends: Collection[int],
     padding: int,
     is_complete: Callable[[list[list[int]], int], list[bool]],
-    before: Callable[[Sequence[int]], None] = everyone,
+    before: Callable[[Sequence[int]], None] = ignore_rows,
     prompts_at_once: int | None = None,
     answers: Sequence[AnswerRow | None] = (),
 ) -> list[Text]:
@@ -234,7 +235,7 @@ class _Reading:
         inputs = dict(self.inputs)
         if any(self.answers):
             inputs["logits_to_keep"] = self.logits
-            size = min(size, most_tokens(self.model) // self.logits)
+            size = min(size, tokens_with_logits(self.model) // self.logits)
         size = max(1, size) if self.layers else count
         for start in range(0, count, size):
             part = torch.arange(start, min(start + size, count), device=self.ids.device)

@@ -16,10 +16,9 @@ from weakref import WeakKeyDictionary
 import torch
 
 from moe_lab.evaluation.generation import Likelihood
+from moe_lab.models.device import tokens_with_logits
 from moe_lab.models.transformers_private import attention_implementation
 
-LOGITS = 1 << 30
-"""Largest size in bytes of the logits of one forward pass, unless a single row has more."""
 TRIED = ((5, 7, 11, 13), ((17, 3), (19, 23, 29)))
 """A question and two answers, token ids, on which reading them together is tried."""
 AGREES, HALF_AGREES = 1e-4, 0.05
@@ -58,7 +57,7 @@ def log_likelihoods(
         return []
     before([plans[0]])
     questions = _questions(rows, starts, plans, share=_can_share(model))
-    tokens = min(batch_size * max(map(len, rows)), most_tokens(model))
+    tokens = min(batch_size * max(map(len, rows)), tokens_with_logits(model))
     found: list[Likelihood] = [(0.0, True)] * len(rows)
     for batch in _batches(questions, batch_size, tokens):
         before([question.plan for question in batch])
@@ -145,11 +144,6 @@ def _separated(questions: Sequence[_Question], longest: int, dtype: torch.dtype)
     seen &= torch.ones(longest, longest, dtype=torch.bool).tril()
     added = torch.zeros(seen.shape, dtype=dtype).masked_fill(~seen, torch.finfo(dtype).min)
     return {"position_ids": positions, "attention_mask": added[:, None]}
-
-
-def most_tokens(model: Any) -> int:
-    """After how many tokens one forward pass may give logits, unless a single row has more."""
-    return LOGITS // (4 * int(model.get_output_embeddings().weight.shape[0]))
 
 
 def likelihood(targets: Sequence[int], logits: torch.Tensor) -> Likelihood:

@@ -16,7 +16,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from moe_lab.errors import UserError
 from moe_lab.evaluation.generation import AnswerRow, GenSpec, LanguageModel, Likelihood, continuation, cut, fitting
-from moe_lab.evaluation.greedy import everyone, greedy
+from moe_lab.evaluation.greedy import greedy, ignore_rows
 from moe_lab.evaluation.likelihoods import log_likelihoods
 
 
@@ -57,7 +57,7 @@ class LocalModel(LanguageModel):
         self, rows: Sequence[Sequence[int]], starts: Sequence[int], batch_size: int
     ) -> list[Likelihood]:
         """As `LanguageModel.log_likelihoods`, in batches of similar length."""
-        return log_likelihoods(self.model, rows, starts, batch_size, [0] * len(rows), everyone)
+        return log_likelihoods(self.model, rows, starts, batch_size, [0] * len(rows), ignore_rows)
 
     def _end_tokens(self) -> list[int]:
         configured = self.model.generation_config.eos_token_id
@@ -69,7 +69,7 @@ class LocalModel(LanguageModel):
         prompts: Sequence[Sequence[int]],
         rows: Sequence[AnswerRow | None],
         spec: GenSpec,
-        before: Callable[[Sequence[int]], None] = everyone,
+        before: Callable[[Sequence[int]], None] = ignore_rows,
         prompts_at_once: int | None = None,
     ) -> list[tuple[str, Likelihood | None]]:
         """The text after each of `prompts` (token ids), and the likelihood of its answer if that was read with it.

@@ -10,17 +10,15 @@ import torch
 from moe_lab.evaluation.generation import AnswerRow, GenSpec, Likelihood, fitting
 from moe_lab.evaluation.likelihoods import log_likelihoods
 from moe_lab.evaluation.local_model import LocalModel
+from moe_lab.models.device import OUT_OF_MEMORY, PASS_TOKENS
+from moe_lab.models.memory import release_memory
 from moe_lab.pruning.plan import Plan
 from moe_lab.pruning.row_masks import row_masks
 
-PASS_TOKENS = 4096
-"""Tokens of prompts, or of rows whose likelihoods are computed, in one forward pass: more would only take memory."""
 CPU_MEMORY = 1.0
 """GiB of keys and values in a batch on a CPU."""
 GPU_SHARE = 0.5
 """Share of a GPU's free memory for keys and values."""
-
-OUT_OF_MEMORY = (torch.OutOfMemoryError, MemoryError)
 
 
 class PlansModel:
@@ -103,7 +101,7 @@ class PlansModel:
 
 def _halved(size: int) -> int:
     """Half of a batch size, after memory has run out."""
-    torch.cuda.empty_cache()
+    release_memory()
     return max(1, size // 2)
 
 

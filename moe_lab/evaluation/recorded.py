@@ -6,7 +6,6 @@ all, each in its own step's files (`RecordedTogether`). No torch.
 
 from __future__ import annotations
 
-import gc
 import json
 import math
 import sys
@@ -21,6 +20,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from moe_lab.evaluation.generation import AnswerRow, Generator, GenSpec, LanguageModel, Likelihood, Messages
 from moe_lab.json_files import Number, fits
+from moe_lab.models.memory import release_memory
 
 if TYPE_CHECKING:
     from moe_lab.evaluation.plans_model import PlansModel
@@ -124,13 +124,6 @@ def by_question(rows: Sequence[Sequence[int]], starts: Sequence[int]) -> list[in
     for row, question in zip(rows, questions, strict=True):
         longest[question] = max(longest.get(question, 0), len(row))
     return sorted(range(len(rows)), key=lambda number: (-longest[questions[number]], questions[number], number))
-
-
-def release_memory() -> None:
-    """Free what nothing refers to any more, on the GPU too."""
-    gc.collect()
-    if (torch := sys.modules.get("torch")) is not None and torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
 
 
 class RecordedTexts(Generator):

@@ -24,6 +24,16 @@ from moe_lab.models.memory import free_memory
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _PROCESSOR = re.compile(r"^model name\s*:\s*(.+)$", re.MULTILINE)
 GIB = 2**30
+OUT_OF_MEMORY = (torch.OutOfMemoryError, MemoryError)
+PASS_TOKENS = 4096
+"""Tokens of one forward pass at most, where several rows share one: more would only take memory."""
+LOGITS = 1 << 30
+"""Bytes of the logits of one forward pass at most, unless a single row has more."""
+
+
+def tokens_with_logits(model: Any) -> int:
+    """After how many tokens one forward pass of `model` may give logits."""
+    return LOGITS // (4 * int(model.get_output_embeddings().weight.shape[0]))
 
 
 def place(settings: ModelConfig) -> str:

@@ -1,8 +1,10 @@
-"""Total and free main memory, of the machine or of the control group that a job runs in. No torch."""
+"""Total and free main memory, of the machine or of the control group that a job runs in; freeing it. No torch."""
 
 from __future__ import annotations
 
+import gc
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +21,13 @@ def main_memory() -> float:
 def free_memory() -> float:
     """Bytes of main memory available now without swapping, including what the system uses for caches."""
     return min([_stated("MemAvailable"), *(limit - used for limit, used in _limits())])
+
+
+def release_memory() -> None:
+    """Free what nothing refers to any more, on the GPU too."""
+    gc.collect()
+    if (torch := sys.modules.get("torch")) is not None and torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
 
 
 def _stated(name: str) -> float:

@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from moe_lab.errors import UserError
+from moe_lab.models import device
 from moe_lab.models.discover import moe_layers
 from moe_lab.models.partial_forward import run_before, stand_in
 
@@ -24,16 +25,10 @@ Schedule = tuple[int, ...]
 States = dict[Schedule, torch.Tensor]
 """First k entries of a schedule -> (B, S, H) hidden states at the input of MoE layer k."""
 
-TOKENS = 4096
-"""Tokens of one forward pass at most, where copies of short rows share passes; more would save little time."""
-LOGITS = 1 << 30
-"""Bytes of the logits of one forward pass at most, unless a single row has more."""
-
 
 def tokens_at_once(model: Any) -> int:
     """Tokens of the copies that may share one forward pass of `model`."""
-    head = model.get_output_embeddings()
-    return min(TOKENS, LOGITS // (4 * int(head.weight.shape[0])))
+    return min(device.PASS_TOKENS, device.tokens_with_logits(model))
 
 
 class Decoder:

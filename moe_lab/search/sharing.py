@@ -7,9 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-import torch
-
 from moe_lab.json_files import Damaged, Number, read_json, write_json
+from moe_lab.models.device import OUT_OF_MEMORY
 from moe_lab.search.prefix import Schedule
 
 ROUNDS = 2
@@ -17,7 +16,6 @@ ROUNDS = 2
 GAIN = 0.9
 """Candidates share passes if that takes at most this part of the time: otherwise little is gained, and hidden states
 can be kept from one generation to the next, which saves up to a tenth."""
-OUT_OF_MEMORY = (torch.OutOfMemoryError, MemoryError)
 
 Trial = Callable[[Sequence[Schedule], int], Sequence[float]]
 """(schedules, how many of them share forward passes) -> the fitness of each, as numbers on the CPU."""

@@ -15,7 +15,7 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from moe_lab.evaluation.generation import AnswerRow, GenSpec
-from moe_lab.evaluation.greedy import everyone, greedy
+from moe_lab.evaluation.greedy import greedy, ignore_rows
 from moe_lab.evaluation.likelihoods import log_likelihoods
 from moe_lab.evaluation.local_model import LocalModel
 from moe_lab.evaluation.plans_model import PlansModel
@@ -117,7 +117,7 @@ def test_answers_that_are_read_with_their_prompts_change_no_text(name: str) -> N
         assert [text.likelihood is not None for text in texts] == [bool(row and name not in UNREAD) for row in rows]
         for text, row in zip(texts, rows, strict=True):
             if text.likelihood:
-                ((total, likeliest),) = log_likelihoods(model, [row.tokens], [row.start], 1, [0], everyone)
+                ((total, likeliest),) = log_likelihoods(model, [row.tokens], [row.start], 1, [0], ignore_rows)
                 assert text.likelihood == (pytest.approx(total, rel=1e-5), likeliest)
 
 

@@ -53,7 +53,7 @@ def test_answer_losses_are_those_of_each_text_alone(subject: LocalModel, monkeyp
     for size in (1, 3, 64):
         found = subject.answer_losses(asked, answers, GenSpec(1, batch_size=size))
         assert found == pytest.approx(expected, abs=1e-5)
-    monkeypatch.setattr("moe_lab.evaluation.likelihoods.LOGITS", 1)
+    monkeypatch.setattr("moe_lab.models.device.LOGITS", 1)
     assert subject.answer_losses(asked, answers, GenSpec(1)) == pytest.approx(expected, abs=1e-5)
 
 

@@ -11,8 +11,9 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from moe_lab.errors import UserError
+from moe_lab.models import device
 from moe_lab.models.discover import moe_layers
-from moe_lab.search import ablation, prefix
+from moe_lab.search import ablation
 from moe_lab.search.ablation import loss_rises
 from moe_lab.statistics.observe import CHECKPOINT, Batch
 from moe_lab.statistics.sums import Statistics
@@ -127,10 +128,10 @@ def test_parts_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     ids, valid = naive.batch()
     batches = [(ids, valid), (ids[:1, :9], torch.ones(1, 9, dtype=torch.bool))]
     together = ablate(model, batches, fingerprint={}).layers
-    monkeypatch.setattr(prefix, "TOKENS", 1)
+    monkeypatch.setattr(device, "PASS_TOKENS", 1)
     alone = ablate(model, batches, fingerprint={}).layers
-    monkeypatch.setattr(prefix, "TOKENS", 4096)
-    monkeypatch.setattr(prefix, "LOGITS", 4 * tiny.VOCABULARY * 50)
+    monkeypatch.setattr(device, "PASS_TOKENS", 4096)
+    monkeypatch.setattr(device, "LOGITS", 4 * tiny.VOCABULARY * 50)
     few = ablate(model, batches, fingerprint={}).layers
     for index, named in together.items():
         assert torch.allclose(named["ablation"], alone[index]["ablation"], atol=2e-6)
@@ -139,7 +140,7 @@ def test_parts_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_layers_before_are_not_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny.build("mixtral", num_hidden_layers=4)
-    monkeypatch.setattr(prefix, "TOKENS", 1)
+    monkeypatch.setattr(device, "PASS_TOKENS", 1)
     run: list[int] = []
     for layer in moe_layers(model):
         layer.block.register_forward_pre_hook(lambda module, given, at=layer.index: run.append(at))

@@ -13,7 +13,7 @@ import torch
 from sharing_costs import fix_costs
 from test_candidates import ARCHITECTURES, answer_rows, make_plans, some_schedules
 
-from moe_lab.search import prefix
+from moe_lab.models import device
 from moe_lab.search.candidates import Candidates
 from moe_lab.search.prefix import Decoder, Schedule, States
 from moe_lab.search.screening import halving, quartered
@@ -105,7 +105,7 @@ def test_the_faster_way_is_chosen_once_and_kept(
 @pytest.mark.parametrize("tokens", [23, 4096])
 def test_nothing_is_timed_without_a_choice(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     trials = fix_costs(monkeypatch, together=True)
-    monkeypatch.setattr(prefix, "TOKENS", tokens)
+    monkeypatch.setattr(device, "PASS_TOKENS", tokens)
     judge = candidates(rows=2)  # 24 tokens
     schedules = some_schedules(judge.plans)
     judge.evaluate(schedules[:1])

@@ -12,6 +12,7 @@ from typing import Any
 from moe_lab.config import ExportConfig, ModelConfig, RecoveryConfig
 from moe_lab.grid import Cell
 from moe_lab.json_files import write_json
+from moe_lab.models.memory import release_memory
 from moe_lab.recovery import settings as recoveries
 from moe_lab.study.step import Job, Part, Step
 from moe_lab.study.steps.builder import Builder
@@ -71,8 +72,6 @@ def _recovered(network: Any, plan: Any, bits: int, modules: tuple[str, ...], tun
 
 def forget_models() -> None:
     """Free the memory of models that are kept for further jobs."""
-    from moe_lab.evaluation.recorded import release_memory
-
     _recovered.cache_clear()
     forget_loaded()
     release_memory()
