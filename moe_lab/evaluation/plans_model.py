@@ -11,7 +11,6 @@ from moe_lab.evaluation.generation import AnswerRow, GenSpec, Likelihood, fittin
 from moe_lab.evaluation.likelihoods import log_likelihoods
 from moe_lab.evaluation.local_model import LocalModel
 from moe_lab.models.device import OUT_OF_MEMORY, PASS_TOKENS
-from moe_lab.models.memory import release_memory
 from moe_lab.pruning.plan import Plan
 from moe_lab.pruning.row_masks import row_masks
 
@@ -101,7 +100,7 @@ class PlansModel:
 
 def _halved(size: int) -> int:
     """Half of a batch size, after memory has run out."""
-    release_memory()
+    torch.cuda.empty_cache()
     return max(1, size // 2)
 
 
