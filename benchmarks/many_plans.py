@@ -4,11 +4,12 @@
    steps that share batches and one plan at a time, in stores of their own. Compared are the seconds of the steps on
    benchmarks that generate text, with and without those that grade it, and on benchmarks of likelihoods; every verdict;
    and the peak memory of the process. Ratios are medians over rounds, in which both ways run one after the other.
-2. Programs graded by the process that a worker keeps and by one that is started for each step, of this version or, with
-   `--before FOLDER`, of the one checked out there. The programs are the canonical solutions of HumanEval+ with
-   `--data FOLDER`, where HumanEvalPlus.jsonl.gz is, or else programs for the shipped code benchmarks.
+2. Programs graded by the process that a worker keeps and by one that is started for each step. They are the canonical
+   solutions of HumanEval+ with `--data FOLDER`, where HumanEvalPlus.jsonl.gz is, or else programs for the shipped code
+   benchmarks.
 3. The main job in a new store, and its report.
 
+With `--before FOLDER`, what runs one plan at a time and what is started for each step is the version checked out there.
 Exit code 1 when a bar is missed.
 """
 
@@ -30,6 +31,7 @@ from benchmarks import analysis, grading
 from benchmarks.measure import GIB, median_misses, misses, parser, ratios, timed
 from moe_lab.start import command
 
+HERE = Path(__file__).parents[1]
 CRITERIA = ("frequency", "reap", "ean", "aimer", "random")
 RATIOS = (0.125, 0.25, 0.5)
 MAIN_JOB = "task_agnostic"
@@ -76,7 +78,8 @@ def _plans(root: Path, arguments: argparse.Namespace) -> bool:
     for number in range(arguments.rounds):
         stores = {way: root / f"{way}{number}" for way in seconds}
         for way, store in stores.items():
-            _evaluate(store, TOGETHER if way == "together" else ALONE, arguments.limit)
+            program, checkout = (TOGETHER, HERE) if way == "together" else (ALONE, arguments.before)
+            _evaluate(store, program, arguments.limit, checkout)
             steps = [json.loads(file.read_text()) for file in _provenances(store)]
             memory[way].append(max(step["peak_memory_bytes"] for step in steps) / GIB)
             for kind, total in _seconds(store).items():
@@ -94,8 +97,8 @@ def _plans(root: Path, arguments: argparse.Namespace) -> bool:
     return failed | median_misses("peak memory", ratios(memory["together"], memory["alone"]), "<=", MEMORY_BAR)
 
 
-def _evaluate(store: Path, program: str, limit: int) -> None:
-    """Run the study in a new store, with one worker process."""
+def _evaluate(store: Path, program: str, limit: int, checkout: Path) -> None:
+    """Run the study in a new store, with one worker process of the version in `checkout`."""
     settings = [
         "model=pocket_olmoe",
         f"grid.criterion=[{','.join(CRITERIA)}]",
@@ -107,7 +110,7 @@ def _evaluate(store: Path, program: str, limit: int) -> None:
         "report=false",
         f"store={store}",
     ]
-    subprocess.run([sys.executable, "-c", program, *settings], check=True, stdout=subprocess.DEVNULL)
+    subprocess.run([sys.executable, "-c", program, *settings], check=True, stdout=subprocess.DEVNULL, cwd=checkout)
 
 
 def _provenances(store: Path) -> list[Path]:
