@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
@@ -141,12 +142,12 @@ def _diagram(axes: Axes, test: RankTest, inches: float) -> None:
     half = -(-count // 2)
     depth = len(cliques) + 0.6
     texts = [f"{names.method(str(key))}  {rank:.2f}" for key, rank in test.ranks.items()]
-    sides = [max(map(len, side)) * LETTER + 0.25 for side in (texts[:half], texts[half:])]
+    sides = [max(map(len, side)) * LETTER + 0.2 for side in (texts[:half], texts[half:])]
     ranks_per_inch = (count - 1) / (inches - sum(sides))
     left, right = (side * ranks_per_inch for side in sides)
     axes.set(xlim=(1 - left, count + right), ylim=(depth + half + 0.2, -2.4))
     axes.hlines(0, 1, count, color=style.MUTED, linewidth=0.9)
-    step = max(1, round(count / 7))
+    step = max(1, round(count / 7), math.ceil(0.2 * ranks_per_inch))  # numbers of two digits are 0.2 inches apart
     axes.vlines(range(1, count + 1, step), -0.25, 0, color=style.MUTED, linewidth=0.8)
     for tick in range(1, count + 1, step):
         axes.text(tick, -0.35, str(tick), ha="center", va="bottom", fontsize=6.5)
@@ -157,7 +158,7 @@ def _diagram(axes: Axes, test: RankTest, inches: float) -> None:
     for level, (first, last) in enumerate(cliques):
         left, right = test.ranks.iloc[first] - 0.06 * step, test.ranks.iloc[last] + 0.06 * step
         axes.add_patch(Rectangle((left, level + 0.55), right - left, 0.3, color=style.INK, linewidth=0))
-    reach = 0.15 * ranks_per_inch
+    reach = 0.12 * ranks_per_inch
     for place, (key, rank) in enumerate(test.ranks.items()):
         left = place < half
         y = depth + (place if left else count - 1 - place) + 0.5
