@@ -30,10 +30,10 @@ def recovery_changes(
     """The changes that make the pruned checkpoint in `folder` the recovered model, as `apply.recovered` computes it.
 
     Weights are tuned and rounded in `dtype`, in which the model was evaluated, on the CPU. `tuned`, `bits` and
-    `modules` as there; `words` say what fine-tuning was done, for the model card. With `bits` 4, linear maps whose rows
-    are whole blocks are stored in the NF4 format of bitsandbytes. All other rounded weights, those of routed experts
-    above all, are stored as the numbers they were rounded to: transformers has no 4-bit form for stacked experts, and
-    bitsandbytes reads rows that end inside a block wrongly on the CPU.
+    `modules` as there; `words` say what fine-tuning was done, for the model card. With `bits` 4, linear maps are stored
+    in the NF4 format of bitsandbytes where it can compute with them on every machine (`_fits_bitsandbytes`). All other
+    rounded weights, those of routed experts above all, are stored as the numbers they were rounded to: transformers has
+    no 4-bit form for stacked experts.
     """
     recovered = _RecoveredTensors(folder, dtype, modules if bits == 4 else (), tuned)
     name = str(dtype).removeprefix("torch.")
@@ -74,6 +74,15 @@ def _storage_words(modules: Sequence[str], in_4_bits: Sequence[str]) -> str:
     )
 
 
+def _fits_bitsandbytes(module: nn.Linear) -> bool:
+    """Whether bitsandbytes 0.50 computes with the map in NF4 on all processors.
+
+    On a CPU it reads rows that end inside a block wrongly, and, where it has AVX512 for bfloat16, stops unless the
+    number of rows is a multiple of 32.
+    """
+    return module.in_features % NF4_BLOCK == 0 and module.out_features % 32 == 0
+
+
 class _RecoveredTensors:
     """The changed tensors of a pruned checkpoint. One decoder layer is in memory at a time."""
 
@@ -85,7 +94,7 @@ class _RecoveredTensors:
         """Module path -> name in the checkpoint of the weight, of linear maps that are stored in 4 bits."""
         for path, module in self._rounded_maps():
             names = list(to_checkpoint(self.streamed.model, {f"{path}.weight": module.weight}))
-            if module.in_features % NF4_BLOCK == 0 and len(names) == 1:
+            if _fits_bitsandbytes(module) and len(names) == 1:
                 self.in_4_bits[path] = names[0]
 
     def change(self, name: str, tensor: torch.Tensor) -> Mapping[str, torch.Tensor]:
