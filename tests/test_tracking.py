@@ -44,8 +44,14 @@ def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         monkeypatch.setenv(name, str(tmp_path / "told"))
     (tmp_path / "told").mkdir()
     monkeypatch.chdir(tmp_path)
+    forget_environment()
     yield tmp_path
-    if "wandb" in sys.modules:  # it reads the environment once; the next test has another
+    forget_environment()
+
+
+def forget_environment() -> None:
+    """wandb reads the environment once in a process, and another test may have made it do so."""
+    if "wandb" in sys.modules:
         import wandb
 
         wandb.teardown()
