@@ -106,6 +106,8 @@ def get(name: str) -> Allocation:
 
 BASES = ("routed", "model")
 ZeroExpert = Literal["keep_null", "drop"]
+REPLACEMENTS = ("none", "mean_output")
+"""What takes the place of the experts that an allocation drops."""
 ONLY_FOR = {"by": "global", "search": "evolutionary", "path": "list"}
 """Field -> the one allocation that reads it."""
 
@@ -138,7 +140,8 @@ def check_by(settings: AllocationConfig) -> None:
 def needs(settings: Mapping[str, Any]) -> tuple[str, ...]:
     """Names of the evidence that these settings need besides the scores: "by", and the steps that measure the rest."""
     by = ("by",) if settings.get("by") else ()
-    return by + get(settings["name"]).needs(settings["parameters"])
+    outputs = ("statistics",) if settings.get("replacement") == "mean_output" else ()
+    return tuple(dict.fromkeys(by + outputs + get(settings["name"]).needs(settings["parameters"])))
 
 
 def zero_expert(settings: Mapping[str, Any]) -> str:
@@ -169,6 +172,7 @@ def _check_fields(settings: AllocationConfig, granularity: Granularity) -> None:
             f"allocation.multiple_of={settings.multiple_of} counts experts, but the criterion scores channels: "
             "expected 1; allocation.parameters.align rounds channels"
         )
+    _check_replacement(settings, granularity)
     if settings.ratio_basis not in BASES:
         raise unknown("allocation.ratio_basis", settings.ratio_basis, BASES)
     for field, name in ONLY_FOR.items():
@@ -181,6 +185,31 @@ def _check_fields(settings: AllocationConfig, granularity: Granularity) -> None:
         raise UserError(f"allocation.by={settings.by} compares experts, expected null with a criterion for channels")
     if settings.name == "evolutionary" and settings.search is None:
         raise UserError("allocation=evolutionary needs allocation.search: the name of a text with answers")
+
+
+def _check_replacement(settings: AllocationConfig, granularity: Granularity) -> None:
+    replacement, allocation = settings.replacement, get(settings.name)
+    if replacement != "none" and settings.path is not None and listed.is_plan(listed.read(settings.path)):
+        raise UserError(
+            f"allocation.replacement={replacement}: the plan allocation.path={settings.path} says itself what experts "
+            "are replaced by, expected none"
+        )
+    if replacement not in REPLACEMENTS:
+        raise unknown("allocation.replacement", replacement, REPLACEMENTS)
+    if replacement != "none" and granularity == "channel":
+        raise UserError(
+            f"allocation.replacement={replacement} replaces whole experts, but the criterion scores channels: expected "
+            "none, or a criterion of experts"
+        )
+    if replacement != "none" and allocation.step != "plan":
+        fitting = sorted(
+            name for name, other in ALLOCATIONS.items() if other.step == "plan" and other.functions.get("expert")
+        )
+        raise UserError(
+            f"allocation.replacement={replacement} replaces what scores and an allocation drop, and "
+            f"allocation={settings.name} runs the model without it to decide: expected none, or one of the allocations "
+            f"{', '.join(fitting)}"
+        )
 
 
 def _accepted(allocation: Allocation, granularity: Granularity) -> dict[str, Any]:

@@ -169,6 +169,9 @@ class AllocationConfig:
     """Name of the file in conf/calibration that allocation=evolutionary searches on; it needs answers."""
     path: str | None = None
     """The plan or schedule file of allocation=list."""
+    replacement: str = "none"
+    """What takes the place of dropped experts: none (they go with their router rows), or mean_output (a constant, the
+    mean of the expert's outputs on the calibration set; the router stays whole)."""
     parameters: dict[str, Any] = field(default_factory=dict)
     """Parameters of the allocation."""
 

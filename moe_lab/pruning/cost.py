@@ -115,7 +115,10 @@ def _expert_parameters(layer: MoELayer, plan: Plan | None) -> int:
     if plan is None:
         return parameters
     if plan.channels:
-        return channel_parameters(layer) * int(kept_widths(layer, plan).sum())
+        constants = plan.constants.get(layer.index)
+        return channel_parameters(layer) * int(kept_widths(layer, plan).sum()) + (
+            0 if constants is None else constants.size
+        )
     return parameters // layer.n_experts * len(plan.experts[layer.index])
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -18,6 +18,7 @@ from moe_lab.models.experts import chosen_experts, intermediate, output, routed_
 from moe_lab.models.transformers_private import activation, experts_implementation, with_activation
 from moe_lab.pruning.plan import Mask, Plan
 from moe_lab.pruning.prune import check_fit, count_attributes, replace_tensor, rows
+from moe_lab.pruning.ragged import constant_output
 from moe_lab.statistics.observe import ExpertsFunction, replaced_experts
 
 
@@ -151,7 +152,8 @@ def require_routing(
 
 @contextmanager
 def channel_masks(model: PreTrainedModel, layers: Sequence[MoELayer], plan: Plan) -> Iterator[None]:
-    """A context in which channels of `layers` that `plan` does not keep are 0 before the down projection.
+    """A context in which channels of `layers` that `plan` does not keep are 0 before the down projection, and null
+    experts put out their constants.
 
     Experts keep their original ids. Models that use grouped_mm still use it; others compute one expert after the other,
     on rows sorted once, where experts that keep all channels give the bits of the eager forward. Raises RuntimeError
@@ -161,7 +163,8 @@ def channel_masks(model: PreTrainedModel, layers: Sequence[MoELayer], plan: Plan
     for layer in layers:
         mask = plan.channels[layer.index]
         grouped = experts_implementation(layer.experts) == "grouped_mm"
-        functions[layer.index] = grouped_function(layer, mask) if grouped else sorted_function(layer, mask)
+        function = grouped_function(layer, mask) if grouped else sorted_function(layer, mask)
+        functions[layer.index] = with_constants(function, layer, [plan], lambda hidden: None)
     with masked_experts(model, layers, functions):
         yield
 
@@ -231,6 +234,36 @@ def sorted_functions(
             return f if fewest[expert] else f.masked_fill(without[masks, expert, None], 0)
 
         return routed_output(hidden, rows, weights, of_expert)
+
+    return compute
+
+
+def with_constants(
+    function: ExpertsFunction,
+    layer: MoELayer,
+    plans: Sequence[Plan | None],
+    plan_of: Callable[[torch.Tensor], torch.Tensor | None],
+) -> ExpertsFunction:
+    """`function`, for which null experts put out 0, with the constants that `plans` give them added.
+
+    `plan_of` returns the number of the plan of each token (T,) for hidden states (T, H), or None for a single plan.
+    """
+    weights, device = cast(torch.Tensor, layer.experts.down_proj), layer.routing[0].tensor.device
+    added = []
+    for number, plan in enumerate(plans):
+        if plan is not None and layer.index in plan.constants:
+            vectors = torch.from_numpy(plan.constants[layer.index]).to(device, weights.dtype)
+            added.append((number, plan.null_experts(layer.index), vectors))
+    if not added:
+        return function
+
+    def compute(hidden: torch.Tensor, index: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
+        mixed = function(hidden, index, gates)
+        of_token = plan_of(hidden)
+        for number, experts, vectors in added:
+            tokens = slice(None) if of_token is None else (of_token == number).nonzero()[:, 0]
+            mixed[tokens] += constant_output(index[tokens], gates[tokens], layer.n_experts, experts, vectors)
+        return mixed
 
     return compute
 

@@ -6,7 +6,9 @@ Its JSON form, plan.json:
      "layers": {"0": {"experts": 64, "keep": [0, 2, ...]}, ...}, "provenance": {...}}
 
 A plan about channels adds `width`, channels per expert before pruning, and `channels`, one bit mask per kept expert:
-hexadecimal, the lowest bit of the first byte is channel 0. `Plan.load` rejects unknown fields of layers.
+hexadecimal, the lowest bit of the first byte is channel 0. A plan whose null experts put out constants has schema 2 and
+adds `constants`, the sha256 of a layer's constants (null experts, hidden) as little-endian fp32. They are in the file
+plan.npz beside it, under the number of the layer. `Plan.load` rejects unknown fields of layers.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,19 +29,23 @@ from moe_lab.errors import UserError
 from moe_lab.json_files import fits
 from moe_lab.models.config_json import fewest_experts
 
-SCHEMA = 1
+SCHEMA = 2
+WITHOUT_CONSTANTS = 1
+"""The schema of plans without constants, which older versions read."""
 Mask = NDArray[numpy.bool_]
 """(E, I): which channels of which experts are kept."""
+Constants = NDArray[numpy.float32]
+"""(N, H): the outputs of a layer's N null experts, in the order of their ids."""
 Routers = Mapping[int, Mapping[str, Any]]
 """Layer -> its facts. Its top_k, n_group and topk_group set how many experts its router needs; see `fewest_experts`."""
-_LAYERS = {str: {"experts": int, "keep": [int], "width": int | None, "channels": list | None}}
+_LAYERS = {str: {"experts": int, "keep": [int], "width": int | None, "channels": list | None, "constants": str | None}}
 
 
 @dataclass(frozen=True, eq=False)
 class Plan:
     """The experts, and possibly channels, that each layer keeps. Kept experts stay in their original order.
 
-    Plans that keep the same experts and channels are equal.
+    Plans that give the same pruned model are equal.
     """
 
     experts: dict[int, tuple[int, ...]]
@@ -50,7 +57,9 @@ class Plan:
     channels: dict[int, Mask] = field(default_factory=dict)
     """Layer -> (E, I) bool, True for kept channels, over all experts the layer had; empty for a plan of whole experts.
     Rows of dropped experts are False. A kept expert whose row is False is a null expert: tokens are routed to it and
-    its output is 0."""
+    its output is its constant, or 0."""
+    constants: dict[int, Constants] = field(default_factory=dict)
+    """Layer -> what its null experts put out; layers that are not named put out 0."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Plan) and self.digest == other.digest
@@ -73,6 +82,20 @@ class Plan:
             )
         for layer, mask in self.channels.items():
             _check_mask(layer, mask, self.experts[layer], self.n_experts[layer])
+        for layer, constants in self.constants.items():
+            null = len(self.null_experts(layer)) if layer in self.channels else 0
+            if constants.shape[:-1] != (null,) or constants.dtype != numpy.float32:
+                raise UserError(
+                    f"plan: layer {layer} has constants of {constants.dtype} {constants.shape}: expected float32 "
+                    f"({null}, hidden), one for each expert without channels"
+                )
+            if len(wrong := numpy.flatnonzero(~numpy.isfinite(constants).all(1))):
+                expert = self.null_experts(layer)[wrong[0]]
+                raise UserError(f"plan: the constant of expert {expert} of layer {layer} is not finite")
+
+    def null_experts(self, layer: int) -> list[int]:
+        """Ids of the experts of `layer` that are kept without any channel, ascending; only for plans with channels."""
+        return [expert for expert in self.experts[layer] if not self.channels[layer][expert].any()]
 
     def widths(self, layer: int) -> tuple[int, ...]:
         """Kept channels of each kept expert of `layer`, in the order of `experts`; only for plans with channels."""
@@ -80,7 +103,7 @@ class Plan:
 
     @property
     def digest(self) -> str:
-        """sha256 of the kept experts and channels: equal for plans that give the same pruned model."""
+        """sha256 of the kept experts, channels and constants: equal for plans that give the same pruned model."""
         canonical = json.dumps(self._layers(), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()
 
@@ -122,10 +145,15 @@ class Plan:
             )
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the plan as JSON, to a temporary file that is then renamed."""
+        """Write the plan as JSON, and its constants beside it (.npz), each to a temporary file that is then renamed."""
         target = Path(path)
+        if self.constants:
+            arrays = target.with_suffix(".npz")
+            partial = arrays.with_name(f".{os.getpid()}.{arrays.name}")
+            numpy.savez(partial, allow_pickle=False, **{str(layer): self.constants[layer] for layer in self.constants})
+            partial.replace(arrays)
         content = {
-            "schema": SCHEMA,
+            "schema": SCHEMA if self.constants else WITHOUT_CONSTANTS,
             "digest": self.digest,
             "layers": self._layers(),
             "provenance": self.provenance,
@@ -143,21 +171,21 @@ class Plan:
             raise UserError(f"plan={path} does not exist: expected a plan.json") from None
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
             raise UserError(f"plan={path} is damaged: expected JSON, {error}") from None
-        return cls._from_json(content, path)
+        return cls._from_json(content, Path(path))
 
     @classmethod
-    def _from_json(cls, content: Any, path: str | os.PathLike[str]) -> Plan:
+    def _from_json(cls, content: Any, path: Path) -> Plan:
         schema = content.get("schema") if isinstance(content, dict) else None
         if isinstance(schema, int) and schema > SCHEMA:
             raise UserError(
                 f"plan={path} has schema {schema}, written by a newer moe_lab: this one reads up to {SCHEMA}"
             )
-        if schema != SCHEMA:
-            raise UserError(f"plan={path} has schema {schema}: expected a plan of schema {SCHEMA}")
+        if schema not in (WITHOUT_CONSTANTS, SCHEMA):
+            raise UserError(f"plan={path} has schema {schema}: expected a plan of schema 1 to {SCHEMA}")
         layers = content.get("layers")
         damaged = UserError(
-            f"plan={path} is damaged: expected layers with the fields experts and keep, and width and channels in all "
-            "layers or in none"
+            f"plan={path} is damaged: expected layers with the fields experts and keep, width and channels in all "
+            "layers or in none, and maybe constants"
         )
         if not fits(layers, _LAYERS):
             raise damaged
@@ -171,6 +199,9 @@ class Plan:
             n_experts={layer: value["experts"] for layer, value in numbered.items()},
             provenance=content.get("provenance", {}),
             channels=channels,
+            constants=_read_constants(
+                path, {layer: value["constants"] for layer, value in numbered.items() if "constants" in value}
+            ),
         )
         if layers != plan._layers():  # such as an unknown field, or bits beyond the width
             raise damaged
@@ -187,6 +218,8 @@ class Plan:
                 mask = self.channels[layer]
                 packed = numpy.packbits(mask[kept], axis=1, bitorder="little")
                 layers[str(layer)] |= {"width": mask.shape[1], "channels": [row.tobytes().hex() for row in packed]}
+            if layer in self.constants:
+                layers[str(layer)]["constants"] = _hash(self.constants[layer])
         return layers
 
 
@@ -245,6 +278,24 @@ def make_channel_plan(
     except UserError as error:
         raise UserError(f"{error} (allocation.parameters.zero_expert=keep_null keeps them all routable)") from None
     return plan
+
+
+def replace_dropped(plan: Plan, outputs: Mapping[int, NDArray[numpy.float64]], widths: Mapping[int, int]) -> Plan:
+    """The plan in which the experts that `plan`, one of whole experts, drops stay routable and put out constants.
+
+    `outputs`: layer -> (E, H), the constant of each expert; with the mean output of each, this is MoNE (arXiv
+    2507.00390): tokens are routed as in the original, and a token that is routed to a replaced expert j with gate g_j
+    gets g_j c_j. `widths`: layer -> channels of an expert. Raises UserError for outputs that are not finite.
+    """
+    channels, constants = {}, {}
+    for layer, kept in plan.experts.items():
+        values = _finite(layer, outputs[layer])
+        channels[layer] = numpy.zeros((plan.n_experts[layer], widths[layer]), dtype=numpy.bool_)
+        channels[layer][list(kept)] = True
+        if len(kept) < plan.n_experts[layer]:
+            constants[layer] = values[~channels[layer].any(1)].astype(numpy.float32)
+    everything = {layer: tuple(range(count)) for layer, count in plan.n_experts.items()}
+    return Plan(everything, plan.n_experts, plan.provenance, channels, constants)
 
 
 def _best_channels(layer: int, scores: NDArray[numpy.float64], keep: NDArray[numpy.int64]) -> Mask:
@@ -307,6 +358,30 @@ def _check_mask(layer: int, mask: Mask, kept: tuple[int, ...], count: int) -> No
         )
     if dropped := sorted(set(numpy.flatnonzero(mask.any(1)).tolist()) - set(kept)):
         raise UserError(f"plan: layer {layer} keeps channels of expert {dropped[0]}, which it does not keep")
+
+
+def _hash(constants: Constants) -> str:
+    return hashlib.sha256(constants.astype("<f4").tobytes()).hexdigest()
+
+
+def _read_constants(plan: Path, hashes: Mapping[int, str]) -> dict[int, Constants]:
+    """The constants of the layers in `hashes` from the file beside a plan.
+
+    Raises UserError when it is missing, damaged, or of another plan.
+    """
+    if not hashes:
+        return {}
+    path = plan.with_suffix(".npz")
+    try:
+        with numpy.load(path, allow_pickle=False) as arrays:
+            constants = {layer: arrays[str(layer)] for layer in hashes}
+    except FileNotFoundError:
+        raise UserError(f"plan={plan} has constants, but {path} does not exist: copy both files") from None
+    except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
+        raise UserError(f"plan={plan} has constants, but {path} is damaged: {error}") from None
+    if wrong := [layer for layer, stated in hashes.items() if _hash(constants[layer]) != stated]:
+        raise UserError(f"plan={plan} has other constants in layer {wrong[0]} than {path}: copy both files of a plan")
+    return constants
 
 
 def _unpack_mask(layer: Mapping[str, Any]) -> Mask:

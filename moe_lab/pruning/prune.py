@@ -14,9 +14,9 @@ from moe_lab.errors import UserError
 from moe_lab.models.discover import MoELayer, moe_layers
 from moe_lab.models.experts import post_expert_norm
 from moe_lab.models.families import COUNT_FIELDS
-from moe_lab.pruning.export.form import RAGGED_FIELD, is_stock
+from moe_lab.pruning.export.form import CONSTANT_FIELD, RAGGED_FIELD, is_stock
 from moe_lab.pruning.export.remote import width_field
-from moe_lab.pruning.plan import Mask, Plan
+from moe_lab.pruning.plan import Constants, Mask, Plan
 from moe_lab.pruning.ragged import RaggedExperts
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -39,7 +39,7 @@ def prune(model: Model, plan: Plan) -> Model:
         kept = plan.experts[layer.index]
         prune_layer(layer, kept)
         if plan.channels:
-            narrow(layer, plan.channels[layer.index][list(kept)])
+            narrow(layer, plan.channels[layer.index][list(kept)], plan.constants.get(layer.index))
     counts = {len(kept) for kept in plan.experts.values()}
     if len(counts) == 1:  # for the balancing loss, which is undefined for layers with different counts
         for name in count_attributes(pruned, before[0].n_experts):
@@ -124,14 +124,20 @@ def check_channels(plan: Plan, layers: list[MoELayer]) -> None:
                 f"plan is for another model: it is about {width} channels per expert in layer {layer.index}, this "
                 f"model has {layer.width}"
             )
+        constants = plan.constants.get(layer.index)
+        if constants is not None and constants.shape[1] != layer.hidden:
+            raise UserError(
+                f"plan is for another model: its constants of layer {layer.index} have {constants.shape[1]} numbers "
+                f"each, this model's hidden states have {layer.hidden}"
+            )
 
 
-def narrow(layer: MoELayer, mask: Mask) -> None:
+def narrow(layer: MoELayer, mask: Mask, constants: Constants | None) -> None:
     """Cut the experts of one layer down to the channels of `mask` (E', I), in place.
 
     `layer.experts` already holds only the E' kept experts. If all of them keep the same number of channels, the
     family's module gets that width; otherwise, or if transformers' kernels do not support the width, RaggedExperts
-    replaces it.
+    replaces it, whose null experts put out `constants` (N, H), or 0.
     """
     widths = mask.sum(1)
     if widths.min() == layer.width:
@@ -140,7 +146,7 @@ def narrow(layer: MoELayer, mask: Mask) -> None:
     if is_stock(widths.tolist(), down.element_size()):
         _narrow_stock(layer, mask)
     else:
-        setattr(layer.block, layer.name.rpartition(".")[2], _ragged(layer.experts, mask))
+        setattr(layer.block, layer.name.rpartition(".")[2], _ragged(layer.experts, mask, constants))
 
 
 def refusal(experts: Any) -> str | None:
@@ -166,9 +172,11 @@ def _narrow_stock(layer: MoELayer, mask: Mask) -> None:
             setattr(experts, name, int(mask[0].sum()))
 
 
-def _ragged(experts: nn.Module, mask: Mask) -> RaggedExperts:
-    packed = RaggedExperts(experts, mask.sum(1).tolist())
+def _ragged(experts: nn.Module, mask: Mask, constants: Constants | None) -> RaggedExperts:
+    packed = RaggedExperts(experts, mask.sum(1).tolist(), constants is not None)
     with torch.no_grad():
+        if packed.constants is not None:
+            packed.constants.copy_(torch.from_numpy(constants))
         for expert, row in enumerate(mask):
             for place, part in zip(packed.weights(expert), _cut(experts, expert, row), strict=True):
                 place.copy_(part)
@@ -197,6 +205,8 @@ def update_configuration(config: Any, plan: Plan, layers: list[MoELayer], ragged
             different.setdefault(layer.index, {})[width_field(vars(config))] = max(widths)
     if ragged:
         setattr(config, RAGGED_FIELD, {str(index): list(plan.widths(index)) for index in sorted(ragged)})
+        if plan.constants:
+            setattr(config, CONSTANT_FIELD, sorted(plan.constants))
     if different:
         config.per_layer_config = different
 

@@ -20,12 +20,15 @@ class RaggedExperts(nn.Module):
 
     `gate_up_packed` (sum of 2 I_e, H) holds, expert after expert, I_e rows of the gate projection and I_e rows of the
     up projection. `down_packed` (sum of I_e, H) holds what each channel adds to the output: the down projection,
-    transposed. Experts of width 0 are routed to and give 0.
+    transposed. The N experts of width 0 are routed to and give 0 or, in a layer with constants, their row of
+    `constants` (N, H).
     """
 
     is_concatenated, is_transposed, has_gate = True, False, True  # marks experts; a search for stacked ones refuses it
 
-    def __init__(self, experts: nn.Module, widths: Sequence[int]) -> None:
+    constants: nn.Parameter | None
+
+    def __init__(self, experts: nn.Module, widths: Sequence[int], constants: bool = False) -> None:
         """Room for experts of `widths` (E',), uninitialised, with the activation, dtype and device of `experts`."""
         super().__init__()
         self.widths = tuple(widths)
@@ -38,6 +41,10 @@ class RaggedExperts(nn.Module):
         down: Any = experts.down_proj  # (E, H, I)
         self.gate_up_packed = nn.Parameter(down.new_empty(2 * sum(self.widths), down.shape[1]), down.requires_grad)
         self.down_packed = nn.Parameter(down.new_empty(sum(self.widths), down.shape[1]), down.requires_grad)
+        self.null = [expert for expert, width in enumerate(self.widths) if not width]
+        self.constants = None
+        if constants:
+            self.constants = nn.Parameter(down.new_empty(len(self.null), down.shape[1]), down.requires_grad)
 
     def weights(self, expert: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Gate and up (2 I_e, H) and transposed down (I_e, H) projection of one expert: views of the packed ones."""
@@ -63,8 +70,21 @@ class RaggedExperts(nn.Module):
                 phi = self.activate(linear(hidden_states[rows], gate_up))
                 mixed.index_add_(0, rows, ((phi @ down) * gates[start:end]).to(mixed.dtype))
             start = end
+        if self.constants is not None:
+            mixed += constant_output(top_k_index, top_k_weights, self.num_experts, self.null, self.constants)
         return mixed
 
     def extra_repr(self) -> str:
         """Shown by print(model)."""
         return f"{self.num_experts} experts of {min(self.widths)} to {max(self.widths)} channels"
+
+
+def constant_output(
+    index: torch.Tensor, gates: torch.Tensor, n_experts: int, experts: Sequence[int], constants: torch.Tensor
+) -> torch.Tensor:
+    """What `experts` (N) that put out `constants` (N, H) add to the routed output (T, H): the sum of g_j c_j.
+
+    `index` and `gates` (T, K): the experts of each token, of `n_experts`, and their gates.
+    """
+    spread = gates.new_zeros(len(index), n_experts).scatter_add_(1, index, gates)
+    return (spread[:, experts] @ constants.to(gates.dtype)).to(constants.dtype)

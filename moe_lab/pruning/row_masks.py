@@ -19,7 +19,14 @@ from transformers import PreTrainedModel
 
 from moe_lab.models.discover import MoELayer, moe_layers
 from moe_lab.models.partial_forward import replace_forward
-from moe_lab.pruning.mask import check_in_memory, masked_experts, require_routing, sliced_router, sorted_functions
+from moe_lab.pruning.mask import (
+    check_in_memory,
+    masked_experts,
+    require_routing,
+    sliced_router,
+    sorted_functions,
+    with_constants,
+)
 from moe_lab.pruning.plan import Plan
 from moe_lab.pruning.prune import check_fit
 from moe_lab.statistics.observe import ExpertsFunction
@@ -179,9 +186,14 @@ class _SlicedRouters(_Router):
 
 
 def _experts_function(layer: MoELayer, plans: Sequence[Plan | None], rows: RowPlans) -> ExpertsFunction:
-    """A function for the routed output (T, H) where each token's plan says which channels are 0."""
+    """A function for the routed output (T, H) where each token's plan says which channels are 0, and what null experts
+    put out."""
     kept = torch.ones(len(plans), layer.n_experts, layer.width, dtype=torch.bool)
     for number, plan in enumerate(plans):
         if plan is not None and plan.channels:
             kept[number] = torch.from_numpy(plan.channels[layer.index])
-    return sorted_functions(layer, kept, lambda hidden: rows.of_token(len(hidden), hidden.device))
+
+    def plan_of(hidden: torch.Tensor) -> torch.Tensor:
+        return rows.of_token(len(hidden), hidden.device)
+
+    return with_constants(sorted_functions(layer, kept, plan_of), layer, plans, plan_of)

@@ -52,6 +52,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import numpy
+from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
 from moe_lab.errors import UserError
@@ -191,6 +193,16 @@ def check_finite(layers: Mapping[int, Mapping[str, torch.Tensor]], where: str) -
             bad = (~tensor.isfinite()).nonzero()[0].tolist()
             expert = f", expert {bad[0]}" if bad else ""
             raise UserError(f"NaN or Inf in layer {layer}{expert}: {name} of {where} is not finite")
+
+
+def mean_output(sums: Mapping[str, Any]) -> NDArray[numpy.float64]:
+    """(E, H): the mean output of each expert of a layer over the tokens routed to it, before the gate; 0 without any.
+
+    It is the constant nearest to those outputs in the mean square, the novice of MoNE (arXiv 2507.00390).
+    """
+    tokens = numpy.maximum(numpy.asarray(sums["tokens"], dtype=float), 1)
+    means: NDArray[numpy.float64] = numpy.asarray(sums["output_sum"], dtype=float) / tokens[:, None]
+    return means
 
 
 def coverage(statistics: Statistics) -> list[tuple[int, int, int]]:

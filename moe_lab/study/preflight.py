@@ -20,6 +20,7 @@ from moe_lab.grid import ANSWERED, Cell, Request, wrong_names
 from moe_lab.models import config_json, files
 from moe_lab.paths import check_folder
 from moe_lab.pruning.export import gguf, layout
+from moe_lab.pruning.export.form import no_constants
 from moe_lab.recovery import settings as recoveries
 from moe_lab.study import push, tracking
 from moe_lab.study.launch import check_device, launcher
@@ -129,9 +130,29 @@ def _wrong_together(config: Config, cells: Sequence[Cell], benchmarks: Sequence[
         granularity, allocated = criteria.get(cell.criterion.name).granularity, allocation.get(cell.allocation.name)
         if granularity in allocated.uneven:
             yield from user_errors(gguf.check_uneven, config.export, cell.model, allocated.name, granularity)
+    yield from _wrong_replacements(config, cells)
     if config.export.format == "gguf" and config.backend.name != "hf":
         backend = config.backend.name
         yield f"backend={backend} reads a folder, and export.format=gguf writes one file: expected backend=hf"
+
+
+def _wrong_replacements(config: Config, cells: Sequence[Cell]) -> Iterator[str]:
+    """Problems of plans whose dropped experts put out constants, which only code of transformers can compute."""
+    replacing = [cell.allocation.replacement for cell in cells if cell.allocation.replacement != "none"]
+    if not replacing:
+        return
+    if config.export.shape not in (None, "natural"):
+        yield str(no_constants(config.export.shape))
+    if config.export.format != "safetensors":
+        yield (
+            f"export.format={config.export.format} has no place for allocation.replacement={replacing[0]}: expected "
+            "export.format=safetensors"
+        )
+    if config.backend.name == "vllm":
+        yield (
+            f"backend=vllm cannot compute allocation.replacement={replacing[0]}: expected backend=hf, or "
+            "backend=server with a server that runs the code of an export"
+        )
 
 
 def _wrong_allocations(cells: Sequence[Cell]) -> Iterator[str]:

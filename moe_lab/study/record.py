@@ -195,7 +195,7 @@ def _called(name: str, parameters: Mapping[str, Any]) -> str:
 def _differing(allocation: AllocationConfig) -> dict[str, Any]:
     """Settings that distinguish an allocation from others of its name: parameters, and fields that are not default."""
     usual = AllocationConfig()
-    words = ("multiple_of", "ratio_basis", "by", "search", "path")
+    words = ("multiple_of", "ratio_basis", "by", "search", "path", "replacement")
     own = {word: getattr(allocation, word) for word in words if getattr(allocation, word) != getattr(usual, word)}
     return {**own, **allocation.parameters}
 

@@ -14,6 +14,7 @@ import preloaded
 import pytest
 import torch
 from processes import is_running
+from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM
 
 from moe_lab import __main__ as command_line
@@ -106,6 +107,23 @@ def test_channels_are_kept_to_the_number_and_what_they_cost_is_written(store: Pa
 def test_a_further_grid_shares_the_passes_of_the_first(store: Path) -> None:
     folders = {kind: list((store / kind).glob("*/provenance.json")) for kind in ("statistics", "gradients")}
     assert {kind: len(found) for kind, found in folders.items()} == {"statistics": 1, "gradients": 1}
+
+
+def test_dropped_experts_are_replaced_by_their_mean_outputs(store: Path) -> None:
+    words = ["grid.allocation=[uniform,novices]", "criterion=mone", "ratio=0.5", "export=natural", "verify=true"]
+    removed, replaced = cells(store, *words)
+    assert [cell["cell"]["allocation"] for cell in (removed, replaced)] == ["uniform", "novices"]
+    dropping, plan = (Plan.load(store / cell["plan"] / "plan.json") for cell in (removed, replaced))
+    inputs = content(store, replaced["plan"], "step.json")["inputs"]
+    sums = load_file(store / inputs["statistics"] / "statistics.safetensors")
+    for layer, kept in dropping.experts.items():
+        dropped = sorted(set(range(32)) - set(kept))
+        assert plan.null_experts(layer) == dropped and plan.experts[layer] == tuple(range(32))
+        means = sums[f"{layer}/output_sum"] / sums[f"{layer}/tokens"].clip(1)[:, None]
+        numpy.testing.assert_allclose(plan.constants[layer], means[dropped], rtol=1e-6)
+    costs = [content(store, cell["cost"], "cost.json") for cell in (removed, replaced)]
+    assert costs[1]["parameters"] == costs[0]["parameters"] + 4 * 16 * (128 + 128)  # constants and rows of the routers
+    assert costs[1]["flops_per_token"] < costs[0]["flops_per_token"]
 
 
 def test_a_search_leaves_its_plan_and_its_history(store: Path) -> None:

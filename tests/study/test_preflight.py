@@ -122,6 +122,22 @@ def test_a_secret_of_a_protocol_on_the_axis_is_refused(tmp_path: Path) -> None:
     assert any(sentence.startswith("protocol.benchmarks={") for sentence in preflight(settings, wanted))
 
 
+@pytest.mark.parametrize(
+    ("words", "field"),
+    [
+        (["allocation.replacement=mean"], "allocation.replacement=mean is unknown"),
+        (["criterion.name=heapr"], "allocation.replacement=mean_output"),
+        (["allocation.name=sequential"], "allocation.replacement=mean_output"),
+        (["export.shape=padded"], "export=padded"),
+        (["export.shape=natural", "export.format=gguf"], "export.format=gguf has no place"),
+        (["backend.name=vllm"], "backend=vllm cannot compute"),
+    ],
+)
+def test_constants_that_nothing_could_compute_are_refused(words: list[str], field: str) -> None:
+    found = problems("allocation.replacement=mean_output", *words)
+    assert any(sentence.startswith(field) for sentence in found), found
+
+
 VALUES = {
     "model.threads=0": "model.threads=0",
     "model.threads=-1": "model.threads=-1",

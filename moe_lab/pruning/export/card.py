@@ -120,6 +120,11 @@ def _loading(kind: str) -> str:
 
 def _kept(plan: Plan) -> str:
     before, after = sum(plan.n_experts.values()), sum(map(len, plan.experts.values()))
+    if constant := sum(map(len, plan.constants.values())):
+        return (
+            f"{before - constant} of {before} routed experts are kept. The other {constant} are replaced by constants: "
+            "the router stays whole, and a token that is routed to one of them gets its constant times its gate"
+        )
     counts = sorted({len(kept) for kept in plan.experts.values()})
     experts = (
         f"{after} of {before} routed experts are kept: {' to '.join(map(str, dict.fromkeys((counts[0], counts[-1]))))} "

@@ -12,10 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from moe_lab.errors import UserError, unknown
-from moe_lab.pruning.plan import Mask, Plan
+from moe_lab.pruning.plan import Constants, Mask, Plan
 
 RAGGED_FIELD = "expert_widths"
 """Our own field of config.json: layer (as text) -> channels of each expert, for layers whose experts differ."""
+CONSTANT_FIELD = "expert_constants"
+"""Our own field of config.json: the layers whose experts of width 0 put out constants."""
 KERNEL_BYTES = 16
 """transformers' grouped matrix products need rows of weights whose length is a multiple of this many bytes."""
 SHAPES = ("natural", "masked", "padded", "padded_stock")
@@ -49,6 +51,8 @@ class LayerForm:
     """Whether kept channels stay at their original positions."""
     ragged: bool = False
     """Whether the experts are packed one after the other, each with a width of its own."""
+    constants: Constants | None = None
+    """(N, H): what the N experts of width 0 of a ragged layer put out; None where it is 0."""
 
 
 @dataclass(frozen=True)
@@ -89,10 +93,13 @@ class Form:
 def make_form(plan: Plan, shape: str, element_size: int) -> Form:
     """How `plan` is written in the shape `shape`, for weights of `element_size` bytes each.
 
-    Raises UserError for an unknown shape, and for padded_stock where layers keep different numbers of experts.
+    Raises UserError for an unknown shape, for padded_stock where layers keep different numbers of experts, and for any
+    but natural where experts put out constants.
     """
     if shape not in SHAPES:
         raise unknown("export", shape, SHAPES)
+    if plan.constants and shape != "natural":
+        raise no_constants(shape)
     width = next((mask.shape[1] for mask in plan.channels.values()), None)
     makers = {"natural": _natural, "masked": _masked, "padded": _padded, "padded_stock": _padded}
     layers = {layer: makers[shape](plan, layer, element_size) for layer in sorted(plan.experts)}
@@ -110,13 +117,21 @@ def make_form(plan: Plan, shape: str, element_size: int) -> Form:
     return form
 
 
+def no_constants(shape: str) -> UserError:
+    """The error for a shape in which experts cannot put out constants."""
+    return UserError(
+        f"export={shape}: dropped experts are replaced by constants, for which this shape has no place: expected "
+        "export=natural"
+    )
+
+
 def _natural(plan: Plan, layer: int, element_size: int) -> LayerForm:
     kept = plan.experts[layer]
     if not plan.channels or min(plan.widths(layer)) == plan.channels[layer].shape[1]:
         return LayerForm(kept, frozenset(), None, ())
     widths = plan.widths(layer)
-    ragged = not is_stock(widths, element_size)
-    return LayerForm(kept, frozenset(), plan.channels[layer], widths, ragged=ragged)
+    mask, ragged = plan.channels[layer], not is_stock(widths, element_size)
+    return LayerForm(kept, frozenset(), mask, widths, ragged=ragged, constants=plan.constants.get(layer))
 
 
 def _masked(plan: Plan, layer: int, element_size: int) -> LayerForm:

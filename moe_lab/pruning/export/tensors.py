@@ -59,6 +59,23 @@ class Constant:
 
 
 @dataclass(frozen=True)
+class Numbers:
+    """Numbers that are not in the original, in fp32."""
+
+    values: NDArray[numpy.float32]
+    zeros = 0
+
+    @property
+    def size(self) -> int:
+        """Bytes of the numbers."""
+        return self.values.nbytes
+
+    def read(self, folder: Path) -> bytes:
+        """The bytes; no file is read."""
+        return self.values.astype("<f4").tobytes()
+
+
+@dataclass(frozen=True)
 class Matrix:
     """A row-major matrix inside a file."""
 
@@ -132,7 +149,7 @@ class Cut:
         return result.data
 
 
-Part: TypeAlias = Span | Constant | Cut
+Part: TypeAlias = Span | Constant | Numbers | Cut
 
 
 @dataclass(frozen=True)
@@ -171,12 +188,15 @@ class Channels:
             self.matrices[expert, role] = matrix
 
     def packed(self) -> Iterator[Piece]:
-        """The packed tensors: gate_up_packed (sum of 2 I_e, H) and down_packed (sum of I_e, H)."""
+        """The packed tensors: gate_up_packed (sum of 2 I_e, H), down_packed (sum of I_e, H) and, in a layer with
+        constants, constants (experts of width 0, H)."""
         gate_up = [self._cut(expert, role) for expert in self.layer.experts for role in ("gate", "up")]
         down = [self._cut(expert, "down") for expert in self.layer.experts]
         total = sum(self.layer.widths)
         yield self._piece("gate_up_packed", gate_up, 2 * total, gate_up[0].matrix.columns)
         yield self._piece("down_packed", down, total, down[0].matrix.rows)
+        if (values := self.layer.constants) is not None:
+            yield Piece(f"{self.prefix}experts.constants", "F32", values.shape, (Numbers(values),))
 
     def _cut(self, expert: int, role: str) -> Cut:
         if (expert, role) not in self.matrices:

@@ -23,8 +23,7 @@ PLAIN = (str, int, float)
 
 def evidence_of(cell: Cell) -> tuple[str, ...]:
     """Inputs of the cell's allocation besides the scores: kinds of steps, and "by" for scores of another criterion."""
-    settings = cell.allocation
-    return allocation.needs({"name": settings.name, "by": settings.by, "parameters": settings.parameters})
+    return allocation.needs(vars(cell.allocation))
 
 
 def reads_text(cell: Cell) -> bool:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
-from moe_lab import criteria, results
+from moe_lab import results
 from moe_lab.config import CalibrationConfig, Config, ModelConfig, TimingConfig
 from moe_lab.errors import Unavailable, UserError, user_errors
 from moe_lab.json_files import write_json
@@ -19,6 +19,7 @@ from moe_lab.study.step import Job, Part, Step
 from moe_lab.study.steps.engine import engine
 from moe_lab.study.steps.inputs import facts, model_and_tokenizer, plan_of, rows, skeleton_of, write_table
 from moe_lab.study.steps.kind import Kind, Reads, always, never
+from moe_lab.study.steps.plans import drops_whole_experts
 from moe_lab.study.steps.recovery import NO_RECOVERY, PrunedModel, finetuned, storage_of
 
 
@@ -42,7 +43,7 @@ def _has_uneven_layers(pruned: PrunedModel) -> bool:
     cell = pruned.cell
     if pruned.plan is None:
         return pruned.builder.once(("uneven", cell.model), lambda: has_uneven_layers(cell.model))
-    return criteria.get(cell.criterion.name).granularity == "channel"
+    return not drops_whole_experts(cell)
 
 
 def _by_engine(pruned: PrunedModel) -> CalibrationConfig:

@@ -34,6 +34,8 @@ def allocation_identity(settings: AllocationConfig, ratio: float) -> dict[str, A
     """
     identity = {**asdict(settings), "ratio": ratio}
     del identity["label"]
+    if settings.replacement == "none":  # as in stores from before there was a choice
+        del identity["replacement"]
     if source := allocation.get(settings.name).source:
         identity["source"] = source
     if settings.path is not None:
@@ -71,9 +73,11 @@ def check_plan_file(cell: Cell) -> None:
 
 
 def drops_whole_experts(cell: Cell) -> bool:
-    """Whether the cell's plan keeps all channels of the experts it keeps."""
+    """Whether the cell's plan removes experts from the router and keeps all channels of the others."""
     from moe_lab.pruning.plan import Plan
 
+    if cell.allocation.replacement != "none":
+        return False
     path = cell.allocation.path
     if path is not None and listed.is_plan(listed.read(path)):
         return not Plan.load(path).channels
@@ -145,12 +149,18 @@ def _channel_scores(job: Job) -> dict[int, Any]:
 
 
 def _expert_plan(job: Job) -> Any:
-    from moe_lab.pruning.plan import make_plan
+    from moe_lab.pruning.plan import make_plan, replace_dropped
+    from moe_lab.statistics.sums import mean_output
 
     model = facts(job)
     scored = expert_scores(job)
-    remove = allocation.allocate(_settings(job), model["layers"], scored, _evidence(job), model)
-    return make_plan(scored, remove, model["layers"], provenance=_provenance(job))
+    settings, found = _settings(job), _evidence(job)
+    remove = allocation.allocate(settings, model["layers"], scored, found, model)
+    result = make_plan(scored, remove, model["layers"], provenance=_provenance(job))
+    if settings.get("replacement", "none") == "none":
+        return result
+    outputs = {layer: mean_output(named) for layer, named in found["statistics"].items()}
+    return replace_dropped(result, outputs, {layer: about["width"] for layer, about in model["layers"].items()})
 
 
 def _channel_plan(job: Job, scored: dict[int, Any]) -> Any:
