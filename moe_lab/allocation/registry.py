@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, get_args, get_origin, get_type_hints
 
 from moe_lab import criteria
-from moe_lab.allocation import align, coverage, listed, shapes, uniform
+from moe_lab.allocation import align, coverage, grouping, listed, shapes, uniform
 from moe_lab.config import AllocationConfig
 from moe_lab.criteria.registry import source_of
 from moe_lab.errors import UserError, unknown
@@ -106,7 +106,7 @@ def get(name: str) -> Allocation:
 
 BASES = ("routed", "model")
 ZeroExpert = Literal["keep_null", "drop"]
-REPLACEMENTS = ("none", "mean_output")
+REPLACEMENTS = ("none", "mean_output", *grouping.GROUPINGS)
 """What takes the place of the experts that an allocation drops."""
 ONLY_FOR = {"by": "global", "search": "evolutionary", "path": "list"}
 """Field -> the one allocation that reads it."""
@@ -140,8 +140,9 @@ def check_by(settings: AllocationConfig) -> None:
 def needs(settings: Mapping[str, Any]) -> tuple[str, ...]:
     """Names of the evidence that these settings need besides the scores: "by", and the steps that measure the rest."""
     by = ("by",) if settings.get("by") else ()
-    outputs = ("statistics",) if settings.get("replacement") == "mean_output" else ()
-    return tuple(dict.fromkeys(by + outputs + get(settings["name"]).needs(settings["parameters"])))
+    replacement = settings.get("replacement", "none")
+    replacing = () if replacement == "none" else grouping.NEEDS.get(replacement, ("statistics",))
+    return tuple(dict.fromkeys(by + replacing + get(settings["name"]).needs(settings["parameters"])))
 
 
 def zero_expert(settings: Mapping[str, Any]) -> str:

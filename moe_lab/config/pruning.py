@@ -170,8 +170,9 @@ class AllocationConfig:
     path: str | None = None
     """The plan or schedule file of allocation=list."""
     replacement: str = "none"
-    """What takes the place of dropped experts: none (they go with their router rows), or mean_output (a constant, the
-    mean of the expert's outputs on the calibration set; the router stays whole)."""
+    """What takes the place of dropped experts: none (they go with their router rows); with the router whole,
+    mean_output (the mean of the expert's outputs on the calibration set, a constant), or kept experts that they are
+    merged into, grouped by m_smoe, hc_smoe or hc_smoe_routed."""
     parameters: dict[str, Any] = field(default_factory=dict)
     """Parameters of the allocation."""
 

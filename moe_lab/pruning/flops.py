@@ -108,7 +108,7 @@ def even_routing(layers: Sequence[MoELayer], plan: Plan | None) -> Routing | Non
     """
     channels = {}
     for layer in layers:
-        widths = set(kept_widths(layer, plan)[kept_experts(layer, plan)].tolist())
+        widths = set(computed_widths(layer, plan)[kept_experts(layer, plan)].tolist())
         if len(widths) > 1:
             return None
         channels[layer.index] = layer.top_k * widths.pop()
@@ -153,6 +153,12 @@ def kept_widths(layer: MoELayer, plan: Plan | None) -> torch.Tensor:
     return widths
 
 
+def computed_widths(layer: MoELayer, plan: Plan | None) -> torch.Tensor:
+    """(E,) int64: the channels with which each expert is computed: those of the one that it is merged into, if any."""
+    widths = kept_widths(layer, plan)
+    return widths if plan is None else widths[plan.owners(layer.index)]
+
+
 def kept_experts(layer: MoELayer, plan: Plan | None) -> list[int]:
     """Ids of the experts that stay under `plan`."""
     return list(range(layer.n_experts) if plan is None else plan.experts[layer.index])
@@ -182,7 +188,7 @@ class Routed:
     def under(self, plan: Plan | None, batches: Sequence[Batch]) -> Routing:
         """The channels used by the counted tokens under `plan`; `batches` are all batches that were read."""
         channels = {
-            layer.index: int((self.tokens[layer.index] * kept_widths(layer, plan)).sum()) for layer in self.layers
+            layer.index: int((self.tokens[layer.index] * computed_widths(layer, plan)).sum()) for layer in self.layers
         }
         return Routing(sum(int(valid.sum()) for _, valid in batches), channels)
 

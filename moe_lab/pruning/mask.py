@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -17,7 +18,7 @@ from moe_lab.models.discover import MoELayer, moe_layers
 from moe_lab.models.experts import chosen_experts, intermediate, output, routed_output, sort_by_expert
 from moe_lab.models.transformers_private import activation, experts_implementation, with_activation
 from moe_lab.pruning.plan import Mask, Plan
-from moe_lab.pruning.prune import check_fit, count_attributes, replace_tensor, rows
+from moe_lab.pruning.prune import check_fit, count_attributes, merged_weights, replace_tensor, rows
 from moe_lab.pruning.ragged import constant_output
 from moe_lab.statistics.observe import ExpertsFunction, replaced_experts
 
@@ -152,21 +153,42 @@ def require_routing(
 
 @contextmanager
 def channel_masks(model: PreTrainedModel, layers: Sequence[MoELayer], plan: Plan) -> Iterator[None]:
-    """A context in which channels of `layers` that `plan` does not keep are 0 before the down projection, and null
-    experts put out their constants.
+    """A context in which channels of `layers` that `plan` does not keep are 0 before the down projection, null experts
+    put out their constants, and merged experts are computed with the weights of their group.
 
     Experts keep their original ids. Models that use grouped_mm still use it; others compute one expert after the other,
     on rows sorted once, where experts that keep all channels give the bits of the eager forward. Raises RuntimeError
     when the masked experts are bypassed.
     """
-    functions = {}
-    for layer in layers:
-        mask = plan.channels[layer.index]
-        grouped = experts_implementation(layer.experts) == "grouped_mm"
-        function = grouped_function(layer, mask) if grouped else sorted_function(layer, mask)
-        functions[layer.index] = with_constants(function, layer, [plan], lambda hidden: None)
-    with masked_experts(model, layers, functions):
+    with masked_experts(model, layers, {layer.index: experts_function(layer, plan) for layer in layers}):
         yield
+
+
+def experts_function(layer: MoELayer, plan: Plan) -> ExpertsFunction:
+    """The function for the routed output (T, H) of a layer under `plan`, one with channels.
+
+    The weights of merged experts are computed here, and take memory as long as the function lives.
+    """
+    mask = plan.channels[layer.index]
+    if layer.index in plan.merged:
+        owners = plan.owners(layer.index)
+        function = sorted_function(_merged(layer, plan.merged[layer.index], owners), mask[owners])
+    elif experts_implementation(layer.experts) == "grouped_mm":
+        function = grouped_function(layer, mask)
+    else:
+        function = sorted_function(layer, mask)
+    return with_constants(function, layer, [plan], lambda hidden: None)
+
+
+def _merged(layer: MoELayer, merged: Mapping[int, Mapping[int, float]], owners: Sequence[int]) -> MoELayer:
+    """The layer with other stacks of experts: each is that of its owner, whose weights are those of its group."""
+    experts: Any = copy.copy(layer.experts)
+    experts._parameters = dict(layer.experts._parameters)
+    for name in ("gate_up_proj", "down_proj"):
+        stack = experts._parameters.pop(name).detach()
+        sums = {owner: merged_weights(stack, group) for owner, group in merged.items()}
+        setattr(experts, name, [sums[owner] if owner in sums else stack[owner] for owner in owners])
+    return replace(layer, experts=experts)
 
 
 @contextmanager

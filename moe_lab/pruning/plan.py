@@ -8,13 +8,15 @@ Its JSON form, plan.json:
 A plan about channels adds `width`, channels per expert before pruning, and `channels`, one bit mask per kept expert:
 hexadecimal, the lowest bit of the first byte is channel 0. A plan whose null experts put out constants has schema 2 and
 adds `constants`, the sha256 of a layer's constants (null experts, hidden) as little-endian fp32. They are in the file
-plan.npz beside it, under the number of the layer. `Plan.load` rejects unknown fields of layers.
+plan.npz beside it, under the number of the layer. A plan that merges experts has schema 2 and adds `merged`: kept
+expert -> {expert: weight} of those that it is the weighted sum of. `Plan.load` rejects unknown fields of layers.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import zipfile
 from collections.abc import Mapping
@@ -30,15 +32,24 @@ from moe_lab.json_files import fits
 from moe_lab.models.config_json import fewest_experts
 
 SCHEMA = 2
-WITHOUT_CONSTANTS = 1
-"""The schema of plans without constants, which older versions read."""
+DROPPING = 1
+"""The schema of plans that only drop experts or channels, which older versions read."""
 Mask = NDArray[numpy.bool_]
 """(E, I): which channels of which experts are kept."""
 Constants = NDArray[numpy.float32]
 """(N, H): the outputs of a layer's N null experts, in the order of their ids."""
 Routers = Mapping[int, Mapping[str, Any]]
 """Layer -> its facts. Its top_k, n_group and topk_group set how many experts its router needs; see `fewest_experts`."""
-_LAYERS = {str: {"experts": int, "keep": [int], "width": int | None, "channels": list | None, "constants": str | None}}
+_LAYERS = {
+    str: {
+        "experts": int,
+        "keep": [int],
+        "width": int | None,
+        "channels": list | None,
+        "constants": str | None,
+        "merged": dict | None,
+    }
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,6 +71,10 @@ class Plan:
     its output is its constant, or 0."""
     constants: dict[int, Constants] = field(default_factory=dict)
     """Layer -> what its null experts put out; layers that are not named put out 0."""
+    merged: dict[int, dict[int, dict[int, float]]] = field(default_factory=dict)
+    """Layer -> expert with channels -> {expert: weight} of those that it stands for, itself among them. Its weights are
+    the weighted sum of theirs. Tokens that are routed to any of them are computed with it, and their gates add up. The
+    others have no channels."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Plan) and self.digest == other.digest
@@ -92,10 +107,41 @@ class Plan:
             if len(wrong := numpy.flatnonzero(~numpy.isfinite(constants).all(1))):
                 expert = self.null_experts(layer)[wrong[0]]
                 raise UserError(f"plan: the constant of expert {expert} of layer {layer} is not finite")
+        for layer, merged in self.merged.items():
+            self._check_merged(layer, merged)
 
     def null_experts(self, layer: int) -> list[int]:
-        """Ids of the experts of `layer` that are kept without any channel, ascending; only for plans with channels."""
-        return [expert for expert in self.experts[layer] if not self.channels[layer][expert].any()]
+        """Ids of the experts of `layer` that are kept without any channel and for which no other expert stands,
+        ascending; only for plans with channels."""
+        alone = set(self.experts[layer]) - {one for group in self.merged.get(layer, {}).values() for one in group}
+        return [expert for expert in sorted(alone) if not self.channels[layer][expert].any()]
+
+    def owners(self, layer: int) -> list[int]:
+        """(E,) for each expert of `layer`, the expert that stands for it: itself unless it is merged into another."""
+        owners = list(range(self.n_experts[layer]))
+        for owner, group in self.merged.get(layer, {}).items():
+            for member in group:
+                owners[member] = owner
+        return owners
+
+    def _check_merged(self, layer: int, merged: Mapping[int, Mapping[int, float]]) -> None:
+        """Raise UserError unless groups are disjoint and each has one expert with all channels, its owner."""
+        if layer not in self.channels:
+            raise UserError(f"plan: layer {layer} merges experts without a mask of channels: expected one")
+        members = [member for group in merged.values() for member in group]
+        if len(members) != len(set(members)) or not set(members) <= set(self.experts[layer]):
+            raise UserError(f"plan: layer {layer} merges experts {sorted(members)}: expected kept ones, each once")
+        for owner, group in merged.items():
+            widths = self.channels[layer].sum(1)
+            if owner not in group or any(
+                widths[one] != (one == owner) * self.channels[layer].shape[1] for one in group
+            ):
+                raise UserError(
+                    f"plan: layer {layer} merges experts {sorted(group)} into {owner}: expected it among them, with "
+                    "all channels, and the others without"
+                )
+            if not all(isinstance(weight, float) and math.isfinite(weight) for weight in group.values()):
+                raise UserError(f"plan: layer {layer} merges into expert {owner} with weights that are not finite")
 
     def widths(self, layer: int) -> tuple[int, ...]:
         """Kept channels of each kept expert of `layer`, in the order of `experts`; only for plans with channels."""
@@ -103,7 +149,7 @@ class Plan:
 
     @property
     def digest(self) -> str:
-        """sha256 of the kept experts, channels and constants: equal for plans that give the same pruned model."""
+        """sha256 of what the plan keeps and puts in the place of the rest: equal for plans that give the same model."""
         canonical = json.dumps(self._layers(), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()
 
@@ -153,7 +199,7 @@ class Plan:
             numpy.savez(partial, allow_pickle=False, **{str(layer): self.constants[layer] for layer in self.constants})
             partial.replace(arrays)
         content = {
-            "schema": SCHEMA if self.constants else WITHOUT_CONSTANTS,
+            "schema": SCHEMA if self.constants or self.merged else DROPPING,
             "digest": self.digest,
             "layers": self._layers(),
             "provenance": self.provenance,
@@ -180,19 +226,27 @@ class Plan:
             raise UserError(
                 f"plan={path} has schema {schema}, written by a newer moe_lab: this one reads up to {SCHEMA}"
             )
-        if schema not in (WITHOUT_CONSTANTS, SCHEMA):
+        if schema not in (DROPPING, SCHEMA):
             raise UserError(f"plan={path} has schema {schema}: expected a plan of schema 1 to {SCHEMA}")
         layers = content.get("layers")
         damaged = UserError(
             f"plan={path} is damaged: expected layers with the fields experts and keep, width and channels in all "
-            "layers or in none, and maybe constants"
+            "layers or in none, and maybe constants or merged"
         )
         if not fits(layers, _LAYERS):
             raise damaged
         try:
             numbered = {int(layer): value for layer, value in layers.items()}
             channels = {layer: _unpack_mask(value) for layer, value in numbered.items() if "channels" in value}
-        except (ValueError, TypeError, KeyError, IndexError):
+            merged = {
+                layer: {
+                    int(owner): {int(member): weight for member, weight in group.items()}
+                    for owner, group in value["merged"].items()
+                }
+                for layer, value in numbered.items()
+                if "merged" in value
+            }
+        except (ValueError, TypeError, KeyError, IndexError, AttributeError):
             raise damaged from None
         plan = cls(
             experts={layer: tuple(value["keep"]) for layer, value in numbered.items()},
@@ -202,6 +256,7 @@ class Plan:
             constants=_read_constants(
                 path, {layer: value["constants"] for layer, value in numbered.items() if "constants" in value}
             ),
+            merged=merged,
         )
         if layers != plan._layers():  # such as an unknown field, or bits beyond the width
             raise damaged
@@ -220,6 +275,11 @@ class Plan:
                 layers[str(layer)] |= {"width": mask.shape[1], "channels": [row.tobytes().hex() for row in packed]}
             if layer in self.constants:
                 layers[str(layer)]["constants"] = _hash(self.constants[layer])
+            if layer in self.merged:
+                layers[str(layer)]["merged"] = {
+                    str(owner): {str(member): weight for member, weight in sorted(group.items())}
+                    for owner, group in sorted(self.merged[layer].items())
+                }
         return layers
 
 
@@ -296,6 +356,31 @@ def replace_dropped(plan: Plan, outputs: Mapping[int, NDArray[numpy.float64]], w
             constants[layer] = values[~channels[layer].any(1)].astype(numpy.float32)
     everything = {layer: tuple(range(count)) for layer, count in plan.n_experts.items()}
     return Plan(everything, plan.n_experts, plan.provenance, channels, constants)
+
+
+def merge_experts(
+    groups: Mapping[int, Mapping[int, Mapping[int, float]]],
+    widths: Mapping[int, int],
+    *,
+    provenance: Mapping[str, Any],
+) -> Plan:
+    """The plan that merges experts, with the router whole.
+
+    `groups`: layer -> expert -> {expert: weight} of those that it stands for, as in `Plan.merged`; every expert is in
+    one group, and one that stays as it is has a group of its own. `widths`: layer -> channels of an expert.
+    """
+    n_experts = {layer: sum(map(len, of_layer.values())) for layer, of_layer in groups.items()}
+    channels = {}
+    for layer, of_layer in groups.items():
+        channels[layer] = numpy.zeros((n_experts[layer], widths[layer]), dtype=numpy.bool_)
+        channels[layer][list(of_layer)] = True
+    merged = {
+        layer: {owner: dict(group) for owner, group in of_layer.items() if len(group) > 1}
+        for layer, of_layer in groups.items()
+    }
+    everything = {layer: tuple(range(count)) for layer, count in n_experts.items()}
+    changed = {layer: of_layer for layer, of_layer in merged.items() if of_layer}
+    return Plan(everything, n_experts, dict(provenance), channels, merged=changed)
 
 
 def _best_channels(layer: int, scores: NDArray[numpy.float64], keep: NDArray[numpy.int64]) -> Mask:

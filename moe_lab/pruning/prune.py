@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 import numpy
@@ -12,11 +12,11 @@ from torch import nn
 
 from moe_lab.errors import UserError
 from moe_lab.models.discover import MoELayer, moe_layers
-from moe_lab.models.experts import post_expert_norm
+from moe_lab.models.experts import post_expert_norm, wide
 from moe_lab.models.families import COUNT_FIELDS
-from moe_lab.pruning.export.form import CONSTANT_FIELD, RAGGED_FIELD, is_stock
+from moe_lab.pruning.export.form import CONSTANT_FIELD, OWNERS_FIELD, RAGGED_FIELD, is_stock
 from moe_lab.pruning.export.remote import width_field
-from moe_lab.pruning.plan import Constants, Mask, Plan
+from moe_lab.pruning.plan import Mask, Plan
 from moe_lab.pruning.ragged import RaggedExperts
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -39,7 +39,7 @@ def prune(model: Model, plan: Plan) -> Model:
         kept = plan.experts[layer.index]
         prune_layer(layer, kept)
         if plan.channels:
-            narrow(layer, plan.channels[layer.index][list(kept)], plan.constants.get(layer.index))
+            narrow(layer, plan)
     counts = {len(kept) for kept in plan.experts.values()}
     if len(counts) == 1:  # for the balancing loss, which is undefined for layers with different counts
         for name in count_attributes(pruned, before[0].n_experts):
@@ -132,13 +132,14 @@ def check_channels(plan: Plan, layers: list[MoELayer]) -> None:
             )
 
 
-def narrow(layer: MoELayer, mask: Mask, constants: Constants | None) -> None:
-    """Cut the experts of one layer down to the channels of `mask` (E', I), in place.
+def narrow(layer: MoELayer, plan: Plan) -> None:
+    """Cut the experts of one layer down to the channels that `plan` keeps, in place.
 
     `layer.experts` already holds only the E' kept experts. If all of them keep the same number of channels, the
     family's module gets that width; otherwise, or if transformers' kernels do not support the width, RaggedExperts
-    replaces it, whose null experts put out `constants` (N, H), or 0.
+    replaces it, with the constants and merged experts of the plan.
     """
+    mask = plan.channels[layer.index][list(plan.experts[layer.index])]
     widths = mask.sum(1)
     if widths.min() == layer.width:
         return
@@ -146,7 +147,15 @@ def narrow(layer: MoELayer, mask: Mask, constants: Constants | None) -> None:
     if is_stock(widths.tolist(), down.element_size()):
         _narrow_stock(layer, mask)
     else:
-        setattr(layer.block, layer.name.rpartition(".")[2], _ragged(layer.experts, mask, constants))
+        setattr(layer.block, layer.name.rpartition(".")[2], _ragged(layer, mask, plan))
+
+
+def merged_weights(stack: torch.Tensor, group: Mapping[int, float]) -> torch.Tensor:
+    """The weighted sum of entries of `stack` (E, ...), `group`: entry -> weight, added in fp32 in ascending order."""
+    total = torch.zeros_like(wide(stack[0]))
+    for member in sorted(group):
+        total = total + wide(stack[member]) * group[member]
+    return total.to(stack.dtype)
 
 
 def refusal(experts: Any) -> str | None:
@@ -172,14 +181,21 @@ def _narrow_stock(layer: MoELayer, mask: Mask) -> None:
             setattr(experts, name, int(mask[0].sum()))
 
 
-def _ragged(experts: nn.Module, mask: Mask, constants: Constants | None) -> RaggedExperts:
-    packed = RaggedExperts(experts, mask.sum(1).tolist(), constants is not None)
+def _ragged(layer: MoELayer, mask: Mask, plan: Plan) -> RaggedExperts:
+    constants, merged = plan.constants.get(layer.index), plan.merged.get(layer.index, {})
+    owners = plan.owners(layer.index) if merged else None
+    packed = RaggedExperts(layer.experts, mask.sum(1).tolist(), constants is not None, owners)
     with torch.no_grad():
         if packed.constants is not None:
             packed.constants.copy_(torch.from_numpy(constants))
         for expert, row in enumerate(mask):
-            for place, part in zip(packed.weights(expert), _cut(experts, expert, row), strict=True):
+            for place, part in zip(packed.weights(expert), _cut(layer.experts, expert, row), strict=True):
                 place.copy_(part)
+        experts: Any = layer.experts
+        for owner, group in merged.items():
+            gate_up, down = packed.weights(owner)
+            gate_up.copy_(merged_weights(experts.gate_up_proj, group))
+            down.copy_(merged_weights(experts.down_proj, group).t())
     return packed
 
 
@@ -207,6 +223,8 @@ def update_configuration(config: Any, plan: Plan, layers: list[MoELayer], ragged
         setattr(config, RAGGED_FIELD, {str(index): list(plan.widths(index)) for index in sorted(ragged)})
         if plan.constants:
             setattr(config, CONSTANT_FIELD, sorted(plan.constants))
+        if plan.merged:
+            setattr(config, OWNERS_FIELD, {str(index): plan.owners(index) for index in sorted(plan.merged)})
     if different:
         config.per_layer_config = different
 

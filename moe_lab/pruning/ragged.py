@@ -20,16 +20,25 @@ class RaggedExperts(nn.Module):
 
     `gate_up_packed` (sum of 2 I_e, H) holds, expert after expert, I_e rows of the gate projection and I_e rows of the
     up projection. `down_packed` (sum of I_e, H) holds what each channel adds to the output: the down projection,
-    transposed. The N experts of width 0 are routed to and give 0 or, in a layer with constants, their row of
-    `constants` (N, H).
+    transposed. An expert of width 0 gives the output of its owner, if that is another expert. The N others of width 0
+    give 0 or, in a layer with constants, their row of `constants` (N, H).
     """
 
     is_concatenated, is_transposed, has_gate = True, False, True  # marks experts; a search for stacked ones refuses it
 
     constants: nn.Parameter | None
 
-    def __init__(self, experts: nn.Module, widths: Sequence[int], constants: bool = False) -> None:
-        """Room for experts of `widths` (E',), uninitialised, with the activation, dtype and device of `experts`."""
+    def __init__(
+        self,
+        experts: nn.Module,
+        widths: Sequence[int],
+        constants: bool = False,
+        owners: Sequence[int] | None = None,
+    ) -> None:
+        """Room for experts of `widths` (E',), uninitialised, with the activation, dtype and device of `experts`.
+
+        `owners` (E',): whose weights each expert is computed with; None for its own.
+        """
         super().__init__()
         self.widths = tuple(widths)
         self.num_experts = len(self.widths)
@@ -41,7 +50,8 @@ class RaggedExperts(nn.Module):
         down: Any = experts.down_proj  # (E, H, I)
         self.gate_up_packed = nn.Parameter(down.new_empty(2 * sum(self.widths), down.shape[1]), down.requires_grad)
         self.down_packed = nn.Parameter(down.new_empty(sum(self.widths), down.shape[1]), down.requires_grad)
-        self.null = [expert for expert, width in enumerate(self.widths) if not width]
+        self.owners = tuple(range(self.num_experts)) if owners is None else tuple(owners)
+        self.null = [e for e, owner in enumerate(self.owners) if owner == e and not self.widths[e]]
         self.constants = None
         if constants:
             self.constants = nn.Parameter(down.new_empty(len(self.null), down.shape[1]), down.requires_grad)
@@ -64,8 +74,9 @@ class RaggedExperts(nn.Module):
         mixed = torch.zeros_like(hidden_states)
         start = 0
         for e, end in enumerate(torch.bincount(expert, minlength=self.num_experts).cumsum(0).tolist()):
-            if end > start and self.widths[e]:
-                gate_up, down = self.weights(e)
+            owner = self.owners[e]
+            if end > start and self.widths[owner]:
+                gate_up, down = self.weights(owner)
                 rows = token[start:end]
                 phi = self.activate(linear(hidden_states[rows], gate_up))
                 mixed.index_add_(0, rows, ((phi @ down) * gates[start:end]).to(mixed.dtype))

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import numpy
 import torch
 from torch import nn
 from torch.nn.functional import linear
@@ -21,9 +22,11 @@ from moe_lab.models.discover import MoELayer, moe_layers
 from moe_lab.models.partial_forward import replace_forward
 from moe_lab.pruning.mask import (
     check_in_memory,
+    experts_function,
     masked_experts,
     require_routing,
     sliced_router,
+    sorted_function,
     sorted_functions,
     with_constants,
 )
@@ -186,8 +189,9 @@ class _SlicedRouters(_Router):
 
 
 def _experts_function(layer: MoELayer, plans: Sequence[Plan | None], rows: RowPlans) -> ExpertsFunction:
-    """A function for the routed output (T, H) where each token's plan says which channels are 0, and what null experts
-    put out."""
+    """A function for the routed output (T, H) where each token's plan says what experts are."""
+    if any(plan is not None and layer.index in plan.merged for plan in plans):
+        return _functions_by_plan(layer, plans, rows)
     kept = torch.ones(len(plans), layer.n_experts, layer.width, dtype=torch.bool)
     for number, plan in enumerate(plans):
         if plan is not None and plan.channels:
@@ -197,3 +201,20 @@ def _experts_function(layer: MoELayer, plans: Sequence[Plan | None], rows: RowPl
         return rows.of_token(len(hidden), hidden.device)
 
     return with_constants(sorted_functions(layer, kept, plan_of), layer, plans, plan_of)
+
+
+def _functions_by_plan(layer: MoELayer, plans: Sequence[Plan | None], rows: RowPlans) -> ExpertsFunction:
+    """The same, computed for each plan on its tokens: merged experts have weights of their own under each plan."""
+    everything = numpy.ones((layer.n_experts, layer.width), dtype=bool)
+    whole = sorted_function(layer, everything)
+    functions = [experts_function(layer, plan) if plan is not None and plan.channels else whole for plan in plans]
+
+    def compute(hidden: torch.Tensor, index: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
+        of_token = rows.of_token(len(hidden), hidden.device)
+        mixed = torch.empty_like(hidden)
+        for number in sorted(set(rows.numbers)):
+            tokens = (of_token == number).nonzero()[:, 0]
+            mixed[tokens] = functions[number](hidden[tokens], index[tokens], gates[tokens])
+        return mixed
+
+    return compute

@@ -29,12 +29,14 @@ def shape_layers(model: nn.Module, config: Any, count_field: str, width_field: s
 
     `count_field` and `width_field` name experts per layer and channels per expert in `config`; `ragged` is the class
     of experts of unequal width, which `config.expert_widths` lists by layer; in the layers that
-    `config.expert_constants` names, those of width 0 put out constants. Shared experts keep their width, even where the
-    family derives it from `width_field`.
+    `config.expert_constants` names, those of width 0 put out constants, and `config.expert_owners` lists, by layer,
+    with whose weights each is computed. Shared experts keep their width, even where the family derives it from
+    `width_field`.
     """
     stock = {field: vars(config)[field] for field in (count_field, width_field)}
     unequal = getattr(config, "expert_widths", None) or {}
     constant = getattr(config, "expert_constants", None) or []
+    owners = getattr(config, "expert_owners", None) or {}
     for name, block in list(model.named_modules()):
         if not hasattr(getattr(block, "experts", None), "is_transposed"):
             continue
@@ -47,7 +49,7 @@ def shape_layers(model: nn.Module, config: Any, count_field: str, width_field: s
             parent, _, child = name.rpartition(".")
             setattr(model.get_submodule(parent), child, block)
         if str(index) in unequal:
-            block.experts = ragged(block.experts, unequal[str(index)], index in constant)
+            block.experts = ragged(block.experts, unequal[str(index)], index in constant, owners.get(str(index)))
         elif width != stock[width_field]:
             setattr(own, width_field, width)
             block.experts = _again(block.experts, own, config, index)

@@ -20,7 +20,7 @@ from moe_lab.grid import ANSWERED, Cell, Request, wrong_names
 from moe_lab.models import config_json, files
 from moe_lab.paths import check_folder
 from moe_lab.pruning.export import gguf, layout
-from moe_lab.pruning.export.form import no_constants
+from moe_lab.pruning.export.form import no_replacements
 from moe_lab.recovery import settings as recoveries
 from moe_lab.study import push, tracking
 from moe_lab.study.launch import check_device, launcher
@@ -137,12 +137,12 @@ def _wrong_together(config: Config, cells: Sequence[Cell], benchmarks: Sequence[
 
 
 def _wrong_replacements(config: Config, cells: Sequence[Cell]) -> Iterator[str]:
-    """Problems of plans whose dropped experts put out constants, which only code of transformers can compute."""
+    """Problems of plans whose dropped experts are replaced, which only code of transformers can compute."""
     replacing = [cell.allocation.replacement for cell in cells if cell.allocation.replacement != "none"]
     if not replacing:
         return
     if config.export.shape not in (None, "natural"):
-        yield str(no_constants(config.export.shape))
+        yield str(no_replacements(config.export.shape))
     if config.export.format != "safetensors":
         yield (
             f"export.format={config.export.format} has no place for allocation.replacement={replacing[0]}: expected "

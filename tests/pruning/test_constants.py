@@ -111,6 +111,8 @@ def test_an_export_is_the_pruned_model(name: str, dtype: torch.dtype, tmp_path: 
         close = {torch.float32: 1e-5, torch.bfloat16: 0.1}[dtype]
         assert (logits(model, tiny.tokens()) - pruned).abs().max() <= close
     assert Plan.load(folder / "plan.json") == plan
+    before, after = sum(plan.n_experts.values()), sum(int(mask.any(1).sum()) for mask in plan.channels.values())
+    assert f"{after} of {before} routed experts" in (folder / "README.md").read_text()
     with_zeros = AutoModelForCausalLM.from_pretrained(
         export(tmp_path / "model", Plan(plan.experts, plan.n_experts, {}, plan.channels), tmp_path / "zeros"),
         trust_remote_code=True,

@@ -21,12 +21,14 @@ from moe_lab.statistics.damage import DamageTap
 from moe_lab.statistics.forward import ForwardTap
 from moe_lab.statistics.gradients import GradientTap, WeightGradientTap, gather_gradients
 from moe_lab.statistics.observe import Batch, gather
+from moe_lab.statistics.similarity import SimilarityTap
 from moe_lab.statistics.streaming import stream, stream_back
 from moe_lab.statistics.sums import Statistics
 
 PASSES: dict[str, tuple[Callable[..., Statistics], Callable[..., Statistics]]] = {
     "forward": (partial(gather, tap=ForwardTap), partial(stream, tap=ForwardTap)),
     "damage": (partial(gather, tap=DamageTap), partial(stream, tap=DamageTap)),
+    "similarity": (partial(gather, tap=SimilarityTap), partial(stream, tap=SimilarityTap)),
     "gradients": (partial(gather_gradients, tap=GradientTap), partial(stream_back, tap=GradientTap)),
     "weight_gradients": (partial(gather_gradients, tap=WeightGradientTap), partial(stream_back, tap=WeightGradientTap)),
 }

@@ -18,6 +18,7 @@ from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM
 
 from moe_lab import __main__ as command_line
+from moe_lab.allocation import grouping
 from moe_lab.config import ModelConfig
 from moe_lab.models.discover import routed_layers
 from moe_lab.models.load import load_model
@@ -124,6 +125,21 @@ def test_dropped_experts_are_replaced_by_their_mean_outputs(store: Path) -> None
     costs = [content(store, cell["cost"], "cost.json") for cell in (removed, replaced)]
     assert costs[1]["parameters"] == costs[0]["parameters"] + 4 * 16 * (128 + 128)  # constants and rows of the routers
     assert costs[1]["flops_per_token"] < costs[0]["flops_per_token"]
+
+
+def test_dropped_experts_are_merged(store: Path) -> None:
+    (merged,) = cells(store, "criterion=frequency", "allocation=hc_smoe", "ratio=0.75", "export=natural", "verify=true")
+    plan = Plan.load(store / merged["plan"] / "plan.json")
+    inputs = content(store, merged["plan"], "step.json")["inputs"]
+    sums = load_file(store / inputs["similarity"] / "statistics.safetensors")
+    tokens = load_file(store / inputs["statistics"] / "statistics.safetensors")
+    for layer in range(4):
+        groups = grouping.hc_smoe({"dense_output_sum": sums[f"{layer}/dense_output_sum"]}, range(8))
+        expected = grouping.weighted(groups, tokens[f"{layer}/tokens"])
+        assert len(expected) == 8
+        assert plan.merged[layer] == {owner: group for owner, group in expected.items() if len(group) > 1}
+    cost = content(store, merged["cost"], "cost.json")
+    assert cost["routed_kept"] == pytest.approx(0.25) and cost["flops_ratio"] == pytest.approx(1)
 
 
 def test_a_search_leaves_its_plan_and_its_history(store: Path) -> None:

@@ -125,6 +125,12 @@ def _kept(plan: Plan) -> str:
             f"{before - constant} of {before} routed experts are kept. The other {constant} are replaced by constants: "
             "the router stays whole, and a token that is routed to one of them gets its constant times its gate"
         )
+    if merged := [group for of_layer in plan.merged.values() for group in of_layer.values()]:
+        members = sum(map(len, merged))
+        return (
+            f"{before - members + len(merged)} of {before} routed experts are left: {members} were merged into "
+            f"{len(merged)} weighted sums of their weights. The router stays whole, and gates of merged experts add up"
+        )
     counts = sorted({len(kept) for kept in plan.experts.values()})
     experts = (
         f"{after} of {before} routed experts are kept: {' to '.join(map(str, dict.fromkeys((counts[0], counts[-1]))))} "

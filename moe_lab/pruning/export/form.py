@@ -8,8 +8,8 @@ padded_stock  all layers as wide as the widest expert of the model, filled with 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from moe_lab.errors import UserError, unknown
 from moe_lab.pruning.plan import Constants, Mask, Plan
@@ -18,6 +18,8 @@ RAGGED_FIELD = "expert_widths"
 """Our own field of config.json: layer (as text) -> channels of each expert, for layers whose experts differ."""
 CONSTANT_FIELD = "expert_constants"
 """Our own field of config.json: the layers whose experts of width 0 put out constants."""
+OWNERS_FIELD = "expert_owners"
+"""Our own field of config.json: layer (as text) -> the expert with whose weights each expert is computed."""
 KERNEL_BYTES = 16
 """transformers' grouped matrix products need rows of weights whose length is a multiple of this many bytes."""
 SHAPES = ("natural", "masked", "padded", "padded_stock")
@@ -53,6 +55,10 @@ class LayerForm:
     """Whether the experts are packed one after the other, each with a width of its own."""
     constants: Constants | None = None
     """(N, H): what the N experts of width 0 of a ragged layer put out; None where it is 0."""
+    merged: Mapping[int, Mapping[int, float]] = field(default_factory=dict)
+    """Written expert -> {expert: weight} of those whose weighted sum it is; others are written as they are."""
+    owners: tuple[int, ...] | None = None
+    """The expert with whose weights each expert is computed; None where each has its own."""
 
 
 @dataclass(frozen=True)
@@ -94,12 +100,12 @@ def make_form(plan: Plan, shape: str, element_size: int) -> Form:
     """How `plan` is written in the shape `shape`, for weights of `element_size` bytes each.
 
     Raises UserError for an unknown shape, for padded_stock where layers keep different numbers of experts, and for any
-    but natural where experts put out constants.
+    but natural where dropped experts are replaced.
     """
     if shape not in SHAPES:
         raise unknown("export", shape, SHAPES)
-    if plan.constants and shape != "natural":
-        raise no_constants(shape)
+    if (plan.constants or plan.merged) and shape != "natural":
+        raise no_replacements(shape)
     width = next((mask.shape[1] for mask in plan.channels.values()), None)
     makers = {"natural": _natural, "masked": _masked, "padded": _padded, "padded_stock": _padded}
     layers = {layer: makers[shape](plan, layer, element_size) for layer in sorted(plan.experts)}
@@ -117,10 +123,10 @@ def make_form(plan: Plan, shape: str, element_size: int) -> Form:
     return form
 
 
-def no_constants(shape: str) -> UserError:
-    """The error for a shape in which experts cannot put out constants."""
+def no_replacements(shape: str) -> UserError:
+    """The error for a shape that cannot say what dropped experts are replaced by."""
     return UserError(
-        f"export={shape}: dropped experts are replaced by constants, for which this shape has no place: expected "
+        f"export={shape} has no place for what dropped experts are replaced by (constants, merged experts): expected "
         "export=natural"
     )
 
@@ -131,7 +137,10 @@ def _natural(plan: Plan, layer: int, element_size: int) -> LayerForm:
         return LayerForm(kept, frozenset(), None, ())
     widths = plan.widths(layer)
     mask, ragged = plan.channels[layer], not is_stock(widths, element_size)
-    return LayerForm(kept, frozenset(), mask, widths, ragged=ragged, constants=plan.constants.get(layer))
+    merged = plan.merged.get(layer, {})
+    owners = tuple(plan.owners(layer)) if merged else None
+    constants = plan.constants.get(layer)
+    return LayerForm(kept, frozenset(), mask, widths, ragged=ragged, constants=constants, merged=merged, owners=owners)
 
 
 def _masked(plan: Plan, layer: int, element_size: int) -> LayerForm:

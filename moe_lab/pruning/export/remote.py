@@ -8,7 +8,7 @@ from typing import Any
 
 from moe_lab.errors import UserError
 from moe_lab.models.families import COUNT_FIELDS, WIDTH_FIELDS, Family, port_of, read_family
-from moe_lab.pruning.export.form import CONSTANT_FIELD, RAGGED_FIELD, Form
+from moe_lab.pruning.export.form import CONSTANT_FIELD, OWNERS_FIELD, RAGGED_FIELD, Form
 
 FORMAT = {"pruned_format": 1}
 """Field of config.json with the number of the format in which the layers are described. To be raised when a program
@@ -89,6 +89,8 @@ def differing(config: dict[str, Any], form: Form) -> tuple[dict[str, Any], str, 
         config[RAGGED_FIELD] = {str(index): list(layer.widths) for index, layer in form.layers.items() if layer.ragged}
         if constant := [index for index, layer in form.layers.items() if layer.constants is not None]:
             config[CONSTANT_FIELD] = constant
+        if owners := {str(index): list(layer.owners) for index, layer in form.layers.items() if layer.owners}:
+            config[OWNERS_FIELD] = owners
     home = next((f".{file.removesuffix('.py')}" for file in port), "transformers")
     names = {"base": family.base, "config": family.config, "model_type": kind, "count": count, "width": width}
     text = generate_code(**names, home=home, own_type=own_type)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -16,6 +16,8 @@ from moe_lab.pruning.export.form import LayerForm
 
 UNSIGNED: dict[str, Any] = {"F64": numpy.uint64, "F32": numpy.uint32, "F16": numpy.uint16, "BF16": numpy.uint16}
 """Types whose numbers can be copied one by one -> an integer type of that size. In others, numbers share scales."""
+FLOATS: dict[str, Any] = {"F64": numpy.float64, "F32": numpy.float32, "F16": numpy.float16}
+"""Those that numpy can compute with."""
 BLOCK = 1 << 20
 """Bytes of a matrix that are in memory at a time while its channels are chosen."""
 ROLES = {
@@ -149,7 +151,58 @@ class Cut:
         return result.data
 
 
-Part: TypeAlias = Span | Constant | Numbers | Cut
+@dataclass(frozen=True)
+class Merged:
+    """The weighted sum of matrices of one shape, in fp32 (fp64 for F64), rounded to their type; or its transpose."""
+
+    matrices: tuple[Matrix, ...]
+    weights: tuple[float, ...]
+    transposed: bool
+    zeros = 0
+
+    @property
+    def matrix(self) -> Matrix:
+        """One of the matrices, which all have the same shape and type."""
+        return self.matrices[0]
+
+    @property
+    def size(self) -> int:
+        """Bytes of the result."""
+        return self.matrix.rows * self.matrix.columns * int(numpy.dtype(UNSIGNED[self.matrix.dtype]).itemsize)
+
+    def read(self, folder: Path) -> bytes:
+        """The bytes of the result, row-major."""
+        total: Any = 0
+        for matrix, weight in zip(self.matrices, self.weights, strict=True):
+            values = _numbers(folder / matrix.shard, matrix)
+            total = total + values * values.dtype.type(weight)
+        return _rounded(total.T if self.transposed else total, self.matrix.dtype)
+
+
+def _numbers(path: Path, matrix: Matrix) -> NDArray[Any]:
+    """(rows, columns) in fp32, or fp64 for F64."""
+    count = matrix.rows * matrix.columns
+    with path.open("rb") as file:
+        file.seek(matrix.start)
+        stored = numpy.fromfile(file, UNSIGNED[matrix.dtype], count)
+    if stored.size < count:
+        raise UserError(f"{path} became shorter while it was copied: a part of a matrix is missing")
+    if matrix.dtype == "BF16":  # the upper half of fp32
+        values = (stored.astype(numpy.uint32) << 16).view(numpy.float32)
+    else:
+        values = stored.view(FLOATS[matrix.dtype])
+    return values.astype(numpy.promote_types(values.dtype, numpy.float32)).reshape(matrix.rows, matrix.columns)
+
+
+def _rounded(values: NDArray[Any], dtype: str) -> bytes:
+    """The bytes of numbers in a type, rounded to nearest, ties to even."""
+    if dtype != "BF16":
+        return values.astype(FLOATS[dtype]).tobytes()
+    bits = numpy.ascontiguousarray(values).view(numpy.uint32)
+    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(numpy.uint16).tobytes()
+
+
+Part: TypeAlias = Span | Constant | Numbers | Cut | Merged
 
 
 @dataclass(frozen=True)
@@ -198,12 +251,19 @@ class Channels:
         if (values := self.layer.constants) is not None:
             yield Piece(f"{self.prefix}experts.constants", "F32", values.shape, (Numbers(values),))
 
-    def _cut(self, expert: int, role: str) -> Cut:
+    def _cut(self, expert: int, role: str) -> Cut | Merged:
+        group = self.layer.merged.get(expert)
+        if group is not None:
+            matrices = tuple(self._matrix(member, role) for member in sorted(group))
+            return Merged(matrices, tuple(group[member] for member in sorted(group)), transposed=role == "down")
+        return _cut(self._matrix(expert, role), self.layer, expert, role, transposed=role == "down")
+
+    def _matrix(self, expert: int, role: str) -> Matrix:
         if (expert, role) not in self.matrices:
             raise UserError(f"{self.prefix}experts: expert {expert} has no {role} projection, so it cannot be cut")
-        return _cut(self.matrices[expert, role], self.layer, expert, role, transposed=role == "down")
+        return self.matrices[expert, role]
 
-    def _piece(self, name: str, cuts: list[Cut], rows: int, columns: int) -> Piece:
+    def _piece(self, name: str, cuts: Sequence[Cut | Merged], rows: int, columns: int) -> Piece:
         types = {cut.matrix.dtype for cut in cuts}
         if len(types) > 1:
             raise UserError(f"{self.prefix}experts are of types {', '.join(sorted(types))}: expected one")

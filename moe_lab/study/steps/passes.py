@@ -121,6 +121,16 @@ def damage(job: Job) -> None:
 DAMAGE = of_text(damage, by_rows=True, checkpoint_reads=1)
 
 
+def similarity(job: Job) -> None:
+    """Run one forward pass in which every expert reads every token, for groupings of similar experts."""
+    from moe_lab.statistics.similarity import SimilarityTap
+
+    engine_or_parts(job).read(SimilarityTap).save(job.output(STATISTICS))
+
+
+SIMILARITY = of_text(similarity, by_rows=True, checkpoint_reads=1)
+
+
 def ablation(job: Job) -> None:
     """Measure how much the loss rises when one expert's output is set to 0: one pass per expert, from its layer on."""
     sums = _loss_rises(job, "ablation")

@@ -1,0 +1,39 @@
+"""Sums from which the similarity of experts follows: every expert reads every token, and what the router says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from moe_lab.models.experts import expert_output, routed_output, sort_by_expert, wide
+from moe_lab.statistics.observe import Tap
+
+
+class SimilarityTap(Tap):
+    """Adds `dense_output_sum` and, for routers that give logits, `router_gram`; see sums.py.
+
+    All E experts run on all tokens, so the experts' share of a forward pass costs about E / K times as much as with K
+    experts per token.
+    """
+
+    kind = "similarity"
+
+    def after_router(self, module: torch.nn.Module, args: Any, kwargs: Any, result: Any) -> None:
+        """Add the products of the logits (T, E) of valid tokens."""
+        logits = result[0] if isinstance(result, tuple) else None
+        if not isinstance(logits, torch.Tensor) or logits.shape[-1] != self.layer.n_experts:
+            return
+        logits = logits.detach().reshape(-1, self.layer.n_experts)
+        valid = self.valid(logits)
+        logits = (logits if valid is None else logits[valid]).double()
+        self.add("router_gram", logits.T @ logits)
+
+    def experts(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """The routed output (T, H); adds the outputs of all experts for all valid tokens."""
+        module, valid = self.layer.experts, self.valid(hidden)
+        states = hidden if valid is None else hidden[valid]
+        sums = [wide(expert_output(module, states, expert)).double().sum(0) for expert in range(self.layer.n_experts)]
+        self.add("dense_output_sum", torch.stack(sums))
+        rows = sort_by_expert(index, self.layer.n_experts)
+        return routed_output(hidden, rows, weights, lambda expert, part, states: expert_output(module, states, expert))

@@ -1,0 +1,171 @@
+"""Plans whose dropped experts are merged into kept ones: naive computation, and mask = rows = prune = export."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import tiny
+import torch
+from transformers import AutoModelForCausalLM
+
+from moe_lab.errors import UserError
+from moe_lab.models.discover import moe_layers
+from moe_lab.models.experts import activation
+from moe_lab.pruning.cost import size
+from moe_lab.pruning.export import export
+from moe_lab.pruning.flops import even_routing
+from moe_lab.pruning.mask import mask
+from moe_lab.pruning.plan import Plan, merge_experts
+from moe_lab.pruning.prune import prune, refusal
+from moe_lab.pruning.row_masks import row_masks
+
+
+def merging_plan(model: Any, ratio: float = 0.5, *, seed: int = 0) -> Plan:
+    """A plan that merges dropped experts into kept ones at random, with random weights."""
+    dropping, random = tiny.plan(model, ratio, seed=seed), numpy.random.default_rng(seed)
+    groups: dict[int, dict[int, dict[int, float]]] = {}
+    for layer, kept in dropping.experts.items():
+        members: dict[int, list[int]] = {owner: [owner] for owner in kept}
+        for expert in sorted(set(range(dropping.n_experts[layer])) - set(kept)):
+            members[int(random.choice(kept[:3]))].append(expert)
+        groups[layer] = {}
+        for owner, group in members.items():
+            shares = random.dirichlet(numpy.ones(len(group)))
+            groups[layer][owner] = {one: float(share) for one, share in zip(group, shares, strict=True)}
+    return merge_experts(groups, {layer.index: layer.width for layer in moe_layers(model)}, provenance={})
+
+
+def logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return model(input_ids=ids).logits
+
+
+def test_routed_pairs_are_computed_with_the_weighted_sum_of_their_group() -> None:
+    """m = sum_j g_j f_G(j) with W_G = sum_i w_i W_i: gates of members of one group add up."""
+    model = tiny.build("qwen3_moe", dtype=torch.float64)
+    plan, layer = merging_plan(model), moe_layers(model)[1]
+    seen: list[Any] = []
+    hook = layer.experts.register_forward_hook(lambda module, given, result: seen.append((*given, result)))
+    with mask(model, plan):
+        logits(model, tiny.tokens())
+    hook.remove()
+    hidden, index, gates, result = seen[0]
+    unmasked = layer.router(hidden)
+    assert torch.equal(unmasked[2], index) and torch.equal(unmasked[1], gates)
+    experts: Any = layer.experts
+    group_of = {one: group for group in plan.merged[layer.index].values() for one in group}
+    assert max(map(len, plan.merged[layer.index].values())) > 2 and len(group_of) < layer.n_experts
+    expected, shared = torch.zeros_like(hidden), 0
+    for token, (chosen, weights) in enumerate(zip(index.tolist(), gates.tolist(), strict=True)):
+        of_group: dict[tuple[tuple[int, float], ...], float] = {}
+        for expert, gate in zip(chosen, weights, strict=True):
+            key = tuple(group_of.get(expert, {expert: 1.0}).items())
+            of_group[key] = of_group.get(key, 0) + gate
+        shared += len(of_group) < len(chosen)
+        for group, gate in of_group.items():
+            gate_up = sum(share * experts.gate_up_proj[one] for one, share in group)
+            down = sum(share * experts.down_proj[one] for one, share in group)
+            expected[token] += gate * (down @ activation(experts)(hidden[token : token + 1] @ gate_up.T)[0])
+    assert shared
+    torch.testing.assert_close(result, expected, rtol=0, atol=1e-12)
+
+
+def test_two_identical_experts_merged_give_the_logits_of_the_original() -> None:
+    model = tiny.build("olmoe")
+    for layer in moe_layers(model):
+        for name in ("gate_up_proj", "down_proj"):
+            stack = getattr(layer.experts, name)
+            stack[5] = stack[2]
+    groups = {one: {one: 1.0} for one in range(16) if one != 5} | {2: {2: 0.25, 5: 0.75}}
+    layers = moe_layers(model)
+    plan = merge_experts(
+        {layer.index: groups for layer in layers}, {layer.index: layer.width for layer in layers}, provenance={}
+    )
+    before = logits(model, tiny.tokens())
+    with mask(model, plan):
+        assert (logits(model, tiny.tokens()) - before).abs().max() <= 1e-5
+    assert (logits(prune(model, plan), tiny.tokens()) - before).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize("name", tiny.ARCHITECTURES)
+def test_mask_rows_of_a_batch_and_pruned_model_agree(name: str) -> None:
+    model = tiny.build(name)
+    plan, ids = merging_plan(model), tiny.tokens()
+    before = logits(model, ids)
+    if any(refusal(layer.experts) for layer in moe_layers(model)):
+        with pytest.raises(UserError, match="cannot be removed"):
+            prune(model, plan)
+        with pytest.raises(UserError, match="cannot be removed"), mask(model, plan):
+            pass
+        return
+    with mask(model, plan):
+        masked = logits(model, ids)
+    assert (masked - before).abs().max() > 1e-3
+    assert (logits(prune(model, plan), ids) - masked).abs().max() <= 1e-5
+    other = tiny.plan(model, 0.25, seed=1)
+    with mask(model, other):
+        of_other = logits(model, ids)
+    with row_masks(model, [plan, None, other]) as rows:
+        rows.set([0, 1, 2, 0])
+        together = logits(model, ids)
+    for row, expected in enumerate([masked, before, of_other, masked]):
+        assert (together[row] - expected[row]).abs().max() <= 1e-5
+    assert torch.equal(logits(model, ids), before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["olmoe", "deepseek_v3:grouped", "qwen2_moe"])
+def test_an_export_is_the_pruned_model(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    model = tiny.save(name, tmp_path / "model", dtype=dtype)
+    plan = merging_plan(model)
+    folder = export(tmp_path / "model", plan, tmp_path / "out")
+    loaded = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, experts_implementation="eager")
+    pruned = prune(model, plan)
+    of_pruned = dict(pruned.named_parameters())
+    for path, weight in loaded.named_parameters():
+        assert torch.equal(weight, of_pruned[path]), path
+    assert torch.equal(logits(loaded, tiny.tokens()), logits(pruned, tiny.tokens()))
+    assert Plan.load(folder / "plan.json") == plan
+    before, after = sum(plan.n_experts.values()), sum(int(mask.any(1).sum()) for mask in plan.channels.values())
+    assert f"{after} of {before} routed experts" in (folder / "README.md").read_text()
+
+
+def test_a_group_costs_one_expert_and_as_many_operations_as_before() -> None:
+    model = tiny.build("olmoe")
+    plan, dropping = merging_plan(model), tiny.plan(model, 0.5)
+    facts = {"parameters": sum(weight.numel() for weight in model.parameters()), "bytes_per_parameter": 2}
+    routers = sum(layer.hidden * layer.n_experts // 2 for layer in moe_layers(model))
+    less = size(model, dropping, facts=facts)["parameters"]
+    assert size(model, plan, facts=facts)["parameters"] == less + routers
+    assert sum(weight.numel() for weight in prune(model, plan).parameters()) == less + routers
+    assert even_routing(moe_layers(model), plan) == even_routing(moe_layers(model), None)
+
+
+def test_a_plan_is_read_as_it_was_written(tmp_path: Path) -> None:
+    plan = merging_plan(tiny.build("olmoe"))
+    plan.save(tmp_path / "plan.json")
+    again = Plan.load(tmp_path / "plan.json")
+    assert again == plan and again.merged == plan.merged
+    changed = {**plan.merged, 1: {owner: dict.fromkeys(group, 0.5) for owner, group in plan.merged[1].items()}}
+    assert Plan(plan.experts, plan.n_experts, {}, plan.channels, {}, changed) != plan
+
+
+@pytest.mark.parametrize(
+    "merged",
+    [
+        {0: {1: 1.0}},  # not among those it stands for
+        {0: {0: 0.5, 2: 0.5}, 1: {1: 0.5, 2: 0.5}},  # in two groups
+        {0: {0: 0.5, 1: 0.5}},  # a member with channels
+        {0: {0: 0.5, 2: float("nan")}},
+        {0: {0: 0.5, 9: 0.5}},
+        {2: {2: 0.5, 3: 0.5}},  # an owner without channels
+    ],
+)
+def test_groups_that_cannot_be_are_refused(merged: dict[int, dict[int, float]]) -> None:
+    channels = numpy.array([[True] * 4, [True] * 4, [False] * 4, [False] * 4])
+    Plan({0: (0, 1, 2, 3)}, {0: 4}, {}, {0: channels}, {}, {0: {0: {0: 0.5, 2: 0.5}}})
+    with pytest.raises(UserError, match="layer 0 merges"):
+        Plan({0: (0, 1, 2, 3)}, {0: 4}, {}, {0: channels}, {}, {0: merged})
