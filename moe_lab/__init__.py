@@ -80,6 +80,7 @@ def calibrate(
     text: str | os.PathLike[str] | Sequence[str],
     *,
     criteria: Sequence[str] = ("reap",),
+    replacement: str = "none",
     seed: int = 42,
     **settings: Any,
 ) -> ModelStatistics:
@@ -88,17 +89,20 @@ def calibrate(
     One forward pass serves most criteria of whole experts; heapr and others add a backward pass. `text`: a file, a hub
     id, or a list of documents. `settings`: fields of `moe_lab.config.CalibrationConfig`; the defaults are
     tokens=32_768 in rows of length=512 (less if the tokenizer's limit is lower), packing="chunk" (one stream).
-    Weights are read from the checkpoint that the model was loaded from. The model is not changed. Raises UserError for
-    a criterion that does not exist, settings that cannot work, a text that is too short, and a model without routed
+    Weights are read from the checkpoint that the model was loaded from. `replacement`: what `plan` will replace dropped
+    experts by, which may need a pass of its own. The model is not changed. Raises UserError for a criterion that does
+    not exist, settings that cannot work, a text that is too short, and a model without routed
     experts.
     """
     from moe_lab import criteria as registry
+    from moe_lab.allocation import grouping
     from moe_lab.calibration.batches import batches
     from moe_lab.config import CalibrationConfig
     from moe_lab.models.facts import model_facts
     from moe_lab.statistics.sums import by_layer
 
     needs = dict.fromkeys(need for criterion in criteria for need in registry.get(criterion).needs)
+    needs |= dict.fromkeys(grouping.needs(replacement))
     facts = model_facts(model)
     with _text_file(text) as path:
         length = min(512, tokenizer.model_max_length)
@@ -134,11 +138,13 @@ def _gather(need: str, model: Any, rows: Any) -> dict[int, dict[str, Any]]:
     from moe_lab.statistics.forward import ForwardTap
     from moe_lab.statistics.gradients import GradientTap, WeightGradientTap, gather_gradients
     from moe_lab.statistics.observe import gather
+    from moe_lab.statistics.similarity import SimilarityTap
     from moe_lab.statistics.weights import weigh_channels, weigh_experts
 
     passes: Mapping[str, Callable[[], Statistics]] = {
         "statistics": lambda: gather(model, ForwardTap, rows, fingerprint={}),
         "damage": lambda: gather(model, DamageTap, rows, fingerprint={}),
+        "similarity": lambda: gather(model, SimilarityTap, rows, fingerprint={}),
         "gradients": lambda: gather_gradients(model, GradientTap, rows, fingerprint={}),
         "weight_gradients": lambda: gather_gradients(model, WeightGradientTap, rows, fingerprint={}),
         "weights": lambda: weigh_experts(_checkpoint(model), fingerprint={}),
@@ -263,6 +269,7 @@ def plan(
     statistics: ModelStatistics | None = None,
     multiple_of: int = 1,
     ratio_basis: str = "routed",
+    replacement: str = "none",
     **parameters: Any,
 ) -> Plan:
     """Decide which experts, or which of their channels, are kept when `ratio` of the routed experts' parameters is
@@ -271,20 +278,25 @@ def plan(
     `scores`: from `score` or `load_scores`, or your own with the columns layer, expert, (channel,) score, one row each;
     higher means keep. `allocation`: how the budget is shared among layers and experts; those that search need a study.
     `statistics`: those of the model, if they are not attached to the scores. `parameters`: parameters of the
-    allocation. For `multiple_of` and `ratio_basis` see `moe_lab.config.AllocationConfig`. Raises UserError for a ratio
-    that is not feasible, naming the nearest one, and for scores of another model.
+    allocation. For `multiple_of`, `ratio_basis` and `replacement` see `moe_lab.config.AllocationConfig`. Raises
+    UserError for a ratio that is not feasible, naming the nearest one, and for scores of another model.
     """
     from moe_lab import allocation as allocations
     from moe_lab.config import AllocationConfig
     from moe_lab.errors import UserError
     from moe_lab.pruning.plan import make_channel_plan, make_plan
+    from moe_lab.pruning.replace import replace_dropped
 
     attached = scores.attrs.get("statistics")
     statistics = statistics or (attached.statistics if attached else None)
     if statistics is None:
         raise UserError("plan: these scores say nothing of their model: give its statistics=")
     settings = AllocationConfig(
-        name=allocation, multiple_of=multiple_of, ratio_basis=ratio_basis, parameters=dict(parameters)
+        name=allocation,
+        multiple_of=multiple_of,
+        ratio_basis=ratio_basis,
+        replacement=replacement,
+        parameters=dict(parameters),
     )
     if not allocations.get(allocation).functions:
         raise UserError(f"allocation={allocation} searches with the model: expected another one here, or run a study")
@@ -304,7 +316,9 @@ def plan(
         zero = allocations.zero_expert(chosen)
         return make_channel_plan(values, keep, layers, zero_expert=zero, provenance=provenance)
     remove = allocations.allocate(chosen, layers, values, statistics.sums, facts)
-    return make_plan(values, remove, layers, provenance=provenance)
+    return replace_dropped(
+        make_plan(values, remove, layers, provenance=provenance), replacement, statistics.sums, layers
+    )
 
 
 def _in_order(rows: pd.DataFrame, of_channels: bool) -> Any:

@@ -8,6 +8,7 @@ import runpy
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +127,28 @@ def test_channels_are_planned_by_an_allocation_that_reads_the_statistics(
     assert kept == pytest.approx(0.5, abs=0.01)
     with moe_lab.mask(model[0], plan):
         pass
+
+
+@pytest.mark.parametrize("replacement", ["mean_output", "m_smoe", "hc_smoe", "hc_smoe_routed"])
+def test_dropped_experts_can_be_replaced(model: tuple[Any, Any], replacement: str) -> None:
+    seen = moe_lab.calibrate(*model, GENERAL, criteria=["reap"], replacement=replacement, **{**POCKET, "tokens": 2048})
+    plan = moe_lab.plan(moe_lab.score("reap", seen), 0.5, replacement=replacement)
+    replaced = {
+        layer: sum(map(len, plan.merged.get(layer, {}).values()))
+        - len(plan.merged.get(layer, {}))
+        + len(plan.constants.get(layer, ()))
+        for layer in plan.experts
+    }
+    assert replaced == dict.fromkeys(range(4), 16)
+    if replacement in ("m_smoe", "hc_smoe"):
+        with pytest.raises(UserError, match="similarity"):
+            moe_lab.plan(
+                moe_lab.score("reap", seen), 0.5, statistics=without(seen, "similarity"), replacement=replacement
+            )
+
+
+def without(statistics: moe_lab.ModelStatistics, name: str) -> moe_lab.ModelStatistics:
+    return replace(statistics, sums={key: sums for key, sums in statistics.sums.items() if key != name})
 
 
 def test_scores_of_ones_own_are_planned_in_any_order(statistics: moe_lab.ModelStatistics) -> None:

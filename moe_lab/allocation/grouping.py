@@ -62,8 +62,38 @@ def hc_smoe_routed(sums: Sums, kept: Sequence[int]) -> list[list[int]]:
 
 
 GROUPINGS: dict[str, Grouping] = {function.__name__: function for function in (m_smoe, hc_smoe, hc_smoe_routed)}
-NEEDS = {"m_smoe": ("statistics", "similarity"), "hc_smoe": ("statistics", "similarity")}
-"""Steps whose sums a grouping reads; the others read those of statistics."""
+BY_EXPERT = {"router_gram": 2, "dense_output_sum": 1, "output_sum": 1, "tokens": 1}
+"""Sums that groupings read -> how many of their axes are experts."""
+
+
+def needs(replacement: str) -> tuple[str, ...]:
+    """The passes whose sums a replacement of dropped experts reads."""
+    if replacement == "none":
+        return ()
+    return ("statistics", "similarity") if replacement in ("m_smoe", "hc_smoe") else ("statistics",)
+
+
+def groups(name: str, sums: Sums, kept: Sequence[int], protected: Sequence[int] = ()) -> list[list[int]]:
+    """The groups of the grouping `name`, as many as experts are `kept`; each of `protected` is one by itself.
+
+    UserError when all kept experts are protected and there are others, which nothing could be merged into.
+    """
+    count = len(sums["tokens"])
+    others = [expert for expert in range(count) if expert not in protected]
+    free = [others.index(expert) for expert in kept if expert not in protected]
+    alone = [[expert] for expert in protected]
+    if not others:
+        return alone
+    if not free:
+        raise UserError(
+            f"allocation.replacement={name}: a layer keeps {len(kept)} experts, which are all protected, so that no "
+            "others can be merged into them: expected a smaller ratio"
+        )
+    of_others = {
+        key: numpy.asarray(sums[key])[numpy.ix_(*[others] * axes)] for key, axes in BY_EXPERT.items() if key in sums
+    }
+    found = GROUPINGS[name](of_others, free)
+    return sorted(alone + [[others[place] for place in group] for group in found])
 
 
 def weighted(groups: Sequence[Sequence[int]], tokens: Array) -> dict[int, dict[int, float]]:

@@ -141,8 +141,7 @@ def needs(settings: Mapping[str, Any]) -> tuple[str, ...]:
     """Names of the evidence that these settings need besides the scores: "by", and the steps that measure the rest."""
     by = ("by",) if settings.get("by") else ()
     replacement = settings.get("replacement", "none")
-    replacing = () if replacement == "none" else grouping.NEEDS.get(replacement, ("statistics",))
-    return tuple(dict.fromkeys(by + replacing + get(settings["name"]).needs(settings["parameters"])))
+    return tuple(dict.fromkeys(by + grouping.needs(replacement) + get(settings["name"]).needs(settings["parameters"])))
 
 
 def zero_expert(settings: Mapping[str, Any]) -> str:

@@ -340,7 +340,7 @@ def make_channel_plan(
     return plan
 
 
-def replace_dropped(plan: Plan, outputs: Mapping[int, NDArray[numpy.float64]], widths: Mapping[int, int]) -> Plan:
+def replace_by_constants(plan: Plan, outputs: Mapping[int, NDArray[numpy.float64]], widths: Mapping[int, int]) -> Plan:
     """The plan in which the experts that `plan`, one of whole experts, drops stay routable and put out constants.
 
     `outputs`: layer -> (E, H), the constant of each expert; with the mean output of each, this is MoNE (arXiv

@@ -7,7 +7,7 @@ from itertools import combinations
 import numpy
 import pytest
 
-from moe_lab.allocation.grouping import hc_smoe, hc_smoe_routed, m_smoe, weighted
+from moe_lab.allocation.grouping import groups, hc_smoe, hc_smoe_routed, m_smoe, weighted
 from moe_lab.errors import UserError
 
 LOGITS = numpy.array([[2, 0, 1], [0, 2, 1], [1, 1, -2], [0.1, 1.8, 1]], dtype=float)  # experts x tokens
@@ -22,6 +22,16 @@ def test_a_dropped_expert_joins_the_one_with_the_most_similar_logits() -> None:
     assert m_smoe(sums, (0, 2)) == [[0, 1, 3], [2]]
     with pytest.raises(UserError, match="hc_smoe"):
         m_smoe({}, (0, 1))
+
+
+def test_protected_experts_are_merged_with_none() -> None:
+    tokens = numpy.array([0.30, 0.28, 0.22, 0.20])
+    sums = {"router_gram": LOGITS @ LOGITS.T, "dense_output_sum": MEANS, "tokens": tokens}
+    assert groups("m_smoe", sums, (0, 1, 2), protected=(1,)) == [[0, 3], [1], [2]]
+    assert groups("hc_smoe", sums, (0, 2, 3), protected=(2,)) == [[0, 1], [2], [3]]
+    assert groups("hc_smoe", sums, range(4), protected=range(4)) == [[0], [1], [2], [3]]
+    with pytest.raises(UserError, match="all protected"):
+        groups("hc_smoe", sums, (0, 1), protected=(0, 1))
 
 
 def test_groups_are_weighted_by_routing_frequency() -> None:

@@ -18,7 +18,7 @@ from moe_lab.models.experts import expert_output
 from moe_lab.pruning.cost import size
 from moe_lab.pruning.export import export
 from moe_lab.pruning.mask import mask
-from moe_lab.pruning.plan import Plan, replace_dropped
+from moe_lab.pruning.plan import Plan, replace_by_constants
 from moe_lab.pruning.prune import prune, refusal
 from moe_lab.pruning.row_masks import row_masks
 
@@ -27,7 +27,7 @@ def constant_plan(model: Any, ratio: float = 0.5, *, seed: int = 0) -> Plan:
     """A plan that replaces experts by random constants."""
     layers, random = moe_layers(model), numpy.random.default_rng(seed)
     outputs = {layer.index: random.normal(size=(layer.n_experts, layer.hidden)) for layer in layers}
-    return replace_dropped(tiny.plan(model, ratio, seed=seed), outputs, {one.index: one.width for one in layers})
+    return replace_by_constants(tiny.plan(model, ratio, seed=seed), outputs, {one.index: one.width for one in layers})
 
 
 def logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
@@ -194,6 +194,6 @@ def test_constants_that_do_not_fit_are_refused() -> None:
 def test_the_mean_output_of_a_novice() -> None:
     """Outputs (1,0), (3,0), (2,3) of three tokens: the novice is (2,1), and a gate of .35 adds (.70,.35)."""
     outputs = numpy.array([[1, 0], [3, 0], [2, 3]], dtype=float)
-    plan = replace_dropped(Plan({0: (1,)}, {0: 2}), {0: numpy.stack([outputs.mean(0), outputs[0]])}, {0: 4})
+    plan = replace_by_constants(Plan({0: (1,)}, {0: 2}), {0: numpy.stack([outputs.mean(0), outputs[0]])}, {0: 4})
     assert plan.experts[0] == (0, 1) and plan.null_experts(0) == [0]
     assert (0.35 * plan.constants[0][0]).tolist() == pytest.approx([0.70, 0.35])

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_lab import allocation, criteria, plugins, results
-from moe_lab.allocation import grouping, listed
+from moe_lab.allocation import listed
 from moe_lab.config import AllocationConfig
 from moe_lab.errors import UserError
 from moe_lab.grid import Cell
@@ -149,26 +149,15 @@ def _channel_scores(job: Job) -> dict[int, Any]:
 
 
 def _expert_plan(job: Job) -> Any:
-    from moe_lab.pruning.plan import make_plan, merge_experts, replace_dropped
-    from moe_lab.statistics.sums import mean_output
+    from moe_lab.pruning.plan import make_plan
+    from moe_lab.pruning.replace import replace_dropped
 
     model = facts(job)
     scored = expert_scores(job)
     settings, found = _settings(job), _evidence(job)
     remove = allocation.allocate(settings, model["layers"], scored, found, model)
     result = make_plan(scored, remove, model["layers"], provenance=_provenance(job))
-    replacement = settings.get("replacement", "none")
-    widths = {layer: about["width"] for layer, about in model["layers"].items()}
-    seen = found.get("statistics", {})
-    if replacement == "mean_output":
-        return replace_dropped(result, {layer: mean_output(named) for layer, named in seen.items()}, widths)
-    if replacement in grouping.GROUPINGS:
-        groups = {}
-        for layer, kept in result.experts.items():
-            named = {**seen[layer], **found.get("similarity", {}).get(layer, {})}
-            groups[layer] = grouping.weighted(grouping.GROUPINGS[replacement](named, kept), named["tokens"])
-        return merge_experts(groups, widths, provenance=result.provenance)
-    return result
+    return replace_dropped(result, settings.get("replacement", "none"), found, model["layers"])
 
 
 def _channel_plan(job: Job, scored: dict[int, Any]) -> Any:

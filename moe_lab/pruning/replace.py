@@ -1,0 +1,38 @@
+"""What takes the place of the experts that a plan drops: nothing, constants, or kept experts that they are merged into.
+
+No torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from moe_lab.allocation import grouping
+from moe_lab.pruning.plan import Plan, merge_experts, replace_by_constants
+from moe_lab.statistics.sums import mean_output
+
+Evidence = Mapping[str, Mapping[int, Mapping[str, Any]]]
+"""Pass (statistics, similarity) -> layer -> sums by name."""
+
+
+def replace_dropped(plan: Plan, replacement: str, evidence: Evidence, layers: Mapping[int, Mapping[str, Any]]) -> Plan:
+    """`plan`, one of whole experts, with its dropped experts replaced as allocation.replacement says.
+
+    `evidence`: the sums that `grouping.needs` names. `layers`: layer -> facts, of which width is read, and protected,
+    the experts that must stay as they are. Raises UserError for routers that a grouping cannot compare.
+    """
+    widths = {layer: int(facts["width"]) for layer, facts in layers.items()}
+    if replacement == "mean_output":
+        outputs = {layer: mean_output(evidence["statistics"][layer]) for layer in plan.experts}
+        return replace_by_constants(plan, outputs, widths)
+    if replacement not in grouping.GROUPINGS:
+        return plan
+    groups = {}
+    for layer, kept in plan.experts.items():
+        sums: dict[str, Any] = {}
+        for name in grouping.needs(replacement):
+            sums |= evidence[name][layer]
+        found = grouping.groups(replacement, sums, kept, layers[layer].get("protected", ()))
+        groups[layer] = grouping.weighted(found, sums["tokens"])
+    return merge_experts(groups, widths, provenance=plan.provenance)
