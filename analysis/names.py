@@ -70,6 +70,10 @@ RECOVERIES = {
     "pocket_dora": "DoRA",
     "dora_nf4": "DoRA, NF4",
     "pocket_dora_nf4": "DoRA, NF4",
+    "router_kd": "Router-KD",
+    "pocket_router_kd": "Router-KD",
+    "distill": "DoRA, distilled",
+    "pocket_distill": "DoRA, distilled",
 }
 """Recovery in a study's record -> display name."""
 

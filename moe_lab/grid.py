@@ -58,7 +58,7 @@ class Cell:
     gate: str
     seed: int
     texts: Mapping[str, CalibrationConfig] = field(default_factory=dict)
-    """Other texts by their use: search (by the allocation), instructions (by the recovery), flops."""
+    """Other texts by their use: search (by the allocation), instructions or distill (by the recovery), flops."""
     protocol: ProtocolConfig = field(default_factory=ProtocolConfig)
     """How its benchmarks are asked."""
 
@@ -67,8 +67,6 @@ class Cell:
         return hash((*[group.name for group in names], self.ratio, self.gate, self.seed))
 
 
-ANSWERED = ("search", "instructions")
-"""Uses of a cell's texts that need answers in them."""
 RESERVED = {"study": ("all",), "criterion": ("none",), "calibration": ("none",), "allocation": ("none",)}
 """Group -> reserved names: for every study, or for the choices that an unpruned model does not have."""
 
@@ -309,6 +307,7 @@ class _Choices:
         named = {
             "search": ("allocation.search", allocation.search),
             "instructions": ("recovery.instructions", recovery.instructions),
+            "distill": ("recovery.distill", recovery.distill),
             "flops": ("flops_text", self.config.flops_text),
         }
         return {role: self._text(setting, name) for role, (setting, name) in named.items() if name is not None}

@@ -188,11 +188,17 @@ class RecoveryConfig:
     modules: list[str] = field(default_factory=lambda: ["experts", "shared_experts"])
     """What bits=4 quantises: experts, shared_experts, attention; never routers, embeddings or lm_head."""
     instructions: str | None = None
-    """Name of the file in conf/calibration to fine-tune on; it needs answers. null does not fine-tune."""
+    """Name of the file in conf/calibration whose answers are learnt. With distill=null too, nothing is trained."""
+    distill: str | None = None
+    """Name of the file in conf/calibration, of any text, on which the unpruned model's predictions are learnt."""
+    temperature: float = 1.0
+    """With distill: what the logits of both models are divided by; the loss is multiplied by its square."""
+    train: str = "adapters"
+    """What is trained: adapters (DoRA on experts and routers) or routers (their weights, and nothing else)."""
     epochs: float = 2.0
-    """Passes over the instruction set."""
+    """Passes over the text that is trained on."""
     rows_per_step: int = 16
-    """Rows of the instruction set in one step of the optimiser; batch_size of the set is how many run at once."""
+    """Rows of that text in one step of the optimiser; batch_size of the text is how many run at once."""
     shared_experts: bool = True
     """Fine-tune shared experts like routed ones, where the model has them."""
     rank: int = 32
@@ -202,7 +208,7 @@ class RecoveryConfig:
     router_rank: int = 4
     """Rank of the DoRA adapters on the routers; 0 leaves routers alone."""
     router_learning_rate: float = 1e-6
-    """Peak learning rate of the routers' adapters."""
+    """Peak learning rate of the routers: of their adapters, or of their weights with train=routers."""
     scaling: float = 4.0
     """Factor on the product of an adapter's two matrices: alpha / rank of other programs."""
     dropout: float = 0.05

@@ -1,16 +1,17 @@
-"""Fine-tune a pruned model on an instruction set, and save its changed tensors.
+"""Fine-tune a pruned model, and save its changed tensors.
 
-The seed fixes the order of rows. The loss is that of answer tokens. A stopped training resumes exactly from a
-checkpoint.
+It learns the answers of an instruction set, or, on any text, the next-token distributions of the unpruned model. The
+seed fixes the order of rows. A stopped training resumes exactly from a checkpoint.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,21 +19,24 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, kl_div, log_softmax
 
 from moe_lab.calibration.answers import answer_batches
+from moe_lab.calibration.batches import batches
 from moe_lab.config import CalibrationConfig, RecoveryConfig
 from moe_lab.errors import UserError
 from moe_lab.pruning.plan import Plan
-from moe_lab.recovery.adapters import Adapted, attach, merge, trainable
-from moe_lab.recovery.apply import TENSORS, pruned
+from moe_lab.recovery.apply import TENSORS
 from moe_lab.recovery.quantize import check_unquantized
-from moe_lab.recovery.settings import check, finetune_identity
+from moe_lab.recovery.settings import RATES, check, finetune_identity
+from moe_lab.recovery.students import Groups, student
 from moe_lab.statistics.observe import digest
 
 REPORT = "finetune.json"
 Row = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""ids (S,) int64, valid (S,) bool, answers (S,) bool: the tokens, which of them count, which of them are learnt."""
+"""ids (S,) int64, valid (S,) bool, learnt (S,) bool: the tokens, which of them count, which of them are learnt."""
+Loss = Callable[[Any, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""(model, ids (B, S), valid (B, S), learnt (B, S)) -> the loss summed over the learnt tokens, in nats."""
 PROGRESS_FILE = "finetune.safetensors"
 OPTIMIZER = "optimizer"
 
@@ -48,85 +52,104 @@ def finetune(
     partial: Path,
     fingerprint: Mapping[str, Any],
     seed: int,
-) -> Any:
-    """Train DoRA adapters on the MoE blocks of `model`, pruned by `plan` (None: not pruned), and merge them.
+) -> None:
+    """Train `model`, pruned by `plan` (None: not pruned): DoRA adapters on its MoE blocks, or its routers alone.
 
-    They are trained on the answers of `text`. Files written to the folder `out`:
+    It learns the answers of `text` or, with recovery.distill, what the unpruned `model` predicts on `text`. Files
+    written to the folder `out`, from which `apply.recovered` makes the fine-tuned model:
 
-    tuned.safetensors  the merged tensors that differ from the pruned model's, by their names in its state dict
-    finetune.json      loss of each step, trained parameters, answer tokens, steps, seconds
+    tuned.safetensors  the tensors that differ from the pruned model's, by their names in its state dict
+    finetune.json      loss of each step, trained parameters, tokens, steps, seconds
 
-    The optimiser is AdamW without weight decay, as in the paper; the end of an assistant's turn is learnt with its
-    answer. Progress is saved in `partial`; a run of the same `fingerprint` resumes from it exactly. `model` is not
-    changed; the fine-tuned copy is returned. UserError for invalid settings, a set without answers, a quantised model,
-    a loss that is not finite.
+    The optimiser is AdamW without weight decay; the end of an assistant's turn is learnt with its answer. Progress is
+    saved in `partial`; a run of the same `fingerprint` resumes from it exactly. `model` is not changed. UserError for
+    invalid settings, a text in which nothing can be learnt, a quantised model, a loss that is not finite.
     """
     check(settings)
     check_unquantized(model)
-    rows: list[Row] = []
+    is_distilled = settings.distill is not None
+    rows = text_rows(text, tokenizer) if is_distilled else answer_rows(text, tokenizer)
+    loss: Loss = answer_loss
+    if is_distilled:
+        loss = functools.partial(distillation_loss, teacher=model, temperature=settings.temperature)
+    started = time.monotonic()
+    with student(model, plan, settings, seed) as trained:
+        losses = train(
+            trained.model,
+            trained.parameters,
+            rows,
+            settings,
+            loss=loss,
+            rows_at_once=text.batch_size,
+            partial=partial,
+            fingerprint=fingerprint,
+            seed=seed,
+        )
+        parameters = {
+            part: sum(parameter.numel() for parameter in named.values()) for part, named in trained.parameters.items()
+        }
+        changed = trained.changed()
+    out.mkdir(parents=True, exist_ok=True)
+    save_file({name: tensor.contiguous() for name, tensor in changed.items()}, out / TENSORS)
+    report = {
+        "trained_parameters": parameters,
+        "rows": len(rows),
+        "tokens" if is_distilled else "answer_tokens": sum(int(learnt[1:].sum()) for _, _, learnt in rows),
+        "steps": len(losses),
+        "seconds": round(time.monotonic() - started, 1),
+        "loss": losses,
+    }
+    (out / REPORT).write_text(json.dumps(report, indent=1) + "\n")
+
+
+def answer_rows(text: CalibrationConfig, tokenizer: Any) -> list[Row]:
+    """The rows of an instruction set in which an answer is learnt. UserError when there are none."""
+    rows = []
     for batch in answer_batches(text, tokenizer, header=True):
         for ids, valid, answers in zip(*batch, strict=True):
             if bool(answers[1:].any()):  # other rows have nothing to learn from
                 rows.append((ids, valid, answers))
     if not rows:
         raise UserError(f"calibration.path={text.path}: no row holds an answer after its first token: expected answers")
-    tuned = pruned(model, plan)
-    started = time.monotonic()
-    layers = attach(tuned, settings, seed)
-    report = _counts(layers, rows)
-    losses = train(
-        tuned,
-        layers,
-        rows,
-        settings,
-        rows_at_once=text.batch_size,
-        partial=partial,
-        fingerprint=fingerprint,
-        seed=seed,
-    )
-    changed = merge(tuned, layers)
-    out.mkdir(parents=True, exist_ok=True)
-    save_file({name: tensor.contiguous() for name, tensor in changed.items()}, out / TENSORS)
-    report |= {"steps": len(losses), "seconds": round(time.monotonic() - started, 1), "loss": losses}
-    (out / REPORT).write_text(json.dumps(report, indent=1) + "\n")
-    return tuned
+    return rows
 
 
-def _counts(layers: list[Adapted], rows: list[Row]) -> dict[str, Any]:
-    """Numbers of trained parameters, rows and answer tokens for the report."""
-    counts = {}
-    for part, parameters in trainable(layers).items():
-        counts[part] = sum(parameter.numel() for parameter in parameters.values())
-    return {
-        "trained_parameters": counts,
-        "rows": len(rows),
-        "answer_tokens": sum(int(answers[1:].sum()) for _, _, answers in rows),
-    }
+def text_rows(text: CalibrationConfig, tokenizer: Any) -> list[Row]:
+    """The rows of any text; each valid token that follows a valid one is learnt. UserError when there is none."""
+    rows = []
+    for batch in batches(text, tokenizer).rows:
+        for ids, valid in zip(*batch, strict=True):
+            learnt = valid.clone()
+            learnt[1:] &= valid[:-1]
+            if bool(learnt[1:].any()):
+                rows.append((ids, valid, learnt))
+    if not rows:
+        raise UserError(f"calibration.path={text.path}: no token follows another one: expected longer documents")
+    return rows
 
 
 def train(
     model: Any,
-    layers: Sequence[Adapted],
+    groups: Groups,
     rows: Sequence[Row],
     settings: RecoveryConfig,
     *,
+    loss: Loss,
     rows_at_once: int,
     partial: Path,
     fingerprint: Mapping[str, Any],
     seed: int,
 ) -> list[float]:
-    """Train the adapters `layers` of `model` on `rows`; returns the loss of each step, in nats per answer token.
+    """Train the parameters `groups` of `model` on `rows`; returns the loss of each step, in nats per learnt token.
 
     A step reads `settings.rows_per_step` rows, `rows_at_once` in one forward pass; its loss is the mean over all their
-    answer tokens, so the split changes only rounding. All random numbers of a step are drawn from (seed, step), so a
+    learnt tokens, so the split changes only rounding. All random numbers of a step are drawn from (seed, step), so a
     stopped training that is resumed from `partial` gives exactly the weights of an uninterrupted one. UserError when
     the loss is not finite.
     """
-    groups = trainable(list(layers))
     parameters: dict[str, torch.nn.Parameter] = {}
     for named in groups.values():
         parameters |= named
-    rates = {**dict.fromkeys(groups, settings.learning_rate), "routers": settings.router_learning_rate}
     parts = [part for part in groups if groups[part]]
     trained = [{"params": list(groups[part].values())} for part in parts]
     optimizer = torch.optim.AdamW(trained, lr=0.0, weight_decay=0.0)
@@ -141,14 +164,15 @@ def train(
     for step in range(len(losses), steps):
         chosen = [rows[row] for row in rows_of_step(step, settings.rows_per_step, len(rows), seed)]
         for part, group in zip(parts, optimizer.param_groups, strict=True):
-            group["lr"] = rates[part] * rate_factor(settings, step, steps)
+            group["lr"] = getattr(settings, RATES[part]) * rate_factor(settings, step, steps)
         with torch.random.fork_rng():
             torch.manual_seed(_mixed(seed, step))
-            losses.append(_backward(model, chosen, rows_at_once))
+            losses.append(_backward(model, chosen, loss, rows_at_once))
         if not math.isfinite(losses[-1]):
+            rate = RATES[parts[0]]
             raise UserError(
                 f"fine-tuning: the loss of step {step + 1} is {losses[-1]}: expected a finite number, lower "
-                f"recovery.learning_rate={settings.learning_rate}"
+                f"recovery.{rate}={getattr(settings, rate)}"
             )
         torch.nn.utils.clip_grad_norm_(parameters.values(), settings.clip)
         optimizer.step()
@@ -189,40 +213,67 @@ def rows_of_step(step: int, size: int, n_rows: int, seed: int) -> list[int]:
     return chosen
 
 
-def _backward(model: Any, rows: Sequence[Row], at_once: int) -> float:
-    """Add the gradients of the mean loss over the answer tokens of `rows`; returns that loss."""
-    tokens = sum(int(answers[1:].sum()) for _, _, answers in rows)
+def _backward(model: Any, rows: Sequence[Row], loss: Loss, at_once: int) -> float:
+    """Add the gradients of the mean loss over the learnt tokens of `rows`; returns that loss."""
+    tokens = sum(int(learnt[1:].sum()) for _, _, learnt in rows)
     if not tokens:
         return 0.0
     total = 0.0
     for start in range(0, len(rows), at_once):
-        ids, valid, answers = _stacked(rows[start : start + at_once], model.device)
-        if bool(answers[:, 1:].any()):
-            loss = answer_loss(model, ids, valid, answers) / tokens
-            loss.backward()
-            total += float(loss.detach())
+        ids, valid, learnt = _stacked(rows[start : start + at_once], model.device)
+        if bool(learnt[:, 1:].any()):
+            mean = loss(model, ids, valid, learnt) / tokens
+            mean.backward()
+            total += float(mean.detach())
     return total
 
 
 def answer_loss(model: Any, ids: torch.Tensor, valid: torch.Tensor, answers: torch.Tensor) -> torch.Tensor:
     """Sum over the answer tokens (B, S) of -log p(token | tokens before it), in fp32.
 
-    The first token of a row has nothing before it and never counts. Logits are computed only at positions that predict
-    an answer token in some row.
+    The first token of a row has nothing before it and never counts.
     """
-    learnt = answers[:, 1:]
-    columns = learnt.any(0).nonzero()[:, 0]
+    logits = _predictions(model, ids, valid, answers)
+    return cross_entropy(logits.float(), ids[:, 1:][answers[:, 1:]], reduction="sum")
+
+
+def distillation_loss(
+    model: Any,
+    ids: torch.Tensor,
+    valid: torch.Tensor,
+    learnt: torch.Tensor,
+    *,
+    teacher: Any,
+    temperature: float,
+) -> torch.Tensor:
+    """Sum over the learnt tokens (B, S) of tau^2 KL(teacher || student), in fp32.
+
+    Both are next-token distributions over the whole vocabulary, at the temperature tau. Divided by the number of learnt
+    tokens it is the loss of Router-KD (arXiv 2603.02217, equations 1 to 3). No gradient flows into the teacher.
+    """
+    with torch.no_grad():
+        target = log_softmax(_predictions(teacher, ids, valid, learnt).float() / temperature, -1)
+    predicted = log_softmax(_predictions(model, ids, valid, learnt).float() / temperature, -1)
+    return temperature**2 * kl_div(predicted, target, reduction="sum", log_target=True)
+
+
+def _predictions(model: Any, ids: torch.Tensor, valid: torch.Tensor, learnt: torch.Tensor) -> torch.Tensor:
+    """The logits (N, V) from which the N learnt tokens (B, S) are predicted.
+
+    Logits are computed only at positions that predict a learnt token in some row.
+    """
+    after = learnt[:, 1:]
+    columns = after.any(0).nonzero()[:, 0]
     mask = None if bool(valid.all()) else valid.to(torch.int64)
-    logits = model(input_ids=ids, attention_mask=mask, use_cache=False, logits_to_keep=columns).logits
-    learnt = learnt[:, columns]
-    return cross_entropy(logits[learnt].float(), ids[:, 1:][:, columns][learnt], reduction="sum")
+    logits: torch.Tensor = model(input_ids=ids, attention_mask=mask, use_cache=False, logits_to_keep=columns).logits
+    return logits[after[:, columns]]
 
 
 def _stacked(rows: Sequence[Row], device: torch.device) -> tuple[torch.Tensor, ...]:
     """Rows as one batch (B, S), without the columns on the right in which no row has a token."""
-    ids, valid, answers = (torch.stack(tensors) for tensors in zip(*rows, strict=True))
+    ids, valid, learnt = (torch.stack(tensors) for tensors in zip(*rows, strict=True))
     end = int(valid.any(0).nonzero().max()) + 1
-    return tuple(tensor[:, :end].to(device) for tensor in (ids, valid, answers))
+    return tuple(tensor[:, :end].to(device) for tensor in (ids, valid, learnt))
 
 
 def _mixed(seed: int, step: int) -> int:
@@ -237,7 +288,10 @@ def save_progress(
     parameters: Mapping[str, nn.Parameter],
     optimizer: torch.optim.Optimizer,
 ) -> None:
-    """Save adapters, optimiser and losses (one per finished step) atomically; `about` identifies the fine-tuning."""
+    """Save trained parameters, optimiser and losses (one per finished step) atomically.
+
+    `about` identifies the fine-tuning.
+    """
     tensors = {name: parameter.detach().contiguous() for name, parameter in parameters.items()}
     for name, parameter in parameters.items():
         for key, value in optimizer.state[parameter].items() if parameter in optimizer.state else ():
@@ -255,7 +309,7 @@ def load_progress(
     parameters: Mapping[str, nn.Parameter],
     optimizer: torch.optim.Optimizer,
 ) -> list[float]:
-    """Restore adapters and optimiser; returns the losses of the finished steps.
+    """Restore trained parameters and optimiser; returns the losses of the finished steps.
 
     Returns [] and changes nothing when the file is missing, damaged, or of another fine-tuning.
     """

@@ -15,6 +15,11 @@ from moe_lab.models.config_json import check_plain_weights
 MODULES = ("experts", "shared_experts", "attention")
 """What bits=4 can quantise; routers, embeddings and lm_head never are."""
 SCHEDULES = ("cosine", "linear")
+TRAINED = ("adapters", "routers")
+RATES = {"experts": "learning_rate", "shared_experts": "learning_rate", "routers": "router_learning_rate"}
+"""Part of the model -> the setting that holds its peak learning rate."""
+OF_ADAPTERS = ("shared_experts", "rank", "learning_rate", "router_rank", "scaling", "dropout")
+"""Settings that train=routers does not read."""
 
 
 def check(settings: RecoveryConfig) -> None:
@@ -24,17 +29,26 @@ def check(settings: RecoveryConfig) -> None:
     if settings.bits == 4:
         check_modules(settings.modules)
         need("bitsandbytes", "quantisation", "recovery.bits=4")
-    if settings.instructions is not None:
+    _check_objective(settings)
+    if is_tuned(settings):
         _check_tuning(settings)
-        need("peft", "fine-tuning", f"recovery.instructions={settings.instructions}")
+        if settings.train == "adapters":
+            text = "distill" if settings.distill else "instructions"
+            need("peft", "fine-tuning", f"recovery.{text}={getattr(settings, text)}")
+
+
+def is_tuned(settings: RecoveryConfig) -> bool:
+    """Whether the recovery trains weights."""
+    return settings.instructions is not None or settings.distill is not None
 
 
 def check_none(settings: RecoveryConfig) -> None:
     """Raise UserError when recovery.name=none is combined with settings of a recovery."""
-    if settings.name == "none" and (settings.bits != 16 or settings.instructions is not None):
+    if settings.name == "none" and (settings.bits != 16 or is_tuned(settings)):
         raise UserError(
-            f"recovery.name=none means none, but recovery.bits={settings.bits} and recovery.instructions="
-            f"{settings.instructions} ask for one: expected another name, such as recovery.name=mine"
+            f"recovery.name=none means none, but recovery.bits={settings.bits}, recovery.instructions="
+            f"{settings.instructions} and recovery.distill={settings.distill} ask for one: expected another name, such "
+            "as recovery.name=mine"
         )
 
 
@@ -56,20 +70,29 @@ def check_modules(modules: list[str]) -> None:
 def finetune_identity(settings: RecoveryConfig) -> dict[str, Any]:
     """The settings that change the result of fine-tuning, JSON-ready; {} when there is none.
 
-    Together with the model, the plan, the instruction set and the seed they identify a fine-tuning, whatever the bits
-    its result is stored in afterwards. Settings that make no difference are left out: the name, and how often progress
-    is saved.
+    Together with the model, the plan, the text and the seed they identify a fine-tuning, whatever the bits its result
+    is stored in afterwards. Settings that make no difference are left out: the name, and how often progress is saved.
     """
-    if settings.instructions is None:
+    if not is_tuned(settings):
         return {}
+    return {
+        **_trained_identity(settings),
+        **({"teacher": "unpruned", "temperature": settings.temperature} if settings.distill is not None else {}),
+        **{name: getattr(settings, name) for name in ("epochs", "rows_per_step", "schedule", "warmup", "clip")},
+    }
+
+
+def _trained_identity(settings: RecoveryConfig) -> dict[str, Any]:
+    """What is trained, and at which rates."""
+    if settings.train == "routers":
+        return {"trained": "routers", "learning_rate": settings.router_learning_rate}
     routers = {"rank": settings.router_rank, "learning_rate": settings.router_learning_rate}
     return {
         "adapter": "dora",
         "experts": {"rank": settings.rank, "learning_rate": settings.learning_rate, "dropout": settings.dropout},
         "routers": routers if settings.router_rank else None,
         "shared_experts": settings.shared_experts,
-        **{name: getattr(settings, name) for name in ("scaling", "epochs", "rows_per_step")},
-        **{name: getattr(settings, name) for name in ("schedule", "warmup", "clip")},
+        "scaling": settings.scaling,
     }
 
 
@@ -78,22 +101,59 @@ def storage_identity(settings: RecoveryConfig) -> dict[str, Any]:
     return {"bits": 4, "modules": sorted(set(settings.modules))} if settings.bits == 4 else {}
 
 
-def finetune_words(settings: RecoveryConfig, instructions: str | None) -> str:
-    """A sentence that says how a model was fine-tuned on the set `instructions`; empty when it was not."""
-    if instructions is None:
+def finetune_words(settings: RecoveryConfig, text: str | None) -> str:
+    """A sentence that says how a model was fine-tuned on the set `text`; empty when it was not."""
+    if text is None:
         return ""
-    parts = "routed experts" + (", shared experts" if settings.shared_experts else "")
-    parts += f" (rank {settings.rank}) and routers (rank {settings.router_rank})" if settings.router_rank else ""
+    if settings.train == "routers":
+        trained = "its routers were trained"
+    else:
+        parts = "routed experts" + (", shared experts" if settings.shared_experts else "")
+        parts += f" (rank {settings.rank}) and routers (rank {settings.router_rank})" if settings.router_rank else ""
+        trained = f"DoRA adapters on {parts} were trained"
+    if settings.distill is not None:
+        learnt = f"to predict the tokens of {text} as the unpruned model does, at temperature {settings.temperature:g},"
+    else:
+        learnt = f"on the answers of {text}"
+    merged = " and merged into the weights" if settings.train == "adapters" else ""
     return (
-        f"It was then fine-tuned (recovery={settings.name}): DoRA adapters on {parts} were trained on the answers of "
-        f"{instructions} for {settings.epochs} epochs and merged into the weights."
+        f"It was then fine-tuned (recovery={settings.name}): {trained} {learnt} for {settings.epochs} epochs{merged}."
     )
+
+
+def _check_objective(settings: RecoveryConfig) -> None:
+    """Raise UserError for an unknown choice of what is trained, and for settings that nothing would read."""
+    if settings.train not in TRAINED:
+        raise unknown("recovery.train", settings.train, TRAINED)
+    if settings.instructions is not None and settings.distill is not None:
+        raise UserError(
+            f"recovery.instructions={settings.instructions} and recovery.distill={settings.distill} are both set: "
+            "expected one of them, and null for the other"
+        )
+    if settings.distill is None and settings.temperature != RecoveryConfig.temperature:
+        raise UserError(
+            f"recovery.temperature={settings.temperature} is that of a distillation: expected recovery.distill, the "
+            "name of a file in conf/calibration"
+        )
+    if settings.train == "adapters":
+        return
+    if not is_tuned(settings):
+        raise UserError(
+            f"recovery.train={settings.train} has no text to train on: expected recovery.distill, the name of a file "
+            "in conf/calibration"
+        )
+    for name in OF_ADAPTERS:
+        if getattr(settings, name) != getattr(RecoveryConfig, name):
+            raise UserError(
+                f"recovery.{name}={getattr(settings, name)} is about adapters, which recovery.train=routers does not "
+                "have: expected recovery.train=adapters, or recovery.router_learning_rate for the rate of routers"
+            )
 
 
 def _check_tuning(settings: RecoveryConfig) -> None:
     if settings.schedule not in SCHEDULES:
         raise unknown("recovery.schedule", settings.schedule, SCHEDULES)
-    for name in ("epochs", "learning_rate", "scaling", "clip"):
+    for name in ("epochs", "learning_rate", "scaling", "clip", "temperature"):
         if not 0 < getattr(settings, name) < math.inf:
             value = getattr(settings, name)
             raise UserError(f"recovery.{name}={value} is not positive and finite: expected a number above 0")
@@ -103,9 +163,10 @@ def _check_tuning(settings: RecoveryConfig) -> None:
     if settings.router_rank < 0:
         raise UserError(f"recovery.router_rank={settings.router_rank} is negative: expected 0 (routers stay) or more")
     if settings.router_rank and not 0 < settings.router_learning_rate < math.inf:
+        other = ", or recovery.router_rank=0 to leave routers alone" if settings.train == "adapters" else ""
         raise UserError(
             f"recovery.router_learning_rate={settings.router_learning_rate} is not positive and finite: expected a "
-            "number above 0, or recovery.router_rank=0 to leave routers alone"
+            f"number above 0{other}"
         )
     for name in ("warmup", "dropout"):
         if not 0 <= getattr(settings, name) < 1:

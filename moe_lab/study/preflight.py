@@ -16,7 +16,7 @@ from moe_lab.config import BenchmarkConfig, Config
 from moe_lab.errors import user_errors
 from moe_lab.evaluation import back_ends, interpreters, suite
 from moe_lab.evaluation.sandbox.policy import check_sandbox
-from moe_lab.grid import ANSWERED, Cell, Request, wrong_names
+from moe_lab.grid import Cell, Request, wrong_names
 from moe_lab.models import config_json, files
 from moe_lab.paths import check_folder
 from moe_lab.pruning.export import gguf, layout
@@ -33,6 +33,13 @@ from moe_lab.study.steps.engine import check_engine
 from moe_lab.study.steps.evaluation import backend_of
 from moe_lab.study.steps.plans import check_plan_file
 from moe_lab.study.steps.scores import check_weights
+
+TEXT_CHECKS = {
+    "search": sources.check_answers,
+    "instructions": sources.check_answers,
+    "distill": sources.check_first,
+}
+"""Use of a text of a cell -> check of its documents; others are not always read."""
 
 
 def preflight(config: Config, requests: Iterable[Request]) -> list[str]:
@@ -103,8 +110,9 @@ def _wrong_choices(cells: Sequence[Cell], benchmarks: Sequence[BenchmarkConfig])
         yield from user_errors(recoveries.check, cell.recovery)
     for cell in _each(cells, "allocation"):
         yield from user_errors(allocation.check_by, cell.allocation)
-    for role, text in {id(text): (role, text) for cell in cells for role, text in cell.texts.items()}.values():
-        yield from calibrations.wrong(text, sources.check_answers if role in ANSWERED else None)
+    uses = {(role, id(text)): text for cell in cells for role, text in cell.texts.items()}
+    for (role, _), text in uses.items():
+        yield from calibrations.wrong(text, TEXT_CHECKS.get(role))
 
 
 def _wrong_together(config: Config, cells: Sequence[Cell], benchmarks: Sequence[BenchmarkConfig]) -> Iterator[str]:

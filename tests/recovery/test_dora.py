@@ -46,7 +46,7 @@ def trained(model: Any, settings: RecoveryConfig, partial: Path, **changes: Any)
     """Losses of a short training, and the layers with their adapters."""
     layers = attach(model, settings, seed=0)
     arguments = {"rows_at_once": 2, "fingerprint": {"of": "test"}, "seed": 0, **changes}
-    return train(model, layers, rows(), settings, partial=partial, **arguments), layers
+    return train(model, trainable(layers), rows(), settings, loss=answer_loss, partial=partial, **arguments), layers
 
 
 def shaken(layers: Any) -> None:

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 
 from moe_lab.config import CalibrationConfig, RecoveryConfig
 from moe_lab.errors import UserError
-from moe_lab.recovery.apply import recovered
+from moe_lab.recovery.apply import pruned, recovered
 from moe_lab.recovery.finetune import finetune
 from moe_lab.recovery.quantize import quantize
 
@@ -53,7 +53,7 @@ def test_a_model_is_pruned_tuned_and_stored_in_this_order(
     plan = tiny.plan(model, 0.5)
     settings = RecoveryConfig(instructions="set", rank=2, router_rank=1, learning_rate=1e-2, rows_per_step=4)
     run = {"partial": tmp_path / "partial", "fingerprint": {}, "seed": 1}
-    tuned = finetune(model, tokenizer, plan, settings, text, out=tmp_path / "out", **run)
+    finetune(model, tokenizer, plan, settings, text, out=tmp_path / "out", **run)
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
     report = json.loads((tmp_path / "out" / "finetune.json").read_text())
     assert report["steps"] == len(report["loss"]) == 4 and report["rows"] == 8
@@ -67,11 +67,11 @@ def test_a_model_is_pruned_tuned_and_stored_in_this_order(
     ids = tiny.tokens()
     with torch.no_grad():
         again = recovered(model, plan, bits=16, modules=(), tuned=tmp_path / "out")
-        expected = tuned(ids).logits
-        assert torch.equal(again(ids).logits, expected)
+        expected = again(ids).logits
+        assert not torch.equal(pruned(model, plan)(ids).logits, expected)
         stored = recovered(model, plan, bits=4, modules=["experts"], tuned=tmp_path / "out")
-        quantize(tuned, ["experts"])
-        assert torch.equal(stored(ids).logits, tuned(ids).logits)
+        quantize(again, ["experts"])
+        assert torch.equal(stored(ids).logits, again(ids).logits)
         assert not torch.equal(stored(ids).logits, expected)
     names = load_file(tmp_path / "out" / "tuned.safetensors").keys()
     assert len(names) == 6 and all(".mlp." in name for name in names)
@@ -80,7 +80,7 @@ def test_a_model_is_pruned_tuned_and_stored_in_this_order(
     with pytest.raises(UserError, match="cannot be read"):
         recovered(model, plan, bits=16, modules=(), tuned=tmp_path)
     with pytest.raises(UserError, match="quantised already"):
-        finetune(tuned, tokenizer, None, settings, text, out=tmp_path / "out", **run)
+        finetune(again, tokenizer, None, settings, text, out=tmp_path / "out", **run)
 
 
 def test_rows_without_an_answer_are_refused(subject: tuple[Any, Any], text: CalibrationConfig, tmp_path: Path) -> None:

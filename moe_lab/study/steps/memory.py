@@ -17,6 +17,8 @@ ROOM = 1.1
 """Factor on the weights for sums, buffers and fragmentation."""
 LOGITS = 2**19
 """Upper bound of the bytes of one token's logits: about 130,000 words in fp32."""
+DISTILLED = 5
+"""Tensors of the size of a batch's logits that a distillation holds besides those of a forward and backward pass."""
 CACHE = 4
 """Bytes of keys and values of one token and layer, as a multiple of the hidden size; less where heads share them."""
 CHANNEL_SUMS = 7
@@ -57,6 +59,11 @@ def token_memory(kind: Kind, step: Step, size: Size) -> float:
     if kind.backward(step):
         kept = kept + size.hidden * size.moe_layers if text_of(step)["checkpointing"] else kept * size.moe_layers
     return _batch(step) * (_logits(size) + size.bytes_per_parameter * kept)
+
+
+def teacher_memory(step: Step, size: Size) -> float:
+    """Bytes of a batch that a distillation adds: the teacher's distributions, and the terms of the loss."""
+    return DISTILLED * _batch(step) * _logits(size)
 
 
 def benchmark_memory(kind: Kind, step: Step, size: Size) -> float:

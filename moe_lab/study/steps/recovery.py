@@ -9,16 +9,17 @@ from functools import lru_cache, reduce
 from pathlib import Path
 from typing import Any
 
-from moe_lab.config import ExportConfig, ModelConfig, RecoveryConfig
+from moe_lab.config import CalibrationConfig, ExportConfig, ModelConfig, RecoveryConfig
 from moe_lab.grid import Cell
 from moe_lab.json_files import write_json
+from moe_lab.models.config_json import Size
 from moe_lab.models.memory import release_memory
 from moe_lab.recovery import settings as recoveries
 from moe_lab.study.step import Job, Part, Step
 from moe_lab.study.steps.builder import Builder
 from moe_lab.study.steps.inputs import forget_loaded, model_and_tokenizer, plan_of
 from moe_lab.study.steps.kind import Kind, Reads, Settings, always, text_units
-from moe_lab.study.steps.memory import checkpoint_bytes
+from moe_lab.study.steps.memory import checkpoint_bytes, teacher_memory, token_memory
 
 NO_RECOVERY = RecoveryConfig()
 
@@ -31,7 +32,7 @@ class PrunedModel:
 
     def __init__(self, builder: Builder, cell: Cell, plan: Step | None) -> None:
         self.builder, self.cell, self.plan = builder, cell, plan
-        self.finetune = FINETUNE.step(self) if plan and cell.recovery.instructions is not None else None
+        self.finetune = FINETUNE.step(self) if plan and recoveries.is_tuned(cell.recovery) else None
         storage = recoveries.storage_identity(cell.recovery)
         self.storage = {"storage": builder.once(("storage", cell.recovery), lambda: Part(storage))} if storage else {}
         self.unrecovered_label = plan.label if plan else cell.model.name
@@ -88,11 +89,16 @@ def finetuned(job: Job) -> Path | None:
     return Path(job.inputs["finetune"]) if "finetune" in job.inputs else None
 
 
+def _tuning_text(cell: Cell) -> CalibrationConfig:
+    """The text that the cell's recovery trains on."""
+    return cell.texts["instructions" if cell.recovery.instructions is not None else "distill"]
+
+
 def _finetune_step(pruned: PrunedModel) -> Step:
     """The step that fine-tunes the pruned model."""
     cell, builder, plan = pruned.cell, pruned.builder, pruned.plan
     assert plan is not None
-    text = builder.seeded(cell.texts["instructions"], cell.seed)
+    text = builder.seeded(_tuning_text(cell), cell.seed)
     settings = {**recoveries.finetune_identity(cell.recovery), "seed": cell.seed}
     return Step(
         "finetune",
@@ -125,6 +131,17 @@ def _epochs(settings: Settings) -> float:
     return float(settings["recovery"]["epochs"]) * text_units(settings)
 
 
+def _copies_experts(step: Step) -> bool:
+    """Whether the pruned model has experts of its own; routers are trained under a mask, which copies none."""
+    return bool(step.runtime["recovery"]["train"] == "adapters")
+
+
+def _tuning_memory(kind: Kind, step: Step, size: Size) -> float:
+    """Bytes of a batch of fine-tuning."""
+    is_distilled = step.runtime["recovery"]["distill"] is not None
+    return token_memory(kind, step, size) + (teacher_memory(step, size) if is_distilled else 0)
+
+
 FINETUNE = Kind(
     name="finetune",
     work=finetune,
@@ -132,7 +149,8 @@ FINETUNE = Kind(
     reads=Reads.MODEL,
     units=_epochs,
     backward=always,
-    second_model=always,
+    second_model=_copies_experts,
+    batch_memory=_tuning_memory,
 )
 
 
@@ -154,7 +172,7 @@ def checkpoint_step(pruned: PrunedModel, usual: str) -> Step:
         shape["verify"] = True
     runtime = pruned.builder.runtime(model=cell.model, recovery=cell.recovery, export=config.export)
     if pruned.finetune:
-        runtime["instructions"] = cell.texts["instructions"].name
+        runtime["tuned_on"] = _tuning_text(cell).name
     inputs = pruned.inputs(finetune=pruned.finetune)
     return Step("export", pruned.label, {"shape": Part(shape), **pruned.storage}, inputs, runtime)
 
@@ -225,7 +243,7 @@ def _recovery_changes(job: Job, natural: Path) -> Any:
         bits=storage["bits"],
         modules=storage["modules"],
         tuned=finetuned(job),
-        words=recoveries.finetune_words(job.recovery, job.runtime.get("instructions")),
+        words=recoveries.finetune_words(job.recovery, job.runtime.get("tuned_on")),
     )
 
 

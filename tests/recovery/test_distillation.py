@@ -1,0 +1,263 @@
+"""Learning what the unpruned model predicts: the loss, what it trains, and how much it helps on held-out text."""
+
+from __future__ import annotations
+
+import functools
+import json
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from omegaconf import OmegaConf
+from safetensors.torch import load_file
+from test_nf4 import ragged_plan
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import AutoTokenizer
+
+from moe_lab.calibration.batches import batches
+from moe_lab.config import CalibrationConfig, ModelConfig, RecoveryConfig
+from moe_lab.errors import UserError
+from moe_lab.models.discover import routed_layers
+from moe_lab.models.load import load_model
+from moe_lab.paths import conf
+from moe_lab.recovery import finetune as finetuning
+from moe_lab.recovery.adapters import router_weight
+from moe_lab.recovery.apply import pruned, recovered
+from moe_lab.recovery.finetune import Row, distillation_loss, finetune, text_rows, train
+from moe_lab.recovery.students import trained_routers
+
+ROUTERS = {"train": "routers", "distill": "tiny", "rows_per_step": 2, "warmup": 0.0}
+
+
+def rows(count: int = 6, length: int = 16) -> list[Row]:
+    """Random rows; the last two places of every other row are padding."""
+    found = []
+    for number, ids in enumerate(tiny.tokens(count, length)):
+        valid = torch.arange(length) < length - 2 * (number % 2)
+        found.append((ids, valid, valid))
+    return found
+
+
+def batch(count: int = 4) -> tuple[torch.Tensor, ...]:
+    return tuple(torch.stack(parts) for parts in zip(*rows(count), strict=True))
+
+
+@pytest.mark.parametrize(("temperature", "expected"), [(1.0, 0.110944), (2.0, 0.121199)])
+def test_loss_of_two_words(temperature: float, expected: float) -> None:
+    """Teacher logits (1, 0), student logits (0, 0), one token."""
+
+    def model(*logits: float) -> Any:
+        return lambda **_: SimpleNamespace(logits=torch.tensor([[logits]]))
+
+    ids, valid = torch.zeros(1, 2, dtype=torch.int64), torch.ones(1, 2, dtype=torch.bool)
+    found = distillation_loss(model(0, 0), ids, valid, valid, teacher=model(1, 0), temperature=temperature)
+    assert float(found) == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+def test_loss_is_the_divergence_from_the_teacher_at_each_learnt_token(temperature: float) -> None:
+    teacher, model = tiny.build("olmoe"), tiny.build("olmoe", seed=1)
+    ids, valid, _ = batch()
+    learnt = valid.clone()
+    learnt[0, 5:9] = False
+    expected = 0.0
+    with torch.no_grad():
+        found = distillation_loss(model, ids, valid, learnt, teacher=teacher, temperature=temperature)
+        for row, flags, wanted in zip(ids, valid, learnt, strict=True):
+            p, q = (
+                torch.softmax(network(row[flags][None]).logits[0].double() / temperature, -1)
+                for network in (teacher, model)
+            )
+            for token in range(1, int(flags.sum())):
+                if wanted[token]:
+                    expected += temperature**2 * float((p[token - 1] * (p[token - 1] / q[token - 1]).log()).sum())
+    assert float(found) == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", [*tiny.ARCHITECTURES, "olmoe ragged"])
+def test_gradients_reach_routers_and_nothing_else(name: str) -> None:
+    """Also: the student shares all other tensors with its teacher, and is what the pruned model with its routers is."""
+    model = tiny.build(name.split()[0], dtype=torch.float64)
+    plan = ragged_plan(model) if "ragged" in name else tiny.plan(model, 0.5)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    structural = pruned(model, plan)
+    ids, valid, learnt = batch()
+    with trained_routers(model, plan) as student:
+        parameters = student.parameters["routers"]
+        assert {id(parameter) for parameter in parameters.values()} == {
+            id(parameter) for parameter in student.model.parameters() if parameter.requires_grad
+        }
+        held = {tensor.data_ptr() for tensor in model.parameters()}
+        assert all(tensor.data_ptr() in held for layer in routed_layers_of(student.model) for tensor in layer)
+        loss = distillation_loss(student.model, ids, valid, learnt, teacher=model, temperature=1.0)
+        loss.backward()
+        for key, parameter in parameters.items():
+            assert parameter.grad is not None and float(parameter.grad.abs().max()) > 0, key
+        assert not any(parameter.grad is not None for parameter in model.parameters())
+        with torch.no_grad():
+            for parameter in parameters.values():
+                parameter -= 0.05 * parameter.grad.sign()
+            trained = student.model(ids).logits
+        changed = student.changed()
+    routers = {key: value for key, value in structural.state_dict().items() if key in changed}
+    assert len(routers) == len(changed) == len(parameters)
+    assert all(
+        value.shape == changed[key].shape and not torch.equal(value, changed[key]) for key, value in routers.items()
+    )
+    structural.load_state_dict(changed, strict=False)
+    with torch.no_grad():
+        difference = float((structural(ids).logits - trained).abs().max())
+    assert difference < 1e-9 if "ragged" in name else difference == 0
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+
+
+def routed_layers_of(model: Any) -> list[list[torch.Tensor]]:
+    """The tensors of each experts module of a masked model, whose routers are sliced."""
+    return [list(module.parameters()) for name, module in model.named_modules() if name.endswith(".experts")]
+
+
+def test_the_correction_bias_stays_and_the_rows_of_kept_experts_are_trained(tmp_path: Path) -> None:
+    model = tiny.build("deepseek_v3:grouped")
+    plan = tiny.plan(model, 0.5)
+    with trained_routers(model, plan) as student:
+        losses = train(
+            student.model,
+            student.parameters,
+            rows(),
+            RecoveryConfig(**ROUTERS, router_learning_rate=1e-2, epochs=8),
+            loss=functools.partial(distillation_loss, teacher=model, temperature=1.0),
+            rows_at_once=2,
+            partial=tmp_path,
+            fingerprint={},
+            seed=0,
+        )
+        assert sum(losses[-3:]) < 0.9 * sum(losses[:3])
+        assert {key: tuple(value.shape) for key, value in student.changed().items()} == {
+            f"model.layers.{layer}.mlp.gate.weight": (8, 32) for layer in (1, 2)
+        }
+
+
+def test_steps_that_bfloat16_would_lose_are_kept_in_fp32(tmp_path: Path) -> None:
+    model = tiny.build("olmoe", dtype=torch.bfloat16, num_hidden_layers=1)
+    settings = RecoveryConfig(**ROUTERS, router_learning_rate=1e-5, epochs=1)
+    before = router_weight(routed_layers(model)[0]).weight.clone()
+    with trained_routers(model, None) as student:
+        (parameter,) = student.parameters["routers"].values()
+        loss = functools.partial(distillation_loss, teacher=tiny.build("olmoe", num_hidden_layers=1), temperature=1.0)
+        run = {"loss": loss, "rows_at_once": 2, "partial": tmp_path, "fingerprint": {}, "seed": 0}
+        train(student.model, student.parameters, rows(), settings, **run)
+        (changed,) = student.changed().values()
+        moved = (parameter.detach() - before).abs()
+    assert parameter.dtype == torch.float32 and changed.dtype == torch.bfloat16
+    assert 1e-6 < float(moved.max()) < 4e-5 and float((moved > 0).float().mean()) > 0.9
+    assert float((changed != before).float().mean()) < 0.1
+    assert torch.equal(changed, parameter.detach().bfloat16())
+
+
+@pytest.fixture(scope="module")
+def subject(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any, CalibrationConfig]:
+    """A tiny model, its tokenizer, and a text in its words without any answer."""
+    folder = tmp_path_factory.mktemp("model")
+    tiny.save("olmoe", folder, num_hidden_layers=2)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.backend_tokenizer.pre_tokenizer = WhitespaceSplit()
+    file = folder / "text.jsonl"
+    lines = [{"text": " ".join(f"w{3 + (7 * n + i * i) % 90}" for i in range(5 + n))} for n in range(12)]
+    file.write_text("\n".join(map(json.dumps, lines)))
+    text = CalibrationConfig(name="text", path=str(file), packing="none", length=12, tokens=96, batch_size=4, seed=0)
+    return tiny.build("olmoe", num_hidden_layers=2), tokenizer, text
+
+
+def test_padding_and_what_follows_a_gap_are_not_learnt(subject: tuple[Any, Any, CalibrationConfig]) -> None:
+    _, tokenizer, text = subject
+    for settings in (text, replace(text, packing="chunk", gap="zero", tokens=72)):
+        gaps = 0
+        for ids, valid, learnt in text_rows(settings, tokenizer):
+            assert [bool(flag) for flag in learnt[1:]] == [
+                bool(valid[place] and valid[place - 1]) for place in range(1, len(ids))
+            ]
+            gaps += int((~valid).sum())
+        assert gaps
+    with pytest.raises(UserError, match="no token follows another one"):
+        one = replace(text, path=str(Path(text.path).with_name("one.jsonl")), length=2, tokens=4)
+        Path(one.path).write_text('{"text": "w3"}\n{"text": "w4"}\n')
+        text_rows(one, tokenizer)
+
+
+@pytest.mark.parametrize("train_what", ["routers", "adapters"])
+def test_a_killed_distillation_goes_on_to_the_same_bits(
+    subject: tuple[Any, Any, CalibrationConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, train_what: str
+) -> None:
+    if train_what == "adapters":
+        pytest.importorskip("peft")
+    model, tokenizer, text = subject
+    settings = RecoveryConfig(
+        **{**ROUTERS, "train": train_what}, router_learning_rate=1e-2, save_every=2, temperature=2
+    )
+    plan = tiny.plan(model, 0.5)
+
+    def run(folder: str) -> None:
+        out, partial = tmp_path / folder / "out", tmp_path / folder / "partial"
+        finetune(model, tokenizer, plan, settings, text, out=out, partial=partial, fingerprint={"of": "test"}, seed=0)
+
+    run("whole")
+    with monkeypatch.context() as patch, pytest.raises(tiny.Killed):
+        tiny.count_calls(patch, finetuning, "_backward", kill_at=6)
+        run("cut")
+    calls = tiny.count_calls(monkeypatch, finetuning, "_backward")
+    run("cut")
+    assert len(calls) == 8 - 4  # 8 rows, twice, 2 in a step; 4 steps were saved
+    whole, cut = (tmp_path / folder / "out" for folder in ("whole", "cut"))
+    assert (whole / "tuned.safetensors").read_bytes() == (cut / "tuned.safetensors").read_bytes()
+    reports = [json.loads((folder / "finetune.json").read_text()) for folder in (whole, cut)]
+    assert reports[0]["loss"] == reports[1]["loss"] and reports[0]["tokens"] == reports[1]["tokens"] > 0
+    if train_what == "routers":
+        assert reports[0]["trained_parameters"] == {"routers": 2 * 8 * 32}
+
+
+def test_held_out_divergence_of_the_shipped_model_falls(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Half of the experts are removed at random; one pass over 64 rows, measured on the 16 rows after them."""
+    model, tokenizer = load_model(ModelConfig(name="pocket", path="pocket:olmoe", device="cpu"))
+    settings = replace(loaded(RecoveryConfig, "recovery/pocket_router_kd"), epochs=1)
+    text = replace(loaded(CalibrationConfig, f"calibration/{settings.distill}"), seed=0)
+    plan = tiny.plan(model, 0.5)
+    finetune(model, tokenizer, plan, settings, text, out=tmp_path, partial=tmp_path, fingerprint={}, seed=0)
+    tuned, plain = recovered(model, plan, bits=16, modules=(), tuned=tmp_path), pruned(model, plan)
+
+    held_out = batches(replace(text, tokens=text.tokens + 16 * text.length), tokenizer).rows[-2:]
+    before, after = divergences([plain, tuned], model, held_out)
+    with capsys.disabled():
+        print(f" held-out KL {before:.3f} -> {after:.3f} nats a token ({1 - after / before:.1%} less) ", end="")
+    assert after < 0.8 * before
+
+    names = {f"model.layers.{layer}.mlp.gate.weight" for layer in range(4)}
+    assert load_file(tmp_path / "tuned.safetensors").keys() == names
+    there = plain.state_dict()
+    assert {key for key, value in tuned.state_dict().items() if not torch.equal(value, there[key])} == names
+
+
+def loaded(schema: type, name: str) -> Any:
+    """The settings of a file of conf/."""
+    file = OmegaConf.load(conf() / f"{name}.yaml")
+    return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), file))
+
+
+@torch.no_grad()
+def divergences(models: list[Any], teacher: Any, held_out: list[tuple[torch.Tensor, torch.Tensor]]) -> list[float]:
+    """KL(teacher || model) of each model, in nats per token that follows another."""
+    totals, count = [0.0] * len(models), 0
+    for ids, valid in held_out:
+        pairs = valid[:, 1:] & valid[:, :-1]
+        count += int(pairs.sum())
+        p, *others = (
+            torch.softmax(network(ids, attention_mask=valid.long()).logits[:, :-1][pairs].double(), -1)
+            for network in (teacher, *models)
+        )
+        for place, q in enumerate(others):
+            totals[place] += float((p * (p.log() - q.log())).sum())
+    return [total / count for total in totals]
