@@ -1,10 +1,11 @@
 """Benefit and cost of recovery on the shipped model: `python -m benchmarks.recovery`.
 
-Half of the experts of each layer, chosen at random, are removed; then the pruned model is fine-tuned on the shipped
-arithmetic problems, stored as NF4, or both. Printed are bytes by part, word problems solved, and two ratios, medians
-over rounds that ran one after the other in this process: the NF4 forward against the same forward with unquantised
-weights, and a training step with adapters against a forward and backward without adapters. Seconds are CPU seconds of
-one thread.
+Half of the experts of each layer, chosen at random, are removed. Then the pruned model is fine-tuned on the shipped
+arithmetic problems, stored as NF4, or both; or its routers, or DoRA adapters, are trained to predict the shipped
+general text as the unpruned model does. Printed are bytes by part, word problems solved, the KL divergence from the
+unpruned model on general text that was not trained on, and ratios, medians over rounds that ran one after the other in
+this process: the NF4 forward against the same forward with unquantised weights, and a training step with adapters, or
+of routers with a teacher, against a forward and backward without them. Seconds are CPU seconds of one thread.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,7 @@ import yaml
 from benchmarks.measure import parser, ratios, rounds
 from moe_lab.allocation.problem import limits
 from moe_lab.allocation.uniform import same_share
+from moe_lab.calibration.batches import batches
 from moe_lab.config import BenchmarkConfig, CalibrationConfig, ModelConfig, RecoveryConfig
 from moe_lab.evaluation.local_model import LocalModel
 from moe_lab.evaluation.run import evaluate
@@ -34,8 +37,9 @@ from moe_lab.models.load import load_model
 from moe_lab.pruning.plan import Plan, make_plan
 from moe_lab.recovery.adapters import attach
 from moe_lab.recovery.apply import pruned, recovered
-from moe_lab.recovery.finetune import answer_loss, finetune
+from moe_lab.recovery.finetune import answer_loss, distillation_loss, finetune
 from moe_lab.recovery.quantize import storage
+from moe_lab.recovery.students import trained_routers
 
 CONF = Path(__file__).parents[1] / "conf"
 MODULES = ("experts", "shared_experts")
@@ -55,21 +59,37 @@ def main() -> int:
         rows_per_step=16,
     )
     text = CalibrationConfig(**_conf("calibration/pocket_math_search"))
+    general = CalibrationConfig(**_conf("calibration/pocket_general"), seed=0)
+    held_out = batches(replace(general, tokens=general.tokens + 32 * general.length), tokenizer).rows[-4:]
     with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "out"
-        finetune(model, tokenizer, plan, settings, text, out=out, partial=Path(folder), fingerprint={}, seed=0)
-        report = json.loads((out / "finetune.json").read_text())
+
+        def trained(name: str, settings: RecoveryConfig, text: CalibrationConfig) -> Path:
+            out = Path(folder) / name
+            finetune(model, tokenizer, plan, settings, text, out=out, partial=out, fingerprint={}, seed=0)
+            report = json.loads((out / "finetune.json").read_text())
+            print(
+                f"{name}: {report['steps']} steps, loss of the first {report['loss'][0]:.3f}, of the last "
+                f"{report['loss'][-1]:.3f}, trained: {report['trained_parameters']}, {report['seconds']} s",
+                flush=True,
+            )
+            return out
+
+        out = trained("dora", settings, text)
+        routers = trained("router_kd", RecoveryConfig(**_conf("recovery/pocket_router_kd")), general)
+        distilled = trained("distill", RecoveryConfig(**_conf("recovery/pocket_distill")), general)
         ways: dict[str, Callable[[], Any]] = {
             "unpruned": lambda: model,
             "pruned": lambda: pruned(model, plan),
             "pruned, NF4": lambda: recovered(model, plan, bits=4, modules=MODULES, tuned=None),
             "pruned, DoRA": lambda: recovered(model, plan, bits=16, modules=(), tuned=out),
             "pruned, DoRA, NF4": lambda: recovered(model, plan, bits=4, modules=MODULES, tuned=out),
+            "pruned, Router-KD": lambda: recovered(model, plan, bits=16, modules=(), tuned=routers),
+            "pruned, DoRA, distilled": lambda: recovered(model, plan, bits=16, modules=(), tuned=distilled),
         }
         for name, way in ways.items():
-            _print_model(name, way(), tokenizer, arguments.limit)
-    print(f"loss of the first step {report['loss'][0]:.3f}, of the last {report['loss'][-1]:.3f}, in {report['steps']}")
-    print(f"trained: {report['trained_parameters']}, on {report['answer_tokens']} answer tokens")
+            recovered_model = way()
+            print(f"{name:23} KL {_divergence(recovered_model, model, held_out):.3f}", end=", ")
+            _print_model(recovered_model, tokenizer, arguments.limit)
     _print_ratios(model, plan, settings, arguments)
     return 0
 
@@ -97,13 +117,25 @@ def _conf(name: str) -> dict[str, Any]:
     return read
 
 
-def _print_model(name: str, model: Any, tokenizer: Any, limit: int | None) -> None:
+@torch.no_grad()
+def _divergence(model: Any, teacher: Any, held_out: list[tuple[torch.Tensor, torch.Tensor]]) -> float:
+    """KL(teacher || model) in nats per token that follows another."""
+    total, count = 0.0, 0
+    for ids, valid in held_out:
+        learnt = valid.clone()
+        learnt[:, 1:] &= valid[:, :-1]
+        total += float(distillation_loss(model, ids, valid, learnt, teacher=teacher, temperature=1.0))
+        count += int(learnt[:, 1:].sum())
+    return total / count
+
+
+def _print_model(model: Any, tokenizer: Any, limit: int | None) -> None:
     benchmark = BenchmarkConfig(**_conf("benchmark/pocket_gsm8k"), limit=limit)
     with tempfile.TemporaryDirectory() as folder:
         result = evaluate(LocalModel(model, tokenizer), benchmark, Path(folder), policy=Policy())[0]
     held = storage(model)
     print(
-        f"{name:18} word problems {result['score']:.3f} of {result['n']}, experts {held['experts']:9,} bytes, "
+        f"word problems {result['score']:.3f} of {result['n']}, experts {held['experts']:9,} bytes, "
         f"all {held['total']:9,} bytes",
         flush=True,
     )
@@ -124,13 +156,20 @@ def _print_ratios(model: Any, plan: Plan, settings: RecoveryConfig, arguments: a
         everything = torch.ones_like(ids, dtype=torch.bool)
         answer_loss(network, ids, everything, everything).backward()
 
-    for name, way, one, other in (
-        ("NF4 forward / forward", forward, stored, plain),
-        ("adapted forward and backward / without adapters", step, adapted, free),
-    ):
-        seconds = rounds({"one": partial(way, one), "other": partial(way, other)}, arguments.rounds)
-        ratio = statistics.median(ratios(seconds["one"], seconds["other"]))
-        print(f"{name}: {ratio:.2f} ({ids.numel()} tokens)")
+    with trained_routers(model, plan) as student:
+
+        def distilling_step() -> None:
+            everything = torch.ones_like(ids, dtype=torch.bool)
+            distillation_loss(student.model, ids, everything, everything, teacher=model, temperature=1.0).backward()
+
+        for name, one, other in (
+            ("NF4 forward / forward", partial(forward, stored), partial(forward, plain)),
+            ("adapted forward and backward / without adapters", partial(step, adapted), partial(step, free)),
+            ("Router-KD forward and backward / without a teacher", distilling_step, partial(step, free)),
+        ):
+            seconds = rounds({"one": one, "other": other}, arguments.rounds)
+            ratio = statistics.median(ratios(seconds["one"], seconds["other"]))
+            print(f"{name}: {ratio:.2f} ({ids.numel()} tokens)")
 
 
 if __name__ == "__main__":

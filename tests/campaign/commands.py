@@ -174,6 +174,9 @@ recovery.name | '' null a/b
 recovery.bits | 0 -1 8 word null 1.5
 recovery.modules recovery=nf4 | [] [expert] word [word]
 recovery.instructions recovery=pocket_dora | nobody ''
+recovery.distill recovery=pocket_router_kd | nobody ''
+recovery.temperature recovery=pocket_router_kd | 0 -1 nan inf word null
+recovery.train recovery=pocket_router_kd | router '' null
 recovery.epochs recovery=pocket_dora | 0 -1 nan word null
 recovery.rows_per_step recovery=pocket_dora | 0 -1 1.5 word null
 recovery.shared_experts recovery=pocket_dora | maybe

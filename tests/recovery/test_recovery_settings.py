@@ -3,6 +3,7 @@ from __future__ import annotations
 import dataclasses
 import subprocess
 import sys
+from itertools import combinations
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from moe_lab.errors import UserError
 from moe_lab.recovery.settings import check, finetune_identity, storage_identity
 
 TUNED: dict[str, Any] = {"instructions": "alpaca"}
+ROUTERS: dict[str, Any] = {"distill": "c4", "train": "routers"}
 
 
 @pytest.mark.parametrize(
@@ -34,6 +36,15 @@ TUNED: dict[str, Any] = {"instructions": "alpaca"}
         ({**TUNED, "schedule": "lin"}, "did you mean linear"),
         ({**TUNED, "warmup": 1.0}, "recovery.warmup=1.0 is no share"),
         ({**TUNED, "dropout": -0.1}, "recovery.dropout=-0.1 is no share"),
+        ({**TUNED, "train": "router"}, "recovery.train=router is unknown: did you mean routers"),
+        ({"train": "routers"}, "recovery.train=routers has no text to train on: expected recovery.distill"),
+        ({**TUNED, "distill": "c4"}, "recovery.instructions=alpaca and recovery.distill=c4 are both set"),
+        ({**TUNED, "temperature": 2.0}, "recovery.temperature=2.0 is that of a distillation"),
+        ({**ROUTERS, "temperature": 0.0}, "recovery.temperature=0.0 is not positive"),
+        ({**ROUTERS, "temperature": float("inf")}, "recovery.temperature=inf is not positive and finite"),
+        ({**ROUTERS, "rank": 8}, "recovery.rank=8 is about adapters, which recovery.train=routers does not have"),
+        ({**ROUTERS, "learning_rate": 1e-3}, "or recovery.router_learning_rate for the rate of routers"),
+        ({**ROUTERS, "router_learning_rate": 0.0}, "expected a number above 0$"),
     ],
 )
 def test_what_cannot_work_is_said(changes: dict[str, Any], sentence: str) -> None:
@@ -52,6 +63,7 @@ def test_missing_packages_are_said_with_the_command(
     with pytest.raises(UserError, match=command):
         check(RecoveryConfig(**changes))
     check(RecoveryConfig())
+    check(RecoveryConfig(**ROUTERS))  # trained without adapters
 
 
 def test_identity_holds_what_changes_the_result_and_nothing_else() -> None:
@@ -60,7 +72,7 @@ def test_identity_holds_what_changes_the_result_and_nothing_else() -> None:
     same = {"name": "other", "save_every": 7, "instructions": "other"}  # a text counts by its own identity
     for name, value in same.items():
         assert finetune_identity(dataclasses.replace(base, **{name: value})) == finetune_identity(base)
-    fields = {field.name for field in dataclasses.fields(base)}
+    fields = {field.name for field in dataclasses.fields(base)} - {"distill", "temperature", "train"}
     for name in fields - {*same, "bits", "modules"}:
         other = "linear" if name == "schedule" else getattr(base, name) * 2
         assert finetune_identity(dataclasses.replace(base, **{name: other})) != finetune_identity(base), name
@@ -70,6 +82,19 @@ def test_identity_holds_what_changes_the_result_and_nothing_else() -> None:
     assert storage_identity(dataclasses.replace(base, modules=["shared_experts", "experts", "experts"])) == stored
     no_router = dataclasses.replace(base, router_rank=0)
     assert finetune_identity(no_router) == finetune_identity(dataclasses.replace(no_router, router_learning_rate=1.0))
+
+
+def test_identity_of_a_distillation_holds_its_teacher_and_what_is_trained() -> None:
+    learnt = RecoveryConfig(instructions="alpaca")
+    distilled = RecoveryConfig(distill="alpaca")
+    routers = RecoveryConfig(**ROUTERS)
+    identities = [finetune_identity(settings) for settings in (learnt, distilled, routers)]
+    assert "teacher" not in identities[0] and not any(one == other for one, other in combinations(identities, 2))
+    for name in ("temperature", "router_learning_rate", "epochs", "rows_per_step", "warmup", "clip"):
+        other = dataclasses.replace(routers, **{name: getattr(routers, name) * 2})
+        assert finetune_identity(other) != finetune_identity(routers), name
+    for name, value in {"name": "other", "save_every": 7, "distill": "other"}.items():
+        assert finetune_identity(dataclasses.replace(routers, **{name: value})) == finetune_identity(routers)
 
 
 def test_settings_are_checked_without_torch() -> None:

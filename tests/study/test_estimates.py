@@ -25,7 +25,7 @@ from moe_lab.study.estimates import Memory, Times, forecast, gpus, largest_memor
 from moe_lab.study.step import Part, Step
 from moe_lab.study.steps import KINDS
 from moe_lab.study.steps.kind import Reads
-from moe_lab.study.steps.memory import hidden_states
+from moe_lab.study.steps.memory import LOGITS, hidden_states
 from moe_lab.study.store import Store
 
 ROOT = Path(__file__).parents[2]
@@ -114,6 +114,16 @@ def test_gradients_of_weights_are_held_in_full() -> None:
 def test_changed_weights_are_a_second_model() -> None:
     tuned = Step("evaluate", "s", {}, {"finetune": step("finetune")}, step("evaluate").runtime)
     assert known(tuned).bytes > known(step("evaluate")).bytes + 12 * 2**30
+
+
+def test_routers_are_trained_without_a_second_model_and_a_teacher_takes_more_of_a_batch() -> None:
+    """OLMoE: 12.9 GiB of weights; four more tensors of the size of the logits of 16,384 tokens."""
+    dora, distilled, routers = (
+        known(step("finetune", recovery=asdict(RecoveryConfig(**settings)))).bytes
+        for settings in ({"instructions": "t"}, {"distill": "t"}, {"distill": "t", "train": "routers"})
+    )
+    assert distilled - dora == 4 * 16384 * LOGITS
+    assert distilled - routers == pytest.approx(1.1 * 12.9 * 2**30, rel=0.02)
 
 
 def test_weights_are_read_without_a_gpu_and_without_room_for_them() -> None:

@@ -14,7 +14,8 @@ import preloaded
 import pytest
 import torch
 from processes import is_running
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file as load_arrays
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from moe_lab import __main__ as command_line
@@ -116,7 +117,7 @@ def test_dropped_experts_are_replaced_by_their_mean_outputs(store: Path) -> None
     assert [cell["cell"]["allocation"] for cell in (removed, replaced)] == ["uniform", "novices"]
     dropping, plan = (Plan.load(store / cell["plan"] / "plan.json") for cell in (removed, replaced))
     inputs = content(store, replaced["plan"], "step.json")["inputs"]
-    sums = load_file(store / inputs["statistics"] / "statistics.safetensors")
+    sums = load_arrays(store / inputs["statistics"] / "statistics.safetensors")
     for layer, kept in dropping.experts.items():
         dropped = sorted(set(range(32)) - set(kept))
         assert plan.null_experts(layer) == dropped and plan.experts[layer] == tuple(range(32))
@@ -131,8 +132,8 @@ def test_dropped_experts_are_merged(store: Path) -> None:
     (merged,) = cells(store, "criterion=frequency", "allocation=hc_smoe", "ratio=0.75", "export=natural", "verify=true")
     plan = Plan.load(store / merged["plan"] / "plan.json")
     inputs = content(store, merged["plan"], "step.json")["inputs"]
-    sums = load_file(store / inputs["similarity"] / "statistics.safetensors")
-    tokens = load_file(store / inputs["statistics"] / "statistics.safetensors")
+    sums = load_arrays(store / inputs["similarity"] / "statistics.safetensors")
+    tokens = load_arrays(store / inputs["statistics"] / "statistics.safetensors")
     for layer in range(4):
         groups = grouping.hc_smoe({"dense_output_sum": sums[f"{layer}/dense_output_sum"]}, range(8))
         expected = grouping.weighted(groups, tokens[f"{layer}/tokens"])
@@ -200,6 +201,35 @@ def test_a_fine_tuned_model_is_evaluated_like_any_other(store: Path) -> None:
     report = content(store, cell["finetune"], "finetune.json")
     assert report["steps"] >= 1 and numpy.isfinite(report["loss"]).all()
     assert content(store, cell["evaluate"]["pocket_boolq"], "result.json")["results"]
+
+
+WITHOUT_MOE_LAB = """
+import sys, torch
+sys.modules["moe_lab"] = None
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32, experts_implementation="eager")
+with torch.no_grad():
+    save_file({"logits": model(torch.arange(64)[None]).logits.contiguous()}, sys.argv[2])
+"""
+
+
+def test_routers_are_distilled_and_exported_as_they_are_evaluated(store: Path, tmp_path: Path) -> None:
+    words = ["criterion=man", "ratio=0.5", "recovery=pocket_router_kd", "recovery.epochs=0.2", "export=natural"]
+    (cell,) = cells(store, *words)
+    assert content(store, cell["evaluate"]["pocket_boolq"], "result.json")["results"]
+    report = content(store, cell["finetune"], "finetune.json")
+    assert report["steps"] == 2 and report["trained_parameters"] == {"routers": 4 * 16 * 128}
+
+    network = load_model(ModelConfig(name="pocket", path="pocket:olmoe", device="cpu"))[0]
+    plan = Plan.load(store / cell["plan"] / "plan.json")
+    evaluated = recovered(network, plan, bits=16, modules=(), tuned=store / cell["finetune"])
+    folder, found = store / cell["export"] / "checkpoint", tmp_path / "found.safetensors"
+    subprocess.run([sys.executable, "-c", WITHOUT_MOE_LAB, str(folder), str(found)], check=True)
+    with torch.no_grad():
+        assert torch.equal(load_file(found)["logits"], evaluated(torch.arange(64)[None]).logits)
+    card = (folder / "README.md").read_text()
+    assert "recovery=pocket_router_kd" in card and "its routers were trained to predict" in card
 
 
 def test_plans_of_each_kind_are_exported_and_compared_and_loaded_with_the_code_beside_them(store: Path) -> None:
@@ -308,6 +338,8 @@ def test_a_server_that_dies_in_the_middle_of_a_benchmark_leaves_nothing_behind(s
         (["allocation=reconstruction"], "is the largest feasible ratio"),
         (["criterion=heapr", "allocation=coverage", "allocation.parameters.align.block=99"], "64 channels"),
         (["recovery=nf5"], "did you mean nf4"),
+        (["recovery=pocket_router_kd", "recovery.distill=pocket_stores"], "did you mean pocket_stories"),
+        (["recovery=pocket_router_kd", "recovery.rank=4"], "recovery.rank=4 is about adapters"),
         (["recovery=nf4", "recovery.bits=5"], "expected 4 (NF4) or 16"),
         (["export=masked", "recovery=nf4"], "recovery=nf4 changes: expected export=natural"),
         (["export=natural", "recovery=nf4", "verify=true"], "expected verify=false"),

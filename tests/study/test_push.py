@@ -406,6 +406,7 @@ def test_the_card_shows_no_path_of_this_machine(tmp_path: Path) -> None:
         (RecoveryConfig(), ROUNDED, "quantized"),
         (RecoveryConfig(name="nf4", bits=4), PLAIN, "quantized"),
         (RecoveryConfig(name="dora", instructions="text"), PLAIN, "finetune"),
+        (RecoveryConfig(name="router_kd", distill="text", train="routers"), PLAIN, "finetune"),
         (RecoveryConfig(name="dora_nf4", bits=4, instructions="text"), PLAIN, "finetune"),
     ],
 )

@@ -17,8 +17,8 @@ ROOM = 1.1
 """Factor on the weights for sums, buffers and fragmentation."""
 LOGITS = 2**19
 """Upper bound of the bytes of one token's logits: about 130,000 words in fp32."""
-DISTILLED = 5
-"""Tensors of the size of a batch's logits that a distillation holds besides those of a forward and backward pass."""
+DISTILLED = 4
+"""fp32 tensors of the size of a batch's logits that a distillation holds at once, besides the logits; measured."""
 CACHE = 4
 """Bytes of keys and values of one token and layer, as a multiple of the hidden size; less where heads share them."""
 CHANNEL_SUMS = 7
