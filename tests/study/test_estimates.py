@@ -271,6 +271,21 @@ def test_steps_that_do_not_say_what_they_took_count_as_none(store: Store) -> Non
     assert Times(store).seconds(reading(1)) is None
 
 
+def test_a_fine_tuning_says_nothing_of_one_that_trains_other_parts_or_has_a_teacher(store: Store) -> None:
+    dora, distilled, routers, slower = (
+        replace(reading(3, kind="finetune"), parts={**reading(3).parts, "recovery": Part({"epochs": 2, **settings})})
+        for settings in (
+            {"adapter": "dora"},
+            {"adapter": "dora", "teacher": "unpruned"},
+            {"trained": "routers", "teacher": "unpruned"},
+            {"trained": "routers", "teacher": "unpruned", "learning_rate": 1e-6},
+        )
+    )
+    finish(store, routers, 2.0)
+    times = Times(store)
+    assert [times.seconds(other) for other in (dora, distilled, slower)] == [None, None, pytest.approx(2.0)]
+
+
 def test_a_cost_that_is_counted_says_nothing_of_one_that_reads_a_text(store: Store) -> None:
     counted, read = (replace(reading(3, kind="cost"), parts=parts) for parts in ({}, reading(3).parts))
     finish(store, counted, 2.0)
