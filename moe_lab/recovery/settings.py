@@ -108,8 +108,8 @@ def finetune_words(settings: RecoveryConfig, text: str | None) -> str:
     if settings.train == "routers":
         trained = "its routers were trained"
     else:
-        parts = "routed experts" + (", shared experts" if settings.shared_experts else "")
-        parts += f" (rank {settings.rank}) and routers (rank {settings.router_rank})" if settings.router_rank else ""
+        parts = f"routed experts{', shared experts' if settings.shared_experts else ''} (rank {settings.rank})"
+        parts += f" and routers (rank {settings.router_rank})" if settings.router_rank else ""
         trained = f"DoRA adapters on {parts} were trained"
     if settings.distill is not None:
         learnt = f"to predict the tokens of {text} as the unpruned model does, at temperature {settings.temperature:g},"
