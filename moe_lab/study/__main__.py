@@ -1,10 +1,11 @@
-"""`python -m moe_lab.study status|cancel|logs|why|verify NAME`: state of a study that was started."""
+"""`python -m moe_lab.study status|cancel|logs|why|verify NAME`: state of a study that was started; `gc`: free space."""
 
 from __future__ import annotations
 
 import argparse
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from moe_lab.errors import UserError, end_with, unknown
 
@@ -15,27 +16,66 @@ if TYPE_CHECKING:
 
 def main() -> int:
     """Run a command; exit code 1 for damaged steps, 2 with a message for an unknown name."""
+    from moe_lab.study.garbage import gc
     from moe_lab.study.progress import say_notices
     from moe_lab.study.status import COMMANDS  # imported here so that Ctrl-C during the import prints no trace
     from moe_lab.study.store import Store
 
     parser = argparse.ArgumentParser(prog="python -m moe_lab.study", description=__doc__)
-    parser.add_argument("command", choices=COMMANDS)
-    parser.add_argument("name", help="a study (by default called as its experiment), or a step: kind/label, or its id")
-    parser.add_argument("store", nargs="?", default="store=store", help="store=FOLDER, as for python -m moe_lab")
+    parser.add_argument("command", choices=[*COMMANDS, gc.__name__])
+    parser.add_argument(
+        "words",
+        nargs="*",
+        metavar="NAME|KEY=VALUE",
+        help="NAME (not for gc): a study (by default called as its experiment), or a step: kind/label, or its id; "
+        "store=FOLDER, as for python -m moe_lab; for status: watch=true; for gc: apply=true",
+    )
     words = parser.parse_args()
+    command: Callable[..., int | None] = COMMANDS.get(words.command, gc)
     try:
-        store = Store(words.store.removeprefix("store="))
+        names, folder, options = split(words.words, command.__kwdefaults__ or {})
+        if len(names) != (command is not gc):
+            raise UserError(_about_names(words.command, names))
+        store = Store(folder)
         if not store.is_there():
             raise UserError(f"store={store.root} is no store: name the folder the study was run with")
         with store.errors_as_sentences():
-            study, state, steps = find(store, words.name)
-            code = COMMANDS[words.command](store, study, state, steps) or 0
+            code = command(store, *(find(store, names[0]) if names else ()), **options) or 0
         say_notices(store)
         return code
     except UserError as error:
         print(f"moe_lab: {error}", file=sys.stderr)
         return 2
+
+
+def split(words: Sequence[str], options: Mapping[str, Any]) -> tuple[list[str], str, dict[str, bool]]:
+    """(names, folder of the store, value of each option) from the words after a command.
+
+    `options`: the command's own keys, which are all true or false. Raises UserError for an unknown key or value.
+    """
+    names, folder = [], "store"
+    values: dict[str, bool] = {}
+    for word in words:
+        key, is_setting, value = word.partition("=")
+        if not (is_setting and key.isidentifier()):  # the names of some steps have a =
+            names.append(word)
+        elif key == "store":
+            folder = value
+        elif key not in options:
+            raise unknown("setting", key, ["store", *options])
+        elif value not in ("true", "false"):
+            raise unknown(key, value, ["true", "false"])
+        else:
+            values[key] = value == "true"
+    return names, folder, values
+
+
+def _about_names(command: str, names: Sequence[str]) -> str:
+    if command == "gc":
+        return f"gc {names[0]}: gc frees what no study of the store refers to, and takes no name"
+    if not names:
+        return f"{command} takes the name of a study or a step: python -m moe_lab.study {command} NAME"
+    return f"{command} {' '.join(names)}: expected one name, and the store as store={names[1]}"
 
 
 def find(store: Store, name: str) -> tuple[str, StudyState, list[StepState]]:

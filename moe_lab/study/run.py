@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -43,15 +44,13 @@ def run(
     graph = build(config, requests)
     push.check_graph(config, graph)
     store = Store(config.store)
-    with store.errors_as_sentences():
+    with store.errors_as_sentences(), nullcontext() if config.dry_run else store.create().lease(graph.steps()):
         return _run(Study(config, graph, store, add, written=written or {}), missing, launch)
 
 
 def _run(study: Study, missing: list[str], launch: Launcher) -> int:
     """Find the finished steps in the store and `launch` the others. `missing`: what this machine lacks for them."""
     config, graph, store = study.config, study.graph, study.store
-    if not config.dry_run:
-        store.create()
     every = graph.steps()
     done = {step.id for step in every if store.done(step)}
     steps = unmerged(every, done)

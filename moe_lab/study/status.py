@@ -60,7 +60,7 @@ def study_state(store: Store, study: str) -> StudyState:
     all_runs = runs(store, study)
     of_run = {job.id: run for run in all_runs for job in run.jobs}
     jobs = {job.id: job for run in all_runs for job in run.jobs}
-    queue, silence = _alive(jobs) if jobs else ({}, "")
+    queue, silence = alive(jobs) if jobs else ({}, "")
     last_job: dict[str, str] = {}
     for job in jobs.values():
         for step in job.steps:
@@ -79,7 +79,7 @@ def study_state(store: Store, study: str) -> StudyState:
     return StudyState(about["time"], steps, jobs, queue, of_run, silence)
 
 
-def _alive(jobs: Mapping[str, Submitted]) -> tuple[dict[str, Queued], str]:
+def alive(jobs: Mapping[str, Submitted]) -> tuple[dict[str, Queued], str]:
     """Those of the jobs that are still in the queue, and "". When the scheduler cannot be asked: {}, and the reason.
 
     The store alone still gives a useful state, so this is no error.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import re
 import shutil
 import time
 import uuid
@@ -32,6 +33,8 @@ any later write to a file changes it, even within the same tick of a coarse cloc
 """
 MANIFEST_SHAPE = {"files": {str: {"bytes": int, "sha256": str}}, "time": int | None}
 ERROR_SHAPE = {"message": str, "log": str | None}
+SCRATCH = re.compile(r"\.[0-9a-f]{12}\.[0-9a-f]{8}")
+"""Name of a folder with unfinished work: start of the step's id, and a random word."""
 TICK = 2
 """Seconds between two modification times on the file systems with the coarsest clocks."""
 NANO = 10**9
@@ -233,20 +236,60 @@ class Store:
         parent = self.root / kind
         since = {}
         for entry in os.scandir(parent) if parent.exists() else ():
-            if entry.name.startswith(".") and self._locked(entry.name[1:13]):
+            if entry.name.startswith(".") and self.locked(entry.name[1:13]):
                 with contextlib.suppress(FileNotFoundError):  # it has just been finished
                     since[entry.name[1:13]] = entry.stat().st_mtime
         return since
 
-    def _locked(self, start_of_id: str) -> bool:
-        """Whether a process holds the lock of a step. Tries a shared lock, which works on a read-only disk too."""
-        for path in (self.root / "locks").glob(f"{start_of_id}*.lock"):
-            with contextlib.suppress(FileNotFoundError, IsADirectoryError), path.open("rb") as file:
-                try:
-                    fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                except BlockingIOError:
-                    return True
-        return False
+    def locked(self, start_of_id: str) -> bool:
+        """Whether a process holds the lock of a step."""
+        return any(_is_locked(path) for path in (self.root / "locks").glob(f"{start_of_id}*.lock"))
+
+    def choosing(self) -> FileLock:
+        """The lock under which `gc` chooses and runs take leases. So no run can find a step finished, and then lose it
+        because gc had read the leases before."""
+        return self.lock(self.root / "locks" / "gc.lock")
+
+    @contextlib.contextmanager
+    def lease(self, steps: Iterable[Step]) -> Iterator[None]:
+        """Keep `gc` from freeing these steps until the block ends or the process dies. Waits while gc is choosing.
+
+        The lease is a file with the ids of the steps, which is locked. A process that dies leaves the file, unlocked;
+        the next lease removes it.
+        """
+        path = self.root / "leases" / f"{uuid.uuid4().hex}.json"
+        with contextlib.ExitStack() as held:
+            with self.choosing():
+                path.parent.mkdir(exist_ok=True)
+                for left in path.parent.iterdir():
+                    if not _is_locked(left):
+                        left.unlink(missing_ok=True)
+                write_json(path, [step.id for step in steps])
+                file = held.enter_context(path.open("rb+"))
+                fcntl.flock(file, fcntl.LOCK_EX)
+            held.callback(path.unlink, missing_ok=True)
+            yield
+
+    def leased(self) -> set[str]:
+        """Ids of all steps that running processes have leased."""
+        ids: set[str] = set()
+        for path in (self.root / "leases").glob("*.json"):
+            if _is_locked(path):
+                ids.update(self.read(path, [str], "written by the next run") or ())
+        return ids
+
+    def hide(self, folder: Path, step_id: str) -> Path | None:
+        """Rename the folder of a step, or of its resume files, as scratch, of which nothing is ever read.
+
+        Returns the new path; None when a process is working on the step, or has just removed the folder. `step_id`: at
+        least 16 digits of its id.
+        """
+        hidden = folder.with_name(f".{step_id[:12]}.{uuid.uuid4().hex[:8]}")
+        with contextlib.suppress(Timeout, FileNotFoundError):
+            with self.lock(self.root / "locks" / f"{step_id[:16]}.lock", timeout=0):
+                folder.rename(hidden)
+            return hidden
+        return None
 
     def forget(self, step: Step) -> None:
         """Remove the error of a failed step, so that it runs again."""
@@ -293,6 +336,16 @@ class Store:
         self._hashed.add(step.id)
         shutil.rmtree(self.partial(step), ignore_errors=True)
         self.forget(step)
+
+
+def _is_locked(path: Path) -> bool:
+    """Whether a process holds the lock of a file. Tries a shared lock, which works on a read-only disk too."""
+    with contextlib.suppress(FileNotFoundError, IsADirectoryError), path.open("rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
 
 
 def changed(folder: Path) -> dict[str, str]:

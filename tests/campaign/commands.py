@@ -335,6 +335,10 @@ moe_lab.study verify sweep store=/no/such/store | /no/such/store
 moe_lab.study verify sweep store=README.md | README.md
 moe_lab.study verify sweep STORE extra | extra
 moe_lab.study status sweep stor=STORE | stor
+moe_lab.study gc apply_all=true store=STORE | apply
+moe_lab.study gc apply=maybe store=STORE | apply
+moe_lab.study gc sweep store=STORE | sweep
+moe_lab.study gc store=/no/such/store | /no/such/store
 moe_lab.study status '' store=STORE | unknown
 moe_lab.study --no-such-option | command
 moe_lab.inspect nobody | nobody

@@ -13,19 +13,17 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
-from hydra import compose, initialize_config_dir
 from processes import until
+from small_studies import SMALL, STUDY, Worker, asked, start
 
 from analysis.load.reader import Reader
 from analysis.load.studies import document
-from moe_lab import compose as composition
 from moe_lab.config import Config
 from moe_lab.errors import UserError, end_with
 from moe_lab.grid import Request
-from moe_lab.paths import conf
 from moe_lab.study import __main__ as command
 from moe_lab.study import launch, record, report
 from moe_lab.study.run import run
@@ -36,41 +34,12 @@ from moe_lab.study.slurm.pack import Pack
 from moe_lab.study.step import Step
 from moe_lab.study.store import Store, changed
 
-SMALL = ["suite.benchmarks=[pocket_boolq]", "calibration=pocket_code", "launcher=inline", "report=false"]
-STUDY = "study"
-
-
-class Worker:
-    """Does steps in no time: every one leaves two small files. `harm` is called first."""
-
-    harm: Callable[[Step, Path], None] | None = None
-    did: ClassVar[list[str]] = []
-
-    def __init__(self, store: Store) -> None: ...
-    def __enter__(self) -> Worker:
-        return self
-
-    def __exit__(self, *_: object) -> None: ...
-    def __call__(self, step: Step, scratch: Path, others: object) -> None:
-        self.did.append(step.folder)
-        if Worker.harm:
-            Worker.harm(step, scratch)
-        (scratch / "result.json").write_text('{"score": 0.5, "of": ["a", 1]}')
-        (scratch / "provenance.json").write_text('{"seconds": 1.5}')
-
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "Here", Worker)
     monkeypatch.setattr(Worker, "harm", None)
     monkeypatch.setattr(Worker, "did", [])
-
-
-def asked(*words: str) -> tuple[Config, list[Request]]:
-    """What a command line asks for."""
-    composition.register()
-    with initialize_config_dir(str(conf()), version_base="1.3"):
-        return composition.requests(compose("config", overrides=[*SMALL, *words]), composition.Groups())
 
 
 @pytest.fixture(scope="module")
@@ -81,11 +50,6 @@ def one() -> tuple[Config, list[Request]]:
 @pytest.fixture(scope="module")
 def other() -> tuple[Config, list[Request]]:
     return asked("criterion=reap", "ratio=0.5")
-
-
-def start(store: Path, of: tuple[Config, list[Request]], **changes: Any) -> int:
-    """Start a study in a store; the exit code."""
-    return run(replace(of[0], store=str(store), **changes), of[1])
 
 
 def ask(monkeypatch: pytest.MonkeyPatch, store: Path, *words: str) -> int:

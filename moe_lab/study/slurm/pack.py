@@ -41,9 +41,11 @@ class Pack:
         store.check_there()  # a node that does not see the store must not create a new one
         store.create()
         schedule = Schedule(self.steps)
-        schedule.lack(_absent(self.steps, schedule, store))
-        with Worker(store, f"slurm-{job_id()}") as execute:
-            work(schedule, store, execute)
+        needed = {step.id: step for own in self.steps for step in (own, *own.needs)}
+        with store.lease(needed.values()):
+            schedule.lack(_absent(self.steps, schedule, store))
+            with Worker(store, f"slurm-{job_id()}") as execute:
+                work(schedule, store, execute)
         return {"done": len(schedule.finished), "failed": len(schedule.failed), "skipped": len(schedule.skipped)}
 
     def checkpoint(self) -> DelayedSubmission | None:

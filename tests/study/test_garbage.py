@@ -1,0 +1,390 @@
+"""`python -m moe_lab.study gc`: frees what nothing refers to, and nothing else, whoever works or dies meanwhile."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small_studies import STUDY, Worker, asked, start
+
+from moe_lab.config import Config
+from moe_lab.errors import UserError
+from moe_lab.grid import Request
+from moe_lab.json_files import read_json, write_json
+from moe_lab.study import __main__ as command
+from moe_lab.study import garbage, launch
+from moe_lab.study import run as running
+from moe_lab.study.garbage import LEFTOVERS, gc, look
+from moe_lab.study.graph import build
+from moe_lab.study.runs import Submitted, runs
+from moe_lab.study.schedule import StepError
+from moe_lab.study.slurm import pack, scheduler
+from moe_lab.study.slurm.scheduler import Queued
+from moe_lab.study.step import Part, Step
+from moe_lab.study.store import Store
+
+Asked = tuple[Config, list[Request]]
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "Here", Worker)
+    monkeypatch.setattr(Worker, "harm", None)
+    monkeypatch.setattr(Worker, "did", [])
+
+
+@pytest.fixture(scope="module")
+def one() -> Asked:
+    """A study whose scores are of weights: its record does not name the step with the sums of weights."""
+    return asked("criterion=aimer", "ratio=0.5")
+
+
+@pytest.fixture(scope="module")
+def other() -> Asked:
+    return asked("criterion=reap", "ratio=0.5")
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    return tmp_path / "store"
+
+
+@pytest.fixture
+def replaced(place: Path, one: Asked, other: Asked) -> Path:
+    """A store in which the cells of `one` were replaced by those of `other`."""
+    assert start(place, one) == start(place, other) == 0
+    Worker.did.clear()
+    return place
+
+
+def steps(of: Asked) -> dict[str, Step]:
+    return {step.folder: step for step in build(*of).steps()}
+
+
+def finished(place: Path) -> set[str]:
+    return {str(path.parent.relative_to(place)) for path in place.glob("*/[!.]*/manifest.json")}
+
+
+def named(place: Path) -> set[str]:
+    """Folders that gc would free."""
+    return {str(item.path.relative_to(place)) for item in look(Store(place)).garbage}
+
+
+def ask(monkeypatch: pytest.MonkeyPatch, store: Path, *words: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["study", *words, f"store={store}"])
+    return command.main()
+
+
+def test_what_no_study_refers_to_is_named_first_and_freed_on_request(
+    replaced: Path, one: Asked, other: Asked, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    only_one, shared = steps(one).keys() - steps(other).keys(), steps(one).keys() & steps(other).keys()
+    assert {name.partition("/")[0] for name in only_one} >= {"weights", "scores", "plan", "evaluate"} and shared
+    before = sorted((path, path.stat().st_mtime_ns) for path in replaced.rglob("*"))
+    assert ask(monkeypatch, replaced, "gc") == 0
+    shown = capsys.readouterr().out
+    assert sorted((path, path.stat().st_mtime_ns) for path in replaced.rglob("*")) == before, "it only looks"
+    assert "weights" in shown and "apply=true" in shown and "model" not in shown.split("kept")[0]
+    assert named(replaced) == only_one
+    bytes_of_one = sum(path.stat().st_size for name in only_one for path in (replaced / name).iterdir())
+    assert sum(item.bytes for item in look(Store(replaced)).garbage) == bytes_of_one
+
+    assert ask(monkeypatch, replaced, "gc", "apply=true") == 0
+    assert finished(replaced) == set(steps(other)) and not list(replaced.glob("*/.*"))
+    assert ask(monkeypatch, replaced, "verify", STUDY) == 0
+    assert start(replaced, other) == 0 and Worker.did == []
+    assert start(replaced, one) == 0 and set(Worker.did) == only_one
+    assert ask(monkeypatch, replaced, "gc", "apply=true") == 0, "the last run is of one, and the record too"
+    assert finished(replaced) == set(steps(one))
+
+
+def test_a_record_alone_keeps_the_inputs_of_its_steps(place: Path, one: Asked) -> None:
+    assert start(place, one) == 0
+    shutil.rmtree(place / "runs")
+    gc(Store(place), apply=True)
+    assert finished(place) == set(steps(one))
+    (place / "studies" / f"{STUDY}.json").unlink()
+    gc(Store(place), apply=True)
+    assert finished(place) == set()
+
+
+def test_an_interrupted_study_goes_on_from_where_it_was(place: Path, one: Asked, other: Asked) -> None:
+    """Two runs of it were, and no record was written since. Both are kept, though the last one asks for other steps."""
+
+    def harm(step: Step, scratch: Path) -> None:
+        if step.kind == "plan":
+            partial = Store(place).partial(step)
+            partial.mkdir(parents=True, exist_ok=True)
+            (partial / "half.txt").touch()
+            raise KeyboardInterrupt
+
+    Worker.harm = harm
+    for of in (one, other):
+        with pytest.raises(KeyboardInterrupt):
+            start(place, of)
+    made = finished(place)
+    assert made & (steps(one).keys() - steps(other).keys())
+    gc(Store(place), apply=True)
+    assert finished(place) == made and len(list(place.glob("partial/*/half.txt"))) == 2
+    Worker.harm = None
+    Worker.did.clear()
+    assert start(place, one) == 0 and set(Worker.did) == steps(one).keys() - made
+
+
+def test_what_failed_steps_need_is_kept(place: Path, one: Asked) -> None:
+    """The record does not name the sums of weights when the scores made from them are missing."""
+
+    def harm(step: Step, scratch: Path) -> None:
+        if step.kind == "scores":
+            raise StepError({"message": "no"})
+
+    Worker.harm = harm
+    assert start(place, one) == 1
+    assert any(name.startswith("weights/") for name in finished(place)) and named(place) == set()
+
+
+def test_what_killed_processes_left_is_freed_and_what_is_worked_on_is_not(place: Path) -> None:
+    store = Store(place).create()
+    alive, dead = (Step("plan", "example", {"settings": Part({"number": number})}) for number in range(2))
+    script = f"""
+        import os, signal
+        from moe_lab.study.step import Part, Step
+        from moe_lab.study.store import Store
+        store, step = Store({str(place)!r}), Step("plan", "example", {{"settings": Part({{"number": 1}})}})
+        with store.lease([step]), store.claim(step) as scratch:
+            (scratch / "half.txt").write_text("half")
+            store.partial(step).mkdir(parents=True)
+            (store.partial(step) / "half.txt").write_text("half")
+            os.kill(os.getpid(), signal.SIGKILL)
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)])
+    assert done.returncode == -signal.SIGKILL and len(list(place.glob("leases/*.json"))) == 1
+    with store.claim(alive) as scratch:
+        assert scratch is not None
+        store.partial(alive).mkdir(parents=True)
+        left = look(Store(place)).garbage
+        assert [item.kind for item in left] == [LEFTOVERS] * 2 and [item.bytes for item in left] == [4, 4]
+        gc(Store(place), apply=True)
+        assert list(place.glob("plan/.*")) == [scratch] and list(place.glob("partial/*")) == [store.partial(alive)]
+    assert store.done(alive) and not store.done(dead)
+    with store.lease([]):
+        assert len(list(place.glob("leases/*"))) == 1, "the lease of the dead process is gone"
+
+
+def at_work_of_one(place: Path, other: Asked, then: Callable[[], None]) -> Callable[[Step, Path], None]:
+    """A harm by which `other` is run and recorded, and `then` called, when `one` is about to evaluate its plan."""
+    once = [True]
+
+    def harm(step: Step, scratch: Path) -> None:
+        if step.kind == "evaluate" and "plan" in step.inputs and once:
+            once.clear()
+            assert start(place, other) == 0
+            then()
+
+    return harm
+
+
+def test_a_run_at_the_same_time_loses_nothing(place: Path, one: Asked, other: Asked) -> None:
+    """The study is replaced and garbage collected in the middle of a run, whose steps only its lease keeps."""
+    Worker.harm = at_work_of_one(place, other, lambda: gc(Store(place), apply=True))
+    assert start(place, one) == 0
+    assert len(Worker.did) == len(set(Worker.did)) and finished(place) == {*steps(one), *steps(other)}
+
+
+def test_a_run_that_finds_everything_finished_loses_nothing(
+    replaced: Path, one: Asked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def finish(*arguments: Any) -> int:
+        gc(Store(replaced), apply=True)
+        return end(*arguments)
+
+    end = running.finish
+    monkeypatch.setattr(running, "finish", finish)
+    assert start(replaced, one) == 0 and Worker.did == []
+    assert set(steps(one)) <= finished(replaced)
+
+
+def test_a_run_that_ends_while_gc_looks_loses_nothing(
+    replaced: Path, one: Asked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It gives up its lease after gc has read the records, which still are the old ones."""
+    held, read = ExitStack(), garbage.record.read
+
+    def read_then_end(*arguments: Any) -> Any:
+        document = read(*arguments)
+        held.close()
+        return document
+
+    monkeypatch.setattr(garbage.record, "read", read_then_end)
+    held.enter_context(Store(replaced).lease(steps(one).values()))
+    assert named(replaced) == set()
+    assert named(replaced) == steps(one).keys() - finished_by_study(replaced)
+
+
+def finished_by_study(place: Path) -> set[str]:
+    """Folders of the steps of the study's last run."""
+    return {folder for _, folder, _ in (runs(Store(place), STUDY)[-1].about or {})["steps"]}
+
+
+def test_a_run_that_starts_while_gc_chooses_waits_and_makes_anew_what_was_freed(
+    replaced: Path, one: Asked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise it would find a step finished that is freed right afterwards."""
+    threads: list[threading.Thread] = []
+    codes: list[int] = []
+
+    def look_then_start(store: Store) -> Any:
+        survey = survey_of(store)
+        threads.append(threading.Thread(target=lambda: codes.append(start(replaced, one))))
+        threads[0].start()
+        threads[0].join(0.5)  # more than it takes when it does not wait
+        assert threads[0].is_alive(), "the run did not wait for the lease"
+        return survey
+
+    survey_of = garbage.look
+    monkeypatch.setattr(garbage, "look", look_then_start)
+    gc(Store(replaced), apply=True)
+    threads[0].join()
+    assert codes == [0] and set(steps(one)) <= finished(replaced) and Worker.did
+
+
+def test_runs_and_collections_in_turn_fail_nothing(place: Path, one: Asked, other: Asked) -> None:
+    """Two commands start the two studies, of one name, again and again, and gc frees all it can meanwhile."""
+    codes: list[int] = []
+
+    def repeat(of: Asked) -> None:
+        codes.extend(start(place, of) for _ in range(6))
+
+    Store(place).create()
+    threads = [threading.Thread(target=repeat, args=(of,)) for of in (one, other)]
+    for thread in threads:
+        thread.start()
+    collections = 0
+    while any(thread.is_alive() for thread in threads):
+        gc(Store(place), apply=True)
+        collections += 1
+    assert codes == [0] * 12 and collections > 1 and not list(place.glob("failed/*"))
+    assert not list(place.glob("damaged/*"))
+
+
+def test_a_killed_gc_leaves_a_store_that_works(
+    replaced: Path, one: Asked, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It dies when the first folder is half removed."""
+    script = f"""
+        import os, shutil, signal
+        from moe_lab.study.garbage import gc
+        from moe_lab.study.store import Store
+        def rmtree(path, **_):
+            sorted(path.iterdir())[-1].unlink()
+            os.kill(os.getpid(), signal.SIGKILL)
+        shutil.rmtree = rmtree
+        gc(Store({str(replaced)!r}), apply=True)
+    """
+    garbage_of_one = named(replaced)
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True)
+    assert done.returncode == -signal.SIGKILL
+    assert ask(monkeypatch, replaced, "verify", STUDY) == 0 and not finished(replaced) & garbage_of_one
+    assert {item.kind for item in look(Store(replaced)).garbage} == {LEFTOVERS}
+    capsys.readouterr()
+    assert start(replaced, one) == 0 and set(Worker.did) == garbage_of_one
+    assert "damaged" not in capsys.readouterr().err
+    gc(Store(replaced), apply=True)
+    assert not list(replaced.glob("*/.*")) and finished(replaced) == set(steps(one))
+
+
+@pytest.mark.parametrize(
+    "file", ["studies/study.json", "runs/study/*/run.json", "runs/study/*/jobs.json", "statistics/*/step.json"]
+)
+def test_nothing_is_freed_while_it_is_unclear_what_is_needed(
+    replaced: Path, file: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs(Store(replaced), STUDY)[-1].add([Submitted("1", "1", "study.plan", "plan", ("x",), ())])
+    damaged = sorted(replaced.glob(file))[-1]
+    damaged.write_text("{")
+    before = finished(replaced)
+    for words in ([], ["apply=true"]):
+        assert ask(monkeypatch, replaced, "gc", *words) == 2
+        said = capsys.readouterr().err
+        assert damaged.name in said and len(said.splitlines()) == 1
+    assert finished(replaced) == before and damaged.read_text() == "{"
+
+
+def test_steps_of_jobs_in_the_queue_are_kept(replaced: Path, one: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = runs(Store(replaced), STUDY)[0]
+    first.add([Submitted("7", "7", "study.plan", "plan", (), ())])
+    queue = {"7": Queued("7", "study.plan", "PENDING", "Dependency", "0:00")}
+    monkeypatch.setattr(scheduler, "queue", lambda: queue)
+    assert named(replaced) == set()
+    queue.clear()
+    assert named(replaced) == steps(one).keys() - finished_by_study(replaced)
+
+    def silent() -> None:
+        raise UserError("no scheduler here")
+
+    monkeypatch.setattr(scheduler, "queue", silent)
+    assert named(replaced) == set() and look(Store(replaced)).silence == "no scheduler here"
+
+
+def test_a_job_keeps_what_it_reads_and_makes(place: Path, one: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a queue to ask, and without a run that names its steps."""
+
+    def harm(step: Step, scratch: Path) -> None:
+        gc(Store(place), apply=True)
+
+    Store(place).create()
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    monkeypatch.setattr(pack, "Worker", lambda store, name: Worker(store))
+    Worker.harm = harm
+    needed = list(steps(one).values())
+    first = [step for step in needed if not step.needs]
+    after = [step for step in needed if step.needs and all(each in first for each in step.needs)]
+    for job in (first, after):
+        done = pack.Pack(str(place), job, 0)()
+        assert job and done["failed"] == done["skipped"] == 0 and {step.folder for step in job} <= finished(place)
+
+
+def test_folders_that_are_no_steps_stay(replaced: Path) -> None:
+    """Files of the user whose names look like those of steps, and steps that were set aside."""
+    notes = replaced / "plan" / "notes-0123456789ab"
+    notes.mkdir()
+    copied = next(replaced / name for name in named(replaced) if name.startswith("plan/"))
+    shutil.copytree(copied, replaced / "mine" / copied.name)
+    wrong = copied.with_name("x-0123456789ab")
+    shutil.copytree(copied, wrong)
+    os.rename(wrong / "step.json", wrong / "other.json")
+    write_json(wrong / "step.json", {**read_json(wrong / "other.json", dict), "id": "f" * 64})
+    gc(Store(replaced), apply=True)
+    assert not copied.exists() and notes.is_dir() and wrong.is_dir() and (replaced / "mine" / copied.name).is_dir()
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["gc", "apply_all=true"], "did you mean apply"),
+        (["gc", "apply=yes"], "apply=yes"),
+        (["gc", "apply="], "apply="),
+        (["gc", STUDY], STUDY),
+        (["status", STUDY, "apply=true"], "setting=apply"),
+        (["verify", STUDY, "more"], "expected one name"),
+        (["status"], "takes the name"),
+    ],
+)
+def test_wrong_words_are_one_sentence(
+    place: Path, words: list[str], says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Store(place).create()
+    assert ask(monkeypatch, place, *words) == 2
+    said = capsys.readouterr().err
+    assert says in said and len(said.splitlines()) == 1
