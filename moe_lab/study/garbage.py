@@ -199,7 +199,7 @@ def _print(store: Store, survey: Survey) -> None:
     for item in survey.garbage:
         groups[item.kind].append(item.bytes)
     if groups:
-        table = Table("step", "number", "size", title=f"store={store.root}: what no study refers to", show_footer=True)
+        table = Table("step", "number", "size", title="what no study refers to", show_footer=True)
         for kind, sizes in groups.items():
             table.add_row(kind, str(len(sizes)), _size(sum(sizes)))
         every = [item.bytes for item in survey.garbage]
@@ -208,7 +208,8 @@ def _print(store: Store, survey: Survey) -> None:
         console.print(table)
     else:
         print(f"store={store.root}: there is nothing to free")
-    print(f"kept: {survey.kept} finished steps, which {survey.studies} studies and running processes refer to")
+    word = "study" if survey.studies == 1 else "studies"
+    print(f"kept: {survey.kept} finished steps, of {survey.studies} {word} and of running processes")
     if survey.silence:
         print(f"{survey.silence}; so the steps of all studies that were submitted are kept")
 
