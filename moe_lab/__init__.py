@@ -270,6 +270,7 @@ def plan(
     multiple_of: int = 1,
     ratio_basis: str = "routed",
     replacement: str = "none",
+    protect: str | None = None,
     **parameters: Any,
 ) -> Plan:
     """Decide which experts, or which of their channels, are kept when `ratio` of the routed experts' parameters is
@@ -278,10 +279,11 @@ def plan(
     `scores`: from `score` or `load_scores`, or your own with the columns layer, expert, (channel,) score, one row each;
     higher means keep. `allocation`: how the budget is shared among layers and experts; those that search need a study.
     `statistics`: those of the model, if they are not attached to the scores. `parameters`: parameters of the
-    allocation. For `multiple_of`, `ratio_basis` and `replacement` see `moe_lab.config.AllocationConfig`. Raises
-    UserError for a ratio that is not feasible, naming the nearest one, and for scores of another model.
+    allocation. For `multiple_of`, `ratio_basis`, `replacement` and `protect` see `moe_lab.config.AllocationConfig`.
+    Raises UserError for a ratio that is not feasible, naming the nearest one, and for scores of another model.
     """
     from moe_lab import allocation as allocations
+    from moe_lab.allocation import protection
     from moe_lab.config import AllocationConfig
     from moe_lab.errors import UserError
     from moe_lab.pruning.plan import make_channel_plan, make_plan
@@ -296,18 +298,22 @@ def plan(
         multiple_of=multiple_of,
         ratio_basis=ratio_basis,
         replacement=replacement,
+        protect=protect,
         parameters=dict(parameters),
     )
     if not allocations.get(allocation).functions:
         raise UserError(f"allocation={allocation} searches with the model: expected another one here, or run a study")
     of_channels = "channel" in scores
     allocations.check(settings, "channel" if of_channels else "expert")
-    chosen = {**vars(settings), "ratio": ratio}
-    facts, layers = statistics.facts, statistics.facts["layers"]
+    chosen = {name: value for name, value in vars(settings).items() if not name.startswith("protect")}
+    chosen |= {**protection.identity(vars(settings)), "ratio": ratio}
     lacking = [need for need in allocations.needs(chosen) if need not in statistics.sums]
     if lacking:
         raise UserError(f"allocation={allocation} reads {', '.join(lacking)}, which these statistics lack")
+    facts = protection.with_protected(chosen, statistics.facts, statistics.sums.get("statistics", {}))
+    layers = facts["layers"]
     provenance: dict[str, Any] = {"allocation": {name: value for name, value in chosen.items() if value is not None}}
+    provenance |= protection.provenance(facts)
     if facts.get("sha256"):  # only statistics from files state it; `export` then refuses another model
         provenance["model_sha256"] = facts["sha256"]
     values = {int(str(layer)): _in_order(rows, of_channels) for layer, rows in scores.groupby("layer")}

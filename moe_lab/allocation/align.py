@@ -77,6 +77,15 @@ def check_fits(alignment: Alignment, layers: Mapping[int, Mapping[str, Any]], ra
         )
 
 
+def check_protected(alignment: Alignment, layer: int, width: int) -> None:
+    """Raise UserError unless a protected expert of so many channels can keep them all."""
+    if width % alignment.block:
+        raise UserError(
+            f"allocation.parameters.align.block={alignment.block}: experts of layer {layer} have {width} channels, and "
+            f"allocation.protect keeps some whole: expected a divisor of {width}"
+        )
+
+
 def align(budgets: Budgets, scores: Mapping[int, Array], alignment: Alignment) -> Budgets:
     """Round budgets to whole blocks: layer -> (E,). `scores`: layer -> (E, I).
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 import numpy
+from numpy.typing import NDArray
 
 from moe_lab.allocation.problem import Array, Budget, Budgets, Channels, Evidence, Infeasible, apportion, best, measured
 from moe_lab.allocation.shapes import Smoothing, layer_losses, loss_needs, smooth, u_shape
@@ -57,24 +58,41 @@ def coverage(
     elif inter == "u_shaped":
         shares = u_shape(len(scores), 1 - problem.ratio, beta, floor)
     if inter == "coverage":
-        pools = [values.ravel() for values in scores.values()]
-        kept = cover(pools, shares, problem.keep, search=search, tolerance=tolerance)
-        budgets = dict(zip(scores, kept.tolist(), strict=True))
+        budgets = _cover_layers(problem, shares, search, tolerance)
     else:
         budgets = problem.layer_budgets(shares)
 
-    def divide(layer: int, values: Array) -> Budget:
+    def divide(layer: int, others: NDArray[numpy.int64], budget: int) -> Budget:
+        """Channels of the experts `others` of a layer, which have `budget` together."""
+        values, width = scores[layer][others], scores[layer].shape[1]
         if intra == "uniform":
-            return apportion(numpy.ones(len(values)), budgets[layer], 0, values.shape[1])
+            return apportion(numpy.ones(len(values)), budget, 0, width)
         if intra == "ranking":
-            return best(values, budgets[layer])
-        measured = expert_prior(prior, problem.evidence, layer, (values.shape[0], values.shape[1]))
-        target = smooth(measured, expert_smoothing)
+            return best(values, budget)
+        measured = expert_prior(prior, problem.evidence, layer, (len(scores[layer]), width))
+        target = smooth(measured[others], expert_smoothing)
         if intra == "proportional":
-            return apportion(target, budgets[layer], 0, values.shape[1])
-        return cover(list(values), target, budgets[layer], search=search, tolerance=tolerance)
+            return apportion(target, budget, 0, width)
+        return cover(list(values), target, budget, search=search, tolerance=tolerance)
 
-    return {layer: divide(layer, values) for layer, values in scores.items()}
+    kept = {}
+    for (layer, values), fixed in zip(scores.items(), problem.fixed.tolist(), strict=True):
+        kept[layer] = numpy.full(len(values), values.shape[1], dtype=numpy.int64)
+        if len(others := problem.unprotected(layer)):
+            kept[layer][others] = divide(layer, others, budgets[layer] - fixed)
+    return kept
+
+
+def _cover_layers(problem: Channels, shares: Array, search: Search, tolerance: float) -> dict[int, int]:
+    """Layer -> channels it keeps by CBA over the pooled channels of each layer, and those of protected experts."""
+    kept, free = problem.fixed, problem.sizes > problem.fixed
+    if free.any():
+        pools = [values[problem.unprotected(layer)].ravel() for layer, values in problem.scores.items()]
+        left = problem.keep - int(kept.sum())
+        kept[free] += cover(
+            [pool for pool in pools if len(pool)], shares[free], left, search=search, tolerance=tolerance
+        )
+    return dict(zip(problem.scores, kept.tolist(), strict=True))
 
 
 def needs(parameters: Mapping[str, Any]) -> tuple[str, ...]:

@@ -37,9 +37,10 @@ def allocate(
     """Layer -> how many experts to remove.
 
     `settings`: fields of AllocationConfig and the ratio. `layers`: layer -> facts (n_experts, top_k, n_group,
-    topk_group). `scores`: layer -> a score per expert. `evidence`: each name in `needs(settings)` -> layer -> arrays by
-    name (for "by": a score per expert). `model`: facts of the model, for ratio_basis=model. UserError for scores of
-    another model, NaN or Inf, and for infeasible settings, naming the nearest feasible ones.
+    topk_group, and perhaps protected: ids of experts that must be kept). `scores`: layer -> a score per expert.
+    `evidence`: each name in `needs(settings)` -> layer -> arrays by name (for "by": a score per expert). `model`: facts
+    of the model, for ratio_basis=model. UserError for scores of another model, NaN or Inf, and for infeasible settings,
+    naming the nearest feasible ones.
     """
     function = _function(settings, "expert")
     n_experts = {layer: int(facts["n_experts"]) for layer, facts in layers.items()}
@@ -53,6 +54,7 @@ def allocate(
             scores=values,
             evidence=evidence or {},
             path=settings.get("path"),
+            protected=_protected(layers),
             limits=limits(layers, settings["multiple_of"]),
         )
         return function(problem, **own(function, settings["parameters"]))
@@ -79,9 +81,18 @@ def budgets(
         for layer, facts in layers.items()
     }
     alignment = align.parse(settings["parameters"].get("align"))
+    protected = _protected(layers)
+    raised = {layer: row.copy() if protected.get(layer) else row for layer, row in values.items()}
+    for layer, experts in protected.items():
+        raised[layer][experts] = numpy.inf
 
     def budgets_at(ratio: float) -> Budgets:
-        problem = Channels(ratio=ratio, scores=values, evidence=evidence or {}, path=settings.get("path"))
+        path = settings.get("path")
+        problem = Channels(ratio=ratio, scores=raised, evidence=evidence or {}, path=path, protected=protected)
+        if problem.fixed.sum() > problem.keep:
+            raise Infeasible(
+                f"ratio={ratio} keeps {problem.keep} channels, but allocation.protect needs {problem.fixed.sum()}"
+            )
         kept = function(problem, **own(function, settings["parameters"]))
         if alignment is not None:
             kept = align.align(kept, values, alignment)
@@ -93,6 +104,8 @@ def budgets(
         check_ratio(ratio, 0.99)
         if alignment is not None:
             align.check_fits(alignment, layers, ratio)
+            for layer in protected:
+                align.check_protected(alignment, layer, layers[layer]["width"])
         return _or_nearest(budgets_at, ratio)
 
 
@@ -151,6 +164,11 @@ def _of_routed(settings: Mapping[str, Any], model: Mapping[str, Any] | None) -> 
             f"{error} (ratios of routed experts: allocation.ratio_basis=model makes ratio={ratio} of the model "
             f"{converted:.6g} of them)"
         ) from None
+
+
+def _protected(layers: Layers) -> dict[int, list[int]]:
+    """Layer -> ids of its protected experts, for layers that have any."""
+    return {layer: list(facts["protected"]) for layer, facts in layers.items() if facts.get("protected")}
 
 
 def _function(settings: Mapping[str, Any], granularity: Granularity) -> Callable[..., dict[int, Any]]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from math import ceil, lcm
 from typing import Any, TypeAlias
 
@@ -36,6 +37,8 @@ class Problem:
     evidence: Evidence
     path: str | None = None
     """The file of allocation=list."""
+    protected: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    """Layer -> ids of experts that must be kept, with all their channels (allocation.protect)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +62,10 @@ class Experts(Problem):
 
 
 class Channels(Problem):
-    """The input of an allocation of channels, which decides how many each expert keeps."""
+    """The input of an allocation of channels, which decides how many each expert keeps.
+
+    Scores of protected experts are infinite.
+    """
 
     @property
     def sizes(self) -> NDArray[numpy.int64]:
@@ -67,13 +73,26 @@ class Channels(Problem):
         return numpy.array([scores.size for scores in self.scores.values()], dtype=numpy.int64)
 
     @property
+    def fixed(self) -> NDArray[numpy.int64]:
+        """Channels of the protected experts of each layer (L,)."""
+        counts = [len(self.protected.get(layer, ())) * scores.shape[1] for layer, scores in self.scores.items()]
+        return numpy.array(counts, dtype=numpy.int64)
+
+    def unprotected(self, layer: int) -> NDArray[numpy.int64]:
+        """Ids of the experts of a layer that are not protected, ascending."""
+        return numpy.setdiff1d(numpy.arange(len(self.scores[layer])), self.protected.get(layer, ()))
+
+    @property
     def keep(self) -> int:
         """Total number of channels to keep: int(all channels * (1 - ratio))."""
         return whole(int(self.sizes.sum()) * (1 - self.ratio))
 
     def layer_budgets(self, shares: Array) -> dict[int, int]:
-        """Layer -> channels it keeps, in proportion to share * size; their sum is exactly `keep`."""
-        kept = apportion(shares * self.sizes, self.keep, 0, self.sizes)
+        """Layer -> channels it keeps, in proportion to share * size, at least those of its protected experts.
+
+        Their sum is exactly `keep`.
+        """
+        kept = apportion(shares * self.sizes, self.keep, self.fixed, self.sizes)
         return dict(zip(self.scores, kept.tolist(), strict=True))
 
     def in_proportion(self, shares: Array) -> Budgets:
@@ -166,8 +185,23 @@ class Limits:
     """Groups of a group-limited router, each of which must lose the same number; 1 for other routers."""
     step: int
     """Kept counts are multiples of this."""
-    fewest: int
+    router: int
     """The smallest number of experts with which the router works."""
+    protected: int
+    """The smallest number of experts with which all protected ones are kept: groups times those of the group with most
+    of them."""
+
+    @property
+    def fewest(self) -> int:
+        """The smallest number of experts that can be kept."""
+        return max(self.router, self.protected)
+
+    @property
+    def reason(self) -> str:
+        """Why no fewer than `fewest` can be kept."""
+        if self.protected > self.router:
+            return f"allocation.protect needs at least {self.protected}"
+        return f"its router needs at least {self.router} (top_k={self.top_k})"
 
     @property
     def smallest(self) -> int:
@@ -185,7 +219,7 @@ class Limits:
 
 
 def limits(layers: Mapping[int, Mapping[str, Any]], multiple_of: int = 1) -> dict[int, Limits]:
-    """The limits of every layer. `layers`: layer -> facts (n_experts, top_k, n_group, topk_group).
+    """The limits of every layer. `layers`: layer -> facts (n_experts, top_k, n_group, topk_group, perhaps protected).
 
     UserError when a layer cannot keep any multiple of `multiple_of`.
     """
@@ -194,12 +228,14 @@ def limits(layers: Mapping[int, Mapping[str, Any]], multiple_of: int = 1) -> dic
     by_layer = {}
     for layer, facts in layers.items():
         count, top_k, n_group = int(facts["n_experts"]), int(facts["top_k"]), int(facts["n_group"])
-        fewest = fewest_experts(facts)
-        limit = by_layer[layer] = Limits(count, top_k, n_group, lcm(multiple_of, n_group), fewest)
+        groups = Counter(expert * n_group // count for expert in facts.get("protected", ()))
+        protected = n_group * max(groups.values(), default=0)
+        step = lcm(multiple_of, n_group)
+        limit = by_layer[layer] = Limits(count, top_k, n_group, step, fewest_experts(facts), protected)
         if limit.smallest > count:
             raise UserError(
                 f"allocation.multiple_of: layer {layer} has {count} experts and cannot keep a multiple of "
-                f"{limit.step} that is at least {fewest}: choose a smaller multiple"
+                f"{limit.step} that is at least {limit.fewest}: choose a smaller multiple"
             )
     return by_layer
 
@@ -216,7 +252,7 @@ def budget(layers: Mapping[int, Limits], ratio: float) -> int:
     most = sum(limit.count - limit.smallest for limit in layers.values())
     if removed > most:
         raise UserError(
-            f"ratio={ratio} removes {removed} experts, but routers and allocation.multiple_of let only {most} go: "
+            f"ratio={ratio} removes {removed} experts, but routers{_settings(layers)} let only {most} go: "
             f"{_nearest(layers, least, most)[1]} is the largest feasible ratio"
         )
     if removed < least:
@@ -225,6 +261,11 @@ def budget(layers: Mapping[int, Limits], ratio: float) -> int:
             f"{_nearest(layers, least, most)[0]} is the smallest feasible ratio"
         )
     return removed
+
+
+def _settings(layers: Mapping[int, Limits]) -> str:
+    protects = any(limit.protected for limit in layers.values())
+    return ", allocation.multiple_of and allocation.protect" if protects else " and allocation.multiple_of"
 
 
 def largest_ratio(layers: Mapping[int, Limits]) -> float:

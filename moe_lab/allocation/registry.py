@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, get_args, get_origin, get_type_hints
 
 from moe_lab import criteria
-from moe_lab.allocation import align, coverage, grouping, listed, shapes, uniform
+from moe_lab.allocation import align, coverage, grouping, listed, protection, shapes, uniform
 from moe_lab.config import AllocationConfig
 from moe_lab.criteria.registry import source_of
 from moe_lab.errors import UserError, unknown
@@ -124,6 +124,7 @@ def check(settings: AllocationConfig, granularity: Granularity = "expert") -> No
             raise unknown("allocation.parameters", name, accepted)
         _check_value(name, value, accepted[name])
     align.parse(settings.parameters.get("align"))
+    protection.check(vars(settings), granularity)
     if settings.name == "list":
         listed.check(settings.path, granularity)
 
@@ -140,8 +141,12 @@ def check_by(settings: AllocationConfig) -> None:
 def needs(settings: Mapping[str, Any]) -> tuple[str, ...]:
     """Names of the evidence that these settings need besides the scores: "by", and the steps that measure the rest."""
     by = ("by",) if settings.get("by") else ()
-    replacement = settings.get("replacement", "none")
-    return tuple(dict.fromkeys(by + grouping.needs(replacement) + get(settings["name"]).needs(settings["parameters"])))
+    steps = (
+        *grouping.needs(settings.get("replacement", "none")),
+        *get(settings["name"]).needs(settings["parameters"]),
+        *protection.needs(settings),
+    )
+    return by + tuple(dict.fromkeys(steps))
 
 
 def zero_expert(settings: Mapping[str, Any]) -> str:

@@ -13,7 +13,6 @@ from moe_lab.allocation.problem import (
     Channels,
     Evidence,
     Experts,
-    Limits,
     budget,
     finite,
     highest,
@@ -67,7 +66,7 @@ def global_experts(problem: Experts) -> dict[int, int]:
         raise UserError(f"allocation.by: scores are of layers {sorted(by)}, expected {sorted(problem.limits)}")
     remove = {layer: limit.count - limit.largest for layer, limit in problem.limits.items()}
     left = budget(problem.limits, problem.ratio) - sum(remove.values())
-    for _, layer, _ in sorted(_steps(problem.limits, by)):
+    for _, layer, _ in sorted(_steps(problem, by)):
         limit = problem.limits[layer]
         if limit.step <= left and limit.count - remove[layer] - limit.step >= limit.smallest:
             remove[layer] += limit.step
@@ -75,11 +74,12 @@ def global_experts(problem: Experts) -> dict[int, int]:
     return remove
 
 
-def _steps(limits: Mapping[int, Limits], by: Mapping[int, Array]) -> list[tuple[float, int, int]]:
+def _steps(problem: Experts, by: Mapping[int, Array]) -> list[tuple[float, int, int]]:
     """(mean score, layer, number) of every step of experts that a layer can lose, beyond those that it must lose."""
     steps = []
-    for layer, limit in limits.items():
-        scores = finite("allocation.by", layer, by[layer], (limit.count,))
+    for layer, limit in problem.limits.items():
+        scores = finite("allocation.by", layer, by[layer], (limit.count,)).copy()
+        scores[list(problem.protected.get(layer, ()))] = numpy.inf
         gone = (limit.count - limit.largest) // limit.n_group
         rows = numpy.sort(scores.reshape(limit.n_group, -1), axis=1)[:, gone:]
         means = rows.reshape(limit.n_group, -1, limit.step // limit.n_group).mean(axis=(0, 2))

@@ -37,8 +37,8 @@ def same_share(layers: Mapping[int, Limits], ratio: float) -> dict[int, int]:
         kept = limit.even(ratio)
         if kept < limit.fewest:
             raise UserError(
-                f"ratio={ratio} leaves {kept} of {limit.count} experts in layer {layer}, but its router needs at "
-                f"least {limit.fewest} (top_k={limit.top_k}): {largest} is the largest feasible ratio"
+                f"ratio={ratio} leaves {kept} of {limit.count} experts in layer {layer}, but {limit.reason}: "
+                f"{largest} is the largest feasible ratio"
             )
         if kept > limit.count:
             smallest = rounded_up(limit.count - limit.largest, limit.count)

@@ -19,7 +19,7 @@ import json
 import math
 import os
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,8 @@ Mask = NDArray[numpy.bool_]
 Constants = NDArray[numpy.float32]
 """(N, H): the outputs of a layer's N null experts, in the order of their ids."""
 Routers = Mapping[int, Mapping[str, Any]]
-"""Layer -> its facts. Its top_k, n_group and topk_group set how many experts its router needs; see `fewest_experts`."""
+"""Layer -> its facts. Its top_k, n_group and topk_group set how many experts its router needs; see `fewest_experts`.
+`protected`, if it is there, are ids of experts that a plan must keep with all their channels."""
 _LAYERS = {
     str: {
         "experts": int,
@@ -154,7 +155,8 @@ class Plan:
         return hashlib.sha256(canonical.encode()).hexdigest()
 
     def check(self, routers: Routers) -> None:
-        """Raise UserError, naming the layer and the nearest feasible number, unless routers work with the kept experts.
+        """Raise UserError, naming the layer and the nearest feasible number, unless routers work with the kept experts
+        and protected experts are kept whole.
 
         Group-limited routers need the same number of kept experts in each group of adjacent experts.
         """
@@ -176,6 +178,22 @@ class Plan:
                     f"plan: layer {layer} keeps {groups} experts of the {n_group} groups of its router, which must "
                     f"keep equally many: {max(1, round(len(kept) / n_group))} each is nearest"
                 )
+            self._check_protected(layer, router.get("protected", ()))
+
+    def _check_protected(self, layer: int, protected: Sequence[int]) -> None:
+        """Raise UserError unless these experts of a layer are kept, with all their channels."""
+        if lost := sorted(set(protected) - set(self.experts[layer])):
+            raise UserError(
+                f"plan: layer {layer} keeps {len(self.experts[layer])} of {self.n_experts[layer]} experts and drops "
+                f"expert {lost[0]}, one of the {len(protected)} that allocation.protect keeps: expected a plan with "
+                "all of them, or a smaller ratio"
+            )
+        narrowed = [expert for expert in protected if self.channels and not self.channels[layer][expert].all()]
+        if narrowed:
+            raise UserError(
+                f"plan: layer {layer} drops channels of expert {narrowed[0]}, which allocation.protect keeps whole: "
+                "expected all of them, or a smaller ratio"
+            )
 
     def check_origin(self, sha256: str, where: object) -> None:
         """Raise UserError if the plan was made for another model than the one in the folder `where`.
@@ -289,9 +307,9 @@ def make_plan(
     """The plan that drops, in each layer, the `remove[layer]` experts of lowest score.
 
     `scores`: layer -> one finite number per expert, higher means keep; of equal scores, that of the lower expert id is
-    dropped first. Layers of group-limited routers (`n_group` > 1) lose the same number in each group. Raises UserError
-    for scores that are not finite, for layers that differ between `scores` and `remove`, and for plans that
-    `Plan.check` rejects.
+    dropped first, and protected experts (`Routers`) last. Layers of group-limited routers (`n_group` > 1) lose the same
+    number in each group. Raises UserError for scores that are not finite, for layers that differ between `scores` and
+    `remove`, and for plans that `Plan.check` rejects.
     """
     if set(scores) != set(remove):
         raise UserError(
@@ -299,7 +317,8 @@ def make_plan(
         )
     experts: dict[int, tuple[int, ...]] = {}
     for layer in sorted(scores):
-        values = _finite(layer, scores[layer])
+        values = _finite(layer, scores[layer]).copy()
+        values[list(routers[layer].get("protected", ()))] = numpy.inf
         experts[layer] = _survivors(layer, values, remove[layer], routers[layer]["n_group"])
     plan = Plan(experts, {layer: len(numpy.asarray(scores[layer])) for layer in experts}, dict(provenance))
     plan.check(routers)
@@ -336,6 +355,8 @@ def make_channel_plan(
     try:
         plan.check(routers)
     except UserError as error:
+        if zero_expert == "keep_null":
+            raise
         raise UserError(f"{error} (allocation.parameters.zero_expert=keep_null keeps them all routable)") from None
     return plan
 

@@ -44,12 +44,18 @@ class Cost:
 
 
 class Plans:
-    """Converts schedules to plans: each layer drops the experts with the lowest `scores` (layer -> per expert)."""
+    """Converts schedules to plans: each layer drops the experts with the lowest `scores` (layer -> per expert).
 
-    def __init__(self, model: Any, scores: Mapping[int, Sequence[float]]) -> None:
+    `protected`: layer -> ids of experts that it never drops.
+    """
+
+    def __init__(
+        self, model: Any, scores: Mapping[int, Sequence[float]], protected: Mapping[int, Sequence[int]] | None = None
+    ) -> None:
         self.layers = moe_layers(model)
         self.scores = {layer.index: list(scores[layer.index]) for layer in self.layers}
-        self.routers = {layer.index: vars(layer) for layer in self.layers}
+        kept = protected or {}
+        self.routers = {layer.index: {**vars(layer), "protected": kept.get(layer.index, ())} for layer in self.layers}
 
     def plan(self, schedule: Schedule, provenance: Mapping[str, Any] | None = None) -> Plan:
         """The plan of one schedule. Raises UserError when a layer keeps too few experts."""

@@ -60,7 +60,8 @@ def reconstruct(
     layers = {int(layer): about for layer, about in facts["layers"].items()}
     removed = check_removals(layers, ratio, limit=limit, multiple_of=multiple_of)
     choices = {
-        layer: kept_subsets(about["n_experts"], removed[layer], about["n_group"]) for layer, about in layers.items()
+        layer: kept_subsets(about["n_experts"], removed[layer], about["n_group"], about.get("protected", ()))
+        for layer, about in layers.items()
     }
 
     class Choices(SubsetTap):

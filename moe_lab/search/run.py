@@ -13,6 +13,7 @@ import pyarrow as arrow
 import pyarrow.parquet as parquet
 import torch
 
+from moe_lab.allocation.protection import provenance
 from moe_lab.calibration.answers import AnswerBatch, answer_batches
 from moe_lab.config import CalibrationConfig
 from moe_lab.search.candidates import Candidates, Cost, Plans
@@ -56,11 +57,12 @@ def search(
 ) -> None:
     """Search for the schedule of highest fitness and write plan.json, history.parquet and search.json in `out`.
 
-    `facts` are those of the model; `scores`: layer -> a score per expert, of which the lowest are dropped first;
-    `settings`: fields of AllocationConfig and the ratio; `text`: the search set, tasks with answers. After every
-    generation the state is saved in the folder `partial`. A search that finds it there resumes from it, and gives the
-    same plan and history as one that was never stopped. `fingerprint` is JSON data about all that the fitness depends
-    on besides settings, scores and search set, which is the model. `seed` determines all random draws.
+    `facts` are those of the model, perhaps with protected experts; `scores`: layer -> a score per expert, of which the
+    lowest are dropped first; `settings`: fields of AllocationConfig and the ratio; `text`: the search set, tasks with
+    answers. After every generation the state is saved in the folder `partial`. A search that finds it there resumes
+    from it, and gives the same plan and history as one that was never stopped. `fingerprint` is JSON data about all
+    that the fitness depends on besides settings, scores and search set, which is the model. `seed` determines all
+    random draws.
 
     Raises UserError for settings, a ratio or a search set that cannot work, a fitness that is not finite, and a saved
     state of another search.
@@ -68,7 +70,8 @@ def search(
     chosen = search_settings(settings, facts, seed)
     check(chosen.problem, chosen.evolution)
     rows = answer_batches(text, tokenizer, header=chosen.fitness.header)
-    plans = Plans(model, scores)
+    protected = {int(layer): about.get("protected", ()) for layer, about in facts["layers"].items()}
+    plans = Plans(model, scores, protected)
     judge, screen = _judges(model, plans, rows, chosen, text.batch_size, _ends(model, tokenizer), partial / SHARING)
     start = time.perf_counter()
     outcome = evolve(
@@ -80,7 +83,8 @@ def search(
         fingerprint=_fingerprint(fingerprint, scores, rows, chosen),
     )
     result = {"fitness": outcome.fitness, "search": text.name, "seed": seed}
-    plan = plans.plan(outcome.best, {"allocation": dict(settings), **result, "model_sha256": facts.get("sha256")})
+    origin = {"allocation": dict(settings), **result, **provenance(facts), "model_sha256": facts.get("sha256")}
+    plan = plans.plan(outcome.best, origin)
     plan.save(out / "plan.json")
     parquet.write_table(arrow.Table.from_pylist(outcome.history, schema=HISTORY), out / "history.parquet")
     report = _report(outcome, chosen, plans, judge.cost, time.perf_counter() - start)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from itertools import combinations, product
-from math import comb
+from math import comb, prod
 from typing import Any
 
 from moe_lab.allocation.problem import limits, rounded_up
@@ -21,14 +21,14 @@ def check_removals(
 ) -> dict[int, int]:
     """Number of experts that each layer loses, the same share in all, checked to leave at most `limit` choices a layer.
 
-    `layers`: layer -> n_experts, top_k, n_group, topk_group, as in a model's facts. Raises UserError for an infeasible
-    ratio, and for a layer with more choices, naming their number and the largest feasible ratio.
+    `layers`: layer -> n_experts, top_k, n_group, topk_group, perhaps protected, as in a model's facts. Raises UserError
+    for an infeasible ratio, and for a layer with more choices, naming their number and the largest feasible ratio.
     """
     if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
         raise UserError(f"allocation.parameters.limit={limit}: expected a whole number of at least 1")
     removed = same_share(limits(layers, multiple_of), ratio)
     for layer, about in layers.items():
-        choices = count_subsets(about["n_experts"], removed[layer], about["n_group"])
+        choices = _count(about, removed[layer])
         if choices > limit:
             largest = _largest(layers, ratio, limit, multiple_of)
             raise UserError(
@@ -39,16 +39,24 @@ def check_removals(
     return removed
 
 
-def count_subsets(n_experts: int, removed: int, n_group: int = 1) -> int:
-    """Number of ways to remove `removed` of `n_experts`, equally many from each group of adjacent experts."""
-    in_one_group = comb(n_experts // n_group, removed // n_group)
-    return int(in_one_group**n_group)
+def count_subsets(n_experts: int, removed: int, n_group: int = 1, protected: Collection[int] = ()) -> int:
+    """Number of ways to remove `removed` of `n_experts`, equally many from each group of adjacent experts and none of
+    the `protected`."""
+    return prod(comb(len(group), removed // n_group) for group in _groups(n_experts, n_group, protected))
 
 
-def kept_subsets(n_experts: int, removed: int, n_group: int = 1) -> list[tuple[int, ...]]:
-    """The kept ids, ascending, of all choices that `count_subsets` counts; first the one that loses the lowest ids."""
+def _groups(n_experts: int, n_group: int, protected: Collection[int]) -> list[list[int]]:
+    """The experts of each group that can be removed."""
     size = n_experts // n_group
     groups = [range(first, first + size) for first in range(0, n_experts, size)]
+    return [[expert for expert in group if expert not in protected] for group in groups]
+
+
+def kept_subsets(
+    n_experts: int, removed: int, n_group: int = 1, protected: Collection[int] = ()
+) -> list[tuple[int, ...]]:
+    """The kept ids, ascending, of all choices that `count_subsets` counts; first the one that loses the lowest ids."""
+    groups = _groups(n_experts, n_group, protected)
     lost = product(*(combinations(group, removed // n_group) for group in groups))
     subsets = []
     for choice in lost:
@@ -66,15 +74,19 @@ def _largest(layers: Mapping[int, Mapping[str, Any]], ratio: float, limit: int, 
             continue
         with suppress(UserError):  # this share is infeasible with these groups and multiples
             removed = same_share(limits(layers, multiple_of), share)
-            if all(
-                count_subsets(about["n_experts"], removed[layer], about["n_group"]) <= limit
-                for layer, about in layers.items()
-            ):
+            if all(_count(about, removed[layer]) <= limit for layer, about in layers.items()):
                 return max(rounded_up(removed[layer], about["n_experts"]) for layer, about in layers.items())
     return 0.0
 
 
+def _count(about: Mapping[str, Any], removed: int) -> int:
+    return count_subsets(about["n_experts"], removed, about["n_group"], about.get("protected", ()))
+
+
 def _formula(about: Mapping[str, Any], removed: int) -> str:
     groups = about["n_group"]
+    if protected := about.get("protected", ()):
+        free = [len(group) for group in _groups(about["n_experts"], groups, protected)]
+        return " x ".join(f"C({count}, {removed // groups})" for count in free)
     power = f"^{groups}" if groups > 1 else ""
     return f"C({about['n_experts'] // groups}, {removed // groups}){power}"

@@ -33,10 +33,14 @@ class ForwardTap(Tap):
     def __init__(self, observer: Observer, layer: MoELayer, start: dict[str, torch.Tensor]) -> None:
         super().__init__(observer, layer, start)
         self.softmax_router = "sums_double_softmax" in start if start else None
-        # a pass resumed from sums without the histogram would count only the remaining tokens
-        self.counts_entropies = not start or "router_entropy" in start
+        self.resumed = frozenset(start)
         self.logits: torch.Tensor | None = None
         self.call: Call | None = None
+
+    def add(self, name: str, part: torch.Tensor) -> None:
+        """Add to a statistic, unless the pass was resumed from older sums that lack it: it would miss their tokens."""
+        if not self.resumed or name in self.resumed:
+            super().add(name, part)
 
     def after_router(self, module: torch.nn.Module, args: Any, kwargs: Any, result: Any) -> None:
         """Keep the router's logits (T, E) for the call of the experts that follows."""
@@ -65,7 +69,7 @@ class ForwardTap(Tap):
         if call is not None:
             for name, sums in call.finish(mixed.detach()).items():
                 self.add(name, sums)
-            if self.logits is not None and self.counts_entropies:
+            if self.logits is not None:
                 self.add("router_entropy", entropy_histogram(self.logits, call.valid))
         self.call = call
         return mixed
@@ -153,6 +157,7 @@ class Call:
         torch.sum(f.square(), -1, out=self.norm_square[part])
         if not self.columns:
             self.columns["output_sum"] = f.new_zeros(self.n_experts, f.shape[1])
+            self.columns["output_abs_max"] = f.new_zeros(self.n_experts)
             self.channels = Channels(self.n_experts, phi.shape[1], phi, ("gate", "renormalized"))
         gate_squares = [square[part] for square in self.gate_squares]
         if self.valid_rows is not None:
@@ -161,6 +166,8 @@ class Call:
             if len(f) == 0:
                 return
         torch.sum(f, 0, out=self.columns["output_sum"][expert])
+        lowest, highest = torch.aminmax(f)
+        torch.maximum(-lowest, highest, out=self.columns["output_abs_max"][expert])
         self.channels.add(expert, phi, *gate_squares)
 
     def finish(self, mixed: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -9,6 +9,7 @@ the router sent to expert j, f is the expert's output before the gate, g the gat
     sums_full_softmax    (E, 3, 3) the same with g = p_j of p = softmax(logits) over all experts, of softmax routers
     sums_double_softmax  (E, 3, 3) the same with g = softmax(p)_j over all experts, of softmax routers
     output_sum           (E, H)    sum_t f
+    output_abs_max       (E,)      max over t and the entries of f of |f|
     ala_first            (E,)      sum_t g <f, m> / (||y||^2 + eps), m the routed output, y the residual stream after
     ala_second           (E,)      sum_t g^2 ||f||^2 / (||y||^2 + eps)
     layer_loss           ()        sum over all valid tokens of ||m||^2 / (||y||^2 + eps)
@@ -112,17 +113,20 @@ class Statistics:
         return cls(read(path, framework="pt"), header(path))
 
 
-def read(path: Path | str, framework: str = "np") -> dict[int, dict[str, Any]]:
+def read(path: Path | str, framework: str = "np", only: str | None = None) -> dict[int, dict[str, Any]]:
     """Read statistics: layer -> name -> array (fp64 numpy; torch tensors with framework="pt"), names as above.
 
-    UserError when the file is missing, damaged, not statistics, or written by a newer moe_lab.
+    `only`: the one name to read; None reads all. UserError when the file is missing, damaged, not statistics, or
+    written by a newer moe_lab.
     """
     header(path)
     layers: dict[int, dict[str, Any]] = {}
     with safe_open(path, framework=framework) as file:
         for key in file.keys():  # noqa: SIM118 (a safetensors file is not iterable)
             layer, name = key.split("/")
-            layers.setdefault(int(layer), {})[name] = file.get_tensor(key)
+            arrays = layers.setdefault(int(layer), {})
+            if only in (None, name):
+                arrays[name] = file.get_tensor(key)
     return dict(sorted(layers.items()))
 
 

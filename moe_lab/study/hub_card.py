@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moe_lab.config import BenchmarkConfig, ExportConfig, ModelConfig, RecoveryConfig
@@ -154,11 +155,13 @@ def _eval_result(measured: Measured) -> EvalResult:
 
 def _results_section(cell: Cell, measured: Sequence[Measured]) -> str:
     recovery = f", then recovery `{cell.recovery.name}`" if cell.recovery.name != "none" else ""
+    protect = cell.allocation.protect
+    protected = f", protected experts `{Path(protect).name}`" if protect is not None else ""
     lines = [
         "## Results",
         "",
         f"Pruned by moe_lab: criterion `{cell.criterion.name}`, calibration set `{cell.calibration.name}`, ratio "
-        f"{cell.ratio:g}, allocation `{cell.allocation.name}`, seed {cell.seed}{recovery}.",
+        f"{cell.ratio:g}, allocation `{cell.allocation.name}`{protected}, seed {cell.seed}{recovery}.",
     ]
     if not measured:
         return "\n".join([*lines, "", "It was not evaluated."])

@@ -10,6 +10,7 @@ from typing import Any
 
 import moe_lab
 from moe_lab import criteria
+from moe_lab.allocation.protection import SUPER
 from moe_lab.config import AllocationConfig, Config
 from moe_lab.errors import masked
 from moe_lab.json_files import write_json
@@ -178,7 +179,7 @@ def _names(steps: CellSteps) -> dict[str, Any]:
         "criterion": _called(cell.criterion.name, cell.criterion.parameters),
         "granularity": chosen.granularity if chosen else "none",
         "calibration": cell.calibration.name,
-        "allocation": cell.allocation.label or _called(cell.allocation.name, _differing(cell.allocation)),
+        "allocation": allocation_name(cell.allocation),
         "recovery": cell.recovery.name,
         "ratio": cell.ratio,
         "gate": cell.gate,
@@ -190,6 +191,16 @@ def _called(name: str, parameters: Mapping[str, Any]) -> str:
     """Name of a choice in the record: its name, followed by its parameters if it has any."""
     values = ",".join(f"{key}={value}" for key, value in sorted(parameters.items()))
     return f"{name}({values})" if values else name
+
+
+def allocation_name(allocation: AllocationConfig) -> str:
+    """Name of an allocation in the record: its label, or its name and settings; then what it protects."""
+    name = allocation.label or _called(allocation.name, _differing(allocation))
+    if allocation.protect is None:
+        return name
+    layers = allocation.protect_layers
+    share = "" if layers == AllocationConfig().protect_layers else f", protect_layers={layers:g}"
+    return f"{name}, protect={Path(allocation.protect).name}{share if allocation.protect == SUPER else ''}"
 
 
 def _differing(allocation: AllocationConfig) -> dict[str, Any]:

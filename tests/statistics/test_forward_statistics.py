@@ -69,10 +69,12 @@ def moments(expert: naive.Served, gate: str) -> torch.Tensor:
 def check_columns(named: dict[str, torch.Tensor], seen: naive.Seen) -> None:
     for j, expert in enumerate(seen.experts):
         if len(expert.token) == 0:
+            assert named["output_abs_max"][j] == 0
             continue
         gated = expert.phi * expert.gate[:, None]
         renormalized = expert.phi * expert.by("renormalized")[:, None]
         assert (named["output_sum"][j] - expert.f.sum(0)).abs().max() < 1e-6 * expert.f.norm(dim=-1).sum()
+        assert naive.relative(named["output_abs_max"][j], expert.f.abs().max()) < 1e-5
         for name, expected in (
             ("channel_square", expert.phi.square().sum(0)),
             ("channel_max", expert.phi.abs().amax(0)),

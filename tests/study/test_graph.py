@@ -26,6 +26,7 @@ from moe_lab.config import (
     SuiteConfig,
 )
 from moe_lab.grid import Files, benchmarks, cells, choose
+from moe_lab.study import record
 from moe_lab.study.graph import Graph, build
 from moe_lab.study.step import Step
 from moe_lab.study.steps import KINDS
@@ -223,3 +224,35 @@ def test_two_models_of_one_name_are_two_cells_and_the_same_model_twice_is_one(
     told = capsys.readouterr().err.replace("\n", "")
     assert all(id_[:6] in told for id_ in found.values())
     assert {cell.cell.model.name for cell in build(config, asked[2:]).cells} == {"local_top4"}
+
+
+def test_super_experts_are_an_input_of_the_plan_and_in_its_name(tmp_path: Path) -> None:
+    (tmp_path / "experts.json").write_text('{"1": [3]}')
+    chosen = {
+        "none": None,
+        "super": "super",
+        "listed": str(tmp_path / "experts.json"),
+    }
+    plans, called = {}, {}
+    for name, protect in chosen.items():
+        for allocation in ("uniform", "sequential", "pocket_evolutionary"):
+            files = replace(FILES, overrides=(("allocation.protect", protect),))
+            config = Config(
+                model=choose(ModelConfig, "model", "pocket_olmoe", FILES),
+                suite=SuiteConfig(name="s", benchmarks=SUITE),
+                grid=GridConfig(criterion=["reap"], calibration=["pocket_general"], allocation=[allocation]),
+            )
+            (cell,) = (one for one in build(config, [(cells(config, files), [])]).cells if one.plan)
+            assert cell.plan is not None
+            plans[name, allocation] = cell.plan
+            called[name, allocation] = record.allocation_name(cell.cell.allocation)
+    for allocation in ("uniform", "sequential", "pocket_evolutionary"):
+        assert len({plans[name, allocation].id for name in chosen}) == 3
+        roles = {name: plans[name, allocation].inputs for name in chosen}
+        assert roles["super"].keys() - roles["none"].keys() == {"statistics"}
+        assert roles["listed"].keys() == roles["none"].keys()
+    assert [called[name, "uniform"] for name in chosen] == [
+        "uniform",
+        "uniform, protect=super",
+        "uniform, protect=experts.json",
+    ]

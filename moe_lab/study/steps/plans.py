@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_lab import allocation, criteria, plugins, results
-from moe_lab.allocation import listed
+from moe_lab.allocation import listed, protection
 from moe_lab.config import AllocationConfig
 from moe_lab.errors import UserError
 from moe_lab.grid import Cell
@@ -22,18 +22,20 @@ from moe_lab.study.step import Job, Part, Step, digest
 from moe_lab.study.steps import tables
 from moe_lab.study.steps.builder import Builder, evidence_of, scoring
 from moe_lab.study.steps.engine import Streamed, engine
-from moe_lab.study.steps.inputs import evidence, expert_scores, facts, model_and_tokenizer, sums, write_table
+from moe_lab.study.steps.inputs import STATISTICS, expert_scores, facts, model_and_tokenizer, sums, write_table
 from moe_lab.study.steps.kind import KINDS, Kind, Packing, Reads, Settings, text_units
 from moe_lab.study.steps.scores import CHANNEL_SCORES, score, scores_step
 
 
 def allocation_identity(settings: AllocationConfig, ratio: float) -> dict[str, Any]:
-    """What identifies an allocation: its settings, the ratio, a plugin's source, and the content of the file it names.
+    """What identifies an allocation: its settings, the ratio, a plugin's source, and the content of the files it names.
 
     The label is left out, since it does not change the plan.
     """
     identity = {**asdict(settings), "ratio": ratio}
-    del identity["label"]
+    for name in ("label", "protect", "protect_layers"):
+        del identity[name]
+    identity |= protection.identity(vars(settings))
     if settings.replacement == "none":  # as in stores from before there was a choice
         del identity["replacement"]
     if source := allocation.get(settings.name).source:
@@ -51,10 +53,16 @@ def _known_layer(cell: Cell) -> dict[str, int] | None:
 
 
 def check_ratio(cell: Cell) -> None:
-    """Raise UserError when the ratio is not feasible."""
+    """Raise UserError when the ratio is not feasible, also with the experts that a file protects."""
     if layer := _known_layer(cell):
         settings = {**asdict(cell.allocation), "ratio": cell.ratio}
-        allocation.fits(settings, {0: layer}, criteria.get(cell.criterion.name).granularity)
+        granularity = criteria.get(cell.criterion.name).granularity
+        allocation.fits(settings, {0: layer}, granularity)
+        protect = protection.identity(settings).get("protect")
+        if isinstance(protect, dict) and granularity not in allocation.get(cell.allocation.name).uneven:
+            alike = {"layers": dict.fromkeys(map(int, protect), layer)}
+            layers = protection.with_protected({"protect": protect}, alike, {})["layers"]
+            allocation.fits(settings, layers, granularity)
 
 
 def check_plan_file(cell: Cell) -> None:
@@ -101,6 +109,7 @@ def _inputs(builder: Builder, cell: Cell) -> dict[str, Step]:
 
 def _label(cell: Cell) -> str:
     where = "" if cell.allocation.name == "uniform" else f"-{cell.allocation.name}"
+    where += "-protected" if cell.allocation.protect is not None else ""
     return f"{cell.model.name}-{cell.calibration.name}-{cell.criterion.name}{where}-{cell.ratio:g}"
 
 
@@ -123,7 +132,7 @@ def plan(job: Job) -> None:
     path = job.runtime["path"]
     if path is not None and listed.is_plan(listed.read(path)):  # it passed as an allocation: use it unchanged
         result = Plan.load(path)
-        result.check(facts(job)["layers"])
+        result.check(_facts(job)["layers"])
         if sha256 := facts(job).get("sha256"):  # facts in older stores have none
             result.check_origin(sha256, "this model")
     result.save(job.output("plan.json"))
@@ -152,21 +161,31 @@ def _expert_plan(job: Job) -> Any:
     from moe_lab.pruning.plan import make_plan
     from moe_lab.pruning.replace import replace_dropped
 
-    model = facts(job)
+    model = _facts(job)
     scored = expert_scores(job)
     settings, found = _settings(job), _evidence(job)
     remove = allocation.allocate(settings, model["layers"], scored, found, model)
-    result = make_plan(scored, remove, model["layers"], provenance=_provenance(job))
+    result = make_plan(scored, remove, model["layers"], provenance=_provenance(job, model))
     return replace_dropped(result, settings.get("replacement", "none"), found, model["layers"])
 
 
 def _channel_plan(job: Job, scored: dict[int, Any]) -> Any:
     from moe_lab.pruning.plan import make_channel_plan
 
-    model, settings = facts(job), _settings(job)
+    model, settings = _facts(job), _settings(job)
     keep = allocation.budgets(settings, model["layers"], scored, _evidence(job), model)
     zero = allocation.zero_expert(settings)
-    return make_channel_plan(scored, keep, model["layers"], zero_expert=zero, provenance=_provenance(job))
+    return make_channel_plan(scored, keep, model["layers"], zero_expert=zero, provenance=_provenance(job, model))
+
+
+def _facts(job: Job) -> dict[str, Any]:
+    """The facts of the job's model, with the experts that its plan must keep."""
+    from moe_lab.statistics.sums import read
+
+    settings, largest = job.settings["allocation"], {}
+    if settings.get("protect") == protection.SUPER:
+        largest = read(job.input("statistics", STATISTICS), only=protection.STATISTIC)
+    return protection.with_protected(settings, facts(job), largest)
 
 
 def _settings(job: Job) -> dict[str, Any]:
@@ -181,9 +200,10 @@ def _evidence(job: Job) -> dict[str, Any]:
     return {**sums(job), **other}
 
 
-def _provenance(job: Job) -> dict[str, Any]:
+def _provenance(job: Job, model: dict[str, Any]) -> dict[str, Any]:
     scores = job.inputs["scores"].rsplit("/", 2)[-1]
-    return {"allocation": job.settings["allocation"], "scores": scores, "model_sha256": facts(job).get("sha256")}
+    about = {"allocation": job.settings["allocation"], "scores": scores, "model_sha256": model.get("sha256")}
+    return {**about, **protection.provenance(model)}
 
 
 def _search_step(builder: Builder, cell: Cell) -> Step:
@@ -210,7 +230,7 @@ def search(job: Job) -> None:
     run(
         network,
         tokenizer,
-        facts=facts(job),
+        facts=_facts(job),
         scores=expert_scores(job),
         settings=job.settings["allocation"],
         text=job.text,
@@ -265,7 +285,7 @@ def reconstruction(job: Job) -> None:
     from moe_lab.pruning.plan import Plan
     from moe_lab.search.reconstruction import COLUMNS, reconstruct
 
-    model, settings = facts(job), job.settings["allocation"]
+    model, settings = _facts(job), job.settings["allocation"]
     best = reconstruct(
         engine(job).read,
         facts=model,
@@ -274,7 +294,8 @@ def reconstruction(job: Job) -> None:
         **settings["parameters"],
     )
     counts = {layer: about["n_experts"] for layer, about in model["layers"].items()}
-    result = Plan(best.kept, counts, {"allocation": settings, "model_sha256": model.get("sha256")})
+    about = {"allocation": settings, "model_sha256": model.get("sha256"), **protection.provenance(model)}
+    result = Plan(best.kept, counts, about)
     result.check(model["layers"])
     result.save(job.output("plan.json"))
     write_table(job.output("errors.parquet"), COLUMNS, best.errors)
@@ -304,9 +325,9 @@ def _sequential_step(builder: Builder, cell: Cell) -> Step:
     criterion, plugged = scoring(cell)
     text = replace(builder.seeded(cell.calibration, cell.seed), engine="streamed")
     inputs = {"model": builder.model(cell.model)}
-    for need in criteria.get(cell.criterion.name).needs:
-        if not KINDS[need].reads_text:
-            inputs[need] = builder.evidence(need, cell)
+    weights = [need for need in criteria.get(cell.criterion.name).needs if not KINDS[need].reads_text]
+    for need in (*weights, *evidence_of(cell)):
+        inputs[need] = builder.evidence(need, cell)
     part = _allocation_part(builder, cell)
     return Step(
         "sequential",
@@ -324,9 +345,11 @@ def sequential(job: Job) -> None:
     """
     from moe_lab.pruning.plan import make_channel_plan, make_plan
     from moe_lab.search.sequential import prune_sequentially
+    from moe_lab.statistics.sums import by_layer
 
     passes = Streamed(job)
-    model, weights = facts(job), evidence(job)
+    model = _facts(job)
+    weights = by_layer(of_model for role, of_model in sums(job).items() if role != "statistics")
     settings, criterion = job.settings["allocation"], job.settings["criterion"]
     of_channels = criteria.get(criterion["criterion"]).granularity == "channel"
 
@@ -346,7 +369,7 @@ def sequential(job: Job) -> None:
         fingerprint=job.settings,
         out=Path(job.partial),
         budget=passes.budget,
-        provenance={**job.settings, "model_sha256": model.get("sha256")},
+        provenance={**job.settings, "model_sha256": model.get("sha256"), **protection.provenance(model)},
     )
     result.check(model["layers"])
     result.save(job.output("plan.json"))

@@ -1,0 +1,148 @@
+"""allocation.protect: experts that every plan keeps whole, super experts (arXiv 2507.23279) or those that a file lists.
+
+A protected expert is a condition on the plan, not a change of its scores: the layer keeps it with all its channels,
+whatever the criterion says and however the allocation divides the budget.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy
+from numpy.typing import ArrayLike
+
+from moe_lab.allocation.problem import finite
+from moe_lab.errors import UserError
+from moe_lab.json_files import fits
+
+SUPER = "super"
+"""Value of allocation.protect that selects super experts."""
+STATISTIC = "output_abs_max"
+"""What super experts are recognised by, measured by the step `statistics`."""
+PERCENTILE = 99.5
+"""A super expert is above this percentile of all experts ..."""
+FRACTION = 10
+"""... and above the largest value over all experts divided by this: equation 8."""
+Listed = dict[str, list[int]]
+"""Layer -> ids of its protected experts; layers are text, as in JSON."""
+
+
+def super_experts(largest: Mapping[int, ArrayLike], end: int) -> dict[int, list[int]]:
+    """Layer -> ids of its super experts (2507.23279, equation 8), for layers that have any.
+
+    `largest`: layer -> (E,), the largest absolute value a of an expert's output over tokens and hidden entries. An
+    expert is super if a is above the 99.5th percentile of all experts of all layers (linear interpolation), a is above
+    a tenth of the largest a, both strictly, and its layer is before the layer `end`. The paper's condition on layers,
+    that massive activations form in them, has no numeric rule.
+    """
+    values = {layer: numpy.asarray(row, dtype=numpy.float64) for layer, row in largest.items()}
+    everything = numpy.concatenate(list(values.values()))
+    bound = max(float(numpy.percentile(everything, PERCENTILE)), float(everything.max()) / FRACTION)
+    chosen = {layer: numpy.flatnonzero(row > bound).tolist() for layer, row in values.items() if layer < end}
+    return {layer: experts for layer, experts in chosen.items() if experts}
+
+
+def identity(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """What identifies the protection among the fields of AllocationConfig; {} without one. A file counts by content.
+
+    `with_protected` takes it in place of these fields. Raises UserError for a file that cannot be used.
+    """
+    protect = settings["protect"]
+    if protect is None:
+        return {}
+    if protect == SUPER:
+        return {"protect": SUPER, "protect_layers": settings["protect_layers"]}
+    return {"protect": _read(protect)}
+
+
+def check(settings: Mapping[str, Any], granularity: str) -> None:
+    """Raise UserError unless the fields of AllocationConfig about protection are valid and fit the allocation."""
+    share = settings["protect_layers"]
+    if not 0 < share <= 1:
+        raise UserError(f"allocation.protect_layers={share}: expected a share of the layers in (0, 1], 1 for all")
+    if not identity(settings):
+        return
+    if settings["name"] == "uniform" and granularity == "channel":
+        raise UserError(
+            f"allocation.protect={settings['protect']} keeps experts with all their channels, and allocation=uniform "
+            "gives all experts the same number: expected null, or an allocation such as layerwise"
+        )
+
+
+def needs(settings: Mapping[str, Any]) -> tuple[str, ...]:
+    """The step that measures by what experts are protected."""
+    return ("statistics",) if settings.get("protect") == SUPER else ()
+
+
+def with_protected(
+    settings: Mapping[str, Any], model: Mapping[str, Any], statistics: Mapping[int, Mapping[str, Any]]
+) -> dict[str, Any]:
+    """The facts of a model in which each layer that has protected experts lists their ids, as `protected`.
+
+    `settings`: as from `identity`, among others. `statistics`: layer -> sums by name, for super experts. UserError for
+    experts that the model does not have, and for sums that are older than what super experts are recognised by.
+    """
+    protect = settings.get("protect")
+    layers = model["layers"]
+    if protect is None:
+        return dict(model)
+    if protect == SUPER:
+        end = round(settings["protect_layers"] * model["decoder_layers"])
+        chosen = super_experts({layer: _largest(layer, layers[layer], statistics) for layer in layers}, end)
+    else:
+        chosen = {int(layer): ids for layer, ids in protect.items()}
+        _check_listed(chosen, layers)
+    marked = {layer: {**facts, "protected": chosen.get(layer, [])} for layer, facts in layers.items()}
+    return {**model, "layers": marked}
+
+
+def provenance(model: Mapping[str, Any]) -> dict[str, Any]:
+    """`protected`: layer -> ids, for the provenance of a plan; {} when `with_protected` had nothing to protect.
+
+    Super experts may turn out to be none.
+    """
+    lists = {str(layer): facts["protected"] for layer, facts in model["layers"].items() if "protected" in facts}
+    return {"protected": {layer: experts for layer, experts in lists.items() if experts}} if lists else {}
+
+
+def _largest(layer: int, facts: Mapping[str, Any], statistics: Mapping[int, Mapping[str, Any]]) -> Any:
+    sums = statistics.get(layer, {})
+    if STATISTIC not in sums:
+        raise UserError(
+            f"allocation.protect={SUPER} reads {STATISTIC}, which the statistics of layer {layer} lack: they are older "
+            "than it, so remove their step from the store"
+        )
+    return finite(STATISTIC, layer, sums[STATISTIC], (facts["n_experts"],))
+
+
+def _check_listed(chosen: Mapping[int, Sequence[int]], layers: Mapping[int, Mapping[str, Any]]) -> None:
+    for layer, experts in chosen.items():
+        if layer not in layers:
+            raise UserError(
+                f"allocation.protect lists layer {layer}: expected one of the layers with routed experts, "
+                f"{min(layers)} to {max(layers)}"
+            )
+        count = layers[layer]["n_experts"]
+        if bad := [expert for expert in experts if expert >= count]:
+            raise UserError(
+                f"allocation.protect lists expert {bad[0]} of layer {layer}: expected an id from 0 to {count - 1}"
+            )
+
+
+def _read(path: str) -> Listed:
+    """The content of the file with ascending ids. UserError when it is missing, damaged or not such a list."""
+    expected = 'expected super, or a file such as {"1": [68], "2": [92]} (layer: experts)'
+    try:
+        content = json.loads(Path(path).expanduser().read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"allocation.protect={path} cannot be read: {error.strerror}; {expected}") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"allocation.protect={path} is damaged: {error}; {expected}") from None
+    if not fits(content, {str: [int]}) or not content:
+        raise UserError(f"allocation.protect={path}: {expected}")
+    if not all(layer.isdigit() and min(experts, default=0) >= 0 for layer, experts in content.items()):
+        raise UserError(f"allocation.protect={path}: {expected}, numbers of 0 or more")
+    return {layer: sorted(set(experts)) for layer, experts in sorted(content.items(), key=lambda item: int(item[0]))}

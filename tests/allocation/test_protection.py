@@ -1,0 +1,304 @@
+"""allocation.protect: every plan keeps the protected experts whole, or the setting is refused in one sentence."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import tiny
+import torch
+from facts_of import layer, settings
+from hypothesis import given
+from hypothesis import settings as how
+from hypothesis import strategies as st
+from tokenizers import pre_tokenizers
+
+import moe_lab
+from moe_lab import criteria
+from moe_lab.allocation import allocate, budgets, needs
+from moe_lab.allocation.protection import identity, super_experts, with_protected
+from moe_lab.allocation.registry import check
+from moe_lab.config import AllocationConfig
+from moe_lab.errors import UserError
+from moe_lab.models.discover import moe_layers
+from moe_lab.pruning.plan import Plan, make_channel_plan, make_plan
+from moe_lab.search.candidates import Plans
+from moe_lab.search.settings import search_settings
+from moe_lab.search.subsets import check_removals, count_subsets, kept_subsets
+from moe_lab.statistics.observe import gather
+from moe_lab.statistics.sums import Statistics, read
+
+
+def percentile(values: list[float], share: float) -> float:
+    """Linear interpolation between the two values around rank share * (n - 1), by hand."""
+    ordered = sorted(values)
+    rank = share * (len(ordered) - 1)
+    low = int(rank)
+    return ordered[low] + (rank - low) * (ordered[min(low + 1, len(ordered) - 1)] - ordered[low])
+
+
+def test_super_experts_are_those_of_equation_8() -> None:
+    values = numpy.ones(400)
+    values[[3, 250, 399]] = 55, 65, 700
+    layers = dict(enumerate(values.reshape(4, 100)))
+    assert percentile(values.tolist(), 0.995) == pytest.approx(55.05)
+    assert super_experts(layers, 4) == {3: [99]}  # 65 is above the percentile, not above 70
+    values[250] = 70
+    assert super_experts(layers, 4) == {3: [99]}  # both bounds are strict
+    values[250] = numpy.nextafter(70, 71)
+    assert super_experts(layers, 4) == {2: [50], 3: [99]}
+    assert super_experts(layers, 3) == {2: [50]}  # the pool stays that of all layers
+    assert super_experts(layers, 2) == {}
+    values[[250, 399]] = 74.2, 745
+    assert super_experts(layers, 4) == {3: [99]}  # 745 / 10 = 74.5, not 74
+
+
+def test_published_maxima_give_the_published_experts() -> None:
+    """Qwen3-30B-A3B: 744, 540 and 430 in layers 1 to 3, then 63.5; 1.2 elsewhere, so that P99.5 is low."""
+    layers = {number: numpy.full(128, 1.2) for number in range(48)}
+    layers[1][68], layers[2][92], layers[3][82], layers[47][5] = 744, 540, 430, 63.5
+    assert super_experts(layers, 36) == {1: [68], 2: [92], 3: [82]}
+
+
+@given(st.integers(0, 10_000), st.floats(0.2, 3))
+def test_super_experts_are_found_one_by_one(seed: int, spread: float) -> None:
+    random = numpy.random.default_rng(seed)
+    layers = {number: numpy.exp(random.normal(0, spread, 60)) for number in (1, 2, 5)}
+    values = [float(value) for row in layers.values() for value in row]
+    expected: dict[int, list[int]] = {}
+    for number, row in layers.items():
+        for expert, value in enumerate(row):
+            if value > percentile(values, 0.995) * (1 + 1e-12) and value > max(values) / 10 and number < 5:
+                expected.setdefault(number, []).append(expert)
+    assert super_experts(layers, 5) == expected
+
+
+def test_the_share_of_layers_is_rounded_and_older_sums_are_refused() -> None:
+    model = {"decoder_layers": 6, "layers": {number: layer(300) for number in range(1, 6)}}
+    sums = {number: {"output_abs_max": numpy.ones(300)} for number in model["layers"]}
+    for number in sums:
+        sums[number]["output_abs_max"][7] = 50 + number
+    found = {
+        share: [
+            n for n, facts in with_protected(super_settings(share), model, sums)["layers"].items() if facts["protected"]
+        ]
+        for share in (0.2, 0.75, 1)
+    }
+    assert found == {0.2: [], 0.75: [1, 2, 3], 1: [1, 2, 3, 4, 5]}  # 0.75 * 6 = 4.5 is rounded to 4
+    del sums[3]["output_abs_max"]
+    with pytest.raises(UserError, match=r"output_abs_max.*layer 3.*remove their step from the store"):
+        with_protected(super_settings(0.75), model, sums)
+
+
+def super_settings(share: float) -> dict[str, Any]:
+    return identity({"protect": "super", "protect_layers": share})
+
+
+def protected(layers: dict[int, Any], random: numpy.random.Generator, most: int) -> dict[int, Any]:
+    """The layers, with up to `most` protected experts in each."""
+    return {
+        index: {**facts, "protected": random.choice(facts["n_experts"], random.integers(0, most + 1), False).tolist()}
+        for index, facts in layers.items()
+    }
+
+
+@given(st.integers(0, 10_000), st.sampled_from([1, 1, 2]), st.sampled_from([1, 2]), st.floats(0, 0.9))
+@how(max_examples=200)
+def test_plans_of_experts_keep_them_and_lose_as_many_as_without(
+    seed: int, groups: int, multiple_of: int, ratio: float
+) -> None:
+    random = numpy.random.default_rng(seed)
+    plain = {index: layer(8, top_k=2, n_group=groups) for index in range(4)}
+    layers = protected(plain, random, 4)
+    scores = {index: random.normal(size=8) for index in layers}
+    for index, facts in layers.items():
+        scores[index][facts["protected"]] -= 100  # the criterion would drop them first
+    losses = {"statistics": {index: {"layer_loss": random.gamma(0.5) + 1e-9} for index in layers}}
+    by = {index: random.normal(size=8) for index in layers}
+    for name, evidence in (
+        ("uniform", {}),
+        ("global", {}),
+        ("global", {"by": by}),
+        ("u_shaped", {}),
+        ("loss_based", losses),
+    ):
+        chosen = {**settings(name, ratio), "multiple_of": multiple_of}
+        try:
+            remove = allocate(chosen, layers, scores, evidence)
+        except UserError as error:
+            assert "feasible" in str(error)
+            continue
+        assert sum(remove.values()) == sum(allocate(chosen, plain, scores, evidence).values())
+        plan = make_plan(scores, remove, layers, provenance={})
+        for index, facts in layers.items():
+            assert set(facts["protected"]) <= set(plan.experts[index])
+            if groups == 1:  # the others are ranked as ever
+                others = [
+                    expert for expert in numpy.argsort(scores[index]).tolist() if expert not in facts["protected"]
+                ]
+                assert set(range(8)) - set(plan.experts[index]) == set(others[: remove[index]])
+
+
+def test_more_protected_experts_than_a_layer_keeps_are_refused() -> None:
+    layers = {0: layer(8), 1: {**layer(8), "protected": [0, 1, 2, 3, 4]}}
+    scores = {0: numpy.arange(8.0), 1: numpy.arange(8.0)}
+    with pytest.raises(UserError, match=r"leaves 4 of 8 experts in layer 1, but allocation.protect needs at least 5"):
+        allocate(settings("uniform", 0.5), layers, scores)
+    with pytest.raises(UserError, match=r"layer 1, but allocation.protect needs at least 5"):
+        check_removals(layers, 0.5)
+    assert allocate(settings("global", 0.5), layers, scores) == {0: 7, 1: 1}
+    with pytest.raises(UserError, match=r"allocation.protect let only 10 go"):
+        allocate(settings("global", 0.75), layers, scores)
+    with pytest.raises(UserError, match=r"layer 1 keeps 3 of 8 experts and drops expert 0"):
+        make_plan(scores, {0: 0, 1: 5}, layers, provenance={})
+    grouped = {0: {**layer(8, n_group=2), "protected": [4, 5, 6]}}
+    with pytest.raises(UserError, match=r"allocation.protect needs at least 6"):
+        allocate(settings("uniform", 0.5), grouped, {0: numpy.arange(8.0)})
+
+
+CHANNELS = ("global", "layerwise", "u_shaped", "loss_based", "coverage")
+INTRA = ("coverage", "proportional", "uniform", "ranking")
+
+
+@given(st.integers(0, 10_000), st.sampled_from(CHANNELS), st.sampled_from(INTRA), st.floats(0, 0.6))
+@how(max_examples=200)
+def test_plans_of_channels_keep_them_whole_within_the_budget(seed: int, name: str, intra: str, ratio: float) -> None:
+    random = numpy.random.default_rng(seed)
+    layers = protected({index: layer(6, width=8) for index in range(3)}, random, 6 if seed % 5 == 0 else 2)
+    scores = {index: random.gamma(0.5, size=(6, 8)) for index in layers}
+    for index, facts in layers.items():
+        scores[index][facts["protected"]] = 0
+    sums = {i: {"layer_loss": random.gamma(1) + 1e-6, "ala_first": random.normal(1, 1, 6)} for i in layers}
+    parameters = {"intra": intra, "inter": "uniform" if seed % 2 else "coverage", "zero_expert": "keep_null"}
+    chosen = settings(name, ratio, **(parameters if name == "coverage" else {}))
+    fixed = sum(8 * len(facts["protected"]) for facts in layers.values())
+    if fixed > int(144 * (1 - ratio) + 1e-6):
+        with pytest.raises(UserError, match=r"allocation.protect needs"):
+            budgets(chosen, layers, scores, {"statistics": sums})
+        return
+    kept = budgets(chosen, layers, scores, {"statistics": sums})
+    assert sum(int(row.sum()) for row in kept.values()) == int(144 * (1 - ratio) + 1e-6)
+    plan = make_channel_plan(scores, kept, layers, provenance={})
+    for index, facts in layers.items():
+        assert plan.channels[index][facts["protected"]].all()
+
+
+def test_without_protected_experts_nothing_changes() -> None:
+    """The others divide what is left: as if the protected experts and their channels were not there."""
+    random = numpy.random.default_rng(0)
+    scores = {0: random.gamma(0.5, size=(6, 8))}
+    sums = {0: {"layer_loss": 1.0, "ala_first": random.gamma(1, size=6)}}
+    marked, rest = {0: {**layer(6, width=8), "protected": [2]}}, [0, 1, 3, 4, 5]
+    for intra in INTRA:
+        chosen = settings("coverage", 0.5, intra=intra, zero_expert="keep_null")
+        kept = budgets(chosen, marked, scores, {"statistics": sums})[0]
+        alone = {0: {"layer_loss": 1.0, "ala_first": sums[0]["ala_first"][rest]}}
+        chosen["ratio"] = 1 - (24 - 8) / 40
+        expected = budgets(chosen, {0: layer(5, width=8)}, {0: scores[0][rest]}, {"statistics": alone})[0]
+        assert kept[2] == 8 and kept[rest].tolist() == expected.tolist()
+
+
+def test_what_cannot_be_kept_whole_is_refused() -> None:
+    with pytest.raises(UserError, match=r"allocation=uniform gives all experts the same number.*layerwise"):
+        check(AllocationConfig(protect="super"), "channel")
+    check(AllocationConfig(protect="super"), "expert")
+    marked = {0: {**layer(4, width=12), "protected": [1]}}
+    aligned = settings("global", 0.5, align={"block": 8, "min_channels": 0})
+    with pytest.raises(UserError, match=r"align.block=8.*expected a divisor of 12"):
+        budgets(aligned, marked, {0: numpy.ones((4, 12))})
+    aligned["parameters"]["align"]["block"] = 4
+    assert budgets(aligned, marked, {0: numpy.ones((4, 12))})[0][1] == 12
+    plan = Plan({0: (0, 1)}, {0: 4}, channels={0: numpy.eye(4, 12, dtype=bool) & (numpy.arange(4) < 2)[:, None]})
+    with pytest.raises(UserError, match=r"layer 0 drops channels of expert 1"):
+        plan.check(marked)
+    for share in (0, 1.5):
+        with pytest.raises(UserError, match=rf"allocation.protect_layers={share}"):
+            check(AllocationConfig(protect="super", protect_layers=share))
+
+
+def test_a_file_counts_by_its_content(tmp_path: Path) -> None:
+    file = tmp_path / "experts.json"
+    file.write_text('{"2": [9, 1, 9], "0": [3]}')
+    fields = vars(AllocationConfig(protect=str(file)))
+    assert identity(fields) == {"protect": {"0": [3], "2": [1, 9]}} and identity(vars(AllocationConfig())) == {}
+    assert needs(fields) == () and needs(vars(AllocationConfig(protect="super"))) == ("statistics",)
+    model = {"layers": {0: layer(10), 1: layer(10), 2: layer(10)}}
+    assert {n: facts["protected"] for n, facts in with_protected(identity(fields), model, {})["layers"].items()} == {
+        0: [3],
+        1: [],
+        2: [1, 9],
+    }
+    for content, message in (
+        ('{"3": [1]}', r"lists layer 3: expected one of the layers with routed experts, 0 to 2"),
+        ('{"1": [10]}', r"lists expert 10 of layer 1: expected an id from 0 to 9"),
+        ('{"1": [-1]}', "0 or more"),
+        ('{"a": [1]}', "0 or more"),
+        ("[1]", "expected super, or a file such as"),
+        ("{", "is damaged"),
+    ):
+        file.write_text(content)
+        with pytest.raises(UserError, match=message):
+            with_protected(identity(fields), model, {})
+    with pytest.raises(UserError, match=r"allocation.protect=supper cannot be read.*expected super"):
+        check(AllocationConfig(protect="supper"))
+
+
+def test_choices_of_a_reconstruction_hold_them() -> None:
+    for groups, kept in ((1, (0, 5)), (2, (0, 1, 4))):
+        whole = kept_subsets(8, 4, groups)
+        some = kept_subsets(8, 4, groups, kept)
+        assert some == [subset for subset in whole if set(kept) <= set(subset)]
+        assert len(some) == count_subsets(8, 4, groups, kept)
+    with pytest.raises(UserError, match=r"C\(6, 4\) = 15 choices"):
+        check_removals({0: {**layer(8), "protected": [0, 5]}}, 0.5, limit=14)
+
+
+def test_schedules_of_a_search_leave_room_for_them() -> None:
+    model = tiny.build("olmoe")
+    facts = {n: layer(16, top_k=4) for n in range(3)} | {1: {**layer(16, top_k=4), "protected": list(range(10))}}
+    chosen = search_settings({**settings("evolutionary", 0.5), "parameters": {}}, {"layers": facts}, 0)
+    assert max(chosen.removals()[1]) == 6 and max(chosen.removals()[0]) == 12
+    plans = Plans(model, {n: list(range(16)) for n in range(3)}, {1: range(10)})
+    assert plans.plan((8, 6, 8)).experts[1] == tuple(range(10))
+
+
+def test_a_planted_outlier_survives_every_criterion(tmp_path: Path) -> None:
+    tiny.save("olmoe", tmp_path)
+    model, tokenizer = moe_lab.load(str(tmp_path))
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    planted = moe_layers(model)[1]
+    with torch.no_grad():
+        planted.experts.down_proj[5] *= 300
+    names = [name for name, about in criteria.CRITERIA.items() if not about.source]
+    text = [" ".join(f"w{number}" for number in row) for row in tiny.tokens(rows=16, length=64).tolist()]
+    statistics = moe_lab.calibrate(model, tokenizer, text, criteria=names, tokens=1024, length=64)
+    lost = 0
+    for name in names:
+        parameters = {"b": 1, "alpha": 1, "beta": 0} if name == "s_family" else {}
+        scores = moe_lab.score(name, statistics, **parameters)
+        of_channels = criteria.get(name).granularity == "channel"
+        for allocation in ("global", "layerwise", "coverage") if of_channels else ("uniform", "global"):
+            plan = moe_lab.plan(scores, 0.75, allocation, protect="super")
+            assert plan.provenance["protected"] == {"1": [5]}
+            assert 5 in plan.experts[1] and (not of_channels or plan.channels[1][5].all())
+            without = moe_lab.plan(scores, 0.75, allocation)
+            assert "protected" not in without.provenance
+            lost += 5 not in without.experts[1] or (of_channels and not without.channels[1][5].all())
+    assert lost > 10  # what many criteria would drop
+
+
+def test_sums_resumed_from_older_ones_do_not_claim_a_maximum_of_the_rest(tmp_path: Path) -> None:
+    from moe_lab.statistics.forward import ForwardTap
+
+    model, batches = tiny.build("olmoe"), tiny.batches()
+    gather(model, ForwardTap, batches, fingerprint={}, out=tmp_path)
+    file = tmp_path / "checkpoint.safetensors"
+    old = Statistics.load(file)
+    for sums in old.layers.values():
+        del sums["output_abs_max"]
+    Statistics(old.layers, {**old.header, "done": 1}).save(file)
+    resumed = gather(model, ForwardTap, batches, fingerprint={}, out=tmp_path)
+    assert all("output_abs_max" not in sums and "output_sum" in sums for sums in resumed.layers.values())
+    assert list(read(file, only="tokens")[0]) == ["tokens"]
