@@ -33,6 +33,7 @@ CRITERIA = {
     "msan": "MSAN",
     "gate_ean": "Gate-EAN",
     "gate_energy": "Gate energy",
+    "easy_ep": "EASY-EP",
     "exact_damage": "Exact damage",
     "aimer": "AIMER",
     "magnitude": "Magnitude",

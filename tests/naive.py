@@ -32,6 +32,8 @@ class Served:
     """softmax(softmax(logits)) at this expert."""
     f: torch.Tensor
     phi: torch.Tensor
+    shift: torch.Tensor
+    """1 - cos between the residual stream before the block, and that plus all gated outputs of the token."""
 
     def by(self, gate: str) -> torch.Tensor:
         """The gate (N,) of that name."""
@@ -50,12 +52,20 @@ class Seen:
     """(T, H) sum of gated outputs."""
     stream: torch.Tensor
     """(T, H) output of the decoder layer."""
+    before: torch.Tensor
+    """(T, H) residual stream before the MoE block."""
+    block_output: torch.Tensor
+    """(T, H) what the MoE block adds to it in most families, shared experts included."""
     valid: torch.Tensor
     """(T,) bool."""
     block_input: torch.Tensor
     """(B, S, H) what enters the MoE block."""
     index: torch.Tensor
     """(T, K) expert ids."""
+
+
+NORMS = ("pre_mlp_layernorm", "pre_ff_layernorm", "ffn_norm", "post_attention_layernorm")
+"""Names of the norm that the MoE block reads; the first that a layer has."""
 
 
 def batch() -> tuple[torch.Tensor, torch.Tensor]:
@@ -96,6 +106,16 @@ def routed(name: str) -> dict[int, Seen]:
         def keep_layer(*given: Any, kept: dict[str, Any] = kept) -> None:
             kept["stream"] = given[2][0] if isinstance(given[2], tuple) else given[2]
 
+        def keep_before(*given: Any, kept: dict[str, Any] = kept) -> None:
+            kept["before"] = given[1][0].flatten(0, -2)
+
+        def keep_output(*given: Any, kept: dict[str, Any] = kept) -> None:
+            output = given[2][0] if isinstance(given[2], tuple) else given[2]
+            kept["block output"] = output.flatten(0, -2)
+
+        norms = [getattr(around, name) for name in NORMS if hasattr(around, name)]
+        hooks.append(norms[0].register_forward_pre_hook(keep_before))
+        hooks.append(layer.block.register_forward_hook(keep_output))
         hooks.append(layer.experts.register_forward_pre_hook(keep))
         hooks.append(layer.block.register_forward_pre_hook(keep_block))
         hooks.append(layer.router.register_forward_hook(keep_router))
@@ -127,10 +147,14 @@ def _seen(layer: MoELayer, call: dict[str, Any], valid: torch.Tensor) -> Seen:
             full.softmax(-1)[token, expert][keep],
             f[keep],
             _channels(module, hidden[token[keep]], expert),
+            torch.empty(0),
         )
         experts.append(served)
-    stream = call["stream"].double().flatten(0, -2)
-    return Seen(experts, mixed, stream, valid, call["block"].clone(), index)
+    stream, before = call["stream"].double().flatten(0, -2), call["before"].double()
+    for served in experts:
+        x, y = before[served.token], (before + mixed)[served.token]
+        served.shift = 1 - (x * y).sum(-1) / (x.norm(dim=-1) * y.norm(dim=-1))
+    return Seen(experts, mixed, stream, before, call["block output"].double(), valid, call["block"].clone(), index)
 
 
 def _channels(module: Any, hidden: torch.Tensor, expert: int) -> torch.Tensor:

@@ -124,6 +124,7 @@ def _inputs(changed: str | None = None) -> dict[str, Array]:
         "square_sum": weight(EXPERTS),
         "count": np.asarray(9.0),
         **{f"channel_{part}": weight(*channels) for part in ("down_square", "down_abs", "gate_square", "up_square")},
+        "shift_weighted": act(EXPERTS) * route(EXPERTS),
     }
 
 

@@ -53,6 +53,7 @@ CRITERIA = {
     "msan": "#bb3311",
     "gate_ean": "#44aa99",
     "gate_energy": "#66aadd",
+    "easy_ep": "#997700",
     "exact_damage": "#4b3fa0",
     "aimer": "#8a8a2b",
     "magnitude": "#7a7a7a",

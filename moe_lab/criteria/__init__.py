@@ -16,6 +16,7 @@ from moe_lab.criteria.registry import (
     reads_text,
     score,
     summed_over,
+    sums_read,
 )
 from moe_lab.criteria.routed import family
 
@@ -33,4 +34,5 @@ __all__ = [
     "reads_text",
     "score",
     "summed_over",
+    "sums_read",
 ]

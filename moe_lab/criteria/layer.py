@@ -62,6 +62,12 @@ class Layer:
                 "gate=model or renormalized; if it is one, these statistics are older than the gate: remove their step "
                 "from the store"
             )
+        if name == "shift_weighted":
+            return (
+                f"criterion={self.criterion} compares the residual stream before and after the routed experts, and "
+                "either this model's MoE blocks do not read a norm of it, or these statistics are older than the "
+                "criterion: then remove their step from the store"
+            )
         if name.startswith("renormalized_"):
             return "these statistics are older than gate=renormalized of channels: remove their step from the store"
         return (

@@ -116,6 +116,13 @@ def summed_over(name: str) -> str | None:
     return needs[0] if len(needs) == 1 else None
 
 
+def sums_read(name: str) -> set[str]:
+    """Names of the statistics that the criterion reads with its default parameters, of any gate for the model's."""
+    ones = _Ones()
+    get(name).function(Layer(name, 0, 1, 1, ones, "model", numpy.random.default_rng(0)))
+    return set(ones.read)
+
+
 def _required(about: Criterion) -> list[str]:
     """Parameters of the criterion's own that have no default."""
     own = list(inspect.signature(about.function).parameters.values())[1:]
@@ -197,12 +204,17 @@ def _check_scores(criterion: Criterion, layer: Layer, scores: Array) -> None:
 
 
 class _Ones(dict[str, Any]):
-    """The statistics of one expert with one channel, all one: enough to call any criterion."""
+    """The statistics of one expert with one channel, all one: enough to call any criterion. Notes what was `read`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read: list[str] = []
 
     def __contains__(self, name: object) -> bool:
         return True
 
     def __missing__(self, name: str) -> Array:
+        self.read.append(name)
         if name.startswith("sums_"):
             return numpy.ones((1, 3, 3))
         if name in ("layer_loss", "count"):

@@ -69,6 +69,14 @@ def gate_energy(layer: Layer) -> Array:
     return layer.sum(2, 2)
 
 
+@criterion("easy_ep", needs=("statistics",), reference="EASY-EP, arXiv 2504.06792")
+def easy_ep(layer: Layer) -> Array:
+    """sum_t s g ||f|| with s = max(0, 1 - cos(x, x + m)), x the residual stream before the MoE block, m the routed
+    output: tokens count by how much the routed experts turn the stream. g is the gate that the model multiplies with.
+    """
+    return layer["shift_weighted"]
+
+
 @criterion("mone", needs=("statistics",), reference="MoNE", uses_gate=True)
 def mone(layer: Layer) -> Array:
     """(1/N sum_t g) * V with V = || sqrt(1/(N-1) sum_t (f - mean f)^2) ||; 0 for N <= 1."""

@@ -7,10 +7,11 @@ those of the model's own router, so no routing rule is implemented here.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from moe_lab.models.discover import MoELayer
 from moe_lab.models.experts import Rows, intermediate, output, parts, routed_output, sort_by_expert, wide
@@ -34,6 +35,8 @@ class ForwardTap(Tap):
         super().__init__(observer, layer, start)
         self.softmax_router = "sums_double_softmax" in start if start else None
         self.resumed = frozenset(start)
+        self.normalized: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.residual: torch.Tensor | None = None
         self.logits: torch.Tensor | None = None
         self.call: Call | None = None
 
@@ -48,6 +51,23 @@ class ForwardTap(Tap):
         self.logits = None
         if isinstance(first, torch.Tensor) and first.shape[-1] == self.layer.n_experts:
             self.logits = first.detach().reshape(-1, self.layer.n_experts)
+
+    def watch(self, around: torch.nn.Module) -> Iterable[RemovableHandle]:
+        """Keep the residual stream before the MoE block: the input of the norm whose output the block reads."""
+        for child in around.children():
+            if child is not self.layer.block:
+                yield child.register_forward_hook(self._after_child)
+        yield self.layer.block.register_forward_pre_hook(self._before_block)
+
+    def _after_child(self, module: torch.nn.Module, args: Any, result: Any) -> None:
+        if len(args) == 1 and isinstance(args[0], torch.Tensor) and isinstance(result, torch.Tensor):
+            self.normalized[id(module)] = (args[0].detach(), result)
+
+    def _before_block(self, module: torch.nn.Module, args: Any) -> None:
+        entering = args[0] if args else None
+        inputs = [given for given, result in self.normalized.values() if result is entering]
+        self.residual = inputs[0].flatten(0, -2) if len(inputs) == 1 else None
+        self.normalized.clear()
 
     def experts(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """The routed output m (T, H); adds the statistics of this call."""
@@ -69,9 +89,11 @@ class ForwardTap(Tap):
         if call is not None:
             for name, sums in call.finish(mixed.detach()).items():
                 self.add(name, sums)
+            if self.residual is not None:
+                self.add("shift_weighted", call.weigh_shifts(self.residual, mixed.detach()))
             if self.logits is not None:
                 self.add("router_entropy", entropy_histogram(self.logits, call.valid))
-        self.call = call
+        self.call, self.residual = call, None
         return mixed
 
     def after_layer(self, module: torch.nn.Module, args: Any, result: Any) -> None:
@@ -81,6 +103,7 @@ class ForwardTap(Tap):
             for name, sums in self.call.normalize(stream.detach().flatten(0, -2)).items():
                 self.add(name, sums)
             self.call = None
+        self.normalized.clear()  # norms after the block
 
     def _softmax_gates(self, index: torch.Tensor, weights: torch.Tensor) -> dict[str, torch.Tensor]:
         """The gates full_softmax and double_softmax (T, K), if the router is a softmax over all experts.
@@ -114,6 +137,21 @@ def is_softmax(logits: torch.Tensor, index: torch.Tensor, weights: torch.Tensor)
     gap = weights.double().clamp(min=torch.finfo(torch.float64).tiny).log() - chosen
     axis = 1 if index.shape[1] > 1 else 0
     return bool(((gap.amax(axis) - gap.amin(axis)) <= tolerance).all())
+
+
+def shifts(stream: torch.Tensor, added: torch.Tensor) -> torch.Tensor:
+    """1 - cos(x, x + a) of every token, at least 0, for x = `stream` and a = `added`, (T, H) -> (T,) fp64.
+
+    1 where x + a is 0. Small angles are computed from their sine, which does not cancel: in fp32, 1 - cos does.
+    """
+    x, a = wide(stream), wide(added)
+    xx, xa, aa = ((one * other).sum(-1).double() for one, other in ((x, x), (x, a), (a, a)))
+    after = (xx + 2 * xa + aa).clamp(min=0)
+    squares = xx * after
+    cosine = (xx + xa) / squares.sqrt()
+    sine_square = (xx * aa - xa.square()).clamp(min=0) / squares
+    shift = torch.where(cosine > 0, sine_square / (1 + cosine), 1 - cosine)
+    return torch.where(squares > 0, shift, 1.0)
 
 
 def inside_backward() -> bool:
@@ -181,6 +219,13 @@ class Call:
             "tokens": moments[:, 0, 0].clone(),
             **dict(zip(names, moments.split(3, 1), strict=True)),
         }
+
+    def weigh_shifts(self, stream: torch.Tensor, mixed: torch.Tensor) -> torch.Tensor:
+        """shift_weighted (E,); `stream` (T, H) is the residual stream before the MoE block, `mixed` (T, H) is m."""
+        token, column = self.rows.token, self.rows.column
+        terms = shifts(stream, mixed)[token] * self.gates["model"][token, column] * self.norm_square.double().sqrt()
+        terms = terms if self.valid_rows is None else torch.where(self.valid_rows, terms, 0)
+        return torch.bincount(self.rows.expert, terms, self.n_experts)
 
     def normalize(self, stream: torch.Tensor) -> dict[str, torch.Tensor]:
         """The ala sums and the layer loss; `stream` (T, H) is the residual stream y after the decoder layer."""

@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Any, ClassVar
 
 import torch
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ExpertsInterface
 
@@ -121,6 +122,10 @@ class Tap:
     def after_layer(self, module: torch.nn.Module, args: Any, result: Any) -> None:
         """Called after the decoder layer that contains the experts."""
 
+    def watch(self, around: torch.nn.Module) -> Iterable[RemovableHandle]:
+        """Register further hooks in the decoder layer `around`; they are removed when the observer is closed."""
+        return ()
+
     def result(self) -> dict[str, torch.Tensor]:
         """The layer's statistics after the batches read so far. Called while the layer has its weights."""
         return self.sums
@@ -176,6 +181,8 @@ class Observer:
                 around = self.model.get_submodule(f"{tap.layer.stack}.{tap.layer.index}")
                 stack.callback(tap.layer.router.register_forward_hook(tap.after_router, with_kwargs=True).remove)
                 stack.callback(around.register_forward_hook(tap.after_layer).remove)
+                for handle in tap.watch(around):
+                    stack.callback(handle.remove)
             self._open = stack.pop_all()
         return self
 

@@ -10,6 +10,8 @@ the router sent to expert j, f is the expert's output before the gate, g the gat
     sums_double_softmax  (E, 3, 3) the same with g = softmax(p)_j over all experts, of softmax routers
     output_sum           (E, H)    sum_t f
     output_abs_max       (E,)      max over t and the entries of f of |f|
+    shift_weighted       (E,)      sum_t max(0, 1 - cos(x, x + m)) g ||f||, m the routed output, x the residual stream
+                                   before the MoE block: the input of the norm whose output the block reads
     ala_first            (E,)      sum_t g <f, m> / (||y||^2 + eps), m the routed output, y the residual stream after
     ala_second           (E,)      sum_t g^2 ||f||^2 / (||y||^2 + eps)
     layer_loss           ()        sum over all valid tokens of ||m||^2 / (||y||^2 + eps)

@@ -45,6 +45,7 @@ NAIVE: dict[str, Callable[[naive.Served, str], torch.Tensor]] = {
     "msan": s(1, 0, 2),
     "gate_ean": s(0, 1, 1),
     "gate_energy": s(0, 2, 2),
+    "easy_ep": lambda e, gate: (e.shift.clamp(min=0) * e.gate * e.f.norm(dim=-1)).sum(),
     "mone": lambda e, gate: e.by(gate).mean() * spread(e),
     "mone_freq": lambda e, gate: e.by(gate).sum() * spread(e),
 }
@@ -252,3 +253,9 @@ def test_family_and_named_criteria_agree() -> None:
 def test_scoring_needs_no_torch() -> None:
     code = "import sys, moe_lab.criteria, moe_lab.statistics.sums; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_sums_that_a_criterion_reads_are_known() -> None:
+    assert criteria.sums_read("easy_ep") == {"shift_weighted"}
+    assert criteria.sums_read("reap") == {"sums_model", "tokens"}
+    assert criteria.sums_read("random") == set()

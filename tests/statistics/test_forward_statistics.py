@@ -8,12 +8,13 @@ import pytest
 import tiny
 import torch
 
+from moe_lab import criteria
 from moe_lab.config import GATES
 from moe_lab.errors import UserError
 from moe_lab.models.discover import moe_layers
 from moe_lab.models.experts import sort_by_expert
 from moe_lab.statistics import observe
-from moe_lab.statistics.forward import ENTROPY_BINS, Call, ForwardTap, inside_backward, is_softmax
+from moe_lab.statistics.forward import ENTROPY_BINS, Call, ForwardTap, inside_backward, is_softmax, shifts
 from moe_lab.statistics.observe import Observer
 
 SOFTMAX_ROUTERS = {
@@ -241,3 +242,28 @@ def test_sums_of_half_precision_numbers_are_not_rounded_to_it() -> None:
     assert naive.relative(sums["channel_square"][0], exact.square().sum(0)) < 1e-6
     assert naive.relative(sums["gate_channel_square"][0], (g * exact).square().sum(0)) < 1e-6
     assert naive.relative(sums["sums_model"][0, 1, 1], (g[:, 0] * exact.norm(dim=-1)).sum()) < 1e-6
+
+
+@pytest.mark.parametrize("name", sorted(set(tiny.ARCHITECTURES) - {"granitemoe", "minimax", "afmoe"}))
+def test_the_stream_before_the_block_is_what_its_output_is_added_to(name: str) -> None:
+    for seen in naive.routed(name).values():
+        assert torch.allclose(seen.before + seen.block_output, seen.stream, rtol=0, atol=1e-5)
+
+
+def test_shifts_of_the_stream() -> None:
+    x = torch.tensor([[3.0, 4.0], [3.0, 4.0], [3.0, 4.0], [3.0, 4.0], [0.0, 0.0]])
+    added = torch.tensor([[4.0, -3.0], [0.0, 0.0], [-3.0, -4.0], [-6.0, -8.0], [1.0, 0.0]])
+    # cos .707107; no change; nothing left; turned around; no stream to compare with
+    assert shifts(x, added).tolist() == pytest.approx([0.292893, 0, 1, 2, 1], abs=1e-6)
+    assert float(0.6 * 5 * shifts(x, added)[0]) == pytest.approx(0.878680, abs=1e-6)
+    small = torch.tensor([[-4e-4, 3e-4]])  # an angle of 1e-4: cos would be 1 - 5e-9, which is 1 in fp32
+    assert float(shifts(x[:1], small)) == pytest.approx(5e-9, rel=1e-4)
+
+
+def test_without_a_norm_before_the_block_no_shift_is_claimed() -> None:
+    model = tiny.build("olmoe")
+    model.model.layers[1].mlp.register_forward_pre_hook(lambda module, args: (2 * args[0],))
+    layers = observed(model, *naive.batch())
+    assert ["shift_weighted" in named for named in layers.values()] == [True, False, True]
+    with pytest.raises(UserError, match=r"layer 1 has no shift_weighted.*do not read a norm of it"):
+        criteria.score("easy_ep", layers, experts=dict.fromkeys(layers, 16))

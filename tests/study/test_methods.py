@@ -180,20 +180,16 @@ def test_a_plan_is_for_the_model_it_was_found_with(store: Path, refused: Refused
         assert "plan is for another model: it was made for" in refused(tmp_path / "store", *words)
 
 
-def test_protected_experts_are_in_every_plan_and_in_its_provenance(store: Path, tmp_path: Path) -> None:
+def test_protected_experts_are_in_every_plan_and_in_its_provenance(store: Path) -> None:
     both = ["grid.allocation=[uniform,sequential]", "criterion=reap", "ratio=0.5"]
     by_statistics = cells(store, *both, "allocation.protect=super", "allocation.protect_layers=1")
     first = [Plan.load(store / cell["plan"] / "plan.json") for cell in by_statistics]
     chosen = first[0].provenance["protected"]
     assert chosen and all(plan.provenance["protected"] == chosen for plan in first)
-    lost = sorted(set(range(32)) - set(first[0].experts[1]))[:2]
-    (tmp_path / "experts.json").write_text(json.dumps({"1": lost}))
-    listed = cells(store, *both, f"allocation.protect={tmp_path / 'experts.json'}")
-    for cell in listed:
-        plan = Plan.load(store / cell["plan"] / "plan.json")
-        assert set(lost) <= set(plan.experts[1]) and len(plan.experts[1]) == 16
-        assert cell["cell"]["allocation"].endswith(", protect=experts.json")
-        assert plan.provenance["protected"] == {"1": lost}
+    assert all(set(ids) <= set(plan.experts[int(layer)]) for plan in first for layer, ids in chosen.items())
+    assert {cell["cell"]["allocation"] for cell in by_statistics} == {
+        f"{name}, protect=super, protect_layers=1" for name in ("uniform", "sequential")
+    }
 
 
 def test_all_choices_are_tried_where_they_are_few(store: Path) -> None:

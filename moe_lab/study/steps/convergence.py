@@ -44,13 +44,16 @@ def _convergence_step(builder: Builder, cell: Cell) -> Step:
 def convergence(job: Job) -> None:
     """Score experts by every criterion that reads forward statistics only, from growing parts of the calibration set.
 
+    Criteria whose sums the pass did not gather, such as an older pass or one over another kind of router, are left out.
     Reads the snapshots that the statistics pass saved. Where it saved none, runs the pass again to make them.
     """
     gate, parts = job.settings["convergence"]["gate"], _parts(job, "statistics", "tokens")
     experts = {layer: about["n_experts"] for layer, about in facts(job)["layers"].items()}
+    gathered = set.intersection(*(set(arrays) for _, sums in parts for arrays in sums.values()))
     rows = [
         (name, tokens, layer, expert, float(value))
         for name in criteria.of_experts_from("statistics")
+        if criteria.sums_read(name) <= gathered
         for tokens, sums in parts
         for layer, values in criteria.score(name, sums, experts=experts, gate=gate).items()
         for expert, value in enumerate(values)
