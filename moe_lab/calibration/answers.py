@@ -17,6 +17,7 @@ from moe_lab.calibration.documents import (
     Document,
     Pair,
     Text,
+    Tools,
     from_template,
     messages,
     written,
@@ -81,12 +82,18 @@ def _turns(document: Chat | Pair, text: str, tokenizer: Any, header: bool) -> It
     end of every conversation does no harm.
     """
     turns = messages(document)
+    tools = document.tools if isinstance(document, Chat) else ()
     for number, message in enumerate(turns):
         if message["role"] != "assistant":
             continue
-        start = _shared(turns[:number], text, tokenizer)
+        start = _shared(turns[:number], text, tokenizer, tools)
         if header:
-            yield start, len(text) if number + 1 == len(turns) else _shared(turns[: number + 1], text, tokenizer)
+            yield start, len(text) if number + 1 == len(turns) else _shared(turns[: number + 1], text, tokenizer, tools)
+        elif "tool_calls" in message:
+            raise UserError(
+                "calibration.path: the chat template writes the calls of functions, so their tokens cannot be told: "
+                "expected a set without tool_calls, or header=true to take the whole turn"
+            )
         elif content := message["content"].strip():
             begin = text.find(content, start)
             if begin < 0:
@@ -97,8 +104,8 @@ def _turns(document: Chat | Pair, text: str, tokenizer: Any, header: bool) -> It
             yield begin, begin + len(content)
 
 
-def _shared(before: Sequence[Any], text: str, tokenizer: Any) -> int:
+def _shared(before: Sequence[Any], text: str, tokenizer: Any, tools: Tools) -> int:
     """Length in characters of the longest common prefix of `text` and the rendered messages `before`."""
-    so_far = from_template(before, tokenizer) if before else ""
+    so_far = from_template(before, tokenizer, tools) if before else ""
     equal = takewhile(lambda pair: pair[0] == pair[1], zip(so_far, text, strict=False))
     return sum(1 for _ in equal)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,11 +23,17 @@ class Text:
     text: str
 
 
+Tools = Sequence[Mapping[str, Any]]
+"""Functions that a model may call, in the form of chat templates: {"type": "function", "function": {"name", ...}}."""
+
+
 @dataclass(frozen=True)
 class Chat:
-    """A conversation: messages with a role and a content each."""
+    """A conversation, and the functions that the assistant may call in it."""
 
-    messages: tuple[Mapping[str, str], ...]
+    messages: tuple[Mapping[str, Any], ...]
+    """A role and a content each; with calls of functions also `tool_calls`, whose arguments are objects."""
+    tools: Tools = ()
 
 
 @dataclass(frozen=True)
@@ -59,7 +66,8 @@ def document(
     """The document in one JSON record.
 
     `field` names the field to read; None takes `text`, `messages`, `instruction` and `output` (with the optional
-    `input` of instruction sets), `question` and `answer`, or `prompt` and `completion`, whichever is there first.
+    `input` of instruction sets), `question` and `answer`, `prompt` and `completion`, or `query`, `answers` and `tools`
+    (a request and the calls that answer it), whichever is there first. `tools` beside messages are read with them.
     `template` is a text with fields in braces; with these filled in, it is read as plain text.
     For error messages, `where` is the location of the record and `remedy` the advice to give.
     """
@@ -69,6 +77,11 @@ def document(
         return Text(re.sub(r"\{(\w+)\}", lambda name: _filled_in(record, name[1], where), template))
     if field is not None:
         return _named(record, field, where)
+    return _standard(record, where, remedy)
+
+
+def _standard(record: Mapping[str, Any], where: str, remedy: str) -> Document:
+    """The document in the fields under which sets usually publish it."""
     for standard_field in ("text", "messages"):
         if standard_field in record:
             return _named(record, standard_field, where)
@@ -80,9 +93,13 @@ def document(
             return Pair(instruction, _string(record, solution, where))
     if "prompt" in record and "completion" in record:
         return Completion(_string(record, "prompt", where), _string(record, "completion", where))
+    if all(name in record for name in ("query", "answers", "tools")):
+        request = {"role": "user", "content": _string(record, "query", where)}
+        calls = {"role": "assistant", "content": "", "tool_calls": record["answers"]}
+        return Chat((request, _message(calls, f"{where}, field answers")), _tools(record, where))
     raise UserError(
-        f"{where}: none of the fields text, messages, instruction and output, question and answer, or prompt and "
-        f"completion is there (found: {_names(record)}); {remedy}"
+        f"{where}: none of the fields text, messages, instruction and output, question and answer, prompt and "
+        f"completion, or query, answers and tools is there (found: {_names(record)}); {remedy}"
     )
 
 
@@ -90,7 +107,8 @@ def _named(record: Mapping[str, Any], field: str, where: str) -> Document:
     """The document in one field: a string, or a list of chat messages."""
     _check_field(record, field, where, f"calibration.field={field}")
     if isinstance(record[field], list):
-        return Chat(tuple(_message(entry, f"{where}, field {field}") for entry in record[field]))
+        messages = tuple(_message(entry, f"{where}, field {field}") for entry in record[field])
+        return Chat(messages, _tools(record, where))
     return Text(_string(record, field, where))
 
 
@@ -108,10 +126,62 @@ def _check_field(record: Mapping[str, Any], field: str, where: str, setting: str
         raise UserError(f"{where}: {setting} is not there: {hint}(found: {_names(record)})")
 
 
-def _message(entry: Any, where: str) -> Mapping[str, str]:
+def _message(entry: Any, where: str) -> Mapping[str, Any]:
+    """A message with what chat templates read of it; without content if it only calls functions."""
+    calls = _decoded(entry.get("tool_calls"), f"{where}: tool_calls") if isinstance(entry, Mapping) else None
+    if calls and entry.get("content") is None:
+        entry = {**entry, "content": ""}
     if not isinstance(entry, Mapping) or not all(isinstance(entry.get(key), str) for key in ("role", "content")):
         raise UserError(f"{where}: expected messages with a role and a content that are strings, found {entry!r:.80}")
-    return {"role": entry["role"], "content": entry["content"]}
+    message: dict[str, Any] = {"role": entry["role"], "content": entry["content"]}
+    if calls:
+        message["tool_calls"] = [_tool_call(call, where) for call in _listed(calls, f"{where}: tool_calls")]
+    if entry["role"] == "tool":  # some templates name the function that returned the content, or its call
+        message |= {key: entry[key] for key in ("name", "tool_call_id") if isinstance(entry.get(key), str)}
+    return message
+
+
+def _tool_call(call: Any, where: str) -> dict[str, Any]:
+    """A call in the form of chat templates, its arguments an object."""
+    function = call.get("function", call) if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise UserError(f"{where}: expected tool_calls with a name and arguments, found {call!r:.80}")
+    arguments = _decoded(function.get("arguments", {}), f"{where}: arguments of {function['name']}")
+    if not isinstance(arguments, Mapping):
+        raise UserError(
+            f"{where}: arguments of {function['name']} hold {_kind(arguments)}, expected an object or its JSON text"
+        )
+    identified = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
+    return {"type": "function", **identified, "function": {"name": function["name"], "arguments": arguments}}
+
+
+def _tools(record: Mapping[str, Any], where: str) -> Tools:
+    """The functions in the field `tools`, a list or its JSON text; empty without the field."""
+    tools = _decoded(record.get("tools"), f"{where}: tools")
+    wrapped = []
+    for tool in _listed(tools, f"{where}: tools") if tools else ():
+        if not isinstance(tool, Mapping) or not isinstance(tool.get("function", tool), Mapping):
+            raise UserError(f"{where}: tools holds {tool!r:.80}, expected functions with a name")
+        if not isinstance(tool.get("function", tool).get("name"), str):
+            raise UserError(f"{where}: tools has a function without a name: {tool!r:.80}")
+        wrapped.append(tool if "function" in tool else {"type": "function", "function": tool})
+    return tuple(wrapped)
+
+
+def _listed(value: Any, where: str) -> list[Any]:
+    if not isinstance(value, list):
+        raise UserError(f"{where} holds {_kind(value)}, expected a list")
+    return value
+
+
+def _decoded(value: Any, where: str) -> Any:
+    """A value, or what its JSON text holds; an empty text stays one."""
+    if not isinstance(value, str) or not value:
+        return value
+    try:
+        return json.loads(value)
+    except json.JSONDecodeError as error:
+        raise UserError(f"{where} is damaged JSON: {error.msg}") from error
 
 
 def _string(record: Mapping[str, Any], field: str, where: str) -> str:
@@ -141,13 +211,15 @@ def has_answer(document: Document) -> bool:
     if isinstance(document, Text | Completion):
         return isinstance(document, Completion) and bool(document.completion.strip())
     turns = messages(document)
-    return any(turn["role"] == "assistant" and turn["content"].strip() for turn in turns)
+    return any(turn["role"] == "assistant" and (turn["content"].strip() or turn.get("tool_calls")) for turn in turns)
 
 
 def rendering(document: Document, tokenizer: Any) -> str:
     """How `tokenize` will turn this document into text, in words for the report."""
     if isinstance(document, Text | Completion):
         return "as it stands"
+    if isinstance(document, Chat) and document.tools:
+        return "chat template with tools"
     return "chat template" if tokenizer.chat_template else "pair parted by a blank line"
 
 
@@ -165,7 +237,10 @@ def tokenize(document: Document, tokenizer: Any, special_tokens: bool) -> list[i
 def written(document: Document, tokenizer: Any, special_tokens: bool) -> tuple[str, bool]:
     """The text of a document as the model reads it, and whether the tokenizer adds its special tokens to it."""
     if isinstance(document, Chat | Pair) and tokenizer.chat_template:
-        return from_template(messages(document), tokenizer), False
+        tools = document.tools if isinstance(document, Chat) else ()
+        if isinstance(document, Chat):
+            check_reads_tools(document.messages, tokenizer, tools)
+        return from_template(messages(document), tokenizer, tools), False
     if not isinstance(document, Chat):
         return plain(document), special_tokens
     raise UserError(
@@ -183,7 +258,7 @@ def plain(document: Text | Pair | Completion) -> str:
     return f"{document.instruction}{BLANK_LINE}{document.output}"
 
 
-def messages(document: Chat | Pair) -> list[Mapping[str, str]]:
+def messages(document: Chat | Pair) -> list[Mapping[str, Any]]:
     """The messages of a conversation; a pair becomes one message of the user and one of the assistant."""
     if isinstance(document, Chat):
         return list(document.messages)
@@ -193,13 +268,38 @@ def messages(document: Chat | Pair) -> list[Mapping[str, str]]:
     ]
 
 
-def from_template(messages: Sequence[Mapping[str, str]], tokenizer: Any) -> str:
-    """Render messages with the tokenizer's chat template; UserError when it refuses them."""
+def from_template(messages: Sequence[Mapping[str, Any]], tokenizer: Any, tools: Tools = ()) -> str:
+    """Render messages, and the tools they may call, with the tokenizer's chat template; UserError when it refuses."""
     from jinja2 import TemplateError
 
+    with_tools = {"tools": list(tools)} if tools else {}
     try:
-        text: str = tokenizer.apply_chat_template(list(messages), tokenize=False)
-    except TemplateError as error:
+        text: str = tokenizer.apply_chat_template(list(messages), tokenize=False, **with_tools)
+    except (TemplateError, TypeError) as error:  # TypeError: a template that joins arguments, an object, to a text
         roles = ", ".join(message["role"] for message in messages)
         raise UserError(f"calibration.path: the chat template refuses messages with roles {roles}: {error}") from error
     return text
+
+
+def check_reads_tools(messages: Sequence[Mapping[str, Any]], tokenizer: Any, tools: Tools) -> None:
+    """Raise UserError for a chat template that writes the same text without the tools, or without the calls of them.
+
+    Templates that know no tools ignore them, so the model would read conversations in which nothing is called.
+    """
+    text = from_template(messages, tokenizer, tools)
+    without: dict[str, tuple[Sequence[Mapping[str, Any]], Tools]] = {}
+    if tools:
+        without["tools"] = messages, ()
+    if any("tool_calls" in message for message in messages):
+        silent = [{key: value for key, value in message.items() if key != "tool_calls"} for message in messages]
+        without["tool_calls"] = silent, tools
+    for name, conversation in without.items():
+        try:
+            ignored = from_template(conversation[0], tokenizer, conversation[1]) == text
+        except UserError:  # such as of a template that refuses an empty message: so it reads the calls
+            continue
+        if ignored:
+            raise UserError(
+                f"calibration.path holds conversations with {name}, and the model's chat template ignores them: "
+                "expected a model whose template reads them, or a set without"
+            )

@@ -1,0 +1,153 @@
+"""Conversations in which functions are called: what is read, what the chat template gets, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe_lab.calibration.answers import answer_batches
+from moe_lab.calibration.batches import batches
+from moe_lab.calibration.documents import Chat, tokenize
+from moe_lab.calibration.sources import read
+from moe_lab.config import CalibrationConfig
+from moe_lab.errors import UserError
+
+Settings = Callable[..., CalibrationConfig]
+TOOL = {"name": "w10", "description": "w11", "parameters": {"type": "object", "properties": {}}}
+WRAPPED = {"type": "function", "function": TOOL}
+CALL = {"type": "function", "function": {"name": "w10", "arguments": {"w12": "w13"}}}
+QUESTION = {"role": "user", "content": "w1"}
+MESSAGES = [QUESTION, {"role": "assistant", "content": "", "tool_calls": [CALL]}]
+CHAT = Chat(tuple(MESSAGES), (WRAPPED,))
+NAMED_TOOLS = "{% for tool in tools %}{{ tool.function.name }} {{ tool.function.description }} {% endfor %}"
+CALLED = (
+    "{% for call in m.tool_calls or [] %}{{ call.function.name }}"
+    "{% for k, v in call.function.arguments.items() %} {{ k }} {{ v }} {% endfor %}{% endfor %}"
+)
+TURNS = "{% for m in messages %}{{ m.role }} {{ m.content }} {calls}{% endfor %}{{ eos_token }}"
+READS_TOOLS = NAMED_TOOLS + TURNS.replace("{calls}", CALLED)
+
+
+def line(**record: Any) -> str:
+    return json.dumps(record) + "\n"
+
+
+def with_call(call: object) -> list[dict[str, object]]:
+    return [QUESTION, {"role": "assistant", "content": None, "tool_calls": [call]}]
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"messages": MESSAGES, "tools": [WRAPPED]},
+        {"messages": MESSAGES, "tools": json.dumps([WRAPPED])},
+        {"messages": MESSAGES, "tools": json.dumps([TOOL])},
+        {"messages": with_call(CALL), "tools": [WRAPPED]},
+        {"messages": with_call({"name": "w10", "arguments": '{"w12": "w13"}'}), "tools": [TOOL]},
+        {"messages": with_call({"function": {"name": "w10", "arguments": '{"w12": "w13"}'}}), "tools": [WRAPPED]},
+        {  # the columns of xlam-function-calling-60k
+            "query": "w1",
+            "answers": json.dumps([{"name": "w10", "arguments": {"w12": "w13"}}]),
+            "tools": json.dumps([TOOL]),
+        },
+    ],
+)
+def test_tools_and_calls_are_read_in_the_form_of_chat_templates(
+    record: dict[str, Any], tmp_path: Path, settings: Settings
+) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text(line(**record))
+    assert read(settings(file)) == [CHAT]
+
+
+def test_what_a_tool_returned_keeps_the_name_of_the_function(tmp_path: Path, settings: Settings) -> None:
+    returned = {"role": "tool", "content": "w14", "name": "w10", "tool_call_id": "7", "extra": 1}
+    identified = [*MESSAGES[:1], {**MESSAGES[1], "tool_calls": [{**CALL, "id": "7"}]}, returned]
+    file = tmp_path / "a.jsonl"
+    file.write_text(line(messages=identified, tools=[WRAPPED]))
+    (chat,) = read(settings(file))
+    assert isinstance(chat, Chat)
+    assert chat.messages[1]["tool_calls"] == [{**CALL, "id": "7"}]
+    assert chat.messages[2] == {key: value for key, value in returned.items() if key != "extra"}
+
+
+@pytest.mark.parametrize("nothing", [None, [], "", "[]"])
+def test_a_conversation_without_tools_is_read_as_before(nothing: Any, tmp_path: Path, settings: Settings) -> None:
+    plain = [{"role": "user", "content": "w1"}, {"role": "assistant", "content": "w2", "tool_calls": nothing}]
+    file = tmp_path / "a.jsonl"
+    file.write_text(line(messages=plain, tools=nothing))
+    expected = Chat(({"role": "user", "content": "w1"}, {"role": "assistant", "content": "w2"}))
+    assert read(settings(file)) == [expected]
+
+
+def test_the_template_gets_the_tools_and_arguments_as_objects(tokenizer_with: Callable[..., Any]) -> None:
+    tokenizer = tokenizer_with(READS_TOOLS)
+    expected = tokenizer("w10 w11 user w1 assistant w10 w12 w13 </s>", add_special_tokens=False)["input_ids"]
+    assert tokenize(CHAT, tokenizer, special_tokens=True) == expected
+
+
+def test_the_report_says_that_tools_were_written(
+    tokenizer_with: Callable[..., Any], tmp_path: Path, settings: Settings
+) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text(line(messages=MESSAGES, tools=[TOOL]) * 4)
+    found = batches(settings(file), tokenizer_with(READS_TOOLS))
+    assert found.report["rendered"] == ["chat template with tools"]
+    assert found.report["first_row"].startswith("w10 w11 user w1 assistant w10 w12 w13")
+
+
+@pytest.mark.parametrize(
+    ("template", "name"),
+    [(TURNS.replace("{calls}", CALLED), "tools"), (NAMED_TOOLS + TURNS.replace("{calls}", ""), "tool_calls")],
+)
+def test_a_template_that_ignores_them_is_refused(
+    template: str, name: str, tokenizer_with: Callable[..., Any], tmp_path: Path, settings: Settings
+) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text(line(messages=MESSAGES, tools=[TOOL]) * 4)
+    with pytest.raises(UserError, match=f"conversations with {name}, and the model's chat template ignores them"):
+        batches(settings(file), tokenizer_with(template))
+
+
+def test_a_template_that_cannot_write_arguments_is_refused(tokenizer_with: Callable[..., Any]) -> None:
+    joined = "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ 'w1' + c.function.arguments }}{% endfor %}"
+    with pytest.raises(UserError, match="the chat template refuses messages with roles user, assistant"):
+        tokenize(Chat(tuple(MESSAGES)), tokenizer_with(joined + "{% endfor %}"), special_tokens=True)
+
+
+def test_calls_are_answers_as_whole_turns(
+    tokenizer_with: Callable[..., Any], tmp_path: Path, settings: Settings
+) -> None:
+    file, tokenizer = tmp_path / "a.jsonl", tokenizer_with(READS_TOOLS)
+    file.write_text(line(messages=MESSAGES, tools=[TOOL]))
+    one = settings(file, length=9, tokens=9, packing="none")
+    ((ids, _, answers),) = answer_batches(one, tokenizer, header=True)
+    assert tokenizer.decode(ids[answers]) == "assistant w10 w12 w13 </s>"
+    with pytest.raises(UserError, match="the chat template writes the calls"):
+        answer_batches(one, tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("record", "sentence"),
+    [
+        ({"messages": MESSAGES, "tools": "[{"}, "line 1: tools is damaged JSON"),
+        ({"messages": MESSAGES, "tools": {"w10": TOOL}}, "line 1: tools holds an object, expected a list"),
+        ({"messages": MESSAGES, "tools": [{"description": "w1"}]}, "a function without a name"),
+        ({"messages": MESSAGES, "tools": ["w10"]}, "expected functions with a name"),
+        ({"messages": with_call({"arguments": {}}), "tools": [TOOL]}, "expected tool_calls with a name and arguments"),
+        ({"messages": with_call({"name": "w10", "arguments": "[1]"})}, "arguments of w10 hold a list"),
+        ({"messages": with_call({"name": "w10", "arguments": "{"})}, "arguments of w10 is damaged JSON"),
+        ({"query": "w1", "answers": "w2", "tools": "[]"}, "field answers: tool_calls is damaged JSON"),
+    ],
+)
+def test_one_sentence_for_what_is_no_tool(
+    record: dict[str, Any], sentence: str, tmp_path: Path, settings: Settings
+) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text(line(**record))
+    with pytest.raises(UserError, match=sentence):
+        read(settings(file))
