@@ -385,16 +385,22 @@ def _benchmark(name: str, config: Config, files: Files) -> BenchmarkConfig:
     benchmark = (
         typed(BenchmarkConfig, OmegaConf.create({**asdict(defaults), **overrides}), origin) if overrides else defaults
     )
-    if config.suite.path is not None and benchmark.harness != "perplexity":
+    harness = HARNESSES.get(benchmark.harness)
+    if config.suite.path is not None and not (harness and harness.reads_path):
         raise UserError(
-            f"suite.path={config.suite.path} is the text of suite=perplexity, expected null with benchmark {name}, "
-            "which has its own data"
+            f"suite.path={config.suite.path} is the text of suite=perplexity or the folder of suite=bfcl, expected "
+            f"null with benchmark {name}, which has its own data"
         )
     return replace(
         benchmark,
         limit=benchmark.limit if config.suite.limit is None else config.suite.limit,
-        task=config.suite.path or benchmark.task,
+        task=_task(config.suite.path, benchmark.task),
         root=config.data_root if benchmark.data else None,
-        judge=config.judge if benchmark.harness in HARNESSES and HARNESSES[benchmark.harness].judged else None,
+        judge=config.judge if harness and harness.judged else None,
         python=config.interpreters.get(benchmark.harness),
     )
+
+
+def _task(path: str | None, task: str) -> str:
+    """The task in the folder that suite.path names, or the file that it names for a benchmark without a task."""
+    return str(Path(path, task)) if path and task else path or task

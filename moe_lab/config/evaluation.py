@@ -66,7 +66,8 @@ class BenchmarkConfig:
     name: str = MISSING
     """Name of this run in file names."""
     harness: str = MISSING
-    """The program that asks and grades: lm_eval, evalplus, evalscope, wildbench, stories or perplexity."""
+    """The program that asks and grades: lm_eval, evalplus, evalscope, wildbench, function_calls, stories or
+    perplexity."""
     task: str = MISSING
     """The harness's task: its own name for it, a task file, a data file, or `pocket:benchmarks/FILE`."""
     data: str | None = None
@@ -118,7 +119,7 @@ class SuiteConfig:
     benchmarks: list[str] = field(default_factory=list)
     """Names of files in conf/benchmark."""
     path: str | None = None
-    """The text file of suite=perplexity."""
+    """The text file of suite=perplexity, or the folder of suite=bfcl."""
     limit: int | None = None
     """Evaluate only the first N items of each benchmark; the report says so."""
 

@@ -20,6 +20,8 @@ _CONTEXT_TOKENS = 4  # prompt tokens decoded together with the first new ones: s
 
 Messages = Sequence[Mapping[str, str]]
 """A conversation: role and content of each message."""
+Tools = Sequence[Mapping[str, Any]]
+"""Functions that the model may call, in the form of chat templates."""
 Likelihood = tuple[float, bool]
 """The summed log-likelihood of tokens in nats, and whether each was the likeliest."""
 
@@ -63,12 +65,24 @@ class Generator(ABC):
     template_arguments: Mapping[str, Any]
     """Arguments of its chat template besides the messages."""
 
-    def render(self, messages: Messages) -> str:
-        """The prompt for the next message of a conversation. Raises UserError without a chat template."""
+    def render(self, messages: Messages, tools: Tools = ()) -> str:
+        """The prompt for the next message of a conversation, in which the model may call `tools`.
+
+        Raises UserError without a chat template, and for one that ignores the tools.
+        """
         if not self.tokenizer.chat_template:
             raise UserError("chat=true, but the model's tokenizer has no chat template: expected an instruction model")
+        text = self._rendered(messages, {"tools": list(tools)} if tools else {})
+        if tools and text == self._rendered(messages, {}):
+            raise UserError(
+                "the questions come with tools, and the model's chat template ignores them: expected a model that was "
+                "trained to call functions"
+            )
+        return text
+
+    def _rendered(self, messages: Messages, tools: Mapping[str, Any]) -> str:
         text: str = self.tokenizer.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=True, **self.template_arguments
+            list(messages), tokenize=False, add_generation_prompt=True, **tools, **self.template_arguments
         )
         return text
 
@@ -229,6 +243,8 @@ class Question:
     """Text to continue, or a conversation for the model's chat template."""
     reference: str | None = None
     """A right answer, with exactly the text that follows the prompt."""
+    tools: Tools = ()
+    """Functions that the model may call in a conversation."""
 
 
 @dataclass(frozen=True)
@@ -260,7 +276,7 @@ class Answer:
 def collect(generator: Generator, questions: Sequence[Question], spec: GenSpec) -> list[Answer]:
     """An answer to every question, in order, with the loss on its reference."""
     prompts = [
-        question.prompt if isinstance(question.prompt, str) else generator.render(question.prompt)
+        question.prompt if isinstance(question.prompt, str) else generator.render(question.prompt, question.tools)
         for question in questions
     ]
     references = [question.reference for question in questions]

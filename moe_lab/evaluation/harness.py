@@ -38,6 +38,10 @@ class Harness:
     """It can put solved examples before a question."""
     judged: bool = False
     """A judge scores the answers."""
+    gives_tools: bool = False
+    """Its questions come with tools, which the chat template must read."""
+    reads_path: bool = False
+    """suite.path names its data: the folder of the benchmark's task, or the file of one without a task."""
 
 
 HARNESSES: Mapping[str, Harness] = {
@@ -71,6 +75,14 @@ HARNESSES: Mapping[str, Harness] = {
         generates=True,
         judged=True,
     ),
+    "function_calls": Harness(
+        metrics=("acc",),
+        question_parameters=("answers",),
+        two_phases=True,
+        generates=True,
+        gives_tools=True,
+        reads_path=True,
+    ),
     "stories": Harness(
         metrics=("score",),
         generates=True,
@@ -81,6 +93,7 @@ HARNESSES: Mapping[str, Harness] = {
         metrics=("perplexity", "bits_per_byte", "loss"),
         question_parameters=("length",),
         continues_text=True,
+        reads_path=True,
     ),
 }
 """Harnesses by name, which is also the name of their module in `harnesses/`. A module of a harness with two phases

@@ -18,7 +18,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from moe_lab.evaluation.generation import AnswerRow, Generator, GenSpec, LanguageModel, Likelihood, Messages
+from moe_lab.evaluation.generation import AnswerRow, Generator, GenSpec, LanguageModel, Likelihood, Messages, Tools
 from moe_lab.json_files import Number, fits
 from moe_lab.models.memory import release_memory
 
@@ -138,8 +138,8 @@ class RecordedTexts(Generator):
         """Seconds that other steps took for the results of this one, less those that this one took for others."""
         return self.record.seconds
 
-    def render(self, messages: Messages) -> str:
-        return self.model.render(messages)
+    def render(self, messages: Messages, tools: Tools = ()) -> str:
+        return self.model.render(messages, tools)
 
     def complete(
         self, prompts: Sequence[str], rows: Sequence[AnswerRow | None], spec: GenSpec

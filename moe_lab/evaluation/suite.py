@@ -18,8 +18,8 @@ from moe_lab.evaluation.sandbox.policy import LIMITED, Policy
 from moe_lab.paths import PREFIX, resolve
 
 _NUMBERS = {"seconds", "memory_mib", "processes", "length"}
-_RUNNING = ("processes", "template")
-"""Parameters that are not part of the identity; a template is identified by its content."""
+_RUNNING = ("processes", "template", "answers")
+"""Parameters that are not part of the identity; a template and answers are identified by their content."""
 
 
 def policy(config: Config) -> Policy:
@@ -33,6 +33,8 @@ def data_files(benchmark: BenchmarkConfig) -> list[Path]:
         raise UserError(f"benchmark {benchmark.name} has no data: name its file, such as suite.path=FILE")
     task = Path(resolve(benchmark.task)).expanduser().absolute()
     files = [task, task.with_suffix(".jsonl")] if benchmark.harness == "lm_eval" else [task]
+    if answers := benchmark.parameters.get("answers"):
+        files.insert(0, task.parent / str(answers))
     for file in files:
         if not file.is_file():
             raise UserError(f"benchmark {benchmark.name} needs {file}, and there is no such file")
@@ -133,7 +135,11 @@ def _wrong(benchmark: BenchmarkConfig) -> Iterator[str]:
     if benchmark.harness not in HARNESSES:
         yield str(unknown(f"{name}: harness", benchmark.harness, HARNESSES))
         return
-    if benchmark.data is None:
+    if HARNESSES[benchmark.harness].gives_tools:
+        from moe_lab.evaluation.harnesses import function_calls  # here, as it reads its files through this module
+
+        yield from function_calls.wrong(benchmark)
+    elif benchmark.data is None:
         yield from user_errors(lambda: _check_items(benchmark))
     yield from _wrong_settings(benchmark, name)
     if benchmark.harness == "evalscope":

@@ -105,16 +105,27 @@ def model_type(settings: ModelConfig) -> str | None:
     return _config(settings).get("model_type")
 
 
-def check_chat_template(settings: ModelConfig, benchmark: str) -> None:
-    """Raise UserError when a model on this machine has no chat template, which `benchmark` needs."""
+def check_chat_template(settings: ModelConfig, benchmark: str, tools: bool) -> None:
+    """Raise UserError when a model on this machine has no chat template, or none that knows `tools`, which `benchmark`
+    needs."""
     folder = local(settings.path)
-    if not folder.is_dir() or (folder / "chat_template.jinja").is_file():
+    if not folder.is_dir():
         return
-    described = folder / "tokenizer_config.json"
-    if not described.is_file() or not read_json(described).get("chat_template"):
+    file, described = folder / "chat_template.jinja", folder / "tokenizer_config.json"
+    if file.is_file():
+        template = file.read_text(encoding="utf-8")
+    else:
+        template = str(read_json(described).get("chat_template") or "") if described.is_file() else ""
+    if not template:
+        other = f", or protocol.benchmarks.{benchmark}.chat=false to have the text continued" if not tools else ""
         raise UserError(
             f"benchmark {benchmark} asks through a chat template, and model={settings.name} has none: expected an "
-            f"instruction-tuned model, or protocol.benchmarks.{benchmark}.chat=false to have the text continued"
+            f"instruction-tuned model{other}"
+        )
+    if tools and "tools" not in template:
+        raise UserError(
+            f"benchmark {benchmark} gives the chat template tools, and that of model={settings.name} knows none: "
+            "expected a model that was trained to call functions"
         )
 
 

@@ -15,6 +15,7 @@ from moe_lab.calibration import sources
 from moe_lab.config import BenchmarkConfig, Config
 from moe_lab.errors import user_errors
 from moe_lab.evaluation import back_ends, interpreters, suite
+from moe_lab.evaluation.harness import HARNESSES
 from moe_lab.evaluation.sandbox.policy import check_sandbox
 from moe_lab.grid import Cell, Request, wrong_names
 from moe_lab.models import config_json, files
@@ -122,7 +123,9 @@ def _wrong_together(config: Config, cells: Sequence[Cell], benchmarks: Sequence[
     for model in models:
         yield from wrong_timing(config, model)
         for benchmark in (benchmark for benchmark in benchmarks if benchmark.chat):
-            yield from user_errors(config_json.check_chat_template, model, benchmark.name)
+            harness = HARNESSES.get(benchmark.harness)
+            tools = harness is not None and harness.gives_tools
+            yield from user_errors(config_json.check_chat_template, model, benchmark.name, tools)
     for cell in _each([cell for cell in cells if _is_known(cell) and reads_text(cell)], "model", "calibration"):
         if cell.calibration.engine == "streamed":
             yield from user_errors(config_json.check_plain_weights, cell.model, "calibration.engine=streamed")

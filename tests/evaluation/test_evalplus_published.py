@@ -28,7 +28,7 @@ from benchmarks.grading import canonical, count, raising, wrong_at_last
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError
 from moe_lab.evaluation import generation, mirror, run
-from moe_lab.evaluation.generation import AnswerRow, Generator, GenSpec, Messages
+from moe_lab.evaluation.generation import AnswerRow, Generator, GenSpec, Messages, Tools
 from moe_lab.evaluation.harnesses import evalplus_grader, evalplus_rules
 from moe_lab.evaluation.harnesses.evalplus import ask, fenced_program, stops
 from moe_lab.evaluation.harnesses.evalplus_grader import GradeRequest
@@ -112,7 +112,7 @@ class Canned(Generator):
     def __init__(self) -> None:
         self.texts = list(SAID)
 
-    def render(self, messages: Messages) -> str:
+    def render(self, messages: Messages, tools: Tools = ()) -> str:
         return f"<user>{messages[0]['content']}<model>"
 
     def complete(

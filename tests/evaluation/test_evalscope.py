@@ -20,7 +20,7 @@ from processes import is_running, until
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError
 from moe_lab.evaluation import interpreters, mirror, run, suite
-from moe_lab.evaluation.generation import Answer, AnswerRow, Generator, GenSpec, Messages
+from moe_lab.evaluation.generation import Answer, AnswerRow, Generator, GenSpec, Messages, Tools
 from moe_lab.evaluation.harnesses import evalscope, evalscope_code, evalscope_worker
 from moe_lab.evaluation.mirror.make import benchmarks
 from moe_lab.evaluation.sandbox.client import namespaces_missing
@@ -86,7 +86,7 @@ class Parrot(Generator):
     def __init__(self, texts: Sequence[str]) -> None:
         self.texts, self.rendered, self.spec = list(texts), list[Messages](), GenSpec(0)
 
-    def render(self, messages: Messages) -> str:
+    def render(self, messages: Messages, tools: Tools = ()) -> str:
         self.rendered.append(messages)
         return "|".join(f"{message['role']}: {message['content']}" for message in messages) + f" #{len(self.rendered)}"
 

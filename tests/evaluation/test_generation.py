@@ -24,6 +24,7 @@ from moe_lab.evaluation.generation import (
     LanguageModel,
     Messages,
     Question,
+    Tools,
     collect,
     read,
     write,
@@ -47,7 +48,7 @@ class Reversing(Generator):
         self.left = most
         self.asked: list[str] = []
 
-    def render(self, messages: Messages) -> str:
+    def render(self, messages: Messages, tools: Tools = ()) -> str:
         return " ".join(f"<{message['role']}>{message['content']}" for message in messages)
 
     def complete(

@@ -18,7 +18,7 @@ from moe_lab.config import BenchmarkConfig, JudgeConfig
 from moe_lab.errors import Unavailable, UserError
 from moe_lab.evaluation import generation, mirror, run, suite
 from moe_lab.evaluation import judge as judging
-from moe_lab.evaluation.generation import Answer, AnswerRow, Generator, GenSpec, Messages, fitting
+from moe_lab.evaluation.generation import Answer, AnswerRow, Generator, GenSpec, Messages, Tools, fitting
 from moe_lab.evaluation.mirror import make as mirror_make
 from moe_lab.evaluation.sandbox.policy import Policy
 
@@ -154,7 +154,7 @@ def test_scores_become_shares_and_what_is_empty_is_not_asked(
 class Counting(Generator):
     """Answers every conversation with 7, as far as it and the answer fit; a word is a token."""
 
-    def render(self, messages: Messages) -> str:
+    def render(self, messages: Messages, tools: Tools = ()) -> str:
         return " ".join(message["content"] for message in messages)
 
     def complete(

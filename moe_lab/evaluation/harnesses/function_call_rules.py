@@ -1,0 +1,220 @@
+"""The AST check of the Berkeley Function Calling Leaderboard (BFCL v4), for functions in Python.
+
+Pure functions on JSON values: no code is run. A question comes with functions; its right answer is a list of calls, in
+which every argument has a list of allowed values. "" among them means that the argument may be left out.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+TYPES: Mapping[str, type] = {
+    "string": str,
+    "integer": int,
+    "float": float,
+    "boolean": bool,
+    "array": list,
+    "tuple": list,
+    "dict": dict,
+    "any": str,
+}
+"""Type in the description of a Python function -> type of the JSON value."""
+SCHEMA_TYPES: Mapping[str, str] = {"dict": "object", "float": "number", "any": "string", "tuple": "array"}
+"""Type in the description of a function -> type in JSON schema, where the two differ."""
+PYTHON_NOTE = " Note that the provided function is in Python 3 syntax."
+"""What BFCL adds to the description of every function in Python."""
+_BLOCK = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
+_IGNORED = re.compile(r"[ ,./\-_*^]")
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of a function."""
+
+    name: str
+    arguments: Mapping[str, Any]
+
+
+class Undecodable(ValueError):
+    """A text is no list of calls."""
+
+
+def decode(text: str) -> list[Call]:
+    """The calls in a model's answer. Raises Undecodable for a text that is no list of calls.
+
+    They are the `<tool_call>` blocks of the answer, each a JSON object with `name` and `arguments`; blocks that are not
+    JSON are left out, as BFCL does. Without a block, the whole answer is a JSON list of such objects, or of objects
+    {name: arguments}, or one of them alone. What comes before the last `</think>` is not part of the answer.
+    """
+    answer = text.rpartition("</think>")[2].strip()
+    if "<tool_call>" in answer:
+        documents = [document for block in _BLOCK.findall(answer) if (document := _json(block)) is not None]
+    else:
+        document = _json(answer)
+        documents = document if isinstance(document, list) else [document]
+    return [_call(document) for document in documents]
+
+
+def _json(text: str) -> Any:
+    """The value of a JSON text; None for one that is none."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _call(document: Any) -> Call:
+    """The call that a JSON object describes."""
+    if not isinstance(document, dict):
+        raise Undecodable(f"expected an object with a name and arguments, found {document!r:.80}")
+    if "name" in document and "arguments" in document:
+        name, arguments = document["name"], document["arguments"]
+    elif len(document) == 1:
+        ((name, arguments),) = document.items()
+    else:
+        raise Undecodable(f"expected an object with a name and arguments, found {document!r:.80}")
+    if not isinstance(name, str) or not isinstance(arguments, dict):
+        raise Undecodable(f"expected a name and an object of arguments, found {document!r:.80}")
+    return Call(name, arguments)
+
+
+def mistake(
+    text: str, functions: Sequence[Mapping[str, Any]], right: Sequence[Mapping[str, Mapping[str, Any]]]
+) -> str | None:
+    """Why an answer is wrong, in a sentence; None if it is right.
+
+    `functions` are the descriptions that came with the question, `right` the calls of a right answer, one {name:
+    {argument: allowed values}} each. The order of calls is free. Where `right` is empty, the functions are of no use
+    for the question, and the answer is right without any call.
+    """
+    try:
+        calls = decode(text)
+    except Undecodable as error:
+        return str(error) if right else None
+    if not right:
+        return f"expected no call, found {len(calls)}" if calls else None
+    if len(calls) != len(right):
+        return f"expected {len(right)} calls, found {len(calls)}"
+    descriptions = {function["name"]: function for function in reversed(functions)}  # the first one of a name counts
+    left = list(calls)
+    for expected in right:
+        ((name, allowed),) = expected.items()
+        mistakes = []
+        for place, call in enumerate(left):
+            if (reason := _wrong_call(call, name, allowed, descriptions[name]["parameters"])) is None:
+                del left[place]
+                break
+            mistakes.append(reason)
+        else:
+            return "; ".join(dict.fromkeys(mistakes))
+    return None
+
+
+def _wrong_call(
+    call: Call, name: str, allowed: Mapping[str, Sequence[Any]], parameters: Mapping[str, Any]
+) -> str | None:
+    """Why a call is not that of function `name` with allowed arguments; None if it is."""
+    if call.name != name:
+        return f"expected {name}, found {call.name}"
+    for argument in parameters.get("required", ()):
+        if argument not in call.arguments:
+            return f"{name}: {argument} is required"
+    for argument, value in call.arguments.items():
+        described = parameters["properties"].get(argument)
+        if described is None or argument not in allowed:
+            return f"{name}: {argument} is not expected"
+        if not _is_allowed(value, described, allowed[argument]):
+            return f"{name}: {argument}={value!r:.80} is not one of {list(allowed[argument])!r:.200}"
+    for argument, values in allowed.items():
+        if argument not in call.arguments and "" not in values:
+            return f"{name}: {argument} is missing"
+    return None
+
+
+def _is_allowed(value: Any, described: Mapping[str, Any], allowed: Sequence[Any]) -> bool:
+    """Whether the value of an argument has the type in its description, and is one of the allowed values.
+
+    A value of the type of the allowed values passes too: that is how answers name variables, by their names.
+    """
+    declared, of_answer = TYPES[described["type"]], _type_of_first(allowed)
+    options: list[Any] = [option for option in allowed if isinstance(option, declared)]
+    if described["type"] == "float" and type(value) is int:
+        value = float(value)
+    of_value = type(value)
+    if of_value is not declared:
+        return of_value is of_answer and value in allowed
+    if not _has_elements(value, described, allowed):
+        return False
+    if of_answer not in (None, declared):
+        return value in allowed
+    if declared is dict:
+        return any(_is_dict(value, option) for option in options)
+    if declared is list and TYPES[described["items"]["type"]] is dict:
+        return any(_is_list_of_dicts(value, option) for option in options)
+    if declared is list:
+        return _standard_list(value) in [_standard_list(option) for option in options] or (not value and "" in allowed)
+    return _standard(value) in [_standard(option) for option in allowed]
+
+
+def _type_of_first(allowed: Iterable[Any]) -> type | None:
+    """The type of the first value that is not ""; None if there is none."""
+    return next((type(value) for value in allowed if value != ""), None)
+
+
+def _has_elements(value: Any, described: Mapping[str, Any], allowed: Sequence[Any]) -> bool:
+    """Whether the elements of a list have the type in its description, or that of an allowed list's elements.
+
+    As in BFCL, an int is no float here, and elements are not compared with "" as an allowed value.
+    """
+    if not isinstance(value, list):
+        return True
+    declared = TYPES[described["items"]["type"]]
+    return any(
+        not isinstance(option, list) or all(type(element) in (declared, _type_of_first(option)) for element in value)
+        for option in allowed
+    )
+
+
+def _standard(value: Any) -> Any:
+    """A text without spaces and , . / - _ * ^, in lower case, with " for '; any other value as it is."""
+    return _IGNORED.sub("", value).lower().replace("'", '"') if isinstance(value, str) else value
+
+
+def _standard_list(values: Iterable[Any]) -> list[Any]:
+    return [_standard(value) for value in values]
+
+
+def _is_dict(value: Mapping[str, Any], option: Mapping[str, Any]) -> bool:
+    """Whether every key has one of its allowed values, and only keys that may be left out are missing."""
+    for key, entry in value.items():
+        if key not in option or _standard(entry) not in _standard_list(option[key]):
+            return False
+    return all(key in value or "" in values for key, values in option.items())
+
+
+def _is_list_of_dicts(value: Sequence[Any], option: Sequence[Any]) -> bool:
+    return len(value) == len(option) and all(
+        isinstance(entry, dict) and isinstance(allowed, dict) and _is_dict(entry, allowed)
+        for entry, allowed in zip(value, option, strict=True)
+    )
+
+
+def tool(function: Mapping[str, Any]) -> dict[str, Any]:
+    """A function's description in the form of chat templates: types of JSON schema, and BFCL's note on the language."""
+    description = f"{function.get('description', '')}{PYTHON_NOTE}"
+    parameters = _schema(function["parameters"])
+    return {"type": "function", "function": {**function, "description": description, "parameters": parameters}}
+
+
+def _schema(described: Mapping[str, Any]) -> dict[str, Any]:
+    """The description of a parameter, and of all inside it, with the types of JSON schema."""
+    schema = {**described, "type": SCHEMA_TYPES.get(described["type"], described["type"])}
+    if "properties" in schema:
+        schema["properties"] = {name: _schema(inner) for name, inner in schema["properties"].items()}
+    if "items" in schema:
+        schema["items"] = _schema(schema["items"])
+    return schema

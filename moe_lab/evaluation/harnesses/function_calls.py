@@ -1,0 +1,146 @@
+"""Function calling in the style of BFCL: the model gets functions as tools, and its calls are compared, never run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from moe_lab.config import BenchmarkConfig
+from moe_lab.errors import UserError, unknown, user_errors
+from moe_lab.evaluation.generation import Answer, Question
+from moe_lab.evaluation.harness import Graded, graded_by_mean
+from moe_lab.evaluation.harnesses.function_call_rules import TYPES, mistake, tool
+from moe_lab.evaluation.sandbox.policy import Policy
+from moe_lab.evaluation.suite import check_count, data_files
+from moe_lab.json_files import fits
+
+_QUESTION = {
+    "id": str,
+    "question": [[{"role": str, "content": str}]],
+    "function": [{"name": str, "description": str | None, "parameters": {"properties": dict, "required": list | None}}],
+}
+_ANSWER = {"id": str, "ground_truth": [{str: {str: list}}]}
+_FIELDS = {"question": "id, question (a list of turns) and function", "answer": "id and ground_truth"}
+
+
+@dataclass(frozen=True)
+class Item:
+    """A question with the functions that may be called."""
+
+    name: str
+    messages: Sequence[Mapping[str, str]]
+    functions: Sequence[Mapping[str, Any]]
+    right: Sequence[Mapping[str, Mapping[str, Any]]]
+    """The calls of a right answer, each {name: {argument: allowed values}}; empty if no function is of use."""
+
+
+def wrong(benchmark: BenchmarkConfig) -> Iterator[str]:
+    """A sentence for each problem with the benchmark's settings or files."""
+    if not benchmark.chat:
+        yield f"benchmark {benchmark.name}: chat=false, but tools are written by the chat template: set chat=true"
+    if benchmark.data is not None:
+        yield f"benchmark {benchmark.name}: data={benchmark.data}, but questions are read from task: expected null"
+    if "answers" not in benchmark.parameters:
+        yield (
+            f"benchmark {benchmark.name}: parameters.answers is not set: expected the file of right answers beside "
+            "the questions, or null if no question needs a call"
+        )
+        return
+    yield from user_errors(lambda: check_count(benchmark, len(_items(benchmark))))
+
+
+def ask(benchmark: BenchmarkConfig) -> list[Question]:
+    """The questions, each with its functions as tools."""
+    items = _items(benchmark)[: benchmark.limit]
+    return [Question(item.name, item.messages, tools=[tool(function) for function in item.functions]) for item in items]
+
+
+def stops(benchmark: BenchmarkConfig) -> tuple[str, ...]:
+    """No stop texts: only an end token ends an answer."""
+    return ()
+
+
+def grade(answers: Sequence[Answer], benchmark: BenchmarkConfig, policy: Policy) -> Graded:
+    """Whether the calls of each answer are right; what is wrong with them is the extracted text of its sample."""
+    items = {item.name: item for item in _items(benchmark)[: benchmark.limit]}
+    if [answer.item for answer in answers] != list(items):
+        raise UserError(f"benchmark {benchmark.name}: the answers are not those to its {len(items)} questions")
+    mistakes = [mistake(answer.output, items[answer.item].functions, items[answer.item].right) for answer in answers]
+    samples = [
+        answer.sample(name, float(reason is None), reason or "right")
+        for name in benchmark.reports
+        for answer, reason in zip(answers, mistakes, strict=True)
+    ]
+    return graded_by_mean(samples, benchmark, {})
+
+
+def _items(benchmark: BenchmarkConfig) -> list[Item]:
+    """The questions with their right answers. Raises UserError for files that do not fit the format or each other."""
+    *of_answers, of_questions = data_files(benchmark)
+    questions = _rows(of_questions, "question", _QUESTION)
+    right: dict[str, Any] = {}
+    for file in of_answers:
+        right = {name: row["ground_truth"] for name, row in _rows(file, "answer", _ANSWER).items()}
+        for name in [*(set(questions) - set(right)), *(set(right) - set(questions))][:1]:
+            lacking, other = (file, of_questions) if name in questions else (of_questions, file)
+            raise UserError(f"{lacking} has no line with the id {name}, which is in {other}: expected the same ids")
+    items = []
+    for name, row in questions.items():
+        where = f"{of_questions}: question {name}"
+        if len(row["question"]) != 1:
+            raise UserError(f"{where} has {len(row['question'])} turns: expected one, as others need calls to be run")
+        for function in row["function"]:
+            _check_types(function["parameters"]["properties"], f"{where}: {function['name']}")
+        item = Item(name, row["question"][0], row["function"], right.get(name, []))
+        _check_answer(item, f"{where}: its answer")
+        items.append(item)
+    return items
+
+
+def _rows(file: Path, kind: str, shape: Any) -> dict[str, Any]:
+    """Id -> line of a file of JSON lines. Raises UserError for lines that do not fit `shape`, and for equal ids."""
+    rows: dict[str, Any] = {}
+    for number, line in enumerate(file.read_bytes().split(b"\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError) as error:  # ValueError: no JSON, or no UTF-8
+            raise UserError(f"{file} line {number} is damaged JSON: {error}") from None
+        if not fits(row, shape):
+            raise UserError(f"{file} line {number} is no {kind}: expected the fields {_FIELDS[kind]} as in BFCL")
+        if row["id"] in rows:
+            raise UserError(f"{file} line {number}: the id {row['id']} is there twice: expected different ids")
+        rows[row["id"]] = row
+    if not rows:
+        raise UserError(f"{file} has no lines: expected at least one {kind}")
+    return rows
+
+
+def _check_types(properties: Mapping[str, Any], where: str) -> None:
+    """Raise UserError for a parameter whose type is none of a function in Python."""
+    for name, described in properties.items():
+        declared = str(described.get("type")) if isinstance(described, Mapping) else "missing"
+        if declared not in TYPES:
+            raise unknown(f"{where}: type of {name}", declared, TYPES)
+        if TYPES[declared] is list:
+            _check_types({f"items of {name}": described.get("items")}, where)
+        _check_types(described.get("properties", {}), where)
+
+
+def _check_answer(item: Item, where: str) -> None:
+    """Raise UserError for a right answer that calls something else than one function of the item at a time."""
+    names = [function["name"] for function in item.functions]
+    for call in item.right:
+        if len(call) != 1:
+            raise UserError(f"{where} has {len(call)} functions in one call: expected one")
+        ((name, allowed),) = call.items()
+        if name not in names:
+            raise unknown(f"{where}: function", name, names)
+        for argument, values in allowed.items():
+            options = [inner for value in values for inner in (value if isinstance(value, list) else [value])]
+            if not fits([option for option in options if isinstance(option, dict)], [{str: list}]):
+                raise UserError(f"{where}: {argument} of {name} has an object without lists of allowed values")

@@ -1,0 +1,455 @@
+"""Function calling: BFCL's AST check, files in its format, and the way from a question to a table."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import preloaded
+import pyarrow.parquet as parquet
+import pytest
+
+from moe_lab.config import BenchmarkConfig, ModelConfig
+from moe_lab.errors import UserError
+from moe_lab.evaluation import run, suite
+from moe_lab.evaluation.generation import AnswerRow, Generator, GenSpec, Messages, Tools
+from moe_lab.evaluation.harnesses import function_calls
+from moe_lab.evaluation.harnesses.function_call_rules import Call, Undecodable, decode, mistake, tool
+from moe_lab.evaluation.local_model import LocalModel
+from moe_lab.evaluation.sandbox.policy import Policy
+from moe_lab.models.config_json import check_chat_template
+from moe_lab.paths import resolve, shipped
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples/function_calls"
+ALLOWED = Policy(False, "namespaces", False, False)
+
+
+def described(type_: str, **more: Any) -> dict[str, Any]:
+    return {"type": type_, "description": "", **more}
+
+
+def function(name: str = "f", required: Sequence[str] = ("x",), **properties: Any) -> dict[str, Any]:
+    schema = {"type": "dict", "properties": properties, "required": list(required)}
+    return {"name": name, "description": "Does it.", "parameters": schema}
+
+
+def written(*calls: tuple[str, Mapping[str, Any]]) -> str:
+    """Calls in the form in which Qwen models write them."""
+    objects = [json.dumps({"name": name, "arguments": arguments}) for name, arguments in calls]
+    return "\n".join(f"<tool_call>\n{text}\n</tool_call>" for text in objects)
+
+
+def is_right(value: Any, declared: Mapping[str, Any], allowed: Sequence[Any]) -> bool:
+    """The verdict on a value of the only argument of a function."""
+    return mistake(written(("f", {"x": value})), [function(x=declared)], [{"f": {"x": allowed}}]) is None
+
+
+# Rule 1: the output decodes to a list of calls.
+
+TWO = [Call("f", {"x": 1}), Call("g.h", {})]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        written(("f", {"x": 1}), ("g.h", {})),
+        "I call both.\n" + written(("f", {"x": 1}), ("g.h", {})) + "\nDone.",
+        "<think>\n" + written(("wrong", {})) + "\n</think>\n\n" + written(("f", {"x": 1}), ("g.h", {})),
+        written(("f", {"x": 1})) + "<tool_call>{not JSON}</tool_call>" + written(("g.h", {})),
+        '[{"name": "f", "arguments": {"x": 1}}, {"name": "g.h", "arguments": {}}]',
+        ' [{"f": {"x": 1}}, {"g.h": {}}]\n',
+    ],
+)
+def test_calls_are_decoded(text: str) -> None:
+    assert decode(text) == TWO
+
+
+def test_one_object_is_one_call() -> None:
+    assert decode('{"name": "f", "arguments": {"x": 1}}') == decode('{"f": {"x": 1}}') == TWO[:1]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "f(x=1)",
+        "7",
+        '["f"]',
+        '{"name": "f"}',
+        '{"name": "f", "arguments": "x"}',
+        '{"name": 1, "arguments": {}}',
+        '{"f": {"x": 1}, "g": {}}',
+        "[" * 100_000,
+        '<tool_call>\n"f"\n</tool_call>',
+    ],
+)
+def test_what_is_no_list_of_calls_is_wrong_and_counts_as_no_call(text: str) -> None:
+    with pytest.raises(Undecodable):
+        decode(text)
+    assert mistake(text, [function(x=described("integer"))], [{"f": {"x": [1]}}])
+    assert mistake(text, [function(x=described("integer"))], []) is None
+
+
+# Rules 2 and 3: the number of calls, in any order, and the names.
+
+PLAY = [{"play": {"artist": [name], "minutes": [count]}} for name, count in (("Taylor Swift", 20), ("Maroon 5", 15))]
+PLAYER = function("play", ("artist", "minutes"), artist=described("string"), minutes=described("integer"))
+TAYLOR = ("play", {"artist": "Taylor Swift", "minutes": 20})
+MAROON = ("play", {"artist": "Maroon 5", "minutes": 15})
+
+
+@pytest.mark.parametrize(
+    ("calls", "right"),
+    [
+        ([TAYLOR, MAROON], True),
+        ([MAROON, TAYLOR], True),
+        ([TAYLOR], False),
+        ([TAYLOR, MAROON, MAROON], False),
+        ([TAYLOR, TAYLOR], False),
+    ],
+)
+def test_parallel_calls_are_matched_in_any_order_each_once(calls: list[Any], right: bool) -> None:
+    assert (mistake(written(*calls), [PLAYER], PLAY) is None) is right
+
+
+def test_a_call_that_equals_another_but_for_its_type_is_not_taken_for_it() -> None:
+    """5 == 5.0 in Python, but only one of them is an int."""
+    calls = written(("f", {"x": 5.0}), ("f", {"x": 5}))
+    same = {"f": {"x": [5]}}
+    assert mistake(calls, [function(x=described("integer"))], [same, same])
+
+
+def test_exactly_one_call_of_the_right_name_among_several_functions() -> None:
+    functions = [function("math.gcd", x=described("integer")), function("math.lcm", x=described("integer"))]
+    right = [{"math.lcm": {"x": [4]}}]
+    assert mistake(written(("math.lcm", {"x": 4})), functions, right) is None
+    for calls in ([("math.gcd", {"x": 4})], [("math_lcm", {"x": 4})], [("math.lcm", {"x": 4})] * 2):
+        assert mistake(written(*calls), functions, right)
+
+
+# Rule 4: which parameters are there.
+
+
+@pytest.mark.parametrize(
+    ("arguments", "right"),
+    [
+        ({"x": 1, "y": 2}, True),
+        ({"x": 1}, True),  # y may be left out
+        ({"y": 2}, False),  # x is required
+        ({"x": 1, "z": 3}, False),  # z is not allowed by the answer
+        ({"x": 1, "other": 3}, False),  # not in the schema
+    ],
+)
+def test_parameters_are_required_expected_or_optional(arguments: dict[str, int], right: bool) -> None:
+    functions = [function(x=described("integer"), y=described("integer"), z=described("integer"))]
+    assert (mistake(written(("f", arguments)), functions, [{"f": {"x": [1], "y": [2, ""]}}]) is None) is right
+
+
+def test_a_parameter_that_the_schema_leaves_free_but_the_answer_does_not_is_needed() -> None:
+    functions = [function(x=described("integer"), y=described("integer"))]
+    assert mistake(written(("f", {"x": 1})), functions, [{"f": {"x": [1], "y": [2]}}])
+
+
+def test_a_required_parameter_is_needed_whatever_the_answer_says() -> None:
+    assert mistake(written(("f", {})), [function(x=described("integer"))], [{"f": {"x": [1, ""]}}])
+
+
+# Rules 5 and 6: types and values.
+
+LIST_OF_DICTS = described("array", items=described("dict"))
+
+
+@pytest.mark.parametrize(
+    ("value", "declared", "allowed", "right"),
+    [
+        (5, described("float"), [5.0], True),
+        (5.0, described("integer"), [5], False),
+        (True, described("integer"), [1], False),
+        (1, described("boolean"), [True], False),
+        (True, described("boolean"), [True], True),
+        ("5", described("integer"), [5], False),
+        ("n", described("integer"), ["n", ""], True),  # a variable: the type of the answer, not of the schema
+        ("N", described("integer"), ["n"], False),  # and then letter by letter
+        ("ab", described("string"), [5, "A b"], False),  # the first allowed value says which type answers have
+        ("newyork ny", described("string"), ["New York, NY."], True),
+        ("New York, NY.", described("string"), ["newyork ny"], True),
+        ("a/b-c_d*e^f", described("string"), ["abcdef"], True),
+        ("it's", described("string"), ['it"s'], True),
+        ("New Jersey", described("string"), ["New York"], False),
+        ("x", described("any"), ["X"], True),
+        (["a", "B."], described("array", items=described("string")), [["A", "b"]], True),
+        (["b", "a"], described("array", items=described("string")), [["a", "b"]], False),
+        (["b", "a"], described("array", items=described("string")), [["a", "b"], ["b", "a"]], True),
+        ([1, 2], described("tuple", items=described("integer")), [[1, 2]], True),
+        ([1.0, 2.0], described("array", items=described("integer")), [[1, 2]], False),
+        ([1, 2], described("array", items=described("float")), [[1.0, 2.0]], False),  # exact inside lists
+        ("a", described("array", items=described("string")), [["a"]], False),
+        ({"k": "A b"}, described("dict"), [{"k": ["ab"], "m": [1, ""]}], True),
+        ({"k": "ab", "m": 1}, described("dict"), [{"k": ["ab"], "m": [1, ""]}], True),
+        ({"m": 1}, described("dict"), [{"k": ["ab"], "m": [1, ""]}], False),
+        ({"k": "ab", "z": 1}, described("dict"), [{"k": ["ab"], "m": [1, ""]}], False),
+        ({"k": "ab"}, described("dict"), ["", {"k": ["x"]}, {"k": ["ab"]}], True),
+        ([{"k": 1}, {"k": 2}], LIST_OF_DICTS, [[{"k": [1]}, {"k": [2]}]], True),
+        ([{"k": 2}, {"k": 1}], LIST_OF_DICTS, [[{"k": [1]}, {"k": [2]}]], False),
+        ([{"k": 1}], LIST_OF_DICTS, [[{"k": [1]}, {"k": [2]}]], False),
+        ([1], LIST_OF_DICTS, ["", [{"k": [1]}]], False),
+    ],
+)
+def test_types_and_values(value: Any, declared: Mapping[str, Any], allowed: list[Any], right: bool) -> None:
+    assert is_right(value, declared, allowed) is right
+
+
+# Rule 7: no call, where no function is of use.
+
+
+@pytest.mark.parametrize(
+    ("text", "right"), [("A square has four sides.", True), ("[]", True), (written(("f", {"x": 1})), False)]
+)
+def test_where_no_function_is_of_use_no_call_is_right(text: str, right: bool) -> None:
+    assert (mistake(text, [function(x=described("integer"))], []) is None) is right
+
+
+def test_tools_have_the_types_of_json_schema_and_a_note_on_the_language() -> None:
+    inner = described("tuple", items=described("float"))
+    given = tool(function(x=described("dict", properties={"y": inner}), z=described("any")))
+    assert given["type"] == "function" and given["function"]["name"] == "f"
+    assert given["function"]["description"] == "Does it. Note that the provided function is in Python 3 syntax."
+    schema = given["function"]["parameters"]
+    assert schema["type"] == schema["properties"]["x"]["type"] == "object"
+    assert schema["properties"]["x"]["properties"]["y"] == described("array", items=described("number"))
+    assert schema["properties"]["z"]["type"] == "string" and schema["required"] == ["x"]
+
+
+# Files.
+
+
+def benchmark(folder: Path, **changes: Any) -> BenchmarkConfig:
+    usual: dict[str, Any] = {
+        "name": "function_calls",
+        "harness": "function_calls",
+        "task": str(folder / "questions.jsonl"),
+        "parameters": {"answers": "answers.jsonl"},
+        "reports": {"function_calls": "acc"},
+        "chat": True,
+        "max_new_tokens": 8,
+    }
+    return BenchmarkConfig(**{**usual, **changes})
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A copy of the example, which tests may damage."""
+    copied = tmp_path / "items"
+    shutil.copytree(EXAMPLE, copied)
+    return copied
+
+
+def changed(file: Path, number: int, **fields: Any) -> None:
+    """Replace fields of one line; None removes the field."""
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    lines[number] = {key: value for key, value in {**lines[number], **fields}.items() if value is not None}
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_the_example_has_questions_of_every_kind(folder: Path) -> None:
+    assert suite.wrong([benchmark(folder, expected=9)]) == []
+    questions = function_calls.ask(benchmark(folder))
+    assert {question.item.rpartition("_")[0] for question in questions} == {
+        "simple", "multiple", "parallel", "irrelevance",
+    }  # fmt: skip
+    assert all(question.tools and question.prompt for question in questions)
+    assert [question.item for question in function_calls.ask(benchmark(folder, limit=2))] == ["simple_0", "simple_1"]
+
+
+QUESTIONS, ANSWERS = "questions.jsonl", "answers.jsonl"
+SQUARE = {"role": "user", "content": "How many sides does a square have?"}
+
+
+@pytest.mark.parametrize(
+    ("file", "number", "fields", "sentence"),
+    [
+        (QUESTIONS, 2, {"id": "simple_1"}, "questions.jsonl line 3: the id simple_1 is there twice"),
+        (QUESTIONS, 2, {"id": "other"}, "has no line with the id"),
+        (QUESTIONS, 1, {"function": None}, "questions.jsonl line 2 is no question: expected the fields id, question"),
+        (QUESTIONS, 1, {"question": "What?"}, "line 2 is no question"),
+        (QUESTIONS, 1, {"question": [[SQUARE], [SQUARE]]}, "question simple_1 has 2 turns: expected one"),
+        (QUESTIONS, 1, {"function": [function(x=described("HashMap"))]}, "type of x=HashMap is unknown"),
+        (QUESTIONS, 1, {"function": [function(x=described("array"))]}, "type of items of x=missing is unknown"),
+        (QUESTIONS, 1, {"function": [function()]}, "its answer: function=market.sell is unknown"),
+        (ANSWERS, 1, {"id": "simple_0"}, "answers.jsonl line 2: the id simple_0 is there twice"),
+        (ANSWERS, 1, {"id": "simple_9"}, "has no line with the id"),
+        (ANSWERS, 1, {"ground_truth": None}, "answers.jsonl line 2 is no answer: expected the fields id and ground"),
+        (ANSWERS, 1, {"ground_truth": [{"market.sell": {"price": 5}}]}, "answers.jsonl line 2 is no answer"),
+        (ANSWERS, 1, {"ground_truth": [{"market.sell": {}, "give": {}}]}, "has 2 functions in one call"),
+        (ANSWERS, 2, {"ground_truth": [{"give": {"present": [{"to": "Fay"}]}}]}, "present of give has an object"),
+    ],
+)
+def test_one_sentence_for_files_that_do_not_fit(
+    file: str, number: int, fields: dict[str, Any], sentence: str, folder: Path
+) -> None:
+    changed(folder / file, number, **fields)
+    (problem,) = suite.wrong([benchmark(folder)])
+    assert sentence in problem
+
+
+def test_one_sentence_for_damaged_missing_and_empty_files(folder: Path) -> None:
+    (folder / ANSWERS).write_text('{"id": "simple_0", "ground')
+    assert "answers.jsonl line 1 is damaged JSON" in suite.wrong([benchmark(folder)])[0]
+    (folder / ANSWERS).write_text("\n")
+    assert "answers.jsonl has no lines" in suite.wrong([benchmark(folder)])[0]
+    (folder / ANSWERS).unlink()
+    assert "answers.jsonl, and there is no such file" in suite.wrong([benchmark(folder)])[0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"chat": False}, "chat=false, but tools are written by the chat template"),
+        ({"parameters": {}}, "parameters.answers is not set"),
+        ({"expected": 10}, "has 9 items and should have 10"),
+        ({"reports": {"f": "score"}}, "metric=score is unknown"),
+        ({"data": "OWNER/NAME"}, "data=OWNER/NAME, but questions are read from task"),
+    ],
+)
+def test_one_sentence_for_wrong_settings(changes: dict[str, Any], sentence: str, folder: Path) -> None:
+    assert any(sentence in problem for problem in suite.wrong([benchmark(folder, **changes)]))
+
+
+def test_results_are_identified_by_both_files_wherever_they_are(folder: Path, tmp_path: Path) -> None:
+    moved = shutil.copytree(folder, tmp_path / "moved")
+    (moved / ANSWERS).rename(moved / "truths.jsonl")
+    identity = suite.identity(benchmark(folder))
+    assert suite.identity(benchmark(moved, parameters={"answers": "truths.jsonl"})) == identity
+    changed(moved / "truths.jsonl", 0, ground_truth=[])
+    assert suite.identity(benchmark(moved, parameters={"answers": "truths.jsonl"})) != identity
+    assert suite.identity(benchmark(folder, parameters={"answers": None})) != identity
+
+
+# From the questions to results.
+
+
+class Replying(Generator):
+    """Answers each question with a text that is given by its prompt; notes the tools that came with it."""
+
+    tokenizer, template_arguments = None, {}  # type: ignore[var-annotated]
+
+    def __init__(self, replies: Mapping[str, str]) -> None:
+        self.replies, self.tools = replies, dict[str, Tools]()
+
+    def render(self, messages: Messages, tools: Tools = ()) -> str:
+        self.tools[messages[-1]["content"]] = tools
+        return messages[-1]["content"]
+
+    def complete(
+        self, prompts: Sequence[str], rows: Sequence[AnswerRow | None], spec: GenSpec
+    ) -> Iterator[tuple[int, str, None]]:
+        for index, prompt in enumerate(prompts):
+            yield index, self.replies[prompt], None
+
+    def answer_losses(self, prompts: Sequence[str], answers: Sequence[str | None], spec: GenSpec) -> list[float | None]:
+        return [None] * len(answers)
+
+
+def first_allowed(values: Sequence[Any]) -> Any:
+    value = next(value for value in values if value != "")
+    return {key: first_allowed(inner) for key, inner in value.items()} if isinstance(value, dict) else value
+
+
+def right_replies() -> dict[str, str]:
+    """Prompt -> the calls of its right answer, with the first value allowed for each argument."""
+    questions, answers = (
+        [json.loads(line) for line in (EXAMPLE / name).read_text().splitlines()] for name in (QUESTIONS, ANSWERS)
+    )
+    replies = {}
+    for question, answer in zip(questions, answers, strict=True):
+        calls = [
+            (name, {key: first_allowed(values) for key, values in arguments.items()})
+            for call in answer["ground_truth"]
+            for name, arguments in call.items()
+        ]
+        replies[question["question"][0][-1]["content"]] = written(*calls) or "None of these functions helps."
+    return replies
+
+
+def test_right_and_wrong_answers_have_their_verdicts(tmp_path: Path) -> None:
+    replies = right_replies()
+    model = Replying(replies)
+    (result,) = run.evaluate(model, benchmark(EXAMPLE), tmp_path / "right", policy=ALLOWED)
+    assert (result["score"], result["stderr"], result["n"]) == (1.0, 0.0, 9)
+    assert model.tools["What does a doctor use?"][0]["function"]["name"] == "tool_of"
+
+    wrong = {**replies, "What does a doctor use?": "A saw.", SQUARE["content"]: written(("call_of", {"animal": "x"}))}
+    (result,) = run.evaluate(Replying(wrong), benchmark(EXAMPLE), tmp_path / "wrong", policy=ALLOWED)
+    assert result["score"] == pytest.approx(7 / 9)
+    assert result["stderr"] == pytest.approx((7 / 9 * 2 / 9 / 8) ** 0.5)
+    samples = {row["item"]: row for row in parquet.read_table(tmp_path / "wrong/samples.parquet").to_pylist()}
+    assert [item for item, row in samples.items() if not row["outcome"]] == ["multiple_0", "irrelevance_0"]
+    assert samples["multiple_0"]["output"] == "A saw." and samples["simple_0"]["extracted"] == "right"
+    assert samples["irrelevance_0"]["extracted"] == "expected no call, found 1"
+
+
+TEMPLATE = (
+    "{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}"
+    "{% for m in messages %}{{ m.content }}\n{% endfor %}"
+)
+
+
+def test_a_template_without_tools_is_refused_before_a_model_is_loaded(tmp_path: Path) -> None:
+    model = ModelConfig(name="m", path=str(tmp_path))
+    with pytest.raises(UserError, match=r"model=m has none: expected an instruction-tuned model$"):
+        check_chat_template(model, "function_calls", True)
+    (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    check_chat_template(model, "gsm8k", False)
+    with pytest.raises(UserError, match="that of model=m knows none"):
+        check_chat_template(model, "function_calls", True)
+    (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
+    check_chat_template(model, "function_calls", True)
+
+
+def test_a_template_that_ignores_tools_is_refused(subject: LocalModel) -> None:
+    from copy import deepcopy
+
+    chatting = replace(subject, tokenizer=deepcopy(subject.tokenizer))
+    tools, messages = [tool(function(x=described("integer")))], [{"role": "user", "content": "Hi"}]
+    chatting.tokenizer.chat_template = TEMPLATE
+    assert chatting.render(messages, tools) == "f Hi\n" and chatting.render(messages) == "Hi\n"
+    chatting.tokenizer.chat_template = "{{ messages[0].content }}{% if tools and false %}{% endif %}"
+    with pytest.raises(UserError, match="the model's chat template ignores them"):
+        chatting.render(messages, tools)
+
+
+@pytest.mark.skipif("olmoe" not in shipped(), reason="no shipped model")
+def test_a_study_asks_grades_and_shows_it_in_tables(tmp_path: Path) -> None:
+    """With a shipped model that got a chat template: it was not trained on calls, and writes none."""
+    model = shutil.copytree(resolve("pocket:olmoe"), tmp_path / "model")
+    (model / "chat_template.jinja").write_text(TEMPLATE)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+    def started(*words: str) -> None:
+        command = preloaded.command("-m", *words)
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+    asked = ("suite.benchmarks=[function_calls]", f"suite.path={EXAMPLE}", f"model.path={model}", "model=local")
+    small = ("calibration.tokens=2048", "calibration.length=128", "launcher=inline", "report=false")
+    few = "+protocol.benchmarks.function_calls.max_new_tokens=4"
+    started("moe_lab", *asked, *small, few, "grid.criterion=[frequency,man]", "store=store")
+    samples = [
+        parquet.read_table(file).to_pylist() for file in (tmp_path / "store/grade").glob("*function_calls*/*.parquet")
+    ]
+    assert len(samples) == 3
+    for rows in samples:
+        assert [row["outcome"] for row in rows] == [0.0] * 7 + [1.0] * 2
+    started("analysis", "unified.table1", "winners", "store=store", "out=tables")
+    for name, column in (("unified.table1", None), ("winners", "Column")):
+        with next((tmp_path / "tables").rglob(f"{name}.csv")).open(newline="") as file:
+            table = list(csv.DictReader(file))
+        assert "function_calls" in ([row[column] for row in table] if column else table[0]), name
