@@ -37,7 +37,8 @@ def data_files(benchmark: BenchmarkConfig) -> list[Path]:
         files.insert(0, task.parent / str(answers))
     for file in files:
         if not file.is_file():
-            raise UserError(f"benchmark {benchmark.name} needs {file}, and there is no such file")
+            hint = ": name its folder by suite.path=FOLDER" if HARNESSES[benchmark.harness].gives_tools else ""
+            raise UserError(f"benchmark {benchmark.name} needs {file}, and there is no such file{hint}")
     return files
 
 

@@ -18,8 +18,10 @@ def run(model: PreTrainedModel, input_ids: torch.Tensor, valid: torch.Tensor) ->
     """
     embeddings: Any = model.get_input_embeddings()
     device = embeddings.weight.device
-    # Without a mask attention is faster, and a mask of ones would have no effect.
-    mask = None if bool(valid.all()) else valid.to(device, torch.int64)
+    # No token sees those after it, so padding on the right needs no mask. Without one, attention is faster and needs no
+    # memory for each pair of tokens.
+    is_padded_right = bool((valid[:, 1:] <= valid[:, :-1]).all())
+    mask = None if is_padded_right else valid.to(device, torch.int64)
     return model.base_model(input_ids=input_ids.to(device), attention_mask=mask, use_cache=False)
 
 

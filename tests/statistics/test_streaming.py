@@ -12,6 +12,7 @@ import pytest
 import tiny
 import torch
 from safetensors.torch import load_file, save_file
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_lab.config import ModelConfig
 from moe_lab.errors import UserError
@@ -182,3 +183,48 @@ def test_half_precision_is_that_of_the_whole_model(tmp_path: Path) -> None:
         expected = dict(tensors(whole.get_submodule(f"{model.path}.1")))
         for name, tensor in tensors(layer):
             assert tensor.dtype == expected[name].dtype and torch.equal(tensor, expected[name]), name
+
+
+class LargestTensor(TorchDispatchMode):
+    """Notes the most elements that any tensor has which is computed while this is open."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for output in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(output, torch.Tensor):
+                self.elements = max(self.elements, output.numel())
+        return result
+
+
+@pytest.mark.parametrize("padding", [0, 100])
+def test_the_memory_of_a_long_row_grows_with_its_tokens_not_with_their_pairs(padding: int, tmp_path: Path) -> None:
+    length = 16_384
+    tiny.save("olmoe", tmp_path / "model", max_position_embeddings=length, num_hidden_layers=2)
+    model = StreamedModel(tmp_path / "model", dtype=torch.float32, device="cpu")
+    ids = torch.randint(3, tiny.VOCABULARY, (1, length), generator=torch.Generator().manual_seed(0))
+    valid = (torch.arange(length) < length - padding)[None]
+    with LargestTensor() as largest:
+        sums = stream(model, ForwardTap, [(ids, valid)], out=tmp_path / "out", fingerprint={}, budget=0)
+    assert int(sums.layers[1]["tokens"].sum()) == (length - padding) * model.model.config.num_experts_per_tok
+    assert largest.elements < length * 500 < length**2
+
+
+@pytest.mark.parametrize("name", ["olmoe", "qwen3_next", "deepseek_v2", "jamba", "minimax"])
+def test_padding_on_the_right_changes_no_sums_without_a_mask(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reference masks the padding, in the model's own forward."""
+    (ids, _), *_ = tiny.batches()
+    valid = torch.arange(ids.shape[1]) < torch.arange(ids.shape[1] - len(ids), ids.shape[1])[:, None]
+    model = tiny.build(name)
+
+    def masked(model: Any, ids: torch.Tensor, valid: torch.Tensor) -> Any:
+        return model.base_model(input_ids=ids, attention_mask=valid.long(), use_cache=False)
+
+    found = gather(model, tap=ForwardTap, batches=[(ids, valid)], fingerprint={})
+    monkeypatch.setattr("moe_lab.statistics.observe.run", masked)
+    expected = gather(model, tap=ForwardTap, batches=[(ids, valid)], fingerprint={})
+    for layer, sums in expected.layers.items():
+        for key, values in sums.items():
+            error = (found.layers[layer][key] - values).abs().max()
+            assert error <= 1e-5 * values.abs().max(), (layer, key)
