@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from analysis.names import FIGURE_FORMATS
+from analysis.processes import beside
 from moe_lab.errors import DISK_FULL, UserError, end_with, unknown
 from moe_lab.paths import shortened
 
@@ -167,17 +168,24 @@ def _run(request: argparse.Namespace) -> int:
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     if request.names[0] == "diff":
         return _diff(request)
-    from analysis.load.studies import studies
-    from analysis.load.study import load
-    from analysis.registry import Results, find
-    from analysis.report import Publisher
+    names = set(request.names) - {"all", "report"}
+    if names:
+        from analysis.registry import find
 
-    for name in set(request.names) - {"all", "report"}:
-        find(name)
+        for name in names:
+            find(name)
     if request.compare:
         _comparable(request.names)
-    newest = studies(request.store)[0]
-    study = load(request.store, request.study or newest)
+    from analysis.load.studies import studies
+    from analysis.load.study import load
+
+    name = request.study or studies(request.store)[0]
+    with beside(partial(load, request.store, name)) as loaded:
+        from analysis.registry import Results, outputs
+        from analysis.report import Publisher
+
+        outputs()  # imports matplotlib, which takes as long as reading the study
+        study = loaded()
     out = request.out or request.store / "reports" / shortened(study.name)
     publisher = Publisher(Results(study), out, request.format)
     try:

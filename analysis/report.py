@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import errno
-import gc
 import json
-import multiprocessing
-import os
-import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -25,6 +20,7 @@ from analysis.load.reader import Gap, groups
 from analysis.load.settings import removed
 from analysis.load.study import Study, load
 from analysis.names import capitalised, count
+from analysis.processes import in_processes
 from analysis.published.tables import published_chapter
 from analysis.registry import Item, Results, find, outputs, part, parts
 from analysis.render.page import Page, Section, html, write_files
@@ -104,38 +100,6 @@ class Publisher:
             else:
                 log.parent.mkdir(parents=True, exist_ok=True)
                 log.write_text(error, encoding="utf-8")
-
-
-MOST_PROCESSES = 8
-"""More would wait for the longest output."""
-
-
-def in_processes(work: Callable[[str], T], tasks: Sequence[str]) -> Iterable[T]:
-    """Do `work` on each task in processes that are forked from this one, as many as there are processors.
-
-    Results come in the order of the tasks. One task, or a system without safe forks, needs no other process.
-    """
-    count = min(len(os.sched_getaffinity(0)), len(tasks), MOST_PROCESSES) if sys.platform == "linux" else 1
-    if count < 2:
-        yield from map(work, tasks)
-        return
-    fork = multiprocessing.get_context("fork")  # a process that starts afresh would take seconds to import and read
-    gc.freeze()  # what this process has read is not to be copied, nor looked through, in the others
-    with ProcessPoolExecutor(count, fork, _start, (work,)) as pool:
-        yield from pool.map(_do, tasks)
-
-
-_work: Callable[[str], Any]
-"""What a process of `in_processes` does."""
-
-
-def _start(work: Callable[[str], Any]) -> None:
-    global _work
-    _work = work
-
-
-def _do(task: str) -> Any:
-    return _work(task)
 
 
 PAGE = "report.html"

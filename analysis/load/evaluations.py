@@ -134,7 +134,7 @@ class Outcomes:
 
 
 def outcome_matrices(samples: pd.DataFrame, scores: pd.DataFrame) -> Outcomes:
-    """Arrange `Study.samples` as matrices of outcomes; scores: (cells, benchmarks).
+    """Arrange the samples of some cells as matrices of outcomes; scores: (these cells, benchmarks).
 
     A benchmark is left out when most of its scores are not means of outcomes, as for perplexity.
     """
@@ -144,15 +144,18 @@ def outcome_matrices(samples: pd.DataFrame, scores: pd.DataFrame) -> Outcomes:
         if benchmark not in scores.columns:
             continue
         name = str(benchmark)
-        wide = rows.pivot(index="cell", columns="item", values="outcome").reindex(index=scores.index).astype(float)
-        evaluated = scores[name].notna() & wide.notna().any(axis=1)
-        explained = (wide.mean(axis=1) - scores[name]).abs() < ROUNDING
-        if not explained.any() or 2 * explained.sum() < evaluated.sum():
+        places, items = pd.factorize(rows["item"], sort=True, use_na_sentinel=False)
+        matrix = np.full((len(scores), len(items)), np.nan)
+        matrix[scores.index.get_indexer(rows["cell"]), places] = rows["outcome"]
+        counts, score = np.isfinite(matrix).sum(axis=1), scores[name].to_numpy()
+        explained = np.abs(np.nansum(matrix, axis=1) / np.maximum(counts, 1) - score) < ROUNDING
+        explained &= counts > 0
+        if not explained.any() or 2 * explained.sum() < (counts[~np.isnan(score)] > 0).sum():
             continue
-        found.odd.extend((int(str(cell)), name) for cell in scores.index[evaluated & ~explained])
-        matrix = wide.to_numpy(float, copy=True)
-        matrix[~explained.to_numpy()] = np.nan
-        answered = ~np.isnan(matrix[explained.to_numpy()])
+        odd = (counts > 0) & ~np.isnan(score) & ~explained
+        found.odd.extend((int(str(cell)), name) for cell in scores.index[odd])
+        matrix[~explained] = np.nan
+        answered = ~np.isnan(matrix[explained])
         if answered.all(axis=0).any():
             found.shared[name] = matrix[:, answered.all(axis=0)]
         if not answered.all():

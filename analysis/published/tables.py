@@ -57,6 +57,7 @@ class Facts:
         self.study = study
         self.cells = dict(zip(study.cells.index.astype(int), records(study.cells), strict=True))
         self._results = {(int(row["cell"]), str(row["benchmark"])): row for row in records(study.results)}
+        self._generations = dict(zip(study.searches["cell"], study.searches["generations"], strict=True))
         self._document = cache(self._read_document)
 
     def _read_document(self, name: str, file: str) -> Mapping[str, Any]:
@@ -74,12 +75,10 @@ class Facts:
 
     def _search(self, cell: int) -> tuple[str | None, int | None] | None:
         """Search set and generations of the cell's allocation; None when it was not searched."""
-        searches = self.study.searches
-        generations = searches.loc[searches["cell"] == cell, "generations"]
-        if generations.empty:
+        if cell not in self._generations:
             return None
         plan = self._document(str(self.cells[cell]["plan_folder"]), "plan.json")
-        return (plan.get("provenance") or {}).get("search"), _whole(generations.iloc[0])
+        return (plan.get("provenance") or {}).get("search"), _whole(self._generations[cell])
 
     def _evaluation(self, cell: int, benchmark: str) -> Evaluation:
         row = self._results[cell, benchmark]
@@ -229,16 +228,17 @@ def published_tables(study: Study, comparisons: Sequence[Comparison], wanted: Se
     """Name -> `published_table`, for those names in `wanted` that have published counterparts.
 
     A table has no rows when no cell of the study has a counterpart."""
-    return {name: published_table(study, comparisons, of=name) for name in wanted if name in TABLES}
+    facts = Facts(study)
+    return {name: published_table(facts, comparisons, of=name) for name in wanted if name in TABLES}
 
 
-def published_table(study: Study, comparisons: Sequence[Comparison], *, of: str) -> Table:
+def published_table(facts: Facts, comparisons: Sequence[Comparison], *, of: str) -> Table:
     """Compare the study's numbers with the published tables that correspond to the table `of`.
 
     Rows match in model, ratio, criterion, allocation, recovery, calibration set and benchmark. Shipped models and
     calibration sets match the rows of those that they stand in for, and the verdict says so.
     """
-    facts = Facts(study)
+    study = facts.study
     pairs = [pair for comparison in comparisons for pair in _scores(facts, comparison, of)]
     pairs += [pair for comparison in comparisons for pair in _ranks(facts, comparison, of)]
     pairs += _memory(study, of)

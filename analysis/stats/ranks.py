@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import pandas as pd
 
-from analysis.load.reader import groups
 from analysis.names import COLUMNS
 
 
@@ -20,17 +19,23 @@ def correlations(experts: pd.DataFrame, measure: str, truth: str) -> dict[str, f
     """Pearson's correlation (`linear`) and Spearman's (`rank`) of two measures over `experts`.
 
     NaN when fewer than three experts have both, or when a measure is the same for all."""
-    both = experts[[measure, truth]].dropna()
-    if len(both) < 3 or both.iloc[:, 0].nunique() < 2 or both.iloc[:, 1].nunique() < 2:
-        return {"linear": np.nan, "rank": np.nan}
-    one, other = both.iloc[:, 0].astype(float), both.iloc[:, 1].astype(float)
-    return {"linear": one.corr(other), "rank": one.rank().corr(other.rank())}
+    both = experts[[measure, truth]].dropna().astype(float)
+    return {"linear": _correlation(both), "rank": _correlation(both.rank())}
+
+
+def _correlation(both: pd.DataFrame) -> float:
+    """Pearson's correlation of two columns; NaN for fewer than three rows, or when a column is constant."""
+    one, other = both.to_numpy(float).T
+    if len(one) < 3 or (one == one[0]).all() or (other == other[0]).all():
+        return np.nan
+    return float(pd.Series(one).corr(pd.Series(other)))
 
 
 def rank_correlation_by_layer(experts: pd.DataFrame, measure: str, truth: str) -> float:
     """Mean over layers of Spearman's correlation within a layer; layers where it is NaN are left out."""
     both = experts[["layer", measure, truth]].dropna()
-    by_layer = [correlations(layer, measure, truth)["rank"] for _, layer in groups(both, ["layer"])]
+    ranked = both.groupby("layer").rank().groupby(both["layer"], sort=False)
+    by_layer = [_correlation(layer) for _, layer in ranked]
     defined = [value for value in by_layer if not np.isnan(value)]
     return float(np.mean(defined)) if defined else np.nan
 

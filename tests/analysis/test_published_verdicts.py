@@ -15,7 +15,7 @@ from printed_comparisons import of_tables, share
 
 from analysis.__main__ import main
 from analysis.published.numbers import READS_GATES, Printed, numbers, split
-from analysis.published.tables import published_table
+from analysis.published.tables import Facts, published_table
 from analysis.stats import ranks
 from analysis.stats.comparison import Comparison
 from moe_lab import criteria
@@ -76,7 +76,7 @@ def study_of(criteria: tuple[str, ...] = ("man", "reap"), *, off: int = 0, **cha
 
 
 def verdicts(study: Any, comparison: Comparison, of: str = "unified.table5") -> pd.DataFrame:
-    return published_table(study, [comparison], of=of).frame
+    return published_table(Facts(study), [comparison], of=of).frame
 
 
 def test_what_is_measured_as_printed_agrees_in_every_cell() -> None:
@@ -123,7 +123,7 @@ def test_what_is_not_the_printed_row_finds_none(changes: dict[str, Any]) -> None
     comparison.cells.loc[1, list(axes)] = list(axes.values())
     found = verdicts(study, comparison)
     assert set(found["Criterion"]) == {"Unpruned"}
-    note = published_table(study, [comparison], of="unified.table5").footnotes[-1]
+    note = published_table(Facts(study), [comparison], of="unified.table5").footnotes[-1]
     assert note == "1 of 1 pruned cells have no printed row here (MAN)."
 
 
