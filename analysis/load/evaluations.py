@@ -146,7 +146,7 @@ def outcome_matrices(samples: pd.DataFrame, scores: pd.DataFrame) -> Outcomes:
         name = str(benchmark)
         places, items = pd.factorize(rows["item"], sort=True, use_na_sentinel=False)
         matrix = np.full((len(scores), len(items)), np.nan)
-        matrix[scores.index.get_indexer(rows["cell"]), places] = rows["outcome"]
+        matrix[scores.index.get_indexer(pd.Index(rows["cell"])), places] = rows["outcome"]
         counts, score = np.isfinite(matrix).sum(axis=1), scores[name].to_numpy()
         explained = np.abs(np.nansum(matrix, axis=1) / np.maximum(counts, 1) - score) < ROUNDING
         explained &= counts > 0

@@ -33,7 +33,7 @@ def _correlation(both: pd.DataFrame) -> float:
 
 def rank_correlation_by_layer(experts: pd.DataFrame, measure: str, truth: str) -> float:
     """Mean over layers of Spearman's correlation within a layer; layers where it is NaN are left out."""
-    both = experts[["layer", measure, truth]].dropna()
+    both = experts[["layer", measure, truth]].dropna().astype(float)
     ranked = both.groupby("layer").rank().groupby(both["layer"], sort=False)
     by_layer = [_correlation(layer) for _, layer in ranked]
     defined = [value for value in by_layer if not np.isnan(value)]
