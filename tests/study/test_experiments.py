@@ -24,6 +24,7 @@ LESS = {
     "evoesap": [CHOICES, "ratio=0.25", "grid.criterion=[reap]"],
     "quantized": [CHOICES, "grid.ratio=[0.0,0.5]", "recovery.epochs=0.1"],
     "methods": [CHOICES, "ratio=0.5", "recovery.epochs=0.1"],
+    "beyond": [CHOICES, "grid.model=[pocket_olmoe]", "recovery.epochs=0.1"],
     "task_specific": [MIXED, "ratio=0.5", "grid.criterion=[reap,man]"],
     "task_agnostic": [CHOICES, "grid.criterion=[frequency,reap,man]", "grid.calibration=[pocket_general,pocket_code]"],
 }
