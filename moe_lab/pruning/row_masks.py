@@ -69,7 +69,8 @@ def row_masks(model: PreTrainedModel, plans: Sequence[Plan | None]) -> Iterator[
 
     Yields what sets the plan of each row before a forward pass, which has to be done for every new batch. A row's
     logits are those of `mask` with its plan up to rounding (1e-6 in fp32), whatever plans the other rows have: matrix
-    products of another size may round differently. Expert weights are neither copied nor changed.
+    products of another size may round differently. Expert weights are neither copied nor changed, but the
+    merged experts of each plan have weights of their own meanwhile.
 
     Raises UserError when a plan does not fit the model, and RuntimeError when a batch has another number of rows than
     plans were set for, and where `mask` does.

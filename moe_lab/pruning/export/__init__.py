@@ -179,7 +179,7 @@ def _others(folder: Path) -> list[Path]:
         and file.suffix not in NOT_COPIED
         and not file.name.startswith(".")
         and not file.name.endswith(".index.json")
-        and file.name not in ("config.json", "plan.json", CARD)
+        and file.name not in ("config.json", "plan.json", "plan.npz", CARD)
     ]
 
 

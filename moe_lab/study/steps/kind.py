@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from moe_lab.allocation.grouping import GROUPINGS
 from moe_lab.errors import unknown
 from moe_lab.grid import Cell
 from moe_lab.models.config_json import Size
@@ -59,8 +60,11 @@ def always(_: Step) -> bool:
 
 
 def is_changed(step: Step) -> bool:
-    """Whether the step's model has weights of its own: it was fine-tuned or quantised."""
-    return "finetune" in step.inputs or "storage" in step.parts
+    """Whether the step's model has weights of its own: it was fine-tuned or quantised, or its experts are merged."""
+    if "finetune" in step.inputs or "storage" in step.parts:
+        return True
+    made_by = step.inputs["plan"].parts.get("allocation") if "plan" in step.inputs else None
+    return made_by is not None and made_by.settings.get("replacement") in GROUPINGS
 
 
 @dataclass(frozen=True, kw_only=True)
