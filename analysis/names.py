@@ -61,6 +61,9 @@ ALLOCATIONS = {
     "reconstruction": "reconstruction",
     "list": "list",
     "evolutionary": "evolutionary",
+    "uniform, replacement=mean_output": "novices",
+    "global by frequency, replacement=m_smoe": "M-SMoE",
+    "uniform, replacement=hc_smoe": "HC-SMoE",
 }
 """Allocation in a study's record -> display name, in the order of every table; others are shown as they are."""
 

@@ -309,7 +309,11 @@ def plan(
     chosen |= {**protection.identity(vars(settings)), "ratio": ratio}
     lacking = [need for need in allocations.needs(chosen) if need not in statistics.sums]
     if lacking:
-        raise UserError(f"allocation={allocation} reads {', '.join(lacking)}, which these statistics lack")
+        raise UserError(
+            f"plan: allocation={allocation}, replacement={replacement} and protect={protect} read "
+            f"{', '.join(lacking)}, which these statistics lack: give calibrate the same replacement, and "
+            "criteria that read the rest"
+        )
     facts = protection.with_protected(chosen, statistics.facts, statistics.sums.get("statistics", {}))
     layers = facts["layers"]
     provenance: dict[str, Any] = {"allocation": {name: value for name, value in chosen.items() if value is not None}}

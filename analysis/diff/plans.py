@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,8 @@ class LayerPlan:
     """Kept expert -> its kept channels as bits of an integer; None: all channels."""
     width: int | None
     """Channels of an expert; None for plans of whole experts, which do not record it."""
+    replaced: Mapping[str, Any] = field(default_factory=dict)
+    """What the others are replaced by, as in plan.json: constants, merged; empty where they are removed."""
 
 
 Layers = dict[int, LayerPlan]
@@ -49,11 +51,17 @@ def _layer(about: Mapping[str, Any]) -> LayerPlan:
     keep = [int(expert) for expert in about["keep"]]
     if "channels" not in about:
         return LayerPlan(int(about["experts"]), dict.fromkeys(keep), None)
-    bits = [int(mask, 16) for mask in about["channels"]]
-    return LayerPlan(int(about["experts"]), dict(zip(keep, bits, strict=True)), int(about["width"]))
+    kept = dict(zip(keep, (int(mask, 16) for mask in about["channels"]), strict=True))
+    replaced = {name: about[name] for name in ("constants", "merged") if name in about}
+    if replaced:
+        kept = {expert: bits for expert, bits in kept.items() if bits}
+    return LayerPlan(int(about["experts"]), kept, int(about["width"]), replaced)
 
 
-COLUMNS = ("layer", "experts", "both", "out", "in", "jaccard", "chance", "channels_both", "channels_out", "channels_in")
+COLUMNS = (
+    *("layer", "experts", "both", "out", "in", "jaccard", "chance", "channels_both", "channels_out", "channels_in"),
+    "replaced",
+)
 
 
 def changes(first: Layers, second: Layers) -> pd.DataFrame:
@@ -62,7 +70,8 @@ def changes(first: Layers, second: Layers) -> pd.DataFrame:
     `out` and `in` are tuples of experts that only the first, or only the second, plan keeps; `both` counts experts that
     both keep. `jaccard` is intersection over union, `chance` its value for random sets of these sizes (ratio of
     expectations); NaN when neither plan keeps an expert. Channels are counted over all experts, of which a dropped one
-    keeps none; NaN when neither plan has channels. Raises UserError for plans of different models.
+    keeps none; NaN when neither plan has channels. `replaced`: whether they replace dropped experts by the same.
+    Raises UserError for plans of different models.
     """
     if first.keys() != second.keys():
         only = sorted(first.keys() ^ second.keys())
@@ -88,7 +97,7 @@ def _change(first: LayerPlan, second: LayerPlan, layer: int) -> dict[str, Any]:
         "jaccard": len(one & other) / len(one | other) if one | other else np.nan,
         "chance": expected / (len(one) + len(other) - expected) if one | other else np.nan,
     }
-    return {**change, **_channels(first, second, layer)}
+    return {**change, **_channels(first, second, layer), "replaced": first.replaced == second.replaced}
 
 
 def _channels(first: LayerPlan, second: LayerPlan, layer: int) -> dict[str, float]:

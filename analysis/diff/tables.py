@@ -42,6 +42,8 @@ def plan_table(first: Layers, second: Layers) -> Table:
             "Experts only in B": changes["in"].map(_ids),
         }
     )
+    if any(plan.replaced for layers in (first, second) for plan in layers.values()):
+        frame["Replaced alike"] = changes["replaced"].map({True: "yes", False: "no"})
     counted = changes["channels_both"].notna().any()
     if counted:
         shown = ("In both, channels", "Only in A, channels", "Only in B, channels")
@@ -67,7 +69,9 @@ def kept_table(sides: Sides) -> Table:
     for text, pair in plan_pairs(sides):
         table = plan_table(*pair).frame
         channels = table.filter(like=", channels").filter(like="Only").sum(axis=1)
-        rows += [{**text, **row} for row in records(table[(table["Only in A"] + table["Only in B"] + channels) > 0])]
+        otherwise = table["Replaced alike"] == "no" if "Replaced alike" in table else False
+        differ = (table["Only in A"] + table["Only in B"] + channels > 0) | otherwise
+        rows += [{**text, **row} for row in records(table[differ])]
     numbers = ["In both", "Only in A", "Only in B", "Jaccard", "Jaccard, by chance"]
     channels_of = [column for column in (rows[0] if rows else ()) if column.endswith(", channels")]
     columns = [*CELL, "Layer", *numbers, *channels_of, "Experts only in A", "Experts only in B"]

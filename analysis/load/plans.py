@@ -47,12 +47,13 @@ def costs(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
 
 
 def kept(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
-    """What plans keep: cell, layer, expert, share of the expert's channels (0..1), null.
+    """What plans keep: cell, layer, expert, share of the expert's channels (0..1), null, constant.
 
-    All experts of the unpruned layer are listed. A dropped expert has share 0. So has a null expert, which keeps no
-    channel and is still routed to; the column `null` marks it. Whole experts have 1. The unpruned model has no rows.
+    All experts of the unpruned layer are listed. A dropped expert has share 0. So has one that keeps no channel and is
+    still routed to, which the column `null` marks: it puts out 0, or a constant (`constant`), or it is merged into
+    another. Whole experts have 1. The unpruned model has no rows.
     """
-    columns = ("layer", "expert", "share", "null")
+    columns = ("layer", "expert", "share", "null", "constant")
     frames = {}
     for cell, document in _documents(cells, "plan_folder", "plan.json", reader).items():
         try:
@@ -191,7 +192,7 @@ def _documents(cells: pd.DataFrame, column: str, file: str, reader: Reader) -> d
 
 
 def _shares(plan: Mapping[str, Any]) -> pd.DataFrame:
-    """layer, expert, share, null of one plan."""
+    """layer, expert, share, null, constant of one plan."""
     frames = []
     for layer, about in plan["layers"].items():
         share = np.zeros(about["experts"])
@@ -202,9 +203,11 @@ def _shares(plan: Mapping[str, Any]) -> pd.DataFrame:
             share /= about["width"]
         null = np.zeros(len(share), bool)
         null[kept_experts] = share[kept_experts] == 0
-        frames.append(
-            pd.DataFrame({"layer": int(layer), "expert": np.arange(len(share)), "share": share, "null": null})
-        )
+        constant = null & ("constants" in about)
+        for group in about.get("merged", {}).values():
+            constant[[int(member) for member in group]] = False
+        columns = {"expert": np.arange(len(share)), "share": share, "null": null, "constant": constant}
+        frames.append(pd.DataFrame({"layer": int(layer), **columns}))
     return pd.concat(frames, ignore_index=True)
 
 
@@ -217,17 +220,22 @@ BYTES = 2
 
 
 def removed_parameters(
-    layers: Mapping[str, Mapping[str, int]], removed: Mapping[str, float], dropped: Mapping[str, int]
+    layers: Mapping[str, Mapping[str, int]],
+    removed: Mapping[str, float],
+    dropped: Mapping[str, int],
+    constants: Mapping[str, int],
 ) -> int:
     """Count the parameters that a plan removes: matrices of experts or channels, and rows of the router.
 
-    layers: layer -> {expert_parameters, router_parameters_per_expert}; removed: layer -> experts removed, counting
-    parts of experts by their channels; dropped: layer -> experts that are no longer routed to. The papers leave out
-    the router's rows, which are less than 0.01 GiB for their models.
+    layers: layer -> {expert_parameters, router_parameters_per_expert, hidden}; removed: layer -> experts removed,
+    counting parts of experts by their channels; dropped: layer -> experts that are no longer routed to; constants:
+    layer -> experts replaced by a constant, which has a number for each hidden unit. The papers leave out the router's
+    rows, which are less than 0.01 GiB for their models.
     """
     matrices = sum(count * layers[layer]["expert_parameters"] for layer, count in removed.items())
     rows = sum(count * layers[layer].get("router_parameters_per_expert", 0) for layer, count in dropped.items())
-    return round(matrices + rows)
+    added = sum(count * layers[layer]["hidden"] for layer, count in constants.items() if count)
+    return round(matrices + rows - added)
 
 
 def loading_memory(cells: pd.DataFrame, kept: pd.DataFrame, models: Mapping[str, Mapping[str, Any]]) -> pd.DataFrame:
@@ -244,8 +252,9 @@ def loading_memory(cells: pd.DataFrame, kept: pd.DataFrame, models: Mapping[str,
         by_layer = plan.assign(gone=1 - plan["share"], dropped=(plan["share"] == 0) & ~plan["null"]).groupby("layer")
         removed = {str(layer): float(gone) for layer, gone in by_layer["gone"].sum().items()}
         dropped = {str(layer): int(count) for layer, count in by_layer["dropped"].sum().items()}
+        constants = {str(layer): int(count) for layer, count in by_layer["constant"].sum().items()}
         before = int(facts["parameters"])
-        after = before - removed_parameters(facts["layers"], removed, dropped)
+        after = before - removed_parameters(facts["layers"], removed, dropped, constants)
         named = {name: axes[name] for name in ("model", "ratio", "granularity", "allocation")}
         found = {"parameters": before, "parameters_after": after, "bytes": before * BYTES, "bytes_after": after * BYTES}
         rows.append({**named, **found, "saved": 1 - after / before})

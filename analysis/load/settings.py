@@ -72,20 +72,21 @@ def protocols(cells: pd.DataFrame) -> str:
 METHOD = ["method", "calibration", "gate", "seed"]
 """Cells of one model with equal values in these columns differ only in the ratio."""
 
-_CALLED = re.compile(r"(?P<name>[^,(]+)(\((?P<inside>.*)\)|, (?P<after>.*))?")
+_CALLED = re.compile(r"(?P<name>[^,(]+)(\((?P<inside>[^()]*)\))?(, (?P<after>.*))?")
 
 
 def allocation(word: str) -> tuple[str, dict[str, str]]:
     """Parse an allocation of a study's record into its name and its settings.
 
-    `coverage, prior usage` and `coverage(prior=usage)` both give ("coverage", {"prior": "usage"}). A setting without a
-    value, as in `coverage, aligned`, has the value "". A text of another form is a name without settings.
+    `coverage, prior usage` and `coverage(prior=usage)` both give ("coverage", {"prior": "usage"}), and
+    `coverage(prior=usage), protect=super` has the setting protect too. A setting without a value, as in
+    `coverage, aligned`, has the value "". A text of another form is a name without settings.
     """
     match = _CALLED.fullmatch(word)
     if match is None:
         return word, {}
-    separator, text = ("=", match["inside"]) if match["inside"] else (" ", match["after"] or "")
-    parts = (part.strip().partition(separator) for part in text.split(",") if part.strip())
+    words = [part.strip() for text in (match["inside"], match["after"]) for part in (text or "").split(",")]
+    parts = (part.partition("=" if "=" in part else " ") for part in words if part)
     return match["name"], {key: value for key, _, value in parts}
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy
 from numpy.typing import NDArray
 
-from moe_lab.errors import UserError
+from moe_lab.errors import UserError, unknown
 
 Array = NDArray[numpy.float64]
 Sums = Mapping[str, Any]
@@ -62,12 +62,16 @@ def hc_smoe_routed(sums: Sums, kept: Sequence[int]) -> list[list[int]]:
 
 
 GROUPINGS: dict[str, Grouping] = {function.__name__: function for function in (m_smoe, hc_smoe, hc_smoe_routed)}
+REPLACEMENTS = ("none", "mean_output", *GROUPINGS)
+"""What can take the place of the experts that an allocation drops."""
 BY_EXPERT = {"router_gram": 2, "dense_output_sum": 1, "output_sum": 1, "tokens": 1}
 """Sums that groupings read -> how many of their axes are experts."""
 
 
 def needs(replacement: str) -> tuple[str, ...]:
-    """The passes whose sums a replacement of dropped experts reads."""
+    """The passes whose sums a replacement of dropped experts reads. UserError for an unknown one."""
+    if replacement not in REPLACEMENTS:
+        raise unknown("allocation.replacement", replacement, REPLACEMENTS)
     if replacement == "none":
         return ()
     return ("statistics", "similarity") if replacement in ("m_smoe", "hc_smoe") else ("statistics",)

@@ -42,9 +42,14 @@ def is_plan(content: Mapping[str, Any]) -> bool:
     if "schema" not in content or not fits(layers, {str: {"experts": int, "keep": list}}):
         return False
     return all(
-        name.isdigit() and len(layer.get("channels", layer["keep"])) == len(layer["keep"])
+        name.isdecimal() and len(layer.get("channels", layer["keep"])) == len(layer["keep"])
         for name, layer in content["layers"].items()
     )
+
+
+def replaces(content: Any) -> bool:
+    """Whether the content of a file is a plan that replaces dropped experts by constants, or merges them."""
+    return is_plan(content) and any("constants" in layer or "merged" in layer for layer in content["layers"].values())
 
 
 def check(path: str | None, granularity: str) -> None:

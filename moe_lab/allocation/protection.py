@@ -15,6 +15,7 @@ import numpy
 from numpy.typing import ArrayLike
 
 from moe_lab.allocation.problem import finite
+from moe_lab.config import AllocationConfig
 from moe_lab.errors import UserError
 from moe_lab.json_files import fits
 
@@ -63,6 +64,11 @@ def check(settings: Mapping[str, Any], granularity: str) -> None:
     share = settings["protect_layers"]
     if not 0 < share <= 1:
         raise UserError(f"allocation.protect_layers={share}: expected a share of the layers in (0, 1], 1 for all")
+    if settings["protect"] != SUPER and share != AllocationConfig.protect_layers:
+        raise UserError(
+            f"allocation.protect_layers={share} is about super experts: expected allocation.protect=super, or "
+            f"{AllocationConfig.protect_layers}"
+        )
     if not identity(settings):
         return
     if settings["name"] == "uniform" and granularity == "channel":
@@ -143,6 +149,6 @@ def _read(path: str) -> Listed:
         raise UserError(f"allocation.protect={path} is damaged: {error}; {expected}") from None
     if not fits(content, {str: [int]}) or not content:
         raise UserError(f"allocation.protect={path}: {expected}")
-    if not all(layer.isdigit() and min(experts, default=0) >= 0 for layer, experts in content.items()):
+    if not all(layer.isdecimal() and min(experts, default=0) >= 0 for layer, experts in content.items()):
         raise UserError(f"allocation.protect={path}: {expected}, numbers of 0 or more")
     return {layer: sorted(set(experts)) for layer, experts in sorted(content.items(), key=lambda item: int(item[0]))}

@@ -106,8 +106,6 @@ def get(name: str) -> Allocation:
 
 BASES = ("routed", "model")
 ZeroExpert = Literal["keep_null", "drop"]
-REPLACEMENTS = ("none", "mean_output", *grouping.GROUPINGS)
-"""What takes the place of the experts that an allocation drops."""
 ONLY_FOR = {"by": "global", "search": "evolutionary", "path": "list"}
 """Field -> the one allocation that reads it."""
 
@@ -199,8 +197,7 @@ def _check_replacement(settings: AllocationConfig, granularity: Granularity) -> 
             f"allocation.replacement={replacement}: the plan allocation.path={settings.path} says itself what experts "
             "are replaced by, expected none"
         )
-    if replacement not in REPLACEMENTS:
-        raise unknown("allocation.replacement", replacement, REPLACEMENTS)
+    grouping.needs(replacement)
     if replacement != "none" and granularity == "channel":
         raise UserError(
             f"allocation.replacement={replacement} replaces whole experts, but the criterion scores channels: expected "

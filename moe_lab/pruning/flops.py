@@ -156,7 +156,10 @@ def kept_widths(layer: MoELayer, plan: Plan | None) -> torch.Tensor:
 def computed_widths(layer: MoELayer, plan: Plan | None) -> torch.Tensor:
     """(E,) int64: the channels with which each expert is computed: those of the one that it is merged into, if any."""
     widths = kept_widths(layer, plan)
-    return widths if plan is None else widths[plan.owners(layer.index)]
+    if plan is not None:
+        return widths[plan.owners(layer.index)]
+    owners = getattr(layer.experts, "owners", None)  # of an export with merged experts
+    return widths if owners is None else widths[list(owners)]
 
 
 def kept_experts(layer: MoELayer, plan: Plan | None) -> list[int]:

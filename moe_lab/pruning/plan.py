@@ -483,7 +483,7 @@ def _read_constants(plan: Path, hashes: Mapping[int, str]) -> dict[int, Constant
             constants = {layer: arrays[str(layer)] for layer in hashes}
     except FileNotFoundError:
         raise UserError(f"plan={plan} has constants, but {path} does not exist: copy both files") from None
-    except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
+    except (OSError, EOFError, ValueError, TypeError, KeyError, zipfile.BadZipFile) as error:
         raise UserError(f"plan={plan} has constants, but {path} is damaged: {error}") from None
     if wrong := [layer for layer, stated in hashes.items() if _hash(constants[layer]) != stated]:
         raise UserError(f"plan={plan} has other constants in layer {wrong[0]} than {path}: copy both files of a plan")

@@ -17,6 +17,7 @@ from moe_lab.models.discover import MoELayer, decoder_layer, is_ragged, linears,
 from moe_lab.models.experts import post_expert_norm, routed_output, sort_by_expert
 from moe_lab.models.transformers_private import activation
 from moe_lab.pruning.prune import replace_tensor
+from moe_lab.pruning.ragged import constant_output
 from moe_lab.recovery.settings import peft
 
 Projection = tuple[str, torch.Tensor, torch.Tensor | None]
@@ -172,8 +173,9 @@ def _merged(adapter: Any, what: str) -> torch.Tensor:
 
 
 def _weights(experts: nn.Module) -> list[str]:
-    """Names of the stacks of weights of an experts module; biases are not adapted."""
-    return [name for name, _ in experts.named_parameters(recurse=False) if not name.endswith("_bias")]
+    """Names of the stacks of weights of an experts module; biases and constants are not adapted."""
+    names = [name for name, _ in experts.named_parameters(recurse=False)]
+    return [name for name in names if not name.endswith("_bias") and name != "constants"]
 
 
 def projections(experts: Any, expert: int) -> Iterator[Projection]:
@@ -234,8 +236,16 @@ class UnfusedExperts(nn.Module):
         def of_expert(expert: int, _: slice, states: torch.Tensor) -> torch.Tensor | None:
             return self._expert(expert, states) if len(self.maps[expert]) else None  # type: ignore[arg-type]
 
-        rows = sort_by_expert(top_k_index, len(self.maps))
-        return routed_output(hidden_states, rows, top_k_weights, of_expert)
+        original: Any = self.__dict__["original"]
+        index = top_k_index
+        if is_ragged(original):  # merged experts are computed with the maps of their owner
+            index = torch.tensor(original.owners, device=index.device)[index]
+        rows = sort_by_expert(index, len(self.maps))
+        mixed = routed_output(hidden_states, rows, top_k_weights, of_expert)
+        if is_ragged(original) and original.constants is not None:
+            arguments = (top_k_index, top_k_weights, original.num_experts, original.null, original.constants)
+            mixed = mixed + constant_output(*arguments)
+        return mixed
 
     def _expert(self, expert: int, hidden: torch.Tensor) -> torch.Tensor:
         """The output (n, H) of one expert for its rows (n, H) of the hidden states, before the gate."""

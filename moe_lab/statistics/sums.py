@@ -78,7 +78,8 @@ class Statistics:
     """Sums per MoE layer, with a header that says what was summed.
 
     `layers`: decoder layer number -> tensor name -> fp64 tensor on the CPU. `header`: JSON data with `kind` (forward,
-    damage, gradients, weight_gradients, weights or channel_weights) and `fingerprint` (model, data and settings).
+    damage, similarity, gradients, weight_gradients, weights or channel_weights) and `fingerprint` (model, data and
+    settings).
     """
 
     layers: Layers

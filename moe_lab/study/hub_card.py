@@ -157,6 +157,8 @@ def _results_section(cell: Cell, measured: Sequence[Measured]) -> str:
     recovery = f", then recovery `{cell.recovery.name}`" if cell.recovery.name != "none" else ""
     protect = cell.allocation.protect
     protected = f", protected experts `{Path(protect).name}`" if protect is not None else ""
+    if cell.allocation.replacement != "none":
+        protected = f", dropped experts replaced by `{cell.allocation.replacement}`{protected}"
     lines = [
         "## Results",
         "",

@@ -6,14 +6,16 @@ Each check is in the module of its subject. This module calls the checks in orde
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from operator import attrgetter
 from typing import Any
 
 from moe_lab import allocation, criteria, secret_settings
+from moe_lab.allocation import listed
 from moe_lab.calibration import settings as calibrations
 from moe_lab.calibration import sources
 from moe_lab.config import BenchmarkConfig, Config
-from moe_lab.errors import user_errors
+from moe_lab.errors import UserError, user_errors
 from moe_lab.evaluation import back_ends, interpreters, suite
 from moe_lab.evaluation.harness import HARNESSES
 from moe_lab.evaluation.sandbox.policy import check_sandbox
@@ -149,21 +151,37 @@ def _wrong_together(config: Config, cells: Sequence[Cell], benchmarks: Sequence[
 
 def _wrong_replacements(config: Config, cells: Sequence[Cell]) -> Iterator[str]:
     """Problems of plans whose dropped experts are replaced, which only code of transformers can compute."""
-    replacing = [cell.allocation.replacement for cell in cells if cell.allocation.replacement != "none"]
+    replacing = {cell.model.name: (cell.model, by) for cell in cells if (by := _replaces(cell))}
     if not replacing:
         return
-    if config.export.shape not in (None, "natural"):
-        yield str(no_replacements(config.export.shape))
+    _, by = next(iter(replacing.values()))
+    shape = config.export.shape
+    if shape not in (None, "natural"):
+        yield str(no_replacements(shape))
+    for model, _ in replacing.values() if shape is not None else ():
+        if method := config_json.quantization(model):
+            yield (
+                f"export={shape}: {by} makes experts of other weights, and those of {model.name} are stored as "
+                f"{method}: expected a checkpoint in bfloat16 or float32"
+            )
     if config.export.format != "safetensors":
-        yield (
-            f"export.format={config.export.format} has no place for allocation.replacement={replacing[0]}: expected "
-            "export.format=safetensors"
-        )
+        yield f"export.format={config.export.format} has no place for {by}: expected export.format=safetensors"
     if config.backend.name == "vllm":
         yield (
-            f"backend=vllm cannot compute allocation.replacement={replacing[0]}: expected backend=hf, or "
-            "backend=server with a server that runs the code of an export"
+            f"backend=vllm cannot compute {by}: expected backend=hf, or backend=server with a server that runs the "
+            "code of an export"
         )
+
+
+def _replaces(cell: Cell) -> str | None:
+    """The setting by which dropped experts of the cell are replaced, if any."""
+    settings = cell.allocation
+    if settings.replacement != "none":
+        return f"allocation.replacement={settings.replacement}"
+    with suppress(UserError):  # of a file that cannot be read, which another check reports
+        if settings.path is not None and listed.replaces(listed.read(settings.path)):
+            return f"the plan allocation.path={settings.path}, which replaces experts,"
+    return None
 
 
 def _wrong_allocations(cells: Sequence[Cell]) -> Iterator[str]:

@@ -194,8 +194,11 @@ def _called(name: str, parameters: Mapping[str, Any]) -> str:
 
 
 def allocation_name(allocation: AllocationConfig) -> str:
-    """Name of an allocation in the record: its label, or its name and settings; then what it protects."""
+    """Name of an allocation in the record: its label, or its name and settings; then what replaces dropped experts, and
+    what is protected."""
     name = allocation.label or _called(allocation.name, _differing(allocation))
+    if allocation.replacement != "none":
+        name = f"{name}, replacement={allocation.replacement}"
     if allocation.protect is None:
         return name
     layers = allocation.protect_layers
@@ -206,7 +209,7 @@ def allocation_name(allocation: AllocationConfig) -> str:
 def _differing(allocation: AllocationConfig) -> dict[str, Any]:
     """Settings that distinguish an allocation from others of its name: parameters, and fields that are not default."""
     usual = AllocationConfig()
-    words = ("multiple_of", "ratio_basis", "by", "search", "path", "replacement")
+    words = ("multiple_of", "ratio_basis", "by", "search", "path")
     own = {word: getattr(allocation, word) for word in words if getattr(allocation, word) != getattr(usual, word)}
     return {**own, **allocation.parameters}
 

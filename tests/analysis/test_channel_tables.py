@@ -178,6 +178,8 @@ def test_group_averages_are_measured_against_aimer() -> None:
         ("coverage, aligned", "coverage", {"aligned": ""}),
         ("coverage(prior=usage,layer_smoothing=log)", "coverage", {"prior": "usage", "layer_smoothing": "log"}),
         ("global by frequency", "global by frequency", {}),
+        ("coverage(prior=usage), protect=super", "coverage", {"prior": "usage", "protect": "super"}),
+        ("uniform, replacement=m_smoe, protect=a.json", "uniform", {"replacement": "m_smoe", "protect": "a.json"}),
         ("(odd) one", "(odd) one", {}),
     ],
 )

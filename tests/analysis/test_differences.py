@@ -6,6 +6,7 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -19,7 +20,7 @@ from analysis import __main__
 from analysis.diff import figures, plans
 from analysis.diff.report import diff
 from analysis.diff.sides import beside, side
-from analysis.diff.tables import kept_table, score_table
+from analysis.diff.tables import kept_table, plan_table, score_table
 from analysis.load.study import load
 from analysis.render.table import Table
 from analysis.stats.uncertainty import holm
@@ -59,6 +60,22 @@ def test_experts_and_channels_in_and_out_are_those_of_a_naive_count() -> None:
         full[removed:] = True
         assert row["channels_in"] == (full & ~one[layer]).sum() and row["channels_both"] == (full & one[layer]).sum()
         assert row["jaccard"] == pytest.approx((32 - removed) / 32) == pytest.approx(row["chance"])
+
+
+def test_plans_that_replace_other_experts_or_by_others_differ() -> None:
+    def layers(*masks: str, **replaced: Any) -> plans.Layers:
+        about = {"experts": 4, "keep": [0, 1, 2, 3], "width": 4, "channels": list(masks), **replaced}
+        return plans.layers({"layers": {"0": about}})
+
+    first = layers("0f", "0f", "00", "00", merged={"0": {"0": 0.5, "2": 0.25, "3": 0.25}})
+    other = layers("00", "00", "0f", "0f", merged={"2": {"0": 0.5, "1": 0.25, "2": 0.25}})
+    [row] = plans.changes(first, other).to_dict("records")
+    assert (row["out"], row["in"], row["jaccard"]) == ((0, 1), (2, 3), 0)
+    regrouped = layers("0f", "0f", "00", "00", merged={"1": {"1": 0.5, "2": 0.25, "3": 0.25}})
+    [row] = plans.changes(first, regrouped).to_dict("records")
+    assert (row["jaccard"], row["channels_out"], row["replaced"]) == (1, 0, False)
+    assert plans.changes(first, first)["replaced"].tolist() == [True]
+    assert plan_table(first, regrouped).frame["Replaced alike"].tolist() == ["no"]
 
 
 def test_chance_is_what_random_plans_come_to() -> None:

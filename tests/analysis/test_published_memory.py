@@ -33,7 +33,7 @@ def parameters(model: str, share: float) -> int:
     known = OmegaConf.load(CONF / f"{model}.yaml").expected
     sizes = {"expert_parameters": 3 * known.hidden * known.width, "router_parameters_per_expert": known.hidden}
     gone = {str(layer): int(known.experts * share) for layer in range(known.moe_layers)}
-    return int(known.parameters) - plans.removed_parameters(dict.fromkeys(gone, sizes), gone, gone)
+    return int(known.parameters) - plans.removed_parameters(dict.fromkeys(gone, sizes), gone, gone, {})
 
 
 def kept_besides(model: str, share: float) -> float:

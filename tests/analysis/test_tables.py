@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+import tiny
 from handmade import table_of
 
 from analysis import names
@@ -20,6 +21,10 @@ from analysis.outputs.scores import task_specific_table
 from analysis.registry import Results, outputs
 from analysis.render import table as rendering
 from analysis.render.table import Table
+from moe_lab.models.discover import moe_layers
+from moe_lab.models.facts import model_facts
+from moe_lab.pruning.cost import size
+from moe_lab.pruning.plan import merge_experts, replace_by_constants
 
 
 @pytest.fixture(scope="module")
@@ -113,9 +118,32 @@ def test_loading_memory_of_published_models(
     """Unified Expert Pruning Table 3: OLMoE 12.89 to 6.89; the half of Qwen3's experts is 27.00 GiB."""
     sizes = {str(i): {"expert_parameters": 3 * hidden * width} for i in range(layers)}
     half = {str(i): experts // 2 for i in range(layers)}
-    removed = plans.removed_parameters(sizes, half, half)
+    removed = plans.removed_parameters(sizes, half, half, {})
     assert parameters * plans.BYTES / 2**30 == pytest.approx(before, abs=0.01)
     assert (parameters - removed) * plans.BYTES / 2**30 == pytest.approx(after, abs=0.01)
+
+
+def test_loading_memory_counts_constants_and_leaves_out_merged_experts() -> None:
+    model = tiny.build("olmoe")
+    layers, dropping = moe_layers(model), tiny.plan(model, 0.5)
+    widths = {layer.index: layer.width for layer in layers}
+    outputs = {layer.index: np.ones((layer.n_experts, layer.hidden)) for layer in layers}
+    groups = {
+        layer: {kept[0]: {one: 1.0 for one in sorted({kept[0], *(set(range(16)) - set(kept))})}}
+        | {one: {one: 1.0} for one in kept[1:]}
+        for layer, kept in dropping.experts.items()
+    }
+    about = facts_of(model)
+    for plan in (replace_by_constants(dropping, outputs, widths), merge_experts(groups, widths, provenance={})):
+        kept = plans._shares({"layers": plan._layers()}).assign(cell=0)
+        cells = pd.DataFrame([{"model": "m", "ratio": 0.5, "granularity": "expert", "allocation": "a"}])
+        [row] = plans.loading_memory(cells, kept, {"m": about}).to_dict("records")
+        assert row["parameters_after"] == size(model, plan, facts=about)["parameters"]
+
+
+def facts_of(model: Any) -> dict[str, Any]:
+    about = model_facts(model)
+    return {**about, "layers": {str(layer): facts for layer, facts in about["layers"].items()}}
 
 
 def test_memory_of_a_study_is_exact(results: Results) -> None:

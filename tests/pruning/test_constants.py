@@ -155,9 +155,11 @@ def test_a_plan_is_read_as_it_was_written(tmp_path: Path) -> None:
     (tmp_path / "other.npz").replace(tmp_path / "plan.npz")
     with pytest.raises(UserError, match="other constants in layer 1"):
         Plan.load(tmp_path / "plan.json")
-    (tmp_path / "plan.npz").write_bytes(b"PK")
-    with pytest.raises(UserError, match="damaged"):
-        Plan.load(tmp_path / "plan.json")
+    numpy.save(tmp_path / "array.npy", changed[1])
+    for damaged in (b"PK", b"", (tmp_path / "array.npy").read_bytes()):
+        (tmp_path / "plan.npz").write_bytes(damaged)
+        with pytest.raises(UserError, match="damaged"):
+            Plan.load(tmp_path / "plan.json")
     (tmp_path / "plan.npz").unlink()
     with pytest.raises(UserError, match="does not exist"):
         Plan.load(tmp_path / "plan.json")

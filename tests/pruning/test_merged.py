@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from moe_lab.errors import UserError
-from moe_lab.models.discover import moe_layers
+from moe_lab.models.discover import moe_layers, routed_layers
 from moe_lab.models.experts import activation
 from moe_lab.pruning.cost import size
 from moe_lab.pruning.export import export
@@ -142,6 +142,7 @@ def test_a_group_costs_one_expert_and_as_many_operations_as_before() -> None:
     assert size(model, plan, facts=facts)["parameters"] == less + routers
     assert sum(weight.numel() for weight in prune(model, plan).parameters()) == less + routers
     assert even_routing(moe_layers(model), plan) == even_routing(moe_layers(model), None)
+    assert even_routing(routed_layers(prune(model, plan)), None) == even_routing(moe_layers(model), None)
 
 
 def test_a_plan_is_read_as_it_was_written(tmp_path: Path) -> None:

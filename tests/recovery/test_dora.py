@@ -4,6 +4,7 @@ import copy
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import tiny
 import torch
@@ -13,7 +14,8 @@ from torch.nn.functional import cross_entropy
 
 from moe_lab.config import RecoveryConfig
 from moe_lab.errors import UserError
-from moe_lab.models.discover import linears, routed_layers
+from moe_lab.models.discover import linears, moe_layers, routed_layers
+from moe_lab.pruning.plan import merge_experts, replace_by_constants
 from moe_lab.recovery import finetune
 from moe_lab.recovery.adapters import attach, merge, projections, trainable
 from moe_lab.recovery.apply import pruned, recovered
@@ -145,6 +147,30 @@ def test_training_lowers_the_loss_and_leaves_the_rest(tmp_path: Path) -> None:
             for part in ("gate.weight", "experts.gate_up_proj", "experts.down_proj", *SHARED)
         }
     )
+
+
+@pytest.mark.parametrize("replaced", ["constants", "merged"])
+def test_adapters_of_plans_that_replace_experts_start_as_nothing(replaced: str) -> None:
+    original, ids = tiny.build("olmoe", dtype=torch.float64), tiny.tokens()
+    layers, random = moe_layers(original), numpy.random.default_rng(0)
+    widths = {layer.index: layer.width for layer in layers}
+    if replaced == "constants":
+        outputs = {layer.index: random.normal(size=(layer.n_experts, layer.hidden)) for layer in layers}
+        plan = replace_by_constants(tiny.plan(original, 0.5), outputs, widths)
+    else:
+        groups = {one: {one: 0.5, one + 8: 0.5} for one in range(8)}
+        plan = merge_experts({layer.index: groups for layer in layers}, widths, provenance={})
+    model = pruned(original, plan)
+    before = {name: value.clone() for name, value in model.state_dict().items() if name.endswith("constants")}
+    with torch.no_grad():
+        plain = model(ids).logits
+        attached = attach(model, recovery(), seed=0)
+        assert torch.allclose(model(ids).logits, plain, atol=1e-5)
+        shaken(attached)
+        changed = merge(model, attached)
+        assert float((model(ids).logits - plain).abs().max()) > 0.01
+    assert changed and not any(name.endswith("constants") for name in changed)
+    assert all(torch.equal(model.state_dict()[name], value) for name, value in before.items())
 
 
 def test_what_is_trained_is_the_moe_blocks(tmp_path: Path) -> None:

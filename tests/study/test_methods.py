@@ -114,7 +114,10 @@ def test_a_further_grid_shares_the_passes_of_the_first(store: Path) -> None:
 def test_dropped_experts_are_replaced_by_their_mean_outputs(store: Path) -> None:
     words = ["grid.allocation=[uniform,novices]", "criterion=mone", "ratio=0.5", "export=natural", "verify=true"]
     removed, replaced = cells(store, *words)
-    assert [cell["cell"]["allocation"] for cell in (removed, replaced)] == ["uniform", "novices"]
+    assert [cell["cell"]["allocation"] for cell in (removed, replaced)] == [
+        "uniform",
+        "uniform, replacement=mean_output",
+    ]
     dropping, plan = (Plan.load(store / cell["plan"] / "plan.json") for cell in (removed, replaced))
     inputs = content(store, replaced["plan"], "step.json")["inputs"]
     sums = load_arrays(store / inputs["statistics"] / "statistics.safetensors")

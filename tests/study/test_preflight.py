@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy
 import pytest
 import yaml
 from hydra import compose, initialize_config_dir
@@ -15,6 +16,7 @@ from moe_lab.config import Config
 from moe_lab.errors import UserError
 from moe_lab.grid import Request
 from moe_lab.paths import LONGEST_NAME, conf
+from moe_lab.pruning.plan import Plan
 from moe_lab.study.graph import build
 from moe_lab.study.preflight import lacking, preflight
 
@@ -136,6 +138,13 @@ def test_a_secret_of_a_protocol_on_the_axis_is_refused(tmp_path: Path) -> None:
 def test_constants_that_nothing_could_compute_are_refused(words: list[str], field: str) -> None:
     found = problems("allocation.replacement=mean_output", *words)
     assert any(sentence.startswith(field) for sentence in found), found
+
+
+def test_a_listed_plan_that_replaces_experts_is_refused_where_it_has_no_place(tmp_path: Path) -> None:
+    plan = Plan({0: (0, 1)}, {0: 2}, {}, {0: numpy.array([[True], [False]])}, merged={0: {0: {0: 0.5, 1: 0.5}}})
+    plan.save(tmp_path / "plan.json")
+    found = problems("allocation.name=list", f"allocation.path={tmp_path}/plan.json", "export.shape=padded")
+    assert any(sentence.startswith("export=padded has no place") for sentence in found), found
 
 
 VALUES = {

@@ -109,6 +109,7 @@ def _inputs(builder: Builder, cell: Cell) -> dict[str, Step]:
 
 def _label(cell: Cell) -> str:
     where = "" if cell.allocation.name == "uniform" else f"-{cell.allocation.name}"
+    where += f"-{cell.allocation.replacement}" if cell.allocation.replacement != "none" else ""
     where += "-protected" if cell.allocation.protect is not None else ""
     return f"{cell.model.name}-{cell.calibration.name}-{cell.criterion.name}{where}-{cell.ratio:g}"
 

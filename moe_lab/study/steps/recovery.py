@@ -18,7 +18,7 @@ from moe_lab.recovery import settings as recoveries
 from moe_lab.study.step import Job, Part, Step
 from moe_lab.study.steps.builder import Builder
 from moe_lab.study.steps.inputs import forget_loaded, model_and_tokenizer, plan_of
-from moe_lab.study.steps.kind import Kind, Reads, Settings, always, text_units
+from moe_lab.study.steps.kind import Kind, Reads, Settings, always, is_changed, text_units
 from moe_lab.study.steps.memory import checkpoint_bytes, teacher_memory, token_memory
 
 NO_RECOVERY = RecoveryConfig()
@@ -132,8 +132,8 @@ def _epochs(settings: Settings) -> float:
 
 
 def _copies_experts(step: Step) -> bool:
-    """Whether the pruned model has experts of its own; routers are trained under a mask, which copies none."""
-    return bool(step.runtime["recovery"]["train"] == "adapters")
+    """Whether the pruned model has experts of its own; routers are trained under a mask, which copies merged ones."""
+    return bool(step.runtime["recovery"]["train"] == "adapters") or is_changed(step)
 
 
 def _tuning_memory(kind: Kind, step: Step, size: Size) -> float:
@@ -189,7 +189,7 @@ def export(job: Job) -> None:
     source, plan, settings = local_folder(job.model), plan_of(job), job.settings["shape"]
     partial, out, shape = Path(job.partial), job.output("checkpoint"), settings["export"]
     is_recovered = storage_of(job)["bits"] == 4 or finetuned(job) is not None
-    is_changed = is_recovered or "scheme" in settings
+    is_rewritten = is_recovered or "scheme" in settings
     if is_recovered:
         from moe_lab.recovery.export import check_widths
 
@@ -197,10 +197,10 @@ def export(job: Job) -> None:
     is_converted = settings.get("format") == "gguf"
     if is_converted:
         gguf.check_plan(source, plan, shape)
-    natural = partial / "natural" if is_changed or is_converted else out
+    natural = partial / "natural" if is_rewritten or is_converted else out
     if not natural.exists():
         write(source, plan, natural, shape=shape, partial=partial / "checkpoint")
-    if settings.get("verify") and not is_changed:
+    if settings.get("verify") and not is_rewritten:
         from moe_lab.pruning.export.verify import verify
 
         # On the CPU whatever the model's device is: only there are both models equal bit for bit.
@@ -208,7 +208,7 @@ def export(job: Job) -> None:
         write_json(job.output("verified.json"), {"difference": difference})
     plain = natural
     try:
-        if is_changed:
+        if is_rewritten:
             plain = partial / "plain" if is_converted else out
             if not plain.exists():
                 _write_changed(job, natural, plain)
