@@ -82,7 +82,7 @@ def study_state(store: Store, study: str) -> StudyState:
         own = last_job.get(step)
         inputs = [steps[needed] for needed in needs if needed in steps]
         ended = _changed(store.place(name, step))
-        state = "done" if ended else _state(store, step, since, own in queue, step in leased, inputs)
+        state = "done" if ended else _state(store, step, since, own in queue, own is None and step in leased, inputs)
         steps[step] = StepState(step, name, state, tuple(needed.id for needed in inputs), own, since, ended)
     return StudyState(about["time"], steps, jobs, queue, of_run, silence)
 
@@ -108,7 +108,7 @@ def _changed(folder: Path) -> float | None:
 
 
 def _state(store: Store, step: str, since: float | None, queued: bool, leased: bool, needs: Iterable[StepState]) -> str:
-    """State of a step that is not done. `leased`: by a running command, which may have failed in it already."""
+    """State of a step that is not done. `leased`: a running command does it by itself, or has failed in it already."""
     if since is not None:
         return "running"
     if queued:

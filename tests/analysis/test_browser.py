@@ -127,7 +127,7 @@ def test_the_text_of_figures_follows_the_theme(browser: Any, page: str) -> None:
     shades = []
     for scheme in ("light", "dark"):
         show(browser, page, 1400, scheme)
-        script = "return getComputedStyle(document.querySelector('figure.plot svg [style*=\"var(--ink)\"]')).fill"
+        script = "return getComputedStyle(document.querySelector('figure.plot svg [style*=\"fill: var(--ink)\"]')).fill"
         shades.append(browser.execute_script(script))
     assert shades[0] != shades[1]
 

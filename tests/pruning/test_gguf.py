@@ -177,7 +177,7 @@ def test_a_recovered_model_is_converted_with_its_weights(fake: Callable[[str], P
     tuned = prune(model, plan).get_parameter(name) + 1
     save_file({name: tuned}, tmp_path / "finetune" / TENSORS)
     content["inputs"]["finetune"] = str(tmp_path / "finetune")
-    content["runtime"] |= {"recovery": asdict(RecoveryConfig(name="dora", instructions="x")), "instructions": "x"}
+    content["runtime"] |= {"recovery": asdict(RecoveryConfig(name="dora", instructions="x")), "tuned_on": "x"}
     perform(content)
     out = tmp_path / "scratch" / "checkpoint"
     assert torch.equal(load_file(out / gguf.FILE)[name], tuned)
