@@ -61,9 +61,19 @@ def hc_smoe_routed(sums: Sums, kept: Sequence[int]) -> list[list[int]]:
     return _clusters(mean_output(sums), len(kept))
 
 
-GROUPINGS: dict[str, Grouping] = {function.__name__: function for function in (m_smoe, hc_smoe, hc_smoe_routed)}
-REPLACEMENTS = ("none", "mean_output", *GROUPINGS)
-"""What can take the place of the experts that an allocation drops."""
+_PASSES: dict[Grouping, tuple[str, ...]] = {
+    m_smoe: ("statistics", "similarity"),
+    hc_smoe: ("statistics", "similarity"),
+    hc_smoe_routed: ("statistics",),
+}
+"""Grouping -> the passes whose sums it reads, with the tokens of each expert, which weigh the groups."""
+GROUPINGS = {function.__name__: function for function in _PASSES}
+REPLACEMENTS: dict[str, tuple[str, ...]] = {
+    "none": (),
+    "mean_output": ("statistics",),
+    **{function.__name__: passes for function, passes in _PASSES.items()},
+}
+"""What can take the place of the experts that an allocation drops -> the passes whose sums it reads."""
 BY_EXPERT = {"router_gram": 2, "dense_output_sum": 1, "output_sum": 1, "tokens": 1}
 """Sums that groupings read -> how many of their axes are experts."""
 
@@ -72,9 +82,7 @@ def needs(replacement: str) -> tuple[str, ...]:
     """The passes whose sums a replacement of dropped experts reads. UserError for an unknown one."""
     if replacement not in REPLACEMENTS:
         raise unknown("allocation.replacement", replacement, REPLACEMENTS)
-    if replacement == "none":
-        return ()
-    return ("statistics", "similarity") if replacement in ("m_smoe", "hc_smoe") else ("statistics",)
+    return REPLACEMENTS[replacement]
 
 
 def groups(name: str, sums: Sums, kept: Sequence[int], protected: Sequence[int] = ()) -> list[list[int]]:

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from moe_lab.calibration.documents import Tools
 from moe_lab.errors import UserError
 from moe_lab.evaluation.harness import prompt_hash
 from moe_lab.results import Sample
@@ -20,8 +21,6 @@ _CONTEXT_TOKENS = 4  # prompt tokens decoded together with the first new ones: s
 
 Messages = Sequence[Mapping[str, str]]
 """A conversation: role and content of each message."""
-Tools = Sequence[Mapping[str, Any]]
-"""Functions that the model may call, in the form of chat templates."""
 Likelihood = tuple[float, bool]
 """The summed log-likelihood of tokens in nats, and whether each was the likeliest."""
 

@@ -18,7 +18,8 @@ from hashlib import sha256
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from moe_lab.evaluation.generation import AnswerRow, Generator, GenSpec, LanguageModel, Likelihood, Messages, Tools
+from moe_lab.calibration.documents import Tools
+from moe_lab.evaluation.generation import AnswerRow, Generator, GenSpec, LanguageModel, Likelihood, Messages
 from moe_lab.json_files import Number, fits
 from moe_lab.models.memory import release_memory
 

@@ -391,17 +391,14 @@ def merge_experts(
     one group, and one that stays as it is has a group of its own. `widths`: layer -> channels of an expert.
     """
     n_experts = {layer: sum(map(len, of_layer.values())) for layer, of_layer in groups.items()}
-    channels = {}
+    channels, merged = {}, {}
     for layer, of_layer in groups.items():
         channels[layer] = numpy.zeros((n_experts[layer], widths[layer]), dtype=numpy.bool_)
         channels[layer][list(of_layer)] = True
-    merged = {
-        layer: {owner: dict(group) for owner, group in of_layer.items() if len(group) > 1}
-        for layer, of_layer in groups.items()
-    }
+        if several := {owner: dict(group) for owner, group in of_layer.items() if len(group) > 1}:
+            merged[layer] = several
     everything = {layer: tuple(range(count)) for layer, count in n_experts.items()}
-    changed = {layer: of_layer for layer, of_layer in merged.items() if of_layer}
-    return Plan(everything, n_experts, dict(provenance), channels, merged=changed)
+    return Plan(everything, n_experts, dict(provenance), channels, merged=merged)
 
 
 def _best_channels(layer: int, scores: NDArray[numpy.float64], keep: NDArray[numpy.int64]) -> Mask:

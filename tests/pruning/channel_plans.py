@@ -1,12 +1,20 @@
-"""Random plans about channels, for tests."""
+"""Random plans about channels, and what holds for every plan, for tests."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy
+import pytest
+import tiny
 import torch
 
+from moe_lab.errors import UserError
 from moe_lab.models.discover import moe_layers
+from moe_lab.pruning.mask import mask
 from moe_lab.pruning.plan import Plan
+from moe_lab.pruning.prune import prune, refusal
+from moe_lab.pruning.row_masks import row_masks
 
 
 def channel_plan(model: torch.nn.Module, *, seed: int = 0, width: int | None = None, drop: float = 0.2) -> Plan:
@@ -36,3 +44,35 @@ def _survivors(random: numpy.random.Generator, count: int, groups: int, top_k: i
         for group in range(groups)
         for place in sorted(random.permutation(size)[:keep].tolist())
     ]
+
+
+def logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    """The logits of a model without gradients."""
+    with torch.no_grad():
+        result: torch.Tensor = model(input_ids=ids).logits
+    return result
+
+
+def assert_forms_agree(model: Any, plan: Plan, other: Plan) -> None:
+    """Mask, pruned model and rows of a batch with other plans give the same logits; or all forms refuse `plan`, where
+    channels cannot be removed."""
+    ids = tiny.tokens()
+    before = logits(model, ids)
+    if any(refusal(layer.experts) for layer in moe_layers(model)):
+        with pytest.raises(UserError, match="cannot be removed"):
+            prune(model, plan)
+        with pytest.raises(UserError, match="cannot be removed"), mask(model, plan):
+            pass
+        return
+    with mask(model, plan):
+        masked = logits(model, ids)
+    assert (masked - before).abs().max() > 1e-3
+    assert (logits(prune(model, plan), ids) - masked).abs().max() <= 1e-5
+    with mask(model, other):
+        of_other = logits(model, ids)
+    with row_masks(model, [plan, None, other]) as rows:
+        rows.set([0, 1, 2, 0])
+        together = logits(model, ids)
+    for row, expected in enumerate([masked, before, of_other, masked]):
+        assert (together[row] - expected[row]).abs().max() <= 1e-5
+    assert torch.equal(logits(model, ids), before)

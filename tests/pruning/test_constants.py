@@ -10,6 +10,7 @@ import numpy
 import pytest
 import tiny
 import torch
+from channel_plans import assert_forms_agree, logits
 from transformers import AutoModelForCausalLM
 
 from moe_lab.errors import UserError
@@ -19,8 +20,7 @@ from moe_lab.pruning.cost import size
 from moe_lab.pruning.export import export
 from moe_lab.pruning.mask import mask
 from moe_lab.pruning.plan import Plan, replace_by_constants
-from moe_lab.pruning.prune import prune, refusal
-from moe_lab.pruning.row_masks import row_masks
+from moe_lab.pruning.prune import prune
 
 
 def constant_plan(model: Any, ratio: float = 0.5, *, seed: int = 0) -> Plan:
@@ -28,11 +28,6 @@ def constant_plan(model: Any, ratio: float = 0.5, *, seed: int = 0) -> Plan:
     layers, random = moe_layers(model), numpy.random.default_rng(seed)
     outputs = {layer.index: random.normal(size=(layer.n_experts, layer.hidden)) for layer in layers}
     return replace_by_constants(tiny.plan(model, ratio, seed=seed), outputs, {one.index: one.width for one in layers})
-
-
-def logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
-    with torch.no_grad():
-        return model(input_ids=ids).logits
 
 
 def test_each_routed_pair_adds_its_expert_or_its_constant() -> None:
@@ -64,27 +59,7 @@ def test_each_routed_pair_adds_its_expert_or_its_constant() -> None:
 @pytest.mark.parametrize("name", tiny.ARCHITECTURES)
 def test_mask_rows_of_a_batch_and_pruned_model_agree(name: str) -> None:
     model = tiny.build(name)
-    plan, ids = constant_plan(model), tiny.tokens()
-    before = logits(model, ids)
-    if any(refusal(layer.experts) for layer in moe_layers(model)):
-        with pytest.raises(UserError, match="cannot be removed"):
-            prune(model, plan)
-        with pytest.raises(UserError, match="cannot be removed"), mask(model, plan):
-            pass
-        return
-    with mask(model, plan):
-        masked = logits(model, ids)
-    assert (masked - before).abs().max() > 1e-3
-    assert (logits(prune(model, plan), ids) - masked).abs().max() <= 1e-5
-    other = constant_plan(model, 0.25, seed=1)
-    with mask(model, other):
-        of_other = logits(model, ids)
-    with row_masks(model, [plan, None, other]) as rows:
-        rows.set([0, 1, 2, 0])
-        together = logits(model, ids)
-    for row, expected in enumerate([masked, before, of_other, masked]):
-        assert (together[row] - expected[row]).abs().max() <= 1e-5
-    assert torch.equal(logits(model, ids), before)
+    assert_forms_agree(model, constant_plan(model), constant_plan(model, 0.25, seed=1))
 
 
 def test_grouped_matrix_products_add_the_same_constants() -> None:

@@ -9,6 +9,7 @@ import numpy
 import pytest
 import tiny
 import torch
+from channel_plans import assert_forms_agree, logits
 from transformers import AutoModelForCausalLM
 
 from moe_lab.errors import UserError
@@ -19,8 +20,7 @@ from moe_lab.pruning.export import export
 from moe_lab.pruning.flops import even_routing
 from moe_lab.pruning.mask import mask
 from moe_lab.pruning.plan import Plan, merge_experts
-from moe_lab.pruning.prune import prune, refusal
-from moe_lab.pruning.row_masks import row_masks
+from moe_lab.pruning.prune import prune
 
 
 def merging_plan(model: Any, ratio: float = 0.5, *, seed: int = 0) -> Plan:
@@ -36,11 +36,6 @@ def merging_plan(model: Any, ratio: float = 0.5, *, seed: int = 0) -> Plan:
             shares = random.dirichlet(numpy.ones(len(group)))
             groups[layer][owner] = {one: float(share) for one, share in zip(group, shares, strict=True)}
     return merge_experts(groups, {layer.index: layer.width for layer in moe_layers(model)}, provenance={})
-
-
-def logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
-    with torch.no_grad():
-        return model(input_ids=ids).logits
 
 
 def test_routed_pairs_are_computed_with_the_weighted_sum_of_their_group() -> None:
@@ -93,27 +88,7 @@ def test_two_identical_experts_merged_give_the_logits_of_the_original() -> None:
 @pytest.mark.parametrize("name", tiny.ARCHITECTURES)
 def test_mask_rows_of_a_batch_and_pruned_model_agree(name: str) -> None:
     model = tiny.build(name)
-    plan, ids = merging_plan(model), tiny.tokens()
-    before = logits(model, ids)
-    if any(refusal(layer.experts) for layer in moe_layers(model)):
-        with pytest.raises(UserError, match="cannot be removed"):
-            prune(model, plan)
-        with pytest.raises(UserError, match="cannot be removed"), mask(model, plan):
-            pass
-        return
-    with mask(model, plan):
-        masked = logits(model, ids)
-    assert (masked - before).abs().max() > 1e-3
-    assert (logits(prune(model, plan), ids) - masked).abs().max() <= 1e-5
-    other = tiny.plan(model, 0.25, seed=1)
-    with mask(model, other):
-        of_other = logits(model, ids)
-    with row_masks(model, [plan, None, other]) as rows:
-        rows.set([0, 1, 2, 0])
-        together = logits(model, ids)
-    for row, expected in enumerate([masked, before, of_other, masked]):
-        assert (together[row] - expected[row]).abs().max() <= 1e-5
-    assert torch.equal(logits(model, ids), before)
+    assert_forms_agree(model, merging_plan(model), tiny.plan(model, 0.25, seed=1))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
