@@ -5,8 +5,9 @@
 # and llama.cpp itself, compiled.
 # make older: two older versions of transformers, with which a test loads exports.
 # make evalscope: an environment for EvalScope alone, whose pins are not Hydra's; benchmarks that need it find it there.
+# make elsewhere: the tests as other users, with other Pythons, versions and folders; RUNS: which of them. It takes hours.
 # STORE: where results go. ARGS: more settings of the main job. JOBS: processes of the tests. TESTS: what else pytest is
-# told, such as one file. The checks read what git tracks, wherever a store or anything else that a run leaves may be.
+# told, such as one file. CONSTRAINTS: exact versions to install. The checks read what git tracks, wherever a store or anything else that a run leaves may be.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -19,9 +20,11 @@ OLDER := .venv-older
 STORE ?= store
 JOBS ?= 2
 ARGS ?=
+RUNS ?=
 TESTS ?=
+CONSTRAINTS ?= constraints.txt
 
-.PHONY: run test check docs evalscope vllm llama older clean
+.PHONY: run test check docs elsewhere evalscope vllm llama older clean
 
 run: $(VENV)/.installed
 	$(BIN)/python -m moe_lab +experiment=task_agnostic store=$(STORE) $(ARGS)
@@ -40,19 +43,22 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q --upgrade pip
 
-$(VENV)/.installed: pyproject.toml constraints.txt | $(VENV)/bin/python
-	$(BIN)/python -m pip install -q -c constraints.txt -e .
+$(VENV)/.installed: pyproject.toml $(CONSTRAINTS) | $(VENV)/bin/python
+	$(BIN)/python -m pip install -q -c $(CONSTRAINTS) -e .
 	touch $@
 
-$(VENV)/.installed-dev: pyproject.toml constraints.txt $(VENV)/.installed
-	$(BIN)/python -m pip install -q -c constraints.txt --group dev
+$(VENV)/.installed-dev: pyproject.toml $(CONSTRAINTS) $(VENV)/.installed
+	$(BIN)/python -m pip install -q -c $(CONSTRAINTS) --group dev
 	touch $@
+
+elsewhere:
+	$(PYTHON) tools/elsewhere.py $(RUNS)
 
 docs: $(VENV)/.installed-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
-$(VENV)/.installed-docs: pyproject.toml constraints.txt $(VENV)/.installed
-	$(BIN)/python -m pip install -q -c constraints.txt --group docs
+$(VENV)/.installed-docs: pyproject.toml $(CONSTRAINTS) $(VENV)/.installed
+	$(BIN)/python -m pip install -q -c $(CONSTRAINTS) --group docs
 	touch $@
 
 evalscope: $(EVALSCOPE)/.installed

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import importlib
 import os
+import random
 import tempfile
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,13 +43,38 @@ def group(test: str) -> str:
     return TOGETHER.get(file, file)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--shuffle", type=int, metavar="SEED", help="run the tests in a random order")
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m selects by marks
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     order = {name: place for place, name in enumerate(FIRST)}
     items.sort(key=lambda item: order.get(group(item.nodeid), len(FIRST)))
+    if (seed := config.getoption("shuffle")) is not None:
+        draw = random.Random(seed)  # every worker has to find the same order
+        places = {name: draw.random() for name in sorted({group(item.nodeid) for item in items})}
+        draw.shuffle(items)
+        items.sort(key=lambda item: places[group(item.nodeid)])
+    for item in items:
+        if "cluster" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.root)
+        if item.get_closest_marker("root") and os.geteuid() != 0:
+            item.add_marker(pytest.mark.skip(reason="needs root"))
     marked = [item for item in items if item.get_closest_marker("cuda")]
     if marked and not importlib.import_module("torch").cuda.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="needs CUDA"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_terminal_summary(terminalreporter: Any) -> Iterator[None]:
+    """What was skipped, a line for each cause, below the failures."""
+    yield
+    skipped = terminalreporter.stats.get("skipped", [])
+    causes = Counter(report.longrepr[2].removeprefix("Skipped: ") for report in skipped)
+    for cause, count in causes.most_common():
+        terminalreporter.write_line(f"skipped: {count} tests: {cause}")
 
 
 @pytest.hookimpl(optionalhook=True)
