@@ -124,7 +124,7 @@ def _arguments() -> argparse.Namespace:
 
 def command(row: Row, arguments: argparse.Namespace) -> list[str]:
     """Arguments of python for a row."""
-    words = row.command.format(scratch=arguments.scratch).split()
+    words = [word.format(scratch=arguments.scratch) for word in row.command.split()]
     return words + row.small.split() if arguments.dry_run else words
 
 

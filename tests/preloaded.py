@@ -29,6 +29,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from processes import executable
+
 MODULES = ("moe_lab.study.worker", "moe_lab.models.device", "analysis", "submitit.core._submit")
 """What a study starts that is forked too; programs that a model wrote keep an interpreter of their own."""
 LIBRARIES = (
@@ -49,7 +51,6 @@ LIBRARIES = (
     "scipy.stats",
 )
 CLIENT = """\
-#!{python} -IS
 import json, os, signal, socket, sys
 words = sys.argv[1:]
 started = [word for word in words[1:] if word != "-u"] if words[:1] == [{start!r}] else []
@@ -97,8 +98,7 @@ def _client() -> Path:
     import moe_lab.start
 
     about = {"python": sys.executable, "start": moe_lab.start.FILE, "modules": MODULES}
-    client.write_text(CLIENT.format(**about, address=str(folder / "server")))
-    client.chmod(0o755)
+    executable(client, CLIENT.format(**about, address=str(folder / "server")), "-IS")
     listening = socket.socket(socket.AF_UNIX)
     listening.bind(str(folder / "server"))
     listening.listen(64)

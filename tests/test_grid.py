@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import choices
@@ -184,14 +185,14 @@ def test_a_protocol_changes_what_it_names_and_every_published_benchmark() -> Non
         ({"mmul": {"shots": 5}}, "did you mean mmlu"),
         ({"mmlu": {"shot": 5}}, "did you mean shots"),
         ({"mmlu": {"shots": "a"}}, "'a'"),
-        ({"mmlu": {"limit": 5}}, "limit=? ?is unknown|mmlu=limit"),
+        ({"mmlu": {"limit": 5}}, "limit"),
     ],
 )
 def test_a_wrong_protocol_is_one_sentence(protocol: dict[str, object], says: str) -> None:
     settings = config()
     settings.suite = SuiteConfig(name="s", benchmarks=["mmlu"])
     settings.protocol = ProtocolConfig(name="p", benchmarks=protocol)
-    with pytest.raises(UserError, match=f"protocol=p.*{says}"):
+    with pytest.raises(UserError, match=f"protocol=p.*{re.escape(says)}"):
         benchmarks(settings, Counting().files())
 
 

@@ -1,7 +1,9 @@
-"""`make check` reads what git tracks, and nothing that a run leaves in the clone; `make test` keeps files together."""
+"""`make check` reads what git tracks, and nothing that a run leaves in the clone; `make test` keeps files together and
+says what it skips; tests take no value for a pattern."""
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import shutil
@@ -61,3 +63,39 @@ def test_all_tests_of_a_file_are_done_by_one_worker() -> None:
     assert done.returncode == 0, done.stdout
     workers = {file: re.findall(rf"\[(gw\d)\].* PASSED {file}::", done.stdout) for file in files}
     assert [len(set(found)) for found in workers.values()] == [1, 1] and len(workers[files[1]]) > 5, done.stdout
+
+
+SKIPPING = """import pytest
+@pytest.mark.parametrize("number", range(3))
+@pytest.mark.skip(reason="no vLLM: `make vllm` installs it")
+def test_a(number): ...
+@pytest.mark.parametrize("number", range(9))
+def test_b(number): ...
+"""
+
+
+def test_what_is_skipped_is_a_line_for_each_cause_and_the_result_is_last(tmp_path: Path) -> None:
+    (tmp_path / "test_skipping.py").write_text(SKIPPING)
+    words = ["-p", "conftest", "--rootdir", str(tmp_path), "-c", str(ROOT / "pyproject.toml"), str(tmp_path)]
+    plain = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *words],
+        cwd=ROOT,
+        env={**plain, "PYTHONPATH": str(ROOT / "tests")},
+        capture_output=True,
+        text=True,
+    )
+    lines = done.stdout.splitlines()
+    assert [line for line in lines if "vLLM" in line] == ["skipped: 3 tests: no vLLM: `make vllm` installs it"]
+    assert "9 passed, 3 skipped" in lines[-1], done.stdout
+
+
+def test_no_value_is_taken_for_a_pattern() -> None:
+    """A device called `Intel(R)` matches no pattern of that name: what is put into `match=` is escaped."""
+    wrong = []
+    for file in (ROOT / "tests").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.keyword) and node.arg == "match" and isinstance(node.value, ast.JoinedStr):
+                values = [part.value for part in node.value.values if isinstance(part, ast.FormattedValue)]
+                wrong += [f"{file}:{node.lineno}" for each in values if not ast.unparse(each).startswith("re.escape(")]
+    assert not wrong

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -28,5 +29,5 @@ def test_other_paths_stay(path: str) -> None:
     ],
 )
 def test_unknown_names_get_the_nearest(path: str, nearest: str) -> None:
-    with pytest.raises(UserError, match=f"did you mean {nearest}"):
+    with pytest.raises(UserError, match=f"did you mean {re.escape(nearest)}"):
         resolve(path)

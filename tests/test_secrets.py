@@ -12,6 +12,7 @@ from typing import Any
 import cloudpickle
 import pytest
 from hydra import compose, initialize_config_dir
+from processes import quoted
 
 from moe_lab.compose import Groups, addable, from_environment, register, requests
 from moe_lab.config import BackendConfig
@@ -29,6 +30,8 @@ from moe_lab.study.store import Store
 
 SERVER = Path(__file__).parent / "evaluation" / "endpoint.py"
 PLANTED = ("PLANTED-password", "PLANTED-key", "PLANTED-header", "PLANTED-argument", "PLANTED-token", "PLANTED-plain")
+QUOTE, ESCAPED = "'", "\\'"
+"""A quotation mark, and how Hydra reads it in a quoted value."""
 SMALL = [
     "suite.benchmarks=[pocket_mbpp]",
     "suite.limit=2",
@@ -47,7 +50,7 @@ def secrets(planted: tuple[str, ...], command: str) -> tuple[list[str], dict[str
         f"judge.url=https://user:{password}@host/v1",
         f"judge.extra.api_key={key}",
         f"judge.extra.headers={{Authorization:Bearer {header}}}",
-        f"backend.command='{command} --api-key {argument} --more \"${{oc.env:HF_TOKEN}}\" ${{oc.env:PLAIN}}'",
+        f"backend.command='{command.replace(QUOTE, ESCAPED)} --api-key {argument} --more \"${{oc.env:HF_TOKEN}}\" ${{oc.env:PLAIN}}'",
     ], {"HF_TOKEN": token, "PLAIN": plain}
 
 
@@ -71,7 +74,7 @@ def leaks(folder: Path, done: subprocess.CompletedProcess[str], planted: tuple[s
 
 @pytest.mark.slow
 def test_no_file_of_a_study_has_a_secret_and_another_secret_changes_no_step(tmp_path: Path) -> None:
-    command = f"{sys.executable} {SERVER} {{port}} {{name}} {{checkpoint}}"
+    command = f"{quoted(SERVER)} {{port}} {{name}} {{checkpoint}}"
     settings, environment = secrets(PLANTED, command)
     ratios = ["-m", "ratio=0.5", "tracker=wandb", "tracker.mode=offline"]
     done = moe_lab(tmp_path, *ratios, *settings, **environment)
@@ -90,7 +93,7 @@ def test_no_file_of_a_study_has_a_secret_and_another_secret_changes_no_step(tmp_
 @pytest.mark.slow
 def test_a_server_that_prints_its_secrets_and_ends_is_quoted_without_them(tmp_path: Path) -> None:
     (tmp_path / "server.py").write_text("import sys\nsys.exit(f'started with {sys.argv}')\n")
-    settings, environment = secrets((*PLANTED[:-1], "x"), f"{sys.executable} server.py {{port}} {{checkpoint}}")
+    settings, environment = secrets((*PLANTED[:-1], "x"), f"{quoted('server.py')} {{port}} {{checkpoint}}")
     done = moe_lab(tmp_path, "criterion=random", "report=false", *settings, **environment)
     assert done.returncode == 2 and "started with" in done.stderr, done.stderr
     assert leaks(tmp_path, done, PLANTED[:-1]) == []

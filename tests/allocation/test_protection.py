@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -214,7 +215,7 @@ def test_what_cannot_be_kept_whole_is_refused() -> None:
     with pytest.raises(UserError, match=r"layer 0 drops channels of expert 1"):
         plan.check(marked)
     for share in (0, 1.5):
-        with pytest.raises(UserError, match=rf"allocation.protect_layers={share}"):
+        with pytest.raises(UserError, match=rf"allocation.protect_layers={re.escape(str(share))}"):
             check(AllocationConfig(protect="super", protect_layers=share))
 
 

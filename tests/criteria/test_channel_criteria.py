@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -149,7 +150,7 @@ def test_what_a_criterion_says_it_needs_is_what_it_needs(name: str) -> None:
     for need in needs:
         others = {key for other in needs if other != need for key in EVIDENCE[other]}
         command = f"criterion={name} needs it, `python -m moe_lab criterion={name} "
-        with pytest.raises(UserError, match=rf"layer 4 has no \w+: {command}.*gathers it"):
+        with pytest.raises(UserError, match=rf"layer 4 has no \w+: {re.escape(command)}.*gathers it"):
             score(name, {4: {key: values for key, values in layer().items() if key in others}})
     assert criteria.reads_text(name) == (name != "channel_weight")
     assert not criteria.reads_text("channel_random")

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import tiny
+from processes import quoted
 
 from moe_lab.config import BackendConfig, JudgeConfig, ModelConfig
 from moe_lab.errors import UserError
@@ -20,7 +20,7 @@ from moe_lab.models.load import load_model
 from moe_lab.paths import resolve
 
 COMMANDS = {
-    "stand-in": f"{sys.executable} {Path(__file__).with_name('fake_server.py')} {{checkpoint}} {{port}}",
+    "stand-in": f"{quoted(Path(__file__).with_name('fake_server.py'))} {{checkpoint}} {{port}}",
     "transformers": "transformers serve {checkpoint} --host 127.0.0.1 --port {port} --device cpu --dtype float32",
 }
 TEMPLATE = "{{ bos_token or '' }}{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"

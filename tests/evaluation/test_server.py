@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import queue
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -18,7 +20,7 @@ from typing import Any
 
 import pytest
 from endpoint import Endpoint, Reply, completion, endpoint
-from processes import is_running, until
+from processes import executable, is_running, quoted, until
 
 from moe_lab.config import BackendConfig, Config, ModelConfig
 from moe_lab.errors import Unavailable, UserError
@@ -33,7 +35,7 @@ from moe_lab.pruning.plan import Plan
 from moe_lab.study import preflight
 
 ENDPOINT = Path(__file__).with_name("endpoint.py")
-FAKE = f"{sys.executable} {ENDPOINT}"
+FAKE = quoted(ENDPOINT)
 POCKET = ModelConfig(name="pocket", path="pocket:olmoe")
 
 
@@ -55,7 +57,7 @@ def script(tmp_path: Path, text: str) -> str:
     """A command line that runs `text`; argv holds the port and the checkpoint."""
     file = tmp_path / "server.py"
     file.write_text(f"import os, signal, subprocess, sys, time\n{text}\n")
-    return f"{sys.executable} {file} {{port}} {{checkpoint}}"
+    return f"{quoted(file)} {{port}} {{checkpoint}}"
 
 
 # The process.
@@ -120,7 +122,7 @@ def test_a_server_that_is_never_ready_or_listens_elsewhere_is_stopped(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started = tmp_path / "started"
-    elsewhere = f"['python', '{ENDPOINT}', str(int(sys.argv[1]) + 1), 'm']"
+    elsewhere = f"['python', {str(ENDPOINT)!r}, '0', 'm']"
     text = f"print('loading', os.getpid(), flush=True)\nopen({str(started)!r}, 'w')\n"
     text += f"os.execv(sys.executable, {elsewhere})"
     command = script(tmp_path, text)
@@ -188,7 +190,7 @@ signal.pause()
 
 
 def stubborn(tmp_path: Path) -> list[str]:
-    return script(tmp_path, STUBBORN).format(port=1, checkpoint="x").split()
+    return shlex.split(script(tmp_path, STUBBORN).format(port=1, checkpoint="x"))
 
 
 @pytest.mark.parametrize("watcher", ["alive", "killed"])
@@ -388,7 +390,7 @@ def test_what_a_server_refuses_and_what_does_not_fit_is_one_sentence(fake: Any) 
         served.generate(["a"], GenSpec(4))
     reason = f"at most 4 stop texts, {'and more words ' * 20}as vLLM puts it"
     wordy, _ = fake(lambda body: Reply({"error": {"message": reason, "code": 400}}, 400))
-    with pytest.raises(UserError, match=f"HTTP 400: {reason}$"):
+    with pytest.raises(UserError, match=f"HTTP 400: {re.escape(reason)}$"):
         wordy.generate(["a"], GenSpec(4))
     with pytest.raises(UserError, match="do not fit the model's 512 tokens"):
         served.generate(["a"], GenSpec(600))
@@ -474,7 +476,7 @@ def test_a_program_that_is_not_installed_is_said_before_anything_is_loaded(monke
     back_ends.check_installed(backend("no-such-server {port}"))  # what is wrong with it is said elsewhere
     with pytest.raises(UserError, match=r"interpreters\.vllm=/nowhere"):
         back_ends.check_installed(BackendConfig("vllm", python="/nowhere"))
-    with pytest.raises(UserError, match=rf"interpreters\.vllm={sys.executable} has no vllm"):
+    with pytest.raises(UserError, match=rf"interpreters\.vllm={re.escape(sys.executable)} has no vllm"):
         back_ends.check_installed(BackendConfig("vllm", python=sys.executable))
     config = Config(backend=backend("no-such-server {checkpoint} {port}"))
     (sentence,) = preflight.lacking(config, [])
@@ -489,12 +491,8 @@ def test_an_argument_that_vllm_lacks_is_said_before_it_is_started(tmp_path: Path
     engine.mkdir(parents=True)
     (tmp_path / "vllm" / "__init__.py").write_text("raise ImportError('is slow')")
     (engine / "arg_utils.py").write_text("class EngineArgs:\n    tensor_parallel_size: int = 1\n    seed: int = 0\n")
-    python = tmp_path / "python"
-    python.write_text(
-        f"#!{sys.executable}\nimport sys\nsys.path.insert(0, {str(tmp_path)!r})\n"
-        "_, _, _, program, *sys.argv[1:] = sys.argv\nexec(program)\n"
-    )
-    python.chmod(0o755)
+    text = f"import sys\nsys.path.insert(0, {str(tmp_path)!r})\n_, _, _, program, *sys.argv[1:] = sys.argv\nexec(program)\n"
+    python = executable(tmp_path / "python", text)
     back_ends.check_installed(BackendConfig("vllm", arguments={"seed": 1}, python=str(python)))
     wrong = BackendConfig("vllm", arguments={"seed": 1, "tensor_paralel_size": 2}, python=str(python))
     with pytest.raises(UserError, match=r"backend\.arguments\.tensor_paralel_size .* tensor_parallel_size\?"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -91,7 +92,7 @@ def test_programs_run_behind_the_walls_that_were_asked_for(
 ) -> None:
     monkeypatch.setattr("moe_lab.evaluation.sandbox.policy.namespaces_missing", lambda: missing)
     if expected is UserError:
-        with pytest.raises(UserError, match=f"sandbox={sandbox}"):
+        with pytest.raises(UserError, match=f"sandbox={re.escape(sandbox)}"):
             Policy(True, sandbox).protection(closed_world=closed_world)
     else:
         assert Policy(True, sandbox).protection(closed_world=closed_world) == expected

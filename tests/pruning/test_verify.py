@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -81,7 +82,9 @@ def test_experts_that_no_token_chooses_are_compared_too(tmp_path: Path) -> None:
     export(tmp_path / "model", plan, tmp_path / "export")
     assert verify(tmp_path / "model", plan, tmp_path / "export") == 0
     rewrite(tmp_path / "export", lambda tensors: tensors[name].neg_())
-    with pytest.raises(UserError, match=f"decoder layer {last} .* outputs of all kept experts, asked in turn"):
+    with pytest.raises(
+        UserError, match=f"decoder layer {re.escape(str(last))} .* outputs of all kept experts, asked in turn"
+    ):
         verify(tmp_path / "model", plan, tmp_path / "export")
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import preloaded
 from cluster import LONG, Cluster, until
 from instant_studies import InstantStudies
+from processes import quoted
 from studies import asked, command, jobs, moe_lab
 
 from moe_lab.statistics.sums import header
@@ -102,7 +102,7 @@ def play_planted(store: Path) -> subprocess.CompletedProcess[str]:
     typed, in a file of the checkout and in the environment; the server, which needs some, gets them in its job."""
     checkout = a_checkout(store.with_name("planted-checkout"))
     (checkout / "conf/judge/mine.yaml").write_text("name: mine\nmodel: none\nextra: {auth_token: PLANTED-file}\n")
-    settings, environment = secrets(PLANTED, f"{sys.executable} {SERVER} {{port}} {{name}} {{checkpoint}}")
+    settings, environment = secrets(PLANTED, f"{quoted(SERVER)} {{port}} {{name}} {{checkpoint}}")
     settings += [
         "judge=mine",
         "backend=server",
@@ -111,7 +111,7 @@ def play_planted(store: Path) -> subprocess.CompletedProcess[str]:
         "suite.limit=2",
         "allow_code_execution=true",
         "resources.every.setup=['export WANDB_API_KEY=PLANTED-setup','export OTHER_KEY=${oc.env:HF_TOKEN}']",
-        f"launcher.python='env GITHUB_TOKEN=PLANTED-python {sys.executable}'",
+        f'launcher.python="env GITHUB_TOKEN=PLANTED-python {quoted()}"',
         "report=true",
         "snapshot=true",
         "wait=true",

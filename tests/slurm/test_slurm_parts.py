@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -287,5 +288,5 @@ def test_a_lost_step_is_told_apart_from_failed_and_skipped_ones(tmp_path: Path) 
 
 @pytest.mark.parametrize("setting", ["cells_per_job", "steps_per_job", "parallel", "processes", "signal_seconds"])
 def test_numbers_that_cannot_be_are_refused(setting: str) -> None:
-    with pytest.raises(UserError, match=f"launcher.{setting}=0: expected at least 1"):
+    with pytest.raises(UserError, match=f"launcher.{re.escape(setting)}=0: expected at least 1"):
         launcher(LauncherConfig(name="slurm", **{setting: 0}))

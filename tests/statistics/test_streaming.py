@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -155,8 +156,9 @@ def test_damaged_weights_are_named(damage: Any, says: str, batches: list[Batch],
     tiny.save("olmoe", tmp_path / "model")
     damage(name, tmp_path / "model")
     model = StreamedModel(tmp_path / "model", dtype=torch.float32, device="cpu")
-    with pytest.raises(UserError, match=rf"(?s){name}.*{says}|{says}.*{name}"):
+    with pytest.raises(UserError, match=re.escape(says)) as caught:
         FORWARD[1](model, batches=batches, out=tmp_path / "out", fingerprint={}, budget=0)
+    assert name in str(caught.value)
 
 
 def test_what_cannot_be_streamed_is_said_first(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from processes import until
+from processes import quoted, until
 from small_studies import SMALL, STUDY, Worker, asked, start
 
 from analysis.load.reader import Reader
@@ -351,7 +351,7 @@ def done(tmp_path_factory: pytest.TempPathFactory, one: tuple[Config, list[Reque
 def test_a_read_only_store_can_be_read(done: Path, tmp_path: Path) -> None:
     words = [*SMALL, "criterion=man", "ratio=0.5", f"store={done}"]
     python = [sys.executable, "-m"]
-    unread = f"{sys.executable} -m analysis gaps store={done} out={tmp_path} | true"
+    unread = f"{quoted('-m', 'analysis', 'gaps', f'store={done}', f'out={tmp_path}')} | true"
     for command_, code in (
         ([*python, "moe_lab.study", "status", STUDY, f"store={done}"], 0),
         ([*python, "moe_lab", "-m", *words, "dry_run=true", "hydra/launcher=basic"], 0),
@@ -367,7 +367,7 @@ def test_a_read_only_store_can_be_read(done: Path, tmp_path: Path) -> None:
 def test_a_report_on_a_full_disk_is_one_sentence(done: Path, tmp_path: Path) -> None:
     words = " ".join([*SMALL[:-1], "criterion=man", "ratio=0.5", f"store={tmp_path}"])
     script = f"cp -a {done}/. {tmp_path} && dd if=/dev/zero of={tmp_path}/rest bs=1k; truncate -s -40k {tmp_path}/rest"
-    script += f"; exec {sys.executable} -m moe_lab {words}"
+    script += f"; exec {quoted('-m', 'moe_lab')} {words}"
     answer = mounted("-t tmpfs -o size=1m tmpfs", tmp_path, "sh", "-c", script)
     assert answer.returncode == 1 and "Traceback" not in answer.stderr, answer.stderr
     assert "the report failed: out=" in answer.stderr.splitlines()[-1]

@@ -15,7 +15,7 @@ import preloaded
 import pyarrow.parquet as parquet
 import pytest
 import torch
-from processes import is_running
+from processes import is_running, quoted
 from safetensors.numpy import load_file as load_arrays
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
@@ -321,7 +321,7 @@ def test_plans_of_each_kind_are_exported_and_compared_and_loaded_with_the_code_b
 def test_a_recovered_model_is_exported_and_served_as_it_is_evaluated(store: Path) -> None:
     words = ["criterion=man", "ratio=0.5", "recovery=pocket_dora_nf4", "recovery.epochs=0.1", "export=natural"]
     words += ["suite.benchmarks=[pocket_humaneval]", "allow_code_execution=true"]
-    server = f"{sys.executable} {FAKE_SERVER} {{checkpoint}} {{port}}"
+    server = f"{quoted(FAKE_SERVER)} {{checkpoint}} {{port}}"
     (here,) = cells(store, *words)
     (served,) = cells(store, *words, "backend=server", f'backend.command="{server}"')
     texts = [generated(store, cell["evaluate"]["pocket_humaneval"]) for cell in (here, served)]
@@ -381,7 +381,7 @@ def test_a_server_that_dies_in_the_middle_of_a_benchmark_leaves_nothing_behind(s
     words += ["allow_code_execution=true", "backend=server", "launcher=inline", "study=dying"]
     (tmp_path / "dying.py").write_text(DYING)
     pids = tmp_path / "pids"
-    command = f"{sys.executable} {tmp_path / 'dying.py'} {FAKE_SERVER} {{port}} {{name}} {pids} {{checkpoint}}"
+    command = f"{quoted(tmp_path / 'dying.py', FAKE_SERVER)} {{port}} {{name}} {pids} {{checkpoint}}"
     before = set(store.glob("*/*"))
     done = moe_lab(store, *words, f'backend.command="{command}"')
     assert done.returncode and "Traceback" not in done.stderr
