@@ -29,8 +29,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from processes import executable
-
 MODULES = ("moe_lab.study.worker", "moe_lab.models.device", "analysis", "submitit.core._submit")
 """What a study starts that is forked too; programs that a model wrote keep an interpreter of their own."""
 LIBRARIES = (
@@ -95,6 +93,8 @@ def _client() -> Path:
     """The same; the server behind it ends with this process."""
     folder = Path(tempfile.mkdtemp(prefix="preloaded-"))
     client = folder / "python"
+    from processes import executable
+
     import moe_lab.start
 
     about = {"python": sys.executable, "start": moe_lab.start.FILE, "modules": MODULES}

@@ -46,11 +46,12 @@ SMALL = [
 def secrets(planted: tuple[str, ...], command: str) -> tuple[list[str], dict[str, str]]:
     """Settings that hold most of the secrets, and an environment that holds the others."""
     password, key, header, argument, token, plain = planted
+    command = command.replace(QUOTE, ESCAPED)
     return [
         f"judge.url=https://user:{password}@host/v1",
         f"judge.extra.api_key={key}",
         f"judge.extra.headers={{Authorization:Bearer {header}}}",
-        f"backend.command='{command.replace(QUOTE, ESCAPED)} --api-key {argument} --more \"${{oc.env:HF_TOKEN}}\" ${{oc.env:PLAIN}}'",
+        f"backend.command='{command} --api-key {argument} --more \"${{oc.env:HF_TOKEN}}\" ${{oc.env:PLAIN}}'",
     ], {"HF_TOKEN": token, "PLAIN": plain}
 
 

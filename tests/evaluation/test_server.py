@@ -491,7 +491,8 @@ def test_an_argument_that_vllm_lacks_is_said_before_it_is_started(tmp_path: Path
     engine.mkdir(parents=True)
     (tmp_path / "vllm" / "__init__.py").write_text("raise ImportError('is slow')")
     (engine / "arg_utils.py").write_text("class EngineArgs:\n    tensor_parallel_size: int = 1\n    seed: int = 0\n")
-    text = f"import sys\nsys.path.insert(0, {str(tmp_path)!r})\n_, _, _, program, *sys.argv[1:] = sys.argv\nexec(program)\n"
+    text = f"import sys\nsys.path.insert(0, {str(tmp_path)!r})\n"
+    text += "_, _, _, program, *sys.argv[1:] = sys.argv\nexec(program)\n"
     python = executable(tmp_path / "python", text)
     back_ends.check_installed(BackendConfig("vllm", arguments={"seed": 1}, python=str(python)))
     wrong = BackendConfig("vllm", arguments={"seed": 1, "tensor_paralel_size": 2}, python=str(python))
