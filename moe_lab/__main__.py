@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import moe_lab.interrupt  # noqa: F401 - first, for Ctrl-C during the other imports
+
+# isort: split
 import os
 import sys
 import traceback

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -108,3 +109,11 @@ def test_a_file_may_ask_hydra_for_more_than_a_configuration(setting: dict[str, o
     with initialize_config_dir(str(conf()), version_base="1.3"):
         assert compose_plain(["seed=1"]) is not None
         assert compose_plain(["+experiment=more"]) is None
+
+
+@pytest.mark.parametrize("module", ["moe_lab", "moe_lab.study", "moe_lab.inspect", "analysis"])
+def test_an_interrupt_during_the_imports_is_one_sentence(module: str, tmp_path: Path) -> None:
+    (tmp_path / "difflib.py").write_text("raise KeyboardInterrupt\n")  # which our errors import
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-m", module, "x"], env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stderr.strip()) == (130, "stopped")

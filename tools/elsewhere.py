@@ -184,7 +184,8 @@ class Place:
         elif self.run.versions == "newest":
             (self.clone / constraints).write_text("")
         make = f"make PYTHON={python} CONSTRAINTS={constraints}"
-        yield f"{make} .venv/.installed-dev .venv/.installed-docs"
+        docs = " .venv/.installed-docs" if "make docs" in self.run.commands else ""
+        yield f"{make} .venv/.installed-dev{docs}"
         for name in SHARED:
             kept = self.shared / f".venv-{name}"
             if not (kept / ".installed").exists():
@@ -275,6 +276,8 @@ def interpreter(wanted: str, shared: Path) -> Path:
         copy = shared / f"python-{wanted}"
         if not copy.exists():
             shutil.copytree(real.parents[1], copy, symlinks=True)
+            # One with a library of its own looks for it where it was installed.
+            subprocess.run(["patchelf", "--set-rpath", "$ORIGIN/../lib", copy / "bin" / real.name], check=True)
         return copy / "bin" / real.name
     raise SystemExit(f"there is no Python {wanted} here")
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from math import fsum
 
 import torch
 
@@ -122,8 +123,9 @@ def average(sums: Iterable[float], counts: Iterable[int], how: str) -> float:
     """The average fitness, from its sum and its number of positions (or of proposed tokens) in each row.
 
     `how` is macro, the mean of the rows' means, or micro, the mean over all positions. Rows without any are left out.
+    The sums are rounded once: those of `sum` differ between versions of Python.
     """
     rows = [(total, count) for total, count in zip(sums, counts, strict=True) if count]
     if how == "macro":
-        return sum(total / count for total, count in rows) / len(rows)
-    return sum(total for total, _ in rows) / sum(count for _, count in rows)
+        return fsum(total / count for total, count in rows) / len(rows)
+    return fsum(total for total, _ in rows) / sum(count for _, count in rows)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from math import lcm
+from math import fsum, lcm
 from typing import TypeAlias
 
 import numpy
@@ -171,7 +171,7 @@ def project(weights: Sequence[float], space: Space) -> Schedule:
     Every layer gets the integer part of its share, within its capacity. The remaining units are given out one by one,
     to the largest fractions first (ties: lower layer), then round-robin from the first layer on.
     """
-    total = sum(weights)
+    total = fsum(weights)  # rounded once: that of `sum` differs between versions of Python
     shares = [space.units * weight / total for weight in weights]
     taken = [min(int(share), room) for share, room in zip(shares, space.capacity, strict=True)]
     left = space.units - sum(taken)

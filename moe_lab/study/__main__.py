@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import moe_lab.interrupt  # noqa: F401 - first, for Ctrl-C during the other imports
+
+# isort: split
 import argparse
 import sys
 from collections.abc import Callable, Mapping, Sequence

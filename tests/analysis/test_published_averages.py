@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
+from decimal import ROUND_HALF_UP, Decimal
 from functools import cache
 
 import pytest
@@ -155,8 +156,13 @@ def parts_of(average: Printed) -> list[Printed]:
     return [number for number in found.values() if number] if None not in found.values() else []
 
 
+def exact_mean(values: Sequence[float]) -> Decimal:
+    """Of the decimals that are printed, so that a mean which ends in 5 is rounded as by hand."""
+    return sum((Decimal(str(value)) for value in values), Decimal(0)) / len(values)
+
+
 def mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
+    return float(exact_mean(values))
 
 
 def differs(average: Printed, parts: Sequence[Printed]) -> bool:
@@ -188,8 +194,8 @@ def test_every_printed_average_is_the_mean_of_its_scores_or_is_listed_with_both_
             without[number.paper, number.table, number.benchmark] += 1
         elif differs(number, parts):
             row = ", ".join(str(word) for word in number.key[:5])
-            recomputed = f"{mean([part.value for part in parts]):.4f}"
-            differing.add((number.paper, number.table, row, number.benchmark, number.text, recomputed))
+            recomputed = exact_mean([part.value for part in parts]).quantize(Decimal("0.0001"), ROUND_HALF_UP)
+            differing.add((number.paper, number.table, row, number.benchmark, number.text, str(recomputed)))
         else:
             checked += 1
     assert differing == listed()

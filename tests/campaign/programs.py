@@ -454,7 +454,9 @@ class Listener:
 def _left(mark: str, folder: Path) -> set[str]:
     """What a program can leave: files called `mark`, processes that are still there, what no process holds."""
     places = [Path(os.__file__).parent, folder, *map(Path, PLACES)]
-    found = {f"there is {place / mark}" for place in places if (place / mark).is_symlink() or (place / mark).exists()}
+    found = {
+        f"there is {place / mark}" for place in places if os.access(place, os.X_OK) and os.path.lexists(place / mark)
+    }
     found |= {f"there is {file}" for file in folder.glob("temporary/*")}
     for process in psutil.process_iter(["cmdline"]):
         if mark in " ".join(process.info["cmdline"] or []):

@@ -104,6 +104,7 @@ def test_without_walls_a_program_that_ends_its_runner_costs_one_verdict(tmp_path
     assert found == {"add": ("crash", "crash"), "mean": ("crash", "crash"), "twice": ("pass", "pass")}
 
 
+@pytest.mark.root  # a limit on processes counts all of an ordinary user, whose program can start none
 def test_without_walls_a_runner_that_is_ended_later_costs_the_next_program_nothing(tmp_path: Path) -> None:
     """What `add` leaves behind ends the runner while `mean` runs: that it does is seen in empty files."""
     runs, ended = tmp_path / "runs", tmp_path / "ended"
