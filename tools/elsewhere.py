@@ -31,6 +31,7 @@ SHARED = ("vllm", "evalscope")
 """Environments that are interpreters of their own, so that all runs may use one copy."""
 OWN = ("llama", "older")
 """Folders of packages for the interpreter that runs the tests."""
+LACKS = "no {}: its tests are skipped"
 LOOPBACK = (
     "import fcntl, os, socket, struct, sys\n"
     "fcntl.ioctl(socket.socket(), 0x8914, struct.pack('16sh22x', b'lo', 0x41))\n"  # SIOCSIFFLAGS: up and running
@@ -187,13 +188,12 @@ class Place:
         docs = " .venv/.installed-docs" if "make docs" in self.run.commands else ""
         yield f"{make} .venv/.installed-dev{docs}"
         for name in SHARED:
-            kept = self.shared / f".venv-{name}"
-            if not (kept / ".installed").exists():
-                own = interpreter("3.11", self.shared)
-                yield f"make {name} PYTHON={own} && cp -r .venv-{name} {kept} || echo no {name}: its tests are skipped"
-            yield f"rm -rf .venv-{name} && ln -s {kept} .venv-{name}"
+            kept, own = self.shared / f"venv-{name}", interpreter("3.11", self.shared)
+            command = f"make {name} {name.upper()}={kept} PYTHON={own} && ln -sfn {kept} .venv-{name}"
+            yield f"test -e {kept}/.installed && ln -sfn {kept} .venv-{name} || {command} || echo {LACKS.format(name)}"
+        yield ".venv-vllm/bin/python -m pip install -q --no-deps -e . || true"  # the plugin of this clone
         for name in OWN:
-            yield f"{make} {name} || echo no {name}: its tests are skipped"
+            yield f"{make} {name} || echo {LACKS.format(name)}"
 
     def restrict(self) -> None:
         """Take away what the installation needed."""

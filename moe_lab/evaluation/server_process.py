@@ -9,6 +9,7 @@ server form a process group, which it always kills at the end. Standard library 
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -25,7 +26,9 @@ def main(parent: int, seconds: float, command: list[str]) -> None:
     try:
         server = subprocess.Popen(command, stdin=subprocess.DEVNULL)
     except OSError as error:
-        sys.exit(f"{command[0]} cannot be started: {error.strerror}")
+        # A folder of PATH that may not be read hides that the program is nowhere.
+        reason = error.strerror if shutil.which(command[0]) else "there is no such program"
+        sys.exit(f"{command[0]} cannot be started: {reason}")
     while server.poll() is None and not stopping.wait(_POLL_SECONDS) and os.getppid() == parent:
         pass
     if server.poll() is None:

@@ -112,7 +112,7 @@ def test_a_server_that_dies_while_starting_is_quoted(
 
 def test_a_server_that_cannot_be_started_is_named(checkpoint: Path) -> None:
     with (
-        pytest.raises(UserError, match="no-such-server cannot be started: No such file"),
+        pytest.raises(UserError, match="no-such-server cannot be started: there is no such program"),
         serving(checkpoint, backend("no-such-server {port} {checkpoint}"), POCKET, "n"),
     ):
         pass
