@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import random
 from copy import deepcopy
@@ -233,3 +234,103 @@ def test_a_task_that_samples_is_refused(subject: LocalModel, story_task: Benchma
     Path(story_task.task).write_text(yaml.safe_dump(definition))
     with pytest.raises(UserError, match="ask for sampling"):
         evaluate(subject, story_task, Policy())
+
+
+MULTIPLE_CHOICE = {
+    "output_type": "multiple_choice",
+    "doc_to_text": "{{q}}",
+    "doc_to_choice": "{{c}}",
+    "doc_to_target": "label",
+    "metric_list": [{"metric": "acc"}],
+}
+
+
+def own_task(folder: Path, items: list[dict[str, Any]], definition: dict[str, Any], **settings: Any) -> BenchmarkConfig:
+    """A benchmark with a task and items of its own."""
+    (folder / "own.yaml").write_text(yaml.safe_dump({"task": "own", "test_split": "test", **definition}))
+    write_lines(folder / "own.jsonl", items)
+    task = BenchmarkConfig(name="own", harness="lm_eval", task=str(folder / "own.yaml"), reports={"own": "acc"})
+    return replace(task, **settings)
+
+
+class Unasked(LocalModel):
+    """The shipped model, which must not be run."""
+
+    def log_likelihoods(self, *_: Any, **__: Any) -> Any:
+        pytest.fail("the model was run")
+
+    complete = log_likelihoods
+
+
+CONTINUATIONS = [{"q": "A bird sleeps in a", "a": "nest"}, {"q": "A cat is a", "a": "animal"}]
+
+
+@pytest.mark.parametrize("metric", ["perplexity", "perplexity,none"])
+def test_perplexity_of_answers_is_that_of_their_mean_likelihood(
+    subject: LocalModel, tmp_path: Path, metric: str
+) -> None:
+    definition = {
+        "output_type": "loglikelihood",
+        "doc_to_text": "{{q}}",
+        "doc_to_target": " {{a}}",
+        "target_delimiter": "",
+        "metric_list": [{"metric": "perplexity"}, {"metric": "acc"}],
+    }
+    graded = evaluate(
+        subject, own_task(tmp_path, CONTINUATIONS, definition, reports={"p": metric, "a": "acc"}), Policy()
+    )
+    likelihoods = [log_likelihood(subject, item["q"], f" {item['a']}") for item in CONTINUATIONS]
+    perplexity, accuracy = graded.results
+    assert perplexity["metric"] == metric
+    assert perplexity["score"] == pytest.approx(math.exp(-np.mean(likelihoods)), rel=1e-3)
+    half = (
+        abs(likelihoods[0] - likelihoods[1]) / 2
+    )  # the standard error of the mean of two, without correction / sqrt 2
+    assert perplexity["stderr"] == pytest.approx(perplexity["score"] * half / np.sqrt(2), rel=1e-2)
+    losses = [sample["outcome"] for sample in graded.samples if sample["benchmark"] == "p"]
+    assert losses == pytest.approx([-likelihood for likelihood in likelihoods], abs=1e-3)
+    assert accuracy["score"] in (0.0, 0.5, 1.0)
+
+
+@pytest.mark.parametrize("metric", ["word_perplexity", "bits_per_byte", "bits_per_byte,none"])
+def test_perplexity_of_documents_weighs_them_by_their_length(subject: LocalModel, tmp_path: Path, metric: str) -> None:
+    texts = ["A bird sleeps in a nest.", "A cat."]
+    definition = {
+        "output_type": "loglikelihood_rolling",
+        "doc_to_text": "",
+        "doc_to_target": "{{text}}",
+        "metric_list": [{"metric": metric.partition(",")[0]}],
+    }
+    benchmark = own_task(tmp_path, [{"text": text} for text in texts], definition, reports={"p": metric})
+    (result,) = evaluate(subject, benchmark, Policy()).results
+    ids = [subject.tokenizer(text).input_ids for text in texts]
+    first = subject.tokenizer.bos_token_id
+    first = subject.tokenizer.eos_token_id if first is None else first
+    rows = [row if row[0] == first else [first, *row] for row in ids]
+    total = sum(likelihood for likelihood, _ in subject.log_likelihoods(rows, [1] * len(rows), 2))
+    if metric == "word_perplexity":
+        assert result["score"] == pytest.approx(math.exp(-total / 8), rel=1e-4)
+    else:
+        assert result["score"] == pytest.approx(-total / math.log(2) / sum(map(len, texts)), rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    "metric",
+    [
+        {"metric": "mcc"},
+        {"metric": "f1"},
+        {"metric": "brier_score"},
+        {"metric": "acc", "aggregation": "median", "higher_is_better": True},
+    ],
+    ids=lambda metric: metric["metric"],
+)
+def test_metrics_of_all_items_together_are_refused_before_the_model_is_asked(
+    subject: LocalModel, tmp_path: Path, metric: dict[str, Any]
+) -> None:
+    items = [{"q": f"A {word} is", "c": ["no", "yes"], "label": n % 2} for n, word in enumerate(("dog", "cat", "bird"))]
+    metrics = [metric, {"metric": "acc_norm"}]
+    benchmark = own_task(
+        tmp_path, items, {**MULTIPLE_CHOICE, "metric_list": metrics}, reports={"own": metric["metric"]}
+    )
+    with pytest.raises(UserError, match=rf"own.*metric={metric['metric']}\b.*acc_norm"):
+        evaluate(Unasked(subject.model, subject.tokenizer), benchmark, Policy())

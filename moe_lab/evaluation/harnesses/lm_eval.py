@@ -24,6 +24,7 @@ import lm_eval.models.huggingface
 import numpy as np
 import torch
 from lm_eval import evaluator
+from lm_eval.api import metrics
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
@@ -40,19 +41,21 @@ from moe_lab.evaluation.suite import check_count, data_digest, data_files
 from moe_lab.results import Sample
 
 Row = dict[str, Any]
+Aggregation = Callable[[Any], Any]
 
 
 def evaluate(model: LanguageModel, benchmark: BenchmarkConfig, policy: Policy) -> Graded:
     """Run a task, or a group of tasks whose items have equal weight.
 
     Both caches of lm-eval are off, because their keys contain neither the model nor the data. Raises UserError for a
-    metric that the task lacks, an unexpected number of items, a task that samples, and an item longer than the model
-    can read.
+    metric that the task lacks or that has no outcome of an item, an unexpected number of items, a task that samples,
+    and an item longer than the model can read.
     """
     with _quiet(), _random_state_kept():
         by_name = tasks(benchmark)
         check_count(benchmark, sum(len(task.task_docs) for task in by_name.values()))
         items = first_items(by_name, benchmark.limit)
+        aggregations = {metric: _aggregation(metric, by_name, benchmark) for metric in benchmark.reports.values()}
         lm = MoeLabLM(model, benchmark, by_name)
         results = evaluator.evaluate(
             lm=lm,
@@ -72,12 +75,13 @@ def evaluate(model: LanguageModel, benchmark: BenchmarkConfig, policy: Policy) -
     samples, scores = [], []
     for result, metric in benchmark.reports.items():
         of_metric = _rows_with(metric, rows, benchmark)
-        own = [_sample(result, metric, row) for row in of_metric]
+        of_loss = _OF_LOSSES.get(aggregations[metric])
+        outcomes = [_outcome_and_units(row[metric.partition(",")[0]], loss=of_loss is not None) for row in of_metric]
+        own = [_sample(result, metric, row, outcome) for row, (outcome, _) in zip(of_metric, outcomes, strict=True)]
         samples += own
-        if isinstance(of_metric[0][metric.partition(",")[0]], tuple):  # of a document: log-likelihood, words or bytes
-            nats = [sample["outcome"] for sample in own]
-            weights = [row[metric][1] for row in of_metric]
-            scores.append(loss_result(result, metric, nats, weights, benchmark))
+        if of_loss is not None:
+            nats, units = zip(*outcomes, strict=True)
+            scores.append({**loss_result(result, of_loss, nats, units, benchmark), "metric": metric})
         else:
             scores.append(mean_result(result, metric, own, benchmark))
     protocol = {
@@ -345,13 +349,48 @@ def _rows_with(metric: str, rows: Sequence[Row], benchmark: BenchmarkConfig) -> 
     return [row for row in rows if row["filter"] == chosen]
 
 
-def _sample(result: str, metric: str, row: Row) -> Sample:
-    first, value = row["resps"][0][0], row[metric.partition(",")[0]]
+_OF_LOSSES: Mapping[Aggregation, str] = {
+    metrics.perplexity: "perplexity",
+    metrics.weighted_perplexity: "perplexity",
+    metrics.bits_per_byte: "bits_per_byte",
+}
+"""lm-eval's aggregations of log-likelihoods -> the metric of `loss_result` that is the same number."""
+_BY_ITEM = (metrics.mean, metrics.nanmean, *_OF_LOSSES)
+
+
+def _aggregation(metric: str, by_name: Mapping[str, Any], benchmark: BenchmarkConfig) -> Aggregation:
+    """lm-eval's function that makes the score of a metric from its values.
+
+    Raises UserError for any but means and perplexities: what is computed from all items together, as f1 and BLEU are,
+    has no outcome of an item, on which standard errors and comparisons of models rest.
+    """
+    aggregation: Aggregation = metrics.mean
+    for task, functions in ((task, of_task.aggregation()) for task, of_task in by_name.items()):
+        aggregation = functions.get(metric.partition(",")[0], metrics.mean)
+        if aggregation not in _BY_ITEM:
+            how = getattr(aggregation, "__name__", aggregation)
+            possible = ", ".join(name for name, function in functions.items() if function in _BY_ITEM)
+            raise UserError(
+                f"benchmark {benchmark.name}: metric={metric} of {task} is computed from all items together, by {how}: "
+                f"expected a mean over items or a perplexity (the task has {possible or 'none'})"
+            )
+    return aggregation
+
+
+def _outcome_and_units(value: Any, *, loss: bool) -> tuple[float, float]:
+    """An item's outcome and its number of units. For a loss, that is nats per unit: an answer, a word or a byte."""
+    if not loss:
+        return float(value), 1.0
+    likelihood, units = value if isinstance(value, tuple) else (value, 1.0)
+    return -likelihood / units, units
+
+
+def _sample(result: str, metric: str, row: Row, outcome: float) -> Sample:
+    first = row["resps"][0][0]
     if isinstance(first, str):
         output, extracted = first, str(row["filtered_resps"][0])
     elif isinstance(first, float):  # the log-likelihood of a whole document
         output, extracted = json.dumps(round(first, 4)), ""
-        value = -value[0] / value[1]
     else:
         likelihoods = [float(answer[0][0]) for answer in row["resps"]]
         # lm-eval does not count the space in front of an answer.
@@ -361,7 +400,7 @@ def _sample(result: str, metric: str, row: Row) -> Sample:
     return Sample(
         benchmark=result,
         item=row["item"],
-        outcome=float(value),
+        outcome=outcome,
         prompt_hash=prompt_hash("\0".join(str(arguments[0]) for arguments in row["arguments"])),
         output=output,
         extracted=extracted,
