@@ -334,3 +334,39 @@ def test_metrics_of_all_items_together_are_refused_before_the_model_is_asked(
     )
     with pytest.raises(UserError, match=rf"own.*metric={metric['metric']}\b.*acc_norm"):
         evaluate(Unasked(subject.model, subject.tokenizer), benchmark, Policy())
+
+
+def test_an_answer_without_a_token_of_its_own_is_refused(subject: LocalModel, tmp_path: Path) -> None:
+    """As where the end of the question and the answer are one token. Its likelihood is 1, whatever the model."""
+    tokens = sorted(token for token in subject.tokenizer.get_vocab() if token.isascii() and token.isalpha())
+
+    def is_one(text: str) -> bool:
+        return len(subject.tokenizer(text).input_ids) == 1
+
+    short, long = next((a, b) for a in tokens for b in tokens if b.startswith(a) and b != a and is_one(a) and is_one(b))
+    merged = {"q": short, "c": [f"{short} {short}", long[len(short) :]], "label": 0}
+    empty = {"q": "A bird sleeps in a", "c": [" nest", ""], "label": 0}
+    only_space = {"q": "  ", "c": ["a nest", "a barn"], "label": 0}
+    usual = {"q": "A dog sleeps in a", "c": [" kennel", " nest"], "label": 0}
+    definition = {**MULTIPLE_CHOICE, "target_delimiter": ""}
+    for item, value in ((merged, long[len(short) :]), (empty, ""), (only_space, "a nest")):
+        with pytest.raises(UserError, match=rf"question={item['q']!r} answer={value!r}"):
+            evaluate(Unasked(subject.model, subject.tokenizer), own_task(tmp_path, [usual, item], definition), Policy())
+    assert evaluate(subject, own_task(tmp_path, [usual], definition), Policy()).results[0]["n"] == 1
+
+
+GENERATED = {
+    "output_type": "generate_until",
+    "doc_to_text": "{{q}}",
+    "doc_to_target": "label",
+    "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
+}
+
+
+@pytest.mark.parametrize("until", ["", [""], ["", "\n\n\n"]])
+def test_an_empty_stop_text_ends_nothing(subject: LocalModel, tmp_path: Path, until: Any) -> None:
+    definition = {**GENERATED, "generation_kwargs": {"until": until, "do_sample": False}}
+    items = [{"q": "A bird sleeps in a", "label": "nest"}]
+    benchmark = own_task(tmp_path, items, definition, reports={"own": "exact_match"}, max_new_tokens=4)
+    (sample,) = evaluate(subject, benchmark, Policy()).samples
+    assert sample["output"] == subject.generate([items[0]["q"]], GenSpec(4))[0] != ""

@@ -223,7 +223,16 @@ class MoeLabLM(HFLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], *_: Any, **__: Any
     ) -> list[tuple[float, bool]]:
-        """(log-likelihood, whether it is the likeliest) of each answer's tokens after those of its question."""
+        """(log-likelihood, whether it is the likeliest) of each answer's tokens after those of its question.
+
+        Raises UserError for an answer, or a question, without a token: its likelihood of 1 would beat all others.
+        """
+        for texts, question, answer in requests:
+            if not question or not answer:
+                raise UserError(
+                    f"benchmark {self.benchmark.name}: the {'answer' if question else 'question'} has no token of its "
+                    f"own in question={texts[0][-40:]!r} answer={texts[1]!r}: expected an answer that adds tokens"
+                )
         rows = [[*question, *answer][-(self.max_length + 1) :] for _, question, answer in requests]
         starts = [len(row) - len(answer) for row, (_, _, answer) in zip(rows, requests, strict=True)]
         return self.language_model.log_likelihoods(rows, starts, self.benchmark.batch_size)
@@ -279,7 +288,8 @@ def _spec(settings: Mapping[str, Any], benchmark: BenchmarkConfig) -> GenSpec:
             f"the task's generation_kwargs {dict(settings)} ask for sampling: only greedy generation is done"
         )
     until = settings.get("until") or []
-    stop = tuple([until] if isinstance(until, str) else until)
+    # As in lm-eval, an empty stop text ends nothing.
+    stop = tuple(text for text in ([until] if isinstance(until, str) else until) if text)
     most = int(settings.get("max_gen_toks", 256))
     return GenSpec(most, stop, benchmark.batch_size, benchmark.max_length, special_tokens=not benchmark.chat)
 
