@@ -355,12 +355,94 @@ def test_an_answer_without_a_token_of_its_own_is_refused(subject: LocalModel, tm
     assert evaluate(subject, own_task(tmp_path, [usual], definition), Policy()).results[0]["n"] == 1
 
 
+NUMBERS = ["one", "two", "three", "four", "five", "six"]
+NUMBERED = [{"q": f"Item number {word} is", "c": ["red", "blue"], "label": n % 2} for n, word in enumerate(NUMBERS)]
+
+
+@pytest.mark.parametrize(
+    ("shots", "definition"),
+    [
+        (3, {}),
+        (5, {}),
+        (0, {"num_fewshot": 3}),
+        (0, {"num_fewshot": 3, "fewshot_split": "dev"}),
+        (0, {"num_fewshot": 3, "training_split": "train"}),
+        (0, {"num_fewshot": 3, "fewshot_split": "dev", "fewshot_config": {"sampler": "first_n"}}),
+        (3, {"test_split": None, "validation_split": "dev", "fewshot_split": "dev"}),
+        (3, {"test_split": None, "validation_split": "dev", "training_split": "train"}),
+    ],
+)
+def test_an_item_is_not_among_its_own_examples(
+    subject: LocalModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shots: int, definition: dict[str, Any]
+) -> None:
+    benchmark = own_task(tmp_path, NUMBERED, {**MULTIPLE_CHOICE, **definition}, shots=shots)
+    asked: list[str] = []
+    plain = LocalModel.log_likelihoods
+
+    def noting(self: LocalModel, rows: Any, *rest: Any) -> Any:
+        asked.extend(self.tokenizer.batch_decode(rows))
+        return plain(self, rows, *rest)
+
+    monkeypatch.setattr(LocalModel, "log_likelihoods", noting)
+    evaluate(subject, benchmark, Policy())
+    assert len(asked) == 12
+    for prompt in asked:
+        shown = [prompt.count(item["q"]) for item in NUMBERED]
+        assert max(shown) == 1 and sum(shown) == (shots or 3) + 1
+
+
+def test_more_examples_than_other_items_are_refused(subject: LocalModel, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"shots=6\b.*\b5 or fewer"):
+        evaluate(subject, own_task(tmp_path, NUMBERED, MULTIPLE_CHOICE, shots=6), Policy())
+
+
+def test_listed_examples_are_shown_as_they_are(subject: LocalModel, tmp_path: Path) -> None:
+    listed = [{"q": "Snow is", "c": ["white", "red"], "label": 0}, {"q": "Blood is", "c": ["white", "red"], "label": 1}]
+    definition = {**MULTIPLE_CHOICE, "num_fewshot": 2, "fewshot_config": {"samples": listed}}
+    graded = evaluate(subject, own_task(tmp_path, NUMBERED, definition), Policy())
+    assert graded.protocol["prompt"].count("Snow is white") == graded.protocol["prompt"].count("Blood is red") == 1
+
+
+@pytest.mark.parametrize("label", [-1, 5, None, "1", "owl", [], [0, 5]])
+@pytest.mark.parametrize("first", [True, False])
+def test_an_item_without_a_right_choice_is_refused(
+    subject: LocalModel, tmp_path: Path, label: Any, first: bool
+) -> None:
+    known: Any = [1] if isinstance(label, list) else "nest" if isinstance(label, str) else 1
+    items = [{"q": f"A {who} sleeps in a", "c": ["kennel", "nest"], "label": known} for who in ("bird", "dog", "hen")]
+    items[0 if first else 1]["label"] = label
+    benchmark = own_task(tmp_path, items, MULTIPLE_CHOICE)
+    with pytest.raises(UserError, match=r"own.*label"):
+        evaluate(Unasked(subject.model, subject.tokenizer), benchmark, Policy())
+    if not first:
+        assert evaluate(subject, replace(benchmark, limit=1), Policy()).results[0]["n"] == 1
+
+
+def test_labels_are_numbers_texts_or_lists_of_choices(subject: LocalModel, tmp_path: Path) -> None:
+    for label in (1, "nest", [1], [0, 1]):
+        items = [{"q": "A bird sleeps in a", "c": ["kennel", "nest"], "label": label}]
+        graded = evaluate(subject, own_task(tmp_path, items, MULTIPLE_CHOICE), Policy())
+        right = {1} if label != [0, 1] else {0, 1}
+        assert graded.results[0]["score"] == float(int(graded.samples[0]["extracted"]) in right)
+
+
 GENERATED = {
     "output_type": "generate_until",
     "doc_to_text": "{{q}}",
     "doc_to_target": "label",
     "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
 }
+
+
+@pytest.mark.parametrize(("label", "choices"), [(-1, ["kennel", "nest"]), (None, None)])
+def test_a_text_without_a_right_answer_is_refused(
+    subject: LocalModel, tmp_path: Path, label: Any, choices: list[str] | None
+) -> None:
+    definition = {**GENERATED, "doc_to_choice": "c"} if choices else GENERATED
+    items = [{"q": "A bird sleeps in a", "c": choices, "label": of} for of in (1 if choices else "nest", label)]
+    benchmark = own_task(tmp_path, items, definition, reports={"own": "exact_match"}, max_new_tokens=4)
+    with pytest.raises(UserError, match=rf"item 1 .*label={label}\b"):
+        evaluate(Unasked(subject.model, subject.tokenizer), benchmark, Policy())
 
 
 @pytest.mark.parametrize("until", ["", [""], ["", "\n\n\n"]])

@@ -112,14 +112,16 @@ def tasks(benchmark: BenchmarkConfig) -> dict[str, Any]:
     """Name -> task; several for a group such as mmlu. Built once per process for the same data and settings.
 
     Examples are drawn anew in each call, as in a new process. Raises UserError when the task's split is not the
-    benchmark's, or when the task lacks examples to show.
+    benchmark's, when the task lacks examples to show, or when an item to evaluate has no right answer.
     """
     settings = (benchmark.task, benchmark.parameters, benchmark.subset, benchmark.split, benchmark.shots)
-    key = f"{data_digest(benchmark)} {settings} {benchmark.max_new_tokens}"
+    key = f"{data_digest(benchmark)} {settings} {benchmark.max_new_tokens} {benchmark.limit}"
     if key not in _built:
         by_name = _stock(benchmark) if benchmark.data is not None else _own(benchmark)
         for name, task in by_name.items():
             _set(task, name, benchmark)
+        for name, numbers in first_items(by_name, benchmark.limit).items():
+            _check_labels(by_name[name], name, numbers, benchmark)
         _built[key] = by_name
     for task in _built[key].values():
         task.set_fewshot_seed(seed=_SEED)
@@ -147,12 +149,23 @@ def _own(benchmark: BenchmarkConfig) -> dict[str, Any]:
     """The task in a file of lm-eval's format; all its splits are the JSON lines file with the same name."""
     definition, items = data_files(benchmark)
     manager = TaskManager(include_defaults=False)
-    return _load(manager, str(definition), lambda *_, **__: _Splits({}, otherwise=items))
+    by_name = _load(manager, str(definition), lambda *_, **__: _Splits({}, otherwise=items))
+    for task in by_name.values():
+        if _source_of_examples(task) is not None:
+            # lm-eval leaves an item out of its own examples only where both are of the same, named test split.
+            task.config.test_split = task.config.fewshot_config.split = _evaluated_split(task)
+    return by_name
 
 
 def _load(manager: TaskManager, name: str, load_dataset: Callable[..., Mapping[str, Any]]) -> dict[str, Any]:
     with patch.object(datasets, "load_dataset", load_dataset):
-        by_name: dict[str, Any] = manager.load([name])["tasks"]
+        try:
+            by_name: dict[str, Any] = manager.load([name])["tasks"]
+        except IndexError as error:  # lm-eval tries the first item
+            raise UserError(
+                f"task={name}: the first item cannot be read: expected one or more items, a label that is one of the "
+                f"choices, and no empty choice"
+            ) from error
     return by_name
 
 
@@ -170,18 +183,75 @@ class _Splits(dict[str, Any]):
 
 
 def _set(task: Any, name: str, benchmark: BenchmarkConfig) -> None:
-    split = task.config.test_split or task.config.validation_split
+    split = _evaluated_split(task)
     if benchmark.split is not None and split != benchmark.split:
         raise UserError(f"benchmark {benchmark.name}: split={benchmark.split}, but {name} asks {split}")
     if benchmark.shots or benchmark.data is not None or task.config.num_fewshot is None:
         task.set_config(key="num_fewshot", value=benchmark.shots)
-    if task.config.num_fewshot and not len(task.fewshot_docs()):
-        raise UserError(
-            f"benchmark {benchmark.name}: shots={benchmark.shots}, but {name} has no examples to show: its data has "
-            f"only the split {split}"
-        )
+    if task.config.num_fewshot:
+        _check_examples(task, name, benchmark)
     if benchmark.max_new_tokens and task.OUTPUT_TYPE == "generate_until":
         task.set_config(key="generation_kwargs", value={"max_gen_toks": benchmark.max_new_tokens}, update=True)
+
+
+def _evaluated_split(task: Any) -> Any:
+    return task.config.test_split or task.config.validation_split
+
+
+def _source_of_examples(task: Any) -> Any:
+    """The split from which lm-eval takes examples, None if the task lists them."""
+    config, examples = task.config, task.config.fewshot_config
+    if examples.split is None and examples.samples is not None:
+        return None
+    return examples.split or config.training_split or config.validation_split or config.test_split
+
+
+def _check_examples(task: Any, name: str, benchmark: BenchmarkConfig) -> None:
+    """Raise UserError unless a task has enough examples to show with an item, none of which is the item itself."""
+    split, source, shots = _evaluated_split(task), _source_of_examples(task), task.config.num_fewshot
+    # By lm-eval's rule, which does not see that a split is the evaluated one where the task names it otherwise.
+    without_item = source is not None and task.config.fewshot_config.split == task.config.test_split
+    if source == split and not without_item:
+        raise UserError(
+            f"benchmark {benchmark.name}: shots={shots}, but {name} takes examples from the evaluated split {split}, "
+            f"so an item could be shown with its answer: expected shots=0"
+        )
+    count = len(task.fewshot_docs()) - without_item
+    if count <= 0:
+        raise UserError(
+            f"benchmark {benchmark.name}: shots={shots}, but {name} has no examples to show: its data has only the "
+            f"split {split}"
+        )
+    if count < shots:
+        raise UserError(
+            f"benchmark {benchmark.name}: shots={shots}, but {name} has {count} examples to show with an item: "
+            f"expected {count} or fewer"
+        )
+
+
+def _check_labels(task: Any, name: str, numbers: Sequence[int], benchmark: BenchmarkConfig) -> None:
+    """Raise UserError for an item whose label is hidden (-1, null) or none of its choices.
+
+    lm-eval grades every answer to it as wrong. A task with its own way of grading may have other labels.
+    """
+    if task.config.process_results is not None:
+        return
+    for number in numbers:
+        doc = task.task_docs[number]
+        label = task.doc_to_text(doc) if getattr(task, "multiple_input", 0) else task.doc_to_target(doc)
+        labels = label if isinstance(label, list) else [label]
+        choices = None if task.config.doc_to_choice is None else task.doc_to_choice(doc)
+        if labels and all(_is_answer(each, choices) for each in labels):
+            continue
+        expected = "a text" if choices is None else f"a number from 0 to {len(choices) - 1} or the text of a choice"
+        raise UserError(
+            f"benchmark {benchmark.name}: item {doc.get('id', number)} of {name} has label={label!r}, so no answer is "
+            f"right: expected {expected}"
+        )
+
+
+def _is_answer(label: Any, choices: Sequence[str] | None) -> bool:
+    return label is not None if choices is None else label in range(len(choices)) or label in choices
 
 
 # The model.
