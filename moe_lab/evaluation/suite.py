@@ -109,8 +109,11 @@ def _is_scored_otherwise(benchmark: BenchmarkConfig) -> bool:
 def identity(benchmark: BenchmarkConfig) -> dict[str, Any]:
     """All settings of a benchmark that can change its results, so without the address of a judge."""
     harness = HARNESSES[benchmark.harness]
+    # Earlier versions may have graded them without namespaces, where some programs are not run, as the same step.
+    may_be_limited = runs_programs(benchmark) and benchmark.data is None
     return {
         **question_identity(benchmark),
+        **({"grading": 2} if may_be_limited else {}),
         "reports": dict(benchmark.reports),
         "expected": benchmark.expected,
         "parameters": _parameters(benchmark, harness.question_parameters + harness.grading_parameters),
