@@ -38,7 +38,7 @@ from moe_lab.evaluation.harness import Graded, loss_result, mean_result, prompt_
 from moe_lab.evaluation.harnesses import lm_eval_folders
 from moe_lab.evaluation.sandbox.policy import Policy
 from moe_lab.evaluation.suite import check_count, data_digest, data_files
-from moe_lab.results import Sample
+from moe_lab.results import Result, Sample
 
 Row = dict[str, Any]
 Aggregation = Callable[[Any], Any]
@@ -72,7 +72,8 @@ def evaluate(model: LanguageModel, benchmark: BenchmarkConfig, policy: Policy) -
         logged = _named(results["samples"][name], name if several else "")
         losses = _answer_losses(logged, by_name[name], model, benchmark)
         rows += [{**row, "answer_loss": loss} for row, loss in zip(logged, losses, strict=True)]
-    samples, scores = [], []
+    samples: list[Sample] = []
+    scores: list[Result] = []
     for result, metric in benchmark.reports.items():
         of_metric = _rows_with(metric, rows, benchmark)
         of_loss = _OF_LOSSES.get(aggregations[metric])
