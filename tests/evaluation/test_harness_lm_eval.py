@@ -394,6 +394,8 @@ def test_an_item_is_not_among_its_own_examples(
 def test_more_examples_than_other_items_are_refused(subject: LocalModel, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"shots=6\b.*\b5 or fewer"):
         evaluate(subject, own_task(tmp_path, NUMBERED, MULTIPLE_CHOICE, shots=6), Policy())
+    with pytest.raises(UserError, match=r"shots=5\b.*\b4 or fewer"):  # a copy of an item has its answer, too
+        evaluate(subject, own_task(tmp_path, [*NUMBERED[:5], NUMBERED[0]], MULTIPLE_CHOICE, shots=5), Policy())
 
 
 def test_listed_examples_are_shown_as_they_are(subject: LocalModel, tmp_path: Path) -> None:

@@ -217,7 +217,8 @@ def _check_examples(task: Any, name: str, benchmark: BenchmarkConfig) -> None:
             f"benchmark {benchmark.name}: shots={shots}, but {name} takes examples from the evaluated split {split}, "
             f"so an item could be shown with its answer: expected shots=0"
         )
-    count = len(task.fewshot_docs()) - without_item
+    examples = Counter(json.dumps(doc, sort_keys=True, default=str) for doc in task.fewshot_docs())
+    count = examples.total() - (max(examples.values(), default=0) if without_item else 0)  # lm-eval drops every copy
     if count <= 0:
         raise UserError(
             f"benchmark {benchmark.name}: shots={shots}, but {name} has no examples to show: its data has only the "

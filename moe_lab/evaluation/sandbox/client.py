@@ -63,7 +63,7 @@ class Runner:
         greeting = self._read()
         if not greeting["ready"]:
             self.close()
-            raise (NoNamespaces if greeting["refused"] else RunnerError)(greeting["reason"])
+            raise (NoNamespaces if greeting.get("refused") else RunnerError)(greeting["reason"])
 
     def run(self, request: Request) -> Outcome:
         """Run one program. Whatever the program does affects only its own outcome."""
