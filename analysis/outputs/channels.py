@@ -194,7 +194,7 @@ def loss_figure(results: Results, comparison: Comparison, name: str) -> Figure |
     None when no benchmark is a loss or a perplexity, or no method was run at three ratios.
     """
     losses = results.study.results
-    losses = losses[losses["metric"].astype(str).str.endswith(names.LOWER_IS_BETTER)]
+    losses = losses[losses["metric"].astype(str).map(names.is_lower_better).astype(bool)]
     lines = ratio_lines(plain(comparison))
     drawn = [cell for line in lines.values() for cell in line.index]
     losses = losses[losses["cell"].isin([comparison.unpruned, *drawn])]

@@ -288,7 +288,7 @@ def _lower_is_better(results: pd.DataFrame, parts: Mapping[str, Sequence[str]]) 
     """Benchmarks whose metric is better when lower, and the displayed columns that only consist of such benchmarks."""
     first = results.drop_duplicates("benchmark")
     pairs = zip(first["benchmark"].astype(str), first["metric"].astype(str), strict=True)
-    benchmarks = [name for name, metric in pairs if metric.endswith(names.LOWER_IS_BETTER)]
+    benchmarks = [name for name, metric in pairs if names.is_lower_better(metric)]
     return tuple(dict.fromkeys([*benchmarks, *(column for column, of in parts.items() if set(of) <= set(benchmarks))]))
 
 

@@ -181,10 +181,11 @@ def test_a_renamed_label_is_found_by_its_id(copied: Copy) -> None:
     assert gaps(load(store, "made_up")) == []
 
 
-def test_scores_that_are_no_means_get_intervals_from_their_standard_error(copied: Copy) -> None:
+@pytest.mark.parametrize("metric", ["perplexity", "perplexity,none"])
+def test_scores_that_are_no_means_get_intervals_from_their_standard_error(copied: Copy, metric: str) -> None:
     store = copied()
     for cell in range(len(document(store)["cells"])):
-        change_result(store, cell, "gsm8k", score=10.0 + cell, stderr=0.5, metric="perplexity")
+        change_result(store, cell, "gsm8k", score=10.0 + cell, stderr=0.5, metric=metric)
     [comparison] = Results(load(store, "made_up")).measured
     assert "gsm8k" in comparison.lower_is_better
     low, high = comparison.interval(("gsm8k",))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import random
 from copy import deepcopy
@@ -233,3 +234,223 @@ def test_a_task_that_samples_is_refused(subject: LocalModel, story_task: Benchma
     Path(story_task.task).write_text(yaml.safe_dump(definition))
     with pytest.raises(UserError, match="ask for sampling"):
         evaluate(subject, story_task, Policy())
+
+
+MULTIPLE_CHOICE = {
+    "output_type": "multiple_choice",
+    "doc_to_text": "{{q}}",
+    "doc_to_choice": "{{c}}",
+    "doc_to_target": "label",
+    "metric_list": [{"metric": "acc"}],
+}
+
+
+def own_task(folder: Path, items: list[dict[str, Any]], definition: dict[str, Any], **settings: Any) -> BenchmarkConfig:
+    """A benchmark with a task and items of its own."""
+    (folder / "own.yaml").write_text(yaml.safe_dump({"task": "own", "test_split": "test", **definition}))
+    write_lines(folder / "own.jsonl", items)
+    task = BenchmarkConfig(name="own", harness="lm_eval", task=str(folder / "own.yaml"), reports={"own": "acc"})
+    return replace(task, **settings)
+
+
+class Unasked(LocalModel):
+    """The shipped model, which must not be run."""
+
+    def log_likelihoods(self, *_: Any, **__: Any) -> Any:
+        pytest.fail("the model was run")
+
+    complete = log_likelihoods
+
+
+CONTINUATIONS = [{"q": "A bird sleeps in a", "a": "nest"}, {"q": "A cat is a", "a": "animal"}]
+
+
+@pytest.mark.parametrize("metric", ["perplexity", "perplexity,none"])
+def test_perplexity_of_answers_is_that_of_their_mean_likelihood(
+    subject: LocalModel, tmp_path: Path, metric: str
+) -> None:
+    definition = {
+        "output_type": "loglikelihood",
+        "doc_to_text": "{{q}}",
+        "doc_to_target": " {{a}}",
+        "target_delimiter": "",
+        "metric_list": [{"metric": "perplexity"}, {"metric": "acc"}],
+    }
+    graded = evaluate(
+        subject, own_task(tmp_path, CONTINUATIONS, definition, reports={"p": metric, "a": "acc"}), Policy()
+    )
+    likelihoods = [log_likelihood(subject, item["q"], f" {item['a']}") for item in CONTINUATIONS]
+    perplexity, accuracy = graded.results
+    assert perplexity["metric"] == metric
+    assert perplexity["score"] == pytest.approx(math.exp(-np.mean(likelihoods)), rel=1e-3)
+    half = (
+        abs(likelihoods[0] - likelihoods[1]) / 2
+    )  # the standard error of the mean of two, without correction / sqrt 2
+    assert perplexity["stderr"] == pytest.approx(perplexity["score"] * half / np.sqrt(2), rel=1e-2)
+    losses = [sample["outcome"] for sample in graded.samples if sample["benchmark"] == "p"]
+    assert losses == pytest.approx([-likelihood for likelihood in likelihoods], abs=1e-3)
+    assert accuracy["score"] in (0.0, 0.5, 1.0)
+
+
+@pytest.mark.parametrize("metric", ["word_perplexity", "bits_per_byte", "bits_per_byte,none"])
+def test_perplexity_of_documents_weighs_them_by_their_length(subject: LocalModel, tmp_path: Path, metric: str) -> None:
+    texts = ["A bird sleeps in a nest.", "A cat."]
+    definition = {
+        "output_type": "loglikelihood_rolling",
+        "doc_to_text": "",
+        "doc_to_target": "{{text}}",
+        "metric_list": [{"metric": metric.partition(",")[0]}],
+    }
+    benchmark = own_task(tmp_path, [{"text": text} for text in texts], definition, reports={"p": metric})
+    (result,) = evaluate(subject, benchmark, Policy()).results
+    ids = [subject.tokenizer(text).input_ids for text in texts]
+    first = subject.tokenizer.bos_token_id
+    first = subject.tokenizer.eos_token_id if first is None else first
+    rows = [row if row[0] == first else [first, *row] for row in ids]
+    total = sum(likelihood for likelihood, _ in subject.log_likelihoods(rows, [1] * len(rows), 2))
+    if metric == "word_perplexity":
+        assert result["score"] == pytest.approx(math.exp(-total / 8), rel=1e-4)
+    else:
+        assert result["score"] == pytest.approx(-total / math.log(2) / sum(map(len, texts)), rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    "metric",
+    [
+        {"metric": "mcc"},
+        {"metric": "f1"},
+        {"metric": "brier_score"},
+        {"metric": "acc", "aggregation": "median", "higher_is_better": True},
+    ],
+    ids=lambda metric: metric["metric"],
+)
+def test_metrics_of_all_items_together_are_refused_before_the_model_is_asked(
+    subject: LocalModel, tmp_path: Path, metric: dict[str, Any]
+) -> None:
+    items = [{"q": f"A {word} is", "c": ["no", "yes"], "label": n % 2} for n, word in enumerate(("dog", "cat", "bird"))]
+    metrics = [metric, {"metric": "acc_norm"}]
+    benchmark = own_task(
+        tmp_path, items, {**MULTIPLE_CHOICE, "metric_list": metrics}, reports={"own": metric["metric"]}
+    )
+    with pytest.raises(UserError, match=rf"own.*metric={metric['metric']}\b.*acc_norm"):
+        evaluate(Unasked(subject.model, subject.tokenizer), benchmark, Policy())
+
+
+def test_an_answer_without_a_token_of_its_own_is_refused(subject: LocalModel, tmp_path: Path) -> None:
+    """As where the end of the question and the answer are one token. Its likelihood is 1, whatever the model."""
+    tokens = sorted(token for token in subject.tokenizer.get_vocab() if token.isascii() and token.isalpha())
+
+    def is_one(text: str) -> bool:
+        return len(subject.tokenizer(text).input_ids) == 1
+
+    short, long = next((a, b) for a in tokens for b in tokens if b.startswith(a) and b != a and is_one(a) and is_one(b))
+    merged = {"q": short, "c": [f"{short} {short}", long[len(short) :]], "label": 0}
+    empty = {"q": "A bird sleeps in a", "c": [" nest", ""], "label": 0}
+    only_space = {"q": "  ", "c": ["a nest", "a barn"], "label": 0}
+    usual = {"q": "A dog sleeps in a", "c": [" kennel", " nest"], "label": 0}
+    definition = {**MULTIPLE_CHOICE, "target_delimiter": ""}
+    for item, value in ((merged, long[len(short) :]), (empty, ""), (only_space, "a nest")):
+        with pytest.raises(UserError, match=rf"question={item['q']!r} answer={value!r}"):
+            evaluate(Unasked(subject.model, subject.tokenizer), own_task(tmp_path, [usual, item], definition), Policy())
+    assert evaluate(subject, own_task(tmp_path, [usual], definition), Policy()).results[0]["n"] == 1
+
+
+NUMBERS = ["one", "two", "three", "four", "five", "six"]
+NUMBERED = [{"q": f"Item number {word} is", "c": ["red", "blue"], "label": n % 2} for n, word in enumerate(NUMBERS)]
+
+
+@pytest.mark.parametrize(
+    ("shots", "definition"),
+    [
+        (3, {}),
+        (5, {}),
+        (0, {"num_fewshot": 3}),
+        (0, {"num_fewshot": 3, "fewshot_split": "dev"}),
+        (0, {"num_fewshot": 3, "training_split": "train"}),
+        (0, {"num_fewshot": 3, "fewshot_split": "dev", "fewshot_config": {"sampler": "first_n"}}),
+        (3, {"test_split": None, "validation_split": "dev", "fewshot_split": "dev"}),
+        (3, {"test_split": None, "validation_split": "dev", "training_split": "train"}),
+    ],
+)
+def test_an_item_is_not_among_its_own_examples(
+    subject: LocalModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shots: int, definition: dict[str, Any]
+) -> None:
+    benchmark = own_task(tmp_path, NUMBERED, {**MULTIPLE_CHOICE, **definition}, shots=shots)
+    asked: list[str] = []
+    plain = LocalModel.log_likelihoods
+
+    def noting(self: LocalModel, rows: Any, *rest: Any) -> Any:
+        asked.extend(self.tokenizer.batch_decode(rows))
+        return plain(self, rows, *rest)
+
+    monkeypatch.setattr(LocalModel, "log_likelihoods", noting)
+    evaluate(subject, benchmark, Policy())
+    assert len(asked) == 12
+    for prompt in asked:
+        shown = [prompt.count(item["q"]) for item in NUMBERED]
+        assert max(shown) == 1 and sum(shown) == (shots or 3) + 1
+
+
+def test_more_examples_than_other_items_are_refused(subject: LocalModel, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"shots=6\b.*\b5 or fewer"):
+        evaluate(subject, own_task(tmp_path, NUMBERED, MULTIPLE_CHOICE, shots=6), Policy())
+    with pytest.raises(UserError, match=r"shots=5\b.*\b4 or fewer"):  # a copy of an item has its answer, too
+        evaluate(subject, own_task(tmp_path, [*NUMBERED[:5], NUMBERED[0]], MULTIPLE_CHOICE, shots=5), Policy())
+
+
+def test_listed_examples_are_shown_as_they_are(subject: LocalModel, tmp_path: Path) -> None:
+    listed = [{"q": "Snow is", "c": ["white", "red"], "label": 0}, {"q": "Blood is", "c": ["white", "red"], "label": 1}]
+    definition = {**MULTIPLE_CHOICE, "num_fewshot": 2, "fewshot_config": {"samples": listed}}
+    graded = evaluate(subject, own_task(tmp_path, NUMBERED, definition), Policy())
+    assert graded.protocol["prompt"].count("Snow is white") == graded.protocol["prompt"].count("Blood is red") == 1
+
+
+@pytest.mark.parametrize("label", [-1, 5, None, "1", "owl", [], [0, 5]])
+@pytest.mark.parametrize("first", [True, False])
+def test_an_item_without_a_right_choice_is_refused(
+    subject: LocalModel, tmp_path: Path, label: Any, first: bool
+) -> None:
+    known: Any = [1] if isinstance(label, list) else "nest" if isinstance(label, str) else 1
+    items = [{"q": f"A {who} sleeps in a", "c": ["kennel", "nest"], "label": known} for who in ("bird", "dog", "hen")]
+    items[0 if first else 1]["label"] = label
+    benchmark = own_task(tmp_path, items, MULTIPLE_CHOICE)
+    with pytest.raises(UserError, match=r"own.*label"):
+        evaluate(Unasked(subject.model, subject.tokenizer), benchmark, Policy())
+    if not first:
+        assert evaluate(subject, replace(benchmark, limit=1), Policy()).results[0]["n"] == 1
+
+
+def test_labels_are_numbers_texts_or_lists_of_choices(subject: LocalModel, tmp_path: Path) -> None:
+    for label in (1, "nest", [1], [0, 1]):
+        items = [{"q": "A bird sleeps in a", "c": ["kennel", "nest"], "label": label}]
+        graded = evaluate(subject, own_task(tmp_path, items, MULTIPLE_CHOICE), Policy())
+        right = {1} if label != [0, 1] else {0, 1}
+        assert graded.results[0]["score"] == float(int(graded.samples[0]["extracted"]) in right)
+
+
+GENERATED = {
+    "output_type": "generate_until",
+    "doc_to_text": "{{q}}",
+    "doc_to_target": "label",
+    "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
+}
+
+
+@pytest.mark.parametrize(("label", "choices"), [(-1, ["kennel", "nest"]), (None, None)])
+def test_a_text_without_a_right_answer_is_refused(
+    subject: LocalModel, tmp_path: Path, label: Any, choices: list[str] | None
+) -> None:
+    definition = {**GENERATED, "doc_to_choice": "c"} if choices else GENERATED
+    items = [{"q": "A bird sleeps in a", "c": choices, "label": of} for of in (1 if choices else "nest", label)]
+    benchmark = own_task(tmp_path, items, definition, reports={"own": "exact_match"}, max_new_tokens=4)
+    with pytest.raises(UserError, match=rf"item 1 .*label={label}\b"):
+        evaluate(Unasked(subject.model, subject.tokenizer), benchmark, Policy())
+
+
+@pytest.mark.parametrize("until", ["", [""], ["", "\n\n\n"]])
+def test_an_empty_stop_text_ends_nothing(subject: LocalModel, tmp_path: Path, until: Any) -> None:
+    definition = {**GENERATED, "generation_kwargs": {"until": until, "do_sample": False}}
+    items = [{"q": "A bird sleeps in a", "label": "nest"}]
+    benchmark = own_task(tmp_path, items, definition, reports={"own": "exact_match"}, max_new_tokens=4)
+    (sample,) = evaluate(subject, benchmark, Policy()).samples
+    assert sample["output"] == subject.generate([items[0]["q"]], GenSpec(4))[0] != ""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,9 +15,11 @@ from typing import Any
 import pytest
 
 from moe_lab.config import BenchmarkConfig
-from moe_lab.errors import UserError
+from moe_lab.errors import Unavailable, UserError
 from moe_lab.evaluation import suite
+from moe_lab.evaluation.sandbox import client
 from moe_lab.evaluation.sandbox.policy import LIMITED, NAMESPACES, UNCONFINED, Policy
+from moe_lab.evaluation.sandbox.runner import Request
 from moe_lab.paths import resolve
 
 CODE = BenchmarkConfig(
@@ -75,6 +80,21 @@ def test_identity_follows_content_and_settings_not_place(tmp_path: Path) -> None
         assert suite.identity(replace(CODE, **other)) != known, other  # type: ignore[arg-type]
 
 
+def test_results_that_may_have_been_scored_wrongly_are_not_found_again(tmp_path: Path) -> None:
+    """Only those: results of shipped tasks, and means over lm-eval's own, are what they were."""
+    for suffix in (".yaml", ".jsonl"):
+        (tmp_path / f"own{suffix}").write_bytes(Path(resolve(f"pocket:benchmarks/rte{suffix}")).read_bytes())
+    shipped = BenchmarkConfig(
+        name="rte", harness="lm_eval", task="pocket:benchmarks/rte.yaml", reports={"rte": "acc,none"}
+    )
+    stock = replace(shipped, task="rte", data="nyu-mll/glue", split="validation", root=str(tmp_path))
+    for right in (shipped, stock, replace(stock, shots=2), replace(stock, reports={"p": "word_perplexity"})):
+        assert "scoring" not in suite.identity(right)
+    own = replace(shipped, task=str(tmp_path / "own.yaml"))
+    for wrong in (own, replace(shipped, shots=2), replace(stock, reports={"p": "perplexity", "a": "acc"})):
+        assert suite.identity(wrong)["scoring"] == 2
+
+
 @pytest.mark.parametrize(
     ("sandbox", "missing", "closed_world", "expected"),
     [
@@ -98,6 +118,76 @@ def test_programs_run_behind_the_walls_that_were_asked_for(
         assert Policy(True, sandbox).protection(closed_world=closed_world) == expected
     with pytest.raises(UserError, match=r"sandbox|allow_code_execution"):
         Policy(False, sandbox).protection(closed_world=closed_world)
+
+
+def broken_starts(monkeypatch: pytest.MonkeyPatch, count: int, how: str) -> list[str]:
+    """Let the next starts of the sandbox fail. Returns what failed so far."""
+    failed: list[str] = []
+    plain = client.runner_command
+
+    def command(*, confined: bool) -> tuple[list[str], dict[str, str]]:
+        if len(failed) == count:
+            return plain(confined=confined)
+        failed.append(how)
+        if how == "no process":
+            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        if how == "killed":
+            return [sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"], {}
+        number = {"no memory": errno.ENOMEM, "too many namespaces": errno.ENOSPC}[how]
+        main = "import sys; from moe_lab.evaluation.sandbox import runner\ndef enter(hidden): raise OSError"
+        program = f"{main}({number}, 'unshare')\nrunner.enter = enter; runner.main(True, [])"
+        return [sys.executable, "-c", program], {"PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+
+    monkeypatch.setattr(client, "runner_command", command)
+    return failed
+
+
+@pytest.fixture
+def fresh_sandbox(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A process that has not found out yet what this machine can do."""
+    if client.namespaces_missing():
+        pytest.skip(f"no namespaces: {client.namespaces_missing()}")
+    monkeypatch.setattr(client, "PAUSE", 0.0)
+    client.namespaces_missing.cache_clear()
+    yield
+    client.namespaces_missing.cache_clear()
+
+
+FAILURES = ["no process", "killed", "no memory", "too many namespaces"]
+
+
+@pytest.mark.usefixtures("fresh_sandbox")
+@pytest.mark.parametrize("how", FAILURES)
+def test_a_start_of_the_sandbox_that_fails_once_is_tried_again(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    failed = broken_starts(monkeypatch, 1, how)
+    assert Policy(True).protection(closed_world=True) == NAMESPACES
+    assert failed == [how]
+
+
+@pytest.mark.usefixtures("fresh_sandbox")
+@pytest.mark.parametrize("how", FAILURES)
+def test_no_weaker_sandbox_takes_the_place_of_one_that_does_not_start(
+    monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    broken_starts(monkeypatch, 3, how)
+    with pytest.raises(Unavailable, match="sandbox=auto"):
+        Policy(True).protection(closed_world=True)
+    assert Policy(True).protection(closed_world=True) == NAMESPACES  # the failure is not remembered
+
+
+@pytest.mark.usefixtures("fresh_sandbox")
+def test_a_start_that_fails_while_programs_are_graded_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    broken_starts(monkeypatch, 2, "killed")
+    runners = client.Runners(confined=True)
+    try:
+        request = Request("def f(x): return x", "f", [[3]], [1.0], 2.0, 1 << 30, 1 << 20)
+        assert runners.run(request).status == "ok"
+    finally:
+        runners.close()
+
+
+def test_verdicts_of_a_weaker_sandbox_are_not_found_again() -> None:
+    assert suite.identity(CODE)["grading"] == 2 and "grading" not in suite.question_identity(CODE)
 
 
 def test_two_benchmarks_do_not_report_one_result() -> None:

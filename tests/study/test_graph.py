@@ -25,6 +25,8 @@ from moe_lab.config import (
     ModelConfig,
     SuiteConfig,
 )
+from moe_lab.errors import UserError
+from moe_lab.evaluation.sandbox.policy import LIMITED, NAMESPACES, UNCONFINED, Policy
 from moe_lab.grid import Files, benchmarks, cells, choose
 from moe_lab.study import record
 from moe_lab.study.graph import Graph, build
@@ -203,6 +205,21 @@ def test_programs_that_are_not_run_give_other_results(monkeypatch: pytest.Monkey
     monkeypatch.setattr("moe_lab.evaluation.sandbox.policy.namespaces_missing", lambda: "none here")
     limited = code_steps(CODE, **settings)
     assert limited["grade"].id != confined["grade"].id and limited["generate"].id == confined["generate"].id
+
+
+def test_a_step_runs_in_no_weaker_sandbox_than_its_identity_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the machine that grades has no namespaces, and that which began the study has."""
+    missing: list[str | None] = [None]
+    monkeypatch.setattr("moe_lab.evaluation.sandbox.policy.namespaces_missing", lambda: missing[0])
+    policy = Policy(**code_steps(CODE, allow_code_execution=True)["grade"].runtime["policy"])
+    assert policy.protection(closed_world=True) == NAMESPACES
+    missing[0] = "none here"
+    with pytest.raises(UserError, match=r"sandbox=.*none here"):
+        policy.protection(closed_world=True)
+    begun_without = Policy(**code_steps(CODE, allow_code_execution=True)["grade"].runtime["policy"])
+    assert begun_without.protection(closed_world=True) == LIMITED
+    unconfined = code_steps(CODE, allow_code_execution=True, sandbox="none")["grade"]
+    assert Policy(**unconfined.runtime["policy"]).protection(closed_world=True) == UNCONFINED
 
 
 def test_continuous_batches_may_decide_otherwise() -> None:

@@ -24,6 +24,7 @@ import lm_eval.models.huggingface
 import numpy as np
 import torch
 from lm_eval import evaluator
+from lm_eval.api import metrics
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
@@ -37,22 +38,24 @@ from moe_lab.evaluation.harness import Graded, loss_result, mean_result, prompt_
 from moe_lab.evaluation.harnesses import lm_eval_folders
 from moe_lab.evaluation.sandbox.policy import Policy
 from moe_lab.evaluation.suite import check_count, data_digest, data_files
-from moe_lab.results import Sample
+from moe_lab.results import Result, Sample
 
 Row = dict[str, Any]
+Aggregation = Callable[[Any], Any]
 
 
 def evaluate(model: LanguageModel, benchmark: BenchmarkConfig, policy: Policy) -> Graded:
     """Run a task, or a group of tasks whose items have equal weight.
 
     Both caches of lm-eval are off, because their keys contain neither the model nor the data. Raises UserError for a
-    metric that the task lacks, an unexpected number of items, a task that samples, and an item longer than the model
-    can read.
+    metric that the task lacks or that has no outcome of an item, an unexpected number of items, a task that samples,
+    and an item longer than the model can read.
     """
     with _quiet(), _random_state_kept():
         by_name = tasks(benchmark)
         check_count(benchmark, sum(len(task.task_docs) for task in by_name.values()))
         items = first_items(by_name, benchmark.limit)
+        aggregations = {metric: _aggregation(metric, by_name, benchmark) for metric in benchmark.reports.values()}
         lm = MoeLabLM(model, benchmark, by_name)
         results = evaluator.evaluate(
             lm=lm,
@@ -69,15 +72,17 @@ def evaluate(model: LanguageModel, benchmark: BenchmarkConfig, policy: Policy) -
         logged = _named(results["samples"][name], name if several else "")
         losses = _answer_losses(logged, by_name[name], model, benchmark)
         rows += [{**row, "answer_loss": loss} for row, loss in zip(logged, losses, strict=True)]
-    samples, scores = [], []
+    samples: list[Sample] = []
+    scores: list[Result] = []
     for result, metric in benchmark.reports.items():
         of_metric = _rows_with(metric, rows, benchmark)
-        own = [_sample(result, metric, row) for row in of_metric]
+        of_loss = _OF_LOSSES.get(aggregations[metric])
+        outcomes = [_outcome_and_units(row[metric.partition(",")[0]], loss=of_loss is not None) for row in of_metric]
+        own = [_sample(result, metric, row, outcome) for row, (outcome, _) in zip(of_metric, outcomes, strict=True)]
         samples += own
-        if isinstance(of_metric[0][metric.partition(",")[0]], tuple):  # of a document: log-likelihood, words or bytes
-            nats = [sample["outcome"] for sample in own]
-            weights = [row[metric][1] for row in of_metric]
-            scores.append(loss_result(result, metric, nats, weights, benchmark))
+        if of_loss is not None:
+            nats, units = zip(*outcomes, strict=True)
+            scores.append({**loss_result(result, of_loss, nats, units, benchmark), "metric": metric})
         else:
             scores.append(mean_result(result, metric, own, benchmark))
     protocol = {
@@ -108,14 +113,16 @@ def tasks(benchmark: BenchmarkConfig) -> dict[str, Any]:
     """Name -> task; several for a group such as mmlu. Built once per process for the same data and settings.
 
     Examples are drawn anew in each call, as in a new process. Raises UserError when the task's split is not the
-    benchmark's, or when the task lacks examples to show.
+    benchmark's, when the task lacks examples to show, or when an item to evaluate has no right answer.
     """
     settings = (benchmark.task, benchmark.parameters, benchmark.subset, benchmark.split, benchmark.shots)
-    key = f"{data_digest(benchmark)} {settings} {benchmark.max_new_tokens}"
+    key = f"{data_digest(benchmark)} {settings} {benchmark.max_new_tokens} {benchmark.limit}"
     if key not in _built:
         by_name = _stock(benchmark) if benchmark.data is not None else _own(benchmark)
         for name, task in by_name.items():
             _set(task, name, benchmark)
+        for name, numbers in first_items(by_name, benchmark.limit).items():
+            _check_labels(by_name[name], name, numbers, benchmark)
         _built[key] = by_name
     for task in _built[key].values():
         task.set_fewshot_seed(seed=_SEED)
@@ -143,12 +150,23 @@ def _own(benchmark: BenchmarkConfig) -> dict[str, Any]:
     """The task in a file of lm-eval's format; all its splits are the JSON lines file with the same name."""
     definition, items = data_files(benchmark)
     manager = TaskManager(include_defaults=False)
-    return _load(manager, str(definition), lambda *_, **__: _Splits({}, otherwise=items))
+    by_name = _load(manager, str(definition), lambda *_, **__: _Splits({}, otherwise=items))
+    for task in by_name.values():
+        if _source_of_examples(task) is not None:
+            # lm-eval leaves an item out of its own examples only where both are of the same, named test split.
+            task.config.test_split = task.config.fewshot_config.split = _evaluated_split(task)
+    return by_name
 
 
 def _load(manager: TaskManager, name: str, load_dataset: Callable[..., Mapping[str, Any]]) -> dict[str, Any]:
     with patch.object(datasets, "load_dataset", load_dataset):
-        by_name: dict[str, Any] = manager.load([name])["tasks"]
+        try:
+            by_name: dict[str, Any] = manager.load([name])["tasks"]
+        except IndexError as error:  # lm-eval tries the first item
+            raise UserError(
+                f"task={name}: the first item cannot be read: expected one or more items, a label that is one of the "
+                f"choices, and no empty choice"
+            ) from error
     return by_name
 
 
@@ -166,18 +184,76 @@ class _Splits(dict[str, Any]):
 
 
 def _set(task: Any, name: str, benchmark: BenchmarkConfig) -> None:
-    split = task.config.test_split or task.config.validation_split
+    split = _evaluated_split(task)
     if benchmark.split is not None and split != benchmark.split:
         raise UserError(f"benchmark {benchmark.name}: split={benchmark.split}, but {name} asks {split}")
     if benchmark.shots or benchmark.data is not None or task.config.num_fewshot is None:
         task.set_config(key="num_fewshot", value=benchmark.shots)
-    if task.config.num_fewshot and not len(task.fewshot_docs()):
-        raise UserError(
-            f"benchmark {benchmark.name}: shots={benchmark.shots}, but {name} has no examples to show: its data has "
-            f"only the split {split}"
-        )
+    if task.config.num_fewshot:
+        _check_examples(task, name, benchmark)
     if benchmark.max_new_tokens and task.OUTPUT_TYPE == "generate_until":
         task.set_config(key="generation_kwargs", value={"max_gen_toks": benchmark.max_new_tokens}, update=True)
+
+
+def _evaluated_split(task: Any) -> Any:
+    return task.config.test_split or task.config.validation_split
+
+
+def _source_of_examples(task: Any) -> Any:
+    """The split from which lm-eval takes examples, None if the task lists them."""
+    config, examples = task.config, task.config.fewshot_config
+    if examples.split is None and examples.samples is not None:
+        return None
+    return examples.split or config.training_split or config.validation_split or config.test_split
+
+
+def _check_examples(task: Any, name: str, benchmark: BenchmarkConfig) -> None:
+    """Raise UserError unless a task has enough examples to show with an item, none of which is the item itself."""
+    split, source, shots = _evaluated_split(task), _source_of_examples(task), task.config.num_fewshot
+    # By lm-eval's rule, which does not see that a split is the evaluated one where the task names it otherwise.
+    without_item = source is not None and task.config.fewshot_config.split == task.config.test_split
+    if source == split and not without_item:
+        raise UserError(
+            f"benchmark {benchmark.name}: shots={shots}, but {name} takes examples from the evaluated split {split}, "
+            f"so an item could be shown with its answer: expected shots=0"
+        )
+    examples = Counter(json.dumps(doc, sort_keys=True, default=str) for doc in task.fewshot_docs())
+    count = examples.total() - (max(examples.values(), default=0) if without_item else 0)  # lm-eval drops every copy
+    if count <= 0:
+        raise UserError(
+            f"benchmark {benchmark.name}: shots={shots}, but {name} has no examples to show: its data has only the "
+            f"split {split}"
+        )
+    if count < shots:
+        raise UserError(
+            f"benchmark {benchmark.name}: shots={shots}, but {name} has {count} examples to show with an item: "
+            f"expected {count} or fewer"
+        )
+
+
+def _check_labels(task: Any, name: str, numbers: Sequence[int], benchmark: BenchmarkConfig) -> None:
+    """Raise UserError for an item whose label is hidden (-1, null) or none of its choices.
+
+    lm-eval grades every answer to it as wrong. A task with its own way of grading may have other labels.
+    """
+    if task.config.process_results is not None:
+        return
+    for number in numbers:
+        doc = task.task_docs[number]
+        label = task.doc_to_text(doc) if getattr(task, "multiple_input", 0) else task.doc_to_target(doc)
+        labels = label if isinstance(label, list) else [label]
+        choices = None if task.config.doc_to_choice is None else task.doc_to_choice(doc)
+        if labels and all(_is_answer(each, choices) for each in labels):
+            continue
+        expected = "a text" if choices is None else f"a number from 0 to {len(choices) - 1} or the text of a choice"
+        raise UserError(
+            f"benchmark {benchmark.name}: item {doc.get('id', number)} of {name} has label={label!r}, so no answer is "
+            f"right: expected {expected}"
+        )
+
+
+def _is_answer(label: Any, choices: Sequence[str] | None) -> bool:
+    return label is not None if choices is None else label in range(len(choices)) or label in choices
 
 
 # The model.
@@ -219,7 +295,16 @@ class MoeLabLM(HFLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], *_: Any, **__: Any
     ) -> list[tuple[float, bool]]:
-        """(log-likelihood, whether it is the likeliest) of each answer's tokens after those of its question."""
+        """(log-likelihood, whether it is the likeliest) of each answer's tokens after those of its question.
+
+        Raises UserError for an answer, or a question, without a token: its likelihood of 1 would beat all others.
+        """
+        for texts, question, answer in requests:
+            if not question or not answer:
+                raise UserError(
+                    f"benchmark {self.benchmark.name}: the {'answer' if question else 'question'} has no token of its "
+                    f"own in question={texts[0][-40:]!r} answer={texts[1]!r}: expected an answer that adds tokens"
+                )
         rows = [[*question, *answer][-(self.max_length + 1) :] for _, question, answer in requests]
         starts = [len(row) - len(answer) for row, (_, _, answer) in zip(rows, requests, strict=True)]
         return self.language_model.log_likelihoods(rows, starts, self.benchmark.batch_size)
@@ -275,7 +360,8 @@ def _spec(settings: Mapping[str, Any], benchmark: BenchmarkConfig) -> GenSpec:
             f"the task's generation_kwargs {dict(settings)} ask for sampling: only greedy generation is done"
         )
     until = settings.get("until") or []
-    stop = tuple([until] if isinstance(until, str) else until)
+    # As in lm-eval, an empty stop text ends nothing.
+    stop = tuple(text for text in ([until] if isinstance(until, str) else until) if text)
     most = int(settings.get("max_gen_toks", 256))
     return GenSpec(most, stop, benchmark.batch_size, benchmark.max_length, special_tokens=not benchmark.chat)
 
@@ -345,13 +431,48 @@ def _rows_with(metric: str, rows: Sequence[Row], benchmark: BenchmarkConfig) -> 
     return [row for row in rows if row["filter"] == chosen]
 
 
-def _sample(result: str, metric: str, row: Row) -> Sample:
-    first, value = row["resps"][0][0], row[metric.partition(",")[0]]
+_OF_LOSSES: Mapping[Aggregation, str] = {
+    metrics.perplexity: "perplexity",
+    metrics.weighted_perplexity: "perplexity",
+    metrics.bits_per_byte: "bits_per_byte",
+}
+"""lm-eval's aggregations of log-likelihoods -> the metric of `loss_result` that is the same number."""
+_BY_ITEM = (metrics.mean, metrics.nanmean, *_OF_LOSSES)
+
+
+def _aggregation(metric: str, by_name: Mapping[str, Any], benchmark: BenchmarkConfig) -> Aggregation:
+    """lm-eval's function that makes the score of a metric from its values.
+
+    Raises UserError for any but means and perplexities: what is computed from all items together, as f1 and BLEU are,
+    has no outcome of an item, on which standard errors and comparisons of models rest.
+    """
+    aggregation: Aggregation = metrics.mean
+    for task, functions in ((task, of_task.aggregation()) for task, of_task in by_name.items()):
+        aggregation = functions.get(metric.partition(",")[0], metrics.mean)
+        if aggregation not in _BY_ITEM:
+            how = getattr(aggregation, "__name__", aggregation)
+            possible = ", ".join(name for name, function in functions.items() if function in _BY_ITEM)
+            raise UserError(
+                f"benchmark {benchmark.name}: metric={metric} of {task} is computed from all items together, by {how}: "
+                f"expected a mean over items or a perplexity (the task has {possible or 'none'})"
+            )
+    return aggregation
+
+
+def _outcome_and_units(value: Any, *, loss: bool) -> tuple[float, float]:
+    """An item's outcome and its number of units. For a loss, that is nats per unit: an answer, a word or a byte."""
+    if not loss:
+        return float(value), 1.0
+    likelihood, units = value if isinstance(value, tuple) else (value, 1.0)
+    return -likelihood / units, units
+
+
+def _sample(result: str, metric: str, row: Row, outcome: float) -> Sample:
+    first = row["resps"][0][0]
     if isinstance(first, str):
         output, extracted = first, str(row["filtered_resps"][0])
     elif isinstance(first, float):  # the log-likelihood of a whole document
         output, extracted = json.dumps(round(first, 4)), ""
-        value = -value[0] / value[1]
     else:
         likelihoods = [float(answer[0][0]) for answer in row["resps"]]
         # lm-eval does not count the space in front of an answer.
@@ -361,7 +482,7 @@ def _sample(result: str, metric: str, row: Row) -> Sample:
     return Sample(
         benchmark=result,
         item=row["item"],
-        outcome=float(value),
+        outcome=outcome,
         prompt_hash=prompt_hash("\0".join(str(arguments[0]) for arguments in row["arguments"])),
         output=output,
         extracted=extracted,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
@@ -37,6 +38,14 @@ class RunnerError(RuntimeError):
     """The process that runs programs could not be started, or died. The message says why."""
 
 
+class NoNamespaces(RunnerError):
+    """This machine does not let a process be confined by namespaces."""
+
+
+STARTS, PAUSE = 3, 0.5
+"""Tries to start a runner, and seconds between them: memory or processes may be short at that moment."""
+
+
 class Runner:
     """A runner process, confined by namespaces or only by limits. It runs one program at a time."""
 
@@ -54,7 +63,7 @@ class Runner:
         greeting = self._read()
         if not greeting["ready"]:
             self.close()
-            raise RunnerError(greeting["reason"])
+            raise (NoNamespaces if greeting.get("refused") else RunnerError)(greeting["reason"])
 
     def run(self, request: Request) -> Outcome:
         """Run one program. Whatever the program does affects only its own outcome."""
@@ -95,6 +104,23 @@ class Runner:
         self.close()
 
 
+def start(*, confined: bool) -> Runner:
+    """A new runner, tried `STARTS` times.
+
+    Raises NoNamespaces at once where the machine has none, and RunnerError when every try failed otherwise.
+    """
+    last: Exception | None = None
+    for number in range(STARTS):
+        time.sleep(PAUSE if number else 0)
+        try:
+            return Runner(confined=confined)
+        except NoNamespaces:
+            raise
+        except (RunnerError, OSError) as error:
+            last = error
+    raise RunnerError(f"{STARTS} starts failed, the last with: {last}") from last
+
+
 class Runners:
     """A pool of runners for several threads, one per program running at the same time. Dead runners are replaced."""
 
@@ -127,7 +153,7 @@ class Runners:
         try:
             return self._free.get_nowait()
         except Empty:
-            runner = Runner(confined=self._confined)
+            runner = start(confined=self._confined)
             self._all.append(runner)
             return runner
 
@@ -139,11 +165,14 @@ class Runners:
 
 @lru_cache(maxsize=1)
 def namespaces_missing() -> str | None:
-    """Why programs cannot be confined on this machine, or None when they can; tried once per process."""
+    """Why programs cannot be confined on this machine, or None when they can; found out once per process.
+
+    Raises RunnerError when that could not be found out, which the next call tries again.
+    """
     if not sys.platform.startswith("linux"):
         return f"{sys.platform} has no namespaces"
     try:
-        with Runner(confined=True):
+        with start(confined=True):
             return None
-    except RunnerError as error:
+    except NoNamespaces as error:
         return str(error)

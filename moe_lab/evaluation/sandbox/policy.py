@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moe_lab.errors import UserError, unknown
-from moe_lab.evaluation.sandbox.client import namespaces_missing
+from moe_lab.errors import Unavailable, UserError, unknown
+from moe_lab.evaluation.sandbox.client import RunnerError, namespaces_missing
 
 SANDBOXES = ("auto", "namespaces", "none")
 NAMESPACES = "namespaces"
@@ -37,7 +37,8 @@ class Policy:
 
         `closed_world`: right answers need no import and no private attribute, as in the shipped benchmarks. Where there
         are no namespaces, sandbox=auto runs only such programs, after checking them (`closed_world.py`).
-        Raises UserError when no allowed sandbox is possible on this machine.
+        Raises UserError when no allowed sandbox is possible on this machine, and Unavailable when a sandbox that may
+        be possible does not start now: programs then run in no weaker one.
         """
         check_sandbox(self.sandbox)
         if not self.allow_code_execution:
@@ -46,7 +47,13 @@ class Policy:
             )
         if self.sandbox == "none":
             return UNCONFINED
-        missing = namespaces_missing()
+        try:
+            missing = namespaces_missing()
+        except RunnerError as error:
+            raise Unavailable(
+                f"sandbox={self.sandbox}: the sandbox for programs the model wrote does not start now ({error}): "
+                f"expected memory and processes for it, so start again when the machine is less busy"
+            ) from error
         if missing is None:
             return NAMESPACES
         if self.sandbox == "auto" and closed_world:

@@ -25,7 +25,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moe_lab.evaluation.sandbox.confinement import die_with_parent, enter, fork_process_tree, limit_process
+from moe_lab.evaluation.sandbox.confinement import (
+    die_with_parent,
+    enter,
+    fork_process_tree,
+    is_refusal,
+    limit_process,
+)
 from moe_lab.evaluation.sandbox.encoding import HUGE, decode, encode_result
 from moe_lab.start import command
 
@@ -69,7 +75,7 @@ def main(confined: bool, hidden: list[str]) -> None:
         try:
             enter(hidden)
         except OSError as error:
-            _answer({"ready": False, "reason": str(error)})
+            _answer({"ready": False, "reason": str(error), "refused": is_refusal(error)})
             return
         start = _start_confined
     _answer({"ready": True})

@@ -91,6 +91,7 @@ def _grading(pruned: PrunedModel, benchmark: BenchmarkConfig) -> tuple[Part, Map
     """What identifies a benchmark's results, and the runtime settings of grading.
 
     Without namespaces some programs are not run, which changes results, so the sandbox is then part of the identity.
+    Otherwise the step may not run in a weaker one, also where another machine of the study has no namespaces.
     """
     from moe_lab.evaluation import suite
     from moe_lab.evaluation.sandbox.policy import LIMITED
@@ -99,8 +100,10 @@ def _grading(pruned: PrunedModel, benchmark: BenchmarkConfig) -> tuple[Part, Map
 
     def make() -> tuple[Part, Mapping[str, Any]]:
         policy = suite.policy(builder.config)
-        limited = {"sandbox": LIMITED} if suite.runs_limited(benchmark, policy) else {}
-        part = Part({**suite.identity(benchmark), **limited})
+        limited = suite.runs_limited(benchmark, policy)
+        if policy.sandbox == "auto" and not limited:
+            policy = replace(policy, sandbox="namespaces")
+        part = Part({**suite.identity(benchmark), **({"sandbox": LIMITED} if limited else {})})
         return part, {**builder.runtime(benchmark=benchmark), "policy": asdict(policy)}
 
     return builder.once(("benchmark", benchmark), make)
