@@ -257,7 +257,7 @@ def _scores_table(scores: pd.DataFrame, layers: Mapping[int, Mapping[str, Any]])
     table = {}
     for layer, facts in layers.items():
         rows = numbers["layer"] == layer
-        shape = (facts["n_experts"], facts.get("width"))[: len(ids)]
+        shape = [int(facts[size]) for size in ("n_experts", "width")[: len(ids)]]
         for name, count in zip(ids, shape, strict=True):
             if len(wrong := scores[name][rows & ~np.isin(numbers[name], range(count))]):
                 raise UserError(
