@@ -363,8 +363,10 @@ def _check_words(messages: Sequence[Mapping[str, Any]], text: str, what: str) ->
         return
     # Templates may move a message to another place, or write it as JSON, so that its words are there but not its text.
     lost = _words(" ".join(contents)) - (_words(text) | _words(re.sub(r'\\[ntr"\\/]', " ", text)))
-    for word in lost:
-        about = next(message for message in messages if word in _words(message["content"]))
+    if lost:
+        losing = [message for message in messages if lost.keys() & _words(message["content"]).keys()]
+        about = min(losing, key=lambda message: message["content"].strip() in text)  # first one that is not there whole
+        word = next(word for word in _words(about["content"]) if word in lost)
         raise UserError(
             f"{what} role={about['role']} content={about['content']!r:.60}, of which the model's chat template leaves "
             f"out {word!r}: expected a set without it, or a model whose template reads it"

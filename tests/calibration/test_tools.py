@@ -160,6 +160,7 @@ SKIPS_SYSTEM = "{% for m in messages %}{% if m.role != 'system' %}{{ m.role }} {
 SKIPS_THOUGHTS = "{% for m in messages %}{{ m.role }} {{ m.content.split('</think>')[-1] }} {% endfor %}"
 SKIPS_TOOLS = SKIPS_SYSTEM.replace("'system'", "'tool'")
 FIRST_ONLY = "{% for m in messages[:2] %}{{ m.role }} {{ m.content }} {% endfor %}"
+CALLS_ONLY = "{% for m in messages %}{{ m.role }} {{ m.tool_calls if m.tool_calls else m.content }} {% endfor %}"
 ANSWER = {"role": "assistant", "content": "w2"}
 
 
@@ -173,11 +174,12 @@ ANSWER = {"role": "assistant", "content": "w2"}
         (SKIPS_THOUGHTS, [QUESTION, THOUGHT], "assistant", "w4"),
         (SKIPS_THOUGHTS, [QUESTION, {**ANSWER, "content": "!!! </think> w5"}], "assistant", "!"),
         (FIRST_ONLY, [QUESTION, ANSWER, QUESTION, ANSWER], "user", "w1"),
+        (CALLS_ONLY, [QUESTION, {**ANSWER, "content": "w1 w8", "tool_calls": [CALL]}], "assistant", "w1"),
     ],
 )
 def test_a_template_that_leaves_out_words_of_a_turn_is_refused(
     template: str,
-    messages: list[dict[str, str]],
+    messages: list[dict[str, Any]],
     role: str,
     word: str,
     tokenizer_with: Callable[..., Any],
