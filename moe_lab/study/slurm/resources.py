@@ -50,11 +50,11 @@ def _check_sbatch(key: str, options: Mapping[str, Any]) -> None:
     settings = {**scheduler.DECIDED, **{name: name for name in scheduler.OPTIONAL}}
     for written, value in options.items():
         name = scheduler.option(written)
-        decided = name if name in settings else next((each for each in settings if each.startswith(name)), None)
-        if decided is not None and (decided == name or len(name) > 1):
+        decided = [each for each in settings if len(name) > 1 and each.startswith(name)]
+        if decided:
             raise UserError(
                 f"resources {key}: the option {written}={value} of sbatch is decided by other settings: expected "
-                f"{settings[decided]}"
+                f"{settings[decided[0]]}"
             )
 
 
