@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -239,6 +240,52 @@ def _scores_frame(scores: Mapping[int, Any]) -> pd.DataFrame:
     return pd.concat(frames, ignore_index=True)
 
 
+def _scores_table(scores: pd.DataFrame, layers: Mapping[int, Mapping[str, Any]]) -> dict[int, Any]:
+    """Layer -> its scores, (E,) or (E, I), from a data frame with its rows in any order.
+
+    Raises UserError unless each expert of these `layers`, or each channel of one, has one row.
+    """
+    import numpy as np
+
+    from moe_lab.errors import UserError
+
+    ids = ["expert", "channel"] if "channel" in scores else ["expert"]
+    numbers = {name: _numbers(scores, name) for name in ("layer", *ids, "score")}
+    if set(numbers["layer"]) != set(layers):
+        found = sorted(scores["layer"].astype(str).unique())
+        raise UserError(f"plan: the scores are of another model: layers {', '.join(found)}, expected {[*layers]}")
+    table = {}
+    for layer, facts in layers.items():
+        rows = numbers["layer"] == layer
+        shape = [int(facts[size]) for size in ("n_experts", "width")[: len(ids)]]
+        for name, count in zip(ids, shape, strict=True):
+            if len(wrong := scores[name][rows & ~np.isin(numbers[name], range(count))]):
+                raise UserError(
+                    f"plan: the scores have {name}={wrong.iloc[0]} in layer {layer}: expected 0 to {count - 1}"
+                )
+        places = np.ravel_multi_index([numbers[name][rows].astype(int) for name in ids], shape)
+        times = np.bincount(places, minlength=math.prod(shape))
+        if len(wrong := np.flatnonzero(times != 1)):
+            place = zip(ids, np.unravel_index(wrong[0], shape), strict=True)
+            raise UserError(
+                f"plan: the scores have {' '.join(f'{name}={number}' for name, number in place)} of layer {layer} "
+                f"{times[wrong[0]]} times: expected it once"
+            )
+        table[layer] = numbers["score"][rows][np.argsort(places)].reshape(shape)
+    return table
+
+
+def _numbers(scores: pd.DataFrame, name: str) -> Any:
+    """A column as fp64, NaN for what is no number; texts, as the keys of JSON are, count as the numbers they show."""
+    import pandas as pd
+
+    from moe_lab.errors import unknown
+
+    if name not in scores:
+        raise unknown("plan: column of the scores", name, map(str, scores))
+    return pd.to_numeric(scores[name].astype(object), errors="coerce").to_numpy(float)
+
+
 def load_scores(folder: str | os.PathLike[str]) -> pd.DataFrame:
     """Read the scores that were uploaded beside a checkpoint by `push=OWNER/NAME`, to make another plan from them.
 
@@ -303,11 +350,12 @@ def plan(
     removed.
 
     `scores`: from `score` or `load_scores`, or your own with the columns layer, expert, (channel,) score, one row each;
-    higher means keep. `allocation`: how the budget is shared among layers and experts; those that search need a study.
-    `statistics`: those of the model, if they are not attached to the scores. `parameters`: parameters of the
-    allocation. For `multiple_of`, `ratio_basis`, `replacement` and `protect` see `moe_lab.config.AllocationConfig`.
-    Where the replacement is m_smoe or ream, `align` is to be called with the plan. Raises UserError for a ratio that is
-    not feasible, naming the nearest one, and for scores of another model.
+    experts and channels are numbered from 0, and higher means keep. `allocation`: how the budget is shared among layers
+    and experts; those that search need a study. `statistics`: those of the model, if they are not attached to the
+    scores. `parameters`: parameters of the allocation. For `multiple_of`, `ratio_basis`, `replacement` and `protect`
+    see `moe_lab.config.AllocationConfig`. Where the replacement is m_smoe or ream, `align` is to be called with the
+    plan. Raises UserError for a ratio that is not feasible, naming the nearest one, and for scores that are not one for
+    each expert or channel of the model.
     """
     from moe_lab import allocation as allocations
     from moe_lab.allocation import protection
@@ -347,7 +395,7 @@ def plan(
     provenance |= protection.provenance(facts)
     if facts.get("sha256"):  # only statistics from files state it; `export` then refuses another model
         provenance["model_sha256"] = facts["sha256"]
-    values = {int(str(layer)): _in_order(rows, of_channels) for layer, rows in scores.groupby("layer")}
+    values = _scores_table(scores, layers)
     if of_channels:
         keep = allocations.budgets(chosen, layers, values, statistics.sums, facts)
         zero = allocations.zero_expert(chosen)
@@ -392,13 +440,6 @@ def align(
     calibration = _calibration(tokenizer, text, seed, settings, "align")
     with _evaluated(model):
         return align_by_activations(plan, gather(model, alignment_tap(plan), calibration.rows, fingerprint={}).layers)
-
-
-def _in_order(rows: pd.DataFrame, of_channels: bool) -> Any:
-    """Scores of one layer in the order of experts: (E,), or (E, I) for channels."""
-    if of_channels:
-        return rows.pivot(index="expert", columns="channel", values="score").to_numpy(float)
-    return rows.sort_values("expert")["score"].to_numpy(float)
 
 
 def export(source: str, plan: Plan, out: str | os.PathLike[str], *, shape: str = "natural") -> Path:

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pandas
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -176,6 +177,59 @@ def test_scores_of_ones_own_are_planned_in_any_order(statistics: moe_lab.ModelSt
     assert plan.experts == moe_lab.plan(scores, 0.25).experts
     worst = scores[scores["layer"] == 0].nsmallest(8, "score")["expert"]
     assert set(worst) == set(range(32)) - set(plan.experts[0])
+
+
+@pytest.mark.parametrize("dtype", [str, float, object, "category", "string", "Int64", "uint8"])
+@pytest.mark.parametrize("columns", [["expert"], ["layer", "expert"]])
+def test_ids_may_be_of_any_type_that_shows_whole_numbers(
+    statistics: moe_lab.ModelStatistics, dtype: Any, columns: list[str]
+) -> None:
+    """Expert e has score e, so a quarter of 32 drops 0 to 7; sorted as texts, 0, 1, 10, 11 ... would go."""
+    scores = moe_lab.score("reap", statistics)
+    scores["score"] = scores["expert"].astype(float)
+    scores[columns] = scores[columns].astype(str if dtype == "category" else dtype).astype(dtype)
+    assert moe_lab.plan(scores, 0.25).experts == dict.fromkeys(range(4), tuple(range(8, 32)))
+
+
+def test_ids_of_channels_may_be_texts(statistics: moe_lab.ModelStatistics) -> None:
+    scores = moe_lab.score("heapr", statistics)
+    texts = scores.astype({"layer": str, "expert": str, "channel": str}).sample(frac=1, random_state=0)
+    texts.attrs = scores.attrs
+    assert moe_lab.plan(texts, 0.5) == moe_lab.plan(scores, 0.5)
+
+
+@pytest.mark.parametrize("criterion", ["reap", "heapr"])
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (lambda scores: scores.assign(expert=scores["expert"] + 1), ("expert=32", "layer 0", "31")),
+        (lambda scores: scores.assign(expert=scores["expert"].replace(31, 0)), ("expert=0", "layer 0", "2 times")),
+        (lambda scores: scores.assign(expert=scores["expert"].replace(31, -1)), ("expert=-1", "layer 0", "31")),
+        (lambda scores: scores.assign(expert=scores["expert"] * 100), ("expert=100", "layer 0", "31")),
+        (lambda scores: scores.assign(expert=scores["expert"] + 0.5), ("expert=0.5", "layer 0", "31")),
+        (lambda scores: scores.assign(expert=scores["expert"].astype(str) + "a"), ("expert=0a", "layer 0", "31")),
+        (lambda scores: scores.assign(layer=scores["layer"] + 1), ("layer", "4", "[0, 1, 2, 3]")),
+        (lambda scores: scores[(scores["layer"] != 2) | (scores["expert"] != 5)], ("expert=5", "layer 2", "0 times")),
+        (lambda scores: scores[(scores["layer"] != 2) | (scores["expert"] != 31)], ("expert=31", "layer 2", "0 times")),
+        (lambda scores: scores.assign(score=scores["score"].where(scores["expert"] != 3)), ("layer 0", "expert 3")),
+        (lambda scores: scores.assign(score="much"), ("layer 0", "expert 0")),
+        (lambda scores: scores.rename(columns={"expert": "experts"}), ("expert", "experts")),
+        (lambda scores: pandas.concat([scores, scores]), ("expert=0", "layer 0", "2 times")),
+    ],
+)
+def test_scores_that_are_not_one_for_each_expert_are_refused(
+    statistics: moe_lab.ModelStatistics, criterion: str, change: Callable[[Any], Any], words: tuple[str, ...]
+) -> None:
+    with pytest.raises(UserError) as error:
+        moe_lab.plan(change(moe_lab.score(criterion, statistics)), 0.25, statistics=statistics)
+    assert all(word in str(error.value) for word in words), error.value
+
+
+@pytest.mark.parametrize("change", [lambda channel: channel + 1, lambda channel: channel.replace(1, 0)])
+def test_channels_are_numbered_from_0(statistics: moe_lab.ModelStatistics, change: Callable[[Any], Any]) -> None:
+    scores = moe_lab.score("heapr", statistics)
+    with pytest.raises(UserError, match=r"channel=\d+.* layer 0"):
+        moe_lab.plan(scores.assign(channel=change(scores["channel"])), 0.5, statistics=statistics)
 
 
 @pytest.mark.parametrize(

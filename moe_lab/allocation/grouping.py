@@ -23,6 +23,8 @@ Sums = Mapping[str, Any]
 """Sums of a layer by name, as in statistics/sums.py."""
 Groups = list[list[int]]
 """Ids of experts; every expert is in one group."""
+GROUP_SIZE = 16
+"""Most experts of a group of REAM, unless the parameter group_size says otherwise."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,8 @@ class Grouping:
     experts that are kept, each of which stands for its group."""
     align: Literal["weights", "activations_and_weights"] | None = None
     """By what the channels of the members are matched before they are averaged; None leaves them as they are."""
+    check: Callable[..., None] | None = None
+    """Raises UserError where so many groups cannot hold all experts: (experts, kept ones, parameters by keyword)."""
 
 
 def of_logits(sums: Sums) -> Array:
@@ -104,25 +108,29 @@ def average_linkage(distances: Array, kept: Sequence[int]) -> Groups:
     return [numpy.flatnonzero(labels == label).tolist() for label in range(len(kept))]
 
 
-def by_salience(distances: Array, kept: Sequence[int], *, group_size: int = 16) -> Groups:
+def by_salience(distances: Array, kept: Sequence[int], *, group_size: int = GROUP_SIZE) -> Groups:
     """From the kept expert of highest score on, each takes the experts nearest to it of those that are still free.
 
     A group has at most `group_size` experts, so that the first ones are large and the last ones may have one member.
     Of equally near experts, that of the lower id is taken first. UserError when so many groups cannot hold all experts.
     """
-    count = len(distances)
-    if len(kept) * group_size < count:
-        raise UserError(
-            f"allocation.parameters.group_size={group_size}: {len(kept)} groups of that size cannot hold {count} "
-            f"unprotected experts of a layer: expected at least {ceil(count / len(kept))}, or a smaller ratio"
-        )
-    free = [expert for expert in range(count) if expert not in kept]
+    check_capacity(len(distances), len(kept), group_size=group_size)
+    free = [expert for expert in range(len(distances)) if expert not in kept]
     groups = []
     for owner in kept:
         taken = sorted(free, key=lambda expert: float(distances[owner, expert]))[: group_size - 1]
         groups.append([owner, *taken])
         free = [expert for expert in free if expert not in taken]
     return groups
+
+
+def check_capacity(count: int, kept: int, *, group_size: int = GROUP_SIZE) -> None:
+    """Raise UserError when `kept` groups of at most `group_size` experts cannot hold `count`."""
+    if kept * group_size < count:
+        raise UserError(
+            f"allocation.parameters.group_size={group_size}: {kept} groups of that size cannot hold {count} "
+            f"unprotected experts of a layer: expected at least {ceil(count / kept)}, or a smaller ratio"
+        )
 
 
 GROUPINGS = {
@@ -137,6 +145,7 @@ GROUPINGS = {
         weights="scores",
         rows="kept",
         align="activations_and_weights",
+        check=check_capacity,
     ),
     "merge_moe": Grouping(("statistics", "weight_distances"), of_weights, nearest),
 }
@@ -165,10 +174,8 @@ def parameters(replacement: str) -> dict[str, Any]:
 def fits(settings: Mapping[str, Any], count: int, kept: int, protected: int) -> None:
     """Raise UserError when the `kept` of `count` experts of a layer cannot stand for all, `protected` of them alone."""
     grouping = GROUPINGS.get(settings.get("replacement", "none"))
-    if grouping is not None and protected < kept < count:
-        others = count - protected
-        alike = numpy.zeros((others, others))
-        grouping.cluster(alike, range(kept - protected), **own(grouping.cluster, settings["parameters"]))
+    if grouping is not None and grouping.check is not None and protected < kept < count:
+        grouping.check(count - protected, kept - protected, **own(grouping.check, settings["parameters"]))
 
 
 def groups(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from dataclasses import field as data_field
 from functools import partial
 from typing import Any
 
@@ -13,6 +15,13 @@ from moe_lab.errors import UserError, nearest
 
 PAIRS = (("instruction", "output"), ("question", "answer"))
 """Field names under which sets publish a task and its solution."""
+UNREAD = (
+    *("system", "system_prompt", "system_message", "history", "conversation", "conversations", "chosen", "rejected"),
+    *("input", "context", "passage", "choices", "options", "tools", "functions", "function_call"),
+    *("reasoning_content", "reasoning", "thinking", "image", "images", "audio", "audios", "video", "videos"),
+)
+"""Names under which sets publish further parts of a conversation. A record or a message with one that is not read is
+refused; other fields, such as id or source, are taken for remarks about it."""
 BLANK_LINE = "\n\n"
 """Separates the two halves of a pair for a model without a chat template, and the rows of a joined set."""
 
@@ -35,6 +44,8 @@ class Chat:
     messages: tuple[Mapping[str, Any], ...]
     """A role and a content each; with calls of functions also `tool_calls`, whose arguments are objects."""
     tools: Tools = ()
+    where: str = data_field(default="calibration.path", compare=False, repr=False)
+    """Location of its record, for error messages."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +54,8 @@ class Pair:
 
     instruction: str
     output: str
+    where: str = data_field(default="calibration.path", compare=False, repr=False)
+    """Location of its record, for error messages."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +82,7 @@ def document(
     `field` names the field to read; None takes `text`, `messages`, `instruction` and `output` (with the optional
     `input` of instruction sets), `question` and `answer`, `prompt` and `completion`, or `query`, `answers` and `tools`
     (a request and the calls that answer it), whichever is there first. `tools` beside messages are read with them.
+    Raises UserError for further parts of a conversation beside them (`UNREAD`), but not beside `text`, which is whole.
     `template` is a text with fields in braces; with these filled in, it is read as plain text.
     For error messages, `where` is the location of the record and `remedy` the advice to give.
     """
@@ -83,34 +97,61 @@ def document(
 
 def _standard(record: Mapping[str, Any], where: str, remedy: str) -> Document:
     """The document in the fields under which sets usually publish it."""
-    for standard_field in ("text", "messages"):
-        if standard_field in record:
-            return _named(record, standard_field, where)
+    if "text" in record:
+        return _named(record, "text", where)
+    if "messages" in record:
+        _check_all_read(record, ("tools",), where, "calibration.field=messages, which reads the messages alone")
+        return _named(record, "messages", where)
+    alone = "calibration.template with the fields to read"
     for task, solution in PAIRS:
         if task in record and solution in record:
+            _check_all_read(record, ("input",), where, alone)
             instruction = _string(record, task, where)
             if record.get("input"):
                 instruction += BLANK_LINE + _string(record, "input", where)
-            return Pair(instruction, _string(record, solution, where))
+            return Pair(instruction, _string(record, solution, where), where)
     if "prompt" in record and "completion" in record:
+        _check_all_read(record, (), where, alone)
         return Completion(_string(record, "prompt", where), _string(record, "completion", where))
     if all(name in record for name in ("query", "answers", "tools")):
+        _check_all_read(record, ("tools",), where, alone)
         request = {"role": "user", "content": _string(record, "query", where)}
         calls = {"role": "assistant", "content": "", "tool_calls": record["answers"]}
-        return Chat((request, _message(calls, f"{where}, field answers")), _tools(record, where))
+        return Chat((request, _message(calls, f"{where}, field answers")), _tools(record, where), where)
     raise UserError(
         f"{where}: none of the fields text, messages, instruction and output, question and answer, prompt and "
         f"completion, or query, answers and tools is there (found: {_names(record)}); {remedy}"
     )
 
 
+def _check_all_read(part: Mapping[str, Any], read: Collection[str], where: str, remedy: str) -> None:
+    """Raise UserError for a further part of a conversation, in a record or message, that is not among those `read`."""
+    for name in UNREAD:
+        if part.get(name) and part[name] not in ("[]", "{}") and name not in read:
+            raise UserError(f"{where}: {name}={part[name]!r:.40} is not read: expected none, or {remedy}")
+
+
 def _named(record: Mapping[str, Any], field: str, where: str) -> Document:
-    """The document in one field: a string, or a list of chat messages."""
+    """The document in one field: a string, or a list of chat messages or its JSON text."""
     _check_field(record, field, where, f"calibration.field={field}")
-    if isinstance(record[field], list):
-        messages = tuple(_message(entry, f"{where}, field {field}") for entry in record[field])
-        return Chat(messages, _tools(record, where))
+    value = record[field]
+    if field == "messages" or (field != "text" and _is_json_of_messages(value)):
+        value = _listed(_decoded(value, f"{where}: {field}"), f"{where}: {field}")
+    if isinstance(value, list):
+        messages = tuple(_message(entry, f"{where}, field {field}") for entry in value)
+        return Chat(messages, _tools(record, where), where)
     return Text(_string(record, field, where))
+
+
+def _is_json_of_messages(value: Any) -> bool:
+    """Whether a text is the JSON of chat messages, as columns of messages are after a way through CSV."""
+    if not isinstance(value, str) or not value.lstrip().startswith("["):
+        return False
+    try:
+        entries = json.loads(value)
+    except json.JSONDecodeError:
+        return False
+    return bool(entries) and all(isinstance(entry, Mapping) and "role" in entry for entry in entries)
 
 
 def _filled_in(record: Mapping[str, Any], field: str, where: str) -> str:
@@ -134,6 +175,7 @@ def _message(entry: Any, where: str) -> Mapping[str, Any]:
         entry = {**entry, "content": ""}
     if not isinstance(entry, Mapping) or not all(isinstance(entry.get(key), str) for key in ("role", "content")):
         raise UserError(f"{where}: expected messages with a role and a content that are strings, found {entry!r:.80}")
+    _check_all_read(entry, (), where, "its words in the content of the message")
     message: dict[str, Any] = {"role": entry["role"], "content": entry["content"]}
     if calls:
         message["tool_calls"] = [_tool_call(call, where) for call in _listed(calls, f"{where}: tool_calls")]
@@ -240,9 +282,7 @@ def written(document: Document, tokenizer: Any, special_tokens: bool) -> tuple[s
     if isinstance(document, Chat | Pair) and tokenizer.chat_template:
         tools = document.tools if isinstance(document, Chat) else ()
         render = partial(from_template, tokenizer=tokenizer)
-        return render_reading_tools(
-            messages(document), tools, render, "calibration.path holds conversations with"
-        ), False
+        return render_whole(messages(document), tools, render, f"{document.where} holds conversations with"), False
     if not isinstance(document, Chat):
         return plain(document), special_tokens
     raise UserError(
@@ -283,18 +323,20 @@ def from_template(messages: Sequence[Mapping[str, Any]], tools: Tools, tokenizer
     return text
 
 
-def render_reading_tools(
+def render_whole(
     messages: Sequence[Mapping[str, Any]],
     tools: Tools,
     render: Callable[[Sequence[Mapping[str, Any]], Tools], str],
     what: str,
 ) -> str:
-    """The text of a conversation, if the chat template behind `render` reads its tools and the calls of them.
+    """The text of a conversation, if the chat template behind `render` reads all of it.
 
-    Templates that know no tools ignore them, so the model would read conversations in which nothing is called. Raises
-    UserError, which begins with `what`, for one that writes the same text without the tools, or without the calls.
+    Templates that know no tools, or not the role of a message, ignore them, and some leave out the thoughts in earlier
+    answers. Raises UserError, which begins with `what`, for one that writes the same text without the tools or their
+    calls, and for one that leaves out words of a message.
     """
     text = render(messages, tools)
+    _check_words(messages, text, what)
     without: dict[str, tuple[Sequence[Mapping[str, Any]], Tools]] = {}
     if tools:
         without["tools"] = messages, ()
@@ -312,3 +354,35 @@ def render_reading_tools(
                 "functions"
             )
     return text
+
+
+def _check_words(messages: Sequence[Mapping[str, Any]], text: str, what: str) -> None:
+    """Raise UserError unless `text` has all words of the messages."""
+    contents = [message["content"].strip() for message in messages]
+    if _holds_in_order(text, contents):
+        return
+    # Templates may move a message to another place, or write it as JSON, so that its words are there but not its text.
+    lost = _words(" ".join(contents)) - (_words(text) | _words(re.sub(r'\\[ntr"\\/]', " ", text)))
+    if lost:
+        losing = [message for message in messages if lost.keys() & _words(message["content"]).keys()]
+        about = min(losing, key=lambda message: message["content"].strip() in text)  # first one that is not there whole
+        word = next(word for word in _words(about["content"]) if word in lost)
+        raise UserError(
+            f"{what} role={about['role']} content={about['content']!r:.60}, of which the model's chat template leaves "
+            f"out {word!r}: expected a set without it, or a model whose template reads it"
+        )
+
+
+def _holds_in_order(text: str, parts: Sequence[str]) -> bool:
+    """Whether a text has all these parts, one after another."""
+    end = 0
+    for part in parts:
+        start = text.find(part, end)
+        if start < 0:
+            return False
+        end = start + len(part)
+    return True
+
+
+def _words(text: str) -> Counter[str]:
+    return Counter(re.findall(r"\w+|[^\w\s]", text))

@@ -35,6 +35,8 @@ class JobConfig:
 
     gpus: int | None = None
     """GPUs; null takes as many as the model and the work need for their memory."""
+    gpu_type: str | None = None
+    """Type of the GPUs, as `sinfo --format=%G` names it, such as a100; null takes any."""
     cpus: int | None = None
     """CPU cores."""
     memory: float | None = None
@@ -50,7 +52,8 @@ class JobConfig:
     constraint: str | None = None
     """Features a node must have, such as h100."""
     sbatch: dict[str, Any] = field(default_factory=dict)
-    """Further options of sbatch, such as nodelist: node7, exclusive: true."""
+    """Further options of sbatch by their long names, such as nodelist: node7, exclusive: true; not those that another
+    setting decides."""
     setup: list[str] = field(default_factory=list)
     """Shell lines before Python starts, such as module load cuda."""
 

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from moe_lab.calibration.documents import Tools, render_reading_tools
+from moe_lab.calibration.documents import Tools, render_whole
 from moe_lab.errors import UserError
 from moe_lab.evaluation.harness import prompt_hash
 from moe_lab.results import Sample
@@ -67,11 +67,11 @@ class Generator(ABC):
     def render(self, messages: Messages, tools: Tools = ()) -> str:
         """The prompt for the next message of a conversation, in which the model may call `tools`.
 
-        Raises UserError without a chat template, and for one that ignores the tools.
+        Raises UserError without a chat template, and for one that ignores the tools or leaves out words.
         """
         if not self.tokenizer.chat_template:
             raise UserError("chat=true, but the model's tokenizer has no chat template: expected an instruction model")
-        return render_reading_tools(messages, tools, self._rendered, "the questions come with")
+        return render_whole(messages, tools, self._rendered, "the questions come with")
 
     def _rendered(self, messages: Messages, tools: Tools) -> str:
         with_tools = {"tools": list(tools)} if tools else {}

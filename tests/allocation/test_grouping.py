@@ -12,7 +12,7 @@ from facts_of import layer, settings
 from numpy.typing import NDArray
 
 from moe_lab.allocation import check, fits
-from moe_lab.allocation.grouping import GROUPINGS, average_linkage, by_salience, groups, nearest, weighted
+from moe_lab.allocation.grouping import GROUPINGS, average_linkage, by_salience, groups, nearest, parameters, weighted
 from moe_lab.config import AllocationConfig
 from moe_lab.errors import UserError
 
@@ -202,6 +202,21 @@ def test_protected_experts_hold_no_others() -> None:
     fits(asked, {0: layer(16, top_k=2)}, "expert")
     with pytest.raises(UserError, match=r"group_size=4.*at least 5"):
         fits(asked, {0: {**layer(16, top_k=2), "protected": (7,)}}, "expert")
+
+
+@pytest.mark.parametrize("name", GROUPINGS)
+def test_whether_groups_hold_all_experts_takes_no_matrix_of_distances(name: str) -> None:
+    """Of a million experts it would have eight terabytes."""
+    million = {0: layer(2**20, top_k=2)}
+    asked = {**settings("uniform", 0.5), "replacement": name}
+    fits(asked, million, "expert")
+    if "group_size" in parameters(name):
+        for accepted in ({"group_size": 2}, {}):
+            fits({**asked, "parameters": accepted}, million, "expert")
+        for ratio, size, least in ((0.5, 1, 2), (31 / 32, 16, 32), (31 / 32, None, 32)):
+            own = {**asked, "ratio": ratio, "parameters": {} if size is None else {"group_size": size}}
+            with pytest.raises(UserError, match=rf"group_size={size or 16}\b.*\b{least}\b"):
+                fits(own, million, "expert")
 
 
 def test_parameters_of_a_replacement_are_checked() -> None:

@@ -106,8 +106,8 @@ def test_an_answer_the_template_rewrites_is_refused_unless_turns_are_taken(
     tmp_path: Path, settings: Settings, tokenizer_with: Any
 ) -> None:
     file = write(tmp_path, {"instruction": "w0", "output": "w1 w2"})
-    shouting = tokenizer_with("{% for m in messages %}{{ m.role }} {{ m.content | replace('w1', 'w9') }} {% endfor %}")
-    chosen = settings(file, packing="none", length=5, tokens=5)
+    slow = tokenizer_with("{% for m in messages %}{{ m.role }} {{ m.content | replace(' ', ' w9 ') }} {% endfor %}")
+    chosen = settings(file, packing="none", length=6, tokens=6)
     with pytest.raises(UserError, match="header=true"):
-        answer_batches(chosen, shouting)
-    assert answered(chosen, shouting, header=True) == [["assistant", "w9", "w2"]]
+        answer_batches(chosen, slow)
+    assert answered(chosen, slow, header=True) == [["assistant", "w1", "w9", "w2"]]

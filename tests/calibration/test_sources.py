@@ -28,6 +28,7 @@ from moe_lab.paths import conf
 Settings = Callable[..., CalibrationConfig]
 
 MESSAGES = [{"role": "user", "content": "w1"}, {"role": "assistant", "content": "w2"}]
+MESSAGES_ALONE = {"messages": MESSAGES}
 
 
 def lines(*records: object) -> str:
@@ -94,6 +95,87 @@ def test_fields_that_are_known_without_being_named(tmp_path: Path, settings: Set
 def test_a_named_field_may_hold_text_or_messages(tmp_path: Path, settings: Settings) -> None:
     file = written(tmp_path / "a.jsonl", lines({"text": "no", "story": "yes"}, {"text": "no", "story": MESSAGES}))
     assert read(settings(file, field="story")) == [Text("yes"), Chat(tuple(MESSAGES))]
+
+
+PAIR = {"instruction": "w1", "output": "w2"}
+ANSWERED = {"question": "w1", "answer": "w2"}
+COMPLETED = {"prompt": "w1", "completion": "w2"}
+CALLED = {"query": "w1", "answers": [{"name": "w2", "arguments": {}}], "tools": [{"name": "w2"}]}
+SHARED = [{"from": "human", "value": "w3"}]
+
+
+@pytest.mark.parametrize(
+    ("record", "key", "value"),
+    [
+        ({"messages": [MESSAGES[0], {**MESSAGES[1], "reasoning_content": "w3"}]}, "reasoning_content", "w3"),
+        ({"messages": [MESSAGES[0], {**MESSAGES[1], "reasoning": "w3"}]}, "reasoning", "w3"),
+        ({"messages": [MESSAGES[0], {**MESSAGES[1], "function_call": {"name": "w3"}}]}, "function_call", "w3"),
+        ({"messages": [{**MESSAGES[0], "images": ["w3.png"]}, MESSAGES[1]]}, "images", "w3.png"),
+        ({"messages": MESSAGES, "images": ["w3.png"]}, "images", "w3.png"),
+        ({"messages": MESSAGES, "system": "w3"}, "system", "w3"),
+        ({"messages": MESSAGES, "conversations": SHARED}, "conversations", "human"),
+        ({**PAIR, "system": "w3"}, "system", "w3"),
+        ({**PAIR, "input": "", "history": [["w3", "w4"]]}, "history", "w3"),
+        ({**PAIR, "conversations": SHARED}, "conversations", "human"),
+        ({**PAIR, "tools": '[{"name": "w3"}]'}, "tools", "w3"),
+        ({**ANSWERED, "context": "w3"}, "context", "w3"),
+        ({**ANSWERED, "options": ["w3", "w2"]}, "options", "w3"),
+        ({**COMPLETED, "input": "w3"}, "input", "w3"),
+        ({**COMPLETED, "tools": [{"name": "w3"}]}, "tools", "w3"),
+        ({**CALLED, "system": "w3"}, "system", "w3"),
+    ],
+)
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
+def test_a_record_of_which_a_part_is_not_read_is_refused(
+    tmp_path: Path, settings: Settings, record: dict[str, Any], key: str, value: str, name: str
+) -> None:
+    records = [MESSAGES_ALONE, record]
+    file = written(tmp_path / name, lines(*records) if name == "a.jsonl" else json.dumps(records))
+    with pytest.raises(UserError, match=rf"a\.json.* 2.*\b{key}=.*{re.escape(value)}"):
+        read(settings(file))
+
+
+def test_empty_parts_and_remarks_are_no_parts_of_a_conversation(tmp_path: Path, settings: Settings) -> None:
+    noted = [{**MESSAGES[0], "timestamp": 3}, {**MESSAGES[1], "reasoning_content": None, "images": []}]
+    record = {"messages": noted, "system": "", "history": [], "images": None, "id": 3, "source": "w3", "prompt": "w1"}
+    file = written(tmp_path / "a.jsonl", lines(record, {**PAIR, "system": "", "history": "[]", "id": 3}))
+    assert read(settings(file)) == [Chat(tuple(MESSAGES)), Pair("w1", "w2")]
+
+
+def test_what_is_to_be_read_may_be_named(tmp_path: Path, settings: Settings) -> None:
+    """The advice for a record of which a part is not read."""
+    file = written(tmp_path / "a.jsonl", lines({"messages": MESSAGES, "system": "w3"}))
+    assert read(settings(file, field="messages")) == [Chat(tuple(MESSAGES))]
+    file = written(tmp_path / "b.jsonl", lines({**PAIR, "system": "w3"}))
+    assert read(settings(file, template="{system} {instruction} {output}")) == [Text("w3 w1 w2")]
+
+
+@pytest.mark.parametrize("field", [None, "messages"])
+def test_messages_may_be_json_text(tmp_path: Path, settings: Settings, field: str | None) -> None:
+    file = written(tmp_path / "a.jsonl", lines({"messages": json.dumps(MESSAGES)}))
+    assert read(settings(file, field=field)) == [Chat(tuple(MESSAGES))]
+    for wrong in ("w1 w2", '{"role": "user"}', '["w1"]', '[{"role": "user"}]', None):
+        file = written(tmp_path / "a.jsonl", lines(MESSAGES_ALONE, {"messages": wrong}))
+        with pytest.raises(UserError, match=r"a\.jsonl line 2.*messages"):
+            read(settings(file, field=field))
+
+
+def test_a_named_field_may_hold_messages_as_json_text(tmp_path: Path, settings: Settings) -> None:
+    told, other = json.dumps(MESSAGES), '[{"w1": 1}]'
+    file = written(tmp_path / "a.jsonl", lines({"story": told}, {"story": other}, {"story": "[w1] w2"}))
+    assert read(settings(file, field="story")) == [Chat(tuple(MESSAGES)), Text(other), Text("[w1] w2")]
+
+
+def test_a_text_is_whole_whatever_stands_beside_it(tmp_path: Path, settings: Settings) -> None:
+    file = written(tmp_path / "a.jsonl", lines({"text": "one", "system": "w3", "conversations": SHARED, **PAIR}))
+    assert read(settings(file)) == [Text("one")]
+
+
+def test_a_set_of_conversations_is_not_the_one_that_was_read_in_part(tmp_path: Path, settings: Settings) -> None:
+    """Steps of earlier versions may lack parts of its conversations; those of texts and completions do not."""
+    records = [{"text": "one"}, COMPLETED, PAIR, ANSWERED, MESSAGES_ALONE]
+    files = [written(tmp_path / f"{number}.jsonl", lines(record)) for number, record in enumerate(records)]
+    assert ["turns" in identity(settings(file)) for file in files] == [False, False, True, True, True]
 
 
 def test_empty_documents_are_left_out(tmp_path: Path, settings: Settings) -> None:

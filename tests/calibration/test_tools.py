@@ -1,4 +1,4 @@
-"""Conversations in which functions are called: what is read, what the chat template gets, and what is refused."""
+"""Conversations, and functions that are called in them: what the chat template gets, and what is refused."""
 
 from __future__ import annotations
 
@@ -154,3 +154,53 @@ def test_one_sentence_for_what_is_no_tool(
     file.write_text(line(**record))
     with pytest.raises(UserError, match=sentence):
         read(settings(file))
+
+
+SYSTEM = {"role": "system", "content": "w3"}
+THOUGHT = {"role": "assistant", "content": "<think> w4 </think> w5"}
+SKIPS_SYSTEM = "{% for m in messages %}{% if m.role != 'system' %}{{ m.role }} {{ m.content }} {% endif %}{% endfor %}"
+SKIPS_THOUGHTS = "{% for m in messages %}{{ m.role }} {{ m.content.split('</think>')[-1] }} {% endfor %}"
+SKIPS_TOOLS = SKIPS_SYSTEM.replace("'system'", "'tool'")
+FIRST_ONLY = "{% for m in messages[:2] %}{{ m.role }} {{ m.content }} {% endfor %}"
+CALLS_ONLY = "{% for m in messages %}{{ m.role }} {{ m.tool_calls if m.tool_calls else m.content }} {% endfor %}"
+ANSWER = {"role": "assistant", "content": "w2"}
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "role", "word"),
+    [
+        (SKIPS_SYSTEM, [SYSTEM, QUESTION, ANSWER], "system", "w3"),
+        (SKIPS_SYSTEM, [{**SYSTEM, "content": "w2"}, QUESTION, ANSWER], "system", "w2"),
+        (SKIPS_TOOLS, [QUESTION, ANSWER, {"role": "tool", "content": "w6"}], "tool", "w6"),
+        (SKIPS_TOOLS.replace("tool", "developer"), [{**SYSTEM, "role": "developer"}, ANSWER], "developer", "w3"),
+        (SKIPS_THOUGHTS, [QUESTION, THOUGHT], "assistant", "w4"),
+        (SKIPS_THOUGHTS, [QUESTION, {**ANSWER, "content": "!!! </think> w5"}], "assistant", "!"),
+        (FIRST_ONLY, [QUESTION, ANSWER, QUESTION, ANSWER], "user", "w1"),
+        (CALLS_ONLY, [QUESTION, {**ANSWER, "content": "w1 w8", "tool_calls": [CALL]}], "assistant", "w1"),
+    ],
+)
+def test_a_template_that_leaves_out_words_of_a_turn_is_refused(
+    template: str,
+    messages: list[dict[str, Any]],
+    role: str,
+    word: str,
+    tokenizer_with: Callable[..., Any],
+    tmp_path: Path,
+    settings: Settings,
+) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text((line(messages=[QUESTION, {**ANSWER, "content": "w7"}]) + line(messages=messages)) * 9)
+    with pytest.raises(UserError, match=rf"a\.jsonl line 2 .*\b{role}\b.*{re.escape(word)}"):
+        batches(settings(file), tokenizer_with(template))
+
+
+MOVED = "{% for m in messages[1:] + messages[:1] %}{{ m.role }} {{ m.content }} {% endfor %}"
+AS_JSON = "{% for m in messages %}{{ {m.role: m.content} | tojson }} {% endfor %}"
+TRIMMED = "{% for m in messages %}{{ m.role }} {{ m.content | trim }} {% endfor %}"
+THOUGHTS = "{% for m in messages %}{{ m.role }} {{ m.content | replace('</think>', ' </think> w9 ') }} {% endfor %}"
+
+
+@pytest.mark.parametrize("template", [MOVED, AS_JSON, TRIMMED, THOUGHTS])
+def test_a_template_may_write_all_words_in_another_way(template: str, tokenizer_with: Callable[..., Any]) -> None:
+    said = {"role": "assistant", "content": ' w2\n"w3" \\w4\t</think>w5 \u00fc '}
+    assert tokenize(Chat((SYSTEM, QUESTION, said, QUESTION)), tokenizer_with(template), special_tokens=False)

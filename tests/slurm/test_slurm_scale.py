@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -29,11 +30,12 @@ atexit.register(note)
 SBATCH = """\
 #!/bin/sh
 echo "$@" >> {folder}/sbatch.calls
+env >> {folder}/sbatch.env
 cp "$1" {folder}/$(wc -l < {folder}/sbatch.calls).sh
 [ "$(wc -l < {folder}/sbatch.calls)" = "${{REFUSE_AT:-0}}" ] && echo "sbatch: error: $REFUSE" >&2 && exit 1
 echo Submitted batch job $(wc -l < {folder}/sbatch.calls)
 """
-OTHERS = '#!/bin/sh\necho "$@" >> {folder}/{name}.calls\n'
+OTHERS = '#!/bin/sh\necho "$@" >> {folder}/{name}.calls\nenv >> {folder}/{name}.env\n'
 
 
 @pytest.fixture
@@ -97,6 +99,48 @@ def test_arrays_wait_for_what_they_need(tmp_path: Path, counting: Mapping[str, s
     evaluate = scripts["evaluate"]
     assert all(word in evaluate for word in ("--array=0-2%3", "--partition=gpu", "--nodelist=n7", "module load cuda"))
     assert "--partition" not in scripts["plan"]
+
+
+def submitted(folder: Path, counting: Mapping[str, str], *words: str, **shell: str) -> dict[str, str]:
+    """Kind -> script of a small study, typed in a shell with these variables."""
+    small = ["criterion=man", "suite.benchmarks=[pocket_boolq]", "launcher=slurm"]
+    words = tuple(command(folder / "store", *small, *words))
+    done = subprocess.run(words, capture_output=True, text=True, cwd=folder, env={**counting, **shell})
+    assert done.returncode == 0, done.stderr
+    return {kind: (folder / "bin" / f"{number}.sh").read_text() for kind, number in jobs(done.stdout).items()}
+
+
+def test_a_type_of_gpu_is_asked_for_where_gpus_are(tmp_path: Path, counting: Mapping[str, str]) -> None:
+    own = ["resources.every.gpu_type=a100", "resources.every.gpus=1", "+resources.jobs={plan: {gpus: 0}}"]
+    scripts = submitted(tmp_path, counting, *own, "model.device=cpu")
+    asked = {kind: re.findall(r"--gp\S+|--gres\S+", script) for kind, script in scripts.items()}
+    assert asked["evaluate"] == asked["statistics"] == ["--gpus-per-node=a100:1"]
+    assert asked["plan"] == asked["record"] == []
+
+
+SHOWN = {
+    **{"SQUEUE_STATES": "RUNNING", "SQUEUE_PARTITION": "x", "SQUEUE_NAMES": "x", "SQUEUE_FORMAT2": "jobid"},
+    **{"SINFO_PARTITION": "x", "SCANCEL_STATE": "RUNNING", "SCONTROL_FUTURE": "1", "SACCT_LOCAL": "1"},
+    **{"SLURM_CLUSTERS": "x", "SLURM_TIME_FORMAT": "relative"},
+}
+OVERRIDING = {
+    **{"SBATCH_JOB_NAME": "x", "SBATCH_ARRAY_INX": "0-9", "SBATCH_TIMELIMIT": "1", "SBATCH_MEM_PER_NODE": "1"},
+    **{"SBATCH_GRES": "gpu:1", "SBATCH_GPUS_PER_NODE": "1", "SBATCH_OUTPUT": "x", "SBATCH_WAIT": "1"},
+    **{"SBATCH_NO_REQUEUE": "1", "SBATCH_CLUSTERS": "x", "SBATCH_QOS": "x"},
+}
+"""What a shell would say of jobs against what moe_lab says of them; the qos is set below."""
+USUAL = {"SBATCH_ACCOUNT": "me", "SBATCH_PARTITION": "x", "SBATCH_RESERVATION": "x", "SLURM_CONF": "/x", "HOME": "/x"}
+
+
+def test_slurm_is_not_told_what_the_shell_shows_or_would_override(tmp_path: Path, counting: Mapping[str, str]) -> None:
+    submitted(tmp_path, counting, "resources.every.qos=long", **SHOWN, **OVERRIDING, **USUAL)
+    for name in ("squeue", "sinfo", "scontrol", "sbatch"):
+        told = dict(
+            line.split("=", 1) for line in (tmp_path / "bin" / f"{name}.env").read_text().split("\n") if "=" in line
+        )
+        assert not set(SHOWN) & set(told), name
+        assert USUAL.items() <= told.items(), name
+    assert not set(OVERRIDING) & set(told)
 
 
 def test_a_multirun_is_one_submission(tmp_path: Path, counting: Mapping[str, str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, fields
 from math import inf
@@ -157,3 +158,57 @@ def test_a_model_nothing_is_known_of_gets_a_gpu() -> None:
 def test_what_cannot_be_is_said(text: str, sentence: str) -> None:
     with pytest.raises(UserError, match=sentence):
         check(settings(text))
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "setting"),
+    [
+        ("gpus-per-node", "a100:1", "gpu_type"),
+        ("gpus_per_node", "a100:1", "gpu_type"),
+        ("gpus", "a100:2", "gpus"),
+        ("gres", "gpu:a100:1", "gpu_type"),
+        ("--gres", "gpu:1", "gpus"),
+        ("G", 1, "gpus"),
+        ("gpus-per-n", 1, "gpus"),
+        ("cpus-per-task", 4, "cpus"),
+        ("cpus_per_task", 4, "cpus"),
+        ("c", 4, "cpus"),
+        ("mem", "4G", "memory"),
+        ("mem-per-cpu", "4G", "memory"),
+        ("mem_per_gpu", "4G", "memory"),
+        ("time", 30, "minutes"),
+        ("t", "1:00:00", "minutes"),
+        ("partition", "gpu", "partition"),
+        ("p", "gpu", "partition"),
+        ("part", "gpu", "partition"),
+        ("account", "me", "account"),
+        ("A", "me", "account"),
+        ("q", "long", "qos"),
+        ("C", "h100", "constraint"),
+        ("requeue", False, "launcher.max_requeues"),
+        ("no-requeue", True, "launcher.max_requeues"),
+        ("array", "0-3", "launcher.parallel"),
+        ("signal", "TERM@60", "launcher.signal_seconds"),
+        ("job-name", "mine", "study"),
+        ("output", "log", "store"),
+        ("nodes", 2, "one"),
+        ("dependency", "singleton", "no"),
+        ("clusters", "other", "cluster"),
+    ],
+)
+@pytest.mark.parametrize("place", ["every", "jobs.plan"])
+def test_an_option_of_sbatch_that_a_setting_decides_is_refused(
+    option: str, value: Any, setting: str, place: str
+) -> None:
+    of_job = {"sbatch": {option: value}}
+    written = {"every": of_job} if place == "every" else {"jobs": {"plan": of_job}}
+    with pytest.raises(UserError, match=rf"{re.escape(f'{option}={value}')}\b.*\b{setting}\b") as error:
+        check(settings(OmegaConf.to_yaml(OmegaConf.create(written))))
+    assert place.rpartition(".")[2] in str(error.value)
+
+
+def test_all_other_options_of_sbatch_are_handed_on() -> None:
+    further = {"nodelist": "n7", "w": "n7", "exclusive": True, "nice": 5, "mail-type": "END", "time-min": 10, "tmp": 9}
+    chosen = settings(OmegaConf.to_yaml(OmegaConf.create({"every": {"sbatch": further}})))
+    check(chosen)
+    assert resources([step()], chosen)["sbatch"] == further

@@ -12,8 +12,6 @@ from typing import Any
 from moe_lab.study.slurm import scheduler
 
 SIZES = ("gpus", "cpus", "memory", "minutes")
-OWN = {"clusters", "partition", "cpus-per-task", "mem", "mem-per-cpu", "mem-per-gpu", "gpus-per-node", "time"}
-"""Options of sbatch that override fields of JobConfig when they are set by hand."""
 
 
 @dataclass(frozen=True)
@@ -51,9 +49,7 @@ def _minutes(limit: str) -> float:
 
 def _of_partition(asks: Mapping[str, Any], available: Sequence[Nodes]) -> list[Nodes]:
     """The nodes that a job may run on; none when they are not known."""
-    if OWN & {name.replace("_", "-") for name in asks["sbatch"]}:
-        return []
-    named = os.environ.get("SBATCH_PARTITION") or asks["partition"]
+    named = asks["partition"] or os.environ.get("SBATCH_PARTITION")
     return [each for each in available if (each.partition in named.split(",") if named else each.default)]
 
 
@@ -70,8 +66,8 @@ def too_much(asks: Mapping[str, Any], available: Sequence[Nodes]) -> tuple[list[
     """Resources that a job asks for and no node has: fields of JobConfig, and the nodes' sizes as text. None if a node
     has all of them.
 
-    None also when it is not known: for a partition that sinfo does not list, which sbatch itself refuses, and when
-    options of sbatch are set by hand. Time is not compared with a qos, which may allow more than the partition does.
+    None also when it is not known: for a partition that sinfo does not list, which sbatch itself refuses. Time is not
+    compared with a qos, which may allow more than the partition does.
     """
     own = _of_partition(asks, available)
     sizes = SIZES[:-1] if asks["qos"] else SIZES
@@ -106,6 +102,8 @@ def refusal(kind: str, asks: Mapping[str, Any], words: str) -> str:
     fields = [next((field for word, field in WORDS.items() if word in lower), None)]
     if fields == [None]:
         fields = [*SIZE] if "configuration" in lower else ["sbatch"]
+    if "gpus" in fields and asks["gpu_type"]:
+        fields.insert(1, "gpu_type")
     return less(kind, asks, [field for field in fields if field], f"Slurm says: {sentence}")
 
 

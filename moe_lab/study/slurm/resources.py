@@ -14,6 +14,7 @@ from moe_lab.errors import UserError, unknown
 from moe_lab.grid import typed
 from moe_lab.secret_settings import escaped
 from moe_lab.study.estimates import GIB, Memory, Seconds, gpus, memory_of
+from moe_lab.study.slurm import scheduler
 from moe_lab.study.step import Step
 from moe_lab.study.steps import KINDS
 from moe_lab.study.steps.kind import Reads
@@ -41,6 +42,20 @@ def check(settings: ResourcesConfig) -> None:
             value = getattr(job, name)
             if value is not None and not value >= least:
                 raise UserError(f"resources {key}: {name}={value}: expected at least {least}")
+        _check_sbatch(key, job.sbatch)
+
+
+def _check_sbatch(key: str, options: Mapping[str, Any]) -> None:
+    """Raise UserError for an option of sbatch that another setting decides, or the beginning of one's name."""
+    settings = {**scheduler.DECIDED, **{name: name for name in scheduler.OPTIONAL}}
+    for written, value in options.items():
+        name = scheduler.option(written)
+        decided = [each for each in settings if len(name) > 1 and each.startswith(name)]
+        if decided:
+            raise UserError(
+                f"resources {key}: the option {written}={value} of sbatch is decided by other settings: expected "
+                f"{settings[decided[0]]}"
+            )
 
 
 def resources(
@@ -54,10 +69,11 @@ def resources(
     The steps are about one model, except small ones. They are of one kind, or go into jobs of the first step's kind,
     such as the costs of the models that the job evaluates.
 
-    Returns the fields of JobConfig: gpus, cpus, memory (GiB) and minutes are always numbers; partition, account, qos
-    and constraint may be None; sbatch is a mapping and setup a list. Settings of MODEL/KIND take precedence over
-    MODEL/every, KIND and every; sbatch is merged. `seconds` estimates the time of a step; if it is unknown for one, the
-    job asks for `settings.longest`. Minutes that are not set are limited to `time_limit` of the job's settings.
+    Returns the fields of JobConfig: gpus, cpus, memory (GiB) and minutes are always numbers; gpu_type, partition,
+    account, qos and constraint may be None; sbatch is a mapping and setup a list. Settings of MODEL/KIND take
+    precedence over MODEL/every, KIND and every; sbatch is merged. `seconds` estimates the time of a step; if it is
+    unknown for one, the job asks for `settings.longest`. Minutes that are not set are limited to `time_limit` of the
+    job's settings.
     """
     configured = _configured(steps[0], settings)
     memories = [memory_of(step) or UNKNOWN for step in steps]

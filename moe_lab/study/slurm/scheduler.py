@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from moe_lab.errors import UserError
@@ -16,6 +17,35 @@ GONE = ("COMPLETING", "COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL"
 NEVER = "DependencyNeverSatisfied"
 AT_ONCE = 500
 """Most job ids in one call of scancel, since the length of a command line is limited."""
+DISPLAY = (
+    *("SQUEUE_", "SINFO_", "SCONTROL_", "SCANCEL_", "SACCT_"),
+    *("SLURM_CLUSTERS", "SLURM_TIME_FORMAT", "SLURM_BITSTR_LEN", "SLURM_TOPO_LEN"),
+)
+"""Beginnings of variables by which a shell selects what Slurm's commands show or cancel, and how they show it."""
+DECIDED = {
+    **dict.fromkeys(("gpus", "gpus-per-node", "gpus-per-task", "gpus-per-socket", "gres"), "gpus and gpu_type"),
+    **dict.fromkeys(("cpus-per-task", "cpus-per-gpu"), "cpus"),
+    **dict.fromkeys(("mem", "mem-per-cpu", "mem-per-gpu"), "memory"),
+    "time": "minutes",
+    "array": "launcher.parallel",
+    "signal": "launcher.signal_seconds",
+    **dict.fromkeys(("requeue", "no-requeue"), "launcher.max_requeues"),
+    "job-name": "study",
+    **dict.fromkeys(("output", "error", "open-mode"), "store, which has the logs"),
+    **dict.fromkeys(("nodes", "ntasks", "ntasks-per-node"), "one process on one node"),
+    **dict.fromkeys(("dependency", "kill-on-invalid-dep", "wait", "test-only", "wrap"), "no such option"),
+    "clusters": "the same command on a machine of that cluster",
+}
+"""Options of sbatch that moe_lab decides for every job -> what to use instead."""
+OPTIONAL = ("partition", "account", "qos", "constraint")
+"""Options of sbatch that are fields of JobConfig; a shell's variable counts where the field is not set."""
+SHORT = {
+    **{"G": "gpus", "c": "cpus-per-task", "t": "time", "a": "array", "J": "job-name", "o": "output", "e": "error"},
+    **{"N": "nodes", "n": "ntasks", "d": "dependency", "W": "wait", "M": "clusters"},
+    **{"p": "partition", "A": "account", "q": "qos", "C": "constraint"},
+}
+VARIABLES = {"array": "ARRAY_INX", "time": "TIMELIMIT", "mem": "MEM_PER_NODE"}
+"""Options of sbatch whose variable has another name than the option."""
 
 
 @dataclass(frozen=True)
@@ -52,13 +82,13 @@ def cancel(jobs: Iterable[str]) -> None:
     """Cancel jobs by id; jobs that have already ended are not an error."""
     ids = list(jobs)
     for start in range(0, len(ids), AT_ONCE):
-        subprocess.run(["scancel", *ids[start : start + AT_ONCE]], capture_output=True)
+        _run("scancel", *ids[start : start + AT_ONCE])
 
 
 def fate(job: str) -> str:
     """Slurm's state of a job, also after its end while Slurm remembers it (MinJobAge, five minutes by default); else
     ""."""
-    done = subprocess.run(["scontrol", "--oneliner", "show", "job", job], capture_output=True, text=True)
+    done = _run("scontrol", "--oneliner", "show", "job", job)
     words = dict(word.split("=", 1) for word in done.stdout.split() if "=" in word)
     return words.get("JobState", "")
 
@@ -67,7 +97,7 @@ def ask(*command: str) -> str:
     """Output of a Slurm command. Raises UserError when there is no such command, or, with its message, when it
     fails."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True)
+        done = _run(*command)
     except FileNotFoundError:
         raise UserError(
             f"launcher=slurm: there is no {command[0]} here: start this on a machine that submits jobs, "
@@ -76,3 +106,30 @@ def ask(*command: str) -> str:
     if done.returncode:
         raise UserError(f"launcher=slurm: the scheduler does not answer: {done.stderr.strip()}")
     return done.stdout
+
+
+def _run(*command: str) -> subprocess.CompletedProcess[str]:
+    """Run a Slurm command, whose output and selection the variables of the user's shell do not change."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(DISPLAY)}
+    return subprocess.run(command, capture_output=True, text=True, env=environment)
+
+
+def option(name: str) -> str:
+    """The long name of an option of sbatch, however it is written: gpus_per_node, --gres, G."""
+    bare = name.lstrip("-")
+    return SHORT.get(bare, bare.replace("_", "-"))
+
+
+@contextmanager
+def submitting(options: Collection[str]) -> Iterator[None]:
+    """While open, sbatch is not told by the shell's variables what moe_lab decides, or one of `options`, which the job
+    sets itself: to sbatch, a variable counts more than the script of a job."""
+    decided = {*DECIDED, *map(option, options)}
+    ignored = {f"SBATCH_{VARIABLES.get(name, name.upper().replace('-', '_'))}" for name in decided}
+    away = {name: os.environ[name] for name in os.environ if name in ignored or name.startswith(DISPLAY)}
+    for name in away:
+        del os.environ[name]
+    try:
+        yield
+    finally:
+        os.environ.update(away)

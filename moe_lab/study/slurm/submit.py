@@ -138,6 +138,8 @@ class Submission:
         )
         dependency = {"dependency": f"{condition}:{':'.join(after)}"} if after else {}
         more = {"kill-on-invalid-dep": "yes", "requeue": True, **dependency, **asks["sbatch"]}
+        optional = {name: asks[name] for name in scheduler.OPTIONAL if asks[name] is not None}
+        kind_of_gpu = f"{asks['gpu_type']}:" if asks["gpu_type"] else ""
         executor.update_parameters(
             job_name=self._name(kind),
             time=asks["minutes"],
@@ -147,11 +149,12 @@ class Submission:
             signal_delay_s=settings.signal_seconds,
             array_parallelism=settings.parallel,
             additional_parameters=more,
-            **{name: asks[name] for name in ("partition", "account", "qos", "constraint") if asks[name] is not None},
-            **({"gpus_per_node": asks["gpus"]} if asks["gpus"] else {}),
+            **optional,
+            **({"gpus_per_node": f"{kind_of_gpu}{asks['gpus']}"} if asks["gpus"] else {}),
         )
         try:
-            return [job.job_id for job in executor.submit_array(what)]
+            with scheduler.submitting([*optional, *asks["sbatch"]]):
+                return [job.job_id for job in executor.submit_array(what)]
         except (FailedJobError, FailedSubmissionError) as error:
             raise UserError(refusal(kind, asks, str(error))) from None
 
