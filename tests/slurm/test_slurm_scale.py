@@ -186,12 +186,23 @@ def test_a_refusal_takes_back_what_was_accepted(tmp_path: Path, counting: Mappin
     assert not list((tmp_path / "store" / "runs").glob("*/*"))
 
 
-def test_a_machine_without_slurm_is_told(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("squeue", "says"),
+    [(None, "there is no squeue here"), ("no program", "squeue cannot be started (Exec format error)")],
+)
+def test_a_machine_without_slurm_is_told(squeue: str | None, says: str, tmp_path: Path) -> None:
+    """Also where PATH has a folder that may not be read, as after `su`, which hides that there is no such program."""
+    hidden, programs = tmp_path / "hidden", tmp_path / "programs"
+    programs.mkdir()
+    hidden.mkdir(mode=0o000)
+    if squeue is not None:
+        (programs / "squeue").write_bytes(b"\0" + squeue.encode())
+        (programs / "squeue").chmod(0o755)
     done = subprocess.run(
         command(tmp_path / "store", "suite.benchmarks=[pocket_boolq]", "launcher=slurm"),
         capture_output=True,
         text=True,
         cwd=tmp_path,
-        env={**os.environ, "PATH": "/nowhere"},
+        env={**os.environ, "PATH": f"{hidden}:{programs}"},
     )
-    assert done.returncode == 2 and "there is no squeue here" in done.stderr and "Traceback" not in done.stderr
+    assert done.returncode == 2 and says in done.stderr and "Traceback" not in done.stderr

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
@@ -94,24 +95,26 @@ def fate(job: str) -> str:
 
 
 def ask(*command: str) -> str:
-    """Output of a Slurm command. Raises UserError when there is no such command, or, with its message, when it
-    fails."""
-    try:
-        done = _run(*command)
-    except FileNotFoundError:
-        raise UserError(
-            f"launcher=slurm: there is no {command[0]} here: start this on a machine that submits jobs, "
-            "or use launcher=local"
-        ) from None
+    """Output of a Slurm command. Raises UserError, with its message, when it fails."""
+    done = _run(*command)
     if done.returncode:
         raise UserError(f"launcher=slurm: the scheduler does not answer: {done.stderr.strip()}")
     return done.stdout
 
 
 def _run(*command: str) -> subprocess.CompletedProcess[str]:
-    """Run a Slurm command, whose output and selection the variables of the user's shell do not change."""
+    """Run a Slurm command, whose output and selection the variables of the user's shell do not change.
+
+    Raises UserError when it cannot be started.
+    """
     environment = {name: value for name, value in os.environ.items() if not name.startswith(DISPLAY)}
-    return subprocess.run(command, capture_output=True, text=True, env=environment)
+    why = f"there is no {command[0]} here"
+    if shutil.which(command[0]) is not None:  # a folder of PATH that may not be read hides that there is none
+        try:
+            return subprocess.run(command, capture_output=True, text=True, env=environment)
+        except OSError as error:
+            why = f"{command[0]} cannot be started ({error.strerror})"
+    raise UserError(f"launcher=slurm: {why}: start this on a machine that submits jobs, or use launcher=local")
 
 
 def option(name: str) -> str:
