@@ -27,6 +27,7 @@ from moe_lab.evaluation.generation import (
     GenSpec,
     LanguageModel,
     Likelihood,
+    check_finite,
     continuation,
     cut,
     end_tokens,
@@ -198,7 +199,9 @@ class EngineModel(LanguageModel):
             "stop": spec.stop,
             "ends": self.ends,
         }
-        for number, tokens in self.engine.items("generate", TOKEN_SECONDS * spec.max_new_tokens, **request):
+        texts = self.engine.items("generate", TOKEN_SECONDS * spec.max_new_tokens, **request)
+        for number, tokens, log_likelihood in texts:
+            check_finite(log_likelihood, "log-likelihood")
             index = order[number]
             yield index, cut(continuation(self.tokenizer, encoded[index], tokens, self.ends), spec.stop), None
 

@@ -199,6 +199,18 @@ def end_tokens(checkpoint: Path, tokenizer: Any) -> list[int]:
     return sorted({token for token in (*tokens, tokenizer.eos_token_id) if token is not None})
 
 
+def check_finite(number: float, name: str) -> None:
+    """Raise FloatingPointError for a logit or log-likelihood of a generated token that is no finite number.
+
+    Such logits still have a largest one, so that they would give a text.
+    """
+    if not math.isfinite(number):
+        raise FloatingPointError(
+            f"the {name} of a generated token is {number}, expected a finite number: the model's weights or precision "
+            "make it overflow"
+        )
+
+
 def fitting(lengths: Sequence[int], spec: GenSpec, model_length: int | None) -> list[int]:
     """Indices of the prompts that leave room for `spec.max_new_tokens`, longest first; `lengths` are in tokens.
 

@@ -15,7 +15,16 @@ from typing import Any
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from moe_lab.errors import UserError
-from moe_lab.evaluation.generation import AnswerRow, GenSpec, LanguageModel, Likelihood, continuation, cut, fitting
+from moe_lab.evaluation.generation import (
+    AnswerRow,
+    GenSpec,
+    LanguageModel,
+    Likelihood,
+    check_finite,
+    continuation,
+    cut,
+    fitting,
+)
 from moe_lab.evaluation.greedy import greedy, ignore_rows
 from moe_lab.evaluation.likelihoods import log_likelihoods
 
@@ -157,6 +166,7 @@ class ContinuousModel(LocalModel):
             max_requests_per_batch=spec.batch_size,
             auto_switch_to_flash=False,
             use_cuda_graph=False,  # which experts are computed changes from pass to pass
+            return_logprobs=True,  # which say whether logits are finite
             **self.sizes,
         )
         try:
@@ -179,6 +189,8 @@ def _next(manager: Any) -> tuple[int, list[int], bool]:
         time.sleep(0)
     if result.error is not None:
         raise _unsupported(result.error)
+    for log_likelihood in result.logprobs:
+        check_finite(log_likelihood, "log-likelihood")
     return int(result.request_id), result.generated_tokens, result.is_finished()
 
 
