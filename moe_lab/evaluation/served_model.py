@@ -14,6 +14,7 @@ import openai
 from moe_lab.config import BackendConfig
 from moe_lab.errors import Unavailable, UserError
 from moe_lab.evaluation.generation import TOKEN_SECONDS, AnswerRow, Generator, GenSpec, cut, fitting
+from moe_lab.evaluation.reasoning import special_marks
 
 STOPS = 4
 """Most stop texts of one request: OpenAI's limit, and vLLM's default. Texts are cut at the other ones here."""
@@ -118,10 +119,15 @@ class ServedModel(Generator):
         """(index, text, None) of each prompt as soon as it is done; longest first, `spec.batch_size` at a time.
 
         Raises Unavailable when no text at all arrives for too long. A single late text is no error, because the server
-        may finish all others first.
+        may finish all others first. Raises UserError where a server would leave out the marks of thoughts.
         """
         if not prompts:
             return
+        if spec.chat and (marks := special_marks(self.tokenizer)):
+            raise UserError(
+                f"a server leaves out special tokens, and {', '.join(marks.values())} part the model's thoughts from "
+                "its answers: expected backend=hf or backend=vllm"
+            )
         encoded = self.tokenizer(list(prompts), add_special_tokens=spec.special_tokens).input_ids
         order = fitting([len(ids) for ids in encoded], spec, self.max_length)
         texts = {index: self._request_text(prompts[index], encoded[index]) for index in order}
@@ -168,11 +174,12 @@ class ServedModel(Generator):
         Some servers also stop at a stop text that begins in the prompt. A text that ended for that reason is requested
         again without such stop texts.
         """
-        text, reason = self.completions.complete(client, prompt, spec.max_new_tokens, spec.stop)
-        if reason == "stop" and cut(text, spec.stop) == text and _crosses(prompt, text, spec.stop):
-            inside = [stop for stop in spec.stop if not _begins(prompt, stop)]
+        stops = self.early_stop(spec)
+        text, reason = self.completions.complete(client, prompt, spec.max_new_tokens, stops)
+        if reason == "stop" and cut(text, stops, prompt, chat=spec.chat) == text and _crosses(prompt, text, stops):
+            inside = [stop for stop in stops if not _begins(prompt, stop)]
             text, _ = self.completions.complete(client, prompt, spec.max_new_tokens, inside)
-        return cut(text, spec.stop)
+        return cut(text, spec.stop, prompt, chat=spec.chat)
 
 
 def _begins(prompt: str, stop: str) -> bool:

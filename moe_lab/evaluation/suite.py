@@ -79,6 +79,9 @@ def question_identity(benchmark: BenchmarkConfig) -> dict[str, Any]:
         "parameters": _parameters(benchmark, harness.question_parameters),
         **({"answer_loss": "bits per byte"} if harness.answer_loss else {}),
         **({"documents": "joined by blank lines"} if of_documents else {}),
+        # Results of earlier versions differ: texts of logits that are not finite, texts that a server had not completed
+        # and drafts inside of thoughts were graded.
+        **({"texts": "complete, of finite logits, graded without thoughts"} if benchmark.max_new_tokens else {}),
     }
 
 
