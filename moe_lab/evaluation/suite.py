@@ -81,8 +81,15 @@ def question_identity(benchmark: BenchmarkConfig) -> dict[str, Any]:
         **({"documents": "joined by blank lines"} if of_documents else {}),
         # Results of earlier versions differ: texts of logits that are not finite, texts that a server had not completed
         # and drafts inside of thoughts were graded.
-        **({"texts": "complete, of finite logits, graded without thoughts"} if benchmark.max_new_tokens else {}),
+        **({"texts": "complete, of finite logits, graded without thoughts"} if _generates(benchmark) else {}),
     }
+
+
+def _generates(benchmark: BenchmarkConfig) -> bool:
+    """Whether the model writes texts. A task of one's own may say so without max_new_tokens."""
+    if benchmark.max_new_tokens or benchmark.harness != "lm_eval" or benchmark.data is not None:
+        return benchmark.max_new_tokens > 0
+    return "generate_until" in data_files(benchmark)[0].read_text(encoding="utf-8", errors="replace")
 
 
 def identity(benchmark: BenchmarkConfig) -> dict[str, Any]:
