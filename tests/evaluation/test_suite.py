@@ -116,3 +116,12 @@ def test_two_benchmarks_do_not_report_one_result() -> None:
 )
 def test_settings_that_cannot_be_or_would_do_nothing_are_told(changed: dict[str, Any], says: str) -> None:
     assert any(says in sentence for sentence in suite.wrong([replace(CODE, **changed)]))
+
+
+@pytest.mark.parametrize("output_type", ["generate_until", "multiple_choice"])
+def test_a_task_that_generates_is_told_from_one_that_chooses(output_type: str, tmp_path: Path) -> None:
+    """Also where max_new_tokens=0 leaves the limit to the task: texts have been read in another way before."""
+    (tmp_path / "t.yaml").write_text(f"task: t\noutput_type: {output_type}\n")
+    (tmp_path / "t.jsonl").write_text('{"q": "1"}\n')
+    benchmark = BenchmarkConfig(name="t", harness="lm_eval", task=str(tmp_path / "t.yaml"), reports={"t": "acc"})
+    assert ("texts" in suite.question_identity(benchmark)) == (output_type == "generate_until")
