@@ -293,7 +293,7 @@ class Answer:
 
     def without_thought(self, *, chat: bool = True) -> str | None:
         """The part of the output that is graded; None if a thought before it does not end. See `answer_in`."""
-        return answer_in(self.output, self.prompt, chat=chat)
+        return "" if self.too_long else answer_in(self.output, self.prompt, chat=chat)
 
     def sample(self, result: str, outcome: float, extracted: str) -> Sample:
         """The row of samples.parquet for this answer and the result called `result`."""

@@ -77,7 +77,8 @@ class Engine:
     ) -> Iterator[tuple[int, list[int], float]]:
         """(number of a prompt, its new tokens, their log-likelihood) as soon as a text is done.
 
-        Greedy; prompts are token ids. The log-likelihood, in nats, is NaN where a logit was.
+        Greedy; prompts are token ids. The log-likelihood, in nats, is NaN where a logit was. ValueError for a text that
+        vLLM broke off.
         """
         from vllm import SamplingParams
 
@@ -92,6 +93,8 @@ class Engine:
         )
         for number, output in self._finished((ids, asked) for ids in prompts):
             (text,) = output.outputs
+            if text.finish_reason not in ("stop", "length"):
+                raise ValueError(f"a text ended by finish_reason={text.finish_reason}: expected stop or length")
             yield number, list(text.token_ids), text.cumulative_logprob
 
     def log_likelihoods(

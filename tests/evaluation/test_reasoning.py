@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from dataclasses import replace
@@ -32,6 +33,7 @@ from moe_lab.evaluation.local_model import LocalModel
 from moe_lab.evaluation.mirror.make import benchmarks, make
 from moe_lab.evaluation.sandbox.policy import Policy
 from moe_lab.evaluation.served_model import Completions, ServedModel
+from moe_lab.serving import vllm_engine
 
 PLAIN = "{% for m in messages %}{{ m.content }}{% endfor %}"
 HARMONY = PLAIN + "<|start|>assistant"
@@ -260,7 +262,40 @@ def test_a_score_inside_a_judges_thought_is_none(
         assert verdict.score == score and len(at.asked) == (1 if score else 2)
 
 
+@pytest.mark.parametrize("reason", ["abort", "error", "content_filter"])
+def test_a_reply_that_the_judges_endpoint_broke_off_is_asked_for_again(
+    reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(judging, "FIRST_WAIT", 0.001)
+    replies = [message('{"score": "3"}', finish_reason=reason), message('{"score": "8"}')]
+    with endpoint(lambda body: replies.pop(0)) as at:
+        (verdict,) = Judge(JudgeConfig("j", "j", at.url), tmp_path).verdicts(["?"], tolerated=1)
+        assert verdict.score == 8.0
+
+
+def test_what_was_not_asked_is_no_unfinished_thought() -> None:
+    assert Answer("1", "Q<think>\n", "", too_long=True).without_thought() == ""
+
+
 # Back ends.
+
+
+@pytest.mark.parametrize(("reason", "whole"), [("stop", True), ("length", True), ("abort", False), ("error", False)])
+def test_a_text_that_an_engine_broke_off_is_an_error(reason: str, whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the process of the engine sees it, with vLLM played."""
+    text = SimpleNamespace(token_ids=(5, 7), finish_reason=reason, cumulative_logprob=-1.0)
+    done = [SimpleNamespace(request_id="0", finished=True, outputs=[text])]
+    played = SimpleNamespace(
+        add_request=lambda *_: None, has_unfinished_requests=lambda: bool(done), step=lambda: [done.pop()]
+    )
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=lambda **_: None))
+    engine = vllm_engine.Engine()
+    engine.llm = SimpleNamespace(llm_engine=played)
+    if whole:
+        assert list(engine.generate([[1]], 2, [], [0])) == [(0, [5, 7], -1.0)]
+    else:
+        with pytest.raises(ValueError, match=f"finish_reason={reason}"):
+            list(engine.generate([[1]], 2, [], [0]))
 
 
 def test_a_stop_text_in_a_thought_ends_no_text_of_a_server(subject: LocalModel) -> None:
