@@ -20,7 +20,12 @@ _LOSS = "answer_loss"
 _RESULT = ("benchmark", "metric", "score", "stderr", "n", "expected")
 _OTHER_STEPS = ("cost", "profile")
 """Other steps of a cell whose errors are recorded."""
-_ORIGIN = ("host", "machine", "python", "moe_lab", "commit", "sandbox", "too_long")
+_LEFT_OUT = {
+    "too_long": "were not asked, because prompt and answer do not fit its limit; they count as empty answers",
+    "unfinished_thoughts": "have no answer, because a thought does not end within the limit; they count as wrong",
+}
+"""Items without an answer, by their name in a protocol -> what the report says of them."""
+_ORIGIN = ("host", "machine", "python", "moe_lab", "commit", "sandbox", *_LEFT_OUT)
 
 
 def evaluations(
@@ -79,7 +84,7 @@ def _origin(folder: str, result: Mapping[str, Any], provenance: Mapping[str, Any
         "moe_lab": code.get("version"),
         "commit": f"{code['commit']}{' (edited)' if code.get('edits') else ''}" if code.get("commit") else None,
         "sandbox": protocol.get("sandbox"),
-        "too_long": len(protocol.get("too_long") or ()),
+        **{key: len(protocol.get(key) or ()) for key in _LEFT_OUT},
         "versions": {str(library): str(version) for library, version in versions.items() if version},
     }
 
@@ -190,14 +195,10 @@ def remarks(results: pd.DataFrame, origins: pd.DataFrame, cells: pd.DataFrame) -
         few = short["benchmark"].nunique()
         noun = "benchmark" if few == 1 else "benchmarks"
         notes.append(f"A limit was set: {few} {noun} ran on part of the items only.")
-    unasked = (
-        results.merge(origins[["folder", "too_long"]], on="folder").groupby("benchmark", sort=True)["too_long"].max()
-    )
-    for name, count in unasked[unasked > 0].items():
-        notes.append(
-            f"{name}: up to {count} items of a model were not asked, because prompt and answer do not fit its limit; "
-            "they count as empty answers."
-        )
+    for key, sentence in _LEFT_OUT.items():
+        of_benchmark = results.merge(origins[["folder", key]], on="folder").groupby("benchmark", sort=True)[key].max()
+        for name, count in of_benchmark[of_benchmark > 0].items():
+            notes.append(f"{name}: up to {count} items of a model {sentence}.")
     if results.groupby("cell")["task"].agg(frozenset).nunique() > 1:
         notes.append(
             "Cells were evaluated on different sets of benchmarks; averages are over those a group has in common."

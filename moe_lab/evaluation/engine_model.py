@@ -27,6 +27,7 @@ from moe_lab.evaluation.generation import (
     GenSpec,
     LanguageModel,
     Likelihood,
+    check_finite,
     continuation,
     cut,
     end_tokens,
@@ -195,12 +196,15 @@ class EngineModel(LanguageModel):
         request = {
             "prompts": [encoded[index] for index in order],
             "most": spec.max_new_tokens,
-            "stop": spec.stop,
+            "stop": self.early_stop(spec),
             "ends": self.ends,
         }
-        for number, tokens in self.engine.items("generate", TOKEN_SECONDS * spec.max_new_tokens, **request):
+        texts = self.engine.items("generate", TOKEN_SECONDS * spec.max_new_tokens, **request)
+        for number, tokens, log_likelihood in texts:
+            check_finite(log_likelihood, "log-likelihood")
             index = order[number]
-            yield index, cut(continuation(self.tokenizer, encoded[index], tokens, self.ends), spec.stop), None
+            text = continuation(self.tokenizer, encoded[index], tokens, self.ends)
+            yield index, cut(text, spec.stop, prompts[index], chat=spec.chat), None
 
     def log_likelihoods(
         self, rows: Sequence[Sequence[int]], starts: Sequence[int], batch_size: int

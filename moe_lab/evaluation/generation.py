@@ -13,6 +13,7 @@ from typing import Any
 from moe_lab.calibration.documents import Tools, render_whole
 from moe_lab.errors import UserError
 from moe_lab.evaluation.harness import prompt_hash
+from moe_lab.evaluation.reasoning import answer_in, may_think, special_marks
 from moe_lab.results import Sample
 
 TOKEN_SECONDS = 1.0
@@ -32,7 +33,7 @@ class GenSpec:
     max_new_tokens: int
     """Largest number of tokens of a text."""
     stop: tuple[str, ...] = ()
-    """Texts at which generation ends; they are cut off. Only generated text is searched for them."""
+    """Texts at which an answer ends; they are cut off. Only generated text is searched for them, and no thought."""
     batch_size: int = 64
     """Prompts in one forward pass."""
     max_length: int | None = None
@@ -41,6 +42,11 @@ class GenSpec:
     """Whether the tokenizer adds its special tokens to a prompt. False for chats: the template has written them."""
     skip_long: bool = False
     """Generate nothing for a prompt that leaves too little room, instead of raising UserError."""
+
+    @property
+    def chat(self) -> bool:
+        """Whether prompts are conversations that a chat template has written."""
+        return not self.special_tokens
 
 
 @dataclass(frozen=True)
@@ -79,6 +85,13 @@ class Generator(ABC):
             list(messages), tokenize=False, add_generation_prompt=True, **with_tools, **self.template_arguments
         )
         return text
+
+    def early_stop(self, spec: GenSpec) -> tuple[str, ...]:
+        """The stop texts that may end a text while it is generated: none where the model may think before its answer.
+
+        What a thought says ends nothing, so texts of such models are cut when they are complete.
+        """
+        return () if spec.chat and may_think(self.tokenizer) else spec.stop
 
     def generate(self, prompts: Sequence[str], spec: GenSpec, answers: Sequence[str | None] = ()) -> list[str]:
         """The text that follows each prompt, in order, up to a stop text, an end token or the token limit.
@@ -178,14 +191,24 @@ class LanguageModel(Generator):
 
 
 def continuation(tokenizer: Any, before: Sequence[int], after: Sequence[int], ends: Collection[int]) -> str:
-    """The text of the new tokens `after`, up to the first end token, as it continues the prompt tokens `before`."""
+    """The text of the new tokens `after`, up to the first end token, as it continues the prompt tokens `before`.
+
+    It has no special tokens but those that mark a thought.
+    """
     length = next((index for index, token in enumerate(after) if token in ends), len(after))
-    tail = list(before[-_CONTEXT_TOKENS:])
-    prefix, whole = (
-        tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        for ids in (tail, tail + list(after[:length]))
-    )
-    return str(whole[len(prefix) :])
+    marks = special_marks(tokenizer)
+    tokens, text, start = [*before[-_CONTEXT_TOKENS:], *after[:length]], "", len(before[-_CONTEXT_TOKENS:])
+    for place in [*(number for number in range(start, len(tokens)) if tokens[number] in marks), len(tokens)]:
+        prefix, whole = (
+            tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+            for ids in (
+                tokens[max(0, start - _CONTEXT_TOKENS) : start],
+                tokens[max(0, start - _CONTEXT_TOKENS) : place],
+            )
+        )
+        text += whole[len(prefix) :] + marks.get(tokens[place] if place < len(tokens) else -1, "")
+        start = place + 1
+    return text
 
 
 def end_tokens(checkpoint: Path, tokenizer: Any) -> list[int]:
@@ -197,6 +220,18 @@ def end_tokens(checkpoint: Path, tokenizer: Any) -> list[int]:
             break
     tokens = configured if isinstance(configured, list) else [configured]
     return sorted({token for token in (*tokens, tokenizer.eos_token_id) if token is not None})
+
+
+def check_finite(number: float, name: str) -> None:
+    """Raise FloatingPointError for a logit or log-likelihood of a generated token that is no finite number.
+
+    Such logits still have a largest one, so that they would give a text.
+    """
+    if not math.isfinite(number):
+        raise FloatingPointError(
+            f"the {name} of a generated token is {number}, expected a finite number: the model's weights or precision "
+            "make it overflow"
+        )
 
 
 def fitting(lengths: Sequence[int], spec: GenSpec, model_length: int | None) -> list[int]:
@@ -217,9 +252,11 @@ def fitting(lengths: Sequence[int], spec: GenSpec, model_length: int | None) -> 
     return sorted(fits, key=lambda index: (-lengths[index], index))
 
 
-def cut(text: str, stop: Sequence[str]) -> str:
-    """The text up to the first stop text."""
-    return text[: min((text.index(end) for end in stop if end in text), default=len(text))]
+def cut(text: str, stop: Sequence[str], prompt: str = "", *, chat: bool = True) -> str:
+    """The text up to the first stop text in its answer; a thought before the answer is not searched."""
+    answer = answer_in(text, prompt, chat=chat) or ""
+    end = min((answer.index(end) for end in stop if end in answer), default=len(answer))
+    return text[: len(text) - len(answer) + end]
 
 
 def replace_surrogates(text: str) -> str:
@@ -253,6 +290,10 @@ class Answer:
     """Whether nothing was generated, because prompt and max_new_tokens together are too long."""
     loss: float | None = None
     """Loss on the question's reference, in bits per byte."""
+
+    def without_thought(self, *, chat: bool = True) -> str | None:
+        """The part of the output that is graded; None if a thought before it does not end. See `answer_in`."""
+        return "" if self.too_long else answer_in(self.output, self.prompt, chat=chat)
 
     def sample(self, result: str, outcome: float, extracted: str) -> Sample:
         """The row of samples.parquet for this answer and the result called `result`."""

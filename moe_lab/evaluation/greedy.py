@@ -16,7 +16,7 @@ import torch
 from transformers import DynamicCache, GenerationConfig
 from transformers.cache_utils import DynamicLayer
 
-from moe_lab.evaluation.generation import AnswerRow, Likelihood
+from moe_lab.evaluation.generation import AnswerRow, Likelihood, check_finite
 from moe_lab.evaluation.likelihoods import has_full_attention, likelihood
 from moe_lab.models.device import tokens_with_logits
 from moe_lab.models.transformers_private import next_inputs
@@ -154,10 +154,12 @@ def greedy(
                 input_ids, next_sequence_length=1, is_first_iteration=False, **inputs
             )
             output = model(**prepared, return_dict=True)
-            new = output.logits[:, -1].float().argmax(-1)
-            tokens = dict(zip(rows, new.tolist(), strict=True))
-            for row in open_rows:
-                texts[row].tokens.append(tokens[row])
+            new, largest = _likeliest(output.logits[:, -1])
+            choices = dict(zip(rows, zip(new.tolist(), largest, strict=True), strict=True))
+            for row in open_rows:  # what follows a complete text is of no use, whatever its logits
+                token, logit = choices[row]
+                check_finite(logit, "logit")
+                texts[row].tokens.append(token)
             unseen = 1
 
     own = model.generation_config
@@ -261,13 +263,16 @@ class _Reading:
         """How a text begins: as its right answer does, if that is what the model would choose, and the next choice."""
         prompt, answer = self.prompts[row], self.answers[row]
         end = self.logits - (self.ids.shape[1] - self.longest)  # the logits at end - 1 come after the prompt
-        if answer is None:
-            return Text([int(logits[end - 1].float().argmax())])
-        tokens = answer.tokens[len(prompt) :]
-        choices = logits[end - 1 : end + len(tokens)].float().argmax(-1).tolist()
+        tokens = answer.tokens[len(prompt) :] if answer else ()
+        likeliest, largest = _likeliest(logits[end - 1 : end + len(tokens)])
+        choices = likeliest.tolist()
         same = 0
         while same < min(len(tokens), self.max_new_tokens - 1) and choices[same] == tokens[same]:
             same += 1
+        for logit in largest[: same + 1]:
+            check_finite(logit, "logit")
+        if answer is None:
+            return Text(choices)
         predicting = logits[end - 1 - (len(prompt) - answer.start) : end - 1 + len(tokens)]
         return Text(choices[: same + 1], likelihood(answer.tokens[answer.start :], predicting))
 
@@ -283,6 +288,12 @@ class _Reading:
         first, end = (torch.tensor(columns, device=self.ids.device)[:, None] for columns in (starts, ends))
         attention = ((places >= first) & (places < end)).long()
         self.inputs |= {"attention_mask": attention, "position_ids": (attention.cumsum(1) - 1).clamp(min=0)}
+
+
+def _likeliest(logits: torch.Tensor) -> tuple[torch.Tensor, list[float]]:
+    """The likeliest tokens (n) by logits (n, V), and their logits. A logit that is NaN counts as the largest."""
+    tokens = logits.float().argmax(-1)
+    return tokens, logits.gather(-1, tokens[:, None])[:, 0].tolist()
 
 
 def _growing_layers(cache: Any, rows: int) -> list[GrowingLayer]:

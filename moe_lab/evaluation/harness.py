@@ -32,8 +32,6 @@ class Harness:
     """All its benchmarks generate text."""
     continues_text: bool = False
     """The model continues a text, so a chat template cannot be used."""
-    answer_loss: bool = False
-    """It reports the loss on right answers in addition to the outcomes."""
     shows_examples: bool = False
     """It can put solved examples before a question."""
     judged: bool = False
@@ -48,7 +46,6 @@ HARNESSES: Mapping[str, Harness] = {
     "lm_eval": Harness(
         package="lm-eval",
         question_parameters=("folder",),
-        answer_loss=True,
         shows_examples=True,
     ),
     "evalplus": Harness(
@@ -57,7 +54,6 @@ HARNESSES: Mapping[str, Harness] = {
         grading_parameters=("seconds", "memory_mib", "processes"),
         two_phases=True,
         generates=True,
-        answer_loss=True,
     ),
     "evalscope": Harness(  # in an interpreter of its own
         metrics=("acc",),
@@ -87,7 +83,6 @@ HARNESSES: Mapping[str, Harness] = {
         metrics=("score",),
         generates=True,
         continues_text=True,
-        answer_loss=True,
     ),
     "perplexity": Harness(
         metrics=("perplexity", "bits_per_byte", "loss"),

@@ -28,6 +28,8 @@ FIRST_WAIT, LONGEST_WAIT = 1.0, 60.0
 """Seconds before the second request, and the most before any request."""
 _BUSY = (408, 409, 425, 429)
 """HTTP status codes below 500 after which a request is sent again, as it is after any from 500 on."""
+_BROKEN = ("abort", "error", "content_filter")
+"""Reasons why a reply ends that leave it incomplete. Endpoints have words of their own for complete ones."""
 _EXCERPT = 80
 """Bytes of an unexpected reply that an error quotes."""
 
@@ -184,12 +186,17 @@ def _retry_after(header: str | None) -> float:
 
 
 def _text(body: bytes) -> str:
-    """The message in a response. Raises Unparsable if there is none, as when another program listens at the address."""
+    """The message in a response.
+
+    Raises Unparsable if there is none, as when another program listens at the address, and if it was broken off.
+    """
     try:
         choice = json.loads(body)["choices"][0]
         content = str(choice["message"]["content"] or "")
     except (ValueError, KeyError, IndexError, TypeError):
         raise Unparsable(f"no chat completion: {body[:_EXCERPT]!r}") from None
+    if choice.get("finish_reason") in _BROKEN:
+        raise Unparsable(f"ended by finish_reason={choice['finish_reason']}")
     if choice.get("finish_reason") == "length" and '"score"' not in content:
         raise Unparsable("cut off at judge.max_tokens before a score")
     return content

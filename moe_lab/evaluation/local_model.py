@@ -15,7 +15,16 @@ from typing import Any
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from moe_lab.errors import UserError
-from moe_lab.evaluation.generation import AnswerRow, GenSpec, LanguageModel, Likelihood, continuation, cut, fitting
+from moe_lab.evaluation.generation import (
+    AnswerRow,
+    GenSpec,
+    LanguageModel,
+    Likelihood,
+    check_finite,
+    continuation,
+    cut,
+    fitting,
+)
 from moe_lab.evaluation.greedy import greedy, ignore_rows
 from moe_lab.evaluation.likelihoods import log_likelihoods
 
@@ -51,7 +60,7 @@ class LocalModel(LanguageModel):
             batch = order[start : start + spec.batch_size]
             done = self.batch([encoded[index] for index in batch], [rows[index] for index in batch], spec)
             for index, (text, likelihood) in zip(batch, done, strict=True):
-                yield index, text, likelihood
+                yield index, cut(text, spec.stop, prompts[index], chat=spec.chat), likelihood
 
     def log_likelihoods(
         self, rows: Sequence[Sequence[int]], starts: Sequence[int], batch_size: int
@@ -74,8 +83,8 @@ class LocalModel(LanguageModel):
     ) -> list[tuple[str, Likelihood | None]]:
         """The text after each of `prompts` (token ids), and the likelihood of its answer if that was read with it.
 
-        They are generated in one batch, of `spec.batch_size` or any other size. For `before` and `prompts_at_once` see
-        `greedy.greedy`.
+        Texts may go on after a stop text. They are made in one batch, of `spec.batch_size` or any other size. For
+        `before` and `prompts_at_once` see `greedy.greedy`.
         """
         ends = self._end_tokens()
         padding = self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else ends[0]
@@ -83,12 +92,12 @@ class LocalModel(LanguageModel):
             row if row and row.start <= len(prompt) and row.tokens[: len(prompt)] == tuple(prompt) else None
             for prompt, row in zip(prompts, rows, strict=True)
         ]
-        is_complete = partial(self._has_stop, spec.stop)
+        is_complete = partial(self._has_stop, self.early_stop(spec))
         produced = greedy(
             self.model, prompts, spec.max_new_tokens, ends, padding, is_complete, before, prompts_at_once, answers
         )
         return [
-            (cut(continuation(self.tokenizer, prompt, text.tokens, ends), spec.stop), text.likelihood)
+            (continuation(self.tokenizer, prompt, text.tokens, ends), text.likelihood)
             for prompt, text in zip(prompts, produced, strict=True)
         ]
 
@@ -128,23 +137,24 @@ class ContinuousModel(LocalModel):
             return
         encoded: list[list[int]] = self.encoded(prompts, spec)
         order = fitting([len(ids) for ids in encoded], spec, self.max_length)
+        stops = self.early_stop(spec)
         with self._manager(spec) as manager:
             for index in order:
-                manager.add_request(encoded[index], request_id=str(index), streaming=bool(spec.stop))
+                manager.add_request(encoded[index], request_id=str(index), streaming=bool(stops))
             left = set(order)
             while left:
                 index, tokens, ended = _next(manager)
                 if index not in left:  # a text that was cut at a stop text may still get tokens
                     continue
                 if not ended:
-                    tail = tokens[-1 - _window(spec.stop) :]
+                    tail = tokens[-1 - _window(stops) :]
                     recent = self.tokenizer.decode(tail, clean_up_tokenization_spaces=False)
-                if ended or any(stop in recent for stop in spec.stop):
+                if ended or any(stop in recent for stop in stops):
                     left.remove(index)
                     if not ended:
                         manager.cancel_request(str(index))
                     text = continuation(self.tokenizer, encoded[index], tokens, self._end_tokens())
-                    yield index, cut(text, spec.stop), None
+                    yield index, cut(text, spec.stop, prompts[index], chat=spec.chat), None
 
     @contextmanager
     def _manager(self, spec: GenSpec) -> Iterator[Any]:
@@ -157,6 +167,7 @@ class ContinuousModel(LocalModel):
             max_requests_per_batch=spec.batch_size,
             auto_switch_to_flash=False,
             use_cuda_graph=False,  # which experts are computed changes from pass to pass
+            return_logprobs=True,  # which say whether logits are finite
             **self.sizes,
         )
         try:
@@ -179,6 +190,8 @@ def _next(manager: Any) -> tuple[int, list[int], bool]:
         time.sleep(0)
     if result.error is not None:
         raise _unsupported(result.error)
+    for log_likelihood in result.logprobs:
+        check_finite(log_likelihood, "log-likelihood")
     return int(result.request_id), result.generated_tokens, result.is_finished()
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from moe_lab.evaluation.generation import AnswerRow, GenSpec, Likelihood, fitting
+from moe_lab.evaluation.generation import AnswerRow, GenSpec, Likelihood, cut, fitting
 from moe_lab.evaluation.likelihoods import log_likelihoods
 from moe_lab.evaluation.local_model import LocalModel
 from moe_lab.models.device import OUT_OF_MEMORY, PASS_TOKENS
@@ -71,7 +71,7 @@ class PlansModel:
                     found = []
                 if found:
                     for number, (text, likelihood) in zip(batch, found, strict=True):
-                        yield number, text, likelihood
+                        yield number, cut(text, spec.stop, requests[number][1], chat=spec.chat), likelihood
                     order = order[size:]
                 else:
                     size = _halved(len(batch))

@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 
 from moe_lab.config import BenchmarkConfig, JudgeConfig
 from moe_lab.errors import UserError, unknown, user_errors
+from moe_lab.evaluation.reasoning import answer_in
 from moe_lab.evaluation.sandbox.policy import Policy
 from moe_lab.secret_settings import identified, revealed
 
@@ -70,14 +71,18 @@ def question(text: str, conversation: Sequence[Mapping[str, Any]], answer: str, 
 def score(reply: str) -> float:
     """The number after the last "score" of the reply, between 1 and 10. Raises Unparsable when there is none.
 
-    It is the last, because a judge may quote the form while it reasons, before it gives its score.
+    It is the last, because a judge may quote the form while it reasons, before it gives its score. What stands between
+    the marks of a thought is not read.
     """
-    *_, last = [None, *_SCORE.finditer(reply)]
+    verdict = answer_in(reply)
+    if verdict is None:
+        raise Unparsable("a thought that does not end")
+    *_, last = [None, *_SCORE.finditer(verdict)]
     if last is None:
         raise Unparsable('no "score"')
-    number = _NUMBER.match(reply, last.end())
+    number = _NUMBER.match(verdict, last.end())
     if number is None:
-        raise Unparsable(f'the last "score" is no number: {reply[last.end() : last.end() + 20]!r}')
+        raise Unparsable(f'the last "score" is no number: {verdict[last.end() : last.end() + 20]!r}')
     value = float(number[1])
     if not LOWEST <= value <= HIGHEST:
         raise Unparsable(f"score {number[1]} is not between 1 and 10")

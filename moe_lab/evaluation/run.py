@@ -70,6 +70,8 @@ def grade(answers: list[Answer], benchmark: BenchmarkConfig, out: Path, *, polic
     graded.protocol.setdefault("prompt", answers[0].prompt)
     if too_long := [answer.item for answer in answers if answer.too_long]:
         graded.protocol["too_long"] = too_long
+    if unfinished := [answer.item for answer in answers if answer.without_thought(chat=benchmark.chat) is None]:
+        graded.protocol["unfinished_thoughts"] = unfinished
     return _write(graded, benchmark, out)
 
 

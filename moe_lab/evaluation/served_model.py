@@ -14,9 +14,14 @@ import openai
 from moe_lab.config import BackendConfig
 from moe_lab.errors import Unavailable, UserError
 from moe_lab.evaluation.generation import TOKEN_SECONDS, AnswerRow, Generator, GenSpec, cut, fitting
+from moe_lab.evaluation.reasoning import special_marks
 
 STOPS = 4
 """Most stop texts of one request: OpenAI's limit, and vLLM's default. Texts are cut at the other ones here."""
+ATTEMPTS = 3
+"""Requests for a text whose completions are none, before the server counts as failing."""
+COMPLETE = ("stop", "length")
+"""Reasons why a text ends that leave it whole: OpenAI's words. Others, such as abort or error, are of the server."""
 _EXCERPT, _REFUSAL = 120, 1000
 """Characters quoted in an error: of an unexpected reply; of the reason that a server gives."""
 
@@ -40,9 +45,21 @@ class Completions:
     def complete(self, client: openai.OpenAI, prompt: str, tokens: int, stop: Sequence[str]) -> tuple[str, str]:
         """(text, reason why it ended) of greedy generation without penalties after the prompt, at most `tokens` tokens.
 
-        Raises UserError for a refused request and for an answer of another model, Unavailable when the server has
-        ended or fails.
+        A completion without a text, or one that the server broke off, is requested again. Raises UserError for a
+        refused request and for an answer of another model, Unavailable when the server has ended or fails.
         """
+        for _ in range(ATTEMPTS):
+            text, reason = self._read(self._request(client, prompt, tokens, stop))
+            if isinstance(text, str) and reason in COMPLETE:
+                return text, reason
+        found = f"finish_reason={reason}" if isinstance(text, str) else f"text={json.dumps(text):.{_EXCERPT}}"
+        raise Unavailable(
+            f"the server of {self.model} gave no whole text in {ATTEMPTS} attempts: {found}, expected a text that ends "
+            f"by {' or '.join(COMPLETE)}"
+        )
+
+    def _request(self, client: openai.OpenAI, prompt: str, tokens: int, stop: Sequence[str]) -> bytes:
+        """The body of the server's response. For what it raises see `complete`."""
         try:
             answer = client.completions.with_raw_response.create(
                 model=self.model,
@@ -65,9 +82,11 @@ class Completions:
             if error.status_code >= 500 and (ended := self.last_words()):
                 raise Unavailable(f"the server of {self.model} ended: {ended}") from None
             raise kind(f"the server of {self.model} answered HTTP {error.status_code}: {reply}") from None
-        return self._read(answer.content)
+        content: bytes = answer.content
+        return content
 
-    def _read(self, body: bytes) -> tuple[str, str]:
+    def _read(self, body: bytes) -> tuple[Any, Any]:
+        """(text, reason why it ended) in a response, as the server wrote them."""
         try:
             document = json.loads(body)
             choice = document["choices"][0]
@@ -76,7 +95,7 @@ class Completions:
             raise UserError(f"what answers at {self.url} gives no text completions: {body[:_EXCERPT]!r}") from None
         if str(model).removesuffix("@main") != self.model:
             raise UserError(f"what answers at {self.url} serves {model}, expected {self.model}: is it another server?")
-        return str(text), str(reason)
+        return text, reason
 
 
 @dataclass(frozen=True)
@@ -100,10 +119,15 @@ class ServedModel(Generator):
         """(index, text, None) of each prompt as soon as it is done; longest first, `spec.batch_size` at a time.
 
         Raises Unavailable when no text at all arrives for too long. A single late text is no error, because the server
-        may finish all others first.
+        may finish all others first. Raises UserError where a server would leave out the marks of thoughts.
         """
         if not prompts:
             return
+        if spec.chat and (marks := special_marks(self.tokenizer)):
+            raise UserError(
+                f"a server leaves out special tokens, and {', '.join(marks.values())} part the model's thoughts from "
+                "its answers: expected backend=hf or backend=vllm"
+            )
         encoded = self.tokenizer(list(prompts), add_special_tokens=spec.special_tokens).input_ids
         order = fitting([len(ids) for ids in encoded], spec, self.max_length)
         texts = {index: self._request_text(prompts[index], encoded[index]) for index in order}
@@ -150,11 +174,12 @@ class ServedModel(Generator):
         Some servers also stop at a stop text that begins in the prompt. A text that ended for that reason is requested
         again without such stop texts.
         """
-        text, reason = self.completions.complete(client, prompt, spec.max_new_tokens, spec.stop)
-        if reason == "stop" and cut(text, spec.stop) == text and _crosses(prompt, text, spec.stop):
-            inside = [stop for stop in spec.stop if not _begins(prompt, stop)]
+        stops = self.early_stop(spec)
+        text, reason = self.completions.complete(client, prompt, spec.max_new_tokens, stops)
+        if reason == "stop" and cut(text, stops, prompt, chat=spec.chat) == text and _crosses(prompt, text, stops):
+            inside = [stop for stop in stops if not _begins(prompt, stop)]
             text, _ = self.completions.complete(client, prompt, spec.max_new_tokens, inside)
-        return cut(text, spec.stop)
+        return cut(text, spec.stop, prompt, chat=spec.chat)
 
 
 def _begins(prompt: str, stop: str) -> bool:

@@ -8,7 +8,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from moe_lab.calibration.sources import FOREIGN, check_text, file_format, is_json, suffix_of
+from moe_lab.calibration.sources import FOREIGN, check_text, file_format, suffix_of
 from moe_lab.config import BenchmarkConfig, Config
 from moe_lab.errors import UserError, unknown, user_errors
 from moe_lab.evaluation import mirror, rubric
@@ -18,16 +18,9 @@ from moe_lab.evaluation.sandbox.policy import LIMITED, Policy
 from moe_lab.paths import PREFIX, resolve
 
 _NUMBERS = {"seconds", "memory_mib", "processes", "length"}
-_SCORED_AS_BEFORE = {
-    "acc",
-    "acc_norm",
-    "acc_bytes",
-    "exact_match",
-    "word_perplexity",
-    "byte_perplexity",
-    "bits_per_byte",
-}
-"""Metrics of lm-eval that earlier versions aggregated as it does."""
+_GRADING = 2
+"""Version of how answers are read and graded, which changes the ids of all steps that evaluate. Before 2, thoughts,
+texts of logits that are not finite and items without a right answer were graded, and lm-eval's metrics averaged."""
 _RUNNING = ("processes", "template", "answers")
 """Parameters that are not part of the identity; a template and answers are identified by their content."""
 
@@ -78,8 +71,6 @@ def question_identity(benchmark: BenchmarkConfig) -> dict[str, Any]:
     """All settings of a benchmark that can change what a model answers, so without its name, batch size or folder."""
     harness = HARNESSES[benchmark.harness]
     named = ("task", "subset", "split") if benchmark.data is not None else ()
-    # Results of earlier versions differ: they evaluated the JSON text of such a file, markup included.
-    of_documents = benchmark.harness == "perplexity" and benchmark.data is None and is_json(data_files(benchmark)[-1])
     asking = (*named, "shots", "chat", "max_new_tokens", "max_length", "limit")
     return {
         "harness": benchmark.harness,
@@ -87,33 +78,15 @@ def question_identity(benchmark: BenchmarkConfig) -> dict[str, Any]:
         "data": data_digest(benchmark),
         **{name: getattr(benchmark, name) for name in asking},
         "parameters": _parameters(benchmark, harness.question_parameters),
-        **({"answer_loss": "bits per byte"} if harness.answer_loss else {}),
-        **({"documents": "joined by blank lines"} if of_documents else {}),
-        **({"scoring": 2} if _is_scored_otherwise(benchmark) else {}),
+        "grading": _GRADING,
     }
-
-
-def _is_scored_otherwise(benchmark: BenchmarkConfig) -> bool:
-    """Whether results of earlier versions may be wrong.
-
-    They took the mean of any metric. In a user's tasks, they also graded items without a right answer, could show an
-    item among its examples, and preferred an answer without a token.
-    """
-    if benchmark.harness != "lm_eval":
-        return False
-    metrics = {metric.partition(",")[0] for metric in benchmark.reports.values()}
-    shipped = benchmark.task.startswith(PREFIX) and not benchmark.shots  # whose items all have a right answer
-    return not metrics <= _SCORED_AS_BEFORE or (benchmark.data is None and not shipped)
 
 
 def identity(benchmark: BenchmarkConfig) -> dict[str, Any]:
     """All settings of a benchmark that can change its results, so without the address of a judge."""
     harness = HARNESSES[benchmark.harness]
-    # Earlier versions may have graded them without namespaces, where some programs are not run, as the same step.
-    may_be_limited = runs_programs(benchmark) and benchmark.data is None
     return {
         **question_identity(benchmark),
-        **({"grading": 2} if may_be_limited else {}),
         "reports": dict(benchmark.reports),
         "expected": benchmark.expected,
         "parameters": _parameters(benchmark, harness.question_parameters + harness.grading_parameters),

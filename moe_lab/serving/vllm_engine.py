@@ -74,8 +74,12 @@ class Engine:
 
     def generate(
         self, prompts: Sequence[Sequence[int]], most: int, stop: Sequence[str], ends: Sequence[int]
-    ) -> Iterator[tuple[int, list[int]]]:
-        """(number of a prompt, its new tokens) as soon as a text is done. Greedy; prompts are token ids."""
+    ) -> Iterator[tuple[int, list[int], float]]:
+        """(number of a prompt, its new tokens, their log-likelihood) as soon as a text is done.
+
+        Greedy; prompts are token ids. The log-likelihood, in nats, is NaN where a logit was. ValueError for a text that
+        vLLM broke off.
+        """
         from vllm import SamplingParams
 
         asked = SamplingParams(
@@ -85,9 +89,13 @@ class Engine:
             stop_token_ids=list(ends),
             ignore_eos=True,  # the tokens that end a text are those that the caller names
             detokenize=bool(stop),
+            logprobs=0,  # of the chosen tokens alone
         )
         for number, output in self._finished((ids, asked) for ids in prompts):
-            yield number, list(output.outputs[0].token_ids)
+            (text,) = output.outputs
+            if text.finish_reason not in ("stop", "length"):
+                raise ValueError(f"a text ended by finish_reason={text.finish_reason}: expected stop or length")
+            yield number, list(text.token_ids), text.cumulative_logprob
 
     def log_likelihoods(
         self, rows: Sequence[Sequence[int]], starts: Sequence[int]

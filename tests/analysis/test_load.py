@@ -149,10 +149,13 @@ def test_mixed_sizes_metrics_and_versions_are_told(copied: Copy) -> None:
     result.write_text(json.dumps({**json.loads(result.read_text()), "protocol": {"sandbox": "limited subprocess"}}))
     result = folder(store, 3, "wildbench") / "result.json"
     result.write_text(json.dumps({**json.loads(result.read_text()), "protocol": {"too_long": ["a", "b"]}}))
+    result = folder(store, 3, "mbpp") / "result.json"
+    result.write_text(json.dumps({**json.loads(result.read_text()), "protocol": {"unfinished_thoughts": ["a"]}}))
     study = load(store, "made_up")
     notes = " ".join(study.notes)
     for words in (
         "wildbench: up to 2 items of a model were not asked",
+        "mbpp: up to 1 items of a model have no answer, because a thought does not end",
         "hellaswag was counted on different numbers",
         "arc_easy was measured by different metrics",
         "torch",

@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import subprocess
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -77,26 +78,113 @@ def test_one_object_is_one_call() -> None:
     assert decode('{"name": "f", "arguments": {"x": 1}}') == decode('{"f": {"x": 1}}') == TWO[:1]
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "f(x=1)",
-        "7",
-        '["f"]',
-        '{"name": "f"}',
-        '{"name": "f", "arguments": "x"}',
-        '{"name": 1, "arguments": {}}',
-        '{"f": {"x": 1}, "g": {}}',
-        "[" * 100_000,
-        '<tool_call>\n"f"\n</tool_call>',
-    ],
-)
+@pytest.mark.parametrize("text", ["", "7", '["f"]', '{"error": "no function helps"}', "[" * 100_000])
 def test_what_is_no_list_of_calls_is_wrong_and_counts_as_no_call(text: str) -> None:
     with pytest.raises(Undecodable):
         decode(text)
     assert mistake(text, [function(x=described("integer"))], [{"f": {"x": [1]}}])
     assert mistake(text, [function(x=described("integer"))], []) is None
+
+
+WEATHER = [function("get_weather", ("city",), city=described("string")), function("math.area", ())]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n</function>\n</tool_call>",
+        '<function=get_weather>{"city": "Paris"}</function>',
+        '<|python_tag|>look_up(city="Paris")',
+        '{"name": "get_weather", "parameters": {"city": "Paris"}}',
+        '{"type": "function", "function": {"name": "get_weather", "arguments": "{}"}}',
+        "{'name': 'get_weather', 'arguments': {'city': 'Paris'}}",
+        '[get_weather(city="Paris")]',
+        '[look_up(city="Paris"), other(x=1)]',
+        '```python\nget_weather(city="Paris")\n```',
+        '```tool_code\nprint(look_up(city="Paris"))\n```',
+        'weather = get_weather("Paris")',
+        'get_weather(\n  city="Paris"\n)',
+        '[TOOL_CALLS]get_weather{"city": "Paris"}',
+        '[TOOL_CALLS] [{"name": "get_weather", "arguments": {"city": "Paris"}}]',
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>look_up\n```json\n{}\n```<｜tool▁call▁end｜>",
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.look_up:0<|tool_call_argument_begin|>{}",
+        'Let me see.\n```json\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n```',
+        'I look it up: {"name": "look_up", "arguments": {"q": 1}}',
+        '<minimax:tool_call><invoke name="get_weather">',
+        'functools[{"name": "get_weather", "arguments": {}}]',
+        "<start_function_call>call:get_weather{city:Paris}<end_function_call>",
+        'Action: get_weather\nAction Input: {"city": "Paris"}',
+        "math_area()",
+    ],
+)
+def test_a_call_in_the_form_of_any_family_is_no_abstention(text: str) -> None:
+    assert mistake(text, WEATHER, [])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        'get_weather{"city": "Paris"}',
+        'functions.get_weather:0{"city": "Paris"}',
+        'function<｜tool▁sep｜>get_weather\n```json\n{"city": "Paris"}\n```',
+        'commentary to=functions.get_weather json{"city": ',
+    ],
+)
+def test_a_call_whose_special_tokens_are_left_out_is_no_abstention(text: str) -> None:
+    assert mistake(text, WEATHER, [])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '<tool_call>\n"get_weather"\n</tool_call>',
+        '<tool_call>{"name": "get_wea',
+        "<tool_call>get_weather\n<arg_key>city",
+        "<tool_call>look_up</tool_call>",
+        '{"name": "get_weather"}',
+        '{"name": "get_weather", "arguments": "Paris"}',
+        '{"name": 1, "arguments": {}}',
+        '{"get_weather": {"city": "Paris"}, "math.area": {}}',
+        '{"get_weather": {"city": "Par',
+        '[get_weather(city="Par',
+    ],
+)
+def test_a_malformed_or_incomplete_call_is_no_abstention(text: str) -> None:
+    assert mistake(text, WEATHER, [])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "None of the functions helps.",
+        "[]",
+        "get_weather needs a city, which you did not name.",
+        "get_weather(city) is of no use here.",
+        "I cannot call get_weather(city) for the area of a square.",
+        "The functions `get_weather` and `math.area` are of no use: it is 25 (5*5).",
+        "- get_weather: gives the weather\n- math.area: gives an area",
+        "```python\nprint(5 * 5)\n```",
+        'I would need a function such as `square_area(side)`, or {"name": "Paris"}.',
+    ],
+)
+def test_to_speak_of_functions_is_an_abstention(text: str) -> None:
+    assert mistake(text, WEATHER, []) is None
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "get_weather(" * 40_000,
+        '"name":' + "a" * 200_000,
+        "get_weather:" + "<a>" * 60_000,
+        "[f(" * 60_000,
+        "(" * 200_000,
+    ],
+)
+def test_what_is_no_call_is_found_in_time(text: str) -> None:
+    begin = time.monotonic()
+    mistake(text, WEATHER, [])
+    assert time.monotonic() - begin < 5
 
 
 DECLARED = [
@@ -145,9 +233,9 @@ def test_messages_to_functions_are_calls(header: str, special: bool, name: str) 
     assert decode(text, DECLARED) == [Call(name, {"x": {"y": "}"}})]
 
 
-def test_a_message_to_a_function_without_arguments_in_json_is_no_call() -> None:
+def test_a_message_to_a_function_without_arguments_in_json_is_wrong_everywhere() -> None:
     text = '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"x": '
-    assert mistake(text, DECLARED, [{"f": {"x": [5]}}]) and mistake(text, DECLARED, []) is None
+    assert mistake(text, DECLARED, [{"f": {"x": [5]}}]) and mistake(text, DECLARED, [])
     final = "<|channel|>final<|message|>A square has four sides."
     assert mistake(final, DECLARED, []) is None
 
@@ -180,6 +268,30 @@ def test_a_message_to_a_function_that_is_not_in_json_is_no_call_and_says_why(con
     for before in ("", call):
         with pytest.raises(Undecodable, match=r"JSON object of arguments, found .to=functions.f"):
             decode(f"{before}<|channel|>commentary to=functions.f{content}", DECLARED)
+
+
+DRAFT = written(("f", {"x": 1}))
+
+
+@pytest.mark.parametrize(
+    ("text", "prompt"),
+    [
+        (f"<think>I could call {DRAFT}, but", ""),
+        (f"I could call {DRAFT}, but", "<|assistant|><think>\n"),
+        (f"[THINK]{DRAFT}", ""),
+        (f"<|channel|>analysis<|message|>{DRAFT}", "<|start|>assistant"),
+        (f"analysis{DRAFT} or none", "<|start|>assistant"),
+    ],
+)
+def test_a_thought_that_does_not_end_is_neither_a_call_nor_an_abstention(text: str, prompt: str) -> None:
+    declared = [function(x=described("integer"))]
+    assert mistake(text, declared, [{"f": {"x": [1]}}], prompt) and mistake(text, declared, [], prompt)
+
+
+def test_a_thought_that_speaks_of_calls_leaves_an_abstention_right() -> None:
+    declared = [function(x=described("integer"))]
+    assert mistake(f"<think>I could call {DRAFT}.</think>No function helps.", declared, []) is None
+    assert mistake(f"{DRAFT}?</think>\n{DRAFT}", declared, [{"f": {"x": [1]}}], "<think>") is None
 
 
 # Rules 2 and 3: the number of calls, in any order, and the names.
@@ -478,6 +590,24 @@ def test_right_and_wrong_answers_have_their_verdicts(tmp_path: Path) -> None:
     assert [item for item, row in samples.items() if not row["outcome"]] == ["multiple_0", "irrelevance_0"]
     assert samples["multiple_0"]["output"] == "A saw." and samples["simple_0"]["extracted"] == "right"
     assert samples["irrelevance_0"]["extracted"] == "expected no call, found 1"
+
+
+@pytest.mark.parametrize(
+    ("reply", "right"),
+    [
+        ("None of these functions helps.", True),
+        ('<function=call_of>{"animal": "cow"}</function>', False),
+        ('<tool_call>{"name": "call_of", "arguments": {"ani', False),
+        (f"<think>Is it {DRAFT}? No.</think>None of these functions helps.", True),
+        ("<think>None of these functions helps, but", False),
+    ],
+)
+def test_an_item_that_needs_no_call_is_right_without_any(reply: str, right: bool, tmp_path: Path) -> None:
+    model = Replying({**right_replies(), SQUARE["content"]: reply})
+    (result,) = run.evaluate(model, benchmark(EXAMPLE), tmp_path, policy=ALLOWED)
+    assert result["score"] == pytest.approx(1 if right else 8 / 9)
+    unfinished = json.loads((tmp_path / "result.json").read_text())["protocol"].get("unfinished_thoughts")
+    assert unfinished == (["irrelevance_0"] if reply.endswith("but") else None)
 
 
 TEMPLATE = (

@@ -311,6 +311,41 @@ def test_stop_texts_that_no_request_has_room_for_end_the_text_here(fake: Any) ->
     assert [body["stop"] for body in at.asked] == [["1", "2", "3", "4"]]
 
 
+@pytest.mark.parametrize(
+    ("choice", "found"),
+    [
+        ({"text": None}, "text=null"),
+        ({"text": None, "finish_reason": "abort"}, "text=null"),
+        ({"text": ["a"]}, "text=["),
+        ({"text": " ken", "finish_reason": "abort"}, "finish_reason=abort"),
+        ({"text": "", "finish_reason": "error"}, "finish_reason=error"),
+        ({"text": " ken", "finish_reason": "content_filter"}, "finish_reason=content_filter"),
+        ({"text": " ken", "finish_reason": None}, "finish_reason=None"),
+    ],
+)
+def test_a_completion_that_is_no_whole_text_is_requested_again_and_then_an_error(
+    choice: dict[str, Any], found: str, fake: Any
+) -> None:
+    def answer(body: dict[str, Any]) -> Reply:
+        whole = body["prompt"] == "once" and asked.count("once") > 0
+        asked.append(body["prompt"])
+        reply = completion(" kennel", "m")
+        if not whole:
+            reply.body["choices"][0].update(choice)
+        return reply
+
+    asked: list[str] = []
+    served, _ = fake(answer)
+    assert served.generate(["once"], GenSpec(4)) == [" kennel"] and len(asked) == 2
+    with pytest.raises(Unavailable, match=re.escape(found)):
+        served.generate(["always"], GenSpec(4))
+
+
+def test_a_text_that_is_empty_or_reaches_the_limit_is_whole(fake: Any) -> None:
+    served, at = fake(lambda body: completion("", "m", "stop" if body["prompt"] == "a" else "length"))
+    assert served.generate(["a", "b"], GenSpec(4)) == ["", ""] and len(at.asked) == 2
+
+
 def test_texts_come_as_they_are_done_the_longest_prompt_first(fake: Any) -> None:
     asked, done = threading.Event(), threading.Event()
 

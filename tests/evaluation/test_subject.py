@@ -5,15 +5,29 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 
+from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError
+from moe_lab.evaluation import run
+from moe_lab.evaluation.engine_model import EngineModel
 from moe_lab.evaluation.generation import GenSpec
-from moe_lab.evaluation.local_model import LocalModel
+from moe_lab.evaluation.local_model import ContinuousModel, LocalModel
+from moe_lab.evaluation.plans_model import PlansModel
+from moe_lab.evaluation.sandbox.policy import Policy
 from moe_lab.paths import resolve
+
+ROOT = Path(__file__).parents[2]
 
 
 def prompts(name: str, count: int) -> list[str]:
@@ -147,3 +161,83 @@ def test_a_prompt_that_leaves_no_room_can_be_left_out(subject: LocalModel) -> No
     asked = ["The story", "word " * subject.max_length, *prompts("gsm8k", 1)]
     found = dict(subject.stream(asked, GenSpec(4, skip_long=True)))
     assert found == dict(zip((0, 2), subject.generate([asked[0], asked[2]], GenSpec(4)), strict=True))
+
+
+# Logits that are no finite numbers.
+
+
+@contextmanager
+def overflowing(subject: LocalModel, number: float) -> Iterator[LocalModel]:
+    """The shipped model with one logit that is `number` after every token."""
+    model = deepcopy(subject.model)
+    hook = model.lm_head.register_forward_hook(lambda _, __, logits: logits.index_fill(-1, torch.tensor([5]), number))
+    yield replace(subject, model=model)
+    hook.remove()
+
+
+NOT_FINITE = pytest.mark.parametrize("number", [math.nan, math.inf])
+
+
+@NOT_FINITE
+@pytest.mark.parametrize("name", ["arc_challenge", "humaneval", "mbpp", "gsm8k", "wildbench", "livecodebench"])
+def test_a_benchmark_fails_where_a_logit_is_not_finite(
+    name: str, number: float, subject: LocalModel, tmp_path: Path
+) -> None:
+    fields: Any = OmegaConf.to_container(OmegaConf.load(ROOT / f"conf/benchmark/pocket_{name}.yaml"))
+    benchmark = replace(BenchmarkConfig(**fields), limit=2)
+    with overflowing(subject, number) as broken, pytest.raises(FloatingPointError, match=r"is (nan|inf)\b"):
+        run.evaluate(broken, benchmark, tmp_path, policy=Policy(allow_code_execution=True))
+    assert not (tmp_path / "result.json").exists()
+
+
+@NOT_FINITE
+def test_texts_of_several_plans_fail_where_a_logit_is_not_finite(number: float, subject: LocalModel) -> None:
+    asked = [(plan, prompt, None) for plan in (0, 1) for prompt in prompts("gsm8k", 2)]
+    with overflowing(subject, number) as broken, pytest.raises(FloatingPointError, match=str(number)):
+        list(PlansModel(broken, [None, None]).complete(asked, GenSpec(4)))
+
+
+@pytest.mark.slow
+@NOT_FINITE
+def test_continuous_batching_fails_where_a_logit_is_not_finite(number: float, subject: LocalModel) -> None:
+    sizes = {"page_size": 32, "num_blocks": 64, "max_batch_tokens": 256}
+    with overflowing(subject, number) as broken, pytest.raises(FloatingPointError, match=r"is (nan|inf)\b"):
+        ContinuousModel(broken.model, subject.tokenizer, sizes=sizes).generate(prompts("gsm8k", 2), GenSpec(4))
+
+
+@NOT_FINITE
+def test_an_engine_that_computes_no_finite_number_gives_no_text(number: float, subject: LocalModel) -> None:
+    """vLLM's samplers choose a token whatever the logits are; its log-likelihood is what they leave to see."""
+    engine: Any = SimpleNamespace(about={"max_length": 512}, items=lambda *_, **__: iter([[0, [5, 5], number]]))
+    served = EngineModel(engine, subject.tokenizer, subject.config, (0,), {})
+    with pytest.raises(FloatingPointError, match=str(number)):
+        served.generate(["A dog"], GenSpec(2))
+
+
+def test_what_follows_a_complete_text_may_overflow(subject: LocalModel) -> None:
+    """A row whose text is complete stays in a batch of five, and is computed without being used."""
+    asked = prompts("gsm8k", 5)
+    whole = subject.generate(asked, GenSpec(24))
+    longest = max(range(5), key=lambda number: len(subject.tokenizer(asked[number]).input_ids))  # the first row
+    stop = next(
+        end
+        for n in range(9)
+        if not any((end := whole[longest][n : n + 3]) in whole[m] for m in {*range(5)} - {longest})
+    )
+    tokens: list[int] = []
+    overflowed = []
+
+    def overflow(_: Any, __: Any, logits: torch.Tensor) -> torch.Tensor:
+        if len(logits) == 5 and stop in subject.tokenizer.decode(tokens):
+            logits = logits.index_fill(0, torch.tensor([0]), math.nan)
+            overflowed.append(1)
+        tokens.append(int(logits[0, -1].argmax()))
+        return logits
+
+    spec = GenSpec(24, stop=(stop,))
+    expected = subject.generate(asked, spec)
+    hook = subject.model.lm_head.register_forward_hook(overflow)
+    try:
+        assert subject.generate(asked, spec) == expected and overflowed
+    finally:
+        hook.remove()

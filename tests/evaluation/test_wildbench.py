@@ -151,6 +151,22 @@ def test_scores_become_shares_and_what_is_empty_is_not_asked(
     assert len(at.asked) == 3
 
 
+def test_a_judge_sees_the_answer_and_not_the_thought_before_it(
+    published: BenchmarkConfig, at: Endpoint, tmp_path: Path
+) -> None:
+    """An unfinished thought is no answer, whatever it drafts, and is counted apart from what is empty."""
+    benchmark = judged(published, at, limit=5)
+    outputs = ["<think>\n9?\n</think>\n\n4", "9?</think>4", "<think>\n9, or", "<think>9</think>\n", "4"]
+    (result,) = run.grade(answers(benchmark, outputs), benchmark, tmp_path, policy=ALLOWED)
+    assert result["score"] == pytest.approx(3 * 3 / 9 / 5) and len(at.asked) == 3
+    assert not any("9" in str(body["messages"]).partition("<reply>")[2].partition("</reply>")[0] for body in at.asked)
+    items = [f"session{number}#0" for number in CREATIVE]
+    protocol = json.loads((tmp_path / "result.json").read_text())["protocol"]
+    assert protocol["unfinished_thoughts"] == [items[2]] and protocol["coverage"]["empty"] == 2
+    rows = parquet.read_table(tmp_path / "samples.parquet").to_pylist()
+    assert rows[2]["outcome"] == 0 and "thought" in rows[2]["extracted"] and rows[0]["output"] == outputs[0]
+
+
 class Counting(Generator):
     """Answers every conversation with 7, as far as it and the answer fit; a word is a token."""
 

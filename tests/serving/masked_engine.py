@@ -27,7 +27,7 @@ def answers(engine: vllm_engine.Engine, prompts: list[list[int]]) -> dict[str, A
         "losses": [value for _, value, _ in single],
         "sums": [value for _, value, _ in whole],
         "likeliest": [likeliest for _, _, likeliest in single],
-        "tokens": [tokens for _, tokens in sorted(engine.generate(prompts, 12, [], []))],
+        "tokens": [tokens for _, tokens, _ in sorted(engine.generate(prompts, 12, [], []))],
     }
 
 

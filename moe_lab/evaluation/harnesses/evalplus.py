@@ -64,17 +64,21 @@ def grade(answers: Sequence[Answer], benchmark: BenchmarkConfig, policy: Policy)
     """Grade programs on the base tests and on all (plus) tests. A program that passes plus has passed base too.
 
     Answers to published problems go through EvalPlus's sanitizer first, as in EvalPlus. Answers to the shipped problems
-    do not need it, because the shipped models write nothing but code. Raises UserError when programs may not be run,
-    and RuntimeError with the grader's last line when grading itself fails.
+    do not need it, because the shipped models write nothing but code. A thought that does not end is no program.
+
+    Raises UserError when programs may not be run, and RuntimeError with the grader's last line when grading fails.
     """
     protection = policy.protection(closed_world=is_closed_world(benchmark))
     problems = _problems(benchmark)
     programs = {}
     for answer in answers:
-        if benchmark.chat:
-            programs[answer.item] = fenced_program(answer.output, problems[answer.item]["entry_point"])
+        text = answer.without_thought(chat=benchmark.chat)
+        if text is None:
+            programs[answer.item] = ""
+        elif benchmark.chat:
+            programs[answer.item] = fenced_program(text, problems[answer.item]["entry_point"])
         else:
-            programs[answer.item] = answer.prompt + answer.output.replace("\t", "    ")
+            programs[answer.item] = answer.prompt + text.replace("\t", "    ")
     request = GradeRequest(
         dataset=dataset_of(problems),
         data=str(_data_file(benchmark)),

@@ -153,10 +153,14 @@ def stops(benchmark: BenchmarkConfig) -> tuple[str, ...]:
 
 
 def grade(answers: Sequence[Answer], benchmark: BenchmarkConfig, policy: Policy) -> Graded:
-    """Grade answers by EvalScope. Raises RuntimeError when it could not compare more than 1 % of them."""
+    """Grade answers by EvalScope, without the thoughts before them: one that does not end is an empty answer.
+
+    Raises RuntimeError when EvalScope could not compare more than 1 % of them.
+    """
     code = TASKS[benchmark.task].code
     protection = policy.protection(closed_world=False) if code else None
-    reply = _run(benchmark, {answer.item: replace_surrogates(answer.output) for answer in answers}, policy)
+    texts = {answer.item: answer.without_thought(chat=benchmark.chat) or "" for answer in answers}
+    reply = _run(benchmark, {item: replace_surrogates(text) for item, text in texts.items()}, policy)
     verdicts = {sample["item"]: sample for sample in reply.samples}
     unscored = [item for item, verdict in verdicts.items() if verdict["outcome"] is None]
     _check(reply, unscored, benchmark)

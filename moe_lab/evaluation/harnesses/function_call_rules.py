@@ -13,6 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from moe_lab.evaluation.reasoning import answer_in
+
 TYPES: Mapping[str, type] = {
     "string": str,
     "integer": int,
@@ -32,6 +34,17 @@ _BLOCK = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
 _ARGUMENT = re.compile(r"<arg_key>\s*(.*?)\s*</arg_key>\s*<arg_value>\s*(.*?)\s*</arg_value>", re.DOTALL)
 _RECIPIENT = re.compile(r"(?:\A|assistant)\s*(?:<\|channel\|>)?(?:(?:commentary|analysis)\s+)?(?P<to>to=functions\.)")
 """The beginning of a message to a function; only the first message of an answer does not name its role."""
+_MARK = re.compile(
+    r"<[^\s<>]{0,24}(?:tool|function)s?[_\u2581 -]?call[^<>\n]{0,80}>"  # of Qwen, Kimi, DeepSeek, Granite, MiniMax
+    r"|<(?:function|invoke|parameter)[ =][^<>\n]{1,160}>"  # of Qwen3-Coder, Llama and Claude
+    r"|\[TOOL_CALLS\]|<\|python_tag\|>|<\|START_ACTION\|>|<\|action_start\|>|functools\[|```tool_(?:code|call)"
+)
+"""What begins a call in the forms of model families, whether or not the form is read here."""
+_ANY_CALL = re.compile(
+    r"""["']name["']\s*:[^,{}\[\]]{0,160},\s*["'](?:arguments|parameters|args|input|kwargs)["']\s*:"""
+    r"|\A\[\s*[A-Za-z_][\w.]*\([^\n]*\)\s*\]\Z"
+)
+"""A call of whatever function, in JSON anywhere or in Python as the whole answer."""
 _IGNORED = re.compile(r"[ ,./\-_*^]")
 
 
@@ -43,12 +56,15 @@ class Call:
     arguments: Mapping[str, Any]
 
 
+UNFINISHED = "expected an answer, found a thought that does not end"
+
+
 class Undecodable(ValueError):
     """A text is no list of calls."""
 
 
-def decode(text: str, functions: Sequence[Mapping[str, Any]] = ()) -> list[Call]:
-    """The calls in a model's answer. Raises Undecodable for a text that is no list of calls.
+def decode(text: str, functions: Sequence[Mapping[str, Any]] = (), prompt: str = "") -> list[Call]:
+    """The calls in what a model wrote after `prompt`. Raises Undecodable for a text that is no list of calls.
 
     `functions` are the descriptions that came with the question. The forms that are read:
 
@@ -60,9 +76,12 @@ def decode(text: str, functions: Sequence[Mapping[str, Any]] = ()) -> list[Call]
     - a message to `functions.NAME` whose content is a JSON object of arguments (gpt-oss), with its special tokens or
       without them
 
-    What comes before the last `</think>` is not part of the answer.
+    A thought before the answer is not read; one that does not end leaves no answer.
     """
-    answer = text.rpartition("</think>")[2].strip()
+    answer = answer_in(text, prompt)
+    if answer is None:
+        raise Undecodable(UNFINISHED)
+    answer = answer.strip()
     descriptions = _by_name(functions)
     document = _json(answer)
     if document is not None:
@@ -153,20 +172,30 @@ def _call(document: Any) -> Call:
 
 
 def mistake(
-    text: str, functions: Sequence[Mapping[str, Any]], right: Sequence[Mapping[str, Mapping[str, Any]]]
+    text: str,
+    functions: Sequence[Mapping[str, Any]],
+    right: Sequence[Mapping[str, Mapping[str, Any]]],
+    prompt: str = "",
 ) -> str | None:
     """Why an answer is wrong, in a sentence; None if it is right.
 
     `functions` are the descriptions that came with the question, `right` the calls of a right answer, one {name:
     {argument: allowed values}} each. The order of calls is free. Where `right` is empty, the functions are of no use
-    for the question, and the answer is right without any call.
+    for the question, and the answer is right without any call, be it malformed or in a form that is not read.
     """
+    answer = answer_in(text, prompt)
+    if answer is None:
+        return UNFINISHED
     try:
-        calls = decode(text, functions)
+        calls = decode(text, functions, prompt)
     except Undecodable as error:
+        if not right and _has_call(answer, functions):
+            return f"expected no call, found {answer.strip()!r:.80}"
         return str(error) if right else None
+    if not right and calls:
+        return f"expected no call, found {len(calls)}"
     if not right:
-        return f"expected no call, found {len(calls)}" if calls else None
+        return f"expected no call, found {answer.strip()!r:.80}" if _has_call(answer, functions) else None
     if len(calls) != len(right):
         return f"expected {len(right)} calls, found {len(calls)}"
     descriptions = _by_name(functions)
@@ -182,6 +211,27 @@ def mistake(
         else:
             return "; ".join(dict.fromkeys(mistakes))
     return None
+
+
+def _has_call(text: str, functions: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether a text calls a function in any form, also one that `decode` does not read, or an incomplete one.
+
+    To speak of a function is no call: its name must be followed by arguments, or stand where a call names it.
+    """
+    answer = text.strip()
+    if _MARK.search(answer) or _ANY_CALL.search(answer) or _RECIPIENT.search(answer):
+        return True
+    written = {form for function in functions for form in (function["name"], function["name"].replace(".", "_"))}
+    names = "|".join(map(re.escape, sorted(written, key=len, reverse=True)))
+    quoted = rf"""["'](?:{names})["']"""
+    in_json = rf"""["'](?:name|function|tool|tool_name|function_name|action)["']\s*:\s*{quoted}|{quoted}\s*:\s*\{{"""
+    before_object = rf"(?<!\w)(?:{names})(?::\d+)?(?:<[^\s<>]{{1,40}}>|```(?:json)?|\s)*\{{"
+    in_tags = rf"(?<![\w.])(?:{names})\s*<arg_key>|^Action:\s*(?:{names})\b"
+    # A line of Python that begins with the call, and ends with it or within it.
+    in_python = rf"^[\s\[`(]*(?:print\(|\w+\s*=\s*)?(?:\w+\.)*(?:{names})\((?:[^)\n]*|.*[)\],(`;])\s*$"
+    return bool(names) and any(
+        re.search(form, answer, re.MULTILINE) for form in (in_json, before_object, in_tags, in_python)
+    )
 
 
 def _wrong_call(

@@ -68,7 +68,10 @@ def grade(answers: Sequence[Answer], benchmark: BenchmarkConfig, policy: Policy)
     items = {item.name: item for item in _items(benchmark)[: benchmark.limit]}
     if [answer.item for answer in answers] != list(items):
         raise UserError(f"benchmark {benchmark.name}: the answers are not those to its {len(items)} questions")
-    mistakes = [mistake(answer.output, items[answer.item].functions, items[answer.item].right) for answer in answers]
+    mistakes = [
+        mistake(answer.output, items[answer.item].functions, items[answer.item].right, answer.prompt)
+        for answer in answers
+    ]
     samples = [
         answer.sample(name, float(reason is None), reason or "right")
         for name in benchmark.reports

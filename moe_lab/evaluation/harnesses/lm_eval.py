@@ -33,7 +33,7 @@ from tqdm import tqdm
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError, unknown
 from moe_lab.evaluation import mirror
-from moe_lab.evaluation.generation import GenSpec, LanguageModel
+from moe_lab.evaluation.generation import Answer, GenSpec, LanguageModel
 from moe_lab.evaluation.harness import Graded, loss_result, mean_result, prompt_hash
 from moe_lab.evaluation.harnesses import lm_eval_folders
 from moe_lab.evaluation.sandbox.policy import Policy
@@ -71,7 +71,9 @@ def evaluate(model: LanguageModel, benchmark: BenchmarkConfig, policy: Policy) -
     for name in items:
         logged = _named(results["samples"][name], name if several else "")
         losses = _answer_losses(logged, by_name[name], model, benchmark)
-        rows += [{**row, "answer_loss": loss} for row, loss in zip(logged, losses, strict=True)]
+        for row, loss in zip(logged, losses, strict=True):
+            written = lm.written.get((name, row["doc_id"]))
+            rows.append({**row, "answer_loss": loss, **_of_written(written, row, by_name[name], benchmark)})
     samples: list[Sample] = []
     scores: list[Result] = []
     for result, metric in benchmark.reports.items():
@@ -91,6 +93,8 @@ def evaluate(model: LanguageModel, benchmark: BenchmarkConfig, policy: Policy) -
         "num_fewshot": by_name[next(iter(items))].config.num_fewshot,
         "prompt": rows[0]["arguments"][0][0],
     }
+    if unfinished := list(dict.fromkeys(row["item"] for row in rows if row.get("unfinished"))):
+        protocol["unfinished_thoughts"] = unfinished
     return Graded(scores, samples, protocol)
 
 
@@ -273,6 +277,8 @@ class MoeLabLM(HFLM):
         )
         self.language_model, self.benchmark, self.by_name = model, benchmark, by_name
         self._tokens = _tokens_of(model.tokenizer, benchmark.name)
+        self.written: dict[tuple[str, int], Answer] = {}
+        """(task, number of the item) -> what the model wrote, of which lm-eval gets the answer alone."""
 
     def tok_encode(self, string: str, *settings: Any, **named: Any) -> list[int]:
         """Tokens as by lm-eval. Those of a benchmark's texts are kept for its next evaluation, under another plan."""
@@ -322,7 +328,10 @@ class MoeLabLM(HFLM):
             )
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = True) -> list[str]:
-        """Generate texts for requests (prompt, settings); requests with equal settings are generated together."""
+        """Generate answers to requests (prompt, settings); requests with equal settings are generated together.
+
+        Thoughts are left out; one that does not end is an empty answer.
+        """
         texts: list[str] = [""] * len(requests)
         groups: dict[str, list[int]] = {}
         for number, request in enumerate(requests):
@@ -332,7 +341,10 @@ class MoeLabLM(HFLM):
             prompts = [requests[number].args[0] for number in numbers]
             answers = [self._right_answer(requests[number]) for number in numbers]
             for number, text in zip(numbers, self.language_model.generate(prompts, spec, answers), strict=True):
-                texts[number] = text
+                request = requests[number]
+                answer = Answer(str(request.doc_id), request.args[0], text)
+                self.written[request.task_name, request.doc_id] = answer
+                texts[number] = answer.without_thought(chat=self.benchmark.chat) or ""
         return texts
 
     def _right_answer(self, request: Instance) -> str | None:
@@ -385,6 +397,20 @@ def _answer_losses(
     prompts = [row["arguments"][0][0] for row in rows]
     spec = GenSpec(benchmark.max_new_tokens, batch_size=benchmark.batch_size, max_length=benchmark.max_length)
     return model.answer_losses(prompts, references, spec)
+
+
+def _of_written(answer: Answer | None, row: Row, task: Any, benchmark: BenchmarkConfig) -> Row:
+    """What a row gets of a generated text: all of it, and no credit for a thought that does not end.
+
+    lm-eval has graded an empty answer then, which some metrics find right.
+    """
+    if answer is None:
+        return {}
+    if answer.without_thought(chat=benchmark.chat) is not None:
+        return {"written": answer.output}
+    higher = task.higher_is_better()
+    earned = {name: 0.0 for name in row["metrics"] if higher.get(name, True) and isinstance(row[name], int | float)}
+    return {"written": answer.output, "unfinished": True, **earned}
 
 
 def _right_text(target: Any, task: Any, benchmark: BenchmarkConfig) -> str | None:
@@ -470,7 +496,7 @@ def _outcome_and_units(value: Any, *, loss: bool) -> tuple[float, float]:
 def _sample(result: str, metric: str, row: Row, outcome: float) -> Sample:
     first = row["resps"][0][0]
     if isinstance(first, str):
-        output, extracted = first, str(row["filtered_resps"][0])
+        output, extracted = row["written"], str(row["filtered_resps"][0])
     elif isinstance(first, float):  # the log-likelihood of a whole document
         output, extracted = json.dumps(round(first, 4)), ""
     else:

@@ -37,8 +37,8 @@ def evaluate(model: Generator, benchmark: BenchmarkConfig, policy: Policy) -> Gr
     samples = []
     for name in benchmark.reports:
         for row, story, loss in zip(rows, stories, losses, strict=True):
-            kept = grade(story, row["checklist"])
             answer = Answer(str(row["id"]), row["prompt"], story, loss=loss)
+            kept = grade(answer.without_thought(chat=False) or "", row["checklist"])
             samples.append(answer.sample(name, sum(kept) / len(kept), json.dumps(kept)))
     return graded_by_mean(samples, benchmark, {"prompt": rows[0]["prompt"]})
 

@@ -18,6 +18,7 @@ from moe_lab.paths import cache
 TOLERATED = 0.01
 """Share of items that may lack a score. If more do, the benchmark fails."""
 EMPTY = Verdict(rubric.LOWEST, "nothing was written, which is 1 without asking")
+UNFINISHED = Verdict(rubric.LOWEST, "a thought does not end, so that there is no answer, which is 1 without asking")
 TOO_LONG = Verdict(
     rubric.LOWEST, "the conversation and max_new_tokens do not fit max_length, which is 1 without asking"
 )
@@ -44,6 +45,8 @@ def stops(benchmark: BenchmarkConfig) -> tuple[str, ...]:
 def grade(answers: Sequence[Answer], benchmark: BenchmarkConfig, policy: Policy) -> Graded:
     """The judge's score of each answer, rescaled to [0, 1]. An empty answer scores 1 of 10 without a request.
 
+    The judge does not see what the model thought before its answer.
+
     Items without a score are left out and named in the protocol. Raises Unavailable when they are more than 1 %.
     """
     for sentence in rubric.problems(benchmark, policy):
@@ -54,14 +57,20 @@ def grade(answers: Sequence[Answer], benchmark: BenchmarkConfig, policy: Policy)
         raise UserError(f"benchmark {benchmark.name}: the answers are not those to its {len(rows)} questions")
     template = rubric.template(benchmark)
     prompts = {}
+    unasked = {}
     for answer in answers:
-        row, text = rows[answer.item], replace_surrogates(answer.output)
-        prompts[answer.item] = rubric.question(template, row["conversation_input"], text, row["checklist"])
-    items = [answer.item for answer in answers if answer.output.strip()]
+        row, text = rows[answer.item], answer.without_thought()
+        if text is None:
+            unasked[answer.item] = UNFINISHED
+        elif not text.strip():
+            unasked[answer.item] = TOO_LONG if answer.too_long else EMPTY
+        else:
+            text = replace_surrogates(text)
+            prompts[answer.item] = rubric.question(template, row["conversation_input"], text, row["checklist"])
+    items = list(prompts)
     judge = Judge(benchmark.judge, cache("judge"))
     tolerated = math.floor(TOLERATED * len(answers))
     judged = judge.verdicts([prompts[item] for item in items], tolerated)
-    unasked = {answer.item: TOO_LONG if answer.too_long else EMPTY for answer in answers}
     verdicts = {**unasked, **dict(zip(items, judged, strict=True))}
     samples = []
     for name in benchmark.reports:
