@@ -33,6 +33,7 @@ ATTRIBUTES = {
     "_apply_gate",
     "_attn_implementation",
     "_can_set_experts_implementation",
+    "_dequantize_one",
     "_experts_implementation",
     "_get_dtype_plan",
     "_gradient_checkpointing_func",
@@ -99,6 +100,7 @@ def test_every_name_is_there() -> None:
     owners = {
         "_apply_gate": experts,
         "_attn_implementation": model.config,
+        "_dequantize_one": transformers_private.Fp8Dequantize,
         "_experts_implementation": experts.config,
         "_get_dtype_plan": model,
         "_init_weights": model,
@@ -110,6 +112,8 @@ def test_every_name_is_there() -> None:
         assert hasattr(owner, name), name
     assert isinstance(layer, transformers.GradientCheckpointingLayer) and hasattr(layer, "gradient_checkpointing")
     assert callable(ALL_EXPERTS_FUNCTIONS["grouped_mm"])
+    quantizer = transformers_private.FineGrainedFP8HfQuantizer
+    assert quantizer.get_load_operations(None) == {"dequantize": transformers_private.Fp8Dequantize}
 
 
 def test_its_docstring_names_every_one() -> None:

@@ -22,13 +22,13 @@ from moe_lab.config import ModelConfig
 from moe_lab.errors import UserError
 from moe_lab.models import experts
 from moe_lab.models.checkpoint import open_checkpoint, read_json
-from moe_lab.models.config_json import UNPACKED, quantization
+from moe_lab.models.config_json import UNPACKED, block_scaled, quantization
 from moe_lab.models.device import check_room, place, precision
 from moe_lab.models.discover import MoELayer, is_ragged, route, routed_layers
 from moe_lab.models.families import TOP_K_FIELDS
 from moe_lab.models.files import PICKLES, check_code, has_pickles_only, local_folder
 from moe_lab.models.ports import causal_language_model
-from moe_lab.models.transformers_private import AmbiguousGlobalPerLayerAttributeError
+from moe_lab.models.transformers_private import AmbiguousGlobalPerLayerAttributeError, dequantised_by_stated_blocks
 
 UNPACKING: dict[str | None, Any] = {
     "fp8": FineGrainedFP8Config,
@@ -185,7 +185,7 @@ def _configuration(folder: Path, trust_remote_code: bool) -> Any:
 def _weights(folder: Path, settings: ModelConfig, dtype: torch.dtype | str, device: str) -> Any:
     method = quantization(settings)
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), dequantised_by_stated_blocks():
             warnings.filterwarnings("ignore", "You passed `quantization_config`")  # UNPACKING is how to load, not what
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 folder,
@@ -248,8 +248,15 @@ def _unreadable(folder: Path, method: str, reason: str) -> UserError:
 def check_sizes(skeleton: nn.Module, folder: Path, settings: ModelConfig) -> None:
     """Raise UserError when an unquantised tensor has another number of elements than config.json asks for.
 
-    Shapes are not compared, because some experts are stored transposed.
+    Shapes are not compared, because some experts are stored transposed. Of a matrix in FP8, the number of its scales is
+    compared with that of its blocks.
     """
+    for matrix in block_scaled(folder):
+        if matrix.scales != matrix.expected_scales:
+            raise UserError(
+                f"{folder}: {matrix.name} of shape {matrix.shape} has scales of shape {matrix.scales}, but "
+                f"weight_block_size={list(matrix.block)} in config.json asks for {matrix.expected_scales}"
+            )
     if has_pickles_only(folder) or quantization(settings) is not None:
         return
     stored, expected = open_checkpoint(folder).tensors, skeleton.state_dict()

@@ -21,7 +21,7 @@ from transformers.integrations import hub_kernels
 from transformers.quantizers import quantizer_finegrained_fp8
 
 from moe_lab import inspect
-from moe_lab.config import ModelConfig
+from moe_lab.config import Config, ModelConfig
 from moe_lab.errors import UserError
 from moe_lab.models.checkpoint import INDEX
 from moe_lab.models.config_json import quantization
@@ -35,6 +35,7 @@ from moe_lab.pruning.plan import Plan
 from moe_lab.statistics.forward import ForwardTap
 from moe_lab.statistics.observe import Observer
 from moe_lab.statistics.weights import weigh_experts
+from moe_lab.study.steps.builder import Builder
 from tests.campaign.models import EXPERT, SHARD, cut, put_twice, reconfigure, reindex
 
 
@@ -261,6 +262,49 @@ def test_quantised_experts_are_scored_as_the_numbers_they_stand_for(name: str, k
     expected, found = (observed(load_model(settings(folder))[0]) for folder in (plain, stored))
     for index, named in expected.items():
         assert all(torch.equal(found[index][name], tensor) for name, tensor in named.items())
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("olmoe", {"intermediate_size": 12}),
+        ("olmoe", {"intermediate_size": 20}),
+        ("qwen3_moe", {"head_dim": 6}),
+        ("deepseek_v3", {"kv_lora_rank": 12}),
+    ],
+)
+def test_the_last_block_of_a_matrix_in_fp8_may_be_smaller(name: str, changes: dict[str, int], tmp_path: Path) -> None:
+    """Two scales for 12 rows are of blocks of 8 and 4 rows, not of two of 6."""
+    plain, stored = quantised.save(name, "fp8", tmp_path, **changes)
+    expected, found = (load_model(settings(folder))[0] for folder in (plain, stored))
+    assert torch.equal(found(input_ids=tiny.tokens()).logits, expected(input_ids=tiny.tokens()).logits)
+
+
+def test_results_of_fp8_models_whose_last_blocks_were_misread_are_not_found_again(tmp_path: Path) -> None:
+    """Older versions identified a model by these fields alone."""
+    identified = {}
+    for width in (12, 16):
+        _, stored = quantised.save("olmoe", "fp8", tmp_path / str(width), intermediate_size=width)
+        identified[width] = set(Builder(Config()).model(settings(stored)).parts["model"].settings)
+    assert identified[16] == {"sha256", "revision", "dtype"} < identified[12]
+
+
+@pytest.mark.parametrize(
+    ("block", "words"),
+    [
+        ([8, 4], r"weight_block_size=\[8, 4\]"),
+        ([16, 16], r"weight_block_size=\[16, 16\]"),
+        ([8], r"weight_block_size=\[8\]"),
+        ("8", "weight_block_size='8'"),
+    ],
+)
+def test_scales_of_other_blocks_than_the_configuration_states_are_refused(
+    block: object, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, stored = quantised.save("olmoe", "fp8", tmp_path)
+    reconfigure(stored, quantization_config={**quantised.FORMATS["fp8"].config, "weight_block_size": block})
+    monkeypatch.setattr(tiny.AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("weights were read"))
+    refused(lambda: load_model(settings(stored)), words)
 
 
 @pytest.mark.parametrize("kind", ["compressed_fp8", "w4a16"])
