@@ -30,6 +30,7 @@ PUBLIC = {
 }
 """Module -> documented names; None for all that the package offers at the top."""
 ATTRIBUTES = {
+    "_adjust_missing_and_unexpected_keys",
     "_apply_gate",
     "_attn_implementation",
     "_can_set_experts_implementation",
@@ -98,6 +99,7 @@ def test_every_name_is_there() -> None:
     experts = model.model.layers[0].mlp.experts
     layer = model.model.layers[0]
     owners = {
+        "_adjust_missing_and_unexpected_keys": model,
         "_apply_gate": experts,
         "_attn_implementation": model.config,
         "_dequantize_one": transformers_private.Fp8Dequantize,

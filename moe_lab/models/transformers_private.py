@@ -3,10 +3,12 @@
 Tested with transformers 5.21 to 5.23, which pyproject.toml allows. A version that renames one of these fails in
 tests/test_transformers_private.py:
 
-    core_model_loading: Concatenate, ConversionOps, MergeModulelist, WeightConverter, and the attributes and arguments
-    with which it calls them; conversion_mapping.get_model_conversion_mapping; modeling_utils.LoadStateDictConfig;
-    PreTrainedModel._load_pretrained_model, _get_dtype_plan
+    core_model_loading: Concatenate, ConversionOps, MergeModulelist, WeightConverter, WeightRenaming, and the attributes
+    and arguments with which it calls them; conversion_mapping.get_model_conversion_mapping;
+    modeling_utils.LoadStateDictConfig; PreTrainedModel._load_pretrained_model, _get_dtype_plan
         load one decoder layer into a model on the meta device, converted as from_pretrained would
+    core_model_loading.dot_natural_key, rename_source_key; PreTrainedModel._adjust_missing_and_unexpected_keys
+        know which tensors of a checkpoint from_pretrained would leave out
     core_model_loading.revert_weight_conversion, PreTrainedModel's _weight_conversions
         name and split tensors of a model as save_pretrained does
     PreTrainedModel._init_weights
@@ -39,6 +41,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from math import ceil
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -51,6 +54,9 @@ from transformers.core_model_loading import (
     ConversionOps,
     MergeModulelist,
     WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
     revert_weight_conversion,
 )
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
@@ -73,6 +79,7 @@ __all__ = [
     "next_inputs",
     "recomputed",
     "to_checkpoint",
+    "unused_tensors",
     "with_activation",
 ]
 
@@ -205,6 +212,24 @@ class _DequantizeStatedBlocks(Fp8Dequantize):
         whole = quantized.new_zeros(*quantized.shape[:-2], grid[0] * block[0], grid[1] * block[1])
         whole[..., :rows, :columns] = quantized
         return super()._dequantize_one(whole, scales, output_dtype)[..., :rows, :columns].contiguous()
+
+
+def unused_tensors(model: PreTrainedModel, names: Iterable[str]) -> list[str]:
+    """Those of `names`, the tensors of a plain checkpoint, that from_pretrained leaves out of `model`.
+
+    Tensors that the model's class ignores on purpose are not among them.
+    """
+    mapping, expected, prefix = get_model_conversion_mapping(model), model.state_dict(), model.base_model_prefix
+    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    unused = {}
+    for name in sorted(names, key=dot_natural_key):  # some renamings depend on the names before
+        renamed, _ = rename_source_key(name, renamings, converters, prefix, expected)
+        if renamed not in expected and name not in expected:
+            unused[renamed] = name
+    report: Any = SimpleNamespace(missing_keys=set(), unexpected_keys=set(unused))
+    model._adjust_missing_and_unexpected_keys(report)
+    return [unused[renamed] for renamed in report.unexpected_keys]
 
 
 def to_checkpoint(model: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from functools import partial
@@ -29,7 +30,7 @@ from moe_lab.models.discover import moe_layers
 from moe_lab.models.facts import facts
 from moe_lab.models.files import check, configuration_folder, fingerprint, local_folder
 from moe_lab.models.load import load_model, load_tokenizer, skeleton
-from moe_lab.models.streamed import StreamedModel
+from moe_lab.models.streamed import StreamedModel, open_streamed
 from moe_lab.pruning.export import export
 from moe_lab.pruning.plan import Plan
 from moe_lab.statistics.forward import ForwardTap
@@ -127,12 +128,12 @@ def test_a_plan_knows_the_model_it_was_made_for(folder: Path, plan: Plan) -> Non
     [
         (
             lambda name: name.replace(".mlp.experts.", ".mlp.expert_list."),
-            r"\d+ weights are missing .*layers\.0\.mlp\.experts\.down_proj",
+            r"model\.layers\.0\.mlp\.expert_list\.0\.down_proj\.weight",
             "has no routed experts that moe_lab knows",
         ),
         (
             lambda name: name.replace(".mlp.gate.", ".mlp.gate.proj."),
-            r"\d+ weights are missing .*layers\.0\.mlp\.gate\.weight",
+            r"model\.layers\.0\.mlp\.gate\.proj\.weight",
             r"gate\.proj\.weight .* belongs to a MoE block, but moe_lab does not know how to prune it",
         ),
     ],
@@ -142,10 +143,84 @@ def test_another_layout_of_experts(
 ) -> None:
     rename(folder, change)
     refused(lambda: load_model(settings(folder)), loading)
-    streamed = StreamedModel(folder, dtype=torch.float32, device="cpu")
-    refused(lambda: streamed.layer(1).__enter__(), "weights are missing")
+    refused(lambda: StreamedModel(folder, dtype=torch.float32, device="cpu"), loading)
     refused(lambda: export(folder, plan, folder.parent / "out"), exporting)
     assert [path.name for path in folder.parent.iterdir()] == ["model"]
+
+
+def add(folder: Path, *names: str) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    save_file({**tensors, **{name: torch.ones(2) for name in names}}, folder / "model.safetensors", {"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("name", "made", "stated", "lost"),
+    [
+        ("glm4_moe", {"use_qk_norm": True}, {"use_qk_norm": False}, "self_attn.q_norm.weight"),
+        ("qwen3_moe", {"attention_bias": True}, {"attention_bias": False}, "self_attn.q_proj.bias"),
+        ("ernie4_5_moe", {}, {"moe_num_shared_experts": 0}, "shared_experts.up_proj.weight"),
+        ("olmoe", {}, {"num_hidden_layers": 2}, "model.layers.2."),
+        ("deepseek_v3", {}, {"num_hidden_layers": 2, "num_nextn_predict_layers": 1}, "model.layers.2."),
+    ],
+)
+def test_weights_that_the_configuration_does_not_ask_for_are_named_before_they_are_read(
+    name: str,
+    made: dict[str, Any],
+    stated: dict[str, Any],
+    lost: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder = tmp_path / "model"
+    tiny.save(name, folder, **made)
+    load_model(settings(folder))
+    reconfigure(folder, **stated)
+    monkeypatch.setattr(tiny.AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("weights were read"))
+    for read in (load_model, open_streamed, facts):
+        refused(lambda read=read: read(settings(folder)), re.escape(lost))  # type: ignore[misc]
+
+
+def test_unused_weights_are_named_however_they_are_stored(tmp_path: Path) -> None:
+    """Quantised, pickled, and for a model whose code is beside the weights."""
+    lost = "model.layers.1.self_attn.q_proj.bias"
+    _, stored = quantised.save("olmoe", "fp8", tmp_path)
+    add(stored, lost)
+    refused(lambda: load_model(settings(stored)), re.escape(lost))
+
+    model = tiny.save("olmoe", tmp_path / "pickled")
+    plan = Plan({0: (0, 1, 2, 3), 1: (0, 1, 2, 3, 4), 2: (0, 1, 2, 3)}, {0: 16, 1: 16, 2: 16})
+    own_code = export(tmp_path / "pickled", plan, tmp_path / "own_code")
+    add(own_code, lost)
+    refused(lambda: load_model(settings(own_code, trust_remote_code=True)), re.escape(lost))
+
+    (tmp_path / "pickled" / "model.safetensors").unlink()
+    torch.save({**model.state_dict(), lost: torch.ones(2)}, tmp_path / "pickled" / "pytorch_model.bin")
+    refused(lambda: load_model(settings(tmp_path / "pickled", allow_pickle=True)), re.escape(lost))
+
+
+@pytest.mark.parametrize("kind", ["plain", "fp8"])
+def test_weights_that_no_model_uses_are_not_missed(kind: str, tmp_path: Path) -> None:
+    """Of layers that predict several tokens, rotary frequencies, and scales of activations and caches."""
+    folders = dict(zip(("plain", "fp8"), quantised.save("deepseek_v3", "fp8", tmp_path), strict=True))
+    expected, _ = load_model(settings(folders["plain"]))
+    added = (
+        "mtp.fc.weight",
+        "model.mtp_block.0.input_layernorm.weight",
+        "model.layers.3.eh_proj.weight",
+        "model.layers.3.input_layernorm.weight",
+        "model.layers.1.self_attn.rotary_emb.inv_freq",
+        "model.layers.1.self_attn.k_scale",
+        "model.layers.1.self_attn.v_proj.v_scale",
+        "model.layers.1.self_attn.o_proj.input_scale",
+    )
+    add(folders[kind], *added)
+    models = [load_model(settings(folders[kind]))[0]]
+    if kind == "plain":
+        streamed, _ = open_streamed(settings(folders[kind]))
+        with streamed.layer(1) as layer:
+            assert torch.equal(layer.mlp.experts.down_proj, expected.model.layers[1].mlp.experts.down_proj)
+    for model in models:
+        assert torch.equal(model(input_ids=tiny.tokens()).logits, expected(input_ids=tiny.tokens()).logits)
 
 
 def test_experts_that_transformers_builds_otherwise() -> None:
