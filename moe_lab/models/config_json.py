@@ -178,7 +178,8 @@ def check_chat_template(settings: ModelConfig, user: str, tools: bool, other: st
             f"{user} needs a chat template, and model={settings.name} has none: expected an instruction-tuned "
             f"model{other}"
         )
-    if tools and "tools" not in template:
+    for_tools = folder / "additional_chat_templates" / "tool_use.jinja"  # which is then used instead
+    if tools and "tools" not in template and not for_tools.is_file():
         raise UserError(
             f"{user} gives the chat template tools, and that of model={settings.name} knows none: "
             "expected a model that was trained to call functions"

@@ -87,8 +87,10 @@ EXTRA_PREDICTION_BLOCKS = ("mtp.", "model.mtp.")
 PREDICTION_PROJECTION = ".eh_proj."
 """Part of the names of a tensor that numbered decoder layers have if, and only if, they predict several tokens: it
 projects an embedding and a hidden state together to the input of the layer."""
+EXTRA_PREDICTION = re.compile(rf"(?:^|\.)mtp(?:_\w+)?\.|{re.escape(PREDICTION_PROJECTION)}")
+"""In the name of a tensor: it belongs to a layer that predicts several tokens."""
 NOT_LOADED = re.compile(
-    r"(?:^|\.)mtp(?:_\w+)?\.|rotary_emb\.inv_freq$|\.(?:[qkv]|kv|kv_cache|prob|input|output|activation)_scale$"
+    rf"{EXTRA_PREDICTION.pattern}|rotary_emb\.inv_freq$|\.(?:[qkv]|kv|kv_cache|prob|input|output|activation)_scale$"
 )
 """Tensors that a checkpoint may have beyond those of its model: of extra prediction layers, frequencies that the
 configuration determines, and scales by which programs that compute in fewer bits round activations and caches."""

@@ -17,6 +17,7 @@ import quantised
 import tiny
 import torch
 from huggingface_hub.errors import RevisionNotFoundError
+from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
 from transformers.integrations import hub_kernels
 from transformers.quantizers import quantizer_finegrained_fp8
@@ -239,6 +240,19 @@ def test_a_wrong_revision(monkeypatch: pytest.MonkeyPatch) -> None:
     refused(
         lambda: local_folder(settings("some/model", revision="v9")), "at revision v9 .*check the name, the revision"
     )
+
+
+def test_the_files_that_transformers_reads_are_downloaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    there = ["config.json", "additional_chat_templates/tool_use.jinja", "original/params.json", "onnx/model.json"]
+    asked: list[str] = []
+
+    def download(*_: Any, allow_patterns: Any = None, ignore_patterns: Any = None, **__: Any) -> str:
+        asked.extend(filter_repo_objects(there, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns))
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert configuration_folder(settings("some/model")) == tmp_path
+    assert asked == there[:2]
 
 
 def test_a_folder_of_another_revision(folder: Path, tmp_path: Path) -> None:
