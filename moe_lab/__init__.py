@@ -306,8 +306,8 @@ def plan(
     higher means keep. `allocation`: how the budget is shared among layers and experts; those that search need a study.
     `statistics`: those of the model, if they are not attached to the scores. `parameters`: parameters of the
     allocation. For `multiple_of`, `ratio_basis`, `replacement` and `protect` see `moe_lab.config.AllocationConfig`.
-    Where the replacement is m_smoe or ream, `align` is to be called with the plan. Raises UserError for a ratio that is
-    not feasible, naming the nearest one, and for scores of another model.
+    Where the replacement is m_smoe or ream, `mask`, `prune` and `export` take what `align` makes of the plan. Raises
+    UserError for a ratio that is not feasible, naming the nearest one, and for scores of another model.
     """
     from moe_lab import allocation as allocations
     from moe_lab.allocation import protection

@@ -20,6 +20,7 @@ from moe_lab.models.transformers_private import activation, experts_implementati
 from moe_lab.pruning.plan import Mask, Plan
 from moe_lab.pruning.prune import check_fit, count_attributes, merged_weights, replace_tensor, rows
 from moe_lab.pruning.ragged import constant_output
+from moe_lab.pruning.replace import check_aligned
 from moe_lab.statistics.observe import ExpertsFunction, replaced_experts
 
 
@@ -34,11 +35,12 @@ def mask(model: PreTrainedModel, plan: Plan) -> Iterator[None]:
     keep different numbers of experts. On exit the model has its original tensors again. Contexts of the same model
     cannot be nested.
 
-    Raises UserError when the plan does not fit the model, and RuntimeError when experts are called with a routing that
-    did not come from the masked router, or when the masked experts are bypassed.
+    Raises UserError when the plan does not fit the model or still has to be aligned, and RuntimeError when experts are
+    called with a routing that did not come from the masked router, or when the masked experts are bypassed.
     """
     layers = moe_layers(model)
     check_fit(plan, layers)
+    check_aligned(plan)
     with mask_layers(model, layers, plan):
         yield
 

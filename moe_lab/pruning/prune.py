@@ -18,6 +18,7 @@ from moe_lab.pruning.export.form import CONSTANT_FIELD, OWNERS_FIELD, RAGGED_FIE
 from moe_lab.pruning.export.remote import width_field
 from moe_lab.pruning.plan import Mask, Plan
 from moe_lab.pruning.ragged import RaggedExperts
+from moe_lab.pruning.replace import check_aligned
 
 Model = TypeVar("Model", bound=nn.Module)
 WIDTH_ATTRIBUTES = ("intermediate_dim", "intermediate_size")
@@ -30,10 +31,12 @@ def prune(model: Model, plan: Plan) -> Model:
     `model` is not changed. Weights that do not change are shared with it, so the copy takes only the memory of the kept
     experts. Layers whose experts keep equal numbers of channels keep the family's module, others get RaggedExperts.
     What differs between layers is written to the configuration's `per_layer_config`; where all layers have one shape,
-    `save_pretrained` writes a stock checkpoint. Raises UserError when the plan does not fit the model.
+    `save_pretrained` writes a stock checkpoint. Raises UserError when the plan does not fit the model or still has to
+    be aligned.
     """
     before = moe_layers(model)
     check_fit(plan, before)
+    check_aligned(plan)
     pruned = share_copy(model)
     for layer in moe_layers(pruned):
         kept = plan.experts[layer.index]

@@ -32,6 +32,7 @@ from moe_lab.pruning.mask import (
 )
 from moe_lab.pruning.plan import Plan
 from moe_lab.pruning.prune import check_fit
+from moe_lab.pruning.replace import check_aligned
 from moe_lab.statistics.observe import ExpertsFunction
 
 
@@ -72,13 +73,14 @@ def row_masks(model: PreTrainedModel, plans: Sequence[Plan | None]) -> Iterator[
     products of another size may round differently. Expert weights are neither copied nor changed, but the
     merged experts of each plan have weights of their own meanwhile.
 
-    Raises UserError when a plan does not fit the model, and RuntimeError when a batch has another number of rows than
-    plans were set for, and where `mask` does.
+    Raises UserError when a plan does not fit the model or still has to be aligned, and RuntimeError when a batch has
+    another number of rows than plans were set for, and where `mask` does.
     """
     layers = moe_layers(model)
     for plan in plans:
         if plan is not None:
             check_fit(plan, layers)
+            check_aligned(plan)
     rows = RowPlans()
     with ExitStack() as undo:
         for layer in layers:

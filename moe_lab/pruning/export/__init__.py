@@ -29,6 +29,7 @@ from moe_lab.pruning.export.quantised import check_quantised, named_experts, ren
 from moe_lab.pruning.export.tensors import Piece
 from moe_lab.pruning.export.write import UNFINISHED, write_weights
 from moe_lab.pruning.plan import Plan
+from moe_lab.pruning.replace import check_aligned
 
 CARD = "README.md"
 ORIGIN = ".origin.json"
@@ -59,14 +60,16 @@ def export(
     memory. An export that was killed resumes from the complete files it left in `partial`, a folder on the disk of
     `out` that nothing else uses; without one it starts again.
 
-    Raises UserError when the plan does not fit, when the shape cannot express it, or when the checkpoint is damaged or
-    has an unknown tensor in a MoE block, and Unavailable when the disk is too full. Nothing is left behind then.
+    Raises UserError when the plan does not fit or still has to be aligned, when the shape cannot express it, or when
+    the checkpoint is damaged or has an unknown tensor in a MoE block, and Unavailable when the disk is too full.
+    Nothing is left behind then.
     """
     folder, target = Path(source), Path(out)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UserError(f"export: {target} exists already: expected a folder that does not exist or is empty")
     config = read_json(folder / "config.json")
     check_routing(config, plan)
+    check_aligned(plan)
     checkpoint = open_checkpoint(folder)
     if plan.provenance.get("model_sha256"):
         plan.check_origin(fingerprint(folder), folder)
