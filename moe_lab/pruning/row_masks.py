@@ -18,10 +18,9 @@ from torch.nn.functional import linear
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
-from moe_lab.models.discover import MoELayer, moe_layers
+from moe_lab.models.discover import MoELayer, check_in_memory, moe_layers
 from moe_lab.models.partial_forward import replace_forward
 from moe_lab.pruning.mask import (
-    check_in_memory,
     experts_function,
     masked_experts,
     require_routing,
