@@ -187,11 +187,12 @@ def load_tensors(
 def dequantised_by_stated_blocks() -> Iterator[None]:
     """While open, FP8 checkpoints are dequantised by the `weight_block_size` that their configuration states."""
     original = FineGrainedFP8HfQuantizer.get_load_operations
-    FineGrainedFP8HfQuantizer.get_load_operations = lambda self: {"dequantize": _DequantizeStatedBlocks}
+    changed = {"dequantize": _DequantizeStatedBlocks}
+    FineGrainedFP8HfQuantizer.get_load_operations = lambda self: changed  # type: ignore[method-assign]
     try:
         yield
     finally:
-        FineGrainedFP8HfQuantizer.get_load_operations = original
+        FineGrainedFP8HfQuantizer.get_load_operations = original  # type: ignore[method-assign]
 
 
 class _DequantizeStatedBlocks(Fp8Dequantize):

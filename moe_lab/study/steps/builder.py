@@ -77,7 +77,7 @@ class Builder:
         def make() -> Part:
             folder = Path(resolve(model.path)).expanduser()
             source = {"sha256": files.fingerprint(model.path)} if folder.is_dir() else {"hub": model.path}
-            settings = {**source, "revision": model.revision, "dtype": model.dtype}
+            settings: dict[str, Any] = {**source, "revision": model.revision, "dtype": model.dtype}
             if model.top_k is not None:
                 settings["top_k"] = model.top_k
             # results of such models in older stores are wrong: a block was taken for a share of the matrix
