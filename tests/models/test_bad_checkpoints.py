@@ -179,6 +179,7 @@ def test_weights_that_the_configuration_does_not_ask_for_are_named_before_they_a
     monkeypatch.setattr(tiny.AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("weights were read"))
     for read in (load_model, open_streamed, facts):
         refused(lambda read=read: read(settings(folder)), re.escape(lost))  # type: ignore[misc]
+    assert inspect.main(["model=local", f"model.path={folder}"]) == 1
 
 
 def test_unused_weights_are_named_however_they_are_stored(tmp_path: Path) -> None:
