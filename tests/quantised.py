@@ -6,6 +6,7 @@ one after the other. Where only the layout matters, the codes are random.
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import shutil
@@ -55,15 +56,20 @@ def unpacked(words: torch.Tensor) -> torch.Tensor:
 
 
 def fp8_blocks(weight: torch.Tensor) -> Parts:
-    blocks = weight.view(weight.shape[0] // 8, 8, weight.shape[1] // 8, 8)
-    scale = blocks.abs().amax((1, 3), keepdim=True) / 448
-    eighth = (blocks / scale).to(torch.float8_e4m3fn)
-    return {"weight": eighth.view(weight.shape), "weight_scale_inv": scale[:, 0, :, 0].contiguous()}
+    """Blocks of 8 by 8 weights; the last ones of a row or column of blocks may be smaller."""
+    rows, columns = weight.shape
+    largest = torch.zeros(-(-rows // 8), -(-columns // 8))
+    for row, column in itertools.product(range(rows), range(columns)):
+        place = row // 8, column // 8
+        largest[place] = max(float(largest[place]), abs(float(weight[row, column])))
+    parts = {"weight": torch.ones(rows, columns), "weight_scale_inv": largest / 448}
+    return {**parts, "weight": (weight / from_fp8_blocks(parts)).to(torch.float8_e4m3fn)}
 
 
 def from_fp8_blocks(parts: Parts) -> torch.Tensor:
+    rows, columns = parts["weight"].shape
     scale = parts["weight_scale_inv"].repeat_interleave(8, 0).repeat_interleave(8, 1)
-    return parts["weight"].float() * scale
+    return parts["weight"].float() * scale[:rows, :columns]
 
 
 def fp8_matrix(weight: torch.Tensor) -> Parts:

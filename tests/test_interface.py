@@ -22,6 +22,7 @@ from moe_lab.allocation.grouping import REPLACEMENTS
 from moe_lab.errors import UserError
 from moe_lab.paths import resolve
 from moe_lab.pruning.plan import Plan
+from moe_lab.pruning.row_masks import row_masks
 
 ROOT = Path(__file__).parents[1]
 GENERAL = "pocket:calibration/general.jsonl"
@@ -161,8 +162,43 @@ def test_ream_merges_into_the_experts_that_dropping_keeps(model: tuple[Any, Any]
             assert list(group.values()) == pytest.approx((values[list(group)] / values[list(group)].sum()).tolist())
     with pytest.raises(UserError, match="group_size=1"):
         moe_lab.plan(scores, 0.5, replacement="ream", group_size=1)
-    with moe_lab.mask(model[0], plan):
+    with moe_lab.mask(model[0], moe_lab.align(model[0], plan)):
         pass
+
+
+@pytest.mark.parametrize("replacement", ["m_smoe", "ream"])
+def test_a_plan_that_still_has_to_be_aligned_is_refused(
+    model: tuple[Any, Any], replacement: str, tmp_path: Path
+) -> None:
+    """Weights of channels that do not belong together would be added up."""
+    seen = moe_lab.calibrate(*model, GENERAL, criteria=["reap"], replacement=replacement, **{**POCKET, "tokens": 2048})
+    plan = moe_lab.plan(moe_lab.score("reap", seen), 0.5, replacement=replacement)
+    plan.save(tmp_path / "plan.json")
+    aligned = moe_lab.align(model[0], plan)
+    partly = replace(aligned, alignments={0: aligned.alignments[0]})
+    for of in (plan, Plan.load(tmp_path / "plan.json"), partly):
+        for use in (
+            lambda of=of: moe_lab.mask(model[0], of).__enter__(),
+            lambda of=of: row_masks(model[0], [None, of]).__enter__(),
+            lambda of=of: moe_lab.prune(model[0], of),
+            lambda of=of: moe_lab.export("pocket:olmoe", of, tmp_path / "out"),
+        ):
+            with pytest.raises(UserError, match=f"replacement={replacement}"):
+                use()
+    assert not (tmp_path / "out").exists()
+    moe_lab.prune(model[0], aligned)
+    with moe_lab.mask(model[0], aligned):
+        pass
+    moe_lab.export("pocket:olmoe", aligned, tmp_path / "out")
+
+
+def test_plans_that_merge_channel_by_channel_on_purpose_are_not_refused(model: tuple[Any, Any], tmp_path: Path) -> None:
+    for name in ("m_smoe_unaligned", "hc_smoe"):
+        seen = moe_lab.calibrate(*model, GENERAL, criteria=["reap"], replacement=name, **{**POCKET, "tokens": 2048})
+        plan = moe_lab.plan(moe_lab.score("reap", seen), 0.5, replacement=name)
+        with moe_lab.mask(model[0], plan):
+            pass
+        moe_lab.export("pocket:olmoe", plan, tmp_path / name)
 
 
 def without(statistics: moe_lab.ModelStatistics, name: str) -> moe_lab.ModelStatistics:

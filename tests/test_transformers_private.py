@@ -30,9 +30,11 @@ PUBLIC = {
 }
 """Module -> documented names; None for all that the package offers at the top."""
 ATTRIBUTES = {
+    "_adjust_missing_and_unexpected_keys",
     "_apply_gate",
     "_attn_implementation",
     "_can_set_experts_implementation",
+    "_dequantize_one",
     "_experts_implementation",
     "_get_dtype_plan",
     "_gradient_checkpointing_func",
@@ -97,8 +99,10 @@ def test_every_name_is_there() -> None:
     experts = model.model.layers[0].mlp.experts
     layer = model.model.layers[0]
     owners = {
+        "_adjust_missing_and_unexpected_keys": model,
         "_apply_gate": experts,
         "_attn_implementation": model.config,
+        "_dequantize_one": transformers_private.Fp8Dequantize,
         "_experts_implementation": experts.config,
         "_get_dtype_plan": model,
         "_init_weights": model,
@@ -110,6 +114,8 @@ def test_every_name_is_there() -> None:
         assert hasattr(owner, name), name
     assert isinstance(layer, transformers.GradientCheckpointingLayer) and hasattr(layer, "gradient_checkpointing")
     assert callable(ALL_EXPERTS_FUNCTIONS["grouped_mm"])
+    quantizer = transformers_private.FineGrainedFP8HfQuantizer
+    assert quantizer.get_load_operations(None) == {"dequantize": transformers_private.Fp8Dequantize}
 
 
 def test_its_docstring_names_every_one() -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from math import ceil, prod
+from pathlib import Path
 from typing import Any
 
 from moe_lab.config import ModelConfig
@@ -29,6 +30,8 @@ FIELDS = {
 """Name in model.expected -> fields of config.json that may state it; the first one present counts."""
 EXPERTS = re.compile(r"\.(\d+)\.(?:\w+\.)*(?:experts|input_linear)\b")
 """Name of a tensor of routed experts in a checkpoint; the group is the number of its decoder layer."""
+FP8_BLOCK = [128, 128]
+"""weight_block_size of a checkpoint in FP8 that states none."""
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -90,8 +93,60 @@ def quantization(settings: ModelConfig) -> str | None:
 
 def quantization_method(config: Mapping[str, Any]) -> str | None:
     """The same for the content of a config.json."""
+    stated = _stated_quantization(config)
+    return None if stated is None else str(stated.get("quant_method", "quantised weights"))
+
+
+def _stated_quantization(config: Mapping[str, Any]) -> dict[str, Any] | None:
     stated = config.get("quantization_config") or config.get("text_config", {}).get("quantization_config")
-    return str(stated.get("quant_method", "quantised weights")) if isinstance(stated, dict) else None
+    return stated if isinstance(stated, dict) else None
+
+
+@dataclass(frozen=True)
+class BlockScaled:
+    """A matrix in FP8 with a scale per block; those at the end of a row or column may be smaller than the others."""
+
+    name: str
+    shape: tuple[int, ...]
+    scales: tuple[int, ...]
+    """The shape of its scales."""
+    block: tuple[int, int]
+    """Rows and columns of a whole block."""
+
+    @property
+    def expected_scales(self) -> tuple[int, ...]:
+        """The shape that its scales should have."""
+        rows, columns = self.shape[-2:]
+        return (*self.shape[:-2], ceil(rows / self.block[0]), ceil(columns / self.block[1]))
+
+    @property
+    def ends_in_partial_block(self) -> bool:
+        """Whether the last one of several blocks is smaller than the others."""
+        return any(side > whole and side % whole for side, whole in zip(self.shape[-2:], self.block, strict=True))
+
+
+def block_scaled(folder: Path) -> Iterator[BlockScaled]:
+    """The matrices of a checkpoint in FP8 that have a scale per block; none for any other checkpoint.
+
+    UserError for a weight_block_size in config.json that is no size.
+    """
+    config = read_json(folder / "config.json")
+    stated = _stated_quantization(config)
+    if stated is None or quantization_method(config) != "fp8" or has_pickles_only(folder):
+        return
+    block = stated.get("weight_block_size", FP8_BLOCK)
+    if block is None:  # a scale per matrix
+        return
+    if not isinstance(block, list) or [type(side) for side in block] != [int, int] or min(block) < 1:
+        raise UserError(
+            f"{folder / 'config.json'} has weight_block_size={block!r:.40}: expected two whole numbers from 1, such as "
+            f"{FP8_BLOCK}"
+        )
+    tensors = open_checkpoint(folder).tensors
+    for name, entry in tensors.items():
+        scales = tensors.get(f"{name}_scale_inv")
+        if scales is not None and entry.dtype.startswith("F8") and prod(scales.shape) > 1:
+            yield BlockScaled(name, entry.shape, scales.shape, (block[0], block[1]))
 
 
 def _config(settings: ModelConfig) -> dict[str, Any]:
@@ -123,7 +178,8 @@ def check_chat_template(settings: ModelConfig, user: str, tools: bool, other: st
             f"{user} needs a chat template, and model={settings.name} has none: expected an instruction-tuned "
             f"model{other}"
         )
-    if tools and "tools" not in template:
+    for_tools = folder / "additional_chat_templates" / "tool_use.jinja"  # which is then used instead
+    if tools and "tools" not in template and not for_tools.is_file():
         raise UserError(
             f"{user} gives the chat template tools, and that of model={settings.name} knows none: "
             "expected a model that was trained to call functions"

@@ -78,6 +78,22 @@ class MoELayer:
         return max(self.widths)
 
 
+def check_in_memory(layer: MoELayer, *, experts: bool = False) -> None:
+    """Raise UserError when weights of the layer's router, or also of its `experts`, are not in memory.
+
+    accelerate loads what it offloads for the forward pass of the module that owns it, and only then.
+    """
+    tensors = {"router": [part.tensor for part in layer.routing]}
+    if experts:
+        tensors["experts"] = list(layer.experts.parameters())
+    for name, weights in tensors.items():
+        if any(weight.is_meta for weight in weights):
+            raise UserError(
+                f"{layer.name}: a weight of the {name} is offloaded: load the model without offloading, so that they "
+                "can be read"
+            )
+
+
 def moe_layers(model: nn.Module) -> list[MoELayer]:
     """Find all layers of `model` with routed experts, in decoder order, and check that they can be scored and pruned.
 

@@ -10,10 +10,12 @@ from typing import Any
 import torch
 
 from moe_lab.config import ExpectedConfig, ModelConfig
+from moe_lab.models.checkpoint import INDEX, SINGLE
 from moe_lab.models.config_json import compare
 from moe_lab.models.discover import MoELayer, is_ragged, linears, part_of, route, routed_layers
 from moe_lab.models.files import local_folder
 from moe_lab.models.load import check_sizes, set_top_k, skeleton
+from moe_lab.paths import local
 
 BYTES_LOADED = 2
 """Bytes a parameter takes in bfloat16, the precision in which the papers state loading memory."""
@@ -95,11 +97,14 @@ def describe(folder: Path, settings: ModelConfig) -> dict[str, Any]:
     `model_type`; `layers`: number of decoder layers; `moe`: layer -> its experts and gate rule in words;
     `parameters`: part -> number of parameters, each counted once; `shape`: see `architecture`; `moe_layers`: its
     MoELayer objects, without weights; `routing`: names of all tensors that decide where tokens go. UserError, with the
-    reason, for a model that is not supported or differs from `model.expected`.
+    reason, for a model that is not supported, differs from `model.expected`, or is a folder whose weights are those of
+    another one.
     """
     model = skeleton(folder, trust_remote_code=settings.trust_remote_code)
     shape = architecture(model)
     compare(asdict(shape), settings)
+    if local(settings.path).is_dir() and any((folder / name).is_file() for name in (SINGLE, INDEX)):
+        check_sizes(model, folder, settings)
     set_top_k(model, settings.top_k)
     layers = routed_layers(model)
     paths = {id(module): path for path, module in model.named_modules()}

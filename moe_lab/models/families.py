@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
@@ -84,6 +84,16 @@ DISK_SHARED = ("shared_expert.", "shared_experts.", "shared_mlp.", "shared_exper
 """Prefixes of the tensors of a MoE block that pruning does not change."""
 EXTRA_PREDICTION_BLOCKS = ("mtp.", "model.mtp.")
 """Prefixes of the tensors of extra prediction layers, which have a numbering of their own."""
+PREDICTION_PROJECTION = ".eh_proj."
+"""Part of the names of a tensor that numbered decoder layers have if, and only if, they predict several tokens: it
+projects an embedding and a hidden state together to the input of the layer."""
+EXTRA_PREDICTION = re.compile(rf"(?:^|\.)mtp(?:_\w+)?\.|{re.escape(PREDICTION_PROJECTION)}")
+"""In the name of a tensor: it belongs to a layer that predicts several tokens."""
+NOT_LOADED = re.compile(
+    rf"{EXTRA_PREDICTION.pattern}|rotary_emb\.inv_freq$|\.(?:[qkv]|kv|kv_cache|prob|input|output|activation)_scale$"
+)
+"""Tensors that a checkpoint may have beyond those of its model: of extra prediction layers, frequencies that the
+configuration determines, and scales by which programs that compute in fewer bits round activations and caches."""
 EXTRA_PREDICTION_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 """Configuration fields that count layers for predicting several tokens, which transformers does not load."""
 CAUSAL_MODELS = "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"
@@ -121,6 +131,12 @@ class Family:
 def port_of(kind: str) -> dict[str, str]:
     """File name -> source code of the port of a family that transformers cannot load; empty for all other families."""
     return {f"modeling_{PORTS[kind].file}.py": _port(kind).read_text(encoding="utf-8")} if kind in PORTS else {}
+
+
+def prediction_layers(names: Iterable[str]) -> tuple[str, ...]:
+    """Prefixes of the numbered decoder layers that predict several tokens, from the `names` of all tensors."""
+    prefixes = {name.partition(PREDICTION_PROJECTION)[0] for name in names if PREDICTION_PROJECTION in name}
+    return tuple(sorted(f"{prefix}." for prefix in prefixes))
 
 
 LAYOUT = {

@@ -21,6 +21,9 @@ UNEVEN_FIELDS = ("per_layer_config", "expert_widths")
 PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 DESCRIBING = {".jinja", ".json", ".model", ".py", ".tiktoken", ".txt"}
 """Suffixes of files beside the weights that decide what a model computes and how text becomes tokens."""
+SUBFOLDERS = ("additional_chat_templates", "custom_generate")
+"""Folders beside the weights of which transformers reads files: further chat templates of the tokenizer, and the
+model's own way of generating."""
 BESIDE = ("generation_config.json", "tokenizer_config.json")
 """Optional files beside the weights; each must be a JSON object."""
 SHORTEST_COMMIT = 7
@@ -190,6 +193,12 @@ def has_pickles_only(folder: Path) -> bool:
     return not safe and any((folder / name).exists() for name in PICKLES)
 
 
+def files_of(folder: Path) -> list[Path]:
+    """All files of a model's folder that transformers may read, those of SUBFOLDERS among them, in order."""
+    places = [folder, *(folder / name for name in SUBFOLDERS)]
+    return sorted(file for place in places if place.is_dir() for file in place.iterdir() if file.is_file())
+
+
 def fingerprint(path: str | Path) -> str:
     """sha256 (hex) of a model folder: its configuration, tokenizer and weights.
 
@@ -202,7 +211,7 @@ def fingerprint(path: str | Path) -> str:
     if not folder.is_dir():
         raise UserError(f"model.path={path} is no folder: expected a folder to take the fingerprint of")
     described, weights = [], []
-    for file in folder.iterdir():
+    for file in files_of(folder):
         if file.suffix in DESCRIBING and not file.name.endswith(".index.json"):
             described.append(file)
         elif file.suffix in (".safetensors", ".bin"):
@@ -217,7 +226,7 @@ def fingerprint(path: str | Path) -> str:
             inner = hashlib.sha256()
             for part in _samples(file):
                 inner.update(part)
-        digest.update(f"{file.name} {file.stat().st_size} {inner.hexdigest()}\n".encode())
+        digest.update(f"{file.relative_to(folder).as_posix()} {file.stat().st_size} {inner.hexdigest()}\n".encode())
     return digest.hexdigest()
 
 
@@ -283,6 +292,8 @@ def _download(settings: ModelConfig, weights: list[str]) -> Path:
             allow_patterns=[*weights, *(f"*{suffix}" for suffix in sorted(DESCRIBING))],
             ignore_patterns=["*/*"],
         )
+        commit = Path(folder).name
+        snapshot_download(settings.path, revision=commit, allow_patterns=[f"{name}/*" for name in SUBFOLDERS])
     except (OSError, HFValidationError) as error:  # all errors of the hub and of the network are OSErrors
         at = f" at revision {settings.revision}" if settings.revision else ""
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -22,13 +23,17 @@ from moe_lab.config import ModelConfig
 from moe_lab.errors import UserError
 from moe_lab.models import experts
 from moe_lab.models.checkpoint import open_checkpoint, read_json
-from moe_lab.models.config_json import UNPACKED, quantization
+from moe_lab.models.config_json import UNPACKED, block_scaled, quantization
 from moe_lab.models.device import check_room, place, precision
 from moe_lab.models.discover import MoELayer, is_ragged, route, routed_layers
-from moe_lab.models.families import TOP_K_FIELDS
+from moe_lab.models.families import NOT_LOADED, TOP_K_FIELDS, prediction_layers
 from moe_lab.models.files import PICKLES, check_code, has_pickles_only, local_folder
 from moe_lab.models.ports import causal_language_model
-from moe_lab.models.transformers_private import AmbiguousGlobalPerLayerAttributeError
+from moe_lab.models.transformers_private import (
+    AmbiguousGlobalPerLayerAttributeError,
+    dequantised_by_stated_blocks,
+    unused_tensors,
+)
 
 UNPACKING: dict[str | None, Any] = {
     "fp8": FineGrainedFP8Config,
@@ -36,6 +41,9 @@ UNPACKING: dict[str | None, Any] = {
     "compressed-tensors": CompressedTensorsConfig,
 }
 """Method of `UNPACKED` -> the class of its settings."""
+NUMBER = re.compile(r"\b\d+\b")
+UNUSED_SHOWN = 4
+"""Names of unused weights in an error, one of each kind."""
 
 
 def load_model(settings: ModelConfig) -> tuple[Any, Any]:
@@ -185,7 +193,7 @@ def _configuration(folder: Path, trust_remote_code: bool) -> Any:
 def _weights(folder: Path, settings: ModelConfig, dtype: torch.dtype | str, device: str) -> Any:
     method = quantization(settings)
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), dequantised_by_stated_blocks():
             warnings.filterwarnings("ignore", "You passed `quantization_config`")  # UNPACKING is how to load, not what
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 folder,
@@ -218,6 +226,7 @@ def _weights(folder: Path, settings: ModelConfig, dtype: torch.dtype | str, devi
         raise UserError(
             f"{folder}: {len(missing)} weights are missing that config.json asks for, the first is {missing[0]}"
         )
+    check_used(folder, report["unexpected_keys"])
     if method in UNPACKED and isinstance(dtype, torch.dtype):
         for layer in routed_layers(model):
             layer.experts.to(dtype)  # compressed-tensors leaves experts in the precision of their scales
@@ -245,16 +254,42 @@ def _unreadable(folder: Path, method: str, reason: str) -> UserError:
     )
 
 
-def check_sizes(skeleton: nn.Module, folder: Path, settings: ModelConfig) -> None:
-    """Raise UserError when an unquantised tensor has another number of elements than config.json asks for.
+def check_used(folder: Path, unused: Iterable[str]) -> None:
+    """Raise UserError for `unused`, names of tensors that are in the files of a folder and not in the model.
 
-    Shapes are not compared, because some experts are stored transposed.
+    Without them it computes something else, unless they are those of `NOT_LOADED` or of layers that predict several
+    tokens.
     """
+    names = list(unused)
+    extra = prediction_layers(names)
+    if lost := sorted(name for name in names if not name.startswith(extra) and not NOT_LOADED.search(name)):
+        kinds = {NUMBER.sub("", name): name for name in reversed(lost)}  # of each kind, the first one
+        examples = ", ".join(sorted(kinds.values())[:UNUSED_SHOWN])
+        raise UserError(
+            f"{folder}: the model that config.json describes does not use {len(lost)} of the weights in the files, "
+            f"such as {examples}: expected the config.json that was stored with them"
+        )
+
+
+def check_sizes(skeleton: Any, folder: Path, settings: ModelConfig) -> None:
+    """Raise UserError when an unquantised tensor has another number of elements than config.json asks for, or is none
+    that it asks for.
+
+    Shapes are not compared, because some experts are stored transposed. Of a matrix in FP8, the number of its scales is
+    compared with that of its blocks.
+    """
+    for matrix in block_scaled(folder):
+        if matrix.scales != matrix.expected_scales:
+            raise UserError(
+                f"{folder}: {matrix.name} of shape {matrix.shape} has scales of shape {matrix.scales}, but "
+                f"weight_block_size={list(matrix.block)} in config.json asks for {matrix.expected_scales}"
+            )
     if has_pickles_only(folder) or quantization(settings) is not None:
         return
     stored, expected = open_checkpoint(folder).tensors, skeleton.state_dict()
     shapes = ((name, stored[name].shape, tensor.shape) for name, tensor in expected.items() if name in stored)
     check_shapes(folder, [entry for entry in shapes if prod(entry[1]) != prod(entry[2])])
+    check_used(folder, unused_tensors(skeleton, stored))
 
 
 def check_shapes(folder: Path, mismatched: Iterable[tuple[str, Any, Any]]) -> None:

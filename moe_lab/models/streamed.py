@@ -22,9 +22,9 @@ from moe_lab.models.device import DTYPES, place, precision
 from moe_lab.models.discover import MoELayer, moe_layers, routed_layers
 from moe_lab.models.families import EXTRA_PREDICTION_BLOCKS
 from moe_lab.models.files import DEVICE_MAPS, has_pickles_only, local_folder
-from moe_lab.models.load import check_finite, check_shapes, load_tokenizer, quiet, set_top_k, skeleton
+from moe_lab.models.load import check_finite, check_shapes, check_used, load_tokenizer, quiet, set_top_k, skeleton
 from moe_lab.models.partial_forward import output_of, run, stand_in
-from moe_lab.models.transformers_private import Memory, compute_buffers, load_tensors
+from moe_lab.models.transformers_private import Memory, compute_buffers, load_tensors, unused_tensors
 
 _NUMBER = re.compile(r"(?:^|\.)(\d+)\.")
 BLOCK = 8 << 20
@@ -87,6 +87,7 @@ class StreamedModel:
         self.device, self.dtype = device, dtype
         self.model = skeleton(folder, trust_remote_code=trust_remote_code, dtype=dtype).eval().requires_grad_(False)
         set_top_k(self.model, top_k)
+        check_used(folder, unused_tensors(self.model, self.checkpoint.tensors))
         self.moe = {layer.index: layer for layer in routed_layers(self.model)}
         self.path = next(iter(self.moe.values())).stack
         """Module path of the decoder layers, such as model.layers."""
@@ -172,7 +173,9 @@ class StreamedModel:
             mismatched = load_tensors(self.model, tensors, dtype=self.dtype, device=self.device, memory=self._memory)
         check_shapes(self.checkpoint.folder, mismatched)
         if number == REST:
-            self.model.tie_weights()
+            # as from_pretrained does: weights that are both in the files are not tied, whatever the configuration says
+            missing = {name for name, tensor in self.model.state_dict().items() if tensor.is_meta}
+            self.model.tie_weights(missing_keys=missing, recompute_mapping=False)
         module.requires_grad_(False)
         own = self.model.state_dict()
         beginning = f"{self.path}." if number == REST else f"{self.path}.{number}."

@@ -3,10 +3,12 @@
 Tested with transformers 5.21 to 5.23, which pyproject.toml allows. A version that renames one of these fails in
 tests/test_transformers_private.py:
 
-    core_model_loading: Concatenate, ConversionOps, MergeModulelist, WeightConverter, and the attributes and arguments
-    with which it calls them; conversion_mapping.get_model_conversion_mapping; modeling_utils.LoadStateDictConfig;
-    PreTrainedModel._load_pretrained_model, _get_dtype_plan
+    core_model_loading: Concatenate, ConversionOps, MergeModulelist, WeightConverter, WeightRenaming, and the attributes
+    and arguments with which it calls them; conversion_mapping.get_model_conversion_mapping;
+    modeling_utils.LoadStateDictConfig; PreTrainedModel._load_pretrained_model, _get_dtype_plan
         load one decoder layer into a model on the meta device, converted as from_pretrained would
+    core_model_loading.dot_natural_key, rename_source_key; PreTrainedModel._adjust_missing_and_unexpected_keys
+        know which tensors of a checkpoint from_pretrained would leave out
     core_model_loading.revert_weight_conversion, PreTrainedModel's _weight_conversions
         name and split tensors of a model as save_pretrained does
     PreTrainedModel._init_weights
@@ -19,6 +21,9 @@ tests/test_transformers_private.py:
         extend masks and positions by a token in a loop of our own, as generate(custom_generate=...) expects of loops
     GradientCheckpointingLayer's gradient_checkpointing, _gradient_checkpointing_func
         recompute decoder layers in the backward pass while modules stay in eval mode
+    integrations.finegrained_fp8.Fp8Dequantize and its _dequantize_one, and FineGrainedFP8HfQuantizer, in
+    quantizers.quantizer_finegrained_fp8, whose get_load_operations names it
+        dequantise blocks of the size that the configuration states
     integrations.heterogeneity.AmbiguousGlobalPerLayerAttributeError
         distinguish a checkpoint whose layers differ from a damaged one
     models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -35,6 +40,8 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from math import ceil
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -47,11 +54,16 @@ from transformers.core_model_loading import (
     ConversionOps,
     MergeModulelist,
     WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
     revert_weight_conversion,
 )
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.heterogeneity import AmbiguousGlobalPerLayerAttributeError
 from transformers.modeling_utils import LoadStateDictConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
 __all__ = [
     "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
@@ -60,15 +72,18 @@ __all__ = [
     "activation",
     "attention_implementation",
     "compute_buffers",
+    "dequantised_by_stated_blocks",
     "experts_implementation",
     "is_expert_parallel",
     "load_tensors",
     "next_inputs",
     "recomputed",
     "to_checkpoint",
+    "unused_tensors",
     "with_activation",
 ]
 
+EIGHT_BIT_FLOATS = (torch.float8_e4m3fn, torch.float8_e5m2)
 Activation = Callable[[torch.Tensor], torch.Tensor]
 """Outputs of the gate and up projections (n, 2 I), or of the up projection (n, I) -> input of down_proj (n, I)."""
 
@@ -166,6 +181,56 @@ def load_tensors(
     report, _ = model._load_pretrained_model(model, dict(tensors), None, settings)
     mismatched: Iterable[tuple[str, Any, Any]] = report.mismatched_keys
     return mismatched
+
+
+@contextmanager
+def dequantised_by_stated_blocks() -> Iterator[None]:
+    """While open, FP8 checkpoints are dequantised by the `weight_block_size` that their configuration states."""
+    original = FineGrainedFP8HfQuantizer.get_load_operations
+    changed = {"dequantize": _DequantizeStatedBlocks}
+    FineGrainedFP8HfQuantizer.get_load_operations = lambda self: changed  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        FineGrainedFP8HfQuantizer.get_load_operations = original  # type: ignore[method-assign]
+
+
+class _DequantizeStatedBlocks(Fp8Dequantize):
+    """As its base class, which divides a matrix evenly by the grid of scales instead: 192 rows with 2 scales, stored as
+    blocks of 128 and 64 rows, would be read as two of 96."""
+
+    def _dequantize_one(
+        self, quantized: torch.Tensor, scales: torch.Tensor, output_dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        block = self.hf_quantizer.quantization_config.weight_block_size
+        # four-bit experts of an FP8 checkpoint have blocks of their own, which are always whole
+        if block is None or scales.numel() == 1 or quantized.dtype not in EIGHT_BIT_FLOATS:
+            return super()._dequantize_one(quantized, scales, output_dtype)
+        rows, columns = quantized.shape[-2:]
+        grid = scales.shape[-2:]
+        if tuple(grid) != (ceil(rows / block[0]), ceil(columns / block[1])):
+            raise ValueError(f"{tuple(grid)} scales for ({rows}, {columns}) weights in blocks of {block}")
+        whole = quantized.new_zeros(*quantized.shape[:-2], grid[0] * block[0], grid[1] * block[1])
+        whole[..., :rows, :columns] = quantized
+        return super()._dequantize_one(whole, scales, output_dtype)[..., :rows, :columns].contiguous()
+
+
+def unused_tensors(model: PreTrainedModel, names: Iterable[str]) -> list[str]:
+    """Those of `names`, the tensors of a plain checkpoint, that from_pretrained leaves out of `model`.
+
+    Tensors that the model's class ignores on purpose are not among them.
+    """
+    mapping, expected, prefix = get_model_conversion_mapping(model), model.state_dict(), model.base_model_prefix
+    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    unused = {}
+    for name in sorted(names, key=dot_natural_key):  # some renamings depend on the names before
+        renamed, _ = rename_source_key(name, renamings, converters, prefix, expected)
+        if renamed not in expected and name not in expected:
+            unused[renamed] = name
+    report: Any = SimpleNamespace(missing_keys=set(), unexpected_keys=set(unused))
+    model._adjust_missing_and_unexpected_keys(report)
+    return [unused[renamed] for renamed in report.unexpected_keys]
 
 
 def to_checkpoint(model: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

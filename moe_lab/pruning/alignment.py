@@ -14,7 +14,7 @@ import numpy
 import torch
 from scipy.optimize import linear_sum_assignment
 
-from moe_lab.models.discover import MoELayer
+from moe_lab.models.discover import MoELayer, check_in_memory
 from moe_lab.models.experts import intermediate, wide
 from moe_lab.pruning.plan import Alignments, Plan
 from moe_lab.statistics.observe import Tap
@@ -56,7 +56,11 @@ def orders(plan: Plan, layer: MoELayer, cost: Callable[[int, int], torch.Tensor]
 
 
 def channel_weights(layer: MoELayer, expert: int) -> torch.Tensor:
-    """(I, 3 H) in at least fp32: the weights of each channel, its rows of gate and up and its column of down."""
+    """(I, 3 H) in at least fp32: the weights of each channel, its rows of gate and up and its column of down.
+
+    Raises UserError when the experts are not in memory.
+    """
+    check_in_memory(layer, experts=True)
     experts: Any = layer.experts
     gate, up = wide(experts.gate_up_proj[expert].detach()).chunk(2)
     return torch.cat((gate, up, wide(experts.down_proj[expert].detach()).T), dim=1)

@@ -13,13 +13,13 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from moe_lab.errors import UserError
-from moe_lab.models.discover import MoELayer, moe_layers
+from moe_lab.models.discover import MoELayer, check_in_memory, moe_layers
 from moe_lab.models.experts import chosen_experts, intermediate, output, routed_output, sort_by_expert
 from moe_lab.models.transformers_private import activation, experts_implementation, with_activation
 from moe_lab.pruning.plan import Mask, Plan
 from moe_lab.pruning.prune import check_fit, count_attributes, merged_weights, replace_tensor, rows
 from moe_lab.pruning.ragged import constant_output
+from moe_lab.pruning.replace import check_aligned
 from moe_lab.statistics.observe import ExpertsFunction, replaced_experts
 
 
@@ -34,11 +34,13 @@ def mask(model: PreTrainedModel, plan: Plan) -> Iterator[None]:
     keep different numbers of experts. On exit the model has its original tensors again. Contexts of the same model
     cannot be nested.
 
-    Raises UserError when the plan does not fit the model, and RuntimeError when experts are called with a routing that
-    did not come from the masked router, or when the masked experts are bypassed.
+    Raises UserError when the plan does not fit the model or still has to be aligned, or when weights that it reads are
+    offloaded: those of routers, and of experts if it merges some. Raises RuntimeError when experts are
+    called with a routing that did not come from the masked router, or when the masked experts are bypassed.
     """
     layers = moe_layers(model)
     check_fit(plan, layers)
+    check_aligned(plan)
     with mask_layers(model, layers, plan):
         yield
 
@@ -101,12 +103,6 @@ def sliced_router(layer: MoELayer, kept: Sequence[int]) -> SlicedRouter:
         for name in count_attributes(module, layer.n_experts)
     ]
     return SlicedRouter(tensors, counts)
-
-
-def check_in_memory(layer: MoELayer) -> None:
-    """Raise UserError when the router's weights are not in memory."""
-    if any(part.tensor.is_meta for part in layer.routing):
-        raise UserError(f"the router of {layer.name} is offloaded: load the model without offloading to mask it")
 
 
 def _keep(layer: MoELayer, kept: tuple[int, ...], undo: ExitStack) -> None:
@@ -181,7 +177,11 @@ def experts_function(layer: MoELayer, plan: Plan) -> ExpertsFunction:
 
 
 def _merged(layer: MoELayer, plan: Plan) -> MoELayer:
-    """The layer with other stacks of experts: each is that of its owner, whose weights are those of its group."""
+    """The layer with other stacks of experts: each is that of its owner, whose weights are those of its group.
+
+    Raises UserError when the experts are not in memory.
+    """
+    check_in_memory(layer, experts=True)
     experts: Any = copy.copy(layer.experts)
     experts._parameters = dict(layer.experts._parameters)
     merged, owners = merged_weights(layer, plan), plan.owners(layer.index)

@@ -11,13 +11,14 @@ import torch
 from torch import nn
 
 from moe_lab.errors import UserError
-from moe_lab.models.discover import MoELayer, moe_layers
+from moe_lab.models.discover import MoELayer, check_in_memory, moe_layers
 from moe_lab.models.experts import layout_of, wide
 from moe_lab.models.families import COUNT_FIELDS, refusal
 from moe_lab.pruning.export.form import CONSTANT_FIELD, OWNERS_FIELD, RAGGED_FIELD, is_stock
 from moe_lab.pruning.export.remote import width_field
 from moe_lab.pruning.plan import Mask, Plan
 from moe_lab.pruning.ragged import RaggedExperts
+from moe_lab.pruning.replace import check_aligned
 
 Model = TypeVar("Model", bound=nn.Module)
 WIDTH_ATTRIBUTES = ("intermediate_dim", "intermediate_size")
@@ -30,10 +31,15 @@ def prune(model: Model, plan: Plan) -> Model:
     `model` is not changed. Weights that do not change are shared with it, so the copy takes only the memory of the kept
     experts. Layers whose experts keep equal numbers of channels keep the family's module, others get RaggedExperts.
     What differs between layers is written to the configuration's `per_layer_config`; where all layers have one shape,
-    `save_pretrained` writes a stock checkpoint. Raises UserError when the plan does not fit the model.
+    `save_pretrained` writes a stock checkpoint. Raises UserError when the plan does not fit the model or still has to
+    be aligned, and when weights are offloaded. A model on the meta device is pruned to one on the meta device.
     """
     before = moe_layers(model)
     check_fit(plan, before)
+    check_aligned(plan)
+    on_meta = all(weight.is_meta for weight in model.parameters()) and not hasattr(model, "_hf_hook")
+    for layer in [] if on_meta else before:  # accelerate, which sets that attribute, would bring whole weights back
+        check_in_memory(layer, experts=True)
     pruned = share_copy(model)
     for layer in moe_layers(pruned):
         kept = plan.experts[layer.index]

@@ -12,11 +12,28 @@ import numpy
 from numpy.typing import ArrayLike
 
 from moe_lab.allocation import grouping
+from moe_lab.errors import UserError
 from moe_lab.pruning.plan import Plan, merge_experts, replace_by_constants
 from moe_lab.statistics.sums import mean_output
 
 Evidence = Mapping[str, Mapping[int, Mapping[str, Any]]]
 """Pass, such as statistics or similarity -> layer -> sums by name."""
+
+
+def check_aligned(plan: Plan) -> None:
+    """Raise UserError for a plan that merges experts by a way that matches their channels first, if that is still to
+    be done."""
+    allocation = plan.provenance.get("allocation")
+    replacement = allocation.get("replacement", "none") if isinstance(allocation, dict) else "none"
+    chosen = grouping.GROUPINGS.get(replacement)
+    unmatched = sorted(set(plan.merged) - set(plan.alignments))
+    if chosen is not None and chosen.align is not None and unmatched:
+        alone = f"{replacement}_unaligned"
+        others = f", or a plan of replacement={alone}" if alone in grouping.GROUPINGS else ""
+        raise UserError(
+            f"plan: replacement={replacement} matches the channels of experts before they are merged, which was not "
+            f"done in layer {unmatched[0]}: expected what moe_lab.align makes of this plan{others}"
+        )
 
 
 def replace_dropped(

@@ -18,10 +18,9 @@ from torch.nn.functional import linear
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
-from moe_lab.models.discover import MoELayer, moe_layers
+from moe_lab.models.discover import MoELayer, check_in_memory, moe_layers
 from moe_lab.models.partial_forward import replace_forward
 from moe_lab.pruning.mask import (
-    check_in_memory,
     experts_function,
     masked_experts,
     require_routing,
@@ -32,6 +31,7 @@ from moe_lab.pruning.mask import (
 )
 from moe_lab.pruning.plan import Plan
 from moe_lab.pruning.prune import check_fit
+from moe_lab.pruning.replace import check_aligned
 from moe_lab.statistics.observe import ExpertsFunction
 
 
@@ -72,13 +72,14 @@ def row_masks(model: PreTrainedModel, plans: Sequence[Plan | None]) -> Iterator[
     products of another size may round differently. Expert weights are neither copied nor changed, but the
     merged experts of each plan have weights of their own meanwhile.
 
-    Raises UserError when a plan does not fit the model, and RuntimeError when a batch has another number of rows than
-    plans were set for, and where `mask` does.
+    Raises UserError when a plan does not fit the model or still has to be aligned, and RuntimeError when a batch has
+    another number of rows than plans were set for, and where `mask` does.
     """
     layers = moe_layers(model)
     for plan in plans:
         if plan is not None:
             check_fit(plan, layers)
+            check_aligned(plan)
     rows = RowPlans()
     with ExitStack() as undo:
         for layer in layers:

@@ -18,6 +18,7 @@ from typing import Any
 from moe_lab.config import BenchmarkConfig, Config
 from moe_lab.errors import Unavailable, UserError, remember_secret
 from moe_lab.json_files import read_json, write_json
+from moe_lab.models.files import files_of
 from moe_lab.pruning.export import CARD, NOT_COPIED
 from moe_lab.results import Result
 from moe_lab.study.graph import CellSteps, Graph, unpruned
@@ -158,8 +159,10 @@ def _stage(study: Study, cell: CellSteps, repository: str, folder: Path) -> dict
 def _linked(store: Store, cell: CellSteps) -> Iterator[tuple[str, Step, str]]:
     """(path in the repository, step, file in its folder) of everything that is uploaded as it is in the store."""
     assert cell.export and cell.scores
-    for file in sorted((store.path(cell.export) / "checkpoint").iterdir()):
-        yield file.name, cell.export, f"checkpoint/{file.name}"
+    checkpoint = store.path(cell.export) / "checkpoint"
+    for file in files_of(checkpoint):
+        path = file.relative_to(checkpoint).as_posix()
+        yield path, cell.export, f"checkpoint/{path}"
     yield f"{DATA}/facts.json", cell.model, "facts.json"
     for name in SCORES:
         if (store.path(cell.scores) / name).is_file():

@@ -624,6 +624,10 @@ def test_a_template_without_tools_is_refused_before_a_model_is_loaded(tmp_path: 
     check_chat_template(model, "gsm8k", False)
     with pytest.raises(UserError, match="that of model=m knows none"):
         check_chat_template(model, "function_calls", True)
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text(TEMPLATE)
+    check_chat_template(model, "function_calls", True)
+    shutil.rmtree(tmp_path / "additional_chat_templates")
     (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
     check_chat_template(model, "function_calls", True)
 

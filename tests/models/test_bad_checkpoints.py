@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from functools import partial
@@ -16,12 +17,13 @@ import quantised
 import tiny
 import torch
 from huggingface_hub.errors import RevisionNotFoundError
+from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
 from transformers.integrations import hub_kernels
 from transformers.quantizers import quantizer_finegrained_fp8
 
 from moe_lab import inspect
-from moe_lab.config import ModelConfig
+from moe_lab.config import Config, ModelConfig
 from moe_lab.errors import UserError
 from moe_lab.models.checkpoint import INDEX
 from moe_lab.models.config_json import quantization
@@ -29,12 +31,13 @@ from moe_lab.models.discover import moe_layers
 from moe_lab.models.facts import facts
 from moe_lab.models.files import check, configuration_folder, fingerprint, local_folder
 from moe_lab.models.load import load_model, load_tokenizer, skeleton
-from moe_lab.models.streamed import StreamedModel
+from moe_lab.models.streamed import StreamedModel, open_streamed
 from moe_lab.pruning.export import export
 from moe_lab.pruning.plan import Plan
 from moe_lab.statistics.forward import ForwardTap
 from moe_lab.statistics.observe import Observer
 from moe_lab.statistics.weights import weigh_experts
+from moe_lab.study.steps.builder import Builder
 from tests.campaign.models import EXPERT, SHARD, cut, put_twice, reconfigure, reindex
 
 
@@ -126,12 +129,12 @@ def test_a_plan_knows_the_model_it_was_made_for(folder: Path, plan: Plan) -> Non
     [
         (
             lambda name: name.replace(".mlp.experts.", ".mlp.expert_list."),
-            r"\d+ weights are missing .*layers\.0\.mlp\.experts\.down_proj",
+            r"model\.layers\.0\.mlp\.expert_list\.0\.down_proj\.weight",
             "has no routed experts that moe_lab knows",
         ),
         (
             lambda name: name.replace(".mlp.gate.", ".mlp.gate.proj."),
-            r"\d+ weights are missing .*layers\.0\.mlp\.gate\.weight",
+            r"model\.layers\.0\.mlp\.gate\.proj\.weight",
             r"gate\.proj\.weight .* belongs to a MoE block, but moe_lab does not know how to prune it",
         ),
     ],
@@ -141,10 +144,85 @@ def test_another_layout_of_experts(
 ) -> None:
     rename(folder, change)
     refused(lambda: load_model(settings(folder)), loading)
-    streamed = StreamedModel(folder, dtype=torch.float32, device="cpu")
-    refused(lambda: streamed.layer(1).__enter__(), "weights are missing")
+    refused(lambda: StreamedModel(folder, dtype=torch.float32, device="cpu"), loading)
     refused(lambda: export(folder, plan, folder.parent / "out"), exporting)
     assert [path.name for path in folder.parent.iterdir()] == ["model"]
+
+
+def add(folder: Path, *names: str) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    save_file({**tensors, **{name: torch.ones(2) for name in names}}, folder / "model.safetensors", {"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("name", "made", "stated", "lost"),
+    [
+        ("glm4_moe", {"use_qk_norm": True}, {"use_qk_norm": False}, "self_attn.q_norm.weight"),
+        ("qwen3_moe", {"attention_bias": True}, {"attention_bias": False}, "self_attn.q_proj.bias"),
+        ("ernie4_5_moe", {}, {"moe_num_shared_experts": 0}, "shared_experts.up_proj.weight"),
+        ("olmoe", {}, {"num_hidden_layers": 2}, "model.layers.2."),
+        ("deepseek_v3", {}, {"num_hidden_layers": 2, "num_nextn_predict_layers": 1}, "model.layers.2."),
+    ],
+)
+def test_weights_that_the_configuration_does_not_ask_for_are_named_before_they_are_read(
+    name: str,
+    made: dict[str, Any],
+    stated: dict[str, Any],
+    lost: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder = tmp_path / "model"
+    tiny.save(name, folder, **made)
+    load_model(settings(folder))
+    reconfigure(folder, **stated)
+    monkeypatch.setattr(tiny.AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("weights were read"))
+    for read in (load_model, open_streamed, facts):
+        refused(lambda read=read: read(settings(folder)), re.escape(lost))  # type: ignore[misc]
+    assert inspect.main(["model=local", f"model.path={folder}"]) == 1
+
+
+def test_unused_weights_are_named_however_they_are_stored(tmp_path: Path) -> None:
+    """Quantised, pickled, and for a model whose code is beside the weights."""
+    lost = "model.layers.1.self_attn.q_proj.bias"
+    _, stored = quantised.save("olmoe", "fp8", tmp_path)
+    add(stored, lost)
+    refused(lambda: load_model(settings(stored)), re.escape(lost))
+
+    model = tiny.save("olmoe", tmp_path / "pickled")
+    plan = Plan({0: (0, 1, 2, 3), 1: (0, 1, 2, 3, 4), 2: (0, 1, 2, 3)}, {0: 16, 1: 16, 2: 16})
+    own_code = export(tmp_path / "pickled", plan, tmp_path / "own_code")
+    add(own_code, lost)
+    refused(lambda: load_model(settings(own_code, trust_remote_code=True)), re.escape(lost))
+
+    (tmp_path / "pickled" / "model.safetensors").unlink()
+    torch.save({**model.state_dict(), lost: torch.ones(2)}, tmp_path / "pickled" / "pytorch_model.bin")
+    refused(lambda: load_model(settings(tmp_path / "pickled", allow_pickle=True)), re.escape(lost))
+
+
+@pytest.mark.parametrize("kind", ["plain", "fp8"])
+def test_weights_that_no_model_uses_are_not_missed(kind: str, tmp_path: Path) -> None:
+    """Of layers that predict several tokens, rotary frequencies, and scales of activations and caches."""
+    folders = dict(zip(("plain", "fp8"), quantised.save("deepseek_v3", "fp8", tmp_path), strict=True))
+    expected, _ = load_model(settings(folders["plain"]))
+    added = (
+        "mtp.fc.weight",
+        "model.mtp_block.0.input_layernorm.weight",
+        "model.layers.3.eh_proj.weight",
+        "model.layers.3.input_layernorm.weight",
+        "model.layers.1.self_attn.rotary_emb.inv_freq",
+        "model.layers.1.self_attn.k_scale",
+        "model.layers.1.self_attn.v_proj.v_scale",
+        "model.layers.1.self_attn.o_proj.input_scale",
+    )
+    add(folders[kind], *added)
+    models = [load_model(settings(folders[kind]))[0]]
+    if kind == "plain":
+        streamed, _ = open_streamed(settings(folders[kind]))
+        with streamed.layer(1) as layer:
+            assert torch.equal(layer.mlp.experts.down_proj, expected.model.layers[1].mlp.experts.down_proj)
+    for model in models:
+        assert torch.equal(model(input_ids=tiny.tokens()).logits, expected(input_ids=tiny.tokens()).logits)
 
 
 def test_experts_that_transformers_builds_otherwise() -> None:
@@ -163,6 +241,19 @@ def test_a_wrong_revision(monkeypatch: pytest.MonkeyPatch) -> None:
     refused(
         lambda: local_folder(settings("some/model", revision="v9")), "at revision v9 .*check the name, the revision"
     )
+
+
+def test_the_files_that_transformers_reads_are_downloaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    there = ["config.json", "additional_chat_templates/tool_use.jinja", "original/params.json", "onnx/model.json"]
+    asked: list[str] = []
+
+    def download(*_: Any, allow_patterns: Any = None, ignore_patterns: Any = None, **__: Any) -> str:
+        asked.extend(filter_repo_objects(there, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns))
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert configuration_folder(settings("some/model")) == tmp_path
+    assert asked == there[:2]
 
 
 def test_a_folder_of_another_revision(folder: Path, tmp_path: Path) -> None:
@@ -261,6 +352,49 @@ def test_quantised_experts_are_scored_as_the_numbers_they_stand_for(name: str, k
     expected, found = (observed(load_model(settings(folder))[0]) for folder in (plain, stored))
     for index, named in expected.items():
         assert all(torch.equal(found[index][name], tensor) for name, tensor in named.items())
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("olmoe", {"intermediate_size": 12}),
+        ("olmoe", {"intermediate_size": 20}),
+        ("qwen3_moe", {"head_dim": 6}),
+        ("deepseek_v3", {"kv_lora_rank": 12}),
+    ],
+)
+def test_the_last_block_of_a_matrix_in_fp8_may_be_smaller(name: str, changes: dict[str, int], tmp_path: Path) -> None:
+    """Two scales for 12 rows are of blocks of 8 and 4 rows, not of two of 6."""
+    plain, stored = quantised.save(name, "fp8", tmp_path, **changes)
+    expected, found = (load_model(settings(folder))[0] for folder in (plain, stored))
+    assert torch.equal(found(input_ids=tiny.tokens()).logits, expected(input_ids=tiny.tokens()).logits)
+
+
+def test_results_of_fp8_models_whose_last_blocks_were_misread_are_not_found_again(tmp_path: Path) -> None:
+    """Older versions identified a model by these fields alone."""
+    identified = {}
+    for width in (12, 16):
+        _, stored = quantised.save("olmoe", "fp8", tmp_path / str(width), intermediate_size=width)
+        identified[width] = set(Builder(Config()).model(settings(stored)).parts["model"].settings)
+    assert identified[16] == {"sha256", "revision", "dtype"} < identified[12]
+
+
+@pytest.mark.parametrize(
+    ("block", "words"),
+    [
+        ([8, 4], r"weight_block_size=\[8, 4\]"),
+        ([16, 16], r"weight_block_size=\[16, 16\]"),
+        ([8], r"weight_block_size=\[8\]"),
+        ("8", "weight_block_size='8'"),
+    ],
+)
+def test_scales_of_other_blocks_than_the_configuration_states_are_refused(
+    block: object, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, stored = quantised.save("olmoe", "fp8", tmp_path)
+    reconfigure(stored, quantization_config={**quantised.FORMATS["fp8"].config, "weight_block_size": block})
+    monkeypatch.setattr(tiny.AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("weights were read"))
+    refused(lambda: load_model(settings(stored)), words)
 
 
 @pytest.mark.parametrize("kind", ["compressed_fp8", "w4a16"])

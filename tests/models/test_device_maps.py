@@ -5,16 +5,22 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import tiny
 import torch
+from accelerate import cpu_offload
 from transformers import AutoModelForCausalLM
 
+import moe_lab
 from moe_lab.config import ModelConfig
 from moe_lab.errors import UserError
 from moe_lab.models.discover import moe_layers
 from moe_lab.models.load import load_model
 from moe_lab.pruning.mask import mask
+from moe_lab.pruning.plan import Plan, merge_experts
+from moe_lab.pruning.prune import prune
+from moe_lab.pruning.row_masks import row_masks
 from moe_lab.statistics.forward import ForwardTap
 from moe_lab.statistics.gradients import GradientTap, gather_gradients
 from moe_lab.statistics.observe import Observer
@@ -65,6 +71,35 @@ def test_a_layer_on_the_disk_is_observed_like_any_other_and_not_masked(name: str
             assert all(torch.equal(found[layer][statistic], sums) for statistic, sums in named.items()), layer
     with pytest.raises(UserError, match="is offloaded: load the model without"), mask(spread, tiny.plan(plain, 0.5)):
         pass
+
+
+def test_experts_that_are_offloaded_are_masked_or_refused() -> None:
+    """Their weights are there only while they run, so what is made of them before would be made of nothing."""
+    plain, spread = tiny.build("olmoe"), tiny.build("olmoe")
+    for layer in moe_layers(spread):
+        cpu_offload(layer.experts)
+    layers = moe_layers(plain)
+    random = numpy.random.default_rng(0)
+    channels = {layer.index: random.random((layer.n_experts, layer.width)) < 0.5 for layer in layers}
+    everything = {layer.index: tuple(range(layer.n_experts)) for layer in layers}
+    counts = {layer.index: layer.n_experts for layer in layers}
+    pairs = {layer: {one: {one: 0.5, one + 1: 0.5} for one in range(0, counts[layer], 2)} for layer in counts}
+    narrow = Plan(everything, counts, {}, channels)
+    merged = merge_experts(pairs, {layer.index: layer.width for layer in layers}, provenance={})
+    for plan in (tiny.plan(plain, 0.5), narrow):
+        found = []
+        for model in (plain, spread):
+            with mask(model, plan), torch.no_grad():
+                found.append(model(input_ids=tiny.tokens()).logits)
+        assert torch.equal(*found)
+    for plan in (tiny.plan(plain, 0.5), narrow, merged):
+        with pytest.raises(UserError, match=r"layers\.0\.mlp\.experts.* is offloaded"):
+            prune(spread, plan)
+    for use in (lambda: mask(spread, merged).__enter__(), lambda: row_masks(spread, [merged]).__enter__()):
+        with pytest.raises(UserError, match=r"layers\.0\.mlp\.experts.* is offloaded"):
+            use()
+    with pytest.raises(UserError, match=r"layers\.0\.mlp\.experts.* is offloaded"):
+        moe_lab.align(spread, merged)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")

@@ -15,13 +15,17 @@ import numpy
 import pytest
 import tiny
 import torch
+from huggingface_hub.repocard import REGEX_YAML_BLOCK
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from moe_lab.errors import Unavailable, UserError
 from moe_lab.models.discover import moe_layers
+from moe_lab.models.files import fingerprint
 from moe_lab.pruning.export import export, write
+from moe_lab.pruning.export.rewrite import Changes
+from moe_lab.pruning.export.rewrite import rewrite as rewrite_export
 from moe_lab.pruning.mask import mask
 from moe_lab.pruning.plan import Plan
 from moe_lab.pruning.prune import prune
@@ -150,7 +154,7 @@ def test_layers_for_extra_tokens_are_left_out(tmp_path: Path) -> None:
         tensors.update(
             {name.replace("model.layers.2.", "mtp.layers.0."): tensor.clone() for name, tensor in last.items()}
         )
-        tensors["mtp.fc.weight"] = torch.ones(2)
+        tensors.update({name: torch.ones(2) for name in ("mtp.fc.weight", "model.layers.3.eh_proj.weight")})
 
     rewrite(tmp_path / "model", add)
     config = json.loads((tmp_path / "model" / "config.json").read_text())
@@ -163,6 +167,76 @@ def test_layers_for_extra_tokens_are_left_out(tmp_path: Path) -> None:
     (said,) = [line for line in (out / "README.md").read_text().splitlines() if "multi-token prediction" in line]
     assert "`model.layers.3`, `mtp`" in said and "transformers does not load them" in said
     assert "multi-token prediction" not in (clean / "README.md").read_text()
+
+
+@pytest.mark.parametrize("name", ["model.layers.3.eh_proj.weight", "mtp.fc.weight", "model.mtp_block.0.norm.weight"])
+def test_layers_for_extra_tokens_without_experts_are_kept(name: str, tmp_path: Path) -> None:
+    """With the field by which programs know of them."""
+    model = tiny.save("deepseek_v3", tmp_path / "model")
+    rewrite(tmp_path / "model", lambda tensors: tensors.update({name: torch.ones(2)}))
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    (tmp_path / "model" / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 1}))
+    out = export(tmp_path / "model", tiny.plan(model, 0.5), tmp_path / "out")
+    assert name in load_file(out / "model.safetensors")
+    assert json.loads((out / "config.json").read_text())["num_nextn_predict_layers"] == 1
+    assert "multi-token prediction" not in (out / "README.md").read_text()
+
+
+def test_a_decoder_layer_beyond_those_of_the_configuration_is_not_taken_for_one_of_extra_tokens(
+    tmp_path: Path,
+) -> None:
+    tiny.save("olmoe", tmp_path / "model")
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    (tmp_path / "model" / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 2}))
+    plan = tiny.plan(tiny.build("olmoe", num_hidden_layers=2), 0.5)
+    with pytest.raises(UserError, match=r"layers \[0, 1, 2\]"):
+        export(tmp_path / "model", plan, tmp_path / "out")
+
+
+def test_what_transformers_reads_in_folders_is_kept(tmp_path: Path) -> None:
+    """Further chat templates, also where the weights are written again, and a change of them is another model."""
+    model = tiny.save("olmoe", tmp_path / "model")
+    plan, template = tiny.plan(model, 0.5), "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    (tmp_path / "model" / "chat_template.jinja").write_text(template)
+    unlike = fingerprint(tmp_path / "model")
+    for name in ("additional_chat_templates/tool_use.jinja", "custom_generate/generate.py", "original/params.json"):
+        (tmp_path / "model" / name).parent.mkdir()
+        (tmp_path / "model" / name).write_text(f"{template} tools")
+    assert fingerprint(tmp_path / "model") != unlike
+    out = export(tmp_path / "model", plan, tmp_path / "out")
+    changes = Changes(lambda name, tensor: {name: tensor}, "Nothing was changed.")
+    again = rewrite_export(out, changes, tmp_path / "again", partial=tmp_path / "partial")
+    for folder in (out, again):
+        assert AutoTokenizer.from_pretrained(folder).chat_template["tool_use"].endswith("tools")
+        assert (folder / "custom_generate" / "generate.py").is_file() and not (folder / "original").exists()
+
+
+@pytest.mark.parametrize(
+    "card",
+    [
+        "---\nlicense: mit\n---\nBody",
+        "\n\n---\nlicense: mit\n---\nBody",
+        "---\nlicense: mit\n---   \nBody",
+        "---\nlicense: mit\n---",
+        "---\r\nlicense: mit\r\n---\r\nBody",
+        "---\nlicense: mit\n----\nBody",
+        "Text\n---\nlicense: mit\n---\nBody",
+        "---\nlicense: mit\nBody",
+        "---\nlicense: mit\ntags: [moe]\n--- more\n---\nBody",
+    ],
+)
+def test_the_front_matter_that_the_hub_reads_is_kept(card: str, tmp_path: Path) -> None:
+    model = tiny.save("olmoe", tmp_path / "model")
+    (tmp_path / "model" / "README.md").write_bytes(card.encode())
+    out = export(tmp_path / "model", tiny.plan(model, 0.5), tmp_path / "out")
+
+    def read(text: str) -> str | None:
+        found = REGEX_YAML_BLOCK.search(text)
+        return found and found[2].replace("\r\n", "\n")
+
+    text = (out / "README.md").read_text()
+    assert read(text) == read(card)
+    assert ("Body" in text) == ("Body" in card)
 
 
 EXPERT = "model.layers.1.mlp.experts.{}.up_proj.weight"

@@ -187,6 +187,16 @@ def test_half_precision_is_that_of_the_whole_model(tmp_path: Path) -> None:
             assert tensor.dtype == expected[name].dtype and torch.equal(tensor, expected[name]), name
 
 
+def test_a_head_in_the_files_is_used_though_the_configuration_says_that_it_is_the_embedding(tmp_path: Path) -> None:
+    """transformers then leaves the two as they are stored."""
+    whole = tiny.save("olmoe", tmp_path, tie_word_embeddings=False)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+    streamed = StreamedModel(tmp_path, dtype=torch.float32, device="cpu").model
+    assert torch.equal(streamed.lm_head.weight, whole.lm_head.weight)
+    assert torch.equal(streamed.model.embed_tokens.weight, whole.model.embed_tokens.weight)
+
+
 class LargestTensor(TorchDispatchMode):
     """Notes the most elements that any tensor has which is computed while this is open."""
 

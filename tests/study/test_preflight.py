@@ -212,6 +212,18 @@ def test_a_listed_plan_that_replaces_experts_is_refused_where_it_has_no_place(
     assert any(sentence.startswith("export=padded has no place") for sentence in found) == (kept == (0, 1)), found
 
 
+@pytest.mark.parametrize("replacement", ["m_smoe", "m_smoe_unaligned"])
+def test_a_listed_plan_that_still_has_to_be_aligned_is_refused(replacement: str, tmp_path: Path) -> None:
+    groups, provenance = {0: {0: {0: 0.5, 1: 0.5}}}, {"allocation": {"replacement": replacement}}
+    Plan({0: (0, 1)}, {0: 2}, provenance, {0: numpy.array([[True], [False]])}, merged=groups).save(
+        tmp_path / "plan.json"
+    )
+    words = ["allocation.name=list", f"allocation.path={tmp_path}/plan.json"]
+    refused = f"replacement={replacement} matches"
+    assert any(refused in sentence for sentence in problems(*words)) == (replacement == "m_smoe")
+    assert not any(refused in sentence for sentence in problems(*words, f"allocation.replacement={replacement}"))
+
+
 VALUES = {
     "model.threads=0": "model.threads=0",
     "model.threads=-1": "model.threads=-1",

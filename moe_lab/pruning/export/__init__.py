@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,15 +19,17 @@ from uuid import uuid4
 from moe_lab.errors import DISK_FULL, Unavailable, UserError
 from moe_lab.models.checkpoint import BITS, INDEX, Checkpoint, open_checkpoint, read_json
 from moe_lab.models.config_json import quantization_method
-from moe_lab.models.files import fingerprint
+from moe_lab.models.families import EXTRA_PREDICTION
+from moe_lab.models.files import files_of, fingerprint
 from moe_lab.pruning.export.card import Cost, model_card
-from moe_lab.pruning.export.config import Description, check_routing, describe_export, text_part
+from moe_lab.pruning.export.config import Description, check_routing, describe_export
 from moe_lab.pruning.export.form import make_form
 from moe_lab.pruning.export.layout import expert_type, moe_blocks, pieces
 from moe_lab.pruning.export.quantised import check_quantised, named_experts, renumbered_files
 from moe_lab.pruning.export.tensors import Piece
 from moe_lab.pruning.export.write import UNFINISHED, write_weights
 from moe_lab.pruning.plan import Plan
+from moe_lab.pruning.replace import check_aligned
 
 CARD = "README.md"
 ORIGIN = ".origin.json"
@@ -58,30 +60,32 @@ def export(
     memory. An export that was killed resumes from the complete files it left in `partial`, a folder on the disk of
     `out` that nothing else uses; without one it starts again.
 
-    Raises UserError when the plan does not fit, when the shape cannot express it, or when the checkpoint is damaged or
-    has an unknown tensor in a MoE block, and Unavailable when the disk is too full. Nothing is left behind then.
+    Raises UserError when the plan does not fit or still has to be aligned, when the shape cannot express it, or when
+    the checkpoint is damaged or has an unknown tensor in a MoE block, and Unavailable when the disk is too full.
+    Nothing is left behind then.
     """
     folder, target = Path(source), Path(out)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UserError(f"export: {target} exists already: expected a folder that does not exist or is empty")
     config = read_json(folder / "config.json")
     check_routing(config, plan)
+    check_aligned(plan)
     checkpoint = open_checkpoint(folder)
     if plan.provenance.get("model_sha256"):
         plan.check_origin(fingerprint(folder), folder)
     check_quantised(quantization_method(config), shape, channels=bool(plan.channels))
     form = make_form(plan, shape, max(1, BITS[expert_type(checkpoint)] // 8))
-    description = describe_export(config, plan, form, shape)
+    _, left_out = moe_blocks(checkpoint)
+    predicts = any(EXTRA_PREDICTION.search(name) and not name.startswith(left_out) for name in checkpoint.tensors)
+    description = describe_export(config, plan, form, shape, predicts_several=predicts)
     quantisation = renumbered_files(folder, form.written)
-    hidden_layers = int(text_part(config).get("num_hidden_layers", 1 << 30))
-    content = pieces(checkpoint, plan, form, hidden_layers, apart=set(named_experts(config)))
+    content = pieces(checkpoint, plan, form, apart=set(named_experts(config)))
     target.parent.mkdir(parents=True, exist_ok=True)
     work = target.with_name(f".{target.name}.{uuid4().hex[:8]}") if partial is None else Path(partial)
     with unfinished(work, folder, {"plan": plan.digest, "shape": shape}, keep=partial is not None):
         check_room(work, _needed(folder, work, content))
         write_weights(checkpoint, content, work)
         _write_index(checkpoint, content, work)
-        _, left_out = moe_blocks(checkpoint, hidden_layers)
         cost = _cost(shape, description.kind, checkpoint, content, left_out)
         _write_others(folder, description, plan, cost, work)
         for name, described in quantisation.items():
@@ -146,8 +150,7 @@ def _write_index(checkpoint: Checkpoint, content: Mapping[str, Sequence[Piece]],
 
 def _write_others(folder: Path, description: Description, plan: Plan, cost: Cost, target: Path) -> None:
     """Write config.json, plan.json, model card and code; copy other files of the original, such as its tokenizer."""
-    for file in sorted(_others(folder)):
-        shutil.copyfile(file, target / file.name)
+    copy_files(_others(folder), folder, target)
     write_json(target / "config.json", description.config)
     for code, text in description.code.items():
         (target / code).write_text(text, encoding="utf-8")
@@ -155,6 +158,14 @@ def _write_others(folder: Path, description: Description, plan: Plan, cost: Cost
     card = folder / CARD
     original = card.read_text(encoding="utf-8") if card.is_file() else None
     (target / CARD).write_text(model_card(plan, _name(folder, plan), original, cost), encoding="utf-8")
+
+
+def copy_files(files: Iterable[Path], folder: Path, target: Path) -> None:
+    """Copy files of `folder` to the same places in `target`."""
+    for file in files:
+        place = target / file.relative_to(folder)
+        place.parent.mkdir(exist_ok=True)
+        shutil.copyfile(file, place)
 
 
 def _name(folder: Path, plan: Plan) -> str:
@@ -174,9 +185,8 @@ def _name(folder: Path, plan: Plan) -> str:
 def _others(folder: Path) -> list[Path]:
     return [
         file
-        for file in folder.iterdir()
-        if file.is_file()
-        and file.suffix not in NOT_COPIED
+        for file in files_of(folder)
+        if file.suffix not in NOT_COPIED
         and not file.name.startswith(".")
         and not file.name.endswith(".index.json")
         and file.name not in ("config.json", "plan.json", "plan.npz", CARD)

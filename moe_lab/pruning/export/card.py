@@ -11,6 +11,8 @@ import yaml
 from moe_lab.pruning.plan import Plan
 
 FENCE = "---\n"
+FRONT_MATTER = re.compile(r"\s*---\n(?P<front>.*?)\n---[ \t]*(?:\n|\Z)", re.S)
+"""As the hub reads it (huggingface_hub.repocard, which would take 20 MB to import)."""
 ORIGINAL = "# Card of the original model\n"
 """Heading between the pruned model's card and the card of the original."""
 OF_ORIGINAL = ("model-index", "base_model", "base_model_relation", "new_version")
@@ -177,7 +179,5 @@ def _inherited(front: str) -> str:
 
 def split_card(card: str) -> tuple[str, str]:
     """The front matter of a card without its fences, and the text after it."""
-    if not card.startswith(FENCE) or f"\n{FENCE}" not in card[len(FENCE) - 1 :]:
-        return "", card
-    front, _, body = card[len(FENCE) :].partition(f"\n{FENCE}")
-    return f"{front}\n", body
+    match = FRONT_MATTER.match(card)
+    return (f"{match['front']}\n", card[match.end() :]) if match else ("", card)

@@ -52,11 +52,14 @@ def check_routing(config: dict[str, Any], plan: Plan) -> None:
     plan.check(dict.fromkeys(plan.experts, router))
 
 
-def describe_export(config: dict[str, Any], plan: Plan, form: Form, shape: str) -> Description:
+def describe_export(
+    config: dict[str, Any], plan: Plan, form: Form, shape: str, *, predicts_several: bool = False
+) -> Description:
     """config.json for `form`, and the code needed to load it. Fields that need no change are kept.
 
-    A quantised model's lists of modules name experts by their new numbers. Raises UserError when config.json belongs
-    to another model or to one whose layers differ already, or when transformers has no class to build on.
+    `predicts_several`: whether layers that predict several tokens are written too. A quantised model's lists of modules
+    name experts by their new numbers. Raises UserError when config.json belongs to another model or to one whose layers
+    differ already, or when transformers has no class to build on.
     """
     if "per_layer_config" in config:
         raise UserError(
@@ -66,7 +69,8 @@ def describe_export(config: dict[str, Any], plan: Plan, form: Form, shape: str) 
     edited: dict[str, Any] = renumbered(config, form.written)
     text = text_part(edited)
     _check_counts(text, plan)
-    text.update({field: 0 for field in EXTRA_PREDICTION_LAYERS if text.get(field)})
+    if not predicts_several:
+        text.update({field: 0 for field in EXTRA_PREDICTION_LAYERS if text.get(field)})
     if form.count is not None:
         _set_counts(text, form.count)
         if form.same_width == form.width:

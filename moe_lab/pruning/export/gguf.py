@@ -14,8 +14,9 @@ from moe_lab.errors import Unavailable, UserError, mask, user_errors
 from moe_lab.models.checkpoint import BITS, Checkpoint, open_checkpoint, read_json
 from moe_lab.models.config_json import check_plain_weights
 from moe_lab.models.families import DISK_ROUTER_WEIGHTS
+from moe_lab.models.files import files_of
 from moe_lab.paths import local
-from moe_lab.pruning.export import CARD, NOT_COPIED, check_room
+from moe_lab.pruning.export import CARD, NOT_COPIED, check_room, copy_files
 from moe_lab.pruning.export.card import gguf_card
 from moe_lab.pruning.export.config import describe_export
 from moe_lab.pruning.export.form import make_form
@@ -137,9 +138,8 @@ def convert(checkpoint: Path, out: Path, path: Path, name: str) -> Path:
         unfinished = out / f"{FILE}{UNFINISHED}"
         arguments = [str(checkpoint), "--outfile", str(unfinished), "--outtype", kind, "--model-name", name]
         _run(path, [pre_tokenizer(checkpoint) or "", *arguments], out / f"log{UNFINISHED}")
-        for file in checkpoint.iterdir():
-            if file.suffix not in NOT_COPIED and not file.name.endswith(".index.json"):
-                shutil.copyfile(file, out / file.name)
+        others = (file for file in files_of(checkpoint) if file.suffix not in NOT_COPIED)
+        copy_files((file for file in others if not file.name.endswith(".index.json")), checkpoint, out)
         card = (out / CARD).read_text(encoding="utf-8")
         (out / CARD).write_text(gguf_card(card, FILE, unfinished.stat().st_size), encoding="utf-8")
         unfinished.rename(out / FILE)

@@ -18,6 +18,7 @@ from moe_lab.models.families import (
     DISK_ROUTING_VECTORS,
     DISK_SHARED,
     EXTRA_PREDICTION_BLOCKS,
+    prediction_layers,
 )
 from moe_lab.paths import local
 from moe_lab.pruning.export.form import FORMATS, SCHEMES, SHAPES, Form, LayerForm
@@ -49,17 +50,16 @@ class Block:
 
 
 def pieces(
-    checkpoint: Checkpoint, plan: Plan, form: Form, hidden_layers: int, apart: Set[tuple[int, int]] = frozenset()
+    checkpoint: Checkpoint, plan: Plan, form: Form, apart: Set[tuple[int, int]] = frozenset()
 ) -> dict[str, list[Piece]]:
     """The tensors of the exported checkpoint by file, in the order of the original's bytes, packed experts first.
 
-    Layers that predict extra tokens (recognised by a name, or by a number from `hidden_layers` on) are left out if they
-    have experts, because no plan covers them. `apart`: (layer, expert) of experts that may have other tensors than the
-    others of their layer, because they are quantised in another way. Raises UserError when the blocks on disk are not
-    those of the plan, when experts or a router are missing, when a MoE block holds a tensor that moe_lab does not know,
-    or when the form cannot be written.
+    Layers that predict several tokens are left out if they have experts, because no plan covers them. `apart`: (layer,
+    expert) of experts that may have other tensors than the others of their layer, because they are quantised in another
+    way. Raises UserError when the blocks on disk are not those of the plan, when experts or a router are missing, when
+    a MoE block holds a tensor that moe_lab does not know, or when the form cannot be written.
     """
-    blocks, extra = moe_blocks(checkpoint, hidden_layers)
+    blocks, extra = moe_blocks(checkpoint)
     _check_layers(checkpoint, blocks, plan)
     by_shard: dict[str, list[Piece]] = {shard: [] for shard in checkpoint.shards}
     seen: Counter[tuple[int, object]] = Counter()
@@ -204,21 +204,22 @@ def can_bar(names: Iterable[str]) -> bool:
     return any(name.endswith(vectors) and AFTER_SOFTMAX not in name for name in names)
 
 
-def moe_blocks(checkpoint: Checkpoint, hidden_layers: int) -> tuple[dict[str, Block], tuple[str, ...]]:
-    """MoE blocks by prefix, and the prefixes of extra prediction layers that have experts."""
+def moe_blocks(checkpoint: Checkpoint) -> tuple[dict[str, Block], tuple[str, ...]]:
+    """MoE blocks by prefix, and the prefixes of layers that predict several tokens, if any of these has experts."""
+    named = {start for start in EXTRA_PREDICTION_BLOCKS for name in checkpoint.tensors if name.startswith(start)}
+    numbered = prediction_layers(name for name in checkpoint.tensors if not name.startswith(EXTRA_PREDICTION_BLOCKS))
+    predicting = (*named, *numbered)
     blocks: dict[str, Block] = {}
-    extra: set[str] = set()
+    extra: tuple[str, ...] = ()
     for name in checkpoint.tensors:
         match = EXPERT.fullmatch(name) or FUSED.fullmatch(name)
         if match is None or match["block"].endswith(DISK_SHARED):
             continue
-        if start := next((start for start in EXTRA_PREDICTION_BLOCKS if name.startswith(start)), None):
-            extra.add(start)
-        elif int(match["layer"]) >= hidden_layers:
-            extra.add(match["root"])
+        if name.startswith(predicting):
+            extra = predicting
         else:
             blocks[match["block"]] = Block(match["block"], match["root"], int(match["layer"]))
-    return blocks, tuple(extra)
+    return blocks, extra
 
 
 def _prefixes(name: str) -> list[str]:

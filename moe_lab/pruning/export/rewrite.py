@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -15,7 +14,8 @@ import torch
 from safetensors import safe_open
 
 from moe_lab.models.checkpoint import INDEX, Checkpoint, open_checkpoint, read_header, read_json
-from moe_lab.pruning.export import CARD, ORIGIN, check_room, unfinished, write_json
+from moe_lab.models.files import files_of
+from moe_lab.pruning.export import CARD, ORIGIN, check_room, copy_files, unfinished, write_json
 from moe_lab.pruning.export.card import changed_card
 from moe_lab.pruning.export.write import ALIGNMENT, UNFINISHED
 
@@ -70,9 +70,7 @@ def rewrite(folder: Path, changes: Changes, out: Path, *, partial: Path) -> Path
         for shard in checkpoint.shards:
             if not (partial / shard).exists():
                 _write_shard(checkpoint, shard, changes, partial)
-        for file in folder.iterdir():
-            if file.name not in checkpoint.shards:
-                shutil.copyfile(file, partial / file.name)
+        copy_files((file for file in files_of(folder) if file.name not in checkpoint.shards), folder, partial)
         _describe(folder, checkpoint.shards, changes, partial)
         (partial / ORIGIN).unlink()
         partial.replace(out)

@@ -84,17 +84,20 @@ def check_layout(cell: Cell) -> None:
 
 
 def check_plan_file(cell: Cell) -> None:
-    """Raise UserError when allocation.path is the plan of another model.
+    """Raise UserError when allocation.path is a plan that still has to be aligned, or one of another model.
 
-    Checked only if the model is a folder on this machine; the step checks again.
+    The model is checked only if it is a folder on this machine; the step checks again.
     """
     from moe_lab.pruning.plan import Plan
+    from moe_lab.pruning.replace import check_aligned
 
     path, folder = cell.allocation.path, Path(resolve(cell.model.path)).expanduser()
-    if path is None or not folder.is_dir() or not listed.is_plan(listed.read(path)):
+    if path is None or not listed.is_plan(listed.read(path)):
         return
     plan = Plan.load(path)
-    if plan.provenance.get("model_sha256"):
+    if cell.allocation.replacement == "none":  # otherwise, a step of its own aligns it
+        check_aligned(plan)
+    if plan.provenance.get("model_sha256") and folder.is_dir():
         plan.check_origin(fingerprint(folder), cell.model.path)
 
 
