@@ -8,9 +8,9 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
-from moe_lab.calibration.documents import Chat, Pair
+from moe_lab.calibration.documents import Chat
 from moe_lab.calibration.packing import PACKINGS
-from moe_lab.calibration.sources import digest, file_format, first_record, is_hub_file, is_json, locate
+from moe_lab.calibration.sources import digest, file_format, first_record, locate
 from moe_lab.config import CalibrationConfig, ModelConfig
 from moe_lab.errors import UserError, unknown, user_errors
 from moe_lab.models import config_json
@@ -217,23 +217,12 @@ def _documents(settings: CalibrationConfig) -> dict[str, Any]:
         source = {"sha256": digest(file), "format": file_format(settings.path, file)}
     template = {"template": settings.template} if settings.template is not None else {}
     joined = {"joined": True} if settings.joined else {}
-    # Earlier versions left out parts of conversations without a word, so their steps are not those of this one.
-    turns = {"turns": "all"} if _may_hold_conversations(settings) else {}
     return {
         "source": source,
         "field": settings.field,
         **template,
         **joined,
-        **turns,
         "order": settings.order,
         "seed": order_seed(settings),
         "special_tokens": settings.special_tokens,
     }
-
-
-def _may_hold_conversations(settings: CalibrationConfig) -> bool:
-    """Whether a file on this machine may hold conversations: its first record does, or is not known in a JSON list."""
-    file = None if is_hub_file(settings.path) else locate(settings.path)
-    if file is None or not is_json(file) or settings.template is not None:
-        return False
-    return all(isinstance(document, Chat | Pair) for document in first_record(settings))

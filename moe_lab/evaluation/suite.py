@@ -18,9 +18,6 @@ from moe_lab.evaluation.sandbox.policy import LIMITED, Policy
 from moe_lab.paths import PREFIX, resolve
 
 _NUMBERS = {"seconds", "memory_mib", "processes", "length"}
-_GRADING = 2
-"""Version of how answers are read and graded, which changes the ids of all steps that evaluate. Before 2, thoughts,
-texts of logits that are not finite and items without a right answer were graded, and lm-eval's metrics averaged."""
 _RUNNING = ("processes", "template", "answers")
 """Parameters that are not part of the identity; a template and answers are identified by their content."""
 
@@ -78,7 +75,6 @@ def question_identity(benchmark: BenchmarkConfig) -> dict[str, Any]:
         "data": data_digest(benchmark),
         **{name: getattr(benchmark, name) for name in asking},
         "parameters": _parameters(benchmark, harness.question_parameters),
-        "grading": _GRADING,
     }
 
 

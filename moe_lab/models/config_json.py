@@ -119,11 +119,6 @@ class BlockScaled:
         rows, columns = self.shape[-2:]
         return (*self.shape[:-2], ceil(rows / self.block[0]), ceil(columns / self.block[1]))
 
-    @property
-    def ends_in_partial_block(self) -> bool:
-        """Whether the last one of several blocks is smaller than the others."""
-        return any(side > whole and side % whole for side, whole in zip(self.shape[-2:], self.block, strict=True))
-
 
 def block_scaled(folder: Path) -> Iterator[BlockScaled]:
     """The matrices of a checkpoint in FP8 that have a scale per block; none for any other checkpoint.

@@ -46,6 +46,11 @@ def digest(document: Any) -> str:
     return sha256(canonical(document).encode()).hexdigest()
 
 
+MEANING = "2"
+"""Changes the id of every step. It goes up where results of earlier versions may be wrong, so that none is found again;
+CHANGELOG.md says which."""
+
+
 @dataclass(frozen=True, eq=False)
 class Part:
     """Settings that change a result. Many steps share one part, so that its digest is computed once."""
@@ -81,10 +86,10 @@ class Step:
 
     @cached_property
     def id(self) -> str:
-        """sha256 over kind, parts and inputs."""
+        """sha256 over kind, parts, inputs and `MEANING`."""
         lines = [f"{role}={part.digest}" for role, part in self.parts.items()]
         lines += [f"{role}<{step.id}" for role, step in self.inputs.items()]
-        return sha256("\n".join([self.kind, *sorted(lines)]).encode()).hexdigest()
+        return sha256("\n".join([MEANING, self.kind, *sorted(lines)]).encode()).hexdigest()
 
     @cached_property
     def folder(self) -> str:

@@ -171,13 +171,6 @@ def test_a_text_is_whole_whatever_stands_beside_it(tmp_path: Path, settings: Set
     assert read(settings(file)) == [Text("one")]
 
 
-def test_a_set_of_conversations_is_not_the_one_that_was_read_in_part(tmp_path: Path, settings: Settings) -> None:
-    """Steps of earlier versions may lack parts of its conversations; those of texts and completions do not."""
-    records = [{"text": "one"}, COMPLETED, PAIR, ANSWERED, MESSAGES_ALONE]
-    files = [written(tmp_path / f"{number}.jsonl", lines(record)) for number, record in enumerate(records)]
-    assert ["turns" in identity(settings(file)) for file in files] == [False, False, True, True, True]
-
-
 def test_empty_documents_are_left_out(tmp_path: Path, settings: Settings) -> None:
     file = written(tmp_path / "a.jsonl", lines({"text": " "}, {"messages": []}, {"text": "one"}))
     assert read(settings(file)) == [Text("one")]
@@ -394,10 +387,7 @@ def test_one_text_of_all_documents(tmp_path: Path) -> None:
 
 
 def test_a_text_for_perplexity_is_read_as_one_for_calibration_is(tmp_path: Path) -> None:
-    """Its steps are not those of the time when JSON was read as it stands; those of plain texts still are."""
-    plain, records = (written(tmp_path / name, lines({"text": "one"})) for name in ("a.txt", "a.jsonl"))
-    asked = [suite.question_identity(BenchmarkConfig("p", "perplexity", str(file))) for file in (plain, records)]
-    assert [set(one) - set(asked[0]) for one in asked] == [set(), {"documents"}]
+    records = written(tmp_path / "a.jsonl", lines({"text": "one"}))
     assert perplexity._text(BenchmarkConfig("p", "perplexity", str(records)))[1] == "one"
     pickled = BenchmarkConfig("p", "perplexity", str(written(tmp_path / "a.pkl", "x")), reports={"p": "loss"})
     assert "suite.path" in suite.wrong([pickled])[0] and "pickles" in suite.wrong([pickled])[0]

@@ -23,7 +23,7 @@ from transformers.integrations import hub_kernels
 from transformers.quantizers import quantizer_finegrained_fp8
 
 from moe_lab import inspect
-from moe_lab.config import Config, ModelConfig
+from moe_lab.config import ModelConfig
 from moe_lab.errors import UserError
 from moe_lab.models.checkpoint import INDEX
 from moe_lab.models.config_json import quantization
@@ -37,7 +37,6 @@ from moe_lab.pruning.plan import Plan
 from moe_lab.statistics.forward import ForwardTap
 from moe_lab.statistics.observe import Observer
 from moe_lab.statistics.weights import weigh_experts
-from moe_lab.study.steps.builder import Builder
 from tests.campaign.models import EXPERT, SHARD, cut, put_twice, reconfigure, reindex
 
 
@@ -368,15 +367,6 @@ def test_the_last_block_of_a_matrix_in_fp8_may_be_smaller(name: str, changes: di
     plain, stored = quantised.save(name, "fp8", tmp_path, **changes)
     expected, found = (load_model(settings(folder))[0] for folder in (plain, stored))
     assert torch.equal(found(input_ids=tiny.tokens()).logits, expected(input_ids=tiny.tokens()).logits)
-
-
-def test_results_of_fp8_models_whose_last_blocks_were_misread_are_not_found_again(tmp_path: Path) -> None:
-    """Older versions identified a model by these fields alone."""
-    identified = {}
-    for width in (12, 16):
-        _, stored = quantised.save("olmoe", "fp8", tmp_path / str(width), intermediate_size=width)
-        identified[width] = set(Builder(Config()).model(settings(stored)).parts["model"].settings)
-    assert identified[16] == {"sha256", "revision", "dtype"} < identified[12]
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ from moe_lab.calibration import settings as calibrations
 from moe_lab.config import CalibrationConfig, Config, CriterionConfig, ModelConfig
 from moe_lab.grid import Cell
 from moe_lab.models import files
-from moe_lab.models.config_json import block_scaled, quantization
 from moe_lab.paths import resolve
 from moe_lab.study.step import Part, Step
 from moe_lab.study.steps.kind import KINDS, needed_kind
@@ -80,9 +79,6 @@ class Builder:
             settings: dict[str, Any] = {**source, "revision": model.revision, "dtype": model.dtype}
             if model.top_k is not None:
                 settings["top_k"] = model.top_k
-            # results of such models in older stores are wrong: a block was taken for a share of the matrix
-            if quantization(model) == "fp8" and any(matrix.ends_in_partial_block for matrix in block_scaled(folder)):
-                settings["dequantised"] = "by weight_block_size"
             return Part(settings)
 
         return self.once(("model part", model), make)

@@ -19,12 +19,11 @@ from moe_lab.study.steps.kind import Kind, Packing, Reads, always
 from moe_lab.study.steps.memory import expert_gradients
 
 
-def of_text(work: Callable[[Job], None], *, version: int | None = None, by_rows: bool = False, **fields: Any) -> Kind:
+def of_text(work: Callable[[Job], None], *, by_rows: bool = False, **fields: Any) -> Kind:
     """Make a kind of step that passes over the cell's calibration set, named after the function `work`.
 
-    `version` changes the ids of its steps. It is set where the sums in files have changed, so that old files are not
-    reused. `by_rows`: what the pass gathers over rows can be added up, so calibration.parts divides it into steps.
-    `fields` are further fields of Kind.
+    `by_rows`: what the pass gathers over rows can be added up, so calibration.parts divides it into steps. `fields` are
+    further fields of Kind.
     """
     name = work.__name__
 
@@ -34,8 +33,6 @@ def of_text(work: Callable[[Job], None], *, version: int | None = None, by_rows:
         def make() -> Step:
             text = builder.seeded(calibration, cell.seed)
             parts = {"model": builder.model_part(model), "calibration": builder.text_part(text)}
-            if version is not None:
-                parts["version"] = Part({"version": version})
             inputs, runtime = {"model": builder.model(model)}, builder.runtime(model=model, calibration=text)
             label = f"{model.name}-{calibration.name}"
             shares = []
@@ -106,9 +103,7 @@ def weight_gradients(job: Job) -> None:
     engine(job).weight_gradients().save(job.output(STATISTICS))
 
 
-WEIGHT_GRADIENTS = of_text(
-    weight_gradients, version=2, checkpoint_reads=2, backward=always, layer_memory=expert_gradients
-)
+WEIGHT_GRADIENTS = of_text(weight_gradients, checkpoint_reads=2, backward=always, layer_memory=expert_gradients)
 
 
 def damage(job: Job) -> None:
