@@ -131,7 +131,7 @@ def test_a_record_of_which_a_part_is_not_read_is_refused(
 ) -> None:
     records = [MESSAGES_ALONE, record]
     file = written(tmp_path / name, lines(*records) if name == "a.jsonl" else json.dumps(records))
-    with pytest.raises(UserError, match=rf"a\.json.* 2.*\b{key}=.*{re.escape(value)}"):
+    with pytest.raises(UserError, match=rf"a\.json.* 2.*\b{re.escape(key)}=.*{re.escape(value)}"):
         read(settings(file))
 
 

@@ -190,7 +190,7 @@ def test_a_template_that_leaves_out_words_of_a_turn_is_refused(
 ) -> None:
     file = tmp_path / "a.jsonl"
     file.write_text((line(messages=[QUESTION, {**ANSWER, "content": "w7"}]) + line(messages=messages)) * 9)
-    with pytest.raises(UserError, match=rf"a\.jsonl line 2 .*\b{role}\b.*{re.escape(word)}"):
+    with pytest.raises(UserError, match=rf"a\.jsonl line 2 .*\b{re.escape(role)}\b.*{re.escape(word)}"):
         batches(settings(file), tokenizer_with(template))
 
 

@@ -329,7 +329,7 @@ os.execvp(command[0], command)
 
 
 def mounted(options: str, store: Path, *command: str) -> subprocess.CompletedProcess[str]:
-    """Run a command that finds `store` mounted; nobody else does. Skips where one may not mount."""
+    """Run a command that finds `store` mounted; nobody else does. Skips where root may not mount either."""
     unshare = ["unshare", "--mount", sys.executable, "-c", MOUNTS, options, str(store)]
     probe = subprocess.run([*unshare, "true"], capture_output=True, text=True) if shutil.which("unshare") else None
     if probe is None or probe.returncode:
@@ -348,6 +348,7 @@ def done(tmp_path_factory: pytest.TempPathFactory, one: tuple[Config, list[Reque
     return store
 
 
+@pytest.mark.root  # which may mount
 def test_a_read_only_store_can_be_read(done: Path, tmp_path: Path) -> None:
     words = [*SMALL, "criterion=man", "ratio=0.5", f"store={done}"]
     python = [sys.executable, "-m"]
@@ -364,6 +365,7 @@ def test_a_read_only_store_can_be_read(done: Path, tmp_path: Path) -> None:
     assert list(tmp_path.rglob("*.csv"))
 
 
+@pytest.mark.root  # which may mount
 def test_a_report_on_a_full_disk_is_one_sentence(done: Path, tmp_path: Path) -> None:
     words = " ".join([*SMALL[:-1], "criterion=man", "ratio=0.5", f"store={tmp_path}"])
     script = f"cp -a {done}/. {tmp_path} && dd if=/dev/zero of={tmp_path}/rest bs=1k; truncate -s -40k {tmp_path}/rest"

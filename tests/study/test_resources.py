@@ -202,7 +202,7 @@ def test_an_option_of_sbatch_that_a_setting_decides_is_refused(
 ) -> None:
     of_job = {"sbatch": {option: value}}
     written = {"every": of_job} if place == "every" else {"jobs": {"plan": of_job}}
-    with pytest.raises(UserError, match=rf"{re.escape(f'{option}={value}')}\b.*\b{setting}\b") as error:
+    with pytest.raises(UserError, match=rf"{re.escape(f'{option}={value}')}\b.*\b{re.escape(setting)}\b") as error:
         check(settings(OmegaConf.to_yaml(OmegaConf.create(written))))
     assert place.rpartition(".")[2] in str(error.value)
 

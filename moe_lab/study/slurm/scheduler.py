@@ -109,9 +109,10 @@ def _run(*command: str) -> subprocess.CompletedProcess[str]:
     """
     environment = {name: value for name, value in os.environ.items() if not name.startswith(DISPLAY)}
     why = f"there is no {command[0]} here"
-    if shutil.which(command[0]) is not None:  # a folder of PATH that may not be read hides that there is none
+    if (program := shutil.which(command[0])) is not None:
         try:
-            return subprocess.run(command, capture_output=True, text=True, env=environment)
+            # By its path: where PATH has a folder that may not be read, a search ends with that folder's error.
+            return subprocess.run([program, *command[1:]], capture_output=True, text=True, env=environment)
         except OSError as error:
             why = f"{command[0]} cannot be started ({error.strerror})"
     raise UserError(f"launcher=slurm: {why}: start this on a machine that submits jobs, or use launcher=local")
