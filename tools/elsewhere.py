@@ -31,6 +31,7 @@ SHARED = ("vllm", "evalscope")
 """Environments that are interpreters of their own, so that all runs may use one copy."""
 OWN = ("llama", "older")
 """Folders of packages for the interpreter that runs the tests."""
+PYTEST = ".venv/bin/python -m pytest -n 2 --dist loadgroup"
 LACKS = "no {}: its tests are skipped"
 LOOPBACK = (
     "import fcntl, os, socket, struct, sys\n"
@@ -142,7 +143,8 @@ class Place:
 
     def __init__(self, run: Run, folder: Path) -> None:
         self.run, self.folder = run, folder / run.name
-        self.clone, self.home, self.shared = self.folder / run.clone, self.folder / "home", folder / "shared"
+        self.clone, self.home, self.cache = self.folder / run.clone, self.folder / "home", folder / "pip"
+        self.shared = (self.folder if run is CI else folder) / "shared"  # CI uses nothing that was left from before
         self.log = self.folder / "log.txt"
 
     def result(self) -> tuple[str, bool]:
@@ -155,7 +157,7 @@ class Place:
             self.restrict()
             passed = self.do(self.run.commands, self.run.network, not self.run.proc)
             if self.run.root_tests and IS_ROOT:
-                passed &= self.do(['make test TESTS="-m root"'], network=True, hide_proc=False, as_root=True)
+                passed &= self.do([f"{PYTEST} -m root"], network=True, hide_proc=False, as_root=True)
         tests = re.findall(r"^=*\s*((?:\d+ \w+,? ?)+) in [\d.]+s.*$", self.log.read_text(errors="replace"), re.M)
         said = "; ".join(tests) or ("passed" if passed else f"failed: {self.log}")
         minutes = (time.monotonic() - start) / 60
@@ -165,14 +167,15 @@ class Place:
         """Clone, and make what the run's environment names, all of them the user's."""
         subprocess.run(["chmod", "-R", "u+rwX", self.folder], stderr=subprocess.DEVNULL)
         shutil.rmtree(self.folder, ignore_errors=True)
-        for folder in (self.clone.parent, self.home, self.shared, Path(self.environment()["TMPDIR"])):
+        folders = (self.shared, self.cache, Path(self.environment()["TMPDIR"]))
+        for folder in (self.clone.parent, self.home, *folders):
             folder.mkdir(parents=True, exist_ok=True)
         subprocess.run(["git", "clone", "--quiet", "--no-hardlinks", ROOT, self.clone], check=True)
         data = ROOT.parent / "shared"
         if data.is_dir():  # published data sets, which some tests read
             (self.clone.parent / "shared").symlink_to(data)
         if IS_ROOT and not self.run.as_root:
-            for folder in (self.folder, self.shared, Path(self.environment()["TMPDIR"])):
+            for folder in (self.folder, *folders):
                 subprocess.run(["chown", "-R", f"{USER}:{USER}", folder], check=True)
         hidden = self.folder / "unreadable"
         hidden.mkdir(mode=0o000)
@@ -210,7 +213,7 @@ class Place:
             "LOGNAME": "somebody",
             "TMPDIR": str(self.folder / "tmp"),
             "OMP_NUM_THREADS": "1",
-            "PIP_CACHE_DIR": str(self.shared / "pip"),
+            "PIP_CACHE_DIR": str(self.cache),
             "PATH": f"{self.folder / 'unreadable'}:{path}" if self.run.unreadable_path else path,
             **self.run.environment,
         }
