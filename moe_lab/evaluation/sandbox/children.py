@@ -6,7 +6,6 @@ import json
 import os
 import resource
 import signal
-import sys
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
@@ -15,6 +14,8 @@ from queue import SimpleQueue
 from typing import Any
 
 from moe_lab.evaluation.sandbox.confinement import die_with_parent
+
+_STATM = Path("/proc/self/statm")
 
 
 class LimitedChildren:
@@ -151,15 +152,15 @@ def _serve(work: Callable[[Any], str], reading: int, replies: int, seconds: floa
 
 
 def _mapped() -> int:
-    """Bytes of address space of this process (Linux; elsewhere 0)."""
-    if not sys.platform.startswith("linux"):
+    """Bytes of address space of this process; 0 where there is no /proc."""
+    if not _STATM.exists():
         return 0
-    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    return int(_STATM.read_text().split()[0]) * resource.getpagesize()
 
 
 def _limit_more_memory(memory: int) -> None:
-    """Limit this process to `memory` bytes of address space in addition to what it has mapped now (Linux)."""
-    if sys.platform.startswith("linux"):
+    """Limit this process to `memory` bytes of address space beyond what it has mapped now, if that can be known."""
+    if _STATM.exists():
         _, hard = resource.getrlimit(resource.RLIMIT_AS)
         allowed = _mapped() + memory
         resource.setrlimit(

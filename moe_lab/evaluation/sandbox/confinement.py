@@ -168,7 +168,7 @@ def _become_own_user() -> None:
     Path("/proc/self/gid_map").write_text(f"{group} {group} 1")
 
 
-_REFUSALS = (errno.EPERM, errno.EACCES, errno.EINVAL, errno.ENOSYS)
+_REFUSALS = (errno.EPERM, errno.EACCES, errno.EINVAL, errno.ENOSYS, errno.ENOENT)  # the last without /proc
 _LIMITS = ("user", "pid", "mnt", "net", "ipc", "uts")
 
 
