@@ -209,7 +209,6 @@ backend.command SERVER | '' vllm 'vllm {checkpoint}'
 backend.command SERVER | 'vllm {checkpont} {port}' 'a "b'
 backend.command SERVER | '/no/such/program {checkpoint} {port}'
 backend.ready_seconds SERVER | 0 -1 nan word
-backend.continuous | maybe null
 backend.cache_memory | 0 -1 nan word
 launcher.name | lokal '' null slurn
 launcher.processes | 0 -1 1.5 word
@@ -316,7 +315,7 @@ export=natural recovery=nf4 verify=true | verify
 export=natural model.top_k=2 | model.top_k
 timing=true | timing
 timing=true launcher=slurm | timed.device
-backend.continuous=true suite=pocket16 allow_code_execution=true | pocket_wildbench
+backend=server suite=pocket16 allow_code_execution=true | pocket_wildbench
 model=deepseek_v3 calibration=c4 model.device=cpu suite.benchmarks=[] | model
 tracker=wandb tracker.mode=online | tracker.mode
 """
