@@ -235,7 +235,7 @@ class ExportConfig:
     """The checkpoint that is written of each pruned model."""
 
     shape: str | None = None
-    """natural (what the plan keeps), masked, padded or padded_stock, as in docs/export.md; null writes none."""
+    """natural (what the plan keeps), masked or padded, as in docs/export.md; null writes none."""
     format: str = "safetensors"
     """How the tensors are stored: safetensors (as in the original), compressed_tensors (in FP8 or 4 bits), or gguf (by
     llama.cpp's converter)."""

@@ -320,7 +320,7 @@ def test_quantised_checkpoints_are_recognised(
     assert inspect.main(["model=local", f"model.path={folder}"]) == 0
     said = " ".join(capsys.readouterr().out.replace("│", " ").split())
     assert f"criteria of channels none, for its weights are stored as {method}" in said
-    assert "exports natural, padded, padded_stock" in said
+    assert "exports natural, padded" in said
     assert "reap" in said and "aimer" not in said
 
 
