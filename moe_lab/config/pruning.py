@@ -48,8 +48,6 @@ class ModelConfig:
     """Where the model runs: auto, cpu, cuda, cuda:N, or a transformers device map such as balanced."""
     threads: int | None = None
     """CPU threads of one process; null leaves it to torch. The shipped models are fastest with 1."""
-    allow_pickle: bool = False
-    """Load .bin checkpoints, which run code when unpickled. Off unless you trust the author."""
     trust_remote_code: bool = False
     """Run modelling code that comes with the checkpoint. Off unless you trust the author."""
     top_k: int | None = None

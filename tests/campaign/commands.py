@@ -130,7 +130,6 @@ model.revision | main v1
 model.dtype | float8 int8 '' word null
 model.device | tpu cdua cuda:99 cuda:-1 cuda:word '' null
 model.threads | 0 -1 1.5 word
-model.allow_pickle | maybe null
 model.trust_remote_code | maybe
 model.top_k | 0 -1 33 1.5 word
 model.expected | word {layers:4}
