@@ -177,7 +177,7 @@ def test_layer_losses_and_expert_priors_are_smoothed_apart() -> None:
 
 def test_aligned_budgets_are_blocks() -> None:
     layers, scores, evidence = example(3, [(6, 32), (6, 32)])
-    for name, order in (("global", "remainder"), ("coverage", "scores"), ("coverage", "headroom")):
+    for name, order in (("global", "remainder"), ("coverage", "scores")):
         align = {"block": 8, "min_channels": 8, "order": order}
         kept = budgets(settings(name, 0.5, align=align), layers, scores, evidence)
         assert all(not (row % 8).any() for row in kept.values())
