@@ -24,7 +24,7 @@ from moe_lab.models import experts
 from moe_lab.models.checkpoint import open_checkpoint, read_json
 from moe_lab.models.config_json import UNPACKED, block_scaled, quantization
 from moe_lab.models.device import check_room, place, precision
-from moe_lab.models.discover import MoELayer, is_ragged, route, routed_layers
+from moe_lab.models.discover import MoELayer, is_ragged, routed_layers
 from moe_lab.models.families import NOT_LOADED, TOP_K_FIELDS, prediction_layers
 from moe_lab.models.files import check_code, local_folder
 from moe_lab.models.ports import causal_language_model
@@ -131,7 +131,11 @@ def _experts_of_a_token(layer: MoELayer) -> int:
     weight = layer.routing[0].tensor
     hidden = torch.zeros(2, layer.hidden, dtype=weight.dtype, device=weight.device)
     passed = [part.tensor for part in layer.routing if part.module is layer.block]
-    return route(layer.router, hidden, *passed)[1].shape[1]
+    try:
+        _, _, chosen = layer.router(hidden, *passed)
+    except ValueError:  # some routers expect a batch axis
+        _, _, chosen = layer.router(hidden[None], *passed)
+    return int(chosen.numel()) // len(hidden)
 
 
 def check_finite(model: nn.Module, within: str = "") -> None:
