@@ -445,8 +445,8 @@ def align(
 def export(source: str, plan: Plan, out: str | os.PathLike[str], *, shape: str = "natural") -> Path:
     """Write the checkpoint of `source`, pruned by `plan`, into the new folder `out`; returns it.
 
-    `source`: as `path` of `load`. `shape`: natural (only what is kept), masked (the shape of the original, with zeros),
-    padded or padded_stock; see `moe_lab.pruning.export`. Needs at most about 50 MB of memory.
+    `source`: as `path` of `load`. `shape`: natural (only what is kept), masked (the shape of the original, with zeros)
+    or padded; see `moe_lab.pruning.export`. Needs at most about 50 MB of memory.
     """
     from moe_lab.config import ModelConfig
     from moe_lab.models.files import local_folder

@@ -22,7 +22,7 @@ from moe_lab.paths import conf
 
 USAGE = """python -m moe_lab.inspect model=NAME [model.path=FOLDER] [calibration=NAME] [grid.ratio=[0.25,0.5]] [...]
 
-Whether a model is supported or why not, its layers, experts, gate rule and parameters by part, its loading memory,
+Whether a model is supported or why not, its layers, experts, routers and parameters by part, its loading memory,
 what a calibration pass takes, and which criteria and exports apply. Takes the settings of `python -m moe_lab`; reads
 no weight."""
 RATIOS = (0.25, 0.5)
@@ -85,9 +85,7 @@ def describe(config: Config) -> tuple[str, list[Row], bool]:
     if folder is None and config.model.expected is None:
         return title, [("configuration", f"{_ABSENT}; give a folder, or a hub id that can be reached")], False
     if folder is None:
-        sentence = (
-            f"{_ABSENT}: this is what is expected of it; gate rule and exports are told once config.json is there"
-        )
+        sentence = f"{_ABSENT}: this is what is expected of it; routers and exports are told once config.json is there"
         return title, [("configuration", sentence), *_costs(config, None)], True
     try:
         from moe_lab.models import facts  # loads torch

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from moe_lab.allocation.problem import Array, Budget, Budgets, Infeasible
 from moe_lab.errors import UserError, unknown
 
-ORDERS = ("remainder", "scores", "headroom")
+ORDERS = ("remainder", "scores")
 FIELDS = ("block", "min_channels", "order")
 
 
@@ -90,18 +90,18 @@ def align(budgets: Budgets, scores: Mapping[int, Array], alignment: Alignment) -
     """Round budgets to whole blocks: layer -> (E,). `scores`: layer -> (E, I).
 
     Every budget is rounded down, for experts below `min_channels` to 0. The whole blocks that this leaves over go to
-    the other experts, one each, repeatedly until none is left or all experts are full (the paper stops after one each):
-    remainder (l-r-c)  within the layer, first to the experts that lost most channels by rounding
-    scores (l-r-s)     within the layer, first to the experts that lost the largest sum of scores by rounding
-    headroom           over all layers, in proportion to the room that experts have, remaining blocks as in remainder;
-                       `min_channels` is compared with the rounded budget (as in the released code)
+    the other experts of the layer, one each, repeatedly until none is left or all experts are full (the paper stops
+    after one each):
+    remainder (l-r-c)  first to the experts that lost most channels by rounding
+    scores (l-r-s)     first to the experts that lost the largest sum of scores by rounding
     If the block does not divide I, an expert is full with its whole blocks, and a layer of full experts loses the
     channels beyond them. Raises Infeasible when a layer that had channels would be left with none.
     """
-    aligned = (_by_headroom if alignment.order == "headroom" else _by_layer)(budgets, scores, alignment)
-    for layer, kept in aligned.items():
-        if budgets[layer].any() and not kept.any():
-            most = int(budgets[layer].max())
+    aligned = {}
+    for layer, kept in budgets.items():
+        aligned[layer] = _aligned(kept, scores[layer], alignment)
+        if kept.any() and not aligned[layer].any():
+            most = int(kept.max())
             raise Infeasible(
                 f"allocation.parameters.align (block={alignment.block}, min_channels={alignment.min_channels}) leaves "
                 f"no channel in layer {layer}, whose largest expert was to keep {most}: {most} is the most that both "
@@ -110,42 +110,15 @@ def align(budgets: Budgets, scores: Mapping[int, Array], alignment: Alignment) -
     return aligned
 
 
-def _by_layer(budgets: Budgets, scores: Mapping[int, Array], alignment: Alignment) -> Budgets:
-    aligned = {}
-    for layer, kept in budgets.items():
-        active = (kept >= alignment.min_channels) & (kept > 0)
-        base = _floor(kept, active, alignment.block)
-        lost = (kept - base).astype(numpy.float64)
-        if alignment.order == "scores":
-            lost = _lost_scores(scores[layer], base, kept)
-        room = numpy.where(active, (scores[layer].shape[1] - base) // alignment.block, 0)
-        blocks = int((kept - base).sum()) // alignment.block
-        aligned[layer] = base + alignment.block * _deal(room, numpy.argsort(-lost, kind="stable"), blocks)
-    return aligned
-
-
-def _by_headroom(budgets: Budgets, scores: Mapping[int, Array], alignment: Alignment) -> Budgets:
+def _aligned(kept: Budget, scores: Array, alignment: Alignment) -> Budget:
+    """The budgets (E,) of one layer in whole blocks. `scores`: (E, I)."""
     block = alignment.block
-    kept = numpy.concatenate(list(budgets.values()))
-    width = numpy.concatenate([numpy.full(len(scores[layer]), scores[layer].shape[1]) for layer in budgets])
-    active = (kept // block * block >= alignment.min_channels) & (kept > 0)
-    base = _floor(kept, active, block)
-    room = numpy.where(active, (width - base) // block, 0)
-    order = numpy.argsort(-(kept % block), kind="stable")
+    active = (kept >= alignment.min_channels) & (kept > 0)
+    base = numpy.where(active, kept // block * block, 0)
+    lost = _lost_scores(scores, base, kept) if alignment.order == "scores" else kept - base
+    room = numpy.where(active, (scores.shape[1] - base) // block, 0)
     blocks = int((kept - base).sum()) // block
-    share = numpy.rint(blocks * room / max(int(room.sum()), 1)).astype(numpy.int64)
-    share = numpy.minimum(share, room)
-    # Rounding to the nearest block can give out more blocks than there are: the last experts then get less.
-    given = numpy.zeros_like(share)
-    given[order] = numpy.diff(numpy.minimum(numpy.cumsum(share[order]), blocks), prepend=0)
-    given += _deal(room - given, order, blocks - int(given.sum()))
-    parts = numpy.split(base + block * given, numpy.cumsum([len(part) for part in budgets.values()])[:-1])
-    return dict(zip(budgets, parts, strict=True))
-
-
-def _floor(kept: Budget, active: NDArray[numpy.bool_], block: int) -> Budget:
-    """Round budgets of active experts down to whole blocks; those of others to 0."""
-    return numpy.where(active, kept // block * block, 0)
+    return base + block * _deal(room, numpy.argsort(-lost, kind="stable"), blocks)
 
 
 def _lost_scores(scores: Array, base: Budget, kept: Budget) -> Array:

@@ -13,14 +13,11 @@ from typing import Any, Literal, TypeAlias
 import numpy
 from numpy.typing import NDArray
 
-from moe_lab.allocation.problem import Array, Budget, Budgets, Channels, Evidence, Infeasible, apportion, best, measured
+from moe_lab.allocation.problem import Array, Budget, Budgets, Channels, Evidence, apportion, best, measured
 from moe_lab.allocation.shapes import Smoothing, layer_losses, loss_needs, smooth, u_shape
 
 BY_LOSS = ("coverage", "loss_based")
 """Values of `inter` that use the losses of layers."""
-
-Search: TypeAlias = Literal["exact", "paper"]
-
 
 Prior: TypeAlias = Literal["ala1", "ala2", "true_ablation", "loss", "usage", "router_weight", "ala_lm", "none"]
 
@@ -34,7 +31,6 @@ def coverage(
     prior: Prior = "ala1",
     layer_smoothing: Smoothing = "sqrt",
     expert_smoothing: Smoothing = "sqrt",
-    search: Search = "exact",
     beta: float = 0.02,
     floor: float = 0.1,
 ) -> Budgets:
@@ -46,21 +42,14 @@ def coverage(
     Then `intra` divides it among the experts: by CBA with the smoothed `prior` as target (coverage), in proportion to
     that (proportional), evenly (uniform), or by the best channels of the layer (ranking). `layer_smoothing` applies to
     the layer loss, and is varied in MoE-Slimming's Tables 7 and 15; `expert_smoothing` applies to `prior`.
-    search=exact meets every budget exactly; search=paper stops within 1 %, half of that in each stage when both stages
-    search.
     """
-    searching = (inter, intra).count("coverage")
-    tolerance = TOLERANCE / max(searching, 1)
     scores = problem.scores
     shares = numpy.ones(len(scores))
     if inter in BY_LOSS and layer_prior != "none":
         shares = smooth(layer_losses(problem.evidence, scores, layer_prior), layer_smoothing)
     elif inter == "u_shaped":
         shares = u_shape(len(scores), 1 - problem.ratio, beta, floor)
-    if inter == "coverage":
-        budgets = _cover_layers(problem, shares, search, tolerance)
-    else:
-        budgets = problem.layer_budgets(shares)
+    budgets = _cover_layers(problem, shares) if inter == "coverage" else problem.layer_budgets(shares)
 
     def divide(layer: int, others: NDArray[numpy.int64], budget: int) -> Budget:
         """Channels of the experts `others` of a layer, which have `budget` together."""
@@ -73,7 +62,7 @@ def coverage(
         target = smooth(measured[others], expert_smoothing)
         if intra == "proportional":
             return apportion(target, budget, 0, width)
-        return cover(list(values), target, budget, search=search, tolerance=tolerance)
+        return cover(list(values), target, budget)[0]
 
     kept = {}
     for (layer, values), fixed in zip(scores.items(), problem.fixed.tolist(), strict=True):
@@ -83,15 +72,13 @@ def coverage(
     return kept
 
 
-def _cover_layers(problem: Channels, shares: Array, search: Search, tolerance: float) -> dict[int, int]:
+def _cover_layers(problem: Channels, shares: Array) -> dict[int, int]:
     """Layer -> channels it keeps by CBA over the pooled channels of each layer, and those of protected experts."""
     kept, free = problem.fixed, problem.sizes > problem.fixed
     if free.any():
         pools = [values[problem.unprotected(layer)].ravel() for layer, values in problem.scores.items()]
         left = problem.keep - int(kept.sum())
-        kept[free] += cover(
-            [pool for pool in pools if len(pool)], shares[free], left, search=search, tolerance=tolerance
-        )
+        kept[free] += cover([pool for pool in pools if len(pool)], shares[free], left)[0]
     return dict(zip(problem.scores, kept.tolist(), strict=True))
 
 
@@ -107,24 +94,14 @@ def needs(parameters: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(sorted(steps))
 
 
-TOLERANCE = 0.01
-"""epsilon of the paper: how far the sum may be from the budget, as a share of all channels."""
-ITERATIONS = 50
 BEYOND = 1e300
 """A finite threshold above every alpha of a group with phi > 0."""
 
 
-def cover(
-    groups: Sequence[Array], prior: Array, budget: int, *, search: Search, tolerance: float = TOLERANCE
-) -> Budget:
-    """Channels each group keeps (G,). `groups`: scores of each group (n_g,), in any order; `prior`: phi >= 0 (G,)."""
-    if search == "exact":
-        return exact_cover(groups, prior, budget)[0]
-    return paper_cover(groups, prior, budget, tolerance)[0]
-
-
-def exact_cover(groups: Sequence[Array], prior: Array, budget: int) -> tuple[Budget, float]:
+def cover(groups: Sequence[Array], prior: Array, budget: int) -> tuple[Budget, float]:
     """Budgets (G,) that sum to `budget`, and the largest alpha with sum N_g <= budget.
+
+    `groups`: the scores of each group (n_g,), in any order; `prior`: phi >= 0 (G,).
 
     Group g takes its channel n+1 as soon as alpha phi_g S_g > S_g(n), so the channels of all groups are sorted by
     S_g(n) / (S_g phi_g) and the first `budget` are taken: no search, and no rounding. So the next channel goes to the
@@ -152,41 +129,6 @@ def _thresholds(scores: Array, prior: float) -> Array:
     threshold = share / prior if prior > 0 else BEYOND * (1 + share)
     thresholds: Array = numpy.where(descending > 0, threshold, numpy.inf)
     return thresholds
-
-
-def paper_cover(
-    groups: Sequence[Array], prior: Array, budget: int, tolerance: float = TOLERANCE
-) -> tuple[Budget, float]:
-    """Budgets (G,) and alpha of the paper's bisection, with every group keeping at least one channel.
-
-    alpha is sought in [0, 1 / min positive phi] (with the paper's [0, 1] a group could never be covered beyond phi),
-    until the sum differs from the budget by at most `tolerance` of all channels. Raises Infeasible, naming the nearest
-    feasible number, when that is not reached in 50 halvings.
-    """
-    reached = [numpy.cumsum(numpy.sort(numpy.maximum(scores, 0))[::-1]) for scores in groups]
-    allowed = tolerance * sum(len(group) for group in groups)
-    low, high = 0.0, 1 / float(prior[prior > 0].min()) if prior.any() else 1.0
-    sums = []
-    for _ in range(ITERATIONS):
-        alpha = (low + high) / 2
-        kept = _covered(reached, numpy.minimum(alpha * prior, 1))
-        sums.append(int(kept.sum()))
-        if abs(sums[-1] - budget) <= allowed:
-            return kept, alpha
-        low, high = (low, alpha) if sums[-1] > budget else (alpha, high)
-    nearest = min(sums, key=lambda reachable: abs(reachable - budget))
-    raise Infeasible(
-        f"allocation.parameters.search=paper cannot keep {budget} channels: {nearest} is the nearest, since every "
-        "group keeps one and channels without score cover nothing; search=exact can"
-    )
-
-
-def _covered(reached: Sequence[Array], share: Array) -> Budget:
-    """N_g(share_g) >= 1 of every group (G,)."""
-    return numpy.array(
-        [1 + numpy.searchsorted(sums, part * sums[-1]) for sums, part in zip(reached, share, strict=True)],
-        dtype=numpy.int64,
-    )
 
 
 Get: TypeAlias = Callable[[str, tuple[int, ...]], Array]

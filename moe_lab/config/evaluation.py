@@ -47,9 +47,6 @@ class BackendConfig:
     """Command line that starts the server, with {checkpoint}, {port} and {name}."""
     ready_seconds: float = 1800.0
     """Seconds the server, or vLLM, may take until it answers."""
-    continuous: bool = False
-    """With name=hf: continuous batching, where a finished text makes room for the next at once. Needs CUDA, and an
-    architecture that supports it."""
     cache_memory: float | None = None
     """With name=hf: most GiB of keys and values in a batch that several plans share; null takes 1 on a CPU, and half of
     what is free on a GPU."""

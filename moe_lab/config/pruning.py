@@ -48,8 +48,6 @@ class ModelConfig:
     """Where the model runs: auto, cpu, cuda, cuda:N, or a transformers device map such as balanced."""
     threads: int | None = None
     """CPU threads of one process; null leaves it to torch. The shipped models are fastest with 1."""
-    allow_pickle: bool = False
-    """Load .bin checkpoints, which run code when unpickled. Off unless you trust the author."""
     trust_remote_code: bool = False
     """Run modelling code that comes with the checkpoint. Off unless you trust the author."""
     top_k: int | None = None
@@ -235,7 +233,7 @@ class ExportConfig:
     """The checkpoint that is written of each pruned model."""
 
     shape: str | None = None
-    """natural (what the plan keeps), masked, padded or padded_stock, as in docs/export.md; null writes none."""
+    """natural (what the plan keeps), masked or padded, as in docs/export.md; null writes none."""
     format: str = "safetensors"
     """How the tensors are stored: safetensors (as in the original), compressed_tensors (in FP8 or 4 bits), or gguf (by
     llama.cpp's converter)."""

@@ -52,8 +52,6 @@ def check_command(backend: BackendConfig) -> None:
         raise UserError(f"backend.cache_memory={backend.cache_memory}: expected GiB above 0 with backend=hf, or null")
     if backend.name == "hf":
         return
-    if backend.continuous:
-        raise UserError(f"backend.continuous=true is for backend=hf: {backend.name} batches in its own way")
     if not backend.ready_seconds > 0:
         raise UserError(f"backend.ready_seconds={backend.ready_seconds}: expected a number above 0")
     if backend.name == "server":
@@ -69,10 +67,10 @@ def wrong(
     yield from user_errors(check_command, backend)
     for benchmark in benchmarks:
         by_loaded_model = benchmark.max_new_tokens and not has_two_phases(benchmark)
-        if by_loaded_model and (backend.name == "server" or backend.continuous):
+        if by_loaded_model and backend.name == "server":
             yield (
                 f"backend={backend.name}: benchmark {benchmark.name} generates with the loaded model, "
-                "whatever the back end: leave it out, or set backend=hf backend.continuous=false"
+                "whatever the back end: leave it out, or set backend=hf"
             )
             break
     if backend.name == "hf":

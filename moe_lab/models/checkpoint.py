@@ -141,7 +141,8 @@ def _shards(folder: Path) -> tuple[tuple[str, ...], Mapping[str, str] | None]:
     if not (folder / INDEX).exists():
         loose = sorted(path.name for path in folder.glob("*.safetensors"))
         there = f"only {', '.join(loose)}" if loose else "no safetensors file"
-        raise UserError(f"{folder} has neither {SINGLE} nor {INDEX}: found {there}")
+        hint = ": convert its .bin files to safetensors" if any(folder.glob("*.bin")) else ""
+        raise UserError(f"{folder} has neither {SINGLE} nor {INDEX}: found {there}{hint}")
     content = read_json(folder / INDEX)
     index = content.get("weight_map")
     if not isinstance(index, dict) or not index or not all(isinstance(shard, str) for shard in index.values()):

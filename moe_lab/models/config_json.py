@@ -14,7 +14,6 @@ from moe_lab.config import ModelConfig
 from moe_lab.errors import UserError
 from moe_lab.models.checkpoint import open_checkpoint, read_json, stated_dtype
 from moe_lab.models.families import COUNT_FIELDS, TOP_K_FIELDS, WIDTH_FIELDS
-from moe_lab.models.files import has_pickles_only
 from moe_lab.paths import local
 
 UNPACKED = ("fp8", "mxfp4", "compressed-tensors")
@@ -127,7 +126,7 @@ def block_scaled(folder: Path) -> Iterator[BlockScaled]:
     """
     config = read_json(folder / "config.json")
     stated = _stated_quantization(config)
-    if stated is None or quantization_method(config) != "fp8" or has_pickles_only(folder):
+    if stated is None or quantization_method(config) != "fp8":
         return
     block = stated.get("weight_block_size", FP8_BLOCK)
     if block is None:  # a scale per matrix
@@ -286,7 +285,7 @@ def size_of(settings: ModelConfig) -> Size | None:
 def _size_of_folder(path: str, dtype: str) -> Size | None:
     shape = expert_shape(ModelConfig(name=path, path=path))
     folder = local(path)
-    if shape is None or "width" not in shape or has_pickles_only(folder):
+    if shape is None or "width" not in shape:
         return None
     config = read_json(folder / "config.json")
     config = config.get("text_config", config)

@@ -18,7 +18,7 @@ from moe_lab.config import ModelConfig
 from moe_lab.errors import UserError
 from moe_lab.models.checkpoint import open_checkpoint
 from moe_lab.models.config_json import UNPACKED, quantization
-from moe_lab.models.files import DEVICE_MAPS, check_running, has_pickles_only
+from moe_lab.models.files import DEVICE_MAPS, check_running
 from moe_lab.models.memory import free_memory
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -121,7 +121,7 @@ def _ways(dtype: torch.dtype | str, device: str) -> Iterator[str]:
 def _bytes(skeleton: Any, folder: Path, settings: ModelConfig, dtype: torch.dtype | str) -> int:
     """Bytes of the weights once loaded: as stored, or in another precision."""
     method = quantization(settings)
-    if not has_pickles_only(folder) and (isinstance(dtype, str) or method) and method not in UNPACKED:
+    if (isinstance(dtype, str) or method) and method not in UNPACKED:
         return sum(entry.size for entry in open_checkpoint(folder).tensors.values())
     count: int = sum(weight.numel() for weight in skeleton.parameters())
     return count * (dtype if isinstance(dtype, torch.dtype) else torch.bfloat16).itemsize

@@ -229,18 +229,6 @@ def _routing_tensors(router: nn.Module, block: nn.Module, n_experts: int, refuse
     return tuple(routing)
 
 
-def route(router: Any, hidden: torch.Tensor, *passed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Route hidden states (T, H): gates and expert ids, (T, K) each.
-
-    Some routers expect a batch axis, hence the second try. `passed`: tensors of the block that it passes to its router.
-    """
-    try:
-        _, gates, chosen = router(hidden, *passed)
-    except ValueError:
-        _, gates, chosen = router(hidden[None], *passed)
-    return gates.reshape(len(hidden), -1), chosen.reshape(len(hidden), -1)
-
-
 def part_of(name: str) -> str:
     """The part a module or tensor of a model belongs to by its path: experts, shared_experts, attention or rest."""
     path = name.split(".")

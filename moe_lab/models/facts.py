@@ -1,28 +1,24 @@
-"""Facts of a model from its configuration alone: layers, experts, parameters by part, and the rule of each router."""
+"""Facts of a model from its configuration alone: layers, experts, routers, and parameters by part."""
 
 from __future__ import annotations
 
-import copy
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from moe_lab.config import ExpectedConfig, ModelConfig
 from moe_lab.models.checkpoint import INDEX, SINGLE
 from moe_lab.models.config_json import compare
-from moe_lab.models.discover import MoELayer, is_ragged, linears, part_of, route, routed_layers
+from moe_lab.models.discover import MoELayer, is_ragged, linears, part_of, routed_layers
 from moe_lab.models.files import local_folder
 from moe_lab.models.load import check_sizes, set_top_k, skeleton
 from moe_lab.paths import local
 
 BYTES_LOADED = 2
 """Bytes a parameter takes in bfloat16, the precision in which the papers state loading memory."""
-_TOKENS = 64
-_SAME = 1e-4
-"""A router follows a rule if the ratios of its gates to those of the rule have at most this relative spread."""
 _CORRECTIONS = ("e_score_correction_bias", "expert_bias")
+_GATE_FIELDS = ("scoring_func", "norm_topk_prob")
+"""Fields of config.json by which some families say how gates are computed."""
 
 
 def facts(settings: ModelConfig) -> dict[str, Any]:
@@ -94,7 +90,7 @@ def _about(layer: MoELayer) -> dict[str, Any]:
 def describe(folder: Path, settings: ModelConfig) -> dict[str, Any]:
     """Describe a model from its configuration alone; it is built on the meta device.
 
-    `model_type`; `layers`: number of decoder layers; `moe`: layer -> its experts and gate rule in words;
+    `model_type`; `layers`: number of decoder layers; `moe`: layer -> its experts and router in words;
     `parameters`: part -> number of parameters, each counted once; `shape`: see `architecture`; `moe_layers`: its
     MoELayer objects, without weights; `routing`: names of all tensors that decide where tokens go. UserError, with the
     reason, for a model that is not supported, differs from `model.expected`, or is a folder whose weights are those of
@@ -110,11 +106,11 @@ def describe(folder: Path, settings: ModelConfig) -> dict[str, Any]:
     paths = {id(module): path for path, module in model.named_modules()}
     moe: dict[int, str] = {}
     routing: list[str] = []
-    for layer, rule in zip(layers, _gate_rules(layers), strict=True):
+    for layer in layers:
         least, most = min(layer.widths), max(layer.widths)
         channels = f"{most:,}" if least == most else f"{least:,} to {most:,}"
         experts = f"{layer.n_experts} experts of {channels} channels, hidden size {layer.hidden:,}"
-        moe[layer.index] = f"{experts}; {rule}"
+        moe[layer.index] = f"{experts}; {_router(layer, model.config.get_text_config())}"
         routing += [f"{paths[id(part.module)]}.{part.name}" for part in layer.routing]
     return {
         "model_type": model.config.model_type,
@@ -127,16 +123,15 @@ def describe(folder: Path, settings: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _gate_rules(layers: list[MoELayer]) -> list[str]:
-    """The gate rule of each layer. Routers of one class and the same sizes share it, so only one of them is run."""
-    by_router: dict[tuple[object, ...], str] = {}
-    rules = []
-    for layer in layers:
-        router = (type(layer.router), layer.n_experts, layer.top_k, layer.n_group, layer.topk_group)
-        if router not in by_router:
-            by_router[router] = gate_rule(layer)
-        rules.append(by_router[router])
-    return rules
+def _router(layer: MoELayer, config: Any) -> str:
+    """The router of a layer in words, such as "Qwen3MoeTopKRouter, the best 8, norm_topk_prob=True"."""
+    words = [type(layer.router).__name__, f"the best {layer.top_k}"]
+    if any(part.name in _CORRECTIONS for part in layer.routing):
+        words.append("chosen with a correction bias")
+    if layer.n_group > 1:
+        words.append(f"from {layer.topk_group} of {layer.n_group} groups")
+    words += [f"{field}={getattr(config, field)}" for field in _GATE_FIELDS if hasattr(config, field)]
+    return ", ".join(words)
 
 
 def _parameters_by_part(model: Any, layers: list[MoELayer]) -> dict[str, int]:
@@ -147,50 +142,3 @@ def _parameters_by_part(model: Any, layers: list[MoELayer]) -> dict[str, int]:
         part = part_of(name)
         counted["routers" if id(weight) in routers else words.get(part, part)] += weight.numel()
     return {part: count for part, count in counted.items() if count}
-
-
-def gate_rule(layer: MoELayer) -> str:
-    """The rule of a router in words, such as "softmax of all experts, the best 8, renormalized".
-
-    A copy of the router with random weights routes random tokens on the CPU, so the model may be on the meta device.
-    Its gates are compared with the softmax and the sigmoid of its logits, plain or renormalized over the chosen
-    experts, times a constant; "a rule of its own" if none of them fits.
-    """
-    draws = torch.Generator().manual_seed(0)
-    router = copy.deepcopy(layer.router).to_empty(device="cpu").float().eval()
-    for tensor in [*router.parameters(), *router.buffers()]:
-        tensor.data.normal_(generator=draws)
-    passed = [torch.randn(part.tensor.shape, generator=draws) for part in layer.routing if part.module is layer.block]
-    hidden = torch.randn(_TOKENS, layer.hidden, generator=draws) / layer.hidden**0.5
-    with torch.no_grad():
-        gates, chosen = route(router, hidden, *passed)
-        logits = _logits(layer, router, hidden)
-    words = [_formula(gates.double(), chosen, logits), f"the best {layer.top_k}"]
-    if any(part.name in _CORRECTIONS for part in layer.routing):
-        words.append("chosen with a correction bias")
-    if layer.n_group > 1:
-        words.append(f"from {layer.topk_group} of {layer.n_group} groups")
-    return ", ".join(words)
-
-
-def _logits(layer: MoELayer, router: Any, hidden: torch.Tensor) -> torch.Tensor:
-    """Logits (T, E): the output of the router's linear map."""
-    parameters = dict(router.named_parameters())
-    paths = {id(module): path for path, module in layer.router.named_modules()}
-    linear = {}
-    for part in layer.routing:
-        if part.name in ("weight", "bias") and part.module is not layer.block:
-            path = f"{paths[id(part.module)]}.{part.name}"
-            linear[part.name] = parameters[path.lstrip(".")]
-    return torch.nn.functional.linear(hidden, linear["weight"], linear.get("bias")).double()
-
-
-def _formula(gates: torch.Tensor, chosen: torch.Tensor, logits: torch.Tensor) -> str:
-    for name, weights in (("softmax", logits.softmax(-1)), ("sigmoid", logits.sigmoid())):
-        plain = weights.gather(1, chosen)
-        for words, rule in ((name, plain), (f"renormalized {name}", plain / plain.sum(-1, keepdim=True))):
-            ratio = gates / rule
-            factor = float(ratio.mean())
-            if float(ratio.std()) <= _SAME * abs(factor):
-                return words if abs(factor - 1) < _SAME else f"{words} times {factor:.4g}"
-    return "a rule of its own"

@@ -11,14 +11,13 @@ from typing import Any
 
 from moe_lab.config import ModelConfig
 from moe_lab.errors import UserError, unknown
-from moe_lab.models.checkpoint import INDEX, SINGLE, open_checkpoint, read_header, read_json
+from moe_lab.models.checkpoint import open_checkpoint, read_header, read_json
 from moe_lab.models.families import COUNT_FIELDS, TOP_K_FIELDS, UNSUPPORTED, WIDTH_FIELDS
 from moe_lab.paths import local
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 UNEVEN_FIELDS = ("per_layer_config", "expert_widths")
 """Fields of config.json that describe how layers, or experts of a layer, differ."""
-PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 DESCRIBING = {".jinja", ".json", ".model", ".py", ".tiktoken", ".txt"}
 """Suffixes of files beside the weights that decide what a model computes and how text becomes tokens."""
 SUBFOLDERS = ("additional_chat_templates", "custom_generate")
@@ -68,8 +67,8 @@ def check(settings: ModelConfig) -> None:
     """Check everything about a model that needs neither torch nor network; raises UserError.
 
     A folder must be of model.revision, if that is set. It must hold config.json and complete safetensors files that
-    agree with their index (or pickles, if they are allowed). Its family must not be known to be unsupported, and its
-    layers must have one shape unless its own code may be run. Of a hub id, only the form of the name is checked.
+    agree with their index. Its family must not be known to be unsupported, and its layers must have one shape unless
+    its own code may be run. Of a hub id, only the form of the name is checked.
     """
     check_running(settings)
     if not settings.path:
@@ -165,7 +164,7 @@ def local_folder(settings: ModelConfig) -> Path:
     check(settings)
     path = local(settings.path)
     if not path.is_dir():
-        path = _download(settings, ["*.safetensors", *(["*.bin"] if settings.allow_pickle else [])])
+        path = _download(settings, ["*.safetensors"])
         _check_folder(path, settings)
     return path
 
@@ -185,12 +184,6 @@ def configuration_folder(settings: ModelConfig) -> Path | None:
         return _download(settings, weights=[])
     except UserError:
         return None
-
-
-def has_pickles_only(folder: Path) -> bool:
-    """Whether the weights of a folder are pickles, without safetensors beside them."""
-    safe = any((folder / name).exists() for name in (SINGLE, INDEX))
-    return not safe and any((folder / name).exists() for name in PICKLES)
 
 
 def files_of(folder: Path) -> list[Path]:
@@ -214,7 +207,7 @@ def fingerprint(path: str | Path) -> str:
     for file in files_of(folder):
         if file.suffix in DESCRIBING and not file.name.endswith(".index.json"):
             described.append(file)
-        elif file.suffix in (".safetensors", ".bin"):
+        elif file.suffix == ".safetensors":
             weights.append(file)
     whole = sum(file.stat().st_size for file in weights) <= HASHED_WHOLE
     digest = hashlib.sha256()
@@ -272,13 +265,7 @@ def _check_folder(folder: Path, settings: ModelConfig) -> None:
             f"{folder} has MoE layers of different shapes, which only its own code can build: set "
             "model.trust_remote_code=true if you trust the author"
         )
-    if not has_pickles_only(folder):
-        open_checkpoint(folder)
-    elif not settings.allow_pickle:
-        raise UserError(
-            f"{folder} has only pickled weights (.bin), which run code when loaded: convert them to safetensors, or "
-            "set model.allow_pickle=true if you trust the author"
-        )
+    open_checkpoint(folder)
 
 
 def _download(settings: ModelConfig, weights: list[str]) -> Path:
@@ -305,25 +292,16 @@ def _download(settings: ModelConfig, weights: list[str]) -> Path:
 
 
 def _samples(file: Path) -> Iterator[bytes]:
-    """The bytes of a weight file that a fingerprint reads: its header, small tensors, and samples of large ones.
-
-    A pickle counts as one tensor.
-    """
+    """The bytes of a weight file that a fingerprint reads: its header, small tensors, and samples of large ones."""
     size = file.stat().st_size
     with file.open("rb", buffering=0) as opened:
-        if file.suffix == ".safetensors":
-            entries = read_header(file)[1]
-            yield opened.read(size - sum(entry.size for entry in entries.values()))
-            ranges = []
-            for name, entry in entries.items():
-                whole = 3 * SAMPLE if ONE_EXPERT.search(name) else TENSOR_WHOLE
-                for at, length in _read_of(entry.size, whole):
-                    ranges.append((entry.start + at, length))
-        else:
-            ranges = list(_read_of(size, 0))
-        for start, length in ranges:
-            opened.seek(start)
-            yield opened.read(length)
+        entries = read_header(file)[1]
+        yield opened.read(size - sum(entry.size for entry in entries.values()))
+        for name, entry in entries.items():
+            whole = 3 * SAMPLE if ONE_EXPERT.search(name) else TENSOR_WHOLE
+            for at, length in _read_of(entry.size, whole):
+                opened.seek(entry.start + at)
+                yield opened.read(length)
 
 
 def _read_of(size: int, whole: int) -> list[tuple[int, int]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
@@ -25,9 +24,9 @@ from moe_lab.models import experts
 from moe_lab.models.checkpoint import open_checkpoint, read_json
 from moe_lab.models.config_json import UNPACKED, block_scaled, quantization
 from moe_lab.models.device import check_room, place, precision
-from moe_lab.models.discover import MoELayer, is_ragged, route, routed_layers
+from moe_lab.models.discover import MoELayer, is_ragged, routed_layers
 from moe_lab.models.families import NOT_LOADED, TOP_K_FIELDS, prediction_layers
-from moe_lab.models.files import PICKLES, check_code, has_pickles_only, local_folder
+from moe_lab.models.files import check_code, local_folder
 from moe_lab.models.ports import causal_language_model
 from moe_lab.models.transformers_private import (
     AmbiguousGlobalPerLayerAttributeError,
@@ -54,8 +53,8 @@ def load_model(settings: ModelConfig) -> tuple[Any, Any]:
     Experts run by grouped_mm on CUDA; on the CPU eagerly, or in fp32 by a faster function that gives the same bits
     (cpu_experts). dtype auto is float32 on the CPU and the stored one on CUDA. Exports with uneven layers are loaded
     too, if their code may be run. Everything that does not need the weights is checked before they are read. Raises
-    UserError for a folder that is incomplete or damaged, pickles that are not allowed, an unsupported architecture,
-    weights that are missing, of the wrong shape, NaN or infinite, an unknown dtype or device, a GPU that is too small.
+    UserError for a folder that is incomplete or damaged, an unsupported architecture, weights that are missing, of the
+    wrong shape, NaN or infinite, an unknown dtype or device, a GPU that is too small.
     """
     dtype, device = precision(settings), place(settings)
     folder = local_folder(settings)
@@ -132,7 +131,11 @@ def _experts_of_a_token(layer: MoELayer) -> int:
     weight = layer.routing[0].tensor
     hidden = torch.zeros(2, layer.hidden, dtype=weight.dtype, device=weight.device)
     passed = [part.tensor for part in layer.routing if part.module is layer.block]
-    return route(layer.router, hidden, *passed)[1].shape[1]
+    try:
+        _, _, chosen = layer.router(hidden, *passed)
+    except ValueError:  # some routers expect a batch axis
+        _, _, chosen = layer.router(hidden[None], *passed)
+    return int(chosen.numel()) // len(hidden)
 
 
 def check_finite(model: nn.Module, within: str = "") -> None:
@@ -202,7 +205,7 @@ def _weights(folder: Path, settings: ModelConfig, dtype: torch.dtype | str, devi
                 device_map=device,
                 experts_implementation="eager" if device == "cpu" else "grouped_mm",
                 trust_remote_code=settings.trust_remote_code,
-                use_safetensors=not has_pickles_only(folder),
+                use_safetensors=True,
                 ignore_mismatched_sizes=True,  # reported below, in one sentence
                 output_loading_info=True,
             )
@@ -212,8 +215,6 @@ def _weights(folder: Path, settings: ModelConfig, dtype: torch.dtype | str, devi
         raise UserError(
             f"{folder} is stored as {method}, which needs a package: {' '.join(str(error).split())}"
         ) from None
-    except pickle.UnpicklingError:
-        raise UserError(f"{folder} has a damaged {PICKLES[0]}: expected pickled weights") from None
     except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         if method is None or isinstance(error, torch.OutOfMemoryError):
             raise
@@ -284,7 +285,7 @@ def check_sizes(skeleton: Any, folder: Path, settings: ModelConfig) -> None:
                 f"{folder}: {matrix.name} of shape {matrix.shape} has scales of shape {matrix.scales}, but "
                 f"weight_block_size={list(matrix.block)} in config.json asks for {matrix.expected_scales}"
             )
-    if has_pickles_only(folder) or quantization(settings) is not None:
+    if quantization(settings) is not None:
         return
     stored, expected = open_checkpoint(folder).tensors, skeleton.state_dict()
     shapes = ((name, stored[name].shape, tensor.shape) for name, tensor in expected.items() if name in stored)

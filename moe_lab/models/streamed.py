@@ -21,7 +21,7 @@ from moe_lab.models.config_json import quantization
 from moe_lab.models.device import DTYPES, place, precision
 from moe_lab.models.discover import MoELayer, moe_layers, routed_layers
 from moe_lab.models.families import EXTRA_PREDICTION_BLOCKS
-from moe_lab.models.files import DEVICE_MAPS, has_pickles_only, local_folder
+from moe_lab.models.files import DEVICE_MAPS, local_folder
 from moe_lab.models.load import check_finite, check_shapes, check_used, load_tokenizer, quiet, set_top_k, skeleton
 from moe_lab.models.partial_forward import output_of, run, stand_in
 from moe_lab.models.transformers_private import Memory, compute_buffers, load_tensors, unused_tensors
@@ -38,11 +38,9 @@ REST = -1
 def open_streamed(settings: ModelConfig) -> tuple[StreamedModel, Any]:
     """Open the model of `settings` for reading it layer by layer, and load its tokenizer.
 
-    UserError as in `load_model`, and for models that are spread over devices, pickled or quantised.
+    UserError as in `load_model`, and for models that are spread over devices or quantised.
     """
     folder = local_folder(settings)
-    if has_pickles_only(folder):
-        raise UserError(f"calibration.engine=streamed reads safetensors, and {folder} has only pickled weights")
     if (method := quantization(settings)) is not None:
         raise UserError(f"calibration.engine=streamed reads plain weights, but {folder} is stored as {method}")
     dtype, device = precision(settings), place(settings)
@@ -70,8 +68,8 @@ class StreamedModel:
         with streamed.layer(3):
             ...   # layer 3 of streamed.model has its weights; all others cannot be run
 
-    `layers`: the decoder layers. UserError for damaged checkpoints, architectures that are not supported, quantised or
-    pickled weights.
+    `layers`: the decoder layers. UserError for damaged checkpoints, architectures that are not supported, and quantised
+    weights.
     """
 
     def __init__(

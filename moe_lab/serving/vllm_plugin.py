@@ -205,7 +205,7 @@ def _check(name: str, module: Any, vllm_config: Any, layers: Layers) -> None:
     if shared and len(widths) > 1:
         raise ValueError(
             f"{name}: vLLM makes shared experts ({shared[0]}) as wide as the routed ones of their layer, and these are "
-            f"{sorted(widths)} wide: export with export=padded_stock"
+            f"{sorted(widths)} wide: export with export=masked"
         )
     for setting in ("enable_eplb", "enable_ep_weight_filter"):
         if getattr(vllm_config.parallel_config, setting, False):

@@ -11,7 +11,7 @@ from moe_lab.allocation.align import Alignment, align, check_fits, parse
 from moe_lab.allocation.problem import Infeasible
 from moe_lab.errors import UserError
 
-ORDERS = ("remainder", "scores", "headroom")
+ORDERS = ("remainder", "scores")
 BUDGETS = numpy.array([300, 130, 100, 260, 500, 384])
 
 
@@ -40,19 +40,8 @@ def test_order_of_scores() -> None:
     assert align(kept, {0: scores}, Alignment(2, 2, "scores"))[0].tolist() == [2, 4, 2]
 
 
-def test_headroom_moves_blocks_between_layers() -> None:
-    scores = {0: numpy.ones((2, 16)), 1: numpy.ones((2, 16))}
-    kept = {0: numpy.array([15, 15]), 1: numpy.array([7, 7])}
-    rules = Alignment(4, 4, "headroom")
-    # Rounding down leaves 12 + 12 and 4 + 4 with 3 blocks over; the room is 1, 1, 3, 3: shares 3/8, 3/8, 9/8, 9/8.
-    found = align(kept, scores, rules)
-    assert {layer: row.tolist() for layer, row in found.items()} == {0: [16, 12], 1: [8, 8]}
-    assert aligned([5, 6, 7], 16, 4, order="headroom") == [4, 4, 8]  # a third of a block each: by remainder then
-
-
-def test_min_channels_is_compared_with_the_rounded_budget_only_by_headroom() -> None:
+def test_min_channels_is_compared_with_the_budget_before_rounding() -> None:
     assert aligned([15, 13, 12], 16, 4, least=13) == [16, 16, 0]
-    assert aligned([16, 13, 12], 16, 4, least=13, order="headroom") == [16, 0, 0]
 
 
 def reference(kept: list[int], lost: list[float], width: int, block: int, least: int) -> list[int]:
@@ -78,7 +67,7 @@ def test_properties(kept: list[int], block: int, least: int, order: str) -> None
     try:
         found = aligned(kept, 24, block, least=least, order=order)
     except Infeasible:
-        assert max(kept) < least or max(kept) < block or order == "headroom"
+        assert max(kept) < least or max(kept) < block
         return
     assert all(n % block == 0 and 0 <= n <= 24 for n in found)
     assert all(n == 0 for n, before in zip(found, kept, strict=True) if before < least)
@@ -118,7 +107,7 @@ def test_what_is_refused() -> None:
         ({}, "align.block=None: expected a whole number"),
         ({"block": 0}, "align.block=0: expected a whole number"),
         ({"block": 8, "min_channels": -1}, "min_channels=-1: expected 0 or more"),
-        ({"block": 8, "order": "headrooms"}, "did you mean headroom"),
+        ({"block": 8, "order": "remainders"}, "did you mean remainder"),
     ],
 )
 def test_mistakes_in_the_setting(value: Any, message: str) -> None:

@@ -45,11 +45,6 @@ def test_every_allocation_passes_with_its_defaults() -> None:
         ({"name": "u_shaped", "parameters": {"beta": "much"}}, "expert", "beta=much: expected a number"),
         ({"name": "u_shaped", "parameters": {"align": None}}, "expert", "parameters=align is unknown"),
         ({"name": "coverage", "parameters": {"prior": "ala3"}}, "channel", "prior=ala3 is unknown: did you mean ala"),
-        (
-            {"name": "coverage", "parameters": {"search": "exacts"}},
-            "channel",
-            "search=exacts is unknown: did you mean exact",
-        ),
         ({"name": "global", "parameters": {"zero_expert": "dropp"}}, "channel", "did you mean drop"),
         ({"name": "global", "parameters": {"align": {"block": 1.5}}}, "channel", "align.block=1.5: expected a whole"),
     ],

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from moe_lab.allocation.coverage import cover, exact_cover, paper_cover
-from moe_lab.allocation.problem import Infeasible
+from moe_lab.allocation.coverage import cover
 
 GROUPS = [numpy.array(row, dtype=float) for row in ((8, 1, 1, 0), (3, 3, 2, 2), (5, 4, 3, 2))]
 PRIOR = numpy.array([0.5, 1, 0.8])
@@ -43,12 +42,10 @@ def naive(groups: list[numpy.ndarray], prior: numpy.ndarray, budget: int) -> lis
 
 
 def test_golden_example() -> None:
-    kept, alpha = exact_cover(GROUPS, PRIOR, 6)
+    kept, alpha = cover(GROUPS, PRIOR, 6)
     assert (kept.tolist(), alpha) == ([1, 3, 2], pytest.approx(0.8, rel=1e-12))
-    assert paper_cover(GROUPS, PRIOR, 6)[0].tolist() == [1, 3, 2]
     assert covered(GROUPS, PRIOR, 1.0) == [1, 4, 3]
-    assert cover(GROUPS, PRIOR, 8, search="exact").tolist() == [1, 4, 3]
-    assert cover(GROUPS, PRIOR, 8, search="paper").tolist() == [1, 4, 3]
+    assert cover(GROUPS, PRIOR, 8)[0].tolist() == [1, 4, 3]
 
 
 scores = st.lists(st.lists(st.floats(0.01, 10), min_size=1, max_size=6), min_size=1, max_size=4)
@@ -61,7 +58,7 @@ def test_exact_is_the_search_run_to_the_end(rows: list[list[float]], targets: li
     shares = [s / p for row, p in zip(rows, prior, strict=True) for s in numpy.cumsum(sorted(row)[::-1]) / sum(row)]
     assume(len({round(share, 6) for share in shares}) == len(shares))  # ties may fall either way
     assume(budget >= len(groups))  # below, alpha is 0 and all groups are tied
-    kept, alpha = exact_cover(groups, prior, budget)
+    kept, alpha = cover(groups, prior, budget)
     assert kept.tolist() == naive(groups, prior, budget)
     assert sum(covered(groups, prior, alpha * (1 - 1e-9))) <= budget
 
@@ -78,36 +75,19 @@ def test_no_budgets_cover_the_worst_group_better(rows: list[list[float]], target
         )
 
     choices = [kept for kept in product(*(range(len(row) + 1) for row in rows)) if sum(kept) == budget]
-    found = exact_cover(groups, prior, budget)[0]
+    found = cover(groups, prior, budget)[0]
     assert found.sum() == budget
     assert worst(tuple(found.tolist())) == pytest.approx(max(map(worst, choices)), rel=1e-9)
-
-
-@given(st.integers(0, 100), st.floats(0.05, 0.98))
-def test_paper_is_within_its_tolerance(seed: int, fill: float) -> None:
-    random = numpy.random.default_rng(seed)
-    groups = list(random.gamma(0.5, size=(6, 40)))
-    budget = round(fill * 240)
-    kept, _ = paper_cover(groups, random.uniform(0.1, 1, 6), budget)
-    assert abs(int(kept.sum()) - budget) <= 2.4
-    assert kept.min() >= 1
 
 
 def test_groups_without_score_or_target_come_last() -> None:
     groups = [numpy.zeros(3), numpy.array([2.0, 1.0, 0.0]), numpy.array([5.0, 4.0, 3.0]), -numpy.ones(3)]
     prior = numpy.array([1, 1, 0, 1.0])
-    assert exact_cover(groups, prior, 2)[0].tolist() == [0, 2, 0, 0]
-    assert exact_cover(groups, prior, 5)[0].tolist() == [0, 2, 3, 0]
-    assert exact_cover(groups, prior, 12)[0].tolist() == [3, 3, 3, 3]
-    assert exact_cover(groups, numpy.zeros(4), 4)[0].sum() == 4
+    assert cover(groups, prior, 2)[0].tolist() == [0, 2, 0, 0]
+    assert cover(groups, prior, 5)[0].tolist() == [0, 2, 3, 0]
+    assert cover(groups, prior, 12)[0].tolist() == [3, 3, 3, 3]
+    assert cover(groups, numpy.zeros(4), 4)[0].sum() == 4
 
 
 def test_of_what_is_equal_the_larger_target_comes_first() -> None:
-    assert exact_cover([numpy.ones(2), numpy.ones(2)], numpy.array([0.5, 1]), 1)[0].tolist() == [0, 1]
-
-
-def test_what_the_paper_cannot_reach_is_named() -> None:
-    with pytest.raises(Infeasible, match=r"search=paper cannot keep 1 channels: 3 is the nearest.*search=exact can"):
-        paper_cover(GROUPS, PRIOR, 1)
-    with pytest.raises(Infeasible, match="cannot keep 12 channels: 11 is the nearest"):
-        paper_cover(GROUPS, PRIOR, 12)
+    assert cover([numpy.ones(2), numpy.ones(2)], numpy.array([0.5, 1]), 1)[0].tolist() == [0, 1]

@@ -130,7 +130,6 @@ model.revision | main v1
 model.dtype | float8 int8 '' word null
 model.device | tpu cdua cuda:99 cuda:-1 cuda:word '' null
 model.threads | 0 -1 1.5 word
-model.allow_pickle | maybe null
 model.trust_remote_code | maybe
 model.top_k | 0 -1 33 1.5 word
 model.expected | word {layers:4}
@@ -209,7 +208,6 @@ backend.command SERVER | '' vllm 'vllm {checkpoint}'
 backend.command SERVER | 'vllm {checkpont} {port}' 'a "b'
 backend.command SERVER | '/no/such/program {checkpoint} {port}'
 backend.ready_seconds SERVER | 0 -1 nan word
-backend.continuous | maybe null
 backend.cache_memory | 0 -1 nan word
 launcher.name | lokal '' null slurn
 launcher.processes | 0 -1 1.5 word
@@ -316,7 +314,7 @@ export=natural recovery=nf4 verify=true | verify
 export=natural model.top_k=2 | model.top_k
 timing=true | timing
 timing=true launcher=slurm | timed.device
-backend.continuous=true suite=pocket16 allow_code_execution=true | pocket_wildbench
+backend=server suite=pocket16 allow_code_execution=true | pocket_wildbench
 model=deepseek_v3 calibration=c4 model.device=cpu suite.benchmarks=[] | model
 tracker=wandb tracker.mode=online | tracker.mode
 """

@@ -41,7 +41,6 @@ class Broken:
     name: str
     damage: Callable[[Path], object]
     names: tuple[str, ...]
-    allow_pickle: bool = False
 
 
 def save(folder: Path) -> Path:
@@ -172,14 +171,7 @@ BROKEN = [
         ("model.trust_remote_code",),
     ),
     Broken("no weights", lambda f: [file.unlink() for file in f.glob("*.safetensors*")], ("safetensors",)),
-    Broken("pickles that are not allowed", pickled, ("model.allow_pickle",)),
-    Broken(
-        "pickles that are none",
-        lambda f: (pickled(f), _write("pytorch_model.bin", "x")(f)),
-        ("pytorch_model.bin",),
-        True,
-    ),
-    Broken("pickles without weights", pickled, ("missing",), True),
+    Broken("pickled weights", pickled, ("safetensors",)),
     Broken("a file of weights missing", lambda f: (f / SHARD).unlink(), (SHARD,)),
     Broken(
         "a file of weights that leads nowhere",
@@ -231,7 +223,7 @@ BROKEN = [
 def here(row: Broken, original: Path, folder: Path) -> Ended:
     """What the checks before a study, and then loading, say of the model, in this process."""
     row.damage(shutil.copytree(original, folder))
-    settings = ModelConfig(name="m", path=str(folder), device="cpu", allow_pickle=row.allow_pickle)
+    settings = ModelConfig(name="m", path=str(folder), device="cpu")
     try:
         check(settings)
         load_model(settings)
@@ -246,7 +238,6 @@ def started(row: Broken, original: Path, folder: Path) -> Ended:
     """What a study says of the model, in a process of its own."""
     row.damage(shutil.copytree(original, folder))
     words = [*LOADING, f"model.path={folder}", f"store={folder.with_name('store')}"]
-    words += ["model.allow_pickle=true"] * row.allow_pickle
     done = subprocess.run(
         [sys.executable, "-m", "moe_lab", *words],
         capture_output=True,

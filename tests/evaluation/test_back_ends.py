@@ -7,14 +7,12 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-import tiny
 from processes import quoted
 
 from moe_lab.config import BackendConfig, JudgeConfig, ModelConfig
-from moe_lab.errors import UserError
 from moe_lab.evaluation.generation import GenSpec
 from moe_lab.evaluation.judge import Judge
-from moe_lab.evaluation.local_model import ContinuousModel, LocalModel
+from moe_lab.evaluation.local_model import LocalModel
 from moe_lab.evaluation.server import serving
 from moe_lab.models.load import load_model
 from moe_lab.paths import resolve
@@ -83,18 +81,3 @@ def test_both_back_ends_write_the_same(server: str, chatty: Path, tmp_path: Path
             judge = Judge(JudgeConfig("j", at.model, at.url, max_tokens=8, unparsable_attempts=1), tmp_path / "cache")
             (verdict,) = judge.verdicts(["Give a score."], tolerated=1)
             assert verdict.score is None and "without a usable score" in verdict.reply, "it was asked, and it answered"
-
-
-@pytest.mark.slow
-def test_continuous_batching_writes_the_same_where_it_can(subject: LocalModel) -> None:
-    """On the CPU, where it is slow; the sizes keep it from planning for a GPU."""
-    sizes = {"page_size": 32, "num_blocks": 64, "max_batch_tokens": 256}
-    asked = [*prompts("gsm8k", 2), *prompts("wildbench", 2), *prompts("humaneval", 3)]
-    spec = GenSpec(32, stop=("\ndef ", ")"), batch_size=3)
-    continuous = ContinuousModel(subject.model, subject.tokenizer, sizes=sizes)
-    assert continuous.generate(asked, spec) == subject.generate(asked, spec)
-    latent = ContinuousModel(tiny.build("deepseek_v2"), subject.tokenizer, sizes=sizes)
-    with pytest.raises(
-        UserError, match=r"continuous batching fails with this model .*: expected backend\.continuous=false"
-    ):
-        latent.generate(["1"], GenSpec(4))

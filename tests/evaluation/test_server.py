@@ -467,10 +467,6 @@ def test_a_wrong_back_end_is_said_before_anything_is_loaded(tmp_path: Path) -> N
     back_ends.check_command(BackendConfig("hf"))
     with pytest.raises(UserError, match=r"backend.name=serve is unknown: did you mean server\?"):
         back_ends.check_command(BackendConfig("serve"))
-    with pytest.raises(UserError, match=r"backend\.continuous=true is for backend=hf"):
-        back_ends.check_command(BackendConfig("server", "s {checkpoint} {port}", continuous=True))
-    with pytest.raises(UserError, match=r"backend\.continuous=true is for backend=hf"):
-        back_ends.check_command(BackendConfig("vllm", continuous=True))
     with pytest.raises(UserError, match=r"backend\.arguments.*backend=vllm"):
         back_ends.check_command(BackendConfig("hf", arguments={"max_num_seqs": 8}))
     with pytest.raises(UserError, match=r"backend\.arguments\.dtype"):

@@ -22,7 +22,7 @@ from moe_lab.errors import UserError
 from moe_lab.evaluation import run
 from moe_lab.evaluation.engine_model import EngineModel
 from moe_lab.evaluation.generation import GenSpec
-from moe_lab.evaluation.local_model import ContinuousModel, LocalModel
+from moe_lab.evaluation.local_model import LocalModel
 from moe_lab.evaluation.plans_model import PlansModel
 from moe_lab.evaluation.sandbox.policy import Policy
 from moe_lab.paths import resolve
@@ -195,14 +195,6 @@ def test_texts_of_several_plans_fail_where_a_logit_is_not_finite(number: float, 
     asked = [(plan, prompt, None) for plan in (0, 1) for prompt in prompts("gsm8k", 2)]
     with overflowing(subject, number) as broken, pytest.raises(FloatingPointError, match=str(number)):
         list(PlansModel(broken, [None, None]).complete(asked, GenSpec(4)))
-
-
-@pytest.mark.slow
-@NOT_FINITE
-def test_continuous_batching_fails_where_a_logit_is_not_finite(number: float, subject: LocalModel) -> None:
-    sizes = {"page_size": 32, "num_blocks": 64, "max_batch_tokens": 256}
-    with overflowing(subject, number) as broken, pytest.raises(FloatingPointError, match=r"is (nan|inf)\b"):
-        ContinuousModel(broken.model, subject.tokenizer, sizes=sizes).generate(prompts("gsm8k", 2), GenSpec(4))
 
 
 @NOT_FINITE

@@ -13,35 +13,26 @@ import torch
 from moe_lab import inspect
 from moe_lab.config import ModelConfig
 from moe_lab.models.discover import routed_layers
-from moe_lab.models.facts import describe, gate_rule
+from moe_lab.models.facts import describe
 
-BIAS = "chosen with a correction bias"
-RULES = {  # as their papers and configurations say
-    "olmoe": "softmax, the best 4",
-    "mixtral": "renormalized softmax, the best 2",
-    "qwen2_moe": "softmax, the best 4",
-    "qwen3_moe": "renormalized softmax, the best 4",
-    "deepseek": "softmax, the best 4",
-    "deepseek_v2:grouped": "softmax times 16, the best 4, from 2 of 4 groups",
-    "deepseek_v3:grouped": f"renormalized sigmoid times 2.5, the best 4, {BIAS}, from 2 of 4 groups",
-    "ernie4_5_moe": f"renormalized softmax, the best 4, {BIAS}",
-    "gpt_oss": "renormalized softmax, the best 4",
-    "phimoe": "a rule of its own, the best 2",
-    "dots1": f"sigmoid, the best 4, {BIAS}",
-    "afmoe": f"renormalized sigmoid, the best 4, {BIAS}",
+ROUTERS = {
+    "olmoe": "OlmoeTopKRouter, the best 4, norm_topk_prob=False",
+    "mixtral": "MixtralTopKRouter, the best 2",
+    "deepseek": "DeepseekGate, the best 4, scoring_func=softmax, norm_topk_prob=False",
+    "deepseek_v3:grouped": (
+        "DeepseekV3TopkRouter, the best 4, chosen with a correction bias, from 2 of 4 groups, norm_topk_prob=True"
+    ),
+    "afmoe": "AfmoeTokenChoiceRouter, the best 4, chosen with a correction bias",
 }
 
 
-@pytest.mark.parametrize("name", RULES)
-def test_the_gate_rule_is_found_without_weights(name: str) -> None:
-    with torch.device("meta"):
-        model = tiny.AutoModelForCausalLM.from_config(tiny.config(name))
-    assert gate_rule(routed_layers(model)[-1]) == RULES[name]
-
-
-def test_every_router_can_be_asked() -> None:
-    for name in set(tiny.ARCHITECTURES) - set(RULES):
-        assert f"the best {routed_layers(tiny.build(name))[0].top_k}" in gate_rule(routed_layers(tiny.build(name))[0])
+@pytest.mark.parametrize("name", tiny.ARCHITECTURES)
+def test_routers_are_described_from_the_configuration(name: str, tmp_path: Path) -> None:
+    tiny.config(name).save_pretrained(tmp_path)
+    about = describe(tmp_path, ModelConfig(name=name, path=str(tmp_path)))
+    for layer in about["moe_layers"]:
+        _, router = about["moe"][layer.index].split("; ")
+        assert f", the best {layer.top_k}" in router and router == ROUTERS.get(name, router)
 
 
 def test_parts_add_up_to_the_model(tmp_path: Path) -> None:

@@ -49,16 +49,6 @@ def test_cuda_keeps_the_stored_precision(original: Path) -> None:
     assert set(model.get_experts_implementation().values()) == {"grouped_mm"}
 
 
-def test_allowed_pickles_are_loaded(folder: Path) -> None:
-    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
-    (folder / "model.safetensors").unlink()
-    model, _ = load_model(settings(folder, allow_pickle=True, device="cpu"))
-    expected, _ = load_model(settings(folder, allow_pickle=True, device="cpu"))
-    assert torch.equal(model.lm_head.weight, expected.lm_head.weight)
-    with pytest.raises(UserError, match="only pickled weights"):
-        load_model(settings(folder))
-
-
 def test_shipped_model_loads() -> None:
     model, tokenizer = load_model(settings("pocket:olmoe", device="cpu"))
     assert len(tokenizer) <= model.config.vocab_size and tokenizer.pad_token is not None

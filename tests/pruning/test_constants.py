@@ -97,7 +97,7 @@ def test_an_export_is_the_pruned_model(name: str, dtype: torch.dtype, tmp_path: 
     assert (logits(with_zeros, tiny.tokens()) - pruned).abs().max() > 1e-2
 
 
-@pytest.mark.parametrize("shape", ["masked", "padded", "padded_stock"])
+@pytest.mark.parametrize("shape", ["masked", "padded"])
 def test_shapes_without_a_place_for_constants_are_refused(shape: str, tmp_path: Path) -> None:
     model = tiny.save("olmoe", tmp_path / "model")
     with pytest.raises(UserError, match=f"export={re.escape(shape)}.*export=natural"):

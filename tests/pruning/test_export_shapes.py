@@ -159,23 +159,14 @@ def test_padded_to_the_widest_expert_of_each_layer(name: str, tmp_path: Path) ->
     assert zeros and f"{zeros:,} bytes" in (out / "README.md").read_text()
 
 
-def test_padded_stock_is_a_stock_checkpoint(tmp_path: Path) -> None:
+def test_padded_to_one_width_is_a_stock_checkpoint(tmp_path: Path) -> None:
     model = tiny.save("qwen3_moe", tmp_path / "model")
     plan = channel_plan(model, drop=3)
-    out = export(tmp_path / "model", plan, tmp_path / "out", shape="padded_stock")
+    out = export(tmp_path / "model", plan, tmp_path / "out", shape="padded")
     before, after = config_of(tmp_path / "model"), config_of(out)
     changed = {"moe_intermediate_size": 20, "num_local_experts": 13, "num_experts": 13}
     assert after == {**before, **changed} and not list(out.glob("*.py"))
     torch.testing.assert_close(logits(load(out)), logits(prune(model, plan)), rtol=0, atol=1e-5)
-
-
-def test_padded_stock_needs_one_number_for_all(tmp_path: Path) -> None:
-    model = tiny.save("glm4_moe", tmp_path / "model")
-    with pytest.raises(UserError, match=r"export=padded_stock: the width of experts .*=glm4_moe"):
-        export(tmp_path / "model", channel_plan(model), tmp_path / "out", shape="padded_stock")
-    plan = Plan({1: tuple(range(8)), 2: tuple(range(9))}, {1: 16, 2: 16})
-    with pytest.raises(UserError, match=r"export=padded_stock: the plan keeps different numbers"):
-        export(tmp_path / "model", plan, tmp_path / "out", shape="padded_stock")
 
 
 def test_shapes_are_named(tmp_path: Path) -> None:

@@ -195,23 +195,23 @@ def test_only_plans_that_leave_one_shape_are_converted(fake: Callable[[str], Pat
     ragged[0, : width // 2] = False
     everything = dict.fromkeys(range(layers), tuple(range(count)))
     narrow = Plan(everything, dict.fromkeys(range(layers), count), {}, dict.fromkeys(range(layers), ragged))
-    for plan, use in ((uneven, "allocation=uniform"), (narrow, "export=padded_stock or export=masked")):
+    for plan, use in ((uneven, "allocation=uniform"), (narrow, "export=masked")):
         with pytest.raises(UserError, match=rf"^export=natural export.format=gguf: .*: use {re.escape(use)}$"):
             perform(job(tmp_path / "model", plan, fake(WRITES), tmp_path))
         assert not any((tmp_path / "scratch").iterdir()) and not (tmp_path / "partial").exists()
     gguf.check_plan(tmp_path / "model", tiny.plan(model, 0.5), "natural")
-    gguf.check_plan(tmp_path / "model", narrow, "padded_stock")
+    gguf.check_plan(tmp_path / "model", narrow, "padded")
 
 
 @pytest.mark.parametrize(
     ("family", "shape", "granularity", "use"),
     [
         ("olmoe", "natural", "expert", "allocation=uniform"),
-        ("deepseek_v3", "padded_stock", "expert", "allocation=uniform or export=masked"),
-        ("olmoe", "padded", "channel", "export=padded_stock or export=masked"),
+        ("deepseek_v3", "padded", "expert", "allocation=uniform or export=masked"),
+        ("olmoe", "padded", "channel", "export=masked"),
         (None, "natural", "expert", "allocation=uniform, or export=masked if the router has a bias per expert"),
         ("deepseek_v3", "masked", "expert", None),
-        ("olmoe", "padded_stock", "channel", None),
+        ("olmoe", "masked", "channel", None),
     ],
 )
 def test_alternatives_to_uneven_layers_are_those_of_the_model(
@@ -428,7 +428,7 @@ def as_gguf(tensors: dict[str, torch.Tensor], facts: dict[str, Any]) -> dict[str
 @needs_models
 @pytest.mark.parametrize(
     ("family", "shape"),
-    [("deepseek", "natural"), ("deepseek_v3", "masked"), ("olmoe", "padded_stock"), ("qwen3_next", "natural")],
+    [("deepseek", "natural"), ("deepseek_v3", "masked"), ("olmoe", "padded"), ("qwen3_next", "natural")],
 )
 def test_experts_of_other_families_and_shapes_are_stored_as_they_are(
     family: str, shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -440,7 +440,7 @@ def test_experts_of_other_families_and_shapes_are_stored_as_they_are(
     model = tiny.save(family, tmp_path / "model", vocab_size=1024)
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copyfile(Path(resolve("pocket:olmoe"), file), tmp_path / "model" / file)
-    plan = channel_plan(model, drop=0.0) if shape == "padded_stock" else tiny.plan(model, 0.5)
+    plan = channel_plan(model, drop=0.0) if shape == "padded" else tiny.plan(model, 0.5)
     gguf.check_plan(tmp_path / "model", plan, shape)
     written = export(tmp_path / "model", plan, tmp_path / "written", shape=shape)
     out = gguf.convert(written, tmp_path / "gguf", gguf.converter(ExportConfig(shape, "gguf")), "N")

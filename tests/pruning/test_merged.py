@@ -159,7 +159,7 @@ def test_an_export_is_the_pruned_model(name: str, dtype: torch.dtype, rows: str,
     assert f"{after} of {before} routed experts" in (folder / "README.md").read_text()
 
 
-@pytest.mark.parametrize("shape", ["masked", "padded", "padded_stock"])
+@pytest.mark.parametrize("shape", ["masked", "padded"])
 def test_shapes_of_the_original_hold_experts_without_router_rows(shape: str, tmp_path: Path) -> None:
     model = tiny.save("deepseek_v3", tmp_path / "model")
     plan = merging_plan(model, rows="kept")

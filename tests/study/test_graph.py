@@ -222,11 +222,6 @@ def test_a_step_runs_in_no_weaker_sandbox_than_its_identity_says(monkeypatch: py
     assert Policy(**unconfined.runtime["policy"]).protection(closed_world=True) == UNCONFINED
 
 
-def test_continuous_batches_may_decide_otherwise() -> None:
-    continuous = code_steps(CODE, backend=BackendConfig(continuous=True))
-    assert continuous["generate"].id != code_steps(CODE)["generate"].id
-
-
 def test_figures_have_one_pass_for_every_gate_and_seed() -> None:
     gates = ["model", "renormalized"]
     made = graph(criterion=["man"], calibration=["pocket_code"], gate=gates, seed=[1, 2], overlap=True)

@@ -51,8 +51,7 @@ def export(
     `shape` is one of `SHAPES`. natural writes what the plan keeps and nothing else: a stock checkpoint where all layers
     have one shape, per-layer configuration and a code file where they differ, packed experts under a model type of
     their own where widths differ inside a layer. It equals `prune` bit for bit. masked has the shape of the original,
-    with zeros for what is dropped; padded makes each layer as wide as its widest expert, padded_stock all layers as
-    wide as the widest of all, with zeros.
+    with zeros for what is dropped; padded makes each layer as wide as its widest expert, with zeros.
 
     The result has the shards and the config.json of the original (edited where necessary), its tokenizer and other
     files, plan.json, and a model card with the plan's provenance and the size of the weights. `out` is complete as soon
@@ -77,7 +76,7 @@ def export(
     form = make_form(plan, shape, max(1, BITS[expert_type(checkpoint)] // 8))
     _, left_out = moe_blocks(checkpoint)
     predicts = any(EXTRA_PREDICTION.search(name) and not name.startswith(left_out) for name in checkpoint.tensors)
-    description = describe_export(config, plan, form, shape, predicts_several=predicts)
+    description = describe_export(config, plan, form, predicts_several=predicts)
     quantisation = renumbered_files(folder, form.written)
     content = pieces(checkpoint, plan, form, apart=set(named_experts(config)))
     target.parent.mkdir(parents=True, exist_ok=True)

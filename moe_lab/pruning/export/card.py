@@ -39,7 +39,6 @@ FILLED = {
     "masked": "Dropped channels and experts are zeros in tensors of the original shape; experts, where any were "
     "dropped, have a routing bias with which they are never chosen.",
     "padded": "Experts are filled with zero channels up to the widest expert of their layer.",
-    "padded_stock": "Experts are filled with zero channels up to the widest expert of the model.",
 }
 
 

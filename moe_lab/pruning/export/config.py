@@ -52,9 +52,7 @@ def check_routing(config: dict[str, Any], plan: Plan) -> None:
     plan.check(dict.fromkeys(plan.experts, router))
 
 
-def describe_export(
-    config: dict[str, Any], plan: Plan, form: Form, shape: str, *, predicts_several: bool = False
-) -> Description:
+def describe_export(config: dict[str, Any], plan: Plan, form: Form, *, predicts_several: bool = False) -> Description:
     """config.json for `form`, and the code needed to load it. Fields that need no change are kept.
 
     `predicts_several`: whether layers that predict several tokens are written too. A quantised model's lists of modules
@@ -75,16 +73,8 @@ def describe_export(
         _set_counts(text, form.count)
         if form.same_width == form.width:
             return _alike(edited)
-    if form.count is not None and form.same_width is not None:
-        narrow = narrowed(edited, form.same_width)
-        if narrow is not None:
+        if form.same_width is not None and (narrow := narrowed(edited, form.same_width)) is not None:
             return _alike(narrow)
-        if shape == "padded_stock":
-            raise UserError(
-                f"export=padded_stock: the width of experts in config.json also sizes other parts of model_type="
-                f"{edited.get('model_type')}, so no stock checkpoint can have experts of {form.same_width} channels: "
-                "use export=padded or export=masked"
-            )
     return Description(*differing(edited, form))
 
 

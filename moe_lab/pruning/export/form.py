@@ -1,15 +1,14 @@
 """Shapes of an exported checkpoint: which experts and channels are written for every MoE layer. No torch.
 
-natural       what the plan keeps and nothing else
-masked        the shape of the original; what is dropped is zero and is never chosen
-padded        every layer as wide as its widest expert, narrower ones filled with zeros
-padded_stock  all layers as wide as the widest expert of the model, filled with zeros
+natural  what the plan keeps and nothing else
+masked   the shape of the original; what is dropped is zero and is never chosen
+padded   every layer as wide as its widest expert, narrower ones filled with zeros
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from moe_lab.errors import UserError, unknown
 from moe_lab.pruning.plan import Alignments, Constants, Mask, Plan
@@ -22,7 +21,7 @@ OWNERS_FIELD = "expert_owners"
 """Our own field of config.json: layer (as text) -> the expert with whose weights each expert is computed."""
 KERNEL_BYTES = 16
 """transformers' grouped matrix products need rows of weights whose length is a multiple of this many bytes."""
-SHAPES = ("natural", "masked", "padded", "padded_stock")
+SHAPES = ("natural", "masked", "padded")
 FORMATS = ("safetensors", "compressed_tensors", "gguf")
 """How the tensors of an exported checkpoint can be stored."""
 SCHEMES = ("fp8", "w4a16")
@@ -109,28 +108,16 @@ class Form:
 def make_form(plan: Plan, shape: str, element_size: int) -> Form:
     """How `plan` is written in the shape `shape`, for weights of `element_size` bytes each.
 
-    Raises UserError for an unknown shape, for padded_stock where layers keep different numbers of experts, and for any
-    but natural where tokens are routed to experts that are constants or computed with the weights of others.
+    Raises UserError for an unknown shape, and for any but natural where tokens are routed to experts that are constants
+    or computed with the weights of others.
     """
     if shape not in SHAPES:
         raise unknown("export", shape, SHAPES)
     if (plan.constants or plan.shares_experts) and shape != "natural":
         raise no_replacements(shape)
     width = next((mask.shape[1] for mask in plan.channels.values()), None)
-    makers = {"natural": _natural, "masked": _masked, "padded": _padded, "padded_stock": _padded}
-    layers = {layer: makers[shape](plan, layer, element_size) for layer in sorted(plan.experts)}
-    form = Form(layers, width)
-    if shape == "padded_stock":
-        if form.count is None:
-            raise UserError(
-                "export=padded_stock: the plan keeps different numbers of experts in different layers, but a stock "
-                "checkpoint has one number for all: use export=natural, export=padded or allocation=uniform"
-            )
-        if plan.channels:
-            widest = max(max(layer.widths) for layer in layers.values())
-            for index, layer in layers.items():
-                layers[index] = replace(layer, widths=(widest,) * len(layer.experts))
-    return form
+    makers = {"natural": _natural, "masked": _masked, "padded": _padded}
+    return Form({layer: makers[shape](plan, layer, element_size) for layer in sorted(plan.experts)}, width)
 
 
 def no_replacements(shape: str) -> UserError:

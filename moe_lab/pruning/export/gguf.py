@@ -89,8 +89,7 @@ def wrong(export: ExportConfig, model: ModelConfig, recovery: RecoveryConfig) ->
 def check_uneven(export: ExportConfig, model: ModelConfig, allocation: str, granularity: str) -> None:
     """Raise UserError when an allocation that is known to treat layers, or experts, differently is to be written as
     GGUF in a shape that keeps the difference."""
-    even = ("masked", "padded_stock") if granularity == "channel" else ("masked",)
-    if export.format != "gguf" or export.shape is None or export.shape in even:
+    if export.format != "gguf" or export.shape in (None, "masked"):
         return
     folder = local(model.path)
     checkpoint = open_checkpoint(folder) if (folder / "config.json").is_file() else None
@@ -101,7 +100,7 @@ def check_plan(source: Path, plan: Plan, shape: str) -> None:
     """Raise UserError when the plan, exported from folder `source` in that shape, is no stock checkpoint."""
     checkpoint = open_checkpoint(source)
     form = make_form(plan, shape, max(1, BITS[expert_type(checkpoint)] // 8))
-    if describe_export(read_json(source / "config.json"), plan, form, shape).kind not in ("stock", "ported"):
+    if describe_export(read_json(source / "config.json"), plan, form).kind not in ("stock", "ported"):
         raise _uneven(shape, "this plan", bool(plan.channels) and form.count is not None, checkpoint)
 
 
@@ -111,7 +110,7 @@ def _uneven(shape: str, cause: str, only_widths: bool, checkpoint: Checkpoint | 
     `only_widths`: whether they differ in width alone. `checkpoint`: the original, if it is on this machine.
     """
     if only_widths:
-        other = "export=padded_stock or export=masked"
+        other = "export=masked"
     elif checkpoint is None:
         other = "allocation=uniform, or export=masked if the router has a bias per expert"
     elif can_bar(checkpoint.tensors):

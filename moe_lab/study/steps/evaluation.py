@@ -63,8 +63,6 @@ def _backend(pruned: PrunedModel, *, generates: bool) -> tuple[dict[str, Part], 
     elif backend.name == "vllm":
         identity = {"name": backend.name, "arguments": dict(backend.arguments)}
         exported = pruned.plan is not None and (recovered or not drops_whole_experts(pruned.cell))
-    elif backend.continuous and generates:  # continuous batching may decide near ties differently
-        identity = {"continuous": True}
     part = {"backend": builder.once(("backend", generates), lambda: Part(identity))} if identity else {}
     usual = "padded" if backend.name == "vllm" and not recovered else "natural"  # vLLM has one width in each layer
     return part, {"checkpoint": checkpoint_step(pruned, usual)} if exported else {}, backend
@@ -132,7 +130,7 @@ def _group(step: Step) -> str | None:
     their own, and layers on several devices are not computed row by row under different plans.
     """
     backend, model = step.runtime["backend"], step.runtime["model"]
-    if is_changed(step) or backend["name"] != "hf" or backend["continuous"] or model["device"] in DEVICE_MAPS:
+    if is_changed(step) or backend["name"] != "hf" or model["device"] in DEVICE_MAPS:
         return None
     return canonical([step.kind, {role: part.digest for role, part in step.parts.items()}, step.runtime])
 
@@ -212,15 +210,14 @@ def _language_model(job: Job) -> Iterator[Any]:
             write_json(job.output("backend.json"), model.engine.about)
             yield Recorded(model, record)
             return
-        from moe_lab.evaluation.local_model import ContinuousModel, LocalModel
+        from moe_lab.evaluation.local_model import LocalModel
 
         if job.others and not record.alone:
             with _together(job, record) as model:
                 yield model
             return
-        kind = ContinuousModel if job.backend.continuous else LocalModel
         with pruned_model(job) as (network, tokenizer):
-            yield Recorded(kind(network, tokenizer, job.model.template_arguments), record)
+            yield Recorded(LocalModel(network, tokenizer, job.model.template_arguments), record)
 
 
 @contextmanager
