@@ -336,8 +336,7 @@ moe_lab.study verify sweep store=/no/such/store | /no/such/store
 moe_lab.study verify sweep store=README.md | README.md
 moe_lab.study verify sweep STORE extra | extra
 moe_lab.study status sweep stor=STORE | stor
-moe_lab.study status sweep watch=yes store=STORE | watch
-moe_lab.study verify sweep watch=true store=STORE | watch
+moe_lab.study verify sweep apply=true store=STORE | apply
 moe_lab.study gc apply_all=true store=STORE | apply
 moe_lab.study gc apply=maybe store=STORE | apply
 moe_lab.study gc sweep store=STORE | sweep
