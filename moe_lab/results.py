@@ -87,7 +87,6 @@ STUDY_SHAPE = {
     ],
     "families": dict | None,
     "damages": dict | None,
-    "convergences": dict | None,
 }
 """Shape of studies/NAME.json in a store, for `json_files.fits`: the cells of a study and where their results are."""
 
@@ -99,11 +98,6 @@ SCORES = ("layer", "expert", "score")
 """scores.parquet of a criterion; higher means keep."""
 FAMILY = ("layer", "expert", "b", "alpha", "beta", "score")
 """family.parquet: every S(b, alpha, beta)."""
-CONVERGENCE = ("criterion", "tokens", "layer", "expert", "score")
-"""convergence.parquet: scores of experts from the first `tokens` of a calibration set."""
-CHANNEL_CONVERGENCE = ("criterion", "tokens", "whole", "layer", "channels", "kept", "same")
-"""convergence.parquet of channels: tokens read, and tokens of the whole set; channels of the layer; the share of them
-that is kept; `same`: the part of the channels kept with the whole set that is also kept after `tokens`."""
 PROFILES = ("layer", "variance", "router_entropy", "gate_entropy", "load_entropy", "experts", "output_loss")
 """profile.parquet:
 variance         of the residual stream after the layer over tokens, the mean over its coordinates

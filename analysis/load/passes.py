@@ -1,4 +1,4 @@
-"""Results of calibration passes: statistics of experts, the S family, exact damage, coverage and convergence.
+"""Results of calibration passes: statistics of experts, the S family, exact damage and coverage.
 
 When a study has several gates and seeds, those of the model's first pruned cell are shown where a pass was made with
 them, and another pass otherwise."""
@@ -79,24 +79,6 @@ def family(document: Mapping[str, Any], cells: pd.DataFrame, reader: Reader) -> 
 def damage(document: Mapping[str, Any], cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
     """Read the exact damage of removing one expert: model, calibration and SCORES."""
     return _per_calibration(document.get("damages"), "scores.parquet", results.SCORES, cells, reader)
-
-
-def convergence(document: Mapping[str, Any], cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
-    """Read scores from parts of the calibration sets: model, calibration and CONVERGENCE."""
-    return _per_calibration(document.get("convergences"), "convergence.parquet", results.CONVERGENCE, cells, reader)
-
-
-def channel_convergence(document: Mapping[str, Any], cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
-    """Read which channels plans from parts of the calibration sets keep: model, calibration, CHANNEL_CONVERGENCE."""
-    by_criterion: dict[str, dict[str, str | None]] = {}
-    for key, step in (document.get("channel_convergences") or {}).items():
-        criterion, _, calibration_and_model = key.partition("@")
-        by_criterion.setdefault(criterion, {})[calibration_and_model] = step
-    frames = [
-        _per_calibration(steps, "convergence.parquet", results.CHANNEL_CONVERGENCE, cells, reader)
-        for steps in by_criterion.values()
-    ]
-    return stacked(frames, [*results.CHANNEL_CONVERGENCE, "model", "calibration"])
 
 
 def _per_calibration(

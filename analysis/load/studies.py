@@ -16,9 +16,8 @@ EVERY = "all"
 """Stands for every study of a store, unless a study has this name."""
 
 _BY_NAME = ("evaluate", "errors")
-_MODEL_IN_KEY = {"families": 1, "damages": 1, "convergences": 1, "channel_convergences": 2}
-"""Entry of a record whose keys are "calibration@model@gate@seed" or "criterion@calibration@model@gate@seed" -> position
-of the model in these keys."""
+_BY_PASS = ("families", "damages")
+"""Entries of a record whose keys are "calibration@model@gate@seed"."""
 
 
 def studies(store: Path) -> list[str]:
@@ -63,7 +62,7 @@ def document(store: Path, names: Sequence[str]) -> dict[str, Any]:
         "study": "+".join(by_name),
         "config": {name: record.get("config") for name, record in by_name.items()},
         "cells": _joined_cells(records),
-        **{kind: _joined([record.get(kind) or {} for record in records]) for kind in _MODEL_IN_KEY},
+        **{kind: _joined([record.get(kind) or {} for record in records]) for kind in _BY_PASS},
     }
 
 
@@ -115,12 +114,11 @@ def _renamed(record: dict[str, Any], ambiguous: Collection[str]) -> dict[str, An
             entry = {**entry, "cell": {**entry["cell"], "model": new_name}}
         cells.append(entry)
     renamed = {**record, "cells": cells}
-    for kind, place in _MODEL_IN_KEY.items():
+    for kind in _BY_PASS:
         renamed[kind] = {}
         for key, step in (record.get(kind) or {}).items():
-            words = key.split("@")
-            words[place] = new_names.get(words[place], words[place])
-            renamed[kind]["@".join(words)] = step
+            calibration, model, *setting = key.split("@")
+            renamed[kind]["@".join([calibration, new_names.get(model, model), *setting])] = step
     return renamed
 
 

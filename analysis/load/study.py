@@ -38,13 +38,6 @@ def _of_passes(
     return cached_property(lambda study: read(study.cells, study.calibrations, study.reader))
 
 
-def _of_record(
-    read: Callable[[Mapping[str, Any], pd.DataFrame, Reader], pd.DataFrame],
-) -> cached_property[pd.DataFrame]:
-    """The same, read from steps that the study's record names by calibration set and model."""
-    return cached_property(lambda study: read(study.document, study.cells, study.reader))
-
-
 @dataclass(frozen=True, eq=False)
 class Study:
     """The results of a study, from which all tables and figures are made. `cell` is the row label of `cells`."""
@@ -94,8 +87,6 @@ class Study:
     raw_statistics = _of_passes(passes.raw_statistics)
     router_entropies = _of_passes(passes.router_entropies)
     layer_losses = _of_passes(passes.layer_losses)
-    convergence = _of_record(passes.convergence)
-    channel_convergence = _of_record(passes.channel_convergence)
 
     @cached_property
     def memory(self) -> pd.DataFrame:

@@ -12,7 +12,6 @@ from analysis.load.reader import groups, records
 from analysis.load.settings import removed
 from analysis.load.study import Study
 from analysis.names import capitalised
-from analysis.outputs.convergence import convergence_findings
 from analysis.outputs.coverage import coverage_summary
 from analysis.outputs.winners import competitor, where_pruned, who_won, winner_views
 from analysis.registry import Results, part
@@ -49,8 +48,8 @@ def overlap_text(results: Results) -> list[str]:
 
 @part("text.coverage")
 def coverage_text(results: Results) -> list[str]:
-    """Experts without a token, and whether keep-sets have settled."""
-    return [*coverage_finding(results.study), *convergence_findings(results.study)]
+    """Experts without a token."""
+    return coverage_finding(results.study)
 
 
 part("views.winners")(winner_views)

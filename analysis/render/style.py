@@ -299,8 +299,8 @@ def scientific(*axis: Axis) -> None:
         each.get_offset_text().set_fontsize(6.5)
 
 
-def tokens(count: float, _: object = None) -> str:
-    """Short form of a number of tokens, such as 65k or 0.5M; also a tick formatter of matplotlib."""
+def tokens(count: float) -> str:
+    """Short form of a number of tokens, such as 65k or 0.5M."""
     return f"{count / 1e6:.3g}M" if count >= 5e5 else f"{count / 1e3:.3g}k"
 
 

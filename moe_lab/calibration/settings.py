@@ -127,13 +127,6 @@ def _check_numbers(settings: CalibrationConfig) -> None:
         raise UserError(f"calibration.batch_size={settings.batch_size} is no batch: expected at least 1 row")
     if not 0 <= settings.activation_budget < math.inf:
         raise UserError(f"calibration.activation_budget={settings.activation_budget}: expected GiB, 0 or more")
-    if settings.snapshots and settings.engine == "streamed":
-        raise UserError(
-            f"calibration.snapshots={settings.snapshots}: engine=streamed reads all of the text layer after layer, so "
-            "there is no part of the pass to take one of: set engine=resident, or snapshots=0"
-        )
-    if settings.snapshots < 0:
-        raise UserError(f"calibration.snapshots={settings.snapshots} is negative: expected 0 or more")
     _check_parts(settings)
     if settings.seed is not None and settings.seed < 0:
         raise UserError(f"calibration.seed={settings.seed} is negative: expected 0 or more")

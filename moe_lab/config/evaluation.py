@@ -89,8 +89,6 @@ class BenchmarkConfig:
     """Sequences in one forward pass."""
     executes_code: bool = False
     """Whether grading runs what the model wrote; needs allow_code_execution=true."""
-    leaderboard: str | None = None
-    """Task of the data set's leaderboard on the hub (an id in its eval.yaml), to which `push` reports the result."""
     limit: int | None = None
     """Only the first N items; suite.limit sets it for all benchmarks of the suite."""
     parameters: dict[str, Any] = field(default_factory=dict)

@@ -135,9 +135,6 @@ class CalibrationConfig:
     """Separator between packed documents: none, eos, or zero (token id 0, as in the REAP and EvoESAP code)."""
     special_tokens: bool = True
     """Let the tokenizer add its special tokens; never applies with a chat template, which has its own."""
-    snapshots: int = 0
-    """Number of parts of the pass after each of which scores are computed, to see whether more text would change them;
-    0: only at the end."""
     parts: int = 1
     """Steps that divide the rows of a pass among processes, GPUs or jobs; their sums are merged. The step of the merged
     sums is that of one pass."""

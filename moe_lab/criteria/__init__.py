@@ -15,8 +15,6 @@ from moe_lab.criteria.registry import (
     ranking,
     reads_text,
     score,
-    summed_over,
-    sums_read,
 )
 from moe_lab.criteria.routed import family
 
@@ -33,6 +31,4 @@ __all__ = [
     "ranking",
     "reads_text",
     "score",
-    "summed_over",
-    "sums_read",
 ]

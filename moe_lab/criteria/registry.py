@@ -109,20 +109,6 @@ def of_experts_from(need: str) -> list[str]:
     ]
 
 
-def summed_over(name: str) -> str | None:
-    """The pass over a text whose sums the criterion reads, if they are those of so many tokens as were read so far:
-    then its scores can be followed while the pass goes on. None where it reads no such pass."""
-    needs = [need for need in get(name).needs if need in ("statistics", "gradients")]
-    return needs[0] if len(needs) == 1 else None
-
-
-def sums_read(name: str) -> set[str]:
-    """Names of the statistics that the criterion reads with its default parameters, of any gate for the model's."""
-    ones = _Ones()
-    get(name).function(Layer(name, 0, 1, 1, ones, "model", numpy.random.default_rng(0)))
-    return set(ones.read)
-
-
 def _required(about: Criterion) -> list[str]:
     """Parameters of the criterion's own that have no default."""
     own = list(inspect.signature(about.function).parameters.values())[1:]
@@ -204,17 +190,12 @@ def _check_scores(criterion: Criterion, layer: Layer, scores: Array) -> None:
 
 
 class _Ones(dict[str, Any]):
-    """The statistics of one expert with one channel, all one: enough to call any criterion. Notes what was `read`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.read: list[str] = []
+    """The statistics of one expert with one channel, all one: enough to call any criterion."""
 
     def __contains__(self, name: object) -> bool:
         return True
 
     def __missing__(self, name: str) -> Array:
-        self.read.append(name)
         if name.startswith("sums_"):
             return numpy.ones((1, 3, 3))
         if name in ("layer_loss", "count"):

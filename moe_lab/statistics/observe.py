@@ -24,7 +24,7 @@ from moe_lab.models.discover import MoELayer, moe_layers
 from moe_lab.models.experts import expert_output, routed_output, sort_by_expert
 from moe_lab.models.partial_forward import run
 from moe_lab.models.transformers_private import experts_implementation, is_expert_parallel
-from moe_lab.statistics.sums import Layers, Snapshots, Statistics, check_finite, plus
+from moe_lab.statistics.sums import Layers, Statistics, check_finite, plus
 
 REGISTERED_NAME = "moe_lab"
 SLOT = "_moe_lab_experts_function"
@@ -236,13 +236,12 @@ def gather(
     out: Path | None = None,
     groups: int = 8,
     reading: Reading = forward,
-    snapshots: Snapshots | None = None,
 ) -> Statistics:
     """Sum what `tap` collects over `batches`, each read by `reading`.
 
     Every `groups` batches the sums are saved in the folder `out`, unless it is None. A pass that finds sums of the same
     fingerprint and the same batches there continues from them, and gives exactly the numbers of an uninterrupted pass.
-    Sums of any other pass are overwritten. `snapshots` saves the sums after each of its points.
+    Sums of any other pass are overwritten.
 
     UserError for no batches, NaN or infinite sums (naming layer and expert), and models that cannot be observed.
     """
@@ -251,8 +250,6 @@ def gather(
     with Observer(model, tap, layers) as observer:
         for number, (ids, valid) in enumerate(batches[done:], done + 1):
             observer.read(ids, valid, reading)
-            if snapshots is not None and number in snapshots.points:  # before the checkpoint, so none is missed
-                snapshots.save(observer.layers(), about, number)
             if number == len(batches) or (out is not None and number % groups == 0):
                 layers = observer.layers()
                 check_finite(layers, f"batches {done + 1} to {number}")

@@ -70,9 +70,6 @@ if TYPE_CHECKING:
 
 Layers: TypeAlias = "dict[int, dict[str, torch.Tensor]]"
 SCHEMA = 1
-SNAPSHOT_INDEX = "snapshots.json"
-"""Lists the snapshots of a finished pass: {"asked": number of parts, "files": [name, ...]}, the first part first."""
-_OF_CHANNELS = "channel_"
 
 
 @dataclass
@@ -230,87 +227,3 @@ def coverage(statistics: Statistics) -> list[tuple[int, int, int]]:
         for layer, named in statistics.layers.items()
         for expert, tokens in enumerate(named["tokens"].tolist())
     ]
-
-
-class Snapshots:
-    """Saves the sums of one pass into a folder, after each number of batches in `points`.
-
-    `batches` are those of the whole text; a pass over a share of them reads batches[share].
-    """
-
-    def __init__(self, folder: Path, batches: Sequence[Any], parts: int, share: slice = slice(None)) -> None:
-        self.folder = folder
-        self.parts = parts
-        self.batches = batches
-        self.first, last, _ = share.indices(len(batches))
-        ends = {-(-len(batches) * part // parts) for part in range(1, parts)}
-        self.ends = sorted(ends - {0, len(batches)})
-        """Numbers of batches of the whole text after which to save: parts as equal as whole batches allow, the end left
-        out."""
-        self.points = [end - self.first for end in self.ends if self.first < end <= last]
-        """Those in this pass, counted from its first batch."""
-
-    def file(self, done: int) -> Path:
-        """Path of the sums after `done` batches of this pass."""
-        return self.folder / f"snapshot-{self.ends.index(self.first + done) + 1}-of-{self.parts}.safetensors"
-
-    def save(self, layers: Layers, about: Mapping[str, Any], done: int) -> None:
-        """Save the sums after `done` batches of this pass, one of `points`."""
-        seen = sum(int(valid.sum()) for _, valid in self.batches[: self.first + done])
-        Statistics(_shortened(layers), {**about, "done": done, "valid_tokens": seen}).save(self.file(done))
-
-    def publish(self, folder: Path) -> bool:
-        """Move all snapshots into `folder` with their index.
-
-        Returns False and moves nothing when one is missing, such as when the pass was started without snapshots.
-        """
-        files = [self.file(done) for done in self.points]
-        if not all(file.exists() for file in files):
-            return False
-        for file in files:
-            file.replace(folder / file.name)
-        _write_index(folder, self.parts, [file.name for file in files])
-        return True
-
-
-def _shortened(layers: Layers) -> Layers:
-    """Sums as snapshots hold them: those of channels, which are most of a file, in fp32."""
-    return {
-        layer: {name: part.float() if _OF_CHANNELS in name else part for name, part in sums.items()}
-        for layer, sums in layers.items()
-    }
-
-
-def _write_index(folder: Path, parts: int, names: list[str]) -> None:
-    (folder / SNAPSHOT_INDEX).write_text(json.dumps({"asked": parts, "files": names}))
-
-
-def merge_snapshots(files: Sequence[Path], target: Path, parts: int) -> bool:
-    """Write the snapshots of a pass to the folder `target`, from those of its shares.
-
-    `files` have the sums of the shares, in the order of the text, with their snapshots beside them. Returns False and
-    writes nothing when a share has no snapshots of a pass in so many `parts`.
-    """
-    indices = [file.with_name(SNAPSHOT_INDEX) for file in files]
-    if not all(index.exists() and json.loads(index.read_text())["asked"] == parts for index in indices):
-        return False
-    names = [json.loads(index.read_text())["files"] for index in indices]
-    before: list[Layers] = []
-    for file, of_share in zip(files, names, strict=True):
-        for name in of_share:
-            snapshot = Statistics.load(file.with_name(name))
-            Statistics(_shortened(merged([*before, snapshot.layers])), snapshot.header).save(target / name)
-        before = [merged([*before, read(file, framework="pt")])]
-    _write_index(target, parts, [name for of_share in names for name in of_share])
-    return True
-
-
-def load_snapshots(folder: Path, parts: int) -> list[tuple[int, dict[int, dict[str, Any]]]] | None:
-    """(valid tokens, layer -> arrays) of each snapshot in `folder`, fewest tokens first.
-
-    None when the folder has no snapshots of a pass in so many `parts`.
-    """
-    index = folder / SNAPSHOT_INDEX
-    if not index.exists() or (content := json.loads(index.read_text()))["asked"] != parts:
-        return None
-    return [(int(header(folder / name)["valid_tokens"]), read(folder / name)) for name in content["files"]]

@@ -34,7 +34,7 @@ def main() -> int:
         nargs="*",
         metavar="NAME|KEY=VALUE",
         help="NAME (not for gc): a study (by default called as its experiment), or a step: kind/label, or its id; "
-        "store=FOLDER or URL, as for python -m moe_lab; for status: watch=true; for gc: apply=true",
+        "store=FOLDER or URL, as for python -m moe_lab; for gc: apply=true",
     )
     words = parser.parse_args()
     command = commands[words.command]

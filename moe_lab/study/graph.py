@@ -11,7 +11,6 @@ from moe_lab.results import ID_DIGITS, with_id
 from moe_lab.study.progress import say
 from moe_lab.study.step import Step
 from moe_lab.study.steps.builder import Builder, reads_text
-from moe_lab.study.steps.convergence import CHANNEL_CONVERGENCE, CONVERGENCE, follows_channels
 from moe_lab.study.steps.costs import COST, PROFILE, TIMING
 from moe_lab.study.steps.evaluation import results_step
 from moe_lab.study.steps.passes import STATISTICS_PASS
@@ -52,17 +51,11 @@ class CellSteps:
 
 @dataclass(frozen=True)
 class Graph:
-    """All steps of a study.
-
-    `families`, `damages` and `convergences` are for figures, with keys "calibration@model@gate@seed";
-    `channel_convergences` too, with keys "criterion@calibration@model@gate@seed".
-    """
+    """All steps of a study. `families` and `damages` are for figures, with keys "calibration@model@gate@seed"."""
 
     cells: Sequence[CellSteps]
     families: Mapping[str, Step]
     damages: Mapping[str, Step]
-    convergences: Mapping[str, Step]
-    channel_convergences: Mapping[str, Step]
 
     def figures(self) -> dict[str, Mapping[str, Step]]:
         """Field -> the steps for figures, by their keys."""
@@ -156,20 +149,14 @@ def build(config: Config, requests: Iterable[Request]) -> Graph:
     benchmarks_of: dict[Cell, dict[str, BenchmarkConfig]] = {}
     families: dict[str, Step] = {}
     damages: dict[str, Step] = {}
-    convergences: dict[str, Step] = {}
-    channel_convergences: dict[str, Step] = {}
     for cells, benchmarks in _distinct_names(list(requests), builder):
         named = {benchmark.name: benchmark for benchmark in benchmarks}
         for cell in cells:
             for candidate in (unpruned(cell), normalized(cell)):
                 benchmarks_of.setdefault(candidate, {}).update(named)
-            name = f"{cell.calibration.name}@{cell.model.name}@{cell.gate}@{cell.seed}"
-            if cell.calibration.snapshots:
-                convergences[name] = CONVERGENCE.step(builder, cell)
-                if follows_channels(cell):
-                    channel_convergences[f"{cell.criterion.name}@{name}"] = CHANNEL_CONVERGENCE.step(builder, cell)
             if config.overlap:
+                name = f"{cell.calibration.name}@{cell.model.name}@{cell.gate}@{cell.seed}"
                 families[name] = FAMILY.step(builder, cell)
                 damages[name] = scores_step(builder, replace(cell, criterion=EXACT_DAMAGE))
     steps = [_steps(builder, cell, list(named.values())) for cell, named in benchmarks_of.items()]
-    return Graph(steps, families, damages, convergences, channel_convergences)
+    return Graph(steps, families, damages)

@@ -1,8 +1,8 @@
-"""What the hub shows of an exported model: the model card with its YAML front matter, and results for leaderboards."""
+"""What the hub shows of an exported model: the model card with its YAML front matter."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -190,29 +190,3 @@ def _results_section(cell: Cell, measured: Sequence[Measured]) -> str:
 def _score(result: Result) -> str:
     error = f" ± {result['stderr']:.4f}" if result["stderr"] is not None else ""
     return f"{result['score']:.4f}{error}"
-
-
-def leaderboard_files(measured: Sequence[Measured]) -> Iterator[tuple[str, str]]:
-    """(path in the repository, YAML) of each result for the leaderboard of a data set on the hub.
-
-    Only complete results of benchmarks whose task there is known (`leaderboard`) are reported.
-    """
-    from huggingface_hub import EvalResultEntry, eval_result_entries_to_yaml
-    from yaml import safe_dump
-
-    for one in measured:
-        benchmark, result = one.benchmark, one.result
-        is_complete = one.of_export and result["n"] == result["expected"]
-        if not is_complete or benchmark.leaderboard is None or benchmark.data is None:
-            continue
-        error = f", standard error {100 * result['stderr']:.2f}" if result["stderr"] is not None else ""
-        entry = EvalResultEntry(
-            dataset_id=benchmark.data,
-            task_id=benchmark.leaderboard,
-            value=round(100 * result["score"], 2),
-            notes=f"{result['metric']} in percent{error}, {result['n']} items, {benchmark.shots}-shot, {one.harness}",
-        )
-        yield (
-            f".eval_results/{result['benchmark']}.yaml",
-            safe_dump(eval_result_entries_to_yaml([entry]), sort_keys=False),
-        )

@@ -22,7 +22,7 @@ from moe_lab.models.files import files_of
 from moe_lab.pruning.export import CARD, NOT_COPIED
 from moe_lab.results import Result
 from moe_lab.study.graph import CellSteps, Graph, unpruned
-from moe_lab.study.hub_card import ROUNDED, Measured, base_model, hub_card, leaderboard_files
+from moe_lab.study.hub_card import ROUNDED, Measured, base_model, hub_card
 from moe_lab.study.progress import say
 from moe_lab.study.record import Study
 from moe_lab.study.schedule import Schedule
@@ -137,19 +137,13 @@ def _stage(study: Study, cell: CellSteps, repository: str, folder: Path) -> dict
     assert cell.export and cell.scores
     store = study.store
     checkpoint = store.path(cell.export) / "checkpoint"
-    measured = list(_measured(study, cell))
-    card = (checkpoint / CARD).read_text(encoding="utf-8")
-    written = {CARD: hub_card(card, repository, cell.cell, study.config.export, measured)}
-    written |= leaderboard_files(measured)
-    digests = {}
-    for path, text in written.items():
-        target = folder / path
-        target.parent.mkdir(exist_ok=True)
-        target.write_text(text, encoding="utf-8")
-        digests[path] = sha256(text.encode()).hexdigest()
+    original = (checkpoint / CARD).read_text(encoding="utf-8")
+    card = hub_card(original, repository, cell.cell, study.config.export, list(_measured(study, cell)))
+    (folder / CARD).write_text(card, encoding="utf-8")
+    digests = {CARD: sha256(card.encode()).hexdigest()}
     for path, step, file in _linked(store, cell):
         target, source = folder / path, store.path(step)
-        if path not in written:
+        if path != CARD:
             target.parent.mkdir(exist_ok=True)
             target.symlink_to((source / file).absolute())
             digests[path] = read_json(source / MANIFEST, MANIFEST_SHAPE)["files"][file]["sha256"]

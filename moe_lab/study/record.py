@@ -142,7 +142,7 @@ def _joined(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[dict[str, A
             cells[name] = _with_benchmarks(cell, cells[name])
         else:
             unlike += 1
-    figures = ("families", "damages", "convergences", "channel_convergences")
+    figures = ("families", "damages")
     kept = {name: {**(old.get(name) or {}), **(new.get(name) or {})} for name in figures}
     return {**new, "cells": others + list(cells.values()), **kept}, unlike
 

@@ -6,19 +6,16 @@ import re
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
-from rich.console import Console, Group
-from rich.live import Live
+from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
 from moe_lab.errors import UserError
 from moe_lab.json_files import Damaged, Number, read_json
-from moe_lab.study.progress import LINE_EVERY
 from moe_lab.study.runs import RECORD, Run, Submitted, last_about, runs
 from moe_lab.study.slurm import scheduler
 from moe_lab.study.slurm.scheduler import Queued
@@ -31,8 +28,7 @@ command that started the study starts it."""
 
 @dataclass(frozen=True)
 class StepState:
-    """One step: its name, one of STATES, ids of its inputs, its last Slurm job if any, since when it runs, and when it
-    was finished."""
+    """One step: its name, one of STATES, ids of its inputs, its last Slurm job if any, and since when it runs."""
 
     id: str
     name: str
@@ -40,7 +36,6 @@ class StepState:
     needs: tuple[str, ...]
     job: str | None = None
     since: float | None = None
-    ended: float | None = None
 
     @property
     def kind(self) -> str:
@@ -81,9 +76,9 @@ def study_state(store: Store, study: str) -> StudyState:
         since = busy[name.partition("/")[0]].get(step[:12])
         own = last_job.get(step)
         inputs = [steps[needed] for needed in needs if needed in steps]
-        ended = _changed(store.place(name, step))
-        state = "done" if ended else _state(store, step, since, own in queue, own is None and step in leased, inputs)
-        steps[step] = StepState(step, name, state, tuple(needed.id for needed in inputs), own, since, ended)
+        done = store.place(name, step).exists()
+        state = "done" if done else _state(store, step, since, own in queue, own is None and step in leased, inputs)
+        steps[step] = StepState(step, name, state, tuple(needed.id for needed in inputs), own, since)
     return StudyState(about["time"], steps, jobs, queue, of_run, silence)
 
 
@@ -97,14 +92,6 @@ def alive(jobs: Mapping[str, Submitted]) -> tuple[dict[str, Queued], str]:
     except UserError as error:
         return {}, str(error)
     return {name: queue[name] for name, job in jobs.items() if name in queue and queue[name].name == job.name}, ""
-
-
-def _changed(folder: Path) -> float | None:
-    """When a folder was changed, in seconds since the epoch; None when there is none."""
-    try:
-        return folder.stat().st_mtime
-    except (FileNotFoundError, NotADirectoryError):
-        return None
 
 
 def _state(store: Store, step: str, since: float | None, queued: bool, leased: bool, needs: Iterable[StepState]) -> str:
@@ -178,38 +165,14 @@ SHOWN = 5
 console = Console(highlight=False)
 
 
-WATCH_EVERY = 5.0
-"""Least seconds between two looks at a study that is watched. The scheduler, which others share, is asked as often."""
-SHARE = 0.2
-"""Most of the time that is spent on looking: looks at a large study on a slow disk are made less often."""
-WINDOW = 600.0
-"""Seconds over which the rate of finished steps is measured."""
-
-
-def status(store: Store, study: str, state: StudyState, steps: Sequence[StepState], *, watch: bool = False) -> None:
-    """Print a row per kind of step: number of steps in each state, mean time of one, and time left.
-
-    With `watch`, again and again until no step is running or pending: the table in place on a terminal, else one line a
-    minute, and the table at the end.
-    """
-    if watch:
-        state, steps = _watched(store, study, state, steps)
-    total = Counter(step.state for step in steps)
-    console.print(_table(store, study, state, steps))
-    for line in [*_jobs(state), *([state.silence] if state.silence else [])]:
-        print(line)
-    if total["failed"]:
-        print(f"why the failed ones failed: python -m moe_lab.study why {study} store={store.root}")
-    if total["missing"]:
-        print("the same command as before starts what is missing")
-
-
-def _table(store: Store, study: str, state: StudyState, steps: Sequence[StepState]) -> Table:
+def status(store: Store, study: str, state: StudyState, steps: Sequence[StepState]) -> None:
+    """Print a row per kind of step: number of steps in each state, mean time of one, and time left."""
     kinds: dict[str, Counter[str]] = defaultdict(Counter)
     for step in steps:
         kinds[step.kind][step.state] += 1
     total = sum(kinds.values(), Counter[str]())
-    seconds, rest = _times(store, state, steps)
+    seconds = {kind: mean for kind in kinds if (mean := _mean_seconds(store, steps, kind)) is not None}
+    rest = left(state, seconds)
     shown = [name for name in STATES if total[name]]
     table = Table(title=f"{study}: {_span(time.time() - state.started)} since it was last started")
     for heading in ("step", *shown, "one takes", "left, about"):
@@ -217,67 +180,15 @@ def _table(store: Store, study: str, state: StudyState, steps: Sequence[StepStat
     for kind, counts in kinds.items():
         times = (_span(seconds[kind]), _span(rest[kind])) if kind in seconds else ("", "")
         table.add_row(kind, *(str(counts[name] or "") for name in shown), *times)
-    table.add_row("all", *(str(total[name]) for name in shown), "", _total(rest, steps))
-    return table
-
-
-def _times(
-    store: Store, state: StudyState, steps: Sequence[StepState]
-) -> tuple[Mapping[str, float], Mapping[str, float]]:
-    """Kind -> mean seconds of a step, and seconds until all are done, for the kinds of which a step is done."""
-    kinds = dict.fromkeys(step.kind for step in steps)
-    seconds = {kind: mean for kind in kinds if (mean := _mean_seconds(store, steps, kind)) is not None}
-    return seconds, left(state, seconds)
-
-
-def _total(rest: Mapping[str, float], steps: Sequence[StepState]) -> str:
-    """Time left as text; "" when it is not known for a kind with steps to come."""
-    return _span(sum(rest.values())) if all(step.kind in rest for step in steps if _to_come(step)) else ""
-
-
-def _to_come(step: StepState) -> bool:
-    return step.state in ("running", "pending")
-
-
-def rate(state: StudyState, steps: Sequence[StepState], now: float) -> float:
-    """Steps finished per minute, over the last WINDOW seconds or since the study was started, if that is later."""
-    start = max(state.started, now - WINDOW)
-    ended = sum(step.ended is not None and step.ended >= start for step in steps)
-    return 60 * ended / max(1.0, now - start)
-
-
-def _summary(store: Store, state: StudyState, steps: Sequence[StepState]) -> str:
-    """One line: how many steps are done, running and failed, how many are finished a minute, and the time left."""
-    total = Counter(step.state for step in steps)
-    counts = ", ".join(
-        f"{total[name]} {name}" for name in STATES if total[name] or name in ("done", "running", "failed")
-    )
-    rest = _total(_times(store, state, steps)[1], steps)
-    known = f"about {rest} left" if rest else "time left unknown until a step of each kind is done"
-    return f"{counts} of {len(steps)} steps; {rate(state, steps, time.time()):.1f} per minute; {known}"
-
-
-def _watched(
-    store: Store, study: str, state: StudyState, steps: Sequence[StepState]
-) -> tuple[StudyState, Sequence[StepState]]:
-    """Show the study until none of `steps` is running or pending, or until Ctrl-C. Returns its last state."""
-    everything, names = len(steps) == len(state.steps), {step.id for step in steps}
-    live = Live(console=console, auto_refresh=False, transient=True) if console.is_terminal else None
-    started, printed = time.monotonic(), -LINE_EVERY
-    with suppress(KeyboardInterrupt), live or nullcontext():
-        while any(_to_come(step) for step in steps):
-            if live:
-                lines = [_summary(store, state, steps), *_jobs(state), "Ctrl-C ends watching, and not the study"]
-                live.update(Group(_table(store, study, state, steps), *map(Text, lines)), refresh=True)
-            elif started - printed >= LINE_EVERY:
-                printed = started
-                print(f"{study}: {_summary(store, state, steps)}", flush=True)
-            time.sleep(max(WATCH_EVERY, (time.monotonic() - started) / SHARE))
-            started = time.monotonic()
-            store.check_there()
-            state = study_state(store, study)
-            steps = [step for name, step in state.steps.items() if everything or name in names]
-    return state, steps
+    known = all(kind in seconds for kind, counts in kinds.items() if counts["running"] or counts["pending"])
+    table.add_row("all", *(str(total[name]) for name in shown), "", _span(sum(rest.values())) if known else "")
+    console.print(table)
+    for line in [*_jobs(state), *([state.silence] if state.silence else [])]:
+        print(line)
+    if total["failed"]:
+        print(f"why the failed ones failed: python -m moe_lab.study why {study} store={store.root}")
+    if total["missing"]:
+        print("the same command as before starts what is missing")
 
 
 def cancel(store: Store, study: str, state: StudyState, steps: Sequence[StepState]) -> None:
@@ -350,7 +261,7 @@ def _reason(store: Store, state: StudyState, step: StepState) -> str:
     if step.state == "blocked":
         causes = [name for name in step.needs if state.steps[name].state in ("failed", "blocked")]
         return f"needs {state.steps[causes[0]].name}, which is {state.steps[causes[0]].state}"
-    if _to_come(step) and step.job not in state.queue:
+    if step.state in ("running", "pending") and step.job not in state.queue:
         return "a running command is at it" if step.state == "running" else "a running command will do it"
     if step.job is None:
         return "no job was made for it; the same command as before starts it"

@@ -201,20 +201,6 @@ def _damage(root: Path, model: str, calibration: str) -> str:
     return folder
 
 
-def _convergence(root: Path, model: str, calibration: str) -> str:
-    """Scores that come closer to their final ones with every part; frequency's the slowest."""
-    folder = _folder("convergence", f"{model}-{calibration}")
-    frames = []
-    for criterion, noise in (("frequency", 0.5), ("reap", 0.2), ("man", 0.0)):
-        final = _rng("final", model, criterion).lognormal(0, 0.5, LAYERS * EXPERTS)
-        for part in (1, 2, 3, 4):
-            luck = _rng("part", model, calibration, criterion, part).normal(0, noise * (4 - part) / 4, len(final))
-            frames.append(_expert_frame().assign(criterion=criterion, tokens=16250 * part, score=final * np.exp(luck)))
-    (root / folder).mkdir(parents=True, exist_ok=True)
-    pd.concat(frames).to_parquet(root / folder / "convergence.parquet", index=False)
-    return folder
-
-
 def _profile(root: Path, axes: dict[str, Any]) -> str:
     folder = _folder("profile", f"{'-'.join(_words(axes))}-{axes['ratio']:g}")
     (root / folder).mkdir(parents=True, exist_ok=True)
@@ -288,7 +274,6 @@ def write_store(
     pairs = [(model, calibration) for model in models for calibration in calibrations] if overlap else []
     families = {f"{calibration}@{model}": _family(root, model, calibration) for model, calibration in pairs}
     damages = {f"{calibration}@{model}": _damage(root, model, calibration) for model, calibration in pairs}
-    convergences = {f"{calibration}@{model}": _convergence(root, model, calibration) for model, calibration in pairs}
     document = {
         "schema": 1,
         "study": name,
@@ -298,7 +283,6 @@ def write_store(
         "cells": cells,
         "families": families,
         "damages": damages,
-        "convergences": convergences,
     }
     write_json(root / "studies" / f"{name}.json", document)
     return root

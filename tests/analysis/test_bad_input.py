@@ -181,7 +181,7 @@ def test_an_unpruned_model_alone_has_its_benchmarks_and_nothing_to_rank(
     ("words", "sentence"),
     [
         (["rnaks"], "did you mean ranks"),
-        (["convergenc"], "did you mean convergence"),
+        (["router_entrop"], "did you mean router_entropy"),
         (["ranks", "stor=x"], "did you mean store"),
         (["ranks", "study=made_pu"], "did you mean made_up"),
         (["ranks", "store=nowhere"], "does not exist"),

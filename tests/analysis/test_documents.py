@@ -94,7 +94,7 @@ def test_two_models_of_one_name_are_two(store: Path, together: bool) -> None:
     assert {entry["cell"]["model"] for entry in alone["cells"]} == {name}
 
 
-def test_channel_convergences_of_all_studies_are_read_under_the_names_of_their_models(tmp_path: Path) -> None:
+def test_families_of_all_studies_are_read_under_the_names_of_their_models(tmp_path: Path) -> None:
     """The models of both studies are called alike; with top-2 routing their names still end in it."""
     for at, name in enumerate(("one", "other")):
         write_store(tmp_path, name=name, criteria=("heapr",), overlap=False, **SMALL)
@@ -102,11 +102,11 @@ def test_channel_convergences_of_all_studies_are_read_under_the_names_of_their_m
         record = json.loads(path.read_text())
         for entry in record["cells"]:
             entry["cell"]["model"], entry["model"] = "qwen_top2", f"model/qwen-{at}{at}bcdefabcde"
-        steps = {"heapr@code@qwen_top2@model@42": f"channel_convergence/{name}"}
-        path.write_text(json.dumps({**record, "channel_convergences": steps}))
+        steps = {"code@qwen_top2@model@42": f"family/{name}"}
+        path.write_text(json.dumps({**record, "families": steps}))
     read = document(tmp_path, ["one", "other"])
-    assert read["channel_convergences"] == {
-        "heapr@code@qwen-00bcde_top2@model@42": "channel_convergence/one",
-        "heapr@code@qwen-11bcde_top2@model@42": "channel_convergence/other",
+    assert read["families"] == {
+        "code@qwen-00bcde_top2@model@42": "family/one",
+        "code@qwen-11bcde_top2@model@42": "family/other",
     }
     assert {names.routed(entry["cell"]["model"])[1] for entry in read["cells"]} == {2}

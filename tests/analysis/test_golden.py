@@ -48,7 +48,6 @@ WORDS = {
     "aimer.fig2": ("score, min-max in its layer", "rank of the expert in its layer", "AIMER", "Magnitude"),
     "ranks.cd": ("CD = 4.03", "General, 25 % pruned: Friedman p = 0.001"),
     "ranks.cd.benchmarks": ("CD = 3.68", "Math, 25 % pruned: Friedman p = 0.001"),
-    "convergence": ("same experts kept (Jaccard)", "calibration tokens read", "Frequency"),
     "aimer.fig1": ("change of the score (points)", "65k", "calibration tokens read", "GSM8K"),
     "heapr.fig3": ("calibration tokens read", "REAP, text_65k", "8k", "65k"),
     "aimer.fig6": ("token variance", "decoder layer", "Unpruned", "CAMERA-P (one-shot)"),

@@ -33,7 +33,7 @@ def twice(tmp_path: Path, axis: str, value: Any) -> Study:
         entry["cell"][axis] = value
         entry["statistics"] = "statistics/gone-000000000000"
     document["cells"] += other
-    for kind in ("families", "damages", "convergences"):
+    for kind in ("families", "damages"):
         own = {f"{name}@model@42": step for name, step in document[kind].items()}
         gate, seed = ("model", value) if axis == "seed" else (value, 42)
         gone = {f"{name}@{gate}@{seed}": f"{kind}/gone-000000000000" for name in document[kind]}

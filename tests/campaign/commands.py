@@ -152,7 +152,6 @@ calibration.order | last '' null
 calibration.seed | -1 1.5 word
 calibration.gap | word '' null
 calibration.special_tokens | maybe null
-calibration.snapshots | -1 1.5 word null
 calibration.parts | 0 -1 1.5 word null 100000
 calibration.checkpointing | maybe null
 calibration.engine | streem '' null
@@ -306,7 +305,6 @@ allocation=pocket_evolutionary allocation.search=pocket_code | pocket:calibratio
 recovery=pocket_dora recovery.instructions=pocket_code | pocket:calibration/code.jsonl
 criterion=man allocation=coverage | coverage
 allocation=evolutionary calibration.engine=streamed | streamed
-calibration.snapshots=4 calibration.engine=streamed | calibration.snapshots
 calibration.field=a calibration.template=b | calibration.template
 backend=server export=padded recovery=nf4 | recovery
 export=padded recovery=nf4 | export
@@ -334,8 +332,7 @@ moe_lab.study verify sweep store=/no/such/store | /no/such/store
 moe_lab.study verify sweep store=README.md | README.md
 moe_lab.study verify sweep STORE extra | extra
 moe_lab.study status sweep stor=STORE | stor
-moe_lab.study status sweep watch=yes store=STORE | watch
-moe_lab.study verify sweep watch=true store=STORE | watch
+moe_lab.study verify sweep apply=true store=STORE | apply
 moe_lab.study gc apply_all=true store=STORE | apply
 moe_lab.study gc apply=maybe store=STORE | apply
 moe_lab.study gc sweep store=STORE | sweep
@@ -358,7 +355,7 @@ moe_lab.inspect model=null | model
 moe_lab.inspect -m model=pocket_olmoe | -m
 moe_lab.inspect model | model
 analysis rnaks store=STORE | ranks
-analysis convergenc store=STORE | convergence
+analysis router_entrop store=STORE | router_entropy
 analysis unified.tabl5 store=STORE | unified.table5
 analysis ranks stor=STORE | store
 analysis ranks study=sweap store=STORE | sweep

@@ -253,9 +253,3 @@ def test_family_and_named_criteria_agree() -> None:
 def test_scoring_needs_no_torch() -> None:
     code = "import sys, moe_lab.criteria, moe_lab.statistics.sums; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def test_the_sums_that_a_criterion_reads_are_known() -> None:
-    assert criteria.sums_read("easy_ep") == {"shift_weighted"}
-    assert criteria.sums_read("reap") == {"sums_model", "tokens"}
-    assert criteria.sums_read("random") == set()

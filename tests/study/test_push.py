@@ -18,8 +18,7 @@ import httpx
 import huggingface_hub
 import preloaded
 import pytest
-import yaml
-from huggingface_hub import EvalResult, HfApi, ModelCard, parse_eval_result_entries
+from huggingface_hub import EvalResult, HfApi, ModelCard
 from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 from huggingface_hub.utils import filter_repo_objects
 
@@ -41,7 +40,7 @@ from moe_lab.grid import Cell
 from moe_lab.paths import resolve
 from moe_lab.pruning.plan import Plan
 from moe_lab.study import launch, push
-from moe_lab.study.hub_card import Measured, base_model, hub_card, leaderboard_files
+from moe_lab.study.hub_card import Measured, base_model, hub_card
 from moe_lab.study.step import Part, Step, code_state
 
 TOKEN = "hf_PLANTEDtokenPLANTEDtoken"
@@ -153,7 +152,6 @@ def test_the_weights_go_first_and_the_card_reads_back_with_the_results(store: Pa
         assert file.name == "README.md" or files[file.name] == file.read_bytes()
     assert files["moe_lab/scores.parquet"] == only(store, "scores/*reap*/scores.parquet").read_bytes()
     assert files["moe_lab/statistics.safetensors"] == only(store, "statistics/*/statistics.safetensors").read_bytes()
-    assert not [name for name in files if name.startswith(".eval_results")], "a shipped benchmark has no leaderboard"
 
     card = ModelCard(files["README.md"].decode())
     fields = card.data.to_dict()
@@ -374,15 +372,14 @@ def cell(path: str) -> Cell:
     )
 
 
-def measured(n: int, **benchmark: Any) -> Measured:
-    about = {"name": "gsm8k", "harness": "evalscope", "task": "gsm8k", "data": "openai/gsm8k", "leaderboard": "gsm8k"}
-    settings = BenchmarkConfig(**{**about, "subset": "main", "split": "test", **benchmark})
-    result: Any = {"benchmark": "gsm8k", "metric": "acc", "score": 0.8125, "stderr": 0.01, "n": n, "expected": 1319}
+def measured() -> Measured:
+    settings = BenchmarkConfig("gsm8k", "evalscope", "gsm8k", "openai/gsm8k", subset="main", split="test")
+    result: Any = {"benchmark": "gsm8k", "metric": "acc", "score": 0.8125, "stderr": 0.01, "n": 1319, "expected": 1319}
     return Measured(settings, result, None, "evalscope 1.3.0")
 
 
 def test_the_card_keeps_the_licence_and_leaves_out_what_is_true_of_the_original_alone() -> None:
-    card = ModelCard(hub_card(ORIGINAL, "me/small", cell("them/chat"), PLAIN, [measured(1319)]))
+    card = ModelCard(hub_card(ORIGINAL, "me/small", cell("them/chat"), PLAIN, [measured()]))
     fields = card.data.to_dict()
     kept = ("license", "license_name", "license_link", "extra_gated_prompt", "language")
     assert [fields[name] for name in kept] == ["other", "their-licence", "LICENSE", "Agree.", "en"]
@@ -396,7 +393,7 @@ def test_the_card_keeps_the_licence_and_leaves_out_what_is_true_of_the_original_
 
 
 def test_the_card_shows_no_path_of_this_machine(tmp_path: Path) -> None:
-    assert str(tmp_path) not in hub_card(ORIGINAL, "me/small", cell(str(tmp_path)), PLAIN, [measured(1319)])
+    assert str(tmp_path) not in hub_card(ORIGINAL, "me/small", cell(str(tmp_path)), PLAIN, [measured()])
 
 
 @pytest.mark.parametrize(
@@ -429,19 +426,10 @@ def test_a_front_matter_that_cannot_be_read_is_a_sentence(front: str) -> None:
         hub_card(f"{front}# Theirs\n", "me/small", cell("a/b"), PLAIN, [])
 
 
-def test_a_complete_result_goes_to_the_leaderboard_of_its_data_set() -> None:
-    ((path, text),) = leaderboard_files([measured(1319, shots=8)])
-    (entry,) = parse_eval_result_entries(yaml.safe_load(text))
-    assert (path, entry.dataset_id, entry.task_id) == (".eval_results/gsm8k.yaml", "openai/gsm8k", "gsm8k")
-    assert entry.value == 81.25
-    assert entry.notes and all(word in entry.notes for word in ("percent", "1.00", "8-shot", "evalscope 1.3.0"))
-
-
 def test_a_result_from_before_rounding_is_not_stated_of_the_rounded_model() -> None:
-    before = replace(measured(1319), of_export=False)
+    before = replace(measured(), of_export=False)
     card = ModelCard(hub_card(ORIGINAL, "me/small", cell("them/chat"), ROUNDED, [before]))
     assert not card.data.eval_results and "0.8125 ± 0.0100 (before rounding)" in card.text
-    assert not list(leaderboard_files([before]))
 
 
 def test_a_benchmark_that_a_server_of_the_export_answered_is_of_the_export() -> None:
@@ -451,11 +439,6 @@ def test_a_benchmark_that_a_server_of_the_export_answered_is_of_the_export() -> 
     assert push._reads(Step("evaluate", "e", inputs={"checkpoint": export}), export)
     assert not push._reads(Step("evaluate", "e", inputs={"checkpoint": other}), export)
     assert not push._reads(Step("evaluate", "e"), export)
-
-
-@pytest.mark.parametrize("one", [measured(20), measured(1319, leaderboard=None), measured(1319, data=None)])
-def test_a_limited_result_and_one_without_a_leaderboard_are_not_reported_there(one: Measured) -> None:
-    assert not list(leaderboard_files([one]))
 
 
 def test_the_base_model_is_named_where_it_is_on_the_hub(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ of the text.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from shutil import copyfile
 from typing import Any
@@ -53,8 +52,7 @@ class Resident:
     def __init__(self, job: Job) -> None:
         self.job, self.out = job, Path(job.partial)
         self.model, tokenizer = model_and_tokenizer(job)
-        self.whole = rows(job, tokenizer)
-        self.text = self.whole[own_batches(job)]
+        self.text = rows(job, tokenizer)[own_batches(job)]
 
     def read(self, tap: type) -> Any:
         """Sums that `tap` gathers in a forward pass."""
@@ -62,28 +60,12 @@ class Resident:
 
         return gather(self.model, tap, self.text, out=self.out, fingerprint=self.job.settings)
 
-    def statistics(self, snapshots: int) -> Any:
-        """All sums of a forward pass. Also saves the sums after each of `snapshots` equal parts of the text."""
-        from moe_lab.statistics.forward import ForwardTap
-        from moe_lab.statistics.observe import gather
-
-        return self._with_snapshots(gather, ForwardTap, snapshots)
-
-    def gradients(self, snapshots: int) -> Any:
-        """All sums of a forward and a backward pass, with snapshots as in `statistics`."""
+    def gradients(self) -> Any:
+        """All sums of a forward and a backward pass."""
         from moe_lab.statistics.gradients import GradientTap, gather_gradients
 
-        checkpointing = self.job.text.checkpointing
-        return self._with_snapshots(gather_gradients, GradientTap, snapshots, checkpointing=checkpointing)
-
-    def _with_snapshots(self, gather: Callable[..., Any], tap: type, parts: int, **settings: bool) -> Any:
-        from moe_lab.statistics.sums import Snapshots
-
-        snapshots = Snapshots(self.out, self.whole, parts, own_batches(self.job))
-        common = {"out": self.out, "fingerprint": self.job.settings, "snapshots": snapshots}
-        sums = gather(self.model, tap, self.text, **common, **settings)
-        snapshots.publish(Path(self.job.scratch))
-        return sums
+        about = {"out": self.out, "fingerprint": self.job.settings}
+        return gather_gradients(self.model, GradientTap, self.text, checkpointing=self.job.text.checkpointing, **about)
 
     def weight_gradients(self) -> Any:
         """Sums of a forward and a backward pass with the gradients of weights."""
@@ -106,7 +88,7 @@ class Resident:
 
 
 class Streamed:
-    """Passes with one decoder layer in memory at a time. They save no snapshots."""
+    """Passes with one decoder layer in memory at a time."""
 
     def __init__(self, job: Job) -> None:
         from moe_lab.models.streamed import open_streamed
@@ -122,12 +104,7 @@ class Streamed:
 
         return stream(self.model, tap, self.text, out=self.out, fingerprint=self.job.settings, budget=self.budget)
 
-    def statistics(self, snapshots: int) -> Any:
-        from moe_lab.statistics.forward import ForwardTap
-
-        return self.read(ForwardTap)
-
-    def gradients(self, snapshots: int) -> Any:
+    def gradients(self) -> Any:
         from moe_lab.statistics.gradients import GradientTap
 
         return self._backward(GradientTap)
@@ -182,13 +159,9 @@ class Merged:
         about = {"kind": header(self.files[0])["kind"], "fingerprint": self.job.settings}
         return Statistics(merged(read(file, framework="pt") for file in self.files), about)
 
-    def statistics(self, snapshots: int) -> Any:
-        from moe_lab.statistics.sums import merge_snapshots
-
-        merge_snapshots(self.files, Path(self.job.scratch), snapshots)
+    def gradients(self) -> Any:
+        """The same, of backward passes."""
         return self.read()
-
-    gradients = statistics
 
     def loss_rises(self) -> Any:
         """The mean rises of the loss over the tokens of all shares."""

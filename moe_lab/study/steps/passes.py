@@ -75,9 +75,10 @@ MODEL = Kind(name="model", work=model, step=lambda builder, cell: builder.model(
 
 def statistics(job: Job) -> None:
     """Run one forward pass over the calibration set; write all sums, tokens per expert, and tables for figures."""
+    from moe_lab.statistics.forward import ForwardTap
     from moe_lab.statistics.sums import coverage
 
-    sums = engine_or_parts(job).statistics(job.text.snapshots)
+    sums = engine_or_parts(job).read(ForwardTap)
     sums.save(job.output(STATISTICS))
     write_table(job.output("coverage.parquet"), results.COVERAGE, coverage(sums))
     write_table(job.output("experts.parquet"), results.EXPERTS, tables.experts(sums.layers))
@@ -90,7 +91,7 @@ STATISTICS_PASS = of_text(statistics, by_rows=True, checkpoint_reads=1)
 
 def gradients(job: Job) -> None:
     """Run a forward and a backward pass; write sums for each channel, of activations and of the loss's gradients."""
-    sums = engine_or_parts(job).gradients(job.text.snapshots)
+    sums = engine_or_parts(job).gradients()
     sums.save(job.output(STATISTICS))
     write_table(job.output("gradients.parquet"), results.GRADIENTS, tables.gradients(sums.layers))
 
