@@ -50,9 +50,6 @@ class BackendConfig:
     continuous: bool = False
     """With name=hf: continuous batching, where a finished text makes room for the next at once. Needs CUDA, and an
     architecture that supports it."""
-    cache_memory: float | None = None
-    """With name=hf: most GiB of keys and values in a batch that several plans share; null takes 1 on a CPU, and half of
-    what is free on a GPU."""
     arguments: dict[str, Any] = field(default_factory=dict)
     """With name=vllm: arguments of vllm.LLM, such as gpu_memory_utilization: 0.8 or tensor_parallel_size: 2."""
     python: str | None = None
