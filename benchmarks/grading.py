@@ -18,7 +18,6 @@ grading process. Exit code 1 when a count or a bar is missed.
 
 from __future__ import annotations
 
-import argparse
 import gzip
 import json
 import os
@@ -115,11 +114,6 @@ def _answer(question: Question, problem: Problem, program: Callable[[Problem], s
     return Answer(question.item, json.dumps(question.prompt), said)
 
 
-def add_before(options: argparse.ArgumentParser) -> None:
-    """The option that `kept_misses` needs."""
-    options.add_argument("--before", type=Path, default=Path(__file__).parents[1], help="checkout of another version")
-
-
 def kept_misses(data: Path | None, before: Path, folder: str) -> bool:
     """Print the ratio of wall-clock seconds of grading by a kept process to those by started ones, True above KEPT_BAR.
 
@@ -214,7 +208,7 @@ def main() -> int:
     """Measure, print, compare."""
     options = parser("grading", __doc__)
     options.add_argument("data", type=Path)
-    add_before(options)
+    options.add_argument("--before", type=Path, default=Path(__file__).parents[1], help="checkout of another version")
     options.add_argument("--benchmarks", nargs="+", default=["humaneval", "mbpp"])
     arguments = options.parse_args()
     with tempfile.TemporaryDirectory() as folder:

@@ -6,8 +6,6 @@
 2. Filtered: on the shipped model, searches with filter=reconstruction against exact ones, ten seeds. Bars: 0.5 of the
    cost, and a best fitness not worse in 8 seeds. All schedules are evaluated once beforehand, so that searches only
    look up fitness. The cost of a search is counted in layers run, by the code that decides which layers run.
-3. Shared: on the shipped models, a first population whose candidates share forward passes against one candidate after
-   the other, in batches of several sizes. Both reuse prefixes. A search chooses between the two by timing them.
 
 Exit code 1 when a bar fails.
 """
@@ -20,37 +18,31 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from benchmarks.measure import cpu_seconds, misses, parser, ratios, rounds
+from benchmarks.measure import cpu_seconds, misses, parser
 from moe_lab import criteria
 from moe_lab.calibration.answers import AnswerBatch, answer_batches
 from moe_lab.calibration.batches import batches
 from moe_lab.config import CalibrationConfig, ModelConfig
-from moe_lab.models.discover import moe_layers
 from moe_lab.models.load import load_model
 from moe_lab.pruning.mask import mask
 from moe_lab.search.candidates import Candidates, Plans
 from moe_lab.search.evolution import evolve
 from moe_lab.search.fitness import log_probabilities, row_sums
-from moe_lab.search.prefix import Relatives, Schedule, States
+from moe_lab.search.prefix import Relatives, Schedule
 from moe_lab.search.schedules import Problem, space_of
 from moe_lab.search.screening import Screen, reconstruction
 from moe_lab.search.settings import EvolutionSettings, FitnessSettings
-from moe_lab.search.sharing import Choice
 from moe_lab.statistics.forward import ForwardTap
 from moe_lab.statistics.observe import gather
 
 BAR_CHILD, BAR_FILTER, BAR_SEEDS = 0.75, 0.5, 8
 SEEDS = 10
-PARTS = ["exact", "filter", "shared"]
-MODELS = ("olmoe", "qwen3_moe", "ernie4_5_moe", "deepseek_v2")
-SHARED_ROWS = 32
-ROUNDS = 3
+PARTS = ["exact", "filter"]
 
 
 def main() -> int:
@@ -62,9 +54,6 @@ def main() -> int:
         failed |= _exact(arguments)
     if "filter" in arguments.parts:
         failed |= _filter(arguments)
-    if "shared" in arguments.parts:
-        for name in MODELS:
-            _shared(name, arguments)
     return int(failed)
 
 
@@ -75,7 +64,6 @@ def _arguments() -> argparse.Namespace:
     options.add_argument("--rows", type=int, default=64, help="rows of the search set on the shipped model")
     options.add_argument("--ratio", type=float, default=0.5, help="experts to remove from the shipped model")
     options.add_argument("--searched", type=int, nargs="+", default=[50, 20], help="generations of the exact searches")
-    options.add_argument("--batches", type=int, nargs="+", default=[1, 4, 8, 16], help="batch sizes of the shared part")
     return options.parse_args()
 
 
@@ -219,38 +207,10 @@ def _shipped(rows: int) -> tuple[Plans, list[AnswerBatch], Any]:
     experts = {layer: 32 for layer in found.layers}
     scores = criteria.score("reap", found.layers, experts=experts, gate="model")
     plans = Plans(model, {layer: list(row) for layer, row in scores.items()})
-    return plans, _tasks(tokenizer, rows, 32), model
+    return plans, _tasks(tokenizer, rows), model
 
 
-def _shared(name: str, arguments: argparse.Namespace) -> None:
-    """Time 16 candidates of one model that share forward passes, or not, in batches of several sizes."""
-    model, tokenizer = load_model(ModelConfig(name=name, path=f"pocket:{name}", threads=1))
-    generator = torch.Generator().manual_seed(0)
-    scores = {layer.index: torch.rand(layer.n_experts, generator=generator).tolist() for layer in moe_layers(model)}
-    plans = Plans(model, scores)
-    counts = tuple(layer.n_experts for layer in plans.layers)
-    problem = Problem(counts, tuple(layer.top_k for layer in plans.layers), (1,) * len(counts), sum(counts) // 2)
-    space = space_of(problem, 1)
-    schedules = [space.nth(number) for number in range(0, space.size, -(-space.size // 16))]
-    for size in arguments.batches:
-        values: dict[bool, list[float]] = {}
-
-        def evaluate(together: bool, size: int = size, values: dict[bool, list[float]] = values) -> None:
-            candidates = Candidates(model, plans, _tasks(tokenizer, SHARED_ROWS, size), FitnessSettings("nll"), seed=0)
-            candidates.sharing.choice = Choice(together, None, {}, 0.0)
-            values[together] = candidates.evaluate(schedules)
-
-        seconds = rounds({"together": partial(evaluate, True), "alone": partial(evaluate, False)}, ROUNDS)
-        ratio = statistics.median(ratios(seconds["together"], seconds["alone"]))
-        difference = max(abs(one - other) for one, other in zip(values[True], values[False], strict=True))
-        print(
-            f"shared: pocket {name}, batches of {size} rows: CPU seconds of {len(schedules)} candidates together / "
-            f"alone: {ratio:.2f}, largest difference of fitness {difference:.0e}",
-            flush=True,
-        )
-
-
-def _tasks(tokenizer: Any, rows: int, batch_size: int) -> list[AnswerBatch]:
+def _tasks(tokenizer: Any, rows: int) -> list[AnswerBatch]:
     """The first rows of the math search set."""
     text = CalibrationConfig(
         "search",
@@ -258,7 +218,7 @@ def _tasks(tokenizer: Any, rows: int, batch_size: int) -> list[AnswerBatch]:
         packing="none",
         length=112,
         tokens=112 * rows,
-        batch_size=batch_size,
+        batch_size=32,
         seed=42,
     )
     return answer_batches(text, tokenizer)
@@ -285,15 +245,10 @@ def _played(
 def _layers_run(relatives: Relatives, schedules: Sequence[Schedule]) -> int:
     """Number of layers that `Candidates` runs for these schedules, when all layers are MoE layers."""
     run = 0
-
-    def visit(group: Sequence[Schedule], states: States) -> None:
-        nonlocal run
-        (schedule,) = group
+    for schedule, states in relatives.walk(0, schedules):
         start = max((k for k in range(len(schedule)) if schedule[:k] in states), default=0)
         run += len(schedule) - start
         states.update({schedule[:k]: torch.empty(1) for k in range(start, len(schedule))})
-
-    relatives.walk(0, schedules, 1, visit)
     return run
 
 

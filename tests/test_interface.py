@@ -22,7 +22,6 @@ from moe_lab.allocation.grouping import REPLACEMENTS
 from moe_lab.errors import UserError
 from moe_lab.paths import resolve
 from moe_lab.pruning.plan import Plan
-from moe_lab.pruning.row_masks import row_masks
 
 ROOT = Path(__file__).parents[1]
 GENERAL = "pocket:calibration/general.jsonl"
@@ -179,7 +178,6 @@ def test_a_plan_that_still_has_to_be_aligned_is_refused(
     for of in (plan, Plan.load(tmp_path / "plan.json"), partly):
         for use in (
             lambda of=of: moe_lab.mask(model[0], of).__enter__(),
-            lambda of=of: row_masks(model[0], [None, of]).__enter__(),
             lambda of=of: moe_lab.prune(model[0], of),
             lambda of=of: moe_lab.export("pocket:olmoe", of, tmp_path / "out"),
         ):

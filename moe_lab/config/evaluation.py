@@ -47,9 +47,6 @@ class BackendConfig:
     """Command line that starts the server, with {checkpoint}, {port} and {name}."""
     ready_seconds: float = 1800.0
     """Seconds the server, or vLLM, may take until it answers."""
-    cache_memory: float | None = None
-    """With name=hf: most GiB of keys and values in a batch that several plans share; null takes 1 on a CPU, and half of
-    what is free on a GPU."""
     arguments: dict[str, Any] = field(default_factory=dict)
     """With name=vllm: arguments of vllm.LLM, such as gpu_memory_utilization: 0.8 or tensor_parallel_size: 2."""
     python: str | None = None

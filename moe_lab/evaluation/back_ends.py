@@ -48,8 +48,6 @@ def check_command(backend: BackendConfig) -> None:
     for name in backend.arguments:
         if name in RESERVED:
             raise UserError(f"backend.arguments.{name} is set by moe_lab: expected other arguments of vllm.LLM")
-    if backend.cache_memory is not None and (backend.name != "hf" or not backend.cache_memory > 0):
-        raise UserError(f"backend.cache_memory={backend.cache_memory}: expected GiB above 0 with backend=hf, or null")
     if backend.name == "hf":
         return
     if not backend.ready_seconds > 0:

@@ -83,10 +83,6 @@ def _grown(buffer: torch.Tensor, used: int, length: int) -> torch.Tensor:
     return larger
 
 
-def ignore_rows(rows: Sequence[int]) -> None:
-    """Do nothing when the rows of a batch change: all are computed alike."""
-
-
 @dataclass
 class Text:
     """The new tokens after a prompt, and the likelihood of the right answer to it if that was read."""
@@ -103,19 +99,15 @@ def greedy(
     ends: Collection[int],
     padding: int,
     is_complete: Callable[[list[list[int]], int], list[bool]],
-    before: Callable[[Sequence[int]], None] = ignore_rows,
-    prompts_at_once: int | None = None,
     answers: Sequence[AnswerRow | None] = (),
 ) -> list[Text]:
     """The text after each of `prompts` (token ids), up to and with its first token of `ends`.
 
     `padding` is the token to the left of shorter prompts. A text is complete at `max_new_tokens`, at an end token, and
     where `is_complete` says so, which gets the new tokens of all others, and how many of them are new to it at most.
-    `before` is called with the numbers of the rows that the next forward passes read, in order, whenever these change.
 
-    Where the family keeps keys and values alone, prompts are read `prompts_at_once` at a time, as a pass over whole
-    prompts takes much memory and gains nothing from more rows. There, each of `answers`, whose rows begin with their
-    prompts, is read with its prompt.
+    Where the family keeps keys and values alone, each of `answers`, whose rows begin with their prompts, is read with
+    its prompt.
     """
     answers = answers or [None] * len(prompts)
     texts: list[Text] = []
@@ -126,7 +118,7 @@ def greedy(
             name: value for name, value in others.items() if name not in ("logits_processor", "stopping_criteria")
         }
         reading = _Reading(model, input_ids, inputs, prompts, answers, max_new_tokens)
-        output = reading.read(prompts_at_once or len(prompts), before)
+        output = reading.read()
         texts.extend(reading.texts)
         input_ids, inputs = reading.ids, reading.inputs
         rows = open_rows = list(range(len(texts)))
@@ -149,7 +141,6 @@ def greedy(
                 inputs["past_key_values"].reorder_cache(kept)
                 input_ids, inputs = input_ids[kept], _of_rows(kept, inputs, len(input_ids))
                 rows = open_rows
-                before(rows)
             prepared = model.prepare_inputs_for_generation(
                 input_ids, next_sequence_length=1, is_first_iteration=False, **inputs
             )
@@ -231,17 +222,15 @@ class _Reading:
         self.texts: list[Text] = []
         """How the texts begin, after `read`."""
 
-    def read(self, size: int, before: Callable[[Sequence[int]], None]) -> Any:
-        """Read the rows, at most `size` at a time if the cache allows that. Returns the last output of the model."""
-        count = len(self.ids)
+    def read(self) -> Any:
+        """Read the rows, with answers as few at a time as their logits need. Returns the last output of the model."""
+        size = count = len(self.ids)
         inputs = dict(self.inputs)
         if any(self.answers):
             inputs["logits_to_keep"] = self.logits
-            size = min(size, tokens_with_logits(self.model) // self.logits)
-        size = max(1, size) if self.layers else count
+            size = max(1, tokens_with_logits(self.model) // self.logits)
         for start in range(0, count, size):
             part = torch.arange(start, min(start + size, count), device=self.ids.device)
-            before(part.tolist())
             for layer in self.layers:
                 layer.part = slice(start, start + len(part))
             prepared = self.model.prepare_inputs_for_generation(
@@ -250,8 +239,6 @@ class _Reading:
             output = self.model(**prepared, return_dict=True)
             rows = zip(part.tolist(), output.logits[:, -self.logits :], strict=True)
             self.texts += [self._beginning(row, logits) for row, logits in rows]
-        if count > size:
-            before(range(count))
         if any(self.answers):
             self._forget()
         else:

@@ -8,7 +8,7 @@ the likelihood that it has alone, up to rounding.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -29,7 +29,6 @@ AGREES, HALF_AGREES = 1e-4, 0.05
 class _Question:
     """What several rows have in common, and their answers."""
 
-    plan: int
     tokens: tuple[int, ...]
     answers: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
     """Tokens of an answer that are read, which the last is not -> numbers of the rows."""
@@ -40,27 +39,19 @@ class _Question:
 
 @torch.inference_mode()
 def log_likelihoods(
-    model: Any,
-    rows: Sequence[Sequence[int]],
-    starts: Sequence[int],
-    batch_size: int,
-    plans: Sequence[int],
-    before: Callable[[Sequence[int]], None],
+    model: Any, rows: Sequence[Sequence[int]], starts: Sequence[int], batch_size: int
 ) -> list[Likelihood]:
     """For each row of token ids, from index `start` >= 1 on: the summed log-likelihood of its tokens, in nats, and
     whether each was the likeliest.
 
-    Rows are computed under the plans with these numbers: `before` is called before each forward pass with the plans of
-    its rows. A pass has at most `batch_size` questions, and as many tokens as so many of the longest rows have.
+    A pass has at most `batch_size` questions, and as many tokens as so many of the longest rows have.
     """
     if not rows:
         return []
-    before([plans[0]])
-    questions = _questions(rows, starts, plans, share=_can_share(model))
+    questions = _questions(rows, starts, share=_can_share(model))
     tokens = min(batch_size * max(map(len, rows)), tokens_with_logits(model))
     found: list[Likelihood] = [(0.0, True)] * len(rows)
     for batch in _batches(questions, batch_size, tokens):
-        before([question.plan for question in batch])
         for question, logits in zip(batch, _logits(model, batch), strict=True):
             end = 1
             for answer, numbers in question.answers.items():
@@ -71,9 +62,7 @@ def log_likelihoods(
     return found
 
 
-def _questions(
-    rows: Sequence[Sequence[int]], starts: Sequence[int], plans: Sequence[int], *, share: bool
-) -> list[_Question]:
+def _questions(rows: Sequence[Sequence[int]], starts: Sequence[int], *, share: bool) -> list[_Question]:
     """The rows by question, the longest first. Without `share`, a question has one answer, for one or more rows.
 
     Answers that are read together are together no longer than their question; the others of that question follow
@@ -81,17 +70,17 @@ def _questions(
     windows of a document that begin with the same token are not taken for answers to that token.
     """
     questions: list[_Question] = []
-    with_answer: dict[Any, _Question] = {}
-    newest: dict[Any, _Question] = {}
-    for number, (row, start, plan) in enumerate(zip(rows, starts, plans, strict=True)):
+    with_answer: dict[tuple[tuple[int, ...], ...], _Question] = {}
+    newest: dict[tuple[int, ...], _Question] = {}
+    for number, (row, start) in enumerate(zip(rows, starts, strict=True)):
         tokens, answer = tuple(row[:start]), tuple(row[start:-1])
-        question = with_answer.get((plan, tokens, answer))
+        question = with_answer.get((tokens, answer))
         if question is None:
-            question = newest.get((plan, tokens)) if share else None
+            question = newest.get(tokens) if share else None
             if question is None or len(question) + len(answer) > 2 * len(tokens):
-                question = newest[plan, tokens] = _Question(plan, tokens)
+                question = newest[tokens] = _Question(tokens)
                 questions.append(question)
-            with_answer[plan, tokens, answer] = question
+            with_answer[tokens, answer] = question
         question.answers.setdefault(answer, []).append(number)
     return sorted(questions, key=len, reverse=True)
 
@@ -155,10 +144,7 @@ def likelihood(targets: Sequence[int], logits: torch.Tensor) -> Likelihood:
 
 
 def _can_share(model: Any) -> bool:
-    """Whether answers can be read together: every layer has full attention, and a trial gives the same logits.
-
-    The plan of one row must have been set.
-    """
+    """Whether answers can be read together: every layer has full attention, and a trial gives the same logits."""
     if model not in _shares:
         told_apart = "position_ids" in _arguments(model) and attention_implementation(model) in ("sdpa", "eager")
         _shares[model] = told_apart and has_full_attention(model) and _agrees(model)
@@ -182,11 +168,11 @@ def _arguments(model: Any) -> Collection[str]:
 
 def _agrees(model: Any) -> bool:
     tokens, answers = TRIED
-    together = _Question(0, tokens, {answer: [] for answer in answers})
+    together = _Question(tokens, {answer: [] for answer in answers})
     logits = _logits(model, [together])[0].float()
     start = 1
     for answer in answers:
-        alone = _logits(model, [_Question(0, tokens, {answer: []})])[0][1:].float()
+        alone = _logits(model, [_Question(tokens, {answer: []})])[0][1:].float()
         part = logits[start : start + len(answer)]
         start += len(answer)
         share = AGREES if model.dtype.itemsize >= 4 else HALF_AGREES

@@ -5,7 +5,7 @@ Every harness generates text with it, so that a prompt gets the same text everyw
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -19,7 +19,7 @@ from moe_lab.evaluation.generation import (
     cut,
     fitting,
 )
-from moe_lab.evaluation.greedy import greedy, ignore_rows
+from moe_lab.evaluation.greedy import greedy
 from moe_lab.evaluation.likelihoods import log_likelihoods
 
 
@@ -52,7 +52,7 @@ class LocalModel(LanguageModel):
         order = fitting([len(ids) for ids in encoded], spec, self.max_length)
         for start in range(0, len(order), spec.batch_size):
             batch = order[start : start + spec.batch_size]
-            done = self.batch([encoded[index] for index in batch], [rows[index] for index in batch], spec)
+            done = self._batch([encoded[index] for index in batch], [rows[index] for index in batch], spec)
             for index, (text, likelihood) in zip(batch, done, strict=True):
                 yield index, cut(text, spec.stop, prompts[index], chat=spec.chat), likelihood
 
@@ -60,25 +60,19 @@ class LocalModel(LanguageModel):
         self, rows: Sequence[Sequence[int]], starts: Sequence[int], batch_size: int
     ) -> list[Likelihood]:
         """As `LanguageModel.log_likelihoods`, in batches of similar length."""
-        return log_likelihoods(self.model, rows, starts, batch_size, [0] * len(rows), ignore_rows)
+        return log_likelihoods(self.model, rows, starts, batch_size)
 
     def _end_tokens(self) -> list[int]:
         configured = self.model.generation_config.eos_token_id
         several = configured if isinstance(configured, list) else [configured]
         return sorted({token for token in (*several, self.tokenizer.eos_token_id) if token is not None})
 
-    def batch(
-        self,
-        prompts: Sequence[Sequence[int]],
-        rows: Sequence[AnswerRow | None],
-        spec: GenSpec,
-        before: Callable[[Sequence[int]], None] = ignore_rows,
-        prompts_at_once: int | None = None,
+    def _batch(
+        self, prompts: Sequence[Sequence[int]], rows: Sequence[AnswerRow | None], spec: GenSpec
     ) -> list[tuple[str, Likelihood | None]]:
         """The text after each of `prompts` (token ids), and the likelihood of its answer if that was read with it.
 
-        Texts may go on after a stop text. They are made in one batch, of `spec.batch_size` or any other size. For
-        `before` and `prompts_at_once` see `greedy.greedy`.
+        Texts may go on after a stop text.
         """
         ends = self._end_tokens()
         padding = self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else ends[0]
@@ -87,9 +81,7 @@ class LocalModel(LanguageModel):
             for prompt, row in zip(prompts, rows, strict=True)
         ]
         is_complete = partial(self._has_stop, self.early_stop(spec))
-        produced = greedy(
-            self.model, prompts, spec.max_new_tokens, ends, padding, is_complete, before, prompts_at_once, answers
-        )
+        produced = greedy(self.model, prompts, spec.max_new_tokens, ends, padding, is_complete, answers)
         return [
             (continuation(self.tokenizer, prompt, text.tokens, ends), text.likelihood)
             for prompt, text in zip(prompts, produced, strict=True)

@@ -24,7 +24,6 @@ from moe_lab.models.memory import free_memory
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _PROCESSOR = re.compile(r"^model name\s*:\s*(.+)$", re.MULTILINE)
 GIB = 2**30
-OUT_OF_MEMORY = (torch.OutOfMemoryError, MemoryError)
 PASS_TOKENS = 4096
 """Tokens of one forward pass at most, where several rows share one: more would only take memory."""
 LOGITS = 1 << 30

@@ -64,22 +64,6 @@ def output_of(layer: nn.Module, run: Callable[[], Any]) -> torch.Tensor:
     raise RuntimeError(f"{type(layer).__name__} was not run")
 
 
-def run_before(layer: nn.Module, run: Callable[[], Any]) -> None:
-    """Run the model by `run()` up to the call of `layer`, which is not run. Pre-hooks that it has already run first."""
-
-    def leave(module: nn.Module, inputs: Any) -> None:
-        raise _Reached(None)
-
-    hook = layer.register_forward_pre_hook(leave)
-    try:
-        run()
-    except _Reached:
-        return
-    finally:
-        hook.remove()
-    raise RuntimeError(f"{type(layer).__name__} was not run")
-
-
 class _Reached(Exception):
     """Raised when the model has run as far as is needed, to skip the layers after that."""
 

@@ -108,34 +108,17 @@ def sliced_router(layer: MoELayer, kept: Sequence[int]) -> SlicedRouter:
 def _keep(layer: MoELayer, kept: tuple[int, ...], undo: ExitStack) -> None:
     """Cut the router of `layer` down to the experts `kept`, and map the ids it returns back to the original ids.
 
-    Raises RuntimeError when the experts are called with other ids than those the router returned.
+    Raises RuntimeError when the experts are called with other ids than the router returned last, for example by a block
+    that computes its routing without calling the router.
     """
     undo.enter_context(sliced_router(layer, kept))
     ids = torch.tensor(kept, device=layer.routing[0].tensor.device)
-
-    def original_ids(output: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        logits, gates, chosen = output
-        return logits, gates, ids[chosen]
-
-    require_routing(layer, undo, original_ids)
-
-
-def require_routing(
-    layer: MoELayer,
-    undo: ExitStack,
-    change: Callable[[tuple[torch.Tensor, ...]], tuple[torch.Tensor, ...]] = lambda output: output,
-) -> None:
-    """Let `change` convert the output of a masked router (logits, gates, ids), until `undo` is closed.
-
-    From then on RuntimeError is raised when the experts are called with other ids than the router returned last, for
-    example by a block that computes its routing without calling the router.
-    """
     issued: list[torch.Tensor] = []
 
     def after_router(router: nn.Module, inputs: Any, output: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        changed = change(output)
-        issued[:] = [changed[2]]
-        return changed
+        logits, gates, chosen = output
+        issued[:] = [ids[chosen]]
+        return logits, gates, issued[0]
 
     def before_experts(experts: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
         if not issued or chosen_experts(inputs, named) is not issued[0]:
@@ -157,11 +140,15 @@ def channel_masks(model: PreTrainedModel, layers: Sequence[MoELayer], plan: Plan
     Others compute one expert after the other, on rows sorted once, where experts that keep all channels give the bits
     of the eager forward. Raises RuntimeError when the masked experts are bypassed.
     """
-    with masked_experts(model, layers, {layer.index: experts_function(layer, plan) for layer in layers}):
+    calls = {layer.index: _Call(layer, _experts_function(layer, plan)) for layer in layers}
+    with ExitStack() as undo:
+        undo.enter_context(replaced_experts(model, layers, {index: call.compute for index, call in calls.items()}))
+        for call in calls.values():
+            undo.callback(call.layer.experts.register_forward_hook(call.check).remove)
         yield
 
 
-def experts_function(layer: MoELayer, plan: Plan) -> ExpertsFunction:
+def _experts_function(layer: MoELayer, plan: Plan) -> ExpertsFunction:
     """The function for the routed output (T, H) of a layer under `plan`, one with channels.
 
     The weights of merged experts are computed here, and take memory as long as the function lives.
@@ -173,7 +160,7 @@ def experts_function(layer: MoELayer, plan: Plan) -> ExpertsFunction:
         function = grouped_function(layer, mask)
     else:
         function = sorted_function(layer, mask)
-    return with_constants(function, layer, [plan], lambda hidden: None)
+    return _with_constants(function, layer, plan)
 
 
 def _merged(layer: MoELayer, plan: Plan) -> MoELayer:
@@ -189,19 +176,6 @@ def _merged(layer: MoELayer, plan: Plan) -> MoELayer:
         stack = experts._parameters.pop(name).detach()
         setattr(experts, name, [merged[owner][position] if owner in merged else stack[owner] for owner in owners])
     return replace(layer, experts=experts)
-
-
-@contextmanager
-def masked_experts(
-    model: PreTrainedModel, layers: Sequence[MoELayer], functions: Mapping[int, ExpertsFunction]
-) -> Iterator[None]:
-    """As `replaced_experts`, but raises RuntimeError when experts of a layer are called and its function is not."""
-    calls = {layer.index: _Call(layer, functions[layer.index]) for layer in layers}
-    with ExitStack() as undo:
-        undo.enter_context(replaced_experts(model, layers, {index: call.compute for index, call in calls.items()}))
-        for call in calls.values():
-            undo.callback(call.layer.experts.register_forward_hook(call.check).remove)
-        yield
 
 
 class _Call:
@@ -226,65 +200,36 @@ def sorted_function(layer: MoELayer, mask: Mask) -> ExpertsFunction:
 
     It computes one expert after the other.
     """
-    return sorted_functions(layer, torch.from_numpy(mask)[None], lambda hidden: None)
-
-
-def sorted_functions(
-    layer: MoELayer, kept: torch.Tensor, mask_of: Callable[[torch.Tensor], torch.Tensor | None]
-) -> ExpertsFunction:
-    """As `sorted_function`, for several masks `kept` (P, E, I).
-
-    `mask_of` returns the number of the mask of each token (T,) for hidden states (T, H), or None where P = 1.
-    """
-    dropped = ~kept.to(layer.routing[0].tensor.device)
-    without = ~kept.any(-1).to(dropped.device)
-    counts = kept.sum(-1)
-    fewest, most = counts.amin(0).tolist(), counts.amax(0).tolist()
+    dropped = torch.from_numpy(~mask).to(layer.routing[0].tensor.device)
+    counts = mask.sum(-1).tolist()
 
     def compute(hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         rows = sort_by_expert(index, layer.n_experts)
-        number = mask_of(hidden)
 
         def of_expert(expert: int, part: slice, states: torch.Tensor) -> torch.Tensor | None:
-            if not most[expert]:
+            if not counts[expert]:
                 return None
-            masks = 0 if number is None else number[rows.token[part]]
             phi = intermediate(layer.experts, states, expert)
-            if fewest[expert] < layer.width:
-                phi = phi.masked_fill(dropped[masks, expert], 0)  # not multiplied by 0, because Inf x 0 is NaN
-            f = output(layer.experts, phi, expert)
-            return f if fewest[expert] else f.masked_fill(without[masks, expert, None], 0)
+            if counts[expert] < layer.width:
+                phi = phi.masked_fill(dropped[expert], 0)  # not multiplied by 0, because Inf x 0 is NaN
+            return output(layer.experts, phi, expert)
 
         return routed_output(hidden, rows, weights, of_expert)
 
     return compute
 
 
-def with_constants(
-    function: ExpertsFunction,
-    layer: MoELayer,
-    plans: Sequence[Plan | None],
-    plan_of: Callable[[torch.Tensor], torch.Tensor | None],
-) -> ExpertsFunction:
-    """`function`, for which null experts put out 0, with the constants that `plans` give them added.
-
-    `plan_of` returns the number of the plan of each token (T,) for hidden states (T, H), or None for a single plan.
-    """
-    weights, device = cast(torch.Tensor, layer.experts.down_proj), layer.routing[0].tensor.device
-    added = []
-    for number, plan in enumerate(plans):
-        if plan is not None and layer.index in plan.constants:
-            vectors = torch.from_numpy(plan.constants[layer.index]).to(device, weights.dtype)
-            added.append((number, plan.null_experts(layer.index), vectors))
-    if not added:
+def _with_constants(function: ExpertsFunction, layer: MoELayer, plan: Plan) -> ExpertsFunction:
+    """`function`, for which null experts put out 0, with the constants that `plan` gives them added."""
+    if layer.index not in plan.constants:
         return function
+    weights, device = cast(torch.Tensor, layer.experts.down_proj), layer.routing[0].tensor.device
+    vectors = torch.from_numpy(plan.constants[layer.index]).to(device, weights.dtype)
+    experts = plan.null_experts(layer.index)
 
     def compute(hidden: torch.Tensor, index: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
         mixed = function(hidden, index, gates)
-        of_token = plan_of(hidden)
-        for number, experts, vectors in added:
-            tokens = slice(None) if of_token is None else (of_token == number).nonzero()[:, 0]
-            mixed[tokens] += constant_output(index[tokens], gates[tokens], layer.n_experts, experts, vectors)
+        mixed += constant_output(index, gates, layer.n_experts, experts, vectors)
         return mixed
 
     return compute

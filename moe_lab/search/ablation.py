@@ -19,10 +19,11 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from moe_lab.errors import UserError
+from moe_lab.models import device
 from moe_lab.models.discover import MoELayer, moe_layers
 from moe_lab.models.experts import chosen_experts, watch_routing
 from moe_lab.search.fitness import Contexts, row_sums
-from moe_lab.search.prefix import Decoder, States, tokens_at_once
+from moe_lab.search.prefix import Decoder, States
 from moe_lab.statistics.observe import Batch, description, resume, save_checkpoint
 from moe_lab.statistics.sums import Statistics, check_finite
 
@@ -83,7 +84,7 @@ class _Reader:
         self.decoder = Decoder(model)
         self.layers = layers
         self.ids, self.valid = ids, valid
-        self.copies = max(1, tokens_at_once(model) // ids.numel())
+        self.copies = max(1, _tokens_at_once(model) // ids.numel())
         self.states: States = {}
         self.used: dict[int, torch.Tensor] = {}
         """Layer -> experts that got a token, ascending."""
@@ -162,9 +163,14 @@ def _predicting(valid: torch.Tensor) -> torch.Tensor:
     return where
 
 
+def _tokens_at_once(model: PreTrainedModel) -> int:
+    """Tokens of the copies that may share one forward pass of `model`."""
+    return min(device.PASS_TOKENS, device.tokens_with_logits(model))
+
+
 def _few_rows(model: PreTrainedModel, batches: Sequence[Batch]) -> list[Batch]:
     """The batches split into parts that fit one forward pass, of at least one row each."""
-    tokens = tokens_at_once(model)
+    tokens = _tokens_at_once(model)
     parts: list[Batch] = []
     for ids, valid in batches:
         n_rows = max(1, tokens // ids.shape[1])

@@ -1,7 +1,6 @@
 """Exact fitness of schedules, as masks on the loaded model.
 
-Hidden states of schedules with a common prefix are computed once. What is left of several schedules can share forward
-passes, where that is faster.
+Hidden states of schedules with a common prefix are computed once.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ import heapq
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,11 +18,9 @@ from moe_lab.errors import UserError
 from moe_lab.models.discover import moe_layers
 from moe_lab.pruning.mask import mask
 from moe_lab.pruning.plan import Plan, make_plan
-from moe_lab.pruning.row_masks import row_masks
 from moe_lab.search.fitness import WITHOUT_FULL, Contexts, average, contexts, log_probabilities, row_sums
-from moe_lab.search.prefix import Decoder, Relatives, Schedule, States, tokens_at_once
+from moe_lab.search.prefix import Decoder, Relatives, Schedule
 from moe_lab.search.settings import FitnessSettings
-from moe_lab.search.sharing import Sharing
 
 
 @dataclass
@@ -39,8 +35,6 @@ class Cost:
     """Forward passes of the unpruned model, to which candidates are compared."""
     screening: float = 0.0
     """Forward passes for ranking proposals. An expert run on a token counts as 1 / top_k of its layer."""
-    trials: float = 0.0
-    """Forward passes to measure whether candidates should share passes."""
 
 
 class Plans:
@@ -83,8 +77,7 @@ class Candidates:
     Three things are not computed again: layers before the first one that differs from a schedule of the same call or
     from the `elites` best schedules so far; the vocabulary head at positions that are not evaluated; and the unpruned
     model's log-probabilities, if they fit `settings.memory_budget`. Hidden states of the elites take what is left of
-    it. Schedules share forward passes where that is faster, see `Sharing`, which stores its choice in the file
-    `record`; the elites' states are not kept then.
+    it.
     """
 
     def __init__(
@@ -96,11 +89,8 @@ class Candidates:
         *,
         seed: int,
         elites: int = 4,
-        record: Path | None = None,
     ) -> None:
         self.model, self.plans, self.settings, self.elites = model, plans, settings, elites
-        self.sharing = Sharing(record)
-        self._tokens_at_once = tokens_at_once(model)
         self.decoder = Decoder(model)
         self.batches = _batches(rows, settings, seed)
         self.cost = Cost()
@@ -134,78 +124,19 @@ class Candidates:
     def _read(self, schedules: Iterable[Schedule], batches: Sequence[int]) -> float:
         """Compute the entries that `_sums` lacks. Returns the forward passes this took."""
         plans = {schedule: self.plans.plan(schedule) for schedule in schedules}
-        run = sum(self._read_batch(number, plans) for number in batches)
-        self._forget_shared()
-        return run
-
-    def _forget_shared(self) -> None:
-        """Drop states that passes with several schedules have computed.
-
-        Their rounding depends on which schedules shared the pass, so a resumed search could not compute them again.
-        """
-        if self.sharing.choice is not None and self.sharing.choice.together:
-            self._relatives.choose(())
+        return sum(self._read_batch(number, plans) for number in batches)
 
     def _read_batch(self, number: int, plans: Mapping[Schedule, Plan]) -> float:
         batch, sums = self.batches[number], self._sums[number]
         missing = [schedule for schedule in plans if schedule not in sums]
-        room = max(1, self._tokens_at_once // batch.ids.numel())
         log_p = self._full_log_probabilities(number)
         layers = 0
-        if self.sharing.choice is None and min(room, len(missing)) > 1:
-            self._try_sharing(number, sorted(missing)[:room], plans, log_p)
-
-        def visit(schedules: Sequence[Schedule], states: States) -> None:
-            def compute(group: Sequence[Schedule]) -> None:
-                nonlocal layers
-                found, run = self._row_sums(number, group, plans, log_p, states)
-                sums.update(found)
-                layers += run
-
-            self.sharing.run(schedules, room, compute)
-
-        self._relatives.walk(number, missing, self.sharing.size(room), visit)
+        for schedule, states in self._relatives.walk(number, missing):
+            with mask(self.model, plans[schedule]):
+                logits, run = self.decoder.logits(batch.ids, batch.valid, batch.at.where, schedule, states)
+            sums[schedule] = row_sums(self.settings.fitness, log_p, logits, batch.at).tolist()
+            layers += run
         return self._forwards(layers, batch)
-
-    def _row_sums(
-        self,
-        number: int,
-        group: Sequence[Schedule],
-        plans: Mapping[Schedule, Plan],
-        log_p: torch.Tensor | None,
-        states: States,
-    ) -> tuple[dict[Schedule, list[float]], int]:
-        """The fitness of schedules that share forward passes, summed over each row of a batch, and layers run."""
-        batch = self.batches[number]
-        where = batch.at.where
-        if len(group) == 1:  # a single mask takes a few per cent less time than masks by row
-            with mask(self.model, plans[group[0]]):
-                alone, run = self.decoder.logits(batch.ids, batch.valid, where, group[0], states)
-            logits = [alone]
-        else:
-            with row_masks(self.model, [plans[schedule] for schedule in group]) as rows:
-                logits, run = self.decoder.logits_of_each(group, batch.ids, batch.valid, where, states, rows.set)
-        sums = [row_sums(self.settings.fitness, log_p, one, batch.at).tolist() for one in logits]
-        return dict(zip(group, sums, strict=True)), run
-
-    def _try_sharing(
-        self, number: int, schedules: Sequence[Schedule], plans: Mapping[Schedule, Plan], log_p: torch.Tensor | None
-    ) -> None:
-        """Choose whether schedules share forward passes, by evaluating some on one batch, from the first layer on."""
-        batch = self.batches[number]
-        counts = batch.at.where.sum(1).tolist()
-
-        def trial(group: Sequence[Schedule], size: int) -> list[float]:
-            states: States = {}
-            sums: dict[Schedule, list[float]] = {}
-            for first in range(0, len(group), size):
-                found, run = self._row_sums(number, group[first : first + size], plans, log_p, states)
-                sums.update(found)
-                self.cost.trials += self._forwards(run, batch)
-            return [average(sums[schedule], counts, self.settings.averaging) for schedule in group]
-
-        self.sharing.choose(schedules, trial)
-        self._forget_shared()  # those of earlier calls too, which a search that resumes with this choice lacks
 
     def _full_log_probabilities(self, number: int) -> torch.Tensor | None:
         """log p (N, V) of the unpruned model at the evaluated positions of one batch; None if it is not needed."""

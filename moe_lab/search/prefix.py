@@ -6,9 +6,8 @@ entries alone, so schedules with the same first k entries share it, bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,19 +15,13 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from moe_lab.errors import UserError
-from moe_lab.models import device
 from moe_lab.models.discover import moe_layers
-from moe_lab.models.partial_forward import run_before, stand_in
+from moe_lab.models.partial_forward import stand_in
 
 Schedule = tuple[int, ...]
 """Experts removed per MoE layer, in layer order; or the first entries of such a schedule."""
 States = dict[Schedule, torch.Tensor]
 """First k entries of a schedule -> (B, S, H) hidden states at the input of MoE layer k."""
-
-
-def tokens_at_once(model: Any) -> int:
-    """Tokens of the copies that may share one forward pass of `model`."""
-    return min(device.PASS_TOKENS, device.tokens_with_logits(model))
 
 
 class Decoder:
@@ -49,98 +42,27 @@ class Decoder:
         Starts from the longest prefix of `schedule` in `states`, and adds the states of longer prefixes. The caller
         must have masked the model as `schedule` says. `valid` (B, S) is the attention mask.
         """
-        (logits,), run = self.logits_of_each([schedule], ids, valid, where, states, lambda rows: None)
-        return logits, run
-
-    def logits_of_each(
-        self,
-        schedules: Sequence[Schedule],
-        ids: torch.Tensor,
-        valid: torch.Tensor,
-        where: torch.Tensor,
-        states: States,
-        set_rows: Callable[[list[int]], None],
-    ) -> tuple[list[torch.Tensor], int]:
-        """Logits (N, V) of each of `schedules`, which differ, and how many layers were run on the batch of B rows.
-
-        As `logits`, but copies of the batch share forward passes: at every layer, there is one copy for each prefix
-        that differs there. So no layer runs more often than for one schedule after the other. Before each pass
-        `set_rows` is called with the number of a schedule for each row, as which the caller must mask the row.
-        """
-        starts = [_longest_known(schedule, states) for schedule in schedules]
-        depth, n_layers, run = min(starts), len(schedules[0]), 0
-        while True:
-            copies = _distinct(schedules, starts, depth)
-            end = depth + 1
-            while end < n_layers and len(_distinct(schedules, starts, end)) == len(copies):
-                end += 1
-            set_rows([number for number in copies for _ in range(len(ids))])
-            chosen = [schedules[number] for number in copies]
-            output = self._run(chosen, ids, valid, where, states, depth, end)
-            run += (self._layer(end, n_layers) - self._layer(depth, n_layers)) * len(copies)
-            if output is not None:
-                return list(output.view(len(copies), -1, output.shape[-1])), run
-            depth = end
-
-    def _layer(self, depth: int, n_layers: int) -> int:
-        """Decoder layer at which MoE layer number `depth` of `n_layers` is; -1 is the first layer of all."""
-        if depth < 0:
-            return 0
-        return self.moe[depth] if depth < n_layers else len(self.layers)
-
-    def _run(
-        self,
-        schedules: Sequence[Schedule],
-        ids: torch.Tensor,
-        valid: torch.Tensor,
-        where: torch.Tensor,
-        states: States,
-        depth: int,
-        end: int,
-    ) -> torch.Tensor | None:
-        """Run a copy of the batch for each of `schedules` from MoE layer `depth` to `end`, and add states on the way.
-
-        Returns logits (N, V) when `end` is after the last MoE layer, otherwise None.
-        """
-        copies, n_layers = len(schedules), len(schedules[0])
+        start, n_layers = _longest_known(schedule, states), len(schedule)
+        first = self.moe[start] if start >= 0 else 0
         device = self.model.get_input_embeddings().weight.device
-        attention = None if bool(valid.all()) else valid.to(device, torch.int64).repeat(copies, 1)
-        forward = partial(
-            self.model, input_ids=ids.to(device).repeat(copies, 1), attention_mask=attention, use_cache=False
-        )
+        attention = None if bool(valid.all()) else valid.to(device, torch.int64)
         with ExitStack() as undo, torch.inference_mode():
-            if depth >= 0:
-                state = torch.cat([states[schedule[:depth]] for schedule in schedules])
-                for layer in self.layers[: self.moe[depth]]:
+            if start >= 0:
+                state = states[schedule[:start]].clone()  # which the layers that read it may change
+                for layer in self.layers[:first]:
                     stand_in(layer, state, undo)
-            for k in range(max(depth, 0), min(end, n_layers)):
+            for k in range(max(start, 0), n_layers):
                 undo.callback(self.layers[self.moe[k]].register_forward_hook(_check_output).remove)
-            for k in range(depth + 1, min(end, n_layers - 1) + 1):
-                beginnings = [schedule[:k] for schedule in schedules]
-                undo.callback(_remember(self.layers[self.moe[k]], beginnings, states).remove)
-            if end < n_layers:
-                run_before(self.layers[self.moe[end]], forward)
-                return None
-            undo.callback(_pick(self.model.get_output_embeddings(), where.repeat(copies, 1)).remove)
-            logits: torch.Tensor = forward().logits[0]
-        return logits
+            for k in range(start + 1, n_layers):
+                undo.callback(_remember(self.layers[self.moe[k]], schedule[:k], states).remove)
+            undo.callback(_pick(self.model.get_output_embeddings(), where).remove)
+            output = self.model(input_ids=ids.to(device), attention_mask=attention, use_cache=False)
+        return output.logits[0], len(self.layers) - first
 
 
 def _longest_known(schedule: Schedule, states: States) -> int:
     """Entries of the longest prefix of `schedule` in `states`, at most all but one; -1 if there is none."""
     return next((k for k in range(len(schedule) - 1, -1, -1) if schedule[:k] in states), -1)
-
-
-def _distinct(schedules: Sequence[Schedule], starts: Sequence[int], depth: int) -> list[int]:
-    """Numbers of the schedules whose rows MoE layer number `depth` computes: one for each prefix that differs there.
-
-    Those that start at a later layer are not among them.
-    """
-    first: dict[Schedule, int] = {}
-    for number, (schedule, start) in enumerate(zip(schedules, starts, strict=True)):
-        if start <= depth:
-            first.setdefault(schedule[: depth + 1], number)
-    return list(first.values())
 
 
 def _check_output(module: nn.Module, inputs: Any, output: Any) -> None:
@@ -152,13 +74,11 @@ def _check_output(module: nn.Module, inputs: Any, output: Any) -> None:
         )
 
 
-def _remember(layer: nn.Module, beginnings: Sequence[Schedule], states: States) -> RemovableHandle:
-    """Add a hook that stores a copy of the input of `layer`, split into states of the prefixes `beginnings`."""
+def _remember(layer: nn.Module, beginning: Schedule, states: States) -> RemovableHandle:
+    """Add a hook that stores a copy of the input of `layer` as the state of the prefix `beginning`. Returns it."""
 
     def before(module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
-        hidden = inputs[0] if inputs else named["hidden_states"]
-        for beginning, part in zip(beginnings, hidden.chunk(len(beginnings)), strict=True):
-            states[beginning] = part.clone()
+        states[beginning] = (inputs[0] if inputs else named["hidden_states"]).clone()
 
     return layer.register_forward_pre_hook(before, with_kwargs=True)
 
@@ -181,24 +101,16 @@ class Relatives:
         self.budget = budget // max(batches, 1)
         self.wanted: set[Schedule] = set()
 
-    def walk(
-        self,
-        batch: int,
-        schedules: Iterable[Schedule],
-        size: int,
-        visit: Callable[[Sequence[Schedule], States], None],
-    ) -> None:
-        """Call `visit` with `size` schedules at a time and all stored states of their prefixes; it adds new states.
+    def walk(self, batch: int, schedules: Iterable[Schedule]) -> Iterator[tuple[Schedule, States]]:
+        """Each schedule with all stored states of its prefixes, to which the caller adds new ones before it goes on.
 
         Schedules are sorted, so that those with a common prefix follow each other and share states.
         """
         path: States = {}
-        ordered = sorted(schedules)
-        for first in range(0, len(ordered), size):
-            group = ordered[first : first + size]
+        for schedule in sorted(schedules):
             known = {**path, **self.states[batch]}
-            path = {start: known[start] for start in known if any(one[: len(start)] == start for one in group)}
-            visit(group, path)
+            path = {start: known[start] for start in known if schedule[: len(start)] == start}
+            yield schedule, path
             for start, state in path.items():
                 self._keep(batch, start, state)
 

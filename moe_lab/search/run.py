@@ -24,7 +24,6 @@ from moe_lab.search.speculative_decoding import DraftingCandidates
 from moe_lab.statistics.observe import digest
 
 CHECKPOINT = "evolution.json"
-SHARING = "sharing.json"
 SCHEMA = 1
 """Schema of search.json."""
 HISTORY = arrow.schema(
@@ -72,7 +71,7 @@ def search(
     rows = answer_batches(text, tokenizer, header=chosen.fitness.header)
     protected = {int(layer): about.get("protected", ()) for layer, about in facts["layers"].items()}
     plans = Plans(model, scores, protected)
-    judge, screen = _judges(model, plans, rows, chosen, text.batch_size, _ends(model, tokenizer), partial / SHARING)
+    judge, screen = _judges(model, plans, rows, chosen, text.batch_size, _ends(model, tokenizer))
     start = time.perf_counter()
     outcome = evolve(
         chosen.problem,
@@ -88,8 +87,6 @@ def search(
     plan.save(out / "plan.json")
     parquet.write_table(arrow.Table.from_pylist(outcome.history, schema=HISTORY), out / "history.parquet")
     report = _report(outcome, chosen, plans, judge.cost, time.perf_counter() - start)
-    if isinstance(judge, Candidates) and judge.sharing.choice:
-        report["sharing"] = asdict(judge.sharing.choice)
     (out / "search.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 
@@ -100,14 +97,13 @@ def _judges(
     chosen: SearchSettings,
     batch_size: int,
     ends: frozenset[int],
-    record: Path,
 ) -> tuple[Candidates | DraftingCandidates, Screen | None]:
     """What evaluates schedules, and what ranks proposals before that, or None."""
     fitness, seed = chosen.fitness, chosen.evolution.seed
     if fitness.fitness == "spec_dec":
         return DraftingCandidates(model, plans, rows, fitness, seed=seed, ends=ends), None
     cut = quartered(rows, batch_size) if fitness.filter == "halving" else rows
-    judge = Candidates(model, plans, cut, fitness, seed=seed, elites=chosen.evolution.elites, record=record)
+    judge = Candidates(model, plans, cut, fitness, seed=seed, elites=chosen.evolution.elites)
     if fitness.filter == "halving":
         return judge, halving(judge)
     if fitness.filter == "reconstruction":

@@ -37,7 +37,6 @@ def local(schedule: Schedule, study: Study, run: Run) -> bool:
         except BaseException as error:  # noqa: BLE001 - a bug in this thread must not look like the end of the work
             errors.append(error)
 
-    schedule.workers = count
     threads = [threading.Thread(target=serve, args=(number,), daemon=True) for number in range(count)]
     with watch(schedule):
         for thread in threads:

@@ -4,23 +4,17 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from moe_lab.errors import UserError
 from moe_lab.study.remote import remote_of
 from moe_lab.study.step import Step, code_state, error_document
-from moe_lab.study.steps.kind import group_of
 from moe_lab.study.store import Busy, Gone, Store
 
-MOST_TOGETHER = 16
-"""Most steps that share batches."""
 POLL = 0.5
 """Seconds between two looks at a step that another run is working on."""
 
@@ -44,8 +38,6 @@ class Schedule:
     failed: dict[str, StepError] = field(default_factory=dict)
     skipped: dict[str, Step] = field(default_factory=dict)
     running: dict[str, Step] = field(default_factory=dict)
-    workers: int = 1
-    """How many threads take steps; each gets its share of those that could share batches."""
 
     def __post_init__(self) -> None:
         self.waiting = {step.id: step for step in self.steps if step.id not in self.finished}
@@ -53,65 +45,16 @@ class Schedule:
         self.elsewhere: dict[str, float] = {}
         self.changed = threading.Condition()
 
-    @cached_property
-    def group(self) -> dict[str, str | None]:
-        """Step id -> key of the group of steps that it can share batches with, as by `group_of`."""
-        return {step.id: group_of(step) for step in self.waiting.values()}
-
-    @cached_property
-    def members(self) -> dict[str, list[Step]]:
-        """Key of a group -> its steps."""
-        members = defaultdict(list)
-        for step in self.waiting.values():
-            if key := self.group[step.id]:
-                members[key].append(step)
-        return members
-
-    def take(self) -> list[Step]:
-        """Take the next step whose inputs are finished, with others of its group, waiting for one if necessary.
-
-        A group is taken when all of its steps are ready, or else when no other step is. [] when no step is waiting.
-        """
+    def take(self) -> Step | None:
+        """Take the next step whose inputs are finished, waiting for one if necessary; None when no step is waiting."""
         with self.changed:
             while self.waiting:
-                if step := self._next():
-                    taken = [step, *self._others(step)]
-                    for each in taken:
-                        del self.waiting[each.id]
-                        self.running[each.id] = each
-                    return taken
+                for step in self.waiting.values():
+                    if self._ready(step):
+                        self.running[step.id] = self.waiting.pop(step.id)
+                        return step
                 self.changed.wait(timeout=POLL)
-            return []
-
-    def _next(self) -> Step | None:
-        early: Step | None = None
-        incomplete = set()
-        for step in self.waiting.values():
-            key = self.group[step.id]
-            if key in incomplete or not self._ready(step):
-                continue
-            if key is None or all(other.id not in self.waiting or self._ready(other) for other in self.members[key]):
-                return step
-            incomplete.add(key)
-            early = early or step
-        return early
-
-    def _others(self, step: Step) -> list[Step]:
-        """Further ready steps of the group of `step`.
-
-        So few that every worker gets an equal part of the steps of all groups that are ready or running, and that a
-        group is cut into equal parts.
-        """
-        key = self.group[step.id]
-        if key is None:
-            return []
-        ready = (each for each in self.waiting.values() if self.group[each.id] and self._ready(each))
-        running = sum(self.group[each.id] is not None for each in self.running.values())
-        unfinished = running + sum(1 for _ in islice(ready, self.workers * MOST_TOGETHER))  # more make no difference
-        alike = [each for each in self.members[key] if each.id in self.waiting and self._ready(each)]
-        part = _ceil(len(alike), _ceil(len(alike), MOST_TOGETHER))
-        share = _ceil(unfinished, self.workers)
-        return [each for each in alike if each is not step][: min(part, share) - 1]
+            return None
 
     def _ready(self, step: Step) -> bool:
         later = self.elsewhere.get(step.id, 0.0) > time.monotonic() if self.elsewhere else False
@@ -152,10 +95,6 @@ class Schedule:
             self.changed.notify_all()
 
 
-def _ceil(number: int, divisor: int) -> int:
-    return -(-number // divisor)
-
-
 def check_retry(retry: str | None) -> None:
     """Raise UserError for an unknown value of `retry`."""
     if retry not in (None, "failed"):
@@ -174,58 +113,37 @@ def recall_failures(schedule: Schedule, store: Store, *, retry: str | None) -> N
             schedule.fail(step, StepError(again))
 
 
-Execute = Callable[[Step, Path, Mapping[Step, Path]], None]
-"""Does a step in its scratch folder. Further steps of its group, with their scratch folders, are done next, and what
-they need may be computed at the same time. Raises StepError on failure."""
+Execute = Callable[[Step, Path], None]
+"""Does a step in its scratch folder. Raises StepError on failure."""
 
 
 def work(schedule: Schedule, store: Store, execute: Execute) -> None:
     """Take steps until none is left: claim, execute, publish.
 
-    The steps of a group are claimed together, then executed and published one after another: the first finds out what
-    is to be computed for all, and a failure is that of one step. Finished steps are pushed to the store's remote, if it
-    has one; after a failure no longer, until the study is recorded.
+    Finished steps are pushed to the store's remote, if it has one; after a failure no longer, until the study is
+    recorded.
     """
     remote = remote_of(store)
-    while steps := schedule.take():
-        with ExitStack() as claims:
-            claimed: dict[Step, tuple[ExitStack, Path | None]] = {}
-            for step in steps:
-                claim = claims.enter_context(ExitStack())  # an exception in this thread leaves all claims with it
-                with _failures_noted(schedule, store, step):
-                    claimed[step] = claim, claim.enter_context(store.claim(step))
-            while claimed:
-                step, (claim, scratch) = next(iter(claimed.items()))
-                del claimed[step]
-                with _failures_noted(schedule, store, step):
-                    with claim:
-                        if scratch is not None:
-                            _check_inputs(step, store)
-                            others = {other: place for other, (_, place) in claimed.items() if place is not None}
-                            execute(
-                                step, scratch, {other: others[other] for other in others if _readable(other, store)}
-                            )
-                    schedule.finish(step)
-                    if remote and scratch is not None and not remote.failed:
-                        with remote.noting_failure():
-                            remote.push(step.folder)
-
-
-@contextmanager
-def _failures_noted(schedule: Schedule, store: Store, step: Step) -> Iterator[None]:
-    """A context in which a step is claimed or done. A failure is noted in the schedule and the store."""
-    try:
-        yield
-    except Busy:
-        schedule.postpone(step)
-    except StepError as error:
-        if removed := [] if error.transient else [each for each in step.needs if not store.done(each)]:
-            error = _not_as_published(removed[0])
-        if not error.transient:
-            store.fail(step, error.document)
-        schedule.fail(step, error)
-    except (OSError, Gone) as error:
-        schedule.fail(step, StepError({**error_document(error), "transient": True}))
+    while step := schedule.take():
+        try:
+            with store.claim(step) as scratch:
+                if scratch is not None:
+                    _check_inputs(step, store)
+                    execute(step, scratch)
+            schedule.finish(step)
+            if remote and scratch is not None and not remote.failed:
+                with remote.noting_failure():
+                    remote.push(step.folder)
+        except Busy:
+            schedule.postpone(step)
+        except StepError as error:
+            if removed := [] if error.transient else [each for each in step.needs if not store.done(each)]:
+                error = _not_as_published(removed[0])
+            if not error.transient:
+                store.fail(step, error.document)
+            schedule.fail(step, error)
+        except (OSError, Gone) as error:
+            schedule.fail(step, StepError({**error_document(error), "transient": True}))
 
 
 def _check_inputs(step: Step, store: Store) -> None:
@@ -233,10 +151,6 @@ def _check_inputs(step: Step, store: Store) -> None:
     for needed in step.needs:
         if not store.readable(needed):
             raise _not_as_published(needed)
-
-
-def _readable(step: Step, store: Store) -> bool:
-    return all(store.readable(needed) for needed in step.needs)
 
 
 def _not_as_published(step: Step) -> StepError:

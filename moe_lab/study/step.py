@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from hashlib import sha256
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import moe_lab
@@ -132,12 +131,10 @@ class Job:
     partial: str
     merges: list[str] = field(default_factory=list)
     """Folders of the steps whose results are merged, in their order; empty for a step that does all of its work."""
-    others: Sequence[Job] = ()
-    """Jobs of the same group; what is computed for them in shared batches goes to their `partial`."""
 
     @classmethod
-    def of(cls, step: Step, store: Store, scratch: Path, others: Mapping[Step, Path] = MappingProxyType({})) -> Job:
-        """The job that fills `scratch` with the result of `step`. `others`: steps of its group -> their scratch."""
+    def of(cls, step: Step, store: Store, scratch: Path) -> Job:
+        """The job that fills `scratch` with the result of `step`."""
         return cls(
             kind=step.kind,
             name=step.folder,
@@ -147,13 +144,7 @@ class Job:
             scratch=str(scratch.absolute()),
             partial=str(store.partial(step).absolute()),
             merges=[str(store.path(share).absolute()) for share in step.merges],
-            others=[cls.of(other, store, folder) for other, folder in others.items()],
         )
-
-    @classmethod
-    def read(cls, document: dict[str, Any]) -> Job:
-        """The job of which `document` is the `asdict`."""
-        return cls(**{**document, "others": [cls.read(other) for other in document.get("others", ())]})
 
     @cached_property
     def model(self) -> ModelConfig:
@@ -254,11 +245,8 @@ def _git(*words: str) -> str:
 PACKAGES = ("torch", "transformers", "lm-eval", "evalplus", "safetensors", "numpy", "bitsandbytes", "peft")
 
 
-def provenance(start: float, elsewhere: float = 0.0) -> dict[str, Any]:
-    """Provenance of a step that began at `start` (seconds since the epoch): code, versions, machine, time, memory.
-
-    `elsewhere`: seconds that other steps spent on this one, less those that this one spent on others.
-    """
+def provenance(start: float) -> dict[str, Any]:
+    """Provenance of a step that began at `start` (seconds since the epoch): code, versions, machine, time, memory."""
     return {
         "code": code_state(),
         "python": platform.python_version(),
@@ -266,7 +254,7 @@ def provenance(start: float, elsewhere: float = 0.0) -> dict[str, Any]:
         "host": socket.gethostname(),
         "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
         "started": start,
-        "seconds": round(max(0.0, time.time() - start + elsewhere), 3),
+        "seconds": round(time.time() - start, 3),
         "peak_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         * (1 if sys.platform == "darwin" else 1024),
         "peak_gpu_memory_bytes": _gpu_peak(),

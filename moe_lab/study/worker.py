@@ -15,12 +15,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
 
-from moe_lab.evaluation.recorded import COMPUTED, Record
 from moe_lab.start import command
 from moe_lab.study.schedule import StepError
 from moe_lab.study.step import Job, Step, error_document
@@ -61,19 +59,9 @@ class Worker:
                 env={**os.environ, **self.environment},
             )
 
-    def __call__(self, step: Step, scratch: Path, others: Mapping[Step, Path]) -> None:
-        """Do `step` in the worker, which may compute in shared batches what `others` need.
-
-        Raises StepError when it fails, naming the signal if the worker died. If it died while computing for several
-        steps, memory may have run out for all of them together: each is done alone then.
-        """
-        line = self._reply(Job.of(step, self.store, scratch, others))
-        if not line and others:
-            reason = self._death(step)["message"]
-            for each in (step, *others):
-                with Record(self.store.partial(each) / COMPUTED) as record:
-                    record.set_alone(reason)
-            line = self._reply(Job.of(step, self.store, scratch))
+    def __call__(self, step: Step, scratch: Path) -> None:
+        """Do `step` in the worker. Raises StepError when it fails, naming the signal if the worker died."""
+        line = self._reply(Job.of(step, self.store, scratch))
         if not line:
             raise StepError(self._death(step))
         if reply := json.loads(line):
@@ -112,12 +100,12 @@ class Here:
     def __exit__(self, *exception: object) -> None:
         self.worker.__exit__(*exception)
 
-    def __call__(self, step: Step, scratch: Path, others: Mapping[Step, Path]) -> None:
+    def __call__(self, step: Step, scratch: Path) -> None:
         if KINDS[step.kind].own_process:
-            self.worker(step, scratch, others)
+            self.worker(step, scratch)
             return
         try:
-            perform(Job.of(step, self.store, scratch, others))
+            perform(Job.of(step, self.store, scratch))
         except Exception as error:
             raise StepError(error_document(error)) from error
 
@@ -133,7 +121,7 @@ def serve(replies: IO[str]) -> None:
     jobs: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(jobs,), daemon=True).start()
     while True:
-        job = Job.read(jobs.get())
+        job = Job(**jobs.get())
         print(f"{time.strftime('%H:%M:%S')} {job.name}", file=sys.stderr, flush=True)
         try:
             perform(job)

@@ -207,7 +207,6 @@ backend.command SERVER | '' vllm 'vllm {checkpoint}'
 backend.command SERVER | 'vllm {checkpont} {port}' 'a "b'
 backend.command SERVER | '/no/such/program {checkpoint} {port}'
 backend.ready_seconds SERVER | 0 -1 nan word
-backend.cache_memory | 0 -1 nan word
 launcher.name | lokal '' null slurn
 launcher.processes | 0 -1 1.5 word
 launcher.cells_per_job launcher=slurm | 0 -1 word null

@@ -23,7 +23,6 @@ from moe_lab.evaluation import run
 from moe_lab.evaluation.engine_model import EngineModel
 from moe_lab.evaluation.generation import GenSpec
 from moe_lab.evaluation.local_model import LocalModel
-from moe_lab.evaluation.plans_model import PlansModel
 from moe_lab.evaluation.sandbox.policy import Policy
 from moe_lab.paths import resolve
 
@@ -191,10 +190,9 @@ def test_a_benchmark_fails_where_a_logit_is_not_finite(
 
 
 @NOT_FINITE
-def test_texts_of_several_plans_fail_where_a_logit_is_not_finite(number: float, subject: LocalModel) -> None:
-    asked = [(plan, prompt, None) for plan in (0, 1) for prompt in prompts("gsm8k", 2)]
+def test_texts_fail_where_a_logit_is_not_finite(number: float, subject: LocalModel) -> None:
     with overflowing(subject, number) as broken, pytest.raises(FloatingPointError, match=str(number)):
-        list(PlansModel(broken, [None, None]).complete(asked, GenSpec(4)))
+        broken.generate(prompts("gsm8k", 2), GenSpec(4))
 
 
 @NOT_FINITE

@@ -24,11 +24,11 @@ from moe_lab.pruning.plan import Plan, replace_by_constants
 from moe_lab.pruning.prune import prune
 
 
-def constant_plan(model: Any, ratio: float = 0.5, *, seed: int = 0) -> Plan:
-    """A plan that replaces experts by random constants."""
-    layers, random = moe_layers(model), numpy.random.default_rng(seed)
+def constant_plan(model: Any) -> Plan:
+    """A plan that replaces half of the experts by random constants."""
+    layers, random = moe_layers(model), numpy.random.default_rng(0)
     outputs = {layer.index: random.normal(size=(layer.n_experts, layer.hidden)) for layer in layers}
-    return replace_by_constants(tiny.plan(model, ratio, seed=seed), outputs, {one.index: one.width for one in layers})
+    return replace_by_constants(tiny.plan(model, 0.5), outputs, {one.index: one.width for one in layers})
 
 
 def test_each_routed_pair_adds_its_expert_or_its_constant() -> None:
@@ -58,9 +58,9 @@ def test_each_routed_pair_adds_its_expert_or_its_constant() -> None:
 
 
 @pytest.mark.parametrize("name", tiny.ARCHITECTURES)
-def test_mask_rows_of_a_batch_and_pruned_model_agree(name: str) -> None:
+def test_mask_and_pruned_model_agree(name: str) -> None:
     model = tiny.build(name)
-    assert_forms_agree(model, constant_plan(model), constant_plan(model, 0.25, seed=1))
+    assert_forms_agree(model, constant_plan(model))
 
 
 def test_grouped_matrix_products_add_the_same_constants() -> None:

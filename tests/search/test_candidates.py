@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from sharing_costs import fix_costs
 
 from moe_lab.errors import UserError
 from moe_lab.pruning.mask import mask
@@ -18,13 +17,6 @@ from moe_lab.search.prefix import Schedule
 from moe_lab.search.screening import halving, local_losses, quartered, reconstruction
 from moe_lab.search.settings import FitnessSettings
 from moe_lab.search.speculative_decoding import DraftingCandidates
-
-
-@pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No sharing of forward passes, which test_sharing.py tests: its rounding, and what it reuses, are its own."""
-    fix_costs(monkeypatch, together=False)
-
 
 ARCHITECTURES = [
     "olmoe", "deepseek_v2", "deepseek_v2:grouped", "deepseek_v3", "deepseek_v3:grouped", "ernie4_5_moe", "minimax_m2",
@@ -99,6 +91,13 @@ def test_shortcuts_change_nothing(name: str) -> None:
     assert found == pytest.approx(expected, abs=1e-6)
     assert len(set(found)) == len(schedules)
     assert candidates.cost.forwards < 0.85 * len(schedules) and candidates.cost.full == pytest.approx(1)
+
+
+def test_prefixes_are_computed_once() -> None:
+    model = tiny.build("olmoe")
+    candidates = Candidates(model, make_plans(model), answer_rows(), FitnessSettings(), seed=0)
+    candidates.evaluate(list(itertools.product((0, 4), repeat=3)))
+    assert candidates.cost.forwards == pytest.approx((2 + 4 + 8) / 3)
 
 
 @pytest.mark.parametrize("fitness", sorted(POSITION_FITNESS))

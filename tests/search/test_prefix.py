@@ -1,13 +1,15 @@
-"""Which states are kept, and for how many bytes."""
+"""Which layers are run, which states are kept, and for how many bytes."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from typing import Any
 
+import pytest
+import tiny
 import torch
 
-from moe_lab.search.prefix import Relatives, Schedule, States
+from moe_lab.search.prefix import Decoder, Relatives, Schedule, States
 
 STATE = torch.zeros(4)  # 16 bytes
 LAYERS = 4
@@ -16,15 +18,51 @@ LAYERS = 4
 def visited(relatives: Relatives, schedules: list[Schedule]) -> list[tuple[Schedule, int]]:
     """Each schedule in the order of the walk, and the layer it starts from; all its states are then known."""
     seen = []
-
-    def visit(schedules: Sequence[Schedule], states: States) -> None:
-        (schedule,) = schedules
+    for schedule, states in relatives.walk(0, schedules):
         assert all(schedule[: len(start)] == start for start in states)
         seen.append((schedule, max(map(len, states), default=0)))
         states.update({schedule[:k]: STATE for k in range(LAYERS)})
-
-    relatives.walk(0, schedules, 1, visit)
     return seen
+
+
+@pytest.mark.parametrize("name", ["olmoe", "deepseek_v2"])
+def test_layers_after_the_longest_known_prefix_are_run(name: str) -> None:
+    model = tiny.build(name, num_hidden_layers=4)
+    ids = tiny.tokens(2, 5)
+    valid = torch.ones_like(ids, dtype=torch.bool)
+    runs: list[int] = []
+    for number, layer in enumerate(model.model.layers):
+        layer.mlp.register_forward_pre_hook(lambda module, given, at=number: runs.append(at))
+    states: States = {}
+    decoder = Decoder(model)
+    schedule = (0,) * len(decoder.moe)
+    whole, run = decoder.logits(ids, valid, valid, schedule, states)
+    assert runs == [0, 1, 2, 3] and run == 4
+    assert set(states) == {schedule[:k] for k in range(len(schedule))}
+    before = {start: state.clone() for start, state in states.items()}
+    runs.clear()
+    changed = (*schedule[:-1], 4)
+    logits, run = decoder.logits(ids, valid, valid, changed, states)
+    assert runs == [3] and run == 1 and torch.equal(logits, whole)
+    assert states.keys() == before.keys() and all(torch.equal(states[start], before[start]) for start in before)
+
+
+def test_layers_that_are_not_run_get_a_forward_of_their_own_back() -> None:
+    """As the forward of a model that is spread over devices."""
+    model = tiny.build("olmoe")
+    layer, calls = model.model.layers[0], []
+    original = layer.forward
+
+    def own(*given: Any, **named: Any) -> Any:
+        calls.append(layer)
+        return original(*given, **named)
+
+    layer.forward = own
+    ids, states = tiny.tokens(2, 5), {}
+    valid = torch.ones_like(ids, dtype=torch.bool)
+    for schedule in ((0, 0, 0), (0, 0, 4)):
+        Decoder(model).logits(ids, valid, valid, schedule, states)
+    assert layer.forward is own and len(calls) == 1
 
 
 def test_every_beginning_is_run_once() -> None:

@@ -13,7 +13,6 @@ import pyarrow.parquet as parquet
 import pytest
 import tiny
 import torch
-from sharing_costs import fix_costs
 from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
@@ -79,12 +78,6 @@ class World:
         return folder
 
 
-@pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Candidates share passes only where a test says so, because the last bits of their fitness depend on it."""
-    fix_costs(monkeypatch, together=False)
-
-
 @pytest.fixture
 def world(tmp_path: Path) -> World:
     return World("olmoe", tmp_path)
@@ -119,39 +112,22 @@ def test_the_history_holds_every_schedule(world: World) -> None:
     assert report["cost"]["screening"] > 0 and report["cost"]["per_candidate"] < 1
 
 
-@pytest.mark.parametrize("together", [False, True])
 @pytest.mark.parametrize(
     "options", [{}, {"filter": "halving", "proposals": 2}, {"filter": "reconstruction", "proposals": 2}]
 )
 def test_a_killed_search_ends_as_if_it_had_not_been(
-    options: dict[str, Any], together: bool, world: World, monkeypatch: pytest.MonkeyPatch
+    options: dict[str, Any], world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fix_costs(monkeypatch, together=together)
     whole = world.run("whole", **options)
     with monkeypatch.context() as patch, pytest.raises(tiny.Killed):
         tiny.count_calls(patch, Candidates, "evaluate", kill_at=4)
         world.run("killed", **options)
     assert not (world.folder / "killed" / "plan.json").exists()
-    fix_costs(monkeypatch, together=not together)  # on another day: the way chosen first is kept
     resumed = world.run("killed", **options)
-    ways = [json.loads((folder / "search.json").read_text())["sharing"]["together"] for folder in (whole, resumed)]
-    assert ways == [together, together]
     for file in ("plan.json", "history.parquet"):
         assert (resumed / file).read_bytes() == (whole / file).read_bytes()
     costs = [json.loads((folder / "search.json").read_text())["cost"]["candidates"] for folder in (whole, resumed)]
     assert costs[1] < costs[0]
-
-
-def test_candidates_that_share_passes_lead_to_the_same_plan(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    folders = []
-    for together in (False, True):
-        fix_costs(monkeypatch, together=together)
-        folders.append(world.run(f"together{together}"))
-    histories = [parquet.read_table(folder / "history.parquet").to_pylist() for folder in folders]
-    assert [row["schedule"] for row in histories[0]] == [row["schedule"] for row in histories[1]]
-    assert [row["fitness"] for row in histories[0]] == pytest.approx([row["fitness"] for row in histories[1]], abs=1e-6)
-    plans = [Plan.load(folder / "plan.json").experts for folder in folders]
-    assert plans[0] == plans[1]
 
 
 def test_a_search_with_other_settings_does_not_go_on(world: World) -> None:

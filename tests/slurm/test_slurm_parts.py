@@ -230,7 +230,7 @@ def test_a_pack_goes_on_after_a_failure_and_leaves_out_what_has_no_inputs(
             return self
 
         def __exit__(self, *_: object) -> None: ...
-        def __call__(self, step: Step, scratch: Path, others: object) -> None:
+        def __call__(self, step: Step, scratch: Path) -> None:
             given.append(step.label)
             if step is failed:
                 raise StepError({"message": "no"})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -57,9 +56,9 @@ def do(store: Store, step: Step) -> list[Step]:
     done = {one.id for one in steps if store.done(one)}
     with Here(store) as execute:
 
-        def counted(one: Step, scratch: Path, others: Mapping[Step, Path]) -> None:
+        def counted(one: Step, scratch: Path) -> None:
             ran.append(one)
-            execute(one, scratch, others)
+            execute(one, scratch)
 
         schedule = Schedule(unmerged(steps, done), done)
         work(schedule, store, counted)

@@ -32,7 +32,6 @@ from moe_lab.study import record
 from moe_lab.study.graph import Graph, build
 from moe_lab.study.step import Step
 from moe_lab.study.steps import KINDS
-from moe_lab.study.steps.kind import group_of
 
 CONF = Path(__file__).parents[2] / "conf"
 SUITE = ["pocket_arc_easy", "pocket_gsm8k"]
@@ -56,7 +55,7 @@ def kinds(made: Graph) -> Counter[str]:
     return Counter(step.kind for step in made.steps())
 
 
-def test_plans_with_merged_experts_share_no_batches_and_hold_weights_of_their_own() -> None:
+def test_plans_with_merged_experts_hold_weights_of_their_own() -> None:
     made = graph(
         criterion=["reap"], allocation=["uniform", "novices", "hc_smoe"], calibration=["pocket_general"], ratio=[0.5]
     )
@@ -64,7 +63,7 @@ def test_plans_with_merged_experts_share_no_batches_and_hold_weights_of_their_ow
     merged = {step.id for step in evaluated if "similarity" in step.inputs["plan"].inputs}
     assert len(evaluated) == 3 * len(merged) > 0
     for step in evaluated:
-        assert (group_of(step) is None) == (step.id in merged) == KINDS["evaluate"].second_model(step)
+        assert (step.id in merged) == KINDS["evaluate"].second_model(step)
 
 
 SETS = ["pocket_general", "pocket_code", "pocket_math"]

@@ -31,6 +31,6 @@ def perform(job: Job) -> None:
         from moe_lab import plugins
 
         plugins.bring(places)
-    elsewhere = KINDS[job.kind].work(job) or 0.0
+    KINDS[job.kind].work(job)
     merged = {"merged": [Path(folder).name for folder in job.merges]} if job.merges else {}
-    write_json(job.output("provenance.json"), {**provenance(start, elsewhere), **merged})
+    write_json(job.output("provenance.json"), {**provenance(start), **merged})

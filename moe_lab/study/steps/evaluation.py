@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +14,10 @@ from moe_lab.config import BackendConfig, BenchmarkConfig, Config
 from moe_lab.errors import Unavailable
 from moe_lab.evaluation.recorded import COMPUTED, Record
 from moe_lab.json_files import write_json
-from moe_lab.models.files import DEVICE_MAPS
 from moe_lab.secret_settings import identified
-from moe_lab.study.step import Job, Part, Step, canonical
-from moe_lab.study.steps.inputs import model_and_tokenizer, plan_of
-from moe_lab.study.steps.kind import Kind, Packing, Reads, is_changed
+from moe_lab.study.step import Job, Part, Step
+from moe_lab.study.steps.inputs import plan_of
+from moe_lab.study.steps.kind import Kind, Packing, Reads
 from moe_lab.study.steps.memory import answer_bytes, benchmark_memory
 from moe_lab.study.steps.plans import drops_whole_experts
 from moe_lab.study.steps.recovery import PrunedModel, checkpoint_step, forget_models, pruned_model
@@ -113,26 +111,13 @@ def _asked(pruned: PrunedModel, benchmark: BenchmarkConfig, settings: Mapping[st
     return {**settings, **arguments}
 
 
-def evaluate(job: Job) -> float:
-    """Run one benchmark on the job's model, pruned and recovered, and grade it. See `Kind.work` for the result."""
+def evaluate(job: Job) -> None:
+    """Run one benchmark on the job's model, pruned and recovered, and grade it."""
     from moe_lab.evaluation import run
 
     with _language_model(job) as model:
         run.evaluate(model, _benchmark(job), Path(job.scratch), policy=job.policy)
     _show(job, json.loads(job.output("result.json").read_text())["protocol"]["prompt"])
-    return float(model.seconds_elsewhere)
-
-
-def _group(step: Step) -> str | None:
-    """Key of steps that differ in their plans alone, and are plans as masks on one loaded model.
-
-    Everything else is done alone: recovered models have weights of their own, servers and engines have batches of
-    their own, and layers on several devices are not computed row by row under different plans.
-    """
-    backend, model = step.runtime["backend"], step.runtime["model"]
-    if is_changed(step) or backend["name"] != "hf" or model["device"] in DEVICE_MAPS:
-        return None
-    return canonical([step.kind, {role: part.digest for role, part in step.parts.items()}, step.runtime])
 
 
 EVALUATE = Kind(
@@ -142,7 +127,6 @@ EVALUATE = Kind(
     reads=Reads.MODEL,
     batch_memory=benchmark_memory,
     own_process=True,
-    group=_group,
     packing=Packing.CELLS,
 )
 
@@ -164,14 +148,13 @@ def _generate_step(pruned: PrunedModel, benchmark: BenchmarkConfig) -> Step:
     return Step("generate", f"{pruned.label}-{benchmark.name}", parts, inputs, runtime)
 
 
-def generate(job: Job) -> float:
-    """Generate the answers to one benchmark. See `Kind.work` for the result."""
+def generate(job: Job) -> None:
+    """Generate the answers to one benchmark."""
     from moe_lab.evaluation import run
 
     with _generator(job) as generator:
         answers = run.generate(generator, _benchmark(job), Path(job.scratch))
     _show(job, answers[0].prompt)
-    return float(generator.seconds_elsewhere)
 
 
 def _show(job: Job, prompt: str) -> None:
@@ -212,50 +195,8 @@ def _language_model(job: Job) -> Iterator[Any]:
             return
         from moe_lab.evaluation.local_model import LocalModel
 
-        if job.others and not record.alone:
-            with _together(job, record) as model:
-                yield model
-            return
         with pruned_model(job) as (network, tokenizer):
             yield Recorded(LocalModel(network, tokenizer, job.model.template_arguments), record)
-
-
-@contextmanager
-def _together(job: Job, record: Record) -> Iterator[Any]:
-    """The job's loaded model, which also computes what the job's others need and records it for them.
-
-    Jobs whose plan does not fit, or for which shared batches have failed, are left out: they are done alone.
-    """
-    from moe_lab.evaluation.local_model import LocalModel
-    from moe_lab.evaluation.plans_model import PlansModel
-    from moe_lab.evaluation.recorded import RecordedTogether
-    from moe_lab.models.discover import moe_layers
-    from moe_lab.pruning.prune import check_fit
-
-    network, tokenizer = model_and_tokenizer(job)
-    layers = moe_layers(network)
-
-    def fitting_plan(of: Job) -> Any:
-        plan = plan_of(of)
-        if plan is not None:
-            check_fit(plan, layers)
-        return plan
-
-    plans, records = [fitting_plan(job)], [record]
-    with ExitStack() as files:
-        for other in job.others:
-            of_other = files.enter_context(_record(other))
-            try:
-                plan = fitting_plan(other)
-            except (OSError, ValueError) as error:
-                print(f"{other.name} is left to its own step: {error}", file=sys.stderr, flush=True)
-                continue
-            if not of_other.alone:
-                plans.append(plan)
-                records.append(of_other)
-        local = LocalModel(network, tokenizer, job.model.template_arguments)
-        together = PlansModel(local, plans, job.backend.cache_memory)
-        yield RecordedTogether(together, records, partial(pruned_model, job))
 
 
 def _record(job: Job) -> Record:
@@ -288,7 +229,6 @@ GENERATE = Kind(
     batch_memory=benchmark_memory,
     writes=answer_bytes,
     own_process=True,
-    group=_group,
     packed_as=_with_loaded_models,
 )
 

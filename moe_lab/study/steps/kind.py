@@ -73,9 +73,8 @@ class Kind:
 
     name: str
     """The folder in the store, and the name in settings and tables."""
-    work: Callable[[Job], float | None]
-    """Reads the job's inputs and writes files to its scratch folder. Imports torch inside the function. Returns the
-    seconds that other jobs spent on this one, less those that it spent on others, where steps share batches."""
+    work: Callable[[Job], None]
+    """Reads the job's inputs and writes files to its scratch folder. Imports torch inside the function."""
     step: Callable[..., Step]
     """(builder, cell) -> the step: its parts, inputs, runtime settings and label. Kinds about a pruned model take
     (pruned model) instead, and those that run a benchmark on it (pruned model, benchmark)."""
@@ -104,8 +103,6 @@ class Kind:
     """Upper bound of the bytes written to disk, counted only where they are many."""
     own_process: bool = False
     """Whether it runs foreign code; launcher=inline then runs it in a worker process."""
-    group: Callable[[Step], str | None] = lambda step: None
-    """Key that is equal for steps whose work can be done in shared batches; None for a step that is done alone."""
     packing: Packing = Packing.ONE
     packed_as: Callable[[Step], str | None] = lambda step: None
     """Name of another kind whose Slurm jobs also do the step; None for jobs of its own kind."""
@@ -123,11 +120,6 @@ class Kind:
 
 KINDS: dict[str, Kind] = {}
 """All kinds of step by name; filled when the package is imported."""
-
-
-def group_of(step: Step) -> str | None:
-    """The group of steps that share batches with `step`; None where it is done alone."""
-    return KINDS[step.kind].group(step) if step.kind in KINDS else None
 
 
 def needed_kind(name: str) -> Kind:

@@ -1,8 +1,7 @@
-"""Generation and likelihoods for several plans at once equal those of each plan alone, and of transformers."""
+"""Generation and likelihoods in batches equal those of each row alone, and of transformers."""
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from itertools import pairwise
 from typing import Any
 
@@ -14,16 +13,12 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
-from moe_lab.evaluation.generation import AnswerRow, GenSpec
-from moe_lab.evaluation.greedy import greedy, ignore_rows
+from moe_lab.evaluation.generation import AnswerRow
+from moe_lab.evaluation.greedy import greedy
 from moe_lab.evaluation.likelihoods import log_likelihoods
 from moe_lab.evaluation.local_model import LocalModel
-from moe_lab.evaluation.plans_model import PlansModel
-from moe_lab.pruning.mask import mask
-from moe_lab.pruning.plan import Plan
 
 NEW = 20
-PROMPTS = ["w5 w6 w7 w8", "w9", "w10 w11 w12 w13 w14 w15 w16", "w17 w18", "w20 w21 w22", "w30 w31 w32 w33 w34"]
 
 
 def by_transformers(model: Any, prompts: list[list[int]], ends: list[int]) -> list[list[int]]:
@@ -35,6 +30,13 @@ def by_transformers(model: Any, prompts: list[list[int]], ends: list[int]) -> li
         produced = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings)
         texts.append(produced[0, len(prompt) :].tolist())
     return texts
+
+
+def rows_of_passes(model: Any) -> list[int]:
+    """The number of rows of every forward pass from now on."""
+    rows: list[int] = []
+    model.register_forward_pre_hook(lambda *given: rows.append(len(given[2]["input_ids"])), with_kwargs=True)
+    return rows
 
 
 @pytest.mark.parametrize("name", tiny.ARCHITECTURES)
@@ -50,25 +52,23 @@ def test_the_loop_gives_the_tokens_of_transformers_whenever_rows_end(
     for text in free:  # rows end one after another, unless a model repeats one token
         if text[8] not in {other[0] for other in free}:
             ends.append(text[8])
-    batches: list[list[int]] = []
-    texts = greedy(
-        model, prompts, NEW, ends, 0, lambda left, new: [False] * len(left), lambda rows: batches.append(list(rows)), 2
-    )
     expected = by_transformers(model, prompts, ends)
+    rows = rows_of_passes(model)
+    texts = greedy(model, prompts, NEW, ends, 0, lambda left, new: [False] * len(left))
     assert [text.tokens for text in texts] == expected
     assert len(set(map(len, expected))) > 1
-    whole = batches.index([0, 1, 2, 3, 4])
-    assert batches[:whole] in ([], [[0, 1], [2, 3], [4]])
-    assert len(batches[whole:]) > 1
-    assert all(set(later) < set(earlier) for earlier, later in pairwise(batches[whole:]))
+    assert rows[0] == len(prompts) > rows[-1]
+    assert all(later <= earlier for earlier, later in pairwise(rows))
 
 
-def test_prompts_are_read_in_parts_where_keys_and_values_are_kept_alone() -> None:
-    for name, parts in (("olmoe", 3), ("deepseek_v3", 3), ("qwen3_next", 1)):
-        batches: list[list[int]] = []
+def test_answers_are_read_in_parts_where_their_logits_take_much_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moe_lab.evaluation.greedy.tokens_with_logits", lambda model: 5)
+    for name, parts in (("olmoe", [2, 2, 1]), ("deepseek_v3", [2, 2, 1]), ("qwen3_next", [5])):
+        model = tiny.build(name)
+        rows = rows_of_passes(model)
         nothing: Any = lambda left, new: [False] * len(left)  # noqa: E731
-        greedy(tiny.build(name), [[5]] * 5, 2, [], 0, nothing, lambda rows, into=batches: into.append(list(rows)), 2)
-        assert len(batches) == parts + (parts > 1)
+        greedy(model, [[5]] * 5, 1, [], 0, nothing, [AnswerRow((5, 6), 1, 1)] * 5)
+        assert rows == parts
 
 
 def test_buffers_grow_with_the_text() -> None:
@@ -88,7 +88,7 @@ def starting_like(text: list[int], tokens: int, then: list[int]) -> list[int]:
 
 
 @pytest.mark.parametrize("name", tiny.ARCHITECTURES)
-def test_answers_that_are_read_with_their_prompts_change_no_text(name: str) -> None:
+def test_answers_that_are_read_with_their_prompts_change_no_text(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny.build(name)
     generator = torch.Generator().manual_seed(4)
     lengths = (9, 3, 7, 7, 5, 6, 4)
@@ -109,15 +109,14 @@ def test_answers_that_are_read_with_their_prompts_change_no_text(name: str) -> N
         AnswerRow((*prompt, *answer), len(prompt) - number % 3, 1) if answer else None
         for number, (prompt, answer) in enumerate(zip(prompts, answers, strict=True))
     ]
-    for size in (2, None):
-        texts = greedy(
-            model, prompts, NEW, ends, 0, lambda left, _: [False] * len(left), prompts_at_once=size, answers=rows
-        )
+    for tokens in (80, 10**6):  # with logits in one pass: those of two rows, or of all
+        monkeypatch.setattr("moe_lab.evaluation.greedy.tokens_with_logits", lambda model, tokens=tokens: tokens)
+        texts = greedy(model, prompts, NEW, ends, 0, lambda left, _: [False] * len(left), rows)
         assert [text.tokens for text in texts] == expected
         assert [text.likelihood is not None for text in texts] == [bool(row and name not in UNREAD) for row in rows]
         for text, row in zip(texts, rows, strict=True):
             if text.likelihood:
-                ((total, likeliest),) = log_likelihoods(model, [row.tokens], [row.start], 1, [0], ignore_rows)
+                ((total, likeliest),) = log_likelihoods(model, [row.tokens], [row.start], 1)
                 assert text.likelihood == (pytest.approx(total, rel=1e-5), likeliest)
 
 
@@ -160,46 +159,17 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=model, eos_token="</s>", pad_token="<pad>")
 
 
-@pytest.fixture(params=["olmoe", "deepseek_v3:grouped", "qwen3_next"])
-def local(request: pytest.FixtureRequest) -> LocalModel:
-    model = tiny.build(request.param)
-    return LocalModel(model, tokenizer())
-
-
-def plans_of(model: Any) -> list[Plan | None]:
-    return [tiny.plan(model, 0.5), None, tiny.plan(model, 0.25)]
-
-
-def texts_of(model: PlansModel, requests: list[tuple[int, str, AnswerRow | None]], spec: GenSpec) -> dict[int, str]:
-    return {number: text for number, text, _ in model.complete(requests, spec)}
-
-
-def test_texts_of_plans_that_share_batches_are_those_of_each_alone(local: LocalModel) -> None:
-    plans = plans_of(local.model)
-    for spec in (GenSpec(NEW, batch_size=7), GenSpec(NEW, stop=("w4", "w51 "), batch_size=100)):
-        requests = [(number, prompt, None) for prompt in PROMPTS for number in (2, 0, 1)]
-        together = texts_of(PlansModel(local, plans), requests, spec)
-        for number, plan in enumerate(plans):
-            with mask(local.model, plan) if plan else nullcontext():
-                alone = local.generate(PROMPTS, spec)
-            assert [together[requests.index((number, prompt, None))] for prompt in PROMPTS] == alone
-
-
-def test_likelihoods_of_plans_that_share_batches_are_those_of_each_alone(local: LocalModel) -> None:
-    plans = plans_of(local.model)
+@pytest.mark.parametrize("name", ["olmoe", "deepseek_v3:grouped", "qwen3_next"])
+def test_likelihoods_in_one_batch_are_those_of_each_row_alone(name: str) -> None:
+    local = LocalModel(tiny.build(name), tokenizer())
     rows = [[5, 6, 7, 8, 9], [5, 6, 7, 8, 10], [11, 12], [5, 6, 7, 8, 9, 10, 11], [20, 21, 22]]
     starts = [3, 4, 1, 2, 1]
-    numbers = [number for number in range(3) for _ in rows]
-    together = PlansModel(local, plans).log_likelihoods(rows * 3, starts * 3, numbers, 4)
-    for number, plan in enumerate(plans):
-        with mask(local.model, plan) if plan else nullcontext():
-            alone = [local.log_likelihoods([row], [start], 1)[0] for row, start in zip(rows, starts, strict=True)]
-        for (value, likeliest), (expected, expected_likeliest) in zip(
-            together[number * len(rows) : (number + 1) * len(rows)], alone, strict=True
-        ):
-            assert value == pytest.approx(expected, abs=1e-5)
-            assert likeliest == expected_likeliest
-    assert together[0][0] != pytest.approx(together[5][0], abs=1e-3)
+    alone = [local.log_likelihoods([row], [start], 1)[0] for row, start in zip(rows, starts, strict=True)]
+    for (value, likeliest), (expected, expected_likeliest) in zip(
+        local.log_likelihoods(rows, starts, 4), alone, strict=True
+    ):
+        assert value == pytest.approx(expected, abs=1e-5)
+        assert likeliest == expected_likeliest
 
 
 QUESTION = [5, 6, 7, 8, 9, 10, 11, 12]
@@ -274,57 +244,3 @@ def test_a_family_that_reads_answers_together_in_another_way_reads_them_alone(mo
 
     monkeypatch.setattr(other.model, "forward", causal)
     assert [value for value, _ in other.log_likelihoods(rows, starts, 64)] == pytest.approx(expected, abs=1e-5)
-
-
-@pytest.mark.parametrize("room", [1, 5])
-def test_batches_that_run_out_of_memory_are_halved(
-    local: LocalModel, monkeypatch: pytest.MonkeyPatch, room: int
-) -> None:
-    plans = plans_of(local.model)
-    requests = [(number, prompt, None) for prompt in PROMPTS for number in range(3)]
-    rows = [[5, 6, 7, token] for token in range(8, 8 + len(requests))]
-    model = PlansModel(local, plans)
-    spec = GenSpec(4, batch_size=64)
-    texts = texts_of(model, requests, spec)
-    numbers = [number for number, *_ in requests]
-    likelihoods = model.log_likelihoods([[*row, 9] for row in rows], [1] * len(rows), numbers, 64)
-    sizes = []
-    forward = local.model.forward
-
-    def limited(*arguments: Any, **named: Any) -> Any:
-        sizes.append(len(named["input_ids"]))
-        if sizes[-1] > room:
-            raise torch.OutOfMemoryError("no memory")
-        return forward(*arguments, **named)
-
-    monkeypatch.setattr(local.model, "forward", limited)
-    assert texts_of(model, requests, spec) == texts
-    assert max(sizes) > room
-    halved = model.log_likelihoods([[*row, 9] for row in rows], [1] * len(rows), numbers, 64)
-    assert [value for value, _ in halved] == pytest.approx([value for value, _ in likelihoods], abs=1e-5)
-    monkeypatch.setattr(local.model, "forward", lambda *_, **__: limited(input_ids=range(100)))
-    with pytest.raises(torch.OutOfMemoryError):
-        model.log_likelihoods(rows, [1] * len(rows), numbers, 64)
-
-
-def test_batches_keep_to_the_memory_for_keys_and_values(monkeypatch: pytest.MonkeyPatch) -> None:
-    local = LocalModel(tiny.build("olmoe"), tokenizer())
-    requests = [(number, prompt, None) for prompt in PROMPTS for number in range(3)]
-    spec = GenSpec(4, batch_size=64)
-    sizes = []
-    forward = local.model.forward
-
-    def counted(*arguments: Any, **named: Any) -> Any:
-        sizes.append(len(named["input_ids"]))
-        return forward(*arguments, **named)
-
-    monkeypatch.setattr(local.model, "forward", counted)
-    free = texts_of(PlansModel(local, plans_of(local.model)), requests, spec)
-    assert max(sizes) == len(requests)
-    cache = forward(input_ids=torch.zeros(1, 11, dtype=torch.int64), use_cache=True).past_key_values
-    states = [state for layer in cache.layers for state in (layer.keys, layer.values)]
-    of_row = sum(state.nbytes for state in states)
-    sizes.clear()
-    little = PlansModel(local, plans_of(local.model), memory=4.5 * of_row / 2**30)
-    assert texts_of(little, requests, spec) == free
-    assert max(sizes) == 4
