@@ -247,7 +247,7 @@ def find(name: str) -> Output:
     known, others = outputs(), also()
     found = known.get(others.get(name, name))
     if found is None:
-        close = nearest(name, [*known, *others, "all", "report", "diff"])
+        close = nearest(name, [*known, *others, "all", "report"])
         hint = f": did you mean {close}?" if close else ""
         raise UserError(f"name={name} is unknown{hint} (`python -m analysis help` lists all names)")
     return found

@@ -8,9 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from synthetic import write_store
-
-from analysis.diff import report
 
 selenium = pytest.importorskip("selenium", reason="selenium is not installed")
 
@@ -42,17 +39,6 @@ def page(small_report: Path) -> str:
     return small_report.as_uri()
 
 
-@pytest.fixture(scope="module")
-def changes(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The page of what changed from experts removed uniformly to another allocation, and of channels likewise."""
-    root = tmp_path_factory.mktemp("changes")
-    few = {"items": 20, "ratios": (0.5,), "overlap": False, "tasks": ("gsm8k", "wildbench", "mmlu")}
-    for name in ("uniform", "global"):
-        write_store(root / "store", name=name, criteria=("man", "heapr"), allocations=(name,), **few)
-    report.write(report.diff(["uniform", "global"], root / "store"), root / "out")
-    return (root / "out" / report.PAGE).as_uri()
-
-
 def show(browser: Any, page: str, width: int, scheme: str = "light") -> None:
     size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 700}
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
@@ -61,7 +47,8 @@ def show(browser: Any, page: str, width: int, scheme: str = "light") -> None:
     browser.get(page)
 
 
-def _clean(browser: Any, page: str, width: int, scheme: str) -> None:
+@pytest.mark.parametrize(("width", "scheme"), [(360, "light"), (360, "dark"), (768, "dark"), (1400, "light")])
+def test_nothing_overflows_and_nothing_complains(browser: Any, page: str, width: int, scheme: str) -> None:
     """Nothing is wider than the window, nothing complains, no heading is cut, and the colours are those asked for."""
     show(browser, page, width, scheme)
     assert browser.execute_script("return document.documentElement.scrollWidth") <= width
@@ -73,27 +60,6 @@ def _clean(browser: Any, page: str, width: int, scheme: str) -> None:
         ".filter(e => e.offsetParent && e.scrollWidth > e.clientWidth + 1).map(e => e.textContent)"
     )
     assert cut == []
-
-
-@pytest.mark.parametrize(("width", "scheme"), [(360, "light"), (360, "dark"), (768, "dark"), (1400, "light")])
-def test_nothing_overflows_and_nothing_complains(browser: Any, page: str, width: int, scheme: str) -> None:
-    _clean(browser, page, width, scheme)
-
-
-@pytest.mark.parametrize(("width", "scheme"), [(390, "light"), (1400, "dark")])
-def test_what_changed_is_shown_as_cleanly(browser: Any, changes: str, width: int, scheme: str) -> None:
-    _clean(browser, changes, width, scheme)
-    drawn = browser.execute_script("return [...document.querySelectorAll('figure.plot')].map(f => f.id)")
-    assert drawn == [f"diff.{name}" for name in ("averages", "exchange", "experts", "channels")]
-    found = browser.execute_script(
-        """
-        const table = document.getElementById("table-diff.averages");
-        const head = [...table.querySelectorAll("th")].find(h => h.textContent == "B − A");
-        head.firstChild.click();
-        return [...table.querySelectorAll("tbody tr")].map(row => Number(row.cells[head.cellIndex].dataset.key));
-        """
-    )
-    assert found == sorted(found, reverse=True) and len(set(found)) > 2
 
 
 def test_no_word_of_a_map_is_broken_on_a_phone(browser: Any, page: str) -> None:

@@ -13,8 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import binomtest
 
-from analysis.diff.sides import beside
-from analysis.diff.tables import score_table
 from analysis.load.reader import Reader
 from analysis.load.study import Study
 from analysis.outputs import winners
@@ -178,27 +176,6 @@ def test_replicates_of_own_items_spread_as_those_of_each_plan_alone() -> None:
     assert np.isnan(drawn[:, 2]).all()
     whole = uncertainty.bootstrap({"one": {"score": outcomes[:1] / 200}})["score"]
     assert np.allclose(drawn[:, :1], whole, atol=1e-5)  # the same draws
-
-
-def test_a_difference_between_studies_is_of_the_items_its_test_is_of() -> None:
-    rng = np.random.default_rng(1)
-    long = [{item: float(rng.random() < 0.5) for item in range(40)} for _ in range(4)]
-    short = [{item: answers[item] for item in range(8)} for answers in long]
-    short[2] = {item: 1 - outcome for item, outcome in short[2].items()}
-    sides = beside(study_of({"gsm8k": long}), study_of({"gsm8k": short}))
-    table = score_table(sides, benchmarks=True, name="t")
-    rows = table.frame.set_index("Criterion")
-    for at, criterion in enumerate(("Unpruned", "Frequency", "REAP", "MAN")):
-        row = rows.loc[criterion]
-        assert (row["A"], row["B"]) == pytest.approx(
-            (np.mean(list(long[at].values())), np.mean(list(short[at].values())))
-        )
-        common = np.mean([short[at][item] - long[at][item] for item in range(8)])
-        assert row["B − A"] == pytest.approx(common)
-    same = rows.drop("REAP")
-    assert set(same["Test"]) == {"same answers, 8 common items"} and set(same["Verdict"]) == {"same"}
-    assert rows.loc["REAP", "Test"] == "paired, 8 common items"
-    assert not (same["A"] == same["B"]).all(), "scores of other items differ, so the words are needed"
 
 
 def test_those_who_share_the_best_average_share_first_place() -> None:
