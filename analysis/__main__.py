@@ -7,7 +7,6 @@ import moe_lab.interrupt  # noqa: F401 - first, for Ctrl-C during the other impo
 # isort: split
 import argparse
 import gc
-import os
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -15,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from analysis.names import FIGURE_FORMATS
-from analysis.processes import beside
 from moe_lab.errors import DISK_FULL, UserError, end_with, unknown
 from moe_lab.paths import shortened, store_folder, url_of
 
@@ -153,8 +151,6 @@ def _comparable(wanted: Sequence[str]) -> list[str]:
 
 def _run(request: argparse.Namespace) -> int:
     gc.set_threshold(GARBAGE)
-    # read when numpy is imported; threads in each of the processes of a report would wait for each other
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     names = set(request.names) - {"all", "report"}
     if names:
         from analysis.registry import find
@@ -165,14 +161,10 @@ def _run(request: argparse.Namespace) -> int:
         _comparable(request.names)
     from analysis.load.studies import studies
     from analysis.load.study import load
+    from analysis.registry import Results
+    from analysis.report import Publisher
 
-    name = request.study or studies(request.store)[0]
-    with beside(partial(load, request.store, name)) as loaded:
-        from analysis.registry import Results, outputs
-        from analysis.report import Publisher
-
-        outputs()  # imports matplotlib, which takes as long as reading the study
-        study = loaded()
+    study = load(request.store, request.study or studies(request.store)[0])
     out = request.out or request.store / "reports" / shortened(study.name)
     publisher = Publisher(Results(study), out, request.format)
     try:

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,11 +16,10 @@ import pandas as pd
 
 from analysis import names
 from analysis.load.evaluations import versions
-from analysis.load.reader import Gap, groups
+from analysis.load.reader import groups
 from analysis.load.settings import removed
 from analysis.load.study import Study, load
 from analysis.names import capitalised, count
-from analysis.processes import in_processes
 from analysis.published.tables import published_chapter
 from analysis.registry import Item, Results, find, outputs, part, parts
 from analysis.render.page import Page, Section, html, write_files
@@ -66,35 +64,20 @@ class Publisher:
     def publish(self, wanted: Iterable[str], of_page: Sequence[str] = ()) -> tuple[dict[str, list[Any]], list[Path]]:
         """Make the named outputs and write their files; make the parts `of_page` of the report's page.
 
-        They are made in as many processes as there are processors, and the list of gaps after them in this one, which
-        then knows those that the others have found. Returns name -> the part, or the written tables and figures; and
-        all files."""
-        names = [*of_page, *dict.fromkeys(find(name).name for name in wanted)]
-        others = [name for name in names if name != GAPS]
-        here = ((name, self._make(name)) for name in names if name == GAPS)
-        gaps = self.results.study.reader.gaps
-        made: dict[str, list[Any]] = {}
+        The list of gaps is made last, because making the others can add gaps. Returns name -> the part, or the written
+        tables and figures; and all files."""
+        names = dict.fromkeys(find(name).name for name in wanted)
+        made: dict[str, list[Any]] = {
+            name: self.attempt(name, partial(parts, name, self.results)) or [] for name in of_page
+        }
         written: list[Path] = []
-        in_order = chain(zip(others, in_processes(self._make, others), strict=True), here)
-        for name, (items, files, attempted, found) in in_order:
-            made[name] = items
-            written += files
-            self.attempted |= attempted
-            gaps |= {key: gap for key, gap in found.items() if key not in gaps}
-        return made, written
-
-    def _make(self, name: str) -> tuple[list[Any], list[Path], dict[str, str | None], dict[tuple[str, str], Gap]]:
-        """Make one output or part of the page: its items, its files, and all attempts and gaps of this process."""
-        items: list[Any] = []
-        written: list[Path] = []
-        if name in outputs():
+        for name in sorted(names, key=lambda name: name == GAPS):
+            made[name] = []
             for item in self.attempt(name, partial(find(name).items, self.results)) or []:
                 files = self.attempt(item.name, partial(write_files, [item], self.out, self.figure_format)) or []
-                items += [item] if files else []
+                made[name] += [item] if files else []
                 written += files
-        else:
-            items = self.attempt(name, partial(parts, name, self.results)) or []
-        return items, written, self.attempted, self.results.study.reader.gaps
+        return made, written
 
     def log_failures(self) -> None:
         """Write OUT/failed/NAME.log for every failed output, and remove old logs of those that succeeded this time."""
