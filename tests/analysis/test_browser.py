@@ -56,32 +56,10 @@ def test_nothing_overflows_and_nothing_complains(browser: Any, page: str, width:
     light = sum(int(part) for part in _colour(browser, "background-color")) > 384
     assert light == (scheme == "light")
     cut = browser.execute_script(
-        "return [...document.querySelectorAll('h1,h2,h3,.winners b,.tiles dd,.tiles dt')]"
+        "return [...document.querySelectorAll('h1,h2,h3,.tiles dd,.tiles dt')]"
         ".filter(e => e.offsetParent && e.scrollWidth > e.clientWidth + 1).map(e => e.textContent)"
     )
     assert cut == []
-
-
-def test_no_word_of_a_map_is_broken_on_a_phone(browser: Any, page: str) -> None:
-    """Each word stands on one line: a range around it is one rectangle. One label is given a long name."""
-    show(browser, page, 360)
-    broken = browser.execute_script(
-        """
-        const found = [];
-        document.querySelector('.winners b').textContent = "Channel activation × gradient, coverage";
-        for (const label of document.querySelectorAll('.winners b, .winners th')) {
-          const text = label.firstChild;
-          for (const word of label.offsetParent && text ? text.data.matchAll(/\\S+/g) : []) {
-            const range = document.createRange();
-            range.setStart(text, word.index);
-            range.setEnd(text, word.index + word[0].length);
-            if (range.getClientRects().length > 1) found.push(word[0]);
-          }
-        }
-        return found;
-        """
-    )
-    assert broken == []
 
 
 def _colour(browser: Any, name: str) -> list[str]:
@@ -127,14 +105,6 @@ def test_figures_open_large_and_close(browser: Any, page: str) -> None:
     assert browser.execute_script("return document.querySelector('#viewer svg').getBoundingClientRect().width") > 900
     browser.execute_script("document.querySelector('#viewer .close').click()")
     assert not browser.execute_script("return document.querySelector('#viewer').open")
-
-
-def test_the_map_of_the_baselines_is_one_click_away(browser: Any, page: str) -> None:
-    show(browser, page, 1400)
-    shown = "return [...document.querySelectorAll('.maps')].filter(m => !m.hidden).map(m => m.dataset.view)"
-    assert browser.execute_script(shown) == ["all"]
-    browser.execute_script("document.querySelector('[data-show=baselines]').click()")
-    assert browser.execute_script(shown) == ["baselines"]
 
 
 def test_tables_can_be_downloaded(browser: Any, page: str) -> None:

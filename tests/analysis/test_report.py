@@ -18,7 +18,7 @@ from synthetic import write_store
 from analysis import report
 from analysis.__main__ import main
 from analysis.published import tables
-from analysis.registry import PARTS, REGISTERED, Item, Results, find
+from analysis.registry import REGISTERED, Item, Results, find
 from analysis.render.table import Table
 
 NETWORK = re.compile(r"""(?:src|href)=["']?(?:https?:)?//|@import|url\(["']?http""")
@@ -36,16 +36,10 @@ def text(page: Path) -> str:
     return html.unescape(page.read_text(encoding="utf-8")).replace("\u00a0", " ")
 
 
-def test_the_page_says_what_was_run_what_won_and_how_sure_that_is(page: Path) -> None:
+def test_the_page_says_what_was_run_and_where(page: Path) -> None:
     said = text(page)
     assert "Four criteria chose which experts of pocket_olmoe to remove" in said
-    assert re.search(r"With 50 % of the experts of pocket_olmoe removed, MAN won \d+ of 18 columns; [^.]*noise", said)
-    assert re.search(
-        r"With 25 % of the experts of pocket_olmoe removed, the best average is 0\.\d{3}, by MAN, calibrated on \w+",
-        said,
-    )
     assert "Nothing is missing" in said
-    assert re.search(r"General calibration of pocket_olmoe left [4-9] of 128 experts without a token", said)
     for words in (
         "plan/pocket_olmoe-pocket_code-man-0.25",
         "lm_eval 0.0-synthetic",
@@ -165,7 +159,7 @@ def test_an_output_that_cannot_be_made_is_a_gap_and_the_others_go_on(
     with monkeypatch.context() as broken:
         broken.setitem(REGISTERED, "ranks", replace(find("ranks"), make=_raises))
         broken.setitem(REGISTERED, "pareto", replace(find("pareto"), make=_cannot_be_written))
-        broken.setitem(PARTS, "text.headline", [_raises])
+        broken.setattr(report, "published_chapter", _raises)
         assert main([word, f"store={store}", f"out={out}"]) == 1
     said = capsys.readouterr()
     for name, reason in {"ranks": "KeyError: 'cell'", "pareto": "ValueError: Unknown format code 'f'"}.items():
@@ -175,7 +169,7 @@ def test_an_output_that_cannot_be_made_is_a_gap_and_the_others_go_on(
         assert not (out / "tables" / f"{name}.csv").exists()
     assert (out / "figures" / "average_scores.svg").exists() and (out / "tables" / "winners.csv").exists()
     if word == "report":
-        assert "failed/ranks.log" in text(out / "report.html") and (out / "failed" / "text.headline.log").exists()
+        assert "failed/ranks.log" in text(out / "report.html") and (out / "failed" / "published.log").exists()
     assert main([word, f"store={store}", f"out={out}"]) == 0
     assert not list((out / "failed").glob("*")), "what is mended leaves no trace"
 
