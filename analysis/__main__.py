@@ -7,7 +7,6 @@ import moe_lab.interrupt  # noqa: F401 - first, for Ctrl-C during the other impo
 # isort: split
 import argparse
 import gc
-import os
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -15,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from analysis.names import FIGURE_FORMATS
-from analysis.processes import beside
 from moe_lab.errors import DISK_FULL, UserError, end_with, unknown
 from moe_lab.paths import shortened, store_folder, url_of
 
@@ -23,12 +21,10 @@ if TYPE_CHECKING:
     from analysis.render.table import Table
     from analysis.report import Publisher
 
-USAGE = """python -m analysis [NAME ...] [store=store] [study=NAME] [out=FOLDER] [format=svg] [--compare]
-       python -m analysis diff A B [store=store] [out=FOLDER] [format=svg]"""
-DIFF = """diff: what changed from A to B: two studies of the store, two stores (or STORE:STUDY), or two
-plan.json files
-
-Ends with 0, with 1 when something is missing from the results (what is there is written), with 2 for a mistake."""
+USAGE = "python -m analysis [NAME ...] [store=store] [study=NAME] [out=FOLDER] [format=svg] [--compare]"
+EXIT_CODES = (
+    "Ends with 0, with 1 when something is missing from the results (what is there is written), with 2 for a mistake."
+)
 GARBAGE = 100_000
 """New objects after which garbage is collected: with Python's 700, a tenth of the time of a report goes there."""
 OPTIONS = ("store", "study", "out", "format", "compare")
@@ -49,7 +45,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         prog="python -m analysis",
         usage=USAGE,
         description=_names() if help_wanted else None,
-        epilog=DIFF,
+        epilog=EXIT_CODES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
@@ -117,25 +113,6 @@ def main(words: Sequence[str]) -> int:
         return 2
 
 
-def _diff(request: argparse.Namespace) -> int:
-    """Write the differences of two studies as a page, tables and figures.
-
-    Returns 1 when a cell is on one side only or a result is missing."""
-    from analysis.diff import report
-
-    if request.compare:
-        raise UserError("--compare sets a study beside the papers, diff two studies beside each other: ask for one")
-    changes = report.diff(request.names[1:], request.store)
-    out = request.out or changes.folder
-    try:
-        for path in report.write(changes, out, request.format):
-            print(path)
-    except OSError as error:
-        raise _unwritable(out, error) from None
-    print("\n".join(sentence for _, sentence in changes.page.findings))
-    return 0 if changes.complete else 1
-
-
 def _unwritable(out: Path, error: OSError) -> Exception:
     if isinstance(error, BrokenPipeError):  # the reader of stdout went away; `out` is not to blame
         return error
@@ -174,10 +151,6 @@ def _comparable(wanted: Sequence[str]) -> list[str]:
 
 def _run(request: argparse.Namespace) -> int:
     gc.set_threshold(GARBAGE)
-    # read when numpy is imported; threads in each of the processes of a report would wait for each other
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    if request.names[0] == "diff":
-        return _diff(request)
     names = set(request.names) - {"all", "report"}
     if names:
         from analysis.registry import find
@@ -188,14 +161,10 @@ def _run(request: argparse.Namespace) -> int:
         _comparable(request.names)
     from analysis.load.studies import studies
     from analysis.load.study import load
+    from analysis.registry import Results
+    from analysis.report import Publisher
 
-    name = request.study or studies(request.store)[0]
-    with beside(partial(load, request.store, name)) as loaded:
-        from analysis.registry import Results, outputs
-        from analysis.report import Publisher
-
-        outputs()  # imports matplotlib, which takes as long as reading the study
-        study = loaded()
+    study = load(request.store, request.study or studies(request.store)[0])
     out = request.out or request.store / "reports" / shortened(study.name)
     publisher = Publisher(Results(study), out, request.format)
     try:

@@ -287,11 +287,6 @@ def ratio(value: float) -> str:
     return f"{value * 100:g} %"
 
 
-def signed(value: float) -> str:
-    """A difference with its sign and three decimals: −0.012."""
-    return f"{value:+.3f}".replace("-", "−")
-
-
 def in_order(values: Iterable[str], order: Iterable[str]) -> list[str]:
     """`values` without repetition: those in `order` first and in that order, then the others alphabetically."""
     rank = {name: position for position, name in enumerate(order)}

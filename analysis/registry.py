@@ -11,7 +11,7 @@ import pkgutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, wraps
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 import pandas as pd
 
@@ -98,11 +98,6 @@ DEFAULT = "results of pruned models"
 def everything(study: Study, items: Sequence[Item]) -> Sequence[Item]:
     """The page shows all tables and figures of the output."""
     return items
-
-
-def tables(study: Study, items: Sequence[Item]) -> Sequence[Item]:
-    """The page shows the tables alone."""
-    return [item for item in items if isinstance(item, Table)]
 
 
 def figures(study: Study, items: Sequence[Item]) -> Sequence[Item]:
@@ -193,31 +188,6 @@ def output(
     return register
 
 
-PARTS: dict[str, list[Callable[[Results], Iterable[Any]]]] = {}
-"""Makers of the report's texts and interactive maps, registered by the modules imported so far."""
-
-
-def part(name: str) -> Callable[[Callable[[Results], Iterable[Any]]], Callable[[Results], Iterable[Any]]]:
-    """Register the decorated function as a maker of a part of the report's page; several are shown in module order.
-
-    name: `text.headline` for the findings at its head, each a subject and a sentence; `text.CHAPTER` for a chapter's
-    sentences; `views.CHAPTER` for its interactive maps.
-    """
-
-    def register(make: Callable[[Results], Iterable[Any]]) -> Callable[[Results], Iterable[Any]]:
-        PARTS.setdefault(name, []).append(make)
-        return make
-
-    return register
-
-
-def parts(name: str, results: Results) -> list[Any]:
-    """Make this part of the report's page by all functions registered for it in `analysis.outputs`."""
-    _import_modules()
-    makers = sorted(PARTS.get(name, ()), key=lambda make: make.__module__)
-    return [item for make in makers for item in make(results)]
-
-
 def outputs() -> Mapping[str, Output]:
     """All outputs by name, ordered by module name. `gaps` is last, because making the others can add gaps."""
     _import_modules()
@@ -247,7 +217,7 @@ def find(name: str) -> Output:
     known, others = outputs(), also()
     found = known.get(others.get(name, name))
     if found is None:
-        close = nearest(name, [*known, *others, "all", "report", "diff"])
+        close = nearest(name, [*known, *others, "all", "report"])
         hint = f": did you mean {close}?" if close else ""
         raise UserError(f"name={name} is unknown{hint} (`python -m analysis help` lists all names)")
     return found

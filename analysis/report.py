@@ -1,4 +1,4 @@
-"""The report of a study: one page with its findings, tables, figures, missing results and provenance."""
+"""The report of a study: one page with its tables, figures, missing results and provenance."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,13 +16,12 @@ import pandas as pd
 
 from analysis import names
 from analysis.load.evaluations import versions
-from analysis.load.reader import Gap, groups
+from analysis.load.reader import groups
 from analysis.load.settings import removed
 from analysis.load.study import Study, load
 from analysis.names import capitalised, count
-from analysis.processes import in_processes
 from analysis.published.tables import published_chapter
-from analysis.registry import Item, Results, find, outputs, part, parts
+from analysis.registry import Item, Results, find, outputs
 from analysis.render.page import Page, Section, html, write_files
 from moe_lab.errors import DISK_FULL
 
@@ -63,38 +61,21 @@ class Publisher:
         """Names of the outputs that could not be made."""
         return [name for name, error in self.attempted.items() if error]
 
-    def publish(self, wanted: Iterable[str], of_page: Sequence[str] = ()) -> tuple[dict[str, list[Any]], list[Path]]:
-        """Make the named outputs and write their files; make the parts `of_page` of the report's page.
+    def publish(self, wanted: Iterable[str]) -> tuple[dict[str, list[Item]], list[Path]]:
+        """Make the named outputs and write their files.
 
-        They are made in as many processes as there are processors, and the list of gaps after them in this one, which
-        then knows those that the others have found. Returns name -> the part, or the written tables and figures; and
-        all files."""
-        names = [*of_page, *dict.fromkeys(find(name).name for name in wanted)]
-        others = [name for name in names if name != GAPS]
-        here = ((name, self._make(name)) for name in names if name == GAPS)
-        gaps = self.results.study.reader.gaps
-        made: dict[str, list[Any]] = {}
+        The list of gaps is made last, because making the others can add gaps. Returns name -> the written tables and
+        figures, and all files."""
+        made: dict[str, list[Item]] = {}
         written: list[Path] = []
-        in_order = chain(zip(others, in_processes(self._make, others), strict=True), here)
-        for name, (items, files, attempted, found) in in_order:
-            made[name] = items
-            written += files
-            self.attempted |= attempted
-            gaps |= {key: gap for key, gap in found.items() if key not in gaps}
-        return made, written
-
-    def _make(self, name: str) -> tuple[list[Any], list[Path], dict[str, str | None], dict[tuple[str, str], Gap]]:
-        """Make one output or part of the page: its items, its files, and all attempts and gaps of this process."""
-        items: list[Any] = []
-        written: list[Path] = []
-        if name in outputs():
+        names = dict.fromkeys(find(name).name for name in wanted)
+        for name in sorted(names, key=lambda name: name == GAPS):
+            made[name] = []
             for item in self.attempt(name, partial(find(name).items, self.results)) or []:
                 files = self.attempt(item.name, partial(write_files, [item], self.out, self.figure_format)) or []
-                items += [item] if files else []
+                made[name] += [item] if files else []
                 written += files
-        else:
-            items = self.attempt(name, partial(parts, name, self.results)) or []
-        return items, written, self.attempted, self.results.study.reader.gaps
+        return made, written
 
     def log_failures(self) -> None:
         """Write OUT/failed/NAME.log for every failed output, and remove old logs of those that succeeded this time."""
@@ -110,10 +91,10 @@ class Publisher:
 PAGE = "report.html"
 GAPS = "gaps"
 """The output that lists missing results; made last."""
-PUBLISHED = "text.published"
-"""The chapter that compares the study with the papers: the part of the page that takes longest, so it is made first."""
-Made = Mapping[str, Sequence[Any]]
-"""Output -> its tables and figures that were written; part of the page -> its sentences or maps."""
+PUBLISHED = "published"
+"""The chapter that compares the study with the papers."""
+Made = Mapping[str, Sequence[Item]]
+"""Output -> its tables and figures that were written."""
 
 
 def write(store: Path | str, study: str, out: Path | str) -> Path:
@@ -126,9 +107,7 @@ def write_report(publisher: Publisher) -> Path:
 
     An output that cannot be made is a gap on the page, with its traceback in OUT/failed.
     """
-    chapters = [f"{kind}.{chapter.anchor}" for chapter in CHAPTERS for kind in ("views", "text")]
-    of_page = [PUBLISHED, "text.headline", *chapters]
-    made, _ = publisher.publish((name for name in outputs() if name != GAPS), of_page)
+    made, _ = publisher.publish(name for name in outputs() if name != GAPS)
     page = publisher.out / PAGE
     page.write_text(html(_page(publisher, made)), encoding="utf-8")
     publisher.log_failures()
@@ -142,7 +121,6 @@ def _page(publisher: Publisher, made: Made) -> Page:
         title=names.capitalised(names.listing(study.name.replace("_", " ").split("+"))),
         kicker=_kicker(study),
         lead=what_was_run(study),
-        findings=[*made["text.headline"], ("Completeness", completeness(study))],
         tiles=_tiles(study),
         chapters=chapters,
         footer=f"Made by moe_lab {study.document.get('moe_lab', '')} from {study.name} in {study.store.resolve()}.",
@@ -152,17 +130,14 @@ def _page(publisher: Publisher, made: Made) -> Page:
 
 def _sections(publisher: Publisher, made: Made) -> list[Section]:
     """All sections of the page: chapters, comparison with the papers, missing results, provenance."""
-    study = publisher.results.study
-    sections = [_section(chapter, publisher.results.study, made) for chapter in CHAPTERS]
+    results = publisher.results
+    study = results.study
+    sections = [_section(chapter, study, made) for chapter in CHAPTERS]
+    published = publisher.attempt(PUBLISHED, partial(published_chapter, study, results.comparisons))
     missing, _ = publisher.publish([GAPS])
     text = [completeness(study), *study.notes]
     gaps = Section(GAPS, "Gaps", "Missing results", text, missing[GAPS])
-    return [*sections, *made[PUBLISHED], gaps, _provenance(study, made)]
-
-
-@part(PUBLISHED)
-def _published(results: Results) -> list[Section]:
-    return [published_chapter(results.study, results.comparisons)]
+    return [*sections, *([published] if published else []), gaps, _provenance(study, made)]
 
 
 def _kicker(study: Study) -> str:
@@ -184,8 +159,7 @@ def _tiles(study: Study) -> list[tuple[int, str]]:
 
 @dataclass(frozen=True)
 class Chapter:
-    """A chapter of the page: shows the outputs registered with its anchor, and the parts `text.ANCHOR` and
-    `views.ANCHOR`."""
+    """A chapter of the page: shows the outputs registered with its anchor."""
 
     anchor: str
     short: str
@@ -196,10 +170,8 @@ class Chapter:
 
 def _section(chapter: Chapter, study: Study, made: Made) -> Section:
     section = _shown(chapter.anchor, study, made)
-    views = made[f"views.{chapter.anchor}"]
-    note = [chapter.note] if chapter.note and (section.outputs or views) else []
-    text = [*note, *made[f"text.{chapter.anchor}"]]
-    return replace(section, short=chapter.short, title=chapter.title, text=text, views=views)
+    text = [chapter.note] if chapter.note and section.outputs else []
+    return replace(section, short=chapter.short, title=chapter.title, text=text)
 
 
 def _shown(anchor: str, study: Study, made: Made) -> Section:

@@ -8,7 +8,6 @@ has the cells for it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -19,7 +18,7 @@ from analysis.load.reader import groups, records
 from analysis.load.settings import is_searched, replaces
 from analysis.outputs.captions import setting
 from analysis.outputs.score_rows import by_ratio
-from analysis.registry import Results, output, part
+from analysis.registry import Results, output
 from analysis.render.table import SCORE, Table, spelled
 from analysis.stats import overlap, uncertainty
 from analysis.stats.cell_scores import group_targets, pooled_difference
@@ -32,15 +31,13 @@ BY_CHANCE = "channels by chance"
 CHANCE = ("random", "channel_random")
 ALL = "all"
 """In place of a ratio: the mean over all ratios."""
-CLAIMED_AT = 0.5
-"""The ratio at which EvoESAP's claim is strongest; the headline uses the study's nearest ratio."""
 EQUAL = 0.035
 """Kept shares of routed parameters count as equal when they differ by less: whole experts cannot match more closely."""
 PAIR = ["criterion", "calibration", "recovery", "gate", "seed"]
 """Columns in which a searched cell and its uniform partner agree, besides the ratio."""
 
 TESTED = ["difference", "low", "high", "p"]
-COLUMNS = ["claim", "model", "ratio", "compared", *TESTED, "p_holm", "verdict", "headline", "parts"]
+COLUMNS = ["claim", "model", "ratio", "compared", *TESTED, "p_holm", "verdict", "parts"]
 
 Pairs = Sequence[tuple[int, int]]
 """Pairs of compared cells: first the one that the claim says is better, then the other."""
@@ -51,8 +48,8 @@ def claims(comparisons: Iterable[Comparison], costs: pd.DataFrame, family: pd.Da
 
     Empty when no claim can be tested. costs: cell, routed_kept; family: scores of the S family, as in a study.
     `difference` is of Avg; for the third claim, of the share of experts that all calibration sets agree on. p_holm is
-    corrected by Holm's method over all rows. `headline` marks the row that answers the claim. `parts` maps each group
-    average to its difference. verdict: holds, does not hold, undecided (the interval contains 0), or not tested.
+    corrected by Holm's method over all rows. `parts` maps each group average to its difference. verdict: holds, does
+    not hold, undecided (the interval contains 0), or not tested.
     """
     rows = [row for comparison in comparisons for row in (*_searched(comparison), *_channels(comparison, costs))]
     rows_of_claims = pd.DataFrame([*rows, *_invariant(family)], columns=COLUMNS)
@@ -75,8 +72,7 @@ def _searched(comparison: Comparison) -> list[dict[str, object]]:
     uniform = cells[(cells["allocation"] == "uniform") & (cells["granularity"] == "expert")]
     both = searched.reset_index().merge(uniform.reset_index(), on=[*PAIR, "ratio"], suffixes=("", "_uniform"))
     pairs = {ratio: list(zip(found["cell"], found["cell_uniform"], strict=True)) for ratio, found in by_ratio(both)}
-    answering = min(pairs, key=lambda ratio: (abs(ratio - CLAIMED_AT), -ratio), default=None)
-    return [_row(comparison, SEARCHED, ratio, [each], ratio == answering) for ratio, each in pairs.items()]
+    return [_row(comparison, SEARCHED, ratio, [each]) for ratio, each in pairs.items()]
 
 
 def _channels(comparison: Comparison, costs: pd.DataFrame) -> list[dict[str, object]]:
@@ -108,19 +104,17 @@ def _granularities(comparison: Comparison, claim: str, cells: pd.DataFrame) -> l
         if equal:
             pairs[ratio] = equal
     rows = [_row(comparison, claim, ratio, [each]) for ratio, each in pairs.items()]
-    return [*rows, _row(comparison, claim, ALL, list(pairs.values()), headline=True)] if pairs else []
+    return [*rows, _row(comparison, claim, ALL, list(pairs.values()))] if pairs else []
 
 
-def _row(
-    comparison: Comparison, claim: str, ratio: float | str, ratios: Sequence[Pairs], headline: bool = False
-) -> dict[str, object]:
+def _row(comparison: Comparison, claim: str, ratio: float | str, ratios: Sequence[Pairs]) -> dict[str, object]:
     cells = sorted({cell for pairs in ratios for pair in pairs for cell in pair})
     differences = {
         name: pooled_difference(comparison, target, ratios) for name, target in group_targets(comparison, cells).items()
     }
     whole = differences.pop("Avg", None) or pooled_difference(comparison, (), [])
     parts = {name: part["difference"] for name, part in differences.items()}
-    about = {"claim": claim, "model": comparison.model, "ratio": ratio, "headline": headline, "parts": parts}
+    about = {"claim": claim, "model": comparison.model, "ratio": ratio, "parts": parts}
     return {**about, **whole}
 
 
@@ -136,7 +130,7 @@ def _invariant(family: pd.DataFrame) -> list[dict[str, object]]:
         for ratio, shares in (*differences.items(), (ALL, mean)):
             low, high = layer_interval(shares)
             tested = dict(zip(TESTED, (float(shares.mean()), low, high, _t_test(shares)), strict=True))
-            about = {"claim": INVARIANT, **key, "ratio": ratio, "headline": ratio == ALL, "parts": {}}
+            about = {"claim": INVARIANT, **key, "ratio": ratio, "parts": {}}
             rows.append({**about, **tested, "compared": len(_PARTNERS)})
     return rows
 
@@ -195,51 +189,6 @@ STATEMENTS = {
     BY_CHANCE: "Removing channels beats removing whole experts even at random",
     INVARIANT: "Scores divided by the token count depend less on the calibration set than sums",
 }
-PAPERS = {SEARCHED: "claimed by EvoESAP", CHANNELS: "claimed by HEAPr", INVARIANT: "claimed by Unified Expert Pruning"}
-PAPERS[BY_CHANCE] = "a control"
-
-
-@part("text.headline")
-def claim_headline(results: Results) -> list[tuple[str, str]]:
-    """Findings on which of the papers' claims hold in this study."""
-    rows = claims(results.comparisons, results.study.costs, results.study.family)
-    return [("Claim", sentence) for sentence in sentences(rows)]
-
-
-def sentences(rows: pd.DataFrame) -> list[str]:
-    """A sentence per claim and model: the claim, whether it holds here, and the interval of the difference."""
-    return [_sentence(row) for row in records(rows[rows["headline"].astype(bool)])] if len(rows) else []
-
-
-def _sentence(row: Mapping[str, Any]) -> str:
-    verdict = {
-        "holds": "holds here",
-        "does not hold": "does not hold here: it is the other way round",
-        "undecided": "is undecided here: the interval contains 0",
-        "not tested": "could not be tested: results are missing",
-    }[row["verdict"]]
-    sentence = f"“{STATEMENTS[row['claim']]}” ({PAPERS[row['claim']]}) {verdict}."
-    if row["verdict"] == "not tested":
-        return sentence
-    interval = (
-        f"{names.signed(row['difference'])} (95 % interval {names.signed(row['low'])} to {names.signed(row['high'])})"
-    )
-    parts = sorted(row["parts"].items(), key=lambda part: -part[1])
-    by_part = f"; by part: {names.listing(f'{name} {names.signed(value)}' for name, value in parts)}" if parts else ""
-    return f"{sentence} {_measured(row)} is {interval}{by_part}."
-
-
-def _measured(row: Mapping[str, Any]) -> str:
-    """Words for the quantity whose difference is tested."""
-    pairs = f"{row['compared']} pairs" if row["compared"] != 1 else "one pair"
-    where = "over all ratios" if row["ratio"] == ALL else f"with {names.ratio(row['ratio'])} pruned"
-    if row["claim"] == INVARIANT:
-        return (
-            f"The share of the experts to remove from {row['model']} that all calibration sets agree on, b = 1 minus "
-            f"b = 0, {where},"
-        )
-    sides = "searched minus uniform" if row["claim"] == SEARCHED else "channels minus experts"
-    return f"The average of {row['model']}, {sides}, {where}, mean of {pairs} of plans,"
 
 
 @output("claims", chapter="claims")

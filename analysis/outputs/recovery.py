@@ -25,11 +25,11 @@ from analysis.outputs.score_rows import (
     score_table,
     storage_points,
 )
-from analysis.registry import Results, output, part, per_model
+from analysis.registry import Results, output, per_model
 from analysis.render import style
 from analysis.render.style import Figure
 from analysis.render.table import Table
-from analysis.stats.cell_scores import MEAN, averaged, cost, group_targets, mean_target, pooled_difference
+from analysis.stats.cell_scores import MEAN, averaged, mean_target
 from analysis.stats.comparison import Comparison
 
 PLAIN = "16 bits"
@@ -124,72 +124,6 @@ def storage_figure(results: Results, comparison: Comparison, name: str) -> Figur
         "disk, on a logarithmic axis; each point is named by the share of channels or experts removed."
     )
     return Figure(name, f"Accuracy against storage: {comparison.model}", caption, drawing)
-
-
-HEADLINES = 3
-"""Largest number of recoveries that the head of the page has a sentence each on; more are counted."""
-
-
-@part("text.headline")
-def recovery_headline(results: Results) -> list[tuple[str, str]]:
-    """Findings on the effect of recovery."""
-    found = _changes(results)
-    if len(found) <= HEADLINES:
-        return [("Recovery", sentence) for sentence, _ in found]
-    signs = [sign for _, sign in found]
-    sentence = (
-        f"{len(found)} recovered models were compared with the same plans in {PLAIN} without fine-tuning. Beyond "
-        f"noise, the average is higher for {signs.count(1)} of them and lower for {signs.count(-1)}."
-    )
-    return [("Recovery", sentence)]
-
-
-@part("text.recovery")
-def recovery_text(results: Results) -> list[str]:
-    """A sentence per model, method and recovery: its change in Avg and in bytes against 16 bits at the same ratios."""
-    return [sentence for sentence, _ in _changes(results)]
-
-
-def _changes(results: Results) -> list[tuple[str, int]]:
-    return [change for one in results.comparisons for change in recovery_findings(results.study, one)]
-
-
-def recovery_findings(study: Study, comparison: Comparison) -> list[tuple[str, int]]:
-    """A sentence per method and recovery, with the sign of the change in Avg: 1 or -1 beyond noise, 0 within it."""
-    own_sweeps = sweeps(comparison)
-    findings = []
-    for cells in own_sweeps:
-        method = f" ({_unrecovered(cells['method'].iloc[0])})" if len(own_sweeps) > 1 else ""
-        for name in dict.fromkeys(cells["recovery"]):
-            if name != "none" and (finding := _against_plain(study, comparison, cells, name, method)):
-                findings.append(finding)
-    return findings
-
-
-def _against_plain(
-    study: Study, comparison: Comparison, cells: pd.DataFrame, name: str, method: str
-) -> tuple[str, int] | None:
-    by_ratio = {
-        word: cells[cells["recovery"] == word].reset_index().set_index("ratio")["cell"] for word in (name, "none")
-    }
-    shared = [ratio for ratio in by_ratio["none"].index if ratio in by_ratio[name].index]
-    changed, plain = (by_ratio[word][shared].astype(int).tolist() for word in (name, "none"))
-    target = group_targets(comparison, [*changed, *plain]).get("Avg", ())
-    difference = pooled_difference(comparison, target, [[pair] for pair in zip(changed, plain, strict=True)])
-    if np.isnan(difference["low"]):
-        return None
-    sizes = [cost(study, chosen, "storage_bytes").to_numpy() for chosen in (changed, plain)]
-    share = float(np.mean(sizes[0] / sizes[1]))
-    where = "at one ratio" if difference["compared"] == 1 else f"mean over {difference['compared']} ratios"
-    sign = int(difference["low"] > 0) - int(difference["high"] < 0)
-    noise = "beyond" if sign else "within"
-    size = "" if np.isnan(share) else f", and takes {names.share(share)} of the bytes" if share < 0.995 else ""
-    mean, low, high = (names.signed(difference[column]) for column in ("difference", "low", "high"))
-    sentence = (
-        f"{recovery(name)} changes the average of {comparison.model}{method} by {mean} against {PLAIN} "
-        f"without fine-tuning (95 % interval {low} to {high}, {where}), which is {noise} noise{size}."
-    )
-    return names.capitalised(sentence), sign
 
 
 def recovered(comparison: Comparison) -> Iterator[Block]:

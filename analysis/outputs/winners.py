@@ -7,7 +7,7 @@ plans, whereas right or wrong only differs on items that one plan solves and the
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,13 +18,12 @@ from matplotlib.patches import Patch, Rectangle
 from analysis import names
 from analysis.load.reader import groups, records
 from analysis.load.study import Study
-from analysis.names import count
 from analysis.outputs.captions import LOSSES, PANEL, setting
-from analysis.registry import Item, Results, output, tables
+from analysis.registry import Item, Results, output
 from analysis.render import style
 from analysis.render.style import LETTER, SMALL_LETTER, Figure
 from analysis.render.table import SCORE, Table, spelled
-from analysis.stats.winners import CAPTION, LEVEL, MEAN, SETTINGS, label, wins
+from analysis.stats.winners import CAPTION, LEVEL, MEAN, SETTINGS, label
 
 
 @output("pairs", chapter="winners", filters="*Model|Pruned|Calibration")
@@ -58,13 +57,13 @@ def _map_and_table(results: Results, win_rows: pd.DataFrame, name: str, title: s
     return [winner_figure(win_rows, name, title), winner_table(results.study, win_rows, name, title)]
 
 
-@output("winners", chapter="winners", shown=tables, filters="*Model|Pruned|Calibration")
+@output("winners", chapter="winners", filters="*Model|Pruned|Calibration")
 def all_winners(results: Results, name: str) -> list[Item]:
     """The winner map of all criteria."""
     return _map_and_table(results, results.winners, name, "Best criterion by task and calibration set")
 
 
-@output("winners.loss", chapter="winners", shown=tables, filters="*Model|Pruned|Calibration", needs=LOSSES)
+@output("winners.loss", chapter="winners", filters="*Model|Pruned|Calibration", needs=LOSSES)
 def winners_by_loss(results: Results, name: str) -> list[Item]:
     """The winner map by the loss on right answers, where lower is better."""
     by_loss = results.by_answer_loss
@@ -190,104 +189,3 @@ def _fitted(winners: Sequence[str], score: float, inches: float) -> tuple[str, f
     if len(text) > inches / LETTER:
         return textwrap.fill(text, small), 5.6
     return text, 7.5 if len(winners) == 1 else 6.5
-
-
-def winner_views(results: Results) -> list[dict[str, Any]]:
-    """The interactive winner maps: all criteria by score and by loss, and the papers' five baselines if a subset."""
-    same = set(results.study.cells["criterion"]) - {"none"} <= set(names.BASELINES)
-    views = [
-        ("all", "All criteria", results.winners),
-        ("losses", "All criteria, by loss on right answers (lower is better)", results.by_answer_loss.winners),
-        *(() if same else [("baselines", "The papers’ five baselines", results.baseline_winners)]),
-    ]
-    return [
-        {"key": key, "label": text, "maps": [_map(group) for _, group in groups(found, SETTINGS)]}
-        for key, text, found in views
-        if len(found)
-    ]
-
-
-def _map(win_rows: pd.DataFrame) -> dict[str, Any]:
-    sets = names.calibrations_in_order(win_rows["calibration"])
-    wins = {(win["column"], win["calibration"]): _win(win) for win in records(win_rows)}
-    blank = {"kind": "gap", "colour": "none", "label": "not run", "score": "", "lead": "", "detail": ""}
-    first = records(win_rows)[0]
-    return {
-        "title": f"{first['model']}, {first['pruned']} pruned",
-        "sentence": who_won(win_rows)[0].split(", ", 1)[1],
-        "calibrations": [names.calibration(name) for name in sets],
-        "rows": [
-            {"column": names.benchmark(column), "cells": [wins.get((column, name), blank) for name in sets]}
-            for column in dict.fromkeys(win_rows["column"])
-        ],
-    }
-
-
-def _win(win: Mapping[str, Any]) -> dict[str, str]:
-    winners = win["winners"]
-    alone = len(winners) == 1
-    kind = ("sure" if win["beyond_noise"] else "unsure") if alone else "tie" if winners else "gap"
-    detail = f"{names.listing(names.method(name) for name in winners)}: {win['score']:.3f}" if winners else "no result"
-    if alone and win["runner_up"]:
-        detail += f", {names.signed(win['lead'])} against {names.method(win['runner_up'])}{_certainty(win)}"
-    many = len(winners) > 3
-    return {
-        "kind": kind,
-        "colour": style.colour(winners[0]) if alone else "none",
-        "label": f"{len(winners)} tied" if many and win["score"] else label(winners, win["score"]),
-        "score": f"{win['score']:.3f}" if winners else "",
-        "lead": names.signed(win["lead"]) if alone and win["runner_up"] else "",
-        "detail": detail,
-    }
-
-
-def _certainty(win: Mapping[str, Any]) -> str:
-    """The interval and the p-values of a lead in words, or that it was not tested."""
-    if pd.isna(win["p"]):
-        return ", not tested"
-    low, high = names.signed(win["lead_low"]), names.signed(win["lead_high"])
-    return f" (95 % interval {low} to {high}), p = {win['p']:.3g}, {win['p_holm']:.3g} corrected"
-
-
-def who_won(win_rows: pd.DataFrame, what: str = "experts") -> list[str]:
-    """A sentence per model and ratio: wins of the leading methods, and how many of them are beyond noise.
-
-    what: what was removed, as from `analysis.load.settings.removed`.
-    """
-    return [_who_won(key, group, what) for key, group in groups(win_rows, SETTINGS)]
-
-
-def where_pruned(pruned: str, what: str, model: str) -> str:
-    share, _, words = pruned.partition(", ")
-    settings = f" ({words.replace(', ', ' and ')})" if words else ""
-    return f"With {share} of the {what} of {model} removed{settings}"
-
-
-def competitor(keys: Iterable[str]) -> str:
-    """The noun for what is compared: criterion, or method when allocations or recoveries are part of the keys."""
-    return "method" if any(names.parts(key)[1:] != ("", "") for key in keys) else "criterion"
-
-
-def _who_won(key: Mapping[str, Any], win_rows: pd.DataFrame, what: str) -> str:
-    counts = wins(win_rows)
-    where = where_pruned(str(win_rows["pruned"].iloc[0]), what, key["model"])
-    total = int((win_rows["winners"].map(len) > 0).sum())
-    if counts.empty or not counts["wins"].iloc[0]:
-        return f"{where}, no {competitor(win_rows['winners'].explode().dropna())} won a column alone."
-    most, sure = int(counts["wins"].iloc[0]), int(counts["beyond_noise"].iloc[0])
-    leader = names.method(str(counts.index[0]))
-    if sure == most:
-        certainty = "all of these wins are beyond noise" if most > 1 else "the win is beyond noise"
-    elif sure == 0:
-        certainty = "none of these wins is beyond noise" if most > 1 else "the win is within noise"
-    else:
-        certainty = f"{count(sure, 'of these wins is', 'of these wins are')} beyond noise"
-    others = [f"{names.method(str(name))} {number}" for name, number in counts["wins"].iloc[1:].items() if number]
-    ties = int((win_rows["winners"].map(len) > 1).sum())
-    rest = [f"others: {', '.join(others)}"] if others else []
-    rest += [count(ties, "column is tied", "columns are tied")] if ties else []
-    squares = win_rows.loc[[winners == (counts.index[0],) for winners in win_rows["winners"]], ["cell", "column"]]
-    if squares.duplicated().any():
-        rest.append(f"{leader} reads no text: its one plan stands in every calibration set")
-    tail = f" ({'; '.join(rest)})" if rest else ""
-    return f"{where}, {leader} won {most} of {total} columns; {certainty}{tail}."

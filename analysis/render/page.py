@@ -29,7 +29,6 @@ class Section:
     title: str = ""
     text: Sequence[str] = ()
     outputs: Sequence[Table | Figure] = ()
-    views: Sequence[Mapping[str, Any]] = ()
     facts: Sequence[tuple[str, str]] = ()
     details: Sequence[tuple[str, str]] = ()
     filters: Mapping[str, str] = field(default_factory=dict)
@@ -39,7 +38,7 @@ class Section:
 
     @property
     def empty(self) -> bool:
-        return not (self.text or self.outputs or self.views or self.facts)
+        return not (self.text or self.outputs or self.facts)
 
 
 @dataclass(frozen=True)
@@ -49,8 +48,6 @@ class Page:
     title: str
     kicker: str
     lead: str
-    findings: Sequence[tuple[str, str]]
-    """Pairs of a subject and a sentence."""
     tiles: Sequence[tuple[int, str]]
     """Pairs of a number and its label."""
     chapters: Sequence[Section]
@@ -68,7 +65,6 @@ def html(page: Page) -> str:
         title=page.title,
         kicker=page.kicker,
         lead=_bound(page.lead),
-        findings=[(about, _bound(sentence)) for about, sentence in page.findings],
         tiles=[{"value": f"{value:,}", "label": label} for value, label in page.tiles],
         sections=[_context(section) for section in page.chapters if not section.empty],
         css=_raw("page.css"),
@@ -94,7 +90,6 @@ def _context(section: Section) -> dict[str, Any]:
         "short": section.short,
         "title": section.title,
         "text": [_bound(sentence) for sentence in section.text],
-        "views": section.views,
         "collapsed": section.folded,
         "facts": section.facts,
         "details": section.details,

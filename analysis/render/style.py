@@ -103,10 +103,6 @@ class Figure:
             self.drawing.savefig(text, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
         return text.getvalue()
 
-    def __getstate__(self) -> dict[str, str]:
-        """Another process gets the SVG, not the drawing."""
-        return {"name": self.name, "title": self.title, "caption": self.caption, "svg": self.svg}
-
 
 def colour(method: str) -> str:
     """The colour of a method in every figure, which is that of its criterion."""

@@ -41,13 +41,9 @@ class Table:
     optional: Sequence[str] = ()
     """Number columns that some rows do not have, so that a dash there is not a gap."""
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Another process gets the texts too."""
-        return {**vars(self), "texts": self.texts}
-
     @cached_property
     def texts(self) -> dict[str, str]:
-        """Each of SUFFIXES -> the table in that format; cached, as files and the page use them, in two processes."""
+        """Each of SUFFIXES -> the table in that format; cached, as files and the page use them."""
         return {suffix: function(self) for suffix, function in SUFFIXES.items()}
 
 

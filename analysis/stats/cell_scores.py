@@ -60,11 +60,6 @@ def not_averaged(comparisons: Iterable[Comparison]) -> list[str]:
     return [f"Avg is without {names.listing(sorted(left))}: there, less is better."] if left else []
 
 
-def benchmark_targets(comparison: Comparison, benchmarks: Sequence[str]) -> dict[str, Target]:
-    """Display name -> target, for those of `benchmarks` that were run."""
-    return {names.benchmark(name): (name,) for name in benchmarks if name in comparison.benchmarks}
-
-
 def mean_target(comparison: Comparison, cells: Sequence[int], benchmarks: Iterable[str]) -> Target:
     """Those of `benchmarks` on which at least one of these cells was evaluated and in which more is better."""
     run = comparison.benchmarks.loc[list(cells)].notna().any()

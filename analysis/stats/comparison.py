@@ -142,11 +142,6 @@ class Comparison:
         total = sum((items.sum(axis=1) for items in shared.values()), np.zeros(len(self.cells)))
         return pd.Series(total if shared else np.nan, self.cells.index)
 
-    def shared_items(self, target: Target) -> int | None:
-        """Number of items in the paired tests of a target when cells got different items; None otherwise."""
-        items = [found.shape[1] for found in self._contributions(target).values()]
-        return sum(items) if set(self.weights(target)) & set(self.own) else None
-
     def p_values(self, target: Target, cell: int, others: Sequence[int]) -> np.ndarray:
         """Two-sided paired p-values of `cell` against each of `others`; NaN where outcomes are missing.
 

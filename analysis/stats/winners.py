@@ -29,15 +29,15 @@ SETTINGS = ["model", "ratio", "gate", "seed"]
 """One map per combination of these; its rows and columns are displayed columns and calibration sets."""
 
 
-_BEST = ("winners", "cell", "score", "runner_up", "runner_up_score", "lead", "lead_low", "lead_high", "p")
+_BEST = ("winners", "score", "runner_up", "runner_up_score", "lead", "lead_low", "lead_high", "p")
 
 
 def winner_map(comparisons: Iterable[Comparison], criteria: Sequence[str] | None = None) -> pd.DataFrame:
     """Find the winners: one row per model, ratio, gate, seed, calibration set and displayed column.
 
     criteria: methods' keys that compete, by default all. Returned columns: SETTINGS, pruned (the ratio, in words),
-    calibration, column, winners (tuple of methods' keys, several when tied), cell (of the first winner), score,
-    runner_up, runner_up_score, lead, lead_low, lead_high (95 % interval), p, p_holm, beyond_noise.
+    calibration, column, winners (tuple of methods' keys, several when tied), score, runner_up, runner_up_score,
+    lead, lead_low, lead_high (95 % interval), p, p_holm, beyond_noise.
     """
     rows = [
         {**_settings(panel), "column": column, **_best(comparison, panel, column, criteria)}
@@ -55,23 +55,6 @@ def winner_map(comparisons: Iterable[Comparison], criteria: Sequence[str] | None
     return winners
 
 
-def wins(win_rows: pd.DataFrame) -> pd.DataFrame:
-    """Count wins, wins beyond noise and shared first places per method, most wins first."""
-    alone = win_rows[win_rows["winners"].map(len) == 1]
-    single = alone["winners"].map(lambda winners: winners[0])
-    shared = win_rows.loc[win_rows["winners"].map(len) > 1, "winners"].explode()
-    counts = pd.DataFrame(
-        {
-            "wins": single.value_counts(),
-            "beyond_noise": single[alone["beyond_noise"].astype(bool)].value_counts(),
-            "shared": shared.value_counts(),
-        }
-    )
-    counts = counts.fillna(0).astype(int)
-    counts.index.name = "criterion"
-    return counts.sort_values(["wins", "beyond_noise", "shared"], ascending=False, kind="stable")
-
-
 def _settings(panel: Panel) -> dict[str, object]:
     return {name: getattr(panel, name) for name in (*SETTINGS, "pruned", "calibration")}
 
@@ -87,7 +70,7 @@ def _best(comparison: Comparison, panel: Panel, column: str, criteria: Sequence[
     top = max(printed.values())
     winners = tuple(name for name, value in printed.items() if value == top)
     rest = {name: value for name, value in printed.items() if value != top}
-    best = {"winners": winners, "cell": cells[winners[0]], "score": values[winners[0]], "runner_up": "", "p": np.nan}
+    best = {"winners": winners, "score": values[winners[0]], "runner_up": "", "p": np.nan}
     if not rest:
         return best
     second = max(rest, key=lambda name: rest[name])

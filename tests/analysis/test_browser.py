@@ -8,9 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from synthetic import write_store
-
-from analysis.diff import report
 
 selenium = pytest.importorskip("selenium", reason="selenium is not installed")
 
@@ -42,17 +39,6 @@ def page(small_report: Path) -> str:
     return small_report.as_uri()
 
 
-@pytest.fixture(scope="module")
-def changes(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The page of what changed from experts removed uniformly to another allocation, and of channels likewise."""
-    root = tmp_path_factory.mktemp("changes")
-    few = {"items": 20, "ratios": (0.5,), "overlap": False, "tasks": ("gsm8k", "wildbench", "mmlu")}
-    for name in ("uniform", "global"):
-        write_store(root / "store", name=name, criteria=("man", "heapr"), allocations=(name,), **few)
-    report.write(report.diff(["uniform", "global"], root / "store"), root / "out")
-    return (root / "out" / report.PAGE).as_uri()
-
-
 def show(browser: Any, page: str, width: int, scheme: str = "light") -> None:
     size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 700}
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
@@ -61,7 +47,8 @@ def show(browser: Any, page: str, width: int, scheme: str = "light") -> None:
     browser.get(page)
 
 
-def _clean(browser: Any, page: str, width: int, scheme: str) -> None:
+@pytest.mark.parametrize(("width", "scheme"), [(360, "light"), (360, "dark"), (768, "dark"), (1400, "light")])
+def test_nothing_overflows_and_nothing_complains(browser: Any, page: str, width: int, scheme: str) -> None:
     """Nothing is wider than the window, nothing complains, no heading is cut, and the colours are those asked for."""
     show(browser, page, width, scheme)
     assert browser.execute_script("return document.documentElement.scrollWidth") <= width
@@ -69,53 +56,10 @@ def _clean(browser: Any, page: str, width: int, scheme: str) -> None:
     light = sum(int(part) for part in _colour(browser, "background-color")) > 384
     assert light == (scheme == "light")
     cut = browser.execute_script(
-        "return [...document.querySelectorAll('h1,h2,h3,.winners b,.tiles dd,.tiles dt')]"
+        "return [...document.querySelectorAll('h1,h2,h3,.tiles dd,.tiles dt')]"
         ".filter(e => e.offsetParent && e.scrollWidth > e.clientWidth + 1).map(e => e.textContent)"
     )
     assert cut == []
-
-
-@pytest.mark.parametrize(("width", "scheme"), [(360, "light"), (360, "dark"), (768, "dark"), (1400, "light")])
-def test_nothing_overflows_and_nothing_complains(browser: Any, page: str, width: int, scheme: str) -> None:
-    _clean(browser, page, width, scheme)
-
-
-@pytest.mark.parametrize(("width", "scheme"), [(390, "light"), (1400, "dark")])
-def test_what_changed_is_shown_as_cleanly(browser: Any, changes: str, width: int, scheme: str) -> None:
-    _clean(browser, changes, width, scheme)
-    drawn = browser.execute_script("return [...document.querySelectorAll('figure.plot')].map(f => f.id)")
-    assert drawn == [f"diff.{name}" for name in ("averages", "exchange", "experts", "channels")]
-    found = browser.execute_script(
-        """
-        const table = document.getElementById("table-diff.averages");
-        const head = [...table.querySelectorAll("th")].find(h => h.textContent == "B − A");
-        head.firstChild.click();
-        return [...table.querySelectorAll("tbody tr")].map(row => Number(row.cells[head.cellIndex].dataset.key));
-        """
-    )
-    assert found == sorted(found, reverse=True) and len(set(found)) > 2
-
-
-def test_no_word_of_a_map_is_broken_on_a_phone(browser: Any, page: str) -> None:
-    """Each word stands on one line: a range around it is one rectangle. One label is given a long name."""
-    show(browser, page, 360)
-    broken = browser.execute_script(
-        """
-        const found = [];
-        document.querySelector('.winners b').textContent = "Channel activation × gradient, coverage";
-        for (const label of document.querySelectorAll('.winners b, .winners th')) {
-          const text = label.firstChild;
-          for (const word of label.offsetParent && text ? text.data.matchAll(/\\S+/g) : []) {
-            const range = document.createRange();
-            range.setStart(text, word.index);
-            range.setEnd(text, word.index + word[0].length);
-            if (range.getClientRects().length > 1) found.push(word[0]);
-          }
-        }
-        return found;
-        """
-    )
-    assert broken == []
 
 
 def _colour(browser: Any, name: str) -> list[str]:
@@ -161,14 +105,6 @@ def test_figures_open_large_and_close(browser: Any, page: str) -> None:
     assert browser.execute_script("return document.querySelector('#viewer svg').getBoundingClientRect().width") > 900
     browser.execute_script("document.querySelector('#viewer .close').click()")
     assert not browser.execute_script("return document.querySelector('#viewer').open")
-
-
-def test_the_map_of_the_baselines_is_one_click_away(browser: Any, page: str) -> None:
-    show(browser, page, 1400)
-    shown = "return [...document.querySelectorAll('.maps')].filter(m => !m.hidden).map(m => m.dataset.view)"
-    assert browser.execute_script(shown) == ["all"]
-    browser.execute_script("document.querySelector('[data-show=baselines]').click()")
-    assert browser.execute_script(shown) == ["baselines"]
 
 
 def test_tables_can_be_downloaded(browser: Any, page: str) -> None:

@@ -13,12 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import binomtest
 
-from analysis.diff.sides import beside
-from analysis.diff.tables import score_table
 from analysis.load.reader import Reader
 from analysis.load.study import Study
 from analysis.outputs import winners
-from analysis.outputs.findings import best_plan
 from analysis.outputs.pareto import against_cost, pareto_table
 from analysis.outputs.ranks import rank_table
 from analysis.outputs.scores import averages_figure
@@ -91,9 +88,6 @@ def test_an_average_leaves_out_where_less_is_better(perplexed: Study) -> None:
     assert rows.loc[["Frequency", "REAP", "MAN"], "Avg Rank"].tolist() == [3, 2, 1]
     assert rows["First"].idxmax() == "MAN" and rows["First"].sum() == pytest.approx(1)
     assert "Avg is without wikitext2: there, less is better." in table.footnotes
-    [comparison] = Results(perplexed).measured
-    [sentence] = best_plan(comparison)
-    assert "0.750, by MAN" in sentence
     [figure] = averages_figure(Results(perplexed), "average_scores")
     assert "Avg is without wikitext2" in figure.caption
 
@@ -112,12 +106,11 @@ def test_the_best_plan_is_on_the_front_in_spite_of_a_perplexity(perplexed: Study
 
 def test_a_lower_perplexity_leads_downwards_and_says_it_was_not_tested(perplexed: Study) -> None:
     found = winner_map(Results(perplexed).measured)
-    shown = winners._map(found)["rows"]
-    assert [row["column"] for row in shown] == ["GSM8K", "wikitext2"]
-    [accuracy], [perplexity] = (row["cells"] for row in shown)
-    assert accuracy["lead"] == "+0.300" and "95 % interval" in accuracy["detail"]
-    assert perplexity["lead"] == "−2.000" and perplexity["label"] == "MAN"
-    assert perplexity["detail"] == "MAN: 10.000, −2.000 against REAP, not tested"
+    assert found["column"].tolist() == ["GSM8K", "wikitext2"]
+    accuracy, perplexity = found.to_dict("records")
+    assert accuracy["lead"] == pytest.approx(0.3) and accuracy["lead_low"] < 0.3 < accuracy["lead_high"]
+    assert perplexity["winners"] == ("man",) and perplexity["runner_up"] == "reap"
+    assert perplexity["lead"] == -2 and winners.verdict(perplexity) == "not tested"
 
 
 def test_a_suite_of_perplexities_alone_has_no_average() -> None:
@@ -125,9 +118,8 @@ def test_a_suite_of_perplexities_alone_has_no_average() -> None:
     rows = ranked(alone)
     assert rows["Avg"].isna().all() and rows["First"].isna().all()
     assert rows["Avg Rank"].tolist()[1:] == [1, 2, 3]
-    [comparison] = Results(alone).measured
     [figure] = averages_figure(Results(alone), "average_scores")
-    assert figure.name == "average_scores" and best_plan(comparison) == []
+    assert figure.name == "average_scores"
 
 
 asked = st.lists(st.sets(st.integers(0, 29), min_size=2), min_size=4, max_size=4)
@@ -178,27 +170,6 @@ def test_replicates_of_own_items_spread_as_those_of_each_plan_alone() -> None:
     assert np.isnan(drawn[:, 2]).all()
     whole = uncertainty.bootstrap({"one": {"score": outcomes[:1] / 200}})["score"]
     assert np.allclose(drawn[:, :1], whole, atol=1e-5)  # the same draws
-
-
-def test_a_difference_between_studies_is_of_the_items_its_test_is_of() -> None:
-    rng = np.random.default_rng(1)
-    long = [{item: float(rng.random() < 0.5) for item in range(40)} for _ in range(4)]
-    short = [{item: answers[item] for item in range(8)} for answers in long]
-    short[2] = {item: 1 - outcome for item, outcome in short[2].items()}
-    sides = beside(study_of({"gsm8k": long}), study_of({"gsm8k": short}))
-    table = score_table(sides, benchmarks=True, name="t")
-    rows = table.frame.set_index("Criterion")
-    for at, criterion in enumerate(("Unpruned", "Frequency", "REAP", "MAN")):
-        row = rows.loc[criterion]
-        assert (row["A"], row["B"]) == pytest.approx(
-            (np.mean(list(long[at].values())), np.mean(list(short[at].values())))
-        )
-        common = np.mean([short[at][item] - long[at][item] for item in range(8)])
-        assert row["B − A"] == pytest.approx(common)
-    same = rows.drop("REAP")
-    assert set(same["Test"]) == {"same answers, 8 common items"} and set(same["Verdict"]) == {"same"}
-    assert rows.loc["REAP", "Test"] == "paired, 8 common items"
-    assert not (same["A"] == same["B"]).all(), "scores of other items differ, so the words are needed"
 
 
 def test_those_who_share_the_best_average_share_first_place() -> None:

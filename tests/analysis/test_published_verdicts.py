@@ -273,7 +273,6 @@ def test_the_command_line_writes_them_beside(small: Path, tmp_path: Path, capsys
     for words, said in (
         (["winners", "--compare"], "no published numbers, expected unified.table1"),
         (["winners", "compare=yes"], "expected true or false"),
-        (["diff", "a", "b", "--compare"], "ask for one"),
     ):
         assert main([*words, f"store={small}"]) == 2
         assert said in capsys.readouterr().err

@@ -27,7 +27,7 @@ from analysis.load.study import load
 from analysis.outputs import recovery, search, search_settings
 from analysis.published.numbers import FOLDER, counterparts
 from analysis.published.tables import key_of
-from analysis.registry import DEFAULT, PARTS, REGISTERED, also, find, make, outputs
+from analysis.registry import DEFAULT, REGISTERED, also, find, make, outputs
 from analysis.render.table import Table
 from analysis.report import CHAPTERS
 from analysis.stats.cell_scores import CODING, MEAN, column_targets
@@ -83,13 +83,6 @@ def test_what_lacks_data_says_what_makes_it() -> None:
         "pairs",
     } | {name for name in outputs() if name.startswith(("unified.", "coverage.fig"))}
     assert find("coverage.table19").needs == find("coverage.table9").needs != DEFAULT
-
-
-def test_every_part_of_the_page_has_a_place() -> None:
-    outputs()  # imports the modules that register parts
-    places = {"headline", "published", *(chapter.anchor for chapter in CHAPTERS)}
-    assert {name.partition(".")[2] for name in PARTS} <= places
-    assert {name.partition(".")[0] for name in PARTS} <= {"text", "views"}
 
 
 def test_every_output_stands_in_a_chapter_of_the_page_or_has_files_alone() -> None:

@@ -2,29 +2,23 @@ from __future__ import annotations
 
 import html
 import json
-import multiprocessing
-import os
 import re
-import shutil
 import subprocess
 import sys
-import time
-from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 from xml.etree import ElementTree
 
 import pandas as pd
 import pytest
-from budgets import of_children, within
+from budgets import within
 from matplotlib.figure import Figure as Drawing
 from synthetic import write_store
 
-from analysis import processes, report
+from analysis import report
 from analysis.__main__ import main
 from analysis.published import tables
-from analysis.registry import PARTS, REGISTERED, Item, Results, find
+from analysis.registry import REGISTERED, Item, Results, find
 from analysis.render.table import Table
 
 NETWORK = re.compile(r"""(?:src|href)=["']?(?:https?:)?//|@import|url\(["']?http""")
@@ -42,16 +36,10 @@ def text(page: Path) -> str:
     return html.unescape(page.read_text(encoding="utf-8")).replace("\u00a0", " ")
 
 
-def test_the_page_says_what_was_run_what_won_and_how_sure_that_is(page: Path) -> None:
+def test_the_page_says_what_was_run_and_where(page: Path) -> None:
     said = text(page)
     assert "Four criteria chose which experts of pocket_olmoe to remove" in said
-    assert re.search(r"With 50 % of the experts of pocket_olmoe removed, MAN won \d+ of 18 columns; [^.]*noise", said)
-    assert re.search(
-        r"With 25 % of the experts of pocket_olmoe removed, the best average is 0\.\d{3}, by MAN, calibrated on \w+",
-        said,
-    )
     assert "Nothing is missing" in said
-    assert re.search(r"General calibration of pocket_olmoe left [4-9] of 128 experts without a token", said)
     for words in (
         "plan/pocket_olmoe-pocket_code-man-0.25",
         "lm_eval 0.0-synthetic",
@@ -120,7 +108,6 @@ def test_a_figure_is_written_in_the_format_asked_for(
 
 def test_each_figure_of_the_report_is_drawn_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = write_store(tmp_path / "store", items=10, overlap=False, **FEW)
-    monkeypatch.setattr(processes, "MOST_PROCESSES", 1)
     saved: list[Drawing] = []
     save = Drawing.savefig
     monkeypatch.setattr(
@@ -128,21 +115,6 @@ def test_each_figure_of_the_report_is_drawn_once(tmp_path: Path, monkeypatch: py
     )
     page = report.write(store, "made_up", tmp_path / "out")
     assert len(saved) == len(set(map(id, saved))) == len(list((page.parent / "figures").iterdir())) > 3
-
-
-def test_processes_make_the_report_of_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files to the byte, and gaps in the same order: two steps of the store are gone."""
-    store = write_store(tmp_path / "store", items=10, overlap=False, **FEW)
-    for kind in ("statistics", "cost"):
-        shutil.rmtree(next((store / kind).iterdir()))
-    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(3))
-    files = []
-    for most in (1, 3):
-        monkeypatch.setattr(processes, "MOST_PROCESSES", most)
-        out = tmp_path / str(most)
-        assert main(["report", f"store={store}", f"out={out}"]) == 1  # two steps are missing
-        files.append({path.relative_to(out): path.read_bytes() for path in out.rglob("*") if path.is_file()})
-    assert files[0] == files[1] and len(files[0]) > 20
 
 
 def test_one_table_by_name(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -178,21 +150,6 @@ def _cannot_be_written(results: Results, name: str = "") -> list[Item]:
     return [Table("pareto", "Bad", "", pd.DataFrame({"x": ["a word"]}), {"x": "{:.3f}"})]
 
 
-def test_gaps_that_other_processes_find_are_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Here each output is made in a process of its own."""
-
-    def apart(work: Any, tasks: Sequence[str]) -> Iterator[Any]:
-        processes._start(work)
-        with multiprocessing.get_context("fork").Pool(len(tasks), maxtasksperchild=1) as pool:
-            yield from pool.imap(processes._do, tasks, chunksize=1)
-
-    store = write_store(tmp_path / "store", items=10, overlap=False, **FEW)
-    monkeypatch.setattr("analysis.report.in_processes", apart)
-    monkeypatch.setitem(REGISTERED, "ranks", replace(find("ranks"), make=_raises))
-    assert main(["all", f"store={store}", f"out={tmp_path / 'out'}"]) == 1
-    assert "ranks" in (tmp_path / "out" / "tables" / "gaps.csv").read_text()
-
-
 @pytest.mark.parametrize("word", ["report", "all"])
 def test_an_output_that_cannot_be_made_is_a_gap_and_the_others_go_on(
     word: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -202,7 +159,7 @@ def test_an_output_that_cannot_be_made_is_a_gap_and_the_others_go_on(
     with monkeypatch.context() as broken:
         broken.setitem(REGISTERED, "ranks", replace(find("ranks"), make=_raises))
         broken.setitem(REGISTERED, "pareto", replace(find("pareto"), make=_cannot_be_written))
-        broken.setitem(PARTS, "text.headline", [_raises])
+        broken.setattr(report, "published_chapter", _raises)
         assert main([word, f"store={store}", f"out={out}"]) == 1
     said = capsys.readouterr()
     for name, reason in {"ranks": "KeyError: 'cell'", "pareto": "ValueError: Unknown format code 'f'"}.items():
@@ -212,7 +169,7 @@ def test_an_output_that_cannot_be_made_is_a_gap_and_the_others_go_on(
         assert not (out / "tables" / f"{name}.csv").exists()
     assert (out / "figures" / "average_scores.svg").exists() and (out / "tables" / "winners.csv").exists()
     if word == "report":
-        assert "failed/ranks.log" in text(out / "report.html") and (out / "failed" / "text.headline.log").exists()
+        assert "failed/ranks.log" in text(out / "report.html") and (out / "failed" / "published.log").exists()
     assert main([word, f"store={store}", f"out={out}"]) == 0
     assert not list((out / "failed").glob("*")), "what is mended leaves no trace"
 
@@ -270,5 +227,5 @@ def test_the_analysis_never_imports_torch(small: Path, tmp_path: Path) -> None:
 def test_a_full_study_is_reported_within_its_budget(tmp_path: Path) -> None:
     """73 cells x 16 benchmarks x 80 items, every figure of it drawn."""
     store = write_store(tmp_path / "store")
-    with within(20, lambda: time.process_time() + of_children()):
+    with within(20):
         report.write(store, "made_up", tmp_path / "out")

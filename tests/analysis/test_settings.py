@@ -14,7 +14,6 @@ from synthetic import write_store
 from analysis.load import passes, settings
 from analysis.load.settings import labels
 from analysis.load.study import Study, load
-from analysis.outputs.winners import who_won, winner_views
 from analysis.registry import Results, make
 from analysis.render.style import Figure
 from analysis.render.table import Table
@@ -43,11 +42,10 @@ def twice(tmp_path: Path, axis: str, value: Any) -> Study:
 
 
 @pytest.mark.parametrize(("axis", "value", "words"), [("seed", 43, "seed 43"), ("gate", "softmax", "gate softmax")])
-def test_rows_blocks_and_sentences_say_which(tmp_path: Path, axis: str, value: Any, words: str) -> None:
+def test_rows_blocks_and_maps_say_which(tmp_path: Path, axis: str, value: Any, words: str) -> None:
     study = twice(tmp_path, axis, value)
-    results = Results(study)
     wanted = ("ranks", "unified.table5", "winners", "pareto", "artefacts", "task_specific", "coverage.table18")
-    made = make((*wanted, "tokens_per_expert", "unified.fig3"), results)
+    made = make((*wanted, "tokens_per_expert", "unified.fig3"), Results(study))
     tables = {name: next(each for each in made[name] if isinstance(each, Table)) for name in made if made[name]}
     for name in set(wanted) & set(tables):
         frame = tables[name].frame
@@ -56,8 +54,8 @@ def test_rows_blocks_and_sentences_say_which(tmp_path: Path, axis: str, value: A
         assert pruned["Pruned"].str.endswith(words).any(), name
         assert not pruned.duplicated(key).any(), name
     assert any(words in label for label in labels(study.cells).values())
-    assert any(f"({words})" in sentence for sentence in who_won(results.winners))
-    titles = [each["title"] for each in winner_views(results)[0]["maps"]]
+    [drawn] = (each.drawing for each in made["winners"] if isinstance(each, Figure))
+    titles = [axes.get_title(loc="left") for axes in drawn.axes]
     assert len(set(titles)) == len(titles) == 2
     # passes are shown for the first gate and seed, and say so; the other's folders are never asked for
     assert study.gaps == [] and set(study.family["calibration"]) == {"pocket_code", "pocket_math"}
@@ -94,13 +92,3 @@ def test_models_stand_together_and_the_lead_says_whose_calibration_sets_they_are
     models = proxy["model"].tolist()
     assert models == sorted(models, key=models.index) and set(models) == {"a", "b"}
     assert ", with general calibration of a and general and code calibration of b)" in what_was_run(study)
-
-
-def test_a_plan_that_reads_no_text_is_said_to_count_in_every_set(tmp_path: Path) -> None:
-    few = {"items": 40, "tasks": ("gsm8k",), "ratios": (0.5,), "criteria": ("random", "magnitude"), "overlap": False}
-    results = Results(load(write_store(tmp_path, calibrations=("pocket_code",), **few), "made_up"))
-    again = results.winners.assign(calibration="pocket_math")
-    (once,), (twice,) = who_won(results.winners), who_won(pd.concat([results.winners, again], ignore_index=True))
-    assert "Magnitude won 1 of 1 columns" in once and "reads no text" not in once
-    assert "Magnitude won 2 of 2 columns" in twice
-    assert "Magnitude reads no text: its one plan stands in every calibration set" in twice

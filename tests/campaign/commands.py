@@ -370,12 +370,6 @@ analysis --no-such-option store=STORE | --no-such-option
 analysis all study=nobody store=STORE | nobody
 analysis report study=nobody store=STORE | nobody
 analysis report study=sweep,nobody store=STORE | nobody
-analysis diff store=STORE | diff
-analysis diff sweep store=STORE | diff
-analysis diff sweep nobody store=STORE | nobody
-analysis diff sweep sweep sweep store=STORE | diff
-analysis diff /no/plan.json /no/plan.json store=STORE | plan.json
-analysis diff sweep sweep --compare store=STORE | --compare
 moe_lab.evaluation.mirror nobody | nobody
 moe_lab.evaluation.mirror mc8 --no-such-option | --no-such-option
 tools.pocket.train nobody | nobody

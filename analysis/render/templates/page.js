@@ -51,15 +51,6 @@ for (const figure of document.querySelectorAll("figure.table")) {
   }
   apply();
 }
-for (const bar of document.querySelectorAll(".switch")) {
-  const section = bar.parentElement;
-  const show = (button) => {
-    for (const other of bar.children) other.setAttribute("aria-selected", String(other === button));
-    for (const view of section.querySelectorAll(".maps")) view.hidden = view.dataset.view !== button.dataset.show;
-  };
-  bar.addEventListener("click", (event) => { if (event.target.matches("button")) show(event.target); });
-  show(bar.firstElementChild);
-}
 const viewer = document.getElementById("viewer");
 const open = (figure) => {
   viewer.querySelector("div").replaceChildren(figure.querySelector("svg").cloneNode(true));
