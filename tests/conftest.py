@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import os
 import random
+import signal
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
@@ -23,6 +24,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 if "HF_MODULES_CACHE" not in os.environ:  # transformers copies the code of a checkpoint there before it runs it
     modules = tempfile.TemporaryDirectory(prefix="modules-")
     os.environ["HF_MODULES_CACHE"] = modules.name
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what it runs in the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # processes that tests interrupt inherit it
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # or else each of hundreds of short processes compiles the package
 
 

@@ -43,6 +43,9 @@ CHOSEN = {
     "mbpp": (2, 6, 63, 75, 106, 124, 232, 250, 252, 259, 278, 558, 580, 581, 722, 737, 787, 794),
 }
 """Problems with oracles and input types of their own."""
+UNSTABLE = {"humaneval": int(sys.version_info >= (3, 12))}
+"""How many are not passed by their own solution on the inputs of EvalPlus: that of HumanEval/32, by Newton's method,
+ends elsewhere where `sum` rounds as it does since Python 3.12."""
 
 
 def published(name: str, root: Path, data: Path, numbers: tuple[int, ...]) -> BenchmarkConfig:
@@ -65,10 +68,11 @@ def test_published_problems_are_passed_by_their_own_solutions_alone(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     benchmark = published(name, tmp_path, shared_data, CHOSEN[name])
     n = len(CHOSEN[name])
+    plus = n - UNSTABLE.get(name, 0)
     assert (benchmark.chat, list(benchmark.reports)) == (True, [name, f"{name}_plus"])
     for asked, program, wanted in (
-        (benchmark, canonical, (n, n)),
-        (replace(benchmark, chat=False), canonical, (n, n)),
+        (benchmark, canonical, (n, plus)),
+        (replace(benchmark, chat=False), canonical, (n, plus)),
         (benchmark, wrong_at_last, (n, 0)),
         (benchmark, raising, (0, 0)),
     ):
