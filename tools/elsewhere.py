@@ -171,9 +171,9 @@ class Place:
         for folder in (self.clone.parent, self.home, *folders):
             folder.mkdir(parents=True, exist_ok=True)
         subprocess.run(["git", "clone", "--quiet", "--no-hardlinks", ROOT, self.clone], check=True)
-        data = ROOT.parent / "shared"
-        if data.is_dir():  # published data sets, which some tests read
-            (self.clone.parent / "shared").symlink_to(data)
+        data = ROOT.parent / "shared" / "data"
+        if data.is_dir():  # published data sets, which some tests read, in a folder that the user may enter
+            shutil.copytree(data, self.clone.parent / "shared" / "data", copy_function=shutil.copyfile)
         if IS_ROOT and not self.run.as_root:
             for folder in (self.folder, *folders):
                 subprocess.run(["chown", "-R", f"{USER}:{USER}", folder], check=True)
