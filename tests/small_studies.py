@@ -32,7 +32,7 @@ class Worker:
         return self
 
     def __exit__(self, *_: object) -> None: ...
-    def __call__(self, step: Step, scratch: Path, others: object) -> None:
+    def __call__(self, step: Step, scratch: Path) -> None:
         self.did.append(step.folder)
         if Worker.harm:
             Worker.harm(step, scratch)

@@ -190,7 +190,7 @@ def test_what_is_read_is_hashed_first(store: Store, hashed: list[str]) -> None:
     assert not later.done(first) and len(list((later.root / "damaged").iterdir())) == 1
     publish(later, first)
     hashed.clear()
-    work(schedule := Schedule([second], finished={first.id}), later, lambda step, scratch, others: None)
+    work(schedule := Schedule([second], finished={first.id}), later, lambda step, scratch: None)
     assert second.id in schedule.finished and "result.txt" not in hashed, "it was just hashed, as it was published"
 
 
