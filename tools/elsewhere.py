@@ -203,11 +203,14 @@ class Place:
         if self.run.readonly_home:
             self.home.chmod(0o555)
 
-    def environment(self) -> dict[str, str]:
-        """The environment of every command."""
+    def environment(self, as_root: bool = False) -> dict[str, str]:
+        """The environment of a command; root's own, where root tests in the clone of another user."""
+        usual = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "XDG_", "MAKE"))}
+        if as_root:
+            return {**usual, "OMP_NUM_THREADS": "1"}
         path = os.environ["PATH"]
         return {
-            **{name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "XDG_", "MAKE"))},
+            **usual,
             "HOME": str(self.home),
             "USER": "somebody",
             "LOGNAME": "somebody",
@@ -227,7 +230,7 @@ class Place:
                 process = subprocess.Popen(
                     words,
                     cwd=self.clone,
-                    env=self.environment(),
+                    env=self.environment(as_root),
                     umask=self.run.umask,
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.PIPE,
