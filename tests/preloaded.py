@@ -189,6 +189,7 @@ def become(asked: dict[str, Any], streams: list[int], client: str) -> None:
     moe_lab.start.command.__kwdefaults__["python"] = client
     if not is_module:
         sys.path.insert(0, os.path.dirname(words[0]))
+    sys.modules.pop("sitecustomize", None)  # Debian's Python has one, which stands for no other
     with contextlib.suppress(ModuleNotFoundError):
         importlib.import_module("sitecustomize")
     if is_module:

@@ -14,7 +14,7 @@ from .commands import answers, every_command
 from .models import BROKEN, refusals
 from .programs import PROGRAMS
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.walls]
 SEED = int(time.time()) // 86400
 """Another sample every day."""
 

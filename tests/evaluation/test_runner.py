@@ -23,6 +23,7 @@ from moe_lab.evaluation.sandbox.client import Outcome, Runner, RunnerError, Runn
 from moe_lab.evaluation.sandbox.runner import Request, runner_command
 from tests.campaign.programs import BROKEN, ENDLESS, Program
 
+pytestmark = pytest.mark.walls
 MEBI = 1 << 20
 
 
