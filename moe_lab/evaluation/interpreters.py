@@ -26,7 +26,8 @@ def interpreter(module: str, named: str | None, user: str) -> str:
         if not python.is_file():
             raise UserError(f"interpreters.{module}={named}, and there is no such file: run make {module}")
         return str(python.absolute())
-    own = _ROOT / f".venv-{module}" / "bin" / "python"
+    # The folder that a link names: torch compiles nothing below a path with a space, which vLLM needs.
+    own = (_ROOT / f".venv-{module}").resolve() / "bin" / "python"
     if own.is_file():
         return str(own)
     if find_spec(module) is not None:

@@ -36,7 +36,7 @@ from moe_lab.pruning.mask import mask
 from moe_lab.pruning.plan import Plan, merge_experts
 
 ROOT = Path(__file__).parents[2]
-PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
+PYTHON = (ROOT / ".venv-vllm").resolve() / "bin" / "python"  # torch compiles nothing below a path with a space
 pytestmark = [
     pytest.mark.skipif(not PYTHON.exists(), reason="no vLLM: `make vllm` installs it"),
     pytest.mark.timeout(900),  # a fixture starts twenty engines, some seconds each

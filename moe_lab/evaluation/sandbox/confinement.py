@@ -29,6 +29,7 @@ _KEPT_FLAGS = 2 | 4 | 8 | 1024 | 2048  # nosuid, nodev, noexec, noatime, nodirat
 _DETACH = 2
 _PARENT_DEATH_SIGNAL, _SET_DUMPABLE, _FILTER_CALLS, _NO_NEW_PRIVILEGES = 1, 4, 22, 38
 _NOBODY = 65534
+_MOUNTS = Path("/proc/self/mountinfo")
 _SYSTEM_FOLDERS = ("/usr", "/lib", "/lib32", "/lib64", "/bin", "/sbin", "/nix/store")
 _ROOT = "/sys"
 """Folder on which the new file system is mounted, in a separate mount namespace. Every Linux has it, programs need
@@ -96,8 +97,9 @@ def _bind(source: str) -> None:
 
 def _mounts() -> dict[str, str]:
     """Mount id -> mount point, in this namespace."""
-    rows = [line.split() for line in Path("/proc/self/mountinfo").read_text().splitlines()]
-    return {row[0]: row[4].encode().decode("unicode_escape") for row in rows}
+    rows = [line.split() for line in _MOUNTS.read_bytes().splitlines()]
+    # A space in a path is written as \040; all other bytes are as they are.
+    return {os.fsdecode(row[0]): os.fsdecode(row[4].decode("unicode_escape").encode("latin-1")) for row in rows}
 
 
 def _replace_root(hidden: Iterable[str]) -> None:
@@ -168,7 +170,7 @@ def _become_own_user() -> None:
     Path("/proc/self/gid_map").write_text(f"{group} {group} 1")
 
 
-_REFUSALS = (errno.EPERM, errno.EACCES, errno.EINVAL, errno.ENOSYS, errno.ENOENT)  # the last without /proc
+_REFUSALS = (errno.EPERM, errno.EACCES, errno.EINVAL, errno.ENOSYS)
 _LIMITS = ("user", "pid", "mnt", "net", "ipc", "uts")
 
 
@@ -177,7 +179,7 @@ def is_refusal(error: OSError) -> bool:
     if error.errno == errno.ENOSPC:  # no more namespaces: none are allowed, or as many as are allowed exist
         files = [Path(f"/proc/sys/user/max_{kind}_namespaces") for kind in _LIMITS]
         return any(file.exists() and file.read_text().strip() == "0" for file in files)
-    return error.errno in _REFUSALS
+    return error.errno in _REFUSALS or not _MOUNTS.exists()
 
 
 def enter(hidden: Iterable[str] = ()) -> None:
