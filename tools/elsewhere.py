@@ -73,7 +73,7 @@ STRICT = {"LC_ALL": "POSIX", "TZ": "Asia/Kolkata"}
 CI = Run(
     "ci",
     "what must pass before a change lands",
-    clone="dev home/moe lab",
+    clone="dev höme/moe lab",
     network=False,
     unreadable_path=True,
     commands=(
