@@ -102,7 +102,8 @@ $(OLDER)/.installed: Makefile | $(VENV)/bin/python
 	rm -rf $(OLDER)
 	$(BIN)/python -m pip install -q --no-deps --target $(OLDER)/4.57.3 \
 		transformers==4.57.3 tokenizers==0.22.1 huggingface-hub==0.36.2
-	$(BIN)/python -m pip install -q --no-deps --target $(OLDER)/5.0.0 transformers==5.0.0 tokenizers==0.22.1
+	$(BIN)/python -m pip install -q --no-deps --target $(OLDER)/5.0.0 transformers==5.0.0 tokenizers==0.22.1 \
+		huggingface-hub==1.33.0
 	touch $@
 
 clean:

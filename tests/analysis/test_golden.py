@@ -152,7 +152,8 @@ def test_no_text_of_a_figure_is_cut_off_and_no_title_label_or_legend_covers_anot
     wrong = set()
     for name, figure in golden_store.figures(made).items():
         drawing = figure.drawing
-        drawing.draw_without_rendering()
+        with style.look():
+            drawing.draw_without_rendering()
         titles = [
             part
             for axes in drawing.axes

@@ -107,11 +107,9 @@ def test_channels_are_kept_to_the_number_and_what_they_cost_is_written(store: Pa
         else:
             assert kept == 4 * 32 * 64 // 2
         assert 0.8 < cost["flops_ratio"] < 1 and cost["storage_bytes"] == 2 * cost["parameters"]
-
-
-def test_a_further_grid_shares_the_passes_of_the_first(store: Path) -> None:
-    folders = {kind: list((store / kind).glob("*/provenance.json")) for kind in ("statistics", "gradients")}
-    assert {kind: len(found) for kind, found in folders.items()} == {"statistics": 1, "gradients": 1}
+    inputs = [content(store, cell["scores"], "step.json")["inputs"] for cell in found]
+    shared = {kind: {folders[kind] for folders in inputs if kind in folders} for kind in ("statistics", "gradients")}
+    assert {kind: len(folders) for kind, folders in shared.items()} == {"statistics": 1, "gradients": 1}
 
 
 def test_dropped_experts_are_replaced_by_their_mean_outputs(store: Path) -> None:
