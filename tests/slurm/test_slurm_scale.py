@@ -180,7 +180,7 @@ def test_a_refusal_takes_back_what_was_accepted(tmp_path: Path, counting: Mappin
         env={**counting, "REFUSE_AT": str(at), "REFUSE": words},
     )
     assert done.returncode == 2
-    assert words in done.stderr and "resources.every.account" in done.stderr and "account=ours" in done.stderr
+    assert words in done.stderr and "resources.every" in done.stderr and "account=ours" in done.stderr
     cancelled = {word for line in calls(tmp_path, "scancel") for word in line.split()}
     assert cancelled == {str(number) for number in range(1, at)}
     assert not list((tmp_path / "store" / "runs").glob("*/*"))
