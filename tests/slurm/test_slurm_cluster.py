@@ -218,8 +218,6 @@ REFUSED = {
     "resources.every.partition=nope": ("invalid partition specified: nope", "partition=nope"),
     "+resources.jobs={plan: {partition: nope}}": ("invalid partition specified: nope", "resources.jobs.plan"),
     "resources.every.constraint=h100": ("Invalid feature specification", "constraint=h100"),
-    "resources.every.gpus=3": ("configuration is not available", "gpus=3"),
-    "resources.every.memory=900": ("configuration is not available", "memory=900"),
 }
 """What is asked for -> what is said, in the scheduler's words, and what was asked for."""
 
