@@ -28,18 +28,25 @@ _VARIABLE = re.compile(r"(.*_)?(KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)",
 
 
 def problems(value: Any, setting: str = "") -> Iterator[str]:
-    """A sentence for each text in `value`, the settings under the dotted name `setting`, that looks like a secret."""
+    """A sentence for each text in `value` that looks like a secret, or has one of the environment in it.
+
+    `value` are the settings under the dotted name `setting`.
+    """
     if isinstance(value, Mapping):
         for name, inner in value.items():
             yield from problems(inner, f"{setting}.{name}" if setting else str(name))
     elif isinstance(value, list | tuple):
         for inner in value:
             yield from problems(inner, setting)
-    elif isinstance(value, str) and (_TEXT.search(value) or (_NAME.fullmatch(setting.rpartition(".")[2]) and value)):
+    elif isinstance(value, str) and value and _is_secret(value, setting.rpartition(".")[2]):
         yield (
             f"{setting} has a secret in it, which would be shown with the results: expected none, as servers and jobs "
             "read their own environment, and judge.key_variable names the variable that holds a key"
         )
+
+
+def _is_secret(text: str, name: str) -> bool:
+    return bool(_TEXT.search(text) or _NAME.fullmatch(name)) or mask(text) != text
 
 
 def mask(text: str) -> str:

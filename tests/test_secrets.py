@@ -74,6 +74,12 @@ def test_a_server_that_prints_its_secrets_and_ends_is_quoted_without_them(tmp_pa
     assert leaks(tmp_path, done) == []
 
 
+def test_a_setting_filled_in_from_a_secret_of_the_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "PLANTED-token")
+    (sentence,) = problems({"setup": ["export OTHER=PLANTED-token"]}, "resources.every")
+    assert sentence.startswith("resources.every.setup ") and "PLANTED" not in sentence
+
+
 def test_errors_do_not_show_secrets_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "PLANTED-token")
     monkeypatch.setenv("SOME_KEY", "1")  # too short to be told from other text
