@@ -57,11 +57,6 @@ class Run:
         return self.folder / "jobs"
 
     @property
-    def code(self) -> Path:
-        """Folder of the copy of the code that jobs run with snapshot=true."""
-        return self.folder / "code"
-
-    @property
     def about(self) -> dict[str, Any] | None:
         """When the run began, and all steps of the study, finished ones included: (id, folder, ids of inputs), inputs
         first. None when run.json is missing or damaged."""

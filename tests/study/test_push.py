@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import json
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,7 +15,6 @@ from typing import Any
 
 import httpx
 import huggingface_hub
-import preloaded
 import pytest
 from huggingface_hub import HfApi, ModelCard
 from huggingface_hub.errors import HfHubHTTPError
@@ -105,14 +103,20 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Hub:
     return hub
 
 
+def start(store: Path, *words: str) -> int:
+    """Run a study in this process; its exit code."""
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as ended:
+        patch.setattr(sys, "argv", ["moe_lab", *SMALL, "launcher=inline", f"store={store}", *words])
+        command_line.main()
+    return int(ended.value.code or 0)
+
+
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A store with an exported model, the plan for another ratio, and a model exported by channels."""
     store = tmp_path_factory.mktemp("push") / "store"
     for words in (EXPORT, ["criterion=reap", "ratio=0.5", "study=other"], CHANNELS):
-        command = preloaded.command("-m", "moe_lab", *SMALL, *words, f"store={store}")
-        done = subprocess.run(command, capture_output=True, text=True, cwd=store.parent)
-        assert done.returncode == 0, done.stderr
+        assert start(store, *words) == 0
     return store
 
 
@@ -120,14 +124,12 @@ Run = Callable[..., tuple[int, str]]
 
 
 @pytest.fixture
-def run(store: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+def run(store: Path, capsys: pytest.CaptureFixture[str]) -> Run:
     """Runs a study in this process; gives its exit code and what it printed."""
 
     def run(*words: str) -> tuple[int, str]:
-        monkeypatch.setattr(sys, "argv", ["moe_lab", *SMALL, "launcher=inline", f"store={store}", *words])
-        with pytest.raises(SystemExit) as ended:
-            command_line.main()
-        return int(ended.value.code or 0), " ".join("".join(capsys.readouterr()).split())
+        code = start(store, *words)
+        return code, " ".join("".join(capsys.readouterr()).split())
 
     return run
 
