@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import tempfile
 from collections.abc import Collection
 from hashlib import sha256
 from pathlib import Path
@@ -56,8 +57,23 @@ def shipped() -> dict[str, Path]:
 
 def cache(name: str) -> Path:
     """The folder `name` in the user's cache of moe_lab."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base, "moe_lab", name)
+    return caches() / "moe_lab" / name
+
+
+def caches() -> Path:
+    """The folder of the user's caches: $XDG_CACHE_HOME, or ~/.cache, or a folder of the user among temporary files
+    where the home folder cannot be written.
+
+    Raises UserError when that folder belongs to somebody else.
+    """
+    usual = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    if os.access(next(folder for folder in (usual, *usual.parents) if folder.exists()), os.W_OK | os.X_OK):
+        return usual
+    folder = Path(tempfile.gettempdir(), f"moe_lab-{os.getuid()}")
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if folder.stat().st_uid != os.getuid():
+        raise UserError(f"{usual} cannot be written, and {folder} is somebody else's: expected XDG_CACHE_HOME=FOLDER")
+    return folder
 
 
 def url_of(store: str) -> str | None:

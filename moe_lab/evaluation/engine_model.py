@@ -34,6 +34,7 @@ from moe_lab.evaluation.generation import (
     fitting,
 )
 from moe_lab.evaluation.interpreters import interpreter
+from moe_lab.paths import caches
 from moe_lab.pruning.plan import Plan
 from moe_lab.start import command
 
@@ -68,7 +69,7 @@ class Engine:
             stdout=subprocess.PIPE,
             stderr=self._log,
             text=True,
-            env={**ENVIRONMENT, **threads, **os.environ},
+            env={**ENVIRONMENT, **threads, **os.environ, "XDG_CACHE_HOME": str(caches())},
         )
         self._replies: queue.SimpleQueue[str] = queue.SimpleQueue()
         threading.Thread(target=self._listen, daemon=True).start()

@@ -25,6 +25,7 @@ from moe_lab.errors import Unavailable, UserError
 from moe_lab.evaluation.back_ends import command_line, last_lines, search_path
 from moe_lab.evaluation.generation import end_tokens
 from moe_lab.evaluation.served_model import Completions, ServedModel
+from moe_lab.paths import caches
 
 GRACE = 20.0
 """Seconds between telling a server to stop and killing it."""
@@ -115,7 +116,7 @@ def running(command: list[str], log: Path) -> Iterator[Server]:
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env={"HF_HUB_OFFLINE": "1", **os.environ, "PATH": search_path()},
+            env={"HF_HUB_OFFLINE": "1", **os.environ, "PATH": search_path(), "XDG_CACHE_HOME": str(caches())},
             start_new_session=True,
         )
     try:

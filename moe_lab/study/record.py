@@ -82,7 +82,7 @@ def write(study: Study, failed: Mapping[str, Mapping[str, Any]], elsewhere: Mapp
         }
         for cell in graph.cells
     ]
-    document = {
+    document: dict[str, Any] = {
         "schema": SCHEMA,
         "study": config.study,
         "created": time.time(),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -121,11 +122,12 @@ def test_a_multirun_is_the_same_cells_steps_and_store(finished: Path, launcher: 
     assert sorted(map(str, swept)) == sorted(map(str, grid))
 
 
-def test_a_second_sweep_runs_only_what_is_new(finished: Path) -> None:
-    before = ran(finished)
-    done = moe_lab(finished, "grid.criterion=[man,frequency]", "grid.calibration=[pocket_code,pocket_math]")
+def test_a_second_sweep_runs_only_what_is_new(finished: Path, tmp_path: Path) -> None:
+    store = shutil.copytree(finished, tmp_path / "store")
+    before = ran(store)
+    done = moe_lab(store, "grid.criterion=[man,frequency]", "grid.calibration=[pocket_code,pocket_math]")
     assert done.returncode == 0, done.stderr
-    new = ran(finished) - before
+    new = ran(store) - before
     assert Counter(name.split("/")[0] for name in new) == {"scores": 2, "plan": 2, "cost": 2, "evaluate": 2}
     assert all("frequency" in name for name in new)
 
