@@ -136,8 +136,8 @@ class Job:
     inputs: dict[str, str]
     scratch: str
     partial: str
-    log: str
-    """File for what is printed meanwhile."""
+    log: str = ""
+    """File in which a worker keeps what is printed meanwhile."""
     merges: list[str] = field(default_factory=list)
     """Folders of the steps whose results are merged, in their order; empty for a step that does all of its work."""
 
