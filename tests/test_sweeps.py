@@ -185,7 +185,7 @@ def test_a_dry_run_prints_what_is_missing(tmp_path: Path, capsys: pytest.Capture
 
 def test_a_dry_run_for_slurm_prints_what_jobs_ask_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     settings, cells, benchmarks = request("evoesap_table1")
-    cluster = config.ResourcesConfig(jobs={"ernie_21b_a3b/search": {"gpus": 2, "partition": "long", "minutes": 77}})
+    cluster = config.ResourcesConfig(models={"ernie_21b_a3b": {"gpus": 2, "partition": "long", "minutes": 77}})
     slurm = config.LauncherConfig(name="slurm")
     dry = replace(settings, dry_run=True, store=str(tmp_path / "store"), launcher=slurm, resources=cluster)
     with pytest.raises(UserError, match="allow_judge=false"):
