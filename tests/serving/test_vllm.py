@@ -31,6 +31,7 @@ from moe_lab.evaluation.generation import GenSpec
 from moe_lab.evaluation.local_model import LocalModel
 from moe_lab.evaluation.server import serving
 from moe_lab.models.discover import moe_layers
+from moe_lab.paths import caches
 from moe_lab.pruning.export import export
 from moe_lab.pruning.mask import mask
 from moe_lab.pruning.plan import Plan, merge_experts
@@ -146,7 +147,7 @@ def ask(script: str, request: dict[str, Any], **environment: str) -> Any:
         input=json.dumps(request),
         capture_output=True,
         text=True,
-        env={**os.environ, **ENVIRONMENT, **environment},
+        env={**os.environ, "XDG_CACHE_HOME": str(caches()), **ENVIRONMENT, **environment},
     )
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     assert lines, done.stderr[-5000:]
