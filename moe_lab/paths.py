@@ -67,11 +67,12 @@ def caches() -> Path:
     Raises UserError when that folder belongs to somebody else.
     """
     usual = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    if os.access(next(folder for folder in (usual, *usual.parents) if folder.exists()), os.W_OK | os.X_OK):
+    # os.path.exists is false for what is in a folder that may not be entered, where Path.exists raises.
+    if os.access(next(filter(os.path.exists, (usual, *usual.parents))), os.W_OK | os.X_OK):
         return usual
     folder = Path(tempfile.gettempdir(), f"moe_lab-{os.getuid()}")
     folder.mkdir(mode=0o700, exist_ok=True)
-    if folder.stat().st_uid != os.getuid():
+    if folder.lstat().st_uid != os.getuid():  # a link of somebody else's is refused, too
         raise UserError(f"{usual} cannot be written, and {folder} is somebody else's: expected XDG_CACHE_HOME=FOLDER")
     return folder
 

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
@@ -135,22 +135,28 @@ def serve(replies: IO[str]) -> None:
 
 @contextmanager
 def _printing_to(log: Path) -> Iterator[None]:
-    """While open, what this process and its children print is added to `log`, which is removed if it stays empty."""
-    log.parent.mkdir(parents=True, exist_ok=True)
+    """While open, what this process and its children print is added to `log`, which is removed if it stays empty.
+
+    Where it cannot be written, as in a store that was deleted, they print as usual, and the step says what is wrong.
+    """
     usual = os.dup(2)
-    with log.open("a") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
+    with suppress(OSError):
+        log.parent.mkdir(exist_ok=True)  # not its parents: a store that was deleted must not appear again
+        with log.open("a") as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
     try:
         yield
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        with suppress(OSError):  # a full disk
+            sys.stdout.flush()
+            sys.stderr.flush()
         os.dup2(usual, 1)
         os.dup2(usual, 2)
         os.close(usual)
-        if not log.stat().st_size:
-            log.unlink()
+        with suppress(OSError):
+            if not log.stat().st_size:
+                log.unlink()
 
 
 if __name__ == "__main__":
