@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import shutil
 import sys
 import threading
 from pathlib import Path
@@ -134,6 +135,19 @@ def test_a_worker_goes_on_when_slurm_warns_all_processes_of_its_job(
         before = execute.process
         execute(left, tmp_path)
         assert execute.process is before
+
+
+def test_a_worker_does_not_make_a_deleted_store_again(tmp_path: Path) -> None:
+    first, left, *_ = chain()
+    store = Store(tmp_path / "store").create()
+    with Worker(store, "lost") as execute:
+        with pytest.raises(StepError):  # of a kind that there is not
+            execute(first, tmp_path)
+        assert list((store.root / "logs").glob("*/*.log"))
+        shutil.rmtree(store.root)
+        with pytest.raises(StepError) as lost:
+            execute(left, tmp_path)
+    assert not store.root.exists() and "worker died" not in str(lost.value)
 
 
 def signalled_worker(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
