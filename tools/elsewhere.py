@@ -31,7 +31,8 @@ SHARED = ("vllm", "evalscope")
 """Environments that are interpreters of their own, so that all runs may use one copy."""
 OWN = ("llama", "older")
 """Folders of packages for the interpreter that runs the tests."""
-PYTEST = ".venv/bin/python -m pytest -n 2 --dist loadgroup"
+PYTEST = ".venv/bin/python -m pytest --dist loadgroup -n"
+"""The tests as `make test` starts them; the number of processes follows."""
 LACKS = "no {}: its tests are skipped"
 LOOPBACK = (
     "import fcntl, os, socket, struct, sys\n"
@@ -104,7 +105,7 @@ RUNS = (
         python="3.12",
         versions="lowest",
         as_root=True,
-        commands=(PYTEST,),  # types are checked with the pinned versions alone, as those of numpy and pandas change
+        commands=(f"{PYTEST} 2",),  # types are checked with the pinned versions alone, whose stubs they are
     ),
     Run(
         "newest",
@@ -113,7 +114,7 @@ RUNS = (
         readonly_home=True,
         unreadable_path=True,
         environment={"TMPDIR": "/dev/shm/moe_lab-elsewhere"},
-        commands=(f"{PYTEST} -n 4 --shuffle 2",),
+        commands=(f"{PYTEST} 4 --shuffle 2",),
     ),
     Run("alone", "random order, one process", commands=("make test JOBS=0 TESTS='--shuffle 1'",)),
     Run(
@@ -164,7 +165,7 @@ class Place:
             self.restrict()
             passed = self.do(self.run.commands, self.run.network, not self.run.proc)
             if self.run.root_tests and IS_ROOT:
-                passed &= self.do([f"{PYTEST} -m 'root or walls'"], network=True, hide_proc=False, as_root=True)
+                passed &= self.do([f"{PYTEST} 2 -m 'root or walls'"], network=True, hide_proc=False, as_root=True)
         tests = re.findall(r"^=*\s*((?:\d+ \w+,? ?)+) in [\d.]+s.*$", self.log.read_text(errors="replace"), re.M)
         said = "; ".join(tests) or ("passed" if passed else f"failed: {self.log}")
         minutes = (time.monotonic() - start) / 60

@@ -16,6 +16,7 @@ import io
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -91,13 +92,13 @@ def break_lines(folder: Path, seed: int, count: int, most: int) -> int:
     results = folder / f"{seed}.jsonl"
     done = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
     copy = folder / "copy"
-    if not copy.exists():
-        subprocess.run(["git", "worktree", "add", "--detach", copy, "HEAD"], cwd=ROOT, check=True)
+    shutil.rmtree(copy, ignore_errors=True)  # a run that was killed leaves a broken line in it
+    subprocess.run(["git", "clone", "--quiet", ROOT, copy], check=True)
     draw = random.Random(seed)
     lines = sorted(tested_lines(data))
     draw.shuffle(lines)
     for file, number, tests in lines:
-        changes = list(changes_of(ROOT / file, number))
+        changes = list(changes_of(copy / file, number))
         change = draw.choice(changes) if changes else None
         if change is None or len(done) >= count:
             continue
