@@ -54,10 +54,9 @@ scores = st.lists(st.lists(st.floats(0.01, 10), min_size=1, max_size=6), min_siz
 @given(scores, st.lists(st.floats(0.05, 1), min_size=4, max_size=4), st.floats(0, 1))
 def test_exact_is_the_search_run_to_the_end(rows: list[list[float]], targets: list[float], fill: float) -> None:
     groups, prior = [numpy.array(row) for row in rows], numpy.array(targets[: len(rows)])
-    budget = round(fill * sum(map(len, groups)))
+    budget = max(len(groups), round(fill * sum(map(len, groups))))  # below, alpha is 0 and all groups are tied
     shares = [s / p for row, p in zip(rows, prior, strict=True) for s in numpy.cumsum(sorted(row)[::-1]) / sum(row)]
     assume(len({round(share, 6) for share in shares}) == len(shares))  # ties may fall either way
-    assume(budget >= len(groups))  # below, alpha is 0 and all groups are tied
     kept, alpha = cover(groups, prior, budget)
     assert kept.tolist() == naive(groups, prior, budget)
     assert sum(covered(groups, prior, alpha * (1 - 1e-9))) <= budget
