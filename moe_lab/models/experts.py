@@ -19,8 +19,7 @@ from torch.nn.functional import linear
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ExpertsInterface
 
-from moe_lab.models.discover import MoELayer
-from moe_lab.models.families import LAYOUT
+from moe_lab.models.discover import MoELayer, post_expert_norm
 from moe_lab.models.transformers_private import activation
 
 CPU_EXPERTS = "moe_lab_cpu"
@@ -73,34 +72,6 @@ def sort_by_expert(index: torch.Tensor, n_experts: int) -> Rows:
     )
 
 
-def intermediate(module: torch.nn.Module, hidden: torch.Tensor, expert: int) -> torch.Tensor:
-    """Compute phi (n, I), the input of down_proj of `expert`, from its rows of the hidden states (n, H)."""
-    projected = _project(module, hidden, "gate_up_proj" if module.has_gate else "up_proj", expert)
-    return activation(module)(projected)
-
-
-def output(module: torch.nn.Module, phi: torch.Tensor, expert: int) -> torch.Tensor:
-    """Compute f (n, H), the output of `expert` before the gate, from phi (n, I)."""
-    f = _project(module, phi, "down_proj", expert)
-    norm = post_expert_norm(module)
-    return f if norm is None else norm(f)
-
-
-def layout_of(module: Any) -> dict[str, bool]:
-    """How an experts module stores its weights, under the names of `families.LAYOUT`."""
-    return {name: getattr(module, name) for name in LAYOUT if hasattr(module, name)}
-
-
-def post_expert_norm(module: Any) -> nn.Module | None:
-    """The norm applied to the output of every expert; None for families without one, and before transformers 5.21."""
-    return module.post_expert_norm if getattr(module, "has_post_expert_norm", False) else None
-
-
-def expert_output(module: torch.nn.Module, hidden: torch.Tensor, expert: int) -> torch.Tensor:
-    """The output (n, H) of `expert` before the gate, for its rows of the hidden states (n, H)."""
-    return output(module, intermediate(module, hidden, expert), expert)
-
-
 def routed_output(
     hidden: torch.Tensor,
     rows: Rows,
@@ -122,8 +93,8 @@ def routed_output(
     return mixed
 
 
-def mix_outputs(module: torch.nn.Module, hidden: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
-    """Sum expert outputs for `hidden` (t, H), weighted with each row of `gates` (t, R, E): (t, R, H), at least fp32.
+def mix_outputs(layer: MoELayer, hidden: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
+    """Sum the outputs of experts for `hidden` (t, H), by each row of `gates` (t, R, E): (t, R, H), at least fp32.
 
     Only experts with a nonzero gate are run.
     """
@@ -137,7 +108,7 @@ def mix_outputs(module: torch.nn.Module, hidden: torch.Tensor, gates: torch.Tens
     for expert, part in rows.parts():
         if expert < n_experts:
             token = rows.token[part]
-            outputs[token, rows.column[part]] = wide(expert_output(module, hidden[token], expert))
+            outputs[token, rows.column[part]] = wide(layer.expert_output(hidden[token], expert))
     picked = gates.gather(2, chosen[:, None].expand(-1, gates.shape[1], -1))
     return torch.bmm(picked.to(outputs.dtype), outputs)
 
@@ -151,12 +122,6 @@ def spread(index: torch.Tensor, weights: torch.Tensor, n_experts: int) -> torch.
 def wide(tensor: torch.Tensor) -> torch.Tensor:
     """Convert half precision to fp32, so that sums and squares are not taken in half precision."""
     return tensor.float() if tensor.element_size() < 4 else tensor
-
-
-def _project(module: torch.nn.Module, rows: torch.Tensor, name: str, expert: int) -> torch.Tensor:
-    weight = getattr(module, name)[expert]
-    projected = rows @ weight if module.is_transposed else linear(rows, weight)
-    return projected + getattr(module, f"{name}_bias")[expert] if module.has_bias else projected
 
 
 @contextmanager
@@ -218,7 +183,11 @@ def _together(module: Any, hidden: torch.Tensor, rows: Rows, weights: torch.Tens
 
 def _one_by_one(module: Any, hidden: torch.Tensor, rows: Rows, weights: torch.Tensor) -> torch.Tensor:
     """Compute one expert after the other, which needs no memory for the outputs of all experts."""
-    return routed_output(hidden, rows, weights, lambda expert, _, states: expert_output(module, states, expert))
+
+    def compute(expert: int, _: slice, states: torch.Tensor) -> torch.Tensor:
+        return linear(activation(module)(linear(states, module.gate_up_proj[expert])), module.down_proj[expert])
+
+    return routed_output(hidden, rows, weights, compute)
 
 
 def _is_plain(module: Any) -> bool:

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from moe_lab.models.discover import MoELayer, check_in_memory, moe_layers
-from moe_lab.models.experts import chosen_experts, intermediate, output, routed_output, sort_by_expert
+from moe_lab.models.experts import chosen_experts, routed_output, sort_by_expert
 from moe_lab.models.transformers_private import activation, experts_implementation, with_activation
 from moe_lab.pruning.plan import Mask, Plan
 from moe_lab.pruning.prune import check_fit, count_attributes, merged_weights, replace_tensor, rows
@@ -209,10 +209,11 @@ def sorted_function(layer: MoELayer, mask: Mask) -> ExpertsFunction:
         def of_expert(expert: int, part: slice, states: torch.Tensor) -> torch.Tensor | None:
             if not counts[expert]:
                 return None
-            phi = intermediate(layer.experts, states, expert)
+            own = layer.weights(expert)
+            phi = layer.phi(states, own)
             if counts[expert] < layer.width:
                 phi = phi.masked_fill(dropped[expert], 0)  # not multiplied by 0, because Inf x 0 is NaN
-            return output(layer.experts, phi, expert)
+            return layer.output(phi, own)
 
         return routed_output(hidden, rows, weights, of_expert)
 

@@ -12,8 +12,8 @@ from torch import nn
 
 from moe_lab.errors import UserError
 from moe_lab.models.discover import MoELayer, check_in_memory, moe_layers
-from moe_lab.models.experts import layout_of, wide
-from moe_lab.models.families import COUNT_FIELDS, refusal
+from moe_lab.models.experts import wide
+from moe_lab.models.families import COUNT_FIELDS
 from moe_lab.pruning.export.form import CONSTANT_FIELD, OWNERS_FIELD, RAGGED_FIELD, is_stock
 from moe_lab.pruning.export.remote import width_field
 from moe_lab.pruning.plan import Mask, Plan
@@ -120,7 +120,7 @@ def _shape(counts: dict[int, int]) -> str:
 def check_channels(plan: Plan, layers: list[MoELayer]) -> None:
     """Raise UserError unless the channels of `plan` are those of exactly these layers and can be removed from them."""
     for layer in layers:
-        if reason := refusal(layout_of(layer.experts)):
+        if reason := layer.family.unfit:
             raise UserError(
                 f"plan: channels of {layer.name} ({type(layer.experts).__name__}) cannot be removed, because its "
                 f"experts {reason}: use a criterion of whole experts"

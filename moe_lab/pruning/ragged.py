@@ -46,7 +46,7 @@ class RaggedExperts(nn.Module):
         self.spans = [slice(end - width, end) for end, width in zip(ends, self.widths, strict=True)]  # of down_packed
         family: Any = copy.copy(experts)
         family._parameters = {}  # the activation needs its settings, not its weights
-        self.activate = family._apply_gate
+        self._apply_gate = family._apply_gate
         down: Any = experts.down_proj  # (E, H, I)
         self.gate_up_packed = nn.Parameter(down.new_empty(2 * sum(self.widths), down.shape[1]), down.requires_grad)
         self.down_packed = nn.Parameter(down.new_empty(sum(self.widths), down.shape[1]), down.requires_grad)
@@ -78,7 +78,7 @@ class RaggedExperts(nn.Module):
             if end > start and self.widths[owner]:
                 gate_up, down = self.weights(owner)
                 rows = token[start:end]
-                phi = self.activate(linear(hidden_states[rows], gate_up))
+                phi = self._apply_gate(linear(hidden_states[rows], gate_up))
                 mixed.index_add_(0, rows, ((phi @ down) * gates[start:end]).to(mixed.dtype))
             start = end
         if self.constants is not None:

@@ -99,7 +99,7 @@ def _losses(
     for token in valid.nonzero()[:, 0].split(TOKENS):
         by_removal = [spread(index[token], weights[token], layer.n_experts) for _, index, weights in routings]
         gates = torch.stack(by_removal, 1)
-        mixed = mix_outputs(layer.experts, hidden[token], gates)
+        mixed = mix_outputs(layer, hidden[token], gates)
         squares = (mixed - mixed[:, :1]).double().square().sum((0, 2)).cpu()
         yield squares, float(mixed[:, 0].double().square().sum()), int((gates != 0).any(1).sum())
 

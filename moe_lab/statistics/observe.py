@@ -21,7 +21,7 @@ from transformers.integrations.moe import ExpertsInterface
 
 from moe_lab.errors import UserError
 from moe_lab.models.discover import MoELayer, moe_layers
-from moe_lab.models.experts import expert_output, routed_output, sort_by_expert
+from moe_lab.models.experts import routed_output, sort_by_expert
 from moe_lab.models.partial_forward import run
 from moe_lab.models.transformers_private import experts_implementation, is_expert_parallel
 from moe_lab.statistics.sums import Layers, Statistics, check_finite, plus
@@ -120,8 +120,10 @@ class Tap:
 
     def routed(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """The routed output (T, H) of the layer's own experts, in the order of the eager forward of transformers."""
-        module, rows = self.layer.experts, sort_by_expert(index, self.layer.n_experts)
-        return routed_output(hidden, rows, weights, lambda expert, part, states: expert_output(module, states, expert))
+        rows = sort_by_expert(index, self.layer.n_experts)
+        return routed_output(
+            hidden, rows, weights, lambda expert, part, states: self.layer.expert_output(states, expert)
+        )
 
     def after_router(self, module: torch.nn.Module, args: Any, kwargs: Any, result: Any) -> None:
         """Called after the layer's router, before its experts."""

@@ -9,9 +9,7 @@ import tiny
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from moe_lab.models.discover import moe_layers
-from moe_lab.models.experts import layout_of
-from moe_lab.models.families import COUNT_FIELDS, PORTS, layout, read_family, refusal
+from moe_lab.models.families import COUNT_FIELDS, PORTS, read_family
 from moe_lab.models.ports import ask_family
 from moe_lab.pruning.export import export, remote
 from moe_lab.pruning.plan import Plan
@@ -45,11 +43,3 @@ def test_what_cannot_be_read_is_asked(tmp_path: Path, monkeypatch: pytest.Monkey
     asked = export(tmp_path / "model", plan, tmp_path / "asked")
     for name in ("config.json", "modeling_pruned_olmoe.py"):
         assert (read / name).read_bytes() == (asked / name).read_bytes()
-
-
-@pytest.mark.parametrize("name", tiny.ARCHITECTURES)
-def test_the_source_says_how_experts_are_stored(name: str) -> None:
-    """As the modules of a model that was built say."""
-    model = tiny.build(name)
-    built = {refusal(layout_of(layer.experts)) for layer in moe_layers(model)}
-    assert built == {refusal(layout(model.config.model_type))}

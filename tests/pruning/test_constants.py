@@ -16,7 +16,6 @@ from transformers import AutoModelForCausalLM
 
 from moe_lab.errors import UserError
 from moe_lab.models.discover import moe_layers
-from moe_lab.models.experts import expert_output
 from moe_lab.pruning.cost import size
 from moe_lab.pruning.export import export
 from moe_lab.pruning.mask import mask
@@ -52,7 +51,7 @@ def test_each_routed_pair_adds_its_expert_or_its_constant() -> None:
             if expert in constants:
                 f = torch.from_numpy(constants[expert]).double()
             else:
-                f = expert_output(layer.experts, hidden[token : token + 1], expert)[0]
+                f = layer.expert_output(hidden[token : token + 1], expert)[0]
             expected[token] += gate * f
     torch.testing.assert_close(result, expected, rtol=0, atol=1e-12)
 

@@ -84,10 +84,10 @@ def test_the_activation_is_the_family_s_own_and_holds_none_of_its_weights() -> N
     family.__class__, family.limit = Clamped, 0.5
     experts = RaggedExperts(family, [2])
     gate_up = torch.tensor([[3.0, 0.25, 1.0, 1.0]])
-    assert experts.activate(gate_up).tolist() == [[1.5, 1.25]]
-    assert not list(experts.activate.__self__.parameters()) and len(list(family.parameters())) == 2
+    assert experts._apply_gate(gate_up).tolist() == [[1.5, 1.25]]
+    assert not list(experts._apply_gate.__self__.parameters()) and len(list(family.parameters())) == 2
     assert {name for name, _ in experts.named_parameters()} == {"gate_up_packed", "down_packed"}
-    assert copy.deepcopy(experts).activate(gate_up).tolist() == [[1.5, 1.25]]
+    assert copy.deepcopy(experts)._apply_gate(gate_up).tolist() == [[1.5, 1.25]]
 
 
 def test_it_is_built_without_memory_on_the_meta_device() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_lab.errors import UserError
-from moe_lab.models.families import COUNT_FIELDS, WIDTH_FIELDS, Family, port_of, read_family
+from moe_lab.models.families import COUNT_FIELDS, WIDTH_FIELDS, ClassNames, port_of, read_family
 from moe_lab.pruning.export.form import CONSTANT_FIELD, OWNERS_FIELD, RAGGED_FIELD, Form
 
 FORMAT = {"pruned_format": 1}
@@ -97,8 +97,8 @@ def differing(config: dict[str, Any], form: Form) -> tuple[dict[str, Any], str, 
     return config, "ragged" if form.ragged else "per_layer", {f"{name}.py": text, **port}
 
 
-def native_family(config: dict[str, Any]) -> Family:
-    """The family of the model type in `config`.
+def native_family(config: dict[str, Any]) -> ClassNames:
+    """The class names of the model type in `config`.
 
     Raises UserError when its causal language model does not exist, or needs code from the checkpoint's folder.
     """
