@@ -187,9 +187,9 @@ def _calibration(config: Config) -> Iterator[Row]:
 def _uses(config: Config, about: Mapping[str, Any]) -> Iterator[Row]:
     from moe_lab import criteria
     from moe_lab.models.config_json import quantization
-    from moe_lab.pruning.export.form import SHAPES
     from moe_lab.pruning.export.layout import can_bar
     from moe_lab.pruning.export.quantised import check_quantised
+    from moe_lab.pruning.form import SHAPES
 
     method = quantization(config.model)
     stored = f"its weights are stored as {method}" if method else None

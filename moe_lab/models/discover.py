@@ -97,6 +97,10 @@ class MoELayer:
         """Name in the experts module -> tensor of one expert, a view. Not for ragged experts."""
         return {name: getattr(self.experts, name)[expert] for name in self.family.stacks}
 
+    def projections(self, expert: int) -> dict[str, torch.Tensor]:
+        """Role -> projection or bias of one expert, a view with channels as rows. Not for ragged experts."""
+        return self.family.split(self.tensors(expert))
+
     def weights(self, expert: int, tensors: Mapping[str, torch.Tensor] | None = None) -> Weights:
         """The weights of one expert as they are now, or others given by name as in `tensors`."""
         if is_ragged(self.experts):

@@ -1,4 +1,4 @@
-"""Compute routed experts: one expert, tokens sorted by expert, hooks on experts modules, a faster forward on the CPU.
+"""Compute routed experts: tokens sorted by expert, hooks on experts modules, a faster forward on the CPU.
 
 `cpu_experts` gives the same bits as the eager loop of transformers in fp32, in less time. That loop searches for the
 tokens of each expert in turn; here all routed tokens are sorted by expert once. Each matrix product has the same rows
@@ -19,9 +19,13 @@ from torch.nn.functional import linear
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ExpertsInterface
 
+from moe_lab.errors import UserError
 from moe_lab.models.discover import MoELayer, post_expert_norm
-from moe_lab.models.transformers_private import activation
+from moe_lab.models.partial_forward import replace_forward
+from moe_lab.models.transformers_private import activation, is_expert_parallel
 
+ExpertsFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""hidden states (T, H), expert ids (T, K), gates (T, K) -> gated sum of expert outputs (T, H)."""
 CPU_EXPERTS = "moe_lab_cpu"
 FEW = 256
 """Up to this many tokens, one operation for all experts is faster than one per expert; see benchmarks/generation.py."""
@@ -122,6 +126,33 @@ def spread(index: torch.Tensor, weights: torch.Tensor, n_experts: int) -> torch.
 def wide(tensor: torch.Tensor) -> torch.Tensor:
     """Convert half precision to fp32, so that sums and squares are not taken in half precision."""
     return tensor.float() if tensor.element_size() < 4 else tensor
+
+
+def replace_experts(layer: MoELayer, make: Callable[[ExpertsFunction], ExpertsFunction], undo: ExitStack) -> None:
+    """Compute the experts of `layer` by `make(what computed them so far)` until `undo` is closed.
+
+    UserError when the experts of the layer are sharded over devices.
+    """
+    if is_expert_parallel(layer.experts):
+        raise UserError(f"{layer.name} is split over devices by expert, expected whole layers: load without ep_plan")
+    name = _forward_name(layer.experts)
+    function = make(getattr(layer.experts, name))
+
+    def forward(*given: torch.Tensor, **named: torch.Tensor) -> torch.Tensor:
+        return function(*given, *named.values())
+
+    forward.replaces_experts = True  # type: ignore[attr-defined]
+    replace_forward(layer.experts, forward, undo, name)
+
+
+def are_replaced(layer: MoELayer) -> bool:
+    """Whether the experts of `layer` are computed by a function that `replace_experts` made."""
+    return hasattr(vars(layer.experts).get(_forward_name(layer.experts)), "replaces_experts")
+
+
+def _forward_name(module: nn.Module) -> str:
+    """The attribute to replace: accelerate's hook, which brings offloaded weights, stays in front."""
+    return "_old_forward" if hasattr(module, "_hf_hook") else "forward"
 
 
 @contextmanager

@@ -73,16 +73,6 @@ DISK_ROUTING_VECTORS = (
     "expert_bias",
 )
 """Names of routing vectors (E,) or (1, E) in checkpoints, relative to the MoE block."""
-DISK_FUSED_EXPERTS = (
-    *(
-        f"experts.{name}{suffix}"
-        for name in ("gate_up_proj", "up_proj", "down_proj")
-        for suffix in ("", "_bias", "_blocks", "_scales")
-    ),
-    "input_linear.weight",
-    "output_linear.weight",
-)
-"""Names of tensors that hold all experts of a block along their first axis, relative to the MoE block."""
 DISK_SHARED = ("shared_expert.", "shared_experts.", "shared_mlp.", "shared_expert_gate.")
 """Prefixes of the tensors of a MoE block that pruning does not change."""
 EXTRA_PREDICTION_BLOCKS = ("mtp.", "model.mtp.")
@@ -189,7 +179,7 @@ class Place(NamedTuple):
 
 
 _GATE, _UP, _DOWN = Axes(("gate",), -2), Axes(("up",), -2), Axes(("down",), -1)
-_GATE_UP = Axes(("gate", "up"), -2)
+GATE_UP = Axes(("gate", "up"), -2)
 
 
 class Family:
@@ -197,7 +187,7 @@ class Family:
 
     kinds: ClassVar[tuple[str, ...]] = ()
     """model_type of its configurations."""
-    stacks: ClassVar[dict[str, Axes]] = {"gate_up_proj": _GATE_UP, "down_proj": _DOWN}
+    stacks: ClassVar[dict[str, Axes]] = {"gate_up_proj": GATE_UP, "down_proj": _DOWN}
     """Tensors of the experts module, also below experts. on disk. Hidden states are multiplied by the first one."""
     one: ClassVar[dict[str, Axes]] = {
         **dict.fromkeys(("gate_proj.weight", "w1.weight"), _GATE),
@@ -205,7 +195,7 @@ class Family:
         **dict.fromkeys(("down_proj.weight", "w2.weight"), _DOWN),
     }
     """Tensors of one expert on disk, below experts.<number>."""
-    stacked: ClassVar[dict[str, Axes]] = {"input_linear.weight": _GATE_UP, "output_linear.weight": _DOWN}
+    stacked: ClassVar[dict[str, Axes]] = {"input_linear.weight": GATE_UP, "output_linear.weight": _DOWN}
     """Tensors of all experts on disk, below the block, besides those that are named as in memory."""
     unfit: ClassVar[str | None] = None
     """Why channels of its experts cannot be removed or reordered, worded to follow "its experts"; None if they can."""

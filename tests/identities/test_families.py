@@ -56,7 +56,7 @@ def test_files_hold_what_the_memory_holds(name: str, tmp_path: Path, monkeypatch
     assert all(of_layer.count("router") == 1 for of_layer in kinds.values())
     for index, layer in layers.items():
         for expert in range(layer.n_experts):
-            for role, view in layer.family.split(layer.tensors(expert)).items():
+            for role, view in layer.projections(expert).items():
                 assert torch.equal(found.pop((index, expert, role)), view), (index, expert, role)
     assert not found
     _check_sums(tmp_path, list(layers.values()), monkeypatch)
@@ -74,7 +74,7 @@ def _check_sums(folder: Path, layers: list[MoELayer], monkeypatch: pytest.Monkey
     for sums in (by_expert, by_channel, *compared):
         assert list(sums.layers) == [layer.index for layer in layers]
     for layer in layers:
-        experts = [layer.family.split(layer.tensors(expert)) for expert in range(layer.n_experts)]
+        experts = [layer.projections(expert) for expert in range(layer.n_experts)]
         matrices = {role: torch.stack([one[role] for one in experts]).double() for role in ("gate", "up", "down")}
         flat = torch.cat([matrix.flatten(1) for matrix in matrices.values()], 1)
         inward = torch.cat((matrices["gate"].flatten(1), matrices["up"].flatten(1)), 1)

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 from moe_lab.config import ModelConfig
 from moe_lab.errors import UserError
 from moe_lab.models.discover import moe_layers
-from moe_lab.pruning.export import export, tensors
+from moe_lab.pruning.export import export, parts
 from moe_lab.pruning.export.layout import check_masked
 from moe_lab.pruning.plan import Plan
 from moe_lab.pruning.prune import prune
@@ -28,7 +28,7 @@ from moe_lab.pruning.prune import prune
 
 @pytest.fixture(autouse=True)
 def matrices_of_several_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tensors, "BLOCK", 1000)
+    monkeypatch.setattr(parts, "BLOCK", 1000)
 
 
 def logits(model: Any) -> torch.Tensor:

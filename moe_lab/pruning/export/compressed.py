@@ -15,9 +15,9 @@ from moe_lab.models.discover import routed_layers
 from moe_lab.models.load import skeleton
 from moe_lab.models.streamed import stored_dtype
 from moe_lab.models.transformers_private import to_checkpoint
-from moe_lab.pruning.export.form import RAGGED_FIELD
 from moe_lab.pruning.export.layout import check_stored_apart
 from moe_lab.pruning.export.rewrite import Changes
+from moe_lab.pruning.form import RAGGED_FIELD
 
 PRESETS = {"fp8": ("FP8_DYNAMIC", "float-quantized"), "w4a16": ("W4A16", "pack-quantized")}
 """export.scheme -> the library's names of the scheme and of the format in which its weights are stored."""

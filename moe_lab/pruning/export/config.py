@@ -17,9 +17,9 @@ from moe_lab.models.families import (
     UNGROUPED_METHODS,
     port_of,
 )
-from moe_lab.pruning.export.form import Form
 from moe_lab.pruning.export.quantised import renumbered
 from moe_lab.pruning.export.remote import differing, native_family, width_field
+from moe_lab.pruning.form import Form
 from moe_lab.pruning.plan import Plan
 
 
@@ -64,7 +64,7 @@ def describe_export(config: dict[str, Any], plan: Plan, form: Form, *, predicts_
             f"the source is a pruned checkpoint whose layers differ already (model_type={config.get('model_type')}, "
             "per_layer_config in config.json): export from the original model"
         )
-    edited: dict[str, Any] = renumbered(config, form.written)
+    edited: dict[str, Any] = renumbered(config, form.stored)
     text = text_part(edited)
     _check_counts(text, plan)
     if not predicts_several:

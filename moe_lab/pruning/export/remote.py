@@ -8,7 +8,7 @@ from typing import Any
 
 from moe_lab.errors import UserError
 from moe_lab.models.families import COUNT_FIELDS, WIDTH_FIELDS, ClassNames, port_of, read_family
-from moe_lab.pruning.export.form import CONSTANT_FIELD, OWNERS_FIELD, RAGGED_FIELD, Form
+from moe_lab.pruning.form import CONSTANT_FIELD, OWNERS_FIELD, RAGGED_FIELD, Form
 
 FORMAT = {"pruned_format": 1}
 """Field of config.json with the number of the format in which the layers are described. To be raised when a program
