@@ -66,7 +66,8 @@ class Part(NamedTuple):
         return 0 if channels is None else int((channels < 0).sum())
 
 
-class Arithmetic(NamedTuple):
+@dataclass(frozen=True)
+class Arithmetic:
     """What `rows` needs of the tensors of torch, or of the bits in a file."""
 
     index: Callable[[Any, Any], Any]

@@ -268,7 +268,7 @@ def test_only_one_tensor_is_in_memory(tmp_path: Path) -> None:
 
 def test_experts_whose_channels_cannot_go(tmp_path: Path) -> None:
     model = tiny.save("gpt_oss", tmp_path / "model")
-    with pytest.raises(UserError, match=r"layers\.0\.mlp\.experts\.\w+ .*use a criterion of whole experts"):
+    with pytest.raises(UserError, match=r"layers\.0\.mlp\.experts .*have biases"):
         export(tmp_path / "model", channel_plan(model), tmp_path / "out")
 
 

@@ -166,6 +166,11 @@ def pieces(
     blocks = {index: Block(tensors[index], form.layers[index], count) for index, count in plan.n_experts.items()}
     for block in blocks.values():
         if block.layer.changed and form.width is not None:
+            if family.unfit:
+                raise UserError(
+                    f"plan: channels of {block.prefix}experts cannot be removed, because its experts {family.unfit}: "
+                    "use a criterion of whole experts"
+                )
             block.read_matrices(form.width)
     by_shard: dict[str, list[Piece]] = {shard: [] for shard in checkpoint.shards}
     for name, entry in checkpoint.tensors.items():
@@ -184,7 +189,7 @@ def _matrices(name: str, entry: Entry, place: Place, count: int, width: int) -> 
 
     Raises UserError for a tensor whose channels cannot be identified.
     """
-    if place.axes is None or place.axes.is_bias or place.axes.interleaved:
+    if place.axes is None or place.axes.is_bias:
         raise UserError(
             f"{name}: channels of such experts cannot be removed, expected only gate, up and down projections without "
             "biases or scales: use a criterion of whole experts"
