@@ -78,6 +78,7 @@ def install(layer: MoELayer, form: LayerForm) -> None:
         setattr(layer.block, layer.name.rpartition(".")[2], _packed(layer, form))
         return
     experts: Any = layer.experts
+    stacks: dict[str, torch.Tensor]
     if form.changed:
         stacks = {name: _restacked(layer, form, name) for name in layer.family.stacks}
     else:  # also of parameters that moe_lab does not know

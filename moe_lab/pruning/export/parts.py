@@ -128,9 +128,10 @@ class Projection:
         other = self.matrix.rows if self.down else self.matrix.columns
         return other * int(numpy.dtype(UNSIGNED[self.matrix.dtype]).itemsize)
 
-    def read(self, folder: Path) -> Iterator[NDArray[Any]]:
+    def read(self, folder: Path) -> Iterator[memoryview]:
         """The bits of the result, row-major, block by block."""
-        return self._columns(folder) if self.down else self._rows(folder)
+        for block in self._columns(folder) if self.down else self._rows(folder):
+            yield block.data
 
     def _columns(self, folder: Path) -> Iterator[NDArray[Any]]:
         dtype, hidden = self.matrix.dtype, self.matrix.rows
@@ -179,15 +180,17 @@ def _numbers(bits: NDArray[Any], dtype: str) -> NDArray[Any]:
     if dtype == "BF16":  # the upper half of fp32
         return (bits.astype(numpy.uint32) << 16).view(numpy.float32)
     values = numpy.ascontiguousarray(bits).view(FLOATS[dtype])
-    return values.astype(numpy.promote_types(values.dtype, numpy.float32))
+    numbers: NDArray[Any] = values.astype(numpy.promote_types(values.dtype, numpy.float32))
+    return numbers
 
 
 def _bits(values: NDArray[Any], dtype: str) -> NDArray[Any]:
     """The bits of numbers in a type, rounded to nearest, ties to even."""
     if dtype != "BF16":
         return numpy.ascontiguousarray(values, FLOATS[dtype]).view(UNSIGNED[dtype])
-    bits = numpy.ascontiguousarray(values).view(numpy.uint32)
-    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(numpy.uint16)
+    wide = numpy.ascontiguousarray(values).view(numpy.uint32)
+    bits: NDArray[Any] = ((wide + 0x7FFF + (wide >> 16 & 1)) >> 16).astype(numpy.uint16)
+    return bits
 
 
 Chunk: TypeAlias = Span | Constant | Numbers | Projection
