@@ -7,10 +7,9 @@ in the same order as in the eager loop, and outputs are added in the same order,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -153,26 +152,6 @@ def are_replaced(layer: MoELayer) -> bool:
 def _forward_name(module: nn.Module) -> str:
     """The attribute to replace: accelerate's hook, which brings offloaded weights, stays in front."""
     return "_old_forward" if hasattr(module, "_hf_hook") else "forward"
-
-
-@contextmanager
-def watch_routing(layers: Sequence[MoELayer], see: Callable[[MoELayer, torch.Tensor], None]) -> Iterator[None]:
-    """Call `see(layer, ids)` at each call of a layer's experts while open; `ids` (T, K) are the chosen experts."""
-
-    def before(layer: MoELayer, module: nn.Module, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> None:
-        see(layer, chosen_experts(inputs, named))
-
-    with ExitStack() as hooks:
-        for layer in layers:
-            hook = layer.experts.register_forward_pre_hook(partial(before, layer), with_kwargs=True)
-            hooks.callback(hook.remove)
-        yield
-
-
-def chosen_experts(inputs: Sequence[Any], named: Mapping[str, Any]) -> torch.Tensor:
-    """The expert ids (T, K) in the arguments that an experts module is called with."""
-    index: torch.Tensor = named["top_k_index"] if "top_k_index" in named else inputs[1]
-    return index
 
 
 def cpu_experts(

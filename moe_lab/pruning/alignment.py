@@ -88,7 +88,7 @@ class AlignmentTap(Tap):
                 of_member = wide(layer.phi(states, layer.weights(member)))
                 self.add(f"squares.{member}", of_member.square().sum(0))
                 self.add(f"products.{member}", of_owner.T @ of_member)
-        return self.routed(hidden, index, weights)
+        return self.before(hidden, index, weights)
 
     def result(self) -> dict[str, torch.Tensor]:
         """{"order": (M, I)}, from the sums over all tokens."""

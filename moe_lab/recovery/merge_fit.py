@@ -178,7 +178,7 @@ class MergeTap(Tap):
             self.add("merge_error", at_owner * error.square().sum())
             self.add(f"gram.{owner}", phi.T @ phi)
             self.add(f"cross.{owner}", error.T @ phi)
-        return self.routed(hidden, index, weights)
+        return self.before(hidden, index, weights)
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from moe_lab.errors import UserError
 from moe_lab.models.discover import MoELayer, moe_layers
-from moe_lab.models.experts import are_replaced, replace_experts, routed_output, sort_by_expert
+from moe_lab.models.experts import ExpertsFunction, are_replaced, replace_experts
 from moe_lab.models.partial_forward import run
 from moe_lab.statistics.sums import Layers, Statistics, check_finite, plus
 
@@ -46,6 +46,10 @@ class Tap:
 
     kind: ClassVar[str]
     """`kind` in the header of the sums."""
+    computes: ClassVar[bool] = True
+    """Whether it computes experts itself, so that it cannot observe a model under a plan of channels."""
+    before: ExpertsFunction
+    """What computed the routed output of the layer until it was observed."""
 
     def __init__(self, observer: Observer, layer: MoELayer, start: dict[str, torch.Tensor]) -> None:
         self.observer = observer
@@ -63,12 +67,10 @@ class Tap:
         """The routed output (T, H) from hidden states (T, H), expert ids (T, K) and gates (T, K)."""
         raise NotImplementedError
 
-    def routed(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """The routed output (T, H) of the layer's own experts, in the order of the eager forward of transformers."""
-        rows = sort_by_expert(index, self.layer.n_experts)
-        return routed_output(
-            hidden, rows, weights, lambda expert, part, states: self.layer.expert_output(states, expert)
-        )
+    def put(self, before: ExpertsFunction) -> Tap:
+        """The function that computes the experts while they are observed: this tap, which may call `before`."""
+        self.before = before
+        return self
 
     def after_router(self, module: torch.nn.Module, args: Any, kwargs: Any, result: Any) -> None:
         """Called after the layer's router, before its experts."""
@@ -135,9 +137,9 @@ class Observer:
     def __enter__(self) -> Observer:
         with ExitStack() as stack:
             for tap in self.taps:
-                if are_replaced(tap.layer):  # taps compute the experts of the whole model
+                if tap.computes and are_replaced(tap.layer):
                     raise RuntimeError(f"{tap.layer.name} is observed already, or under a plan of channels")
-                replace_experts(tap.layer, lambda _, tap=tap: tap, stack)  # type: ignore[misc]
+                replace_experts(tap.layer, tap.put, stack)
                 around = self.model.get_submodule(f"{tap.layer.stack}.{tap.layer.index}")
                 stack.callback(tap.layer.router.register_forward_hook(tap.after_router, with_kwargs=True).remove)
                 stack.callback(around.register_forward_hook(tap.after_layer).remove)

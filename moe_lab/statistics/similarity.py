@@ -50,4 +50,4 @@ class SimilarityTap(Tap):
         self.add("dense_output_sum", torch.stack(plain))
         if gated:
             self.add("dense_gated_output_sum", torch.stack(gated))
-        return self.routed(hidden, index, weights)
+        return self.before(hidden, index, weights)
