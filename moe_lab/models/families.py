@@ -7,11 +7,9 @@ in conf/model.
 
 from __future__ import annotations
 
-import ast
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -89,10 +87,10 @@ NOT_LOADED = re.compile(
 configuration determines, and scales by which programs that compute in fewer bits round activations and caches."""
 EXTRA_PREDICTION_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 """Configuration fields that count layers for predicting several tokens, which transformers does not load."""
+PRUNED = "pruned_"
+"""Prefix of the model_type of exports whose layers differ in shape, before that of the family."""
 CAUSAL_MODELS = "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"
 """Name of the table in transformers that maps model types to the classes of their causal language models."""
-ROOT = "PreTrainedConfig"
-"""The base class of configurations, from which no attribute_map (alternative field names) is inherited."""
 
 
 @dataclass(frozen=True)
@@ -109,21 +107,12 @@ PORTS = {"deepseek": Port("deepseek_moe", "Deepseek")}
 """model_type -> the port that is used for it, even if the checkpoint brings code of its own."""
 
 
-@dataclass(frozen=True)
-class ClassNames:
-    """Names of the classes and configuration fields of a family."""
-
-    base: str
-    """Prefix of its class names: its causal language model is <base>ForCausalLM."""
-    config: str
-    """Name of its configuration class."""
-    canonical: dict[str, str]
-    """Alternative name of a configuration field -> the name under which the class stores it."""
-
-
 def port_of(kind: str) -> dict[str, str]:
     """File name -> source code of the port of a family that transformers cannot load; empty for all other families."""
-    return {f"modeling_{PORTS[kind].file}.py": _port(kind).read_text(encoding="utf-8")} if kind in PORTS else {}
+    if kind not in PORTS:
+        return {}
+    file = Path(__file__).with_name("ports") / f"{PORTS[kind].file}.py"
+    return {f"modeling_{PORTS[kind].file}.py": file.read_text(encoding="utf-8")}
 
 
 def prediction_layers(names: Iterable[str]) -> tuple[str, ...]:
@@ -297,6 +286,7 @@ class MuseSpark(Family):
 
 def family_of(kind: str | None) -> Family:
     """The family of a model_type: its class, or the base class, whose models are judged by their modules."""
+    kind = (kind or "").removeprefix(PRUNED)
     return next((family() for family in Family.__subclasses__() if kind in family.kinds), Family())
 
 
@@ -326,60 +316,12 @@ def predicting_experts(names: Iterable[str]) -> tuple[str, ...]:
     return extra if any(name.startswith(extra) and _OF_EXPERTS.fullmatch(name) for name in names) else ()
 
 
-@cache
-def read_family(kind: str) -> ClassNames | None:
-    """The class names of a model type with a causal language model in the installed transformers or among our ports.
+def has_causal_model(kind: str) -> bool:
+    """Whether the installed transformers, or a port, has a causal language model of a model type.
 
-    None when the type is unknown, or when their source files do not state its names in plain literals.
+    Read as text: importing transformers takes seconds and memory that an export does not need otherwise.
     """
-    if kind in PORTS:
-        base, files = PORTS[kind].base, [_port(kind)]
-    else:
-        models = Path(str(getattr(find_spec("transformers"), "origin", ""))).with_name("models")
-        base, files = _base(models / "auto" / "modeling_auto.py", kind), [*models.glob("*/configuration_*.py")]
-    texts = (file.read_text(encoding="utf-8") for file in files)
-    classes = [named for text in texts if f'"{kind}"' in text for named in _configurations(text, kind)]
-    return ClassNames(base, *classes[0]) if base and len(classes) == 1 else None
-
-
-def _port(kind: str) -> Path:
-    return Path(__file__).with_name("ports") / f"{PORTS[kind].file}.py"
-
-
-def _base(file: Path, kind: str) -> str:
-    """Prefix of the class names of a model type; empty if transformers has no causal language model of that type."""
-    # parse this statement alone: the syntax tree of the whole file takes 7 MB, a tenth of what an export needs
-    statement = re.search(rf"^{CAUSAL_MODELS}\b.*?(?=^[^\s)]|\Z)", file.read_text(encoding="utf-8"), re.M | re.S)
-    listed = _assigned(ast.parse(statement[0]).body).get(CAUSAL_MODELS) if statement else None
-    pairs = _literal(listed.args[0]) if isinstance(listed, ast.Call) and listed.args else None
-    return str(dict(pairs or ()).get(kind, "")).removesuffix("ForCausalLM")
-
-
-def _configurations(text: str, kind: str) -> Iterator[tuple[str, dict[str, str]]]:
-    """(class name, canonical names of fields) of each configuration class of a model type."""
-    for node in ast.parse(text).body:
-        assigned = _assigned(node.body) if isinstance(node, ast.ClassDef) else {}
-        if isinstance(node, ast.ClassDef) and _literal(assigned.get("model_type")) == kind:
-            plain = [ast.unparse(base) for base in node.bases] == [ROOT]
-            canonical = _literal(assigned["attribute_map"]) if "attribute_map" in assigned else {} if plain else None
-            if canonical is not None:
-                yield node.name, canonical
-
-
-def _assigned(body: Sequence[ast.stmt]) -> dict[str, ast.expr]:
-    """Name -> value of the assignments in the body of a module or class."""
-    assigned: dict[str, ast.expr] = {}
-    for node in body:
-        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
-        value = getattr(node, "value", None)
-        if isinstance(node, ast.Assign | ast.AnnAssign) and value is not None:
-            assigned.update({target.id: value for target in targets if isinstance(target, ast.Name)})
-    return assigned
-
-
-def _literal(node: ast.expr | None) -> Any:
-    """The value of an expression of literals; None for any other expression."""
-    try:
-        return None if node is None else ast.literal_eval(node)
-    except ValueError:
-        return None
+    models = Path(str(getattr(find_spec("transformers"), "origin", ""))).with_name("models")
+    text = (models / "auto" / "modeling_auto.py").read_text(encoding="utf-8")
+    table = re.search(rf"^{CAUSAL_MODELS}\b.*?(?=^[^\s)]|\Z)", text, re.M | re.S)
+    return kind in PORTS or (table is not None and f'"{kind}"' in table[0])

@@ -19,12 +19,6 @@ from numpy.typing import NDArray
 from moe_lab.errors import UserError, unknown
 from moe_lab.pruning.plan import Constants, Plan
 
-RAGGED_FIELD = "expert_widths"
-"""Our own field of config.json: layer (as text) -> channels of each expert, for layers whose experts differ."""
-CONSTANT_FIELD = "expert_constants"
-"""Our own field of config.json: the layers whose experts of width 0 put out constants."""
-OWNERS_FIELD = "expert_owners"
-"""Our own field of config.json: layer (as text) -> the expert with whose weights each expert is computed."""
 KERNEL_BYTES = 16
 """transformers' grouped matrix products need rows of weights whose length is a multiple of this many bytes."""
 SHAPES = ("natural", "masked", "padded")

@@ -16,15 +16,14 @@ from moe_lab.models.discover import MoELayer, check_in_memory, moe_layers
 from moe_lab.models.experts import (
     ExpertsFunction,
     are_replaced,
-    chosen_experts,
     replace_experts,
     routed_output,
     sort_by_expert,
 )
 from moe_lab.models.transformers_private import activation, experts_implementation, with_activation
+from moe_lab.pruning.exported_code.ragged import constant_output, count_attributes, replace_tensor
 from moe_lab.pruning.plan import Plan
-from moe_lab.pruning.prune import check_fit, count_attributes, merged_weights, replace_tensor, rows_of
-from moe_lab.pruning.ragged import constant_output
+from moe_lab.pruning.prune import check_fit, merged_weights, rows_of
 from moe_lab.pruning.replace import check_aligned
 
 
@@ -128,7 +127,8 @@ def _keep(layer: MoELayer, kept: tuple[int, ...], undo: ExitStack) -> None:
         return logits, gates, issued[0]
 
     def before_experts(experts: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
-        if not issued or chosen_experts(inputs, named) is not issued[0]:
+        _, index, _ = (*inputs, *named.values())
+        if not issued or index is not issued[0]:
             raise RuntimeError(
                 f"the mask is not in force: {layer.name} got a routing that its masked router did not give"
             )

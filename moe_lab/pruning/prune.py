@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Mapping
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
 
 from moe_lab.errors import UserError
-from moe_lab.models.discover import MoELayer, check_in_memory, moe_layers
+from moe_lab.models.discover import MoELayer, check_in_memory, moe_layers, routed_layers
 from moe_lab.models.experts import wide
-from moe_lab.models.families import COUNT_FIELDS, GATE_UP, split
-from moe_lab.pruning.export.remote import width_field
+from moe_lab.models.families import COUNT_FIELDS, GATE_UP, WIDTH_FIELDS, split
+from moe_lab.pruning.exported_code.ragged import RaggedExperts, replace_tensor, set_counts
 from moe_lab.pruning.form import (
-    CONSTANT_FIELD,
-    OWNERS_FIELD,
-    RAGGED_FIELD,
     Arithmetic,
     LayerForm,
     Part,
@@ -26,7 +23,6 @@ from moe_lab.pruning.form import (
     rows,
 )
 from moe_lab.pruning.plan import Plan
-from moe_lab.pruning.ragged import RaggedExperts
 from moe_lab.pruning.replace import check_aligned
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -39,9 +35,9 @@ def prune(model: Model, plan: Plan) -> Model:
 
     `model` is not changed. Weights that do not change are shared with it, so the copy takes only the memory of the kept
     experts. Layers whose experts keep equal numbers of channels keep the family's module, others get RaggedExperts.
-    What differs between layers is written to the configuration's `per_layer_config`; where all layers have one shape,
-    `save_pretrained` writes a stock checkpoint. Raises UserError when the plan does not fit the model or still has to
-    be aligned, and when weights are offloaded. A model on the meta device is pruned to one on the meta device.
+    Where all layers keep equally many whole experts, the configuration says so and `save_pretrained` writes a stock
+    checkpoint; other models are written by `export`. Raises UserError when the plan does not fit the model or still has
+    to be aligned, and when weights are offloaded. A model on the meta device is pruned to one on the meta device.
     """
     before = moe_layers(model)
     check_fit(plan, before)
@@ -49,21 +45,33 @@ def prune(model: Model, plan: Plan) -> Model:
     on_meta = all(weight.is_meta for weight in model.parameters()) and not hasattr(model, "_hf_hook")
     for layer in [] if on_meta else before:  # accelerate, which sets that attribute, would bring whole weights back
         check_in_memory(layer, experts=True)
-    pruned = share_copy(model)
+    pruned, down = share_copy(model), cast(torch.Tensor, before[0].experts.down_proj)
+    form = make_form(plan, "natural", down.element_size())
     for layer in moe_layers(pruned):
-        down: Any = layer.experts.down_proj
-        form = make_form(plan, "natural", down.element_size()).layers[layer.index]
-        install(layer, form)
-        keep_rows(layer, form.experts)
-    counts = {len(kept) for kept in plan.experts.values()}
-    if len(counts) == 1:  # for the balancing loss, which is undefined for layers with different counts
-        for name in count_attributes(pruned, before[0].n_experts):
-            setattr(pruned, name, *counts)
-    ragged = {layer.index for layer in before if isinstance(pruned.get_submodule(layer.name), RaggedExperts)}
-    update_configuration(pruned.config.get_text_config(), plan, before, ragged)  # type: ignore[union-attr, operator]
-    if ragged:
-        pruned.save_pretrained = _refuse_to_save  # type: ignore[assignment]
+        install(layer, form.layers[layer.index])
+        keep_rows(layer, plan.experts[layer.index])
+    _describe(pruned)
     return pruned
+
+
+def _describe(pruned: Any) -> None:
+    """Write the number of experts into the configuration of a pruned model, if all layers have the same one.
+
+    Unless that makes it the configuration of a stock model, `save_pretrained` is refused: without code of its own, the
+    checkpoint would be loaded with random experts.
+    """
+    config, layers = pruned.config.get_text_config(), routed_layers(pruned)
+    counts = {layer.n_experts for layer in layers}
+    if len(counts) == 1:
+        for module in (config, pruned):  # the model's own number is that of the balancing loss
+            for field in COUNT_FIELDS:
+                if isinstance(vars(module).get(field), int):
+                    setattr(module, field, *counts)
+    stated = next((vars(config)[field] for field in WIDTH_FIELDS if isinstance(vars(config).get(field), int)), None)
+    if len(counts) == 1 and {width for layer in layers for width in layer.widths} == {stated}:
+        vars(pruned).pop("save_pretrained", None)  # of a model that was pruned before
+    else:
+        pruned.save_pretrained = _refuse_to_save
 
 
 def share_copy(model: Model) -> Model:
@@ -134,9 +142,7 @@ def keep_rows(layer: MoELayer, kept: Iterable[int]) -> None:
     ids = torch.tensor(list(kept))
     for part in layer.routing:
         replace_tensor(part.module, part.name, rows_of(part.tensor, part.axis, ids))
-    for module in (layer.block, layer.experts, *layer.router.modules()):
-        for name in count_attributes(module, layer.n_experts):
-            setattr(module, name, len(ids))
+    set_counts((layer.block, layer.experts, *layer.router.modules()), layer.n_experts, len(ids))
 
 
 def check_fit(plan: Plan, layers: list[MoELayer]) -> None:
@@ -152,26 +158,14 @@ def check_fit(plan: Plan, layers: list[MoELayer]) -> None:
 
 
 def _refuse_to_save(*_: Any, **__: Any) -> None:
-    """Replaces save_pretrained: without its own code, the checkpoint would be loaded with random experts."""
-    raise UserError("a model with experts of different widths cannot be saved by save_pretrained: export its plan")
-
-
-def count_attributes(module: nn.Module, n_experts: int) -> list[str]:
-    """Names of a module's own attributes that hold its number of experts, such as `out_features` of a router."""
-    names = (*COUNT_FIELDS, "out_features")
-    return [name for name in names if vars(module).get(name) == n_experts]
+    """Replaces save_pretrained."""
+    raise UserError("a model whose layers differ in shape cannot be saved by save_pretrained: export its plan")
 
 
 def rows_of(tensor: torch.Tensor, axis: int, ids: torch.Tensor) -> torch.Tensor:
     """The entries `ids` of `tensor` along `axis`, as a copy of the same kind (parameter or plain tensor)."""
     chosen = tensor.detach().index_select(axis, ids.to(tensor.device))
     return nn.Parameter(chosen, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else chosen
-
-
-def replace_tensor(module: nn.Module, name: str, tensor: torch.Tensor) -> None:
-    """Replace a parameter or buffer of `module` by `tensor`, whose shape may differ."""
-    store = module._parameters if name in module._parameters else module._buffers
-    store[name] = tensor  # type: ignore[assignment]
 
 
 def _shape(counts: dict[int, int]) -> str:
@@ -208,41 +202,3 @@ def merged_weights(layer: MoELayer, plan: Plan) -> dict[int, dict[str, torch.Ten
         merged[owner] = {name: torch.empty_like(tensor) for name, tensor in layer.tensors(owner).items()}
         fill(layer.family.split(merged[owner]), part_of(plan, layer.index, owner), layer)
     return merged
-
-
-def update_configuration(config: Any, plan: Plan, layers: list[MoELayer], ragged: set[int]) -> None:
-    """Write the shapes of the pruned model into `config`, the configuration of the language model, in place.
-
-    `layers` are the MoE layers before pruning, `ragged` the indices of those that now have RaggedExperts. If all layers
-    keep the same number of experts, it replaces the old number. What differs between layers goes into transformers'
-    `per_layer_config`; reading such a field for the whole model then raises an error instead of giving a wrong number.
-    The widths of ragged layers go into `expert_widths`, and the largest into the layer's own configuration.
-    """
-    different = _counts(config, {layer.index: len(plan.experts[layer.index]) for layer in layers})
-    for layer in layers if plan.channels else []:
-        widths = plan.widths(layer.index)
-        if min(widths) < layer.width:
-            different.setdefault(layer.index, {})[width_field(vars(config))] = max(widths)
-    if ragged:
-        setattr(config, RAGGED_FIELD, {str(index): list(plan.widths(index)) for index in sorted(ragged)})
-        if plan.constants:
-            setattr(config, CONSTANT_FIELD, sorted(plan.constants))
-        if plan.shares_experts:
-            owners = {str(index): plan.computed_as(index) for index in sorted(ragged)}
-            setattr(config, OWNERS_FIELD, {index: list(one) for index, one in owners.items() if one})
-    if different:
-        config.per_layer_config = different
-
-
-def _counts(config: Any, counts: dict[int, int]) -> dict[int, dict[str, Any]]:
-    """Set the number of experts if all layers have the same; returns the fields of each layer otherwise."""
-    fields = [field for field in COUNT_FIELDS if isinstance(vars(config).get(field), int)]
-    if len(set(counts.values())) == 1 and not config.is_heterogeneous:
-        for field in fields:
-            setattr(config, field, next(iter(counts.values())))
-        return {}
-    stated = config.to_dict().get("per_layer_config", {})
-    per_layer = {int(index): dict(own) for index, own in stated.items()}
-    for index, count in counts.items():
-        per_layer.setdefault(index, {}).update(dict.fromkeys(fields, count))
-    return per_layer

@@ -23,8 +23,7 @@ from moe_lab.models.discover import (
 )
 from moe_lab.models.experts import routed_output, sort_by_expert
 from moe_lab.models.transformers_private import activation
-from moe_lab.pruning.prune import replace_tensor
-from moe_lab.pruning.ragged import constant_output
+from moe_lab.pruning.exported_code.ragged import constant_output, replace_tensor
 from moe_lab.recovery.settings import peft
 
 Projection = tuple[str, torch.Tensor, torch.Tensor | None]

@@ -14,10 +14,10 @@ from torch import nn
 
 from moe_lab.errors import UserError
 from moe_lab.models.discover import moe_layers
+from moe_lab.pruning.exported_code.ragged import RaggedExperts
 from moe_lab.pruning.mask import mask
 from moe_lab.pruning.plan import Plan
 from moe_lab.pruning.prune import prune
-from moe_lab.pruning.ragged import RaggedExperts
 
 MODELS = {name: tiny.build(name) for name in ("olmoe", "deepseek_v3:grouped", "ernie4_5_moe", "minimax_m2")}
 

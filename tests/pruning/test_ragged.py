@@ -1,8 +1,6 @@
 from __future__ import annotations
 
-import ast
 import copy
-from pathlib import Path
 
 import pytest
 import tiny
@@ -13,9 +11,8 @@ from hypothesis import strategies as st
 
 from moe_lab.errors import UserError
 from moe_lab.models.discover import moe_layers
-from moe_lab.pruning import ragged
+from moe_lab.pruning.exported_code.ragged import RaggedExperts
 from moe_lab.pruning.prune import prune
-from moe_lab.pruning.ragged import RaggedExperts
 
 STOCK = moe_layers(tiny.build("olmoe", dtype=torch.float64))[0].experts
 
@@ -106,17 +103,3 @@ def test_a_search_for_stacked_experts_refuses_it() -> None:
         UserError, match=r"neither scored nor pruned: .*layers\.0\.mlp\.experts is not a stack of experts"
     ):
         moe_layers(prune(model, channel_plan(model)))
-
-
-def test_its_file_needs_nothing_but_torch() -> None:
-    tree = ast.parse(Path(ragged.__file__).read_text())
-    modules = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-    modules |= {name.name for node in ast.walk(tree) if isinstance(node, ast.Import) for name in node.names}
-    assert {module.partition(".")[0] for module in modules} <= {
-        "__future__",
-        "collections",
-        "copy",
-        "itertools",
-        "torch",
-        "typing",
-    }

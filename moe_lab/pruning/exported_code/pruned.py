@@ -7,6 +7,11 @@ the family. transformers lets the experts implementation be chosen where the tex
 the file of the model class.
 """
 
+# no annotations from __future__: those of a configuration are types
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 
@@ -14,8 +19,8 @@ from .ragged import RaggedExperts, replace_tensor, set_counts
 
 # of the family: moe_lab writes these three lines
 KIND = "olmoe"
-Config = CONFIG_MAPPING[KIND]
-Model = MODEL_FOR_CAUSAL_LM_MAPPING[Config]
+Config: Any = CONFIG_MAPPING[KIND]
+Model: Any = MODEL_FOR_CAUSAL_LM_MAPPING[Config]
 
 PREFIX = "pruned_"
 """Of the model type, before that of the family."""
@@ -32,7 +37,7 @@ class PrunedForCausalLM(Model):
 
     config_class = PrunedConfig
 
-    def __init__(self, config):
+    def __init__(self, config: Any) -> None:
         super().__init__(config)
         for name, block in list(self.named_modules()):
             index = next((part for part in name.split(".") if part.isdigit()), None)
@@ -41,14 +46,22 @@ class PrunedForCausalLM(Model):
         self.post_init()
 
 
-def resize(block, experts, width=None, widths=None, owners=None, constants=False):
+def resize(
+    block: nn.Module,
+    experts: int,
+    width: int | None = None,
+    widths: Sequence[int] | None = None,
+    owners: Sequence[int] | None = None,
+    constants: bool = False,
+) -> None:
     """Give a MoE block other numbers of experts and channels, in place and without weights.
 
     `experts`: their number. `width`: channels of each; None: as many as the family has. `widths`: channels of each of
     them where they differ; then `owners` says with whose weights each is computed, and `constants` whether those of
     width 0 put out constants.
     """
-    stacks, count = block.experts, len(next(block.experts.parameters()))
+    stacks: Any = block.experts
+    count = len(next(stacks.parameters()))
     if widths is not None:
         block.experts = RaggedExperts(stacks, widths, constants, owners)
     else:
@@ -62,13 +75,14 @@ def resize(block, experts, width=None, widths=None, owners=None, constants=False
         for name in ("intermediate_dim", "intermediate_size"):
             if width is not None and name in vars(stacks):
                 setattr(stacks, name, width)
-    router = getattr(block, "gate", None) or getattr(block, "router", None)
+    router: Any = getattr(block, "gate", None) or getattr(block, "router", None)
     for owner in (*router.modules(), block):
         for name, tensor in [*owner.named_parameters(recurse=False), *owner.named_buffers(recurse=False)]:
             shape = list(tensor.shape)
             shape[0 if name == "weight" else -1] = experts  # one row of the router, or one entry of a vector, each
             replace_tensor(owner, name, tensor.new_empty(shape))
-    set_counts((block, block.experts, *router.modules()), count, experts)
+    resized: Any = block.experts
+    set_counts((block, resized, *router.modules()), count, experts)
 
 
 register_checkpoint_conversion_mapping(
