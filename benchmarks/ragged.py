@@ -15,6 +15,7 @@ import argparse
 import statistics
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy
@@ -24,7 +25,7 @@ from transformers import PreTrainedModel
 from benchmarks.measure import parser, ratios, rounds
 from benchmarks.models import random_model
 from moe_lab.models.discover import moe_layers
-from moe_lab.pruning.mask import mask, sorted_function
+from moe_lab.pruning.mask import mask, planned
 from moe_lab.pruning.plan import Plan
 from moe_lab.pruning.prune import prune
 
@@ -96,8 +97,8 @@ def _layer_ways(
     packed = pruned.get_submodule(layer.name)
     hidden = torch.randn(tokens, layer.hidden, generator=torch.Generator().manual_seed(0))
     _, gates, index = layer.router(hidden)
-    dense = sorted_function(layer, numpy.ones_like(plan.channels[layer.index]))
-    masked = sorted_function(layer, plan.channels[layer.index])
+    everything = {index: numpy.ones_like(channels) for index, channels in plan.channels.items()}
+    dense, masked = planned(layer, replace(plan, channels=everything)), planned(layer, plan)
     return {
         "dense eager": lambda: layer.experts(hidden, index, gates),
         "dense sorted loop": lambda: dense(hidden, index, gates),

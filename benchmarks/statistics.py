@@ -27,7 +27,6 @@ from transformers import PreTrainedModel
 from benchmarks.measure import describe, device_seconds, median_misses, parser
 from benchmarks.models import CONFIGURATIONS, published_model, random_model
 from moe_lab.models.discover import MoELayer, moe_layers
-from moe_lab.models.experts import intermediate, output
 from moe_lab.models.partial_forward import run
 from moe_lab.statistics.forward import ForwardTap
 from moe_lab.statistics.gradients import GradientTap, differentiable, forward_and_backward
@@ -170,7 +169,7 @@ def _observe_every_expert(layer: MoELayer, module: torch.nn.Module, given: Any, 
     hidden, index, weights = given
     outputs = hidden.new_empty(layer.n_experts, *hidden.shape)
     for expert in range(layer.n_experts):
-        outputs[expert] = output(module, intermediate(module, hidden, expert), expert)
+        outputs[expert] = layer.expert_output(hidden, expert)
     for expert in range(layer.n_experts):
         routed = (index == expert).any(-1)
         norms = torch.linalg.vector_norm(outputs[expert][routed], dim=-1)

@@ -187,16 +187,14 @@ def _calibration(config: Config) -> Iterator[Row]:
 def _uses(config: Config, about: Mapping[str, Any]) -> Iterator[Row]:
     from moe_lab import criteria
     from moe_lab.models.config_json import quantization
-    from moe_lab.models.experts import layout_of
-    from moe_lab.models.families import refusal
-    from moe_lab.pruning.export.form import SHAPES
     from moe_lab.pruning.export.layout import can_bar
     from moe_lab.pruning.export.quantised import check_quantised
+    from moe_lab.pruning.form import SHAPES
 
     method = quantization(config.model)
     stored = f"its weights are stored as {method}" if method else None
-    layouts = (layout_of(layer.experts) for layer in about["moe_layers"])
-    uncut = next((f"its experts {why}" for layout in layouts if (why := refusal(layout))), None)
+    unfit = about["moe_layers"][0].family.unfit
+    uncut = f"its experts {unfit}" if unfit else None
     for granularity, reason in (("expert", None), ("channel", uncut)):
         names = [
             name

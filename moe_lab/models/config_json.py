@@ -16,6 +16,8 @@ from moe_lab.models.checkpoint import open_checkpoint, read_json, stated_dtype
 from moe_lab.models.families import COUNT_FIELDS, TOP_K_FIELDS, WIDTH_FIELDS
 from moe_lab.paths import local
 
+LAYERS_FIELD = "pruned"
+"""Field of config.json of an export whose layers differ: their shapes."""
 UNPACKED = ("fp8", "mxfp4", "compressed-tensors")
 """Quantised formats that are dequantised on loading. On a GPU, transformers would run experts in FP8 and MXFP4 by
 kernels that cannot be observed; experts of compressed-tensors it always dequantises, and the other weights follow."""
@@ -79,7 +81,13 @@ def fewest_experts(router: Mapping[str, Any]) -> int:
 
 def has_uneven_layers(settings: ModelConfig) -> bool:
     """Whether config.json lists layers whose experts differ in width; False for a model that is not on this machine."""
-    return bool(_config(settings).get("expert_widths"))
+    return has_packed_experts(_config(settings))
+
+
+def has_packed_experts(config: Mapping[str, Any]) -> bool:
+    """The same for the content of a config.json."""
+    layers = config.get(LAYERS_FIELD, {}).get("layers", {})
+    return any("widths" in layer for layer in layers.values())
 
 
 def quantization(settings: ModelConfig) -> str | None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.functional import linear
 
 from moe_lab.errors import UserError
 from moe_lab.models.families import (
@@ -18,7 +19,10 @@ from moe_lab.models.families import (
     ROUTING_VECTORS,
     UNGROUPED_METHODS,
     UNSUPPORTED,
+    Family,
+    family_of,
 )
+from moe_lab.models.transformers_private import activation
 
 ATTENTION = ("attn", "attention")
 """Parts of module names by which attention is recognised."""
@@ -43,10 +47,22 @@ class RoutingTensor:
         return value
 
 
+class Weights(NamedTuple):
+    """One expert, in the layout in which its weights are multiplied: views of the experts' stacks."""
+
+    inward: torch.Tensor
+    """(2 I, H), or (I, H) without a gate projection; rows in the order that the activation expects."""
+    down: torch.Tensor
+    """(H, I)."""
+    inward_bias: torch.Tensor | None = None
+    down_bias: torch.Tensor | None = None
+
+
 @dataclass(frozen=True)
 class MoELayer:
     """One decoder layer with routed experts."""
 
+    family: Family
     name: str
     """Module path of the experts, such as model.layers.3.mlp.experts."""
     index: int
@@ -76,6 +92,51 @@ class MoELayer:
     def width(self) -> int:
         """Channels of every expert, or of the widest one where they differ."""
         return max(self.widths)
+
+    def tensors(self, expert: int) -> dict[str, torch.Tensor]:
+        """Name in the experts module -> tensor of one expert, a view. Not for ragged experts."""
+        return {name: getattr(self.experts, name)[expert] for name in self.family.stacks}
+
+    def projections(self, expert: int) -> dict[str, torch.Tensor]:
+        """Role -> projection or bias of one expert, a view with channels as rows. Not for ragged experts."""
+        return self.family.split(self.tensors(expert))
+
+    def weights(self, expert: int, tensors: Mapping[str, torch.Tensor] | None = None) -> Weights:
+        """The weights of one expert as they are now, or others given by name as in `tensors`."""
+        if is_ragged(self.experts):
+            inward, down = self.experts.weights(expert)  # type: ignore[operator]
+            return Weights(inward, down.t())
+        named = self.tensors(expert) if tensors is None else tensors
+        first = next(iter(self.family.stacks))
+        inward, down = named[first], named["down_proj"]
+        if self.family.stacks[first].channels == -1:
+            inward, down = inward.t(), down.t()
+        return Weights(inward, down, named.get(f"{first}_bias"), named.get("down_proj_bias"))
+
+    def phi(self, states: torch.Tensor, weights: Weights) -> torch.Tensor:
+        """phi (n, I), the input of the down projection of an expert, from its rows of the hidden states (n, H)."""
+        projected = linear(states, weights.inward)
+        if weights.inward_bias is not None:
+            projected = projected + weights.inward_bias
+        return activation(self.experts)(projected)
+
+    def output(self, phi: torch.Tensor, weights: Weights) -> torch.Tensor:
+        """f (n, H), the output of an expert before the gate, from phi (n, I)."""
+        f = linear(phi, weights.down)
+        if weights.down_bias is not None:
+            f = f + weights.down_bias
+        norm = post_expert_norm(self.experts)
+        return f if norm is None else norm(f)
+
+    def expert_output(self, states: torch.Tensor, expert: int) -> torch.Tensor:
+        """The output (n, H) of `expert` before the gate, for its rows of the hidden states (n, H)."""
+        weights = self.weights(expert)
+        return self.output(self.phi(states, weights), weights)
+
+
+def post_expert_norm(module: Any) -> nn.Module | None:
+    """The norm applied to the output of every expert; None for families without one, and before transformers 5.21."""
+    return module.post_expert_norm if getattr(module, "has_post_expert_norm", False) else None
 
 
 def check_in_memory(layer: MoELayer, *, experts: bool = False) -> None:
@@ -153,7 +214,9 @@ def _layer(model: nn.Module, name: str, kind: str) -> MoELayer:
     numbers = [part for part in name.split(".") if part.isdigit()]
     if len(numbers) != 1:
         raise refuse("is not in a numbered decoder layer")
-    widths, hidden = _shape(experts, refuse)
+    text = getattr(getattr(model, "config", None), "get_text_config", None)
+    family = family_of(text().model_type if callable(text) else kind)
+    widths, hidden = _shape(experts, family, refuse)
     n_experts = len(widths)
     candidates = [getattr(block, word, None) for word in ROUTERS]
     routers = [child for child in candidates if isinstance(child, nn.Module)]
@@ -166,6 +229,7 @@ def _layer(model: nn.Module, name: str, kind: str) -> MoELayer:
     n_group, topk_group = _groups(router)
     routing = _routing_tensors(router, block, n_experts, refuse)
     return MoELayer(
+        family=family,
         name=name,
         index=int(numbers[0]),
         experts=experts,
@@ -181,10 +245,15 @@ def _layer(model: nn.Module, name: str, kind: str) -> MoELayer:
     )
 
 
-def _shape(experts: Any, refuse: Any) -> tuple[tuple[int, ...], int]:
+def _shape(experts: Any, family: Family, refuse: Any) -> tuple[tuple[int, ...], int]:
     """Channels of each expert, and the hidden size."""
     if is_ragged(experts):
         return tuple(experts.widths), experts.down_packed.shape[1]
+    first = next(iter(family.stacks.values()))
+    stored = (first.channels == -1, not first.interleaved, "gate" in first.roles, "down_bias" in family.roles)
+    marks = (experts.is_transposed, experts.is_concatenated, experts.has_gate, getattr(experts, "has_bias", False))
+    if marks != stored:
+        raise refuse(f"({type(experts).__name__}) stores its experts in a way that moe_lab does not know")
     down = getattr(experts, "down_proj", None)
     if not isinstance(down, torch.Tensor) or down.dim() != 3:
         raise refuse("is not a stack of experts (experts, rows, columns)")

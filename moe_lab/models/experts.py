@@ -1,4 +1,4 @@
-"""Compute routed experts: one expert, tokens sorted by expert, hooks on experts modules, a faster forward on the CPU.
+"""Compute routed experts: tokens sorted by expert, hooks on experts modules, a faster forward on the CPU.
 
 `cpu_experts` gives the same bits as the eager loop of transformers in fp32, in less time. That loop searches for the
 tokens of each expert in turn; here all routed tokens are sorted by expert once. Each matrix product has the same rows
@@ -7,10 +7,9 @@ in the same order as in the eager loop, and outputs are added in the same order,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,10 +18,13 @@ from torch.nn.functional import linear
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ExpertsInterface
 
-from moe_lab.models.discover import MoELayer
-from moe_lab.models.families import LAYOUT
-from moe_lab.models.transformers_private import activation
+from moe_lab.errors import UserError
+from moe_lab.models.discover import MoELayer, post_expert_norm
+from moe_lab.models.partial_forward import replace_forward
+from moe_lab.models.transformers_private import activation, is_expert_parallel
 
+ExpertsFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""hidden states (T, H), expert ids (T, K), gates (T, K) -> gated sum of expert outputs (T, H)."""
 CPU_EXPERTS = "moe_lab_cpu"
 FEW = 256
 """Up to this many tokens, one operation for all experts is faster than one per expert; see benchmarks/generation.py."""
@@ -73,34 +75,6 @@ def sort_by_expert(index: torch.Tensor, n_experts: int) -> Rows:
     )
 
 
-def intermediate(module: torch.nn.Module, hidden: torch.Tensor, expert: int) -> torch.Tensor:
-    """Compute phi (n, I), the input of down_proj of `expert`, from its rows of the hidden states (n, H)."""
-    projected = _project(module, hidden, "gate_up_proj" if module.has_gate else "up_proj", expert)
-    return activation(module)(projected)
-
-
-def output(module: torch.nn.Module, phi: torch.Tensor, expert: int) -> torch.Tensor:
-    """Compute f (n, H), the output of `expert` before the gate, from phi (n, I)."""
-    f = _project(module, phi, "down_proj", expert)
-    norm = post_expert_norm(module)
-    return f if norm is None else norm(f)
-
-
-def layout_of(module: Any) -> dict[str, bool]:
-    """How an experts module stores its weights, under the names of `families.LAYOUT`."""
-    return {name: getattr(module, name) for name in LAYOUT if hasattr(module, name)}
-
-
-def post_expert_norm(module: Any) -> nn.Module | None:
-    """The norm applied to the output of every expert; None for families without one, and before transformers 5.21."""
-    return module.post_expert_norm if getattr(module, "has_post_expert_norm", False) else None
-
-
-def expert_output(module: torch.nn.Module, hidden: torch.Tensor, expert: int) -> torch.Tensor:
-    """The output (n, H) of `expert` before the gate, for its rows of the hidden states (n, H)."""
-    return output(module, intermediate(module, hidden, expert), expert)
-
-
 def routed_output(
     hidden: torch.Tensor,
     rows: Rows,
@@ -122,8 +96,8 @@ def routed_output(
     return mixed
 
 
-def mix_outputs(module: torch.nn.Module, hidden: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
-    """Sum expert outputs for `hidden` (t, H), weighted with each row of `gates` (t, R, E): (t, R, H), at least fp32.
+def mix_outputs(layer: MoELayer, hidden: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
+    """Sum the outputs of experts for `hidden` (t, H), by each row of `gates` (t, R, E): (t, R, H), at least fp32.
 
     Only experts with a nonzero gate are run.
     """
@@ -137,7 +111,7 @@ def mix_outputs(module: torch.nn.Module, hidden: torch.Tensor, gates: torch.Tens
     for expert, part in rows.parts():
         if expert < n_experts:
             token = rows.token[part]
-            outputs[token, rows.column[part]] = wide(expert_output(module, hidden[token], expert))
+            outputs[token, rows.column[part]] = wide(layer.expert_output(hidden[token], expert))
     picked = gates.gather(2, chosen[:, None].expand(-1, gates.shape[1], -1))
     return torch.bmm(picked.to(outputs.dtype), outputs)
 
@@ -153,30 +127,31 @@ def wide(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.float() if tensor.element_size() < 4 else tensor
 
 
-def _project(module: torch.nn.Module, rows: torch.Tensor, name: str, expert: int) -> torch.Tensor:
-    weight = getattr(module, name)[expert]
-    projected = rows @ weight if module.is_transposed else linear(rows, weight)
-    return projected + getattr(module, f"{name}_bias")[expert] if module.has_bias else projected
+def replace_experts(layer: MoELayer, make: Callable[[ExpertsFunction], ExpertsFunction], undo: ExitStack) -> None:
+    """Compute the experts of `layer` by `make(what computed them so far)` until `undo` is closed.
+
+    UserError when the experts of the layer are sharded over devices.
+    """
+    if is_expert_parallel(layer.experts):
+        raise UserError(f"{layer.name} is split over devices by expert, expected whole layers: load without ep_plan")
+    name = _forward_name(layer.experts)
+    function = make(getattr(layer.experts, name))
+
+    def forward(*given: torch.Tensor, **named: torch.Tensor) -> torch.Tensor:
+        return function(*given, *named.values())
+
+    forward.replaces_experts = True  # type: ignore[attr-defined]
+    replace_forward(layer.experts, forward, undo, name)
 
 
-@contextmanager
-def watch_routing(layers: Sequence[MoELayer], see: Callable[[MoELayer, torch.Tensor], None]) -> Iterator[None]:
-    """Call `see(layer, ids)` at each call of a layer's experts while open; `ids` (T, K) are the chosen experts."""
-
-    def before(layer: MoELayer, module: nn.Module, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> None:
-        see(layer, chosen_experts(inputs, named))
-
-    with ExitStack() as hooks:
-        for layer in layers:
-            hook = layer.experts.register_forward_pre_hook(partial(before, layer), with_kwargs=True)
-            hooks.callback(hook.remove)
-        yield
+def are_replaced(layer: MoELayer) -> bool:
+    """Whether the experts of `layer` are computed by a function that `replace_experts` made."""
+    return hasattr(vars(layer.experts).get(_forward_name(layer.experts)), "replaces_experts")
 
 
-def chosen_experts(inputs: Sequence[Any], named: Mapping[str, Any]) -> torch.Tensor:
-    """The expert ids (T, K) in the arguments that an experts module is called with."""
-    index: torch.Tensor = named["top_k_index"] if "top_k_index" in named else inputs[1]
-    return index
+def _forward_name(module: nn.Module) -> str:
+    """The attribute to replace: accelerate's hook, which brings offloaded weights, stays in front."""
+    return "_old_forward" if hasattr(module, "_hf_hook") else "forward"
 
 
 def cpu_experts(
@@ -218,7 +193,11 @@ def _together(module: Any, hidden: torch.Tensor, rows: Rows, weights: torch.Tens
 
 def _one_by_one(module: Any, hidden: torch.Tensor, rows: Rows, weights: torch.Tensor) -> torch.Tensor:
     """Compute one expert after the other, which needs no memory for the outputs of all experts."""
-    return routed_output(hidden, rows, weights, lambda expert, _, states: expert_output(module, states, expert))
+
+    def compute(expert: int, _: slice, states: torch.Tensor) -> torch.Tensor:
+        return linear(activation(module)(linear(states, module.gate_up_proj[expert])), module.down_proj[expert])
+
+    return routed_output(hidden, rows, weights, compute)
 
 
 def _is_plain(module: Any) -> bool:

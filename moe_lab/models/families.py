@@ -1,19 +1,20 @@
-"""Exceptions by model family: everything that moe_lab has to know about a family by name. No torch.
+"""What a family of models is: how it stores its experts, in memory and on disk. No torch.
 
-Everything else is found by looking at the modules of a model. Model names appear only in this file, in the ports named
-below and in conf/model.
+A tensor of experts is described in the same way in memory and in a file (`Axes`), and `split` gives its projections as
+views with channels first, for torch and numpy alike. Model names appear only in this file, in the ports named below and
+in conf/model.
 """
 
 from __future__ import annotations
 
-import ast
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
+
+from moe_lab.errors import UserError
 
 REGISTRY = "does not hand its experts to transformers' experts registry, so moe_lab cannot observe or prune them"
 CROSS = "is an encoder-decoder model; moe_lab handles causal language models"
@@ -49,7 +50,7 @@ transformers 4 and servers read num_experts and would use its default."""
 UNGROUPED_METHODS = ("greedy",)
 """Values of a router's topk_method that ignore its groups."""
 ROUTING_VECTORS = ("bias", "e_score_correction_bias", "expert_bias")
-"""Names of routing tensors with one entry per expert, in memory and on disk, besides the router's weight."""
+"""Names of routing tensors with one entry per expert in memory, besides the router's weight."""
 ROUTERS = ("gate", "router")
 """Attribute names of the router of a MoE block."""
 DISK_ROUTER_WEIGHTS = (
@@ -59,7 +60,7 @@ DISK_ROUTER_WEIGHTS = (
     "router.gate.weight",
     "gate.wg.weight",
 )
-"""Names of router weights in checkpoints, relative to the MoE block."""
+"""Names of router weights (E, H) in checkpoints, relative to the MoE block."""
 DISK_ROUTING_VECTORS = (
     "router.bias",
     "gate.e_score_correction_bias",
@@ -69,17 +70,7 @@ DISK_ROUTING_VECTORS = (
     "e_score_correction_bias",
     "expert_bias",
 )
-"""Names of routing vectors in checkpoints, relative to the MoE block."""
-DISK_FUSED_EXPERTS = (
-    *(
-        f"experts.{name}{suffix}"
-        for name in ("gate_up_proj", "up_proj", "down_proj")
-        for suffix in ("", "_bias", "_blocks", "_scales")
-    ),
-    "input_linear.weight",
-    "output_linear.weight",
-)
-"""Names of tensors that hold all experts of a block along their first axis, relative to the MoE block."""
+"""Names of routing vectors (E,) or (1, E) in checkpoints, relative to the MoE block."""
 DISK_SHARED = ("shared_expert.", "shared_experts.", "shared_mlp.", "shared_expert_gate.")
 """Prefixes of the tensors of a MoE block that pruning does not change."""
 EXTRA_PREDICTION_BLOCKS = ("mtp.", "model.mtp.")
@@ -96,10 +87,10 @@ NOT_LOADED = re.compile(
 configuration determines, and scales by which programs that compute in fewer bits round activations and caches."""
 EXTRA_PREDICTION_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 """Configuration fields that count layers for predicting several tokens, which transformers does not load."""
+PRUNED = "pruned_"
+"""Prefix of the model_type of exports whose layers differ in shape, before that of the family."""
 CAUSAL_MODELS = "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"
 """Name of the table in transformers that maps model types to the classes of their causal language models."""
-ROOT = "PreTrainedConfig"
-"""The base class of configurations, from which no attribute_map (alternative field names) is inherited."""
 
 
 @dataclass(frozen=True)
@@ -116,21 +107,12 @@ PORTS = {"deepseek": Port("deepseek_moe", "Deepseek")}
 """model_type -> the port that is used for it, even if the checkpoint brings code of its own."""
 
 
-@dataclass(frozen=True)
-class Family:
-    """Names of the classes and configuration fields of a family."""
-
-    base: str
-    """Prefix of its class names: its causal language model is <base>ForCausalLM."""
-    config: str
-    """Name of its configuration class."""
-    canonical: dict[str, str]
-    """Alternative name of a configuration field -> the name under which the class stores it."""
-
-
 def port_of(kind: str) -> dict[str, str]:
     """File name -> source code of the port of a family that transformers cannot load; empty for all other families."""
-    return {f"modeling_{PORTS[kind].file}.py": _port(kind).read_text(encoding="utf-8")} if kind in PORTS else {}
+    if kind not in PORTS:
+        return {}
+    file = Path(__file__).with_name("ports") / f"{PORTS[kind].file}.py"
+    return {f"modeling_{PORTS[kind].file}.py": file.read_text(encoding="utf-8")}
 
 
 def prediction_layers(names: Iterable[str]) -> tuple[str, ...]:
@@ -139,92 +121,207 @@ def prediction_layers(names: Iterable[str]) -> tuple[str, ...]:
     return tuple(sorted(f"{prefix}." for prefix in prefixes))
 
 
-LAYOUT = {
-    "has_bias": (True, "have biases"),
-    "has_gate": (False, "have no gate projection"),
-    "is_transposed": (True, "are stored transposed"),
-    "is_concatenated": (False, "interleave gate and up projection"),
-    "has_post_expert_norm": (True, "are followed by a norm"),
-}
-"""Argument of transformers' decorator of experts -> the value with which their channels cannot be removed or put in
-another order, and the reason, worded to follow "its experts"."""
+class Axes(NamedTuple):
+    """How a tensor holds projections of experts. Axes count from the end: a stack and one expert look alike."""
+
+    roles: tuple[str, ...]
+    """gate, up, down, gate_bias, up_bias or down_bias: several share the axis of channels."""
+    channels: int | None
+    """The axis of channels, -1 or -2; None for the bias of down, which has none."""
+    interleaved: bool = False
+    """gate_0, up_0, gate_1, up_1 along the axis of channels, instead of all of gate, then all of up."""
+
+    @property
+    def is_bias(self) -> bool:
+        """Whether the tensor holds biases: a vector for each expert, not a matrix."""
+        return self.roles[0].endswith("_bias")
 
 
-def refusal(layout: Mapping[str, bool]) -> str | None:
-    """The reason why channels of experts of a layout (arguments as in LAYOUT) cannot be removed; None if they can."""
-    return next((reason for name, (unfit, reason) in LAYOUT.items() if layout.get(name) == unfit), None)
+def split(tensor: Any, axes: Axes) -> dict[str, Any]:
+    """role -> view of a tensor of torch or numpy: (..., I, H) of a matrix, (..., I) of a bias, (..., H) of down's."""
+    if axes.channels is None:
+        return {role: tensor for role in axes.roles}
+    if not axes.is_bias and axes.channels == -1:
+        tensor = tensor.swapaxes(-1, -2)
+    rest = () if axes.is_bias else (slice(None),)
+    count = len(axes.roles)
+    size = tensor.shape[-1 if axes.is_bias else -2] // count
+    views = {}
+    for number, role in enumerate(axes.roles):
+        part = slice(number, None, count) if axes.interleaved else slice(number * size, (number + 1) * size)
+        views[role] = tensor[(..., part, *rest)]
+    return views
 
 
-@cache
-def layout(kind: str) -> dict[str, bool]:
-    """What transformers' source says of the layout of a model type's experts, where it is not the usual one.
+class Place(NamedTuple):
+    """What a tensor of a checkpoint is within its MoE block."""
 
-    {} for types that transformers does not have, or that have no such experts.
+    block: str
+    """Prefix of the names of all tensors of the block, ending in a dot."""
+    layer: int
+    kind: str
+    """expert, stack (of all experts), router, vector (of the router), shared or unknown."""
+    expert: int | None = None
+    """The number of the expert whose tensor it is."""
+    axes: Axes | None = None
+    """Of tensors of experts; None where they are no plain projections, but scales, or packed in a quantised format."""
+
+
+_GATE, _UP, _DOWN = Axes(("gate",), -2), Axes(("up",), -2), Axes(("down",), -1)
+GATE_UP = Axes(("gate", "up"), -2)
+
+
+class Family:
+    """A family whose experts are stacks (E, 2 I, H) and (E, H, I) in memory: all but those below."""
+
+    kinds: ClassVar[tuple[str, ...]] = ()
+    """model_type of its configurations."""
+    stacks: ClassVar[dict[str, Axes]] = {"gate_up_proj": GATE_UP, "down_proj": _DOWN}
+    """Tensors of the experts module, also below experts. on disk. Hidden states are multiplied by the first one."""
+    one: ClassVar[dict[str, Axes]] = {
+        **dict.fromkeys(("gate_proj.weight", "w1.weight"), _GATE),
+        **dict.fromkeys(("up_proj.weight", "w3.weight"), _UP),
+        **dict.fromkeys(("down_proj.weight", "w2.weight"), _DOWN),
+    }
+    """Tensors of one expert on disk, below experts.<number>."""
+    stacked: ClassVar[dict[str, Axes]] = {"input_linear.weight": GATE_UP, "output_linear.weight": _DOWN}
+    """Tensors of all experts on disk, below the block, besides those that are named as in memory."""
+    unfit: ClassVar[str | None] = None
+    """Why channels of its experts cannot be removed or reordered, worded to follow "its experts"; None if they can."""
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """The projections and biases of an expert."""
+        return tuple(role for axes in self.stacks.values() for role in axes.roles)
+
+    def split(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
+        """role -> view, channels first, of `tensors` named as in the experts module: stacks, or those of one expert."""
+        views: dict[str, Any] = {}
+        for name, tensor in tensors.items():
+            views |= split(tensor, self.stacks[name])
+        return views
+
+    def places(self, names: Iterable[str]) -> dict[str, Place]:
+        """Name -> place of those tensors of a checkpoint that belong to a MoE block, extra prediction layers left out.
+
+        UserError for a decoder layer with several MoE blocks.
+        """
+        names = list(names)
+        extra = prediction_prefixes(names)
+        blocks: dict[str, int] = {}
+        for name in names:
+            match = _OF_EXPERTS.fullmatch(name)
+            if match and not name.startswith(extra) and not match["block"].endswith(DISK_SHARED):
+                blocks[match["block"]] = int(match["layer"])
+        if len(set(blocks.values())) != len(blocks):
+            raise UserError(f"a decoder layer has several MoE blocks: {', '.join(sorted(blocks))}")
+        places = {}
+        for name in names:
+            block = next((prefix for prefix in _prefixes(name) if prefix in blocks), None)
+            if block is not None and not name.startswith(extra):
+                places[name] = self._place(block, blocks[block], name.removeprefix(block))
+        return places
+
+    def _place(self, block: str, layer: int, rest: str) -> Place:
+        if match := re.fullmatch(r"experts\.(\d+)\.(.+)", rest):
+            return Place(block, layer, "expert", int(match[1]), self.one.get(match[2]))
+        if re.fullmatch(_STACKS, rest):
+            axes = self.stacked.get(rest) or self.stacks.get(rest.removeprefix("experts."))
+            return Place(block, layer, "stack", axes=axes)
+        kinds = {**dict.fromkeys(DISK_ROUTER_WEIGHTS, "router"), **dict.fromkeys(DISK_ROUTING_VECTORS, "vector")}
+        return Place(block, layer, kinds.get(rest, "shared" if rest.startswith(DISK_SHARED) else "unknown"))
+
+
+class GptOss(Family):
+    """Interleaved, transposed and with biases."""
+
+    kinds = ("gpt_oss",)
+    stacks: ClassVar[dict[str, Axes]] = {
+        "gate_up_proj": Axes(("gate", "up"), -1, interleaved=True),
+        "gate_up_proj_bias": Axes(("gate_bias", "up_bias"), -1, interleaved=True),
+        "down_proj": Axes(("down",), -2),
+        "down_proj_bias": Axes(("down_bias",), None),
+    }
+    unfit = "have biases"
+
+
+class OpenAIPrivacyFilter(Family):
+    """Transposed and with biases."""
+
+    kinds = ("openai_privacy_filter",)
+    stacks: ClassVar[dict[str, Axes]] = {
+        "gate_up_proj": Axes(("gate", "up"), -1),
+        "gate_up_proj_bias": Axes(("gate_bias", "up_bias"), -1),
+        "down_proj": Axes(("down",), -2),
+        "down_proj_bias": Axes(("down_bias",), None),
+    }
+    unfit = "have biases"
+
+
+class Aria(Family):
+    """Transposed."""
+
+    kinds = ("aria", "aria_text")
+    stacks: ClassVar[dict[str, Axes]] = {
+        "gate_up_proj": Axes(("gate", "up"), -1),
+        "down_proj": Axes(("down",), -2),
+    }
+    unfit = "are stored transposed"
+
+
+class NemotronH(Family):
+    """Without a gate projection."""
+
+    kinds = ("nemotron_h",)
+    stacks: ClassVar[dict[str, Axes]] = {"up_proj": _UP, "down_proj": _DOWN}
+    unfit = "have no gate projection"
+
+
+class MuseSpark(Family):
+    """With a norm behind every expert."""
+
+    kinds = ("muse_spark", "muse_spark_text")
+    unfit = "are followed by a norm"
+
+
+def family_of(kind: str | None) -> Family:
+    """The family of a model_type: its class, or the base class, whose models are judged by their modules."""
+    kind = (kind or "").removeprefix(PRUNED)
+    return next((family() for family in Family.__subclasses__() if kind in family.kinds), Family())
+
+
+_BLOCK = r"(?P<block>(?:\w+\.)*?layers\.(?P<layer>\d+)\.(?:\w+\.)*?)"
+_STACKS = r"experts\.(?:gate_up_proj|up_proj|down_proj)(?:_bias|_blocks|_scales)?|(?:input|output)_linear\.weight"
+"""Tensors that hold all experts of a block along their first axis."""
+_OF_EXPERTS = re.compile(rf"{_BLOCK}(?:experts\.\d+\..+|{_STACKS})")
+
+
+def _prefixes(name: str) -> list[str]:
+    """All prefixes of a dotted name that end in a dot, longest first."""
+    parts = name.split(".")
+    return [".".join(parts[:end]) + "." for end in range(len(parts) - 1, 0, -1)]
+
+
+def prediction_prefixes(names: Iterable[str]) -> tuple[str, ...]:
+    """Prefixes of the layers that predict several tokens, with a numbering of their own or that of the decoder."""
+    names = list(names)
+    named = {start for start in EXTRA_PREDICTION_BLOCKS for name in names if name.startswith(start)}
+    return *sorted(named), *prediction_layers(name for name in names if not name.startswith(EXTRA_PREDICTION_BLOCKS))
+
+
+def predicting_experts(names: Iterable[str]) -> tuple[str, ...]:
+    """The prefixes of `prediction_prefixes` if one of these layers has experts; else ()."""
+    names = list(names)
+    extra = prediction_prefixes(names)
+    return extra if any(name.startswith(extra) and _OF_EXPERTS.fullmatch(name) for name in names) else ()
+
+
+def has_causal_model(kind: str) -> bool:
+    """Whether the installed transformers, or a port, has a causal language model of a model type.
+
+    Read as text: importing transformers takes seconds and memory that an export does not need otherwise.
     """
-    folder = Path(str(getattr(find_spec("transformers"), "origin", ""))).with_name("models") / kind.replace("-", "_")
-    for file in folder.glob("modeling_*.py"):
-        text = file.read_text(encoding="utf-8")
-        for stated in re.findall(r"^@use_experts_implementation(\(.*?\))\nclass", text, re.M | re.S):
-            call = ast.parse(f"f{stated}", mode="eval").body
-            assert isinstance(call, ast.Call)
-            return {str(given.arg): bool(_literal(given.value)) for given in call.keywords}
-    return {}
-
-
-@cache
-def read_family(kind: str) -> Family | None:
-    """The family of a model type with a causal language model in the installed transformers or among our ports.
-
-    None when the type is unknown, or when their source files do not state its names in plain literals.
-    """
-    if kind in PORTS:
-        base, files = PORTS[kind].base, [_port(kind)]
-    else:
-        models = Path(str(getattr(find_spec("transformers"), "origin", ""))).with_name("models")
-        base, files = _base(models / "auto" / "modeling_auto.py", kind), [*models.glob("*/configuration_*.py")]
-    texts = (file.read_text(encoding="utf-8") for file in files)
-    classes = [named for text in texts if f'"{kind}"' in text for named in _configurations(text, kind)]
-    return Family(base, *classes[0]) if base and len(classes) == 1 else None
-
-
-def _port(kind: str) -> Path:
-    return Path(__file__).with_name("ports") / f"{PORTS[kind].file}.py"
-
-
-def _base(file: Path, kind: str) -> str:
-    """Prefix of the class names of a model type; empty if transformers has no causal language model of that type."""
-    # parse this statement alone: the syntax tree of the whole file takes 7 MB, a tenth of what an export needs
-    statement = re.search(rf"^{CAUSAL_MODELS}\b.*?(?=^[^\s)]|\Z)", file.read_text(encoding="utf-8"), re.M | re.S)
-    listed = _assigned(ast.parse(statement[0]).body).get(CAUSAL_MODELS) if statement else None
-    pairs = _literal(listed.args[0]) if isinstance(listed, ast.Call) and listed.args else None
-    return str(dict(pairs or ()).get(kind, "")).removesuffix("ForCausalLM")
-
-
-def _configurations(text: str, kind: str) -> Iterator[tuple[str, dict[str, str]]]:
-    """(class name, canonical names of fields) of each configuration class of a model type."""
-    for node in ast.parse(text).body:
-        assigned = _assigned(node.body) if isinstance(node, ast.ClassDef) else {}
-        if isinstance(node, ast.ClassDef) and _literal(assigned.get("model_type")) == kind:
-            plain = [ast.unparse(base) for base in node.bases] == [ROOT]
-            canonical = _literal(assigned["attribute_map"]) if "attribute_map" in assigned else {} if plain else None
-            if canonical is not None:
-                yield node.name, canonical
-
-
-def _assigned(body: Sequence[ast.stmt]) -> dict[str, ast.expr]:
-    """Name -> value of the assignments in the body of a module or class."""
-    assigned: dict[str, ast.expr] = {}
-    for node in body:
-        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
-        value = getattr(node, "value", None)
-        if isinstance(node, ast.Assign | ast.AnnAssign) and value is not None:
-            assigned.update({target.id: value for target in targets if isinstance(target, ast.Name)})
-    return assigned
-
-
-def _literal(node: ast.expr | None) -> Any:
-    """The value of an expression of literals; None for any other expression."""
-    try:
-        return None if node is None else ast.literal_eval(node)
-    except ValueError:
-        return None
+    models = Path(str(getattr(find_spec("transformers"), "origin", ""))).with_name("models")
+    text = (models / "auto" / "modeling_auto.py").read_text(encoding="utf-8")
+    table = re.search(rf"^{CAUSAL_MODELS}\b.*?(?=^[^\s)]|\Z)", text, re.M | re.S)
+    return kind in PORTS or (table is not None and f'"{kind}"' in table[0])

@@ -12,11 +12,11 @@ from typing import Any
 from moe_lab.config import ModelConfig
 from moe_lab.errors import UserError, unknown
 from moe_lab.models.checkpoint import open_checkpoint, read_header, read_json
+from moe_lab.models.config_json import LAYERS_FIELD
 from moe_lab.models.families import COUNT_FIELDS, TOP_K_FIELDS, UNSUPPORTED, WIDTH_FIELDS
 from moe_lab.paths import local
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-UNEVEN_FIELDS = ("per_layer_config", "expert_widths")
 """Fields of config.json that describe how layers, or experts of a layer, differ."""
 DESCRIBING = {".jinja", ".json", ".model", ".py", ".tiktoken", ".txt"}
 """Suffixes of files beside the weights that decide what a model computes and how text becomes tokens."""
@@ -260,7 +260,7 @@ def _check_folder(folder: Path, settings: ModelConfig) -> None:
     _check_tokenizer(folder)
     for name in (name for name in BESIDE if (folder / name).exists()):
         read_json(folder / name)
-    if "auto_map" in config and not settings.trust_remote_code and any(field in config for field in UNEVEN_FIELDS):
+    if LAYERS_FIELD in config and not settings.trust_remote_code:
         raise UserError(
             f"{folder} has MoE layers of different shapes, which only its own code can build: set "
             "model.trust_remote_code=true if you trust the author"

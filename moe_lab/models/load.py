@@ -29,7 +29,6 @@ from moe_lab.models.families import NOT_LOADED, TOP_K_FIELDS, prediction_layers
 from moe_lab.models.files import check_code, local_folder
 from moe_lab.models.ports import causal_language_model
 from moe_lab.models.transformers_private import (
-    AmbiguousGlobalPerLayerAttributeError,
     dequantised_by_stated_blocks,
     unused_tensors,
 )
@@ -87,11 +86,6 @@ def skeleton(folder: Path, *, trust_remote_code: bool = False, dtype: torch.dtyp
     try:
         with quiet(), torch.device("meta"):
             return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code, dtype=dtype)
-    except AmbiguousGlobalPerLayerAttributeError:
-        raise UserError(
-            f"model_type={config.model_type} is not supported with layers of different shapes, as {folder} has, "
-            "without code of its own: export the plan it was pruned by"
-        ) from None
     except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:  # from its sizes and names
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         raise UserError(f"{folder / 'config.json'} describes no model that can be built ({reason})") from None

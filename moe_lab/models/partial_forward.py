@@ -30,16 +30,16 @@ def stand_in(layer: nn.Module, state: Any, undo: ExitStack) -> None:
     replace_forward(layer, lambda *inputs, **named: state, undo)
 
 
-def replace_forward(module: nn.Module, forward: Callable[..., Any], undo: ExitStack) -> None:
-    """Replace the forward of `module` by `forward` until `undo` is closed."""
-    own = vars(module).get("forward")
+def replace_forward(module: nn.Module, forward: Callable[..., Any], undo: ExitStack, name: str = "forward") -> None:
+    """Replace the forward of `module` by `forward` until `undo` is closed; `name` is the attribute that holds it."""
+    own = vars(module).get(name)
 
     def restore() -> None:
-        del vars(module)["forward"]
+        del vars(module)[name]
         if own is not None:  # such as that of a model spread over devices
-            vars(module)["forward"] = own
+            vars(module)[name] = own
 
-    vars(module)["forward"] = forward
+    vars(module)[name] = forward
     undo.callback(restore)
 
 

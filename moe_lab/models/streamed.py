@@ -19,12 +19,12 @@ from moe_lab.errors import UserError
 from moe_lab.models.checkpoint import open_checkpoint, read_json, stated_dtype
 from moe_lab.models.config_json import quantization
 from moe_lab.models.device import DTYPES, place, precision
-from moe_lab.models.discover import MoELayer, moe_layers, routed_layers
-from moe_lab.models.families import EXTRA_PREDICTION_BLOCKS
+from moe_lab.models.discover import MoELayer, is_ragged, moe_layers, routed_layers
+from moe_lab.models.families import EXTRA_PREDICTION_BLOCKS, split
 from moe_lab.models.files import DEVICE_MAPS, local_folder
 from moe_lab.models.load import check_finite, check_shapes, check_used, load_tokenizer, quiet, set_top_k, skeleton
 from moe_lab.models.partial_forward import output_of, run, stand_in
-from moe_lab.models.transformers_private import Memory, compute_buffers, load_tensors, unused_tensors
+from moe_lab.models.transformers_private import compute_buffers, has_own_precision, load_tensors, unused_tensors
 
 _NUMBER = re.compile(r"(?:^|\.)(\d+)\.")
 BLOCK = 8 << 20
@@ -93,7 +93,11 @@ class StreamedModel:
         self._names = self._by_layer()
         self.layer_of = {name: number for number, names in self._names.items() for name in names}
         """Tensor in the checkpoint -> its decoder layer, or REST."""
-        self._ahead, self._memory = ReadAhead(), Memory(device)
+        self._ahead = ReadAhead()
+        self._free: dict[Any, torch.Tensor] = {}
+        """(name, shape, dtype) -> memory for the experts of a layer, which all layers use in turn."""
+        self._lent: dict[int, dict[Any, torch.Tensor]] = {}
+        """Layer that has its weights -> the memory of its experts."""
         self.model.set_experts_implementation("eager" if device == "cpu" else "grouped_mm")
         compute_buffers(self.model, self.model, device)
         self._read_ahead(REST)
@@ -125,9 +129,9 @@ class StreamedModel:
         try:
             yield module
         finally:
-            weights = list(module.parameters())
+            stacks = self._lent.pop(number, {})
             module.to("meta")
-            self._memory.give_back(weights)
+            self._free |= stacks
 
     def each_layer(self) -> Iterator[MoELayer]:
         """The layers with routed experts, in order, each with its weights while it is the current one."""
@@ -168,7 +172,9 @@ class StreamedModel:
         self._ahead.wait(number)  # then conversion reads the system's cache, and the disk is free for the next layer
         with ExitStack() as files, quiet():
             tensors = self._slices(number, files)
-            mismatched = load_tensors(self.model, tensors, dtype=self.dtype, device=self.device, memory=self._memory)
+            if number in self.moe:
+                self._fill_experts(self.moe[number], tensors)
+            mismatched = load_tensors(self.model, tensors, dtype=self.dtype, device=self.device)
         check_shapes(self.checkpoint.folder, mismatched)
         if number == REST:
             # as from_pretrained does: weights that are both in the files are not tied, whatever the configuration says
@@ -181,6 +187,48 @@ class StreamedModel:
             if tensor.is_meta and name.startswith(beginning) != (number == REST):
                 raise UserError(f"{self.checkpoint.folder}: weights are missing that config.json asks for: {name}")
         check_finite(self.model, within=beginning if number != REST else "")
+
+    def _fill_experts(self, layer: MoELayer, tensors: dict[str, Any]) -> None:
+        """Take the tensors of single experts out of `tensors`, and copy each to its place in the stacks of `layer`.
+
+        transformers would cast every expert, stack all experts of a projection, then join projections, each time in
+        newly allocated memory. The system zeroes that page by page, which takes ten times as long as copying. Layouts
+        that moe_lab does not know, and stacks in the files, are left to transformers.
+        """
+        places = {name: known for name, known in layer.family.places(tensors).items() if known.kind == "expert"}
+        names = [f"{layer.name}.{name}" for name in layer.family.stacks]
+        if is_ragged(layer.experts) or layer.family.unfit or has_own_precision(self.model, self.dtype, names):
+            return
+        if not places or not all(known.axes for known in places.values()):
+            return
+        stacks, lent = {}, {}
+        for name in layer.family.stacks:
+            empty = getattr(layer.experts, name)
+            key = name, tuple(empty.shape), empty.dtype
+            stack = self._free.pop(key, None)
+            stacks[name] = lent[key] = torch.empty_like(empty, device=self.device) if stack is None else stack
+        self._lent[layer.index] = lent
+        views = layer.family.split(stacks)
+        missing = {(role, expert) for role in views for expert in range(layer.n_experts)}
+        for name, known in places.items():
+            assert known.axes is not None and known.expert is not None
+            tensor, (role,) = tensors.pop(name)[...], known.axes.roles
+            if (role, known.expert) not in missing:
+                raise UserError(f"{self.checkpoint.folder}: {name} is of no expert that config.json asks for")
+            target, stored = views[role][known.expert], split(tensor, known.axes)[role]
+            if stored.shape != target.shape:
+                expected = target if known.axes.channels == -2 else target.t()
+                check_shapes(self.checkpoint.folder, [(name, tensor.shape, expected.shape)])
+            target.copy_(stored)
+            missing.remove((role, known.expert))
+        if missing:
+            role, expert = min(missing)
+            raise UserError(
+                f"{self.checkpoint.folder}: weights are missing that config.json asks for: {layer.name} has no {role} "
+                f"projection of expert {expert}"
+            )
+        for name, stack in stacks.items():
+            setattr(layer.experts, name, nn.Parameter(stack, requires_grad=False))
 
     def _read_ahead(self, number: int) -> None:
         """Start reading the bytes of a layer from the disk."""

@@ -3,11 +3,11 @@
 Tested with transformers 5.21 to 5.23, which pyproject.toml allows. A version that renames one of these fails in
 tests/test_transformers_private.py:
 
-    core_model_loading: Concatenate, ConversionOps, MergeModulelist, WeightConverter, WeightRenaming, and the attributes
-    and arguments with which it calls them; conversion_mapping.get_model_conversion_mapping;
-    modeling_utils.LoadStateDictConfig; PreTrainedModel._load_pretrained_model, _get_dtype_plan
+    conversion_mapping.get_model_conversion_mapping; modeling_utils.LoadStateDictConfig;
+    PreTrainedModel._load_pretrained_model, _get_dtype_plan
         load one decoder layer into a model on the meta device, converted as from_pretrained would
-    core_model_loading.dot_natural_key, rename_source_key; PreTrainedModel._adjust_missing_and_unexpected_keys
+    core_model_loading: WeightConverter, WeightRenaming, dot_natural_key, rename_source_key;
+    PreTrainedModel._adjust_missing_and_unexpected_keys
         know which tensors of a checkpoint from_pretrained would leave out
     core_model_loading.revert_weight_conversion, PreTrainedModel's _weight_conversions
         name and split tensors of a model as save_pretrained does
@@ -24,20 +24,18 @@ tests/test_transformers_private.py:
     integrations.finegrained_fp8.Fp8Dequantize and its _dequantize_one, and FineGrainedFP8HfQuantizer, in
     quantizers.quantizer_finegrained_fp8, whose get_load_operations names it
         dequantise blocks of the size that the configuration states
-    integrations.heterogeneity.AmbiguousGlobalPerLayerAttributeError
-        distinguish a checkpoint whose layers differ from a damaged one
     models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
         know which families have a causal language model without importing their code
 
 Files that are written beside the weights of an export cannot import this module (models/ports,
-pruning/uneven_layers.py, pruning/ragged.py): each names itself what it uses, and the tests of exports run it.
-families.py reads source files of transformers as text; its tests compare the result with the classes.
+pruning/exported_code): each names itself what it uses, and the tests of exports run it.
+families.py reads a source file of transformers as text; its tests compare the result with the classes.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from math import ceil
@@ -50,9 +48,6 @@ from torch.utils.checkpoint import checkpoint
 from transformers import GradientCheckpointingLayer, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
-    Concatenate,
-    ConversionOps,
-    MergeModulelist,
     WeightConverter,
     WeightRenaming,
     dot_natural_key,
@@ -60,20 +55,18 @@ from transformers.core_model_loading import (
     revert_weight_conversion,
 )
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
-from transformers.integrations.heterogeneity import AmbiguousGlobalPerLayerAttributeError
 from transformers.modeling_utils import LoadStateDictConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
 __all__ = [
     "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
-    "AmbiguousGlobalPerLayerAttributeError",
-    "Memory",
     "activation",
     "attention_implementation",
     "compute_buffers",
     "dequantised_by_stated_blocks",
     "experts_implementation",
+    "has_own_precision",
     "is_expert_parallel",
     "load_tensors",
     "next_inputs",
@@ -163,24 +156,29 @@ def compute_buffers(model: PreTrainedModel, root: nn.Module, device: str) -> Non
 
 
 def load_tensors(
-    model: PreTrainedModel, tensors: Mapping[str, Any], *, dtype: torch.dtype, device: str, memory: Memory
+    model: PreTrainedModel, tensors: Mapping[str, Any], *, dtype: torch.dtype, device: str
 ) -> Iterable[tuple[str, Any, Any]]:
     """Put `tensors` (name in the checkpoint -> safetensors slice) into `model` as from_pretrained would.
 
-    Stacks of experts are allocated from `memory`. Returns (name, found shape, expected shape) of weights that do not
-    fit; the model keeps its own there.
+    Returns (name, found shape, expected shape) of weights that do not fit; the model keeps its own there.
     """
-    plan = dict(model._get_dtype_plan(dtype))
+    mapping: Any = get_model_conversion_mapping(model)
     settings = LoadStateDictConfig(
         device_map={"": device},
         dtype=dtype,
-        dtype_plan=plan,
-        weight_mapping=assemble(get_model_conversion_mapping(model), memory, plan),
+        dtype_plan=dict(model._get_dtype_plan(dtype)),
+        weight_mapping=mapping,
         ignore_mismatched_sizes=True,
     )
     report, _ = model._load_pretrained_model(model, dict(tensors), None, settings)
     mismatched: Iterable[tuple[str, Any, Any]] = report.mismatched_keys
     return mismatched
+
+
+def has_own_precision(model: PreTrainedModel, dtype: torch.dtype, names: Iterable[str]) -> bool:
+    """Whether one of the weights called `names` has a precision of its own when `model` is loaded in `dtype`."""
+    patterns = [pattern.replace("*", ".*") for pattern in model._get_dtype_plan(dtype)]
+    return any(re.search(pattern, name) for pattern in patterns for name in names)
 
 
 @contextmanager
@@ -238,103 +236,3 @@ def to_checkpoint(model: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, 
     model._weight_conversions = None  # those of `load_tensors` cannot be reverted
     converted: dict[str, torch.Tensor] = revert_weight_conversion(model, dict(tensors))
     return converted
-
-
-class Memory:
-    """Pool of tensors on a device, which are lent, given back and lent again.
-
-    transformers casts every expert, stacks all experts of a projection, then joins projections, each time in newly
-    allocated memory. The system zeroes that page by page, which takes ten times as long as copying the numbers. With a
-    Memory they are copied once, from the mapped file to their destination, and all layers use the same memory in turn.
-    """
-
-    def __init__(self, device: str) -> None:
-        self.device = device
-        self._free: list[torch.Tensor] = []
-        self._lent: list[torch.Tensor] = []
-
-    def take(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Lend an uninitialised tensor, a free one of that shape and dtype if there is one."""
-        for place, tensor in enumerate(self._free):
-            if tuple(tensor.shape) == tuple(shape) and tensor.dtype == dtype:
-                self._lent.append(self._free.pop(place))
-                return self._lent[-1]
-        self._lent.append(torch.empty(tuple(shape), dtype=dtype, device=self.device))
-        return self._lent[-1]
-
-    def give_back(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Take back those of `tensors` that are lent, to lend them again; those that were free before are released."""
-        places = {tensor.data_ptr() for tensor in tensors}
-        self._free = [tensor for tensor in self._lent if tensor.data_ptr() in places]
-        self._lent = [tensor for tensor in self._lent if tensor.data_ptr() not in places]
-
-
-def assemble(mapping: Iterable[Any], memory: Memory, plan: dict[str, Any]) -> list[Any]:
-    """Change the conversion `mapping` of a model so that its stacks of experts are allocated from `memory`.
-
-    `plan`: pattern of tensor names -> precision in which they are read. Experts that it does not mention get the entry
-    None: they are read as they are stored, and cast when they are copied.
-    """
-    converters = list(mapping)
-    for converter in converters:
-        if isinstance(converter, WeightConverter) and _stacks(converter.operations):
-            (target,) = converter.target_patterns
-            if not any(re.search(pattern.replace("*", ".*"), f"layers.0.{target}") for pattern in plan):
-                converter.operations = [_Assemble(converter.operations, memory)]
-                converter.force_cpu = True  # tensors stay there until they are copied to the memory's device
-                plan[target] = None
-    return converters
-
-
-def _stacks(operations: Sequence[Any]) -> bool:
-    kinds = [type(operation) for operation in operations]
-    return kinds in ([MergeModulelist], [MergeModulelist, Concatenate]) and operations[0].dim == 0
-
-
-class _Assemble(ConversionOps):
-    """Same result as MergeModulelist along the first axis, optionally followed by Concatenate along another one."""
-
-    def __init__(self, operations: list[Any], memory: Memory) -> None:
-        self.operations, self.memory = operations, memory
-
-    def __deepcopy__(self, memo: Any) -> _Assemble:
-        return self  # converters are copied for every tensor they make, and all copies must use one memory
-
-    @torch.no_grad()
-    def convert(  # type: ignore[override]  # its operations give tensors too
-        self,
-        input_dict: dict[str, Any],
-        source_patterns: list[str],
-        target_patterns: list[str],
-        *,
-        full_layer_name: str,
-        model: Any,
-        **named: Any,
-    ) -> dict[str, torch.Tensor]:
-        """Stack the experts of each source (one tensor per expert) and join sources: target -> (E, ...)."""
-        parts = [input_dict[source] for source in source_patterns if source in input_dict]
-        dtype = model.get_parameter(full_layer_name).dtype
-        if not _fit(parts):
-            return self._by_transformers(input_dict, source_patterns, target_patterns, dtype)
-        axis = self.operations[1].dim if len(self.operations) > 1 else 1
-        shape = [len(parts[0]), *parts[0][0].shape]
-        shape[axis] *= len(parts)
-        whole = self.memory.take(shape, dtype)
-        for part, target in zip(parts, whole.chunk(len(parts), axis), strict=True):
-            for expert, tensor in enumerate(part):
-                target[expert].copy_(tensor)
-        return {target_patterns[0]: whole}
-
-    def _by_transformers(
-        self, tensors: Any, sources: list[str], targets: list[str], dtype: torch.dtype
-    ) -> dict[str, torch.Tensor]:
-        """Apply transformers' own operations to experts that differ in shape or number; mostly they raise an error."""
-        for operation in self.operations:
-            tensors = operation.convert(tensors, sources, targets)
-        return {name: tensor.to(self.memory.device, dtype) for name, tensor in tensors.items()}
-
-
-def _fit(parts: Sequence[Sequence[torch.Tensor]]) -> bool:
-    """Whether all parts hold equally many tensors of one shape."""
-    shapes = {tuple(tensor.shape) for part in parts for tensor in part}
-    return len(shapes) == 1 and len({len(part) for part in parts}) == 1

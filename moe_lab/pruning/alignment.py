@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy
 import torch
 from scipy.optimize import linear_sum_assignment
 
 from moe_lab.models.discover import MoELayer, check_in_memory
-from moe_lab.models.experts import intermediate, wide
+from moe_lab.models.experts import wide
 from moe_lab.pruning.plan import Alignments, Plan
 from moe_lab.statistics.observe import Tap
 from moe_lab.statistics.sums import Layers
@@ -61,9 +61,8 @@ def channel_weights(layer: MoELayer, expert: int) -> torch.Tensor:
     Raises UserError when the experts are not in memory.
     """
     check_in_memory(layer, experts=True)
-    experts: Any = layer.experts
-    gate, up = wide(experts.gate_up_proj[expert].detach()).chunk(2)
-    return torch.cat((gate, up, wide(experts.down_proj[expert].detach()).T), dim=1)
+    roles = layer.projections(expert)
+    return torch.cat([wide(roles[role].detach()) for role in ("gate", "up", "down")], dim=1)
 
 
 class AlignmentTap(Tap):
@@ -80,16 +79,16 @@ class AlignmentTap(Tap):
 
     def experts(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """The routed output (T, H); adds products of the activations of merged experts for all valid tokens."""
-        module, valid = self.layer.experts, self.valid(hidden)
+        layer, valid = self.layer, self.valid(hidden)
         states = hidden if valid is None else hidden[valid]
-        for owner, group in self.plan.merged.get(self.layer.index, {}).items():
-            of_owner = wide(intermediate(module, states, owner))
+        for owner, group in self.plan.merged.get(layer.index, {}).items():
+            of_owner = wide(layer.phi(states, layer.weights(owner)))
             self.add(f"squares.{owner}", of_owner.square().sum(0))
             for member in sorted(set(group) - {owner}):
-                of_member = wide(intermediate(module, states, member))
+                of_member = wide(layer.phi(states, layer.weights(member)))
                 self.add(f"squares.{member}", of_member.square().sum(0))
                 self.add(f"products.{member}", of_owner.T @ of_member)
-        return self.routed(hidden, index, weights)
+        return self.before(hidden, index, weights)
 
     def result(self) -> dict[str, torch.Tensor]:
         """{"order": (M, I)}, from the sums over all tokens."""

@@ -25,15 +25,15 @@ from transformers import PreTrainedModel
 
 from moe_lab.errors import UserError
 from moe_lab.models.discover import MoELayer, is_ragged, moe_layers, routed_layers
-from moe_lab.models.experts import watch_routing
 from moe_lab.models.families import DISK_SHARED
-from moe_lab.models.partial_forward import replace_forward, run
+from moe_lab.models.partial_forward import replace_forward
 from moe_lab.models.streamed import StreamedModel
 from moe_lab.pruning.mask import mask, mask_layers
 from moe_lab.pruning.plan import Plan
 from moe_lab.pruning.prune import check_fit
-from moe_lab.statistics.observe import Batch
+from moe_lab.statistics.observe import Batch, Observer, Tap
 from moe_lab.statistics.streaming import LayerPass
+from moe_lab.statistics.sums import Layers
 
 PARTS = ("attention", "attention_scores", "router", "shared_experts", "experts", "dense", "lm_head", "other")
 """attention: projections and recurrences of the modules that mix tokens; attention_scores: their products of
@@ -115,6 +115,20 @@ def even_routing(layers: Sequence[MoELayer], plan: Plan | None) -> Routing | Non
     return Routing(1, channels)
 
 
+class LoadTap(Tap):
+    """Counts the valid tokens that are routed to each expert, whatever computes the experts: tokens (E,)."""
+
+    kind = "load"
+    computes = False
+
+    def experts(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """The routed output (T, H) as it was."""
+        valid = self.valid(hidden)
+        chosen = index if valid is None else index[valid]
+        self.add("tokens", torch.bincount(chosen.flatten(), minlength=self.layer.n_experts))
+        return self.before(hidden, index, weights)
+
+
 def measured_routing(model: PreTrainedModel, plan: Plan | None, batches: Sequence[Batch]) -> Routing:
     """Measure the routing of the valid tokens of `batches` in the masked model, with one forward pass.
 
@@ -122,12 +136,18 @@ def measured_routing(model: PreTrainedModel, plan: Plan | None, batches: Sequenc
     """
     check_batches(batches)
     layers = routed_layers(model)
-    routed = Routed(layers)
-    with mask(model, plan) if plan is not None else nullcontext(), watch_routing(layers, routed.add), torch.no_grad():
+    with mask(model, plan) if plan is not None else nullcontext(), Observer(model, LoadTap, layers=layers) as observer:
         for ids, valid in batches:
-            routed.valid = valid.flatten()
-            run(model, ids, valid)
-    return routed.under(plan, batches)
+            observer.read(ids, valid)
+        return _routing(layers, plan, observer.layers(), batches)
+
+
+def _routing(layers: Sequence[MoELayer], plan: Plan | None, load: Layers, batches: Sequence[Batch]) -> Routing:
+    """The channels used under `plan` by the tokens that `load` counts."""
+    channels = {
+        layer.index: int((load[layer.index]["tokens"] * computed_widths(layer, plan)).sum()) for layer in layers
+    }
+    return Routing(sum(int(valid.sum()) for _, valid in batches), channels)
 
 
 def check_batches(batches: Sequence[Batch]) -> None:
@@ -174,26 +194,6 @@ def dropped_experts(layer: MoELayer, plan: Plan | None) -> int:
 
 def _zeros(hidden_states: torch.Tensor, *inputs: Any, **named: Any) -> torch.Tensor:
     return torch.zeros_like(hidden_states)
-
-
-class Routed:
-    """Counts of the valid tokens routed to each expert: layer -> (E,) int64."""
-
-    def __init__(self, layers: Sequence[MoELayer]) -> None:
-        self.layers = layers
-        self.valid = torch.zeros(0, dtype=torch.bool)
-        self.tokens = {layer.index: torch.zeros(layer.n_experts, dtype=torch.int64) for layer in layers}
-
-    def add(self, layer: MoELayer, index: torch.Tensor) -> None:
-        chosen = index[self.valid.to(index.device)].flatten()
-        self.tokens[layer.index] += torch.bincount(chosen, minlength=layer.n_experts).cpu()
-
-    def under(self, plan: Plan | None, batches: Sequence[Batch]) -> Routing:
-        """The channels used by the counted tokens under `plan`; `batches` are all batches that were read."""
-        channels = {
-            layer.index: int((self.tokens[layer.index] * computed_widths(layer, plan)).sum()) for layer in self.layers
-        }
-        return Routing(sum(int(valid.sum()) for _, valid in batches), channels)
 
 
 def _by_part(
@@ -245,20 +245,13 @@ def layered_routing(
     check_batches(batches)
     if plan is not None:
         check_fit(plan, moe_layers(streamed.model))
-    layers = routed_layers(streamed.model)
-    routed = Routed(layers)
+    load: Layers = {}
     rows = LayerPass(streamed, batches, out / "states", budget)
     last = max(streamed.moe)
-    with watch_routing(layers, routed.add), torch.no_grad():
-        for number in range(last + 1):
-            with ExitStack() as stack:
-                stack.enter_context(streamed.layer(number, then=number + 1))
-                if plan is not None and number in streamed.moe:
-                    stack.enter_context(mask_layers(streamed.model, [streamed.moe[number]], plan))
-                for index, (_, valid) in enumerate(batches):
-                    routed.valid = valid.flatten()
-                    output = rows.read(number, index, rows.entering(number, index), None)
-                    if number < last:
-                        rows.states.put(number + 1, index, output)
-            rows.states.drop(number)
-    return routed.under(plan, batches)
+    for number in range(last + 1):
+        with streamed.layer(number, then=number + 1), torch.no_grad(), ExitStack() as masked:
+            if plan is not None and number in streamed.moe:
+                masked.enter_context(mask_layers(streamed.model, [streamed.moe[number]], plan))
+            load |= rows.run(number, LoadTap, keep=number < last)
+        rows.states.drop(number)
+    return _routing(list(streamed.moe.values()), plan, load, batches)

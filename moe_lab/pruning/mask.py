@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -14,13 +13,18 @@ from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from moe_lab.models.discover import MoELayer, check_in_memory, moe_layers
-from moe_lab.models.experts import chosen_experts, intermediate, output, routed_output, sort_by_expert
+from moe_lab.models.experts import (
+    ExpertsFunction,
+    are_replaced,
+    replace_experts,
+    routed_output,
+    sort_by_expert,
+)
 from moe_lab.models.transformers_private import activation, experts_implementation, with_activation
-from moe_lab.pruning.plan import Mask, Plan
-from moe_lab.pruning.prune import check_fit, count_attributes, merged_weights, replace_tensor, rows
-from moe_lab.pruning.ragged import constant_output
+from moe_lab.pruning.exported_code.ragged import constant_output, count_attributes, replace_tensor
+from moe_lab.pruning.plan import Plan
+from moe_lab.pruning.prune import check_fit, merged_weights, rows_of
 from moe_lab.pruning.replace import check_aligned
-from moe_lab.statistics.observe import ExpertsFunction, replaced_experts
 
 
 @contextmanager
@@ -36,7 +40,7 @@ def mask(model: PreTrainedModel, plan: Plan) -> Iterator[None]:
 
     Raises UserError when the plan does not fit the model or still has to be aligned, or when weights that it reads are
     offloaded: those of routers, and of experts if it merges some. Raises RuntimeError when experts are
-    called with a routing that did not come from the masked router, or when the masked experts are bypassed.
+    called with a routing that did not come from the masked router, or are replaced by something else already.
     """
     layers = moe_layers(model)
     check_fit(plan, layers)
@@ -51,8 +55,10 @@ def mask_layers(model: PreTrainedModel, layers: Sequence[MoELayer], plan: Plan) 
     with ExitStack() as undo:
         for layer in layers:
             _keep(layer, plan.experts[layer.index], undo)
-        if plan.channels:
-            undo.enter_context(channel_masks(model, layers, plan))
+            if plan.channels:
+                if are_replaced(layer):
+                    raise RuntimeError(f"{layer.name} is observed already, or under another plan of channels")
+                replace_experts(layer, lambda _, layer=layer: planned(layer, plan), undo)  # type: ignore[misc]
         yield
 
 
@@ -96,7 +102,7 @@ def sliced_router(layer: MoELayer, kept: Sequence[int]) -> SlicedRouter:
     """
     check_in_memory(layer)
     ids = torch.tensor(kept)
-    tensors = [(part.module, part.name, part.tensor, rows(part.tensor, part.axis, ids)) for part in layer.routing]
+    tensors = [(part.module, part.name, part.tensor, rows_of(part.tensor, part.axis, ids)) for part in layer.routing]
     counts = [
         (module, name, layer.n_experts, len(kept))
         for module in layer.router.modules()
@@ -121,7 +127,8 @@ def _keep(layer: MoELayer, kept: tuple[int, ...], undo: ExitStack) -> None:
         return logits, gates, issued[0]
 
     def before_experts(experts: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
-        if not issued or chosen_experts(inputs, named) is not issued[0]:
+        _, index, _ = (*inputs, *named.values())
+        if not issued or index is not issued[0]:
             raise RuntimeError(
                 f"the mask is not in force: {layer.name} got a routing that its masked router did not give"
             )
@@ -131,92 +138,36 @@ def _keep(layer: MoELayer, kept: tuple[int, ...], undo: ExitStack) -> None:
     undo.callback(layer.experts.register_forward_pre_hook(before_experts, with_kwargs=True).remove)
 
 
-@contextmanager
-def channel_masks(model: PreTrainedModel, layers: Sequence[MoELayer], plan: Plan) -> Iterator[None]:
-    """A context in which channels of `layers` that `plan` does not keep are 0 before the down projection, null experts
-    put out their constants, and merged experts are computed with the weights of their group.
+def planned(layer: MoELayer, plan: Plan) -> ExpertsFunction:
+    """What the experts of a layer compute under `plan`, one with channels; they keep their original ids.
 
-    Experts keep their original ids. Models that use grouped_mm still use it, except in layers with merged experts.
-    Others compute one expert after the other, on rows sorted once, where experts that keep all channels give the bits
-    of the eager forward. Raises RuntimeError when the masked experts are bypassed.
+    Channels that are not kept are 0 before the down projection, null experts put out their constants, and merged ones
+    are computed with the weights of their group. One expert is computed after the other, on rows sorted once, where
+    experts that keep all channels give the bits of the eager forward; models that use grouped_mm still use it, except
+    in layers with merged experts.
     """
-    calls = {layer.index: _Call(layer, _experts_function(layer, plan)) for layer in layers}
-    with ExitStack() as undo:
-        undo.enter_context(replaced_experts(model, layers, {index: call.compute for index, call in calls.items()}))
-        for call in calls.values():
-            undo.callback(call.layer.experts.register_forward_hook(call.check).remove)
-        yield
-
-
-def _experts_function(layer: MoELayer, plan: Plan) -> ExpertsFunction:
-    """The function for the routed output (T, H) of a layer under `plan`, one with channels.
-
-    The weights of merged experts are computed here, and take memory as long as the function lives.
-    """
-    mask = plan.channels[layer.index]
+    mask, owners = plan.channels[layer.index], plan.owners(layer.index)
+    dropped, counts = torch.from_numpy(~mask).to(layer.routing[0].tensor.device), mask.sum(-1).tolist()
     if layer.index in plan.merged:
-        function = sorted_function(_merged(layer, plan), mask[plan.owners(layer.index)])
+        check_in_memory(layer, experts=True)
     elif experts_implementation(layer.experts) == "grouped_mm":
-        function = grouped_function(layer, mask)
-    else:
-        function = sorted_function(layer, mask)
-    return _with_constants(function, layer, plan)
+        return _with_constants(_grouped(layer, dropped), layer, plan)
+    merged = {owner: layer.weights(owner, tensors) for owner, tensors in merged_weights(layer, plan).items()}
 
-
-def _merged(layer: MoELayer, plan: Plan) -> MoELayer:
-    """The layer with other stacks of experts: each is that of its owner, whose weights are those of its group.
-
-    Raises UserError when the experts are not in memory.
-    """
-    check_in_memory(layer, experts=True)
-    experts: Any = copy.copy(layer.experts)
-    experts._parameters = dict(layer.experts._parameters)
-    merged, owners = merged_weights(layer, plan), plan.owners(layer.index)
-    for position, name in enumerate(("gate_up_proj", "down_proj")):
-        stack = experts._parameters.pop(name).detach()
-        setattr(experts, name, [merged[owner][position] if owner in merged else stack[owner] for owner in owners])
-    return replace(layer, experts=experts)
-
-
-class _Call:
-    """The masked experts function of one layer, which records that it was called."""
-
-    def __init__(self, layer: MoELayer, function: ExpertsFunction) -> None:
-        self.layer, self.function = layer, function
-        self.ran = False
-
-    def compute(self, hidden: torch.Tensor, index: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
-        self.ran = True
-        return self.function(hidden, index, gates)
-
-    def check(self, module: torch.nn.Module, inputs: Any, result: Any) -> None:
-        if not self.ran:
-            raise RuntimeError(f"the mask is not in force: {self.layer.name} did not run the masked experts")
-        self.ran = False
-
-
-def sorted_function(layer: MoELayer, mask: Mask) -> ExpertsFunction:
-    """A function for the routed output (T, H) of experts whose channels outside `mask` (E, I) are 0.
-
-    It computes one expert after the other.
-    """
-    dropped = torch.from_numpy(~mask).to(layer.routing[0].tensor.device)
-    counts = mask.sum(-1).tolist()
-
-    def compute(hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        rows = sort_by_expert(index, layer.n_experts)
-
-        def of_expert(expert: int, part: slice, states: torch.Tensor) -> torch.Tensor | None:
-            if not counts[expert]:
+    def compute(hidden: torch.Tensor, index: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
+        def of_expert(expert: int, _: slice, states: torch.Tensor) -> torch.Tensor | None:
+            owner = owners[expert]
+            if not counts[owner]:
                 return None
-            phi = intermediate(layer.experts, states, expert)
-            if counts[expert] < layer.width:
-                phi = phi.masked_fill(dropped[expert], 0)  # not multiplied by 0, because Inf x 0 is NaN
-            return output(layer.experts, phi, expert)
+            own = merged[owner] if owner in merged else layer.weights(owner)  # now: they may have been offloaded before
+            phi = layer.phi(states, own)
+            if counts[owner] < layer.width:
+                phi = phi.masked_fill(dropped[owner], 0)  # not multiplied by 0, because Inf x 0 is NaN
+            return layer.output(phi, own)
 
-        return routed_output(hidden, rows, weights, of_expert)
+        return routed_output(hidden, sort_by_expert(index, layer.n_experts), gates, of_expert)
 
-    return compute
+    return _with_constants(compute, layer, plan)
 
 
 def _with_constants(function: ExpertsFunction, layer: MoELayer, plan: Plan) -> ExpertsFunction:
@@ -235,12 +186,11 @@ def _with_constants(function: ExpertsFunction, layer: MoELayer, plan: Plan) -> E
     return compute
 
 
-def grouped_function(layer: MoELayer, mask: Mask) -> ExpertsFunction:
-    """The function of `sorted_function`, by transformers' grouped matrix products.
+def _grouped(layer: MoELayer, dropped: torch.Tensor) -> ExpertsFunction:
+    """Experts whose channels `dropped` (E, I) are 0, by transformers' grouped matrix products.
 
     These compute all experts at once, so every row is masked with its expert's channels right after the activation.
     """
-    dropped = torch.from_numpy(~mask).to(layer.routing[0].tensor.device)
     experts: Any = layer.experts
 
     def compute(hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

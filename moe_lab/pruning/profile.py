@@ -13,9 +13,7 @@ from transformers import PreTrainedModel
 
 from moe_lab.errors import UserError
 from moe_lab.models.discover import MoELayer, moe_layers, routed_layers
-from moe_lab.models.experts import watch_routing
 from moe_lab.models.partial_forward import run
-from moe_lab.pruning.flops import Routed
 from moe_lab.pruning.mask import mask, mask_layers
 from moe_lab.pruning.plan import Plan
 from moe_lab.statistics.forward import EPSILON
@@ -31,15 +29,15 @@ def profile(model: PreTrainedModel, plan: Plan | None, batches: Sequence[Batch])
     if not batches:
         raise UserError("profile: no batches to read, expected at least one")
     routed = routed_layers(model)
-    seen = _Seen(routed)
+    seen = _Seen()
     masked = mask(model, plan) if plan is not None else nullcontext()
-    with masked, torch.no_grad(), ExitStack() as hooks, watch_routing(routed, seen.load.add):
+    with masked, torch.no_grad(), ExitStack() as hooks:
         for index, layer in enumerate(model.get_submodule(routed[0].stack).children()):
             hooks.callback(layer.register_forward_hook(partial(seen.stream, index)).remove)
         for moe_layer in routed:
             hooks.callback(moe_layer.router.register_forward_hook(partial(seen.routed, moe_layer)).remove)
         for ids, valid in batches:
-            seen.valid = seen.load.valid = valid.flatten()
+            seen.valid = valid.flatten()
             run(model, ids, valid)
     losses = output_losses(model, plan, batches) if plan is not None else {}
     return [(*row, losses.get(row[0], float("nan"))) for row in seen.rows()]
@@ -96,9 +94,10 @@ class _Loss:
 class _Seen:
     """Sums over the valid tokens, in fp64, of each layer's hidden states and of the entropies of its router."""
 
-    def __init__(self, layers: Sequence[MoELayer]) -> None:
+    def __init__(self) -> None:
         self.valid = torch.zeros(0, dtype=torch.bool)
-        self.load = Routed(layers)
+        self.load: dict[int, torch.Tensor] = {}
+        """MoE layer -> (E,): the tokens routed to each expert."""
         self.tokens: dict[int, int] = {}
         self.sums: dict[int, torch.Tensor] = {}
         self.squares: dict[int, torch.Tensor] = {}
@@ -113,9 +112,12 @@ class _Seen:
         self.tokens[layer] = self.tokens.get(layer, 0) + len(valid)
 
     def routed(self, layer: MoELayer, module: nn.Module, inputs: Any, output: tuple[torch.Tensor, ...]) -> None:
-        """Add the entropies of a router's logits (T, E) and gates (T, K)."""
+        """Add the entropies of a router's logits (T, E) and gates (T, K), and count its choices (T, K)."""
         logits, gates = (part.detach().flatten(0, -2).double() for part in output[:2])
         valid = self.valid.to(logits.device)
+        chosen = output[2].flatten(0, -2)[valid].flatten()
+        load = torch.bincount(chosen, minlength=layer.n_experts).cpu()
+        self.load[layer.index] = self.load.get(layer.index, torch.zeros_like(load)) + load
         sums = self.entropies.get(layer.index, (0.0, 0.0, 0))
         entropies = (_entropy(logits[valid].softmax(-1)), _entropy(_shares(gates[valid])))
         self.entropies[layer.index] = (sums[0] + entropies[0], sums[1] + entropies[1], logits.shape[-1])
@@ -136,7 +138,7 @@ class _Seen:
             return (float("nan"),) * 3 + (0,)
         router, gate, experts = self.entropies[layer]
         count = self.tokens[layer]
-        return router / count, gate / count, _entropy(_shares(self.load.tokens[layer].double())[None]), experts
+        return router / count, gate / count, _entropy(_shares(self.load[layer].double())[None]), experts
 
 
 def _shares(values: torch.Tensor) -> torch.Tensor:

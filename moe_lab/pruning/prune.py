@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
-from typing import Any, TypeVar
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar, cast
 
-import numpy
 import torch
 from torch import nn
 
 from moe_lab.errors import UserError
-from moe_lab.models.discover import MoELayer, check_in_memory, moe_layers
-from moe_lab.models.experts import layout_of, wide
-from moe_lab.models.families import COUNT_FIELDS, refusal
-from moe_lab.pruning.export.form import CONSTANT_FIELD, OWNERS_FIELD, RAGGED_FIELD, is_stock
-from moe_lab.pruning.export.remote import width_field
-from moe_lab.pruning.plan import Mask, Plan
-from moe_lab.pruning.ragged import RaggedExperts
+from moe_lab.models.discover import MoELayer, check_in_memory, moe_layers, routed_layers
+from moe_lab.models.experts import wide
+from moe_lab.models.families import COUNT_FIELDS, GATE_UP, WIDTH_FIELDS, split
+from moe_lab.pruning.exported_code.ragged import RaggedExperts, replace_tensor, set_counts
+from moe_lab.pruning.form import (
+    Arithmetic,
+    LayerForm,
+    Part,
+    make_form,
+    part_of,
+    rows,
+)
+from moe_lab.pruning.plan import Plan
 from moe_lab.pruning.replace import check_aligned
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -30,9 +35,9 @@ def prune(model: Model, plan: Plan) -> Model:
 
     `model` is not changed. Weights that do not change are shared with it, so the copy takes only the memory of the kept
     experts. Layers whose experts keep equal numbers of channels keep the family's module, others get RaggedExperts.
-    What differs between layers is written to the configuration's `per_layer_config`; where all layers have one shape,
-    `save_pretrained` writes a stock checkpoint. Raises UserError when the plan does not fit the model or still has to
-    be aligned, and when weights are offloaded. A model on the meta device is pruned to one on the meta device.
+    Where all layers keep equally many whole experts, the configuration says so and `save_pretrained` writes a stock
+    checkpoint; other models are written by `export`. Raises UserError when the plan does not fit the model or still has
+    to be aligned, and when weights are offloaded. A model on the meta device is pruned to one on the meta device.
     """
     before = moe_layers(model)
     check_fit(plan, before)
@@ -40,22 +45,33 @@ def prune(model: Model, plan: Plan) -> Model:
     on_meta = all(weight.is_meta for weight in model.parameters()) and not hasattr(model, "_hf_hook")
     for layer in [] if on_meta else before:  # accelerate, which sets that attribute, would bring whole weights back
         check_in_memory(layer, experts=True)
-    pruned = share_copy(model)
+    pruned, down = share_copy(model), cast(torch.Tensor, before[0].experts.down_proj)
+    form = make_form(plan, "natural", down.element_size())
     for layer in moe_layers(pruned):
-        kept = plan.experts[layer.index]
-        merge_layer(layer, plan)
-        prune_layer(layer, kept)
-        if plan.channels:
-            narrow(layer, plan)
-    counts = {len(kept) for kept in plan.experts.values()}
-    if len(counts) == 1:  # for the balancing loss, which is undefined for layers with different counts
-        for name in count_attributes(pruned, before[0].n_experts):
-            setattr(pruned, name, *counts)
-    ragged = {layer.index for layer in before if isinstance(pruned.get_submodule(layer.name), RaggedExperts)}
-    update_configuration(pruned.config.get_text_config(), plan, before, ragged)  # type: ignore[union-attr, operator]
-    if ragged:
-        pruned.save_pretrained = _refuse_to_save  # type: ignore[assignment]
+        install(layer, form.layers[layer.index])
+        keep_rows(layer, plan.experts[layer.index])
+    _describe(pruned)
     return pruned
+
+
+def _describe(pruned: Any) -> None:
+    """Write the number of experts into the configuration of a pruned model, if all layers have the same one.
+
+    Unless that makes it the configuration of a stock model, `save_pretrained` is refused: without code of its own, the
+    checkpoint would be loaded with random experts.
+    """
+    config, layers = pruned.config.get_text_config(), routed_layers(pruned)
+    counts = {layer.n_experts for layer in layers}
+    if len(counts) == 1:
+        for module in (config, pruned):  # the model's own number is that of the balancing loss
+            for field in COUNT_FIELDS:
+                if isinstance(vars(module).get(field), int):
+                    setattr(module, field, *counts)
+    stated = next((vars(config)[field] for field in WIDTH_FIELDS if isinstance(vars(config).get(field), int)), None)
+    if len(counts) == 1 and {width for layer in layers for width in layer.widths} == {stated}:
+        vars(pruned).pop("save_pretrained", None)  # of a model that was pruned before
+    else:
+        pruned.save_pretrained = _refuse_to_save
 
 
 def share_copy(model: Model) -> Model:
@@ -64,17 +80,69 @@ def share_copy(model: Model) -> Model:
     return copy.deepcopy(model, shared)  # deepcopy does not copy what its memo holds
 
 
-def prune_layer(layer: MoELayer, kept: Iterable[int]) -> None:
-    """Cut one layer down to the experts `kept`, in place: its experts' tensors, routing tensors and counts."""
-    ids = torch.tensor(list(kept))
-    for path, tensor in list(layer.experts.named_parameters()):
+def install(layer: MoELayer, form: LayerForm) -> None:
+    """Put the experts that `form` says in the place of those of `layer`."""
+    if form.widths is not None:
+        setattr(layer.block, layer.name.rpartition(".")[2], _packed(layer, form))
+        return
+    experts: Any = layer.experts
+    stacks: dict[str, torch.Tensor]
+    if form.changed:
+        stacks = {name: _restacked(layer, form, name) for name in layer.family.stacks}
+    else:  # also of parameters that moe_lab does not know
+        ids = torch.tensor([part.whole for part in form.parts])
+        stacks = {name: rows_of(tensor, 0, ids) for name, tensor in experts.named_parameters()}
+    for path, stack in stacks.items():
         owner, _, name = path.rpartition(".")
-        replace_tensor(layer.experts.get_submodule(owner), name, rows(tensor, 0, ids))
+        replace_tensor(experts.get_submodule(owner), name, stack)
+    for name in WIDTH_ATTRIBUTES:
+        if form.width is not None and vars(experts).get(name) == layer.width:
+            setattr(experts, name, form.width)
+
+
+def _restacked(layer: MoELayer, form: LayerForm, name: str) -> nn.Parameter:
+    """The stack `name` of the experts that `form` says."""
+    stack, axes = getattr(layer.experts, name), layer.family.stacks[name]
+    shape = [len(form.parts), *stack.shape[1:]]
+    if form.width is not None and axes.channels is not None:
+        shape[axes.channels] = form.width * len(axes.roles)
+    changed = stack.detach().new_empty(shape)
+    for tensor, part in zip(changed, form.parts, strict=True):
+        fill(split(tensor, axes), part, layer)
+    return nn.Parameter(changed, stack.requires_grad)
+
+
+def _packed(layer: MoELayer, form: LayerForm) -> RaggedExperts:
+    """The experts that `form` says, each with a width of its own."""
+    packed = RaggedExperts(layer.experts, form.widths or (), form.constants is not None, form.owners)
+    with torch.no_grad():
+        for position, part in enumerate(form.parts):
+            gate_up, down = packed.weights(position)
+            fill({**split(gate_up, GATE_UP), "down": down}, part, layer)
+        if packed.constants is not None:
+            packed.constants.copy_(torch.from_numpy(form.constants))
+    return packed
+
+
+def fill(views: Mapping[str, torch.Tensor], part: Part, layer: MoELayer) -> None:
+    """Write the projections `views` (role -> (W, H), channels as rows) of one stored expert of `layer`."""
+    for role, view in views.items():
+        view.copy_(rows(part, lambda one, role=role: layer.projections(one)[role].detach(), IN_MEMORY))  # type: ignore[misc]
+
+
+IN_MEMORY = Arithmetic(
+    index=lambda indices, tensor: torch.from_numpy(indices).to(tensor.device),
+    wide=wide,
+    narrow=lambda total, tensor: total.to(tensor.dtype),
+)
+
+
+def keep_rows(layer: MoELayer, kept: Iterable[int]) -> None:
+    """Cut the router of one layer down to the experts `kept`, in place: its routing tensors, and all counts."""
+    ids = torch.tensor(list(kept))
     for part in layer.routing:
-        replace_tensor(part.module, part.name, rows(part.tensor, part.axis, ids))
-    for module in (layer.block, layer.experts, *layer.router.modules()):
-        for name in count_attributes(module, layer.n_experts):
-            setattr(module, name, len(ids))
+        replace_tensor(part.module, part.name, rows_of(part.tensor, part.axis, ids))
+    set_counts((layer.block, layer.experts, *layer.router.modules()), layer.n_experts, len(ids))
 
 
 def check_fit(plan: Plan, layers: list[MoELayer]) -> None:
@@ -90,26 +158,14 @@ def check_fit(plan: Plan, layers: list[MoELayer]) -> None:
 
 
 def _refuse_to_save(*_: Any, **__: Any) -> None:
-    """Replaces save_pretrained: without its own code, the checkpoint would be loaded with random experts."""
-    raise UserError("a model with experts of different widths cannot be saved by save_pretrained: export its plan")
+    """Replaces save_pretrained."""
+    raise UserError("a model whose layers differ in shape cannot be saved by save_pretrained: export its plan")
 
 
-def count_attributes(module: nn.Module, n_experts: int) -> list[str]:
-    """Names of a module's own attributes that hold its number of experts, such as `out_features` of a router."""
-    names = (*COUNT_FIELDS, "out_features")
-    return [name for name in names if vars(module).get(name) == n_experts]
-
-
-def rows(tensor: torch.Tensor, axis: int, ids: torch.Tensor) -> torch.Tensor:
+def rows_of(tensor: torch.Tensor, axis: int, ids: torch.Tensor) -> torch.Tensor:
     """The entries `ids` of `tensor` along `axis`, as a copy of the same kind (parameter or plain tensor)."""
     chosen = tensor.detach().index_select(axis, ids.to(tensor.device))
     return nn.Parameter(chosen, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else chosen
-
-
-def replace_tensor(module: nn.Module, name: str, tensor: torch.Tensor) -> None:
-    """Replace a parameter or buffer of `module` by `tensor`, whose shape may differ."""
-    store = module._parameters if name in module._parameters else module._buffers
-    store[name] = tensor  # type: ignore[assignment]
 
 
 def _shape(counts: dict[int, int]) -> str:
@@ -120,7 +176,7 @@ def _shape(counts: dict[int, int]) -> str:
 def check_channels(plan: Plan, layers: list[MoELayer]) -> None:
     """Raise UserError unless the channels of `plan` are those of exactly these layers and can be removed from them."""
     for layer in layers:
-        if reason := refusal(layout_of(layer.experts)):
+        if reason := layer.family.unfit:
             raise UserError(
                 f"plan: channels of {layer.name} ({type(layer.experts).__name__}) cannot be removed, because its "
                 f"experts {reason}: use a criterion of whole experts"
@@ -139,125 +195,10 @@ def check_channels(plan: Plan, layers: list[MoELayer]) -> None:
             )
 
 
-def narrow(layer: MoELayer, plan: Plan) -> None:
-    """Cut the experts of one layer down to the channels that `plan` keeps, in place.
-
-    `layer.experts` already holds only the E' kept experts. If all of them keep the same number of channels, the
-    family's module gets that width; otherwise, or if transformers' kernels do not support the width, RaggedExperts
-    replaces it, with the constants of the plan, and experts that are computed with the weights of others.
-    """
-    mask = plan.channels[layer.index][list(plan.experts[layer.index])]
-    widths = mask.sum(1)
-    if widths.min() == layer.width:
-        return
-    down: Any = layer.experts.down_proj
-    if is_stock(widths.tolist(), down.element_size()):
-        _narrow_stock(layer, mask)
-    else:
-        setattr(layer.block, layer.name.rpartition(".")[2], _ragged(layer, mask, plan))
-
-
-def merge_layer(layer: MoELayer, plan: Plan) -> None:
-    """Give the experts of one layer that stand for others the weights of their groups, in place.
-
-    The layer's tensors are replaced by others; its number of experts stays.
-    """
-    merged = merged_weights(layer, plan)
-    for position, name in enumerate(("gate_up_proj", "down_proj")) if merged else ():
-        stack = getattr(layer.experts, name)
-        changed = stack.detach().clone()
-        for owner, weights in merged.items():
-            changed[owner] = weights[position]
-        replace_tensor(layer.experts, name, nn.Parameter(changed, stack.requires_grad))
-
-
-def merged_weights(layer: MoELayer, plan: Plan) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
-    """Expert that stands for others -> gate and up (2 I, H) and down projection (H, I) of its group.
-
-    They are the sums of the members' weights times their shares, with the channels of each member in the order of its
-    alignment, added in fp32 by ascending id.
-    """
-    experts: Any = layer.experts
-    stacks = experts.gate_up_proj.detach(), experts.down_proj.detach()
+def merged_weights(layer: MoELayer, plan: Plan) -> dict[int, dict[str, torch.Tensor]]:
+    """Expert that others are merged into -> name -> tensor of its group, shaped as that of one expert."""
     merged = {}
-    for owner, group in plan.merged.get(layer.index, {}).items():
-        gate_up, down = (torch.zeros_like(wide(stack[owner])) for stack in stacks)
-        for member, share in sorted(group.items()):
-            orders = _channel_order(plan, layer, member, down.device)
-            gate_up += wide(stacks[0][member][torch.cat((orders, orders + layer.width))]) * share
-            down += wide(stacks[1][member][:, orders]) * share
-        merged[owner] = (gate_up.to(stacks[0].dtype), down.to(stacks[1].dtype))
+    for owner in plan.merged.get(layer.index, {}):
+        merged[owner] = {name: torch.empty_like(tensor) for name, tensor in layer.tensors(owner).items()}
+        fill(layer.family.split(merged[owner]), part_of(plan, layer.index, owner), layer)
     return merged
-
-
-def _channel_order(plan: Plan, layer: MoELayer, expert: int, device: torch.device) -> torch.Tensor:
-    order = plan.channel_order(layer.index, expert)
-    return torch.arange(layer.width, device=device) if order is None else torch.from_numpy(order).long().to(device)
-
-
-def _narrow_stock(layer: MoELayer, mask: Mask) -> None:
-    experts: Any = layer.experts
-    parts = [_cut(experts, expert, row) for expert, row in enumerate(mask)]
-    trainable = experts.down_proj.requires_grad
-    experts.gate_up_proj = nn.Parameter(torch.stack([gate_up for gate_up, _ in parts]), trainable)
-    experts.down_proj = nn.Parameter(torch.stack([down.t() for _, down in parts]), trainable)
-    for name in WIDTH_ATTRIBUTES:
-        if vars(experts).get(name) == layer.width:
-            setattr(experts, name, int(mask[0].sum()))
-
-
-def _ragged(layer: MoELayer, mask: Mask, plan: Plan) -> RaggedExperts:
-    constants = plan.constants.get(layer.index)
-    packed = RaggedExperts(layer.experts, mask.sum(1).tolist(), constants is not None, plan.computed_as(layer.index))
-    with torch.no_grad():
-        if packed.constants is not None:
-            packed.constants.copy_(torch.from_numpy(constants))
-        for expert, row in enumerate(mask):
-            for place, part in zip(packed.weights(expert), _cut(layer.experts, expert, row), strict=True):
-                place.copy_(part)
-    return packed
-
-
-def _cut(experts: Any, expert: int, row: numpy.ndarray[Any, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gate and up (2 I', H) and transposed down (I', H) projection of one expert on the channels `row` (I,) keeps."""
-    gate_up, down = experts.gate_up_proj.detach()[expert], experts.down_proj.detach()[expert]
-    kept = torch.from_numpy(numpy.flatnonzero(row)).to(down.device)
-    return gate_up[torch.cat((kept, kept + len(row)))], down[:, kept].t()
-
-
-def update_configuration(config: Any, plan: Plan, layers: list[MoELayer], ragged: set[int]) -> None:
-    """Write the shapes of the pruned model into `config`, the configuration of the language model, in place.
-
-    `layers` are the MoE layers before pruning, `ragged` the indices of those that now have RaggedExperts. If all layers
-    keep the same number of experts, it replaces the old number. What differs between layers goes into transformers'
-    `per_layer_config`; reading such a field for the whole model then raises an error instead of giving a wrong number.
-    The widths of ragged layers go into `expert_widths`, and the largest into the layer's own configuration.
-    """
-    different = _counts(config, {layer.index: len(plan.experts[layer.index]) for layer in layers})
-    for layer in layers if plan.channels else []:
-        widths = plan.widths(layer.index)
-        if min(widths) < layer.width:
-            different.setdefault(layer.index, {})[width_field(vars(config))] = max(widths)
-    if ragged:
-        setattr(config, RAGGED_FIELD, {str(index): list(plan.widths(index)) for index in sorted(ragged)})
-        if plan.constants:
-            setattr(config, CONSTANT_FIELD, sorted(plan.constants))
-        if plan.shares_experts:
-            owners = {str(index): plan.computed_as(index) for index in sorted(ragged)}
-            setattr(config, OWNERS_FIELD, {index: list(one) for index, one in owners.items() if one})
-    if different:
-        config.per_layer_config = different
-
-
-def _counts(config: Any, counts: dict[int, int]) -> dict[int, dict[str, Any]]:
-    """Set the number of experts if all layers have the same; returns the fields of each layer otherwise."""
-    fields = [field for field in COUNT_FIELDS if isinstance(vars(config).get(field), int)]
-    if len(set(counts.values())) == 1 and not config.is_heterogeneous:
-        for field in fields:
-            setattr(config, field, next(iter(counts.values())))
-        return {}
-    stated = config.to_dict().get("per_layer_config", {})
-    per_layer = {int(index): dict(own) for index, own in stated.items()}
-    for index, count in counts.items():
-        per_layer.setdefault(index, {}).update(dict.fromkeys(fields, count))
-    return per_layer

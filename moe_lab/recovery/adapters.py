@@ -13,11 +13,17 @@ from torch.nn.utils import parametrize
 
 from moe_lab.config import RecoveryConfig
 from moe_lab.errors import UserError
-from moe_lab.models.discover import MoELayer, decoder_layer, is_ragged, linears, routed_layers
-from moe_lab.models.experts import post_expert_norm, routed_output, sort_by_expert
+from moe_lab.models.discover import (
+    MoELayer,
+    decoder_layer,
+    is_ragged,
+    linears,
+    post_expert_norm,
+    routed_layers,
+)
+from moe_lab.models.experts import routed_output, sort_by_expert
 from moe_lab.models.transformers_private import activation
-from moe_lab.pruning.prune import replace_tensor
-from moe_lab.pruning.ragged import constant_output
+from moe_lab.pruning.exported_code.ragged import constant_output, replace_tensor
 from moe_lab.recovery.settings import peft
 
 Projection = tuple[str, torch.Tensor, torch.Tensor | None]
@@ -256,7 +262,7 @@ class UnfusedExperts(nn.Module):
         else:
             halves = maps["gate"](hidden), maps["up"](hidden)
             joined = torch.cat(halves, -1) if experts.is_concatenated else torch.stack(halves, -1).flatten(-2)
-            phi = experts.activate(joined) if is_ragged(experts) else activation(experts)(joined)
+            phi = activation(experts)(joined)
         output: torch.Tensor = maps["down"](phi)
         norm = post_expert_norm(experts)
         return output if norm is None else norm(output)

@@ -10,8 +10,9 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from moe_lab.errors import UserError
+from moe_lab.pruning.exported_code.ragged import replace_tensor
 from moe_lab.pruning.plan import Plan
-from moe_lab.pruning.prune import prune, replace_tensor, share_copy
+from moe_lab.pruning.prune import prune, share_copy
 from moe_lab.recovery.quantize import check_unquantized, quantize
 
 TENSORS = "tuned.safetensors"

@@ -11,16 +11,14 @@ from typing import Any, ClassVar
 
 import torch
 from safetensors.torch import save_file
-from torch.nn.functional import linear, one_hot
+from torch.nn.functional import one_hot
 
 from moe_lab.calibration.batches import batches
 from moe_lab.config import CalibrationConfig, RecoveryConfig
 from moe_lab.errors import UserError
-from moe_lab.models.discover import is_ragged, routed_layers
-from moe_lab.models.experts import expert_output, intermediate
+from moe_lab.models.discover import MoELayer, routed_layers
 from moe_lab.pruning.plan import Plan
 from moe_lab.pruning.prune import prune
-from moe_lab.recovery.adapters import projections
 from moe_lab.recovery.apply import TENSORS
 from moe_lab.recovery.finetune import REPORT
 from moe_lab.recovery.quantize import check_unquantized
@@ -121,31 +119,27 @@ def fit(
 class MergedExpert:
     """An expert of a pruned model that others were merged into."""
 
-    experts: Any
-    """The experts of its layer, stacked or ragged."""
+    layer: MoELayer
     position: int
-    """Which of them it is."""
+    """Which of the experts of its layer it is."""
     members: Mapping[int, float]
     """Expert of the unpruned model -> its weight, of those that were merged."""
 
     @property
     def down(self) -> torch.Tensor:
         """Its down projection (H, I): a view, so that writing to it writes to the model."""
-        return next(weight for name, weight, _ in projections(self.experts, self.position) if name == "down").detach()
+        return self.layer.weights(self.position).down.detach()
 
     def intermediate(self, hidden: torch.Tensor) -> torch.Tensor:
         """The input (n, I) of its down projection, from hidden states (n, H)."""
-        if is_ragged(self.experts):
-            phi: torch.Tensor = self.experts.activate(linear(hidden, self.experts.weights(self.position)[0]))
-            return phi
-        return intermediate(self.experts, hidden, self.position)
+        return self.layer.phi(hidden, self.layer.weights(self.position))
 
 
 def merged_experts(pruned: Any, plan: Plan) -> dict[int, dict[int, MergedExpert]]:
     """Layer -> expert that others are merged into -> what it is in the model that was `pruned` by `plan`."""
     return {
         layer.index: {
-            owner: MergedExpert(layer.experts, plan.experts[layer.index].index(owner), members)
+            owner: MergedExpert(layer, plan.experts[layer.index].index(owner), members)
             for owner, members in sorted(plan.merged[layer.index].items())
         }
         for layer in routed_layers(pruned)
@@ -169,13 +163,13 @@ class MergeTap(Tap):
 
     def experts(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """The routed output (T, H) of the unpruned layer."""
-        module, valid, n_experts = self.layer.experts, self.valid(hidden), self.layer.n_experts
+        valid, n_experts = self.valid(hidden), self.layer.n_experts
         for owner, expert in self.experts_of.get(self.layer.index, {}).items():
             routed = torch.isin(index, torch.tensor(list(expert.members), device=index.device)).any(1)
             states = hidden[routed if valid is None else routed & valid]
             target = hidden.new_zeros(states.shape, dtype=torch.float64)
             for member, share in expert.members.items():
-                target += share * expert_output(module, states, member).double()
+                target += share * self.layer.expert_output(states, member).double()
             phi = expert.intermediate(states).double()
             error = target - phi @ expert.down.double().T
             at_owner = one_hot(torch.tensor(owner, device=hidden.device), n_experts).double()
@@ -184,7 +178,7 @@ class MergeTap(Tap):
             self.add("merge_error", at_owner * error.square().sum())
             self.add(f"gram.{owner}", phi.T @ phi)
             self.add(f"cross.{owner}", error.T @ phi)
-        return self.routed(hidden, index, weights)
+        return self.before(hidden, index, weights)
 
 
 @dataclass(frozen=True)

@@ -8,20 +8,19 @@ over the N valid tokens that follow a valid token in their row. The other gates 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 
 from moe_lab.errors import UserError
 from moe_lab.models import device
 from moe_lab.models.discover import MoELayer, moe_layers
-from moe_lab.models.experts import chosen_experts, watch_routing
+from moe_lab.models.experts import ExpertsFunction, replace_experts
 from moe_lab.search.fitness import Contexts, row_sums
 from moe_lab.search.prefix import Decoder, States
 from moe_lab.statistics.observe import Batch, description, resume, save_checkpoint
@@ -88,10 +87,19 @@ class _Reader:
         self.states: States = {}
         self.used: dict[int, torch.Tensor] = {}
         """Layer -> experts that got a token, ascending."""
-        with watch_routing(layers, lambda layer, index: self.used.update({layer.index: index.unique().cpu()})):
+        with ExitStack() as undo:
+            for layer in layers:
+                replace_experts(layer, partial(self._watched, layer.index), undo)
             self.whole = self._likelihood(1, (0,) * len(layers), self.states)
         if not bool(self.whole.isfinite().all()):
             raise UserError("the loss of the unpruned model is NaN or infinite on this text: expected finite numbers")
+
+    def _watched(self, layer: int, before: ExpertsFunction) -> ExpertsFunction:
+        def compute(hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+            self.used[layer] = index.unique().cpu()
+            return before(hidden, index, weights)
+
+        return compute
 
     def without_each(self, place: int) -> torch.Tensor:
         """(E,) fp64: increase of the summed loss without each expert of the MoE layer number `place`.
@@ -115,7 +123,8 @@ class _Reader:
         start = (0,) * place
         states = {start: self.states[start].repeat(copies, 1, 1)}
         changed = (*start, 1, *(0,) * (len(self.layers) - place - 1))
-        with _gated(self.layers[place], change):
+        with ExitStack() as undo:
+            replace_experts(self.layers[place], partial(_gated, change), undo)
             likelihood = self._likelihood(copies, changed, states)
         return self.whole.sum() - likelihood.view(copies, -1).sum(1)
 
@@ -139,21 +148,9 @@ def _silence(experts: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) 
     return weights.masked_fill(index == owner, 0)
 
 
-@contextmanager
-def _gated(layer: MoELayer, change: Change) -> Iterator[None]:
-    """A context in which the gates (T, K) of the layer's experts are those that `change` returns."""
-
-    def before(module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        index = chosen_experts(inputs, named)
-        if "top_k_weights" in named:
-            return inputs, {**named, "top_k_weights": change(index, named["top_k_weights"])}
-        return (*inputs[:2], change(index, inputs[2]), *inputs[3:]), named
-
-    hook = layer.experts.register_forward_pre_hook(before, with_kwargs=True)
-    try:
-        yield
-    finally:
-        hook.remove()
+def _gated(change: Change, before: ExpertsFunction) -> ExpertsFunction:
+    """`before` with the gates (T, K) that `change` returns."""
+    return lambda hidden, index, weights: before(hidden, index, change(index, weights))
 
 
 def _predicting(valid: torch.Tensor) -> torch.Tensor:

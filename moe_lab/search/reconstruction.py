@@ -17,7 +17,7 @@ import torch
 
 from moe_lab.errors import UserError
 from moe_lab.models.discover import MoELayer
-from moe_lab.models.experts import expert_output, spread, wide
+from moe_lab.models.experts import spread, wide
 from moe_lab.pruning.mask import sliced_router
 from moe_lab.search.subsets import LIMIT, check_removals, kept_subsets
 from moe_lab.statistics.observe import Tap
@@ -124,11 +124,11 @@ class SubsetTap(Tap):
 
         `hidden` are hidden states (t, H), `gates` (t, E).
         """
-        module, n, width = self.layer.experts, self.layer.n_experts, hidden.shape[1]
+        n, width = self.layer.n_experts, hidden.shape[1]
         mixed, products = [], []
         for token in torch.arange(len(hidden), device=hidden.device).split(max(1, BUDGET // (8 * n * width))):
             part = hidden[token]
-            f = torch.stack([wide(expert_output(module, part, expert)) for expert in range(n)], 1)
+            f = torch.stack([wide(self.layer.expert_output(part, expert)) for expert in range(n)], 1)
             if not bool(f.isfinite().all()):
                 expert = int((~f.isfinite()).any(-1).any(0).nonzero()[0, 0])
                 raise UserError(f"NaN or Inf in layer {self.layer.index}, expert {expert}: its output is not finite")

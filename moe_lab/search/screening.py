@@ -13,12 +13,11 @@ import torch
 from moe_lab.calibration.answers import AnswerBatch
 from moe_lab.errors import UserError
 from moe_lab.models.discover import MoELayer
-from moe_lab.models.experts import mix_outputs, spread
+from moe_lab.models.experts import ExpertsFunction, mix_outputs, replace_experts, spread
 from moe_lab.models.partial_forward import run
 from moe_lab.pruning.mask import mask
 from moe_lab.search.candidates import Candidates, Plans
 from moe_lab.search.prefix import Schedule
-from moe_lab.statistics.observe import ExpertsFunction, replaced_experts
 
 TOKENS = 128
 """Tokens whose expert outputs are in memory at a time: TOKENS x experts x hidden numbers."""
@@ -70,8 +69,9 @@ def _routings(
         for layer in plans.layers:
             stack.callback(layer.block.register_forward_pre_hook(record, with_kwargs=True).remove)
         run(model, ids, valid)
-    functions = {layer.index: _recorder(by_layer[k]) for k, layer in enumerate(plans.layers)}
-    with replaced_experts(model, plans.layers, functions):
+    with ExitStack() as stack:
+        for k, layer in enumerate(plans.layers):
+            replace_experts(layer, lambda _, routings=by_layer[k]: _recorder(routings), stack)  # type: ignore[misc]
         for number in range(max(map(len, removals))):
             schedule = tuple(choices[min(number, len(choices) - 1)] for choices in removals)
             with mask(model, plans.plan(schedule)):
@@ -99,7 +99,7 @@ def _losses(
     for token in valid.nonzero()[:, 0].split(TOKENS):
         by_removal = [spread(index[token], weights[token], layer.n_experts) for _, index, weights in routings]
         gates = torch.stack(by_removal, 1)
-        mixed = mix_outputs(layer.experts, hidden[token], gates)
+        mixed = mix_outputs(layer, hidden[token], gates)
         squares = (mixed - mixed[:, :1]).double().square().sum((0, 2)).cpu()
         yield squares, float(mixed[:, 0].double().square().sum()), int((gates != 0).any(1).sum())
 

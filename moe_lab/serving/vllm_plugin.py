@@ -3,14 +3,15 @@
 vLLM calls `register` in each of its processes, through the entry point group vllm.general_plugins. This module needs
 vLLM alone, and none of moe_lab's dependencies, since the two often want other versions of transformers.
 
-vLLM's classes read one number of experts and one width for all layers. moe_lab writes uneven exports with
-`per_layer_config` and the architecture `Pruned<Stock>ForCausalLM`. For every architecture <Stock> of vLLM there is a
-class of that name here. It sets the fields of each layer while that layer is built, so that no code is needed per
-family, and compares the experts in the files with what it built, since vLLM notices neither missing nor surplus ones.
+vLLM's classes read one number of experts and one width for all layers. moe_lab writes uneven exports under a model type
+of their own. `parse` gives vLLM the configuration of the family instead, with the largest number of each, and with the
+architecture `Pruned<Stock>ForCausalLM`. For every architecture <Stock> of vLLM there is a class of that name here. It
+sets the fields of each layer while that layer is built, so that no code is needed per family, and compares the experts
+in the files with what it built, since vLLM notices neither missing nor surplus ones.
 
-Private names of vLLM that are used, tested with 0.32: ModelArchConfigConvertorBase.get_per_layer_hf_configs,
-HFConfigParser.parse, `make_layers` in the modules of models, utils.extract_layer_index, ModelRegistry.models,
-MoERunner.router and its global_num_experts, CPURouter._compute_routing, RotaryEmbedding.forward_cpu.
+Private names of vLLM that are used, tested with 0.32: HFConfigParser.parse, `make_layers` in the modules of models,
+utils.extract_layer_index, ModelRegistry.models, MoERunner.router and its global_num_experts,
+CPURouter._compute_routing, RotaryEmbedding.forward_cpu.
 """
 
 from __future__ import annotations
@@ -27,17 +28,15 @@ from unittest.mock import patch
 import torch
 
 PREFIX = "Pruned"
-"""What moe_lab writes before the name of an architecture whose layers differ."""
-FORMAT = "pruned_format"
-"""Field of config.json: the number of the format in which an export describes its layers; absent in the first ones."""
-FORMATS = (1,)
-"""Formats that this module reads. moe_lab writes the number that stands in moe_lab/pruning/export/remote.py."""
+"""Of the names of this module's classes, before that of a class of vLLM."""
+FIELD = "pruned"
+"""Field of config.json with the shapes of an uneven export; moe_lab/pruning/export/config.py writes it."""
+FORMAT = 2
+"""The format of that field that this module reads."""
 LAYERS = "moe_lab_layers"
 """Attribute of a configuration: layer -> field -> value, of the fields that differ between layers."""
 COUNTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
 WIDTHS = ("moe_intermediate_size", "intermediate_size")
-WIDTHS_OF_EXPERTS = "expert_widths"
-"""Field of a ragged export: the width of each expert."""
 SHARED = ("n_shared_experts", "moe_num_shared_experts")
 """Fields for shared experts whose width vLLM derives from that of the routed ones."""
 WITHOUT_LAYERS = ("GptOssForCausalLM",)
@@ -56,8 +55,7 @@ def register() -> None:
     for name in list(ModelRegistry.models):
         if not name.startswith(PREFIX):
             ModelRegistry.register_model(PREFIX + name, f"{__name__}:{PREFIX}{name}")
-    _refuse_others()
-    _read_layers()
+    _read_exports()
     if current_platform.is_cpu():
         _repair_rotary_embedding()
         _repair_bias()
@@ -79,77 +77,60 @@ def replace_method(owner: type, name: str, make: Callable[[Any], Any]) -> None:
         setattr(owner, name, replacement)
 
 
-def check_export(folder: str, config: Mapping[str, Any]) -> None:
-    """ValueError for a config.json that names a class of this module and that it does not understand.
+def family_config(folder: str, config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config.json of an export as its family has it, with the attribute `LAYERS`; any other one as it is.
 
-    Checkpoints of vLLM's own classes are not looked at.
+    ValueError for an export that this module cannot read.
     """
-    names = [name for name in config.get("architectures") or () if name.startswith(PREFIX)]
-    if not names:
-        return
-    if (number := config.get(FORMAT, 1)) not in FORMATS:
+    if FIELD not in config:
+        return dict(config)
+    about = config[FIELD]
+    if (number := about.get("format")) != FORMAT:
         raise ValueError(
-            f"{folder}: config.json has {FORMAT}={number}, and this version of moe_lab's plugin reads "
-            f"{' and '.join(map(str, FORMATS))}: install the version of moe_lab that wrote the export, or export again"
+            f"{folder}: config.json has {FIELD}.format={number}, and this version of moe_lab's plugin reads {FORMAT}: "
+            "install the version of moe_lab that wrote the export, or export again"
         )
-    if WIDTHS_OF_EXPERTS in config:  # one tensor holds the experts of a layer in vLLM
+    layers: Mapping[str, Mapping[str, Any]] = about["layers"]
+    if any("widths" in layer for layer in layers.values()):  # one tensor holds the experts of a layer in vLLM
         raise ValueError(
             f"{folder}: the experts of a layer have different widths, and vLLM has one width for each layer: export "
             "with export=padded"
         )
-    if not config.get("per_layer_config"):
-        raise ValueError(
-            f"{folder} is no export of moe_lab: config.json has architectures={names[0]}, and per_layer_config is "
-            "missing, which says how its layers differ"
-        )
+    width = next((name for name in WIDTHS if isinstance(config.get(name), int)), "")
+    fields: dict[str, dict[str, Any]] = {}
+    for index, layer in layers.items():
+        fields[index] = {name: layer["experts"] for name in COUNTS if name in config}
+        if "width" in layer:
+            fields[index][width] = layer["width"]
+    names = {name for own in fields.values() for name in own}
+    whole = {name: config[name] for name in names}  # of layers that keep all
+    fields = {index: {**whole, **own} for index, own in fields.items()}
+    largest = {name: max(own[name] for own in fields.values()) for name in names}
+    family = {name: value for name, value in config.items() if name not in (FIELD, "auto_map")}
+    stock = about["stock"]
+    architectures = [f"{PREFIX}{name}" for name in stock["architectures"]]
+    return {**family, **largest, **stock, "architectures": architectures, LAYERS: fields}
 
 
-def _refuse_others() -> None:
-    """Let vLLM refuse exports that this module cannot read, before it reads anything else."""
-    from huggingface_hub import constants
+def _read_exports() -> None:
+    """Let vLLM see the configuration of the family of an export."""
     from transformers import PreTrainedConfig
     from vllm.transformers_utils.config import HFConfigParser
 
     def make(original: Any) -> Any:
-        def parse(self: Any, model: Any, trust_remote_code: bool, revision: str | None = None, **named: Any) -> Any:
-            config, _ = PreTrainedConfig.get_config_dict(
-                model, revision=revision, local_files_only=constants.HF_HUB_OFFLINE
-            )
-            check_export(model, config)
-            return original(self, model, trust_remote_code, revision, **named)
+        def parse(self: Any, model: Any, *given: Any, **named: Any) -> Any:
+            read = PreTrainedConfig.get_config_dict
+
+            def get_config_dict(name: Any, **asked: Any) -> Any:
+                config, rest = read(name, **asked)
+                return family_config(str(name), config), rest
+
+            with patch.object(PreTrainedConfig, "get_config_dict", get_config_dict):
+                return original(self, model, *given, **named)
 
         return parse
 
     replace_method(HFConfigParser, "parse", make)
-
-
-def _read_layers() -> None:
-    """Let vLLM see one configuration, with the largest value of each field; what each layer has stays beside it."""
-    from vllm.transformers_utils.model_arch_config_convertor import ModelArchConfigConvertorBase
-
-    def make(original: Any) -> Any:
-        def get_per_layer_hf_configs(self: Any) -> Any:
-            if any(name.startswith(PREFIX) for name in self.hf_config.architectures or ()):
-                flatten(self.hf_text_config)
-            return original(self)
-
-        return get_per_layer_hf_configs
-
-    replace_method(ModelArchConfigConvertorBase, "get_per_layer_hf_configs", make)
-
-
-def flatten(config: Any) -> None:
-    """Make a configuration whose layers differ an ordinary one, with the attribute `LAYERS`."""
-    if not getattr(config, "is_heterogeneous", False):
-        return
-    names = list(config.per_layer_attributes)
-    layers = {
-        index: {name: getattr(layer, name) for name in names} for index, layer in enumerate(config.per_layer_config)
-    }
-    config.per_layer_config = None
-    for name in names:
-        setattr(config, name, max(fields[name] for fields in layers.values()))
-    setattr(config, LAYERS, layers)
 
 
 @cache
@@ -163,7 +144,7 @@ def _uneven(name: str) -> type:
 
     def __init__(self: Any, *, vllm_config: Any, prefix: str = "", **named: Any) -> None:
         config = vllm_config.model_config.hf_text_config
-        layers: Layers = getattr(config, LAYERS, {})
+        layers = {int(index): fields for index, fields in getattr(config, LAYERS, {}).items()}
         _check(name, module, vllm_config, layers)
         make_layers = module.make_layers
 

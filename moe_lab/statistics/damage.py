@@ -51,7 +51,7 @@ class DamageTap(Tap):
         for token in torch.arange(len(hidden), device=hidden.device).split(TOKENS):
             _check_rule(self.layer, rerouting, token, index, weights)
             gates = coefficients(rerouting, token, index[token], self.layer.n_experts)
-            mixes = mix_outputs(self.layer.experts, hidden[token], gates)
+            mixes = mix_outputs(self.layer, hidden[token], gates)
             mixed[token] = mixes[:, 0].to(mixed.dtype)
             losses = torch.linalg.vector_norm(mixes[:, 1:], dim=-1).double()
             keep = slice(None) if valid is None else valid[token]

@@ -14,7 +14,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from moe_lab.models.discover import MoELayer
-from moe_lab.models.experts import Rows, intermediate, output, parts, routed_output, sort_by_expert, wide
+from moe_lab.models.experts import Rows, parts, routed_output, sort_by_expert, wide
 from moe_lab.statistics.observe import Observer, Tap
 
 ENTROPY_BINS = 50
@@ -65,16 +65,16 @@ class ForwardTap(Tap):
 
     def experts(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """The routed output m (T, H); adds the statistics of this call."""
-        module = self.layer.experts
-        rows = sort_by_expert(index, self.layer.n_experts)
+        layer, rows = self.layer, sort_by_expert(index, self.layer.n_experts)
         call = None
         if not inside_backward():
             gates = weights.detach()
             call = Call(self.layer.n_experts, rows, gates, self._softmax_gates(index, gates), self.valid(hidden))
 
         def compute(expert: int, part: slice, states: torch.Tensor) -> torch.Tensor:
-            phi = intermediate(module, states, expert)
-            f = output(module, phi, expert)
+            own = layer.weights(expert)
+            phi = layer.phi(states, own)
+            f = layer.output(phi, own)
             if call is not None:
                 call.add(expert, part, phi.detach(), f.detach())
             return f

@@ -8,7 +8,7 @@ memory grows with the number of channels, and one forward and backward pass is e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -19,7 +19,8 @@ from transformers import PreTrainedModel
 
 from moe_lab.errors import UserError
 from moe_lab.models.discover import MoELayer
-from moe_lab.models.experts import expert_output, intermediate, output, routed_output, sort_by_expert, wide
+from moe_lab.models.experts import routed_output, sort_by_expert, wide
+from moe_lab.models.families import split
 from moe_lab.models.partial_forward import run, stand_in
 from moe_lab.models.transformers_private import recomputed
 from moe_lab.statistics.forward import Channels, inside_backward
@@ -66,7 +67,7 @@ class GradientTap(Tap):
 
     def experts(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """The routed output (T, H), observed in the forward and in the backward pass."""
-        module, n_experts = self.layer.experts, self.layer.n_experts
+        layer, n_experts = self.layer, self.layer.n_experts
         rows = sort_by_expert(index, n_experts)
         valid = self.valid(hidden)
         keep = None if valid is None else valid[rows.token]
@@ -75,11 +76,12 @@ class GradientTap(Tap):
 
         def compute(expert: int, part: slice, states: torch.Tensor) -> torch.Tensor:
             counted = None if keep is None else keep[part]
-            phi = intermediate(module, states, expert)
+            own = layer.weights(expert)
+            phi = layer.phi(states, own)
             if channels is not None:
                 values, gates = wide(phi.detach()), gate_square[part]
                 channels.add(expert, *((values, gates) if counted is None else (values[counted], gates[counted])))
-            return output(module, _Watch.apply(phi, counted, self, expert), expert)
+            return layer.output(_Watch.apply(phi, counted, self, expert), own)
 
         mixed = routed_output(hidden, rows, weights, compute)
         if channels is not None:
@@ -199,21 +201,25 @@ class WeightGradientTap(Tap):
         """The routed output (T, H); the weights of each used expert get gradients."""
 
         def compute(expert: int, _: slice, states: torch.Tensor) -> torch.Tensor:
-            module: Any = _OneExpert(self.layer.experts, expert, self._add)
-            return expert_output(module, states, expert)
+            leaves = layer.tensors(expert)
+            for name in [name for name in leaves if not layer.family.stacks[name].is_bias]:
+                leaves[name] = leaves[name].detach().requires_grad_()
+                leaves[name].register_post_accumulate_grad_hook(partial(self._add, name, expert))
+            own = layer.weights(expert, leaves)
+            return layer.output(layer.phi(states, own), own)
 
-        return routed_output(hidden, sort_by_expert(index, self.layer.n_experts), weights, compute)
+        layer = self.layer
+        return routed_output(hidden, sort_by_expert(index, layer.n_experts), weights, compute)
 
     def result(self) -> dict[str, torch.Tensor]:
         """`snip_*` (E, I) fp64: sum of |w dL/dw| over the weights of each channel; 0 for unused experts."""
-        experts: Any = self.layer.experts
-        projections = ("gate", "up", "down") if experts.has_gate else ("up", "down")
-        shape = (self.layer.n_experts, self.layer.width)
-        sums = {f"snip_{projection}": torch.zeros(shape, dtype=torch.float64) for projection in projections}
+        shape, stacks = (self.layer.n_experts, self.layer.width), self.layer.family.stacks
+        matrices = [axes for axes in stacks.values() if not axes.is_bias]
+        sums = {f"snip_{role}": torch.zeros(shape, dtype=torch.float64) for axes in matrices for role in axes.roles}
         for (name, expert), gradient in self.gradients.items():
-            products = (wide(getattr(experts, name)[expert].to(gradient.device)) * gradient).abs_()
-            for projection, part in by_channel(experts, name, products).items():
-                sums[f"snip_{projection}"][expert] = part.double().cpu() / LOSS_SCALE
+            products = (wide(self.layer.tensors(expert)[name].to(gradient.device)) * gradient).abs_()
+            for role, part in split(products, stacks[name]).items():
+                sums[f"snip_{role}"][expert] = part.sum(-1).double().cpu() / LOSS_SCALE
         return sums
 
     def _add(self, name: str, expert: int, leaf: torch.Tensor) -> None:
@@ -224,30 +230,3 @@ class WeightGradientTap(Tap):
             self.gradients[name, expert] += gradient
         else:
             self.gradients[name, expert] = gradient
-
-
-class _OneExpert:
-    """An experts module in which the weights of one expert are leaves; their gradients are passed to `take` at once."""
-
-    def __init__(self, module: torch.nn.Module, expert: int, take: Callable[[str, int, torch.Tensor], None]) -> None:
-        self.module = module
-        for name in ("gate_up_proj" if module.has_gate else "up_proj", "down_proj"):
-            leaf = getattr(module, name)[expert].detach().requires_grad_()
-            leaf.register_post_accumulate_grad_hook(partial(take, name, expert))
-            setattr(self, name, {expert: leaf})
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.module, name)
-
-
-def by_channel(module: Any, name: str, values: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Sum `values` over each channel's entries of the weight `name` of one expert: projection -> sums (I,).
-
-    `values` have the shape of that weight; the experts `module` defines its layout.
-    """
-    channels_last = module.is_transposed != (name == "down_proj")
-    sums = values.sum(0 if channels_last else 1)
-    if name != "gate_up_proj":
-        return {name.removesuffix("_proj"): sums}
-    gate, up = sums.view(2, -1) if module.is_concatenated else sums.view(-1, 2).t()
-    return {"gate": gate, "up": up}

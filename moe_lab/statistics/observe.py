@@ -1,15 +1,15 @@
 """Observe the routed experts of a model while it reads a calibration set: one tap per MoE layer, one pass, checkpoints.
 
-Through transformers' registry of experts functions, a function of ours replaces the forward of every experts module. It
-receives exactly the routed tokens and the gates of the router, for every family that uses the registry.
+A function of ours replaces the forward of every experts module. It receives exactly the routed tokens and the gates of
+the router.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar
@@ -17,73 +17,18 @@ from typing import Any, ClassVar
 import torch
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
-from transformers.integrations.moe import ExpertsInterface
 
 from moe_lab.errors import UserError
 from moe_lab.models.discover import MoELayer, moe_layers
-from moe_lab.models.experts import expert_output, routed_output, sort_by_expert
+from moe_lab.models.experts import ExpertsFunction, are_replaced, replace_experts
 from moe_lab.models.partial_forward import run
-from moe_lab.models.transformers_private import experts_implementation, is_expert_parallel
 from moe_lab.statistics.sums import Layers, Statistics, check_finite, plus
 
-REGISTERED_NAME = "moe_lab"
-SLOT = "_moe_lab_experts_function"
-
-ExpertsFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""hidden states (T, H), expert ids (T, K), gates (T, K) -> gated sum of expert outputs (T, H)."""
 Reading = Callable[[PreTrainedModel, torch.Tensor, torch.Tensor], Any]
 """Function that runs a model on one batch: model, input_ids (B, S), valid (B, S)."""
 CHECKPOINT = "checkpoint.safetensors"
 Batch = tuple[torch.Tensor, torch.Tensor]
 """(input_ids, valid), (B, S) int64 and (B, S) bool: the tokens, and which of them count."""
-
-
-def _dispatch(
-    module: torch.nn.Module, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
-) -> torch.Tensor:
-    """Called by the registry: run the function that replaces this module."""
-    function: ExpertsFunction = module.__dict__[SLOT]
-    return function(hidden, index, weights)
-
-
-ExpertsInterface.register(REGISTERED_NAME, _dispatch)
-
-
-@contextmanager
-def replaced_experts(
-    model: PreTrainedModel, layers: Sequence[MoELayer], functions: Mapping[int, ExpertsFunction]
-) -> Iterator[None]:
-    """Compute the experts of layer i of `layers` with `functions[i]` while open; the model is restored afterwards.
-
-    UserError when a layer's experts ignore the registry (transformers then silently keeps their own forward) or are
-    sharded over devices by expert.
-    """
-    before = model.get_experts_implementation()
-    for layer in layers:
-        if is_expert_parallel(layer.experts):
-            raise UserError(
-                f"{layer.name} is split over devices by expert, expected whole layers: load without ep_plan"
-            )
-        # Not setattr: a plain entry is neither a submodule nor in the state dict, and survives any call order.
-        layer.experts.__dict__[SLOT] = functions[layer.index]
-    try:
-        model.set_experts_implementation(REGISTERED_NAME)
-        for layer in layers:
-            if experts_implementation(layer.experts) != REGISTERED_NAME:
-                raise not_called(layer)
-        yield
-    finally:
-        model.set_experts_implementation(before)
-        for layer in layers:
-            layer.experts.__dict__.pop(SLOT, None)
-
-
-def not_called(layer: MoELayer) -> UserError:
-    """The error for experts that the registry does not reach."""
-    return UserError(
-        f"{layer.name} ({type(layer.experts).__name__}) does not compute its experts through transformers' registry "
-        "of experts functions, so what it does cannot be observed: this architecture is not supported"
-    )
 
 
 def forward(model: PreTrainedModel, input_ids: torch.Tensor, valid: torch.Tensor) -> None:
@@ -101,6 +46,10 @@ class Tap:
 
     kind: ClassVar[str]
     """`kind` in the header of the sums."""
+    computes: ClassVar[bool] = True
+    """Whether it computes experts itself, so that it cannot observe a model under a plan of channels."""
+    before: ExpertsFunction
+    """What computed the routed output of the layer until it was observed."""
 
     def __init__(self, observer: Observer, layer: MoELayer, start: dict[str, torch.Tensor]) -> None:
         self.observer = observer
@@ -110,7 +59,7 @@ class Tap:
         self.calls = 0
 
     def __call__(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """Called by the registry instead of the layer's own experts."""
+        """Called instead of the layer's own experts."""
         self.calls += 1
         return self.experts(hidden, index, weights)
 
@@ -118,10 +67,10 @@ class Tap:
         """The routed output (T, H) from hidden states (T, H), expert ids (T, K) and gates (T, K)."""
         raise NotImplementedError
 
-    def routed(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """The routed output (T, H) of the layer's own experts, in the order of the eager forward of transformers."""
-        module, rows = self.layer.experts, sort_by_expert(index, self.layer.n_experts)
-        return routed_output(hidden, rows, weights, lambda expert, part, states: expert_output(module, states, expert))
+    def put(self, before: ExpertsFunction) -> Tap:
+        """The function that computes the experts while they are observed: this tap, which may call `before`."""
+        self.before = before
+        return self
 
     def after_router(self, module: torch.nn.Module, args: Any, kwargs: Any, result: Any) -> None:
         """Called after the layer's router, before its experts."""
@@ -187,9 +136,10 @@ class Observer:
 
     def __enter__(self) -> Observer:
         with ExitStack() as stack:
-            functions = {tap.layer.index: tap for tap in self.taps}
-            stack.enter_context(replaced_experts(self.model, [tap.layer for tap in self.taps], functions))
             for tap in self.taps:
+                if tap.computes and are_replaced(tap.layer):
+                    raise RuntimeError(f"{tap.layer.name} is observed already, or under a plan of channels")
+                replace_experts(tap.layer, tap.put, stack)
                 around = self.model.get_submodule(f"{tap.layer.stack}.{tap.layer.index}")
                 stack.callback(tap.layer.router.register_forward_hook(tap.after_router, with_kwargs=True).remove)
                 stack.callback(around.register_forward_hook(tap.after_layer).remove)
@@ -206,8 +156,7 @@ class Observer:
     def read(self, input_ids: torch.Tensor, valid: torch.Tensor, reading: Reading = forward) -> Any:
         """Add one batch: `input_ids` (B, S) int64, `valid` (B, S) bool, which is the attention mask too.
 
-        Returns the result of `reading`, which runs the model. UserError when an experts module was not called through
-        the registry.
+        Returns the result of `reading`, which runs the model. UserError when a layer's experts were not called.
         """
         self.valid = valid
         for tap in self.taps:
@@ -215,7 +164,10 @@ class Observer:
         result = reading(self.model, input_ids, valid)
         for tap in self.taps:
             if tap.calls == 0:
-                raise not_called(tap.layer)
+                raise UserError(
+                    f"{tap.layer.name} ({type(tap.layer.experts).__name__}) was not called, so what it does cannot be "
+                    "observed: this architecture is not supported"
+                )
         return result
 
     def layers(self) -> Layers:

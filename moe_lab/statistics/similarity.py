@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from moe_lab.models.discover import MoELayer
-from moe_lab.models.experts import expert_output, wide
+from moe_lab.models.experts import wide
 from moe_lab.statistics.observe import Observer, Tap
 
 
@@ -39,15 +39,15 @@ class SimilarityTap(Tap):
 
     def experts(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """The routed output (T, H); adds the outputs of all experts for all valid tokens."""
-        module, valid = self.layer.experts, self.valid(hidden)
+        valid = self.valid(hidden)
         states = hidden if valid is None else hidden[valid]
         plain, gated = [], []
         for expert in range(self.layer.n_experts):
-            outputs = wide(expert_output(module, states, expert)).double()
+            outputs = wide(self.layer.expert_output(states, expert)).double()
             plain.append(outputs.sum(0))
             if self.probabilities is not None:
                 gated.append(self.probabilities[:, expert].to(outputs.device) @ outputs)
         self.add("dense_output_sum", torch.stack(plain))
         if gated:
             self.add("dense_gated_output_sum", torch.stack(gated))
-        return self.routed(hidden, index, weights)
+        return self.before(hidden, index, weights)

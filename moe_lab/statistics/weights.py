@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import cache
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -17,10 +14,8 @@ from torch.linalg import vector_norm
 
 from moe_lab.errors import UserError
 from moe_lab.models.checkpoint import Checkpoint, Entry, open_checkpoint, read_json
-from moe_lab.models.discover import moe_layers
 from moe_lab.models.experts import wide
-from moe_lab.models.load import skeleton
-from moe_lab.statistics.gradients import by_channel
+from moe_lab.models.families import Place, family_of, split
 from moe_lab.statistics.sums import Layers, Statistics
 
 CHUNK = 1 << 16
@@ -29,19 +24,6 @@ BLOCK = 1 << 23
 """Number of weights of all experts of a layer together that are compared at once: 64 MiB in fp64."""
 PLAIN = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Unquantised dtypes, by their names in safetensors."""
-DECODER = r"^(?!mtp\.)(?:\w+\.)*layers\.(\d+)\.(?:\w+\.)*"
-ONE_EXPERT = re.compile(DECODER + r"experts\.(?P<expert>\d+)\.\w+\.weight$")
-ALL_EXPERTS = re.compile(
-    DECODER + r"(?:experts\.(?:gate_up_proj|up_proj|down_proj)(?:_blocks)?|(?:input|output)_linear\.weight)$"
-)
-PROJECTIONS = {
-    **dict.fromkeys(("down_proj", "w2"), "down"),
-    **dict.fromkeys(("gate_proj", "w1"), "gate"),
-    **dict.fromkeys(("up_proj", "w3"), "up"),
-}
-"""Name of an expert's weight on disk -> its projection."""
-ONE = re.compile(r"experts\.\d+\.(\w+)\.weight$")
-DOWN_OF_ALL = re.compile(r"(?:down_proj|output_linear\.weight)$")
 
 
 def weigh_experts(folder: Path | str, *, fingerprint: Mapping[str, Any], device: str = "cpu") -> Statistics:
@@ -54,8 +36,8 @@ def weigh_experts(folder: Path | str, *, fingerprint: Mapping[str, Any], device:
     """
     folder = Path(folder)
     weighed = []
-    for layer, expert, name, weights in expert_weights(open_checkpoint(folder), device):
-        weighed.append((layer, expert, name, weights.numel(), absolute_and_square(weights)))
+    for name, place, expert, weights in expert_weights(open_checkpoint(folder), device):
+        weighed.append((place.layer, expert, name, weights.numel(), absolute_and_square(weights)))
     if not weighed:
         raise _no_experts(folder)
     # read once at the end, so that no tensor waits for the device
@@ -111,34 +93,46 @@ def rows_absolute_and_square(experts: torch.Tensor) -> tuple[torch.Tensor, torch
     return absolute.sum(-1), length.square().sum(-1)
 
 
-def expert_weights(checkpoint: Checkpoint, device: str = "cpu") -> Iterator[tuple[int, int, str, torch.Tensor]]:
-    """(layer, expert, name, weights) of every weight of a routed expert, on `device`, one tensor in memory at a time.
+def expert_weights(checkpoint: Checkpoint, device: str = "cpu") -> Iterator[tuple[str, Place, int, torch.Tensor]]:
+    """(name, place, expert, weights) of every matrix of a routed expert, on `device`, one tensor in memory at a time.
 
-    Layers numbered beyond the decoder's predict several tokens at once and are left out. UserError for shards that
-    cannot be read and for quantised weights.
+    UserError for shards that cannot be read, quantised weights, and tensors that are no projection moe_lab knows.
     """
-    matches = _of_experts(checkpoint)
+    places = projections(checkpoint)
     for shard in checkpoint.shards:
-        names = [name for name in matches if checkpoint.tensors[name].shard == shard]
-        for name, weights in zip(names, read_tensors(checkpoint, shard, names, device), strict=True):
-            layer, expert = int(matches[name][1]), matches[name].groupdict().get("expert")
-            if expert is not None:
-                yield layer, int(expert), name, weights
-            else:
-                for number, part in enumerate(weights):
-                    yield layer, number, name, part
+        names = [name for name in places if checkpoint.tensors[name].shard == shard]
+        for name in names:
+            _check_plain(name, checkpoint.tensors[name])
+        path = checkpoint.folder / shard
+        with _readable(path), safe_open(path, framework="pt", device=device) as file:
+            for name in names:
+                place, weights = places[name], file.get_tensor(name)
+                if place.expert is not None:
+                    yield name, place, place.expert, weights
+                else:
+                    for expert, part in enumerate(weights):
+                        yield name, place, expert, part
 
 
-def _of_experts(checkpoint: Checkpoint) -> dict[str, re.Match[str]]:
-    """Name of every tensor with weights of routed experts -> its match of ONE_EXPERT or ALL_EXPERTS."""
+def projections(checkpoint: Checkpoint) -> dict[str, Place]:
+    """Name -> place of every tensor with projections of routed experts; biases are left out, and layers numbered beyond
+    the decoder's, which predict several tokens at once.
+
+    UserError for tensors of experts that are no projections: what they are is not known.
+    """
     config = read_json(checkpoint.folder / "config.json")
-    n_layers = int(config.get("text_config", config).get("num_hidden_layers", 1 << 30))
-    matches = {}
-    for name, entry in checkpoint.tensors.items():
-        match = ONE_EXPERT.match(name) or (ALL_EXPERTS.match(name) if len(entry.shape) >= 3 else None)
-        if match and int(match[1]) < n_layers:
-            matches[name] = match
-    return matches
+    text = config.get("text_config", config)
+    n_layers = int(text.get("num_hidden_layers", 1 << 30))
+    places = {}
+    for name, place in family_of(text.get("model_type")).places(checkpoint.tensors).items():
+        if place.kind not in ("expert", "stack") or place.layer >= n_layers:
+            continue
+        if place.axes is None:
+            stored = "no projection moe_lab knows: expected gate, up and down projections in plain numbers"
+            raise UserError(f"{name} ({checkpoint.tensors[name].dtype}) is {stored}")
+        if not place.axes.is_bias:
+            places[name] = place
+    return places
 
 
 def compare_experts(folder: Path | str, *, fingerprint: Mapping[str, Any], device: str = "cpu") -> Statistics:
@@ -150,39 +144,24 @@ def compare_experts(folder: Path | str, *, fingerprint: Mapping[str, Any], devic
     """
     folder = Path(folder)
     checkpoint = open_checkpoint(folder)
-    parts: dict[int, dict[str, dict[int, str]]] = {}
-    for name, match in _of_experts(checkpoint).items():
-        if not _is_down(name):
-            expert = match.groupdict().get("expert")
-            part = name if expert is None else name[match.end("expert") :]
-            parts.setdefault(int(match[1]), {}).setdefault(part, {})[int(expert or 0)] = name
+    parts: dict[int, dict[tuple[str, ...], dict[int, str]]] = {}
+    for name, place in projections(checkpoint).items():
+        if place.axes is not None and place.axes.roles != ("down",):
+            parts.setdefault(place.layer, {}).setdefault(place.axes.roles, {})[place.expert or 0] = name
     if not parts:
         raise _no_experts(folder)
     layers: Layers = {}
-    for layer, projections in sorted(parts.items()):
-        experts = range(max(map(len, projections.values())))
-        if any(sorted(names) != list(experts) for names in projections.values()):
+    for layer, matrices in sorted(parts.items()):
+        experts = range(max(map(len, matrices.values())))
+        if any(sorted(names) != list(experts) for names in matrices.values()):
             raise _incomplete(folder, layer)
         products = torch.zeros((), dtype=torch.float64)
-        for names in projections.values():
+        for names in matrices.values():
             for block in _blocks(checkpoint, layer, [names[expert] for expert in experts], device):
                 products = products + (block @ block.T).cpu()
         squares = products.diag()
         layers[layer] = {"weight_distance_square": (squares[:, None] + squares - products - products.T).clamp(min=0)}
     return Statistics(layers, {"kind": "weight_distances", "fingerprint": dict(fingerprint)})
-
-
-def _is_down(name: str) -> bool:
-    """Whether a tensor of experts holds weights of down_proj. UserError for a projection of an unknown name."""
-    one = ONE.search(name)
-    return _projection(name, one[1]) == "down" if one else DOWN_OF_ALL.search(name) is not None
-
-
-def _projection(name: str, module: str) -> str:
-    """The projection of an expert that the tensor `name` of one expert, of its linear `module`, belongs to."""
-    if module not in PROJECTIONS:
-        raise UserError(f"{name} is no projection moe_lab knows, expected one of {', '.join(PROJECTIONS)}")
-    return PROJECTIONS[module]
 
 
 def _blocks(checkpoint: Checkpoint, layer: int, names: Sequence[str], device: str) -> Iterator[torch.Tensor]:
@@ -222,46 +201,25 @@ def weigh_channels(folder: Path | str, *, fingerprint: Mapping[str, Any], device
     and weights that are NaN or infinite (naming layer, expert and tensor).
     """
     folder = Path(folder)
-
-    @cache
-    def modules() -> dict[int, Any]:
-        """Experts modules on the meta device by layer; needed only for experts that are stacked on disk."""
-        return {layer.index: layer.experts for layer in moe_layers(skeleton(folder))}
-
+    config = read_json(folder / "config.json")
+    hidden = config.get("text_config", config).get("hidden_size")
     sums: dict[int, dict[str, dict[int, torch.Tensor]]] = {}
-    for layer, expert, name, weights in expert_weights(open_checkpoint(folder), device):
-        for statistic, values in _channel_sums(modules, layer, name, wide(weights)):
-            if not bool(torch.isfinite(values).all()):
-                raise UserError(f"NaN or Inf in layer {layer}, expert {expert}: weights {name}")
-            sums.setdefault(layer, {}).setdefault(statistic, {})[expert] = values.double().cpu()
+    for name, place, expert, weights in expert_weights(open_checkpoint(folder), device):
+        assert place.axes is not None
+        for role, matrix in split(wide(weights), place.axes).items():
+            if matrix.shape[1] != hidden:
+                raise UserError(
+                    f"{name} has {tuple(weights.shape)} weights per expert, and hidden_size={hidden} in config.json is "
+                    "not where moe_lab expects it: this layout is not supported"
+                )
+            found = {f"channel_{role}_square": matrix.square().sum(1)}
+            if role == "down":
+                found["channel_down_abs"] = matrix.abs().sum(1)
+            for statistic, values in found.items():
+                if not bool(torch.isfinite(values).all()):
+                    raise UserError(f"NaN or Inf in layer {place.layer}, expert {expert}: weights {name}")
+                sums.setdefault(place.layer, {}).setdefault(statistic, {})[expert] = values.double().cpu()
     return Statistics(_stacked(sums, folder), {"kind": "channel_weights", "fingerprint": dict(fingerprint)})
-
-
-def _channel_sums(
-    modules: Callable[[], dict[int, Any]], layer: int, name: str, weights: torch.Tensor
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """(statistic, values (I,)) of one expert's part of the tensor `name`, a matrix."""
-    if one := ONE.search(name):
-        projection = _projection(name, one[1])
-        axis = 0 if projection == "down" else 1  # the matrix of a linear module: (out, in)
-        squares = {projection: weights.square().sum(axis)}
-        absolutes = {projection: weights.abs().sum(axis)} if projection == "down" else {}
-    else:
-        module = modules()[layer]
-        up = "gate_up_proj" if module.has_gate else "up_proj"
-        part = "down_proj" if DOWN_OF_ALL.search(name) else up
-        shape = tuple(getattr(module, part).shape[1:])
-        if shape != tuple(weights.shape):
-            raise UserError(
-                f"{name} has shape {tuple(weights.shape)} per expert, but is {shape} in memory: this layout is not "
-                "supported"
-            )
-        squares = by_channel(module, part, weights.square())
-        absolutes = by_channel(module, part, weights.abs()) if part == "down_proj" else {}
-    for projection, values in squares.items():
-        yield f"channel_{projection}_square", values
-    for projection, values in absolutes.items():
-        yield f"channel_{projection}_abs", values
 
 
 def _stacked(sums: Mapping[int, Mapping[str, Mapping[int, torch.Tensor]]], folder: Path) -> Layers:
@@ -285,24 +243,6 @@ def _stacked(sums: Mapping[int, Mapping[str, Mapping[int, torch.Tensor]]], folde
     return layers
 
 
-def read_tensors(
-    checkpoint: Checkpoint, shard: str, names: Sequence[str], device: str = "cpu"
-) -> Iterator[torch.Tensor]:
-    """Read the tensors `names` of the file `shard` onto `device`, in that order; each is valid until the next one.
-
-    On the CPU they are memory-mapped. UserError for a file that cannot be read, and for weights that are not plain
-    numbers.
-    """
-    entries = [_check_plain(name, checkpoint.tensors[name]) for name in names]
-    path = checkpoint.folder / shard
-    with _readable(path):
-        if torch.device(device).type == "cpu":
-            with safe_open(path, framework="pt") as mapped:
-                yield from map(mapped.get_tensor, names)
-        else:
-            yield from through_buffers(path, entries, torch.device(device))
-
-
 def _check_plain(name: str, entry: Entry) -> Entry:
     """`entry`, that of the tensor `name`. UserError unless it has plain numbers."""
     if entry.dtype not in PLAIN:
@@ -317,54 +257,3 @@ def _readable(path: Path) -> Iterator[None]:
         yield
     except (OSError, SafetensorError) as error:
         raise UserError(f"shard {path} cannot be read: {error}") from error
-
-
-def through_buffers(path: Path, entries: Sequence[Entry], device: torch.device) -> Iterator[torch.Tensor]:
-    """Read the tensors `entries` of a file onto `device`; each is valid until the next one is requested.
-
-    While one is copied and used, a thread reads the next one from the disk, into pinned memory if the device is CUDA.
-    At most two are in memory.
-    """
-    buffers = (_Buffer(device), _Buffer(device))
-    with path.open("rb", buffering=0) as file, ThreadPoolExecutor(1) as thread:
-        ahead = [thread.submit(buffers[0].fill, file, entry) for entry in entries[:1]]
-        for number in range(len(entries)):
-            ahead.pop().result()
-            for entry in entries[number + 1 : number + 2]:  # the previous tensor's buffer, free by now
-                ahead.append(thread.submit(buffers[(number + 1) % 2].fill, file, entry))
-            yield buffers[number % 2].tensor()
-
-
-class _Buffer:
-    """Memory that is reused for one tensor of a file after the other."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.pinned = device.type == "cuda"
-        self.memory = torch.empty(0, dtype=torch.uint8)
-        self.stored = self.memory
-        self.copied: torch.cuda.Event | None = None
-        """Event recorded after the copy of `stored` to the device."""
-
-    def fill(self, file: BinaryIO, entry: Entry) -> None:
-        """Read the tensor `entry` of an unbuffered file. UserError when the file ends too early."""
-        if self.copied is not None:
-            self.copied.synchronize()
-        if len(self.memory) < entry.size:
-            self.memory = torch.empty(entry.size, dtype=torch.uint8, pin_memory=self.pinned)
-        view, filled = self.memory[: entry.size].numpy().data, 0
-        file.seek(entry.start)
-        while filled < entry.size:
-            count = file.readinto(view[filled:])  # type: ignore[attr-defined]
-            if not count:
-                raise UserError(f"{file.name} became shorter while it was read: {entry.size - filled} bytes lack")
-            filled += count
-        self.stored = self.memory[: entry.size].view(PLAIN[entry.dtype]).view(entry.shape)
-
-    def tensor(self) -> torch.Tensor:
-        """The tensor read last, on the device; on the CPU it is the buffer itself."""
-        copy = self.stored.to(self.device, non_blocking=self.pinned)
-        if self.pinned:
-            self.copied = torch.cuda.Event()
-            self.copied.record(torch.cuda.current_stream(self.device))
-        return copy

@@ -30,7 +30,7 @@ from moe_lab.pruning.prune import prune
 from moe_lab.serving import vllm_plugin
 
 NAMES = ("olmoe", "deepseek_v3", "deepseek")
-KINDS = ("per_layer", "ragged")
+KINDS = ("counts", "ragged")
 
 
 def plan_for(model: Any, kind: str) -> Plan:
@@ -123,7 +123,7 @@ def test_only_stacks_can_be_pruned_again(case: Case) -> None:
         {layer.index: layer.n_experts for layer in routed_layers(model)},
         {},
     )
-    if case.kind == "per_layer":
+    if case.kind == "counts":
         with mask(model, again):
             masked = logits(model)
         assert torch.equal(masked, logits(prune(model, again)))
@@ -149,13 +149,6 @@ def test_native_layers_with_an_auto_map_need_no_trust(tmp_path: Path) -> None:
     load_model(settings(tmp_path, trust_remote_code=False))
 
 
-def test_uneven_layers_without_code_are_refused(tmp_path: Path) -> None:
-    model = tiny.build("olmoe")
-    prune(model, plan_for(model, "per_layer")).save_pretrained(tmp_path)
-    with pytest.raises(UserError, match="model_type=olmoe is not supported with layers of different shapes"):
-        load_model(settings(tmp_path))
-
-
 @pytest.mark.parametrize("tensor", ["gate_up_packed", "down_packed"])
 def test_a_bad_weight_is_named_by_expert(tensor: str, tmp_path: Path) -> None:
     source = tmp_path / "source"
@@ -175,30 +168,23 @@ def test_a_bad_weight_is_named_by_expert(tensor: str, tmp_path: Path) -> None:
         load_model(settings(folder))
 
 
-@pytest.mark.parametrize(
-    ("changes", "field"),
-    [
-        ({}, None),
-        ({"pruned_format": None}, None),
-        ({"pruned_format": 2}, "pruned_format=2"),
-        ({"per_layer_config": None}, "per_layer_config"),
-        ({"expert_widths": {"0": [1, 2]}}, "export=padded"),
-        ({"architectures": ["OlmoeForCausalLM"], "pruned_format": 2}, None),
-        ({"architectures": None}, None),
-    ],
-)
-def test_the_plugin_of_vllm_knows_which_exports_it_understands(
-    changes: dict[str, Any], field: str | None, tmp_path: Path
-) -> None:
-    """Exports state the format of their layers; the first ones did not. vLLM's own classes are none of its business."""
+def test_the_plugin_of_vllm_reads_exports_as_models_of_their_family(tmp_path: Path) -> None:
+    """And refuses those that vLLM would serve wrong. vLLM's own classes are none of its business."""
     tiny.save("olmoe", tmp_path / "model")
-    plan = Plan({0: tuple(range(8)), 1: tuple(range(9)), 2: tuple(range(10))}, dict.fromkeys(range(3), 16))
+    counts = {0: 8, 1: 9, 2: 10}
+    plan = Plan({layer: tuple(range(count)) for layer, count in counts.items()}, dict.fromkeys(range(3), 16))
     out = export(tmp_path / "model", plan, tmp_path / "out")
-    config = {**json.loads((out / "config.json").read_text()), **changes}
-    config = {name: value for name, value in config.items() if value is not None}
-    if field is None:
-        vllm_plugin.check_export(str(out), config)
-        return
-    with pytest.raises(ValueError, match="export") as caught:
-        vllm_plugin.check_export(str(out), config)
-    assert field in str(caught.value) and str(out) in str(caught.value) and "\n" not in str(caught.value)
+    stock, config = (json.loads((folder / "config.json").read_text()) for folder in (tmp_path / "model", out))
+    assert vllm_plugin.family_config("x", stock) == stock
+    assert vllm_plugin.family_config("x", config) == {
+        **stock,
+        "architectures": ["PrunedOlmoeForCausalLM"],
+        "num_experts": 10,
+        vllm_plugin.LAYERS: {str(layer): {"num_experts": count} for layer, count in counts.items()},
+    }
+    about = config["pruned"]
+    ragged = {"0": {"experts": 2, "widths": [1, 2]}}
+    for changed, word in (({"format": 3}, "pruned.format=3"), ({"layers": ragged}, "export=padded")):
+        with pytest.raises(ValueError, match="export") as caught:
+            vllm_plugin.family_config(str(out), {**config, "pruned": {**about, **changed}})
+        assert word in str(caught.value) and str(out) in str(caught.value) and "\n" not in str(caught.value)

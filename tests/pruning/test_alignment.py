@@ -18,7 +18,6 @@ from test_merged import merging_plan
 import moe_lab
 from moe_lab.errors import UserError
 from moe_lab.models.discover import moe_layers
-from moe_lab.models.experts import intermediate
 from moe_lab.models.streamed import StreamedModel
 from moe_lab.pruning.alignment import align_by_activations, align_by_weights, alignment_tap, principal_components
 from moe_lab.pruning.mask import mask
@@ -113,9 +112,7 @@ def test_ream_adds_distances_of_activations_and_of_principal_components_of_weigh
         components = ((rows - flat.mean(0)) @ directions.T) * singular
         owners = plan.owners(layer.index)
         for row, member in enumerate(plan.merged_away(layer.index)):
-            phi = [
-                intermediate(layer.experts, states, expert).detach().numpy().T for expert in (owners[member], member)
-            ]
+            phi = [layer.phi(states, layer.weights(expert)).detach().numpy().T for expert in (owners[member], member)]
             cost = naive_cost(*phi) + naive_cost(components[owners[member]], components[member])
             order = aligned.alignments[layer.index][row]
             best = cost[linear_sum_assignment(cost)].sum()

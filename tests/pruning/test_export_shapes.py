@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 from moe_lab.config import ModelConfig
 from moe_lab.errors import UserError
 from moe_lab.models.discover import moe_layers
-from moe_lab.pruning.export import export, tensors
+from moe_lab.pruning.export import export, parts
 from moe_lab.pruning.export.layout import check_masked
 from moe_lab.pruning.plan import Plan
 from moe_lab.pruning.prune import prune
@@ -28,7 +28,7 @@ from moe_lab.pruning.prune import prune
 
 @pytest.fixture(autouse=True)
 def matrices_of_several_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tensors, "BLOCK", 1000)
+    monkeypatch.setattr(parts, "BLOCK", 1000)
 
 
 def logits(model: Any) -> torch.Tensor:
@@ -180,30 +180,8 @@ def test_one_width_for_all_is_stock_where_the_family_can_say_it(name: str, stock
     model = tiny.save(name, tmp_path / "model")
     plan = channel_plan(model, [12, 12, 12])
     out = export(tmp_path / "model", plan, tmp_path / "out")
-    assert list(out.glob("*.py")) == [] if stock else [out / f"modeling_pruned_{name}.py"]
+    assert {file.name for file in out.glob("*.py")} == (set() if stock else {"pruned.py", "ragged.py"})
     assert torch.equal(logits(load(out, trust_remote_code=not stock)), logits(prune(model, plan)))
-
-
-@pytest.mark.parametrize(
-    ("name", "widths"),
-    [
-        *((name, None) for name in ("granitemoe", "minimax", "phimoe", "dots1", "afmoe", "lfm2_moe", "jamba")),
-        *((name, [8, 16, 24]) for name in ("granitemoe", "afmoe", "jamba")),
-    ],
-)
-def test_other_families_can_be_uneven_too(name: str, widths: list[int] | None, tmp_path: Path) -> None:
-    model = tiny.save(name, tmp_path / "model", shard="60KB")
-    plan = channel_plan(model, widths, drop=2)
-    out = export(tmp_path / "model", plan, tmp_path / "out")
-    assert torch.equal(logits(load(out, trust_remote_code=True)), logits(prune(model, plan)))
-
-
-def test_stored_precision_of_channels(tmp_path: Path) -> None:
-    model = tiny.save("olmoe", tmp_path / "model", dtype=torch.bfloat16)
-    plan = channel_plan(model, drop=2)
-    out = load(export(tmp_path / "model", plan, tmp_path / "out"), trust_remote_code=True, dtype="auto")
-    assert out.dtype == torch.bfloat16
-    assert torch.equal(logits(out), logits(prune(model, plan)))
 
 
 def test_config_is_edited_and_not_written_anew(tmp_path: Path) -> None:
@@ -219,35 +197,35 @@ def test_config_is_edited_and_not_written_anew(tmp_path: Path) -> None:
     (tmp_path / "model" / "config.json").write_text(json.dumps(original))
     kept = {0: tuple(range(16)), 1: tuple(range(9)), 2: (0, 3, 5, 7, 8)}
     after = config_of(export(tmp_path / "model", Plan(kept, dict.fromkeys(range(3), 16)), tmp_path / "out"))
+    assert after.pop("pruned") == {
+        "format": 2,
+        "stock": {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"]},
+        "layers": {str(layer): {"experts": len(ids)} for layer, ids in kept.items()},
+    }
     changed = {
-        "architectures": ["PrunedQwen3MoeForCausalLM"],
-        "auto_map": {"AutoModelForCausalLM": "modeling_pruned_qwen3_moe.PrunedQwen3MoeForCausalLM"},
+        "model_type": "pruned_qwen3_moe",
+        "architectures": ["PrunedForCausalLM"],
+        "auto_map": {"AutoConfig": "pruned.PrunedConfig", "AutoModelForCausalLM": "pruned.PrunedForCausalLM"},
         "output_router_logits": False,
-        "per_layer_config": {str(layer): {"num_local_experts": len(ids)} for layer, ids in kept.items()},
-        "pruned_format": 1,
     }
     assert after == {**original, **changed}
     plan = channel_plan(model)
     ragged = config_of(export(tmp_path / "model", plan, tmp_path / "ragged"))
-    assert ragged["model_type"] == "pruned_qwen3_moe" and list(ragged["auto_map"]) == [
-        "AutoConfig",
-        "AutoModelForCausalLM",
-    ]
-    assert ragged["expert_widths"] == {str(layer): list(plan.widths(layer)) for layer in range(3)}
+    widths = {layer: list(plan.widths(int(layer))) for layer in ragged["pruned"]["layers"]}
+    assert ragged["pruned"]["layers"] == {at: {"experts": 16, "widths": own} for at, own in widths.items()}
     assert ragged["num_local_experts"] == 16
 
 
 def test_code_needs_torch_and_transformers_only(tmp_path: Path) -> None:
     model = tiny.save("olmoe", tmp_path / "model")
     out = export(tmp_path / "model", channel_plan(model), tmp_path / "out")
-    tree = ast.parse((out / "modeling_pruned_olmoe.py").read_text())
     roots = set()
-    for node in ast.walk(tree):
+    for node in [node for file in out.glob("*.py") for node in ast.walk(ast.parse(file.read_text()))]:
         if isinstance(node, ast.Import):
             roots.update(alias.name.split(".")[0] for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             roots.add((node.module or "").split(".")[0])
-    assert roots <= {"__future__", "collections", "copy", "inspect", "itertools", "typing", "torch", "transformers"}
+    assert roots <= {"__future__", "collections", "copy", "itertools", "ragged", "typing", "torch", "transformers"}
 
 
 def test_only_one_tensor_is_in_memory(tmp_path: Path) -> None:
@@ -268,7 +246,7 @@ def test_only_one_tensor_is_in_memory(tmp_path: Path) -> None:
 
 def test_experts_whose_channels_cannot_go(tmp_path: Path) -> None:
     model = tiny.save("gpt_oss", tmp_path / "model")
-    with pytest.raises(UserError, match=r"layers\.0\.mlp\.experts\.\w+ .*use a criterion of whole experts"):
+    with pytest.raises(UserError, match=r"layers\.0\.mlp\.experts .*have biases"):
         export(tmp_path / "model", channel_plan(model), tmp_path / "out")
 
 

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import copy
-
 import pytest
 import tiny
 import torch
@@ -13,25 +11,12 @@ from moe_lab.errors import UserError
 from moe_lab.models.discover import moe_layers
 from moe_lab.pruning.mask import mask
 from moe_lab.pruning.plan import Plan
-from moe_lab.pruning.prune import prune, prune_layer
+from moe_lab.pruning.prune import prune
 
 
 def logits(model: nn.Module, rows: torch.Tensor | None = None) -> torch.Tensor:
     with torch.no_grad():
         return model(input_ids=tiny.tokens() if rows is None else rows).logits
-
-
-@pytest.mark.parametrize("name", tiny.ARCHITECTURES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_mask_is_structural_pruning_bit_for_bit(name: str, dtype: torch.dtype) -> None:
-    model = tiny.build(name, dtype=dtype)
-    before = logits(model)
-    plan = tiny.plan(model, 0.5)
-    with mask(model, plan):
-        masked = logits(model)
-    assert torch.equal(masked, logits(prune(model, plan)))
-    assert not torch.allclose(masked, before, atol=1e-2)
-    assert torch.equal(logits(model), before)
 
 
 @settings(max_examples=20, deadline=None)
@@ -42,11 +27,9 @@ def test_layers_may_keep_different_numbers(data: st.DataObject) -> None:
         layer.index: tuple(sorted(data.draw(st.sets(st.integers(0, 15), min_size=4)))) for layer in moe_layers(model)
     }
     plan = Plan(kept, dict.fromkeys(kept, 16))
-    smaller = copy.deepcopy(model)
-    for layer in moe_layers(smaller):
-        prune_layer(layer, kept[layer.index])
+    pruned = logits(prune(model, plan))
     with mask(model, plan):
-        assert torch.equal(logits(model), logits(smaller))
+        assert torch.equal(logits(model), pruned)
 
 
 @pytest.mark.parametrize("name", ["minimax_m2", "phimoe", "ernie4_5_moe"])

@@ -10,7 +10,7 @@ import numpy
 import pytest
 import tiny
 import torch
-from channel_plans import assert_forms_agree, logits
+from channel_plans import logits
 from transformers import AutoModelForCausalLM
 
 from moe_lab.errors import UserError
@@ -119,13 +119,6 @@ def test_an_alignment_undoes_another_order_of_channels() -> None:
         assert ((logits(prune(model, plan), tiny.tokens()) - before).abs().max() <= 1e-5) == close
 
 
-@pytest.mark.parametrize("rows", ["all", "kept"])
-@pytest.mark.parametrize("name", tiny.ARCHITECTURES)
-def test_mask_and_pruned_model_agree(name: str, rows: str) -> None:
-    model = tiny.build(name)
-    assert_forms_agree(model, merging_plan(model, rows=rows))
-
-
 def test_experts_without_a_router_row_lend_their_weights_only() -> None:
     """The router chooses among the experts that stand for a group; their weights are those of the merging plan."""
     model = tiny.build("qwen3_moe")
@@ -138,25 +131,6 @@ def test_experts_without_a_router_row_lend_their_weights_only() -> None:
         for place, expert in enumerate(plan.experts[merged.index]):
             same = torch.equal(merged.experts.down_proj[place], dropped.experts.down_proj[place])
             assert same == (expert not in changed)
-
-
-@pytest.mark.parametrize("rows", ["all", "kept"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", ["olmoe", "deepseek_v3:grouped", "qwen2_moe"])
-def test_an_export_is_the_pruned_model(name: str, dtype: torch.dtype, rows: str, tmp_path: Path) -> None:
-    model = tiny.save(name, tmp_path / "model", dtype=dtype)
-    plan = merging_plan(model, rows=rows)
-    folder = export(tmp_path / "model", plan, tmp_path / "out")
-    code = rows == "all"  # otherwise it is a stock checkpoint
-    loaded = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=code, experts_implementation="eager")
-    pruned = prune(model, plan)
-    of_pruned = dict(pruned.named_parameters())
-    for path, weight in loaded.named_parameters():
-        assert torch.equal(weight, of_pruned[path]), path
-    assert torch.equal(logits(loaded, tiny.tokens()), logits(pruned, tiny.tokens()))
-    assert Plan.load(folder / "plan.json") == plan
-    before, after = sum(plan.n_experts.values()), sum(int(mask.any(1).sum()) for mask in plan.channels.values())
-    assert f"{after} of {before} routed experts" in (folder / "README.md").read_text()
 
 
 @pytest.mark.parametrize("shape", ["masked", "padded"])

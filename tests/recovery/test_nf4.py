@@ -13,8 +13,8 @@ from moe_lab import errors
 from moe_lab.errors import UserError
 from moe_lab.models.discover import is_experts, linears, moe_layers
 from moe_lab.pruning.cost import size
+from moe_lab.pruning.exported_code.ragged import RaggedExperts
 from moe_lab.pruning.plan import Plan, make_channel_plan
-from moe_lab.pruning.ragged import RaggedExperts
 from moe_lab.recovery.apply import recovered
 from moe_lab.recovery.quantize import FourBitLinear, FourBitMatrices, quantize, storage
 

@@ -216,8 +216,8 @@ def served(models: Models, tmp_path_factory: pytest.TempPathFactory) -> dict[str
     folders["missing"] = without(folder, wrong / "missing", remove_expert)
     folders["surplus"] = without(folder, wrong / "surplus", add_expert)
     folders["ragged"] = export(folder.parent / "model", ragged(olmoe), wrong / "ragged")
-    folders["newer"] = reconfigured(folder, wrong / "newer", pruned_format=2)
-    folders["no export"] = reconfigured(folder, wrong / "no_export", per_layer_config=None)
+    about = json.loads((folder / "config.json").read_text())["pruned"]
+    folders["newer"] = reconfigured(folder, wrong / "newer", pruned={**about, "format": 3})
     folders["empty"] = wrong / "empty"
     folders["empty"].mkdir()
     gpt_oss = tiny.save("gpt_oss", wrong / "gpt_oss", **HEADS, head_dim=32)
@@ -230,7 +230,7 @@ def test_exports_whose_layers_differ_are_served_as_the_masked_model(
     name: str, models: Models, served: dict[str, Any]
 ) -> None:
     model, plan, folder = models[name]
-    assert "per_layer_config" in (folder / "config.json").read_text()
+    assert "pruned" in json.loads((folder / "config.json").read_text())
     with mask(model, plan):
         assert difference(served[name], model) < 1e-4
     assert difference(served[name], model) > 1e-3  # and not as the unpruned one
@@ -242,8 +242,7 @@ def test_exports_whose_layers_differ_are_served_as_the_masked_model(
         ("missing", ["layer 0", "[3]"]),
         ("surplus", ["layer 0", "[15]"]),
         ("ragged", ["padded"]),
-        ("newer", ["pruned_format=2"]),
-        ("no export", ["per_layer_config"]),
+        ("newer", ["pruned.format=3"]),
         ("empty", ["config.json"]),
         ("gpt_oss", ["GptOssForCausalLM", "export=masked"]),
         ("deepseek_v2, widths", ["n_shared_experts", "export=masked"]),

@@ -2,44 +2,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import naive
 import pytest
-import tiny
 import torch
 from safetensors.torch import load_file, save_file
 from test_expert_weights import DOWN, rewrite
 
 from moe_lab.errors import UserError
-from moe_lab.models.discover import moe_layers
 from moe_lab.statistics.weights import weigh_channels
-
-
-@pytest.mark.parametrize("name", tiny.ARCHITECTURES)
-def test_sums_are_those_of_the_weights_in_memory(name: str, tmp_path: Path) -> None:
-    model = naive.model(name)
-    model.save_pretrained(tmp_path, max_shard_size="60KB")
-    found = weigh_channels(tmp_path, fingerprint={"a": 1})
-    assert found.header == {"kind": "channel_weights", "fingerprint": {"a": 1}}
-    expected: dict[int, Any] = {layer.index: layer.experts for layer in moe_layers(model)}
-    assert list(found.layers) == sorted(expected)
-    for index, module in expected.items():
-        up, down = module.gate_up_proj.double(), module.down_proj.double()
-        if module.is_transposed:
-            up, down = up.transpose(1, 2), down.transpose(1, 2)
-        width = down.shape[2]
-        gate, up = (up[:, :width], up[:, width:]) if module.is_concatenated else (up[:, 0::2], up[:, 1::2])
-        sums = {
-            "channel_gate_square": gate.square().sum(2),
-            "channel_up_square": up.square().sum(2),
-            "channel_down_square": down.square().sum(1),
-            "channel_down_abs": down.abs().sum(1),
-        }
-        assert found.layers[index].keys() == sums.keys()
-        for key, value in sums.items():
-            assert found.layers[index][key].dtype == torch.float64
-            assert naive.relative(found.layers[index][key], value) < 1e-6
 
 
 @pytest.fixture
@@ -86,7 +57,7 @@ def test_fused_weights_of_another_layout_are_refused(tmp_path: Path) -> None:
     name = next(name for name in tensors if name.endswith("output_linear.weight"))
     tensors[name] = tensors[name].transpose(1, 2).contiguous()
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
-    with pytest.raises(UserError, match=r"output_linear\.weight has shape \(24, 32\) .* but is \(32, 24\) in memory"):
+    with pytest.raises(UserError, match=r"output_linear\.weight .*hidden_size=32"):
         weigh_channels(tmp_path, fingerprint={})
 
 

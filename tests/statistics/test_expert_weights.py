@@ -5,12 +5,10 @@ from pathlib import Path
 
 import naive
 import pytest
-import tiny
 import torch
 from safetensors.torch import load_file, save_file
 
 from moe_lab.errors import UserError
-from moe_lab.models.discover import moe_layers
 from moe_lab.statistics.weights import (
     CHUNK,
     absolute_and_square,
@@ -19,45 +17,6 @@ from moe_lab.statistics.weights import (
     weigh_channels,
     weigh_experts,
 )
-
-
-@pytest.mark.parametrize("name", tiny.ARCHITECTURES)
-def test_sums_are_those_of_the_weights_in_memory(name: str, tmp_path: Path) -> None:
-    model = naive.model(name)
-    model.save_pretrained(tmp_path, max_shard_size="60KB")
-    assert len(list(tmp_path.glob("*.safetensors"))) > 1
-    layers = weigh_experts(tmp_path, fingerprint={}).layers
-    expected = {layer.index: layer.experts for layer in moe_layers(model)}
-    assert list(layers) == sorted(expected)
-    for index, experts in expected.items():
-        tensors = [part.double() for part in (experts.gate_up_proj, experts.down_proj)]
-        flat = torch.cat([tensor.flatten(1) for tensor in tensors], 1)
-        assert layers[index]["count"] == flat.shape[1]
-        assert naive.relative(layers[index]["abs_sum"], flat.abs().sum(1)) < 1e-6
-        assert naive.relative(layers[index]["square_sum"], flat.square().sum(1)) < 1e-6
-
-
-@pytest.mark.parametrize("block", [1 << 23, 100])
-@pytest.mark.parametrize("name", tiny.ARCHITECTURES)
-def test_experts_are_compared_by_their_gate_and_up_weights(
-    name: str, block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also when the weights of two experts are nearly the same, and block by block."""
-    model = tiny.build(name)
-    for layer in moe_layers(model):
-        with torch.no_grad():
-            weights = layer.experts.gate_up_proj
-            weights[1] = weights[0] + 1e-3 * weights[1]
-    model.save_pretrained(tmp_path, max_shard_size="60KB")
-    monkeypatch.setattr("moe_lab.statistics.weights.BLOCK", block)
-    compared = compare_experts(tmp_path, fingerprint={"a": 1})
-    assert compared.header == {"kind": "weight_distances", "fingerprint": {"a": 1}}
-    assert list(compared.layers) == sorted(layer.index for layer in moe_layers(model))
-    for layer in moe_layers(model):
-        flat = layer.experts.gate_up_proj.detach().double().flatten(1)
-        expected = (flat[:, None] - flat).square().sum(2)
-        squares = compared.layers[layer.index]["weight_distance_square"]
-        assert squares.dtype == torch.float64 and naive.relative(squares, expected) < 1e-6
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

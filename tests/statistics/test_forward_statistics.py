@@ -4,6 +4,7 @@ import math
 from typing import Any
 
 import naive
+import numpy
 import pytest
 import tiny
 import torch
@@ -12,8 +13,9 @@ from moe_lab import criteria
 from moe_lab.config import GATES
 from moe_lab.errors import UserError
 from moe_lab.models.discover import moe_layers
-from moe_lab.models.experts import sort_by_expert
-from moe_lab.statistics import observe
+from moe_lab.models.experts import are_replaced, sort_by_expert
+from moe_lab.pruning.mask import mask
+from moe_lab.pruning.plan import Plan
 from moe_lab.statistics.forward import ENTROPY_BINS, Call, ForwardTap, inside_backward, is_softmax, shifts
 from moe_lab.statistics.observe import Observer
 
@@ -30,7 +32,8 @@ def observed(model: Any, ids: torch.Tensor, valid: torch.Tensor) -> dict[int, di
 
 
 @pytest.mark.parametrize("name", tiny.ARCHITECTURES)
-def test_observed_logits_are_those_of_eager(name: str) -> None:
+def test_statistics_are_those_of_each_expert_alone(name: str) -> None:
+    """And the model computes the same, to the bit, while it is observed and afterwards."""
     model, (ids, valid) = naive.model(name), naive.batch()
     with torch.no_grad():
         plain = model(input_ids=ids, attention_mask=valid.long()).logits
@@ -38,15 +41,9 @@ def test_observed_logits_are_those_of_eager(name: str) -> None:
             observer.valid = valid
             watched = model(input_ids=ids, attention_mask=valid.long()).logits
         after = model(input_ids=ids, attention_mask=valid.long()).logits
-    assert torch.equal(plain, watched)
-    assert torch.equal(plain, after)
-    assert model.get_experts_implementation()[""] == "eager"
-    assert not any(observe.SLOT in vars(module) for module in model.modules())
-
-
-@pytest.mark.parametrize("name", tiny.ARCHITECTURES)
-def test_statistics_are_those_of_each_expert_alone(name: str) -> None:
-    layers = observed(naive.model(name), *naive.batch())
+    assert torch.equal(plain, watched) and torch.equal(plain, after)
+    assert not any(are_replaced(layer) for layer in moe_layers(model))
+    layers = observer.layers()
     assert layers.keys() == naive.routed(name).keys()
     for index, seen in naive.routed(name).items():
         named = layers[index]
@@ -190,13 +187,17 @@ def test_softmax_routers_are_told_by_what_they_do() -> None:
     assert not is_softmax(logits, index, torch.full_like(p, float("nan")))
 
 
-def test_experts_beside_the_registry_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = tiny.build("olmoe")
-    monkeypatch.setattr(type(model), "_can_set_experts_implementation_cached_value", False, raising=False)
-    monkeypatch.setattr(type(model.model), "_can_set_experts_implementation_cached_value", False, raising=False)
-    with pytest.raises(UserError, match=r"model\.layers\.0\.mlp\.experts .*registry"), Observer(model, ForwardTap):
+def test_experts_under_a_plan_of_channels_are_not_observed() -> None:
+    """Nor masked while they are observed: a tap computes the experts of the whole model."""
+    model = naive.model("olmoe")
+    counts = {layer.index: layer.n_experts for layer in moe_layers(model)}
+    halves = {index: numpy.arange(24) < numpy.full((count, 1), 12) for index, count in counts.items()}
+    plan = Plan({index: tuple(range(count)) for index, count in counts.items()}, counts, channels=halves)
+    with mask(model, plan), pytest.raises(RuntimeError, match=r"model\.layers\.0"), Observer(model, ForwardTap):
         pass
-    assert not any(observe.SLOT in vars(module) for module in model.modules())
+    with Observer(model, ForwardTap), pytest.raises(RuntimeError, match=r"model\.layers\.0"), mask(model, plan):
+        pass
+    assert not any(are_replaced(layer) for layer in moe_layers(model))
 
 
 def test_experts_that_are_never_called_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,6 @@ import tiny
 import torch
 
 from moe_lab.models.discover import moe_layers
-from moe_lab.models.experts import expert_output
 from moe_lab.statistics.observe import Observer
 from moe_lab.statistics.similarity import SimilarityTap
 
@@ -45,10 +44,10 @@ def test_every_expert_reads_every_valid_token(name: str) -> None:
     for layer in moe_layers(model):
         states = given[layer.index][valid.flatten()]
         sums = observer.layers()[layer.index]
-        expected = torch.stack([expert_output(layer.experts, states, one).sum(0) for one in range(layer.n_experts)])
+        expected = torch.stack([layer.expert_output(states, one).sum(0) for one in range(layer.n_experts)])
         assert naive.relative(sums["dense_output_sum"], expected) < 1e-9
         z = logits[layer.index][valid.flatten()].double()
-        gated = [p[:, None] * expert_output(layer.experts, states, one) for one, p in enumerate(z.softmax(-1).T)]
+        gated = [p[:, None] * layer.expert_output(states, one) for one, p in enumerate(z.softmax(-1).T)]
         assert naive.relative(sums["dense_gated_output_sum"], torch.stack([part.sum(0) for part in gated])) < 1e-9
         by_token = sum(torch.outer(one, one) for one in z)
         assert naive.relative(sums["router_gram"], by_token) < 1e-9

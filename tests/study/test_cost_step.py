@@ -132,7 +132,7 @@ def test_only_a_cost_that_depends_on_routing_depends_on_the_text(model: ModelCon
 def test_a_checkpoint_of_uneven_experts_is_counted_on_the_text(model: ModelConfig, text: CalibrationConfig) -> None:
     file = Path(model.path) / "config.json"
     assert "text" not in step(model, text).parts
-    file.write_text(json.dumps({**json.loads(file.read_text()), "expert_widths": {"1": [3, 5]}}))
+    file.write_text(json.dumps({**json.loads(file.read_text()), "pruned": {"layers": {"1": {"widths": [3, 5]}}}}))
     assert "text" in step(model, text).parts
 
 

@@ -6,7 +6,7 @@ from importlib import import_module
 
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
-from moe_lab.models.families import PORTS, Family
+from moe_lab.models.families import PORTS
 from moe_lab.models.transformers_private import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 
@@ -18,14 +18,6 @@ def causal_language_model(kind: str) -> str | None:
     if kind in PORTS:
         return f"{PORTS[kind].base}ForCausalLM"
     return MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind) if kind in CONFIG_MAPPING else None
-
-
-def ask_family(kind: str) -> Family | None:
-    """The family of a model type from its classes, for code that `read_family` cannot read as text."""
-    if (name := causal_language_model(kind)) is None:
-        return None
-    config = CONFIG_MAPPING[kind]
-    return Family(name.removesuffix("ForCausalLM"), config.__name__, dict(config.attribute_map))
 
 
 def _register() -> None:

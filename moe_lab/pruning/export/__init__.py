@@ -19,15 +19,15 @@ from uuid import uuid4
 from moe_lab.errors import DISK_FULL, Unavailable, UserError
 from moe_lab.models.checkpoint import BITS, INDEX, Checkpoint, open_checkpoint, read_json
 from moe_lab.models.config_json import quantization_method
-from moe_lab.models.families import EXTRA_PREDICTION
+from moe_lab.models.families import EXTRA_PREDICTION, family_of, predicting_experts
 from moe_lab.models.files import files_of, fingerprint
 from moe_lab.pruning.export.card import Cost, model_card
-from moe_lab.pruning.export.config import Description, check_routing, describe_export
-from moe_lab.pruning.export.form import make_form
-from moe_lab.pruning.export.layout import expert_type, moe_blocks, pieces
+from moe_lab.pruning.export.config import Description, check_routing, describe_export, text_part
+from moe_lab.pruning.export.layout import expert_type, pieces
+from moe_lab.pruning.export.parts import Piece
 from moe_lab.pruning.export.quantised import check_quantised, named_experts, renumbered_files
-from moe_lab.pruning.export.tensors import Piece
 from moe_lab.pruning.export.write import UNFINISHED, write_weights
+from moe_lab.pruning.form import make_form
 from moe_lab.pruning.plan import Plan
 from moe_lab.pruning.replace import check_aligned
 
@@ -74,11 +74,12 @@ def export(
         plan.check_origin(fingerprint(folder), folder)
     check_quantised(quantization_method(config), shape, channels=bool(plan.channels))
     form = make_form(plan, shape, max(1, BITS[expert_type(checkpoint)] // 8))
-    _, left_out = moe_blocks(checkpoint)
+    left_out = predicting_experts(checkpoint.tensors)
     predicts = any(EXTRA_PREDICTION.search(name) and not name.startswith(left_out) for name in checkpoint.tensors)
     description = describe_export(config, plan, form, predicts_several=predicts)
-    quantisation = renumbered_files(folder, form.written)
-    content = pieces(checkpoint, plan, form, apart=set(named_experts(config)))
+    quantisation = renumbered_files(folder, form.stored)
+    family = family_of(text_part(config).get("model_type"))
+    content = pieces(checkpoint, family, plan, form, apart=set(named_experts(config)))
     target.parent.mkdir(parents=True, exist_ok=True)
     work = target.with_name(f".{target.name}.{uuid4().hex[:8]}") if partial is None else Path(partial)
     with unfinished(work, folder, {"plan": plan.digest, "shape": shape}, keep=partial is not None):

@@ -23,13 +23,9 @@ LOADING = {
         "It has the layout of the original. transformers has no code for this family and cannot import the original's; "
         "the code beside the weights is used instead, and moe_lab needs none:"
     ),
-    "per_layer": (
-        "Its layers differ in shape, as `per_layer_config` in config.json says. The code beside the weights builds "
-        "them; stock transformers raises an error without it:"
-    ),
-    "ragged": (
-        "Its experts differ in width inside a layer and are packed; `expert_widths` in config.json lists them. It has "
-        "a model type of its own, which the code beside the weights defines:"
+    "uneven": (
+        "Its layers differ in shape, as `pruned` in config.json says; experts of unequal width are packed. It has a "
+        "model type of its own, which the code beside the weights defines:"
     ),
 }
 UNCHANGED = "all other weights are those of the original model, byte for byte. Nothing was trained afterwards."
@@ -55,7 +51,7 @@ class Cost:
 
     shape: str
     kind: str
-    """stock, ported, per_layer or ragged: what is needed to load it."""
+    """stock, ported or uneven: what is needed to load it."""
     original: int
     written: int
     zeros: int

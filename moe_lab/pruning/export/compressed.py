@@ -11,11 +11,11 @@ from torch import nn
 
 from moe_lab.errors import UserError
 from moe_lab.models.checkpoint import OF_EXPERT, Checkpoint, open_checkpoint, read_json
+from moe_lab.models.config_json import has_packed_experts
 from moe_lab.models.discover import routed_layers
 from moe_lab.models.load import skeleton
 from moe_lab.models.streamed import stored_dtype
 from moe_lab.models.transformers_private import to_checkpoint
-from moe_lab.pruning.export.form import RAGGED_FIELD
 from moe_lab.pruning.export.layout import check_stored_apart
 from moe_lab.pruning.export.rewrite import Changes
 
@@ -40,7 +40,7 @@ def compression_changes(folder: Path, scheme: str) -> Changes:
     from compressed_tensors.quantization import QuantizationConfig, preset_name_to_scheme
     from compressed_tensors.quantization.utils import calculate_qparams
 
-    if RAGGED_FIELD in read_json(folder / "config.json"):
+    if has_packed_experts(read_json(folder / "config.json")):
         raise UserError(
             "export.format=compressed_tensors: experts of different widths in one layer are packed into two tensors, "
             "which this format cannot store: expected export=padded"

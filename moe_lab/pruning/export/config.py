@@ -5,22 +5,30 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from moe_lab.errors import UserError
+from moe_lab.models.config_json import LAYERS_FIELD
 from moe_lab.models.families import (
     ALSO_COUNTS,
     COUNT_FIELDS,
     EXTRA_PREDICTION_LAYERS,
     PORTS,
+    PRUNED,
     TOP_K_FIELDS,
     UNGROUPED_METHODS,
+    WIDTH_FIELDS,
+    has_causal_model,
     port_of,
 )
-from moe_lab.pruning.export.form import Form
 from moe_lab.pruning.export.quantised import renumbered
-from moe_lab.pruning.export.remote import differing, native_family, width_field
+from moe_lab.pruning.form import Form
 from moe_lab.pruning.plan import Plan
+
+FORMAT = 2
+"""Of `LAYERS_FIELD`. To be raised when a program that reads an older one, such as the plugin of vLLM, would read the
+new one wrong."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +38,7 @@ class Description:
     config: dict[str, Any]
     """The content of config.json."""
     kind: str
-    """stock, ported, per_layer or ragged."""
+    """stock, ported or uneven."""
     code: dict[str, str]
     """Name -> text of a code file; empty for a stock checkpoint."""
 
@@ -59,12 +67,12 @@ def describe_export(config: dict[str, Any], plan: Plan, form: Form, *, predicts_
     name experts by their new numbers. Raises UserError when config.json belongs to another model or to one whose layers
     differ already, or when transformers has no class to build on.
     """
-    if "per_layer_config" in config:
+    if LAYERS_FIELD in config:
         raise UserError(
             f"the source is a pruned checkpoint whose layers differ already (model_type={config.get('model_type')}, "
-            "per_layer_config in config.json): export from the original model"
+            f"{LAYERS_FIELD} in config.json): export from the original model"
         )
-    edited: dict[str, Any] = renumbered(config, form.written)
+    edited: dict[str, Any] = renumbered(config, form.stored)
     text = text_part(edited)
     _check_counts(text, plan)
     if not predicts_several:
@@ -75,19 +83,78 @@ def describe_export(config: dict[str, Any], plan: Plan, form: Form, *, predicts_
             return _alike(edited)
         if form.same_width is not None and (narrow := narrowed(edited, form.same_width)) is not None:
             return _alike(narrow)
-    return Description(*differing(edited, form))
+    return _uneven(edited, form)
 
 
 def _alike(config: dict[str, Any]) -> Description:
     """The description of a checkpoint in which all layers have one shape, as in its family."""
     code = port_of(config.get("model_type", ""))
-    for name in code:
-        base, module = PORTS[config["model_type"]].base, name.removesuffix(".py")
-        config["auto_map"] = {
-            "AutoConfig": f"{module}.{base}Config",
-            "AutoModelForCausalLM": f"{module}.{base}ForCausalLM",
-        }
+    if code:
+        config["auto_map"] = _map_of_port(config["model_type"])
     return Description(config, "ported" if code else "stock", code)
+
+
+def _map_of_port(kind: str) -> dict[str, str]:
+    module = f"modeling_{PORTS[kind].file}.{PORTS[kind].base}"
+    return {"AutoConfig": f"{module}Config", "AutoModelForCausalLM": f"{module}ForCausalLM"}
+
+
+def _uneven(config: dict[str, Any], form: Form) -> Description:
+    """The description of a checkpoint whose layers differ, or that the family's configuration cannot describe.
+
+    It has a model type of its own, so that no stock class builds all layers alike and fills what lacks with random
+    numbers. `LAYERS_FIELD` has the shape of each layer, and what a program that reads it by a class of the family has
+    to put back.
+    """
+    kind = config.get("model_type", "")
+    check_known(kind)
+    stock: dict[str, Any] = {name: config[name] for name in ("model_type", "architectures") if name in config}
+    if kind in PORTS:
+        stock["auto_map"] = _map_of_port(kind)
+    layers = {}
+    for index, layer in form.layers.items():
+        own = {"width": layer.width, "widths": layer.widths, "owners": layer.owners}
+        own["constants"] = True if layer.constants is not None else None
+        stated = {name: value for name, value in own.items() if value is not None}
+        layers[str(index)] = {"experts": len(layer.experts), **stated}
+    if form.count is None and config.get("output_router_logits"):
+        config["output_router_logits"] = False  # the balancing loss needs layers with equal numbers of experts
+    config["model_type"] = f"{PRUNED}{kind}"
+    config["architectures"] = ["PrunedForCausalLM"]
+    config["auto_map"] = {"AutoConfig": "pruned.PrunedConfig", "AutoModelForCausalLM": "pruned.PrunedForCausalLM"}
+    config[LAYERS_FIELD] = {"format": FORMAT, "stock": stock, "layers": layers}
+    return Description(config, "uneven", _code(kind))
+
+
+def _code(kind: str) -> dict[str, str]:
+    """Name -> text of the files that build a model of type `kind` whose layers differ."""
+    folder, port = Path(__file__).parent.parent / "exported_code", port_of(kind)
+    texts = {name: (folder / name).read_text(encoding="utf-8") for name in ("pruned.py", "ragged.py")}
+    text = texts["pruned.py"].replace('KIND = "olmoe"', f'KIND = "{kind}"')
+    if port:
+        module, base = f".modeling_{PORTS[kind].file}", PORTS[kind].base
+        text = text.replace("Config: Any = CONFIG_MAPPING[KIND]", f"from {module} import {base}Config as Config")
+        text = text.replace(
+            "Model: Any = MODEL_FOR_CAUSAL_LM_MAPPING[Config]", f"from {module} import {base}ForCausalLM as Model"
+        )
+    return {**texts, "pruned.py": text, **port}
+
+
+def check_known(kind: str) -> None:
+    """Raise UserError when transformers cannot load a causal language model of a model type by its own code."""
+    if not has_causal_model(kind):
+        raise UserError(
+            f"model_type={kind}: layers and experts of another shape can be exported for causal language models that "
+            "transformers knows itself only, evaluate the plan with a mask"
+        )
+
+
+def width_field(config: Mapping[str, Any]) -> str:
+    """The field of config.json that holds the channels per expert. Raises UserError when there is none."""
+    field = next((field for field in WIDTH_FIELDS if isinstance(config.get(field), int)), None)
+    if field is None:
+        raise UserError(f"config.json has no width of experts: expected one of {', '.join(WIDTH_FIELDS)}")
+    return field
 
 
 def _check_counts(text: Mapping[str, Any], plan: Plan) -> None:
@@ -121,7 +188,7 @@ def narrowed(config: dict[str, Any], width: int) -> dict[str, Any] | None:
     It cannot if the same field also sets the size of something else, such as shared experts: other parameters of the
     model would change their shapes with it. Raises UserError when transformers does not know the model type.
     """
-    native_family(config)
+    check_known(config.get("model_type", ""))
     edited = {**config, width_field(config): width}
     return edited if _shapes(config) == _shapes(edited) else None
 

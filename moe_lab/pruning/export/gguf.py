@@ -19,9 +19,9 @@ from moe_lab.paths import local
 from moe_lab.pruning.export import CARD, NOT_COPIED, check_room, copy_files
 from moe_lab.pruning.export.card import gguf_card
 from moe_lab.pruning.export.config import describe_export
-from moe_lab.pruning.export.form import make_form
 from moe_lab.pruning.export.layout import can_bar, expert_type
 from moe_lab.pruning.export.write import UNFINISHED
+from moe_lab.pruning.form import make_form
 from moe_lab.pruning.plan import Plan
 from moe_lab.secrets import mask
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Set
-from dataclasses import dataclass
 from pathlib import Path
 
 from moe_lab.config import ExportConfig, ModelConfig, RecoveryConfig
@@ -13,22 +11,18 @@ from moe_lab.errors import UserError, need, unknown, user_errors
 from moe_lab.models.checkpoint import Checkpoint, Entry, open_checkpoint
 from moe_lab.models.config_json import check_plain_weights, check_trained_top_k, quantization
 from moe_lab.models.families import (
-    DISK_FUSED_EXPERTS,
     DISK_ROUTER_WEIGHTS,
     DISK_ROUTING_VECTORS,
-    DISK_SHARED,
-    EXTRA_PREDICTION_BLOCKS,
-    prediction_layers,
+    Family,
+    Place,
+    predicting_experts,
 )
 from moe_lab.paths import local
-from moe_lab.pruning.export.form import FORMATS, SCHEMES, SHAPES, Form, LayerForm
+from moe_lab.pruning.export.parts import UNSIGNED, Chunk, Constant, Matrix, Numbers, Piece, Projection, Span
 from moe_lab.pruning.export.quantised import check_quantised
-from moe_lab.pruning.export.tensors import Channels, Constant, Part, Piece, Span
+from moe_lab.pruning.form import FORMATS, SCHEMES, SHAPES, Form, LayerForm, Part
 from moe_lab.pruning.plan import Plan
 
-BLOCK = r"(?P<block>(?P<root>(?:\w+\.)*?layers\.(?P<layer>\d+)\.)(?:\w+\.)*?)"
-EXPERT = re.compile(BLOCK + r"experts\.(?P<expert>\d+)\.(?P<rest>.+)")
-FUSED = re.compile(BLOCK + "(?:" + "|".join(map(re.escape, DISK_FUSED_EXPERTS)) + ")")
 AFTER_SOFTMAX = "moe_statics."
 """Prefix of biases that are added after the softmax. They cannot bar dropped experts: these would still take part in
 the softmax and make the other probabilities smaller."""
@@ -40,17 +34,118 @@ NO_BIAS = (
 )
 
 
-@dataclass(frozen=True)
 class Block:
-    """A MoE block on disk: names of its tensors start with `prefix`, those of its decoder layer with `root`."""
+    """One MoE block on disk, and how it is written."""
 
-    prefix: str
-    root: str
-    layer: int
+    def __init__(self, tensors: Mapping[str, tuple[Entry, Place]], layer: LayerForm, count: int) -> None:
+        """`tensors`: those of the block by name. `count`: the number of its experts."""
+        self.tensors, self.layer, self.count = tensors, layer, count
+        self.prefix = next(place.block for _, place in tensors.values())
+        self.matrices: dict[tuple[str, int], Matrix] = {}
+        """(role, expert) -> projection, of layers whose experts change."""
+
+    def read_matrices(self, width: int) -> None:
+        """Find the projections of all experts, of `width` channels each. UserError for any other tensor of experts."""
+        for name, (entry, place) in self.tensors.items():
+            if place.kind in ("expert", "stack"):
+                for role, expert, matrix in _matrices(name, entry, place, self.count, width):
+                    self.matrices[role, expert] = matrix
+
+    @property
+    def shard(self) -> str:
+        """The file that gets packed experts: the one with the last tensor of experts."""
+        return [entry.shard for entry, place in self.tensors.values() if place.kind in ("expert", "stack")][-1]
+
+    def piece(self, name: str) -> Piece | None:
+        """The exported form of the tensor `name`; None if nothing is written for it."""
+        entry, place = self.tensors[name]
+        kept = self.layer.experts
+        if place.kind == "unknown":
+            raise UserError(f"{name} {entry.shape} belongs to a MoE block, but moe_lab does not know how to prune it")
+        if place.kind == "router":
+            return _rows(name, entry, 0, kept, self.count)
+        if place.kind == "vector":
+            return _barred(_rows(name, entry, len(entry.shape) - 1, kept, self.count), entry, self.layer)
+        if place.kind == "shared":
+            return whole(name, entry)
+        if self.layer.ragged or (place.expert is not None and place.expert not in kept):
+            return None
+        if place.kind == "stack":
+            piece = _rows(name, entry, 0, kept, self.count)
+            return Piece(name, entry.dtype, self._shape(piece.shape, place), tuple(self._chunks(entry, place)))
+        assert place.expert is not None
+        old, new = (f"{self.prefix}experts.{number}." for number in (place.expert, kept.index(place.expert)))
+        chunks = tuple(self._chunks(entry, place))
+        return Piece(name.replace(old, new, 1), entry.dtype, self._shape(entry.shape, place), chunks)
+
+    def _shape(self, shape: tuple[int, ...], place: Place) -> tuple[int, ...]:
+        if self.layer.width is None or place.axes is None or place.axes.channels is None:
+            return shape
+        resized = list(shape)
+        resized[place.axes.channels] = self.layer.width * len(place.axes.roles)
+        return tuple(resized)
+
+    def _chunks(self, entry: Entry, place: Place) -> Iterator[Chunk]:
+        """What is written for the stored experts of a stack, or for one expert."""
+        size = entry.size // self.count if place.kind == "stack" else entry.size
+        for expert, part in zip(self.layer.experts, self.layer.parts, strict=True):
+            if place.kind == "stack" or place.expert == expert:
+                start = entry.start + expert * size if place.kind == "stack" else entry.start
+                if not part.members:
+                    yield Constant(b"\0", size)
+                elif part.whole is not None:
+                    yield Span(entry.shard, start, size)
+                elif place.axes is not None:
+                    yield from (self._projection(part, role) for role in place.axes.roles)
+
+    def packed(self) -> Iterator[Piece]:
+        """The packed tensors: gate_up_packed (sum of 2 I_e, H), down_packed (sum of I_e, H) and, in a layer with
+        constants, constants (experts of width 0, H)."""
+        parts, total = self.layer.parts, sum(self.layer.widths or ())
+        gate_up = tuple(self._projection(part, role) for part in parts for role in ("gate", "up"))
+        down = tuple(self._projection(part, "down", as_rows=True) for part in parts)
+        types = {matrix.dtype for matrix in self.matrices.values()}
+        if len(types) > 1:
+            raise UserError(f"{self.prefix}experts are of types {', '.join(sorted(types))}: expected one")
+        dtype, hidden = types.pop(), down[0].matrix.rows
+        yield Piece(f"{self.prefix}experts.gate_up_packed", dtype, (2 * total, hidden), gate_up)
+        yield Piece(f"{self.prefix}experts.down_packed", dtype, (total, hidden), down)
+        if (values := self.layer.constants) is not None:
+            yield Piece(f"{self.prefix}experts.constants", "F32", values.shape, (Numbers(values),))
+
+    def _projection(self, part: Part, role: str, *, as_rows: bool = False) -> Projection:
+        for member in part.members:
+            if (role, member.expert) not in self.matrices:
+                raise UserError(
+                    f"{self.prefix}experts: expert {member.expert} has no {role} projection, so it cannot be cut"
+                )
+        matrices = {member.expert: self.matrices[role, member.expert] for member in part.members}
+        return Projection(part, matrices, down=role == "down", as_rows=as_rows)
+
+    def check_complete(self, folder: Path, apart: Set[int]) -> None:
+        """Raise UserError unless there are one router, and all experts with equal tensors (but those of `apart`)."""
+        kinds = Counter(place.kind for _, place in self.tensors.values())
+        layer = next(place.layer for _, place in self.tensors.values())
+        if kinds["router"] != 1:
+            raise UserError(
+                f"{folder}: layer {layer} has {kinds['router']} router weights, expected 1 "
+                f"({', '.join(DISK_ROUTER_WEIGHTS)})"
+            )
+        if self.layer.dropped and not can_bar(self.tensors):
+            raise UserError(f"export=masked: the plan drops experts of layer {layer}, but its router has {NO_BIAS}")
+        found = Counter(place.expert for _, place in self.tensors.values() if place.expert is not None)
+        if kinds["stack"] and not found:
+            return
+        if sorted(found) != list(range(self.count)):
+            raise UserError(
+                f"plan is for another model: its layer {layer} has {self.count} experts, {folder} has {len(found)}"
+            )
+        if len({number for expert, number in found.items() if expert not in apart}) > 1:
+            raise UserError(f"{folder}: the experts of layer {layer} do not all have the same tensors")
 
 
 def pieces(
-    checkpoint: Checkpoint, plan: Plan, form: Form, apart: Set[tuple[int, int]] = frozenset()
+    checkpoint: Checkpoint, family: Family, plan: Plan, form: Form, apart: Set[tuple[int, int]] = frozenset()
 ) -> dict[str, list[Piece]]:
     """The tensors of the exported checkpoint by file, in the order of the original's bytes, packed experts first.
 
@@ -59,52 +154,74 @@ def pieces(
     way. Raises UserError when the blocks on disk are not those of the plan, when experts or a router are missing, when
     a MoE block holds a tensor that moe_lab does not know, or when the form cannot be written.
     """
-    blocks, extra = moe_blocks(checkpoint)
-    _check_layers(checkpoint, blocks, plan)
+    places, left_out = family.places(checkpoint.tensors), predicting_experts(checkpoint.tensors)
+    tensors: dict[int, dict[str, tuple[Entry, Place]]] = {}
+    for name, place in places.items():
+        tensors.setdefault(place.layer, {})[name] = checkpoint.tensors[name], place
+    if sorted(tensors) != sorted(plan.experts):
+        raise UserError(
+            f"plan is for another model: it is about layers {sorted(plan.experts)}, and {checkpoint.folder} has "
+            f"experts in layers {sorted(tensors)}"
+        )
+    blocks = {index: Block(tensors[index], form.layers[index], count) for index, count in plan.n_experts.items()}
+    for block in blocks.values():
+        if block.layer.changed and form.width is not None:
+            if family.unfit:
+                raise UserError(
+                    f"plan: channels of {block.prefix}experts cannot be removed, because its experts {family.unfit}: "
+                    "use a criterion of whole experts"
+                )
+            block.read_matrices(form.width)
     by_shard: dict[str, list[Piece]] = {shard: [] for shard in checkpoint.shards}
-    seen: Counter[tuple[int, object]] = Counter()
-    channels = _channels(checkpoint, blocks, form, extra)
     for name, entry in checkpoint.tensors.items():
-        if name.startswith(extra):
-            continue
-        block = next((blocks[prefix] for prefix in _prefixes(name) if prefix in blocks), None)
-        if block is None:
-            by_shard[entry.shard].append(whole(name, entry))
-            continue
-        layer = form.layers[block.layer]
-        if layer.ragged and _note_experts(name, block, seen):
-            continue
-        piece = _piece(name, entry, block, plan, layer, channels.get(block.prefix), seen)
-        if piece is not None:
-            by_shard[entry.shard].append(piece)
-    _check_complete(checkpoint, plan, form, seen, apart)
-    for of_layer in channels.values():
-        if of_layer.layer.ragged:  # at the start of the file, which is aligned whatever the sizes of its other tensors
-            by_shard[of_layer.shard][:0] = of_layer.packed()
+        if not name.startswith(left_out):
+            piece = blocks[places[name].layer].piece(name) if name in places else whole(name, entry)
+            by_shard[entry.shard] += [piece] if piece is not None else []
+    for index, block in blocks.items():
+        block.check_complete(checkpoint.folder, {expert for layer, expert in apart if layer == index})
+        if block.layer.ragged:  # at the start of the file, which is aligned whatever the sizes of its other tensors
+            by_shard[block.shard][:0] = block.packed()
     return by_shard
 
 
-def _channels(
-    checkpoint: Checkpoint, blocks: Mapping[str, Block], form: Form, extra: tuple[str, ...]
-) -> dict[str, Channels]:
-    """Prefix of a block whose experts are not written as they are -> the matrices of all its experts."""
-    channels: dict[str, Channels] = {}
-    for name, entry in checkpoint.tensors.items():
-        match = EXPERT.fullmatch(name) or FUSED.fullmatch(name)
-        if match is None or match["block"] not in blocks or name.startswith(extra):
-            continue
-        prefix = match["block"]
-        layer = form.layers[blocks[prefix].layer]
-        if layer.channels is not None:
-            channels.setdefault(prefix, Channels(prefix, layer)).add(name, entry)
-    return channels
+def _matrices(name: str, entry: Entry, place: Place, count: int, width: int) -> Iterator[tuple[str, int, Matrix]]:
+    """(role, expert, matrix) of each projection in a tensor of one expert or of all `count` experts.
+
+    Raises UserError for a tensor whose channels cannot be identified.
+    """
+    if place.axes is None or place.axes.is_bias:
+        raise UserError(
+            f"{name}: channels of such experts cannot be removed, expected only gate, up and down projections without "
+            "biases or scales: use a criterion of whole experts"
+        )
+    if entry.dtype not in UNSIGNED:
+        raise UserError(
+            f"{name} is of type {entry.dtype}: channels can be removed from {', '.join(sorted(UNSIGNED))} only, load "
+            "a checkpoint that is not quantised"
+        )
+    roles, down = place.axes.roles, place.axes.channels == -1
+    stacked = (count,) if place.kind == "stack" else ()
+    if entry.shape[:-2] != stacked or entry.shape[-1 if down else -2] != width * len(roles):
+        expected = f"({', '.join(map(str, stacked))}{', ' if stacked else ''}"
+        expected += f"hidden, {width})" if down else f"{width * len(roles)}, hidden)"
+        raise UserError(
+            f"plan is for another model: it is about {width} channels, {name} has shape {entry.shape}, expected "
+            f"{expected}"
+        )
+    rows, columns = entry.shape[-2] // len(roles), entry.shape[-1]
+    experts = range(count) if place.expert is None else (place.expert,)
+    size = entry.size // len(experts) // len(roles)
+    for number, expert in enumerate(experts):
+        for position, role in enumerate(roles):
+            start = entry.start + (number * len(roles) + position) * size
+            yield role, expert, Matrix(entry.shard, start, rows, columns, entry.dtype)
 
 
 def expert_type(checkpoint: Checkpoint) -> str:
     """The type of the weights of routed experts. Raises UserError when the checkpoint has none."""
-    for name, entry in checkpoint.tensors.items():
-        if EXPERT.fullmatch(name) or FUSED.fullmatch(name):
-            return entry.dtype
+    for name, place in Family().places(checkpoint.tensors).items():
+        if place.kind in ("expert", "stack"):
+            return checkpoint.tensors[name].dtype
     raise UserError(f"{checkpoint.folder} has no routed experts that moe_lab knows")
 
 
@@ -181,7 +298,7 @@ def _wrong_compression(model: ModelConfig, recovery: RecoveryConfig, verify: boo
 
 def check_stored_apart(names: Iterable[str], where: Path) -> None:
     """Raise UserError unless the tensors `names` have each expert's matrices apart, as compressed-tensors needs."""
-    if not any(map(EXPERT.fullmatch, names)):
+    if not any(place.kind == "expert" for place in Family().places(names).values()):
         raise UserError(
             f"export.format=compressed_tensors stores each expert's matrices apart, and {where} has those of a layer "
             "in one tensor: expected export.format=safetensors"
@@ -202,98 +319,6 @@ def can_bar(names: Iterable[str]) -> bool:
     """Whether tensors of these names include a routing vector in which a dropped expert can be barred."""
     vectors = tuple(f".{name}" for name in DISK_ROUTING_VECTORS)
     return any(name.endswith(vectors) and AFTER_SOFTMAX not in name for name in names)
-
-
-def moe_blocks(checkpoint: Checkpoint) -> tuple[dict[str, Block], tuple[str, ...]]:
-    """MoE blocks by prefix, and the prefixes of layers that predict several tokens, if any of these has experts."""
-    named = {start for start in EXTRA_PREDICTION_BLOCKS for name in checkpoint.tensors if name.startswith(start)}
-    numbered = prediction_layers(name for name in checkpoint.tensors if not name.startswith(EXTRA_PREDICTION_BLOCKS))
-    predicting = (*named, *numbered)
-    blocks: dict[str, Block] = {}
-    extra: tuple[str, ...] = ()
-    for name in checkpoint.tensors:
-        match = EXPERT.fullmatch(name) or FUSED.fullmatch(name)
-        if match is None or match["block"].endswith(DISK_SHARED):
-            continue
-        if name.startswith(predicting):
-            extra = predicting
-        else:
-            blocks[match["block"]] = Block(match["block"], match["root"], int(match["layer"]))
-    return blocks, extra
-
-
-def _prefixes(name: str) -> list[str]:
-    """All prefixes of a dotted name that end in a dot, longest first."""
-    parts = name.split(".")
-    return [".".join(parts[:end]) + "." for end in range(len(parts) - 1, 0, -1)]
-
-
-def _note_experts(name: str, block: Block, seen: Counter[tuple[int, object]]) -> bool:
-    """Whether a tensor of a MoE block holds expert weights; if so, it is counted in `seen`."""
-    if match := EXPERT.fullmatch(name):
-        seen[block.layer, int(match["expert"])] += 1
-    elif name.removeprefix(block.prefix) in DISK_FUSED_EXPERTS:
-        seen[block.layer, "fused"] += 1
-    else:
-        return False
-    return True
-
-
-def _piece(
-    name: str,
-    entry: Entry,
-    block: Block,
-    plan: Plan,
-    layer: LayerForm,
-    channels: Channels | None,
-    seen: Counter[tuple[int, object]],
-) -> Piece | None:
-    """The exported form of a tensor of a MoE block; None for that of a dropped expert. Counts the tensor in `seen`.
-
-    `channels`: the matrices of the layer's experts where these are not written as they are.
-    """
-    rest = name.removeprefix(block.prefix)
-    count = plan.n_experts[block.layer]
-    if _note_experts(name, block, seen):
-        match = EXPERT.fullmatch(name)
-        return _expert(match, entry, layer, channels) if match else _fused(name, entry, layer, channels, count)
-    if rest in DISK_ROUTER_WEIGHTS:
-        seen[block.layer, "router"] += 1
-        return _rows(name, entry, 0, layer.experts, count)
-    if rest in DISK_ROUTING_VECTORS:
-        seen[block.layer, "vector"] += not rest.removeprefix("gate.").startswith(AFTER_SOFTMAX)
-        return _barred(_rows(name, entry, len(entry.shape) - 1, layer.experts, count), entry, layer)
-    if rest.startswith(DISK_SHARED):
-        return whole(name, entry)
-    raise UserError(f"{name} {entry.shape} belongs to a MoE block, but moe_lab does not know how to prune it")
-
-
-def _expert(match: re.Match[str], entry: Entry, layer: LayerForm, channels: Channels | None) -> Piece | None:
-    """The exported form of a tensor of one expert, under its new number; None if the expert is not written."""
-    expert, rest = int(match["expert"]), match["rest"]
-    if expert not in layer.experts:
-        return None
-    name = f"{match['block']}experts.{layer.experts.index(expert)}.{rest}"
-    if expert in layer.dropped:
-        return Piece(name, entry.dtype, entry.shape, (Constant(b"\0", entry.size),))
-    return whole(name, entry) if channels is None else channels.cut(name, match[0], entry)
-
-
-def _fused(name: str, entry: Entry, layer: LayerForm, channels: Channels | None, count: int) -> Piece:
-    """The exported form of a tensor that holds all experts of a layer."""
-    if channels is not None:
-        return channels.cut(name, name, entry)
-    piece = _rows(name, entry, 0, layer.experts, count)
-    if not layer.dropped:
-        return piece
-    step = entry.size // count
-    parts: list[Part] = []
-    for expert in layer.experts:
-        if expert in layer.dropped:
-            parts.append(Constant(b"\0", step))
-        else:
-            parts.append(Span(entry.shard, entry.start + expert * step, step))
-    return Piece(name, entry.dtype, piece.shape, tuple(parts))
 
 
 def whole(name: str, entry: Entry) -> Piece:
@@ -320,40 +345,6 @@ def _barred(piece: Piece, entry: Entry, layer: LayerForm) -> Piece:
     never = bytes.fromhex(NEVER[entry.dtype])
     parts = [
         Constant(never, part.size) if expert in layer.dropped else part
-        for expert, part in zip(layer.experts, piece.parts, strict=True)
+        for expert, part in zip(layer.experts, piece.chunks, strict=True)
     ]
     return Piece(piece.name, piece.dtype, piece.shape, tuple(parts))
-
-
-def _check_layers(checkpoint: Checkpoint, blocks: Mapping[str, Block], plan: Plan) -> None:
-    layers = sorted(block.layer for block in blocks.values())
-    if len(set(layers)) != len(layers):
-        raise UserError(f"{checkpoint.folder}: a decoder layer has several MoE blocks ({', '.join(sorted(blocks))})")
-    if layers != sorted(plan.experts):
-        raise UserError(
-            f"plan is for another model: it is about layers {sorted(plan.experts)}, and {checkpoint.folder} has "
-            f"experts in layers {layers}"
-        )
-
-
-def _check_complete(
-    checkpoint: Checkpoint, plan: Plan, form: Form, seen: Counter[tuple[int, object]], apart: Set[tuple[int, int]]
-) -> None:
-    for layer, count in plan.n_experts.items():
-        if seen[layer, "router"] != 1:
-            raise UserError(
-                f"{checkpoint.folder}: layer {layer} has {seen[layer, 'router']} router weights, expected 1 "
-                f"({', '.join(DISK_ROUTER_WEIGHTS)})"
-            )
-        if form.layers[layer].dropped and not seen[layer, "vector"]:
-            raise UserError(f"export=masked: the plan drops experts of layer {layer}, but its router has {NO_BIAS}")
-        numbered = [expert for at, expert in seen if at == layer and isinstance(expert, int)]
-        if seen[layer, "fused"] and not numbered:
-            continue
-        if sorted(numbered) != list(range(count)):
-            raise UserError(
-                f"plan is for another model: its layer {layer} has {count} experts, {checkpoint.folder} has "
-                f"{len(numbered)}"
-            )
-        if len({seen[layer, expert] for expert in numbered if (layer, expert) not in apart}) > 1:
-            raise UserError(f"{checkpoint.folder}: the experts of layer {layer} do not all have the same tensors")

@@ -11,8 +11,9 @@ from torch import nn
 
 from moe_lab.errors import UserError
 from moe_lab.models.discover import MoELayer
+from moe_lab.models.experts import replace_experts
 from moe_lab.models.streamed import StreamedModel, stored_dtype
-from moe_lab.pruning.mask import channel_masks, mask_layers
+from moe_lab.pruning.mask import mask_layers, planned
 from moe_lab.pruning.plan import Plan
 from moe_lab.pruning.prune import check_fit
 
@@ -120,7 +121,7 @@ def _all_experts(
     ones = gates.new_ones(turn.shape)
     with ExitStack() as stack:
         if plan.channels:
-            stack.enter_context(channel_masks(masked.model, [layer], plan))
+            replace_experts(layer, lambda _: planned(layer, plan), stack)
         first = layer.experts(given, kept[turn], ones)
     return "outputs of all kept experts, asked in turn,", first, written.experts(given, places[turn], ones)
 

@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 
 from moe_lab.errors import UserError
 from moe_lab.models.checkpoint import Checkpoint
-from moe_lab.pruning.export.tensors import Part, Piece, Span
+from moe_lab.pruning.export.parts import Chunk, Piece, Span
 
 ALIGNMENT = 64
 """Bytes. Matrix products of mapped files can differ in the last bit if weights start in the middle of a cache line."""
@@ -27,7 +27,7 @@ def write_weights(checkpoint: Checkpoint, content: Mapping[str, Sequence[Piece]]
     """Write the tensors of `content` (file -> tensors in order) as safetensors into `folder`.
 
     Files that exist already under their final names are complete and are kept. Spans are copied by the kernel where it
-    can; tensors that are cut are in memory one at a time. Raises UserError when a file of `checkpoint` becomes shorter.
+    can; others are computed one at a time. Raises UserError when a file of `checkpoint` becomes shorter.
     """
     for shard, tensors in content.items():
         if tensors and not (folder / shard).exists():
@@ -39,7 +39,8 @@ def write_weights(checkpoint: Checkpoint, content: Mapping[str, Sequence[Piece]]
                         with (checkpoint.folder / part.shard).open("rb") as source:
                             _copy(source, target, part.start, part.size)
                     else:
-                        target.write(part.read(checkpoint.folder))
+                        for block in part.read(checkpoint.folder):
+                            target.write(block)
                 target.flush()
                 os.fsync(target.fileno())  # so that a crash after the rename cannot lose data
             unfinished.rename(folder / shard)
@@ -57,10 +58,10 @@ def _header(tensors: Sequence[Piece], metadata: Mapping[str, str]) -> bytes:
     return struct.pack("<Q", len(text)) + text
 
 
-def _merged(tensors: Sequence[Piece]) -> Iterator[Part]:
-    """All parts of a file in order, with adjacent byte ranges merged."""
+def _merged(tensors: Sequence[Piece]) -> Iterator[Chunk]:
+    """All chunks of a file in order, with adjacent byte ranges merged."""
     last: Span | None = None
-    for part in (part for piece in tensors for part in piece.parts):
+    for part in (part for piece in tensors for part in piece.chunks):
         if last and isinstance(part, Span) and (part.shard, part.start) == (last.shard, last.start + last.size):
             last = Span(last.shard, last.start, last.size + part.size)
             continue

@@ -13,7 +13,7 @@ from moe_lab.config import AllocationConfig
 from moe_lab.errors import UserError
 from moe_lab.grid import Cell
 from moe_lab.models.config_json import expert_shape, model_type
-from moe_lab.models.families import layout, refusal
+from moe_lab.models.families import family_of
 from moe_lab.models.files import fingerprint
 from moe_lab.paths import resolve
 from moe_lab.search import evolution
@@ -72,7 +72,7 @@ def check_layout(cell: Cell) -> None:
 
     Checked only where the type of the model is known without loading it; a plan checks again when it meets the model.
     """
-    if drops_whole_experts(cell) or not (reason := refusal(layout(model_type(cell.model) or ""))):
+    if drops_whole_experts(cell) or not (reason := family_of(model_type(cell.model)).unfit):
         return
     setting = f"criterion={cell.criterion.name}"
     if cell.allocation.replacement != "none":

@@ -8,12 +8,10 @@ import pytest
 import tiny
 import torch
 from safetensors.torch import load_file, save_file
-from transformers.conversion_mapping import get_model_conversion_mapping
 
 from moe_lab.errors import UserError
 from moe_lab.models import streamed
 from moe_lab.models.streamed import StreamedModel
-from moe_lab.models.transformers_private import Memory, assemble
 
 STORED = {torch.float32: torch.float16, torch.bfloat16: torch.bfloat16}
 """Precision of the model -> that of the checkpoint."""
@@ -48,13 +46,6 @@ def test_one_layer_after_the_other_uses_the_same_memory(tmp_path: Path) -> None:
         assert torch.equal(first.mlp.experts.down_proj, kept), "what is lent is not lent again"
 
 
-def test_what_the_model_says_of_precision_is_left_to_transformers() -> None:
-    mapping = get_model_conversion_mapping(tiny.build("olmoe"))
-    plan = {"experts.down_proj": torch.float32}
-    assemble(mapping, Memory("cpu"), plan)
-    assert plan == {"experts.down_proj": torch.float32, "mlp.experts.gate_up_proj": None}
-
-
 @pytest.mark.parametrize("shape", [(24, 30), (24, 1), (12, 32)])
 def test_projections_of_another_shape_are_not_stretched(shape: tuple[int, ...], tmp_path: Path) -> None:
     tiny.save("olmoe", tmp_path)
@@ -62,7 +53,7 @@ def test_projections_of_another_shape_are_not_stretched(shape: tuple[int, ...], 
     tensors.update({f"model.layers.1.mlp.experts.{number}.up_proj.weight": torch.ones(shape) for number in range(16)})
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     model = StreamedModel(tmp_path, dtype=torch.float32, device="cpu")
-    with pytest.raises(UserError, match=r"model\.layers\.1\.mlp\.experts\.gate_up_proj"), model.layer(1):
+    with pytest.raises(UserError, match=r"model\.layers\.1\.mlp\.experts\.\d+\.up_proj"), model.layer(1):
         pass
 
 

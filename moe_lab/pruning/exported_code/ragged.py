@@ -1,18 +1,21 @@
-"""Experts of unequal width, packed one after the other into two matrices.
+"""Experts of unequal width, packed one after the other into two matrices, and how a layer's tensors are replaced.
 
-Needs nothing but torch, so that its text can stand in the code file of an exported checkpoint.
+Needs nothing but torch: this file lies beside the weights of exported checkpoints.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.functional import linear
+
+COUNTS = ("n_routed_experts", "moe_num_experts", "num_local_experts", "num_experts", "out_features")
+"""Attributes of modules that hold the number of experts of a layer."""
 
 
 class RaggedExperts(nn.Module):
@@ -46,7 +49,7 @@ class RaggedExperts(nn.Module):
         self.spans = [slice(end - width, end) for end, width in zip(ends, self.widths, strict=True)]  # of down_packed
         family: Any = copy.copy(experts)
         family._parameters = {}  # the activation needs its settings, not its weights
-        self.activate = family._apply_gate
+        self._apply_gate = family._apply_gate
         down: Any = experts.down_proj  # (E, H, I)
         self.gate_up_packed = nn.Parameter(down.new_empty(2 * sum(self.widths), down.shape[1]), down.requires_grad)
         self.down_packed = nn.Parameter(down.new_empty(sum(self.widths), down.shape[1]), down.requires_grad)
@@ -78,7 +81,7 @@ class RaggedExperts(nn.Module):
             if end > start and self.widths[owner]:
                 gate_up, down = self.weights(owner)
                 rows = token[start:end]
-                phi = self.activate(linear(hidden_states[rows], gate_up))
+                phi = self._apply_gate(linear(hidden_states[rows], gate_up))
                 mixed.index_add_(0, rows, ((phi @ down) * gates[start:end]).to(mixed.dtype))
             start = end
         if self.constants is not None:
@@ -99,3 +102,25 @@ def constant_output(
     """
     spread = gates.new_zeros(len(index), n_experts).scatter_add_(1, index, gates)
     return (spread[:, experts] @ constants.to(gates.dtype)).to(constants.dtype)
+
+
+def replace_tensor(module: nn.Module, name: str, tensor: torch.Tensor) -> None:
+    """Replace a parameter or buffer of `module` by `tensor`, whose shape may differ."""
+    if name not in module._parameters:
+        module._buffers[name] = tensor
+    elif isinstance(tensor, nn.Parameter):
+        module._parameters[name] = tensor
+    else:
+        module._parameters[name] = nn.Parameter(tensor, getattr(module, name).requires_grad)
+
+
+def count_attributes(module: nn.Module, n_experts: int) -> list[str]:
+    """Names of a module's own attributes that hold its number of experts, such as `out_features` of a router."""
+    return [name for name in COUNTS if vars(module).get(name) == n_experts]
+
+
+def set_counts(modules: Iterable[nn.Module], before: int, after: int) -> None:
+    """Set the number of experts that modules hold."""
+    for module in modules:
+        for name in count_attributes(module, before):
+            setattr(module, name, after)

@@ -1,0 +1,216 @@
+"""Chunks of which exported tensors consist: byte ranges of the original, constants, changed projections. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy
+from numpy.typing import NDArray
+
+from moe_lab.errors import UserError
+from moe_lab.pruning.form import Arithmetic, Member, Part, rows
+
+UNSIGNED: dict[str, Any] = {"F64": numpy.uint64, "F32": numpy.uint32, "F16": numpy.uint16, "BF16": numpy.uint16}
+"""Types whose numbers can be copied one by one -> an integer type of that size. In others, numbers share scales."""
+FLOATS: dict[str, Any] = {"F64": numpy.float64, "F32": numpy.float32, "F16": numpy.float16}
+"""Those that numpy can compute with."""
+BLOCK = 1 << 20
+"""Bytes of a matrix that are in memory at a time while it is changed."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """`size` bytes of the file `shard` from byte `start`, copied unchanged."""
+
+    shard: str
+    start: int
+    size: int
+    zeros = 0
+
+
+@dataclass(frozen=True)
+class Constant:
+    """A number, given by its bytes `pattern`, repeated until there are `size` bytes."""
+
+    pattern: bytes
+    size: int
+
+    @property
+    def zeros(self) -> int:
+        """Bytes of zeros that only fill the shape."""
+        return 0 if any(self.pattern) else self.size
+
+    def read(self, folder: Path) -> Iterator[bytes]:
+        """The bytes; no file is read."""
+        yield self.pattern * (self.size // len(self.pattern))
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """Numbers that are not in the original, in fp32."""
+
+    values: NDArray[numpy.float32]
+    zeros = 0
+
+    @property
+    def size(self) -> int:
+        """Bytes of the numbers."""
+        return self.values.nbytes
+
+    def read(self, folder: Path) -> Iterator[bytes]:
+        """The bytes; no file is read."""
+        yield self.values.astype("<f4").tobytes()
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A row-major matrix inside a file."""
+
+    shard: str
+    start: int
+    rows: int
+    columns: int
+    dtype: str
+
+    def read(self, folder: Path, first: int, last: int) -> NDArray[Any]:
+        """The bits of the rows `first` to `last`, without the last one. UserError when the file has become shorter."""
+        dtype, path = numpy.dtype(UNSIGNED[self.dtype]), folder / self.shard
+        with path.open("rb") as file:
+            file.seek(self.start + first * self.columns * dtype.itemsize)
+            values = numpy.fromfile(file, dtype, (last - first) * self.columns)
+        if values.size < (last - first) * self.columns:
+            raise UserError(f"{path} became shorter while it was copied: a part of a matrix is missing")
+        return values.reshape(last - first, self.columns)
+
+
+@dataclass(frozen=True)
+class Projection:
+    """One projection of a stored expert. Those of its members are read in blocks: a matrix of Mixtral has 117 MB."""
+
+    part: Part
+    matrices: Mapping[int, Matrix]
+    """Member -> its projection in the file; all of one shape and type."""
+    down: bool
+    """Whether channels are the columns in the file, as in a down projection."""
+    as_rows: bool
+    """Whether channels become rows in any case, as in packed experts."""
+
+    @property
+    def matrix(self) -> Matrix:
+        """One of the matrices."""
+        return self.matrices[self.part.members[0].expert]
+
+    @property
+    def size(self) -> int:
+        """Bytes of the result."""
+        return self._width * self._bytes_of_channel
+
+    @property
+    def zeros(self) -> int:
+        """Bytes of zeros that only fill the shape."""
+        return self.part.zeros * self._bytes_of_channel
+
+    @property
+    def _channels(self) -> int:
+        """Channels in the file."""
+        return self.matrix.columns if self.down else self.matrix.rows
+
+    @property
+    def _width(self) -> int:
+        channels = self.part.members[0].channels
+        return self._channels if channels is None else len(channels)
+
+    @property
+    def _bytes_of_channel(self) -> int:
+        other = self.matrix.rows if self.down else self.matrix.columns
+        return other * int(numpy.dtype(UNSIGNED[self.matrix.dtype]).itemsize)
+
+    def read(self, folder: Path) -> Iterator[memoryview]:
+        """The bits of the result, row-major, block by block."""
+        for block in self._columns(folder) if self.down else self._rows(folder):
+            yield block.data
+
+    def _columns(self, folder: Path) -> Iterator[NDArray[Any]]:
+        dtype, hidden = self.matrix.dtype, self.matrix.rows
+        step = max(BLOCK // (self.matrix.columns * numpy.dtype(UNSIGNED[dtype]).itemsize), 1)
+        if not self._width:
+            return
+        packed = numpy.empty((self._width, hidden if self.as_rows else 0), UNSIGNED[dtype])
+        for first in range(0, hidden, step):
+            last = min(first + step, hidden)
+            block = {one: matrix.read(folder, first, last).T for one, matrix in self.matrices.items()}
+            values = rows(self.part, block.__getitem__, _arithmetic(dtype))
+            if self.as_rows:
+                packed[:, first:last] = values
+            else:
+                yield numpy.ascontiguousarray(values.T)
+        if self.as_rows:
+            yield packed
+
+    def _rows(self, folder: Path) -> Iterator[NDArray[Any]]:
+        step = max(BLOCK // self._bytes_of_channel, 1)
+        if self.part.members[0].share is not None:
+            step = self._width  # members have orders of their own: each is read once, as a whole
+        for first in range(0, self._width, step):
+            block, members = {}, []
+            for expert, share, channels in self.part.members:
+                used = numpy.arange(self._channels) if channels is None else channels
+                used = used[first : first + step]
+                there = used[used >= 0]
+                lowest, end = (int(there.min()), int(there.max()) + 1) if len(there) else (0, 1)
+                block[expert] = self.matrices[expert].read(folder, lowest, end)
+                members.append(Member(expert, share, numpy.where(used < 0, -1, used - lowest)))
+            yield rows(Part(tuple(members)), block.__getitem__, _arithmetic(self.matrix.dtype))
+
+
+def _arithmetic(dtype: str) -> Arithmetic:
+    """How numbers of a type, given by their bits, are added."""
+    return Arithmetic(
+        index=lambda indices, _: indices,
+        wide=lambda values: _numbers(values, dtype),
+        narrow=lambda total, _: _bits(total, dtype),
+    )
+
+
+def _numbers(bits: NDArray[Any], dtype: str) -> NDArray[Any]:
+    """fp32, or fp64 for F64."""
+    if dtype == "BF16":  # the upper half of fp32
+        return (bits.astype(numpy.uint32) << 16).view(numpy.float32)
+    values = numpy.ascontiguousarray(bits).view(FLOATS[dtype])
+    numbers: NDArray[Any] = values.astype(numpy.promote_types(values.dtype, numpy.float32))
+    return numbers
+
+
+def _bits(values: NDArray[Any], dtype: str) -> NDArray[Any]:
+    """The bits of numbers in a type, rounded to nearest, ties to even."""
+    if dtype != "BF16":
+        return numpy.ascontiguousarray(values, FLOATS[dtype]).view(UNSIGNED[dtype])
+    wide = numpy.ascontiguousarray(values).view(numpy.uint32)
+    bits: NDArray[Any] = ((wide + 0x7FFF + (wide >> 16 & 1)) >> 16).astype(numpy.uint16)
+    return bits
+
+
+Chunk: TypeAlias = Span | Constant | Numbers | Projection
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One tensor of the exported checkpoint."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    chunks: tuple[Chunk, ...]
+
+    @property
+    def size(self) -> int:
+        """Bytes of the tensor."""
+        return sum(chunk.size for chunk in self.chunks)
+
+    @property
+    def zeros(self) -> int:
+        """Bytes of the tensor that only fill the shape."""
+        return sum(chunk.zeros for chunk in self.chunks)
