@@ -24,7 +24,7 @@ from moe_lab.grid import Cell, Request, wrong_names
 from moe_lab.models import config_json, files
 from moe_lab.paths import check_folder
 from moe_lab.pruning.export import gguf, layout
-from moe_lab.pruning.export.form import no_replacements
+from moe_lab.pruning.form import no_replacements
 from moe_lab.recovery import settings as recoveries
 from moe_lab.study import push, remote, tracking
 from moe_lab.study.launch import check_device, launcher
