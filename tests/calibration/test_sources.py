@@ -322,7 +322,7 @@ def test_calibration_reads_wikitext_as_perplexity_does(file: str, tmp_path: Path
     records = written(tmp_path / "rows.jsonl", lines(*({"text": row} for row in rows)))
     (benchmark,) = mirror_make.benchmarks(["wikitext2"], str(tmp_path / "data"))
     mirror_make.make(benchmark, tmp_path)
-    _, measured = perplexity._text(benchmark)
+    measured = perplexity._text(benchmark)
     chosen = OmegaConf.to_object(
         OmegaConf.merge(OmegaConf.structured(CalibrationConfig), OmegaConf.load(conf() / "calibration/wikitext2.yaml"))
     )
@@ -388,6 +388,6 @@ def test_one_text_of_all_documents(tmp_path: Path) -> None:
 
 def test_a_text_for_perplexity_is_read_as_one_for_calibration_is(tmp_path: Path) -> None:
     records = written(tmp_path / "a.jsonl", lines({"text": "one"}))
-    assert perplexity._text(BenchmarkConfig("p", "perplexity", str(records)))[1] == "one"
+    assert perplexity._text(BenchmarkConfig("p", "perplexity", str(records))) == "one"
     pickled = BenchmarkConfig("p", "perplexity", str(written(tmp_path / "a.pkl", "x")), reports={"p": "loss"})
     assert "suite.path" in suite.wrong([pickled])[0] and "pickles" in suite.wrong([pickled])[0]

@@ -7,7 +7,6 @@ import os
 import pickle
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,13 +14,14 @@ from typing import Any
 
 import evalscope_files
 import pytest
+from asking import Said, answered
 from processes import is_running, until
 
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError
 from moe_lab.evaluation import interpreters, mirror, run, suite
-from moe_lab.evaluation.generation import Answer, AnswerRow, Generator, GenSpec, Messages, Tools
 from moe_lab.evaluation.harnesses import evalscope, evalscope_code, evalscope_worker
+from moe_lab.evaluation.items import Answer, Reply
 from moe_lab.evaluation.mirror.make import benchmarks
 from moe_lab.evaluation.sandbox.client import namespaces_missing
 from moe_lab.evaluation.sandbox.policy import NAMESPACES, Policy
@@ -80,26 +80,6 @@ CASES: dict[str, tuple[bool, str, float]] = {
 }
 
 
-class Parrot(Generator):
-    """A model that says what it is told to."""
-
-    def __init__(self, texts: Sequence[str]) -> None:
-        self.texts, self.rendered, self.spec = list(texts), list[Messages](), GenSpec(0)
-
-    def render(self, messages: Messages, tools: Tools = ()) -> str:
-        self.rendered.append(messages)
-        return "|".join(f"{message['role']}: {message['content']}" for message in messages) + f" #{len(self.rendered)}"
-
-    def complete(
-        self, prompts: Sequence[str], rows: Sequence[AnswerRow | None], spec: GenSpec
-    ) -> Iterator[tuple[int, str, None]]:
-        self.spec = spec
-        yield from ((index, text, None) for index, text in enumerate(self.texts))
-
-    def answer_losses(self, prompts: Sequence[str], answers: Sequence[str | None], spec: GenSpec) -> list[float | None]:
-        return [None] * len(answers)
-
-
 def samples_of(folder: Path) -> list[dict[str, Any]]:
     import pyarrow.parquet as parquet
 
@@ -122,7 +102,7 @@ def test_programs_are_judged_by_evalscope_and_run_where_they_can_neither_harm_no
     wall = pytest.MonkeyPatch()
     wall.setattr(mirror, "expected_rows", lambda of: None)  # the harness chooses among the rows
     try:
-        parrot = Parrot([text for _, text, _ in CASES.values()])
+        parrot = Said([text for _, text, _ in CASES.values()])
         [result] = run.evaluate(parrot, benchmark, tmp_path / "out", policy=ALLOWED)
     finally:
         wall.undo()
@@ -135,8 +115,9 @@ def test_programs_are_judged_by_evalscope_and_run_where_they_can_neither_harm_no
     assert said["reads lines"] == "pass" and said["never ends"] == "Time Limit Exceeded"
     assert said["returns another order"] == "Wrong Answer" and "expected an indented block" in said["has no block"]
     assert not Path("/tmp/moe_lab_was_here").exists()
-    assert [message["role"] for message in parrot.rendered[0]] == ["system", "user"]
-    assert "Problem 0" in parrot.rendered[0][1]["content"]
+    conversations = list(parrot.tokenizer.rendered.values())
+    assert [message["role"] for message in conversations[0]] == ["system", "user"]
+    assert "Problem 0" in conversations[0][1]["content"]
     written = json.loads((tmp_path / "out" / "result.json").read_text())
     assert written["protocol"]["sandbox"] == NAMESPACES and written["protocol"]["evalscope"]["evalscope"]
 
@@ -157,7 +138,7 @@ def test_a_runner_that_a_program_ends_is_replaced(monkeypatch: pytest.MonkeyPatc
 def test_without_walls_a_program_that_ends_its_runner_costs_one_sample(tmp_path: Path) -> None:
     benchmark = evalscope_files.benchmark("live_code_bench", tmp_path, expected=3)
     evalscope_files.write(benchmark, {"test": [evalscope_files.problem(n, "2025-02-02T10:30:00") for n in range(3)]})
-    parrot = Parrot([f"```python\n{text}\n```" for text in (KILL + SUMS, SUMS, SUMS)])
+    parrot = Said([f"```python\n{text}\n```" for text in (KILL + SUMS, SUMS, SUMS)])
     run.evaluate(parrot, benchmark, tmp_path / "out", policy=replace(ALLOWED, sandbox="none"))
     assert [sample["outcome"] for sample in samples_of(tmp_path / "out")] == [0.0, 1.0, 1.0]
 
@@ -171,14 +152,14 @@ def test_every_item_is_asked_once_and_graded_with_its_own_text(tmp_path: Path) -
     evalscope_files.write(benchmark, {"test": rows})
     beside = mirror.folder(benchmark) / "dataset_infos.json"  # EvalScope deletes such a file where it finds one
     beside.write_text("{}")
-    parrot = Parrot(
+    parrot = Said(
         ["<think>\\boxed{9}?</think>\n\u2028So \\boxed{2}. \ud83c", "\\boxed{5}", "It is \\boxed{3}", "\\boxed{1006}"]
     )
     [result] = run.evaluate(parrot, benchmark, tmp_path / "out", policy=Policy())
     assert [sample["outcome"] for sample in samples_of(tmp_path / "out")] == [1.0, 0.0, 1.0, 1.0]
     assert [sample["extracted"] for sample in samples_of(tmp_path / "out")] == ["2", "5", "3", "1006"]
-    assert result["score"] == 0.75 and parrot.spec.max_new_tokens == 64 and not parrot.spec.special_tokens
-    content = [messages[-1]["content"] for messages in parrot.rendered]
+    assert result["score"] == 0.75 and (parrot.writing.most, parrot.writing.chat) == (64, True)
+    content = [messages[-1]["content"] for messages in parrot.tokenizer.rendered.values()]
     assert all(text.startswith(question) for text, question in zip(content, questions, strict=True))
     assert all(text.endswith("put your final answer within \\boxed{}.") for text in content)
     assert beside.exists()
@@ -271,14 +252,14 @@ def test_what_evalscope_says_of_the_data_is_a_sentence_and_its_death_an_error(tm
     python.write_text('#!/bin/sh\necho \'{"error": "its tests are pickled"}\' > "$5"\n')
     python.chmod(0o755)
     with pytest.raises(UserError, match=r"^benchmark gsm8k: its tests are pickled$"):
-        evalscope.ask(benchmark)
+        evalscope.items(benchmark)
     python.write_text("#!/bin/sh\necho first >&2; echo last words >&2; exit 3\n")
     with pytest.raises(RuntimeError, match=r"^benchmark gsm8k: EvalScope failed: last words$"):
-        evalscope.ask(benchmark)
+        evalscope.items(benchmark)
     left = tmp_path / "left"
     python.write_text(f"#!/bin/sh\nsleep 600 &\necho $! > {left}\nkill -9 $$\n")
     with pytest.raises(RuntimeError, match="EvalScope failed: killed by signal 9"):
-        evalscope.ask(benchmark)
+        evalscope.items(benchmark)
     until(lambda: not is_running(int(left.read_text())))
 
 
@@ -287,7 +268,7 @@ def test_answers_that_could_not_be_compared_are_wrong_and_must_be_few() -> None:
     verdicts = [{"item": f"{n}", "outcome": 1.0, "extracted": "1", "why": ""} for n in range(200)]
     verdicts[7] |= {"outcome": None, "why": "exceeded the deadline"}
     reply = evalscope_worker.Reply(samples=verdicts, score=1.0)
-    answers = [Answer(f"{n}", "", "") for n in range(200)]
+    answers = [Answer(f"{n}", "", (Reply(),)) for n in range(200)]
     monkeypatch = pytest.MonkeyPatch()
     monkeypatch.setattr(evalscope, "_run", lambda *given: reply)
     try:
@@ -368,8 +349,8 @@ def test_other_tasks_find_right_answers_right(task: str, tmp_path: Path) -> None
     changes, rows = OTHERS[task]
     benchmark = evalscope_files.benchmark(task, tmp_path, **changes)
     evalscope_files.write(benchmark, {str(benchmark.split): rows})
-    questions = evalscope.ask(benchmark)
-    content = [dict(question.prompt[-1])["content"] for question in questions if not isinstance(question.prompt, str)]
+    conversations: list[Any] = [item.requests[0].prompt for item in evalscope.items(benchmark)]
+    content = [messages[-1]["content"] for messages in conversations]
     letters = [next((line[0] for line in text.split("\n") if line.endswith(") right")), "") for text in content]
     assert (sorted(map(bool, letters)) == [True, True]) == (task == "gpqa_diamond")
     own = [
@@ -377,8 +358,7 @@ def test_other_tasks_find_right_answers_right(task: str, tmp_path: Path) -> None
         for letter, row in zip(letters, rows, strict=True)
     ]
     given = [own[0], "ANSWER: " + "ABCD"[letters[1] == "A"] if letters[1] else "\\boxed{71}"]
-    answers = [Answer(q.item, "", text) for q, text in zip(questions, given, strict=True)]
-    graded = evalscope.grade(answers, benchmark, Policy())
+    graded = evalscope.grade(answered(benchmark, given), benchmark, Policy())
     assert [sample["outcome"] for sample in graded.samples] == [1.0, 0.0]
 
 
@@ -391,9 +371,7 @@ def test_answers_of_the_real_data_are_right_and_others_wrong(tmp_path: Path, sha
     [benchmark] = benchmarks(["math500"], str(tmp_path))
     make(benchmark, shared_data)
     benchmark = replace(benchmark, limit=20)
-    questions = evalscope.ask(benchmark)
-    own = own_answers(benchmark, questions)
+    own = own_answers(benchmark, evalscope.items(benchmark))
     given = [own[number] if number % 2 else own[number] + "+1" for number in range(20)]
-    answers = [Answer(q.item, "", boxed(text)) for q, text in zip(questions, given, strict=True)]
-    graded = evalscope.grade(answers, benchmark, Policy())
+    graded = evalscope.grade(answered(benchmark, list(map(boxed, given))), benchmark, Policy())
     assert [sample["outcome"] for sample in graded.samples] == [0.0, 1.0] * 10

@@ -23,11 +23,11 @@ from typing import Any
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError, unknown, user_errors
 from moe_lab.evaluation import interpreters, mirror
-from moe_lab.evaluation.generation import Answer, Question, replace_surrogates
-from moe_lab.evaluation.harness import HARNESSES, Graded, graded_by_mean
+from moe_lab.evaluation.harness import HARNESSES, Graded, check_count, graded_by_mean
 from moe_lab.evaluation.harnesses.evalplus_grader import cores
 from moe_lab.evaluation.harnesses.evalscope_code import CodeSettings
 from moe_lab.evaluation.harnesses.evalscope_worker import Reply, Request
+from moe_lab.evaluation.items import Answer, Item, Text, replace_surrogates
 from moe_lab.evaluation.sandbox.policy import NAMESPACES, Policy
 from moe_lab.results import Sample
 from moe_lab.start import command
@@ -137,19 +137,20 @@ def _check_pickles(benchmark: BenchmarkConfig) -> None:
 # Questions and grades.
 
 
-def ask(benchmark: BenchmarkConfig) -> list[Question]:
-    """EvalScope's prompts: conversations for a chat template, or their text where benchmark.chat is off."""
-    questions = []
-    for question in _run(benchmark, None, None).questions:
+def items(benchmark: BenchmarkConfig) -> list[Item]:
+    """EvalScope's prompts: conversations for a chat template, or their text where benchmark.chat is off.
+
+    EvalScope reads complete answers, so nothing but an end token ends them.
+    """
+    questions = _run(benchmark, None, None).questions
+    if benchmark.limit is None:
+        check_count(benchmark, len(questions))
+    asked = []
+    for question in questions:
         messages = question["messages"]
         text = "\n\n".join(message["content"] for message in messages) + "\n"
-        questions.append(Question(question["item"], messages if benchmark.chat else text))
-    return questions
-
-
-def stops(benchmark: BenchmarkConfig) -> tuple[str, ...]:
-    """No stop texts: EvalScope reads complete answers."""
-    return ()
+        asked.append(Item(question["item"], (Text(messages if benchmark.chat else text, benchmark.max_new_tokens),)))
+    return asked
 
 
 def grade(answers: Sequence[Answer], benchmark: BenchmarkConfig, policy: Policy) -> Graded:
@@ -159,7 +160,7 @@ def grade(answers: Sequence[Answer], benchmark: BenchmarkConfig, policy: Policy)
     """
     code = TASKS[benchmark.task].code
     protection = policy.protection(closed_world=False) if code else None
-    texts = {answer.item: answer.without_thought(chat=benchmark.chat) or "" for answer in answers}
+    texts = {answer.item: answer.reply.text or "" for answer in answers}
     reply = _run(benchmark, {item: replace_surrogates(text) for item, text in texts.items()}, policy)
     verdicts = {sample["item"]: sample for sample in reply.samples}
     unscored = [item for item, verdict in verdicts.items() if verdict["outcome"] is None]

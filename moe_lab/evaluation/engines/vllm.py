@@ -1,4 +1,4 @@
-"""Texts and likelihoods by an engine of vLLM, which runs in a process and an environment of its own.
+"""vLLM as an engine, in a process and an environment of its own.
 
 Prompts are tokenized here, and tokens are decoded here, as for a loaded model. No torch.
 """
@@ -21,17 +21,18 @@ from typing import Any
 from moe_lab.config import BackendConfig, ModelConfig
 from moe_lab.errors import Unavailable, UserError
 from moe_lab.evaluation.back_ends import ELSEWHERE, last_lines
-from moe_lab.evaluation.generation import (
+from moe_lab.evaluation.engines import (
     TOKEN_SECONDS,
-    AnswerRow,
-    GenSpec,
-    LanguageModel,
+    Engine,
     Likelihood,
+    Prompt,
+    Row,
+    Writing,
+    Written,
     check_finite,
     continuation,
-    cut,
     end_tokens,
-    fitting,
+    how_ended,
 )
 from moe_lab.evaluation.interpreters import interpreter
 from moe_lab.pruning.plan import Plan
@@ -49,7 +50,7 @@ ENVIRONMENT = {
 """Settings of vLLM's process where the environment has none."""
 
 
-class Engine:
+class Process:
     """The process of an engine that has loaded one checkpoint."""
 
     def __init__(self, checkpoint: Path, backend: BackendConfig, model: ModelConfig) -> None:
@@ -161,94 +162,76 @@ class Engine:
 
 
 @dataclass(frozen=True)
-class EngineModel(LanguageModel):
-    """A causal language model that an engine runs, under the plan that the engine has at the time."""
+class VllmModel(Engine):
+    """A causal language model that vLLM runs, under the plan that its process has at the time."""
 
-    engine: Engine
-    """The engine, with the checkpoint and the plan."""
+    process: Process
+    """The process, with the checkpoint and the plan."""
     tokenizer: Any
     """The checkpoint's tokenizer, in this process."""
-    checkpoint_config: Any
-    """The checkpoint's configuration, a transformers config."""
     ends: tuple[int, ...]
     """Tokens that end a text."""
     template_arguments: Mapping[str, Any]
     """Arguments of its chat template besides the messages."""
 
-    @property
-    def config(self) -> Any:
-        return self.checkpoint_config
+    batches = 16  # which vLLM divides in its own way
 
     @property
     def max_length(self) -> int:
-        """Tokens that the engine reads, prompt and answer together."""
-        length: int = self.engine.about["max_length"]
+        """Tokens that vLLM reads, prompt and answer together."""
+        length: int = self.process.about["max_length"]
         return length
 
-    def complete(
-        self, prompts: Sequence[str], rows: Sequence[AnswerRow | None], spec: GenSpec
-    ) -> Iterator[tuple[int, str, None]]:
-        """(index, text, None) of each prompt as soon as it is done; vLLM batches them in its own way."""
-        if not prompts:
-            return
-        encoded = self.encoded(prompts, spec)
-        order = fitting([len(ids) for ids in encoded], spec, self.max_length)
+    def generate(self, prompts: Sequence[Prompt], writing: Writing) -> list[Written]:
         request = {
-            "prompts": [encoded[index] for index in order],
-            "most": spec.max_new_tokens,
-            "stop": self.early_stop(spec),
+            "prompts": [prompt.tokens for prompt in prompts],
+            "most": writing.most,
+            "stop": writing.stop,
             "ends": self.ends,
         }
-        texts = self.engine.items("generate", TOKEN_SECONDS * spec.max_new_tokens, **request)
-        for number, tokens, log_likelihood in texts:
-            check_finite(log_likelihood, "log-likelihood")
-            index = order[number]
-            text = continuation(self.tokenizer, encoded[index], tokens, self.ends)
-            yield index, cut(text, spec.stop, prompts[index], chat=spec.chat), None
+        texts: dict[int, Written] = {}
+        for number, tokens, total in self.process.items("generate", TOKEN_SECONDS * writing.most, **request):
+            check_finite(total, "log-likelihood")
+            text = continuation(self.tokenizer, prompts[number].tokens, tokens, self.ends)
+            texts[number] = Written(text, how_ended(tokens, writing.most, self.ends))
+        return [texts[number] for number in range(len(prompts))]
 
-    def log_likelihoods(
-        self, rows: Sequence[Sequence[int]], starts: Sequence[int], batch_size: int
-    ) -> list[Likelihood]:
-        """As `LanguageModel.log_likelihoods`; vLLM batches in its own way."""
-        if not rows:
-            return []
-        request = {"rows": [list(row) for row in rows], "starts": list(starts)}
-        found = self.engine.items("log_likelihoods", TOKEN_SECONDS * max(map(len, rows)), **request)
+    def score(self, rows: Sequence[Row], batch_size: int) -> list[Likelihood]:
+        """As `Engine.score`; vLLM batches in its own way."""
+        request = {"rows": [row.tokens for row in rows], "starts": [row.start for row in rows]}
+        seconds = TOKEN_SECONDS * max(len(row.tokens) for row in rows)
+        found = self.process.items("log_likelihoods", seconds, **request)
         return [(total, likeliest) for _, total, likeliest in sorted(found)]
 
 
-def on_engine(engine: Engine, checkpoint: Path, model: ModelConfig) -> EngineModel:
-    """The model of an engine that has loaded `checkpoint`."""
-    from transformers import AutoConfig
-
+def with_checkpoint(process: Process, checkpoint: Path, model: ModelConfig) -> VllmModel:
+    """The model of a process that has loaded `checkpoint`."""
     from moe_lab.models.load import load_tokenizer, quiet
 
     with quiet():
         tokenizer = load_tokenizer(checkpoint, trust_remote_code=model.trust_remote_code)
-        config = AutoConfig.from_pretrained(checkpoint, trust_remote_code=model.trust_remote_code)
-    ends = end_tokens(checkpoint, tokenizer)
-    return EngineModel(engine, tokenizer, config, tuple(ends), model.template_arguments)
+    return VllmModel(process, tokenizer, tuple(end_tokens(checkpoint, tokenizer)), model.template_arguments)
 
 
-def opened(checkpoint: Path, backend: BackendConfig, model: ModelConfig, plan: Plan | None) -> EngineModel:
-    """The model in `checkpoint` on an engine, with `plan` as its mask. The engine stays open for the next call.
+def opened(checkpoint: Path, backend: BackendConfig, model: ModelConfig, plan: Plan | None) -> VllmModel:
+    """The model in `checkpoint` in vLLM, with `plan` as its mask. The process stays open for the next call.
 
-    An engine that could not be started is not started again for the same settings in this process.
+    One that could not be started is not started again for the same settings in this process.
     """
     settings = [str(checkpoint), asdict(backend), model.dtype, model.device, model.threads, model.trust_remote_code]
     key = json.dumps(settings, sort_keys=True)
     if key in _REFUSED:
         raise Unavailable(_REFUSED[key])
-    if _OPEN.get("key") != key or _OPEN["engine"].process.poll() is not None:
+    if _OPEN.get("key") != key or _OPEN["process"].process.poll() is not None:
         close()
         try:
-            _OPEN.update(engine=Engine(checkpoint, backend, model), key=key)
+            _OPEN.update(process=Process(checkpoint, backend, model), key=key)
         except Unavailable as error:
             _REFUSED[key] = str(error)
             raise
-    engine: Engine = _OPEN["engine"]
-    engine.set_plan(plan)
-    return on_engine(engine, checkpoint, model)
+    process: Process = _OPEN["process"]
+    process.set_plan(plan)
+    return with_checkpoint(process, checkpoint, model)
 
 
 def _dtype(checkpoint: Path, model: ModelConfig) -> str:
@@ -261,9 +244,9 @@ def _dtype(checkpoint: Path, model: ModelConfig) -> str:
 
 
 def close() -> None:
-    """End the engine that is open, if there is one; a model that is loaded here may need its memory."""
+    """End the process that is open, if there is one; a model that is loaded here may need its memory."""
     if _OPEN:
-        _OPEN["engine"].close()
+        _OPEN["process"].close()
         _OPEN.clear()
 
 
