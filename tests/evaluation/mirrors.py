@@ -1,15 +1,20 @@
-"""Miniature data sets in the exact schema of the hub, and mirrors made of them."""
+"""Miniature data sets in the exact schema of the hub, mirrors made of them, and a hub that serves them."""
 
 from __future__ import annotations
 
+import hashlib
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from harness_files import write_lines
-
+from benchmarks.data_sets import write_data_set
 from moe_lab.config import BenchmarkConfig
-from moe_lab.evaluation.mirror.make import benchmarks, make
+from moe_lab.evaluation.mirror import benchmarks, make
 
 Rows = list[dict[str, Any]]
 
@@ -86,9 +91,59 @@ def mirrored(folder: Path, name: str, rows: Rows, **more: Rows) -> BenchmarkConf
     """The benchmark with a mirror under folder/data of rows for the split that is asked and `more` splits."""
     (benchmark,) = benchmarks([name], str(folder / "data"))
     benchmark = replace(benchmark, expected=len(rows))
-    source = folder / f"{name}_source"
-    source.mkdir()
+    parts: dict[tuple[str, str], Rows] = {}
     for split, content in {str(benchmark.split): rows, **more}.items():
-        write_lines(source / f"{name}_{split}.jsonl", content)
-    make(benchmark, source)
+        for row in content:
+            subset = benchmark.subset or (row["subject"] if name == "mmlu" else "default")
+            parts.setdefault((subset, split), []).append(row)
+    make(benchmark, write_data_set(folder / f"{name}_source", parts))
     return benchmark
+
+
+@contextmanager
+def hub(folder: Path) -> Iterator[tuple[str, list[str]]]:
+    """The address of a hub with the data sets folder/OWNER/NAME, and the files asked of it, as revision/path."""
+    asked: list[str] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            kind, _, rest = self.path.partition("?")[0].removeprefix("/").partition("datasets/")
+            owner, name, act, revision, *path = [*rest.split("/"), "revision", "0" * 40][:5] + rest.split("/")[5:]
+            place = folder / owner / name
+            if kind == "" and place.joinpath(*path).is_file():  # OWNER/NAME/resolve/REVISION/PATH
+                if self.command == "GET":
+                    asked.append("/".join([revision, *path]))
+                content = place.joinpath(*path).read_bytes()
+                self._send(content, {"ETag": f'"{hashlib.sha1(content).hexdigest()}"', "X-Repo-Commit": revision})
+            elif place.is_dir() and act == "tree":
+                files = [file for file in place.rglob("*") if file.is_file()]
+                listed = [
+                    {"type": "file", "path": str(f.relative_to(place)), "size": f.stat().st_size, "oid": "0" * 40}
+                    for f in files
+                ]
+                self._send(json.dumps(listed).encode())
+            elif place.is_dir():
+                self._send(json.dumps({"id": f"{owner}/{name}", "sha": revision, "siblings": []}).encode())
+            else:
+                self._send(b"{}", {"X-Error-Code": "RepoNotFound"}, 404)
+
+        do_HEAD = do_GET
+
+        def _send(self, content: bytes, headers: dict[str, str] | None = None, status: int = 200) -> None:
+            self.send_response(status)
+            for header, value in {"Content-Length": str(len(content)), **(headers or {})}.items():
+                self.send_header(header, value)
+            self.end_headers()
+            if self.command == "GET":
+                self.wfile.write(content)
+
+        def log_message(self, *arguments: Any) -> None:
+            """Says nothing."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}", asked
+    finally:
+        server.shutdown()
+        server.server_close()

@@ -22,7 +22,7 @@ from moe_lab.errors import UserError
 from moe_lab.evaluation import interpreters, mirror, run, suite
 from moe_lab.evaluation.generation import Answer, AnswerRow, Generator, GenSpec, Messages, Tools
 from moe_lab.evaluation.harnesses import evalscope, evalscope_code, evalscope_worker
-from moe_lab.evaluation.mirror.make import benchmarks
+from moe_lab.evaluation.mirror import benchmarks
 from moe_lab.evaluation.sandbox.client import namespaces_missing
 from moe_lab.evaluation.sandbox.policy import NAMESPACES, Policy
 from moe_lab.start import command
@@ -118,14 +118,10 @@ def test_programs_are_judged_by_evalscope_and_run_where_they_can_neither_harm_no
         evalscope_files.problem(number, day, function=function)
         for number, (day, (function, _, _)) in enumerate(zip(days, CASES.values(), strict=True))
     ]
-    evalscope_files.write(replace(benchmark, expected=None), {"test": [outside[0], *asked, outside[1]]})
-    wall = pytest.MonkeyPatch()
-    wall.setattr(mirror, "expected_rows", lambda of: None)  # the harness chooses among the rows
-    try:
-        parrot = Parrot([text for _, text, _ in CASES.values()])
-        [result] = run.evaluate(parrot, benchmark, tmp_path / "out", policy=ALLOWED)
-    finally:
-        wall.undo()
+    benchmark = replace(benchmark, rows=len(CASES) + 2)
+    evalscope_files.write(benchmark, {"test": [outside[0], *asked, outside[1]]})
+    parrot = Parrot([text for _, text, _ in CASES.values()])
+    [result] = run.evaluate(parrot, benchmark, tmp_path / "out", policy=ALLOWED)
     found = samples_of(tmp_path / "out")
     assert {name: sample["outcome"] for name, sample in zip(CASES, found, strict=True)} == {
         name: outcome for name, (_, _, outcome) in CASES.items()
@@ -385,11 +381,11 @@ def test_other_tasks_find_right_answers_right(task: str, tmp_path: Path) -> None
 @needs_evalscope
 @pytest.mark.slow
 def test_answers_of_the_real_data_are_right_and_others_wrong(tmp_path: Path, shared_data: Path) -> None:
+    from benchmarks.data_sets import mirror_files
     from benchmarks.evaluation_evalscope import boxed, own_answers
-    from moe_lab.evaluation.mirror.make import make
 
     [benchmark] = benchmarks(["math500"], str(tmp_path))
-    make(benchmark, shared_data)
+    mirror_files(benchmark, shared_data, tmp_path / "source")
     benchmark = replace(benchmark, limit=20)
     questions = evalscope.ask(benchmark)
     own = own_answers(benchmark, questions)

@@ -31,7 +31,7 @@ from moe_lab.evaluation.engine_model import EngineModel
 from moe_lab.evaluation.generation import Answer, AnswerRow, Generator, GenSpec, Messages, Tools
 from moe_lab.evaluation.judge import Judge
 from moe_lab.evaluation.local_model import LocalModel
-from moe_lab.evaluation.mirror.make import benchmarks, make
+from moe_lab.evaluation.mirror import benchmarks, make
 from moe_lab.evaluation.sandbox.policy import Policy
 from moe_lab.evaluation.served_model import Completions, ServedModel
 from moe_lab.serving import vllm_engine

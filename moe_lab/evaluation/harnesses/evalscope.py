@@ -9,7 +9,6 @@ import contextlib
 import json
 import math
 import os
-import shutil
 import signal
 import subprocess
 import tempfile
@@ -199,8 +198,7 @@ def _run(benchmark: BenchmarkConfig, texts: dict[str, str] | None, policy: Polic
         dataset_args["subset_list"] = [benchmark.subset or "default"]
     with tempfile.TemporaryDirectory(prefix="moe_lab-evalscope-") as folder:
         place = Path(folder)
-        # Links, because EvalScope may delete files in a folder that it reads.
-        data = shutil.copytree(mirror.folder(benchmark), place / "data", copy_function=os.symlink)
+        data = _linked_data(benchmark, place / "data")
         request = Request(
             task=benchmark.task,
             folder=str(data),
@@ -219,6 +217,20 @@ def _run(benchmark: BenchmarkConfig, texts: dict[str, str] | None, policy: Polic
     if reply.error:
         raise UserError(f"benchmark {benchmark.name}: {reply.error}")
     return reply
+
+
+def _linked_data(benchmark: BenchmarkConfig, folder: Path) -> Path:
+    """A data set of links to the benchmark's files, because EvalScope may delete files in a folder that it reads."""
+    card = ["---", "configs:"]
+    for subset, by_split in mirror.subsets(benchmark).items():
+        card += [f"- config_name: {subset}", "  data_files:"]
+        for split, files in by_split.items():
+            (folder / subset / split).mkdir(parents=True)
+            for file in files:
+                (folder / subset / split / file.name).symlink_to(file)
+            card += [f"  - split: {split}", f"    path: {subset}/{split}/*"]
+    (folder / "README.md").write_text("\n".join([*card, "---", ""]))
+    return folder
 
 
 def _code(benchmark: BenchmarkConfig, policy: Policy | None) -> CodeSettings:
