@@ -78,8 +78,6 @@ class BenchmarkConfig:
     """Result name -> the harness's metric, such as arc_challenge: acc_norm."""
     expected: int | None = None
     """Number of items the benchmark has; another number is an error unless `limit` is set."""
-    rows: int | None = None
-    """Number of rows in its split, where the harness chooses its items among them."""
     shots: int = 0
     """Solved examples in front of each question."""
     chat: bool = False
