@@ -24,7 +24,7 @@ from typing import Any
 
 
 class Ended(RuntimeError):
-    """The process has ended, or does not reply. The message is why, with the last it said."""
+    """The process has ended. The message is how, and the last it said."""
 
 
 class Refused(RuntimeError):
@@ -68,8 +68,8 @@ class Child:
     def replies(self, method: str, seconds: float | None = None, **arguments: Any) -> Iterator[dict[str, Any]]:
         """The replies to a request, the last one with `done`; each takes at most `seconds` (None: for ever).
 
-        Raises Refused, and Ended, after which the process is gone. It is ended too if the caller does not take the
-        last reply, since those that are left would be taken for replies to the next request.
+        Raises Refused; and Ended and TimeoutError, after which the process is gone. It is ended too if the caller does
+        not take the last reply, since those that are left would be taken for replies to the next request.
         """
         assert self.process.stdin is not None
         finished = False
@@ -81,7 +81,7 @@ class Child:
                 try:
                     line = self._replies.get(timeout=seconds)
                 except queue.Empty:
-                    raise Ended(f"no reply within {seconds:g} s: {_last_line(self.log())}") from None
+                    raise TimeoutError(f"no reply within {seconds:g} s: {_last_line(self.log())}") from None
                 if not line:
                     self._replies.put("")  # for the next request
                     code = self.process.wait()
