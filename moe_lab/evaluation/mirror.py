@@ -296,7 +296,9 @@ def _patterns(origin: Path, subset: str | None) -> Iterator[tuple[str, str, str]
     card = (metadata_load(origin / _CARD) if (origin / _CARD).is_file() else None) or {}
     if not card.get("configs"):
         for split, words in _WORDS.items():
-            yield from ((subset or "default", split, f"{start}*{word}*") for word in words for start in ("", "**/"))
+            for word in words:
+                names = (f"{word}[-_.]*", f"*[-_.]{word}[-_.]*", f"{word}/*")
+                yield from ((subset or "default", split, start + name) for name in names for start in ("", "**/"))
     for config in card.get("configs", ()):
         name = config["config_name"]
         if name != subset and (subset is not None or name == "all"):

@@ -81,7 +81,9 @@ SOURCES: dict[str, Source] = {
 @pytest.mark.parametrize("name", SOURCES)
 def test_a_mirror_can_be_made_without_the_hub(rte: BenchmarkConfig, tmp_path: Path, name: str) -> None:
     (tmp_path / "source").mkdir()
+    write_lines(tmp_path / "source" / "greatest.jsonl", RTE)  # a name with "test" in a word
     make(rte, SOURCES[name](tmp_path / "source"))
+    assert set(mirror.subsets(rte)["rte"]) == {"validation"}
     assert mirror.rows(rte) == RTE and suite.preflight([rte], Policy()) == []
     before = mirror.digest(rte)
     make(rte, write_data_set(tmp_path / "other", {("rte", "validation"): RTE}))
