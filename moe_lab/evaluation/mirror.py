@@ -225,7 +225,8 @@ def _download(benchmark: BenchmarkConfig, place: Path) -> tuple[str, Layout]:
         download(allow_patterns=[_CARD])
         download(allow_patterns=[pattern for _, _, pattern in _patterns(place, benchmark.subset)])
     except (OSError, ValueError, HTTPError) as error:
-        reason = str(error).strip().split("\n")[0] or type(error).__name__
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        reason = " ".join(lines[:2]) or type(error).__name__
         raise UserError(
             f"benchmark {benchmark.name}: {name} could not be downloaded from the hub ({reason}): "
             f"where the hub can be reached, make the mirror there and copy it, or add from=FOLDER with files you have"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -100,50 +101,57 @@ def mirrored(folder: Path, name: str, rows: Rows, **more: Rows) -> BenchmarkConf
     return benchmark
 
 
+_ROUTE = re.compile(r"/(?:api/)?datasets/([^/]+/[^/]+)/(revision|tree|resolve)/(\w+)/?([^?]*)")
+
+
+class _Hub(BaseHTTPRequestHandler):
+    folder: Path
+    sent: list[str]
+
+    def do_GET(self) -> None:
+        route = _ROUTE.match(self.path)
+        if route is None or not (self.folder / route[1]).is_dir():
+            self._send(b"{}", {"X-Error-Code": "RepoNotFound"}, 404)
+            return
+        name, asked, revision, path = route.groups()
+        files = {file.relative_to(self.folder / name).as_posix(): file for file in (self.folder / name).rglob("*.*")}
+        if asked == "resolve":
+            content = files[path].read_bytes()
+            if self.command == "GET":
+                self.sent.append(f"{revision}/{path}")
+            self._send(content, {"ETag": f'"{hashlib.sha1(content).hexdigest()}"', "X-Repo-Commit": revision})
+        elif asked == "tree":
+            about = {"type": "file", "oid": "0" * 40}
+            self._send_json([{**about, "path": path, "size": f.stat().st_size} for path, f in files.items()])
+        else:
+            self._send_json({"id": name, "sha": revision, "siblings": []})
+
+    do_HEAD = do_GET
+
+    def _send_json(self, document: Any) -> None:
+        self._send(json.dumps(document).encode(), {})
+
+    def _send(self, content: bytes, headers: dict[str, str], status: int = 200) -> None:
+        self.send_response(status)
+        for header, value in {"Content-Length": str(len(content)), **headers}.items():
+            self.send_header(header, value)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(content)
+
+    def log_message(self, *arguments: Any) -> None:
+        """Says nothing."""
+
+
 @contextmanager
 def hub(folder: Path) -> Iterator[tuple[str, list[str]]]:
-    """The address of a hub with the data sets folder/OWNER/NAME, and the files asked of it, as revision/path."""
-    asked: list[str] = []
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            kind, _, rest = self.path.partition("?")[0].removeprefix("/").partition("datasets/")
-            owner, name, act, revision, *path = [*rest.split("/"), "revision", "0" * 40][:5] + rest.split("/")[5:]
-            place = folder / owner / name
-            if kind == "" and place.joinpath(*path).is_file():  # OWNER/NAME/resolve/REVISION/PATH
-                if self.command == "GET":
-                    asked.append("/".join([revision, *path]))
-                content = place.joinpath(*path).read_bytes()
-                self._send(content, {"ETag": f'"{hashlib.sha1(content).hexdigest()}"', "X-Repo-Commit": revision})
-            elif place.is_dir() and act == "tree":
-                files = [file for file in place.rglob("*") if file.is_file()]
-                listed = [
-                    {"type": "file", "path": str(f.relative_to(place)), "size": f.stat().st_size, "oid": "0" * 40}
-                    for f in files
-                ]
-                self._send(json.dumps(listed).encode())
-            elif place.is_dir():
-                self._send(json.dumps({"id": f"{owner}/{name}", "sha": revision, "siblings": []}).encode())
-            else:
-                self._send(b"{}", {"X-Error-Code": "RepoNotFound"}, 404)
-
-        do_HEAD = do_GET
-
-        def _send(self, content: bytes, headers: dict[str, str] | None = None, status: int = 200) -> None:
-            self.send_response(status)
-            for header, value in {"Content-Length": str(len(content)), **(headers or {})}.items():
-                self.send_header(header, value)
-            self.end_headers()
-            if self.command == "GET":
-                self.wfile.write(content)
-
-        def log_message(self, *arguments: Any) -> None:
-            """Says nothing."""
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    """The address of a hub with the data sets folder/OWNER/NAME, and the files that were sent, as revision/path."""
+    sent: list[str] = []
+    handler = type("Hub", (_Hub,), {"folder": folder, "sent": sent})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
     try:
-        yield f"http://127.0.0.1:{server.server_port}", asked
+        yield f"http://127.0.0.1:{server.server_port}", sent
     finally:
         server.shutdown()
         server.server_close()

@@ -51,13 +51,13 @@ def test_the_hub_gives_the_pinned_files_of_the_subset_and_no_others(tmp_path: Pa
     write_lines(tmp_path / "hub/math-ai/aime25/test.jsonl", [{"problem": "p", "answer": "1", "id": "0"}] * 30)
     (tmp_path / "hub/math-ai/aime25/README.md").write_text("---\nlicense: mit\n---\nNo files are listed here.\n")
     root = f"data_root={tmp_path / 'data'}"
-    with hub(tmp_path / "hub") as (address, asked):
+    with hub(tmp_path / "hub") as (address, sent):
         found = command("rte", "mmlu", "aime25", "boolq", root, HF_ENDPOINT=address)
     assert found.returncode == 2 and "aps/super_glue could not be downloaded from the hub" in found.stderr
     assert found.stderr.count("moe_lab: ") == 1 and "Traceback" not in found.stderr
     made = {benchmark.name: benchmark for benchmark in benchmarks(["rte", "mmlu", "aime25"], str(tmp_path / "data"))}
     glue = made["rte"].revision
-    assert {file for file in asked if str(glue) in file} == {
+    assert {file for file in sent if str(glue) in file} == {
         f"{glue}/{file}" for file in ("README.md", "rte/validation.jsonl", "rte/train.jsonl")
     }
     assert set(mirror.subsets(made["mmlu"])) == {"anatomy", "virology"}
