@@ -1,7 +1,7 @@
 """Real benchmarks through the adapters: `python -m benchmarks.evaluation --data FOLDER`.
 
-FOLDER holds ARC, OpenBookQA, WinoGrande, PIQA, MMLU and WikiText-2 as files (listed in docs/evaluation.md). A mirror is
-made from them, and lm-eval's own tasks run from it on a random model of OLMoE's architecture with a context of 4,096
+FOLDER holds ARC, OpenBookQA, WinoGrande, PIQA, MMLU and WikiText-2 as files (`benchmarks.data_sets`). A mirror is made
+from them, and lm-eval's own tasks run from it on a random model of OLMoE's architecture with a context of 4,096
 tokens.
 
 1. equal: every item of the six benchmarks, acc and acc_norm, against one unpadded forward pass per answer
@@ -30,6 +30,7 @@ import torch
 from transformers import AutoTokenizer
 
 from benchmarks import choices
+from benchmarks.data_sets import mirror_files
 from benchmarks.measure import parser, ratios, rounds
 from benchmarks.models import random_model
 from moe_lab.config import BenchmarkConfig
@@ -38,7 +39,7 @@ from moe_lab.evaluation.engines.hf import LoadedModel
 from moe_lab.evaluation.harness import Graded
 from moe_lab.evaluation.harnesses import lm_eval
 from moe_lab.evaluation.harnesses.lm_eval_folders import folder
-from moe_lab.evaluation.mirror.make import benchmarks, make
+from moe_lab.evaluation.mirror import benchmarks
 from moe_lab.evaluation.sandbox.policy import Policy
 from moe_lab.paths import resolve
 
@@ -57,7 +58,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as root:
         wanted = benchmarks([*CHOICES, *TEXTS], root)
         for benchmark in wanted:
-            print("\n".join(make(benchmark, arguments.data)), flush=True)
+            mirror_files(benchmark, arguments.data, Path(root, "source"))
         chosen = [replace(benchmark, limit=arguments.limit, batch_size=16) for benchmark in wanted]
         if "equal" in arguments.parts:
             for benchmark in chosen:

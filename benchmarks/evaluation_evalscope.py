@@ -1,6 +1,6 @@
 """EvalScope's grading, through the adapter: `python -m benchmarks.evaluation_evalscope --data FOLDER`.
 
-answers: FOLDER holds GSM8K and MATH-500 as files (listed in docs/evaluation.md), from which a mirror is made.
+answers: FOLDER holds GSM8K and MATH-500 as files (`benchmarks.data_sets`), from which a mirror is made.
 EvalScope's own process asks all 1,319 and 500 questions and then grades three sets of answers, each in \\boxed{} as the
 prompt demands: the data's own answer, the answer plus one, and the answer to another question. Bars: own answers all
 right, answers plus one all wrong. Another question's answer may mean the same (x=5 and 5); all that are judged right
@@ -24,12 +24,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from benchmarks.data_sets import mirror_files
 from benchmarks.measure import parser, timed
 from moe_lab.config import BenchmarkConfig
 from moe_lab.evaluation import mirror
 from moe_lab.evaluation.harnesses import evalscope
 from moe_lab.evaluation.items import Answer, Item, Reply
-from moe_lab.evaluation.mirror.make import benchmarks, make
+from moe_lab.evaluation.mirror import benchmarks
 from moe_lab.evaluation.sandbox.client import namespaces_missing
 from moe_lab.evaluation.sandbox.policy import Policy
 
@@ -57,7 +58,7 @@ def _check_answers(arguments: argparse.Namespace) -> bool:
     failed = False
     with tempfile.TemporaryDirectory() as root:
         for benchmark in benchmarks(arguments.benchmarks, root):
-            print("\n".join(make(benchmark, arguments.data)), flush=True)
+            mirror_files(benchmark, arguments.data, Path(root, "source"))
             failed |= _check(replace(benchmark, limit=arguments.limit))
     return failed
 

@@ -39,7 +39,7 @@ from moe_lab.evaluation.harnesses import evalplus_grader
 from moe_lab.evaluation.harnesses.evalplus import KeptGrader, grade, items, kept_grader, run_grader
 from moe_lab.evaluation.harnesses.evalplus_grader import GradeRequest
 from moe_lab.evaluation.items import Answer, Item, Reply
-from moe_lab.evaluation.mirror.make import benchmarks, make
+from moe_lab.evaluation.mirror import benchmarks, make
 from moe_lab.evaluation.sandbox.client import namespaces_missing
 from moe_lab.evaluation.sandbox.policy import Policy
 from moe_lab.paths import resolve
@@ -218,7 +218,7 @@ def main() -> int:
             failed |= kept_misses(arguments.data, arguments.before, f"{folder}/expected")
         os.environ["XDG_CACHE_HOME"] = folder
         for benchmark in benchmarks(arguments.benchmarks, folder):
-            print("\n".join(make(benchmark, arguments.data)), flush=True)
+            print(make(benchmark, arguments.data), flush=True)
             failed |= _check(benchmark)
     return int(failed)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import subprocess
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -15,14 +14,14 @@ from typing import Any
 import evalscope_files
 import pytest
 from asking import Said, answered
-from processes import is_running, until
 
+from moe_lab.child_process import Child, Refused
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError
 from moe_lab.evaluation import interpreters, mirror, run, suite
 from moe_lab.evaluation.harnesses import evalscope, evalscope_code, evalscope_worker
 from moe_lab.evaluation.items import Answer, Reply
-from moe_lab.evaluation.mirror.make import benchmarks
+from moe_lab.evaluation.mirror import benchmarks
 from moe_lab.evaluation.sandbox.client import namespaces_missing
 from moe_lab.evaluation.sandbox.policy import NAMESPACES, Policy
 from moe_lab.start import command
@@ -98,14 +97,9 @@ def test_programs_are_judged_by_evalscope_and_run_where_they_can_neither_harm_no
         evalscope_files.problem(number, day, function=function)
         for number, (day, (function, _, _)) in enumerate(zip(days, CASES.values(), strict=True))
     ]
-    evalscope_files.write(replace(benchmark, expected=None), {"test": [outside[0], *asked, outside[1]]})
-    wall = pytest.MonkeyPatch()
-    wall.setattr(mirror, "expected_rows", lambda of: None)  # the harness chooses among the rows
-    try:
-        parrot = Said([text for _, text, _ in CASES.values()])
-        [result] = run.evaluate(parrot, benchmark, tmp_path / "out", policy=ALLOWED)
-    finally:
-        wall.undo()
+    evalscope_files.write(benchmark, {"test": [outside[0], *asked, outside[1]]})
+    parrot = Said([text for _, text, _ in CASES.values()])
+    [result] = run.evaluate(parrot, benchmark, tmp_path / "out", policy=ALLOWED)
     found = samples_of(tmp_path / "out")
     assert {name: sample["outcome"] for name, sample in zip(CASES, found, strict=True)} == {
         name: outcome for name, (_, _, outcome) in CASES.items()
@@ -165,57 +159,19 @@ def test_every_item_is_asked_once_and_graded_with_its_own_text(tmp_path: Path) -
     assert beside.exists()
 
 
-def test_items_beyond_the_limit_are_taken_from_all_subsets_alike() -> None:
+def test_items_beyond_the_limit_are_taken_from_all_subsets_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     def sample(number: int) -> Any:
-        return SimpleNamespace(id=number, input=[SimpleNamespace(role="user", text=f"{number}")], metadata={})
+        return SimpleNamespace(id=number, input=[SimpleNamespace(role="user", text=f"{number}")])
 
-    class Samples(list[Any]):
-        samples: Any = property(lambda self: list(self), lambda self, kept: self.__setitem__(slice(None), kept))
-
-    subsets = {"easy": Samples(map(sample, range(4))), "hard": Samples(map(sample, range(2)))}
-    task = evalscope_worker._Task(_request(limit=5), None, None)
-    task.name_items(subsets)
-    assert list(task.names) == [("easy", 0), ("easy", 1), ("easy", 2), ("hard", 0), ("hard", 1)]
-    assert len(set(task.names.values())) == 5
-    assert [one.metadata["moe_lab item"] for one in subsets["hard"]] == list(task.names.values())[3:]
-    answered = dict.fromkeys(task.names.values(), "text")
-    evalscope_worker._Task(_request(texts=answered), None, None).name_items(subsets)
+    subsets = {"easy": [*map(sample, range(4))], "hard": [*map(sample, range(2))]}
+    names = [name for name, _ in evalscope_worker._named(subsets, 5)]
+    assert [name.partition(" ")[0] for name in names] == ["easy/0", "easy/1", "easy/2", "hard/0", "hard/1"]
+    assert len(list(evalscope_worker._named(subsets, None))) == 6
+    monkeypatch.setattr(evalscope_worker, "load", lambda _, asking: (None, dict(evalscope_worker._named(subsets, 5))))
     subsets["easy"][1].input[0].text = "another question"
+    request = asdict(evalscope_worker.Request("gsm8k", "", {}))
     with pytest.raises(AssertionError, match="answers and questions are not the same: easy/1"):
-        evalscope_worker._Task(_request(texts=answered), None, None).name_items(subsets)
-
-
-def _request(**changes: Any) -> evalscope_worker.Request:
-    plain = evalscope_worker.Request("gsm8k", "", "", {}, {"max_tokens": 64, "temperature": 0.0})
-    return replace(plain, **changes)
-
-
-@pytest.mark.parametrize(
-    ("changes", "sentence"),
-    [
-        ({}, None),
-        ({"settings": [{"max_tokens": 64}]}, "settings that did not arrive: {'temperature': 0.0}"),
-        ({"settings": [{"max_tokens": 32, "temperature": 0.0}]}, "settings that did not arrive: {'max_tokens': 64}"),
-        ({"questions": {"a": []}}, "EvalScope asked other questions"),
-        ({"calls": 3}, "3 questions were asked for 2 items"),
-        ({"done": (2, 1, 1, True)}, "errored"),
-        ({"done": (3, 3, 0, False)}, "requested"),
-    ],
-)
-def test_a_run_of_evalscope_that_did_something_else_is_an_error(changes: dict[str, Any], sentence: str | None) -> None:
-    arrived = {"max_tokens": 64, "temperature": 0.0, "retries": 5}
-    plain: dict[str, Any] = {"settings": [arrived], "questions": {"a": [], "b": []}, "calls": 2}
-    have = {**plain, "done": (2, 2, 0, False), **changes}
-    stand_in = SimpleNamespace(settings=have["settings"], questions=have["questions"], calls=have["calls"])
-    names = ("requested", "succeeded", "errored", "incomplete")
-    report = SimpleNamespace(execution_summary=SimpleNamespace(**dict(zip(names, have["done"], strict=True))))
-    task = SimpleNamespace(names={("s", 0): "a", ("s", 1): "b"})
-    request = _request()
-    if sentence is None:
-        evalscope_worker._check(request, task, stand_in, report)  # type: ignore[arg-type]
-        return
-    with pytest.raises(AssertionError, match=sentence.replace("{", "\\{")):
-        evalscope_worker._check(request, task, stand_in, report)  # type: ignore[arg-type]
+        evalscope_worker.Worker().grade(request, dict.fromkeys(names, "text"))
 
 
 class _Hostile:
@@ -233,44 +189,37 @@ def test_only_text_comes_out_of_a_pickle(tmp_path: Path, monkeypatch: pytest.Mon
     assert not (tmp_path / "hostile").exists()
 
 
-def test_the_process_needs_nothing_of_this_environment(tmp_path: Path) -> None:
+def test_the_process_needs_nothing_of_this_environment() -> None:
     """Its imports succeed where there is no package at all, and what it asks next is EvalScope."""
-    request = evalscope_worker.Request("gsm8k", "", "", {}, {})
-    (tmp_path / "request.json").write_text(json.dumps(asdict(request)))
-    python, *words = command(evalscope_worker.__name__, str(tmp_path / "request.json"), "")
-    ours, its = os.pipe()  # its standard input stays open, for it ends with that
-    done = subprocess.run([python, "-S", *words], stdin=ours, capture_output=True, text=True, env={})
-    os.close(its)
-    os.close(ours)
-    assert done.stderr.splitlines()[-1] == "ModuleNotFoundError: No module named 'evalscope'"
+    python, *words = command(evalscope_worker.__name__)
+    with Child([python, "-S", *words], {}) as process, pytest.raises(Refused) as refused:
+        process.call("questions", request=asdict(evalscope_worker.Request("gsm8k", "", {})))
+    assert (refused.value.kind, str(refused.value)) == ("ModuleNotFoundError", "No module named 'evalscope'")
 
 
 def test_what_evalscope_says_of_the_data_is_a_sentence_and_its_death_an_error(tmp_path: Path) -> None:
     python = tmp_path / "python"
     benchmark = evalscope_files.benchmark("gsm8k", tmp_path, python=str(python))
     evalscope_files.write(benchmark, {"test": [{"question": "?", "answer": "#### 1"}]})
-    python.write_text('#!/bin/sh\necho \'{"error": "its tests are pickled"}\' > "$5"\n')
-    python.chmod(0o755)
-    with pytest.raises(UserError, match=r"^benchmark gsm8k: its tests are pickled$"):
-        evalscope.items(benchmark)
-    python.write_text("#!/bin/sh\necho first >&2; echo last words >&2; exit 3\n")
-    with pytest.raises(RuntimeError, match=r"^benchmark gsm8k: EvalScope failed: last words$"):
-        evalscope.items(benchmark)
-    left = tmp_path / "left"
-    python.write_text(f"#!/bin/sh\nsleep 600 &\necho $! > {left}\nkill -9 $$\n")
-    with pytest.raises(RuntimeError, match="EvalScope failed: killed by signal 9"):
-        evalscope.items(benchmark)
-    until(lambda: not is_running(int(left.read_text())))
+    for reply, kind, message in (
+        ('echo \'{"error": "its tests are pickled", "kind": "DataError"}\'', UserError, "its tests are pickled"),
+        ('echo \'{"error": "no", "kind": "KeyError"}\'', RuntimeError, "EvalScope failed: KeyError: no"),
+        ("echo first >&2; echo last words >&2; exit 3", RuntimeError, "EvalScope failed: exit code 3: last words"),
+    ):
+        python.write_text(f"#!/bin/sh\nread line\n{reply}\n")
+        python.chmod(0o755)
+        with pytest.raises(kind, match=f"^benchmark gsm8k: {message}$"):
+            evalscope.items(benchmark)
 
 
 def test_answers_that_could_not_be_compared_are_wrong_and_must_be_few() -> None:
     benchmark = BenchmarkConfig(name="math500", harness="evalscope", task="math_500", reports={"math500": "acc"})
     verdicts = [{"item": f"{n}", "outcome": 1.0, "extracted": "1", "why": ""} for n in range(200)]
     verdicts[7] |= {"outcome": None, "why": "exceeded the deadline"}
-    reply = evalscope_worker.Reply(samples=verdicts, score=1.0)
+    reply = {"samples": verdicts, "versions": {}}
     answers = [Answer(f"{n}", "", (Reply(),)) for n in range(200)]
     monkeypatch = pytest.MonkeyPatch()
-    monkeypatch.setattr(evalscope, "_run", lambda *given: reply)
+    monkeypatch.setattr(evalscope, "_asked", lambda *given, **more: reply)
     try:
         graded = evalscope.grade(answers, benchmark, Policy())
         assert graded.results[0]["score"] == 199 / 200 and graded.protocol["unscored"] == ["7"]
@@ -279,9 +228,6 @@ def test_answers_that_could_not_be_compared_are_wrong_and_must_be_few() -> None:
             verdicts[number] |= {"outcome": None, "why": "the same"}
         with pytest.raises(RuntimeError, match="could not compare 3 of 200 answers, such as that to 7"):
             evalscope.grade(answers, benchmark, Policy())
-        reply.samples, reply.score = verdicts[10:], 0.5
-        with pytest.raises(RuntimeError, match=r"EvalScope's mean is 0.5, that of its verdicts 1.0"):
-            evalscope.grade(answers[10:], benchmark, Policy())
     finally:
         monkeypatch.undo()
 
@@ -365,11 +311,11 @@ def test_other_tasks_find_right_answers_right(task: str, tmp_path: Path) -> None
 @needs_evalscope
 @pytest.mark.slow
 def test_answers_of_the_real_data_are_right_and_others_wrong(tmp_path: Path, shared_data: Path) -> None:
+    from benchmarks.data_sets import mirror_files
     from benchmarks.evaluation_evalscope import boxed, own_answers
-    from moe_lab.evaluation.mirror.make import make
 
     [benchmark] = benchmarks(["math500"], str(tmp_path))
-    make(benchmark, shared_data)
+    mirror_files(benchmark, shared_data, tmp_path / "source")
     benchmark = replace(benchmark, limit=20)
     own = own_answers(benchmark, evalscope.items(benchmark))
     given = [own[number] if number % 2 else own[number] + "+1" for number in range(20)]

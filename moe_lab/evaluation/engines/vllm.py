@@ -7,17 +7,13 @@ from __future__ import annotations
 
 import json
 import os
-import queue
-import subprocess
 import sys
-import tempfile
-import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from moe_lab.child_process import Child, Ended, Refused
 from moe_lab.config import BackendConfig, ModelConfig
 from moe_lab.errors import Unavailable, UserError
 from moe_lab.evaluation.back_ends import ELSEWHERE, last_lines
@@ -61,18 +57,10 @@ class Process:
         print(f"vLLM starts with {checkpoint}", file=sys.stderr, flush=True)
         self.patience = backend.ready_seconds
         self.masked = False
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `close`
         threads = {"OMP_NUM_THREADS": str(model.threads)} if model.threads else {}
-        self.process = subprocess.Popen(
-            command("moe_lab.serving.vllm_engine", python=interpreter("vllm", backend.python, "backend=vllm")),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            text=True,
-            env={**ENVIRONMENT, **threads, **os.environ},
-        )
-        self._replies: queue.SimpleQueue[str] = queue.SimpleQueue()
-        threading.Thread(target=self._listen, daemon=True).start()
+        line = command("moe_lab.serving.vllm_engine", python=interpreter("vllm", backend.python, "backend=vllm"))
+        self._child = Child(line, {**ENVIRONMENT, **threads, **os.environ})
+        self.process = self._child.process
         arguments = {
             "dtype": _dtype(checkpoint, model),
             "trust_remote_code": model.trust_remote_code,
@@ -86,15 +74,7 @@ class Process:
 
     def close(self) -> None:
         """End the process."""
-        assert self.process.stdin
-        with suppress(OSError):
-            self.process.stdin.close()
-        try:
-            self.process.wait(GRACE)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
-        self._log.close()
+        self._child.close(GRACE)
 
     def set_plan(self, plan: Plan | None) -> None:
         """Mask the experts that `plan` drops; None takes the mask away.
@@ -113,52 +93,36 @@ class Process:
         Raises Unavailable when the engine fails, ends, or says nothing for too long. It is ended then, and when the
         caller does not take all items.
         """
-        done = False
+        finished = False
         try:
-            for reply in self._exchange(method, seconds, arguments):
-                if "done" in reply:
-                    done = True
-                    return
-                yield reply["item"]
+            for reply in self._replies(method, seconds, arguments):
+                if "item" in reply:
+                    yield reply["item"]
+            finished = True
         finally:
-            if not done:
+            if not finished:
                 self.close()
 
     def _value(self, method: str, **arguments: Any) -> Any:
-        return next(self._exchange(method, 0.0, arguments))["done"]
+        (reply,) = self._replies(method, 0.0, arguments)
+        return reply["done"]
 
-    def _exchange(self, method: str, seconds: float, arguments: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        """The replies to one request; the last one has `done`."""
-        assert self.process.stdin
-        with suppress(OSError):  # it has ended, which the end of its replies reports
-            self.process.stdin.write(json.dumps([method, arguments]) + "\n")
-            self.process.stdin.flush()
-        while True:
-            try:
-                line = self._replies.get(timeout=self.patience + seconds)
-            except queue.Empty:
-                self.close()  # a late reply would be taken for that to the next request
-                raise Unavailable(
-                    f"vLLM said nothing for {self.patience + seconds:g} s, which is backend.ready_seconds="
-                    f"{self.patience:g} and {TOKEN_SECONDS:g} s per token: it seems to hang"
-                ) from None
-            if not line:
-                raise Unavailable(f"vLLM ended (exit code {self.process.wait()}): {self._last_lines()}")
-            reply = json.loads(line)
-            if "error" in reply:
-                said, reason = self._last_lines(), reply["error"]
-                raise Unavailable(f"vLLM refuses: {said if ELSEWHERE in reason else reason}")
-            yield reply
-
-    def _last_lines(self) -> str:
-        log = self._log.fileno()  # read by position, as vLLM writes at the place where this process is in the file
-        return last_lines(os.pread(log, os.fstat(log).st_size, 0).decode(errors="replace"))
-
-    def _listen(self) -> None:
-        assert self.process.stdout
-        for line in self.process.stdout:
-            self._replies.put(line)
-        self._replies.put("")
+    def _replies(self, method: str, seconds: float, arguments: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+        try:
+            yield from self._child.replies(method, self.patience + seconds, **arguments)
+        except TimeoutError:
+            raise Unavailable(
+                f"vLLM said nothing for {self.patience + seconds:g} s, which is backend.ready_seconds="
+                f"{self.patience:g} and {TOKEN_SECONDS:g} s per token: it seems to hang"
+            ) from None
+        except Ended:
+            reason = last_lines(self._child.log())
+            raise Unavailable(f"vLLM ended (exit code {self.process.returncode}): {reason}") from None
+        except Refused as error:
+            said = last_lines(self._child.log())
+            raise Unavailable(
+                f"vLLM refuses: {said if ELSEWHERE in str(error) else f'{error.kind}: {error}'}"
+            ) from None
 
 
 @dataclass(frozen=True)
