@@ -74,7 +74,7 @@ PROGRAMS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 def main() -> int:
-    """Judge each program both ways and print differences."""
+    """Judge each program both ways and print where another number of tests is passed."""
     sys.path[0] = str(Path(__file__).resolve().parents[1])
     from moe_lab.evaluation.harnesses.evalscope_code import CodeSettings, Programs
 
@@ -84,20 +84,17 @@ def main() -> int:
     differing = 0
     settings = CodeSettings("2025-01-01", "2025-04-30", confined="namespaces" in sys.argv)
     for name, (tests, program) in PROGRAMS.items():
-        one = {"input_output": json.dumps({"fn_name": None, **tests})}
-        own = passed(evaluate_utils, one, program)
-        with Programs(settings).in_place():
-            ours = passed(evaluate_utils, one, program)
+        tests = {"fn_name": None, **tests}
+        of_all, _ = evaluate_utils.evaluate_generations_by_problem(
+            [program], {"input_output": json.dumps(tests)}, False, 6
+        )
+        with Programs(settings) as programs:
+            results, _ = programs.judge(program, tests)
+        own, ours = (sum(result is True for result in found) for found in (of_all[0], results))
         differing += own != ours
         print(f"{name}: {own}{'' if own == ours else f' by EvalScope, {ours} here'}", flush=True)
     print(f"{len(PROGRAMS)} programs, {differing} of them judged differently")
     return int(differing > 0)
-
-
-def passed(evaluate_utils: Any, sample: dict[str, str], program: str) -> int:
-    """Number of passed tests; judging stops at the first failure."""
-    results, _ = evaluate_utils.evaluate_generations_by_problem([program], sample, False, 6)
-    return sum(1 for result in results[0] if result is True)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Real benchmarks through the adapters: `python -m benchmarks.evaluation --data FOLDER`.
 
-FOLDER holds ARC, OpenBookQA, WinoGrande, PIQA, MMLU and WikiText-2 as files (listed in docs/evaluation.md). A mirror is
-made from them, and lm-eval's own tasks run from it on a random model of OLMoE's architecture with a context of 4,096
+FOLDER holds ARC, OpenBookQA, WinoGrande, PIQA, MMLU and WikiText-2 as files (`benchmarks.data_sets`). A mirror is made
+from them, and lm-eval's own tasks run from it on a random model of OLMoE's architecture with a context of 4,096
 tokens.
 
 1. equal: every item of the six benchmarks, acc and acc_norm, against one unpadded forward pass per answer
@@ -30,14 +30,16 @@ import torch
 from transformers import AutoTokenizer
 
 from benchmarks import choices
+from benchmarks.data_sets import mirror_files
 from benchmarks.measure import parser, ratios, rounds
 from benchmarks.models import random_model
 from moe_lab.config import BenchmarkConfig
-from moe_lab.evaluation import mirror
+from moe_lab.evaluation import mirror, run
+from moe_lab.evaluation.engines.hf import LoadedModel
+from moe_lab.evaluation.harness import Graded
 from moe_lab.evaluation.harnesses import lm_eval
 from moe_lab.evaluation.harnesses.lm_eval_folders import folder
-from moe_lab.evaluation.local_model import LocalModel
-from moe_lab.evaluation.mirror.make import benchmarks, make
+from moe_lab.evaluation.mirror import benchmarks
 from moe_lab.evaluation.sandbox.policy import Policy
 from moe_lab.paths import resolve
 
@@ -51,12 +53,12 @@ def main() -> int:
     arguments = _arguments()
     torch.set_num_threads(1)
     shape = argparse.Namespace(hidden=64, width=32, layers=2, top_k=2)
-    subject = LocalModel(random_model(8, shape), AutoTokenizer.from_pretrained(resolve("pocket:olmoe")))
+    subject = LoadedModel(random_model(8, shape), AutoTokenizer.from_pretrained(resolve("pocket:olmoe")))
     failed = False
     with tempfile.TemporaryDirectory() as root:
         wanted = benchmarks([*CHOICES, *TEXTS], root)
         for benchmark in wanted:
-            print("\n".join(make(benchmark, arguments.data)), flush=True)
+            mirror_files(benchmark, arguments.data, Path(root, "source"))
         chosen = [replace(benchmark, limit=arguments.limit, batch_size=16) for benchmark in wanted]
         if "equal" in arguments.parts:
             for benchmark in chosen:
@@ -81,11 +83,9 @@ def _arguments() -> argparse.Namespace:
 # 1. Equality.
 
 
-def _same_items(subject: LocalModel, benchmark: BenchmarkConfig) -> bool:
-    from moe_lab.evaluation.harnesses.lm_eval import evaluate
-
+def _same_items(subject: LoadedModel, benchmark: BenchmarkConfig) -> bool:
     metrics = ["acc"] if benchmark.name in ("mmlu", "winogrande") else ["acc", "acc_norm"]
-    graded = evaluate(subject, replace(benchmark, reports={metric: metric for metric in metrics}), Policy())
+    graded = _graded(subject, replace(benchmark, reports={metric: metric for metric in metrics}))
     found = [{s["item"]: s["outcome"] for s in graded.samples if s["benchmark"] == metric} for metric in metrics]
     asked = [choices.CHOICES[benchmark.name](row) for row in _rows(benchmark)]
     scores = [choices.likelihoods(subject.model, subject.tokenizer, choice) for choice in asked]
@@ -96,6 +96,11 @@ def _same_items(subject: LocalModel, benchmark: BenchmarkConfig) -> bool:
         differing += different
         print(f"{benchmark.name} {metric}: {len(naive)} items, {result['score']:.4f}, {different} differ", flush=True)
     return differing > 0
+
+
+def _graded(subject: LoadedModel, benchmark: BenchmarkConfig) -> Graded:
+    graded: Graded = run.harness(benchmark).grade(run.answer(subject, benchmark), benchmark, Policy())
+    return graded
 
 
 def _rows(benchmark: BenchmarkConfig) -> list[dict[str, Any]]:
@@ -115,21 +120,17 @@ def _numbers(benchmark: BenchmarkConfig) -> dict[str, list[int]]:
     return first_items(lm_eval.tasks(benchmark), benchmark.limit)
 
 
-def _same_text(subject: LocalModel, benchmark: BenchmarkConfig) -> bool:
+def _same_text(subject: LoadedModel, benchmark: BenchmarkConfig) -> bool:
     model, tokenizer = subject.model, subject.tokenizer
     if benchmark.harness == "perplexity":
-        from moe_lab.evaluation.harnesses.perplexity import evaluate
-
         text = "\n\n".join(row["text"] for row in mirror.rows(benchmark))
         naive = choices.perplexity(model, tokenizer, text, benchmark.parameters["length"], benchmark.limit)
     else:
         from lm_eval.tasks.wikitext.preprocess_wikitext import wikitext_detokenizer
 
-        from moe_lab.evaluation.harnesses.lm_eval import evaluate
-
         pages = [(wikitext_detokenizer(row), row["page"]) for row in mirror.rows(benchmark)[: benchmark.limit]]
         naive = choices.word_perplexity(model, tokenizer, pages, subject.max_length or 0)
-    (result,) = evaluate(subject, benchmark, Policy()).results
+    (result,) = _graded(subject, benchmark).results
     apart = abs(result["score"] / naive - 1)
     print(f"{benchmark.name}: {result['score']:.6f}, independently {naive:.6f}, {apart:.1e} apart", flush=True)
     return apart > BAR_PERPLEXITY
@@ -138,7 +139,7 @@ def _same_text(subject: LocalModel, benchmark: BenchmarkConfig) -> bool:
 # 2. Speed.
 
 
-def _speed(subject: LocalModel, few: Sequence[BenchmarkConfig], count: int) -> bool:
+def _speed(subject: LoadedModel, few: Sequence[BenchmarkConfig], count: int) -> bool:
     ways: list[tuple[str, Callable[[], None], Callable[[], None]]] = [
         ("evaluating", lambda: _adapter(subject, few), lambda: _plain(subject, few)),
         ("building the tasks and evaluating", lambda: _fresh(subject, few), lambda: _plain_fresh(subject, few)),
@@ -156,20 +157,18 @@ def _speed(subject: LocalModel, few: Sequence[BenchmarkConfig], count: int) -> b
     return failed
 
 
-def _adapter(subject: LocalModel, few: Sequence[BenchmarkConfig]) -> None:
-    from moe_lab.evaluation.harnesses.lm_eval import evaluate
-
+def _adapter(subject: LoadedModel, few: Sequence[BenchmarkConfig]) -> None:
     for benchmark in few:
-        evaluate(subject, benchmark, Policy())
+        _graded(subject, benchmark)
 
 
-def _plain(subject: LocalModel, few: Sequence[BenchmarkConfig]) -> None:
+def _plain(subject: LoadedModel, few: Sequence[BenchmarkConfig]) -> None:
     """lm-eval's evaluate() on the same tasks and items."""
     for benchmark in few:
         _evaluate(subject, lm_eval.tasks(benchmark), benchmark)
 
 
-def _evaluate(subject: LocalModel, tasks: dict[str, Any], benchmark: BenchmarkConfig) -> None:
+def _evaluate(subject: LoadedModel, tasks: dict[str, Any], benchmark: BenchmarkConfig) -> None:
     from lm_eval import evaluator
     from lm_eval.models.huggingface import HFLM
 
@@ -183,12 +182,12 @@ def _evaluate(subject: LocalModel, tasks: dict[str, Any], benchmark: BenchmarkCo
     )
 
 
-def _fresh(subject: LocalModel, few: Sequence[BenchmarkConfig]) -> None:
+def _fresh(subject: LoadedModel, few: Sequence[BenchmarkConfig]) -> None:
     lm_eval._built.clear()
     _adapter(subject, few)
 
 
-def _plain_fresh(subject: LocalModel, few: Sequence[BenchmarkConfig]) -> None:
+def _plain_fresh(subject: LoadedModel, few: Sequence[BenchmarkConfig]) -> None:
     """lm-eval's evaluate() with tasks that it builds from the mirror, without an index of all its task definitions."""
     from lm_eval.tasks import TaskManager
 

@@ -1,6 +1,6 @@
 """EvalScope's grading, through the adapter: `python -m benchmarks.evaluation_evalscope --data FOLDER`.
 
-answers: FOLDER holds GSM8K and MATH-500 as files (listed in docs/evaluation.md), from which a mirror is made.
+answers: FOLDER holds GSM8K and MATH-500 as files (`benchmarks.data_sets`), from which a mirror is made.
 EvalScope's own process asks all 1,319 and 500 questions and then grades three sets of answers, each in \\boxed{} as the
 prompt demands: the data's own answer, the answer plus one, and the answer to another question. Bars: own answers all
 right, answers plus one all wrong. Another question's answer may mean the same (x=5 and 5); all that are judged right
@@ -24,12 +24,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from benchmarks.data_sets import mirror_files
 from benchmarks.measure import parser, timed
 from moe_lab.config import BenchmarkConfig
 from moe_lab.evaluation import mirror
-from moe_lab.evaluation.generation import Answer, Question
 from moe_lab.evaluation.harnesses import evalscope
-from moe_lab.evaluation.mirror.make import benchmarks, make
+from moe_lab.evaluation.items import Answer, Item, Reply
+from moe_lab.evaluation.mirror import benchmarks
 from moe_lab.evaluation.sandbox.client import namespaces_missing
 from moe_lab.evaluation.sandbox.policy import Policy
 
@@ -57,7 +58,7 @@ def _check_answers(arguments: argparse.Namespace) -> bool:
     failed = False
     with tempfile.TemporaryDirectory() as root:
         for benchmark in benchmarks(arguments.benchmarks, root):
-            print("\n".join(make(benchmark, arguments.data)), flush=True)
+            mirror_files(benchmark, arguments.data, Path(root, "source"))
             failed |= _check(replace(benchmark, limit=arguments.limit))
     return failed
 
@@ -72,13 +73,13 @@ def _arguments() -> argparse.Namespace:
 
 
 def _check(benchmark: BenchmarkConfig) -> bool:
-    questions, wall, used = timed(lambda: evalscope.ask(benchmark))
+    questions, wall, used = timed(lambda: evalscope.items(benchmark))
     print(f"{benchmark.name}: {len(questions)} questions, {wall:.0f} s, {used:.0f} s of processor time", flush=True)
     own = own_answers(benchmark, questions)
     failed = False
     for kind, change, right in (("own answers", _own, 1.0), ("plus one", _plus_one, 0.0), ("others'", _others, 0.0)):
         given = [change(own, number) for number in range(len(own))]
-        answers = [Answer(q.item, "", boxed(text)) for q, text in zip(questions, given, strict=True)]
+        answers = [Answer(q.name, "", (Reply(boxed(text)),)) for q, text in zip(questions, given, strict=True)]
         graded, wall, used = timed(partial(evalscope.grade, answers, benchmark, Policy()))
         score = round(sum(sample["outcome"] for sample in graded.samples))
         seconds = f"{wall:.0f} s, {used:.0f} s of processor time"
@@ -92,10 +93,11 @@ def _check(benchmark: BenchmarkConfig) -> bool:
     return failed
 
 
-def own_answers(benchmark: BenchmarkConfig, questions: Sequence[Question]) -> list[str]:
+def own_answers(benchmark: BenchmarkConfig, questions: Sequence[Item]) -> list[str]:
     """The data's answer to each question, looked up by the question's text in EvalScope's prompt."""
     of_text = {_question(row): row["answer"].split("####")[-1].strip() for row in mirror.rows(benchmark)}
-    texts = [dict(question.prompt[-1])["content"] for question in questions if not isinstance(question.prompt, str)]
+    conversations: list[Any] = [question.text.prompt for question in questions]
+    texts = [messages[-1]["content"] for messages in conversations]
     return [of_text[text.rsplit("\nPlease reason step by step", 1)[0]] for text in texts]
 
 

@@ -34,12 +34,12 @@ from typing import Any
 from benchmarks.measure import median_misses, parser, timed
 from moe_lab.config import BenchmarkConfig
 from moe_lab.evaluation import mirror
-from moe_lab.evaluation.generation import Answer, Question
 from moe_lab.evaluation.harness import Graded
 from moe_lab.evaluation.harnesses import evalplus_grader
-from moe_lab.evaluation.harnesses.evalplus import KeptGrader, ask, grade, kept_grader, run_grader
+from moe_lab.evaluation.harnesses.evalplus import KeptGrader, grade, items, kept_grader, run_grader
 from moe_lab.evaluation.harnesses.evalplus_grader import GradeRequest
-from moe_lab.evaluation.mirror.make import benchmarks, make
+from moe_lab.evaluation.items import Answer, Item, Reply
+from moe_lab.evaluation.mirror import benchmarks, make
 from moe_lab.evaluation.sandbox.client import namespaces_missing
 from moe_lab.evaluation.sandbox.policy import Policy
 from moe_lab.paths import resolve
@@ -94,7 +94,7 @@ class Count:
 def count(benchmark: BenchmarkConfig, program: Callable[[Problem], str]) -> Count:
     """Grade one program per problem in the form of a model's answers."""
     problems = {row["task_id"]: row for row in mirror.rows(benchmark)}
-    answers = [_answer(question, problems[question.item], program) for question in ask(benchmark)]
+    answers = [_answer(item, problems[item.name], program) for item in items(benchmark)]
     policy = Policy(allow_code_execution=True, sandbox="none" if namespaces_missing() else "namespaces")
 
     def graded_anew() -> Graded:
@@ -107,11 +107,12 @@ def count(benchmark: BenchmarkConfig, program: Callable[[Problem], str]) -> Coun
     return Count(base, plus, wall, used)
 
 
-def _answer(question: Question, problem: Problem, program: Callable[[Problem], str]) -> Answer:
-    if isinstance(question.prompt, str):  # a completion begins where the prompt ends
-        return Answer(question.item, question.prompt, program(problem).removeprefix(problem["prompt"]))
+def _answer(item: Item, problem: Problem, program: Callable[[Problem], str]) -> Answer:
+    prompt = item.text.prompt
+    if isinstance(prompt, str):  # a completion begins where the prompt ends
+        return Answer(item.name, prompt, (Reply(program(problem).removeprefix(problem["prompt"])),))
     said = f"Here is a solution:\n\n```python\n{program(problem)}\n```\n\nIt does what was asked."
-    return Answer(question.item, json.dumps(question.prompt), said)
+    return Answer(item.name, json.dumps(prompt), (Reply(said),))
 
 
 def kept_misses(data: Path | None, before: Path, folder: str) -> bool:
@@ -217,7 +218,7 @@ def main() -> int:
             failed |= kept_misses(arguments.data, arguments.before, f"{folder}/expected")
         os.environ["XDG_CACHE_HOME"] = folder
         for benchmark in benchmarks(arguments.benchmarks, folder):
-            print("\n".join(make(benchmark, arguments.data)), flush=True)
+            print(make(benchmark, arguments.data), flush=True)
             failed |= _check(benchmark)
     return int(failed)
 

@@ -27,9 +27,10 @@ from moe_lab import criteria
 from moe_lab.allocation.problem import limits
 from moe_lab.allocation.uniform import same_share
 from moe_lab.calibration.batches import batches
-from moe_lab.config import CalibrationConfig, ModelConfig
-from moe_lab.evaluation.generation import GenSpec
-from moe_lab.evaluation.local_model import LocalModel
+from moe_lab.config import BenchmarkConfig, CalibrationConfig, ModelConfig
+from moe_lab.evaluation.answers import collect_answers
+from moe_lab.evaluation.engines.hf import LoadedModel
+from moe_lab.evaluation.items import Item, Text
 from moe_lab.models.discover import moe_layers
 from moe_lab.models.load import load_model
 from moe_lab.paths import resolve
@@ -54,7 +55,7 @@ def main() -> int:
     failures: list[str] = []
     for name in arguments.models:
         model, tokenizer = load_model(ModelConfig(name=name, path=f"pocket:{name}", threads=1))
-        subject = LocalModel(model, tokenizer)
+        subject = LoadedModel(model, tokenizer)
         chance = [random_scores(model, seed) for seed in range(arguments.seeds)]
         for skill in SKILLS:
             failures += _skill(subject, name, skill, chance, arguments)
@@ -74,7 +75,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def _skill(
-    subject: LocalModel, name: str, skill: str, chance: Sequence[Scores], arguments: argparse.Namespace
+    subject: LoadedModel, name: str, skill: str, chance: Sequence[Scores], arguments: argparse.Namespace
 ) -> list[str]:
     """Print the losses of one model on one skill; returns the criteria that are not below the random plans."""
     items = [item for benchmark in SKILLS[skill] for item in items_of(benchmark)[: arguments.items]]
@@ -104,14 +105,14 @@ def items_of(benchmark: str) -> list[tuple[str, str]]:
     return [(row["prompt"], row.get("canonical_solution") or f" {row['target']}") for row in rows]
 
 
-def mean_loss(subject: LocalModel, items: Sequence[tuple[str, str]]) -> float:
+def mean_loss(subject: LoadedModel, items: Sequence[tuple[str, str]]) -> float:
     """Mean loss on the right answers in bits per byte."""
-    prompts, answers = zip(*items, strict=True)
-    losses = subject.answer_losses(prompts, answers, GenSpec(1))
+    asked = [Item(str(number), (Text(prompt, 1, reference=answer),)) for number, (prompt, answer) in enumerate(items)]
+    losses = [answer.reply.loss for answer in collect_answers(subject, asked, BenchmarkConfig(name="losses"))]
     return statistics.mean(loss for loss in losses if loss is not None)
 
 
-def pruned_loss(subject: LocalModel, scores: Scores, items: Sequence[tuple[str, str]], ratio: float) -> float:
+def pruned_loss(subject: LoadedModel, scores: Scores, items: Sequence[tuple[str, str]], ratio: float) -> float:
     """The same when the share `ratio` of experts with the lowest scores is masked in every layer."""
     with mask(subject.model, _plan(subject.model, scores, ratio)):
         return mean_loss(subject, items)
@@ -133,7 +134,7 @@ def _score(name: str, inputs: Mapping[int, Mapping[str, Any]], model: Any, seed:
     return {layer: [float(value) for value in values] for layer, values in found.items()}
 
 
-def rankings(subject: LocalModel, skill: str, tokens: int, ablation_tokens: int) -> Iterable[tuple[str, Scores]]:
+def rankings(subject: LoadedModel, skill: str, tokens: int, ablation_tokens: int) -> Iterable[tuple[str, Scores]]:
     """Yield names and scores: exact ablation, then every criterion of whole experts that reads the calibration set."""
     model, tokenizer = subject.model, subject.tokenizer
     few = _rows(skill, ablation_tokens, tokenizer)

@@ -25,10 +25,12 @@ from pathlib import Path
 import torch
 
 from benchmarks.measure import describe, parser, timed
-from moe_lab.config import BackendConfig, ModelConfig
-from moe_lab.evaluation.engine_model import Engine, on_engine
-from moe_lab.evaluation.generation import GenSpec, LanguageModel
-from moe_lab.evaluation.local_model import LocalModel
+from moe_lab.config import BackendConfig, BenchmarkConfig, ModelConfig
+from moe_lab.evaluation.answers import collect_answers
+from moe_lab.evaluation.engines import Engine
+from moe_lab.evaluation.engines.hf import LoadedModel
+from moe_lab.evaluation.engines.vllm import Process, with_checkpoint
+from moe_lab.evaluation.items import Item, Pair, Text
 from moe_lab.models.discover import moe_layers
 from moe_lab.models.files import local_folder
 from moe_lab.models.load import load_model
@@ -48,19 +50,19 @@ def main() -> int:
     items = Path(resolve("pocket:benchmarks/gsm8k.jsonl")).read_text().splitlines()[: arguments.prompts]
     prompts = [json.loads(item)["prompt"] for item in items]
     (network, tokenizer), loading, _ = timed(lambda: load_model(model))
-    engine, starting, _ = timed(lambda: Engine(folder, BACKEND, model))
-    served, loaded = on_engine(engine, folder, model), LocalModel(network, tokenizer)
+    process, starting, _ = timed(lambda: Process(folder, BACKEND, model))
+    served, loaded = with_checkpoint(process, folder, model), LoadedModel(network, tokenizer)
     _work(served, prompts, arguments.tokens)  # the first texts of an engine are slower
 
     def by_mask(plan: Plan) -> list[str]:
-        engine.set_plan(plan)
+        process.set_plan(plan)
         return _work(served, prompts, arguments.tokens)
 
     def by_export(plan: Plan) -> list[str]:
         with tempfile.TemporaryDirectory() as scratch:
             out = export(folder, plan, Path(scratch, "checkpoint"))
-            alone = Engine(out, BACKEND, model)
-            texts = _work(on_engine(alone, out, model), prompts, arguments.tokens)
+            alone = Process(out, BACKEND, model)
+            texts = _work(with_checkpoint(alone, out, model), prompts, arguments.tokens)
             alone.close()
         return texts
 
@@ -78,10 +80,11 @@ def main() -> int:
             texts.append(made)
             seconds[way].append(wall)
         equal &= texts[0] == texts[1] == texts[2]
-    engine.close()
+    process.close()
     _show(seconds, {"masks": starting, "exports": 0.0, "transformers": loading})
     print(f"{arguments.plans} plans, {len(prompts)} prompts, {arguments.tokens} new tokens")
-    print(f"{describe('cpu')}, vLLM {engine.about['vllm']}; texts of the three ways are {'' if equal else 'NOT '}equal")
+    same = "" if equal else "NOT "
+    print(f"{describe('cpu')}, vLLM {process.about['vllm']}; texts of the three ways are {same}equal")
     return int(not equal)
 
 
@@ -105,11 +108,13 @@ def _plans(network: torch.nn.Module, count: int) -> Iterator[Plan]:
         yield Plan(kept, counts)
 
 
-def _work(subject: LanguageModel, prompts: list[str], tokens: int) -> list[str]:
+def _work(engine: Engine, prompts: list[str], tokens: int) -> list[str]:
     """The texts that follow the prompts; also asks for a likelihood of each prompt's second half."""
-    rows = subject.encoded(prompts, GenSpec(1))
-    subject.log_likelihoods(rows, [len(row) // 2 for row in rows], 64)
-    return subject.generate(prompts, GenSpec(tokens))
+    items = []
+    for number, prompt in enumerate(prompts):
+        half = len(prompt) // 2
+        items.append(Item(str(number), (Text(prompt, tokens), Pair(prompt[:half], prompt[half:]))))
+    return [answer.reply.text or "" for answer in collect_answers(engine, items, BenchmarkConfig(name="plans"))]
 
 
 def _show(seconds: dict[str, list[float]], starts: dict[str, float]) -> None:

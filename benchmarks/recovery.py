@@ -33,7 +33,7 @@ from moe_lab.allocation.problem import limits
 from moe_lab.allocation.uniform import same_share
 from moe_lab.calibration.batches import batches
 from moe_lab.config import BenchmarkConfig, CalibrationConfig, ModelConfig, RecoveryConfig
-from moe_lab.evaluation.local_model import LocalModel
+from moe_lab.evaluation.engines.hf import LoadedModel
 from moe_lab.evaluation.run import evaluate
 from moe_lab.evaluation.sandbox.policy import Policy
 from moe_lab.models.discover import moe_layers
@@ -171,7 +171,7 @@ def _divergence(model: Any, teacher: Any, held_out: list[tuple[torch.Tensor, tor
 def _print_model(model: Any, tokenizer: Any, limit: int | None) -> None:
     benchmark = BenchmarkConfig(**_conf("benchmark/pocket_gsm8k"), limit=limit)
     with tempfile.TemporaryDirectory() as folder:
-        result = evaluate(LocalModel(model, tokenizer), benchmark, Path(folder), policy=Policy())[0]
+        result = evaluate(LoadedModel(model, tokenizer), benchmark, Path(folder), policy=Policy())[0]
     held = storage(model)
     print(
         f"word problems {result['score']:.3f} of {result['n']}, experts {held['experts']:9,} bytes, "

@@ -48,12 +48,19 @@ class Sample(TypedDict):
     """Result name, as in Result."""
     item: str
     """The item's id in its data file, or its number there."""
+    replicate: int
+    """Number of the answer among several to the same item; 0 for the first."""
     outcome: float
     """1 if right, 0 if wrong, a share for partial credit; for windows of perplexity, nats per token."""
     prompt_hash: str
     """sha256 of the prompt, first 16 hexadecimal digits."""
-    output: str
-    """The generated text, or the log-likelihoods of the choices as JSON."""
+    thought: str
+    """What the model wrote before its answer, with its marks; empty where it did not think."""
+    output: str | None
+    """The answer that it wrote, or the log-likelihoods of the choices as JSON; None where a thought does not end."""
+    ended: str | None
+    """Why the text ended: end (an end token), stop (a stop text), limit (too many tokens), too_long (nothing was
+    written, because prompt and limit together are too long); None where nothing was to be written."""
     extracted: str
     """The graded answer."""
     answer_loss: NotRequired[float | None]

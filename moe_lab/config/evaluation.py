@@ -66,6 +66,10 @@ class BenchmarkConfig:
     """The harness's task: its own name for it, a task file, a data file, or `pocket:benchmarks/FILE`."""
     data: str | None = None
     """Data set on the hub, such as allenai/ai2_arc; it is read from its mirror under data_root."""
+    revision: str | None = None
+    """Commit of the data set that is mirrored; null: the newest."""
+    url: str | None = None
+    """Address of the file that is mirrored, for data that is not on the hub."""
     subset: str | None = None
     """Configuration of the data set, such as ARC-Challenge."""
     split: str | None = None

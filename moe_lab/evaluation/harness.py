@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,6 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from moe_lab.config import BenchmarkConfig
+from moe_lab.errors import UserError
 from moe_lab.results import Result, Sample
 
 
@@ -91,15 +91,12 @@ HARNESSES: Mapping[str, Harness] = {
         reads_path=True,
     ),
 }
-"""Harnesses by name, which is also the name of their module in `harnesses/`. A module of a harness with two phases
-imports no torch and has
+"""Harnesses by name, which is also the name of their module in `harnesses/`. Each module has
 
-    ask(benchmark) -> list[Question]
-    stops(benchmark) -> texts that end an answer
-    grade(answers, benchmark, policy) -> Graded
+    items(benchmark) -> list[Item]                       what is asked; the same in every process
+    grade(answers, benchmark, policy) -> Graded          without a model
 
-and SKIPS_LONG = True if an item whose prompt is too long is graded without a text. Other modules have
-evaluate(model, benchmark, policy) -> Graded.
+and imports no torch.
 """
 
 
@@ -117,9 +114,13 @@ class Graded:
     """Number of items that may lack an outcome; the protocol names them."""
 
 
-def prompt_hash(prompt: str) -> str:
-    """First 16 hexadecimal digits of the prompt's sha256."""
-    return hashlib.sha256(prompt.encode("utf-8", "surrogatepass")).hexdigest()[:16]
+def check_count(benchmark: BenchmarkConfig, count: int) -> None:
+    """Raise UserError unless `count`, the items in the benchmark's data, is the expected number."""
+    if benchmark.expected is not None and count != benchmark.expected:
+        raise UserError(
+            f"benchmark {benchmark.name} has {count} items and should have {benchmark.expected}: its data is not the "
+            f"published set, or expected is wrong"
+        )
 
 
 def mean_result(name: str, metric: str, samples: Sequence[Sample], benchmark: BenchmarkConfig) -> Result:

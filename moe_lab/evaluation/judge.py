@@ -1,18 +1,18 @@
-"""A language model that grades texts, behind an OpenAI-compatible endpoint, with retries and a cache of replies."""
+"""A language model that grades texts, behind an OpenAI-compatible endpoint, with a cache of replies.
+
+The client of `openai` repeats requests while the endpoint is busy, broken or unreachable.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
-import random
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from email.utils import parsedate_to_datetime
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -23,10 +23,8 @@ from moe_lab.errors import Unavailable
 from moe_lab.evaluation.rubric import Unparsable, judge_identity, score
 from moe_lab.json_files import read_json, write_json
 
-FIRST_WAIT, LONGEST_WAIT = 1.0, 60.0
-"""Seconds before the second request, and the most before any request."""
-_BUSY = (408, 409, 425, 429)
-"""HTTP status codes below 500 after which a request is sent again, as it is after any from 500 on."""
+_BUSY = (408, 409, 429)
+"""HTTP status codes below 500 after which the client sends a request again, as it does after any from 500 on."""
 _BROKEN = ("abort", "error", "content_filter")
 """Reasons why a reply ends that leave it incomplete. Endpoints have words of their own for complete ones."""
 _EXCERPT = 80
@@ -53,16 +51,6 @@ class Judge:
 
     def __init__(self, settings: JudgeConfig, cache: Path) -> None:
         self.settings, self.cache = settings, cache
-        local = urlsplit(settings.url).hostname in ("localhost", "127.0.0.1", "::1")
-        self._client = openai.OpenAI(
-            base_url=settings.url,
-            api_key=os.environ.get(settings.key_variable, "").strip() or "none",
-            timeout=settings.timeout,
-            max_retries=0,
-            http_client=openai.DefaultHttpxClient(trust_env=False) if local else None,  # no proxy to this machine
-        )
-        self._stop = threading.Event()
-        self._refusal: Unavailable | None = None
 
     def verdicts(self, prompts: Sequence[str], tolerated: int) -> list[Verdict]:
         """A verdict for each prompt, in order.
@@ -70,42 +58,58 @@ class Judge:
         Raises Unavailable as soon as more than `tolerated` prompts got no score, with the first reason, and immediately
         when the endpoint refuses a request. Address and key are not part of a step, so another run may succeed.
         """
-        self._stop.clear()
-        self._refusal = None
         unscored: list[Verdict] = []
-        with ThreadPoolExecutor(self.settings.parallel) as pool:
-            futures = [pool.submit(self._verdict, prompt) for prompt in prompts]
+        refused = threading.Event()
+        with self._client() as client:  # closed, it ends the requests that are still being repeated
+            pool = ThreadPoolExecutor(self.settings.parallel)
             try:
+                futures = [pool.submit(self._verdict, client, prompt, refused) for prompt in prompts]
                 for future in as_completed(futures):
                     verdict = future.result()
-                    if self._refusal is not None:
-                        raise self._refusal
                     if verdict.score is None:
                         unscored.append(verdict)
-                    if len(unscored) > tolerated:
+                    if len(unscored) > tolerated and not refused.is_set():
                         raise Unavailable(
                             f"judge {self.settings.model} at {self.settings.url} gave no score to {len(unscored)} of "
                             f"{len(prompts)} answers, and at most {tolerated} may go without: {unscored[0].reply}"
                         )
             finally:
-                self._stop.set()
+                refused.set()
                 pool.shutdown(wait=False, cancel_futures=True)
         return [future.result() for future in futures]
 
-    def _verdict(self, prompt: str) -> Verdict:
+    def _client(self) -> openai.OpenAI:
+        local = urlsplit(self.settings.url).hostname in ("localhost", "127.0.0.1", "::1")
+        return openai.OpenAI(
+            base_url=self.settings.url,
+            api_key=os.environ.get(self.settings.key_variable, "").strip() or "none",
+            timeout=self.settings.timeout,
+            max_retries=self.settings.attempts - 1,
+            http_client=openai.DefaultHttpxClient(trust_env=False) if local else None,  # no proxy to this machine
+        )
+
+    def _verdict(self, client: openai.OpenAI, prompt: str, refused: threading.Event) -> Verdict:
+        """The verdict on one prompt. Raises Unavailable, and sets `refused`, when the endpoint refuses the request."""
         file = self._file(prompt)
         with suppress(OSError, ValueError):  # not in the cache, or damaged: request it
             reply = read_json(file, {"reply": str})["reply"]
             return Verdict(score(reply), reply, cached=True)
         reason = "canceled"
-        for _ in range(0 if self._stop.is_set() else self.settings.unparsable_attempts):
+        for _ in range(0 if refused.is_set() else self.settings.unparsable_attempts):
             try:
-                reply = self._reply(prompt)
+                reply = self._reply(client, prompt)
                 verdict = Verdict(score(reply), reply)
             except Unparsable as error:
                 reason = f"{self.settings.unparsable_attempts} replies in a row without a usable score ({error})"
-            except _NoReply as error:
-                return Verdict(None, str(error))
+            except openai.APITimeoutError:
+                return Verdict(None, f"no answer within {self.settings.timeout:g} s")
+            except openai.APIConnectionError as error:
+                return Verdict(None, f"no connection ({error.__cause__ or error})")
+            except openai.APIStatusError as error:
+                if error.status_code >= 500 or error.status_code in _BUSY:
+                    return Verdict(None, f"HTTP {error.status_code}")
+                refused.set()
+                raise self._refused(error) from None
             else:
                 file.parent.mkdir(parents=True, exist_ok=True)
                 write_json(file, {"judge": judge_identity(self.settings), "reply": reply})
@@ -117,38 +121,16 @@ class Judge:
         key = hashlib.sha256(document.encode()).hexdigest()
         return self.cache / key[:2] / f"{key}.json"
 
-    def _reply(self, prompt: str) -> str:
-        """The judge's reply. Raises _NoReply when the endpoint is busy, broken or unreachable for too long."""
-        for attempt in range(1, self.settings.attempts + 1):
-            requested_wait = 0.0
-            try:
-                return _text(self._request(prompt))
-            except openai.APITimeoutError:
-                reason = f"no answer within {self.settings.timeout:g} s"
-            except openai.APIConnectionError as error:
-                reason = f"no connection ({error.__cause__ or error})"
-            except openai.APIStatusError as error:
-                if error.status_code < 500 and error.status_code not in _BUSY:
-                    self._refusal = self._refused(error)
-                    self._stop.set()
-                    raise self._refusal from None
-                reason = f"HTTP {error.status_code}"
-                requested_wait = _retry_after(error.response.headers.get("retry-after"))
-            if attempt == self.settings.attempts or self._stop.wait(_pause(attempt, requested_wait)):
-                break
-        raise _NoReply(f"{reason}, after {attempt} {'attempt' if attempt == 1 else 'attempts'}")
-
-    def _request(self, prompt: str) -> bytes:
-        """The body of the endpoint's response."""
-        answer = self._client.chat.completions.with_raw_response.create(
+    def _reply(self, client: openai.OpenAI, prompt: str) -> str:
+        """The judge's reply. Raises openai.APIError without one, and Unparsable for one that is none or incomplete."""
+        response = client.chat.completions.with_raw_response.create(
             model=self.settings.model,
             messages=[{"role": "user", "content": prompt}],
             temperature=self.settings.temperature,
             max_tokens=self.settings.max_tokens,
             extra_body=self.settings.extra or None,
         )
-        body: bytes = answer.content
-        return body
+        return _text(response.content)
 
     def _refused(self, error: openai.APIStatusError) -> Unavailable:
         hint = {
@@ -164,25 +146,6 @@ class Judge:
         )
 
 
-class _NoReply(Exception):
-    """The endpoint did not answer in any attempt."""
-
-
-def _pause(attempt: int, requested: float) -> float:
-    """Seconds before the next request: exponential backoff, at least what the endpoint requested, but limited."""
-    backoff = FIRST_WAIT * 2.0 ** (attempt - 1) * random.uniform(0.5, 1)
-    return min(LONGEST_WAIT, max(backoff, requested * random.uniform(1, 1.1)))
-
-
-def _retry_after(header: str | None) -> float:
-    """Seconds to wait from a Retry-After header, which is a number or a date; 0 if it is neither."""
-    with suppress(TypeError, ValueError):
-        return max(0.0, float(header or 0))
-    with suppress(TypeError, ValueError):
-        return max(0.0, (parsedate_to_datetime(str(header)) - datetime.now(UTC)).total_seconds())
-    return 0.0
-
-
 def _text(body: bytes) -> str:
     """The message in a response.
 
@@ -190,9 +153,11 @@ def _text(body: bytes) -> str:
     """
     try:
         choice = json.loads(body)["choices"][0]
-        content = str(choice["message"]["content"] or "")
+        content = choice["message"]["content"] or ""
     except (ValueError, KeyError, IndexError, TypeError):
         raise Unparsable(f"no chat completion: {body[:_EXCERPT]!r}") from None
+    if not isinstance(content, str):
+        raise Unparsable(f"a {type(content).__name__} in place of a text")
     if choice.get("finish_reason") in _BROKEN:
         raise Unparsable(f"ended by finish_reason={choice['finish_reason']}")
     if choice.get("finish_reason") == "length" and '"score"' not in content:

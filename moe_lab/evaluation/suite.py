@@ -12,7 +12,7 @@ from moe_lab.calibration.sources import FOREIGN, check_text, file_format, suffix
 from moe_lab.config import BenchmarkConfig, Config
 from moe_lab.errors import UserError, unknown, user_errors
 from moe_lab.evaluation import mirror, rubric
-from moe_lab.evaluation.harness import HARNESSES, installed
+from moe_lab.evaluation.harness import HARNESSES, check_count, installed
 from moe_lab.evaluation.harnesses import evalscope, lm_eval_folders
 from moe_lab.evaluation.sandbox.policy import LIMITED, Policy
 from moe_lab.paths import PREFIX, resolve
@@ -216,12 +216,3 @@ def _check_items(benchmark: BenchmarkConfig) -> None:
         return
     with items.open("rb") as lines:
         check_count(benchmark, sum(1 for line in lines if line.strip()))
-
-
-def check_count(benchmark: BenchmarkConfig, count: int) -> None:
-    """Raise UserError unless `count`, the items in the benchmark's data, is the expected number."""
-    if benchmark.expected is not None and count != benchmark.expected:
-        raise UserError(
-            f"benchmark {benchmark.name} has {count} items and should have {benchmark.expected}: its data is not the "
-            f"published set, or expected is wrong"
-        )

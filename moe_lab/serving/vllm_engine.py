@@ -2,25 +2,24 @@
 
     python -m moe_lab.serving.vllm_engine      (in the environment of vLLM)
 
-Each line of standard input is a request, [name of a method of `Engine`, its arguments]. The answers are lines too:
-any number of {"item": ...}, then {"done": result} or {"error": sentence}. The process ends with its standard input.
+Requests and replies are those of `moe_lab/child_process.py`, for the methods of `Engine`.
 
 A plan of whole experts is a mask in every router (`vllm_masks.py`).
 """
 
 from __future__ import annotations
 
-import json
 import os
-import queue
 import shutil
 import sys
 import tempfile
-import threading
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
+
+from moe_lab.child_process import serve
 
 PROBE_TOKENS = 24
 """Tokens of the text that shows whether a mask takes effect."""
@@ -176,13 +175,6 @@ def _difference(first: Sequence[float], second: Sequence[float]) -> float:
     return max(abs(one - other) for one, other in zip(first, second, strict=True))
 
 
-def _listen(requests: queue.SimpleQueue[Any], folder: str) -> None:
-    for line in sys.stdin:
-        requests.put(json.loads(line))
-    shutil.rmtree(folder, ignore_errors=True)
-    os._exit(0)  # whoever asked has ended
-
-
 def _show_package(folder: str) -> None:
     """Let processes that vLLM starts import this moe_lab, and no other package that is installed beside it."""
     Path(folder, "moe_lab").symlink_to(Path(__file__).resolve().parents[1])
@@ -191,39 +183,7 @@ def _show_package(folder: str) -> None:
     sys.path.insert(0, folder)  # which processes of multiprocessing inherit
 
 
-def _sentence(error: Exception) -> str:
-    """The message of an error; without the frame that pydantic puts around it."""
-    reasons = [each["msg"] for each in error.errors()] if hasattr(error, "errors") else [str(error)]
-    return f"{type(error).__name__}: {' '.join('; '.join(reasons).split())}"
-
-
-def serve(replies: IO[str]) -> None:
-    """Do what standard input asks for, until it ends."""
-    requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    folder = tempfile.mkdtemp(prefix=f"moe_lab-vllm-{os.getpid()}-")
-    _show_package(folder)
-    threading.Thread(target=_listen, args=(requests, folder), daemon=True).start()
-    engine = Engine()
-
-    def reply(**content: Any) -> None:
-        replies.write(json.dumps(content) + "\n")
-        replies.flush()
-
-    while True:
-        method, arguments = requests.get()
-        try:
-            result = getattr(engine, method)(**arguments)
-            if isinstance(result, Iterator):
-                for item in result:
-                    reply(item=item)
-                result = None
-            reply(done=result)
-        except Exception as error:  # noqa: BLE001 - whatever vLLM raises is the reason that the other process reports
-            reply(error=_sentence(error))
-            sys.excepthook(*sys.exc_info())
-
-
 if __name__ == "__main__":
-    channel = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what vLLM prints goes to the log, not between the replies
-    serve(channel)
+    shown = tempfile.mkdtemp(prefix=f"moe_lab-vllm-{os.getpid()}-")
+    _show_package(shown)
+    serve(Engine(), partial(shutil.rmtree, shown, ignore_errors=True))

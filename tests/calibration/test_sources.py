@@ -308,8 +308,9 @@ LINES = "\n = Heading = \n \n One sentence . \n\n\n Another , after two empty ro
 @pytest.mark.parametrize("file", ["tiny", "wikitext2_test.txt", "wikitext2_valid.txt"])
 def test_calibration_reads_wikitext_as_perplexity_does(file: str, tmp_path: Path) -> None:
     """Rows joined by blank lines, empty ones included: from a text, from records, and from the mirror."""
+    from benchmarks.data_sets import mirror_files
     from moe_lab.evaluation.harnesses import perplexity
-    from moe_lab.evaluation.mirror import make as mirror_make
+    from moe_lab.evaluation.mirror import benchmarks
 
     if file == "tiny":
         text = LINES
@@ -320,9 +321,9 @@ def test_calibration_reads_wikitext_as_perplexity_does(file: str, tmp_path: Path
     rows = [f"{line}\n" if line.strip() else "" for line in text.split("\n")[:-1]]
     (tmp_path / "wikitext2_test.txt").write_text(text, encoding="utf-8")
     records = written(tmp_path / "rows.jsonl", lines(*({"text": row} for row in rows)))
-    (benchmark,) = mirror_make.benchmarks(["wikitext2"], str(tmp_path / "data"))
-    mirror_make.make(benchmark, tmp_path)
-    _, measured = perplexity._text(benchmark)
+    (benchmark,) = benchmarks(["wikitext2"], str(tmp_path / "data"))
+    mirror_files(benchmark, tmp_path, tmp_path / "source")
+    measured = perplexity._text(benchmark)
     chosen = OmegaConf.to_object(
         OmegaConf.merge(OmegaConf.structured(CalibrationConfig), OmegaConf.load(conf() / "calibration/wikitext2.yaml"))
     )
@@ -388,6 +389,6 @@ def test_one_text_of_all_documents(tmp_path: Path) -> None:
 
 def test_a_text_for_perplexity_is_read_as_one_for_calibration_is(tmp_path: Path) -> None:
     records = written(tmp_path / "a.jsonl", lines({"text": "one"}))
-    assert perplexity._text(BenchmarkConfig("p", "perplexity", str(records)))[1] == "one"
+    assert perplexity._text(BenchmarkConfig("p", "perplexity", str(records))) == "one"
     pickled = BenchmarkConfig("p", "perplexity", str(written(tmp_path / "a.pkl", "x")), reports={"p": "loss"})
     assert "suite.path" in suite.wrong([pickled])[0] and "pickles" in suite.wrong([pickled])[0]

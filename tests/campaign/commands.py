@@ -467,7 +467,7 @@ def _main(module: str, words: list[str]) -> int | None:
     if module == "analysis":
         return importlib.import_module("analysis.__main__").main(words)
     if module == "moe_lab.evaluation.mirror":
-        return importlib.import_module("moe_lab.evaluation.mirror.make").main(words)
+        return importlib.import_module("moe_lab.evaluation.mirror").main(words)
     main = importlib.import_module(module).main
     return main(words) if module == "moe_lab.inspect" else main()
 

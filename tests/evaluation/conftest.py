@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from moe_lab.config import ModelConfig
-from moe_lab.evaluation.local_model import LocalModel
+from moe_lab.evaluation.engines.hf import LoadedModel
 from moe_lab.evaluation.sandbox.client import Runner, namespaces_missing
 from moe_lab.models.load import load_model
 from moe_lab.paths import shipped
@@ -32,8 +32,8 @@ def confined() -> Any:
 
 
 @pytest.fixture(scope="session")
-def subject() -> LocalModel:
+def subject() -> LoadedModel:
     """The shipped model."""
     if "olmoe" not in shipped():
         pytest.skip("the pocket model is not there")
-    return LocalModel(*load_model(ModelConfig(name="pocket", path="pocket:olmoe", threads=1)))
+    return LoadedModel(*load_model(ModelConfig(name="pocket", path="pocket:olmoe", threads=1)))

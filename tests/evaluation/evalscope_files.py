@@ -15,7 +15,7 @@ import pyarrow as arrow
 import pyarrow.parquet as parquet
 
 from moe_lab.config import BenchmarkConfig
-from moe_lab.evaluation.mirror.make import make
+from moe_lab.evaluation.mirror import make
 
 DATES = {"start_date": "2025-01-01", "end_date": "2025-04-30"}
 _STARTER = "class Solution:\n    def largest(self, numbers: List[int], times: int) -> List[int]:\n        "
@@ -76,5 +76,5 @@ def write(of: BenchmarkConfig, rows: Mapping[str, Sequence[Mapping[str, Any]]]) 
     source = Path(of.root, "source")
     source.mkdir(parents=True, exist_ok=True)
     for split, each in rows.items():
-        parquet.write_table(arrow.Table.from_pylist(list(each)), source / f"{of.name}_{split}.parquet")
+        parquet.write_table(arrow.Table.from_pylist(list(each)), source / f"{split}.parquet")
     make(of, source)

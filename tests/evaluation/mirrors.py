@@ -1,15 +1,21 @@
-"""Miniature data sets in the exact schema of the hub, and mirrors made of them."""
+"""Miniature data sets in the exact schema of the hub, mirrors made of them, and a hub that serves them."""
 
 from __future__ import annotations
 
+import hashlib
+import json
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from harness_files import write_lines
-
+from benchmarks.data_sets import write_data_set
 from moe_lab.config import BenchmarkConfig
-from moe_lab.evaluation.mirror.make import benchmarks, make
+from moe_lab.evaluation.mirror import benchmarks, make
 
 Rows = list[dict[str, Any]]
 
@@ -86,9 +92,66 @@ def mirrored(folder: Path, name: str, rows: Rows, **more: Rows) -> BenchmarkConf
     """The benchmark with a mirror under folder/data of rows for the split that is asked and `more` splits."""
     (benchmark,) = benchmarks([name], str(folder / "data"))
     benchmark = replace(benchmark, expected=len(rows))
-    source = folder / f"{name}_source"
-    source.mkdir()
+    parts: dict[tuple[str, str], Rows] = {}
     for split, content in {str(benchmark.split): rows, **more}.items():
-        write_lines(source / f"{name}_{split}.jsonl", content)
-    make(benchmark, source)
+        for row in content:
+            subset = benchmark.subset or (row["subject"] if name == "mmlu" else "default")
+            parts.setdefault((subset, split), []).append(row)
+    make(benchmark, write_data_set(folder / f"{name}_source", parts))
     return benchmark
+
+
+_ROUTE = re.compile(r"/(?:api/)?datasets/([^/]+/[^/]+)/(revision|tree|resolve)/(\w+)/?([^?]*)")
+
+
+class _Hub(BaseHTTPRequestHandler):
+    folder: Path
+    sent: list[str]
+
+    def do_GET(self) -> None:
+        route = _ROUTE.match(self.path)
+        if route is None or not (self.folder / route[1]).is_dir():
+            self._send(b"{}", {"X-Error-Code": "RepoNotFound"}, 404)
+            return
+        name, asked, revision, path = route.groups()
+        files = {file.relative_to(self.folder / name).as_posix(): file for file in (self.folder / name).rglob("*.*")}
+        if asked == "resolve":
+            content = files[path].read_bytes()
+            if self.command == "GET":
+                self.sent.append(f"{revision}/{path}")
+            self._send(content, {"ETag": f'"{hashlib.sha1(content).hexdigest()}"', "X-Repo-Commit": revision})
+        elif asked == "tree":
+            about = {"type": "file", "oid": "0" * 40}
+            self._send_json([{**about, "path": path, "size": f.stat().st_size} for path, f in files.items()])
+        else:
+            self._send_json({"id": name, "sha": revision, "siblings": []})
+
+    do_HEAD = do_GET
+
+    def _send_json(self, document: Any) -> None:
+        self._send(json.dumps(document).encode(), {})
+
+    def _send(self, content: bytes, headers: dict[str, str], status: int = 200) -> None:
+        self.send_response(status)
+        for header, value in {"Content-Length": str(len(content)), **headers}.items():
+            self.send_header(header, value)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(content)
+
+    def log_message(self, *arguments: Any) -> None:
+        """Says nothing."""
+
+
+@contextmanager
+def hub(folder: Path) -> Iterator[tuple[str, list[str]]]:
+    """The address of a hub with the data sets folder/OWNER/NAME, and the files that were sent, as revision/path."""
+    sent: list[str] = []
+    handler = type("Hub", (_Hub,), {"folder": folder, "sent": sent})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}", sent
+    finally:
+        server.shutdown()
+        server.server_close()

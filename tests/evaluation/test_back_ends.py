@@ -1,4 +1,4 @@
-"""The same GenSpec gives the same greedy text from a loaded model and from a server of its checkpoint."""
+"""The same prompt gives the same greedy text from a loaded model and from a server of its checkpoint."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from asking import write
 from processes import quoted
 
 from moe_lab.config import BackendConfig, JudgeConfig, ModelConfig
-from moe_lab.evaluation.generation import GenSpec
+from moe_lab.evaluation.answers import render
+from moe_lab.evaluation.engines.hf import LoadedModel
+from moe_lab.evaluation.engines.server import serving
 from moe_lab.evaluation.judge import Judge
-from moe_lab.evaluation.local_model import LocalModel
-from moe_lab.evaluation.server import serving
 from moe_lab.models.load import load_model
 from moe_lab.paths import resolve
 
@@ -30,7 +31,7 @@ def prompts(name: str, count: int) -> list[str]:
 
 
 @pytest.fixture
-def chatty(tmp_path: Path, subject: LocalModel) -> Path:
+def chatty(tmp_path: Path, subject: LoadedModel) -> Path:
     """The shipped model with a chat template, and settings of generation that would change every text."""
     folder = tmp_path / "chatty"
     folder.mkdir()
@@ -60,22 +61,18 @@ def test_both_back_ends_write_the_same(server: str, chatty: Path, tmp_path: Path
     if server == "stand-in" and real:
         pytest.skip("the server it stands in for is there")
     model = ModelConfig(name="chatty", path=str(chatty), threads=1)
-    loaded = LocalModel(*load_model(model))
+    loaded = LoadedModel(*load_model(model))
     asked = [*prompts("gsm8k", 3), *prompts("wildbench", 3), *prompts("humaneval", 4)]
     endings = {prompt[-1] for prompt in asked}
-    specs = [
-        GenSpec(24, batch_size=4),
-        GenSpec(40, stop=("\ndef ", ")", "\n\n", *(f"{end} " for end in endings)), batch_size=4),
-    ]
+    stop = ("\ndef ", ")", "\n\n", *(f"{end} " for end in endings))
     chats = [[{"role": "user", "content": prompt}] for prompt in asked[:4]]
     with serving(chatty, BackendConfig("server", COMMANDS[server], 60), model, "n") as served:
-        for spec in specs:
-            assert served.generate(asked, spec) == loaded.generate(asked, spec)
-        rendered = [served.render(chat) for chat in chats]
-        assert rendered == [loaded.render(chat) for chat in chats]
-        spec = GenSpec(16, special_tokens=False)
-        texts = served.generate(rendered, spec)
-        assert texts == loaded.generate(rendered, spec) and any(texts)
+        assert write(served, asked, batch_size=4) == write(loaded, asked, batch_size=4)
+        assert write(served, asked, 40, stop=stop) == write(loaded, asked, 40, stop=stop)
+        rendered = [render(served, chat) for chat in chats]
+        assert rendered == [render(loaded, chat) for chat in chats]
+        texts = write(served, rendered, 16, chat=True)
+        assert texts == write(loaded, rendered, 16, chat=True) and any(texts)
         if server == "transformers":
             at = served.completions
             judge = Judge(JudgeConfig("j", at.model, at.url, max_tokens=8, unparsable_attempts=1), tmp_path / "cache")

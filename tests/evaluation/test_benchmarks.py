@@ -11,31 +11,33 @@ from typing import Any
 import pyarrow.parquet as parquet
 import pytest
 import torch
+from asking import ask, write
 from evalplus.provider.utility import EOS
 from harness_files import problem, write_lines
 
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError
 from moe_lab.evaluation import suite
-from moe_lab.evaluation.generation import GenSpec
-from moe_lab.evaluation.local_model import LocalModel
+from moe_lab.evaluation.engines import Written
+from moe_lab.evaluation.engines.hf import LoadedModel
 from moe_lab.evaluation.run import evaluate
 from moe_lab.evaluation.sandbox.client import namespaces_missing
 from moe_lab.evaluation.sandbox.policy import LIMITED, NAMESPACES, UNCONFINED, Policy
+from moe_lab.results import Sample
 
 ALLOWED = Policy(allow_code_execution=True, sandbox="auto" if not namespaces_missing() else "none")
 TEXT = "Karl took the spoon to the mill.\nThen it began to rain, and nobody was surprised. " * 12
 
 
 def test_programs_are_completed_and_graded(
-    subject: LocalModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    subject: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Right answers are made to be what the model writes; one problem wants something else."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     words = Path(suite.resolve("pocket:benchmarks/humaneval.jsonl")).read_text().splitlines()[:3]
     problems = [json.loads(line) for line in words]
     stop = ("\ndef ", "\nclass ", "\nimport ", "\nfrom ", "\nassert ", *EOS)
-    written = subject.generate([row["prompt"].strip() + "\n" for row in problems], GenSpec(64, stop))
+    written = write(subject, [row["prompt"].strip() + "\n" for row in problems], 64, stop=stop)
     for row, body in zip(problems, written, strict=True):
         row["canonical_solution"] = body
     problems[2]["canonical_solution"] = "    return 'something else'\n"
@@ -67,7 +69,7 @@ def test_programs_are_completed_and_graded(
     ]
     assert table[0]["extracted"].endswith(problems[0]["prompt"].strip() + "\n" + written[0])
     prompts, bodies = ([row[name] for row in problems] for name in ("prompt", "canonical_solution"))
-    losses = subject.answer_losses(prompts, bodies, GenSpec(1))
+    losses = [reply.loss for reply in ask(subject, prompts, 1, references=bodies)]
     assert [row["answer_loss"] for row in table] == pytest.approx([*losses, *losses], abs=1e-5)
     protocol = json.loads((tmp_path / "out" / "result.json").read_text())["protocol"]
     assert protocol["sandbox"] == (UNCONFINED if namespaces_missing() else NAMESPACES)
@@ -75,7 +77,7 @@ def test_programs_are_completed_and_graded(
 
 
 def test_without_namespaces_only_closed_world_programs_of_shipped_benchmarks_run(
-    subject: LocalModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    subject: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("moe_lab.evaluation.sandbox.policy.namespaces_missing", lambda: "not on this machine")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -98,11 +100,11 @@ def test_without_namespaces_only_closed_world_programs_of_shipped_benchmarks_run
     assert evaluate(subject, foreign, tmp_path / "other", policy=Policy(True, "none"))[0]["n"] == 4
 
 
-def test_stories_are_scored_by_the_share_of_their_rules(subject: LocalModel, tmp_path: Path) -> None:
+def test_stories_are_scored_by_the_share_of_their_rules(subject: LoadedModel, tmp_path: Path) -> None:
     prompt = (
         "Write a story about Karl, a spoon and the mill. Karl feels tired. End with: Then it began to rain.\nStory:"
     )
-    (story,) = subject.generate([prompt], GenSpec(48))
+    (story,) = write(subject, [prompt], 48)
     word = story.split()[0].strip(".,")
     rules = [{"rule": "mentions", "text": word}, {"rule": "mentions", "text": "Xylophone"}]
     data = write_lines(
@@ -118,12 +120,12 @@ def test_stories_are_scored_by_the_share_of_their_rules(subject: LocalModel, tmp
     (result,) = evaluate(subject, benchmark, tmp_path / "out", policy=Policy())
     assert (result["score"], result["n"]) == (0.75, 2)
     first, second = parquet.read_table(tmp_path / "out" / "samples.parquet").to_pylist()
-    assert first["answer_loss"] == pytest.approx(subject.answer_losses([prompt], [story], GenSpec(1))[0], abs=1e-5)
+    assert first["answer_loss"] == pytest.approx(ask(subject, [prompt], 1, references=[story])[0].loss, abs=1e-5)
     assert second["answer_loss"] is None
     assert (first["item"], first["outcome"], first["output"], first["extracted"]) == ("a", 0.5, story, "[true, false]")
 
 
-def test_perplexity_equals_an_independent_computation(subject: LocalModel, tmp_path: Path) -> None:
+def test_perplexity_equals_an_independent_computation(subject: LoadedModel, tmp_path: Path) -> None:
     file = tmp_path / "text.txt"
     file.write_text(TEXT)
     benchmark = BenchmarkConfig(
@@ -155,7 +157,7 @@ def test_perplexity_equals_an_independent_computation(subject: LocalModel, tmp_p
     assert [row["outcome"] for row in table if row["benchmark"] == "loss"] == pytest.approx(per_window, rel=1e-4)
 
 
-def test_the_folder_of_an_evaluation_is_whole_or_not_there(subject: LocalModel, tmp_path: Path) -> None:
+def test_the_folder_of_an_evaluation_is_whole_or_not_there(subject: LoadedModel, tmp_path: Path) -> None:
     file = tmp_path / "text.txt"
     file.write_text(TEXT)
     benchmark = BenchmarkConfig(name="p", harness="perplexity", task=str(file), reports={"p": "loss"}, limit=2)
@@ -164,20 +166,20 @@ def test_the_folder_of_an_evaluation_is_whole_or_not_there(subject: LocalModel, 
     assert set(content) == {"schema", "results", "protocol", "versions"} and content["schema"] == 1
     assert content["protocol"]["data"] == suite.data_digest(benchmark)
     assert {"torch", "transformers"} <= set(content["versions"])
-    columns = ["benchmark", "item", "outcome", "prompt_hash", "output", "extracted", "answer_loss"]
-    assert parquet.read_table(tmp_path / "out" / "samples.parquet").column_names == columns
+    columns = parquet.read_table(tmp_path / "out" / "samples.parquet").column_names
+    assert columns == list(Sample.__annotations__) and {"replicate", "thought", "output", "ended"} < set(columns)
     hook = subject.model.lm_head.register_forward_hook(lambda module, given, logits: logits * math.nan)
     try:
-        with pytest.raises(FloatingPointError, match="window 0"):
+        with pytest.raises(FloatingPointError, match="is nan"):
             evaluate(subject, benchmark, tmp_path / "broken", policy=Policy())
     finally:
         hook.remove()
     assert not (tmp_path / "broken").exists()
 
 
-def test_half_a_character_can_be_stored(subject: LocalModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_half_a_character_can_be_stored(subject: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = write_lines(tmp_path / "s.jsonl", [{"id": "a", "prompt": "A", "checklist": [{"rule": "no_repeats"}]}])
-    monkeypatch.setattr(LocalModel, "generate", lambda *_: ["\ud800 half"])
+    monkeypatch.setattr(LoadedModel, "generate", lambda *_: [Written("\ud800 half")])
     benchmark = BenchmarkConfig(name="s", harness="stories", task=str(data), reports={"s": "score"}, max_new_tokens=4)
     evaluate(subject, benchmark, tmp_path / "out", policy=Policy())
     assert parquet.read_table(tmp_path / "out" / "samples.parquet").to_pylist()[0]["output"] == "? half"
@@ -205,7 +207,7 @@ def mixed_ids(folder: Path) -> Path:
     ],
 )
 def test_mistakes_are_said_before_anything_runs(
-    subject: LocalModel, tmp_path: Path, changes: dict[str, Any], says: str
+    subject: LoadedModel, tmp_path: Path, changes: dict[str, Any], says: str
 ) -> None:
     (tmp_path / "text.txt").write_text(TEXT)
     good = BenchmarkConfig(name="p", harness="perplexity", task=str(tmp_path / "text.txt"), reports={"p": "perplexity"})
@@ -214,7 +216,7 @@ def test_mistakes_are_said_before_anything_runs(
     assert not (tmp_path / "out").exists()
 
 
-def test_ids_of_two_benchmarks_in_one_file_are_refused(subject: LocalModel, tmp_path: Path) -> None:
+def test_ids_of_two_benchmarks_in_one_file_are_refused(subject: LoadedModel, tmp_path: Path) -> None:
     benchmark = BenchmarkConfig(
         name="m", harness="evalplus", task=str(mixed_ids(tmp_path)), reports={"m": "base"}, max_new_tokens=4
     )

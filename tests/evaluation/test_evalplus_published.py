@@ -10,7 +10,6 @@ import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +18,7 @@ from types import ModuleType
 import psutil
 import pyarrow.parquet as parquet
 import pytest
+from asking import Said
 from harness_files import problem, write_lines
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -27,13 +27,12 @@ from processes import is_running, until
 from benchmarks.grading import canonical, count, raising, wrong_at_last
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError
-from moe_lab.evaluation import generation, mirror, run
-from moe_lab.evaluation.generation import AnswerRow, Generator, GenSpec, Messages, Tools
-from moe_lab.evaluation.harnesses import evalplus_grader, evalplus_rules
-from moe_lab.evaluation.harnesses.evalplus import ask, fenced_program, stops
+from moe_lab.evaluation import items, mirror, run
+from moe_lab.evaluation.harnesses import evalplus, evalplus_grader, evalplus_rules
+from moe_lab.evaluation.harnesses.evalplus import fenced_program
 from moe_lab.evaluation.harnesses.evalplus_grader import GradeRequest
 from moe_lab.evaluation.harnesses.evalplus_rules import longest_program, sanitized
-from moe_lab.evaluation.mirror.make import benchmarks, make
+from moe_lab.evaluation.mirror import benchmarks, make
 from moe_lab.evaluation.sandbox.client import namespaces_missing
 from moe_lab.evaluation.sandbox.policy import Policy
 
@@ -91,15 +90,16 @@ def small_mirror(folder: Path) -> BenchmarkConfig:
 def test_questions_are_evalplus_questions(tmp_path: Path) -> None:
     benchmark = small_mirror(tmp_path)
     begin = 'def f0(x):\n    """What it does."""'
-    first, *others = ask(benchmark)
+    first, *others = evalplus.items(benchmark)
     instruction = (
         "Please provide a self-contained Python script that solves the following problem in a markdown code block:"
     )
-    assert first.prompt == [{"role": "user", "content": f"{instruction}\n```python\n{begin}\n```"}]
-    assert (first.item, len(others), stops(benchmark)) == ("HumanEval/0", 2, ())
+    assert first.requests[0].prompt == [{"role": "user", "content": f"{instruction}\n```python\n{begin}\n```"}]
+    assert (first.name, len(others), first.requests[0].stop) == ("HumanEval/0", 2, ())
     completed = replace(benchmark, chat=False, limit=1)
-    assert [question.prompt for question in ask(completed)] == [begin + "\n"]
-    assert {"\nclass ", "\nif __name__", "</s>"} <= set(stops(completed))
+    (item,) = evalplus.items(completed)
+    assert item.requests[0].prompt == begin + "\n"
+    assert {"\nclass ", "\nif __name__", "</s>"} <= set(item.requests[0].stop)
 
 
 SAID = [
@@ -110,32 +110,14 @@ SAID = [
 ]
 
 
-class Canned(Generator):
-    """Says what it was given to say, and never a second time."""
-
-    def __init__(self) -> None:
-        self.texts = list(SAID)
-
-    def render(self, messages: Messages, tools: Tools = ()) -> str:
-        return f"<user>{messages[0]['content']}<model>"
-
-    def complete(
-        self, prompts: Sequence[str], rows: Sequence[AnswerRow | None], spec: GenSpec
-    ) -> Iterator[tuple[int, str, None]]:
-        assert (spec.stop, spec.max_new_tokens, spec.max_length, spec.special_tokens) == ((), 2048, 4096, False)
-        for index in range(len(prompts)):
-            yield index, self.texts.pop(0), None
-
-    def answer_losses(self, prompts: Sequence[str], answers: Sequence[str | None], spec: GenSpec) -> list[float | None]:
-        return [None] * len(answers)
-
-
 def test_answers_are_graded_again_without_their_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     benchmark, out = small_mirror(tmp_path), tmp_path / "out"
-    run.generate(Canned(), benchmark, out)
-    answers = generation.read(out / run.ANSWERS)
-    assert [answer.output for answer in answers] == SAID
+    model = Said(SAID)
+    items.write(run.answer(model, benchmark), tmp_path / run.ANSWERS)
+    assert (model.writing.stop, model.writing.most, model.writing.chat) == ((), 2048, True)
+    answers = items.read(tmp_path / run.ANSWERS)
+    assert [answer.reply.thought + (answer.reply.text or "") for answer in answers] == SAID
     results = run.grade(answers, benchmark, out, policy=ALLOWED)
     assert [result["score"] for result in results] == [pytest.approx(2 / 3), pytest.approx(1 / 3)]
     samples = parquet.read_table(out / "samples.parquet").to_pylist()

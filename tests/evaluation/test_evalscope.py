@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import subprocess
 import sys
-from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,14 +13,15 @@ from typing import Any
 
 import evalscope_files
 import pytest
-from processes import is_running, until
+from asking import Said, answered
 
+from moe_lab.child_process import Child, Refused
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError
 from moe_lab.evaluation import interpreters, mirror, run, suite
-from moe_lab.evaluation.generation import Answer, AnswerRow, Generator, GenSpec, Messages, Tools
 from moe_lab.evaluation.harnesses import evalscope, evalscope_code, evalscope_worker
-from moe_lab.evaluation.mirror.make import benchmarks
+from moe_lab.evaluation.items import Answer, Reply
+from moe_lab.evaluation.mirror import benchmarks
 from moe_lab.evaluation.sandbox.client import namespaces_missing
 from moe_lab.evaluation.sandbox.policy import NAMESPACES, Policy
 from moe_lab.start import command
@@ -80,26 +79,6 @@ CASES: dict[str, tuple[bool, str, float]] = {
 }
 
 
-class Parrot(Generator):
-    """A model that says what it is told to."""
-
-    def __init__(self, texts: Sequence[str]) -> None:
-        self.texts, self.rendered, self.spec = list(texts), list[Messages](), GenSpec(0)
-
-    def render(self, messages: Messages, tools: Tools = ()) -> str:
-        self.rendered.append(messages)
-        return "|".join(f"{message['role']}: {message['content']}" for message in messages) + f" #{len(self.rendered)}"
-
-    def complete(
-        self, prompts: Sequence[str], rows: Sequence[AnswerRow | None], spec: GenSpec
-    ) -> Iterator[tuple[int, str, None]]:
-        self.spec = spec
-        yield from ((index, text, None) for index, text in enumerate(self.texts))
-
-    def answer_losses(self, prompts: Sequence[str], answers: Sequence[str | None], spec: GenSpec) -> list[float | None]:
-        return [None] * len(answers)
-
-
 def samples_of(folder: Path) -> list[dict[str, Any]]:
     import pyarrow.parquet as parquet
 
@@ -118,14 +97,9 @@ def test_programs_are_judged_by_evalscope_and_run_where_they_can_neither_harm_no
         evalscope_files.problem(number, day, function=function)
         for number, (day, (function, _, _)) in enumerate(zip(days, CASES.values(), strict=True))
     ]
-    evalscope_files.write(replace(benchmark, expected=None), {"test": [outside[0], *asked, outside[1]]})
-    wall = pytest.MonkeyPatch()
-    wall.setattr(mirror, "expected_rows", lambda of: None)  # the harness chooses among the rows
-    try:
-        parrot = Parrot([text for _, text, _ in CASES.values()])
-        [result] = run.evaluate(parrot, benchmark, tmp_path / "out", policy=ALLOWED)
-    finally:
-        wall.undo()
+    evalscope_files.write(benchmark, {"test": [outside[0], *asked, outside[1]]})
+    parrot = Said([text for _, text, _ in CASES.values()])
+    [result] = run.evaluate(parrot, benchmark, tmp_path / "out", policy=ALLOWED)
     found = samples_of(tmp_path / "out")
     assert {name: sample["outcome"] for name, sample in zip(CASES, found, strict=True)} == {
         name: outcome for name, (_, _, outcome) in CASES.items()
@@ -135,8 +109,9 @@ def test_programs_are_judged_by_evalscope_and_run_where_they_can_neither_harm_no
     assert said["reads lines"] == "pass" and said["never ends"] == "Time Limit Exceeded"
     assert said["returns another order"] == "Wrong Answer" and "expected an indented block" in said["has no block"]
     assert not Path("/tmp/moe_lab_was_here").exists()
-    assert [message["role"] for message in parrot.rendered[0]] == ["system", "user"]
-    assert "Problem 0" in parrot.rendered[0][1]["content"]
+    conversations = list(parrot.tokenizer.rendered.values())
+    assert [message["role"] for message in conversations[0]] == ["system", "user"]
+    assert "Problem 0" in conversations[0][1]["content"]
     written = json.loads((tmp_path / "out" / "result.json").read_text())
     assert written["protocol"]["sandbox"] == NAMESPACES and written["protocol"]["evalscope"]["evalscope"]
 
@@ -157,7 +132,7 @@ def test_a_runner_that_a_program_ends_is_replaced(monkeypatch: pytest.MonkeyPatc
 def test_without_walls_a_program_that_ends_its_runner_costs_one_sample(tmp_path: Path) -> None:
     benchmark = evalscope_files.benchmark("live_code_bench", tmp_path, expected=3)
     evalscope_files.write(benchmark, {"test": [evalscope_files.problem(n, "2025-02-02T10:30:00") for n in range(3)]})
-    parrot = Parrot([f"```python\n{text}\n```" for text in (KILL + SUMS, SUMS, SUMS)])
+    parrot = Said([f"```python\n{text}\n```" for text in (KILL + SUMS, SUMS, SUMS)])
     run.evaluate(parrot, benchmark, tmp_path / "out", policy=replace(ALLOWED, sandbox="none"))
     assert [sample["outcome"] for sample in samples_of(tmp_path / "out")] == [0.0, 1.0, 1.0]
 
@@ -171,70 +146,32 @@ def test_every_item_is_asked_once_and_graded_with_its_own_text(tmp_path: Path) -
     evalscope_files.write(benchmark, {"test": rows})
     beside = mirror.folder(benchmark) / "dataset_infos.json"  # EvalScope deletes such a file where it finds one
     beside.write_text("{}")
-    parrot = Parrot(
+    parrot = Said(
         ["<think>\\boxed{9}?</think>\n\u2028So \\boxed{2}. \ud83c", "\\boxed{5}", "It is \\boxed{3}", "\\boxed{1006}"]
     )
     [result] = run.evaluate(parrot, benchmark, tmp_path / "out", policy=Policy())
     assert [sample["outcome"] for sample in samples_of(tmp_path / "out")] == [1.0, 0.0, 1.0, 1.0]
     assert [sample["extracted"] for sample in samples_of(tmp_path / "out")] == ["2", "5", "3", "1006"]
-    assert result["score"] == 0.75 and parrot.spec.max_new_tokens == 64 and not parrot.spec.special_tokens
-    content = [messages[-1]["content"] for messages in parrot.rendered]
+    assert result["score"] == 0.75 and (parrot.writing.most, parrot.writing.chat) == (64, True)
+    content = [messages[-1]["content"] for messages in parrot.tokenizer.rendered.values()]
     assert all(text.startswith(question) for text, question in zip(content, questions, strict=True))
     assert all(text.endswith("put your final answer within \\boxed{}.") for text in content)
     assert beside.exists()
 
 
-def test_items_beyond_the_limit_are_taken_from_all_subsets_alike() -> None:
+def test_items_beyond_the_limit_are_taken_from_all_subsets_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     def sample(number: int) -> Any:
-        return SimpleNamespace(id=number, input=[SimpleNamespace(role="user", text=f"{number}")], metadata={})
+        return SimpleNamespace(id=number, input=[SimpleNamespace(role="user", text=f"{number}")])
 
-    class Samples(list[Any]):
-        samples: Any = property(lambda self: list(self), lambda self, kept: self.__setitem__(slice(None), kept))
-
-    subsets = {"easy": Samples(map(sample, range(4))), "hard": Samples(map(sample, range(2)))}
-    task = evalscope_worker._Task(_request(limit=5), None, None)
-    task.name_items(subsets)
-    assert list(task.names) == [("easy", 0), ("easy", 1), ("easy", 2), ("hard", 0), ("hard", 1)]
-    assert len(set(task.names.values())) == 5
-    assert [one.metadata["moe_lab item"] for one in subsets["hard"]] == list(task.names.values())[3:]
-    answered = dict.fromkeys(task.names.values(), "text")
-    evalscope_worker._Task(_request(texts=answered), None, None).name_items(subsets)
+    subsets = {"easy": [*map(sample, range(4))], "hard": [*map(sample, range(2))]}
+    names = [name for name, _ in evalscope_worker._named(subsets, 5)]
+    assert [name.partition(" ")[0] for name in names] == ["easy/0", "easy/1", "easy/2", "hard/0", "hard/1"]
+    assert len(list(evalscope_worker._named(subsets, None))) == 6
+    monkeypatch.setattr(evalscope_worker, "load", lambda _, asking: (None, dict(evalscope_worker._named(subsets, 5))))
     subsets["easy"][1].input[0].text = "another question"
+    request = asdict(evalscope_worker.Request("gsm8k", "", {}))
     with pytest.raises(AssertionError, match="answers and questions are not the same: easy/1"):
-        evalscope_worker._Task(_request(texts=answered), None, None).name_items(subsets)
-
-
-def _request(**changes: Any) -> evalscope_worker.Request:
-    plain = evalscope_worker.Request("gsm8k", "", "", {}, {"max_tokens": 64, "temperature": 0.0})
-    return replace(plain, **changes)
-
-
-@pytest.mark.parametrize(
-    ("changes", "sentence"),
-    [
-        ({}, None),
-        ({"settings": [{"max_tokens": 64}]}, "settings that did not arrive: {'temperature': 0.0}"),
-        ({"settings": [{"max_tokens": 32, "temperature": 0.0}]}, "settings that did not arrive: {'max_tokens': 64}"),
-        ({"questions": {"a": []}}, "EvalScope asked other questions"),
-        ({"calls": 3}, "3 questions were asked for 2 items"),
-        ({"done": (2, 1, 1, True)}, "errored"),
-        ({"done": (3, 3, 0, False)}, "requested"),
-    ],
-)
-def test_a_run_of_evalscope_that_did_something_else_is_an_error(changes: dict[str, Any], sentence: str | None) -> None:
-    arrived = {"max_tokens": 64, "temperature": 0.0, "retries": 5}
-    plain: dict[str, Any] = {"settings": [arrived], "questions": {"a": [], "b": []}, "calls": 2}
-    have = {**plain, "done": (2, 2, 0, False), **changes}
-    stand_in = SimpleNamespace(settings=have["settings"], questions=have["questions"], calls=have["calls"])
-    names = ("requested", "succeeded", "errored", "incomplete")
-    report = SimpleNamespace(execution_summary=SimpleNamespace(**dict(zip(names, have["done"], strict=True))))
-    task = SimpleNamespace(names={("s", 0): "a", ("s", 1): "b"})
-    request = _request()
-    if sentence is None:
-        evalscope_worker._check(request, task, stand_in, report)  # type: ignore[arg-type]
-        return
-    with pytest.raises(AssertionError, match=sentence.replace("{", "\\{")):
-        evalscope_worker._check(request, task, stand_in, report)  # type: ignore[arg-type]
+        evalscope_worker.Worker().grade(request, dict.fromkeys(names, "text"))
 
 
 class _Hostile:
@@ -252,44 +189,37 @@ def test_only_text_comes_out_of_a_pickle(tmp_path: Path, monkeypatch: pytest.Mon
     assert not (tmp_path / "hostile").exists()
 
 
-def test_the_process_needs_nothing_of_this_environment(tmp_path: Path) -> None:
+def test_the_process_needs_nothing_of_this_environment() -> None:
     """Its imports succeed where there is no package at all, and what it asks next is EvalScope."""
-    request = evalscope_worker.Request("gsm8k", "", "", {}, {})
-    (tmp_path / "request.json").write_text(json.dumps(asdict(request)))
-    python, *words = command(evalscope_worker.__name__, str(tmp_path / "request.json"), "")
-    ours, its = os.pipe()  # its standard input stays open, for it ends with that
-    done = subprocess.run([python, "-S", *words], stdin=ours, capture_output=True, text=True, env={})
-    os.close(its)
-    os.close(ours)
-    assert done.stderr.splitlines()[-1] == "ModuleNotFoundError: No module named 'evalscope'"
+    python, *words = command(evalscope_worker.__name__)
+    with Child([python, "-S", *words], {}) as process, pytest.raises(Refused) as refused:
+        process.call("questions", request=asdict(evalscope_worker.Request("gsm8k", "", {})))
+    assert (refused.value.kind, str(refused.value)) == ("ModuleNotFoundError", "No module named 'evalscope'")
 
 
 def test_what_evalscope_says_of_the_data_is_a_sentence_and_its_death_an_error(tmp_path: Path) -> None:
     python = tmp_path / "python"
     benchmark = evalscope_files.benchmark("gsm8k", tmp_path, python=str(python))
     evalscope_files.write(benchmark, {"test": [{"question": "?", "answer": "#### 1"}]})
-    python.write_text('#!/bin/sh\necho \'{"error": "its tests are pickled"}\' > "$5"\n')
-    python.chmod(0o755)
-    with pytest.raises(UserError, match=r"^benchmark gsm8k: its tests are pickled$"):
-        evalscope.ask(benchmark)
-    python.write_text("#!/bin/sh\necho first >&2; echo last words >&2; exit 3\n")
-    with pytest.raises(RuntimeError, match=r"^benchmark gsm8k: EvalScope failed: last words$"):
-        evalscope.ask(benchmark)
-    left = tmp_path / "left"
-    python.write_text(f"#!/bin/sh\nsleep 600 &\necho $! > {left}\nkill -9 $$\n")
-    with pytest.raises(RuntimeError, match="EvalScope failed: killed by signal 9"):
-        evalscope.ask(benchmark)
-    until(lambda: not is_running(int(left.read_text())))
+    for reply, kind, message in (
+        ('echo \'{"error": "its tests are pickled", "kind": "DataError"}\'', UserError, "its tests are pickled"),
+        ('echo \'{"error": "no", "kind": "KeyError"}\'', RuntimeError, "EvalScope failed: KeyError: no"),
+        ("echo first >&2; echo last words >&2; exit 3", RuntimeError, "EvalScope failed: exit code 3: last words"),
+    ):
+        python.write_text(f"#!/bin/sh\nread line\n{reply}\n")
+        python.chmod(0o755)
+        with pytest.raises(kind, match=f"^benchmark gsm8k: {message}$"):
+            evalscope.items(benchmark)
 
 
 def test_answers_that_could_not_be_compared_are_wrong_and_must_be_few() -> None:
     benchmark = BenchmarkConfig(name="math500", harness="evalscope", task="math_500", reports={"math500": "acc"})
     verdicts = [{"item": f"{n}", "outcome": 1.0, "extracted": "1", "why": ""} for n in range(200)]
     verdicts[7] |= {"outcome": None, "why": "exceeded the deadline"}
-    reply = evalscope_worker.Reply(samples=verdicts, score=1.0)
-    answers = [Answer(f"{n}", "", "") for n in range(200)]
+    reply = {"samples": verdicts, "versions": {}}
+    answers = [Answer(f"{n}", "", (Reply(),)) for n in range(200)]
     monkeypatch = pytest.MonkeyPatch()
-    monkeypatch.setattr(evalscope, "_run", lambda *given: reply)
+    monkeypatch.setattr(evalscope, "_asked", lambda *given, **more: reply)
     try:
         graded = evalscope.grade(answers, benchmark, Policy())
         assert graded.results[0]["score"] == 199 / 200 and graded.protocol["unscored"] == ["7"]
@@ -298,9 +228,6 @@ def test_answers_that_could_not_be_compared_are_wrong_and_must_be_few() -> None:
             verdicts[number] |= {"outcome": None, "why": "the same"}
         with pytest.raises(RuntimeError, match="could not compare 3 of 200 answers, such as that to 7"):
             evalscope.grade(answers, benchmark, Policy())
-        reply.samples, reply.score = verdicts[10:], 0.5
-        with pytest.raises(RuntimeError, match=r"EvalScope's mean is 0.5, that of its verdicts 1.0"):
-            evalscope.grade(answers[10:], benchmark, Policy())
     finally:
         monkeypatch.undo()
 
@@ -368,8 +295,8 @@ def test_other_tasks_find_right_answers_right(task: str, tmp_path: Path) -> None
     changes, rows = OTHERS[task]
     benchmark = evalscope_files.benchmark(task, tmp_path, **changes)
     evalscope_files.write(benchmark, {str(benchmark.split): rows})
-    questions = evalscope.ask(benchmark)
-    content = [dict(question.prompt[-1])["content"] for question in questions if not isinstance(question.prompt, str)]
+    conversations: list[Any] = [item.requests[0].prompt for item in evalscope.items(benchmark)]
+    content = [messages[-1]["content"] for messages in conversations]
     letters = [next((line[0] for line in text.split("\n") if line.endswith(") right")), "") for text in content]
     assert (sorted(map(bool, letters)) == [True, True]) == (task == "gpqa_diamond")
     own = [
@@ -377,23 +304,20 @@ def test_other_tasks_find_right_answers_right(task: str, tmp_path: Path) -> None
         for letter, row in zip(letters, rows, strict=True)
     ]
     given = [own[0], "ANSWER: " + "ABCD"[letters[1] == "A"] if letters[1] else "\\boxed{71}"]
-    answers = [Answer(q.item, "", text) for q, text in zip(questions, given, strict=True)]
-    graded = evalscope.grade(answers, benchmark, Policy())
+    graded = evalscope.grade(answered(benchmark, given), benchmark, Policy())
     assert [sample["outcome"] for sample in graded.samples] == [1.0, 0.0]
 
 
 @needs_evalscope
 @pytest.mark.slow
 def test_answers_of_the_real_data_are_right_and_others_wrong(tmp_path: Path, shared_data: Path) -> None:
+    from benchmarks.data_sets import mirror_files
     from benchmarks.evaluation_evalscope import boxed, own_answers
-    from moe_lab.evaluation.mirror.make import make
 
     [benchmark] = benchmarks(["math500"], str(tmp_path))
-    make(benchmark, shared_data)
+    mirror_files(benchmark, shared_data, tmp_path / "source")
     benchmark = replace(benchmark, limit=20)
-    questions = evalscope.ask(benchmark)
-    own = own_answers(benchmark, questions)
+    own = own_answers(benchmark, evalscope.items(benchmark))
     given = [own[number] if number % 2 else own[number] + "+1" for number in range(20)]
-    answers = [Answer(q.item, "", boxed(text)) for q, text in zip(questions, given, strict=True)]
-    graded = evalscope.grade(answers, benchmark, Policy())
+    graded = evalscope.grade(answered(benchmark, list(map(boxed, given))), benchmark, Policy())
     assert [sample["outcome"] for sample in graded.samples] == [0.0, 1.0] * 10

@@ -9,7 +9,7 @@ import re
 import shutil
 import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,14 +17,17 @@ from typing import Any
 import preloaded
 import pyarrow.parquet as parquet
 import pytest
+from asking import Said
 
 from moe_lab.config import BenchmarkConfig, ModelConfig
 from moe_lab.errors import UserError
 from moe_lab.evaluation import run, suite
-from moe_lab.evaluation.generation import AnswerRow, Generator, GenSpec, Messages, Tools
+from moe_lab.evaluation.answers import render
+from moe_lab.evaluation.engines.hf import LoadedModel
+from moe_lab.evaluation.harnesses import function_call_rules as rules
 from moe_lab.evaluation.harnesses import function_calls
-from moe_lab.evaluation.harnesses.function_call_rules import Call, Undecodable, decode, mistake, tool
-from moe_lab.evaluation.local_model import LocalModel
+from moe_lab.evaluation.harnesses.function_call_rules import Call, Undecodable, tool
+from moe_lab.evaluation.reasoning import answer_in
 from moe_lab.evaluation.sandbox.policy import Policy
 from moe_lab.models.config_json import check_chat_template
 from moe_lab.paths import resolve, shipped
@@ -32,6 +35,14 @@ from moe_lab.paths import resolve, shipped
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples/function_calls"
 ALLOWED = Policy(False, "namespaces", False, False)
+
+
+def decode(text: str, functions: Sequence[Mapping[str, Any]] = ()) -> list[Call]:
+    return rules.decode(answer_in(text) or "", functions)
+
+
+def mistake(text: str, functions: Sequence[Any], right: Sequence[Any], prompt: str = "") -> str | None:
+    return rules.mistake(answer_in(text, prompt), functions, right)
 
 
 def described(type_: str, **more: Any) -> dict[str, Any]:
@@ -457,12 +468,12 @@ def changed(file: Path, number: int, **fields: Any) -> None:
 
 def test_the_example_has_questions_of_every_kind(folder: Path) -> None:
     assert suite.wrong([benchmark(folder, expected=9)]) == []
-    questions = function_calls.ask(benchmark(folder))
-    assert {question.item.rpartition("_")[0] for question in questions} == {
+    questions = function_calls.items(benchmark(folder))
+    assert {question.name.rpartition("_")[0] for question in questions} == {
         "simple", "multiple", "parallel", "irrelevance",
     }  # fmt: skip
-    assert all(question.tools and question.prompt for question in questions)
-    assert [question.item for question in function_calls.ask(benchmark(folder, limit=2))] == ["simple_0", "simple_1"]
+    assert all(question.requests[0].tools and question.requests[0].prompt for question in questions)
+    assert [question.name for question in function_calls.items(benchmark(folder, limit=2))] == ["simple_0", "simple_1"]
 
 
 QUESTIONS, ANSWERS = "questions.jsonl", "answers.jsonl"
@@ -532,26 +543,11 @@ def test_results_are_identified_by_both_files_wherever_they_are(folder: Path, tm
 # From the questions to results.
 
 
-class Replying(Generator):
-    """Answers each question with a text that is given by its prompt; notes the tools that came with it."""
-
-    tokenizer, template_arguments = None, {}  # type: ignore[var-annotated]
-
-    def __init__(self, replies: Mapping[str, str]) -> None:
-        self.replies, self.tools = replies, dict[str, Tools]()
-
-    def render(self, messages: Messages, tools: Tools = ()) -> str:
-        self.tools[messages[-1]["content"]] = tools
-        return messages[-1]["content"]
-
-    def complete(
-        self, prompts: Sequence[str], rows: Sequence[AnswerRow | None], spec: GenSpec
-    ) -> Iterator[tuple[int, str, None]]:
-        for index, prompt in enumerate(prompts):
-            yield index, self.replies[prompt], None
-
-    def answer_losses(self, prompts: Sequence[str], answers: Sequence[str | None], spec: GenSpec) -> list[float | None]:
-        return [None] * len(answers)
+def says(replies: Mapping[str, str]) -> Said:
+    """Answers each question with a text that is given by its last message."""
+    names = "{% for t in tools or [] %}{{ t.function.name }} {% endfor %}"
+    template = names + "{% for m in messages %}|{{ m.content }}{% endfor %}"
+    return Said(lambda prompt: replies[prompt.rpartition("|")[2]], template)
 
 
 def first_allowed(values: Sequence[Any]) -> Any:
@@ -577,13 +573,12 @@ def right_replies() -> dict[str, str]:
 
 def test_right_and_wrong_answers_have_their_verdicts(tmp_path: Path) -> None:
     replies = right_replies()
-    model = Replying(replies)
+    model = says(replies)
     (result,) = run.evaluate(model, benchmark(EXAMPLE), tmp_path / "right", policy=ALLOWED)
     assert (result["score"], result["stderr"], result["n"]) == (1.0, 0.0, 9)
-    assert model.tools["What does a doctor use?"][0]["function"]["name"] == "tool_of"
 
     wrong = {**replies, "What does a doctor use?": "A saw.", SQUARE["content"]: written(("call_of", {"animal": "x"}))}
-    (result,) = run.evaluate(Replying(wrong), benchmark(EXAMPLE), tmp_path / "wrong", policy=ALLOWED)
+    (result,) = run.evaluate(says(wrong), benchmark(EXAMPLE), tmp_path / "wrong", policy=ALLOWED)
     assert result["score"] == pytest.approx(7 / 9)
     assert result["stderr"] == pytest.approx((7 / 9 * 2 / 9 / 8) ** 0.5)
     samples = {row["item"]: row for row in parquet.read_table(tmp_path / "wrong/samples.parquet").to_pylist()}
@@ -603,7 +598,7 @@ def test_right_and_wrong_answers_have_their_verdicts(tmp_path: Path) -> None:
     ],
 )
 def test_an_item_that_needs_no_call_is_right_without_any(reply: str, right: bool, tmp_path: Path) -> None:
-    model = Replying({**right_replies(), SQUARE["content"]: reply})
+    model = says({**right_replies(), SQUARE["content"]: reply})
     (result,) = run.evaluate(model, benchmark(EXAMPLE), tmp_path, policy=ALLOWED)
     assert result["score"] == pytest.approx(1 if right else 8 / 9)
     unfinished = json.loads((tmp_path / "result.json").read_text())["protocol"].get("unfinished_thoughts")
@@ -632,16 +627,16 @@ def test_a_template_without_tools_is_refused_before_a_model_is_loaded(tmp_path: 
     check_chat_template(model, "function_calls", True)
 
 
-def test_a_template_that_ignores_tools_is_refused(subject: LocalModel) -> None:
+def test_a_template_that_ignores_tools_is_refused(subject: LoadedModel) -> None:
     from copy import deepcopy
 
     chatting = replace(subject, tokenizer=deepcopy(subject.tokenizer))
     tools, messages = [tool(function(x=described("integer")))], [{"role": "user", "content": "Hi"}]
     chatting.tokenizer.chat_template = TEMPLATE
-    assert chatting.render(messages, tools) == "f Hi\n" and chatting.render(messages) == "Hi\n"
+    assert render(chatting, messages, tools) == "f Hi\n" and render(chatting, messages) == "Hi\n"
     chatting.tokenizer.chat_template = "{{ messages[0].content }}{% if tools and false %}{% endif %}"
     with pytest.raises(UserError, match="the model's chat template ignores them"):
-        chatting.render(messages, tools)
+        render(chatting, messages, tools)
 
 
 @pytest.mark.skipif("olmoe" not in shipped(), reason="no shipped model")

@@ -17,19 +17,19 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from asking import equals_lm_eval, evaluate, write
 from harness_files import write_lines
-from lm_eval import evaluator
-from lm_eval.models.huggingface import HFLM
+from omegaconf import OmegaConf
 
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError
-from moe_lab.evaluation.generation import GenSpec
-from moe_lab.evaluation.harnesses.lm_eval import evaluate
-from moe_lab.evaluation.local_model import LocalModel
-from moe_lab.evaluation.recorded import Record, Recorded
+from moe_lab.evaluation.engines import Row
+from moe_lab.evaluation.engines.hf import LoadedModel
+from moe_lab.evaluation.harnesses import lm_eval
 from moe_lab.evaluation.sandbox.policy import Policy
 from moe_lab.paths import resolve
 
+ROOT = Path(__file__).parents[2]
 ARC = BenchmarkConfig(
     name="arc", harness="lm_eval", task="pocket:benchmarks/arc_challenge.yaml", reports={"arc": "acc_norm"}, limit=24
 )
@@ -39,7 +39,7 @@ def rows(name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in Path(resolve(f"pocket:benchmarks/{name}.jsonl")).read_text().splitlines()]
 
 
-def log_likelihood(subject: LocalModel, prompt: str, answer: str) -> float:
+def log_likelihood(subject: LoadedModel, prompt: str, answer: str) -> float:
     """One unpadded forward pass."""
     before = subject.tokenizer(prompt).input_ids
     whole = subject.tokenizer(prompt + answer).input_ids
@@ -52,7 +52,20 @@ def bits_per_byte(likelihood: float, answer: str) -> float:
     return float(-likelihood / np.log(2) / len(answer.encode()))
 
 
-def test_multiple_choice_equals_an_independent_script_to_the_item(subject: LocalModel) -> None:
+SHIPPED = sorted(
+    file.stem
+    for file in (ROOT / "conf/benchmark").glob("pocket_*.yaml")
+    if "harness: lm_eval" in file.read_text(encoding="utf-8")
+)
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_every_sample_is_that_of_lm_evals_own_evaluation(name: str, subject: LoadedModel) -> None:
+    fields: Any = OmegaConf.to_container(OmegaConf.load(ROOT / f"conf/benchmark/{name}.yaml"))
+    equals_lm_eval(subject, replace(BenchmarkConfig(**fields), limit=6))
+
+
+def test_multiple_choice_equals_an_independent_script_to_the_item(subject: LoadedModel) -> None:
     reports = {"plain": "acc", "normalised": "acc_norm"}
     graded = evaluate(subject, replace(ARC, reports=reports, limit=40, batch_size=16), Policy())
     outcomes = {(sample["benchmark"], sample["item"]): sample["outcome"] for sample in graded.samples}
@@ -71,15 +84,7 @@ def test_multiple_choice_equals_an_independent_script_to_the_item(subject: Local
     assert graded.results[0]["stderr"] == pytest.approx(np.sqrt(mean * (1 - mean) / 39))
 
 
-def test_texts_are_tokenized_once_for_all_plans(subject: LocalModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = evaluate(subject, ARC, Policy())
-    monkeypatch.setattr(HFLM, "tok_encode", lambda *_, **__: pytest.fail("tokenized again"))
-    assert evaluate(subject, ARC, Policy()).samples == first.samples
-    with pytest.raises(pytest.fail.Exception):
-        evaluate(replace(subject, tokenizer=deepcopy(subject.tokenizer)), ARC, Policy())
-
-
-def test_choices_whose_contexts_differ_are_scored_by_their_common_ending(subject: LocalModel) -> None:
+def test_choices_whose_contexts_differ_are_scored_by_their_common_ending(subject: LoadedModel) -> None:
     benchmark = BenchmarkConfig(
         name="w", harness="lm_eval", task="pocket:benchmarks/winogrande.yaml", reports={"winogrande": "acc"}, limit=12
     )
@@ -91,7 +96,7 @@ def test_choices_whose_contexts_differ_are_scored_by_their_common_ending(subject
         assert sample["answer_loss"] == pytest.approx(expected, abs=1e-4)
 
 
-def test_the_loss_of_a_worked_answer_is_that_of_all_its_text(subject: LocalModel) -> None:
+def test_the_loss_of_a_worked_answer_is_that_of_all_its_text(subject: LoadedModel) -> None:
     reports = {"gsm8k": "exact_match"}
     benchmark = BenchmarkConfig(
         name="g", harness="lm_eval", task="pocket:benchmarks/gsm8k.yaml", reports=reports, limit=6, max_new_tokens=48
@@ -106,17 +111,17 @@ def test_the_loss_of_a_worked_answer_is_that_of_all_its_text(subject: LocalModel
     assert chat is None
 
 
-def _chatting(subject: LocalModel) -> LocalModel:
+def _chatting(subject: LoadedModel) -> LoadedModel:
     tokenizer = deepcopy(subject.tokenizer)
     tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
     return replace(subject, tokenizer=tokenizer)
 
 
 @pytest.fixture
-def story_task(subject: LocalModel, tmp_path: Path) -> BenchmarkConfig:
+def story_task(subject: LoadedModel, tmp_path: Path) -> BenchmarkConfig:
     """A generation task whose right answers are what the model writes; the last is made wrong."""
     prompts = [row["prompt"] for row in rows("gsm8k")[:3]]
-    texts = subject.generate(prompts, GenSpec(40))
+    texts = write(subject, prompts, 40)
     items = [
         {"id": f"a{n}", "prompt": p, "target": t.strip()} for n, (p, t) in enumerate(zip(prompts, texts, strict=True))
     ]
@@ -143,29 +148,26 @@ def story_task(subject: LocalModel, tmp_path: Path) -> BenchmarkConfig:
     )
 
 
-def test_generated_answers_are_graded_right_and_wrong(subject: LocalModel, story_task: BenchmarkConfig) -> None:
+def test_generated_answers_are_graded_right_and_wrong(subject: LoadedModel, story_task: BenchmarkConfig) -> None:
     graded = evaluate(subject, story_task, Policy())
     assert [sample["outcome"] for sample in graded.samples] == [1.0, 1.0, 0.0]
     assert [sample["item"] for sample in graded.samples] == ["a0", "a1", "a2"]
-    expected = subject.generate([row["prompt"] for row in rows("gsm8k")[:3]], GenSpec(40))
+    expected = write(subject, [row["prompt"] for row in rows("gsm8k")[:3]], 40)
     assert [sample["output"] for sample in graded.samples] == expected
     assert graded.protocol["prompt"] == rows("gsm8k")[0]["prompt"]
     assert evaluate(subject, replace(story_task, max_new_tokens=0), Policy()).samples[0]["output"] != expected[0]
 
 
 def test_the_loss_on_the_right_answer_takes_no_pass_after_the_text(
-    subject: LocalModel, story_task: BenchmarkConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    subject: LoadedModel, story_task: BenchmarkConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = evaluate(subject, story_task, Policy()).samples
-    monkeypatch.setattr(LocalModel, "log_likelihoods", None)
-    with Record(tmp_path / "record") as record:
-        found = evaluate(Recorded(subject, record), story_task, Policy()).samples
-    assert [sample["output"] for sample in found] == [sample["output"] for sample in expected]
-    losses = [sample["answer_loss"] for sample in expected]
-    assert None not in losses and [sample["answer_loss"] for sample in found] == pytest.approx(losses, abs=1e-5)
+    monkeypatch.setattr(LoadedModel, "score", None)
+    found = evaluate(subject, story_task, Policy()).samples
+    assert found == expected and None not in [sample["answer_loss"] for sample in found]
 
 
-def test_changed_data_is_seen(subject: LocalModel, story_task: BenchmarkConfig) -> None:
+def test_changed_data_is_seen(subject: LoadedModel, story_task: BenchmarkConfig) -> None:
     """Task objects are kept over plans, but belong to the content of their files."""
     evaluate(subject, story_task, Policy())
     items = Path(story_task.task).with_suffix(".jsonl")
@@ -174,7 +176,7 @@ def test_changed_data_is_seen(subject: LocalModel, story_task: BenchmarkConfig) 
     assert evaluate(subject, story_task, Policy()).results[0]["score"] == 0
 
 
-def test_a_second_model_does_not_get_the_first_ones_answers(subject: LocalModel) -> None:
+def test_a_second_model_does_not_get_the_first_ones_answers(subject: LoadedModel) -> None:
     first = evaluate(subject, ARC, Policy())
     weight = subject.model.lm_head.weight
     original = weight.detach().clone()
@@ -190,7 +192,7 @@ def test_a_second_model_does_not_get_the_first_ones_answers(subject: LocalModel)
 
 
 def test_the_process_is_left_as_it_was(
-    subject: LocalModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    subject: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     expected = evaluate(subject, ARC, Policy()).samples
     (tmp_path / "arc_challenge").mkdir()  # data sets prefers a folder of that name to the hub
@@ -200,13 +202,7 @@ def test_the_process_is_left_as_it_was(
     before = random.getstate(), np.random.get_state()[1].tolist(), torch.random.get_rng_state(), os.getcwd()
     level = logging.getLogger("lm_eval").level
 
-    def seeding(**arguments: Any) -> Any:
-        """Some tasks seed the generators of the whole process."""
-        random.seed(0), np.random.seed(0), torch.manual_seed(0)
-        return plain(**arguments)
-
-    plain = evaluator.evaluate
-    monkeypatch.setattr(evaluator, "evaluate", seeding)
+    lm_eval._built.clear()
     assert evaluate(subject, ARC, Policy()).samples == expected
     assert random.getstate() == before[0]
     assert np.random.get_state()[1].tolist() == before[1]
@@ -224,12 +220,12 @@ def test_the_process_is_left_as_it_was(
         ({"expected": 113, "limit": None}, "has 112 items and should have 113"),
     ],
 )
-def test_mistakes_are_said(subject: LocalModel, changes: dict[str, Any], says: str) -> None:
+def test_mistakes_are_said(subject: LoadedModel, changes: dict[str, Any], says: str) -> None:
     with pytest.raises(UserError, match=says):
         evaluate(subject, replace(ARC, **changes), Policy())
 
 
-def test_a_task_that_samples_is_refused(subject: LocalModel, story_task: BenchmarkConfig) -> None:
+def test_a_task_that_samples_is_refused(subject: LoadedModel, story_task: BenchmarkConfig) -> None:
     definition = yaml.safe_load(Path(story_task.task).read_text())
     definition["generation_kwargs"] |= {"do_sample": True, "temperature": 0.7}
     Path(story_task.task).write_text(yaml.safe_dump(definition))
@@ -254,13 +250,13 @@ def own_task(folder: Path, items: list[dict[str, Any]], definition: dict[str, An
     return replace(task, **settings)
 
 
-class Unasked(LocalModel):
+class Unasked(LoadedModel):
     """The shipped model, which must not be run."""
 
-    def log_likelihoods(self, *_: Any, **__: Any) -> Any:
+    def score(self, *_: Any, **__: Any) -> Any:
         pytest.fail("the model was run")
 
-    complete = log_likelihoods
+    generate = score
 
 
 CONTINUATIONS = [{"q": "A bird sleeps in a", "a": "nest"}, {"q": "A cat is a", "a": "animal"}]
@@ -268,7 +264,7 @@ CONTINUATIONS = [{"q": "A bird sleeps in a", "a": "nest"}, {"q": "A cat is a", "
 
 @pytest.mark.parametrize("metric", ["perplexity", "perplexity,none"])
 def test_perplexity_of_answers_is_that_of_their_mean_likelihood(
-    subject: LocalModel, tmp_path: Path, metric: str
+    subject: LoadedModel, tmp_path: Path, metric: str
 ) -> None:
     definition = {
         "output_type": "loglikelihood",
@@ -294,7 +290,7 @@ def test_perplexity_of_answers_is_that_of_their_mean_likelihood(
 
 
 @pytest.mark.parametrize("metric", ["word_perplexity", "bits_per_byte", "bits_per_byte,none"])
-def test_perplexity_of_documents_weighs_them_by_their_length(subject: LocalModel, tmp_path: Path, metric: str) -> None:
+def test_perplexity_of_documents_weighs_them_by_their_length(subject: LoadedModel, tmp_path: Path, metric: str) -> None:
     texts = ["A bird sleeps in a nest.", "A cat."]
     definition = {
         "output_type": "loglikelihood_rolling",
@@ -308,7 +304,7 @@ def test_perplexity_of_documents_weighs_them_by_their_length(subject: LocalModel
     first = subject.tokenizer.bos_token_id
     first = subject.tokenizer.eos_token_id if first is None else first
     rows = [row if row[0] == first else [first, *row] for row in ids]
-    total = sum(likelihood for likelihood, _ in subject.log_likelihoods(rows, [1] * len(rows), 2))
+    total = sum(likelihood for likelihood, _ in subject.score([Row(tuple(row), 1) for row in rows], 2))
     if metric == "word_perplexity":
         assert result["score"] == pytest.approx(math.exp(-total / 8), rel=1e-4)
     else:
@@ -326,7 +322,7 @@ def test_perplexity_of_documents_weighs_them_by_their_length(subject: LocalModel
     ids=lambda metric: metric["metric"],
 )
 def test_metrics_of_all_items_together_are_refused_before_the_model_is_asked(
-    subject: LocalModel, tmp_path: Path, metric: dict[str, Any]
+    subject: LoadedModel, tmp_path: Path, metric: dict[str, Any]
 ) -> None:
     items = [{"q": f"A {word} is", "c": ["no", "yes"], "label": n % 2} for n, word in enumerate(("dog", "cat", "bird"))]
     metrics = [metric, {"metric": "acc_norm"}]
@@ -337,7 +333,7 @@ def test_metrics_of_all_items_together_are_refused_before_the_model_is_asked(
         evaluate(Unasked(subject.model, subject.tokenizer), benchmark, Policy())
 
 
-def test_an_answer_without_a_token_of_its_own_is_refused(subject: LocalModel, tmp_path: Path) -> None:
+def test_an_answer_without_a_token_of_its_own_is_refused(subject: LoadedModel, tmp_path: Path) -> None:
     """As where the end of the question and the answer are one token. Its likelihood is 1, whatever the model."""
     tokens = sorted(token for token in subject.tokenizer.get_vocab() if token.isascii() and token.isalpha())
 
@@ -374,17 +370,17 @@ NUMBERED = [{"q": f"Item number {word} is", "c": ["red", "blue"], "label": n % 2
     ],
 )
 def test_an_item_is_not_among_its_own_examples(
-    subject: LocalModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shots: int, definition: dict[str, Any]
+    subject: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shots: int, definition: dict[str, Any]
 ) -> None:
     benchmark = own_task(tmp_path, NUMBERED, {**MULTIPLE_CHOICE, **definition}, shots=shots)
     asked: list[str] = []
-    plain = LocalModel.log_likelihoods
+    plain = LoadedModel.score
 
-    def noting(self: LocalModel, rows: Any, *rest: Any) -> Any:
-        asked.extend(self.tokenizer.batch_decode(rows))
+    def noting(self: LoadedModel, rows: Any, *rest: Any) -> Any:
+        asked.extend(self.tokenizer.batch_decode([row.tokens for row in rows]))
         return plain(self, rows, *rest)
 
-    monkeypatch.setattr(LocalModel, "log_likelihoods", noting)
+    monkeypatch.setattr(LoadedModel, "score", noting)
     evaluate(subject, benchmark, Policy())
     assert len(asked) == 12
     for prompt in asked:
@@ -392,14 +388,14 @@ def test_an_item_is_not_among_its_own_examples(
         assert max(shown) == 1 and sum(shown) == (shots or 3) + 1
 
 
-def test_more_examples_than_other_items_are_refused(subject: LocalModel, tmp_path: Path) -> None:
+def test_more_examples_than_other_items_are_refused(subject: LoadedModel, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"shots=6\b.*\b5 or fewer"):
         evaluate(subject, own_task(tmp_path, NUMBERED, MULTIPLE_CHOICE, shots=6), Policy())
     with pytest.raises(UserError, match=r"shots=5\b.*\b4 or fewer"):  # a copy of an item has its answer, too
         evaluate(subject, own_task(tmp_path, [*NUMBERED[:5], NUMBERED[0]], MULTIPLE_CHOICE, shots=5), Policy())
 
 
-def test_listed_examples_are_shown_as_they_are(subject: LocalModel, tmp_path: Path) -> None:
+def test_listed_examples_are_shown_as_they_are(subject: LoadedModel, tmp_path: Path) -> None:
     listed = [{"q": "Snow is", "c": ["white", "red"], "label": 0}, {"q": "Blood is", "c": ["white", "red"], "label": 1}]
     definition = {**MULTIPLE_CHOICE, "num_fewshot": 2, "fewshot_config": {"samples": listed}}
     graded = evaluate(subject, own_task(tmp_path, NUMBERED, definition), Policy())
@@ -409,7 +405,7 @@ def test_listed_examples_are_shown_as_they_are(subject: LocalModel, tmp_path: Pa
 @pytest.mark.parametrize("label", [-1, 5, None, "1", "owl", [], [0, 5]])
 @pytest.mark.parametrize("first", [True, False])
 def test_an_item_without_a_right_choice_is_refused(
-    subject: LocalModel, tmp_path: Path, label: Any, first: bool
+    subject: LoadedModel, tmp_path: Path, label: Any, first: bool
 ) -> None:
     known: Any = [1] if isinstance(label, list) else "nest" if isinstance(label, str) else 1
     items = [{"q": f"A {who} sleeps in a", "c": ["kennel", "nest"], "label": known} for who in ("bird", "dog", "hen")]
@@ -421,7 +417,7 @@ def test_an_item_without_a_right_choice_is_refused(
         assert evaluate(subject, replace(benchmark, limit=1), Policy()).results[0]["n"] == 1
 
 
-def test_labels_are_numbers_texts_or_lists_of_choices(subject: LocalModel, tmp_path: Path) -> None:
+def test_labels_are_numbers_texts_or_lists_of_choices(subject: LoadedModel, tmp_path: Path) -> None:
     for label in (1, "nest", [1], [0, 1]):
         items = [{"q": "A bird sleeps in a", "c": ["kennel", "nest"], "label": label}]
         graded = evaluate(subject, own_task(tmp_path, items, MULTIPLE_CHOICE), Policy())
@@ -439,7 +435,7 @@ GENERATED = {
 
 @pytest.mark.parametrize(("label", "choices"), [(-1, ["kennel", "nest"]), (None, None)])
 def test_a_text_without_a_right_answer_is_refused(
-    subject: LocalModel, tmp_path: Path, label: Any, choices: list[str] | None
+    subject: LoadedModel, tmp_path: Path, label: Any, choices: list[str] | None
 ) -> None:
     definition = {**GENERATED, "doc_to_choice": "c"} if choices else GENERATED
     items = [{"q": "A bird sleeps in a", "c": choices, "label": of} for of in (1 if choices else "nest", label)]
@@ -449,9 +445,9 @@ def test_a_text_without_a_right_answer_is_refused(
 
 
 @pytest.mark.parametrize("until", ["", [""], ["", "\n\n\n"]])
-def test_an_empty_stop_text_ends_nothing(subject: LocalModel, tmp_path: Path, until: Any) -> None:
+def test_an_empty_stop_text_ends_nothing(subject: LoadedModel, tmp_path: Path, until: Any) -> None:
     definition = {**GENERATED, "generation_kwargs": {"until": until, "do_sample": False}}
     items = [{"q": "A bird sleeps in a", "label": "nest"}]
     benchmark = own_task(tmp_path, items, definition, reports={"own": "exact_match"}, max_new_tokens=4)
     (sample,) = evaluate(subject, benchmark, Policy()).samples
-    assert sample["output"] == subject.generate([items[0]["q"]], GenSpec(4))[0] != ""
+    assert sample["output"] == write(subject, [items[0]["q"]], 4)[0] != ""

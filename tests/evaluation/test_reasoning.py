@@ -17,6 +17,7 @@ import pyarrow.parquet as parquet
 import pytest
 import torch
 import yaml
+from asking import PLAIN, Said, ask, write
 from endpoint import Reply, completion, endpoint, message
 from harness_files import problem, write_lines
 from test_evalplus_published import ALLOWED
@@ -27,45 +28,24 @@ from moe_lab.config import BenchmarkConfig, JudgeConfig
 from moe_lab.errors import UserError
 from moe_lab.evaluation import judge as judging
 from moe_lab.evaluation import run
-from moe_lab.evaluation.engine_model import EngineModel
-from moe_lab.evaluation.generation import Answer, AnswerRow, Generator, GenSpec, Messages, Tools
+from moe_lab.evaluation.engines.completions import Completions, ServedModel
+from moe_lab.evaluation.engines.hf import LoadedModel
+from moe_lab.evaluation.engines.vllm import VllmModel
 from moe_lab.evaluation.judge import Judge
-from moe_lab.evaluation.local_model import LocalModel
-from moe_lab.evaluation.mirror.make import benchmarks, make
+from moe_lab.evaluation.mirror import benchmarks, make
 from moe_lab.evaluation.sandbox.policy import Policy
-from moe_lab.evaluation.served_model import Completions, ServedModel
 from moe_lab.serving import vllm_engine
 
-PLAIN = "{% for m in messages %}{{ m.content }}{% endfor %}"
 HARMONY = PLAIN + "<|start|>assistant"
 
 
-class Said(Generator):
-    """Says given texts, one after the other, to conversations in the form of a template."""
-
-    def __init__(self, texts: Sequence[str], end: str = "") -> None:
-        self.texts, self.end = list(texts), end
-
-    def render(self, messages: Messages, tools: Tools = ()) -> str:
-        return "".join(message["content"] for message in messages) + self.end
-
-    def complete(
-        self, prompts: Sequence[str], rows: Sequence[AnswerRow | None], spec: GenSpec
-    ) -> Iterator[tuple[int, str, None]]:
-        for index, text in enumerate(self.texts):
-            yield index, text, None
-
-    def answer_losses(self, prompts: Sequence[str], answers: Sequence[str | None], spec: GenSpec) -> list[float | None]:
-        return [None] * len(answers)
-
-
-def chatting(subject: LocalModel, template: str) -> LocalModel:
+def chatting(subject: LoadedModel, template: str) -> LoadedModel:
     tokenizer = deepcopy(subject.tokenizer)
     tokenizer.chat_template = template
     return replace(subject, tokenizer=tokenizer)
 
 
-def writing(subject: LocalModel, texts: Sequence[str], template: str) -> LocalModel:
+def writing(subject: LoadedModel, texts: Sequence[str], template: str) -> LoadedModel:
     """The shipped model, made to write given texts, one after the other, whatever it is asked."""
     model = deepcopy(subject.model)
     tokens = [*(subject.tokenizer(text, add_special_tokens=False).input_ids for text in texts)]
@@ -159,18 +139,20 @@ def unfinished(folder: Path) -> list[str]:
 
 @pytest.mark.parametrize(("text", "end", "right"), TEXTS)
 def test_an_answer_to_a_generating_task_follows_its_thought(
-    text: str, end: str, right: float | None, subject: LocalModel, tmp_path: Path
+    text: str, end: str, right: float | None, subject: LoadedModel, tmp_path: Path
 ) -> None:
     template = end if end == HARMONY else PLAIN + end + "{# <think> #}"
     model = writing(subject, [text], template)
     run.evaluate(model, own_task(tmp_path, [text]), tmp_path / "out", policy=Policy())
     (sample,) = samples(tmp_path / "out")
     assert sample["outcome"] == (right or 0.0), sample
-    assert sample["output"] == text.partition("\nQuestion: 5")[0] + ("\n" if "Question: 5" in text else "")
+    whole = sample["thought"] + (sample["output"] or "")
+    assert whole == text.partition("\nQuestion: 5")[0] + ("\n" if "Question: 5" in text else "")
+    assert (sample["output"] is None) == (right is None)
     assert unfinished(tmp_path / "out") == (["0"] if right is None else [])
 
 
-def test_an_unfinished_thought_is_wrong_where_an_empty_answer_is_right(subject: LocalModel, tmp_path: Path) -> None:
+def test_an_unfinished_thought_is_wrong_where_an_empty_answer_is_right(subject: LoadedModel, tmp_path: Path) -> None:
     texts = ["<think>hm", "<think>hm</think>"]
     benchmark = own_task(
         tmp_path, texts, doc_to_target="", filter_list=[{"name": "a", "filter": [{"function": "take_first"}]}]
@@ -180,7 +162,7 @@ def test_an_unfinished_thought_is_wrong_where_an_empty_answer_is_right(subject: 
     assert unfinished(tmp_path / "out") == ["0"]
 
 
-def test_a_completion_that_speaks_of_marks_is_no_thought(subject: LocalModel, tmp_path: Path) -> None:
+def test_a_completion_that_speaks_of_marks_is_no_thought(subject: LoadedModel, tmp_path: Path) -> None:
     """A base model continues a text; only what begins with a mark is a thought then."""
     text = "It drops </think> first: 72 Question: 5"
     model = writing(subject, [text], PLAIN)
@@ -219,9 +201,10 @@ def test_a_program_follows_its_thought(
     (benchmark,) = benchmarks(["humaneval"], str(tmp_path))
     benchmark = replace(benchmark, expected=1)
     make(benchmark, write_lines(tmp_path / "HumanEvalPlus.jsonl", [problem(0, "f0", "return x + 1", [[1]], [[2]])]))
-    run.evaluate(Said([text], end), benchmark, tmp_path / "out", policy=ALLOWED)
+    run.evaluate(Said([text], PLAIN + end), benchmark, tmp_path / "out", policy=ALLOWED)
     assert {sample["outcome"] for sample in samples(tmp_path / "out")} == {right or 0.0}
-    assert samples(tmp_path / "out")[0]["output"] == text
+    sample = samples(tmp_path / "out")[0]
+    assert sample["thought"] + (sample["output"] or "") == text
     assert unfinished(tmp_path / "out") == (["HumanEval/0"] if right is None else [])
 
 
@@ -274,10 +257,6 @@ def test_a_reply_that_the_judges_endpoint_broke_off_is_asked_for_again(
         assert verdict.score == 8.0
 
 
-def test_what_was_not_asked_is_no_unfinished_thought() -> None:
-    assert Answer("1", "Q<think>\n", "", too_long=True).without_thought() == ""
-
-
 # Back ends.
 
 
@@ -299,7 +278,7 @@ def test_a_text_that_an_engine_broke_off_is_an_error(reason: str, whole: bool, m
             list(engine.generate([[1]], 2, [], [0]))
 
 
-def test_a_stop_text_in_a_thought_ends_no_text_of_a_server(subject: LocalModel) -> None:
+def test_a_stop_text_in_a_thought_ends_no_text_of_a_server(subject: LoadedModel) -> None:
     def answer(body: dict[str, Any]) -> Reply:
         whole = "Read the END: 5.</think>It is 7. END more"
         ends = [whole.index(stop) for stop in body["stop"] or ()]
@@ -308,11 +287,11 @@ def test_a_stop_text_in_a_thought_ends_no_text_of_a_server(subject: LocalModel) 
     with endpoint(answer) as at:
         model = chatting(subject, PLAIN + "<think>\n")
         served = ServedModel(Completions(at.url, "m"), model.tokenizer, 512, {})
-        spec = GenSpec(40, stop=("END",), special_tokens=False)
-        assert served.generate(["Q<think>\n"], spec) == ["Read the END: 5.</think>It is 7. "]
+        (reply,) = ask(served, ["Q<think>\n"], 40, stop=("END",), chat=True)
+        assert (reply.thought, reply.text) == ("Read the END: 5.</think>", "It is 7. ")
 
 
-def test_a_stop_text_in_a_thought_ends_no_text_of_an_engine(subject: LocalModel) -> None:
+def test_a_stop_text_in_a_thought_ends_no_text_of_an_engine(subject: LoadedModel) -> None:
     whole = "Read the END: 5.</think>It is 7. END more"
     tokens = subject.tokenizer(whole, add_special_tokens=False).input_ids
     stops = []
@@ -321,16 +300,16 @@ def test_a_stop_text_in_a_thought_ends_no_text_of_an_engine(subject: LocalModel)
         stops.append(tuple(stop))
         return iter([[0, tokens, -1.0]])
 
-    engine: Any = SimpleNamespace(about={"max_length": 512}, items=items)
+    process: Any = SimpleNamespace(about={"max_length": 512}, items=items)
     for template, sent in ((PLAIN + "<think>\n", ()), (PLAIN, ("END",))):
         tokenizer = chatting(subject, template).tokenizer
-        served = EngineModel(engine, tokenizer, subject.config, (subject.tokenizer.eos_token_id,), {})
-        (text,) = served.generate(["Q<think>\n"], GenSpec(40, stop=("END",), special_tokens=False))
-        assert text == "Read the END: 5.</think>It is 7. " and stops[-1] == sent
+        served = VllmModel(process, tokenizer, (subject.tokenizer.eos_token_id,), {})
+        (reply,) = ask(served, ["Q<think>\n"], 40, stop=("END",), chat=True)
+        assert (reply.thought, reply.text) == ("Read the END: 5.</think>", "It is 7. ") and stops[-1] == sent
 
 
 @pytest.fixture
-def with_special_marks(subject: LocalModel) -> LocalModel:
+def with_special_marks(subject: LoadedModel) -> LoadedModel:
     """The shipped model with marks of thoughts that are special tokens, in place of two others."""
     tokenizer = deepcopy(subject.tokenizer)
     tokenizer.add_tokens([AddedToken(mark, special=True) for mark in ("[THINK]", "[/THINK]")], special_tokens=True)
@@ -338,19 +317,19 @@ def with_special_marks(subject: LocalModel) -> LocalModel:
     return replace(subject, tokenizer=tokenizer)
 
 
-def test_marks_that_are_special_tokens_part_thoughts_too(with_special_marks: LocalModel) -> None:
+def test_marks_that_are_special_tokens_part_thoughts_too(with_special_marks: LoadedModel) -> None:
     tokenizer = with_special_marks.tokenizer
     whole = "[THINK]Is it 24?[/THINK] It is 72."
     tokens = tokenizer(whole, add_special_tokens=False).input_ids
-    engine: Any = SimpleNamespace(about={"max_length": 512}, items=lambda *_, **__: iter([[0, tokens, -1.0]]))
-    served = EngineModel(engine, tokenizer, with_special_marks.config, (tokenizer.eos_token_id,), {})
-    (text,) = served.generate(["Q"], GenSpec(40, special_tokens=False))
-    assert text == whole and Answer("1", "Q", text).without_thought() == "It is 72."
+    process: Any = SimpleNamespace(about={"max_length": 512}, items=lambda *_, **__: iter([[0, tokens, -1.0]]))
+    served = VllmModel(process, tokenizer, (tokenizer.eos_token_id,), {})
+    (reply,) = ask(served, ["Q"], 40, chat=True)
+    assert reply.thought + str(reply.text) == whole and reply.text == "It is 72."
 
 
-def test_a_server_that_would_leave_marks_out_is_refused(with_special_marks: LocalModel) -> None:
+def test_a_server_that_would_leave_marks_out_is_refused(with_special_marks: LoadedModel) -> None:
     with endpoint(lambda body: completion("Is it 24? It is 72.", "m")) as at:
         served = ServedModel(Completions(at.url, "m"), with_special_marks.tokenizer, 512, {})
         with pytest.raises(UserError, match=r"\[THINK\].*expected backend=hf"):
-            served.generate(["Q"], GenSpec(40, special_tokens=False))
-        assert served.generate(["Q"], GenSpec(40)), "a completion has no thoughts"
+            ask(served, ["Q"], 40, chat=True)
+        assert write(served, ["Q"], 40), "a completion has no thoughts"

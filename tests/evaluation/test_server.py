@@ -19,17 +19,20 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from asking import write
 from endpoint import Endpoint, Reply, completion, endpoint
 from processes import executable, is_running, quoted, until
 
 from moe_lab.config import BackendConfig, Config, ModelConfig
 from moe_lab.errors import Unavailable, UserError
-from moe_lab.evaluation import back_ends, engine_model, interpreters, served_model
-from moe_lab.evaluation import server as servers
-from moe_lab.evaluation.generation import GenSpec
-from moe_lab.evaluation.local_model import LocalModel
-from moe_lab.evaluation.served_model import Completions, ServedModel
-from moe_lab.evaluation.server import serving
+from moe_lab.evaluation import back_ends, interpreters
+from moe_lab.evaluation.answers import render
+from moe_lab.evaluation.engines import completions as served_model
+from moe_lab.evaluation.engines import server as servers
+from moe_lab.evaluation.engines import vllm
+from moe_lab.evaluation.engines.completions import Completions, ServedModel
+from moe_lab.evaluation.engines.hf import LoadedModel
+from moe_lab.evaluation.engines.server import serving
 from moe_lab.paths import resolve
 from moe_lab.pruning.plan import Plan
 from moe_lab.study import preflight
@@ -40,7 +43,7 @@ POCKET = ModelConfig(name="pocket", path="pocket:olmoe")
 
 
 @pytest.fixture
-def checkpoint(subject: LocalModel) -> Path:
+def checkpoint(subject: LoadedModel) -> Path:
     return Path(resolve("pocket:olmoe"))
 
 
@@ -66,7 +69,7 @@ def script(tmp_path: Path, text: str) -> str:
 def test_a_server_serves_the_checkpoint_and_is_gone_afterwards(checkpoint: Path) -> None:
     with serving(checkpoint, backend(FAKE + " {port} {name} {checkpoint}"), POCKET, "a step") as served:
         assert served.completions.model.startswith("a step-")
-        assert served.generate(["abc", "abcdef", ""], GenSpec(4, batch_size=2)) == [" 3", " 6", " 0"]
+        assert write(served, ["abc", "abcdef", ""], 4, batch_size=2) == [" 3", " 6", " 0"]
         assert served.max_length == 512
         url = served.completions.url
     assert servers._models(url) is None
@@ -74,7 +77,7 @@ def test_a_server_serves_the_checkpoint_and_is_gone_afterwards(checkpoint: Path)
 
 def test_a_server_that_goes_by_the_checkpoints_path_serves_it_too(checkpoint: Path) -> None:
     with serving(checkpoint, backend(FAKE + " {port} {checkpoint}"), POCKET, "n") as served:
-        assert served.completions.model.endswith("/checkpoint") and served.generate(["abc"], GenSpec(4)) == [" 3"]
+        assert served.completions.model.endswith("/checkpoint") and write(served, ["abc"], 4) == [" 3"]
 
 
 def test_a_server_is_stopped_after_an_exception(checkpoint: Path) -> None:
@@ -178,7 +181,7 @@ def test_what_dies_while_generating_is_tried_again_by_the_next_run(checkpoint: P
         (process,) = Path(f"/proc/{watcher}/task/{watcher}/children").read_text().split()
         os.kill(int(process), signal.SIGKILL)
         with pytest.raises(Unavailable, match=r"the server of n-\w+ ended: .*SIGKILL"):
-            served.generate(["abc"], GenSpec(4))
+            write(served, ["abc"], 4)
 
 
 STUBBORN = """
@@ -212,7 +215,7 @@ def test_a_server_that_will_not_stop_is_killed_with_its_children(
 def test_a_server_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
     log = tmp_path / "log"
     code = (
-        "import signal; from pathlib import Path; from moe_lab.evaluation import server; server.GRACE = 0.3\n"
+        "import signal; from pathlib import Path; from moe_lab.evaluation.engines import server; server.GRACE = 0.3\n"
         f"with server.running({stubborn(tmp_path)!r}, Path({str(log)!r})): signal.pause()"
     )
     parent = subprocess.Popen([sys.executable, "-c", code])
@@ -227,7 +230,7 @@ def test_a_server_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
 # What is served, and how it is asked.
 
 
-def test_what_is_served_prefers_nothing(checkpoint: Path, subject: LocalModel, tmp_path: Path) -> None:
+def test_what_is_served_prefers_nothing(checkpoint: Path, subject: LoadedModel, tmp_path: Path) -> None:
     own = tmp_path / "own"
     own.mkdir()
     for file in checkpoint.iterdir():
@@ -249,11 +252,11 @@ def test_what_is_served_prefers_nothing(checkpoint: Path, subject: LocalModel, t
     assert json.loads((tmp_path / "view/tokenizer_config.json").read_text())["clean_up_tokenization_spaces"] is False
     (own / "generation_config.json").unlink()
     servers.make_view(own, tmp_path / "second", subject.tokenizer)
-    assert json.loads((tmp_path / "second/generation_config.json").read_text())["eos_token_id"] == subject._end_tokens()
+    assert json.loads((tmp_path / "second/generation_config.json").read_text())["eos_token_id"] == subject.end_tokens
 
 
 @pytest.fixture
-def fake(subject: LocalModel) -> Iterator[Callable[..., ServedModel]]:
+def fake(subject: LoadedModel) -> Iterator[Callable[..., ServedModel]]:
     """A served subject whose texts are told."""
     opened = []
 
@@ -271,7 +274,7 @@ def fake(subject: LocalModel) -> Iterator[Callable[..., ServedModel]]:
 
 def test_requests_are_greedy_on_the_wire(fake: Any) -> None:
     served, at = fake(lambda body: completion(" yes. No. Maybe", "m@main"))
-    assert served.generate(["Is it"], GenSpec(17, stop=("No", "Maybe"))) == [" yes. "]
+    assert write(served, ["Is it"], 17, stop=("No", "Maybe")) == [" yes. "]
     (body,) = at.asked
     assert body == {
         "model": "m",
@@ -297,7 +300,7 @@ def test_a_stop_text_that_begins_in_the_prompt_ends_nothing(fake: Any) -> None:
 
     served, at = fake(answer)
     stops = ("\n\n", "END")
-    assert served.generate(["a\n", "a"], GenSpec(9, stop=stops)) == ["\ntwo words ", "\ntwo words "]
+    assert write(served, ["a\n", "a"], 9, stop=stops) == ["\ntwo words ", "\ntwo words "]
     assert sorted((body["prompt"], body["stop"]) for body in at.asked) == [
         ("a", ["\n\n", "END"]),
         ("a\n", ["\n\n", "END"]),
@@ -307,7 +310,7 @@ def test_a_stop_text_that_begins_in_the_prompt_ends_nothing(fake: Any) -> None:
 
 def test_stop_texts_that_no_request_has_room_for_end_the_text_here(fake: Any) -> None:
     served, at = fake(lambda body: completion("one 6 two", "m"))
-    assert served.generate(["a"], GenSpec(9, stop=("1", "2", "3", "4", "5", "6"))) == ["one "]
+    assert write(served, ["a"], 9, stop=("1", "2", "3", "4", "5", "6")) == ["one "]
     assert [body["stop"] for body in at.asked] == [["1", "2", "3", "4"]]
 
 
@@ -336,35 +339,40 @@ def test_a_completion_that_is_no_whole_text_is_requested_again_and_then_an_error
 
     asked: list[str] = []
     served, _ = fake(answer)
-    assert served.generate(["once"], GenSpec(4)) == [" kennel"] and len(asked) == 2
+    assert write(served, ["once"], 4) == [" kennel"] and len(asked) == 2
     with pytest.raises(Unavailable, match=re.escape(found)):
-        served.generate(["always"], GenSpec(4))
+        write(served, ["always"], 4)
 
 
 def test_a_text_that_is_empty_or_reaches_the_limit_is_whole(fake: Any) -> None:
     served, at = fake(lambda body: completion("", "m", "stop" if body["prompt"] == "a" else "length"))
-    assert served.generate(["a", "b"], GenSpec(4)) == ["", ""] and len(at.asked) == 2
+    assert write(served, ["a", "b"], 4) == ["", ""] and len(at.asked) == 2
 
 
-def test_texts_come_as_they_are_done_the_longest_prompt_first(fake: Any) -> None:
-    asked, done = threading.Event(), threading.Event()
+def test_texts_are_asked_for_at_the_same_time_the_longest_prompt_first(fake: Any) -> None:
+    second = threading.Event()
 
     def answer(body: dict[str, Any]) -> Reply:
-        """The slow text is asked for before any other is done, and done when the others have come."""
-        if "slow" in body["prompt"]:
-            asked.set()
-            done.wait(60)
-        asked.wait(60)
+        """The text of the longest prompt is done when another one has been asked for."""
+        second.wait(60) if "slow" in body["prompt"] else second.set()
         return completion(body["prompt"], "m")
 
     served, at = fake(answer)
     prompts = ["b", "slow slow slow", "a a"]
-    texts = served.stream(prompts, GenSpec(4, batch_size=2))
-    assert [next(texts), next(texts)] == [(2, "a a"), (0, "b")]
-    done.set()
-    assert list(texts) == [(1, "slow slow slow")]
-    assert [body["prompt"] for body in at.asked][2] == "b"
-    assert served.generate(prompts, GenSpec(4)) == prompts and served.generate([], GenSpec(4)) == []
+    assert write(served, prompts, 4, batch_size=2) == prompts
+    assert {body["prompt"] for body in at.asked[:2]} == {"slow slow slow", "a a"}
+    assert write(served, [], 4) == []
+
+
+def test_a_failure_is_said_while_other_texts_are_still_written(fake: Any) -> None:
+    told = threading.Event()
+    replies: Any = lambda body: Reply("oops", 500) if body["prompt"] == "b" else told.wait(60) and completion("", "m")  # noqa: E731
+    served, _ = fake(replies)
+    try:
+        with pytest.raises(Unavailable, match="HTTP 500: oops"):
+            write(served, ["b", "a a"], 4)
+    finally:
+        told.set()
 
 
 def test_a_server_that_hangs_is_given_up_and_a_slow_one_is_not(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -378,7 +386,7 @@ def test_a_server_that_hangs_is_given_up_and_a_slow_one_is_not(fake: Any, monkey
 
     monkeypatch.setattr(served_model.queue, "SimpleQueue", Noting)
     slow, _ = fake(lambda body: completion("x", "m"), patience=200)
-    assert slow.generate(["a"] * 6, GenSpec(4)) == ["x"] * 6
+    assert write(slow, list("abcdef"), 4) == ["x"] * 6
     assert [wait for wait in waits if wait] == [pytest.approx(200.4)] * 6, (
         "so long may pass between two, whatever all take"
     )
@@ -390,7 +398,7 @@ def test_a_server_that_hangs_is_given_up_and_a_slow_one_is_not(fake: Any, monkey
         with pytest.raises(
             Unavailable, match=r"the server of m runs and wrote no text for 0\.6 s, .*ready_seconds=0\.2"
         ):
-            silent.generate(["a"] * 6, GenSpec(4, batch_size=2))
+            write(silent, list("abcdef"), 4, batch_size=2)
     finally:
         told.set()
 
@@ -398,48 +406,49 @@ def test_a_server_that_hangs_is_given_up_and_a_slow_one_is_not(fake: Any, monkey
 def test_special_tokens_are_added_once(fake: Any) -> None:
     """A tokenizer that begins every prompt with a token, and a chat template that writes it out."""
 
-    class Encoded:
-        def __init__(self, input_ids: Any) -> None:
-            self.input_ids = input_ids
-
     class Marked:
-        bos_token = "<s>"
+        bos_token, bos_token_id, chat_template = "<s>", 1, None
 
-        def __call__(self, text: str | list[str], add_special_tokens: bool = True) -> Any:
-            if isinstance(text, list):
-                return Encoded([self(one, add_special_tokens).input_ids for one in text])
-            words = ["<s>"] * add_special_tokens + text.replace("<s>", " <s> ").split()
-            return Encoded([abs(hash(word)) for word in words])
+        def __call__(self, texts: Any, add_special_tokens: bool = True, **_: Any) -> Any:
+            each = [texts] if isinstance(texts, str) else texts
+            ids = [[1] * add_special_tokens + self.words(text) for text in each]
+            return SimpleNamespace(input_ids=ids[0] if isinstance(texts, str) else ids)
+
+        def words(self, text: str) -> list[int]:
+            return [1 if word == "<s>" else sum(map(ord, word)) for word in text.replace("<s>", " <s> ").split()]
+
+        def decode(self, token: int) -> str:
+            return "<s>"
 
     served, at = fake(lambda body: completion("x", "m"), tokenizer=Marked())
-    served.generate(["<s> user"], GenSpec(4, special_tokens=False))
-    served.generate(["user"], GenSpec(4, special_tokens=True))
-    assert [body["prompt"].strip() for body in at.asked] == ["user", "user"]
+    write(served, ["<s> user"], 4, chat=True)
+    write(served, ["user", "<s>user"], 4)
+    assert [body["prompt"].strip() for body in at.asked] == ["user", "user", "user"]
     with pytest.raises(UserError, match="wants none: expected backend=hf"):
-        served.generate(["user"], GenSpec(4, special_tokens=False))
+        write(served, ["user"], 4, chat=True)
 
 
 def test_what_a_server_refuses_and_what_does_not_fit_is_one_sentence(fake: Any) -> None:
     served, _ = fake(lambda body: Reply({"message": "too long"}, 400))
     with pytest.raises(UserError, match=r"the server of m answered HTTP 400: too long$"):
-        served.generate(["a"], GenSpec(4))
+        write(served, ["a"], 4)
     reason = f"at most 4 stop texts, {'and more words ' * 20}as vLLM puts it"
     wordy, _ = fake(lambda body: Reply({"error": {"message": reason, "code": 400}}, 400))
     with pytest.raises(UserError, match=f"HTTP 400: {re.escape(reason)}$"):
-        wordy.generate(["a"], GenSpec(4))
+        write(wordy, ["a"], 4)
     with pytest.raises(UserError, match="do not fit the model's 512 tokens"):
-        served.generate(["a"], GenSpec(600))
+        write(served, ["a"], 600)
     with pytest.raises(UserError, match="has no chat template"):
-        served.render([{"role": "user", "content": "Hi"}])
+        render(served, [{"role": "user", "content": "Hi"}])
     broken, _ = fake(lambda body: Reply("oops", 500))
     with pytest.raises(Unavailable, match="HTTP 500: oops"):
-        broken.generate(["a"], GenSpec(4))
+        write(broken, ["a"], 4)
     web, _ = fake(lambda body: Reply("<html>"))
     with pytest.raises(UserError, match="gives no text completions: b'<html>'"):
-        web.generate(["a"], GenSpec(4))
+        write(web, ["a"], 4)
     nowhere = replace(served, completions=Completions("http://127.0.0.1:9/v1", "m"))
     with pytest.raises(Unavailable, match=r"does not answer .*refused"):
-        nowhere.generate(["a"], GenSpec(4))
+        write(nowhere, ["a"], 4)
 
 
 # Wrong settings.
@@ -482,12 +491,12 @@ def test_a_wrong_back_end_is_said_before_anything_is_loaded(tmp_path: Path) -> N
 
 def test_an_engine_that_says_nothing_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A late reply would be taken for that to the next request."""
-    monkeypatch.setattr(engine_model, "GRACE", 0.1)
+    monkeypatch.setattr(vllm, "GRACE", 0.1)
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\nread request\necho '{\"done\": {}}'\nexec sleep 1000\n")
     python.chmod(0o755)
     backend = BackendConfig("vllm", ready_seconds=1.0, python=str(python))
-    engine = engine_model.Engine(Path(resolve(POCKET.path)), backend, POCKET)
+    engine = vllm.Process(Path(resolve(POCKET.path)), backend, POCKET)
     with pytest.raises(Unavailable, match="ready_seconds=1 "):
         engine.set_plan(Plan({0: (0,)}, {0: 2}))
     assert engine.process.poll() is not None

@@ -15,14 +15,15 @@ from typing import Any
 
 import pytest
 import torch
+from asking import ask, write
 from omegaconf import OmegaConf
 
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError
 from moe_lab.evaluation import run
-from moe_lab.evaluation.engine_model import EngineModel
-from moe_lab.evaluation.generation import GenSpec
-from moe_lab.evaluation.local_model import LocalModel
+from moe_lab.evaluation.engines import Prompt, Writing
+from moe_lab.evaluation.engines.hf import LoadedModel
+from moe_lab.evaluation.engines.vllm import VllmModel
 from moe_lab.evaluation.sandbox.policy import Policy
 from moe_lab.paths import resolve
 
@@ -34,7 +35,7 @@ def prompts(name: str, count: int) -> list[str]:
     return [json.loads(line)["prompt"] for line in lines]
 
 
-def alone(subject: LocalModel, prompt: str, tokens: int) -> str:
+def alone(subject: LoadedModel, prompt: str, tokens: int) -> str:
     """Plain transformers, one prompt, no padding."""
     encoded = subject.tokenizer(prompt, return_tensors="pt")
     with torch.inference_mode():
@@ -42,14 +43,18 @@ def alone(subject: LocalModel, prompt: str, tokens: int) -> str:
     return str(subject.tokenizer.decode(found[0, encoded.input_ids.shape[1] :], skip_special_tokens=True))
 
 
-def test_batches_of_any_size_give_what_each_prompt_gets_alone(subject: LocalModel) -> None:
+def test_batches_of_any_size_give_what_each_prompt_gets_alone(subject: LoadedModel) -> None:
     asked = [*prompts("gsm8k", 4), *prompts("wildbench", 3), *prompts("humaneval", 3)]
     expected = [alone(subject, prompt, 24) for prompt in asked]
     for size in (1, 3, 64):
-        assert subject.generate(asked, GenSpec(24, batch_size=size)) == expected
+        assert write(subject, asked, 24, batch_size=size) == expected
 
 
-def loss(subject: LocalModel, prompt: str, answer: str) -> float:
+def losses(subject: LoadedModel, prompts: list[str], references: list[Any], **settings: Any) -> list[float | None]:
+    return [reply.loss for reply in ask(subject, prompts, 1, references=references, skip_long=True, **settings)]
+
+
+def loss(subject: LoadedModel, prompt: str, answer: str) -> float:
     """Bits per byte of the answer, space before it included: one unpadded forward pass in fp64."""
     head = prompt.rstrip()
     before, whole = (subject.tokenizer(text).input_ids for text in (head, prompt + answer))
@@ -59,114 +64,113 @@ def loss(subject: LocalModel, prompt: str, answer: str) -> float:
     return -likelihood / math.log(2) / len((prompt[len(head) :] + answer).encode())
 
 
-def test_answer_losses_are_those_of_each_text_alone(subject: LocalModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answer_losses_are_those_of_each_text_alone(subject: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = [*prompts("gsm8k", 3), *prompts("humaneval", 3), *prompts("wildbench", 2)]
-    answers = [*subject.generate(asked[:7], GenSpec(24)), " The end \u00e4."]
+    answers = [*write(subject, asked[:7], 24), " The end \u00e4."]
     expected = [loss(subject, *pair) for pair in zip(asked, answers, strict=True)]
     assert min(expected) < 0.5 < max(expected)
     for size in (1, 3, 64):
-        found = subject.answer_losses(asked, answers, GenSpec(1, batch_size=size))
+        found = losses(subject, asked, answers, batch_size=size)
         assert found == pytest.approx(expected, abs=1e-5)
     monkeypatch.setattr("moe_lab.models.device.LOGITS", 1)
-    assert subject.answer_losses(asked, answers, GenSpec(1)) == pytest.approx(expected, abs=1e-5)
+    assert losses(subject, asked, answers) == pytest.approx(expected, abs=1e-5)
 
 
-def test_an_answer_that_cannot_be_read_has_no_loss(subject: LocalModel) -> None:
+def test_an_answer_that_cannot_be_read_has_no_loss(subject: LoadedModel) -> None:
     (asked,) = prompts("gsm8k", 1)
     read = len(subject.tokenizer(asked + " 12").input_ids)
-    found = subject.answer_losses([asked, asked, asked, ""], [" 12", None, " 12 34", "a"], GenSpec(1, max_length=read))
-    assert found == [pytest.approx(loss(subject, asked, " 12"), abs=1e-5), None, None, None]
+    found = losses(subject, [asked, asked, asked], [" 12", None, " 12 34"], max_length=read)
+    assert found == [pytest.approx(loss(subject, asked, " 12"), abs=1e-5), None, None]
 
 
-def test_stop_texts_cut_and_are_not_looked_for_in_prompts(subject: LocalModel) -> None:
+def test_stop_texts_cut_and_are_not_looked_for_in_prompts(subject: LoadedModel) -> None:
     """The longest prompt comes last, after shorter ones, and holds the stop text itself."""
     asked = prompts("humaneval", 4)
     asked.append("\n\n".join([*asked, asked[0]]))
     stop = ("\ndef ", ")")
     assert stop[0] in asked[-1]
-    whole = subject.generate(asked, GenSpec(32))
+    whole = write(subject, asked, 32)
     assert any(")" in text for text in whole)
-    cut = subject.generate(asked, GenSpec(32, stop=stop))
+    cut = write(subject, asked, 32, stop=stop)
     assert cut == [text[: min((text.index(s) for s in stop if s in text), default=None)] for text in whole]  # type: ignore[type-var]
     assert len(cut[-1]) > 4
 
 
-def test_a_stop_text_that_begins_in_the_prompt_does_not_count(subject: LocalModel) -> None:
+def test_a_stop_text_that_begins_in_the_prompt_does_not_count(subject: LoadedModel) -> None:
     asked = prompts("humaneval", 1)
-    text = subject.generate(asked, GenSpec(8))[0]
+    text = write(subject, asked, 8)[0]
     spanning = asked[0][-1] + text[:3]
     assert spanning not in text
-    assert subject.generate(asked, GenSpec(8, stop=(spanning,))) == [text]
+    assert write(subject, asked, 8, stop=(spanning,)) == [text]
 
 
-def test_stopping_early_saves_forward_passes(subject: LocalModel) -> None:
+def test_stopping_early_saves_forward_passes(subject: LoadedModel) -> None:
     asked = prompts("humaneval", 4)
     calls = []
     hook = subject.model.register_forward_hook(lambda *_: calls.append(1))
     try:
-        subject.generate(asked, GenSpec(48, stop=("    r",)))
+        write(subject, asked, 48, stop=("    r",))
     finally:
         hook.remove()
     assert len(calls) < 12
 
 
-def test_answers_that_go_beyond_a_stop_text_change_no_text(subject: LocalModel) -> None:
+def test_answers_that_go_beyond_a_stop_text_change_no_text(subject: LoadedModel) -> None:
     asked = prompts("humaneval", 4)
-    written = subject.generate(asked, GenSpec(32))
+    written = write(subject, asked, 32)
     stop = written[0].strip()[4:9]
     begun = [text[:50] for text in written]
-    spec = GenSpec(32, stop=(stop,))
-    cut = subject.generate(asked, spec)
+    cut = write(subject, asked, 32, stop=(stop,))
     assert len(cut[0]) < len(written[0])
-    rows = subject.answer_rows(asked, begun, spec)
-    assert sorted((index, text) for index, text, _ in subject.complete(asked, rows, spec)) == list(enumerate(cut))
+    assert write(subject, asked, 32, stop=(stop,), references=begun) == cut
     passes: list[object] = []
     hook = subject.model.register_forward_hook(lambda *_: passes.append(1))
     try:
-        list(subject.complete(asked[:1], rows[:1], spec))
+        write(subject, asked[:1], 32, stop=(stop,), references=begun[:1])
     finally:
         hook.remove()
     assert len(passes) == 1
 
 
-def test_the_checkpoints_sampling_and_penalties_are_not_used(subject: LocalModel) -> None:
+def test_the_checkpoints_sampling_and_penalties_are_not_used(subject: LoadedModel) -> None:
     asked = prompts("wildbench", 3)
-    expected = subject.generate(asked, GenSpec(24))
+    expected = write(subject, asked, 24)
     settings = subject.model.generation_config
     changes = {"do_sample": True, "temperature": 5.0, "repetition_penalty": 3.0, "min_new_tokens": 23, "num_beams": 2}
     before = {name: getattr(settings, name) for name in changes}
     try:
         for name, value in changes.items():
             setattr(settings, name, value)
-        assert subject.generate(asked, GenSpec(24)) == expected
+        assert write(subject, asked, 24) == expected
         assert subject.model.generation_config is settings
     finally:
         for name, value in before.items():
             setattr(settings, name, value)
 
 
-def test_nothing_to_generate_is_nothing(subject: LocalModel) -> None:
-    assert subject.generate([], GenSpec(4)) == []
+def test_nothing_to_generate_is_nothing(subject: LoadedModel) -> None:
+    assert write(subject, [], 4) == []
 
 
-def test_a_prompt_that_leaves_no_room_is_said(subject: LocalModel) -> None:
+def test_a_prompt_that_leaves_no_room_is_said(subject: LoadedModel) -> None:
     assert subject.max_length is not None
     with pytest.raises(UserError, match=f"do not fit the model's {re.escape(str(subject.max_length))} tokens"):
-        subject.generate(["a", "word " * subject.max_length], GenSpec(4))
+        write(subject, ["a", "word " * subject.max_length], 4)
 
 
-def test_a_prompt_that_leaves_no_room_can_be_left_out(subject: LocalModel) -> None:
+def test_a_prompt_that_leaves_no_room_can_be_left_out(subject: LoadedModel) -> None:
     assert subject.max_length is not None
     asked = ["The story", "word " * subject.max_length, *prompts("gsm8k", 1)]
-    found = dict(subject.stream(asked, GenSpec(4, skip_long=True)))
-    assert found == dict(zip((0, 2), subject.generate([asked[0], asked[2]], GenSpec(4)), strict=True))
+    first, long, last = ask(subject, asked, 4, skip_long=True)
+    assert (long.ended, long.text, long.thought) == ("too_long", "", "")
+    assert [first.text, last.text] == write(subject, [asked[0], asked[2]], 4)
 
 
 # Logits that are no finite numbers.
 
 
 @contextmanager
-def overflowing(subject: LocalModel, number: float) -> Iterator[LocalModel]:
+def overflowing(subject: LoadedModel, number: float) -> Iterator[LoadedModel]:
     """The shipped model with one logit that is `number` after every token."""
     model = deepcopy(subject.model)
     hook = model.lm_head.register_forward_hook(lambda _, __, logits: logits.index_fill(-1, torch.tensor([5]), number))
@@ -180,7 +184,7 @@ NOT_FINITE = pytest.mark.parametrize("number", [math.nan, math.inf])
 @NOT_FINITE
 @pytest.mark.parametrize("name", ["arc_challenge", "humaneval", "mbpp", "gsm8k", "wildbench", "livecodebench"])
 def test_a_benchmark_fails_where_a_logit_is_not_finite(
-    name: str, number: float, subject: LocalModel, tmp_path: Path
+    name: str, number: float, subject: LoadedModel, tmp_path: Path
 ) -> None:
     fields: Any = OmegaConf.to_container(OmegaConf.load(ROOT / f"conf/benchmark/pocket_{name}.yaml"))
     benchmark = replace(BenchmarkConfig(**fields), limit=2)
@@ -190,24 +194,24 @@ def test_a_benchmark_fails_where_a_logit_is_not_finite(
 
 
 @NOT_FINITE
-def test_texts_fail_where_a_logit_is_not_finite(number: float, subject: LocalModel) -> None:
+def test_texts_fail_where_a_logit_is_not_finite(number: float, subject: LoadedModel) -> None:
     with overflowing(subject, number) as broken, pytest.raises(FloatingPointError, match=str(number)):
-        broken.generate(prompts("gsm8k", 2), GenSpec(4))
+        write(broken, prompts("gsm8k", 2), 4)
 
 
 @NOT_FINITE
-def test_an_engine_that_computes_no_finite_number_gives_no_text(number: float, subject: LocalModel) -> None:
+def test_an_engine_that_computes_no_finite_number_gives_no_text(number: float, subject: LoadedModel) -> None:
     """vLLM's samplers choose a token whatever the logits are; its log-likelihood is what they leave to see."""
-    engine: Any = SimpleNamespace(about={"max_length": 512}, items=lambda *_, **__: iter([[0, [5, 5], number]]))
-    served = EngineModel(engine, subject.tokenizer, subject.config, (0,), {})
+    process: Any = SimpleNamespace(about={"max_length": 512}, items=lambda *_, **__: iter([[0, [5, 5], number]]))
+    served = VllmModel(process, subject.tokenizer, (0,), {})
     with pytest.raises(FloatingPointError, match=str(number)):
-        served.generate(["A dog"], GenSpec(2))
+        served.generate([Prompt("A dog", (5, 6))], Writing(2))
 
 
-def test_what_follows_a_complete_text_may_overflow(subject: LocalModel) -> None:
+def test_what_follows_a_complete_text_may_overflow(subject: LoadedModel) -> None:
     """A row whose text is complete stays in a batch of five, and is computed without being used."""
     asked = prompts("gsm8k", 5)
-    whole = subject.generate(asked, GenSpec(24))
+    whole = write(subject, asked, 24)
     longest = max(range(5), key=lambda number: len(subject.tokenizer(asked[number]).input_ids))  # the first row
     stop = next(
         end
@@ -224,10 +228,9 @@ def test_what_follows_a_complete_text_may_overflow(subject: LocalModel) -> None:
         tokens.append(int(logits[0, -1].argmax()))
         return logits
 
-    spec = GenSpec(24, stop=(stop,))
-    expected = subject.generate(asked, spec)
+    expected = write(subject, asked, stop=(stop,))
     hook = subject.model.lm_head.register_forward_hook(overflow)
     try:
-        assert subject.generate(asked, spec) == expected and overflowed
+        assert write(subject, asked, stop=(stop,)) == expected and overflowed
     finally:
         hook.remove()

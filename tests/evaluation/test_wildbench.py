@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,14 +12,13 @@ from typing import Any
 import pyarrow as arrow
 import pyarrow.parquet as parquet
 import pytest
+from asking import Said, answered
 from endpoint import Endpoint, Reply, endpoint, message
 
 from moe_lab.config import BenchmarkConfig, JudgeConfig
 from moe_lab.errors import Unavailable, UserError
-from moe_lab.evaluation import generation, mirror, run, suite
-from moe_lab.evaluation import judge as judging
-from moe_lab.evaluation.generation import Answer, AnswerRow, Generator, GenSpec, Messages, Tools, fitting
-from moe_lab.evaluation.mirror import make as mirror_make
+from moe_lab.evaluation import items, mirror, run, suite
+from moe_lab.evaluation.harnesses import wildbench
 from moe_lab.evaluation.sandbox.policy import Policy
 
 ALLOWED = Policy(allow_judge=True)
@@ -74,10 +73,10 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> BenchmarkConfig:
     folder = tmp_path_factory.mktemp("wildbench")
     parquet.write_table(
         arrow.Table.from_pylist([row(number) for number in range(1024)], schema=COLUMNS),
-        folder / "wildbench_v2.parquet",
+        folder / "v2.parquet",
     )
-    (benchmark,) = mirror_make.benchmarks(["wildbench"], str(folder / "data"))
-    mirror_make.make(benchmark, folder)
+    (benchmark,) = mirror.benchmarks(["wildbench"], str(folder / "data"))
+    mirror.make(benchmark, folder / "v2.parquet")
     return benchmark
 
 
@@ -91,7 +90,6 @@ def mark(body: dict[str, Any]) -> Reply:
 @pytest.fixture
 def at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Endpoint]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(judging, "FIRST_WAIT", 0.001)
     with endpoint(mark) as found:
         yield found
 
@@ -100,24 +98,18 @@ def judged(benchmark: BenchmarkConfig, at: Endpoint, **changes: Any) -> Benchmar
     return replace(benchmark, judge=JudgeConfig("fake", "fake/judge", at.url, parallel=4), **changes)
 
 
-def answers(benchmark: BenchmarkConfig, outputs: list[str]) -> list[Answer]:
-    asked = run._harness(benchmark).ask(benchmark)
-    return [Answer(one.item, str(one.prompt), text) for one, text in zip(asked, outputs, strict=True)]
-
-
 def test_the_questions_are_the_conversations_of_creative_writing(published: BenchmarkConfig) -> None:
-    questions = run._harness(published).ask(published)
-    assert [question.item for question in questions] == [f"session{number}#0" for number in CREATIVE]
-    assert questions[1].prompt == [
+    questions = wildbench.items(published)
+    assert [question.name for question in questions] == [f"session{number}#0" for number in CREATIVE]
+    assert questions[1].requests[0].prompt == [
         {"role": "user", "content": "A line, please."},
         {"role": "assistant", "content": "A line."},
         {"role": "user", "content": "Now tale 7, please."},
     ]
-    assert len(run._harness(published).ask(replace(published, parameters={}))) == 1024
-    assert len(run._harness(published).ask(replace(published, limit=3))) == 3
-    assert run._harness(published).stops(published) == ()
+    assert len(wildbench.items(replace(published, parameters={}, expected=1024))) == 1024
+    assert len(wildbench.items(replace(published, limit=3))) == 3
     with pytest.raises(UserError, match=r"parameters\.tag=Creative writing.*did you mean Creative Writing"):
-        run._harness(published).ask(replace(published, parameters={"tag": "Creative writing"}))
+        wildbench.items(replace(published, parameters={"tag": "Creative writing"}))
 
 
 def test_scores_become_shares_and_what_is_empty_is_not_asked(
@@ -127,7 +119,7 @@ def test_scores_become_shares_and_what_is_empty_is_not_asked(
     scores = [number % 10 + 1 for number in range(146)]
     outputs = [f"{score} and half a character \ud83d" for score in scores]
     outputs[5], outputs[9], outputs[20] = " \n", "", "0"
-    (result,) = run.grade(answers(benchmark, outputs), benchmark, tmp_path, policy=ALLOWED)
+    (result,) = run.grade(answered(benchmark, outputs), benchmark, tmp_path, policy=ALLOWED)
     counted = [1 if number in (5, 9) else score for number, score in enumerate(scores) if number != 20]
     assert result["n"] == 145 and result["expected"] == 146
     assert result["score"] == pytest.approx(sum((score - 1) / 9 for score in counted) / 145)
@@ -147,7 +139,7 @@ def test_scores_become_shares_and_what_is_empty_is_not_asked(
     assert rows[5]["outcome"] == 0 and "without asking" in rows[5]["extracted"]
 
     at.asked.clear()  # grading again asks only for what has no score
-    run.grade(answers(benchmark, outputs), benchmark, tmp_path, policy=ALLOWED)
+    run.grade(answered(benchmark, outputs), benchmark, tmp_path, policy=ALLOWED)
     assert len(at.asked) == 3
 
 
@@ -157,30 +149,19 @@ def test_a_judge_sees_the_answer_and_not_the_thought_before_it(
     """An unfinished thought is no answer, whatever it drafts, and is counted apart from what is empty."""
     benchmark = judged(published, at, limit=5)
     outputs = ["<think>\n9?\n</think>\n\n4", "9?</think>4", "<think>\n9, or", "<think>9</think>\n", "4"]
-    (result,) = run.grade(answers(benchmark, outputs), benchmark, tmp_path, policy=ALLOWED)
+    (result,) = run.grade(answered(benchmark, outputs), benchmark, tmp_path, policy=ALLOWED)
     assert result["score"] == pytest.approx(3 * 3 / 9 / 5) and len(at.asked) == 3
     assert not any("9" in str(body["messages"]).partition("<reply>")[2].partition("</reply>")[0] for body in at.asked)
     items = [f"session{number}#0" for number in CREATIVE]
     protocol = json.loads((tmp_path / "result.json").read_text())["protocol"]
     assert protocol["unfinished_thoughts"] == [items[2]] and protocol["coverage"]["empty"] == 2
     rows = parquet.read_table(tmp_path / "samples.parquet").to_pylist()
-    assert rows[2]["outcome"] == 0 and "thought" in rows[2]["extracted"] and rows[0]["output"] == outputs[0]
+    assert rows[2]["outcome"] == 0 and "thought" in rows[2]["extracted"]
+    assert rows[0]["thought"] + rows[0]["output"] == outputs[0]
 
 
-class Counting(Generator):
-    """Answers every conversation with 7, as far as it and the answer fit; a word is a token."""
-
-    def render(self, messages: Messages, tools: Tools = ()) -> str:
-        return " ".join(message["content"] for message in messages)
-
-    def complete(
-        self, prompts: Sequence[str], rows: Sequence[AnswerRow | None], spec: GenSpec
-    ) -> Iterator[tuple[int, str, None]]:
-        for index in fitting([len(prompt.split()) for prompt in prompts], spec, None):
-            yield index, "7", None
-
-    def answer_losses(self, prompts: Sequence[str], answers: Sequence[str | None], spec: GenSpec) -> list[float | None]:
-        return [None] * len(answers)
+SEVEN = Said(lambda prompt: "7", "{% for m in messages %}{{ m.content }} {% endfor %}")
+"""Answers every conversation with 7."""
 
 
 def test_conversations_that_are_too_long_count_as_nothing_written(
@@ -188,10 +169,11 @@ def test_conversations_that_are_too_long_count_as_nothing_written(
 ) -> None:
     """Those with a turn before have nine words, the others four."""
     benchmark = judged(published, at, max_length=8, max_new_tokens=4)
-    asked = run.generate(Counting(), benchmark, tmp_path)
+    asked = run.answer(SEVEN, benchmark)
     long = [f"session{number}#0" for number in CREATIVE if number % 2]
-    assert [answer.item for answer in asked if answer.too_long] == long and len(long) == 73
-    assert generation.read(tmp_path / run.ANSWERS) == asked
+    assert [answer.item for answer in asked if answer.reply.ended == "too_long"] == long and len(long) == 73
+    items.write(asked, tmp_path / run.ANSWERS)
+    assert items.read(tmp_path / run.ANSWERS) == asked
 
     (result,) = run.grade(asked, benchmark, tmp_path, policy=ALLOWED)
     assert result["n"] == result["expected"] == 146 and len(at.asked) == 73
@@ -205,8 +187,8 @@ def test_a_model_that_can_read_no_conversation_has_no_result(
     published: BenchmarkConfig, at: Endpoint, tmp_path: Path
 ) -> None:
     benchmark = judged(published, at, max_length=6, max_new_tokens=4)
-    with pytest.raises(UserError, match="none of 146 prompts leaves room for max_new_tokens=4"):
-        run.generate(Counting(), benchmark, tmp_path)
+    with pytest.raises(UserError, match="do not fit the benchmark's 6 tokens"):
+        run.answer(SEVEN, benchmark)
 
 
 def test_more_than_one_in_a_hundred_without_a_score_fails(
@@ -215,14 +197,14 @@ def test_more_than_one_in_a_hundred_without_a_score_fails(
     benchmark = judged(published, at)
     outputs = ["0"] * 2 + ["7"] * 144
     with pytest.raises(Unavailable, match="2 of 146 answers, and at most 1 may go without: 3 replies in a row"):
-        run.grade(answers(benchmark, outputs), benchmark, tmp_path / "out", policy=ALLOWED)
+        run.grade(answered(benchmark, outputs), benchmark, tmp_path / "out", policy=ALLOWED)
     assert not (tmp_path / "out").exists()
 
 
 def test_answers_to_other_questions_are_refused(published: BenchmarkConfig, at: Endpoint, tmp_path: Path) -> None:
     benchmark = judged(published, at)
     with pytest.raises(UserError, match="not those to its 146 questions"):
-        run.grade(answers(benchmark, ["7"] * 146)[1:], benchmark, tmp_path, policy=ALLOWED)
+        run.grade(answered(benchmark, ["7"] * 146)[1:], benchmark, tmp_path, policy=ALLOWED)
 
 
 def test_the_judge_is_part_of_what_a_result_is_and_neither_place_nor_key_are(
@@ -245,7 +227,6 @@ def test_preflight_wants_leave_to_ask_a_judge(published: BenchmarkConfig, at: En
     assert suite.preflight([benchmark], ALLOWED) == []
     (sentence,) = suite.preflight([benchmark], Policy())
     assert sentence.startswith("allow_judge=false, but benchmark wildbench sends")
-    assert mirror.expected_rows(benchmark) == 1024
     (sentence,) = suite.preflight([replace(benchmark, chat=False)], ALLOWED)
     assert sentence.startswith("benchmark wildbench: chat=false, but conversations")
 
@@ -255,4 +236,4 @@ def test_leave_to_ask_a_judge_may_come_with_the_next_run(
 ) -> None:
     benchmark = judged(published, at)
     with pytest.raises(Unavailable, match="allow_judge=false"):
-        run.grade(answers(benchmark, ["7"] * 146), benchmark, tmp_path / "out", policy=Policy())
+        run.grade(answered(benchmark, ["7"] * 146), benchmark, tmp_path / "out", policy=Policy())

@@ -15,9 +15,9 @@ from transformers import AutoTokenizer
 from moe_lab.calibration.documents import document, tokenize
 from moe_lab.config import BenchmarkConfig, ModelConfig
 from moe_lab.evaluation import run, suite
+from moe_lab.evaluation.engines.hf import LoadedModel
 from moe_lab.evaluation.harnesses import function_calls
 from moe_lab.evaluation.harnesses.function_call_rules import mistake
-from moe_lab.evaluation.local_model import LocalModel
 from moe_lab.evaluation.sandbox.policy import Policy
 from moe_lab.models.load import load_model
 from moe_lab.paths import conf
@@ -46,7 +46,7 @@ def calls_of(example: Example) -> set[Any]:
 
 def test_the_items_are_of_every_kind_and_fit_the_format(benchmark: BenchmarkConfig) -> None:
     assert suite.wrong([benchmark]) == []
-    kinds = Counter(question.item.rpartition("_")[0] for question in function_calls.ask(benchmark))
+    kinds = Counter(item.name.rpartition("_")[0] for item in function_calls.items(benchmark))
     assert set(kinds) == set(KINDS)
     assert min(kinds.values()) >= 16
 
@@ -61,10 +61,10 @@ def test_no_call_of_an_item_is_in_a_calibration_conversation(world: World, items
 def test_right_answers_are_right_and_wrong_ones_wrong(
     benchmark: BenchmarkConfig, items: dict[str, list[Example]]
 ) -> None:
-    questions = function_calls._items(benchmark)
+    questions = function_calls._questions(benchmark)
     for question, example in zip(questions, items["function_calls"], strict=True):
 
-        def reason(answer: str, question: function_calls.Item = question) -> str | None:
+        def reason(answer: str, question: function_calls.Question = question) -> str | None:
             return mistake(answer, question.functions, question.right)
 
         assert reason(example.answer) is None, question.name
@@ -97,7 +97,7 @@ def test_the_chat_template_writes_the_text_that_was_learnt(reader: Any, items: d
 
 def test_the_model_calls_functions(benchmark: BenchmarkConfig, tmp_path: Path) -> None:
     """A loose bound on its score, which nonsense cannot reach: that is right only where no function fits."""
-    model = LocalModel(*load_model(ModelConfig(name="calls", path="pocket:function_calls", threads=1, device="cpu")))
+    model = LoadedModel(*load_model(ModelConfig(name="calls", path="pocket:function_calls", threads=1, device="cpu")))
     (result,) = run.evaluate(model, benchmark, tmp_path, policy=Policy(False, "namespaces", False, False))
     assert result["n"] == 160
     assert result["score"] >= 0.9

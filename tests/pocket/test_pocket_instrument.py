@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.instrument import ABLATION, SKILLS, items_of, pruned_loss, random_scores, rankings
 from moe_lab.config import ModelConfig
-from moe_lab.evaluation.local_model import LocalModel
+from moe_lab.evaluation.engines.hf import LoadedModel
 from moe_lab.models.load import load_model
 
 RATIO = 0.25
@@ -19,7 +19,7 @@ RATIO = 0.25
 
 @pytest.mark.parametrize("skill", SKILLS)
 def test_criteria_calibrated_on_a_skill_keep_it_better_than_chance(skill: str) -> None:
-    subject = LocalModel(*load_model(ModelConfig(name="small", path="pocket:qwen3_moe", threads=1)))
+    subject = LoadedModel(*load_model(ModelConfig(name="small", path="pocket:qwen3_moe", threads=1)))
     items = [item for benchmark in SKILLS[skill] for item in items_of(benchmark)[:10]]
     chance = mean(pruned_loss(subject, random_scores(subject.model, seed), items, RATIO) for seed in range(4))
     found = {name: pruned_loss(subject, scores, items, RATIO) for name, scores in rankings(subject, skill, 4096, 1024)}

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from moe_lab.errors import UserError
-from moe_lab.evaluation.harnesses.stories import grade, sentences
+from moe_lab.evaluation.harnesses.stories import rules_kept, sentences
 from tools.pocket.examples import Example
 
 STORY = "One day Mira walked to the mill. There she found a lamp. Mira felt happy. They all went home."
@@ -31,13 +31,13 @@ STORY = "One day Mira walked to the mill. There she found a lamp. Mira felt happ
     ],
 )
 def test_rules(rule: dict[str, Any], story: str, kept: bool) -> None:
-    assert grade(story, [rule]) == [kept]
+    assert rules_kept(story, [rule]) == [kept]
 
 
 def test_results_follow_the_checklist() -> None:
     checklist = [{"rule": "mentions", "text": "Tom"}, {"rule": "no_repeats"}]
-    assert grade(STORY, checklist) == [False, True]
-    assert grade("", []) == []
+    assert rules_kept(STORY, checklist) == [False, True]
+    assert rules_kept("", []) == []
 
 
 def test_an_unfinished_sentence_does_not_count() -> None:
@@ -46,12 +46,12 @@ def test_an_unfinished_sentence_does_not_count() -> None:
 
 def test_mistakes_in_a_checklist_are_named() -> None:
     with pytest.raises(UserError, match="did you mean mentions"):
-        grade(STORY, [{"rule": "mention", "text": "Tom"}])
+        rules_kept(STORY, [{"rule": "mention", "text": "Tom"}])
     with pytest.raises(UserError, match="sentences does not take"):
-        grade(STORY, [{"rule": "sentences", "most": 3}])
+        rules_kept(STORY, [{"rule": "sentences", "most": 3}])
 
 
 def test_the_stories_of_the_world_keep_all_rules(items: dict[str, list[Example]]) -> None:
     for example in items["wildbench"]:
-        assert all(grade(example.answer, example.details["checklist"]))
-        assert not any(grade("", example.details["checklist"]))
+        assert all(rules_kept(example.answer, example.details["checklist"]))
+        assert not any(rules_kept("", example.details["checklist"]))

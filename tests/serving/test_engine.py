@@ -21,8 +21,7 @@ from test_vllm import FAMILIES, PROMPTS, PYTHON, Models, ask, expected, uneven
 
 from moe_lab.config import BackendConfig, ModelConfig
 from moe_lab.errors import Unavailable, UserError
-from moe_lab.evaluation import engine_model
-from moe_lab.evaluation.generation import GenSpec
+from moe_lab.evaluation.engines import Prompt, Writing, vllm
 from moe_lab.models.discover import moe_layers
 from moe_lab.paths import resolve
 from moe_lab.pruning.export import export
@@ -195,14 +194,13 @@ OPEN = """
 import sys
 from pathlib import Path
 from moe_lab.config import BackendConfig, ModelConfig
-from moe_lab.evaluation import engine_model
-from moe_lab.evaluation.generation import GenSpec
+from moe_lab.evaluation.engines import Prompt, Writing, vllm
 from moe_lab.paths import resolve
 model = ModelConfig(name="m", path="pocket:olmoe", threads=1)
-engine = engine_model.opened(Path(resolve(model.path)), BackendConfig("vllm"), model, None)
-print(engine.engine.process.pid, flush=True)
+engine = vllm.opened(Path(resolve(model.path)), BackendConfig("vllm"), model, None)
+print(engine.process.process.pid, flush=True)
 for _ in range(10000):
-    engine.generate(["Anna has"] * 64, GenSpec(64))
+    engine.generate([Prompt("", (5, 6, 7))] * 64, Writing(64))
 """
 
 
@@ -223,26 +221,26 @@ def test_an_engine_ends_with_the_process_that_uses_it() -> None:
     assert not folder.exists()
 
 
-def opened(**arguments: Any) -> engine_model.EngineModel:
+def opened(**arguments: Any) -> vllm.VllmModel:
     model = ModelConfig(name="m", path="pocket:olmoe", threads=1)
     backend = BackendConfig("vllm", ready_seconds=280, arguments=arguments)
-    return engine_model.opened(Path(resolve(model.path)), backend, model, None)
+    return vllm.opened(Path(resolve(model.path)), backend, model, None)
 
 
 def test_an_engine_that_dies_is_reported_and_the_next_one_starts() -> None:
     subject = opened(max_num_seqs=1)  # one text after the other, so that most are left when the first is there
-    texts = subject.stream(["Anna has"] * 64, GenSpec(200))
+    texts = subject.process.items("generate", 200, prompts=[[5, 6]] * 64, most=200, stop=[], ends=[])
     next(texts)
-    subject.engine.process.kill()
+    subject.process.process.kill()
     with pytest.raises(Unavailable, match="vLLM ended"):
         list(texts)
     channels = Plan({0: (0, 1)}, {0: 2}, {}, {0: numpy.ones((2, 8), bool)})
     again = opened()
-    assert again.engine is not subject.engine and again.generate(["Anna has"], GenSpec(2))
+    assert again.process is not subject.process and again.generate([Prompt("", (5, 6))], Writing(2))
     with pytest.raises(UserError, match="channels"):
-        again.engine.set_plan(channels)
-    engine_model.close()
-    assert again.engine.process.poll() is not None
+        again.process.set_plan(channels)
+    vllm.close()
+    assert again.process.process.poll() is not None
 
 
 def test_several_devices_take_the_mask(models: Models) -> None:
@@ -251,7 +249,7 @@ def test_several_devices_take_the_mask(models: Models) -> None:
     model = ModelConfig(name="m", path=str(folder.parent / "model"), threads=1)
     arguments = {"tensor_parallel_size": 2, "max_model_len": 128, "max_num_seqs": 4}
     backend = BackendConfig("vllm", ready_seconds=280, arguments=arguments)
-    engine = engine_model.Engine(Path(model.path), backend, model)
+    engine = vllm.Process(Path(model.path), backend, model)
     try:
         engine.set_plan(plan)
         rows = [ids for ids in PROMPTS for _ in ids[1:]]
@@ -270,6 +268,6 @@ def test_too_little_memory_is_reported_in_a_sentence(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "0")  # a share of all main memory
     with pytest.raises(Unavailable, match="memory"):
         opened(gpu_memory_utilization=1.0)
-    assert not engine_model._OPEN
+    assert not vllm._OPEN
     with pytest.raises(Unavailable, match="memory"):  # at once
         opened(gpu_memory_utilization=1.0)

@@ -27,9 +27,9 @@ from transformers import AutoTokenizer
 
 from moe_lab.config import BackendConfig, ModelConfig
 from moe_lab.errors import Unavailable
-from moe_lab.evaluation.generation import GenSpec
-from moe_lab.evaluation.local_model import LocalModel
-from moe_lab.evaluation.server import serving
+from moe_lab.evaluation.engines import Engine, Prompt, Writing
+from moe_lab.evaluation.engines.hf import LoadedModel
+from moe_lab.evaluation.engines.server import serving
 from moe_lab.models.discover import moe_layers
 from moe_lab.paths import caches
 from moe_lab.pruning.export import export
@@ -298,31 +298,35 @@ def processes(group: int) -> dict[int, str]:
     return found
 
 
+def written(engine: Engine, prompts: list[str], stop: tuple[str, ...] = ()) -> list[str]:
+    asked = [Prompt(prompt, tuple(engine.tokenizer(prompt).input_ids)) for prompt in prompts]
+    return [text.text for text in engine.generate(asked, Writing(12, stop))]
+
+
 def test_a_server_reads_an_export_whose_layers_differ(models: Models) -> None:
     """backend=server with vLLM's own server, more stop texts than it takes, and an engine that is killed at last."""
     model, plan, folder = models["olmoe"]
-    spec = GenSpec(12)
     prompts = ["w20 w21 w22", "w30 w40"]
     tokenizer = AutoTokenizer.from_pretrained(folder, pad_token="<pad>")
     with pytest.MonkeyPatch.context() as patch:
         for name, value in ENVIRONMENT.items():
             patch.setenv(name, value)
         with serving(folder, vllm_server(), ModelConfig(name="m", path=str(folder)), "m") as server:
-            texts = server.generate(prompts, spec)
+            texts = written(server, prompts)
             last = texts[0].split()[-1]
             stops = ("w3 w4", "w5 w6", "w7 w8", "w9 w10", "w11 w12", last)
-            stopped = server.generate(prompts, GenSpec(12, stop=stops))
+            stopped = written(server, prompts, stops)
             group = server.completions.last_words.func.__self__.process.pid  # type: ignore[attr-defined]
             (engine,) = (process for process, name in processes(group).items() if "EngineCor" in name)
             os.kill(engine, signal.SIGKILL)
             with pytest.raises(Unavailable) as died:
-                server.generate(prompts, spec)
+                written(server, prompts)
     assert "EngineCore" in str(died.value) and "\n" not in str(died.value)
     until(lambda: not processes(group))  # all are told to end, and none is waited for
     with mask(model, plan):
-        local = LocalModel(model, tokenizer).generate(prompts, spec)
+        local = written(LoadedModel(model, tokenizer), prompts)
     assert [text.split() for text in texts] == [text.split() for text in local]  # the two decode spaces in their ways
-    assert stopped == [text.partition(last)[0] for text in texts]
+    assert [text.partition(last)[0] for text in stopped] == [text.partition(last)[0] for text in texts]
 
 
 def test_too_little_memory_for_the_cache_is_one_sentence(tmp_path: Path) -> None:

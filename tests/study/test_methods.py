@@ -82,7 +82,7 @@ def cells(store: Path, *words: str) -> list[dict[str, Any]]:
 def generated(store: Path, grade: str) -> list[str]:
     """The texts that a step graded."""
     folder = store / content(store, grade, "step.json")["inputs"]["generate"]
-    return [json.loads(line)["output"] for line in (folder / "answers.jsonl").read_text().splitlines()]
+    return [json.loads(line)["replies"][0]["text"] for line in (folder / "answers.jsonl").read_text().splitlines()]
 
 
 def content(store: Path, folder: str, file: str) -> Any:

@@ -25,11 +25,11 @@ from evalplus.provider.utility import EOS, extra_eos_for_direct_completion
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError
 from moe_lab.evaluation import mirror
-from moe_lab.evaluation.generation import Answer, Question
-from moe_lab.evaluation.harness import Graded, graded_by_mean
+from moe_lab.evaluation.harness import Graded, check_count, graded_by_mean
 from moe_lab.evaluation.harnesses.evalplus_grader import GradeRequest
+from moe_lab.evaluation.items import Answer, Item, Text
 from moe_lab.evaluation.sandbox.policy import LIMITED, NAMESPACES, Policy
-from moe_lab.evaluation.suite import check_count, data_files, is_closed_world
+from moe_lab.evaluation.suite import data_files, is_closed_world
 from moe_lab.paths import cache
 from moe_lab.results import Sample
 from moe_lab.start import command
@@ -39,20 +39,22 @@ _INSTRUCTION = (
 )
 
 
-def ask(benchmark: BenchmarkConfig) -> list[Question]:
+def items(benchmark: BenchmarkConfig) -> list[Item]:
     """Every problem's prompt, to be completed or, with benchmark.chat, answered.
 
     The reference of a completion is the problem's canonical solution; an answer in a chat has none.
     """
-    questions = []
+    asked = []
+    most, stop = benchmark.max_new_tokens, stops(benchmark)
     for task, problem in _problems(benchmark).items():
         text = problem["prompt"].strip()
         if benchmark.chat:
             message = {"role": "user", "content": f"{_INSTRUCTION}\n```python\n{text}\n```"}
-            questions.append(Question(task, [message]))
+            request = Text([message], most)
         else:
-            questions.append(Question(task, f"{text}\n", problem["canonical_solution"]))
-    return questions
+            request = Text(f"{text}\n", most, stop, problem["canonical_solution"])
+        asked.append(Item(task, (request,)))
+    return asked
 
 
 def stops(benchmark: BenchmarkConfig) -> tuple[str, ...]:
@@ -72,7 +74,7 @@ def grade(answers: Sequence[Answer], benchmark: BenchmarkConfig, policy: Policy)
     problems = _problems(benchmark)
     programs = {}
     for answer in answers:
-        text = answer.without_thought(chat=benchmark.chat)
+        text = answer.reply.text
         if text is None:
             programs[answer.item] = ""
         elif benchmark.chat:

@@ -5,12 +5,7 @@ EvalScope runs in a separate process (`evalscope_worker.py`), once for the quest
 
 from __future__ import annotations
 
-import contextlib
-import json
-import math
 import os
-import shutil
-import signal
 import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,14 +15,15 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from moe_lab.child_process import Child, Ended, Refused
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError, unknown, user_errors
 from moe_lab.evaluation import interpreters, mirror
-from moe_lab.evaluation.generation import Answer, Question, replace_surrogates
-from moe_lab.evaluation.harness import HARNESSES, Graded, graded_by_mean
+from moe_lab.evaluation.harness import HARNESSES, Graded, check_count, graded_by_mean
 from moe_lab.evaluation.harnesses.evalplus_grader import cores
-from moe_lab.evaluation.harnesses.evalscope_code import CodeSettings
-from moe_lab.evaluation.harnesses.evalscope_worker import Reply, Request
+from moe_lab.evaluation.harnesses.evalscope_code import CodeSettings, DataError
+from moe_lab.evaluation.harnesses.evalscope_worker import Request
+from moe_lab.evaluation.items import Answer, Item, Text, replace_surrogates
 from moe_lab.evaluation.sandbox.policy import NAMESPACES, Policy
 from moe_lab.results import Sample
 from moe_lab.start import command
@@ -35,7 +31,6 @@ from moe_lab.start import command
 UNSCORED_AT_MOST = 0.01
 """Share of answers that EvalScope may fail to compare, as its time for each is limited. They count as wrong."""
 _TESTS_SECONDS = 6.0  # EvalScope's own limit
-_ROUNDING = 1e-4  # of EvalScope's means
 
 
 @dataclass(frozen=True)
@@ -137,19 +132,20 @@ def _check_pickles(benchmark: BenchmarkConfig) -> None:
 # Questions and grades.
 
 
-def ask(benchmark: BenchmarkConfig) -> list[Question]:
-    """EvalScope's prompts: conversations for a chat template, or their text where benchmark.chat is off."""
-    questions = []
-    for question in _run(benchmark, None, None).questions:
+def items(benchmark: BenchmarkConfig) -> list[Item]:
+    """EvalScope's prompts: conversations for a chat template, or their text where benchmark.chat is off.
+
+    EvalScope reads complete answers, so nothing but an end token ends them.
+    """
+    questions = _asked(benchmark, None, "questions")
+    if benchmark.limit is None:
+        check_count(benchmark, len(questions))
+    asked = []
+    for question in questions:
         messages = question["messages"]
         text = "\n\n".join(message["content"] for message in messages) + "\n"
-        questions.append(Question(question["item"], messages if benchmark.chat else text))
-    return questions
-
-
-def stops(benchmark: BenchmarkConfig) -> tuple[str, ...]:
-    """No stop texts: EvalScope reads complete answers."""
-    return ()
+        asked.append(Item(question["item"], (Text(messages if benchmark.chat else text, benchmark.max_new_tokens),)))
+    return asked
 
 
 def grade(answers: Sequence[Answer], benchmark: BenchmarkConfig, policy: Policy) -> Graded:
@@ -159,28 +155,18 @@ def grade(answers: Sequence[Answer], benchmark: BenchmarkConfig, policy: Policy)
     """
     code = TASKS[benchmark.task].code
     protection = policy.protection(closed_world=False) if code else None
-    texts = {answer.item: answer.without_thought(chat=benchmark.chat) or "" for answer in answers}
-    reply = _run(benchmark, {item: replace_surrogates(text) for item, text in texts.items()}, policy)
-    verdicts = {sample["item"]: sample for sample in reply.samples}
+    texts = {answer.item: replace_surrogates(answer.reply.text or "") for answer in answers}
+    reply = _asked(benchmark, policy, "grade", texts=texts)
+    verdicts = {sample["item"]: sample for sample in reply["samples"]}
     unscored = [item for item, verdict in verdicts.items() if verdict["outcome"] is None]
-    _check(reply, unscored, benchmark)
-    samples = [_sample(name, answer, verdicts[answer.item], code) for name in benchmark.reports for answer in answers]
-    protocol = {"evalscope": reply.versions, "unscored": unscored, **({"sandbox": protection} if code else {})}
-    return graded_by_mean(samples, benchmark, protocol)
-
-
-def _check(reply: Reply, unscored: Sequence[str], benchmark: BenchmarkConfig) -> None:
-    if len(unscored) > UNSCORED_AT_MOST * len(reply.samples):
+    if len(unscored) > UNSCORED_AT_MOST * len(verdicts):
         raise RuntimeError(
-            f"benchmark {benchmark.name}: EvalScope could not compare {len(unscored)} of {len(reply.samples)} answers, "
+            f"benchmark {benchmark.name}: EvalScope could not compare {len(unscored)} of {len(verdicts)} answers, "
             f"such as that to {unscored[0]}"
         )
-    scored = [sample["outcome"] for sample in reply.samples if sample["outcome"] is not None]
-    mean = math.fsum(scored) / len(scored)
-    if reply.score is None or abs(mean - reply.score) > _ROUNDING:
-        raise RuntimeError(
-            f"benchmark {benchmark.name}: EvalScope's mean is {reply.score}, that of its verdicts {mean}"
-        )
+    samples = [_sample(name, answer, verdicts[answer.item], code) for name in benchmark.reports for answer in answers]
+    protocol = {"evalscope": reply["versions"], "unscored": unscored, **({"sandbox": protection} if code else {})}
+    return graded_by_mean(samples, benchmark, protocol)
 
 
 def _sample(name: str, answer: Answer, verdict: Mapping[str, Any], code: bool) -> Sample:
@@ -191,34 +177,48 @@ def _sample(name: str, answer: Answer, verdict: Mapping[str, Any], code: bool) -
     return answer.sample(name, outcome or 0.0, extracted)
 
 
-def _run(benchmark: BenchmarkConfig, texts: dict[str, str] | None, policy: Policy | None) -> Reply:
-    """Run EvalScope's process. Raises UserError for a problem of the data, else RuntimeError with its last line."""
+def _asked(benchmark: BenchmarkConfig, policy: Policy | None, method: str, **arguments: Any) -> Any:
+    """What a method of EvalScope's process returns. The process has a minimal environment.
+
+    Raises UserError for a problem of the data, and RuntimeError with the process's last line if it failed.
+    """
     task = TASKS[benchmark.task]
     dataset_args: dict[str, Any] = {"few_shot_num": benchmark.shots, "eval_split": benchmark.split}
     if not task.own_subsets:
         dataset_args["subset_list"] = [benchmark.subset or "default"]
+    kept = {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH") if name in os.environ}
+    offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "OMP_NUM_THREADS": "1", "LANG": "C.UTF-8"}
     with tempfile.TemporaryDirectory(prefix="moe_lab-evalscope-") as folder:
         place = Path(folder)
-        # Links, because EvalScope may delete files in a folder that it reads.
-        data = shutil.copytree(mirror.folder(benchmark), place / "data", copy_function=os.symlink)
-        request = Request(
-            task=benchmark.task,
-            folder=str(data),
-            work=str(place / "work"),
-            dataset_args=dataset_args,
-            settings={"max_tokens": benchmark.max_new_tokens, "temperature": 0.0},
-            limit=benchmark.limit,
-            texts=texts,
-            code=_code(benchmark, policy) if task.code else None,
-        )
-        files = place / "request.json", place / "reply.json"
-        files[0].write_text(json.dumps(asdict(request)), encoding="utf-8")
-        worker = "moe_lab.evaluation.harnesses.evalscope_worker"
-        _wait(command(worker, *map(str, files), python=interpreter(benchmark)), place, benchmark)
-        reply = Reply(**json.loads(files[1].read_text(encoding="utf-8")))
-    if reply.error:
-        raise UserError(f"benchmark {benchmark.name}: {reply.error}")
-    return reply
+        caches = {name: str(place / "cache") for name in ("HF_HOME", "MODELSCOPE_CACHE", "EVALSCOPE_CACHE")}
+        homes = {"PYTHONNOUSERSITE": "1", "HOME": folder, "TMPDIR": folder}
+        data = _linked_data(benchmark, place / "data")
+        code = _code(benchmark, policy) if task.code else None
+        request = Request(benchmark.task, str(data), dataset_args, benchmark.limit, code)
+        line = command("moe_lab.evaluation.harnesses.evalscope_worker", python=interpreter(benchmark))
+        with Child(line, {**kept, **caches, **offline, **homes}, place) as process:
+            try:
+                return process.call(method, request=asdict(request), **arguments)
+            except Refused as error:
+                if error.kind == DataError.__name__:
+                    raise UserError(f"benchmark {benchmark.name}: {error}") from None
+                raise RuntimeError(f"benchmark {benchmark.name}: EvalScope failed: {error.kind}: {error}") from None
+            except Ended as error:
+                raise RuntimeError(f"benchmark {benchmark.name}: EvalScope failed: {error}") from None
+
+
+def _linked_data(benchmark: BenchmarkConfig, folder: Path) -> Path:
+    """A data set of links to the benchmark's files, because EvalScope may delete files in a folder that it reads."""
+    card = ["---", "configs:"]
+    for subset, by_split in mirror.subsets(benchmark).items():
+        card += [f"- config_name: {subset}", "  data_files:"]
+        for split, files in by_split.items():
+            (folder / subset / split).mkdir(parents=True)
+            for file in files:
+                (folder / subset / split / file.name).symlink_to(file)
+            card += [f"  - split: {split}", f"    path: {subset}/{split}/*"]
+    (folder / "README.md").write_text("\n".join([*card, "---", ""]))
+    return folder
 
 
 def _code(benchmark: BenchmarkConfig, policy: Policy | None) -> CodeSettings:
@@ -231,33 +231,3 @@ def _code(benchmark: BenchmarkConfig, policy: Policy | None) -> CodeSettings:
         confined=policy is not None and policy.protection(closed_world=False) == NAMESPACES,
         **{"processes": cores(), "seconds": _TESTS_SECONDS, **given},
     )
-
-
-def _wait(command: list[str], place: Path, benchmark: BenchmarkConfig) -> None:
-    """Run the process until it ends, with a minimal environment, and then kill everything that it started."""
-    kept = {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH") if name in os.environ}
-    caches = {name: str(place / "cache") for name in ("HF_HOME", "MODELSCOPE_CACHE", "EVALSCOPE_CACHE")}
-    offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "OMP_NUM_THREADS": "1", "LANG": "C.UTF-8"}
-    log = place / "log.txt"
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            command,
-            cwd=place,
-            env={**kept, **caches, **offline, "PYTHONNOUSERSITE": "1", "HOME": str(place), "TMPDIR": str(place)},
-            stdin=subprocess.PIPE,  # stays open as long as this process lives
-            stdout=output,
-            stderr=output,
-            start_new_session=True,
-        )
-        try:
-            code = process.wait()
-        finally:
-            with contextlib.suppress(ProcessLookupError, PermissionError):  # no process of the group is left
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            assert process.stdin is not None
-            process.stdin.close()
-    if code != 0:
-        lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-        reason = f"killed by signal {-code}" if code < 0 else lines[-1] if lines else f"exit code {code}"
-        raise RuntimeError(f"benchmark {benchmark.name}: EvalScope failed: {reason}")

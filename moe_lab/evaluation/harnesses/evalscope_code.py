@@ -12,7 +12,7 @@ import io
 import json
 import pickle
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from datetime import date
 from types import SimpleNamespace
@@ -81,66 +81,82 @@ class CodeSettings:
         return self.start_date <= date.fromisoformat(day[:10]).isoformat() <= self.end_date
 
 
-class Programs:
-    """Runs the programs of one run of EvalScope, and collects failures that are not a program's fault."""
+RecordToSample = Callable[[dict[str, Any]], Any]
 
-    def __init__(self, settings: CodeSettings) -> None:
-        self.settings = settings
-        self.failures: list[Exception] = []
-        self._runners = Runners(confined=settings.confined)
-        self._compared: Callable[[Any], str | None] = lambda _: None
 
-    def adapter(self, of_evalscope: type, *, asking: bool) -> type:
-        """EvalScope's task, with only the selected problems; with `asking`, private tests are not read."""
-        settings = self.settings
+def selected(record_to_sample: RecordToSample, settings: CodeSettings, *, asking: bool) -> RecordToSample:
+    """EvalScope's `record_to_sample` for the selected problems alone; with `asking`, private tests are not read."""
 
-        class Adapter(of_evalscope):
-            def record_to_sample(self, record: dict[str, Any]) -> Any:
-                day = record["contest_date"]
-                row = {**record, "contest_date": day if isinstance(day, str) else day.isoformat()}
-                if not settings.chooses(row["contest_date"]):
-                    return []
-                return super().record_to_sample({**row, "private_test_cases": "[]"} if asking else row)
+    def of_selected(record: dict[str, Any]) -> Any:
+        day = record["contest_date"]
+        row = {**record, "contest_date": day if isinstance(day, str) else day.isoformat()}
+        if not settings.chooses(row["contest_date"]):
+            return []
+        return record_to_sample({**row, "private_test_cases": "[]"} if asking else row)
 
-        return Adapter
+    return of_selected
 
-    @contextmanager
-    def in_place(self) -> Iterator[None]:
-        """A context in which EvalScope unpickles only text and runs no program itself."""
-        from evalscope.benchmarks.live_code_bench import evaluate_utils, load_utils, testing_util
 
-        with (
-            patch.object(load_utils, "pickle", SimpleNamespace(loads=self._unpickle)),
-            patch.object(evaluate_utils, "codegen_check_correctness", self._checked),
-            patch.object(testing_util, "_set_alarm", lambda seconds: None),
-            LimitedChildren(_compare, *_COMPARING_LIMITS, self.settings.processes) as self._compared,
-        ):
-            try:
-                yield
-            finally:
-                self._runners.close()
-        if self.failures:
-            raise self.failures[0]
+@contextmanager
+def only_text_unpickled(settings: CodeSettings) -> Iterator[None]:
+    """A context in which EvalScope reads pickled tests only where they are allowed, and nothing but text of them."""
+    from evalscope.benchmarks.live_code_bench import load_utils
 
-    def _unpickle(self, content: bytes) -> str:
-        if not self.settings.pickles:
+    def loads(content: bytes) -> str:
+        if not settings.pickles:
             raise DataError("its private tests are pickled: set allow_pickled_data=true, or make them JSON in the data")
         return unpickled_text(content)
 
-    def _checked(self, sample: dict[str, str], generation: str, timeout: float, debug: bool = False) -> Any:
-        """EvalScope's codegen_check_correctness: a result per test up to the first wrong one, and notes."""
-        try:
-            tests = json.loads(sample["input_output"])
-            if not tests["inputs"]:
-                raise DataError("it has a problem without tests")
-            first = self._run(generation, tests, _FIRST_TESTS)
-            results, notes = self._judge(tests, first)
-            if len(tests["inputs"]) <= _FIRST_TESTS or not all(result is True for result in results):
-                return results, notes
-            return self._judge(tests, self._run(generation, tests, None))
-        except Exception as error:  # EvalScope would count any exception as a wrong answer
-            self.failures.append(error)
-            raise
+    with patch.object(load_utils, "pickle", SimpleNamespace(loads=loads)):
+        yield
+
+
+class Programs:
+    """Runs programs and grades what they printed or returned; a context."""
+
+    def __init__(self, settings: CodeSettings) -> None:
+        self.settings = settings
+        self._runners = Runners(confined=settings.confined)
+        self._compared: Callable[[Any], str | None] = lambda _: None
+        self._open = ExitStack()
+
+    def __enter__(self) -> Programs:
+        self._open.callback(self._runners.close)
+        children = LimitedChildren(_compare, *_COMPARING_LIMITS, self.settings.processes)
+        self._compared = self._open.enter_context(children)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._open.close()
+
+    def grade(self, adapter: Any, state: Any) -> dict[str, Any]:
+        """The outcome of an answer, 1 if its program passes every test, and why it is wrong."""
+        solution = adapter.filter_prediction(state.output.completion, state)
+        tests = json.loads(state.metadata["evaluation_sample"])
+        if not tests["inputs"]:
+            raise DataError("it has a problem without tests")
+        results, notes = self.judge(solution, tests, _FIRST_TESTS)
+        if len(tests["inputs"]) > _FIRST_TESTS and all(result is True for result in results):
+            results, notes = self.judge(solution, tests)
+        why = " ".join(notes.get(name) or "" for name in ("error_message", "program_error")).strip()
+        return {"outcome": float(all(result is True for result in results)), "extracted": "", "why": why}
+
+    def judge(
+        self, solution: str, tests: dict[str, Any], number: int | None = None
+    ) -> tuple[list[Any], dict[str, Any]]:
+        """EvalScope's results and notes on a program, given the first `number` of its tests (None: all).
+
+        A result is True for a test that the program passes; judging stops at the first failure.
+        """
+        outcome = self._run(solution, tests, number)
+        number = len(outcome.encoded) + (outcome.status != "ok")
+        first = {name: tests[name][:number] for name in ("inputs", "outputs")}
+        judged = self._compared([tests["fn_name"], first, asdict(outcome)])
+        if judged is None:
+            error = "what it sent takes too long or too much to compare"
+            return [_WRONG], {"program": "output", "program_error": error}
+        results, notes = json.loads(judged)
+        return results, {**notes, "program": outcome.status, "program_error": outcome.error}
 
     def _run(self, solution: str, tests: dict[str, Any], number: int | None) -> Outcome:
         inputs = tests["inputs"][:number]
@@ -156,17 +172,6 @@ class Programs:
             processes=_PROCESSES,
         )
         return self._runners.run(request)
-
-    def _judge(self, tests: dict[str, Any], outcome: Outcome) -> tuple[list[Any], dict[str, Any]]:
-        """EvalScope's comparison of the outputs that a program gave with the expected ones."""
-        number = len(outcome.encoded) + (outcome.status != "ok")
-        first = {name: tests[name][:number] for name in ("inputs", "outputs")}
-        judged = self._compared([tests["fn_name"], first, asdict(outcome)])
-        if judged is None:
-            error = "what it sent takes too long or too much to compare"
-            return [_WRONG], {"program": "output", "program_error": error}
-        results, notes = json.loads(judged)
-        return results, {**notes, "program": outcome.status, "program_error": outcome.error}
 
 
 def _compare(request: Any) -> str:
@@ -225,6 +230,7 @@ def replayed(outcome: Outcome, function: str | None) -> Iterator[None]:
         patch.object(testing_util, "compile_code", lambda code, timeout: solution),
         patch.object(testing_util, "Capturing", lambda: nullcontext(printed)),
         patch.object(testing_util, "call_method", call_method),
+        patch.object(testing_util, "_set_alarm", lambda seconds: None),
     ):
         yield
 

@@ -13,8 +13,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from moe_lab.evaluation.reasoning import answer_in
-
 TYPES: Mapping[str, type] = {
     "string": str,
     "integer": int,
@@ -63,8 +61,8 @@ class Undecodable(ValueError):
     """A text is no list of calls."""
 
 
-def decode(text: str, functions: Sequence[Mapping[str, Any]] = (), prompt: str = "") -> list[Call]:
-    """The calls in what a model wrote after `prompt`. Raises Undecodable for a text that is no list of calls.
+def decode(answer: str, functions: Sequence[Mapping[str, Any]] = ()) -> list[Call]:
+    """The calls in an answer, which has no thought. Raises Undecodable for one that is no list of calls.
 
     `functions` are the descriptions that came with the question. The forms that are read:
 
@@ -75,12 +73,7 @@ def decode(text: str, functions: Sequence[Mapping[str, Any]] = (), prompt: str =
       that are neither are left out, as BFCL leaves out what is not JSON
     - a message to `functions.NAME` whose content is a JSON object of arguments (gpt-oss), with its special tokens or
       without them
-
-    A thought before the answer is not read; one that does not end leaves no answer.
     """
-    answer = answer_in(text, prompt)
-    if answer is None:
-        raise Undecodable(UNFINISHED)
     answer = answer.strip()
     descriptions = _by_name(functions)
     document = _json(answer)
@@ -172,22 +165,20 @@ def _call(document: Any) -> Call:
 
 
 def mistake(
-    text: str,
+    answer: str | None,
     functions: Sequence[Mapping[str, Any]],
     right: Sequence[Mapping[str, Mapping[str, Any]]],
-    prompt: str = "",
 ) -> str | None:
-    """Why an answer is wrong, in a sentence; None if it is right.
+    """Why an answer is wrong, in a sentence; None if it is right. None as an answer is a thought that does not end.
 
     `functions` are the descriptions that came with the question, `right` the calls of a right answer, one {name:
     {argument: allowed values}} each. The order of calls is free. Where `right` is empty, the functions are of no use
     for the question, and the answer is right without any call, be it malformed or in a form that is not read.
     """
-    answer = answer_in(text, prompt)
     if answer is None:
         return UNFINISHED
     try:
-        calls = decode(text, functions, prompt)
+        calls = decode(answer, functions)
     except Undecodable as error:
         if not right and _has_call(answer, functions):
             return f"expected no call, found {answer.strip()!r:.80}"

@@ -10,11 +10,11 @@ from typing import Any
 
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError, unknown, user_errors
-from moe_lab.evaluation.generation import Answer, Question
-from moe_lab.evaluation.harness import Graded, graded_by_mean
+from moe_lab.evaluation.harness import Graded, check_count, graded_by_mean
 from moe_lab.evaluation.harnesses.function_call_rules import TYPES, mistake, tool
+from moe_lab.evaluation.items import Answer, Item, Text
 from moe_lab.evaluation.sandbox.policy import Policy
-from moe_lab.evaluation.suite import check_count, data_files
+from moe_lab.evaluation.suite import data_files
 from moe_lab.json_files import fits
 
 _QUESTION = {
@@ -27,7 +27,7 @@ _FIELDS = {"question": "id, question (a list of turns) and function", "answer": 
 
 
 @dataclass(frozen=True)
-class Item:
+class Question:
     """A question with the functions that may be called."""
 
     name: str
@@ -49,28 +49,27 @@ def wrong(benchmark: BenchmarkConfig) -> Iterator[str]:
             "the questions, or null if no question needs a call"
         )
         return
-    yield from user_errors(lambda: check_count(benchmark, len(_items(benchmark))))
+    yield from user_errors(lambda: check_count(benchmark, len(_questions(benchmark))))
 
 
-def ask(benchmark: BenchmarkConfig) -> list[Question]:
-    """The questions, each with its functions as tools."""
-    items = _items(benchmark)[: benchmark.limit]
-    return [Question(item.name, item.messages, tools=[tool(function) for function in item.functions]) for item in items]
-
-
-def stops(benchmark: BenchmarkConfig) -> tuple[str, ...]:
-    """No stop texts: only an end token ends an answer."""
-    return ()
+def items(benchmark: BenchmarkConfig) -> list[Item]:
+    """The questions, each with its functions as tools. Only an end token ends an answer."""
+    questions = _questions(benchmark)
+    check_count(benchmark, len(questions))
+    asked = []
+    for question in questions[: benchmark.limit]:
+        tools = [tool(function) for function in question.functions]
+        asked.append(Item(question.name, (Text(question.messages, benchmark.max_new_tokens, tools=tools),)))
+    return asked
 
 
 def grade(answers: Sequence[Answer], benchmark: BenchmarkConfig, policy: Policy) -> Graded:
     """Whether the calls of each answer are right; what is wrong with them is the extracted text of its sample."""
-    items = {item.name: item for item in _items(benchmark)[: benchmark.limit]}
-    if [answer.item for answer in answers] != list(items):
-        raise UserError(f"benchmark {benchmark.name}: the answers are not those to its {len(items)} questions")
+    questions = {question.name: question for question in _questions(benchmark)[: benchmark.limit]}
+    if [answer.item for answer in answers] != list(questions):
+        raise UserError(f"benchmark {benchmark.name}: the answers are not those to its {len(questions)} questions")
     mistakes = [
-        mistake(answer.output, items[answer.item].functions, items[answer.item].right, answer.prompt)
-        for answer in answers
+        mistake(answer.reply.text, questions[answer.item].functions, questions[answer.item].right) for answer in answers
     ]
     samples = [
         answer.sample(name, float(reason is None), reason or "right")
@@ -80,7 +79,7 @@ def grade(answers: Sequence[Answer], benchmark: BenchmarkConfig, policy: Policy)
     return graded_by_mean(samples, benchmark, {})
 
 
-def _items(benchmark: BenchmarkConfig) -> list[Item]:
+def _questions(benchmark: BenchmarkConfig) -> list[Question]:
     """The questions with their right answers. Raises UserError for files that do not fit the format or each other."""
     *of_answers, of_questions = data_files(benchmark)
     questions = _rows(of_questions, "question", _QUESTION)
@@ -90,17 +89,17 @@ def _items(benchmark: BenchmarkConfig) -> list[Item]:
         for name in [*(set(questions) - set(right)), *(set(right) - set(questions))][:1]:
             lacking, other = (file, of_questions) if name in questions else (of_questions, file)
             raise UserError(f"{lacking} has no line with the id {name}, which is in {other}: expected the same ids")
-    items = []
+    checked = []
     for name, row in questions.items():
         where = f"{of_questions}: question {name}"
         if len(row["question"]) != 1:
             raise UserError(f"{where} has {len(row['question'])} turns: expected one, as others need calls to be run")
         for function in row["function"]:
             _check_types(function["parameters"]["properties"], f"{where}: {function['name']}")
-        item = Item(name, row["question"][0], row["function"], right.get(name, []))
-        _check_answer(item, f"{where}: its answer")
-        items.append(item)
-    return items
+        question = Question(name, row["question"][0], row["function"], right.get(name, []))
+        _check_answer(question, f"{where}: its answer")
+        checked.append(question)
+    return checked
 
 
 def _rows(file: Path, kind: str, shape: Any) -> dict[str, Any]:
@@ -134,10 +133,10 @@ def _check_types(properties: Mapping[str, Any], where: str) -> None:
         _check_types(described.get("properties", {}), where)
 
 
-def _check_answer(item: Item, where: str) -> None:
+def _check_answer(question: Question, where: str) -> None:
     """Raise UserError for a right answer that calls something else than one function of the item at a time."""
-    names = [function["name"] for function in item.functions]
-    for call in item.right:
+    names = [function["name"] for function in question.functions]
+    for call in question.right:
         if len(call) != 1:
             raise UserError(f"{where} has {len(call)} functions in one call: expected one")
         ((name, allowed),) = call.items()

@@ -1,7 +1,8 @@
 """lm-eval with its own tasks, prompts, filters and metrics, and with moe_lab's data, generation and likelihoods.
 
-Tasks are built by lm-eval's public `TaskManager`. While it runs, `datasets.load_dataset`, from which tasks get their
-data, is replaced, so that neither the hub nor a cache on disk nor the current folder is used.
+Tasks are built by lm-eval's public `TaskManager` and asked what lm-eval's own `evaluate` asks them: for requests,
+filters, and the metrics of each item. While they are built, `datasets.load_dataset`, from which they get their data, is
+replaced, so that neither the hub nor a cache on disk nor the current folder is used.
 """
 
 from __future__ import annotations
@@ -12,98 +13,96 @@ import math
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import datasets
-import lm_eval.models.huggingface
+import lm_eval.api.task
 import numpy as np
-import torch
-from lm_eval import evaluator
 from lm_eval.api import metrics
 from lm_eval.api.instance import Instance
-from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
-from tqdm import tqdm
 
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError, unknown
 from moe_lab.evaluation import mirror
-from moe_lab.evaluation.generation import Answer, GenSpec, LanguageModel
-from moe_lab.evaluation.harness import Graded, loss_result, mean_result, prompt_hash
+from moe_lab.evaluation.harness import Graded, check_count, loss_result, mean_result
 from moe_lab.evaluation.harnesses import lm_eval_folders
+from moe_lab.evaluation.items import Answer, Document, Item, Pair, Reply, Text
 from moe_lab.evaluation.sandbox.policy import Policy
-from moe_lab.evaluation.suite import check_count, data_digest, data_files
+from moe_lab.evaluation.suite import data_digest, data_files
 from moe_lab.results import Result, Sample
 
-Row = dict[str, Any]
 Aggregation = Callable[[Any], Any]
 
 
-def evaluate(model: LanguageModel, benchmark: BenchmarkConfig, policy: Policy) -> Graded:
-    """Run a task, or a group of tasks whose items have equal weight.
+@dataclass(frozen=True)
+class _Question:
+    """An item of a task, and what lm-eval asks about it."""
 
-    Both caches of lm-eval are off, because their keys contain neither the model nor the data. Raises UserError for a
-    metric that the task lacks or that has no outcome of an item, an unexpected number of items, a task that samples,
-    and an item longer than the model can read.
+    name: str
+    task: Any
+    doc: Mapping[str, Any]
+    requests: Sequence[Instance]
+
+
+@dataclass(frozen=True)
+class _Row:
+    """What lm-eval says of an answer after one of the task's filters."""
+
+    question: _Question
+    answer: Answer
+    filter: str
+    extracted: Sequence[Any]
+    """The reply to each request, as the filter leaves it."""
+    metrics: Mapping[str, Any]
+
+
+def items(benchmark: BenchmarkConfig) -> list[Item]:
+    """What a task asks about its items, or a group of tasks whose items have equal weight.
+
+    Raises UserError for a metric that the task lacks or that has no outcome of an item, an unexpected number of items,
+    and a task that samples, runs programs or shows images.
     """
-    with _quiet(), _random_state_kept():
-        by_name = tasks(benchmark)
-        check_count(benchmark, sum(len(task.task_docs) for task in by_name.values()))
-        items = first_items(by_name, benchmark.limit)
-        aggregations = {metric: _aggregation(metric, by_name, benchmark) for metric in benchmark.reports.values()}
-        lm = MoeLabLM(model, benchmark, by_name)
-        results = evaluator.evaluate(
-            lm=lm,
-            task_dict={"tasks": {name: by_name[name] for name in items}, "groups": {}},
-            samples=items,
-            bootstrap_iters=0,
-            log_samples=True,
-            apply_chat_template=benchmark.chat,
-            fewshot_as_multiturn=benchmark.chat,
-        )
-    several = len(by_name) > 1
-    rows = []
-    for name in items:
-        logged = _named(results["samples"][name], name if several else "")
-        losses = _answer_losses(logged, by_name[name], model, benchmark)
-        for row, loss in zip(logged, losses, strict=True):
-            written = lm.written.get((name, row["doc_id"]))
-            rows.append({**row, "answer_loss": loss, **_of_written(written, row, by_name[name], benchmark)})
+    by_name = tasks(benchmark)
+    check_count(benchmark, sum(len(task.task_docs) for task in by_name.values()))
+    for metric in benchmark.reports.values():
+        _aggregation(metric, by_name, benchmark)
+    return [
+        Item(question.name, tuple(_request(request, question, benchmark) for request in question.requests))
+        for question in _questions(by_name, benchmark)
+    ]
+
+
+def grade(answers: Sequence[Answer], benchmark: BenchmarkConfig, policy: Policy) -> Graded:
+    """Filter and grade the replies as lm-eval does. A thought that does not end gets no credit."""
+    by_name = tasks(benchmark)
+    questions = _questions(by_name, benchmark)
+    rows = _rows(questions, {answer.item: answer for answer in answers})
     samples: list[Sample] = []
     scores: list[Result] = []
     for result, metric in benchmark.reports.items():
         of_metric = _rows_with(metric, rows, benchmark)
-        of_loss = _OF_LOSSES.get(aggregations[metric])
-        outcomes = [_outcome_and_units(row[metric.partition(",")[0]], loss=of_loss is not None) for row in of_metric]
-        own = [_sample(result, metric, row, outcome) for row, (outcome, _) in zip(of_metric, outcomes, strict=True)]
+        of_loss = _OF_LOSSES.get(_aggregation(metric, by_name, benchmark))
+        name = metric.partition(",")[0]
+        outcomes = [_outcome_and_units(row.metrics[name], loss=of_loss is not None) for row in of_metric]
+        own = [_sample(result, name, row, outcome) for row, (outcome, _) in zip(of_metric, outcomes, strict=True)]
         samples += own
         if of_loss is not None:
             nats, units = zip(*outcomes, strict=True)
             scores.append({**loss_result(result, of_loss, nats, units, benchmark), "metric": metric})
         else:
             scores.append(mean_result(result, metric, own, benchmark))
+    asked = list({id(question.task): question.task for question in questions}.values())
     protocol = {
-        "task": benchmark.task if benchmark.data is not None else next(iter(items)),
-        "task_version": ", ".join(sorted({str(results["versions"].get(name)) for name in items})),
-        "num_fewshot": by_name[next(iter(items))].config.num_fewshot,
-        "prompt": rows[0]["arguments"][0][0],
+        "task": benchmark.task if benchmark.data is not None else next(iter(by_name)),
+        "task_version": ", ".join(sorted({str(task.VERSION) for task in asked})),
+        "num_fewshot": asked[0].config.num_fewshot,
     }
-    if unfinished := list(dict.fromkeys(row["item"] for row in rows if row.get("unfinished"))):
-        protocol["unfinished_thoughts"] = unfinished
     return Graded(scores, samples, protocol)
-
-
-def first_items(by_name: Mapping[str, Any], limit: int | None) -> dict[str, list[int]]:
-    """Task -> numbers of its items to evaluate: all, or `limit` in total, taken from the tasks in turn."""
-    sizes = {name: len(task.task_docs) for name, task in by_name.items()}
-    places = sorted((number, name) for name, size in sizes.items() for number in range(size))[:limit]
-    counts = Counter(name for _, name in places)
-    return {name: list(range(counts[name])) for name in by_name if counts[name]}
 
 
 # Tasks and their data.
@@ -114,23 +113,40 @@ _built: dict[str, dict[str, Any]] = {}
 
 
 def tasks(benchmark: BenchmarkConfig) -> dict[str, Any]:
-    """Name -> task; several for a group such as mmlu. Built once per process for the same data and settings.
+    """Name -> task with its requests; several for a group such as mmlu. Built once per process for the same data and
+    settings.
 
-    Examples are drawn anew in each call, as in a new process. Raises UserError when the task's split is not the
-    benchmark's, when the task lacks examples to show, or when an item to evaluate has no right answer.
+    Raises UserError when the task's split is not the benchmark's, when the task lacks examples to show, or when an item
+    to evaluate has no right answer.
     """
     settings = (benchmark.task, benchmark.parameters, benchmark.subset, benchmark.split, benchmark.shots)
-    key = f"{data_digest(benchmark)} {settings} {benchmark.max_new_tokens} {benchmark.limit}"
+    key = f"{data_digest(benchmark)} {settings} {benchmark.chat} {benchmark.max_new_tokens} {benchmark.limit}"
     if key not in _built:
-        by_name = _stock(benchmark) if benchmark.data is not None else _own(benchmark)
-        for name, task in by_name.items():
-            _set(task, name, benchmark)
-        for name, numbers in first_items(by_name, benchmark.limit).items():
-            _check_labels(by_name[name], name, numbers, benchmark)
-        _built[key] = by_name
-    for task in _built[key].values():
-        task.set_fewshot_seed(seed=_SEED)
+        with _undisturbed():
+            _built[key] = _with_requests(benchmark)
     return _built[key]
+
+
+def _with_requests(benchmark: BenchmarkConfig) -> dict[str, Any]:
+    by_name = _stock(benchmark) if benchmark.data is not None else _own(benchmark)
+    for name, task in by_name.items():
+        _set(task, name, benchmark)
+    for name, numbers in first_items(by_name, benchmark.limit).items():
+        task = by_name[name]
+        _check_labels(task, name, numbers, benchmark)
+        task.set_fewshot_seed(seed=_SEED)
+        task.build_all_requests(
+            samples=numbers,
+            apply_chat_template=benchmark.chat,
+            fewshot_as_multiturn=benchmark.chat,
+            chat_template=_as_json if benchmark.chat else None,
+        )
+    return by_name
+
+
+def _as_json(messages: Sequence[Mapping[str, str]], **_: Any) -> str:
+    """A conversation as a text, which lm-eval wants in place of it; `_request` reads it."""
+    return json.dumps(messages)
 
 
 def _stock(benchmark: BenchmarkConfig) -> dict[str, Any]:
@@ -188,6 +204,9 @@ class _Splits(dict[str, Any]):
 
 
 def _set(task: Any, name: str, benchmark: BenchmarkConfig) -> None:
+    if getattr(task, "UNSAFE_CODE", False) or getattr(task, "MULTIMODAL", False):
+        what = "runs programs that the model wrote" if getattr(task, "UNSAFE_CODE", False) else "shows images or sounds"
+        raise UserError(f"benchmark {benchmark.name}: {name} {what}, which is not supported: expected another task")
     split = _evaluated_split(task)
     if benchmark.split is not None and split != benchmark.split:
         raise UserError(f"benchmark {benchmark.name}: split={benchmark.split}, but {name} asks {split}")
@@ -260,113 +279,50 @@ def _is_answer(label: Any, choices: Sequence[str] | None) -> bool:
     return label is not None if choices is None else label in range(len(choices)) or label in choices
 
 
-# The model.
+def first_items(by_name: Mapping[str, Any], limit: int | None) -> dict[str, list[int]]:
+    """Task -> numbers of its items to evaluate: all, or `limit` in total, taken from the tasks in turn."""
+    sizes = {name: len(task.task_docs) for name, task in by_name.items()}
+    places = sorted((number, name) for name, size in sizes.items() for number in range(size))[:limit]
+    counts = Counter(name for _, name in places)
+    return {name: list(range(counts[name])) for name in by_name if counts[name]}
 
 
-class MoeLabLM(HFLM):
-    """A language model for lm-eval: lm-eval makes the tokens of questions and answers, the model does the rest."""
-
-    def __init__(self, model: LanguageModel, benchmark: BenchmarkConfig, by_name: Mapping[str, Any]) -> None:
-        lengths = [length for length in (model.max_length, benchmark.max_length) if length is not None]
-        super().__init__(
-            pretrained=_Network(model.config),
-            tokenizer=model.tokenizer,
-            batch_size=benchmark.batch_size,
-            max_length=min(lengths, default=None),
-            chat_template_args=dict(model.template_arguments),
-        )
-        self.language_model, self.benchmark, self.by_name = model, benchmark, by_name
-        self._tokens = _tokens_of(model.tokenizer, benchmark.name)
-        self.written: dict[tuple[str, int], Answer] = {}
-        """(task, number of the item) -> what the model wrote, of which lm-eval gets the answer alone."""
-
-    def tok_encode(self, string: str, *settings: Any, **named: Any) -> list[int]:
-        """Tokens as by lm-eval. Those of a benchmark's texts are kept for its next evaluation, under another plan."""
-        key = (string, settings, tuple(named.items()))
-        if key not in self._tokens:
-            self._tokens[key] = super().tok_encode(string, *settings, **named)
-        return self._tokens[key]
-
-    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
-        """Log-likelihoods without progress bar. Raises UserError for a text that lm-eval would truncate."""
-        self._check_room([request.args[0] + request.args[1] for request in requests])
-        likelihoods: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm=True)
-        for request, (likelihood, _) in zip(requests, likelihoods, strict=True):
-            if not math.isfinite(likelihood):
-                raise FloatingPointError(
-                    f"benchmark {self.benchmark.name}: a log-likelihood of item {request.doc_id} is {likelihood}"
-                )
-        return likelihoods
-
-    def _loglikelihood_tokens(
-        self, requests: Sequence[tuple[Any, list[int], list[int]]], *_: Any, **__: Any
-    ) -> list[tuple[float, bool]]:
-        """(log-likelihood, whether it is the likeliest) of each answer's tokens after those of its question.
-
-        Raises UserError for an answer, or a question, without a token: its likelihood of 1 would beat all others.
-        """
-        for texts, question, answer in requests:
-            if not question or not answer:
-                raise UserError(
-                    f"benchmark {self.benchmark.name}: the {'answer' if question else 'question'} has no token of its "
-                    f"own in question={texts[0][-40:]!r} answer={texts[1]!r}: expected an answer that adds tokens"
-                )
-        rows = [[*question, *answer][-(self.max_length + 1) :] for _, question, answer in requests]
-        starts = [len(row) - len(answer) for row, (_, _, answer) in zip(rows, requests, strict=True)]
-        return self.language_model.log_likelihoods(rows, starts, self.benchmark.batch_size)
-
-    def _check_room(self, texts: list[str]) -> None:
-        """Raise UserError for a text that has more tokens than are read."""
-        # A text has at most as many tokens as bytes, plus a few special ones, so shorter texts need not be tokenized.
-        long = [text for text in dict.fromkeys(texts) if len(text.encode()) > self.max_length - 8]
-        longest = max((len(ids) for ids in self.tokenizer(long, verbose=False).input_ids), default=0) if long else 0
-        if longest > self.max_length + 1:  # the last token is never read
-            limit = "model" if self.max_length == self.language_model.max_length else "max_length"
-            raise UserError(
-                f"benchmark {self.benchmark.name}: a question with its answer has {longest} tokens, and "
-                f"{self.max_length} are read: expected a {limit} of {longest - 1} tokens or more, to read it whole"
-            )
-
-    def generate_until(self, requests: list[Instance], disable_tqdm: bool = True) -> list[str]:
-        """Generate answers to requests (prompt, settings); requests with equal settings are generated together.
-
-        Thoughts are left out; one that does not end is an empty answer.
-        """
-        texts: list[str] = [""] * len(requests)
-        groups: dict[str, list[int]] = {}
-        for number, request in enumerate(requests):
-            groups.setdefault(json.dumps(request.args[1], sort_keys=True), []).append(number)
-        for settings, numbers in groups.items():
-            spec = _spec(json.loads(settings), self.benchmark)
-            prompts = [requests[number].args[0] for number in numbers]
-            answers = [self._right_answer(requests[number]) for number in numbers]
-            for number, text in zip(numbers, self.language_model.generate(prompts, spec, answers), strict=True):
-                request = requests[number]
-                answer = Answer(str(request.doc_id), request.args[0], text)
-                self.written[request.task_name, request.doc_id] = answer
-                texts[number] = answer.without_thought(chat=self.benchmark.chat) or ""
-        return texts
-
-    def _right_answer(self, request: Instance) -> str | None:
-        task = self.by_name[request.task_name]
-        return _right_text(task.doc_to_target(request.doc), task, self.benchmark)
+# Requests and replies.
 
 
-@lru_cache(maxsize=1)
-def _tokens_of(tokenizer: Any, benchmark: str) -> dict[Any, list[int]]:
-    """What a tokenizer has made of the texts of a benchmark so far."""
-    return {}
+def _questions(by_name: Mapping[str, Any], benchmark: BenchmarkConfig) -> list[_Question]:
+    """The items of each task that are evaluated.
+
+    Their names are their ids if these are unique, else numbers; where there are several tasks, after the task's name.
+    """
+    questions = []
+    for task_name in first_items(by_name, benchmark.limit):
+        task = by_name[task_name]
+        by_doc: dict[int, list[Instance]] = {}
+        for request in task.instances:
+            by_doc.setdefault(request.doc_id, []).append(request)
+        names = {number: str(requests[0].doc.get("id", number)) for number, requests in by_doc.items()}
+        unique = len(set(names.values())) == len(names)
+        for number, requests in by_doc.items():
+            name = names[number] if unique else str(number)
+            whole = f"{task_name}/{name}" if len(by_name) > 1 else name
+            requests = sorted(requests, key=lambda request: request.idx)
+            questions.append(_Question(whole, task, requests[0].doc, requests))
+    return questions
 
 
-@dataclass(frozen=True)
-class _Network:
-    """What lm-eval asks of a model that it does not run."""
+def _request(request: Instance, question: _Question, benchmark: BenchmarkConfig) -> Text | Pair | Document:
+    if request.request_type == "loglikelihood_rolling":
+        return Document(request.args[0], from_nothing=True)
+    context, other = request.args[:2]
+    if benchmark.chat:
+        context = json.loads(context)
+    return (
+        _text(context, other, question, benchmark) if request.request_type == "generate_until" else Pair(context, other)
+    )
 
-    config: Any
-    device: str = "cpu"
 
-
-def _spec(settings: Mapping[str, Any], benchmark: BenchmarkConfig) -> GenSpec:
+def _text(context: Any, settings: Mapping[str, Any], question: _Question, benchmark: BenchmarkConfig) -> Text:
     if settings.get("do_sample") or float(settings.get("temperature") or 0) > 0:
         raise UserError(
             f"the task's generation_kwargs {dict(settings)} ask for sampling: only greedy generation is done"
@@ -374,43 +330,8 @@ def _spec(settings: Mapping[str, Any], benchmark: BenchmarkConfig) -> GenSpec:
     until = settings.get("until") or []
     # As in lm-eval, an empty stop text ends nothing.
     stop = tuple(text for text in ([until] if isinstance(until, str) else until) if text)
-    most = int(settings.get("max_gen_toks", 256))
-    return GenSpec(most, stop, benchmark.batch_size, benchmark.max_length, special_tokens=not benchmark.chat)
-
-
-# Rows of lm-eval's log as samples.
-
-
-def _answer_losses(
-    rows: Sequence[Row], task: Any, model: LanguageModel, benchmark: BenchmarkConfig
-) -> Sequence[float | None]:
-    """The loss on each row's right answer in bits per byte; None without a right answer, as for a whole document.
-
-    For choices, the likelihoods are in the rows. For generated texts, the loss is computed if the task's target is a
-    text that follows the prompt, which it does not in a chat.
-    """
-    if task.OUTPUT_TYPE in ("multiple_choice", "loglikelihood"):
-        return [_loss_of_right_choice(row, task) for row in rows]
-    if task.OUTPUT_TYPE != "generate_until":
-        return [None] * len(rows)
-    references = [_right_text(row["target"], task, benchmark) for row in rows]
-    prompts = [row["arguments"][0][0] for row in rows]
-    spec = GenSpec(benchmark.max_new_tokens, batch_size=benchmark.batch_size, max_length=benchmark.max_length)
-    return model.answer_losses(prompts, references, spec)
-
-
-def _of_written(answer: Answer | None, row: Row, task: Any, benchmark: BenchmarkConfig) -> Row:
-    """What a row gets of a generated text: all of it, and no credit for a thought that does not end.
-
-    lm-eval has graded an empty answer then, which some metrics find right.
-    """
-    if answer is None:
-        return {}
-    if answer.without_thought(chat=benchmark.chat) is not None:
-        return {"written": answer.output}
-    higher = task.higher_is_better()
-    earned = {name: 0.0 for name in row["metrics"] if higher.get(name, True) and isinstance(row[name], int | float)}
-    return {"written": answer.output, "unfinished": True, **earned}
+    reference = _right_text(question.task.doc_to_target(question.doc), question.task, benchmark)
+    return Text(context, int(settings.get("max_gen_toks", 256)), stop, reference)
 
 
 def _right_text(target: Any, task: Any, benchmark: BenchmarkConfig) -> str | None:
@@ -418,43 +339,51 @@ def _right_text(target: Any, task: Any, benchmark: BenchmarkConfig) -> str | Non
     return None if benchmark.chat or not isinstance(target, str) else f"{task.config.target_delimiter}{target}"
 
 
-def _loss_of_right_choice(row: Row, task: Any) -> float | None:
-    """Loss on lm-eval's right choice in bits per byte; None if there is not exactly one."""
-    right: Any = 0
-    if task.OUTPUT_TYPE == "multiple_choice":
-        right = task.doc_to_text(row["doc"]) if getattr(task, "multiple_input", 0) else row["target"]
-        if isinstance(right, str):
-            choices = task.doc_to_choice(row["doc"])
-            right = choices.index(right) if right in choices else None
-    if not isinstance(right, int) or not 0 <= right < len(row["resps"]):
-        return None
-    likelihood, answer = float(row["resps"][right][0][0]), row["arguments"][right][1]
-    return -likelihood / math.log(2) / len(answer.encode())
+def _rows(questions: Sequence[_Question], answers: Mapping[str, Answer]) -> list[_Row]:
+    """What lm-eval says of each answer, task by task and filter by filter."""
+    by_task: dict[int, list[_Question]] = {}
+    for question in questions:
+        by_task.setdefault(id(question.task), []).append(question)
+        for request, reply in zip(question.requests, answers[question.name].replies, strict=True):
+            request.resps = [_response(request, reply)] * (request.repeats or 1)
+            request.filtered_resps = {}
+    rows = []
+    for of_task in by_task.values():
+        of_task[0].task.apply_filters()
+        for name in of_task[0].requests[0].filtered_resps:
+            rows += [_row(question, answers[question.name], name) for question in of_task]
+    return rows
 
 
-def _named(rows: Sequence[Row], task: str) -> list[Row]:
-    """The rows of a task with the name of their item: its id if the ids are unique, else its number."""
-    ids = {row["doc_id"]: str(row["doc"].get("id", row["doc_id"])) for row in rows}
-    unique = len(set(ids.values())) == len(ids)
-    named = []
-    for row in rows:
-        name = ids[row["doc_id"]] if unique else str(row["doc_id"])
-        named.append({**row, "item": f"{task}/{name}" if task else name})
-    return named
+def _response(request: Instance, reply: Reply) -> Any:
+    """A reply in lm-eval's form."""
+    if request.request_type == "generate_until":
+        return reply.text or ""
+    return reply.nats if request.request_type == "loglikelihood_rolling" else (reply.nats, reply.windows[0].likeliest)
 
 
-def _rows_with(metric: str, rows: Sequence[Row], benchmark: BenchmarkConfig) -> list[Row]:
+def _row(question: _Question, answer: Answer, name: str) -> _Row:
+    extracted = [request.filtered_resps[name] for request in question.requests]
+    found = question.task.process_results(question.doc, extracted)
+    if answer.reply.text is None:  # lm-eval has graded an empty answer, which some metrics find right
+        higher = question.task.higher_is_better()
+        numbers = [metric for metric, value in found.items() if isinstance(value, int | float)]
+        found |= {metric: 0.0 for metric in numbers if higher.get(metric, True)}
+    return _Row(question, answer, name, extracted, found)
+
+
+def _rows_with(metric: str, rows: Sequence[_Row], benchmark: BenchmarkConfig) -> list[_Row]:
     """The rows that report `metric`, or `metric,filter` where a task has several filters."""
     name, _, wanted = metric.partition(",")
-    filters = list(dict.fromkeys(row["filter"] for row in rows))
+    filters = list(dict.fromkeys(row.filter for row in rows))
     chosen = wanted or filters[0]
     if chosen not in filters:
         raise unknown(f"benchmark {benchmark.name}: filter", chosen, filters)
     if not wanted and len(filters) > 1:
         raise UserError(f"benchmark {benchmark.name}: {metric} has several filters: add one of {', '.join(filters)}")
-    if name not in rows[0]["metrics"]:
-        raise unknown(f"benchmark {benchmark.name}: metric", name, rows[0]["metrics"])
-    return [row for row in rows if row["filter"] == chosen]
+    if name not in rows[0].metrics:
+        raise unknown(f"benchmark {benchmark.name}: metric", name, rows[0].metrics)
+    return [row for row in rows if row.filter == chosen]
 
 
 _OF_LOSSES: Mapping[Aggregation, str] = {
@@ -493,59 +422,49 @@ def _outcome_and_units(value: Any, *, loss: bool) -> tuple[float, float]:
     return -likelihood / units, units
 
 
-def _sample(result: str, metric: str, row: Row, outcome: float) -> Sample:
-    first = row["resps"][0][0]
-    if isinstance(first, str):
-        output, extracted = row["written"], str(row["filtered_resps"][0])
-    elif isinstance(first, float):  # the log-likelihood of a whole document
-        output, extracted = json.dumps(round(first, 4)), ""
-    else:
-        likelihoods = [float(answer[0][0]) for answer in row["resps"]]
-        # lm-eval does not count the space in front of an answer.
-        lengths = [len(answer) - 1 if metric == "acc_norm" else 1 for _, answer in row["arguments"]]
-        output = json.dumps([round(likelihood, 4) for likelihood in likelihoods])
-        extracted = str(int(np.argmax(np.array(likelihoods) / lengths)))
-    return Sample(
-        benchmark=result,
-        item=row["item"],
-        outcome=outcome,
-        prompt_hash=prompt_hash("\0".join(str(arguments[0]) for arguments in row["arguments"])),
-        output=output,
-        extracted=extracted,
-        answer_loss=row["answer_loss"],
-    )
+def _sample(result: str, metric: str, row: _Row, outcome: float) -> Sample:
+    kind = row.question.requests[0].request_type
+    nats = [reply.nats for reply in row.answer.replies]
+    if kind == "generate_until":
+        return row.answer.sample(result, outcome, str(row.extracted[0]))
+    if kind == "loglikelihood_rolling":
+        return row.answer.sample(result, outcome, "", json.dumps(round(nats[0], 4)))
+    # lm-eval does not count the space in front of an answer.
+    lengths = [len(request.args[1]) - 1 if metric == "acc_norm" else 1 for request in row.question.requests]
+    chosen = int(np.argmax(np.array(nats) / lengths))
+    sample = row.answer.sample(result, outcome, str(chosen), json.dumps([round(value, 4) for value in nats]))
+    return Sample(**{**sample, "answer_loss": _loss_of_right_choice(row.question, nats)})
 
 
-# Suppress or undo side effects of lm-eval.
+def _loss_of_right_choice(question: _Question, nats: Sequence[float]) -> float | None:
+    """Loss on lm-eval's right choice in bits per byte; None if there is not exactly one."""
+    task, doc = question.task, question.doc
+    right: Any = 0
+    if task.OUTPUT_TYPE == "multiple_choice":
+        right = task.doc_to_text(doc) if getattr(task, "multiple_input", 0) else task.doc_to_target(doc)
+        if isinstance(right, str):
+            choices = task.doc_to_choice(doc)
+            right = choices.index(right) if right in choices else None
+    if not isinstance(right, int) or not 0 <= right < len(nats):
+        return None
+    return -nats[right] / math.log(2) / len(question.requests[right].args[1].encode())
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """A context without progress bars, and without messages of lm-eval other than errors."""
+def _undisturbed() -> Iterator[None]:
+    """A context without progress bars and messages of lm-eval other than errors, after which the random states of
+    Python and numpy are what they were: some tasks seed them."""
+    python_state, numpy_state = random.getstate(), np.random.get_state()
     logger = logging.getLogger("lm_eval")
     level, bars = logger.level, not datasets.are_progress_bars_disabled()
     logger.setLevel(logging.ERROR)
     datasets.disable_progress_bars()
-
-    def no_bar(*arguments: Any, **settings: Any) -> Any:
-        return tqdm(*arguments, **{**settings, "disable": True})
-
-    with ExitStack() as stack:
-        for module in (lm_eval.api.task, lm_eval.models.huggingface):
-            stack.enter_context(patch.object(module, "tqdm", no_bar))
-        stack.callback(logger.setLevel, level)
-        if bars:
-            stack.callback(datasets.enable_progress_bars)
-        yield
-
-
-@contextmanager
-def _random_state_kept() -> Iterator[None]:
-    """A context after which the random states of Python, numpy and torch are restored."""
-    python_state, numpy_state = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng():
-        try:
+    try:
+        with patch.object(lm_eval.api.task, "tqdm", lambda iterable, **_: iterable):
             yield
-        finally:
-            random.setstate(python_state)
-            np.random.set_state(numpy_state)
+    finally:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+        logger.setLevel(level)
+        if bars:
+            datasets.enable_progress_bars()

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError, unknown, user_errors
-from moe_lab.evaluation import mirror
 
 _NAME = re.compile(r"^[\"']?(?:task|group)[\"']?: *[\"']?([\w-]+)[\"']? *$", re.MULTILINE)
 
@@ -43,16 +42,4 @@ def problems(benchmark: BenchmarkConfig) -> Iterator[str]:
         yield (
             f"benchmark {benchmark.name}: chat=true, but max_new_tokens=0 says that answers are scored, not generated, "
             f"and a chat template would move them: expected chat=false"
-        )
-    if benchmark.shots:
-        yield from user_errors(lambda: _check_examples(benchmark))
-
-
-def _check_examples(benchmark: BenchmarkConfig) -> None:
-    wanted = mirror.known_data(benchmark).get("examples")
-    splits = {split for subset in mirror.subsets(benchmark).values() for split in subset}
-    if wanted is not None and wanted not in splits:
-        raise UserError(
-            f"benchmark {benchmark.name}: shots={benchmark.shots} takes examples from the split {wanted}, and the "
-            f"mirror {mirror.folder(benchmark)} has {', '.join(sorted(splits))}"
         )

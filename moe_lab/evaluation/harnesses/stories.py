@@ -10,18 +10,38 @@ from typing import Any
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError, unknown
 from moe_lab.evaluation import mirror
-from moe_lab.evaluation.generation import Answer, Generator, GenSpec
-from moe_lab.evaluation.harness import Graded, graded_by_mean
+from moe_lab.evaluation.harness import Graded, check_count, graded_by_mean
+from moe_lab.evaluation.items import Answer, Item, Text
 from moe_lab.evaluation.sandbox.policy import Policy
-from moe_lab.evaluation.suite import check_count, data_files
+from moe_lab.evaluation.suite import data_files
 
 
-def evaluate(model: Generator, benchmark: BenchmarkConfig, policy: Policy) -> Graded:
-    """Generate a story for each prompt; its score is the share of the rules in its checklist that it keeps.
+def items(benchmark: BenchmarkConfig) -> list[Item]:
+    """A story to be written after each prompt.
 
     The data file has lines {"id", "prompt", "checklist"} and possibly "reference", a story that follows the prompt and
     whose loss is measured.
     """
+    return [
+        Item(name, (Text(row["prompt"], benchmark.max_new_tokens, reference=row.get("reference")),))
+        for name, row in _rows(benchmark).items()
+    ]
+
+
+def grade(answers: Sequence[Answer], benchmark: BenchmarkConfig, policy: Policy) -> Graded:
+    """The score of a story is the share of the rules in its checklist that it keeps."""
+    rows = _rows(benchmark)
+    checked = [rules_kept(answer.reply.text or "", rows[answer.item]["checklist"]) for answer in answers]
+    samples = [
+        answer.sample(name, sum(kept) / len(kept), json.dumps(kept))
+        for name in benchmark.reports
+        for answer, kept in zip(answers, checked, strict=True)
+    ]
+    return graded_by_mean(samples, benchmark, {})
+
+
+def _rows(benchmark: BenchmarkConfig) -> dict[str, Any]:
+    """Id -> line of the data file, up to the limit."""
     file = data_files(benchmark)[-1]
     rows = mirror.read_rows(file)
     check_count(benchmark, len(rows))
@@ -29,18 +49,7 @@ def evaluate(model: Generator, benchmark: BenchmarkConfig, policy: Policy) -> Gr
     for row in rows:
         if not {"id", "prompt", "checklist"} <= set(row) or not row["checklist"]:
             raise UserError(f"{file}: every line needs an id, a prompt and a checklist of at least one rule")
-    spec = GenSpec(benchmark.max_new_tokens, batch_size=benchmark.batch_size)
-    prompts = [row["prompt"] for row in rows]
-    references = [row.get("reference") for row in rows]
-    stories = model.generate(prompts, spec, references)
-    losses = model.answer_losses(prompts, references, spec)
-    samples = []
-    for name in benchmark.reports:
-        for row, story, loss in zip(rows, stories, losses, strict=True):
-            answer = Answer(str(row["id"]), row["prompt"], story, loss=loss)
-            kept = grade(answer.without_thought(chat=False) or "", row["checklist"])
-            samples.append(answer.sample(name, sum(kept) / len(kept), json.dumps(kept)))
-    return graded_by_mean(samples, benchmark, {"prompt": rows[0]["prompt"]})
+    return {str(row["id"]): row for row in rows}
 
 
 # Rules of a checklist.
@@ -70,7 +79,7 @@ RULES: dict[str, Callable[..., bool]] = {
 }
 
 
-def grade(story: str, checklist: Sequence[Mapping[str, Any]]) -> list[bool]:
+def rules_kept(story: str, checklist: Sequence[Mapping[str, Any]]) -> list[bool]:
     """Whether the story keeps each rule of the checklist.
 
     Each entry is {"rule": name, ...arguments}:

@@ -9,8 +9,8 @@ from typing import Any
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import Unavailable, UserError, unknown
 from moe_lab.evaluation import mirror, rubric
-from moe_lab.evaluation.generation import Answer, Question, replace_surrogates
-from moe_lab.evaluation.harness import Graded, graded_by_mean
+from moe_lab.evaluation.harness import Graded, check_count, graded_by_mean
+from moe_lab.evaluation.items import Answer, Item, Text, replace_surrogates
 from moe_lab.evaluation.judge import Judge, Verdict
 from moe_lab.evaluation.sandbox.policy import Policy
 from moe_lab.paths import cache
@@ -22,24 +22,21 @@ UNFINISHED = Verdict(rubric.LOWEST, "a thought does not end, so that there is no
 TOO_LONG = Verdict(
     rubric.LOWEST, "the conversation and max_new_tokens do not fit max_length, which is 1 without asking"
 )
-SKIPS_LONG = True
-"""A conversation that is too long counts as an empty answer, as in HELM."""
 
 
-def ask(benchmark: BenchmarkConfig) -> list[Question]:
-    """The conversations, up to the user's last message."""
-    return [
-        Question(
-            row["session_id"],
-            [{"role": message["role"], "content": message["content"]} for message in row["conversation_input"]],
-        )
-        for row in _rows(benchmark)
-    ]
+def items(benchmark: BenchmarkConfig) -> list[Item]:
+    """The conversations, up to the user's last message. Nothing but an end token ends an answer.
 
-
-def stops(benchmark: BenchmarkConfig) -> tuple[str, ...]:
-    """No stop texts: only an end token ends an answer."""
-    return ()
+    A conversation that is too long counts as an empty answer, as in HELM.
+    """
+    rows = _rows(benchmark)
+    if benchmark.limit is None:
+        check_count(benchmark, len(rows))
+    asked = []
+    for row in rows:
+        messages = [{"role": message["role"], "content": message["content"]} for message in row["conversation_input"]]
+        asked.append(Item(row["session_id"], (Text(messages, benchmark.max_new_tokens, skip_long=True),)))
+    return asked
 
 
 def grade(answers: Sequence[Answer], benchmark: BenchmarkConfig, policy: Policy) -> Graded:
@@ -59,11 +56,11 @@ def grade(answers: Sequence[Answer], benchmark: BenchmarkConfig, policy: Policy)
     prompts = {}
     unasked = {}
     for answer in answers:
-        row, text = rows[answer.item], answer.without_thought()
+        row, text = rows[answer.item], answer.reply.text
         if text is None:
             unasked[answer.item] = UNFINISHED
         elif not text.strip():
-            unasked[answer.item] = TOO_LONG if answer.too_long else EMPTY
+            unasked[answer.item] = TOO_LONG if answer.reply.ended == "too_long" else EMPTY
         else:
             text = replace_surrogates(text)
             prompts[answer.item] = rubric.question(template, row["conversation_input"], text, row["checklist"])

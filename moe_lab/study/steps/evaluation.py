@@ -12,7 +12,8 @@ from typing import Any
 
 from moe_lab.config import BackendConfig, BenchmarkConfig, Config
 from moe_lab.errors import Unavailable
-from moe_lab.evaluation.recorded import COMPUTED, Record
+from moe_lab.evaluation.answers import COMPUTED, Record
+from moe_lab.evaluation.engines import Engine
 from moe_lab.json_files import write_json
 from moe_lab.study.step import Job, Part, Step
 from moe_lab.study.steps.inputs import plan_of
@@ -114,8 +115,8 @@ def evaluate(job: Job) -> None:
     """Run one benchmark on the job's model, pruned and recovered, and grade it."""
     from moe_lab.evaluation import run
 
-    with _language_model(job) as model:
-        run.evaluate(model, _benchmark(job), Path(job.scratch), policy=job.policy)
+    with _engine(job) as engine:
+        run.evaluate(engine, _benchmark(job), Path(job.scratch), policy=job.policy, record=_record(job))
     _show(job, json.loads(job.output("result.json").read_text())["protocol"]["prompt"])
 
 
@@ -149,10 +150,11 @@ def _generate_step(pruned: PrunedModel, benchmark: BenchmarkConfig) -> Step:
 
 def generate(job: Job) -> None:
     """Generate the answers to one benchmark."""
-    from moe_lab.evaluation import run
+    from moe_lab.evaluation import items, run
 
-    with _generator(job) as generator:
-        answers = run.generate(generator, _benchmark(job), Path(job.scratch))
+    with _engine(job) as engine:
+        answers = run.answer(engine, _benchmark(job), _record(job))
+    items.write(answers, job.output(run.ANSWERS))
     _show(job, answers[0].prompt)
 
 
@@ -162,40 +164,26 @@ def _show(job: Job, prompt: str) -> None:
 
 
 @contextmanager
-def _generator(job: Job) -> Iterator[Any]:
-    """The generator of texts: a server that is started for the job, or what also gives likelihoods."""
-    if job.backend.name != "server":
-        with _language_model(job) as model:
-            yield model
-        return
-    from moe_lab.evaluation.recorded import RecordedTexts
-    from moe_lab.evaluation.server import serving
+def _engine(job: Job) -> Iterator[Engine]:
+    """The job's model, pruned and recovered: loaded here, in a process of vLLM that stays for the next job, or behind a
+    server that is started for this one."""
+    if job.backend.name == "server":
+        from moe_lab.evaluation.engines.server import serving
 
-    with _record(job) as record, serving(_checkpoint(job), job.backend, job.model, job.name) as generator:
-        yield RecordedTexts(generator, record)
+        with serving(_checkpoint(job), job.backend, job.model, job.name) as served:
+            yield served
+    elif job.backend.name == "vllm":
+        from moe_lab.evaluation.engines import vllm
 
-
-@contextmanager
-def _language_model(job: Job) -> Iterator[Any]:
-    """The job's model, pruned and recovered: loaded here, or on an engine that stays for the next job.
-
-    What it computes is recorded in the job's partial results.
-    """
-    from moe_lab.evaluation.recorded import Recorded
-
-    with _record(job) as record:
-        if job.backend.name == "vllm":
-            from moe_lab.evaluation import engine_model
-
-            forget_models()
-            model = engine_model.opened(_checkpoint(job), job.backend, job.model, _masked(job))
-            write_json(job.output("backend.json"), model.engine.about)
-            yield Recorded(model, record)
-            return
-        from moe_lab.evaluation.local_model import LocalModel
+        forget_models()
+        engine = vllm.opened(_checkpoint(job), job.backend, job.model, _masked(job))
+        write_json(job.output("backend.json"), engine.process.about)
+        yield engine
+    else:
+        from moe_lab.evaluation.engines.hf import LoadedModel
 
         with pruned_model(job) as (network, tokenizer):
-            yield Recorded(LocalModel(network, tokenizer, job.model.template_arguments), record)
+            yield LoadedModel(network, tokenizer, job.model.template_arguments)
 
 
 def _record(job: Job) -> Record:
@@ -241,9 +229,9 @@ def _grade_step(pruned: PrunedModel, benchmark: BenchmarkConfig) -> Step:
 
 def grade(job: Job) -> None:
     """Grade generated texts; needs no model."""
-    from moe_lab.evaluation import generation, run
+    from moe_lab.evaluation import items, run
 
-    answers = generation.read(job.input("generate", run.ANSWERS))
+    answers = items.read(job.input("generate", run.ANSWERS))
     run.grade(answers, _benchmark(job), Path(job.scratch), policy=job.policy)
 
 

@@ -30,9 +30,9 @@ def model_and_tokenizer(job: Job) -> tuple[Any, Any]:
 
     An engine is ended, as both may need all the memory of a device.
     """
-    from moe_lab.evaluation import engine_model
+    from moe_lab.evaluation.engines import vllm
 
-    engine_model.close()
+    vllm.close()
     return _loaded(json.dumps(job.runtime["model"], sort_keys=True))
 
 

@@ -23,8 +23,8 @@ from typing import Any
 from moe_lab.config import BackendConfig, ModelConfig
 from moe_lab.errors import Unavailable, UserError
 from moe_lab.evaluation.back_ends import command_line, last_lines, search_path
-from moe_lab.evaluation.generation import end_tokens
-from moe_lab.evaluation.served_model import Completions, ServedModel
+from moe_lab.evaluation.engines import end_tokens
+from moe_lab.evaluation.engines.completions import Completions, ServedModel
 from moe_lab.paths import caches
 
 GRACE = 20.0
@@ -79,7 +79,7 @@ def make_view(checkpoint: Path, view: Path, tokenizer: Any) -> None:
 
 
 def _greedy(checkpoint: Path, tokenizer: Any) -> dict[str, Any]:
-    """Settings of greedy generation, with the same end tokens as `LocalModel` uses."""
+    """Settings of greedy generation, with the same end tokens as `LoadedModel` uses."""
     ends = end_tokens(checkpoint, tokenizer)
     padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else ends[0]
     return {"do_sample": False, "eos_token_id": ends, "pad_token_id": padding}

@@ -1,10 +1,10 @@
-"""Text generation by an OpenAI-compatible server. No torch."""
+"""An OpenAI-compatible server as an engine that generates. No torch."""
 
 from __future__ import annotations
 
 import json
 import queue
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +13,7 @@ import openai
 
 from moe_lab.config import BackendConfig
 from moe_lab.errors import Unavailable, UserError
-from moe_lab.evaluation.generation import TOKEN_SECONDS, AnswerRow, Generator, GenSpec, cut, fitting
+from moe_lab.evaluation.engines import TOKEN_SECONDS, Engine, Prompt, Writing, Written
 from moe_lab.evaluation.reasoning import special_marks
 
 STOPS = 4
@@ -99,87 +99,85 @@ class Completions:
 
 
 @dataclass(frozen=True)
-class ServedModel(Generator):
+class ServedModel(Engine):
     """A causal language model that a server runs. Its tokenizer is loaded in this process."""
 
     completions: Completions
     """The endpoint that generates."""
     tokenizer: Any
     """The tokenizer the server uses."""
-    max_length: int | None
+    length: int | None
     """Tokens the model can read, prompt and answer together; None when its configuration does not say."""
     template_arguments: Mapping[str, Any]
     """Arguments of its chat template besides the messages."""
     patience: float = BackendConfig.ready_seconds
     """Seconds without any finished text, in addition to the time for one text, after which a server counts as hung."""
 
-    def complete(
-        self, prompts: Sequence[str], rows: Sequence[AnswerRow | None], spec: GenSpec
-    ) -> Iterator[tuple[int, str, None]]:
-        """(index, text, None) of each prompt as soon as it is done; longest first, `spec.batch_size` at a time.
+    batches = 16  # so that the server rarely waits for the last text of a batch
+    scores = False
+
+    @property
+    def max_length(self) -> int | None:
+        return self.length
+
+    def generate(self, prompts: Sequence[Prompt], writing: Writing) -> list[Written]:
+        """As `Engine.generate`, with `writing.batch_size` requests at a time.
 
         Raises Unavailable when no text at all arrives for too long. A single late text is no error, because the server
         may finish all others first. Raises UserError where a server would leave out the marks of thoughts.
         """
-        if not prompts:
-            return
-        if spec.chat and (marks := special_marks(self.tokenizer)):
+        if writing.chat and (marks := special_marks(self.tokenizer)):
             raise UserError(
                 f"a server leaves out special tokens, and {', '.join(marks.values())} part the model's thoughts from "
                 "its answers: expected backend=hf or backend=vllm"
             )
-        encoded = self.tokenizer(list(prompts), add_special_tokens=spec.special_tokens).input_ids
-        order = fitting([len(ids) for ids in encoded], spec, self.max_length)
-        texts = {index: self._request_text(prompts[index], encoded[index]) for index in order}
-        pool = ThreadPoolExecutor(spec.batch_size)
+        texts = [self._request_text(prompt) for prompt in prompts]
+        pool = ThreadPoolExecutor(writing.batch_size)
         with self.completions.client() as client:
-            futures = {pool.submit(self._text, client, texts[index], spec): index for index in order}
+            futures = [pool.submit(self._text, client, text, writing) for text in texts]
             try:
-                for future in self._arriving(futures, self.patience + TOKEN_SECONDS * spec.max_new_tokens):
-                    yield futures[future], future.result(), None
+                return self._await(futures, self.patience + TOKEN_SECONDS * writing.most)
             finally:  # do not wait for the others: they end with the server, which may hang
                 pool.shutdown(wait=False, cancel_futures=True)
 
-    def answer_losses(self, prompts: Sequence[str], answers: Sequence[str | None], spec: GenSpec) -> list[float | None]:
-        """None for every answer: the server does not return the likelihood of a given text."""
-        return [None] * len(answers)
-
-    def _arriving(self, futures: Collection[Future[str]], seconds: float) -> Iterator[Future[str]]:
-        done: queue.SimpleQueue[Future[str]] = queue.SimpleQueue()
+    def _await(self, futures: Sequence[Future[Written]], seconds: float) -> list[Written]:
+        """The texts. Raises what the first one to fail raises, and Unavailable when for so long none arrives."""
+        done: queue.SimpleQueue[Future[Written]] = queue.SimpleQueue()
         for future in futures:
             future.add_done_callback(done.put)
         for _ in futures:
             try:
-                yield done.get(timeout=seconds)
+                done.get(timeout=seconds).result()
             except queue.Empty:
                 raise Unavailable(
                     f"the server of {self.completions.model} runs and wrote no text for {seconds:g} s, which is "
                     f"backend.ready_seconds={self.patience:g} and {TOKEN_SECONDS:g} s per token: it seems to hang"
                 ) from None
+        return [future.result() for future in futures]
 
-    def _request_text(self, prompt: str, ids: Sequence[int]) -> str:
-        """The text that a server tokenizes to `ids`, given that it always adds the tokenizer's special tokens."""
-        candidates = (prompt, prompt.removeprefix(self.tokenizer.bos_token or ""))
+    def _request_text(self, prompt: Prompt) -> str:
+        """The text that a server tokenizes to the prompt, given that it always adds the tokenizer's special tokens."""
+        candidates = (prompt.text, prompt.text.removeprefix(self.tokenizer.bos_token or ""))
         for text in candidates:
-            if self.tokenizer(text).input_ids == ids:
+            if tuple(self.tokenizer(text).input_ids) == prompt.tokens:
                 return text
         raise UserError(
             "a server adds the tokenizer's special tokens to every prompt, and the model's chat template wants none: "
             "expected backend=hf"
         )
 
-    def _text(self, client: openai.OpenAI, prompt: str, spec: GenSpec) -> str:
+    def _text(self, client: openai.OpenAI, prompt: str, writing: Writing) -> Written:
         """Generate one text, with stop texts searched in the generated text only.
 
         Some servers also stop at a stop text that begins in the prompt. A text that ended for that reason is requested
         again without such stop texts.
         """
-        stops = self.early_stop(spec)
-        text, reason = self.completions.complete(client, prompt, spec.max_new_tokens, stops)
-        if reason == "stop" and cut(text, stops, prompt, chat=spec.chat) == text and _crosses(prompt, text, stops):
+        stops = writing.stop
+        text, reason = self.completions.complete(client, prompt, writing.most, stops)
+        if reason == "stop" and not any(stop in text for stop in stops) and _crosses(prompt, text, stops):
             inside = [stop for stop in stops if not _begins(prompt, stop)]
-            text, _ = self.completions.complete(client, prompt, spec.max_new_tokens, inside)
-        return cut(text, spec.stop, prompt, chat=spec.chat)
+            text, reason = self.completions.complete(client, prompt, writing.most, inside)
+        return Written(text, "limit" if reason == "length" else "end")
 
 
 def _begins(prompt: str, stop: str) -> bool:

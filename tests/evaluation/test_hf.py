@@ -8,15 +8,11 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers import GenerationConfig, PreTrainedTokenizerFast
+from transformers import GenerationConfig
 
-from moe_lab.evaluation.generation import AnswerRow
-from moe_lab.evaluation.greedy import greedy
-from moe_lab.evaluation.likelihoods import log_likelihoods
-from moe_lab.evaluation.local_model import LocalModel
+from moe_lab.evaluation.engines import Likelihood, Row
+from moe_lab.evaluation.engines.greedy import greedy
+from moe_lab.evaluation.engines.likelihoods import log_likelihoods
 
 NEW = 20
 
@@ -43,7 +39,7 @@ def rows_of_passes(model: Any) -> list[int]:
 def test_the_loop_gives_the_tokens_of_transformers_whenever_rows_end(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("moe_lab.evaluation.greedy.LEFT", 0.9)
+    monkeypatch.setattr("moe_lab.evaluation.engines.greedy.LEFT", 0.9)
     model = tiny.build(name)
     generator = torch.Generator().manual_seed(4)
     prompts = [torch.randint(3, tiny.VOCABULARY, (length,), generator=generator).tolist() for length in (9, 3, 7, 7, 5)]
@@ -62,23 +58,13 @@ def test_the_loop_gives_the_tokens_of_transformers_whenever_rows_end(
 
 
 def test_answers_are_read_in_parts_where_their_logits_take_much_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moe_lab.evaluation.greedy.tokens_with_logits", lambda model: 5)
+    monkeypatch.setattr("moe_lab.evaluation.engines.greedy.tokens_with_logits", lambda model: 5)
     for name, parts in (("olmoe", [2, 2, 1]), ("deepseek_v3", [2, 2, 1]), ("qwen3_next", [5])):
         model = tiny.build(name)
         rows = rows_of_passes(model)
         nothing: Any = lambda left, new: [False] * len(left)  # noqa: E731
-        greedy(model, [[5]] * 5, 1, [], 0, nothing, [AnswerRow((5, 6), 1, 1)] * 5)
+        greedy(model, [[5]] * 5, 1, [], 0, nothing, [Row((5, 6), 1)] * 5)
         assert rows == parts
-
-
-def test_buffers_grow_with_the_text() -> None:
-    model = tiny.build("olmoe")
-    prompts = [[5, 6, 7], [8]]
-    nothing: Any = lambda left, new: [False] * len(left)  # noqa: E731
-    texts = greedy(model, prompts, 100, [], 0, nothing)
-    settings = GenerationConfig(max_new_tokens=100, do_sample=False, eos_token_id=None, pad_token_id=0)
-    ids = torch.tensor([prompts[0]])
-    assert texts[0].tokens == model.generate(ids, generation_config=settings)[0, 3:].tolist()
 
 
 def starting_like(text: list[int], tokens: int, then: list[int]) -> list[int]:
@@ -106,17 +92,17 @@ def test_answers_that_are_read_with_their_prompts_change_no_text(name: str, monk
         [*starting_like(free[6], 11, []), *range(3, 20)],
     ]
     rows = [
-        AnswerRow((*prompt, *answer), len(prompt) - number % 3, 1) if answer else None
+        Row((*prompt, *answer), len(prompt) - number % 3) if answer else None
         for number, (prompt, answer) in enumerate(zip(prompts, answers, strict=True))
     ]
     for tokens in (80, 10**6):  # with logits in one pass: those of two rows, or of all
-        monkeypatch.setattr("moe_lab.evaluation.greedy.tokens_with_logits", lambda model, tokens=tokens: tokens)
+        monkeypatch.setattr("moe_lab.evaluation.engines.greedy.tokens_with_logits", lambda model, tokens=tokens: tokens)
         texts = greedy(model, prompts, NEW, ends, 0, lambda left, _: [False] * len(left), rows)
         assert [text.tokens for text in texts] == expected
         assert [text.likelihood is not None for text in texts] == [bool(row and name not in UNREAD) for row in rows]
         for text, row in zip(texts, rows, strict=True):
             if text.likelihood:
-                ((total, likeliest),) = log_likelihoods(model, [row.tokens], [row.start], 1)
+                ((total, likeliest),) = log_likelihoods(model, [row], 1)
                 assert text.likelihood == (pytest.approx(total, rel=1e-5), likeliest)
 
 
@@ -130,12 +116,12 @@ def test_a_right_answer_that_the_model_would_give_takes_one_pass() -> None:
     passes = []
     model.register_forward_pre_hook(lambda *_: passes.append(1))
     for tokens, ends in ((text[: NEW - 1], []), (text[:9], [text[4]])):
-        answer = AnswerRow((5, 6, 7, *tokens), 3, 1)
+        answer = Row((5, 6, 7, *tokens), 3)
         greedy(model, [[5, 6, 7]], NEW, ends, 0, lambda left, _: [False] * len(left), answers=[answer])
     assert len(passes) == 2
     seen: list[int] = []
     nothing: Any = lambda left, new: seen.append(new) or [False] * len(left)  # noqa: E731
-    greedy(model, [[5, 6, 7]], NEW, [], 0, nothing, answers=[AnswerRow((5, 6, 7, *text[:9]), 3, 1)])
+    greedy(model, [[5, 6, 7]], NEW, [], 0, nothing, answers=[Row((5, 6, 7, *text[:9]), 3)])
     assert seen == [10] + [1] * (NEW - 10)
 
 
@@ -151,23 +137,17 @@ def test_the_models_own_generation_settings_come_back() -> None:
     assert model.generation_config is own
 
 
-def tokenizer() -> PreTrainedTokenizerFast:
-    """Words w3, w4, ... of the tiny models, separated by spaces."""
-    words = {f"w{number}": number for number in range(3, tiny.VOCABULARY)} | {"<pad>": 0, "<s>": 1, "</s>": 2}
-    model = Tokenizer(WordLevel(words, unk_token="<pad>"))
-    model.pre_tokenizer = WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=model, eos_token="</s>", pad_token="<pad>")
+def score(model: Any, rows: list[list[int]], starts: list[int], batch_size: int) -> list[Likelihood]:
+    return log_likelihoods(model, [Row(tuple(row), start) for row, start in zip(rows, starts, strict=True)], batch_size)
 
 
 @pytest.mark.parametrize("name", ["olmoe", "deepseek_v3:grouped", "qwen3_next"])
 def test_likelihoods_in_one_batch_are_those_of_each_row_alone(name: str) -> None:
-    local = LocalModel(tiny.build(name), tokenizer())
+    model = tiny.build(name)
     rows = [[5, 6, 7, 8, 9], [5, 6, 7, 8, 10], [11, 12], [5, 6, 7, 8, 9, 10, 11], [20, 21, 22]]
     starts = [3, 4, 1, 2, 1]
-    alone = [local.log_likelihoods([row], [start], 1)[0] for row, start in zip(rows, starts, strict=True)]
-    for (value, likeliest), (expected, expected_likeliest) in zip(
-        local.log_likelihoods(rows, starts, 4), alone, strict=True
-    ):
+    alone = [score(model, [row], [start], 1)[0] for row, start in zip(rows, starts, strict=True)]
+    for (value, likeliest), (expected, expected_likeliest) in zip(score(model, rows, starts, 4), alone, strict=True):
         assert value == pytest.approx(expected, abs=1e-5)
         assert likeliest == expected_likeliest
 
@@ -178,15 +158,15 @@ ANSWERS = [[13], [14], [15, 16, 17], [15, 18], [19, 20], [13]]
 
 @pytest.mark.parametrize("name", tiny.ARCHITECTURES)
 def test_answers_to_one_question_get_the_likelihoods_that_they_have_alone(name: str) -> None:
-    local = LocalModel(tiny.build(name), tokenizer())
+    model = tiny.build(name)
     rows = [[*QUESTION, *answer] for answer in ANSWERS] + [[5, *answer] for answer in ANSWERS] + [[30, 31]]
     starts = [len(QUESTION)] * 6 + [1] * 7
-    together = local.log_likelihoods(rows, starts, 3)
+    together = score(model, rows, starts, 3)
     for row, start, (value, likeliest) in zip(rows, starts, together, strict=True):
-        [(alone, of_alone)] = local.log_likelihoods([row], [start], 1)
+        [(alone, of_alone)] = score(model, [row], [start], 1)
         ids = torch.tensor([row])
         with torch.no_grad():
-            logits = local.model(ids).logits[0, start - 1 : -1].double()
+            logits = model(ids).logits[0, start - 1 : -1].double()
         expected = logits.log_softmax(-1).gather(1, ids[0, start:, None]).sum()
         assert value == pytest.approx(float(expected), abs=1e-4)
         assert (alone, of_alone) == (pytest.approx(value, abs=1e-4), likeliest)
@@ -196,51 +176,51 @@ def test_answers_to_one_question_get_the_likelihoods_that_they_have_alone(name: 
 def test_a_question_is_read_once_where_attention_is_full(
     name: str, tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    local = LocalModel(tiny.build(name), tokenizer())
+    model = tiny.build(name)
     rows = [[*QUESTION, *answer] for answer in ANSWERS[:3]] + [[*QUESTION, *ANSWERS[4]]]
-    local.log_likelihoods(rows, [8] * 4, 64)
+    score(model, rows, [8] * 4, 64)
     read = []
-    forward = local.model.forward
+    forward = model.forward
 
     def counted(*arguments: Any, **named: Any) -> Any:
         read.append(named["input_ids"].numel())
         return forward(*arguments, **named)
 
-    monkeypatch.setattr(local.model, "forward", counted)
-    local.log_likelihoods(rows, [8] * 4, 64)
+    monkeypatch.setattr(model, "forward", counted)
+    score(model, rows, [8] * 4, 64)
     assert sum(read) == tokens
 
 
 def test_windows_that_begin_alike_are_not_read_as_answers_to_their_first_token(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    local = LocalModel(tiny.build("olmoe"), tokenizer())
+    model = tiny.build("olmoe")
     generator = torch.Generator().manual_seed(0)
     windows = [[1, *torch.randint(3, tiny.VOCABULARY, (30,), generator=generator).tolist()] for _ in range(12)]
-    local.log_likelihoods(windows[:1], [1], 1)
+    score(model, windows[:1], [1], 1)
     lengths = []
-    forward = local.model.forward
+    forward = model.forward
 
     def counted(*arguments: Any, **named: Any) -> Any:
         lengths.append(named["input_ids"].shape[1])
         return forward(*arguments, **named)
 
-    monkeypatch.setattr(local.model, "forward", counted)
-    local.log_likelihoods(windows, [1] * 12, 4)
+    monkeypatch.setattr(model, "forward", counted)
+    score(model, windows, [1] * 12, 4)
     assert lengths == [30, 30, 30]
 
 
 def test_a_family_that_reads_answers_together_in_another_way_reads_them_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     rows, starts = [[*QUESTION, *answer] for answer in ANSWERS], [len(QUESTION)] * 6
-    local = LocalModel(tiny.build("olmoe"), tokenizer())
-    expected = [local.log_likelihoods([row], [8], 1)[0][0] for row in rows]
-    other = LocalModel(tiny.build("olmoe"), tokenizer())
-    forward = other.model.forward
+    model = tiny.build("olmoe")
+    expected = [score(model, [row], [8], 1)[0][0] for row in rows]
+    other = tiny.build("olmoe")
+    forward = other.forward
 
     def causal(*arguments: Any, **named: Any) -> Any:
         if named["attention_mask"].dim() == 4:
             del named["attention_mask"]
         return forward(*arguments, **named)
 
-    monkeypatch.setattr(other.model, "forward", causal)
-    assert [value for value, _ in other.log_likelihoods(rows, starts, 64)] == pytest.approx(expected, abs=1e-5)
+    monkeypatch.setattr(other, "forward", causal)
+    assert [value for value, _ in score(other, rows, starts, 64)] == pytest.approx(expected, abs=1e-5)

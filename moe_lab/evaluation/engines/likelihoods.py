@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from moe_lab.evaluation.generation import Likelihood
+from moe_lab.evaluation.engines import Likelihood, Row
 from moe_lab.models.device import tokens_with_logits
 from moe_lab.models.transformers_private import attention_implementation
 
@@ -30,58 +30,51 @@ class _Question:
     """What several rows have in common, and their answers."""
 
     tokens: tuple[int, ...]
-    answers: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
-    """Tokens of an answer that are read, which the last is not -> numbers of the rows."""
+    answers: dict[tuple[int, ...], list[Row]] = field(default_factory=dict)
+    """Tokens of an answer that are read, which the last is not -> its rows."""
 
     def __len__(self) -> int:
         return len(self.tokens) + sum(map(len, self.answers))
 
 
 @torch.inference_mode()
-def log_likelihoods(
-    model: Any, rows: Sequence[Sequence[int]], starts: Sequence[int], batch_size: int
-) -> list[Likelihood]:
-    """For each row of token ids, from index `start` >= 1 on: the summed log-likelihood of its tokens, in nats, and
-    whether each was the likeliest.
+def log_likelihoods(model: Any, rows: Sequence[Row], batch_size: int) -> list[Likelihood]:
+    """The log-likelihood of each row, in nats, and whether each of its tokens was the likeliest.
 
     A pass has at most `batch_size` questions, and as many tokens as so many of the longest rows have.
     """
-    if not rows:
-        return []
-    questions = _questions(rows, starts, share=_can_share(model))
-    tokens = min(batch_size * max(map(len, rows)), tokens_with_logits(model))
-    found: list[Likelihood] = [(0.0, True)] * len(rows)
+    questions = _questions(rows, share=bool(rows) and _can_share(model))
+    tokens = min(batch_size * max((len(row.tokens) for row in rows), default=0), tokens_with_logits(model))
+    found: dict[Row, Likelihood] = {}
     for batch in _batches(questions, batch_size, tokens):
         for question, logits in zip(batch, _logits(model, batch), strict=True):
             end = 1
-            for answer, numbers in question.answers.items():
+            for answer, of_answer in question.answers.items():
                 predicting = torch.cat([logits[:1], logits[end : end + len(answer)]])
                 end += len(answer)
-                for number in numbers:
-                    found[number] = likelihood(rows[number][starts[number] :], predicting)
-    return found
+                found |= {row: likelihood(row.tokens[row.start :], predicting) for row in of_answer}
+    return [found[row] for row in rows]
 
 
-def _questions(rows: Sequence[Sequence[int]], starts: Sequence[int], *, share: bool) -> list[_Question]:
+def _questions(rows: Sequence[Row], *, share: bool) -> list[_Question]:
     """The rows by question, the longest first. Without `share`, a question has one answer, for one or more rows.
 
     Answers that are read together are together no longer than their question; the others of that question follow
     another copy of it. So a row is at most twice as long as an unshared one, which bounds the memory of its mask, and
     windows of a document that begin with the same token are not taken for answers to that token.
     """
+    answers_of: dict[tuple[int, ...], dict[tuple[int, ...], list[Row]]] = {}
+    for row in rows:
+        answers_of.setdefault(row.tokens[: row.start], {}).setdefault(row.tokens[row.start : -1], []).append(row)
     questions: list[_Question] = []
-    with_answer: dict[tuple[tuple[int, ...], ...], _Question] = {}
-    newest: dict[tuple[int, ...], _Question] = {}
-    for number, (row, start) in enumerate(zip(rows, starts, strict=True)):
-        tokens, answer = tuple(row[:start]), tuple(row[start:-1])
-        question = with_answer.get((tokens, answer))
-        if question is None:
-            question = newest.get(tokens) if share else None
-            if question is None or len(question) + len(answer) > 2 * len(tokens):
-                question = newest[tokens] = _Question(tokens)
-                questions.append(question)
-            with_answer[tokens, answer] = question
-        question.answers.setdefault(answer, []).append(number)
+    for tokens, answers in answers_of.items():
+        copy = _Question(tokens)
+        for answer, of_answer in answers.items():
+            if copy.answers and not (share and len(copy) + len(answer) <= 2 * len(tokens)):
+                questions.append(copy)
+                copy = _Question(tokens)
+            copy.answers[answer] = of_answer
+        questions.append(copy)
     return sorted(questions, key=len, reverse=True)
 
 

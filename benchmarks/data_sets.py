@@ -1,0 +1,66 @@
+"""Published data sets in plain files, as a folder that is laid out like a data set on the hub."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from moe_lab.calibration.sources import lines
+from moe_lab.config import BenchmarkConfig
+from moe_lab.evaluation.mirror import make, read_rows
+
+Rows = Sequence[Mapping[str, Any]]
+FILES = {
+    "winogrande": "winogrande_xl_validation",
+    "piqa": "piqa_valid",
+    "wikitext2_word": "wikitext2_test",
+    "gsm8k_8shot": "gsm8k_test",
+}
+"""Names of files, where they are not those of benchmark and split."""
+
+
+def write_data_set(folder: Path, parts: Mapping[tuple[str, str], Rows]) -> Path:
+    """Write the rows of each subset and split as JSON lines, with the card that lists the files. Returns `folder`."""
+    configs: dict[str, str] = {}
+    for (subset, split), rows in parts.items():
+        file = folder / subset / f"{split}.jsonl"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        listed = configs.get(subset, f"- config_name: {subset}\n  data_files:\n")
+        configs[subset] = f"{listed}  - split: {split}\n    path: {subset}/{split}.jsonl\n"
+    (folder / "README.md").write_text(f"---\nconfigs:\n{''.join(configs.values())}---\n")
+    return folder
+
+
+def mirror_files(benchmark: BenchmarkConfig, data: Path, scratch: Path) -> None:
+    """Make the mirror of a benchmark's evaluated split from its file in `data`, such as arc_easy_test.jsonl."""
+    split = str(benchmark.split)
+    stem = data / FILES.get(benchmark.name, f"{benchmark.name}_{split}")
+    text = stem.with_suffix(".txt")
+    rows = list(_text_rows(benchmark, text)) if text.is_file() else read_rows(stem.with_suffix(".jsonl"))
+    labels = stem.with_name(f"{stem.name}_labels.lst")
+    if labels.is_file():
+        rows = [{**row, "label": int(n)} for row, n in zip(rows, labels.read_text().split(), strict=True)]
+    parts: dict[tuple[str, str], list[Any]] = {}
+    for row in rows:
+        subset = benchmark.subset or (row["subject"] if benchmark.name == "mmlu" else "default")
+        parts.setdefault((subset, split), []).append(row)
+    make(benchmark, write_data_set(scratch / benchmark.name, parts))
+
+
+def _text_rows(benchmark: BenchmarkConfig, file: Path) -> Iterator[dict[str, Any]]:
+    """Rows of WikiText as on the hub: its lines, those that are not blank with their end; or its documents."""
+    text = file.read_text(encoding="utf-8")
+    if benchmark.name == "wikitext2":
+        yield from ({"text": line} for line in lines(text))
+        return
+    page: list[str] = []
+    for line in [*text.split("\n"), None]:
+        if line is None or re.fullmatch(r" *= [^=].*[^=] = *", line):
+            if "".join(page).strip():
+                yield {"page": "\n".join(page)}
+            page = []
+        page.append(line or "")

@@ -1,0 +1,172 @@
+"""Processes that are started, asked by lines of JSON, watched and ended.
+
+`Child` is the side of the process that asks, `serve` that of the one that is asked. A request is the name of a method
+and its arguments; the replies are any number of {"item": ...}, then {"done": result}, or {"error": ..., "kind": ...}.
+A process ends when its standard input does, so also when the one that started it was killed.
+
+Standard library only: the other side may run in another interpreter.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+
+class Ended(RuntimeError):
+    """The process has ended. The message is how, and the last it said."""
+
+
+class Refused(RuntimeError):
+    """The process replied with an error, the message; `kind` is the name of its class."""
+
+    def __init__(self, message: str, kind: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
+class Child:
+    """A process that runs `serve`, in a session of its own. What it prints goes to a log."""
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str], folder: Path | None = None) -> None:
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `close`
+        self.process = subprocess.Popen(
+            command,
+            cwd=folder,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            encoding="utf-8",
+            start_new_session=True,
+        )
+        self._said = b""
+        self._replies: queue.SimpleQueue[str] = queue.SimpleQueue()
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def __enter__(self) -> Child:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def call(self, method: str, seconds: float | None = None, **arguments: Any) -> Any:
+        """The result of a method, as for `replies`."""
+        return next(self.replies(method, seconds, **arguments))["done"]
+
+    def replies(self, method: str, seconds: float | None = None, **arguments: Any) -> Iterator[dict[str, Any]]:
+        """The replies to a request, the last one with `done`; each takes at most `seconds` (None: for ever).
+
+        Raises Refused; and Ended and TimeoutError, after which the process is gone. It is ended too if the caller does
+        not take the last reply, since those that are left would be taken for replies to the next request.
+        """
+        assert self.process.stdin is not None
+        finished = False
+        try:
+            with suppress(OSError, ValueError):  # it has ended or was closed, which the end of its replies reports
+                self.process.stdin.write(json.dumps([method, arguments]) + "\n")
+                self.process.stdin.flush()
+            while not finished:
+                try:
+                    line = self._replies.get(timeout=seconds)
+                except queue.Empty:
+                    raise TimeoutError(f"no reply within {seconds:g} s: {_last_line(self.log())}") from None
+                if not line:
+                    self._replies.put("")  # for the next request
+                    code = self.process.wait()
+                    how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+                    raise Ended(f"{how}: {_last_line(self.log())}")
+                reply = json.loads(line)
+                finished = "item" not in reply
+                if "error" in reply:
+                    raise Refused(reply["error"], reply["kind"])
+                yield reply
+        finally:
+            if not finished:
+                self.close()
+
+    def log(self) -> str:
+        """What the process has printed."""
+        if not self._log.closed:  # read by position, as the process writes at the place where this file is
+            self._said = os.pread(self._log.fileno(), os.fstat(self._log.fileno()).st_size, 0)
+        return self._said.decode(errors="replace")
+
+    def close(self, seconds: float = 20.0) -> None:
+        """End the process, within `seconds` by itself, and then all that it has started."""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        with suppress(OSError):
+            self.process.stdin.close()
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(seconds)
+        with suppress(ProcessLookupError, PermissionError):  # no process of the group is left
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        self.log()
+        self._log.close()
+
+    def _listen(self) -> None:
+        assert self.process.stdout is not None
+        with self.process.stdout as replies:
+            for line in replies:
+                self._replies.put(line)
+        self._replies.put("")
+
+
+def _last_line(log: str) -> str:
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    return lines[-1] if lines else "it said nothing"
+
+
+def serve(worker: object, at_end: Callable[[], object] = lambda: None) -> None:
+    """Call the methods of `worker` that standard input names, until it ends. Ends the process and its group.
+
+    A method that yields replies with several items. What is printed to standard output goes to standard error.
+    """
+    requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    sys.stdout = sys.stderr
+
+    def reply(**content: Any) -> None:
+        replies.write(json.dumps(content) + "\n")
+        replies.flush()
+
+    threading.Thread(target=_receive, args=(requests, at_end), daemon=True).start()
+    while True:
+        method, arguments = requests.get()
+        try:
+            result = getattr(worker, method)(**arguments)
+            if isinstance(result, Iterator):
+                for item in result:
+                    reply(item=item)
+                result = None
+            reply(done=result)
+        except Exception as error:  # noqa: BLE001 - the other process reports it
+            sys.excepthook(*sys.exc_info())
+            reply(error=_sentence(error), kind=type(error).__name__)
+
+
+def _receive(requests: queue.SimpleQueue[Any], at_end: Callable[[], object]) -> None:
+    # Not sys.stdin, whose lock, held here, would block every process that a library forks.
+    with os.fdopen(os.dup(0), encoding="utf-8") as lines:
+        for line in lines:
+            requests.put(json.loads(line))
+    at_end()
+    os.killpg(0, signal.SIGKILL)
+
+
+def _sentence(error: Exception) -> str:
+    """The message of an error, on one line and without the frame that pydantic puts around it."""
+    reasons = [each["msg"] for each in error.errors()] if hasattr(error, "errors") else [str(error)]
+    return " ".join("; ".join(reasons).split()) or type(error).__name__

@@ -1,0 +1,397 @@
+"""Ask an engine for the answers to items: prompts, tokens, order, batches, and what a text says. No torch."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from hashlib import sha256
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any, TypeVar
+
+from moe_lab.calibration.documents import Tools, render_whole
+from moe_lab.config import BenchmarkConfig
+from moe_lab.errors import UserError
+from moe_lab.evaluation.engines import Engine, Likelihood, Prompt, Row, Writing, Written, check_finite
+from moe_lab.evaluation.items import Answer, Document, Item, Messages, Pair, Reply, Text, Window
+from moe_lab.evaluation.reasoning import answer_in, may_think
+from moe_lab.json_files import fits
+
+PARTS = 16
+"""Batches of likelihoods that are computed in one call, so that answers to one question meet."""
+USUAL_LENGTH = 2048
+"""Tokens of a window of a document, where neither the benchmark nor the model says."""
+COMPUTED = "computed.jsonl"
+"""File of a record, among the files from which a step resumes."""
+_ENTRY = (str, list)
+_EXCERPT = 40
+
+Request = Text | Pair | Document
+_T = TypeVar("_T")
+
+
+class Record:
+    """Results of whole batches, each appended to a file as soon as it is computed.
+
+    A killed process repeats the batch that it was in. What is in a batch does not depend on what is recorded, so that
+    results have the same bits whether a process was killed or not.
+    """
+
+    def __init__(self, file: Path | None = None) -> None:
+        """Read the results in `file`, if it exists; None keeps results in memory alone."""
+        self.file = file
+        self._results: dict[str, list[Any]] = {}
+        lines = file.read_text(encoding="utf-8", errors="replace").splitlines() if file and file.exists() else []
+        for line in lines:
+            with suppress(ValueError):  # a line that a killed process left incomplete
+                entry = json.loads(line)
+                if fits(entry, _ENTRY):
+                    self._results[entry[0]] = entry[1]
+
+    def result(self, asked: Any, compute: Callable[[], list[Any]]) -> list[Any]:
+        """What `compute` returns for `asked`, or returned in an earlier process. Both are JSON."""
+        key = sha256(json.dumps(asked).encode()).hexdigest()
+        if key not in self._results:
+            self._results[key] = compute()
+            self._append(json.dumps([key, self._results[key]]))
+        return self._results[key]
+
+    def _append(self, line: str) -> None:
+        if self.file:
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            with self.file.open("a", encoding="utf-8") as lines:
+                lines.write(f"\n{line}\n")  # the first newline ends an incomplete line
+
+
+@dataclass
+class _Query:
+    """A request as an engine gets it."""
+
+    request: Request
+    prompt: str
+    """The prompt, context or document as the model reads it."""
+    tokens: tuple[int, ...] = ()
+    """Tokens of the prompt or document."""
+    rows: list[Row] = field(default_factory=list)
+    """What is scored: the reference after the prompt, the continuation after the context, or the windows."""
+    reference_bytes: int = 0
+    """Bytes that the reference's row scores."""
+
+
+def collect_answers(
+    engine: Engine, items: Sequence[Item], benchmark: BenchmarkConfig, record: Record | None = None
+) -> list[Answer]:
+    """An answer to every item, in order; in batches of `benchmark.batch_size`.
+
+    UserError is raised before the engine computes anything: for a prompt that leaves too little room, and for a text
+    to be scored that is too long or has no token. FloatingPointError for a likelihood that is no finite number.
+    """
+    record = record or Record()
+    queries = _queries(engine, [request for item in items for request in item.requests], benchmark)
+    prompts = _prompts(engine, queries, benchmark)
+    texts = _generate(engine, prompts, queries, benchmark, record)
+    known = {prompt.answer: texts[number].likelihood for number, prompt in prompts.items() if prompt.answer}
+    likelihoods: dict[Row, Likelihood] = {row: likelihood for row, likelihood in known.items() if likelihood}
+    rows = [row for query in queries for row in query.rows if row not in likelihoods]
+    likelihoods |= _score(engine, rows, benchmark.batch_size, record)
+    replies = [
+        _reply(query, texts.get(number), likelihoods, chat=benchmark.chat) for number, query in enumerate(queries)
+    ]
+    ends = accumulate((len(item.requests) for item in items), initial=0)
+    return [
+        Answer(item.name, queries[start].prompt, tuple(replies[start:end]))
+        for item, (start, end) in zip(items, pairwise(ends), strict=True)
+    ]
+
+
+# What the engine gets.
+
+
+def _queries(engine: Engine, requests: Sequence[Request], benchmark: BenchmarkConfig) -> list[_Query]:
+    """Every request with its tokens and with the rows that are to be scored."""
+    queries = [_Query(request, _prompt(engine, request)) for request in requests]
+    tokens = _Tokens(engine.tokenizer, {text for query in queries for text in _texts(query)}, chat=benchmark.chat)
+    room = _room(engine, benchmark)
+    for query in queries:
+        match query.request:
+            case Text(reference=reference):
+                query.tokens = tokens[query.prompt]
+                if reference and engine.scores:
+                    _add_reference(query, reference, tokens, room)
+            case Pair(continuation=continuation):
+                query.rows = [_pair_row(query.prompt, continuation, tokens, benchmark)]
+            case Document():
+                query.tokens = tokens[query.prompt]
+                query.rows = _windows(query.request, query.tokens, tokens.first, room, benchmark)
+    pairs = [query.rows[0] for query in queries if isinstance(query.request, Pair)]
+    _check_rows(pairs, engine.max_length, room, benchmark)
+    return queries
+
+
+def _room(engine: Engine, benchmark: BenchmarkConfig) -> int | None:
+    """Tokens that are read of a prompt and its answer together; None for any number."""
+    limits = [length for length in (engine.max_length, benchmark.max_length) if length is not None]
+    return min(limits, default=None)
+
+
+def _prompt(engine: Engine, request: Request) -> str:
+    if isinstance(request, Document):
+        return request.text
+    prompt, tools = (request.prompt, request.tools) if isinstance(request, Text) else (request.context, ())
+    return prompt if isinstance(prompt, str) else render(engine, prompt, tools)
+
+
+def render(engine: Engine, messages: Messages, tools: Tools = ()) -> str:
+    """The prompt for the next message of a conversation, in which the model may call `tools`.
+
+    A last message of the assistant is the beginning of that message. Raises UserError without a chat template, and for
+    one that refuses the conversation, ignores the tools or leaves out words.
+    """
+    from jinja2 import TemplateError
+
+    tokenizer = engine.tokenizer
+    if not tokenizer.chat_template:
+        raise UserError("chat=true, but the model's tokenizer has no chat template: expected an instruction model")
+
+    def rendered(messages: Messages, tools: Tools) -> str:
+        begun = messages[-1]["role"] == "assistant"
+        with_tools = {"tools": list(tools)} if tools else {}
+        text: str = tokenizer.apply_chat_template(
+            list(messages),
+            tokenize=False,
+            add_generation_prompt=not begun,
+            continue_final_message=begun,
+            **with_tools,
+            **engine.template_arguments,
+        )
+        return text
+
+    try:
+        return render_whole(messages, tools, rendered, "the questions come with")
+    except TemplateError as error:
+        raise UserError(f"the model's chat template refuses a question: {error}") from None
+
+
+class _Tokens:
+    """Tokens of texts, with the tokenizer's special tokens unless a text begins with them or is a chat's."""
+
+    def __init__(self, tokenizer: Any, texts: Iterable[str], *, chat: bool) -> None:
+        self.tokenizer = tokenizer
+        start = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
+        self.first: int | None = start
+        """The token that stands before a text of which every token is predicted."""
+        begun = None if start is None else tokenizer.decode(start)
+        plain = {text for text in texts if chat or (begun and text.startswith(begun))}
+        self._of = {**self._encoded(plain, special=False), **self._encoded(set(texts) - plain, special=True)}
+
+    def __getitem__(self, text: str) -> tuple[int, ...]:
+        return self._of[text]
+
+    def without_special(self, text: str) -> tuple[int, ...]:
+        return self._encoded([text], special=False)[text]
+
+    def _encoded(self, texts: Iterable[str], *, special: bool) -> dict[str, tuple[int, ...]]:
+        texts = sorted(texts)
+        encoded = self.tokenizer(texts, add_special_tokens=special, verbose=False).input_ids if texts else []
+        return dict(zip(texts, map(tuple, encoded), strict=True))
+
+
+def _texts(query: _Query) -> Iterator[str]:
+    """The texts whose tokens a request needs. White space at the end of a prompt counts as the answer's."""
+    match query.request:
+        case Pair(continuation=continuation) | Text(reference=str(continuation)):
+            yield from (query.prompt, query.prompt.rstrip(), query.prompt + continuation)
+        case _:
+            yield query.prompt
+
+
+def _add_reference(query: _Query, reference: str, tokens: _Tokens, room: int | None) -> None:
+    """Add the row of a reference after its prompt, unless there is no prompt or no room for both.
+
+    As in lm-eval, the answer's tokens are those after the first n of prompt and answer together, n being the tokens of
+    the prompt without white space at its end.
+    """
+    head, whole = query.prompt.rstrip(), query.prompt + reference
+    start, row = len(tokens[head]), tokens[whole]
+    if 0 < start < len(row) <= (room or len(row)):
+        query.rows = [Row(row, start)]
+        query.reference_bytes = len(whole[len(head) :].encode("utf-8", "surrogatepass"))
+
+
+def _pair_row(context: str, continuation: str, tokens: _Tokens, benchmark: BenchmarkConfig) -> Row:
+    """Context and continuation in tokens, divided as by lm-eval; without a context, after the token of a beginning.
+
+    Raises UserError for a continuation, or a context, without a token: its likelihood of 1 would beat all others.
+    """
+    if context:
+        row, start = tokens[context + continuation], len(tokens[context.rstrip()])
+    else:
+        row, start = tokens.without_special(continuation), 1
+        if tokens.first is not None and row[:1] != (tokens.first,):
+            row = (tokens.first, *row)
+    if not 0 < start < len(row):
+        raise UserError(
+            f"benchmark {benchmark.name}: the {'answer' if start else 'question'} has no token of its own in "
+            f"question={context[-_EXCERPT:]!r} answer={continuation!r}: expected an answer that adds tokens"
+        )
+    return Row(row, start)
+
+
+def _check_rows(rows: Iterable[Row], model_length: int | None, room: int | None, benchmark: BenchmarkConfig) -> None:
+    """Raise UserError for a row that has more tokens than are read; its last token never is."""
+    longest = max((len(row.tokens) for row in rows), default=0)
+    if room is not None and longest > room + 1:
+        limit = "model" if room == model_length else "max_length"
+        raise UserError(
+            f"benchmark {benchmark.name}: a question with its answer has {longest} tokens, and {room} are read: "
+            f"expected a {limit} of {longest - 1} tokens or more, to read it whole"
+        )
+
+
+def _windows(
+    document: Document, tokens: Sequence[int], first: int | None, room: int | None, benchmark: BenchmarkConfig
+) -> list[Row]:
+    if document.from_nothing:
+        return _rolling_windows([token for token in (first, *tokens) if token is not None], room or USUAL_LENGTH)
+    length = document.length or min(USUAL_LENGTH, room or USUAL_LENGTH)
+    if length < 2 or (room is not None and length > room):
+        raise UserError(f"benchmark {benchmark.name}: length={length}: expected 2 to {room or 'any number of'} tokens")
+    cuts = [tuple(tokens[start : start + length]) for start in range(0, len(tokens), length)]
+    rows = [Row(cut, 1) for cut in cuts if len(cut) > 1][: document.windows]
+    if not rows:
+        raise UserError(f"benchmark {benchmark.name}: its text has {len(tokens)} tokens: expected at least two")
+    return rows
+
+
+def _rolling_windows(tokens: Sequence[int], length: int) -> list[Row]:
+    """Windows that predict `length` tokens each, all but the first of `tokens` together, as those of lm-eval do. The
+    last one predicts what is left, after as many tokens as are read."""
+    last = len(tokens) - 1
+    ends = [*range(length, last, length), last] if last > 0 else []
+    return [
+        Row(tuple(tokens[max(0, end - length) : end + 1]), min(end, length) + 1 - (end - before))
+        for before, end in pairwise([0, *ends])
+    ]
+
+
+def _prompts(engine: Engine, queries: Sequence[_Query], benchmark: BenchmarkConfig) -> dict[int, Prompt]:
+    """Number of a request -> prompt, for every text that fits.
+
+    Raises UserError when a prompt leaves too little room, unless its request may be skipped, and when all do.
+    """
+    room = _room(engine, benchmark)
+    texts = {number: (query, query.request) for number, query in enumerate(queries) if isinstance(query.request, Text)}
+    lengths = {number: len(query.tokens) + request.most for number, (query, request) in texts.items()}
+    long = [number for number, length in lengths.items() if room is not None and length > room]
+    strict = [number for number in long if not texts[number][1].skip_long]
+    if strict or (long and len(long) == len(texts)):
+        longest = max(strict or long, key=lengths.__getitem__)
+        most = texts[longest][1].most
+        left = (room or 0) - lengths[longest] + most
+        hint = f"lower max_new_tokens to {left} or less" if left > 0 else "they need a model, or a max_length, of more"
+        raise UserError(
+            f"a prompt of {lengths[longest] - most} tokens and max_new_tokens={most} do not fit the "
+            f"{'model' if room == engine.max_length else 'benchmark'}'s {room} tokens: {hint}"
+        )
+    return {
+        number: Prompt(query.prompt, query.tokens, query.rows[0] if query.rows else None)
+        for number, (query, _) in texts.items()
+        if number not in set(long)
+    }
+
+
+# Batches.
+
+
+def _generate(
+    engine: Engine, prompts: Mapping[int, Prompt], queries: Sequence[_Query], benchmark: BenchmarkConfig, record: Record
+) -> dict[int, Written]:
+    """Number of a request -> its text. Equal prompts are written once; the longest come first."""
+    # What a thought says ends nothing, so texts of models that may think are cut when they are complete.
+    thinks = benchmark.chat and may_think(engine.tokenizer)
+    groups: dict[Writing, dict[Prompt, list[int]]] = {}
+    for number, prompt in prompts.items():
+        request = queries[number].request
+        assert isinstance(request, Text)
+        writing = Writing(request.most, () if thinks else request.stop, benchmark.chat, benchmark.batch_size)
+        groups.setdefault(writing, {}).setdefault(prompt, []).append(number)
+    texts: dict[int, Written] = {}
+    for writing, of_group in groups.items():
+        order = sorted(of_group, key=lambda prompt: (-len(prompt.tokens), prompt.tokens, prompt.text))
+        for batch in _parts(order, writing.batch_size * engine.batches):
+            for prompt, text in zip(batch, _generated(engine, batch, writing, record), strict=True):
+                texts |= dict.fromkeys(of_group[prompt], text)
+    return texts
+
+
+def _generated(engine: Engine, batch: Sequence[Prompt], writing: Writing, record: Record) -> list[Written]:
+    def compute() -> list[Any]:
+        texts = engine.generate(batch, writing)
+        for text in texts:
+            check_finite(text.likelihood[0] if text.likelihood else 0.0, "log-likelihood")
+        return [[text.text, text.ended, text.likelihood] for text in texts]
+
+    rows = [[prompt.tokens, prompt.answer and [prompt.answer.start, prompt.answer.tokens]] for prompt in batch]
+    results = record.result([writing.most, writing.stop, rows], compute)
+    return [Written(text, ended, likelihood and tuple(likelihood)) for text, ended, likelihood in results]
+
+
+def _score(engine: Engine, rows: Iterable[Row], batch_size: int, record: Record) -> dict[Row, Likelihood]:
+    """The likelihood of each row. Equal rows are scored once."""
+    likelihoods: dict[Row, Likelihood] = {}
+    for part in _parts(_by_question(set(rows)), batch_size * PARTS):
+        asked = ["likelihoods", batch_size, [[row.start, *row.tokens] for row in part]]
+        results = record.result(asked, partial(_finite_scores, engine, part, batch_size))
+        likelihoods |= {row: (total, likeliest) for row, (total, likeliest) in zip(part, results, strict=True)}
+    return likelihoods
+
+
+def _finite_scores(engine: Engine, rows: Sequence[Row], batch_size: int) -> list[Any]:
+    likelihoods = engine.score(rows, batch_size)
+    for total, _ in likelihoods:
+        check_finite(total, "log-likelihood")
+    return likelihoods
+
+
+def _by_question(rows: Iterable[Row]) -> list[Row]:
+    """The rows in the order in which they are computed: those that are equal up to their start follow each other, as
+    they share a forward pass, and the question with the longest row comes first."""
+    longest: dict[tuple[int, ...], int] = {}
+    for row in rows:
+        question = row.tokens[: row.start]
+        longest[question] = max(longest.get(question, 0), len(row.tokens))
+    return sorted(rows, key=lambda row: (-longest[row.tokens[: row.start]], row.tokens[: row.start], row.tokens))
+
+
+def _parts(values: Sequence[_T], size: int) -> Iterator[Sequence[_T]]:
+    for start in range(0, len(values), size):
+        yield values[start : start + size]
+
+
+# What the model said.
+
+
+def _reply(query: _Query, text: Written | None, likelihoods: Mapping[Row, Likelihood], *, chat: bool) -> Reply:
+    scored = [(likelihoods[row], row) for row in query.rows]
+    if not isinstance(query.request, Text):
+        windows = [Window(total, len(row.tokens) - row.start, likeliest) for (total, likeliest), row in scored]
+        return Reply(windows=tuple(windows), tokens=len(query.tokens))
+    losses = [-total / math.log(2) / query.reference_bytes for (total, _), _ in scored]
+    loss = losses[0] if losses else None
+    if text is None:
+        return Reply(ended="too_long", loss=loss)
+    whole = cut(text.text, query.request.stop, query.prompt, chat=chat)
+    answer = answer_in(whole, query.prompt, chat=chat)
+    thought = whole[: len(whole) - len(answer or "")]
+    return Reply(answer, thought, "stop" if whole != text.text else text.ended, loss)
+
+
+def cut(text: str, stop: Sequence[str], prompt: str = "", *, chat: bool = True) -> str:
+    """The text up to the first stop text in its answer; a thought before the answer is not searched."""
+    answer = answer_in(text, prompt, chat=chat) or ""
+    end = min((answer.index(end) for end in stop if end in answer), default=len(answer))
+    return text[: len(text) - len(answer) + end]

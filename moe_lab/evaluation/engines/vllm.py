@@ -1,0 +1,220 @@
+"""vLLM as an engine, in a process and an environment of its own.
+
+Prompts are tokenized here, and tokens are decoded here, as for a loaded model. No torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from moe_lab.child_process import Child, Ended, Refused
+from moe_lab.config import BackendConfig, ModelConfig
+from moe_lab.errors import Unavailable, UserError
+from moe_lab.evaluation.back_ends import ELSEWHERE, last_lines
+from moe_lab.evaluation.engines import (
+    TOKEN_SECONDS,
+    Engine,
+    Likelihood,
+    Prompt,
+    Row,
+    Writing,
+    Written,
+    check_finite,
+    continuation,
+    end_tokens,
+    how_ended,
+)
+from moe_lab.evaluation.interpreters import interpreter
+from moe_lab.paths import caches
+from moe_lab.pruning.plan import Plan
+from moe_lab.start import command
+
+GRACE = 20.0
+"""Seconds that an engine may take to end."""
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # one process, which ends with its standard input
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_CPU_KVCACHE_SPACE": "2",  # GiB; by itself vLLM takes nearly all main memory
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "HF_HUB_OFFLINE": "1",
+}
+"""Settings of vLLM's process where the environment has none."""
+
+
+class Process:
+    """The process of an engine that has loaded one checkpoint."""
+
+    def __init__(self, checkpoint: Path, backend: BackendConfig, model: ModelConfig) -> None:
+        """Start vLLM with `checkpoint`.
+
+        Raises Unavailable, with vLLM's reason, when the engine does not start.
+        """
+        print(f"vLLM starts with {checkpoint}", file=sys.stderr, flush=True)
+        self.patience = backend.ready_seconds
+        self.masked = False
+        threads = {"OMP_NUM_THREADS": str(model.threads)} if model.threads else {}
+        line = command("moe_lab.serving.vllm_engine", python=interpreter("vllm", backend.python, "backend=vllm"))
+        self._child = Child(line, {**ENVIRONMENT, **threads, **os.environ, "XDG_CACHE_HOME": str(caches())})
+        self.process = self._child.process
+        arguments = {
+            "dtype": _dtype(checkpoint, model),
+            "trust_remote_code": model.trust_remote_code,
+            **backend.arguments,
+        }
+        try:
+            self.about = self._value("open", folder=str(checkpoint), arguments=arguments)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """End the process."""
+        self._child.close(GRACE)
+
+    def set_plan(self, plan: Plan | None) -> None:
+        """Mask the experts that `plan` drops; None takes the mask away.
+
+        Raises UserError for a plan with channels, Unavailable if masks have no effect on this engine.
+        """
+        if plan is not None and plan.channels:
+            raise UserError("a plan of channels is no mask of routers: expected an export of it")
+        if plan is not None or self.masked:
+            self._value("set_plan", kept=[] if plan is None else sorted(plan.experts.items()))
+            self.masked = plan is not None
+
+    def items(self, method: str, seconds: float, **arguments: Any) -> Iterator[Any]:
+        """What a method of `vllm_engine.Engine` yields, each within `seconds` and the time that a start may take.
+
+        Raises Unavailable when the engine fails, ends, or says nothing for too long. It is ended then, and when the
+        caller does not take all items.
+        """
+        finished = False
+        try:
+            for reply in self._replies(method, seconds, arguments):
+                if "item" in reply:
+                    yield reply["item"]
+            finished = True
+        finally:
+            if not finished:
+                self.close()
+
+    def _value(self, method: str, **arguments: Any) -> Any:
+        (reply,) = self._replies(method, 0.0, arguments)
+        return reply["done"]
+
+    def _replies(self, method: str, seconds: float, arguments: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+        try:
+            yield from self._child.replies(method, self.patience + seconds, **arguments)
+        except TimeoutError:
+            raise Unavailable(
+                f"vLLM said nothing for {self.patience + seconds:g} s, which is backend.ready_seconds="
+                f"{self.patience:g} and {TOKEN_SECONDS:g} s per token: it seems to hang"
+            ) from None
+        except Ended:
+            reason = last_lines(self._child.log())
+            raise Unavailable(f"vLLM ended (exit code {self.process.returncode}): {reason}") from None
+        except Refused as error:
+            said = last_lines(self._child.log())
+            raise Unavailable(
+                f"vLLM refuses: {said if ELSEWHERE in str(error) else f'{error.kind}: {error}'}"
+            ) from None
+
+
+@dataclass(frozen=True)
+class VllmModel(Engine):
+    """A causal language model that vLLM runs, under the plan that its process has at the time."""
+
+    process: Process
+    """The process, with the checkpoint and the plan."""
+    tokenizer: Any
+    """The checkpoint's tokenizer, in this process."""
+    ends: tuple[int, ...]
+    """Tokens that end a text."""
+    template_arguments: Mapping[str, Any]
+    """Arguments of its chat template besides the messages."""
+
+    batches = 16  # which vLLM divides in its own way
+
+    @property
+    def max_length(self) -> int:
+        """Tokens that vLLM reads, prompt and answer together."""
+        length: int = self.process.about["max_length"]
+        return length
+
+    def generate(self, prompts: Sequence[Prompt], writing: Writing) -> list[Written]:
+        request = {
+            "prompts": [prompt.tokens for prompt in prompts],
+            "most": writing.most,
+            "stop": writing.stop,
+            "ends": self.ends,
+        }
+        texts: dict[int, Written] = {}
+        for number, tokens, total in self.process.items("generate", TOKEN_SECONDS * writing.most, **request):
+            check_finite(total, "log-likelihood")
+            text = continuation(self.tokenizer, prompts[number].tokens, tokens, self.ends)
+            texts[number] = Written(text, how_ended(tokens, writing.most, self.ends))
+        return [texts[number] for number in range(len(prompts))]
+
+    def score(self, rows: Sequence[Row], batch_size: int) -> list[Likelihood]:
+        """As `Engine.score`; vLLM batches in its own way."""
+        request = {"rows": [row.tokens for row in rows], "starts": [row.start for row in rows]}
+        seconds = TOKEN_SECONDS * max(len(row.tokens) for row in rows)
+        found = self.process.items("log_likelihoods", seconds, **request)
+        return [(total, likeliest) for _, total, likeliest in sorted(found)]
+
+
+def with_checkpoint(process: Process, checkpoint: Path, model: ModelConfig) -> VllmModel:
+    """The model of a process that has loaded `checkpoint`."""
+    from moe_lab.models.load import load_tokenizer, quiet
+
+    with quiet():
+        tokenizer = load_tokenizer(checkpoint, trust_remote_code=model.trust_remote_code)
+    return VllmModel(process, tokenizer, tuple(end_tokens(checkpoint, tokenizer)), model.template_arguments)
+
+
+def opened(checkpoint: Path, backend: BackendConfig, model: ModelConfig, plan: Plan | None) -> VllmModel:
+    """The model in `checkpoint` in vLLM, with `plan` as its mask. The process stays open for the next call.
+
+    One that could not be started is not started again for the same settings in this process.
+    """
+    settings = [str(checkpoint), asdict(backend), model.dtype, model.device, model.threads, model.trust_remote_code]
+    key = json.dumps(settings, sort_keys=True)
+    if key in _REFUSED:
+        raise Unavailable(_REFUSED[key])
+    if _OPEN.get("key") != key or _OPEN["process"].process.poll() is not None:
+        close()
+        try:
+            _OPEN.update(process=Process(checkpoint, backend, model), key=key)
+        except Unavailable as error:
+            _REFUSED[key] = str(error)
+            raise
+    process: Process = _OPEN["process"]
+    process.set_plan(plan)
+    return with_checkpoint(process, checkpoint, model)
+
+
+def _dtype(checkpoint: Path, model: ModelConfig) -> str:
+    """The precision that a loaded model would have; vLLM by itself never takes fp32."""
+    from moe_lab.models.device import precision
+    from moe_lab.models.streamed import stored_dtype
+
+    dtype = precision(model)
+    return str(stored_dtype(checkpoint) if dtype == "auto" else dtype).removeprefix("torch.")
+
+
+def close() -> None:
+    """End the process that is open, if there is one; a model that is loaded here may need its memory."""
+    if _OPEN:
+        _OPEN["process"].close()
+        _OPEN.clear()
+
+
+_OPEN: dict[str, Any] = {}
+_REFUSED: dict[str, str] = {}
+"""Settings of an engine that did not start -> why."""

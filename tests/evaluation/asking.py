@@ -1,0 +1,155 @@
+"""Ask engines in tests: benchmarks without files, texts and losses alone, and an engine that says what it is told."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from jinja2 import Environment
+
+from moe_lab.config import BenchmarkConfig
+from moe_lab.evaluation import run
+from moe_lab.evaluation.answers import Record, collect_answers
+from moe_lab.evaluation.engines import Engine, Prompt, Writing, Written
+from moe_lab.evaluation.engines.hf import LoadedModel
+from moe_lab.evaluation.harness import Graded
+from moe_lab.evaluation.items import Answer, Item, Reply, Text
+from moe_lab.evaluation.reasoning import answer_in
+from moe_lab.evaluation.sandbox.policy import Policy
+
+PLAIN = "{% for m in messages %}{{ m.content }}{% endfor %}"
+
+
+def evaluate(engine: Engine, benchmark: BenchmarkConfig, policy: Policy | None = None) -> Graded:
+    """What the harness of a benchmark says of the engine's answers, without a file and without a preflight."""
+    answers = run.answer(engine, benchmark)
+    graded: Graded = run.harness(benchmark).grade(answers, benchmark, policy or Policy())
+    graded.protocol.setdefault("prompt", answers[0].prompt)
+    return graded
+
+
+def ask(
+    engine: Engine,
+    prompts: Sequence[str],
+    most: int = 24,
+    *,
+    stop: tuple[str, ...] = (),
+    references: Sequence[str | None] = (),
+    record: Record | None = None,
+    skip_long: bool = False,
+    **settings: Any,
+) -> list[Reply]:
+    """The engine's replies to prompts; `settings` are those of a benchmark."""
+    references = references or [None] * len(prompts)
+    items = [
+        Item(str(number), (Text(prompt, most, stop, reference, skip_long=skip_long),))
+        for number, (prompt, reference) in enumerate(zip(prompts, references, strict=True))
+    ]
+    answers = collect_answers(engine, items, BenchmarkConfig(name="b", **settings), record)
+    return [answer.reply for answer in answers]
+
+
+def write(engine: Engine, prompts: Sequence[str], most: int = 24, **settings: Any) -> list[str]:
+    """The texts after prompts, with their thoughts."""
+    return [reply.thought + (reply.text or "") for reply in ask(engine, prompts, most, **settings)]
+
+
+def answered(benchmark: BenchmarkConfig, texts: Sequence[str]) -> list[Answer]:
+    """Answers to a benchmark's items that were never asked, parted from their thoughts."""
+    answers = []
+    for item, text in zip(run.harness(benchmark).items(benchmark), texts, strict=True):
+        answer = answer_in(text)
+        thought = text[: len(text) - len(answer or "")]
+        answers.append(Answer(item.name, str(item.requests[0].prompt), (Reply(answer, thought, "end"),)))
+    return answers
+
+
+def equals_lm_eval(engine: LoadedModel, benchmark: BenchmarkConfig) -> None:
+    """Outcomes and likelihoods of every item are those of lm-eval's own evaluation by its own model."""
+    from lm_eval import evaluator
+    from lm_eval.models.huggingface import HFLM
+
+    from moe_lab.evaluation.harnesses import lm_eval
+
+    by_name = lm_eval.tasks(benchmark)
+    numbers = lm_eval.first_items(by_name, benchmark.limit)
+    for task in by_name.values():
+        task.set_fewshot_seed(seed=lm_eval._SEED)
+    with lm_eval._undisturbed():
+        own = evaluator.evaluate(
+            lm=HFLM(engine.model, tokenizer=engine.tokenizer, max_length=benchmark.max_length or engine.max_length),
+            task_dict={"tasks": {name: by_name[name] for name in numbers}, "groups": {}},
+            samples=numbers,
+            bootstrap_iters=0,
+            log_samples=True,
+        )
+    graded = evaluate(engine, benchmark)
+    for report, metric in benchmark.reports.items():
+        name, _, wanted = metric.partition(",")
+        rows = [row for task in numbers for row in own["samples"][task] if not wanted or row["filter"] == wanted]
+        samples = [sample for sample in graded.samples if sample["benchmark"] == report]
+        assert len(samples) == len(rows) == sum(map(len, numbers.values())) > 0
+        for sample, row in zip(samples, rows, strict=True):
+            value = row[name]
+            outcome = -value[0] / value[1] if isinstance(value, tuple) else value
+            assert sample["outcome"] == pytest.approx(outcome, rel=1e-4)
+            first = row["resps"][0][0]
+            if isinstance(first, str):
+                assert (sample["output"], sample["extracted"]) == (first, str(row["filtered_resps"][0]))
+            elif isinstance(first, tuple | list):
+                likelihoods = [float(reply[0][0]) for reply in row["resps"]]
+                assert json.loads(str(sample["output"])) == pytest.approx(likelihoods, abs=1e-3)
+
+
+class Words:
+    """A tokenizer whose tokens are words, with a chat template."""
+
+    bos_token_id = eos_token_id = bos_token = None
+
+    def __init__(self, template: str = PLAIN) -> None:
+        self.chat_template = template
+        self.rendered: dict[str, Any] = {}
+        """Prompt -> the conversation that it was made of, in order."""
+        self._words: dict[str, int] = {}
+
+    def __call__(self, texts: Sequence[str], **_: Any) -> Any:
+        return SimpleNamespace(
+            input_ids=[[self._words.setdefault(word, len(self._words)) for word in text.split()] for text in texts]
+        )
+
+    def apply_chat_template(self, messages: Any, *, tools: Any = (), **_: Any) -> str:
+        prompt = Environment().from_string(self.chat_template).render(messages=messages, tools=tools)
+        self.rendered.setdefault(prompt, messages)
+        return prompt
+
+
+class Said(Engine):
+    """Says given texts: by prompt, or one after the other to conversations in the order of the items."""
+
+    scores = False
+
+    def __init__(self, texts: Sequence[str] | Mapping[str, str] | Callable[[str], str], template: str = PLAIN) -> None:
+        self.texts, self.tokenizer, self.template_arguments = texts, Words(template), {}
+        self.asked: list[str] = []
+        """All prompts so far."""
+        self.writing = Writing(0)
+        """That of the last batch."""
+
+    @property
+    def max_length(self) -> None:
+        return None
+
+    def generate(self, prompts: Sequence[Prompt], writing: Writing) -> list[Written]:
+        self.writing = writing
+        self.asked += [prompt.text for prompt in prompts]
+        return [Written(self._says(prompt.text)) for prompt in prompts]
+
+    def _says(self, prompt: str) -> str:
+        if isinstance(self.texts, Mapping):
+            return self.texts[prompt]
+        if callable(self.texts):
+            return self.texts(prompt)
+        return self.texts[list(self.tokenizer.rendered).index(prompt)]
