@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -20,8 +20,8 @@ from moe_lab.models.discover import is_ragged, routed_layers
 from moe_lab.models.experts import expert_output, intermediate
 from moe_lab.pruning.plan import Plan
 from moe_lab.pruning.prune import prune
-from moe_lab.recovery.adapters import projections
 from moe_lab.recovery.apply import TENSORS
+from moe_lab.recovery.dora import projections
 from moe_lab.recovery.finetune import REPORT
 from moe_lab.recovery.quantize import check_unquantized
 from moe_lab.recovery.settings import RIDGE, check
@@ -83,30 +83,15 @@ def fit(
     rows = batches(text, tokenizer).rows
     identity = {**fingerprint, "plan": plan.digest}
     sums = gather(model, FitTap, rows, fingerprint=identity, out=partial, groups=settings.save_every).layers
-    experts = [
-        {
-            "layer": layer,
-            "expert": owner,
-            "members": sorted(expert.members),
-            **_fitted(expert, Moments.of(sums[layer], owner)),
-        }
-        for layer, of_layer in merged.items()
-        for owner, expert in of_layer.items()
-    ]
+    experts = _fit_each(merged, sums)
     fitted = sum(about["error_fitted"] is not None for about in experts)
     if not fitted:
         raise UserError(
             f"recovery.fit={settings.fit}: each of {len(experts)} merged experts saw fewer tokens than it has channels "
             f"(at most {max(about['tokens'] for about in experts)}): expected a longer text"
         )
-    changed = {
-        f"{layer.name}.{name}": weight.detach().contiguous()
-        for layer in routed_layers(pruned)
-        if layer.index in merged
-        for name, weight in layer.experts.named_parameters()
-    }
     out.mkdir(parents=True, exist_ok=True)
-    save_file(changed, out / TENSORS)
+    save_file(_weights(pruned, merged), out / TENSORS)
     report = {
         "fitted": fitted,
         "averaged": len(experts) - fitted,
@@ -115,6 +100,28 @@ def fit(
     }
     (out / REPORT).write_text(json.dumps(report, indent=1) + "\n")
     return report
+
+
+def _fit_each(
+    merged: Mapping[int, Mapping[int, MergedExpert]], sums: Mapping[int, Mapping[str, torch.Tensor]]
+) -> list[dict[str, Any]]:
+    """Fit the merged experts of all layers, in place; returns what was done with each of them."""
+    experts = []
+    for layer, of_layer in merged.items():
+        for owner, expert in of_layer.items():
+            done = _fitted(expert, Moments.of(sums[layer], owner))
+            experts.append({"layer": layer, "expert": owner, "members": sorted(expert.members), **done})
+    return experts
+
+
+def _weights(pruned: Any, layers: Container[int]) -> dict[str, torch.Tensor]:
+    """The weights of the experts of some layers of a model, by their names in its state dict."""
+    return {
+        f"{layer.name}.{name}": weight.detach().contiguous()
+        for layer in routed_layers(pruned)
+        if layer.index in layers
+        for name, weight in layer.experts.named_parameters()
+    }
 
 
 @dataclass(frozen=True)
