@@ -132,7 +132,7 @@ def test_blocks_that_do_not_divide_the_width() -> None:
     )
     kept = budgets(settings("global", 0.5, align={"block": 12}), layers, scores)
     assert {int(count) for row in kept.values() for count in row} <= {0, 12, 24}, "two blocks and 8 channels more"
-    with pytest.raises(UserError, match=r"align\.block=12\b.* 288; 0.249 is the smallest feasible ratio"):
+    with pytest.raises(UserError, match=r"align\.block=12\b.* 288; 0.248 is the smallest feasible ratio"):
         budgets(settings("global", 0.2, align={"block": 12}), layers, scores)
 
 

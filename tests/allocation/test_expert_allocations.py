@@ -101,7 +101,7 @@ def test_loss_based_keeps_in_proportion_to_the_smoothed_loss() -> None:
 @pytest.mark.parametrize(
     ("name", "ratio", "multiple_of", "reason", "nearest"),
     [
-        ("uniform", 0.9, 1, r"layer 1\b.*top_k=8", "0.562 is the largest"),  # 0.5625 of 16 is 9, of 8 experts left 7
+        ("uniform", 0.9, 1, r"layer 0\b.*top_k=4", "0.562 is the largest"),  # layer 1 keeps 8 of 16
         ("global", 0.7, 1, r"removes 22 .* 20 ", "0.687 is the largest"),
         ("uniform", 0.0, 7, r"layer 0\b.*multiple of 7", "0.125 is the smallest"),
         ("global", 0.0, 7, r"removes 0 .* 4 ", "0.125 is the smallest"),
