@@ -1,4 +1,19 @@
-"""Fit the down projections of merged experts to the outputs of their members, by least squares (MergeMoE)."""
+"""Fit the down projections of merged experts to the outputs of their members, by least squares, as MergeMoE does
+(arXiv 2510.14436).
+
+W_D (H, I) is the weighted sum of the members' down projections, and P (I, T) the activation of the weighted sums of
+their gate and up projections, both as in the pruned model. Y (H, T) are the sums of the members' outputs in the
+unpruned model with the same weights. The fit is
+
+    argmin_W ||Y - W P||^2 + r ||W - W_D||^2 = W_D + (Y - W_D P) P^T (P P^T + r I)^-1,
+
+with r = RIDGE * mean of the diagonal of P P^T; as r -> 0, it is the paper's (Y P^T) (P P^T)^-1. An expert with
+T < I, for which that does not exist, keeps W_D.
+
+The T tokens are those of `text` that the unpruned model routes to any member, each once. The paper does not say
+which they are. Their hidden states are those of the unpruned model, as in the paper, which goes from the last layer
+to the first: so one pass over `text` serves all layers, and sums of (I, I) and (H, I) in fp64 are all it keeps.
+"""
 
 from __future__ import annotations
 
@@ -45,20 +60,7 @@ def fit(
     partial: Path,
     fingerprint: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Fit the down projection of each expert that `plan` merges others into, as MergeMoE does (arXiv 2510.14436).
-
-    W_D (H, I) is the weighted sum of the members' down projections, and P (I, T) the activation of the weighted sums of
-    their gate and up projections, both as in the pruned model. Y (H, T) are the sums of the members' outputs in the
-    unpruned model with the same weights. The fit is
-
-        argmin_W ||Y - W P||^2 + r ||W - W_D||^2 = W_D + (Y - W_D P) P^T (P P^T + r I)^-1,
-
-    with r = RIDGE * mean of the diagonal of P P^T; as r -> 0, it is the paper's (Y P^T) (P P^T)^-1. An expert with
-    T < I, for which that does not exist, keeps W_D.
-
-    The T tokens are those of `text` that the unpruned model routes to any member, each once. The paper does not say
-    which they are. Their hidden states are those of the unpruned model, as in the paper, which goes from the last layer
-    to the first: so one pass over `text` serves all layers, and sums of (I, I) and (H, I) in fp64 are all it keeps.
+    """Fit the down projection of each expert that `plan` merges others into, as this module describes.
 
     Files written to the folder `out`, from which `apply.recovered` makes the model with the fitted experts:
 
