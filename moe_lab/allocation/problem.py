@@ -47,6 +47,7 @@ def or_nearest(decide: Callable[[float], Result], ratio: float) -> Result:
             return isinstance(error, kind)
         return False
 
+    reason: UserError
     try:
         return decide(ratio)
     except RatioTooLarge as error:
