@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_lab.allocation.align import Alignment, align, check_fits, parse
@@ -61,7 +61,6 @@ def reference(kept: list[int], lost: list[float], width: int, block: int, least:
     st.integers(0, 10),
     st.sampled_from(ORDERS),
 )
-@settings(deadline=None)
 def test_properties(kept: list[int], block: int, least: int, order: str) -> None:
     try:
         found = aligned(kept, 24, block, least=least, order=order)

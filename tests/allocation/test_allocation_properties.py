@@ -78,7 +78,7 @@ def or_what_is_feasible(decide: Callable[[float], Mapping[int, Any]], ratio: flo
 
 
 @given(CASES, st.sampled_from([1, 1, 2, 3]), st.floats(0, 0.99))
-@how(max_examples=60, deadline=None)
+@how(max_examples=60)
 def test_experts_leave_in_the_same_number_within_the_limits_of_routers(
     case: Case, multiple_of: int, ratio: float
 ) -> None:
@@ -116,7 +116,7 @@ def test_experts_leave_in_the_same_number_within_the_limits_of_routers(
 
 
 @given(CASES, st.sampled_from(CHOICES), st.floats(0, 0.99), st.sampled_from([None, 1, 2, 4]))
-@how(max_examples=150, deadline=None)
+@how(max_examples=150)
 def test_channels_are_kept_to_the_last_one(
     case: Case, choice: tuple[str, dict[str, Any]], ratio: float, block: int | None
 ) -> None:

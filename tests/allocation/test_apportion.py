@@ -4,7 +4,7 @@ from itertools import product
 
 import numpy
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_lab.allocation.problem import apportion
@@ -23,7 +23,6 @@ def test_largest_remainders_come_first() -> None:
     st.integers(1, 4),
     st.floats(0, 1),
 )
-@settings(deadline=None)
 def test_sum_bounds_and_steps(groups: list[tuple[float, int, int]], step: int, fill: float) -> None:
     weights, low, units = map(numpy.array, zip(*groups, strict=True))
     high = low + units * step
@@ -35,7 +34,6 @@ def test_sum_bounds_and_steps(groups: list[tuple[float, int, int]], step: int, f
 
 
 @given(st.lists(st.floats(0.1, 10), min_size=2, max_size=3), st.integers(0, 12))
-@settings(deadline=None)
 def test_nearest_of_all_whole_numbers(weights: list[float], total: int) -> None:
     """Without bounds in the way, no other whole numbers with that sum are nearer to the exact shares."""
     share = numpy.array(weights) / sum(weights) * total

@@ -53,7 +53,7 @@ TARGETS = st.lists(st.floats(0.05, 1), min_size=4, max_size=4)
 
 
 @given(scores, TARGETS, st.floats(0, 1))
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 def test_exact_is_the_search_run_to_the_end(rows: list[list[float]], targets: list[float], fill: float) -> None:
     groups, prior = [numpy.array(row) for row in rows], numpy.array(targets[: len(rows)])
     budget = round(fill * sum(map(len, groups)))
@@ -66,7 +66,7 @@ def test_exact_is_the_search_run_to_the_end(rows: list[list[float]], targets: li
 
 
 @given(scores, TARGETS, st.integers(0, 12))
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 def test_no_budgets_cover_the_worst_group_better(rows: list[list[float]], targets: list[float], budget: int) -> None:
     rows = [row[:3] for row in rows]
     groups, prior = [numpy.array(row) for row in rows], numpy.array(targets[: len(rows)])

@@ -6,7 +6,6 @@ import numpy
 import pytest
 from facts_of import layer, settings
 from hypothesis import given
-from hypothesis import settings as how
 from hypothesis import strategies as st
 
 from moe_lab.allocation import budgets, needs
@@ -21,7 +20,6 @@ def test_ten_percent_of_a_thousand_is_a_hundred() -> None:
 
 
 @given(st.integers(0, 500), st.floats(0, 0.99))
-@how(deadline=None)
 def test_global_keeps_the_best_of_all(seed: int, ratio: float) -> None:
     random = numpy.random.default_rng(seed)
     layers = {0: layer(2, width=4), 3: layer(3, width=5)}

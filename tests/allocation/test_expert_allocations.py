@@ -6,7 +6,6 @@ import numpy
 import pytest
 from facts_of import layer, settings
 from hypothesis import given
-from hypothesis import settings as how
 from hypothesis import strategies as st
 
 from moe_lab.allocation import allocate
@@ -31,7 +30,6 @@ def test_layers_have_limits_of_their_own() -> None:
 
 
 @given(st.integers(0, 500), st.floats(0, 0.9))
-@how(deadline=None)
 def test_global_is_a_walk_down_one_list(seed: int, ratio: float) -> None:
     """Lowest first over all layers; layers that hold only top-k are passed over."""
     random = numpy.random.default_rng(seed)

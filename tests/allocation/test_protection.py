@@ -11,7 +11,6 @@ import tiny
 import torch
 from facts_of import layer, settings
 from hypothesis import given
-from hypothesis import settings as how
 from hypothesis import strategies as st
 from tokenizers import pre_tokenizers
 
@@ -63,7 +62,6 @@ def test_published_maxima_give_the_published_experts() -> None:
 
 
 @given(st.integers(0, 10_000), st.floats(0.2, 3))
-@how(deadline=None)
 def test_super_experts_are_found_one_by_one(seed: int, spread: float) -> None:
     random = numpy.random.default_rng(seed)
     layers = {number: numpy.exp(random.normal(0, spread, 60)) for number in (1, 2, 5)}

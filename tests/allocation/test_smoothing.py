@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import numpy
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_lab.allocation.shapes import FUNCTIONS, smooth
@@ -25,7 +25,6 @@ def test_formulas() -> None:
     st.sampled_from(sorted(FUNCTIONS)),
     st.floats(1e-3, 1e3),
 )
-@settings(deadline=None)
 def test_order_stays_nothing_is_zero_and_units_do_not_matter(values: list[float], name: str, unit: float) -> None:
     x = numpy.array(values)
     found = smooth(x, name)

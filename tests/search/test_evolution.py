@@ -102,7 +102,7 @@ def test_not_by_trying_everything() -> None:
     st.floats(0, 1),
     st.integers(0, 100),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_every_schedule_evaluated_is_feasible(
     layers: list[tuple[int, int]], step: int, granularity: int, share: float, seed: int
 ) -> None:
@@ -302,7 +302,7 @@ def test_a_search_killed_in_any_generation_goes_on_as_if_never_stopped(
 
 
 @given(st.data())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_a_file_that_is_damaged_anywhere_costs_what_stood_behind(data: st.DataObject) -> None:
     with TemporaryDirectory() as folder:
         file = Path(folder) / "answers"
