@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy
@@ -10,7 +10,6 @@ import numpy
 from moe_lab.allocation import align, grouping, uniform
 from moe_lab.allocation.parameters import own
 from moe_lab.allocation.problem import (
-    Array,
     Budgets,
     Channels,
     Evidence,
@@ -88,9 +87,13 @@ def budgets(
     }
     alignment = align.parse(settings["parameters"].get("align"))
     protected = _protected(layers)
-    for layer in protected if alignment is not None else ():
-        align.check_protected(alignment, layer, layers[layer]["width"])
-    raised = {layer: _raised(row, protected.get(layer, [])) for layer, row in values.items()}
+    if alignment is not None:
+        for layer in protected:
+            align.check_protected(alignment, layer, layers[layer]["width"])
+    raised = dict(values)
+    for layer, experts in protected.items():
+        raised[layer] = values[layer].copy()
+        raised[layer][experts] = numpy.inf
 
     def decide(ratio: float) -> Budgets:
         share = _of_routed(ratio, settings, model)
@@ -110,13 +113,6 @@ def budgets(
         return kept
 
     return or_nearest(decide, settings["ratio"])
-
-
-def _raised(scores: Array, protected: Sequence[int]) -> Array:
-    """Scores (E, I) in which those of protected experts are infinite."""
-    raised = scores.copy()
-    raised[list(protected)] = numpy.inf
-    return raised
 
 
 def fits(settings: Mapping[str, Any], layers: Layers, granularity: Granularity) -> None:
