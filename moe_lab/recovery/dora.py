@@ -175,7 +175,7 @@ def attach(model: nn.Module, settings: RecoveryConfig, seed: int) -> list[Adapte
             if router is not None:
                 weight = DoraWeight(router.weight, settings)  # type: ignore[arg-type]
                 parametrize.register_parametrization(router, "weight", weight, unsafe=True)
-            shared = {}
+            shared: dict[str, DoraLinear] = {}
             for path, plain in linears(model, "shared_experts") if settings.shared_experts else ():
                 if decoder_layer(path) == layer.index:
                     shared[path] = DoraLinear(plain, settings)

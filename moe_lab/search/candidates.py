@@ -135,7 +135,8 @@ class Candidates:
 
     def row_sums(self, number: int, plans: Mapping[Schedule, Plan]) -> dict[Schedule, list[float]]:
         """Schedule -> the sum of the fitness over each row of one batch."""
-        batch, sums = self.batches[number], {}
+        batch = self.batches[number]
+        sums: dict[Schedule, list[float]] = {}
         log_p = self._full_log_probabilities(number)
         for schedule, states in self.relatives.walk(number, plans):
             with mask(self.model, plans[schedule]):
