@@ -4,8 +4,8 @@ Half of the experts of each layer, chosen at random, are removed. Ratios, each t
 the other in this process, are those of a forward and backward pass with the unpruned model as the teacher to a forward
 and backward pass of the pruned model with frozen weights, whose gradients go to the embeddings:
 - routers: of the routers' weights (recovery=router_kd);
-- adapters: of DoRA adapters on all experts and routers (recovery=distill), which needs peft. They split experts into
-  linear maps, which run one after the other, so their bar is higher.
+- adapters: of DoRA adapters on all experts and routers (recovery=distill). Experts with adapters run one after the
+  other, so their bar is higher.
 Exit code 1 when a bar fails.
 """
 
@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import functools
 import sys
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -42,9 +41,6 @@ def main() -> int:
     plain = functools.partial(plain_gradients, prune(model, plan), text)
     failed = False
     for name in arguments.parts:
-        if name == "adapters" and not find_spec("peft"):
-            print("  peft: absent", flush=True)
-            continue
         settings = RecoveryConfig(distill="text", train=name)
         with student(model, plan, settings, seed=0) as trained:
             step = functools.partial(_step, trained.model, model, text)

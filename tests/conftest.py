@@ -16,7 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
+settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")  # examples are not timed: a loaded machine is slow for seconds at a time
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MKL_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -36,7 +39,7 @@ TOGETHER = {
     "test_report.py": "report",
 }
 """Files that share what is costly: the cluster, a report."""
-FIRST = ("cluster", "test_experiments.py", "report", "test_end_to_end.py", "test_methods.py", "test_pocket_held_out.py")
+FIRST = ("cluster", "test_experiments.py", "report", "test_end_to_end.py", "test_methods.py")
 """What takes longest begins first, and Slurm's jobs, which are waited for, run beside the others."""
 
 

@@ -30,7 +30,7 @@ stored (4 bits where quantised) and as loaded in bf16; FLOPs per token, and thei
 FIRST_ORDER = "ala1"
 """The default prior of allocation=coverage, for plans that do not name theirs."""
 
-HISTORY = ("generation", "schedule", "origin", "parent", "screened", "evaluated", "fitness", "elite")
+HISTORY = ("generation", "schedule", "origin", "parent", "evaluated", "fitness", "elite")
 """Columns of history.parquet."""
 
 CONDITIONS = ("device", "dtype", "threads", "load", "weight_bytes")
@@ -121,7 +121,7 @@ def searches(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
     fitness           name of the fitness; `best_fitness` and `uniform_fitness` are its values
     candidates        schedules that were evaluated
     forwards          cost of their evaluation in full forwards of the search set; equal to `candidates` without reuse
-    full, screening   the same for the unpruned model, and for ranking proposals before evaluation
+    full              the same for the unpruned model
     per_candidate     forwards for one candidate
     seconds           of the whole search in one process
     """
@@ -156,10 +156,7 @@ def _search(document: Mapping[str, Any]) -> dict[str, Any]:
         "best_fitness": best.get("fitness"),
         "uniform": tuple(uniform.get("schedule") or ()),
         "uniform_fitness": uniform.get("fitness", np.nan),
-        **{
-            name: cost.get(name, np.nan)
-            for name in ("candidates", "forwards", "full", "screening", "per_candidate", "seconds")
-        },
+        **{name: cost.get(name, np.nan) for name in ("candidates", "forwards", "full", "per_candidate", "seconds")},
     }
 
 

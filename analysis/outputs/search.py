@@ -274,7 +274,6 @@ def search_table(results: Results, name: str) -> Table:
     rows = rows.drop_duplicates("plan_folder")  # cells that differ in their recovery share a search
     rows = rows.assign(
         gain=rows["best_fitness"] - rows["uniform_fitness"],
-        fulls=rows["forwards"] + rows["screening"],
         schedule=rows["best"].map(lambda schedule: " ".join(map(str, schedule))),
         called=rows["fitness"].astype(object).map(lambda fitness: str(fitness).upper()),
     )
@@ -291,7 +290,7 @@ def search_table(results: Results, name: str) -> Table:
         "Best": ("best_fitness", "{:.4f}"),
         "Gain": ("gain", "{:+.4f}"),
         "Evaluated": ("candidates", "{:,.0f}"),
-        "Full forwards": ("fulls", "{:,.1f}"),
+        "Full forwards": ("forwards", "{:,.1f}"),
         "Layers run": ("per_candidate", "{:.0%}"),
         "Seconds": ("seconds", "{:,.1f}"),
     }
@@ -299,7 +298,7 @@ def search_table(results: Results, name: str) -> Table:
         name=name,
         title="Results and cost of the searches",
         caption="Fitness of the uniform allocation and of the best one found, higher is better. Evaluated: schedules "
-        "whose fitness was measured; full forwards: what they and the screening of proposals cost, counted in passes "
+        "whose fitness was measured; full forwards: what they cost, counted in passes "
         "over the search set; layers run: share of the layers a schedule needed on average, the others were reused. "
         f"Based on {reading(study)}",
         **tabulated(rows, text, numbers),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import numpy
 from numpy.typing import NDArray
 
-from moe_lab.allocation.problem import Array, Budget, Budgets, Infeasible
+from moe_lab.allocation.problem import Array, Budget, Budgets, RatioTooLarge, RatioTooSmall
 from moe_lab.errors import UserError, unknown
 
 ORDERS = ("remainder", "scores")
@@ -54,8 +53,8 @@ def parse(value: Any) -> Alignment | None:
 
 
 def check_fits(alignment: Alignment, layers: Mapping[int, Mapping[str, Any]], ratio: float) -> None:
-    """Raise UserError when experts are narrower than a block or min_channels, or when whole blocks cannot keep
-    1 - ratio of the channels. `layers`: layer -> n_experts, width.
+    """Raise UserError when experts are narrower than a block or min_channels, and RatioTooSmall when whole blocks hold
+    fewer channels than `ratio` keeps. `layers`: layer -> n_experts, width.
 
     A block need not divide the width: MoE-Slimming's Figure 10 has blocks of 256 in experts of 1408 channels, which
     keep 1280 at most.
@@ -71,9 +70,9 @@ def check_fits(alignment: Alignment, layers: Mapping[int, Mapping[str, Any]], ra
     channels = sum(facts["n_experts"] * facts["width"] for facts in layers.values())
     in_blocks = sum(facts["n_experts"] * (facts["width"] // block * block) for facts in layers.values())
     if int(channels * (1 - ratio)) > in_blocks:
-        raise UserError(
-            f"allocation.parameters.align.block={block}: whole blocks hold {in_blocks} of {channels} channels, fewer "
-            f"than ratio={ratio:g} keeps; {math.ceil(1000 * (1 - in_blocks / channels)) / 1000:g} is the smallest ratio"
+        raise RatioTooSmall(
+            f"keeps {int(channels * (1 - ratio))} of {channels} channels, and whole blocks of "
+            f"allocation.parameters.align.block={block} hold only {in_blocks}"
         )
 
 
@@ -95,14 +94,14 @@ def align(budgets: Budgets, scores: Mapping[int, Array], alignment: Alignment) -
     remainder (l-r-c)  first to the experts that lost most channels by rounding
     scores (l-r-s)     first to the experts that lost the largest sum of scores by rounding
     If the block does not divide I, an expert is full with its whole blocks, and a layer of full experts loses the
-    channels beyond them. Raises Infeasible when a layer that had channels would be left with none.
+    channels beyond them. Raises RatioTooLarge when a layer that had channels would be left with none.
     """
     aligned = {}
     for layer, kept in budgets.items():
         aligned[layer] = _aligned(kept, scores[layer], alignment)
         if kept.any() and not aligned[layer].any():
             most = int(kept.max())
-            raise Infeasible(
+            raise RatioTooLarge(
                 f"allocation.parameters.align (block={alignment.block}, min_channels={alignment.min_channels}) leaves "
                 f"no channel in layer {layer}, whose largest expert was to keep {most}: {most} is the most that both "
                 "can be"

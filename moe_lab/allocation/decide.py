@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy
@@ -15,11 +14,12 @@ from moe_lab.allocation.problem import (
     Channels,
     Evidence,
     Experts,
-    Infeasible,
+    RatioTooLarge,
     budget,
     check_ratio,
     finite,
     limits,
+    or_nearest,
 )
 from moe_lab.allocation.registry import Granularity, get, zero_expert
 from moe_lab.errors import UserError
@@ -49,16 +49,20 @@ def allocate(
     if scored != n_experts:
         raise UserError(f"scores are of another model: experts per layer {scored}, expected {n_experts}")
     values = {layer: finite("scores", layer, scores[layer], (count,)) for layer, count in n_experts.items()}
-    with _of_routed(settings, model) as ratio:
+    by_layer = limits(layers, settings["multiple_of"])
+
+    def decide(ratio: float) -> dict[int, int]:
         problem = Experts(
-            ratio=ratio,
+            ratio=_of_routed(ratio, settings, model),
             scores=values,
             evidence=evidence or {},
             path=settings.get("path"),
             protected=_protected(layers),
-            limits=limits(layers, settings["multiple_of"]),
+            limits=by_layer,
         )
         return function(problem, **own(function, settings["parameters"]))
+
+    return or_nearest(decide, settings["ratio"])
 
 
 def budgets(
@@ -83,17 +87,24 @@ def budgets(
     }
     alignment = align.parse(settings["parameters"].get("align"))
     protected = _protected(layers)
-    raised = {layer: row.copy() if protected.get(layer) else row for layer, row in values.items()}
+    if alignment is not None:
+        for layer in protected:
+            align.check_protected(alignment, layer, layers[layer]["width"])
+    raised = dict(values)
     for layer, experts in protected.items():
+        raised[layer] = values[layer].copy()
         raised[layer][experts] = numpy.inf
 
-    def budgets_at(ratio: float) -> Budgets:
-        path = settings.get("path")
-        problem = Channels(ratio=ratio, scores=raised, evidence=evidence or {}, path=path, protected=protected)
+    def decide(ratio: float) -> Budgets:
+        share = _of_routed(ratio, settings, model)
+        check_ratio(share)
+        if alignment is not None:
+            align.check_fits(alignment, layers, share)
+        problem = Channels(
+            ratio=share, scores=raised, evidence=evidence or {}, path=settings.get("path"), protected=protected
+        )
         if problem.fixed.sum() > problem.keep:
-            raise Infeasible(
-                f"ratio={ratio} keeps {problem.keep} channels, but allocation.protect needs {problem.fixed.sum()}"
-            )
+            raise RatioTooLarge(f"keeps {problem.keep} channels, but allocation.protect needs {problem.fixed.sum()}")
         kept = function(problem, **own(function, settings["parameters"]))
         if alignment is not None:
             kept = align.align(kept, values, alignment)
@@ -101,13 +112,7 @@ def budgets(
             _check_survivors(kept, layers)
         return kept
 
-    with _of_routed(settings, model) as ratio:
-        check_ratio(ratio, 0.99)
-        if alignment is not None:
-            align.check_fits(alignment, layers, ratio)
-            for layer in protected:
-                align.check_protected(alignment, layer, layers[layer]["width"])
-        return _or_nearest(budgets_at, ratio)
+    return or_nearest(decide, settings["ratio"])
 
 
 def fits(settings: Mapping[str, Any], layers: Layers, granularity: Granularity) -> None:
@@ -116,59 +121,59 @@ def fits(settings: Mapping[str, Any], layers: Layers, granularity: Granularity) 
     `layers` as in `allocate`; for channels, blocks are checked only in layers that also have a width. Nothing is
     checked with ratio_basis=model, which needs the parameters of the model.
     """
-    ratio = settings["ratio"]
     if settings.get("ratio_basis", "routed") != "routed":
         return
-    if granularity == "channel":
-        check_ratio(ratio, 0.99)
-        alignment = align.parse(settings["parameters"].get("align"))
-        if alignment is not None:
-            align.check_fits(alignment, {n: facts for n, facts in layers.items() if "width" in facts}, ratio)
-    elif settings["name"] != "list":
-        by_layer = limits(layers, settings["multiple_of"])
-        if settings["name"] in ("uniform", "reconstruction", "sequential"):
-            uniform.same_share(by_layer, ratio)
-        else:
-            budget(by_layer, ratio)
-        for layer, limit in by_layer.items():
-            grouping.fits(settings, limit.count, limit.even(ratio), len(layers[layer].get("protected", ())))
+
+    def check(ratio: float) -> None:
+        if granularity == "channel":
+            _fits_channels(settings, layers, ratio)
+        elif settings["name"] != "list":
+            _fits_experts(settings, layers, ratio)
+
+    or_nearest(check, settings["ratio"])
+
+
+def _fits_channels(settings: Mapping[str, Any], layers: Layers, ratio: float) -> None:
+    check_ratio(ratio)
+    alignment = align.parse(settings["parameters"].get("align"))
+    if alignment is not None:
+        align.check_fits(alignment, {n: facts for n, facts in layers.items() if "width" in facts}, ratio)
+
+
+def _fits_experts(settings: Mapping[str, Any], layers: Layers, ratio: float) -> None:
+    by_layer = limits(layers, settings["multiple_of"])
+    if settings["name"] in ("uniform", "reconstruction", "sequential"):
+        uniform.same_share(by_layer, ratio)
+    else:
+        budget(by_layer, ratio)
+    for layer, limit in by_layer.items():
+        grouping.fits(settings, limit.count, limit.even(ratio), len(layers[layer].get("protected", ())))
 
 
 def routed_ratio(ratio: float, basis: str, facts: Mapping[str, Any]) -> float:
     """Convert `ratio` to a share of the routed experts' parameters.
 
-    basis=routed: it already is one. basis=model: it is a share of all `facts["parameters"]`. UserError when the routed
-    experts do not have more parameters than that.
+    basis=routed: it already is one. basis=model: it is a share of all `facts["parameters"]`. RatioTooLarge when the
+    routed experts do not have more parameters than that.
     """
     if basis == "routed":
         return ratio
     routed = sum(layer["n_experts"] * layer["expert_parameters"] for layer in facts["layers"].values())
     share = float(routed / facts["parameters"])
     if ratio >= share:
-        raise UserError(
-            f"ratio={ratio}: with allocation.ratio_basis=model expected less than {share:.4f}, the share of the routed "
-            f"experts in the parameters of the model, {int(share * 99) / 100} is the largest feasible ratio"
+        raise RatioTooLarge(
+            f"with allocation.ratio_basis=model expected less than {share:.4f}, the share of the routed experts in the "
+            "parameters of the model"
         )
     return ratio / share
 
 
-@contextmanager
-def _of_routed(settings: Mapping[str, Any], model: Mapping[str, Any] | None) -> Iterator[float]:
-    """Yield the ratio of routed parameters; errors raised while open also state how it was converted."""
-    basis, ratio = settings.get("ratio_basis", "routed"), settings["ratio"]
-    if basis == "routed":
-        yield ratio
-        return
-    if model is None:
+def _of_routed(ratio: float, settings: Mapping[str, Any], model: Mapping[str, Any] | None) -> float:
+    """The share of routed parameters that is `ratio` of what settings["ratio_basis"] names."""
+    basis = settings.get("ratio_basis", "routed")
+    if basis == "model" and model is None:
         raise UserError("allocation.ratio_basis=model needs the number of the model's parameters, and none was given")
-    converted = routed_ratio(ratio, basis, model)
-    try:
-        yield converted
-    except UserError as error:
-        raise UserError(
-            f"{error} (ratios of routed experts: allocation.ratio_basis=model makes ratio={ratio} of the model "
-            f"{converted:.6g} of them)"
-        ) from None
+    return routed_ratio(ratio, basis, model or {})
 
 
 def _protected(layers: Layers) -> dict[int, list[int]]:
@@ -188,39 +193,14 @@ def _function(settings: Mapping[str, Any], granularity: Granularity) -> Callable
 
 
 def _check_survivors(kept: Budgets, layers: Layers) -> None:
-    """Raise UserError when dropping experts without channels leaves a router with too few, or with unequal groups."""
+    """Raise RatioTooLarge when dropping experts without channels leaves a router too few, or with unequal groups."""
     for layer, facts in layers.items():
         groups = int(facts["n_group"])
         left = numpy.count_nonzero(kept[layer].reshape(groups, -1), axis=1)
         fewest = fewest_experts(facts)
         if left.sum() < fewest or len(set(left.tolist())) > 1:
             wanted = f"the same number in each of its {groups} groups, " if groups > 1 else ""
-            raise Infeasible(
+            raise RatioTooLarge(
                 f"allocation.parameters.zero_expert=drop leaves {left.sum()} of {facts['n_experts']} experts in layer "
                 f"{layer}, but its router needs {wanted}at least {fewest}: zero_expert=keep_null keeps them routable"
             )
-
-
-def _or_nearest(budgets_at: Callable[[float], Budgets], ratio: float) -> Budgets:
-    """Compute `budgets_at(ratio)`; if that is infeasible, the error names the largest feasible ratio, to two digits."""
-
-    def is_feasible(other: float) -> bool:
-        try:
-            budgets_at(other)
-        except Infeasible:
-            return False
-        return True
-
-    try:
-        return budgets_at(ratio)
-    except Infeasible as error:
-        low, high = -1, int(100 * ratio)
-        while low < high:
-            middle = (low + high + 1) // 2
-            if middle / 100 < ratio and is_feasible(middle / 100):
-                low = middle
-            else:
-                high = middle - 1
-        if low < 0:
-            raise
-        raise UserError(f"{error}; ratio={low / 100} is the largest feasible") from None

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import ceil, lcm
-from typing import Any, TypeAlias
+from math import ceil, floor, lcm
+from typing import Any, TypeAlias, TypeVar
 
 import numpy
 from numpy.typing import ArrayLike, NDArray
@@ -22,8 +23,44 @@ Evidence: TypeAlias = Mapping[str, Mapping[int, Any]]
 """What was measured besides the scores: need -> layer -> arrays by name ("by": layer -> scores)."""
 
 
-class Infeasible(UserError):
-    """Infeasible at this ratio, but perhaps feasible at a smaller one."""
+Result = TypeVar("Result")
+
+
+class RatioTooLarge(UserError):
+    """Infeasible at this ratio and at all larger ones, but perhaps feasible at a smaller one."""
+
+
+class RatioTooSmall(UserError):
+    """Infeasible at this ratio and at all smaller ones, but perhaps feasible at a larger one."""
+
+
+def or_nearest(decide: Callable[[float], Result], ratio: float) -> Result:
+    """`decide(ratio)`; UserError that names the nearest feasible ratio, in thousandths, if `ratio` is not feasible.
+
+    `decide` says so by RatioTooLarge or RatioTooSmall. It is called about ten times to find the nearest ratio.
+    """
+
+    def fails(thousandths: int, kind: type[UserError]) -> bool:
+        try:
+            decide(thousandths / 1000)
+        except (RatioTooLarge, RatioTooSmall) as error:
+            return isinstance(error, kind)
+        return False
+
+    reason: UserError
+    try:
+        return decide(ratio)
+    except RatioTooLarge as error:
+        reason, word = error, "largest"
+        smaller = range(ceil(1000 * min(1, ratio)))
+        nearest = bisect_left(smaller, True, key=lambda number: fails(number, RatioTooLarge)) - 1
+    except RatioTooSmall as error:
+        reason, word = error, "smallest"
+        larger = range(floor(1000 * max(0, ratio)), 1000)
+        nearest = larger.start + bisect_left(larger, True, key=lambda number: not fails(number, RatioTooSmall))
+    if 0 <= nearest < 1000 and not fails(nearest, UserError):
+        raise UserError(f"ratio={ratio:g}: {reason}; {nearest / 1000:g} is the {word} feasible ratio")
+    raise UserError(f"ratio={ratio:g}: {reason}; no other ratio is feasible either")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,60 +280,26 @@ def limits(layers: Mapping[int, Mapping[str, Any]], multiple_of: int = 1) -> dic
 def budget(layers: Mapping[int, Limits], ratio: float) -> int:
     """Total number of experts to remove at `ratio`: as many as allocation=uniform removes, summed over layers.
 
-    So every allocation removes the same number at the same ratio. UserError, naming the nearest feasible ratio, when
-    the layers together cannot lose that many.
+    So every allocation removes the same number at the same ratio. RatioTooLarge or RatioTooSmall when the layers
+    together cannot lose that many.
     """
-    check_ratio(ratio, largest_ratio(layers))
-    removed = _even(layers, ratio)
+    check_ratio(ratio)
+    removed = sum(limit.count - limit.even(ratio) for limit in layers.values())
     least = sum(limit.count - limit.largest for limit in layers.values())
     most = sum(limit.count - limit.smallest for limit in layers.values())
     if removed > most:
-        raise UserError(
-            f"ratio={ratio} removes {removed} experts, but routers{_settings(layers)} let only {most} go: "
-            f"{_nearest(layers, least, most)[1]} is the largest feasible ratio"
+        protect = ", allocation.protect" if any(limit.protected for limit in layers.values()) else ""
+        raise RatioTooLarge(
+            f"removes {removed} experts, but routers{protect} and allocation.multiple_of let only {most} go"
         )
     if removed < least:
-        raise UserError(
-            f"ratio={ratio} removes {max(removed, 0)} experts, but allocation.multiple_of makes at least {least} go: "
-            f"{_nearest(layers, least, most)[0]} is the smallest feasible ratio"
-        )
+        raise RatioTooSmall(f"removes {max(removed, 0)} experts, but allocation.multiple_of makes at least {least} go")
     return removed
 
 
-def _settings(layers: Mapping[int, Limits]) -> str:
-    protects = any(limit.protected for limit in layers.values())
-    return ", allocation.multiple_of and allocation.protect" if protects else " and allocation.multiple_of"
-
-
-def largest_ratio(layers: Mapping[int, Limits]) -> float:
-    """The largest ratio that is feasible in every single layer."""
-    return min(rounded_up(limit.count - limit.smallest, limit.count) for limit in layers.values())
-
-
-def check_ratio(ratio: float, largest: float) -> None:
-    """Raise UserError when `ratio` is not in [0, 1); `largest` is the feasible ratio to name if it is too large."""
-    if not 0 <= ratio < 1:
-        nearest = 0 if ratio < 0 else largest
-        raise UserError(f"ratio={ratio}: expected a number in [0, 1), {nearest} is the nearest feasible")
-
-
-def rounded_up(part: int, whole: int) -> float:
-    """part / whole to four digits, such that int(whole * ratio) is still `part`."""
-    return ceil(10_000 * part / whole) / 10_000
-
-
-def _even(layers: Mapping[int, Limits], ratio: float) -> int:
-    return sum(limit.count - limit.even(ratio) for limit in layers.values())
-
-
-def _nearest(layers: Mapping[int, Limits], least: int, most: int) -> tuple[float, float]:
-    """The smallest and the largest ratio whose budget is within `least` and `most`."""
-    counts = {limit.count for limit in layers.values()}
-    ratios = sorted({rounded_up(part, count) for count in counts for part in range(count)})
-    feasible = [ratio for ratio in ratios if least <= _even(layers, ratio) <= most]
-    if not feasible:
-        raise UserError(
-            f"allocation.multiple_of: no ratio makes the layers lose between {least} and {most} experts together: "
-            "choose a smaller multiple"
-        )
-    return feasible[0], feasible[-1]
+def check_ratio(ratio: float) -> None:
+    """Raise RatioTooLarge or RatioTooSmall when `ratio` is not in [0, 1)."""
+    if ratio < 0:
+        raise RatioTooSmall("expected a number in [0, 1)")
+    if not ratio < 1:
+        raise RatioTooLarge("expected a number in [0, 1)")

@@ -11,12 +11,11 @@ from moe_lab.allocation.problem import (
     Channels,
     Experts,
     Limits,
+    RatioTooLarge,
+    RatioTooSmall,
     check_ratio,
-    largest_ratio,
-    rounded_up,
     whole,
 )
-from moe_lab.errors import UserError
 
 
 def experts(problem: Experts) -> dict[int, int]:
@@ -27,25 +26,19 @@ def experts(problem: Experts) -> dict[int, int]:
 def same_share(layers: Mapping[int, Limits], ratio: float) -> dict[int, int]:
     """Layer -> experts to remove: int(n * ratio), the papers' rule, or the next smaller number that the limits allow.
 
-    UserError, naming the nearest feasible ratio, when `ratio` is outside [0, 1), leaves fewer experts than the router
-    needs, or when a layer has no such number.
+    RatioTooLarge or RatioTooSmall when `ratio` is outside [0, 1), leaves fewer experts than the router needs, or when a
+    layer has no such number.
     """
-    largest = largest_ratio(layers)
-    check_ratio(ratio, largest)
+    check_ratio(ratio)
     remove = {}
     for layer, limit in layers.items():
         kept = limit.even(ratio)
         if kept < limit.fewest:
-            raise UserError(
-                f"ratio={ratio} leaves {kept} of {limit.count} experts in layer {layer}, but {limit.reason}: "
-                f"{largest} is the largest feasible ratio"
-            )
+            raise RatioTooLarge(f"leaves {kept} of {limit.count} experts in layer {layer}, but {limit.reason}")
         if kept > limit.count:
-            smallest = rounded_up(limit.count - limit.largest, limit.count)
-            raise UserError(
-                f"ratio={ratio} leaves {limit.count - int(limit.count * ratio)} of {limit.count} experts in layer "
-                f"{layer}, and no more can be kept as a multiple of {limit.step}: {smallest} is the smallest feasible "
-                "ratio"
+            raise RatioTooSmall(
+                f"keeps {limit.count - int(limit.count * ratio)} of {limit.count} experts in layer {layer}, and a "
+                f"multiple of {limit.step} is at most {limit.largest}"
             )
         remove[layer] = limit.count - kept
     return remove
@@ -55,17 +48,13 @@ def channels(problem: Channels) -> Budgets:
     """Every expert keeps the same int(I * (1 - ratio)) channels, so that all widths of a layer stay equal.
 
     This rounds down once per expert, so up to one channel per expert fewer is kept than with other allocations.
-    UserError, naming the nearest feasible ratio, when an expert would keep none.
+    RatioTooLarge when an expert would keep none.
     """
     budgets = {}
     for layer, scores in problem.scores.items():
         count, width = scores.shape
         kept = whole(width * (1 - problem.ratio))
         if not kept:
-            nearest = int(10_000 * (width - 1) / width) / 10_000
-            raise UserError(
-                f"ratio={problem.ratio} leaves no channel of {width} in the experts of layer {layer}: {nearest} is the "
-                "largest feasible ratio of allocation=uniform"
-            )
+            raise RatioTooLarge(f"leaves no channel of {width} in the experts of layer {layer} with allocation=uniform")
         budgets[layer] = numpy.full(count, kept, dtype=numpy.int64)
     return budgets

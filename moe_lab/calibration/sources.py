@@ -27,18 +27,6 @@ JSON_SUFFIXES = (".jsonl", ".json")
 PICKLES = (".pkl", ".pickle", ".pt", ".pth", ".bin", ".npy", ".npz")
 FOREIGN = (*PICKLES, ".arrow", ".parquet", ".csv", ".tsv", ".zip", ".zst", ".gz")
 ANSWERED = "instruction and output, question and answer, prompt and completion, or messages of an assistant"
-SIGNS = {
-    b"\xff\xfe": "UTF-16 text",
-    b"\xfe\xff": "UTF-16 text",
-    b"\x80": "a pickle, which runs code when read,",
-    b"PK\x03\x04": "an archive",
-    b"\x1f\x8b": "a gz file",
-    b"PAR1": "a Parquet file",
-    b"\x93NUMPY": "a NumPy array",
-}
-"""First bytes of files that are not UTF-8 text, whatever their suffix -> what they are."""
-HEAD = 1 << 16
-"""Bytes at the start of a file that are checked before it is used."""
 HUB_ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")
 FILE_PREFIX = "hf://datasets/"
 """Prefix of a single file on the hub: hf://datasets/OWNER/NAME/FILE. C4 is read this way, because its split has 300 GB
@@ -169,9 +157,17 @@ def lines(text: str) -> list[str]:
 
 
 def check_text(file: Path, setting: str) -> None:
-    """Raise UserError when the first bytes of a file show that it is not UTF-8 text. `setting` names the file."""
-    with _reading(file, setting), gzip.open(file) if file.suffix == ".gz" else file.open("rb") as opened:
-        _check_bytes(opened.read(HEAD), file, setting)
+    """Raise UserError, naming the line, unless the whole file is UTF-8 text. `setting` names the file.
+
+    Cached while its size and modification time stay the same.
+    """
+    status = file.stat()
+    _check_text(file, setting, status.st_size, status.st_mtime_ns)
+
+
+@lru_cache(maxsize=64)
+def _check_text(file: Path, setting: str, size: int, changed: int) -> None:
+    _text(file, setting)
 
 
 def first_record(settings: CalibrationConfig) -> list[Document]:
@@ -228,23 +224,23 @@ def _reading(file: Path, setting: str) -> Iterator[None]:
         raise UserError(f"{setting}={file} cannot be read: {error.strerror}") from error
 
 
-def _check_bytes(raw: bytes, file: Path, setting: str) -> None:
-    kind = next((name for sign, name in SIGNS.items() if raw.startswith(sign)), None)
-    if kind is None and b"\0" in raw:
-        kind = f"no text (byte {raw.index(0)} is NUL)"
-    if kind is not None:
-        raise UserError(f"{setting}={file} is {kind}: expected UTF-8 text")
-
-
 def _text(file: Path, setting: str) -> str:
     """Read a UTF-8 text file, gzipped or not; Windows line ends are replaced."""
     with _reading(file, setting):
         raw = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
-    _check_bytes(raw, file, setting)
     try:
-        return raw.decode("utf-8-sig").replace("\r\n", "\n")
+        text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise UserError(f"{setting}={file} is not UTF-8 text: byte {error.start} is damaged") from error
+        raise _no_text(raw, error.start, file, setting) from None
+    if "\0" in text:  # which other formats have, and UTF-16
+        raise _no_text(raw, raw.index(0), file, setting)
+    return text.replace("\r\n", "\n")
+
+
+def _no_text(raw: bytes, place: int, file: Path, setting: str) -> UserError:
+    """The error for a file that has no character of a text at `place`."""
+    line = raw.count(b"\n", 0, place) + 1
+    return UserError(f"{setting}={file} is not UTF-8 text: line {line} has the byte {raw[place]:#04x} (byte {place})")
 
 
 def _records(text: str, file: Path) -> Iterator[tuple[str, Any]]:

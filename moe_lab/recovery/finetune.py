@@ -321,6 +321,8 @@ def load_progress(
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (FileNotFoundError, SafetensorError, ValueError, KeyError, TypeError):
         return []
+    if not parameters.keys() <= tensors.keys():
+        return []
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(tensors[name])

@@ -1,10 +1,25 @@
-"""Fit the down projections of merged experts to the outputs of their members, by least squares (MergeMoE)."""
+"""Fit the down projections of merged experts to the outputs of their members, by least squares, as MergeMoE does
+(arXiv 2510.14436).
+
+W_D (H, I) is the weighted sum of the members' down projections, and P (I, T) the activation of the weighted sums of
+their gate and up projections, both as in the pruned model. Y (H, T) are the sums of the members' outputs in the
+unpruned model with the same weights. The fit is
+
+    argmin_W ||Y - W P||^2 + r ||W - W_D||^2 = W_D + (Y - W_D P) P^T (P P^T + r I)^-1,
+
+with r = RIDGE * mean of the diagonal of P P^T; as r -> 0, it is the paper's (Y P^T) (P P^T)^-1. An expert with
+T < I, for which that does not exist, keeps W_D.
+
+The T tokens are those of `text` that the unpruned model routes to any member, each once. The paper does not say
+which they are. Their hidden states are those of the unpruned model, as in the paper, which goes from the last layer
+to the first: so one pass over `text` serves all layers, and sums of (I, I) and (H, I) in fp64 are all it keeps.
+"""
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -43,20 +58,7 @@ def fit(
     partial: Path,
     fingerprint: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Fit the down projection of each expert that `plan` merges others into, as MergeMoE does (arXiv 2510.14436).
-
-    W_D (H, I) is the weighted sum of the members' down projections, and P (I, T) the activation of the weighted sums of
-    their gate and up projections, both as in the pruned model. Y (H, T) are the sums of the members' outputs in the
-    unpruned model with the same weights. The fit is
-
-        argmin_W ||Y - W P||^2 + r ||W - W_D||^2 = W_D + (Y - W_D P) P^T (P P^T + r I)^-1,
-
-    with r = RIDGE * mean of the diagonal of P P^T; as r -> 0, it is the paper's (Y P^T) (P P^T)^-1. An expert with
-    T < I, for which that does not exist, keeps W_D.
-
-    The T tokens are those of `text` that the unpruned model routes to any member, each once. The paper does not say
-    which they are. Their hidden states are those of the unpruned model, as in the paper, which goes from the last layer
-    to the first: so one pass over `text` serves all layers, and sums of (I, I) and (H, I) in fp64 are all it keeps.
+    """Fit the down projection of each expert that `plan` merges others into, as this module describes.
 
     Files written to the folder `out`, from which `apply.recovered` makes the model with the fitted experts:
 
@@ -81,30 +83,15 @@ def fit(
     rows = batches(text, tokenizer).rows
     identity = {**fingerprint, "plan": plan.digest}
     sums = gather(model, FitTap, rows, fingerprint=identity, out=partial, groups=settings.save_every).layers
-    experts = [
-        {
-            "layer": layer,
-            "expert": owner,
-            "members": sorted(expert.members),
-            **_fitted(expert, Moments.of(sums[layer], owner)),
-        }
-        for layer, of_layer in merged.items()
-        for owner, expert in of_layer.items()
-    ]
+    experts = _fit_each(merged, sums)
     fitted = sum(about["error_fitted"] is not None for about in experts)
     if not fitted:
         raise UserError(
             f"recovery.fit={settings.fit}: each of {len(experts)} merged experts saw fewer tokens than it has channels "
             f"(at most {max(about['tokens'] for about in experts)}): expected a longer text"
         )
-    changed = {
-        f"{layer.name}.{name}": weight.detach().contiguous()
-        for layer in routed_layers(pruned)
-        if layer.index in merged
-        for name, weight in layer.experts.named_parameters()
-    }
     out.mkdir(parents=True, exist_ok=True)
-    save_file(changed, out / TENSORS)
+    save_file(_weights(pruned, merged), out / TENSORS)
     report = {
         "fitted": fitted,
         "averaged": len(experts) - fitted,
@@ -113,6 +100,28 @@ def fit(
     }
     (out / REPORT).write_text(json.dumps(report, indent=1) + "\n")
     return report
+
+
+def _fit_each(
+    merged: Mapping[int, Mapping[int, MergedExpert]], sums: Mapping[int, Mapping[str, torch.Tensor]]
+) -> list[dict[str, Any]]:
+    """Fit the merged experts of all layers, in place; returns what was done with each of them."""
+    experts = []
+    for layer, of_layer in merged.items():
+        for owner, expert in of_layer.items():
+            done = _fitted(expert, Moments.of(sums[layer], owner))
+            experts.append({"layer": layer, "expert": owner, "members": sorted(expert.members), **done})
+    return experts
+
+
+def _weights(pruned: Any, layers: Container[int]) -> dict[str, torch.Tensor]:
+    """The weights of the experts of some layers of a model, by their names in its state dict."""
+    return {
+        f"{layer.name}.{name}": weight.detach().contiguous()
+        for layer in routed_layers(pruned)
+        if layer.index in layers
+        for name, weight in layer.experts.named_parameters()
+    }
 
 
 @dataclass(frozen=True)

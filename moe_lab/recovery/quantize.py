@@ -59,7 +59,7 @@ def quantize(model: Any, modules: Sequence[str]) -> dict[str, Any]:
 
 def check_unquantized(model: Any) -> None:
     """Raise UserError when `model` holds quantised weights, whether from `quantize` or from its checkpoint."""
-    ours = any(isinstance(module, FourBitMatrices) for module in model.modules())
+    ours = any(isinstance(module, FourBitMatrix) for module in model.modules())
     foreign = getattr(model, "is_quantized", False) or any(tensor.element_size() < 2 for tensor in model.parameters())
     if ours or foreign:
         source = "NF4 by recovery.bits=4" if ours else "its checkpoint"
@@ -100,7 +100,8 @@ def rounded_experts(experts: Any) -> dict[str, torch.Tensor]:
 
 def rounded(weight: torch.Tensor) -> torch.Tensor:
     """The numbers that `quantize` rounds the weight of a linear map to."""
-    return FourBitMatrices([weight])[0]
+    values: torch.Tensor = FourBitMatrix(weight)()
+    return values
 
 
 def nf4_tensors(weight: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -129,82 +130,83 @@ def _refuse_to_save(*_: Any, **__: Any) -> None:
     )
 
 
+class FourBitMatrix(nn.Module):
+    """A matrix in NF4 with double quantisation; calling it gives the matrix, dequantised to its original dtype.
+
+    A weight takes 4 bits: the nearest of 16 quantiles of the normal distribution, times the scale of its block of 64,
+    their largest magnitude. A scale takes 8 bits: the mean of all scales is subtracted, and the result is stored
+    relative to the largest of 256. That is 4.127 bits per weight in all. The matrix is cut into blocks row by row; its
+    last block is padded with zeros.
+    """
+
+    packed: torch.Tensor
+    """uint8 (blocks * 32, 1): two weights a byte."""
+    scales: torch.Tensor
+    """uint8 (blocks,): quantised scales of the blocks."""
+    nested: torch.Tensor
+    """fp32: scales of the scales."""
+    mean: torch.Tensor
+    """fp32 (): mean that was subtracted from the scales before they were quantised."""
+
+    def __init__(self, matrix: torch.Tensor) -> None:
+        """Quantise `matrix` (rows, columns) of float32, bfloat16 or float16."""
+        super().__init__()
+        packed, state = _quantized(matrix)
+        self.shape, self.dtype = matrix.shape, matrix.dtype
+        self.register_buffer("packed", packed)
+        self.register_buffer("scales", state.absmax)
+        self.register_buffer("nested", state.state2.absmax)
+        self.register_buffer("mean", state.offset if matrix.numel() else torch.zeros_like(state.offset))
+
+    def forward(self) -> torch.Tensor:
+        """The matrix (rows, columns)."""
+        functional = bitsandbytes_functional()
+        # As rows of one block each: on the CPU, bitsandbytes 0.50 dequantises rows that end inside a block wrongly.
+        code, code_of_scales = _codes(self.packed.device)
+        of_scales = functional.QuantState(
+            absmax=self.nested, code=code_of_scales, blocksize=SCALE_BLOCK, dtype=torch.float32
+        )
+        state = functional.QuantState(
+            absmax=self.scales,
+            shape=torch.Size((len(self.scales), NF4_BLOCK)),
+            code=code,
+            blocksize=NF4_BLOCK,
+            quant_type="nf4",
+            dtype=self.dtype,
+            offset=self.mean,
+            state2=of_scales,
+        )
+        blocks = functional.dequantize_4bit(self.packed, state)
+        matrix: torch.Tensor = blocks.reshape(-1)[: self.shape.numel()].view(self.shape)
+        return matrix
+
+
 class FourBitMatrices(nn.Module):
     """Replaces a stack of matrices by NF4 weights: indexing returns one matrix, dequantised to its original dtype.
 
     `matrices[e]`, with a number or a tensor that holds one, is matrix e; so the eager forward of an experts module
     reads one expert after the other and never holds more than one in full. `matrices[start:stop]` is the matrix that
     begins at row `start` of all matrices concatenated by rows, which is how packed experts are read.
-
-    A weight takes 4 bits: the nearest of 16 quantiles of the normal distribution, times the scale of its block of 64,
-    their largest magnitude. A scale takes 8 bits: the mean of all scales (per matrix) is subtracted, and the result is
-    stored relative to the largest of 256. That is 4.127 bits per weight in all. A matrix is cut into blocks row by row;
-    its last block is padded with zeros.
     """
-
-    packed: torch.Tensor
-    """uint8 (blocks * 32,): two weights a byte."""
-    scales: torch.Tensor
-    """uint8 (blocks,): quantised scales of the blocks."""
-    nested: torch.Tensor
-    """fp32: scales of the scales."""
-    means: torch.Tensor
-    """fp32 (matrices,): mean that was subtracted from the scales before they were quantised."""
 
     def __init__(self, matrices: Sequence[torch.Tensor]) -> None:
         """Quantise `matrices`, each (rows, columns), of one dtype (float32, bfloat16 or float16) and device."""
         super().__init__()
-        states = [_quantized(matrix) for matrix in matrices]
-        self.dtype = matrices[0].dtype
-        self.shapes = [tuple(matrix.shape) for matrix in matrices]
-        self.ends = list(accumulate(-(-matrix.numel() // NF4_BLOCK) for matrix in matrices))
-        self.nested_ends = list(accumulate(len(state.state2.absmax) for _, state in states))
+        self.each = nn.ModuleList(map(FourBitMatrix, matrices))
         starts = accumulate((len(matrix) for matrix in matrices[:-1]), initial=0)
         self.numbers = {start: e for e, start in enumerate(starts) if len(matrices[e])}
-        filled = torch.tensor([matrix.numel() > 0 for matrix in matrices], device=matrices[0].device)
-        for name, tensor in (
-            ("packed", torch.cat([packed.reshape(-1) for packed, _ in states])),
-            ("scales", torch.cat([state.absmax for _, state in states])),
-            ("nested", torch.cat([state.state2.absmax for _, state in states])),
-            ("means", torch.stack([state.offset for _, state in states]).where(filled, 0.0)),
-        ):
-            self.register_buffer(name, tensor)
 
     def __len__(self) -> int:
-        return len(self.shapes)
+        return len(self.each)
 
     def __getitem__(self, key: int | torch.Tensor | slice) -> torch.Tensor:
         """One matrix (rows, columns), dequantised."""
         if isinstance(key, slice) and key.start == key.stop:
-            return self.means.new_zeros((0, self.shapes[0][1]), dtype=self.dtype)
-        number = self.numbers[key.start] if isinstance(key, slice) else int(key)
-        first, last = (self.ends[number - 1] if number else 0), self.ends[number]
-        nested = slice(self.nested_ends[number - 1] if number else 0, self.nested_ends[number])
-        functional = bitsandbytes_functional()
-        # As rows of one block each: on the CPU, bitsandbytes 0.50 dequantises rows that end inside a block wrongly.
-        code, code_of_scales = _codes(self.packed.device)
-        of_scales = functional.QuantState(
-            absmax=self.nested[nested], code=code_of_scales, blocksize=SCALE_BLOCK, dtype=torch.float32
-        )
-        state = functional.QuantState(
-            absmax=self.scales[first:last],
-            shape=torch.Size((last - first, NF4_BLOCK)),
-            code=code,
-            blocksize=NF4_BLOCK,
-            quant_type="nf4",
-            dtype=self.dtype,
-            offset=self.means[number],
-            state2=of_scales,
-        )
-        half = NF4_BLOCK // 2
-        blocks = functional.dequantize_4bit(self.packed[first * half : last * half].reshape(-1, 1), state)
-        rows, columns = self.shapes[number]
-        matrix: torch.Tensor = blocks.reshape(-1)[: rows * columns].view(rows, columns)
+            first: Any = self.each[0]
+            none: torch.Tensor = first.nested.new_zeros((0, first.shape[1]), dtype=first.dtype)
+            return none
+        matrix: torch.Tensor = self.each[self.numbers[key.start] if isinstance(key, slice) else int(key)]()
         return matrix
-
-    def extra_repr(self) -> str:
-        """Shown by print(model)."""
-        return f"{len(self)} matrices of {sum(rows * columns for rows, columns in self.shapes)} weights, NF4"
 
 
 class FourBitLinear(nn.Module):
@@ -213,12 +215,12 @@ class FourBitLinear(nn.Module):
     def __init__(self, original: nn.Linear) -> None:
         super().__init__()
         self.in_features, self.out_features = original.in_features, original.out_features
-        self.weights = FourBitMatrices([original.weight])
+        self.weight = FourBitMatrix(original.weight)
         self.bias = original.bias
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         """(..., in_features) -> (..., out_features), computed in the dtype of `rows`."""
-        return linear(rows, self.weights[0], self.bias)
+        return linear(rows, self.weight(), self.bias)
 
 
 @cache

@@ -42,9 +42,6 @@ def check(settings: RecoveryConfig) -> None:
     _check_objective(settings)
     if is_tuned(settings):
         _check_tuning(settings)
-        if is_trained(settings) and settings.train == "adapters":
-            text = "distill" if settings.distill else "instructions"
-            need("peft", "fine-tuning", f"recovery.{text}={getattr(settings, text)}")
 
 
 def text_role(settings: RecoveryConfig) -> str | None:
@@ -241,21 +238,10 @@ def _check_tuning(settings: RecoveryConfig) -> None:
 def bitsandbytes_functional() -> Any:
     """The module bitsandbytes.functional; UserError with the command that installs it."""
     need("bitsandbytes", "quantisation", "recovery.bits=4")
-    return _import("bitsandbytes.functional")
-
-
-@cache
-def peft() -> Any:
-    """The module peft, which imports bitsandbytes if installed; UserError with the command that installs peft."""
-    need("peft", "fine-tuning", "fine-tuning")
-    return _import("peft")
-
-
-def _import(name: str) -> Any:
     log = logging.getLogger("bitsandbytes")
     level = log.level
     log.setLevel(logging.ERROR)
     try:
-        return import_module(name)
+        return import_module("bitsandbytes.functional")
     finally:
         log.setLevel(level)

@@ -18,8 +18,8 @@ from moe_lab.models.experts import wide
 from moe_lab.pruning.mask import mask
 from moe_lab.pruning.plan import Plan
 from moe_lab.pruning.prune import share_copy
-from moe_lab.recovery.adapters import attach, merge, router_weight, trainable
 from moe_lab.recovery.apply import pruned
+from moe_lab.recovery.dora import attach, merge, router_weight, trainable
 
 Groups = dict[str, dict[str, nn.Parameter]]
 """Part of the model (experts, routers, shared_experts) -> name -> parameter to train; names are the same in every

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -33,8 +34,6 @@ class Cost:
     """Forward passes for candidates."""
     full: float = 0.0
     """Forward passes of the unpruned model, to which candidates are compared."""
-    screening: float = 0.0
-    """Forward passes for ranking proposals. An expert run on a token counts as 1 / top_k of its layer."""
 
 
 class Plans:
@@ -56,6 +55,9 @@ class Plans:
         remove = {layer.index: lost for layer, lost in zip(self.layers, schedule, strict=True)}
         return make_plan(self.scores, remove, self.routers, provenance=provenance or {})
 
+
+ROUNDS = (4, 2)
+"""Successive halving reads a quarter of the rows first, then half of them."""
 
 FLOAT = 4
 """Bytes of a log-probability."""
@@ -94,49 +96,60 @@ class Candidates:
         self.decoder = Decoder(model)
         self.batches = _batches(rows, settings, seed)
         self.cost = Cost()
-        self.rows = sum(len(batch.ids) for batch in self.batches)
+        self._totals = list(accumulate(len(batch.ids) for batch in self.batches))
+        self.rows = self._totals[-1]
+        self._counts = [int(count) for batch in self.batches for count in batch.at.where.sum(1)]
         self.known: dict[Schedule, float] = {}
-        self._sums: list[dict[Schedule, list[float]]] = [{} for _ in self.batches]
-        """Batch -> schedule -> sum of the fitness over each row, for schedules that are not yet in `known`."""
         self._full: dict[int, torch.Tensor] = {}
         self._keeps_full, left = self._divide(settings.memory_budget)
-        self._relatives = Relatives(len(self.batches), left)
+        self.relatives = Relatives(len(self.batches), left)
 
-    def evaluate(self, schedules: Sequence[Schedule]) -> list[float]:
-        """The fitness of each schedule, higher is better.
+    def evaluate(self, schedules: Sequence[Schedule], count: int | None = None) -> list[float | None]:
+        """The fitness of each schedule, higher is better; None for all but the best `count`, if it is given.
 
+        These are found by successive halving: all are evaluated on a quarter of the rows, the better half of them (at
+        least `count`) on half of the rows, and the best `count` on all rows. No row is read twice.
         Raises UserError for a schedule that the routers cannot work with, and for a fitness that is not finite.
         """
-        self.cost.forwards += self._read(schedules, range(len(self.batches)))
-        self.cost.candidates += len(set(schedules))
-        values = self._values(schedules, range(len(self.batches)))
-        self.known |= dict(zip(schedules, values, strict=True))
-        for sums in self._sums:
-            sums.clear()
-        self._relatives.choose(heapq.nlargest(self.elites, self.known, key=self.known.__getitem__))
-        return values
-
-    def preview(self, schedules: Sequence[Schedule], batches: Sequence[int]) -> list[float]:
-        """The fitness of each schedule on some batches only. Evaluating it next does not read these batches again."""
-        self.cost.screening += self._read(schedules, batches)
-        return self._values(schedules, batches)
-
-    def _read(self, schedules: Iterable[Schedule], batches: Sequence[int]) -> float:
-        """Compute the entries that `_sums` lacks. Returns the forward passes this took."""
         plans = {schedule: self.plans.plan(schedule) for schedule in schedules}
-        return sum(self._read_batch(number, plans) for number in batches)
+        best, read = list(plans), 0
+        sums: dict[Schedule, list[float]] = {schedule: [] for schedule in plans}
+        for end, survivors in self._rounds(len(plans), count):
+            for number in range(read, end):
+                for schedule, of_rows in self.row_sums(number, {each: plans[each] for each in best}).items():
+                    sums[schedule] += of_rows
+            values = {schedule: self._average(schedule, sums[schedule]) for schedule in best}
+            best, read = heapq.nlargest(survivors, values, key=values.__getitem__), end
+        self.cost.candidates += len(values)
+        self.known |= values
+        self.relatives.choose(heapq.nlargest(self.elites, self.known, key=self.known.__getitem__))
+        return [values.get(schedule) for schedule in schedules]
 
-    def _read_batch(self, number: int, plans: Mapping[Schedule, Plan]) -> float:
-        batch, sums = self.batches[number], self._sums[number]
-        missing = [schedule for schedule in plans if schedule not in sums]
+    def _rounds(self, schedules: int, count: int | None) -> list[tuple[int, int]]:
+        """(batches that are read when a round ends, how many schedules survive it) of each round of halving."""
+        everything = len(self.batches)
+        if count is None or count >= schedules:
+            return [(everything, schedules)]
+        ends = [1 + sum(total * part < self.rows for total in self._totals) for part in ROUNDS]
+        return [(ends[0], max(count, (schedules + 1) // 2)), (ends[1], count), (everything, count)]
+
+    def row_sums(self, number: int, plans: Mapping[Schedule, Plan]) -> dict[Schedule, list[float]]:
+        """Schedule -> the sum of the fitness over each row of one batch."""
+        batch = self.batches[number]
+        sums: dict[Schedule, list[float]] = {}
         log_p = self._full_log_probabilities(number)
-        layers = 0
-        for schedule, states in self._relatives.walk(number, missing):
+        for schedule, states in self.relatives.walk(number, plans):
             with mask(self.model, plans[schedule]):
                 logits, run = self.decoder.logits(batch.ids, batch.valid, batch.at.where, schedule, states)
             sums[schedule] = row_sums(self.settings.fitness, log_p, logits, batch.at).tolist()
-            layers += run
-        return self._forwards(layers, batch)
+            self.cost.forwards += self._forwards(run, batch)
+        return sums
+
+    def _average(self, schedule: Schedule, sums: Sequence[float]) -> float:
+        """The fitness on the first rows, from its sum over each of them."""
+        value = average(sums, self._counts[: len(sums)], self.settings.averaging)
+        check_finite(self.settings.fitness, schedule, value)
+        return value
 
     def _full_log_probabilities(self, number: int) -> torch.Tensor | None:
         """log p (N, V) of the unpruned model at the evaluated positions of one batch; None if it is not needed."""
@@ -165,16 +178,6 @@ class Candidates:
         needed = positions * int(self.model.get_output_embeddings().weight.shape[0]) * FLOAT
         return needed <= budget, budget - needed if needed <= budget else budget
 
-    def _values(self, schedules: Iterable[Schedule], batches: Sequence[int]) -> list[float]:
-        """The fitness of each schedule, averaged from `_sums` over these batches."""
-        counts = [int(n) for number in batches for n in self.batches[number].at.where.sum(1)]
-        values = []
-        for schedule in schedules:
-            sums = [value for number in batches for value in self._sums[number][schedule]]
-            values.append(average(sums, counts, self.settings.averaging))
-            check_finite(self.settings.fitness, schedule, values[-1])
-        return values
-
 
 def check_finite(fitness: str, schedule: Schedule, value: float) -> None:
     """Raise UserError for a fitness that is NaN or infinite."""
@@ -198,3 +201,19 @@ def _batches(rows: Sequence[AnswerBatch], settings: FitnessSettings, seed: int) 
     if not batches:
         raise UserError("allocation.search holds no answer that a token comes before: expected tasks with answers")
     return batches
+
+
+def quartered(rows: Sequence[AnswerBatch], batch_size: int) -> list[AnswerBatch]:
+    """The same rows in batches of at most `batch_size` rows, with a boundary at every quarter.
+
+    So successive halving reads the same rows with any batch size. Raises UserError for fewer than four rows.
+    """
+    ids, valid, answers = (torch.cat(parts) for parts in zip(*rows, strict=True))
+    parts = max(ROUNDS)
+    if len(ids) < parts:
+        raise UserError(
+            f"allocation.search has {len(ids)} rows, and halving (allocation.parameters.proposals) reads a quarter of "
+            f"them first: expected at least {parts}"
+        )
+    places = [few for part in torch.arange(len(ids)).tensor_split(parts) for few in part.split(batch_size)]
+    return [(ids[few], valid[few], answers[few]) for few in places]

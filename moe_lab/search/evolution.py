@@ -34,22 +34,20 @@ because known children are not evaluated again. The search ends early when all f
 
 **Elites** are distinct schedules. The papers do not specify this; copies of one schedule would only narrow the search.
 
-**Screening** (`proposals` > 1, not in the paper). In step 4, proposals * (P - m) children are made, `screen` ranks
-those that are not known yet by a cheap estimate, and the best P - m of them are evaluated. Skipped children are in the
-history with their screened values. The first population is not screened.
+**Halving** (`proposals` > 1, not in the paper). In step 4, proposals * (P - m) children are made, and `evaluate` leaves
+out all but the best P - m of those that are not known yet. Children that were left out are in the history without a
+fitness.
 
-**Resuming.** With a `checkpoint`, the state is written after every generation: generations done, random state, history.
-Population, elites and cache follow from the history, so they are not written separately. A search that resumes from its
-checkpoint gives the same history, result and file as one that was never stopped.
+**Resuming.** A search is deterministic: with the same values it asks for the same schedules again. So `Recorded` writes
+the values that were asked for, one line a generation, and a search that was killed asks again and gets them from there.
+It gives the same history, result and file as one that was never stopped.
 """
 
 from __future__ import annotations
 
 import json
-import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from math import isfinite
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -58,12 +56,13 @@ from numpy.random import PCG64, Generator
 from numpy.typing import NDArray
 
 from moe_lab.errors import UserError
-from moe_lab.json_files import Number, read_json
+from moe_lab.json_files import Number, fits
 from moe_lab.search.schedules import Problem, Schedule, Space, pattern, space_of
 from moe_lab.search.settings import EvolutionSettings
 
-Judge: TypeAlias = Callable[[Sequence[Schedule]], Sequence[float]]
-"""Distinct schedules -> a number for each, in order; higher is better."""
+Judge: TypeAlias = Callable[[Sequence[Schedule], int], Sequence[float | None]]
+"""Distinct schedules and how many of them to evaluate -> a finite number for each of these, higher is better, and None
+for the others."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +74,7 @@ class Outcome:
     history: list[dict[str, Any]]
     """One row for each schedule that was made, in order; see `evolve`."""
     counts: dict[str, int]
-    """Numbers: generations; schedules made (rows), evaluated, known (made again), skipped (screened, not evaluated)."""
+    """Numbers: generations; schedules made (rows), evaluated, known (made again), skipped (left out)."""
 
 
 class _Proposal(NamedTuple):
@@ -91,49 +90,41 @@ def check(problem: Problem, settings: EvolutionSettings) -> None:
     _space(problem, settings)
 
 
-def evolve(
-    problem: Problem,
-    settings: EvolutionSettings,
-    evaluate: Judge,
-    *,
-    screen: Judge | None = None,
-    checkpoint: Path | None,
-    fingerprint: Mapping[str, Any],
-) -> Outcome:
+def evolve(problem: Problem, settings: EvolutionSettings, evaluate: Judge) -> Outcome:
     """Search for the schedule of highest fitness, as this module describes.
 
-    `evaluate` is called once per generation, with schedules that it has not been given before; `screen` likewise, with
-    children that have not been evaluated (a later generation may give it the same child again). `checkpoint` is a file
-    that is written after every generation, and from which the search resumes if it exists (None: neither).
-    `fingerprint` is JSON data about all that `evaluate` depends on: model, data, scores.
+    `evaluate` is called once per generation, with schedules that it has not been given before.
 
     Rows of the history: generation (from 0), schedule and parent (lists of int; None without a parent), origin (a
-    pattern's name, uniform_feasible or mutation), screened (float; None if it was not screened), evaluated (bool: in
-    this generation, for the first time), fitness (float; None if it was skipped), elite (bool: among the m best once
-    the generation was evaluated).
+    pattern's name, uniform_feasible or mutation), evaluated (bool: in this generation, for the first time), fitness
+    (float; None if it was left out), elite (bool: among the m best once the generation was evaluated).
 
-    Raises UserError for what `check` rejects, a fitness that is not finite (naming the schedule), `proposals` without
-    `screen`, and a checkpoint of another search (naming the setting that differs, with both values).
+    Raises UserError for what `check` rejects.
     """
     space = _space(problem, settings)
-    if settings.proposals > 1 and screen is None:
-        raise UserError(
-            f"allocation.parameters.proposals={settings.proposals} needs a filter that ranks the proposals: choose "
-            "allocation.parameters.filter, or proposals=1"
-        )
-    document = {"problem": asdict(problem), "settings": asdict(settings), "fingerprint": dict(fingerprint)}
-    search = json.loads(json.dumps(document))  # in the form that is read from a checkpoint
-    state = (load(checkpoint, search) if checkpoint else None) or State(Generator(PCG64(settings.seed)))
+    state = _State(Generator(PCG64(settings.seed)))
     while state.generations < settings.generations and len(state.known) < space.size:
-        if state.generations == 0:
-            _judge_generation(_first(space, settings, state), settings, state, evaluate, None)
-        else:
-            children = _children(space, settings, state)
-            _judge_generation(children, settings, state, evaluate, screen if settings.proposals > 1 else None)
-        if checkpoint:
-            save(checkpoint, search, state)
+        make = _children if state.generations else _first
+        _judge_generation(make(space, settings, state), settings, state, evaluate)
     (best,) = state.elites(1)
     return Outcome(best, state.known[best], state.history, _counts(state))
+
+
+@dataclass
+class _State:
+    """State of a search, on which the next generation depends."""
+
+    random: Generator
+    generations: int = 0
+    """Populations evaluated."""
+    history: list[dict[str, Any]] = field(default_factory=list)
+    """A row for every schedule that was made, as `evolve` describes it."""
+    known: dict[Schedule, float] = field(default_factory=dict)
+    """Evaluated schedules and their fitness, in the order of evaluation."""
+
+    def elites(self, count: int) -> list[Schedule]:
+        """The best schedules so far, best first; of equal ones, that evaluated first comes first."""
+        return sorted(self.known, key=lambda schedule: -self.known[schedule])[:count]
 
 
 def _space(problem: Problem, settings: EvolutionSettings) -> Space:
@@ -147,7 +138,7 @@ def _space(problem: Problem, settings: EvolutionSettings) -> Space:
     return space
 
 
-def _first(space: Space, settings: EvolutionSettings, state: State) -> list[_Proposal]:
+def _first(space: Space, settings: EvolutionSettings, state: _State) -> list[_Proposal]:
     """The first population: patterns, then schedules drawn uniformly from all feasible ones."""
     names = settings.patterns[: settings.population]
     drawn = settings.population - len(names)
@@ -157,7 +148,7 @@ def _first(space: Space, settings: EvolutionSettings, state: State) -> list[_Pro
     ]
 
 
-def _children(space: Space, settings: EvolutionSettings, state: State) -> list[_Proposal]:
+def _children(space: Space, settings: EvolutionSettings, state: _State) -> list[_Proposal]:
     """Children of random elites: `proposals` for each place in the population that is not an elite's."""
     elites = state.elites(settings.elites)
     parents = state.random.integers(len(elites), size=settings.proposals * (settings.population - settings.elites))
@@ -168,20 +159,14 @@ def _children(space: Space, settings: EvolutionSettings, state: State) -> list[_
 
 
 def _judge_generation(
-    proposals: Sequence[_Proposal], settings: EvolutionSettings, state: State, evaluate: Judge, screen: Judge | None
+    proposals: Sequence[_Proposal], settings: EvolutionSettings, state: _State, evaluate: Judge
 ) -> None:
-    """Evaluate new schedules, or the best of them by `screen`, and add the generation to the history."""
-    new = [
-        schedule
-        for schedule in dict.fromkeys(proposal.schedule for proposal in proposals)
-        if schedule not in state.known
-    ]
-    screened = _values(new, screen, "screened value") if screen else {}
-    if screen:
-        best = sorted(new, key=lambda schedule: -screened[schedule])[: settings.population - settings.elites]
-        new = sorted(best, key=new.index)  # in the order of the history, from which a resumed search breaks ties
-    fitness = _values(new, evaluate, "fitness")
-    state.known.update(fitness)
+    """Evaluate the schedules that are not known yet, or the best of them, and add the generation to the history."""
+    new = [schedule for schedule in dict.fromkeys(each.schedule for each in proposals) if schedule not in state.known]
+    places = settings.population - (settings.elites if state.generations else 0)
+    values = evaluate(new, min(places, len(new))) if new else []
+    fresh = {schedule: value for schedule, value in zip(new, values, strict=True) if value is not None}
+    state.known.update(fresh)
     elites = set(state.elites(settings.elites))
     for proposal in proposals:
         state.history.append(
@@ -190,8 +175,7 @@ def _judge_generation(
                 "schedule": list(proposal.schedule),
                 "origin": proposal.origin,
                 "parent": None if proposal.parent is None else list(proposal.parent),
-                "screened": screened.get(proposal.schedule),
-                "evaluated": fitness.pop(proposal.schedule, None) is not None,
+                "evaluated": fresh.pop(proposal.schedule, None) is not None,
                 "fitness": state.known.get(proposal.schedule),
                 "elite": proposal.schedule in elites,
             }
@@ -199,20 +183,7 @@ def _judge_generation(
     state.generations += 1
 
 
-def _values(schedules: Sequence[Schedule], judge: Judge, word: str) -> dict[Schedule, float]:
-    """The value that `judge` gives each schedule. Raises UserError naming a schedule whose value is not finite."""
-    if not schedules:
-        return {}
-    values = {schedule: float(value) for schedule, value in zip(schedules, judge(schedules), strict=True)}
-    for schedule, value in values.items():
-        if not isfinite(value):
-            raise UserError(
-                f"allocation=evolutionary: {word} of the schedule {list(schedule)} is {value}: expected a finite number"
-            )
-    return values
-
-
-def _counts(state: State) -> dict[str, int]:
+def _counts(state: _State) -> dict[str, int]:
     evaluated = len(state.known)
     skipped = sum(row["fitness"] is None for row in state.history)
     made = len(state.history)
@@ -256,77 +227,46 @@ def _transfer(
     return int(source), int(destination), int(size) + 1
 
 
-_ROW = {"schedule": [int], "evaluated": bool, "fitness": Number | None}
-_SHAPE = {"search": dict, "generations": int, "random": dict, "history": [_ROW]}
+class Recorded:
+    """A judge that writes its answers to a file, and takes those of an interrupted search from there.
 
-
-@dataclass
-class State:
-    """State of a search, on which the next generation depends."""
-
-    random: Generator
-    generations: int = 0
-    """Populations evaluated."""
-    history: list[dict[str, Any]] = field(default_factory=list)
-    """A row for every schedule that was made, as `evolve` describes it."""
-    known: dict[Schedule, float] = field(default_factory=dict)
-    """Evaluated schedules and their fitness, in the order of evaluation; derived from the history."""
-
-    def elites(self, count: int) -> list[Schedule]:
-        """The best schedules so far, best first; of equal ones, that evaluated first comes first."""
-        return sorted(self.known, key=lambda schedule: -self.known[schedule])[:count]
-
-
-def save(path: Path, search: Mapping[str, Any], state: State) -> None:
-    """Write the state atomically: a search that is killed leaves the old file or the new one."""
-    document = {
-        "search": search,
-        "generations": state.generations,
-        "random": state.random.bit_generator.state,
-        "history": state.history,
-    }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.partial")
-    beside.write_text(json.dumps(document, allow_nan=False))  # keys are not sorted, so that a resumed history is equal
-    beside.replace(path)
-
-
-def load(path: Path, search: Mapping[str, Any]) -> State | None:
-    """The state that `save` wrote; None when there is none, or when the file is damaged.
-
-    A damaged file is renamed, with a printed message. Raises UserError when the file is of a search with other
-    settings, problem or data (naming what differs).
+    The first line is `search`, JSON data about all that the answers depend on: problem, settings, model, data, scores.
+    Each other line is {"schedules", "values"}, a question and its answer, in the order in which they were asked. The
+    file of another search is begun again; from a line on that is damaged or answers another question, all are dropped.
     """
-    try:
-        document = read_json(path, _SHAPE)
-        state = State(Generator(PCG64()), document["generations"], document["history"])
-        state.random.bit_generator.state = document["random"]
-    except FileNotFoundError:
-        return None
-    except (ValueError, KeyError, TypeError):  # not the expected document, or not a state of PCG64
-        aside = path.with_name(f"{path.name}.{uuid.uuid4().hex[:6]}.damaged")
-        path.rename(aside)
-        print(f"{path} is damaged: moved to {aside}, and the search begins again", flush=True)
-        return None
-    for name, old, new in _differences(document["search"], search):
-        raise UserError(
-            f"{path} is of a search with {name}={_shown(old)}, not {_shown(new)}: go on with the old value, or remove "
-            "the file to begin again"
-        )
-    state.known = {tuple(row["schedule"]): row["fitness"] for row in state.history if row["evaluated"]}
-    return state
 
+    def __init__(self, judge: Judge, path: Path, search: Mapping[str, Any]) -> None:
+        self.judge, self.path, self.asked = judge, path, 0
+        self.search = json.dumps(search, sort_keys=True)
+        lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+        self.lines = lines[1:] if lines[:1] == [self.search] else []
 
-def _differences(old: Any, new: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """(name, old value, new value) wherever two JSON documents differ; None for what one of them lacks."""
-    if isinstance(old, Mapping) and isinstance(new, Mapping):
-        for key in sorted({*old, *new}):
-            yield from _differences(old.get(key), new.get(key), f"{name}.{key}" if name else key)
-    elif old != new:
-        yield name, old, new
+    def __call__(self, schedules: Sequence[Schedule], count: int) -> list[float | None]:
+        """The answer of the judge, from the file if the search was here before."""
+        question = [list(schedule) for schedule in schedules]
+        values = self._known(question)
+        if values is None:
+            values = list(self.judge(schedules, count))
+            answer = json.dumps({"schedules": question, "values": values}, allow_nan=False)
+            self.lines = [*self.lines[: self.asked], answer]
+            self._save()
+        self.asked += 1
+        return values
 
+    def _known(self, question: list[list[int]]) -> list[float | None] | None:
+        """The answer in the file, if the next one there is to this question."""
+        try:
+            line = json.loads(self.lines[self.asked])
+        except (IndexError, ValueError):
+            return None
+        if not fits(line, {"schedules": [[int]], "values": [Number | None]}) or line["schedules"] != question:
+            return None
+        values: list[float | None] = line["values"]
+        return values if len(values) == len(question) else None
 
-def _shown(value: Any) -> str:
-    """A value as text for a message; cut if it is long."""
-    text = json.dumps(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
+    def _save(self) -> None:
+        """Write all lines atomically: a search that is killed leaves the old file or the new one."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        beside = self.path.with_name(f".{self.path.name}.partial")
+        beside.write_text("".join(f"{line}\n" for line in (self.search, *self.lines)))
+        beside.replace(self.path)

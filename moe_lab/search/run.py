@@ -16,14 +16,14 @@ import torch
 from moe_lab.allocation.protection import provenance
 from moe_lab.calibration.answers import AnswerBatch, answer_batches
 from moe_lab.config import CalibrationConfig
-from moe_lab.search.candidates import Candidates, Cost, Plans
-from moe_lab.search.evolution import Outcome, check, evolve
-from moe_lab.search.screening import Screen, halving, quartered, reconstruction
+from moe_lab.search.candidates import Candidates, Cost, Plans, quartered
+from moe_lab.search.evolution import Outcome, Recorded, check, evolve
 from moe_lab.search.settings import SearchSettings, search_settings
 from moe_lab.search.speculative_decoding import DraftingCandidates
 from moe_lab.statistics.observe import digest
 
-CHECKPOINT = "evolution.json"
+ANSWERS = "answers.jsonl"
+"""File of `Recorded` in the folder of partial results."""
 SCHEMA = 1
 """Schema of search.json."""
 HISTORY = arrow.schema(
@@ -32,7 +32,6 @@ HISTORY = arrow.schema(
         ("schedule", arrow.list_(arrow.int64())),
         ("origin", arrow.string()),
         ("parent", arrow.list_(arrow.int64())),
-        ("screened", arrow.float64()),
         ("evaluated", arrow.bool_()),
         ("fitness", arrow.float64()),
         ("elite", arrow.bool_()),
@@ -58,29 +57,22 @@ def search(
 
     `facts` are those of the model, perhaps with protected experts; `scores`: layer -> a score per expert, of which the
     lowest are dropped first; `settings`: fields of AllocationConfig and the ratio; `text`: the search set, tasks with
-    answers. After every generation the state is saved in the folder `partial`. A search that finds it there resumes
-    from it, and gives the same plan and history as one that was never stopped. `fingerprint` is JSON data about all
-    that the fitness depends on besides settings, scores and search set, which is the model. `seed` determines all
-    random draws.
+    answers. After every generation its fitness values are saved in the folder `partial`. A search that finds them there
+    goes on from them, and gives the same plan and history as one that was never stopped. `fingerprint` is JSON data
+    about all that the fitness depends on besides settings, scores and search set, which is the model. `seed` determines
+    all random draws.
 
-    Raises UserError for settings, a ratio or a search set that cannot work, a fitness that is not finite, and a saved
-    state of another search.
+    Raises UserError for settings, a ratio or a search set that cannot work, and a fitness that is not finite.
     """
     chosen = search_settings(settings, facts, seed)
     check(chosen.problem, chosen.evolution)
     rows = answer_batches(text, tokenizer, header=chosen.fitness.header)
     protected = {int(layer): about.get("protected", ()) for layer, about in facts["layers"].items()}
     plans = Plans(model, scores, protected)
-    judge, screen = _judges(model, plans, rows, chosen, text.batch_size, _ends(model, tokenizer))
+    judge = _judge(model, plans, rows, chosen, text.batch_size, _ends(model, tokenizer))
+    evaluate = Recorded(judge.evaluate, partial / ANSWERS, _depends_on(fingerprint, scores, rows, chosen))
     start = time.perf_counter()
-    outcome = evolve(
-        chosen.problem,
-        chosen.evolution,
-        judge.evaluate,
-        screen=screen,
-        checkpoint=partial / CHECKPOINT,
-        fingerprint=_fingerprint(fingerprint, scores, rows, chosen),
-    )
+    outcome = evolve(chosen.problem, chosen.evolution, evaluate)
     result = {"fitness": outcome.fitness, "search": text.name, "seed": seed}
     origin = {"allocation": dict(settings), **result, **provenance(facts), "model_sha256": facts.get("sha256")}
     plan = plans.plan(outcome.best, origin)
@@ -90,25 +82,20 @@ def search(
     (out / "search.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 
-def _judges(
+def _judge(
     model: Any,
     plans: Plans,
     rows: Sequence[AnswerBatch],
     chosen: SearchSettings,
     batch_size: int,
     ends: frozenset[int],
-) -> tuple[Candidates | DraftingCandidates, Screen | None]:
-    """What evaluates schedules, and what ranks proposals before that, or None."""
-    fitness, seed = chosen.fitness, chosen.evolution.seed
+) -> Candidates | DraftingCandidates:
+    """What evaluates schedules."""
+    fitness, evolution = chosen.fitness, chosen.evolution
     if fitness.fitness == "spec_dec":
-        return DraftingCandidates(model, plans, rows, fitness, seed=seed, ends=ends), None
-    cut = quartered(rows, batch_size) if fitness.filter == "halving" else rows
-    judge = Candidates(model, plans, cut, fitness, seed=seed, elites=chosen.evolution.elites)
-    if fitness.filter == "halving":
-        return judge, halving(judge)
-    if fitness.filter == "reconstruction":
-        return judge, reconstruction(judge, rows, chosen.removals(), tokens=fitness.filter_tokens)
-    return judge, None
+        return DraftingCandidates(model, plans, rows, fitness, seed=evolution.seed, ends=ends)
+    cut = quartered(rows, batch_size) if evolution.proposals > 1 else rows
+    return Candidates(model, plans, cut, fitness, seed=evolution.seed, elites=evolution.elites)
 
 
 def _ends(model: Any, tokenizer: Any) -> frozenset[int]:
@@ -118,14 +105,24 @@ def _ends(model: Any, tokenizer: Any) -> frozenset[int]:
     return frozenset(token for token in (*several, tokenizer.eos_token_id) if token is not None)
 
 
-def _fingerprint(
-    given: Mapping[str, Any], scores: Mapping[int, Sequence[float]], rows: Sequence[AnswerBatch], chosen: SearchSettings
+def _depends_on(
+    fingerprint: Mapping[str, Any],
+    scores: Mapping[int, Sequence[float]],
+    rows: Sequence[AnswerBatch],
+    chosen: SearchSettings,
 ) -> dict[str, Any]:
-    """All that determines the fitness of a schedule: model, scores of its experts, search set and settings."""
+    """All that determines which schedules are asked for, and their fitness."""
     text = [torch.cat(parts) for parts in zip(*rows, strict=True)]
     ranked = [torch.tensor(list(map(float, scores[layer])), dtype=torch.float64) for layer in sorted(scores)]
     settings = {name: value for name, value in asdict(chosen.fitness).items() if name != "memory_budget"}
-    return {**given, "search_set": digest(text), "scores": digest(ranked), "fitness": settings}
+    return {
+        "fingerprint": dict(fingerprint),
+        "search_set": digest(text),
+        "scores": digest(ranked),
+        "problem": asdict(chosen.problem),
+        "evolution": asdict(chosen.evolution),
+        "fitness": settings,
+    }
 
 
 def _report(outcome: Outcome, chosen: SearchSettings, plans: Plans, cost: Cost, seconds: float) -> dict[str, Any]:

@@ -7,9 +7,9 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from moe_lab.allocation.decide import routed_ratio
-from moe_lab.allocation.problem import budget, limits
+from moe_lab.allocation.problem import budget, limits, or_nearest
 from moe_lab.errors import UserError, unknown
-from moe_lab.search.schedules import PATTERNS, Problem, space_of
+from moe_lab.search.schedules import PATTERNS, Problem
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class EvolutionSettings:
     patterns: tuple[str, ...] = PATTERNS
     """The first schedules of the first population, one each; the others are drawn uniformly from all feasible ones."""
     proposals: int = 1
-    """Children proposed for each one that is evaluated; with more than 1, `filter` chooses among them."""
+    """Children made for each one that is evaluated on all rows; with more than 1, halving chooses the best."""
 
     def check(self) -> None:
         """Raise UserError for a value that cannot work."""
@@ -58,7 +58,6 @@ class EvolutionSettings:
 
 FITNESS = ("esap", "sap", "kl", "kl_reversed", "nll", "spec_dec")
 AVERAGINGS = ("macro", "micro")
-FILTERS = ("none", "reconstruction", "halving")
 UNSHIFTED = ("esap", "sap", "kl", "kl_reversed")
 """Fitness functions that EvoESAP's code computes at the answer tokens, not at the positions that predict them."""
 
@@ -79,17 +78,13 @@ class FitnessSettings:
     """Tokens that spec_dec generates for each row."""
     memory_budget: int = 2**31
     """Bytes for the unpruned model's log-probabilities. If they need more, every generation computes them again."""
-    filter: str = "none"
-    """How proposals are ranked before the best are evaluated: none, reconstruction or halving."""
-    filter_tokens: int = 4096
-    """Tokens that filter=reconstruction reads."""
 
     def check(self) -> None:
         """Raise UserError for a value that cannot work."""
-        for name, choices in (("fitness", FITNESS), ("averaging", AVERAGINGS), ("filter", FILTERS)):
+        for name, choices in (("fitness", FITNESS), ("averaging", AVERAGINGS)):
             if getattr(self, name) not in choices:
                 raise unknown(f"allocation.parameters.{name}", getattr(self, name), choices)
-        for name, least in (("max_new_tokens", 1), ("memory_budget", 0), ("filter_tokens", 1)):
+        for name, least in (("max_new_tokens", 1), ("memory_budget", 0)):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise UserError(f"allocation.parameters.{name}={value}: expected a whole number of at least {least}")
@@ -101,10 +96,6 @@ class FitnessSettings:
                 f"allocation.parameters.shift=false has no meaning for fitness={self.fitness}: expected one of "
                 f"{', '.join(UNSHIFTED)}"
             )
-        if self.fitness == "spec_dec" and self.filter != "none":
-            raise UserError(
-                f"allocation.parameters.filter={self.filter} does not go with fitness=spec_dec: expected filter=none"
-            )
 
 
 @dataclass(frozen=True)
@@ -114,14 +105,6 @@ class SearchSettings:
     problem: Problem
     evolution: EvolutionSettings
     fitness: FitnessSettings
-
-    def removals(self) -> list[list[int]]:
-        """For each layer, the numbers of experts a schedule may remove, ascending; 0 is first even if not allowed."""
-        space = space_of(self.problem, self.evolution.granularity)
-        return [
-            sorted({0, *(low + space.step * units for units in range(room + 1))})
-            for low, room in zip(space.lowest, space.capacity, strict=True)
-        ]
 
 
 def search_settings(settings: Mapping[str, Any], facts: Mapping[str, Any], seed: int) -> SearchSettings:
@@ -151,10 +134,9 @@ def parse(parameters: Mapping[str, Any], seed: int = 0) -> tuple[EvolutionSettin
     fitness = FitnessSettings(**_of(FitnessSettings, named))
     fitness.check()
     evolution.check()
-    if fitness.filter != "none" and evolution.proposals == 1:
+    if fitness.fitness == "spec_dec" and evolution.proposals > 1:
         raise UserError(
-            f"allocation.parameters.filter={fitness.filter} has nothing to choose from with proposals=1: set "
-            "allocation.parameters.proposals=4, say"
+            f"allocation.parameters.proposals={evolution.proposals} does not go with fitness=spec_dec: expected 1"
         )
     return evolution, fitness
 
@@ -170,11 +152,14 @@ PARAMETERS = tuple(sorted(field.name for kind in (EvolutionSettings, FitnessSett
 def _problem(settings: Mapping[str, Any], facts: Mapping[str, Any], layers: Mapping[int, Mapping[str, Any]]) -> Problem:
     """The problem to search. Raises UserError when the routers cannot work with the ratio."""
     allowed = limits(layers, settings["multiple_of"])
-    ratio = routed_ratio(settings["ratio"], settings.get("ratio_basis", "routed"), {**facts, "layers": layers})
-    order = sorted(allowed)
+    order, model = sorted(allowed), {**facts, "layers": layers}
+
+    def decide(ratio: float) -> int:
+        return budget(allowed, routed_ratio(ratio, settings.get("ratio_basis", "routed"), model))
+
     return Problem(
         n_experts=tuple(allowed[layer].count for layer in order),
         fewest=tuple(allowed[layer].fewest for layer in order),
         steps=tuple(allowed[layer].step for layer in order),
-        budget=budget(allowed, ratio),
+        budget=or_nearest(decide, settings["ratio"]),
     )

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from contextlib import suppress
 from itertools import combinations, product
 from math import comb, prod
 from typing import Any
 
-from moe_lab.allocation.problem import limits, rounded_up
+from moe_lab.allocation.problem import RatioTooLarge, limits, or_nearest
 from moe_lab.allocation.uniform import same_share
 from moe_lab.errors import UserError
 
@@ -22,21 +21,24 @@ def check_removals(
     """Number of experts that each layer loses, the same share in all, checked to leave at most `limit` choices a layer.
 
     `layers`: layer -> n_experts, top_k, n_group, topk_group, perhaps protected, as in a model's facts. Raises UserError
-    for an infeasible ratio, and for a layer with more choices, naming their number and the largest feasible ratio.
+    for an infeasible ratio, and for a layer with more choices; both name the nearest feasible ratio.
     """
     if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
         raise UserError(f"allocation.parameters.limit={limit}: expected a whole number of at least 1")
-    removed = same_share(limits(layers, multiple_of), ratio)
-    for layer, about in layers.items():
-        choices = _count(about, removed[layer])
-        if choices > limit:
-            largest = _largest(layers, ratio, limit, multiple_of)
-            raise UserError(
-                f"ratio={ratio:g} with allocation=reconstruction tries {_formula(about, removed[layer])} = "
-                f"{choices:.4g} choices in layer {layer}, more than limit={limit}: {largest:g} is the largest "
-                "feasible ratio"
-            )
-    return removed
+    by_layer = limits(layers, multiple_of)
+
+    def decide(ratio: float) -> dict[int, int]:
+        removed = same_share(by_layer, ratio)
+        for layer, about in layers.items():
+            choices = count_subsets(about["n_experts"], removed[layer], about["n_group"], about.get("protected", ()))
+            if choices > limit:
+                raise RatioTooLarge(
+                    f"allocation=reconstruction tries {choices:.4g} choices of {removed[layer]} out of "
+                    f"{about['n_experts']} experts in layer {layer}, more than allocation.parameters.limit={limit}"
+                )
+        return removed
+
+    return or_nearest(decide, ratio)
 
 
 def count_subsets(n_experts: int, removed: int, n_group: int = 1, protected: Collection[int] = ()) -> int:
@@ -63,30 +65,3 @@ def kept_subsets(
         gone = {expert for group in choice for expert in group}
         subsets.append(tuple(expert for expert in range(n_experts) if expert not in gone))
     return subsets
-
-
-def _largest(layers: Mapping[int, Mapping[str, Any]], ratio: float, limit: int, multiple_of: int) -> float:
-    """The largest ratio below `ratio`, to four digits, at which no layer has more than `limit` choices."""
-    counts = {about["n_experts"] for about in layers.values()}
-    shares = {rounded_up(removed, count) for count in counts for removed in range(count)}
-    for share in sorted(shares, reverse=True):
-        if share >= ratio:
-            continue
-        with suppress(UserError):  # this share is infeasible with these groups and multiples
-            removed = same_share(limits(layers, multiple_of), share)
-            if all(_count(about, removed[layer]) <= limit for layer, about in layers.items()):
-                return max(rounded_up(removed[layer], about["n_experts"]) for layer, about in layers.items())
-    return 0.0
-
-
-def _count(about: Mapping[str, Any], removed: int) -> int:
-    return count_subsets(about["n_experts"], removed, about["n_group"], about.get("protected", ()))
-
-
-def _formula(about: Mapping[str, Any], removed: int) -> str:
-    groups = about["n_group"]
-    if protected := about.get("protected", ()):
-        free = [len(group) for group in _groups(about["n_experts"], groups, protected)]
-        return " x ".join(f"C({count}, {removed // groups})" for count in free)
-    power = f"^{groups}" if groups > 1 else ""
-    return f"C({about['n_experts'] // groups}, {removed // groups}){power}"

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_lab.allocation.align import Alignment, align, check_fits, parse
-from moe_lab.allocation.problem import Infeasible
+from moe_lab.allocation.problem import RatioTooLarge, RatioTooSmall
 from moe_lab.errors import UserError
 
 ORDERS = ("remainder", "scores")
@@ -27,10 +27,8 @@ def test_golden_example() -> None:
     assert sum(found) == 1664 and BUDGETS.sum() == 1674
 
 
-def test_blocks_beyond_one_each_go_round_again() -> None:
-    """Three trimmed experts leave 3 * 96 channels: two blocks more than one for each of the others."""
-    assert aligned([130, 120, 120, 120, 60], 512, 128) == [512, 0, 0, 0, 0]
-    assert aligned([500, 120, 120, 120], 512, 128) == [512, 0, 0, 0]  # what nobody can take is lost
+def test_blocks_that_nobody_can_take_are_lost() -> None:
+    assert aligned([500, 120, 120, 120], 512, 128) == [512, 0, 0, 0]
 
 
 def test_order_of_scores() -> None:
@@ -66,7 +64,7 @@ def reference(kept: list[int], lost: list[float], width: int, block: int, least:
 def test_properties(kept: list[int], block: int, least: int, order: str) -> None:
     try:
         found = aligned(kept, 24, block, least=least, order=order)
-    except Infeasible:
+    except RatioTooLarge:
         assert max(kept) < least or max(kept) < block
         return
     assert all(n % block == 0 and 0 <= n <= 24 for n in found)
@@ -87,31 +85,30 @@ def test_a_block_that_does_not_divide_the_width_leaves_the_last_channels_out() -
 
 def test_what_is_refused() -> None:
     layers = {3: {"n_experts": 60, "width": 1408}}
-    with pytest.raises(UserError, match=r"block=1536: experts of layer 3 have only 1408"):
-        check_fits(Alignment(1536, 128, "remainder"), layers, 0.5)
     check_fits(Alignment(128, 128, "remainder"), layers, 0.0)
     check_fits(Alignment(256, 256, "remainder"), layers, 0.091)
-    with pytest.raises(UserError, match=r"block=256: .*ratio=0.05 keeps; 0.091 is the smallest ratio"):
+    with pytest.raises(RatioTooSmall, match=r"align\.block=256"):
         check_fits(Alignment(256, 256, "remainder"), layers, 0.05)
-    with pytest.raises(UserError, match=r"min_channels=65: experts of layer 0 have only 64"):
-        check_fits(Alignment(32, 65, "remainder"), {0: {"n_experts": 4, "width": 64}}, 0.5)
-    with pytest.raises(UserError, match=r"leaves no channel in layer 0, whose largest expert was to keep 7"):
+    for rules, field in ((Alignment(1536, 128, "remainder"), "block=1536"), (Alignment(32, 1409, "scores"), "min_ch")):
+        with pytest.raises(UserError, match=rf"{field}.* layer 3 .*1408"):
+            check_fits(rules, layers, 0.5)
+    with pytest.raises(RatioTooLarge, match=r"layer 0\b.* 7\b"):
         aligned([7, 3], 16, 8)
 
 
 @pytest.mark.parametrize(
-    ("value", "message"),
+    ("value", "field"),
     [
-        (128, r"align=128: expected null or \{block: 128\}"),
-        ({"blocks": 8}, "align=blocks is unknown: did you mean block"),
-        ({}, "align.block=None: expected a whole number"),
-        ({"block": 0}, "align.block=0: expected a whole number"),
-        ({"block": 8, "min_channels": -1}, "min_channels=-1: expected 0 or more"),
-        ({"block": 8, "order": "remainders"}, "did you mean remainder"),
+        (128, "align=128"),
+        ({"blocks": 8}, "blocks.*block"),
+        ({}, "align.block"),
+        ({"block": 0}, "align.block=0"),
+        ({"block": 8, "min_channels": -1}, "min_channels=-1"),
+        ({"block": 8, "order": "remainders"}, "order=remainders.*remainder"),
     ],
 )
-def test_mistakes_in_the_setting(value: Any, message: str) -> None:
-    with pytest.raises(UserError, match=message):
+def test_mistakes_in_the_setting(value: Any, field: str) -> None:
+    with pytest.raises(UserError, match=field):
         parse(value)
 
 

@@ -21,36 +21,22 @@ def test_every_allocation_passes_with_its_defaults() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "granularity", "message"),
+    ("fields", "granularity", "named"),
     [
-        (
-            {"name": "coverage"},
-            "expert",
-            r"allocates channels, but the criterion scores experts: choose .*\(evolutionary",
-        ),
-        (
-            {"name": "evolutionary"},
-            "channel",
-            r"allocates experts, but the criterion scores channels.*\(coverage, global",
-        ),
-        ({"name": "globl"}, "expert", "allocation=globl is unknown: did you mean global"),
-        ({"multiple_of": 4}, "channel", "multiple_of=4 counts experts.*expected 1"),
-        ({"ratio_basis": "modle"}, "expert", "allocation.ratio_basis=modle is unknown: did you mean model"),
-        ({"by": "reap"}, "expert", "allocation.by=reap is only for allocation=global"),
-        ({"search": "code"}, "expert", "allocation.search=code is only for allocation=evolutionary"),
-        ({"path": "x.json"}, "expert", "allocation.path=x.json is only for allocation=list"),
-        ({"name": "global", "by": "reap"}, "channel", "allocation.by=reap compares experts"),
-        ({"name": "evolutionary"}, "expert", "allocation=evolutionary needs allocation.search"),
-        ({"name": "u_shaped", "parameters": {"betta": 1}}, "expert", "parameters=betta is unknown: did you mean beta"),
-        ({"name": "u_shaped", "parameters": {"beta": "much"}}, "expert", "beta=much: expected a number"),
-        ({"name": "u_shaped", "parameters": {"align": None}}, "expert", "parameters=align is unknown"),
-        ({"name": "coverage", "parameters": {"prior": "ala3"}}, "channel", "prior=ala3 is unknown: did you mean ala"),
-        ({"name": "global", "parameters": {"zero_expert": "dropp"}}, "channel", "did you mean drop"),
-        ({"name": "global", "parameters": {"align": {"block": 1.5}}}, "channel", "align.block=1.5: expected a whole"),
+        ({"name": "coverage"}, "expert", "allocation=coverage.*evolutionary"),
+        ({"name": "evolutionary", "search": "code"}, "channel", "allocation=evolutionary.*coverage, global"),
+        ({"name": "globl"}, "expert", "allocation=globl.*global"),
+        ({"multiple_of": 4}, "channel", "multiple_of=4"),
+        ({"name": "global", "by": "reap"}, "channel", "allocation.by=reap"),
+        ({"name": "u_shaped", "parameters": {"betta": 1}}, "expert", "betta.*beta"),
+        ({"name": "u_shaped", "parameters": {"beta": "much"}}, "expert", "beta=much"),
+        ({"name": "u_shaped", "parameters": {"align": None}}, "expert", "align"),
+        ({"name": "coverage", "parameters": {"prior": "ala3"}}, "channel", "prior=ala3.*ala"),
+        ({"name": "global", "parameters": {"zero_expert": "dropp"}}, "channel", "zero_expert=dropp.*drop"),
     ],
 )
-def test_mistakes_are_said_before_anything_runs(fields: Any, granularity: Any, message: str) -> None:
-    with pytest.raises(UserError, match=message):
+def test_mistakes_are_said_before_anything_runs(fields: Any, granularity: Any, named: str) -> None:
+    with pytest.raises(UserError, match=named):
         check(AllocationConfig(**fields), granularity)
 
 
@@ -80,16 +66,13 @@ def test_ratio_of_the_model() -> None:
     assert routed_ratio(0.2, "model", FACTS) == pytest.approx(0.25)
     published = {"parameters": 1000, "layers": {0: {"n_experts": 1, "expert_parameters": 913}}}
     assert routed_ratio(0.2, "model", published) == pytest.approx(0.219, abs=5e-4)
-    with pytest.raises(UserError, match=r"expected less than 0.8000.* 0.79 is the largest feasible ratio"):
-        routed_ratio(0.8, "model", FACTS)
     chosen = {**settings("uniform", 0.4), "ratio_basis": "model"}
     assert allocate(chosen, FACTS["layers"], {0: [0.0] * 10}, {}, FACTS) == {0: 5}
     scores = {0: numpy.arange(80.0).reshape(10, 8)}
     assert budgets({**chosen, "name": "global"}, FACTS["layers"], scores, {}, FACTS)[0].sum() == 40
-    with pytest.raises(
-        UserError, match=r"layer 0.*\(ratios of routed experts: .* ratio=0.79 of the model 0.9875 of them"
-    ):
-        allocate({**chosen, "ratio": 0.79}, {0: layer(10, top_k=4)}, {0: [0.0] * 10}, {}, FACTS)
+    for layers, ratio, nearest in ((FACTS["layers"], 0.8, 0.79), ({0: layer(10, top_k=4)}, 0.79, 0.559)):
+        with pytest.raises(UserError, match=rf"ratio={ratio}: .*; {nearest}\d* is the largest feasible ratio"):
+            allocate({**chosen, "ratio": ratio}, layers, {0: [0.0] * 10}, {}, FACTS)
     with pytest.raises(UserError, match="ratio_basis=model needs the number of the model's parameters"):
         allocate(chosen, FACTS["layers"], {0: [0.0] * 10})
 
@@ -98,16 +81,12 @@ def test_fits_says_without_scores_what_cannot_be_had() -> None:
     layers = {0: layer(16, top_k=8, width=48)}
     for name in ("uniform", "global", "evolutionary", "reconstruction"):
         fits(settings(name, 0.5), layers, "expert")
-        with pytest.raises(UserError, match=r"0.5 is the largest feasible ratio"):
+        with pytest.raises(UserError, match=r"0.562 is the largest feasible ratio"):
             fits(settings(name, 0.75), layers, "expert")
-    fits(settings("global", 0.75), layers, "channel")
-    fits(settings("global", 0.75, align={"block": 16}), layers, "channel")
-    fits(settings("global", 0.75, align={"block": 32}), layers, "channel")
-    with pytest.raises(UserError, match=r"block=64: experts of layer 0 have only 48"):
-        fits(settings("global", 0.75, align={"block": 64}), layers, "channel")
-    with pytest.raises(UserError, match=r"block=32: whole blocks hold 512 of 768 channels"):
-        fits(settings("global", 0.25, align={"block": 32}), layers, "channel")
-    with pytest.raises(UserError, match="ratio=1: expected a number"):
-        fits(settings("global", 1), layers, "channel")
+    for ratio, block in ((0.75, None), (0.75, 16), (0.75, 32)):
+        fits(settings("global", ratio, align=block and {"block": block}), layers, "channel")
+    for ratio, block, named in ((0.75, 64, "block=64"), (0.25, 32, "block=32.* smallest"), (1, None, "ratio=1")):
+        with pytest.raises(UserError, match=named):
+            fits(settings("global", ratio, align=block and {"block": block}), layers, "channel")
     fits({**settings("uniform", 0.75), "ratio_basis": "model"}, layers, "expert")
     assert get("reconstruction").step == "reconstruction"

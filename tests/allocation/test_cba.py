@@ -4,7 +4,7 @@ from itertools import product
 
 import numpy
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from moe_lab.allocation.coverage import cover
@@ -49,9 +49,11 @@ def test_golden_example() -> None:
 
 
 scores = st.lists(st.lists(st.floats(0.01, 10), min_size=1, max_size=6), min_size=1, max_size=4)
+TARGETS = st.lists(st.floats(0.05, 1), min_size=4, max_size=4)
 
 
-@given(scores, st.lists(st.floats(0.05, 1), min_size=4, max_size=4), st.floats(0, 1))
+@given(scores, TARGETS, st.floats(0, 1))
+@settings(max_examples=50)
 def test_exact_is_the_search_run_to_the_end(rows: list[list[float]], targets: list[float], fill: float) -> None:
     groups, prior = [numpy.array(row) for row in rows], numpy.array(targets[: len(rows)])
     budget = max(len(groups), round(fill * sum(map(len, groups))))  # below, alpha is 0 and all groups are tied
@@ -62,7 +64,8 @@ def test_exact_is_the_search_run_to_the_end(rows: list[list[float]], targets: li
     assert sum(covered(groups, prior, alpha * (1 - 1e-9))) <= budget
 
 
-@given(scores, st.lists(st.floats(0.05, 1), min_size=4, max_size=4), st.integers(0, 12))
+@given(scores, TARGETS, st.integers(0, 12))
+@settings(max_examples=50)
 def test_no_budgets_cover_the_worst_group_better(rows: list[list[float]], targets: list[float], budget: int) -> None:
     rows = [row[:3] for row in rows]
     groups, prior = [numpy.array(row) for row in rows], numpy.array(targets[: len(rows)])

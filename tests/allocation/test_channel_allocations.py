@@ -4,66 +4,14 @@ from typing import Any
 
 import numpy
 import pytest
-import tiny
 from facts_of import layer, settings
 from hypothesis import given
-from hypothesis import settings as how
 from hypothesis import strategies as st
 
 from moe_lab.allocation import budgets, needs
 from moe_lab.allocation.registry import check
 from moe_lab.config import AllocationConfig
 from moe_lab.errors import UserError
-from moe_lab.pruning.plan import make_channel_plan
-
-CHOICES: list[tuple[str, dict[str, Any]]] = [
-    ("global", {}),
-    ("layerwise", {}),
-    ("u_shaped", {"beta": 0.1}),
-    ("loss_based", {"smoothing": "log"}),
-    *(("coverage", {"inter": inter, "zero_expert": "keep_null"}) for inter in ("uniform", "u_shaped", "loss_based")),
-    *(
-        ("coverage", {"intra": intra, "zero_expert": "keep_null"})
-        for intra in ("coverage", "proportional", "uniform", "ranking")
-    ),
-    ("coverage", {"layer_prior": "none", "prior": "none", "zero_expert": "keep_null"}),
-    ("coverage", {"prior": "ala_lm", "expert_smoothing": "huber", "zero_expert": "keep_null"}),
-]
-
-
-def example(seed: int, shapes: list[tuple[int, int]]) -> tuple[dict[int, Any], dict[int, Any], dict[str, Any]]:
-    random = numpy.random.default_rng(seed)
-    layers = {2 * i: layer(experts, width=width) for i, (experts, width) in enumerate(shapes)}
-    scores = {i: random.gamma(0.5, size=(facts["n_experts"], facts["width"])) for i, facts in layers.items()}
-    for values in scores.values():
-        values[random.random(len(values)) < 0.1] = -1.0  # as an expert that saw no token
-    forward = {
-        i: {"layer_loss": random.gamma(1) + 1e-6, "ala_first": random.normal(1, 1, len(values))}
-        for i, values in scores.items()
-    }
-    gradients = {i: {"channel_product": random.normal(size=values.shape)} for i, values in scores.items()}
-    return layers, scores, {"statistics": forward, "gradients": gradients}
-
-
-@given(
-    st.integers(0, 1000),
-    st.lists(st.tuples(st.integers(1, 6), st.integers(1, 20)), min_size=1, max_size=4),
-    st.floats(0, 0.99),
-    st.sampled_from(CHOICES),
-)
-@how(max_examples=200)
-def test_budgets_are_exact_to_the_channel(
-    seed: int, shapes: list[tuple[int, int]], ratio: float, choice: tuple[str, dict[str, Any]]
-) -> None:
-    layers, scores, evidence = example(seed, shapes)
-    kept = budgets(settings(choice[0], ratio, **choice[1]), layers, scores, evidence)
-    total = sum(values.size for values in scores.values())
-    assert sum(int(row.sum()) for row in kept.values()) == int(total * (1 - ratio) + 1e-6)
-    for index, row in kept.items():
-        assert row.shape == (layers[index]["n_experts"],) and row.dtype == numpy.int64
-        assert (row >= 0).all() and (row <= layers[index]["width"]).all()
-    if any(row.any() for row in kept.values()):
-        make_channel_plan(scores, kept, tiny.routers(kept, 1), provenance={})
 
 
 def test_ten_percent_of_a_thousand_is_a_hundred() -> None:
@@ -96,9 +44,9 @@ def test_uniform_keeps_widths_equal() -> None:
     layers, scores = {0: layer(3, width=10), 1: layer(2, width=7)}, {0: numpy.ones((3, 10)), 1: numpy.ones((2, 7))}
     kept = budgets(settings("uniform", 0.25), layers, scores)
     assert {index: row.tolist() for index, row in kept.items()} == {0: [7, 7, 7], 1: [5, 5]}
-    with pytest.raises(UserError, match=r"leaves no channel of 7 in .* layer 1: 0.8571 is the largest feasible ratio"):
+    with pytest.raises(UserError, match=r"no channel of 7 in .* layer 1\b.* 0.857 is the largest feasible ratio"):
         budgets(settings("uniform", 0.89), layers, scores)
-    assert budgets(settings("uniform", 0.8571), layers, scores)[1].tolist() == [1, 1]
+    assert budgets(settings("uniform", 0.857), layers, scores)[1].tolist() == [1, 1]
 
 
 def test_coverage_by_hand() -> None:
@@ -175,55 +123,47 @@ def test_layer_losses_and_expert_priors_are_smoothed_apart() -> None:
         check(AllocationConfig(name="coverage", parameters={"smoothing": "log"}), "channel")
 
 
-def test_aligned_budgets_are_blocks() -> None:
-    layers, scores, evidence = example(3, [(6, 32), (6, 32)])
-    for name, order in (("global", "remainder"), ("coverage", "scores")):
-        align = {"block": 8, "min_channels": 8, "order": order}
-        kept = budgets(settings(name, 0.5, align=align), layers, scores, evidence)
-        assert all(not (row % 8).any() for row in kept.values())
-        assert 192 - 2 * 8 < sum(int(row.sum()) for row in kept.values()) <= 192
-    kept = budgets(settings("global", 0.5, align={"block": 12}), layers, scores, evidence)
-    assert {int(count) for row in kept.values() for count in row} <= {0, 12, 24}, (
-        "32 channels are two blocks and 8 more"
+def test_blocks_that_do_not_divide_the_width() -> None:
+    layers, scores = (
+        {i: layer(6, width=32) for i in (0, 2)},
+        {i: numpy.random.default_rng(i).random((6, 32)) for i in (0, 2)},
     )
-    with pytest.raises(UserError, match=r"block=12: whole blocks hold 288 of 384 channels.* 0.25 is the smallest"):
-        budgets(settings("global", 0.2, align={"block": 12}), layers, scores, evidence)
+    kept = budgets(settings("global", 0.5, align={"block": 12}), layers, scores)
+    assert {int(count) for row in kept.values() for count in row} <= {0, 12, 24}, "two blocks and 8 channels more"
+    with pytest.raises(UserError, match=r"align\.block=12\b.* 288; 0.248 is the smallest feasible ratio"):
+        budgets(settings("global", 0.2, align={"block": 12}), layers, scores)
 
 
 def test_a_block_too_large_for_the_ratio_names_the_largest_ratio() -> None:
     layers, scores = {0: layer(4, width=16)}, {0: numpy.ones((4, 16)) + numpy.arange(16) / 100}
     chosen = settings("coverage", 0.9, intra="uniform", layer_prior="none", align={"block": 8})
-    with pytest.raises(
-        UserError, match=r"leaves no channel in layer 0.*to keep 2.*; ratio=0.54 is the largest feasible"
-    ):
+    with pytest.raises(UserError, match=r"layer 0\b.* 2\b.*; 0.546 is the largest feasible ratio"):
         budgets(chosen, layers, scores)
-    assert budgets({**chosen, "ratio": 0.54}, layers, scores)[0].sum() > 0
+    assert budgets({**chosen, "ratio": 0.546}, layers, scores)[0].sum() > 0
 
 
 def test_dropping_experts_leaves_the_router_enough() -> None:
     layers = {0: layer(4, top_k=3, width=4)}
     scores = {0: numpy.array([[9.0] * 4, [8.0] * 4, [1.0] * 4, [2.0] * 4])}
     assert budgets(settings("global", 0.5), layers, scores)[0].tolist() == [4, 4, 0, 0]
-    with pytest.raises(
-        UserError, match=r"drop leaves 2 of 4.*at least 3: zero_expert=keep_null.*ratio=0.43 is the large"
-    ):
+    with pytest.raises(UserError, match=r"zero_expert=drop leaves 2 of 4.*at least 3.*; 0.437 is the largest"):
         budgets(settings("global", 0.5, zero_expert="drop"), layers, scores)
     grouped = {0: layer(4, n_group=2, width=4)}
-    with pytest.raises(UserError, match=r"leaves 2 of 4 experts.*the same number in each of its 2 groups, at least 4"):
+    with pytest.raises(UserError, match=r"zero_expert=drop leaves 2 of 4 experts.* 2 groups"):
         budgets(settings("global", 0.5, zero_expert="drop"), grouped, scores)
 
 
-def test_scores_of_another_model() -> None:
-    layers = {0: layer(2, width=4)}
-    for scores, message in [
-        ({1: numpy.ones((2, 4))}, r"layers \[1\], expected \[0\]"),
-        ({0: numpy.ones((2, 5))}, r"scores of layer 0 has the shape \(2, 5\), expected \(2, 4\)"),
-        ({0: numpy.array([[1, 1, 1, 1], [1, numpy.nan, 1, 1]])}, "scores: layer 0, expert 1 is nan"),
-    ]:
-        with pytest.raises(UserError, match=message):
-            budgets(settings("global", 0.5), layers, scores)
-    with pytest.raises(UserError, match=r"ratio=1.0: expected a number in \[0, 1\)"):
-        budgets(settings("global", 1.0), layers, {0: numpy.ones((2, 4))})
+@pytest.mark.parametrize(
+    ("scores", "named"),
+    [
+        ({1: numpy.ones((2, 4))}, r"layers \[1\]"),
+        ({0: numpy.ones((2, 5))}, r"layer 0\b.*\(2, 5\).*\(2, 4\)"),
+        ({0: numpy.array([[1, 1, 1, 1], [1, numpy.nan, 1, 1]])}, "layer 0, expert 1 is nan"),
+    ],
+)
+def test_scores_of_another_model(scores: dict[int, Any], named: str) -> None:
+    with pytest.raises(UserError, match=named):
+        budgets(settings("global", 0.5), {0: layer(2, width=4)}, scores)
 
 
 @pytest.mark.parametrize("prior", ["usage", "router_weight", "loss"])

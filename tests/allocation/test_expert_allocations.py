@@ -10,44 +10,23 @@ from hypothesis import strategies as st
 
 from moe_lab.allocation import allocate
 from moe_lab.errors import UserError
-from moe_lab.pruning.plan import make_plan
-
-NAMES = ("uniform", "global", "u_shaped", "loss_based")
 
 
-@st.composite
-def cases(draw: st.DrawFn) -> tuple[dict[int, Any], dict[int, Any], dict[str, Any], int, float]:
-    groups = draw(st.sampled_from([1, 1, 2, 4]))
-    size = draw(st.integers(2, 12))
-    layers = {
-        2 * index: layer(groups * size, top_k=draw(st.integers(1, 4)), n_group=groups)
-        for index in range(draw(st.integers(1, 5)))
+@pytest.mark.parametrize(("count", "ratio", "removed"), [(64, 0.25, 16), (128, 0.5, 64), (60, 0.25, 15), (60, 0.5, 30)])
+def test_uniform_removes_what_the_papers_remove(count: int, ratio: float, removed: int) -> None:
+    layers = {0: layer(count, top_k=6), 3: layer(count, top_k=6)}
+    assert allocate(settings("uniform", ratio), layers, {0: [0.0] * count, 3: [0.0] * count}) == {
+        0: removed,
+        3: removed,
     }
-    random = numpy.random.default_rng(draw(st.integers(0, 1000)))
-    scores = {index: random.normal(size=groups * size) for index in layers}
-    losses = {index: {"layer_loss": random.gamma(0.5) + 1e-9} for index in layers}
-    return layers, scores, {"statistics": losses}, draw(st.sampled_from([1, 2, 3, 8])), draw(st.floats(0, 0.99))
 
 
-@given(cases())
-def test_all_remove_the_same_number_within_the_routers_limits(
-    case: tuple[dict[int, Any], dict[int, Any], dict[str, Any], int, float],
-) -> None:
-    layers, scores, evidence, multiple_of, ratio = case
-    totals = set()
-    for name in NAMES:
-        try:
-            remove = allocate({**settings(name, ratio), "multiple_of": multiple_of}, layers, scores, evidence)
-        except UserError as error:
-            assert "feasible" in str(error) or "choose a smaller multiple" in str(error)
-            continue
-        totals.add(sum(remove.values()))
-        kept = {index: facts["n_experts"] - remove[index] for index, facts in layers.items()}
-        assert not any(count % multiple_of for count in kept.values())
-        make_plan(scores, remove, layers, provenance={})
-    assert len(totals) <= 1
-    if multiple_of == 1 and totals and layers[0]["n_group"] == 1:
-        assert totals == {sum(int(facts["n_experts"] * ratio) for facts in layers.values())}
+def test_layers_have_limits_of_their_own() -> None:
+    facts = {0: layer(16, top_k=2), 1: layer(24, top_k=4, n_group=4, topk_group=2)}
+    scores = {0: [0.0] * 16, 1: [0.0] * 24}
+    assert allocate(settings("uniform", 0.5), facts, scores) == {0: 8, 1: 12}
+    assert allocate(settings("uniform", 0.45), facts, scores) == {0: 7, 1: 8}
+    assert allocate({**settings("uniform", 0.3), "multiple_of": 8}, {0: layer(64, top_k=8)}, {0: [0.0] * 64}) == {0: 16}
 
 
 @given(st.integers(0, 500), st.floats(0, 0.9))
@@ -70,10 +49,9 @@ def test_global_compares_layers_by_another_criterion() -> None:
     by = {0: [9.0, 9.0, 9.0, 9.0], 1: [1.0, 8.0, 2.0, 3.0]}
     assert allocate(settings("global", 0.5), layers, scores) == {0: 3, 1: 1}
     assert allocate(settings("global", 0.5), layers, scores, {"by": by}) == {0: 1, 1: 3}
-    with pytest.raises(UserError, match=r"allocation.by of layer 1 has the shape \(3,\), expected \(4,\)"):
-        allocate(settings("global", 0.5), layers, scores, {"by": {0: by[0], 1: by[1][:3]}})
-    with pytest.raises(UserError, match=r"allocation.by: scores are of layers \[0\], expected \[0, 1\]"):
-        allocate(settings("global", 0.5), layers, scores, {"by": {0: by[0]}})
+    for wrong in ({0: by[0], 1: by[1][:3]}, {0: by[0]}):
+        with pytest.raises(UserError, match=r"allocation\.by"):
+            allocate(settings("global", 0.5), layers, scores, {"by": wrong})
 
 
 def test_global_in_steps_goes_by_their_means() -> None:
@@ -82,11 +60,6 @@ def test_global_in_steps_goes_by_their_means() -> None:
     pairs = {**settings("global", 0.25), "multiple_of": 2}
     assert allocate(settings("global", 0.25), layers, scores) == {0: 1, 1: 1}
     assert allocate({**pairs, "ratio": 0.5}, layers, scores) == {0: 2, 1: 2}
-    assert allocate({**pairs, "ratio": 0.5}, {**layers, 2: layer(4)}, {**scores, 2: [1.0, 1.0, 1.0, 99.0]}) == {
-        0: 2,
-        1: 2,
-        2: 2,
-    }
     uneven = {0: [0.0, 5.0, 6.0, 7.0] + [8.0] * 4, 1: [3.0, 4.0, 4.2, 4.3] + [9.0] * 4}
     assert allocate(pairs, {0: layer(8), 1: layer(8)}, uneven) == {0: 2, 1: 2}
     grouped = {0: layer(8, n_group=2), 1: layer(8, n_group=2)}
@@ -100,14 +73,16 @@ def test_u_shape_spares_the_ends() -> None:
     # z of (1/4, 1/16, 0, 1/16, 1/4): mean 1/8, deviation sqrt(0.0109375); 64 (1 + 0.2 z) kept: 79.3, 56.4, 48.7.
     assert allocate(settings("u_shaped", 0.5, beta=0.2), layers, scores) == {0: 49, 1: 71, 2: 79, 3: 72, 4: 49}
     # max(.1, .1 (1 + z / 2)): .16 at the ends, .1 between.
-    assert allocate(
-        settings("u_shaped", 0.9, beta=0.5), {i: layer(100) for i in layers}, {i: [0.0] * 100 for i in layers}
-    ) == {0: 87, 1: 92, 2: 92, 3: 92, 4: 87}
-    assert allocate(settings("u_shaped", 0.5, beta=0.0), layers, scores) == dict.fromkeys(layers, 64)
-    assert allocate(settings("u_shaped", 0.5), {0: layers[0], 3: layers[0]}, {0: [0.0] * 128, 3: [0.0] * 128}) == {
-        0: 64,
-        3: 64,
+    hundreds = {index: layer(100) for index in layers}
+    assert allocate(settings("u_shaped", 0.9, beta=0.5), hundreds, {index: [0.0] * 100 for index in layers}) == {
+        0: 87,
+        1: 92,
+        2: 92,
+        3: 92,
+        4: 87,
     }
+    two = {0: layers[0], 3: layers[0]}
+    assert allocate(settings("u_shaped", 0.5), two, {0: [0.0] * 128, 3: [0.0] * 128}) == {0: 64, 3: 64}
 
 
 def test_loss_based_keeps_in_proportion_to_the_smoothed_loss() -> None:
@@ -121,42 +96,48 @@ def test_loss_based_keeps_in_proportion_to_the_smoothed_loss() -> None:
     assert allocate(capped, layers, scores, losses) == {0: 6, 1: 0, 2: 0}
 
 
-@pytest.mark.parametrize("name", ["global", "u_shaped", "loss_based"])
-def test_infeasible_ratios_name_the_nearest(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "ratio", "multiple_of", "reason", "nearest"),
+    [
+        ("uniform", 0.9, 1, r"layer 0\b.*top_k=4", "0.562 is the largest"),  # layer 1 keeps 8 of 16
+        ("global", 0.7, 1, r"removes 22 .* 20 ", "0.687 is the largest"),
+        ("uniform", 0.0, 7, r"layer 0\b.*multiple of 7", "0.125 is the smallest"),
+        ("global", 0.0, 7, r"removes 0 .* 4 ", "0.125 is the smallest"),
+        ("global", 1.5, 1, r"\[0, 1\)", "0.687 is the largest"),
+        ("uniform", -0.1, 1, r"\[0, 1\)", "0 is the smallest"),
+        ("uniform", float("nan"), 1, r"\[0, 1\)", "0.562 is the largest"),
+    ],
+)
+def test_infeasible_ratios_name_the_reason_and_the_nearest(
+    name: str, ratio: float, multiple_of: int, reason: str, nearest: str
+) -> None:
     layers, scores = {0: layer(16, top_k=4), 1: layer(16, top_k=8)}, {0: [0.0] * 16, 1: [0.0] * 16}
-    evidence = {"statistics": {0: {"layer_loss": 1.0}, 1: {"layer_loss": 2.0}}}
-    assert allocate(settings(name, 0.625), layers, scores, evidence) == {0: 12, 1: 8}
-    with pytest.raises(
-        UserError, match=r"ratio=0.7 removes 22 experts, but.*only 20 go: 0.625 is the largest feasible"
-    ):
-        allocate(settings(name, 0.7), layers, scores, evidence)
-    with pytest.raises(UserError, match=r"ratio=1.5: expected a number in \[0, 1\), 0.5 is the nearest feasible"):
-        allocate(settings(name, 1.5), layers, scores, evidence)
-    with pytest.raises(UserError, match=r"ratio=0.0 removes 0 experts, but.*at least 2 go: 0.0667 is the smallest"):
-        allocate(
-            {**settings(name, 0.0), "multiple_of": 7},
-            {0: layer(15), 1: layer(15)},
-            {0: [0.0] * 15, 1: [0.0] * 15},
-            evidence,
-        )
+    with pytest.raises(UserError, match=rf"ratio={ratio:g}: .*{reason}.*; {nearest}"):
+        allocate({**settings(name, ratio), "multiple_of": multiple_of}, layers, scores)
 
 
-def test_missing_and_broken_evidence() -> None:
-    layers, scores = {0: layer(4)}, {0: [0.0] * 4}
-    for evidence, message in [
-        ({}, "allocation needs layer_loss, which the step statistics measures"),
-        ({"statistics": {0: {"tokens": [1]}}}, r"layer 0 has no layer_loss .*\(it has: tokens\)"),
+@pytest.mark.parametrize("multiple_of", [0, 80])
+def test_multiples_that_no_layer_can_keep(multiple_of: int) -> None:
+    with pytest.raises(UserError, match=r"allocation\.multiple_of"):
+        allocate({**settings("uniform", 0.25), "multiple_of": multiple_of}, {0: layer(60)}, {0: [0.0] * 60})
+
+
+@pytest.mark.parametrize(
+    ("evidence", "named"),
+    [
+        ({}, "layer_loss.* statistics"),
+        ({"statistics": {0: {"tokens": [1]}}}, r"layer 0 .*layer_loss .*tokens"),
         ({"statistics": {0: {"layer_loss": float("nan")}}}, "layer_loss: layer 0 is nan"),
-        ({"statistics": {0: {"layer_loss": 0.0}}}, r"layer_loss is \[0.0\]: expected"),
-    ]:
-        with pytest.raises(UserError, match=message):
-            allocate(settings("loss_based", 0.25), layers, scores, evidence)
-    with pytest.raises(UserError, match="scores: layer 0, expert 2 is inf"):
-        allocate(settings("uniform", 0.25), layers, {0: [0.0, 1.0, float("inf"), 2.0]})
+        ({"statistics": {0: {"layer_loss": 0.0}}}, r"layer_loss is \[0.0\]"),
+    ],
+)
+def test_missing_and_broken_evidence(evidence: Any, named: str) -> None:
+    with pytest.raises(UserError, match=named):
+        allocate(settings("loss_based", 0.25), {0: layer(4)}, {0: [0.0] * 4}, evidence)
 
 
-def test_what_another_step_decides_is_not_decided_here() -> None:
-    with pytest.raises(UserError, match=r"allocation=evolutionary cannot say from scores.*decided in the search step"):
-        allocate(settings("evolutionary", 0.25), {0: layer(4)}, {0: [0.0] * 4})
-    with pytest.raises(UserError, match="allocation=coverage cannot say from scores of experts alone"):
-        allocate(settings("coverage", 0.25), {0: layer(4)}, {0: [0.0] * 4})
+def test_scores_of_another_model_and_broken_ones() -> None:
+    with pytest.raises(UserError, match="layer 0, expert 2 is inf"):
+        allocate(settings("uniform", 0.25), {0: layer(4)}, {0: [0.0, 1.0, float("inf"), 2.0]})
+    with pytest.raises(UserError, match="another model"):
+        allocate(settings("uniform", 0.25), {0: layer(4)}, {0: [0.0] * 5})

@@ -25,8 +25,8 @@ from moe_lab.models.discover import routed_layers
 from moe_lab.models.load import load_model
 from moe_lab.paths import conf, resolve
 from moe_lab.recovery import finetune as finetuning
-from moe_lab.recovery.adapters import router_weight
 from moe_lab.recovery.apply import pruned, recovered
+from moe_lab.recovery.dora import router_weight
 from moe_lab.recovery.finetune import Row, distillation_loss, finetune, text_rows, train
 from moe_lab.recovery.students import trained_routers
 
@@ -193,8 +193,6 @@ def test_padding_and_what_follows_a_gap_are_not_learnt(subject: tuple[Any, Any, 
 def test_a_killed_distillation_goes_on_to_the_same_bits(
     subject: tuple[Any, Any, CalibrationConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, train_what: str
 ) -> None:
-    if train_what == "adapters":
-        pytest.importorskip("peft")
     model, tokenizer, text = subject
     settings = RecoveryConfig(
         **{**ROUTERS, "train": train_what}, router_learning_rate=1e-2, save_every=2, temperature=2

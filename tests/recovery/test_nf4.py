@@ -83,7 +83,7 @@ def dequantized(model: Any, original: Any) -> Any:
     for part in ("shared_experts", "attention"):
         for name, module in linears(plain, part):
             if isinstance(found := model.get_submodule(name), FourBitLinear):
-                module.weight.data = found.weights[0]
+                module.weight.data = found.weight()
     return plain
 
 
@@ -109,8 +109,9 @@ def test_bits_are_those_of_bitsandbytes() -> None:
     matrix = torch.randn(128, 192, generator=torch.Generator().manual_seed(1))
     packed, state = functional.quantize_4bit(matrix, blocksize=64, quant_type="nf4", compress_statistics=True)
     stack = FourBitMatrices([torch.zeros(4, 64), matrix])
-    assert torch.equal(stack.packed[4 * 32 :], packed.reshape(-1))
-    assert torch.equal(stack.scales[4:], state.absmax) and torch.equal(stack.nested[1:], state.state2.absmax)
+    second = stack.each[1]
+    assert torch.equal(second.packed, packed) and torch.equal(second.scales, state.absmax)
+    assert torch.equal(second.nested, state.state2.absmax) and torch.equal(second.mean, state.offset)
     assert torch.equal(stack[torch.tensor(1)], functional.dequantize_4bit(packed, state))
     assert torch.equal(stack[4:132], stack[1]) and stack[4:4].shape == (0, 64)
     assert not bool(stack[0].any())

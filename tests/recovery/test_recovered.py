@@ -17,8 +17,6 @@ from moe_lab.recovery.apply import pruned, recovered
 from moe_lab.recovery.finetune import finetune
 from moe_lab.recovery.quantize import quantize
 
-pytest.importorskip("peft")
-
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> CalibrationConfig:

@@ -56,70 +56,47 @@ def naive_loss(model: Any, ids: torch.Tensor, valid: torch.Tensor) -> tuple[floa
 
 
 @torch.no_grad()
-def naive_ablation(model: Any, ids: torch.Tensor, valid: torch.Tensor) -> dict[int, torch.Tensor]:
-    """Each expert alone is made to give 0, by its weights, in an fp64 copy; the whole model reads the whole batch."""
+def naive_rises(model: Any, ids: torch.Tensor, valid: torch.Tensor) -> dict[int, tuple[list[float], float]]:
+    """Layer -> (rise of the loss without each of its experts, rise with the output of all of them times 0.9).
+
+    Down projections are changed, in an fp64 copy, and the whole model reads the whole batch.
+    """
     wide = copy.deepcopy(model).double()
     whole, count = naive_loss(wide, ids, valid)
     found = {}
     for layer in moe_layers(wide):
         parts = [tensor for name, tensor in layer.experts.named_parameters() if name.startswith("down_proj")]
-        found[layer.index] = torch.zeros(layer.n_experts, dtype=torch.float64)
-        for expert in range(layer.n_experts):
-            kept = [part[expert].clone() for part in parts]
+        originals = [part.clone() for part in parts]
+
+        def rise(at: int | slice, factor: float, parts: Any = parts, originals: Any = originals) -> float:
             for part in parts:
-                part[expert] = 0
-            found[layer.index][expert] = (naive_loss(wide, ids, valid)[0] - whole) / count
-            for part, original in zip(parts, kept, strict=True):
-                part[expert] = original
+                part[at] *= factor
+            changed = naive_loss(wide, ids, valid)[0]
+            for part, original in zip(parts, originals, strict=True):
+                part.copy_(original)
+            return (changed - whole) / count
+
+        found[layer.index] = [rise(expert, 0.0) for expert in range(layer.n_experts)], rise(slice(None), 0.9)
     return found
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_ablation_is_the_loss_without_the_expert(name: str) -> None:
+def test_rises_are_those_of_changed_weights(name: str) -> None:
     model = tiny.build(name, **SMALL[name])
     ids, valid = (part[:2, 2:14] for part in naive.batch())
     before = dict(model.named_parameters())
-    found = ablate(model, [(ids, valid)], fingerprint={})
-    expected = naive_ablation(model, ids, valid)
-    assert found.layers.keys() == expected.keys()
-    for index, values in expected.items():
-        assert found.layers[index]["ablation"].dtype == torch.float64
-        assert torch.allclose(found.layers[index]["ablation"], values, atol=3e-6), index
-        assert values.abs().max() > 1e-3
+    without = ablate(model, [(ids, valid)], fingerprint={}).layers
+    scaled = loss_rises(model, "scaling", [(ids[:1], valid[:1]), (ids[1:], valid[1:])], fingerprint={})
+    expected = naive_rises(model, ids, valid)
+    assert scaled.header["kind"] == "scaling" and scaled.layers.keys() == expected.keys() == without.keys()
+    for index, (of_experts, of_layer) in expected.items():
+        assert {without[index]["ablation"].dtype, scaled.layers[index]["scaling"].dtype} == {torch.float64}
+        assert without[index]["ablation"].tolist() == pytest.approx(of_experts, abs=3e-6), index
+        assert max(map(abs, of_experts)) > 1e-3
+        assert scaled.layers[index]["scaling"].tolist() == pytest.approx(of_layer, abs=3e-6), index
+    assert max(abs(of_layer) for _, of_layer in expected.values()) > 1e-4
     assert all(tensor is before[key] for key, tensor in model.named_parameters())
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
-
-
-@torch.no_grad()
-def naive_scaling(model: Any, ids: torch.Tensor, valid: torch.Tensor) -> dict[int, float]:
-    """The down projections of a layer's routed experts are scaled, in an fp64 copy; the whole model reads the batch."""
-    wide = copy.deepcopy(model).double()
-    whole, count = naive_loss(wide, ids, valid)
-    found = {}
-    for layer in moe_layers(wide):
-        parts = [tensor for name, tensor in layer.experts.named_parameters() if name.startswith("down_proj")]
-        kept = [part.clone() for part in parts]
-        for part in parts:
-            part *= 0.9
-        found[layer.index] = (naive_loss(wide, ids, valid)[0] - whole) / count
-        for part, original in zip(parts, kept, strict=True):
-            part.copy_(original)
-    return found
-
-
-@pytest.mark.parametrize("name", SMALL)
-def test_scaling_is_the_loss_with_one_layer_scaled(name: str) -> None:
-    model = tiny.build(name, **SMALL[name])
-    ids, valid = (part[:2, 2:14] for part in naive.batch())
-    batches = [(ids[:1], valid[:1]), (ids[1:], valid[1:])]
-    found = loss_rises(model, "scaling", batches, fingerprint={})
-    expected = naive_scaling(model, ids, valid)
-    assert found.header["kind"] == "scaling" and found.layers.keys() == expected.keys()
-    for index, value in expected.items():
-        assert found.layers[index]["scaling"].dtype == torch.float64
-        assert found.layers[index]["scaling"].shape == ()
-        assert float(found.layers[index]["scaling"]) == pytest.approx(value, abs=3e-6), index
-    assert max(map(abs, expected.values())) > 1e-4
 
 
 def test_parts_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,10 +11,9 @@ import torch
 
 from moe_lab.errors import UserError
 from moe_lab.pruning.mask import mask
-from moe_lab.search.candidates import Candidates, Plans
+from moe_lab.search.candidates import Candidates, Plans, quartered
 from moe_lab.search.fitness import POSITION_FITNESS
 from moe_lab.search.prefix import Schedule
-from moe_lab.search.screening import halving, local_losses, quartered, reconstruction
 from moe_lab.search.settings import FitnessSettings
 from moe_lab.search.speculative_decoding import DraftingCandidates
 
@@ -154,61 +153,25 @@ def test_the_model_is_as_before() -> None:
     assert not any("forward" in vars(module) for module in model.modules())
 
 
-@pytest.mark.parametrize("name", ["olmoe", "deepseek_v2:grouped", "minimax_m2", "ernie4_5_moe", "gpt_oss"])
-def test_local_losses_are_those_of_running_the_block_masked(name: str) -> None:
-    model = tiny.build(name)
-    plans = make_plans(model)
-    rows = [(ids, valid) for ids, valid, _ in answer_rows()]
-    table, pairs = local_losses(model, plans, rows, [[0, 4, 8]] * len(plans.layers))
-    k, layer = 1, plans.layers[1]
-    lost, whole = 0.0, 0.0
-    for ids, valid in rows:
-        seen: list[Any] = []
-        hooks = [
-            layer.block.register_forward_pre_hook(lambda m, a, n, s=seen: s.append((a, n)), with_kwargs=True),
-            layer.experts.register_forward_hook(lambda m, a, o, s=seen: s.append(o)),
-        ]
-        with torch.no_grad():
-            model(ids, attention_mask=valid.long())
-            with mask(model, plans.plan(tuple(8 if n == k else 0 for n in range(len(plans.layers))))):
-                layer.block(*seen[0][0], **seen[0][1])
-        [hook.remove() for hook in hooks]
-        full, without = (seen[n].reshape(-1, layer.hidden)[valid.flatten()].double() for n in (1, -1))
-        lost += float((without - full).square().sum())
-        whole += float(full.square().sum())
-    assert table[k][8] == pytest.approx(lost / whole, rel=1e-4)
-    assert table[k][0] == 0 and 0 < table[k][4] < table[k][8] and pairs > 0
-
-
-def test_reconstruction_is_exact_where_one_layer_is_pruned_as_far_as_it_may_be() -> None:
+def test_halving_reads_nothing_twice_and_evaluates_the_best_of_the_better_half() -> None:
     model = tiny.build("olmoe")
-    plans, rows = make_plans(model), answer_rows()
-    candidates = Candidates(model, plans, rows, FitnessSettings(), seed=0)
-    screen = reconstruction(candidates, rows, [[0, 4, 8]] * 3, tokens=10)
-    alone = [(8, 0, 0), (0, 8, 0), (0, 0, 8)]
-    assert screen(alone) == pytest.approx([value - 1 for value in candidates.evaluate(alone)], abs=1e-6)
-    together, one, other = screen([(4, 8, 0), (4, 0, 0), (0, 8, 0)])
-    assert together == pytest.approx(one + other) and together < one < 0
-    assert 0 < candidates.cost.screening < 8 and candidates.cost.candidates == 3
-
-
-def test_halving_reads_nothing_twice_and_ranks_survivors_first() -> None:
-    model = tiny.build("olmoe")
-    plans, rows = make_plans(model), answer_rows(rows=8)
-    plain = Candidates(model, plans, rows, FitnessSettings(), seed=0)
-    halved = Candidates(model, plans, quartered(rows, 3), FitnessSettings(), seed=0)
+    plans, rows, schedules = make_plans(model), answer_rows(rows=8), some_schedules(make_plans(model))
+    plain, halved, quarter, half = (
+        Candidates(model, plans, few, FitnessSettings(), seed=0)
+        for few in (rows, quartered(rows, 3), quartered(rows, 3)[:1], quartered(rows, 3)[:2])
+    )
     assert [len(batch.ids) for batch in halved.batches] == [2, 2, 2, 2]
-    schedules = some_schedules(plans)
-    values = halving(halved)(schedules)
-    # eight on a quarter, then four of them on another: at most three full forwards
-    assert 0 < halved.cost.screening <= 3
-    quarter = Candidates(model, plans, quartered(rows, 3)[:1], FitnessSettings(), seed=0).evaluate(schedules)
-    survivors = sorted(range(8), key=lambda number: -quarter[number])[:4]
-    assert set(sorted(range(8), key=lambda number: -values[number])[:4]) == set(survivors)
-    before = halved.cost.forwards
-    best = [schedules[number] for number in survivors[:2]]
-    assert halved.evaluate(best) == pytest.approx(plain.evaluate(best), abs=1e-6)
-    assert halved.cost.forwards - before <= 2 * 0.5
+    first = dict(zip(schedules, quarter.evaluate(schedules), strict=True))
+    better = sorted(schedules, key=lambda schedule: -first[schedule])[:4]
+    second = dict(zip(better, half.evaluate(better), strict=True))
+    best = sorted(better, key=lambda schedule: -second[schedule])[:2]
+    found = dict(zip(schedules, halved.evaluate(schedules, 2), strict=True))
+    assert {schedule for schedule, value in found.items() if value is not None} == set(best)
+    assert [found[schedule] for schedule in best] == pytest.approx(plain.evaluate(best), abs=1e-6)
+    # eight on a quarter of the rows, four on another, two on the rest
+    assert halved.cost.forwards <= (8 + 4 + 2 * 2) / 4 and halved.cost.candidates == 2
+    with pytest.raises(UserError, match="proposals"):
+        quartered(answer_rows(rows=3), 3)
 
 
 def test_spec_dec_of_the_unpruned_model_accepts_everything() -> None:

@@ -72,7 +72,7 @@ def test_even_numbers_are_the_same_in_pairs() -> None:
     st.integers(1, 3),
     st.floats(0, 1),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_projections_are_feasible(layers: list[tuple[float, int, int]], step: int, share: float) -> None:
     weights, counts, fewest = zip(*layers, strict=True)
     most = [(count - few - count % step) // step for count, few in zip(counts, fewest, strict=True)]

@@ -113,17 +113,6 @@ def test_every_choice_has_the_error_of_really_making_it(name: str) -> None:
     assert set(found.kept) == {each.index for each in moe_layers(model)}
 
 
-def test_relative_errors_are_shares_of_the_output() -> None:
-    model = tiny.build("mixtral")
-    found = reconstructed(model, [naive.batch()], ratio=0.25)
-    layer = moe_layers(model)[-1]
-    seen = naive.routed("mixtral")[layer.index]
-    whole = float(seen.mixed[seen.valid].norm())
-    for index, _, error, relative, _ in found.errors:
-        if index == layer.index:
-            assert relative == pytest.approx(error / whole, rel=1e-5)
-
-
 def test_parts_and_batches_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny.build("mixtral")
     ids, valid = naive.batch()
@@ -135,11 +124,17 @@ def test_parts_and_batches_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> Non
         assert one[1] == other[1] and one[2] == pytest.approx(other[2], rel=1e-5)
 
 
-def test_nothing_lost_costs_nothing() -> None:
+def test_nothing_lost_costs_nothing_and_errors_are_also_shares_of_the_output() -> None:
     model = tiny.build("mixtral")
     found = reconstructed(model, [naive.batch()], ratio=0.0)
     assert all(kept == tuple(range(8)) for kept in found.kept.values())
     assert [row[2] for row in found.errors] == [0.0] * 3
+    layer = moe_layers(model)[-1]
+    seen = naive.routed("mixtral")[layer.index]
+    whole = float(seen.mixed[seen.valid].norm())
+    for index, _, error, relative, _ in reconstructed(model, [naive.batch()], ratio=0.25).errors:
+        if index == layer.index:
+            assert relative == pytest.approx(error / whole, rel=1e-5)
 
 
 @pytest.mark.parametrize("name", ["mixtral", "minimax_m2", "gpt_oss", "deepseek_v3"])
@@ -188,18 +183,18 @@ LAYERS = {0: {"n_experts": 64, "top_k": 8, "n_group": 1, "topk_group": 1}}
 
 
 def test_too_many_choices_are_refused() -> None:
-    message = r"ratio=0.5 .* tries C\(64, 32\) = 1.833e\+18 choices in layer 0, more than limit=10000: 0.0313 is the l"
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(
+        UserError, match=r"ratio=0.5: .* 1.833e\+18 choices .*layer 0\b.*limit=10000; 0.046 is the largest"
+    ):
         check_removals(LAYERS, 0.5)
-    assert check_removals(LAYERS, 0.0313) == {0: 2}
-    assert math.comb(64, 3) > 10_000
+    assert check_removals(LAYERS, 0.046) == {0: 2} and math.comb(64, 2) < 10_000 < math.comb(64, 3)
     grouped = {3: {"n_experts": 16, "top_k": 4, "n_group": 4, "topk_group": 2}}
     assert check_removals(grouped, 0.25, limit=256) == {3: 4}
-    with pytest.raises(UserError, match=r"C\(4, 1\)\^4 = 256 choices in layer 3, more than limit=255: 0 is"):
+    with pytest.raises(UserError, match=r" 256 choices .*layer 3\b.*limit=255; 0.249 is the largest"):
         check_removals(grouped, 0.25, limit=255)
-    with pytest.raises(UserError, match="limit=0: expected a whole number"):
+    with pytest.raises(UserError, match="limit=0"):
         check_removals(LAYERS, 0.5, limit=0)
-    with pytest.raises(UserError, match="leaves 6 of 64 experts in layer 0"):
+    with pytest.raises(UserError, match=r"ratio=0.92: .* layer 0"):
         check_removals(LAYERS, 0.92)
 
 

@@ -32,7 +32,7 @@ def problems(draw: st.DrawFn) -> tuple[Problem, int]:
 
 
 @given(problems())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_the_space_is_what_enumeration_finds(case: tuple[Problem, int]) -> None:
     problem, granularity = case
     expected = enumerated(problem, granularity)

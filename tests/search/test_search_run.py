@@ -101,20 +101,17 @@ def test_the_optimum_of_enumeration_is_found(name: str, tmp_path: Path) -> None:
 
 
 def test_the_history_holds_every_schedule(world: World) -> None:
-    folder = world.run("found", filter="reconstruction", population=6, generations=3, proposals=5)
+    folder = world.run("found", population=6, generations=3, proposals=5)
     rows = parquet.read_table(folder / "history.parquet").to_pylist()
     report = json.loads((folder / "search.json").read_text())
     assert len(rows) == report["counts"]["made"] == 6 + 2 * 5 * 3
     assert sum(row["evaluated"] for row in rows) == report["counts"]["evaluated"] == report["cost"]["candidates"]
-    skipped = [row for row in rows if row["fitness"] is None]
-    assert len(skipped) == report["counts"]["skipped"] > 0 and all(row["screened"] is not None for row in skipped)
+    assert sum(row["fitness"] is None for row in rows) == report["counts"]["skipped"] > 0
     assert all(sum(row["schedule"]) == report["budget"] == 24 for row in rows)
-    assert report["cost"]["screening"] > 0 and report["cost"]["per_candidate"] < 1
+    assert report["cost"]["per_candidate"] > 0
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"filter": "halving", "proposals": 2}, {"filter": "reconstruction", "proposals": 2}]
-)
+@pytest.mark.parametrize("options", [{}, {"proposals": 2}])
 def test_a_killed_search_ends_as_if_it_had_not_been(
     options: dict[str, Any], world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -130,42 +127,39 @@ def test_a_killed_search_ends_as_if_it_had_not_been(
     assert costs[1] < costs[0]
 
 
-def test_a_search_with_other_settings_does_not_go_on(world: World) -> None:
+def test_what_was_answered_counts_for_the_same_search_alone(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers depend on all settings but the memory, and on the text."""
     world.run("found")
-    (world.folder / "found" / "plan.json").unlink()
-    for change, named in (({"fitness": "kl"}, "fitness.fitness"), ({"elites": 2}, "settings.elites")):
-        with pytest.raises(UserError, match=named):
-            world.run("found", **change)
-    with pytest.raises(UserError, match="search_set"):
-        world.run("found", text=replace(world.text, tokens=80))
+    calls = tiny.count_calls(monkeypatch, Candidates, "evaluate")
     world.run("found", memory_budget=0)
+    assert not calls
+    for change in ({"fitness": "kl"}, {"elites": 2}, {"text": replace(world.text, tokens=80)}):
+        before = len(calls)
+        world.run("found", **change)
+        assert len(calls) > before
 
 
 def test_a_batch_size_is_no_setting(world: World) -> None:
-    one, other = (
-        world.run(f"size{size}", replace(world.text, batch_size=size), filter="halving", proposals=2) for size in (2, 5)
-    )
+    one, other = (world.run(f"size{size}", replace(world.text, batch_size=size), proposals=2) for size in (2, 5))
     best = [json.loads((folder / "search.json").read_text())["best"] for folder in (one, other)]
     assert best[0]["schedule"] == best[1]["schedule"]
     assert best[0]["fitness"] == pytest.approx(best[1]["fitness"], abs=1e-6)
 
 
 @pytest.mark.parametrize(
-    ("parameters", "sentence"),
+    ("parameters", "named"),
     [
-        ({"fitness": "easp"}, r"allocation\.parameters\.fitness=easp is unknown: did you mean esap"),
-        ({"averaging": "mean"}, r"allocation\.parameters\.averaging=mean is unknown"),
-        ({"generation": 3}, r"allocation\.parameters=generation is unknown: did you mean generations"),
-        ({"filter": "halving"}, r"filter=halving has nothing to choose from with proposals=1"),
-        ({"proposals": 2}, r"proposals=2 needs a filter"),
-        ({"fitness": "nll", "shift": False}, r"shift=false has no meaning for fitness=nll"),
-        ({"fitness": "spec_dec", "filter": "reconstruction", "proposals": 2}, r"does not go with fitness=spec_dec"),
-        ({"memory_budget": -1}, r"memory_budget=-1: expected a whole number of at least 0"),
+        ({"fitness": "easp"}, r"fitness=easp.*esap"),
+        ({"averaging": "mean"}, r"averaging=mean"),
+        ({"generation": 3}, r"generation\b.*generations"),
+        ({"fitness": "nll", "shift": False}, r"shift=false"),
+        ({"fitness": "spec_dec", "proposals": 2}, r"proposals=2"),
+        ({"memory_budget": -1}, r"memory_budget=-1"),
         ({"ratio": 0.9}, r"ratio=0\.9"),
     ],
 )
-def test_what_cannot_work_is_a_sentence(parameters: dict[str, Any], sentence: str, world: World) -> None:
-    with pytest.raises(UserError, match=sentence):
+def test_what_cannot_work_is_refused(parameters: dict[str, Any], named: str, world: World) -> None:
+    with pytest.raises(UserError, match=named):
         world.run("refused", **parameters)
 
 

@@ -1,0 +1,306 @@
+"""DoRA adapters (arXiv 2402.09353) on a model's MoE blocks: routed experts, shared experts, routers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import dropout, linear
+from torch.nn.utils import parametrize
+
+from moe_lab.config import RecoveryConfig
+from moe_lab.errors import UserError
+from moe_lab.models.discover import (
+    MoELayer,
+    decoder_layer,
+    is_ragged,
+    linears,
+    post_expert_norm,
+    routed_layers,
+)
+from moe_lab.models.experts import routed_output, sort_by_expert, wide
+from moe_lab.models.transformers_private import activation
+from moe_lab.pruning.exported_code.ragged import constant_output, replace_tensor
+
+Projection = tuple[str, torch.Tensor, torch.Tensor | None]
+"""Name (gate, up or down), weight (out, in), bias (out,) or None: views of the tensors of an experts module."""
+
+
+class Dora(nn.Module):
+    """The adapter of a linear map W (out, in): W' = m (W + s B A) / ||W + s B A||, with the norm of each row.
+
+    A (rank, in), B (out, rank) and m (out,) are trained, s is the scaling; at first W' = W. They are at least fp32,
+    since small steps would be rounded away in 16 bits. As in peft, no gradient flows into the norm, and dropout, in
+    training, acts on what is added to the output of W.
+    """
+
+    def __init__(self, weight: torch.Tensor, rank: int, scaling: float, dropout: float = 0.0) -> None:
+        super().__init__()
+        matrix = wide(weight.detach())
+        self.a = nn.Parameter(matrix.new_empty(rank, matrix.shape[1]))
+        nn.init.kaiming_uniform_(self.a, a=math.sqrt(5))
+        self.b = nn.Parameter(matrix.new_zeros(len(matrix), rank))
+        self.magnitude = nn.Parameter(matrix.norm(dim=1))
+        self.scaling, self.dropout = scaling, dropout
+
+    def weight(self, weight: torch.Tensor) -> torch.Tensor:
+        """W' (out, in) in the dtype of `weight`, which is W."""
+        moved = weight.to(self.a.dtype) + self.scaling * (self.b @ self.a)
+        return (self._factor(moved.detach())[:, None] * moved).to(weight.dtype)
+
+    def forward(self, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """The output (n, out) of the adapted map for its input `rows` (n, in); `weight` is W."""
+        output = linear(rows, weight)
+        wide_rows, plain = rows.to(self.a.dtype), output
+        if self.training and self.dropout:
+            wide_rows = dropout(wide_rows, self.dropout)
+            plain = linear(wide_rows, weight.to(self.a.dtype))
+        with torch.no_grad():
+            moved = weight.to(self.a.dtype) + self.scaling * (self.b @ self.a)
+        factor = self._factor(moved)
+        added = (factor - 1) * plain + factor * self.scaling * linear(linear(wide_rows, self.a), self.b)
+        output = (output + added).to(output.dtype)
+        return output if bias is None else output + bias
+
+    def _factor(self, moved: torch.Tensor) -> torch.Tensor:
+        """m / ||W + s B A|| of each row (out,); 0 for a row of zeros, whose m is 0."""
+        factor: torch.Tensor = self.magnitude / moved.norm(dim=1).clamp(min=torch.finfo(moved.dtype).tiny)
+        return factor
+
+
+class DoraLinear(nn.Module):
+    """Replaces a linear map by the same one with an adapter."""
+
+    def __init__(self, plain: nn.Linear, settings: RecoveryConfig) -> None:
+        """`plain` is kept, but not as a submodule: it is frozen."""
+        super().__init__()
+        self.__dict__["plain"] = plain
+        self.adapter = Dora(plain.weight, settings.rank, settings.scaling, settings.dropout)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        """(..., in) -> (..., out)."""
+        plain = self.__dict__["plain"]
+        output: torch.Tensor = self.adapter(rows, plain.weight, plain.bias)
+        return output
+
+
+class DoraWeight(nn.Module):
+    """Parametrises a router's weight by its adapted form, which works for every formula of a router."""
+
+    def __init__(self, weight: torch.Tensor, settings: RecoveryConfig) -> None:
+        super().__init__()
+        self.adapter = Dora(weight, settings.router_rank, settings.scaling)
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        """The adapted weight (E, H)."""
+        return self.adapter.weight(weight)
+
+
+class DoraExperts(nn.Module):
+    """Replaces the experts module of a layer by the same experts with an adapter on each projection.
+
+    `adapters[e]` holds those of expert e by name: gate, up and down.
+    """
+
+    def __init__(self, experts: Any, count: int, settings: RecoveryConfig) -> None:
+        """`experts`, which has `count` experts, is kept, but not as a submodule: it is frozen."""
+        super().__init__()
+        self.__dict__["original"] = experts
+        self.adapters = nn.ModuleList()
+        for expert in range(count):
+            adapters = nn.ModuleDict()
+            for name, weight, _ in projections(experts, expert):
+                adapters[name] = Dora(weight, settings.rank, settings.scaling, settings.dropout)
+            self.adapters.append(adapters)
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Gated sum (T, H) of the outputs of experts `top_k_index` (T, K) with gates `top_k_weights` (T, K)."""
+
+        def of_expert(expert: int, _: slice, states: torch.Tensor) -> torch.Tensor | None:
+            return self._expert(expert, states) if len(self.adapters[expert]) else None  # type: ignore[arg-type]
+
+        original: Any = self.__dict__["original"]
+        index = top_k_index
+        if is_ragged(original):  # merged experts are computed with the weights of their owner
+            index = torch.tensor(original.owners, device=index.device)[index]
+        rows = sort_by_expert(index, len(self.adapters))
+        mixed = routed_output(hidden_states, rows, top_k_weights, of_expert)
+        if is_ragged(original) and original.constants is not None:
+            arguments = (top_k_index, top_k_weights, original.num_experts, original.null, original.constants)
+            mixed = mixed + constant_output(*arguments)
+        return mixed
+
+    def _expert(self, expert: int, hidden: torch.Tensor) -> torch.Tensor:
+        """The output (n, H) of one expert for its rows (n, H) of the hidden states, before the gate."""
+        experts: Any = self.__dict__["original"]
+        adapters: Any = self.adapters[expert]
+        weights = {name: (weight, bias) for name, weight, bias in projections(experts, expert)}
+        if not experts.has_gate:
+            phi = experts.act_fn(adapters["up"](hidden, *weights["up"]))
+        else:
+            halves = [adapters[name](hidden, *weights[name]) for name in ("gate", "up")]
+            joined = torch.cat(halves, -1) if experts.is_concatenated else torch.stack(halves, -1).flatten(-2)
+            phi = activation(experts)(joined)
+        output: torch.Tensor = adapters["down"](phi, *weights["down"])
+        norm = post_expert_norm(experts)
+        return output if norm is None else norm(output)
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """One MoE layer with adapters on it."""
+
+    layer: MoELayer
+    experts: DoraExperts
+    router: nn.Module | None
+    """The module that owns the router's weight, parametrised; None if routers are not adapted."""
+    shared: dict[str, DoraLinear]
+    """Path -> adapted linear map of the shared experts; empty if there are none, or they are not adapted."""
+
+
+def attach(model: nn.Module, settings: RecoveryConfig, seed: int) -> list[Adapted]:
+    """Put adapters on the MoE blocks of `model`, in place; everything else is frozen.
+
+    They are put on all routed experts, on shared experts unless recovery.shared_experts=false, and on routers unless
+    recovery.router_rank=0. At first they do not change the output of the model. They are in training mode, whatever the
+    mode of the model. `seed` determines the random first A of each.
+    """
+    model.requires_grad_(False)
+    adapted = []
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        for layer in routed_layers(model):
+            experts = DoraExperts(layer.experts, layer.n_experts, settings)
+            model.set_submodule(layer.name, experts)
+            router = router_weight(layer) if settings.router_rank else None
+            if router is not None:
+                weight = DoraWeight(router.weight, settings)  # type: ignore[arg-type]
+                parametrize.register_parametrization(router, "weight", weight, unsafe=True)
+            shared: dict[str, DoraLinear] = {}
+            for path, plain in linears(model, "shared_experts") if settings.shared_experts else ():
+                if decoder_layer(path) == layer.index:
+                    shared[path] = DoraLinear(plain, settings)
+            for path, module in shared.items():
+                model.set_submodule(path, module)
+            adapted.append(Adapted(layer, experts, router, shared))
+    return adapted
+
+
+def router_weight(layer: MoELayer) -> nn.Module:
+    """The module, the router or a child of it, whose `weight` has one row per expert."""
+    for module in layer.router.modules():
+        weight = module._parameters.get("weight")
+        if weight is not None and weight.dim() == 2 and len(weight) == layer.n_experts:
+            return module
+    raise UserError(f"the router beside {layer.name} has no weight of one row per expert: use recovery.router_rank=0")
+
+
+def trainable(layers: list[Adapted]) -> dict[str, dict[str, nn.Parameter]]:
+    """The parameters to train: {"experts": name -> parameter, "routers": ..., "shared_experts": ...}.
+
+    Names are the same in every run.
+    """
+    parameters: dict[str, dict[str, nn.Parameter]] = {"experts": {}, "routers": {}, "shared_experts": {}}
+    for adapted in layers:
+        modules: list[tuple[str, nn.Module]] = [("experts", adapted.experts)]
+        if adapted.router is not None:
+            modules.append(("routers", adapted.router))
+        modules += [("shared_experts", module) for module in adapted.shared.values()]
+        for place, (part, module) in enumerate(modules):
+            for name, parameter in module.named_parameters():
+                if parameter.requires_grad:
+                    parameters[part][f"{part}.{adapted.layer.index}.{place}.{name}"] = parameter
+    return parameters
+
+
+@torch.no_grad()
+def merge(model: nn.Module, layers: list[Adapted]) -> dict[str, torch.Tensor]:
+    """Merge the adapters into new tensors, and put the original modules, which hold these, back into `model`.
+
+    The old tensors, which other models may share, are not written to. Returns the new tensors by their names in the
+    model's state dict. UserError naming layer and expert when one is not finite.
+    """
+    changed: dict[str, torch.Tensor] = {}
+    for adapted in layers:
+        layer, router = adapted.layer, adapted.router
+        for name, tensor in _merge_experts(adapted).items():
+            changed[f"{layer.name}.{name}"] = tensor
+        model.set_submodule(layer.name, layer.experts)
+        if router is not None:
+            merged = router.weight.detach().clone(memory_format=torch.contiguous_format)  # type: ignore[operator]
+            parametrize.remove_parametrizations(router, "weight", leave_parametrized=False)
+            replace_tensor(router, "weight", nn.Parameter(merged, requires_grad=False))
+            path = next(path for path, module in model.named_modules() if module is router)
+            changed[f"{path}.weight"] = merged
+        for path, module in adapted.shared.items():
+            plain = module.__dict__["plain"]
+            merged = _finite(module.adapter.weight(plain.weight), f"{path} in layer {layer.index}")
+            replace_tensor(plain, "weight", nn.Parameter(merged, requires_grad=False))
+            model.set_submodule(path, plain)
+            changed[f"{path}.weight"] = merged
+    return changed
+
+
+def _merge_experts(adapted: Adapted) -> dict[str, torch.Tensor]:
+    """Give the experts module of a layer new stacks, with the merged projections written into them; returns these."""
+    module: Any = adapted.layer.experts
+    for name in _weights(module):
+        copied = getattr(module, name).detach().clone()
+        replace_tensor(module, name, nn.Parameter(copied, requires_grad=False))
+    for expert, adapters in enumerate(adapted.experts.adapters):
+        for name, weight, _ in projections(module, expert):
+            merged = adapters[name].weight(weight)  # type: ignore[index]
+            weight.copy_(_finite(merged, f"{name} of expert {expert} in layer {adapted.layer.index}"))
+    return {name: getattr(module, name).detach() for name in _weights(module)}
+
+
+def _finite(weight: torch.Tensor, what: str) -> torch.Tensor:
+    """The same merged weight. UserError naming `what` it belongs to when it is not finite."""
+    if not bool(weight.isfinite().all()):
+        raise UserError(f"fine-tuning made {what} not finite: lower recovery.learning_rate")
+    return weight
+
+
+def _weights(experts: nn.Module) -> list[str]:
+    """Names of the stacks of weights of an experts module; biases and constants are not adapted."""
+    names = [name for name, _ in experts.named_parameters(recurse=False)]
+    return [name for name in names if not name.endswith("_bias") and name != "constants"]
+
+
+def projections(experts: Any, expert: int) -> Iterator[Projection]:
+    """The linear maps of one expert, as views of the memory of its stacked or ragged module.
+
+    Writing to them writes to the module. Nothing for an expert without channels.
+    """
+    if is_ragged(experts):
+        gate_up, down = experts.weights(expert)
+        if len(down):
+            yield from _halves(gate_up, None, interleaved=False)
+            yield "down", down.T, None
+        return
+    if experts.has_gate:
+        weight, bias = _projection(experts, "gate_up_proj", expert)
+        yield from _halves(weight, bias, interleaved=not experts.is_concatenated)
+    else:
+        yield "up", *_projection(experts, "up_proj", expert)
+    yield "down", *_projection(experts, "down_proj", expert)
+
+
+def _projection(experts: Any, name: str, expert: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    weight = getattr(experts, name)[expert]
+    bias = getattr(experts, f"{name}_bias")[expert] if experts.has_bias else None
+    return (weight.T if experts.is_transposed else weight), bias
+
+
+def _halves(weight: torch.Tensor, bias: torch.Tensor | None, *, interleaved: bool) -> Iterator[Projection]:
+    """Split one tensor into gate and up projection: its two halves, or its alternating rows if `interleaved`."""
+    half = len(weight) // 2
+    rows = (slice(0, None, 2), slice(1, None, 2)) if interleaved else (slice(half), slice(half, None))
+    for name, part in zip(("gate", "up"), rows, strict=True):
+        yield name, weight[part], None if bias is None else bias[part]
