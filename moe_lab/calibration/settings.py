@@ -12,6 +12,7 @@ from moe_lab.calibration.documents import Chat
 from moe_lab.calibration.packing import PACKINGS
 from moe_lab.calibration.sources import digest, file_format, first_record, locate
 from moe_lab.config import CalibrationConfig, ModelConfig
+from moe_lab.config.identity import counting_fields, identity
 from moe_lab.errors import UserError, unknown, user_errors
 from moe_lab.models import config_json
 
@@ -182,40 +183,24 @@ def order_seed(settings: CalibrationConfig) -> int | None:
     return settings.seed
 
 
-def identity(settings: CalibrationConfig) -> dict[str, Any]:
-    """The settings that change what is read, in one canonical form, JSON-ready.
+@identity.register
+def _(settings: CalibrationConfig) -> Any:
+    """All that changes what is read and in which batches.
 
-    A file is identified by the sha256 of its bytes and its format, wherever it is; a hub set by its id, subset and
-    split; a mixture by those of its sets and their shares. Settings that make no difference are left out: name and
-    batch size, the seed of an order that is not random, the gap of a packing that has none, tokens that fill no row.
+    A file counts by the sha256 of its bytes and its format, wherever it is; a hub set by its id, subset and split; a
+    mixture by its sets and their shares. The seed counts only where documents are shuffled.
     """
     check(settings)
-    filling = {
-        "packing": settings.packing,
-        "length": settings.length,
-        "rows": row_count(settings),
-        "gap": settings.gap if settings.packing != "none" else None,
-    }
+    document = counting_fields(replace(settings, sources=[]))
     if settings.sources:
-        return {"sources": [{"share": share, **_documents(part)} for share, part in parts(settings)], **filling}
-    return {**_documents(settings), **filling}
+        return {**document, "sources": [{"share": share, **_documents(part)} for share, part in parts(settings)]}
+    return {**document, **_documents(settings)}
 
 
 def _documents(settings: CalibrationConfig) -> dict[str, Any]:
-    """The part of the identity that names the documents of one set, and how each is read."""
+    """What names the documents of one set, and how each is read."""
     file = locate(settings.path)
-    if file is None:
-        source: dict[str, Any] = {"hub": settings.path, "subset": settings.subset, "split": settings.split}
-    else:
-        source = {"sha256": digest(file), "format": file_format(settings.path, file)}
-    template = {"template": settings.template} if settings.template is not None else {}
-    joined = {"joined": True} if settings.joined else {}
-    return {
-        "source": source,
-        "field": settings.field,
-        **template,
-        **joined,
-        "order": settings.order,
-        "seed": order_seed(settings),
-        "special_tokens": settings.special_tokens,
-    }
+    document = {name: getattr(settings, name) for name in OF_DOCUMENTS}
+    if file is not None:
+        document["path"] = {"sha256": digest(file), "format": file_format(settings.path, file)}
+    return {**document, "seed": order_seed(settings)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from moe_lab.config.pruning import MISSING
 
@@ -11,6 +11,10 @@ from moe_lab.config.pruning import MISSING
 @dataclass
 class JudgeConfig:
     """A language model that grades texts, behind an OpenAI-compatible endpoint."""
+
+    runtime: ClassVar[frozenset[str]] = frozenset(
+        {"name", "url", "key_variable", "attempts", "unparsable_attempts", "parallel", "timeout"}
+    )
 
     name: str = MISSING
     """Name of the judge."""
@@ -40,6 +44,8 @@ class JudgeConfig:
 class BackendConfig:
     """What generates the texts of benchmarks."""
 
+    runtime: ClassVar[frozenset[str]] = frozenset({"ready_seconds", "python"})
+
     name: str = "hf"
     """hf (the loaded model), vllm (an engine of vLLM that masks what plans drop; it also gives likelihoods), or server
     (an exported checkpoint behind a server that is started and stopped)."""
@@ -56,6 +62,8 @@ class BackendConfig:
 @dataclass
 class BenchmarkConfig:
     """One run of one harness; it may report several results (HumanEval and HumanEval+ share their programs)."""
+
+    runtime: ClassVar[frozenset[str]] = frozenset({"name", "root", "python", "executes_code"})
 
     name: str = MISSING
     """Name of this run in file names."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 MISSING: Any = "???"
 """OmegaConf's mark of a value that must be given. OmegaConf is not imported here, since workers do without it."""
@@ -35,6 +35,21 @@ class ExpectedConfig:
 @dataclass
 class ModelConfig:
     """A causal language model with routed experts."""
+
+    runtime: ClassVar[frozenset[str]] = frozenset(
+        {
+            "name",
+            "path",
+            "revision",
+            "dtype",
+            "device",
+            "threads",
+            "trust_remote_code",
+            "expected",
+            "template_arguments",
+            "search",
+        }
+    )
 
     name: str = MISSING
     """Name of the model in tables, file names and the report."""
@@ -81,6 +96,8 @@ class CriterionConfig:
 class SourceConfig:
     """One set of a mixture of calibration sets."""
 
+    runtime: ClassVar[frozenset[str]] = frozenset({"calibration", "path"})
+
     calibration: str = MISSING
     """Name of a file in conf/calibration: where documents come from, and how each is read."""
     share: float = MISSING
@@ -98,6 +115,8 @@ class SourceConfig:
 @dataclass
 class CalibrationConfig:
     """The text a model reads while statistics are gathered."""
+
+    runtime: ClassVar[frozenset[str]] = frozenset({"name", "checkpointing", "engine", "activation_budget"})
 
     name: str = MISSING
     """Name of the calibration set in tables and file names."""
@@ -150,6 +169,8 @@ class CalibrationConfig:
 class AllocationConfig:
     """How many experts, or channels, each layer and expert loses."""
 
+    runtime: ClassVar[frozenset[str]] = frozenset({"label", "search"})
+
     name: str = "uniform"
     """Name in the allocation registry."""
     label: str | None = None
@@ -179,6 +200,10 @@ class AllocationConfig:
 @dataclass
 class RecoveryConfig:
     """What is done to a pruned model before it is evaluated: fine-tuning or fitting, then quantising."""
+
+    runtime: ClassVar[frozenset[str]] = frozenset(
+        {"name", "bits", "modules", "instructions", "distill", "fit", "save_every"}
+    )
 
     name: str = "none"
     """Name in tables and file names."""
@@ -228,6 +253,8 @@ class RecoveryConfig:
 @dataclass
 class ExportConfig:
     """The checkpoint that is written of each pruned model."""
+
+    runtime: ClassVar[frozenset[str]] = frozenset({"converter"})
 
     shape: str | None = None
     """natural (what the plan keeps), masked or padded, as in docs/export.md; null writes none."""

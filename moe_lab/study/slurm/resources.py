@@ -15,9 +15,7 @@ from moe_lab.grid import typed
 from moe_lab.secret_settings import escaped
 from moe_lab.study.estimates import GIB, Memory, Seconds, gpus, memory_of
 from moe_lab.study.slurm import scheduler
-from moe_lab.study.step import Step
-from moe_lab.study.steps import KINDS
-from moe_lab.study.steps.kind import Reads
+from moe_lab.study.step import KINDS, Step
 
 EVERY = "every"
 UNKNOWN = Memory(16 * GIB, on_gpu=True)
@@ -83,7 +81,7 @@ def resources(
         else configured["gpus"]
     )
     largest = max(memory.bytes for memory in memories) / GIB
-    threads = (steps[0].runtime.get("model") or {}).get("threads")
+    threads = steps[0].about.threads if steps[0].about else None
     estimated = {
         "gpus": count,
         "cpus": max(threads or 1, count * settings.cpus_per_gpu),
@@ -117,9 +115,8 @@ def _levels(step: Step, settings: ResourcesConfig) -> Iterator[JobConfig]:
     """The settings that apply to a step, the most general first; settings of models do not apply to small steps."""
     yield settings.every
     keys = [step.kind]
-    if KINDS[step.kind].reads is not Reads.NOTHING:
-        model = step.runtime["model"]["name"]
-        keys += [f"{model}/{EVERY}", f"{model}/{step.kind}"]
+    if step.about:
+        keys += [f"{step.about.name}/{EVERY}", f"{step.about.name}/{step.kind}"]
     for key in keys:
         if key in settings.jobs:
             yield _job(key, settings)
