@@ -188,13 +188,17 @@ def _(settings: CalibrationConfig) -> Any:
     """All that changes what is read and in which batches.
 
     A file counts by the sha256 of its bytes and its format, wherever it is; a hub set by its id, subset and split; a
-    mixture by its sets and their shares. The seed counts only where documents are shuffled.
+    mixture by its sets and their shares. The seed counts only where documents are shuffled, and of the tokens only how
+    many rows they fill.
     """
     check(settings)
     document = counting_fields(replace(settings, sources=[]))
-    if settings.sources:
-        return {**document, "sources": [{"share": share, **_documents(part)} for share, part in parts(settings)]}
-    return {**document, **_documents(settings)}
+    document["rows"] = row_count(settings)
+    del document["tokens"]
+    if not settings.sources:
+        return {**document, **_documents(settings)}
+    sources = [{"share": share, **_documents(part)} for share, part in parts(settings)]
+    return {**document, "sources": sources, "seed": None}  # each set has the seed of the mixture, or its own
 
 
 def _documents(settings: CalibrationConfig) -> dict[str, Any]:

@@ -39,7 +39,6 @@ class ModelConfig:
     runtime: ClassVar[frozenset[str]] = frozenset(
         {
             "name",
-            "path",
             "revision",
             "dtype",
             "device",

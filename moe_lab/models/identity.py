@@ -21,7 +21,7 @@ def _(model: ModelConfig) -> Any:
         files: dict[str, Any] = {"sha256": fingerprint(model.path)}
     else:
         files = {"hub": model.path, "revision": model.revision}
-    return {**files, **counting_fields(model)}
+    return {**counting_fields(model), "path": files}
 
 
 @dataclass(frozen=True)

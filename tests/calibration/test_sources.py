@@ -17,9 +17,10 @@ from omegaconf import OmegaConf
 
 from moe_lab.calibration.batches import batches
 from moe_lab.calibration.documents import Chat, Pair, Text
-from moe_lab.calibration.settings import check, identity
+from moe_lab.calibration.settings import check
 from moe_lab.calibration.sources import digest, locate, read, whole_text
 from moe_lab.config import BenchmarkConfig, CalibrationConfig
+from moe_lab.config.identity import identity
 from moe_lab.errors import UserError
 from moe_lab.evaluation import suite
 from moe_lab.evaluation.harnesses import perplexity

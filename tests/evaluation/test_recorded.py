@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny
+from example_steps import Example, evaluated
 
 from moe_lab.config import BackendConfig, BenchmarkConfig, ModelConfig
 from moe_lab.errors import UserError
@@ -19,8 +19,10 @@ from moe_lab.evaluation.local_model import LocalModel
 from moe_lab.evaluation.recorded import COMPUTED, Record, Recorded
 from moe_lab.pruning.mask import mask
 from moe_lab.pruning.plan import Plan
-from moe_lab.study.step import Job
-from moe_lab.study.steps import evaluation, inputs, perform
+from moe_lab.study.steps import files as step_files
+from moe_lab.study.steps import perform
+from moe_lab.study.steps.evaluation import Generate
+from moe_lab.study.steps.files import Files
 
 PROMPTS = ["The story", "def add(a, b):", "1 + 1 =", "Once", "The story"]
 SPEC = GenSpec(12, batch_size=2)
@@ -103,13 +105,14 @@ BENCHMARK = BenchmarkConfig(
 )
 
 
+Job = tuple[Generate, Files]
+
+
 @pytest.fixture
 def jobs(subject: LocalModel, plans: list[Plan | None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Job]:
-    """A job that generates for each plan."""
-    monkeypatch.setattr(inputs, "_loaded", lambda settings: (subject.model, subject.tokenizer))
-    model = asdict(ModelConfig(name="m", path="pocket:olmoe"))
-    runtime = {"model": model, "benchmark": asdict(BENCHMARK), "backend": asdict(BackendConfig(name="hf"))}
-    settings = {"benchmark": {"data": suite.data_digest(BENCHMARK)}}
+    """A step that generates for each plan, and its files."""
+    model = ModelConfig(name="m", path="pocket:olmoe")
+    monkeypatch.setattr(step_files, "_LOADED", {"of": model, "pair": (subject.model, subject.tokenizer)})
     made: list[Job] = []
     for number, plan in enumerate(plans):
         folder = tmp_path / f"step{number}"
@@ -117,37 +120,46 @@ def jobs(subject: LocalModel, plans: list[Plan | None], tmp_path: Path, monkeypa
             (folder / name).mkdir(parents=True)
         if plan:
             plan.save(folder / "plan/plan.json")
-        given = {"plan": str(folder / "plan")} if plan else {}
-        places = (str(folder / "scratch"), str(folder / "partial"))
-        made.append(Job("generate", f"step{number}", settings, runtime, given, *places))
+        step = Example(number=number) if plan else None
+        pruned = evaluated(model, BENCHMARK, step).pruned
+        generate = Generate(pruned, BackendConfig(name="hf"), None, None, suite.Questions(BENCHMARK))
+        folders = {step.id: folder / "plan"} if step else {}
+        made.append((generate, Files(folder / "scratch", folder / "partial", folders)))
     return made
 
 
-def test_a_job_writes_what_its_plan_gives(subject: LocalModel, plans: list[Plan | None], jobs: list[Job]) -> None:
-    for plan, job in zip(plans, jobs, strict=True):
-        perform(job)
+def test_a_step_writes_what_its_plan_gives(subject: LocalModel, plans: list[Plan | None], jobs: list[Job]) -> None:
+    for plan, (step, files) in zip(plans, jobs, strict=True):
+        perform(step, files)
         with mask(subject.model, plan) if plan else nullcontext():
-            alone = run.generate(subject, BENCHMARK, Path(job.partial))
-        written = generation.read(job.output(run.ANSWERS))
+            alone = run.generate(subject, BENCHMARK, files.partial)
+        written = generation.read(files.out / run.ANSWERS)
         assert [answer.output for answer in written] == [answer.output for answer in alone]
         with forward_calls(subject.model) as calls:
-            perform(job)
+            perform(step, files)
         assert not calls, "what was recorded is not computed again"
-        assert generation.read(job.output(run.ANSWERS)) == written
+        assert generation.read(files.out / run.ANSWERS) == written
+
+
+def plan_file(job: Job) -> Path:
+    step, files = job
+    return files.path(step.pruned.plan, "plan.json")
 
 
 def test_a_plan_that_does_not_fit_is_refused(jobs: list[Job]) -> None:
-    tiny.plan(tiny.build("mixtral"), 0.25).save(jobs[0].input("plan", "plan.json"))
+    tiny.plan(tiny.build("mixtral"), 0.25).save(plan_file(jobs[0]))
+    step, files = jobs[0]
     with pytest.raises(UserError, match="another model"):
-        evaluation.generate(jobs[0])
-    assert not Record(Path(jobs[0].partial, COMPUTED)).results
+        step.work(files)
+    assert not Record(files.partial / COMPUTED).results
 
 
 @pytest.mark.parametrize("content", [None, "{", "{}"])
 def test_a_plan_that_cannot_be_read_is_refused(jobs: list[Job], content: str | None) -> None:
-    file = jobs[2].input("plan", "plan.json")
+    file = plan_file(jobs[2])
     file.unlink()
     if content is not None:
         file.write_text(content)
+    step, files = jobs[2]
     with pytest.raises(UserError, match="plan="):
-        evaluation.generate(jobs[2])
+        step.work(files)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 import time
+from pathlib import Path
 
 from moe_lab.json_files import write_json
 from moe_lab.study.step import KINDS, Step, provenance
@@ -26,6 +27,6 @@ def perform(step: Step, files: Files) -> None:
     """Do `step`: write its result and provenance. Any exception counts as its failure."""
     start = time.time()
     step.work(files)
-    merged = {"merged": [share.folder for share in step.merges]} if step.merges else {}
+    merged = {"merged": [Path(share.folder).name for share in step.merges]} if step.merges else {}
     about = {"units": step.units(), "pace": step.pace()}
     write_json(files.out / "provenance.json", {**provenance(start), **about, **merged})
