@@ -6,15 +6,17 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 from moe_lab.calibration.documents import Chat
 from moe_lab.calibration.packing import PACKINGS
-from moe_lab.calibration.sources import digest, file_format, first_record, locate
+from moe_lab.calibration.sources import file_format, first_record, hub_file, is_hub_file, locate
 from moe_lab.config import CalibrationConfig, ModelConfig
 from moe_lab.config.identity import counting_fields, identity
 from moe_lab.errors import UserError, unknown, user_errors
 from moe_lab.models import config_json
+from moe_lab.models.hub import UNRESOLVED, data_file, data_files, sha256_of
 
 ORDERS = ("random", "first")
 GAPS = ("none", "eos", "zero")
@@ -203,8 +205,21 @@ def _(settings: CalibrationConfig) -> Any:
 
 def _documents(settings: CalibrationConfig) -> dict[str, Any]:
     """What names the documents of one set, and how each is read."""
-    file = locate(settings.path)
     document = {name: getattr(settings, name) for name in OF_DOCUMENTS}
+    return {**document, "path": _content(settings.path), "seed": order_seed(settings)}
+
+
+def _content(path: str) -> dict[str, Any]:
+    """The content that a path names: that of a file, here or on the hub, or of a data set there; its name where the hub
+    cannot be asked."""
+    file = locate(path)
     if file is not None:
-        document["path"] = {"sha256": digest(file), "format": file_format(settings.path, file)}
-    return {**document, "seed": order_seed(settings)}
+        return {"sha256": sha256_of(file), "format": file_format(path, file)}
+    if is_hub_file(path):
+        name, found = hub_file(path)
+        sha256 = data_file(name, found)
+        known = {"sha256": sha256, "format": file_format(path, Path(found))} if sha256 else {}
+    else:
+        sha256 = data_files(path)
+        known = {"data": sha256} if sha256 else {}
+    return known or {UNRESOLVED: path}

@@ -8,19 +8,20 @@ from typing import Any
 
 from moe_lab.config import ModelConfig
 from moe_lab.config.identity import counting_fields, identity
-from moe_lab.models.files import fingerprint
-from moe_lab.paths import local
+from moe_lab.models.files import fingerprint_of
+from moe_lab.models.hub import UNRESOLVED
 
 EAGER, GROUPED = "eager", "grouped_mm"
 
 
 @identity.register
 def _(model: ModelConfig) -> Any:
-    """The content of its files, or its name on the hub; and how many experts a token gets, if that is changed."""
-    if local(model.path).is_dir():
-        files: dict[str, Any] = {"sha256": fingerprint(model.path)}
-    else:
-        files = {"hub": model.path, "revision": model.revision}
+    """The content of its files, and how many experts a token gets, if that is changed.
+
+    A model on the hub whose files are not known is its name there.
+    """
+    sha256 = fingerprint_of(model)
+    files = {"sha256": sha256} if sha256 else {UNRESOLVED: model.path, "revision": model.revision}
     return {**counting_fields(model), "path": files}
 
 

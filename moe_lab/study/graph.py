@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from moe_lab.config import AllocationConfig, CalibrationConfig, Config, CriterionConfig, ModelConfig, TimingConfig
 from moe_lab.grid import Cell, Request
+from moe_lab.models.hub import UNRESOLVED
 from moe_lab.results import ID_DIGITS, with_id
 from moe_lab.study.devices import resolved
 from moe_lab.study.progress import say
@@ -83,6 +84,19 @@ class Graph:
         for cell in self.cells:
             yield from (step for name, step in cell.named().items() if step and name not in INPUTS)
             yield from cell.evaluate.values()
+
+
+def unresolved(steps: Iterable[Step]) -> list[str]:
+    """Models and texts on the hub whose files are not known, so that steps are named by their names there."""
+    names: dict[str, None] = {}
+    for step in steps:
+        groups = [setting for setting in step.settings.values() if isinstance(setting, dict)]
+        sources = [source for group in groups for source in group.get("sources", ())]
+        for group in groups + sources:
+            path = group.get("path")
+            if isinstance(path, dict) and UNRESOLVED in path:
+                names[path[UNRESOLVED]] = None
+    return list(names)
 
 
 class Once:

@@ -29,6 +29,7 @@ from moe_lab.errors import DISK_FULL, Unavailable, UserError, mask
 from moe_lab.evaluation.harness import installed
 from moe_lab.json_files import Damaged, read_json
 from moe_lab.models.config_json import Size
+from moe_lab.models.memory import processor
 from moe_lab.paths import shortened
 from moe_lab.study.memory import BASE, weights
 
@@ -322,28 +323,43 @@ def _git(*words: str) -> str:
     return subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True, check=True).stdout
 
 
-PACKAGES = ("torch", "transformers", "lm-eval", "evalplus", "safetensors", "numpy", "bitsandbytes", "peft")
+PACKAGES = (
+    *("torch", "triton", "transformers", "tokenizers", "safetensors", "numpy", "datasets"),
+    *("lm-eval", "evalplus", "bitsandbytes", "peft"),
+)
 
 
 def provenance(start: float) -> dict[str, Any]:
-    """Provenance of a step that began at `start` (seconds since the epoch): code, versions, machine, time, memory."""
+    """Provenance of a step that began at `start` (seconds since the epoch): code, versions, machine, devices, time,
+    memory."""
     return {
         "code": code_state(),
         "python": platform.python_version(),
         "versions": {name: installed(name) for name in PACKAGES},
         "host": socket.gethostname(),
         "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
+        "processor": processor(),
         "started": start,
         "seconds": round(time.time() - start, 3),
         "peak_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         * (1 if sys.platform == "darwin" else 1024),
-        "peak_gpu_memory_bytes": _gpu_peak(),
+        **_torch_state(),
     }
 
 
-def _gpu_peak() -> int | None:
-    """Peak bytes that torch allocated on each GPU, added up; None in a process that used no GPU."""
+DRIVER = Path("/proc/driver/nvidia/version")
+
+
+def _torch_state() -> dict[str, Any]:
+    """Threads of torch; names, driver and peak bytes of the GPUs that it used. None in a process that used none."""
     torch: Any = sys.modules.get("torch")
-    if torch is None or not torch.cuda.is_initialized():
-        return None
-    return sum(int(torch.cuda.max_memory_allocated(number)) for number in range(torch.cuda.device_count()))
+    state: dict[str, Any] = {"threads": None, "gpus": None, "driver": None, "peak_gpu_memory_bytes": None}
+    if torch is None:
+        return state
+    state["threads"] = torch.get_num_threads()
+    if torch.cuda.is_initialized():
+        numbers = range(torch.cuda.device_count())
+        state["gpus"] = [torch.cuda.get_device_name(number) for number in numbers]
+        state["driver"] = DRIVER.read_text().splitlines()[0] if DRIVER.is_file() else torch.version.cuda
+        state["peak_gpu_memory_bytes"] = sum(int(torch.cuda.max_memory_allocated(number)) for number in numbers)
+    return state

@@ -146,9 +146,15 @@ def test_what_a_step_held_on_gpus_is_noted(monkeypatch: pytest.MonkeyPatch) -> N
         "is_initialized": lambda: True,
         "device_count": lambda: 2,
         "max_memory_allocated": lambda number: 7 + number,
+        "get_device_name": lambda number: f"GPU {number}",
     }
-    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=SimpleNamespace(**held)))
-    assert provenance(time.time())["peak_gpu_memory_bytes"] == 7 + 8
+    used = SimpleNamespace(
+        cuda=SimpleNamespace(**held), get_num_threads=lambda: 3, version=SimpleNamespace(cuda="12.8")
+    )
+    monkeypatch.setitem(sys.modules, "torch", used)
+    about = provenance(time.time())
+    assert about["peak_gpu_memory_bytes"] == 7 + 8 and about["gpus"] == ["GPU 0", "GPU 1"] and about["driver"]
+    assert about["threads"] == 3 and about["processor"]
 
 
 def test_what_cannot_be_timed_is_said_before() -> None:

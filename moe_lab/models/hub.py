@@ -1,0 +1,96 @@
+"""What files consist of, here and on the hub: their sha256, each found out once. No torch.
+
+The hub's cache names large files by their sha256, and the hub states it of files that are not here. So a folder and the
+hub id of the same weights are the same model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from moe_lab.json_files import Damaged, read_json, write_json
+from moe_lab.paths import cache
+
+UNRESOLVED = "hub"
+"""Key of the identity of a model or a text on the hub whose files are not known."""
+REMEMBERED_FROM = 1 << 26
+"""Bytes from which the sha256 of a file is remembered in the user's cache: smaller ones take less than a second."""
+SHA256 = re.compile(r"[0-9a-f]{64}")
+SHAPE = {"size": int, "changed": int, "inode": int, "sha256": str}
+SECONDS = 10
+"""Longest wait for an answer of the hub."""
+NOT_DATA = (".md", ".gitattributes", ".png", ".jpg", ".svg")
+"""Endings of files of a data set that hold no data."""
+
+
+def sha256_of(file: Path) -> str:
+    """sha256 (hex) of a file's bytes. A large file is read once, while its path, size, time and inode stay."""
+    real = file.resolve()
+    if real.parent.name == "blobs" and SHA256.fullmatch(real.name):
+        return real.name
+    status = real.stat()
+    about = {"size": status.st_size, "changed": status.st_mtime_ns, "inode": status.st_ino}
+    return _sha256(real, tuple(about.items()))
+
+
+@lru_cache(maxsize=4096)
+def _sha256(file: Path, about: tuple[tuple[str, int], ...]) -> str:
+    note = cache("hashes") / f"{hashlib.sha256(os.fsencode(file)).hexdigest()[:32]}.json"
+    is_large = dict(about)["size"] >= REMEMBERED_FROM
+    if is_large:
+        try:
+            known: dict[str, Any] = read_json(note, SHAPE)
+        except (OSError, Damaged):
+            known = {}
+        if known.items() >= set(about):
+            return str(known["sha256"])
+    with file.open("rb") as opened:
+        found = hashlib.file_digest(opened, "sha256").hexdigest()
+    if is_large:
+        note.parent.mkdir(parents=True, exist_ok=True)
+        write_json(note, {"path": str(file), **dict(about), "sha256": found})
+    return found
+
+
+@lru_cache(maxsize=256)
+def stated_files(name: str, revision: str | None, kind: str) -> dict[str, tuple[int, str]] | None:
+    """File -> (size, sha256, or git's digest of a small file) of what a repository on the hub has; None when the hub
+    cannot be asked. `kind`: model or dataset."""
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        return None
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
+
+    ask = {"model": HfApi().model_info, "dataset": HfApi().dataset_info}[kind]
+    try:
+        siblings = ask(name, revision=revision, files_metadata=True, timeout=SECONDS).siblings or []
+    except (OSError, ValueError, HfHubHTTPError):
+        return None
+    return {file.rfilename: (file.size or 0, file.lfs.sha256 if file.lfs else file.blob_id) for file in siblings}
+
+
+def data_files(name: str) -> str | None:
+    """Digest of the data in a data set on the hub; None when the hub cannot be asked."""
+    files = stated_files(name, None, "dataset")
+    if files is None:
+        return None
+    lines = [f"{file} {size} {digest}\n" for file, (size, digest) in files.items() if not file.endswith(NOT_DATA)]
+    return hashlib.sha256("".join(sorted(lines)).encode()).hexdigest()
+
+
+def data_file(name: str, file: str) -> str | None:
+    """sha256 of a file of a data set on the hub; None when it is not in the cache and the hub cannot be asked."""
+    from huggingface_hub import try_to_load_from_cache
+
+    here = try_to_load_from_cache(name, file, repo_type="dataset")
+    if isinstance(here, str):
+        return sha256_of(Path(here))
+    _, digest = (stated_files(name, None, "dataset") or {}).get(file, (0, ""))
+    return digest if SHA256.fullmatch(digest or "") else None
