@@ -27,6 +27,7 @@ from moe_lab.study.steps.costs import Cost, Profile, Timing
 from moe_lab.study.steps.evaluation import Evaluate, results_of, task_of
 from moe_lab.study.steps.files import Files
 from moe_lab.study.steps.model import Facts, loaded_as
+from moe_lab.study.steps.plans import drops_whole_experts
 from moe_lab.study.steps.recovery import Pruned, export_of, pruned_of, storage_of
 from moe_lab.study.store import Store
 
@@ -84,18 +85,20 @@ def cell_of(model: ModelConfig, text: CalibrationConfig, **changes: Any) -> Cell
 
 def step_of(kind: str, cell: Cell, config: Config | None = None, benchmark: BenchmarkConfig | None = None) -> Step:
     """A step of a kind, about a cell."""
-    config = config or Config(calibration=cell.calibration, timed=TimingConfig(device="a GPU"))
+    config = config or Config(timed=TimingConfig(device="a GPU"))
     if kind in ("alignment", "activation_alignment"):
         grouping = {"alignment": "m_smoe", "activation_alignment": "ream"}[kind]
         return plan_of(replace(cell, allocation=replace(cell.allocation, replacement=grouping)))  # type: ignore[no-any-return]
-    pruned = Pruned(loaded_as(cell.model), plan_of(cell), None, storage_of(cell.recovery), cell)
+    changes = plan_of(cell), None, storage_of(cell.recovery)
+    pruned = Pruned(loaded_as(cell.model), *changes, cell.recovery, drops_whole_experts(cell))
+    text = cell.texts["flops"]
     made: dict[str, Callable[[], Any]] = {
         "model": lambda: Facts(cell.model),
         "finetune": lambda: pruned_of(cell).finetune,
         "export": lambda: export_of(pruned, config),
-        "cost": lambda: Cost.of(pruned, config),
-        "profile": lambda: Profile.of(pruned),
-        "timing": lambda: Timing.of(pruned, config.timed),
+        "cost": lambda: Cost.of(pruned, text, Cost.of_unpruned(cell.model, text)),
+        "profile": lambda: Profile(pruned.loaded, text, pruned.plan),
+        "timing": lambda: Timing.of(pruned, text, config.timed),
         **dict.fromkeys(("evaluate", "generate", "grade"), lambda: results_of(pruned, task_of(benchmark, config))),
     }
     step: Any = made[kind]() if kind in made else KINDS[kind].of(cell)  # type: ignore[attr-defined]
@@ -104,6 +107,5 @@ def step_of(kind: str, cell: Cell, config: Config | None = None, benchmark: Benc
 
 def evaluated(model: ModelConfig, benchmark: BenchmarkConfig, plan: Step | None = None, **changes: Any) -> Evaluate:
     """The step that evaluates a model under a plan on a benchmark."""
-    text = CalibrationConfig(name="text", path="owner/set", seed=1)
-    pruned = Pruned(loaded_as(model), plan, None, None, cell_of(model, text))
+    pruned = Pruned(loaded_as(model), plan, None, None, RecoveryConfig(), True)
     return Evaluate(pruned, changes.pop("backend", BackendConfig()), None, None, benchmark, Policy(), None, **changes)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -34,27 +35,23 @@ def sha256_of(file: Path) -> str:
     if real.parent.name == "blobs" and SHA256.fullmatch(real.name):
         return real.name
     status = real.stat()
+    if status.st_size < REMEMBERED_FROM:
+        return _read(real)
     about = {"size": status.st_size, "changed": status.st_mtime_ns, "inode": status.st_ino}
-    return _sha256(real, tuple(about.items()))
-
-
-@lru_cache(maxsize=4096)
-def _sha256(file: Path, about: tuple[tuple[str, int], ...]) -> str:
-    note = cache("hashes") / f"{hashlib.sha256(os.fsencode(file)).hexdigest()[:32]}.json"
-    is_large = dict(about)["size"] >= REMEMBERED_FROM
-    if is_large:
-        try:
-            known: dict[str, Any] = read_json(note, SHAPE)
-        except (OSError, Damaged):
-            known = {}
-        if known.items() >= set(about):
+    note = cache("hashes") / f"{hashlib.sha256(os.fsencode(real)).hexdigest()[:32]}.json"
+    with suppress(OSError, Damaged):
+        known: dict[str, Any] = read_json(note, SHAPE)
+        if known.items() >= about.items():
             return str(known["sha256"])
+    sha256 = _read(real)
+    note.parent.mkdir(parents=True, exist_ok=True)
+    write_json(note, {"path": str(real), **about, "sha256": sha256})
+    return sha256
+
+
+def _read(file: Path) -> str:
     with file.open("rb") as opened:
-        found = hashlib.file_digest(opened, "sha256").hexdigest()
-    if is_large:
-        note.parent.mkdir(parents=True, exist_ok=True)
-        write_json(note, {"path": str(file), **dict(about), "sha256": found})
-    return found
+        return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 @lru_cache(maxsize=256)

@@ -17,7 +17,8 @@ from moe_lab.study.steps.costs import Cost, Profile, Timing, device_here
 from moe_lab.study.steps.evaluation import Evaluate, Grade, Task, results_of, task_of
 from moe_lab.study.steps.model import Facts
 from moe_lab.study.steps.passes import StatisticsPass
-from moe_lab.study.steps.recovery import NO_RECOVERY, export_of, pruned_of, unpruned_of
+from moe_lab.study.steps.recovery import NO_RECOVERY, export_of, pruned_of
+from moe_lab.study.steps.recovery import unpruned as unpruned_model
 from moe_lab.study.steps.scores import Family, Scores, reads_text
 
 T = TypeVar("T")
@@ -133,22 +134,33 @@ def _resolved(cell: Cell, config: Config, once: Once) -> Cell:
     return replace(cell, model=once(resolved, cell.model, config), calibration=calibration, texts=texts)
 
 
+def _engine_of(text: CalibrationConfig, study: CalibrationConfig) -> CalibrationConfig:
+    """The text, read by the engine of the study's calibration."""
+    return replace(text, engine=study.engine, activation_budget=study.activation_budget)
+
+
 def _steps(cell: Cell, tasks: Iterable[Task], config: Config, once: Once) -> CellSteps:
     """All steps of one cell; criterion "none" is the unpruned model."""
     named = _resolved(cell, config, once)
-    is_pruned = cell.criterion is not NO_CRITERION
-    pruned = pruned_of(named) if is_pruned else unpruned_of(named)
+    text, is_pruned = named.texts["flops"], cell.criterion is not NO_CRITERION
+    pruned = pruned_of(named) if is_pruned else unpruned_model(named.model)
+    scores = (getattr(pruned.plan, "scores", None) or Scores.of(named)) if is_pruned else None
+    statistics = None
+    if scores and reads_text(cell):
+        statistics = scores.sums.get("statistics") or StatisticsPass.of(named)
+    counted = once(_engine_of, text, config.calibration)
+    cost = once(Cost.of_unpruned, named.model, counted)
     return CellSteps(
         cell=cell,
         model=pruned.loaded.facts,
-        statistics=StatisticsPass.of(named) if is_pruned and reads_text(cell) else None,
-        scores=Scores.of(named) if is_pruned else None,
+        statistics=statistics,
+        scores=scores,
         plan=pruned.plan,
         finetune=pruned.finetune,
         export=export_of(pruned, config) if is_pruned and config.export.shape else None,
-        cost=Cost.of(pruned, config),
-        profile=Profile.of(pruned) if config.profile else None,
-        timing=Timing.of(pruned, once(_timed, config.timed, named.model)) if config.timing else None,
+        cost=Cost.of(pruned, counted, cost) if is_pruned else cost,
+        profile=Profile(pruned.loaded, text, pruned.plan) if config.profile else None,
+        timing=Timing.of(pruned, text, once(_timed, config.timed, named.model)) if config.timing else None,
         evaluate={task.benchmark.name: results_of(pruned, task) for task in tasks},
     )
 

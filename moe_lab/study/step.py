@@ -14,13 +14,13 @@ import sys
 import time
 import traceback
 import weakref
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass, field, fields
 from enum import Enum
-from functools import cache, cached_property, lru_cache
+from functools import cache, cached_property, lru_cache, wraps
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import moe_lab
 from moe_lab.config import ModelConfig
@@ -36,6 +36,8 @@ from moe_lab.study.memory import BASE, weights
 if TYPE_CHECKING:
     from moe_lab.study.steps.files import Files
 
+T = TypeVar("T")
+Result = TypeVar("Result")
 LONGEST_LABEL = 200
 """Most bytes of a label: it leaves room for longer names that are made from a folder's name."""
 
@@ -63,7 +65,21 @@ class Identified:
     digest: str
 
 
-_IDENTIFIED: dict[int, tuple[weakref.ref[Any], Identified]] = {}
+def once_per_object(function: Callable[[T], Result]) -> Callable[[T], Result]:
+    """The function, called once for each object as long as that lives; objects that are equal count by themselves."""
+    known: dict[int, tuple[weakref.ref[Any], Result]] = {}
+
+    @wraps(function)
+    def remembered(value: T) -> Result:
+        key = id(value)
+        if key in known and known[key][0]() is value:
+            return known[key][1]
+        found = function(value)
+        with contextlib.suppress(TypeError):  # dictionaries and tuples have no weak references
+            known[key] = (weakref.ref(value, lambda _: known.pop(key, None)), found)
+        return found
+
+    return remembered
 
 
 @lru_cache(maxsize=1 << 16, typed=True)
@@ -71,18 +87,15 @@ def _of_scalar(value: Any) -> Identified:
     return Identified(value, digest(value))
 
 
+@once_per_object
+def _of_group(setting: Any) -> Identified:
+    document = identity(setting)
+    return Identified(document, digest(document))
+
+
 def identified(setting: Any) -> Identified:
     """The identity of a setting. Many steps share a group of settings, so that it is computed once for each object."""
-    if isinstance(setting, (str, int, float)):
-        return _of_scalar(setting)
-    key = id(setting)
-    if key in _IDENTIFIED and _IDENTIFIED[key][0]() is setting:
-        return _IDENTIFIED[key][1]
-    document = identity(setting)
-    found = Identified(document, digest(document))
-    with contextlib.suppress(TypeError):  # dictionaries and tuples have no weak references
-        _IDENTIFIED[key] = (weakref.ref(setting, lambda _: _IDENTIFIED.pop(key, None)), found)
-    return found
+    return _of_scalar(setting) if isinstance(setting, (str, int, float)) else _of_group(setting)
 
 
 class Parts:
@@ -90,6 +103,22 @@ class Parts:
 
     runtime: ClassVar[frozenset[str]] = frozenset()
     """Fields that determine how the work is done (device, paths, permissions), and not what comes out."""
+
+    @cached_property
+    def roles(self) -> dict[str, Step | Identified]:
+        """Role -> input step or identity of a setting, of all that is said."""
+        roles: dict[str, Step | Identified] = {}
+        for name in _fields(type(self)):
+            value = getattr(self, name)
+            if isinstance(value, Step):
+                roles[name] = value
+            elif isinstance(value, Parts):
+                roles.update(value.roles)
+            elif type(value) is dict:
+                roles.update(value)
+            elif value is not None:
+                roles[name] = identified(value)
+        return roles
 
 
 class Loads(Enum):
@@ -190,11 +219,6 @@ class Step(Parts):
         return self.kind
 
     @cached_property
-    def roles(self) -> dict[str, Step | Identified]:
-        """Role -> input step or identity of a setting."""
-        return {role: part if isinstance(part, Step) else identified(part) for role, part in _parts(self)}
-
-    @cached_property
     def inputs(self) -> dict[str, Step]:
         """Role -> step whose result it reads."""
         return {role: part for role, part in self.roles.items() if isinstance(part, Step)}
@@ -239,20 +263,6 @@ def _fields(parts: type[Parts]) -> tuple[str, ...]:
     """The fields of a class that count, without those that it and the classes it is derived from name in `runtime`."""
     runtime = {name for each in parts.__mro__ for name in vars(each).get("runtime", ())}
     return tuple(field.name for field in fields(parts) if field.name not in runtime)  # type: ignore[arg-type]
-
-
-def _parts(of: Parts) -> Iterator[tuple[str, Any]]:
-    """(role, step or setting) of all that is said."""
-    for name in _fields(type(of)):
-        value = getattr(of, name)
-        if isinstance(value, Step):
-            yield name, value
-        elif isinstance(value, Parts):
-            yield from _parts(value)
-        elif type(value) is dict:
-            yield from value.items()
-        elif value is not None:
-            yield name, value
 
 
 KINDS: dict[str, type[Step]] = {}

@@ -174,7 +174,6 @@ CHANGES: list[dict[str, Any]] = [
     {"special_tokens": True},
     {"field": "text"},
     {"batch_size": 1},
-    {"parts": 2},
 ]
 
 
@@ -210,7 +209,7 @@ def test_identity_of_other_text_and_of_the_same_bytes_read_otherwise(words: Path
 
 def test_identity_of_a_hub_set_is_its_id_subset_and_split(settings: Settings) -> None:
     chosen = settings("owner/set", subset="raw", split="train")
-    assert [identity(chosen)[name] for name in ("path", "subset", "split")] == ["owner/set", "raw", "train"]
+    assert [identity(chosen)[name] for name in ("path", "subset", "split")] == [{"hub": "owner/set"}, "raw", "train"]
 
 
 def test_checking_needs_no_heavy_library(words: Path) -> None:

@@ -18,7 +18,7 @@ import tiny
 import torch
 from example_steps import Example, cell_of
 
-from moe_lab.config import CalibrationConfig, Config, LauncherConfig, ModelConfig, TimingConfig
+from moe_lab.config import CalibrationConfig, Config, LauncherConfig, ModelConfig, RecoveryConfig, TimingConfig
 from moe_lab.errors import Unavailable, UserError
 from moe_lab.evaluation import timing as evaluation_timing
 from moe_lab.evaluation.timing import measure
@@ -87,8 +87,8 @@ MODEL = ModelConfig(name="m", path="pocket:olmoe", device="cpu", threads=1)
 
 
 def step(device: str, plan: Step | None = None, storage: Storage | None = None) -> Timing:
-    pruned = Pruned(loaded_as(MODEL), plan, None, storage, cell_of(MODEL, TEXT))
-    return Timing.of(pruned, replace(ASKED, device=device))
+    pruned = Pruned(loaded_as(MODEL), plan, None, storage, RecoveryConfig(), True)
+    return Timing.of(pruned, TEXT, replace(ASKED, device=device))
 
 
 def test_a_step_is_about_one_device_and_is_done_on_no_other(tmp_path: Path) -> None:

@@ -14,14 +14,14 @@ import pytest
 import tiny
 from example_steps import Example, cell_of, done
 
-from moe_lab.config import CalibrationConfig, Config, CriterionConfig, ModelConfig
+from moe_lab.config import CalibrationConfig, CriterionConfig, ModelConfig, RecoveryConfig
 from moe_lab.models import load
 from moe_lab.models.discover import moe_layers
 from moe_lab.pruning.plan import Plan
 from moe_lab.study.estimates import memory_of, memory_problems
-from moe_lab.study.graph import NO_CRITERION
 from moe_lab.study.steps.costs import Cost
 from moe_lab.study.steps.model import loaded_as
+from moe_lab.study.steps.plans import drops_whole_experts
 from moe_lab.study.steps.recovery import Pruned
 from moe_lab.study.store import Store
 
@@ -32,11 +32,14 @@ PLANS = {EXPERTS.name: Example(), CHANNELS.name: Example(number=1)}
 def step(
     model: ModelConfig, text: CalibrationConfig, criterion: CriterionConfig | None = None, engine: str = "resident"
 ) -> Cost:
-    """The cost of a plan made by `criterion`, or of the unpruned model, in a study calibrated by that engine."""
-    study = CalibrationConfig(name="c", path=text.path, engine=engine, activation_budget=0.5)
-    cell = cell_of(model, text, criterion=criterion or NO_CRITERION)
-    pruned = Pruned(loaded_as(model), PLANS[criterion.name] if criterion else None, None, None, cell)
-    return Cost.of(pruned, Config(calibration=study))
+    """The cost of a plan made by `criterion`, or of the unpruned model, counted by that engine."""
+    text = replace(text, engine=engine, activation_budget=0.5)
+    unpruned = Cost.of_unpruned(model, text)
+    if criterion is None:
+        return unpruned
+    whole = drops_whole_experts(cell_of(model, text, criterion=criterion))
+    pruned = Pruned(loaded_as(model), PLANS[criterion.name], None, None, RecoveryConfig(), whole)
+    return Cost.of(pruned, text, unpruned)
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Self
 
 from moe_lab import results
@@ -22,8 +22,7 @@ from moe_lab.study.steps.engine import engine
 from moe_lab.study.steps.files import Files, loaded, read_text, skeleton
 from moe_lab.study.steps.model import Facts
 from moe_lab.study.steps.passes import OnText
-from moe_lab.study.steps.plans import drops_whole_experts
-from moe_lab.study.steps.recovery import Pruned, Storage, unpruned_of
+from moe_lab.study.steps.recovery import Pruned, Storage, unpruned
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,21 +50,18 @@ class Cost(Step):
     runtime: ClassVar[frozenset[str]] = frozenset({"pruned"})
 
     @classmethod
-    def of(cls, pruned: Pruned, config: Config) -> Self:
-        """The cost of a pruned model. Its text is read by the engine of the study's calibration."""
-        text, is_pruned = pruned.cell.texts["flops"], pruned.plan is not None
-        routed = not drops_whole_experts(pruned.cell) if is_pruned else has_uneven_layers(pruned.model)
-        engine, budget = config.calibration.engine, config.calibration.activation_budget
-        return cls(
-            pruned.loaded.facts,
-            pruned.plan,
-            pruned.storage,
-            text.length,
-            cls.of(unpruned_of(pruned.cell), config) if is_pruned else None,
-            replace(text, engine=engine, activation_budget=budget) if routed else None,
-            pruned.loaded.arithmetic if routed else None,
-            pruned,
-        )
+    def of(cls, pruned: Pruned, text: CalibrationConfig, unpruned: Cost) -> Self:
+        """The cost of a pruned model. `unpruned`: that of the model as it is."""
+        routed = not pruned.drops_whole_experts
+        run = (text, pruned.loaded.arithmetic) if routed else (None, None)
+        return cls(pruned.loaded.facts, pruned.plan, pruned.storage, text.length, unpruned, *run, pruned)
+
+    @classmethod
+    def of_unpruned(cls, model: ModelConfig, text: CalibrationConfig) -> Self:
+        """The cost of a model as it is."""
+        pruned = unpruned(model)
+        run = (text, pruned.loaded.arithmetic) if has_uneven_layers(model) else (None, None)
+        return cls(pruned.loaded.facts, None, None, text.length, None, *run, pruned)
 
     def label(self) -> str:
         return self.pruned.recovered_label
@@ -139,11 +135,6 @@ class Profile(OnText):
     kind = "profile"
     plan: Any
 
-    @classmethod
-    def of(cls, pruned: Pruned) -> Self:
-        """The profile of a pruned model, on the text of FLOPs."""
-        return cls(pruned.loaded, pruned.cell.texts["flops"], pruned.plan)
-
     def label(self) -> str:
         return self.plan.label() if self.plan else self.about.name
 
@@ -175,10 +166,9 @@ class Timing(OnText):
     runtime: ClassVar[frozenset[str]] = frozenset({"name"})
 
     @classmethod
-    def of(cls, pruned: Pruned, timed: TimingConfig) -> Self:
-        """The timing of a pruned model, with prompts from the text of FLOPs. `timed` names the device."""
+    def of(cls, pruned: Pruned, text: CalibrationConfig, timed: TimingConfig) -> Self:
+        """The timing of a pruned model, with prompts from a text. `timed` names the device."""
         changes = pruned.plan, pruned.finetune, pruned.storage
-        text = pruned.cell.texts["flops"]
         return cls(pruned.loaded, text, *changes, timed, pruned.model.threads, pruned.recovered_label)
 
     def label(self) -> str:

@@ -20,7 +20,6 @@ from moe_lab.models.config_json import Size
 from moe_lab.study import memory
 from moe_lab.study.step import Loads, Packing, Step
 from moe_lab.study.steps.files import Files
-from moe_lab.study.steps.plans import drops_whole_experts
 from moe_lab.study.steps.recovery import Export, Pruned, export_of, forget_models
 
 ITEMS = 1000
@@ -86,7 +85,7 @@ def _checkpoint(pruned: Pruned, task: Task) -> Export | None:
     if pruned.plan is None or task.backend.name == "hf":
         return None
     if task.backend.name == "vllm" and not pruned.is_recovered:
-        if drops_whole_experts(pruned.cell):
+        if pruned.drops_whole_experts:
             return None
         return export_of(pruned, task.config, "padded")  # vLLM has one width in each layer
     return export_of(pruned, task.config)

@@ -8,7 +8,7 @@ from typing import ClassVar
 from moe_lab.config import ModelConfig
 from moe_lab.json_files import write_json
 from moe_lab.models.identity import Arithmetic, arithmetic
-from moe_lab.study.step import Packing, Parts, Step
+from moe_lab.study.step import Packing, Parts, Step, once_per_object
 from moe_lab.study.steps.files import Files
 
 
@@ -41,6 +41,7 @@ class Loaded(Parts):
     runtime: ClassVar[frozenset[str]] = frozenset({"model"})
 
 
+@once_per_object
 def loaded_as(model: ModelConfig) -> Loaded:
     """The model as steps load it."""
     return Loaded(Facts(model), arithmetic(model), model)

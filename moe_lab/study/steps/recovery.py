@@ -23,6 +23,7 @@ from moe_lab.study.steps.alignment import plan_of
 from moe_lab.study.steps.files import Files, forget_loaded, loaded
 from moe_lab.study.steps.model import Facts, Loaded, loaded_as
 from moe_lab.study.steps.passes import OnText
+from moe_lab.study.steps.plans import drops_whole_experts
 
 NO_RECOVERY = RecoveryConfig()
 MATRICES = 3
@@ -125,8 +126,10 @@ class Pruned(Parts):
     """The step of its plan, or None."""
     finetune: Finetune | None
     storage: Storage | None
-    cell: Cell
-    runtime: ClassVar[frozenset[str]] = frozenset({"cell"})
+    recovery: RecoveryConfig
+    drops_whole_experts: bool
+    """Whether the plan removes experts from the router and keeps all channels of the others."""
+    runtime: ClassVar[frozenset[str]] = frozenset({"recovery", "drops_whole_experts"})
 
     @property
     def model(self) -> ModelConfig:
@@ -141,7 +144,7 @@ class Pruned(Parts):
     @property
     def recovered_label(self) -> str:
         """Label with the name of the recovery."""
-        recovery = self.cell.recovery.name
+        recovery = self.recovery.name
         return self.label if recovery == NO_RECOVERY.name else f"{self.label}-{recovery}"
 
     @property
@@ -183,12 +186,12 @@ def pruned_of(cell: Cell) -> Pruned:
     plan, role = plan_of(cell), recoveries.text_role(cell.recovery)
     model = loaded_as(cell.model)
     finetune = Finetune(model, cell.texts[role], plan, cell.recovery, cell.seed) if role else None
-    return Pruned(model, plan, finetune, storage_of(cell.recovery), cell)
+    return Pruned(model, plan, finetune, storage_of(cell.recovery), cell.recovery, drops_whole_experts(cell))
 
 
-def unpruned_of(cell: Cell) -> Pruned:
-    """The model of a cell as it is."""
-    return Pruned(loaded_as(cell.model), None, None, None, replace(cell, recovery=NO_RECOVERY))
+def unpruned(model: ModelConfig) -> Pruned:
+    """A model as it is."""
+    return Pruned(loaded_as(model), None, None, None, NO_RECOVERY, True)
 
 
 @lru_cache(maxsize=1)
@@ -306,9 +309,7 @@ class Export(Step):
             bits=storage.bits,
             modules=list(storage.modules),
             tuned=self.pruned.tuned(files),
-            words=recoveries.finetune_words(
-                self.pruned.cell.recovery, self.finetune.text.name if self.finetune else None
-            ),
+            words=recoveries.finetune_words(self.pruned.recovery, self.finetune.text.name if self.finetune else None),
         )
 
     def memory(self, size: Size) -> float:
