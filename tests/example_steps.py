@@ -14,6 +14,7 @@ from moe_lab.config import (
     CalibrationConfig,
     Config,
     CriterionConfig,
+    ExportConfig,
     ModelConfig,
     RecoveryConfig,
     TimingConfig,
@@ -28,7 +29,7 @@ from moe_lab.study.steps.evaluation import Evaluate, results_of, task_of
 from moe_lab.study.steps.files import Files
 from moe_lab.study.steps.model import Facts, loaded_as
 from moe_lab.study.steps.plans import drops_whole_experts
-from moe_lab.study.steps.recovery import Pruned, export_of, pruned_of, storage_of
+from moe_lab.study.steps.recovery import Export, Finetune, Pruned, export_of, pruned_of, storage_of
 from moe_lab.study.store import Store
 
 
@@ -64,6 +65,20 @@ def done(store: Store, step: Step) -> Path:
         if scratch is not None:
             perform(step, Files.of(step, store, scratch))
     return store.path(step)
+
+
+def exported(
+    model: Path, folder: Path, export: ExportConfig, recovery: RecoveryConfig | None = None
+) -> tuple[Export, Files]:
+    """The step that exports a model under the plan in `folder`/plan, fine-tuned as in `folder`/finetune if there is a
+    recovery; and its files."""
+    (folder / "scratch").mkdir(exist_ok=True)
+    text, plan = CalibrationConfig(name="x", path="owner/x", seed=1), Example()
+    loaded = loaded_as(ModelConfig(name="m", path=str(model), device="cpu"))
+    finetune = Finetune(loaded, text, plan, recovery, 1) if recovery else None
+    pruned = Pruned(loaded, plan, finetune, None, recovery or RecoveryConfig(), True)
+    folders = {plan.id: folder / "plan"} | ({finetune.id: folder / "finetune"} if finetune else {})
+    return export_of(pruned, Config(export=export)), Files(folder / "scratch", folder / "partial", folders)
 
 
 def cell_of(model: ModelConfig, text: CalibrationConfig, **changes: Any) -> Cell:

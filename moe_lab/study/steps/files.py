@@ -73,12 +73,17 @@ class Files:
         return Plan.load(self.path(step, "plan.json")) if step else None
 
     def table(self, name: str, columns: tuple[str, ...], rows: list[tuple[Any, ...]]) -> None:
-        """Write rows as a Parquet table."""
-        import pyarrow as arrow
-        import pyarrow.parquet as parquet
+        """Write rows as a Parquet table of the result."""
+        write_table(self.out / name, columns, rows)
 
-        values = list(zip(*rows, strict=True)) or [()] * len(columns)
-        parquet.write_table(arrow.table(dict(zip(columns, map(list, values), strict=True))), self.out / name)
+
+def write_table(path: Path, columns: tuple[str, ...], rows: list[tuple[Any, ...]]) -> None:
+    """Write rows as a Parquet table."""
+    import pyarrow as arrow
+    import pyarrow.parquet as parquet
+
+    values = list(zip(*rows, strict=True)) or [()] * len(columns)
+    parquet.write_table(arrow.table(dict(zip(columns, map(list, values), strict=True))), path)
 
 
 _LOADED: dict[str, Any] = {}

@@ -243,11 +243,7 @@ class Export(Step):
             from moe_lab.recovery.export import check_widths
 
             check_widths(source, files.plan(self.plan), _evaluated_dtype(self.about, source))
-        try:
-            self._write(source, files)
-        except Exception:  # but not when the process is told to stop: then it resumes
-            shutil.rmtree(files.partial, ignore_errors=True)
-            raise
+        self._write(source, files)
 
     def _write(self, source: Path, files: Files) -> None:
         """Write the checkpoint in stages: pruned, with changed weights, converted. Each is made from the one before;
@@ -266,12 +262,16 @@ class Export(Step):
         if self.verify and not is_rewritten:
             self._compare(source, natural, files)
         plain = natural
-        if is_rewritten:
-            plain = files.partial / "plain" if is_converted else out
-            if not plain.exists():
-                self._write_changed(natural, plain, files)
-        if is_converted:
-            gguf.convert(plain, out, gguf.converter(self.shape), f"{self.about.name}, pruned")
+        try:
+            if is_rewritten:
+                plain = files.partial / "plain" if is_converted else out
+                if not plain.exists():
+                    self._write_changed(natural, plain, files)
+            if is_converted:
+                gguf.convert(plain, out, gguf.converter(self.shape), f"{self.about.name}, pruned")
+        except Exception:  # but not when the process is told to stop: then it resumes
+            shutil.rmtree(files.partial, ignore_errors=True)
+            raise
 
     @property
     def _is_compressed(self) -> bool:
