@@ -12,7 +12,7 @@ from moe_lab.models.hub import UNRESOLVED
 from moe_lab.results import ID_DIGITS, with_id
 from moe_lab.study.devices import resolved
 from moe_lab.study.progress import say
-from moe_lab.study.step import Step
+from moe_lab.study.step import Identified, Step
 from moe_lab.study.steps.costs import Cost, Profile, Timing, device_here
 from moe_lab.study.steps.evaluation import Evaluate, Grade, Task, results_of, task_of
 from moe_lab.study.steps.model import Facts
@@ -89,15 +89,11 @@ class Graph:
 
 def unresolved(steps: Iterable[Step]) -> list[str]:
     """Models and texts on the hub whose files are not known, so that steps are named by their names there."""
-    names: dict[str, None] = {}
-    for step in steps:
-        groups = [setting for setting in step.settings.values() if isinstance(setting, dict)]
-        sources = [source for group in groups for source in group.get("sources", ())]
-        for group in groups + sources:
-            path = group.get("path")
-            if isinstance(path, dict) and UNRESOLVED in path:
-                names[path[UNRESOLVED]] = None
-    return list(names)
+    parts = {id(part): part for step in steps for part in step.roles.values() if isinstance(part, Identified)}
+    groups = [part.document for part in parts.values() if isinstance(part.document, dict)]
+    groups += [source for group in groups for source in group.get("sources", ())]
+    paths = [group["path"] for group in groups if isinstance(group.get("path"), dict)]
+    return list(dict.fromkeys(path[UNRESOLVED] for path in paths if UNRESOLVED in path))
 
 
 class Once:

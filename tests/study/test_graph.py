@@ -29,7 +29,7 @@ from moe_lab.errors import UserError
 from moe_lab.evaluation.sandbox.policy import LIMITED, NAMESPACES, UNCONFINED, Policy
 from moe_lab.grid import Files, benchmarks, cells, choose
 from moe_lab.study import record
-from moe_lab.study.graph import Graph, build
+from moe_lab.study.graph import Graph, build, unresolved
 from moe_lab.study.step import Step
 from moe_lab.study.steps import KINDS
 from moe_lab.study.steps.evaluation import Evaluate, Grade
@@ -100,6 +100,17 @@ def test_a_gate_counts_only_for_criteria_that_look_at_it(criterion: str, distinc
 @pytest.mark.parametrize(("criterion", "distinct"), [("aimer", 1), ("random", 2), ("man", 2)])
 def test_a_seed_counts_for_chance_and_for_the_order_of_texts(criterion: str, distinct: int) -> None:
     assert kinds(graph(criterion=[criterion], calibration=SETS[:1], seed=[1, 2]))["plan"] == distinct
+
+
+def test_what_is_on_the_hub_and_not_known_is_named() -> None:
+    """Nothing is downloaded in tests."""
+    text = CalibrationConfig(name="t", path="owner/set")
+    config = Config(model=ModelConfig(name="m", path="owner/model"), criterion=CriterionConfig(name="reap"))
+    config.calibration = text
+    asked = [(cells(config, FILES), [])]
+    assert set(unresolved(build(config, asked).steps())) == {"owner/model", "owner/set"}
+    config.model = choose(ModelConfig, "model", "pocket_olmoe", FILES)
+    assert unresolved(build(config, [(cells(config, FILES), [])]).steps()) == ["owner/set"]
 
 
 def test_the_unpruned_model_is_there_once() -> None:

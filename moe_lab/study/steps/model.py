@@ -28,7 +28,9 @@ class Facts(Step):
         from moe_lab.models.files import fingerprint, local_folder
 
         folder = local_folder(self.model)
-        write_json(files.out / "facts.json", {**facts(self.model), "sha256": fingerprint(folder)})
+        commit = folder.resolve().name if folder.resolve().parent.name == "snapshots" else None  # of the hub's cache
+        about = {**facts(self.model), "sha256": fingerprint(folder), "commit": commit}
+        write_json(files.out / "facts.json", about)
 
 
 @dataclass(frozen=True, eq=False)
