@@ -16,13 +16,19 @@ from moe_lab.json_files import write_json
 from moe_lab.models.config_json import Size, check_plain_weights, has_uneven_layers
 from moe_lab.models.identity import Arithmetic
 from moe_lab.start import command
-from moe_lab.study import memory
 from moe_lab.study.step import Loads, Step
 from moe_lab.study.steps.engine import engine
 from moe_lab.study.steps.files import Files, loaded, read_text, skeleton
 from moe_lab.study.steps.model import Facts
 from moe_lab.study.steps.passes import OnText
 from moe_lab.study.steps.recovery import Pruned, Storage, unpruned
+
+
+@dataclass(frozen=True, eq=False)
+class Routing(OnText):
+    """A pass over a text that measures where tokens go."""
+
+    streams = True
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,7 +82,12 @@ class Cost(Step):
 
     @property
     def is_layered(self) -> bool:
-        return self.text is not None and self.text.engine == "streamed"
+        return self.reading is not None and self.reading.is_layered
+
+    @property
+    def reading(self) -> Routing | None:
+        """The pass over the text. Storage is counted on the meta device, without a copy of the model."""
+        return Routing(self.pruned.loaded, self.text) if self.text else None
 
     def work(self, files: Files) -> None:
         from moe_lab.models.discover import routed_layers
@@ -102,22 +113,13 @@ class Cost(Step):
         return engine(self.about, self.text, files, {"step": self.id}).routing(plan)
 
     def memory(self, size: Size) -> float:
-        """Storage is counted on the meta device, without a copy."""
-        assert self.text is not None
-        batch = memory.batch_tokens(self.text)
-        if not self.is_layered:
-            held = memory.weights(size) + batch * memory.logits(size)
-            return memory.BASE + held + batch * memory.activations(size)
-        states = min(self.text.activation_budget * 2**30, self.disk(size))
-        return memory.BASE + memory.layer_weights(size) + batch * memory.activations(size) + states
+        return self.reading.memory(size) if self.reading else self.process_memory
 
     def disk(self, size: Size) -> float:
-        if self.text is None or not self.is_layered:
-            return 0.0
-        return memory.hidden_states(size, self.text.tokens, backward=False)
+        return self.reading.disk(size) if self.reading else 0.0
 
     def units(self) -> float:
-        return float(self.text.tokens) if self.text else 1.0
+        return self.reading.units() if self.reading else 1.0
 
     def pace(self) -> list[Any]:
         return [self.facts.id, self.text is not None]

@@ -90,8 +90,27 @@ class OnText(Step):
 
 
 @dataclass(frozen=True, eq=False)
-class Pass(OnText):
-    """A pass over the calibration set, which leaves sums for each layer."""
+class LeavesSums(Step):
+    """A step that leaves sums for each layer, and small tables that figures need of them."""
+
+    def sums(self, files: Files) -> Any:
+        """The sums."""
+        raise NotImplementedError
+
+    def tables(self, sums: Any) -> Iterator[Table]:
+        """The tables; none for most kinds."""
+        return iter(())
+
+    def work(self, files: Files) -> None:
+        sums = self.sums(files)
+        sums.save(files.out / STATISTICS)
+        for name, columns, rows in self.tables(sums):
+            files.table(name, columns, rows)
+
+
+@dataclass(frozen=True, eq=False)
+class Pass(LeavesSums, OnText):
+    """A pass over the calibration set."""
 
     reads_text = True
     divides: ClassVar[bool] = True
@@ -108,19 +127,12 @@ class Pass(OnText):
         shares = calibrations.shares(text) if cls.divides else []
         return cls(model, text, merges=tuple(cls(model, text, rows=rows) for rows in shares))
 
-    def work(self, files: Files) -> None:
-        sums = self._merged(files) if self.merges else self.gather(files)
-        sums.save(files.out / STATISTICS)
-        for name, columns, rows in self.tables(sums):
-            files.table(name, columns, rows)
+    def sums(self, files: Files) -> Any:
+        return self._merged(files) if self.merges else self.gather(files)
 
     def gather(self, files: Files) -> Any:
         """The sums of this pass."""
         raise NotImplementedError
-
-    def tables(self, sums: Any) -> Iterator[Table]:
-        """Small tables that figures need of the sums."""
-        return iter(())
 
     def engine(self, files: Files) -> Any:
         """The model and the text, opened by the engine that calibration.engine names."""
@@ -261,7 +273,7 @@ class Scaling(LossRises):
 
 
 @dataclass(frozen=True, eq=False)
-class OnWeights(Step):
+class OnWeights(LeavesSums):
     """Sums over the weights of a model, read from the checkpoint without building the model."""
 
     loads = Loads.CHECKPOINT
@@ -281,25 +293,18 @@ class OnWeights(Step):
         """The sums over the weights of a cell's model."""
         return cls(Facts(cell.model), cell.model)
 
-    def work(self, files: Files) -> None:
+    def sums(self, files: Files) -> Any:
         import torch
 
         from moe_lab.models.device import place
         from moe_lab.models.files import DEVICE_MAPS, local_folder
 
         device = place(self.model) if torch.cuda.is_available() else "cpu"  # its Slurm jobs have no GPU
-        sums = self.weigh(local_folder(self.model), "cuda" if device in DEVICE_MAPS else device)
-        sums.save(files.out / STATISTICS)
-        for name, columns, rows in self.tables(sums):
-            files.table(name, columns, rows)
+        return self.weigh(local_folder(self.model), "cuda" if device in DEVICE_MAPS else device)
 
     def weigh(self, folder: Path, device: str) -> Any:
         """Sums over the weights in a folder, added up on a device."""
         raise NotImplementedError
-
-    def tables(self, sums: Any) -> Iterator[Table]:
-        """Small tables that figures need of the sums."""
-        return iter(())
 
     def memory(self, size: Size) -> float:
         return 2 * memory.BASE
