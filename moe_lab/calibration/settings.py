@@ -194,9 +194,7 @@ def _(settings: CalibrationConfig) -> Any:
     many rows they fill.
     """
     check(settings)
-    document = counting_fields(replace(settings, sources=[]))
-    document["rows"] = row_count(settings)
-    del document["tokens"]
+    document = {**counting_fields(settings, "sources", "tokens"), "rows": row_count(settings)}
     if not settings.sources:
         return {**document, **_documents(settings)}
     sources = [{"share": share, **_documents(part)} for share, part in parts(settings)]

@@ -24,8 +24,9 @@ def identity(setting: Any) -> Any:
     return setting
 
 
-def counting_fields(group: Any) -> dict[str, Any]:
-    """The fields of a group that change a result, by name. `group`: a dataclass or a pydantic model."""
+def counting_fields(group: Any, *without: str) -> dict[str, Any]:
+    """The fields of a group that change a result, by name, but for those in `without`. `group`: a dataclass or a
+    pydantic model."""
     names = [field.name for field in fields(group)] if is_dataclass(group) else list(type(group).model_fields)
     runtime = getattr(type(group), "runtime", frozenset())
-    return {name: identity(getattr(group, name)) for name in names if name not in runtime}
+    return {name: identity(getattr(group, name)) for name in names if name not in (*runtime, *without)}

@@ -22,7 +22,7 @@ def _(model: ModelConfig) -> Any:
     """
     sha256 = fingerprint_of(model)
     files = {"sha256": sha256} if sha256 else {UNRESOLVED: model.path, "revision": model.revision}
-    return {**counting_fields(model), "path": files}
+    return {**counting_fields(model, "path"), "path": files}
 
 
 @dataclass(frozen=True)
