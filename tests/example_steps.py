@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from moe_lab.config import (
     AllocationConfig,
@@ -44,7 +44,7 @@ class Example(Step):
     model: ModelConfig | None = None
     done_in: str | None = None
     """The kind of Slurm jobs that do it, if it is another."""
-    runtime: ClassVar[frozenset[str]] = frozenset({"kind", "name", "model", "done_in"})
+    runtime = frozenset({"kind", "name", "model", "done_in"})
 
     def label(self) -> str:
         return self.name

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 from moe_lab.config.pruning import MISSING
 
@@ -12,9 +12,7 @@ from moe_lab.config.pruning import MISSING
 class JudgeConfig:
     """A language model that grades texts, behind an OpenAI-compatible endpoint."""
 
-    runtime: ClassVar[frozenset[str]] = frozenset(
-        {"name", "url", "key_variable", "attempts", "unparsable_attempts", "parallel", "timeout"}
-    )
+    runtime = frozenset({"name", "url", "key_variable", "attempts", "unparsable_attempts", "parallel", "timeout"})
 
     name: str = MISSING
     """Name of the judge."""
@@ -44,7 +42,7 @@ class JudgeConfig:
 class BackendConfig:
     """What generates the texts of benchmarks."""
 
-    runtime: ClassVar[frozenset[str]] = frozenset({"ready_seconds", "python"})
+    runtime = frozenset({"ready_seconds", "python"})
 
     name: str = "hf"
     """hf (the loaded model), vllm (an engine of vLLM that masks what plans drop; it also gives likelihoods), or server
@@ -63,7 +61,7 @@ class BackendConfig:
 class BenchmarkConfig:
     """One run of one harness; it may report several results (HumanEval and HumanEval+ share their programs)."""
 
-    runtime: ClassVar[frozenset[str]] = frozenset({"name", "root", "python", "executes_code"})
+    runtime = frozenset({"name", "root", "python", "executes_code"})
 
     name: str = MISSING
     """Name of this run in file names."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 MISSING: Any = "???"
 """OmegaConf's mark of a value that must be given. OmegaConf is not imported here, since workers do without it."""
@@ -36,7 +36,7 @@ class ExpectedConfig:
 class ModelConfig:
     """A causal language model with routed experts."""
 
-    runtime: ClassVar[frozenset[str]] = frozenset(
+    runtime = frozenset(
         {
             "name",
             "revision",
@@ -95,7 +95,7 @@ class CriterionConfig:
 class SourceConfig:
     """One set of a mixture of calibration sets."""
 
-    runtime: ClassVar[frozenset[str]] = frozenset({"calibration", "path"})
+    runtime = frozenset({"calibration", "path"})
 
     calibration: str = MISSING
     """Name of a file in conf/calibration: where documents come from, and how each is read."""
@@ -115,7 +115,7 @@ class SourceConfig:
 class CalibrationConfig:
     """The text a model reads while statistics are gathered."""
 
-    runtime: ClassVar[frozenset[str]] = frozenset({"name", "checkpointing", "engine", "activation_budget"})
+    runtime = frozenset({"name", "checkpointing", "engine", "activation_budget"})
 
     name: str = MISSING
     """Name of the calibration set in tables and file names."""
@@ -168,7 +168,7 @@ class CalibrationConfig:
 class AllocationConfig:
     """How many experts, or channels, each layer and expert loses."""
 
-    runtime: ClassVar[frozenset[str]] = frozenset({"label", "search"})
+    runtime = frozenset({"label", "search"})
 
     name: str = "uniform"
     """Name in the allocation registry."""
@@ -200,9 +200,7 @@ class AllocationConfig:
 class RecoveryConfig:
     """What is done to a pruned model before it is evaluated: fine-tuning or fitting, then quantising."""
 
-    runtime: ClassVar[frozenset[str]] = frozenset(
-        {"name", "bits", "modules", "instructions", "distill", "fit", "save_every"}
-    )
+    runtime = frozenset({"name", "bits", "modules", "instructions", "distill", "fit", "save_every"})
 
     name: str = "none"
     """Name in tables and file names."""
@@ -253,7 +251,7 @@ class RecoveryConfig:
 class ExportConfig:
     """The checkpoint that is written of each pruned model."""
 
-    runtime: ClassVar[frozenset[str]] = frozenset({"converter"})
+    runtime = frozenset({"converter"})
 
     shape: str | None = None
     """natural (what the plan keeps), masked or padded, as in docs/export.md; null writes none."""

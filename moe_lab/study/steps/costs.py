@@ -7,7 +7,7 @@ import os
 import subprocess
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 from moe_lab import results
 from moe_lab.config import CalibrationConfig, Config, ModelConfig, TimingConfig
@@ -53,7 +53,7 @@ class Cost(Step):
     arithmetic: Arithmetic | None
     """How the model is run on the text; None without one."""
     pruned: Pruned
-    runtime: ClassVar[frozenset[str]] = frozenset({"pruned"})
+    runtime = frozenset({"pruned"})
 
     @classmethod
     def of(cls, pruned: Pruned, text: CalibrationConfig, unpruned: Cost) -> Self:
@@ -165,7 +165,7 @@ class Timing(OnText):
     """With the name of the device that is timed."""
     threads: int | None
     name: str
-    runtime: ClassVar[frozenset[str]] = frozenset({"name"})
+    runtime = frozenset({"name"})
 
     @classmethod
     def of(cls, pruned: Pruned, text: CalibrationConfig, timed: TimingConfig) -> Self:

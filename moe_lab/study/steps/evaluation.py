@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from moe_lab.config import BackendConfig, BenchmarkConfig, Config, ModelConfig
 from moe_lab.errors import Unavailable
@@ -172,7 +172,7 @@ class Evaluate(AsksModel):
     benchmark: BenchmarkConfig
     policy: Policy
     sandbox: str | None
-    runtime: ClassVar[frozenset[str]] = frozenset({"policy"})
+    runtime = frozenset({"policy"})
 
     @property
     def asked(self) -> BenchmarkConfig:
@@ -241,7 +241,7 @@ class Grade(Step):
     benchmark: BenchmarkConfig
     policy: Policy
     sandbox: str | None
-    runtime: ClassVar[frozenset[str]] = frozenset({"policy"})
+    runtime = frozenset({"policy"})
 
     def label(self) -> str:
         return self.generate.label()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from moe_lab.config import ModelConfig
 from moe_lab.json_files import write_json
@@ -40,7 +39,7 @@ class Loaded(Parts):
     facts: Facts
     arithmetic: Arithmetic
     model: ModelConfig
-    runtime: ClassVar[frozenset[str]] = frozenset({"model"})
+    runtime = frozenset({"model"})
 
 
 @once_per_object

@@ -279,7 +279,7 @@ class OnWeights(LeavesSums):
     loads = Loads.CHECKPOINT
     facts: Facts
     model: ModelConfig
-    runtime: ClassVar[frozenset[str]] = frozenset({"model"})
+    runtime = frozenset({"model"})
 
     def label(self) -> str:
         return self.model.name

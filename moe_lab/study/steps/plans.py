@@ -173,7 +173,7 @@ class Asked(Parts):
     """What the allocation reads besides the cell's scores: role -> step."""
     name: str
     """Label of the step."""
-    runtime: ClassVar[frozenset[str]] = frozenset({"name"})
+    runtime = frozenset({"name"})
 
     @property
     def merges_experts(self) -> bool:
@@ -205,7 +205,7 @@ class FromScores(Step):
     scores: Scores
     asked: Asked
     plugins: Places
-    runtime: ClassVar[frozenset[str]] = frozenset({"plugins"})
+    runtime = frozenset({"plugins"})
 
     def label(self) -> str:
         return self.asked.name
@@ -392,7 +392,7 @@ class Sequential(OnText):
     gate: str | None
     seed: int | None
     plugins: Places
-    runtime: ClassVar[frozenset[str]] = frozenset({"plugins"})
+    runtime = frozenset({"plugins"})
 
     def label(self) -> str:
         return self.asked.name

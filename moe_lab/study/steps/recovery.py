@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache, reduce
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from moe_lab.config import Config, ExportConfig, ModelConfig, RecoveryConfig
 from moe_lab.grid import Cell
@@ -129,7 +129,7 @@ class Pruned(Parts):
     recovery: RecoveryConfig
     drops_whole_experts: bool
     """Whether the plan removes experts from the router and keeps all channels of the others."""
-    runtime: ClassVar[frozenset[str]] = frozenset({"recovery", "drops_whole_experts"})
+    runtime = frozenset({"recovery", "drops_whole_experts"})
 
     @property
     def model(self) -> ModelConfig:
@@ -226,7 +226,7 @@ class Export(Step):
     shape: ExportConfig
     verify: bool | None
     pruned: Pruned
-    runtime: ClassVar[frozenset[str]] = frozenset({"pruned"})
+    runtime = frozenset({"pruned"})
 
     def label(self) -> str:
         return self.pruned.recovered_label

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 from moe_lab import allocation, criteria, plugins, results
 from moe_lab.config import CriterionConfig, ModelConfig
@@ -68,7 +68,7 @@ class Scores(Step):
     seed: int | None
     """None for criteria without chance."""
     plugins: Places
-    runtime: ClassVar[frozenset[str]] = frozenset({"name", "plugins"})
+    runtime = frozenset({"name", "plugins"})
 
     def label(self) -> str:
         return self.name
