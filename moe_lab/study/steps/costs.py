@@ -58,16 +58,25 @@ class Cost(Step):
     @classmethod
     def of(cls, pruned: Pruned, text: CalibrationConfig, unpruned: Cost) -> Self:
         """The cost of a pruned model. `unpruned`: that of the model as it is."""
-        routed = not pruned.drops_whole_experts
-        run = (text, pruned.loaded.arithmetic) if routed else (None, None)
-        return cls(pruned.loaded.facts, pruned.plan, pruned.storage, text.length, unpruned, *run, pruned)
+        return cls._of(pruned, text, unpruned, routed=not pruned.drops_whole_experts)
 
     @classmethod
     def of_unpruned(cls, model: ModelConfig, text: CalibrationConfig) -> Self:
         """The cost of a model as it is."""
-        pruned = unpruned(model)
-        run = (text, pruned.loaded.arithmetic) if has_uneven_layers(model) else (None, None)
-        return cls(pruned.loaded.facts, None, None, text.length, None, *run, pruned)
+        return cls._of(unpruned(model), text, None, routed=has_uneven_layers(model))
+
+    @classmethod
+    def _of(cls, pruned: Pruned, text: CalibrationConfig, before: Cost | None, *, routed: bool) -> Self:
+        return cls(
+            facts=pruned.loaded.facts,
+            plan=pruned.plan,
+            storage=pruned.storage,
+            row=text.length,
+            unpruned=before,
+            text=text if routed else None,
+            arithmetic=pruned.loaded.arithmetic if routed else None,
+            pruned=pruned,
+        )
 
     def label(self) -> str:
         return self.pruned.recovered_label
