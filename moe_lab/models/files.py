@@ -209,17 +209,26 @@ def fingerprint_of(settings: ModelConfig) -> str | None:
 
 @lru_cache(maxsize=256)
 def _fingerprint_there(path: str, revision: str | None) -> str | None:
+    with suppress(UserError, OSError, ValueError):  # not in the cache, or not all of its weights
+        open_checkpoint(cached := _cached(path, revision))
+        return fingerprint(cached)
     described = configuration_folder(ModelConfig(name=path, path=path, revision=revision))
     if described is None:
         return None
-    with suppress(UserError):
-        open_checkpoint(described)  # all weights that it names are in the cache
-        return fingerprint(described)
     stated = stated_files(path, described.resolve().name, "model")
     if stated is None:
         return None
     weights = {name: about for name, about in stated.items() if name.endswith(".safetensors") and "/" not in name}
     return _fingerprint(described, [], weights)
+
+
+def _cached(path: str, revision: str | None) -> Path:
+    """The folder of a model in the hub's cache. OSError or ValueError when it is not there, or known to lack files."""
+    from huggingface_hub import snapshot_download
+
+    patterns = ["*.safetensors", *(f"*{suffix}" for suffix in sorted(DESCRIBING))]
+    asked: dict[str, Any] = {"allow_patterns": patterns, "ignore_patterns": ["*/*"], "local_files_only": True}
+    return Path(snapshot_download(path, revision=revision, **asked))
 
 
 def _fingerprint(folder: Path, weights: list[Path], elsewhere: Mapping[str, tuple[int, str]]) -> str:

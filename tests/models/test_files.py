@@ -111,6 +111,8 @@ def test_a_folder_and_the_hub_name_of_the_same_files_are_one_model(
     monkeypatch.setattr(files, "stated_files", lambda *_: {**stated, **others})
     for link in tmp_path.glob("hub/*/snapshots/*/*.safetensors"):
         link.unlink()
+    (snapshot,) = tmp_path.glob("hub/*/snapshots/*")
+    monkeypatch.setattr(files, "configuration_folder", lambda _: snapshot)
     files._fingerprint_there.cache_clear()
     assert fingerprint_of(in_the_cache) == fingerprint(folder), "the hub states the sha256 of weights that are not here"
     monkeypatch.setattr(files, "stated_files", lambda *_: None)
