@@ -7,18 +7,30 @@ from __future__ import annotations
 
 import os
 import tempfile
+from dataclasses import dataclass
 from statistics import median
 
 from benchmarks.measure import parser, wall_seconds
-from moe_lab.study.step import Part, Step
+from moe_lab.study.step import Step
 from moe_lab.study.store import Store, damaged
 
 MIB = 2**20
 
 
+@dataclass(frozen=True, eq=False)
+class Numbered(Step):
+    """One of many steps."""
+
+    kind = "plan"
+    number: int
+
+    def label(self) -> str:
+        return f"step{self.number}"
+
+
 def fill(store: Store, gib: float, steps: int) -> list[Step]:
     """Publish `steps` steps with `gib` GiB in total."""
-    made = [Step("plan", f"step{number}", {"settings": Part({"number": number})}) for number in range(steps)]
+    made: list[Step] = [Numbered(number) for number in range(steps)]
     block = os.urandom(int(gib * 2**30 / steps))
     for step in made:
         with store.claim(step) as scratch:

@@ -163,16 +163,17 @@ def _of_one_expert(size: Size, about: Mapping[str, Any] | None) -> int:
 def _calibration(config: Config) -> Iterator[Row]:
     """Rows on the estimated memory of a forward pass, and of a forward and backward pass, over the calibration set."""
     from moe_lab.grid import Cell
+    from moe_lab.study.devices import resolved
     from moe_lab.study.estimates import gpus, memory_of
-    from moe_lab.study.steps.builder import Builder
-    from moe_lab.study.steps.passes import GRADIENTS, STATISTICS_PASS
+    from moe_lab.study.steps.passes import Gradients, Pass, StatisticsPass
 
-    builder, text = Builder(config), config.calibration
+    text = replace(config.calibration, seed=config.seed)
     parts = f" in {text.parts} parts" if text.parts > 1 else ""
-    own = (config.model, config.criterion, text, config.allocation, config.recovery)
+    own = (resolved(config.model, config), config.criterion, text, config.allocation, config.recovery)
     cell = Cell(*own, config.ratio, config.gate, config.seed)
-    for kind, words in ((STATISTICS_PASS, "forward"), (GRADIENTS, "forward and backward")):
-        step = kind.step(builder, cell)
+    kinds: dict[str, type[Pass]] = {"forward": StatisticsPass, "forward and backward": Gradients}
+    for words, kind in kinds.items():
+        step = kind.of(cell)
         memory = memory_of(step.merges[-1] if step.merges else step)  # the last part has the most rows
         if memory is None:
             continue

@@ -13,7 +13,6 @@ import pytest
 
 from moe_lab import allocation, criteria, plugins
 from moe_lab.errors import UserError
-from moe_lab.study.step import Step
 
 MODULE = """
 import numpy
@@ -128,4 +127,3 @@ def test_what_a_module_says_is_part_of_what_its_scores_are(tmp_path: Path) -> No
         digests.append(criteria.registry.source_of(names["f"]))  # type: ignore[arg-type]
     assert digests[0] != digests[1] and "" not in digests
     assert all(not one.source for one in (*criteria.CRITERIA.values(), *allocation.ALLOCATIONS.values()))
-    assert Step("scores", "a").id == Step("scores", "b", runtime={"plugins": [{}]}).id

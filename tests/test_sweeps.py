@@ -268,7 +268,7 @@ def test_each_model_of_heapr_table_2_is_asked_as_the_paper_asks_it(tmp_path: Pat
     """acc for Qwen, acc_norm where lm-eval has it for DeepSeekMoE, in one study that says which."""
     asked: dict[str, set[str]] = {}
     for cell in graph("heapr_table2").cells:
-        metrics = {step.parts["benchmark"].settings["reports"][name] for name, step in cell.evaluate.items()}
+        metrics = {step.settings["benchmark"]["reports"][name] for name, step in cell.evaluate.items()}
         asked.setdefault(cell.cell.model.name, set()).update(metrics)
         assert len(cell.evaluate) == 7
     assert asked == {"qwen1_5_moe_chat": {"acc"}, "deepseek_moe_16b": {"acc", "acc_norm"}}
@@ -348,7 +348,7 @@ def test_figures_ask_for_their_axes() -> None:
 def test_what_is_timed_is_timed_of_every_model_on_the_device_it_is_asked_for() -> None:
     steps = [step for step in graph("coverage_table2").steps() if step.kind == "timing"]
     assert len(steps) == 1 + 6 * 2
-    assert {step.parts["timing"].settings["device"] for step in steps} == {GPU}
+    assert {step.settings["timed"]["device"] for step in steps} == {GPU}
 
 
 def test_figures_of_speed_and_memory_have_their_models_and_their_whole_grid() -> None:

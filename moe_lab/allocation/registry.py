@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from hashlib import sha256
 from typing import Any, Literal, TypeAlias
 
 from moe_lab import criteria
 from moe_lab.allocation import align, coverage, grouping, listed, protection, shapes, uniform
 from moe_lab.allocation.parameters import check_value, keywords
 from moe_lab.config import AllocationConfig
+from moe_lab.config.identity import counting_fields, identity
 from moe_lab.criteria.registry import source_of
 from moe_lab.errors import UserError, unknown
 from moe_lab.paths import check_name
@@ -102,6 +105,16 @@ def get(name: str) -> Allocation:
     if name not in ALLOCATIONS:
         raise unknown("allocation", name, ALLOCATIONS)
     return ALLOCATIONS[name]
+
+
+@identity.register
+def _(settings: AllocationConfig) -> Any:
+    """Its fields, with the content of the files that they name, and the source of a plugin."""
+    document = {**counting_fields(settings), **protection.identity(vars(settings)), "source": get(settings.name).source}
+    if settings.path is not None:
+        content = json.dumps(listed.read(settings.path), sort_keys=True)
+        document["path"] = sha256(content.encode()).hexdigest()
+    return document
 
 
 BASES = ("routed", "model")

@@ -14,9 +14,10 @@ import torch
 from moe_lab.calibration.documents import Document, rendering, tokenize
 from moe_lab.calibration.packing import PACKINGS
 from moe_lab.calibration.settings import check, order_seed, parts, row_count
-from moe_lab.calibration.sources import digest, locate, read
+from moe_lab.calibration.sources import locate, read
 from moe_lab.config import CalibrationConfig
 from moe_lab.errors import UserError
+from moe_lab.models.hub import sha256_of
 
 GAP = -1
 """Stands for the filler token in rows of places."""
@@ -246,7 +247,7 @@ def _report(packed: Packed) -> dict[str, Any]:
 def _digest(source: Source) -> str:
     """sha256 of the source's file, or of the documents of a hub set, which is not a single file."""
     if (file := locate(source.settings.path)) is not None:
-        return digest(file)
+        return sha256_of(file)
     total = hashlib.sha256()
     for document in source.documents:
         total.update(repr(document).encode())

@@ -6,14 +6,17 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 from moe_lab.calibration.documents import Chat
 from moe_lab.calibration.packing import PACKINGS
-from moe_lab.calibration.sources import digest, file_format, first_record, locate
+from moe_lab.calibration.sources import file_format, first_record, hub_file, is_hub_file, locate
 from moe_lab.config import CalibrationConfig, ModelConfig
+from moe_lab.config.identity import counting_fields, identity
 from moe_lab.errors import UserError, unknown, user_errors
 from moe_lab.models import config_json
+from moe_lab.models.hub import UNRESOLVED, data_file, data_files, sha256_of
 
 ORDERS = ("random", "first")
 GAPS = ("none", "eos", "zero")
@@ -182,40 +185,39 @@ def order_seed(settings: CalibrationConfig) -> int | None:
     return settings.seed
 
 
-def identity(settings: CalibrationConfig) -> dict[str, Any]:
-    """The settings that change what is read, in one canonical form, JSON-ready.
+@identity.register
+def _(settings: CalibrationConfig) -> Any:
+    """All that changes what is read and in which batches.
 
-    A file is identified by the sha256 of its bytes and its format, wherever it is; a hub set by its id, subset and
-    split; a mixture by those of its sets and their shares. Settings that make no difference are left out: name and
-    batch size, the seed of an order that is not random, the gap of a packing that has none, tokens that fill no row.
+    A file counts by the sha256 of its bytes and its format, wherever it is; a hub set by its id, subset and split; a
+    mixture by its sets and their shares. The seed counts only where documents are shuffled, and of the tokens only how
+    many rows they fill.
     """
     check(settings)
-    filling = {
-        "packing": settings.packing,
-        "length": settings.length,
-        "rows": row_count(settings),
-        "gap": settings.gap if settings.packing != "none" else None,
-    }
-    if settings.sources:
-        return {"sources": [{"share": share, **_documents(part)} for share, part in parts(settings)], **filling}
-    return {**_documents(settings), **filling}
+    document = {**counting_fields(settings, "sources", "tokens"), "rows": row_count(settings)}
+    if not settings.sources:
+        return {**document, **_documents(settings)}
+    sources = [{"share": share, **_documents(part)} for share, part in parts(settings)]
+    return {**document, "sources": sources, "seed": None}  # each set has the seed of the mixture, or its own
 
 
 def _documents(settings: CalibrationConfig) -> dict[str, Any]:
-    """The part of the identity that names the documents of one set, and how each is read."""
-    file = locate(settings.path)
-    if file is None:
-        source: dict[str, Any] = {"hub": settings.path, "subset": settings.subset, "split": settings.split}
+    """What names the documents of one set, and how each is read."""
+    document = {name: getattr(settings, name) for name in OF_DOCUMENTS}
+    return {**document, "path": _content(settings.path), "seed": order_seed(settings)}
+
+
+def _content(path: str) -> dict[str, Any]:
+    """The content that a path names: that of a file, here or on the hub, or of a data set there; its name where the hub
+    cannot be asked."""
+    file = locate(path)
+    if file is not None:
+        return {"sha256": sha256_of(file), "format": file_format(path, file)}
+    if is_hub_file(path):
+        name, found = hub_file(path)
+        sha256 = data_file(name, found)
+        known = {"sha256": sha256, "format": file_format(path, Path(found))} if sha256 else {}
     else:
-        source = {"sha256": digest(file), "format": file_format(settings.path, file)}
-    template = {"template": settings.template} if settings.template is not None else {}
-    joined = {"joined": True} if settings.joined else {}
-    return {
-        "source": source,
-        "field": settings.field,
-        **template,
-        **joined,
-        "order": settings.order,
-        "seed": order_seed(settings),
-        "special_tokens": settings.special_tokens,
-    }
+        sha256 = data_files(path)
+        known = {"data": sha256} if sha256 else {}
+    return known or {UNRESOLVED: path}

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import codecs
 import gzip
-import hashlib
 import json
 import re
 import zlib
@@ -93,18 +92,6 @@ def locate(path: str) -> Path | None:
         raise UserError(f"calibration.path={path} is empty: expected text to calibrate on")
     check_text(file, "calibration.path")
     return file
-
-
-def digest(file: Path) -> str:
-    """sha256 of the file's bytes, in hex. Cached while its size and modification time stay the same."""
-    status = file.stat()
-    return _digest(file, status.st_size, status.st_mtime_ns)
-
-
-@lru_cache(maxsize=64)
-def _digest(file: Path, size: int, changed: int) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def _may_be_hub_id(path: str) -> bool:
@@ -266,16 +253,21 @@ def is_hub_file(path: str) -> bool:
     return path.startswith(FILE_PREFIX)
 
 
+def hub_file(path: str) -> tuple[str, str]:
+    """The data set and the file that hf://datasets/OWNER/NAME/FILE names. UserError when one is missing."""
+    parts = path.removeprefix(FILE_PREFIX).split("/", 2)
+    if len(parts) < 3:
+        raise UserError(f"calibration.path={path} is incomplete: expected {FILE_PREFIX}OWNER/NAME/FILE")
+    return f"{parts[0]}/{parts[1]}", parts[2]
+
+
 def download_file(path: str) -> Path:
     """The local copy of hf://datasets/OWNER/NAME/FILE, downloaded once."""
     from huggingface_hub import hf_hub_download
 
-    parts = path.removeprefix(FILE_PREFIX).split("/", 2)
-    if len(parts) < 3:
-        raise UserError(f"calibration.path={path} is incomplete: expected {FILE_PREFIX}OWNER/NAME/FILE")
-    owner, name, file = parts
+    name, file = hub_file(path)
     try:
-        return Path(hf_hub_download(f"{owner}/{name}", file, repo_type="dataset"))
+        return Path(hf_hub_download(name, file, repo_type="dataset"))
     except (OSError, ValueError) as error:
         raise _unreachable(path, error) from error
 

@@ -12,6 +12,8 @@ from moe_lab.config.pruning import MISSING
 class JudgeConfig:
     """A language model that grades texts, behind an OpenAI-compatible endpoint."""
 
+    runtime = frozenset({"name", "url", "key_variable", "attempts", "unparsable_attempts", "parallel", "timeout"})
+
     name: str = MISSING
     """Name of the judge."""
     model: str = MISSING
@@ -40,6 +42,8 @@ class JudgeConfig:
 class BackendConfig:
     """What generates the texts of benchmarks."""
 
+    runtime = frozenset({"ready_seconds", "python"})
+
     name: str = "hf"
     """hf (the loaded model), vllm (an engine of vLLM that masks what plans drop; it also gives likelihoods), or server
     (an exported checkpoint behind a server that is started and stopped)."""
@@ -56,6 +60,8 @@ class BackendConfig:
 @dataclass
 class BenchmarkConfig:
     """One run of one harness; it may report several results (HumanEval and HumanEval+ share their programs)."""
+
+    runtime = frozenset({"name", "root", "python", "executes_code"})
 
     name: str = MISSING
     """Name of this run in file names."""

@@ -36,6 +36,20 @@ class ExpectedConfig:
 class ModelConfig:
     """A causal language model with routed experts."""
 
+    runtime = frozenset(
+        {
+            "name",
+            "revision",
+            "dtype",
+            "device",
+            "threads",
+            "trust_remote_code",
+            "expected",
+            "template_arguments",
+            "search",
+        }
+    )
+
     name: str = MISSING
     """Name of the model in tables, file names and the report."""
     path: str = MISSING
@@ -81,6 +95,8 @@ class CriterionConfig:
 class SourceConfig:
     """One set of a mixture of calibration sets."""
 
+    runtime = frozenset({"calibration", "path"})
+
     calibration: str = MISSING
     """Name of a file in conf/calibration: where documents come from, and how each is read."""
     share: float = MISSING
@@ -98,6 +114,8 @@ class SourceConfig:
 @dataclass
 class CalibrationConfig:
     """The text a model reads while statistics are gathered."""
+
+    runtime = frozenset({"name", "checkpointing", "engine", "activation_budget"})
 
     name: str = MISSING
     """Name of the calibration set in tables and file names."""
@@ -150,6 +168,8 @@ class CalibrationConfig:
 class AllocationConfig:
     """How many experts, or channels, each layer and expert loses."""
 
+    runtime = frozenset({"label", "search"})
+
     name: str = "uniform"
     """Name in the allocation registry."""
     label: str | None = None
@@ -179,6 +199,8 @@ class AllocationConfig:
 @dataclass
 class RecoveryConfig:
     """What is done to a pruned model before it is evaluated: fine-tuning or fitting, then quantising."""
+
+    runtime = frozenset({"name", "bits", "modules", "instructions", "distill", "fit", "save_every"})
 
     name: str = "none"
     """Name in tables and file names."""
@@ -228,6 +250,8 @@ class RecoveryConfig:
 @dataclass
 class ExportConfig:
     """The checkpoint that is written of each pruned model."""
+
+    runtime = frozenset({"converter"})
 
     shape: str | None = None
     """natural (what the plan keeps), masked or padded, as in docs/export.md; null writes none."""

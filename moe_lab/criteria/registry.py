@@ -12,7 +12,8 @@ from typing import Any, Literal
 import numpy
 from numpy.typing import ArrayLike, NDArray
 
-from moe_lab.config import GATES
+from moe_lab.config import GATES, CriterionConfig
+from moe_lab.config.identity import identity
 from moe_lab.criteria.layer import Array, Layer
 from moe_lab.errors import UserError, unknown
 from moe_lab.paths import check_name
@@ -86,6 +87,12 @@ def source_of(*functions: Callable[..., Any]) -> str:
         file = Path(function.__code__.co_filename)
         digest.update(file.read_bytes() if file.is_file() else function.__code__.co_code)
     return "" if digest.digest() == sha256().digest() else digest.hexdigest()
+
+
+@identity.register
+def _(settings: CriterionConfig) -> Any:
+    """Its name, its parameters, and the source of a plugin."""
+    return {"name": settings.name, "parameters": dict(settings.parameters), "source": get(settings.name).source}
 
 
 def get(name: str) -> Criterion:

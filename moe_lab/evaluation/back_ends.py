@@ -13,8 +13,10 @@ import string
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 from moe_lab.config import BackendConfig, BenchmarkConfig, ModelConfig
+from moe_lab.config.identity import identity
 from moe_lab.errors import UserError, nearest, unknown, user_errors
 from moe_lab.evaluation.interpreters import check_has, fields, interpreter
 from moe_lab.evaluation.suite import has_two_phases
@@ -25,6 +27,20 @@ from moe_lab.secrets import mask
 BACKENDS = ("hf", "server", "vllm")
 RESERVED = ("model", "dtype", "trust_remote_code", "worker_extension_cls", "generation_config", "skip_tokenizer_init")
 """Arguments of vllm.LLM that backend.arguments must not have."""
+PLACING = frozenset(
+    {
+        "cpu_offload_gb",
+        "data_parallel_size",
+        "disable_log_stats",
+        "gpu_memory_utilization",
+        "max_parallel_loading_workers",
+        "pipeline_parallel_size",
+        "swap_space",
+        "tensor_parallel_size",
+    }
+)
+"""Arguments of vllm.LLM that say where a model is and how much memory it may take: no part of the identity of a
+step."""
 PLACES = ("checkpoint", "port", "name")
 """Placeholders of a command line; the name is optional."""
 _NEEDED = ("checkpoint", "port")
@@ -37,6 +53,17 @@ _ERROR = re.compile(r"(?:\([^)]*\) )?(?:ERROR [^\]]*\] )?([A-Za-z_][\w.]*(?:Erro
 ELSEWHERE = "root cause"
 """What vLLM says in an error that another one caused."""
 _HINTS = {"transformers": "transformers[serving]"}
+
+
+@identity.register
+def _(backend: BackendConfig) -> Any:
+    """Its name; of a server the command line, of vLLM the arguments but for `PLACING`."""
+    if backend.name == "server":
+        return {"name": backend.name, "command": backend.command}
+    if backend.name == "vllm":
+        arguments = {name: value for name, value in backend.arguments.items() if name not in PLACING}
+        return {"name": backend.name, "arguments": arguments}
+    return {"name": backend.name}
 
 
 def check_command(backend: BackendConfig) -> None:

@@ -89,7 +89,7 @@ def _write(graded: Graded, benchmark: BenchmarkConfig, out: Path) -> list[Result
     content = ResultFile(
         schema=SCHEMA,
         results=graded.results,
-        protocol={**suite.identity(benchmark), "batch_size": benchmark.batch_size, **graded.protocol},
+        protocol={**suite.identity(benchmark), **graded.protocol},
         versions=versions,
     )
     beside = out / "result.json.part"

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from moe_lab.calibration.sources import FOREIGN, check_text, file_format, suffix_of
 from moe_lab.config import BenchmarkConfig, Config
+from moe_lab.config.identity import identity as settings_identity
 from moe_lab.errors import UserError, unknown, user_errors
 from moe_lab.evaluation import mirror, rubric
 from moe_lab.evaluation.harness import HARNESSES, check_count, installed
@@ -64,11 +66,31 @@ def is_closed_world(benchmark: BenchmarkConfig) -> bool:
     return benchmark.task.startswith(PREFIX)
 
 
+@dataclass(frozen=True)
+class Questions:
+    """What a model is asked in a benchmark, however the answers are graded."""
+
+    benchmark: BenchmarkConfig
+
+
+@settings_identity.register
+def _(questions: Questions) -> Any:
+    return question_identity(questions.benchmark)
+
+
+@settings_identity.register
+def _(benchmark: BenchmarkConfig) -> Any:
+    return identity(benchmark)
+
+
 def question_identity(benchmark: BenchmarkConfig) -> dict[str, Any]:
-    """All settings of a benchmark that can change what a model answers, so without its name, batch size or folder."""
+    """All settings of a benchmark that can change what a model answers, so without its name or folder.
+
+    The batch size counts, as it changes bits.
+    """
     harness = HARNESSES[benchmark.harness]
     named = ("task", "subset", "split") if benchmark.data is not None else ()
-    asking = (*named, "shots", "chat", "max_new_tokens", "max_length", "limit")
+    asking = (*named, "shots", "chat", "max_new_tokens", "max_length", "limit", "batch_size")
     return {
         "harness": benchmark.harness,
         "version": installed(harness.package) if harness.package else evalscope.installed(benchmark),

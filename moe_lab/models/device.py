@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-import platform
-import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,10 +17,9 @@ from moe_lab.errors import UserError
 from moe_lab.models.checkpoint import open_checkpoint
 from moe_lab.models.config_json import UNPACKED, quantization
 from moe_lab.models.files import DEVICE_MAPS, check_running
-from moe_lab.models.memory import free_memory
+from moe_lab.models.memory import free_memory, processor
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_PROCESSOR = re.compile(r"^model name\s*:\s*(.+)$", re.MULTILINE)
 GIB = 2**30
 PASS_TOKENS = 4096
 """Tokens of one forward pass at most, where several rows share one: more would only take memory."""
@@ -67,13 +64,7 @@ def device_name(device: str) -> str:
         return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}"
     if target.startswith("cuda"):
         return torch.cuda.get_device_name(target)
-    return _processor()
-
-
-def _processor() -> str:
-    stated = Path("/proc/cpuinfo")
-    named = _PROCESSOR.search(stated.read_text()) if stated.is_file() else None
-    return (named[1] if named else platform.processor() or platform.machine()).strip()
+    return processor()
 
 
 if __name__ == "__main__":

@@ -5,15 +5,18 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from moe_lab.config import ModelConfig
 from moe_lab.errors import UserError, unknown
-from moe_lab.models.checkpoint import open_checkpoint, read_header, read_json
+from moe_lab.models.checkpoint import open_checkpoint, read_json
 from moe_lab.models.config_json import LAYERS_FIELD
 from moe_lab.models.families import COUNT_FIELDS, TOP_K_FIELDS, UNSUPPORTED, WIDTH_FIELDS
+from moe_lab.models.hub import sha256_of, stated_files
 from moe_lab.paths import local
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -27,14 +30,6 @@ BESIDE = ("generation_config.json", "tokenizer_config.json")
 """Optional files beside the weights; each must be a JSON object."""
 SHORTEST_COMMIT = 7
 """Fewest digits of a commit by which model.revision can name it."""
-HASHED_WHOLE = 1 << 30
-"""Up to this many bytes of weights, a fingerprint reads all of them."""
-TENSOR_WHOLE = 8 << 20
-"""In larger checkpoints, tensors of up to this many bytes are read whole: routers, norms, biases. Tensors of a single
-expert, which are most of a checkpoint, are read whole only up to 3 * SAMPLE bytes."""
-SAMPLE, STRIDE = 1 << 14, 4 << 20
-"""Larger tensors are read in samples of SAMPLE bytes: from the start, the middle and the end, at most STRIDE apart."""
-ONE_EXPERT = re.compile(r"\bexperts\.\d+\.")
 PRECISIONS = ("auto", "float32", "bfloat16", "float16")
 """Values of model.dtype."""
 DEVICES = ("auto", "cpu", "cuda")
@@ -195,32 +190,56 @@ def files_of(folder: Path) -> list[Path]:
 def fingerprint(path: str | Path) -> str:
     """sha256 (hex) of a model folder: its configuration, tokenizer and weights.
 
-    Weights of up to 1 GiB are read whole. Of larger ones, the headers, every small tensor and samples of every large
-    tensor are read: a replaced tensor is always noticed, but a change of a few bytes in a large one may be missed.
-    Independent of where the folder is and of file times. `path` may be `pocket:NAME`. UserError when it is not a
-    folder, and for damaged safetensors files.
+    Independent of where the folder is and of file times. `path` may be `pocket:NAME`. UserError when it is no folder.
     """
     folder = local(str(path))
     if not folder.is_dir():
         raise UserError(f"model.path={path} is no folder: expected a folder to take the fingerprint of")
-    described, weights = [], []
-    for file in files_of(folder):
-        if file.suffix in DESCRIBING and not file.name.endswith(".index.json"):
-            described.append(file)
-        elif file.suffix == ".safetensors":
-            weights.append(file)
-    whole = sum(file.stat().st_size for file in weights) <= HASHED_WHOLE
-    digest = hashlib.sha256()
-    for file in sorted(described + weights):
-        if whole or file in described:
-            with file.open("rb") as opened:
-                inner = hashlib.file_digest(opened, "sha256")
-        else:
-            inner = hashlib.sha256()
-            for part in _samples(file):
-                inner.update(part)
-        digest.update(f"{file.relative_to(folder).as_posix()} {file.stat().st_size} {inner.hexdigest()}\n".encode())
-    return digest.hexdigest()
+    return _fingerprint(folder, [file for file in files_of(folder) if file.suffix == ".safetensors"], {})
+
+
+def fingerprint_of(settings: ModelConfig) -> str | None:
+    """The fingerprint of a model that may be on the hub; None when it is not in the cache and the hub cannot be asked.
+
+    Of a model that is not here, the small files are downloaded, and the hub states the sha256 of its weights.
+    """
+    folder = local(settings.path)
+    return fingerprint(folder) if folder.is_dir() else _fingerprint_there(settings.path, settings.revision)
+
+
+@lru_cache(maxsize=256)
+def _fingerprint_there(path: str, revision: str | None) -> str | None:
+    with suppress(UserError, OSError, ValueError):  # not in the cache, or not all of its weights
+        open_checkpoint(cached := _cached(path, revision))
+        return fingerprint(cached)
+    described = configuration_folder(ModelConfig(name=path, path=path, revision=revision))
+    if described is None:
+        return None
+    stated = stated_files(path, described.resolve().name, "model")
+    if stated is None:
+        return None
+    weights = {name: about for name, about in stated.items() if name.endswith(".safetensors") and "/" not in name}
+    return _fingerprint(described, [], weights)
+
+
+def _cached(path: str, revision: str | None) -> Path:
+    """The folder of a model in the hub's cache. OSError or ValueError when it is not there, or known to lack files."""
+    from huggingface_hub import snapshot_download
+
+    patterns = ["*.safetensors", *(f"*{suffix}" for suffix in sorted(DESCRIBING))]
+    asked: dict[str, Any] = {"allow_patterns": patterns, "ignore_patterns": ["*/*"], "local_files_only": True}
+    return Path(snapshot_download(path, revision=revision, **asked))
+
+
+def _fingerprint(folder: Path, weights: list[Path], elsewhere: Mapping[str, tuple[int, str]]) -> str:
+    """The fingerprint of the files of a folder that describe a model, of its weights, and of those that are elsewhere:
+    name -> (size, sha256)."""
+    describing = [f for f in files_of(folder) if f.suffix in DESCRIBING and not f.name.endswith(".index.json")]
+    here = {
+        file.relative_to(folder).as_posix(): (file.stat().st_size, sha256_of(file)) for file in describing + weights
+    }
+    lines = sorted(f"{name} {size} {digest}\n" for name, (size, digest) in {**here, **elsewhere}.items())
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
 def _check_revision(folder: Path, settings: ModelConfig) -> None:
@@ -289,24 +308,3 @@ def _download(settings: ModelConfig, weights: list[str]) -> Path:
             f"{reason}): check the name, the revision and the network, or give a folder"
         ) from None
     return Path(folder)
-
-
-def _samples(file: Path) -> Iterator[bytes]:
-    """The bytes of a weight file that a fingerprint reads: its header, small tensors, and samples of large ones."""
-    size = file.stat().st_size
-    with file.open("rb", buffering=0) as opened:
-        entries = read_header(file)[1]
-        yield opened.read(size - sum(entry.size for entry in entries.values()))
-        for name, entry in entries.items():
-            whole = 3 * SAMPLE if ONE_EXPERT.search(name) else TENSOR_WHOLE
-            for at, length in _read_of(entry.size, whole):
-                opened.seek(entry.start + at)
-                yield opened.read(length)
-
-
-def _read_of(size: int, whole: int) -> list[tuple[int, int]]:
-    """(first byte, number of bytes) of the parts of a tensor of `size` bytes to read; all of it up to `whole` bytes."""
-    if size <= max(whole, SAMPLE):
-        return [(0, size)]
-    gaps = max(2, -(-(size - SAMPLE) // STRIDE))
-    return [((size - SAMPLE) * number // gaps, SAMPLE) for number in range(gaps + 1)]

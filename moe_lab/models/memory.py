@@ -1,16 +1,26 @@
-"""Total and free main memory, of the machine or of the control group that a job runs in; freeing it. No torch."""
+"""Name of the processor; total and free main memory, of the machine or of the control group that a job runs in; freeing
+it. No torch."""
 
 from __future__ import annotations
 
 import gc
 import os
+import platform
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 MEMINFO = Path("/proc/meminfo")
+CPUINFO = Path("/proc/cpuinfo")
 GROUPS = Path("/proc/self/cgroup")
 LIMITS = Path("/sys/fs/cgroup")
+
+
+def processor() -> str:
+    """Name of the processor."""
+    named = re.search(r"^model name\s*:\s*(.+)$", CPUINFO.read_text(), re.MULTILINE) if CPUINFO.is_file() else None
+    return (named[1] if named else platform.processor() or platform.machine()).strip()
 
 
 def main_memory() -> float:

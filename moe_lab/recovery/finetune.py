@@ -24,11 +24,12 @@ from torch.nn.functional import cross_entropy, kl_div, log_softmax
 from moe_lab.calibration.answers import answer_batches
 from moe_lab.calibration.batches import batches
 from moe_lab.config import CalibrationConfig, RecoveryConfig
+from moe_lab.config.identity import identity
 from moe_lab.errors import UserError
 from moe_lab.pruning.plan import Plan
 from moe_lab.recovery.apply import TENSORS
 from moe_lab.recovery.quantize import check_unquantized
-from moe_lab.recovery.settings import RATES, check, finetune_identity
+from moe_lab.recovery.settings import RATES, check
 from moe_lab.recovery.students import Groups, student
 from moe_lab.statistics.observe import digest
 
@@ -156,7 +157,7 @@ def train(
     steps = step_count(settings, len(rows))
     about = {
         "fingerprint": dict(fingerprint),
-        "settings": finetune_identity(settings),
+        "settings": identity(settings),
         "seed": seed,
         "rows": digest(tensor for row in rows for tensor in row),
     }

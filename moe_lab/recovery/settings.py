@@ -12,6 +12,7 @@ from typing import Any
 from moe_lab.allocation import listed
 from moe_lab.allocation.grouping import GROUPINGS
 from moe_lab.config import AllocationConfig, ModelConfig, RecoveryConfig
+from moe_lab.config.identity import counting_fields, identity
 from moe_lab.errors import UserError, need, unknown
 from moe_lab.models.config_json import check_plain_weights
 
@@ -106,40 +107,13 @@ def check_modules(modules: list[str]) -> None:
             raise unknown("recovery.modules", module, MODULES)
 
 
-def finetune_identity(settings: RecoveryConfig) -> dict[str, Any]:
-    """The settings that change the result of fine-tuning or of a fit, JSON-ready; {} when there is none.
+@identity.register
+def _(settings: RecoveryConfig) -> Any:
+    """What changes the weights that a recovery finds, whatever the bits they are stored in afterwards.
 
-    Together with the model, the plan, the text and the seed they identify it, whatever the bits its result is stored in
-    afterwards. Settings that make no difference are left out: the name, and how often progress is saved.
+    Its text has an identity of its own, so here only counts what the text is used for.
     """
-    if not is_tuned(settings):
-        return {}
-    if settings.fit is not None:
-        return {"fitted": "down projections of merged experts", "ridge": RIDGE}
-    return {
-        **_trained_identity(settings),
-        **({"teacher": "unpruned", "temperature": settings.temperature} if settings.distill is not None else {}),
-        **{name: getattr(settings, name) for name in ("epochs", "rows_per_step", "schedule", "warmup", "clip")},
-    }
-
-
-def _trained_identity(settings: RecoveryConfig) -> dict[str, Any]:
-    """What is trained, and at which rates."""
-    if settings.train == "routers":
-        return {"trained": "routers", "learning_rate": settings.router_learning_rate}
-    routers = {"rank": settings.router_rank, "learning_rate": settings.router_learning_rate}
-    return {
-        "adapter": "dora",
-        "experts": {"rank": settings.rank, "learning_rate": settings.learning_rate, "dropout": settings.dropout},
-        "routers": routers if settings.router_rank else None,
-        "shared_experts": settings.shared_experts,
-        "scaling": settings.scaling,
-    }
-
-
-def storage_identity(settings: RecoveryConfig) -> dict[str, Any]:
-    """How a recovered model is stored, JSON-ready: {"bits": 4, "modules": [...]}; {} when weights stay as they are."""
-    return {"bits": 4, "modules": sorted(set(settings.modules))} if settings.bits == 4 else {}
+    return {**counting_fields(settings), "text": text_role(settings)}
 
 
 def finetune_words(settings: RecoveryConfig, text: str | None) -> str:

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any, TypeVar
 
-from moe_lab.config import AllocationConfig, BenchmarkConfig, CalibrationConfig, Config, CriterionConfig
+from moe_lab.config import AllocationConfig, CalibrationConfig, Config, CriterionConfig, ModelConfig, TimingConfig
 from moe_lab.grid import Cell, Request
+from moe_lab.models.hub import UNRESOLVED
 from moe_lab.results import ID_DIGITS, with_id
+from moe_lab.study.devices import resolved
 from moe_lab.study.progress import say
-from moe_lab.study.step import Step
-from moe_lab.study.steps.builder import Builder, reads_text
-from moe_lab.study.steps.costs import COST, PROFILE, TIMING
-from moe_lab.study.steps.evaluation import results_step
-from moe_lab.study.steps.passes import STATISTICS_PASS
-from moe_lab.study.steps.plans import plan_step
-from moe_lab.study.steps.recovery import EXPORT, NO_RECOVERY, PrunedModel
-from moe_lab.study.steps.scores import FAMILY, scores_step
+from moe_lab.study.step import Identified, Step
+from moe_lab.study.steps.costs import Cost, Profile, Timing, device_here
+from moe_lab.study.steps.evaluation import Evaluate, Grade, Task, results_of, task_of
+from moe_lab.study.steps.model import Facts
+from moe_lab.study.steps.passes import StatisticsPass
+from moe_lab.study.steps.recovery import NO_RECOVERY, export_of, pruned_of
+from moe_lab.study.steps.recovery import unpruned as unpruned_model
+from moe_lab.study.steps.scores import Family, Scores, reads_text
 
+T = TypeVar("T")
 EXACT_DAMAGE = CriterionConfig(name="exact_damage")
 NO_CRITERION = CriterionConfig(name="none")
 NO_CALIBRATION = CalibrationConfig(name="none", path="none")
@@ -42,7 +46,7 @@ class CellSteps:
     cost: Step
     profile: Step | None
     timing: Step | None
-    evaluate: Mapping[str, Step]
+    evaluate: Mapping[str, Evaluate | Grade]
 
     def named(self) -> dict[str, Step | None]:
         """Field -> step, without the benchmarks."""
@@ -83,24 +87,77 @@ class Graph:
             yield from cell.evaluate.values()
 
 
-def _steps(builder: Builder, cell: Cell, benchmarks: Sequence[BenchmarkConfig]) -> CellSteps:
+def unresolved(steps: Iterable[Step]) -> list[str]:
+    """Models and texts on the hub whose files are not known, so that steps are named by their names there."""
+    parts = {id(part): part for step in steps for part in step.roles.values() if isinstance(part, Identified)}
+    groups = [part.document for part in parts.values() if isinstance(part.document, dict)]
+    groups += [source for group in groups for source in group.get("sources", ())]
+    paths = [group["path"] for group in groups if isinstance(group.get("path"), dict)]
+    return list(dict.fromkeys(path[UNRESOLVED] for path in paths if UNRESOLVED in path))
+
+
+class Once:
+    """Calls functions once for equal arguments: words and numbers count by value, objects by identity."""
+
+    def __init__(self) -> None:
+        self._values: dict[Hashable, Any] = {}
+        self._alive: list[object] = []  # keeps objects whose ids are keys: no id is reused
+
+    def __call__(self, function: Callable[..., T], *arguments: Any) -> T:
+        key = (function, *[part if part.__class__ in (str, int, float) else id(part) for part in arguments])
+        if key not in self._values:
+            self._alive.extend(arguments)
+            self._values[key] = function(*arguments)
+        value: T = self._values[key]
+        return value
+
+
+def _seeded(text: CalibrationConfig, seed: int) -> CalibrationConfig:
+    """The text with the cell's seed, which determines its order, unless the text has a seed of its own."""
+    return text if text.seed is not None else replace(text, seed=seed)
+
+
+def _timed(timed: TimingConfig, model: ModelConfig) -> TimingConfig:
+    """What is timed of a model, with the name of its device."""
+    return replace(timed, device=timed.device or device_here(model.device))
+
+
+def _resolved(cell: Cell, config: Config, once: Once) -> Cell:
+    """The cell with all that its steps are named by: the device and the precision of its model, the seed of its
+    texts."""
+    texts = {role: once(_seeded, text, cell.seed) for role, text in cell.texts.items()}
+    calibration = once(_seeded, cell.calibration, cell.seed)
+    return replace(cell, model=once(resolved, cell.model, config), calibration=calibration, texts=texts)
+
+
+def _engine_of(text: CalibrationConfig, study: CalibrationConfig) -> CalibrationConfig:
+    """The text, read by the engine of the study's calibration."""
+    return replace(text, engine=study.engine, activation_budget=study.activation_budget)
+
+
+def _steps(cell: Cell, tasks: Iterable[Task], config: Config, once: Once) -> CellSteps:
     """All steps of one cell; criterion "none" is the unpruned model."""
-    config = builder.config
-    pruned = cell.criterion is not NO_CRITERION
-    plan = plan_step(builder, cell) if pruned else None
-    model = PrunedModel(builder, cell, plan)
+    named = _resolved(cell, config, once)
+    text, is_pruned = named.texts["flops"], cell.criterion is not NO_CRITERION
+    pruned = pruned_of(named) if is_pruned else unpruned_model(named.model)
+    scores = (getattr(pruned.plan, "scores", None) or Scores.of(named)) if is_pruned else None
+    statistics = None
+    if scores and reads_text(cell):
+        statistics = scores.sums.get("statistics") or StatisticsPass.of(named)
+    counted = once(_engine_of, text, config.calibration)
+    cost = once(Cost.of_unpruned, named.model, counted)
     return CellSteps(
         cell=cell,
-        model=builder.model(cell.model),
-        statistics=STATISTICS_PASS.step(builder, cell) if pruned and reads_text(cell) else None,
-        scores=scores_step(builder, cell) if pruned else None,
-        plan=plan,
-        finetune=model.finetune,
-        export=EXPORT.step(model) if plan and config.export.shape else None,
-        cost=COST.step(model),
-        profile=PROFILE.step(model) if config.profile else None,
-        timing=TIMING.step(model) if config.timing else None,
-        evaluate={benchmark.name: results_step(model, benchmark) for benchmark in benchmarks},
+        model=pruned.loaded.facts,
+        statistics=statistics,
+        scores=scores,
+        plan=pruned.plan,
+        finetune=pruned.finetune,
+        export=export_of(pruned, config) if is_pruned and config.export.shape else None,
+        cost=Cost.of(pruned, counted, cost) if is_pruned else cost,
+        profile=Profile(pruned.loaded, text, pruned.plan) if config.profile else None,
+        timing=Timing.of(pruned, text, once(_timed, config.timed, named.model)) if config.timing else None,
+        evaluate={task.benchmark.name: results_of(pruned, task) for task in tasks},
     )
 
 
@@ -117,25 +174,26 @@ def unpruned(cell: Cell) -> Cell:
     )
 
 
-def _distinct_names(requests: Sequence[Request], builder: Builder) -> list[Request]:
+def _distinct_names(requests: Sequence[Request]) -> list[Request]:
     """The requests, with the start of an id added to the name of each model that shares its name with another model."""
-    models = {id(cell.model): cell.model for cells, _ in requests for cell in cells}
+    ids: dict[int, str] = {}
     by_name: dict[str, dict[str, str]] = {}
-    for model in models.values():
-        by_name.setdefault(model.name, {})[builder.model(model).id] = model.path
+    for model in {id(cell.model): cell.model for cells, _ in requests for cell in cells}.values():
+        ids[id(model)] = Facts(model).id
+        by_name.setdefault(model.name, {})[ids[id(model)]] = model.path
     ambiguous = {name: paths for name, paths in by_name.items() if len(paths) > 1}
     for name, paths in ambiguous.items():
         which = ", ".join(f"{step_id[:ID_DIGITS]} is {path}" for step_id, path in paths.items())
         say(f"moe_lab: {len(paths)} models are called {name}, and shown by their ids, too: {which}")
-    renamed = {
-        key: replace(model, name=with_id(model.name, builder.model(model).id))
-        for key, model in models.items()
-        if model.name in ambiguous
-    }
-    if not renamed:
+    if not ambiguous:
         return list(requests)
+    once = Once()
+
+    def renamed(model: ModelConfig) -> ModelConfig:
+        return replace(model, name=with_id(model.name, ids[id(model)])) if model.name in ambiguous else model
+
     return [
-        ([replace(cell, model=renamed.get(id(cell.model), cell.model)) for cell in cells], benchmarks)
+        ([replace(cell, model=once(renamed, cell.model)) for cell in cells], benchmarks)
         for cells, benchmarks in requests
     ]
 
@@ -145,18 +203,19 @@ def build(config: Config, requests: Iterable[Request]) -> Graph:
 
     `config` has the settings that hold for all requests, such as permissions, exports and overlap.
     """
-    builder = Builder(config)
-    benchmarks_of: dict[Cell, dict[str, BenchmarkConfig]] = {}
+    once = Once()
+    tasks_of: dict[Cell, dict[str, Task]] = {}
     families: dict[str, Step] = {}
     damages: dict[str, Step] = {}
-    for cells, benchmarks in _distinct_names(list(requests), builder):
-        named = {benchmark.name: benchmark for benchmark in benchmarks}
+    for cells, benchmarks in _distinct_names(list(requests)):
+        tasks = {benchmark.name: once(task_of, benchmark, config) for benchmark in benchmarks}
         for cell in cells:
             for candidate in (unpruned(cell), normalized(cell)):
-                benchmarks_of.setdefault(candidate, {}).update(named)
+                tasks_of.setdefault(candidate, {}).update(tasks)
             if config.overlap:
                 name = f"{cell.calibration.name}@{cell.model.name}@{cell.gate}@{cell.seed}"
-                families[name] = FAMILY.step(builder, cell)
-                damages[name] = scores_step(builder, replace(cell, criterion=EXACT_DAMAGE))
-    steps = [_steps(builder, cell, list(named.values())) for cell, named in benchmarks_of.items()]
+                named = _resolved(cell, config, once)
+                families[name] = Family.of(named)
+                damages[name] = Scores.of(replace(named, criterion=EXACT_DAMAGE))
+    steps = [_steps(cell, tasks.values(), config, once) for cell, tasks in tasks_of.items()]
     return Graph(steps, families, damages)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 
 from moe_lab.config import LauncherConfig
 from moe_lab.errors import UserError, unknown
+from moe_lab.study.devices import visible_gpus
 from moe_lab.study.progress import say, watch
 from moe_lab.study.record import Study
 from moe_lab.study.runs import Run
@@ -46,15 +47,6 @@ def local(schedule: Schedule, study: Study, run: Run) -> bool:
     if errors:
         raise errors[0]
     return True
-
-
-def visible_gpus() -> list[str]:
-    """Ids for CUDA_VISIBLE_DEVICES, one per GPU this process may use; empty without the NVIDIA driver."""
-    named = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if named is not None:
-        return [gpu for gpu in named.split(",") if gpu.strip() not in ("", "-1")]
-    cards = "/proc/driver/nvidia/gpus"
-    return [str(number) for number in range(len(os.listdir(cards)))] if os.path.isdir(cards) else []
 
 
 def check_device(name: str) -> None:

@@ -31,12 +31,10 @@ from moe_lab.study.launch import check_device, launcher
 from moe_lab.study.schedule import check_retry
 from moe_lab.study.slurm import resources
 from moe_lab.study.steps import KINDS
-from moe_lab.study.steps.builder import reads_text
 from moe_lab.study.steps.costs import wrong_timing
-from moe_lab.study.steps.engine import check_engine
 from moe_lab.study.steps.evaluation import backend_of
-from moe_lab.study.steps.plans import check_plan_file
-from moe_lab.study.steps.scores import check_weights
+from moe_lab.study.steps.plans import check_engine, check_plan_file
+from moe_lab.study.steps.scores import check_weights, reads_text
 
 TEXT_CHECKS: Mapping[str, Callable[[CalibrationConfig], object]] = {
     "search": sources.check_answers,
@@ -226,7 +224,8 @@ def _wrong_allocations(cells: Sequence[Cell]) -> Iterator[str]:
     for cell in _each(known, "model", "allocation"):
         yield from user_errors(check_plan_file, cell)
     for cell in _each(known, "model", "criterion", "allocation", "ratio"):
-        for check in KINDS[allocation.get(cell.allocation.name).step].checks:
+        kind: Any = KINDS[allocation.get(cell.allocation.name).step]
+        for check in kind.checks:
             yield from user_errors(check, cell)
 
 

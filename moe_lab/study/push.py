@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from moe_lab.config import BenchmarkConfig, Config
+from moe_lab.config import Config
 from moe_lab.errors import Unavailable, UserError
 from moe_lab.models.files import files_of
 from moe_lab.pruning.export import CARD, NOT_COPIED
@@ -25,7 +25,7 @@ from moe_lab.study.progress import say
 from moe_lab.study.record import Study
 from moe_lab.study.schedule import Schedule
 from moe_lab.study.step import Step
-from moe_lab.study.steps.inputs import NO_SUMS, STATISTICS
+from moe_lab.study.steps.files import NO_SUMS, STATISTICS
 from moe_lab.study.store import Store
 
 SCORES = ("scores.parquet", "scores.safetensors")
@@ -56,7 +56,7 @@ def check_graph(config: Config, graph: Graph) -> None:
     """Raise UserError unless the study exports exactly one cell, if it is to be uploaded."""
     cells = [cell for cell in graph.cells if cell.export]
     if config.push is not None and len(cells) != 1:
-        named = ", ".join(cell.plan.label for cell in cells[:3] if cell.plan)
+        named = ", ".join(cell.plan.label() for cell in cells[:3] if cell.plan)
         more = ", ..." if len(cells) > 3 else ""
         raise UserError(
             f"push={config.push} uploads one pruned model, and this study exports {len(cells)} ({named}{more}): "
@@ -77,8 +77,8 @@ def show(study: Study, done: Collection[str]) -> None:
     benchmarks = ", ".join(cell.evaluate) or "no benchmark"
     base = base_model(cell.cell.model) or "none on the hub"
     say(
-        f"push={repository}: would upload the export of {cell.plan.label} ({state}), its scores and statistics, and a "
-        f"model card with results on {benchmarks}; base model: {base}"
+        f"push={repository}: would upload the export of {cell.plan.label()} ({state}), its scores and statistics, and "
+        f"a model card with results on {benchmarks}; base model: {base}"
     )
     if get_token() is None:
         say("push: there is no token of the hub here: `hf auth login` or HF_TOKEN")
@@ -153,9 +153,8 @@ def _measured(study: Study, cell: CellSteps) -> Iterator[Measured]:
             original = {_key(one): one for one in _results(store, originals[name])["results"]}
         harness = " ".join(filter(None, (content["protocol"]["harness"], content["protocol"].get("version"))))
         of_export = study.config.export.format not in ROUNDED or reads_export(step, cell.export)
-        benchmark = BenchmarkConfig(**step.runtime["benchmark"])
         for result in content["results"]:
-            yield Measured(benchmark, result, original.get(_key(result)), harness, of_export)
+            yield Measured(step.benchmark, result, original.get(_key(result)), harness, of_export)
 
 
 def reads_export(evaluation: Step, export: Step | None) -> bool:

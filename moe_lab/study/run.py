@@ -12,7 +12,7 @@ from moe_lab.errors import UserError
 from moe_lab.grid import Request
 from moe_lab.study import push, record, report
 from moe_lab.study.estimates import Times, disk_problems, forecast, memory_problems
-from moe_lab.study.graph import build
+from moe_lab.study.graph import build, unresolved
 from moe_lab.study.launch import Launcher, launcher
 from moe_lab.study.preflight import lacking, preflight
 from moe_lab.study.progress import console, say, say_notices
@@ -40,6 +40,13 @@ def run(config: Config, requests: Sequence[Request], *, add: bool = False) -> in
     launch = launcher(config.launcher)
     graph = build(config, requests)
     push.check_graph(config, graph)
+    if unknown := unresolved(graph.steps()):
+        sentence = (
+            f"{', '.join(unknown)}: not in the cache, and the hub cannot be asked, so what would be read is not known"
+        )
+        if not config.dry_run:
+            raise UserError(f"{sentence}: connect to the hub, download it first, or give a folder or a file")
+        say(f"{sentence}: the ids of its steps are not final")
     store = Store(config.store)
     with store.errors_as_sentences(), nullcontext() if config.dry_run else store.create().lease(graph.steps()):
         return _run(Study(config, graph, store, add), missing, launch)

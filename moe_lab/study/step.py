@@ -1,4 +1,4 @@
-"""A step: its identity, the job that a process gets in order to do it, and its provenance or error."""
+"""A step: its identity, inputs and work; and its provenance or error."""
 
 from __future__ import annotations
 
@@ -13,25 +13,33 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+import weakref
+from collections.abc import Callable, Iterable, Set
+from dataclasses import dataclass, field, fields
+from enum import Enum
+from functools import cache, cached_property, lru_cache, wraps
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import moe_lab
-from moe_lab.config import BackendConfig, BenchmarkConfig, CalibrationConfig, ExportConfig, ModelConfig, RecoveryConfig
+from moe_lab.config import ModelConfig
+from moe_lab.config.identity import identity
 from moe_lab.errors import DISK_FULL, Unavailable, UserError
 from moe_lab.evaluation.harness import installed
-from moe_lab.evaluation.sandbox.policy import Policy
 from moe_lab.json_files import Damaged, read_json
+from moe_lab.models.config_json import Size
+from moe_lab.models.memory import processor
 from moe_lab.paths import shortened
 from moe_lab.secrets import mask
+from moe_lab.study.memory import BASE, weights
 
 if TYPE_CHECKING:
+    from moe_lab.study.steps.files import Files
     from moe_lab.study.store import Store
 
+T = TypeVar("T")
+Result = TypeVar("Result")
 LONGEST_LABEL = 200
 """Most bytes of a label: it leaves room for longer names that are made from a folder's name."""
 
@@ -46,38 +54,181 @@ def digest(document: Any) -> str:
     return sha256(canonical(document).encode()).hexdigest()
 
 
-MEANING = "2"
+MEANING = "3"
 """Changes the id of every step. It goes up where results of earlier versions may be wrong, so that none is found again;
 CHANGELOG.md says which."""
 
 
-@dataclass(frozen=True, eq=False)
-class Part:
-    """Settings that change a result. Many steps share one part, so that its digest is computed once."""
+@dataclass(frozen=True)
+class Identified:
+    """The identity of a setting: a JSON document, and its sha256."""
 
-    settings: Mapping[str, Any]
+    document: Any
+    digest: str
+
+
+def once_per_object(function: Callable[[T], Result]) -> Callable[[T], Result]:
+    """The function, called once for each object as long as that lives; objects that are equal count by themselves."""
+    known: dict[int, tuple[weakref.ref[Any], Result]] = {}
+
+    @wraps(function)
+    def remembered(value: T) -> Result:
+        key = id(value)
+        if key in known and known[key][0]() is value:
+            return known[key][1]
+        found = function(value)
+        with contextlib.suppress(TypeError):  # dictionaries and tuples have no weak references
+            known[key] = (weakref.ref(value, lambda _: known.pop(key, None)), found)
+        return found
+
+    return remembered
+
+
+@lru_cache(maxsize=1 << 16, typed=True)
+def _of_scalar(value: Any) -> Identified:
+    return Identified(value, digest(value))
+
+
+@once_per_object
+def _of_group(setting: Any) -> Identified:
+    document = identity(setting)
+    return Identified(document, digest(document))
+
+
+def identified(setting: Any) -> Identified:
+    """The identity of a setting. Many steps share a group of settings, so that it is computed once for each object."""
+    return _of_scalar(setting) if isinstance(setting, (str, int, float)) else _of_group(setting)
+
+
+class Parts:
+    """Fields that several steps have in common, as one field of each: its fields count as those of the step."""
+
+    runtime: ClassVar[frozenset[str]] = frozenset()
+    """Fields that determine how the work is done (device, paths, permissions), and not what comes out."""
 
     @cached_property
-    def digest(self) -> str:
-        return digest(self.settings)
+    def roles(self) -> dict[str, Step | Identified]:
+        """Role -> input step or identity of a setting, of all that is said."""
+        roles: dict[str, Step | Identified] = {}
+        for name in _fields(type(self)):  # type: ignore[arg-type]
+            value = getattr(self, name)
+            if isinstance(value, Step):
+                roles[name] = value
+            elif isinstance(value, Parts):
+                roles.update(value.roles)
+            elif type(value) is dict:
+                roles.update(value)
+            elif value is not None:
+                roles[name] = identified(value)
+        return roles
+
+
+class Loads(Enum):
+    """What a step reads of a model."""
+
+    NOTHING = 0
+    """No weights: it works on files of other steps, takes little time and memory, and may concern several models."""
+    CHECKPOINT = 1
+    """The files once, with a piece of them in memory at a time."""
+    MODEL = 2
+    """The model is loaded and run."""
+
+
+class Packing(Enum):
+    """How many steps one Slurm job does."""
+
+    ONE = 0
+    SMALL = 1
+    """`launcher.steps_per_job` steps."""
+    GRADING = 2
+    """`launcher.cells_per_job` steps."""
+    CELLS = 3
+    """The steps of `launcher.cells_per_job` pruned models of one model, whose weights are loaded once."""
 
 
 @dataclass(frozen=True, eq=False)
-class Step:
-    """One cached, restartable piece of work.
+class Step(Parts):
+    """One cached, restartable piece of work. A kind of step is a subclass.
 
-    `parts` and `inputs` are its identity, by role. `runtime` (device, batch size, paths, permissions) determines how
-    it is done on this machine and never its result; `label` makes its folder readable. `merges` are steps that each do
-    a share of the work; this step then only merges their results. They are not in its identity, because the result is
-    the same up to rounding however the work is divided.
+    Fields that are steps are its inputs; all other fields, by `identity`, are its settings. Both together are its own
+    identity, except the fields named in `runtime`. A field that is None says nothing, that of `Parts` counts as the
+    fields in it, and that of a dictionary of steps as its entries.
     """
 
-    kind: str
-    label: str
-    parts: Mapping[str, Part] = field(default_factory=dict)
-    inputs: Mapping[str, Step] = field(default_factory=dict)
-    runtime: Mapping[str, Any] = field(default_factory=dict)
-    merges: Sequence[Step] = ()
+    kind: ClassVar[str] = ""
+    """The folder in the store, and the name in settings and tables. It registers the class."""
+    loads: ClassVar[Loads] = Loads.NOTHING
+    reads_text: ClassVar[bool] = False
+    """Whether a criterion or an allocation that needs such a step depends on the calibration set."""
+    streams: ClassVar[bool] = False
+    """Whether it can run the model with one decoder layer in memory at a time (calibration.engine=streamed)."""
+    foreign: ClassVar[bool] = False
+    """Whether it runs foreign code; launcher=inline then runs it in a worker process."""
+    packing: ClassVar[Packing] = Packing.ONE
+    process_memory: ClassVar[float] = BASE
+    """Bytes of the whole process of a step that loads nothing."""
+
+    merges: tuple[Step, ...] = field(default=(), kw_only=True)
+    """Steps that each do a share of the work; this step then only merges their results."""
+    runtime: ClassVar[frozenset[str]] = frozenset({"merges"})
+
+    def label(self) -> str:
+        """The readable part of its folder's name."""
+        raise NotImplementedError
+
+    def work(self, files: Files) -> None:
+        """Do it: read finished steps, write to `files.out`. Imports torch inside the function."""
+        raise NotImplementedError
+
+    @classmethod
+    def needs_whole_model(cls) -> bool:
+        """Whether steps of this kind run the model, and cannot do so with one decoder layer in memory at a time."""
+        return cls.loads is Loads.MODEL and not cls.streams
+
+    @property
+    def about(self) -> ModelConfig | None:
+        """The model whose weights it reads; None for a step that works on files of other steps."""
+        return None
+
+    @property
+    def runs_model(self) -> bool:
+        """Whether it loads the model and runs it."""
+        return self.loads is Loads.MODEL and not self.merges
+
+    @property
+    def is_layered(self) -> bool:
+        """Whether it runs the model with one decoder layer in memory at a time."""
+        return False
+
+    def memory(self, size: Size) -> float:
+        """Bytes that a step holds which reads a model of this size, at most."""
+        return BASE + weights(size)
+
+    def disk(self, size: Size) -> float:
+        """Upper bound of the bytes that it writes about a model of this size, counted only where they are many."""
+        return 0.0
+
+    def units(self) -> float:
+        """Amount of work: the seconds that steps of this kind take are proportional to it."""
+        return 1.0
+
+    def pace(self) -> list[Any]:
+        """What decides the seconds of a unit, JSON-ready: steps of one kind with equal values take equally long."""
+        return []
+
+    def job(self) -> str:
+        """The kind of the Slurm jobs that also do this step."""
+        return self.kind
+
+    @cached_property
+    def inputs(self) -> dict[str, Step]:
+        """Role -> step whose result it reads."""
+        return {role: part for role, part in self.roles.items() if isinstance(part, Step)}
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Role -> identity of a setting."""
+        return {role: part.document for role, part in self.roles.items() if isinstance(part, Identified)}
 
     @property
     def needs(self) -> tuple[Step, ...]:
@@ -86,24 +237,38 @@ class Step:
 
     @cached_property
     def id(self) -> str:
-        """sha256 over kind, parts, inputs and `MEANING`."""
-        lines = [f"{role}={part.digest}" for role, part in self.parts.items()]
-        lines += [f"{role}<{step.id}" for role, step in self.inputs.items()]
+        """sha256 over kind, settings, inputs and `MEANING`."""
+        lines = [
+            f"{role}<{part.id}" if isinstance(part, Step) else f"{role}={part.digest}"
+            for role, part in self.roles.items()
+        ]
         return sha256("\n".join([MEANING, self.kind, *sorted(lines)]).encode()).hexdigest()
 
     @cached_property
     def folder(self) -> str:
         """Path inside the store: kind, readable label, and enough of the id to be unique."""
-        return f"{self.kind}/{shortened(self.label, LONGEST_LABEL)}-{self.id[:12]}"
+        return f"{self.kind}/{shortened(self.label(), LONGEST_LABEL)}-{self.id[:12]}"
 
     def document(self) -> dict[str, Any]:
-        """The identity in full, as stored beside the result."""
-        return {
-            "id": self.id,
-            "kind": self.kind,
-            "settings": {role: dict(part.settings) for role, part in self.parts.items()},
-            "inputs": {role: step.folder for role, step in self.inputs.items()},
-        }
+        """The identity in full, as stored beside the result for readers."""
+        inputs = {role: step.folder for role, step in self.inputs.items()}
+        return {"id": self.id, "kind": self.kind, "settings": self.settings, "inputs": inputs}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Fields and identity: another process, maybe later and on another machine, does not find it out again."""
+        assert self.id and self.folder
+        return self.__dict__
+
+
+@cache
+def _fields(parts: type[Parts]) -> tuple[str, ...]:
+    """The fields of a class that count, without those that it and the classes it is derived from name in `runtime`."""
+    runtime = {name for each in parts.__mro__ for name in vars(each).get("runtime", ())}
+    return tuple(field.name for field in fields(parts) if field.name not in runtime)  # type: ignore[arg-type]
+
+
+KINDS: dict[str, type[Step]] = {}
+"""All kinds of step by name; filled when `moe_lab.study.steps` is imported."""
 
 
 def unmerged(steps: Iterable[Step], finished: Set[str]) -> list[Step]:
@@ -122,82 +287,6 @@ def log_of(store: Store, name: str) -> Path:
     """File with what the step `name` (kind/label-id) printed in worker processes; there is none if it printed
     nothing."""
     return store.root / "logs" / f"{name}.log"
-
-
-@dataclass(frozen=True)
-class Job:
-    """A step as a process gets it: what to do (`kind`, `settings`, `inputs`), how (`runtime`, `merges`), and where
-    (`scratch` for the result, `partial` for files to resume from)."""
-
-    kind: str
-    name: str
-    settings: dict[str, Any]
-    runtime: dict[str, Any]
-    inputs: dict[str, str]
-    scratch: str
-    partial: str
-    log: str = ""
-    """File in which a worker keeps what is printed meanwhile."""
-    merges: list[str] = field(default_factory=list)
-    """Folders of the steps whose results are merged, in their order; empty for a step that does all of its work."""
-
-    @classmethod
-    def of(cls, step: Step, store: Store, scratch: Path) -> Job:
-        """The job that fills `scratch` with the result of `step`."""
-        return cls(
-            kind=step.kind,
-            name=step.folder,
-            settings={role: dict(part.settings) for role, part in step.parts.items()},
-            runtime=dict(step.runtime),
-            inputs={role: str(store.path(needed).absolute()) for role, needed in step.inputs.items()},
-            scratch=str(scratch.absolute()),
-            partial=str(store.partial(step).absolute()),
-            log=str(log_of(store, step.folder).absolute()),
-            merges=[str(store.path(share).absolute()) for share in step.merges],
-        )
-
-    @cached_property
-    def model(self) -> ModelConfig:
-        """The model, and how it is loaded."""
-        return ModelConfig(**self.runtime["model"])
-
-    @cached_property
-    def text(self) -> CalibrationConfig:
-        """The text that is read: the calibration set, or the step's other text."""
-        return CalibrationConfig(**(self.runtime.get("calibration") or self.runtime["text"]))
-
-    @cached_property
-    def benchmark(self) -> BenchmarkConfig:
-        """The benchmark that the model is evaluated on."""
-        return BenchmarkConfig(**self.runtime["benchmark"])
-
-    @cached_property
-    def backend(self) -> BackendConfig:
-        """What generates texts."""
-        return BackendConfig(**self.runtime["backend"])
-
-    @cached_property
-    def recovery(self) -> RecoveryConfig:
-        """How a pruned model is fine-tuned."""
-        return RecoveryConfig(**self.runtime["recovery"])
-
-    @cached_property
-    def export(self) -> ExportConfig:
-        """How a checkpoint is written."""
-        return ExportConfig(**self.runtime["export"])
-
-    @cached_property
-    def policy(self) -> Policy:
-        """Permissions of the programs that are run for grading."""
-        return Policy(**self.runtime["policy"])
-
-    def input(self, role: str, file: str) -> Path:
-        """A file of the finished step in `role`."""
-        return Path(self.inputs[role]) / file
-
-    def output(self, file: str) -> Path:
-        """A file of this step's result."""
-        return Path(self.scratch) / file
 
 
 def error_document(error: BaseException) -> dict[str, Any]:
@@ -252,28 +341,43 @@ def _git(*words: str) -> str:
     return subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True, check=True).stdout
 
 
-PACKAGES = ("torch", "transformers", "lm-eval", "evalplus", "safetensors", "numpy", "bitsandbytes")
+PACKAGES = (
+    *("torch", "triton", "transformers", "tokenizers", "safetensors", "numpy", "datasets"),
+    *("lm-eval", "evalplus", "bitsandbytes"),
+)
 
 
 def provenance(start: float) -> dict[str, Any]:
-    """Provenance of a step that began at `start` (seconds since the epoch): code, versions, machine, time, memory."""
+    """Provenance of a step that began at `start` (seconds since the epoch): code, versions, machine, devices, time,
+    memory."""
     return {
         "code": code_state(),
         "python": platform.python_version(),
         "versions": {name: installed(name) for name in PACKAGES},
         "host": socket.gethostname(),
         "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
+        "processor": processor(),
         "started": start,
         "seconds": round(time.time() - start, 3),
         "peak_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         * (1 if sys.platform == "darwin" else 1024),
-        "peak_gpu_memory_bytes": _gpu_peak(),
+        **_torch_state(),
     }
 
 
-def _gpu_peak() -> int | None:
-    """Peak bytes that torch allocated on each GPU, added up; None in a process that used no GPU."""
+DRIVER = Path("/proc/driver/nvidia/version")
+
+
+def _torch_state() -> dict[str, Any]:
+    """Threads of torch; names, driver and peak bytes of the GPUs that it used. None in a process that used none."""
     torch: Any = sys.modules.get("torch")
-    if torch is None or not torch.cuda.is_initialized():
-        return None
-    return sum(int(torch.cuda.max_memory_allocated(number)) for number in range(torch.cuda.device_count()))
+    state: dict[str, Any] = {"threads": None, "gpus": None, "driver": None, "peak_gpu_memory_bytes": None}
+    if torch is None:
+        return state
+    state["threads"] = torch.get_num_threads()
+    if torch.cuda.is_initialized():
+        numbers = range(torch.cuda.device_count())
+        state["gpus"] = [torch.cuda.get_device_name(number) for number in numbers]
+        state["driver"] = DRIVER.read_text().splitlines()[0] if DRIVER.is_file() else torch.version.cuda
+        state["peak_gpu_memory_bytes"] = sum(int(torch.cuda.max_memory_allocated(number)) for number in numbers)
+    return state

@@ -1,14 +1,15 @@
 """Do steps in this process (`Here`) or in a worker process (`Worker`).
 
-A worker is started as `python -m moe_lab.study.worker`. It reads a job as one line of JSON, answers with one line of
-JSON, and keeps the model loaded between jobs. It needs neither Hydra nor the configuration. It ends when its standard
-input is closed, even in the middle of a job, so that it writes nothing after its parent was killed.
+A worker is started as `python -m moe_lab.study.worker`. It reads pickled steps, which its parent has made, answers each
+with one line of JSON, as it may have run a model's own code, and keeps the model loaded between steps. It ends when its
+standard input is closed, even in the middle of a step, so that it writes nothing after its parent was killed.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import pickle
 import queue
 import signal
 import subprocess
@@ -17,14 +18,14 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
 
 from moe_lab.start import command
 from moe_lab.study.schedule import StepError
-from moe_lab.study.step import Job, Step, error_document, log_of
-from moe_lab.study.steps import KINDS, perform
+from moe_lab.study.step import Step, error_document, log_of
+from moe_lab.study.steps import perform
+from moe_lab.study.steps.files import Files
 from moe_lab.study.store import Store
 
 
@@ -33,7 +34,7 @@ class Worker:
 
     def __init__(self, store: Store, name: str, environment: dict[str, str] | None = None) -> None:
         self.store, self.name, self.environment = store, name, environment or {}
-        self.process: subprocess.Popen[str] | None = None
+        self.process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Worker:
         return self
@@ -44,7 +45,7 @@ class Worker:
             self.process.wait()
             self.process.stdout.close()
 
-    def _start(self) -> subprocess.Popen[str]:
+    def _start(self) -> subprocess.Popen[bytes]:
         path = self.store.root / "logs" / f"{self.name}.log"  # which steps it did, and what it printed before
         path.parent.mkdir(exist_ok=True)
         with path.open("a") as log:
@@ -54,29 +55,28 @@ class Worker:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
-                text=True,
                 env={**os.environ, **self.environment},
             )
 
     def __call__(self, step: Step, scratch: Path) -> None:
         """Do `step` in the worker. Raises StepError when it fails, naming the signal if the worker died."""
-        line = self._reply(Job.of(step, self.store, scratch))
+        line = self._reply(step, Files.of(step, self.store, scratch))
         if not line:
             raise StepError(self._death(step))
         if reply := json.loads(line):
             raise StepError(reply)
 
-    def _reply(self, job: Job) -> str:
-        """The worker's answer to a job; "" if it died."""
+    def _reply(self, step: Step, files: Files) -> bytes:
+        """The worker's answer to a step; b"" if it died."""
         if self.process is None or self.process.poll() is not None:
             self.process = self._start()
         assert self.process.stdin and self.process.stdout
         try:
-            self.process.stdin.write(json.dumps(asdict(job)) + "\n")
+            pickle.dump((step, files), self.process.stdin)
             self.process.stdin.flush()
             return self.process.stdout.readline()
         except BrokenPipeError:
-            return ""
+            return b""
 
     def _death(self, step: Step) -> dict[str, Any]:
         assert self.process
@@ -88,7 +88,7 @@ class Worker:
 
 
 class Here:
-    """Does steps in this process, except kinds with `own_process`, which run in a worker."""
+    """Does steps in this process, except those with foreign code, which run in a worker."""
 
     def __init__(self, store: Store) -> None:
         self.store, self.worker = store, Worker(store, f"{os.getpid()}-worker")
@@ -100,33 +100,38 @@ class Here:
         self.worker.__exit__(*exception)
 
     def __call__(self, step: Step, scratch: Path) -> None:
-        if KINDS[step.kind].own_process:
+        if step.foreign:
             self.worker(step, scratch)
             return
         try:
-            perform(Job.of(step, self.store, scratch))
+            perform(step, Files.of(step, self.store, scratch))
         except Exception as error:
             raise StepError(error_document(error)) from error
 
 
-def _listen(jobs: queue.SimpleQueue[dict[str, Any]]) -> None:
-    for line in sys.stdin:
-        jobs.put(json.loads(line))
-    os._exit(0)
+Work = tuple[Step, Files]
+
+
+def _listen(asked: queue.SimpleQueue[Work]) -> None:
+    try:
+        while True:
+            asked.put(pickle.load(sys.stdin.buffer))
+    except EOFError:
+        os._exit(0)
 
 
 def serve(replies: IO[str]) -> None:
-    """Do jobs until the process ends. Reply {} for success, else the error document."""
-    jobs: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-    threading.Thread(target=_listen, args=(jobs,), daemon=True).start()
+    """Do steps until the process ends. Reply {} for success, else the error document."""
+    asked: queue.SimpleQueue[Work] = queue.SimpleQueue()
+    threading.Thread(target=_listen, args=(asked,), daemon=True).start()
     while True:
-        job = Job(**jobs.get())
-        print(f"{time.strftime('%H:%M:%S')} {job.name}", file=sys.stderr, flush=True)
-        with _printing_to(Path(job.log)):
+        step, files = asked.get()
+        print(f"{time.strftime('%H:%M:%S')} {step.folder}", file=sys.stderr, flush=True)
+        with _printing_to(files.log):
             try:
-                perform(job)
+                perform(step, files)
                 reply: dict[str, Any] = {}
-            except Exception as error:  # noqa: BLE001 - whatever went wrong belongs to this job alone, and is reported
+            except Exception as error:  # noqa: BLE001 - whatever went wrong belongs to this step alone, and is reported
                 reply = error_document(error)
                 print(reply["trace"] or reply["message"], file=sys.stderr)
         replies.write(json.dumps(reply) + "\n")

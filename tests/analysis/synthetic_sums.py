@@ -13,7 +13,7 @@ from synthetic_plans import EXPERTS, LAYERS, WIDTH, channel_masks, rng
 
 from moe_lab import results
 from moe_lab.study.steps import tables
-from moe_lab.study.steps.inputs import write_table
+from moe_lab.study.steps.files import write_table
 
 SILENT = 7
 """The expert that no token reaches."""

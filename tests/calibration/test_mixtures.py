@@ -22,9 +22,10 @@ from moe_lab.calibration import sources
 from moe_lab.calibration.answers import answer_batches
 from moe_lab.calibration.batches import TOLERANCE, batches
 from moe_lab.calibration.documents import Text
-from moe_lab.calibration.settings import check, identity
+from moe_lab.calibration.settings import check
 from moe_lab.calibration.sources import read
 from moe_lab.config import CalibrationConfig, Config, SourceConfig
+from moe_lab.config.identity import identity
 from moe_lab.errors import UserError
 from moe_lab.paths import conf, resolve
 
@@ -188,28 +189,14 @@ def test_identity_holds_every_set_and_its_share(two: tuple[CalibrationConfig, Ca
     low, high = two
     chosen = mixture((0.4, low), (0.6, high))
     before = identity(chosen)
-    assert [source["source"] for source in before["sources"]] == [identity(replace(s, seed=1))["source"] for s in two]
-    assert identity(replace(chosen, name="other", batch_size=1)) == before
+    assert [source["path"] for source in before["sources"]] == [identity(replace(s, seed=1))["path"] for s in two]
+    assert identity(replace(chosen, name="other")) == before
     assert identity(mixture((0.41, low), (0.59, high))) != before
     assert identity(mixture((0.4, replace(low, special_tokens=True)), (0.6, high))) != before
     assert identity(mixture((0.4, replace(low, length=4, packing="none")), (0.6, high))) == before
     assert identity(replace(chosen, tokens=1608)) != before
     Path(high.path).write_text(Path(high.path).read_text() + '{"text": "w1"}\n')
     assert identity(chosen) != before
-
-
-def test_a_set_that_is_no_mixture_is_identified_as_ever(settings: Settings) -> None:
-    assert identity(settings("owner/set", order="random", seed=3)) == {
-        "source": {"hub": "owner/set", "subset": None, "split": "train"},
-        "field": None,
-        "packing": "reap",
-        "length": 8,
-        "rows": 2,
-        "order": "random",
-        "seed": 3,
-        "gap": "none",
-        "special_tokens": False,
-    }
 
 
 @pytest.mark.parametrize(

@@ -17,9 +17,10 @@ from omegaconf import OmegaConf
 
 from moe_lab.calibration.batches import batches
 from moe_lab.calibration.documents import Chat, Pair, Text
-from moe_lab.calibration.settings import check, identity
-from moe_lab.calibration.sources import digest, locate, read, whole_text
+from moe_lab.calibration.settings import check
+from moe_lab.calibration.sources import locate, read, whole_text
 from moe_lab.config import BenchmarkConfig, CalibrationConfig
+from moe_lab.config.identity import identity
 from moe_lab.errors import UserError
 from moe_lab.evaluation import suite
 from moe_lab.evaluation.harnesses import perplexity
@@ -291,14 +292,6 @@ def test_an_unreachable_hub_is_one_sentence(monkeypatch: pytest.MonkeyPatch, set
     with pytest.raises(UserError, match=r"is no file here and could not be had from the hub \(Couldn't reach") as error:
         read(settings(path))
     assert "\n" not in str(error.value)
-
-
-def test_a_changed_file_has_another_digest(tmp_path: Path) -> None:
-    file = written(tmp_path / "a.txt", "one")
-    before = digest(file)
-    assert len(before) == 64
-    written(file, "three")
-    assert digest(file) != before
 
 
 WIKI = Path(__file__).parents[3] / "shared" / "data"

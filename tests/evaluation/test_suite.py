@@ -66,12 +66,13 @@ def test_identity_follows_content_and_settings_not_place(tmp_path: Path) -> None
     copy = tmp_path / "elsewhere.jsonl"
     copy.write_bytes(Path(resolve(CODE.task)).read_bytes())
     known = suite.identity(CODE)
-    for same in ({"task": str(copy)}, {"batch_size": 1}, {"name": "other"}, {"parameters": {"processes": 3}}):
+    for same in ({"task": str(copy)}, {"name": "other"}, {"parameters": {"processes": 3}}):
         assert suite.identity(replace(CODE, **same)) == known, same  # type: ignore[arg-type]
     copy.write_bytes(copy.read_bytes() + b"\n")
     changes = (
         {"task": str(copy)},
         {"limit": 3},
+        {"batch_size": 1},
         {"max_new_tokens": 9},
         {"parameters": {"seconds": 1}},
         {"reports": {}},

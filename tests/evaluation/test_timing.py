@@ -16,20 +16,22 @@ import pandas as pd
 import pytest
 import tiny
 import torch
+from example_steps import Example, cell_of
 
-from moe_lab.config import CalibrationConfig, Config, LauncherConfig, ModelConfig, TimingConfig
+from moe_lab.config import CalibrationConfig, Config, LauncherConfig, ModelConfig, RecoveryConfig, TimingConfig
 from moe_lab.errors import Unavailable, UserError
 from moe_lab.evaluation import timing as evaluation_timing
 from moe_lab.evaluation.timing import measure
 from moe_lab.models.device import device_name
 from moe_lab.models.discover import is_experts
 from moe_lab.results import TIMINGS
-from moe_lab.study.graph import NO_ALLOCATION, NO_CALIBRATION, NO_CRITERION, NO_RECOVERY, Cell
-from moe_lab.study.step import Job, Step, provenance
+from moe_lab.study.graph import build
+from moe_lab.study.step import Step, provenance
 from moe_lab.study.steps import costs
-from moe_lab.study.steps.builder import Builder
-from moe_lab.study.steps.costs import TIMING, _deployed, timing, wrong_timing
-from moe_lab.study.steps.recovery import PrunedModel
+from moe_lab.study.steps.costs import Timing, wrong_timing
+from moe_lab.study.steps.files import Files
+from moe_lab.study.steps.model import loaded_as
+from moe_lab.study.steps.recovery import Pruned, Storage
 
 ASKED = TimingConfig(batch_sizes=[1, 3], prompt_lengths=[4, 10], new_tokens=5, repeats=2, warmup=1)
 
@@ -84,42 +86,34 @@ TEXT = CalibrationConfig(name="text", path="pocket:calibration/general.jsonl", t
 MODEL = ModelConfig(name="m", path="pocket:olmoe", device="cpu", threads=1)
 
 
-def cell() -> Cell:
-    return Cell(MODEL, NO_CRITERION, NO_CALIBRATION, NO_ALLOCATION, NO_RECOVERY, 0.0, "none", 0, {"flops": TEXT})
-
-
-def step(builder: Builder) -> Step:
-    return TIMING.step(PrunedModel(builder, cell(), None))
+def step(device: str, plan: Step | None = None, storage: Storage | None = None) -> Timing:
+    pruned = Pruned(loaded_as(MODEL), plan, None, storage, RecoveryConfig(), True)
+    return Timing.of(pruned, TEXT, replace(ASKED, device=device))
 
 
 def test_a_step_is_about_one_device_and_is_done_on_no_other(tmp_path: Path) -> None:
     here = device_name("cpu")
-    steps = {name: step(Builder(Config(timing=True, timed=replace(ASKED, device=name)))) for name in (here, "another")}
-    assert steps[here].id != steps["another"].id
-
-    def job(name: str) -> Job:
-        settings = {role: dict(part.settings) for role, part in steps[name].parts.items()}
-        return Job("timing", "t", settings, dict(steps[name].runtime), {}, str(tmp_path), str(tmp_path))
-
+    assert step(here).id != step("another").id
+    files = Files(tmp_path, tmp_path, {})
     with pytest.raises(Unavailable, match=f"timing is about another, and this machine has {re.escape(here)}"):
-        timing(job("another"))
-    timing(job(here))
+        step("another").work(files)
+    step(here).work(files)
     about = json.loads((tmp_path / "timing.json").read_text())
     assert about["device"] == here and about["threads"] == 1 and about["weight_bytes"] > 14e6
     assert len(pd.read_parquet(tmp_path / "timing.parquet")) == 8
 
 
 def test_what_is_timed_is_without_what_the_plan_removes_and_in_its_bits(tmp_path: Path) -> None:
-    model = tiny.build("olmoe")
+    model, plan = tiny.build("olmoe"), Example()
     tiny.plan(model, 0.5).save(tmp_path / "plan.json")
+    files = Files(tmp_path, tmp_path, {plan.id: tmp_path})
 
-    def weights(storage: dict[str, Any], **inputs: str) -> int:
-        job = Job("timing", "t", storage, {}, inputs, str(tmp_path), str(tmp_path))
-        return sum(about_experts(_deployed(job, model)))
+    def weights(*changes: Any) -> int:
+        return sum(about_experts(step("cpu", *changes).deployed(model, files)))
 
-    whole, four = sum(about_experts(model)), {"storage": {"bits": 4, "modules": ["experts"]}}
-    assert weights({}) == whole and weights({}, plan=str(tmp_path)) == whole / 2
-    assert weights(four) < whole / 6 and weights(four, plan=str(tmp_path)) < whole / 12
+    whole, four = sum(about_experts(model)), Storage(4, ("experts",))
+    assert weights() == whole and weights(plan) == whole / 2
+    assert weights(None, four) < whole / 6 and weights(plan, four) < whole / 12
 
 
 def about_experts(model: Any) -> list[int]:
@@ -137,9 +131,11 @@ def test_the_device_is_asked_for_once_and_what_is_not_there_is_a_sentence(monkey
         return SimpleNamespace(returncode=int("cuda:7" in words), stdout="a note\nA GPU\n", stderr=error)
 
     monkeypatch.setattr(costs.subprocess, "run", answer)
-    builder = Builder(Config(timing=True, timed=ASKED))
-    named = {step(builder).parts["timing"].settings["device"] for _ in range(3)}
-    assert named == {"A GPU"} and len(asked) == 1 and asked[0][-1] == "cpu"
+    cells = [cell_of(MODEL, TEXT, ratio=ratio) for ratio in (0.25, 0.5)]
+    graph = build(Config(timing=True, timed=ASKED), [(cells, [])])
+    timed = [cell.timing for cell in graph.cells]
+    assert len(timed) == 3 and {one.timed.device for one in timed if isinstance(one, Timing)} == {"A GPU"}
+    assert len(asked) == 1 and asked[0][-1] == "cpu"
     with pytest.raises(UserError, match=r"^model\.device=cuda:7: this machine has none"):
         costs.device_here("cuda:7")
 
@@ -150,9 +146,15 @@ def test_what_a_step_held_on_gpus_is_noted(monkeypatch: pytest.MonkeyPatch) -> N
         "is_initialized": lambda: True,
         "device_count": lambda: 2,
         "max_memory_allocated": lambda number: 7 + number,
+        "get_device_name": lambda number: f"GPU {number}",
     }
-    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=SimpleNamespace(**held)))
-    assert provenance(time.time())["peak_gpu_memory_bytes"] == 7 + 8
+    used = SimpleNamespace(
+        cuda=SimpleNamespace(**held), get_num_threads=lambda: 3, version=SimpleNamespace(cuda="12.8")
+    )
+    monkeypatch.setitem(sys.modules, "torch", used)
+    about = provenance(time.time())
+    assert about["peak_gpu_memory_bytes"] == 7 + 8 and about["gpus"] == ["GPU 0", "GPU 1"] and about["driver"]
+    assert about["threads"] == 3 and about["processor"]
 
 
 def test_what_cannot_be_timed_is_said_before() -> None:

@@ -1,10 +1,11 @@
 from __future__ import annotations
 
-import re
+import hashlib
+import os
+import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,8 @@ import torch
 
 from moe_lab.config import ModelConfig
 from moe_lab.errors import UserError
-from moe_lab.models import files
-from moe_lab.models.checkpoint import open_checkpoint
-from moe_lab.models.files import check, fingerprint, local_folder
+from moe_lab.models import files, hub
+from moe_lab.models.files import check, fingerprint, fingerprint_of, local_folder
 from tests.campaign.models import pickled, reconfigure
 
 
@@ -83,51 +83,55 @@ def test_fingerprint_depends_on_content_alone(folder: Path, original: Path) -> N
 
 
 @pytest.fixture
-def sampled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sizes as if the tiny checkpoint were a large one: routers of 1 KiB, 3 KiB matrices of an expert."""
-    for name, value in {"HASHED_WHOLE": 1000, "TENSOR_WHOLE": 2048, "SAMPLE": 64, "STRIDE": 512}.items():
-        monkeypatch.setattr(files, name, value)
+def in_the_cache(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModelConfig:
+    """A model of the hub as the hub's cache holds it: its weights are links to files named by their sha256."""
+    place = tmp_path / "hub/models--owner--name"
+    (place / "refs").mkdir(parents=True)
+    (place / "refs/main").write_text("c0ffee" * 6 + "c0de")
+    (snapshot := place / "snapshots" / ("c0ffee" * 6 + "c0de")).mkdir(parents=True)
+    (place / "blobs").mkdir()
+    for file in folder.iterdir():
+        blob = place / "blobs" / hashlib.sha256(file.read_bytes()).hexdigest()
+        shutil.copy(file, blob)
+        (snapshot / file.name).symlink_to(blob)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    files._fingerprint_there.cache_clear()
+    return ModelConfig(name="n", path="owner/name")
 
 
-@pytest.mark.usefixtures("sampled")
-def test_no_tensor_of_large_weights_can_be_another_unseen(folder: Path) -> None:
-    """Each becomes another one, small ones in one byte; large ones in any stretch of STRIDE + SAMPLE bytes."""
-    before = fingerprint(folder)
-    kinds = set()
-    for name, entry in open_checkpoint(folder).tensors.items():
-        small = entry.size <= (3 * 64 if ".experts." in name else 2048)
-        kinds.add(small)
-        last = entry.start + entry.size
-        for first, size in [(last - 2, 1)] if small else [(entry.start, entry.size), (last - 1000, 576)]:
-            with changed(folder / entry.shard, first, size):
-                assert fingerprint(folder) != before, name
-    assert kinds == {True, False} and fingerprint(folder) == before
+def test_a_folder_and_the_hub_name_of_the_same_files_are_one_model(
+    folder: Path, in_the_cache: ModelConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert fingerprint_of(in_the_cache) == fingerprint(folder)
+    weights = {file.name: file for file in folder.glob("*.safetensors")}
+    stated = {
+        name: (file.stat().st_size, hashlib.sha256(file.read_bytes()).hexdigest()) for name, file in weights.items()
+    }
+    others = {"README.md": (1, ""), "old/a.safetensors": (1, "")}
+    monkeypatch.setattr(files, "stated_files", lambda *_: {**stated, **others})
+    for link in tmp_path.glob("hub/*/snapshots/*/*.safetensors"):
+        link.unlink()
+    (snapshot,) = tmp_path.glob("hub/*/snapshots/*")
+    monkeypatch.setattr(files, "configuration_folder", lambda _: snapshot)
+    files._fingerprint_there.cache_clear()
+    assert fingerprint_of(in_the_cache) == fingerprint(folder), "the hub states the sha256 of weights that are not here"
+    monkeypatch.setattr(files, "stated_files", lambda *_: None)
+    files._fingerprint_there.cache_clear()
+    assert fingerprint_of(in_the_cache) is None
 
 
-@pytest.mark.usefixtures("sampled")
-def test_of_large_weights_little_is_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    expert = [entry for name, entry in open_checkpoint(folder).tensors.items() if files.ONE_EXPERT.search(name)]
-    assert sum(length for _, length in files._read_of(expert[0].size, 0)) < expert[0].size / 4
-    with changed(folder / expert[0].shard, expert[0].start + 100, 1):
-        before = fingerprint(folder)
-    assert before == fingerprint(folder), "a byte between samples is not seen"
-
-
-@pytest.mark.usefixtures("sampled")
-def test_damage_to_large_weights_is_said(folder: Path) -> None:
-    name = "model-00001-of-00007.safetensors"
-    (folder / name).write_bytes((folder / name).read_bytes()[:-5])
-    with pytest.raises(UserError, match=f"{re.escape(name)} is damaged"):
-        fingerprint(folder)
-
-
-@contextmanager
-def changed(file: Path, first: int, size: int) -> Iterator[None]:
-    """Some bytes of a file are others."""
-    data = file.read_bytes()
-    file.write_bytes(data[:first] + bytes(byte ^ 1 for byte in data[first : first + size]) + data[first + size :])
-    yield
-    file.write_bytes(data)
+def test_a_large_file_is_read_once_and_again_when_it_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub, "REMEMBERED_FROM", 3)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    read, digest = [], hashlib.file_digest
+    monkeypatch.setattr(hub.hashlib, "file_digest", lambda *given: (read.append(1), digest(*given))[1])
+    (file := tmp_path / "weights").write_bytes(b"one two")
+    for _ in range(2):
+        assert hub.sha256_of(file) == hashlib.sha256(b"one two").hexdigest() and len(read) == 1
+    os.utime(file, (1, 1))
+    assert hub.sha256_of(file) == hashlib.sha256(b"one two").hexdigest() and len(read) == 2
+    next(tmp_path.glob("cache/moe_lab/hashes/*")).write_text("{")
+    assert hub.sha256_of(file) == hashlib.sha256(b"one two").hexdigest() and len(read) == 3
 
 
 def test_fingerprint_of_no_folder() -> None:

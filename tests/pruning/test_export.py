@@ -4,6 +4,7 @@ import errno
 import json
 import math
 import os
+import pickle
 import shutil
 import subprocess
 import sys
@@ -15,11 +16,13 @@ import numpy
 import pytest
 import tiny
 import torch
+from example_steps import exported
 from huggingface_hub.repocard import REGEX_YAML_BLOCK
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from moe_lab.config import ExportConfig
 from moe_lab.errors import Unavailable, UserError
 from moe_lab.models.discover import moe_layers
 from moe_lab.models.files import fingerprint
@@ -352,21 +355,12 @@ def test_the_step_needs_neither_torch_nor_memory(
     size = hollow(tmp_path / "model", kind)
     (tmp_path / "plan").mkdir()
     make().save(tmp_path / "plan" / "plan.json")
-    (tmp_path / "scratch").mkdir()
-    job = {
-        "kind": "export",
-        "name": "export/m",
-        "settings": {"shape": {"export": shape}},
-        "runtime": {"model": {"name": "m", "path": str(tmp_path / "model")}},
-        "inputs": {"plan": str(tmp_path / "plan")},
-        "scratch": str(tmp_path / "scratch"),
-        "partial": str(tmp_path / "partial"),
-    }
+    work = exported(tmp_path / "model", tmp_path, ExportConfig(shape))
+    (tmp_path / "work.pkl").write_bytes(pickle.dumps(work))
     code = f"""
-import sys
-from moe_lab.study.step import Job
+import pickle, sys
 from moe_lab.study.steps import perform
-perform(Job(**{job!r}))
+perform(*pickle.load(open({str(tmp_path / "work.pkl")!r}, "rb")))
 assert not {{"torch", "transformers"}} & set(sys.modules)
 print(next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM")))
 """

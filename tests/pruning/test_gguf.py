@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import random
 import re
 import shutil
@@ -11,7 +12,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ import pytest
 import tiny
 import torch
 from channel_plans import channel_plan
+from example_steps import exported
 from processes import is_running, until
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, pre_tokenizers
@@ -35,6 +36,9 @@ from moe_lab.pruning.export import export, gguf
 from moe_lab.pruning.plan import Plan
 from moe_lab.pruning.prune import prune
 from moe_lab.recovery.apply import TENSORS
+from moe_lab.study.steps import perform
+from moe_lab.study.steps.files import Files
+from moe_lab.study.steps.recovery import Export
 
 needs_converter = pytest.mark.skipif(not gguf.OWN.is_file(), reason="no converter to GGUF: make llama")
 needs_models = pytest.mark.skipif(
@@ -76,35 +80,21 @@ def even(model: str) -> tuple[Path, Plan]:
     return folder, Plan({layer: tuple(range(layer % 2, count, 2)) for layer in layers}, dict.fromkeys(layers, count))
 
 
-def job(model: Path, plan: Plan, converter: Path, folder: Path, **settings: Any) -> dict[str, Any]:
-    """The job of an export step, with its files in `folder`."""
+Work = tuple[Export, Files]
+
+
+def work(model: Path, plan: Plan, converter: Path, folder: Path, recovery: RecoveryConfig | None = None) -> Work:
+    """A step that exports, with its files in `folder`."""
     (folder / "plan").mkdir(exist_ok=True)
     plan.save(folder / "plan" / "plan.json")
-    (folder / "scratch").mkdir(exist_ok=True)
-    return {
-        "kind": "export",
-        "name": "export/m",
-        "settings": {"shape": {"export": "natural", "format": "gguf", **settings}},
-        "runtime": {
-            "model": {"name": "m", "path": str(model)},
-            "export": asdict(ExportConfig("natural", "gguf", str(converter))),
-        },
-        "inputs": {"plan": str(folder / "plan")},
-        "scratch": str(folder / "scratch"),
-        "partial": str(folder / "partial"),
-    }
+    return exported(model, folder, ExportConfig("natural", "gguf", str(converter)), recovery)
 
 
-def perform(content: dict[str, Any]) -> None:
-    from moe_lab.study.step import Job
-    from moe_lab.study.steps import perform as perform_step
-
-    perform_step(Job(**content))
-
-
-def performing(content: dict[str, Any]) -> subprocess.Popen[bytes]:
-    code = f"from moe_lab.study.step import Job\nfrom moe_lab.study.steps import perform\nperform(Job(**{content!r}))"
-    return subprocess.Popen([sys.executable, "-c", code])
+def performing(asked: Work, folder: Path) -> subprocess.Popen[bytes]:
+    file = folder / "work.pkl"
+    file.write_bytes(pickle.dumps(asked))
+    code = f"import pickle\nfrom moe_lab.study.steps import perform\nperform(*pickle.load(open({str(file)!r}, 'rb')))"
+    return subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
 
 
 @pytest.mark.parametrize(
@@ -115,9 +105,9 @@ def test_a_converter_that_fails_leaves_nothing(
     code: str, error: type[UserError], says: str, fake: Callable[[str], Path], tmp_path: Path
 ) -> None:
     model = tiny.save("olmoe", tmp_path / "model")
-    content = job(tmp_path / "model", tiny.plan(model, 0.5), fake(code), tmp_path)
+    asked = work(tmp_path / "model", tiny.plan(model, 0.5), fake(code), tmp_path)
     with pytest.raises(error, match=rf"^export.format=gguf: .*converter failed: .*{re.escape(says)}[^\n]*$") as raised:
-        perform(content)
+        perform(*asked)
     assert type(raised.value) is error
     assert not any((tmp_path / "scratch").iterdir()) and not (tmp_path / "partial").exists()
 
@@ -126,9 +116,9 @@ def test_a_conversion_that_was_killed_goes_on_from_the_written_weights(
     fake: Callable[[str], Path], tmp_path: Path
 ) -> None:
     model = tiny.save("olmoe", tmp_path / "model")
-    content = job(tmp_path / "model", tiny.plan(model, 0.5), fake(WAITS), tmp_path)
+    asked = work(tmp_path / "model", tiny.plan(model, 0.5), fake(WAITS), tmp_path)
     unfinished = tmp_path / "scratch" / "checkpoint" / "model.gguf.unfinished"
-    process = performing(content)
+    process = performing(asked, tmp_path)
     until(lambda: unfinished.exists() and unfinished.read_text())
     converter = int(unfinished.read_text())
     assert is_running(converter)
@@ -140,7 +130,7 @@ def test_a_conversion_that_was_killed_goes_on_from_the_written_weights(
     shutil.rmtree(tmp_path / "scratch")  # as the store does
     (tmp_path / "scratch").mkdir()
     fake(WRITES)
-    perform(content)
+    perform(*asked)
     assert (written.stat().st_ino, written.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
     out = tmp_path / "scratch" / "checkpoint"
     assert (out / "model.gguf").read_bytes() == (out / "config.json").read_bytes()
@@ -158,7 +148,7 @@ def test_a_conversion_that_was_killed_goes_on_from_the_written_weights(
 
 def test_the_converter_ends_with_a_step_that_is_told_to_stop(fake: Callable[[str], Path], tmp_path: Path) -> None:
     model = tiny.save("olmoe", tmp_path / "model")
-    process = performing(job(tmp_path / "model", tiny.plan(model, 0.5), fake(WAITS), tmp_path))
+    process = performing(work(tmp_path / "model", tiny.plan(model, 0.5), fake(WAITS), tmp_path), tmp_path)
     unfinished = tmp_path / "scratch" / "checkpoint" / "model.gguf.unfinished"
     until(lambda: unfinished.exists() and unfinished.read_text())
     converter = int(unfinished.read_text())
@@ -172,14 +162,12 @@ def test_a_recovered_model_is_converted_with_its_weights(fake: Callable[[str], P
     model = tiny.save("olmoe", tmp_path / "model")
     plan = tiny.plan(model, 0.5)
     copies = "import shutil; shutil.copy(f'{given.model}/model.safetensors', given.outfile)"
-    content = job(tmp_path / "model", plan, fake(copies), tmp_path)
+    asked = work(tmp_path / "model", plan, fake(copies), tmp_path, RecoveryConfig(name="dora", instructions="x"))
     (tmp_path / "finetune").mkdir()
     name = "model.layers.1.mlp.gate.weight"
     tuned = prune(model, plan).get_parameter(name) + 1
     save_file({name: tuned}, tmp_path / "finetune" / TENSORS)
-    content["inputs"]["finetune"] = str(tmp_path / "finetune")
-    content["runtime"] |= {"recovery": asdict(RecoveryConfig(name="dora", instructions="x")), "tuned_on": "x"}
-    perform(content)
+    perform(*asked)
     out = tmp_path / "scratch" / "checkpoint"
     assert torch.equal(load_file(out / gguf.FILE)[name], tuned)
     assert "gguf_file=" in (out / "README.md").read_text() and "DoRA" in (out / "README.md").read_text()
@@ -197,7 +185,7 @@ def test_only_plans_that_leave_one_shape_are_converted(fake: Callable[[str], Pat
     narrow = Plan(everything, dict.fromkeys(range(layers), count), {}, dict.fromkeys(range(layers), ragged))
     for plan, use in ((uneven, "allocation=uniform"), (narrow, "export=masked")):
         with pytest.raises(UserError, match=rf"^export=natural export.format=gguf: .*: use {re.escape(use)}$"):
-            perform(job(tmp_path / "model", plan, fake(WRITES), tmp_path))
+            perform(*work(tmp_path / "model", plan, fake(WRITES), tmp_path))
         assert not any((tmp_path / "scratch").iterdir()) and not (tmp_path / "partial").exists()
     gguf.check_plan(tmp_path / "model", tiny.plan(model, 0.5), "natural")
     gguf.check_plan(tmp_path / "model", narrow, "padded")

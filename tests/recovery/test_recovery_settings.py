@@ -12,9 +12,10 @@ import pytest
 
 from moe_lab import errors
 from moe_lab.config import AllocationConfig, RecoveryConfig
+from moe_lab.config.identity import identity
 from moe_lab.errors import UserError
 from moe_lab.pruning.plan import Plan, merge_experts
-from moe_lab.recovery.settings import check, check_merging, finetune_identity, storage_identity
+from moe_lab.recovery.settings import check, check_merging
 
 TUNED: dict[str, Any] = {"instructions": "alpaca"}
 ROUTERS: dict[str, Any] = {"distill": "c4", "train": "routers"}
@@ -75,42 +76,12 @@ def test_missing_packages_are_said_with_the_command(
         check(RecoveryConfig(**without_adapters))
 
 
-def test_identity_holds_what_changes_the_result_and_nothing_else() -> None:
-    assert finetune_identity(RecoveryConfig()) == storage_identity(RecoveryConfig()) == {}
-    base = RecoveryConfig(bits=4, instructions="alpaca")
-    same = {"name": "other", "save_every": 7, "instructions": "other"}  # a text counts by its own identity
-    for name, value in same.items():
-        assert finetune_identity(dataclasses.replace(base, **{name: value})) == finetune_identity(base)
-    fields = {field.name for field in dataclasses.fields(base)} - {"distill", "temperature", "train", "fit"}
-    for name in fields - {*same, "bits", "modules"}:
-        other = "linear" if name == "schedule" else getattr(base, name) * 2
-        assert finetune_identity(dataclasses.replace(base, **{name: other})) != finetune_identity(base), name
-    assert finetune_identity(dataclasses.replace(base, bits=16)) == finetune_identity(base)
-    stored = {"bits": 4, "modules": ["experts", "shared_experts"]}
-    assert storage_identity(base) == stored
-    assert storage_identity(dataclasses.replace(base, modules=["shared_experts", "experts", "experts"])) == stored
-    no_router = dataclasses.replace(base, router_rank=0)
-    assert finetune_identity(no_router) == finetune_identity(dataclasses.replace(no_router, router_learning_rate=1.0))
-
-
-def test_identity_of_a_distillation_holds_its_teacher_and_what_is_trained() -> None:
-    learnt = RecoveryConfig(instructions="alpaca")
-    distilled = RecoveryConfig(distill="alpaca")
-    routers = RecoveryConfig(**ROUTERS)
-    identities = [finetune_identity(settings) for settings in (learnt, distilled, routers)]
-    assert "teacher" not in identities[0] and not any(one == other for one, other in combinations(identities, 2))
-    for name in ("temperature", "router_learning_rate", "epochs", "rows_per_step", "warmup", "clip"):
-        other = dataclasses.replace(routers, **{name: getattr(routers, name) * 2})
-        assert finetune_identity(other) != finetune_identity(routers), name
-    for name, value in {"name": "other", "save_every": 7, "distill": "other"}.items():
-        assert finetune_identity(dataclasses.replace(routers, **{name: value})) == finetune_identity(routers)
-
-
-def test_identity_of_a_fit_is_that_of_no_training() -> None:
-    fit = finetune_identity(RecoveryConfig(**FIT))
-    assert fit and finetune_identity(RecoveryConfig(**{"fit": "other", "name": "other", "save_every": 7})) == fit
-    others = [RecoveryConfig(instructions="c4"), RecoveryConfig(distill="c4"), RecoveryConfig(**ROUTERS)]
-    assert not any(fit == finetune_identity(other) for other in others)
+def test_identity_counts_a_text_by_its_use_and_not_the_bits_it_is_stored_in_afterwards() -> None:
+    learnt, distilled, fitted = (RecoveryConfig(**{use: "c4"}) for use in ("instructions", "distill", "fit"))
+    assert not any(identity(one) == identity(other) for one, other in combinations((learnt, distilled, fitted), 2))
+    for use in (learnt, distilled, fitted):
+        stored = dataclasses.replace(use, bits=4, modules=["attention"], name="other", save_every=7)
+        assert identity(stored) == identity(use)
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from example_steps import Example, evaluated
 
 import moe_lab
-from moe_lab.config import Config, LauncherConfig
+from moe_lab.config import BackendConfig, BenchmarkConfig, Config, LauncherConfig, ModelConfig
 from moe_lab.errors import UserError
+from moe_lab.evaluation.sandbox.policy import Policy
+from moe_lab.evaluation.suite import Questions
 from moe_lab.study.launch import launcher
 from moe_lab.study.preflight import preflight
 from moe_lab.study.runs import RECORD, Submitted
@@ -25,7 +28,8 @@ from moe_lab.study.slurm.pack import _absent as absent
 from moe_lab.study.slurm.scheduler import Queued, time_limits
 from moe_lab.study.slurm.submit import copy_code, under_way
 from moe_lab.study.status import StepState, StudyState, left
-from moe_lab.study.step import Part, Step, code_state
+from moe_lab.study.step import Step, code_state
+from moe_lab.study.steps.evaluation import Generate, Grade
 from moe_lab.study.store import Store
 
 SETTINGS = LauncherConfig(cells_per_job=2, steps_per_job=4)
@@ -35,21 +39,22 @@ def study(cells: int, models: Sequence[str] = ("m",)) -> list[Step]:
     """Steps of some models with some plans each, two benchmarks and the cost for every plan; inputs first."""
     steps: list[Step] = []
     for name in models:
-        runtime = {"model": {"name": name}}
-        model = Step("model", name, {"p": Part({"m": name})}, runtime=runtime)
-        whole = Step("cost", name, {}, {"model": model}, runtime)
-        steps += [model, whole]
+        model = ModelConfig(name=name, path=name)
+        facts = Example("model", name, models.index(name))
+        whole = Example("cost", name, needed={"facts": facts}, model=model)
+        steps += [facts, whole]
         for number in range(cells):
-            plan = Step("plan", f"{name}{number}", {"p": Part({"n": number})}, {"model": model})
-            inputs = {"model": model, "plan": plan}
-            steps += [plan, Step("cost", plan.label, {}, {**inputs, "unpruned": whole}, runtime)]
-            steps += [Step("evaluate", f"{plan.label}-{n}", {"b": Part({"n": n})}, inputs, runtime) for n in range(2)]
+            plan = Example("plan", f"{name}{number}", number, {"facts": facts})
+            inputs: dict[str, Step] = {"facts": facts, "plan": plan}
+            cost = Example("cost", plan.name, needed={**inputs, "unpruned": whole}, model=model, done_in="evaluate")
+            steps += [plan, cost]
+            steps += [Example("evaluate", f"{plan.name}-{n}", n, inputs, model) for n in range(2)]
     return steps
 
 
 def ask(steps: Sequence[Step]) -> dict[str, Any]:
-    model = steps[0].runtime.get("model", {}).get("name")
-    return {"gpus": 4 if model == "large" and steps[0].kind == "evaluate" else 0}
+    model = steps[0].about
+    return {"gpus": 4 if model and model.name == "large" and steps[0].kind == "evaluate" else 0}
 
 
 def test_every_step_is_in_one_job_and_after_its_inputs() -> None:
@@ -71,7 +76,7 @@ def test_a_job_evaluates_some_plans_of_one_model() -> None:
     assert [array.asks["gpus"] for array in arrays] == [0, 4]
     for array in arrays:
         assert sorted(len({step.inputs["plan"].id for step in pack}) for pack in array.packs) == [1, 2, 2]
-        assert all(len({step.runtime["model"]["name"] for step in pack}) == 1 for pack in array.packs)
+        assert all(len({step.about and step.about.name for step in pack}) == 1 for pack in array.packs)
         for pack in array.packs:
             assert [step.kind for step in pack] == ["evaluate", "evaluate", "cost"] * (len(pack) // 3)
 
@@ -80,9 +85,11 @@ def test_a_job_evaluates_some_plans_of_one_model() -> None:
 def test_texts_are_graded_in_jobs_of_their_own(backend: str, generates: str) -> None:
     steps = study(5)
     for plan in [step for step in steps if step.kind == "plan"]:
-        runtime = {"model": {"name": "m"}, "backend": {"name": backend}}
-        generate = Step("generate", plan.label, {"benchmark": Part({})}, {"plan": plan}, runtime)
-        steps += [generate, Step("grade", plan.label, {"benchmark": Part({})}, {"generate": generate}, {})]
+        asked = BenchmarkConfig(name="code", harness="evalplus", task="pocket:benchmarks/mbpp.jsonl")
+        by = BackendConfig(name=backend, command="serve {checkpoint}")
+        pruned = evaluated(ModelConfig(name="m", path="m"), asked, plan).pruned
+        generate = Generate(pruned, by, None, None, Questions(asked))
+        steps += [pruned.loaded.facts, generate, Grade(generate, asked, Policy(), None)]
     arrays = arrange(steps, lambda pack: {"gpus": int(pack[0].kind != "grade")}, SETTINGS)
     of = {step.kind: array for array in arrays for pack in array.packs for step in pack}
     assert of["generate"].kind == generates and of["generate"].asks["gpus"] == 1
@@ -152,11 +159,11 @@ def test_a_pack_goes_on_after_a_failure_and_leaves_out_what_has_no_inputs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, given = Store(tmp_path).create(), []
-    there, gone = Step("first", "there"), Step("first", "gone", {"p": Part({"n": 1})})
+    there, gone = Example("first", "there"), Example("first", "gone", 1)
     with store.claim(there):
         pass
-    good, bad = Step("next", "good", {}, {"in": there}), Step("next", "bad", {}, {"in": gone})
-    last, failed = Step("last", "bad", {}, {"in": bad}), Step("next", "failed", {"p": Part({"n": 2})}, {"in": there})
+    good, bad = Example("next", "good", 0, {"in": there}), Example("next", "bad", 0, {"in": gone})
+    last, failed = Example("last", "bad", 0, {"in": bad}), Example("next", "failed", 2, {"in": there})
 
     class Worker:
         def __init__(self, *_: object) -> None: ...
@@ -165,7 +172,7 @@ def test_a_pack_goes_on_after_a_failure_and_leaves_out_what_has_no_inputs(
 
         def __exit__(self, *_: object) -> None: ...
         def __call__(self, step: Step, scratch: Path) -> None:
-            given.append(step.label)
+            given.append(step.label())
             if step is failed:
                 raise StepError({"message": "no"})
 
@@ -177,9 +184,9 @@ def test_a_pack_goes_on_after_a_failure_and_leaves_out_what_has_no_inputs(
 
 
 def test_parts_of_a_pass_are_jobs_of_an_array_before_the_job_that_merges_them(tmp_path: Path) -> None:
-    runtime = {"model": {"name": "m"}}
-    parts = [Step("statistics", f"rows{n}", {"rows": Part({"first": n})}, runtime=runtime) for n in range(3)]
-    merge = Step("statistics", "whole", runtime=runtime, merges=parts)
+    model = ModelConfig(name="m", path="m")
+    parts = tuple(Example("statistics", f"rows{n}", n, model=model) for n in range(3))
+    merge = Example("statistics", "whole", 3, model=model, merges=parts)
     arrays = arrange([*parts, merge], ask, SETTINGS)
     assert [array.packs for array in arrays] == [[[part] for part in parts], [[merge]]]
     schedule = Schedule([merge])
@@ -187,7 +194,7 @@ def test_parts_of_a_pass_are_jobs_of_an_array_before_the_job_that_merges_them(tm
     for part in parts[:2]:
         with store.claim(part):
             pass
-    assert [step.label for step in absent([merge], schedule, store)] == ["rows2"]
+    assert [step.label() for step in absent([merge], schedule, store)] == ["rows2"]
 
 
 def test_what_is_left_takes_as_long_as_what_is_done_did() -> None:
@@ -207,8 +214,8 @@ def test_requeues_come_to_an_end() -> None:
 
 def test_a_lost_step_is_told_apart_from_failed_and_skipped_ones(tmp_path: Path) -> None:
     store = Store(tmp_path).create()
-    done, failed, lost = (Step("k", name, {"p": Part({"n": name})}) for name in ("done", "failed", "lost"))
-    after = [Step("after", step.label, {}, {"in": step}) for step in (failed, lost)]
+    done, failed, lost = (Example("k", name, number) for number, name in enumerate(("done", "failed", "lost")))
+    after = [Example("after", step.name, needed={"in": step}) for step in (failed, lost)]
     with store.claim(done):
         pass
     store.fail(failed, {"message": "no", "user": True})

@@ -3,50 +3,57 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
+from example_steps import evaluated
 
-from moe_lab.config import BackendConfig, BenchmarkConfig, ModelConfig
+from moe_lab.config import BenchmarkConfig, ModelConfig
 from moe_lab.errors import Unavailable
 from moe_lab.evaluation import run, suite
 from moe_lab.json_files import write_json
-from moe_lab.study.step import Job
-from moe_lab.study.steps import evaluation
+from moe_lab.study.steps.evaluation import Evaluate
+from moe_lab.study.steps.files import Files
+from moe_lab.study.steps.recovery import Pruned
 
 BENCHMARK = BenchmarkConfig(
     name="code", harness="evalplus", task="pocket:benchmarks/mbpp.jsonl", reports={"mbpp": "base"}
 )
 
 
-def job(tmp_path: Path, data: str) -> Job:
-    model = ModelConfig(name="m", path="pocket:olmoe", template_arguments={"enable_thinking": False})
-    runtime = {"model": asdict(model), "benchmark": asdict(BENCHMARK), "policy": {}, "backend": asdict(BackendConfig())}
-    return Job("evaluate", "x", {"benchmark": {"data": data}}, runtime, {}, str(tmp_path), str(tmp_path))
+MODEL = ModelConfig(name="m", path="pocket:olmoe", template_arguments={"enable_thinking": False})
 
 
-@pytest.fixture(autouse=True)
-def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def step(monkeypatch: pytest.MonkeyPatch) -> Evaluate:
+    """A step whose model is not loaded."""
+
     @contextmanager
-    def nobody(job: Job) -> Any:
+    def nobody(*_: object) -> Any:
         yield None, None
 
-    monkeypatch.setattr(evaluation, "pruned_model", nobody)
+    monkeypatch.setattr(Pruned, "open", nobody)
+    return evaluated(MODEL, BENCHMARK)
 
 
-def test_a_harness_asks_with_the_models_template_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_harness_asks_with_the_models_template_arguments(
+    step: Evaluate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def evaluate(subject: Any, *_: Any, **__: Any) -> None:
         given.append(subject.template_arguments)
         write_json(tmp_path / "result.json", {"protocol": {"prompt": "?"}})
 
     given: list[Any] = []
     monkeypatch.setattr(run, "evaluate", evaluate)
-    evaluation.evaluate(job(tmp_path, suite.data_digest(BENCHMARK)))
+    step.work(Files(tmp_path, tmp_path, {}))
     assert given == [{"enable_thinking": False}]
 
 
-def test_data_that_changed_since_it_was_asked_for_is_not_taken(tmp_path: Path) -> None:
+def test_data_that_changed_since_it_was_asked_for_is_not_taken(
+    step: Evaluate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert step.id
+    monkeypatch.setattr(suite, "data_digest", lambda _: "another")
     with pytest.raises(Unavailable, match="its data is not what it was"):
-        evaluation.evaluate(job(tmp_path, "another"))
+        step.work(Files(tmp_path, tmp_path, {}))

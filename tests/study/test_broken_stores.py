@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from example_steps import Example
 from processes import quoted, until
 from small_studies import SMALL, STUDY, Worker, asked, start
 
@@ -222,7 +223,7 @@ def test_a_store_that_is_lost_fails_no_step(
 def test_a_job_on_a_node_without_the_store_makes_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("signal.signal", lambda *_: None)
     with pytest.raises(UserError, match="is gone"):
-        Pack(str(tmp_path / "store"), [Step("plan", "x")], 1)()
+        Pack(str(tmp_path / "store"), [Example(name="x")], 1)()
     assert not list(tmp_path.iterdir())
 
 
@@ -386,7 +387,7 @@ def test_a_report_is_not_begun_when_the_disk_is_full(
     monkeypatch.setattr(report, "_report", lambda *_: pytest.fail("it was begun"))
     store = tmp_path / "store"
     assert start(store, one, report=True) == 2 and not list(store.glob("failed/*"))
-    monkeypatch.setattr(record, "write_json", lambda *_: harm(Step("plan", "x"), store))
+    monkeypatch.setattr(record, "write_json", lambda *_: harm(Example(name="x"), store))
     with pytest.raises(UserError, match="disk of the store is full"):
         start(store, one)
 

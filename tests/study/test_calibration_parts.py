@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
+import example_steps
 import numpy as np
 import pytest
 import tiny
+from example_steps import cell_of
 
 from moe_lab import criteria
 from moe_lab.calibration import settings as calibrations
-from moe_lab.config import CalibrationConfig, Config, ModelConfig
+from moe_lab.config import CalibrationConfig, ModelConfig
 from moe_lab.errors import UserError
 from moe_lab.pruning.plan import make_plan
 from moe_lab.statistics.forward import ForwardTap
@@ -24,12 +26,10 @@ from moe_lab.statistics.sums import merged, read
 from moe_lab.study.schedule import Schedule, StepError, work
 from moe_lab.study.slurm.pack import settle
 from moe_lab.study.step import Step, unmerged
-from moe_lab.study.steps import KINDS
-from moe_lab.study.steps.builder import Builder
 from moe_lab.study.store import Store
 from moe_lab.study.worker import Here
 
-MODEL = ModelConfig(name="pocket", path="pocket:olmoe", threads=1)
+MODEL = ModelConfig(name="pocket", path="pocket:olmoe", device="cpu", threads=1)
 TEXT = CalibrationConfig(
     name="text",
     path="pocket:calibration/general.jsonl",
@@ -45,8 +45,7 @@ SUMS = "statistics.safetensors"
 
 
 def step_of(kind: str = "statistics", **settings: Any) -> Step:
-    cell = SimpleNamespace(model=MODEL, calibration=replace(TEXT, **settings), seed=0)
-    return KINDS[kind].step(Builder(Config()), cell)
+    return example_steps.step_of(kind, cell_of(MODEL, replace(TEXT, **settings)))
 
 
 def do(store: Store, step: Step) -> list[Step]:
@@ -89,12 +88,11 @@ def compare(one: dict[int, dict[str, Any]], other: dict[int, dict[str, Any]]) ->
 @pytest.mark.parametrize("kind", ["statistics", "gradients", "damage", "similarity", "ablation", "scaling"])
 def test_merged_sums_are_those_of_one_pass(whole: Store, tmp_path: Path, kind: str, parts: int) -> None:
     single, step, store = step_of(kind), step_of(kind, parts=parts), Store(tmp_path).create()
-    assert step.id == single.id and step.folder == single.folder and not single.merges
+    assert step.id != single.id and not single.merges, "rounding depends on the order of addition"
     assert len(step.merges) == parts and len({share.id for share in (step, *step.merges)}) == parts + 1
     do(store, step)
     made, expected = store.path(step), whole.path(single)
     compare(read(made / SUMS), read(expected / SUMS))
-    assert (made / "step.json").read_bytes() == (expected / "step.json").read_bytes()
     assert (made / "calibration.json").read_bytes() == (expected / "calibration.json").read_bytes()
     assert {file.name for file in made.glob("*.parquet")} == {file.name for file in expected.glob("*.parquet")}
 
@@ -105,8 +103,8 @@ def test_merged_sums_give_the_same_plan(whole: Store, tmp_path: Path) -> None:
     do(store, step)
     for name in criteria.of_experts_from("statistics"):
         plans = []
-        for root in (store, whole):
-            sums = read(root.path(step) / SUMS)
+        for file in (store.path(step) / SUMS, whole.path(step_of()) / SUMS):
+            sums = read(file)
             experts = {layer: len(named["tokens"]) for layer, named in sums.items()}
             scores = criteria.score(name, sums, experts=experts, gate="model")
             scored = {layer: [float(value) for value in values] for layer, values in scores.items()}
@@ -117,7 +115,7 @@ def test_merged_sums_give_the_same_plan(whole: Store, tmp_path: Path) -> None:
 def test_streamed_parts_give_the_sums_of_the_whole_model(whole: Store, tmp_path: Path) -> None:
     store, step = Store(tmp_path).create(), step_of(parts=2, engine="streamed")
     do(store, step)
-    compare(read(store.path(step) / SUMS), read(whole.path(step) / SUMS))
+    compare(read(store.path(step) / SUMS), read(whole.path(step_of()) / SUMS))
 
 
 @pytest.mark.parametrize("name", ["olmoe", "deepseek_v3"])
@@ -130,16 +128,6 @@ def test_shares_of_any_family_add_up(name: str) -> None:
         for sums in (total, single)
     ]
     compare(*arrays)
-
-
-def test_finished_sums_are_found_however_they_were_made(tmp_path: Path) -> None:
-    store = Store(tmp_path).create()
-    ran = do(store, step_of(parts=2))
-    assert [len(step.merges) for step in ran] == [0, 0, 0, 2]
-    assert do(store, step_of()) == do(store, step_of(parts=3)) == []
-    other = Store(tmp_path / "other").create()
-    do(other, step_of())
-    assert do(other, step_of(parts=2)) == []
 
 
 def test_a_part_that_is_killed_is_resumed_and_others_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,7 +176,10 @@ def test_a_lost_merge_is_noticed_and_parts_of_a_finished_one_are_not_missed(tmp_
     """What the last job of a submission sees in the store."""
     store, step = Store(tmp_path).create(), step_of(parts=2)
     steps = [*step.inputs.values(), *step.merges, step]
-    do(store, step_of())
+    do(store, step)
+    for share in step.merges:
+        shutil.rmtree(store.path(share))
+    assert do(store, step) == []
     schedule = Schedule(steps)
     settle(schedule, store)
     assert not schedule.failed and not schedule.skipped and step.id in schedule.finished

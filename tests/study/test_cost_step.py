@@ -5,38 +5,41 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy
 import pytest
 import tiny
+from example_steps import Example, cell_of, done
 
-from moe_lab.config import CalibrationConfig, Config, CriterionConfig, ModelConfig
-from moe_lab.grid import Cell
+from moe_lab.config import CalibrationConfig, CriterionConfig, ModelConfig, RecoveryConfig
+from moe_lab.models import load
 from moe_lab.models.discover import moe_layers
 from moe_lab.pruning.plan import Plan
 from moe_lab.study.estimates import memory_of, memory_problems
-from moe_lab.study.graph import NO_ALLOCATION, NO_CALIBRATION, NO_CRITERION
-from moe_lab.study.step import Job, Step
-from moe_lab.study.steps import costs, inputs, passes
-from moe_lab.study.steps.builder import Builder
-from moe_lab.study.steps.recovery import NO_RECOVERY, PrunedModel
+from moe_lab.study.steps.costs import Cost
+from moe_lab.study.steps.model import loaded_as
+from moe_lab.study.steps.plans import drops_whole_experts
+from moe_lab.study.steps.recovery import Pruned
+from moe_lab.study.store import Store
 
 EXPERTS, CHANNELS = CriterionConfig(name="aimer"), CriterionConfig(name="channel_weight")
-PLAN = Step("plan", "a")
+PLANS = {EXPERTS.name: Example(), CHANNELS.name: Example(number=1)}
 
 
 def step(
     model: ModelConfig, text: CalibrationConfig, criterion: CriterionConfig | None = None, engine: str = "resident"
-) -> Step:
-    """The cost step of a plan made by `criterion`, or of the unpruned model, in a study calibrated by that engine."""
-    study = CalibrationConfig(name="c", path=text.path, engine=engine, activation_budget=0.5)
-    chosen = criterion or NO_CRITERION
-    cell = Cell(model, chosen, NO_CALIBRATION, NO_ALLOCATION, NO_RECOVERY, 0.0, "none", 0, {"flops": text})
-    builder = Builder(replace(Config(), calibration=study))
-    return costs.COST.step(PrunedModel(builder, cell, PLAN if criterion else None))
+) -> Cost:
+    """The cost of a plan made by `criterion`, or of the unpruned model, counted by that engine."""
+    text = replace(text, engine=engine, activation_budget=0.5)
+    unpruned = Cost.of_unpruned(model, text)
+    if criterion is None:
+        return unpruned
+    whole = drops_whole_experts(cell_of(model, text, criterion=criterion))
+    pruned = Pruned(loaded_as(model), PLANS[criterion.name], None, None, RecoveryConfig(), whole)
+    return Cost.of(pruned, text, unpruned)
 
 
 @pytest.fixture
@@ -54,23 +57,21 @@ def text(tmp_path: Path) -> CalibrationConfig:
     )
 
 
-Perform = Callable[..., dict[str, Any]]
-
-
 @pytest.fixture
-def perform(tmp_path: Path) -> Perform:
-    """Do a step, and give the JSON it leaves. `folders`: role -> folder."""
+def store(tmp_path: Path) -> Store:
+    return Store(tmp_path / "store").create()
 
-    def do(kind: Any, asked: Step, name: str, **folders: Path) -> dict[str, Any]:
-        folder = tmp_path / name
-        folder.mkdir()
-        settings = {role: dict(part.settings) for role, part in asked.parts.items()}
-        given = {role: str(path) for role, path in folders.items()}
-        kind(Job(kind.__name__, "x", settings, dict(asked.runtime), given, str(folder), str(folder / "partial")))
-        found: dict[str, Any] = json.loads(next(folder.glob("[cf]*[ts].json")).read_text())
-        return found
 
-    return do
+def cost(store: Store, asked: Cost) -> dict[str, Any]:
+    """What a step counts."""
+    found: dict[str, Any] = json.loads((done(store, asked) / "cost.json").read_text())
+    return found
+
+
+def publish(store: Store, criterion: CriterionConfig, plan: Plan) -> None:
+    with store.claim(PLANS[criterion.name]) as scratch:
+        assert scratch is not None
+        plan.save(scratch / "plan.json")
 
 
 def channel_plan(network: Any, width: Callable[[int], int]) -> Plan:
@@ -85,41 +86,30 @@ def channel_plan(network: Any, width: Callable[[int], int]) -> Plan:
 
 
 def test_whole_experts_and_even_channels_are_counted_without_the_model(
-    model: ModelConfig, text: CalibrationConfig, perform: Perform, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: ModelConfig, text: CalibrationConfig, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     network = tiny.build("deepseek_v2")
-    perform(passes.model, step(model, text), "facts")
-    monkeypatch.setattr(inputs, "_loaded", lambda *_: pytest.fail("the model was loaded"))
-    monkeypatch.setattr(costs, "engine", lambda *_: pytest.fail("the text was read"))
-    before = perform(costs.cost, step(model, text), "unpruned", model=tmp_path / "facts")
+    monkeypatch.setattr(load, "load_model", lambda *_: pytest.fail("the model was loaded"))
+    before = cost(store, step(model, text))
     assert before["flops_ratio"] == 1
     for criterion, plan in ((EXPERTS, tiny.plan(network, 0.5)), (CHANNELS, channel_plan(network, lambda _: 7))):
-        folder = tmp_path / criterion.name
-        folder.mkdir()
-        plan.save(folder / "plan.json")
-        given = {"model": tmp_path / "facts", "plan": folder, "unpruned": tmp_path / "unpruned"}
-        found = perform(costs.cost, step(model, text, criterion), f"cost-{criterion.name}", **given)
+        publish(store, criterion, plan)
+        found = cost(store, step(model, text, criterion))
         assert found["flops_per_token_unpruned"] == before["flops_per_token"] and 0 < found["flops_ratio"] < 1
-        del given["unpruned"]
-        assert perform(costs.cost, step(model, text), f"again-{criterion.name}", **given) == found
 
 
 def test_the_engine_of_the_study_counts_flops_and_changes_nothing(
-    model: ModelConfig, text: CalibrationConfig, perform: Perform, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: ModelConfig, text: CalibrationConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    channel_plan(tiny.build("deepseek_v2"), lambda expert: 5 + expert).save(tmp_path / "plan.json")
+    counted = []
     one, other = (step(model, text, CHANNELS, engine) for engine in ("resident", "streamed"))
-    assert one.id == other.id and other.runtime["text"] == {
-        **asdict(text),
-        "engine": "streamed",
-        "activation_budget": 0.5,
-    }
-    perform(passes.model, one, "facts")
-    given = {"model": tmp_path / "facts", "plan": tmp_path}
-    resident = perform(costs.cost, one, "resident", **given)
-    monkeypatch.setattr(inputs, "_loaded", lambda settings: pytest.fail("the whole model was loaded"))
-    assert perform(costs.cost, other, "streamed", **given) == resident
-    assert 0 < resident["flops_ratio"] < 1
+    assert one.id == other.id and other.text == replace(text, engine="streamed", activation_budget=0.5)
+    for asked in (one, other):
+        store = Store(tmp_path / str(len(counted))).create()
+        publish(store, CHANNELS, channel_plan(tiny.build("deepseek_v2"), lambda expert: 5 + expert))
+        counted.append(cost(store, asked))
+        monkeypatch.setattr(load, "load_model", lambda *_: pytest.fail("the whole model was loaded"))
+    assert counted[0] == counted[1] and 0 < counted[0]["flops_ratio"] < 1
 
 
 def test_only_a_cost_that_depends_on_routing_depends_on_the_text(model: ModelConfig, text: CalibrationConfig) -> None:
@@ -131,9 +121,9 @@ def test_only_a_cost_that_depends_on_routing_depends_on_the_text(model: ModelCon
 
 def test_a_checkpoint_of_uneven_experts_is_counted_on_the_text(model: ModelConfig, text: CalibrationConfig) -> None:
     file = Path(model.path) / "config.json"
-    assert "text" not in step(model, text).parts
+    assert step(model, text).text is None
     file.write_text(json.dumps({**json.loads(file.read_text()), "pruned": {"layers": {"1": {"widths": [3, 5]}}}}))
-    assert "text" in step(model, text).parts
+    assert step(model, text).text is not None
 
 
 def test_a_cost_that_needs_no_model_asks_for_no_memory(

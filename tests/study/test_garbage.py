@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from example_steps import Example
 from small_studies import STUDY, Worker, asked, start
 
 from moe_lab.config import Config
@@ -30,7 +31,7 @@ from moe_lab.study.runs import Submitted, runs
 from moe_lab.study.schedule import StepError
 from moe_lab.study.slurm import pack, scheduler
 from moe_lab.study.slurm.scheduler import Queued
-from moe_lab.study.step import Part, Step
+from moe_lab.study.step import Step
 from moe_lab.study.store import Store
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -150,12 +151,13 @@ def test_what_failed_steps_need_is_kept(place: Path, one: Asked) -> None:
 
 def test_what_killed_processes_left_is_freed_and_what_is_worked_on_is_not(place: Path) -> None:
     store = Store(place).create()
-    alive, dead = (Step("plan", "example", {"settings": Part({"number": number})}) for number in range(2))
+    alive, dead = (Example(number=number) for number in range(2))
     script = f"""
-        import os, signal
-        from moe_lab.study.step import Part, Step
+        import os, signal, sys
+        sys.path.append({str(Path(__file__).parents[1])!r})
+        from example_steps import Example
         from moe_lab.study.store import Store
-        store, step = Store({str(place)!r}), Step("plan", "example", {{"settings": Part({{"number": 1}})}})
+        store, step = Store({str(place)!r}), Example(number=1)
         with store.lease([step]), store.claim(step) as scratch:
             (scratch / "half.txt").write_text("half")
             store.partial(step).mkdir(parents=True)

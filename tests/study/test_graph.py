@@ -29,9 +29,10 @@ from moe_lab.errors import UserError
 from moe_lab.evaluation.sandbox.policy import LIMITED, NAMESPACES, UNCONFINED, Policy
 from moe_lab.grid import Files, benchmarks, cells, choose
 from moe_lab.study import record
-from moe_lab.study.graph import Graph, build
+from moe_lab.study.graph import Graph, build, unresolved
 from moe_lab.study.step import Step
 from moe_lab.study.steps import KINDS
+from moe_lab.study.steps.evaluation import Evaluate, Grade
 
 CONF = Path(__file__).parents[2] / "conf"
 SUITE = ["pocket_arc_easy", "pocket_gsm8k"]
@@ -63,7 +64,7 @@ def test_plans_with_merged_experts_hold_weights_of_their_own() -> None:
     merged = {step.id for step in evaluated if "similarity" in step.inputs["plan"].inputs}
     assert len(evaluated) == 3 * len(merged) > 0
     for step in evaluated:
-        assert (step.id in merged) == KINDS["evaluate"].second_model(step)
+        assert isinstance(step, Evaluate) and (step.id in merged) == step.pruned.is_changed
 
 
 SETS = ["pocket_general", "pocket_code", "pocket_math"]
@@ -99,6 +100,17 @@ def test_a_gate_counts_only_for_criteria_that_look_at_it(criterion: str, distinc
 @pytest.mark.parametrize(("criterion", "distinct"), [("aimer", 1), ("random", 2), ("man", 2)])
 def test_a_seed_counts_for_chance_and_for_the_order_of_texts(criterion: str, distinct: int) -> None:
     assert kinds(graph(criterion=[criterion], calibration=SETS[:1], seed=[1, 2]))["plan"] == distinct
+
+
+def test_what_is_on_the_hub_and_not_known_is_named() -> None:
+    """Nothing is downloaded in tests."""
+    text = CalibrationConfig(name="t", path="owner/set")
+    config = Config(model=ModelConfig(name="m", path="owner/model"), criterion=CriterionConfig(name="reap"))
+    config.calibration = text
+    asked = [(cells(config, FILES), [])]
+    assert set(unresolved(build(config, asked).steps())) == {"owner/model", "owner/set"}
+    config.model = choose(ModelConfig, "model", "pocket_olmoe", FILES)
+    assert unresolved(build(config, [(cells(config, FILES), [])]).steps()) == ["owner/set"]
 
 
 def test_the_unpruned_model_is_there_once() -> None:
@@ -167,16 +179,14 @@ def test_a_server_generates_from_the_exported_checkpoint() -> None:
     assert unpruned.id != code_steps(CODE)["generate"].id, "another back end may give other texts"
 
 
-def test_the_format_of_an_export_counts_only_where_it_is_not_the_usual_one() -> None:
+def test_an_export_is_in_the_shape_and_the_format_that_were_asked_for() -> None:
     def settings(export: ExportConfig) -> dict[str, Any]:
         (_, step) = (cell.export for cell in graph([], criterion=["aimer"], export=export).cells)
         assert step is not None
-        return dict(step.parts["shape"].settings)
+        return dict(step.settings["shape"])
 
-    assert settings(ExportConfig("masked")) == {"export": "masked"}
-    assert settings(ExportConfig("natural", "other")) == {"export": "natural", "format": "other"}
-    quantised = {"export": "natural", "format": "compressed_tensors", "scheme": "fp8"}
-    assert settings(ExportConfig("natural", "compressed_tensors")) == quantised
+    assert settings(ExportConfig("masked"))["shape"] == "masked"
+    assert settings(ExportConfig("natural", "other"))["format"] == "other"
     assert all(cell.export is None for cell in graph([], criterion=["aimer"]).cells)
 
 
@@ -206,19 +216,24 @@ def test_programs_that_are_not_run_give_other_results(monkeypatch: pytest.Monkey
     assert limited["grade"].id != confined["grade"].id and limited["generate"].id == confined["generate"].id
 
 
+def policy_of(**settings: Any) -> Policy:
+    """What grading may do."""
+    grade = code_steps(CODE, **settings)["grade"]
+    assert isinstance(grade, Grade)
+    return grade.policy
+
+
 def test_a_step_runs_in_no_weaker_sandbox_than_its_identity_says(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the machine that grades has no namespaces, and that which began the study has."""
     missing: list[str | None] = [None]
     monkeypatch.setattr("moe_lab.evaluation.sandbox.policy.namespaces_missing", lambda: missing[0])
-    policy = Policy(**code_steps(CODE, allow_code_execution=True)["grade"].runtime["policy"])
+    policy = policy_of(allow_code_execution=True)
     assert policy.protection(closed_world=True) == NAMESPACES
     missing[0] = "none here"
     with pytest.raises(UserError, match=r"sandbox=.*none here"):
         policy.protection(closed_world=True)
-    begun_without = Policy(**code_steps(CODE, allow_code_execution=True)["grade"].runtime["policy"])
-    assert begun_without.protection(closed_world=True) == LIMITED
-    unconfined = code_steps(CODE, allow_code_execution=True, sandbox="none")["grade"]
-    assert Policy(**unconfined.runtime["policy"]).protection(closed_world=True) == UNCONFINED
+    assert policy_of(allow_code_execution=True).protection(closed_world=True) == LIMITED
+    assert policy_of(allow_code_execution=True, sandbox="none").protection(closed_world=True) == UNCONFINED
 
 
 def test_figures_have_one_pass_for_every_gate_and_seed() -> None:

@@ -35,7 +35,7 @@ def checkout(tmp_path: Path) -> Path:
     for name in ("conf", "hydra_plugins"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=ignored)
     text = (ROOT / "docs/architecture.md").read_text("utf-8")
-    [example] = re.findall(r"```python\n(.*?of_weights\(.*?)```", text, re.DOTALL)
+    [example] = re.findall(r"```python\n(.*?OnWeights\):.*?)```", text, re.DOTALL)
     (tmp_path / "moe_lab/study/steps/signs.py").write_text(example)
     (tmp_path / "mine.py").write_text(CRITERION)
     return tmp_path

@@ -16,6 +16,7 @@ from typing import Any
 import httpx
 import huggingface_hub
 import pytest
+from example_steps import Example
 from huggingface_hub import HfApi, ModelCard
 from huggingface_hub.errors import HfHubHTTPError
 
@@ -37,7 +38,7 @@ from moe_lab.paths import resolve
 from moe_lab.pruning.plan import Plan
 from moe_lab.study.hub_card import Measured, base_model, hub_card
 from moe_lab.study.push import reads_export
-from moe_lab.study.step import Part, Step, code_state
+from moe_lab.study.step import code_state
 
 TOKEN = "hf_PLANTEDtokenPLANTEDtoken"
 SMALL = ["suite.benchmarks=[pocket_boolq]", "suite.limit=8", "calibration.tokens=2048", "report=false"]
@@ -372,12 +373,12 @@ def test_a_result_from_before_rounding_is_not_stated_of_the_rounded_model() -> N
 
 
 def test_a_benchmark_that_a_server_of_the_export_answered_is_of_the_export() -> None:
-    export, other = Step("export", "e"), Step("export", "e", {"shape": Part({"export": "masked"})})
-    generated = Step("generate", "g", inputs={"checkpoint": Step("export", "e")})
-    assert reads_export(Step("grade", "g", inputs={"generate": generated}), export)
-    assert reads_export(Step("evaluate", "e", inputs={"checkpoint": export}), export)
-    assert not reads_export(Step("evaluate", "e", inputs={"checkpoint": other}), export)
-    assert not reads_export(Step("evaluate", "e"), export)
+    export, other = Example("export"), Example("export", number=1)
+    generated = Example("generate", needed={"checkpoint": Example("export")})
+    assert reads_export(Example("grade", needed={"generate": generated}), export)
+    assert reads_export(Example("evaluate", needed={"checkpoint": export}), export)
+    assert not reads_export(Example("evaluate", needed={"checkpoint": other}), export)
+    assert not reads_export(Example("evaluate"), export)
 
 
 def test_the_base_model_is_named_where_it_is_on_the_hub(tmp_path: Path) -> None:

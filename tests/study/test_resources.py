@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import re
-from dataclasses import asdict, fields
+from dataclasses import fields
 from math import inf
 from typing import Any
 
 import pytest
+from example_steps import cell_of, step_of
 from omegaconf import OmegaConf
 
-from moe_lab.config import BenchmarkConfig, ExpectedConfig, JobConfig, ModelConfig, ResourcesConfig
+from moe_lab.config import BenchmarkConfig, CalibrationConfig, ExpectedConfig, JobConfig, ModelConfig, ResourcesConfig
 from moe_lab.errors import UserError
 from moe_lab.study.estimates import Seconds
 from moe_lab.study.slurm import resources as module
@@ -25,6 +26,7 @@ BIG = ModelConfig(
         parameters=57_000_000_000, layers=28, moe_layers=28, experts=64, top_k=8, hidden=3584, width=2560
     ),
 )
+TEXT = CalibrationConfig(name="t", path="a/b", seed=1)
 WRITTEN = BenchmarkConfig(name="b", harness="lm_eval", task="t", expected=1000, max_new_tokens=2048)
 
 
@@ -38,7 +40,7 @@ def resources(steps: list[Step], settings: ResourcesConfig, seconds: Seconds = h
 
 
 def step(model: ModelConfig = BIG, kind: str = "evaluate") -> Step:
-    return Step(kind, "s", runtime={"model": asdict(model), "benchmark": asdict(WRITTEN)})
+    return step_of(kind, cell_of(model, TEXT), benchmark=WRITTEN)
 
 
 def settings(text: str) -> ResourcesConfig:
@@ -131,7 +133,7 @@ def test_zero_gpus_are_respected() -> None:
 
 
 def test_steps_without_a_model_ask_for_little() -> None:
-    asked = resources([Step("plan", "p"), Step("plan", "q")], ResourcesConfig())
+    asked = resources([step(kind="plan"), step(kind="scores")], ResourcesConfig())
     assert (asked["gpus"], asked["cpus"]) == (0, 1) and asked["memory"] <= 2
 
 

@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import errno
+import os
 import shutil
 import sys
 import threading
 from pathlib import Path
 
 import pytest
+from example_steps import Example
 
 from moe_lab.study.schedule import Schedule, StepError, work
-from moe_lab.study.step import Part, Step
+from moe_lab.study.step import Step
 from moe_lab.study.store import Store
 from moe_lab.study.worker import Worker
 
 
 def chain(merged: bool = False) -> tuple[Step, Step, Step, Step]:
     """Four steps; the last one has the two before it as inputs, or merges them."""
-    first = Step("first", "a", {"p": Part({"n": 1})})
-    left = Step("left", "a", inputs={"in": first})
-    right = Step("right", "a", inputs={"in": first})
-    last = Step("last", "a", merges=(left, right)) if merged else Step("last", "a", inputs={"l": left, "r": right})
+    first = Example("first")
+    left, right = (Example(kind, needed={"in": first}) for kind in ("left", "right"))
+    last = Example("last", merges=(left, right)) if merged else Example("last", needed={"l": left, "r": right})
     return first, left, right, last
 
 
@@ -85,7 +86,7 @@ def test_two_runs_share_the_work(tmp_path: Path) -> None:
             together.wait()
         ran.append(step.id)
 
-    steps = [Step("many", str(n), {"p": Part({"n": n})}) for n in range(12)]
+    steps = [Example("many", number=n) for n in range(12)]
     schedules = [Schedule(steps), Schedule(steps)]
     threads = [threading.Thread(target=work, args=(one, Store(tmp_path).create(), execute)) for one in schedules]
     for thread in threads:
@@ -154,9 +155,12 @@ def signalled_worker(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str) -
     """Have workers do nothing, and send themselves a signal at the step called left."""
     script = folder / "signalled.py"
     script.write_text(
-        "import json, os, signal, sys\n"
-        "for line in sys.stdin:\n"
-        f"    if json.loads(line)['kind'] == 'left': os.kill(os.getpid(), signal.{name})\n"
+        "import os, pickle, signal, sys\n"
+        "while True:\n"
+        "    step, files = pickle.load(sys.stdin.buffer)\n"
+        f"    if step.kind == 'left': os.kill(os.getpid(), signal.{name})\n"
         "    print('{}', flush=True)\n"
     )
+    tests = Path(__file__).parents[1]  # where steps of tests are, and moe_lab beside it
+    monkeypatch.setenv("PYTHONPATH", f"{tests}{os.pathsep}{tests.parent}")
     monkeypatch.setattr("moe_lab.study.worker.command", lambda module: [sys.executable, str(script)])

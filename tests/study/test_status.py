@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from example_steps import Example
 from processes import until
 from small_studies import STUDY, Worker, asked, start
 
 from moe_lab.study import __main__ as command
 from moe_lab.study.runs import begin
-from moe_lab.study.step import Part, Step
+from moe_lab.study.step import Step
 from moe_lab.study.store import Store
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -94,7 +95,7 @@ def test_the_table_of_one_step(running: Running, tmp_path: Path, study: Study) -
 
 def test_steps_of_a_killed_command_are_missing(tmp_path: Path, study: Study) -> None:
     """Its lease ends with it."""
-    store, steps = Store(tmp_path).create(), [Step("plan", "example", {"settings": Part({})})]
+    store, steps = Store(tmp_path).create(), [Example()]
     begin(store, STUDY, steps)
     process = ExitStack()
     process.enter_context(store.lease(steps))

@@ -1,37 +1,41 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 import pytest
+from example_steps import cell_of, done
 
-from moe_lab.config import CalibrationConfig, ModelConfig
+from moe_lab.config import CalibrationConfig, CriterionConfig, ModelConfig
 from moe_lab.statistics.sums import read
-from moe_lab.study import steps
-from moe_lab.study.step import Job
+from moe_lab.study.steps.model import Facts
+from moe_lab.study.steps.passes import Gradients, StatisticsPass, Weights
+from moe_lab.study.steps.scores import Scores
+from moe_lab.study.store import Store
 
-MODEL = asdict(ModelConfig(name="pocket", path="pocket:olmoe", threads=1))
-TEXT = {"name": "text", "path": "pocket:calibration/general.jsonl", "packing": "chunk", "length": 128, "tokens": 1024}
-
-
-def perform(root: Path, kind: str, settings: dict[str, Any], **inputs: Path) -> Path:
-    text = asdict(CalibrationConfig(**TEXT, batch_size=2, seed=42))
-    folder = root / f"{kind}{len(list(root.iterdir()))}"
-    (folder / "partial").mkdir(parents=True)
-    names = {role: str(path) for role, path in inputs.items()}
-    job = Job(kind, kind, settings, {"model": MODEL, "calibration": text}, names, str(folder), str(folder / "partial"))
-    steps.perform(job)
-    return folder
+MODEL = ModelConfig(name="pocket", path="pocket:olmoe", device="cpu", threads=1)
+TEXT = CalibrationConfig(
+    name="text",
+    path="pocket:calibration/general.jsonl",
+    packing="chunk",
+    length=128,
+    tokens=1024,
+    batch_size=2,
+    seed=42,
+)
+CELL = cell_of(MODEL, TEXT, criterion=CriterionConfig(name="heapr"))
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
+    return Store(tmp_path_factory.mktemp("steps")).create()
+
+
+@pytest.fixture(scope="module")
+def made(store: Store) -> dict[str, Path]:
     """The steps of a model and of a pass over 8 rows in 4 batches."""
-    root = tmp_path_factory.mktemp("steps")
-    return {"model": perform(root, "model", {}), "statistics": perform(root, "statistics", {})}
+    return {"model": done(store, Facts(MODEL)), "statistics": done(store, StatisticsPass.of(CELL))}
 
 
 def test_figures_get_the_numbers_of_the_sums(made: dict[str, Path]) -> None:
@@ -56,10 +60,8 @@ def test_figures_get_the_numbers_of_the_sums(made: dict[str, Path]) -> None:
     assert {at: count * top_k for at, count in tokens.items()} == {at: sums[at]["tokens"].sum() for at in sums}
 
 
-def test_weights_gradients_and_scores_leave_their_tables(made: dict[str, Path], tmp_path: Path) -> None:
-    weights, gradients = perform(tmp_path, "weights", {}), perform(tmp_path, "gradients", {})
-    asked = {"criterion": {"criterion": "heapr", "parameters": {}}}
-    scores = perform(tmp_path, "scores", asked, model=made["model"], gradients=gradients)
+def test_weights_gradients_and_scores_leave_their_tables(made: dict[str, Path], store: Store) -> None:
+    weights, gradients, scores = (done(store, kind.of(CELL)) for kind in (Weights, Gradients, Scores))
     files = {"weights": weights, "gradients": gradients, "expert_concentration": scores}
     found = {
         name: pd.read_parquet(folder / f"{name}.parquet").set_index(["layer", "expert"])

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from example_steps import Example
 
 from moe_lab.errors import UserError
 from moe_lab.json_files import write_json
@@ -20,7 +21,7 @@ from moe_lab.study import __main__ as command
 from moe_lab.study import store as storing
 from moe_lab.study.runs import begin
 from moe_lab.study.schedule import Schedule, work
-from moe_lab.study.step import Part, Step
+from moe_lab.study.step import Step
 from moe_lab.study.store import Busy, Store
 
 
@@ -30,7 +31,7 @@ def store(tmp_path: Path) -> Store:
 
 
 def a_step(number: int = 0, label: str = "example") -> Step:
-    return Step("plan", label, {"settings": Part({"number": number})})
+    return Example(name=label, number=number)
 
 
 def publish(store: Store, step: Step, text: str = "result") -> None:
@@ -179,7 +180,7 @@ def test_a_write_within_the_tick_of_a_coarse_clock_is_noticed(store: Store, monk
 
 def test_what_is_read_is_hashed_first(store: Store, hashed: list[str]) -> None:
     first = a_step()
-    second = Step("scores", "after", inputs={"plan": first})
+    second = Example("scores", "after", needed={"plan": first})
     publish(store, first)
     rot(store.path(first) / "result.txt")
     later = Store(store.root).create()
@@ -220,11 +221,11 @@ def test_another_label_is_the_same_step(store: Store) -> None:
 
 def test_a_killed_run_leaves_nothing_and_no_lock(store: Store) -> None:
     script = f"""
-        import os, signal
-        from moe_lab.study.step import Part
-        from moe_lab.study.step import Step
+        import os, signal, sys
+        sys.path.append({str(Path(__file__).parents[1])!r})
+        from example_steps import Example
         from moe_lab.study.store import Store
-        step = Step("plan", "example", {{"settings": Part({{"number": 0}})}})
+        step = Example()
         with Store({str(store.root)!r}).claim(step) as scratch:
             (scratch / "half.txt").write_text("half")
             os.kill(os.getpid(), signal.SIGKILL)

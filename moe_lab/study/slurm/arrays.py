@@ -13,9 +13,7 @@ from rich.table import Table
 
 from moe_lab.config import LauncherConfig
 from moe_lab.study.estimates import Seconds
-from moe_lab.study.step import Step, canonical
-from moe_lab.study.steps import KINDS
-from moe_lab.study.steps.kind import Packing
+from moe_lab.study.step import KINDS, Packing, Step, canonical
 
 LONGEST = 1001
 """Most tasks of an array, from Slurm's default MaxArraySize."""
@@ -73,17 +71,12 @@ def table(arrays: Iterable[Array], longest: int, seconds: Seconds) -> Table:
     return rows
 
 
-def _kind(step: Step) -> str:
-    """The kind of job that does a step."""
-    return KINDS[step.kind].packed_as(step) or step.kind
-
-
 def _stages(steps: Sequence[Step]) -> dict[str, Stage]:
     """Step id -> its stage. `steps` have inputs before the steps that need them."""
     stages: dict[str, Stage] = {}
     for step in steps:
         before = [stages[needed.id] for needed in step.needs if needed.id in stages]
-        kind = _kind(step)
+        kind = step.job()
         stages[step.id] = (kind, max((depth + 1 for other, depth in before if other == kind), default=0))
     return stages
 
@@ -105,7 +98,7 @@ def _packs(steps: Sequence[Step], kind: str, settings: LauncherConfig) -> list[P
     models: dict[str, dict[str, PackSteps]] = defaultdict(lambda: defaultdict(list))
     for step in sorted(steps, key=lambda step: step.kind != kind):
         plan = step.inputs.get("plan")
-        models[canonical(step.runtime["model"])][plan.id if plan else ""].append(step)
+        models[repr(step.about)][plan.id if plan else ""].append(step)
     return [pack for cells in models.values() for pack in _cut(list(cells.values()), settings.cells_per_job)]
 
 

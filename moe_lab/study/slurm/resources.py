@@ -16,9 +16,7 @@ from moe_lab.errors import UserError, unknown
 from moe_lab.grid import typed
 from moe_lab.study.estimates import GIB, Memory, Seconds, gpus, memory_of
 from moe_lab.study.slurm import scheduler
-from moe_lab.study.step import Step
-from moe_lab.study.steps import KINDS
-from moe_lab.study.steps.kind import Reads
+from moe_lab.study.step import KINDS, Step
 
 UNKNOWN = Memory(16 * GIB, on_gpu=True)
 """Assumed for a model of unknown size, before it is downloaded."""
@@ -78,7 +76,7 @@ def resources(
     )
     largest = max(memory.bytes for memory in memories) / GIB
     minutes = min(_minutes([seconds(step) for step in steps], settings), _time_limit(configured, time_limits))
-    threads = (steps[0].runtime.get("model") or {}).get("threads")
+    threads = steps[0].about.threads if steps[0].about else None
     estimated = {
         "gpus": count,
         "cpus": max(threads or 1, count * settings.cpus_per_gpu),
@@ -113,9 +111,8 @@ def _levels(step: Step, settings: ResourcesConfig) -> Iterator[JobConfig]:
     yield settings.every
     if step.kind in settings.jobs:
         yield _job(settings.jobs[step.kind], f"jobs.{step.kind}")
-    model = None if KINDS[step.kind].reads is Reads.NOTHING else step.runtime["model"]["name"]
-    if model in settings.models:
-        yield _job(settings.models[model], f"models.{model}")
+    if step.about and step.about.name in settings.models:
+        yield _job(settings.models[step.about.name], f"models.{step.about.name}")
 
 
 def _job(content: Any, group: str) -> JobConfig:

@@ -1,92 +1,91 @@
-"""Steps that match the channels of merged experts, after a plan has said which experts are merged."""
+"""The plan of a cell; and steps that match the channels of merged experts, after a plan has said which are merged."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
+from moe_lab import allocation
 from moe_lab.allocation.grouping import GROUPINGS
 from moe_lab.grid import Cell
 from moe_lab.models.config_json import Size
-from moe_lab.study.step import Job, Step
-from moe_lab.study.steps.builder import Builder
+from moe_lab.study.step import KINDS, Step
 from moe_lab.study.steps.engine import engine
-from moe_lab.study.steps.inputs import model_and_tokenizer, plan_of
-from moe_lab.study.steps.kind import Kind, Reads, never
+from moe_lab.study.steps.files import Files, loaded
+from moe_lab.study.steps.model import loaded_as
+from moe_lab.study.steps.passes import OnText
+from moe_lab.study.steps.plans import Asked
 
 
-def aligned(builder: Builder, cell: Cell, plan: Step) -> Step:
-    """The step that matches the channels of the experts that `plan` merges; `plan` itself if the grouping does not."""
+def plan_of(cell: Cell) -> Any:
+    """The step that makes the cell's plan, of the kind that its allocation needs, with its merged experts aligned."""
+    kind: Any = KINDS[allocation.get(cell.allocation.name).step]
+    plan = kind.of(cell)
     grouping = GROUPINGS.get(cell.allocation.replacement)
     if grouping is None or grouping.align is None:
         return plan
-    return {"weights": ALIGNMENT, "activations_and_weights": ACTIVATION_ALIGNMENT}[grouping.align].step(
-        builder, cell, plan
-    )
+    how = {"weights": Alignment, "activations_and_weights": ActivationAlignment}[grouping.align]
+    return how(loaded_as(cell.model), cell.calibration, plan)
 
 
-def _alignment_step(builder: Builder, cell: Cell, plan: Step) -> Step:
-    """The step for weights alone, which reads no text; that of the cell says which engine holds the model."""
-    inputs = {"model": builder.model(cell.model), "plan": plan}
-    runtime = builder.runtime(model=cell.model, text=cell.calibration)
-    return Step(ALIGNMENT.name, plan.label, dict(plan.parts), inputs, runtime)
+@dataclass(frozen=True, eq=False)
+class ActivationAlignment(OnText):
+    """A plan with the channels of merged experts matched by their weights and their activations on a text."""
+
+    kind = "activation_alignment"
+    reads_text = True
+    streams = True
+    plan: Step
+
+    def label(self) -> str:
+        return self.plan.label()
+
+    @property
+    def asked(self) -> Asked:
+        """What the cell asks of its plan."""
+        asked: Asked = self.plan.asked  # type: ignore[attr-defined]
+        return asked
+
+    def work(self, files: Files) -> None:
+        passes = engine(self.loaded.model, self.text, files, {"step": self.id})
+        passes.aligned(files.plan(self.plan)).save(files.out / "plan.json")
+
+    def layer_memory(self, size: Size) -> float:
+        """Products of channels, in fp64 for at most every expert."""
+        return 8.0 * size.experts * size.width**2
+
+    def buffers(self, size: Size) -> float:
+        """The weights of a layer's channels in fp32."""
+        return 4.0 * size.experts * size.expert
 
 
-def alignment(job: Job) -> None:
-    """Match the channels of merged experts by their weights."""
-    from moe_lab.models.discover import moe_layers
-    from moe_lab.models.streamed import open_streamed
-    from moe_lab.pruning.alignment import align_by_weights
-    from moe_lab.pruning.prune import check_fit
+@dataclass(frozen=True, eq=False)
+class Alignment(ActivationAlignment):
+    """A plan with the channels of merged experts matched by their weights. Its text only says which engine is used."""
 
-    plan = plan_of(job)
-    if job.text.engine == "streamed":
-        streamed, _ = open_streamed(job.model)
-        check_fit(plan, list(streamed.moe.values()))
-        layers = streamed.each_layer()
-    else:
-        resident = moe_layers(model_and_tokenizer(job)[0])
-        check_fit(plan, resident)
-        layers = iter(resident)
-    align_by_weights(plan, layers).save(job.output("plan.json"))
+    kind = "alignment"
+    reads_text = False
+    runtime = frozenset({"text"})
 
+    def work(self, files: Files) -> None:
+        from moe_lab.models.discover import moe_layers
+        from moe_lab.models.streamed import open_streamed
+        from moe_lab.pruning.alignment import align_by_weights
+        from moe_lab.pruning.prune import check_fit
 
-ALIGNMENT = Kind(
-    name="alignment",
-    work=alignment,
-    step=_alignment_step,
-    reads=Reads.MODEL,
-    checkpoint_reads=1,
-    second_model=never,
-)
+        plan = files.plan(self.plan)
+        if self.is_layered:
+            streamed, _ = open_streamed(self.loaded.model)
+            check_fit(plan, list(streamed.moe.values()))
+            layers = streamed.each_layer()
+        else:
+            resident = moe_layers(loaded(self.loaded.model)[0])
+            check_fit(plan, resident)
+            layers = iter(resident)
+        align_by_weights(plan, layers).save(files.out / "plan.json")
 
+    def layer_memory(self, size: Size) -> float:
+        return 0.0
 
-def _activation_alignment_step(builder: Builder, cell: Cell, plan: Step) -> Step:
-    text = builder.seeded(cell.calibration, cell.seed)
-    return Step(
-        ACTIVATION_ALIGNMENT.name,
-        plan.label,
-        {**plan.parts, "text": builder.text_part(text)},
-        {"model": builder.model(cell.model), "plan": plan},
-        builder.runtime(model=cell.model, text=text),
-    )
-
-
-def activation_alignment(job: Job) -> None:
-    """Match the channels of merged experts by their weights and their activations on the calibration set."""
-    engine(job).aligned(plan_of(job)).save(job.output("plan.json"))
-
-
-def _products(size: Size) -> float:
-    """Bytes of the products of channels that a layer's sums hold, in fp64 for at most every expert."""
-    return 8.0 * size.experts * size.width**2
-
-
-ACTIVATION_ALIGNMENT = Kind(
-    name="activation_alignment",
-    work=activation_alignment,
-    step=_activation_alignment_step,
-    reads=Reads.MODEL,
-    reads_text=True,
-    checkpoint_reads=1,
-    second_model=never,
-    layer_memory=_products,
-    buffers=lambda size: 4.0 * size.experts * size.expert,  # the weights of a layer's channels in fp32
-)
+    def buffers(self, size: Size) -> float:
+        return 0.0

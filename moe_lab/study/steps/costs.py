@@ -5,142 +5,232 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, replace
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any, Self
 
 from moe_lab import results
 from moe_lab.config import CalibrationConfig, Config, ModelConfig, TimingConfig
 from moe_lab.errors import Unavailable, UserError, user_errors
 from moe_lab.json_files import write_json
-from moe_lab.models.config_json import check_plain_weights, has_uneven_layers
+from moe_lab.models.config_json import Size, check_plain_weights, has_uneven_layers
+from moe_lab.models.identity import Arithmetic
 from moe_lab.start import command
-from moe_lab.study.step import Job, Part, Step
+from moe_lab.study.step import Loads, Step
 from moe_lab.study.steps.engine import engine
-from moe_lab.study.steps.inputs import facts, model_and_tokenizer, plan_of, rows, skeleton_of, write_table
-from moe_lab.study.steps.kind import Kind, Reads, always, never
-from moe_lab.study.steps.plans import drops_whole_experts
-from moe_lab.study.steps.recovery import NO_RECOVERY, PrunedModel, finetuned, storage_of
+from moe_lab.study.steps.files import Files, loaded, read_text, skeleton
+from moe_lab.study.steps.model import Facts
+from moe_lab.study.steps.passes import OnText
+from moe_lab.study.steps.recovery import Pruned, Storage, unpruned
 
 
-def _cost_step(pruned: PrunedModel) -> Step:
-    """The step that counts parameters, storage, and FLOPs in a row as long as those of the text.
+@dataclass(frozen=True, eq=False)
+class Routing(OnText):
+    """A pass over a text that measures where tokens go."""
 
-    The text itself is read only where experts of one layer may differ in width, since FLOPs then depend on routing.
+    streams = True
+
+
+@dataclass(frozen=True, eq=False)
+class Cost(Step):
+    """Parameters, storage, and the FLOPs of a token in a row as long as those of a text.
+
+    The model is run on the text only where experts of one layer may differ in width, since FLOPs then depend on
+    routing.
     """
-    builder, cell = pruned.builder, pruned.cell
-    text = _by_engine(pruned)
-    before = COST.step(PrunedModel(builder, replace(cell, recovery=NO_RECOVERY), None)) if pruned.plan else None
-    row = builder.once(("row", text), lambda: Part({"length": text.length}))
-    parts, inputs = {"row": row, **pruned.storage}, pruned.inputs(unpruned=before)
-    if _has_uneven_layers(pruned):
-        return _reading("cost", pruned, pruned.label, parts, inputs, text)
-    return Step("cost", pruned.label, parts, inputs, builder.runtime(model=cell.model))
 
+    kind = "cost"
+    loads = Loads.MODEL
+    streams = True
+    facts: Facts
+    plan: Any
+    storage: Storage | None
+    row: int
+    """Tokens of a row."""
+    unpruned: Cost | None
+    """The cost of the unpruned model, whose FLOPs are counted once for all plans."""
+    text: CalibrationConfig | None
+    arithmetic: Arithmetic | None
+    """How the model is run on the text; None without one."""
+    pruned: Pruned
+    runtime = frozenset({"pruned"})
 
-def _has_uneven_layers(pruned: PrunedModel) -> bool:
-    """Whether experts of one layer may differ in width."""
-    cell = pruned.cell
-    if pruned.plan is None:
-        return pruned.builder.once(("uneven", cell.model), lambda: has_uneven_layers(cell.model))
-    return not drops_whole_experts(cell)
+    @classmethod
+    def of(cls, pruned: Pruned, text: CalibrationConfig, unpruned: Cost) -> Self:
+        """The cost of a pruned model. `unpruned`: that of the model as it is."""
+        return cls._of(pruned, text, unpruned, routed=not pruned.drops_whole_experts)
 
+    @classmethod
+    def of_unpruned(cls, model: ModelConfig, text: CalibrationConfig) -> Self:
+        """The cost of a model as it is."""
+        return cls._of(unpruned(model), text, None, routed=has_uneven_layers(model))
 
-def _by_engine(pruned: PrunedModel) -> CalibrationConfig:
-    """The text that FLOPs are counted on, with the engine and activation budget of the study's calibration."""
-    text, settings = pruned.cell.texts["flops"], pruned.builder.config.calibration
-    return pruned.builder.once(
-        ("by engine", text),
-        lambda: replace(text, engine=settings.engine, activation_budget=settings.activation_budget),
-    )
-
-
-def _reading(
-    kind: str,
-    pruned: PrunedModel,
-    label: str,
-    parts: Mapping[str, Part],
-    inputs: Mapping[str, Step],
-    text: CalibrationConfig,
-) -> Step:
-    """A step that passes over a text, in the order of the cell's seed."""
-    builder, cell = pruned.builder, pruned.cell
-    text = builder.seeded(text, cell.seed)
-    runtime = builder.runtime(model=cell.model, text=text)
-    return Step(kind, label, {"text": builder.text_part(text), **parts}, inputs, runtime)
-
-
-def cost(job: Job) -> None:
-    """Count parameters, storage, and the FLOPs of a token. The model is run only where FLOPs depend on routing."""
-    from moe_lab.models.discover import routed_layers
-    from moe_lab.pruning.cost import cost as count
-    from moe_lab.pruning.flops import even_routing, row_flops
-
-    network, plan = skeleton_of(job), plan_of(job)
-    if "unpruned" in job.inputs:  # counted once for all plans
-        row = json.loads(job.input("unpruned", "cost.json").read_text())["flops_by_part"]
-    else:
-        row = row_flops(network, job.settings["row"]["length"])
-    routing = even_routing(routed_layers(network), plan) or _routing(job, plan)
-    costs = count(network, plan, row, routing, facts=facts(job), **job.settings.get("storage", {}))
-    write_json(job.output("cost.json"), costs)
-
-
-def _routing(job: Job, plan: Any) -> Any:
-    """The measured routing of the job's text under the plan. Raises UserError when the job has no text."""
-    if "text" not in job.runtime:
-        raise UserError(
-            f"cost of model={job.model.name}: its experts differ in width, which is known only of a "
-            "folder: download it, and give the folder as model.path"
+    @classmethod
+    def _of(cls, pruned: Pruned, text: CalibrationConfig, before: Cost | None, *, routed: bool) -> Self:
+        return cls(
+            facts=pruned.loaded.facts,
+            plan=pruned.plan,
+            storage=pruned.storage,
+            row=text.length,
+            unpruned=before,
+            text=text if routed else None,
+            arithmetic=pruned.loaded.arithmetic if routed else None,
+            pruned=pruned,
         )
-    return engine(job).routing(plan)
+
+    def label(self) -> str:
+        return self.pruned.recovered_label
+
+    @property
+    def about(self) -> ModelConfig:
+        return self.pruned.model
+
+    @property
+    def runs_model(self) -> bool:
+        return self.text is not None
+
+    @property
+    def is_layered(self) -> bool:
+        return self.reading is not None and self.reading.is_layered
+
+    @property
+    def reading(self) -> Routing | None:
+        """The pass over the text. Storage is counted on the meta device, without a copy of the model."""
+        return Routing(self.pruned.loaded, self.text) if self.text else None
+
+    def work(self, files: Files) -> None:
+        from moe_lab.models.discover import routed_layers
+        from moe_lab.pruning.cost import cost
+        from moe_lab.pruning.flops import even_routing, row_flops
+
+        network, plan = skeleton(self.about), files.plan(self.plan)
+        if self.unpruned:
+            row = json.loads(files.path(self.unpruned, "cost.json").read_text())["flops_by_part"]
+        else:
+            row = row_flops(network, self.row)
+        routing = even_routing(routed_layers(network), plan) or self._routing(plan, files)
+        stored = asdict(self.storage) if self.storage else {}
+        write_json(files.out / "cost.json", cost(network, plan, row, routing, facts=files.facts(self.facts), **stored))
+
+    def _routing(self, plan: Any, files: Files) -> Any:
+        """The measured routing of the text under the plan. Raises UserError without a text."""
+        if self.text is None:
+            raise UserError(
+                f"cost of model={self.about.name}: its experts differ in width, which is known only of a folder: "
+                "download it, and give the folder as model.path"
+            )
+        return engine(self.about, self.text, files, {"step": self.id}).routing(plan)
+
+    def memory(self, size: Size) -> float:
+        return self.reading.memory(size) if self.reading else self.process_memory
+
+    def disk(self, size: Size) -> float:
+        return self.reading.disk(size) if self.reading else 0.0
+
+    def units(self) -> float:
+        return self.reading.units() if self.reading else 1.0
+
+    def pace(self) -> list[Any]:
+        return [self.facts.id, self.text is not None]
+
+    def job(self) -> str:
+        """Costs of pruned models go into the Slurm jobs of evaluations, which load the model anyway."""
+        return "evaluate" if self.plan else self.kind
 
 
-def _with_evaluations(step: Step) -> str | None:
-    """Costs of pruned models go into the Slurm jobs of evaluations, which load the model anyway."""
-    return "evaluate" if "plan" in step.inputs else None
+@dataclass(frozen=True, eq=False)
+class Profile(OnText):
+    """How much hidden states differ between tokens after every layer, and how its router decides, of the pruned model
+    before recovery."""
+
+    kind = "profile"
+    plan: Any
+
+    def label(self) -> str:
+        return self.plan.label() if self.plan else self.about.name
+
+    @property
+    def models(self) -> int:
+        return 2 if self.plan and self.plan.asked.merges_experts else 1
+
+    def work(self, files: Files) -> None:
+        from moe_lab.pruning.profile import profile
+
+        network, tokenizer = loaded(self.about)
+        measured = profile(network, files.plan(self.plan), read_text(self.text, tokenizer, files))
+        files.table("profile.parquet", results.PROFILES, measured)
 
 
-COST = Kind(
-    name="cost",
-    work=cost,
-    step=_cost_step,
-    reads=Reads.MODEL,
-    checkpoint_reads=1,
-    second_model=never,  # storage is counted on the meta device, without a copy
-    packed_as=_with_evaluations,
-)
+@dataclass(frozen=True, eq=False)
+class Timing(OnText):
+    """Seconds of prompts and answers, and memory, of the model as deployed: without what its plan removes, in the bits
+    it is stored in."""
+
+    kind = "timing"
+    plan: Any
+    finetune: Any
+    storage: Storage | None
+    timed: TimingConfig
+    """With the name of the device that is timed."""
+    threads: int | None
+    name: str
+    runtime = frozenset({"name"})
+
+    @classmethod
+    def of(cls, pruned: Pruned, text: CalibrationConfig, timed: TimingConfig) -> Self:
+        """The timing of a pruned model, with prompts from a text. `timed` names the device."""
+        changes = pruned.plan, pruned.finetune, pruned.storage
+        return cls(pruned.loaded, text, *changes, timed, pruned.model.threads, pruned.recovered_label)
+
+    def label(self) -> str:
+        return self.name
+
+    @property
+    def models(self) -> int:
+        return 2
+
+    def work(self, files: Files) -> None:
+        """Raises Unavailable on another device than the one that identifies the step."""
+        import torch
+
+        from moe_lab.evaluation.timing import measure
+        from moe_lab.models.device import device_name
+
+        device, here = self.timed.device, device_name(self.about.device)
+        if here != device:
+            raise Unavailable(
+                f"timing is about {device}, and this machine has {here}: run it there, or set timed.device"
+            )
+        network, tokenizer = loaded(self.about)
+        model = self.deployed(network, files)
+        tokens = torch.cat([ids[valid] for ids, valid in read_text(self.text, tokenizer, files)])
+        load = os.getloadavg()[0]
+        files.table("timing.parquet", results.TIMINGS, measure(model, tokens, self.timed))
+        write_json(files.out / "timing.json", {"device": device, "load": load, **_about(model)})
+
+    def deployed(self, network: Any, files: Files) -> Any:
+        """The model as a server would hold it: pruned parts removed, fine-tuned, quantised."""
+        from moe_lab.recovery.apply import recovered
+
+        if not (self.plan or self.storage):
+            return network
+        storage = self.storage or Storage()
+        tuned = files.folders[self.finetune.id] if self.finetune else None
+        return recovered(network, files.plan(self.plan), bits=storage.bits, modules=storage.modules, tuned=tuned)
 
 
-def _profile_step(pruned: PrunedModel) -> Step:
-    """The step that measures hidden states and routing layer by layer, of the pruned model before recovery."""
-    text = pruned.cell.texts["flops"]
-    return _reading("profile", pruned, pruned.unrecovered_label, {}, pruned.inputs(), text)
+def _about(model: Any) -> dict[str, Any]:
+    import torch
 
+    from moe_lab.models.discover import is_experts
+    from moe_lab.recovery.quantize import storage
 
-def profile(job: Job) -> None:
-    """Measure how much hidden states differ between tokens after every layer, and how its router decides."""
-    from moe_lab.pruning.profile import profile as measure
-
-    network, tokenizer = model_and_tokenizer(job)
-    measured = measure(network, plan_of(job), rows(job, tokenizer))
-    write_table(job.output("profile.parquet"), results.PROFILES, measured)
-
-
-PROFILE = Kind(name="profile", work=profile, step=_profile_step, reads=Reads.MODEL)
-
-
-def _timing_step(pruned: PrunedModel) -> Step:
-    """The step that measures time and memory of the model as deployed. The device's name is part of its identity."""
-    builder, model, config = pruned.builder, pruned.cell.model, pruned.builder.config
-
-    def make() -> Part:
-        device = config.timed.device or device_here(model.device)
-        return Part({**asdict(config.timed), "device": device, "threads": model.threads})
-
-    parts = {"timing": builder.once(("timing", model), make), **pruned.storage}
-    inputs = pruned.inputs(finetune=pruned.finetune)
-    return _reading("timing", pruned, pruned.label, parts, inputs, pruned.cell.texts["flops"])
+    return {
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "threads": torch.get_num_threads(),
+        "experts": sorted({type(module).__name__ for module in model.modules() if is_experts(module)}),
+        "weight_bytes": storage(model)["total"],
+    }
 
 
 def wrong_timing(config: Config, model: ModelConfig) -> Iterator[str]:
@@ -172,55 +262,3 @@ def device_here(device: str) -> str:
         reason = answer.stderr.strip().splitlines()[-1].partition(": ")[2]
         raise UserError(reason if reason.startswith("model.device=") else f"model.device={device}: {reason}")
     return answer.stdout.strip().splitlines()[-1]
-
-
-def timing(job: Job) -> None:
-    """Measure seconds of prompts and answers, and memory, of the model as deployed: without what its plan removes, in
-    the bits it is stored in.
-
-    Raises Unavailable on another device than the one that identifies the step.
-    """
-    import torch
-
-    from moe_lab.evaluation.timing import measure
-    from moe_lab.models.device import device_name
-
-    settings = dict(job.settings["timing"])
-    device, here = settings["device"], device_name(job.model.device)
-    if here != device:
-        raise Unavailable(f"timing is about {device}, and this machine has {here}: run it there, or set timed.device")
-    network, tokenizer = model_and_tokenizer(job)
-    model = _deployed(job, network)
-    tokens = torch.cat([ids[valid] for ids, valid in rows(job, tokenizer)])
-    conditions = TimingConfig(**{name: value for name, value in settings.items() if name != "threads"})
-    load = os.getloadavg()[0]
-    measured = measure(model, tokens, conditions)
-    write_table(job.output("timing.parquet"), results.TIMINGS, measured)
-    write_json(job.output("timing.json"), {"device": device, "load": load, **_about(model)})
-
-
-def _deployed(job: Job, network: Any) -> Any:
-    """The model as a server would hold it: pruned parts removed, fine-tuned, quantised."""
-    from moe_lab.recovery.apply import recovered
-
-    plan, storage = plan_of(job), storage_of(job)
-    if plan is None and storage["bits"] == 16:
-        return network
-    return recovered(network, plan, bits=storage["bits"], modules=storage["modules"], tuned=finetuned(job))
-
-
-def _about(model: Any) -> dict[str, Any]:
-    import torch
-
-    from moe_lab.models.discover import is_experts
-    from moe_lab.recovery.quantize import storage
-
-    return {
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "threads": torch.get_num_threads(),
-        "experts": sorted({type(module).__name__ for module in model.modules() if is_experts(module)}),
-        "weight_bytes": storage(model)["total"],
-    }
-
-
-TIMING = Kind(name="timing", work=timing, step=_timing_step, reads=Reads.MODEL, second_model=always)

@@ -1,77 +1,57 @@
 """Passes over a text with the whole model in memory (`Resident`) or one decoder layer at a time (`Streamed`).
 
-Both classes have the same methods. `Merged` has those for sums over rows, from passes that other steps made over shares
-of the text.
+Both classes have the same methods.
 """
 
 from __future__ import annotations
 
-from pathlib import Path
-from shutil import copyfile
+from collections.abc import Mapping
 from typing import Any
 
-from moe_lab import allocation
-from moe_lab.errors import UserError
-from moe_lab.grid import Cell
-from moe_lab.study.step import Job
-from moe_lab.study.steps.builder import evidence_of
-from moe_lab.study.steps.inputs import REPORT, STATISTICS, model_and_tokenizer, own_batches, rows
-from moe_lab.study.steps.kind import KINDS
+from moe_lab.config import CalibrationConfig, ModelConfig
+from moe_lab.study.steps.files import Files, loaded, read_text
+
+Rows = tuple[int, int] | None
+"""The first row of a share of a text, and its end; None for all rows."""
 
 
-def check_engine(cell: Cell) -> None:
-    """Raise UserError for calibration.engine=streamed with an allocation that needs the whole model in memory.
-
-    Such an allocation runs the rest of the model again for every candidate.
-    """
-    if cell.calibration.engine != "streamed":
-        return
-    name = cell.allocation.name
-    compares = KINDS[allocation.get(name).step].needs_whole_model
-    if compares or any(KINDS[need].needs_whole_model for need in evidence_of(cell) if need != "by"):
-        what = "compares whole models" if compares else "reads the loss of the whole model with one part changed"
-        raise UserError(
-            f"allocation={name} {what}, and calibration.engine=streamed has one decoder layer in memory: "
-            "expected calibration.engine=resident, or an allocation from sums, such as uniform"
-        )
-
-
-def engine(job: Job) -> Resident | Streamed:
-    """Open the job's model and text with the engine that calibration.engine names."""
-    return Streamed(job) if job.text.engine == "streamed" else Resident(job)
-
-
-def engine_or_parts(job: Job) -> Resident | Streamed | Merged:
-    """The engine, for a job that runs the pass; the finished parts, for one that merges them (calibration.parts)."""
-    return Merged(job) if job.merges else engine(job)
+def engine(
+    model: ModelConfig, text: CalibrationConfig, files: Files, fingerprint: Mapping[str, Any], rows: Rows = None
+) -> Resident | Streamed:
+    """Open a model and a text with the engine that calibration.engine names. An interrupted pass of the same
+    `fingerprint` is resumed."""
+    return (Streamed if text.engine == "streamed" else Resident)(model, text, files, fingerprint, rows)
 
 
 class Resident:
     """Passes with the whole model in memory."""
 
-    def __init__(self, job: Job) -> None:
-        self.job, self.out = job, Path(job.partial)
-        self.model, tokenizer = model_and_tokenizer(job)
-        self.text = rows(job, tokenizer)[own_batches(job)]
+    def __init__(
+        self, model: ModelConfig, text: CalibrationConfig, files: Files, fingerprint: Mapping[str, Any], rows: Rows
+    ) -> None:
+        self.about: dict[str, Any] = {"fingerprint": fingerprint, "out": files.partial}
+        self.model, tokenizer = loaded(model)
+        self.checkpointing = text.checkpointing
+        self.text = read_text(text, tokenizer, files, rows)
 
     def read(self, tap: type) -> Any:
         """Sums that `tap` gathers in a forward pass."""
         from moe_lab.statistics.observe import gather
 
-        return gather(self.model, tap, self.text, out=self.out, fingerprint=self.job.settings)
+        return gather(self.model, tap, self.text, **self.about)
 
     def gradients(self) -> Any:
         """All sums of a forward and a backward pass."""
         from moe_lab.statistics.gradients import GradientTap, gather_gradients
 
-        about = {"out": self.out, "fingerprint": self.job.settings}
-        return gather_gradients(self.model, GradientTap, self.text, checkpointing=self.job.text.checkpointing, **about)
+        return gather_gradients(self.model, GradientTap, self.text, checkpointing=self.checkpointing, **self.about)
 
     def weight_gradients(self) -> Any:
         """Sums of a forward and a backward pass with the gradients of weights."""
         from moe_lab.statistics.gradients import WeightGradientTap, gather_gradients
 
-        return gather_gradients(self.model, WeightGradientTap, self.text, fingerprint=self.job.settings)
+        fingerprint = self.about["fingerprint"]
+        return gather_gradients(self.model, WeightGradientTap, self.text, fingerprint=fingerprint)
 
     def aligned(self, plan: Any) -> Any:
         """A plan with the channels of merged experts matched by activations and weights."""
@@ -90,34 +70,33 @@ class Resident:
 class Streamed:
     """Passes with one decoder layer in memory at a time."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(
+        self, model: ModelConfig, text: CalibrationConfig, files: Files, fingerprint: Mapping[str, Any], rows: Rows
+    ) -> None:
         from moe_lab.models.streamed import open_streamed
 
-        self.job, self.out = job, Path(job.partial)
-        self.model, tokenizer = open_streamed(job.model)
-        self.budget = job.text.activation_budget * 2**30
+        self.model, tokenizer = open_streamed(model)
+        self.budget = text.activation_budget * 2**30
         """Bytes of hidden states that are kept in memory."""
-        self.text = rows(job, tokenizer)[own_batches(job)]
+        self.about: dict[str, Any] = {"fingerprint": fingerprint, "out": files.partial, "budget": self.budget}
+        self.text = read_text(text, tokenizer, files, rows)
 
     def read(self, tap: type) -> Any:
         from moe_lab.statistics.streaming import stream
 
-        return stream(self.model, tap, self.text, out=self.out, fingerprint=self.job.settings, budget=self.budget)
+        return stream(self.model, tap, self.text, **self.about)
 
     def gradients(self) -> Any:
         from moe_lab.statistics.gradients import GradientTap
+        from moe_lab.statistics.streaming import stream_back
 
-        return self._backward(GradientTap)
+        return stream_back(self.model, GradientTap, self.text, **self.about)
 
     def weight_gradients(self) -> Any:
         from moe_lab.statistics.gradients import WeightGradientTap
-
-        return self._backward(WeightGradientTap)
-
-    def _backward(self, tap: type) -> Any:
         from moe_lab.statistics.streaming import stream_back
 
-        return stream_back(self.model, tap, self.text, out=self.out, fingerprint=self.job.settings, budget=self.budget)
+        return stream_back(self.model, WeightGradientTap, self.text, **self.about)
 
     def aligned(self, plan: Any) -> Any:
         from moe_lab.pruning.alignment import align_by_activations, alignment_tap
@@ -127,46 +106,4 @@ class Streamed:
     def routing(self, plan: Any) -> Any:
         from moe_lab.pruning.flops import layered_routing
 
-        return layered_routing(self.model, plan, self.text, out=self.out, budget=self.budget)
-
-
-class Merged:
-    """Passes over shares of the text, whose sums are added up without the model."""
-
-    def __init__(self, job: Job) -> None:
-        self.job = job
-        self.files = [Path(folder) / STATISTICS for folder in job.merges]
-        self._check_names()
-        copyfile(Path(job.merges[0]) / REPORT, job.output(REPORT))  # each share has the report on the whole text
-
-    def _check_names(self) -> None:
-        """Raise UserError unless all shares have the same sums: one may be older than a sum that others have."""
-        from moe_lab.statistics.sums import names
-
-        of_files = [names(file) for file in self.files]
-        for file, own in zip(self.files, of_files, strict=True):
-            if lacking := sorted(set().union(*of_files) - own):
-                raise UserError(
-                    f"calibration.parts={len(self.files)}: the part {'/'.join(file.parent.parts[-2:])} lacks "
-                    f"{', '.join(lacking)}, which other parts have: it is older than these sums, so remove it from the "
-                    "store and run again"
-                )
-
-    def read(self, tap: type | None = None) -> Any:
-        """The sums of all shares together."""
-        from moe_lab.statistics.sums import Statistics, header, merged, read
-
-        about = {"kind": header(self.files[0])["kind"], "fingerprint": self.job.settings}
-        return Statistics(merged(read(file, framework="pt") for file in self.files), about)
-
-    def gradients(self) -> Any:
-        """The same, of backward passes."""
-        return self.read()
-
-    def loss_rises(self) -> Any:
-        """The mean rises of the loss over the tokens of all shares."""
-        from moe_lab.statistics.sums import Statistics, merged_means
-
-        shares = [Statistics.load(file) for file in self.files]
-        about = {"kind": shares[0].header["kind"], "fingerprint": self.job.settings}
-        return Statistics(merged_means(shares), about)
+        return layered_routing(self.model, plan, self.text, out=self.about["out"], budget=self.budget)

@@ -4,38 +4,65 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from moe_lab.config import BackendConfig, BenchmarkConfig, Config
+from moe_lab.config import BackendConfig, BenchmarkConfig, Config, ModelConfig
 from moe_lab.errors import Unavailable
+from moe_lab.evaluation import suite
 from moe_lab.evaluation.answers import COMPUTED, Record
 from moe_lab.evaluation.engines import Engine
+from moe_lab.evaluation.sandbox.policy import LIMITED, Policy
 from moe_lab.json_files import write_json
-from moe_lab.study.step import Job, Part, Step
-from moe_lab.study.steps.inputs import plan_of
-from moe_lab.study.steps.kind import Kind, Packing, Reads
-from moe_lab.study.steps.memory import answer_bytes, benchmark_memory
-from moe_lab.study.steps.plans import drops_whole_experts
-from moe_lab.study.steps.recovery import PrunedModel, checkpoint_step, forget_models, pruned_model
+from moe_lab.models.config_json import Size
+from moe_lab.study import memory
+from moe_lab.study.step import Loads, Packing, Step
+from moe_lab.study.steps.files import Files
+from moe_lab.study.steps.recovery import Export, Pruned, export_of, forget_models
 
-GRADING_MEMORY = 4 * 2**30
-"""Bytes that grading may take; programs that it runs are limited to the same."""
-
-
-def results_step(pruned: PrunedModel, benchmark: BenchmarkConfig) -> Step:
-    """The step with a benchmark's results: GRADE where texts are graded without the model, else EVALUATE."""
-    from moe_lab.evaluation import suite
-
-    kind = GRADE if suite.has_two_phases(benchmark) else EVALUATE
-    return kind.step(pruned, benchmark)
+ITEMS = 1000
+"""Items of a benchmark that does not say how many it has."""
+BYTES_PER_TOKEN = 16
+"""Bytes per token of a generated text as stored: with its prompt, as JSON, and once more among the samples."""
+Template = tuple[tuple[str, Any], ...]
+"""Arguments of a chat template."""
 
 
-LOADED = BackendConfig(name="hf")
-"""The model is loaded here: for likelihoods, which a server does not give."""
+@dataclass(frozen=True, eq=False)
+class Task:
+    """A benchmark as all models of a study are asked: by what, and with which permissions."""
+
+    benchmark: BenchmarkConfig
+    questions: suite.Questions
+    backend: BackendConfig
+    policy: Policy
+    sandbox: str | None
+    """The sandbox, where it changes results: without namespaces some programs are not run."""
+    config: Config
+
+    @property
+    def generates(self) -> bool:
+        """Whether texts are graded without the model, in a step of their own."""
+        return suite.has_two_phases(self.benchmark)
+
+
+def task_of(benchmark: BenchmarkConfig, config: Config) -> Task:
+    """The benchmark as a study asks it.
+
+    A server only generates texts, so the model is loaded for a benchmark that needs likelihoods. Grading may not run in
+    a weaker sandbox than here, also where another machine of the study has no namespaces.
+    """
+    backend = backend_of(config)
+    if backend.name == "server" and not suite.has_two_phases(benchmark):
+        backend = BackendConfig(name="hf")
+    policy = suite.policy(config)
+    limited = suite.runs_limited(benchmark, policy)
+    if policy.sandbox == "auto" and not limited:
+        policy = replace(policy, sandbox="namespaces")
+    return Task(benchmark, suite.Questions(benchmark), backend, policy, LIMITED if limited else None, config)
 
 
 def backend_of(config: Config) -> BackendConfig:
@@ -43,218 +70,205 @@ def backend_of(config: Config) -> BackendConfig:
     return replace(config.backend, python=config.interpreters.get("vllm"))
 
 
-def _backend(pruned: PrunedModel, *, generates: bool) -> tuple[dict[str, Part], dict[str, Step], BackendConfig]:
-    """What runs the model of a step: the part that identifies it, its checkpoint if it needs one, and its settings.
-
-    A server only generates texts. vLLM also gives likelihoods, and needs no checkpoint for plans of whole experts.
-    """
-    builder = pruned.builder
-    backend = builder.once(("backend",), lambda: backend_of(builder.config))
-    if backend.name == "server" and not generates:
-        backend = LOADED
-    recovered = bool(pruned.finetune or pruned.storage)
-    identity: dict[str, Any] = {}
-    exported = False
-    if backend.name == "server":
-        identity = {"name": backend.name, "command": backend.command}
-        exported = pruned.plan is not None
-    elif backend.name == "vllm":
-        identity = {"name": backend.name, "arguments": dict(backend.arguments)}
-        exported = pruned.plan is not None and (recovered or not drops_whole_experts(pruned.cell))
-    part = {"backend": builder.once(("backend", generates), lambda: Part(identity))} if identity else {}
-    usual = "padded" if backend.name == "vllm" and not recovered else "natural"  # vLLM has one width in each layer
-    return part, {"checkpoint": checkpoint_step(pruned, usual)} if exported else {}, backend
+def results_of(pruned: Pruned, task: Task) -> Evaluate | Grade:
+    """The step with a benchmark's results on a pruned model."""
+    checkpoint = _checkpoint(pruned, task)
+    template = tuple(pruned.model.template_arguments.items()) if task.benchmark.chat else None
+    if not task.generates:
+        return Evaluate(pruned, task.backend, checkpoint, template, task.benchmark, task.policy, task.sandbox)
+    generated = Generate(pruned, task.backend, checkpoint, template, task.questions)
+    return Grade(generated, task.benchmark, task.policy, task.sandbox)
 
 
-def _evaluate_step(pruned: PrunedModel, benchmark: BenchmarkConfig) -> Step:
-    """The step that runs one benchmark on the model and grades it."""
-    builder, model = pruned.builder, pruned.cell.model
-    graded, grading = _grading(pruned, benchmark)
-    key = ("evaluate", model, benchmark)
-    backend, checkpoint, settings = _backend(pruned, generates=False)
-
-    def make() -> tuple[Part, Mapping[str, Any]]:
-        runtime = {**builder.runtime(model=model, backend=settings), **grading}
-        return Part(_asked(pruned, benchmark, graded.settings)), runtime
-
-    part, runtime = builder.once(key, make)
-    parts = {"benchmark": part, **backend, **pruned.storage}
-    inputs = pruned.inputs(finetune=pruned.finetune, **checkpoint)
-    return Step("evaluate", f"{pruned.label}-{benchmark.name}", parts, inputs, runtime)
+def _checkpoint(pruned: Pruned, task: Task) -> Export | None:
+    """The exported model that a server or an engine reads; None where there is none to export, and for plans of whole
+    experts on vLLM, which masks the original."""
+    if pruned.plan is None or task.backend.name == "hf":
+        return None
+    if task.backend.name == "vllm" and not pruned.is_recovered:
+        if pruned.drops_whole_experts:
+            return None
+        return export_of(pruned, task.config, "padded")  # vLLM has one width in each layer
+    return export_of(pruned, task.config)
 
 
-def _grading(pruned: PrunedModel, benchmark: BenchmarkConfig) -> tuple[Part, Mapping[str, Any]]:
-    """What identifies a benchmark's results, and the runtime settings of grading.
+@dataclass(frozen=True, eq=False)
+class AsksModel(Step):
+    """A step that asks a pruned model the questions of a benchmark."""
 
-    Without namespaces some programs are not run, which changes results, so the sandbox is then part of the identity.
-    Otherwise the step may not run in a weaker one, also where another machine of the study has no namespaces.
-    """
-    from moe_lab.evaluation import suite
-    from moe_lab.evaluation.sandbox.policy import LIMITED
+    loads = Loads.MODEL
+    foreign = True
+    pruned: Pruned
+    backend: BackendConfig
+    checkpoint: Export | None
+    template: Template | None
+    """Arguments of the model's chat template; None where the benchmark does not use it."""
 
-    builder = pruned.builder
+    @property
+    def asked(self) -> BenchmarkConfig:
+        """The benchmark."""
+        raise NotImplementedError
 
-    def make() -> tuple[Part, Mapping[str, Any]]:
-        policy = suite.policy(builder.config)
-        limited = suite.runs_limited(benchmark, policy)
-        if policy.sandbox == "auto" and not limited:
-            policy = replace(policy, sandbox="namespaces")
-        part = Part({**suite.identity(benchmark), **({"sandbox": LIMITED} if limited else {})})
-        return part, {**builder.runtime(benchmark=benchmark), "policy": asdict(policy)}
+    def label(self) -> str:
+        return f"{self.pruned.recovered_label}-{self.asked.name}"
 
-    return builder.once(("benchmark", benchmark), make)
+    @property
+    def about(self) -> ModelConfig:
+        return self.pruned.model
 
+    def memory(self, size: Size) -> float:
+        """Weights, and of a batch the keys and values where texts are generated, else the logits of prompts."""
+        benchmark = self.asked
+        written = benchmark.max_new_tokens
+        row = memory.cache(size, memory.PROMPT + written) if written else memory.PROMPT * memory.logits(size)
+        weights = memory.weights(size, 2 if self.pruned.is_changed else 1)
+        return memory.BASE + weights + benchmark.batch_size * row
 
-def _asked(pruned: PrunedModel, benchmark: BenchmarkConfig, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """A benchmark's settings, with the arguments of the model's chat template where the benchmark uses it."""
-    arguments = {"template_arguments": dict(pruned.cell.model.template_arguments)} if benchmark.chat else {}
-    return {**settings, **arguments}
+    def units(self) -> float:
+        return float(items(self.asked))
 
+    def pace(self) -> list[Any]:
+        return [self.pruned.loaded.facts.id, self.backend.name, *pace_of(self.asked)]
 
-def evaluate(job: Job) -> None:
-    """Run one benchmark on the job's model, pruned and recovered, and grade it."""
-    from moe_lab.evaluation import run
+    @contextmanager
+    def engine(self, files: Files) -> Iterator[Engine]:
+        """The model, pruned and recovered: loaded here, in a process of vLLM that stays for the next step, or behind a
+        server that is started for this one."""
+        if self.backend.name == "server":
+            from moe_lab.evaluation.engines.server import serving
 
-    with _engine(job) as engine:
-        run.evaluate(engine, _benchmark(job), Path(job.scratch), policy=job.policy, record=_record(job))
-    _show(job, json.loads(job.output("result.json").read_text())["protocol"]["prompt"])
+            with serving(self.weights(files), self.backend, self.about, self.folder) as served:
+                yield served
+        elif self.backend.name == "vllm":
+            from moe_lab.evaluation.engines import vllm
 
+            forget_models()
+            plan = None if self.checkpoint else files.plan(self.pruned.plan)
+            engine = vllm.opened(self.weights(files), self.backend, self.about, plan)
+            write_json(files.out / "backend.json", engine.process.about)
+            yield engine
+        else:
+            from moe_lab.evaluation.engines.hf import LoadedModel
 
-EVALUATE = Kind(
-    name="evaluate",
-    work=evaluate,
-    step=_evaluate_step,
-    reads=Reads.MODEL,
-    batch_memory=benchmark_memory,
-    own_process=True,
-    packing=Packing.CELLS,
-)
+            with self.pruned.open(files) as (network, tokenizer):
+                yield LoadedModel(network, tokenizer, self.about.template_arguments)
 
+    def record(self, files: Files) -> Record:
+        """What the model has computed so far."""
+        return Record(files.partial / COMPUTED)
 
-def _generate_step(pruned: PrunedModel, benchmark: BenchmarkConfig) -> Step:
-    """The step that generates answers to one benchmark."""
-    from moe_lab.evaluation import suite
+    def weights(self, files: Files) -> Path:
+        """The files that a server or an engine reads: the export, or the original."""
+        from moe_lab.models.files import local_folder
 
-    builder, model = pruned.builder, pruned.cell.model
-    backend, checkpoint, settings = _backend(pruned, generates=True)
+        return files.path(self.checkpoint, "checkpoint") if self.checkpoint else local_folder(self.about)
 
-    def make() -> tuple[Part, Mapping[str, Any]]:
-        part = Part(_asked(pruned, benchmark, suite.question_identity(benchmark)))
-        return part, builder.runtime(model=model, benchmark=benchmark, backend=settings)
-
-    part, runtime = builder.once(("generate", model, benchmark), make)
-    parts = {"benchmark": part, **backend, **pruned.storage}
-    inputs = pruned.inputs(finetune=pruned.finetune, **checkpoint)
-    return Step("generate", f"{pruned.label}-{benchmark.name}", parts, inputs, runtime)
-
-
-def generate(job: Job) -> None:
-    """Generate the answers to one benchmark."""
-    from moe_lab.evaluation import items, run
-
-    with _engine(job) as engine:
-        answers = run.answer(engine, _benchmark(job), _record(job))
-    items.write(answers, job.output(run.ANSWERS))
-    _show(job, answers[0].prompt)
-
-
-def _show(job: Job, prompt: str) -> None:
-    """Write one prompt, as the model read it, to the log."""
-    print(f"{job.name} asks, for example: {prompt!r}", file=sys.stderr, flush=True)
+    def show(self, prompt: str) -> None:
+        """Write one prompt, as the model read it, to the log."""
+        print(f"{self.folder} asks, for example: {prompt!r}", file=sys.stderr, flush=True)
 
 
-@contextmanager
-def _engine(job: Job) -> Iterator[Engine]:
-    """The job's model, pruned and recovered: loaded here, in a process of vLLM that stays for the next job, or behind a
-    server that is started for this one."""
-    if job.backend.name == "server":
-        from moe_lab.evaluation.engines.server import serving
+@dataclass(frozen=True, eq=False)
+class Evaluate(AsksModel):
+    """The results of one benchmark, which is graded while the model is asked."""
 
-        with serving(_checkpoint(job), job.backend, job.model, job.name) as served:
-            yield served
-    elif job.backend.name == "vllm":
-        from moe_lab.evaluation.engines import vllm
+    kind = "evaluate"
+    packing = Packing.CELLS
+    benchmark: BenchmarkConfig
+    policy: Policy
+    sandbox: str | None
+    runtime = frozenset({"policy"})
 
-        forget_models()
-        engine = vllm.opened(_checkpoint(job), job.backend, job.model, _masked(job))
-        write_json(job.output("backend.json"), engine.process.about)
-        yield engine
-    else:
-        from moe_lab.evaluation.engines.hf import LoadedModel
+    @property
+    def asked(self) -> BenchmarkConfig:
+        return self.benchmark
 
-        with pruned_model(job) as (network, tokenizer):
-            yield LoadedModel(network, tokenizer, job.model.template_arguments)
+    def work(self, files: Files) -> None:
+        from moe_lab.evaluation import run
 
-
-def _record(job: Job) -> Record:
-    """What the job's model has computed so far."""
-    return Record(Path(job.partial, COMPUTED))
+        check_data(self.benchmark, self.settings["benchmark"])
+        with self.engine(files) as engine:
+            run.evaluate(engine, self.benchmark, files.out, policy=self.policy, record=self.record(files))
+        self.show(json.loads((files.out / "result.json").read_text())["protocol"]["prompt"])
 
 
-def _checkpoint(job: Job) -> Path:
-    """The files that a server or an engine reads: the export of the job's plan, or the original."""
-    from moe_lab.models.files import local_folder
+@dataclass(frozen=True, eq=False)
+class Generate(AsksModel):
+    """The answers to one benchmark."""
 
-    return job.input("checkpoint", "checkpoint") if "checkpoint" in job.inputs else local_folder(job.model)
+    kind = "generate"
+    questions: suite.Questions
 
+    @property
+    def asked(self) -> BenchmarkConfig:
+        return self.questions.benchmark
 
-def _masked(job: Job) -> Any:
-    """The plan that masks the original; None if the checkpoint is pruned, and for the unpruned model."""
-    return None if "checkpoint" in job.inputs else plan_of(job)
+    def work(self, files: Files) -> None:
+        from moe_lab.evaluation import items, run
 
+        check_data(self.asked, self.settings["questions"])
+        with self.engine(files) as engine:
+            answers = run.answer(engine, self.asked, self.record(files))
+        items.write(answers, files.out / run.ANSWERS)
+        self.show(answers[0].prompt)
 
-def _with_loaded_models(step: Step) -> str | None:
-    """Generating by a model that is loaded goes into the Slurm jobs that evaluate its other benchmarks."""
-    return None if step.runtime["backend"]["name"] == "server" else "evaluate"
+    def disk(self, size: Size) -> float:
+        """Generated texts, if each has the maximum length."""
+        return float(items(self.asked) * self.asked.max_new_tokens * BYTES_PER_TOKEN)
 
-
-GENERATE = Kind(
-    name="generate",
-    work=generate,
-    step=_generate_step,
-    reads=Reads.MODEL,
-    batch_memory=benchmark_memory,
-    writes=answer_bytes,
-    own_process=True,
-    packed_as=_with_loaded_models,
-)
-
-
-def _grade_step(pruned: PrunedModel, benchmark: BenchmarkConfig) -> Step:
-    """The step that grades the texts of a generate step."""
-    part, runtime = _grading(pruned, benchmark)
-    generated = GENERATE.step(pruned, benchmark)
-    return Step("grade", generated.label, {"benchmark": part}, {"generate": generated}, runtime)
+    def job(self) -> str:
+        """Generating by a model that is loaded goes into the Slurm jobs that evaluate its other benchmarks."""
+        return self.kind if self.backend.name == "server" else "evaluate"
 
 
-def grade(job: Job) -> None:
-    """Grade generated texts; needs no model."""
-    from moe_lab.evaluation import items, run
+@dataclass(frozen=True, eq=False)
+class Grade(Step):
+    """The results of one benchmark, from generated texts; needs no model."""
 
-    answers = items.read(job.input("generate", run.ANSWERS))
-    run.grade(answers, _benchmark(job), Path(job.scratch), policy=job.policy)
+    kind = "grade"
+    packing = Packing.GRADING
+    foreign = True
+    process_memory = 4.0 * 2**30
+    generate: Generate
+    benchmark: BenchmarkConfig
+    policy: Policy
+    sandbox: str | None
+    runtime = frozenset({"policy"})
+
+    def label(self) -> str:
+        return self.generate.label()
+
+    def work(self, files: Files) -> None:
+        from moe_lab.evaluation import items, run
+
+        check_data(self.benchmark, self.settings["benchmark"])
+        answers = items.read(files.path(self.generate, run.ANSWERS))
+        run.grade(answers, self.benchmark, files.out, policy=self.policy)
+
+    def units(self) -> float:
+        return float(items(self.benchmark))
+
+    def pace(self) -> list[Any]:
+        return pace_of(self.benchmark)
 
 
-GRADE = Kind(
-    name="grade",
-    work=grade,
-    step=_grade_step,
-    memory=GRADING_MEMORY,
-    own_process=True,
-    packing=Packing.GRADING,
-)
+def items(benchmark: BenchmarkConfig) -> int:
+    """Items that are asked of a benchmark, about."""
+    count = benchmark.expected or ITEMS
+    return min(benchmark.limit or count, count)
 
 
-def _benchmark(job: Job) -> BenchmarkConfig:
-    """The job's benchmark. Raises Unavailable when its data has changed since the study was started.
+def pace_of(benchmark: BenchmarkConfig) -> list[Any]:
+    """What of a benchmark decides the seconds of an item."""
+    return [benchmark.name, benchmark.shots, benchmark.chat, benchmark.max_new_tokens]
+
+
+def check_data(benchmark: BenchmarkConfig, identity: dict[str, Any]) -> None:
+    """Raise Unavailable when the data of a benchmark has changed since the study was started.
 
     Results on other data belong to a step with another id.
     """
-    from moe_lab.evaluation import suite
-
-    benchmark = job.benchmark
-    if job.settings["benchmark"]["data"] != suite.data_digest(benchmark):
+    if identity["data"] != suite.data_digest(benchmark):
         raise Unavailable(
             f"benchmark {benchmark.name}: its data is not what it was when this was started: start the study again"
         )
-    return benchmark

@@ -1,199 +1,352 @@
-"""Steps that measure the model: facts from its configuration, sums over its weights, passes over a calibration set."""
+"""Steps that measure the model: passes over a calibration set, and sums over its weights."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from shutil import copyfile
+from typing import Any, ClassVar, Self
 
 from moe_lab import results
 from moe_lab.calibration import settings as calibrations
+from moe_lab.config import CalibrationConfig, ModelConfig
+from moe_lab.errors import UserError
 from moe_lab.grid import Cell
-from moe_lab.json_files import write_json
-from moe_lab.study.step import Job, Part, Step
+from moe_lab.models.config_json import Size
+from moe_lab.study import memory
+from moe_lab.study.step import Loads, Step
 from moe_lab.study.steps import tables
-from moe_lab.study.steps.builder import Builder
-from moe_lab.study.steps.engine import Merged, engine, engine_or_parts
-from moe_lab.study.steps.inputs import STATISTICS, model_and_tokenizer, own_batches, rows, write_table
-from moe_lab.study.steps.kind import Kind, Packing, Reads, always
-from moe_lab.study.steps.memory import expert_gradients
+from moe_lab.study.steps.engine import engine
+from moe_lab.study.steps.files import REPORT, STATISTICS, Files, loaded, read_text
+from moe_lab.study.steps.model import Facts, Loaded, loaded_as
+
+Table = tuple[str, tuple[str, ...], list[tuple[Any, ...]]]
+"""Name of a file, its columns, its rows."""
+
+
+@dataclass(frozen=True, eq=False)
+class OnText(Step):
+    """A step that runs a model over a text."""
+
+    loads = Loads.MODEL
+    backward: ClassVar[bool] = False
+    """Whether gradients come back through the layers."""
+
+    loaded: Loaded
+    text: CalibrationConfig
+    rows: tuple[int, int] | None = field(default=None, kw_only=True)
+    """The first row of a share of the text, and its end; None for all rows."""
+
+    @property
+    def about(self) -> ModelConfig:
+        return self.loaded.model
+
+    @property
+    def is_layered(self) -> bool:
+        return self.streams and self.text.engine == "streamed" and not self.merges
+
+    def memory(self, size: Size) -> float:
+        if self.merges:
+            return memory.BASE + memory.merging(size)
+        if self.is_layered:
+            states = min(self.text.activation_budget * 2**30, self.disk(size))
+            batch = memory.batch_tokens(self.text, self.rows) * memory.activations(size)
+            held = memory.layer_weights(size) + self.layer_memory(size)
+            return memory.BASE + held + self.buffers(size) + batch + states
+        held = memory.weights(size, self.models) + size.moe_layers * self.layer_memory(size)
+        return memory.BASE + held + self.buffers(size) + self.batch_memory(size)
+
+    @property
+    def models(self) -> int:
+        """How many copies of the weights are held."""
+        return 1
+
+    def layer_memory(self, size: Size) -> float:
+        """Bytes held for every layer whose weights are in memory, in addition to the weights."""
+        return 0.0
+
+    def buffers(self, size: Size) -> float:
+        """Bytes held for one layer at a time, however many have their weights in memory."""
+        return 0.0
+
+    def batch_memory(self, size: Size) -> float:
+        """Bytes of a batch with the whole model loaded: its logits, and the activations that the pass keeps."""
+        kept = memory.activations(size)
+        if self.backward:
+            kept = memory.kept_for_gradients(size, recomputed=self.text.checkpointing)
+        return memory.batch_tokens(self.text, self.rows) * (memory.logits(size) + kept)
+
+    def disk(self, size: Size) -> float:
+        if not self.is_layered:
+            return 0.0
+        return memory.hidden_states(size, memory.tokens_of(self.text, self.rows), backward=self.backward)
 
+    def units(self) -> float:
+        return float(memory.tokens_of(self.text, self.rows))
+
+    def pace(self) -> list[Any]:
+        return [self.loaded.facts.id, self.loaded.model.device]
+
+
+@dataclass(frozen=True, eq=False)
+class LeavesSums(Step):
+    """A step that leaves sums for each layer, and small tables that figures need of them."""
 
-def of_text(work: Callable[[Job], None], *, by_rows: bool = False, **fields: Any) -> Kind:
-    """Make a kind of step that passes over the cell's calibration set, named after the function `work`.
+    def sums(self, files: Files) -> Any:
+        """The sums."""
+        raise NotImplementedError
 
-    `by_rows`: what the pass gathers over rows can be added up, so calibration.parts divides it into steps. `fields` are
-    further fields of Kind.
-    """
-    name = work.__name__
+    def tables(self, sums: Any) -> Iterator[Table]:
+        """The tables; none for most kinds."""
+        return iter(())
 
-    def step(builder: Builder, cell: Cell) -> Step:
-        model, calibration = cell.model, cell.calibration
+    def work(self, files: Files) -> None:
+        sums = self.sums(files)
+        sums.save(files.out / STATISTICS)
+        for name, columns, rows in self.tables(sums):
+            files.table(name, columns, rows)
 
-        def make() -> Step:
-            text = builder.seeded(calibration, cell.seed)
-            parts = {"model": builder.model_part(model), "calibration": builder.text_part(text)}
-            inputs, runtime = {"model": builder.model(model)}, builder.runtime(model=model, calibration=text)
-            label = f"{model.name}-{calibration.name}"
-            shares = []
-            for first, end in calibrations.shares(text) if by_rows else ():
-                rows = Part({"first": first, "end": end})
-                shares.append(Step(name, f"{label}-rows{first}-{end}", {**parts, "rows": rows}, inputs, runtime))
-            return Step(name, label, parts, inputs, runtime, shares)
 
-        return builder.once((name, model, calibration, cell.seed), make)
+@dataclass(frozen=True, eq=False)
+class Pass(LeavesSums, OnText):
+    """A pass over the calibration set."""
 
-    return Kind(name=name, work=work, step=step, reads=Reads.MODEL, reads_text=True, **fields)
+    reads_text = True
+    divides: ClassVar[bool] = True
+    """Whether sums over rows can be added up, so that calibration.parts divides the pass into steps."""
 
+    def label(self) -> str:
+        rows = f"-rows{self.rows[0]}-{self.rows[1]}" if self.rows else ""
+        return f"{self.loaded.model.name}-{self.text.name}{rows}"
 
-def of_weights(work: Callable[[Job], None]) -> Kind:
-    """Make a kind of step that reads the weights of the cell's model, named after the function `work`."""
-    name = work.__name__
+    @classmethod
+    def of(cls, cell: Cell) -> Self:
+        """The pass over the calibration set of a cell."""
+        model, text = loaded_as(cell.model), cell.calibration
+        shares = calibrations.shares(text) if cls.divides else []
+        return cls(model, text, merges=tuple(cls(model, text, rows=rows) for rows in shares))
 
-    def step(builder: Builder, cell: Cell) -> Step:
-        model = cell.model
+    def sums(self, files: Files) -> Any:
+        return self._merged(files) if self.merges else self.gather(files)
 
-        def make() -> Step:
-            parts = {"model": builder.model_part(model)}
-            return Step(name, model.name, parts, {"model": builder.model(model)}, builder.runtime(model=model))
+    def gather(self, files: Files) -> Any:
+        """The sums of this pass."""
+        raise NotImplementedError
 
-        return builder.once((name, model), make)
+    def engine(self, files: Files) -> Any:
+        """The model and the text, opened by the engine that calibration.engine names."""
+        return engine(self.loaded.model, self.text, files, {"step": self.id}, self.rows)
 
-    return Kind(name=name, work=work, step=step, reads=Reads.CHECKPOINT)
+    def merge(self, shares: list[Path]) -> Any:
+        """The sums of the shares in these files together: layer -> name -> tensor."""
+        from moe_lab.statistics.sums import merged, read
 
+        return merged(read(file, framework="pt") for file in shares)
 
-def model(job: Job) -> None:
-    """Write layers, experts and parameters of the model, from its configuration alone, and a hash of its files."""
-    from moe_lab.models.facts import facts
-    from moe_lab.models.files import fingerprint, local_folder
+    def _merged(self, files: Files) -> Any:
+        """The sums of all shares. Raises UserError unless all have the same: one may be older than a sum of others."""
+        from moe_lab.statistics.sums import Statistics, header, names
 
-    write_json(job.output("facts.json"), {**facts(job.model), "sha256": fingerprint(local_folder(job.model))})
+        shares = [files.path(step, STATISTICS) for step in self.merges]
+        of_shares = [names(file) for file in shares]
+        for step, own in zip(self.merges, of_shares, strict=True):
+            if lacking := sorted(set().union(*of_shares) - own):
+                raise UserError(
+                    f"calibration.parts={len(shares)}: the part {step.folder} lacks {', '.join(lacking)}, which other "
+                    "parts have: it is older than these sums, so remove it from the store and run again"
+                )
+        copyfile(files.path(self.merges[0], REPORT), files.out / REPORT)  # each share has the report on the whole text
+        return Statistics(self.merge(shares), {"kind": header(shares[0])["kind"], "fingerprint": {"step": self.id}})
 
 
-MODEL = Kind(name="model", work=model, step=lambda builder, cell: builder.model(cell.model), packing=Packing.SMALL)
+@dataclass(frozen=True, eq=False)
+class StatisticsPass(Pass):
+    """One forward pass over the calibration set: all sums, tokens per expert, and tables for figures."""
 
+    kind = "statistics"
+    streams = True
 
-def statistics(job: Job) -> None:
-    """Run one forward pass over the calibration set; write all sums, tokens per expert, and tables for figures."""
-    from moe_lab.statistics.forward import ForwardTap
-    from moe_lab.statistics.sums import coverage
+    def gather(self, files: Files) -> Any:
+        from moe_lab.statistics.forward import ForwardTap
 
-    sums = engine_or_parts(job).read(ForwardTap)
-    sums.save(job.output(STATISTICS))
-    write_table(job.output("coverage.parquet"), results.COVERAGE, coverage(sums))
-    write_table(job.output("experts.parquet"), results.EXPERTS, tables.experts(sums.layers))
-    write_table(job.output("layers.parquet"), results.LOSSES, tables.losses(sums.layers))
-    write_table(job.output("entropy.parquet"), results.ENTROPIES, tables.entropies(sums.layers))
+        return self.engine(files).read(ForwardTap)
 
+    def tables(self, sums: Any) -> Iterator[Table]:
+        from moe_lab.statistics.sums import coverage
 
-STATISTICS_PASS = of_text(statistics, by_rows=True, checkpoint_reads=1)
+        yield "coverage.parquet", results.COVERAGE, coverage(sums)
+        yield "experts.parquet", results.EXPERTS, tables.experts(sums.layers)
+        yield "layers.parquet", results.LOSSES, tables.losses(sums.layers)
+        yield "entropy.parquet", results.ENTROPIES, tables.entropies(sums.layers)
 
 
-def gradients(job: Job) -> None:
-    """Run a forward and a backward pass; write sums for each channel, of activations and of the loss's gradients."""
-    sums = engine_or_parts(job).gradients()
-    sums.save(job.output(STATISTICS))
-    write_table(job.output("gradients.parquet"), results.GRADIENTS, tables.gradients(sums.layers))
+@dataclass(frozen=True, eq=False)
+class Gradients(Pass):
+    """A forward and a backward pass: sums for each channel, of activations and of the loss's gradients."""
 
+    kind = "gradients"
+    streams = True
+    backward = True
 
-GRADIENTS = of_text(gradients, by_rows=True, checkpoint_reads=2, backward=always)
+    def gather(self, files: Files) -> Any:
+        return self.engine(files).gradients()
 
+    def tables(self, sums: Any) -> Iterator[Table]:
+        yield "gradients.parquet", results.GRADIENTS, tables.gradients(sums.layers)
 
-def weight_gradients(job: Job) -> None:
-    """Run a forward and a backward pass; write gradients of the experts' weights, reduced to a number per channel."""
-    engine(job).weight_gradients().save(job.output(STATISTICS))
 
+@dataclass(frozen=True, eq=False)
+class WeightGradients(Pass):
+    """A forward and a backward pass: gradients of the experts' weights, reduced to a number per channel."""
 
-WEIGHT_GRADIENTS = of_text(weight_gradients, checkpoint_reads=2, backward=always, layer_memory=expert_gradients)
+    kind = "weight_gradients"
+    streams = True
+    backward = True
+    divides = False
 
+    def gather(self, files: Files) -> Any:
+        return self.engine(files).weight_gradients()
 
-def damage(job: Job) -> None:
-    """Measure the exact damage of removing each expert alone, in a forward pass with one more expert per token."""
-    from moe_lab.statistics.damage import DamageTap
+    def layer_memory(self, size: Size) -> float:
+        return memory.expert_gradients(size)
 
-    engine_or_parts(job).read(DamageTap).save(job.output(STATISTICS))
 
+@dataclass(frozen=True, eq=False)
+class Damage(Pass):
+    """The exact damage of removing each expert alone, in a forward pass with one more expert per token."""
 
-DAMAGE = of_text(damage, by_rows=True, checkpoint_reads=1)
+    kind = "damage"
+    streams = True
 
+    def gather(self, files: Files) -> Any:
+        from moe_lab.statistics.damage import DamageTap
 
-def similarity(job: Job) -> None:
-    """Run one forward pass in which every expert reads every token, for groupings of similar experts."""
-    from moe_lab.statistics.similarity import SimilarityTap
+        return self.engine(files).read(DamageTap)
 
-    engine_or_parts(job).read(SimilarityTap).save(job.output(STATISTICS))
 
+@dataclass(frozen=True, eq=False)
+class Similarity(Pass):
+    """One forward pass in which every expert reads every token, for groupings of similar experts."""
 
-SIMILARITY = of_text(similarity, by_rows=True, checkpoint_reads=1)
+    kind = "similarity"
+    streams = True
 
+    def gather(self, files: Files) -> Any:
+        from moe_lab.statistics.similarity import SimilarityTap
 
-def ablation(job: Job) -> None:
-    """Measure how much the loss rises when one expert's output is set to 0: one pass per expert, from its layer on."""
-    sums = _loss_rises(job, "ablation")
-    sums.save(job.output(STATISTICS))
-    write_table(job.output("ablation.parquet"), results.ABLATIONS, tables.ablations(sums.layers))
+        return self.engine(files).read(SimilarityTap)
 
 
-ABLATION = of_text(ablation, by_rows=True)
+@dataclass(frozen=True, eq=False)
+class LossRises(Pass):
+    """How much the loss rises when a part of the model is changed: one pass for each part, from its layer on."""
 
+    def gather(self, files: Files) -> Any:
+        from moe_lab.search.ablation import loss_rises
 
-def scaling(job: Job) -> None:
-    """Measure how much the loss rises when the routed output of one layer is scaled: one pass per layer, from it on."""
-    _loss_rises(job, "scaling").save(job.output(STATISTICS))
+        network, tokenizer = loaded(self.loaded.model)
+        text = read_text(self.text, tokenizer, files, self.rows)
+        return loss_rises(network, self.kind, text, fingerprint={"step": self.id}, out=files.partial)
 
+    def merge(self, shares: list[Path]) -> Any:
+        from moe_lab.statistics.sums import Statistics, merged_means
 
-def _loss_rises(job: Job, kind: str) -> Any:
-    from moe_lab.search.ablation import loss_rises
+        return merged_means([Statistics.load(file) for file in shares])
 
-    if job.merges:
-        return Merged(job).loss_rises()
-    network, tokenizer = model_and_tokenizer(job)
-    text = rows(job, tokenizer)[own_batches(job)]
-    return loss_rises(network, kind, text, fingerprint=job.settings, out=Path(job.partial))
 
+@dataclass(frozen=True, eq=False)
+class Ablation(LossRises):
+    """The rise of the loss when one expert's output is set to 0."""
 
-SCALING = of_text(scaling, by_rows=True)
+    kind = "ablation"
 
+    def tables(self, sums: Any) -> Iterator[Table]:
+        yield "ablation.parquet", results.ABLATIONS, tables.ablations(sums.layers)
 
-def weights(job: Job) -> None:
-    """Write sums over the weights of each expert, read from the checkpoint without building the model."""
-    from moe_lab.statistics.weights import weigh_experts
 
-    folder, device = _checkpoint(job)
-    sums = weigh_experts(folder, fingerprint=job.settings, device=device)
-    sums.save(job.output(STATISTICS))
-    write_table(job.output("weights.parquet"), results.WEIGHTS, tables.weights(sums.layers))
+@dataclass(frozen=True, eq=False)
+class Scaling(LossRises):
+    """The rise of the loss when the routed output of one layer is scaled."""
 
+    kind = "scaling"
 
-WEIGHTS = of_weights(weights)
 
+@dataclass(frozen=True, eq=False)
+class OnWeights(LeavesSums):
+    """Sums over the weights of a model, read from the checkpoint without building the model."""
 
-def channel_weights(job: Job) -> None:
-    """Write sums over the weights of each channel, read from the checkpoint without building the model."""
-    from moe_lab.statistics.weights import weigh_channels
+    loads = Loads.CHECKPOINT
+    facts: Facts
+    model: ModelConfig
+    runtime = frozenset({"model"})
 
-    folder, device = _checkpoint(job)
-    weigh_channels(folder, fingerprint=job.settings, device=device).save(job.output(STATISTICS))
+    def label(self) -> str:
+        return self.model.name
 
+    @property
+    def about(self) -> ModelConfig:
+        return self.model
 
-CHANNEL_WEIGHTS = of_weights(channel_weights)
+    @classmethod
+    def of(cls, cell: Cell) -> Self:
+        """The sums over the weights of a cell's model."""
+        return cls(Facts(cell.model), cell.model)
 
+    def sums(self, files: Files) -> Any:
+        import torch
 
-def weight_distances(job: Job) -> None:
-    """Write how far the weights of experts are from each other, read from the checkpoint without building the model."""
-    from moe_lab.statistics.weights import compare_experts
+        from moe_lab.models.device import place
+        from moe_lab.models.files import DEVICE_MAPS, local_folder
 
-    folder, device = _checkpoint(job)
-    compare_experts(folder, fingerprint=job.settings, device=device).save(job.output(STATISTICS))
+        device = place(self.model) if torch.cuda.is_available() else "cpu"  # its Slurm jobs have no GPU
+        return self.weigh(local_folder(self.model), "cuda" if device in DEVICE_MAPS else device)
 
+    def weigh(self, folder: Path, device: str) -> Any:
+        """Sums over the weights in a folder, added up on a device."""
+        raise NotImplementedError
 
-WEIGHT_DISTANCES = of_weights(weight_distances)
+    def memory(self, size: Size) -> float:
+        return 2 * memory.BASE
 
+    def pace(self) -> list[Any]:
+        return [self.facts.id]
 
-def _checkpoint(job: Job) -> tuple[Path, str]:
-    """The folder of the job's model, and the device that sums over its weights."""
-    from moe_lab.models.device import place
-    from moe_lab.models.files import DEVICE_MAPS, local_folder
 
-    device: Any = place(job.model)
-    return local_folder(job.model), "cuda" if device in DEVICE_MAPS else device
+@dataclass(frozen=True, eq=False)
+class Weights(OnWeights):
+    """Sums over the weights of each expert."""
+
+    kind = "weights"
+
+    def weigh(self, folder: Path, device: str) -> Any:
+        from moe_lab.statistics.weights import weigh_experts
+
+        return weigh_experts(folder, fingerprint={"step": self.id}, device=device)
+
+    def tables(self, sums: Any) -> Iterator[Table]:
+        yield "weights.parquet", results.WEIGHTS, tables.weights(sums.layers)
+
+
+@dataclass(frozen=True, eq=False)
+class ChannelWeights(OnWeights):
+    """Sums over the weights of each channel."""
+
+    kind = "channel_weights"
+
+    def weigh(self, folder: Path, device: str) -> Any:
+        from moe_lab.statistics.weights import weigh_channels
+
+        return weigh_channels(folder, fingerprint={"step": self.id}, device=device)
+
+
+@dataclass(frozen=True, eq=False)
+class WeightDistances(OnWeights):
+    """How far the weights of experts are from each other."""
+
+    kind = "weight_distances"
+
+    def weigh(self, folder: Path, device: str) -> Any:
+        from moe_lab.statistics.weights import compare_experts
+
+        return compare_experts(folder, fingerprint={"step": self.id}, device=device)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Self
 
 from moe_lab import allocation, criteria, plugins, results
 from moe_lab.allocation import listed, protection
-from moe_lab.config import AllocationConfig
+from moe_lab.allocation.grouping import GROUPINGS
+from moe_lab.config import AllocationConfig, CriterionConfig
 from moe_lab.errors import UserError
 from moe_lab.grid import Cell
 from moe_lab.models.config_json import expert_shape, model_type
@@ -19,32 +20,25 @@ from moe_lab.paths import resolve
 from moe_lab.search import evolution
 from moe_lab.search.settings import EvolutionSettings, parse, search_settings
 from moe_lab.search.subsets import check_removals
-from moe_lab.study.step import Job, Part, Step, digest
+from moe_lab.study.step import KINDS, Packing, Parts, Step
 from moe_lab.study.steps import tables
-from moe_lab.study.steps.alignment import aligned
-from moe_lab.study.steps.builder import Builder, evidence_of, scoring
 from moe_lab.study.steps.engine import Streamed, engine
-from moe_lab.study.steps.inputs import STATISTICS, expert_scores, facts, model_and_tokenizer, sums, write_table
-from moe_lab.study.steps.kind import KINDS, Kind, Packing, Reads, Settings, text_units
-from moe_lab.study.steps.scores import CHANNEL_SCORES, score, scores_step
+from moe_lab.study.steps.files import STATISTICS, Files, loaded
+from moe_lab.study.steps.model import Facts, loaded_as
+from moe_lab.study.steps.passes import OnText
+from moe_lab.study.steps.scores import (
+    CHANNEL_SCORES,
+    Places,
+    Scores,
+    chance_and_gate,
+    evidence,
+    evidence_of,
+    plugged,
+    score,
+)
 
-
-def allocation_identity(settings: AllocationConfig, ratio: float) -> dict[str, Any]:
-    """What identifies an allocation: its settings, the ratio, a plugin's source, and the content of the files it names.
-
-    The label is left out, since it does not change the plan.
-    """
-    identity = {**asdict(settings), "ratio": ratio}
-    for name in ("label", "protect", "protect_layers"):
-        del identity[name]
-    identity |= protection.identity(vars(settings))
-    if settings.replacement == "none":  # as in stores from before there was a choice
-        del identity["replacement"]
-    if source := allocation.get(settings.name).source:
-        identity["source"] = source
-    if settings.path is not None:
-        identity["path"] = digest(listed.read(settings.path))
-    return identity
+Checks = tuple[Callable[[Cell], None], ...]
+"""Functions that raise UserError for a cell whose plan cannot be made."""
 
 
 def _known_layer(cell: Cell) -> dict[str, int] | None:
@@ -65,6 +59,23 @@ def check_ratio(cell: Cell) -> None:
             alike = {"layers": dict.fromkeys(map(int, protect), layer)}
             layers = protection.with_protected({"protect": protect}, alike, {})["layers"]
             allocation.fits(settings, layers, granularity)
+
+
+def check_engine(cell: Cell) -> None:
+    """Raise UserError for calibration.engine=streamed with an allocation that needs the whole model in memory.
+
+    Such an allocation runs the rest of the model again for every candidate.
+    """
+    if cell.calibration.engine != "streamed":
+        return
+    name = cell.allocation.name
+    compares = KINDS[allocation.get(name).step].needs_whole_model()
+    if compares or any(KINDS[need].needs_whole_model() for need in evidence_of(cell) if need != "by"):
+        what = "compares whole models" if compares else "reads the loss of the whole model with one part changed"
+        raise UserError(
+            f"allocation={name} {what}, and calibration.engine=streamed has one decoder layer in memory: "
+            "expected calibration.engine=resident, or an allocation from sums, such as uniform"
+        )
 
 
 def check_layout(cell: Cell) -> None:
@@ -113,165 +124,6 @@ def drops_whole_experts(cell: Cell) -> bool:
     return criteria.get(cell.criterion.name).granularity == "expert"
 
 
-def plan_step(builder: Builder, cell: Cell) -> Step:
-    """The step that makes the cell's plan, of the kind that its allocation needs."""
-    return aligned(builder, cell, KINDS[allocation.get(cell.allocation.name).step].step(builder, cell))
-
-
-def _allocation_part(builder: Builder, cell: Cell) -> Part:
-    key = ("allocation", cell.allocation, cell.ratio)
-    return builder.once(key, lambda: Part(allocation_identity(cell.allocation, cell.ratio)))
-
-
-def _inputs(builder: Builder, cell: Cell) -> dict[str, Step]:
-    """Input steps of a plan: the model, and what the allocation reads besides scores."""
-    return {"model": builder.model(cell.model), **{need: builder.evidence(need, cell) for need in evidence_of(cell)}}
-
-
-def _label(cell: Cell) -> str:
-    where = "" if cell.allocation.name == "uniform" else f"-{cell.allocation.name}"
-    where += f"-{cell.allocation.replacement}" if cell.allocation.replacement != "none" else ""
-    where += "-protected" if cell.allocation.protect is not None else ""
-    return f"{cell.model.name}-{cell.calibration.name}-{cell.criterion.name}{where}-{cell.ratio:g}"
-
-
-def _from_scores(builder: Builder, cell: Cell) -> Step:
-    """The step that makes a plan from scores without running the model."""
-    chosen = allocation.get(cell.allocation.name)
-    runtime: dict[str, Any] = {"path": cell.allocation.path}
-    if chosen.source:
-        runtime["plugins"] = [plugins.place(one) for one in chosen.functions.values() if one]
-    inputs = {"scores": scores_step(builder, cell), **_inputs(builder, cell)}
-    return Step("plan", _label(cell), {"allocation": _allocation_part(builder, cell)}, inputs, runtime)
-
-
-def plan(job: Job) -> None:
-    """Decide how many experts each layer loses, and which; or how many channels each expert loses, and which."""
-    from moe_lab.pruning.plan import Plan
-
-    scored = _channel_scores(job)
-    result = _channel_plan(job, scored) if scored else _expert_plan(job)
-    path = job.runtime["path"]
-    if path is not None and listed.is_plan(listed.read(path)):  # it passed as an allocation: use it unchanged
-        result = Plan.load(path)
-        result.check(_facts(job)["layers"])
-        if sha256 := facts(job).get("sha256"):  # facts in older stores have none
-            result.check_origin(sha256, "this model")
-    result.save(job.output("plan.json"))
-    if scored and result.channels:
-        write_table(job.output("budgets.parquet"), results.BUDGETS, tables.budgets(scored, result.channels))
-
-
-PLAN = Kind(
-    name="plan",
-    work=plan,
-    step=_from_scores,
-    checks=(check_ratio, check_layout),
-    packing=Packing.SMALL,
-)
-
-
-def _channel_scores(job: Job) -> dict[int, Any]:
-    """Layer -> scores of its channels (E, I); empty where experts were scored."""
-    from safetensors.numpy import load_file
-
-    file = job.input("scores", CHANNEL_SCORES)
-    return {int(layer): values for layer, values in load_file(file).items()} if file.exists() else {}
-
-
-def _expert_plan(job: Job) -> Any:
-    from moe_lab.pruning.plan import make_plan
-    from moe_lab.pruning.replace import replace_dropped
-
-    model = _facts(job)
-    scored = expert_scores(job)
-    settings, found = _settings(job), _evidence(job)
-    remove = allocation.allocate(settings, model["layers"], scored, found, model)
-    result = make_plan(scored, remove, model["layers"], provenance=_provenance(job, model))
-    return replace_dropped(result, settings, scored, found, model["layers"])
-
-
-def _channel_plan(job: Job, scored: dict[int, Any]) -> Any:
-    from moe_lab.pruning.plan import make_channel_plan
-
-    model, settings = _facts(job), _settings(job)
-    keep = allocation.budgets(settings, model["layers"], scored, _evidence(job), model)
-    zero = allocation.zero_expert(settings)
-    return make_channel_plan(scored, keep, model["layers"], zero_expert=zero, provenance=_provenance(job, model))
-
-
-def _facts(job: Job) -> dict[str, Any]:
-    """The facts of the job's model, with the experts that its plan must keep."""
-    from moe_lab.statistics.sums import read
-
-    settings, largest = job.settings["allocation"], {}
-    if settings.get("protect") == protection.SUPER:
-        largest = read(job.input("statistics", STATISTICS), only=protection.STATISTIC)
-    return protection.with_protected(settings, facts(job), largest)
-
-
-def _settings(job: Job) -> dict[str, Any]:
-    """The allocation's settings, with the path of the file of allocation=list. Its identity has a hash of the content
-    instead."""
-    return {**job.settings["allocation"], "path": job.runtime["path"]}
-
-
-def _evidence(job: Job) -> dict[str, Any]:
-    """Inputs of the allocation besides the scores, by name: layer -> sums, or layer -> another criterion's scores."""
-    other = {"by": expert_scores(job, "by")} if "by" in job.inputs else {}
-    return {**sums(job), **other}
-
-
-def _provenance(job: Job, model: dict[str, Any]) -> dict[str, Any]:
-    scores = job.inputs["scores"].rsplit("/", 2)[-1]
-    about = {"allocation": job.settings["allocation"], "scores": scores, "model_sha256": model.get("sha256")}
-    return {**about, **protection.provenance(model)}
-
-
-def _search_step(builder: Builder, cell: Cell) -> Step:
-    """The step that searches for a plan: it starts from scores and compares candidates on the search text."""
-    text = builder.seeded(cell.texts["search"], cell.seed)
-    inputs = {"scores": scores_step(builder, cell), **_inputs(builder, cell)}
-    return _running("search", builder, cell, text, inputs)
-
-
-def _running(kind: str, builder: Builder, cell: Cell, text: Any, inputs: dict[str, Step]) -> Step:
-    parts = {
-        "allocation": _allocation_part(builder, cell),
-        "text": builder.text_part(text),
-        "seed": builder.once(("seed", cell.seed), lambda: Part({"seed": cell.seed})),
-    }
-    return Step(kind, _label(cell), parts, inputs, builder.runtime(model=cell.model, text=text))
-
-
-def search(job: Job) -> None:
-    """Find a plan by evolutionary search; write it with the history of the search."""
-    from moe_lab.search.run import search as run
-
-    network, tokenizer = model_and_tokenizer(job)
-    run(
-        network,
-        tokenizer,
-        facts=_facts(job),
-        scores=expert_scores(job),
-        settings=job.settings["allocation"],
-        text=job.text,
-        out=Path(job.scratch),
-        partial=Path(job.partial),
-        fingerprint=job.settings,
-        seed=job.settings["seed"]["seed"],
-    )
-
-
-def _candidates(settings: Settings) -> float:
-    """Work of a search: P + (T - 1)(P - m) candidates, each on the text (P: population, T: generations, m: elites)."""
-    parameters = settings["allocation"]["parameters"]
-    population, elites, generations = (
-        int(parameters.get(name, getattr(EvolutionSettings, name))) for name in ("population", "elites", "generations")
-    )
-    return (population + (generations - 1) * (population - elites)) * text_units(settings)
-
-
 def check_search_parameters(cell: Cell) -> None:
     """Raise UserError for unknown parameters of a search, and for values that cannot work."""
     parse(cell.allocation.parameters)
@@ -286,115 +138,12 @@ def check_schedules(cell: Cell) -> None:
         evolution.check(search.problem, search.evolution)
 
 
-SEARCH = Kind(
-    name="search",
-    work=search,
-    step=_search_step,
-    checks=(check_search_parameters, check_schedules),
-    reads=Reads.MODEL,
-    units=_candidates,
-)
-
-
-def _reconstruction_step(builder: Builder, cell: Cell) -> Step:
-    """The step that compares all choices of experts on the calibration set, without scores."""
-    text = builder.seeded(cell.calibration, cell.seed)
-    return _running("reconstruction", builder, cell, text, _inputs(builder, cell))
-
-
-def reconstruction(job: Job) -> None:
-    """Find the plan that reproduces the layers' outputs best, by trying all choices in each layer."""
-    from moe_lab.pruning.plan import Plan
-    from moe_lab.search.reconstruction import COLUMNS, reconstruct
-
-    model, settings = _facts(job), job.settings["allocation"]
-    best = reconstruct(
-        engine(job).read,
-        facts=model,
-        ratio=allocation.routed_ratio(settings["ratio"], settings["ratio_basis"], model),
-        multiple_of=settings["multiple_of"],
-        **settings["parameters"],
-    )
-    counts = {layer: about["n_experts"] for layer, about in model["layers"].items()}
-    about = {"allocation": settings, "model_sha256": model.get("sha256"), **protection.provenance(model)}
-    result = Plan(best.kept, counts, about)
-    result.check(model["layers"])
-    result.save(job.output("plan.json"))
-    write_table(job.output("errors.parquet"), COLUMNS, best.errors)
-
-
 def check_choices(cell: Cell) -> None:
     """Raise UserError when the ratio is not feasible, or allows more choices than the limit."""
     check_ratio(cell)
     if layer := _known_layer(cell):
         limit = {name: value for name, value in cell.allocation.parameters.items() if name == "limit"}
         check_removals({0: layer}, cell.ratio, multiple_of=cell.allocation.multiple_of, **limit)
-
-
-RECONSTRUCTION = Kind(
-    name="reconstruction",
-    work=reconstruction,
-    step=_reconstruction_step,
-    checks=(check_choices,),
-    reads=Reads.MODEL,
-    reads_text=True,
-    checkpoint_reads=1,
-)
-
-
-def _sequential_step(builder: Builder, cell: Cell) -> Step:
-    """The step that makes a plan layer by layer; always streamed, since it never needs more than one layer."""
-    criterion, plugged = scoring(cell)
-    text = replace(builder.seeded(cell.calibration, cell.seed), engine="streamed")
-    inputs = {"model": builder.model(cell.model)}
-    weights = [need for need in criteria.get(cell.criterion.name).needs if not KINDS[need].reads_text]
-    for need in (*weights, *evidence_of(cell)):
-        inputs[need] = builder.evidence(need, cell)
-    part = _allocation_part(builder, cell)
-    return Step(
-        "sequential",
-        _label(cell),
-        {"allocation": part, "criterion": criterion, "text": builder.text_part(text)},
-        inputs,
-        {**builder.runtime(model=cell.model, text=text), **plugged},
-    )
-
-
-def sequential(job: Job) -> None:
-    """Make a plan layer by layer: each layer is scored on the output of the pruned layers below it.
-
-    Each layer loses whole experts as by allocation=uniform, or channels as by allocation=layerwise.
-    """
-    from moe_lab.pruning.plan import make_channel_plan, make_plan
-    from moe_lab.search.sequential import prune_sequentially
-    from moe_lab.statistics.sums import by_layer
-
-    passes = Streamed(job)
-    model = _facts(job)
-    weights = by_layer(sums(job, besides=["statistics"]).values())
-    settings, criterion = job.settings["allocation"], job.settings["criterion"]
-    of_channels = criteria.get(criterion["criterion"]).granularity == "channel"
-
-    def choose(layer: int, sums: Any) -> Any:
-        here = {layer: model["layers"][layer]}
-        scored = score(criterion, {layer: {**weights.get(layer, {}), **sums}}, here)
-        if not of_channels:
-            remove = allocation.allocate({**settings, "name": "uniform"}, here, scored, model=model)
-            return make_plan(scored, remove, here, provenance={})
-        keep = allocation.budgets({**settings, "name": "layerwise"}, here, scored, model=model)
-        return make_channel_plan(scored, keep, here, zero_expert=allocation.zero_expert(settings), provenance={})
-
-    result = prune_sequentially(
-        passes.model,
-        passes.text,
-        choose,
-        fingerprint=job.settings,
-        out=Path(job.partial),
-        budget=passes.budget,
-        provenance={**job.settings, "model_sha256": model.get("sha256"), **protection.provenance(model)},
-    )
-    result.check(model["layers"])
-    result.save(job.output("plan.json"))
 
 
 def check_sequential(cell: Cell) -> None:
@@ -414,12 +163,298 @@ def _fits_sequential(needs: Sequence[str]) -> bool:
     return "statistics" in needs and not any(KINDS[need].reads_text for need in needs if need != "statistics")
 
 
-SEQUENTIAL = Kind(
-    name="sequential",
-    work=sequential,
-    step=_sequential_step,
-    checks=(check_sequential, check_ratio, check_layout),
-    reads=Reads.MODEL,
-    reads_text=True,
-    checkpoint_reads=1,
-)
+@dataclass(frozen=True, eq=False)
+class Asked(Parts):
+    """What a cell asks of its plan, whatever step makes it."""
+
+    allocation: AllocationConfig
+    ratio: float
+    evidence: dict[str, Step]
+    """What the allocation reads besides the cell's scores: role -> step."""
+    name: str
+    """Label of the step."""
+    runtime = frozenset({"name"})
+
+    @property
+    def merges_experts(self) -> bool:
+        """Whether experts that are dropped are merged into others, so that the pruned model has weights of its own."""
+        return self.allocation.replacement in GROUPINGS
+
+
+def asked_of(cell: Cell) -> Asked:
+    """What a cell asks of its plan."""
+    chosen = cell.allocation
+    where = "" if chosen.name == "uniform" else f"-{chosen.name}"
+    where += f"-{chosen.replacement}" if chosen.replacement != "none" else ""
+    where += "-protected" if chosen.protect is not None else ""
+    name = f"{cell.model.name}-{cell.calibration.name}-{cell.criterion.name}{where}-{cell.ratio:g}"
+    return Asked(chosen, cell.ratio, {need: evidence(need, cell) for need in evidence_of(cell)}, name)
+
+
+@dataclass(frozen=True, eq=False)
+class FromScores(Step):
+    """A plan from scores, without running the model.
+
+    Decides how many experts each layer loses, and which; or how many channels each expert loses, and which.
+    """
+
+    kind = "plan"
+    packing = Packing.SMALL
+    checks: ClassVar[Checks] = (check_ratio, check_layout)
+    facts: Facts
+    scores: Scores
+    asked: Asked
+    plugins: Places
+    runtime = frozenset({"plugins"})
+
+    def label(self) -> str:
+        return self.asked.name
+
+    @classmethod
+    def of(cls, cell: Cell) -> Self:
+        """The plan of a cell."""
+        return cls(Facts(cell.model), Scores.of(cell), asked_of(cell), plugged(cell))
+
+    def work(self, files: Files) -> None:
+        from moe_lab.pruning.plan import Plan
+
+        plugins.bring(self.plugins)
+        scored = self._channel_scores(files)
+        model = protected_facts(self, self.asked, files.facts(self.facts), files)
+        plan = self._of_channels(scored, model, files) if scored else self._of_experts(model, files)
+        path = self.asked.allocation.path
+        if path is not None and listed.is_plan(listed.read(path)):  # it passed as an allocation: use it unchanged
+            plan = Plan.load(path)
+            plan.check(model["layers"])
+            plan.check_origin(model["sha256"], "this model")
+        plan.save(files.out / "plan.json")
+        if scored and plan.channels:
+            files.table("budgets.parquet", results.BUDGETS, tables.budgets(scored, plan.channels))
+
+    def _channel_scores(self, files: Files) -> dict[int, Any]:
+        """Layer -> scores of its channels (E, I); empty where experts were scored."""
+        from safetensors.numpy import load_file
+
+        file = files.path(self.scores, CHANNEL_SCORES)
+        return {int(layer): values for layer, values in load_file(file).items()} if file.exists() else {}
+
+    def _of_experts(self, model: dict[str, Any], files: Files) -> Any:
+        from moe_lab.pruning.plan import make_plan
+        from moe_lab.pruning.replace import replace_dropped
+
+        scored, settings, read = files.expert_scores(self.scores), self._settings(), self._evidence(files)
+        remove = allocation.allocate(settings, model["layers"], scored, read, model)
+        plan = make_plan(scored, remove, model["layers"], provenance=self._provenance(model))
+        return replace_dropped(plan, settings, scored, read, model["layers"])
+
+    def _of_channels(self, scored: dict[int, Any], model: dict[str, Any], files: Files) -> Any:
+        from moe_lab.pruning.plan import make_channel_plan
+
+        settings = self._settings()
+        keep = allocation.budgets(settings, model["layers"], scored, self._evidence(files), model)
+        zero = allocation.zero_expert(settings)
+        about = self._provenance(model)
+        return make_channel_plan(scored, keep, model["layers"], zero_expert=zero, provenance=about)
+
+    def _settings(self) -> dict[str, Any]:
+        """The allocation with the path of the file of allocation=list, of which its identity has the content."""
+        return {**settings_of(self, self.asked), "path": self.asked.allocation.path}
+
+    def _evidence(self, files: Files) -> dict[str, Any]:
+        """Role -> layer -> sums, or the scores of another criterion."""
+        read: dict[str, Any] = files.sums(self.asked.evidence)
+        if "by" in self.asked.evidence:
+            read["by"] = files.expert_scores(self.asked.evidence["by"])
+        return read
+
+    def _provenance(self, model: dict[str, Any]) -> dict[str, Any]:
+        scores = self.scores.folder.rpartition("/")[2]
+        about = {"allocation": settings_of(self, self.asked), "scores": scores, "model_sha256": model["sha256"]}
+        return {**about, **protection.provenance(model)}
+
+
+def settings_of(step: Step, asked: Asked) -> dict[str, Any]:
+    """The allocation that identifies a step, and the ratio. Files count by the content they had when it was named."""
+    return {**step.settings["allocation"], "ratio": asked.ratio}
+
+
+def protected_facts(step: Step, asked: Asked, facts: dict[str, Any], files: Files) -> dict[str, Any]:
+    """The facts of a model, with the experts that the plan must keep."""
+    from moe_lab.statistics.sums import read
+
+    settings, largest = step.settings["allocation"], {}
+    if settings["protect"] == protection.SUPER:
+        largest = read(files.path(asked.evidence["statistics"], STATISTICS), only=protection.STATISTIC)
+    return protection.with_protected(settings, facts, largest)
+
+
+@dataclass(frozen=True, eq=False)
+class Search(OnText):
+    """A plan by evolutionary search, which starts from scores and compares candidates on a text; and its history."""
+
+    kind = "search"
+    checks: ClassVar[Checks] = (check_search_parameters, check_schedules)
+    scores: Scores
+    asked: Asked
+    seed: int
+
+    def label(self) -> str:
+        return self.asked.name
+
+    @classmethod
+    def of(cls, cell: Cell) -> Self:
+        """The search of a cell, on its search text."""
+        return cls(loaded_as(cell.model), cell.texts["search"], Scores.of(cell), asked_of(cell), cell.seed)
+
+    def work(self, files: Files) -> None:
+        from moe_lab.search.run import search as run
+
+        network, tokenizer = loaded(self.loaded.model)
+        run(
+            network,
+            tokenizer,
+            facts=protected_facts(self, self.asked, files.facts(self.loaded.facts), files),
+            scores=files.expert_scores(self.scores),
+            settings=settings_of(self, self.asked),
+            text=self.text,
+            out=files.out,
+            partial=files.partial,
+            fingerprint={"step": self.id},
+            seed=self.seed,
+        )
+
+    def units(self) -> float:
+        """P + (T - 1)(P - m) candidates, each on the text (P: population, T: generations, m: elites)."""
+        parameters = self.asked.allocation.parameters
+        population, elites, generations = (
+            int(parameters.get(name, getattr(EvolutionSettings, name)))
+            for name in ("population", "elites", "generations")
+        )
+        return (population + (generations - 1) * (population - elites)) * super().units()
+
+
+@dataclass(frozen=True, eq=False)
+class Reconstruction(OnText):
+    """The plan that reproduces the layers' outputs best, by trying all choices of experts in each layer."""
+
+    kind = "reconstruction"
+    reads_text = True
+    streams = True
+    checks: ClassVar[Checks] = (check_choices,)
+    asked: Asked
+    seed: int
+
+    def label(self) -> str:
+        return self.asked.name
+
+    @classmethod
+    def of(cls, cell: Cell) -> Self:
+        """The plan of a cell, on its calibration set."""
+        return cls(loaded_as(cell.model), cell.calibration, asked_of(cell), cell.seed)
+
+    def work(self, files: Files) -> None:
+        from moe_lab.pruning.plan import Plan
+        from moe_lab.search.reconstruction import COLUMNS, reconstruct
+
+        model = protected_facts(self, self.asked, files.facts(self.loaded.facts), files)
+        settings = settings_of(self, self.asked)
+        best = reconstruct(
+            engine(self.loaded.model, self.text, files, {"step": self.id}).read,
+            facts=model,
+            ratio=allocation.routed_ratio(settings["ratio"], settings["ratio_basis"], model),
+            multiple_of=settings["multiple_of"],
+            **settings["parameters"],
+        )
+        counts = {layer: about["n_experts"] for layer, about in model["layers"].items()}
+        about = {"allocation": settings, "model_sha256": model["sha256"], **protection.provenance(model)}
+        plan = Plan(best.kept, counts, about)
+        plan.check(model["layers"])
+        plan.save(files.out / "plan.json")
+        files.table("errors.parquet", COLUMNS, best.errors)
+
+
+@dataclass(frozen=True, eq=False)
+class Sequential(OnText):
+    """A plan made layer by layer: each layer is scored on the output of the pruned layers below it.
+
+    Each layer loses whole experts as by allocation=uniform, or channels as by allocation=layerwise. It is always
+    streamed, since it never needs more than one layer.
+    """
+
+    kind = "sequential"
+    reads_text = True
+    streams = True
+    checks: ClassVar[Checks] = (check_sequential, check_ratio, check_layout)
+    criterion: CriterionConfig
+    sums: dict[str, Step]
+    """Sums over weights that the criterion reads."""
+    asked: Asked
+    gate: str | None
+    seed: int | None
+    plugins: Places
+    runtime = frozenset({"plugins"})
+
+    def label(self) -> str:
+        return self.asked.name
+
+    @classmethod
+    def of(cls, cell: Cell) -> Self:
+        """The plan of a cell, on its calibration set."""
+        needs = [need for need in criteria.get(cell.criterion.name).needs if not KINDS[need].reads_text]
+        sums = {need: evidence(need, cell) for need in needs}
+        return cls(
+            loaded_as(cell.model),
+            cell.calibration,
+            cell.criterion,
+            sums,
+            asked_of(cell),
+            *chance_and_gate(cell),
+            plugged(cell),
+        )
+
+    @property
+    def is_layered(self) -> bool:
+        return True
+
+    def work(self, files: Files) -> None:
+        from moe_lab.search.sequential import prune_sequentially
+        from moe_lab.statistics.sums import by_layer
+
+        plugins.bring(self.plugins)
+        passes = Streamed(self.loaded.model, self.text, files, {"step": self.id}, None)
+        model = protected_facts(self, self.asked, files.facts(self.loaded.facts), files)
+        read = {role: step for role, step in {**self.sums, **self.asked.evidence}.items() if role != "statistics"}
+        weights = by_layer(files.sums(read).values())
+
+        def choose(layer: int, sums: Any) -> Any:
+            return self._plan_of_layer({layer: model["layers"][layer]}, {**weights.get(layer, {}), **sums}, model)
+
+        about = {name: self.settings[name] for name in ("criterion", "text")}
+        plan = prune_sequentially(
+            passes.model,
+            passes.text,
+            choose,
+            fingerprint={"step": self.id},
+            out=files.partial,
+            budget=passes.budget,
+            provenance={
+                **about,
+                "allocation": settings_of(self, self.asked),
+                "model_sha256": model["sha256"],
+                **protection.provenance(model),
+            },
+        )
+        plan.check(model["layers"])
+        plan.save(files.out / "plan.json")
+
+    def _plan_of_layer(self, here: dict[int, Any], sums: Mapping[str, Any], model: dict[str, Any]) -> Any:
+        """The plan of one layer. `here`: its facts, by its number; `sums`: of its tokens and weights."""
+        from moe_lab.pruning.plan import make_channel_plan, make_plan
+
+        (layer,) = here
+        settings, scored = settings_of(self, self.asked), score(self, {layer: sums}, here)
+        if criteria.get(self.criterion.name).granularity == "expert":
+            remove = allocation.allocate({**settings, "name": "uniform"}, here, scored, model=model)
+            return make_plan(scored, remove, here, provenance={})
+        keep = allocation.budgets({**settings, "name": "layerwise"}, here, scored, model=model)
+        return make_channel_plan(scored, keep, here, zero_expert=allocation.zero_expert(settings), provenance={})

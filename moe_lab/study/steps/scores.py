@@ -1,66 +1,127 @@
-"""Steps that compute scores from sums."""
+"""Steps that compute scores from sums; and what a cell's criterion and allocation read."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
-from moe_lab import criteria, results
-from moe_lab.config import ModelConfig
+from moe_lab import allocation, criteria, plugins, results
+from moe_lab.config import CriterionConfig, ModelConfig
+from moe_lab.errors import unknown
 from moe_lab.grid import Cell
 from moe_lab.models.config_json import check_plain_weights
-from moe_lab.study.step import Job, Part, Step
+from moe_lab.study.step import KINDS, Packing, Step
 from moe_lab.study.steps import tables
-from moe_lab.study.steps.builder import Builder, scoring
-from moe_lab.study.steps.inputs import evidence, facts, write_table
-from moe_lab.study.steps.kind import Kind, Packing
-from moe_lab.study.steps.passes import STATISTICS_PASS
+from moe_lab.study.steps.files import Files
+from moe_lab.study.steps.model import Facts
+from moe_lab.study.steps.passes import StatisticsPass
 
 CHANNEL_SCORES = "scores.safetensors"
 ByLayer = Mapping[int, Mapping[str, Any]]
+Places = tuple[Mapping[str, str], ...]
+"""Where plugins are, as by `plugins.place`."""
 
 
-def scores_step(builder: Builder, cell: Cell) -> Step:
-    """The step that scores the experts, or the channels, of every layer."""
+def needed_kind(name: str) -> Any:
+    """The kind of step that a criterion or an allocation needs. UserError, with the nearest name, without one."""
+    if name not in KINDS:
+        raise unknown("step in needs", name, KINDS)
+    return KINDS[name]
+
+
+def evidence_of(cell: Cell) -> tuple[str, ...]:
+    """Inputs of the cell's allocation besides the scores: kinds of steps, and "by" for scores of another criterion."""
+    return allocation.needs(vars(cell.allocation))
+
+
+def reads_text(cell: Cell) -> bool:
+    """Whether the cell's criterion, or what its allocation reads besides scores, depends on the calibration set."""
+    needs = [*criteria.get(cell.criterion.name).needs, *(need for need in evidence_of(cell) if need != "by")]
+    if cell.allocation.by is not None:
+        needs += criteria.get(cell.allocation.by).needs
+    if any(needed_kind(need).reads_text for need in needs):
+        return True
+    return KINDS[allocation.get(cell.allocation.name).step].reads_text
+
+
+def evidence(need: str, cell: Cell) -> Step:
+    """The input step that `need` names: a kind of step, or "by" for scores of the criterion in allocation.by."""
+    if need == "by":
+        return Scores.of(replace(cell, criterion=CriterionConfig(name=str(cell.allocation.by))))
+    step: Step = needed_kind(need).of(cell)
+    return step
+
+
+@dataclass(frozen=True, eq=False)
+class Scores(Step):
+    """A score per expert, or per channel; higher means keep."""
+
+    kind = "scores"
+    packing = Packing.SMALL
+    facts: Facts
+    criterion: CriterionConfig
+    sums: dict[str, Step]
+    name: str
+    gate: str | None
+    """The gate that weighs outputs of experts; None for criteria that do not look at it."""
+    seed: int | None
+    """None for criteria without chance."""
+    plugins: Places
+    runtime = frozenset({"name", "plugins"})
+
+    def label(self) -> str:
+        return self.name
+
+    @classmethod
+    def of(cls, cell: Cell) -> Self:
+        """The scores of the experts, or the channels, of every layer by a cell's criterion."""
+        criterion = criteria.get(cell.criterion.name)
+        name = f"{cell.model.name}-{cell.calibration.name}-{criterion.name}"
+        sums = {need: evidence(need, cell) for need in criterion.needs}
+        return cls(Facts(cell.model), cell.criterion, sums, name, *chance_and_gate(cell), plugged(cell))
+
+    def work(self, files: Files) -> None:
+        plugins.bring(self.plugins)
+        values = score(self, files.evidence(self.sums), files.facts(self.facts)["layers"])
+        if criteria.get(self.criterion.name).granularity == "channel":
+            from safetensors.numpy import save_file
+
+            save_file({str(layer): array for layer, array in values.items()}, files.out / CHANNEL_SCORES)
+            files.table("expert_concentration.parquet", results.CONCENTRATION, tables.concentration(values))
+            return
+        rows = [(layer, expert, float(value)) for layer, array in values.items() for expert, value in enumerate(array)]
+        files.table("scores.parquet", results.SCORES, rows)
+
+
+def chance_and_gate(cell: Cell) -> tuple[str | None, int | None]:
+    """The gate and the seed of a cell, each None if its criterion does not look at it."""
     criterion = criteria.get(cell.criterion.name)
-
-    def make() -> Step:
-        settings, runtime = scoring(cell)
-        inputs = {"model": builder.model(cell.model)}
-        inputs |= {need: builder.evidence(need, cell) for need in criterion.needs}
-        label = f"{cell.model.name}-{cell.calibration.name}-{criterion.name}"
-        return Step("scores", label, {"criterion": settings}, inputs, runtime)
-
-    return builder.once(("scores", cell.model, cell.calibration, cell.criterion, cell.gate, cell.seed), make)
+    return cell.gate if criterion.uses_gate else None, cell.seed if criterion.uses_seed else None
 
 
-def scores(job: Job) -> None:
-    """Compute a score per expert, or per channel; higher means keep."""
-    settings = job.settings["criterion"]
-    values = score(settings, evidence(job), facts(job)["layers"])
-    if criteria.get(settings["criterion"]).granularity == "channel":
-        from safetensors.numpy import save_file
-
-        save_file({str(layer): array for layer, array in values.items()}, job.output(CHANNEL_SCORES))
-        write_table(job.output("expert_concentration.parquet"), results.CONCENTRATION, tables.concentration(values))
-        return
-    table = [(layer, expert, float(value)) for layer, array in values.items() for expert, value in enumerate(array)]
-    write_table(job.output("scores.parquet"), results.SCORES, table)
+def plugged(cell: Cell) -> Places:
+    """Where the cell's criterion and allocation are, if they are of plugins."""
+    criterion, chosen = criteria.get(cell.criterion.name), allocation.get(cell.allocation.name)
+    functions: list[Callable[..., Any]] = [criterion.function] if criterion.source else []
+    if chosen.source:
+        functions += [function for function in chosen.functions.values() if function]
+    return tuple(plugins.place(function) for function in functions)
 
 
-def score(settings: Mapping[str, Any], inputs: ByLayer, layers: ByLayer) -> dict[int, Any]:
-    """Layer -> scores by a criterion, from sums over the layer's tokens and weights.
+def score(step: Any, inputs: ByLayer, layers: ByLayer) -> dict[int, Any]:
+    """Layer -> scores by the criterion, gate and seed of a step, from sums over the layer's tokens and weights.
 
-    `settings` are those of `scoring`; `layers` has the facts of the layers to score.
+    `layers` has the facts of the layers to score.
     """
     return criteria.score(
-        settings["criterion"],
+        step.criterion.name,
         inputs,
         experts={layer: about["n_experts"] for layer, about in layers.items()},
         widths={layer: about["width"] for layer, about in layers.items()},
-        gate=settings.get("gate"),
-        seed=settings.get("seed"),
-        parameters=settings["parameters"],
+        gate=step.gate,
+        seed=step.seed,
+        parameters=step.criterion.parameters,
     )
 
 
@@ -70,24 +131,23 @@ def check_weights(criterion: str, model: ModelConfig) -> None:
         check_plain_weights(model, f"criterion={criterion}")
 
 
-SCORES = Kind(name="scores", work=scores, step=scores_step, packing=Packing.SMALL)
+@dataclass(frozen=True, eq=False)
+class Family(Step):
+    """S(b, alpha, beta) of every expert for all 17 meaningful combinations, for the overlap figures."""
 
+    kind = "family"
+    packing = Packing.SMALL
+    statistics: StatisticsPass
+    gate: str
 
-def family_step(builder: Builder, cell: Cell) -> Step:
-    """The step that computes all S(b, alpha, beta), for the overlap figures."""
-    model, calibration = cell.model, cell.calibration
+    def label(self) -> str:
+        return self.statistics.label()
 
-    def make() -> Step:
-        inputs = {"statistics": STATISTICS_PASS.step(builder, cell)}
-        return Step("family", f"{model.name}-{calibration.name}", {"family": Part({"gate": cell.gate})}, inputs)
+    @classmethod
+    def of(cls, cell: Cell) -> Self:
+        """The family of scores on a cell's calibration set."""
+        return cls(StatisticsPass.of(cell), cell.gate)
 
-    return builder.once(("family", model, calibration, cell.gate, cell.seed), make)
-
-
-def family(job: Job) -> None:
-    """Compute S(b, alpha, beta) of every expert for all 17 meaningful combinations."""
-    table = criteria.family(evidence(job), gate=job.settings["family"]["gate"])
-    write_table(job.output("family.parquet"), results.FAMILY, table)
-
-
-FAMILY = Kind(name="family", work=family, step=family_step, packing=Packing.SMALL)
+    def work(self, files: Files) -> None:
+        table = criteria.family(files.evidence({"statistics": self.statistics}), gate=self.gate)
+        files.table("family.parquet", results.FAMILY, table)

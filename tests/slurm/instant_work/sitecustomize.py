@@ -8,30 +8,30 @@ seconds, 0 by default.
 
 import os
 import time
-from dataclasses import replace
 from pathlib import Path
 
-from moe_lab.study.step import Job
+from moe_lab.study.step import Step
 from moe_lab.study.steps import KINDS
+from moe_lab.study.steps.files import Files
 
 PARTS = 2
 
 
-def instant(job: Job) -> None:
+def instant(step: Step, files: Files) -> None:
     """Do the parts that are not saved yet, then leave a result that depends on the settings alone."""
-    folder, partial = Path(os.environ["INSTANT_WORK"]), Path(job.partial)
+    folder, partial = Path(os.environ["INSTANT_WORK"]), files.partial
     partial.mkdir(parents=True, exist_ok=True)
     saved = partial / "saved"
-    _note(folder / "begun", f"{job.name} {os.getpid()}")
+    _note(folder / "begun", f"{step.folder} {os.getpid()}")
     for part in range(int(saved.read_text()) if saved.exists() else 0, PARTS):
-        while part == PARTS - 1 and (folder / f"hold-{job.kind}").exists():
+        while part == PARTS - 1 and (folder / f"hold-{step.kind}").exists():
             time.sleep(0.02)
-        if (folder / f"break-{job.kind}").exists():
+        if (folder / f"break-{step.kind}").exists():
             raise ValueError("broken on purpose")
         time.sleep(float(os.environ.get("INSTANT_PAUSE", "0")))
-        _note(folder / "parts", f"{job.name} {part}")
+        _note(folder / "parts", f"{step.folder} {part}")
         saved.write_text(str(part + 1))
-    job.output("instant.txt").write_text(f"{job.name} {sorted(job.settings)}")
+    (files.out / "instant.txt").write_text(f"{step.folder} {sorted(step.settings)}")
 
 
 def _note(file: Path, line: str) -> None:
@@ -39,4 +39,5 @@ def _note(file: Path, line: str) -> None:
         notes.write(line + "\n")
 
 
-KINDS.update({name: replace(kind, work=instant) for name, kind in KINDS.items()})
+for kind in KINDS.values():
+    kind.work = instant  # type: ignore[method-assign]

@@ -1,0 +1,138 @@
+"""`Files`: where a step reads and writes; and models that stay in memory for the next step."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from moe_lab.config import CalibrationConfig, ModelConfig
+from moe_lab.json_files import write_json
+from moe_lab.study.step import Step, log_of
+
+if TYPE_CHECKING:
+    from moe_lab.study.store import Store
+
+STATISTICS = "statistics.safetensors"
+REPORT = "calibration.json"
+NO_SUMS = ("facts", "scores", "by")
+"""Roles of inputs that hold no sums."""
+
+
+@dataclass(frozen=True)
+class Files:
+    """Where a step writes its result and what it resumes from, and the folders of the finished steps it reads."""
+
+    out: Path
+    partial: Path
+    folders: Mapping[str, Path]
+    """Id of a finished step -> its folder."""
+    log: Path
+    """Where a worker keeps what is printed meanwhile."""
+
+    @classmethod
+    def of(cls, step: Step, store: Store, scratch: Path) -> Files:
+        """Those of a step that fills `scratch`."""
+        folders = {needed.id: store.path(needed).absolute() for needed in step.needs}
+        log = log_of(store, step.folder).absolute()
+        return cls(scratch.absolute(), store.partial(step).absolute(), folders, log)
+
+    def path(self, step: Step, name: str) -> Path:
+        """A file of a finished step."""
+        return self.folders[step.id] / name
+
+    def facts(self, step: Step) -> dict[str, Any]:
+        """Facts about a model that its step wrote: layers by number, parameters."""
+        content: dict[str, Any] = json.loads(self.path(step, "facts.json").read_text())
+        return {**content, "layers": {int(layer): about for layer, about in content["layers"].items()}}
+
+    def sums(self, steps: Mapping[str, Step]) -> dict[str, dict[int, dict[str, Any]]]:
+        """Role -> layer -> arrays by name, of the steps that hold sums."""
+        from moe_lab.statistics.sums import read
+
+        return {role: read(self.path(steps[role], STATISTICS)) for role in sorted(steps) if role not in NO_SUMS}
+
+    def evidence(self, steps: Mapping[str, Step]) -> dict[int, dict[str, Any]]:
+        """Layer -> the arrays of all sums of the steps, by name."""
+        from moe_lab.statistics.sums import by_layer
+
+        return by_layer(self.sums(steps).values())
+
+    def expert_scores(self, step: Step) -> dict[int, list[float]]:
+        """Layer -> a score per expert."""
+        import pyarrow.parquet as parquet
+
+        scores: dict[int, list[float]] = {}
+        for row in parquet.read_table(self.path(step, "scores.parquet")).to_pylist():
+            scores.setdefault(row["layer"], []).append(row["score"])
+        return scores
+
+    def plan(self, step: Step | None) -> Any:
+        """The plan that a step made; None for the unpruned model."""
+        from moe_lab.pruning.plan import Plan
+
+        return Plan.load(self.path(step, "plan.json")) if step else None
+
+    def table(self, name: str, columns: tuple[str, ...], rows: list[tuple[Any, ...]]) -> None:
+        """Write rows as a Parquet table of the result."""
+        write_table(self.out / name, columns, rows)
+
+
+def write_table(path: Path, columns: tuple[str, ...], rows: list[tuple[Any, ...]]) -> None:
+    """Write rows as a Parquet table."""
+    import pyarrow as arrow
+    import pyarrow.parquet as parquet
+
+    values = list(zip(*rows, strict=True)) or [()] * len(columns)
+    parquet.write_table(arrow.table(dict(zip(columns, map(list, values), strict=True))), path)
+
+
+_LOADED: dict[str, Any] = {}
+_SKELETON: dict[str, Any] = {}
+
+
+def loaded(model: ModelConfig) -> tuple[Any, Any]:
+    """The model and its tokenizer. The last pair is kept in memory for further steps with the same model.
+
+    An engine is ended, as both may need all the memory of a device.
+    """
+    from moe_lab.evaluation.engines import vllm
+    from moe_lab.models.load import load_model
+
+    vllm.close()
+    if _LOADED.get("of") != model:
+        _LOADED.clear()
+        _LOADED.update(pair=load_model(model), of=model)
+    pair: tuple[Any, Any] = _LOADED["pair"]
+    return pair
+
+
+def forget_loaded() -> None:
+    """Forget the model that `loaded` keeps."""
+    _LOADED.clear()
+
+
+def skeleton(model: ModelConfig) -> Any:
+    """The model on the meta device, without weights. The last one is kept for further steps with this model."""
+    from moe_lab.models import load
+    from moe_lab.models.files import local_folder
+
+    if _SKELETON.get("of") != model:
+        network = load.skeleton(local_folder(model), trust_remote_code=model.trust_remote_code).eval()
+        load.set_top_k(network, model.top_k)
+        _SKELETON.update(network=network, of=model)
+    return _SKELETON["network"]
+
+
+def read_text(text: CalibrationConfig, tokenizer: Any, files: Files, rows: tuple[int, int] | None = None) -> Any:
+    """Batches (ids, valid) of a text, or of some of its rows: of the first up to the end, which are whole batches.
+
+    Also writes the report on the whole text.
+    """
+    from moe_lab.calibration.batches import batches
+
+    read = batches(text, tokenizer)
+    write_json(files.out / REPORT, read.report)
+    return read.rows[rows[0] // text.batch_size : -(-rows[1] // text.batch_size)] if rows else read.rows

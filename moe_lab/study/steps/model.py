@@ -1,0 +1,48 @@
+"""The step with facts about a model, and `Loaded`, what all steps that run a model have in common."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moe_lab.config import ModelConfig
+from moe_lab.json_files import write_json
+from moe_lab.models.identity import Arithmetic, arithmetic
+from moe_lab.study.step import Packing, Parts, Step, once_per_object
+from moe_lab.study.steps.files import Files
+
+
+@dataclass(frozen=True, eq=False)
+class Facts(Step):
+    """Layers, experts and parameters of a model, from its configuration alone, and a hash of its files."""
+
+    kind = "model"
+    packing = Packing.SMALL
+    model: ModelConfig
+
+    def label(self) -> str:
+        return self.model.name
+
+    def work(self, files: Files) -> None:
+        from moe_lab.models.facts import facts
+        from moe_lab.models.files import fingerprint, local_folder
+
+        folder = local_folder(self.model)
+        commit = folder.resolve().name if folder.resolve().parent.name == "snapshots" else None  # of the hub's cache
+        about = {**facts(self.model), "sha256": fingerprint(folder), "commit": commit}
+        write_json(files.out / "facts.json", about)
+
+
+@dataclass(frozen=True, eq=False)
+class Loaded(Parts):
+    """A model as it is loaded. Which one it is the step with its facts identifies."""
+
+    facts: Facts
+    arithmetic: Arithmetic
+    model: ModelConfig
+    runtime = frozenset({"model"})
+
+
+@once_per_object
+def loaded_as(model: ModelConfig) -> Loaded:
+    """The model as steps load it."""
+    return Loaded(Facts(model), arithmetic(model), model)

@@ -1,0 +1,126 @@
+"""Steps for tests of stores, schedules and estimates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from moe_lab.config import (
+    AllocationConfig,
+    BackendConfig,
+    BenchmarkConfig,
+    CalibrationConfig,
+    Config,
+    CriterionConfig,
+    ExportConfig,
+    ModelConfig,
+    RecoveryConfig,
+    TimingConfig,
+)
+from moe_lab.evaluation.sandbox.policy import Policy
+from moe_lab.grid import Cell
+from moe_lab.study.step import Step
+from moe_lab.study.steps import KINDS, perform
+from moe_lab.study.steps.alignment import plan_of
+from moe_lab.study.steps.costs import Cost, Profile, Timing
+from moe_lab.study.steps.evaluation import Evaluate, results_of, task_of
+from moe_lab.study.steps.files import Files
+from moe_lab.study.steps.model import Facts, loaded_as
+from moe_lab.study.steps.plans import drops_whole_experts
+from moe_lab.study.steps.recovery import Export, Finetune, Pruned, export_of, pruned_of, storage_of
+from moe_lab.study.store import Store
+
+
+@dataclass(frozen=True, eq=False)
+class Example(Step):
+    """A step of any kind, identified by that, a number and its inputs."""
+
+    kind: str = "plan"  # type: ignore[misc]
+    name: str = "example"
+    number: int = 0
+    needed: dict[str, Step] = field(default_factory=dict)
+    model: ModelConfig | None = None
+    done_in: str | None = None
+    """The kind of Slurm jobs that do it, if it is another."""
+    runtime = frozenset({"kind", "name", "model", "done_in"})
+
+    def label(self) -> str:
+        return self.name
+
+    @property
+    def about(self) -> ModelConfig | None:
+        return self.model
+
+    def job(self) -> str:
+        return self.done_in or self.kind
+
+
+def done(store: Store, step: Step) -> Path:
+    """Do a step, and before it those it needs that are missing in the store; the folder of its result."""
+    for needed in step.needs:
+        done(store, needed)
+    with store.claim(step) as scratch:
+        if scratch is not None:
+            perform(step, Files.of(step, store, scratch))
+    return store.path(step)
+
+
+def exported(
+    model: Path, folder: Path, export: ExportConfig, recovery: RecoveryConfig | None = None
+) -> tuple[Export, Files]:
+    """The step that exports a model under the plan in `folder`/plan, fine-tuned as in `folder`/finetune if there is a
+    recovery; and its files."""
+    (folder / "scratch").mkdir(exist_ok=True)
+    text, plan = CalibrationConfig(name="x", path="owner/x", seed=1), Example()
+    loaded = loaded_as(ModelConfig(name="m", path=str(model), device="cpu"))
+    finetune = Finetune(loaded, text, plan, recovery, 1) if recovery else None
+    pruned = Pruned(loaded, plan, finetune, None, recovery or RecoveryConfig(), True)
+    folders = {plan.id: folder / "plan"} | ({finetune.id: folder / "finetune"} if finetune else {})
+    return export_of(pruned, Config(export=export)), Files(folder / "scratch", folder / "partial", folders)
+
+
+def cell_of(model: ModelConfig, text: CalibrationConfig, **changes: Any) -> Cell:
+    """A cell that reads one text for everything, in its order."""
+    roles = dict.fromkeys(("search", "instructions", "distill", "fit", "flops"), text)
+    given = {
+        "criterion": CriterionConfig(name="reap"),
+        "calibration": text,
+        "allocation": AllocationConfig(),
+        "recovery": RecoveryConfig(),
+        "ratio": 0.25,
+        "gate": "model",
+        "seed": 1,
+        "texts": roles,
+        **changes,
+    }
+    return Cell(model, **given)
+
+
+def step_of(kind: str, cell: Cell, config: Config | None = None, benchmark: BenchmarkConfig | None = None) -> Step:
+    """A step of a kind, about a cell."""
+    config = config or Config(timed=TimingConfig(device="a GPU"))
+    if kind in ("alignment", "activation_alignment"):
+        grouping = {"alignment": "m_smoe", "activation_alignment": "ream"}[kind]
+        return plan_of(replace(cell, allocation=replace(cell.allocation, replacement=grouping)))  # type: ignore[no-any-return]
+    changes = plan_of(cell), None, storage_of(cell.recovery)
+    pruned = Pruned(loaded_as(cell.model), *changes, cell.recovery, drops_whole_experts(cell))
+    text = cell.texts["flops"]
+    made: dict[str, Callable[[], Any]] = {
+        "model": lambda: Facts(cell.model),
+        "finetune": lambda: pruned_of(cell).finetune,
+        "export": lambda: export_of(pruned, config),
+        "cost": lambda: Cost.of(pruned, text, Cost.of_unpruned(cell.model, text)),
+        "profile": lambda: Profile(pruned.loaded, text, pruned.plan),
+        "timing": lambda: Timing.of(pruned, text, config.timed),
+        **dict.fromkeys(("evaluate", "generate", "grade"), lambda: results_of(pruned, task_of(benchmark, config))),
+    }
+    step: Any = made[kind]() if kind in made else KINDS[kind].of(cell)  # type: ignore[attr-defined]
+    return step.generate if kind == "generate" else step  # type: ignore[no-any-return]
+
+
+def evaluated(model: ModelConfig, benchmark: BenchmarkConfig, plan: Step | None = None, **changes: Any) -> Evaluate:
+    """The step that evaluates a model under a plan on a benchmark."""
+    pruned = Pruned(loaded_as(model), plan, None, None, RecoveryConfig(), True)
+    return Evaluate(pruned, changes.pop("backend", BackendConfig()), None, None, benchmark, Policy(), None, **changes)
