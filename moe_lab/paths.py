@@ -8,6 +8,7 @@ from collections.abc import Collection
 from hashlib import sha256
 from pathlib import Path
 
+from moe_lab.config.base import LONGEST_NAME, checked_name
 from moe_lab.errors import UserError, unknown
 from moe_lab.secret_settings import check_stored
 
@@ -86,33 +87,14 @@ def store_folder(store: str) -> Path:
     return cache("stores") / f"{name}-{sha256(url.encode()).hexdigest()[:8]}"
 
 
-NAME = re.compile(r"\w[\w.+-]*")
-LONGEST_NAME = 100
-"""Most bytes of a name. Names of folders contain several names, and file systems allow 255 bytes."""
-
-
 def check_name(field: str, name: str, reserved: Collection[str] = ()) -> None:
-    """Raise UserError unless `name` can be part of a path: letters, digits and _, after the first also . + -; at most
-    LONGEST_NAME bytes; not in `reserved`."""
-    size = len(name.encode("utf-8", "replace"))
-    if size > LONGEST_NAME:
-        raise UserError(
-            f"{field}={name[:40]}... has {size} bytes, and folders are called by it: expected {LONGEST_NAME} at most"
-        )
+    """Raise UserError unless `name` can be part of a path, and is not in `reserved`; see `moe_lab.config.base.Name`."""
     if name in reserved:
         raise UserError(f"{field}={name} means something else: expected another name, such as {name}_1")
-    if not NAME.fullmatch(name):
-        close = re.sub(r"[^\w.+-]+", "_", name).strip("_.+-")
-        raise UserError(
-            f"{field}={name} cannot be called so, as folders are: expected letters, digits and _ . + - after the first"
-            f"{f', such as {close}' if close else ''}"
-        )
-
-
-def check_folder(field: str, path: str, usual: str) -> None:
-    """Raise UserError when the path of a folder is empty; the message gives `usual` as an example."""
-    if not path.strip():
-        raise UserError(f"{field} is empty: expected a folder, such as {field}={usual}")
+    try:
+        checked_name(name)
+    except ValueError as error:
+        raise UserError(f"{field}={name}: {error}") from None
 
 
 def shortened(name: str, longest: int = LONGEST_NAME) -> str:

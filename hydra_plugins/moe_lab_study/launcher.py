@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from hydra.core.config_store import ConfigStore
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 ConfigStore.instance().store(
     group="hydra/launcher",
@@ -23,27 +22,24 @@ class StudyLauncher(Launcher):
     """Composes every job, and hands all of them to one study."""
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        self.loader, self.config = hydra_context.config_loader, config
+        self.config = config
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
-        from moe_lab.compose import ask
-        from moe_lab.errors import UserError
+        from moe_lab.compose import ask, compose
+        from moe_lab.config.base import Mistakes
 
-        if not job_overrides:
-            words = " ".join(self.config.hydra.overrides.task)
-            raise UserError(f"{words} sweeps over nothing: expected patterns that match a name")
-        _mask(Path(self.config.hydra.sweep.dir) / "multirun.yaml")
-        jobs = [self.loader.load_sweep_config(self.config, list(overrides)) for overrides in job_overrides]
-        code = ask(jobs)
+        hydra = self.config.hydra
+        searchpath = [word for word in hydra.overrides.hydra if "searchpath" in word]
+        asked = []
+        with Mistakes() as mistakes:
+            if not job_overrides:
+                words = " ".join(hydra.overrides.task)
+                mistakes.append(f"{words} sweeps over nothing: expected patterns that match a name")
+            for overrides in job_overrides:
+                with mistakes.caught():
+                    asked.append(compose([*searchpath, *overrides], hydra.job.config_name))
+        code = ask(asked[0][0], [request for _, requests in asked for request in requests])
         return [
             JobReturn(overrides=list(overrides), status=JobStatus.COMPLETED, _return_value=code)
             for overrides in job_overrides
         ]
-
-
-def _mask(file: Path) -> None:
-    """Take the secrets out of what Hydra has written down about a multirun."""
-    from moe_lab.errors import masked
-
-    if file.is_file():
-        OmegaConf.save(masked(OmegaConf.to_container(OmegaConf.load(file))), file)

@@ -7,28 +7,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from operator import attrgetter
 from typing import Any
 
-from moe_lab import allocation, criteria, secret_settings
+from moe_lab import allocation, criteria
 from moe_lab.allocation import listed
 from moe_lab.allocation.grouping import GROUPINGS
 from moe_lab.calibration import settings as calibrations
 from moe_lab.calibration import sources
 from moe_lab.config import BenchmarkConfig, CalibrationConfig, Config
 from moe_lab.errors import UserError, user_errors
-from moe_lab.evaluation import back_ends, interpreters, suite
+from moe_lab.evaluation import back_ends, suite
 from moe_lab.evaluation.harness import HARNESSES
-from moe_lab.evaluation.sandbox.policy import check_sandbox
-from moe_lab.grid import Cell, Request, wrong_names
+from moe_lab.grid import Cell, Request
 from moe_lab.models import config_json, files
-from moe_lab.paths import check_folder
 from moe_lab.pruning.export import gguf, layout
 from moe_lab.pruning.export.form import no_replacements
 from moe_lab.recovery import settings as recoveries
 from moe_lab.study import push, remote, tracking
-from moe_lab.study.launch import check_device, launcher
-from moe_lab.study.schedule import check_retry
+from moe_lab.study.launch import check_device
 from moe_lab.study.slurm import resources
 from moe_lab.study.steps import KINDS
 from moe_lab.study.steps.builder import reads_text
@@ -54,9 +50,7 @@ def preflight(config: Config, requests: Iterable[Request]) -> list[str]:
     """
     sentences: list[str] = []
     for cells, benchmarks in requests:
-        sentences += wrong_names(config.study, cells, benchmarks)
         sentences += _wrong_settings(config)
-        sentences += _wrong_secrets(config, cells)
         sentences += _wrong_choices(cells, benchmarks)
         sentences += _wrong_together(config, cells, benchmarks)
         sentences += _wrong_allocations(cells)
@@ -79,25 +73,10 @@ def lacking(config: Config, requests: Iterable[Request]) -> list[str]:
 
 
 def _wrong_settings(config: Config) -> Iterator[str]:
-    usual = Config()
-    yield from user_errors(check_folder, "store", config.store, usual.store)
     yield from user_errors(remote.check, config.store)
-    yield from user_errors(check_folder, "data_root", config.data_root, usual.data_root)
-    yield from user_errors(check_sandbox, config.sandbox)
-    yield from user_errors(interpreters.check_names, config.interpreters)
-    yield from user_errors(check_retry, config.retry)
-    yield from user_errors(launcher, config.launcher)
     yield from user_errors(tracking.check, config.tracker)
     yield from user_errors(push.check, config)
     yield from user_errors(resources.check, config.resources)
-
-
-def _wrong_secrets(config: Config, cells: Sequence[Cell]) -> Iterator[str]:
-    for field in secret_settings.STORED:
-        group = field.partition(".")[0]
-        places = _each(cells, group) if group in Cell.__dataclass_fields__ else [config]
-        for place in places:
-            yield from user_errors(secret_settings.check_stored, field, attrgetter(field)(place))
 
 
 def _wrong_choices(cells: Sequence[Cell], benchmarks: Sequence[BenchmarkConfig]) -> Iterator[str]:
@@ -112,7 +91,6 @@ def _wrong_choices(cells: Sequence[Cell], benchmarks: Sequence[BenchmarkConfig])
     for cell in _each([cell for cell in cells if not _is_known(cell) or reads_text(cell)], "calibration"):
         yield from calibrations.wrong(cell.calibration, sources.first_record)
     for cell in _each(cells, "recovery"):
-        yield from user_errors(recoveries.check_none, cell.recovery)
         yield from user_errors(recoveries.check, cell.recovery)
     for cell in _each(cells, "allocation"):
         yield from user_errors(allocation.check_by, cell.allocation)

@@ -14,7 +14,7 @@ from moe_lab.grid import Request
 from moe_lab.study import push, record, report
 from moe_lab.study.estimates import Times, disk_problems, forecast, memory_problems
 from moe_lab.study.graph import build
-from moe_lab.study.launch import Launcher, launcher
+from moe_lab.study.launch import LAUNCHERS, Launcher
 from moe_lab.study.preflight import lacking, preflight
 from moe_lab.study.progress import console, say, say_notices
 from moe_lab.study.record import Study
@@ -41,12 +41,11 @@ def run(
     missing = lacking(config, requests)
     if problems := list(dict.fromkeys(problems + ([] if config.dry_run else missing))):
         raise _together("several things:", problems)
-    launch = launcher(config.launcher)
     graph = build(config, requests)
     push.check_graph(config, graph)
     store = Store(config.store)
     with store.errors_as_sentences(), nullcontext() if config.dry_run else store.create().lease(graph.steps()):
-        return _run(Study(config, graph, store, add, written=written or {}), missing, launch)
+        return _run(Study(config, graph, store, add, written=written or {}), missing, LAUNCHERS[config.launcher.name])
 
 
 def _run(study: Study, missing: list[str], launch: Launcher) -> int:

@@ -7,12 +7,8 @@ from dataclasses import fields
 from math import ceil, inf
 from typing import Any
 
-from omegaconf import OmegaConf
-
 from moe_lab.config import JobConfig, ResourcesConfig
 from moe_lab.errors import UserError, unknown
-from moe_lab.grid import typed
-from moe_lab.secret_settings import escaped
 from moe_lab.study.estimates import GIB, Memory, Seconds, gpus, memory_of
 from moe_lab.study.slurm import scheduler
 from moe_lab.study.step import Step
@@ -29,19 +25,12 @@ HOST = 8.0
 
 
 def check(settings: ResourcesConfig) -> None:
-    """Raise UserError for a key of `jobs` that names no kind of step, and for numbers out of range."""
+    """Raise UserError for a key of `jobs` that names no kind of step, and for options of sbatch that are decided."""
     for key in settings.jobs:
         kind = key.rpartition("/")[2]
         if kind not in (*KINDS, EVERY):
             raise unknown(f"resources.jobs {key}", kind, [*KINDS, EVERY])
-    for name in ("gpu_memory", "margin", "longest", "cpus_per_gpu"):
-        if not getattr(settings, name) > 0:
-            raise UserError(f"resources.{name}={getattr(settings, name)}: expected a number above 0")
-    for key, job in {EVERY: settings.every, **{key: _job(key, settings) for key in settings.jobs}}.items():
-        for name, least in (("gpus", 0), ("cpus", 1), ("memory", 0.1), ("minutes", 1)):
-            value = getattr(job, name)
-            if value is not None and not value >= least:
-                raise UserError(f"resources {key}: {name}={value}: expected at least {least}")
+    for key, job in {EVERY: settings.every, **settings.jobs}.items():
         _check_sbatch(key, job.sbatch)
 
 
@@ -122,17 +111,4 @@ def _levels(step: Step, settings: ResourcesConfig) -> Iterator[JobConfig]:
         keys += [f"{model}/{EVERY}", f"{model}/{step.kind}"]
     for key in keys:
         if key in settings.jobs:
-            yield _job(key, settings)
-
-
-def _job(key: str, settings: ResourcesConfig) -> JobConfig:
-    """The settings under a key of `jobs`. Raises UserError for an unknown field, or a value of the wrong type."""
-    names = [field.name for field in fields(JobConfig)]
-    values = settings.jobs[key]
-    if not isinstance(values, dict):
-        raise UserError(f"resources.jobs {key}: {values}: expected fields and values, such as {{gpus: 2}}")
-    for name in values:
-        if name not in names:
-            raise unknown(f"resources.jobs {key}", name, names)
-    written = {**values, "setup": escaped(values["setup"])} if "setup" in values else values
-    return typed(JobConfig, OmegaConf.create(written), f"resources.jobs {key}")
+            yield settings.jobs[key]

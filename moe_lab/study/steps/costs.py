@@ -29,7 +29,7 @@ def _cost_step(pruned: PrunedModel) -> Step:
     The text itself is read only where experts of one layer may differ in width, since FLOPs then depend on routing.
     """
     builder, cell = pruned.builder, pruned.cell
-    text = _by_engine(pruned)
+    text = pruned.cell.texts["flops"]
     before = COST.step(PrunedModel(builder, replace(cell, recovery=NO_RECOVERY), None)) if pruned.plan else None
     row = builder.once(("row", text), lambda: Part({"length": text.length}))
     parts, inputs = {"row": row, **pruned.storage}, pruned.inputs(unpruned=before)
@@ -44,15 +44,6 @@ def _has_uneven_layers(pruned: PrunedModel) -> bool:
     if pruned.plan is None:
         return pruned.builder.once(("uneven", cell.model), lambda: has_uneven_layers(cell.model))
     return not drops_whole_experts(cell)
-
-
-def _by_engine(pruned: PrunedModel) -> CalibrationConfig:
-    """The text that FLOPs are counted on, with the engine and activation budget of the study's calibration."""
-    text, settings = pruned.cell.texts["flops"], pruned.builder.config.calibration
-    return pruned.builder.once(
-        ("by engine", text),
-        lambda: replace(text, engine=settings.engine, activation_budget=settings.activation_budget),
-    )
 
 
 def _reading(
@@ -150,14 +141,9 @@ def wrong_timing(config: Config, model: ModelConfig) -> Iterator[str]:
     """
     if not config.timing:
         return
-    timed = config.timed
-    numbers = {**asdict(timed), "batch_sizes": min(timed.batch_sizes, default=0)}
-    numbers["prompt_lengths"] = min(timed.prompt_lengths, default=0)
-    for name in (name for name, number in numbers.items() if name != "device" and number < 1):
-        yield f"timed.{name}={getattr(timed, name)}: expected whole numbers from 1 on"
     if config.launcher.name == "local" and config.launcher.processes != 1:
         yield "timing=true beside other work would measure that too: expected launcher=inline, or launcher.processes=1"
-    if config.launcher.name == "slurm" and timed.device is None:
+    if config.launcher.name == "slurm" and config.timed.device is None:
         yield "timing=true with launcher=slurm needs timed.device: expected the name of the nodes' GPU, as jobs see it"
     yield from user_errors(check_plain_weights, model, "timing=true")
 
