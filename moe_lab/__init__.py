@@ -79,9 +79,8 @@ def load(path: str, **settings: Any) -> tuple[Any, Any]:
     sentence, when the model cannot be loaded.
     """
     from moe_lab.config import ModelConfig
-    from moe_lab.config.base import as_name
     from moe_lab.models.load import load_model
-    from moe_lab.paths import PREFIX
+    from moe_lab.paths import PREFIX, as_name
 
     name = as_name(path.rstrip("/").rpartition("/")[2].rpartition(":")[2])
     threads = 1 if path.startswith(PREFIX) else None  # the shipped models are so small that one thread is fastest
@@ -127,7 +126,7 @@ def _calibration(tokenizer: Any, text: Any, seed: int, settings: Mapping[str, An
     """The batches of a text as `calibrate` reads it."""
     from moe_lab.calibration.batches import batches
     from moe_lab.config import CalibrationConfig
-    from moe_lab.config.base import as_name
+    from moe_lab.paths import as_name
 
     with _text_file(text) as path:
         length = min(512, tokenizer.model_max_length)

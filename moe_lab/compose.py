@@ -6,6 +6,7 @@ reported together.
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import re
 import tempfile
@@ -271,13 +272,14 @@ def _sort_choice(override: Override, values: list[Any], word: str, groups: Group
     if override.is_delete():
         found.composed.append(word)
         return
-    names = [name for value in values for name in (value if isinstance(value, list) else [value])]
+    listed = [name for value in values for name in (value if isinstance(value, list) else [value])]
+    names = [name for each in listed for name in (fnmatch.filter(known, str(each)) if "*" in str(each) else [each])]
     wrong = [name for name in names if name not in known]
     found.mistakes += [str(unknown(group, "null" if name is None else str(name), known)) for name in wrong]
     if not names:
         found.mistakes.append(f"{word} names nothing: expected patterns that match a name")
     if group in grid.GROUPS:
-        found.axes[group] = [name for name in names if name in known]
+        found.axes[group] = list(dict.fromkeys(name for name in names if name in known))
     elif len(values) > 1:
         found.mistakes.append(f"{word} names several files, and {group} has one in a study: expected one of them")
     elif not wrong:

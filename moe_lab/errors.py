@@ -83,9 +83,6 @@ def end_with(main: Callable[[], int | None]) -> NoReturn:
 
 
 MASK = "***"
-OWN = "MOE_LAB_SECRET"
-"""Prefix of the environment variables that secrets are moved to."""
-ENVIRONMENT = re.compile(r"\$\{oc\.env:\s*(\w+)\s*(?:,\s*([^${}]*?)\s*)?\}")
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 _ALWAYS = {"secret", "secrets", "password", "passwd", "passphrase", "apikey", "authorization", "credentials"}
 _LAST = {"auth", "bearer", "cookie", "credential", "pw", "pwd"}
@@ -122,10 +119,31 @@ def is_secret(name: str) -> bool:
 
 def mask(text: str) -> str:
     """Replace every secret that this process knows, and everything that looks like a secret, by ***."""
-    text = ENVIRONMENT.sub(lambda match: MASK if match[1].startswith(OWN) else match[0], text)
     for value in sorted(_known, key=len, reverse=True):
         text = text.replace(value, MASK)
-    return replace_secrets(text, lambda _: MASK)
+    for pattern in _PATTERNS:
+        text = pattern.sub(_masked, text)
+    return text
+
+
+def _masked(match: re.Match[str]) -> str:
+    """The text of a match of _PATTERNS with its value replaced, if that is a secret."""
+    value, name = match["value"], match.groupdict().get("name")
+    quote = value[0] if value[:1] in ("'", '"') else ""
+    bare = value.strip(quote) if quote else value
+    if not bare or bare == MASK or is_placeholder(bare) or (name is not None and not is_secret(name)):
+        return match[0]
+    start, end = match.start("value") - match.start(), match.end("value") - match.start()
+    return f"{match[0][:start]}{quote}{MASK}{quote}{match[0][end:]}"
+
+
+def check_no_secret(setting: str, value: Any) -> None:
+    """Raise UserError for a value that looks like a secret: settings are stored with the results."""
+    if (shown := masked(value, setting.rpartition(".")[2])) != value:
+        raise UserError(
+            f"{setting}={shown} looks like a secret, and settings are stored with the results: expected none; a "
+            "program that is started reads the environment, as in $NAME"
+        )
 
 
 def masked(document: Any, name: str = "") -> Any:
@@ -139,25 +157,8 @@ def masked(document: Any, name: str = "") -> Any:
     return mask(str(document)) if is_placeholder(str(document)) else MASK
 
 
-def replace_secrets(text: str, new: Callable[[str], str]) -> str:
-    """Replace everything in the text that looks like a secret by `new(secret)`."""
-
-    def replace(match: re.Match[str]) -> str:
-        value, name = match["value"], match.groupdict().get("name")
-        quote = value[0] if value[:1] in ("'", '"') else ""
-        bare = value.strip(quote) if quote else value
-        if not bare or bare == MASK or is_placeholder(bare) or (name is not None and not is_secret(name)):
-            return match[0]
-        start, end = match.start("value") - match.start(), match.end("value") - match.start()
-        return f"{match[0][:start]}{quote}{new(bare)}{quote}{match[0][end:]}"
-
-    for pattern in _PATTERNS:
-        text = pattern.sub(replace, text)
-    return text
-
-
 def is_placeholder(value: str) -> bool:
-    """Whether a value is a placeholder: an interpolation, a variable of the shell, KEY or VALUE."""
+    """Whether a value is a placeholder: a variable of the shell, KEY or VALUE."""
     return value.startswith(("$", "{")) or value in ("KEY", "VALUE")
 
 

@@ -28,9 +28,10 @@ from moe_lab.config import (
     RecoveryConfig,
     SourceConfig,
 )
-from moe_lab.config.base import LARGEST, Mistakes, as_name, fields_of, type_at, valid
-from moe_lab.errors import UserError, masked, unknown
+from moe_lab.config.base import LARGEST, Mistakes, fields_of, type_at, valid
+from moe_lab.errors import UserError, check_no_secret, unknown, user_errors
 from moe_lab.evaluation.harness import HARNESSES
+from moe_lab.paths import as_name
 
 
 @dataclass(frozen=True)
@@ -109,10 +110,8 @@ def points(draft: Draft, files: Files) -> list[Point]:
     """The distinct points of all grids. Raises SettingsError with all mistakes in values, names and files."""
     found: list[Point] = []
     with Mistakes() as mistakes:
-        grids = []
-        for number, lists in enumerate(draft.lists):
-            with mistakes.caught():
-                grids.append(_Grid(draft, _checked(lists, "grid" if number == 0 else "more"), files))
+        lists = [_checked(each, "more" if number else "grid", mistakes) for number, each in enumerate(draft.lists)]
+        grids = [_Grid(draft, {**lists[0], **each}, files) for each in lists]
         choices = _Choices(draft, files)
         with mistakes.caught():
             files.load(choice for one in grids for choice in one.choices())
@@ -122,21 +121,28 @@ def points(draft: Draft, files: Files) -> list[Point]:
                 with mistakes.caught():
                     axes.append(one.values(axis, choices))
             found += itertools.product(*axes) if len(axes) == len(AXES) else []
-    return list({tuple(map(id, point)): point for point in found}.values())
+    return list({tuple(map(_key, AXES, point)): point for point in found}.values())
 
 
-def _checked(lists: Any, place: str) -> dict[str, list[Any]]:
-    """The lists of a grid. Raises SettingsError for what is no axis, and for what is no list."""
-    with Mistakes() as mistakes:
-        if not isinstance(lists, Mapping):
-            raise UserError(f"{place}={lists}: expected lists by axis, such as {{ratio: [0.25, 0.5]}}")
-        for key, values in lists.items():
-            group = str(key).partition(".")[0]
-            if key not in AXES and not (group in GROUPS and type_at(CellConfig, str(key).split("."))):
-                mistakes.append(str(unknown(place, str(key), AXES)))
-            elif not isinstance(values, list):
-                mistakes.append(f"{place}.{key}={values}: expected a list, such as [{values}]")
-    return {str(key): values for key, values in lists.items()}
+def _key(axis: str, value: Any) -> Any:
+    """What tells values of an axis apart: numbers themselves; of choices, each of which is made once, the object."""
+    return value if axis in VALUES else id(value)
+
+
+def _checked(lists: Any, place: str, mistakes: list[str]) -> dict[str, list[Any]]:
+    """The lists of a grid that are lists of an axis; a sentence is added to `mistakes` for anything else."""
+    if not isinstance(lists, Mapping):
+        mistakes.append(f"{place}={lists}: expected lists by axis, such as {{ratio: [0.25, 0.5]}}")
+        return {}
+    found = {}
+    for key, values in ((str(key), values) for key, values in lists.items()):
+        if key not in AXES and not (key.partition(".")[0] in GROUPS and type_at(CellConfig, key.split("."))):
+            mistakes.append(str(unknown(place, key, AXES)))
+        elif not isinstance(values, list):
+            mistakes.append(f"{place}.{key}={values}: expected a list, such as [{values}]")
+        elif values:
+            found[key] = values
+    return found
 
 
 class _Grid:
@@ -144,10 +150,8 @@ class _Grid:
 
     def __init__(self, draft: Draft, lists: Mapping[str, list[Any]], files: Files) -> None:
         self.draft, self.files = draft, files
-        main = draft.lists[0] if isinstance(draft.lists[0], Mapping) else {}
-        listed = {**{key: values for key, values in main.items() if isinstance(values, list)}, **lists}
-        said = {key for key, _ in draft.words}
-        self.lists = {key: values for key, values in listed.items() if values and key not in {*draft.typed, *said}}
+        typed = {*draft.typed, *(key for key, _ in draft.words)}
+        self.lists = {key: values for key, values in lists.items() if key not in typed}
 
     def names(self, axis: str) -> list[str | None]:
         """The files that are listed for a group; None stands for the configuration's own choice."""
@@ -313,12 +317,8 @@ def _unfit(content: Any, where: str) -> Iterator[str]:
         yield f"{where}={content}: expected a finite number"
     elif isinstance(content, int) and abs(content) > LARGEST:
         yield f"{where}={content:.3g}: expected a number of at most {LARGEST}"
-    elif content is not None and masked(content, where.rpartition(".")[2]) != content:
-        shown = masked(content, where.rpartition(".")[2])
-        yield (
-            f"{where}={shown} looks like a secret, and settings are stored with the results: expected none; a program "
-            "that needs one reads it from the environment"
-        )
+    elif content is not None:
+        yield from user_errors(check_no_secret, where, content)
 
 
 # ---- cells

@@ -8,9 +8,7 @@ from collections.abc import Collection
 from hashlib import sha256
 from pathlib import Path
 
-from moe_lab.config.base import LONGEST_NAME, checked_name
-from moe_lab.errors import UserError, unknown
-from moe_lab.secret_settings import check_stored
+from moe_lab.errors import UserError, check_no_secret, unknown
 
 PREFIX = "pocket:"
 DATA = Path(__file__).parent / "pocket" / "data"
@@ -69,7 +67,7 @@ def url_of(store: str) -> str | None:
     protocol, is_url, path = store.partition("://")
     if not is_url:
         return None
-    check_stored("store", store)
+    check_no_secret("store", store)
     path = path.rstrip("/")
     if not protocol or not path:
         raise UserError(
@@ -85,6 +83,27 @@ def store_folder(store: str) -> Path:
         return Path(store)
     name = re.sub(r"\W+", "-", url)[:60].strip("-")
     return cache("stores") / f"{name}-{sha256(url.encode()).hexdigest()[:8]}"
+
+
+LONGEST_NAME = 100
+"""Most bytes of a name. Names of folders contain several names, and file systems allow 255 bytes."""
+NAME = re.compile(r"\w[\w.+-]*")
+
+
+def checked_name(text: str) -> str:
+    """The text, if it can be part of a folder's name; ValueError that says what is expected otherwise."""
+    if len(text.encode("utf-8", "replace")) > LONGEST_NAME:
+        raise ValueError(f"expected at most {LONGEST_NAME} bytes, since folders are named by it")
+    if not NAME.fullmatch(text):
+        hint = f", such as {close}" if (close := as_name(text, "")) else ""
+        raise ValueError(f"expected a valid folder name: letters, digits and _, after the first also . + -{hint}")
+    return text
+
+
+def as_name(text: str, other: str = "unnamed") -> str:
+    """A valid name like `text`; `other` where nothing of it can be in a name."""
+    plain = re.sub(r"[^\w.+-]+", "_", text).strip("_.+-")
+    return plain.encode()[:LONGEST_NAME].decode(errors="ignore") or other
 
 
 def check_name(field: str, name: str, reserved: Collection[str] = ()) -> None:

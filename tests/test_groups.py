@@ -79,7 +79,7 @@ def test_a_choice_is_the_same_steps_in_every_form(asked: Asked, name: str) -> No
 
 
 def test_choices_in_a_list_are_those_of_a_multirun(asked: Asked) -> None:
-    both = asked("grid.protocol=[first,second]", "grid.allocation=[first,second]")
+    both = asked("protocol=first,second", "allocation=first,second")
     assert both == asked("-m", "protocol=first,second", "allocation=first,second")
 
 
@@ -89,18 +89,18 @@ def test_what_is_set_beyond_a_file_holds_for_every_choice(asked: Asked, tmp_path
     text = "# @package _global_\n" + yaml.safe_dump({"defaults": [{"override /criterion": "first"}], **body})
     (tmp_path / "configs" / "experiment" / "mine.yaml").write_text(text)
     words = ("+experiment=mine", "calibration.gap=zero")
-    chosen = ("grid.calibration=[second]", "grid.criterion=[second]")
+    chosen = ("calibration=second", "criterion=second")
     assert asked(*words, *chosen) == asked(*words, "calibration=second", "criterion=second") != asked(*chosen)
 
 
 def test_jobs_of_a_multirun_keep_what_is_set_for_each(asked: Asked) -> None:
-    found = asked("-m", "calibration.tokens=4096,8192", "grid.calibration=[second]")
+    found = asked("-m", "calibration.tokens=4096,8192", "calibration=second")
     assert found == asked("-m", "calibration.tokens=4096,8192", "calibration=second")
 
 
 def test_a_folder_can_be_said_by_hydras_search_path(asked: Asked, tmp_path: Path) -> None:
     path = f"hydra.searchpath=[file://{tmp_path / 'configs'}]"
-    assert asked(path, "grid.criterion=[second]", found_by=()) == asked("criterion=second")
+    assert asked(path, "criterion=second", found_by=()) == asked("criterion=second")
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_a_folder_can_be_said_by_hydras_search_path(asked: Asked, tmp_path: Path
     [
         ({"defaults": ["nobody"]}, (), "criterion=wrong: .*nobody"),
         ({"defaults": ["/calibration@_global_.calibration: pocket_code"]}, (), "criterion=wrong"),
-        ({"name": "man", "parameters": {"b": "${ratio}"}}, ("grid.ratio=[0.25,0.5]",), r"wrong takes \$\{ratio\}"),
+        ({"name": "man", "parameters": {"b": "${ratio}"}}, ("ratio=0.25,0.5",), r"wrong takes \$\{ratio\}"),
         ({"name": "man", "parameters": {"b": "${nothing}"}}, (), "criterion=wrong: .*nothing"),
     ],
 )
@@ -117,7 +117,7 @@ def test_a_file_that_cannot_be_a_choice_is_one_sentence(
 ) -> None:
     (tmp_path / "configs" / "criterion" / "wrong.yaml").write_text(yaml.safe_dump(content))
     with pytest.raises(AssertionError):
-        asked("grid.criterion=[man,wrong]", *words)
+        asked("criterion=man,wrong", *words)
     with pytest.raises(UserError, match=says):
         raise UserError(capsys.readouterr().err)
 

@@ -69,7 +69,7 @@ def test_every_experiment_is_ready_to_run(experiment: str, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("words", "count"), [(["criterion=man"], 4), (["criterion=man", "grid.criterion=[reap,man]"], 7), (["-m"], 7)]
+    ("words", "count"), [(["criterion=man"], 4), (["criterion=man", "criterion=reap,man"], 7), (["-m"], 7)]
 )
 def test_what_is_typed_for_an_axis_stands_above_the_lists_of_an_experiment(
     words: list[str], count: int, tmp_path: Path

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import NoneType, UnionType
@@ -12,6 +11,7 @@ from pydantic import AfterValidator, ConfigDict, Field, Strict, TypeAdapter, Val
 from pydantic.dataclasses import is_pydantic_dataclass
 
 from moe_lab.errors import UserError, nearest, unknown
+from moe_lab.paths import checked_name
 
 SETTINGS = ConfigDict(extra="forbid", allow_inf_nan=False, defer_build=True)
 """How every group is checked: unknown names are refused, and so is text where a number is expected. A class is only
@@ -19,25 +19,6 @@ compiled when it is first used, which keeps the report of a typo within half a s
 
 LARGEST = 2**63 - 1
 """The largest whole number that random generators, counters and tensors take."""
-LONGEST_NAME = 100
-"""Most bytes of a name. Names of folders contain several names, and file systems allow 255 bytes."""
-NAME = re.compile(r"\w[\w.+-]*")
-
-
-def checked_name(text: str) -> str:
-    """The text, if it can be part of a folder's name; ValueError that says what is expected otherwise."""
-    if len(text.encode("utf-8", "replace")) > LONGEST_NAME:
-        raise ValueError(f"expected at most {LONGEST_NAME} bytes, since folders are named by it")
-    if not NAME.fullmatch(text):
-        hint = f", such as {close}" if (close := as_name(text, "")) else ""
-        raise ValueError(f"expected a valid folder name: letters, digits and _, after the first also . + -{hint}")
-    return text
-
-
-def as_name(text: str, other: str = "unnamed") -> str:
-    """A valid name like `text`; `other` where nothing of it can be in a name."""
-    plain = re.sub(r"[^\w.+-]+", "_", text).strip("_.+-")
-    return plain.encode()[:LONGEST_NAME].decode(errors="ignore") or other
 
 
 def _not_empty(text: str) -> str:

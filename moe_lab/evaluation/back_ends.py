@@ -15,12 +15,11 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from moe_lab.config import BackendConfig, BenchmarkConfig, ModelConfig
-from moe_lab.errors import ENVIRONMENT, UserError, mask, nearest, unknown, user_errors
+from moe_lab.errors import UserError, is_secret, mask, nearest, remember_secret, unknown, user_errors
 from moe_lab.evaluation.interpreters import check_has, fields, interpreter
 from moe_lab.evaluation.suite import has_two_phases
 from moe_lab.models.config_json import check_trained_top_k, model_type
 from moe_lab.models.families import PORTS
-from moe_lab.secret_settings import filled, revealed
 
 PLACES = ("checkpoint", "port", "name")
 """Placeholders of a command line; the name is optional."""
@@ -71,8 +70,7 @@ def command_line(backend: BackendConfig, checkpoint: Path, port: int, name: str)
     if not command:
         raise UserError("backend.command is not set: expected the command line of a server, such as vllm's")
     try:
-        # Secrets are filled in last, so that they are neither split nor searched for placeholders.
-        split = shlex.split(ENVIRONMENT.sub(lambda secret: f"${{{secret[0][1:]}}}", filled(command)))
+        split = shlex.split(command)
         places = {place for word in split for _, place, _, _ in string.Formatter().parse(word) if place is not None}
     except ValueError as error:
         raise UserError(f"backend.command={command} cannot be read: {error}") from None
@@ -81,7 +79,18 @@ def command_line(backend: BackendConfig, checkpoint: Path, port: int, name: str)
     for place in _NEEDED:
         if place not in places:
             raise UserError(f"backend.command={command} has no {{{place}}}: expected {{checkpoint}} and {{port}} in it")
-    return [revealed(word.format(checkpoint=checkpoint, port=port, name=name)) for word in split]
+    filled = [word.format(checkpoint=checkpoint, port=port, name=name) for word in split]
+    return [re.sub(r"\$(\w+)", _variable, word) for word in filled]
+
+
+def _variable(match: re.Match[str]) -> str:
+    """The value of an environment variable in a command line, which is masked in messages if it is a secret."""
+    value = os.environ.get(match[1])
+    if value is None:
+        raise UserError(f"backend.command: there is no environment variable {match[1]} here: export it where steps run")
+    if is_secret(match[1]):
+        remember_secret(value)
+    return value
 
 
 def check_installed(backend: BackendConfig) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +38,6 @@ class Study:
     """Whether its cells are added to the recorded cells of the study, instead of replacing them."""
     before: float | None = None
     """`created` of the stored record when this run started; None if there was none."""
-    written: Mapping[str, Any] = field(default_factory=dict)
-    """Dotted key -> the interpolation, as written, of each setting whose value is from the environment."""
 
 
 def record_path(store: Store, study: str) -> Path:
@@ -89,7 +87,7 @@ def write(study: Study, failed: Mapping[str, Mapping[str, Any]], elsewhere: Mapp
         "study": config.study,
         "created": time.time(),
         "moe_lab": moe_lab.__version__,
-        "config": _settings(config, study.written),
+        "config": masked(asdict(config)),
         "cells": cells,
         **{figure: {name: place(step) for name, step in steps.items()} for figure, steps in graph.figures().items()},
     }
@@ -104,18 +102,6 @@ def write(study: Study, failed: Mapping[str, Mapping[str, Any]], elsewhere: Mapp
             unlike += more
         write_json(path, document)
     return "" if study.add else _about_another(config.study, len(document["cells"]) - len(cells), unlike)
-
-
-def _settings(config: Config, written: Mapping[str, Any]) -> Any:
-    """The settings for the record: secrets masked, and values from the environment as the interpolations written."""
-    document: dict[str, Any] = asdict(config)
-    for key, value in written.items():
-        *groups, name = key.split(".")
-        place = document
-        for group in groups:
-            place = place[group]
-        place[name] = value
-    return masked(document)
 
 
 def _about_another(study: str, more: int, unlike: int) -> str:

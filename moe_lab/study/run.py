@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from moe_lab.config import Config
 from moe_lab.errors import UserError
@@ -26,13 +25,10 @@ from moe_lab.study.step import Step, unmerged
 from moe_lab.study.store import Store
 
 
-def run(
-    config: Config, requests: Sequence[Request], *, add: bool = False, written: Mapping[str, Any] | None = None
-) -> int:
+def run(config: Config, requests: Sequence[Request], *, add: bool = False) -> int:
     """Run the study. Returns the exit code.
 
-    `add`: add its cells to those recorded under its name, instead of replacing them. `written`: dotted key -> the
-    interpolation of each setting whose value is from the environment, which is recorded in place of the value.
+    `add`: add its cells to those recorded under its name, instead of replacing them.
 
     0: all done; 1: something failed or is missing; 2: all failures are mistakes of the user. Raises UserError for
     mistakes found before anything is run. When something is missing here, a dry run prints its forecast first.
@@ -45,7 +41,7 @@ def run(
     push.check_graph(config, graph)
     store = Store(config.store)
     with store.errors_as_sentences(), nullcontext() if config.dry_run else store.create().lease(graph.steps()):
-        return _run(Study(config, graph, store, add, written=written or {}), missing, LAUNCHERS[config.launcher.name])
+        return _run(Study(config, graph, store, add), missing, LAUNCHERS[config.launcher.name])
 
 
 def _run(study: Study, missing: list[str], launch: Launcher) -> int:

@@ -62,7 +62,7 @@ NEAREST = {
     "a nested setting nobody knows": (["calibration.lenght=5"], "did you mean calibration.length?"),
     "a ratio above one": (["ratio=1.5"], "ratio=1.5 is not in [0, 1)"),
     "a ratio that is a word": (["ratio=much"], "ratio: Value 'much'"),
-    "several values without a grid": (["criterion=man,reap"], "grid.criterion=[man,reap]"),
+    "several values without a grid": (["criterion=man,reap"], "criterion=man,reap"),
     "a gate nobody knows": (["gate=modle"], "did you mean model?"),
     "a launcher nobody knows": (["launcher.name=lokal"], "did you mean local?"),
     "a folder that is not there": (["model=local", "model.path=/no/such/folder"], "/no/such/folder"),
@@ -278,7 +278,7 @@ ratio={a | {a
 criterion='man | criterion
 model.path=${nothing} model=local | nothing
 ratio=${seed} | ratio
-ratio=${oc.env:NO_SUCH_VARIABLE} | NO_SUCH_VARIABLE
+ratio=${oc.env:HOME} | ratio
 study=${nothing} | nothing
 hydra.nobody=1 | nobody
 hydra/launcher=nobody | nobody
@@ -344,8 +344,8 @@ moe_lab.inspect model=local | model.path
 moe_lab.inspect model=local model.path=/no/such/folder | /no/such/folder
 moe_lab.inspect model=pocket_olmoe calibration=c5 | c5
 moe_lab.inspect model=pocket_olmoe ratoi=1 | ratio
-moe_lab.inspect model=pocket_olmoe grid.ratio=[word] | grid.ratio
-moe_lab.inspect model=pocket_olmoe grid.ratio=[2] | ratio
+moe_lab.inspect model=pocket_olmoe ratio=word | grid.ratio
+moe_lab.inspect model=pocket_olmoe ratio=2 | ratio
 moe_lab.inspect model=pocket_olmoe calibration.length=0 | calibration.length
 moe_lab.inspect model=pocket_olmoe resources.gpu_memory=0 | gpu_memory
 moe_lab.inspect model=pocket_olmoe model.revision=main | model.revision

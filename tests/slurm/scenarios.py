@@ -23,7 +23,7 @@ AGNOSTIC = [
     "+experiment=task_agnostic",
     "model=pocket_olmoe",
     "suite.benchmarks=[pocket_boolq,pocket_gsm8k]",
-    "grid.criterion=[man,reap,aimer,random]",
+    "criterion=man,reap,aimer,random",
     "calibration=pocket_code",
 ]
 """The main experiment, smaller: one model, one calibration set, some criteria, two benchmarks."""
@@ -47,7 +47,7 @@ pathlib.Path.replace = replace_and_note
 """
 """With this as its sitecustomize, Python keeps a numbered copy of all sums that are saved, and stops after saving while
 there is a file `hold`."""
-TWO = "grid.ratio=[0.25,0.5]"
+TWO = "ratio=0.25,0.5"
 STEPS = {"model": 1, "scores": 1, "plan": 2, "cost": 3}
 """What TWO comes to where nothing is evaluated: the costs are those of the unpruned model and of both plans."""
 
@@ -99,19 +99,16 @@ def a_checkout(folder: Path) -> Path:
 
 def play_planted(store: Path) -> subprocess.CompletedProcess[str]:
     """The command of a study with snapshot=true, after all its jobs ended. Secrets, which all begin with PLANTED, are
-    typed, in a file of the checkout and in the environment; the server, which needs some, gets them in its job."""
+    in the environment; the server, which needs some, gets them in its job."""
     checkout = a_checkout(store.with_name("planted-checkout"))
-    (checkout / "conf/judge/mine.yaml").write_text("name: mine\nmodel: none\nextra: {auth_token: PLANTED-file}\n")
-    settings, environment = secrets(PLANTED, f"{quoted(SERVER)} {{port}} {{name}} {{checkpoint}}")
+    settings, environment = secrets(f"{quoted(SERVER)} {{port}} {{name}} {{checkpoint}}")
     settings += [
-        "judge=mine",
         "backend=server",
         "criterion=random",
         "suite.benchmarks=[pocket_mbpp]",
         "suite.limit=2",
         "allow_code_execution=true",
-        "resources.every.setup=['export WANDB_API_KEY=PLANTED-setup','export OTHER_KEY=${oc.env:HF_TOKEN}']",
-        f'launcher.python="env GITHUB_TOKEN=PLANTED-python {quoted()}"',
+        "resources.every.setup=['export OTHER_KEY=$HF_TOKEN']",
         "report=true",
         "snapshot=true",
         "wait=true",
@@ -172,8 +169,8 @@ class Overlapping:
         instant.hold("model")
         (instant.folder / "break-weights").touch()
         words = {
-            "wide": ["grid.ratio=[0.1,0.2,0.3,0.4]"],
-            "broken": ["grid.ratio=[0.2,0.3,0.4,0.5]", "grid.criterion=[random,magnitude]"],
+            "wide": ["ratio=0.1,0.2,0.3,0.4"],
+            "broken": ["ratio=0.2,0.3,0.4,0.5", "criterion=random,magnitude"],
         }
         runs = [instant.start(*more, f"study={name}", "launcher.steps_per_job=1") for name, more in words.items()]
         for run in runs:

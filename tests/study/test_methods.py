@@ -39,8 +39,8 @@ SHORT_SEARCH = [
 FAKE_SERVER = Path(__file__).parents[1] / "evaluation/fake_server.py"
 Refused = Callable[..., str]
 CHANNELS = [
-    "grid.criterion=[channel_activation]",
-    "grid.allocation=[coverage]",
+    "criterion=channel_activation",
+    "allocation=coverage",
     "more=[{allocation: [coverage_aligned]}, {criterion: [heapr], allocation: [global]}, {criterion: [snip]}]",
 ]
 pytestmark = [
@@ -115,7 +115,7 @@ def test_a_further_grid_shares_the_passes_of_the_first(store: Path) -> None:
 
 
 def test_dropped_experts_are_replaced_by_their_mean_outputs(store: Path) -> None:
-    words = ["grid.allocation=[uniform,novices]", "criterion=mone", "ratio=0.5", "export=natural", "verify=true"]
+    words = ["allocation=uniform,novices", "criterion=mone", "ratio=0.5", "export=natural", "verify=true"]
     removed, replaced = cells(store, *words)
     assert [cell["cell"]["allocation"] for cell in (removed, replaced)] == [
         "uniform",
@@ -136,7 +136,7 @@ def test_dropped_experts_are_replaced_by_their_mean_outputs(store: Path) -> None
 
 @pytest.mark.parametrize(("criterion", "merging"), [("frequency", "hc_smoe,merge_moe"), ("reap", "ream")])
 def test_dropped_experts_are_merged(store: Path, criterion: str, merging: str) -> None:
-    words = [f"criterion={criterion}", f"grid.allocation=[{merging}]", "ratio=0.75", "export=natural", "verify=true"]
+    words = [f"criterion={criterion}", f"allocation={merging}", "ratio=0.75", "export=natural", "verify=true"]
     for cell, name in zip(cells(store, *words), merging.split(","), strict=True):
         assert cell["cell"]["allocation"] == f"uniform, replacement={name}"
         plan = Plan.load(store / cell["plan"] / "plan.json")
@@ -163,7 +163,7 @@ def test_dropped_experts_are_merged(store: Path, criterion: str, merging: str) -
 
 def test_channels_of_merged_experts_are_matched(store: Path) -> None:
     network = load_model(ModelConfig(name="pocket", path="pocket:olmoe", device="cpu"))[0]
-    for cell in cells(store, "criterion=frequency", "grid.allocation=[m_smoe,ream]", "ratio=0.75"):
+    for cell in cells(store, "criterion=frequency", "allocation=m_smoe,ream", "ratio=0.75"):
         plan = Plan.load(store / cell["plan"] / "plan.json")
         unmatched = Plan.load(store / content(store, cell["plan"], "step.json")["inputs"]["plan"] / "plan.json")
         assert plan.merged and not unmatched.alignments and replace(plan, alignments={}) == unmatched
@@ -211,7 +211,7 @@ def test_a_plan_is_for_the_model_it_was_found_with(store: Path, refused: Refused
 
 
 def test_protected_experts_are_in_every_plan_and_in_its_provenance(store: Path) -> None:
-    both = ["grid.allocation=[uniform,sequential]", "criterion=reap", "ratio=0.5"]
+    both = ["allocation=uniform,sequential", "criterion=reap", "ratio=0.5"]
     by_statistics = cells(store, *both, "allocation.protect=super", "allocation.protect_layers=1")
     first = [Plan.load(store / cell["plan"] / "plan.json") for cell in by_statistics]
     chosen = first[0].provenance["protected"]
@@ -229,7 +229,7 @@ def test_all_choices_are_tried_where_they_are_few(store: Path) -> None:
 
 
 def test_four_bits_are_evaluated_beside_sixteen(store: Path) -> None:
-    found = cells(store, "criterion=heapr", "allocation=global", "ratio=0.5", "grid.recovery=[none,nf4]")
+    found = cells(store, "criterion=heapr", "allocation=global", "ratio=0.5", "recovery=none,nf4")
     by_bits = {cell["cell"]["recovery"]: content(store, cell["cost"], "cost.json") for cell in found}
     assert set(by_bits) == {"none", "nf4"}
     assert by_bits["nf4"]["storage_bytes"] < by_bits["none"]["storage_bytes"] / 2
@@ -295,7 +295,7 @@ def test_routers_are_distilled_and_exported_as_they_are_evaluated(store: Path, t
 
 def test_plans_of_each_kind_are_exported_and_compared_and_loaded_with_the_code_beside_them(store: Path) -> None:
     """Ragged channels, as many experts in every layer, and different numbers of them."""
-    words = ["grid.criterion=[heapr]", "grid.allocation=[global]", "more=[{criterion: [man], allocation: [uniform]},"]
+    words = ["criterion=heapr", "allocation=global", "more=[{criterion: [man], allocation: [uniform]},"]
     words[-1] += "{criterion: [man], allocation: [global]}]"
     done = moe_lab(store, *words, "ratio=0.5", "export=natural", "verify=true")
     assert done.returncode == 0, done.stderr

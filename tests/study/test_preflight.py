@@ -150,7 +150,7 @@ def test_a_secret_of_a_protocol_on_the_axis_is_refused(tmp_path: Path) -> None:
     (tmp_path / "protocol" / "mine.yaml").write_text(
         "name: mine\nbenchmarks: {pocket_boolq: {parameters: {api_key: abcdefghijkl}}}\n"
     )
-    settings, wanted = asked("grid.protocol=[mine]", groups=Groups([f"file://{tmp_path}"]))
+    settings, wanted = asked("protocol=mine", groups=Groups([f"file://{tmp_path}"]))
     assert any(sentence.startswith("protocol.benchmarks={") for sentence in preflight(settings, wanted))
 
 

@@ -273,7 +273,7 @@ def test_the_token_is_written_nowhere(store: Path, run: Run, hub: Hub) -> None:
         (["push=me/small/x"], ["push=me/small/x", "is no name"]),
         (["push="], ["push=", "is no name"]),
         (["push=me/small", "export=none"], ["push=me/small", "add export=natural"]),
-        (["push=me/small", "grid.ratio=[0.25,0.5]"], ["push=me/small", "exports 2", "reap-0.25", "reap-0.5"]),
+        (["push=me/small", "ratio=0.25,0.5"], ["push=me/small", "exports 2", "reap-0.25", "reap-0.5"]),
     ],
 )
 def test_what_cannot_be_uploaded_is_refused_before_anything_runs(

@@ -20,7 +20,6 @@ import moe_lab
 from moe_lab import start
 from moe_lab.errors import UserError, masked
 from moe_lab.json_files import write_json
-from moe_lab.secret_settings import shell
 from moe_lab.study.estimates import Times
 from moe_lab.study.progress import say
 from moe_lab.study.record import Study
@@ -131,7 +130,7 @@ class Submission:
     ) -> list[str]:
         """Submit jobs with the same resources as one array; returns their ids."""
         settings = self.study.config.launcher
-        python = shell(settings.python) if settings.python else shlex.quote(sys.executable)
+        python = settings.python or shlex.quote(sys.executable)
         starter = snapshot_starter(self.run.code) if self.study.config.snapshot else start.FILE
         executor = SlurmExecutor(
             self.run.logs, max_num_timeout=settings.max_requeues, python=f"{python} {shlex.quote(str(starter))}"
@@ -145,7 +144,7 @@ class Submission:
             time=asks["minutes"],
             mem=f"{max(1, round(asks['memory'] * 1024))}M",
             cpus_per_task=asks["cpus"],
-            setup=[shell(line) for line in asks["setup"]] or None,
+            setup=asks["setup"] or None,
             signal_delay_s=settings.signal_seconds,
             array_parallelism=settings.parallel,
             additional_parameters=more,
