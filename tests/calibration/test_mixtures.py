@@ -10,12 +10,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import choices
 import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
-from omegaconf import OmegaConf
 
 from moe_lab import grid
 from moe_lab.calibration import sources
@@ -26,7 +26,7 @@ from moe_lab.calibration.settings import check, identity
 from moe_lab.calibration.sources import read
 from moe_lab.config import CalibrationConfig, Config, SourceConfig
 from moe_lab.errors import UserError
-from moe_lab.paths import conf, resolve
+from moe_lab.paths import resolve
 
 Settings = Callable[..., CalibrationConfig]
 W = 5  # the id of w0
@@ -98,9 +98,7 @@ def pocket_tokenizer() -> Any:
 
 def published(name: str) -> Any:
     """A file of conf/calibration as typed settings, the sets of a mixture included."""
-    schema = OmegaConf.structured(CalibrationConfig)
-    text = OmegaConf.to_object(OmegaConf.merge(schema, OmegaConf.load(conf() / f"calibration/{name}.yaml")))
-    return grid.mixed(text, files(conf()))
+    return grid.mixed(choices.choose(CalibrationConfig, "calibration", name), choices.Files())
 
 
 def pocket(*shares: float, **settings: Any) -> CalibrationConfig:
@@ -296,37 +294,29 @@ def test_half_of_the_tokens_are_of_gsm8k() -> None:
     assert alone["first_row"].startswith("Question:\nNatalia sold clips") and alone["rows"] == 64
 
 
-def files(folder: Path) -> grid.Files:
-    """The files of a folder as the group calibration."""
-    return grid.Files(
-        lambda group: sorted(file.stem for file in (folder / group).glob("*.yaml")),
-        lambda group, name: OmegaConf.load(folder / group / f"{name}.yaml"),  # type: ignore[arg-type,return-value]
-    )
-
-
 @pytest.fixture
-def named(tmp_path: Path) -> grid.Files:
+def named(tmp_path: Path) -> choices.Files:
     folder = tmp_path / "calibration"
     folder.mkdir()
     (folder / "a.yaml").write_text("name: a\npath: owner/a\nfield: body\n")
     (folder / "b.yaml").write_text("name: b\npath: ???\n")
-    (folder / "nested.yaml").write_text("name: nested\nsources: [{calibration: mix, share: 1}]\n")
+    (folder / "nested.yaml").write_text(
+        "name: nested\nsources: [{calibration: mix, share: 0.5}, {calibration: a, share: 0.5}]\n"
+    )
     (folder / "mix.yaml").write_text(
         "name: mix\nsources: [{calibration: a, share: 0.75}, {calibration: b, path: notes.txt, share: 0.25}]\n"
     )
-    (folder / "wrong.yaml").write_text("name: wrong\nsources: [{calibration: aa, share: 1}]\n")
-    return files(tmp_path)
-
-
-def cell(named: grid.Files, *calibration: str) -> grid.Cell:
-    settings = Config(
-        calibration=CalibrationConfig("a", "owner/a"), grid=grid.GridConfig(calibration=list(calibration))
+    (folder / "wrong.yaml").write_text(
+        "name: wrong\nsources: [{calibration: aa, share: 0.5}, {calibration: a, share: 0.5}]\n"
     )
-    settings.flops_text = "a"
-    return grid.cells(settings, named)[0]
+    return choices.Files(tmp_path)
 
 
-def test_names_in_a_mixture_are_files_and_a_path_goes_before_theirs(named: grid.Files) -> None:
+def cell(named: choices.Files, *calibration: str, flops_text: str = "a") -> grid.Cell:
+    return choices.cells(Config(flops_text=flops_text), {"calibration": list(calibration)}, files=named)[0]
+
+
+def test_names_in_a_mixture_are_files_and_a_path_goes_before_theirs(named: choices.Files) -> None:
     text = cell(named, "mix").calibration
     assert [(source.settings.name, source.settings.path, source.settings.field) for source in text.sources] == [
         ("a", "owner/a", "body"),
@@ -335,15 +325,14 @@ def test_names_in_a_mixture_are_files_and_a_path_goes_before_theirs(named: grid.
     assert CalibrationConfig(**json.loads(json.dumps(asdict(text)))) == text, "as a job's JSON has it"
 
 
-def test_a_mixture_names_sets_that_exist_and_no_mixture(named: grid.Files) -> None:
+def test_a_mixture_names_sets_that_exist_and_no_mixture(named: choices.Files) -> None:
     with pytest.raises(UserError, match=r"source=aa is unknown: did you mean a\?"):
         cell(named, "wrong")
     with pytest.raises(UserError, match="mix is a mixture itself"):
         cell(named, "nested")
 
 
-def test_the_mixture_of_a_search_is_resolved_too(named: grid.Files) -> None:
-    settings = Config(calibration=CalibrationConfig("a", "owner/a"), flops_text="mix")
-    (found,) = grid.cells(settings, named)
+def test_the_mixture_of_a_search_is_resolved_too(named: choices.Files) -> None:
+    found = cell(named, "a", flops_text="mix")
     assert math.fsum(source.share for source in found.texts["flops"].sources) == 1
     assert found.texts["flops"].sources[0].settings.path == "owner/a"

@@ -11,9 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import choices
 import pytest
 import torch
-from omegaconf import OmegaConf
 
 from moe_lab.calibration.batches import batches
 from moe_lab.calibration.documents import Chat, Pair, Text
@@ -23,7 +23,6 @@ from moe_lab.config import BenchmarkConfig, CalibrationConfig
 from moe_lab.errors import UserError
 from moe_lab.evaluation import suite
 from moe_lab.evaluation.harnesses import perplexity
-from moe_lab.paths import conf
 
 Settings = Callable[..., CalibrationConfig]
 
@@ -323,9 +322,7 @@ def test_calibration_reads_wikitext_as_perplexity_does(file: str, tmp_path: Path
     (benchmark,) = mirror_make.benchmarks(["wikitext2"], str(tmp_path / "data"))
     mirror_make.make(benchmark, tmp_path)
     _, measured = perplexity._text(benchmark)
-    chosen = OmegaConf.to_object(
-        OmegaConf.merge(OmegaConf.structured(CalibrationConfig), OmegaConf.load(conf() / "calibration/wikitext2.yaml"))
-    )
+    chosen = choices.choose(CalibrationConfig, "calibration", "wikitext2")
     assert measured == "\n\n".join(rows) and len(rows) > 5 and "" in rows
     for path in (tmp_path / "wikitext2_test.txt", records):
         assert read(replace(chosen, path=str(path))) == [Text(measured)]

@@ -16,7 +16,7 @@ from processes import quoted
 from studies import asked, command, jobs, moe_lab
 
 from moe_lab.statistics.sums import header
-from tests.test_secrets import PLANTED, SERVER, secrets
+from tests.test_secrets import SERVER, secrets
 
 SLURM = ["launcher=slurm", "launcher.cells_per_job=3"]
 AGNOSTIC = [

@@ -14,8 +14,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import choices
 import pytest
-from omegaconf import OmegaConf
 
 from moe_lab.config import BenchmarkConfig, CalibrationConfig, ModelConfig, RecoveryConfig, TimingConfig
 from moe_lab.json_files import write_json
@@ -38,10 +38,7 @@ LAYERED = [name for name, kind in KINDS.items() if kind.checkpoint_reads]
 
 
 def model(name: str = "olmoe_1b_7b", **changes: Any) -> dict[str, Any]:
-    loaded = OmegaConf.merge(OmegaConf.structured(ModelConfig), OmegaConf.load(ROOT / "conf/model" / f"{name}.yaml"))
-    settings = OmegaConf.to_object(loaded)
-    assert isinstance(settings, ModelConfig)
-    return asdict(replace(settings, **changes))
+    return asdict(replace(choices.choose(ModelConfig, "model", name), **changes))
 
 
 def step(kind: str, about: dict[str, Any] | None = None, **runtime: Any) -> Step:

@@ -12,6 +12,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from moe_lab.config import BenchmarkConfig, ExpectedConfig, JobConfig, ModelConfig, ResourcesConfig
+from moe_lab.config.base import valid
 from moe_lab.errors import UserError
 from moe_lab.study.estimates import Seconds
 from moe_lab.study.slurm import resources as module
@@ -43,8 +44,7 @@ def step(model: ModelConfig = BIG, kind: str = "evaluate") -> Step:
 
 
 def settings(text: str) -> ResourcesConfig:
-    found = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(ResourcesConfig), OmegaConf.create(text)))
-    assert isinstance(found, ResourcesConfig)
+    found: ResourcesConfig = valid(ResourcesConfig, OmegaConf.to_container(OmegaConf.create(text)), "resources")
     return found
 
 
