@@ -147,7 +147,7 @@ def suite(*names: str, **settings: Any) -> Config:
 def test_a_suite_gives_its_text_and_limit_to_its_benchmarks() -> None:
     (benchmark,) = asked(suite("perplexity", path="text.txt", limit=3))
     assert (benchmark.task, benchmark.limit) == ("text.txt", 3)
-    with pytest.raises(SettingsError, match="suite.path=text"):
+    with pytest.raises(SettingsError, match=r"suite\.path=text"):
         asked(suite("pocket_boolq", path="text.txt"))
 
 

@@ -321,9 +321,6 @@ class RecoveryConfig:
         texts = [f"{role}={getattr(self, role)}" for role in TEXTS if getattr(self, role) is not None]
         if len(texts) > 1:
             raise ValueError(f"{texts[0]} and {texts[1]} are both set: expected one of {', '.join(TEXTS)}")
-        if self.name == "none" and (self.bits != 16 or texts):
-            asked = texts[0] if texts else f"bits={self.bits}"
-            raise ValueError(f"name=none means none, but {asked} asks for one: expected another name, such as mine")
         if self.fit is not None:
             self._check_unread(OF_FIT, f"is about training, and fit={self.fit} trains nothing")
         if self.distill is None and self.temperature != type(self).temperature:

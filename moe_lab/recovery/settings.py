@@ -45,6 +45,13 @@ def is_trained(settings: RecoveryConfig) -> bool:
     return is_tuned(settings) and settings.fit is None
 
 
+def check_none(settings: RecoveryConfig) -> None:
+    """Raise UserError when recovery.name=none is combined with settings of a recovery."""
+    if settings.name == "none" and (settings.bits == 4 or is_tuned(settings)):
+        asked = f"recovery.{text_role(settings)}" if is_tuned(settings) else "recovery.bits"
+        raise UserError(f"recovery.name=none means none, and {asked} asks for one: expected another name, such as mine")
+
+
 def check_model(settings: RecoveryConfig, model: ModelConfig) -> None:
     """Raise UserError when there is a recovery and the weights of the model are quantised."""
     if settings.name != "none":

@@ -91,6 +91,7 @@ def _wrong_choices(cells: Sequence[Cell], benchmarks: Sequence[BenchmarkConfig])
     for cell in _each([cell for cell in cells if not _is_known(cell) or reads_text(cell)], "calibration"):
         yield from calibrations.wrong(cell.calibration, sources.first_record)
     for cell in _each(cells, "recovery"):
+        yield from user_errors(recoveries.check_none, cell.recovery)
         yield from user_errors(recoveries.check, cell.recovery)
     for cell in _each(cells, "allocation"):
         yield from user_errors(allocation.check_by, cell.allocation)

@@ -8,6 +8,7 @@ from facts_of import layer, settings
 
 from moe_lab.allocation import ALLOCATIONS, allocate, budgets, check, fits, get, needs, routed_ratio, zero_expert
 from moe_lab.config import AllocationConfig
+from moe_lab.config.base import SettingsError, valid
 from moe_lab.errors import UserError
 
 
@@ -29,18 +30,13 @@ def test_every_allocation_passes_with_its_defaults() -> None:
             r"allocates channels, but the criterion scores experts: choose .*\(evolutionary",
         ),
         (
-            {"name": "evolutionary"},
+            {"name": "evolutionary", "search": "x"},
             "channel",
             r"allocates experts, but the criterion scores channels.*\(coverage, global",
         ),
         ({"name": "globl"}, "expert", "allocation=globl is unknown: did you mean global"),
         ({"multiple_of": 4}, "channel", "multiple_of=4 counts experts.*expected 1"),
-        ({"ratio_basis": "modle"}, "expert", "allocation.ratio_basis=modle is unknown: did you mean model"),
-        ({"by": "reap"}, "expert", "allocation.by=reap is only for allocation=global"),
-        ({"search": "code"}, "expert", "allocation.search=code is only for allocation=evolutionary"),
-        ({"path": "x.json"}, "expert", "allocation.path=x.json is only for allocation=list"),
         ({"name": "global", "by": "reap"}, "channel", "allocation.by=reap compares experts"),
-        ({"name": "evolutionary"}, "expert", "allocation=evolutionary needs allocation.search"),
         ({"name": "u_shaped", "parameters": {"betta": 1}}, "expert", "parameters=betta is unknown: did you mean beta"),
         ({"name": "u_shaped", "parameters": {"beta": "much"}}, "expert", "beta=much: expected a number"),
         ({"name": "u_shaped", "parameters": {"align": None}}, "expert", "parameters=align is unknown"),
@@ -52,6 +48,13 @@ def test_every_allocation_passes_with_its_defaults() -> None:
 def test_mistakes_are_said_before_anything_runs(fields: Any, granularity: Any, message: str) -> None:
     with pytest.raises(UserError, match=message):
         check(AllocationConfig(**fields), granularity)
+
+
+@pytest.mark.parametrize("field", ["by", "search", "path", "protect_layers"])
+def test_what_nothing_would_read_is_refused(field: str) -> None:
+    with pytest.raises(SettingsError, match=f"allocation.{field}=") as error:
+        valid(AllocationConfig, {"name": "uniform", field: 0.5 if field == "protect_layers" else "x"}, "allocation")
+    assert len(error.value.sentences) == 1
 
 
 def test_needs() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -214,9 +213,6 @@ def test_what_cannot_be_kept_whole_is_refused() -> None:
     plan = Plan({0: (0, 1)}, {0: 4}, channels={0: numpy.eye(4, 12, dtype=bool) & (numpy.arange(4) < 2)[:, None]})
     with pytest.raises(UserError, match=r"layer 0 drops channels of expert 1"):
         plan.check(marked)
-    for share in (0, 1.5):
-        with pytest.raises(UserError, match=rf"allocation.protect_layers={re.escape(str(share))}"):
-            check(AllocationConfig(protect="super", protect_layers=share))
 
 
 def test_a_file_counts_by_its_content(tmp_path: Path) -> None:

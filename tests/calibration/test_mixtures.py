@@ -25,6 +25,7 @@ from moe_lab.calibration.documents import Text
 from moe_lab.calibration.settings import check, identity
 from moe_lab.calibration.sources import read
 from moe_lab.config import CalibrationConfig, Config, SourceConfig
+from moe_lab.config.base import SettingsError, valid
 from moe_lab.errors import UserError
 from moe_lab.paths import resolve
 
@@ -211,26 +212,26 @@ def test_a_set_that_is_no_mixture_is_identified_as_ever(settings: Settings) -> N
 
 
 @pytest.mark.parametrize(
-    ("shares", "changes", "sentence"),
+    ("shares", "changes", "begin"),
     [
-        ((0.5, 0.6), {}, r"the shares add up to 1.1: expected 1"),
-        ((1.5, -0.5), {}, r"share=1.5 of low must be in \(0, 1\)"),
-        ((0.5, 0.5), {"order": "first"}, r"calibration.order=first beside calibration.sources"),
-        ((0.5, 0.5), {"path": "a.txt"}, r"calibration.path=a.txt beside calibration.sources"),
-        ((0.5, 0.5), {"packing": "chunks"}, r"did you mean chunk\?"),
+        ((0.5, 0.6), {}, "calibration.sources: the shares add up to 1.1"),
+        ((0.5, 0.5), {"order": "first"}, "calibration.order=first beside sources"),
+        ((0.5, 0.5), {"path": "a.txt"}, "calibration.path=a.txt beside sources"),
     ],
 )
 def test_mixtures_that_cannot_be(
-    two: tuple[CalibrationConfig, CalibrationConfig], shares: tuple[float, ...], changes: dict[str, Any], sentence: str
+    two: tuple[CalibrationConfig, CalibrationConfig], shares: tuple[float, ...], changes: dict[str, Any], begin: str
 ) -> None:
-    with pytest.raises(UserError, match=sentence):
-        check(mixture(*zip(shares, two, strict=True), **changes))
+    sources = [{"calibration": text.name, "share": share} for share, text in zip(shares, two, strict=True)]
+    with pytest.raises(SettingsError) as error:
+        valid(CalibrationConfig, {"name": "m", "sources": sources, **changes}, "calibration")
+    assert [sentence.startswith(begin) for sentence in error.value.sentences] == [True]
 
 
 def test_a_set_is_named_once_and_must_be_readable(two: tuple[CalibrationConfig, CalibrationConfig]) -> None:
     low, high = two
-    with pytest.raises(UserError, match="names low twice"):
-        check(mixture((0.5, low), (0.5, low)))
+    with pytest.raises(UserError, match="names pocket_code twice"):
+        choices.cells(None, calibration={"name": "m", "sources": 2 * [{"calibration": "pocket_code", "share": 0.5}]})
     with pytest.raises(UserError, match="does not exist"):
         check(mixture((0.5, low), (0.5, replace(high, path="nowhere.jsonl"))))
 
@@ -268,10 +269,11 @@ def test_published_sets_are_read_from_their_fields(name: str, tmp_path: Path) ->
 def test_published_mixtures_keep_their_shares_and_rows(name: str, tmp_path: Path, monkeypatch: Any) -> None:
     text = published(name)
     monkeypatch.setattr(sources, "download_file", lambda path: Path(path))
-    for source in text.sources:
-        part = source.settings.name if source.settings.name in rows_of(0) else "c4"
-        source.settings.path = str(tmp_path / f"{source.settings.name}.jsonl")
-        write(Path(source.settings.path), *(rows_of(number)[part] for number in range(900)))
+    for number, source in enumerate(text.sources):
+        name = source.settings.name
+        file = tmp_path / f"{name}.jsonl"
+        text.sources[number] = replace(source, settings=replace(source.settings, path=str(file)))
+        write(file, *(rows_of(number)[name if name in rows_of(0) else "c4"] for number in range(900)))
     found = batches(replace(text, tokens=1000 * 64, length=64, seed=0), pocket_tokenizer())
     assert found.report["rows"] == 1000 and found.report["packing"] == text.packing == "none"
     kept = found.report["valid_tokens"]
@@ -300,6 +302,7 @@ def named(tmp_path: Path) -> choices.Files:
     folder.mkdir()
     (folder / "a.yaml").write_text("name: a\npath: owner/a\nfield: body\n")
     (folder / "b.yaml").write_text("name: b\npath: ???\n")
+    other = "{calibration: a, share: 0.5}"
     (folder / "nested.yaml").write_text(
         "name: nested\nsources: [{calibration: mix, share: 0.5}, {calibration: a, share: 0.5}]\n"
     )

@@ -14,6 +14,7 @@ from typing import Any
 import choices
 import pytest
 import torch
+from pydantic import ValidationError
 
 from moe_lab.calibration.batches import batches
 from moe_lab.calibration.documents import Chat, Pair, Text
@@ -349,8 +350,8 @@ def test_a_template_names_fields_that_are_there(tmp_path: Path, settings: Settin
     assert read(settings(file, template="Q: {question}\nA: {answer}")) == [Text("Q: w1 {answer}\nA: w2")]
     with pytest.raises(UserError, match=r"line 1: field answers of calibration.template .* did you mean answer\?"):
         read(settings(file, template="{answers}"))
-    with pytest.raises(UserError, match="both set"):
-        check(settings(file, template="{answer}", field="answer"))
+    with pytest.raises(ValidationError, match="both set"):
+        settings(file, template="{answer}", field="answer")
 
 
 @pytest.mark.parametrize(

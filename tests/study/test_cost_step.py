@@ -32,10 +32,10 @@ def step(
     model: ModelConfig, text: CalibrationConfig, criterion: CriterionConfig | None = None, engine: str = "resident"
 ) -> Step:
     """The cost step of a plan made by `criterion`, or of the unpruned model, in a study calibrated by that engine."""
-    study = CalibrationConfig(name="c", path=text.path, engine=engine, activation_budget=0.5)
+    text = replace(text, engine=engine, activation_budget=0.5)
     chosen = criterion or NO_CRITERION
     cell = Cell(model, chosen, NO_CALIBRATION, NO_ALLOCATION, NO_RECOVERY, 0.0, "none", 0, {"flops": text})
-    builder = Builder(replace(Config(), calibration=study))
+    builder = Builder(Config())
     return costs.COST.step(PrunedModel(builder, cell, PLAN if criterion else None))
 
 
