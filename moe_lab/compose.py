@@ -187,12 +187,32 @@ def forced(word: str) -> str:
     """
     match = _WORD.fullmatch(word)
     if match is None or match["key"].startswith("hydra.") or not _is_setting(match["key"]):
-        return word
+        return quoted(word)
     value = match["value"]
     if is_text(_type(match["key"])):
         texts = value.split(",")
         value = ",".join(f"'{text}'" if _TYPED.fullmatch(text) and text != "null" else text for text in texts)
-    return f"++{match['key']}={value}"
+    return quoted(f"++{match['key']}={value}")
+
+
+_QUOTED = r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\""""
+_PLAIN = r"""(?:[^,\[\]{}()'":]|:(?! ))+"""
+
+
+def quoted(word: str) -> str:
+    """The word `key=value`, with quotes around those of its values that have a letter outside ASCII.
+
+    Hydra's grammar reads such letters in quotes alone, and folders of users have them.
+    """
+
+    def quote(match: re.Match[str]) -> str:
+        text = match[0]
+        if text.isascii() or text[0] in "'\"":
+            return text
+        return text.replace(text.strip(), f"'{text.strip()}'")
+
+    key, equals, value = word.partition("=")
+    return key + equals + re.sub(f"{_QUOTED}|{_PLAIN}", quote, value)
 
 
 def _is_setting(key: str) -> bool:
@@ -243,7 +263,7 @@ def _sort(override: Override, word: str, groups: Groups, found: Words) -> None:
     key, values = override.key_or_group, _values(override)
     several = len(values) > 1 or override.is_sweep_override()
     if key.startswith("hydra") or override.package is not None:
-        found.composed.append(override.input_line or word)
+        found.composed.append(quoted(word))
     elif key.partition(".")[0] in ("grid", "more"):
         axis = key.partition(".")[2] or "criterion"
         found.mistakes.append(f"{word}: lists are written as such on the command line: expected {axis}=VALUE,VALUE")
@@ -337,7 +357,7 @@ def _searchpath(words: Sequence[str]) -> list[str]:
     for word in words:
         key, _, value = word.partition("=")
         if key.lstrip("+") == "hydra.searchpath":
-            (override,) = OverridesParser.create().parse_overrides([f"x={value}"])
+            (override,) = OverridesParser.create().parse_overrides([quoted(f"x={value}")])
             found = override.value()
             return [str(folder) for folder in found] if isinstance(found, list) else [str(found)]
     return []

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 from budgets import of_children, within
+from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from moe_lab.compose import compose, started
+from moe_lab.compose import compose, quoted, started
 from moe_lab.config.base import SettingsError
 from tests.campaign.commands import NEAREST as MISTAKES
 
@@ -66,9 +67,7 @@ def test_every_experiment_is_ready_to_run(experiment: str, tmp_path: Path) -> No
     assert done.stderr.startswith(f"{experiment}: ") and "evaluate" in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("words", "count"), [(["criterion=man"], 4), (["criterion=reap,man"], 7), (["-m"], 7)]
-)
+@pytest.mark.parametrize(("words", "count"), [(["criterion=man"], 4), (["criterion=reap,man"], 7), (["-m"], 7)])
 def test_what_is_typed_for_an_axis_stands_above_the_lists_of_an_experiment(
     words: list[str], count: int, tmp_path: Path
 ) -> None:
@@ -149,3 +148,17 @@ def test_an_interrupt_during_the_imports_is_one_sentence(module: str, tmp_path: 
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     done = subprocess.run([sys.executable, "-m", module, "x"], env=environment, capture_output=True, text=True)
     assert (done.returncode, done.stderr.strip()) == (130, "stopped")
+
+
+@pytest.mark.parametrize(
+    ("word", "value"),
+    [
+        ("a=/höme/of c", "/höme/of c"),
+        ("a='/höme/of, c'", "/höme/of, c"),
+        ("a=[/höme, 'ü, \\'x', 3]", ["/höme", "ü, 'x", 3]),
+        ("a={b: höme, c: 3}", {"b": "höme", "c": 3}),
+    ],
+)
+def test_a_value_may_have_letters_outside_ascii(word: str, value: object) -> None:
+    read = OverridesParser.create().parse_override(quoted(word)).value()
+    assert read == value, quoted(word)

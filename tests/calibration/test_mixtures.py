@@ -153,8 +153,8 @@ def test_marks_of_answers_follow_their_tokens(tmp_path: Path, settings: Settings
     two = settings(write(tmp_path / "b.jsonl", *({"prompt": "w4 ", "completion": "w5 w6"} for _ in range(9))), name="b")
     chosen = mixture((0.5, one), (0.5, two), packing="chunk", length=6, tokens=36)
     marked = answer_batches(chosen, tokenizer)
-    for (ids, valid, answers), (same, same_valid) in zip(marked, batches(chosen, tokenizer).rows, strict=True):
-        assert torch.equal(ids, same) and torch.equal(valid, same_valid)
+    for (ids, shown, answers), (same, same_shown) in zip(marked, batches(chosen, tokenizer).rows, strict=True):
+        assert torch.equal(ids, same) and torch.equal(shown, same_shown)
         assert set(ids[answers].tolist()) == {W + 2, W + 3, W + 5, W + 6}
         assert set(ids[~answers].tolist()) == {W + 1, W + 4}
 
@@ -302,7 +302,6 @@ def named(tmp_path: Path) -> choices.Files:
     folder.mkdir()
     (folder / "a.yaml").write_text("name: a\npath: owner/a\nfield: body\n")
     (folder / "b.yaml").write_text("name: b\npath: ???\n")
-    other = "{calibration: a, share: 0.5}"
     (folder / "nested.yaml").write_text(
         "name: nested\nsources: [{calibration: mix, share: 0.5}, {calibration: a, share: 0.5}]\n"
     )
