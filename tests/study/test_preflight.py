@@ -84,8 +84,9 @@ def test_chats_are_refused_where_the_model_has_no_template_that_reads_them(
 @pytest.mark.parametrize("engine", ["streamed", "resident"])
 def test_what_runs_the_whole_model_is_refused_with_one_layer_in_memory(engine: str) -> None:
     """A search, and an allocation that reads the loss with one layer scaled; sums of any layer are gathered alone."""
+    search = ["allocation.name=evolutionary", "allocation.search=pocket_math_search"]
     nll = ["allocation.name=coverage", "allocation.parameters={layer_prior: nll}", "criterion.name=channel_activation"]
-    for words, whole in ((["allocation.name=evolutionary"], True), (nll, True), (["allocation.name=uniform"], False)):
+    for words, whole in ((search, True), (nll, True), (["allocation.name=uniform"], False)):
         refusals = [one for one in problems(*words, f"calibration.engine={engine}") if "calibration.engine=" in one]
         assert bool(refusals) == (whole and engine == "streamed"), (words, refusals)
         assert all(one.startswith(words[0].replace(".name", "")) for one in refusals)
