@@ -101,7 +101,7 @@ def _by_hydra(words: Sequence[str]) -> int:
     for word in words:
         if mask(word) != word:  # Hydra would write it into the store
             raise UserError(f"{word} looks like a secret: expected none in the words of a command")
-    prepare_multirun()
+    prepare_multirun(words)
     sys.argv[1:] = map(forced, words)
     os.environ["HYDRA_FULL_ERROR"] = "1"  # makes Hydra raise exceptions instead of printing them
     code = 0

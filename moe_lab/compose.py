@@ -62,12 +62,12 @@ def started(folder: Path | None = None) -> Iterator[None]:
         GlobalHydra.instance().clear()
 
 
-def prepare_multirun() -> None:
-    """What hydra.main needs before it reads conf/config.yaml."""
+def prepare_multirun(words: Sequence[str]) -> None:
+    """What hydra.main needs before it reads conf/config.yaml and `words`."""
     # Hydra copies its sources, all registered choices included, for every group that --help lists: most of its time.
     ConfigStore.__deepcopy__ = lambda store, memo: store  # type: ignore[attr-defined]
     OmegaConf.register_new_resolver("sweeps", _sweeps, replace=True)
-    offer(())
+    offer(_plugins(words))
 
 
 @cache
@@ -323,6 +323,8 @@ def compose(words: Sequence[str], config_name: str = CONFIG) -> tuple[Config, li
     their combinations.
     """
     with Mistakes() as mistakes:
+        with mistakes.caught():
+            offer(_plugins(words))
         typed = sorted_words(words, Groups(_searchpath(words)))
         mistakes += typed.mistakes
         document, choices, searchpath = _composed([*typed.composed, *typed.alone()], config_name)
@@ -352,14 +354,23 @@ def _study(document: Mapping[str, Any]) -> Config:
     return config
 
 
+def _plugins(words: Sequence[str]) -> list[str]:
+    """The modules that a command line names, whose criteria and allocations it may choose."""
+    return [module for module in _typed_list("plugins", words) if isinstance(module, str)]
+
+
 def _searchpath(words: Sequence[str]) -> list[str]:
     """The folders that hydra.searchpath adds on a command line."""
+    return [str(folder) for folder in _typed_list("hydra.searchpath", words)]
+
+
+def _typed_list(key: str, words: Sequence[str]) -> list[Any]:
+    """What a command line sets `key` to, before its other words can be read; [] for what is no list."""
     for word in words:
-        key, _, value = word.partition("=")
-        if key.lstrip("+") == "hydra.searchpath":
-            (override,) = OverridesParser.create().parse_overrides([quoted(f"x={value}")])
+        if word.lstrip("+").startswith(f"{key}=["):
+            (override,) = OverridesParser.create().parse_overrides([quoted(word)])
             found = override.value()
-            return [str(folder) for folder in found] if isinstance(found, list) else [str(found)]
+            return found if isinstance(found, list) else []
     return []
 
 

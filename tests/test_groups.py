@@ -136,5 +136,5 @@ def test_choices_are_composed_together_and_alone_alike() -> None:
 
 def test_registered_choices_are_not_copied_with_hydras_sources() -> None:
     """Hydra copies its sources for every group that --help lists."""
-    compose.prepare_multirun()
+    compose.prepare_multirun([])
     assert copy.deepcopy(ConfigStore.instance()) is ConfigStore.instance()

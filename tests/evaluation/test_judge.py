@@ -209,7 +209,9 @@ def test_scores_are_shares_of_the_scale() -> None:
     assert round(rubric.rescaled(5.0), 3) == 0.444
 
 
-BENCHMARK = BenchmarkConfig("stories", "wildbench", "wildbench", chat=True, judge=JudgeConfig("j", "m", "http://localhost:1/v1"))
+BENCHMARK = BenchmarkConfig(
+    "stories", "wildbench", "wildbench", chat=True, judge=JudgeConfig("j", "m", "http://localhost:1/v1")
+)
 
 
 def test_a_template_is_filled_once(tmp_path: Path) -> None:

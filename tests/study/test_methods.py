@@ -15,6 +15,7 @@ import preloaded
 import pyarrow.parquet as parquet
 import pytest
 import torch
+import yaml
 from processes import is_running, quoted
 from safetensors.numpy import load_file as load_arrays
 from safetensors.torch import load_file
@@ -38,10 +39,12 @@ SHORT_SEARCH = [
 ]
 FAKE_SERVER = Path(__file__).parents[1] / "evaluation/fake_server.py"
 Refused = Callable[..., str]
-CHANNELS = [
-    "criterion=channel_activation",
-    "allocation=coverage",
-    "more=[{allocation: [coverage_aligned]}, {criterion: [heapr], allocation: [global]}, {criterion: [snip]}]",
+Lists = dict[str, list[str]]
+CHANNELS: Lists = {"criterion": ["channel_activation"], "allocation": ["coverage"]}
+MORE_CHANNELS: list[Lists] = [
+    {"allocation": ["coverage_aligned"]},
+    {"criterion": ["heapr"], "allocation": ["global"]},
+    {"criterion": ["snip"]},
 ]
 pytestmark = [
     pytest.mark.slow,
@@ -55,6 +58,14 @@ pytestmark = [
 def moe_lab(store: Path, *words: str) -> subprocess.CompletedProcess[str]:
     command = preloaded.command("-m", "moe_lab", *SMALL, *words, f"store={store}")
     return subprocess.run(command, capture_output=True, text=True, cwd=store.parent)
+
+
+def listed(folder: Path, grid: Lists, *more: Lists) -> list[str]:
+    """The words that ask for grids, which are written into an experiment in the folder."""
+    (folder / "experiment").mkdir(exist_ok=True)
+    lists = yaml.safe_dump({"grid": grid, "more": list(more)})
+    (folder / "experiment" / "listed.yaml").write_text(f"# @package _global_\n{lists}")
+    return ["--config-dir", str(folder), "+experiment=listed"]
 
 
 @pytest.fixture
@@ -94,8 +105,8 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("methods") / "store"
 
 
-def test_channels_are_kept_to_the_number_and_what_they_cost_is_written(store: Path) -> None:
-    found = cells(store, *CHANNELS, "ratio=0.5")
+def test_channels_are_kept_to_the_number_and_what_they_cost_is_written(store: Path, tmp_path: Path) -> None:
+    found = cells(store, *listed(tmp_path, CHANNELS, *MORE_CHANNELS), "ratio=0.5")
     assert len(found) == 4 and {cell["cell"]["granularity"] for cell in found} == {"channel"}
     for cell in found:
         plan = Plan.load(store / cell["plan"] / "plan.json")
@@ -293,10 +304,12 @@ def test_routers_are_distilled_and_exported_as_they_are_evaluated(store: Path, t
     assert "recovery=pocket_router_kd" in card and "its routers were trained to predict" in card
 
 
-def test_plans_of_each_kind_are_exported_and_compared_and_loaded_with_the_code_beside_them(store: Path) -> None:
+def test_plans_of_each_kind_are_exported_and_compared_and_loaded_with_the_code_beside_them(
+    store: Path, tmp_path: Path
+) -> None:
     """Ragged channels, as many experts in every layer, and different numbers of them."""
-    words = ["criterion=heapr", "allocation=global", "more=[{criterion: [man], allocation: [uniform]},"]
-    words[-1] += "{criterion: [man], allocation: [global]}]"
+    more = [{"criterion": ["man"], "allocation": [name]} for name in ("uniform", "global")]
+    words = listed(tmp_path, {"criterion": ["heapr"], "allocation": ["global"]}, *more)
     done = moe_lab(store, *words, "ratio=0.5", "export=natural", "verify=true")
     assert done.returncode == 0, done.stderr
     found = json.loads((store / "studies" / "study.json").read_text())["cells"]
