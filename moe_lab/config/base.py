@@ -100,7 +100,11 @@ def sentences(error: ValidationError, kind: Any, where: str) -> Iterator[str]:
     """A sentence for each mistake: the setting, its value, what is expected, and the nearest valid choice."""
     for item in error.errors(include_url=False):
         path = [str(part) for part in item["loc"] if not _is_branch(part)]
-        yield _sentence(dict(item), kind, ".".join(filter(None, [where, *path])), path)
+        key = ".".join(filter(None, [where, *path]))
+        if item["loc"][-1:] == ("[key]",):  # a name that a mapping cannot have
+            yield _no_setting(key, choices(get_args(type_at(kind, path[:-1]))[0]))
+        else:
+            yield _sentence(dict(item), kind, key, path)
 
 
 def _is_branch(part: Any) -> bool:
@@ -134,11 +138,7 @@ def _sentence(item: Mapping[str, Any], kind: Any, key: str, path: list[str]) -> 
     if given == "missing":
         return f"{key} is not set: add {key}=VALUE"
     if given in ("unexpected_keyword_argument", "extra_forbidden"):
-        above, _, name = key.rpartition(".")
-        known = list(fields_of(type_at(kind, path[:-1])))
-        close = nearest(name, known)
-        hint = f": did you mean {above + '.' if above else ''}{close}?" if close else ""
-        return f"{key} is not a setting{hint} (known: {', '.join(sorted(known))})"
+        return _no_setting(key, fields_of(type_at(kind, path[:-1])))
     if given == "literal_error":
         return str(unknown(key, str(value), choices(type_at(kind, path))))
     if given == "value_error":
@@ -149,6 +149,14 @@ def _sentence(item: Mapping[str, Any], kind: Any, key: str, path: list[str]) -> 
     if given in ("greater_than_equal", "less_than"):
         expected = _range(type_at(kind, path)) or expected
     return f"{key}={value}: expected {expected}"
+
+
+def _no_setting(key: str, known: Iterable[str]) -> str:
+    """The sentence for a setting that does not exist; `known`: those beside it."""
+    above, _, name = key.rpartition(".")
+    close = nearest(name, names := sorted(known))
+    hint = f": did you mean {above + '.' if above else ''}{close}?" if close else ""
+    return f"{key} is not a setting{hint} (known: {', '.join(names)})"
 
 
 def _range(kind: Any) -> str | None:
@@ -176,6 +184,8 @@ def type_at(kind: Any, path: Iterable[str]) -> Any:
     """The type of the setting at a path inside a group, without None; None if there is no such setting."""
     for part in path:
         plain = without_none(kind)
+        if get_origin(plain) is Annotated:
+            plain = get_args(plain)[0]
         if plain is Any:
             return Any
         origin, inner = get_origin(plain), get_args(plain)

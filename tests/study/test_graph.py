@@ -161,7 +161,7 @@ def test_the_format_of_an_export_counts_only_where_it_is_not_the_usual_one() -> 
         return dict(step.parts["shape"].settings)
 
     assert settings(ExportConfig("masked")) == {"export": "masked"}
-    assert settings(ExportConfig("natural", "other")) == {"export": "natural", "format": "other"}
+    assert settings(ExportConfig("natural", "gguf")) == {"export": "natural", "format": "gguf"}
     quantised = {"export": "natural", "format": "compressed_tensors", "scheme": "fp8"}
     assert settings(ExportConfig("natural", "compressed_tensors")) == quantised
     assert all(cell.export is None for cell in graph([], criterion=["aimer"]).cells)

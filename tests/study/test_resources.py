@@ -146,7 +146,7 @@ def test_a_model_nothing_is_known_of_gets_a_gpu() -> None:
         ("{jobs: {evalute: {gpus: 1}}}", "did you mean evaluate"),
         ("{jobs: {big/serch: {gpus: 1}}}", "did you mean search"),
         ("{jobs: {big: {gpus: 1}}}", "unknown"),
-        ("{jobs: {search: {gpu: 1}}}", "did you mean gpus"),
+        ("{jobs: {search: {gpu: 1}}}", "resources.jobs.search.gpu is .*resources.jobs.search.gpus"),
         ("{jobs: {search: {gpus: many}}}", "resources.jobs.search.gpus=many"),
         ("{jobs: {search: 4}}", "resources.jobs.search=4: expected settings"),
         ("{jobs: {search: {minutes: 0}}}", "resources.jobs.search.minutes=0"),
