@@ -13,8 +13,6 @@ import pytest
 
 from moe_lab.config import Config, JobConfig, LauncherConfig
 from moe_lab.config.base import SettingsError, valid
-from moe_lab.errors import UserError
-from moe_lab.study.launch import launcher
 from moe_lab.study.preflight import preflight
 from moe_lab.study.runs import RECORD, Submitted
 from moe_lab.study.schedule import Schedule, StepError
@@ -285,9 +283,3 @@ def test_a_lost_step_is_told_apart_from_failed_and_skipped_ones(tmp_path: Path) 
     assert schedule.finished == {done.id} and set(schedule.skipped) == {step.id for step in after}
     assert str(schedule.failed[failed.id]) == "no" and "was not finished" in str(schedule.failed[lost.id])
     assert not schedule.waiting
-
-
-@pytest.mark.parametrize("setting", ["cells_per_job", "steps_per_job", "parallel", "processes", "signal_seconds"])
-def test_numbers_that_cannot_be_are_refused(setting: str) -> None:
-    with pytest.raises(UserError, match=f"launcher.{re.escape(setting)}=0: expected at least 1"):
-        launcher(LauncherConfig(name="slurm", **{setting: 0}))
