@@ -192,8 +192,8 @@ WEIGHT_DISTANCES = of_weights(weight_distances)
 
 def _checkpoint(job: Job) -> tuple[Path, str]:
     """The folder of the job's model, and the device that sums over its weights."""
-    from moe_lab.models.device import place
     from moe_lab.config.pruning import DEVICE_MAPS
+    from moe_lab.models.device import place
     from moe_lab.models.files import local_folder
 
     device: Any = place(job.model)
