@@ -45,7 +45,7 @@ def main() -> int:
     arguments = _arguments()
     failed = False
     if "programs" in arguments.parts:
-        python = evalscope.interpreter(BenchmarkConfig(name="programs"))
+        python = evalscope.interpreter(BenchmarkConfig("programs", "evalscope", "programs"))
         walls = "limits" if namespaces_missing() else "namespaces"
         program = Path(__file__).with_name("contest_programs.py")
         failed |= subprocess.run([python, "-s", str(program), walls], check=False).returncode != 0

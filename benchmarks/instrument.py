@@ -108,7 +108,9 @@ def items_of(benchmark: str) -> list[tuple[str, str]]:
 def mean_loss(subject: LoadedModel, items: Sequence[tuple[str, str]]) -> float:
     """Mean loss on the right answers in bits per byte."""
     asked = [Item(str(number), (Text(prompt, 1, reference=answer),)) for number, (prompt, answer) in enumerate(items)]
-    losses = [answer.reply.loss for answer in collect_answers(subject, asked, BenchmarkConfig(name="losses"))]
+    losses = [
+        answer.reply.loss for answer in collect_answers(subject, asked, BenchmarkConfig("losses", "lm_eval", "none"))
+    ]
     return statistics.mean(loss for loss in losses if loss is not None)
 
 

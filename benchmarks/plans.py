@@ -114,7 +114,10 @@ def _work(engine: Engine, prompts: list[str], tokens: int) -> list[str]:
     for number, prompt in enumerate(prompts):
         half = len(prompt) // 2
         items.append(Item(str(number), (Text(prompt, tokens), Pair(prompt[:half], prompt[half:]))))
-    return [answer.reply.text or "" for answer in collect_answers(engine, items, BenchmarkConfig(name="plans"))]
+    return [
+        answer.reply.text or ""
+        for answer in collect_answers(engine, items, BenchmarkConfig("plans", "lm_eval", "none"))
+    ]
 
 
 def _show(seconds: dict[str, list[float]], starts: dict[str, float]) -> None:

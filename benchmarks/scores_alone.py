@@ -65,7 +65,7 @@ def main() -> None:
         timed(kind)
     with tempfile.TemporaryDirectory() as place:
         model = write_model(Path(place, "model"), words.hidden, words.layers) if words.hidden else []
-        study = [f"grid.criterion=[{CRITERIA}]", "suite.benchmarks=[]", "launcher=inline", "report=false"]
+        study = [f"criterion={CRITERIA}", "suite.benchmarks=[]", "launcher=inline", "report=false"]
         sys.argv[1:] = [f"store={place}/store", *study, *model, *more]
         try:
             moe_lab.main()

@@ -1,6 +1,6 @@
 """Run a small sweep and read its results into pandas.
 
-The sweep is the command line `python -m moe_lab grid.criterion=[reap,man] ...`; a finished one is not run again.
+The sweep is the command line `python -m moe_lab criterion=reap,man ...`; a finished one is not run again.
 """
 
 import subprocess
@@ -11,7 +11,7 @@ from analysis.load.study import load
 from analysis.registry import Results
 
 STORE = Path(sys.argv[1] if len(sys.argv) > 1 else "store")
-SETTINGS = ["study=example", "grid.criterion=[reap,man]", "grid.ratio=[0.25,0.5]", "suite=pocket_quick"]
+SETTINGS = ["study=example", "criterion=reap,man", "ratio=0.25,0.5", "suite=pocket_quick"]
 SETTINGS += ["suite.benchmarks=[pocket_arc_challenge,pocket_boolq,pocket_gsm8k]"]
 subprocess.run([sys.executable, "-m", "moe_lab", *SETTINGS, f"store={STORE}"], check=True)
 

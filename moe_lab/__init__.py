@@ -21,7 +21,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -80,9 +80,9 @@ def load(path: str, **settings: Any) -> tuple[Any, Any]:
     """
     from moe_lab.config import ModelConfig
     from moe_lab.models.load import load_model
-    from moe_lab.paths import PREFIX
+    from moe_lab.paths import PREFIX, as_name
 
-    name = path.rstrip("/").rpartition("/")[2].rpartition(":")[2]
+    name = as_name(path.rstrip("/").rpartition("/")[2].rpartition(":")[2])
     threads = 1 if path.startswith(PREFIX) else None  # the shipped models are so small that one thread is fastest
     return load_model(_settings(ModelConfig(name=name, path=path, threads=threads), settings, "load"))
 
@@ -126,10 +126,13 @@ def _calibration(tokenizer: Any, text: Any, seed: int, settings: Mapping[str, An
     """The batches of a text as `calibrate` reads it."""
     from moe_lab.calibration.batches import batches
     from moe_lab.config import CalibrationConfig
+    from moe_lab.paths import as_name
 
     with _text_file(text) as path:
         length = min(512, tokenizer.model_max_length)
-        usual = CalibrationConfig(Path(path).stem, path, packing="chunk", length=length, tokens=32_768, seed=seed)
+        usual = CalibrationConfig(
+            as_name(Path(path).stem), path, packing="chunk", length=length, tokens=32_768, seed=seed
+        )
         return batches(_settings(usual, settings, caller), tokenizer)
 
 
@@ -368,14 +371,8 @@ def plan(
     statistics = statistics or (attached.statistics if attached else None)
     if statistics is None:
         raise UserError("plan: these scores say nothing of their model: give its statistics=")
-    settings = AllocationConfig(
-        name=allocation,
-        multiple_of=multiple_of,
-        ratio_basis=ratio_basis,
-        replacement=replacement,
-        protect=protect,
-        parameters=dict(parameters),
-    )
+    given = {"multiple_of": multiple_of, "ratio_basis": ratio_basis, "replacement": replacement, "protect": protect}
+    settings = _settings(AllocationConfig(allocation), {**given, "parameters": dict(parameters)}, "plan")
     if not allocations.get(allocation).functions:
         raise UserError(f"allocation={allocation} searches with the model: expected another one here, or run a study")
     of_channels = "channel" in scores
@@ -457,10 +454,8 @@ def export(source: str, plan: Plan, out: str | os.PathLike[str], *, shape: str =
 
 def _settings(usual: Any, given: Mapping[str, Any], function: str) -> Any:
     """The default settings `usual`, updated by those `given`. Raises UserError for an unknown field."""
-    from moe_lab.errors import unknown
+    from moe_lab.config.base import valid
 
-    names = [field.name for field in fields(usual)]
-    for name in given:
-        if name not in names:
-            raise unknown(f"setting of {function}", name, names)
-    return replace(usual, **given)
+    return valid(
+        type(usual), {**{field.name: getattr(usual, field.name) for field in fields(usual)}, **given}, "", function
+    )

@@ -1,20 +1,22 @@
-"""`python -m moe_lab`: compose the configuration with Hydra, and run it as a study."""
+"""`python -m moe_lab`: compose the settings of a command line, and run them as a study."""
 
 from __future__ import annotations
 
 import moe_lab.interrupt  # noqa: F401 - first, for Ctrl-C during the other imports
 
 # isort: split
+import argparse
 import os
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import NoReturn
 
 from moe_lab.errors import end_with
 from moe_lab.paths import conf
-from moe_lab.secrets import mask
+from moe_lab.secrets import mask, problems
 
 START = """moe_lab scores, prunes and evaluates Mixture-of-Experts language models. Three commands to start with:
 
@@ -35,18 +37,18 @@ def give_up(sentence: str) -> NoReturn:
 @contextmanager
 def _sentences() -> Iterator[None]:
     """Turn a user's mistake into a sentence and exit code 2, where Hydra or a study would print a stack trace."""
-    import hydra
+    from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
-    from moe_lab.compose import mistake
+    from moe_lab.compose import explain
     from moe_lab.errors import UserError
 
     try:
         yield
     except UserError as error:
         give_up(str(error))
-    except (hydra.errors.HydraException, OmegaConfBaseException, AttributeError, ValueError) as error:
-        give_up(mistake(error, sys.argv[1:]))
+    except (HydraException, OmegaConfBaseException) as error:
+        give_up(explain(error))
     except OSError as error:
         if isinstance(error, BrokenPipeError) or not any(word.startswith("hydra.") for word in sys.argv):
             raise
@@ -57,46 +59,78 @@ def _sentences() -> Iterator[None]:
 
 
 def main() -> None:
-    """Compose the configuration of the command line, and run it. Exit code 2 for a user's mistake."""
-    if len(sys.argv) == 1:
+    """Run the study of the command line. Exit code 2 for a user's mistake."""
+    words = sys.argv[1:]
+    if not words:
         print(START)
         return
-    import hydra
-    from hydra.errors import HydraException
-    from omegaconf import DictConfig
-    from omegaconf.errors import OmegaConfBaseException
+    with _sentences():
+        if _asks_hydra(words):
+            sys.exit(_by_hydra(words))
+        sys.exit(_study(words))
 
-    from moe_lab.compose import addable, ask, compose_plain, quoted, register
+
+def _asks_hydra(words: Sequence[str]) -> bool:
+    """Whether the words ask for more than one study: -m, --cfg, --help, completion, or a setting of Hydra itself."""
+    flags = [word for word in words if word.startswith("-") and not word.startswith(("--config-", "-cd", "-cn"))]
+    hydras = [word for word in words if word.lstrip("+~").startswith("hydra")]
+    return bool(flags) or any(not word.lstrip("+").startswith("hydra.searchpath=") for word in hydras)
+
+
+def _study(words: Sequence[str]) -> int:
+    """Compose the words, and run the study they ask for. Returns its exit code."""
+    from moe_lab.compose import CONFIG, ask, compose, started
+
+    parser = argparse.ArgumentParser(prog="moe_lab", allow_abbrev=False, add_help=False)
+    parser.add_argument("--config-dir", "-cd", type=Path)
+    parser.add_argument("--config-name", "-cn", default=CONFIG)
+    flags, settings = parser.parse_known_args(list(words))
+    with started(flags.config_dir):
+        config, requests = compose(settings, flags.config_name)
+    return ask(config, requests)
+
+
+def _by_hydra(words: Sequence[str]) -> int:
+    """Let hydra.main do what the words ask for; each job of a multirun is composed from its words as if alone."""
+    import hydra
+    from hydra.core.hydra_config import HydraConfig
+    from hydra.types import RunMode
+
+    from moe_lab.compose import CONFIG, ask, compose, forced, prepare_multirun
     from moe_lab.errors import UserError
 
-    sys.argv[1:] = map(quoted, sys.argv[1:])
-    try:
-        register(sys.argv[1:])
-    except UserError as error:
-        give_up(str(error))
-    sys.argv[1:] = map(addable, sys.argv[1:])
+    for key, _, value in (word.partition("=") for word in words):
+        for problem in problems(value, key.lstrip("+~")):  # Hydra would write it into the store
+            raise UserError(problem)
+    prepare_multirun(words)
+    sys.argv[1:] = map(forced, words)
     os.environ["HYDRA_FULL_ERROR"] = "1"  # makes Hydra raise exceptions instead of printing them
-    exit_code = 0
+    code = 0
 
-    def study(config: DictConfig) -> None:
-        nonlocal exit_code
-        # No exception may reach Hydra, which would print a stack trace.
-        with _sentences():
-            try:
-                exit_code = max(exit_code, ask([config]))
-            except (UserError, HydraException, OmegaConfBaseException, BrokenPipeError):
-                raise
-            except Exception:  # noqa: BLE001 - a bug in moe_lab
-                print(mask(traceback.format_exc()), file=sys.stderr)
-                sys.exit(1)
+    def job(_: object) -> None:
+        nonlocal code
+        with _sentences(), _traces():
+            own = HydraConfig.get()
+            settings = [*(word for word in own.overrides.hydra if "searchpath" in word), *own.overrides.task]
+            alone = own.mode == RunMode.MULTIRUN  # with a launcher of Hydra's, each job is a study of its own
+            code = max(code, ask(*compose(settings, own.job.config_name or CONFIG), add=alone))
 
-    with _sentences():
-        with hydra.initialize_config_dir(str(conf()), job_name="moe_lab", version_base="1.3"):
-            if (config := compose_plain(sys.argv[1:])) is not None:
-                study(config)
-        if config is None:
-            hydra.main(version_base="1.3", config_path=str(conf()), config_name="config")(study)()
-    sys.exit(exit_code)
+    hydra.main(version_base="1.3", config_path=str(conf()), config_name="config")(job)()
+    return code
+
+
+@contextmanager
+def _traces() -> Iterator[None]:
+    """Print the trace of a bug in moe_lab here, without secrets: Hydra would print the command line, too."""
+    from moe_lab.errors import UserError
+
+    try:
+        yield
+    except (UserError, BrokenPipeError):
+        raise
+    except Exception:  # noqa: BLE001
+        print(mask(traceback.format_exc()), file=sys.stderr)
+        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -1,34 +1,73 @@
-"""Interface to Hydra: schema, typed configurations, group files, and Hydra's errors as single sentences."""
+"""From the words of a command to valid settings: Hydra composes files, pydantic checks what they hold, once.
+
+Beyond this module nothing knows Hydra, and there are no settings that are not valid. All mistakes of a command are
+reported together.
+"""
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import re
 import tempfile
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import asdict, fields, is_dataclass
-from fnmatch import fnmatch
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, cast
+from pathlib import Path
+from typing import Any
 
 from hydra import compose as hydra_compose
+from hydra._internal.hydra import Hydra
+from hydra._internal.utils import create_config_search_path
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
-from hydra.core.hydra_config import HydraConfig
 from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException
-from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf, open_dict
-from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
+from hydra.core.override_parser.types import Override, QuotedString
+from hydra.errors import HydraException, MissingConfigException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from moe_lab import grid, plugins
 from moe_lab.allocation import ALLOCATIONS
-from moe_lab.config import Config
+from moe_lab.config import CellConfig, Config
+from moe_lab.config.base import Mistakes, fields_of, is_text, type_at, valid
 from moe_lab.criteria import CRITERIA
-from moe_lab.errors import UserError, nearest, unknown
+from moe_lab.errors import UserError, unknown
 from moe_lab.paths import conf, store_folder
+
+Choice = grid.Choice
+CONFIG = "config"
+"""Name of the file in conf/ from which everything is composed, unless --config-name names another."""
+
+
+# ---- Hydra
+
+
+@contextmanager
+def started(folder: Path | None = None) -> Iterator[None]:
+    """Hydra with the files of conf/, and before them those of `folder`, as --config-dir has it."""
+    offer(())
+    search_path = create_config_search_path(str(conf()))
+    if folder is not None:
+        if not folder.is_dir():
+            raise UserError(f"--config-dir={folder}: there is no such folder")
+        search_path.prepend("command-line", f"file://{folder.absolute()}")
+    GlobalHydra.instance().clear()
+    Hydra.create_main_hydra2("moe_lab", search_path)
+    try:
+        yield
+    finally:
+        GlobalHydra.instance().clear()
+
+
+def prepare_multirun(words: Sequence[str]) -> None:
+    """What hydra.main needs before it reads conf/config.yaml and `words`."""
+    # Hydra copies its sources, all registered choices included, for every group that --help lists: most of its time.
+    ConfigStore.__deepcopy__ = lambda store, memo: store  # type: ignore[attr-defined]
+    OmegaConf.register_new_resolver("sweeps", _sweeps, replace=True)
+    offer(_plugins(words))
 
 
 @cache
@@ -42,20 +81,6 @@ def _sweeps(store: str, dry_run: bool) -> str:
     return _folder_of_nothing().name if dry_run or not store else f"{store_folder(store)}/hydra"
 
 
-def register(words: Sequence[str] = ()) -> None:
-    """Register with Hydra the schema of conf/config.yaml, and a choice for every criterion and allocation that has no
-    file.
-
-    Includes those of plugins that the command line `words` names. Raises UserError for a plugin that cannot be loaded.
-    """
-    # Hydra copies its sources, all schemas included, for every group that --help lists. That is two thirds of the time.
-    ConfigStore.__deepcopy__ = lambda store, memo: store  # type: ignore[attr-defined]
-    ConfigStore.instance().store(name="schema", node=Config, provider="moe_lab")
-    OmegaConf.register_new_resolver("sweeps", _sweeps, replace=True)
-    named = OverridesParser.create().parse_overrides([word for word in words if word.startswith("plugins=")])
-    offer([module for item in named if isinstance(item.value(), list) for module in cast(list[str], item.value())])
-
-
 def offer(modules: Sequence[str]) -> None:
     """Load plugins, and make every registered criterion and allocation without a file a choice of its group."""
     plugins.load(modules)
@@ -65,48 +90,16 @@ def offer(modules: Sequence[str]) -> None:
                 ConfigStore.instance().store(name=name, node={"name": name}, group=group, provider="moe_lab")
 
 
-PLAIN_RUN: dict[str, object] = {
-    "mode": None,
-    "output_subdir": None,
-    "run.dir": ".",
-    "callbacks": {},
-    "verbose": False,
-    "job.chdir": None,
-    "job.env_set": {},
-    "job_logging.root": None,
-    "hydra_logging.root": None,
-}
-"""Settings of Hydra, as in conf/config.yaml, with which it only composes the configuration of a run."""
-
-
-def compose_plain(words: Sequence[str]) -> DictConfig | None:
-    """Compose the configuration of the command line `words`. None when hydra.main is needed: -m, --cfg, hydra.run.dir.
-
-    `hydra.main` composes everything twice, the first time to find hydra.mode, which is a fifth of the start-up time.
-    """
-    if any(word.startswith("-") or "hydra" in word for word in words):
-        return None
-    config = hydra_compose("config", overrides=list(words), return_hydra_config=True)
-    if any(OmegaConf.select(config.hydra, key) != value for key, value in PLAIN_RUN.items()):  # a file has set it
-        return None
-    HydraConfig.instance().set_config(config)
-    return config
-
-
-Choice = tuple[str, str]
-"""Group, and the name of a file in it."""
-
-
 class Groups:
     """The configuration groups as Hydra composes them, hydra.searchpath included. Each choice is composed once."""
 
     def __init__(self, searchpath: Sequence[str] = ()) -> None:
         self._words = [f"hydra.searchpath={json.dumps(list(searchpath))}"] if searchpath else []
         self._names: dict[str, list[str]] = {}
-        self._composed: dict[Choice, DictConfig] = {}
+        self._composed: dict[Choice, dict[str, Any]] = {}
 
     def names(self, group: str) -> list[str]:
-        """The choices of a group; those in subgroups are called subgroup/name."""
+        """The choices of a group, none for what is no group; those in subgroups are called subgroup/name."""
         if group not in self._names:
             options = GlobalHydra.instance().config_loader().get_group_options
             folders = options(group, ObjectType.GROUP, overrides=self._words)
@@ -114,167 +107,100 @@ class Groups:
             self._names[group] = sorted([*options(group, ObjectType.CONFIG, overrides=self._words), *nested])
         return self._names[group]
 
-    def load(self, group: str, name: str) -> DictConfig:
-        """The content of the group under `group=name`. Raises UserError when it cannot be composed, or when it sets
-        anything outside the group."""
-        if (group, name) not in self._composed:
-            self._compose([(group, name)])
-        return self._composed[group, name].copy()
+    def load(self, choices: Iterable[Choice]) -> dict[Choice, dict[str, Any]]:
+        """The content of choices, all composed in one call: Hydra takes 50 ms for one, and no longer for fifty.
 
-    def prepare(self, choices: Iterable[Choice]) -> None:
-        """Compose choices that will be loaded, all at once: Hydra takes 50 ms for one, and no longer for fifty."""
-        with suppress(UserError):  # `load` of the faulty choice raises it again
-            self._compose(list(dict.fromkeys(choices)))
+        Raises SettingsError with a sentence for each that cannot be composed, or that sets anything outside its group.
+        """
+        choices = list(dict.fromkeys(choices))
+        new = [choice for choice in choices if choice not in self._composed]
+        try:
+            self._compose(new)
+        except UserError:
+            with Mistakes() as mistakes:
+                for choice in new:
+                    with mistakes.caught():
+                        self._compose([choice])
+        return {choice: self._composed[choice] for choice in choices}
 
     def _compose(self, choices: Sequence[Choice]) -> None:
-        """Compose all choices at once, each under a key of its own. An error names the first."""
+        """Compose choices, each under a key of its own. An error names the first."""
+        if not choices:
+            return
+        keys = {choice: f"choice{number}" for number, choice in enumerate(choices)}
+        words = [f"+{group}@{key}={name}" for (group, name), key in keys.items()]
         group, name = choices[0]
-        keys = [f"choice{number}" for number in range(len(choices))]
-        words = [f"+{choice[0]}@{key}={choice[1]}" for key, choice in zip(keys, choices, strict=True)]
         try:
-            composed = hydra_compose(overrides=[*self._words, *words])
+            composed = _plain(hydra_compose(overrides=[*self._words, *words]))
         except (HydraException, OmegaConfBaseException) as error:
             raise UserError(f"{group}={name}: {explain(error)}") from None
-        if outside := [str(key) for key in composed if key not in keys]:
+        if outside := [key for key in composed if key not in keys.values()]:
             raise UserError(
                 f"{group}={name} sets {outside[0]}, expected nothing outside {group}: a file that sets several groups "
                 "is an experiment"
             )
-        for choice, key in zip(choices, keys, strict=True):
-            self._composed[choice] = OmegaConf.create(_plain(composed[key]) if key in composed else {})
+        self._composed.update({choice: composed.get(key) or {} for choice, key in keys.items()})
 
 
-def group_files(
-    groups: Groups,
-    config: DictConfig,
-    several: Collection[str] = (),
-    words: Sequence[str] = (),
-    choices: Mapping[str, str] | None = None,
-) -> grid.Files:
-    """The configuration groups for the grid of one job.
-
-    `config`: the job's composed configuration, to which interpolations refer. `several`: axes for which its grid lists
-    values. `words`: its command line. `choices`: the file that Hydra took for each group. Settings in the configuration
-    that are not from that file, such as those of an experiment, hold for every choice of the group, and so do settings
-    on the command line.
-    """
-    parsed = OverridesParser.create().parse_overrides(list(words))
-    values = [(item.key_or_group, item.value()) for item in parsed if "." in item.key_or_group]
-    beyond = []
-    for group, name in (choices or {}).items():
-        if group in several:
-            schema = OmegaConf.structured(OmegaConf.get_type(config[group]))
-            usual = cast(DictConfig, OmegaConf.merge(schema, groups.load(group, name)))
-            beyond += [(f"{group}.{key}", value) for key, value in _differing(_plain(usual), _plain(config[group]))]
-    return grid.Files(groups.names, groups.load, (*beyond, *values), _plain(config), frozenset(several))
-
-
-def _plain(config: DictConfig) -> dict[Any, Any]:
-    """A configuration as plain dictionaries, without Hydra's settings and with interpolations unresolved."""
+def _plain(config: DictConfig) -> dict[str, Any]:
+    """A configuration as plain dictionaries, without Hydra's settings, without values that are to be given (???), and
+    with interpolations unresolved."""
     content = OmegaConf.to_container(config)
     assert isinstance(content, dict)
-    return {key: value for key, value in content.items() if key != "hydra"}
+    return {str(key): value for key, value in _given(content).items() if key != "hydra"}
 
 
-def _differing(usual: Mapping[Any, Any], own: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
-    """(dotted key, value) of each value in `own` that differs from `usual` or is missing there."""
-    for key, value in own.items():
-        if isinstance(value, dict) and isinstance(usual.get(key), dict):
-            yield from ((f"{key}.{inner}", inner_value) for inner, inner_value in _differing(usual[key], value))
-        elif key not in usual or usual[key] != value:
-            yield str(key), value
+def _given(content: Any) -> Any:
+    if isinstance(content, dict):
+        return {key: _given(value) for key, value in content.items() if value != "???"}
+    return content
 
 
-def typed(config: DictConfig) -> Config:
-    """The composed configuration as typed objects. Raises UserError for a required value that is missing."""
-    own = config.copy()
-    with open_dict(own):
-        own.pop("hydra", None)  # the configuration of a multirun's job includes Hydra's settings
-    _check_keys(own)
-    try:
-        result = OmegaConf.to_object(own)
-    except MissingMandatoryValue as error:
-        raise UserError(f"{error.full_key} is not set: add {error.full_key}=VALUE") from None
-    assert isinstance(result, Config)
-    grid.check_numbers(asdict(result), "")
-    return result
+# ---- words
 
 
-def _check_keys(config: DictConfig, prefix: str = "") -> None:
-    """Raise UserError for a key, added by `+` or `++`, that is not a setting."""
-    kind = OmegaConf.get_type(config)
-    names = [field.name for field in fields(kind)] if is_dataclass(kind) else [str(key) for key in config]
-    for key in map(str, config):
-        if key not in names:
-            raise unknown("setting", f"{prefix}{key}", [f"{prefix}{name}" for name in names])
-        inner = config._get_node(key)
-        if isinstance(inner, DictConfig) and not (inner._is_none() or inner._is_missing() or inner._is_interpolation()):
-            _check_keys(inner, f"{prefix}{key}.")
+@dataclass
+class Words:
+    """The words of a command line by what they do."""
+
+    composed: list[str] = field(default_factory=list)
+    """Choices of files, and Hydra's own settings: Hydra composes with them."""
+    axes: dict[str, list[Any]] = field(default_factory=dict)
+    """Axis -> what is typed for it: names of files, numbers such as ratios, or values of a setting in a group."""
+    set: list[tuple[str, Any]] = field(default_factory=list)
+    """Setting -> its value."""
+    mistakes: list[str] = field(default_factory=list)
+
+    def alone(self) -> list[str]:
+        """Words for Hydra that choose the one file that is typed for a group."""
+        return [f"{axis}={names[0]}" for axis, names in self.axes.items() if axis in grid.GROUPS and len(names) == 1]
 
 
-def ask(configs: Sequence[DictConfig]) -> int:
-    """Run one study over the cells of all `configs`: the jobs of a multirun, or a single run. Returns the exit code."""
-    from moe_lab.study.run import run
-
-    hydra = [config.hydra if "hydra" in config else HydraConfig.get() for config in configs]
-    groups = Groups(hydra[0].searchpath)
-    jobs = [
-        requests(config, groups, own.overrides.task, own.runtime.choices)
-        for config, own in zip(configs, hydra, strict=True)
-    ]
-    alone = "hydra" not in configs[0] and HydraConfig.get().mode == RunMode.MULTIRUN
-    wanted = [request for _, asked in jobs for request in asked]
-    return run(jobs[0][0], wanted, add=alone)
+_WORD = re.compile(r"(?P<sign>\+{0,2})(?P<key>[\w.]+)=(?P<value>.*)", re.DOTALL)
+_TYPED = re.compile(r"[\w.+-]+")
 
 
-def requests(
-    config: DictConfig, groups: Groups, words: Sequence[str] = (), choices: Mapping[str, str] | None = None
-) -> tuple[Config, list[grid.Request]]:
-    """Expand one composed configuration: its typed settings, and its cells with their benchmarks."""
-    settings = grid.chosen(typed(config), _axes(words))
-    if settings.plugins:  # plugins named in a file, not on the command line
-        offer(settings.plugins)
-    groups.prepare(_named(settings, groups))
-    files = group_files(groups, config, grid.several(settings), words, choices)
-    for group in set(grid.AXES) - files.several:
-        if isinstance(config.get(group), DictConfig):
-            grid.check_references(group, group, config[group], files)
-    return settings, grid.requests(settings, files)
+def forced(word: str) -> str:
+    """The word as Hydra takes it for a setting that its file may not have; what is typed for a text is a text.
 
-
-def _named(settings: Config, groups: Groups) -> Iterator[Choice]:
-    """The choices that a study names and that exist. Choices that its texts name in turn are not included."""
-    for lists in (settings.grid, *settings.more):
-        for group in (axis for axis in grid.AXES if is_dataclass(getattr(settings, axis, None))):
-            patterns = getattr(lists, group)
-            yield from ((group, name) for name in groups.names(group) if any(fnmatch(name, one) for one in patterns))
-    for group, names in (("calibration", [settings.flops_text]), ("benchmark", settings.suite.benchmarks)):
-        yield from ((group, name) for name in names if name in groups.names(group))
-
-
-def _axes(overrides: Sequence[str]) -> set[str]:
-    """The axes that a command line sets to a single value, unless it also gives a list for the axis in `grid`."""
-    keys = {item.key_or_group for item in OverridesParser.create().parse_overrides(list(overrides))}
-    return {axis for axis in grid.AXES if f"grid.{axis}" not in keys and {axis, f"model.{axis}"} & keys}
-
-
-_OPEN = (
-    "allocation.parameters.",
-    "backend.arguments.",
-    "criterion.parameters.",
-    "interpreters.",
-    "judge.extra.",
-    "model.template_arguments.",
-    "protocol.benchmarks.",
-)
+    So study=2026_11_25 becomes ++study='2026_11_25', which Hydra does not read as a number. Other words stay.
+    """
+    match = _WORD.fullmatch(word)
+    if match is None or match["key"].startswith("hydra.") or not _is_setting(match["key"]):
+        return quoted(word)
+    value = match["value"]
+    if is_text(_type(match["key"])):
+        texts = value.split(",")
+        value = ",".join(f"'{text}'" if _TYPED.fullmatch(text) and text != "null" else text for text in texts)
+    return quoted(f"++{match['key']}={value}")
 
 
 _QUOTED = r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\""""
 _PLAIN = r"""(?:[^,\[\]{}()'":]|:(?! ))+"""
 
 
-def quoted(argument: str) -> str:
-    """The argument `key=value`, with quotes around those of its values that have a letter outside ASCII.
+def quoted(word: str) -> str:
+    """The word `key=value`, with quotes around those of its values that have a letter outside ASCII.
 
     Hydra's grammar reads such letters in quotes alone, and folders of users have them.
     """
@@ -285,29 +211,177 @@ def quoted(argument: str) -> str:
             return text
         return text.replace(text.strip(), f"'{text.strip()}'")
 
-    key, equals, value = argument.partition("=")
+    key, equals, value = word.partition("=")
     return key + equals + re.sub(f"{_QUOTED}|{_PLAIN}", quote, value)
 
 
-def addable(argument: str) -> str:
-    """The argument, prefixed by `++` if its setting may have any keys, such as criterion.parameters.power=2.
+def _is_setting(key: str) -> bool:
+    """Whether a key is a setting, and neither a group, which names files, nor anything else, such as an experiment."""
+    return "." in key or (bool(_type(key)) and not fields_of(_type(key)))
 
-    Hydra then adds the key, or sets it if it exists.
+
+def _type(key: str) -> Any:
+    """The type of a setting; None if there is no such setting."""
+    group, _, _ = key.partition(".")
+    return type_at(CellConfig if group in grid.AXES else Config, key.split("."))
+
+
+def _unknown(key: str) -> str:
+    """The sentence for a setting that does not exist, with the nearest that does."""
+    above, _, _ = key.rpartition(".")
+    if above and _type(above) is None:
+        return _unknown(above)
+    siblings = [f"{above}.{name}" for name in fields_of(_type(above))] if above else [*fields_of(Config), *grid.AXES]
+    return str(unknown("setting", key, siblings))
+
+
+def sorted_words(words: Sequence[str], groups: Groups) -> Words:
+    """Sort the words of a command line by what they do. Raises UserError for one that Hydra cannot read."""
+    found = Words()
+    parser = OverridesParser.create(GlobalHydra.instance().config_loader())
+    for word in words:
+        try:
+            (override,) = parser.parse_overrides([forced(word)])
+        except HydraException:
+            raise UserError(
+                f"{word} cannot be read: expected SETTING=VALUE or GROUP=NAME; a value with special characters is put "
+                f"in quotes, as in {_quoted(word)}"
+            ) from None
+        _sort(override, word, groups, found)
+    return found
+
+
+def _quoted(word: str) -> str:
+    """A command-line word, for a shell, whose value is one text whatever characters it has."""
+    key, _, value = word.partition("=")
+    text = value.strip("'\"").replace("\\", "\\\\").replace("'", "\\'")
+    return f"\"{key}='{text}'\""
+
+
+def _sort(override: Override, word: str, groups: Groups, found: Words) -> None:
+    """Add a word to those that do the same."""
+    key, values = override.key_or_group, _values(override)
+    several = len(values) > 1 or override.is_sweep_override()
+    if key.startswith("hydra") or override.package is not None:
+        found.composed.append(quoted(word))
+    elif key.partition(".")[0] in ("grid", "more"):
+        axis = key.partition(".")[2] or "criterion"
+        found.mistakes.append(f"{word}: lists are written as such on the command line: expected {axis}=VALUE,VALUE")
+    elif groups.names(key):
+        _sort_choice(override, values, word, groups, found)
+    elif _type(key) is None:
+        found.mistakes.append(_unknown(key))
+    elif override.is_delete():
+        found.set.append((key, grid.REMOVED))
+    elif not values or (override.is_sweep_override() and not override.is_discrete_sweep()):
+        found.mistakes.append(f"{word} names no values: expected some, separated by commas")
+    elif key in grid.VALUES or (several and key.partition(".")[0] in grid.GROUPS):
+        found.axes[key] = values
+    elif several:
+        found.mistakes.append(
+            f"{word} names several values, and {key} has one in a study: expected one (a text with a comma as "
+            f"{_quoted(word)}), or -m in front for several studies"
+        )
+    else:
+        found.set.append((key, values[0]))
+
+
+def _sort_choice(override: Override, values: list[Any], word: str, groups: Groups, found: Words) -> None:
+    """Add a word that names files of a group; unknown names are mistakes, and left out."""
+    group, known = override.key_or_group, groups.names(override.key_or_group)
+    if override.is_delete():
+        found.composed.append(word)
+        return
+    listed = [name for value in values for name in (value if isinstance(value, list) else [value])]
+    names = [name for each in listed for name in (fnmatch.filter(known, str(each)) if "*" in str(each) else [each])]
+    wrong = [name for name in names if name not in known]
+    found.mistakes += [str(unknown(group, "null" if name is None else str(name), known)) for name in wrong]
+    if not names:
+        found.mistakes.append(f"{word} names nothing: expected patterns that match a name")
+    if group in grid.GROUPS:
+        found.axes[group] = list(dict.fromkeys(name for name in names if name in known))
+    elif len(values) > 1:
+        found.mistakes.append(f"{word} names several files, and {group} has one in a study: expected one of them")
+    elif not wrong:
+        found.composed.append(word)
+
+
+def _values(override: Override) -> list[Any]:
+    """The values of a word: several where it has commas or one of Hydra's functions for sweeps."""
+    if not override.is_discrete_sweep():
+        return [override.value()]
+    return [value.text if isinstance(value, QuotedString) else value for value in override.sweep_iterator()]
+
+
+# ---- settings
+
+
+def compose(words: Sequence[str], config_name: str = CONFIG) -> tuple[Config, list[grid.Request]]:
+    """The study that a command line asks for: its settings, and its cells with their benchmarks.
+
+    Hydra has been `started`. Raises SettingsError with all mistakes in words and settings, or with all mistakes in
+    their combinations.
     """
-    return f"++{argument}" if argument.startswith(_OPEN) else argument
+    with Mistakes() as mistakes:
+        with mistakes.caught():
+            offer(_plugins(words))
+        typed = sorted_words(words, Groups(_searchpath(words)))
+        mistakes += typed.mistakes
+        document, choices, searchpath = _composed([*typed.composed, *typed.alone()], config_name)
+        groups = Groups(searchpath)
+        lists = [document.pop("grid", None) or {}, *(document.pop("more", None) or [])]
+        own = {axis: document.pop(axis, None) for axis in grid.AXES}
+        draft = grid.Draft(own, choices, typed.axes, typed.set, lists)
+        for key, value in typed.set:
+            if key.partition(".")[0] not in grid.AXES:
+                grid.assign(document, key, value)
+        with mistakes.caught():
+            config = _study(document)
+            offer(config.plugins)
+        with mistakes.caught():
+            points = grid.points(draft, groups)
+    return config, grid.requests(config, points, groups)
 
 
-def mistake(error: Exception, words: Sequence[str]) -> str:
-    """An error of Hydra or OmegaConf on the command line `words`, as one sentence. Any other error is raised again."""
-    if isinstance(error, (HydraException, OmegaConfBaseException)):
-        return explain(error)
-    if str(error).startswith("Config group override"):
-        empty = [word for word in words if word.endswith("=null")]
-        return f"{empty[0] if empty else 'a group'} names no file: `python -m moe_lab --help` lists the choices"
-    # OmegaConf cannot add keys to null
-    if null := re.search(r"full_key: (\S+)\n.*\n *object_type=NoneType", str(error)):
-        return f"{null[1]} is null here, and {{...}} would add to it: expected all of it in a file of its group"
-    raise error
+def _study(document: Mapping[str, Any]) -> Config:
+    with Mistakes() as mistakes:
+        content = {}
+        for key, value in document.items():
+            with mistakes.caught():
+                content[key] = grid.resolved(value, key)
+        with mistakes.caught():
+            config: Config = valid(Config, content, "")
+    return config
+
+
+def _plugins(words: Sequence[str]) -> list[str]:
+    """The modules that a command line names, whose criteria and allocations it may choose."""
+    return [module for module in _typed_list("plugins", words) if isinstance(module, str)]
+
+
+def _searchpath(words: Sequence[str]) -> list[str]:
+    """The folders that hydra.searchpath adds on a command line."""
+    return [str(folder) for folder in _typed_list("hydra.searchpath", words)]
+
+
+def _typed_list(key: str, words: Sequence[str]) -> list[Any]:
+    """What a command line sets `key` to, before its other words can be read; [] for what is no list."""
+    for word in words:
+        if word.lstrip("+").startswith(f"{key}=["):
+            (override,) = OverridesParser.create().parse_overrides([quoted(word)])
+            found = override.value()
+            return found if isinstance(found, list) else []
+    return []
+
+
+def _composed(words: Sequence[str], config_name: str) -> tuple[dict[str, Any], dict[str, str], list[str]]:
+    """What Hydra composes: plain settings, the file that it took for each group, and the folders it searched."""
+    try:
+        composed = hydra_compose(config_name, overrides=list(words), return_hydra_config=True)
+        choices = {str(group): str(name) for group, name in composed.hydra.runtime.choices.items()}
+        return _plain(composed), choices, list(composed.hydra.searchpath)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise UserError(explain(error)) from None
 
 
 def explain(error: BaseException) -> str:
@@ -315,22 +389,13 @@ def explain(error: BaseException) -> str:
     if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options is not None:
         group, _, name = str(error.missing_cfg_file).rpartition("/")
         return str(unknown(group.lstrip("/") or "config", name, error.options))
-    cause = error.__cause__ if isinstance(error, ConfigCompositionException) and error.__cause__ else error
-    if isinstance(cause, (ConfigKeyError, ConfigAttributeError)):
-        return _unknown_key(cause)
-    if str(error).startswith("Ambiguous value"):
-        override = str(error).partition("'")[2].partition("'")[0]
-        axis, _, values = override.partition("=")
-        return f"{override} names several values: write grid.{axis}=[{values}], or put -m in front to sweep"
-    if isinstance(cause, OmegaConfBaseException) and cause.full_key:
-        return f"{cause.full_key}: {str(cause).splitlines()[0]}"
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file:
+        return f"--config-name={error.missing_cfg_file}: there is no such file, in conf/ or in --config-dir"
     return " ".join(line.strip() for line in str(error).splitlines() if line.strip())
 
 
-def _unknown_key(error: OmegaConfBaseException) -> str:
-    key = str(error.full_key or error.key)
-    parent, _, name = key.rpartition(".")
-    names = [f.name for f in fields(error.object_type)] if is_dataclass(error.object_type) else []
-    close = nearest(name, names)
-    hint = f": did you mean {parent + '.' if parent else ''}{close}?" if close else ""
-    return f"{key} is no setting{hint} (known: {', '.join(sorted(names)) or 'none'})"
+def ask(config: Config, requests: Sequence[grid.Request], *, add: bool = False) -> int:
+    """Run the study. Returns its exit code. `add`: add its cells to those recorded under its name."""
+    from moe_lab.study.run import run
+
+    return run(config, requests, add=add)

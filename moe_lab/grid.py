@@ -1,48 +1,38 @@
-"""Expand a configuration into cells: the product of the grid's axes. Each named choice is loaded once."""
+"""The grid of a study: its cells are the product of its axes, each with its benchmarks. Each choice is made once."""
 
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from moe_lab.config import (
-    GATES,
     AllocationConfig,
     BenchmarkConfig,
     CalibrationConfig,
+    CellConfig,
     Config,
     CriterionConfig,
-    GridConfig,
-    JobConfig,
     ModelConfig,
     ProtocolConfig,
     RecoveryConfig,
     SourceConfig,
 )
-from moe_lab.errors import UserError, unknown, user_errors
+from moe_lab.config.base import LARGEST, Mistakes, fields_of, type_at, valid
+from moe_lab.errors import UserError, unknown
 from moe_lab.evaluation.harness import HARNESSES
-from moe_lab.paths import check_name
-
-Group = TypeVar(
-    "Group",
-    ModelConfig,
-    CriterionConfig,
-    CalibrationConfig,
-    AllocationConfig,
-    RecoveryConfig,
-    ProtocolConfig,
-    BenchmarkConfig,
-    JobConfig,
-)
+from moe_lab.paths import as_name
+from moe_lab.secrets import problems
 
 
 @dataclass(frozen=True)
@@ -67,303 +57,375 @@ class Cell:
         return hash((*[group.name for group in names], self.ratio, self.gate, self.seed))
 
 
-RESERVED = {"study": ("all",), "criterion": ("none",), "calibration": ("none",), "allocation": ("none",)}
-"""Group -> reserved names: for every study, or for the choices that an unpruned model does not have."""
-
-
-def wrong_names(study: str, cells: Sequence[Cell], benchmarks: Sequence[BenchmarkConfig]) -> Iterator[str]:
-    """A sentence for each name that cannot be part of a path."""
-    yield from user_errors(check_name, "study", study, RESERVED["study"])
-    for group in ("model", "criterion", "calibration", "allocation", "recovery"):
-        for name in dict.fromkeys(getattr(cell, group).name for cell in cells):
-            yield from user_errors(check_name, f"{group}.name", name, RESERVED.get(group, ()))
-    for benchmark in benchmarks:
-        yield from user_errors(check_name, "benchmark.name", benchmark.name)
-
-
 Request = tuple[Sequence[Cell], Sequence[BenchmarkConfig]]
 """Cells, and the benchmarks that all of them are evaluated on."""
+Choice = tuple[str, str]
+"""Group, and the name of a file in it."""
+Point = tuple[Any, ...]
+"""A value for each of AXES."""
+
+KINDS = fields_of(CellConfig)
+AXES = tuple(KINDS)
+"""What a grid can have lists of; the product of the lists is in this order."""
+GROUPS = tuple(axis for axis in AXES if fields_of(KINDS[axis]))
+"""Axes whose values are files; a setting in them, such as model.top_k, can have a list, too."""
+VALUES = tuple(axis for axis in AXES if axis not in GROUPS)
+RESERVED = ("criterion", "calibration", "allocation")
+"""Groups of which an unpruned model has none, so that no choice of them is called none."""
+REGISTERED = ("criterion", "allocation")
+"""Groups whose choices are called as their functions are, whatever their settings."""
+REMOVED = object()
+"""Value of a setting in front of which stands ~."""
+
+
+class Files(Protocol):
+    """The configuration groups."""
+
+    def names(self, group: str) -> list[str]:
+        """Names of the files of a group."""
+
+    def load(self, choices: Iterable[Choice]) -> dict[Choice, dict[str, Any]]:
+        """The contents of files. Raises UserError for those that cannot be composed."""
 
 
 @dataclass(frozen=True)
-class Files:
-    """The files of the configuration groups: their names and contents, and what the configuration sets in them."""
+class Draft:
+    """What a command line and the files that it names say of cells, before anything is checked."""
 
-    names: Callable[[str], list[str]]
-    """Group -> names of its files."""
-    load: Callable[[str, str], DictConfig]
-    """Group, name -> the content of the file."""
-    overrides: tuple[tuple[str, Any], ...] = ()
-    """Settings inside groups besides the choice of a file, such as calibration.tokens=1000. They hold for every choice
-    of their group."""
-    surroundings: Mapping[str, Any] = field(default_factory=dict)
-    """The configuration that interpolations in a file refer to, unresolved."""
-    several: frozenset[str] = frozenset()
-    """Axes for which a grid lists values: an interpolation cannot refer to one of them."""
-
-
-def typed(
-    schema: type[Group], content: DictConfig, origin: str, surroundings: Mapping[str, Any] | None = None
-) -> Group:
-    """Check `content` against the dataclass `schema`, and resolve its interpolations inside `surroundings`.
-
-    Raises UserError that names `origin`, the field and what is wrong.
-    """
-    try:
-        merged = OmegaConf.merge(OmegaConf.structured(schema), content)
-        if surroundings and "${" in str(content):
-            group = origin.partition("=")[0]
-            merged = OmegaConf.create({**surroundings, group: merged})[group]
-        result = OmegaConf.to_object(merged)
-    except OmegaConfBaseException as error:
-        raise UserError(f"{origin}: {str(error).splitlines()[0]}") from None
-    missing = [setting.name for setting in fields(schema) if OmegaConf.is_missing(merged, setting.name)]
-    if missing:
-        raise UserError(f"{origin}: {missing[0]} is not set: add {origin.split('=')[0]}.{missing[0]}=VALUE")
-    assert isinstance(result, schema)
-    check_numbers(asdict(result), f"{origin}: ")
-    return result
+    own: Mapping[str, Any]
+    """Axis -> its content in the composed configuration: the only value of an axis without a list."""
+    taken: Mapping[str, str]
+    """Group -> the file that its content is from."""
+    typed: Mapping[str, Sequence[Any]]
+    """Axis, or setting in a group -> what is typed for it; this stands above all lists in files."""
+    words: Sequence[tuple[str, Any]]
+    """Setting -> its value, from the command line; it holds for every choice of its group."""
+    lists: Sequence[Mapping[str, Any]]
+    """Lists by axis of the grid, and of further grids, which take the lists of the first where they have none."""
 
 
-LARGEST = 2**63 - 1
-"""The largest whole number that random generators, counters and tensors take."""
+# ---- points
 
 
-def check_numbers(document: Any, field: str) -> None:
-    """Raise UserError for NaN, infinity, or a whole number beyond 64 bits anywhere in the settings."""
-    if isinstance(document, dict):
-        for key, value in document.items():
-            check_numbers(value, f"{field}.{key}" if field and not field.endswith(" ") else f"{field}{key}")
-    elif isinstance(document, list | tuple):
-        for value in document:
-            check_numbers(value, field)
-    elif isinstance(document, float) and not math.isfinite(document):
-        raise UserError(f"{field}={document}: expected a finite number")
-    elif isinstance(document, int) and abs(document) > LARGEST:
-        raise UserError(f"{field}={document:.3g}: expected a number of at most {LARGEST}")
+def points(draft: Draft, files: Files) -> list[Point]:
+    """The distinct points of all grids. Raises SettingsError with all mistakes in values, names and files."""
+    found: list[Point] = []
+    with Mistakes() as mistakes:
+        lists = [_checked(each, "more" if number else "grid", mistakes) for number, each in enumerate(draft.lists)]
+        grids = [_Grid(draft, {**lists[0], **each}, files) for each in lists]
+        choices = _Choices(draft, files)
+        with mistakes.caught():
+            files.load(choice for one in grids for choice in one.choices())
+        for one in grids:
+            axes = []
+            for axis in AXES:
+                with mistakes.caught():
+                    axes.append(one.values(axis, choices))
+            found += itertools.product(*axes) if len(axes) == len(AXES) else []
+    return list({tuple(map(_key, AXES, point)): point for point in found}.values())
 
 
-def choose(schema: type[Group], group: str, name: str, files: Files) -> Group:
-    """Load the file `name` of `group` as an object, and apply what the configuration sets inside the group.
-
-    Raises UserError, with the nearest name, when there is no such file.
-    """
-    if name not in files.names(group):
-        raise unknown(group, name, files.names(group))
-    parts = [(key.partition("."), value) for key, value in files.overrides]
-    return _load(schema, group, name, files, [(rest, value) for (head, _, rest), value in parts if head == group])
+def _key(axis: str, value: Any) -> Any:
+    """What tells values of an axis apart: numbers themselves; of choices, each of which is made once, the object."""
+    return value if axis in VALUES else id(value)
 
 
-def _load(schema: type[Group], group: str, name: str, files: Files, values: Iterable[tuple[str, Any]] = ()) -> Group:
-    """Load the file `name` of `group` as an object; `values` by dotted key replace its own."""
-    content, origin = files.load(group, name), f"{group}={name}"
-    for key, value in values:
-        OmegaConf.update(content, key, value, force_add=True)
-    check_references(origin, group, content, files)
-    return typed(schema, content, origin, files.surroundings)
+def _checked(lists: Any, place: str, mistakes: list[str]) -> dict[str, list[Any]]:
+    """The lists of a grid that are lists of an axis; a sentence is added to `mistakes` for anything else."""
+    if not isinstance(lists, Mapping):
+        mistakes.append(f"{place}={lists}: expected lists by axis, such as {{ratio: [0.25, 0.5]}}")
+        return {}
+    found = {}
+    for key, values in ((str(key), values) for key, values in lists.items()):
+        if key not in AXES and not (key.partition(".")[0] in GROUPS and type_at(CellConfig, key.split("."))):
+            mistakes.append(str(unknown(place, key, AXES)))
+        elif not isinstance(values, list):
+            mistakes.append(f"{place}.{key}={values}: expected a list, such as [{values}]")
+        elif values:
+            found[key] = values
+    return found
 
 
-def check_references(origin: str, group: str, content: DictConfig, files: Files) -> None:
-    """Raise UserError when an interpolation in a file of `group` refers to an axis for which the grid lists values."""
-    for name in re.findall(r"\$\{(\w+)[.}]", str(content)):
-        if name in files.several - {group}:
-            raise UserError(
-                f"{origin} takes ${{{name}}} from the configuration, but grid.{name} lists values: expected a value of "
-                f"its own, or a sweep with -m {name}=..."
-            )
+class _Grid:
+    """One grid: what each axis lists."""
+
+    def __init__(self, draft: Draft, lists: Mapping[str, list[Any]], files: Files) -> None:
+        self.draft, self.files = draft, files
+        typed = {*draft.typed, *(key for key, _ in draft.words)}
+        self.lists = {key: values for key, values in lists.items() if key not in typed}
+
+    def names(self, axis: str) -> list[str | None]:
+        """The files that are listed for a group; None stands for the configuration's own choice."""
+        typed = self.draft.typed.get(axis)
+        if typed is not None:
+            return list(typed) if len(typed) > 1 else [None]
+        known = self.files.names(axis)
+        found: list[str | None] = []
+        for pattern in self.lists.get(axis, []):
+            matches = [name for name in known if fnmatch(name, _pattern(str(pattern)))]
+            if not matches:
+                raise unknown(f"grid.{axis}", str(pattern), known)
+            found += matches
+        return list(dict.fromkeys(found)) or [None]
+
+    def choices(self) -> Iterator[Choice]:
+        """The files that the grid names; those of axes with a mistake are left out."""
+        for axis in GROUPS:
+            with Mistakes().caught():
+                yield from ((axis, name) for name in self.names(axis) if name is not None)
+
+    def values(self, axis: str, choices: _Choices) -> list[Any]:
+        """The valid values of an axis, each once. Raises SettingsError for all mistakes in them."""
+        if axis in VALUES:
+            typed = self.draft.typed.get(axis)
+            place, listed = (axis, typed) if typed else (f"grid.{axis}", self.lists.get(axis, []))
+            if not listed:
+                return [choices.own_value(axis)]
+            with Mistakes() as mistakes:
+                found = []
+                for value in listed:
+                    with mistakes.caught():
+                        found.append(valid(KINDS[axis], value, place))
+            return list(dict.fromkeys(found))
+        inner = {**self.lists, **self.draft.typed}
+        varied = {key.partition(".")[2]: values for key, values in inner.items() if key.startswith(f"{axis}.")}
+        with Mistakes() as mistakes:
+            every = []
+            for name in self.names(axis):
+                for settings in itertools.product(*varied.values()):
+                    with mistakes.caught():
+                        every.append(choices.make(axis, name, dict(zip(varied, settings, strict=True))))
+        return list({id(one): one for one in every}.values())
 
 
-def _expand(group: str, patterns: Iterable[str], files: Files) -> list[str]:
-    """Expand patterns such as `*` and `m*` into the names of all files that match; names stay as they are."""
-    names: list[str] = []
-    for pattern in patterns:
-        matches = [name for name in files.names(group) if fnmatch(name, pattern)] if "*" in pattern else [pattern]
-        if not matches:
-            raise unknown(f"grid.{group}", pattern, files.names(group))
-        names += [name for name in matches if name not in names]
-    return names
-
-
-def check_ratio(ratio: float) -> None:
-    """Raise UserError for a ratio outside [0, 1)."""
-    if not 0 <= ratio < 1:
-        raise UserError(
-            f"ratio={ratio} is not in [0, 1): it is the share of experts or channels to remove, such as 0.25"
-        )
-
-
-def cells(config: Config, files: Files) -> list[Cell]:
-    """All cells of a study: those of its grid, then those of `more`, in the order of the axes, each combination once.
-
-    An axis without a list has one value, the configuration's own. Every named file is loaded once, for all cells that
-    use it. Raises UserError for unknown names and values out of range.
-    """
-    choices = _Choices(config, files)
-    grids = [config.grid, *(_filled(grid, config.grid) for grid in config.more)]
-    return list(dict.fromkeys(cell for grid in grids for cell in choices.cells(grid)))
-
-
-AXES = tuple(axis.name for axis in fields(GridConfig))
-
-
-def chosen(config: Config, axes: Iterable[str]) -> Config:
-    """The configuration with the lists of `axes` removed from its grids, so that its single value of each axis counts.
-
-    This is how a value on the command line overrides the list of an experiment.
-    """
-    without: dict[str, Any] = {axis: [] for axis in axes}
-    grids = [replace(grid, **without) for grid in (config.grid, *config.more)]
-    return replace(config, grid=grids[0], more=grids[1:])
-
-
-def several(config: Config) -> frozenset[str]:
-    """The axes for which a grid lists values. A list of top_k counts for the axis model too: it makes several models
-    of one."""
-    listed = {axis for axis in AXES for grid in (config.grid, *config.more) if getattr(grid, axis)}
-    return frozenset(listed | {"model"} if "top_k" in listed else listed)
-
-
-def _filled(grid: GridConfig, main: GridConfig) -> GridConfig:
-    """A further grid, with empty axes filled from the main grid."""
-    return GridConfig(**{axis.name: getattr(grid, axis.name) or getattr(main, axis.name) for axis in fields(grid)})
+def _pattern(written: str) -> str:
+    """A pattern of names: glob(x*) of Hydra's words is written in files, too."""
+    match = re.fullmatch(r"glob\((.*)\)", written)
+    return match[1] if match else written
 
 
 class _Choices:
-    """Loads the choices that the axes name, each file once, and makes cells of them."""
+    """Makes an object of each choice, once."""
 
-    def __init__(self, config: Config, files: Files) -> None:
-        self.files = files
-        self.config = replace(config, calibration=mixed(config.calibration, files))
-        self._loaded: dict[tuple[str, str], Any] = {}
+    def __init__(self, draft: Draft, files: Files) -> None:
+        self.draft, self.files = draft, files
+        self._made: dict[tuple[str, str | None, str], Any] = {}
+
+    def own_value(self, axis: str) -> Any:
+        """The configuration's own value of an axis without a list."""
+        default = CellConfig.__dataclass_fields__[axis].default
+        value = self.draft.own.get(axis)
+        return valid(KINDS[axis], default if value is None else resolved(value, axis), axis)
+
+    def make(self, axis: str, name: str | None, varied: Mapping[str, Any]) -> Any:
+        """The choice `name` of a group (None: the configuration's own) with everything that is set besides.
+
+        `varied`: setting -> value, of settings that have lists; the name of a choice with such a setting ends in it.
+        """
+        key = (axis, name, json.dumps(varied, sort_keys=True, default=str))
+        if key not in self._made:
+            content = deepcopy(self._content(axis, name))
+            for setting, value in [*self._words(axis), *varied.items()]:
+                assign(content, setting, value)
+            made = valid(KINDS[axis], resolved(content, axis), axis, f"{axis}={name}" if name else "")
+            if axis in RESERVED and made.name == "none":
+                raise UserError(f"{axis}.name=none means no {axis}: expected another name, such as none_1")
+            ending = "".join(f"_{setting.rpartition('.')[2]}{value}" for setting, value in varied.items())
+            if ending and axis not in REGISTERED and "top_k" not in varied:
+                made = replace(made, name=as_name(made.name + ending))
+            self._made[key] = mixed(made, self.files) if isinstance(made, CalibrationConfig) else made
+        return self._made[key]
+
+    def _words(self, axis: str) -> list[tuple[str, Any]]:
+        return [(key.partition(".")[2], value) for key, value in self.draft.words if key.startswith(f"{axis}.")]
+
+    def _content(self, axis: str, name: str | None) -> dict[str, Any]:
+        """The content of a choice; what a file such as an experiment sets in the group holds for every choice."""
+        own = self.draft.own.get(axis) or {}
+        if not isinstance(own, dict):
+            raise UserError(f"{axis}={own}: expected settings and their values, such as {{name: value}}")
+        if name is None:
+            return own
+        taken = (axis, self.draft.taken.get(axis, ""))
+        usual = self.files.load([taken])[taken] if taken[1] in self.files.names(axis) else own
+        content = deepcopy(self.files.load([(axis, name)])[axis, name])
+        for setting, value in _differing(usual, own):
+            assign(content, setting, value)
+        return content
+
+
+def _differing(usual: Mapping[Any, Any], own: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) of each value in `own` that differs from `usual` or is missing there."""
+    for key, value in own.items():
+        if isinstance(value, dict) and isinstance(usual.get(key), dict):
+            yield from ((f"{key}.{inner}", inner_value) for inner, inner_value in _differing(usual[key], value))
+        elif key not in usual or usual[key] != value:
+            yield str(key), value
+
+
+def assign(content: dict[str, Any], key: str, value: Any) -> None:
+    """Set the value under a dotted key; a value that is a mapping is added to what is there, and REMOVED removes it."""
+    *above, last = key.split(".")
+    for part in above:
+        if not isinstance(content.get(part), dict):
+            content[part] = {}
+        content = content[part]
+    if value is REMOVED:
+        content.pop(last, None)
+    elif isinstance(value, dict) and isinstance(content.get(last), dict):
+        for inner, each in value.items():
+            assign(content[last], str(inner), each)
+    else:
+        content[last] = value
+
+
+_FOREIGN = re.compile(r"(?<!\\)\$\{\s*[\w.]+:")
+
+
+def resolved(content: Any, where: str) -> Any:
+    """Settings of one group, in which interpolations such as ${.length} are resolved.
+
+    Raises UserError for an interpolation of another group or of the environment, and for a secret: settings are stored
+    with the results.
+    """
+    text = json.dumps(content, default=str)
+    if "${" in text:
+        if foreign := _FOREIGN.search(text):
+            raise UserError(
+                f"{where}: {foreign[0]}...}} is not from this file: expected the value; a program that is started "
+                "reads the environment itself"
+            )
+        try:
+            plain: Any = OmegaConf.to_container(OmegaConf.create({where: content}), resolve=True)
+        except OmegaConfBaseException as error:
+            reason = str(error).splitlines()[0]
+            raise UserError(f"{where}: {reason}: expected a setting of {where}, or the value") from None
+        content = plain[where]
+    with Mistakes() as mistakes:
+        mistakes += _unfit(content, where)
+    return content
+
+
+def _unfit(content: Any, where: str) -> Iterator[str]:
+    """A sentence for each value that no setting can have: a text that looks like a secret, and NaN."""
+    if isinstance(content, dict):
+        for key, value in content.items():
+            yield from _unfit(value, f"{where}.{key}")
+    elif isinstance(content, list):
+        for value in content:
+            yield from _unfit(value, where)
+    elif isinstance(content, float) and not math.isfinite(content):
+        yield f"{where}={content}: expected a finite number"
+    elif isinstance(content, int) and abs(content) > LARGEST:
+        yield f"{where}={content:.3g}: expected a number of at most {LARGEST}"
+    else:
+        yield from problems(content, where)
+
+
+# ---- cells
+
+
+def requests(config: Config, found: Iterable[Point], files: Files) -> list[Request]:
+    """The cells of a study with their benchmarks; cells of one protocol are grouped together.
+
+    Raises SettingsError for texts and benchmarks that are unknown or wrong.
+    """
+    texts = _Texts(config.flops_text, files)
+    by_protocol: dict[int, list[Cell]] = {}
+    with Mistakes() as mistakes:
+        for point in found:
+            with mistakes.caught():
+                cell = texts.cell(point)
+                by_protocol.setdefault(id(cell.protocol), []).append(cell)
+        asked: list[Request] = []
+        for cells in by_protocol.values():
+            with mistakes.caught():
+                asked.append((cells, benchmarks(config, cells[0].protocol, files)))
+    return asked
+
+
+class _Texts:
+    """Makes cells of points: finds the texts that they read besides the calibration set, each once."""
+
+    def __init__(self, flops_text: str, files: Files) -> None:
+        self.flops_text, self.files = flops_text, files
         self._texts: dict[str, CalibrationConfig] = {}
-        self._published: dict[tuple[str, int], AllocationConfig] = {}
+        self._searched: dict[tuple[int, int], AllocationConfig] = {}
 
-    def cells(self, grid: GridConfig) -> list[Cell]:
-        """The product of one grid's axes."""
-        ratios, gates, seeds = (
-            list(dict.fromkeys(getattr(grid, name) or [getattr(self.config, name)]))
-            for name in ("ratio", "gate", "seed")
-        )
-        for ratio in ratios:
-            check_ratio(ratio)
-        for seed in seeds:
-            if not 0 <= seed <= LARGEST:
-                raise UserError(f"seed={seed}: expected a whole number from 0 to {LARGEST}")
-        for gate in gates:
-            if gate not in GATES:
-                raise unknown("gate", gate, GATES)
-        product = itertools.product(
-            self._models(grid),
-            self._axis(CriterionConfig, "criterion", grid.criterion),
-            self._axis(CalibrationConfig, "calibration", grid.calibration),
-            self._axis(AllocationConfig, "allocation", grid.allocation),
-            self._axis(RecoveryConfig, "recovery", grid.recovery),
-            ratios,
-            gates,
-            seeds,
-            self._axis(ProtocolConfig, "protocol", grid.protocol),
-        )
-        cells = [Cell(*point[:-1], texts=self._texts_of(*point[3:5]), protocol=point[-1]) for point in product]
-        return [replace(cell, allocation=self._searched(cell)) if cell.model.search else cell for cell in cells]
+    def cell(self, point: Point) -> Cell:
+        cell = Cell(**dict(zip(AXES, point, strict=True)))
+        return replace(cell, allocation=self._allocation(cell), texts=self._of(cell))
 
-    def _searched(self, cell: Cell) -> AllocationConfig:
+    def _allocation(self, cell: Cell) -> AllocationConfig:
         """The cell's allocation; one that searches gets the search parameters published for the model as defaults."""
-        if cell.allocation.search is None:
+        if cell.allocation.search is None or not cell.model.search:
             return cell.allocation
-        key = (cell.model.name, id(cell.allocation))
-        if key not in self._published:
+        key = (id(cell.model), id(cell.allocation))
+        if key not in self._searched:
             parameters = {**cell.model.search, **cell.allocation.parameters}
-            self._published[key] = replace(cell.allocation, parameters=parameters)
-        return self._published[key]
+            self._searched[key] = replace(cell.allocation, parameters=parameters)
+        return self._searched[key]
 
-    def _models(self, grid: GridConfig) -> list[ModelConfig]:
-        """Every model of the grid with every value of top_k."""
-        models = self._axis(ModelConfig, "model", grid.model)
-        return [self._routed(model, top_k) for model in models for top_k in grid.top_k or [model.top_k]]
-
-    def _routed(self, model: ModelConfig, top_k: int | None) -> ModelConfig:
-        """The model with that top_k; the same object on every call."""
-        if top_k == model.top_k:
-            return model
-        key = (model.name, f"top_k={top_k}")
-        if key not in self._loaded:
-            self._loaded[key] = replace(model, top_k=top_k)
-        model_of_top_k: ModelConfig = self._loaded[key]
-        return model_of_top_k
-
-    def _axis(self, schema: type[Group], group: str, patterns: list[str]) -> list[Group]:
-        """The objects that an axis names; the configuration's own choice when it names none."""
-        for name in (names := _expand(group, patterns, self.files)):
-            if (group, name) not in self._loaded:
-                choice = choose(schema, group, name, self.files)
-                self._loaded[group, name] = (
-                    mixed(choice, self.files) if isinstance(choice, CalibrationConfig) else choice
-                )
-        return [self._loaded[group, name] for name in names] or [getattr(self.config, group)]
-
-    def _texts_of(self, allocation: AllocationConfig, recovery: RecoveryConfig) -> dict[str, CalibrationConfig]:
-        """Texts besides the calibration set: those that the allocation and the recovery name, and the text that FLOPs
-        are counted on. Settings such as calibration.X=... do not apply to them."""
+    def _of(self, cell: Cell) -> dict[str, CalibrationConfig]:
+        """Texts by their use; settings such as calibration.X=... do not apply to them."""
         named = {
-            "search": ("allocation.search", allocation.search),
-            "instructions": ("recovery.instructions", recovery.instructions),
-            "distill": ("recovery.distill", recovery.distill),
-            "fit": ("recovery.fit", recovery.fit),
-            "flops": ("flops_text", self.config.flops_text),
+            "search": ("allocation.search", cell.allocation.search),
+            "instructions": ("recovery.instructions", cell.recovery.instructions),
+            "distill": ("recovery.distill", cell.recovery.distill),
+            "fit": ("recovery.fit", cell.recovery.fit),
+            "flops": ("flops_text", self.flops_text),
         }
-        return {role: self._text(setting, name) for role, (setting, name) in named.items() if name is not None}
+        texts = {role: self._text(setting, name) for role, (setting, name) in named.items() if name is not None}
+        return {**texts, "flops": self._passed_over(texts["flops"], cell.calibration)}
 
     def _text(self, setting: str, name: str) -> CalibrationConfig:
         if name not in self._texts:
-            if name not in self.files.names("calibration"):
-                raise unknown(setting, name, self.files.names("calibration"))
-            self._texts[name] = mixed(_load(CalibrationConfig, "calibration", name, self.files), self.files)
+            self._texts[name] = mixed(_text(setting, name, self.files), self.files)
         return self._texts[name]
+
+    def _passed_over(self, text: CalibrationConfig, like: CalibrationConfig) -> CalibrationConfig:
+        """The text, read by the engine of the calibration: a model too large for memory is so for every text."""
+        key = f"{text.name} {like.engine} {like.activation_budget}"
+        if key not in self._texts:
+            self._texts[key] = replace(text, engine=like.engine, activation_budget=like.activation_budget)
+        return self._texts[key]
+
+
+def _text(setting: str, name: str, files: Files, changes: Mapping[str, Any] | None = None) -> CalibrationConfig:
+    """The text of conf/calibration that a setting names, with other values for some of its settings."""
+    known = files.names("calibration")
+    if name not in known:
+        raise unknown(setting, name, known)
+    content = {**files.load([("calibration", name)])["calibration", name], **(changes or {})}
+    found: CalibrationConfig = valid(CalibrationConfig, resolved(content, "calibration"), "", f"calibration={name}")
+    return found
 
 
 def mixed(text: CalibrationConfig, files: Files) -> CalibrationConfig:
     """A calibration set; if it is a mixture, with the settings of its sets loaded from their files.
 
-    Settings such as calibration.X=... do not apply to these sets. Raises UserError for an unknown name, and for a
-    mixture in a mixture.
+    Settings such as calibration.X=... do not apply to these sets. Raises UserError for an unknown name, for one that is
+    there twice, and for a mixture in a mixture.
     """
-    return (
-        replace(text, sources=[_source(source, text.name, files) for source in text.sources]) if text.sources else text
-    )
+    if not text.sources:
+        return text
+    sources = [_source(source, text.name, files) for source in text.sources]
+    names = [source.settings.name for source in sources if source.settings]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise UserError(f"calibration.sources names {twice} twice: expected each set once")
+    return replace(text, sources=sources)
 
 
 def _source(source: SourceConfig, mixture: str, files: Files) -> SourceConfig:
     """One set of a mixture with its settings. A set that is read from another path is named after that file."""
-    name = source.calibration
-    if name not in files.names("calibration"):
-        raise unknown(f"calibration={mixture}: source", name, files.names("calibration"))
-    own = [("name", Path(source.path).stem), ("path", source.path)] if source.path is not None else []
-    settings = _load(CalibrationConfig, "calibration", name, files, own)
+    own = {} if source.path is None else {"name": as_name(Path(source.path).stem), "path": source.path}
+    settings = _text(f"calibration={mixture}: source", source.calibration, files, own)
     if settings.sources:
         raise UserError(
-            f"calibration={mixture}: source {name} is a mixture itself, and a mixture takes none: expected its sets, "
-            "each with its share of the whole"
+            f"calibration={mixture}: source {source.calibration} is a mixture itself, and a mixture takes none: "
+            "expected its sets, each with its share of the whole"
         )
     return replace(source, settings=settings)
-
-
-def requests(config: Config, files: Files) -> list[Request]:
-    """The cells of a study with their benchmarks; cells of one protocol are grouped together."""
-    by_protocol: dict[int, list[Cell]] = {}
-    for cell in cells(config, files):
-        by_protocol.setdefault(id(cell.protocol), []).append(cell)
-    return [(group, benchmarks(replace(config, protocol=group[0].protocol), files)) for group in by_protocol.values()]
-
-
-def benchmarks(config: Config, files: Files) -> list[BenchmarkConfig]:
-    """The benchmarks of the suite, with the protocol's changes and with settings from the rest of the configuration.
-
-    Raises UserError for an unknown benchmark, and for an unknown field in the protocol.
-    """
-    for name in config.protocol.benchmarks:
-        if name not in (EVERY, *files.names("benchmark")):
-            raise unknown(f"protocol={config.protocol.name}: benchmark", name, [EVERY, *files.names("benchmark")])
-    return [_benchmark(name, config, files) for name in config.suite.benchmarks]
 
 
 EVERY = "every"
@@ -372,33 +434,50 @@ _ELSEWHERE = ("name", "harness", "limit", "root", "judge", "python")
 """Fields of a benchmark that a protocol cannot set."""
 
 
-def _benchmark(name: str, config: Config, files: Files) -> BenchmarkConfig:
-    defaults = choose(BenchmarkConfig, "benchmark", name, files)
-    differing = config.protocol.benchmarks
-    overrides = {**(differing.get(EVERY, {}) if defaults.data else {}), **differing.get(name, {})}
-    origin = f"protocol={config.protocol.name}: benchmark {name}"
-    names = [one.name for one in fields(BenchmarkConfig) if one.name not in _ELSEWHERE]
-    for word in overrides:
-        if word not in names:
-            raise unknown(origin, word, names)
-    if "parameters" in overrides:
-        overrides["parameters"] = {**defaults.parameters, **overrides["parameters"]}
-    benchmark = (
-        typed(BenchmarkConfig, OmegaConf.create({**asdict(defaults), **overrides}), origin) if overrides else defaults
-    )
+def benchmarks(config: Config, protocol: ProtocolConfig, files: Files) -> list[BenchmarkConfig]:
+    """The benchmarks of the suite, with the protocol's changes and with settings from the rest of the configuration.
+
+    Raises SettingsError for unknown benchmarks, and for unknown or wrong fields in the protocol.
+    """
+    known = files.names("benchmark")
+    with Mistakes() as mistakes:
+        for name in (name for name in protocol.benchmarks if name not in (EVERY, *known)):
+            mistakes.append(str(unknown(f"protocol={protocol.name}: benchmark", name, [EVERY, *known])))
+        mistakes += [str(unknown("benchmark", name, known)) for name in config.suite.benchmarks if name not in known]
+    contents = files.load(("benchmark", name) for name in config.suite.benchmarks)
+    with Mistakes() as mistakes:
+        found = []
+        for (_, name), content in contents.items():
+            with mistakes.caught():
+                found.append(_benchmark(name, content, config, protocol))
+    return found
+
+
+def _benchmark(name: str, content: Mapping[str, Any], config: Config, protocol: ProtocolConfig) -> BenchmarkConfig:
+    differing = protocol.benchmarks
+    changes = {**(differing.get(EVERY, {}) if content.get("data") else {}), **differing.get(name, {})}
+    allowed = [setting for setting in fields_of(BenchmarkConfig) if setting not in _ELSEWHERE]
+    for setting in changes:
+        if setting not in allowed:
+            raise unknown(f"protocol={protocol.name}: benchmark {name}", setting, allowed)
+    if "parameters" in changes:
+        changes["parameters"] = {**content.get("parameters", {}), **changes["parameters"]}
+    origin = f"protocol={protocol.name}: benchmark {name}" if changes else f"benchmark={name}"
+    benchmark: BenchmarkConfig = valid(BenchmarkConfig, resolved({**content, **changes}, "benchmark"), "", origin)
     harness = HARNESSES.get(benchmark.harness)
     if config.suite.path is not None and not (harness and harness.reads_path):
         raise UserError(
             f"suite.path={config.suite.path} is the text of suite=perplexity or the folder of suite=bfcl, expected "
             f"null with benchmark {name}, which has its own data"
         )
+    interpreters = {str(program): python for program, python in config.interpreters.items()}
     return replace(
         benchmark,
         limit=benchmark.limit if config.suite.limit is None else config.suite.limit,
         task=_task(config.suite.path, benchmark.task),
         root=config.data_root if benchmark.data else None,
         judge=config.judge if harness and harness.judged else None,
-        python=config.interpreters.get(benchmark.harness),
+        python=interpreters.get(benchmark.harness),
     )
 
 

@@ -6,7 +6,7 @@ import moe_lab.interrupt  # noqa: F401 - first, for Ctrl-C during the other impo
 
 # isort: split
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,12 +15,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from moe_lab.config import Config
+from moe_lab.config import Config, ModelConfig
 from moe_lab.errors import UserError, end_with, user_errors
+from moe_lab.grid import Cell
 from moe_lab.models.config_json import Size, size_of
-from moe_lab.paths import conf
 
-USAGE = """python -m moe_lab.inspect model=NAME [model.path=FOLDER] [calibration=NAME] [grid.ratio=[0.25,0.5]] [...]
+USAGE = """python -m moe_lab.inspect model=NAME [model.path=FOLDER] [calibration=NAME] [ratio=0.25,0.5] [...]
 
 Whether a model is supported or why not, its layers, experts, routers and parameters by part, its loading memory,
 what a calibration pass takes, and which criteria and exports apply. Takes the settings of `python -m moe_lab`; reads
@@ -36,8 +36,7 @@ def main(words: list[str]) -> int:
         print(USAGE)
         return 0
     try:
-        config = _composed(words)
-        title, rows, supported = describe(config)
+        title, rows, supported = describe(*_composed(words))
     except UserError as error:
         print(f"moe_lab: {error}", file=sys.stderr)
         return 2
@@ -48,67 +47,57 @@ def main(words: list[str]) -> int:
     return 0 if supported else 1
 
 
-def _composed(words: list[str]) -> Config:
-    from hydra import compose, initialize_config_dir
-    from hydra.errors import HydraException
-    from omegaconf.errors import OmegaConfBaseException
+def _composed(words: list[str]) -> tuple[Config, Cell, list[float]]:
+    """The study of a command line, the cell that is described, and the ratios that are asked for."""
+    from moe_lab.compose import compose, started
 
-    from moe_lab.compose import Groups, addable, group_files, mistake, register, typed
-    from moe_lab.grid import mixed
-
-    register(words)
-    try:
-        with initialize_config_dir(str(conf()), version_base="1.3"):
-            composed = compose("config", overrides=[addable(word) for word in words])
-            config = typed(composed)
-            return replace(config, calibration=mixed(config.calibration, group_files(Groups(), composed)))
-    except UserError:
-        raise
-    except (HydraException, OmegaConfBaseException, AttributeError, ValueError) as error:
-        raise UserError(mistake(error, words)) from None
+    with started():
+        config, requests = compose(words)
+    cells = [cell for cells, _ in requests for cell in cells]
+    if len(models := {cell.model.name for cell in cells}) > 1:
+        raise UserError(f"model={','.join(sorted(models))}: expected one model")
+    ratios = list(dict.fromkeys(cell.ratio for cell in cells))
+    return config, cells[0], ratios if any(word.startswith("ratio=") for word in words) else list(RATIOS)
 
 
-def describe(config: Config) -> tuple[str, list[Row], bool]:
-    """Describe config.model: (title, rows of (name, text), whether moe_lab supports the model)."""
+def describe(config: Config, cell: Cell, ratios: Sequence[float] = RATIOS) -> tuple[str, list[Row], bool]:
+    """Describe the model of a cell: (title, rows of (name, text), whether moe_lab supports the model)."""
     from moe_lab.calibration import settings as calibrations
-    from moe_lab.grid import check_ratio
-    from moe_lab.models.files import check_running, configuration_folder
+    from moe_lab.models.files import configuration_folder
     from moe_lab.study.slurm import resources
 
-    for ratio in config.grid.ratio:
-        check_ratio(ratio)
-    check_running(config.model)
     resources.check(config.resources)
-    calibrations.check(config.calibration)
-    title = f"{config.model.name}: {config.model.path}"
-    folder = configuration_folder(config.model)
-    if folder is None and config.model.expected is None:
+    calibrations.check(cell.calibration)
+    title = f"{cell.model.name}: {cell.model.path}"
+    folder = configuration_folder(cell.model)
+    if folder is None and cell.model.expected is None:
         return title, [("configuration", f"{_ABSENT}; give a folder, or a hub id that can be reached")], False
     if folder is None:
         sentence = f"{_ABSENT}: this is what is expected of it; routers and exports are told once config.json is there"
-        return title, [("configuration", sentence), *_costs(config, None)], True
+        return title, [("configuration", sentence), *_costs(config, cell, ratios, None)], True
     try:
         from moe_lab.models import facts  # loads torch
 
-        about = facts.describe(folder, config.model)
+        about = facts.describe(folder, cell.model)
     except UserError as error:
         return title, [("supported", f"no: {error}")], False
-    config = _sized(config, about)
-    return title, [("supported", "yes"), *_architecture(about), *_costs(config, about), *_uses(config, about)], True
+    cell = replace(cell, model=_sized(cell.model, about))
+    costs = _costs(config, cell, ratios, about)
+    return title, [("supported", "yes"), *_architecture(about), *costs, *_uses(cell.model, about)], True
 
 
 _ABSENT = "neither on this machine nor to be had from the hub"
 
 
-def _sized(config: Config, about: Mapping[str, Any]) -> Config:
-    """The settings; without weights to determine the size, the shape from config.json becomes `model.expected`."""
+def _sized(model: ModelConfig, about: Mapping[str, Any]) -> ModelConfig:
+    """The model; without weights to determine the size, the shape from config.json becomes `model.expected`."""
     from moe_lab.models.checkpoint import INDEX, SINGLE
     from moe_lab.paths import resolve
 
-    folder = Path(resolve(config.model.path)).expanduser()
-    if config.model.expected is not None or any((folder / name).is_file() for name in (SINGLE, INDEX)):
-        return config
-    return replace(config, model=replace(config.model, expected=about["shape"]))
+    folder = Path(resolve(model.path)).expanduser()
+    if model.expected is not None or any((folder / name).is_file() for name in (SINGLE, INDEX)):
+        return model
+    return replace(model, expected=about["shape"])
 
 
 def _architecture(about: Mapping[str, Any]) -> Iterator[Row]:
@@ -134,19 +123,19 @@ def _span(layers: list[int]) -> str:
     return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
 
 
-def _costs(config: Config, about: Mapping[str, Any] | None) -> Iterator[Row]:
+def _costs(config: Config, cell: Cell, ratios: Sequence[float], about: Mapping[str, Any] | None) -> Iterator[Row]:
     """Rows on memory; for a model that is not on this machine also its layers and parameters, as expected."""
-    size = size_of(config.model)
+    size = size_of(cell.model)
     if size is None:
         return
     if about is None:
         yield "layers", f"{size.moe_layers} of {size.experts} experts, top-{size.top_k}, {size.width:,} channels each"
         yield "parameters, all", f"{size.parameters:,}"
     yield "loading memory", f"{2 * size.parameters / GIB:.2f} GiB in bfloat16"
-    for ratio in config.grid.ratio or RATIOS:
+    for ratio in ratios:
         gone = int(size.experts * ratio) * _of_one_expert(size, about)
         yield f"without {ratio:.0%} of the experts", f"{2 * (size.parameters - gone) / GIB:.2f} GiB"
-    yield from _calibration(config)
+    yield from _calibration(config, cell)
 
 
 def _of_one_expert(size: Size, about: Mapping[str, Any] | None) -> int:
@@ -160,20 +149,18 @@ def _of_one_expert(size: Size, about: Mapping[str, Any] | None) -> int:
     )
 
 
-def _calibration(config: Config) -> Iterator[Row]:
+def _calibration(config: Config, cell: Cell) -> Iterator[Row]:
     """Rows on the estimated memory of a forward pass, and of a forward and backward pass, over the calibration set."""
-    from moe_lab.grid import Cell
     from moe_lab.study.devices import resolved
     from moe_lab.study.estimates import gpus, memory_of
     from moe_lab.study.steps.passes import Gradients, Pass, StatisticsPass
 
-    text = replace(config.calibration, seed=config.seed)
+    text = replace(cell.calibration, seed=cell.seed)
+    named = replace(cell, model=resolved(cell.model, config), calibration=text)
     parts = f" in {text.parts} parts" if text.parts > 1 else ""
-    own = (resolved(config.model, config), config.criterion, text, config.allocation, config.recovery)
-    cell = Cell(*own, config.ratio, config.gate, config.seed)
     kinds: dict[str, type[Pass]] = {"forward": StatisticsPass, "forward and backward": Gradients}
     for words, kind in kinds.items():
-        step = kind.of(cell)
+        step = kind.of(named)
         memory = memory_of(step.merges[-1] if step.merges else step)  # the last part has the most rows
         if memory is None:
             continue
@@ -185,14 +172,14 @@ def _calibration(config: Config) -> Iterator[Row]:
         )
 
 
-def _uses(config: Config, about: Mapping[str, Any]) -> Iterator[Row]:
+def _uses(model: ModelConfig, about: Mapping[str, Any]) -> Iterator[Row]:
     from moe_lab import criteria
     from moe_lab.models.config_json import quantization
     from moe_lab.pruning.export.layout import can_bar
     from moe_lab.pruning.export.quantised import check_quantised
     from moe_lab.pruning.form import SHAPES
 
-    method = quantization(config.model)
+    method = quantization(model)
     stored = f"its weights are stored as {method}" if method else None
     unfit = about["moe_layers"][0].family.unfit
     uncut = f"its experts {unfit}" if unfit else None

@@ -104,33 +104,35 @@ def store_folder(store: str) -> Path:
     return cache("stores") / f"{name}-{sha256(url.encode()).hexdigest()[:8]}"
 
 
-NAME = re.compile(r"\w[\w.+-]*")
 LONGEST_NAME = 100
 """Most bytes of a name. Names of folders contain several names, and file systems allow 255 bytes."""
+NAME = re.compile(r"\w[\w.+-]*")
+
+
+def checked_name(text: str) -> str:
+    """The text, if it can be part of a folder's name; ValueError that says what is expected otherwise."""
+    if len(text.encode("utf-8", "replace")) > LONGEST_NAME:
+        raise ValueError(f"expected at most {LONGEST_NAME} bytes, since folders are named by it")
+    if not NAME.fullmatch(text):
+        hint = f", such as {close}" if (close := as_name(text, "")) else ""
+        raise ValueError(f"expected a valid folder name: letters, digits and _, after the first also . + -{hint}")
+    return text
+
+
+def as_name(text: str, other: str = "unnamed") -> str:
+    """A valid name like `text`; `other` where nothing of it can be in a name."""
+    plain = re.sub(r"[^\w.+-]+", "_", text).strip("_.+-")
+    return plain.encode()[:LONGEST_NAME].decode(errors="ignore") or other
 
 
 def check_name(field: str, name: str, reserved: Collection[str] = ()) -> None:
-    """Raise UserError unless `name` can be part of a path: letters, digits and _, after the first also . + -; at most
-    LONGEST_NAME bytes; not in `reserved`."""
-    size = len(name.encode("utf-8", "replace"))
-    if size > LONGEST_NAME:
-        raise UserError(
-            f"{field}={name[:40]}... has {size} bytes, and folders are called by it: expected {LONGEST_NAME} at most"
-        )
+    """Raise UserError unless `name` can be part of a path, and is not in `reserved`; see `moe_lab.config.base.Name`."""
     if name in reserved:
         raise UserError(f"{field}={name} means something else: expected another name, such as {name}_1")
-    if not NAME.fullmatch(name):
-        close = re.sub(r"[^\w.+-]+", "_", name).strip("_.+-")
-        raise UserError(
-            f"{field}={name} cannot be called so, as folders are: expected letters, digits and _ . + - after the first"
-            f"{f', such as {close}' if close else ''}"
-        )
-
-
-def check_folder(field: str, path: str, usual: str) -> None:
-    """Raise UserError when the path of a folder is empty; the message gives `usual` as an example."""
-    if not path.strip():
-        raise UserError(f"{field} is empty: expected a folder, such as {field}={usual}")
+    try:
+        checked_name(name)
+    except ValueError as error:
+        raise UserError(f"{field}={name}: {error}") from None
 
 
 def shortened(name: str, longest: int = LONGEST_NAME) -> str:

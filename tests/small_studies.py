@@ -7,12 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from hydra import compose, initialize_config_dir
-
 from moe_lab import compose as composition
 from moe_lab.config import Config
 from moe_lab.grid import Request
-from moe_lab.paths import conf
 from moe_lab.study.run import run
 from moe_lab.study.step import Step
 from moe_lab.study.store import Store
@@ -42,9 +39,8 @@ class Worker:
 
 def asked(*words: str) -> tuple[Config, list[Request]]:
     """What a command line asks for."""
-    composition.register()
-    with initialize_config_dir(str(conf()), version_base="1.3"):
-        return composition.requests(compose("config", overrides=[*SMALL, *words]), composition.Groups())
+    with composition.started():
+        return composition.compose([*SMALL, *words])
 
 
 def start(store: Path, of: tuple[Config, list[Request]], **changes: Any) -> int:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import ast
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import choices
 import pytest
 from omegaconf import OmegaConf
 
 from moe_lab import config, grid
+from moe_lab.config.base import valid
 
 ROOT = Path(__file__).resolve().parents[1]
 CONF = ROOT / "conf"
@@ -31,6 +34,11 @@ SCHEMAS: dict[str, type] = {
     "resources": config.ResourcesConfig,
     "tracker": config.TrackerConfig,
 }
+GIVEN: dict[str, Any] = {
+    "path": "some/set",
+    "sources": [{"calibration": "c4", "share": 0.5}, {"calibration": "tulu_math", "share": 0.5}],
+}
+"""What a file may leave to the user, and an example of it."""
 FILES = sorted(file for group in SCHEMAS for file in (CONF / group).glob("*.yaml"))
 
 
@@ -53,15 +61,14 @@ def test_every_group_has_files_and_every_folder_is_a_group() -> None:
 
 @pytest.mark.parametrize("file", FILES, ids=label)
 def test_a_group_file_fits_its_dataclass_and_is_named_as_it_says(file: Path) -> None:
-    loaded = OmegaConf.load(file)
-    merged = OmegaConf.merge(OmegaConf.structured(SCHEMAS[file.parent.name]), loaded)
-    group = file.parent.name
+    group, loaded = file.parent.name, OmegaConf.load(file)
+    given = {name: GIVEN[name] for name in loaded if OmegaConf.is_missing(loaded, name)}
+    found = valid(SCHEMAS[group], {**choices.content(group, file.stem), **given}, group)
     if group == "export":
-        assert (merged.shape or "none") == file.stem
+        assert (found.shape or "none") == file.stem
     else:
         other = group == "criterion" or (group == "allocation" and {"label", "replacement", "protect"} & set(loaded))
-        assert merged.name == file.stem or other
-    assert set(OmegaConf.missing_keys(merged)) <= {"path", "sources"}, "only what the user must give may be missing"
+        assert found.name == file.stem or other
     assert len(loaded) <= 14, "a small file"
 
 
@@ -109,8 +116,8 @@ def test_the_metrics_are_those_the_papers_print() -> None:
 @pytest.mark.parametrize("name", sorted(names("protocol")))
 def test_a_protocol_says_what_differs_of_benchmarks_that_exist(name: str) -> None:
     for benchmark, differing in content("protocol", name).get("benchmarks", {}).items():
-        own = OmegaConf.merge(OmegaConf.structured(config.BenchmarkConfig), content("benchmark", benchmark))
-        asked = OmegaConf.merge(own, differing)
+        own = choices.choose(config.BenchmarkConfig, "benchmark", benchmark)
+        asked = replace(own, **OmegaConf.to_container(differing))
         assert set(asked.reports) == set(own.reports), "the same results, measured otherwise"
         assert set(differing) <= {"reports", "shots", "max_length", "max_new_tokens"}
 
@@ -156,13 +163,9 @@ def test_calibration_settings_hold_together(name: str) -> None:
     from moe_lab.calibration.settings import check
 
     loaded = content("calibration", name)
-    if OmegaConf.is_missing(loaded, "path"):
-        loaded.path = "some/set"
-    if OmegaConf.is_missing(loaded, "sources"):
-        loaded.sources = [{"calibration": "c4", "share": 0.5}, {"calibration": "tulu_math", "share": 0.5}]
-    merged = OmegaConf.merge(OmegaConf.structured(config.CalibrationConfig(seed=42)), loaded)
-    files = grid.Files(lambda group: sorted(names(group)), content)
-    settings = grid.mixed(OmegaConf.to_object(merged), files)
+    given = {key: GIVEN[key] for key in loaded if OmegaConf.is_missing(loaded, key)}
+    text = valid(config.CalibrationConfig, {**choices.content("calibration", name), **given}, "calibration")
+    settings = grid.mixed(text, choices.Files())
     assert settings.tokens % settings.length == 0
     check(settings)
 
@@ -182,8 +185,7 @@ def test_the_shipped_texts_fill_their_rows(name: str, model: str) -> None:
     from moe_lab.calibration.batches import batches
     from moe_lab.paths import resolve
 
-    schema = OmegaConf.structured(config.CalibrationConfig(seed=42))
-    settings = OmegaConf.to_object(OmegaConf.merge(schema, content("calibration", name)))
+    settings = replace(choices.choose(config.CalibrationConfig, "calibration", name), seed=42)
     report = batches(settings, AutoTokenizer.from_pretrained(resolve(f"pocket:{model}"))).report
     assert report["rows"] == 64 and report["valid_tokens"][name] > 31_000
 

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from budgets import of_children, within
-from hydra import initialize_config_dir
-from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from moe_lab.__main__ import main
-from moe_lab.compose import compose_plain, quoted, register
-from moe_lab.paths import conf
+from moe_lab.compose import compose, quoted, started
+from moe_lab.config.base import SettingsError
 from tests.campaign.commands import NEAREST as MISTAKES
 
 LIMIT = 1.5
@@ -54,9 +52,9 @@ def test_a_mistake_gets_one_sentence_before_anything_heavy(mistake: str, tmp_pat
 
 
 def test_several_mistakes_are_told_together(tmp_path: Path) -> None:
-    done = moe_lab("calibration.packing=reep", "allocation.name=unifrom", "suite=pocket16", store=tmp_path / "store")
+    done = moe_lab("calibration.packing=reep", "retry=faild", "suite=pocket61", store=tmp_path / "store")
     assert done.returncode == 2
-    assert all(word in done.stderr for word in ("did you mean reap", "did you mean uniform", "allow_code_execution"))
+    assert all(word in done.stderr for word in ("did you mean reap", "did you mean failed", "did you mean pocket16"))
 
 
 ROOT = Path(__file__).parents[1]
@@ -69,9 +67,7 @@ def test_every_experiment_is_ready_to_run(experiment: str, tmp_path: Path) -> No
     assert done.stderr.startswith(f"{experiment}: ") and "evaluate" in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("words", "count"), [(["criterion=man"], 4), (["criterion=man", "grid.criterion=[reap,man]"], 7), (["-m"], 7)]
-)
+@pytest.mark.parametrize(("words", "count"), [(["criterion=man"], 4), (["criterion=reap,man"], 7), (["-m"], 7)])
 def test_what_is_typed_for_an_axis_stands_above_the_lists_of_an_experiment(
     words: list[str], count: int, tmp_path: Path
 ) -> None:
@@ -90,26 +86,60 @@ def test_a_sweep_is_a_configuration_in_a_folder_of_yours(tmp_path: Path) -> None
     assert done.stderr.startswith("evoesap_table7: 9 cells") and "GPU-hours" in done.stderr
 
 
-def test_a_start_composes_its_configuration_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    loaded: list[str] = []
-    load = ConfigStore.load
-    monkeypatch.setattr(
-        ConfigStore, "load", lambda store, config_path: (loaded.append(config_path), load(store, config_path))[1]
-    )
-    monkeypatch.setattr(sys, "argv", ["moe_lab", "seed=-1", f"store={tmp_path / 'store'}"])
-    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")  # which main sets
-    with pytest.raises(SystemExit):
-        main()
-    assert loaded.count("schema.yaml") == 1
+TYPED = {
+    "study=2026_11_25": ("study", "2026_11_25"),
+    "study=7e3": ("study", "7e3"),
+    "study=true": ("study", "true"),
+    "push=me/1234e56": ("push", "me/1234e56"),
+    "study='a'": ("study", "a"),
+}
 
 
-@pytest.mark.parametrize("setting", [{"mode": "MULTIRUN"}, {"output_subdir": ".hydra"}, {"job": {"chdir": True}}])
-def test_a_file_may_ask_hydra_for_more_than_a_configuration(setting: dict[str, object]) -> None:
-    register()
-    ConfigStore.instance().store("more", {"hydra": setting}, group="experiment", package="_global_")
-    with initialize_config_dir(str(conf()), version_base="1.3"):
-        assert compose_plain(["seed=1"]) is not None
-        assert compose_plain(["+experiment=more"]) is None
+@pytest.mark.parametrize("word", TYPED)
+def test_a_text_keeps_what_was_typed(word: str) -> None:
+    name, value = TYPED[word]
+    with started():
+        assert getattr(compose([word])[0], name) == value
+        (cells, _), *_ = compose(["model.revision=1234e56", "calibration.subset=007"])[1]
+    assert (cells[0].model.revision, cells[0].calibration.subset) == ("1234e56", "007")
+
+
+def test_a_comma_list_is_a_grid_and_a_range_has_decimals() -> None:
+    with started():
+        listed = compose(["ratio=.1,.2,.3", "criterion=glob(m*)", "calibration.tokens=1024,2048"])[1]
+        ranged = compose(["ratio=range(0.1,0.35,0.1)", "criterion=m*", "calibration.tokens=choice(1024,2048)"])[1]
+    cells = [cell for part, _ in listed for cell in part]
+    assert cells == [cell for part, _ in ranged for cell in part]
+    assert {cell.ratio for cell in cells} == {0.1, 0.2, 0.3} and len(cells) % 6 == 0
+
+
+REFUSED = {
+    "calibration.tokens=[1,2]": "calibration.tokens=[1, 2]: expected a whole number",
+    "plugins=[[os]]": "plugins.0=",
+    "suite=quick,code": "names several files",
+    "store=a,b": "\"store='a,b'\"",
+    "grid.criterion=[man]": "criterion=VALUE,VALUE",
+    "ratio={a: " + "[" * 40 + "1" + "]" * 40 + "}": "ratio=",
+    "calibration.tokens=interval(1,2)": "names no values",
+    "suite=null": "suite=null is unknown",
+    "resources.jobs={scores:{gpu:1}}": "resources.jobs.scores.gpu is not a setting",
+}
+
+
+@pytest.mark.parametrize("word", REFUSED)
+def test_what_cannot_be_is_one_sentence(word: str) -> None:
+    with started(), pytest.raises(SettingsError) as error:
+        compose([word])
+    (sentence,) = error.value.sentences
+    assert REFUSED[word] in sentence
+
+
+def test_the_advice_for_a_text_with_a_comma_is_a_word_that_works() -> None:
+    with started():
+        with pytest.raises(SettingsError) as error:
+            compose(["store=a, b"])
+        (word,) = re.findall(r'"(store=.*?)"', str(error.value))
+        assert compose([word])[0].store == "a, b"
 
 
 @pytest.mark.parametrize("module", ["moe_lab", "moe_lab.study", "moe_lab.inspect", "analysis"])

@@ -59,7 +59,7 @@ def moe_lab(folder: Path, *words: str, package: str = "moe_lab") -> subprocess.C
 
 
 def test_a_study_with_a_criterion_and_an_allocation_of_a_folder(folder: Path) -> None:
-    words = ["plugins=[my_methods.scores]", "grid.criterion=[cres*,man]", "grid.allocation=[like_uniform]", *TINY]
+    words = ["plugins=[my_methods.scores]", "criterion=cres*,man", "allocation=like_uniform", *TINY]
     done = moe_lab(folder, *words, "store=store")
     assert done.returncode == 0, done.stderr
     record = json.loads((folder / "store/studies/study.json").read_text())

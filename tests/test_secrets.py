@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 from processes import quoted
 
+from moe_lab.config import BackendConfig
 from moe_lab.errors import UserError
+from moe_lab.evaluation.back_ends import command_line
 from moe_lab.secrets import MASK, problems
 from moe_lab.study.step import error_document
 
@@ -58,11 +60,12 @@ def leaks(folder: Path, done: subprocess.CompletedProcess[str]) -> list[str]:
 
 @pytest.mark.slow
 def test_no_file_of_a_study_has_a_secret_of_its_environment(tmp_path: Path) -> None:
-    command = f"backend.command={hydra_text(f'{quoted(SERVER)} {{port}} {{name}} {{checkpoint}}')}"
+    command = f"backend.command={hydra_text(f'{quoted(SERVER)} {{port}} {{name}} {{checkpoint}} --api-key $HF_TOKEN')}"
     done = moe_lab(tmp_path, "-m", "ratio=0.5", "tracker=wandb", "tracker.mode=offline", command)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "store/reports/study/report.html").exists() and list((tmp_path / "wandb").glob("offline-run-*"))
     assert leaks(tmp_path, done) == []
+    assert "--api-key $HF_TOKEN" in (tmp_path / "store/reports/study/report.html").read_text()
 
 
 @pytest.mark.slow
@@ -86,6 +89,25 @@ def test_errors_do_not_show_secrets_of_the_environment(monkeypatch: pytest.Monke
     assert str(UserError("11 refused PLANTED-token")) == f"11 refused {MASK}"
     document = error_document(OSError("GET https://host?token=PLANTED-token"))
     assert "PLANTED" not in str(document) and MASK in document["message"] and MASK in document["trace"]
+
+
+TYPED = [
+    ["judge.extr.api_key=TYPED-key"],
+    ["judge.url=https://user:TYPED-key@host"],
+    ["judge.extra.headers={Authorization:'Bearer TYPED-key'}"],
+    ["backend.command='vllm --api-key TYPED-key'", "model.template_arguments.api_key=TYPED-token"],
+    ["resources.every.setup=['export HF_TOKEN=TYPED-token']"],
+    ["launcher.python='env WANDB_API_KEY=TYPED-key python'"],
+    ["store=s3://user:TYPED-key@bucket/path"],
+    ["-m", "ratio=0.25,0.5", "judge.extra.token=TYPED-token"],
+]
+
+
+@pytest.mark.parametrize("words", TYPED, ids=" ".join)
+def test_a_secret_in_a_setting_is_refused_and_neither_printed_nor_stored(words: list[str], tmp_path: Path) -> None:
+    done = moe_lab(tmp_path, *words, *([] if "store" in str(words) else [f"store={tmp_path / 'store'}"]))
+    assert done.returncode == 2 and "Traceback" not in done.stderr and "TYPED" not in done.stderr, done.stderr
+    assert not any(tmp_path.iterdir())
 
 
 SECRET = [
@@ -128,7 +150,16 @@ def test_what_is_called_almost_like_a_secret_is_not(name: str) -> None:
     assert list(problems({name: "abc"})) == []
 
 
-def test_a_command_with_a_secret_does_nothing(tmp_path: Path) -> None:
-    done = moe_lab(tmp_path, "judge.extra.api_key=abc", "store=s3://user:pw@bucket/x", "backend.command='x --token t'")
+def test_all_secrets_of_a_command_are_named_together(tmp_path: Path) -> None:
+    done = moe_lab(tmp_path, "judge.extra.api_key=abc", "backend.command='x --token t'")
     assert done.returncode == 2 and not (tmp_path / "store").exists()
     assert all(field in done.stderr for field in ("judge.extra.api_key", "backend.command")), done.stderr
+
+
+def test_a_command_takes_each_variable_as_part_of_one_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "a {b} $c")
+    backend = BackendConfig("server", "serve {checkpoint} {port} --token=$HF_TOKEN")
+    assert command_line(backend, Path("x"), 7, "n") == ["serve", "x", "7", "--token=a {b} $c"]
+    monkeypatch.delenv("HF_TOKEN")
+    with pytest.raises(UserError, match="HF_TOKEN"):
+        command_line(backend, Path("x"), 7, "n")

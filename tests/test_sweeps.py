@@ -16,16 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hydra import compose
-from hydra._internal.hydra import Hydra
-from hydra._internal.utils import create_config_search_path
-from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
 from analysis.published import numbers
 from analysis.published.numbers import Printed
 from moe_lab import compose as composition
 from moe_lab import config, grid
+from moe_lab.config.base import valid
 from moe_lab.errors import UserError
 from moe_lab.evaluation import suite
 from moe_lab.evaluation.harnesses import evalscope
@@ -61,37 +58,24 @@ def hydra() -> Iterator[None]:
     """Hydra once for all tests."""
     with started():
         yield
-    groups.cache_clear()
 
 
 @contextmanager
 def started() -> Iterator[None]:
     """Hydra as `python -m moe_lab --config-dir sweeps` starts it; harnesses of no version, wherever they are installed,
     since versions are part of ids."""
-    composition.register()
-    search_path = create_config_search_path(str(ROOT / "conf"))
-    search_path.prepend("command-line", f"file://{SWEEPS}", anchor="schema")
-    GlobalHydra.instance().clear()
-    Hydra.create_main_hydra2("sweeps", search_path)
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, composition.started(SWEEPS):
         patch.setattr(suite, "installed", lambda package: "any")
         patch.setattr(evalscope, "installed", lambda benchmark: "any")
         yield
-    GlobalHydra.instance().clear()
-
-
-@cache
-def groups() -> composition.Groups:
-    """The groups as they are there for all sweeps; each choice is composed once."""
-    return composition.Groups()
 
 
 @cache
 def composed(name: str) -> tuple[config.Config, list[grid.Request]]:
     """A sweep, or an experiment."""
     if name in EXPERIMENTS:
-        return composition.requests(compose("config", [f"+experiment={name}"]), composition.Groups())
-    return composition.requests(compose(name), groups())
+        return composition.compose([f"+experiment={name}"])
+    return composition.compose([], name)
 
 
 @cache
@@ -155,8 +139,7 @@ def test_a_sweep_says_what_it_is_and_how_it_is_run(name: str) -> None:
 def test_a_choice_of_one_table_fits_its_schema_and_is_used(file: Path) -> None:
     loaded = OmegaConf.load(file)
     group = file.parent.name
-    merged = OmegaConf.merge(OmegaConf.structured(SCHEMAS[group]), loaded)
-    assert not OmegaConf.missing_keys(merged)
+    merged = valid(SCHEMAS[group], OmegaConf.to_container(loaded), group)
     assert merged.label == file.stem.replace("_", " ") if group == "allocation" else merged.name == file.stem
     assert not (ROOT / "conf" / group / file.name).exists(), "a sweep must not change what a name means"
     others = [other for other in SWEEPS.rglob("*.yaml") if other != file]
@@ -185,7 +168,8 @@ def test_a_dry_run_prints_what_is_missing(tmp_path: Path, capsys: pytest.Capture
 
 def test_a_dry_run_for_slurm_prints_what_jobs_ask_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     settings, cells, benchmarks = request("evoesap_table1")
-    cluster = config.ResourcesConfig(models={"ernie_21b_a3b": {"gpus": 2, "partition": "long", "minutes": 77}})
+    job = config.JobConfig(gpus=2, partition="long", minutes=77)
+    cluster = config.ResourcesConfig(models={"ernie_21b_a3b": job})
     slurm = config.LauncherConfig(name="slurm")
     dry = replace(settings, dry_run=True, store=str(tmp_path / "store"), launcher=slurm, resources=cluster)
     with pytest.raises(UserError, match="allow_judge=false"):
@@ -200,9 +184,7 @@ def test_a_dry_run_for_slurm_prints_what_jobs_ask_for(tmp_path: Path, capsys: py
 
 def refusals(name: str, *overrides: str, **allocation: Any) -> list[str]:
     """What is said of a sweep with other settings, and with other parameters of its allocations."""
-    settings, [(cells, benchmarks)] = composition.requests(
-        compose(name, overrides=list(overrides)), groups(), overrides
-    )
+    settings, [(cells, benchmarks)] = composition.compose(overrides, name)
     changed = [
         replace(cell, allocation=replace(cell.allocation, parameters={**cell.allocation.parameters, **allocation}))
         for cell in cells
@@ -211,11 +193,11 @@ def refusals(name: str, *overrides: str, **allocation: Any) -> list[str]:
 
 
 def test_what_the_models_cannot_have_is_refused_before_they_are_there() -> None:
-    (ratio,) = refusals("aimer_table3", "grid.ratio=[0.95]")
+    (ratio,) = refusals("aimer_table3", "ratio=0.95")
     assert ratio.startswith("ratio=0.95 leaves 7 of 128 experts") and "top_k=8" in ratio
     (block,) = refusals("coverage_table8", align={"block": 1536})
     assert "align.block=1536" in block and "1408 channels" in block
-    (search,) = refusals("evoesap_table7", "grid.ratio=[0.95]")[:1]
+    (search,) = refusals("evoesap_table7", "ratio=0.95")[:1]
     assert "ratio=0.95" in search
 
 

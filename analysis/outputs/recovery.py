@@ -158,7 +158,7 @@ def recovered_reasoning(results: Results, comparison: Comparison) -> Iterator[Bl
 @output(
     "coverage.table9",
     chapter="cost",
-    needs="cells with grid.top_k=[null,2,1] (coverage_table9 of sweeps)",
+    needs="cells with model.top_k=null,2,1 (coverage_table9 of sweeps)",
     also=("coverage.table19",),
 )
 def top_k_table(results: Results, name: str) -> Table:

@@ -22,17 +22,23 @@ class StudyLauncher(Launcher):
     """Composes every job, and hands all of them to one study."""
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        self.loader, self.config = hydra_context.config_loader, config
+        self.config = config
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
-        from moe_lab.compose import ask
-        from moe_lab.errors import UserError
+        from moe_lab.compose import ask, compose
+        from moe_lab.config.base import Mistakes
 
-        if not job_overrides:
-            words = " ".join(self.config.hydra.overrides.task)
-            raise UserError(f"{words} sweeps over nothing: expected patterns that match a name")
-        jobs = [self.loader.load_sweep_config(self.config, list(overrides)) for overrides in job_overrides]
-        code = ask(jobs)
+        hydra = self.config.hydra
+        searchpath = [word for word in hydra.overrides.hydra if "searchpath" in word]
+        asked = []
+        with Mistakes() as mistakes:
+            if not job_overrides:
+                words = " ".join(hydra.overrides.task)
+                mistakes.append(f"{words} sweeps over nothing: expected patterns that match a name")
+            for overrides in job_overrides:
+                with mistakes.caught():
+                    asked.append(compose([*searchpath, *overrides], hydra.job.config_name))
+        code = ask(asked[0][0], [request for _, requests in asked for request in requests])
         return [
             JobReturn(overrides=list(overrides), status=JobStatus.COMPLETED, _return_value=code)
             for overrides in job_overrides

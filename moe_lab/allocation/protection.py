@@ -15,7 +15,6 @@ import numpy
 from numpy.typing import ArrayLike
 
 from moe_lab.allocation.problem import finite
-from moe_lab.config import AllocationConfig
 from moe_lab.errors import UserError
 from moe_lab.json_files import fits
 
@@ -61,14 +60,6 @@ def identity(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def check(settings: Mapping[str, Any], granularity: str) -> None:
     """Raise UserError unless the fields of AllocationConfig about protection are valid and fit the allocation."""
-    share = settings["protect_layers"]
-    if not 0 < share <= 1:
-        raise UserError(f"allocation.protect_layers={share}: expected a share of the layers in (0, 1], 1 for all")
-    if settings["protect"] != SUPER and share != AllocationConfig.protect_layers:
-        raise UserError(
-            f"allocation.protect_layers={share} is about super experts: expected allocation.protect=super, or "
-            f"{AllocationConfig.protect_layers}"
-        )
     if not identity(settings):
         return
     if settings["name"] == "uniform" and granularity == "channel":

@@ -117,10 +117,7 @@ def _(settings: AllocationConfig) -> Any:
     return document
 
 
-BASES = ("routed", "model")
 ZeroExpert = Literal["keep_null", "drop"]
-ONLY_FOR = {"by": "global", "search": "evolutionary", "path": "list"}
-"""Field -> the one allocation that reads it."""
 
 
 def check(settings: AllocationConfig, granularity: Granularity = "expert") -> None:
@@ -176,26 +173,14 @@ def _check_granularity(allocation: Allocation, granularity: Granularity) -> None
 
 
 def _check_fields(settings: AllocationConfig, granularity: Granularity) -> None:
-    if settings.multiple_of < 1:
-        raise UserError(f"allocation.multiple_of={settings.multiple_of}: expected 1 or more")
     if settings.multiple_of > 1 and granularity == "channel":
         raise UserError(
             f"allocation.multiple_of={settings.multiple_of} counts experts, but the criterion scores channels: "
             "expected 1; allocation.parameters.align rounds channels"
         )
     _check_replacement(settings, granularity)
-    if settings.ratio_basis not in BASES:
-        raise unknown("allocation.ratio_basis", settings.ratio_basis, BASES)
-    for field, name in ONLY_FOR.items():
-        if getattr(settings, field) is not None and settings.name != name:
-            raise UserError(
-                f"allocation.{field}={getattr(settings, field)} is only for allocation={name}, expected null with "
-                f"allocation={settings.name}"
-            )
     if settings.by is not None and granularity == "channel":
         raise UserError(f"allocation.by={settings.by} compares experts, expected null with a criterion for channels")
-    if settings.name == "evolutionary" and settings.search is None:
-        raise UserError("allocation=evolutionary needs allocation.search: the name of a text with answers")
 
 
 def _check_replacement(settings: AllocationConfig, granularity: Granularity) -> None:

@@ -13,7 +13,7 @@ import torch
 
 from moe_lab.calibration.documents import Document, rendering, tokenize
 from moe_lab.calibration.packing import PACKINGS
-from moe_lab.calibration.settings import check, order_seed, parts, row_count
+from moe_lab.calibration.settings import check, order_seed, parts
 from moe_lab.calibration.sources import locate, read
 from moe_lab.config import CalibrationConfig
 from moe_lab.errors import UserError
@@ -83,7 +83,7 @@ class Packed:
         self._exhausted: Source | None = None
         self.gap = filler(settings, tokenizer)
         self.rows = self._packed()
-        if len(self.rows) < row_count(settings):
+        if len(self.rows) < settings.rows:
             raise self._too_short()
         self._check_shares()
 
@@ -100,7 +100,7 @@ class Packed:
         pack = PACKINGS[self.settings.packing]
         rows = pack(self._documents(), self.settings.length, None if self.gap is None else GAP)
         packed = []
-        for row in islice(rows, row_count(self.settings)):
+        for row in islice(rows, self.settings.rows):
             packed.append(row)
             for place in row:
                 if place != GAP:
@@ -152,12 +152,12 @@ class Packed:
         if settings.sources:
             return UserError(
                 f"calibration={settings.name}: {source.settings.name} is too short for its share of {source.share:g}: "
-                f"its {source.tokens} tokens are read when {filled} of the {row_count(settings)} rows of "
+                f"its {source.tokens} tokens are read when {filled} of the {settings.rows} rows of "
                 f"calibration.length={settings.length} in calibration.tokens={settings.tokens} are filled; {fitting}"
             )
         return UserError(
             f"calibration.path={settings.path} is too short: its {source.tokens} tokens fill {filled} of the "
-            f"{row_count(settings)} rows of calibration.length={settings.length} in "
+            f"{settings.rows} rows of calibration.length={settings.length} in "
             f"calibration.tokens={settings.tokens}; {fitting}"
         )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
@@ -10,19 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from moe_lab.calibration.documents import Chat
-from moe_lab.calibration.packing import PACKINGS
 from moe_lab.calibration.sources import file_format, first_record, hub_file, is_hub_file, locate
 from moe_lab.config import CalibrationConfig, ModelConfig
 from moe_lab.config.identity import counting_fields, identity
-from moe_lab.errors import UserError, unknown, user_errors
+from moe_lab.config.pruning import OF_DOCUMENTS
+from moe_lab.errors import UserError, user_errors
 from moe_lab.models import config_json
 from moe_lab.models.hub import UNRESOLVED, data_file, data_files, sha256_of
-
-ORDERS = ("random", "first")
-GAPS = ("none", "eos", "zero")
-ENGINES = ("resident", "streamed")
-OF_DOCUMENTS = ("path", "subset", "split", "field", "template", "joined", "order", "special_tokens")
-"""Settings of where documents come from and how each is read. In a mixture, every set has its own."""
 
 
 def parts(settings: CalibrationConfig) -> list[tuple[float, CalibrationConfig]]:
@@ -36,23 +29,14 @@ def parts(settings: CalibrationConfig) -> list[tuple[float, CalibrationConfig]]:
             source.settings if source.settings.seed is not None else replace(source.settings, seed=settings.seed),
         )
         for source in settings.sources
+        if source.settings is not None
     ] or [(1.0, settings)]
 
 
 def check(settings: CalibrationConfig) -> None:
-    """Raise UserError for an invalid setting. Reads names, sizes and first bytes of files."""
-    for name, value, choices in (
-        ("packing", settings.packing, PACKINGS),
-        ("gap", settings.gap, GAPS),
-        ("engine", settings.engine, ENGINES),
-    ):
-        if value not in choices:
-            raise unknown(f"calibration.{name}", value, choices)
-    _check_numbers(settings)
-    if settings.sources:
-        _check_mixture(settings)
+    """Raise UserError for a text that cannot be found. Reads names, sizes and first bytes of files."""
     for _, part in parts(settings):
-        _check_documents(part)
+        locate(part.path)
 
 
 def wrong(settings: CalibrationConfig, look: Callable[[CalibrationConfig], object] | None = None) -> list[str]:
@@ -78,90 +62,6 @@ def check_chat_template(settings: CalibrationConfig, model: ModelConfig) -> None
                 config_json.check_chat_template(model, user, bool(document.tools), other)
 
 
-def _check_documents(settings: CalibrationConfig) -> None:
-    """Raise UserError for invalid settings of a source, or of how its documents are read."""
-    if settings.path in ("", "???"):
-        raise UserError(
-            "calibration.path is not set: give a text file, a JSON lines file, or a hub id; or, for a mixture, "
-            "calibration.sources=[{calibration: NAME, share: 0.5}, ...]"
-        )
-    if settings.order not in ORDERS:
-        raise unknown("calibration.order", settings.order, ORDERS)
-    if settings.field is not None and settings.template is not None:
-        raise UserError(
-            f"calibration.field={settings.field} and calibration.template are both set: expected one, for a template "
-            "names its fields itself"
-        )
-    locate(settings.path)
-
-
-def _check_mixture(settings: CalibrationConfig) -> None:
-    """Raise UserError for invalid shares, a set that is named twice, and settings that belong to the single sets."""
-    usual = CalibrationConfig(name=settings.name)
-    for name in OF_DOCUMENTS:
-        if (value := getattr(settings, name)) != getattr(usual, name):
-            raise UserError(
-                f"calibration.{name}={value} beside calibration.sources: each set of a mixture is read by its own "
-                f"{name}, expected it in the file of that set"
-            )
-    for source in settings.sources:
-        if not 0 < source.share < 1:
-            raise UserError(
-                f"calibration.sources: share={source.share} of {source.calibration} must be in (0, 1), such as 0.5"
-            )
-    total = math.fsum(source.share for source in settings.sources)
-    if abs(total - 1) > 1e-6:
-        raise UserError(f"calibration.sources: the shares add up to {total:g}: expected 1")
-    names = [source.settings.name for source in settings.sources]
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice is not None:
-        raise UserError(f"calibration.sources names {twice} twice: expected each set once")
-
-
-def _check_numbers(settings: CalibrationConfig) -> None:
-    if settings.length < 2:
-        raise UserError(f"calibration.length={settings.length} is too short: expected at least 2 tokens a row")
-    if settings.tokens < settings.length:
-        raise UserError(
-            f"calibration.tokens={settings.tokens} is less than one row of calibration.length={settings.length}: "
-            f"expected at least {settings.length}"
-        )
-    if settings.batch_size < 1:
-        raise UserError(f"calibration.batch_size={settings.batch_size} is no batch: expected at least 1 row")
-    if not 0 <= settings.activation_budget < math.inf:
-        raise UserError(f"calibration.activation_budget={settings.activation_budget}: expected GiB, 0 or more")
-    _check_parts(settings)
-    if settings.seed is not None and settings.seed < 0:
-        raise UserError(f"calibration.seed={settings.seed} is negative: expected 0 or more")
-
-
-def _check_parts(settings: CalibrationConfig) -> None:
-    if settings.parts < 1:
-        raise UserError(f"calibration.parts={settings.parts}: expected at least 1, which is one pass over all rows")
-    rows, batches = row_count(settings), batch_count(settings)
-    if settings.parts > rows:
-        raise UserError(
-            f"calibration.parts={settings.parts} is more than the {rows} rows of calibration.length={settings.length} "
-            f"in calibration.tokens={settings.tokens}: expected at most {rows}"
-        )
-    if settings.parts > batches:
-        raise UserError(
-            f"calibration.parts={settings.parts} is more than the {batches} batches of "
-            f"calibration.batch_size={settings.batch_size} in {rows} rows: expected at most {batches}, or "
-            f"calibration.batch_size={rows // settings.parts}"
-        )
-
-
-def row_count(settings: CalibrationConfig) -> int:
-    """Rows to fill: calibration.tokens / calibration.length, rounded down."""
-    return settings.tokens // settings.length
-
-
-def batch_count(settings: CalibrationConfig) -> int:
-    """Batches of the rows, of which the last may have fewer rows."""
-    return -(-row_count(settings) // settings.batch_size)
-
-
 def shares(settings: CalibrationConfig) -> list[tuple[int, int]]:
     """First row, and end, of each of calibration.parts shares of the rows; empty for one pass over all of them.
 
@@ -169,10 +69,9 @@ def shares(settings: CalibrationConfig) -> list[tuple[int, int]]:
     """
     if settings.parts == 1:
         return []
-    bounds = [batch_count(settings) * part // settings.parts for part in range(settings.parts + 1)]
+    bounds = [settings.batches * part // settings.parts for part in range(settings.parts + 1)]
     return [
-        (first * settings.batch_size, min(end * settings.batch_size, row_count(settings)))
-        for first, end in pairwise(bounds)
+        (first * settings.batch_size, min(end * settings.batch_size, settings.rows)) for first, end in pairwise(bounds)
     ]
 
 
@@ -194,7 +93,7 @@ def _(settings: CalibrationConfig) -> Any:
     many rows they fill.
     """
     check(settings)
-    document = {**counting_fields(settings, "sources", "tokens"), "rows": row_count(settings)}
+    document = {**counting_fields(settings, "sources", "tokens"), "rows": settings.rows}
     if not settings.sources:
         return {**document, **_documents(settings)}
     sources = [{"share": share, **_documents(part)} for share, part in parts(settings)]

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
+from typing import Annotated, Literal
 
+from pydantic import AfterValidator
+from pydantic.dataclasses import dataclass
+
+from moe_lab.config.base import SETTINGS, Count, Name, Ratio, Text
 from moe_lab.config.evaluation import BackendConfig, BenchmarkConfig, JudgeConfig, ProtocolConfig, SuiteConfig
 from moe_lab.config.pruning import (
     GATES,
@@ -12,7 +17,7 @@ from moe_lab.config.pruning import (
     CriterionConfig,
     ExpectedConfig,
     ExportConfig,
-    GridConfig,
+    Gate,
     ModelConfig,
     RecoveryConfig,
     SourceConfig,
@@ -29,7 +34,6 @@ __all__ = [
     "CriterionConfig",
     "ExpectedConfig",
     "ExportConfig",
-    "GridConfig",
     "JobConfig",
     "JudgeConfig",
     "LauncherConfig",
@@ -44,27 +48,21 @@ __all__ = [
 ]
 
 
-@dataclass
-class Config:
-    """One study: the default cell, the grid around it, and how it runs."""
+def _not_all(study: str) -> str:
+    if study == "all":
+        raise ValueError("all means every study: expected another name, such as all_1")
+    return study
 
-    model: ModelConfig = field(default_factory=ModelConfig)
-    """The model."""
-    criterion: CriterionConfig = field(default_factory=CriterionConfig)
-    """How experts are scored."""
-    calibration: CalibrationConfig = field(default_factory=CalibrationConfig)
-    """The text on which statistics for scoring are gathered."""
-    allocation: AllocationConfig = field(default_factory=AllocationConfig)
-    """How many experts, or channels, each layer and expert loses."""
-    recovery: RecoveryConfig = field(default_factory=RecoveryConfig)
-    """What is done to a pruned model before it is evaluated."""
+
+@dataclass(config=SETTINGS, frozen=True)
+class Config:
+    """One study: what is asked of its cells, and how it runs."""
+
     export: ExportConfig = field(default_factory=ExportConfig)
     """Whether and how each pruned model is also written as a checkpoint."""
     suite: SuiteConfig = field(default_factory=SuiteConfig)
     """What pruned models are evaluated on."""
-    protocol: ProtocolConfig = field(default_factory=ProtocolConfig)
-    """How the benchmarks are asked, where a paper differs from their files."""
-    judge: JudgeConfig = field(default_factory=JudgeConfig)
+    judge: JudgeConfig | None = None
     """The language model that grades answers where a program cannot."""
     backend: BackendConfig = field(default_factory=BackendConfig)
     """What generates the texts of benchmarks."""
@@ -74,23 +72,12 @@ class Config:
     """Resources of Slurm jobs."""
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
     """Experiment tracker that gets a copy of the results."""
-    grid: GridConfig = field(default_factory=GridConfig)
-    """Lists per axis; cells are their product."""
-    more: list[GridConfig] = field(default_factory=list)
-    """Further grids of the same study; an axis left empty takes the list of `grid`."""
-    ratio: float = 0.25
-    """Share of the routed experts, or of their channels, to remove, in [0, 1)."""
-    seed: int = 42
-    """Seed of the calibration order and of random choices."""
-    gate: str = "model"
-    """The weight that multiplies an expert's output: model (the model's own), renormalized (the papers' equation),
-    full_softmax (the expert's probability among all experts), double_softmax (the softmax of these probabilities)."""
-    study: str = "study"
+    study: Annotated[Name, AfterValidator(_not_all)] = "study"
     """Name of the study: its list of cells and its report are stored under it."""
     plugins: list[str] = field(default_factory=list)
     """Modules with criteria or allocations of your own, such as my_package.my_module. Set them on the command line, so
     that their criteria and allocations can be chosen there."""
-    store: str = "store"
+    store: Text = "store"
     """Folder of all steps and results; or the URL of a folder that machines share, such as s3://bucket/path, whose copy
     on this machine is in the user's cache."""
     overlap: bool = False
@@ -116,18 +103,43 @@ class Config:
     """Name of the file in conf/calibration whose tokens are routed to count the FLOPs of each pruned model."""
     allow_code_execution: bool = False
     """Let benchmarks run programs the model wrote, in a sandbox."""
-    sandbox: str = "auto"
+    sandbox: Literal["auto", "namespaces", "none"] = "auto"
     """auto (namespaces, or a limited subprocess for the shipped model's programs), namespaces, or none."""
     allow_judge: bool = False
     """Send the model's answers to the judge's endpoint."""
     allow_pickled_data: bool = False
     """Read data sets that hold pickles, which can run code when read (LiveCodeBench's hidden tests)."""
-    data_root: str = "~/.cache/moe_lab/data"
+    data_root: Text = "~/.cache/moe_lab/data"
     """Folder of the mirrors of benchmark data; `python -m moe_lab.evaluation.mirror` fills it."""
-    interpreters: dict[str, str | None] = field(default_factory=dict)
+    interpreters: dict[Literal["vllm", "evalscope"], str | None] = field(default_factory=dict)
     """Harness, or vllm -> the Python that runs it, if its packages conflict with those here; `make evalscope` and
     `make vllm` make one."""
     wait: bool = False
     """With launcher=slurm: follow the jobs until they end, instead of returning when they are submitted."""
-    retry: str | None = None
+    retry: Literal["failed"] | None = None
     """failed: run failed steps again; null keeps their errors."""
+
+
+@dataclass(config=SETTINGS, frozen=True)
+class CellConfig:
+    """What one cell is, and the choice of each axis that no list is given for."""
+
+    model: ModelConfig
+    """The model."""
+    criterion: CriterionConfig
+    """How experts are scored."""
+    calibration: CalibrationConfig
+    """The text on which statistics for scoring are gathered."""
+    allocation: AllocationConfig = field(default_factory=AllocationConfig)
+    """How many experts, or channels, each layer and expert loses."""
+    recovery: RecoveryConfig = field(default_factory=RecoveryConfig)
+    """What is done to a pruned model before it is evaluated."""
+    ratio: Ratio = 0.25
+    """Share of the routed experts, or of their channels, to remove, in [0, 1)."""
+    gate: Gate = "model"
+    """The weight that multiplies an expert's output: model (the model's own), renormalized (the papers' equation),
+    full_softmax (the expert's probability among all experts), double_softmax (the softmax of these probabilities)."""
+    seed: Count = 42
+    """Seed of the calibration order and of random choices."""
+    protocol: ProtocolConfig = field(default_factory=ProtocolConfig)
+    """How the benchmarks are asked, where a paper differs from their files."""

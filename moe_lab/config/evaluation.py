@@ -2,73 +2,103 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import field
+from typing import Annotated, Any, Literal, Self
+from urllib.parse import urlsplit
 
-from moe_lab.config.pruning import MISSING
+from pydantic import AfterValidator, model_validator
+from pydantic.dataclasses import dataclass
+
+from moe_lab.config.base import SETTINGS, Above0, Count, From0, From1, From2, Name, Positive, Text, Variable
+
+SET_BY_US = ("model", "dtype", "trust_remote_code", "worker_extension_cls", "generation_config", "skip_tokenizer_init")
+"""Arguments of vllm.LLM that backend.arguments must not have."""
 
 
-@dataclass
+def _address(url: str) -> str:
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError("expected an address such as http://localhost:8000/v1")
+    return url
+
+
+@dataclass(config=SETTINGS, frozen=True)
 class JudgeConfig:
     """A language model that grades texts, behind an OpenAI-compatible endpoint."""
 
     runtime = frozenset({"name", "url", "key_variable", "attempts", "unparsable_attempts", "parallel", "timeout"})
 
-    name: str = MISSING
+    name: Name
     """Name of the judge."""
-    model: str = MISSING
+    model: Text
     """The model's name at the endpoint."""
-    url: str = MISSING
+    url: Annotated[str, AfterValidator(_address)]
     """Base address of the endpoint, such as http://localhost:8000/v1."""
-    key_variable: str = "OPENAI_API_KEY"
+    key_variable: Variable = "OPENAI_API_KEY"
     """Name of the environment variable that holds the key; endpoints without keys need none."""
-    temperature: float = 0.0
+    temperature: From0 = 0.0
     """Temperature of the judge's replies."""
-    max_tokens: int = 2048
+    max_tokens: Positive = 2048
     """Most tokens of a reply."""
     extra: dict[str, Any] = field(default_factory=dict)
     """Anything else the endpoint takes in a request, such as reasoning_effort: low."""
-    attempts: int = 8
+    attempts: Positive = 8
     """How often a request is sent while the endpoint is busy, broken or unreachable."""
-    unparsable_attempts: int = 3
+    unparsable_attempts: Positive = 3
     """How often a text is sent while its replies hold no score."""
-    parallel: int = 8
+    parallel: Positive = 8
     """Requests under way at the same time."""
-    timeout: float = 120.0
+    timeout: From1 = 120.0
     """Seconds to wait for one reply."""
 
+    @model_validator(mode="after")
+    def _extra_is_extra(self) -> Self:
+        for name in self.extra:
+            if name in ("model", "messages", "temperature", "max_tokens", "stream"):
+                raise ValueError(f"extra.{name} is not for extra: set {name}, where there is such a setting")
+        return self
 
-@dataclass
+
+@dataclass(config=SETTINGS, frozen=True)
 class BackendConfig:
     """What generates the texts of benchmarks."""
 
     runtime = frozenset({"ready_seconds", "python"})
 
-    name: str = "hf"
+    name: Literal["hf", "server", "vllm"] = "hf"
     """hf (the loaded model), vllm (an engine of vLLM that masks what plans drop; it also gives likelihoods), or server
     (an exported checkpoint behind a server that is started and stopped)."""
     command: str | None = None
     """Command line that starts the server, with {checkpoint}, {port} and {name}."""
-    ready_seconds: float = 1800.0
+    ready_seconds: Above0 = 1800.0
     """Seconds the server, or vLLM, may take until it answers."""
     arguments: dict[str, Any] = field(default_factory=dict)
     """With name=vllm: arguments of vllm.LLM, such as gpu_memory_utilization: 0.8 or tensor_parallel_size: 2."""
     python: str | None = None
     """Set by interpreters.vllm."""
 
+    @model_validator(mode="after")
+    def _arguments_are_of_vllm(self) -> Self:
+        if self.arguments and self.name != "vllm":
+            raise ValueError(f"arguments={self.arguments} are of vllm.LLM: expected backend=vllm, or none")
+        for name in self.arguments:
+            if name in SET_BY_US:
+                raise ValueError(f"arguments.{name} is set by moe_lab: expected other arguments of vllm.LLM")
+        return self
 
-@dataclass
+
+@dataclass(config=SETTINGS, frozen=True)
 class BenchmarkConfig:
     """One run of one harness; it may report several results (HumanEval and HumanEval+ share their programs)."""
 
-    runtime = frozenset({"name", "root", "python", "executes_code"})
+    runtime = frozenset({"name", "revision", "url", "root", "python", "executes_code"})
 
-    name: str = MISSING
+    name: Name
     """Name of this run in file names."""
-    harness: str = MISSING
+    harness: str
     """The program that asks and grades: lm_eval, evalplus, evalscope, wildbench, function_calls, stories or
     perplexity."""
-    task: str = MISSING
+    task: str
     """The harness's task: its own name for it, a task file, a data file, or `pocket:benchmarks/FILE`."""
     data: str | None = None
     """Data set on the hub, such as allenai/ai2_arc; it is read from its mirror under data_root."""
@@ -82,21 +112,21 @@ class BenchmarkConfig:
     """Split of the data set that is evaluated."""
     reports: dict[str, str] = field(default_factory=dict)
     """Result name -> the harness's metric, such as arc_challenge: acc_norm."""
-    expected: int | None = None
+    expected: Positive | None = None
     """Number of items the benchmark has; another number is an error unless `limit` is set."""
-    shots: int = 0
+    shots: Count = 0
     """Solved examples in front of each question."""
     chat: bool = False
     """Ask through the model's chat template."""
-    max_new_tokens: int = 0
+    max_new_tokens: Count = 0
     """Generation limit; 0 for benchmarks that generate nothing."""
-    max_length: int | None = None
+    max_length: From2 | None = None
     """Most tokens of prompt and answer together; null takes the model's limit."""
-    batch_size: int = 64
+    batch_size: Positive = 64
     """Sequences in one forward pass."""
     executes_code: bool = False
     """Whether grading runs what the model wrote; needs allow_code_execution=true."""
-    limit: int | None = None
+    limit: Positive | None = None
     """Only the first N items; suite.limit sets it for all benchmarks of the suite."""
     parameters: dict[str, Any] = field(default_factory=dict)
     """Further parameters of the harness."""
@@ -107,30 +137,26 @@ class BenchmarkConfig:
     python: str | None = None
     """Set by interpreters.HARNESS."""
 
-    def __post_init__(self) -> None:
-        if isinstance(self.judge, dict):  # from the JSON of a job
-            self.judge = JudgeConfig(**self.judge)
 
-
-@dataclass
+@dataclass(config=SETTINGS, frozen=True)
 class SuiteConfig:
     """A list of benchmarks."""
 
-    name: str = MISSING
+    name: Name = "suite"
     """Name of the suite."""
     benchmarks: list[str] = field(default_factory=list)
     """Names of files in conf/benchmark."""
     path: str | None = None
     """The text file of suite=perplexity, or the folder of suite=bfcl."""
-    limit: int | None = None
+    limit: Positive | None = None
     """Evaluate only the first N items of each benchmark; the report says so."""
 
 
-@dataclass
+@dataclass(config=SETTINGS, frozen=True)
 class ProtocolConfig:
     """How a paper asks its benchmarks, where that differs from the benchmarks' files."""
 
-    name: str = MISSING
+    name: Name = "unified"
     """Name of the protocol."""
-    benchmarks: dict[str, Any] = field(default_factory=dict)
+    benchmarks: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Benchmark -> the fields that differ; `every` holds for all that have `data`."""

@@ -2,37 +2,55 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+import math
+from dataclasses import field, fields
+from typing import Annotated, Any, Literal, Self, get_args
 
-MISSING: Any = "???"
-"""OmegaConf's mark of a value that must be given. OmegaConf is not imported here, since workers do without it."""
-GATES = ("model", "renormalized", "full_softmax", "double_softmax")
+from pydantic import AfterValidator, Field, Strict, model_validator
+from pydantic.dataclasses import dataclass
+
+from moe_lab.config.base import SETTINGS, Above0, Count, From0, From2, Name, Positive, Share, Text
+
+Gate = Literal["model", "renormalized", "full_softmax", "double_softmax"]
+GATES: tuple[str, ...] = get_args(Gate)
+Shape = Literal["natural", "masked", "padded"]
+Precision = Literal["auto", "float32", "bfloat16", "float16"]
+DEVICES = ("auto", "cpu", "cuda")
+DEVICE_MAPS = ("balanced", "balanced_low_0", "sequential")
+"""Names of transformers' device maps, which spread a model over the devices of a machine."""
 
 
-@dataclass
+def _device(name: str) -> str:
+    kind, separator, number = name.partition(":")
+    numbered = kind == "cuda" and number.isdigit()
+    if not numbered and (separator or name not in (*DEVICES, *DEVICE_MAPS)):
+        raise ValueError(f"expected one of {', '.join([*DEVICES, 'cuda:N', *DEVICE_MAPS])}")
+    return name
+
+
+@dataclass(config=SETTINGS, frozen=True)
 class ExpectedConfig:
     """The expected architecture of a model, so that it is known before the model is downloaded."""
 
-    parameters: int = MISSING
+    parameters: Positive
     """All parameters, embeddings included."""
-    layers: int = MISSING
+    layers: Positive
     """Decoder layers."""
-    moe_layers: int = MISSING
+    moe_layers: Positive
     """Decoder layers with routed experts."""
-    experts: int = MISSING
+    experts: Positive
     """Routed experts of an MoE layer."""
-    top_k: int = MISSING
+    top_k: Positive
     """Routed experts per token."""
-    hidden: int = MISSING
+    hidden: Positive
     """Hidden size: values per token in the residual stream."""
-    width: int = MISSING
+    width: Positive
     """Channels of a routed expert."""
-    shared_width: int = 0
+    shared_width: Count = 0
     """Channels of all shared experts of a layer together; 0 without them."""
 
 
-@dataclass
+@dataclass(config=SETTINGS, frozen=True)
 class ModelConfig:
     """A causal language model with routed experts."""
 
@@ -50,83 +68,76 @@ class ModelConfig:
         }
     )
 
-    name: str = MISSING
+    name: Name
     """Name of the model in tables, file names and the report."""
-    path: str = MISSING
+    path: Text
     """A folder with a transformers checkpoint, a hub id, or `pocket:NAME` for a model shipped with moe_lab."""
     revision: str | None = None
     """Branch, tag or commit on the hub; part of the identity of every step."""
-    dtype: str = "auto"
+    dtype: Precision = "auto"
     """Weight precision once loaded: auto (as stored on CUDA, float32 on CPU), float32, bfloat16 or float16."""
-    device: str = "auto"
+    device: Annotated[str, AfterValidator(_device)] = "auto"
     """Where the model runs: auto, cpu, cuda, cuda:N, or a transformers device map such as balanced."""
-    threads: int | None = None
+    threads: Annotated[int, Strict(), Field(ge=1, le=4096)] | None = None
     """CPU threads of one process; null leaves it to torch. The shipped models are fastest with 1."""
     trust_remote_code: bool = False
     """Run modelling code that comes with the checkpoint. Off unless you trust the author."""
-    top_k: int | None = None
+    top_k: Positive | None = None
     """Routed experts per token, in scoring and evaluation; null is as trained. Otherwise the name ends in _topN."""
     expected: ExpectedConfig | None = None
     """The architecture: costs are estimated from it without the model, and a checkpoint that differs is refused."""
-
-    def __post_init__(self) -> None:
-        if isinstance(self.expected, dict):  # from the JSON of a job
-            self.expected = ExpectedConfig(**self.expected)
-        if self.top_k is not None and not self.name.endswith(ending := f"_top{self.top_k}"):
-            self.name += ending
-
     template_arguments: dict[str, Any] = field(default_factory=dict)
     """Arguments of the chat template besides the messages, such as enable_thinking: false."""
     search: dict[str, Any] = field(default_factory=dict)
     """Parameters of allocation=evolutionary published for this model; those of the allocation take precedence."""
 
+    def __post_init__(self) -> None:
+        if self.top_k is not None and not self.name.endswith(ending := f"_top{self.top_k}"):
+            object.__setattr__(self, "name", self.name + ending)
 
-@dataclass
+
+@dataclass(config=SETTINGS, frozen=True)
 class CriterionConfig:
     """How experts are scored; higher always means keep."""
 
-    name: str = MISSING
+    name: str
     """Name in the criteria registry, as the papers call it."""
     parameters: dict[str, Any] = field(default_factory=dict)
     """Parameters of the criterion function, such as b, alpha and beta of s_family."""
 
 
-@dataclass
+@dataclass(config=SETTINGS, frozen=True)
 class SourceConfig:
     """One set of a mixture of calibration sets."""
 
     runtime = frozenset({"calibration", "path"})
 
-    calibration: str = MISSING
+    calibration: str
     """Name of a file in conf/calibration: where documents come from, and how each is read."""
-    share: float = MISSING
+    share: Annotated[float, Strict(), Field(gt=0, lt=1)]
     """Share of the mixture's tokens, in (0, 1); the shares of a mixture add up to 1."""
     path: str | None = None
     """Read this instead of the set's own path, as in {calibration: text, path: notes.txt, share: 0.5}."""
-    settings: Any = None
+    settings: CalibrationConfig | None = None
     """The settings of the set; filled in from `calibration` and `path`."""
 
-    def __post_init__(self) -> None:
-        if isinstance(self.settings, dict):  # from the JSON of a job
-            self.settings = CalibrationConfig(**self.settings)
+
+OF_DOCUMENTS = ("path", "subset", "split", "field", "template", "joined", "order", "special_tokens")
+"""Settings of where documents come from and how each is read. In a mixture, every set has its own."""
 
 
-@dataclass
+@dataclass(config=SETTINGS, frozen=True)
 class CalibrationConfig:
     """The text a model reads while statistics are gathered."""
 
     runtime = frozenset({"name", "checkpointing", "engine", "activation_budget"})
 
-    name: str = MISSING
+    name: Name
     """Name of the calibration set in tables and file names."""
     path: str = ""
     """A text file, JSON lines with a text field or chat messages, a hub id, or `pocket:calibration/NAME.jsonl`."""
     sources: list[SourceConfig] = field(default_factory=list)
     """A mixture of sets, instead of a path: {calibration: NAME, share: 0.5} for each."""
-
-    def __post_init__(self) -> None:
-        self.sources = [SourceConfig(**source) if isinstance(source, dict) else source for source in self.sources]
-
     subset: str | None = None
     """Configuration name of a hub data set."""
     split: str = "train"
@@ -137,34 +148,88 @@ class CalibrationConfig:
     """Text made of a JSON line's fields, such as "Question: {question}", instead of one field."""
     joined: bool = False
     """Join all records by blank lines, empty ones included, into one document, as papers read WikiText."""
-    packing: str = "reap"
+    packing: Literal["reap", "chunk", "none"] = "reap"
     """How documents fill rows: reap (cut at the row end, rest dropped), chunk (one stream), none (one each)."""
-    length: int = 2048
+    length: From2 = 2048
     """Tokens in a row."""
-    tokens: int = 524288
+    tokens: Positive = 524288
     """Tokens to read, padding and gaps included; tokens / length is the number of rows."""
-    batch_size: int = 4
+    batch_size: Positive = 4
     """Rows in one forward pass; changes speed and memory, never the sums beyond rounding."""
-    order: str = "random"
+    order: Literal["random", "first"] = "random"
     """Which documents come first: random (without replacement, by seed) or first (as in the file)."""
-    seed: int | None = None
+    seed: Count | None = None
     """Seed of the document order; null takes the cell's seed."""
-    gap: str = "none"
+    gap: Literal["none", "eos", "zero"] = "none"
     """Separator between packed documents: none, eos, or zero (token id 0, as in the REAP and EvoESAP code)."""
     special_tokens: bool = True
     """Let the tokenizer add its special tokens; never applies with a chat template, which has its own."""
-    parts: int = 1
+    parts: Positive = 1
     """Steps that divide the rows of a pass among processes, GPUs or jobs; their sums are merged. The step of the merged
     sums is that of one pass."""
     checkpointing: bool = False
     """Compute activations again in backward passes instead of keeping them: slower, but takes less memory."""
-    engine: str = "resident"
+    engine: Literal["resident", "streamed"] = "resident"
     """resident (the whole model is loaded) or streamed (one decoder layer at a time, for models larger than memory)."""
-    activation_budget: float = 8.0
+    activation_budget: From0 = 8.0
     """GiB of activations that engine=streamed keeps in memory; during a pass all of them are on disk, in the store."""
 
+    @property
+    def rows(self) -> int:
+        """Rows to fill: tokens / length, rounded down."""
+        return self.tokens // self.length
 
-@dataclass
+    @property
+    def batches(self) -> int:
+        """Batches of the rows, of which the last may have fewer rows."""
+        return -(-self.rows // self.batch_size)
+
+    @model_validator(mode="after")
+    def _rows_fit(self) -> Self:
+        if self.tokens < self.length:
+            raise ValueError(
+                f"tokens={self.tokens} is less than one row of length={self.length}: expected at least {self.length}"
+            )
+        if self.parts > self.batches:
+            raise ValueError(
+                f"parts={self.parts} is more than the {self.batches} batches of batch_size={self.batch_size} in "
+                f"{self.rows} rows: expected at most {self.batches}, or a smaller batch_size"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if self.sources:
+            self._check_mixture()
+        elif not self.path:
+            raise ValueError(
+                "path is not set: expected a text file, a JSON lines file, or a hub id; or, for a mixture, "
+                "sources=[{calibration: NAME, share: 0.5}, ...]"
+            )
+        if self.field is not None and self.template is not None:
+            raise ValueError(
+                f"field={self.field} and template={self.template} are both set: expected one, for a template names "
+                "its fields itself"
+            )
+        return self
+
+    def _check_mixture(self) -> None:
+        for name in OF_DOCUMENTS:
+            if (value := getattr(self, name)) != getattr(type(self), name):
+                raise ValueError(
+                    f"{name}={value} beside sources: each set of a mixture is read by its own {name}: expected it in "
+                    "the file of that set"
+                )
+        total = math.fsum(source.share for source in self.sources)
+        if abs(total - 1) > 1e-6:
+            raise ValueError(f"sources: the shares add up to {total:g}: expected 1")
+
+
+ONLY_FOR = {"by": "global", "search": "evolutionary", "path": "list"}
+"""Setting of an allocation -> the one allocation that reads it."""
+
+
+@dataclass(config=SETTINGS, frozen=True)
 class AllocationConfig:
     """How many experts, or channels, each layer and expert loses."""
 
@@ -174,9 +239,9 @@ class AllocationConfig:
     """Name in the allocation registry."""
     label: str | None = None
     """Name in tables; null takes `name` and the parameters."""
-    multiple_of: int = 1
+    multiple_of: Positive = 1
     """Kept experts per layer are a multiple of this, as expert-parallel servers need."""
-    ratio_basis: str = "routed"
+    ratio_basis: Literal["routed", "model"] = "routed"
     """What `ratio` is a share of: routed (the routed experts' parameters) or model (all parameters)."""
     by: str | None = None
     """Another criterion that allocation=global compares layers with; null takes the cell's own."""
@@ -190,101 +255,135 @@ class AllocationConfig:
     docs/allocations.md, such as m_smoe, hc_smoe or ream."""
     protect: str | None = None
     """Experts that every plan keeps whole: super (super experts), or a JSON file such as {"1": [68]} (layer: ids)."""
-    protect_layers: float = 0.75
+    protect_layers: Annotated[float, Strict(), Field(gt=0, le=1)] = 0.75
     """Share of the decoder layers, from the first on, in which protect=super looks for super experts; 1 for all."""
     parameters: dict[str, Any] = field(default_factory=dict)
     """Parameters of the allocation and of the replacement."""
 
+    @model_validator(mode="after")
+    def _fields_are_read(self) -> Self:
+        for name, reader in ONLY_FOR.items():
+            if getattr(self, name) is not None and self.name != reader:
+                raise ValueError(
+                    f"{name}={getattr(self, name)} is only for allocation={reader}: expected null with "
+                    f"allocation={self.name}"
+                )
+        if self.name == "evolutionary" and self.search is None:
+            raise ValueError("search is not set: expected the name of a text with answers")
+        if self.protect != "super" and self.protect_layers != type(self).protect_layers:
+            raise ValueError(
+                f"protect_layers={self.protect_layers} is about super experts: expected protect=super, or "
+                f"{type(self).protect_layers}"
+            )
+        return self
 
-@dataclass
+
+Module = Literal["experts", "shared_experts", "attention"]
+"""What bits=4 can quantise; routers, embeddings and lm_head never are."""
+QUANTISABLE: tuple[str, ...] = get_args(Module)
+TEXTS = ("instructions", "distill", "fit")
+"""Settings that name the text of a recovery."""
+OF_ADAPTERS = ("shared_experts", "rank", "learning_rate", "router_rank", "scaling", "dropout")
+"""Settings that train=routers does not read."""
+OF_FIT = ("name", "bits", "modules", "fit", "save_every")
+"""Settings that are read where nothing is trained."""
+
+
+@dataclass(config=SETTINGS, frozen=True)
 class RecoveryConfig:
     """What is done to a pruned model before it is evaluated: fine-tuning or fitting, then quantising."""
 
     runtime = frozenset({"name", "bits", "modules", "instructions", "distill", "fit", "save_every"})
 
-    name: str = "none"
+    name: Name = "none"
     """Name in tables and file names."""
-    bits: int = 16
+    bits: Literal[4, 16] = 16
     """16 leaves weights as they are loaded, 4 stores them as NF4 with double quantisation."""
-    modules: list[str] = field(default_factory=lambda: ["experts", "shared_experts"])
+    modules: Annotated[list[Module], Field(min_length=1)] = field(default_factory=lambda: ["experts", "shared_experts"])
     """What bits=4 quantises: experts, shared_experts, attention; never routers, embeddings or lm_head."""
     instructions: str | None = None
     """Name of the file in conf/calibration whose answers are learnt. One of instructions, distill and fit at most."""
     distill: str | None = None
     """Name of the file in conf/calibration, of any text, on which the unpruned model's predictions are learnt."""
-    temperature: float = 1.0
+    temperature: Above0 = 1.0
     """With distill: what the logits of both models are divided by; the loss is multiplied by its square."""
     fit: str | None = None
     """Name of the file in conf/calibration, of any text, on which the down projections of merged experts are fitted to
     the outputs of their members (MergeMoE). Nothing is trained then: of the settings below, only save_every applies."""
-    train: str = "adapters"
+    train: Literal["adapters", "routers"] = "adapters"
     """What is trained: adapters (DoRA on experts and routers) or routers (their weights, and nothing else)."""
-    epochs: float = 2.0
+    epochs: Above0 = 2.0
     """Passes over the text that is trained on."""
-    rows_per_step: int = 16
+    rows_per_step: Positive = 16
     """Rows of that text in one step of the optimiser; batch_size of the text is how many run at once."""
     shared_experts: bool = True
     """Fine-tune shared experts like routed ones, where the model has them."""
-    rank: int = 32
+    rank: Positive = 32
     """Rank of the DoRA adapters on the experts."""
-    learning_rate: float = 1e-4
+    learning_rate: Above0 = 1e-4
     """Peak learning rate of the experts' adapters."""
-    router_rank: int = 4
+    router_rank: Count = 4
     """Rank of the DoRA adapters on the routers; 0 leaves routers alone."""
-    router_learning_rate: float = 1e-6
+    router_learning_rate: Above0 = 1e-6
     """Peak learning rate of the routers: of their adapters, or of their weights with train=routers."""
-    scaling: float = 4.0
+    scaling: Above0 = 4.0
     """Factor on the product of an adapter's two matrices: alpha / rank of other programs."""
-    dropout: float = 0.05
+    dropout: Share = 0.05
     """Share of an expert adapter's inputs that are set to 0 while training."""
-    schedule: str = "cosine"
+    schedule: Literal["cosine", "linear"] = "cosine"
     """How learning rates fall to 0 after the warm-up: cosine or linear."""
-    warmup: float = 0.1
+    warmup: Share = 0.1
     """Share of the steps in which learning rates rise from 0 to their peak."""
-    clip: float = 0.5
+    clip: Above0 = 0.5
     """Largest norm of the gradient of one step."""
-    save_every: int = 50
+    save_every: Positive = 50
     """Steps, or batches of a fit, between two checkpoints for resuming; does not change the result."""
 
+    @model_validator(mode="after")
+    def _is_one_recovery(self) -> Self:
+        texts = [f"{role}={getattr(self, role)}" for role in TEXTS if getattr(self, role) is not None]
+        if len(texts) > 1:
+            raise ValueError(f"{texts[0]} and {texts[1]} are both set: expected one of {', '.join(TEXTS)}")
+        if self.fit is not None:
+            self._check_unread(OF_FIT, f"is about training, and fit={self.fit} trains nothing")
+        if self.distill is None and self.temperature != type(self).temperature:
+            raise ValueError(f"temperature={self.temperature} is that of a distillation: expected distill=NAME")
+        if self.train == "routers":
+            if not texts:
+                raise ValueError("train=routers has no text to train on: expected distill=NAME")
+            others = tuple(each.name for each in fields(type(self)) if each.name not in OF_ADAPTERS)
+            self._check_unread(others, "is about adapters, which train=routers does not have")
+        return self
 
-@dataclass
+    def _check_unread(self, read: tuple[str, ...], why: str) -> None:
+        """Raise ValueError for a setting that has another value than usual, though only those in `read` are read."""
+        for each in fields(type(self)):
+            value = getattr(self, each.name)
+            usual = each.default_factory() if callable(each.default_factory) else each.default
+            if each.name not in read and value != usual:
+                raise ValueError(f"{each.name}={value} {why}: expected {usual}")
+
+
+@dataclass(config=SETTINGS, frozen=True)
 class ExportConfig:
     """The checkpoint that is written of each pruned model."""
 
     runtime = frozenset({"converter"})
 
-    shape: str | None = None
+    shape: Shape | None = None
     """natural (what the plan keeps), masked or padded, as in docs/export.md; null writes none."""
-    format: str = "safetensors"
+    format: Literal["safetensors", "compressed_tensors", "gguf"] = "safetensors"
     """How the tensors are stored: safetensors (as in the original), compressed_tensors (in FP8 or 4 bits), or gguf (by
     llama.cpp's converter)."""
     converter: str | None = None
     """llama.cpp's convert_hf_to_gguf.py, for format=gguf; null takes the one that `make llama` fetches."""
-    scheme: str = "fp8"
+    scheme: Literal["fp8", "w4a16"] = "fp8"
     """For format=compressed_tensors: fp8, or w4a16 (4-bit weights)."""
 
-
-@dataclass
-class GridConfig:
-    """A list per axis; cells are their product. An axis left empty takes the group's own choice."""
-
-    model: list[str] = field(default_factory=list)
-    """Names of files in conf/model."""
-    top_k: list[int | None] = field(default_factory=list)
-    """Routed experts per token, null as trained; every model of the axis `model` is taken with each of them."""
-    criterion: list[str] = field(default_factory=list)
-    """Names of files in conf/criterion; glob(*) takes all."""
-    calibration: list[str] = field(default_factory=list)
-    """Names of files in conf/calibration."""
-    allocation: list[str] = field(default_factory=list)
-    """Names of files in conf/allocation."""
-    recovery: list[str] = field(default_factory=list)
-    """Names of files in conf/recovery."""
-    protocol: list[str] = field(default_factory=list)
-    """Names of files in conf/protocol; with them, a grid of `more` can ask its models by another protocol."""
-    ratio: list[float] = field(default_factory=list)
-    """Ratios of experts, or channels, to remove."""
-    gate: list[str] = field(default_factory=list)
-    """Weights that multiply expert outputs; see `Config.gate`."""
-    seed: list[int] = field(default_factory=list)
-    """Seeds."""
+    @model_validator(mode="after")
+    def _format_is_written(self) -> Self:
+        if self.shape is None and self.format != "safetensors":
+            raise ValueError(f"format={self.format} without a shape writes nothing: add export=natural")
+        if self.scheme != "fp8" and self.format != "compressed_tensors":
+            raise ValueError(f"scheme={self.scheme} is for quantised exports: add export.format=compressed_tensors")
+        return self

@@ -24,9 +24,6 @@ from moe_lab.models.config_json import check_trained_top_k, model_type
 from moe_lab.models.families import PORTS
 from moe_lab.secrets import mask
 
-BACKENDS = ("hf", "server", "vllm")
-RESERVED = ("model", "dtype", "trust_remote_code", "worker_extension_cls", "generation_config", "skip_tokenizer_init")
-"""Arguments of vllm.LLM that backend.arguments must not have."""
 PLACING = frozenset(
     {
         "cpu_offload_gb",
@@ -67,18 +64,7 @@ def _(backend: BackendConfig) -> Any:
 
 
 def check_command(backend: BackendConfig) -> None:
-    """Raise UserError for impossible settings of the back end."""
-    if backend.name not in BACKENDS:
-        raise unknown("backend.name", backend.name, BACKENDS)
-    if backend.arguments and backend.name != "vllm":
-        raise UserError(f"backend.arguments={backend.arguments} are of vllm.LLM: expected backend=vllm, or none")
-    for name in backend.arguments:
-        if name in RESERVED:
-            raise UserError(f"backend.arguments.{name} is set by moe_lab: expected other arguments of vllm.LLM")
-    if backend.name == "hf":
-        return
-    if not backend.ready_seconds > 0:
-        raise UserError(f"backend.ready_seconds={backend.ready_seconds}: expected a number above 0")
+    """Raise UserError for a command line that cannot start a server."""
     if backend.name == "server":
         command_line(backend, Path("checkpoint"), 0, "name")
 
@@ -121,7 +107,15 @@ def command_line(backend: BackendConfig, checkpoint: Path, port: int, name: str)
     for place in _NEEDED:
         if place not in places:
             raise UserError(f"backend.command={command} has no {{{place}}}: expected {{checkpoint}} and {{port}} in it")
-    return [word.format(checkpoint=checkpoint, port=port, name=name) for word in split]
+    filled = [word.format(checkpoint=checkpoint, port=port, name=name) for word in split]
+    return [re.sub(r"\$(\w+)", _variable, word) for word in filled]
+
+
+def _variable(match: re.Match[str]) -> str:
+    """The value of an environment variable in a command line."""
+    if (value := os.environ.get(match[1])) is None:
+        raise UserError(f"backend.command: there is no environment variable {match[1]} here: export it where steps run")
+    return value
 
 
 def check_installed(backend: BackendConfig) -> None:

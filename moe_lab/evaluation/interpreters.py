@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterable
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 
 from moe_lab.errors import UserError
 
-PROGRAMS = ("evalscope", "vllm")
-"""Fields of `interpreters`; `make NAME` makes an environment with the program."""
 _ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -36,14 +33,6 @@ def interpreter(module: str, named: str | None, user: str) -> str:
         f"{user} needs {module}, which is not here: run make {module}, or name an interpreter that has it, "
         f"interpreters.{module}=PYTHON"
     )
-
-
-def check_names(names: Iterable[str]) -> None:
-    """Raise UserError for a field of `interpreters` that nothing reads."""
-    for name in names:
-        if name not in PROGRAMS:
-            known = " or ".join(f"interpreters.{program}" for program in PROGRAMS)
-            raise UserError(f"interpreters.{name} names no program that moe_lab runs: expected {known}")
 
 
 def check_has(module: str, python: str) -> None:

@@ -16,6 +16,7 @@ import sys
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from typing import Any
 from filelock import FileLock
 
 from moe_lab.config import BenchmarkConfig, SuiteConfig
+from moe_lab.config.base import valid
 from moe_lab.errors import UserError, end_with, unknown
 from moe_lab.json_files import Damaged, read_json, write_json
 from moe_lab.paths import conf
@@ -342,21 +344,22 @@ def benchmarks(names: Sequence[str], root: str) -> list[BenchmarkConfig]:
         if name in names_by_group["benchmark"]:
             listed.append(name)
         elif name in names_by_group["suite"]:
-            listed += _loaded("suite", name, SuiteConfig(path="")).benchmarks
+            listed += _loaded("suite", name, SuiteConfig).benchmarks
         else:
             raise unknown("benchmark or suite", name, [*names_by_group["benchmark"], *names_by_group["suite"]])
-    loaded = [_loaded("benchmark", name, BenchmarkConfig(root=root)) for name in dict.fromkeys(listed)]
+    loaded = [replace(_loaded("benchmark", name, BenchmarkConfig), root=root) for name in dict.fromkeys(listed)]
     with_data = [benchmark for benchmark in loaded if benchmark.data is not None]
     if not with_data:
         raise UserError(f"{', '.join(names)} needs no mirror: its data comes with moe_lab, or is a file of yours")
     return with_data
 
 
-def _loaded(group: str, name: str, schema: Any) -> Any:
+def _loaded(group: str, name: str, kind: Any) -> Any:
     from omegaconf import OmegaConf
 
-    file = OmegaConf.load(conf() / group / f"{name}.yaml")
-    return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), file))
+    content = OmegaConf.to_container(OmegaConf.load(conf() / group / f"{name}.yaml"), resolve=True)
+    assert isinstance(content, dict)
+    return valid(kind, {key: value for key, value in content.items() if value != "???"}, group)
 
 
 def main(words: Sequence[str]) -> int:

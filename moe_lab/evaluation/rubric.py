@@ -27,7 +27,6 @@ _PLACE = re.compile(r"\{\$(\w+)\}")
 _SCORE = re.compile(r'"score"\s*:\s*', re.IGNORECASE)
 # A character must follow the number, because a reply may be cut off in the middle of 10.
 _NUMBER = re.compile(r'"?\s*(\d+(?:\.\d+)?)(?=["},\s])')
-_RESERVED = ("model", "messages", "temperature", "max_tokens", "stream")
 
 
 class Unparsable(ValueError):
@@ -129,22 +128,8 @@ def problems(benchmark: BenchmarkConfig, policy: Policy) -> Iterator[str]:
 
 
 def _wrong_judge(judge: JudgeConfig) -> Iterator[str]:
-    address = urlsplit(judge.url)
-    if address.scheme not in ("http", "https") or not address.hostname:
-        yield f"judge.url={judge.url}: expected an address such as http://localhost:8000/v1"
-    if not judge.key_variable.isidentifier():
-        yield "judge.key_variable is not the name of an environment variable: expected such as OPENAI_API_KEY, no key"
-    elif address.scheme == "https" and not os.environ.get(judge.key_variable, "").strip():
+    if urlsplit(judge.url).scheme == "https" and not os.environ.get(judge.key_variable, "").strip():
         yield (
             f"judge.key_variable={judge.key_variable}: there is no such environment variable, and {judge.url} will "
             f"want a key: export {judge.key_variable}=KEY, or any word where none is needed"
         )
-    if not judge.model.strip():
-        yield "judge.model is empty: expected the name of a model at the endpoint"
-    least = {"attempts": 1, "unparsable_attempts": 1, "parallel": 1, "max_tokens": 1, "timeout": 1, "temperature": 0}
-    for field, value in least.items():
-        if getattr(judge, field) < value:
-            yield f"judge.{field}={getattr(judge, field)}: expected at least {value}"
-    for field in judge.extra:
-        if field in _RESERVED:
-            yield f"judge.extra.{field} is not for judge.extra: set judge.{field}, where there is one"

@@ -214,17 +214,11 @@ def _wrong_numbers(benchmark: BenchmarkConfig, name: str) -> Iterator[str]:
     harness = HARNESSES[benchmark.harness]
     if harness.generates and benchmark.max_new_tokens < 1:
         yield f"{name}: max_new_tokens={benchmark.max_new_tokens}, but it generates text: expected 1 or more"
-    if benchmark.limit is not None and benchmark.limit < 1:
-        yield f"{name}: limit={benchmark.limit}: expected 1 or more items, or null for all"
-    if benchmark.shots < 0 or (benchmark.shots and not harness.shows_examples):
-        yield f"{name}: shots={benchmark.shots}: expected {'0 or more' if harness.shows_examples else '0'}"
-    if benchmark.max_length is not None and benchmark.max_length < 2:
-        yield f"{name}: max_length={benchmark.max_length}: expected 2 or more tokens, or null for what the model reads"
+    if benchmark.shots and not harness.shows_examples:
+        yield f"{name}: shots={benchmark.shots}: expected 0"
     for parameter in _NUMBERS & set(benchmark.parameters):
         if not isinstance(value := benchmark.parameters[parameter], (int, float)) or value < 0:
             yield f"{name}: parameters.{parameter}={value}: expected a number, 0 or more"
-    if benchmark.batch_size < 1:
-        yield f"{name}: batch_size={benchmark.batch_size}: expected 1 or more"
 
 
 def _check_items(benchmark: BenchmarkConfig) -> None:

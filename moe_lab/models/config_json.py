@@ -291,7 +291,7 @@ def size_of(settings: ModelConfig) -> Size | None:
 
 @lru_cache(maxsize=64)
 def _size_of_folder(path: str, dtype: str) -> Size | None:
-    shape = expert_shape(ModelConfig(name=path, path=path))
+    shape = expert_shape(ModelConfig(name="any", path=path))
     folder = local(path)
     if shape is None or "width" not in shape:
         return None

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from moe_lab.config import ModelConfig
+from moe_lab.config.pruning import DEVICE_MAPS
 from moe_lab.errors import UserError
 from moe_lab.models.checkpoint import open_checkpoint
 from moe_lab.models.config_json import UNPACKED, quantization
-from moe_lab.models.files import DEVICE_MAPS, check_running
 from moe_lab.models.memory import free_memory, processor
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -34,7 +34,6 @@ def tokens_with_logits(model: Any) -> int:
 
 def place(settings: ModelConfig) -> str:
     """Resolve `model.device` to a device or a device map; UserError for a device that this machine does not have."""
-    check_running(settings)
     device = settings.device
     if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
@@ -48,7 +47,6 @@ def place(settings: ModelConfig) -> str:
 
 def precision(settings: ModelConfig) -> torch.dtype | str:
     """The dtype of the weights once loaded; "auto" stands for that of the checkpoint."""
-    check_running(settings)
     if settings.dtype == "auto":
         return torch.float32 if place(settings) == "cpu" else "auto"
     return DTYPES[settings.dtype]

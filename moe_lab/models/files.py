@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_lab.config import ModelConfig
-from moe_lab.errors import UserError, unknown
+from moe_lab.errors import UserError
 from moe_lab.models.checkpoint import open_checkpoint, read_json
 from moe_lab.models.config_json import LAYERS_FIELD
 from moe_lab.models.families import COUNT_FIELDS, TOP_K_FIELDS, UNSUPPORTED, WIDTH_FIELDS
@@ -30,13 +30,6 @@ BESIDE = ("generation_config.json", "tokenizer_config.json")
 """Optional files beside the weights; each must be a JSON object."""
 SHORTEST_COMMIT = 7
 """Fewest digits of a commit by which model.revision can name it."""
-PRECISIONS = ("auto", "float32", "bfloat16", "float16")
-"""Values of model.dtype."""
-DEVICES = ("auto", "cpu", "cuda")
-"""Values of model.device; cuda may have a number, as in cuda:1."""
-DEVICE_MAPS = ("balanced", "balanced_low_0", "sequential")
-"""Values of model.device that spread a model over devices."""
-MOST_THREADS = 4096
 SIZES = {
     "num_hidden_layers": 1000,
     "hidden_size": 1 << 20,
@@ -65,9 +58,6 @@ def check(settings: ModelConfig) -> None:
     agree with their index. Its family must not be known to be unsupported, and its layers must have one shape unless
     its own code may be run. Of a hub id, only the form of the name is checked.
     """
-    check_running(settings)
-    if not settings.path:
-        raise UserError("model.path= is empty: expected a folder, a hub id (owner/name) or pocket:NAME")
     folder = local(settings.path)
     if folder.is_dir():
         _check_revision(folder, settings)
@@ -76,18 +66,6 @@ def check(settings: ModelConfig) -> None:
         raise UserError(
             f"model.path={settings.path} is no folder: expected a folder, a hub id (owner/name) or pocket:NAME"
         )
-
-
-def check_running(settings: ModelConfig) -> None:
-    """Raise UserError for a precision, a device or a number of threads that is not valid on any machine."""
-    if settings.dtype not in PRECISIONS:
-        raise unknown("model.dtype", settings.dtype, PRECISIONS)
-    kind, separator, number = settings.device.partition(":")
-    numbered = kind == "cuda" and number.isdigit()
-    if not numbered and (separator or settings.device not in (*DEVICES, *DEVICE_MAPS)):
-        raise unknown("model.device", settings.device, [*DEVICES, "cuda:N", *DEVICE_MAPS])
-    if settings.threads is not None and not 1 <= settings.threads <= MOST_THREADS:
-        raise UserError(f"model.threads={settings.threads}: expected 1 to {MOST_THREADS}, or null to leave it to torch")
 
 
 def check_code(folder: Path, trust_remote_code: bool) -> None:

@@ -15,13 +15,14 @@ from safetensors import safe_open
 from torch import nn
 
 from moe_lab.config import ModelConfig
+from moe_lab.config.pruning import DEVICE_MAPS
 from moe_lab.errors import UserError
 from moe_lab.models.checkpoint import open_checkpoint, read_json, stated_dtype
 from moe_lab.models.config_json import quantization
 from moe_lab.models.device import DTYPES, place, precision
 from moe_lab.models.discover import MoELayer, is_ragged, moe_layers, routed_layers
 from moe_lab.models.families import EXTRA_PREDICTION_BLOCKS, split
-from moe_lab.models.files import DEVICE_MAPS, local_folder
+from moe_lab.models.files import local_folder
 from moe_lab.models.load import check_finite, check_shapes, check_used, load_tokenizer, quiet, set_top_k, skeleton
 from moe_lab.models.partial_forward import output_of, run, stand_in
 from moe_lab.models.transformers_private import compute_buffers, has_own_precision, load_tensors, unused_tensors

@@ -11,21 +11,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import numpy
 from numpy.typing import NDArray
 
+from moe_lab.config.pruning import Shape
 from moe_lab.errors import UserError, unknown
 from moe_lab.pruning.plan import Constants, Plan
 
 KERNEL_BYTES = 16
 """transformers' grouped matrix products need rows of weights whose length is a multiple of this many bytes."""
-SHAPES = ("natural", "masked", "padded")
-FORMATS = ("safetensors", "compressed_tensors", "gguf")
-"""How the tensors of an exported checkpoint can be stored."""
-SCHEMES = ("fp8", "w4a16")
-"""What compressed_tensors can round weights to."""
+SHAPES: tuple[str, ...] = get_args(Shape)
 Channels = NDArray[numpy.intp]
 """(W,): for each stored channel, the channel of an expert that it is; -1 for one of zeros."""
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
-from dataclasses import fields
 from functools import cache
 from importlib import import_module
 from typing import Any
@@ -13,36 +11,21 @@ from moe_lab.allocation import listed
 from moe_lab.allocation.grouping import GROUPINGS
 from moe_lab.config import AllocationConfig, ModelConfig, RecoveryConfig
 from moe_lab.config.identity import counting_fields, identity
+from moe_lab.config.pruning import QUANTISABLE, TEXTS
 from moe_lab.errors import UserError, need, unknown
 from moe_lab.models.config_json import check_plain_weights
 
-MODULES = ("experts", "shared_experts", "attention")
-"""What bits=4 can quantise; routers, embeddings and lm_head never are."""
-SCHEDULES = ("cosine", "linear")
-TRAINED = ("adapters", "routers")
-TEXTS = ("instructions", "distill", "fit")
-"""Settings that name the text of a recovery."""
 RATES = {"experts": "learning_rate", "shared_experts": "learning_rate", "routers": "router_learning_rate"}
 """Part of the model -> the setting that holds its peak learning rate."""
-OF_ADAPTERS = ("shared_experts", "rank", "learning_rate", "router_rank", "scaling", "dropout")
-"""Settings that train=routers does not read."""
-OF_FIT = ("name", "bits", "modules", "fit", "save_every")
-"""Settings that apply where nothing is trained."""
 RIDGE = 1e-6
 """How strongly fits are held to the plain average, as a share of the mean square of their inputs: enough for channels
 that are never active, and too little to matter for others."""
 
 
 def check(settings: RecoveryConfig) -> None:
-    """Raise UserError for an invalid value, or for a required package that is not installed."""
-    if settings.bits not in (4, 16):
-        raise UserError(f"recovery.bits={settings.bits} is unknown: expected 4 (NF4) or 16 (as loaded)")
+    """Raise UserError for a required package that is not installed."""
     if settings.bits == 4:
-        check_modules(settings.modules)
         need("bitsandbytes", "quantisation", "recovery.bits=4")
-    _check_objective(settings)
-    if is_tuned(settings):
-        _check_tuning(settings)
 
 
 def text_role(settings: RecoveryConfig) -> str | None:
@@ -62,12 +45,9 @@ def is_trained(settings: RecoveryConfig) -> bool:
 
 def check_none(settings: RecoveryConfig) -> None:
     """Raise UserError when recovery.name=none is combined with settings of a recovery."""
-    if settings.name == "none" and (settings.bits != 16 or is_tuned(settings)):
-        texts = [f"recovery.{role}={getattr(settings, role)}" for role in TEXTS]
-        raise UserError(
-            f"recovery.name=none means none, but recovery.bits={settings.bits}, {', '.join(texts[:-1])} and "
-            f"{texts[-1]} ask for one: expected another name, such as recovery.name=mine"
-        )
+    if settings.name == "none" and (settings.bits == 4 or is_tuned(settings)):
+        asked = f"recovery.{text_role(settings)}" if is_tuned(settings) else "recovery.bits"
+        raise UserError(f"recovery.name=none means none, and {asked} asks for one: expected another name, such as mine")
 
 
 def check_model(settings: RecoveryConfig, model: ModelConfig) -> None:
@@ -101,10 +81,10 @@ def check_merging(settings: RecoveryConfig, allocation: AllocationConfig, ratio:
 def check_modules(modules: list[str]) -> None:
     """Raise UserError when `modules` is empty or names something that cannot be quantised."""
     if not modules:
-        raise UserError(f"recovery.modules is empty: expected one or more of {', '.join(MODULES)}")
+        raise UserError(f"recovery.modules is empty: expected one or more of {', '.join(QUANTISABLE)}")
     for module in modules:
-        if module not in MODULES:
-            raise unknown("recovery.modules", module, MODULES)
+        if module not in QUANTISABLE:
+            raise unknown("recovery.modules", module, QUANTISABLE)
 
 
 @identity.register
@@ -139,73 +119,6 @@ def finetune_words(settings: RecoveryConfig, text: str | None) -> str:
     return (
         f"It was then fine-tuned (recovery={settings.name}): {trained} {learnt} for {settings.epochs} epochs{merged}."
     )
-
-
-def _check_objective(settings: RecoveryConfig) -> None:
-    """Raise UserError for an unknown choice of what is trained, and for settings that nothing would read."""
-    if settings.train not in TRAINED:
-        raise unknown("recovery.train", settings.train, TRAINED)
-    texts = [f"recovery.{role}={getattr(settings, role)}" for role in TEXTS if getattr(settings, role) is not None]
-    if len(texts) > 1:
-        raise UserError(
-            f"{texts[0]} and {texts[1]} are both set: expected one of {', '.join(TEXTS)}, and null for the others"
-        )
-    if settings.fit is not None:
-        _check_fit(settings)
-    if settings.distill is None and settings.temperature != RecoveryConfig.temperature:
-        raise UserError(
-            f"recovery.temperature={settings.temperature} is that of a distillation: expected recovery.distill, the "
-            "name of a file in conf/calibration"
-        )
-    if settings.train == "adapters":
-        return
-    if not is_tuned(settings):
-        raise UserError(
-            f"recovery.train={settings.train} has no text to train on: expected recovery.distill, the name of a file "
-            "in conf/calibration"
-        )
-    for name in OF_ADAPTERS:
-        if getattr(settings, name) != getattr(RecoveryConfig, name):
-            raise UserError(
-                f"recovery.{name}={getattr(settings, name)} is about adapters, which recovery.train=routers does not "
-                "have: expected recovery.train=adapters, or recovery.router_learning_rate for the rate of routers"
-            )
-
-
-def _check_fit(settings: RecoveryConfig) -> None:
-    """Raise UserError for settings of a training beside those of a fit."""
-    for field in fields(RecoveryConfig):
-        value = getattr(settings, field.name)
-        if field.name not in OF_FIT and value != field.default:
-            raise UserError(
-                f"recovery.{field.name}={value} is about training, and recovery.fit={settings.fit} trains nothing: "
-                f"expected recovery.{field.name}={field.default}"
-            )
-
-
-def _check_tuning(settings: RecoveryConfig) -> None:
-    if settings.schedule not in SCHEDULES:
-        raise unknown("recovery.schedule", settings.schedule, SCHEDULES)
-    for name in ("epochs", "learning_rate", "scaling", "clip", "temperature"):
-        if not 0 < getattr(settings, name) < math.inf:
-            value = getattr(settings, name)
-            raise UserError(f"recovery.{name}={value} is not positive and finite: expected a number above 0")
-    for name in ("rank", "rows_per_step", "save_every"):
-        if getattr(settings, name) < 1:
-            raise UserError(f"recovery.{name}={getattr(settings, name)} is too small: expected 1 or more")
-    if settings.router_rank < 0:
-        raise UserError(f"recovery.router_rank={settings.router_rank} is negative: expected 0 (routers stay) or more")
-    if settings.router_rank and not 0 < settings.router_learning_rate < math.inf:
-        other = ", or recovery.router_rank=0 to leave routers alone" if settings.train == "adapters" else ""
-        raise UserError(
-            f"recovery.router_learning_rate={settings.router_learning_rate} is not positive and finite: expected a "
-            f"number above 0{other}"
-        )
-    for name in ("warmup", "dropout"):
-        if not 0 <= getattr(settings, name) < 1:
-            raise UserError(
-                f"recovery.{name}={getattr(settings, name)} is no share: expected 0 or more and less than 1"
-            )
 
 
 @cache

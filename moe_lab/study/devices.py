@@ -30,8 +30,8 @@ def resolved(model: ModelConfig, config: Config) -> ModelConfig:
 
 def _jobs_have_gpu(model: ModelConfig, config: Config) -> bool:
     """Whether Slurm's jobs that run a model get a GPU: as the settings of all its jobs say, or by its size."""
-    jobs = config.resources.jobs.get(f"{model.name}/every", {})
-    stated = jobs.get("gpus", config.resources.every.gpus)
+    jobs = config.resources.models.get(model.name, config.resources.every)
+    stated = config.resources.every.gpus if jobs.gpus is None else jobs.gpus
     size = size_of(model)
     return bool(stated) if stated is not None else size is None or on_gpu(model, size)
 

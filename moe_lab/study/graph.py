@@ -130,11 +130,6 @@ def _resolved(cell: Cell, config: Config, once: Once) -> Cell:
     return replace(cell, model=once(resolved, cell.model, config), calibration=calibration, texts=texts)
 
 
-def _engine_of(text: CalibrationConfig, study: CalibrationConfig) -> CalibrationConfig:
-    """The text, read by the engine of the study's calibration."""
-    return replace(text, engine=study.engine, activation_budget=study.activation_budget)
-
-
 def _steps(cell: Cell, tasks: Iterable[Task], config: Config, once: Once) -> CellSteps:
     """All steps of one cell; criterion "none" is the unpruned model."""
     named = _resolved(cell, config, once)
@@ -144,8 +139,7 @@ def _steps(cell: Cell, tasks: Iterable[Task], config: Config, once: Once) -> Cel
     statistics = None
     if scores and reads_text(cell):
         statistics = scores.sums.get("statistics") or StatisticsPass.of(named)
-    counted = once(_engine_of, text, config.calibration)
-    cost = once(Cost.of_unpruned, named.model, counted)
+    cost = once(Cost.of_unpruned, named.model, text)
     return CellSteps(
         cell=cell,
         model=pruned.loaded.facts,
@@ -154,7 +148,7 @@ def _steps(cell: Cell, tasks: Iterable[Task], config: Config, once: Once) -> Cel
         plan=pruned.plan,
         finetune=pruned.finetune,
         export=export_of(pruned, config) if is_pruned and config.export.shape else None,
-        cost=Cost.of(pruned, counted, cost) if is_pruned else cost,
+        cost=Cost.of(pruned, text, cost) if is_pruned else cost,
         profile=Profile(pruned.loaded, text, pruned.plan) if config.profile else None,
         timing=Timing.of(pruned, text, once(_timed, config.timed, named.model)) if config.timing else None,
         evaluate={task.benchmark.name: results_of(pruned, task) for task in tasks},

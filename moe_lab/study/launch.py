@@ -6,8 +6,6 @@ import os
 import threading
 from collections.abc import Callable, Mapping
 
-from moe_lab.config import LauncherConfig
-from moe_lab.errors import UserError, unknown
 from moe_lab.study.devices import visible_gpus
 from moe_lab.study.progress import say, watch
 from moe_lab.study.record import Study
@@ -76,20 +74,3 @@ def slurm(schedule: Schedule, study: Study, run: Run) -> bool:
 Launcher = Callable[[Schedule, Study, Run], bool]
 """Runs the steps of a schedule. True when they have ended, False when they are only submitted."""
 LAUNCHERS: Mapping[str, Launcher] = {"inline": inline, "local": local, "slurm": slurm}
-LEAST = {"processes": 1, "cells_per_job": 1, "steps_per_job": 1, "parallel": 1, "max_requeues": 0, "signal_seconds": 1}
-
-MOST_PROCESSES = 1024
-"""Most worker processes of launcher=local: each loads torch and a model."""
-
-
-def launcher(settings: LauncherConfig) -> Launcher:
-    """The launcher by name. Raises UserError for an unknown one, and for numbers out of range."""
-    if settings.name not in LAUNCHERS:
-        raise unknown("launcher", settings.name, LAUNCHERS)
-    for name, least in LEAST.items():
-        value = getattr(settings, name)
-        if value is not None and value < least:
-            raise UserError(f"launcher.{name}={value}: expected at least {least}")
-    if settings.processes is not None and settings.processes > MOST_PROCESSES:
-        raise UserError(f"launcher.processes={settings.processes}: expected at most {MOST_PROCESSES}")
-    return LAUNCHERS[settings.name]

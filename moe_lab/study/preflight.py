@@ -7,28 +7,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
 from typing import Any
 
-from moe_lab import allocation, criteria, secrets
+from moe_lab import allocation, criteria
 from moe_lab.allocation import listed
 from moe_lab.allocation.grouping import GROUPINGS
 from moe_lab.calibration import settings as calibrations
 from moe_lab.calibration import sources
 from moe_lab.config import BenchmarkConfig, CalibrationConfig, Config
 from moe_lab.errors import UserError, user_errors
-from moe_lab.evaluation import back_ends, interpreters, suite
+from moe_lab.evaluation import back_ends, suite
 from moe_lab.evaluation.harness import HARNESSES
-from moe_lab.evaluation.sandbox.policy import check_sandbox
-from moe_lab.grid import Cell, Request, wrong_names
+from moe_lab.grid import Cell, Request
 from moe_lab.models import config_json, files
-from moe_lab.paths import check_folder
 from moe_lab.pruning.export import gguf, layout
 from moe_lab.pruning.form import no_replacements
 from moe_lab.recovery import settings as recoveries
 from moe_lab.study import push, remote, tracking
-from moe_lab.study.launch import check_device, launcher
-from moe_lab.study.schedule import check_retry
+from moe_lab.study.launch import check_device
 from moe_lab.study.slurm import resources
 from moe_lab.study.steps import KINDS
 from moe_lab.study.steps.costs import wrong_timing
@@ -52,9 +48,7 @@ def preflight(config: Config, requests: Iterable[Request]) -> list[str]:
     """
     sentences: list[str] = []
     for cells, benchmarks in requests:
-        sentences += wrong_names(config.study, cells, benchmarks)
         sentences += _wrong_settings(config)
-        sentences += _wrong_secrets(config, cells)
         sentences += _wrong_choices(cells, benchmarks)
         sentences += _wrong_together(config, cells, benchmarks)
         sentences += _wrong_allocations(cells)
@@ -77,24 +71,10 @@ def lacking(config: Config, requests: Iterable[Request]) -> list[str]:
 
 
 def _wrong_settings(config: Config) -> Iterator[str]:
-    usual = Config()
-    yield from user_errors(check_folder, "store", config.store, usual.store)
     yield from user_errors(remote.check, config.store)
-    yield from user_errors(check_folder, "data_root", config.data_root, usual.data_root)
-    yield from user_errors(check_sandbox, config.sandbox)
-    yield from user_errors(interpreters.check_names, config.interpreters)
-    yield from user_errors(check_retry, config.retry)
-    yield from user_errors(launcher, config.launcher)
     yield from user_errors(tracking.check, config.tracker)
     yield from user_errors(push.check, config)
     yield from user_errors(resources.check, config.resources)
-
-
-def _wrong_secrets(config: Config, cells: Sequence[Cell]) -> Iterator[str]:
-    yield from secrets.problems(asdict(config))
-    for group in ("model", "criterion", "calibration", "allocation", "recovery", "protocol"):
-        for cell in _each(cells, group):
-            yield from secrets.problems(asdict(getattr(cell, group)), group)
 
 
 def _wrong_choices(cells: Sequence[Cell], benchmarks: Sequence[BenchmarkConfig]) -> Iterator[str]:

@@ -13,7 +13,7 @@ from moe_lab.grid import Request
 from moe_lab.study import push, record, report
 from moe_lab.study.estimates import Times, disk_problems, forecast, memory_problems
 from moe_lab.study.graph import build, unresolved
-from moe_lab.study.launch import Launcher, launcher
+from moe_lab.study.launch import LAUNCHERS, Launcher
 from moe_lab.study.preflight import lacking, preflight
 from moe_lab.study.progress import console, say, say_notices
 from moe_lab.study.record import Study
@@ -37,7 +37,6 @@ def run(config: Config, requests: Sequence[Request], *, add: bool = False) -> in
     missing = lacking(config, requests)
     if problems := list(dict.fromkeys(problems + ([] if config.dry_run else missing))):
         raise _together("several things:", problems)
-    launch = launcher(config.launcher)
     graph = build(config, requests)
     push.check_graph(config, graph)
     if unknown := unresolved(graph.steps()):
@@ -49,7 +48,7 @@ def run(config: Config, requests: Sequence[Request], *, add: bool = False) -> in
         say(f"{sentence}: the ids of its steps are not final")
     store = Store(config.store)
     with store.errors_as_sentences(), nullcontext() if config.dry_run else store.create().lease(graph.steps()):
-        return _run(Study(config, graph, store, add), missing, launch)
+        return _run(Study(config, graph, store, add), missing, LAUNCHERS[config.launcher.name])
 
 
 def _run(study: Study, missing: list[str], launch: Launcher) -> int:

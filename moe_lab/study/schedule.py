@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from moe_lab.errors import UserError
 from moe_lab.study.remote import remote_of
 from moe_lab.study.step import Step, code_state, error_document
 from moe_lab.study.store import Busy, Gone, Store
@@ -93,12 +92,6 @@ class Schedule:
             self.failed[step.id] = error
             self._skip_hopeless()
             self.changed.notify_all()
-
-
-def check_retry(retry: str | None) -> None:
-    """Raise UserError for an unknown value of `retry`."""
-    if retry not in (None, "failed"):
-        raise UserError(f"retry={retry} is unknown: expected failed or null")
 
 
 def recall_failures(schedule: Schedule, store: Store, *, retry: str | None) -> None:

@@ -8,6 +8,7 @@ from facts_of import layer, settings
 
 from moe_lab.allocation import ALLOCATIONS, allocate, budgets, check, fits, get, needs, routed_ratio, zero_expert
 from moe_lab.config import AllocationConfig
+from moe_lab.config.base import SettingsError, valid
 from moe_lab.errors import UserError
 
 
@@ -33,11 +34,19 @@ def test_every_allocation_passes_with_its_defaults() -> None:
         ({"name": "u_shaped", "parameters": {"align": None}}, "expert", "align"),
         ({"name": "coverage", "parameters": {"prior": "ala3"}}, "channel", "prior=ala3.*ala"),
         ({"name": "global", "parameters": {"zero_expert": "dropp"}}, "channel", "zero_expert=dropp.*drop"),
+        ({"name": "global", "parameters": {"align": {"block": 1.5}}}, "channel", "align.block=1.5: expected a whole"),
     ],
 )
 def test_mistakes_are_said_before_anything_runs(fields: Any, granularity: Any, named: str) -> None:
     with pytest.raises(UserError, match=named):
         check(AllocationConfig(**fields), granularity)
+
+
+@pytest.mark.parametrize("field", ["by", "search", "path", "protect_layers"])
+def test_what_nothing_would_read_is_refused(field: str) -> None:
+    with pytest.raises(SettingsError, match=f"allocation.{field}=") as error:
+        valid(AllocationConfig, {"name": "uniform", field: 0.5 if field == "protect_layers" else "x"}, "allocation")
+    assert len(error.value.sentences) == 1
 
 
 def test_needs() -> None:

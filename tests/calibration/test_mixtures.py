@@ -10,12 +10,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import choices
 import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
-from omegaconf import OmegaConf
 
 from moe_lab import grid
 from moe_lab.calibration import sources
@@ -25,9 +25,10 @@ from moe_lab.calibration.documents import Text
 from moe_lab.calibration.settings import check
 from moe_lab.calibration.sources import read
 from moe_lab.config import CalibrationConfig, Config, SourceConfig
+from moe_lab.config.base import SettingsError, valid
 from moe_lab.config.identity import identity
 from moe_lab.errors import UserError
-from moe_lab.paths import conf, resolve
+from moe_lab.paths import resolve
 
 Settings = Callable[..., CalibrationConfig]
 W = 5  # the id of w0
@@ -99,9 +100,7 @@ def pocket_tokenizer() -> Any:
 
 def published(name: str) -> Any:
     """A file of conf/calibration as typed settings, the sets of a mixture included."""
-    schema = OmegaConf.structured(CalibrationConfig)
-    text = OmegaConf.to_object(OmegaConf.merge(schema, OmegaConf.load(conf() / f"calibration/{name}.yaml")))
-    return grid.mixed(text, files(conf()))
+    return grid.mixed(choices.choose(CalibrationConfig, "calibration", name), choices.Files())
 
 
 def pocket(*shares: float, **settings: Any) -> CalibrationConfig:
@@ -155,8 +154,8 @@ def test_marks_of_answers_follow_their_tokens(tmp_path: Path, settings: Settings
     two = settings(write(tmp_path / "b.jsonl", *({"prompt": "w4 ", "completion": "w5 w6"} for _ in range(9))), name="b")
     chosen = mixture((0.5, one), (0.5, two), packing="chunk", length=6, tokens=36)
     marked = answer_batches(chosen, tokenizer)
-    for (ids, valid, answers), (same, same_valid) in zip(marked, batches(chosen, tokenizer).rows, strict=True):
-        assert torch.equal(ids, same) and torch.equal(valid, same_valid)
+    for (ids, shown, answers), (same, same_shown) in zip(marked, batches(chosen, tokenizer).rows, strict=True):
+        assert torch.equal(ids, same) and torch.equal(shown, same_shown)
         assert set(ids[answers].tolist()) == {W + 2, W + 3, W + 5, W + 6}
         assert set(ids[~answers].tolist()) == {W + 1, W + 4}
 
@@ -200,26 +199,26 @@ def test_identity_holds_every_set_and_its_share(two: tuple[CalibrationConfig, Ca
 
 
 @pytest.mark.parametrize(
-    ("shares", "changes", "sentence"),
+    ("shares", "changes", "begin"),
     [
-        ((0.5, 0.6), {}, r"the shares add up to 1.1: expected 1"),
-        ((1.5, -0.5), {}, r"share=1.5 of low must be in \(0, 1\)"),
-        ((0.5, 0.5), {"order": "first"}, r"calibration.order=first beside calibration.sources"),
-        ((0.5, 0.5), {"path": "a.txt"}, r"calibration.path=a.txt beside calibration.sources"),
-        ((0.5, 0.5), {"packing": "chunks"}, r"did you mean chunk\?"),
+        ((0.5, 0.6), {}, "calibration.sources: the shares add up to 1.1"),
+        ((0.5, 0.5), {"order": "first"}, "calibration.order=first beside sources"),
+        ((0.5, 0.5), {"path": "a.txt"}, "calibration.path=a.txt beside sources"),
     ],
 )
 def test_mixtures_that_cannot_be(
-    two: tuple[CalibrationConfig, CalibrationConfig], shares: tuple[float, ...], changes: dict[str, Any], sentence: str
+    two: tuple[CalibrationConfig, CalibrationConfig], shares: tuple[float, ...], changes: dict[str, Any], begin: str
 ) -> None:
-    with pytest.raises(UserError, match=sentence):
-        check(mixture(*zip(shares, two, strict=True), **changes))
+    sources = [{"calibration": text.name, "share": share} for share, text in zip(shares, two, strict=True)]
+    with pytest.raises(SettingsError) as error:
+        valid(CalibrationConfig, {"name": "m", "sources": sources, **changes}, "calibration")
+    assert [sentence.startswith(begin) for sentence in error.value.sentences] == [True]
 
 
 def test_a_set_is_named_once_and_must_be_readable(two: tuple[CalibrationConfig, CalibrationConfig]) -> None:
     low, high = two
-    with pytest.raises(UserError, match="names low twice"):
-        check(mixture((0.5, low), (0.5, low)))
+    with pytest.raises(UserError, match="names pocket_code twice"):
+        choices.cells(None, calibration={"name": "m", "sources": 2 * [{"calibration": "pocket_code", "share": 0.5}]})
     with pytest.raises(UserError, match="does not exist"):
         check(mixture((0.5, low), (0.5, replace(high, path="nowhere.jsonl"))))
 
@@ -257,10 +256,11 @@ def test_published_sets_are_read_from_their_fields(name: str, tmp_path: Path) ->
 def test_published_mixtures_keep_their_shares_and_rows(name: str, tmp_path: Path, monkeypatch: Any) -> None:
     text = published(name)
     monkeypatch.setattr(sources, "download_file", lambda path: Path(path))
-    for source in text.sources:
-        part = source.settings.name if source.settings.name in rows_of(0) else "c4"
-        source.settings.path = str(tmp_path / f"{source.settings.name}.jsonl")
-        write(Path(source.settings.path), *(rows_of(number)[part] for number in range(900)))
+    for number, source in enumerate(text.sources):
+        name = source.settings.name
+        file = tmp_path / f"{name}.jsonl"
+        text.sources[number] = replace(source, settings=replace(source.settings, path=str(file)))
+        write(file, *(rows_of(number)[name if name in rows_of(0) else "c4"] for number in range(900)))
     found = batches(replace(text, tokens=1000 * 64, length=64, seed=0), pocket_tokenizer())
     assert found.report["rows"] == 1000 and found.report["packing"] == text.packing == "none"
     kept = found.report["valid_tokens"]
@@ -283,37 +283,29 @@ def test_half_of_the_tokens_are_of_gsm8k() -> None:
     assert alone["first_row"].startswith("Question:\nNatalia sold clips") and alone["rows"] == 64
 
 
-def files(folder: Path) -> grid.Files:
-    """The files of a folder as the group calibration."""
-    return grid.Files(
-        lambda group: sorted(file.stem for file in (folder / group).glob("*.yaml")),
-        lambda group, name: OmegaConf.load(folder / group / f"{name}.yaml"),  # type: ignore[arg-type,return-value]
-    )
-
-
 @pytest.fixture
-def named(tmp_path: Path) -> grid.Files:
+def named(tmp_path: Path) -> choices.Files:
     folder = tmp_path / "calibration"
     folder.mkdir()
     (folder / "a.yaml").write_text("name: a\npath: owner/a\nfield: body\n")
     (folder / "b.yaml").write_text("name: b\npath: ???\n")
-    (folder / "nested.yaml").write_text("name: nested\nsources: [{calibration: mix, share: 1}]\n")
+    (folder / "nested.yaml").write_text(
+        "name: nested\nsources: [{calibration: mix, share: 0.5}, {calibration: a, share: 0.5}]\n"
+    )
     (folder / "mix.yaml").write_text(
         "name: mix\nsources: [{calibration: a, share: 0.75}, {calibration: b, path: notes.txt, share: 0.25}]\n"
     )
-    (folder / "wrong.yaml").write_text("name: wrong\nsources: [{calibration: aa, share: 1}]\n")
-    return files(tmp_path)
-
-
-def cell(named: grid.Files, *calibration: str) -> grid.Cell:
-    settings = Config(
-        calibration=CalibrationConfig("a", "owner/a"), grid=grid.GridConfig(calibration=list(calibration))
+    (folder / "wrong.yaml").write_text(
+        "name: wrong\nsources: [{calibration: aa, share: 0.5}, {calibration: a, share: 0.5}]\n"
     )
-    settings.flops_text = "a"
-    return grid.cells(settings, named)[0]
+    return choices.Files(tmp_path)
 
 
-def test_names_in_a_mixture_are_files_and_a_path_goes_before_theirs(named: grid.Files) -> None:
+def cell(named: choices.Files, *calibration: str, flops_text: str = "a") -> grid.Cell:
+    return choices.cells(Config(flops_text=flops_text), {"calibration": list(calibration)}, files=named)[0]
+
+
+def test_names_in_a_mixture_are_files_and_a_path_goes_before_theirs(named: choices.Files) -> None:
     text = cell(named, "mix").calibration
     assert [(source.settings.name, source.settings.path, source.settings.field) for source in text.sources] == [
         ("a", "owner/a", "body"),
@@ -322,15 +314,14 @@ def test_names_in_a_mixture_are_files_and_a_path_goes_before_theirs(named: grid.
     assert CalibrationConfig(**json.loads(json.dumps(asdict(text)))) == text, "as a job's JSON has it"
 
 
-def test_a_mixture_names_sets_that_exist_and_no_mixture(named: grid.Files) -> None:
+def test_a_mixture_names_sets_that_exist_and_no_mixture(named: choices.Files) -> None:
     with pytest.raises(UserError, match=r"source=aa is unknown: did you mean a\?"):
         cell(named, "wrong")
     with pytest.raises(UserError, match="mix is a mixture itself"):
         cell(named, "nested")
 
 
-def test_the_mixture_of_a_search_is_resolved_too(named: grid.Files) -> None:
-    settings = Config(calibration=CalibrationConfig("a", "owner/a"), flops_text="mix")
-    (found,) = grid.cells(settings, named)
+def test_the_mixture_of_a_search_is_resolved_too(named: choices.Files) -> None:
+    found = cell(named, "a", flops_text="mix")
     assert math.fsum(source.share for source in found.texts["flops"].sources) == 1
     assert found.texts["flops"].sources[0].settings.path == "owner/a"

@@ -11,9 +11,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import choices
 import pytest
 import torch
-from omegaconf import OmegaConf
+from pydantic import ValidationError
 
 from moe_lab.calibration.batches import batches
 from moe_lab.calibration.documents import Chat, Pair, Text
@@ -24,7 +25,6 @@ from moe_lab.config.identity import identity
 from moe_lab.errors import UserError
 from moe_lab.evaluation import suite
 from moe_lab.evaluation.harnesses import perplexity
-from moe_lab.paths import conf
 
 Settings = Callable[..., CalibrationConfig]
 
@@ -317,9 +317,7 @@ def test_calibration_reads_wikitext_as_perplexity_does(file: str, tmp_path: Path
     (benchmark,) = benchmarks(["wikitext2"], str(tmp_path / "data"))
     mirror_files(benchmark, tmp_path, tmp_path / "source")
     measured = perplexity._text(benchmark)
-    chosen = OmegaConf.to_object(
-        OmegaConf.merge(OmegaConf.structured(CalibrationConfig), OmegaConf.load(conf() / "calibration/wikitext2.yaml"))
-    )
+    chosen = choices.choose(CalibrationConfig, "calibration", "wikitext2")
     assert measured == "\n\n".join(rows) and len(rows) > 5 and "" in rows
     for path in (tmp_path / "wikitext2_test.txt", records):
         assert read(replace(chosen, path=str(path))) == [Text(measured)]
@@ -346,8 +344,8 @@ def test_a_template_names_fields_that_are_there(tmp_path: Path, settings: Settin
     assert read(settings(file, template="Q: {question}\nA: {answer}")) == [Text("Q: w1 {answer}\nA: w2")]
     with pytest.raises(UserError, match=r"line 1: field answers of calibration.template .* did you mean answer\?"):
         read(settings(file, template="{answers}"))
-    with pytest.raises(UserError, match="both set"):
-        check(settings(file, template="{answer}", field="answer"))
+    with pytest.raises(ValidationError, match="both set"):
+        settings(file, template="{answer}", field="answer")
 
 
 @pytest.mark.parametrize(

@@ -60,9 +60,9 @@ NEAREST = {
     "an experiment nobody knows": (["+experiment=task_agnostik"], "did you mean task_agnostic?"),
     "a setting nobody knows": (["ratoi=0.5"], "did you mean ratio?"),
     "a nested setting nobody knows": (["calibration.lenght=5"], "did you mean calibration.length?"),
-    "a ratio above one": (["ratio=1.5"], "ratio=1.5 is not in [0, 1)"),
-    "a ratio that is a word": (["ratio=much"], "ratio: Value 'much'"),
-    "several values without a grid": (["criterion=man,reap"], "grid.criterion=[man,reap]"),
+    "a ratio above one": (["ratio=1.5"], "ratio=1.5: expected a number in [0, 1)"),
+    "a ratio that is a word": (["ratio=much"], "ratio=much: expected a number"),
+    "several values of what has one": (["suite=quick,code"], "names several files"),
     "a gate nobody knows": (["gate=modle"], "did you mean model?"),
     "a launcher nobody knows": (["launcher.name=lokal"], "did you mean local?"),
     "a folder that is not there": (["model=local", "model.path=/no/such/folder"], "/no/such/folder"),
@@ -122,7 +122,6 @@ interpreters.vllm backend=vllm | 3 /no/such README.md
 interpreters.vlm | python
 backend.arguments backend=vllm | 3 word
 plugins | no_such_module [no_such_module] [os.path] word
-more | word [word] [{criterion:word}] [{critereon:[man]}] [{ratio:[2]}] {}
 model.name | '' null a/b ../up
 model.path | '' /no/such/folder pocket:olmeo 'two words' pocket: README.md
 model.revision | main v1
@@ -233,16 +232,6 @@ timed.repeats timing=true launcher=inline | 0 word
 timed.warmup timing=true launcher=inline | 0 -1 word
 tracker.name | wandbb '' null
 tracker.mode tracker=wandb | onlin ''
-grid.model | word [pocket_olmo] ['']
-grid.criterion | word [reep] [zz*] [''] [null]
-grid.calibration | [pocket_cod] [1] [null]
-grid.allocation | [unifrom] [globl]
-grid.recovery | [dorra] [nf5]
-grid.protocol | [unifyed]
-grid.ratio | [1] [-0.5] [nan] [word] 0.5 [null] [0.25,2]
-grid.gate | [modle] [1] ['']
-grid.seed | [-1] [word] [1.5] [null]
-grid.top_k | [0] [-1] [33] [word]
 """
 """FIELD [what is set besides] | values that it cannot have, each to be named in a message. SERVER is longer."""
 SERVER = ["backend=server", "suite.benchmarks=[pocket_humaneval]", "allow_code_execution=true"]
@@ -271,14 +260,16 @@ ratio= | ratio
 experiment=heapr | experiment
 +experiment=heapr +experiment=coverage | experiment
 model= | model
-criterion=man,reap | criterion
-ratio=0.25,0.5 | ratio
+criterion=man,reep | reep
+ratio=0.25,5 | ratio
+suite=quick,code | suite
+seed=1,x | seed
 ratio=[0.25 | [0.25
 ratio={a | {a
 criterion='man | criterion
 model.path=${nothing} model=local | nothing
 ratio=${seed} | ratio
-ratio=${oc.env:NO_SUCH_VARIABLE} | NO_SUCH_VARIABLE
+ratio=${oc.env:HOME} | ratio
 study=${nothing} | nothing
 hydra.nobody=1 | nobody
 hydra/launcher=nobody | nobody
@@ -344,8 +335,8 @@ moe_lab.inspect model=local | model.path
 moe_lab.inspect model=local model.path=/no/such/folder | /no/such/folder
 moe_lab.inspect model=pocket_olmoe calibration=c5 | c5
 moe_lab.inspect model=pocket_olmoe ratoi=1 | ratio
-moe_lab.inspect model=pocket_olmoe grid.ratio=[word] | grid.ratio
-moe_lab.inspect model=pocket_olmoe grid.ratio=[2] | ratio
+moe_lab.inspect model=pocket_olmoe ratio=word | ratio
+moe_lab.inspect model=pocket_olmoe ratio=2 | ratio
 moe_lab.inspect model=pocket_olmoe calibration.length=0 | calibration.length
 moe_lab.inspect model=pocket_olmoe resources.gpu_memory=0 | gpu_memory
 moe_lab.inspect model=pocket_olmoe model.revision=main | model.revision

@@ -34,15 +34,15 @@ SERIES = 6
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 VICTIMS = ("parent", "worker", "group")
 QUICK = [
-    "grid.criterion=[random,magnitude,man]",
-    "grid.ratio=[0.1,0.2,0.3,0.4]",
+    "criterion=random,magnitude,man",
+    "ratio=0.1,0.2,0.3,0.4",
     "suite.benchmarks=[pocket_boolq]",
     "report=false",
 ]
-FEW = ["criterion=random", "grid.ratio=[0.25,0.5]", "suite.benchmarks=[]", "report=false"]
+FEW = ["criterion=random", "ratio=0.25,0.5", "suite.benchmarks=[]", "report=false"]
 MODEL = [
-    "grid.criterion=[man,random]",
-    "grid.ratio=[0.25,0.5]",
+    "criterion=man,random",
+    "ratio=0.25,0.5",
     "suite.benchmarks=[pocket_boolq]",
     "suite.limit=8",
     "calibration.tokens=2048",

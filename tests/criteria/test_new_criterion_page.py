@@ -54,5 +54,5 @@ def test_the_tests_hold_the_new_criterion(copy: Path) -> None:
 
 def test_it_can_be_chosen_with_its_parameters(copy: Path) -> None:
     words = ("dry_run=true", f"store={copy / 'store'}", "suite=pocket_quick", "suite.benchmarks=[pocket_boolq]")
-    assert "study: 5 cells" in started(copy, "moe_lab", "grid.criterion=[peak*,man,reap]", *words)
+    assert "study: 5 cells" in started(copy, "moe_lab", "criterion=peak*,man,reap", *words)
     assert "study: 2 cells" in started(copy, "moe_lab", "criterion=peak", "criterion.parameters.power=2", *words)

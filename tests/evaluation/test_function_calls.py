@@ -654,7 +654,7 @@ def test_a_study_asks_grades_and_shows_it_in_tables(tmp_path: Path) -> None:
     asked = ("suite.benchmarks=[function_calls]", f"suite.path={EXAMPLE}", f"model.path={model}", "model=local")
     small = ("calibration.tokens=2048", "calibration.length=128", "launcher=inline", "report=false")
     few = "+protocol.benchmarks.function_calls.max_new_tokens=4"
-    started("moe_lab", *asked, *small, few, "grid.criterion=[frequency,man]", "store=store")
+    started("moe_lab", *asked, *small, few, "criterion=frequency,man", "store=store")
     samples = [
         parquet.read_table(file).to_pylist() for file in (tmp_path / "store/grade").glob("*function_calls*/*.parquet")
     ]

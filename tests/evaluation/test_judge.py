@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from moe_lab.config import BenchmarkConfig, JudgeConfig
+from moe_lab.config.base import SettingsError, valid
 from moe_lab.errors import Unavailable
 from moe_lab.evaluation import rubric
 from moe_lab.evaluation.judge import Judge
@@ -210,7 +211,9 @@ def test_scores_are_shares_of_the_scale() -> None:
     assert round(rubric.rescaled(5.0), 3) == 0.444
 
 
-BENCHMARK = BenchmarkConfig("stories", "wildbench", chat=True, judge=JudgeConfig("j", "m", "http://localhost:1/v1"))
+BENCHMARK = BenchmarkConfig(
+    "stories", "wildbench", "wildbench", chat=True, judge=JudgeConfig("j", "m", "http://localhost:1/v1")
+)
 
 
 def test_a_template_is_filled_once(tmp_path: Path) -> None:
@@ -244,11 +247,16 @@ def test_everything_wrong_with_a_judge_is_said_before_anything_is_loaded(
     judge = BENCHMARK.judge
     assert judge is not None
     monkeypatch.delenv(KEY)
-    both = problems(judge=replace(judge, url="https://x.org/v1", key_variable=KEY, attempts=0, extra={"stream": 1}))
-    assert f"judge.key_variable={KEY}" in both and "judge.attempts=0" in both and "judge.extra.stream" in both
+    assert f"judge.key_variable={KEY}" in problems(judge=replace(judge, url="https://x.org/v1", key_variable=KEY))
+    wrong = {"url": "localhost:8000", "attempts": 0, "key_variable": "sk-0123", "name": "j", "model": " "}
+    with pytest.raises(SettingsError) as error:
+        valid(JudgeConfig, wrong, "judge")
+    begins = sorted(sentence.partition("=")[0] for sentence in error.value.sentences)
+    assert begins == ["judge.attempts", "judge.key_variable", "judge.model", "judge.url"]
+    with pytest.raises(SettingsError, match=r"judge\.extra\.stream"):
+        valid(JudgeConfig, {**asdict(judge), "extra": {"stream": 1}}, "judge")
     monkeypatch.setenv(KEY, "x")
     assert problems(judge=replace(judge, url="https://x.org/v1", key_variable=KEY)) == ""
-    assert "judge.url=localhost:8000" in problems(judge=replace(judge, url="localhost:8000"))
     assert "cannot be read" in problems(parameters={"template": str(tmp_path / "none.md")})
     (tmp_path / "a.md").write_text("{$user_query} {$checklist}")
     assert "has no {$model_output}" in problems(parameters={"template": str(tmp_path / "a.md")})

@@ -51,7 +51,7 @@ def started(copy: Path, *words: str) -> None:
 
 def test_it_is_asked_graded_and_in_the_tables_of_the_report(copy: Path) -> None:
     small = ("calibration.tokens=2048", "calibration.length=128", "suite.limit=4", "launcher=inline", "report=false")
-    started(copy, "moe_lab", "suite=colourful", "grid.criterion=[frequency,man]", *small, "store=store")
+    started(copy, "moe_lab", "suite=colourful", "criterion=frequency,man", *small, "store=store")
     for criterion in ("frequency", "man"):
         (folder,) = (copy / "store" / "evaluate").glob(f"*-{criterion}-*-colours-*")
         samples = parquet.read_table(folder / "samples.parquet").to_pylist()

@@ -23,7 +23,8 @@ from asking import write
 from endpoint import Endpoint, Reply, completion, endpoint
 from processes import executable, is_running, quoted, until
 
-from moe_lab.config import BackendConfig, Config, ModelConfig
+from moe_lab.config import BackendConfig, Config, LauncherConfig, ModelConfig
+from moe_lab.config.base import SettingsError, valid
 from moe_lab.errors import Unavailable, UserError
 from moe_lab.evaluation import back_ends, interpreters
 from moe_lab.evaluation.answers import render
@@ -474,14 +475,10 @@ def test_a_wrong_command_is_said_before_anything_is_loaded(command: str | None, 
 
 def test_a_wrong_back_end_is_said_before_anything_is_loaded(tmp_path: Path) -> None:
     back_ends.check_command(BackendConfig("hf"))
-    with pytest.raises(UserError, match=r"backend.name=serve is unknown: did you mean server\?"):
-        back_ends.check_command(BackendConfig("serve"))
-    with pytest.raises(UserError, match=r"backend\.arguments.*backend=vllm"):
-        back_ends.check_command(BackendConfig("hf", arguments={"max_num_seqs": 8}))
-    with pytest.raises(UserError, match=r"backend\.arguments\.dtype"):
-        back_ends.check_command(BackendConfig("vllm", arguments={"dtype": "float16"}))
-    with pytest.raises(UserError, match=r"backend\.ready_seconds=0"):
-        back_ends.check_command(BackendConfig("server", "s {checkpoint} {port}", 0))
+    with pytest.raises(SettingsError, match=r"backend\.arguments=.*backend=vllm"):
+        valid(BackendConfig, {"name": "hf", "arguments": {"max_num_seqs": 8}}, "backend")
+    with pytest.raises(SettingsError, match=r"backend\.arguments\.dtype"):
+        valid(BackendConfig, {"name": "vllm", "arguments": {"dtype": "float16"}}, "backend")
     with (
         pytest.raises(UserError, match=r"none is no checkpoint: expected a folder with config\.json"),
         serving(tmp_path / "none", backend("s {checkpoint} {port}"), POCKET, "n"),
@@ -521,8 +518,8 @@ def test_a_program_that_is_not_installed_is_said_before_anything_is_loaded(monke
     config = Config(backend=backend("no-such-server {checkpoint} {port}"))
     (sentence,) = preflight.lacking(config, [])
     assert "starts no-such-server, and there is no such program here: install it" in sentence
-    config.launcher.python = "apptainer exec image.sif python"
-    assert preflight.lacking(config, []) == []
+    elsewhere = LauncherConfig(python="apptainer exec image.sif python")
+    assert preflight.lacking(replace(config, launcher=elsewhere), []) == []
 
 
 def test_an_argument_that_vllm_lacks_is_said_before_it_is_started(tmp_path: Path) -> None:

@@ -181,7 +181,6 @@ def test_two_benchmarks_do_not_report_one_result() -> None:
     ("changed", "says"),
     [
         ({"shots": 3}, "shots=3: expected 0"),
-        ({"max_length": 0}, "max_length=0"),
         ({"parameters": {"seconds": "abc"}}, "parameters.seconds=abc: expected a number"),
         ({"parameters": {"memory_mib": -3}}, "parameters.memory_mib=-3"),
         ({"harness": "stories", "reports": {"s": "score"}, "chat": True}, "chat=true, but stories"),

@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import choices
 import pytest
 import tiny
 import torch
@@ -219,10 +220,7 @@ def built(name: str) -> Any:
 
 
 def configured(name: str) -> ModelConfig:
-    found = OmegaConf.to_object(
-        OmegaConf.merge(OmegaConf.structured(ModelConfig), OmegaConf.load(CONF / f"{name}.yaml"))
-    )
-    assert isinstance(found, ModelConfig)
+    found: ModelConfig = choices.choose(ModelConfig, "model", name)
     return found
 
 

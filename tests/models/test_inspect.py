@@ -46,7 +46,7 @@ def test_parts_add_up_to_the_model(tmp_path: Path) -> None:
 
 
 def test_a_model_is_told_in_rows(capsys: pytest.CaptureFixture[str]) -> None:
-    assert inspect.main(["model=pocket_olmoe", "grid.ratio=[0.5]"]) == 0
+    assert inspect.main(["model=pocket_olmoe", "ratio=0.5"]) == 0
     said = " ".join(capsys.readouterr().out.replace("│", " ").split())
     for words in (
         "supported yes",
@@ -88,7 +88,7 @@ def test_a_configuration_is_enough(tmp_path: Path, capsys: pytest.CaptureFixture
     with torch.device("meta"):
         model = tiny.AutoModelForCausalLM.from_config(tiny.config("gpt_oss", hidden_size=1024, intermediate_size=2048))
     model.config.save_pretrained(tmp_path)
-    code, said = told(capsys, "model=local", f"model.path={tmp_path}", "grid.ratio=[0.5]")
+    code, said = told(capsys, "model=local", f"model.path={tmp_path}", "ratio=0.5")
     layers = routed_layers(model)
     gone = sum(weight.numel() for layer in layers for weight in layer.experts.parameters()) // 2
     gone += sum(part.tensor.numel() for layer in layers for part in layer.routing) // 2

@@ -18,6 +18,7 @@ from channel_plans import channel_plan
 from safetensors.torch import load_file, save_file
 
 from moe_lab.config import ExportConfig, ModelConfig, RecoveryConfig
+from moe_lab.config.base import SettingsError, valid
 from moe_lab.errors import UserError
 from moe_lab.models.discover import moe_layers
 from moe_lab.pruning.export import export, layout
@@ -251,9 +252,13 @@ def test_wrong_settings_are_named_before_anything_runs(tmp_path: Path) -> None:
         return " ".join(layout.wrong(settings, model, recovery, "expert", verify=verify))
 
     assert said() == ""
-    assert "export.scheme=fp9 is unknown: did you mean fp8?" in said(scheme="fp9")
-    assert "export.scheme=w4a16 is for quantised exports" in said(scheme="w4a16", format="safetensors")
-    assert "add export=natural" in said(shape=None)
+    for wrong, expected in (
+        ({"scheme": "fp9"}, "did you mean fp8"),
+        ({"scheme": "w4a16", "format": "safetensors"}, "add export.format=compressed_tensors"),
+        ({"shape": None}, "add export=natural"),
+    ):
+        with pytest.raises(SettingsError, match=expected):
+            valid(ExportConfig, {"shape": "natural", "format": "compressed_tensors", **wrong}, "export")
     assert "expected verify=false" in said(verify=True)
     assert "expected recovery.bits=16" in said(bits=4)
     assert "in one tensor: expected export.format=safetensors" in said(ModelConfig("tiny", str(tmp_path / "gpt_oss")))

@@ -9,10 +9,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import choices
 import pytest
 import tiny
 import torch
-from omegaconf import OmegaConf
 from safetensors.torch import load_file
 from test_nf4 import ragged_plan
 from tokenizers.pre_tokenizers import WhitespaceSplit
@@ -23,7 +23,7 @@ from moe_lab.config import CalibrationConfig, ModelConfig, RecoveryConfig
 from moe_lab.errors import UserError
 from moe_lab.models.discover import routed_layers
 from moe_lab.models.load import load_model
-from moe_lab.paths import conf, resolve
+from moe_lab.paths import resolve
 from moe_lab.recovery import finetune as finetuning
 from moe_lab.recovery.apply import pruned, recovered
 from moe_lab.recovery.dora import router_weight
@@ -242,8 +242,7 @@ def test_held_out_divergence_of_the_shipped_model_falls(tmp_path: Path, capsys: 
 
 def loaded(schema: type, name: str) -> Any:
     """The settings of a file of conf/."""
-    file = OmegaConf.load(conf() / f"{name}.yaml")
-    return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), file))
+    return choices.choose(schema, *name.split("/"))
 
 
 @torch.no_grad()

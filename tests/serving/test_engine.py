@@ -172,7 +172,7 @@ def outcomes(store: Path) -> dict[tuple[str, ...], list[Any]]:
 def test_a_study_gets_the_same_answers_from_vllm(tmp_path: Path) -> None:
     """Two plans of experts and the unpruned model on one engine; a plan of channels is exported, and served alone."""
     benchmarks = "suite.benchmarks=[pocket_humaneval,pocket_arc_easy,pocket_gsm8k]"
-    plans = ("criterion=reap", "grid.ratio=[0.25,0.5]", benchmarks)
+    plans = ("criterion=reap", "ratio=0.25,0.5", benchmarks)
     channels = ("criterion=camera", "ratio=0.25", benchmarks)
     log = study(tmp_path, "masks", *plans, "backend=vllm")
     assert log.count("vLLM starts with") == 1

@@ -23,7 +23,7 @@ AGNOSTIC = [
     "+experiment=task_agnostic",
     "model=pocket_olmoe",
     "suite.benchmarks=[pocket_boolq,pocket_gsm8k]",
-    "grid.criterion=[man,reap,aimer,random]",
+    "criterion=man,reap,aimer,random",
     "calibration=pocket_code",
 ]
 """The main experiment, smaller: one model, one calibration set, some criteria, two benchmarks."""
@@ -47,7 +47,7 @@ pathlib.Path.replace = replace_and_note
 """
 """With this as its sitecustomize, Python keeps a numbered copy of all sums that are saved, and stops after saving while
 there is a file `hold`."""
-TWO = "grid.ratio=[0.25,0.5]"
+TWO = "ratio=0.25,0.5"
 STEPS = {"model": 1, "scores": 1, "plan": 2, "cost": 3}
 """What TWO comes to where nothing is evaluated: the costs are those of the unpruned model and of both plans."""
 
@@ -98,15 +98,16 @@ def a_checkout(folder: Path) -> Path:
 
 
 def play_planted(store: Path) -> subprocess.CompletedProcess[str]:
-    """The command of a study after all its jobs ended. Its environment has secrets, which all begin with PLANTED."""
+    """The command of a study after all its jobs ended. Its environment has secrets, which all begin with PLANTED; the
+    server gets one in its job."""
     settings = [
-        f"backend.command={hydra_text(f'{quoted(SERVER)} {{port}} {{name}} {{checkpoint}}')}",
+        f"backend.command={hydra_text(f'{quoted(SERVER)} {{port}} {{name}} {{checkpoint}} --api-key $HF_TOKEN')}",
         "backend=server",
         "criterion=random",
         "suite.benchmarks=[pocket_mbpp]",
         "suite.limit=2",
         "allow_code_execution=true",
-        "resources.every.setup=['test -n $HF_TOKEN']",
+        "resources.every.setup=['export OTHER_KEY=$HF_TOKEN']",
         "report=true",
         "wait=true",
     ]
@@ -166,8 +167,8 @@ class Overlapping:
         instant.hold("model")
         (instant.folder / "break-weights").touch()
         words = {
-            "wide": ["grid.ratio=[0.1,0.2,0.3,0.4]"],
-            "broken": ["grid.ratio=[0.2,0.3,0.4,0.5]", "grid.criterion=[random,magnitude]"],
+            "wide": ["ratio=0.1,0.2,0.3,0.4"],
+            "broken": ["ratio=0.2,0.3,0.4,0.5", "criterion=random,magnitude"],
         }
         runs = [instant.start(*more, f"study={name}", "launcher.steps_per_job=1") for name, more in words.items()]
         for run in runs:

@@ -15,10 +15,9 @@ from example_steps import Example, evaluated
 
 import moe_lab
 from moe_lab.config import BackendConfig, BenchmarkConfig, Config, LauncherConfig, ModelConfig
-from moe_lab.errors import UserError
+from moe_lab.config.base import SettingsError, valid
 from moe_lab.evaluation.sandbox.policy import Policy
 from moe_lab.evaluation.suite import Questions
-from moe_lab.study.launch import launcher
 from moe_lab.study.preflight import preflight
 from moe_lab.study.runs import RECORD, Submitted
 from moe_lab.study.schedule import Schedule, StepError
@@ -118,8 +117,9 @@ def test_time_limits_are_read_as_sinfo_writes_them(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("name", ["a/b", "../a", "-a", ".a", "a b", "a|b", "a%j", ""])
 def test_names_that_are_none_are_refused(name: str) -> None:
-    (sentence,) = preflight(Config(study=name), [((), ())])
-    assert f"study={name} cannot be called so" in sentence
+    with pytest.raises(SettingsError, match=f"^study={re.escape(name)}: ") as error:
+        valid(Config, {"study": name}, "")
+    assert len(error.value.sentences) == 1
     assert preflight(Config(study="Unified_table-1.β"), [((), ())]) == []
 
 
@@ -224,12 +224,6 @@ def test_a_lost_step_is_told_apart_from_failed_and_skipped_ones(tmp_path: Path) 
     assert schedule.finished == {done.id} and set(schedule.skipped) == {step.id for step in after}
     assert str(schedule.failed[failed.id]) == "no" and "was not finished" in str(schedule.failed[lost.id])
     assert not schedule.waiting
-
-
-@pytest.mark.parametrize("setting", ["cells_per_job", "steps_per_job", "parallel", "processes", "signal_seconds"])
-def test_numbers_that_cannot_be_are_refused(setting: str) -> None:
-    with pytest.raises(UserError, match=f"launcher.{re.escape(setting)}=0: expected at least 1"):
-        launcher(LauncherConfig(name="slurm", **{setting: 0}))
 
 
 def test_code_is_copied_once_for_each_state_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,7 +57,7 @@ def calls(folder: Path, name: str) -> list[str]:
 
 def test_a_thousand_cells(tmp_path: Path, counting: Mapping[str, str]) -> None:
     ratios = ",".join(f"{number / 250:.3f}" for number in range(1, 201))
-    grid = ["grid.criterion=[man,reap,frequency,magnitude,random]", f"grid.ratio=[{ratios}]"]
+    grid = ["criterion=man,reap,frequency,magnitude,random", f"ratio={ratios}"]
     words = command(tmp_path / "store", *grid, "suite.benchmarks=[pocket_boolq]", "launcher=slurm")
     (tmp_path / "sitecustomize.py").write_text(NOTING_SLEEP)
     path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH", "")]))
@@ -72,7 +72,7 @@ def test_a_thousand_cells(tmp_path: Path, counting: Mapping[str, str]) -> None:
 
 def test_arrays_wait_for_what_they_need(tmp_path: Path, counting: Mapping[str, str]) -> None:
     words = [
-        "grid.criterion=[man,magnitude]",
+        "criterion=man,magnitude",
         "suite.benchmarks=[pocket_boolq]",
         "launcher=slurm",
         "launcher.parallel=3",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from example_steps import cell_of
 from moe_lab import criteria
 from moe_lab.calibration import settings as calibrations
 from moe_lab.config import CalibrationConfig, ModelConfig
-from moe_lab.errors import UserError
+from moe_lab.config.base import SettingsError, valid
 from moe_lab.pruning.plan import make_plan
 from moe_lab.statistics.forward import ForwardTap
 from moe_lab.statistics.observe import Observer, gather
@@ -165,11 +165,9 @@ def test_rows_are_shared_in_whole_batches() -> None:
 @pytest.mark.parametrize("parts", [0, -1, 5, 8])
 def test_parts_that_cannot_be_are_refused(parts: int) -> None:
     """7 rows in 4 batches."""
-    with pytest.raises(UserError) as error:
-        calibrations.check(replace(TEXT, parts=parts))
+    with pytest.raises(SettingsError) as error:
+        valid(CalibrationConfig, {**asdict(TEXT), "parts": parts}, "calibration")
     assert str(error.value).startswith(f"calibration.parts={parts}")
-    if parts == 5:
-        calibrations.check(replace(TEXT, parts=parts, batch_size=int(str(error.value).rpartition("=")[2])))
 
 
 def test_a_lost_merge_is_noticed_and_parts_of_a_finished_one_are_not_missed(tmp_path: Path) -> None:

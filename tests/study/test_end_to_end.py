@@ -19,7 +19,7 @@ import pytest
 from processes import until
 
 SMALL = ["suite.benchmarks=[pocket_boolq]", "suite.limit=8", "calibration.tokens=2048", "report=false"]
-GRID = ["grid.criterion=[man,reap]", "grid.ratio=[0.25,0.5]", "grid.calibration=[pocket_code,pocket_math]"]
+GRID = ["criterion=man,reap", "ratio=0.25,0.5", "calibration=pocket_code,pocket_math"]
 SWEEP = ["-m", "criterion=man,reap", "ratio=0.25,0.5", "calibration=pocket_code,pocket_math"]
 RESULTS = (
     "statistics.safetensors",
@@ -125,7 +125,7 @@ def test_a_multirun_is_the_same_cells_steps_and_store(finished: Path, launcher: 
 def test_a_second_sweep_runs_only_what_is_new(finished: Path, tmp_path: Path) -> None:
     store = shutil.copytree(finished, tmp_path / "store")
     before = ran(store)
-    done = moe_lab(store, "grid.criterion=[man,frequency]", "grid.calibration=[pocket_code,pocket_math]")
+    done = moe_lab(store, "criterion=man,frequency", "calibration=pocket_code,pocket_math")
     assert done.returncode == 0, done.stderr
     new = ran(store) - before
     assert Counter(name.split("/")[0] for name in new) == {"scores": 2, "plan": 2, "cost": 2, "evaluate": 2}
@@ -175,13 +175,13 @@ def test_two_runs_at_once_share_the_work(finished: Path, tmp_path: Path) -> None
 
 def test_a_mistake_inside_a_step_stops_what_needs_it_and_nothing_else(tmp_path: Path) -> None:
     store = tmp_path / "store"
-    done = moe_lab(store, "grid.criterion=[man,random]", "calibration.tokens=100000000")
+    done = moe_lab(store, "criterion=man,random", "calibration.tokens=100000000")
     assert done.returncode == 2
     assert "calibration.tokens" in done.stderr and "Traceback" not in done.stderr
     study = json.loads((store / "studies" / "study.json").read_text())
     found = {cell["cell"]["criterion"]: next(iter(cell["evaluate"].values())) for cell in study["cells"]}
     assert found["random"] and found["none"] and found["man"] is None
-    again = moe_lab(store, "grid.criterion=[man,random]", "calibration.tokens=100000000")
+    again = moe_lab(store, "criterion=man,random", "calibration.tokens=100000000")
     assert "retry=failed" in again.stderr
 
 

@@ -15,9 +15,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import choices
 import pytest
 from example_steps import cell_of, evaluated, step_of
-from omegaconf import OmegaConf
 
 from moe_lab.config import (
     AllocationConfig,
@@ -53,10 +53,7 @@ CHANNELS = CriterionConfig(name="heapr")
 
 
 def model(name: str = "olmoe_1b_7b", **changes: Any) -> ModelConfig:
-    loaded = OmegaConf.merge(OmegaConf.structured(ModelConfig), OmegaConf.load(ROOT / "conf/model" / f"{name}.yaml"))
-    settings = OmegaConf.to_object(loaded)
-    assert isinstance(settings, ModelConfig)
-    return replace(settings, **changes)
+    return replace(choices.choose(ModelConfig, "model", name), **changes)
 
 
 def step(kind: str, about: ModelConfig | None = None, text: CalibrationConfig = TEXT, **changes: Any) -> Step:

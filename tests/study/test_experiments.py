@@ -22,12 +22,12 @@ LESS = {
     "coverage": [CHOICES],
     "heapr": [CHOICES],
     "aimer": [MIXED, "ratio=0.5"],
-    "evoesap": [CHOICES, "ratio=0.25", "grid.criterion=[reap]"],
-    "quantized": [CHOICES, "grid.ratio=[0.0,0.5]"],
+    "evoesap": [CHOICES, "ratio=0.25", "criterion=reap"],
+    "quantized": [CHOICES, "ratio=0.0,0.5"],
     "methods": [CHOICES, "ratio=0.5"],
-    "beyond": [CHOICES, "grid.model=[pocket_olmoe]"],
-    "task_specific": [MIXED, "ratio=0.5", "grid.criterion=[reap,man]"],
-    "task_agnostic": [CHOICES, "grid.criterion=[frequency,reap,man]", "grid.calibration=[pocket_general,pocket_code]"],
+    "beyond": [CHOICES, "model=pocket_olmoe"],
+    "task_specific": [MIXED, "ratio=0.5", "criterion=reap,man"],
+    "task_agnostic": [CHOICES, "criterion=frequency,reap,man", "calibration=pocket_general,pocket_code"],
 }
 """Experiment -> the suite, and what is left out of the grid: values that show what others of their axis show."""
 SHORT_SEARCH = """

@@ -8,26 +8,23 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import choices
 import pytest
 from budgets import within
+from choices import Files, cells, choose
 
 from moe_lab import criteria
 from moe_lab.config import (
     AllocationConfig,
     BackendConfig,
     BenchmarkConfig,
-    CalibrationConfig,
     Config,
-    CriterionConfig,
     ExportConfig,
-    GridConfig,
-    ModelConfig,
+    ProtocolConfig,
     SuiteConfig,
 )
 from moe_lab.errors import UserError
 from moe_lab.evaluation.sandbox.policy import LIMITED, NAMESPACES, UNCONFINED, Policy
-from moe_lab.grid import Files, benchmarks, cells, choose
+from moe_lab.grid import benchmarks
 from moe_lab.study import record
 from moe_lab.study.graph import Graph, build, unresolved
 from moe_lab.study.step import Step
@@ -38,18 +35,14 @@ CONF = Path(__file__).parents[2] / "conf"
 SUITE = ["pocket_arc_easy", "pocket_gsm8k"]
 
 
-FILES = Files(choices.names, choices.load)
+FILES = Files()
+OLMOE = {"model": FILES.load([("model", "pocket_olmoe")])["model", "pocket_olmoe"]}
 
 
 def graph(suite: list[str] = SUITE, overlap: bool = False, export: ExportConfig | None = None, **grid: object) -> Graph:
-    config = Config(
-        model=choose(ModelConfig, "model", "pocket_olmoe", FILES),
-        suite=SuiteConfig(name="s", benchmarks=suite),
-        grid=GridConfig(**grid),  # type: ignore[arg-type]
-        overlap=overlap,
-        export=export or ExportConfig(),
-    )
-    return build(config, [(cells(config, FILES), benchmarks(config, FILES))])
+    config = Config(suite=SuiteConfig("s", suite), overlap=overlap, export=export or ExportConfig())
+    asked = benchmarks(config, ProtocolConfig(), FILES)
+    return build(config, [(cells(config, grid, files=FILES, **OLMOE), asked)])
 
 
 def kinds(made: Graph) -> Counter[str]:
@@ -104,13 +97,11 @@ def test_a_seed_counts_for_chance_and_for_the_order_of_texts(criterion: str, dis
 
 def test_what_is_on_the_hub_and_not_known_is_named() -> None:
     """Nothing is downloaded in tests."""
-    text = CalibrationConfig(name="t", path="owner/set")
-    config = Config(model=ModelConfig(name="m", path="owner/model"), criterion=CriterionConfig(name="reap"))
-    config.calibration = text
-    asked = [(cells(config, FILES), [])]
-    assert set(unresolved(build(config, asked).steps())) == {"owner/model", "owner/set"}
-    config.model = choose(ModelConfig, "model", "pocket_olmoe", FILES)
-    assert unresolved(build(config, [(cells(config, FILES), [])]).steps()) == ["owner/set"]
+    on_hub = {"criterion": {"name": "reap"}, "calibration": {"name": "t", "path": "owner/set"}}
+    unknown = {"model": {"name": "m", "path": "owner/model"}}
+    for model, named in ((unknown, {"owner/model", "owner/set"}), (OLMOE, {"owner/set"})):
+        found = cells(None, files=FILES, **on_hub, **model)
+        assert set(unresolved(build(Config(), [(found, [])]).steps())) == named
 
 
 def test_the_unpruned_model_is_there_once() -> None:
@@ -147,14 +138,8 @@ CODE = BenchmarkConfig(name="code", harness="evalplus", task="pocket:benchmarks/
 
 def code_steps(benchmark: BenchmarkConfig, *, pruned: bool = False, **settings: Any) -> dict[str, Step]:
     """The steps of the unpruned, or the pruned, model on a benchmark with programs."""
-    config = Config(
-        model=choose(ModelConfig, "model", "pocket_olmoe", FILES),
-        criterion=CriterionConfig(name="man"),
-        calibration=choose(CalibrationConfig, "calibration", "pocket_code", FILES),
-        allocation=AllocationConfig(name="uniform"),
-        **settings,
-    )
-    made = build(config, [(cells(config, FILES), [benchmark])])
+    config = Config(**settings)
+    made = build(config, [(cells(config, {"calibration": ["pocket_code"]}, files=FILES, **OLMOE), [benchmark])])
     grade = next(cell for cell in made.cells if (cell.plan is not None) == pruned).evaluate["code"]
     return {"grade": grade, **grade.inputs}
 
@@ -186,21 +171,17 @@ def test_an_export_is_in_the_shape_and_the_format_that_were_asked_for() -> None:
         return dict(step.settings["shape"])
 
     assert settings(ExportConfig("masked"))["shape"] == "masked"
-    assert settings(ExportConfig("natural", "other"))["format"] == "other"
+    assert settings(ExportConfig("natural", "gguf"))["format"] == "gguf"
     assert all(cell.export is None for cell in graph([], criterion=["aimer"]).cells)
 
 
 def test_what_a_chat_template_is_given_counts_where_it_is_used() -> None:
     def ids(benchmark: BenchmarkConfig, **arguments: Any) -> str:
-        model = replace(choose(ModelConfig, "model", "pocket_olmoe", FILES), template_arguments=arguments)
-        config = Config(
-            model=model,
-            criterion=CriterionConfig(name="man"),
-            calibration=choose(CalibrationConfig, "calibration", "pocket_code", FILES),
-        )
-        return build(config, [(cells(config, FILES), [benchmark])]).cells[0].evaluate[benchmark.name].id
+        words = [("model.template_arguments", arguments)]
+        found = cells(None, {"calibration": ["pocket_code"]}, files=FILES, words=words, **OLMOE)
+        return build(Config(), [(found, [benchmark])]).cells[0].evaluate[benchmark.name].id
 
-    (likelihoods,) = benchmarks(Config(suite=SuiteConfig(name="s", benchmarks=["pocket_gsm8k"])), FILES)
+    (likelihoods,) = benchmarks(Config(suite=SuiteConfig("s", ["pocket_gsm8k"])), ProtocolConfig(), FILES)
     for benchmark in (CODE, likelihoods):
         chatting = replace(benchmark, chat=True)
         assert ids(chatting, thinking=True) != ids(chatting, thinking=False)
@@ -254,9 +235,9 @@ def test_two_models_of_one_name_are_two_cells_and_the_same_model_twice_is_one(
         (Path(path) / "config.json").write_text(json.dumps({"path": path}))
     asked = []
     for path in paths:
-        config = Config(model=ModelConfig(name="local", path=path, top_k=4), suite=SuiteConfig(name="s"))
-        config.criterion, config.calibration = CriterionConfig(name="random"), CalibrationConfig(name="c", path="x/y")
-        asked.append((cells(config, FILES), benchmarks(config, FILES)))
+        model = {"name": "local", "path": path, "top_k": 4}
+        asked.append((cells(None, files=FILES, model=model, criterion={"name": "random"}), []))
+    config = Config()
     found = {cell.cell.model.name: cell.model.id for cell in build(config, asked).cells}
     assert found == {f"local-{id_[:6]}_top4": id_ for id_ in found.values()} and len(found) == 3
     told = capsys.readouterr().err.replace("\n", "")
@@ -274,13 +255,9 @@ def test_super_experts_are_an_input_of_the_plan_and_in_its_name(tmp_path: Path) 
     plans, called = {}, {}
     for name, protect in chosen.items():
         for allocation in ("uniform", "sequential", "pocket_evolutionary"):
-            files = replace(FILES, overrides=(("allocation.protect", protect),))
-            config = Config(
-                model=choose(ModelConfig, "model", "pocket_olmoe", FILES),
-                suite=SuiteConfig(name="s", benchmarks=SUITE),
-                grid=GridConfig(criterion=["reap"], calibration=["pocket_general"], allocation=[allocation]),
-            )
-            (cell,) = (one for one in build(config, [(cells(config, files), [])]).cells if one.plan)
+            lists = {"criterion": ["reap"], "calibration": ["pocket_general"], "allocation": [allocation]}
+            found = cells(None, lists, files=FILES, words=[("allocation.protect", protect)], **OLMOE)
+            (cell,) = (one for one in build(Config(), [(found, [])]).cells if one.plan)
             assert cell.plan is not None
             plans[name, allocation] = cell.plan
             called[name, allocation] = record.allocation_name(cell.cell.allocation)
@@ -308,7 +285,7 @@ def test_super_experts_are_an_input_of_the_plan_and_in_its_name(tmp_path: Path) 
 )
 def test_parameters_are_in_the_name_of_an_allocation(allocation: str, called: str) -> None:
     """Otherwise several cells would have one name, and the analysis would show one of them."""
-    settings = choose(AllocationConfig, "allocation", allocation, FILES)
+    settings = choose(AllocationConfig, "allocation", allocation)
     assert record.allocation_name(settings) == called.format("")
     changed = replace(settings, parameters={"group_size": 4})
     assert record.allocation_name(changed) == called.format("(group_size=4)")

@@ -9,29 +9,38 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import pytest
 from example_steps import Example, cell_of, evaluated, step_of
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic.dataclasses import is_pydantic_dataclass
 
+from moe_lab import config
 from moe_lab.config import (
     AllocationConfig,
     BackendConfig,
     BenchmarkConfig,
     CalibrationConfig,
+    CellConfig,
     Config,
     CriterionConfig,
+    ExpectedConfig,
     ExportConfig,
+    JobConfig,
     JudgeConfig,
     LauncherConfig,
     ModelConfig,
+    ProtocolConfig,
     RecoveryConfig,
     ResourcesConfig,
     SourceConfig,
+    SuiteConfig,
     TimingConfig,
+    TrackerConfig,
 )
+from moe_lab.config.base import type_at
 from moe_lab.config.identity import identity
 from moe_lab.paths import resolve
 from moe_lab.study import devices
@@ -60,10 +69,12 @@ def test_nan_has_no_identity() -> None:
 
 TEXT = CalibrationConfig(name="t", path="pocket:calibration/general.jsonl", seed=1)
 MODEL = ModelConfig(name="m", path="pocket:olmoe", device="cpu", dtype="float32")
+JUDGE = JudgeConfig(name="j", model="m", url="http://localhost:8000/v1")
 BENCHMARK = BenchmarkConfig(
-    name="b", harness="lm_eval", task="pocket:benchmarks/boolq.yaml", reports={"boolq": "acc"}, judge=JudgeConfig()
+    name="b", harness="lm_eval", task="pocket:benchmarks/boolq.yaml", reports={"boolq": "acc"}, judge=JUDGE
 )
 SET = SourceConfig(calibration="t", share=0.5, settings=TEXT)
+SHAPE = ExpectedConfig(parameters=1, layers=1, moe_layers=1, experts=2, top_k=1, hidden=2, width=2)
 GROUPS: dict[str, Any] = {
     "model": MODEL,
     "calibration": TEXT,
@@ -75,24 +86,54 @@ GROUPS: dict[str, Any] = {
     "timing": TimingConfig(device="a GPU"),
     "server": BackendConfig(name="server", command="serve {checkpoint}"),
     "vllm": BackendConfig(name="vllm", arguments={"max_model_len": 1}),
+    "benchmark": replace(BENCHMARK, data="owner/set"),
+    "judge": JUDGE,
 }
+STUDY = {
+    CellConfig,
+    Config,
+    ExpectedConfig,
+    JobConfig,
+    LauncherConfig,
+    ProtocolConfig,
+    ResourcesConfig,
+    SuiteConfig,
+    TrackerConfig,
+}
+"""Classes that are part of no step: how a study is made of steps, and where these run."""
+BESIDE: dict[str, dict[str, Any]] = {
+    "calibration.sources": {"path": "", "sources": [SET, replace(SET, settings=replace(TEXT, name="u"))]},
+    "allocation.by": {"name": "global", "by": "reap"},
+    "allocation.search": {"name": "evolutionary", "search": "t"},
+    "allocation.path": {"name": "list", "path": "{first}"},
+    "allocation.protect_layers": {"protect": "super"},
+    "recovery.distill": {"instructions": None, "distill": "t"},
+    "recovery.fit": {"instructions": None, "fit": "t"},
+    "recovery.temperature": {"instructions": None, "distill": "t"},
+    "vllm.name": {"arguments": {}},
+    "export.scheme": {"format": "compressed_tensors"},
+}
+"""Field -> what else is set where the field can be."""
 OTHER: dict[str, Any] = {
     "model.path": "pocket:qwen3_moe",
+    "model.device": "cuda",
+    "model.expected": SHAPE,
     "calibration.path": "pocket:calibration/code.jsonl",
-    "calibration.packing": "none",
-    "calibration.order": "first",
-    "calibration.gap": "eos",
-    "calibration.sources": None,
-    "calibration.engine": "streamed",
     "calibration.length": 1024,
+    "calibration.tokens": 2**20,
+    "calibration.sources": [replace(SET, share=share) for share in (0.25, 0.75)],
+    "source.settings": replace(TEXT, path="pocket:calibration/code.jsonl"),
     "criterion.name": "ean",
     "allocation.name": "global",
-    "allocation.path": "{schedule}",
+    "allocation.path": "{second}",
     "allocation.protect": "super",
     "server.name": "hf",
-    "vllm.name": "hf",
     "server.arguments": None,
+    "vllm.name": "hf",
     "vllm.command": None,
+    "benchmark.harness": "perplexity",
+    "benchmark.parameters": {"header": "x"},
+    "benchmark.judge": replace(JUDGE, model="other"),
 }
 """Another valid value of a field. None: the field says nothing here, for it belongs to another choice."""
 
@@ -102,42 +143,47 @@ def fields() -> Iterator[Any]:
         yield from (pytest.param(name, field.name, id=f"{name}.{field.name}") for field in dataclasses.fields(group))
 
 
-def another(value: Any) -> Any:
-    """Another value of the same type."""
-    if value is None:
-        return 7
-    if isinstance(value, bool):
-        return not value
-    if isinstance(value, (int, float)):
-        return value * 2 + 1
-    if isinstance(value, list):
-        return [*value, *value, "more"]
-    return {**value, "more": 1} if isinstance(value, dict) else f"{value}x"
+def another(kind: Any, value: Any) -> Any:
+    """Another value of a setting of this type."""
+    kind = get_args(kind)[0] if get_origin(kind) is Annotated else kind
+    if get_origin(kind) is Literal:
+        return next(choice for choice in get_args(kind) if choice != value)
+    if get_origin(kind) is list:
+        return value[:-1] or 2 * value
+    if get_origin(kind) is dict:
+        return {**value, "more": "x"}
+    return {bool: lambda: not value, int: lambda: (value or 1) + 1, float: lambda: value / 2 or 1.0}.get(
+        kind, lambda: f"{value or ''}x"
+    )()
+
+
+def test_each_class_of_settings_is_one_of_these() -> None:
+    classes = {kind for kind in vars(config).values() if is_pydantic_dataclass(kind)}
+    assert classes == STUDY | {type(group) for group in GROUPS.values()}
 
 
 @pytest.mark.parametrize(("group", "field"), fields())
 def test_a_field_is_part_of_the_identity_unless_its_class_says_that_it_changes_no_result(
-    group: str, field: str, tmp_path: Path
+    group: str, field: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (schedule := tmp_path / "schedule.json").write_text('{"0": 1}')
-    before = GROUPS[group]
-    value = OTHER.get(f"{group}.{field}", another(getattr(before, field)))
-    if value is None:
-        return
-    after = replace(before, **{field: str(schedule) if value == "{schedule}" else value})
-    is_runtime = field in getattr(type(before), "runtime", ())
-    assert (identified(before).digest == identified(after).digest) == is_runtime
-
-
-@pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(BenchmarkConfig)])
-def test_a_field_of_a_benchmark_counts_by_itself_or_by_its_data(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("moe_lab.evaluation.suite.data_digest", lambda benchmark: f"{benchmark.data} {benchmark.task}")
     monkeypatch.setattr("moe_lab.evaluation.rubric.identity", lambda benchmark: identity(benchmark.judge))
-    others = {"harness": "perplexity", "judge": JudgeConfig(model="other"), "parameters": {"header": "x"}}
-    before = replace(BENCHMARK, data="owner/set", judge=JudgeConfig(model="one"))
-    after = replace(before, **{name: others.get(name, another(getattr(before, name)))})
-    is_runtime = name in BenchmarkConfig.runtime
-    assert (identified(before).digest == identified(after).digest) == is_runtime or name == "parameters"
+    schedules = {f"{{{name}}}": str(tmp_path / f"{name}.json") for name in ("first", "second")}
+    for number, file in enumerate(schedules.values()):
+        Path(file).write_text(f'{{"0": {number + 1}}}')
+
+    def changed(settings: Any, **values: Any) -> Any:
+        return replace(settings, **{name: schedules.get(str(value), value) for name, value in values.items()})
+
+    key = f"{group}.{field}"
+    before = changed(GROUPS[group], **BESIDE.get(key, {}))
+    kind = type_at(type(before), [field])
+    value = OTHER[key] if key in OTHER else another(kind, getattr(before, field))
+    if value is None:
+        return
+    after = changed(before, **{field: value})
+    is_runtime = field in getattr(type(before), "runtime", ())
+    assert (identified(before).digest == identified(after).digest) == is_runtime or key == "benchmark.parameters"
 
 
 def test_where_a_model_is_put_and_how_much_memory_it_takes_is_no_part_of_a_result() -> None:
@@ -181,11 +227,9 @@ def test_a_login_node_names_the_device_that_its_jobs_ask_for(monkeypatch: pytest
         return resolved(model, Config(launcher=slurm, resources=ResourcesConfig(**resources))).device
 
     assert (device(small), device(unknown)) == ("cpu", "cuda")
-    assert (
-        device(small, jobs={"m/every": {"gpus": 1}}) == "cuda"
-        and device(unknown, jobs={"m/every": {"gpus": 1}}) == "cuda"
-    )
-    assert device(unknown, jobs={"big/every": {"gpus": 0}}) == "cpu"
+    one, none = JobConfig(gpus=1), JobConfig(gpus=0)
+    assert device(small, models={"m": one}) == device(unknown, models={"m": one}) == "cuda"
+    assert device(unknown, models={"big": none}) == device(unknown, every=none) == "cpu"
     assert resolved(unknown, Config(launcher=slurm)).dtype == "auto", "the precision of the files"
 
 

@@ -15,6 +15,7 @@ import preloaded
 import pyarrow.parquet as parquet
 import pytest
 import torch
+import yaml
 from processes import is_running, quoted
 from safetensors.numpy import load_file as load_arrays
 from safetensors.torch import load_file
@@ -38,10 +39,12 @@ SHORT_SEARCH = [
 ]
 FAKE_SERVER = Path(__file__).parents[1] / "evaluation/fake_server.py"
 Refused = Callable[..., str]
-CHANNELS = [
-    "grid.criterion=[channel_activation]",
-    "grid.allocation=[coverage]",
-    "more=[{allocation: [coverage_aligned]}, {criterion: [heapr], allocation: [global]}, {criterion: [snip]}]",
+Lists = dict[str, list[str]]
+CHANNELS: Lists = {"criterion": ["channel_activation"], "allocation": ["coverage"]}
+MORE_CHANNELS: list[Lists] = [
+    {"allocation": ["coverage_aligned"]},
+    {"criterion": ["heapr"], "allocation": ["global"]},
+    {"criterion": ["snip"]},
 ]
 pytestmark = [
     pytest.mark.slow,
@@ -55,6 +58,14 @@ pytestmark = [
 def moe_lab(store: Path, *words: str) -> subprocess.CompletedProcess[str]:
     command = preloaded.command("-m", "moe_lab", *SMALL, *words, f"store={store}")
     return subprocess.run(command, capture_output=True, text=True, cwd=store.parent)
+
+
+def listed(folder: Path, grid: Lists, *more: Lists) -> list[str]:
+    """The words that ask for grids, which are written into an experiment in the folder."""
+    (folder / "experiment").mkdir(exist_ok=True)
+    lists = yaml.safe_dump({"grid": grid, "more": list(more)})
+    (folder / "experiment" / "listed.yaml").write_text(f"# @package _global_\n{lists}")
+    return ["--config-dir", str(folder), "+experiment=listed"]
 
 
 @pytest.fixture
@@ -94,8 +105,8 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("methods") / "store"
 
 
-def test_channels_are_kept_to_the_number_and_what_they_cost_is_written(store: Path) -> None:
-    found = cells(store, *CHANNELS, "ratio=0.5")
+def test_channels_are_kept_to_the_number_and_what_they_cost_is_written(store: Path, tmp_path: Path) -> None:
+    found = cells(store, *listed(tmp_path, CHANNELS, *MORE_CHANNELS), "ratio=0.5")
     assert len(found) == 4 and {cell["cell"]["granularity"] for cell in found} == {"channel"}
     for cell in found:
         plan = Plan.load(store / cell["plan"] / "plan.json")
@@ -113,7 +124,7 @@ def test_channels_are_kept_to_the_number_and_what_they_cost_is_written(store: Pa
 
 
 def test_dropped_experts_are_replaced_by_their_mean_outputs(store: Path) -> None:
-    words = ["grid.allocation=[uniform,novices]", "criterion=mone", "ratio=0.5", "export=natural", "verify=true"]
+    words = ["allocation=uniform,novices", "criterion=mone", "ratio=0.5", "export=natural", "verify=true"]
     removed, replaced = cells(store, *words)
     assert [cell["cell"]["allocation"] for cell in (removed, replaced)] == [
         "uniform",
@@ -134,7 +145,7 @@ def test_dropped_experts_are_replaced_by_their_mean_outputs(store: Path) -> None
 
 @pytest.mark.parametrize(("criterion", "merging"), [("frequency", "hc_smoe,merge_moe"), ("reap", "ream")])
 def test_dropped_experts_are_merged(store: Path, criterion: str, merging: str) -> None:
-    words = [f"criterion={criterion}", f"grid.allocation=[{merging}]", "ratio=0.75", "export=natural", "verify=true"]
+    words = [f"criterion={criterion}", f"allocation={merging}", "ratio=0.75", "export=natural", "verify=true"]
     for cell, name in zip(cells(store, *words), merging.split(","), strict=True):
         assert cell["cell"]["allocation"] == f"uniform, replacement={name}"
         plan = Plan.load(store / cell["plan"] / "plan.json")
@@ -161,7 +172,7 @@ def test_dropped_experts_are_merged(store: Path, criterion: str, merging: str) -
 
 def test_channels_of_merged_experts_are_matched(store: Path) -> None:
     network = load_model(ModelConfig(name="pocket", path="pocket:olmoe", device="cpu"))[0]
-    for cell in cells(store, "criterion=frequency", "grid.allocation=[m_smoe,ream]", "ratio=0.75"):
+    for cell in cells(store, "criterion=frequency", "allocation=m_smoe,ream", "ratio=0.75"):
         plan = Plan.load(store / cell["plan"] / "plan.json")
         unmatched = Plan.load(store / content(store, cell["plan"], "step.json")["inputs"]["plan"] / "plan.json")
         assert plan.merged and not unmatched.alignments and replace(plan, alignments={}) == unmatched
@@ -209,7 +220,7 @@ def test_a_plan_is_for_the_model_it_was_found_with(store: Path, refused: Refused
 
 
 def test_protected_experts_are_in_every_plan_and_in_its_provenance(store: Path) -> None:
-    both = ["grid.allocation=[uniform,sequential]", "criterion=reap", "ratio=0.5"]
+    both = ["allocation=uniform,sequential", "criterion=reap", "ratio=0.5"]
     by_statistics = cells(store, *both, "allocation.protect=super", "allocation.protect_layers=1")
     first = [Plan.load(store / cell["plan"] / "plan.json") for cell in by_statistics]
     chosen = first[0].provenance["protected"]
@@ -227,7 +238,7 @@ def test_all_choices_are_tried_where_they_are_few(store: Path) -> None:
 
 
 def test_four_bits_are_evaluated_beside_sixteen(store: Path) -> None:
-    found = cells(store, "criterion=heapr", "allocation=global", "ratio=0.5", "grid.recovery=[none,nf4]")
+    found = cells(store, "criterion=heapr", "allocation=global", "ratio=0.5", "recovery=none,nf4")
     by_bits = {cell["cell"]["recovery"]: content(store, cell["cost"], "cost.json") for cell in found}
     assert set(by_bits) == {"none", "nf4"}
     assert by_bits["nf4"]["storage_bytes"] < by_bits["none"]["storage_bytes"] / 2
@@ -291,10 +302,12 @@ def test_routers_are_distilled_and_exported_as_they_are_evaluated(store: Path, t
     assert "recovery=pocket_router_kd" in card and "its routers were trained to predict" in card
 
 
-def test_plans_of_each_kind_are_exported_and_compared_and_loaded_with_the_code_beside_them(store: Path) -> None:
+def test_plans_of_each_kind_are_exported_and_compared_and_loaded_with_the_code_beside_them(
+    store: Path, tmp_path: Path
+) -> None:
     """Ragged channels, as many experts in every layer, and different numbers of them."""
-    words = ["grid.criterion=[heapr]", "grid.allocation=[global]", "more=[{criterion: [man], allocation: [uniform]},"]
-    words[-1] += "{criterion: [man], allocation: [global]}]"
+    more = [{"criterion": ["man"], "allocation": [name]} for name in ("uniform", "global")]
+    words = listed(tmp_path, {"criterion": ["heapr"], "allocation": ["global"]}, *more)
     done = moe_lab(store, *words, "ratio=0.5", "export=natural", "verify=true")
     assert done.returncode == 0, done.stderr
     found = json.loads((store / "studies" / "study.json").read_text())["cells"]

@@ -235,7 +235,7 @@ def test_another_model_in_the_repository_is_left_alone(run: Run, hub: Hub) -> No
         (["push=small"], "push=small"),
         (["push=me/a..b"], "push=me/a..b"),
         (["push=me/small", "export=none"], "export=natural"),
-        (["push=me/small", "grid.ratio=[0.25,0.5]"], "reap-0.5"),
+        (["push=me/small", "ratio=0.25,0.5"], "reap-0.5"),
     ],
 )
 def test_what_cannot_be_uploaded_is_refused_before_anything_runs(

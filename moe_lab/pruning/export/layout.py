@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Set
 from pathlib import Path
 
 from moe_lab.config import ExportConfig, ModelConfig, RecoveryConfig
-from moe_lab.errors import UserError, need, unknown, user_errors
+from moe_lab.errors import UserError, need, user_errors
 from moe_lab.models.checkpoint import Checkpoint, Entry, open_checkpoint
 from moe_lab.models.config_json import check_plain_weights, check_trained_top_k, quantization
 from moe_lab.models.families import (
@@ -20,7 +20,7 @@ from moe_lab.models.families import (
 from moe_lab.paths import local
 from moe_lab.pruning.export.parts import UNSIGNED, Chunk, Constant, Matrix, Numbers, Piece, Projection, Span
 from moe_lab.pruning.export.quantised import check_quantised
-from moe_lab.pruning.form import FORMATS, SCHEMES, SHAPES, Form, LayerForm, Part
+from moe_lab.pruning.form import Form, LayerForm, Part
 from moe_lab.pruning.plan import Plan
 
 AFTER_SOFTMAX = "moe_statics."
@@ -241,8 +241,6 @@ def wrong(
     yield from _wrong_format(export)
     if shape is None:
         return
-    if shape not in SHAPES:
-        yield str(unknown("export.shape", shape, SHAPES))
     yield from user_errors(check_trained_top_k, model, f"export={shape}")
     yield from _wrong_of_quantised(export, model, verify)
     if export.format == "compressed_tensors":
@@ -271,17 +269,9 @@ def _wrong_of_quantised(export: ExportConfig, model: ModelConfig, verify: bool) 
 
 
 def _wrong_format(export: ExportConfig) -> Iterator[str]:
-    """A sentence for each mistake in how tensors are to be stored."""
-    if export.format not in FORMATS:
-        yield str(unknown("export.format", export.format, FORMATS))
-    if export.shape is None and export.format != ExportConfig.format:
-        yield f"export.format={export.format} without a shape writes nothing: add export=natural"
+    """A sentence if the package that stores tensors in the format is missing."""
     if export.format == "compressed_tensors":
-        if export.scheme not in SCHEMES:
-            yield str(unknown("export.scheme", export.scheme, SCHEMES))
         yield from user_errors(need, "compressed-tensors", "compression", f"export.format={export.format}")
-    elif export.scheme != ExportConfig.scheme:
-        yield f"export.scheme={export.scheme} is for quantised exports: add export.format=compressed_tensors"
 
 
 def _wrong_compression(model: ModelConfig, recovery: RecoveryConfig, verify: bool) -> Iterator[str]:

@@ -9,11 +9,8 @@ from math import ceil, inf
 from types import MappingProxyType
 from typing import Any
 
-from omegaconf import OmegaConf
-
 from moe_lab.config import JobConfig, ResourcesConfig
 from moe_lab.errors import UserError, unknown
-from moe_lab.grid import typed
 from moe_lab.study.estimates import GIB, Memory, Seconds, gpus, memory_of
 from moe_lab.study.slurm import scheduler
 from moe_lab.study.step import KINDS, Step
@@ -27,22 +24,15 @@ HOST = 8.0
 
 
 def check(settings: ResourcesConfig) -> None:
-    """Raise UserError for a key of `jobs` that names no kind of step, for numbers out of range, and for an option of
-    sbatch that another setting decides."""
+    """Raise UserError for a key of `jobs` that names no kind of step, and for an option of sbatch that another setting
+    decides."""
     for kind in settings.jobs:
         if kind not in KINDS:
             raise unknown("resources.jobs", kind, KINDS)
-    for name in ("gpu_memory", "margin", "longest", "cpus_per_gpu"):
-        if not getattr(settings, name) > 0:
-            raise UserError(f"resources.{name}={getattr(settings, name)}: expected a number above 0")
     groups = {"every": settings.every}
-    groups |= {f"jobs.{kind}": _job(fields, f"jobs.{kind}") for kind, fields in settings.jobs.items()}
-    groups |= {f"models.{model}": _job(fields, f"models.{model}") for model, fields in settings.models.items()}
+    groups |= {f"jobs.{kind}": job for kind, job in settings.jobs.items()}
+    groups |= {f"models.{model}": job for model, job in settings.models.items()}
     for group, job in groups.items():
-        for name, least in (("gpus", 0), ("cpus", 1), ("memory", 0.1), ("minutes", 1)):
-            value = getattr(job, name)
-            if value is not None and not value >= least:
-                raise UserError(f"resources.{group}.{name}={value}: expected at least {least}")
         for written, value in job.sbatch.items():
             if use := scheduler.instead_of(written):
                 raise UserError(
@@ -110,20 +100,9 @@ def _levels(step: Step, settings: ResourcesConfig) -> Iterator[JobConfig]:
     """The settings that apply to a step, the most general first; settings of models do not apply to small steps."""
     yield settings.every
     if step.kind in settings.jobs:
-        yield _job(settings.jobs[step.kind], f"jobs.{step.kind}")
+        yield settings.jobs[step.kind]
     if step.about and step.about.name in settings.models:
-        yield _job(settings.models[step.about.name], f"models.{step.about.name}")
-
-
-def _job(content: Any, group: str) -> JobConfig:
-    """The fields and values in `content` as a JobConfig. Raises UserError for an unknown field or a wrong value."""
-    names = [field.name for field in fields(JobConfig)]
-    if not isinstance(content, dict):
-        raise UserError(f"resources.{group}={content}: expected fields and values, such as {{gpus: 2}}")
-    for name in content:
-        if name not in names:
-            raise unknown(f"resources.{group}", name, names)
-    return typed(JobConfig, OmegaConf.create(content), f"resources.{group}")
+        yield settings.models[step.about.name]
 
 
 def _time_limit(configured: Mapping[str, Any], time_limits: Mapping[str, float]) -> float:

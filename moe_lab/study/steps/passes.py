@@ -296,8 +296,9 @@ class OnWeights(LeavesSums):
     def sums(self, files: Files) -> Any:
         import torch
 
+        from moe_lab.config.pruning import DEVICE_MAPS
         from moe_lab.models.device import place
-        from moe_lab.models.files import DEVICE_MAPS, local_folder
+        from moe_lab.models.files import local_folder
 
         device = place(self.model) if torch.cuda.is_available() else "cpu"  # its Slurm jobs have no GPU
         return self.weigh(local_folder(self.model), "cuda" if device in DEVICE_MAPS else device)

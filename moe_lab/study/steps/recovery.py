@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_lab.config import Config, ExportConfig, ModelConfig, RecoveryConfig
+from moe_lab.config.pruning import Shape
 from moe_lab.grid import Cell
 from moe_lab.json_files import write_json
 from moe_lab.models.config_json import Size
@@ -329,7 +330,7 @@ class Export(Step):
         return [self.facts.id, self.shape.format]
 
 
-def export_of(pruned: Pruned, config: Config, usual: str = "natural") -> Export:
+def export_of(pruned: Pruned, config: Config, usual: Shape = "natural") -> Export:
     """The step that writes the pruned and recovered model as a checkpoint; `usual` is its shape if none is set."""
     shape = replace(config.export, shape=config.export.shape or usual)
     return Export(

@@ -1,0 +1,218 @@
+"""What all groups of settings have in common: how they are checked, and how each mistake becomes a sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from pydantic import AfterValidator, ConfigDict, Field, Strict, TypeAdapter, ValidationError
+from pydantic.dataclasses import is_pydantic_dataclass
+
+from moe_lab.errors import UserError, nearest, unknown
+from moe_lab.paths import checked_name
+
+SETTINGS = ConfigDict(extra="forbid", allow_inf_nan=False, defer_build=True)
+"""How every group is checked: unknown names are refused, and so is text where a number is expected. A class is only
+compiled when it is first used, which keeps the report of a typo within half a second."""
+
+LARGEST = 2**63 - 1
+"""The largest whole number that random generators, counters and tensors take."""
+
+
+def _not_empty(text: str) -> str:
+    if not text.strip():
+        raise ValueError("expected a text that is not empty")
+    return text
+
+
+Count = Annotated[int, Strict(), Field(ge=0, le=LARGEST)]
+Positive = Annotated[int, Strict(), Field(ge=1, le=LARGEST)]
+From2 = Annotated[int, Strict(), Field(ge=2, le=LARGEST)]
+Above0 = Annotated[float, Strict(), Field(gt=0)]
+From0 = Annotated[float, Strict(), Field(ge=0)]
+From1 = Annotated[float, Strict(), Field(ge=1)]
+Share = Annotated[float, Strict(), Field(ge=0, lt=1)]
+Ratio = Annotated[float, Strict(), Field(ge=0, lt=1), AfterValidator(lambda ratio: round(ratio, 9))]
+"""Share to remove: a decimal, so that the third value of range(0.1,0.35,0.1) is the 0.3 that is typed elsewhere."""
+Name = Annotated[str, AfterValidator(checked_name)]
+"""Part of a folder's name."""
+Text = Annotated[str, AfterValidator(_not_empty)]
+Variable = Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")]
+"""Name of an environment variable."""
+
+Group = TypeVar("Group")
+
+
+class SettingsError(UserError):
+    """Mistakes in settings; `sentences` has one for each."""
+
+    def __init__(self, sentences: Iterable[str]) -> None:
+        self.sentences = list(dict.fromkeys(sentences))
+        heading = [] if len(self.sentences) == 1 else ["several things:"]
+        super().__init__("\n  - ".join([*heading, *self.sentences]))
+
+
+class Mistakes(list[str]):
+    """Mistakes that are found one after another and reported together.
+
+    with Mistakes() as mistakes: the end of the block raises SettingsError if there are any.
+    """
+
+    def __enter__(self) -> Mistakes:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if error is not None and not isinstance(error, UserError):
+            return
+        if error is not None:
+            self += error.sentences if isinstance(error, SettingsError) else [str(error)]
+        if self:
+            raise SettingsError(self) from None
+
+    @contextmanager
+    def caught(self) -> Iterator[None]:
+        """Note mistakes that are raised in the block, and go on after it."""
+        try:
+            yield
+        except SettingsError as error:
+            self.extend(error.sentences)
+        except UserError as error:
+            self.append(str(error))
+
+
+def valid(kind: type[Group] | Any, content: Any, where: str, origin: str = "") -> Group:
+    """The settings in `content`, which stand under the name `where`, as an object of `kind`.
+
+    Raises SettingsError with all mistakes. `origin`: the choice of the group that `content` is from, if it is to be
+    named, such as calibration=c4.
+    """
+    try:
+        checked: Group = TypeAdapter(kind).validate_python(content)
+    except ValidationError as error:
+        prefix = f"{origin}: " if origin else ""
+        raise SettingsError(prefix + sentence for sentence in sentences(error, kind, where)) from None
+    return checked
+
+
+def sentences(error: ValidationError, kind: Any, where: str) -> Iterator[str]:
+    """A sentence for each mistake: the setting, its value, what is expected, and the nearest valid choice."""
+    for item in error.errors(include_url=False):
+        path = [str(part) for part in item["loc"] if not _is_branch(part)]
+        key = ".".join(filter(None, [where, *path]))
+        if item["loc"][-1:] == ("[key]",):  # a name that a mapping cannot have
+            yield _no_setting(key, choices(get_args(type_at(kind, path[:-1]))[0]))
+        else:
+            yield _sentence(dict(item), kind, key, path)
+
+
+def _is_branch(part: Any) -> bool:
+    """Whether a part of a place names one of the types of a union, and not a setting."""
+    return isinstance(part, str) and (part.endswith("]") or part in ("int", "float", "str", "bool", "none", "nullable"))
+
+
+_EXPECTED = {
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "finite_number": "a finite number",
+    "bool_type": "true or false",
+    "bool_parsing": "true or false",
+    "string_type": "a text; put a number that is meant as text in quotes",
+    "list_type": "a list, such as [a,b]",
+    "dict_type": "settings and their values, such as {{name: value}}",
+    "dataclass_type": "settings and their values, such as {{name: value}}",
+    "greater_than": "a number above {gt}",
+    "greater_than_equal": "{ge} or more",
+    "less_than": "a number below {lt}",
+    "less_than_equal": "at most {le}",
+    "too_short": "at least {min_length}",
+    "string_pattern_mismatch": "the name of an environment variable, such as OPENAI_API_KEY",
+}
+"""Kind of mistake -> what was expected."""
+
+
+def _sentence(item: Mapping[str, Any], kind: Any, key: str, path: list[str]) -> str:
+    given, value = item["type"], item["input"]
+    if given == "missing":
+        return f"{key} is not set: add {key}=VALUE"
+    if given in ("unexpected_keyword_argument", "extra_forbidden"):
+        return _no_setting(key, fields_of(type_at(kind, path[:-1])))
+    if given == "literal_error":
+        return str(unknown(key, str(value), choices(type_at(kind, path))))
+    if given == "value_error":
+        message = str(item["ctx"]["error"])
+        # A check of a whole group begins with a setting of it, such as tokens=1 is less than length=2.
+        return f"{key}={value}: {message}" if isinstance(value, str | int | float) else f"{key}.{message}".lstrip(".")
+    expected = _EXPECTED[given].format(**item.get("ctx", {})) if given in _EXPECTED else item["msg"]
+    if given in ("greater_than_equal", "less_than"):
+        expected = _range(type_at(kind, path)) or expected
+    return f"{key}={value}: expected {expected}"
+
+
+def _no_setting(key: str, known: Iterable[str]) -> str:
+    """The sentence for a setting that does not exist; `known`: those beside it."""
+    above, _, name = key.rpartition(".")
+    close = nearest(name, names := sorted(known))
+    hint = f": did you mean {above + '.' if above else ''}{close}?" if close else ""
+    return f"{key} is not a setting{hint} (known: {', '.join(names)})"
+
+
+def _range(kind: Any) -> str | None:
+    """The bounds of a type that has two of them, such as [0, 1)."""
+    bounds = {name: value for part in getattr(kind, "__metadata__", ()) for name, value in _bounds(part)}
+    if not {"ge", "lt"} <= bounds.keys():
+        return None
+    return f"a number in [{bounds['ge']}, {bounds['lt']})"
+
+
+def _bounds(part: Any) -> Iterator[tuple[str, Any]]:
+    for each in getattr(part, "metadata", [part]):
+        yield from ((name, getattr(each, name)) for name in ("ge", "lt") if hasattr(each, name))
+
+
+def fields_of(kind: Any) -> dict[str, Any]:
+    """Name -> type of each setting of a group; {} for a type that is no group."""
+    if not (isinstance(kind, type) and is_pydantic_dataclass(kind)):
+        return {}
+    hints = get_type_hints(kind, include_extras=True)
+    return {name: hint for name, hint in hints.items() if name in kind.__dataclass_fields__}
+
+
+def type_at(kind: Any, path: Iterable[str]) -> Any:
+    """The type of the setting at a path inside a group, without None; None if there is no such setting."""
+    for part in path:
+        plain = without_none(kind)
+        if get_origin(plain) is Annotated:
+            plain = get_args(plain)[0]
+        if plain is Any:
+            return Any
+        origin, inner = get_origin(plain), get_args(plain)
+        if origin is dict:
+            kind = inner[1]
+        elif origin in (list, tuple):
+            kind = inner[0]
+        else:
+            kind = fields_of(plain).get(part)
+    return without_none(kind)
+
+
+def without_none(kind: Any) -> Any:
+    """`X` of `X | None`; any other type unchanged."""
+    if get_origin(kind) in (Union, UnionType):
+        others = [each for each in get_args(kind) if each is not NoneType]
+        return others[0] if len(others) == 1 else kind
+    return kind
+
+
+def choices(kind: Any) -> list[str]:
+    """The values of a Literal; [] for any other type."""
+    return [str(value) for value in get_args(kind)] if get_origin(kind) is Literal else []
+
+
+def is_text(kind: Any) -> bool:
+    """Whether a setting of this type is a text, so that it keeps what was typed, such as 2026_11_25 or 7e3."""
+    if get_origin(kind) is Annotated:
+        kind = get_args(kind)[0]
+    return kind is str or any(isinstance(value, str) for value in get_args(kind) if get_origin(kind) is Literal)
