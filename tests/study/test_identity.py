@@ -172,16 +172,16 @@ def test_a_field_is_part_of_the_identity_unless_its_class_says_that_it_changes_n
     for number, file in enumerate(schedules.values()):
         Path(file).write_text(f'{{"0": {number + 1}}}')
 
-    def changed(settings: Any, **values: Any) -> Any:
+    def changed(settings: Any, values: dict[str, Any]) -> Any:
         return replace(settings, **{name: schedules.get(str(value), value) for name, value in values.items()})
 
     key = f"{group}.{field}"
-    before = changed(GROUPS[group], **BESIDE.get(key, {}))
+    before = changed(GROUPS[group], BESIDE.get(key, {}))
     kind = type_at(type(before), [field])
     value = OTHER[key] if key in OTHER else another(kind, getattr(before, field))
     if value is None:
         return
-    after = changed(before, **{field: value})
+    after = changed(before, {field: value})
     is_runtime = field in getattr(type(before), "runtime", ())
     assert (identified(before).digest == identified(after).digest) == is_runtime or key == "benchmark.parameters"
 
