@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ from pydantic import TypeAdapter, ValidationError
 from moe_lab import config
 from moe_lab.config import BenchmarkConfig, CellConfig, Config, JudgeConfig, TimingConfig
 from moe_lab.config.base import SettingsError, fields_of, is_text, type_at, valid, without_none
+from moe_lab.config.table import basic_lines, page
+from moe_lab.config.table import settings as table
 
 GROUPS = [kind for name in config.__all__ if is_dataclass(kind := getattr(config, name))]
 NEEDED: dict[str, Any] = {
@@ -101,3 +104,18 @@ def test_what_must_be_given_is_asked_for(kind: Any) -> None:
     with pytest.raises(SettingsError) as error:
         valid(kind, {}, "group")
     assert all("add group." in sentence for sentence in error.value.sentences)
+
+
+def test_the_page_of_settings_is_that_of_the_classes_and_basic_ones_come_first() -> None:
+    assert (Path(__file__).parents[1] / "docs/settings.md").read_text("utf-8") == page(), "python -m moe_lab.config"
+    rows = [line.split("`")[1] for line in page().splitlines() if line.startswith("| `")]
+    basic = [line.split("=")[0] for line in basic_lines().splitlines()]
+    assert len(basic) > 30 and rows[: len(basic)] == basic and len(set(rows)) == len(rows) == len(table())
+    assert {path for path in ALL if not path.startswith("resources.")} <= set(rows)
+
+
+@pytest.mark.parametrize("kind", GROUPS, ids=lambda kind: kind.__name__)
+def test_what_a_class_says_of_its_settings_names_them(kind: Any) -> None:
+    own = {field.name for field in fields(kind)}
+    said = [getattr(kind, names, frozenset()) for names in ("basic", "internal", "runtime")]
+    assert set().union(*said) <= own and not said[0] & said[1] and not set(fields_of(kind)) & said[1]

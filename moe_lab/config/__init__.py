@@ -58,6 +58,22 @@ def _not_all(study: str) -> str:
 class Config:
     """One study: what is asked of its cells, and how it runs."""
 
+    basic = frozenset(
+        {
+            "study",
+            "store",
+            "plugins",
+            "dry_run",
+            "retry",
+            "wait",
+            "verify",
+            "push",
+            "allow_code_execution",
+            "allow_judge",
+            "data_root",
+        }
+    )
+
     export: ExportConfig = field(default_factory=ExportConfig)
     """Whether and how each pruned model is also written as a checkpoint."""
     suite: SuiteConfig = field(default_factory=SuiteConfig)
@@ -123,6 +139,8 @@ class Config:
 @dataclass(config=SETTINGS, frozen=True)
 class CellConfig:
     """What one cell is, and the choice of each axis that no list is given for."""
+
+    basic = frozenset({"ratio", "seed", "gate"})
 
     model: ModelConfig
     """The model."""

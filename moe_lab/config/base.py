@@ -173,11 +173,14 @@ def _bounds(part: Any) -> Iterator[tuple[str, Any]]:
 
 
 def fields_of(kind: Any) -> dict[str, Any]:
-    """Name -> type of each setting of a group; {} for a type that is no group."""
+    """Name -> type of each setting of a group; {} for a type that is no group.
+
+    A class names in `basic` what most users set, and in `internal` what other settings set, which nobody can type.
+    """
     if not (isinstance(kind, type) and is_pydantic_dataclass(kind)):
         return {}
-    hints = get_type_hints(kind, include_extras=True)
-    return {name: hint for name, hint in hints.items() if name in kind.__dataclass_fields__}
+    hints, internal = get_type_hints(kind, include_extras=True), getattr(kind, "internal", ())
+    return {name: hints[name] for name in kind.__dataclass_fields__ if name not in internal}
 
 
 def type_at(kind: Any, path: Iterable[str]) -> Any:

@@ -26,6 +26,7 @@ def _address(url: str) -> str:
 class JudgeConfig:
     """A language model that grades texts, behind an OpenAI-compatible endpoint."""
 
+    basic = frozenset({"model", "url", "key_variable"})
     runtime = frozenset({"name", "url", "key_variable", "attempts", "unparsable_attempts", "parallel", "timeout"})
 
     name: Name
@@ -63,6 +64,8 @@ class JudgeConfig:
 class BackendConfig:
     """What generates the texts of benchmarks."""
 
+    basic = frozenset({"command", "arguments"})
+    internal = frozenset({"python"})
     runtime = frozenset({"ready_seconds", "python"})
 
     name: Literal["hf", "server", "vllm"] = "hf"
@@ -91,6 +94,7 @@ class BackendConfig:
 class BenchmarkConfig:
     """One run of one harness; it may report several results (HumanEval and HumanEval+ share their programs)."""
 
+    internal = frozenset({"root", "judge", "python"})
     runtime = frozenset({"name", "revision", "url", "root", "python", "executes_code"})
 
     name: Name
@@ -141,6 +145,8 @@ class BenchmarkConfig:
 @dataclass(config=SETTINGS, frozen=True)
 class SuiteConfig:
     """A list of benchmarks."""
+
+    basic = frozenset({"benchmarks", "path", "limit"})
 
     name: Name = "suite"
     """Name of the suite."""

@@ -54,6 +54,7 @@ class ExpectedConfig:
 class ModelConfig:
     """A causal language model with routed experts."""
 
+    basic = frozenset({"path", "revision", "dtype", "device", "top_k"})
     runtime = frozenset(
         {
             "name",
@@ -73,7 +74,7 @@ class ModelConfig:
     path: Text
     """A folder with a transformers checkpoint, a hub id, or `pocket:NAME` for a model shipped with moe_lab."""
     revision: str | None = None
-    """Branch, tag or commit on the hub; part of the identity of every step."""
+    """Branch, tag or commit on the hub."""
     dtype: Precision = "auto"
     """Weight precision once loaded: auto (as stored on CUDA, float32 on CPU), float32, bfloat16 or float16."""
     device: Annotated[str, AfterValidator(_device)] = "auto"
@@ -100,6 +101,8 @@ class ModelConfig:
 class CriterionConfig:
     """How experts are scored; higher always means keep."""
 
+    basic = frozenset({"parameters"})
+
     name: str
     """Name in the criteria registry, as the papers call it."""
     parameters: dict[str, Any] = field(default_factory=dict)
@@ -110,6 +113,7 @@ class CriterionConfig:
 class SourceConfig:
     """One set of a mixture of calibration sets."""
 
+    internal = frozenset({"settings"})
     runtime = frozenset({"calibration", "path"})
 
     calibration: str
@@ -130,6 +134,7 @@ OF_DOCUMENTS = ("path", "subset", "split", "field", "template", "joined", "order
 class CalibrationConfig:
     """The text a model reads while statistics are gathered."""
 
+    basic = frozenset({"path", "sources", "tokens", "length", "batch_size", "engine"})
     runtime = frozenset({"name", "checkpointing", "engine", "activation_budget"})
 
     name: Name
@@ -233,6 +238,7 @@ ONLY_FOR = {"by": "global", "search": "evolutionary", "path": "list"}
 class AllocationConfig:
     """How many experts, or channels, each layer and expert loses."""
 
+    basic = frozenset({"path", "protect", "parameters"})
     runtime = frozenset({"label", "search"})
 
     name: str = "uniform"
@@ -293,6 +299,7 @@ OF_FIT = ("name", "bits", "modules", "fit", "save_every")
 class RecoveryConfig:
     """What is done to a pruned model before it is evaluated: fine-tuning or fitting, then quantising."""
 
+    basic = frozenset({"bits", "instructions", "distill", "epochs", "rank", "learning_rate"})
     runtime = frozenset({"name", "bits", "modules", "instructions", "distill", "fit", "save_every"})
 
     name: Name = "none"
@@ -368,6 +375,7 @@ class RecoveryConfig:
 class ExportConfig:
     """The checkpoint that is written of each pruned model."""
 
+    basic = frozenset({"shape", "format"})
     runtime = frozenset({"converter"})
 
     shape: Shape | None = None

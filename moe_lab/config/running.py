@@ -23,6 +23,8 @@ def _project(name: str) -> str:
 class LauncherConfig:
     """Where the steps of a study run."""
 
+    basic = frozenset({"processes"})
+
     name: Literal["inline", "local", "slurm"] = "local"
     """inline (this process), local (one process per GPU, or several on CPU) or slurm."""
     processes: Annotated[int, Strict(), Field(ge=1, le=1024)] | None = None
@@ -45,6 +47,8 @@ class LauncherConfig:
 @dataclass(config=SETTINGS, frozen=True)
 class JobConfig:
     """Resources of a Slurm job; null takes the next more general setting, and without one an estimate."""
+
+    basic = frozenset({"gpus", "minutes", "partition", "account", "setup"})
 
     gpus: Count | None = None
     """GPUs; null takes as many as the model and the work need for their memory."""
@@ -74,6 +78,8 @@ class JobConfig:
 @dataclass(config=SETTINGS, frozen=True)
 class ResourcesConfig:
     """Resources of Slurm jobs by model and kind of step; the most specific setting counts."""
+
+    basic = frozenset({"gpu_memory"})
 
     name: Name = "default"
     """Name of the cluster."""
@@ -115,6 +121,8 @@ class TimingConfig:
 @dataclass(config=SETTINGS, frozen=True)
 class TrackerConfig:
     """Experiment tracker that gets a copy of the results; the store always has them."""
+
+    basic = frozenset({"project"})
 
     name: Literal["none", "wandb"] = "none"
     """none or wandb."""
