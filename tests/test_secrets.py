@@ -23,6 +23,7 @@ from moe_lab.secret_settings import hidden, identified, revealed, shell
 from moe_lab.study import record
 from moe_lab.study.graph import build
 from moe_lab.study.record import Study
+from moe_lab.study.runs import begin
 from moe_lab.study.slurm import submit
 from moe_lab.study.slurm.pack import Pack, Record
 from moe_lab.study.slurm.resources import resources
@@ -131,11 +132,12 @@ def test_what_jobs_are_handed_has_no_secret(tmp_path: Path, monkeypatch: pytest.
     steps, store = graph.steps(), Store(tmp_path / "store")
     store.create()
     study = Study(config, graph, store, False, written=from_environment(composed))
-    handed = [Pack(str(tmp_path), steps, 1), Record(study)]
+    with begin(store, "study", steps) as run:
+        handed = [Pack(str(tmp_path), steps, 1, "study/1"), Record(study, run)]
     asks = [resources([step], config.resources, lambda step: None) for step in steps if step.kind in ("scores", "plan")]
     script = [shell(line) for ask in asks for line in ask["setup"]] + [shell(str(config.launcher.python))]
-    record.write(study, {})
-    texts = [cloudpickle.dumps(handed), "\n".join(script).encode(), (store.root / "studies/study.json").read_bytes()]
+    record.write(study, run, {})
+    texts = [cloudpickle.dumps(handed), "\n".join(script).encode(), (run.folder / "record.json").read_bytes()]
     texts += [json.dumps([step.document() for step in steps]).encode()]
     assert [secret for secret in PLANTED[:-1] for text in texts if secret.encode() in text] == []
     environment = {**os.environ, "HF_TOKEN": "PLANTED-token"}

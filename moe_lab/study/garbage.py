@@ -9,13 +9,14 @@ from collections.abc import Iterator, Set
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.table import Table
 
 from moe_lab.errors import UserError
 from moe_lab.json_files import Damaged, read_json
-from moe_lab.study import record
-from moe_lab.study.runs import runs, studies
+from moe_lab.results import places, read_record
+from moe_lab.study.runs import runs, steps_at_work, studies
 from moe_lab.study.status import alive, console
 from moe_lab.study.store import DIGITS, IDENTITY, SCRATCH, Store
 
@@ -106,30 +107,36 @@ def _leftovers(store: Store, wanted: Set[str]) -> Iterator[Garbage]:
 
 
 def _wanted(store: Store) -> tuple[set[str], int, str]:
-    """Starts of the ids of the steps that leases, runs and records refer to; the number of studies; and why the
-    scheduler could not be asked, or "".
+    """Starts of the ids of the steps that runs and records refer to; the number of studies; and why the scheduler could
+    not be asked, or "".
 
-    These are read in the order leases, queue, records. A run ends its lease, and a job leaves the queue, after the
-    record of the study refers to what was made, so no step is between them.
+    First those of runs that a process holds, then those of jobs in the queue, then records: a run is let go, and a job
+    leaves the queue, after the record refers to what was made. So no step is between them.
     """
-    wanted = {step[:DIGITS] for step in store.leased()}
+    wanted = {step[:DIGITS] for step in steps_at_work(store)}
     runs_of = {study: runs(store, study) for study in studies(store)}
     jobs_of = {run.folder: run.jobs for of_study in runs_of.values() for run in of_study}
     jobs = {job.id: job for of_run in jobs_of.values() for job in of_run}
     queue, silence = alive(jobs) if jobs else ({}, "")
-    folder = store.root / "studies"
-    records = {path.stem: record.read(store, path.stem) or {} for path in folder.glob("[!.]*.json")}
-    for document in records.values():
-        wanted.update(place[-DIGITS:] for place in record.places(document))
     for study, of_study in runs_of.items():
-        recorded = records.get(study, {}).get("created", 0.0)
+        recorded = ""
+        if document := _record(store, study):
+            recorded = document["run"]
+            wanted.update(place[-DIGITS:] for place in places(document))
         for run in of_study:
             if (about := run.about) is None:  # killed before it was written, so it had done nothing
                 continue
             queued = any(job.id in queue or silence for job in jobs_of[run.folder])
-            if run is of_study[-1] or about["time"] >= recorded or queued:
+            if run is of_study[-1] or run.folder.name > recorded or queued:
                 wanted.update(step[:DIGITS] for step, _, _ in about["steps"])
-    return wanted, len({*records, *runs_of}), silence
+    return wanted, len(runs_of), silence
+
+
+def _record(store: Store, study: str) -> dict[str, Any] | None:
+    try:
+        return read_record(store.root, study)
+    except Damaged as error:
+        raise _unclear(store, str(error)) from None
 
 
 def _inputs(store: Store, folder: Path) -> list[str]:

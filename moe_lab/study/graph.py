@@ -49,15 +49,19 @@ class CellSteps:
         return {field.name: getattr(self, field.name) for field in fields(self)[1:-1]}
 
 
+FigureKey = tuple[str, str, str, int]
+"""Names of the calibration set and the model, gate and seed."""
+
+
 @dataclass(frozen=True)
 class Graph:
-    """All steps of a study. `families` and `damages` are for figures, with keys "calibration@model@gate@seed"."""
+    """All steps of a study. `families` and `damages` are for figures, by calibration set, model, gate and seed."""
 
     cells: Sequence[CellSteps]
-    families: Mapping[str, Step]
-    damages: Mapping[str, Step]
+    families: Mapping[FigureKey, Step]
+    damages: Mapping[FigureKey, Step]
 
-    def figures(self) -> dict[str, Mapping[str, Step]]:
+    def figures(self) -> dict[str, Mapping[FigureKey, Step]]:
         """Field -> the steps for figures, by their keys."""
         return {field.name: getattr(self, field.name) for field in fields(self)[1:]}
 
@@ -147,16 +151,16 @@ def build(config: Config, requests: Iterable[Request]) -> Graph:
     """
     builder = Builder(config)
     benchmarks_of: dict[Cell, dict[str, BenchmarkConfig]] = {}
-    families: dict[str, Step] = {}
-    damages: dict[str, Step] = {}
+    families: dict[FigureKey, Step] = {}
+    damages: dict[FigureKey, Step] = {}
     for cells, benchmarks in _distinct_names(list(requests), builder):
         named = {benchmark.name: benchmark for benchmark in benchmarks}
         for cell in cells:
             for candidate in (unpruned(cell), normalized(cell)):
                 benchmarks_of.setdefault(candidate, {}).update(named)
             if config.overlap:
-                name = f"{cell.calibration.name}@{cell.model.name}@{cell.gate}@{cell.seed}"
-                families[name] = FAMILY.step(builder, cell)
-                damages[name] = scores_step(builder, replace(cell, criterion=EXACT_DAMAGE))
+                key = (cell.calibration.name, cell.model.name, cell.gate, cell.seed)
+                families[key] = FAMILY.step(builder, cell)
+                damages[key] = scores_step(builder, replace(cell, criterion=EXACT_DAMAGE))
     steps = [_steps(builder, cell, list(named.values())) for cell, named in benchmarks_of.items()]
     return Graph(steps, families, damages)

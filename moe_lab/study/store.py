@@ -256,37 +256,9 @@ class Store:
         return any(_is_locked(path) for path in (self.root / "locks").glob(f"{start_of_id}*.lock"))
 
     def choosing(self) -> FileLock:
-        """The lock under which `gc` chooses and runs take leases. So no run can find a step finished, and then lose it
-        because gc had read the leases before."""
+        """The lock under which `gc` chooses and runs begin. So no run can find a step finished, and then lose it
+        because gc had looked for runs before."""
         return self.lock(self.root / "locks" / "gc.lock")
-
-    @contextlib.contextmanager
-    def lease(self, steps: Iterable[Step]) -> Iterator[None]:
-        """Keep `gc` from freeing these steps until the block ends or the process dies. Waits while gc is choosing.
-
-        The lease is a file with the ids of the steps, which is locked. A process that dies leaves the file, unlocked;
-        the next lease removes it.
-        """
-        path = self.root / "leases" / f"{uuid.uuid4().hex}.json"
-        with contextlib.ExitStack() as held:
-            with self.choosing():
-                path.parent.mkdir(exist_ok=True)
-                for left in path.parent.iterdir():
-                    if not _is_locked(left):
-                        left.unlink(missing_ok=True)
-                write_json(path, [step.id for step in steps])
-                file = held.enter_context(path.open("rb+"))
-                fcntl.flock(file, fcntl.LOCK_EX)
-            held.callback(path.unlink, missing_ok=True)
-            yield
-
-    def leased(self) -> set[str]:
-        """Ids of all steps that running processes have leased."""
-        ids: set[str] = set()
-        for path in (self.root / "leases").glob("*.json"):
-            if _is_locked(path):
-                ids.update(self.read(path, [str], "written by the next run") or ())
-        return ids
 
     def hide(self, folder: Path, step_id: str) -> Path | None:
         """Rename the folder of a step, or of its resume files, as scratch, of which nothing is ever read.

@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from handmade import results_of, table_of
+from synthetic import record_path
 
 from analysis.load.studies import studies
 from analysis.load.study import Study, load
@@ -21,11 +22,11 @@ Copy = Callable[[], Path]
 
 
 def document(store: Path) -> dict:
-    return json.loads((store / "studies" / "made_up.json").read_text())
+    return json.loads(record_path(store).read_text())
 
 
 def rewrite(store: Path, changed: dict) -> None:
-    (store / "studies" / "made_up.json").write_text(json.dumps(changed))
+    record_path(store).write_text(json.dumps(changed))
 
 
 def folder(store: Path, cell: int, task: str) -> Path:
@@ -128,7 +129,6 @@ def test_nan_and_duplicates(copied: Copy) -> None:
     said = sorted(gap.what for gap in study.gaps)
     assert said == [
         "boolq has no finite score",
-        "listed twice, counted once",
         "mmlu is reported twice, the first counts",
     ]
     assert np.isnan(score(study, 1, "boolq"))
@@ -208,6 +208,6 @@ def test_mistakes_are_sentences(copied: Copy, tmp_path: Path) -> None:
     rewrite(store, {**document(store), "schema": 2})
     with pytest.raises(UserError, match="newer moe_lab"):
         load(store, "made_up")
-    (store / "studies" / "made_up.json").write_text("{")
+    record_path(store).write_text("{")
     with pytest.raises(UserError, match="damaged"):
         load(store, "made_up")

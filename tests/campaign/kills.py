@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import signal
@@ -21,6 +20,7 @@ import psutil
 from cluster import Cluster, why_not
 from studies import ran, results
 
+from moe_lab.results import read_record
 from moe_lab.study.store import damaged
 
 from .programs import adopt_orphans
@@ -304,8 +304,8 @@ class Series:
 
 def _record(store: Path) -> Any:
     """What the study says of its cells, but for when and where."""
-    document = json.loads((store / "studies" / "study.json").read_text())
-    return {key: value for key, value in document.items() if key not in ("created", "config")}
+    document = read_record(store, "study") or {}
+    return {key: value for key, value in document.items() if key not in ("created", "config", "replaces", "run")}
 
 
 def _printed(place: Path) -> str:

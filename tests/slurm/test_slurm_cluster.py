@@ -28,6 +28,7 @@ from scenarios import (
 )
 from studies import asked, command, jobs, moe_lab, ran, results
 
+from moe_lab.results import read_record
 from tests.test_secrets import MASK, leaks
 
 pytestmark = [
@@ -134,8 +135,8 @@ def test_each_step_of_the_main_experiment_ran_once(agnostic: Future[Path]) -> No
     assert steps == {folder for _, folder, _ in json.loads((last / "run.json").read_text())["steps"]}
     submitted = Counter(job["kind"] for job in json.loads((last / "jobs.json").read_text()))
     assert submitted["evaluate"] == 2, "five models in jobs of three at most"
-    record = json.loads((store / "studies" / "task_agnostic.json").read_text())
-    assert len(record["cells"]) == 5 and all(all(cell["evaluate"].values()) for cell in record["cells"])
+    record = read_record(store, "task_agnostic")
+    assert record and len(record["cells"]) == 5 and all(all(cell["evaluate"].values()) for cell in record["cells"])
 
 
 def test_an_interrupted_pass_goes_on_where_it_was(
@@ -189,8 +190,8 @@ def test_no_file_of_submitted_jobs_has_a_secret(
     done, store = planted.result(), folder / "planted"
     assert done.returncode == 0 and "record" in jobs(done.stdout), done.stderr
     assert leaks(store, done, ("PLANTED",)) == []
-    record = json.loads((store / "studies/study.json").read_text())
-    assert len(record["cells"]) == 2 and all(all(cell["evaluate"].values()) for cell in record["cells"])
+    record = read_record(store, "study")
+    assert record and len(record["cells"]) == 2 and all(all(cell["evaluate"].values()) for cell in record["cells"])
     (copy,) = store.glob("runs/study/*/code/conf/judge/mine.yaml")
     assert MASK in copy.read_text() and list(store.glob("runs/study/*/jobs/*_submitted.pkl"))
     assert f"https://user:{MASK}@host/v1" in (store / "reports/study/report.html").read_text()

@@ -17,6 +17,8 @@ import pyarrow.parquet as parquet
 import pytest
 from processes import until
 
+from moe_lab.results import read_record
+
 SMALL = ["suite.benchmarks=[pocket_boolq]", "suite.limit=8", "calibration.tokens=2048", "report=false"]
 GRID = ["grid.criterion=[man,reap]", "grid.ratio=[0.25,0.5]", "grid.calibration=[pocket_code,pocket_math]"]
 SWEEP = ["-m", "criterion=man,reap", "ratio=0.25,0.5", "calibration=pocket_code,pocket_math"]
@@ -100,7 +102,7 @@ def test_logs_show_a_prompt_of_every_benchmark(finished: Path) -> None:
 
 
 def test_the_study_lists_every_cell_with_its_results(finished: Path) -> None:
-    study = json.loads((finished / "studies" / "study.json").read_text())
+    study = read_record(finished, "study") or {}
     assert len(study["cells"]) == 9
     for cell in study["cells"]:
         (folder,) = cell["evaluate"].values()
@@ -114,10 +116,7 @@ def test_a_multirun_is_the_same_cells_steps_and_store(finished: Path, launcher: 
     done = moe_lab(finished, *SWEEP, f"hydra/launcher={launcher}", "study=swept_" + launcher)
     assert done.returncode == 0, done.stderr
     assert ran(finished) == before
-    swept, grid = (
-        json.loads((finished / "studies" / f"{name}.json").read_text())["cells"]
-        for name in (f"swept_{launcher}", "study")
-    )
+    swept, grid = ((read_record(finished, name) or {})["cells"] for name in (f"swept_{launcher}", "study"))
     assert sorted(map(str, swept)) == sorted(map(str, grid))
 
 
@@ -176,7 +175,7 @@ def test_a_mistake_inside_a_step_stops_what_needs_it_and_nothing_else(tmp_path: 
     done = moe_lab(store, "grid.criterion=[man,random]", "calibration.tokens=100000000")
     assert done.returncode == 2
     assert "calibration.tokens" in done.stderr and "Traceback" not in done.stderr
-    study = json.loads((store / "studies" / "study.json").read_text())
+    study = read_record(store, "study") or {}
     found = {cell["cell"]["criterion"]: next(iter(cell["evaluate"].values())) for cell in study["cells"]}
     assert found["random"] and found["none"] and found["man"] is None
     again = moe_lab(store, "grid.criterion=[man,random]", "calibration.tokens=100000000")

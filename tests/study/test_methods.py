@@ -28,6 +28,7 @@ from moe_lab.models.discover import routed_layers
 from moe_lab.models.load import load_model
 from moe_lab.pruning.plan import Plan
 from moe_lab.recovery.apply import recovered
+from moe_lab.results import read_record
 
 SMALL = ["suite.benchmarks=[pocket_boolq]", "suite.limit=8", "calibration.tokens=2048", "report=false"]
 SHORT_SEARCH = [
@@ -75,7 +76,7 @@ def cells(store: Path, *words: str) -> list[dict[str, Any]]:
     """The pruned cells of a study that must succeed."""
     done = moe_lab(store, *words)
     assert done.returncode == 0, done.stderr
-    found = json.loads((store / "studies" / "study.json").read_text())["cells"]
+    found = (read_record(store, "study") or {})["cells"]
     return [cell for cell in found if cell["plan"]]
 
 
@@ -299,7 +300,7 @@ def test_plans_of_each_kind_are_exported_and_compared_and_loaded_with_the_code_b
     words[-1] += "{criterion: [man], allocation: [global]}]"
     done = moe_lab(store, *words, "ratio=0.5", "export=natural", "verify=true")
     assert done.returncode == 0, done.stderr
-    found = json.loads((store / "studies" / "study.json").read_text())["cells"]
+    found = (read_record(store, "study") or {})["cells"]
     pruned = [cell for cell in found if cell["plan"]]
     exported = {(cell["cell"]["criterion"], cell["cell"]["allocation"]): cell["export"] for cell in pruned}
     assert len(exported) == 3

@@ -200,7 +200,8 @@ def test_verify_names_damaged_files_and_the_next_run_makes_them_anew(
     steps = [a_step(number, f"number{number}") for number in range(3)]
     for step in steps[:2]:
         publish(store, step)
-    begin(store, "mine", steps)
+    with begin(store, "mine", steps):
+        pass
     monkeypatch.setattr(sys, "argv", ["study", "verify", "mine", f"store={store.root}"])
     assert command.main() == 0 and "all 2 finished steps" in capsys.readouterr().out
     file = store.path(steps[1]) / "result.txt"
