@@ -65,9 +65,10 @@ def main() -> None:
     from omegaconf import DictConfig
     from omegaconf.errors import OmegaConfBaseException
 
-    from moe_lab.compose import addable, ask, compose_plain, register
+    from moe_lab.compose import addable, ask, compose_plain, quoted, register
     from moe_lab.errors import UserError
 
+    sys.argv[1:] = map(quoted, sys.argv[1:])
     try:
         register(sys.argv[1:])
     except UserError as error:

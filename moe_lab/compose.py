@@ -308,6 +308,26 @@ _OPEN = (
 )
 
 
+_QUOTED = r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\""""
+_PLAIN = r"""(?:[^,\[\]{}()'":]|:(?! ))+"""
+
+
+def quoted(argument: str) -> str:
+    """The argument `key=value`, with quotes around those of its values that have a letter outside ASCII.
+
+    Hydra's grammar reads such letters in quotes alone, and folders of users have them.
+    """
+
+    def quote(match: re.Match[str]) -> str:
+        text = match[0]
+        if text.isascii() or text[0] in "'\"":
+            return text
+        return text.replace(text.strip(), f"'{text.strip()}'")
+
+    key, equals, value = argument.partition("=")
+    return key + equals + re.sub(f"{_QUOTED}|{_PLAIN}", quote, value)
+
+
 def addable(argument: str) -> str:
     """The argument, prefixed by `++` if its setting may have any keys, such as criterion.parameters.power=2.
 

@@ -11,9 +11,10 @@ import pytest
 from budgets import of_children, within
 from hydra import initialize_config_dir
 from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from moe_lab.__main__ import main
-from moe_lab.compose import compose_plain, register
+from moe_lab.compose import compose_plain, quoted, register
 from moe_lab.paths import conf
 from tests.campaign.commands import NEAREST as MISTAKES
 
@@ -117,3 +118,17 @@ def test_an_interrupt_during_the_imports_is_one_sentence(module: str, tmp_path: 
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     done = subprocess.run([sys.executable, "-m", module, "x"], env=environment, capture_output=True, text=True)
     assert (done.returncode, done.stderr.strip()) == (130, "stopped")
+
+
+@pytest.mark.parametrize(
+    ("word", "value"),
+    [
+        ("a=/höme/of c", "/höme/of c"),
+        ("a='/höme/of, c'", "/höme/of, c"),
+        ("a=[/höme, 'ü, \\'x', 3]", ["/höme", "ü, 'x", 3]),
+        ("a={b: höme, c: 3}", {"b": "höme", "c": 3}),
+    ],
+)
+def test_a_value_may_have_letters_outside_ascii(word: str, value: object) -> None:
+    read = OverridesParser.create().parse_override(quoted(word)).value()
+    assert read == value, quoted(word)

@@ -9,9 +9,13 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+
+from tools import elsewhere
 
 ROOT = Path(__file__).parents[1]
 LEFT = ("store", "results", "docs/results", "outputs", "wandb", "pandas")
@@ -99,3 +103,14 @@ def test_no_value_is_taken_for_a_pattern() -> None:
                 values = [part.value for part in node.value.values if isinstance(part, ast.FormattedValue)]
                 wrong += [f"{file}:{node.lineno}" for each in values if not ast.unparse(each).startswith("re.escape(")]
     assert not wrong
+
+
+def test_the_lowest_versions_are_all_lower_bounds() -> None:
+    """`make elsewhere RUNS=lowest` would otherwise try newer ones, and pass."""
+    about = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    lists = [about["project"]["dependencies"], *about["project"]["optional-dependencies"].values()]
+    rows = [Requirement(row) for rows in [*lists, about["dependency-groups"]["dev"]] for row in rows]
+    bounds = {row.name: bound.version for row in rows for bound in row.specifier if bound.operator == ">="}
+    assert set(bounds) == {row.name for row in rows}
+    lowest = dict(line.split("==") for line in elsewhere.lowest(ROOT / "pyproject.toml"))
+    assert lowest == bounds

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from moe_lab.config import BenchmarkConfig, ExportConfig, ModelConfig, RecoveryConfig
 from moe_lab.errors import UserError
 from moe_lab.grid import Cell
 from moe_lab.models.files import HUB_ID
 from moe_lab.paths import PREFIX, local
-from moe_lab.pruning.export.card import OF_ORIGINAL, ORIGINAL, split_card
+from moe_lab.pruning.export.card import ORIGINAL, split_card
 from moe_lab.recovery.settings import is_trained
 from moe_lab.results import Result
 
@@ -80,8 +80,8 @@ def _source(model: ModelConfig) -> str:
 def hub_card(card: str, repository: str, cell: Cell, export: ExportConfig, measured: Sequence[Measured]) -> str:
     """The model card on the hub, made from that of the exported folder.
 
-    Its front matter is the original's, without what is not true of the pruned model, and with the base model, tags and
-    `measured` results. Raises UserError when the original's front matter is not valid YAML.
+    The base model, tags and `measured` results are added to its front matter. Raises UserError when that of the
+    original is not valid YAML.
     """
     front, text = split_card(card)
     own, heading, original = text.partition(ORIGINAL)
@@ -100,7 +100,7 @@ def hub_card(card: str, repository: str, cell: Cell, export: ExportConfig, measu
 
 
 def _front_matter(front: str, repository: str, measured: Sequence[Measured]) -> ModelCardData:
-    """The original's fields, without what is not true of the pruned model, with tags and the results of the export."""
+    """The fields of the exported folder's card, with tags and the results of the export."""
     from huggingface_hub import ModelCardData
     from yaml import YAMLError, safe_load
 
@@ -113,16 +113,18 @@ def _front_matter(front: str, repository: str, measured: Sequence[Measured]) -> 
         ) from None
     if not isinstance(fields, dict):
         raise UserError(f"push={repository}: the front matter of the original's README.md is no list of fields")
-    kept: dict[str, Any] = {str(name): value for name, value in fields.items() if name not in OF_ORIGINAL}
-    tags = kept.pop("tags", None) or []
-    kept["tags"] = [*([tags] if isinstance(tags, str) else tags), *TAGS]
-    kept.setdefault("library_name", "transformers")
-    kept.setdefault("pipeline_tag", "text-generation")
-    results = [_eval_result(one) for one in measured if one.of_export]
-    if results:
-        kept["model_name"] = repository.rpartition("/")[2]
-        kept["eval_results"] = results
-    return ModelCardData(**kept)
+    tags = fields.get("tags") or []
+    data = ModelCardData(
+        **{
+            "library_name": "transformers",
+            "pipeline_tag": "text-generation",
+            **fields,
+            "tags": [*([tags] if isinstance(tags, str) else tags), *TAGS],
+        }
+    )
+    if results := [_eval_result(one) for one in measured if one.of_export]:
+        data.model_name, data.eval_results = repository.rpartition("/")[2], results
+    return data
 
 
 def _relation(recovery: RecoveryConfig, export: ExportConfig) -> str | None:

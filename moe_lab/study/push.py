@@ -1,23 +1,20 @@
 """Upload the exported model of a study to the hub when the study has ended: push=OWNER/NAME.
 
-Weights are uploaded first, config.json and the model card last and in one commit, so that nobody loads half a model.
+All files go up in one commit, so that nobody loads half a model. The hub's client does not send files again that the
+repository has already.
 """
 
 from __future__ import annotations
 
 import json
 import re
-import time
 import warnings
 from collections.abc import Collection, Iterator, Mapping
-from hashlib import sha256
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from moe_lab.config import BenchmarkConfig, Config
 from moe_lab.errors import Unavailable, UserError, remember_secret
-from moe_lab.json_files import read_json, write_json
 from moe_lab.models.files import files_of
 from moe_lab.pruning.export import CARD, NOT_COPIED
 from moe_lab.results import Result
@@ -26,16 +23,14 @@ from moe_lab.study.hub_card import ROUNDED, Measured, base_model, hub_card
 from moe_lab.study.progress import say
 from moe_lab.study.record import Study
 from moe_lab.study.schedule import Schedule
-from moe_lab.study.step import Step, digest
+from moe_lab.study.step import Step
 from moe_lab.study.steps.inputs import NO_SUMS, STATISTICS
-from moe_lab.study.store import MANIFEST, MANIFEST_SHAPE, Store
+from moe_lab.study.store import Store
 
 SCORES = ("scores.parquet", "scores.safetensors")
 """Files of a step of scores, of experts or of channels."""
 DATA = "moe_lab"
 """Folder in the repository with what `moe_lab.load_scores` reads."""
-FIRST = [f"{DATA}/*", *(f"*{suffix}" for suffix in sorted(NOT_COPIED))]
-"""Patterns of the files that are uploaded first."""
 AGAIN = "the export is kept, and the same command uploads it"
 
 
@@ -49,7 +44,7 @@ def check(config: Config) -> None:
     try:
         validate_repo_id(config.push)
     except HFValidationError as error:
-        raise UserError(f"push={config.push} is no name of a repository: {str(error).splitlines()[0]}") from None
+        raise UserError(f"push={config.push} is not a name of a repository: {str(error).splitlines()[0]}") from None
     if "/" not in config.push:
         raise UserError(f"push={config.push} names no owner: expected OWNER/NAME")
     if config.export.shape is None:
@@ -63,200 +58,9 @@ def check_graph(config: Config, graph: Graph) -> None:
         named = ", ".join(cell.plan.label for cell in cells[:3] if cell.plan)
         more = ", ..." if len(cells) > 3 else ""
         raise UserError(
-            f"push={config.push} takes one pruned model, and this study exports {len(cells)} ({named}{more}): expected "
-            "one cell, in a study of its own"
+            f"push={config.push} uploads one pruned model, and this study exports {len(cells)} ({named}{more}): "
+            "expected one cell, in a study of its own"
         )
-
-
-def _exported(study: Study) -> CellSteps:
-    return next(cell for cell in study.graph.cells if cell.export)
-
-
-def push(study: Study, schedule: Schedule) -> int:
-    """Upload the study's exported model, if the settings say so and the repository does not have it already.
-
-    Returns the exit code: 1 if it was not uploaded.
-    """
-    store, repository = study.store, study.config.push
-    if repository is None:
-        return 0
-    cell = _exported(study)
-    unfinished = [step.folder for step in _needed(cell) if step.id not in schedule.finished]
-    try:
-        if unfinished:
-            raise UserError(f"push={repository}: nothing was uploaded, because {unfinished[0]} is not finished")
-        with store.lock(store.root / "locks" / f"push-{_file_name(repository)}.lock"):
-            _push(store, repository, study, cell)
-    except UserError as error:
-        say(f"moe_lab: {error}", style="red")
-        return 1
-    return 0
-
-
-def _push(store: Store, repository: str, study: Study, cell: CellSteps) -> None:
-    record = store.root / "pushed" / f"{_file_name(repository)}.json"
-    before = store.read(record, {"content": str}, "uploaded again") or {}
-    with TemporaryDirectory(prefix="moe_lab_push_") as folder:
-        files = _stage(study, cell, repository, Path(folder))
-        content = digest(files)
-        if before.get("content") == content:
-            say(f"push: {repository} has everything already")
-            return
-        for step in _needed(cell):
-            if not store.readable(step):
-                raise UserError(f"push={repository}: {step.folder} is damaged: start the same command again")
-        say(f"push: uploading {len(files)} files to {repository}")
-        address = _upload(repository, folder, files)
-    record.parent.mkdir(exist_ok=True)
-    write_json(record, {"repository": repository, "content": content, "time": time.time(), "files": files})
-    say(f"push: {address}")
-
-
-def _file_name(repository: str) -> str:
-    return repository.replace("/", "--")
-
-
-def _needed(cell: CellSteps) -> list[Step]:
-    """The steps whose files are uploaded, or are on the card."""
-    assert cell.export and cell.plan and cell.scores
-    steps = [cell.model, cell.scores, cell.plan, *dict(_sums(cell)).values(), cell.export, *cell.evaluate.values()]
-    return list({step.id: step for step in steps}.values())
-
-
-def _sums(cell: CellSteps) -> Iterator[tuple[str, Step]]:
-    """(role, step) of each step with sums that the scores, or the allocation, were computed from."""
-    assert cell.plan and cell.scores
-    for step in (cell.scores, cell.plan):
-        for role, needed in step.inputs.items():
-            if role not in NO_SUMS:
-                yield role, needed
-
-
-def _stage(study: Study, cell: CellSteps, repository: str, folder: Path) -> dict[str, str]:
-    """Make the repository's content in `folder`, with links to the files of the store. Returns path -> sha256."""
-    assert cell.export and cell.scores
-    store = study.store
-    checkpoint = store.path(cell.export) / "checkpoint"
-    original = (checkpoint / CARD).read_text(encoding="utf-8")
-    card = hub_card(original, repository, cell.cell, study.config.export, list(_measured(study, cell)))
-    (folder / CARD).write_text(card, encoding="utf-8")
-    digests = {CARD: sha256(card.encode()).hexdigest()}
-    for path, step, file in _linked(store, cell):
-        target, source = folder / path, store.path(step)
-        if path != CARD:
-            target.parent.mkdir(exist_ok=True)
-            target.symlink_to((source / file).absolute())
-            digests[path] = read_json(source / MANIFEST, MANIFEST_SHAPE)["files"][file]["sha256"]
-    return digests
-
-
-def _linked(store: Store, cell: CellSteps) -> Iterator[tuple[str, Step, str]]:
-    """(path in the repository, step, file in its folder) of everything that is uploaded as it is in the store."""
-    assert cell.export and cell.scores
-    checkpoint = store.path(cell.export) / "checkpoint"
-    for file in files_of(checkpoint):
-        path = file.relative_to(checkpoint).as_posix()
-        yield path, cell.export, f"checkpoint/{path}"
-    yield f"{DATA}/facts.json", cell.model, "facts.json"
-    for name in SCORES:
-        if (store.path(cell.scores) / name).is_file():
-            yield f"{DATA}/{name}", cell.scores, name
-    for role, step in dict(_sums(cell)).items():
-        if (store.path(step) / STATISTICS).is_file():
-            yield f"{DATA}/{role}.safetensors", step, STATISTICS
-
-
-def _measured(study: Study, cell: CellSteps) -> Iterator[Measured]:
-    """The results of a cell, with those of its unpruned model where they are in the store."""
-    store, whole = study.store, unpruned(cell.cell)
-    originals: Mapping[str, Step] = next((other.evaluate for other in study.graph.cells if other.cell == whole), {})
-    for name, step in cell.evaluate.items():
-        content = _results(store, step)
-        original = {}
-        if name in originals and store.done(originals[name]):
-            original = {_key(one): one for one in _results(store, originals[name])["results"]}
-        harness = " ".join(filter(None, (content["protocol"]["harness"], content["protocol"].get("version"))))
-        of_export = study.config.export.format not in ROUNDED or _reads(step, cell.export)
-        benchmark = BenchmarkConfig(**step.runtime["benchmark"])
-        for result in content["results"]:
-            yield Measured(benchmark, result, original.get(_key(result)), harness, of_export)
-
-
-def _reads(evaluation: Step, export: Step | None) -> bool:
-    """Whether a benchmark was run on the exported checkpoint: by a server or an engine that loaded it."""
-    asked = (evaluation, *evaluation.inputs.values())  # of a graded benchmark, the step that generated the texts
-    read = {needed.id for step in asked for needed in step.inputs.values()}
-    return export is not None and export.id in read
-
-
-def _results(store: Store, step: Step) -> Any:
-    return json.loads((store.path(step) / "result.json").read_text())
-
-
-def _key(result: Result) -> tuple[str, str]:
-    return result["benchmark"], result["metric"]
-
-
-def _upload(repository: str, folder: str, files: Mapping[str, str]) -> str:
-    """Upload a folder, of which `files` has the sha256 of each file. Returns the address of the repository.
-
-    Files that the hub has already are not sent again, so that an interrupted upload is finished by another call.
-    Raises Unavailable, without the token in the message, when the hub cannot be reached or refuses.
-    """
-    from httpx import HTTPError
-    from huggingface_hub import HfApi, get_token
-
-    token = get_token()
-    if token is None:
-        raise Unavailable(f"push={repository}: there is no token of the hub: `hf auth login` or HF_TOKEN; {AGAIN}")
-    remember_secret(token)  # no message may show it
-    hub = HfApi()
-    settings: dict[str, Any] = {"repo_id": repository, "folder_path": folder}
-    # The hub's client warns of Parquet files in a repository of models, where scores belong here.
-    warnings.filterwarnings("ignore", "It seems that you are about to commit a data file")
-    try:
-        address = str(hub.create_repo(repository, exist_ok=True))
-        _check_same(repository, files, hub.model_info(repository, files_metadata=True))
-        # A copy of the list each time: the hub's client appends to it.
-        hub.upload_folder(**settings, allow_patterns=list(FIRST), commit_message="Weights, scores and statistics")
-        hub.upload_folder(**settings, ignore_patterns=list(FIRST), commit_message="Configuration and model card")
-    except UserError:
-        raise
-    except (OSError, HTTPError, ValueError, RuntimeError) as error:  # RuntimeError: of hf_xet
-        raise Unavailable(f"push={repository}: {_reason(error)}; {AGAIN}") from None
-    return address
-
-
-def _check_same(repository: str, files: Mapping[str, str], info: Any) -> None:
-    """Raise UserError when the repository has weights that are not those of this export."""
-    for file in info.siblings or []:
-        path = str(file.rfilename)
-        is_weights = Path(path).suffix in NOT_COPIED and not path.startswith(f"{DATA}/")
-        if is_weights and (file.lfs is None or file.lfs.sha256 != files.get(path)):
-            raise UserError(
-                f"push={repository}: the repository has another model ({path} is not of this export): name another "
-                f"repository, or remove the model there; {AGAIN}"
-            )
-
-
-def _reason(error: BaseException) -> str:
-    """Why the hub was not reached, or what it refuses, as the end of a sentence."""
-    from httpx import TransportError
-    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
-
-    known = (HfHubHTTPError, TransportError, OfflineModeIsEnabled)
-    while error.__cause__ and not isinstance(error, known):  # where one file could not be sent, the cause says why
-        error = error.__cause__
-    # The query of an address may be a signature. httpx adds a link that explains the status code.
-    text = re.sub(r"\?\S+| For more information check: \S+", "", " ".join(str(error).split()))
-    text = text or type(error).__name__
-    if isinstance(error, OfflineModeIsEnabled):
-        return "HF_HUB_OFFLINE is set, so the hub is not asked: unset it"
-    if isinstance(error, HfHubHTTPError) and error.response.status_code in (401, 403):
-        return f"the token may not write to this repository ({text}): expected a token with the right to write to it"
-    if isinstance(error, (ConnectionError, TransportError)):
-        return f"the hub cannot be reached ({text})"
-    return f"the upload failed ({text})"
 
 
 def show(study: Study, done: Collection[str]) -> None:
@@ -277,3 +81,145 @@ def show(study: Study, done: Collection[str]) -> None:
     )
     if get_token() is None:
         say("push: there is no token of the hub here: `hf auth login` or HF_TOKEN")
+
+
+def push(study: Study, schedule: Schedule) -> int:
+    """Upload the study's exported model, if the settings say so. Returns the exit code: 1 if it was not uploaded."""
+    store, repository = study.store, study.config.push
+    if repository is None:
+        return 0
+    cell = _exported(study)
+    try:
+        for step in _needed(cell):
+            if step.id not in schedule.finished:
+                raise UserError(f"push={repository}: nothing was uploaded, because {step.folder} is not finished")
+            if not store.readable(step):
+                raise UserError(f"push={repository}: {step.folder} is damaged: start the same command again")
+        files = dict(_files(store, cell))
+        original = files[CARD].read_text(encoding="utf-8")
+        card = hub_card(original, repository, cell.cell, study.config.export, list(_measured(study, cell)))
+        say(f"push: uploading {len(files)} files to {repository}")
+        say(f"push: {_upload(repository, {**files, CARD: card.encode()})}")
+    except UserError as error:
+        say(f"moe_lab: {error}", style="red")
+        return 1
+    return 0
+
+
+def _exported(study: Study) -> CellSteps:
+    return next(cell for cell in study.graph.cells if cell.export)
+
+
+def _needed(cell: CellSteps) -> list[Step]:
+    """The steps whose files are uploaded, or are on the card."""
+    assert cell.export and cell.plan and cell.scores
+    steps = [cell.model, cell.scores, cell.plan, *dict(_sums(cell)).values(), cell.export, *cell.evaluate.values()]
+    return list({step.id: step for step in steps}.values())
+
+
+def _sums(cell: CellSteps) -> Iterator[tuple[str, Step]]:
+    """(role, step) of each step with sums that the scores, or the allocation, were computed from."""
+    assert cell.plan and cell.scores
+    for step in (cell.scores, cell.plan):
+        for role, needed in step.inputs.items():
+            if role not in NO_SUMS:
+                yield role, needed
+
+
+def _files(store: Store, cell: CellSteps) -> Iterator[tuple[str, Path]]:
+    """(path in the repository, file in the store) of everything that is uploaded."""
+    assert cell.export and cell.scores
+    checkpoint = store.path(cell.export) / "checkpoint"
+    for file in files_of(checkpoint):
+        yield file.relative_to(checkpoint).as_posix(), file
+    yield f"{DATA}/facts.json", store.path(cell.model) / "facts.json"
+    for name in SCORES:
+        if (file := store.path(cell.scores) / name).is_file():
+            yield f"{DATA}/{name}", file
+    for role, step in _sums(cell):
+        if (file := store.path(step) / STATISTICS).is_file():
+            yield f"{DATA}/{role}.safetensors", file
+
+
+def _measured(study: Study, cell: CellSteps) -> Iterator[Measured]:
+    """The results of a cell, with those of its unpruned model where they are in the store."""
+    store, whole = study.store, unpruned(cell.cell)
+    originals: Mapping[str, Step] = next((other.evaluate for other in study.graph.cells if other.cell == whole), {})
+    for name, step in cell.evaluate.items():
+        content = _results(store, step)
+        original = {}
+        if name in originals and store.done(originals[name]):
+            original = {_key(one): one for one in _results(store, originals[name])["results"]}
+        harness = " ".join(filter(None, (content["protocol"]["harness"], content["protocol"].get("version"))))
+        of_export = study.config.export.format not in ROUNDED or reads_export(step, cell.export)
+        benchmark = BenchmarkConfig(**step.runtime["benchmark"])
+        for result in content["results"]:
+            yield Measured(benchmark, result, original.get(_key(result)), harness, of_export)
+
+
+def reads_export(evaluation: Step, export: Step | None) -> bool:
+    """Whether a benchmark was run on the exported checkpoint: by a server or an engine that loaded it."""
+    asked = (evaluation, *evaluation.inputs.values())  # of a graded benchmark, the step that generated the texts
+    read = {needed.id for step in asked for needed in step.inputs.values()}
+    return export is not None and export.id in read
+
+
+def _results(store: Store, step: Step) -> Any:
+    return json.loads((store.path(step) / "result.json").read_text())
+
+
+def _key(result: Result) -> tuple[str, str]:
+    return result["benchmark"], result["metric"]
+
+
+def _upload(repository: str, files: Mapping[str, Path | bytes]) -> str:
+    """Upload files (path in the repository -> file or content) in one commit. Returns the repository's address.
+
+    Raises UserError when the repository has another model, and Unavailable, without the token in the message, when the
+    hub cannot be reached or refuses.
+    """
+    from httpx import HTTPError
+    from huggingface_hub import CommitOperationAdd, HfApi, get_token
+
+    token = get_token()
+    if token is None:
+        raise Unavailable(f"push={repository}: there is no token of the hub: `hf auth login` or HF_TOKEN; {AGAIN}")
+    remember_secret(token)  # no message may show it
+    hub = HfApi()
+    # The hub's client warns of Parquet files in a repository of models, where scores belong here.
+    warnings.filterwarnings("ignore", "It seems that you are about to commit a data file")
+    try:
+        address = str(hub.create_repo(repository, exist_ok=True))
+        info = hub.model_info(repository, files_metadata=True)
+        added = [CommitOperationAdd(path, content) for path, content in files.items()]
+        _check_same(repository, {file.path_in_repo: file.upload_info.sha256.hex() for file in added}, info)
+        # The hub refuses the commit if the repository has changed since it was looked at.
+        hub.create_commit(repository, added, commit_message="Pruned by moe_lab", parent_commit=info.sha)
+    except UserError:
+        raise
+    except (OSError, HTTPError, ValueError, RuntimeError) as error:  # RuntimeError: of hf_xet
+        raise Unavailable(f"push={repository}: the upload failed: {_reason(error)}; {AGAIN}") from None
+    return address
+
+
+def _check_same(repository: str, digests: Mapping[str, str], info: Any) -> None:
+    """Raise UserError when the repository has weights that are not among `digests` (path -> sha256)."""
+    for file in info.siblings or []:
+        path = str(file.rfilename)
+        is_weights = Path(path).suffix in NOT_COPIED and not path.startswith(f"{DATA}/")
+        if is_weights and (file.lfs is None or file.lfs.sha256 != digests.get(path)):
+            raise UserError(
+                f"push={repository}: the repository has another model ({path} is not of this export): name another "
+                f"repository, or remove the model there; {AGAIN}"
+            )
+
+
+def _reason(error: BaseException) -> str:
+    """What the hub or the network said, on one line."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    while error.__cause__ and not isinstance(error, HfHubHTTPError):  # where one file was not sent, the cause says why
+        error = error.__cause__
+    # The query of an address may be a signature. httpx adds a link that explains the status code.
+    text = re.sub(r"\?\S+| For more information check: \S+", "", " ".join(str(error).split()))
+    return text or type(error).__name__

@@ -50,8 +50,9 @@ class Worker:
     def _start(self) -> subprocess.Popen[str]:
         self.log.parent.mkdir(exist_ok=True)
         with self.log.open("a") as log:
+            # Slurm sends its warning that time is up to all processes of a job, of which only the first one handles it.
             return subprocess.Popen(
-                command("moe_lab.study.worker"),
+                ["sh", "-c", 'trap "" USR2; exec "$0" "$@"', *command("moe_lab.study.worker")],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,

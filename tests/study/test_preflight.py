@@ -12,7 +12,7 @@ import yaml
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 
-from moe_lab.compose import Groups, register, requests
+from moe_lab.compose import Groups, quoted, register, requests
 from moe_lab.config import Config
 from moe_lab.errors import UserError
 from moe_lab.grid import Request
@@ -255,7 +255,7 @@ def test_a_value_that_cannot_work_is_refused_first(word: str) -> None:
 
 @pytest.mark.parametrize("python", ["3", __file__])
 def test_what_is_no_interpreter_is_refused_first(python: str) -> None:
-    (sentence,) = problems("backend.name=vllm", f"interpreters.vllm={python}")
+    (sentence,) = problems("backend.name=vllm", quoted(f"interpreters.vllm={python}"))
     assert sentence.startswith(f"interpreters.vllm={python}")
 
 

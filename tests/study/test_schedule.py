@@ -113,14 +113,7 @@ def test_a_worker_that_dies_is_named_with_its_signal_and_started_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As when the kernel kills it, because memory ran out."""
-    script = tmp_path / "dying.py"
-    script.write_text(
-        "import json, os, sys\n"
-        "for line in sys.stdin:\n"
-        "    if json.loads(line)['kind'] == 'left': os.kill(os.getpid(), 9)\n"
-        "    print('{}', flush=True)\n"
-    )
-    monkeypatch.setattr("moe_lab.study.worker.command", lambda module: [sys.executable, str(script)])
+    signalled_worker(tmp_path, monkeypatch, "SIGKILL")
     first, left, right, _ = chain()
     with Worker(Store(tmp_path / "store").create(), "dying") as execute:
         execute(first, tmp_path)
@@ -128,3 +121,28 @@ def test_a_worker_that_dies_is_named_with_its_signal_and_started_again(
             execute(left, tmp_path)
         assert died.value.transient
         execute(right, tmp_path)
+
+
+def test_a_worker_goes_on_when_slurm_warns_all_processes_of_its_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its job's first process handles the warning; a worker that died of it would leave a failed step."""
+    signalled_worker(tmp_path, monkeypatch, "SIGUSR2")
+    first, left, *_ = chain()
+    with Worker(Store(tmp_path / "store").create(), "warned") as execute:
+        execute(first, tmp_path)
+        before = execute.process
+        execute(left, tmp_path)
+        assert execute.process is before
+
+
+def signalled_worker(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Have workers do nothing, and send themselves a signal at the step called left."""
+    script = folder / "signalled.py"
+    script.write_text(
+        "import json, os, signal, sys\n"
+        "for line in sys.stdin:\n"
+        f"    if json.loads(line)['kind'] == 'left': os.kill(os.getpid(), signal.{name})\n"
+        "    print('{}', flush=True)\n"
+    )
+    monkeypatch.setattr("moe_lab.study.worker.command", lambda module: [sys.executable, str(script)])

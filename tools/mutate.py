@@ -1,0 +1,182 @@
+"""How many broken lines the tests notice.
+
+    python -m tools.mutate record [PYTEST WORDS]       which test runs which line, from one run of the tests
+    python -m tools.mutate break --seed 1 --lines 100  break lines one by one, and run the tests that run them
+
+`break` draws lines of moe_lab by the seed, changes one expression of each in a copy of the last commit, and runs up to
+`--tests` of its tests. It prints each line that no test noticed, for a person to say whether the change is equivalent,
+and writes all to FOLDER/SEED.jsonl. A run that was interrupted goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import io
+import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import coverage
+
+ROOT = Path(__file__).parents[1]
+FOLDER = Path("/var/tmp/moe_lab-mutations")
+SECONDS = 600
+"""Limit of the tests of one line; a change that makes them run for ever is noticed."""
+TEST = "MOE_LAB_TEST"
+"""Environment variable with the running test, which processes that it starts inherit."""
+CONFIGURATION = f"""[run]
+source = moe_lab
+data_file = {{folder}}/coverage
+parallel = true
+patch = subprocess
+context = ${{{{{TEST}-}}}}
+"""
+COMPARISONS = {ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "==", ast.Is: "is not"}
+COMPARISONS |= {ast.IsNot: "is", ast.In: "not in", ast.NotIn: "in"}
+OPERATIONS = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult}
+OPERATIONS |= {ast.BitOr: ast.BitAnd, ast.BitAnd: ast.BitOr, ast.And: ast.Or, ast.Or: ast.And}
+
+
+def main() -> int:
+    """Record or break; see above."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("act", choices=("record", "break"))
+    parser.add_argument("--folder", type=Path, default=FOLDER)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--lines", type=int, default=100)
+    parser.add_argument("--tests", type=int, default=30)
+    options, words = parser.parse_known_args()
+    if options.act == "record":
+        return record(options.folder, words)
+    if words:
+        parser.error(f"{words[0]} is unknown")
+    return break_lines(options.folder, options.seed, options.lines, options.tests)
+
+
+# The plugin that `record` gives to pytest.
+
+
+def pytest_runtest_logstart(nodeid: str) -> None:
+    """Name the test whose lines are recorded from now on, in this process and in those that it starts."""
+    os.environ[TEST] = nodeid
+    if running := coverage.Coverage.current():
+        running.switch_context(nodeid)
+
+
+def record(folder: Path, words: Sequence[str]) -> int:
+    """Run the tests, and note in FOLDER/coverage which of them runs which line; pytest's exit code."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in folder.glob("coverage*"):
+        file.unlink()
+    configuration = folder / "settings.ini"
+    configuration.write_text(CONFIGURATION.format(folder=folder))
+    command = [sys.executable, "-m", "coverage", "run", f"--rcfile={configuration}", "-m", "pytest"]
+    code = subprocess.run([*command, "-p", "tools.mutate", *words], cwd=ROOT).returncode
+    combined = coverage.Coverage(config_file=str(configuration))
+    combined.combine([str(folder)])
+    combined.save()
+    print(f"lines that tests run: {combined.report(file=io.StringIO()):.1f} %")
+    return code
+
+
+def break_lines(folder: Path, seed: int, count: int, most: int) -> int:
+    """Break `count` lines, and print how many no test noticed."""
+    data = coverage.CoverageData(str(folder / "coverage"))
+    data.read()
+    results = folder / f"{seed}.jsonl"
+    done = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
+    copy = folder / "copy"
+    if not copy.exists():
+        subprocess.run(["git", "worktree", "add", "--detach", copy, "HEAD"], cwd=ROOT, check=True)
+    draw = random.Random(seed)
+    lines = sorted(tested_lines(data))
+    draw.shuffle(lines)
+    for file, number, tests in lines:
+        changes = list(changes_of(ROOT / file, number))
+        change = draw.choice(changes) if changes else None
+        if change is None or len(done) >= count:
+            continue
+        if any(row["file"] == file and row["line"] == number for row in done):
+            continue
+        chosen = draw.sample(tests, min(most, len(tests)))
+        row = {"file": file, "line": number, "after": change[1].strip(), "tests": len(chosen)}
+        done.append({**row, "noticed": is_noticed(copy, file, change[0], chosen)})
+        with results.open("a") as stream:
+            print(json.dumps(done[-1]), file=stream)
+        if not done[-1]["noticed"]:
+            print(f"{file}:{number}: no test noticed: {change[1].strip()}", flush=True)
+    print(f"noticed: {sum(row['noticed'] for row in done)} of {len(done)}")
+    return 0
+
+
+def tested_lines(data: coverage.CoverageData) -> Iterator[tuple[str, int, list[str]]]:
+    """(file, line, tests that run it) of each line that a test runs, not only an import."""
+    for measured in data.measured_files():
+        for number, contexts in data.contexts_by_lineno(measured).items():
+            if tests := sorted(name for name in contexts if "::" in name):
+                yield str(Path(measured).relative_to(ROOT)), number, tests
+
+
+def changes_of(file: Path, number: int) -> Iterator[tuple[str, str]]:
+    """(text of the file, its line) for each change of an expression that is on that line alone."""
+    text = file.read_text(encoding="utf-8")
+    lines = text.splitlines(keepends=True)
+    for node in ast.walk(ast.parse(text)):
+        if getattr(node, "lineno", 0) != number or getattr(node, "end_lineno", 0) != number:
+            continue
+        for new in replacements(node):
+            line = lines[number - 1].encode()  # ast counts bytes
+            changed = (line[: node.col_offset] + new.encode() + line[node.end_col_offset :]).decode()  # type: ignore[attr-defined]
+            try:
+                ast.parse("".join([*lines[: number - 1], changed, *lines[number:]]))
+            except SyntaxError:  # inside an f-string, say
+                continue
+            yield "".join([*lines[: number - 1], changed, *lines[number:]]), changed
+
+
+def replacements(node: ast.AST) -> Iterator[str]:
+    """What an expression may be changed into."""
+    match node:
+        case ast.Compare(left=left, ops=[operation], comparators=[right]):
+            yield f"{ast.unparse(left)} {COMPARISONS[type(operation)]} {ast.unparse(right)}"
+        case ast.BinOp(left=left, op=operation, right=right) if type(operation) in OPERATIONS:
+            yield f"({ast.unparse(ast.BinOp(left, OPERATIONS[type(operation)](), right))})"
+        case ast.BoolOp(op=operation, values=values):
+            yield f"({ast.unparse(ast.BoolOp(OPERATIONS[type(operation)](), values))})"
+        case ast.UnaryOp(op=ast.Not(), operand=operand):
+            yield f"bool({ast.unparse(operand)})"
+        case ast.Constant(value=bool() as value):
+            yield str(not value)
+        case ast.Constant(value=int() | float() as value):
+            yield repr(value + 1)
+        case ast.IfExp(test=test, body=body, orelse=orelse):
+            yield f"({ast.unparse(orelse)} if {ast.unparse(test)} else {ast.unparse(body)})"
+        case ast.Return(value=ast.expr()):
+            yield "return None"
+        case ast.Expr(value=ast.Call()) | ast.Raise():
+            yield "pass"
+
+
+def is_noticed(copy: Path, file: str, text: str, tests: Sequence[str]) -> bool:
+    """Whether one of the tests fails, or does not end, with the changed file in the copy."""
+    path = copy / file
+    before = path.read_text(encoding="utf-8")
+    path.write_text(text, encoding="utf-8")
+    environment = {**os.environ, "PYTHONPATH": str(copy)}
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
+    try:
+        done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, timeout=SECONDS)
+    except subprocess.TimeoutExpired:
+        return True
+    finally:
+        path.write_text(before, encoding="utf-8")
+    return done.returncode != 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
