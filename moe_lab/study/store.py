@@ -57,7 +57,7 @@ class Gone(Unavailable):
 class Store:
     """A folder of finished steps, errors of failed ones, locks, and files from which unfinished ones resume.
 
-    `root`: the folder, or the URL of a remote (`moe_lab/study/remote.py`), whose folder is in the user's cache.
+    `root`: the folder, or a URL (`moe_lab/study/sync.py`), whose folder is in the cache of the user.
 
     Nothing is written, made or set aside before `create` is called: the folder may be missing or read-only. Raises
     UserError for an empty path, a URL that `url_of` refuses, a file, a folder that is not a store, and a store of a
