@@ -70,6 +70,7 @@ def gc(store: Store, *, apply: bool = False) -> None:
                 hidden.append((item, path))
     for _, path in hidden:
         shutil.rmtree(path, ignore_errors=True)
+    store.claims.clear()
     freed = [item.bytes for item, path in hidden if not path.exists()]
     if survey.garbage:
         print(f"freed {_size(sum(freed))} in {len(freed)} folders")

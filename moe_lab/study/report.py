@@ -105,12 +105,12 @@ def _compared(difference: float | None) -> str:
 def _report(study: Study) -> int:
     """Make tables, figures and the page, in a process of the analysis package; skipped when they are up to date.
 
-    Two runs of one study write to the same folder, so a lock lets only one make its report at a time.
+    Two runs of one study write to the same folder, so only one at a time makes its report.
     Returns the exit code.
     """
     store, name = study.store, study.config.study
     page = report_folder(store, name) / "report.html"
-    with store.lock(store.root / "locks" / f"report-{name}.lock"):
+    with store.claims.awaited(f"report-{name}"):
         if not report_is_current(store, name) and not _make_report(study, page):
             return 1
     say(f"report: {page.absolute()}")

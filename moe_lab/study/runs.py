@@ -3,12 +3,12 @@
 run.json      what it set out to do: all steps of the study
 jobs.json     the Slurm jobs that were submitted for them
 record.json   what came out (`moe_lab/study/record.py`)
-lock          held by the command and by its jobs while they work
+
+The command and its jobs hold claims, run-RUN-WORD, while they work.
 """
 
 from __future__ import annotations
 
-import fcntl
 import re
 import shutil
 import time
@@ -85,19 +85,8 @@ class Run:
     @contextmanager
     def held(self) -> Iterator[None]:
         """Keep `gc` from freeing the steps of the run until the block ends or the process dies."""
-        with (self.folder / "lock").open("ab") as file:
-            fcntl.flock(file, fcntl.LOCK_SH)  # shared by the command and its jobs
+        with self.store.claims.held(f"run-{self.folder.name}-{uuid.uuid4().hex[:8]}"):
             yield
-
-    @property
-    def alive(self) -> bool:
-        """Whether a process holds the run."""
-        with suppress(FileNotFoundError, IsADirectoryError), (self.folder / "lock").open("rb") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return True
-        return False
 
     def note(self, steps: Iterable[Step]) -> None:
         """Write down what the run sets out to do, and the version of the code."""
@@ -141,8 +130,9 @@ def runs(store: Store, study: str) -> list[Run]:
 
 def steps_at_work(store: Store) -> set[str]:
     """Ids of the steps of all runs that a process holds."""
-    alive = [run for study in studies(store) for run in runs(store, study) if run.alive]
-    return {step for run in alive if (about := run.about) for step, _, _ in about["steps"]}
+    held = [name.removeprefix("run-").rpartition("-")[0] for name in store.claims.living()]
+    at_work = [run for study in studies(store) for run in runs(store, study) if run.folder.name in held]
+    return {step for run in at_work if (about := run.about) for step, _, _ in about["steps"]}
 
 
 def last_about(store: Store, study: str) -> dict[str, Any] | None:

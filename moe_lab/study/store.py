@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
+import errno
 import os
 import re
 import shutil
@@ -15,11 +15,10 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from filelock import FileLock, Timeout
-
 from moe_lab.errors import DISK_FULL, Unavailable, UserError
 from moe_lab.json_files import Damaged, read_json, write_json
 from moe_lab.paths import store_folder, url_of
+from moe_lab.study.claims import Busy, Claim, Claims
 from moe_lab.study.step import NO_ROOM, Step
 
 SCHEMA = 1
@@ -46,16 +45,12 @@ TICK = 2
 NANO = 10**9
 
 
-class Busy(Exception):
-    """Another run is working on the step right now."""
-
-
 class Gone(Unavailable):
     """The store was deleted or unmounted while it was in use, which does not count as a failure of the step."""
 
 
 class Store:
-    """A folder of finished steps, errors of failed ones, locks, and files from which unfinished ones resume.
+    """A folder of finished steps, errors of failed ones, claims, and files from which unfinished ones resume.
 
     `root`: the folder, or a URL (`moe_lab/study/sync.py`), whose folder is in the cache of the user.
 
@@ -71,6 +66,7 @@ class Store:
         self.url = url_of(str(root))
         if self.root.exists() and not self.root.is_dir():
             raise UserError(f"store={root} is a file: expected a folder, or a new name")
+        self.claims = Claims(self.root / "claims", _in_queue)
         self.notices: list[str] = []
         self._writing = False
         self._hashed: set[str] = set()
@@ -150,13 +146,6 @@ class Store:
         except Damaged:
             self._set_aside(path, "damaged", instead)
             return None
-
-    def lock(self, path: Path, timeout: float = -1) -> FileLock:
-        """A lock on a file of the store. Entering it raises Timeout after `timeout` seconds; -1 waits forever."""
-        path.parent.mkdir(exist_ok=True)
-        if path.is_dir():
-            self._set_aside(path, "a folder in place of a lock", "made again")
-        return FileLock(path, timeout=timeout)
 
     def path(self, step: Step) -> Path:
         """Folder of the finished step, found by its id: the label may be of another run with another model name."""
@@ -252,13 +241,13 @@ class Store:
         return since
 
     def locked(self, start_of_id: str) -> bool:
-        """Whether a process holds the lock of a step."""
-        return any(_is_locked(path) for path in (self.root / "locks").glob(f"{start_of_id}*.lock"))
+        """Whether a process works on a step."""
+        return self.claims.is_held(start_of_id)
 
-    def choosing(self) -> FileLock:
-        """The lock under which `gc` chooses and runs begin. So no run can find a step finished, and then lose it
-        because gc had looked for runs before."""
-        return self.lock(self.root / "locks" / "gc.lock")
+    def choosing(self) -> contextlib.AbstractContextManager[Claim]:
+        """The claim under which `gc` chooses and runs begin, one at a time. So no run can find a step finished, and
+        then lose it because gc had looked for runs before."""
+        return self.claims.awaited("gc")
 
     def hide(self, folder: Path, step_id: str) -> Path | None:
         """Rename the folder of a step, or of its resume files, as scratch, of which nothing is ever read.
@@ -266,11 +255,8 @@ class Store:
         Returns the new path; None when a process is working on the step, or has just removed the folder. `step_id`: at
         least 16 digits of its id.
         """
-        hidden = folder.with_name(f".{step_id[:12]}.{uuid.uuid4().hex[:8]}")
-        with contextlib.suppress(Timeout, FileNotFoundError):
-            with self.lock(self.root / "locks" / f"{step_id[:16]}.lock", timeout=0):
-                folder.rename(hidden)
-            return hidden
+        with contextlib.suppress(Busy, FileNotFoundError), self.claims.held(step_id[:16]):
+            return _hidden(folder, step_id)
         return None
 
     def forget(self, step_id: str) -> None:
@@ -287,7 +273,7 @@ class Store:
 
     @contextlib.contextmanager
     def claim(self, step: Step) -> Iterator[Path | None]:
-        """Hold the step's lock and yield a scratch folder for its result, as `receive` does."""
+        """Claim the step and yield a scratch folder for its result, as `receive` does."""
         with self.receive(step.folder, step.id) as scratch:
             yield scratch
             if scratch is not None:
@@ -295,55 +281,69 @@ class Store:
 
     @contextlib.contextmanager
     def receive(self, name: str, step_id: str) -> Iterator[Path | None]:
-        """Hold the lock of the step with that folder's name and that id, and yield a scratch folder for all of its
-        files; None when the step is finished already.
+        """Claim the step with that folder's name and that id, and yield a scratch folder for all of its files; None
+        when the step is finished already.
 
         Leaving the block without an exception publishes the scratch folder: one rename gives it the step's name. A
-        process that dies leaves only the scratch folder, and its lock is released. Raises Busy when another run holds
-        the lock. Raises Gone when the store or the scratch folder was removed, in place of any error that this caused.
+        process that dies leaves only the scratch folder, and a claim that others find stale. Raises Busy when another
+        process has the claim, or has taken it over because this one was suspended for long. Raises Gone when the store
+        or the scratch folder was removed, in place of any error that this caused.
         """
         self.check_there()
-        try:
-            with self.lock(self.root / "locks" / f"{step_id[:16]}.lock", timeout=0):
-                folder = self.place(name, step_id)
-                if self._keep(folder, changed(folder)):
-                    yield None
-                    return
-                parent = (self.root / name).parent
-                for left in parent.glob(f".{step_id[:12]}.*"):  # left by a run that was killed
-                    shutil.rmtree(left, ignore_errors=True)
-                scratch = parent / f".{step_id[:12]}.{uuid.uuid4().hex[:8]}"
-                scratch.mkdir(parents=True)
-                try:
-                    yield scratch
-                    self._publish(name, step_id, scratch)
-                except Exception:
-                    self.check_there()
-                    if not os.path.lexists(scratch):
-                        raise Gone(f"{scratch} was removed while {name} was written there") from None
-                    raise
-                finally:
-                    shutil.rmtree(scratch, ignore_errors=True)
-        except Timeout:
-            raise Busy from None
+        with self.claims.held(step_id[:16]) as claim:
+            parent = (self.root / name).parent
+            # First what a former owner left is taken from it, then the step is looked up. So should that owner come
+            # back, it has either published before, which is found, or has nothing left to publish.
+            for left in parent.glob(f".{step_id[:12]}.*"):
+                with contextlib.suppress(FileNotFoundError):
+                    shutil.rmtree(_hidden(left, step_id), ignore_errors=True)
+            folder = self.place(name, step_id)
+            if self._keep(folder, changed(folder)):
+                yield None
+                return
+            scratch = parent / f".{step_id[:12]}.{claim.token[:8]}"
+            scratch.mkdir(parents=True)
+            try:
+                yield scratch
+                self._publish(name, step_id, scratch, claim)
+            except Exception:
+                self.check_there()
+                claim.check()
+                if not os.path.lexists(scratch):
+                    raise Gone(f"{scratch} was removed while {name} was written there") from None
+                raise
+            finally:
+                shutil.rmtree(scratch, ignore_errors=True)
 
-    def _publish(self, name: str, step_id: str, scratch: Path) -> None:
+    def _publish(self, name: str, step_id: str, scratch: Path, claim: Claim) -> None:
         files = sorted(path for path in scratch.rglob("*") if path.is_file())
         _seal(scratch, {str(path.relative_to(scratch)): entry(path) for path in files})
         self.check_there()  # the work may have made the folders again after the store was deleted
-        scratch.rename(self.root / name)
+        claim.check()
+        try:
+            scratch.rename(self.root / name)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+            return  # another owner was faster: what it has published stays
         self._hashed.add(step_id)
         shutil.rmtree(self.root / "partial" / step_id[:16], ignore_errors=True)
         self.forget(step_id)
 
 
-def _is_locked(path: Path) -> bool:
-    """Whether a process holds the lock of a file. Tries a shared lock, which works on a read-only disk too."""
-    with contextlib.suppress(FileNotFoundError, IsADirectoryError), path.open("rb") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
+def _hidden(folder: Path, step_id: str) -> Path:
+    """Rename a folder as scratch that belongs to nobody; the new path."""
+    hidden = folder.with_name(f".{step_id[:12]}.{uuid.uuid4().hex[:8]}")
+    folder.rename(hidden)
+    return hidden
+
+
+def _in_queue(job: str) -> bool:
+    """Whether Slurm shows a job. False when it does not answer: then heartbeats alone decide."""
+    from moe_lab.study.slurm import scheduler  # asked only about old claims of jobs
+
+    with contextlib.suppress(UserError):
+        return job in scheduler.queue()
     return False
 
 

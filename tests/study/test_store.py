@@ -18,6 +18,7 @@ from moe_lab.errors import UserError
 from moe_lab.json_files import write_json
 from moe_lab.study import __main__ as command
 from moe_lab.study import store as storing
+from moe_lab.study.claims import Claim
 from moe_lab.study.runs import begin
 from moe_lab.study.schedule import Schedule, work
 from moe_lab.study.step import Part, Step
@@ -77,6 +78,61 @@ def test_what_a_killed_run_kept_of_a_finished_step_is_removed_and_of_others_stay
 def test_two_runs_do_not_work_on_one_step(store: Store) -> None:
     with store.claim(a_step()), pytest.raises(Busy), Store(store.root).claim(a_step()):
         pass
+
+
+@pytest.mark.parametrize("at", ["in its work", "before it publishes", "when it publishes"])
+def test_an_owner_that_comes_back_publishes_nothing(store: Store, monkeypatch: pytest.MonkeyPatch, at: str) -> None:
+    """It was suspended for so long that another run has found its claim stale and done the step."""
+    other, seal, once = Store(store.root).create(), storing._seal, [True]
+    monkeypatch.setattr(other.claims, "is_stale", lambda path: True)
+
+    def take_over() -> None:
+        once.clear()
+        publish(other, a_step(), "of the other")
+
+    def seal_late(*arguments: Any) -> None:
+        seal(*arguments)
+        if once and at == "before it publishes":
+            take_over()
+
+    def check_late(claim: Claim) -> None:
+        check(claim)
+        if once and at == "when it publishes":
+            take_over()
+
+    check = Claim.check
+    monkeypatch.setattr(storing, "_seal", seal_late)
+    monkeypatch.setattr(Claim, "check", check_late)
+    with pytest.raises(Busy), store.claim(a_step()) as scratch:
+        assert scratch is not None
+        (scratch / "result.txt").write_text("of the first")
+        if at == "in its work":
+            take_over()
+            (scratch / "more.txt").write_text("of the first")
+    with store.claim(a_step()) as scratch:
+        assert scratch is None and (store.path(a_step()) / "result.txt").read_text() == "of the other"
+    assert len(list((store.root / "plan").iterdir())) == 1 and not list((store.root / "claims").iterdir())
+
+
+def test_an_owner_that_is_faster_than_who_takes_over_is_found(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = Store(store.root).create()
+    taken = store.claim(a_step())
+    scratch = taken.__enter__()
+    assert scratch is not None
+    (scratch / "result.txt").write_text("of the first")
+
+    def is_stale(path: Path) -> bool:
+        if not path.exists():
+            return False
+        taken.__exit__(None, None, None)
+        return True
+
+    monkeypatch.setattr(other.claims, "is_stale", is_stale)
+    with pytest.raises(Busy), other.claim(a_step()):
+        pass
+    monkeypatch.undo()
+    with other.claim(a_step()) as none:
+        assert none is None
 
 
 @pytest.mark.parametrize("harm", ["flip", "truncate", "delete", "manifest"])
@@ -219,7 +275,7 @@ def test_another_label_is_the_same_step(store: Store) -> None:
     assert Store(store.root).done(a_step(label="new_name"))
 
 
-def test_a_killed_run_leaves_nothing_and_no_lock(store: Store) -> None:
+def test_a_killed_run_leaves_nothing_and_no_claim(store: Store) -> None:
     script = f"""
         import os, signal
         from moe_lab.study.step import Part
@@ -236,6 +292,7 @@ def test_a_killed_run_leaves_nothing_and_no_lock(store: Store) -> None:
     publish(store, a_step())
     assert {p.name for p in store.path(a_step()).iterdir()} == {"result.txt", "step.json", "manifest.json"}
     assert not [p for p in (store.root / "plan").iterdir() if p.name.startswith(".")]
+    assert not list((store.root / "claims").iterdir())
 
 
 def test_errors_are_left_for_a_later_run(store: Store) -> None:
