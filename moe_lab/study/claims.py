@@ -33,7 +33,15 @@ WATCH = 2.5
 """Heartbeats that this process itself must have missed as well: a file's time may be of the owner's clock."""
 POLL = 0.2
 """Seconds between two attempts to take a claim that another process holds."""
-OWNER_SHAPE = {"token": str, "machine": [str], "pid": int, "started": str | None, "job": str | None, "inode": int}
+OWNER_SHAPE = {
+    "token": str,
+    "machine": [str],
+    "pid": int,
+    "started": str | None,
+    "inode": int,
+    "job": str | None,
+    "restarts": int,
+}
 
 
 class Busy(Exception):
@@ -74,7 +82,8 @@ class Claim:
         self.path = claims.path(name, generation)
         self.file = os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o664)
         owner = {"token": self.token, "host": socket.gethostname(), "machine": machine(), "pid": os.getpid()}
-        owner |= {"started": started(os.getpid()), "job": own_job(), "inode": os.fstat(self.file).st_ino}
+        owner |= {"started": started(os.getpid()), "inode": os.fstat(self.file).st_ino}
+        owner |= {"job": own_job(), "restarts": restarts()}
         try:
             os.write(self.file, json.dumps(owner).encode())
             os.fsync(self.file)  # other machines see it from here on
@@ -203,6 +212,8 @@ class Claims:
             now = started(owner["pid"])
             if now is None or now not in (owner["started"], "?") or owner["inode"] != status.st_ino:
                 return True
+        if owner and owner["job"] and owner["job"] == own_job() and owner["restarts"] < restarts():
+            return True  # of this job before it was requeued, on another node perhaps
         mark = (status.st_mtime_ns, owner["token"] if owner else "")
         if path not in self._seen or self._seen[path][0] != mark:
             self._seen[path] = (mark, time.monotonic())
@@ -215,7 +226,9 @@ class Claims:
             return False
 
     def _in_queue(self, owner: Mapping[str, Any] | None) -> bool:
-        return bool(owner and owner["job"] and self.in_queue and self.in_queue(owner["job"]))
+        """Whether the scheduler shows the owner's job, which says nothing about other processes of the own job."""
+        job = owner["job"] if owner else None
+        return bool(job and job != own_job() and self.in_queue and self.in_queue(job))
 
     def _now(self) -> float:
         """The time by the clock of the file system."""
@@ -249,6 +262,11 @@ def own_job() -> str | None:
     """Slurm's id of the job that this process belongs to, as squeue shows it; None outside of jobs."""
     array = os.environ.get("SLURM_ARRAY_JOB_ID")
     return f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}" if array else os.environ.get("SLURM_JOB_ID")
+
+
+def restarts() -> int:
+    """How often the job was requeued; 0 outside of jobs."""
+    return int(os.environ.get("SLURM_RESTART_COUNT") or 0)
 
 
 def _owner(path: Path) -> dict[str, Any] | None:

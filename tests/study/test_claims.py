@@ -170,6 +170,19 @@ class TestAnotherMachine:
         queue.clear()
         assert claims.is_stale(path)
 
+    def test_a_requeued_job_takes_over_what_it_had_claimed_on_another_node(
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        path, queue = foreign(folder, job="7", restarts=1), {"7"}
+        claims = Claims(folder, queue.__contains__)
+        monkeypatch.setenv("SLURM_JOB_ID", "7")
+        monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+        assert not claims.is_stale(path), "a process of the same job"
+        monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
+        assert claims.is_stale(path)
+        monkeypatch.setenv("SLURM_JOB_ID", "8")
+        assert not claims.is_stale(path)
+
     @pytest.mark.parametrize("text", ["", "{", "[]"])
     def test_a_claim_that_says_nothing_is_judged_by_its_age(self, folder: Path, text: str) -> None:
         path = foreign(folder)

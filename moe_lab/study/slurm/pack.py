@@ -76,7 +76,7 @@ def job_id() -> str:
 
 def _leave(_: int, __: FrameType | None) -> None:
     """Handle SIGTERM. A job that Slurm still lists as running is being preempted: it is requeued, as when its time is
-    up. A cancelled job exits at once, which releases its locks."""
+    up. A cancelled job exits at once, which releases its claims."""
     if scheduler.fate(job_id()) == "RUNNING":
         os.kill(os.getpid(), signal.SIGUSR2)
     else:
