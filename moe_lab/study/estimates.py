@@ -34,14 +34,14 @@ from moe_lab.study.steps.memory import (
     resident_memory,
     rewriting_memory,
 )
-from moe_lab.study.store import IDENTITY, Store
+from moe_lab.study.store import STEP, Store
 
 GIB = 2**30
 GPU_FROM = 2**30
 """Bytes of weights from which a model is put on a GPU."""
 READ = 500
 """Most finished steps of a kind whose times are read, the newest first."""
-IDENTITY_SHAPE = {"settings": dict, "inputs": {str: str}}
+STEP_SHAPE = {"settings": dict, "inputs": {str: str}, "provenance": {"seconds": Number}}
 BYTES_ON_CPU = {"auto": 4}
 """dtype -> bytes of a parameter on the CPU, for dtypes that do not determine it themselves."""
 
@@ -144,8 +144,8 @@ class Times:
         by_settings: dict[str, list[Measured]] = {}
         for folder in folders[-READ:]:
             try:
-                about = read_json(Path(folder, IDENTITY), IDENTITY_SHAPE)
-                provenance = read_json(Path(folder, "provenance.json"), {"seconds": Number})
+                about = read_json(Path(folder, STEP), STEP_SHAPE)
+                provenance = about["provenance"]
                 units = kind.units(about["settings"])
             except (OSError, Damaged, LookupError, TypeError, AttributeError, ValueError, ArithmeticError):
                 continue

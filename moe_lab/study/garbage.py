@@ -18,7 +18,7 @@ from moe_lab.json_files import Damaged, read_json
 from moe_lab.results import places, read_record
 from moe_lab.study.runs import runs, steps_at_work, studies
 from moe_lab.study.status import alive, console
-from moe_lab.study.store import DIGITS, IDENTITY, SCRATCH, Store
+from moe_lab.study.store import DIGITS, SCRATCH, STEP, Store
 
 IDENTITY_SHAPE = {"id": str, "kind": str, "inputs": {str: str}}
 LEFTOVERS = "left by killed runs"
@@ -143,9 +143,9 @@ def _record(store: Store, study: str) -> dict[str, Any] | None:
 def _inputs(store: Store, folder: Path) -> list[str]:
     """Starts of the ids of the inputs of a finished step."""
     try:
-        identity = read_json(folder / IDENTITY, IDENTITY_SHAPE)
+        identity = read_json(folder / STEP, IDENTITY_SHAPE)
     except (FileNotFoundError, Damaged):
-        raise _unclear(store, f"{folder.relative_to(store.root)}: {IDENTITY} is missing or damaged") from None
+        raise _unclear(store, f"{folder.relative_to(store.root)}: {STEP} is missing or damaged") from None
     return [place[-DIGITS:] for place in identity["inputs"].values()]
 
 
@@ -159,7 +159,7 @@ def _unclear(store: Store, reason: str) -> UserError:
 def _step(folder: Path) -> Garbage | None:
     """The finished step in a folder; None when its identity does not say that it is one."""
     with suppress(FileNotFoundError, Damaged):
-        identity = read_json(folder / IDENTITY, IDENTITY_SHAPE)
+        identity = read_json(folder / STEP, IDENTITY_SHAPE)
         if identity["kind"] == folder.parent.name and identity["id"].startswith(folder.name[-DIGITS:]):
             return Garbage(folder, identity["kind"], _bytes(folder), identity["id"])
     return None

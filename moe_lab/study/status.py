@@ -19,7 +19,7 @@ from moe_lab.json_files import Damaged, Number, read_json
 from moe_lab.study.runs import RECORD, Run, Submitted, last_about, runs, steps_at_work
 from moe_lab.study.slurm import scheduler
 from moe_lab.study.slurm.scheduler import Queued
-from moe_lab.study.store import Store, damaged
+from moe_lab.study.store import STEP, Store, damaged
 
 STATES = ("done", "running", "pending", "failed", "blocked", "missing")
 """pending: a running command or a Slurm job will do it. blocked: needs a failed step. missing: none of these; the
@@ -283,11 +283,11 @@ def _jobs(state: StudyState) -> list[str]:
 
 def _mean_seconds(store: Store, steps: Sequence[StepState], kind: str) -> float | None:
     done = [step for step in steps if step.kind == kind and step.state == "done"][:SAMPLE]
-    files = [store.place(step.name, step.id) / "provenance.json" for step in done]
+    files = [store.place(step.name, step.id) / STEP for step in done]
     seconds = []
     for file in files:
         with suppress(FileNotFoundError, Damaged):  # the next run, or verify, reports it
-            seconds.append(read_json(file, {"seconds": Number})["seconds"])
+            seconds.append(read_json(file, {"provenance": {"seconds": Number}})["provenance"]["seconds"])
     return fmean(seconds) if seconds else None
 
 

@@ -19,20 +19,30 @@ from moe_lab.errors import DISK_FULL, Unavailable, UserError
 from moe_lab.json_files import Damaged, read_json, write_json
 from moe_lab.paths import store_folder, url_of
 from moe_lab.study.claims import Busy, Claim, Claims
-from moe_lab.study.step import NO_ROOM, Step
+from moe_lab.study.step import NO_ROOM, Step, digest
 
 SCHEMA = 1
 MARKER = "store.json"
-IDENTITY = "step.json"
-"""In the folder of a finished step: the step's identity in full."""
-MANIFEST = "manifest.json"
-"""In the folder of a finished step: size and sha256 of each file, and the modification time that all files were given.
+STEP = "step.json"
+"""The one file beside a step's results: what it is (its identity in full), how it came about (provenance), size and
+sha256 of each file with the modification time that all were given, and a digest of all this.
 
 Hashing takes most of a second per GiB, so a start compares only sizes and times. The time is a whole, even number of
 seconds and earlier than the publication of the step. File systems and copies that keep whole seconds preserve it, and
 any later write to a file changes it, even within the same tick of a coarse clock.
 """
-MANIFEST_SHAPE = {"files": {str: {"bytes": int, "sha256": str}}, "time": int | None}
+STEP_SHAPE = {
+    "id": str,
+    "kind": str,
+    "settings": dict,
+    "inputs": {str: str},
+    "provenance": dict,
+    "files": {str: {"bytes": int, "sha256": str}},
+    "time": int,
+    "digest": str,
+}
+PROVENANCE = "provenance.json"
+"""In a scratch folder: what a worker says of how the step came about; it becomes part of STEP."""
 ERROR_SHAPE = {"message": str, "log": str | None}
 SCRATCH = re.compile(r"\.[0-9a-f]{12}\.[0-9a-f]{8}")
 """Name of a folder with unfinished work: start of the step's id, and a random word."""
@@ -271,17 +281,13 @@ class Store:
                 folders[match[1]].append(path)
         return folders
 
-    @contextlib.contextmanager
-    def claim(self, step: Step) -> Iterator[Path | None]:
+    def claim(self, step: Step) -> contextlib.AbstractContextManager[Path | None]:
         """Claim the step and yield a scratch folder for its result, as `receive` does."""
-        with self.receive(step.folder, step.id) as scratch:
-            yield scratch
-            if scratch is not None:
-                write_json(scratch / IDENTITY, step.document())
+        return self.receive(step.folder, step.document())
 
     @contextlib.contextmanager
-    def receive(self, name: str, step_id: str) -> Iterator[Path | None]:
-        """Claim the step with that folder's name and that id, and yield a scratch folder for all of its files; None
+    def receive(self, name: str, document: Mapping[str, Any]) -> Iterator[Path | None]:
+        """Claim the step with that folder's name and identity, and yield a scratch folder for all of its files; None
         when the step is finished already.
 
         Leaving the block without an exception publishes the scratch folder: one rename gives it the step's name. A
@@ -289,6 +295,7 @@ class Store:
         process has the claim, or has taken it over because this one was suspended for long. Raises Gone when the store
         or the scratch folder was removed, in place of any error that this caused.
         """
+        step_id = document["id"]
         self.check_there()
         with self.claims.held(step_id[:16]) as claim:
             parent = (self.root / name).parent
@@ -305,7 +312,7 @@ class Store:
             scratch.mkdir(parents=True)
             try:
                 yield scratch
-                self._publish(name, step_id, scratch, claim)
+                self._publish(name, document, scratch, claim)
             except Exception:
                 self.check_there()
                 claim.check()
@@ -315,9 +322,8 @@ class Store:
             finally:
                 shutil.rmtree(scratch, ignore_errors=True)
 
-    def _publish(self, name: str, step_id: str, scratch: Path, claim: Claim) -> None:
-        files = sorted(path for path in scratch.rglob("*") if path.is_file())
-        _seal(scratch, {str(path.relative_to(scratch)): entry(path) for path in files})
+    def _publish(self, name: str, document: Mapping[str, Any], scratch: Path, claim: Claim) -> None:
+        _seal(scratch, document)
         self.check_there()  # the work may have made the folders again after the store was deleted
         claim.check()
         try:
@@ -326,6 +332,7 @@ class Store:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
             return  # another owner was faster: what it has published stays
+        step_id = document["id"]
         self._hashed.add(step_id)
         shutil.rmtree(self.root / "partial" / step_id[:16], ignore_errors=True)
         self.forget(step_id)
@@ -350,8 +357,7 @@ def _in_queue(job: str) -> bool:
 def changed(folder: Path) -> dict[str, str]:
     """Missing and damaged files of a step's folder by size and modification time: file -> "missing" or "damaged".
 
-    A file with another time is hashed, and gets the manifest's time back if it is unchanged. Manifests of earlier
-    versions have no time: all their files are hashed, and the manifest is then given a time.
+    A file with another time is hashed, and gets its time back if it is unchanged.
     """
     return _damage(folder, hash_all=False)
 
@@ -362,41 +368,48 @@ def damaged(folder: Path) -> dict[str, str]:
     return _damage(folder, hash_all=True)
 
 
+def read_step(folder: Path) -> dict[str, Any]:
+    """STEP of a finished step. Raises FileNotFoundError without it, and Damaged when it is not as it was written."""
+    document: dict[str, Any] = read_json(folder / STEP, STEP_SHAPE)
+    if not is_whole(document):
+        raise Damaged(f"{folder / STEP} is damaged")
+    return document
+
+
+def is_whole(document: Mapping[str, Any]) -> bool:
+    """Whether the content of STEP has the digest that it was written with."""
+    return bool(document["digest"] == digest({name: value for name, value in document.items() if name != "digest"}))
+
+
 def _damage(folder: Path, *, hash_all: bool) -> dict[str, str]:
     try:
-        manifest = read_json(folder / MANIFEST, MANIFEST_SHAPE)
+        document = read_step(folder)
     except FileNotFoundError:
-        return {MANIFEST: "missing"}
+        return {STEP: "missing"}
     except Damaged:
-        return {MANIFEST: "damaged"}
-    files, moment = manifest["files"], manifest.get("time")
-    if IDENTITY not in files:
-        return {MANIFEST: "damaged"}
+        return {STEP: "damaged"}
     damage = {}
-    for name, expected in files.items():
+    for name, expected in document["files"].items():
         try:
             with (folder / name).open("rb") as file:
-                if not _as_published(file, expected, moment, hash_all):
+                if not _as_published(file, expected, document["time"], hash_all):
                     damage[name] = "damaged"
         except (FileNotFoundError, NotADirectoryError):
             damage[name] = "missing"
         except IsADirectoryError:
             damage[name] = "damaged"
-    if moment is None and not damage:
-        with contextlib.suppress(OSError):  # files of another owner, or set aside by another run
-            _seal(folder, files)
     return damage
 
 
-def _as_published(file: BinaryIO, expected: Mapping[str, Any], moment: int | None, hash_all: bool) -> bool:
+def _as_published(file: BinaryIO, expected: Mapping[str, Any], moment: int, hash_all: bool) -> bool:
     status = os.fstat(file.fileno())
-    timely = moment is not None and status.st_mtime_ns == moment * NANO
+    timely = status.st_mtime_ns == moment * NANO
     if status.st_size != expected["bytes"]:
         return False
     if timely and not hash_all:
         return True
     same = bool(_sha256(file) == expected["sha256"])
-    if same != timely and moment is not None and os.fstat(file.fileno()).st_mtime_ns == status.st_mtime_ns:
+    if same != timely and os.fstat(file.fileno()).st_mtime_ns == status.st_mtime_ns:
         with contextlib.suppress(OSError, OverflowError):  # a file of another owner: hashed again next time
             mended = moment * NANO if same else time.time_ns()
             os.utime(file.fileno(), ns=(mended, mended))
@@ -411,14 +424,22 @@ def _sha256(file: BinaryIO) -> str:
 
 
 def entry(path: Path) -> dict[str, Any]:
-    """Size and sha256 of a file, as in the manifest."""
+    """Size and sha256 of a file, as in STEP."""
     with path.open("rb") as file:
         return {"bytes": path.stat().st_size, "sha256": _sha256(file)}
 
 
-def _seal(folder: Path, files: Mapping[str, Any]) -> None:
-    """Set the modification time of `files`, and write the manifest."""
+def _seal(folder: Path, document: Mapping[str, Any]) -> None:
+    """Set the modification time of all files, and write STEP. `document`: the identity, and the provenance unless it is
+    in PROVENANCE."""
+    provenance = {"provenance": {}}
+    with contextlib.suppress(FileNotFoundError):
+        provenance = {"provenance": read_json(folder / PROVENANCE, {})}
+        (folder / PROVENANCE).unlink()
     moment = (int(time.time()) // TICK - 1) * TICK
-    for name in files:
-        os.utime(folder / name, ns=(moment * NANO, moment * NANO))
-    write_json(folder / MANIFEST, {"schema": SCHEMA, "time": moment, "files": files})
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    files = {str(path.relative_to(folder)): entry(path) for path in paths}
+    for path in paths:
+        os.utime(path, ns=(moment * NANO, moment * NANO))
+    content = {**provenance, **document, "files": files, "time": moment}
+    write_json(folder / STEP, {**content, "digest": digest(content)})

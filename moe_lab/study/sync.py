@@ -3,12 +3,12 @@
 The store itself is a folder in the user's cache, which everything works on. At the URL are copies:
 
     KIND/NAME/DIGEST/FILE   the files of a finished step; DIGEST is of their names, sizes and hashes
-    KIND/NAME.json          its id, and size and sha256 of each file; written when all of them are there
+    KIND/NAME.json          its step.json, with size and sha256 of each file; written when all of them are there
     runs/STUDY/RUN.json     the record of a run
     reports/STUDY/FILE      the report of a study
 
 Object stores cannot rename a folder, so a step is finished where its KIND/NAME.json is. What two machines make of one
-step differs at least in the times it took, so that it has two digests and their files never mix. Nothing there is ever
+step may differ, and then has two digests, so that their files never mix. Nothing there is ever
 changed; only a copy that is found damaged is removed.
 """
 
@@ -25,13 +25,14 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from moe_lab.errors import DISK_FULL, Unavailable, UserError, nearest, unknown
-from moe_lab.json_files import Damaged, fits, read_json, write_json
+from moe_lab.json_files import Damaged, fits, write_json
 from moe_lab.paths import url_of
 from moe_lab.results import DIGITS, RECORD, RECORD_SHAPE, current_records, places, read_record
 from moe_lab.study.step import NO_ROOM, digest
-from moe_lab.study.store import FOLDER, IDENTITY, MANIFEST, MANIFEST_SHAPE, Busy, Gone, Store, changed, entry
+from moe_lab.study.store import FOLDER, STEP_SHAPE, Busy, Gone, Store, changed, entry, is_whole, read_step
 
-MARKER_SHAPE = {"id": str, "files": MANIFEST_SHAPE["files"]}
+IDENTITY = ("id", "kind", "settings", "inputs", "provenance")
+"""What step.json says of a step apart from its files."""
 AT_ONCE = 8
 """Steps that are copied at the same time: most are small, and every request waits for an answer."""
 EVERY = 600.0
@@ -156,11 +157,11 @@ def pull(store: Store, remote: Remote, wanted: Iterable[str]) -> None:
 
 
 def _pull(store: Store, remote: Remote, place: str) -> None:
-    marker = remote.read(f"{place}.json", MARKER_SHAPE)
+    marker = remote.read(f"{place}.json", STEP_SHAPE)
     try:
-        if marker is None or IDENTITY not in marker["files"] or not marker["id"].startswith(place[-DIGITS:]):
+        if marker is None or not is_whole(marker) or not marker["id"].startswith(place[-DIGITS:]):
             raise Damaged(f"{place}.json is damaged")
-        with store.receive(place, marker["id"]) as scratch:
+        with store.receive(place, {name: marker[name] for name in IDENTITY}) as scratch:
             if scratch is not None:
                 _copy(remote, place, marker, scratch)
     except Damaged as error:
@@ -217,10 +218,7 @@ def _push(store: Store, remote: Remote, place: str) -> None:
     if changed(folder):  # the next run sees to it
         return
     try:
-        marker = {
-            "id": read_json(folder / IDENTITY, {"id": str})["id"],
-            "files": read_json(folder / MANIFEST, MANIFEST_SHAPE)["files"],
-        }
+        marker = read_step(folder)
         target, there = _folder(place, marker), {}
         with remote.asked(f"{place} was not pushed"), suppress(FileNotFoundError):
             there = remote.files.find(remote.path(target), detail=True)

@@ -122,7 +122,8 @@ def _evaluate(root: Path, cell: dict[str, Any], task: str, items: int) -> str:
         "seconds": 1.5,
     }
     code = {"commit": "0" * 40, "edited": False}
-    write_json(root / folder / "provenance.json", {**provenance, "code": code, "versions": {"torch": "0.0-synthetic"}})
+    provenance |= {"code": code, "versions": {"torch": "0.0-synthetic"}}
+    write_json(root / folder / "step.json", {"provenance": provenance})
     return folder
 
 

@@ -108,7 +108,7 @@ def test_a_number_that_was_not_published_is_not_read(copied: Copy) -> None:
     store = copied()
     file = folder(store, 3, "rte") / "result.json"
     published = {"bytes": file.stat().st_size, "sha256": sha256(file.read_bytes()).hexdigest()}
-    (file.parent / "manifest.json").write_text(json.dumps({"schema": 1, "files": {file.name: published}}))
+    (file.parent / "step.json").write_text(json.dumps({"files": {file.name: published}}))
     assert not load(store, "made_up").gaps
     change_result(store, 3, "rte", score=0.5)
     study = load(store, "made_up")
@@ -143,8 +143,8 @@ def test_mixed_sizes_metrics_and_versions_are_told(copied: Copy) -> None:
     frame.to_parquet(place / "samples.parquet", index=False)
     change_result(store, 1, "hellaswag", score=float(frame["outcome"].mean()), n=20)
     change_result(store, 2, "arc_easy", metric="acc_norm")
-    provenance = folder(store, 2, "rte") / "provenance.json"
-    provenance.write_text(json.dumps({"versions": {"torch": "9.9"}}))
+    step = folder(store, 2, "rte") / "step.json"
+    step.write_text(json.dumps({"provenance": {"versions": {"torch": "9.9"}}}))
     result = folder(store, 3, "humaneval") / "result.json"
     result.write_text(json.dumps({**json.loads(result.read_text()), "protocol": {"sandbox": "limited subprocess"}}))
     result = folder(store, 3, "wildbench") / "result.json"

@@ -129,7 +129,7 @@ def test_the_main_experiment_gives_the_numbers_of_one_process(
 
 def test_each_step_of_the_main_experiment_ran_once(agnostic: Future[Path]) -> None:
     store = agnostic.result()
-    steps = {str(path.parent.relative_to(store)) for path in store.glob("*/*/manifest.json")}
+    steps = {str(path.parent.relative_to(store)) for path in store.glob("*/*/step.json")}
     assert ran(store) == Counter(steps), "every step was given to a worker once"
     (last,) = [run for run in (store / "runs" / "task_agnostic").iterdir()]
     assert steps == {folder for _, folder, _ in json.loads((last / "run.json").read_text())["steps"]}

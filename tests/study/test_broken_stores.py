@@ -74,12 +74,10 @@ KINDS = {
     "store.json": "store.json",
     "run.json": "runs/study/*/run.json",
     "failed": "failed/*.json",
-    "manifest": "plan/*/manifest.json",
-    "identity": "statistics/*/step.json",
+    "step": "plan/*/step.json",
     "result": "model/*/result.json",
-    "provenance": "scores/*/provenance.json",
 }
-STEPS = ("manifest", "identity", "result", "provenance")
+STEPS = ("step", "result")
 
 
 def wrong(document: Any) -> Any:
@@ -158,12 +156,12 @@ def test_what_runs_noted_is_set_aside_when_it_is_damaged(finished: Path, tmp_pat
     assert len(list((store / "damaged").iterdir())) == 2
 
 
-def test_a_manifest_without_the_identity_of_its_step_is_damaged(finished: Path, tmp_path: Path) -> None:
+def test_a_changed_word_in_step_json_is_damage(finished: Path, tmp_path: Path) -> None:
     store = tmp_path / "store"
     shutil.copytree(finished, store)
-    manifest = next(store.glob("plan/*/manifest.json"))
-    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "files": {}}))
-    assert changed(manifest.parent) == {"manifest.json": "damaged"}
+    step = next(store.glob("plan/*/step.json"))
+    step.write_text(step.read_text().replace('"kind": "plan"', '"kind": "plum"'))
+    assert changed(step.parent) == {"step.json": "damaged"}
 
 
 def deleted(store: Path) -> None:
@@ -433,8 +431,9 @@ def test_the_analysis_refuses_a_damaged_record_in_a_sentence(finished: Path, tmp
     store = tmp_path / "store"
     shutil.copytree(finished, store)
     damage(next(store.glob("runs/study/*/record.json")), way)
-    for manifest in store.glob("*/*/manifest.json"):
-        damage(manifest, way)
-        assert Reader(store).json(manifest.parent, "result.json") is None
+    for step in store.glob("*/*/step.json"):
+        damage(step, way)
+        if way != "{}":  # as of a step of a store that someone made by hand, whose files have no checksums
+            assert Reader(store).json(step.parent, "result.json") is None
     with pytest.raises(UserError, match="study=study cannot be read"):
         document(store, [STUDY])

@@ -143,7 +143,7 @@ def test_killed_and_started_again_it_ends_in_the_same_store(finished: Path, tmp_
     """SIGKILL to everything as soon as the first step of a kind is there, then the same command."""
     store = tmp_path / "store"
     run = subprocess.Popen(command(store, *GRID), cwd=tmp_path, start_new_session=True, stderr=subprocess.DEVNULL)
-    until(lambda: list(store.glob(f"{after}/*/manifest.json")) or run.poll() is not None)
+    until(lambda: list(store.glob(f"{after}/*/step.json")) or run.poll() is not None)
     assert run.poll() is None
     os.kill(run.pid, signal.SIGKILL)
     run.wait()
@@ -186,4 +186,4 @@ def test_a_dry_run_computes_nothing(tmp_path: Path) -> None:
     store = tmp_path / "store"
     done = moe_lab(store, *GRID, "dry_run=true")
     assert done.returncode == 0 and "statistics" in done.stderr
-    assert not list(store.glob("*/*/manifest.json"))
+    assert not list(store.glob("*/*/step.json"))

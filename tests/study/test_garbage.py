@@ -68,7 +68,7 @@ def steps(of: Asked) -> dict[str, Step]:
 
 
 def finished(place: Path) -> set[str]:
-    return {str(path.parent.relative_to(place)) for path in place.glob("*/[!.]*/manifest.json")}
+    return {str(path.parent.relative_to(place)) for path in place.glob("*/[!.]*/step.json")}
 
 
 def named(place: Path) -> set[str]:

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 
 from moe_lab.errors import UserError
-from moe_lab.json_files import write_json
 from moe_lab.study import __main__ as command
 from moe_lab.study import store as storing
 from moe_lab.study.claims import Claim
@@ -38,6 +37,7 @@ def publish(store: Store, step: Step, text: str = "result") -> None:
     with store.claim(step) as scratch:
         assert scratch is not None
         (scratch / "result.txt").write_text(text)
+        (scratch / "provenance.json").write_text('{"seconds": 1.5}')
 
 
 def test_published_whole_with_identity_and_checksums(store: Store) -> None:
@@ -46,8 +46,10 @@ def test_published_whole_with_identity_and_checksums(store: Store) -> None:
     publish(store, step)
     assert store.done(step)
     folder = store.path(step)
-    assert json.loads((folder / "step.json").read_text())["id"] == step.id
-    assert set(json.loads((folder / "manifest.json").read_text())["files"]) == {"result.txt", "step.json"}
+    document = json.loads((folder / "step.json").read_text())
+    assert document["id"] == step.id and document["settings"] == {"settings": {"number": 0}}
+    assert document["provenance"] == {"seconds": 1.5} and set(document["files"]) == {"result.txt"}
+    assert {path.name for path in folder.iterdir()} == {"result.txt", "step.json"}
     assert [p.name for p in folder.parent.iterdir()] == [folder.name]
 
 
@@ -135,15 +137,15 @@ def test_an_owner_that_is_faster_than_who_takes_over_is_found(store: Store, monk
         assert none is None
 
 
-@pytest.mark.parametrize("harm", ["flip", "truncate", "delete", "manifest"])
+@pytest.mark.parametrize("harm", ["flip", "truncate", "delete", "step"])
 def test_damage_is_noticed_set_aside_and_said(store: Store, harm: str) -> None:
     step = a_step()
     publish(store, step)
-    file = store.path(step) / ("manifest.json" if harm == "manifest" else "result.txt")
+    file = store.path(step) / ("step.json" if harm == "step" else "result.txt")
     if harm == "delete":
         file.unlink()
     else:
-        file.write_text({"flip": "resulT", "truncate": "res", "manifest": "{"}[harm])
+        file.write_text({"flip": "resulT", "truncate": "res", "step": "{"}[harm])
     assert not store.done(step)
     assert "computed again" in store.notices[0]
     assert len(list((store.root / "damaged").iterdir())) == 1
@@ -174,7 +176,7 @@ def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def test_a_start_hashes_nothing(store: Store, hashed: list[str]) -> None:
     publish(store, a_step())
-    assert sorted(hashed) == ["result.txt", "step.json"]
+    assert hashed == ["result.txt"]
     hashed.clear()
     assert all(Store(store.root).done(a_step()) for _ in range(2))
     assert hashed == []
@@ -194,9 +196,7 @@ def test_a_copied_store_is_hashed_once_and_nothing_is_made_again(
         elif way == "same tick":
             os.utime(file, (1_800_000_001,) * 2)
     copy = Store(other)
-    assert copy.done(a_step()) and sorted(hashed) == (
-        [] if way in ("cp -a", "seconds") else ["result.txt", "step.json"]
-    )
+    assert copy.done(a_step()) and hashed == ([] if way in ("cp -a", "seconds") else ["result.txt"])
     hashed.clear()
     assert Store(other).done(a_step()) and hashed == []
 
@@ -206,21 +206,6 @@ def test_a_file_damaged_before_its_store_was_copied_is_noticed(store: Store, tmp
     rot(store.path(a_step()) / "result.txt")
     shutil.copytree(store.root, tmp_path / "copy", copy_function=shutil.copy)
     assert not Store(tmp_path / "copy").done(a_step())
-
-
-def test_a_manifest_of_an_earlier_version_is_as_good(store: Store, hashed: list[str]) -> None:
-    publish(store, a_step())
-    manifest = store.path(a_step()) / "manifest.json"
-    old = {key: value for key, value in json.loads(manifest.read_text()).items() if key != "time"}
-    write_json(manifest, old)
-    os.utime(manifest.with_name("result.txt"))
-    hashed.clear()
-    assert Store(store.root).done(a_step()) and sorted(hashed) == ["result.txt", "step.json"]
-    hashed.clear()
-    assert Store(store.root).done(a_step()) and hashed == []
-    write_json(manifest, old)
-    rot(manifest.with_name("result.txt"))
-    assert not Store(store.root).done(a_step())
 
 
 def test_a_write_within_the_tick_of_a_coarse_clock_is_noticed(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -290,7 +275,7 @@ def test_a_killed_run_leaves_nothing_and_no_claim(store: Store) -> None:
     assert done.returncode == -signal.SIGKILL
     assert not store.done(a_step())
     publish(store, a_step())
-    assert {p.name for p in store.path(a_step()).iterdir()} == {"result.txt", "step.json", "manifest.json"}
+    assert {p.name for p in store.path(a_step()).iterdir()} == {"result.txt", "step.json"}
     assert not [p for p in (store.root / "plan").iterdir() if p.name.startswith(".")]
     assert not list((store.root / "claims").iterdir())
 

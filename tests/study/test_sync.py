@@ -81,10 +81,10 @@ def begin(url: str, of: Asked) -> int:
 
 
 def content(place: Path) -> dict[str, bytes]:
-    """What all finished steps of a store have in their files, except when they were published."""
+    """What all finished steps of a store have in their files, but for step.json, which says when."""
     folders = (folder for folders in Store(place).finished().values() for folder in folders)
-    files = (path for folder in folders if (folder / "manifest.json").exists() for path in folder.iterdir())
-    return {str(path.relative_to(place)): path.read_bytes() for path in files if path.name != "manifest.json"}
+    files = (path for folder in folders if (folder / "step.json").exists() for path in folder.iterdir())
+    return {str(path.relative_to(place)): path.read_bytes() for path in files if path.name != "step.json"}
 
 
 def recorded(place: Path) -> set[str]:
@@ -345,7 +345,7 @@ def test_a_study_is_synchronised_by_its_name_and_analysed_there(
     assert ask(monkeypatch, "sync", STUDY, f"store={tmp_path / 'alone'}") == 2 and not Path(tmp_path, "alone").exists()
     assert ask(monkeypatch, "sync", f"store={url}") == ask(monkeypatch, "sync", STUDY, f"store={url}") == 0
     place = parse([f"store={url}"]).store
-    assert recorded(place) and all((place / name / "manifest.json").exists() for name in recorded(place))
+    assert recorded(place) and all((place / name / "step.json").exists() for name in recorded(place))
     assert ask(monkeypatch, "gc", "apply=true", f"store={url}") == 0
     assert all((place / name).is_dir() for name in recorded(place))
     machine("third")
