@@ -118,10 +118,7 @@ def test_a_further_grid_shares_the_passes_of_the_first(store: Path) -> None:
 def test_dropped_experts_are_replaced_by_their_mean_outputs(store: Path) -> None:
     words = ["grid.allocation=[uniform,novices]", "criterion=mone", "ratio=0.5", "export=natural", "verify=true"]
     removed, replaced = cells(store, *words)
-    assert [cell["cell"]["allocation"] for cell in (removed, replaced)] == [
-        "uniform",
-        "uniform, replacement=mean_output",
-    ]
+    assert [cell["cell"]["replacement"] for cell in (removed, replaced)] == ["none", "mean_output"]
     dropping, plan = (Plan.load(store / cell["plan"] / "plan.json") for cell in (removed, replaced))
     inputs = content(store, replaced["plan"], "step.json")["inputs"]
     sums = load_arrays(store / inputs["statistics"] / "statistics.safetensors")
@@ -139,7 +136,7 @@ def test_dropped_experts_are_replaced_by_their_mean_outputs(store: Path) -> None
 def test_dropped_experts_are_merged(store: Path, criterion: str, merging: str) -> None:
     words = [f"criterion={criterion}", f"grid.allocation=[{merging}]", "ratio=0.75", "export=natural", "verify=true"]
     for cell, name in zip(cells(store, *words), merging.split(","), strict=True):
-        assert cell["cell"]["allocation"] == f"uniform, replacement={name}"
+        assert (cell["cell"]["allocation"], cell["cell"]["replacement"]) == ("uniform", name)
         plan = Plan.load(store / cell["plan"] / "plan.json")
         inputs = content(store, cell["plan"], "step.json")["inputs"]
         if "plan" in inputs:  # of the step that matches channels
@@ -170,7 +167,7 @@ def test_channels_of_merged_experts_are_matched(store: Path) -> None:
         assert plan.merged and not unmatched.alignments and replace(plan, alignments={}) == unmatched
         for layer in plan.merged:
             assert (plan.alignments[layer] != numpy.arange(64)).any(1).all()
-        by_weights = cell["cell"]["allocation"] == "global by frequency, replacement=m_smoe"
+        by_weights = (cell["cell"]["allocation"], cell["cell"]["replacement"]) == ("global by frequency", "m_smoe")
         assert (plan == align(network, unmatched)) == by_weights
 
 
@@ -218,8 +215,8 @@ def test_protected_experts_are_in_every_plan_and_in_its_provenance(store: Path) 
     chosen = first[0].provenance["protected"]
     assert chosen and all(plan.provenance["protected"] == chosen for plan in first)
     assert all(set(ids) <= set(plan.experts[int(layer)]) for plan in first for layer, ids in chosen.items())
-    assert {cell["cell"]["allocation"] for cell in by_statistics} == {
-        f"{name}, protect=super, protect_layers=1" for name in ("uniform", "sequential")
+    assert {(cell["cell"]["allocation"], cell["cell"]["protect"]) for cell in by_statistics} == {
+        (name, "super, protect_layers=1") for name in ("uniform", "sequential")
     }
 
 
