@@ -39,7 +39,7 @@ context = ${{{{{TEST}-}}}}
 COMPARISONS = {ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "==", ast.Is: "is not"}
 COMPARISONS |= {ast.IsNot: "is", ast.In: "not in", ast.NotIn: "in"}
 OPERATIONS = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult}
-OPERATIONS |= {ast.BitOr: ast.BitAnd, ast.BitAnd: ast.BitOr, ast.And: ast.Or, ast.Or: ast.And}
+OPERATIONS |= {ast.BitOr: ast.BitAnd, ast.BitAnd: ast.BitOr}
 
 
 def main() -> int:
@@ -147,7 +147,8 @@ def replacements(node: ast.AST) -> Iterator[str]:
         case ast.BinOp(left=left, op=operation, right=right) if type(operation) in OPERATIONS:
             yield f"({ast.unparse(ast.BinOp(left, OPERATIONS[type(operation)](), right))})"
         case ast.BoolOp(op=operation, values=values):
-            yield f"({ast.unparse(ast.BoolOp(OPERATIONS[type(operation)](), values))})"
+            other = ast.And() if isinstance(operation, ast.Or) else ast.Or()
+            yield f"({ast.unparse(ast.BoolOp(other, values))})"
         case ast.UnaryOp(op=ast.Not(), operand=operand):
             yield f"bool({ast.unparse(operand)})"
         case ast.Constant(value=bool() as value):

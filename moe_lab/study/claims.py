@@ -63,7 +63,8 @@ def machine() -> list[str]:
 def started(pid: int) -> str | None:
     """When a process began, in clock ticks since boot; None when there is none; "?" when it is hidden from us."""
     with suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return None if state in "ZX" else fields[18]  # a zombie has ended, and its parent has not asked how
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

@@ -45,13 +45,13 @@ def fork(work: Callable[[], Any]) -> int:
 
 
 def killed_owner(folder: Path, name: str) -> None:
-    """A claim whose process was killed."""
+    """A claim whose process was killed, and is a zombie."""
 
     def hold() -> None:
         Claims(folder).take(name)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    os.waitpid(fork(hold), 0)
+    os.waitid(os.P_PID, fork(hold), os.WEXITED | os.WNOWAIT)
 
 
 def change(path: Path, **changes: Any) -> None:
