@@ -17,7 +17,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from moe_lab.json_files import Damaged, fits, read_json
+from moe_lab.json_files import read_json
 
 SCHEMA = 1
 """Newest schema of a study's record that this code reads."""
@@ -140,9 +140,7 @@ class Reader:
         if folder not in self._published:
             files: dict[str, dict[str, str]] = {}
             with contextlib.suppress(FileNotFoundError):
-                files = read_json(folder / "step.json", dict).get("files", {})
-            if not fits(files, {str: {"sha256": str}}):
-                raise Damaged(f"{folder / 'step.json'} is damaged")
+                files = read_json(folder / "step.json", {"files": {str: {"sha256": str}}})["files"]
             self._published[folder] = {name: entry["sha256"] for name, entry in files.items()}
         return self._published[folder]
 

@@ -123,7 +123,7 @@ def _evaluate(root: Path, cell: dict[str, Any], task: str, items: int) -> str:
     }
     code = {"commit": "0" * 40, "edited": False}
     provenance |= {"code": code, "versions": {"torch": "0.0-synthetic"}}
-    write_json(root / folder / "step.json", {"provenance": provenance})
+    write_json(root / folder / "step.json", {"files": {}, "provenance": provenance})
     return folder
 
 

@@ -117,4 +117,4 @@ def _save(folder: Path, layers: dict[int, dict[str, np.ndarray]]) -> None:
 
 def _describe(root: Path, name: str, inputs: dict[str, str], seconds: float, mebibytes: int) -> None:
     about = {"seconds": seconds, "peak_memory_bytes": mebibytes * MIB, "machine": "imagined, 2 cores"}
-    write_json(root / name / "step.json", {"inputs": inputs, "provenance": about})
+    write_json(root / name / "step.json", {"files": {}, "inputs": inputs, "provenance": about})

@@ -144,7 +144,7 @@ def test_mixed_sizes_metrics_and_versions_are_told(copied: Copy) -> None:
     change_result(store, 1, "hellaswag", score=float(frame["outcome"].mean()), n=20)
     change_result(store, 2, "arc_easy", metric="acc_norm")
     step = folder(store, 2, "rte") / "step.json"
-    step.write_text(json.dumps({"provenance": {"versions": {"torch": "9.9"}}}))
+    step.write_text(json.dumps({"files": {}, "provenance": {"versions": {"torch": "9.9"}}}))
     result = folder(store, 3, "humaneval") / "result.json"
     result.write_text(json.dumps({**json.loads(result.read_text()), "protocol": {"sandbox": "limited subprocess"}}))
     result = folder(store, 3, "wildbench") / "result.json"
