@@ -11,6 +11,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -120,7 +121,7 @@ def test_of_those_that_find_a_stale_claim_one_has_it(folder: Path, tmp_path: Pat
 
     for number in range(20):
         killed_owner(folder, "x")
-        for pid in [fork(lambda seed=seed: race(seed)) for seed in range(4 * number, 4 * number + 4)]:  # type: ignore[misc]
+        for pid in [fork(partial(race, seed)) for seed in range(4 * number, 4 * number + 4)]:
             os.waitpid(pid, 0)
     assert not two.exists() and len(took.read_text()) > 20
     Claims(folder).clear()
@@ -139,11 +140,11 @@ class TestAnotherMachine:
 
     def test_an_old_claim_is_free_after_some_missed_heartbeats(self, folder: Path) -> None:
         path, claims = foreign(folder, HOUR), Claims(folder)
-        claiming.LIMIT = 10 * HOUR  # type: ignore[assignment]
+        claiming.LIMIT = 10 * HOUR
         assert not claims.is_stale(path)
         time.sleep(4 * claiming.BEAT)
         assert not claims.is_stale(path), "it is not that old"
-        claiming.LIMIT = 60  # type: ignore[assignment]
+        claiming.LIMIT = 60
         assert claims.is_stale(path)
 
     @pytest.mark.parametrize("age", [HOUR, 0, -HOUR])
