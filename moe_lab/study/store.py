@@ -33,7 +33,7 @@ seconds and earlier than the publication of the step. File systems and copies th
 any later write to a file changes it, even within the same tick of a coarse clock.
 """
 MANIFEST_SHAPE = {"files": {str: {"bytes": int, "sha256": str}}, "time": int | None}
-ERROR_SHAPE = {"message": str, "log": str | None}
+ERROR_SHAPE = {"message": str}
 SCRATCH = re.compile(r"\.[0-9a-f]{12}\.[0-9a-f]{8}")
 """Name of a folder with unfinished work: start of the step's id, and a random word."""
 DIGITS = 12
