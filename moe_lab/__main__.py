@@ -12,8 +12,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NoReturn
 
-from moe_lab.errors import end_with, mask
+from moe_lab.errors import end_with
 from moe_lab.paths import conf
+from moe_lab.secrets import mask
 
 START = """moe_lab scores, prunes and evaluates Mixture-of-Experts language models. Three commands to start with:
 
@@ -79,7 +80,7 @@ def main() -> None:
 
     def study(config: DictConfig) -> None:
         nonlocal exit_code
-        # No exception may reach Hydra: it would print the command line, which may hold secrets.
+        # No exception may reach Hydra, which would print a stack trace.
         with _sentences():
             try:
                 exit_code = max(exit_code, ask([config]))

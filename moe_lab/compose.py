@@ -23,7 +23,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
-from moe_lab import errors, grid, plugins, secret_settings
+from moe_lab import grid, plugins
 from moe_lab.allocation import ALLOCATIONS
 from moe_lab.config import Config
 from moe_lab.criteria import CRITERIA
@@ -186,21 +186,11 @@ def _differing(usual: Mapping[Any, Any], own: Mapping[Any, Any]) -> Iterator[tup
 
 
 def typed(config: DictConfig) -> Config:
-    """The composed configuration as typed objects, with its secrets moved to the environment (secret_settings.py).
-
-    Raises UserError for a required value that is missing, and for an environment variable that does not exist.
-    """
+    """The composed configuration as typed objects. Raises UserError for a required value that is missing."""
     own = config.copy()
     with open_dict(own):
         own.pop("hydra", None)  # the configuration of a multirun's job includes Hydra's settings
     _check_keys(own)
-    written = _plain(own)
-    for key in secret_settings.LATE:
-        value = _at(written, key)
-        if value is not None:
-            kept = secret_settings.hidden(value, key)
-            secret_settings.revealed(kept)
-            OmegaConf.update(own, key, secret_settings.escaped(kept), merge=False, force_add=True)
     try:
         result = OmegaConf.to_object(own)
     except MissingMandatoryValue as error:
@@ -222,35 +212,6 @@ def _check_keys(config: DictConfig, prefix: str = "") -> None:
             _check_keys(inner, f"{prefix}{key}.")
 
 
-def _at(document: Any, key: str) -> Any:
-    """The value under a dotted key; None where there is none."""
-    for part in key.split("."):
-        document = document.get(part) if isinstance(document, dict) else None
-    return document
-
-
-def from_environment(config: DictConfig) -> dict[str, Any]:
-    """Dotted key -> the interpolation, for every setting whose value is taken from the environment now.
-
-    Those of `secret_settings.LATE` are left out: they are resolved when they are used.
-    """
-    late = tuple(f"{key}." for key in secret_settings.LATE)
-    return {
-        key: value
-        for key, value in _leaves(_plain(config))
-        if errors.ENVIRONMENT.search(str(value)) and not f"{key}.".startswith(late)
-    }
-
-
-def _leaves(document: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted key, value) of every value in a document that is not a mapping."""
-    for name, value in document.items():
-        if isinstance(value, dict):
-            yield from _leaves(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
-
-
 def ask(configs: Sequence[DictConfig]) -> int:
     """Run one study over the cells of all `configs`: the jobs of a multirun, or a single run. Returns the exit code."""
     from moe_lab.study.run import run
@@ -263,7 +224,7 @@ def ask(configs: Sequence[DictConfig]) -> int:
     ]
     alone = "hydra" not in configs[0] and HydraConfig.get().mode == RunMode.MULTIRUN
     wanted = [request for _, asked in jobs for request in asked]
-    return run(jobs[0][0], wanted, add=alone, written=from_environment(configs[0]))
+    return run(jobs[0][0], wanted, add=alone)
 
 
 def requests(

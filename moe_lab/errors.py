@@ -1,19 +1,16 @@
-"""Errors for users: one sentence without a stack trace, in which every secret is replaced by ***.
-
-A secret is the value of a key such as api_key, the password in a URL, the word after --api-key or TOKEN= in a command
-line, and the value of an environment variable with such a name.
-"""
+"""Errors for users: one sentence without a stack trace."""
 
 from __future__ import annotations
 
 import errno
 import os
-import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from difflib import get_close_matches
 from importlib.util import find_spec
-from typing import Any, NoReturn
+from typing import NoReturn
+
+from moe_lab.secrets import mask
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 """Error numbers of a full disk and of an exhausted quota."""
@@ -21,7 +18,7 @@ DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 class UserError(ValueError):
     """A mistake that the user can correct. The message is one sentence: field, value, expectation, nearest choice.
-    Secrets in it are masked."""
+    Secrets of the environment are masked in it."""
 
     def __init__(self, message: str) -> None:
         super().__init__(mask(message))
@@ -80,88 +77,3 @@ def end_with(main: Callable[[], int | None]) -> NoReturn:
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
         code = 141
     sys.exit(code)
-
-
-MASK = "***"
-OWN = "MOE_LAB_SECRET"
-"""Prefix of the environment variables that secrets are moved to."""
-ENVIRONMENT = re.compile(r"\$\{oc\.env:\s*(\w+)\s*(?:,\s*([^${}]*?)\s*)?\}")
-_WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
-_ALWAYS = {"secret", "secrets", "password", "passwd", "passphrase", "apikey", "authorization", "credentials"}
-_LAST = {"auth", "bearer", "cookie", "credential", "pw", "pwd"}
-_PLAIN = {"bos", "eos", "pad", "unk", "sep", "cls", "mask", "stop", "start", "begin", "end", "image", "next", "special"}
-"""Words before `token` that make it a token of a tokenizer."""
-_NO_KEY = {"sort", "primary", "group", "cache"}
-_VALUE = r"""(?P<value>"[^"]*"|'[^']*'|[^\s"',;&}\]]+)"""
-_PATTERNS = (
-    re.compile(r"://[^/\s@:]*:(?!\d+/)(?P<value>[^\s]+)@"),
-    re.compile(r"://(?P<value>[^/\s@:]{16,})@"),
-    re.compile(rf"(?P<name>[\w.-]+)={_VALUE}"),
-    re.compile(rf"(?P<name>--[\w-]+)\s+{_VALUE}"),
-    re.compile(rf"""[{{,\s"'](?P<name>[\w-]+)["']?\s*:\s*\[?(?=["'])(?:Bearer\s+)?{_VALUE}"""),
-    re.compile(rf"[{{,]\s*(?P<name>[\w-]+)\s*:\s*(?:Bearer\s+)?{_VALUE}"),
-    re.compile(r"\bBearer\s+(?P<value>[^\s\"']+)"),
-)
-_SHORTEST = 4
-"""Fewest characters of a secret that is masked wherever it occurs; a shorter one cannot be told from other text."""
-_known: set[str] = set()
-
-
-def is_secret(name: str) -> bool:
-    """Whether a key of this name holds a secret: api_key, HF_TOKEN and Authorization do; max_tokens, eos_token and
-    key_variable do not."""
-    words = [word.lower() for word in _WORD.findall(name)] or [""]
-    before = words[-2] if len(words) > 1 else ""
-    return (
-        bool(_ALWAYS & set(words))
-        or words[-1] in _LAST
-        or (words[-1] == "token" and before not in _PLAIN)
-        or (words[-1] == "key" and before not in _NO_KEY)
-    )
-
-
-def mask(text: str) -> str:
-    """Replace every secret that this process knows, and everything that looks like a secret, by ***."""
-    text = ENVIRONMENT.sub(lambda match: MASK if match[1].startswith(OWN) else match[0], text)
-    for value in sorted(_known, key=len, reverse=True):
-        text = text.replace(value, MASK)
-    return replace_secrets(text, lambda _: MASK)
-
-
-def masked(document: Any, name: str = "") -> Any:
-    """A JSON document with every secret replaced by ***. `name` is its key, if it is part of another document."""
-    if isinstance(document, Mapping):
-        return {key: masked(value, name if is_secret(name) else str(key)) for key, value in document.items()}
-    if isinstance(document, list | tuple):
-        return [masked(value, name) for value in document]
-    if not is_secret(name) or document is None or isinstance(document, bool):
-        return mask(document) if isinstance(document, str) else document
-    return mask(str(document)) if is_placeholder(str(document)) else MASK
-
-
-def replace_secrets(text: str, new: Callable[[str], str]) -> str:
-    """Replace everything in the text that looks like a secret by `new(secret)`."""
-
-    def replace(match: re.Match[str]) -> str:
-        value, name = match["value"], match.groupdict().get("name")
-        quote = value[0] if value[:1] in ("'", '"') else ""
-        bare = value.strip(quote) if quote else value
-        if not bare or bare == MASK or is_placeholder(bare) or (name is not None and not is_secret(name)):
-            return match[0]
-        start, end = match.start("value") - match.start(), match.end("value") - match.start()
-        return f"{match[0][:start]}{quote}{new(bare)}{quote}{match[0][end:]}"
-
-    for pattern in _PATTERNS:
-        text = pattern.sub(replace, text)
-    return text
-
-
-def is_placeholder(value: str) -> bool:
-    """Whether a value is a placeholder: an interpolation, a variable of the shell, KEY or VALUE."""
-    return value.startswith(("$", "{")) or value in ("KEY", "VALUE")
-
-
-def remember_secret(value: str) -> None:
-    """Mask this value in every text from now on, unless it is too short."""
-    if len(value) >= _SHORTEST:
-        _known.add(value)

@@ -9,7 +9,7 @@ from hashlib import sha256
 from pathlib import Path
 
 from moe_lab.errors import UserError, unknown
-from moe_lab.secret_settings import check_stored
+from moe_lab.secrets import problems
 
 PREFIX = "pocket:"
 DATA = Path(__file__).parent / "pocket" / "data"
@@ -68,7 +68,8 @@ def url_of(store: str) -> str | None:
     protocol, is_url, path = store.partition("://")
     if not is_url:
         return None
-    check_stored("store", store)
+    for problem in problems(store, "store"):
+        raise UserError(problem)
     path = path.rstrip("/")
     if not protocol or not path:
         raise UserError(

@@ -51,7 +51,7 @@ LIBRARIES = (
 CLIENT = """\
 import json, os, signal, socket, sys
 words = sys.argv[1:]
-started = [word for word in words[1:] if word != "-u"] if words[:1] == [{start!r}] else []
+started = [word for word in words[1:] if word != "-u"] if words[0].endswith("/moe_lab/start.py") else []
 if words[0] != "-m" and (started[:1] != ["-m"] or started[1] not in {modules!r}):
     os.execv({python!r}, [{python!r}, *words])
 server = socket.socket(socket.AF_UNIX)
@@ -95,9 +95,7 @@ def _client() -> Path:
     client = folder / "python"
     from processes import executable
 
-    import moe_lab.start
-
-    about = {"python": sys.executable, "start": moe_lab.start.FILE, "modules": MODULES}
+    about = {"python": sys.executable, "modules": MODULES}
     executable(client, CLIENT.format(**about, address=str(folder / "server")), "-IS")
     listening = socket.socket(socket.AF_UNIX)
     listening.bind(str(folder / "server"))

@@ -14,7 +14,7 @@ import pytest
 
 from moe_lab.config import TrackerConfig
 from moe_lab.errors import UserError
-from moe_lab.study.tracking import check, has_key, log_study
+from moe_lab.study.tracking import check, log_study
 
 KEY = "0123456789abcdef0123456789abcdef01234567"
 
@@ -106,16 +106,18 @@ def test_none_tells_nobody_and_imports_nothing() -> None:
     assert done.stdout.strip() == "[]"
 
 
-def test_where_a_key_is_looked_for(alone: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not has_key()
-    (alone / "netrc").write_text(f"machine api.wandb.ai login user password {KEY}\n")
-    assert has_key()
-    (alone / "netrc").write_text(f"machine github.com login user password {KEY}\n")
-    assert not has_key()
-    (alone / "netrc").write_text("machine")
-    assert not has_key()
-    monkeypatch.setenv("WANDB_API_KEY", KEY)
-    assert has_key()
+@pytest.mark.parametrize("place", ["environment", "netrc"])
+def test_a_key_is_found_without_a_question_or_a_word(
+    place: str, alone: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    online = TrackerConfig(name="wandb", mode="online")
+    if place == "environment":
+        monkeypatch.setenv("WANDB_API_KEY", KEY)
+    else:
+        (alone / "netrc").write_text(f"machine api.wandb.ai login user password {KEY}\n")
+    check(online)
+    assert "".join(capfd.readouterr()) == ""
+    assert not [file for file in (alone / "told").rglob("*") if file.is_file() and KEY in file.read_text()]
 
 
 @pytest.mark.parametrize(

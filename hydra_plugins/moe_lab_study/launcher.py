@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from hydra.core.config_store import ConfigStore
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 ConfigStore.instance().store(
     group="hydra/launcher",
@@ -32,18 +31,9 @@ class StudyLauncher(Launcher):
         if not job_overrides:
             words = " ".join(self.config.hydra.overrides.task)
             raise UserError(f"{words} sweeps over nothing: expected patterns that match a name")
-        _mask(Path(self.config.hydra.sweep.dir) / "multirun.yaml")
         jobs = [self.loader.load_sweep_config(self.config, list(overrides)) for overrides in job_overrides]
         code = ask(jobs)
         return [
             JobReturn(overrides=list(overrides), status=JobStatus.COMPLETED, _return_value=code)
             for overrides in job_overrides
         ]
-
-
-def _mask(file: Path) -> None:
-    """Take the secrets out of what Hydra has written down about a multirun."""
-    from moe_lab.errors import masked
-
-    if file.is_file():
-        OmegaConf.save(masked(OmegaConf.to_container(OmegaConf.load(file))), file)

@@ -129,7 +129,5 @@ class Config:
     `make vllm` make one."""
     wait: bool = False
     """With launcher=slurm: follow the jobs until they end, instead of returning when they are submitted."""
-    snapshot: bool = False
-    """With launcher=slurm: jobs run a copy of the present code, so that later edits do not affect them."""
     retry: str | None = None
     """failed: run failed steps again; null keeps their errors."""

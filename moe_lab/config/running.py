@@ -76,7 +76,9 @@ class ResourcesConfig:
     every: JobConfig = field(default_factory=JobConfig)
     """All jobs."""
     jobs: dict[str, Any] = field(default_factory=dict)
-    """KIND, MODEL/every or MODEL/KIND -> fields of `every`, for jobs with steps of that kind, or with that model."""
+    """Kind of step -> fields of `every`, for jobs of that kind."""
+    models: dict[str, Any] = field(default_factory=dict)
+    """Name of a model -> fields of `every`, for jobs that read its weights; they take precedence over `jobs`."""
 
 
 @dataclass

@@ -15,12 +15,12 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from moe_lab.config import BackendConfig, BenchmarkConfig, ModelConfig
-from moe_lab.errors import ENVIRONMENT, UserError, mask, nearest, unknown, user_errors
+from moe_lab.errors import UserError, nearest, unknown, user_errors
 from moe_lab.evaluation.interpreters import check_has, fields, interpreter
 from moe_lab.evaluation.suite import has_two_phases
 from moe_lab.models.config_json import check_trained_top_k, model_type
 from moe_lab.models.families import PORTS
-from moe_lab.secret_settings import filled, revealed
+from moe_lab.secrets import mask
 
 BACKENDS = ("hf", "server", "vllm")
 RESERVED = ("model", "dtype", "trust_remote_code", "worker_extension_cls", "generation_config", "skip_tokenizer_init")
@@ -85,8 +85,7 @@ def command_line(backend: BackendConfig, checkpoint: Path, port: int, name: str)
     if not command:
         raise UserError("backend.command is not set: expected the command line of a server, such as vllm's")
     try:
-        # Secrets are filled in last, so that they are neither split nor searched for placeholders.
-        split = shlex.split(ENVIRONMENT.sub(lambda secret: f"${{{secret[0][1:]}}}", filled(command)))
+        split = shlex.split(command)
         places = {place for word in split for _, place, _, _ in string.Formatter().parse(word) if place is not None}
     except ValueError as error:
         raise UserError(f"backend.command={command} cannot be read: {error}") from None
@@ -95,7 +94,7 @@ def command_line(backend: BackendConfig, checkpoint: Path, port: int, name: str)
     for place in _NEEDED:
         if place not in places:
             raise UserError(f"backend.command={command} has no {{{place}}}: expected {{checkpoint}} and {{port}} in it")
-    return [revealed(word.format(checkpoint=checkpoint, port=port, name=name)) for word in split]
+    return [word.format(checkpoint=checkpoint, port=port, name=name) for word in split]
 
 
 def check_installed(backend: BackendConfig) -> None:

@@ -22,7 +22,6 @@ from moe_lab.config import JudgeConfig
 from moe_lab.errors import Unavailable
 from moe_lab.evaluation.rubric import Unparsable, judge_identity, score
 from moe_lab.json_files import read_json, write_json
-from moe_lab.secret_settings import revealed
 
 FIRST_WAIT, LONGEST_WAIT = 1.0, 60.0
 """Seconds before the second request, and the most before any request."""
@@ -54,10 +53,9 @@ class Judge:
 
     def __init__(self, settings: JudgeConfig, cache: Path) -> None:
         self.settings, self.cache = settings, cache
-        url = str(revealed(settings.url))
-        local = urlsplit(url).hostname in ("localhost", "127.0.0.1", "::1")
+        local = urlsplit(settings.url).hostname in ("localhost", "127.0.0.1", "::1")
         self._client = openai.OpenAI(
-            base_url=url,
+            base_url=settings.url,
             api_key=os.environ.get(settings.key_variable, "").strip() or "none",
             timeout=settings.timeout,
             max_retries=0,
@@ -147,7 +145,7 @@ class Judge:
             messages=[{"role": "user", "content": prompt}],
             temperature=self.settings.temperature,
             max_tokens=self.settings.max_tokens,
-            extra_body=revealed(self.settings.extra) or None,
+            extra_body=self.settings.extra or None,
         )
         body: bytes = answer.content
         return body

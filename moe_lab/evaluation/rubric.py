@@ -17,7 +17,6 @@ from moe_lab.config import BenchmarkConfig, JudgeConfig
 from moe_lab.errors import UserError, unknown, user_errors
 from moe_lab.evaluation.reasoning import answer_in
 from moe_lab.evaluation.sandbox.policy import Policy
-from moe_lab.secret_settings import identified, revealed
 
 LOWEST, HIGHEST = 1.0, 10.0
 PLACES = ("history", "user_query", "model_output", "checklist")
@@ -100,7 +99,7 @@ def judge_identity(judge: JudgeConfig) -> dict[str, Any]:
         "model": judge.model,
         "temperature": judge.temperature,
         "max_tokens": judge.max_tokens,
-        "extra": identified(judge.extra),
+        "extra": judge.extra,
     }
 
 
@@ -130,7 +129,7 @@ def problems(benchmark: BenchmarkConfig, policy: Policy) -> Iterator[str]:
 
 
 def _wrong_judge(judge: JudgeConfig) -> Iterator[str]:
-    address = urlsplit(revealed(judge.url))
+    address = urlsplit(judge.url)
     if address.scheme not in ("http", "https") or not address.hostname:
         yield f"judge.url={judge.url}: expected an address such as http://localhost:8000/v1"
     if not judge.key_variable.isidentifier():

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from operator import attrgetter
+from dataclasses import asdict
 from typing import Any
 
-from moe_lab import allocation, criteria, secret_settings
+from moe_lab import allocation, criteria, secrets
 from moe_lab.allocation import listed
 from moe_lab.allocation.grouping import GROUPINGS
 from moe_lab.calibration import settings as calibrations
@@ -93,11 +93,10 @@ def _wrong_settings(config: Config) -> Iterator[str]:
 
 
 def _wrong_secrets(config: Config, cells: Sequence[Cell]) -> Iterator[str]:
-    for field in secret_settings.STORED:
-        group = field.partition(".")[0]
-        places = _each(cells, group) if group in Cell.__dataclass_fields__ else [config]
-        for place in places:
-            yield from user_errors(secret_settings.check_stored, field, attrgetter(field)(place))
+    yield from secrets.problems(asdict(config))
+    for group in ("model", "criterion", "calibration", "allocation", "recovery", "protocol"):
+        for cell in _each(cells, group):
+            yield from secrets.problems(asdict(getattr(cell, group)), group)
 
 
 def _wrong_choices(cells: Sequence[Cell], benchmarks: Sequence[BenchmarkConfig]) -> Iterator[str]:

@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from moe_lab.config import BenchmarkConfig, Config
-from moe_lab.errors import Unavailable, UserError, remember_secret
+from moe_lab.errors import Unavailable, UserError
 from moe_lab.models.files import files_of
 from moe_lab.pruning.export import CARD, NOT_COPIED
 from moe_lab.results import Result
+from moe_lab.secrets import MASK
 from moe_lab.study.graph import CellSteps, Graph, unpruned
 from moe_lab.study.hub_card import ROUNDED, Measured, base_model, hub_card
 from moe_lab.study.progress import say
@@ -184,7 +185,6 @@ def _upload(repository: str, files: Mapping[str, Path | bytes]) -> str:
     token = get_token()
     if token is None:
         raise Unavailable(f"push={repository}: there is no token of the hub: `hf auth login` or HF_TOKEN; {AGAIN}")
-    remember_secret(token)  # no message may show it
     hub = HfApi()
     # The hub's client warns of Parquet files in a repository of models, where scores belong here.
     warnings.filterwarnings("ignore", "It seems that you are about to commit a data file")
@@ -198,7 +198,8 @@ def _upload(repository: str, files: Mapping[str, Path | bytes]) -> str:
     except UserError:
         raise
     except (OSError, HTTPError, ValueError, RuntimeError) as error:  # RuntimeError: of hf_xet
-        raise Unavailable(f"push={repository}: the upload failed: {_reason(error)}; {AGAIN}") from None
+        reason = _reason(error).replace(token, MASK)
+        raise Unavailable(f"push={repository}: the upload failed: {reason}; {AGAIN}") from None
     return address
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import moe_lab
 from moe_lab import criteria
 from moe_lab.allocation.protection import SUPER
 from moe_lab.config import AllocationConfig, Config
-from moe_lab.errors import UserError, masked
+from moe_lab.errors import UserError
 from moe_lab.json_files import Damaged, write_json
 from moe_lab.results import KEY, RECORD, SCHEMA, read_record
 from moe_lab.study.graph import CellSteps, Graph
@@ -36,8 +36,6 @@ class Study:
     store: Store
     add: bool = False
     """Whether its cells are added to the recorded cells of the study, instead of replacing them."""
-    written: Mapping[str, Any] = field(default_factory=dict)
-    """Dotted key -> the interpolation, as written, of each setting whose value is from the environment."""
 
 
 def write(study: Study, run: Run, failed: Mapping[str, Mapping[str, Any]]) -> None:
@@ -77,7 +75,7 @@ def write(study: Study, run: Run, failed: Mapping[str, Mapping[str, Any]]) -> No
         "created": time.time(),
         "moe_lab": moe_lab.__version__,
         "replaces": [] if study.add else run.replaces,
-        "config": _settings(config, study.written),
+        "config": asdict(config),
         "cells": cells,
         **figures,
     }
@@ -91,18 +89,6 @@ def read(store: Store, study: str) -> dict[str, Any]:
         return read_record(store.root, study) or {}
     except Damaged as error:
         raise UserError(f"study={study}: {error}: remove it, and start the study again") from None
-
-
-def _settings(config: Config, written: Mapping[str, Any]) -> Any:
-    """The settings for the record: secrets masked, and values from the environment as the interpolations written."""
-    document: dict[str, Any] = asdict(config)
-    for key, value in written.items():
-        *groups, name = key.split(".")
-        place = document
-        for group in groups:
-            place = place[group]
-        place[name] = value
-    return masked(document)
 
 
 def _models(graph: Graph) -> dict[tuple[str, str], str]:

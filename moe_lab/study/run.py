@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Sequence, Set
 from functools import partial
-from typing import Any
 
 from moe_lab.config import Config
 from moe_lab.errors import UserError
@@ -24,13 +23,10 @@ from moe_lab.study.store import DIGITS, Store
 from moe_lab.study.sync import Remote, pull, pull_records, pushed_regularly
 
 
-def run(
-    config: Config, requests: Sequence[Request], *, add: bool = False, written: Mapping[str, Any] | None = None
-) -> int:
+def run(config: Config, requests: Sequence[Request], *, add: bool = False) -> int:
     """Run the study. Returns the exit code.
 
-    `add`: add its cells to those recorded under its name, instead of replacing them. `written`: dotted key -> the
-    interpolation of each setting whose value is from the environment, which is recorded in place of the value.
+    `add`: add its cells to those recorded under its name, instead of replacing them.
 
     0: all done; 1: something failed or is missing; 2: all failures are mistakes of the user. Raises UserError for
     mistakes found before anything is run. When something is missing here, a dry run prints its forecast first.
@@ -43,7 +39,7 @@ def run(
     graph = build(config, requests)
     push.check_graph(config, graph)
     store = Store(config.store)
-    study = Study(config, graph, store, add, written=written or {})
+    study = Study(config, graph, store, add)
     with store.errors_as_sentences():
         if config.dry_run:
             return _forecast(study, missing)

@@ -71,11 +71,6 @@ class Run:
         return self.folder / "jobs"
 
     @property
-    def code(self) -> Path:
-        """Folder of the copy of the code that jobs run with snapshot=true."""
-        return self.folder / "code"
-
-    @property
     def about(self) -> dict[str, Any] | None:
         """When the run began, and all steps of the study, finished ones included: (id, folder, ids of inputs), inputs
         first. None when run.json is missing or damaged."""
@@ -96,9 +91,11 @@ class Run:
 
     def remove(self) -> None:
         """Remove the folder of the run, and that of its study when it has no other."""
-        shutil.rmtree(self.folder, ignore_errors=True)
-        with suppress(OSError):  # it holds other runs, or is gone
+        removed = self.store.root / f".{self.folder.name}"
+        with suppress(OSError):  # the folder is gone, or that of the study holds other runs
+            self.folder.rename(removed)  # jobs that have started already write to it by its name
             self.folder.parent.rmdir()
+        shutil.rmtree(removed, ignore_errors=True)
 
 
 @contextmanager

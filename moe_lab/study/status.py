@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,6 +18,7 @@ from moe_lab.json_files import Damaged, Number, read_json
 from moe_lab.study.runs import RECORD, Run, Submitted, last_about, runs, steps_at_work
 from moe_lab.study.slurm import scheduler
 from moe_lab.study.slurm.scheduler import Queued
+from moe_lab.study.step import log_of
 from moe_lab.study.store import STEP, Store, damaged
 
 STATES = ("done", "running", "pending", "failed", "blocked", "missing")
@@ -121,43 +121,6 @@ def left(state: StudyState, seconds: Mapping[str, float]) -> dict[str, float]:
 
 LINES = 20
 """Lines shown from the end of a log."""
-HEADING = re.compile(r"\d\d:\d\d:\d\d (\w+/\S+)")
-"""The line with which a worker announces a step in its log."""
-
-
-def step_log(store: Store, state: StudyState, step: StepState) -> tuple[Path, list[str]] | None:
-    """The log of a step, and the last lines that the step printed there; None when no log mentions it."""
-    error = store.error(step.id) or {}
-    named = [Path(error["log"])] if "log" in error else []
-    named += [store.root / "logs" / f"slurm-{step.job}.log"] if step.job else []
-    others = sorted((store.root / "logs").glob("*.log"), key=lambda path: path.stat().st_mtime, reverse=True)
-    for path in dict.fromkeys([*named, *others]):
-        if path.exists() and (lines := excerpt(path.read_text(errors="replace").splitlines(), step.name)):
-            return path, lines
-    return None
-
-
-def excerpt(lines: list[str], name: str) -> list[str]:
-    """The last lines printed by the step `name`: from its last announcement to the next one of another step."""
-    printed: list[str] = []
-    inside = False
-    for line in lines:
-        if heading := HEADING.fullmatch(line.strip()):
-            inside = heading[1] == name
-            printed = [] if inside else printed
-        if inside:
-            printed.append(line)
-    return printed[-LINES:]
-
-
-def job_log(state: StudyState, job: str) -> tuple[Path, list[str]] | None:
-    """The log of a job outside its steps, with the messages of its start and its end; None when there is none."""
-    path = state.logs[job].logs / f"{job}_0_log.err"
-    if not path.exists():
-        return None
-    return path, path.read_text(errors="replace").splitlines()[-LINES:]
-
-
 SAMPLE = 50
 """Most steps of a kind whose times are read for its mean."""
 SHOWN = 5
@@ -208,7 +171,7 @@ def logs(store: Store, study: str, state: StudyState, steps: Sequence[StepState]
     shown = [step for step in steps if not everything or step.state in ("failed", "running")]
     for step in shown[:SHOWN]:
         print(f"{step.name}: {step.state}")
-        _print_log(step_log(store, state, step) or (job_log(state, step.job) if step.job else None))
+        _print_log(log_of(store, step.name))
     if len(shown) > SHOWN:
         print(f"and {len(shown) - SHOWN} more; name one to see it")
     if not shown:
@@ -228,7 +191,7 @@ def why(store: Store, study: str, state: StudyState, steps: Sequence[StepState])
         more = f" and {len(alike) - 1} more" if len(alike) > 1 else ""
         print(f"{alike[0].name}{more}: {alike[0].state}: {reason}")
         if alike[0].state == "failed":
-            _print_log(step_log(store, state, alike[0]))
+            _print_log(log_of(store, alike[0].name))
     if not reasons:
         print(f"{study}: all {len(steps)} steps are done")
 
@@ -262,14 +225,15 @@ def _reason(store: Store, state: StudyState, step: StepState) -> str:
         causes = [name for name in step.needs if state.steps[name].state in ("failed", "blocked")]
         return f"needs {state.steps[causes[0]].name}, which is {state.steps[causes[0]].state}"
     if step.state in ("running", "pending") and step.job not in state.queue:
-        return "a running command is at it" if step.state == "running" else "a running command will do it"
+        return "being computed by another run" if step.state == "running" else "another run will compute it"
     if step.job is None:
         return "no job was made for it; the same command as before starts it"
     if queued := state.queue.get(step.job):
         waits = f" ({queued.reason})" if queued.pending else f", {queued.elapsed} so far"
         return f"job {step.job} is {queued.state}{waits}"
     ended = scheduler.fate(step.job).lower() or "gone, and Slurm no longer says how it ended"
-    return f"job {step.job} is {ended}; the same command as before starts it again"
+    log = state.logs[step.job].logs / f"{step.job}_0_log.err"
+    return f"job {step.job} is {ended}; the same command as before starts it again; its log is {log}"
 
 
 def _jobs(state: StudyState) -> list[str]:
@@ -291,12 +255,12 @@ def _mean_seconds(store: Store, steps: Sequence[StepState], kind: str) -> float 
     return fmean(seconds) if seconds else None
 
 
-def _print_log(log: tuple[object, list[str]] | None) -> None:
-    if log is None:
+def _print_log(log: Path) -> None:
+    if not log.exists():
         print("  it printed nothing")
         return
-    print(f"  {log[0]}, last lines:")
-    for line in log[1]:
+    print(f"  {log}, last lines:")
+    for line in log.read_text(errors="replace").splitlines()[-LINES:]:
         print(f"  | {line}")
 
 

@@ -22,11 +22,12 @@ from typing import TYPE_CHECKING, Any
 
 import moe_lab
 from moe_lab.config import BackendConfig, BenchmarkConfig, CalibrationConfig, ExportConfig, ModelConfig, RecoveryConfig
-from moe_lab.errors import DISK_FULL, Unavailable, UserError, mask
+from moe_lab.errors import DISK_FULL, Unavailable, UserError
 from moe_lab.evaluation.harness import installed
 from moe_lab.evaluation.sandbox.policy import Policy
 from moe_lab.json_files import Damaged, read_json
 from moe_lab.paths import shortened
+from moe_lab.secrets import mask
 
 if TYPE_CHECKING:
     from moe_lab.study.store import Store
@@ -117,6 +118,12 @@ TRANSIENT = {*DISK_FULL, errno.EIO, errno.ENOMEM, errno.EROFS, errno.ESTALE, err
 """Numbers of errors that are the machine's fault, not the work's: the next run tries the step again."""
 
 
+def log_of(store: Store, name: str) -> Path:
+    """File with what the step `name` (kind/label-id) printed in worker processes; there is none if it printed
+    nothing."""
+    return store.root / "logs" / f"{name}.log"
+
+
 @dataclass(frozen=True)
 class Job:
     """A step as a process gets it: what to do (`kind`, `settings`, `inputs`), how (`runtime`, `merges`), and where
@@ -129,6 +136,8 @@ class Job:
     inputs: dict[str, str]
     scratch: str
     partial: str
+    log: str
+    """File for what is printed meanwhile."""
     merges: list[str] = field(default_factory=list)
     """Folders of the steps whose results are merged, in their order; empty for a step that does all of its work."""
 
@@ -143,6 +152,7 @@ class Job:
             inputs={role: str(store.path(needed).absolute()) for role, needed in step.inputs.items()},
             scratch=str(scratch.absolute()),
             partial=str(store.partial(step).absolute()),
+            log=str(log_of(store, step.folder).absolute()),
             merges=[str(store.path(share).absolute()) for share in step.merges],
         )
 
@@ -211,7 +221,7 @@ def error_document(error: BaseException) -> dict[str, Any]:
 
 
 NOTED = "code_state.json"
-"""File in a copy of the package (snapshot=true) with the `code_state` of the original."""
+"""File in a copy of the package for Slurm jobs with the `code_state` of the original."""
 
 
 @lru_cache(maxsize=1)

@@ -43,7 +43,7 @@ STEP_SHAPE = {
 }
 PROVENANCE = "provenance.json"
 """In a scratch folder: what a worker says of how the step came about; it becomes part of STEP."""
-ERROR_SHAPE = {"message": str, "log": str | None}
+ERROR_SHAPE = {"message": str}
 SCRATCH = re.compile(r"\.[0-9a-f]{12}\.[0-9a-f]{8}")
 """Name of a folder with unfinished work: start of the step's id, and a random word."""
 DIGITS = 12

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import netrc
 import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from moe_lab.config import TrackerConfig
 from moe_lab.errors import UserError, unknown
@@ -17,8 +15,6 @@ TRACKERS = ("none", "wandb")
 MODES = ("online", "offline")
 PROJECT = re.compile(r"[^/\\#?%:]{1,128}")
 """Names that wandb accepts for a project. Checked before the study, because wandb would refuse only at its end."""
-FORMER_HOST = "api.wandb.ai"
-"""Host under which .netrc held keys of the public server before it moved; wandb still looks there."""
 
 
 def check(settings: TrackerConfig) -> None:
@@ -30,28 +26,17 @@ def check(settings: TrackerConfig) -> None:
         raise unknown("tracker.mode", settings.mode, MODES)
     if settings.name == "wandb" and not PROJECT.fullmatch(settings.project):
         raise UserError(f"tracker.project={settings.project}: expected 1 to 128 characters without / \\ # ? % or :")
-    if settings.name == "wandb" and settings.mode == "online" and not has_key():
+    if settings.name == "wandb" and settings.mode == "online" and not _has_key():
         raise UserError("tracker.mode=online needs a key: run `wandb login` once, or set tracker.mode=offline")
 
 
-def has_key() -> bool:
-    """Whether wandb will find a key by itself, in the environment or in .netrc. The key is not kept."""
-    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
-        return True
+def _has_key() -> bool:
+    """Whether wandb finds credentials by itself, in the environment or in .netrc. Asks neither the user nor the
+    server."""
     import wandb
 
-    hosts = {urlsplit(wandb.setup(_quiet()).settings.base_url).netloc, FORMER_HOST}
-    places = [os.environ["NETRC"]] if os.environ.get("NETRC") else ["~/.netrc", "~/_netrc"]
-    return any(_has_entry(Path(place).expanduser(), host) for place in places for host in hosts)
-
-
-def _has_entry(file: Path, host: str) -> bool:
-    try:
-        entry = netrc.netrc(file).authenticators(host)
-    except (OSError, netrc.NetrcParseError):
-        # wandb cannot read it either, and prints why.
-        return False
-    return entry is not None and bool(entry[2])
+    wandb.setup(_quiet())  # before login, which would print where it found a key
+    return wandb.login(prompt=False, verify=False)
 
 
 def log_study(
@@ -91,7 +76,7 @@ def log_study(
 
 def _mode(settings: TrackerConfig) -> Any:
     """Mode of wandb: from the settings, else from WANDB_MODE, else online when there is a key, offline otherwise."""
-    return settings.mode or os.environ.get("WANDB_MODE") or ("online" if has_key() else "offline")
+    return settings.mode or os.environ.get("WANDB_MODE") or ("online" if _has_key() else "offline")
 
 
 def _quiet() -> Any:

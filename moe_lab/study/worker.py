@@ -15,13 +15,15 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
 
 from moe_lab.start import command
 from moe_lab.study.schedule import StepError
-from moe_lab.study.step import Job, Step, error_document
+from moe_lab.study.step import Job, Step, error_document, log_of
 from moe_lab.study.steps import KINDS, perform
 from moe_lab.study.store import Store
 
@@ -42,14 +44,10 @@ class Worker:
             self.process.wait()
             self.process.stdout.close()
 
-    @property
-    def log(self) -> Path:
-        """File with the output of the worker and its libraries."""
-        return self.store.root / "logs" / f"{self.name}.log"
-
     def _start(self) -> subprocess.Popen[str]:
-        self.log.parent.mkdir(exist_ok=True)
-        with self.log.open("a") as log:
+        path = self.store.root / "logs" / f"{self.name}.log"  # which steps it did, and what it printed before
+        path.parent.mkdir(exist_ok=True)
+        with path.open("a") as log:
             # Slurm sends its warning that time is up to all processes of a job, of which only the first one handles it.
             return subprocess.Popen(
                 ["sh", "-c", 'trap "" USR2; exec "$0" "$@"', *command("moe_lab.study.worker")],
@@ -66,7 +64,7 @@ class Worker:
         if not line:
             raise StepError(self._death(step))
         if reply := json.loads(line):
-            raise StepError({**reply, "log": str(self.log)})
+            raise StepError(reply)
 
     def _reply(self, job: Job) -> str:
         """The worker's answer to a job; "" if it died."""
@@ -85,7 +83,7 @@ class Worker:
         code = self.process.wait()
         cause = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         hint = ", as the kernel does when memory runs out" if code == -signal.SIGKILL else ""
-        message = f"{step.folder}: the worker died ({cause}{hint}); its log is {self.log}"
+        message = f"{step.folder}: the worker died ({cause}{hint}); its log is {log_of(self.store, step.folder)}"
         return {"message": message, "transient": code < 0}
 
 
@@ -124,14 +122,35 @@ def serve(replies: IO[str]) -> None:
     while True:
         job = Job(**jobs.get())
         print(f"{time.strftime('%H:%M:%S')} {job.name}", file=sys.stderr, flush=True)
-        try:
-            perform(job)
-            reply: dict[str, Any] = {}
-        except Exception as error:  # noqa: BLE001 - whatever went wrong belongs to this job alone, and is reported
-            reply = error_document(error)
-            print(reply["trace"] or reply["message"], file=sys.stderr, flush=True)
+        with _printing_to(Path(job.log)):
+            try:
+                perform(job)
+                reply: dict[str, Any] = {}
+            except Exception as error:  # noqa: BLE001 - whatever went wrong belongs to this job alone, and is reported
+                reply = error_document(error)
+                print(reply["trace"] or reply["message"], file=sys.stderr)
         replies.write(json.dumps(reply) + "\n")
         replies.flush()
+
+
+@contextmanager
+def _printing_to(log: Path) -> Iterator[None]:
+    """While open, what this process and its children print is added to `log`, which is removed if it stays empty."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    usual = os.dup(2)
+    with log.open("a") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os.dup2(usual, 1)
+        os.dup2(usual, 2)
+        os.close(usual)
+        if not log.stat().st_size:
+            log.unlink()
 
 
 if __name__ == "__main__":

@@ -103,7 +103,6 @@ timing | maybe null
 report | maybe null
 verify | maybe null
 wait | maybe null
-snapshot | maybe null
 allow_code_execution | maybe null
 allow_judge | maybe null
 allow_pickled_data | maybe null
@@ -225,7 +224,8 @@ resources.every.minutes | 0 -1 word
 resources.every.sbatch | word
 resources.every.setup | word
 resources.jobs | word {statistic:{gpus:1}} {statistics:{gpu:1}} {statistics:{gpus:-1}}
-resources.jobs | {statistics:1} {nobody/every:{gpus:word}}
+resources.jobs | {statistics:1} {nobody/every:{gpus:1}}
+resources.models | word {m:{gpu:1}} {m:{gpus:-1}}
 timed.batch_sizes timing=true launcher=inline | [] [0] [-1] word [word]
 timed.prompt_lengths timing=true launcher=inline | [] [0] word
 timed.new_tokens timing=true launcher=inline | 0 -1 word

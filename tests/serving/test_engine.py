@@ -152,7 +152,7 @@ def study(store: Path, name: str, *overrides: str) -> str:
     fixed = ["launcher=inline", "report=false", "allow_code_execution=true", "suite.limit=8", "calibration.tokens=2048"]
     done = subprocess.run([*command, *fixed], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
-    return "".join(log.read_text() for log in (store / "logs").glob("*.log"))
+    return "".join(log.read_text() for log in (store / "logs").rglob("*.log"))
 
 
 def outcomes(store: Path) -> dict[tuple[str, ...], list[Any]]:

@@ -16,7 +16,7 @@ from processes import quoted
 from studies import asked, command, jobs, moe_lab
 
 from moe_lab.statistics.sums import header
-from tests.test_secrets import PLANTED, SERVER, secrets
+from tests.test_secrets import PLANTED, SERVER, hydra_text
 
 SLURM = ["launcher=slurm", "launcher.cells_per_job=3"]
 AGNOSTIC = [
@@ -98,27 +98,21 @@ def a_checkout(folder: Path) -> Path:
 
 
 def play_planted(store: Path) -> subprocess.CompletedProcess[str]:
-    """The command of a study with snapshot=true, after all its jobs ended. Secrets, which all begin with PLANTED, are
-    typed, in a file of the checkout and in the environment; the server, which needs some, gets them in its job."""
-    checkout = a_checkout(store.with_name("planted-checkout"))
-    (checkout / "conf/judge/mine.yaml").write_text("name: mine\nmodel: none\nextra: {auth_token: PLANTED-file}\n")
-    settings, environment = secrets(PLANTED, f"{quoted(SERVER)} {{port}} {{name}} {{checkpoint}}")
-    settings += [
-        "judge=mine",
+    """The command of a study after all its jobs ended. Its environment has secrets, which all begin with PLANTED."""
+    settings = [
+        f"backend.command={hydra_text(f'{quoted(SERVER)} {{port}} {{name}} {{checkpoint}}')}",
         "backend=server",
         "criterion=random",
         "suite.benchmarks=[pocket_mbpp]",
         "suite.limit=2",
         "allow_code_execution=true",
-        "resources.every.setup=['export WANDB_API_KEY=PLANTED-setup','export OTHER_KEY=${oc.env:HF_TOKEN}']",
-        f'launcher.python="env GITHUB_TOKEN=PLANTED-python {quoted()}"',
+        "resources.every.setup=['test -n $HF_TOKEN']",
         "report=true",
-        "snapshot=true",
         "wait=true",
     ]
     words = command(store, *settings, *SLURM)
     store.mkdir()
-    return subprocess.run(words, cwd=checkout, capture_output=True, text=True, env={**os.environ, **environment})
+    return subprocess.run(words, cwd=store.parent, capture_output=True, text=True, env={**os.environ, **PLANTED})
 
 
 @dataclass

@@ -29,7 +29,7 @@ from scenarios import (
 from studies import asked, command, jobs, moe_lab, ran, results
 
 from moe_lab.results import read_record
-from tests.test_secrets import MASK, leaks
+from tests.test_secrets import leaks
 
 pytestmark = [
     pytest.mark.slow,
@@ -189,25 +189,23 @@ def test_no_file_of_submitted_jobs_has_a_secret(
     """
     done, store = planted.result(), folder / "planted"
     assert done.returncode == 0 and "record" in jobs(done.stdout), done.stderr
-    assert leaks(store, done, ("PLANTED",)) == []
+    assert leaks(store, done) == []
     record = read_record(store, "study")
     assert record and len(record["cells"]) == 2 and all(all(cell["evaluate"].values()) for cell in record["cells"])
-    (copy,) = store.glob("runs/study/*/code/conf/judge/mine.yaml")
-    assert MASK in copy.read_text() and list(store.glob("runs/study/*/jobs/*_submitted.pkl"))
-    assert f"https://user:{MASK}@host/v1" in (store / "reports/study/report.html").read_text()
+    assert list(store.glob("runs/study/*/jobs/*_submitted.pkl")) and (store / "reports/study/report.html").exists()
 
 
 def test_jobs_run_the_code_as_it_was_when_they_were_submitted(
     cluster: Cluster, one_process: Future[Path], tmp_path: Path
 ) -> None:
-    """snapshot=true: what is edited while jobs are in the queue, even in the folder they start in, does not matter."""
+    """What is edited while jobs are in the queue, even in the folder they start in, does not matter."""
     tmp_path.chmod(0o755)
     checkout, store = a_checkout(tmp_path / "checkout"), tmp_path / "store"
     (before,) = one_process.result().glob("plan/*-random-*")
     shutil.copytree(before.parents[1], store)
     shutil.rmtree(store / before.relative_to(before.parents[1]))
     cluster.ask("scontrol", "update", f"nodename={cluster.host}", "state=drain", "reason=test")
-    words = ["criterion=random", "suite.benchmarks=[]", "study=snapshot", "snapshot=true"]
+    words = ["criterion=random", "suite.benchmarks=[]", "study=copied"]
     done = subprocess.run(command(store, *words, *SLURM), cwd=checkout, capture_output=True, text=True)
     assert done.returncode == 0 and set(jobs(done.stdout)) == {"plan", "record"}, done.stderr
     for file in checkout.glob("moe_lab/study/**/*.py"):
@@ -218,20 +216,15 @@ def test_jobs_run_the_code_as_it_was_when_they_were_submitted(
 
 
 REFUSED = {
-    "resources.every.partition=nope": ("invalid partition specified: nope", "resources.every.partition"),
-    "+resources.jobs={plan: {partition: nope}}": ("invalid partition specified: nope", "resources.jobs of plan"),
-    "resources.every.constraint=h100": ("Invalid feature specification", "resources.every.constraint"),
-    "+resources.jobs={plan: {cpus: 9}}": ("no node of partition debug has that: sinfo shows gpus=2 cpus=8", "plan"),
-    "resources.every.memory=900": ("ask for memory=900.0, and no node of partition debug", "resources.every.memory"),
-    "resources.every.gpus=3": ("ask for gpus=3 cpus=24, and no node of partition debug", "resources.every.gpus"),
-    "resources.every.minutes=90": ("ask for minutes=90, and no node", "resources.every.minutes"),
+    "resources.every.partition=nope": ("invalid partition specified: nope", "partition=nope"),
+    "+resources.jobs={plan: {partition: nope}}": ("invalid partition specified: nope", "resources.jobs.plan"),
+    "resources.every.constraint=h100": ("Invalid feature specification", "constraint=h100"),
 }
-"""What is asked for -> what is said, in the scheduler's words or figures, and the setting to change."""
+"""What is asked for -> what is said, in the scheduler's words, and what was asked for."""
 
 
 def test_what_cannot_be_had_is_refused(cluster: Cluster, tmp_path: Path) -> None:
-    """Also where the first arrays were taken already, and what Slurm would take and leave waiting for ever."""
-    cluster.ask("scontrol", "update", "partition=debug", "maxtime=60")
+    """Also where the first arrays were taken already."""
     before = cluster.ask("squeue", "-h", "-o", "%F").split()
     words = ["criterion=random", "suite.benchmarks=[]", *SLURM]
     runs = {
@@ -245,6 +238,5 @@ def test_what_cannot_be_had_is_refused(cluster: Cluster, tmp_path: Path) -> None
         said, key = REFUSED[asked_for]
         assert run.returncode == 2 and said in errors and key in errors and "Traceback" not in errors, errors
         assert not list((tmp_path / str(number) / "runs").glob("*/*"))
-    cluster.ask("scontrol", "update", "partition=debug", "maxtime=infinite")
     left = cluster.ask("squeue", "-h", "-t", "pending,running", "-o", "%F").split()
     assert set(left) <= set(before), "something was left in the queue"

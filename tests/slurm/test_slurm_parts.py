@@ -1,17 +1,19 @@
-"""Which steps share a job, which jobs are still of use, whose setting a refusal is about, what a step printed."""
+"""Which steps share a job, and which jobs are still of use."""
 
 from __future__ import annotations
 
 import re
 import time
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
+from math import inf
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from moe_lab.config import Config, JobConfig, LauncherConfig
+import moe_lab
+from moe_lab.config import Config, LauncherConfig
 from moe_lab.errors import UserError
 from moe_lab.study.launch import launcher
 from moe_lab.study.preflight import preflight
@@ -20,11 +22,10 @@ from moe_lab.study.schedule import Schedule, StepError
 from moe_lab.study.slurm.arrays import arrange
 from moe_lab.study.slurm.pack import Pack, settle
 from moe_lab.study.slurm.pack import _absent as absent
-from moe_lab.study.slurm.refusals import Nodes, nodes, refusal, too_much
-from moe_lab.study.slurm.scheduler import Queued
-from moe_lab.study.slurm.submit import under_way
-from moe_lab.study.status import StepState, StudyState, excerpt, left
-from moe_lab.study.step import Part, Step
+from moe_lab.study.slurm.scheduler import Queued, time_limits
+from moe_lab.study.slurm.submit import copy_code, under_way
+from moe_lab.study.status import StepState, StudyState, left
+from moe_lab.study.step import Part, Step, code_state
 from moe_lab.study.store import Store
 
 SETTINGS = LauncherConfig(cells_per_job=2, steps_per_job=4)
@@ -102,49 +103,10 @@ def test_an_array_is_no_longer_than_slurm_takes(longest: tuple[int, ...], sizes:
     assert [len(array.packs) for array in arrays if array.kind == "evaluate"] == sizes
 
 
-SINFO = """\
-debug*|(null)|4|16384|infinite
-gpu|gpu:a100:4(S:0-1),mps:400|64|262144|1-12:00:00
-gpu|gpu:h100:8(S:0,1)|32|524288|1-12:00:00
-short|gpu:2,gpu:v100:1|4|16384|30:00
-"""
-
-
-@pytest.fixture
-def known(monkeypatch: pytest.MonkeyPatch) -> list[Nodes]:
-    monkeypatch.setattr("moe_lab.study.slurm.scheduler.ask", lambda *_: SINFO)
-    monkeypatch.delenv("SBATCH_PARTITION", raising=False)
-    return nodes()
-
-
-def test_nodes_are_read_as_sinfo_writes_them(known: list[Nodes]) -> None:
-    assert known == [
-        Nodes("debug", True, 0, 4, 16, float("inf")),
-        Nodes("gpu", False, 4, 64, 256, 2160),
-        Nodes("gpu", False, 8, 32, 512, 2160),
-        Nodes("short", False, 3, 4, 16, 30),
-    ]
-
-
-@pytest.mark.parametrize(
-    ("asks", "excess"),
-    [
-        ({"cpus": 4, "memory": 16}, None),
-        ({"cpus": 5}, ["cpus"]),
-        ({"gpus": 1, "memory": 17}, ["gpus", "memory"]),
-        ({"partition": "gpu", "gpus": 8, "cpus": 32, "memory": 512}, None),
-        ({"partition": "gpu", "gpus": 8, "cpus": 33}, ["gpus", "cpus", "memory", "minutes"]),  # not on one node
-        ({"partition": "gpu", "minutes": 2161}, ["minutes"]),
-        ({"partition": "gpu", "minutes": 2161, "qos": "long"}, None),
-        ({"partition": "short,gpu", "cpus": 64}, None),
-        ({"partition": "elsewhere", "cpus": 999}, None),
-        ({"cpus": 999, "sbatch": {"nodelist": "n7"}}, ["cpus"]),
-    ],
-)
-def test_what_no_node_has_is_too_much(known: list[Nodes], asks: dict[str, Any], excess: list[str] | None) -> None:
-    usual = {"gpus": 0, "cpus": 1, "memory": 1, "minutes": 30, "partition": None, "qos": None, "sbatch": {}}
-    found = too_much({**usual, **asks}, known)
-    assert (found and found[0]) == excess
+def test_time_limits_are_read_as_sinfo_writes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    sinfo = "debug*|infinite\ngpu|1-12:00:00\nshort|30:00\n"
+    monkeypatch.setattr("moe_lab.study.slurm.scheduler.ask", lambda *_: sinfo)
+    assert time_limits() == {"": inf, "debug": inf, "gpu": 2160, "short": 30}
 
 
 @pytest.mark.parametrize("name", ["a/b", "../a", "-a", ".a", "a b", "a|b", "a%j", ""])
@@ -184,34 +146,6 @@ def test_the_job_that_writes_the_record_is_known() -> None:
     jobs = [submitted("9", "", "1", RECORD)]
     assert under_way(jobs, dict([queued("9", name="s.record")]), "").recorded == ["9"]
     assert under_way(jobs, {}, "").recorded == []
-
-
-@pytest.mark.parametrize(
-    ("words", "field"),
-    [
-        ("sbatch: error: Batch job submission failed: Invalid partition name specified", "partition"),
-        ("sbatch: error: Batch job submission failed: Invalid account or account/partition combination", "account"),
-        ("sbatch: error: Batch job submission failed: Invalid qos specification", "qos"),
-        ("sbatch: error: Batch job submission failed: Requested time limit is invalid (missing or exceeds)", "minutes"),
-        ("sbatch: error: Batch job submission failed: Requested node configuration is not available", "memory"),
-        ("sbatch: error: Invalid generic resource (gres) specification", "gpus"),
-        ("sbatch: error: Invalid generic resource (gres) specification", "gpu_type"),
-        ("sbatch: error: Batch job submission failed: Requested node configuration is not available", "gpu_type"),
-        ("sbatch: error: something nobody has thought of", "sbatch"),
-    ],
-)
-def test_a_refusal_names_the_setting(words: str, field: str) -> None:
-    asks = dict.fromkeys((each.name for each in fields(JobConfig)), 7)
-    sentence = refusal("evaluate", asks, words)
-    assert words.removeprefix("sbatch: error: ") in sentence and f"resources.every.{field}" in sentence
-
-
-def test_the_log_of_a_step_is_its_own() -> None:
-    text = "import|10:00:00 plan/a-1|one|10:00:01 plan/b-2|two|10:00:02 plan/a-1|three|four|10:00:03 x/c-3"
-    lines = text.split("|")
-    assert excerpt(lines, "plan/a-1") == ["10:00:02 plan/a-1", "three", "four"]
-    assert excerpt(lines, "plan/b-2") == ["10:00:01 plan/b-2", "two"]
-    assert excerpt(lines, "plan/z-9") == []
 
 
 def test_a_pack_goes_on_after_a_failure_and_leaves_out_what_has_no_inputs(
@@ -291,3 +225,17 @@ def test_a_lost_step_is_told_apart_from_failed_and_skipped_ones(tmp_path: Path) 
 def test_numbers_that_cannot_be_are_refused(setting: str) -> None:
     with pytest.raises(UserError, match=f"launcher.{re.escape(setting)}=0: expected at least 1"):
         launcher(LauncherConfig(name="slurm", **{setting: 0}))
+
+
+def test_code_is_copied_once_for_each_state_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert code_state()["version"]  # of the real code, and remembered
+    code = tmp_path / "own" / "moe_lab" / "example.py"
+    code.parent.mkdir(parents=True)
+    code.write_text("1")
+    monkeypatch.setattr(moe_lab, "__file__", str(code.with_name("__init__.py")))
+    starts = [copy_code(tmp_path / "store") for _ in range(2)]
+    code.write_text("2")
+    starts.append(copy_code(tmp_path / "store"))
+    assert starts[0] == starts[1] != starts[2]
+    assert [start.with_name("example.py").read_text() for start in starts] == ["1", "1", "2"]
+    assert len(list((tmp_path / "store" / "code").iterdir())) == 2, "nothing is left behind"

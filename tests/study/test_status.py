@@ -105,4 +105,4 @@ def test_steps_of_a_killed_command_are_missing(tmp_path: Path, study: Study) -> 
 
 def test_what_waits_for_a_running_command_is_pending(running: Running, tmp_path: Path, study: Study) -> None:
     out = study("why", tmp_path / "store")
-    assert "running: a running command is at it" in out and "pending: a running command will do it" in out
+    assert "running: being computed by another run" in out and "pending: another run will compute it" in out

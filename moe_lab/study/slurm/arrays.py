@@ -99,12 +99,9 @@ def _in_order(members: Mapping[Stage, Sequence[Step]], stage_of: Mapping[str, St
 def _packs(steps: Sequence[Step], kind: str, settings: LauncherConfig) -> list[PackSteps]:
     """Divide steps into jobs by the packing of `kind`; steps of the kind itself come before others in its jobs."""
     packing = KINDS[kind].packing
-    if packing is Packing.ONE:
-        return [[step] for step in steps]
-    if packing is Packing.SMALL:
-        return _cut([[step] for step in steps], settings.steps_per_job)
-    if packing is Packing.GRADING:
-        return _cut([[step] for step in steps], settings.cells_per_job)
+    if packing is not Packing.CELLS:
+        sizes = {Packing.ONE: 1, Packing.SMALL: settings.steps_per_job, Packing.GRADING: settings.cells_per_job}
+        return _cut([[step] for step in steps], sizes[packing])
     models: dict[str, dict[str, PackSteps]] = defaultdict(lambda: defaultdict(list))
     for step in sorted(steps, key=lambda step: step.kind != kind):
         plan = step.inputs.get("plan")

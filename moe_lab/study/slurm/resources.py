@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from math import ceil, inf
+from types import MappingProxyType
 from typing import Any
 
 from omegaconf import OmegaConf
@@ -12,14 +14,12 @@ from omegaconf import OmegaConf
 from moe_lab.config import JobConfig, ResourcesConfig
 from moe_lab.errors import UserError, unknown
 from moe_lab.grid import typed
-from moe_lab.secret_settings import escaped
 from moe_lab.study.estimates import GIB, Memory, Seconds, gpus, memory_of
 from moe_lab.study.slurm import scheduler
 from moe_lab.study.step import Step
 from moe_lab.study.steps import KINDS
 from moe_lab.study.steps.kind import Reads
 
-EVERY = "every"
 UNKNOWN = Memory(16 * GIB, on_gpu=True)
 """Assumed for a model of unknown size, before it is downloaded."""
 ROUNDED = 30
@@ -29,40 +29,34 @@ HOST = 8.0
 
 
 def check(settings: ResourcesConfig) -> None:
-    """Raise UserError for a key of `jobs` that names no kind of step, and for numbers out of range."""
-    for key in settings.jobs:
-        kind = key.rpartition("/")[2]
-        if kind not in (*KINDS, EVERY):
-            raise unknown(f"resources.jobs {key}", kind, [*KINDS, EVERY])
+    """Raise UserError for a key of `jobs` that names no kind of step, for numbers out of range, and for an option of
+    sbatch that another setting decides."""
+    for kind in settings.jobs:
+        if kind not in KINDS:
+            raise unknown("resources.jobs", kind, KINDS)
     for name in ("gpu_memory", "margin", "longest", "cpus_per_gpu"):
         if not getattr(settings, name) > 0:
             raise UserError(f"resources.{name}={getattr(settings, name)}: expected a number above 0")
-    for key, job in {EVERY: settings.every, **{key: _job(key, settings) for key in settings.jobs}}.items():
+    groups = {"every": settings.every}
+    groups |= {f"jobs.{kind}": _job(fields, f"jobs.{kind}") for kind, fields in settings.jobs.items()}
+    groups |= {f"models.{model}": _job(fields, f"models.{model}") for model, fields in settings.models.items()}
+    for group, job in groups.items():
         for name, least in (("gpus", 0), ("cpus", 1), ("memory", 0.1), ("minutes", 1)):
             value = getattr(job, name)
             if value is not None and not value >= least:
-                raise UserError(f"resources {key}: {name}={value}: expected at least {least}")
-        _check_sbatch(key, job.sbatch)
-
-
-def _check_sbatch(key: str, options: Mapping[str, Any]) -> None:
-    """Raise UserError for an option of sbatch that another setting decides, or the beginning of one's name."""
-    settings = {**scheduler.DECIDED, **{name: name for name in scheduler.OPTIONAL}}
-    for written, value in options.items():
-        name = scheduler.option(written)
-        decided = [each for each in settings if len(name) > 1 and each.startswith(name)]
-        if decided:
-            raise UserError(
-                f"resources {key}: the option {written}={value} of sbatch is decided by other settings: expected "
-                f"{settings[decided[0]]}"
-            )
+                raise UserError(f"resources.{group}.{name}={value}: expected at least {least}")
+        for written, value in job.sbatch.items():
+            if use := scheduler.instead_of(written):
+                raise UserError(
+                    f"resources.{group}.sbatch.{written}={value} is decided by another setting: expected {use}"
+                )
 
 
 def resources(
     steps: Sequence[Step],
     settings: ResourcesConfig,
     seconds: Seconds,
-    time_limit: Callable[[Mapping[str, Any]], float] = lambda configured: inf,
+    time_limits: Mapping[str, float] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """Resources of a job that does `steps` one after another.
 
@@ -70,10 +64,10 @@ def resources(
     such as the costs of the models that the job evaluates.
 
     Returns the fields of JobConfig: gpus, cpus, memory (GiB) and minutes are always numbers; gpu_type, partition,
-    account, qos and constraint may be None; sbatch is a mapping and setup a list. Settings of MODEL/KIND take
-    precedence over MODEL/every, KIND and every; sbatch is merged. `seconds` estimates the time of a step; if it is
-    unknown for one, the job asks for `settings.longest`. Minutes that are not set are limited to `time_limit` of the
-    job's settings.
+    account, qos and constraint may be None; sbatch is a mapping and setup a list. Settings of the model take precedence
+    over those of the kind, and those over `every`; sbatch is merged. `seconds` estimates the time of a step; if it is
+    unknown for one, the job asks for `settings.longest`. Minutes that are not set are limited to the partition's
+    `time_limits` (partition -> minutes).
     """
     configured = _configured(steps[0], settings)
     memories = [memory_of(step) or UNKNOWN for step in steps]
@@ -83,12 +77,13 @@ def resources(
         else configured["gpus"]
     )
     largest = max(memory.bytes for memory in memories) / GIB
+    minutes = min(_minutes([seconds(step) for step in steps], settings), _time_limit(configured, time_limits))
     threads = (steps[0].runtime.get("model") or {}).get("threads")
     estimated = {
         "gpus": count,
         "cpus": max(threads or 1, count * settings.cpus_per_gpu),
         "memory": ceil(HOST + largest) if count else ceil(2 * largest),
-        "minutes": int(min(_minutes([seconds(step) for step in steps], settings), time_limit(configured))),
+        "minutes": int(minutes),
     }
     return {name: estimated.get(name) if value is None else value for name, value in configured.items()}
 
@@ -116,23 +111,30 @@ def _configured(step: Step, settings: ResourcesConfig) -> dict[str, Any]:
 def _levels(step: Step, settings: ResourcesConfig) -> Iterator[JobConfig]:
     """The settings that apply to a step, the most general first; settings of models do not apply to small steps."""
     yield settings.every
-    keys = [step.kind]
-    if KINDS[step.kind].reads is not Reads.NOTHING:
-        model = step.runtime["model"]["name"]
-        keys += [f"{model}/{EVERY}", f"{model}/{step.kind}"]
-    for key in keys:
-        if key in settings.jobs:
-            yield _job(key, settings)
+    if step.kind in settings.jobs:
+        yield _job(settings.jobs[step.kind], f"jobs.{step.kind}")
+    model = None if KINDS[step.kind].reads is Reads.NOTHING else step.runtime["model"]["name"]
+    if model in settings.models:
+        yield _job(settings.models[model], f"models.{model}")
 
 
-def _job(key: str, settings: ResourcesConfig) -> JobConfig:
-    """The settings under a key of `jobs`. Raises UserError for an unknown field, or a value of the wrong type."""
+def _job(content: Any, group: str) -> JobConfig:
+    """The fields and values in `content` as a JobConfig. Raises UserError for an unknown field or a wrong value."""
     names = [field.name for field in fields(JobConfig)]
-    values = settings.jobs[key]
-    if not isinstance(values, dict):
-        raise UserError(f"resources.jobs {key}: {values}: expected fields and values, such as {{gpus: 2}}")
-    for name in values:
+    if not isinstance(content, dict):
+        raise UserError(f"resources.{group}={content}: expected fields and values, such as {{gpus: 2}}")
+    for name in content:
         if name not in names:
-            raise unknown(f"resources.jobs {key}", name, names)
-    written = {**values, "setup": escaped(values["setup"])} if "setup" in values else values
-    return typed(JobConfig, OmegaConf.create(written), f"resources.jobs {key}")
+            raise unknown(f"resources.{group}", name, names)
+    return typed(JobConfig, OmegaConf.create(content), f"resources.{group}")
+
+
+def _time_limit(configured: Mapping[str, Any], time_limits: Mapping[str, float]) -> float:
+    """Longest time limit in minutes of the partitions that a job may run in.
+
+    Infinite when they are not known, and when a quality of service (qos) determines the limit.
+    """
+    if configured["qos"]:
+        return inf
+    named = configured["partition"] or os.environ.get("SBATCH_PARTITION", "")
+    return max((time_limits[name] for name in named.split(",") if name in time_limits), default=inf)

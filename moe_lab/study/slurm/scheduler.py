@@ -9,6 +9,7 @@ import subprocess
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import inf
 
 from moe_lab.errors import UserError
 from moe_lab.study.slurm.arrays import LONGEST
@@ -24,29 +25,27 @@ DISPLAY = (
 )
 """Beginnings of variables by which a shell selects what Slurm's commands show or cancel, and how they show it."""
 DECIDED = {
-    **dict.fromkeys(("gpus", "gpus-per-node", "gpus-per-task", "gpus-per-socket", "gres"), "gpus and gpu_type"),
-    **dict.fromkeys(("cpus-per-task", "cpus-per-gpu"), "cpus"),
-    **dict.fromkeys(("mem", "mem-per-cpu", "mem-per-gpu"), "memory"),
-    "time": "minutes",
-    "array": "launcher.parallel",
-    "signal": "launcher.signal_seconds",
-    **dict.fromkeys(("requeue", "no-requeue"), "launcher.max_requeues"),
-    "job-name": "study",
-    **dict.fromkeys(("output", "error", "open-mode"), "store, which has the logs"),
-    **dict.fromkeys(("nodes", "ntasks", "ntasks-per-node"), "one process on one node"),
-    **dict.fromkeys(("dependency", "kill-on-invalid-dep", "wait", "test-only", "wrap"), "no such option"),
-    "clusters": "the same command on a machine of that cluster",
+    "partition": ("partition", "p"),
+    "account": ("account", "A"),
+    "qos": ("qos", "q"),
+    "constraint": ("constraint", "C"),
+    "gpus and gpu_type": ("gpus", "G", "gpus-per-node", "gpus-per-task", "gpus-per-socket", "gres"),
+    "cpus": ("cpus-per-task", "c", "cpus-per-gpu"),
+    "memory": ("mem", "mem-per-node", "mem-per-cpu", "mem-per-gpu"),
+    "minutes": ("time", "t", "timelimit"),
+    "launcher.parallel": ("array", "a", "array-inx"),
+    "launcher.signal_seconds": ("signal",),
+    "launcher.max_requeues": ("requeue", "no-requeue"),
+    "study": ("job-name", "J"),
+    "store, which has the logs": ("output", "o", "error", "e", "open-mode"),
+    "one process on one node": ("nodes", "N", "ntasks", "n", "ntasks-per-node"),
+    "no such option": ("dependency", "d", "kill-on-invalid-dep", "wait", "W", "test-only", "wrap"),
+    "the same command on a machine of that cluster": ("clusters", "M"),
 }
-"""Options of sbatch that moe_lab decides for every job -> what to use instead."""
+"""What to use instead -> options of sbatch that moe_lab decides for every job: names and letters, and the names of
+their variables (SBATCH_TIMELIMIT) where these are others."""
 OPTIONAL = ("partition", "account", "qos", "constraint")
 """Options of sbatch that are fields of JobConfig; a shell's variable counts where the field is not set."""
-SHORT = {
-    **{"G": "gpus", "c": "cpus-per-task", "t": "time", "a": "array", "J": "job-name", "o": "output", "e": "error"},
-    **{"N": "nodes", "n": "ntasks", "d": "dependency", "W": "wait", "M": "clusters"},
-    **{"p": "partition", "A": "account", "q": "qos", "C": "constraint"},
-}
-VARIABLES = {"array": "ARRAY_INX", "time": "TIMELIMIT", "mem": "MEM_PER_NODE"}
-"""Options of sbatch whose variable has another name than the option."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +76,28 @@ def longest_array() -> int:
     """Most tasks of an array: MaxArraySize of this cluster."""
     match = re.search(r"^MaxArraySize\s*=\s*(\d+)", ask("scontrol", "show", "config"), re.MULTILINE)
     return max(1, int(match[1])) if match else LONGEST
+
+
+def time_limits() -> dict[str, float]:
+    """Partition -> its time limit in minutes, infinite without one. The default partition is also called ""."""
+    limits = {}
+    for line in ask("sinfo", "--all", "--noheader", "--format=%P|%l").splitlines():
+        partition, limit = line.split("|")
+        name = partition.removesuffix("*")
+        limits[name] = minutes(limit)
+        if name != partition:
+            limits[""] = limits[name]
+    return limits
+
+
+def minutes(limit: str) -> float:
+    """Minutes of a time as written by sinfo: 1-12:00:00, 30:00, infinite."""
+    days, _, clock = limit.rpartition("-")
+    parts = clock.split(":")
+    if not all(part.isdigit() for part in parts):
+        return inf
+    of_day = sum(int(part) * 60.0**place for place, part in enumerate(reversed(parts), start=-1))
+    return of_day + 1440 * int(days or 0)
 
 
 def cancel(jobs: Iterable[str]) -> None:
@@ -118,18 +139,24 @@ def _run(*command: str) -> subprocess.CompletedProcess[str]:
     raise UserError(f"launcher=slurm: {why}: start this on a machine that submits jobs, or use launcher=local")
 
 
-def option(name: str) -> str:
-    """The long name of an option of sbatch, however it is written: gpus_per_node, --gres, G."""
-    bare = name.lstrip("-")
-    return SHORT.get(bare, bare.replace("_", "-"))
+def instead_of(written: str) -> str | None:
+    """What to use instead of an option of sbatch that moe_lab decides; None for another option.
+
+    `written`: its name, such as gpus_per_node or --gres, the beginning of one, or its letter.
+    """
+    name = written.lstrip("-").replace("_", "-")
+    for use, options in DECIDED.items():
+        if name in options or (len(name) > 1 and any(each.startswith(name) for each in options)):
+            return use
+    return None
 
 
 @contextmanager
 def submitting(options: Collection[str]) -> Iterator[None]:
     """While open, sbatch is not told by the shell's variables what moe_lab decides, or one of `options`, which the job
     sets itself: to sbatch, a variable counts more than the script of a job."""
-    decided = {*DECIDED, *map(option, options)}
-    ignored = {f"SBATCH_{VARIABLES.get(name, name.upper().replace('-', '_'))}" for name in decided}
+    names = {name for each in DECIDED.values() for name in each if name not in OPTIONAL} | set(options)
+    ignored = {f"SBATCH_{name.lstrip('-').replace('-', '_').upper()}" for name in names}
     away = {name: os.environ[name] for name in os.environ if name in ignored or name.startswith(DISPLAY)}
     for name in away:
         del os.environ[name]

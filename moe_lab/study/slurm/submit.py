@@ -5,21 +5,21 @@ from __future__ import annotations
 import shlex
 import shutil
 import sys
+import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-import yaml
 from submitit import SlurmExecutor
 from submitit.core.utils import FailedJobError, FailedSubmissionError
 
 import moe_lab
 from moe_lab import start
-from moe_lab.errors import UserError, masked
+from moe_lab.errors import UserError
 from moe_lab.json_files import write_json
-from moe_lab.secret_settings import shell
 from moe_lab.study.estimates import Times
 from moe_lab.study.progress import say
 from moe_lab.study.record import Study
@@ -28,10 +28,9 @@ from moe_lab.study.schedule import Schedule
 from moe_lab.study.slurm import scheduler
 from moe_lab.study.slurm.arrays import Array, arrange
 from moe_lab.study.slurm.pack import Pack, Record
-from moe_lab.study.slurm.refusals import Nodes, less, nodes, refusal, time_limit, too_much
 from moe_lab.study.slurm.resources import check, resources
 from moe_lab.study.slurm.scheduler import Queued
-from moe_lab.study.step import NOTED, code_state
+from moe_lab.study.step import NOTED, code_state, digest
 
 EARLY = 60
 """Seconds by which Slurm may send its warning signal earlier than asked for."""
@@ -64,15 +63,11 @@ def _submit_missing(schedule: Schedule, submission: Submission) -> None:
     submission.jobs.update(covered.steps)
     if not missing and covered.recorded:
         return
-    available = nodes()
-    allowed = partial(time_limit, available=available)
-    ask = partial(resources, settings=config.resources, seconds=Times(store).seconds, time_limit=allowed)
+    limits = scheduler.time_limits()
+    ask = partial(resources, settings=config.resources, seconds=Times(store).seconds, time_limits=limits)
     arrays = arrange(missing, ask, config.launcher, scheduler.longest_array())
     _check_limits(arrays, config.launcher.signal_seconds)
-    _check_sizes(arrays, available)
     scheduler.cancel(covered.hopeless)
-    if config.snapshot:
-        take_snapshot(submission.run.code)
     for array in arrays:
         submission.add(array)
     submission.close()
@@ -85,6 +80,11 @@ class Submission:
     study: Study
     run: Run
     jobs: dict[str, str] = field(default_factory=dict)
+
+    @cached_property
+    def starter(self) -> Path:
+        """The start.py with which jobs are started, in a copy of the present code."""
+        return copy_code(self.study.store.root)
 
     def add(self, array: Array) -> None:
         """Submit one array, to start when the jobs that it needs have succeeded."""
@@ -129,10 +129,9 @@ class Submission:
     ) -> list[str]:
         """Submit jobs with the same resources as one array; returns their ids."""
         settings = self.study.config.launcher
-        python = shell(settings.python) if settings.python else shlex.quote(sys.executable)
-        starter = snapshot_starter(self.run.code) if self.study.config.snapshot else start.FILE
+        python = settings.python or shlex.quote(sys.executable)
         executor = SlurmExecutor(
-            self.run.logs, max_num_timeout=settings.max_requeues, python=f"{python} {shlex.quote(str(starter))}"
+            self.run.logs, max_num_timeout=settings.max_requeues, python=f"{python} {shlex.quote(str(self.starter))}"
         )
         dependency = {"dependency": f"{condition}:{':'.join(after)}"} if after else {}
         more = {"kill-on-invalid-dep": "yes", "requeue": True, **dependency, **asks["sbatch"]}
@@ -143,7 +142,7 @@ class Submission:
             time=asks["minutes"],
             mem=f"{max(1, round(asks['memory'] * 1024))}M",
             cpus_per_task=asks["cpus"],
-            setup=[shell(line) for line in asks["setup"]] or None,
+            setup=asks["setup"] or None,
             signal_delay_s=settings.signal_seconds,
             array_parallelism=settings.parallel,
             additional_parameters=more,
@@ -154,7 +153,11 @@ class Submission:
             with scheduler.submitting([*optional, *asks["sbatch"]]):
                 return [job.job_id for job in executor.submit_array(what)]
         except (FailedJobError, FailedSubmissionError) as error:
-            raise UserError(refusal(kind, asks, str(error))) from None
+            asked = " ".join(f"{name}={value}" for name, value in asks.items() if value not in (None, {}, []))
+            raise UserError(
+                f"Slurm refuses {kind} jobs ({' '.join(str(error).split())}): they ask for {asked}; change "
+                f"resources.every, resources.jobs.{kind} or resources.models (nothing was left in the queue)"
+            ) from None
 
 
 def _check_limits(arrays: Iterable[Array], signal_seconds: int) -> None:
@@ -164,13 +167,6 @@ def _check_limits(arrays: Iterable[Array], signal_seconds: int) -> None:
                 f"resources: {array.kind} jobs ask for minutes={array.asks['minutes']}, too little to work in: "
                 f"Slurm warns them launcher.signal_seconds={signal_seconds} before, and may do so {EARLY} s early"
             )
-
-
-def _check_sizes(arrays: Iterable[Array], available: Sequence[Nodes]) -> None:
-    """Raise UserError for jobs that no node can ever run."""
-    for array in arrays:
-        if excess := too_much(array.asks, available):
-            raise UserError(less(array.kind, array.asks, *excess))
 
 
 def _announce(submission: Submission) -> None:
@@ -230,19 +226,25 @@ def under_way(jobs: Iterable[Submitted], queue: Mapping[str, Queued], missing: I
 COPIED = ("moe_lab", "analysis", "conf")
 
 
-def take_snapshot(folder: Path) -> None:
-    """Copy the packages to `folder`, with a note of their version."""
+def copy_code(store: Path) -> Path:
+    """Copy the present code to `store`/code, once for each state of it. Returns the start.py of the copy.
+
+    Jobs run the copy, and so do the processes they start: what is edited or updated while jobs wait in the queue does
+    not change what they do.
+    """
     root = Path(moe_lab.__file__).parents[1]
-    for name in COPIED:
-        if (root / name).is_dir():
-            shutil.copytree(root / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for file in folder.rglob("*.yaml"):
-        content = yaml.safe_load(file.read_text(encoding="utf-8"))
-        if (shown := masked(content)) != content:  # jobs do not need the secrets: they get them in the environment
-            file.write_text(yaml.safe_dump(shown), encoding="utf-8")
-    write_json(folder / "moe_lab" / NOTED, code_state())
-
-
-def snapshot_starter(folder: Path) -> Path:
-    """Path of start.py in the copy in `folder`: it runs modules of the copy, and so do the processes they start."""
-    return folder.absolute() / "moe_lab" / Path(start.FILE).name
+    files = [path for name in COPIED for path in sorted((root / name).rglob("*")) if path.is_file()]
+    files = [path.relative_to(root) for path in files if "__pycache__" not in path.parts]
+    content = {str(file): sha256((root / file).read_bytes()).hexdigest() for file in files}
+    folder = store.absolute() / "code" / digest({"state": code_state(), "files": content})[:12]
+    if not folder.exists():
+        scratch = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}")
+        for file in files:
+            (scratch / file).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(root / file, scratch / file)
+        write_json(scratch / "moe_lab" / NOTED, code_state())
+        try:
+            scratch.rename(folder)
+        except OSError:  # another command has published the same copy meanwhile
+            shutil.rmtree(scratch)
+    return folder / "moe_lab" / Path(start.FILE).name

@@ -14,7 +14,6 @@ from moe_lab.config import BackendConfig, BenchmarkConfig, Config
 from moe_lab.errors import Unavailable
 from moe_lab.evaluation.recorded import COMPUTED, Record
 from moe_lab.json_files import write_json
-from moe_lab.secret_settings import identified
 from moe_lab.study.step import Job, Part, Step
 from moe_lab.study.steps.inputs import plan_of
 from moe_lab.study.steps.kind import Kind, Packing, Reads
@@ -56,7 +55,7 @@ def _backend(pruned: PrunedModel, *, generates: bool) -> tuple[dict[str, Part], 
     identity: dict[str, Any] = {}
     exported = False
     if backend.name == "server":
-        identity = {"name": backend.name, "command": identified(backend.command)}
+        identity = {"name": backend.name, "command": backend.command}
         exported = pruned.plan is not None
     elif backend.name == "vllm":
         identity = {"name": backend.name, "arguments": dict(backend.arguments)}
