@@ -26,7 +26,7 @@ from moe_lab.paths import check_folder
 from moe_lab.pruning.export import gguf, layout
 from moe_lab.pruning.form import no_replacements
 from moe_lab.recovery import settings as recoveries
-from moe_lab.study import push, remote, tracking
+from moe_lab.study import push, sync, tracking
 from moe_lab.study.launch import check_device, launcher
 from moe_lab.study.schedule import check_retry
 from moe_lab.study.slurm import resources
@@ -79,7 +79,7 @@ def lacking(config: Config, requests: Iterable[Request]) -> list[str]:
 def _wrong_settings(config: Config) -> Iterator[str]:
     usual = Config()
     yield from user_errors(check_folder, "store", config.store, usual.store)
-    yield from user_errors(remote.check, config.store)
+    yield from user_errors(sync.check, config.store)
     yield from user_errors(check_folder, "data_root", config.data_root, usual.data_root)
     yield from user_errors(check_sandbox, config.sandbox)
     yield from user_errors(interpreters.check_names, config.interpreters)

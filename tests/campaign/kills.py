@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import signal
@@ -21,6 +20,7 @@ import psutil
 from cluster import Cluster, why_not
 from studies import ran, results
 
+from moe_lab.results import read_record
 from moe_lab.study.store import damaged
 
 from .programs import adopt_orphans
@@ -257,7 +257,7 @@ class Series:
         """What was finished before the run was neither given to a process again nor replaced, and is still there."""
         store = self.place / "store"
         again = {step for step in before if self.scenario.begun(self.place)[step] > begun[step]}
-        folders = [file.parent for file in store.glob("[!.]*/[!.]*/manifest.json")]
+        folders = [file.parent for file in store.glob("[!.]*/[!.]*/step.json")]
         now = {str(folder.relative_to(store)): folder.stat().st_ino for folder in folders}
         again |= {step for step, inode in self.published.items() if now.get(step, inode) != inode}
         if again:
@@ -282,7 +282,7 @@ class Series:
             self.problem("lost", ", ".join(sorted(lost)))
         if other := [name for name in found if found[name] != expected.get(name)]:
             self.problem("other result", ", ".join(other))
-        if damage := {str(file): what for file in store.glob("*/*/manifest.json") if (what := damaged(file.parent))}:
+        if damage := {str(file): what for file in store.glob("*/*/step.json") if (what := damaged(file.parent))}:
             self.problem("lost", f"damaged: {damage}")
         if not lost and _record(store) != record:
             self.problem("other result", "the record of the study")
@@ -304,8 +304,8 @@ class Series:
 
 def _record(store: Path) -> Any:
     """What the study says of its cells, but for when and where."""
-    document = json.loads((store / "studies" / "study.json").read_text())
-    return {key: value for key, value in document.items() if key not in ("created", "config")}
+    document = read_record(store, "study") or {}
+    return {key: value for key, value in document.items() if key not in ("created", "config", "replaces", "run")}
 
 
 def _printed(place: Path) -> str:

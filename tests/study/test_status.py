@@ -94,11 +94,10 @@ def test_the_table_of_one_step(running: Running, tmp_path: Path, study: Study) -
 
 
 def test_steps_of_a_killed_command_are_missing(tmp_path: Path, study: Study) -> None:
-    """Its lease ends with it."""
+    """Its claim ends with it."""
     store, steps = Store(tmp_path).create(), [Example()]
-    begin(store, STUDY, steps)
     process = ExitStack()
-    process.enter_context(store.lease(steps))
+    process.enter_context(begin(store, STUDY, steps))
     assert cells(study("status", tmp_path))["step"][0] == "pending"
     process.close()
     out = study("status", tmp_path)
