@@ -16,6 +16,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -113,11 +114,17 @@ Work = tuple[Step, Files]
 
 
 def _listen(asked: queue.SimpleQueue[Work]) -> None:
+    """Pass on what is asked. Ends the process with its input, and when a step cannot be read, as without its module."""
+    code = 1
     try:
         while True:
             asked.put(pickle.load(sys.stdin.buffer))
     except EOFError:
-        os._exit(0)
+        code = 0
+    except Exception:  # noqa: BLE001 - the parent reports that the worker died, and where this is printed
+        traceback.print_exc()
+    finally:
+        os._exit(code)
 
 
 def serve(replies: IO[str]) -> None:

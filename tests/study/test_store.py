@@ -48,7 +48,7 @@ def test_published_whole_with_identity_and_checksums(store: Store) -> None:
     assert store.done(step)
     folder = store.path(step)
     document = json.loads((folder / "step.json").read_text())
-    assert document["id"] == step.id and document["settings"] == {"settings": {"number": 0}}
+    assert document["id"] == step.id and document["settings"] == {"number": 0}
     assert document["provenance"] == {"seconds": 1.5} and set(document["files"]) == {"result.txt"}
     assert {path.name for path in folder.iterdir()} == {"result.txt", "step.json"}
     assert [p.name for p in folder.parent.iterdir()] == [folder.name]
