@@ -81,12 +81,11 @@ class Claim:
         self.claims, self.name, self.generation = claims, name, generation
         self.token = uuid.uuid4().hex
         self.path = claims.path(name, generation)
-        self.file = os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o664)
         owner = {"token": self.token, "host": socket.gethostname(), "machine": machine(), "pid": os.getpid()}
-        owner |= {"started": started(os.getpid()), "inode": os.fstat(self.file).st_ino}
-        owner |= {"job": own_job(), "restarts": restarts()}
+        owner |= {"started": started(os.getpid()), "job": own_job(), "restarts": restarts()}
+        self.file = os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o664)
         try:
-            os.write(self.file, json.dumps(owner).encode())
+            os.write(self.file, json.dumps({**owner, "inode": os.fstat(self.file).st_ino}).encode())
             os.fsync(self.file)  # other machines see it from here on
         except OSError:  # a full disk, say: nobody may wait for an empty claim
             self.abandon()
@@ -202,6 +201,7 @@ class Claims:
         A process of this machine is looked up; a claim whose file has another inode than it says was copied with its
         store. Of another machine, an old time is not enough: this process must have missed heartbeats itself, for
         long if the time is not old. On some file systems the time is by the clock of the owner, which may be wrong.
+        A claim without an owner is of a process that was killed while it wrote it, if heartbeats are missing too.
         """
         try:
             status, owner = path.stat(), _owner(path)
@@ -221,6 +221,8 @@ class Claims:
         watched = time.monotonic() - self._seen[path][1]
         if watched < WATCH * BEAT or self._in_queue(owner):
             return False
+        if owner is None:
+            return True
         try:
             return watched > LIMIT or self._now() - status.st_mtime > LIMIT
         except OSError:  # where nothing can be written, nothing is taken over either
@@ -271,7 +273,7 @@ def restarts() -> int:
 
 
 def _owner(path: Path) -> dict[str, Any] | None:
-    """Who made a claim; None while it is being written, or when it is damaged: then its age decides."""
+    """Who made a claim; None while it is being written, and when it is damaged: then heartbeats decide."""
     with suppress(Damaged, FileNotFoundError):
         owner: dict[str, Any] = read_json(path, OWNER_SHAPE)
         return owner

@@ -100,7 +100,8 @@ class Run:
 
 @contextmanager
 def begin(store: Store, study: str, steps: Sequence[Step]) -> Iterator[Run]:
-    """Start a new run of the study, which is held until the block ends. Waits while gc is choosing.
+    """Start a new run of the study, which is held until the block ends. Waits while gc is choosing. Claims of processes
+    that were killed are removed.
 
     The name of a run is a number above those of all runs that it finds, and a random word, as others may begin at the
     same time. So names put runs in order whatever the clocks of the machines show.
@@ -115,6 +116,7 @@ def begin(store: Store, study: str, steps: Sequence[Step]) -> Iterator[Run]:
             run.folder.mkdir(parents=True)
             held.enter_context(run.held())
             run.note(steps)
+            store.claims.clear()
         if changes := edits():
             (run.folder / "edits.diff").write_text(changes)
         yield run
