@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import sys
 import threading
 import time
 import uuid
@@ -33,8 +34,11 @@ WATCH = 2.5
 """Heartbeats that this process itself must have missed as well: a file's time may be of the owner's clock."""
 POLL = 0.2
 """Seconds between two attempts to take a claim that another process holds."""
+SILENT = 10.0
+"""Seconds of waiting for a claim after which the user is told who holds it."""
 OWNER_SHAPE = {
     "token": str,
+    "host": str,
     "machine": [str],
     "pid": int,
     "started": str | None,
@@ -171,17 +175,33 @@ class Claims:
 
     @contextmanager
     def awaited(self, name: str) -> Iterator[Claim]:
-        """As `held`, but wait until no other process holds it."""
+        """As `held`, but wait until no other process holds it. Says what it waits for when that takes long."""
+        begun: float | None = time.monotonic()
         while True:
             try:
                 claim = self.take(name)
                 break
             except Busy:
+                if begun is not None and time.monotonic() - begun > SILENT:
+                    begun = None
+                    print(f"moe_lab: waiting for {self.holder(name)}, who has claimed {name}", file=sys.stderr)
                 time.sleep(POLL)
         try:
             yield claim
         finally:
             claim.release()
+
+    def holder(self, name: str) -> str:
+        """Who holds a claim, for readers: process, machine and job, and for how long it has given no sign of life."""
+        generations = self.folder.glob(f"{name}.*")
+        with suppress(ValueError, FileNotFoundError):
+            last = max(generations, key=lambda path: int(path.suffix[1:]))
+            silent = time.time() - last.stat().st_mtime
+            if owner := _owner(last):
+                job = f", job {owner['job']}" if owner["job"] else ""
+                since = f" (no sign of life for {silent / 60:.0f} min)" if silent > WATCH * BEAT else ""
+                return f"process {owner['pid']} on {owner['host']}{job}{since}"
+        return "another process"
 
     def _beat(self) -> None:
         """Renew all claims that are held, until none is."""

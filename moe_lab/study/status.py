@@ -225,7 +225,8 @@ def _reason(store: Store, state: StudyState, step: StepState) -> str:
         causes = [name for name in step.needs if state.steps[name].state in ("failed", "blocked")]
         return f"needs {state.steps[causes[0]].name}, which is {state.steps[causes[0]].state}"
     if step.state in ("running", "pending") and step.job not in state.queue:
-        return "being computed by another run" if step.state == "running" else "another run will compute it"
+        by = f"being computed by {store.holder(step.id)}"
+        return by if step.state == "running" else "another run will compute it"
     if step.job is None:
         return "no job was made for it; the same command as before starts it"
     if queued := state.queue.get(step.job):

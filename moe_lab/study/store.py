@@ -254,6 +254,10 @@ class Store:
         """Whether a process works on a step."""
         return self.claims.is_held(start_of_id)
 
+    def holder(self, step_id: str) -> str:
+        """Who works on a step, for readers."""
+        return self.claims.holder(step_id[:16])
+
     def choosing(self) -> contextlib.AbstractContextManager[Claim]:
         """The claim under which `gc` chooses and runs begin, one at a time. So no run can find a step finished, and
         then lose it because gc had looked for runs before."""

@@ -46,10 +46,14 @@ class Worker:
             self.process.wait()
             self.process.stdout.close()
 
+    @property
+    def _log(self) -> Path:
+        """File with the steps that the worker was given, and what it printed beside them."""
+        return self.store.root / "logs" / f"{self.name}.log"
+
     def _start(self) -> subprocess.Popen[bytes]:
-        path = self.store.root / "logs" / f"{self.name}.log"  # which steps it did, and what it printed before
-        path.parent.mkdir(exist_ok=True)
-        with path.open("a") as log:
+        self._log.parent.mkdir(exist_ok=True)
+        with self._log.open("a") as log:
             # Slurm sends its warning that time is up to all processes of a job, of which only the first one handles it.
             return subprocess.Popen(
                 ["sh", "-c", 'trap "" USR2; exec "$0" "$@"', *command("moe_lab.study.worker")],
@@ -84,7 +88,8 @@ class Worker:
         code = self.process.wait()
         cause = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         hint = ", as the kernel does when memory runs out" if code == -signal.SIGKILL else ""
-        message = f"{step.folder}: the worker died ({cause}{hint}); its log is {log_of(self.store, step.folder)}"
+        log = log_of(self.store, step.folder)
+        message = f"{step.folder}: the worker died ({cause}{hint}); its log is {log if log.exists() else self._log}"
         return {"message": message, "transient": code < 0}
 
 

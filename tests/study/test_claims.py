@@ -171,6 +171,20 @@ class TestAnotherMachine:
         queue.clear()
         assert claims.is_stale(path)
 
+    def test_who_holds_it_and_for_how_long_it_has_been_silent_is_told(
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        path = foreign(folder, HOUR, host="node7", job="12")
+        assert Claims(folder).holder("y") == "another process"
+        monkeypatch.setattr(claiming, "LIMIT", 1.5)
+        monkeypatch.setattr(claiming, "SILENT", 0.02)
+        os.utime(path, (time.time() + HOUR,) * 2)
+        with Claims(folder).awaited("x"):
+            pass
+        assert f"process {os.getpid()} on node7, job 12" in capsys.readouterr().err
+        path = foreign(folder, HOUR)
+        assert Claims(folder).holder("x").endswith("(no sign of life for 60 min)")
+
     def test_a_requeued_job_takes_over_what_it_had_claimed_on_another_node(
         self, folder: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:

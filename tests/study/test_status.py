@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import socket
 import sys
 import threading
 from contextlib import ExitStack
@@ -106,4 +108,5 @@ def test_steps_of_a_killed_command_are_missing(tmp_path: Path, study: Study) -> 
 
 def test_what_waits_for_a_running_command_is_pending(running: Running, tmp_path: Path, study: Study) -> None:
     out = study("why", tmp_path / "store")
-    assert "running: being computed by another run" in out and "pending: another run will compute it" in out
+    by = f"process {os.getpid()} on {socket.gethostname()}"
+    assert f"running: being computed by {by}" in out and "pending: another run will compute it" in out
