@@ -194,7 +194,7 @@ def at_work_of_one(place: Path, other: Asked, then: Callable[[], None]) -> Calla
 
 
 def test_a_run_at_the_same_time_loses_nothing(place: Path, one: Asked, other: Asked) -> None:
-    """The study is replaced and garbage collected in the middle of a run, whose steps only its lock keeps."""
+    """The study is replaced and garbage collected in the middle of a run, whose steps only its claim keeps."""
     Worker.harm = at_work_of_one(place, other, lambda: gc(Store(place), apply=True))
     assert start(place, one) == 0
     assert len(Worker.did) == len(set(Worker.did)) and finished(place) == {*steps(one), *steps(other)}
