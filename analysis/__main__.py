@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NoReturn
 from analysis.names import FIGURE_FORMATS
 from moe_lab.errors import DISK_FULL, UserError, end_with, unknown
 from moe_lab.paths import shortened, store_folder, url_of
+from moe_lab.results import RECORD
 
 if TYPE_CHECKING:
     from analysis.render.table import Table
@@ -71,10 +72,10 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     request.compare = request.compare == "true"
     request.names = request.names or ["report"]
     folder = store_folder(request.store)
-    if (url := url_of(request.store)) and not any((folder / "studies").glob("*.json")):
+    if (url := url_of(request.store)) and not any(folder.glob(f"runs/*/*/{RECORD}")):
         raise UserError(
             f"store={url}: no study of it is on this machine: copy one with "
-            f"python -m moe_lab.study pull NAME store={url}"
+            f"python -m moe_lab.study sync NAME store={url}"
         )
     request.store = folder
     return request

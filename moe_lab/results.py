@@ -1,14 +1,17 @@
-"""Formats of the files that steps write and the analysis reads: evaluations, records of studies, columns of tables.
+"""Formats of the files that steps write and the analysis reads: evaluations, records of runs, columns of tables.
 
 Evaluations write `result.json` and `samples.parquet`.
 """
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
-from moe_lab.json_files import Number
+from moe_lab.json_files import Number, read_json
 
 ID_DIGITS = 6
 """Digits of the id of a model's step that are added to its name when another model has the same name."""
@@ -21,7 +24,7 @@ def with_id(name: str, step_id: str) -> str:
 
 
 SCHEMA = 1
-"""Version of result.json and samples.parquet; a reader refuses a higher one."""
+"""Version of result.json, samples.parquet and record.json; a reader refuses a higher one."""
 
 
 class Result(TypedDict):
@@ -81,21 +84,111 @@ class ResultFile(TypedDict):
     """Versions of the libraries that generated and graded."""
 
 
+RECORD = "record.json"
+"""File in the folder of a run, runs/STUDY/RUN, with the cells of the run and the folders of their results."""
+FIGURES = ("families", "damages")
+"""Entries of a record with the steps that are for figures."""
+KEY = ("calibration", "model", "gate", "seed")
+"""Columns that tell the steps of a figure apart."""
 _NAME = str | None
-STUDY_SHAPE = {
+_FIGURE = [{"calibration": str, "model": str, "gate": str, "seed": Number, "step": _NAME}]
+RECORD_SHAPE = {
     "schema": int,
     "created": Number,
+    "replaces": [str],
     "cells": [
         {
             "cell": {"model": _NAME, "criterion": _NAME, "calibration": _NAME, "ratio": Number | None},
-            "evaluate": {str: str | None},
-            "errors": dict | None,
+            "evaluate": {str: _NAME},
+            "errors": dict,
         }
     ],
-    "families": dict | None,
-    "damages": dict | None,
+    **dict.fromkeys(FIGURES, _FIGURE),
 }
-"""Shape of studies/NAME.json in a store, for `json_files.fits`: the cells of a study and where their results are."""
+"""Shape of record.json for `json_files.fits`. `replaces`: names of the earlier runs whose records no longer count."""
+
+
+def current_records(root: Path, study: str) -> dict[str, dict[str, Any]]:
+    """Name of a run -> its record, for the records of a study that no other one replaces, the oldest first.
+
+    Runs are numbered, and a record replaces only those of lower numbers, so replaced ones need not be read.
+
+    Raises Damaged for a damaged record.
+    """
+    records: dict[str, dict[str, Any]] = {}
+    replaced: set[str] = set()
+    for path in sorted(root.glob(f"runs/{study}/*/{RECORD}"), reverse=True):
+        if path.parent.name not in replaced:
+            records[path.parent.name] = record = read_json(path, RECORD_SHAPE)
+            replaced.update(record["replaces"])
+    return dict(reversed(records.items()))
+
+
+def read_record(root: Path, study: str) -> dict[str, Any] | None:
+    """What a study is: the record of its last run (`run`), and of the runs at the same time; None without any.
+
+    Of a cell that several records have, the benchmarks of all count. Where its steps differ, as their settings do, the
+    record of the later run counts, and the cell is in `differing`.
+
+    Raises Damaged for a damaged record.
+    """
+    current = current_records(root, study)
+    if not current:
+        return None
+    cells: dict[str, dict[str, Any]] = {}
+    figures: dict[str, dict[str, Any]] = {figure: {} for figure in FIGURES}
+    differing = {}
+    for record in current.values():
+        for entry in record["cells"]:
+            name = _key({**entry["cell"], "id": (entry.get("model") or "")[-DIGITS:]})  # models may share a name
+            if name in cells and _differ(cells[name], entry):
+                differing[name] = entry["cell"]
+            elif name in cells:
+                entry = _with_benchmarks(cells[name], entry)
+            cells[name] = entry
+        for figure, rows in figures.items():
+            for row in record[figure]:
+                key = _key({name: row[name] for name in KEY})
+                rows[key] = row if row["step"] or key not in rows else rows[key]
+    last = list(current)[-1]
+    joined = {"cells": list(cells.values()), **{figure: list(rows.values()) for figure, rows in figures.items()}}
+    return {**current[last], "run": last, **joined, "differing": list(differing.values())}
+
+
+def _key(document: Mapping[str, Any]) -> str:
+    return json.dumps(document, sort_keys=True)
+
+
+STEPS = ("model", "statistics", "scores", "plan", "finetune", "export", "cost", "profile", "timing")
+"""Fields of a cell in a record with the folder of a step, or None; those of its evaluations are in `evaluate`."""
+DIGITS = 12
+"""Digits of a step's id at the end of the name of its folder."""
+
+
+def _differ(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
+    """Whether two entries of one cell name different steps. Labels of one step may differ, its id does not."""
+    places = [(old.get(name), new.get(name)) for name in STEPS]
+    places += [(old["evaluate"].get(name), place) for name, place in new["evaluate"].items()]
+    return any(one and other and one[-DIGITS:] != other[-DIGITS:] for one, other in places)
+
+
+def _with_benchmarks(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+    """The new entry of a cell, extended by results that only the old entry has."""
+    places = {name: new.get(name) or old.get(name) for name in STEPS}
+    benchmarks = [*old["evaluate"], *new["evaluate"]]
+    evaluate = {name: new["evaluate"].get(name) or old["evaluate"].get(name) for name in benchmarks}
+    errors = {**old["errors"], **new["errors"]}
+    still = {name: error for name, error in errors.items() if not {**places, **evaluate}.get(name)}
+    return {**new, **places, "evaluate": evaluate, "errors": still}
+
+
+def places(record: Mapping[str, Any]) -> set[str]:
+    """KIND/NAME of all finished steps that a record names; none for {}."""
+    cells = record.get("cells", ())
+    named = [entry.get(step) for entry in cells for step in STEPS]
+    named += [place for entry in cells for place in entry["evaluate"].values()]
+    named += [row["step"] for figure in FIGURES for row in record.get(figure, ())]
+    return {place for place in named if place}
 
 
 # Columns of the tables that steps write for figures, most of them next to large arrays.

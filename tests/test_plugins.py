@@ -13,6 +13,7 @@ import pytest
 
 from moe_lab import allocation, criteria, plugins
 from moe_lab.errors import UserError
+from moe_lab.results import read_record
 
 MODULE = """
 import numpy
@@ -62,7 +63,7 @@ def test_a_study_with_a_criterion_and_an_allocation_of_a_folder(folder: Path) ->
     words = ["plugins=[my_methods.scores]", "criterion=cres*,man", "allocation=like_uniform", *TINY]
     done = moe_lab(folder, *words, "store=store")
     assert done.returncode == 0, done.stderr
-    record = json.loads((folder / "store/studies/study.json").read_text())
+    record = read_record(folder / "store", "study") or {}
     pruned = [entry["cell"] for entry in record["cells"] if entry["plan"]]
     assert {(cell["criterion"], cell["granularity"], cell["allocation"]) for cell in pruned} == {
         ("crest", "expert", "like_uniform"),

@@ -29,6 +29,7 @@ from moe_lab.evaluation.harnesses import evalscope
 from moe_lab.study import record, run
 from moe_lab.study.graph import Graph, build
 from moe_lab.study.preflight import preflight
+from moe_lab.study.runs import begin
 from moe_lab.study.store import Store
 
 ROOT = Path(__file__).parents[1]
@@ -255,7 +256,8 @@ def test_each_model_of_heapr_table_2_is_asked_as_the_paper_asks_it(tmp_path: Pat
         assert len(cell.evaluate) == 7
     assert asked == {"qwen1_5_moe_chat": {"acc"}, "deepseek_moe_16b": {"acc", "acc_norm"}}
     store = Store(tmp_path).create()
-    record.write(record.Study(request("heapr_table2")[0], graph("heapr_table2"), store), {})
+    with begin(store, "heapr_table2", []) as run:
+        record.write(record.Study(request("heapr_table2")[0], graph("heapr_table2"), store), run, {})
     noted = {(entry["cell"]["model"], entry["protocol"]) for entry in record.read(store, "heapr_table2")["cells"]}
     assert noted == {("qwen1_5_moe_chat", "heapr"), ("deepseek_moe_16b", "heapr_norm")}
 

@@ -59,7 +59,7 @@ def evaluations(
                 continue
             rows += [{"cell": cell, "task": task, "folder": name, **found} for found in reported]
             if name not in origins:
-                origins[name] = _origin(name, result, reader.json(folder, "provenance.json") or {})
+                origins[name] = _origin(name, result, reader.provenance(folder))
             table = reader.table(folder, "samples.parquet", _SAMPLES, optional=(_LOSS,))
             if table is not None:
                 tables.append(table.append_column("cell", pa.array(np.full(len(table), cell, np.int64))))

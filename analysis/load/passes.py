@@ -37,21 +37,16 @@ def shown_settings(cells: pd.DataFrame) -> dict[str, tuple[Any, Any]]:
 
 
 def steps_by_pass(
-    steps: Mapping[str, str | None] | None, usual: Mapping[str, tuple[Any, Any]]
+    rows: Sequence[Mapping[str, Any]], usual: Mapping[str, tuple[Any, Any]]
 ) -> dict[tuple[str, str], str | None]:
-    """(Calibration, model) -> its step, from a record's steps by "calibration@model@gate@seed".
+    """(Calibration, model) -> its step, from a record's steps for a figure.
 
     When there are several gates and seeds, those in `usual` (model -> gate and seed) are preferred, then the first.
-    Older records have keys "calibration@model" without gate and seed; these are used only when there is no other.
     """
-    ranked: dict[tuple[str, str], tuple[int, str | None]] = {}
-    for key, step in (steps or {}).items():
-        calibration, model, *setting = key.split("@")
-        gate, seed = usual.get(model, ("", ""))
-        rank = 2 if not setting else 0 if setting == [str(gate), str(seed)] else 1
-        if (calibration, model) not in ranked or rank < ranked[calibration, model][0]:
-            ranked[calibration, model] = rank, step
-    return {key: step for key, (_, step) in ranked.items()}
+    steps: dict[tuple[str, str], str | None] = {}
+    for row in sorted(rows, key=lambda row: usual.get(row["model"]) != (row["gate"], row["seed"])):
+        steps.setdefault((row["calibration"], row["model"]), row["step"])
+    return steps
 
 
 def coverage(cells: pd.DataFrame, reader: Reader) -> tuple[pd.DataFrame, dict[str, dict[str, Any]]]:
@@ -73,20 +68,20 @@ def coverage(cells: pd.DataFrame, reader: Reader) -> tuple[pd.DataFrame, dict[st
 
 def family(document: Mapping[str, Any], cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
     """Read the scores S(b, alpha, beta) of every expert: model, calibration and FAMILY."""
-    return _per_calibration(document.get("families"), "family.parquet", results.FAMILY, cells, reader)
+    return _per_calibration(document["families"], "family.parquet", results.FAMILY, cells, reader)
 
 
 def damage(document: Mapping[str, Any], cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
     """Read the exact damage of removing one expert: model, calibration and SCORES."""
-    return _per_calibration(document.get("damages"), "scores.parquet", results.SCORES, cells, reader)
+    return _per_calibration(document["damages"], "scores.parquet", results.SCORES, cells, reader)
 
 
 def _per_calibration(
-    steps: Mapping[str, str | None] | None, file: str, columns: Sequence[str], cells: pd.DataFrame, reader: Reader
+    rows: Sequence[Mapping[str, Any]], file: str, columns: Sequence[str], cells: pd.DataFrame, reader: Reader
 ) -> pd.DataFrame:
     """Read `file` from the step of every calibration set and model (of one gate and seed) into one frame."""
     frames: list[pd.DataFrame] = []
-    for (calibration, model), name in steps_by_pass(steps, shown_settings(cells)).items():
+    for (calibration, model), name in steps_by_pass(rows, shown_settings(cells)).items():
         folder = reader.step(name, f"{file.removesuffix('.parquet')} of {calibration}@{model}")
         frame = reader.frame(folder, file, columns)
         if frame is not None:

@@ -89,6 +89,11 @@ class Reader:
             self._unreadable(f"{file} is damaged", folder)
         return None
 
+    def provenance(self, folder: Path) -> dict[str, Any]:
+        """How a step came about; {} where its step.json does not say it."""
+        step = self.json(folder, "step.json") if (folder / "step.json").is_file() else None
+        return (step or {}).get("provenance") or {}
+
     def table(self, folder: Path, file: str, columns: Sequence[str], optional: Sequence[str] = ()) -> pa.Table | None:
         """Read columns of a Parquet file, and the optional ones that it has; None, with a gap, when that fails."""
         try:
@@ -123,7 +128,7 @@ class Reader:
         return frame.reindex(columns=list(columns))
 
     def _bytes(self, folder: Path, file: str) -> bytes:
-        """The content of a file. Raises ValueError when its sha256 differs from that in the step's manifest."""
+        """The content of a file. Raises ValueError when its sha256 differs from that in the step's step.json."""
         content = (folder / file).read_bytes()
         published = self._checksums(folder).get(file)
         if published is not None and sha256(content).hexdigest() != published:
@@ -131,11 +136,11 @@ class Reader:
         return content
 
     def _checksums(self, folder: Path) -> dict[str, str]:
-        """File of a step -> sha256; {} without a manifest. Raises Damaged, a ValueError, for a damaged manifest."""
+        """File of a step -> sha256; {} without step.json. Raises Damaged, a ValueError, for a damaged one."""
         if folder not in self._published:
             files: dict[str, dict[str, str]] = {}
             with contextlib.suppress(FileNotFoundError):
-                files = read_json(folder / "manifest.json", {"files": {str: {"sha256": str}}})["files"]
+                files = read_json(folder / "step.json", {"files": {str: {"sha256": str}}})["files"]
             self._published[folder] = {name: entry["sha256"] for name, entry in files.items()}
         return self._published[folder]
 
@@ -172,14 +177,14 @@ def step_kind(name: str) -> str:
 
 
 def time_and_memory(names: Iterable[str], reader: Reader) -> pd.DataFrame:
-    """Time and memory of steps, one row per step with a provenance.json: folder, kind, seconds, peak (memory of its
+    """Time and memory of steps, one row per step that says them: folder, kind, seconds, peak (memory of its
     process in bytes), gpu_peak (bytes, NaN without a GPU), machine."""
     rows = []
     for name in names:
         folder = reader.find(name)
-        if folder is None or not (folder / "provenance.json").is_file():
+        about = reader.provenance(folder) if folder else {}
+        if not about:
             continue
-        about = reader.json(folder, "provenance.json") or {}
         measured = [about.get(key) for key in ("seconds", "peak_memory_bytes", "peak_gpu_memory_bytes")]
         rows.append((name, step_kind(name), *measured, str(about.get("machine", ""))))
     return pd.DataFrame(rows, columns=list(_STEP_COLUMNS)).astype(dict.fromkeys(_STEP_COLUMNS[2:5], float))

@@ -9,27 +9,25 @@ from typing import Any
 
 from analysis.load.reader import ID, SCHEMA
 from moe_lab.errors import UserError, unknown
-from moe_lab.json_files import Damaged, read_json
-from moe_lab.results import ID_DIGITS, STUDY_SHAPE, with_id
+from moe_lab.json_files import Damaged
+from moe_lab.results import FIGURES, ID_DIGITS, RECORD, read_record, with_id
 
 EVERY = "all"
 """Stands for every study of a store, unless a study has this name."""
 
 _BY_NAME = ("evaluate", "errors")
-_BY_PASS = ("families", "damages")
-"""Entries of a record whose keys are "calibration@model@gate@seed"."""
 
 
 def studies(store: Path) -> list[str]:
     """Names of the studies in a store, newest first. Raises UserError when there is no store or no study in it."""
     if not store.is_dir():
         raise UserError(f"store={store} does not exist: name the folder a run wrote to, such as store=store")
-    records = sorted((store / "studies").glob("*.json"), key=lambda path: path.stat().st_mtime, reverse=True)
+    records = sorted(store.glob(f"runs/*/*/{RECORD}"), key=lambda path: path.stat().st_mtime, reverse=True)
     if not records:
         raise UserError(
             f"store={store} holds no study yet: run one first, such as python -m moe_lab +experiment=task_agnostic"
         )
-    return [path.stem for path in records]
+    return list(dict.fromkeys(path.parent.parent.name for path in records))
 
 
 def chosen(store: Path, name: str) -> list[str]:
@@ -62,24 +60,23 @@ def document(store: Path, names: Sequence[str]) -> dict[str, Any]:
         "study": "+".join(by_name),
         "config": {name: record.get("config") for name, record in by_name.items()},
         "cells": _joined_cells(records),
-        **{kind: _joined([record.get(kind) or {} for record in records]) for kind in _BY_PASS},
+        **{kind: [row for record in records for row in record[kind]] for kind in FIGURES},
     }
 
 
 def _read(store: Path, name: str) -> dict[str, Any]:
-    path = store / "studies" / f"{name}.json"
     try:
-        record: dict[str, Any] = read_json(path, STUDY_SHAPE)
-    except (Damaged, OSError):
-        raise UserError(
-            f"study={name} cannot be read: {path} is damaged, run the study again to write it anew"
-        ) from None
+        record = read_record(store, name)
+    except (Damaged, OSError) as error:
+        raise UserError(f"study={name} cannot be read: {error}, run the study again to write it anew") from None
+    if record is None:
+        raise UserError(f"study={name} has no record: run it again")
     if record["schema"] > SCHEMA:
         raise UserError(
             f"study={name} has schema {record['schema']}, written by a newer moe_lab, and this one reads up to {SCHEMA}"
         )
     if not record["cells"]:
-        raise UserError(f"study={name} has no cells: {path}")
+        raise UserError(f"study={name} has no cells")
     return record
 
 
@@ -113,13 +110,10 @@ def _renamed(record: dict[str, Any], ambiguous: Collection[str]) -> dict[str, An
             new_names[entry["cell"]["model"]] = new_name
             entry = {**entry, "cell": {**entry["cell"], "model": new_name}}
         cells.append(entry)
-    renamed = {**record, "cells": cells}
-    for kind in _BY_PASS:
-        renamed[kind] = {}
-        for key, step in (record.get(kind) or {}).items():
-            calibration, model, *setting = key.split("@")
-            renamed[kind]["@".join([calibration, new_names.get(model, model), *setting])] = step
-    return renamed
+    figures = {
+        kind: [{**row, "model": new_names.get(row["model"], row["model"])} for row in record[kind]] for kind in FIGURES
+    }
+    return {**record, "cells": cells, **figures}
 
 
 def _with_suites(record: dict[str, Any]) -> dict[str, Any]:
@@ -132,22 +126,15 @@ def _with_suites(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def _joined_cells(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The cells of all records, each once. Duplicates within one record are kept, so that they are reported as gaps."""
+    """The cells of all records, each once."""
     cells: dict[str, dict[str, Any]] = {}
-    twice: list[dict[str, Any]] = []
-    for record in records:
-        own: set[str] = set()
-        for entry in record["cells"]:
-            key = json.dumps(entry["cell"], sort_keys=True)
-            if key in own:
-                twice.append(entry)
-            elif key in cells:
-                parts = {kind: _joined([cells[key].get(kind) or {}, entry.get(kind) or {}]) for kind in _BY_NAME}
-                cells[key] = {**_joined([cells[key], entry]), **parts}
-            else:
-                cells[key] = entry
-            own.add(key)
-    return [*cells.values(), *twice]
+    for entry in (entry for record in records for entry in record["cells"]):
+        key = json.dumps(entry["cell"], sort_keys=True)
+        if key in cells:
+            parts = {kind: _joined([cells[key].get(kind) or {}, entry.get(kind) or {}]) for kind in _BY_NAME}
+            entry = {**_joined([cells[key], entry]), **parts}
+        cells[key] = entry
+    return list(cells.values())
 
 
 def _joined(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from analysis.load import passes, plans, studies
 from analysis.load.evaluations import evaluations, remarks
 from analysis.load.reader import Gap, Reader, records
 from analysis.load.settings import labels, replaces
+from moe_lab.results import STEPS
 
 AXES = ("model", "criterion", "granularity", "calibration", "ratio", "allocation", "recovery", "gate", "seed")
 """Axes of a cell; the unpruned model has `none` and 0 in them.
@@ -22,7 +23,7 @@ AXES = ("model", "criterion", "granularity", "calibration", "ratio", "allocation
 granularity: what the criterion scores, expert or channel. allocation and recovery: as spelled in the study's record.
 """
 
-ARTEFACTS = ("model", "statistics", "scores", "plan", "finetune", "export", "cost", "profile", "timing")
+ARTEFACTS = STEPS
 """Steps of a cell besides its evaluations; their columns end in `_folder`."""
 
 
@@ -128,6 +129,7 @@ def _cells(document: Mapping[str, Any], reader: Reader) -> pd.DataFrame:
     rows = [
         {
             **entry["cell"],
+            "allocation": _allocation(entry["cell"]),
             "protocol": entry.get("protocol"),
             **{f"{kind}_folder": entry.get(kind) for kind in ARTEFACTS},
         }
@@ -139,9 +141,21 @@ def _cells(document: Mapping[str, Any], reader: Reader) -> pd.DataFrame:
     cells["method"] = _methods(cells)
     twice = cells.duplicated(list(AXES))
     words = labels(cells)
+    differing = document.get("differing", [])
+    for cell, entry in zip(cells.index, (document["cells"][row] for row in cells.index), strict=True):
+        if entry["cell"] in differing:
+            reader.gap("runs at the same time have it with different settings: the later run counts", words[cell])
     for cell in cells.index[twice]:
         reader.gap("listed twice, counted once", words[cell])
     return cells[~twice]
+
+
+def _allocation(cell: Mapping[str, Any]) -> str | None:
+    """Words for an allocation: its name, what replaces dropped experts, and what is protected."""
+    replacement, protect = cell.get("replacement", "none"), cell.get("protect")
+    more = [f"replacement={replacement}" if replacement != "none" else "", f"protect={protect}" if protect else ""]
+    name = cell.get("allocation")
+    return ", ".join([name, *filter(None, more)]) if name else name
 
 
 def _whole(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:

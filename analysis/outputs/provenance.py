@@ -31,8 +31,8 @@ def artefact_table(results: Results, name: str) -> Table:
     return Table(
         name=name,
         title="Files behind each row",
-        caption=f"Folders inside {study.store}. Each holds its identity (step.json), how it came about "
-        "(provenance.json) and checksums (manifest.json); evaluations also hold every item (samples.parquet).",
+        caption=f"Folders inside {study.store}. Each holds its identity, how it came about and "
+        "checksums (step.json); evaluations also hold every item (samples.parquet).",
         frame=spelled(cells, text),
         formats={},
     )

@@ -1,5 +1,5 @@
 """`python -m moe_lab.study status|cancel|logs|why|verify NAME`: state of a study that was started; `gc`: free space;
-`pull NAME`: copy a study from the URL of a store."""
+`sync [NAME]`: exchange a study, or all, with the URL of a store."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def main() -> int:
     """Run a command; exit code 1 for damaged steps, 2 with a message for an unknown name."""
     from moe_lab.study.garbage import gc
     from moe_lab.study.progress import say_notices
-    from moe_lab.study.record import pull
     from moe_lab.study.status import COMMANDS  # imported here so that Ctrl-C during the import prints no trace
     from moe_lab.study.store import Store
+    from moe_lab.study.sync import sync
 
-    commands: dict[str, Callable[..., int | None]] = {**COMMANDS, gc.__name__: gc, pull.__name__: pull}
+    commands: dict[str, Callable[..., int | None]] = {**COMMANDS, gc.__name__: gc, sync.__name__: sync}
     parser = argparse.ArgumentParser(prog="python -m moe_lab.study", description=__doc__)
     parser.add_argument("command", choices=commands)
     parser.add_argument(
@@ -40,13 +40,13 @@ def main() -> int:
     command = commands[words.command]
     try:
         names, folder, options = split(words.words, command.__kwdefaults__ or {})
-        if len(names) != (command is not gc):
+        if len(names) != (command is not gc) and not (command is sync and not names):
             raise UserError(_about_names(words.command, names))
         store = Store(folder)
-        if not store.is_there() and command is not pull:
+        if not store.is_there() and command is not sync:
             raise UserError(_about_place(store))
         with store.errors_as_sentences():
-            about = names if command is pull or command is gc else find(store, names[0])
+            about = names if command is sync or command is gc else find(store, names[0])
             code = command(store, *about, **options) or 0
         say_notices(store)
         return code
@@ -81,7 +81,7 @@ def _about_place(store: Store) -> str:
     if store.url:
         return (
             f"store={store.url}: there is nothing of it on this machine: start a study with it, or python -m "
-            f"moe_lab.study pull NAME store={store.url}"
+            f"moe_lab.study sync NAME store={store.url}"
         )
     return f"store={store.root} is no store: name the folder the study was run with"
 

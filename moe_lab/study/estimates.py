@@ -21,12 +21,12 @@ from moe_lab.models.config_json import quantization, size_of
 from moe_lab.models.memory import main_memory
 from moe_lab.study.devices import on_gpu
 from moe_lab.study.step import Loads, Step, canonical
-from moe_lab.study.store import Store
+from moe_lab.study.store import STEP, Store
 
 GIB = 2**30
 READ = 500
 """Most finished steps of a kind whose times are read, the newest first."""
-TIMES_SHAPE = {"seconds": Number, "units": Number, "pace": list}
+TIMES_SHAPE = {"provenance": {"seconds": Number, "units": Number, "pace": list}}
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Times:
         rates: dict[str, list[float]] = {}
         for folder in folders[-READ:]:
             try:
-                about = read_json(Path(folder, "provenance.json"), TIMES_SHAPE)
+                about = read_json(Path(folder, STEP), TIMES_SHAPE)["provenance"]
             except (OSError, Damaged):
                 continue
             if not about.get("merged"):  # the time of its shares is in their own folders

@@ -9,15 +9,16 @@ from collections.abc import Iterator, Set
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.table import Table
 
 from moe_lab.errors import UserError
 from moe_lab.json_files import Damaged, read_json
-from moe_lab.study import record
-from moe_lab.study.runs import runs, studies
+from moe_lab.results import places, read_record
+from moe_lab.study.runs import runs, steps_at_work, studies
 from moe_lab.study.status import alive, console
-from moe_lab.study.store import DIGITS, IDENTITY, SCRATCH, Store
+from moe_lab.study.store import DIGITS, SCRATCH, STEP, Store
 
 IDENTITY_SHAPE = {"id": str, "kind": str, "inputs": {str: str}}
 LEFTOVERS = "left by killed runs"
@@ -69,6 +70,7 @@ def gc(store: Store, *, apply: bool = False) -> None:
                 hidden.append((item, path))
     for _, path in hidden:
         shutil.rmtree(path, ignore_errors=True)
+    store.claims.clear()
     freed = [item.bytes for item, path in hidden if not path.exists()]
     if survey.garbage:
         print(f"freed {_size(sum(freed))} in {len(freed)} folders")
@@ -106,38 +108,44 @@ def _leftovers(store: Store, wanted: Set[str]) -> Iterator[Garbage]:
 
 
 def _wanted(store: Store) -> tuple[set[str], int, str]:
-    """Starts of the ids of the steps that leases, runs and records refer to; the number of studies; and why the
-    scheduler could not be asked, or "".
+    """Starts of the ids of the steps that runs and records refer to; the number of studies; and why the scheduler could
+    not be asked, or "".
 
-    These are read in the order leases, queue, records. A run ends its lease, and a job leaves the queue, after the
-    record of the study refers to what was made, so no step is between them.
+    First those of runs that a process holds, then those of jobs in the queue, then records: a run is let go, and a job
+    leaves the queue, after the record refers to what was made. So no step is between them.
     """
-    wanted = {step[:DIGITS] for step in store.leased()}
+    wanted = {step[:DIGITS] for step in steps_at_work(store)}
     runs_of = {study: runs(store, study) for study in studies(store)}
     jobs_of = {run.folder: run.jobs for of_study in runs_of.values() for run in of_study}
     jobs = {job.id: job for of_run in jobs_of.values() for job in of_run}
     queue, silence = alive(jobs) if jobs else ({}, "")
-    folder = store.root / "studies"
-    records = {path.stem: record.read(store, path.stem) or {} for path in folder.glob("[!.]*.json")}
-    for document in records.values():
-        wanted.update(place[-DIGITS:] for place in record.places(document))
     for study, of_study in runs_of.items():
-        recorded = records.get(study, {}).get("created", 0.0)
+        recorded = ""
+        if document := _record(store, study):
+            recorded = document["run"]
+            wanted.update(place[-DIGITS:] for place in places(document))
         for run in of_study:
             if (about := run.about) is None:  # killed before it was written, so it had done nothing
                 continue
             queued = any(job.id in queue or silence for job in jobs_of[run.folder])
-            if run is of_study[-1] or about["time"] >= recorded or queued:
+            if run is of_study[-1] or run.folder.name > recorded or queued:
                 wanted.update(step[:DIGITS] for step, _, _ in about["steps"])
-    return wanted, len({*records, *runs_of}), silence
+    return wanted, len(runs_of), silence
+
+
+def _record(store: Store, study: str) -> dict[str, Any] | None:
+    try:
+        return read_record(store.root, study)
+    except Damaged as error:
+        raise _unclear(store, str(error)) from None
 
 
 def _inputs(store: Store, folder: Path) -> list[str]:
     """Starts of the ids of the inputs of a finished step."""
     try:
-        identity = read_json(folder / IDENTITY, IDENTITY_SHAPE)
+        identity = read_json(folder / STEP, IDENTITY_SHAPE)
     except (FileNotFoundError, Damaged):
-        raise _unclear(store, f"{folder.relative_to(store.root)}: {IDENTITY} is missing or damaged") from None
+        raise _unclear(store, f"{folder.relative_to(store.root)}: {STEP} is missing or damaged") from None
     return [place[-DIGITS:] for place in identity["inputs"].values()]
 
 
@@ -151,7 +159,7 @@ def _unclear(store: Store, reason: str) -> UserError:
 def _step(folder: Path) -> Garbage | None:
     """The finished step in a folder; None when its identity does not say that it is one."""
     with suppress(FileNotFoundError, Damaged):
-        identity = read_json(folder / IDENTITY, IDENTITY_SHAPE)
+        identity = read_json(folder / STEP, IDENTITY_SHAPE)
         if identity["kind"] == folder.parent.name and identity["id"].startswith(folder.name[-DIGITS:]):
             return Garbage(folder, identity["kind"], _bytes(folder), identity["id"])
     return None

@@ -53,15 +53,19 @@ class CellSteps:
         return {field.name: getattr(self, field.name) for field in fields(self)[1:-1]}
 
 
+FigureKey = tuple[str, str, str, int]
+"""Names of the calibration set and the model, gate and seed."""
+
+
 @dataclass(frozen=True)
 class Graph:
-    """All steps of a study. `families` and `damages` are for figures, with keys "calibration@model@gate@seed"."""
+    """All steps of a study. `families` and `damages` are for figures, by calibration set, model, gate and seed."""
 
     cells: Sequence[CellSteps]
-    families: Mapping[str, Step]
-    damages: Mapping[str, Step]
+    families: Mapping[FigureKey, Step]
+    damages: Mapping[FigureKey, Step]
 
-    def figures(self) -> dict[str, Mapping[str, Step]]:
+    def figures(self) -> dict[str, Mapping[FigureKey, Step]]:
         """Field -> the steps for figures, by their keys."""
         return {field.name: getattr(self, field.name) for field in fields(self)[1:]}
 
@@ -199,17 +203,17 @@ def build(config: Config, requests: Iterable[Request]) -> Graph:
     """
     once = Once()
     tasks_of: dict[Cell, dict[str, Task]] = {}
-    families: dict[str, Step] = {}
-    damages: dict[str, Step] = {}
+    families: dict[FigureKey, Step] = {}
+    damages: dict[FigureKey, Step] = {}
     for cells, benchmarks in _distinct_names(list(requests)):
         tasks = {benchmark.name: once(task_of, benchmark, config) for benchmark in benchmarks}
         for cell in cells:
             for candidate in (unpruned(cell), normalized(cell)):
                 tasks_of.setdefault(candidate, {}).update(tasks)
             if config.overlap:
-                name = f"{cell.calibration.name}@{cell.model.name}@{cell.gate}@{cell.seed}"
+                key = (cell.calibration.name, cell.model.name, cell.gate, cell.seed)
                 named = _resolved(cell, config, once)
-                families[name] = Family.of(named)
-                damages[name] = Scores.of(replace(named, criterion=EXACT_DAMAGE))
+                families[key] = Family.of(named)
+                damages[key] = Scores.of(replace(named, criterion=EXACT_DAMAGE))
     steps = [_steps(cell, tasks.values(), config, once) for cell, tasks in tasks_of.items()]
     return Graph(steps, families, damages)

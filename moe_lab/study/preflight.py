@@ -23,7 +23,7 @@ from moe_lab.models import config_json, files
 from moe_lab.pruning.export import gguf, layout
 from moe_lab.pruning.form import no_replacements
 from moe_lab.recovery import settings as recoveries
-from moe_lab.study import push, remote, tracking
+from moe_lab.study import push, sync, tracking
 from moe_lab.study.launch import check_device
 from moe_lab.study.slurm import resources
 from moe_lab.study.steps import KINDS
@@ -71,7 +71,7 @@ def lacking(config: Config, requests: Iterable[Request]) -> list[str]:
 
 
 def _wrong_settings(config: Config) -> Iterator[str]:
-    yield from user_errors(remote.check, config.store)
+    yield from user_errors(sync.check, config.store)
     yield from user_errors(tracking.check, config.tracker)
     yield from user_errors(push.check, config)
     yield from user_errors(resources.check, config.resources)

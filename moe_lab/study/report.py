@@ -5,71 +5,70 @@ from __future__ import annotations
 import subprocess
 import time
 from collections import Counter
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from moe_lab import plugins
+from moe_lab.errors import UserError
 from moe_lab.json_files import Damaged, Number, read_json
 from moe_lab.start import command
 from moe_lab.study.progress import say, say_notices
-from moe_lab.study.record import Study, complete, read, share, unseen, write
-from moe_lab.study.remote import Remote, remote_of
+from moe_lab.study.record import Study, read, write
+from moe_lab.study.runs import Run
 from moe_lab.study.schedule import Schedule
 from moe_lab.study.step import NO_ROOM, digest
 from moe_lab.study.store import Store
+from moe_lab.study.sync import MADE_FROM, shared
 
-MADE_FROM = ".made_from"
-"""File in the folder of a report with the `fingerprint` of the record that it shows."""
 NAMED = 8
 """Most exports that are listed one by one."""
 
 
-def finish(study: Study, schedule: Schedule) -> int:
+def finish(study: Study, schedule: Schedule, run: Run) -> int:
     """Write the record and the report when the steps of `schedule` have ended. Returns the exit code.
 
     0: all done; 1: something failed or is missing; 2: all failures are mistakes of the user.
     """
     plugins.load(study.config.plugins)  # the last job on a cluster is another process, which has not loaded them
-    study.store.check_there()
-    errors = {name: error.document for name, error in schedule.failed.items()}
-    remote = remote_of(study.store)
-    another = _record(study, errors, remote)
-    say_notices(study.store)
-    if another:
-        say(f"moe_lab: {another}")
-    _complain(schedule, study.store)
+    store, name = study.store, study.config.study
+    store.check_there()
+    errors = {step: error.document for step, error in schedule.failed.items()}
+    before = _fingerprint_before(store, name)
+    write(study, run, errors)
+    if not schedule.total and fingerprint(store, name) == before:
+        run.remove()  # the record before says the same
+    whole = shared(store, [name])
+    say_notices(store)
+    _say_differing(store, name)
+    _complain(schedule, store)
     _name_exports(study, schedule)
     full = any(error["message"] == NO_ROOM for error in errors.values())
     code = _report(study) if study.config.report and not full else 0
-    name = study.config.study
-    if remote and not remote.failed and report_is_current(study.store, name):
-        with remote.noting_failure():
-            remote.push_files(report_folder(study.store, name), f"reports/{name}", MADE_FROM)
-    if remote and remote.failed:
-        say_notices(study.store)
+    if whole and study.config.report:
+        whole = shared(store, [name])
+    if not (whole or schedule.failed):
+        say_notices(store)
         code = 1
     if schedule.failed:
         return 2 if all(error.document.get("user") for error in schedule.failed.values()) else 1
     return code
 
 
-def _record(study: Study, errors: Mapping[str, Mapping[str, Any]], remote: Remote | None) -> str:
-    """Write the record, and share it with the remote, which may have one of another machine."""
-    if remote is None:
-        return write(study, errors)
-    name = study.config.study
-    elsewhere = None
-    with remote.noting_failure():
-        remote.push_missing()
-        elsewhere = unseen(remote, name)
-    another = write(study, errors, elsewhere)
-    if not remote.failed:
-        with remote.noting_failure():
-            complete(remote, name)
-            share(remote, name)
-    return another
+def _fingerprint_before(store: Store, study: str) -> str:
+    """`fingerprint` of the study as earlier runs recorded it; "" when their records are damaged."""
+    try:
+        return fingerprint(store, study)
+    except UserError:
+        return ""
+
+
+def _say_differing(store: Store, study: str) -> None:
+    if differing := read(store, study).get("differing"):
+        say(
+            f"moe_lab: study={study}: another run of it has ended meanwhile, and {len(differing)} of its cells are "
+            "called as cells of this run and have other settings: those of the later run count; give one of the runs "
+            "another study="
+        )
 
 
 def _complain(schedule: Schedule, store: Store) -> None:
@@ -106,12 +105,12 @@ def _compared(difference: float | None) -> str:
 def _report(study: Study) -> int:
     """Make tables, figures and the page, in a process of the analysis package; skipped when they are up to date.
 
-    Two runs of one study write to the same folder, so a lock lets only one make its report at a time.
+    Two runs of one study write to the same folder, so only one at a time makes its report.
     Returns the exit code.
     """
     store, name = study.store, study.config.study
     page = report_folder(store, name) / "report.html"
-    with store.lock(store.root / "locks" / f"report-{name}.lock"):
+    with store.claims.awaited(f"report-{name}"):
         if not report_is_current(store, name) and not _make_report(study, page):
             return 1
     say(f"report: {page.absolute()}")
@@ -167,8 +166,9 @@ def report_folder(store: Store, study: str) -> Path:
 
 
 def fingerprint(store: Store, study: str) -> str:
-    """Digest of the study's record, without its time and settings: a report is up to date while this is the same."""
-    return digest({key: value for key, value in (read(store, study) or {}).items() if key not in ("created", "config")})
+    """Digest of what the study is, without its time and settings: a report is up to date while this is the same."""
+    unshown = ("created", "config", "replaces", "run")
+    return digest({key: value for key, value in read(store, study).items() if key not in unshown})
 
 
 def report_is_current(store: Store, study: str) -> bool:

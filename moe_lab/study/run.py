@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import nullcontext
-from dataclasses import replace
+from collections.abc import Sequence, Set
 from functools import partial
 
 from moe_lab.config import Config
 from moe_lab.errors import UserError
 from moe_lab.grid import Request
-from moe_lab.study import push, record, report
+from moe_lab.study import push, report
 from moe_lab.study.estimates import Times, disk_problems, forecast, memory_problems
 from moe_lab.study.graph import build, unresolved
 from moe_lab.study.launch import LAUNCHERS, Launcher
 from moe_lab.study.preflight import lacking, preflight
 from moe_lab.study.progress import console, say, say_notices
 from moe_lab.study.record import Study
-from moe_lab.study.remote import Remote, remote_of
 from moe_lab.study.report import finish
-from moe_lab.study.runs import begin, last_about
+from moe_lab.study.runs import Run, begin
 from moe_lab.study.schedule import Schedule, recall_failures
 from moe_lab.study.step import Step, unmerged
-from moe_lab.study.store import Store
+from moe_lab.study.store import DIGITS, Store
+from moe_lab.study.sync import Remote, pull, pull_records, pushed_regularly
 
 
 def run(config: Config, requests: Sequence[Request], *, add: bool = False) -> int:
@@ -47,60 +45,87 @@ def run(config: Config, requests: Sequence[Request], *, add: bool = False) -> in
             raise UserError(f"{sentence}: connect to the hub, download it first, or give a folder or a file")
         say(f"{sentence}: the ids of its steps are not final")
     store = Store(config.store)
-    with store.errors_as_sentences(), nullcontext() if config.dry_run else store.create().lease(graph.steps()):
-        return _run(Study(config, graph, store, add), missing, LAUNCHERS[config.launcher.name])
+    study = Study(config, graph, store, add)
+    with store.errors_as_sentences():
+        if config.dry_run:
+            return _forecast(study, missing)
+        store.create()
+        if store.url:
+            pull_records(store, Remote(store.url), config.study)
+        with begin(store, config.study, graph.steps()) as begun:
+            return _run(study, begun, LAUNCHERS[config.launcher.name])
 
 
-def _run(study: Study, missing: list[str], launch: Launcher) -> int:
-    """Find the finished steps in the store and `launch` the others. `missing`: what this machine lacks for them."""
-    config, graph, store = study.config, study.graph, study.store
-    every = graph.steps()
-    done = {step.id for step in every if store.done(step)}
-    if remote := remote_of(store):
-        done |= remote.ids(every) if config.dry_run else _pulled(remote, every, done)
-    steps = unmerged(every, done)
-    done &= {step.id for step in steps}
-    if store.notices and not config.dry_run:
+def _run(study: Study, begun: Run, launch: Launcher) -> int:
+    """Find the finished steps in the store and `launch` the others."""
+    config, store = study.config, study.store
+    every = study.graph.steps()
+    if store.url:
+        _pull(store, Remote(store.url), every)
+    steps, done = _in_store(study)
+    if store.notices:
         report.outdate_reports(store)
     say_notices(store)
-    say(f"{config.study}: {len(graph.cells)} cells, {len(steps)} steps, {len(done)} of them in {config.store}")
+    begun.note(steps)
     undone = [step for step in steps if step.id not in done]
-    full = disk_problems(store.root, undone)
-    if config.launcher.name != "slurm":  # nodes of a cluster have their own memory
-        full += memory_problems(undone)
-    if config.dry_run:
-        _show_forecast(config, steps, done, Times(store))
-        push.show(study, done)
-        if missing or full:
-            raise _together("this cannot start yet:", [*missing, *full])
-        return 0
     store.clear({step.id for step in every} - {step.id for step in undone})
-    if full:
+    if full := _too_little(study, undone):
+        begun.remove()
         raise _together("this cannot start:", full)
     schedule = Schedule(steps, done)
     recall_failures(schedule, store, retry=config.retry)
-    if remote:
-        record.take(remote, config.study)
-    study = replace(study, before=record.created(store, config.study))
     say_notices(store)
-    if schedule.waiting or last_about(store, config.study) is None:
-        begun = begin(store, config.study, steps)
+    with pushed_regularly(store):
         if schedule.waiting and not launch(schedule, study, begun):
             return 0
-    code = max(finish(study, schedule), push.push(study, schedule))
-    return max(code, 1) if remote and remote.failed else code
+    return max(finish(study, schedule, begun), push.push(study, schedule))
 
 
-def _pulled(remote: Remote, every: Sequence[Step], done: set[str]) -> set[str]:
-    """Pull the steps of the study that are finished there and not here; their ids. First checks that all can be pushed
-    in the end."""
-    remote.check_writable()
-    there = remote.ids(every) - done
-    wanted = [step for step in unmerged(every, done | there) if step.id in there]
+def _pull(store: Store, remote: Remote, steps: Sequence[Step]) -> None:
+    """Copy those of the steps into the store that are finished only there."""
+    done = {step.id for step in steps if store.done(step)}
+    there = _finished_there(remote, steps) - done
+    wanted = [step for step in unmerged(steps, done | there) if step.id in there]
     if wanted:
         say(f"pulling {len(wanted)} finished steps from {remote.url}")
-        remote.pull(step.folder for step in wanted)
-    return {step.id for step in wanted if remote.store.done(step)}
+        pull(store, remote, [step.folder for step in wanted])
+
+
+def _finished_there(remote: Remote, steps: Sequence[Step]) -> set[str]:
+    there = remote.finished(step.kind for step in steps)
+    return {step.id for step in steps if step.id[:DIGITS] in there}
+
+
+def _in_store(study: Study, elsewhere: Set[str] = frozenset()) -> tuple[list[Step], set[str]]:
+    """The steps of a study, and the ids of those that are finished. `elsewhere`: ids of those that will be pulled."""
+    store, every = study.store, study.graph.steps()
+    done = {step.id for step in every if store.done(step)} | elsewhere
+    steps = unmerged(every, done)
+    done &= {step.id for step in steps}
+    place = study.config.store
+    say(f"{study.config.study}: {len(study.graph.cells)} cells, {len(steps)} steps, {len(done)} of them in {place}")
+    return steps, done
+
+
+def _too_little(study: Study, undone: Sequence[Step]) -> list[str]:
+    """Sentences on disk and memory that do not suffice for these steps."""
+    full = disk_problems(study.store.root, undone)
+    if study.config.launcher.name != "slurm":  # nodes of a cluster have their own memory
+        full += memory_problems(undone)
+    return full
+
+
+def _forecast(study: Study, missing: Sequence[str]) -> int:
+    """Print what a run would do. `missing`: what this machine lacks for it."""
+    store, every = study.store, study.graph.steps()
+    steps, done = _in_store(study, _finished_there(Remote(store.url), every) if store.url else frozenset())
+    say_notices(store)
+    full = _too_little(study, [step for step in steps if step.id not in done])
+    _show_forecast(study.config, steps, done, Times(store))
+    push.show(study, done)
+    if missing or full:
+        raise _together("this cannot start yet:", [*missing, *full])
+    return 0
 
 
 def _show_forecast(config: Config, steps: Sequence[Step], done: set[str], times: Times) -> None:

@@ -1,15 +1,26 @@
-"""Runs of a study: each has a folder that records the study's steps and the Slurm jobs that were submitted for them."""
+"""Runs of a study. Each has a folder, runs/STUDY/RUN:
+
+run.json      what it set out to do: all steps of the study
+jobs.json     the Slurm jobs that were submitted for them
+record.json   what came out (`moe_lab/study/record.py`)
+
+The command and its jobs hold claims, run-RUN-WORD, while they work.
+"""
 
 from __future__ import annotations
 
+import re
+import shutil
 import time
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from moe_lab.json_files import Number, write_json
+from moe_lab.results import RECORD as RECORD_FILE
 from moe_lab.study.step import Step, code_state, edits
 from moe_lab.study.store import Store
 
@@ -17,6 +28,8 @@ RUN_SHAPE = {"time": Number, "steps": [(str, str, [str])]}
 JOBS_SHAPE = [{"id": str, "array": str, "name": str, "kind": str, "steps": [str], "after": [str]}]
 RECORD = "record"
 """Kind of job that ends a submission: it writes the record and the report."""
+
+NAME = re.compile(r"\d+-[0-9a-f]{8}")
 
 
 @dataclass(frozen=True)
@@ -33,10 +46,11 @@ class Submitted:
 
 @dataclass
 class Run:
-    """One run of a study, recorded in a folder of the store."""
+    """One run of a study. `replaces`: names of the runs that were recorded before it began."""
 
     store: Store
     folder: Path
+    replaces: tuple[str, ...] = ()
 
     @property
     def jobs(self) -> list[Submitted]:
@@ -63,23 +77,61 @@ class Run:
         content: dict[str, Any] | None = self.store.read(self.folder / "run.json", RUN_SHAPE, "written again")
         return content
 
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Keep `gc` from freeing the steps of the run until the block ends or the process dies."""
+        with self.store.claims.held(f"run-{self.folder.name}-{uuid.uuid4().hex[:8]}"):
+            yield
 
-def begin(store: Store, study: str, steps: Sequence[Step]) -> Run:
-    """Start a new run of the study, and record its steps and the version of the code."""
-    folder = (
-        _folder(store, study) / f"{time.strftime('%Y%m%d-%H%M%S')}-{time.time_ns() % 10**9:09}-{uuid.uuid4().hex[:4]}"
-    )
-    folder.mkdir(parents=True)
-    rows = [[step.id, step.folder, [needed.id for needed in step.needs]] for step in steps]
-    write_json(folder / "run.json", {"study": study, "time": time.time(), "code": code_state(), "steps": rows})
-    if changes := edits():
-        (folder / "edits.diff").write_text(changes)
-    return Run(store, folder)
+    def note(self, steps: Iterable[Step]) -> None:
+        """Write down what the run sets out to do, and the version of the code."""
+        rows = [[step.id, step.folder, [needed.id for needed in step.needs]] for step in steps]
+        about = {"study": self.folder.parent.name, "time": time.time(), "code": code_state(), "steps": rows}
+        write_json(self.folder / "run.json", about)
+
+    def remove(self) -> None:
+        """Remove the folder of the run, and that of its study when it has no other."""
+        removed = self.store.root / f".{self.folder.name}"
+        with suppress(OSError):  # the folder is gone, or that of the study holds other runs
+            self.folder.rename(removed)  # jobs that have started already write to it by its name
+            self.folder.parent.rmdir()
+        shutil.rmtree(removed, ignore_errors=True)
+
+
+@contextmanager
+def begin(store: Store, study: str, steps: Sequence[Step]) -> Iterator[Run]:
+    """Start a new run of the study, which is held until the block ends. Waits while gc is choosing. Claims of processes
+    that were killed are removed.
+
+    The name of a run is a number above those of all runs that it finds, and a random word, as others may begin at the
+    same time. So names put runs in order whatever the clocks of the machines show.
+    """
+    folder = store.root / "runs" / study
+    with ExitStack() as held:
+        with store.choosing():
+            before = [run.folder for run in runs(store, study)]
+            number = 1 + max((int(path.name.partition("-")[0]) for path in before), default=0)
+            recorded = tuple(path.name for path in before if (path / RECORD_FILE).exists())
+            run = Run(store, folder / f"{number:06}-{uuid.uuid4().hex[:8]}", recorded)
+            run.folder.mkdir(parents=True)
+            held.enter_context(run.held())
+            run.note(steps)
+            store.claims.clear()
+        if changes := edits():
+            (run.folder / "edits.diff").write_text(changes)
+        yield run
 
 
 def runs(store: Store, study: str) -> list[Run]:
     """All runs of the study, the oldest first."""
-    return [Run(store, path) for path in sorted(_folder(store, study).glob("*")) if path.is_dir()]
+    return [Run(store, path) for path in sorted((store.root / "runs" / study).glob("*")) if NAME.fullmatch(path.name)]
+
+
+def steps_at_work(store: Store) -> set[str]:
+    """Ids of the steps of all runs that a process holds."""
+    held = [name.removeprefix("run-").rpartition("-")[0] for name in store.claims.living()]
+    at_work = [run for study in studies(store) for run in runs(store, study) if run.folder.name in held]
+    return {step for run in at_work if (about := run.about) for step, _, _ in about["steps"]}
 
 
 def last_about(store: Store, study: str) -> dict[str, Any] | None:
@@ -90,7 +142,3 @@ def last_about(store: Store, study: str) -> dict[str, Any] | None:
 def studies(store: Store) -> list[str]:
     """Names of the studies that were ever run."""
     return sorted(path.name for path in (store.root / "runs").glob("*") if path.is_dir() and any(path.iterdir()))
-
-
-def _folder(store: Store, study: str) -> Path:
-    return store.root / "runs" / study

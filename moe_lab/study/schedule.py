@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from moe_lab.study.remote import remote_of
+from moe_lab.study.claims import Busy
 from moe_lab.study.step import Step, code_state, error_document
-from moe_lab.study.store import Busy, Gone, Store
+from moe_lab.study.store import Gone, Store
 
 POLL = 0.5
 """Seconds between two looks at a step that another run is working on."""
@@ -111,12 +111,7 @@ Execute = Callable[[Step, Path], None]
 
 
 def work(schedule: Schedule, store: Store, execute: Execute) -> None:
-    """Take steps until none is left: claim, execute, publish.
-
-    Finished steps are pushed to the store's remote, if it has one; after a failure no longer, until the study is
-    recorded.
-    """
-    remote = remote_of(store)
+    """Take steps until none is left: claim, execute, publish."""
     while step := schedule.take():
         try:
             with store.claim(step) as scratch:
@@ -124,9 +119,6 @@ def work(schedule: Schedule, store: Store, execute: Execute) -> None:
                     _check_inputs(step, store)
                     execute(step, scratch)
             schedule.finish(step)
-            if remote and scratch is not None and not remote.failed:
-                with remote.noting_failure():
-                    remote.push(step.folder)
         except Busy:
             schedule.postpone(step)
         except StepError as error:

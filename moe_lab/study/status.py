@@ -15,11 +15,11 @@ from rich.table import Table
 
 from moe_lab.errors import UserError
 from moe_lab.json_files import Damaged, Number, read_json
-from moe_lab.study.runs import RECORD, Run, Submitted, last_about, runs
+from moe_lab.study.runs import RECORD, Run, Submitted, last_about, runs, steps_at_work
 from moe_lab.study.slurm import scheduler
 from moe_lab.study.slurm.scheduler import Queued
 from moe_lab.study.step import log_of
-from moe_lab.study.store import Store, damaged
+from moe_lab.study.store import STEP, Store, damaged
 
 STATES = ("done", "running", "pending", "failed", "blocked", "missing")
 """pending: a running command or a Slurm job will do it. blocked: needs a failed step. missing: none of these; the
@@ -71,13 +71,13 @@ def study_state(store: Store, study: str) -> StudyState:
         raise UserError(f"study={study}: no run says what its steps are: start it again, and it is written down anew")
     steps: dict[str, StepState] = {}
     busy = {kind: store.being_done(kind) for kind in {name.partition("/")[0] for _, name, _ in about["steps"]}}
-    leased = store.leased()
+    at_work = steps_at_work(store)
     for step, name, needs in about["steps"]:
         since = busy[name.partition("/")[0]].get(step[:12])
         own = last_job.get(step)
         inputs = [steps[needed] for needed in needs if needed in steps]
         done = store.place(name, step).exists()
-        state = "done" if done else _state(store, step, since, own in queue, own is None and step in leased, inputs)
+        state = "done" if done else _state(store, step, since, own in queue, own is None and step in at_work, inputs)
         steps[step] = StepState(step, name, state, tuple(needed.id for needed in inputs), own, since)
     return StudyState(about["time"], steps, jobs, queue, of_run, silence)
 
@@ -94,8 +94,8 @@ def alive(jobs: Mapping[str, Submitted]) -> tuple[dict[str, Queued], str]:
     return {name: queue[name] for name, job in jobs.items() if name in queue and queue[name].name == job.name}, ""
 
 
-def _state(store: Store, step: str, since: float | None, queued: bool, leased: bool, needs: Iterable[StepState]) -> str:
-    """State of a step that is not done. `leased`: a running command does it by itself, or has failed in it already."""
+def _state(store: Store, step: str, since: float | None, queued: bool, held: bool, needs: Iterable[StepState]) -> str:
+    """State of a step that is not done. `held`: a running command does it by itself, or has failed in it already."""
     if since is not None:
         return "running"
     if queued:
@@ -104,7 +104,7 @@ def _state(store: Store, step: str, since: float | None, queued: bool, leased: b
         return "failed"
     if any(needed.state in ("failed", "blocked") for needed in needs):
         return "blocked"
-    return "pending" if leased else "missing"
+    return "pending" if held else "missing"
 
 
 def left(state: StudyState, seconds: Mapping[str, float]) -> dict[str, float]:
@@ -225,7 +225,8 @@ def _reason(store: Store, state: StudyState, step: StepState) -> str:
         causes = [name for name in step.needs if state.steps[name].state in ("failed", "blocked")]
         return f"needs {state.steps[causes[0]].name}, which is {state.steps[causes[0]].state}"
     if step.state in ("running", "pending") and step.job not in state.queue:
-        return "being computed by another run" if step.state == "running" else "another run will compute it"
+        by = f"being computed by {store.holder(step.id)}"
+        return by if step.state == "running" else "another run will compute it"
     if step.job is None:
         return "no job was made for it; the same command as before starts it"
     if queued := state.queue.get(step.job):
@@ -247,11 +248,11 @@ def _jobs(state: StudyState) -> list[str]:
 
 def _mean_seconds(store: Store, steps: Sequence[StepState], kind: str) -> float | None:
     done = [step for step in steps if step.kind == kind and step.state == "done"][:SAMPLE]
-    files = [store.place(step.name, step.id) / "provenance.json" for step in done]
+    files = [store.place(step.name, step.id) / STEP for step in done]
     seconds = []
     for file in files:
         with suppress(FileNotFoundError, Damaged):  # the next run, or verify, reports it
-            seconds.append(read_json(file, {"seconds": Number})["seconds"])
+            seconds.append(read_json(file, {"provenance": {"seconds": Number}})["provenance"]["seconds"])
     return fmean(seconds) if seconds else None
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
+import errno
 import os
 import re
 import shutil
@@ -15,25 +15,34 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from filelock import FileLock, Timeout
-
 from moe_lab.errors import DISK_FULL, Unavailable, UserError
 from moe_lab.json_files import Damaged, read_json, write_json
 from moe_lab.paths import store_folder, url_of
-from moe_lab.study.step import NO_ROOM, Step
+from moe_lab.study.claims import Busy, Claim, Claims
+from moe_lab.study.step import NO_ROOM, Step, digest
 
 SCHEMA = 1
 MARKER = "store.json"
-IDENTITY = "step.json"
-"""In the folder of a finished step: the step's identity in full."""
-MANIFEST = "manifest.json"
-"""In the folder of a finished step: size and sha256 of each file, and the modification time that all files were given.
+STEP = "step.json"
+"""The one file beside a step's results: what it is (its identity in full), how it came about (provenance), size and
+sha256 of each file with the modification time that all were given, and a digest of all this.
 
 Hashing takes most of a second per GiB, so a start compares only sizes and times. The time is a whole, even number of
 seconds and earlier than the publication of the step. File systems and copies that keep whole seconds preserve it, and
 any later write to a file changes it, even within the same tick of a coarse clock.
 """
-MANIFEST_SHAPE = {"files": {str: {"bytes": int, "sha256": str}}, "time": int | None}
+STEP_SHAPE = {
+    "id": str,
+    "kind": str,
+    "settings": dict,
+    "inputs": {str: str},
+    "provenance": dict,
+    "files": {str: {"bytes": int, "sha256": str}},
+    "time": int,
+    "digest": str,
+}
+PROVENANCE = "provenance.json"
+"""In a scratch folder: what a worker says of how the step came about; it becomes part of STEP."""
 ERROR_SHAPE = {"message": str}
 SCRATCH = re.compile(r"\.[0-9a-f]{12}\.[0-9a-f]{8}")
 """Name of a folder with unfinished work: start of the step's id, and a random word."""
@@ -46,18 +55,14 @@ TICK = 2
 NANO = 10**9
 
 
-class Busy(Exception):
-    """Another run is working on the step right now."""
-
-
 class Gone(Unavailable):
     """The store was deleted or unmounted while it was in use, which does not count as a failure of the step."""
 
 
 class Store:
-    """A folder of finished steps, errors of failed ones, locks, and files from which unfinished ones resume.
+    """A folder of finished steps, errors of failed ones, claims, and files from which unfinished ones resume.
 
-    `root`: the folder, or the URL of a remote (`moe_lab/study/remote.py`), whose folder is in the user's cache.
+    `root`: the folder, or a URL (`moe_lab/study/sync.py`), whose folder is in the cache of the user.
 
     Nothing is written, made or set aside before `create` is called: the folder may be missing or read-only. Raises
     UserError for an empty path, a URL that `url_of` refuses, a file, a folder that is not a store, and a store of a
@@ -71,6 +76,7 @@ class Store:
         self.url = url_of(str(root))
         if self.root.exists() and not self.root.is_dir():
             raise UserError(f"store={root} is a file: expected a folder, or a new name")
+        self.claims = Claims(self.root / "claims", _in_queue)
         self.notices: list[str] = []
         self._writing = False
         self._hashed: set[str] = set()
@@ -150,13 +156,6 @@ class Store:
         except Damaged:
             self._set_aside(path, "damaged", instead)
             return None
-
-    def lock(self, path: Path, timeout: float = -1) -> FileLock:
-        """A lock on a file of the store. Entering it raises Timeout after `timeout` seconds; -1 waits forever."""
-        path.parent.mkdir(exist_ok=True)
-        if path.is_dir():
-            self._set_aside(path, "a folder in place of a lock", "made again")
-        return FileLock(path, timeout=timeout)
 
     def path(self, step: Step) -> Path:
         """Folder of the finished step, found by its id: the label may be of another run with another model name."""
@@ -252,41 +251,17 @@ class Store:
         return since
 
     def locked(self, start_of_id: str) -> bool:
-        """Whether a process holds the lock of a step."""
-        return any(_is_locked(path) for path in (self.root / "locks").glob(f"{start_of_id}*.lock"))
+        """Whether a process works on a step."""
+        return self.claims.is_held(start_of_id)
 
-    def choosing(self) -> FileLock:
-        """The lock under which `gc` chooses and runs take leases. So no run can find a step finished, and then lose it
-        because gc had read the leases before."""
-        return self.lock(self.root / "locks" / "gc.lock")
+    def holder(self, step_id: str) -> str:
+        """Who works on a step, for readers."""
+        return self.claims.holder(step_id[:16])
 
-    @contextlib.contextmanager
-    def lease(self, steps: Iterable[Step]) -> Iterator[None]:
-        """Keep `gc` from freeing these steps until the block ends or the process dies. Waits while gc is choosing.
-
-        The lease is a file with the ids of the steps, which is locked. A process that dies leaves the file, unlocked;
-        the next lease removes it.
-        """
-        path = self.root / "leases" / f"{uuid.uuid4().hex}.json"
-        with contextlib.ExitStack() as held:
-            with self.choosing():
-                path.parent.mkdir(exist_ok=True)
-                for left in path.parent.iterdir():
-                    if not _is_locked(left):
-                        left.unlink(missing_ok=True)
-                write_json(path, [step.id for step in steps])
-                file = held.enter_context(path.open("rb+"))
-                fcntl.flock(file, fcntl.LOCK_EX)
-            held.callback(path.unlink, missing_ok=True)
-            yield
-
-    def leased(self) -> set[str]:
-        """Ids of all steps that running processes have leased."""
-        ids: set[str] = set()
-        for path in (self.root / "leases").glob("*.json"):
-            if _is_locked(path):
-                ids.update(self.read(path, [str], "written by the next run") or ())
-        return ids
+    def choosing(self) -> contextlib.AbstractContextManager[Claim]:
+        """The claim under which `gc` chooses and runs begin, one at a time. So no run can find a step finished, and
+        then lose it because gc had looked for runs before."""
+        return self.claims.awaited("gc")
 
     def hide(self, folder: Path, step_id: str) -> Path | None:
         """Rename the folder of a step, or of its resume files, as scratch, of which nothing is ever read.
@@ -294,11 +269,8 @@ class Store:
         Returns the new path; None when a process is working on the step, or has just removed the folder. `step_id`: at
         least 16 digits of its id.
         """
-        hidden = folder.with_name(f".{step_id[:12]}.{uuid.uuid4().hex[:8]}")
-        with contextlib.suppress(Timeout, FileNotFoundError):
-            with self.lock(self.root / "locks" / f"{step_id[:16]}.lock", timeout=0):
-                folder.rename(hidden)
-            return hidden
+        with contextlib.suppress(Busy, FileNotFoundError), self.claims.held(step_id[:16]):
+            return _hidden(folder, step_id)
         return None
 
     def forget(self, step_id: str) -> None:
@@ -313,73 +285,83 @@ class Store:
                 folders[match[1]].append(path)
         return folders
 
-    @contextlib.contextmanager
-    def claim(self, step: Step) -> Iterator[Path | None]:
-        """Hold the step's lock and yield a scratch folder for its result, as `receive` does."""
-        with self.receive(step.folder, step.id) as scratch:
-            yield scratch
-            if scratch is not None:
-                write_json(scratch / IDENTITY, step.document())
+    def claim(self, step: Step) -> contextlib.AbstractContextManager[Path | None]:
+        """Claim the step and yield a scratch folder for its result, as `receive` does."""
+        return self.receive(step.folder, step.document())
 
     @contextlib.contextmanager
-    def receive(self, name: str, step_id: str) -> Iterator[Path | None]:
-        """Hold the lock of the step with that folder's name and that id, and yield a scratch folder for all of its
-        files; None when the step is finished already.
+    def receive(self, name: str, document: Mapping[str, Any]) -> Iterator[Path | None]:
+        """Claim the step with that folder's name and identity, and yield a scratch folder for all of its files; None
+        when the step is finished already.
 
         Leaving the block without an exception publishes the scratch folder: one rename gives it the step's name. A
-        process that dies leaves only the scratch folder, and its lock is released. Raises Busy when another run holds
-        the lock. Raises Gone when the store or the scratch folder was removed, in place of any error that this caused.
+        process that dies leaves only the scratch folder, and a claim that others find stale. Raises Busy when another
+        process has the claim, or has taken it over because this one was suspended for long. Raises Gone when the store
+        or the scratch folder was removed, in place of any error that this caused.
         """
+        step_id = document["id"]
         self.check_there()
-        try:
-            with self.lock(self.root / "locks" / f"{step_id[:16]}.lock", timeout=0):
-                folder = self.place(name, step_id)
-                if self._keep(folder, changed(folder)):
-                    yield None
-                    return
-                parent = (self.root / name).parent
-                for left in parent.glob(f".{step_id[:12]}.*"):  # left by a run that was killed
-                    shutil.rmtree(left, ignore_errors=True)
-                scratch = parent / f".{step_id[:12]}.{uuid.uuid4().hex[:8]}"
-                scratch.mkdir(parents=True)
-                try:
-                    yield scratch
-                    self._publish(name, step_id, scratch)
-                except Exception:
-                    self.check_there()
-                    if not os.path.lexists(scratch):
-                        raise Gone(f"{scratch} was removed while {name} was written there") from None
-                    raise
-                finally:
-                    shutil.rmtree(scratch, ignore_errors=True)
-        except Timeout:
-            raise Busy from None
+        with self.claims.held(step_id[:16]) as claim:
+            parent = (self.root / name).parent
+            # First what a former owner left is taken from it, then the step is looked up. So should that owner come
+            # back, it has either published before, which is found, or has nothing left to publish.
+            for left in parent.glob(f".{step_id[:12]}.*"):
+                with contextlib.suppress(FileNotFoundError):
+                    shutil.rmtree(_hidden(left, step_id), ignore_errors=True)
+            folder = self.place(name, step_id)
+            if self._keep(folder, changed(folder)):
+                yield None
+                return
+            scratch = parent / f".{step_id[:12]}.{claim.token[:8]}"
+            scratch.mkdir(parents=True)
+            try:
+                yield scratch
+                self._publish(name, document, scratch, claim)
+            except Exception:
+                self.check_there()
+                claim.check()
+                if not os.path.lexists(scratch):
+                    raise Gone(f"{scratch} was removed while {name} was written there") from None
+                raise
+            finally:
+                shutil.rmtree(scratch, ignore_errors=True)
 
-    def _publish(self, name: str, step_id: str, scratch: Path) -> None:
-        files = sorted(path for path in scratch.rglob("*") if path.is_file())
-        _seal(scratch, {str(path.relative_to(scratch)): entry(path) for path in files})
+    def _publish(self, name: str, document: Mapping[str, Any], scratch: Path, claim: Claim) -> None:
+        _seal(scratch, document)
         self.check_there()  # the work may have made the folders again after the store was deleted
-        scratch.rename(self.root / name)
+        claim.check()
+        try:
+            scratch.rename(self.root / name)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+            return  # another owner was faster: what it has published stays
+        step_id = document["id"]
         self._hashed.add(step_id)
         shutil.rmtree(self.root / "partial" / step_id[:16], ignore_errors=True)
         self.forget(step_id)
 
 
-def _is_locked(path: Path) -> bool:
-    """Whether a process holds the lock of a file. Tries a shared lock, which works on a read-only disk too."""
-    with contextlib.suppress(FileNotFoundError, IsADirectoryError), path.open("rb") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
+def _hidden(folder: Path, step_id: str) -> Path:
+    """Rename a folder as scratch that belongs to nobody; the new path."""
+    hidden = folder.with_name(f".{step_id[:12]}.{uuid.uuid4().hex[:8]}")
+    folder.rename(hidden)
+    return hidden
+
+
+def _in_queue(job: str) -> bool:
+    """Whether Slurm shows a job. False when it does not answer: then heartbeats alone decide."""
+    from moe_lab.study.slurm import scheduler  # asked only about old claims of jobs
+
+    with contextlib.suppress(UserError):
+        return job in scheduler.queue()
     return False
 
 
 def changed(folder: Path) -> dict[str, str]:
     """Missing and damaged files of a step's folder by size and modification time: file -> "missing" or "damaged".
 
-    A file with another time is hashed, and gets the manifest's time back if it is unchanged. Manifests of earlier
-    versions have no time: all their files are hashed, and the manifest is then given a time.
+    A file with another time is hashed, and gets its time back if it is unchanged.
     """
     return _damage(folder, hash_all=False)
 
@@ -390,41 +372,48 @@ def damaged(folder: Path) -> dict[str, str]:
     return _damage(folder, hash_all=True)
 
 
+def read_step(folder: Path) -> dict[str, Any]:
+    """STEP of a finished step. Raises FileNotFoundError without it, and Damaged when it is not as it was written."""
+    document: dict[str, Any] = read_json(folder / STEP, STEP_SHAPE)
+    if not is_whole(document):
+        raise Damaged(f"{folder / STEP} is damaged")
+    return document
+
+
+def is_whole(document: Mapping[str, Any]) -> bool:
+    """Whether the content of STEP has the digest that it was written with."""
+    return bool(document["digest"] == digest({name: value for name, value in document.items() if name != "digest"}))
+
+
 def _damage(folder: Path, *, hash_all: bool) -> dict[str, str]:
     try:
-        manifest = read_json(folder / MANIFEST, MANIFEST_SHAPE)
+        document = read_step(folder)
     except FileNotFoundError:
-        return {MANIFEST: "missing"}
+        return {STEP: "missing"}
     except Damaged:
-        return {MANIFEST: "damaged"}
-    files, moment = manifest["files"], manifest.get("time")
-    if IDENTITY not in files:
-        return {MANIFEST: "damaged"}
+        return {STEP: "damaged"}
     damage = {}
-    for name, expected in files.items():
+    for name, expected in document["files"].items():
         try:
             with (folder / name).open("rb") as file:
-                if not _as_published(file, expected, moment, hash_all):
+                if not _as_published(file, expected, document["time"], hash_all):
                     damage[name] = "damaged"
         except (FileNotFoundError, NotADirectoryError):
             damage[name] = "missing"
         except IsADirectoryError:
             damage[name] = "damaged"
-    if moment is None and not damage:
-        with contextlib.suppress(OSError):  # files of another owner, or set aside by another run
-            _seal(folder, files)
     return damage
 
 
-def _as_published(file: BinaryIO, expected: Mapping[str, Any], moment: int | None, hash_all: bool) -> bool:
+def _as_published(file: BinaryIO, expected: Mapping[str, Any], moment: int, hash_all: bool) -> bool:
     status = os.fstat(file.fileno())
-    timely = moment is not None and status.st_mtime_ns == moment * NANO
+    timely = status.st_mtime_ns == moment * NANO
     if status.st_size != expected["bytes"]:
         return False
     if timely and not hash_all:
         return True
     same = bool(_sha256(file) == expected["sha256"])
-    if same != timely and moment is not None and os.fstat(file.fileno()).st_mtime_ns == status.st_mtime_ns:
+    if same != timely and os.fstat(file.fileno()).st_mtime_ns == status.st_mtime_ns:
         with contextlib.suppress(OSError, OverflowError):  # a file of another owner: hashed again next time
             mended = moment * NANO if same else time.time_ns()
             os.utime(file.fileno(), ns=(mended, mended))
@@ -439,14 +428,22 @@ def _sha256(file: BinaryIO) -> str:
 
 
 def entry(path: Path) -> dict[str, Any]:
-    """Size and sha256 of a file, as in the manifest."""
+    """Size and sha256 of a file, as in STEP."""
     with path.open("rb") as file:
         return {"bytes": path.stat().st_size, "sha256": _sha256(file)}
 
 
-def _seal(folder: Path, files: Mapping[str, Any]) -> None:
-    """Set the modification time of `files`, and write the manifest."""
+def _seal(folder: Path, document: Mapping[str, Any]) -> None:
+    """Set the modification time of all files, and write STEP. `document`: the identity, and the provenance unless it is
+    in PROVENANCE."""
+    provenance: dict[str, Any] = {}
+    with contextlib.suppress(FileNotFoundError):
+        provenance = read_json(folder / PROVENANCE, {})
+        (folder / PROVENANCE).unlink()
     moment = (int(time.time()) // TICK - 1) * TICK
-    for name in files:
-        os.utime(folder / name, ns=(moment * NANO, moment * NANO))
-    write_json(folder / MANIFEST, {"schema": SCHEMA, "time": moment, "files": files})
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    files = {str(path.relative_to(folder)): entry(path) for path in paths}
+    for path in paths:
+        os.utime(path, ns=(moment * NANO, moment * NANO))
+    content = {"provenance": provenance, **document, "files": files, "time": moment}
+    write_json(folder / STEP, {**content, "digest": digest(content)})

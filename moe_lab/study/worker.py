@@ -16,6 +16,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -45,10 +46,14 @@ class Worker:
             self.process.wait()
             self.process.stdout.close()
 
+    @property
+    def _log(self) -> Path:
+        """File with the steps that the worker was given, and what it printed beside them."""
+        return self.store.root / "logs" / f"{self.name}.log"
+
     def _start(self) -> subprocess.Popen[bytes]:
-        path = self.store.root / "logs" / f"{self.name}.log"  # which steps it did, and what it printed before
-        path.parent.mkdir(exist_ok=True)
-        with path.open("a") as log:
+        self._log.parent.mkdir(exist_ok=True)
+        with self._log.open("a") as log:
             # Slurm sends its warning that time is up to all processes of a job, of which only the first one handles it.
             return subprocess.Popen(
                 ["sh", "-c", 'trap "" USR2; exec "$0" "$@"', *command("moe_lab.study.worker")],
@@ -83,7 +88,8 @@ class Worker:
         code = self.process.wait()
         cause = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         hint = ", as the kernel does when memory runs out" if code == -signal.SIGKILL else ""
-        message = f"{step.folder}: the worker died ({cause}{hint}); its log is {log_of(self.store, step.folder)}"
+        log = log_of(self.store, step.folder)
+        message = f"{step.folder}: the worker died ({cause}{hint}); its log is {log if log.exists() else self._log}"
         return {"message": message, "transient": code < 0}
 
 
@@ -113,11 +119,17 @@ Work = tuple[Step, Files]
 
 
 def _listen(asked: queue.SimpleQueue[Work]) -> None:
+    """Pass on what is asked. Ends the process with its input, and when a step cannot be read, as without its module."""
+    code = 1
     try:
         while True:
             asked.put(pickle.load(sys.stdin.buffer))
     except EOFError:
-        os._exit(0)
+        code = 0
+    except Exception:  # noqa: BLE001 - the parent reports that the worker died, and where this is printed
+        traceback.print_exc()
+    finally:
+        os._exit(code)
 
 
 def serve(replies: IO[str]) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pandas as pd
 import synthetic_sums
-from synthetic import write_store
+from synthetic import record_path, write_store
 from synthetic_plans import EXPERTS, LAYERS, rng
 
 from analysis.load.study import Study, load
@@ -71,7 +71,7 @@ def _same_text(root: Path) -> None:
 
 
 def _weight_scores(root: Path) -> None:
-    study = json.loads((root / "studies" / "experts.json").read_text())
+    study = json.loads(record_path(root, "experts").read_text())
     for entry in study["cells"]:
         if entry["cell"]["criterion"] in ("aimer", "magnitude"):
             folder = root / entry["scores"]
@@ -83,7 +83,7 @@ def _weight_scores(root: Path) -> None:
 
 def _fail_one(root: Path) -> None:
     """One benchmark of one cell was never evaluated."""
-    path = root / "studies" / "sizes.json"
+    path = record_path(root, "sizes")
     study = json.loads(path.read_text())
     study["cells"][-1]["evaluate"]["rte"] = None
     study["cells"][-1]["errors"] = {"rte": "out of memory"}

@@ -122,7 +122,8 @@ def _evaluate(root: Path, cell: dict[str, Any], task: str, items: int) -> str:
         "seconds": 1.5,
     }
     code = {"commit": "0" * 40, "edited": False}
-    write_json(root / folder / "provenance.json", {**provenance, "code": code, "versions": {"torch": "0.0-synthetic"}})
+    provenance |= {"code": code, "versions": {"torch": "0.0-synthetic"}}
+    write_json(root / folder / "step.json", {"files": {}, "provenance": provenance})
     return folder
 
 
@@ -272,17 +273,24 @@ def write_store(
                 axes |= {"allocation": allocation, "recovery": recovery, "gate": "model", "seed": 42}
                 cells.append(_cell(root, axes, tasks, items))
     pairs = [(model, calibration) for model in models for calibration in calibrations] if overlap else []
-    families = {f"{calibration}@{model}": _family(root, model, calibration) for model, calibration in pairs}
-    damages = {f"{calibration}@{model}": _damage(root, model, calibration) for model, calibration in pairs}
+    keys = [{"calibration": calibration, "model": model, "gate": "model", "seed": 42} for model, calibration in pairs]
+    families = [{**key, "step": _family(root, *pair)} for key, pair in zip(keys, pairs, strict=True)]
+    damages = [{**key, "step": _damage(root, *pair)} for key, pair in zip(keys, pairs, strict=True)]
     document = {
         "schema": 1,
         "study": name,
         "created": 946684800.0,
         "moe_lab": "0.0-synthetic",
+        "replaces": [],
         "config": {"study": name, "calibration": {"tokens": 65536, "length": 128}},
         "cells": cells,
         "families": families,
         "damages": damages,
     }
-    write_json(root / "studies" / f"{name}.json", document)
+    write_json(record_path(root, name), document)
     return root
+
+
+def record_path(root: Path, study: str = "made_up") -> Path:
+    """The record of a study that `write_store` wrote."""
+    return root / "runs" / study / "000001-0123abcd" / "record.json"

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 from safetensors.numpy import save_file
-from synthetic import write_json
+from synthetic import record_path, write_json
 from synthetic_plans import EXPERTS, LAYERS, WIDTH, channel_masks, rng
 
 from moe_lab import results
@@ -68,7 +68,7 @@ def best_channels(cell: dict[str, Any]) -> np.ndarray:
 def add(root: Path, study: str, ablated: str, reads: tuple[str, ...] = ()) -> None:
     """Give every cell of channels in `study` its sums and scores, and all their steps a time; plans with the allocation
     `ablated` rest on an ablation too, and plans by the criteria `reads` on weights and gradients."""
-    document = json.loads((root / "studies" / f"{study}.json").read_text())
+    document = json.loads(record_path(root, study).read_text())
     for entry in document["cells"]:
         if entry["cell"]["granularity"] != "channel":
             continue
@@ -116,6 +116,5 @@ def _save(folder: Path, layers: dict[int, dict[str, np.ndarray]]) -> None:
 
 
 def _describe(root: Path, name: str, inputs: dict[str, str], seconds: float, mebibytes: int) -> None:
-    write_json(root / name / "step.json", {"inputs": inputs})
     about = {"seconds": seconds, "peak_memory_bytes": mebibytes * MIB, "machine": "imagined, 2 cores"}
-    write_json(root / name / "provenance.json", about)
+    write_json(root / name / "step.json", {"files": {}, "inputs": inputs, "provenance": about})

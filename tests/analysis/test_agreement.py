@@ -9,7 +9,7 @@ from typing import get_args
 import numpy as np
 import pandas as pd
 import pytest
-from synthetic import write_store
+from synthetic import record_path, write_store
 from synthetic_plans import EXPERTS, LAYERS, WIDTH, channel_masks
 from synthetic_sums import add
 
@@ -38,7 +38,7 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> Study:
         recoveries=("none", "nf4"), calibrations=("pocket_general",), tasks=("gsm8k", "boolq"), items=20, overlap=False,
     )  # fmt: skip
     add(root, "made_up", "coverage, prior loss")
-    for entry in json.loads((root / "studies" / "made_up.json").read_text())["cells"]:
+    for entry in json.loads(record_path(root).read_text())["cells"]:
         if entry["plan"]:
             parameters = PARAMETERS[entry["cell"]["allocation"]]
             plan = root / entry["plan"] / "plan.json"

@@ -14,7 +14,7 @@ from handmade import results_of
 from matplotlib.colors import to_hex
 from matplotlib.patches import Rectangle
 from PIL import Image
-from synthetic import write_store
+from synthetic import record_path, write_store
 from synthetic_plans import EXPERTS, LAYERS, WIDTH
 from synthetic_sums import SILENT, ablations, add, scores, sums, weights
 
@@ -46,7 +46,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ratios=(0.25, 0.5, 0.75), calibrations=("pocket_general",), tasks=("gsm8k", "rte"), items=6, overlap=False,
     )  # fmt: skip
     add(root, "made_up", "coverage, prior loss", reads=("snip",))
-    document = json.loads((root / "studies" / "made_up.json").read_text())
+    document = json.loads(record_path(root).read_text())
     for entry in document["cells"]:
         path = root / entry["evaluate"]["rte"] / "result.json"
         found = json.loads(path.read_text())

@@ -11,7 +11,7 @@ from typing import Any
 
 import pandas as pd
 import pytest
-from synthetic import write_store
+from synthetic import record_path, write_store
 
 from analysis import __main__, registry
 from analysis.load.study import load
@@ -69,10 +69,6 @@ def reported_twice(document: dict[str, Any], root: Path) -> None:
     result(document, root, lambda content: content["results"].append({**content["results"][0], "score": 0.0}))
 
 
-def listed_twice(document: dict[str, Any], root: Path) -> None:
-    document["cells"].append(entry(document))
-
-
 def other_versions(document: dict[str, Any], root: Path) -> None:
     result(document, root, lambda content: content["versions"].update(lm_eval="9.9"))
 
@@ -94,11 +90,11 @@ def other_metric(document: dict[str, Any], root: Path) -> None:
 
 
 LOST = (nothing_ran, cell_failed, benchmark_missing, score_is_nan, other_suite, newer, results_are_no_list, axis_unsaid)
-KEPT = (reported_twice, listed_twice, other_versions, other_metric)
+KEPT = (reported_twice, other_versions, other_metric)
 
 
 def changed(store: Path, change: Change) -> Path:
-    file = store / "studies" / "made_up.json"
+    file = record_path(store)
     document = json.loads(file.read_text())
     change(document, store)
     file.write_text(json.dumps(document))
@@ -134,7 +130,7 @@ def test_what_is_only_odd_keeps_its_number_and_is_told(store: Path, change: Chan
     study = load(changed(store, change), "made_up")
     assert study.results.query("benchmark == 'gsm8k'")["score"].tolist() == before
     told = " ".join([*study.notes, *(gap.what for gap in study.gaps)])
-    said = {"reported_twice": "the first counts", "listed_twice": "counted once", "other_versions": "lm_eval"}
+    said = {"reported_twice": "the first counts", "other_versions": "lm_eval"}
     assert said.get(change.__name__, "gsm8k was measured by different metrics (acc, f1)") in told
 
 

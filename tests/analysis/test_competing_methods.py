@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from handmade import table_of
-from synthetic import write_store
+from synthetic import record_path, write_store
 
 from analysis import names, report
 from analysis.load.study import load
@@ -31,7 +31,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def failing(store: Path, cells: list[int], message: str = "out of memory") -> None:
     """Let all evaluations and the cost of `cells` have failed."""
-    path = store / "studies" / "made_up.json"
+    path = record_path(store)
     document = json.loads(path.read_text())
     for cell in cells:
         entry = document["cells"][cell]

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from synthetic import write_store
+from synthetic import record_path, write_json, write_store
 
 from analysis import names, report
 from analysis.__main__ import main
@@ -40,7 +40,7 @@ def test_several_studies_are_read_as_one(store: Path) -> None:
 def test_the_order_of_studies_does_not_change_what_is_found(store: Path) -> None:
     one, other = (document(store, names) for names in (["experts", "channels"], ["channels", "experts"]))
     places = [{json.dumps(e["cell"]): e["evaluate"] for e in found["cells"]} for found in (one, other)]
-    assert places[0] == places[1] and one["families"] == other["families"] != {}
+    assert places[0] == places[1] and one["families"] == other["families"] != []
 
 
 def test_all_stands_for_every_study(store: Path) -> None:
@@ -62,7 +62,7 @@ def test_a_failure_in_one_study_does_not_hide_the_result_in_the_other(store: Pat
     import shutil
 
     copy = Path(shutil.copytree(store, tmp_path / "copy"))
-    path = copy / "studies" / "experts.json"
+    path = record_path(copy, "experts")
     record = json.loads(path.read_text())
     record["cells"][1]["evaluate"]["gsm8k"] = None
     record["cells"][1]["errors"] = {"gsm8k": "out of memory"}
@@ -76,20 +76,20 @@ def test_a_failure_in_one_study_does_not_hide_the_result_in_the_other(store: Pat
 @pytest.mark.parametrize("together", [True, False])
 def test_two_models_of_one_name_are_two(store: Path, together: bool) -> None:
     """Each in a study of its own, or both in one, as jobs of a multirun leave them; what is one model stays one."""
-    record = json.loads((store / "studies" / "experts.json").read_text())
+    record = json.loads(record_path(store, "experts").read_text())
     other = json.loads(json.dumps(record))
     for entry in other["cells"]:
         entry["model"] = f"{entry['model'][:-12]}abcdefabcdef"
     other["cells"] = record["cells"] + other["cells"] if together else other["cells"]
-    (store / "studies" / "other.json").write_text(json.dumps({**other, "study": "other"}))
+    write_json(record_path(store, "other"), {**other, "study": "other"})
     read = document(store, ["other"] if together else ["experts", "other"])
     name = record["cells"][0]["cell"]["model"]
     words = {entry["cell"]["model"]: entry["model"][-12:][:6] for entry in read["cells"]}
     assert len(read["cells"]) == 2 * len(record["cells"])
     assert words == {f"{name}-{own}": own for own in words.values()} and len(words) == 2
-    models = {key.split("@")[1] for key in read["families"]}
+    models = {row["model"] for row in read["families"]}
     assert models <= set(words)
-    (store / "studies" / "other.json").unlink()
+    record_path(store, "other").unlink()
     alone = document(store, ["experts"])
     assert {entry["cell"]["model"] for entry in alone["cells"]} == {name}
 
@@ -98,15 +98,15 @@ def test_families_of_all_studies_are_read_under_the_names_of_their_models(tmp_pa
     """The models of both studies are called alike; with top-2 routing their names still end in it."""
     for at, name in enumerate(("one", "other")):
         write_store(tmp_path, name=name, criteria=("heapr",), overlap=False, **SMALL)
-        path = tmp_path / "studies" / f"{name}.json"
+        path = record_path(tmp_path, name)
         record = json.loads(path.read_text())
         for entry in record["cells"]:
             entry["cell"]["model"], entry["model"] = "qwen_top2", f"model/qwen-{at}{at}bcdefabcde"
-        steps = {"code@qwen_top2@model@42": f"family/{name}"}
-        path.write_text(json.dumps({**record, "families": steps}))
+        row = {"calibration": "code", "model": "qwen_top2", "gate": "model", "seed": 42, "step": f"family/{name}"}
+        path.write_text(json.dumps({**record, "families": [row]}))
     read = document(tmp_path, ["one", "other"])
-    assert read["families"] == {
-        "code@qwen-00bcde_top2@model@42": "family/one",
-        "code@qwen-11bcde_top2@model@42": "family/other",
+    assert {row["model"]: row["step"] for row in read["families"]} == {
+        "qwen-00bcde_top2": "family/one",
+        "qwen-11bcde_top2": "family/other",
     }
     assert {names.routed(entry["cell"]["model"])[1] for entry in read["cells"]} == {2}

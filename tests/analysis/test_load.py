@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from handmade import results_of, table_of
+from synthetic import record_path
 
 from analysis.load.studies import studies
 from analysis.load.study import Study, load
@@ -21,11 +22,11 @@ Copy = Callable[[], Path]
 
 
 def document(store: Path) -> dict:
-    return json.loads((store / "studies" / "made_up.json").read_text())
+    return json.loads(record_path(store).read_text())
 
 
 def rewrite(store: Path, changed: dict) -> None:
-    (store / "studies" / "made_up.json").write_text(json.dumps(changed))
+    record_path(store).write_text(json.dumps(changed))
 
 
 def folder(store: Path, cell: int, task: str) -> Path:
@@ -107,7 +108,7 @@ def test_a_number_that_was_not_published_is_not_read(copied: Copy) -> None:
     store = copied()
     file = folder(store, 3, "rte") / "result.json"
     published = {"bytes": file.stat().st_size, "sha256": sha256(file.read_bytes()).hexdigest()}
-    (file.parent / "manifest.json").write_text(json.dumps({"schema": 1, "files": {file.name: published}}))
+    (file.parent / "step.json").write_text(json.dumps({"files": {file.name: published}}))
     assert not load(store, "made_up").gaps
     change_result(store, 3, "rte", score=0.5)
     study = load(store, "made_up")
@@ -128,7 +129,6 @@ def test_nan_and_duplicates(copied: Copy) -> None:
     said = sorted(gap.what for gap in study.gaps)
     assert said == [
         "boolq has no finite score",
-        "listed twice, counted once",
         "mmlu is reported twice, the first counts",
     ]
     assert np.isnan(score(study, 1, "boolq"))
@@ -143,8 +143,8 @@ def test_mixed_sizes_metrics_and_versions_are_told(copied: Copy) -> None:
     frame.to_parquet(place / "samples.parquet", index=False)
     change_result(store, 1, "hellaswag", score=float(frame["outcome"].mean()), n=20)
     change_result(store, 2, "arc_easy", metric="acc_norm")
-    provenance = folder(store, 2, "rte") / "provenance.json"
-    provenance.write_text(json.dumps({"versions": {"torch": "9.9"}}))
+    step = folder(store, 2, "rte") / "step.json"
+    step.write_text(json.dumps({"files": {}, "provenance": {"versions": {"torch": "9.9"}}}))
     result = folder(store, 3, "humaneval") / "result.json"
     result.write_text(json.dumps({**json.loads(result.read_text()), "protocol": {"sandbox": "limited subprocess"}}))
     result = folder(store, 3, "wildbench") / "result.json"
@@ -208,6 +208,6 @@ def test_mistakes_are_sentences(copied: Copy, tmp_path: Path) -> None:
     rewrite(store, {**document(store), "schema": 2})
     with pytest.raises(UserError, match="newer moe_lab"):
         load(store, "made_up")
-    (store / "studies" / "made_up.json").write_text("{")
+    record_path(store).write_text("{")
     with pytest.raises(UserError, match="damaged"):
         load(store, "made_up")

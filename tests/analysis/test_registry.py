@@ -177,7 +177,7 @@ def test_a_search_costs_what_its_step_says(tmp_path: Path) -> None:
     found = []
     for gpu in (None, 30 * mebibyte):
         about = {"seconds": 12.0, "peak_memory_bytes": 50 * mebibyte, "peak_gpu_memory_bytes": gpu}
-        (tmp_path / "search/a/provenance.json").write_text(json.dumps(about))
+        (tmp_path / "search/a/step.json").write_text(json.dumps({"files": {}, "provenance": about}))
         found.append(search_settings.cost_table(results_of(study, [BOTH]), "t").frame)
     assert "Peak GPU memory (MiB)" not in found[0] and found[1]["Peak GPU memory (MiB)"].tolist() == [30]
     row = found[0].iloc[0]

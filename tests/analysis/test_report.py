@@ -13,7 +13,7 @@ import pandas as pd
 import pytest
 from budgets import within
 from matplotlib.figure import Figure as Drawing
-from synthetic import write_store
+from synthetic import record_path, write_store
 
 from analysis import report
 from analysis.__main__ import main
@@ -81,7 +81,7 @@ def test_figures_and_tables_lie_beside_the_page(page: Path) -> None:
 def test_gaps_are_written_about_and_end_with_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     kept = {"criteria": ("frequency", "man"), "calibrations": ("pocket_code",), "ratios": (0.25,), "overlap": False}
     store = write_store(tmp_path / "store", tasks=("gsm8k", "math500", "rte"), items=10, **kept)
-    path = store / "studies" / "made_up.json"
+    path = record_path(store)
     study = json.loads(path.read_text())
     study["cells"][1]["evaluate"]["gsm8k"] = None
     study["cells"][1]["errors"] = {"gsm8k": "the <b>tokenizer</b> broke"}

@@ -9,7 +9,7 @@ from typing import Any
 
 import pandas as pd
 import pytest
-from synthetic import write_store
+from synthetic import record_path, write_store
 
 from analysis.load import passes, settings
 from analysis.load.settings import labels
@@ -25,7 +25,7 @@ def twice(tmp_path: Path, axis: str, value: Any) -> Study:
     """A study and the same cells once more with another gate or seed; of these, passes reached other tokens."""
     few = {"items": 20, "tasks": ("gsm8k", "rte"), "ratios": (0.5,), "criteria": ("frequency", "reap")}
     root = write_store(tmp_path / "store", calibrations=("pocket_code", "pocket_math"), **few)
-    path = root / "studies" / "made_up.json"
+    path = record_path(root)
     document = json.loads(path.read_text())
     other = [copy.deepcopy(entry) for entry in document["cells"] if entry["cell"]["criterion"] != "none"]
     for entry in other:
@@ -33,10 +33,8 @@ def twice(tmp_path: Path, axis: str, value: Any) -> Study:
         entry["statistics"] = "statistics/gone-000000000000"
     document["cells"] += other
     for kind in ("families", "damages"):
-        own = {f"{name}@model@42": step for name, step in document[kind].items()}
-        gate, seed = ("model", value) if axis == "seed" else (value, 42)
-        gone = {f"{name}@{gate}@{seed}": f"{kind}/gone-000000000000" for name in document[kind]}
-        document[kind] = {**gone, **own}
+        gone = [{**row, axis: value, "step": f"{kind}/gone-000000000000"} for row in document[kind]]
+        document[kind] = gone + document[kind]
     path.write_text(json.dumps(document))
     return load(root, "made_up")
 
@@ -73,12 +71,13 @@ def test_one_gate_and_seed_are_not_said() -> None:
     assert settings.pruned(two).tolist() == ["50 %, gate model, seed 42", "50 %, gate softmax, seed 1", "50 %"]
 
 
-def test_records_of_before_are_read_and_of_several_the_shown_one_is_taken() -> None:
+def test_of_several_passes_the_shown_one_is_taken() -> None:
     usual = {"m": ("model", 42)}
-    old, other, own = {"code@m": "old"}, {"code@m@model@41": "other"}, {"code@m@model@42": "own"}
-    for steps, taken in ((old, "old"), ({**old, **other}, "other"), ({**old, **other, **own}, "own"), (own, "own")):
-        assert passes.steps_by_pass(steps, usual) == {("code", "m"): taken}
-    assert passes.steps_by_pass(None, usual) == {}
+    key = {"calibration": "code", "model": "m", "gate": "model"}
+    other, own = {**key, "seed": 41, "step": "other"}, {**key, "seed": 42, "step": "own"}
+    for rows, taken in (([other], "other"), ([other, own], "own"), ([own, other], "own")):
+        assert passes.steps_by_pass(rows, usual) == {("code", "m"): taken}
+    assert passes.steps_by_pass([], usual) == {}
 
 
 def test_models_stand_together_and_the_lead_says_whose_calibration_sets_they_are(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pandas as pd
 import pytest
 from handmade import UNPRUNED, cell, comparison_of, results_of, study_of
-from synthetic import write_json, write_store
+from synthetic import record_path, write_json, write_store
 
 from analysis.__main__ import main
 from analysis.load.reader import Reader
@@ -129,7 +129,7 @@ def test_what_reads_no_scores_is_made_of_a_study_without_benchmarks(tmp_path: Pa
         tmp_path / "store", criteria=("channel_activation",), allocations=tuple(allocations), ratios=(0.25,),
         calibrations=("pocket_general",), tasks=(), overlap=False,
     )  # fmt: skip
-    record = root / "studies" / "made_up.json"
+    record = record_path(root)
     document = json.loads(record.read_text())
     for number, entry in enumerate(document["cells"]):
         entry["timing"] = f"timing/{number}"

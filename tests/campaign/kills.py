@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import signal
@@ -11,9 +10,10 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,10 @@ import psutil
 from cluster import Cluster, why_not
 from studies import ran, results
 
+from moe_lab.results import read_record
 from moe_lab.study.store import damaged
 
+from . import file_locks
 from .programs import adopt_orphans
 
 PATIENCE = 300
@@ -48,15 +50,29 @@ MODEL = [
     "calibration.tokens=2048",
     "report=false",
 ]
-SCENES: Mapping[str, list[str]] = {
-    "quick": [*QUICK, "launcher.processes=2"],
-    "model": [*MODEL, "launcher.processes=2"],
-    "inline": [*MODEL, "launcher=inline"],
-    "slurm": [*FEW, "launcher=slurm", "wait=true", "resources.every.memory=1"],
+
+
+@dataclass(frozen=True)
+class Scene:
+    """A command that is killed. `instant`: its steps take no time. `at_once`: how many such commands are started at
+    the same time. `flock`: body of the C function, for a disk on which it does not work."""
+
+    words: Sequence[str]
+    instant: bool = False
+    at_once: int = 1
+    flock: str | None = None
+
+
+SCENES = {
+    "quick": Scene([*QUICK, "launcher.processes=2"], instant=True),
+    "unseen_locks": Scene([*QUICK, "launcher.processes=2"], True, 2, file_locks.UNSEEN),
+    "no_locks": Scene([*QUICK, "launcher.processes=2"], True, 2, file_locks.MISSING),
+    "model": Scene([*MODEL, "launcher.processes=2"]),
+    "inline": Scene([*MODEL, "launcher=inline"]),
+    "slurm": Scene([*FEW, "launcher=slurm", "wait=true", "resources.every.memory=1"], instant=True),
 }
-"""Name -> the command that is killed. The steps of quick and slurm take no time; those of the others are real ones on
-the shipped model."""
-SHARES = {"quick": 0.6, "model": 0.15, "inline": 0.1, "slurm": 0.15}
+"""Scenario -> what is killed. Steps that are not instant are real ones on the shipped model."""
+SHARES = {"quick": 0.4, "unseen_locks": 0.1, "no_locks": 0.1, "model": 0.15, "inline": 0.1, "slurm": 0.15}
 """Scenario -> its share of the kills."""
 
 
@@ -76,13 +92,17 @@ KINDS = ("lost", "other result", "computed twice", "left behind", "orphan", "han
 
 
 def killed(kills: int, seed: int, scenarios: Mapping[str, float] = SHARES) -> Killed:
-    """Kill so often, split over `scenarios` by their shares; where no Slurm is, its share goes to `quick`."""
+    """Kill so often, split over `scenarios` by their shares. Those that need Slurm or a compiler give theirs to `quick`
+    where there is none."""
     adopt_orphans()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background commands, and theirs, ignore it
     draw, found = random.Random(seed), Killed()
-    shares = dict(scenarios)
-    if why_not() is not None:
-        shares["quick"] = shares.get("quick", 0) + shares.pop("slurm", 0)
+    missing = {"slurm"} if why_not() is not None else set()
+    if file_locks.why_not() is not None:
+        missing |= {name for name, scene in SCENES.items() if scene.flock}
+    shares = {name: share for name, share in scenarios.items() if name not in missing}
+    if missing & scenarios.keys():
+        shares["quick"] = shares.get("quick", 0) + sum(scenarios[name] for name in missing & scenarios.keys())
     with tempfile.TemporaryDirectory(prefix="moe_lab_campaign-") as name:
         folder = Path(name)
         folder.chmod(0o755)  # munge refuses a socket in a folder that others cannot enter
@@ -105,17 +125,26 @@ def _cluster(folder: Path) -> Iterator[Cluster]:
 
 @dataclass
 class Scenario:
-    """One command, as it is run in folders of its own."""
+    """One command, or several equal ones at the same time, as they are run in folders of their own."""
 
     name: str
     folder: Path
     cluster: Cluster | None = None
 
+    @property
+    def scene(self) -> Scene:
+        return SCENES[self.name]
+
+    @cached_property
+    def library(self) -> dict[str, str]:
+        """Environment in which file locks are as the scene says."""
+        return {"LD_PRELOAD": str(file_locks.library(self.scene.flock, self.folder))} if self.scene.flock else {}
+
     def environment(self, place: Path) -> dict[str, str]:
         """Temporary files go where they are counted; steps that take no time are told where to note what they do."""
         base = dict(self.cluster.environment if self.cluster else os.environ)
-        base |= {"TMPDIR": str(place / "temporary"), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-        if self.name in ("quick", "slurm"):
+        base |= {"TMPDIR": str(place / "temporary"), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **self.library}
+        if self.scene.instant:
             work = str(Path(__file__).parents[1] / "slurm" / "instant_work")
             base["PYTHONPATH"] = os.pathsep.join(filter(None, [work, os.environ.get("PYTHONPATH", "")]))
             base |= {"INSTANT_WORK": str(place / "instant"), "INSTANT_PAUSE": "0.05"}
@@ -128,19 +157,22 @@ class Scenario:
             (place / folder).mkdir(parents=True)
         return place
 
-    def start(self, place: Path) -> subprocess.Popen[str]:
-        """Type the command."""
+    def start(self, place: Path) -> list[subprocess.Popen[str]]:
+        """Type the commands."""
         with (place / "printed").open("a") as printed:
-            return subprocess.Popen(
-                [sys.executable, "-m", "moe_lab", *SCENES[self.name], f"store={place / 'store'}"],
-                stdin=subprocess.DEVNULL,
-                stdout=printed,
-                stderr=printed,
-                text=True,
-                cwd=place,
-                env=self.environment(place),
-                start_new_session=True,
-            )
+            return [
+                subprocess.Popen(
+                    [sys.executable, "-m", "moe_lab", *self.scene.words, f"store={place / 'store'}"],
+                    stdin=subprocess.DEVNULL,
+                    stdout=printed,
+                    stderr=printed,
+                    text=True,
+                    cwd=place,
+                    env=self.environment(place),
+                    start_new_session=True,
+                )
+                for _ in range(self.scene.at_once)
+            ]
 
     def settle(self, place: Path) -> None:
         """Wait until no job is in the queue."""
@@ -170,11 +202,12 @@ def _kill_often(scenario: Scenario, count: int, draw: random.Random, found: Kill
     """Studies that are killed up to SERIES times each, until there were so many kills."""
     reference = scenario.place("undisturbed")
     start = time.monotonic()
-    run = scenario.start(reference)
-    if run.wait(2 * PATIENCE) != 0:
-        raise RuntimeError(f"{scenario.name}: undisturbed it ends with {run.returncode}: {_printed(reference)}")
+    codes = [run.wait(2 * PATIENCE) for run in scenario.start(reference)]
+    if any(codes):
+        raise RuntimeError(f"{scenario.name}: undisturbed it ends with {codes}: {_printed(reference)}")
     scenario.settle(reference)
     usual = time.monotonic() - start
+    Series(scenario, reference, draw, found).check_once(Counter())
     expected, record = results(reference / "store"), _record(reference / "store")
     while sum(number for name, number in found.kills.items() if name.startswith(f"{scenario.name} ")) < count:
         series = Series(scenario, scenario.place(f"study{found.studies}"), draw, found)
@@ -204,22 +237,28 @@ class Series:
         print(f"{kind}: {told}", flush=True)
 
     def kill(self, usual: float) -> bool:
-        """Start the command and kill something of it within its usual time; whether it ended before that."""
+        """Start the command and kill something of it within its usual time; whether it ended before that.
+
+        Of several commands one is killed.
+        """
         begun, before = self.scenario.begun(self.place), set(self.published)
-        run = self.scenario.start(self.place)
+        runs = self.scenario.start(self.place)
+        run = self.draw.choice(runs)
         victim, number = self.draw.choice(VICTIMS), self.draw.choice(SIGNALS)
         moment = self.draw.uniform(0, usual)
         try:
             run.wait(moment)
         except subprocess.TimeoutExpired:
-            self._send(run, victim, number, moment)
-        code = self._wait(run, stopped=victim != "worker")
-        self._check_orphans(run, victim)
+            self._send(run, victim, number, moment, {each.pid for each in runs})
+        codes = [self._wait(each, stopped=each is run and victim != "worker") for each in runs]
+        self._check_orphans(victim)
         self._check_finished(begun, before)
-        return code == 0
+        return not any(codes)
 
-    def _send(self, run: subprocess.Popen[str], victim: str, number: signal.Signals, moment: float) -> None:
-        workers = [process for process in self.scenario.running(self.place) if process.pid != run.pid]
+    def _send(
+        self, run: subprocess.Popen[str], victim: str, number: signal.Signals, moment: float, commands: Set[int]
+    ) -> None:
+        workers = [process for process in self.scenario.running(self.place) if process.pid not in commands]
         if victim == "worker" and not workers:
             victim = "parent"
         with suppress(ProcessLookupError, psutil.Error):
@@ -241,7 +280,7 @@ class Series:
             os.killpg(run.pid, signal.SIGKILL)
             return run.wait()
 
-    def _check_orphans(self, run: subprocess.Popen[str], victim: str) -> None:
+    def _check_orphans(self, victim: str) -> None:
         """Nothing that the command started is left; jobs of a cluster may go on, which is what they are for."""
         deadline = time.monotonic() + GRACE
         while self.scenario.cluster is None and (left := self.scenario.running(self.place)):
@@ -257,7 +296,7 @@ class Series:
         """What was finished before the run was neither given to a process again nor replaced, and is still there."""
         store = self.place / "store"
         again = {step for step in before if self.scenario.begun(self.place)[step] > begun[step]}
-        folders = [file.parent for file in store.glob("[!.]*/[!.]*/manifest.json")]
+        folders = [file.parent for file in store.glob("[!.]*/[!.]*/step.json")]
         now = {str(folder.relative_to(store)): folder.stat().st_ino for folder in folders}
         again |= {step for step, inode in self.published.items() if now.get(step, inode) != inode}
         if again:
@@ -266,23 +305,30 @@ class Series:
             self.problem("lost", ", ".join(sorted(lost)))
         self.published |= now
 
+    def check_once(self, begun: Counter[str]) -> None:
+        """Since steps were `begun` so often, each was given to a process once at most, as when nothing is killed."""
+        since = self.scenario.begun(self.place) - begun
+        if twice := [step for step, number in since.items() if number > 1]:
+            self.problem("computed twice", ", ".join(sorted(twice)))
+
     def end(self, expected: dict[str, bytes], record: Any) -> None:
         """Run the command to its end and compare."""
         self.scenario.settle(self.place)
         begun, before = self.scenario.begun(self.place), set(self.published)
-        run = self.scenario.start(self.place)
-        if code := self._wait(run, stopped=False):
-            self.problem("exit code", f"in the end it is {code}: {_printed(self.place)}")
+        codes = [self._wait(run, stopped=False) for run in self.scenario.start(self.place)]
+        if any(codes):
+            self.problem("exit code", f"in the end it is {codes}: {_printed(self.place)}")
         self.scenario.settle(self.place)
-        self._check_orphans(run, "end")
+        self._check_orphans("end")
         self._check_finished(begun, before)
+        self.check_once(begun)
         store = self.place / "store"
         found = results(store)
         if lost := set(expected) - set(found):
             self.problem("lost", ", ".join(sorted(lost)))
         if other := [name for name in found if found[name] != expected.get(name)]:
             self.problem("other result", ", ".join(other))
-        if damage := {str(file): what for file in store.glob("*/*/manifest.json") if (what := damaged(file.parent))}:
+        if damage := {str(file): what for file in store.glob("*/*/step.json") if (what := damaged(file.parent))}:
             self.problem("lost", f"damaged: {damage}")
         if not lost and _record(store) != record:
             self.problem("other result", "the record of the study")
@@ -296,7 +342,7 @@ class Series:
         """No temporary file or folder is left, nor what only unfinished or failed steps leave."""
         usual = {path.name for path in (self.scenario.folder / "undisturbed" / "temporary").iterdir()}  # torch's cache
         left = [path for path in store.rglob(".*") if not path.name.startswith((".made_from", ".submission_file_"))]
-        left += [path for name in ("partial", "failed", "damaged") for path in (store / name).glob("*")]
+        left += [path for name in ("partial", "failed", "damaged", "claims") for path in (store / name).glob("*")]
         left += [path for path in (self.place / "temporary").iterdir() if path.name not in usual]
         if left:
             self.problem("left behind", ", ".join(str(path.relative_to(self.place)) for path in left))
@@ -304,8 +350,8 @@ class Series:
 
 def _record(store: Path) -> Any:
     """What the study says of its cells, but for when and where."""
-    document = json.loads((store / "studies" / "study.json").read_text())
-    return {key: value for key, value in document.items() if key not in ("created", "config")}
+    document = read_record(store, "study") or {}
+    return {key: value for key, value in document.items() if key not in ("created", "config", "replaces", "run")}
 
 
 def _printed(place: Path) -> str:

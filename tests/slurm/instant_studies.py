@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -13,6 +12,8 @@ from typing import Any
 
 from cluster import Cluster, until
 from studies import jobs
+
+from moe_lab.results import read_record
 
 WORDS = ["criterion=random", "suite.benchmarks=[]", "report=false", "resources.every.memory=1"]
 LONG = 500
@@ -92,8 +93,7 @@ class InstantStudies:
 
     def record(self, study: str) -> dict[str, Any]:
         """What the last job of a study wrote."""
-        document: dict[str, Any] = json.loads((self.store / "studies" / f"{study}.json").read_text())
-        return document
+        return read_record(self.store, study) or {}
 
     def log(self, study: str, job: str) -> str:
         """What submitit printed in a job, and what it was told."""

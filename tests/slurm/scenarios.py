@@ -64,7 +64,7 @@ def play_agnostic(cluster: Cluster, store: Path) -> Path:
     """A store in which jobs did all of the main experiment."""
     done = moe_lab(store, *AGNOSTIC, *SLURM, f"launcher.python={preloaded.python()}")
     assert done.returncode == 0 and "record" in jobs(done.stdout), done.stderr
-    assert not list(store.glob("evaluate/*/manifest.json")), "the command returns when jobs are submitted"
+    assert not list(store.glob("evaluate/*/step.json")), "the command returns when jobs are submitted"
     cluster.wait_for_the_end(store)
     return store
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 SMALL = ["suite.limit=8", "calibration.tokens=2048", "report=false", "resources.every.memory=1"]
-WHEN_AND_WHERE = {"provenance.json", "manifest.json"}
+WHEN_AND_WHERE = {"step.json"}
 """Files of a step that say when and where it was done, and the checksums of all its files."""
 ANNOUNCED = re.compile(r"\d\d:\d\d:\d\d (\w+/\S+)")
 
@@ -37,7 +37,7 @@ def asked(store: Path, *words: str) -> str:
 
 def results(store: Path) -> dict[str, bytes]:
     """All files of all steps, by path, but for what says when and where they were made."""
-    folders = [path.parent for path in sorted(store.glob("*/*/manifest.json"))]
+    folders = [path.parent for path in sorted(store.glob("*/*/step.json"))]
     files = [path for folder in folders for path in folder.rglob("*") if path.is_file()]
     return {str(path.relative_to(store)): path.read_bytes() for path in files if path.name not in WHEN_AND_WHERE}
 

@@ -28,6 +28,7 @@ from scenarios import (
 )
 from studies import asked, command, jobs, moe_lab, ran, results
 
+from moe_lab.results import read_record
 from tests.test_secrets import leaks
 
 pytestmark = [
@@ -128,14 +129,14 @@ def test_the_main_experiment_gives_the_numbers_of_one_process(
 
 def test_each_step_of_the_main_experiment_ran_once(agnostic: Future[Path]) -> None:
     store = agnostic.result()
-    steps = {str(path.parent.relative_to(store)) for path in store.glob("*/*/manifest.json")}
+    steps = {str(path.parent.relative_to(store)) for path in store.glob("*/*/step.json")}
     assert ran(store) == Counter(steps), "every step was given to a worker once"
     (last,) = [run for run in (store / "runs" / "task_agnostic").iterdir()]
     assert steps == {folder for _, folder, _ in json.loads((last / "run.json").read_text())["steps"]}
     submitted = Counter(job["kind"] for job in json.loads((last / "jobs.json").read_text()))
     assert submitted["evaluate"] == 2, "five models in jobs of three at most"
-    record = json.loads((store / "studies" / "task_agnostic.json").read_text())
-    assert len(record["cells"]) == 5 and all(all(cell["evaluate"].values()) for cell in record["cells"])
+    record = read_record(store, "task_agnostic")
+    assert record and len(record["cells"]) == 5 and all(all(cell["evaluate"].values()) for cell in record["cells"])
 
 
 def test_an_interrupted_pass_goes_on_where_it_was(
@@ -189,8 +190,8 @@ def test_no_file_of_submitted_jobs_has_a_secret(
     done, store = planted.result(), folder / "planted"
     assert done.returncode == 0 and "record" in jobs(done.stdout), done.stderr
     assert leaks(store, done) == []
-    record = json.loads((store / "studies/study.json").read_text())
-    assert len(record["cells"]) == 2 and all(all(cell["evaluate"].values()) for cell in record["cells"])
+    record = read_record(store, "study")
+    assert record and len(record["cells"]) == 2 and all(all(cell["evaluate"].values()) for cell in record["cells"])
     assert list(store.glob("runs/study/*/jobs/*_submitted.pkl")) and (store / "reports/study/report.html").exists()
 
 

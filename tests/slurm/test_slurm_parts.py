@@ -19,7 +19,7 @@ from moe_lab.config.base import SettingsError, valid
 from moe_lab.evaluation.sandbox.policy import Policy
 from moe_lab.evaluation.suite import Questions
 from moe_lab.study.preflight import preflight
-from moe_lab.study.runs import RECORD, Submitted
+from moe_lab.study.runs import RECORD, Submitted, begin
 from moe_lab.study.schedule import Schedule, StepError
 from moe_lab.study.slurm.arrays import arrange
 from moe_lab.study.slurm.pack import Pack, settle
@@ -179,7 +179,9 @@ def test_a_pack_goes_on_after_a_failure_and_leaves_out_what_has_no_inputs(
     monkeypatch.setattr("moe_lab.study.slurm.pack.Worker", Worker)
     monkeypatch.setattr("signal.signal", lambda *_: None)
     monkeypatch.setenv("SLURM_JOB_ID", "1")
-    assert Pack(str(tmp_path), [bad, last, failed, good], 1)() == {"done": 2, "failed": 1, "skipped": 3}
+    with begin(store, "study", []) as run:
+        pack = Pack(str(tmp_path), [bad, last, failed, good], 1, str(run.folder.relative_to(tmp_path / "runs")))
+    assert pack() == {"done": 2, "failed": 1, "skipped": 3}
     assert given == ["failed", "good"] and store.done(good) and store.error(failed.id)
 
 
@@ -207,9 +209,9 @@ def test_what_is_left_takes_as_long_as_what_is_done_did() -> None:
 
 
 def test_requeues_come_to_an_end() -> None:
-    found = Pack("s", [], 2).checkpoint()
+    found = Pack("s", [], 2, "study/1").checkpoint()
     assert found is not None and found.function.requeues == 1
-    assert Pack("s", [], 0).checkpoint() is None
+    assert Pack("s", [], 0, "study/1").checkpoint() is None
 
 
 def test_a_lost_step_is_told_apart_from_failed_and_skipped_ones(tmp_path: Path) -> None:

@@ -74,16 +74,11 @@ def finished(tmp_path_factory: pytest.TempPathFactory, one: tuple[Config, list[R
 KINDS = {
     "store.json": "store.json",
     "run.json": "runs/study/*/run.json",
-    "study": "studies/study.json",
     "failed": "failed/*.json",
-    "manifest": "plan/*/manifest.json",
-    "identity": "statistics/*/step.json",
+    "step": "plan/*/step.json",
     "result": "model/*/result.json",
-    "provenance": "scores/*/provenance.json",
-    "lock of a step": "locks/*.lock",
-    "lock of the study": "studies/study.lock",
 }
-STEPS = ("manifest", "identity", "result", "provenance")
+STEPS = ("step", "result")
 
 
 def wrong(document: Any) -> Any:
@@ -129,9 +124,8 @@ def test_whatever_is_damaged_is_set_aside_and_the_same_command_goes_on(
     store = tmp_path / "store"
     shutil.copytree(finished, store)
     damaged = {kind: sorted(store.glob(pattern))[0] for kind, pattern in KINDS.items()}
-    for kind, file in damaged.items():
-        if "lock" not in kind or way == "a folder":
-            damage(file, way)
+    for file in damaged.values():
+        damage(file, way)
     before = sorted((path, path.stat().st_mtime_ns) for path in store.rglob("*"))
     assert ask(monkeypatch, store, "status", STUDY) == 2, "no run says what its steps are"
     assert start(store, one, dry_run=True) == 0
@@ -139,7 +133,7 @@ def test_whatever_is_damaged_is_set_aside_and_the_same_command_goes_on(
     capsys.readouterr()
     assert start(store, one) == 0
     said = " ".join(capsys.readouterr().err.split())
-    for kind in ("store.json", "study", "failed", *(["lock of the study"] if way == "a folder" else [])):
+    for kind in ("store.json", "failed"):
         assert f"{damaged[kind].relative_to(store)}: " in said
     for kind in STEPS:
         folder = damaged[kind].parent.relative_to(store)
@@ -163,12 +157,12 @@ def test_what_runs_noted_is_set_aside_when_it_is_damaged(finished: Path, tmp_pat
     assert len(list((store / "damaged").iterdir())) == 2
 
 
-def test_a_manifest_without_the_identity_of_its_step_is_damaged(finished: Path, tmp_path: Path) -> None:
+def test_a_changed_word_in_step_json_is_damage(finished: Path, tmp_path: Path) -> None:
     store = tmp_path / "store"
     shutil.copytree(finished, store)
-    manifest = next(store.glob("plan/*/manifest.json"))
-    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "files": {}}))
-    assert changed(manifest.parent) == {"manifest.json": "damaged"}
+    step = next(store.glob("plan/*/step.json"))
+    step.write_text(step.read_text().replace('"kind": "plan"', '"kind": "plum"'))
+    assert changed(step.parent) == {"step.json": "damaged"}
 
 
 def deleted(store: Path) -> None:
@@ -223,13 +217,12 @@ def test_a_store_that_is_lost_fails_no_step(
 def test_a_job_on_a_node_without_the_store_makes_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("signal.signal", lambda *_: None)
     with pytest.raises(UserError, match="is gone"):
-        Pack(str(tmp_path / "store"), [Example(name="x")], 1)()
+        Pack(str(tmp_path / "store"), [Example(name="x")], 1, "study/1")()
     assert not list(tmp_path.iterdir())
 
 
 def cells(store: Path) -> list[str]:
-    study = record.read(Store(store), STUDY)
-    return sorted(cell["cell"]["criterion"] for cell in study["cells"]) if study else []
+    return sorted(cell["cell"]["criterion"] for cell in record.read(Store(store), STUDY)["cells"])
 
 
 def test_two_runs_of_a_study_at_once_are_recorded_together(
@@ -237,7 +230,6 @@ def test_two_runs_of_a_study_at_once_are_recorded_together(
     other: tuple[Config, list[Request]],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """The second begins and ends while the first is at work."""
     store, second = tmp_path / "store", [other]
@@ -249,7 +241,7 @@ def test_two_runs_of_a_study_at_once_are_recorded_together(
 
     monkeypatch.setattr(Worker, "harm", harm)
     assert start(store, one) == 0
-    assert cells(store) == ["man", "none", "reap"] and "its 1 other cells are kept" in capsys.readouterr().err
+    assert cells(store) == ["man", "none", "reap"]
     assert start(store, one) == 0
     assert cells(store) == ["man", "none"], "a later run says what the study is"
 
@@ -268,7 +260,7 @@ def test_cells_of_the_same_name_and_other_settings_are_told(
 
     monkeypatch.setattr(Worker, "harm", harm)
     assert start(store, one) == 0
-    assert cells(store) == ["man", "none"] and "1 of its cells are called as" in capsys.readouterr().err
+    assert cells(store) == ["man", "none"] and "1 of its cells are " in capsys.readouterr().err
 
 
 def test_benchmarks_of_two_runs_at_once_stand_beside_each_other(
@@ -312,10 +304,9 @@ def test_a_refused_submission_leaves_no_run(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(submitting, "_submit_missing", refuse)
     store = Store(tmp_path / "store").create()
     study: Any = SimpleNamespace(store=store)
-    with pytest.raises(UserError, match="no such partition"):
-        submitting.submit(Schedule([]), study, begin(store, STUDY, []))
+    with pytest.raises(UserError, match="no such partition"), begin(store, STUDY, []) as run:
+        submitting.submit(Schedule([]), study, run)
     assert not list((store.root / "runs").iterdir())
-    (store.root / "runs" / STUDY).mkdir()  # as earlier versions left it
     assert ask(monkeypatch, store.root, "status", STUDY) == ask(monkeypatch, store.root, "why", STUDY) == 2
 
 
@@ -440,9 +431,9 @@ def test_an_interrupted_command_prints_no_trace(capsys: pytest.CaptureFixture[st
 def test_the_analysis_refuses_a_damaged_record_in_a_sentence(finished: Path, tmp_path: Path, way: str) -> None:
     store = tmp_path / "store"
     shutil.copytree(finished, store)
-    damage(store / "studies" / "study.json", way)
-    for manifest in store.glob("*/*/manifest.json"):
-        damage(manifest, way)
-        assert Reader(store).json(manifest.parent, "result.json") is None
+    damage(next(store.glob("runs/study/*/record.json")), way)
+    for step in store.glob("*/*/step.json"):
+        damage(step, way)
+        assert Reader(store).json(step.parent, "result.json") is None
     with pytest.raises(UserError, match="study=study cannot be read"):
         document(store, [STUDY])

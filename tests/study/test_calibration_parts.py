@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -26,7 +25,7 @@ from moe_lab.statistics.sums import merged, read
 from moe_lab.study.schedule import Schedule, StepError, work
 from moe_lab.study.slurm.pack import settle
 from moe_lab.study.step import Step, unmerged
-from moe_lab.study.store import Store
+from moe_lab.study.store import Store, read_step
 from moe_lab.study.worker import Here
 
 MODEL = ModelConfig(name="pocket", path="pocket:olmoe", device="cpu", threads=1)
@@ -190,5 +189,4 @@ def test_a_lost_merge_is_noticed_and_parts_of_a_finished_one_are_not_missed(tmp_
 def test_a_merge_says_what_it_was_made_from(tmp_path: Path) -> None:
     store, step = Store(tmp_path).create(), step_of(parts=2)
     do(store, step)
-    provenance = json.loads((store.path(step) / "provenance.json").read_text())
-    assert provenance["merged"] == [store.path(share).name for share in step.merges]
+    assert read_step(store.path(step))["provenance"]["merged"] == [store.path(share).name for share in step.merges]

@@ -18,6 +18,8 @@ import pyarrow.parquet as parquet
 import pytest
 from processes import until
 
+from moe_lab.results import read_record
+
 SMALL = ["suite.benchmarks=[pocket_boolq]", "suite.limit=8", "calibration.tokens=2048", "report=false"]
 GRID = ["criterion=man,reap", "ratio=0.25,0.5", "calibration=pocket_code,pocket_math"]
 SWEEP = ["-m", "criterion=man,reap", "ratio=0.25,0.5", "calibration=pocket_code,pocket_math"]
@@ -101,7 +103,7 @@ def test_the_log_of_an_evaluation_shows_a_prompt(finished: Path) -> None:
 
 
 def test_the_study_lists_every_cell_with_its_results(finished: Path) -> None:
-    study = json.loads((finished / "studies" / "study.json").read_text())
+    study = read_record(finished, "study") or {}
     assert len(study["cells"]) == 9
     for cell in study["cells"]:
         (folder,) = cell["evaluate"].values()
@@ -115,10 +117,7 @@ def test_a_multirun_is_the_same_cells_steps_and_store(finished: Path, launcher: 
     done = moe_lab(finished, *SWEEP, f"hydra/launcher={launcher}", "study=swept_" + launcher)
     assert done.returncode == 0, done.stderr
     assert ran(finished) == before
-    swept, grid = (
-        json.loads((finished / "studies" / f"{name}.json").read_text())["cells"]
-        for name in (f"swept_{launcher}", "study")
-    )
+    swept, grid = ((read_record(finished, name) or {})["cells"] for name in (f"swept_{launcher}", "study"))
     assert sorted(map(str, swept)) == sorted(map(str, grid))
 
 
@@ -146,7 +145,7 @@ def test_killed_and_started_again_it_ends_in_the_same_store(finished: Path, tmp_
     """SIGKILL to everything as soon as the first step of a kind is there, then the same command."""
     store = tmp_path / "store"
     run = subprocess.Popen(command(store, *GRID), cwd=tmp_path, start_new_session=True, stderr=subprocess.DEVNULL)
-    until(lambda: list(store.glob(f"{after}/*/manifest.json")) or run.poll() is not None)
+    until(lambda: list(store.glob(f"{after}/*/step.json")) or run.poll() is not None)
     assert run.poll() is None
     os.kill(run.pid, signal.SIGKILL)
     run.wait()
@@ -178,7 +177,7 @@ def test_a_mistake_inside_a_step_stops_what_needs_it_and_nothing_else(tmp_path: 
     done = moe_lab(store, "criterion=man,random", "calibration.tokens=100000000")
     assert done.returncode == 2
     assert "calibration.tokens" in done.stderr and "Traceback" not in done.stderr
-    study = json.loads((store / "studies" / "study.json").read_text())
+    study = read_record(store, "study") or {}
     found = {cell["cell"]["criterion"]: next(iter(cell["evaluate"].values())) for cell in study["cells"]}
     assert found["random"] and found["none"] and found["man"] is None
     again = moe_lab(store, "criterion=man,random", "calibration.tokens=100000000")
@@ -189,4 +188,4 @@ def test_a_dry_run_computes_nothing(tmp_path: Path) -> None:
     store = tmp_path / "store"
     done = moe_lab(store, *GRID, "dry_run=true")
     assert done.returncode == 0 and "statistics" in done.stderr
-    assert not list(store.glob("*/*/manifest.json"))
+    assert not list(store.glob("*/*/step.json"))

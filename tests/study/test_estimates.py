@@ -194,7 +194,7 @@ def asking(limit: int | None, **changes: Any) -> Step:
     return evaluated(model(), replace(BENCHMARK, limit=limit, **changes))
 
 
-def finish(store: Store, done: Step, seconds: float, **more: Any) -> None:
+def finish(store: Store, done: Step, seconds: Any, **more: Any) -> None:
     with store.claim(done) as scratch:
         assert scratch is not None
         times = {"seconds": seconds, "units": done.units(), "pace": done.pace()}
@@ -264,9 +264,10 @@ def test_a_share_keeps_hidden_states_of_its_rows() -> None:
 
 
 def test_steps_that_do_not_say_what_they_took_count_as_none(store: Store) -> None:
-    for tokens, content in enumerate(("", "[]", '{"seconds": "long"}'), 1):
-        finish(store, reading(10 * tokens), 1.0)
-        (store.path(reading(10 * tokens)) / "provenance.json").write_text(content)
+    finish(store, reading(10), "long")
+    for tokens, content in ((20, ""), (30, "[]")):
+        finish(store, reading(tokens), 1.0)
+        (store.path(reading(tokens)) / "step.json").write_text(content)
     (store.root / "statistics" / "a-note.txt").write_text("x")
     assert Times(store).seconds(reading(10)) is None
 

@@ -27,13 +27,14 @@ from moe_lab.study import garbage
 from moe_lab.study import run as running
 from moe_lab.study.garbage import LEFTOVERS, gc, look
 from moe_lab.study.graph import build
-from moe_lab.study.runs import Submitted, runs
+from moe_lab.study.runs import Submitted, begin, runs, steps_at_work
 from moe_lab.study.schedule import StepError
 from moe_lab.study.slurm import pack, scheduler
 from moe_lab.study.slurm.scheduler import Queued
 from moe_lab.study.step import Step
 from moe_lab.study.store import Store
 
+NO_FIGURES: dict[str, list[Any]] = {"families": [], "damages": []}
 pytestmark = pytest.mark.usefixtures("quick")
 
 Asked = tuple[Config, list[Request]]
@@ -68,7 +69,7 @@ def steps(of: Asked) -> dict[str, Step]:
 
 
 def finished(place: Path) -> set[str]:
-    return {str(path.parent.relative_to(place)) for path in place.glob("*/[!.]*/manifest.json")}
+    return {str(path.parent.relative_to(place)) for path in place.glob("*/[!.]*/step.json")}
 
 
 def named(place: Path) -> set[str]:
@@ -106,10 +107,10 @@ def test_what_no_study_refers_to_is_named_first_and_freed_on_request(
 
 def test_a_record_alone_keeps_the_inputs_of_its_steps(place: Path, one: Asked) -> None:
     assert start(place, one) == 0
-    shutil.rmtree(place / "runs")
+    next(place.glob("runs/*/*/run.json")).unlink()
     gc(Store(place), apply=True)
     assert finished(place) == set(steps(one))
-    (place / "studies" / f"{STUDY}.json").unlink()
+    shutil.rmtree(place / "runs")
     gc(Store(place), apply=True)
     assert finished(place) == set()
 
@@ -156,16 +157,19 @@ def test_what_killed_processes_left_is_freed_and_what_is_worked_on_is_not(place:
         import os, signal, sys
         sys.path.append({str(Path(__file__).parents[1])!r})
         from example_steps import Example
+        from moe_lab.study.runs import begin
         from moe_lab.study.store import Store
         store, step = Store({str(place)!r}), Example(number=1)
-        with store.lease([step]), store.claim(step) as scratch:
+        with begin(store, "study", [step]), store.claim(step) as scratch:
             (scratch / "half.txt").write_text("half")
             store.partial(step).mkdir(parents=True)
             (store.partial(step) / "half.txt").write_text("half")
             os.kill(os.getpid(), signal.SIGKILL)
     """
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)])
-    assert done.returncode == -signal.SIGKILL and len(list(place.glob("leases/*.json"))) == 1
+    assert done.returncode == -signal.SIGKILL and steps_at_work(store) == set()
+    assert {item.kind for item in look(Store(place)).garbage} == {LEFTOVERS}
+    runs(store, "study")[0].remove()  # otherwise what the killed run saved is kept for the next one
     with store.claim(alive) as scratch:
         assert scratch is not None
         store.partial(alive).mkdir(parents=True)
@@ -174,8 +178,6 @@ def test_what_killed_processes_left_is_freed_and_what_is_worked_on_is_not(place:
         gc(Store(place), apply=True)
         assert list(place.glob("plan/.*")) == [scratch] and list(place.glob("partial/*")) == [store.partial(alive)]
     assert store.done(alive) and not store.done(dead)
-    with store.lease([]):
-        assert len(list(place.glob("leases/*"))) == 1, "the lease of the dead process is gone"
 
 
 def at_work_of_one(place: Path, other: Asked, then: Callable[[], None]) -> Callable[[Step, Path], None]:
@@ -192,7 +194,7 @@ def at_work_of_one(place: Path, other: Asked, then: Callable[[], None]) -> Calla
 
 
 def test_a_run_at_the_same_time_loses_nothing(place: Path, one: Asked, other: Asked) -> None:
-    """The study is replaced and garbage collected in the middle of a run, whose steps only its lease keeps."""
+    """The study is replaced and garbage collected in the middle of a run, whose steps only its claim keeps."""
     Worker.harm = at_work_of_one(place, other, lambda: gc(Store(place), apply=True))
     assert start(place, one) == 0
     assert len(Worker.did) == len(set(Worker.did)) and finished(place) == {*steps(one), *steps(other)}
@@ -214,16 +216,16 @@ def test_a_run_that_finds_everything_finished_loses_nothing(
 def test_a_run_that_ends_while_gc_looks_loses_nothing(
     replaced: Path, one: Asked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It gives up its lease after gc has read the records, which still are the old ones."""
-    held, read = ExitStack(), garbage.record.read
+    """It is let go after gc has read the records, which still are the old ones."""
+    held, read = ExitStack(), garbage.read_record
 
     def read_then_end(*arguments: Any) -> Any:
         document = read(*arguments)
         held.close()
         return document
 
-    monkeypatch.setattr(garbage.record, "read", read_then_end)
-    held.enter_context(Store(replaced).lease(steps(one).values()))
+    monkeypatch.setattr(garbage, "read_record", read_then_end)
+    held.enter_context(runs(Store(replaced), STUDY)[0].held())
     assert named(replaced) == set()
     assert named(replaced) == steps(one).keys() - finished_by_study(replaced)
 
@@ -245,7 +247,7 @@ def test_a_run_that_starts_while_gc_chooses_waits_and_makes_anew_what_was_freed(
         threads.append(threading.Thread(target=lambda: codes.append(start(replaced, one))))
         threads[0].start()
         threads[0].join(0.5)  # more than it takes when it does not wait
-        assert threads[0].is_alive(), "the run did not wait for the lease"
+        assert threads[0].is_alive(), "the run did not wait"
         return survey
 
     survey_of = garbage.look
@@ -301,7 +303,7 @@ def test_a_killed_gc_leaves_a_store_that_works(
 
 
 @pytest.mark.parametrize(
-    "file", ["studies/study.json", "runs/study/*/run.json", "runs/study/*/jobs.json", "statistics/*/step.json"]
+    "file", ["runs/study/*/record.json", "runs/study/*/run.json", "runs/study/*/jobs.json", "statistics/*/step.json"]
 )
 def test_nothing_is_freed_while_it_is_unclear_what_is_needed(
     replaced: Path, file: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -334,22 +336,26 @@ def test_steps_of_jobs_in_the_queue_are_kept(replaced: Path, one: Asked, monkeyp
 
 
 def test_a_job_keeps_what_it_reads_and_makes(place: Path, one: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a queue to ask, and without a run that names its steps."""
+    """Without a queue that shows it, and after the record of a later run."""
+    store, needed = Store(place).create(), list(steps(one).values())
+    with begin(store, STUDY, needed) as run, begin(store, STUDY, []) as later:
+        name = str(run.folder.relative_to(place / "runs"))
+    write_json(later.folder / "record.json", {"schema": 1, "created": 0, "replaces": [], "cells": [], **NO_FIGURES})
 
     def harm(step: Step, scratch: Path) -> None:
         gc(Store(place), apply=True)
 
-    Store(place).create()
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setattr("signal.signal", lambda *_: None)
     monkeypatch.setattr(pack, "Worker", lambda store, name: Worker(store))
     Worker.harm = harm
-    needed = list(steps(one).values())
     first = [step for step in needed if not step.needs]
     after = [step for step in needed if step.needs and all(each in first for each in step.needs)]
-    for job in (first, after):
-        done = pack.Pack(str(place), job, 0)()
-        assert job and done["failed"] == done["skipped"] == 0 and {step.folder for step in job} <= finished(place)
+    done = pack.Pack(str(place), [*first, *after], 0, name)()
+    assert first and after and done["failed"] == done["skipped"] == 0
+    assert {step.folder for step in (*first, *after)} <= finished(place)
+    gc(Store(place), apply=True)
+    assert finished(place) == set()
 
 
 def test_folders_that_are_no_steps_stay(replaced: Path) -> None:

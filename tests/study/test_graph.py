@@ -220,9 +220,9 @@ def test_a_step_runs_in_no_weaker_sandbox_than_its_identity_says(monkeypatch: py
 def test_figures_have_one_pass_for_every_gate_and_seed() -> None:
     gates = ["model", "renormalized"]
     made = graph(criterion=["man"], calibration=["pocket_code"], gate=gates, seed=[1, 2], overlap=True)
-    names = {f"pocket_code@pocket_olmoe@{gate}@{seed}" for gate in gates for seed in (1, 2)}
-    assert set(made.families) == set(made.damages) == names
-    assert len({step.id for step in made.families.values()}) == len(names)
+    keys = {("pocket_code", "pocket_olmoe", gate, seed) for gate in gates for seed in (1, 2)}
+    assert set(made.families) == set(made.damages) == keys
+    assert len({step.id for step in made.families.values()}) == len(keys)
 
 
 def test_two_models_of_one_name_are_two_cells_and_the_same_model_twice_is_one(
@@ -260,32 +260,29 @@ def test_super_experts_are_an_input_of_the_plan_and_in_its_name(tmp_path: Path) 
             (cell,) = (one for one in build(Config(), [(found, [])]).cells if one.plan)
             assert cell.plan is not None
             plans[name, allocation] = cell.plan
-            called[name, allocation] = record.allocation_name(cell.cell.allocation)
+            called[name, allocation] = record.allocation_columns(cell.cell.allocation)["protect"]
     for allocation in ("uniform", "sequential", "pocket_evolutionary"):
         assert len({plans[name, allocation].id for name in chosen}) == 3
         roles = {name: plans[name, allocation].inputs for name in chosen}
         assert roles["super"].keys() - roles["none"].keys() == {"statistics"}
         assert roles["listed"].keys() == roles["none"].keys()
-    assert [called[name, "uniform"] for name in chosen] == [
-        "uniform",
-        "uniform, protect=super",
-        "uniform, protect=experts.json",
-    ]
+    assert [called[name, "uniform"] for name in chosen] == [None, "super", "experts.json"]
 
 
 @pytest.mark.parametrize(
-    ("allocation", "called"),
+    ("allocation", "columns"),
     [
-        ("ream", "uniform{}, replacement=ream"),
-        ("novices", "uniform{}, replacement=mean_output"),
-        ("uniform_super", "uniform{}, protect=super"),
-        ("coverage", "coverage{}"),
-        ("global", "global{}"),
+        ("ream", ("uniform{}", "ream", None)),
+        ("novices", ("uniform{}", "mean_output", None)),
+        ("uniform_super", ("uniform{}", "none", "super")),
+        ("coverage", ("coverage{}", "none", None)),
+        ("global", ("global{}", "none", None)),
     ],
 )
-def test_parameters_are_in_the_name_of_an_allocation(allocation: str, called: str) -> None:
+def test_parameters_are_in_the_name_of_an_allocation(allocation: str, columns: tuple[str | None, ...]) -> None:
     """Otherwise several cells would have one name, and the analysis would show one of them."""
     settings = choose(AllocationConfig, "allocation", allocation)
-    assert record.allocation_name(settings) == called.format("")
-    changed = replace(settings, parameters={"group_size": 4})
-    assert record.allocation_name(changed) == called.format("(group_size=4)")
+    name, *others = columns
+    for parameters, words in (({}, ""), ({"group_size": 4}, "(group_size=4)")):
+        named = record.allocation_columns(replace(settings, parameters={**settings.parameters, **parameters}))
+        assert [*named.values()] == [str(name).format(words), *others]

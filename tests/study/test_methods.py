@@ -29,6 +29,7 @@ from moe_lab.models.discover import routed_layers
 from moe_lab.models.load import load_model
 from moe_lab.pruning.plan import Plan
 from moe_lab.recovery.apply import recovered
+from moe_lab.results import read_record
 
 SMALL = ["suite.benchmarks=[pocket_boolq]", "suite.limit=8", "calibration.tokens=2048", "report=false"]
 SHORT_SEARCH = [
@@ -86,7 +87,7 @@ def cells(store: Path, *words: str) -> list[dict[str, Any]]:
     """The pruned cells of a study that must succeed."""
     done = moe_lab(store, *words)
     assert done.returncode == 0, done.stderr
-    found = json.loads((store / "studies" / "study.json").read_text())["cells"]
+    found = (read_record(store, "study") or {})["cells"]
     return [cell for cell in found if cell["plan"]]
 
 
@@ -126,10 +127,7 @@ def test_channels_are_kept_to_the_number_and_what_they_cost_is_written(store: Pa
 def test_dropped_experts_are_replaced_by_their_mean_outputs(store: Path) -> None:
     words = ["allocation=uniform,novices", "criterion=mone", "ratio=0.5", "export=natural", "verify=true"]
     removed, replaced = cells(store, *words)
-    assert [cell["cell"]["allocation"] for cell in (removed, replaced)] == [
-        "uniform",
-        "uniform, replacement=mean_output",
-    ]
+    assert [cell["cell"]["replacement"] for cell in (removed, replaced)] == ["none", "mean_output"]
     dropping, plan = (Plan.load(store / cell["plan"] / "plan.json") for cell in (removed, replaced))
     inputs = content(store, replaced["plan"], "step.json")["inputs"]
     sums = load_arrays(store / inputs["statistics"] / "statistics.safetensors")
@@ -147,7 +145,7 @@ def test_dropped_experts_are_replaced_by_their_mean_outputs(store: Path) -> None
 def test_dropped_experts_are_merged(store: Path, criterion: str, merging: str) -> None:
     words = [f"criterion={criterion}", f"allocation={merging}", "ratio=0.75", "export=natural", "verify=true"]
     for cell, name in zip(cells(store, *words), merging.split(","), strict=True):
-        assert cell["cell"]["allocation"] == f"uniform, replacement={name}"
+        assert (cell["cell"]["allocation"], cell["cell"]["replacement"]) == ("uniform", name)
         plan = Plan.load(store / cell["plan"] / "plan.json")
         inputs = content(store, cell["plan"], "step.json")["inputs"]
         if "plan" in inputs:  # of the step that matches channels
@@ -178,7 +176,7 @@ def test_channels_of_merged_experts_are_matched(store: Path) -> None:
         assert plan.merged and not unmatched.alignments and replace(plan, alignments={}) == unmatched
         for layer in plan.merged:
             assert (plan.alignments[layer] != numpy.arange(64)).any(1).all()
-        by_weights = cell["cell"]["allocation"] == "global by frequency, replacement=m_smoe"
+        by_weights = (cell["cell"]["allocation"], cell["cell"]["replacement"]) == ("global by frequency", "m_smoe")
         assert (plan == align(network, unmatched)) == by_weights
 
 
@@ -226,8 +224,8 @@ def test_protected_experts_are_in_every_plan_and_in_its_provenance(store: Path) 
     chosen = first[0].provenance["protected"]
     assert chosen and all(plan.provenance["protected"] == chosen for plan in first)
     assert all(set(ids) <= set(plan.experts[int(layer)]) for plan in first for layer, ids in chosen.items())
-    assert {cell["cell"]["allocation"] for cell in by_statistics} == {
-        f"{name}, protect=super, protect_layers=1" for name in ("uniform", "sequential")
+    assert {(cell["cell"]["allocation"], cell["cell"]["protect"]) for cell in by_statistics} == {
+        (name, "super, protect_layers=1") for name in ("uniform", "sequential")
     }
 
 
@@ -310,7 +308,7 @@ def test_plans_of_each_kind_are_exported_and_compared_and_loaded_with_the_code_b
     words = listed(tmp_path, {"criterion": ["heapr"], "allocation": ["global"]}, *more)
     done = moe_lab(store, *words, "ratio=0.5", "export=natural", "verify=true")
     assert done.returncode == 0, done.stderr
-    found = json.loads((store / "studies" / "study.json").read_text())["cells"]
+    found = (read_record(store, "study") or {})["cells"]
     pruned = [cell for cell in found if cell["plan"]]
     exported = {(cell["cell"]["criterion"], cell["cell"]["allocation"]): cell["export"] for cell in pruned}
     assert len(exported) == 3

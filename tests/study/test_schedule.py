@@ -17,6 +17,9 @@ from moe_lab.study.step import Step
 from moe_lab.study.store import Store
 from moe_lab.study.worker import Worker
 
+TESTS = f"{Path(__file__).parents[1]}{os.pathsep}{Path(__file__).parents[2]}"
+"""Where steps of tests are, and moe_lab."""
+
 
 def chain(merged: bool = False) -> tuple[Step, Step, Step, Step]:
     """Four steps; the last one has the two before it as inputs, or merges them."""
@@ -138,11 +141,22 @@ def test_a_worker_goes_on_when_slurm_warns_all_processes_of_its_job(
         assert execute.process is before
 
 
-def test_a_worker_does_not_make_a_deleted_store_again(tmp_path: Path) -> None:
+def test_a_worker_that_cannot_read_a_step_ends_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here it does not find the module of the step."""
+    monkeypatch.setenv("PYTHONPATH", "")
+    first, *_ = chain()
+    store = Store(tmp_path).create()
+    with Worker(store, "unable") as execute, pytest.raises(StepError, match="exit code 1") as died:
+        execute(first, tmp_path)
+    assert not died.value.transient and "example_steps" in (store.root / "logs" / "unable.log").read_text()
+
+
+def test_a_worker_does_not_make_a_deleted_store_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", TESTS)
     first, left, *_ = chain()
     store = Store(tmp_path / "store").create()
     with Worker(store, "lost") as execute:
-        with pytest.raises(StepError):  # of a kind that there is not
+        with pytest.raises(StepError):  # there is nothing to do in it
             execute(first, tmp_path)
         assert list((store.root / "logs").glob("*/*.log"))
         shutil.rmtree(store.root)
@@ -161,6 +175,5 @@ def signalled_worker(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str) -
         f"    if step.kind == 'left': os.kill(os.getpid(), signal.{name})\n"
         "    print('{}', flush=True)\n"
     )
-    tests = Path(__file__).parents[1]  # where steps of tests are, and moe_lab beside it
-    monkeypatch.setenv("PYTHONPATH", f"{tests}{os.pathsep}{tests.parent}")
+    monkeypatch.setenv("PYTHONPATH", TESTS)
     monkeypatch.setattr("moe_lab.study.worker.command", lambda module: [sys.executable, str(script)])

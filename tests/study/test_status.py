@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import socket
 import sys
 import threading
 from contextlib import ExitStack
@@ -94,11 +96,10 @@ def test_the_table_of_one_step(running: Running, tmp_path: Path, study: Study) -
 
 
 def test_steps_of_a_killed_command_are_missing(tmp_path: Path, study: Study) -> None:
-    """Its lease ends with it."""
+    """Its claim ends with it."""
     store, steps = Store(tmp_path).create(), [Example()]
-    begin(store, STUDY, steps)
     process = ExitStack()
-    process.enter_context(store.lease(steps))
+    process.enter_context(begin(store, STUDY, steps))
     assert cells(study("status", tmp_path))["step"][0] == "pending"
     process.close()
     out = study("status", tmp_path)
@@ -107,4 +108,5 @@ def test_steps_of_a_killed_command_are_missing(tmp_path: Path, study: Study) -> 
 
 def test_what_waits_for_a_running_command_is_pending(running: Running, tmp_path: Path, study: Study) -> None:
     out = study("why", tmp_path / "store")
-    assert "running: being computed by another run" in out and "pending: another run will compute it" in out
+    by = f"process {os.getpid()} on {socket.gethostname()}"
+    assert f"running: being computed by {by}" in out and "pending: another run will compute it" in out

@@ -16,9 +16,9 @@ import pytest
 from example_steps import Example
 
 from moe_lab.errors import UserError
-from moe_lab.json_files import write_json
 from moe_lab.study import __main__ as command
 from moe_lab.study import store as storing
+from moe_lab.study.claims import Claim
 from moe_lab.study.runs import begin
 from moe_lab.study.schedule import Schedule, work
 from moe_lab.study.step import Step
@@ -38,6 +38,7 @@ def publish(store: Store, step: Step, text: str = "result") -> None:
     with store.claim(step) as scratch:
         assert scratch is not None
         (scratch / "result.txt").write_text(text)
+        (scratch / "provenance.json").write_text('{"seconds": 1.5}')
 
 
 def test_published_whole_with_identity_and_checksums(store: Store) -> None:
@@ -46,8 +47,10 @@ def test_published_whole_with_identity_and_checksums(store: Store) -> None:
     publish(store, step)
     assert store.done(step)
     folder = store.path(step)
-    assert json.loads((folder / "step.json").read_text())["id"] == step.id
-    assert set(json.loads((folder / "manifest.json").read_text())["files"]) == {"result.txt", "step.json"}
+    document = json.loads((folder / "step.json").read_text())
+    assert document["id"] == step.id and document["settings"] == {"number": 0}
+    assert document["provenance"] == {"seconds": 1.5} and set(document["files"]) == {"result.txt"}
+    assert {path.name for path in folder.iterdir()} == {"result.txt", "step.json"}
     assert [p.name for p in folder.parent.iterdir()] == [folder.name]
 
 
@@ -80,15 +83,70 @@ def test_two_runs_do_not_work_on_one_step(store: Store) -> None:
         pass
 
 
-@pytest.mark.parametrize("harm", ["flip", "truncate", "delete", "manifest"])
+@pytest.mark.parametrize("at", ["in its work", "before it publishes", "when it publishes"])
+def test_an_owner_that_comes_back_publishes_nothing(store: Store, monkeypatch: pytest.MonkeyPatch, at: str) -> None:
+    """It was suspended for so long that another run has found its claim stale and done the step."""
+    other, seal, once = Store(store.root).create(), storing._seal, [True]
+    monkeypatch.setattr(other.claims, "is_stale", lambda path: True)
+
+    def take_over() -> None:
+        once.clear()
+        publish(other, a_step(), "of the other")
+
+    def seal_late(*arguments: Any) -> None:
+        seal(*arguments)
+        if once and at == "before it publishes":
+            take_over()
+
+    def check_late(claim: Claim) -> None:
+        check(claim)
+        if once and at == "when it publishes":
+            take_over()
+
+    check = Claim.check
+    monkeypatch.setattr(storing, "_seal", seal_late)
+    monkeypatch.setattr(Claim, "check", check_late)
+    with pytest.raises(Busy), store.claim(a_step()) as scratch:
+        assert scratch is not None
+        (scratch / "result.txt").write_text("of the first")
+        if at == "in its work":
+            take_over()
+            (scratch / "more.txt").write_text("of the first")
+    with store.claim(a_step()) as scratch:
+        assert scratch is None and (store.path(a_step()) / "result.txt").read_text() == "of the other"
+    assert len(list((store.root / "plan").iterdir())) == 1 and not list((store.root / "claims").iterdir())
+
+
+def test_an_owner_that_is_faster_than_who_takes_over_is_found(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = Store(store.root).create()
+    taken = store.claim(a_step())
+    scratch = taken.__enter__()
+    assert scratch is not None
+    (scratch / "result.txt").write_text("of the first")
+
+    def is_stale(path: Path) -> bool:
+        if not path.exists():
+            return False
+        taken.__exit__(None, None, None)
+        return True
+
+    monkeypatch.setattr(other.claims, "is_stale", is_stale)
+    with pytest.raises(Busy), other.claim(a_step()):
+        pass
+    monkeypatch.undo()
+    with other.claim(a_step()) as none:
+        assert none is None
+
+
+@pytest.mark.parametrize("harm", ["flip", "truncate", "delete", "step"])
 def test_damage_is_noticed_set_aside_and_said(store: Store, harm: str) -> None:
     step = a_step()
     publish(store, step)
-    file = store.path(step) / ("manifest.json" if harm == "manifest" else "result.txt")
+    file = store.path(step) / ("step.json" if harm == "step" else "result.txt")
     if harm == "delete":
         file.unlink()
     else:
-        file.write_text({"flip": "resulT", "truncate": "res", "manifest": "{"}[harm])
+        file.write_text({"flip": "resulT", "truncate": "res", "step": "{"}[harm])
     assert not store.done(step)
     assert "computed again" in store.notices[0]
     assert len(list((store.root / "damaged").iterdir())) == 1
@@ -119,7 +177,7 @@ def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def test_a_start_hashes_nothing(store: Store, hashed: list[str]) -> None:
     publish(store, a_step())
-    assert sorted(hashed) == ["result.txt", "step.json"]
+    assert hashed == ["result.txt"]
     hashed.clear()
     assert all(Store(store.root).done(a_step()) for _ in range(2))
     assert hashed == []
@@ -139,9 +197,7 @@ def test_a_copied_store_is_hashed_once_and_nothing_is_made_again(
         elif way == "same tick":
             os.utime(file, (1_800_000_001,) * 2)
     copy = Store(other)
-    assert copy.done(a_step()) and sorted(hashed) == (
-        [] if way in ("cp -a", "seconds") else ["result.txt", "step.json"]
-    )
+    assert copy.done(a_step()) and hashed == ([] if way in ("cp -a", "seconds") else ["result.txt"])
     hashed.clear()
     assert Store(other).done(a_step()) and hashed == []
 
@@ -151,21 +207,6 @@ def test_a_file_damaged_before_its_store_was_copied_is_noticed(store: Store, tmp
     rot(store.path(a_step()) / "result.txt")
     shutil.copytree(store.root, tmp_path / "copy", copy_function=shutil.copy)
     assert not Store(tmp_path / "copy").done(a_step())
-
-
-def test_a_manifest_of_an_earlier_version_is_as_good(store: Store, hashed: list[str]) -> None:
-    publish(store, a_step())
-    manifest = store.path(a_step()) / "manifest.json"
-    old = {key: value for key, value in json.loads(manifest.read_text()).items() if key != "time"}
-    write_json(manifest, old)
-    os.utime(manifest.with_name("result.txt"))
-    hashed.clear()
-    assert Store(store.root).done(a_step()) and sorted(hashed) == ["result.txt", "step.json"]
-    hashed.clear()
-    assert Store(store.root).done(a_step()) and hashed == []
-    write_json(manifest, old)
-    rot(manifest.with_name("result.txt"))
-    assert not Store(store.root).done(a_step())
 
 
 def test_a_write_within_the_tick_of_a_coarse_clock_is_noticed(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,7 +242,8 @@ def test_verify_names_damaged_files_and_the_next_run_makes_them_anew(
     steps = [a_step(number, f"number{number}") for number in range(3)]
     for step in steps[:2]:
         publish(store, step)
-    begin(store, "mine", steps)
+    with begin(store, "mine", steps):
+        pass
     monkeypatch.setattr(sys, "argv", ["study", "verify", "mine", f"store={store.root}"])
     assert command.main() == 0 and "all 2 finished steps" in capsys.readouterr().out
     file = store.path(steps[1]) / "result.txt"
@@ -219,7 +261,7 @@ def test_another_label_is_the_same_step(store: Store) -> None:
     assert Store(store.root).done(a_step(label="new_name"))
 
 
-def test_a_killed_run_leaves_nothing_and_no_lock(store: Store) -> None:
+def test_a_killed_run_leaves_nothing_and_no_claim(store: Store) -> None:
     script = f"""
         import os, signal, sys
         sys.path.append({str(Path(__file__).parents[1])!r})
@@ -234,8 +276,9 @@ def test_a_killed_run_leaves_nothing_and_no_lock(store: Store) -> None:
     assert done.returncode == -signal.SIGKILL
     assert not store.done(a_step())
     publish(store, a_step())
-    assert {p.name for p in store.path(a_step()).iterdir()} == {"result.txt", "step.json", "manifest.json"}
+    assert {p.name for p in store.path(a_step()).iterdir()} == {"result.txt", "step.json"}
     assert not [p for p in (store.root / "plan").iterdir() if p.name.startswith(".")]
+    assert not list((store.root / "claims").iterdir())
 
 
 def test_errors_are_left_for_a_later_run(store: Store) -> None:

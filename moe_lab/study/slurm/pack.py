@@ -15,7 +15,7 @@ from submitit.helpers import DelayedSubmission
 
 from moe_lab.errors import UserError
 from moe_lab.study.progress import say_notices, watch
-from moe_lab.study.runs import runs
+from moe_lab.study.runs import Run, runs
 from moe_lab.study.schedule import Schedule, StepError, work
 from moe_lab.study.slurm import scheduler
 from moe_lab.study.step import Step, unmerged
@@ -30,25 +30,23 @@ if TYPE_CHECKING:
 class Pack:
     """The steps of one job, called by submitit on the node.
 
-    `store`: the store's folder, also of one with a `url`, as the node may have another cache. `requeues`: how often the
-    job may still be requeued.
+    `store`: the store's folder, also of one with a URL, as the node may have another cache. `requeues`: how often the
+    job may still be requeued. `run`: STUDY/RUN that it belongs to.
     """
 
     store: str
     steps: Sequence[Step]
     requeues: int
-    url: str | None = None
+    run: str
 
     def __call__(self) -> dict[str, int]:
         """Do the steps that are missing. A failed step leaves its error in the store, and the others go on."""
         signal.signal(signal.SIGTERM, _leave)
         store = Store(self.store)
-        store.url = self.url
         store.check_there()  # a node that does not see the store must not create a new one
         store.create()
         schedule = Schedule(self.steps)
-        needed = {step.id: step for own in self.steps for step in (own, *own.needs)}
-        with store.lease(needed.values()):
+        with Run(store, store.root / "runs" / self.run).held():
             schedule.lack(_absent(self.steps, schedule, store))
             with Worker(store, f"slurm-{job_id()}") as execute:
                 work(schedule, store, execute)
@@ -78,7 +76,7 @@ def job_id() -> str:
 
 def _leave(_: int, __: FrameType | None) -> None:
     """Handle SIGTERM. A job that Slurm still lists as running is being preempted: it is requeued, as when its time is
-    up. A cancelled job exits at once, which releases its locks."""
+    up. A cancelled job exits at once, which releases its claims."""
     if scheduler.fate(job_id()) == "RUNNING":
         os.kill(os.getpid(), signal.SIGUSR2)
     else:
@@ -90,13 +88,14 @@ class Record:
     """The last job of a submission: writes the study's record and its report."""
 
     study: Study
+    run: Run
 
     def __call__(self) -> int:
         from moe_lab.study.report import finish  # loads the whole configuration, which other jobs do not need
 
         schedule = Schedule(self.study.graph.steps())
         settle(schedule, self.study.store)
-        return finish(self.study, schedule)
+        return finish(self.study, schedule, self.run)
 
 
 def settle(schedule: Schedule, store: Store) -> None:

@@ -7,7 +7,6 @@ import shutil
 import sys
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from hashlib import sha256
@@ -93,7 +92,8 @@ class Submission:
         needed = {needed.id for pack in array.packs for step in pack for needed in step.needs} - own
         after = tuple(sorted({self.jobs[name] for name in needed if name in self.jobs}))
         store, requeues = self.study.store, self.study.config.launcher.max_requeues
-        packs = [Pack(str(store.root.absolute()), pack, requeues, store.url) for pack in array.packs]
+        run = str(self.run.folder.relative_to(store.root / "runs"))
+        packs = [Pack(str(store.root.absolute()), pack, requeues, run) for pack in array.packs]
         ids = self._hand_in(array.kind, array.asks, packs, "afterok", after)
         name = self._name(array.kind)
         whole = ids[0].partition("_")[0]
@@ -108,17 +108,13 @@ class Submission:
         after = tuple(sorted(set(self.jobs.values())))
         steps = list(self.study.graph.steps())[:1]
         asks = {**resources(steps, self.study.config.resources, lambda step: None), **RECORD_ASKS}
-        (job,) = self._hand_in(RECORD, asks, [Record(self.study)], "afterany", after)
+        (job,) = self._hand_in(RECORD, asks, [Record(self.study, self.run)], "afterany", after)
         self.run.add([Submitted(job, job, self._name(RECORD), RECORD, (), after)])
 
     def withdraw(self) -> None:
         """Cancel all jobs of this submission, and remove its folder."""
         scheduler.cancel({job.array for job in self.run.jobs})
-        withdrawn = self.study.store.root / f".{self.run.folder.name}"
-        with suppress(OSError):  # the folder is gone, or that of the study holds other runs
-            self.run.folder.rename(withdrawn)  # jobs that have started already write to it by its name
-            self.run.folder.parent.rmdir()
-        shutil.rmtree(withdrawn, ignore_errors=True)
+        self.run.remove()
 
     def _name(self, kind: str) -> str:
         return f"{self.study.config.study}.{kind}"

@@ -1,0 +1,300 @@
+"""Claims: who is working on what in a store that several processes, machines and users share.
+
+A claim is a file, claims/NAME.GENERATION, made with O_EXCL, which is atomic on every file system; on many of them,
+other nodes do not see locks. It says who made it, and a thread renews its time. A claim whose owner is gone is stale.
+Who finds NAME.1 stale makes NAME.2: taking over is one O_EXCL as well, so that there is one new owner, and nobody
+renames or removes a file that may have become another's meanwhile.
+
+An owner that was only suspended may come back. It finds out by `Claim.check`, and the store leaves it nothing to
+publish.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from moe_lab.json_files import Damaged, read_json
+
+BEAT = 60.0
+"""Seconds between two heartbeats of a claim."""
+LIMIT = 1800.0
+"""Seconds without a heartbeat after which a claim of another machine is stale."""
+WATCH = 2.5
+"""Heartbeats that this process itself must have missed as well: a file's time may be of the owner's clock."""
+POLL = 0.2
+"""Seconds between two attempts to take a claim that another process holds."""
+SILENT = 10.0
+"""Seconds of waiting for a claim after which the user is told who holds it."""
+OWNER_SHAPE = {
+    "token": str,
+    "host": str,
+    "machine": [str],
+    "pid": int,
+    "started": str | None,
+    "inode": int,
+    "job": str | None,
+    "restarts": int,
+}
+
+
+class Busy(Exception):
+    """Another process holds the claim."""
+
+
+class Lost(Busy):
+    """The claim was taken over by a process that found it stale."""
+
+
+@lru_cache(maxsize=1)
+def machine() -> list[str]:
+    """What makes process ids comparable: the boot and the PID namespace, as containers share host names."""
+    with suppress(OSError):
+        return [Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/pid")]
+    return [socket.gethostname(), uuid.uuid4().hex]  # without /proc only the heartbeat decides
+
+
+def started(pid: int) -> str | None:
+    """When a process began, in clock ticks since boot; None when there is none; "?" when it is hidden from us."""
+    with suppress(OSError):
+        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return None if state in "ZX" else fields[18]  # a zombie has ended, and its parent has not asked how
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return None
+    except PermissionError:
+        pass
+    return "?"
+
+
+class Claim:
+    """A claim that this process holds. `token`: a word that no other claim has."""
+
+    def __init__(self, claims: Claims, name: str, generation: int) -> None:
+        self.claims, self.name, self.generation = claims, name, generation
+        self.token = uuid.uuid4().hex
+        self.path = claims.path(name, generation)
+        owner = {"token": self.token, "host": socket.gethostname(), "machine": machine(), "pid": os.getpid()}
+        owner |= {"started": started(os.getpid()), "job": own_job(), "restarts": restarts()}
+        self.file = os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o664)
+        try:
+            os.write(self.file, json.dumps({**owner, "inode": os.fstat(self.file).st_ino}).encode())
+            os.fsync(self.file)  # other machines see it from here on
+        except OSError:  # a full disk, say: nobody may wait for an empty claim
+            self.abandon()
+            raise
+
+    def check(self) -> None:
+        """Raise Lost when another process took over."""
+        owner = _owner(self.path)
+        if owner is None or owner["token"] != self.token or self.claims.path(self.name, self.generation + 1).exists():
+            raise Lost(self.name)
+
+    def renew(self) -> None:
+        """Give the file the present time of its server. It is the open file, so never one of another owner."""
+        os.utime(self.file)
+
+    def abandon(self) -> None:
+        """Remove a claim that never counted."""
+        self.path.unlink(missing_ok=True)
+        os.close(self.file)
+
+    def release(self) -> None:
+        """Remove the claim, and the stale ones before it. One that was lost is only marked as given up."""
+        with self.claims.lock:  # no heartbeat may use the number of a file that is closed
+            self.claims.owned.discard(self)
+        try:
+            self.check()
+            for generation in range(1, self.generation + 1):
+                self.claims.path(self.name, generation).unlink(missing_ok=True)
+        except Lost:
+            with suppress(OSError):
+                os.utime(self.file, (0, 0))
+        finally:
+            os.close(self.file)
+
+
+class Claims:
+    """The claims in a folder. `in_queue`: whether the scheduler shows a job, which then keeps even old claims."""
+
+    def __init__(self, folder: Path, in_queue: Callable[[str], bool] | None = None) -> None:
+        self.folder, self.in_queue = folder, in_queue
+        self.owned: set[Claim] = set()
+        self.lock = threading.Lock()
+        self._seen: dict[Path, tuple[tuple[int, str], float]] = {}
+        self._beating = False
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Claims, (self.folder, self.in_queue)  # a copy in another process holds nothing
+
+    def path(self, name: str, generation: int) -> Path:
+        """The file of a claim."""
+        return self.folder / f"{name}.{generation}"
+
+    def take(self, name: str) -> Claim:
+        """Claim a name. Raises Busy when another process, or this one, holds it."""
+        self.folder.mkdir(exist_ok=True)
+        generation = 1
+        while True:
+            try:
+                claim = Claim(self, name, generation)
+                break
+            except FileExistsError:
+                if not self.is_stale(self.path(name, generation)):
+                    raise Busy(name) from None
+                generation += 1
+        if generation > 1 and not self.is_stale(self.path(name, generation - 1)):  # released since it was judged
+            claim.abandon()
+            raise Busy(name)
+        with self.lock:
+            self.owned.add(claim)
+            if not self._beating:
+                self._beating = True
+                threading.Thread(target=self._beat, daemon=True).start()
+        return claim
+
+    @contextmanager
+    def held(self, name: str) -> Iterator[Claim]:
+        """Hold a claim until the block ends. Raises Busy."""
+        claim = self.take(name)
+        try:
+            yield claim
+        finally:
+            claim.release()
+
+    @contextmanager
+    def awaited(self, name: str) -> Iterator[Claim]:
+        """As `held`, but wait until no other process holds it. Says what it waits for when that takes long."""
+        begun: float | None = time.monotonic()
+        while True:
+            try:
+                claim = self.take(name)
+                break
+            except Busy:
+                if begun is not None and time.monotonic() - begun > SILENT:
+                    begun = None
+                    print(f"moe_lab: waiting for {self.holder(name)}, who has claimed {name}", file=sys.stderr)
+                time.sleep(POLL)
+        try:
+            yield claim
+        finally:
+            claim.release()
+
+    def holder(self, name: str) -> str:
+        """Who holds a claim, for readers: process, machine and job, and for how long it has given no sign of life."""
+        generations = self.folder.glob(f"{name}.*")
+        with suppress(ValueError, FileNotFoundError):
+            last = max(generations, key=lambda path: int(path.suffix[1:]))
+            silent = time.time() - last.stat().st_mtime
+            if owner := _owner(last):
+                job = f", job {owner['job']}" if owner["job"] else ""
+                since = f" (no sign of life for {silent / 60:.0f} min)" if silent > WATCH * BEAT else ""
+                return f"process {owner['pid']} on {owner['host']}{job}{since}"
+        return "another process"
+
+    def _beat(self) -> None:
+        """Renew all claims that are held, until none is."""
+        pause = threading.Event()
+        while not pause.wait(BEAT):  # monotonic, whatever the clock says
+            with self.lock:
+                for claim in self.owned:
+                    with suppress(OSError):
+                        claim.renew()
+                if not self.owned:
+                    self._beating = False
+                    return
+
+    def is_stale(self, path: Path) -> bool:
+        """Whether the owner of a claim is gone. A claim that has just been removed is not stale: look again later.
+
+        A process of this machine is looked up; a claim whose file has another inode than it says was copied with its
+        store. Of another machine, an old time is not enough: this process must have missed heartbeats itself, for
+        long if the time is not old. On some file systems the time is by the clock of the owner, which may be wrong.
+        A claim without an owner is of a process that was killed while it wrote it, if heartbeats are missing too.
+        """
+        try:
+            status, owner = path.stat(), _owner(path)
+        except FileNotFoundError:
+            return False
+        if status.st_mtime == 0:  # given up
+            return True
+        if owner and owner["machine"] == machine():
+            now = started(owner["pid"])
+            if now is None or now not in (owner["started"], "?") or owner["inode"] != status.st_ino:
+                return True
+        if owner and owner["job"] and owner["job"] == own_job() and owner["restarts"] < restarts():
+            return True  # of this job before it was requeued, on another node perhaps
+        mark = (status.st_mtime_ns, owner["token"] if owner else "")
+        if path not in self._seen or self._seen[path][0] != mark:
+            self._seen[path] = (mark, time.monotonic())
+        watched = time.monotonic() - self._seen[path][1]
+        if watched < WATCH * BEAT or self._in_queue(owner):
+            return False
+        if owner is None:
+            return True
+        try:
+            return watched > LIMIT or self._now() - status.st_mtime > LIMIT
+        except OSError:  # where nothing can be written, nothing is taken over either
+            return False
+
+    def _in_queue(self, owner: Mapping[str, Any] | None) -> bool:
+        """Whether the scheduler shows the owner's job, which says nothing about other processes of the own job."""
+        job = owner["job"] if owner else None
+        return bool(job and job != own_job() and self.in_queue and self.in_queue(job))
+
+    def _now(self) -> float:
+        """The time by the clock of the file system."""
+        probe = self.folder / f".probe-{uuid.uuid4().hex}"
+        try:
+            probe.touch(exist_ok=False)
+            return probe.stat().st_mtime
+        finally:
+            probe.unlink(missing_ok=True)
+
+    def living(self) -> set[str]:
+        """Names of all claims whose owners are not known to be gone. Writes nothing that stays."""
+        return {path.stem for path in self.folder.glob("[!.]*") if not self.is_stale(path)}
+
+    def is_held(self, start: str) -> bool:
+        """Whether an owner of a claim whose name starts so is not known to be gone."""
+        return any(not self.is_stale(path) for path in self.folder.glob(f"{start}*"))
+
+    def clear(self) -> None:
+        """Remove stale claims, by taking them over, and probes that killed processes left."""
+        for name in {path.stem for path in self.folder.glob("[!.]*")}:
+            with suppress(Busy):
+                self.take(name).release()
+        for probe in self.folder.glob(".probe-*"):
+            with suppress(FileNotFoundError):
+                if self._now() - probe.stat().st_mtime > LIMIT:
+                    probe.unlink()
+
+
+def own_job() -> str | None:
+    """Slurm's id of the job that this process belongs to, as squeue shows it; None outside of jobs."""
+    array = os.environ.get("SLURM_ARRAY_JOB_ID")
+    return f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}" if array else os.environ.get("SLURM_JOB_ID")
+
+
+def restarts() -> int:
+    """How often the job was requeued; 0 outside of jobs."""
+    return int(os.environ.get("SLURM_RESTART_COUNT") or 0)
+
+
+def _owner(path: Path) -> dict[str, Any] | None:
+    """Who made a claim; None while it is being written, and when it is damaged: then heartbeats decide."""
+    with suppress(Damaged, FileNotFoundError):
+        owner: dict[str, Any] = read_json(path, OWNER_SHAPE)
+        return owner
+    return None

@@ -1,0 +1,268 @@
+"""Claims: one owner at a time, whoever dies, is suspended, or has a clock that is wrong."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import pickle
+import random
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from processes import until
+
+from moe_lab.study import claims as claiming
+from moe_lab.study.claims import Busy, Claims, Lost
+
+HOUR = 3600
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "claims"
+
+
+@pytest.fixture
+def fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(claiming, "BEAT", 0.04)
+    monkeypatch.setattr(claiming, "LIMIT", 0.6)
+
+
+def fork(work: Callable[[], Any]) -> int:
+    """Do `work` in a process of its own; its id."""
+    if pid := os.fork():
+        return pid
+    try:
+        work()
+    finally:
+        os._exit(0)
+
+
+def killed_owner(folder: Path, name: str) -> None:
+    """A claim whose process was killed, and is a zombie."""
+
+    def hold() -> None:
+        Claims(folder).take(name)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    os.waitid(os.P_PID, fork(hold), os.WEXITED | os.WNOWAIT)
+
+
+def change(path: Path, **changes: Any) -> None:
+    """Change what a claim says of its owner; the file stays the same."""
+    with path.open("r+") as file:
+        document = {**json.load(file), **changes}
+        file.seek(0)
+        file.truncate()
+        json.dump(document, file)
+
+
+def foreign(folder: Path, age: float = 0.0, **changes: Any) -> Path:
+    """A claim of another machine whose time is `age` seconds ago."""
+    claims = Claims(folder)
+    path = claims.take("x").path
+    claims.owned.clear()  # it has no heartbeat
+    change(path, machine=["elsewhere", "1"], **changes)
+    os.utime(path, (time.time() - age,) * 2)
+    return path
+
+
+def test_one_process_has_it_until_it_gives_it_up(folder: Path) -> None:
+    claims = Claims(folder)
+    with claims.held("x"):
+        for other in (claims, Claims(folder)):
+            with pytest.raises(Busy):
+                other.take("x")
+        assert Claims(folder).living() == {"x"} and Claims(folder).is_held("x")
+    assert not list(folder.iterdir()) and not Claims(folder).is_held("x")
+
+
+def test_a_claim_of_a_killed_process_is_free_at_once(folder: Path) -> None:
+    killed_owner(folder, "x")
+    assert list(folder.iterdir()) and Claims(folder).living() == set()
+    with Claims(folder).held("x"):
+        assert Claims(folder).living() == {"x"}
+    assert not list(folder.iterdir())
+    killed_owner(folder, "x")
+    Claims(folder).clear()
+    assert not list(folder.iterdir())
+
+
+def test_of_those_that_find_a_stale_claim_one_has_it(folder: Path, tmp_path: Path) -> None:
+    """They hold it and give it up again and again; two at a time would find each other's mark."""
+    mark, two, took = tmp_path / "mark", tmp_path / "two", tmp_path / "took"
+
+    def race(seed: int) -> None:
+        draw, claims = random.Random(seed), Claims(folder)
+        for _ in range(20):
+            try:
+                claim = claims.take("x")
+            except Busy:
+                time.sleep(draw.random() / 500)
+                continue
+            try:
+                mark.touch(exist_ok=False)
+            except FileExistsError:
+                two.touch()
+            with took.open("a") as file:
+                file.write("1")
+            time.sleep(draw.random() / 500)
+            mark.unlink(missing_ok=True)
+            if draw.random() < 0.3:
+                os.kill(os.getpid(), signal.SIGKILL)
+            claim.release()
+
+    for number in range(20):
+        killed_owner(folder, "x")
+        for pid in [fork(partial(race, seed)) for seed in range(4 * number, 4 * number + 4)]:
+            os.waitpid(pid, 0)
+    assert not two.exists() and len(took.read_text()) > 20
+    Claims(folder).clear()
+    assert not list(folder.iterdir())
+
+
+def test_a_heartbeat_renews_what_is_held(folder: Path, fast: None) -> None:
+    with Claims(folder).held("x") as claim:
+        os.utime(claim.path, (1, 1))
+        until(lambda: time.time() - claim.path.stat().st_mtime < HOUR)
+
+
+@pytest.mark.usefixtures("fast")
+class TestAnotherMachine:
+    """Its processes cannot be looked up: heartbeats decide."""
+
+    def test_an_old_claim_is_free_after_some_missed_heartbeats(self, folder: Path) -> None:
+        path, claims = foreign(folder, HOUR), Claims(folder)
+        claiming.LIMIT = 10 * HOUR
+        assert not claims.is_stale(path)
+        time.sleep(4 * claiming.BEAT)
+        assert not claims.is_stale(path), "it is not that old"
+        claiming.LIMIT = 60
+        assert claims.is_stale(path)
+
+    @pytest.mark.parametrize("age", [HOUR, 0, -HOUR])
+    def test_with_heartbeats_it_is_kept_whatever_its_clock_says(self, folder: Path, age: float) -> None:
+        path, claims, begun = foreign(folder, age), Claims(folder), time.monotonic()
+        while time.monotonic() < begun + 2 * claiming.LIMIT:
+            moment = path.stat().st_mtime + 0.01
+            os.utime(path, (moment, moment))
+            assert not claims.is_stale(path)
+            time.sleep(claiming.BEAT / 4)
+
+    @pytest.mark.parametrize("age", [0, -HOUR])
+    def test_without_heartbeats_it_is_free_after_a_while(self, folder: Path, age: float) -> None:
+        path, claims, begun = foreign(folder, age), Claims(folder), time.monotonic()
+        until(lambda: claims.is_stale(path))
+        assert time.monotonic() - begun > claiming.LIMIT / 2
+
+    def test_a_job_in_the_queue_keeps_it(self, folder: Path) -> None:
+        path, queue = foreign(folder, HOUR, job="7"), {"7"}
+        claims = Claims(folder, queue.__contains__)
+        assert not claims.is_stale(path)
+        time.sleep(4 * claiming.BEAT)
+        assert not claims.is_stale(path)
+        queue.clear()
+        assert claims.is_stale(path)
+
+    def test_who_holds_it_and_for_how_long_it_has_been_silent_is_told(
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        path = foreign(folder, HOUR, host="node7", job="12")
+        assert Claims(folder).holder("y") == "another process"
+        monkeypatch.setattr(claiming, "LIMIT", 1.5)
+        monkeypatch.setattr(claiming, "SILENT", 0.02)
+        os.utime(path, (time.time() + HOUR,) * 2)
+        with Claims(folder).awaited("x"):
+            pass
+        assert f"process {os.getpid()} on node7, job 12" in capsys.readouterr().err
+        path = foreign(folder, HOUR)
+        assert Claims(folder).holder("x").endswith("(no sign of life for 60 min)")
+
+    def test_a_requeued_job_takes_over_what_it_had_claimed_on_another_node(
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        path, queue = foreign(folder, job="7", restarts=1), {"7"}
+        claims = Claims(folder, queue.__contains__)
+        monkeypatch.setenv("SLURM_JOB_ID", "7")
+        monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+        assert not claims.is_stale(path), "a process of the same job"
+        monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
+        assert claims.is_stale(path)
+        monkeypatch.setenv("SLURM_JOB_ID", "8")
+        assert not claims.is_stale(path)
+
+    @pytest.mark.parametrize("text", ["", "{", "[]"])
+    def test_a_claim_that_says_nothing_is_free_without_heartbeats(self, folder: Path, text: str) -> None:
+        path = foreign(folder)
+        path.write_text(text)
+        claiming.LIMIT = HOUR
+        claims = Claims(folder)
+        assert not claims.is_stale(path)
+        time.sleep(4 * claiming.BEAT)
+        os.utime(path)
+        assert not claims.is_stale(path)
+        time.sleep(4 * claiming.BEAT)
+        assert claims.is_stale(path)
+        claims.take("x").release()
+        assert not list(folder.iterdir())
+
+
+def test_a_copied_claim_is_nobody_s(folder: Path, tmp_path: Path) -> None:
+    with Claims(folder).held("x"):
+        shutil.copytree(folder, tmp_path / "copy")
+        assert Claims(tmp_path / "copy").living() == set() and Claims(folder).living() == {"x"}
+        with Claims(tmp_path / "copy").held("x"):
+            pass
+
+
+def test_who_was_taken_over_finds_out_and_leaves_the_new_claim_alone(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    suspended, taker = Claims(folder).take("x"), Claims(folder)
+    monkeypatch.setattr(taker, "is_stale", lambda path: path == suspended.path)
+    with taker.held("x") as claim:
+        with pytest.raises(Lost):
+            suspended.check()
+        suspended.release()
+        claim.check()
+        with pytest.raises(Busy):
+            Claims(folder).take("x")
+    assert not list(folder.iterdir())
+
+
+def test_a_claim_released_while_it_is_judged_is_not_taken_over(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner, taker = Claims(folder).take("x"), Claims(folder)
+
+    def stale_then_released(path: Path) -> bool:
+        monkeypatch.undo()
+        owner.release()
+        return True
+
+    monkeypatch.setattr(taker, "is_stale", stale_then_released)
+    with pytest.raises(Busy):
+        taker.take("x")
+    assert not list(folder.iterdir())
+
+
+def test_a_full_disk_leaves_no_claim(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "write", full)
+    with pytest.raises(OSError, match="No space"):
+        Claims(folder).take("x")
+    assert not list(folder.iterdir())
+
+
+def test_a_copy_in_another_process_holds_nothing(folder: Path) -> None:
+    claims = Claims(folder)
+    with claims.held("x"):
+        copied = pickle.loads(pickle.dumps(claims))
+        assert copied.folder == folder and not copied.owned
