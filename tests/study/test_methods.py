@@ -210,7 +210,7 @@ def test_a_plan_is_for_the_model_it_was_found_with(store: Path, refused: Refused
         weights.write(b"\0\0")
     for cell, ratio in ((searched, "0.25"), (chosen, "0.04")):
         file = store / cell["plan"] / "plan.json"
-        facts = content(store, json.loads((file.parent / "step.json").read_text())["inputs"]["model"], "facts.json")
+        facts = content(store, json.loads((file.parent / "step.json").read_text())["inputs"]["facts"], "facts.json")
         assert json.loads(file.read_text())["provenance"]["model_sha256"] == facts["sha256"]
         words = ["criterion=random", f"ratio={ratio}", "allocation=list", f"allocation.path={file}"]
         words += ["model=local", f"model.path={tmp_path / 'model'}", "model.name=m"]
