@@ -13,10 +13,9 @@ from rich.table import Table
 
 from moe_lab.config import LauncherConfig
 from moe_lab.study.estimates import Seconds
+from moe_lab.study.slurm.scheduler import LONGEST
 from moe_lab.study.step import KINDS, Packing, Step, canonical
 
-LONGEST = 1001
-"""Most tasks of an array, from Slurm's default MaxArraySize."""
 Stage = tuple[str, int]
 """The kind of a job, and its depth: how many jobs of the same kind have to run before it, one after another."""
 PackSteps = list[Step]

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from math import inf
 
 from moe_lab.errors import UserError
-from moe_lab.study.slurm.arrays import LONGEST
 
+LONGEST = 1001
+"""Most tasks of an array, from Slurm's default MaxArraySize."""
 GONE = ("COMPLETING", "COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "DEADLINE")
 """States of jobs that squeue may still show although they will do nothing more."""
 NEVER = "DependencyNeverSatisfied"
