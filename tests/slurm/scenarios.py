@@ -98,16 +98,15 @@ def a_checkout(folder: Path) -> Path:
 
 
 def play_planted(store: Path) -> subprocess.CompletedProcess[str]:
-    """The command of a study after all its jobs ended. Its environment has secrets, which all begin with PLANTED; the
-    server gets one in its job."""
+    """The command of a study after all its jobs ended. Its environment has secrets, which all begin with PLANTED."""
     settings = [
-        f"backend.command={hydra_text(f'{quoted(SERVER)} {{port}} {{name}} {{checkpoint}} --api-key $HF_TOKEN')}",
+        f"backend.command={hydra_text(f'{quoted(SERVER)} {{port}} {{name}} {{checkpoint}}')}",
         "backend=server",
         "criterion=random",
         "suite.benchmarks=[pocket_mbpp]",
         "suite.limit=2",
         "allow_code_execution=true",
-        "resources.every.setup=['export OTHER_KEY=$HF_TOKEN']",
+        "resources.every.setup=['test -n $HF_TOKEN']",
         "report=true",
         "wait=true",
     ]
