@@ -190,7 +190,7 @@ def _fingerprint_there(path: str, revision: str | None) -> str | None:
     with suppress(UserError, OSError, ValueError):  # not in the cache, or not all of its weights
         open_checkpoint(cached := _cached(path, revision))
         return fingerprint(cached)
-    described = configuration_folder(ModelConfig(name=path, path=path, revision=revision))
+    described = configuration_folder(ModelConfig(name="any", path=path, revision=revision))
     if described is None:
         return None
     stated = stated_files(path, described.resolve().name, "model")

@@ -11,7 +11,7 @@ from typing import Any
 
 from moe_lab import allocation, criteria
 from moe_lab.allocation import listed
-from moe_lab.allocation.grouping import GROUPINGS
+from moe_lab.allocation.grouping import GROUPINGS, REPLACEMENTS
 from moe_lab.calibration import settings as calibrations
 from moe_lab.calibration import sources
 from moe_lab.config import BenchmarkConfig, CalibrationConfig, Config
@@ -210,9 +210,13 @@ def _wrong_allocations(cells: Sequence[Cell]) -> Iterator[str]:
 
 
 def _is_known(cell: Cell) -> bool:
-    """Whether the cell's criteria and allocation exist; other checks report those that do not."""
-    chosen = (cell.criterion.name, cell.allocation.by or cell.criterion.name)
-    return criteria.CRITERIA.keys() >= set(chosen) and cell.allocation.name in allocation.ALLOCATIONS
+    """Whether the cell's criteria, allocation and replacement exist; other checks report those that do not."""
+    chosen, settings = (cell.criterion.name, cell.allocation.by or cell.criterion.name), cell.allocation
+    return (
+        criteria.CRITERIA.keys() >= set(chosen)
+        and settings.name in allocation.ALLOCATIONS
+        and settings.replacement in REPLACEMENTS
+    )
 
 
 def _each(cells: Iterable[Cell], *groups: str) -> Iterator[Cell]:

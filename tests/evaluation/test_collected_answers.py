@@ -28,7 +28,7 @@ from moe_lab.evaluation.engines import Engine, Likelihood, Prompt, Row, Writing,
 from moe_lab.evaluation.engines.hf import LoadedModel
 from moe_lab.evaluation.items import Document, Item, Pair, Reply, Text
 
-BENCHMARK = BenchmarkConfig(name="b", batch_size=2)
+BENCHMARK = BenchmarkConfig("b", "lm_eval", "none", batch_size=2)
 
 
 class Killed(Exception):

@@ -28,7 +28,7 @@ from moe_lab.start import command
 
 ALLOWED = Policy(allow_code_execution=True, allow_pickled_data=True)
 needs_evalscope = pytest.mark.skipif(
-    evalscope.installed(BenchmarkConfig(name="any", harness="evalscope")) is None,
+    evalscope.installed(BenchmarkConfig("any", "evalscope", "gsm8k")) is None,
     reason="no EvalScope: make evalscope",
 )
 

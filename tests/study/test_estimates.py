@@ -292,8 +292,8 @@ def text(engine: str) -> CalibrationConfig:
     return replace(TEXT, tokens=2**19, engine=engine)
 
 
-def exported(format: str) -> Step:
-    return step_of("export", cell_of(MODEL, TEXT), Config(export=ExportConfig(format=format)))
+def exported(format: Any) -> Step:
+    return step_of("export", cell_of(MODEL, TEXT), Config(export=ExportConfig("natural", format)))
 
 
 @pytest.mark.parametrize(
