@@ -71,7 +71,7 @@ def _meanings(kind: Any) -> dict[str, str]:
     (body,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
     assert isinstance(body, ast.ClassDef)
     return {
-        field.target.id: " ".join(text.value.value.split())
+        field.target.id: " ".join(str(text.value.value).split())
         for field, text in zip(body.body, body.body[1:], strict=False)
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
         if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)
