@@ -175,19 +175,11 @@ MATH_COLUMNS = ("GSM8K", "MATH-500")
 SAME_ITEMS = {"humaneval_plus": "humaneval", "mbpp_plus": "mbpp"}
 """Benchmark -> the benchmark whose answers it grades again; their items are resampled together."""
 
-_LOWER_IS_BETTER = ("perplexity", "bits_per_byte", "loss")
-"""Endings of metric names where less is better."""
-
 _FAMILY = re.compile(r"s_family\((.*)\)")
 _REPLACEMENT = re.compile(r", replacement=([^,]+)")
 _ROUTED = re.compile(r"(?P<trained>.+)_top(?P<top_k>\d+)")
 _SHORT = ("code", "math", "general", "stories")
 """Shipped calibration sets (without their prefix) that captions call by one word."""
-
-
-def is_lower_better(metric: str) -> bool:
-    """Whether less is better of a metric, which may have a filter of lm-eval after a comma."""
-    return metric.partition(",")[0].endswith(_LOWER_IS_BETTER)
 
 
 def criterion(name: str) -> str:

@@ -96,7 +96,7 @@ def _by_hydra(words: Sequence[str]) -> int:
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
 
-    from moe_lab.compose import CONFIG, ask, compose, forced, prepare_multirun
+    from moe_lab.compose import CONFIG, ask, check_sweeper, compose, forced, prepare_multirun, told
     from moe_lab.errors import UserError
 
     for key, _, value in (word.partition("=") for word in words):
@@ -107,13 +107,17 @@ def _by_hydra(words: Sequence[str]) -> int:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # makes Hydra raise exceptions instead of printing them
     code = 0
 
-    def job(_: object) -> None:
+    def job(_: object) -> float:
         nonlocal code
         with _sentences(), _traces():
             own = HydraConfig.get()
             settings = [*(word for word in own.overrides.hydra if "searchpath" in word), *own.overrides.task]
             alone = own.mode == RunMode.MULTIRUN  # with a launcher of Hydra's, each job is a study of its own
-            code = max(code, ask(*compose(settings, own.job.config_name or CONFIG), add=alone))
+            config, requests = compose(settings, own.job.config_name or CONFIG)
+            if alone:
+                check_sweeper(own.runtime.choices, config)
+            code = max(code, ask(config, requests, add=alone))
+            return told(config, requests, code)
 
     hydra.main(version_base="1.3", config_path=str(conf()), config_name="config")(job)()
     return code

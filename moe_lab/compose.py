@@ -401,3 +401,19 @@ def ask(config: Config, requests: Sequence[grid.Request], *, add: bool = False) 
     from moe_lab.study.run import run
 
     return run(config, requests, add=add)
+
+
+def check_sweeper(choices: Mapping[str, str], config: Config) -> None:
+    """Raise UserError when the sweeper that Hydra's `choices` name wants a number of each job, and there is none."""
+    sweeper = choices.get("hydra/sweeper", "basic")
+    if sweeper != "basic" and not config.objective:
+        raise UserError(
+            f"hydra/sweeper={sweeper} wants a number of each job: expected objective=Avg, or a result's name"
+        )
+
+
+def told(config: Config, requests: Sequence[grid.Request], code: int) -> float:
+    """What a sweeper is told of a job: its objective, or the exit code of its study where there is none."""
+    from moe_lab.study.objective import objective
+
+    return objective(config, requests) if config.objective and not config.dry_run else code

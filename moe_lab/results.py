@@ -44,6 +44,11 @@ class Result(TypedDict):
     """Number of items of the whole benchmark; larger than n only with a limit."""
 
 
+def is_lower_better(metric: str) -> bool:
+    """Whether less is better of a metric, which may have a filter of lm-eval after a comma."""
+    return metric.partition(",")[0].endswith(("perplexity", "bits_per_byte", "loss"))
+
+
 class Sample(TypedDict):
     """One row of samples.parquet: one item of one result."""
 

@@ -29,6 +29,7 @@ from analysis.render import style
 from analysis.render.style import Figure
 from analysis.stats.cell_scores import COMMON, MEAN, averaged, mean_target
 from analysis.stats.comparison import Comparison
+from moe_lab.results import is_lower_better
 
 COMPETING = ["ratio", "calibration", "gate", "seed"]
 """Cells with equal values in these columns are compared across allocations or channel scores."""
@@ -194,7 +195,7 @@ def loss_figure(results: Results, comparison: Comparison, name: str) -> Figure |
     None when no benchmark is a loss or a perplexity, or no method was run at three ratios.
     """
     losses = results.study.results
-    losses = losses[losses["metric"].astype(str).map(names.is_lower_better).astype(bool)]
+    losses = losses[losses["metric"].astype(str).map(is_lower_better).astype(bool)]
     lines = ratio_lines(plain(comparison))
     drawn = [cell for line in lines.values() for cell in line.index]
     losses = losses[losses["cell"].isin([comparison.unpruned, *drawn])]

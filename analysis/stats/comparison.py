@@ -16,6 +16,7 @@ from analysis import names
 from analysis.load import evaluations, settings
 from analysis.load.reader import Reader
 from analysis.stats import ranks, uncertainty
+from moe_lab.results import is_lower_better
 
 Target = tuple[str, ...]
 """Displayed columns or benchmarks, often a single one, whose mean is the score."""
@@ -283,7 +284,7 @@ def _lower_is_better(results: pd.DataFrame, parts: Mapping[str, Sequence[str]]) 
     """Benchmarks whose metric is better when lower, and the displayed columns that only consist of such benchmarks."""
     first = results.drop_duplicates("benchmark")
     pairs = zip(first["benchmark"].astype(str), first["metric"].astype(str), strict=True)
-    benchmarks = [name for name, metric in pairs if names.is_lower_better(metric)]
+    benchmarks = [name for name, metric in pairs if is_lower_better(metric)]
     return tuple(dict.fromkeys([*benchmarks, *(column for column, of in parts.items() if set(of) <= set(benchmarks))]))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from hydra.core.config_store import ConfigStore
 from hydra.core.utils import JobReturn, JobStatus
@@ -25,7 +26,7 @@ class StudyLauncher(Launcher):
         self.config = config
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
-        from moe_lab.compose import ask, compose
+        from moe_lab.compose import ask, check_sweeper, compose, told
         from moe_lab.config.base import Mistakes
 
         hydra = self.config.hydra
@@ -38,8 +39,12 @@ class StudyLauncher(Launcher):
             for overrides in job_overrides:
                 with mistakes.caught():
                     asked.append(compose([*searchpath, *overrides], hydra.job.config_name))
-        code = ask(asked[0][0], [request for _, requests in asked for request in requests])
+        config = asked[0][0]
+        check_sweeper(hydra.runtime.choices, config)
+        Path(hydra.sweep.dir).mkdir(parents=True, exist_ok=True)  # sweepers write what they found there
+        every = [request for _, requests in asked for request in requests]
+        code = ask(config, every, add=initial_job_idx > 0)  # a sweeper asks for some jobs at a time
         return [
-            JobReturn(overrides=list(overrides), status=JobStatus.COMPLETED, _return_value=code)
-            for overrides in job_overrides
+            JobReturn(list(overrides), status=JobStatus.COMPLETED, _return_value=told(config, requests, code))
+            for overrides, (_, requests) in zip(job_overrides, asked, strict=True)
         ]

@@ -115,6 +115,9 @@ class Config:
     push: str | None = None
     """OWNER/NAME on the hub: upload the exported model there when the study has ended, with its results, scores and
     statistics. The study exports one pruned model."""
+    objective: str | None = None
+    """What a sweeper of Hydra is told of each job: Avg (the mean of all benchmarks in which more is better), or a
+    result such as arc_easy or perplexity. hydra/sweeper=basic, a plain grid, needs none."""
     flops_text: str = "pocket_excerpt"
     """Name of the file in conf/calibration whose tokens are routed to count the FLOPs of each pruned model."""
     allow_code_execution: bool = False

@@ -16,6 +16,7 @@ from typing import Any
 import preloaded
 import pyarrow.parquet as parquet
 import pytest
+import yaml
 from processes import until
 
 from moe_lab.results import read_record
@@ -119,6 +120,34 @@ def test_a_multirun_is_the_same_cells_steps_and_store(finished: Path, launcher: 
     assert ran(finished) == before
     swept, grid = ((read_record(finished, name) or {})["cells"] for name in (f"swept_{launcher}", "study"))
     assert sorted(map(str, swept)) == sorted(map(str, grid))
+
+
+SWEEPER = [
+    "-m",
+    "hydra/sweeper=optuna",
+    "hydra/sweeper/sampler=grid",
+    "hydra.sweeper.n_trials=2",
+    "hydra.sweeper.n_jobs=1",
+]
+
+
+@pytest.mark.parametrize("launcher", ["study", "basic"])
+def test_a_sweeper_finds_the_best_value_by_the_objective(finished: Path, launcher: str) -> None:
+    words = ["criterion=man", "ratio=0.25,0.5", "calibration=pocket_code", f"hydra/launcher={launcher}"]
+    found = finished / f"by_{launcher}"
+    sweep = [*SWEEPER, *words, f"hydra.sweep.dir={found}"]
+    done = moe_lab(finished, *sweep, "objective=Avg", f"study=best_{launcher}")
+    assert done.returncode == 0, done.stderr
+    best = yaml.safe_load((found / "optimization_results.yaml").read_text())
+    scores = {}
+    for cell in (read_record(finished, f"best_{launcher}") or {})["cells"]:
+        (folder,) = cell["evaluate"].values()
+        (result,) = json.loads((finished / folder / "result.json").read_text())["results"]
+        scores[cell["cell"]["ratio"]] = result["score"]
+    ratio = float(best["best_params"]["++ratio"])
+    assert best["best_value"] == scores[ratio] == max(scores[0.25], scores[0.5])
+    refused = moe_lab(finished, *sweep)
+    assert refused.returncode == 2 and "objective" in refused.stderr and "Traceback" not in refused.stderr
 
 
 def test_a_second_sweep_runs_only_what_is_new(finished: Path, tmp_path: Path) -> None:
