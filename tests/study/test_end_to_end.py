@@ -128,6 +128,7 @@ SWEEPER = [
     "hydra/sweeper/sampler=grid",
     "hydra.sweeper.n_trials=2",
     "hydra.sweeper.n_jobs=1",
+    "hydra.sweeper.direction=maximize",
 ]
 
 
