@@ -18,11 +18,11 @@ from example_steps import Example
 from moe_lab.errors import UserError
 from moe_lab.study import __main__ as command
 from moe_lab.study import store as storing
-from moe_lab.study.claims import Claim
+from moe_lab.study.claims import Busy, Claim
 from moe_lab.study.runs import begin
 from moe_lab.study.schedule import Schedule, work
 from moe_lab.study.step import Step
-from moe_lab.study.store import Busy, Store
+from moe_lab.study.store import Store
 
 
 @pytest.fixture
@@ -261,14 +261,15 @@ def test_another_label_is_the_same_step(store: Store) -> None:
     assert Store(store.root).done(a_step(label="new_name"))
 
 
-def test_a_killed_run_leaves_nothing_and_no_claim(store: Store) -> None:
+def test_what_a_killed_run_leaves_is_removed_by_later_ones(store: Store) -> None:
     script = f"""
         import os, signal, sys
         sys.path.append({str(Path(__file__).parents[1])!r})
         from example_steps import Example
+        from moe_lab.study.runs import begin
         from moe_lab.study.store import Store
-        step = Example()
-        with Store({str(store.root)!r}).claim(step) as scratch:
+        store, step = Store({str(store.root)!r}), Example()
+        with begin(store, "study", [step]), store.claim(Example(number=1)), store.claim(step) as scratch:
             (scratch / "half.txt").write_text("half")
             os.kill(os.getpid(), signal.SIGKILL)
     """
@@ -277,7 +278,10 @@ def test_a_killed_run_leaves_nothing_and_no_claim(store: Store) -> None:
     assert not store.done(a_step())
     publish(store, a_step())
     assert {p.name for p in store.path(a_step()).iterdir()} == {"result.txt", "step.json"}
-    assert not [p for p in (store.root / "plan").iterdir() if p.name.startswith(".")]
+    assert not list((store.root / "plan").glob(f".{a_step().id[:12]}*"))
+    assert len(list((store.root / "claims").iterdir())) == 2, "of the run and of another step"
+    with begin(store, "another", []):
+        assert len(list((store.root / "claims").iterdir())) == 1, "its own"
     assert not list((store.root / "claims").iterdir())
 
 
