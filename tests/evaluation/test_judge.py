@@ -88,7 +88,7 @@ def test_a_reply_is_used_again_for_the_same_judge_settings_and_prompt_only(tmp_p
         assert Judge(same, tmp_path).verdicts(["p"], 0)[0].score == 3 and not moved.asked
         changes: list[dict[str, Any]] = [
             {"model": "other"},
-            {"temperature": 0.5},
+            {"extra": {"temperature": 0.5}},
             {"max_tokens": 99},
             {"extra": {"reasoning_effort": "low"}},
         ]
