@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, model_validator
 from pydantic.dataclasses import dataclass
 
-from moe_lab.config.base import SETTINGS, Above0, Count, From0, From1, From2, Name, Positive, Text, Variable
+from moe_lab.config.base import SETTINGS, Above0, Count, From1, From2, Name, Positive, Text, Variable
 
 SET_BY_US = ("model", "dtype", "trust_remote_code", "worker_extension_cls", "generation_config", "skip_tokenizer_init")
 """Arguments of vllm.LLM that backend.arguments must not have."""
@@ -27,7 +27,7 @@ class JudgeConfig:
     """A language model that grades texts, behind an OpenAI-compatible endpoint."""
 
     basic = frozenset({"model", "url", "key_variable"})
-    runtime = frozenset({"name", "url", "key_variable", "attempts", "unparsable_attempts", "parallel", "timeout"})
+    runtime = frozenset({"name", "url", "key_variable", "attempts", "parallel", "timeout"})
 
     name: Name
     """Name of the judge."""
@@ -37,16 +37,13 @@ class JudgeConfig:
     """Base address of the endpoint, such as http://localhost:8000/v1."""
     key_variable: Variable = "OPENAI_API_KEY"
     """Name of the environment variable that holds the key; endpoints without keys need none."""
-    temperature: From0 = 0.0
-    """Temperature of the judge's replies."""
     max_tokens: Positive = 2048
     """Most tokens of a reply."""
     extra: dict[str, Any] = field(default_factory=dict)
-    """Anything else the endpoint takes in a request, such as reasoning_effort: low."""
+    """Anything else the endpoint takes in a request, such as reasoning_effort: low; the temperature is 0 unless it is
+    set here."""
     attempts: Positive = 8
     """How often a request is sent while the endpoint is busy, broken or unreachable."""
-    unparsable_attempts: Positive = 3
-    """How often a text is sent while its replies hold no score."""
     parallel: Positive = 8
     """Requests under way at the same time."""
     timeout: From1 = 120.0
@@ -55,7 +52,7 @@ class JudgeConfig:
     @model_validator(mode="after")
     def _extra_is_extra(self) -> Self:
         for name in self.extra:
-            if name in ("model", "messages", "temperature", "max_tokens", "stream"):
+            if name in ("model", "messages", "max_tokens", "stream"):
                 raise ValueError(f"extra.{name} is not for extra: set {name}, where there is such a setting")
         return self
 

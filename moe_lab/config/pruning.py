@@ -339,10 +339,6 @@ class RecoveryConfig:
     """Share of an expert adapter's inputs that are set to 0 while training."""
     schedule: Literal["cosine", "linear"] = "cosine"
     """How learning rates fall to 0 after the warm-up: cosine or linear."""
-    warmup: Share = 0.1
-    """Share of the steps in which learning rates rise from 0 to their peak."""
-    clip: Above0 = 0.5
-    """Largest norm of the gradient of one step."""
     save_every: Positive = 50
     """Steps, or batches of a fit, between two checkpoints for resuming; does not change the result."""
 

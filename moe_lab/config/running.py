@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, Strict
 from pydantic.dataclasses import dataclass
 
-from moe_lab.config.base import SETTINGS, Above0, Count, Name, Positive
+from moe_lab.config.base import SETTINGS, Above0, Count, Positive
 
 
 def _project(name: str) -> str:
@@ -81,14 +81,8 @@ class ResourcesConfig:
 
     basic = frozenset({"gpu_memory"})
 
-    name: Name = "default"
-    """Name of the cluster."""
     gpu_memory: Above0 = 80.0
     """GiB of one GPU of the cluster."""
-    cpus_per_gpu: Positive = 8
-    """CPU cores that are asked for with each GPU."""
-    margin: Above0 = 2.0
-    """Time asked for, as a multiple of what such steps took."""
     longest: Positive = 1440
     """Most minutes that a job asks for, and those it asks for when its time is not known, if the partition allows them;
     longer work is requeued and resumes."""
@@ -112,8 +106,6 @@ class TimingConfig:
     """Tokens that are generated after the first one, for each prompt."""
     repeats: Positive = 7
     """Requests that are timed; medians and quartiles are over them."""
-    warmup: Positive = 2
-    """Requests before the timed ones; memory is measured in the first one."""
     device: str | None = None
     """Name of the GPU or processor to measure on, such as `NVIDIA H100 80GB HBM3`; null is that of this machine."""
 

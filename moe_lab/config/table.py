@@ -8,6 +8,7 @@ import json
 import textwrap
 from collections.abc import Iterable, Iterator
 from dataclasses import MISSING, Field
+from itertools import pairwise
 from typing import Any, NamedTuple, get_args, get_origin
 
 from moe_lab.config import BenchmarkConfig, CellConfig, Config
@@ -70,12 +71,11 @@ def _meanings(kind: Any) -> dict[str, str]:
     """Field -> the text under it in the source of its class."""
     (body,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
     assert isinstance(body, ast.ClassDef)
-    return {
-        field.target.id: " ".join(str(text.value.value).split())
-        for field, text in zip(body.body, body.body[1:], strict=False)
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
-        if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)
-    }
+    found = {}
+    for field, text in pairwise(body.body):
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(text, ast.Expr):
+            found[field.target.id] = " ".join(ast.literal_eval(text.value).split())
+    return found
 
 
 def _default(field: Field[Any]) -> str:

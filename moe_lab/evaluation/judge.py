@@ -27,6 +27,8 @@ _BUSY = (408, 409, 429)
 """HTTP status codes below 500 after which the client sends a request again, as it does after any from 500 on."""
 _BROKEN = ("abort", "error", "content_filter")
 """Reasons why a reply ends that leave it incomplete. Endpoints have words of their own for complete ones."""
+UNPARSABLE_ATTEMPTS = 3
+"""How often a text is sent while its replies hold no score: enough for one that broke off by chance."""
 _EXCERPT = 80
 """Bytes of an unexpected reply that an error quotes."""
 
@@ -95,12 +97,12 @@ class Judge:
             reply = read_json(file, {"reply": str})["reply"]
             return Verdict(score(reply), reply, cached=True)
         reason = "canceled"
-        for _ in range(0 if refused.is_set() else self.settings.unparsable_attempts):
+        for _ in range(0 if refused.is_set() else UNPARSABLE_ATTEMPTS):
             try:
                 reply = self._reply(client, prompt)
                 verdict = Verdict(score(reply), reply)
             except Unparsable as error:
-                reason = f"{self.settings.unparsable_attempts} replies in a row without a usable score ({error})"
+                reason = f"{UNPARSABLE_ATTEMPTS} replies in a row without a usable score ({error})"
             except openai.APITimeoutError:
                 return Verdict(None, f"no answer within {self.settings.timeout:g} s")
             except openai.APIConnectionError as error:
@@ -126,9 +128,8 @@ class Judge:
         response = client.chat.completions.with_raw_response.create(
             model=self.settings.model,
             messages=[{"role": "user", "content": prompt}],
-            temperature=self.settings.temperature,
             max_tokens=self.settings.max_tokens,
-            extra_body=self.settings.extra or None,
+            extra_body={"temperature": 0, **self.settings.extra},
         )
         return _text(response.content)
 

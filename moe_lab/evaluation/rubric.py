@@ -96,7 +96,6 @@ def judge_identity(judge: JudgeConfig) -> dict[str, Any]:
     """All settings that can change a judge's replies, so without its address and key."""
     return {
         "model": judge.model,
-        "temperature": judge.temperature,
         "max_tokens": judge.max_tokens,
         "extra": judge.extra,
     }

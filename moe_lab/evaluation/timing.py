@@ -16,6 +16,8 @@ from moe_lab.config import TimingConfig
 from moe_lab.errors import UserError
 
 _STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+WARMUP = 2
+"""Requests before the timed ones: the first compiles and allocates, and memory is measured in it."""
 _RESET_PEAK = "5"
 
 
@@ -40,7 +42,7 @@ def measure(model: Any, tokens: torch.Tensor, settings: TimingConfig) -> list[tu
         ids = tokens.repeat(repeats)[: size * length].view(size, length).to(model.device)
         request = partial(_request, model, ids, settings.new_tokens)
         working = _working_bytes(model.device, request)
-        for _ in range(settings.warmup - 1):
+        for _ in range(WARMUP - 1):
             request()
         for repeat in range(settings.repeats):
             rows.append((size, length, settings.new_tokens, repeat, *request(), working))

@@ -38,6 +38,11 @@ Row = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """ids (S,) int64, valid (S,) bool, learnt (S,) bool: the tokens, which of them count, which of them are learnt."""
 Loss = Callable[[Any, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """(model, ids (B, S), valid (B, S), learnt (B, S)) -> the loss summed over the learnt tokens, in nats."""
+WARMUP = 0.1
+"""Share of the steps in which learning rates rise from 0 to their peak: before, AdamW knows too few gradients to scale
+them."""
+CLIP = 0.5
+"""Largest norm of the gradient of one step, so that no single step undoes many."""
 PROGRESS_FILE = "finetune.safetensors"
 OPTIMIZER = "optimizer"
 
@@ -175,7 +180,7 @@ def train(
                 f"fine-tuning: the loss of step {step + 1} is {losses[-1]}: expected a finite number, lower "
                 f"recovery.{rate}={getattr(settings, rate)}"
             )
-        torch.nn.utils.clip_grad_norm_(parameters.values(), settings.clip)
+        torch.nn.utils.clip_grad_norm_(parameters.values(), CLIP)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         if (step + 1) % settings.save_every == 0 and step + 1 < steps:
@@ -191,10 +196,10 @@ def step_count(settings: RecoveryConfig, n_rows: int) -> int:
 def rate_factor(settings: RecoveryConfig, step: int, steps: int) -> float:
     """Share of the peak learning rate in `step` (from 0) of `steps`.
 
-    It rises linearly over the first `settings.warmup` of the steps, then falls along a cosine or a straight line, to 0
+    It rises linearly over the first `WARMUP` of the steps, then falls along a cosine or a straight line, to 0
     after the last step.
     """
-    rising = math.ceil(settings.warmup * steps)
+    rising = math.ceil(WARMUP * steps)
     if step < rising:
         return (step + 1) / rising
     done = (step - rising) / max(1, steps - rising)

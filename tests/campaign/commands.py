@@ -184,8 +184,6 @@ recovery.router_learning_rate recovery=pocket_dora | 0 -1 nan word
 recovery.scaling recovery=pocket_dora | 0 -1 nan word
 recovery.dropout recovery=pocket_dora | 1 -0.1 nan word
 recovery.schedule recovery=pocket_dora | cosin '' null
-recovery.warmup recovery=pocket_dora | 1 -0.1 nan word
-recovery.clip recovery=pocket_dora | 0 -1 nan word
 recovery.save_every recovery=pocket_dora | 0 -1 word
 suite.name | null
 suite.benchmarks | word [pocket_bolq] [''] null
@@ -195,7 +193,6 @@ protocol.name | null
 protocol.benchmarks | word {pocket_bolq:{shots:1}} {pocket_boolq:{shot:1}} {pocket_boolq:{shots:word}}
 protocol.benchmarks | {pocket_boolq:{shots:-1}} {pocket_boolq:{batch_size:0}} {pocket_boolq:{limit:1}} {pocket_boolq:1}
 judge.attempts | 1.5 word
-judge.temperature | word null
 judge.timeout | word null
 judge.max_tokens | word 1.5
 judge.parallel | word
@@ -213,8 +210,6 @@ launcher.parallel launcher=slurm | 0 -1 word
 launcher.max_requeues launcher=slurm | -1 1.5 word
 launcher.signal_seconds launcher=slurm | 0 -1 word
 resources.gpu_memory | 0 -1 nan word
-resources.cpus_per_gpu | 0 -1 1.5
-resources.margin | 0 -1 nan word
 resources.longest | 0 -1 word
 resources.every.gpus | -1 word 1.5
 resources.every.cpus | 0 -1 word
@@ -229,7 +224,6 @@ timed.batch_sizes timing=true launcher=inline | [] [0] [-1] word [word]
 timed.prompt_lengths timing=true launcher=inline | [] [0] word
 timed.new_tokens timing=true launcher=inline | 0 -1 word
 timed.repeats timing=true launcher=inline | 0 word
-timed.warmup timing=true launcher=inline | 0 -1 word
 tracker.name | wandbb '' null
 tracker.mode tracker=wandb | onlin ''
 """

@@ -26,7 +26,6 @@ from transformers import AddedToken
 
 from moe_lab.config import BenchmarkConfig, JudgeConfig
 from moe_lab.errors import UserError
-from moe_lab.evaluation import judge as judging
 from moe_lab.evaluation import run
 from moe_lab.evaluation.engines.completions import Completions, ServedModel
 from moe_lab.evaluation.engines.hf import LoadedModel
@@ -240,17 +239,15 @@ def test_a_number_follows_its_thought(tmp_path: Path) -> None:
 def test_a_score_inside_a_judges_thought_is_none(
     reply: str, score: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(judging, "FIRST_WAIT", 0.001)
     with endpoint(lambda body: message(reply)) as at:
-        (verdict,) = Judge(JudgeConfig("j", "j", at.url, unparsable_attempts=2), tmp_path).verdicts(["?"], tolerated=1)
-        assert verdict.score == score and len(at.asked) == (1 if score else 2)
+        (verdict,) = Judge(JudgeConfig("j", "j", at.url), tmp_path).verdicts(["?"], tolerated=1)
+        assert verdict.score == score and len(at.asked) == (1 if score else 3)
 
 
 @pytest.mark.parametrize("reason", ["abort", "error", "content_filter"])
 def test_a_reply_that_the_judges_endpoint_broke_off_is_asked_for_again(
     reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(judging, "FIRST_WAIT", 0.001)
     replies = [message('{"score": "3"}', finish_reason=reason), message('{"score": "8"}')]
     with endpoint(lambda body: replies.pop(0)) as at:
         (verdict,) = Judge(JudgeConfig("j", "j", at.url), tmp_path).verdicts(["?"], tolerated=1)

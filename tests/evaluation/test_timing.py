@@ -33,7 +33,7 @@ from moe_lab.study.steps.files import Files
 from moe_lab.study.steps.model import loaded_as
 from moe_lab.study.steps.recovery import Pruned, Storage
 
-ASKED = TimingConfig(batch_sizes=[1, 3], prompt_lengths=[4, 10], new_tokens=5, repeats=2, warmup=1)
+ASKED = TimingConfig(batch_sizes=[1, 3], prompt_lengths=[4, 10], new_tokens=5, repeats=2)
 
 
 def test_requests_read_and_write_what_generate_does(monkeypatch: pytest.MonkeyPatch) -> None:

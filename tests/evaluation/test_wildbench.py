@@ -129,7 +129,7 @@ def test_scores_become_shares_and_what_is_empty_is_not_asked(
     coverage = document["coverage"]
     assert (coverage["items"], coverage["empty"], coverage["scored"], coverage["cached"]) == (146, 2, 145, 0)
     assert list(coverage["unscored"]) == ["session140#0"] and coverage["mean"] == pytest.approx(sum(counted) / 145)
-    assert document["judge"] == {"model": "fake/judge", "temperature": 0.0, "max_tokens": 2048, "extra": {}}
+    assert document["judge"] == {"model": "fake/judge", "max_tokens": 2048, "extra": {}}
     assert "Now tale 0, please." in document["judge_prompt"] and "- Is it about 0?" in document["judge_prompt"]
     assert at.url not in json.dumps(document) and "OPENAI_API_KEY" not in json.dumps(document)
 

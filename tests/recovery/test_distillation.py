@@ -30,7 +30,12 @@ from moe_lab.recovery.dora import router_weight
 from moe_lab.recovery.finetune import Row, distillation_loss, finetune, text_rows, train
 from moe_lab.recovery.students import trained_routers
 
-ROUTERS = {"train": "routers", "distill": "tiny", "rows_per_step": 2, "warmup": 0.0}
+ROUTERS = {"train": "routers", "distill": "tiny", "rows_per_step": 2}
+
+
+@pytest.fixture(autouse=True)
+def at_full_rate_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(finetuning, "WARMUP", 0.0)
 
 
 def rows(count: int = 6, length: int = 16) -> list[Row]:

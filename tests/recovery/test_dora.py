@@ -255,7 +255,7 @@ def test_another_training_is_not_gone_on_from(tmp_path: Path, change: str, monke
     trained(small(), recovery(epochs=1, save_every=1), tmp_path)
     if change == "damage":
         next(tmp_path.iterdir()).write_bytes(b"no safetensors")
-    settings = recovery(epochs=1, clip=0.4 if change == "settings" else 0.5)
+    settings = recovery(epochs=1, dropout=0.1 if change == "settings" else 0.0)
     fingerprint = {"of": "another" if change == "fingerprint" else "test"}
     calls = tiny.count_calls(monkeypatch, finetune, "_backward")
     trained(small(), settings, tmp_path, fingerprint=fingerprint)
@@ -285,10 +285,12 @@ def test_loss_is_that_of_answer_tokens(name: str) -> None:
     assert float(found) == pytest.approx(expected, rel=1e-5)
 
 
-def test_schedules() -> None:
-    cosine = [rate_factor(recovery(warmup=0.2), step, 10) for step in range(10)]
+def test_schedules(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(finetune, "WARMUP", 0.2)
+    cosine = [rate_factor(recovery(), step, 10) for step in range(10)]
     assert cosine[:3] == [0.5, 1.0, 1.0] and cosine[6] == pytest.approx(0.5) and 0 < cosine[9] < 0.05
-    linear = [rate_factor(recovery(warmup=0.0, schedule="linear"), step, 4) for step in range(4)]
+    monkeypatch.setattr(finetune, "WARMUP", 0.0)
+    linear = [rate_factor(recovery(schedule="linear"), step, 4) for step in range(4)]
     assert linear == [1.0, 0.75, 0.5, 0.25]
     assert [step_count(recovery(epochs=epochs), 5) for epochs in (2, 0.1, 0.9)] == [5, 1, 3]
 

@@ -251,7 +251,7 @@ VALUES = {
     f"seed={10**30}": "seed=",
     "calibration.activation_budget=nan": "calibration.activation_budget=nan",
     "criterion.parameters={power: inf}": "criterion.parameters.power=inf",
-    "resources.margin=nan": "resources.margin=nan",
+    "resources.gpu_memory=nan": "resources.gpu_memory=nan",
     "store=''": "store=",
     "sandbox=bubble": "sandbox=bubble",
     "interpreters.vlm=/usr/bin/python3": "interpreters.vlm",

@@ -92,12 +92,13 @@ def test_minutes_that_are_not_set_are_no_more_than_the_partition_allows(every: s
     assert module.resources([step()], chosen, lambda one: None, limits)["minutes"] == minutes
 
 
-def test_the_margin_and_the_gpus_of_the_cluster_count() -> None:
-    small = resources([step()], settings("{gpu_memory: 48, cpus_per_gpu: 4}"))
-    assert small["gpus"] >= 3 and small["cpus"] == 4 * small["gpus"]
+def test_the_margin_and_the_gpus_of_the_cluster_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    small = resources([step()], settings("{gpu_memory: 48}"))
+    assert small["gpus"] >= 3 and small["cpus"] == module.CPUS_PER_GPU * small["gpus"]
     pack = [step()] * 4
-    longer = resources(pack, settings("{margin: 4}"))["minutes"]
-    assert longer == pytest.approx(2 * resources(pack, ResourcesConfig())["minutes"], abs=30)
+    usual = resources(pack, ResourcesConfig())["minutes"]
+    monkeypatch.setattr(module, "MARGIN", 2 * module.MARGIN)
+    assert resources(pack, ResourcesConfig())["minutes"] == pytest.approx(2 * usual, abs=30)
 
 
 def test_the_most_particular_counts() -> None:

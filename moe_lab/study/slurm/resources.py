@@ -19,6 +19,10 @@ UNKNOWN = Memory(16 * GIB, on_gpu=True)
 """Assumed for a model of unknown size, before it is downloaded."""
 ROUNDED = 30
 """Estimated minutes are rounded up to multiples of this, so that jobs of similar length share an array."""
+MARGIN = 2.0
+"""Time asked for, as a multiple of what such steps took: a job beside others can take twice as long as one alone."""
+CPUS_PER_GPU = 8
+"""CPU cores that are asked for with each GPU where `cpus` is not set: clusters have at least as many for each."""
 HOST = 8.0
 """GiB of main memory of a GPU job, in addition to the weights that pass through it to the GPU."""
 
@@ -69,7 +73,7 @@ def resources(
     threads = steps[0].about.threads if steps[0].about else None
     estimated = {
         "gpus": count,
-        "cpus": max(threads or 1, count * settings.cpus_per_gpu),
+        "cpus": max(threads or 1, count * CPUS_PER_GPU),
         "memory": ceil(HOST + largest) if count else ceil(2 * largest),
         "minutes": int(minutes),
     }
@@ -80,7 +84,7 @@ def _minutes(seconds: Sequence[float | None], settings: ResourcesConfig) -> int:
     known = [value for value in seconds if value is not None]
     if len(known) < len(seconds):
         return settings.longest
-    return min(settings.longest, ROUNDED * max(1, ceil(settings.margin * sum(known) / 60 / ROUNDED)))
+    return min(settings.longest, ROUNDED * max(1, ceil(MARGIN * sum(known) / 60 / ROUNDED)))
 
 
 def _configured(step: Step, settings: ResourcesConfig) -> dict[str, Any]:
