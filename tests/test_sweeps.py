@@ -62,9 +62,10 @@ def hydra() -> Iterator[None]:
 
 @contextmanager
 def started() -> Iterator[None]:
-    """Hydra as `python -m moe_lab --config-dir sweeps` starts it; harnesses of no version, wherever they are installed,
-    since versions are part of ids."""
+    """Hydra as `python -m moe_lab --config-dir sweeps` starts it. Harnesses are of no version, wherever they are
+    installed, since versions are part of ids, and so is what the hub says, which is not asked."""
     with pytest.MonkeyPatch.context() as patch, composition.started(SWEEPS):
+        patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
         patch.setattr(suite, "installed", lambda package: "any")
         patch.setattr(evalscope, "installed", lambda benchmark: "any")
         yield
