@@ -16,7 +16,7 @@ from typing import NoReturn
 
 from moe_lab.errors import end_with
 from moe_lab.paths import conf
-from moe_lab.secrets import mask, problems
+from moe_lab.secrets import mask
 
 START = """moe_lab scores, prunes and evaluates Mixture-of-Experts language models. Three commands to start with:
 
@@ -96,12 +96,11 @@ def _by_hydra(words: Sequence[str]) -> int:
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
 
-    from moe_lab.compose import CONFIG, ask, check_sweeper, compose, forced, prepare_multirun, told
-    from moe_lab.errors import UserError
+    from moe_lab.compose import CONFIG, ask, check_sweeper, compose, forced, prepare_multirun, secrets_in, told
+    from moe_lab.config.base import Mistakes
 
-    for key, _, value in (word.partition("=") for word in words):
-        for problem in problems(value, key.lstrip("+~")):  # Hydra would write it into the store
-            raise UserError(problem)
+    with Mistakes() as mistakes:
+        mistakes += secrets_in(words)  # which Hydra would write into the store
     prepare_multirun(words)
     sys.argv[1:] = map(forced, words)
     os.environ["HYDRA_FULL_ERROR"] = "1"  # makes Hydra raise exceptions instead of printing them

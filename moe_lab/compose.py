@@ -11,7 +11,7 @@ import json
 import re
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -37,6 +37,7 @@ from moe_lab.config.table import basic_lines
 from moe_lab.criteria import CRITERIA
 from moe_lab.errors import UserError, unknown
 from moe_lab.paths import conf, store_folder
+from moe_lab.secrets import problems
 
 Choice = grid.Choice
 CONFIG = "config"
@@ -306,6 +307,16 @@ def _sort_choice(override: Override, values: list[Any], word: str, groups: Group
         found.mistakes.append(f"{word} names several files, and {group} has one in a study: expected one of them")
     elif not wrong:
         found.composed.append(word)
+
+
+def secrets_in(words: Iterable[str]) -> Iterator[str]:
+    """A sentence for each secret in the words; words that Hydra cannot read are left to it."""
+    parser = OverridesParser.create()
+    for word in words:
+        with suppress(HydraException):
+            (override,) = parser.parse_overrides([forced(word)])
+            for value in _values(override):
+                yield from problems(value, override.key_or_group)
 
 
 def _values(override: Override) -> list[Any]:

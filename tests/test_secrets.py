@@ -99,7 +99,7 @@ TYPED = [
     ["resources.every.setup=['export HF_TOKEN=TYPED-token']"],
     ["launcher.python='env WANDB_API_KEY=TYPED-key python'"],
     ["store=s3://user:TYPED-key@bucket/path"],
-    ["-m", "ratio=0.25,0.5", "judge.extra.token=TYPED-token"],
+    ["-m", "ratio=0.25,0.5", "judge.extra={token: TYPED-token}"],
 ]
 
 

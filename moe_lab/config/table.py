@@ -27,11 +27,15 @@ class Setting(NamedTuple):
     """One setting."""
 
     group: str
+    """The group that has it, such as calibration; empty for one of the study."""
     name: str
+    """Its name there."""
     default: str
     """As it is typed; empty for one that must be set."""
     meaning: str
+    """What it says, as in the source of its class."""
     basic: bool
+    """Whether --help shows it."""
 
     @property
     def key(self) -> str:

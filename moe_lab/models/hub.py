@@ -62,13 +62,13 @@ def stated_files(name: str, revision: str | None, kind: str) -> dict[str, tuple[
 
     if constants.HF_HUB_OFFLINE:
         return None
+    from httpx import HTTPError
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError
 
     ask = HfApi().model_info if kind == "model" else HfApi().dataset_info
     try:
         siblings = ask(name, revision=revision, files_metadata=True, timeout=SECONDS).siblings or []
-    except (OSError, ValueError, HfHubHTTPError):
+    except (OSError, ValueError, HTTPError):
         return None
     return {file.rfilename: (file.size or 0, file.lfs.sha256 if file.lfs else file.blob_id or "") for file in siblings}
 

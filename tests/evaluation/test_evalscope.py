@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import re
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -208,7 +209,7 @@ def test_what_evalscope_says_of_the_data_is_a_sentence_and_its_death_an_error(tm
     ):
         python.write_text(f"#!/bin/sh\nread line\n{reply}\n")
         python.chmod(0o755)
-        with pytest.raises(kind, match=f"^benchmark gsm8k: {message}$"):
+        with pytest.raises(kind, match=f"^benchmark gsm8k: {re.escape(message)}$"):
             evalscope.items(benchmark)
 
 

@@ -7,7 +7,9 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 import torch
 
@@ -149,3 +151,12 @@ fingerprint({str(folder)!r})
 sys.exit(any(name in sys.modules for name in ("torch", "transformers", "huggingface_hub")))
 """
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_hub_that_cannot_be_reached_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_network(*_: Any, **__: Any) -> None:
+        raise httpx.ConnectError("Name or service not known")
+
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", no_network)
+    assert hub.stated_files("owner/unreachable", None, "model") is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import product
@@ -237,7 +238,7 @@ def test_of_more_children_than_places_only_the_best_are_evaluated() -> None:
     ],
 )
 def test_settings_that_cannot_work(field: str, value: Any) -> None:
-    with pytest.raises(UserError, match=rf"allocation\.parameters\.{field}\b"):
+    with pytest.raises(UserError, match=rf"allocation\.parameters\.{re.escape(field)}\b"):
         check(PAPER, EvolutionSettings(**{field: value}))
 
 
