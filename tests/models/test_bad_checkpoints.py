@@ -258,19 +258,10 @@ def test_a_folder_of_another_revision(folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "devices", "says"),
-    [
-        (
-            {"device": "cuda"},
-            1,
-            r"model\.device=cuda has .*: set calibration\.engine=streamed .* or model\.device=cpu$",
-        ),
-        ({"device": "cuda:1", "dtype": "float32"}, 2, "set model.dtype=bfloat16, model.device=balanced to use all"),
-        ({"device": "balanced"}, 3, r"model\.device=balanced has .* free"),
-    ],
+    ("changes", "devices"), [({"device": "cuda"}, 1), ({"device": "cuda:1"}, 2), ({"device": "balanced"}, 3)]
 )
 def test_a_gpu_that_is_too_small_is_seen_before_weights_are_read(
-    original: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], devices: int, says: str
+    original: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], devices: int
 ) -> None:
     needed = sum(file.stat().st_size for file in original.glob("*.safetensors"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -280,7 +271,10 @@ def test_a_gpu_that_is_too_small_is_seen_before_weights_are_read(
     monkeypatch.setattr("moe_lab.models.device.GIB", 1 << 10)
     with monkeypatch.context() as patch:
         patch.setattr("moe_lab.models.load._weights", lambda *_: pytest.fail("weights were read"))
-        refused(lambda: load_model(settings(original, **changes)), f"model=m takes [1-9].*{says}")
+        refused(
+            lambda: load_model(settings(original, **changes)),
+            f"model=m takes [1-9].*model.device={changes['device']} has .* free",
+        )
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (needed, 1 << 40))
     monkeypatch.setattr("moe_lab.models.load._weights", lambda *_: (_ for _ in ()).throw(InterruptedError))
     with pytest.raises(InterruptedError):  # one that is large enough gets its weights
