@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
-from transformers import PreTrainedModel
+from tiny import logits
 
 from moe_lab.config import ModelConfig
 from moe_lab.models.load import load_model
@@ -22,11 +22,6 @@ from moe_lab.statistics.sums import Statistics
 
 NAMES = ["olmoe", "deepseek_v3", "gpt_oss", "qwen3_moe", "ernie4_5_moe"]
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
-
-
-def logits(model: PreTrainedModel) -> torch.Tensor:
-    with torch.no_grad():
-        return model(input_ids=tiny.tokens().to(model.device)).logits
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -20,6 +20,7 @@ from example_steps import exported
 from huggingface_hub.repocard import REGEX_YAML_BLOCK
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from tiny import logits
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from moe_lab.config import ExportConfig
@@ -31,11 +32,6 @@ from moe_lab.pruning.export.rewrite import Changes
 from moe_lab.pruning.export.rewrite import rewrite as rewrite_export
 from moe_lab.pruning.plan import Plan
 from moe_lab.pruning.prune import prune
-
-
-def logits(model: Any) -> torch.Tensor:
-    with torch.no_grad():
-        return model.eval()(input_ids=tiny.tokens()).logits
 
 
 def test_saved_pruned_model_reloads(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import pytest
 import tiny
 import torch
 from safetensors.torch import load_file, save_file
+from tiny import logits
 from transformers import AutoModelForCausalLM
 
 from moe_lab.config import ModelConfig
@@ -29,11 +30,6 @@ from moe_lab.pruning.prune import prune
 @pytest.fixture(autouse=True)
 def matrices_of_several_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parts, "BLOCK", 1000)
-
-
-def logits(model: Any) -> torch.Tensor:
-    with torch.no_grad():
-        return model.eval()(input_ids=tiny.tokens()).logits
 
 
 def load(folder: Path, **named: Any) -> Any:
