@@ -55,47 +55,6 @@ def test_routed_pairs_are_computed_with_the_weighted_sum_of_their_group() -> Non
     torch.testing.assert_close(result, expected, rtol=0, atol=1e-12)
 
 
-def test_two_identical_experts_merged_give_the_logits_of_the_original() -> None:
-    model = tiny.build("olmoe")
-    for layer in moe_layers(model):
-        for name in ("gate_up_proj", "down_proj"):
-            stack = getattr(layer.experts, name)
-            stack[5] = stack[2]
-    groups = {one: {one: 1.0} for one in range(16) if one != 5} | {2: {2: 0.25, 5: 0.75}}
-    layers = moe_layers(model)
-    plan = merge_experts(
-        {layer.index: groups for layer in layers}, {layer.index: layer.width for layer in layers}, provenance={}
-    )
-    before = logits(model, tiny.tokens())
-    with mask(model, plan):
-        assert (logits(model, tiny.tokens()) - before).abs().max() <= 1e-5
-    assert (logits(prune(model, plan), tiny.tokens()) - before).abs().max() <= 1e-5
-
-
-def test_an_alignment_undoes_another_order_of_channels() -> None:
-    """An expert with its channels in another order is the same function, but its weights do not add up with others'."""
-    model, order = tiny.build("olmoe"), numpy.random.default_rng(0)
-    layers = moe_layers(model)
-    groups = {one: {one: 1.0} for one in range(16) if one != 5} | {2: {2: 0.25, 5: 0.75}}
-    unaligned = merge_experts(
-        {layer.index: groups for layer in layers}, {layer.index: layer.width for layer in layers}, provenance={}
-    )
-    alignments = {}
-    for layer in layers:
-        shuffled = torch.from_numpy(order.permutation(layer.width))
-        experts: Any = layer.experts
-        with torch.no_grad():
-            gate, up = experts.gate_up_proj[2].chunk(2)
-            experts.gate_up_proj[5] = torch.cat((gate[shuffled], up[shuffled]))
-            experts.down_proj[5] = experts.down_proj[2][:, shuffled]
-        alignments[layer.index] = shuffled.argsort()[None].numpy().astype(numpy.int32)
-    before = logits(model, tiny.tokens())
-    for plan, close in ((replace(unaligned, alignments=alignments), True), (unaligned, False)):
-        with mask(model, plan):
-            assert ((logits(model, tiny.tokens()) - before).abs().max() <= 1e-5) == close
-        assert ((logits(prune(model, plan), tiny.tokens()) - before).abs().max() <= 1e-5) == close
-
-
 def test_experts_without_a_router_row_lend_their_weights_only() -> None:
     """The router chooses among the experts that stand for a group; their weights are those of the merging plan."""
     model = tiny.build("qwen3_moe")
