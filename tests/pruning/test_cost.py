@@ -175,7 +175,7 @@ def test_null_experts_cost_nothing() -> None:
 
 def test_cost_compares_with_the_unpruned_model() -> None:
     model = tiny.build("deepseek_v2")
-    plan, about = channel_plan(model), facts(model)
+    plan, about = random_plan(model, "one width", share=1.0), facts(model)
     row, text = row_flops(model, 24), [batch()]
     unpruned = cost(model, None, row, measured_routing(model, None, text), facts=about)
     found = cost(model, plan, row, measured_routing(model, plan, text), facts=about)

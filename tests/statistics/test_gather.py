@@ -92,7 +92,7 @@ def test_sums_of_another_pass_are_not_continued(change: str, tmp_path: Path, mon
     assert len(calls) == len(data)
 
 
-@pytest.mark.parametrize(("read", "tap"), READS)
+@pytest.mark.parametrize(("read", "tap"), [each for each in READS if each[1] is not DamageTap])
 def test_a_broken_weight_is_named(read: Callable[..., Statistics], tap: type[Tap], tmp_path: Path) -> None:
     model = tiny.build("qwen3_moe")
     with torch.no_grad():
