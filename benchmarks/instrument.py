@@ -148,8 +148,9 @@ def rankings(subject: LoadedModel, skill: str, tokens: int, ablation_tokens: int
         "damage": gather(model, DamageTap, rows, fingerprint={}).layers,
     }
     for need, sums in passes.items():
-        for name in criteria.of_experts_from(need):
-            yield name, _score(name, sums, model)
+        for name, about in criteria.CRITERIA.items():
+            if about.granularity == "expert" and about.needs == (need,) and name != "s_family":
+                yield name, _score(name, sums, model)
 
 
 def _rows(skill: str, tokens: int, tokenizer: Any) -> Any:

@@ -155,6 +155,13 @@ def tokens(rows: int = 4, length: int = 24, seed: int = 1) -> torch.Tensor:
     return torch.randint(3, VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(seed))
 
 
+@torch.no_grad()
+def logits(model: Any, ids: torch.Tensor | None = None) -> torch.Tensor:
+    """The logits of a model for `ids`, or for `tokens()`."""
+    result: torch.Tensor = model(input_ids=(tokens() if ids is None else ids).to(model.device)).logits
+    return result
+
+
 def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Three batches of (ids, valid), (2, 16) each; the first row of the second one is padded."""
     draws = torch.Generator().manual_seed(0)

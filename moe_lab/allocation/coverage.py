@@ -62,7 +62,7 @@ def coverage(
         target = smooth(measured[others], expert_smoothing)
         if intra == "proportional":
             return apportion(target, budget, 0, width)
-        return cover(list(values), target, budget)[0]
+        return cover(list(values), target, budget)
 
     kept = {}
     for (layer, values), fixed in zip(scores.items(), problem.fixed.tolist(), strict=True):
@@ -78,7 +78,7 @@ def _cover_layers(problem: Channels, shares: Array) -> dict[int, int]:
     if free.any():
         pools = [values[problem.unprotected(layer)].ravel() for layer, values in problem.scores.items()]
         left = problem.keep - int(kept.sum())
-        kept[free] += cover([pool for pool in pools if len(pool)], shares[free], left)[0]
+        kept[free] += cover([pool for pool in pools if len(pool)], shares[free], left)
     return dict(zip(problem.scores, kept.tolist(), strict=True))
 
 
@@ -98,8 +98,8 @@ BEYOND = 1e300
 """A finite threshold above every alpha of a group with phi > 0."""
 
 
-def cover(groups: Sequence[Array], prior: Array, budget: int) -> tuple[Budget, float]:
-    """Budgets (G,) that sum to `budget`, and the largest alpha with sum N_g <= budget.
+def cover(groups: Sequence[Array], prior: Array, budget: int) -> Budget:
+    """Budgets (G,) that sum to `budget`.
 
     `groups`: the scores of each group (n_g,), in any order; `prior`: phi >= 0 (G,).
 
@@ -113,10 +113,7 @@ def cover(groups: Sequence[Array], prior: Array, budget: int) -> tuple[Budget, f
     owner = numpy.repeat(order, [len(threshold) for threshold in thresholds])
     flat = numpy.concatenate(thresholds)
     taken = numpy.argsort(flat, kind="stable")
-    positive = prior[prior > 0]
-    top = 1 / float(positive.min()) if len(positive) else 0.0
-    alpha = min(float(flat[taken[budget]]), top) if budget < len(flat) else top
-    return numpy.bincount(owner[taken[:budget]], minlength=len(groups)), alpha
+    return numpy.bincount(owner[taken[:budget]], minlength=len(groups))
 
 
 def _thresholds(scores: Array, prior: float) -> Array:

@@ -198,10 +198,12 @@ def groups(
             f"allocation.replacement={name}: a layer keeps {len(kept)} experts, which are all protected, so that no "
             "others can be merged into them: expected a smaller ratio"
         )
-    try:
-        distances = grouping.distances(sums)
-    except KeyError as lacking:
-        raise _lacks(name, str(lacking.args[0])) from None
+    if "router_gram" not in sums and grouping.distances in (of_logits, of_outputs_and_logits):
+        raise UserError(
+            f"allocation.replacement={name} compares the router's logits, and this router gives none: expected "
+            "hc_smoe, which compares outputs"
+        )
+    distances = grouping.distances(sums)
     places = [others.index(expert) for expert in free]
     between = distances[numpy.ix_(others, others)]
     clusters = grouping.cluster(between, places, **own(grouping.cluster, settings["parameters"]))
@@ -240,15 +242,3 @@ def _euclidean(features: Array) -> Array:
 
     distances: Array = squareform(pdist(features))
     return distances
-
-
-def _lacks(name: str, lacking: str) -> UserError:
-    if lacking == "router_gram":  # there since the first pass of this kind, for all routers that give logits
-        return UserError(
-            f"allocation.replacement={name} compares the router's logits, and this router gives none: expected "
-            "hc_smoe, which compares outputs"
-        )
-    return UserError(
-        f"allocation.replacement={name} reads {lacking}, which the sums of {' and '.join(GROUPINGS[name].passes)} "
-        "lack: they are older than it, so remove their steps from the store"
-    )

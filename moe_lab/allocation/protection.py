@@ -14,7 +14,6 @@ from typing import Any
 import numpy
 from numpy.typing import ArrayLike
 
-from moe_lab.allocation.problem import finite
 from moe_lab.errors import UserError
 from moe_lab.json_files import fits
 
@@ -80,7 +79,7 @@ def with_protected(
     """The facts of a model in which each layer that has protected experts lists their ids, as `protected`.
 
     `settings`: as from `identity`, among others. `statistics`: layer -> sums by name, for super experts. UserError for
-    experts that the model does not have, and for sums that are older than what super experts are recognised by.
+    experts that the model does not have.
     """
     protect = settings.get("protect")
     layers = model["layers"]
@@ -88,7 +87,12 @@ def with_protected(
         return dict(model)
     if protect == SUPER:
         end = round(settings["protect_layers"] * model["decoder_layers"])
-        chosen = super_experts({layer: _largest(layer, layers[layer], statistics) for layer in layers}, end)
+        evidence = {"statistics": statistics}
+        largest = {
+            layer: measured(evidence, "statistics", layer, STATISTIC, (facts["n_experts"],))
+            for layer, facts in layers.items()
+        }
+        chosen = super_experts(largest, end)
     else:
         chosen = {int(layer): ids for layer, ids in protect.items()}
         _check_listed(chosen, layers)
@@ -103,16 +107,6 @@ def provenance(model: Mapping[str, Any]) -> dict[str, Any]:
     """
     lists = {str(layer): facts["protected"] for layer, facts in model["layers"].items() if "protected" in facts}
     return {"protected": {layer: experts for layer, experts in lists.items() if experts}} if lists else {}
-
-
-def _largest(layer: int, facts: Mapping[str, Any], statistics: Mapping[int, Mapping[str, Any]]) -> Any:
-    sums = statistics.get(layer, {})
-    if STATISTIC not in sums:
-        raise UserError(
-            f"allocation.protect={SUPER} reads {STATISTIC}, which the statistics of layer {layer} lack: they are older "
-            "than it, so remove their step from the store"
-        )
-    return finite(STATISTIC, layer, sums[STATISTIC], (facts["n_experts"],))
 
 
 def _check_listed(chosen: Mapping[int, Sequence[int]], layers: Mapping[int, Mapping[str, Any]]) -> None:

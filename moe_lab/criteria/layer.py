@@ -59,17 +59,13 @@ class Layer:
         if name in ("sums_full_softmax", "sums_double_softmax"):
             return (
                 f"gate={name.removeprefix('sums_')} needs a router that is a softmax over all experts, choose "
-                "gate=model or renormalized; if it is one, these statistics are older than the gate: remove their step "
-                "from the store"
+                "gate=model or renormalized"
             )
         if name == "shift_weighted":
             return (
                 f"criterion={self.criterion} compares the residual stream before and after the routed experts, and "
-                "either this model's MoE blocks do not read a norm of it, or these statistics are older than the "
-                "criterion: then remove their step from the store"
+                "this model's MoE blocks do not read a norm of it"
             )
-        if name.startswith("renormalized_"):
-            return "these statistics are older than gate=renormalized of channels: remove their step from the store"
         return (
             f"criterion={self.criterion} needs it, `python -m moe_lab criterion={self.criterion} model=... "
             "calibration=...` gathers it"

@@ -107,21 +107,6 @@ def reads_text(name: str) -> bool:
     return any(need in FROM_TEXT for need in get(name).needs)
 
 
-def of_experts_from(need: str) -> list[str]:
-    """Criteria of moe_lab of whole experts that need nothing but `need`, and no parameter."""
-    return [
-        name
-        for name, about in CRITERIA.items()
-        if not about.source and about.granularity == "expert" and about.needs == (need,) and not _required(about)
-    ]
-
-
-def _required(about: Criterion) -> list[str]:
-    """Parameters of the criterion's own that have no default."""
-    own = list(inspect.signature(about.function).parameters.values())[1:]
-    return [parameter.name for parameter in own if parameter.default is parameter.empty]
-
-
 def check(name: str, parameters: Mapping[str, Any]) -> None:
     """UserError unless the criterion exists and `parameters` are its own, none of the required ones left out.
 

@@ -5,20 +5,18 @@ from __future__ import annotations
 import json
 import os
 import re
-import struct
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import Any
+
+from safetensors import SafetensorError, safe_open
 
 from moe_lab.errors import UserError
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-LONGEST_HEADER = 100_000_000
-"""Bytes; the limit the safetensors format sets."""
 OF_EXPERT = re.compile(r"(?P<layer>.*\bexperts\.)(?P<expert>\d+)(?P<part>\..*\bweight)")
 """Name of a weight that belongs to one numbered expert. Tensors that a quantisation stores beside it do not match."""
 BITS = {
@@ -88,30 +86,22 @@ def open_checkpoint(folder: Path) -> Checkpoint:
 def read_header(path: Path) -> tuple[dict[str, str], dict[str, Entry]]:
     """Metadata and tensors of one safetensors file, in the order of their bytes.
 
-    UserError naming the file, with expected and found size, when it is truncated, too long, or not safetensors.
+    UserError naming the file when it is truncated, too long, or not safetensors.
     """
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        start = file.read(8)
-        length = struct.unpack("<Q", start)[0] if len(start) == 8 else LONGEST_HEADER + 1
-        if length > LONGEST_HEADER or 8 + length > size:
-            raise UserError(f"{path} is damaged: its {size} bytes do not hold the header of a safetensors file")
-        text = file.read(length)
     try:
-        header = json.loads(text, object_pairs_hook=_no_duplicates)
-        metadata = header.pop("__metadata__", {})
-        entries = {name: _entry(path.name, 8 + length, fields) for name, fields in header.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{path} is damaged: its header is not that of a safetensors file ({error})") from None
-    ordered = dict(sorted(entries.items(), key=lambda item: item[1].start))
-    position = 8 + length
-    for name, entry in ordered.items():
-        if entry.start != position:
-            raise UserError(f"{path} is damaged: tensor {name} starts at byte {entry.start}, expected {position}")
-        position += entry.size
-    if position != size:
-        raise UserError(f"{path} is damaged: expected {position} bytes, found {size}")
-    return metadata, ordered
+        with safe_open(path, framework="np") as checked:
+            metadata: dict[str, str] = checked.metadata() or {}
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{path} is damaged: expected a safetensors file ({error})") from None
+    with path.open("rb") as file:
+        base = 8 + int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(base - 8))
+    header.pop("__metadata__", None)
+    entries = {}
+    for name, fields in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+        first, last = fields["data_offsets"]
+        entries[name] = Entry(path.name, fields["dtype"], tuple(fields["shape"]), base + first, last - first)
+    return metadata, entries
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -151,18 +141,8 @@ def _shards(folder: Path) -> tuple[tuple[str, ...], Mapping[str, str] | None]:
     for shard in shards:
         if os.path.basename(shard) != shard or not (folder / shard).is_file():
             tensors = sum(1 for value in index.values() if value == shard)
-            lacking = _lacking(folder, shards, content.get("metadata"))
-            raise UserError(f"{folder}: shard {shard} is missing, {INDEX} expects {tensors} tensors in it{lacking}")
+            raise UserError(f"{folder}: shard {shard} is missing, {INDEX} expects {tensors} tensors in it")
     return shards, index
-
-
-def _lacking(folder: Path, shards: tuple[str, ...], metadata: Any) -> str:
-    """Words that compare the bytes of the shards present with the total of the index; empty if it states none."""
-    total = metadata.get("total_size") if isinstance(metadata, dict) else None
-    if not isinstance(total, int):
-        return ""
-    there = [read_header(folder / shard)[1] for shard in shards if (folder / shard).is_file()]
-    return f": of {total} bytes {sum(entry.size for entries in there for entry in entries.values())} are there"
 
 
 def _check_index(folder: Path, index: Mapping[str, str], tensors: Mapping[str, Entry]) -> None:
@@ -202,20 +182,3 @@ def _check_experts(folder: Path, tensors: Mapping[str, Entry]) -> None:
 def _is_stored_otherwise(weight: str, tensors: Mapping[str, Entry]) -> bool:
     """Whether there is no tensor `weight` because the matrix is quantised, unlike those of other experts."""
     return any(name.startswith(f"{weight.removesuffix('weight')}") for name in tensors)
-
-
-def _entry(shard: str, base: int, fields: Mapping[str, Any]) -> Entry:
-    shape = tuple(int(size) for size in fields["shape"])
-    first, last = fields["data_offsets"]
-    size = -(-prod(shape) * BITS[fields["dtype"]] // 8)
-    if last - first != size:
-        raise ValueError(f"{fields['dtype']} of shape {shape} takes {size} bytes, not {last - first}")
-    return Entry(shard, fields["dtype"], shape, base + first, size)
-
-
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    content = dict(pairs)
-    if len(content) != len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"{next(name for name in names if names.count(name) > 1)} is there twice")
-    return content

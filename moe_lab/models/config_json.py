@@ -36,6 +36,18 @@ FP8_BLOCK = [128, 128]
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
+def check_numbers(folder: Path) -> None:
+    """Raise UserError for a number in config.json that no model has, or with which building it would never end."""
+    config = read_json(folder / "config.json")
+    inner = config.get("text_config")
+    numbers = _numbers(inner if isinstance(inner, dict) else config, FIELDS)
+    largest = {**dict.fromkeys(FIELDS, 1 << 20), "layers": 1000, "top_k": numbers.get("experts", 1 << 20)}
+    for name, number in numbers.items():
+        if not 1 <= number <= largest[name]:
+            fields = " or ".join(FIELDS[name])
+            raise UserError(f"{folder / 'config.json'} has {fields}={number}: expected 1 to {largest[name]}")
+
+
 def expert_shape(settings: ModelConfig) -> dict[str, int] | None:
     """n_experts, top_k and width (channels per expert) of a layer; None when n_experts or top_k is not known.
 

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -80,10 +79,10 @@ def check_room(skeleton: Any, folder: Path, settings: ModelConfig, dtype: torch.
     needed = _bytes(skeleton, folder, settings, dtype)
     if needed <= free:
         return
-    ways = list(_ways(dtype, device))
     raise UserError(
         f"model={settings.name} takes {needed / GIB:.1f} GiB for its weights alone, and {where} has {free / GIB:.1f} "
-        f"GiB free: set {' or '.join([', '.join(ways[:-1]), ways[-1]] if ways[1:] else ways)}"
+        "GiB free: expected model.dtype=bfloat16, all devices (model.device=balanced), model.device=cpu, or, for "
+        "calibration alone, one layer at a time (calibration.engine=streamed)"
     )
 
 
@@ -93,17 +92,6 @@ def _free(device: str, setting: str) -> tuple[float, str]:
         return free_memory(), "main memory"
     numbers = [int(device.partition(":")[2] or 0)] if device.startswith("cuda") else range(torch.cuda.device_count())
     return sum(torch.cuda.mem_get_info(number)[0] for number in numbers), f"model.device={setting}"
-
-
-def _ways(dtype: torch.dtype | str, device: str) -> Iterator[str]:
-    """Settings that help when a model does not fit."""
-    if dtype == torch.float32:
-        yield "model.dtype=bfloat16"
-    if device.startswith("cuda") and torch.cuda.device_count() > 1:
-        yield "model.device=balanced to use all devices"
-    yield "calibration.engine=streamed to hold one layer at a time (which benchmarks cannot)"
-    if device != "cpu":
-        yield "model.device=cpu"
 
 
 def _bytes(skeleton: Any, folder: Path, settings: ModelConfig, dtype: torch.dtype | str) -> int:

@@ -14,8 +14,8 @@ from typing import Any
 from moe_lab.config import ModelConfig
 from moe_lab.errors import UserError
 from moe_lab.models.checkpoint import open_checkpoint, read_json
-from moe_lab.models.config_json import LAYERS_FIELD
-from moe_lab.models.families import COUNT_FIELDS, TOP_K_FIELDS, UNSUPPORTED, WIDTH_FIELDS
+from moe_lab.models.config_json import LAYERS_FIELD, check_numbers
+from moe_lab.models.families import UNSUPPORTED
 from moe_lab.models.hub import sha256_of, stated_files
 from moe_lab.paths import local
 
@@ -30,25 +30,12 @@ BESIDE = ("generation_config.json", "tokenizer_config.json")
 """Optional files beside the weights; each must be a JSON object."""
 SHORTEST_COMMIT = 7
 """Fewest digits of a commit by which model.revision can name it."""
-SIZES = {
-    "num_hidden_layers": 1000,
-    "hidden_size": 1 << 20,
-    "vocab_size": 1 << 26,
-    "num_attention_heads": 1 << 16,
-    "num_key_value_heads": 1 << 16,
-    "head_dim": 1 << 16,
-    "max_position_embeddings": 1 << 40,
-    **dict.fromkeys((*WIDTH_FIELDS, *COUNT_FIELDS, *TOP_K_FIELDS), 1 << 20),
-}
-"""Field of config.json -> its largest accepted value: building a larger model takes minutes, or all memory."""
 CODE_FIELDS = ("attn_implementation", "experts_implementation")
 """Endings of the fields of config.json, at any depth, that name code: transformers fetches a name with a slash from the
 hub and runs it."""
 BUILT_IN = ("eager", "sdpa", "flex_attention", "grouped_mm", "batched_mm")
 ADAPTER = "adapter_config.json"
 """A file that makes transformers fetch and load another model, which it names."""
-LARGEST_TOKENIZER = 1 << 27
-"""Largest tokenizer.json, in bytes, that is checked before anything is loaded."""
 
 
 def check(settings: ModelConfig) -> None:
@@ -99,37 +86,6 @@ def _named_code(config: Any, field: str = "") -> Iterator[tuple[str, str]]:
         installed = ("flash_attention_2",) if find_spec("flash_attn") else ()
         if config.removeprefix("paged|") not in (*BUILT_IN, *installed):
             yield field, config
-
-
-def _check_numbers(folder: Path, config: Mapping[str, Any]) -> None:
-    """Raise UserError for a number in config.json that is not valid for any model."""
-    file, text = folder / "config.json", config.get("text_config", config)
-    if not isinstance(text, dict):
-        raise UserError(f"{file} is damaged: text_config={text!r:.40} is no object")
-    for field, most in SIZES.items():
-        stated = text.get(field)
-        least = 0 if field in (*COUNT_FIELDS, *TOP_K_FIELDS) else 1
-        for value in stated if isinstance(stated, list) else [stated]:
-            if value is not None and (type(value) is not int or not least <= value <= most):
-                raise UserError(f"{file} has {field}={value!r:.40}: expected a whole number from {least} to {most}")
-    counts = {name: text[name] for name in COUNT_FIELDS if name in text}
-    if counts and all(count == 0 for count in counts.values()):
-        raise UserError(f"{file} has {next(iter(counts))}=0: expected a model with routed experts")
-    experts = next(iter(counts.values()), None)
-    top_k = next((text[name] for name in TOP_K_FIELDS if name in text), None)
-    if isinstance(experts, int) and isinstance(top_k, int) and experts > 1 and not 1 <= top_k <= experts:
-        raise UserError(f"{file} gives a token to {top_k} experts of {experts}: expected from 1 to {experts}")
-
-
-def _check_tokenizer(folder: Path) -> None:
-    """Raise UserError for a tokenizer.json without a model. Without that file, the tokenizer may be of another kind."""
-    file = folder / "tokenizer.json"
-    if (
-        file.is_file()
-        and file.stat().st_size <= LARGEST_TOKENIZER
-        and not isinstance(read_json(file).get("model"), dict)
-    ):
-        raise UserError(f"{file} is damaged: it has no model, expected the tokenizer that the model was trained with")
 
 
 def local_folder(settings: ModelConfig) -> Path:
@@ -253,8 +209,7 @@ def _check_folder(folder: Path, settings: ModelConfig) -> None:
     if kind in UNSUPPORTED:
         raise UserError(f"model_type={kind} is not supported: it {UNSUPPORTED[kind]}")
     check_code(folder, settings.trust_remote_code)
-    _check_numbers(folder, config)
-    _check_tokenizer(folder)
+    check_numbers(folder)
     for name in (name for name in BESIDE if (folder / name).exists()):
         read_json(folder / name)
     if LAYERS_FIELD in config and not settings.trust_remote_code:

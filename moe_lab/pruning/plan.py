@@ -6,11 +6,11 @@ Its JSON form, plan.json:
      "layers": {"0": {"experts": 64, "keep": [0, 2, ...]}, ...}, "provenance": {...}}
 
 A plan about channels adds `width`, channels per expert before pruning, and `channels`, one bit mask per kept expert:
-hexadecimal, the lowest bit of the first byte is channel 0. A plan that merges experts has schema 2 and adds `merged`:
-kept expert -> {expert: weight} of those that it is the weighted sum of. Arrays of a plan of schema 2 are in the file
-plan.npz beside it, and plan.json has the sha256 of each: `constants`, what a layer's null experts put out (null
-experts, hidden; little-endian fp32, named by the number of the layer), and `alignments`, the order of the channels of
-experts that are merged into others (experts, width; little-endian int32, named by the layer and ".alignments").
+hexadecimal, the lowest bit of the first byte is channel 0. A plan that merges experts adds `merged`: kept expert ->
+{expert: weight} of those that it is the weighted sum of. Arrays are in the file plan.npz beside it, and plan.json has
+the sha256 of each: `constants`, what a layer's null experts put out (null experts, hidden; little-endian fp32, named by
+the number of the layer), and `alignments`, the order of the channels of experts that are merged into others (experts,
+width; little-endian int32, named by the layer and ".alignments").
 `Plan.load` rejects unknown fields of layers.
 """
 
@@ -33,9 +33,7 @@ from moe_lab.errors import UserError
 from moe_lab.json_files import fits
 from moe_lab.models.config_json import fewest_experts
 
-SCHEMA = 2
-DROPPING = 1
-"""The schema of plans that only drop experts or channels, which older versions read."""
+SCHEMA = 1
 Mask = NDArray[numpy.bool_]
 """(E, I): which channels of which experts are kept."""
 Constants = NDArray[numpy.float32]
@@ -286,7 +284,7 @@ class Plan:
             numpy.savez(partial, allow_pickle=False, **arrays)
             partial.replace(file)
         content = {
-            "schema": SCHEMA if self.constants or self.merged else DROPPING,
+            "schema": SCHEMA,
             "digest": self.digest,
             "layers": self._layers(),
             "provenance": self.provenance,
@@ -309,12 +307,8 @@ class Plan:
     @classmethod
     def _from_json(cls, content: Any, path: Path) -> Plan:
         schema = content.get("schema") if isinstance(content, dict) else None
-        if isinstance(schema, int) and schema > SCHEMA:
-            raise UserError(
-                f"plan={path} has schema {schema}, written by a newer moe_lab: this one reads up to {SCHEMA}"
-            )
-        if schema not in (DROPPING, SCHEMA):
-            raise UserError(f"plan={path} has schema {schema}: expected a plan of schema 1 to {SCHEMA}")
+        if schema != SCHEMA:
+            raise UserError(f"plan={path} has schema {schema}: expected a plan of schema {SCHEMA}")
         layers = content.get("layers")
         damaged = UserError(
             f"plan={path} is damaged: expected layers with the fields experts and keep, width and channels in all "

@@ -23,6 +23,7 @@ from moe_lab.models.discover import (
     routed_layers,
 )
 from moe_lab.models.experts import routed_output, sort_by_expert, wide
+from moe_lab.models.families import GATE_UP, split
 from moe_lab.models.transformers_private import activation
 from moe_lab.pruning.exported_code.ragged import constant_output, replace_tensor
 
@@ -106,14 +107,14 @@ class DoraExperts(nn.Module):
     `adapters[e]` holds those of expert e by name: gate, up and down.
     """
 
-    def __init__(self, experts: Any, count: int, settings: RecoveryConfig) -> None:
-        """`experts`, which has `count` experts, is kept, but not as a submodule: it is frozen."""
+    def __init__(self, layer: MoELayer, settings: RecoveryConfig) -> None:
+        """The experts of `layer` are kept, but not as a submodule: they are frozen."""
         super().__init__()
-        self.__dict__["original"] = experts
+        self.__dict__["layer"] = layer
         self.adapters = nn.ModuleList()
-        for expert in range(count):
+        for expert in range(layer.n_experts):
             adapters = nn.ModuleDict()
-            for name, weight, _ in projections(experts, expert):
+            for name, weight, _ in projections(layer, expert):
                 adapters[name] = Dora(weight, settings.rank, settings.scaling, settings.dropout)
             self.adapters.append(adapters)
 
@@ -125,7 +126,7 @@ class DoraExperts(nn.Module):
         def of_expert(expert: int, _: slice, states: torch.Tensor) -> torch.Tensor | None:
             return self._expert(expert, states) if len(self.adapters[expert]) else None  # type: ignore[arg-type]
 
-        original: Any = self.__dict__["original"]
+        original: Any = self.__dict__["layer"].experts
         index = top_k_index
         if is_ragged(original):  # merged experts are computed with the weights of their owner
             index = torch.tensor(original.owners, device=index.device)[index]
@@ -138,9 +139,10 @@ class DoraExperts(nn.Module):
 
     def _expert(self, expert: int, hidden: torch.Tensor) -> torch.Tensor:
         """The output (n, H) of one expert for its rows (n, H) of the hidden states, before the gate."""
-        experts: Any = self.__dict__["original"]
+        layer: MoELayer = self.__dict__["layer"]
+        experts: Any = layer.experts
         adapters: Any = self.adapters[expert]
-        weights = {name: (weight, bias) for name, weight, bias in projections(experts, expert)}
+        weights = {name: (weight, bias) for name, weight, bias in projections(layer, expert)}
         if not experts.has_gate:
             phi = experts.act_fn(adapters["up"](hidden, *weights["up"]))
         else:
@@ -176,7 +178,7 @@ def attach(model: nn.Module, settings: RecoveryConfig, seed: int) -> list[Adapte
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         for layer in routed_layers(model):
-            experts = DoraExperts(layer.experts, layer.n_experts, settings)
+            experts = DoraExperts(layer, settings)
             model.set_submodule(layer.name, experts)
             router = router_weight(layer) if settings.router_rank else None
             if router is not None:
@@ -254,7 +256,7 @@ def _merge_experts(adapted: Adapted) -> dict[str, torch.Tensor]:
         copied = getattr(module, name).detach().clone()
         replace_tensor(module, name, nn.Parameter(copied, requires_grad=False))
     for expert, adapters in enumerate(adapted.experts.adapters):
-        for name, weight, _ in projections(module, expert):
+        for name, weight, _ in projections(adapted.layer, expert):
             merged = adapters[name].weight(weight)  # type: ignore[index]
             weight.copy_(_finite(merged, f"{name} of expert {expert} in layer {adapted.layer.index}"))
     return {name: getattr(module, name).detach() for name in _weights(module)}
@@ -273,34 +275,15 @@ def _weights(experts: nn.Module) -> list[str]:
     return [name for name in names if not name.endswith("_bias") and name != "constants"]
 
 
-def projections(experts: Any, expert: int) -> Iterator[Projection]:
-    """The linear maps of one expert, as views of the memory of its stacked or ragged module.
+def projections(layer: MoELayer, expert: int) -> Iterator[Projection]:
+    """The linear maps of one expert of a layer, as views of the memory of its stacked or ragged module.
 
     Writing to them writes to the module. Nothing for an expert without channels.
     """
-    if is_ragged(experts):
-        gate_up, down = experts.weights(expert)
-        if len(down):
-            yield from _halves(gate_up, None, interleaved=False)
-            yield "down", down.T, None
-        return
-    if experts.has_gate:
-        weight, bias = _projection(experts, "gate_up_proj", expert)
-        yield from _halves(weight, bias, interleaved=not experts.is_concatenated)
+    if is_ragged(layer.experts):
+        gate_up, down = layer.experts.weights(expert)  # type: ignore[operator]
+        views = {**split(gate_up, GATE_UP), "down": down} if len(down) else {}
     else:
-        yield "up", *_projection(experts, "up_proj", expert)
-    yield "down", *_projection(experts, "down_proj", expert)
-
-
-def _projection(experts: Any, name: str, expert: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-    weight = getattr(experts, name)[expert]
-    bias = getattr(experts, f"{name}_bias")[expert] if experts.has_bias else None
-    return (weight.T if experts.is_transposed else weight), bias
-
-
-def _halves(weight: torch.Tensor, bias: torch.Tensor | None, *, interleaved: bool) -> Iterator[Projection]:
-    """Split one tensor into gate and up projection: its two halves, or its alternating rows if `interleaved`."""
-    half = len(weight) // 2
-    rows = (slice(0, None, 2), slice(1, None, 2)) if interleaved else (slice(half), slice(half, None))
-    for name, part in zip(("gate", "up"), rows, strict=True):
-        yield name, weight[part], None if bias is None else bias[part]
+        views = layer.projections(expert)
+    for name in (name for name in ("gate", "up", "down") if name in views):
+        yield name, views[name].T if name == "down" else views[name], views.get(f"{name}_bias")

@@ -55,7 +55,6 @@ class Tap:
         self.observer = observer
         self.layer = layer
         self.sums = dict(start)
-        self.resumed = frozenset(start)
         self.calls = 0
 
     def __call__(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -87,12 +86,7 @@ class Tap:
         return self.sums
 
     def add(self, name: str, part: torch.Tensor) -> None:
-        """Add `part` to the statistic `name`, in fp64; take the maximum where the name ends in _max.
-
-        Nothing is added when the pass was resumed from older sums that lack the statistic: it would miss their tokens.
-        """
-        if self.resumed and name not in self.resumed:
-            return
+        """Add `part` to the statistic `name`, in fp64; take the maximum where the name ends in _max."""
         part = part.double()
         if name in self.sums:
             total = self.sums[name].to(part.device)

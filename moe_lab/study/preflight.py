@@ -119,7 +119,7 @@ def _wrong_together(config: Config, cells: Sequence[Cell], benchmarks: Sequence[
     for cell in (cell for cell in _each(cells, "model", "criterion", "allocation") if _is_known(cell)):
         granularity, allocated = criteria.get(cell.criterion.name).granularity, allocation.get(cell.allocation.name)
         if granularity in allocated.uneven:
-            yield from user_errors(gguf.check_uneven, config.export, cell.model, allocated.name, granularity)
+            yield from user_errors(gguf.check_uneven, config.export, allocated.name)
     yield from _wrong_replacements(config, cells)
     if config.export.format == "gguf" and config.backend.name != "hf":
         backend = config.backend.name

@@ -164,8 +164,6 @@ def test_ream_takes_the_kept_experts_by_score() -> None:
         assert sorted([first, taken]) in made and len(made) == 2
     with pytest.raises(UserError, match="hc_smoe"):
         grouped("ream", {"dense_gated_output_sum": GATED}, (0, 2))
-    with pytest.raises(UserError, match=r"dense_gated_output_sum.*remove"):
-        grouped("ream", {"router_gram": LOGITS @ LOGITS.T}, (0, 2))
 
 
 def test_merge_moe_joins_the_expert_with_the_nearest_weights() -> None:

@@ -19,18 +19,18 @@ KINDS = {
 """Kind of a plan -> its ways."""
 
 
-def random_plan(model: Any, way: str, seed: int = 0) -> Plan:
+def random_plan(model: Any, way: str, seed: int = 0, share: float | None = None, width: int = 8) -> Plan:
     """A plan for `model`, of one of the ways of `KINDS`.
 
-    even: half of the experts, or as few as the router allows; all others keep another number in each layer, and not
-    all of them where the router allows fewer. ragged: any number of channels of each expert, none and all included.
-    merged: dropped experts are merged into others with random shares, and with random orders of channels; with
-    "rows" the router only keeps the rows of those that stand for a group. constants: dropped experts put out random
-    constants.
+    Each layer keeps a `share` of its experts; without one, even keeps half, or as few as the router allows, and all
+    others another number in each layer, and not all of them where the router allows fewer. ragged: any number of
+    channels of each expert, none and all included; one width: `width` of each. merged: dropped experts are merged into
+    others with random shares, and with random orders of channels; with "rows" the router only keeps the rows of those
+    that stand for a group. constants: dropped experts put out random constants.
     """
     random, layers = numpy.random.default_rng(seed), moe_layers(model)
     counts = {layer.index: layer.n_experts for layer in layers}
-    kept = {layer.index: _kept(layer, random, 0.5 if way == "even" else None) for layer in layers}
+    kept = {layer.index: _kept(layer, random, share or (0.5 if way == "even" else None)) for layer in layers}
     dropping = Plan(kept, counts, {"way": way, "seed": seed})
     widths = {layer.index: layer.width for layer in layers}
     if way in ("even", "uneven"):
@@ -51,8 +51,8 @@ def random_plan(model: Any, way: str, seed: int = 0) -> Plan:
         mask = numpy.zeros((layer.n_experts, layer.width), dtype=bool)
         edges = [0, layer.width]
         for expert in kept[layer.index]:
-            width = 8 if way == "one width" else edges.pop() if edges else int(random.integers(layer.width + 1))
-            mask[expert, random.permutation(layer.width)[:width]] = True
+            number = width if way == "one width" else edges.pop() if edges else int(random.integers(layer.width + 1))
+            mask[expert, random.permutation(layer.width)[:number]] = True
         channels[layer.index] = mask
     return replace(dropping, channels=channels)
 

@@ -25,19 +25,18 @@ from transformers.quantizers import quantizer_finegrained_fp8
 from moe_lab import inspect
 from moe_lab.config import ModelConfig
 from moe_lab.errors import UserError
-from moe_lab.models.checkpoint import INDEX
 from moe_lab.models.config_json import quantization
 from moe_lab.models.discover import moe_layers
 from moe_lab.models.facts import facts
 from moe_lab.models.files import check, configuration_folder, fingerprint, local_folder
-from moe_lab.models.load import load_model, load_tokenizer, skeleton
+from moe_lab.models.load import load_model, skeleton
 from moe_lab.models.streamed import StreamedModel, open_streamed
 from moe_lab.pruning.export import export
 from moe_lab.pruning.plan import Plan
 from moe_lab.statistics.forward import ForwardTap
 from moe_lab.statistics.observe import Observer
 from moe_lab.statistics.weights import weigh_experts
-from tests.campaign.models import EXPERT, SHARD, cut, put_twice, reconfigure, reindex
+from tests.campaign.models import EXPERT, SHARD, cut, reconfigure, reindex, rewrite
 
 
 @pytest.fixture(scope="module")
@@ -66,16 +65,11 @@ def rename(folder: Path, change: Callable[[str], str]) -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda f: (f / SHARD).unlink(), rf"shard {SHARD} is missing, .* expects \d+ tensors in it: of \d+ bytes \d+ "),
-        (lambda f: cut(f, 5), rf"{SHARD} is damaged: expected \d+ bytes, found \d+"),
-        (lambda f: cut(f, 10**9), rf"{SHARD} is damaged: its 0 bytes do not hold the header"),
-        (lambda f: reindex(f, lambda index: index.pop(EXPERT)), f"holds tensor {EXPERT}, which .* does not list"),
-        (
-            lambda f: reindex(f, lambda index: index.update(a=SHARD)),
-            f"expects tensor a in {SHARD}, but it is not there",
-        ),
-        (put_twice, r"tensor model\.norm\.weight is both in"),
-        (lambda f: reconfigure(f, num_experts=12), "plan is for another model: .* config.json says num_experts=12"),
+        (lambda f: (f / SHARD).unlink(), SHARD),
+        (lambda f: cut(f, 5), SHARD),
+        (lambda f: reindex(f, lambda index: index.pop(EXPERT)), EXPERT),
+        (lambda f: rewrite(f, EXPERT, lambda tensor: tensor[:-8]), EXPERT),
+        (lambda f: reconfigure(f, num_experts=12), "num_experts=12"),
     ],
 )
 def test_damage_is_found_before_anything_is_written(
@@ -84,26 +78,6 @@ def test_damage_is_found_before_anything_is_written(
     damage(folder)
     refused(lambda: export(folder, plan, folder.parent / "out"), message)
     assert [path.name for path in folder.parent.iterdir()] == ["model"]
-
-
-def test_an_expert_of_another_shape_is_named_by_whatever_reads_it(folder: Path, plan: Plan) -> None:
-    shard = json.loads((folder / INDEX).read_text())["weight_map"][EXPERT]
-    tensors = load_file(folder / shard)
-    tensors[EXPERT] = tensors[EXPERT][:-8].clone()
-    save_file(tensors, folder / shard, {"format": "pt"})
-    message = rf"{shard} is damaged: {EXPERT} has shape \(16, 32\), expected \(24, 32\), which other experts"
-    refused(lambda: load_model(settings(folder)), message)
-    refused(lambda: StreamedModel(folder, dtype=torch.float32, device="cpu"), message)
-    refused(lambda: export(folder, plan, folder.parent / "out"), message)
-    refused(lambda: weigh_experts(folder, fingerprint={}), message)
-    assert [path.name for path in folder.parent.iterdir()] == ["model"]
-
-
-def test_missing_bytes_are_counted(folder: Path) -> None:
-    size = sum(tensor.nbytes for tensor in load_file(folder / SHARD).values())
-    total = json.loads((folder / INDEX).read_text())["metadata"]["total_size"]
-    (folder / SHARD).unlink()
-    refused(lambda: check(settings(folder)), f"of {total} bytes {total - size} are there")
 
 
 def test_a_plan_knows_the_model_it_was_made_for(folder: Path, plan: Plan) -> None:
@@ -271,19 +245,10 @@ def test_a_folder_of_another_revision(folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "devices", "says"),
-    [
-        (
-            {"device": "cuda"},
-            1,
-            r"model\.device=cuda has .*: set calibration\.engine=streamed .* or model\.device=cpu$",
-        ),
-        ({"device": "cuda:1", "dtype": "float32"}, 2, "set model.dtype=bfloat16, model.device=balanced to use all"),
-        ({"device": "balanced"}, 3, r"model\.device=balanced has .* free"),
-    ],
+    ("changes", "devices"), [({"device": "cuda"}, 1), ({"device": "cuda:1"}, 2), ({"device": "balanced"}, 3)]
 )
 def test_a_gpu_that_is_too_small_is_seen_before_weights_are_read(
-    original: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], devices: int, says: str
+    original: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], devices: int
 ) -> None:
     needed = sum(file.stat().st_size for file in original.glob("*.safetensors"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -293,7 +258,10 @@ def test_a_gpu_that_is_too_small_is_seen_before_weights_are_read(
     monkeypatch.setattr("moe_lab.models.device.GIB", 1 << 10)
     with monkeypatch.context() as patch:
         patch.setattr("moe_lab.models.load._weights", lambda *_: pytest.fail("weights were read"))
-        refused(lambda: load_model(settings(original, **changes)), f"model=m takes [1-9].*{says}")
+        refused(
+            lambda: load_model(settings(original, **changes)),
+            f"model=m takes [1-9].*model.device={changes['device']} has .* free",
+        )
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (needed, 1 << 40))
     monkeypatch.setattr("moe_lab.models.load._weights", lambda *_: (_ for _ in ()).throw(InterruptedError))
     with pytest.raises(InterruptedError):  # one that is large enough gets its weights
@@ -486,26 +454,6 @@ def test_an_adapter_beside_a_model_does_not_fetch_another_one(tmp_path: Path) ->
     refused(lambda: check(settings(tmp_path)), "adapter_config.json")
 
 
-@pytest.mark.parametrize(
-    ("changes", "sentence"),
-    [
-        ({"hidden_size": -128}, "hidden_size=-128"),
-        ({"hidden_size": "32"}, "hidden_size='32'"),
-        ({"num_experts": 0}, "num_experts=0"),
-        ({"num_experts_per_tok": 17}, "17 experts of 16"),
-        ({"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000"),
-        ({"num_hidden_layers": 0}, "num_hidden_layers=0"),
-        ({"vocab_size": 1e400}, "vocab_size=inf"),
-    ],
-)
-def test_numbers_that_no_model_has_are_refused_before_anything_is_built(
-    changes: dict[str, Any], sentence: str, tmp_path: Path
-) -> None:
-    tiny.save("olmoe", tmp_path)
-    reconfigure(tmp_path, **changes)
-    refused(lambda: check(settings(tmp_path)), sentence)
-
-
 @pytest.mark.parametrize("changes", [{"hidden_size": 33}, {"num_attention_heads": 5}, {"num_experts": 12}])
 def test_sizes_that_the_weights_contradict_are_refused_by_the_first_step(
     changes: dict[str, int], tmp_path: Path
@@ -514,13 +462,6 @@ def test_sizes_that_the_weights_contradict_are_refused_by_the_first_step(
     tiny.save("olmoe", tmp_path)
     reconfigure(tmp_path, **changes)
     refused(lambda: facts(settings(tmp_path)), "config.json asks for")
-
-
-def test_a_tokenizer_json_without_a_tokenizer_is_refused_first(tmp_path: Path) -> None:
-    tiny.save("olmoe", tmp_path)
-    (tmp_path / "tokenizer.json").write_text("{}")
-    refused(lambda: check(settings(tmp_path)), "tokenizer.json is damaged")
-    refused(lambda: load_tokenizer(tmp_path, trust_remote_code=False), "no tokenizer that can be loaded")
 
 
 @pytest.mark.parametrize("word", ["ratio=2", "model.threads=0", "calibration.tokens=-1", "++a.b=1"])

@@ -1,4 +1,4 @@
-"""The promises of moe_lab on a CUDA device, each tried on the CPU too: `pytest -m cuda` has the former alone."""
+"""What the identities hold on the CPU, on a CUDA device."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
-from transformers import PreTrainedModel
+from tiny import logits
 
 from moe_lab.config import ModelConfig
 from moe_lab.models.load import load_model
@@ -21,39 +21,32 @@ from moe_lab.statistics.observe import gather
 from moe_lab.statistics.sums import Statistics
 
 NAMES = ["olmoe", "deepseek_v3", "gpt_oss", "qwen3_moe", "ernie4_5_moe"]
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
+pytestmark = pytest.mark.cuda
 
 
-def logits(model: PreTrainedModel) -> torch.Tensor:
-    with torch.no_grad():
-        return model(input_ids=tiny.tokens().to(model.device)).logits
-
-
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(("read", "tap"), [(gather, ForwardTap), (gather_gradients, GradientTap)])
-def test_sums_are_those_of_the_cpu(read: Callable[..., Statistics], tap: type, name: str, device: str) -> None:
+def test_sums_are_those_of_the_cpu(read: Callable[..., Statistics], tap: type, name: str) -> None:
     def sums(place: str) -> dict[int, dict[str, torch.Tensor]]:
         return read(tiny.build(name).to(place), tap, tiny.batches(), fingerprint={}).layers
 
-    expected, measured = sums("cpu"), sums(device)
+    expected, measured = sums("cpu"), sums("cuda")
     assert expected.keys() == measured.keys()
     for layer, named in expected.items():
         for statistic, value in named.items():
             assert (measured[layer][statistic] - value).abs().max() <= 1e-4 * value.abs().max(), (layer, statistic)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", NAMES)
-def test_a_mask_is_the_pruned_model_is_its_export(name: str, dtype: torch.dtype, device: str, tmp_path: Path) -> None:
-    model = tiny.save(name, tmp_path / "model", dtype=dtype).to(device)
+def test_a_mask_is_the_pruned_model_is_its_export(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    model = tiny.save(name, tmp_path / "model", dtype=dtype).to("cuda")
     plan = tiny.plan(model, 0.5)
     with mask(model, plan):
         masked = logits(model)
     assert torch.equal(masked, logits(prune(model, plan)))
     out = export(tmp_path / "model", plan, tmp_path / "out")
-    about = ModelConfig(name="m", path=str(out), dtype=str(dtype).removeprefix("torch."), device=device)
+    about = ModelConfig(name="m", path=str(out), dtype=str(dtype).removeprefix("torch."), device="cuda")
     reloaded, _ = load_model(about)
     reloaded.set_experts_implementation("eager")
     assert torch.equal(masked, logits(reloaded))

@@ -10,6 +10,7 @@ import pytest
 import tiny
 import torch
 from safetensors.torch import load_file
+from tiny import logits
 from torch.nn.functional import silu
 from transformers import LlamaForCausalLM
 
@@ -50,11 +51,6 @@ PUBLISHED = {  # what the published config.json says besides shapes
 
 def settings(folder: Path, **changes: Any) -> ModelConfig:
     return ModelConfig(name="m", path=str(folder), **{"device": "cpu", **changes})
-
-
-def logits(model: Any) -> torch.Tensor:
-    with torch.no_grad():
-        return model(input_ids=tiny.tokens()).logits
 
 
 def naive(folder: Path) -> torch.Tensor:

@@ -5,7 +5,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,38 +16,10 @@ from moe_lab.config import ModelConfig
 from moe_lab.errors import UserError
 from moe_lab.models import files, hub
 from moe_lab.models.files import check, fingerprint, fingerprint_of, local_folder
-from tests.campaign.models import pickled, reconfigure
 
 
 def settings(path: object, **changes: object) -> ModelConfig:
     return ModelConfig(name="m", path=str(path), **changes)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (lambda f: (f / "config.json").unlink(), r"has no config\.json: expected a transformers checkpoint"),
-        (lambda f: (f / "config.json").write_text("{"), r"config\.json is damaged: expected JSON"),
-        (lambda f: (f / "config.json").write_text("[]"), r"expected a JSON object, found a list"),
-        (lambda f: (f / "config.json").write_text("{}"), r"has no model_type"),
-        (
-            lambda f: reconfigure(f, model_type="llama4_text"),
-            r"model_type=llama4_text is not supported: it does not hand",
-        ),
-        (
-            lambda f: (f / "model-00002-of-00007.safetensors").unlink(),
-            r"shard model-00002-of-00007\.safetensors is missing",
-        ),
-        (pickled, r"found no safetensors file: convert its \.bin files to safetensors"),
-    ],
-)
-def test_bad_folders_are_found_before_anything_is_loaded(
-    folder: Path, damage: Callable[[Path], object], message: str
-) -> None:
-    check(settings(folder))
-    damage(folder)
-    with pytest.raises(UserError, match=message):
-        check(settings(folder))
 
 
 def test_safetensors_beside_pickles_are_taken(folder: Path) -> None:

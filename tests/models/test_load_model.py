@@ -1,18 +1,16 @@
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import tiny
 import torch
-from safetensors.torch import load_file, save_file
 
 from moe_lab.config import ModelConfig
 from moe_lab.errors import UserError
 from moe_lab.models import experts
 from moe_lab.models.load import load_model
+from tests.campaign.models import reconfigure
 
 
 @pytest.fixture(scope="module")
@@ -54,66 +52,8 @@ def test_shipped_model_loads() -> None:
     assert len(tokenizer) <= model.config.vocab_size and tokenizer.pad_token is not None
 
 
-def rewrite(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path], None]:
-    def apply(folder: Path) -> None:
-        tensors = load_file(folder / "model.safetensors")
-        change(tensors)
-        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-
-    return apply
-
-
-def reconfigure(**changes: object) -> Callable[[Path], None]:
-    def apply(folder: Path) -> None:
-        config = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps({**config, **changes}))
-
-    return apply
-
-
-EXPERT = "model.layers.1.mlp.experts.5.up_proj.weight"
-
-
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (
-            rewrite(lambda t: t[EXPERT].view(-1)[7:9].fill_(float("nan"))),
-            r"model\.layers\.1\.mlp\.experts\.gate_up_proj \(layer 1, expert 5\) holds nan at 2 places",
-        ),
-        (
-            rewrite(lambda t: t["model.layers.0.mlp.gate.weight"].view(-1)[:1].fill_(float("-inf"))),
-            r"weights: model\.layers\.0\.mlp\.gate\.weight holds -inf at 1 places",
-        ),
-        (rewrite(lambda t: t.pop("model.norm.weight")), r"1 weights are missing .* the first is model\.norm\.weight"),
-        (reconfigure(num_experts=12), r"has shape \(16, .*\), but config\.json asks for \(12, "),
-        (reconfigure(model_type="llama", num_experts=1), "model_type=llama is not supported: it has no routed experts"),
-        (reconfigure(model_type="jetmoe"), "model_type=jetmoe is not supported: it does not hand its experts"),
-        (reconfigure(model_type="bert", num_experts=1), "model_type=bert is not supported: it has no routed experts"),
-        (
-            reconfigure(model_type="novel"),
-            "model_type=novel is not supported: transformers has no causal language model",
-        ),
-        (
-            reconfigure(model_type="novel", auto_map={"AutoConfig": "x.Y"}),
-            r"its own code is used with model\.trust_remote_code=true",
-        ),
-        (reconfigure(num_hidden_layers="three"), r"config\.json .*num_hidden_layers=.three"),
-        (lambda f: (f / "tokenizer.json").unlink(), "has no tokenizer that can be loaded"),
-        (lambda f: [file.unlink() for file in f.glob("tokenizer*")], "has no tokenizer that can be loaded"),
-    ],
-)
-def test_what_cannot_be_used_is_refused_in_a_sentence(
-    folder: Path, damage: Callable[[Path], object], message: str
-) -> None:
-    damage(folder)
-    with pytest.raises(UserError, match=message) as caught:
-        load_model(settings(folder, device="cpu"))
-    assert "\n" not in str(caught.value)
-
-
 def test_unsupported_models_are_refused_before_weights_are_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    reconfigure(model_type="llama", num_experts=1)(folder)
+    reconfigure(folder, model_type="llama", num_experts=1)
     monkeypatch.setattr("moe_lab.models.load._weights", lambda *_: pytest.fail("weights were read"))
     with pytest.raises(UserError, match="no routed experts"):
         load_model(settings(folder))

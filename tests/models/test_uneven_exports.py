@@ -8,16 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy
 import pytest
 import tiny
 import torch
+from identities.plans import random_plan
 from safetensors.torch import load_file, save_file
+from tiny import logits
 
 from moe_lab.config import ModelConfig
 from moe_lab.errors import UserError
-from moe_lab.models import experts
-from moe_lab.models.discover import is_ragged, moe_layers, routed_layers
+from moe_lab.models.discover import is_ragged, routed_layers
 from moe_lab.models.facts import facts
 from moe_lab.models.files import check
 from moe_lab.models.load import load_model, skeleton
@@ -30,23 +30,7 @@ from moe_lab.pruning.prune import prune
 from moe_lab.serving import vllm_plugin
 
 NAMES = ("olmoe", "deepseek_v3", "deepseek")
-KINDS = ("counts", "ragged")
-
-
-def plan_for(model: Any, kind: str) -> Plan:
-    """Another number of experts in each layer; for ragged, also any number of channels in an expert, but in one layer
-    the same."""
-    random = numpy.random.default_rng(0)
-    experts, channels, counts = {}, {}, {}
-    for place, layer in enumerate(moe_layers(model)):
-        counts[layer.index] = layer.n_experts
-        kept = sorted(random.permutation(layer.n_experts)[: layer.n_experts - 1 - place].tolist())
-        experts[layer.index] = tuple(kept)
-        channels[layer.index] = numpy.zeros((layer.n_experts, layer.width), bool)
-        for number, expert in enumerate(kept):
-            width = 16 if place == 0 else int(random.integers(1, layer.width)) * (number != 2)
-            channels[layer.index][expert, random.permutation(layer.width)[:width]] = True
-    return Plan(experts, counts, {}, channels if kind == "ragged" else {})
+KINDS = ("uneven", "ragged")
 
 
 @dataclass(frozen=True)
@@ -63,26 +47,12 @@ class Case:
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     name, kind = request.param
     root = tmp_path_factory.mktemp(f"{name}-{kind}")
-    plan = plan_for(tiny.save(name, root / "source"), kind)
+    plan = random_plan(tiny.save(name, root / "source"), kind, share=0.8 if kind == "ragged" else None)
     return Case(name, kind, export(root / "source", plan, root / f"{name}_{kind}"), plan)
 
 
 def settings(folder: Path, **changes: Any) -> ModelConfig:
     return ModelConfig(name="m", path=str(folder), **{"trust_remote_code": True, "device": "cpu", **changes})
-
-
-def logits(model: Any) -> torch.Tensor:
-    with torch.no_grad():
-        return model(input_ids=tiny.tokens()).logits
-
-
-def test_it_computes_what_the_pruned_model_does(case: Case) -> None:
-    model, tokenizer = load_model(settings(case.folder))
-    pruned = prune(tiny.build(case.name), case.plan)
-    torch.testing.assert_close(logits(model), logits(pruned), rtol=0, atol=1e-5)
-    assert model.get_experts_implementation()[""] == experts.CPU_EXPERTS and tokenizer.pad_token
-    asked = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
-    assert torch.equal(model.generate(tiny.tokens(), **asked), pruned.generate(tiny.tokens(), **asked))
 
 
 def test_its_facts_are_its_own(case: Case) -> None:
@@ -123,7 +93,7 @@ def test_only_stacks_can_be_pruned_again(case: Case) -> None:
         {layer.index: layer.n_experts for layer in routed_layers(model)},
         {},
     )
-    if case.kind == "counts":
+    if case.kind == "uneven":
         with mask(model, again):
             masked = logits(model)
         assert torch.equal(masked, logits(prune(model, again)))
@@ -153,12 +123,13 @@ def test_native_layers_with_an_auto_map_need_no_trust(tmp_path: Path) -> None:
 def test_a_bad_weight_is_named_by_expert(tensor: str, tmp_path: Path) -> None:
     source = tmp_path / "source"
     model = tiny.save("olmoe", source)
-    plan = plan_for(model, "ragged")
+    plan = random_plan(model, "ragged", share=0.8)
     folder = export(source, plan, tmp_path / "broken")
     (file,) = folder.glob("*.safetensors")
     tensors = load_file(file)
     (layer, *_) = [layer for layer in routed_layers(prune(model, plan)) if is_ragged(layer.experts)]
-    first = sum(layer.widths[:5])  # the first channel of expert 5, which follows one without channels
+    assert 0 in layer.widths[:5] and layer.widths[5]
+    first = sum(layer.widths[:5])  # the first channel of expert 5, which is behind one without channels
     row = first * (2 if tensor == "gate_up_packed" else 1)
     tensors[f"{layer.name}.{tensor}"][row, 3] = float("inf")
     save_file(tensors, file, {"format": "pt"})

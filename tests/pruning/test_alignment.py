@@ -12,8 +12,8 @@ import numpy
 import pytest
 import tiny
 import torch
-from channel_plans import logits
-from test_merged import merging_plan
+from identities.plans import random_plan
+from tiny import logits
 
 import moe_lab
 from moe_lab.errors import UserError
@@ -36,7 +36,7 @@ def weights_of(layer: Any, expert: int) -> list[Any]:
 def test_of_all_orders_the_one_of_the_largest_products_of_weights_is_chosen() -> None:
     """M-SMoE: argmax over p of sum_i <gate_o[i], gate_m[p_i]> + <up_o[i], up_m[p_i]> + <down_o[i], down_m[p_i]>."""
     model = tiny.build("olmoe", intermediate_size=5)
-    plan = align_by_weights(merging_plan(model), moe_layers(model))
+    plan = align_by_weights(random_plan(model, "merged", share=0.5), moe_layers(model))
     compared = 0
     for layer in moe_layers(model):
         owners = plan.owners(layer.index)
@@ -88,7 +88,7 @@ def test_ream_adds_distances_of_activations_and_of_principal_components_of_weigh
     from scipy.optimize import linear_sum_assignment
 
     model, (ids, valid) = tiny.build("olmoe", dtype=torch.float64, hidden_size=16), naive.batch()
-    plan = replace(merging_plan(model), alignments={})
+    plan = replace(random_plan(model, "merged", share=0.5), alignments={})
     given: dict[int, torch.Tensor] = {}
     hooks = [
         layer.experts.register_forward_pre_hook(
@@ -143,7 +143,7 @@ def test_weights_are_compared_in_64_principal_components() -> None:
 
 def test_both_engines_find_the_same_orders(tmp_path: Path) -> None:
     model = tiny.save("olmoe", tmp_path / "model")
-    plan = replace(merging_plan(model), alignments={})
+    plan = replace(random_plan(model, "merged", share=0.5), alignments={})
     streamed = StreamedModel(tmp_path / "model", dtype=torch.float32, device="cpu")
     by_weights = align_by_weights(plan, streamed.each_layer())
     assert by_weights == align_by_weights(plan, moe_layers(model)) == moe_lab.align(model, plan) != plan
@@ -156,7 +156,7 @@ def test_both_engines_find_the_same_orders(tmp_path: Path) -> None:
 
 def test_what_cannot_be_aligned_is_said(tmp_path: Path) -> None:
     model = tiny.build("olmoe")
-    plan = merging_plan(model)
+    plan = random_plan(model, "merged", share=0.5)
     for words, field in (
         ({"plan": tiny.plan(model, 0.5)}, "plan merges no experts"),
         ({"plan": plan, "length": 3}, "length"),

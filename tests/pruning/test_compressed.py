@@ -10,21 +10,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy
 import pytest
 import tiny
 import torch
-from channel_plans import channel_plan
+from identities.plans import random_plan
 from safetensors.torch import load_file, save_file
 
 from moe_lab.config import ExportConfig, ModelConfig, RecoveryConfig
 from moe_lab.config.base import SettingsError, valid
 from moe_lab.errors import UserError
-from moe_lab.models.discover import moe_layers
 from moe_lab.pruning.export import export, layout
 from moe_lab.pruning.export.compressed import compression_changes
 from moe_lab.pruning.export.rewrite import Changes, rewrite
-from moe_lab.pruning.plan import Plan
 
 pytest.importorskip("compressed_tensors")
 
@@ -64,19 +61,6 @@ for folder in sorted(path for path in root.iterdir() if path.is_dir()):
 """
 
 
-def make_plan(model: Any, case: str) -> Plan:
-    """Half the experts of each layer, or another number in each."""
-    if case == "even":
-        return tiny.plan(model, 0.5)
-    generator = numpy.random.default_rng(0)
-    layers = moe_layers(model)
-    experts = {}
-    for place, layer in enumerate(layers):
-        kept = numpy.sort(generator.permutation(layer.n_experts)[: layer.n_experts - 1 - 2 * place])
-        experts[layer.index] = tuple(int(expert) for expert in kept)
-    return Plan(experts, {layer.index: layer.n_experts for layer in layers}, {})
-
-
 def weights(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "model.safetensors")
 
@@ -114,7 +98,7 @@ def step_of(original: torch.Tensor, scales: torch.Tensor, scheme: str) -> torch.
 def write(folder: Path, case: str, scheme: str, dtype: torch.dtype = torch.float32) -> None:
     """An export as it is evaluated, and compressed, each in a folder of its own."""
     model = tiny.save("qwen2_moe" if case == "even" else "qwen3_moe", folder / "model", dtype=dtype, **SIZES)
-    evaluated = export(folder / "model", make_plan(model, case), folder / "evaluated")
+    evaluated = export(folder / "model", random_plan(model, case), folder / "evaluated")
     changes = compression_changes(evaluated, scheme)
     rewrite(evaluated, changes, folder / "compressed", partial=folder / "partial")
 
@@ -216,10 +200,10 @@ def test_the_largest_group_that_divides_is_taken(hidden: int, width: int, group:
 
 def test_what_the_format_cannot_store_is_refused(tmp_path: Path) -> None:
     model = tiny.save("qwen3_moe", tmp_path / "model", **SIZES)
-    export(tmp_path / "model", channel_plan(model, width=24), tmp_path / "narrow")
+    export(tmp_path / "model", random_plan(model, "one width", width=24), tmp_path / "narrow")
     with pytest.raises(UserError, match=r"rows of 24 and 64: expected export\.scheme=fp8"):
         compression_changes(tmp_path / "narrow", "w4a16")
-    ragged = channel_plan(model)
+    ragged = random_plan(model, "ragged")
     export(tmp_path / "model", ragged, tmp_path / "ragged")
     with pytest.raises(UserError, match=r"expected export=padded"):
         compression_changes(tmp_path / "ragged", "fp8")
@@ -234,7 +218,7 @@ def test_what_the_format_cannot_store_is_refused(tmp_path: Path) -> None:
 def test_the_card_of_a_padded_export_counts_no_bytes_that_were_rounded_away(tmp_path: Path) -> None:
     model = tiny.save("qwen3_moe", tmp_path / "model", **SIZES)
     (tmp_path / "model" / "README.md").write_text("5 bytes (5.0%) are such zeros")
-    padded = export(tmp_path / "model", channel_plan(model), tmp_path / "padded", shape="padded")
+    padded = export(tmp_path / "model", random_plan(model, "ragged"), tmp_path / "padded", shape="padded")
     out = rewrite(padded, compression_changes(padded, "fp8"), tmp_path / "fp8", partial=tmp_path / "partial")
     plain, rounded = ((folder / "README.md").read_text() for folder in (padded, out))
     zeros = re.search(r"([\d,]+) bytes \(([\d.]+%)\) are such zeros", plain)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,8 @@ import numpy
 import pytest
 import tiny
 import torch
-from channel_plans import logits
+from identities.plans import random_plan
+from tiny import logits
 from transformers import AutoModelForCausalLM
 
 from moe_lab.errors import UserError
@@ -23,17 +23,10 @@ from moe_lab.pruning.plan import Plan, replace_by_constants
 from moe_lab.pruning.prune import prune
 
 
-def constant_plan(model: Any) -> Plan:
-    """A plan that replaces half of the experts by random constants."""
-    layers, random = moe_layers(model), numpy.random.default_rng(0)
-    outputs = {layer.index: random.normal(size=(layer.n_experts, layer.hidden)) for layer in layers}
-    return replace_by_constants(tiny.plan(model, 0.5), outputs, {one.index: one.width for one in layers})
-
-
 def test_each_routed_pair_adds_its_expert_or_its_constant() -> None:
     """m = sum_j g_j f_j over kept experts + sum_j g_j c_j over the others, with the router of the original."""
     model = tiny.build("qwen3_moe", dtype=torch.float64)
-    plan = constant_plan(model)
+    plan = random_plan(model, "constants", share=0.5)
     layer = moe_layers(model)[1]
     seen: list[Any] = []
     hook = layer.experts.register_forward_hook(lambda module, given, result: seen.append((*given, result)))
@@ -58,7 +51,7 @@ def test_each_routed_pair_adds_its_expert_or_its_constant() -> None:
 
 def test_grouped_matrix_products_add_the_same_constants() -> None:
     model, ids = tiny.build("olmoe"), tiny.tokens()
-    plan = constant_plan(model)
+    plan = random_plan(model, "constants", share=0.5)
     with mask(model, plan):
         expected = logits(model, ids)
     model.set_experts_implementation("grouped_mm")
@@ -68,7 +61,7 @@ def test_grouped_matrix_products_add_the_same_constants() -> None:
 
 def test_an_export_states_and_has_the_constants(tmp_path: Path) -> None:
     model = tiny.save("olmoe", tmp_path / "model")
-    plan = constant_plan(model)
+    plan = random_plan(model, "constants", share=0.5)
     folder = export(tmp_path / "model", plan, tmp_path / "out")
     pruned = logits(prune(model, plan), tiny.tokens())
     before, after = sum(plan.n_experts.values()), sum(int(mask.any(1).sum()) for mask in plan.channels.values())
@@ -85,13 +78,13 @@ def test_an_export_states_and_has_the_constants(tmp_path: Path) -> None:
 def test_shapes_without_a_place_for_constants_are_refused(shape: str, tmp_path: Path) -> None:
     model = tiny.save("olmoe", tmp_path / "model")
     with pytest.raises(UserError, match=f"export={re.escape(shape)}.*export=natural"):
-        export(tmp_path / "model", constant_plan(model), tmp_path / "out", shape=shape)
+        export(tmp_path / "model", random_plan(model, "constants", share=0.5), tmp_path / "out", shape=shape)
     assert not (tmp_path / "out").exists()
 
 
 def test_a_constant_costs_one_number_for_each_hidden_unit() -> None:
     model = tiny.build("olmoe")
-    plan, dropping = constant_plan(model), tiny.plan(model, 0.5)
+    plan, dropping = random_plan(model, "constants", share=0.5), tiny.plan(model, 0.5)
     facts = {"parameters": sum(weight.numel() for weight in model.parameters()), "bytes_per_parameter": 2}
     constants = sum(array.size for array in plan.constants.values())
     routers = sum(layer.hidden * layer.n_experts // 2 for layer in moe_layers(model))
@@ -102,10 +95,10 @@ def test_a_constant_costs_one_number_for_each_hidden_unit() -> None:
 
 def test_a_plan_is_read_as_it_was_written(tmp_path: Path) -> None:
     model = tiny.build("olmoe")
-    plan = constant_plan(model)
+    plan = random_plan(model, "constants", share=0.5)
     plan.save(tmp_path / "plan.json")
     again = Plan.load(tmp_path / "plan.json")
-    assert again == plan and json.loads((tmp_path / "plan.json").read_text())["schema"] == 2
+    assert again == plan
     assert all(numpy.array_equal(again.constants[layer], plan.constants[layer]) for layer in plan.constants)
     changed = {layer: array.copy() for layer, array in plan.constants.items()}
     changed[1][0, 0] += 1
@@ -125,16 +118,9 @@ def test_a_plan_is_read_as_it_was_written(tmp_path: Path) -> None:
         Plan.load(tmp_path / "plan.json")
 
 
-def test_plans_without_constants_are_written_for_older_versions(tmp_path: Path) -> None:
-    plan = tiny.plan(tiny.build("olmoe"), 0.5)
-    plan.save(tmp_path / "plan.json")
-    assert json.loads((tmp_path / "plan.json").read_text())["schema"] == 1
-    assert [file.name for file in tmp_path.iterdir()] == ["plan.json"]
-
-
 def test_constants_that_do_not_fit_are_refused() -> None:
     model = tiny.build("olmoe")
-    plan = constant_plan(model)
+    plan = random_plan(model, "constants", share=0.5)
 
     def refused(constants: Any, **changes: Any) -> pytest.ExceptionInfo[UserError]:
         with pytest.raises(UserError, match=r"layer 1|expert") as caught:

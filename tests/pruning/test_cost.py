@@ -8,6 +8,7 @@ import numpy
 import pytest
 import tiny
 import torch
+from identities.plans import random_plan
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
@@ -16,7 +17,7 @@ from moe_lab.models.discover import moe_layers, routed_layers
 from moe_lab.models.streamed import StreamedModel
 from moe_lab.pruning.cost import cost, nf4_bytes, size
 from moe_lab.pruning.flops import Routing, even_routing, flops_per_token, layered_routing, measured_routing, row_flops
-from moe_lab.pruning.plan import Plan, make_plan
+from moe_lab.pruning.plan import Plan
 from moe_lab.pruning.prune import prune
 from moe_lab.recovery.quantize import quantize
 
@@ -43,30 +44,13 @@ def counted(model: Any, ids: torch.Tensor) -> int:
     return counter.get_total_flops()
 
 
-def channel_plan(model: Any, seed: int = 0) -> Plan:
-    """Random channels at a third; expert 0 of each layer keeps none."""
-    generator = numpy.random.default_rng(seed)
-    channels = {}
-    for layer in moe_layers(model):
-        channels[layer.index] = generator.random((layer.n_experts, layer.width)) < 1 / 3
-        channels[layer.index][0] = False
-    counts = {layer.index: layer.n_experts for layer in moe_layers(model)}
-    return Plan({index: tuple(range(count)) for index, count in counts.items()}, counts, {}, channels)
-
-
-def uneven_plan(model: Any) -> Plan:
-    """Drops none, a quarter, half of the experts of one layer after the other, by random scores."""
-    layers = moe_layers(model)
-    generator = numpy.random.default_rng(0)
-    routers = {layer.index: vars(layer) for layer in layers}
-    scores = {layer.index: generator.random(layer.n_experts).tolist() for layer in layers}
-    remove = {layer.index: layer.n_experts * (layer.index % 3) // 4 for layer in layers}
-    return make_plan(scores, remove, routers, provenance={})
+def channel_plan(model: Any) -> Plan:
+    return random_plan(model, "ragged", share=1.0)
 
 
 def one_width_plan(model: Any) -> Plan:
     """Each layer keeps experts of one width of its own; half of them in the layer it drops experts from."""
-    whole = uneven_plan(model)
+    whole = random_plan(model, "uneven")
     channels = {}
     for layer in moe_layers(model):
         channels[layer.index] = numpy.zeros((layer.n_experts, layer.width), dtype=bool)
@@ -91,7 +75,7 @@ def test_flops_of_whole_experts_are_what_torch_counts_and_need_no_weights(name: 
     model, without_weights = tiny.build(name), empty(name)
     ids, valid = batch()
     layers, row = routed_layers(without_weights), row_flops(without_weights, ids.shape[1])
-    for plan in (None, tiny.plan(model, 0.5), uneven_plan(model)):
+    for plan in (None, tiny.plan(model, 0.5), random_plan(model, "uneven")):
         routing = even_routing(layers, plan)
         assert routing is not None
         found = flops_per_token(layers, plan, row, routing)
@@ -189,31 +173,9 @@ def test_null_experts_cost_nothing() -> None:
     assert flops(model, plan, batch())["experts"] == 0
 
 
-@pytest.mark.parametrize("name", tiny.ARCHITECTURES)
-def test_parameters_are_those_of_the_pruned_model(name: str) -> None:
-    model = tiny.build(name)
-    plan = tiny.plan(model, 0.5)
-    found = size(model, plan, facts=facts(model))
-    pruned = facts(prune(model, plan))["parameters"]
-    assert (found["parameters"], found["parameters_unpruned"]) == (pruned, facts(model)["parameters"])
-    assert found["parameters_kept"] == pruned / facts(model)["parameters"]
-    assert found["storage_bytes"] == found["loading_bytes"] == 2 * pruned
-    assert found["routed_kept"] == 0.5
-
-
-@pytest.mark.parametrize("name", CHANNELS)
-def test_parameters_of_pruned_channels(name: str) -> None:
-    model = tiny.build(name)
-    plan = channel_plan(model)
-    found = size(model, plan, facts=facts(model))
-    assert found["parameters"] == facts(prune(model, plan))["parameters"]
-    kept = numpy.mean([mask.mean() for mask in plan.channels.values()])
-    assert found["routed_kept"] == pytest.approx(kept)
-
-
 def test_cost_compares_with_the_unpruned_model() -> None:
     model = tiny.build("deepseek_v2")
-    plan, about = channel_plan(model), facts(model)
+    plan, about = random_plan(model, "one width", share=1.0), facts(model)
     row, text = row_flops(model, 24), [batch()]
     unpruned = cost(model, None, row, measured_routing(model, None, text), facts=about)
     found = cost(model, plan, row, measured_routing(model, plan, text), facts=about)
@@ -223,6 +185,9 @@ def test_cost_compares_with_the_unpruned_model() -> None:
     assert found["flops_per_token_unpruned"] == unpruned["flops_per_token"]
     assert found["flops_ratio"] == found["flops_per_token"] / unpruned["flops_per_token"] < 0.85
     assert found["flops_saving"] == 1 - found["flops_ratio"]
+    assert found["routed_kept"] == pytest.approx(numpy.mean([mask.mean() for mask in plan.channels.values()]))
+    assert found["storage_bytes"] == found["loading_bytes"] == 2 * found["parameters"]
+    assert size(model, tiny.plan(model, 0.5), facts=about)["routed_kept"] == 0.5
 
 
 def test_published_loading_memory() -> None:
@@ -251,9 +216,6 @@ def test_storage_is_what_quantised_tensors_take(name: str, modules: tuple[str, .
     pytest.importorskip("bitsandbytes")
     model = tiny.build(name, dtype=torch.bfloat16)
     plan = {"unpruned": None, "experts": tiny.plan(model, 0.5), "channels": channel_plan(model)}[what]
-    if plan is not None and plan.channels:
-        for mask in plan.channels.values():
-            mask[0, 0] = True  # one channel: blocks that are not full
     found = size(model, plan, facts=facts(model), bits=4, modules=modules)
     pruned = copy.deepcopy(model) if plan is None else prune(model, plan)
     stored = quantize(pruned, modules)["bytes"]

@@ -20,22 +20,17 @@ from example_steps import exported
 from huggingface_hub.repocard import REGEX_YAML_BLOCK
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from tiny import logits
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from moe_lab.config import ExportConfig
 from moe_lab.errors import Unavailable, UserError
-from moe_lab.models.discover import moe_layers
 from moe_lab.models.files import fingerprint
 from moe_lab.pruning.export import export, write
 from moe_lab.pruning.export.rewrite import Changes
 from moe_lab.pruning.export.rewrite import rewrite as rewrite_export
 from moe_lab.pruning.plan import Plan
 from moe_lab.pruning.prune import prune
-
-
-def logits(model: Any) -> torch.Tensor:
-    with torch.no_grad():
-        return model.eval()(input_ids=tiny.tokens()).logits
 
 
 def test_saved_pruned_model_reloads(tmp_path: Path) -> None:
@@ -402,14 +397,3 @@ export({str(tmp_path / "model")!r}, Plan.load({str(tmp_path / "plan.json")!r}), 
         }
         assert (times == [(out / name).stat().st_mtime_ns for name in left]) == (chosen is plan)
         assert not (tmp_path / "partial").exists() and not (tmp_path / "out").exists()
-
-
-def test_router_rows_and_experts_move_together(tmp_path: Path) -> None:
-    model = tiny.save("mixtral", tmp_path / "model")
-    plan = Plan(dict.fromkeys(range(3), (1, 2, 6)), dict.fromkeys(range(3), 8))
-    export(tmp_path / "model", plan, tmp_path / "out")
-    tensors = load_file(tmp_path / "out" / "model.safetensors")
-    layer = moe_layers(model)[2]
-    prefix = "model.layers.2.block_sparse_moe"
-    assert torch.equal(tensors[f"{prefix}.gate.weight"], layer.router.weight[[1, 2, 6]])
-    assert torch.equal(tensors[f"{prefix}.experts.2.w2.weight"], layer.experts.down_proj[6])

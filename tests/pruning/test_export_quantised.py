@@ -14,6 +14,7 @@ import quantised
 import tiny
 import torch
 from safetensors.torch import load_file, save_file
+from tiny import logits
 
 from moe_lab.config import ModelConfig
 from moe_lab.errors import UserError
@@ -43,11 +44,6 @@ def test_dequantising_and_pruning_can_change_places(name: str, kind: str, tmp_pa
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
     before, after = (json.loads((folder / "config.json").read_text()) for folder in (stored, out))
     assert after["quantization_config"] == before["quantization_config"]
-
-
-def logits(model: Any) -> torch.Tensor:
-    with torch.no_grad():
-        return model.eval()(input_ids=tiny.tokens()).logits
 
 
 def uneven() -> Plan:

@@ -121,11 +121,6 @@ def keep(model: Any, case: str, seed: int = 0) -> Plan:
     return Plan(experts, counts, {"case": case}, {} if case == "counts" else channels)
 
 
-def logits(model: Any) -> torch.Tensor:
-    with torch.no_grad():
-        return model.eval()(input_ids=tiny.tokens()).logits
-
-
 def weights(folder: Path) -> dict[str, torch.Tensor]:
     return {key: value for file in folder.glob("model*.safetensors") for key, value in load_file(file).items()}
 
@@ -141,7 +136,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for case in [case for other, case in EXPORTS if other == name]:
             plan = keep(model, case)
             out = export(source, plan, root / f"{name}-{case}")
-            save_file({"logits": logits(prune(model, plan)).contiguous()}, out / "expected.safetensors")
+            save_file({"logits": tiny.logits(prune(model, plan)).contiguous()}, out / "expected.safetensors")
     environment = {"PATH": "", "HOME": str(root), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     subprocess.run(
         [sys.executable, "-c", WITHOUT_MOE_LAB, str(root)], check=True, cwd=root, env=environment, timeout=250

@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +20,8 @@ import preloaded
 import pytest
 import tiny
 import torch
-from channel_plans import channel_plan
 from example_steps import exported
+from identities.plans import random_plan
 from processes import is_running, until
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, pre_tokenizers
@@ -183,37 +182,15 @@ def test_only_plans_that_leave_one_shape_are_converted(fake: Callable[[str], Pat
     ragged[0, : width // 2] = False
     everything = dict.fromkeys(range(layers), tuple(range(count)))
     narrow = Plan(everything, dict.fromkeys(range(layers), count), {}, dict.fromkeys(range(layers), ragged))
-    for plan, use in ((uneven, "allocation=uniform"), (narrow, "export=masked")):
-        with pytest.raises(UserError, match=rf"^export=natural export.format=gguf: .*: use {re.escape(use)}$"):
+    for plan in (uneven, narrow):
+        with pytest.raises(UserError, match=r"^export=natural export.format=gguf: .* export=masked"):
             perform(*work(tmp_path / "model", plan, fake(WRITES), tmp_path))
         assert not any((tmp_path / "scratch").iterdir()) and not (tmp_path / "partial").exists()
     gguf.check_plan(tmp_path / "model", tiny.plan(model, 0.5), "natural")
     gguf.check_plan(tmp_path / "model", narrow, "padded")
-
-
-@pytest.mark.parametrize(
-    ("family", "shape", "granularity", "use"),
-    [
-        ("olmoe", "natural", "expert", "allocation=uniform"),
-        ("deepseek_v3", "padded", "expert", "allocation=uniform or export=masked"),
-        ("olmoe", "padded", "channel", "export=masked"),
-        (None, "natural", "expert", "allocation=uniform, or export=masked if the router has a bias per expert"),
-        ("deepseek_v3", "masked", "expert", None),
-        ("olmoe", "masked", "channel", None),
-    ],
-)
-def test_alternatives_to_uneven_layers_are_those_of_the_model(
-    family: str | None, shape: str, granularity: str, use: str | None, tmp_path: Path
-) -> None:
-    if family:
-        tiny.save(family, tmp_path / "model")
-    model = ModelConfig("m", str(tmp_path / "model") if family else "owner/name")
-    check = partial(gguf.check_uneven, ExportConfig(shape, "gguf"), model, "global", granularity)
-    if use is None:
-        check()
-    else:
-        with pytest.raises(UserError, match=rf"allocation=global gives them different ones: use {re.escape(use)}$"):
-            check()
+    gguf.check_uneven(ExportConfig("masked", "gguf"), "global")
+    with pytest.raises(UserError, match="allocation=global"):
+        gguf.check_uneven(ExportConfig("padded", "gguf"), "global")
 
 
 @pytest.mark.parametrize(
@@ -428,7 +405,7 @@ def test_experts_of_other_families_and_shapes_are_stored_as_they_are(
     model = tiny.save(family, tmp_path / "model", vocab_size=1024)
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copyfile(Path(resolve("pocket:olmoe"), file), tmp_path / "model" / file)
-    plan = channel_plan(model, drop=0.0) if shape == "padded" else tiny.plan(model, 0.5)
+    plan = random_plan(model, "ragged", share=1.0) if shape == "padded" else tiny.plan(model, 0.5)
     gguf.check_plan(tmp_path / "model", plan, shape)
     written = export(tmp_path / "model", plan, tmp_path / "written", shape=shape)
     out = gguf.convert(written, tmp_path / "gguf", gguf.converter(ExportConfig(shape, "gguf")), "N")

@@ -10,48 +10,25 @@ import numpy
 import pytest
 import tiny
 import torch
-from channel_plans import logits
+from identities.plans import random_plan
+from tiny import logits
 from transformers import AutoModelForCausalLM
 
 from moe_lab.errors import UserError
 from moe_lab.models.discover import moe_layers, routed_layers
 from moe_lab.models.experts import activation
-from moe_lab.pruning.cost import size
 from moe_lab.pruning.export import export
 from moe_lab.pruning.export.verify import verify
 from moe_lab.pruning.flops import even_routing
 from moe_lab.pruning.mask import mask
-from moe_lab.pruning.plan import Alignments, Plan, merge_experts
+from moe_lab.pruning.plan import Plan, merge_experts
 from moe_lab.pruning.prune import prune
-
-
-def merging_plan(model: Any, ratio: float = 0.5, *, seed: int = 0, rows: str = "all") -> Plan:
-    """A plan that merges dropped experts into kept ones at random, with random weights and orders of channels."""
-    dropping, random = tiny.plan(model, ratio, seed=seed), numpy.random.default_rng(seed)
-    groups: dict[int, dict[int, dict[int, float]]] = {}
-    for layer, kept in dropping.experts.items():
-        members: dict[int, list[int]] = {owner: [owner] for owner in kept}
-        for expert in sorted(set(range(dropping.n_experts[layer])) - set(kept)):
-            members[int(random.choice(kept[:3]))].append(expert)
-        groups[layer] = {}
-        for owner, group in members.items():
-            shares = random.dirichlet(numpy.ones(len(group)))
-            groups[layer][owner] = {one: float(share) for one, share in zip(group, shares, strict=True)}
-    widths = {layer.index: layer.width for layer in moe_layers(model)}
-    plan = merge_experts(groups, widths, rows=rows, provenance={})
-    return replace(plan, alignments={layer: orders(plan, layer, random) for layer in list(plan.merged)[:2]})
-
-
-def orders(plan: Plan, layer: int, random: numpy.random.Generator) -> Alignments:
-    """A random order of the channels of each expert of a layer that is merged into another."""
-    width = plan.channels[layer].shape[1]
-    return numpy.array([random.permutation(width) for _ in plan.merged_away(layer)], dtype=numpy.int32)
 
 
 def test_routed_pairs_are_computed_with_the_weighted_sum_of_their_group() -> None:
     """m = sum_j g_j f_G(j) with W_G = sum_i w_i W_i: gates of members of one group add up."""
     model = tiny.build("qwen3_moe", dtype=torch.float64)
-    plan, layer = replace(merging_plan(model), alignments={}), moe_layers(model)[1]
+    plan, layer = replace(random_plan(model, "merged", share=0.5), alignments={}), moe_layers(model)[1]
     seen: list[Any] = []
     hook = layer.experts.register_forward_hook(lambda module, given, result: seen.append((*given, result)))
     with mask(model, plan):
@@ -78,51 +55,10 @@ def test_routed_pairs_are_computed_with_the_weighted_sum_of_their_group() -> Non
     torch.testing.assert_close(result, expected, rtol=0, atol=1e-12)
 
 
-def test_two_identical_experts_merged_give_the_logits_of_the_original() -> None:
-    model = tiny.build("olmoe")
-    for layer in moe_layers(model):
-        for name in ("gate_up_proj", "down_proj"):
-            stack = getattr(layer.experts, name)
-            stack[5] = stack[2]
-    groups = {one: {one: 1.0} for one in range(16) if one != 5} | {2: {2: 0.25, 5: 0.75}}
-    layers = moe_layers(model)
-    plan = merge_experts(
-        {layer.index: groups for layer in layers}, {layer.index: layer.width for layer in layers}, provenance={}
-    )
-    before = logits(model, tiny.tokens())
-    with mask(model, plan):
-        assert (logits(model, tiny.tokens()) - before).abs().max() <= 1e-5
-    assert (logits(prune(model, plan), tiny.tokens()) - before).abs().max() <= 1e-5
-
-
-def test_an_alignment_undoes_another_order_of_channels() -> None:
-    """An expert with its channels in another order is the same function, but its weights do not add up with others'."""
-    model, order = tiny.build("olmoe"), numpy.random.default_rng(0)
-    layers = moe_layers(model)
-    groups = {one: {one: 1.0} for one in range(16) if one != 5} | {2: {2: 0.25, 5: 0.75}}
-    unaligned = merge_experts(
-        {layer.index: groups for layer in layers}, {layer.index: layer.width for layer in layers}, provenance={}
-    )
-    alignments = {}
-    for layer in layers:
-        shuffled = torch.from_numpy(order.permutation(layer.width))
-        experts: Any = layer.experts
-        with torch.no_grad():
-            gate, up = experts.gate_up_proj[2].chunk(2)
-            experts.gate_up_proj[5] = torch.cat((gate[shuffled], up[shuffled]))
-            experts.down_proj[5] = experts.down_proj[2][:, shuffled]
-        alignments[layer.index] = shuffled.argsort()[None].numpy().astype(numpy.int32)
-    before = logits(model, tiny.tokens())
-    for plan, close in ((replace(unaligned, alignments=alignments), True), (unaligned, False)):
-        with mask(model, plan):
-            assert ((logits(model, tiny.tokens()) - before).abs().max() <= 1e-5) == close
-        assert ((logits(prune(model, plan), tiny.tokens()) - before).abs().max() <= 1e-5) == close
-
-
 def test_experts_without_a_router_row_lend_their_weights_only() -> None:
     """The router chooses among the experts that stand for a group; their weights are those of the merging plan."""
     model = tiny.build("qwen3_moe")
-    whole, plan = merging_plan(model), merging_plan(model, rows="kept")
+    whole, plan = random_plan(model, "merged", share=0.5), random_plan(model, "merged rows", share=0.5)
     assert plan.merged == whole.merged and not plan.shares_experts and whole.shares_experts
     pruned, unmerged = prune(model, plan), prune(model, Plan(plan.experts, plan.n_experts))
     for merged, dropped in zip(moe_layers(pruned), moe_layers(unmerged), strict=True):
@@ -136,7 +72,7 @@ def test_experts_without_a_router_row_lend_their_weights_only() -> None:
 @pytest.mark.parametrize("shape", ["masked", "padded"])
 def test_shapes_of_the_original_hold_experts_without_router_rows(shape: str, tmp_path: Path) -> None:
     model = tiny.save("deepseek_v3", tmp_path / "model")
-    plan = merging_plan(model, rows="kept")
+    plan = random_plan(model, "merged rows", share=0.5)
     folder = export(tmp_path / "model", plan, tmp_path / "out", shape=shape)
     loaded = AutoModelForCausalLM.from_pretrained(folder, experts_implementation="eager")
     with mask(model, plan):
@@ -144,24 +80,17 @@ def test_shapes_of_the_original_hold_experts_without_router_rows(shape: str, tmp
     torch.testing.assert_close(logits(loaded, tiny.tokens()), expected, rtol=0, atol=1e-5)
     assert verify(tmp_path / "model", plan, folder) < 1e-4
     with pytest.raises(UserError, match=shape):
-        export(tmp_path / "model", merging_plan(model), tmp_path / "other", shape=shape)
+        export(tmp_path / "model", random_plan(model, "merged", share=0.5), tmp_path / "other", shape=shape)
 
 
-def test_a_group_costs_one_expert_and_as_many_operations_as_before() -> None:
+def test_merging_saves_no_operations() -> None:
     model = tiny.build("olmoe")
-    plan, dropping = merging_plan(model), tiny.plan(model, 0.5)
-    facts = {"parameters": sum(weight.numel() for weight in model.parameters()), "bytes_per_parameter": 2}
-    routers = sum(layer.hidden * layer.n_experts // 2 for layer in moe_layers(model))
-    less = size(model, dropping, facts=facts)["parameters"]
-    assert size(model, plan, facts=facts)["parameters"] == less + routers
-    assert sum(weight.numel() for weight in prune(model, plan).parameters()) == less + routers
-    assert even_routing(moe_layers(model), plan) == even_routing(moe_layers(model), None)
-    assert even_routing(routed_layers(prune(model, plan)), None) == even_routing(moe_layers(model), None)
-    assert size(model, merging_plan(model, rows="kept"), facts=facts)["parameters"] == less
+    plan, whole = random_plan(model, "merged"), even_routing(moe_layers(model), None)
+    assert even_routing(moe_layers(model), plan) == even_routing(routed_layers(prune(model, plan)), None) == whole
 
 
 def test_a_plan_is_read_as_it_was_written(tmp_path: Path) -> None:
-    plan = merging_plan(tiny.build("olmoe"))
+    plan = random_plan(tiny.build("olmoe"), "merged", share=0.5)
     plan.save(tmp_path / "plan.json")
     again = Plan.load(tmp_path / "plan.json")
     assert again == plan and again.merged == plan.merged

@@ -120,8 +120,8 @@ def test_scores_must_be_finite(value: float) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"schema": 3}, "schema 3, written by a newer moe_lab: this one reads up to 2"),
-        ({"schema": None}, "schema None: expected a plan of schema 1 to 2"),
+        ({"schema": 3}, "schema 3"),
+        ({"schema": None}, "schema None"),
         ({"digest": "0" * 64}, "is damaged: its digest is 0000"),
         ({"layers": {"1": {"experts": 4, "keep": [0, "1"]}}}, "is damaged: expected layers"),
         ({"layers": {"1": {"experts": 4, "keep": [0], "channels": {}}}}, "is damaged: expected layers"),

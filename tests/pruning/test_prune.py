@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
-from channel_plans import channel_plan
+from identities.plans import random_plan
 
 from moe_lab.errors import UserError
 from moe_lab.models.discover import moe_layers
@@ -15,14 +15,15 @@ from moe_lab.pruning.plan import Plan
 from moe_lab.pruning.prune import prune
 
 
-def test_original_is_untouched_and_unchanged_weights_are_shared() -> None:
+@pytest.mark.parametrize("way", ["even", "ragged"])
+def test_original_is_untouched_and_unchanged_weights_are_shared(way: str) -> None:
     model = tiny.build("deepseek_v3")
     before = {key: value.clone() for key, value in model.state_dict().items()}
-    pruned = prune(model, tiny.plan(model, 0.5))
+    pruned = prune(model, random_plan(model, way, share=0.5))
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
     assert model.config.n_routed_experts == 16 and pruned.config.n_routed_experts == 8
     theirs = dict(pruned.named_parameters())
-    shared = {key for key, value in model.named_parameters() if theirs[key] is value}
+    shared = {key for key, value in model.named_parameters() if theirs.get(key) is value}
     assert {key for key, _ in model.named_parameters()} - shared == {
         f"model.layers.{layer}.mlp.{part}"
         for layer in (1, 2)
@@ -53,7 +54,7 @@ def test_a_model_pruned_differently_by_layer_can_be_pruned_again() -> None:
 
 def test_layers_of_one_width_stay_modules_of_the_family() -> None:
     model = tiny.build("deepseek_v3")
-    pruned = prune(model, channel_plan(model, width=12, drop=0.0))
+    pruned = prune(model, random_plan(model, "one width", share=1.0, width=12))
     for layer in moe_layers(pruned):
         assert type(layer.experts) is type(moe_layers(model)[0].experts) and layer.width == 12
         assert layer.experts.intermediate_dim == 12
@@ -64,7 +65,7 @@ def test_layers_of_one_width_stay_modules_of_the_family() -> None:
 
 def test_widths_that_kernels_cannot_align_are_packed() -> None:
     model = tiny.build("olmoe")
-    pruned = prune(model, channel_plan(model, width=13))
+    pruned = prune(model, random_plan(model, "one width", width=13))
     assert all(isinstance(layer.mlp.experts, RaggedExperts) for layer in pruned.model.layers)
     pruned.set_experts_implementation("grouped_mm")
     assert torch.isfinite(pruned(input_ids=tiny.tokens()).logits).all()
@@ -72,36 +73,25 @@ def test_widths_that_kernels_cannot_align_are_packed() -> None:
 
 def test_layers_that_keep_all_channels_stay_as_they_are_whatever_their_width() -> None:
     model = tiny.build("olmoe", intermediate_size=13)
-    pruned = prune(model, channel_plan(model, width=13))
+    pruned = prune(model, random_plan(model, "one width", width=13))
     assert [layer.width for layer in moe_layers(pruned)] == [13, 13, 13]
 
 
 def test_a_layer_of_null_experts_gives_nothing() -> None:
     model = tiny.build("olmoe")
-    pruned = prune(model, channel_plan(model, width=0, drop=0.0))
+    pruned = prune(model, random_plan(model, "one width", share=1.0, width=0))
     experts = pruned.model.layers[1].mlp.experts
     assert isinstance(experts, RaggedExperts) and experts.widths == (0,) * 16
     assert not experts(torch.ones(2, 32), torch.tensor([[0, 3], [5, 1]]), torch.ones(2, 2)).any()
 
 
-def test_ragged_models_share_and_keep_the_weights_of_the_original() -> None:
-    model = tiny.build("deepseek_v3")
-    before = {key: value.clone() for key, value in model.state_dict().items()}
-    pruned = prune(model, channel_plan(model, drop=0.0))
-    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
-    theirs = dict(pruned.named_parameters())
-    assert {key for key, value in model.named_parameters() if theirs.get(key) is not value} == {
-        f"model.layers.{layer}.mlp.{part}"
-        for layer in (1, 2)
-        for part in ("gate.weight", "experts.gate_up_proj", "experts.down_proj")
-    }
-    assert not any(parameter.requires_grad for parameter in pruned.parameters())
-
-
 @pytest.mark.parametrize("case", ["counts", "one width", "ragged"])
 def test_models_of_another_shape_are_not_saved_as_if_stock_code_could_read_them(case: str, tmp_path: Path) -> None:
     model = tiny.build("olmoe")
-    plans = {"one width": channel_plan(model, width=16, drop=0.0), "ragged": channel_plan(model, drop=0.0)}
+    plans = {
+        "one width": random_plan(model, "one width", share=1.0, width=16),
+        "ragged": random_plan(model, "ragged", share=1.0),
+    }
     kept = {0: tuple(range(8)), 1: tuple(range(16)), 2: tuple(range(5))}
     pruned = prune(model, plans.get(case) or Plan(kept, dict.fromkeys(range(3), 16)))
     with pytest.raises(UserError, match="save_pretrained: export its plan"):

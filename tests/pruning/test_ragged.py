@@ -5,9 +5,9 @@ import copy
 import pytest
 import tiny
 import torch
-from channel_plans import channel_plan
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from identities.plans import random_plan
 
 from moe_lab.errors import UserError
 from moe_lab.models.discover import moe_layers
@@ -102,4 +102,4 @@ def test_a_search_for_stacked_experts_refuses_it() -> None:
     with pytest.raises(
         UserError, match=r"neither scored nor pruned: .*layers\.0\.mlp\.experts is not a stack of experts"
     ):
-        moe_layers(prune(model, channel_plan(model)))
+        moe_layers(prune(model, random_plan(model, "ragged")))

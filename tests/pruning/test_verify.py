@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
-from channel_plans import channel_plan
+from identities.plans import random_plan
 from safetensors.torch import load_file, save_file
 
 from moe_lab.errors import UserError
@@ -34,7 +34,8 @@ def test_the_shape_of_the_original_agrees_within_rounding(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("width", [None, 16], ids=["ragged", "even"])
 def test_channels_agree_within_rounding(width: int | None, tmp_path: Path) -> None:
-    plan = channel_plan(tiny.save("qwen3_moe", tmp_path / "model"), width=width)
+    model = tiny.save("qwen3_moe", tmp_path / "model")
+    plan = random_plan(model, "ragged") if width is None else random_plan(model, "one width", width=width)
     export(tmp_path / "model", plan, tmp_path / "export")
     assert verify(tmp_path / "model", plan, tmp_path / "export") <= ROUNDING
 
@@ -62,7 +63,7 @@ def test_weights_that_begin_anywhere_in_a_file_agree_to_the_bit(tmp_path: Path) 
 def test_a_large_residual_hides_no_wrong_expert(channels: bool, tmp_path: Path) -> None:
     """One number of each hidden state is as large as in trained models; experts do not add to it."""
     model = tiny.save("qwen3_moe", tmp_path / "model", dtype=torch.bfloat16)
-    plan = channel_plan(model, width=16) if channels else tiny.plan(model, 0.25)
+    plan = random_plan(model, "one width", width=16) if channels else tiny.plan(model, 0.25)
     rewrite(tmp_path / "model", grow)
     export(tmp_path / "model", plan, tmp_path / "export")
     clean = verify(tmp_path / "model", plan, tmp_path / "export")

@@ -13,8 +13,8 @@ import choices
 import pytest
 import tiny
 import torch
+from identities.plans import random_plan
 from safetensors.torch import load_file
-from test_nf4 import ragged_plan
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import AutoTokenizer
 
@@ -87,7 +87,7 @@ def test_loss_is_the_divergence_from_the_teacher_at_each_learnt_token(temperatur
 def test_gradients_reach_routers_and_nothing_else(name: str) -> None:
     """Also: the student shares all other tensors with its teacher, and is what the pruned model with its routers is."""
     model = tiny.build(name.split()[0], dtype=torch.float64)
-    plan = ragged_plan(model) if "ragged" in name else tiny.plan(model, 0.5)
+    plan = random_plan(model, "ragged") if "ragged" in name else tiny.plan(model, 0.5)
     before = {key: value.clone() for key, value in model.state_dict().items()}
     structural = pruned(model, plan)
     ids, valid, learnt = batch()

@@ -4,17 +4,16 @@ import copy
 import math
 from typing import Any
 
-import numpy
 import pytest
 import tiny
 import torch
+from identities.plans import random_plan
 
 from moe_lab import errors
 from moe_lab.errors import UserError
 from moe_lab.models.discover import is_experts, linears, moe_layers
 from moe_lab.pruning.cost import size
 from moe_lab.pruning.exported_code.ragged import RaggedExperts
-from moe_lab.pruning.plan import Plan, make_channel_plan
 from moe_lab.recovery.apply import recovered
 from moe_lab.recovery.quantize import FourBitLinear, FourBitMatrices, quantize, storage
 
@@ -54,21 +53,6 @@ def naive(matrix: torch.Tensor) -> torch.Tensor:
         for block, scale, stored in zip(blocks, scales, kept, strict=True)
     ]
     return torch.cat(pieces).view(matrix.shape)
-
-
-def ragged_plan(model: Any, seed: int = 0) -> Plan:
-    """Widths drawn one by one; the first expert of every layer has none."""
-    generator = numpy.random.default_rng(seed)
-    layers = moe_layers(model)
-    widths = {layer.index: generator.integers(1, layer.width + 1, layer.n_experts) for layer in layers}
-    for width in widths.values():
-        width[0] = 0
-    return make_channel_plan(
-        {layer.index: generator.random((layer.n_experts, layer.width)) for layer in layers},
-        widths,
-        {layer.index: vars(layer) for layer in layers},
-        provenance={},
-    )
 
 
 def dequantized(model: Any, original: Any) -> Any:
@@ -134,7 +118,7 @@ def test_model_computes_with_the_weights_it_stands_for(name: str) -> None:
 
 def test_ragged_experts_with_one_that_is_empty() -> None:
     model, ids = tiny.build("olmoe"), tiny.tokens()
-    plan = ragged_plan(model)
+    plan = random_plan(model, "ragged")
     pruned = recovered(model, plan, bits=16, modules=(), tuned=None)
     stored = recovered(model, plan, bits=4, modules=["experts"], tuned=None)
     assert all(isinstance(module, RaggedExperts) for module in stored.modules() if is_experts(module))
@@ -148,7 +132,7 @@ def test_ragged_experts_with_one_that_is_empty() -> None:
 @pytest.mark.parametrize("modules", [["experts"], PARTS])
 def test_bytes_are_those_the_cost_of_a_plan_foretells(modules: list[str]) -> None:
     model = tiny.build("qwen2_moe", dtype=torch.bfloat16)
-    plan = ragged_plan(model)
+    plan = random_plan(model, "ragged")
     facts = {"parameters": sum(weight.numel() for weight in model.parameters()), "bytes_per_parameter": 2}
     foretold = [size(model, plan, facts=facts, bits=bits, modules=modules)["storage_bytes"] for bits in (16, 4)]
     held = [storage(recovered(model, plan, bits=bits, modules=modules, tuned=None))["total"] for bits in (16, 4)]

@@ -13,6 +13,7 @@ import numpy
 import pytest
 import tiny
 import torch
+from identities.plans import random_plan
 from safetensors.torch import load_file, save_file
 
 from moe_lab.config import ModelConfig
@@ -72,24 +73,6 @@ for folder in sorted(path for path in root.iterdir() if (path / "config.json").e
 """
 
 
-def make_plan(model: Any, case: str) -> Plan:
-    """Half the experts; or other numbers of them in each layer; or channels drawn for each expert."""
-    if case == "even":
-        return tiny.plan(model, 0.5)
-    generator = numpy.random.default_rng(0)
-    experts, channels = {}, {}
-    for place, layer in enumerate(moe_layers(model)):
-        kept = numpy.sort(generator.permutation(layer.n_experts)[: layer.n_experts - 1 - 2 * place])
-        experts[layer.index] = tuple(int(expert) for expert in kept)
-        mask = numpy.zeros((layer.n_experts, layer.width), dtype=bool)
-        for number, expert in enumerate(kept):
-            width = int(generator.integers(1, layer.width)) * (number != 2)
-            mask[expert, generator.permutation(layer.width)[:width]] = True
-        channels[layer.index] = mask
-    counts = {layer.index: layer.n_experts for layer in moe_layers(model)}
-    return Plan(experts, counts, {"case": case}, channels if case == "ragged" else {})
-
-
 def tune(model: Any, plan: Plan, folder: Path) -> Path:
     """Write other weights for the experts, routers and shared experts of the pruned model, as fine-tuning does."""
     pruned = recovered(model, plan, bits=16, modules=(), tuned=None)
@@ -113,7 +96,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
         source = root.parent / f"source-{case}"
         sizes = {"hidden_size": 64} | ({"shared_expert_intermediate_size": 32} if name == "qwen2_moe" else {})
         model = tiny.save(name, source / "model", shard="200KB", **sizes)
-        plan = make_plan(model, plan_case)
+        plan = random_plan(model, plan_case)
         files = tune(model, plan, source / "tuned") if tuned else None
         export(source / "model", plan, source / "natural")
         changes = recovery_changes(

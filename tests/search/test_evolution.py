@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -15,6 +14,7 @@ from budgets import within
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.random import PCG64, Generator
+from test_schedules import enumerated
 
 from moe_lab.errors import UserError
 from moe_lab.search.evolution import Outcome, Recorded, check, evolve, mutate
@@ -31,16 +31,6 @@ TINY = {
     "all there is": (Problem((8, 8), (2, 2), (1, 1), 12), 1),
 }
 PAPER = Problem((128,) * 48, (8,) * 48, (1,) * 48, 3072)
-
-
-def feasible(problem: Problem, granularity: int) -> list[Schedule]:
-    """Every feasible schedule, by trying all."""
-    layers = zip(problem.n_experts, problem.fewest, problem.steps, strict=True)
-    choices = [
-        [count - kept for kept in range(few, count + 1) if kept % step == 0 and kept % granularity == 0]
-        for count, few, step in layers
-    ]
-    return [each for each in product(*choices) if sum(each) == problem.budget]
 
 
 def rugged(seed: int) -> Callable[[Schedule], float]:
@@ -78,7 +68,7 @@ def run(problem: Problem, settings: EvolutionSettings, fitness: Callable[[Schedu
 def test_finds_what_enumeration_finds(name: str, seed: int) -> None:
     problem, granularity = TINY[name]
     fitness = rugged(seed)
-    best = max(map(fitness, feasible(problem, granularity)))
+    best = max(map(fitness, enumerated(problem, granularity)))
     found = run(problem, EvolutionSettings(granularity=granularity, generations=30, population=16, seed=seed), fitness)
     assert found.fitness == best == fitness(found.best)
 
@@ -94,28 +84,6 @@ def test_not_by_trying_everything() -> None:
     )
     assert space.size > 10**6 and found.best == goal
     assert found.counts["evaluated"] < space.size / 1000
-
-
-@given(
-    st.lists(st.tuples(st.integers(4, 12), st.integers(1, 4)), min_size=2, max_size=6),
-    st.integers(1, 3),
-    st.integers(1, 2),
-    st.floats(0, 1),
-    st.integers(0, 100),
-)
-@settings(max_examples=60)
-def test_every_schedule_evaluated_is_feasible(
-    layers: list[tuple[int, int]], step: int, granularity: int, share: float, seed: int
-) -> None:
-    counts, fewest = zip(*layers, strict=True)
-    unit = step * granularity if step != granularity else step
-    most = [(count - few - count % unit) // unit for count, few in layers]
-    if min(most) < 0:
-        return
-    budget = sum(count % unit for count in counts) + unit * int(share * sum(most))
-    problem = Problem(counts, fewest, (step,) * len(counts), budget)
-    how = EvolutionSettings(granularity=granularity, generations=5, population=16, elites=2, seed=seed, max_transfer=6)
-    run(problem, how, rugged(seed))
 
 
 def test_generations_are_populations_evaluated() -> None:

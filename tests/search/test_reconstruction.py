@@ -20,7 +20,7 @@ from moe_lab.pruning.plan import Plan
 from moe_lab.search import reconstruction
 from moe_lab.search.reconstruction import Reconstruction, SubsetTap, reconstruct
 from moe_lab.search.subsets import check_removals, count_subsets, kept_subsets
-from moe_lab.statistics.observe import CHECKPOINT, Batch, Observer, gather
+from moe_lab.statistics.observe import Batch, Observer, gather
 from moe_lab.statistics.streaming import stream
 
 FEW: dict[str, tuple[float, dict[str, int]]] = {
@@ -152,23 +152,6 @@ def test_the_model_computes_what_it_always_does(name: str) -> None:
         assert torch.equal(model(input_ids=ids).logits, plain)
     after = dict([*model.named_parameters(), *model.named_buffers()])
     assert all(after[key] is before[key] for key in before)
-
-
-def test_a_killed_pass_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = tiny.build("mixtral")
-    ids, valid = naive.batch()
-    batches = [(ids[row : row + 1], valid[row : row + 1]) for row in range(4)]
-    settings: Any = {"out": tmp_path, "groups": 2, "fingerprint": {"m": 1}}
-    whole = reconstructed(model, batches, ratio=0.5)
-    with monkeypatch.context() as patch, pytest.raises(tiny.Killed):
-        tiny.count_calls(patch, Observer, "read", kill_at=4)
-        reconstructed(model, batches, ratio=0.5, **settings)
-    assert (tmp_path / CHECKPOINT).exists()
-    calls = tiny.count_calls(monkeypatch, Observer, "read")
-    assert reconstructed(model, batches, ratio=0.5, **settings) == whole
-    assert len(calls) == 2
-    other = reconstructed(model, batches, ratio=0.25, **{**settings, "fingerprint": {"m": 2}})
-    assert len(calls) == 6 and len(other.kept[0]) == 6
 
 
 def test_subsets() -> None:

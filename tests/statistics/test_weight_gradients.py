@@ -8,7 +8,6 @@ import pytest
 import tiny
 import torch
 
-from moe_lab.errors import UserError
 from moe_lab.models.discover import moe_layers
 from moe_lab.statistics.gradients import WeightGradientTap, gather_gradients
 
@@ -68,13 +67,3 @@ def test_half_precision_gradients_add_up_in_fp32() -> None:
     full = gather_gradients(naive.model("olmoe"), WeightGradientTap, data, fingerprint={})
     for layer, named in full.layers.items():
         assert abs(float(half.layers[layer]["snip_down"].sum() / named["snip_down"].sum()) - 1) < 0.1
-
-
-def test_bad_input_is_refused() -> None:
-    with pytest.raises(UserError, match="no batches"):
-        gather_gradients(naive.model("olmoe"), WeightGradientTap, [], fingerprint={})
-    model = tiny.build("olmoe")
-    with torch.no_grad():
-        model.model.layers[1].mlp.experts.down_proj[5] = float("nan")
-    with pytest.raises(UserError, match=r"NaN or Inf in layer \d, expert \d+: snip_\w+ of batches 1 to 1"):
-        gather_gradients(model, WeightGradientTap, [naive.batch()], fingerprint={})

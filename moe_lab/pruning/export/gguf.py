@@ -11,7 +11,7 @@ from pathlib import Path
 
 from moe_lab.config import ExportConfig, ModelConfig, RecoveryConfig
 from moe_lab.errors import Unavailable, UserError, user_errors
-from moe_lab.models.checkpoint import BITS, Checkpoint, open_checkpoint, read_json
+from moe_lab.models.checkpoint import BITS, open_checkpoint, read_json
 from moe_lab.models.config_json import check_plain_weights
 from moe_lab.models.families import DISK_ROUTER_WEIGHTS
 from moe_lab.models.files import files_of
@@ -19,7 +19,7 @@ from moe_lab.paths import local
 from moe_lab.pruning.export import CARD, NOT_COPIED, check_room, copy_files
 from moe_lab.pruning.export.card import gguf_card
 from moe_lab.pruning.export.config import describe_export
-from moe_lab.pruning.export.layout import can_bar, expert_type
+from moe_lab.pruning.export.layout import expert_type
 from moe_lab.pruning.export.write import UNFINISHED
 from moe_lab.pruning.form import make_form
 from moe_lab.pruning.plan import Plan
@@ -87,14 +87,11 @@ def wrong(export: ExportConfig, model: ModelConfig, recovery: RecoveryConfig) ->
         )
 
 
-def check_uneven(export: ExportConfig, model: ModelConfig, allocation: str, granularity: str) -> None:
+def check_uneven(export: ExportConfig, allocation: str) -> None:
     """Raise UserError when an allocation that is known to treat layers, or experts, differently is to be written as
     GGUF in a shape that keeps the difference."""
-    if export.format != "gguf" or export.shape in (None, "masked"):
-        return
-    folder = local(model.path)
-    checkpoint = open_checkpoint(folder) if (folder / "config.json").is_file() else None
-    raise _uneven(export.shape, f"allocation={allocation}", granularity == "channel", checkpoint)
+    if export.format == "gguf" and export.shape not in (None, "masked"):
+        raise _uneven(export.shape, f"allocation={allocation}")
 
 
 def check_plan(source: Path, plan: Plan, shape: str) -> None:
@@ -102,25 +99,13 @@ def check_plan(source: Path, plan: Plan, shape: str) -> None:
     checkpoint = open_checkpoint(source)
     form = make_form(plan, shape, max(1, BITS[expert_type(checkpoint)] // 8))
     if describe_export(read_json(source / "config.json"), plan, form).kind not in ("stock", "ported"):
-        raise _uneven(shape, "this plan", bool(plan.channels) and form.count is not None, checkpoint)
+        raise _uneven(shape, "this plan")
 
 
-def _uneven(shape: str, cause: str, only_widths: bool, checkpoint: Checkpoint | None) -> UserError:
-    """The error for layers or experts that differ, with the alternatives.
-
-    `only_widths`: whether they differ in width alone. `checkpoint`: the original, if it is on this machine.
-    """
-    if only_widths:
-        other = "export=masked"
-    elif checkpoint is None:
-        other = "allocation=uniform, or export=masked if the router has a bias per expert"
-    elif can_bar(checkpoint.tensors):
-        other = "allocation=uniform or export=masked"
-    else:
-        other = "allocation=uniform"
+def _uneven(shape: str, cause: str) -> UserError:
     return UserError(
         f"export={shape} export.format=gguf: a GGUF file has one number of experts and one width for all layers, and "
-        f"{cause} gives them different ones: use {other}"
+        f"{cause} gives them different ones: expected allocation=uniform, or export=masked"
     )
 
 

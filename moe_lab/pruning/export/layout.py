@@ -18,7 +18,7 @@ from moe_lab.models.families import (
     predicting_experts,
 )
 from moe_lab.paths import local
-from moe_lab.pruning.export.parts import UNSIGNED, Chunk, Constant, Matrix, Numbers, Piece, Projection, Span
+from moe_lab.pruning.export.parts import UNSIGNED, Chunk, Constant, Matrix, Piece, Projection, Span
 from moe_lab.pruning.export.quantised import check_quantised
 from moe_lab.pruning.form import Form, LayerForm, Part
 from moe_lab.pruning.plan import Plan
@@ -111,7 +111,8 @@ class Block:
         yield Piece(f"{self.prefix}experts.gate_up_packed", dtype, (2 * total, hidden), gate_up)
         yield Piece(f"{self.prefix}experts.down_packed", dtype, (total, hidden), down)
         if (values := self.layer.constants) is not None:
-            yield Piece(f"{self.prefix}experts.constants", "F32", values.shape, (Numbers(values),))
+            content = Constant(values.astype("<f4").tobytes(), values.nbytes)
+            yield Piece(f"{self.prefix}experts.constants", "F32", values.shape, (content,))
 
     def _projection(self, part: Part, role: str, *, as_rows: bool = False) -> Projection:
         for member in part.members:

@@ -33,7 +33,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Constant:
-    """A number, given by its bytes `pattern`, repeated until there are `size` bytes."""
+    """Numbers that are not in the original, given by their bytes `pattern`, repeated until there are `size` bytes."""
 
     pattern: bytes
     size: int
@@ -46,23 +46,6 @@ class Constant:
     def read(self, folder: Path) -> Iterator[bytes]:
         """The bytes; no file is read."""
         yield self.pattern * (self.size // len(self.pattern))
-
-
-@dataclass(frozen=True)
-class Numbers:
-    """Numbers that are not in the original, in fp32."""
-
-    values: NDArray[numpy.float32]
-    zeros = 0
-
-    @property
-    def size(self) -> int:
-        """Bytes of the numbers."""
-        return self.values.nbytes
-
-    def read(self, folder: Path) -> Iterator[bytes]:
-        """The bytes; no file is read."""
-        yield self.values.astype("<f4").tobytes()
 
 
 @dataclass(frozen=True)
@@ -193,7 +176,7 @@ def _bits(values: NDArray[Any], dtype: str) -> NDArray[Any]:
     return bits
 
 
-Chunk: TypeAlias = Span | Constant | Numbers | Projection
+Chunk: TypeAlias = Span | Constant | Projection
 
 
 @dataclass(frozen=True)

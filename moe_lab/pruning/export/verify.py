@@ -33,9 +33,9 @@ def verify(source: Path, plan: Plan, exported: Path, *, device: str = "cpu", tru
     TOKENS random tokens are read. Each decoder layer of `exported` gets the input of that layer in the masked model,
     one layer of each in memory, in the precision they are stored in.
 
-    The outputs of the layer, of its MoE block, of its routed experts, and of every kept expert (also those that no
-    token chose) are compared, and the logits after the last layer. They must be equal bit for bit on the CPU where the
-    layer lost only whole experts and is written without them, and within TOLERANCE otherwise. A difference is relative
+    The outputs of the layer and of every kept expert (also those that no token chose) are compared, and the logits
+    after the last layer. They must be equal bit for bit on the CPU where the layer lost only whole experts and is
+    written without them, and within TOLERANCE otherwise. A difference is relative
     to the largest number of its token or of its place in the hidden state, whichever is smaller; so 0 means equal
     logits. The code of an export with uneven layers is moe_lab's own, and is run. Raises UserError naming the first
     layer that differs.
@@ -82,31 +82,17 @@ def _layer(
         if number not in masked.moe:
             first, second = (model.through(number, ids, valid, state) for model in models)
             return [("outputs", first, second)], first
-        with mask_layers(masked.model, [masked.moe[number]], plan):
-            first, notes = _noted(masked, number, ids, valid, state)
-        second, others = _noted(pruned, number, ids, valid, state)
-        pairs: list[Compared] = [("outputs", first, second)]
-        pairs += [(f"{part} outputs", notes[part], others[part]) for part in ("MoE block", "routed experts")]
-        return [*pairs, _all_experts(masked, pruned.moe[number], plan, notes["given"], notes["gates"])], first
+        given: list[torch.Tensor] = []
 
+        def note(module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+            given.extend((*inputs, *named.values()))
 
-def _noted(
-    model: StreamedModel, number: int, ids: torch.Tensor, valid: torch.Tensor, state: torch.Tensor | None
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Run a decoder layer. Returns its output, and inputs, gates and output of its experts, and output of its block."""
-    layer, notes = model.moe[number], {}
-
-    def experts(module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], output: torch.Tensor) -> None:
-        notes["given"], _, notes["gates"] = (*inputs, *named.values())
-        notes["routed experts"] = output
-
-    def block(module: nn.Module, inputs: Any, output: Any) -> None:
-        notes["MoE block"] = output if isinstance(output, torch.Tensor) else output[0]
-
-    with ExitStack() as undo:
-        undo.callback(layer.experts.register_forward_hook(experts, with_kwargs=True).remove)
-        undo.callback(layer.block.register_forward_hook(block).remove)
-        return model.through(number, ids, valid, state), notes
+        with mask_layers(masked.model, [masked.moe[number]], plan), ExitStack() as undo:
+            undo.callback(masked.moe[number].experts.register_forward_pre_hook(note, with_kwargs=True).remove)
+            first = masked.through(number, ids, valid, state)
+        second = pruned.through(number, ids, valid, state)
+        hidden, _, gates = given
+        return [("outputs", first, second), _all_experts(masked, pruned.moe[number], plan, hidden, gates)], first
 
 
 def _all_experts(
