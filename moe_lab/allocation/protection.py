@@ -14,6 +14,7 @@ from typing import Any
 import numpy
 from numpy.typing import ArrayLike
 
+from moe_lab.allocation.problem import measured
 from moe_lab.errors import UserError
 from moe_lab.json_files import fits
 
