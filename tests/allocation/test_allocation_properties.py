@@ -160,5 +160,5 @@ def test_channels_are_kept_to_the_last_one(
 def test_what_another_step_decides_is_not_decided_here(name: str) -> None:
     """And an allocation of channels does not take scores of experts."""
     if not ALLOCATIONS[name].functions.get("expert"):
-        with pytest.raises(UserError, match=f"allocation={name}"):
+        with pytest.raises(UserError, match=f"allocation={re.escape(name)}"):
             allocate(settings(name, 0.25), {0: layer(4)}, {0: [0.0] * 4})

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy
@@ -44,7 +45,7 @@ def test_mistakes_are_said_before_anything_runs(fields: Any, granularity: Any, n
 
 @pytest.mark.parametrize("field", ["by", "search", "path", "protect_layers"])
 def test_what_nothing_would_read_is_refused(field: str) -> None:
-    with pytest.raises(SettingsError, match=f"allocation.{field}=") as error:
+    with pytest.raises(SettingsError, match=f"allocation.{re.escape(field)}=") as error:
         valid(AllocationConfig, {"name": "uniform", field: 0.5 if field == "protect_layers" else "x"}, "allocation")
     assert len(error.value.sentences) == 1
 
@@ -80,7 +81,7 @@ def test_ratio_of_the_model() -> None:
     scores = {0: numpy.arange(80.0).reshape(10, 8)}
     assert budgets({**chosen, "name": "global"}, FACTS["layers"], scores, {}, FACTS)[0].sum() == 40
     for layers, ratio, nearest in ((FACTS["layers"], 0.8, 0.79), ({0: layer(10, top_k=4)}, 0.79, 0.559)):
-        with pytest.raises(UserError, match=rf"ratio={ratio}: .*; {nearest}\d* is the largest feasible ratio"):
+        with pytest.raises(UserError, match=rf"ratio={re.escape(str(ratio))}: .*; {re.escape(str(nearest))}\d* is "):
             allocate({**chosen, "ratio": ratio}, layers, {0: [0.0] * 10}, {}, FACTS)
     with pytest.raises(UserError, match="ratio_basis=model needs the number of the model's parameters"):
         allocate(chosen, FACTS["layers"], {0: [0.0] * 10})

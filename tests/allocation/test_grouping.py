@@ -198,7 +198,8 @@ def test_groups_that_cannot_hold_all_experts_are_refused_before_anything_runs(
             fits(asked, million, "expert")
         else:
             with pytest.raises(
-                UserError, match=rf"group_size={re.escape(str(size or 16))}\b.*\b{re.escape(str(least))}\b"
+                UserError,
+                match=rf"group_size={re.escape(str(16 if size is None else size))}\b.*\b{re.escape(str(least))}\b",
             ):
                 fits(asked, million, "expert")
 

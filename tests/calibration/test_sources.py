@@ -364,7 +364,9 @@ def test_what_is_no_text_is_refused_before_the_start_whatever_it_is_called(
     tmp_path: Path, settings: Settings, name: str, content: bytes, line: int
 ) -> None:
     (file := tmp_path / name).write_bytes(content)
-    with pytest.raises(UserError, match=rf"calibration.path={re.escape(str(file))} .*UTF-8.* line {line}\b"):
+    with pytest.raises(
+        UserError, match=rf"calibration.path={re.escape(str(file))} .*UTF-8.* line {re.escape(str(line))}\b"
+    ):
         check(settings(file))
     benchmark = BenchmarkConfig("p", "perplexity", str(file), reports={"p": "perplexity"})
     assert [f"suite.path={file} " in sentence and "UTF-8" in sentence for sentence in suite.wrong([benchmark])] == [
