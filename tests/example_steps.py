@@ -78,7 +78,8 @@ def exported(
     finetune = Finetune(loaded, text, plan, recovery, 1) if recovery else None
     pruned = Pruned(loaded, plan, finetune, None, recovery or RecoveryConfig(), True)
     folders = {plan.id: folder / "plan"} | ({finetune.id: folder / "finetune"} if finetune else {})
-    return export_of(pruned, Config(export=export)), Files(folder / "scratch", folder / "partial", folders)
+    files = Files(folder / "scratch", folder / "partial", folders, folder / "log")
+    return export_of(pruned, Config(export=export)), files
 
 
 def cell_of(model: ModelConfig, text: CalibrationConfig, **changes: Any) -> Cell:

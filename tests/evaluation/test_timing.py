@@ -47,7 +47,7 @@ def test_requests_read_and_write_what_generate_does(monkeypatch: pytest.MonkeyPa
     assert (rows["new_tokens"] == 5).all() and (rows[["prefill_seconds", "decode_seconds"]] > 0).all(axis=None)
     requests = [read[at : at + 6] for at in range(0, len(read), 6)]
     assert [tuple(request[0].shape) for request in requests] == [
-        shape for shape in ((1, 4), (1, 10), (3, 4), (3, 10)) for _ in range(3)
+        shape for shape in ((1, 4), (1, 10), (3, 4), (3, 10)) for _ in range(4)
     ]
     assert torch.equal(requests[-1][0].flatten(), torch.cat([text, text])[:30])
     monkeypatch.undo()
@@ -94,7 +94,7 @@ def step(device: str, plan: Step | None = None, storage: Storage | None = None) 
 def test_a_step_is_about_one_device_and_is_done_on_no_other(tmp_path: Path) -> None:
     here = device_name("cpu")
     assert step(here).id != step("another").id
-    files = Files(tmp_path, tmp_path, {})
+    files = Files(tmp_path, tmp_path, {}, tmp_path / "log")
     with pytest.raises(Unavailable, match=f"timing is about another, and this machine has {re.escape(here)}"):
         step("another").work(files)
     step(here).work(files)
@@ -106,7 +106,7 @@ def test_a_step_is_about_one_device_and_is_done_on_no_other(tmp_path: Path) -> N
 def test_what_is_timed_is_without_what_the_plan_removes_and_in_its_bits(tmp_path: Path) -> None:
     model, plan = tiny.build("olmoe"), Example()
     tiny.plan(model, 0.5).save(tmp_path / "plan.json")
-    files = Files(tmp_path, tmp_path, {plan.id: tmp_path})
+    files = Files(tmp_path, tmp_path, {plan.id: tmp_path}, tmp_path / "log")
 
     def weights(*changes: Any) -> int:
         return sum(about_experts(step("cpu", *changes).deployed(model, files)))
