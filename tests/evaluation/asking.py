@@ -48,7 +48,7 @@ def ask(
         Item(str(number), (Text(prompt, most, stop, reference, skip_long=skip_long),))
         for number, (prompt, reference) in enumerate(zip(prompts, references, strict=True))
     ]
-    answers = collect_answers(engine, items, BenchmarkConfig(name="b", **settings), record)
+    answers = collect_answers(engine, items, BenchmarkConfig("b", "lm_eval", "none", **settings), record)
     return [answer.reply for answer in answers]
 
 

@@ -47,7 +47,7 @@ def test_requests_read_and_write_what_generate_does(monkeypatch: pytest.MonkeyPa
     assert (rows["new_tokens"] == 5).all() and (rows[["prefill_seconds", "decode_seconds"]] > 0).all(axis=None)
     requests = [read[at : at + 6] for at in range(0, len(read), 6)]
     assert [tuple(request[0].shape) for request in requests] == [
-        shape for shape in ((1, 4), (1, 10), (3, 4), (3, 10)) for _ in range(3)
+        shape for shape in ((1, 4), (1, 10), (3, 4), (3, 10)) for _ in range(4)
     ]
     assert torch.equal(requests[-1][0].flatten(), torch.cat([text, text])[:30])
     monkeypatch.undo()
