@@ -202,7 +202,6 @@ def mixed_ids(folder: Path) -> Path:
         ({"task": "nowhere.txt"}, "there is no such file"),
         ({"task": ""}, "suite.path=FILE"),
         ({"task": "pocket:benchmarks/arc_esy.yaml"}, "did you mean pocket:benchmarks/arc_easy.yaml"),
-        ({"limit": 0}, "expected 1 or more items"),
         ({"harness": "stories", "reports": {"s": "score"}}, "it generates text"),
     ],
 )

@@ -90,7 +90,6 @@ def test_identity_follows_content_and_settings_not_place(tmp_path: Path) -> None
         ("namespaces", None, True, NAMESPACES),
         ("namespaces", "none here", True, UserError),
         ("none", None, False, UNCONFINED),
-        ("nun", None, True, UserError),
     ],
 )
 def test_programs_run_behind_the_walls_that_were_asked_for(

@@ -324,7 +324,7 @@ def test_a_model_that_differs_is_refused_in_a_sentence(tmp_path: Path, name: str
     settings = ModelConfig(name="t", path=str(tmp_path), expected=right)
     assert facts(settings)["parameters"] == right.parameters
     there = getattr(right, name)
-    setattr(right, name, there + 1)
+    settings = replace(settings, expected=replace(right, **{name: there + 1}))
     message = f"has {name}={there}, but model.expected.{name}={there + 1}"
     with pytest.raises(UserError, match=message):
         facts(settings)

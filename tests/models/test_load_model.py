@@ -59,14 +59,6 @@ def test_unsupported_models_are_refused_before_weights_are_read(folder: Path, mo
         load_model(settings(folder))
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"dtype": "float23"}, r"model\.dtype=float23 is unknown: did you mean float32"),
-        ({"device": "cdua"}, r"model\.device=cdua is unknown: did you mean cuda"),
-        ({"device": "cuda:99"}, r"model\.device=cuda:99: this machine has \d+ CUDA devices"),
-    ],
-)
-def test_unknown_settings(original: Path, change: dict[str, object], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        load_model(settings(original, **change))
+def test_a_device_that_is_not_here_is_refused(original: Path) -> None:
+    with pytest.raises(UserError, match=r"model\.device=cuda:99: this machine has \d+ CUDA devices"):
+        load_model(settings(original, device="cuda:99"))

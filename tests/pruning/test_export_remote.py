@@ -190,4 +190,6 @@ def test_older_versions_load_stock_exports_and_refuse_the_others(
         if case == "even" and name != PORTED:
             assert all(isinstance(answer, float) and answer < 1e-5 for answer in answers), (name, answers)
         else:
-            assert all(isinstance(answer, str) for answer in answers), (name, case, answers)
+            refused, trusted = answers  # with trust, it is refused too or right, and never a model of random experts
+            assert isinstance(refused, str), (name, case, answers)
+            assert isinstance(trusted, str) or trusted < 1e-5, (name, case, answers)

@@ -292,8 +292,8 @@ def test_a_dry_run_leaves_nothing(one: tuple[Config, list[Request]], tmp_path: P
 
 def test_a_store_without_a_name_is_refused(one: tuple[Config, list[Request]], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir("/")
-    with pytest.raises(UserError, match=r"^store"):
-        run(replace(one[0], store=""), one[1])
+    with pytest.raises(ValueError, match="store"):
+        replace(one[0], store="")
     assert ask(monkeypatch, Path(), "status", STUDY) == 2
 
 

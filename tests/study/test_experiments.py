@@ -90,7 +90,7 @@ def test_an_experiment_runs_to_its_page(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    words = ["--config-path", str(conf), f"+experiment={experiment}", *SMALL, *LESS[experiment]]
+    words = ["--config-dir", str(conf), f"+experiment={experiment}", *SMALL, *LESS[experiment]]
     command = preloaded.command("-m", "moe_lab", *words)
     done = subprocess.run([*command, f"store={store}"], capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
