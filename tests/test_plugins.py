@@ -73,8 +73,8 @@ def test_a_study_with_a_criterion_and_an_allocation_of_a_folder(folder: Path) ->
     assert sum("crest" in table.read_text() for table in tables) >= 5
     steps = [json.loads(file.read_text()) for file in folder.glob("store/*/*/step.json")]
     scored = [step["settings"]["criterion"] for step in steps if step["kind"] == "scores"]
-    assert {one["criterion"]: "source" in one for one in scored} == {"crest": True, "man": False}
-    assert all("source" in step["settings"]["allocation"] for step in steps if step["kind"] == "plan")
+    assert {one["name"]: bool(one["source"]) for one in scored} == {"crest": True, "man": False}
+    assert all(step["settings"]["allocation"]["source"] for step in steps if step["kind"] == "plan")
 
 
 def test_a_criterion_that_needs_a_step_there_is_not_is_refused(folder: Path) -> None:
