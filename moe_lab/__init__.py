@@ -363,6 +363,7 @@ def plan(
     from moe_lab import allocation as allocations
     from moe_lab.allocation import protection
     from moe_lab.config import AllocationConfig
+    from moe_lab.config.base import valid
     from moe_lab.errors import UserError
     from moe_lab.pruning.plan import make_channel_plan, make_plan
     from moe_lab.pruning.replace import replace_dropped
@@ -372,9 +373,10 @@ def plan(
     if statistics is None:
         raise UserError("plan: these scores say nothing of their model: give its statistics=")
     given = {"multiple_of": multiple_of, "ratio_basis": ratio_basis, "replacement": replacement, "protect": protect}
-    settings = _settings(AllocationConfig(allocation), {**given, "parameters": dict(parameters)}, "plan")
     if not allocations.get(allocation).functions:
         raise UserError(f"allocation={allocation} searches with the model: expected another one here, or run a study")
+    given |= {"name": allocation, "parameters": dict(parameters)}
+    settings: AllocationConfig = valid(AllocationConfig, given, "allocation", f"allocation={allocation}")
     of_channels = "channel" in scores
     allocations.check(settings, "channel" if of_channels else "expert")
     chosen = {name: value for name, value in vars(settings).items() if not name.startswith("protect")}

@@ -87,7 +87,7 @@ NEAREST = {
     "programs without permission": (["suite=pocket16"], "allow_code_execution"),
     "a folder that Hydra cannot write": (["hydra.run.dir=/proc/x"], "/proc/x"),
     "a key that is none": (["++a.b.c=1"], "setting=a is unknown"),
-    "more than top-k removed": (["ratio=0.95"], "0.875 is the largest"),
+    "more than top-k removed": (["ratio=0.95"], "0.906 is the largest"),
 }
 """Mistakes in one line, and what the message says of them; tests/test_main.py also limits their time."""
 

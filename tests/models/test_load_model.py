@@ -53,7 +53,7 @@ def test_shipped_model_loads() -> None:
 
 
 def test_unsupported_models_are_refused_before_weights_are_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    reconfigure(folder, model_type="llama", num_experts=1)
+    reconfigure(folder, model_type="llama", num_experts=1, num_experts_per_tok=1)
     monkeypatch.setattr("moe_lab.models.load._weights", lambda *_: pytest.fail("weights were read"))
     with pytest.raises(UserError, match="no routed experts"):
         load_model(settings(folder))

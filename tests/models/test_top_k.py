@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -74,8 +73,5 @@ def test_a_checkpoint_is_read_with_it_and_is_another_model(tmp_path: Path) -> No
     assert config_json.expert_shape(asked) == {"n_experts": 16, "top_k": 2, "width": 24}
     loaded, streamed = load_model(asked)[0], open_streamed(asked)[0]
     assert {layer.top_k for layer in [*routed_layers(loaded), *streamed.moe.values()]} == {2}
-    for wrong in (0, 17):
-        with pytest.raises(
-            UserError, match=f"model.top_k={re.escape(str(wrong))}: layer 0 gives a token 1 to 16 experts"
-        ):
-            load_model(ModelConfig(name="m", path=str(tmp_path), device="cpu", top_k=wrong))
+    with pytest.raises(UserError, match=r"model\.top_k=17: layer 0 gives a token 1 to 16 experts"):
+        load_model(ModelConfig(name="m", path=str(tmp_path), device="cpu", top_k=17))

@@ -354,6 +354,7 @@ def test_the_step_needs_neither_torch_nor_memory(
     (tmp_path / "work.pkl").write_bytes(pickle.dumps(work))
     code = f"""
 import pickle, sys
+sys.path.insert(0, {str(Path(__file__).parents[1])!r})  # where the example's plan step is
 from moe_lab.study.steps import perform
 perform(*pickle.load(open({str(tmp_path / "work.pkl")!r}, "rb")))
 assert not {{"torch", "transformers"}} & set(sys.modules)

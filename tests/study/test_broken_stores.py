@@ -27,7 +27,6 @@ from moe_lab.errors import UserError, end_with
 from moe_lab.grid import Request
 from moe_lab.study import __main__ as command
 from moe_lab.study import launch, record, report
-from moe_lab.study.run import run
 from moe_lab.study.runs import Submitted, begin, last_about, runs
 from moe_lab.study.schedule import Schedule, StepError
 from moe_lab.study.slurm import submit as submitting
