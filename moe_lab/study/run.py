@@ -8,7 +8,7 @@ from functools import partial
 from moe_lab.config import Config
 from moe_lab.errors import UserError
 from moe_lab.grid import Request
-from moe_lab.study import push, report
+from moe_lab.study import report
 from moe_lab.study.estimates import Times, disk_problems, forecast, memory_problems
 from moe_lab.study.graph import build, unresolved
 from moe_lab.study.launch import LAUNCHERS, Launcher
@@ -36,7 +36,10 @@ def run(config: Config, requests: Sequence[Request], *, add: bool = False) -> in
     if problems := list(dict.fromkeys(problems + ([] if config.dry_run else missing))):
         raise _together("several things:", problems)
     graph = build(config, requests)
-    push.check_graph(config, graph)
+    if config.push is not None:
+        from moe_lab.study import push
+
+        push.check_graph(config, graph)
     if unknown := unresolved(graph.steps()):
         sentence = (
             f"{', '.join(unknown)}: not in the cache, and the hub cannot be asked, so what would be read is not known"
@@ -78,7 +81,7 @@ def _run(study: Study, begun: Run, launch: Launcher) -> int:
     with pushed_regularly(store):
         if schedule.waiting and not launch(schedule, study, begun):
             return 0
-    return max(finish(study, schedule, begun), push.push(study, schedule))
+    return max(finish(study, schedule, begun), _pushed(study, schedule))
 
 
 def _pull(store: Store, remote: Remote, steps: Sequence[Step]) -> None:
@@ -121,15 +124,25 @@ def _forecast(study: Study, missing: Sequence[str]) -> int:
     steps, done = _in_store(study, _finished_there(Remote(store.url), every) if store.url else frozenset())
     say_notices(store)
     full = _too_little(study, [step for step in steps if step.id not in done])
-    _show_forecast(study.config, steps, done, Times(store))
-    push.show(study, done)
+    _show_forecast(study, steps, done, Times(store))
     if missing or full:
         raise _together("this cannot start yet:", [*missing, *full])
     return 0
 
 
-def _show_forecast(config: Config, steps: Sequence[Step], done: set[str], times: Times) -> None:
-    """Print a table of the graph's steps, and with launcher=slurm one of the jobs' resources."""
+def _pushed(study: Study, schedule: Schedule) -> int:
+    """Upload the study's export, if the settings say so; the exit code."""
+    if study.config.push is None:
+        return 0
+    from moe_lab.study.push import push
+
+    return push(study, study.config.push, schedule)
+
+
+def _show_forecast(study: Study, steps: Sequence[Step], done: set[str], times: Times) -> None:
+    """Print a table of the graph's steps, with launcher=slurm one of the jobs' resources, and what would be
+    uploaded."""
+    config = study.config
     console.print(forecast(steps, done, config.resources.gpu_memory, times.seconds))
     missing = [step for step in steps if step.id not in done]
     if config.launcher.name == "slurm" and missing:
@@ -139,6 +152,10 @@ def _show_forecast(config: Config, steps: Sequence[Step], done: set[str], times:
         ask = partial(resources, settings=config.resources, seconds=times.seconds)
         arrays = arrange(missing, ask, config.launcher)
         console.print(table(arrays, config.resources.longest, times.seconds))
+    if config.push is not None:
+        from moe_lab.study.push import show
+
+        show(study, config.push, done)
 
 
 def _together(heading: str, problems: Sequence[str]) -> UserError:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from moe_lab.errors import Unavailable, UserError
-from moe_lab.evaluation.sandbox.client import RunnerError, namespaces_missing
 
 NAMESPACES = "namespaces"
 LIMITED = "limited subprocess, closed-world programs only"
@@ -33,6 +32,8 @@ class Policy:
         Raises UserError when no allowed sandbox is possible on this machine, and Unavailable when a sandbox that may
         be possible does not start now: programs then run in no weaker one.
         """
+        from moe_lab.evaluation.sandbox.client import RunnerError, namespaces_missing
+
         if not self.allow_code_execution:
             raise UserError(
                 "allow_code_execution=false, but grading runs programs the model wrote: set allow_code_execution=true"
