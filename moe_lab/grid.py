@@ -13,9 +13,6 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, Protocol
 
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-
 from moe_lab.config import (
     AllocationConfig,
     BenchmarkConfig,
@@ -295,6 +292,9 @@ def resolved(content: Any, where: str) -> Any:
                 f"{where}: {foreign[0]}...}} is not from this file: expected the value; a program that is started "
                 "reads the environment itself"
             )
+        from omegaconf import OmegaConf
+        from omegaconf.errors import OmegaConfBaseException
+
         try:
             plain: Any = OmegaConf.to_container(OmegaConf.create({where: content}), resolve=True)
         except OmegaConfBaseException as error:

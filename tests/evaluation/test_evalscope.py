@@ -139,7 +139,7 @@ def test_without_walls_a_program_that_ends_its_runner_costs_one_sample(tmp_path:
 
 
 @needs_evalscope
-def test_every_item_is_asked_once_and_graded_with_its_own_text(tmp_path: Path) -> None:
+def test_every_item_is_graded_with_its_own_answer(tmp_path: Path) -> None:
     questions = ["What is 1 and 1?", "What is 2 and 2?", "What is 1 and 1?", "What is 3 and 3?"]
     answers = ["2", "4", "3", "1,006"]  # the third asks as the first does, and wants something else
     benchmark = evalscope_files.benchmark("gsm8k", tmp_path, expected=4)
@@ -147,13 +147,11 @@ def test_every_item_is_asked_once_and_graded_with_its_own_text(tmp_path: Path) -
     evalscope_files.write(benchmark, {"test": rows})
     beside = mirror.folder(benchmark) / "dataset_infos.json"  # EvalScope deletes such a file where it finds one
     beside.write_text("{}")
-    parrot = Said(
-        ["<think>\\boxed{9}?</think>\n\u2028So \\boxed{2}. \ud83c", "\\boxed{5}", "It is \\boxed{3}", "\\boxed{1006}"]
-    )
+    parrot = Said(["<think>\\boxed{9}?</think>\n\u2028So \\boxed{2}. \ud83c", "\\boxed{5}", "\\boxed{1006}"])
     [result] = run.evaluate(parrot, benchmark, tmp_path / "out", policy=Policy())
-    assert [sample["outcome"] for sample in samples_of(tmp_path / "out")] == [1.0, 0.0, 1.0, 1.0]
-    assert [sample["extracted"] for sample in samples_of(tmp_path / "out")] == ["2", "5", "3", "1006"]
-    assert result["score"] == 0.75 and (parrot.writing.most, parrot.writing.chat) == (64, True)
+    assert [sample["outcome"] for sample in samples_of(tmp_path / "out")] == [1.0, 0.0, 0.0, 1.0]
+    assert [sample["extracted"] for sample in samples_of(tmp_path / "out")] == ["2", "5", "2", "1006"]
+    assert result["score"] == 0.5 and (parrot.writing.most, parrot.writing.chat) == (64, True)
     content = [messages[-1]["content"] for messages in parrot.tokenizer.rendered.values()]
     assert all(text.startswith(question) for text, question in zip(content, questions, strict=True))
     assert all(text.endswith("put your final answer within \\boxed{}.") for text in content)
