@@ -215,7 +215,7 @@ def test_the_judge_is_part_of_what_a_result_is_and_neither_place_nor_key_are(
     assert benchmark.judge is not None
     moved = replace(benchmark.judge, name="x", url="http://h:1/v1", key_variable="K", attempts=2, timeout=3, parallel=1)
     assert suite.identity(replace(benchmark, judge=moved)) == own
-    for change in ({"model": "m"}, {"temperature": 1.0}, {"max_tokens": 9}, {"extra": {"seed": 1}}):
+    for change in ({"model": "m"}, {"max_tokens": 9}, {"extra": {"seed": 1}}):
         assert suite.identity(replace(benchmark, judge=replace(benchmark.judge, **change))) != own
     (tmp_path / "t.md").write_text("{$user_query} {$model_output} {$checklist}")
     other = replace(benchmark, parameters={"tag": "Creative Writing", "template": str(tmp_path / "t.md")})

@@ -17,8 +17,8 @@ UNSIGNED: dict[str, Any] = {"F64": numpy.uint64, "F32": numpy.uint32, "F16": num
 """Types whose numbers can be copied one by one -> an integer type of that size. In others, numbers share scales."""
 FLOATS: dict[str, Any] = {"F64": numpy.float64, "F32": numpy.float32, "F16": numpy.float16}
 """Those that numpy can compute with."""
-BLOCK = 1 << 20
-"""Bytes of a matrix that are in memory at a time while it is changed."""
+BLOCK = 1 << 18
+"""Bytes of a chunk that are in memory at a time while they are made."""
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,10 @@ class Constant:
         return 0 if any(self.pattern) else self.size
 
     def read(self, folder: Path) -> Iterator[bytes]:
-        """The bytes; no file is read."""
-        yield self.pattern * (self.size // len(self.pattern))
+        """The bytes, block by block; no file is read."""
+        count, whole = self.size // len(self.pattern), max(BLOCK // len(self.pattern), 1)
+        for done in range(0, count, whole):
+            yield self.pattern * min(whole, count - done)
 
 
 @dataclass(frozen=True)

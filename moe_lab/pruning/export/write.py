@@ -39,8 +39,7 @@ def write_weights(checkpoint: Checkpoint, content: Mapping[str, Sequence[Piece]]
                         with (checkpoint.folder / part.shard).open("rb") as source:
                             _copy(source, target, part.start, part.size)
                     else:
-                        for block in part.read(checkpoint.folder):
-                            target.write(block)
+                        target.writelines(part.read(checkpoint.folder))  # keeps no block while the next is made
                 target.flush()
                 os.fsync(target.fileno())  # so that a crash after the rename cannot lose data
             unfinished.rename(folder / shard)

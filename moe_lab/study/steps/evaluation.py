@@ -8,13 +8,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from moe_lab.config import BackendConfig, BenchmarkConfig, Config, ModelConfig
 from moe_lab.errors import Unavailable
 from moe_lab.evaluation import suite
-from moe_lab.evaluation.answers import COMPUTED, Record
-from moe_lab.evaluation.engines import Engine
 from moe_lab.evaluation.sandbox.policy import LIMITED, Policy
 from moe_lab.json_files import write_json
 from moe_lab.models.config_json import Size
@@ -22,6 +20,10 @@ from moe_lab.study import memory
 from moe_lab.study.step import Loads, Packing, Step
 from moe_lab.study.steps.files import Files
 from moe_lab.study.steps.recovery import Export, Pruned, export_of, forget_models
+
+if TYPE_CHECKING:
+    from moe_lab.evaluation.answers import Record
+    from moe_lab.evaluation.engines import Engine
 
 ITEMS = 1000
 """Items of a benchmark that does not say how many it has."""
@@ -155,6 +157,8 @@ class AsksModel(Step):
 
     def record(self, files: Files) -> Record:
         """What the model has computed so far."""
+        from moe_lab.evaluation.answers import COMPUTED, Record
+
         return Record(files.partial / COMPUTED)
 
     def weights(self, files: Files) -> Path:
