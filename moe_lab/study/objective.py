@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import fmean
 
-from moe_lab.config import Config
+from moe_lab.config import BenchmarkConfig, Config
 from moe_lab.errors import UserError, unknown
 from moe_lab.grid import Request
 from moe_lab.json_files import Number, read_json
@@ -15,6 +15,13 @@ from moe_lab.study.store import Store
 
 AVERAGE = "Avg"
 RESULTS = {"results": [{"benchmark": str, "metric": str, "score": Number}]}
+
+
+def check(name: str, benchmarks: Sequence[BenchmarkConfig]) -> None:
+    """Raise UserError unless `name` is Avg or a result of one of the benchmarks."""
+    results = [result for benchmark in benchmarks for result in benchmark.reports]
+    if name not in (*results, AVERAGE):
+        raise unknown("objective", name, [*results, AVERAGE])
 
 
 def objective(config: Config, requests: Sequence[Request]) -> float:
@@ -36,7 +43,10 @@ def objective(config: Config, requests: Sequence[Request]) -> float:
     for benchmark, step in pruned[0].evaluate.items():
         file = store.path(step) / "result.json"
         if not file.is_file():
-            raise UserError(f"objective={config.objective}: {benchmark} has no result; `why {config.study}` says why")
+            raise UserError(
+                f"objective={config.objective}: {benchmark} has no result: `python -m moe_lab.study why {config.study} "
+                f"store={config.store}` says why"
+            )
         results = read_json(file, RESULTS)["results"]
         found |= {result["benchmark"]: result["score"] for result in results}
         shares = [result["score"] for result in results if not is_lower_better(result["metric"])]

@@ -115,6 +115,10 @@ def _wrong_together(config: Config, cells: Sequence[Cell], benchmarks: Sequence[
     yield from back_ends.wrong(config.backend, benchmarks, models)
     for model in models:
         yield from wrong_timing(config, model)
+    if config.objective is not None:
+        from moe_lab.study import objective
+
+        yield from user_errors(objective.check, config.objective, benchmarks)
     yield from _wrong_templates(cells, benchmarks)
     for cell in _each([cell for cell in cells if _is_known(cell) and reads_text(cell)], "model", "calibration"):
         if cell.calibration.engine == "streamed":

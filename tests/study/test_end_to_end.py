@@ -147,8 +147,11 @@ def test_a_sweeper_finds_the_best_value_by_the_objective(finished: Path, launche
         scores[cell["cell"]["ratio"]] = result["score"]
     ratio = float(best["best_params"]["++ratio"])
     assert best["best_value"] == scores[ratio] == max(scores[0.25], scores[0.5])
-    refused = moe_lab(finished, *sweep)
-    assert refused.returncode == 2 and "objective" in refused.stderr and "Traceback" not in refused.stderr
+    before = ran(finished)
+    for wrong in ([], ["objective=bolq"]):  # found before anything runs
+        refused = moe_lab(finished, *sweep, *wrong)
+        assert refused.returncode == 2 and "objective" in refused.stderr and "Traceback" not in refused.stderr
+    assert "did you mean boolq" in refused.stderr and ran(finished) == before
 
 
 def test_a_second_sweep_runs_only_what_is_new(finished: Path, tmp_path: Path) -> None:
