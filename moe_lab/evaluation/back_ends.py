@@ -16,12 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from moe_lab.config import BackendConfig, BenchmarkConfig, ModelConfig
-from moe_lab.config.identity import identity
-from moe_lab.errors import UserError, unknown, user_errors
+from moe_lab.config.base import identity
+from moe_lab.errors import UserError, mask, unknown, user_errors
 from moe_lab.evaluation.suite import has_two_phases
 from moe_lab.models.config_json import check_trained_top_k, model_type
 from moe_lab.models.families import PORTS
-from moe_lab.secrets import mask
 
 PLACING = frozenset(
     {

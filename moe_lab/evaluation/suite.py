@@ -10,7 +10,7 @@ from typing import Any
 
 from moe_lab.calibration.sources import FOREIGN, check_text, file_format, suffix_of
 from moe_lab.config import BenchmarkConfig, Config
-from moe_lab.config.identity import identity as settings_identity
+from moe_lab.config.base import identity as settings_identity
 from moe_lab.errors import UserError, unknown, user_errors
 from moe_lab.evaluation.harness import HARNESSES, check_count, data_files, installed
 from moe_lab.evaluation.sandbox.policy import LIMITED, Policy

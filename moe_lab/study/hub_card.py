@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moe_lab.config import BenchmarkConfig, ExportConfig, ModelConfig, RecoveryConfig
+from moe_lab.config import COMPRESSED, BenchmarkConfig, ExportConfig, ModelConfig, RecoveryConfig
 from moe_lab.errors import UserError
 from moe_lab.grid import Cell
 from moe_lab.models.files import HUB_ID
@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from huggingface_hub import EvalResult, ModelCardData
 
 TAGS = ("moe", "pruning", "moe_lab")
-ROUNDED = ("compressed_tensors",)
-"""Values of `export.format` for which weights are rounded after the model was evaluated."""
 ANOTHER_RATIO = """## Another ratio
 
 The folder `moe_lab` has the scores of all experts of the original and the statistics they were computed from. Another
@@ -131,7 +129,7 @@ def _relation(recovery: RecoveryConfig, export: ExportConfig) -> str | None:
     """The hub's word for the relation to the base model, such as finetune or quantized; it has none for pruning."""
     if is_trained(recovery):
         return "finetune"
-    return "quantized" if recovery.bits == 4 or export.format in ROUNDED else None
+    return "quantized" if recovery.bits == 4 or export.format in COMPRESSED else None
 
 
 def _eval_result(measured: Measured) -> EvalResult:

@@ -14,7 +14,7 @@ from moe_lab.allocation import listed
 from moe_lab.allocation.grouping import GROUPINGS, REPLACEMENTS
 from moe_lab.calibration import settings as calibrations
 from moe_lab.calibration import sources
-from moe_lab.config import BenchmarkConfig, CalibrationConfig, Config, ExportConfig, ResourcesConfig, TrackerConfig
+from moe_lab.config import BenchmarkConfig, CalibrationConfig, Config, ExportConfig, ResourcesConfig
 from moe_lab.errors import UserError, user_errors
 from moe_lab.evaluation import back_ends, suite
 from moe_lab.evaluation.harness import HARNESSES
@@ -74,10 +74,6 @@ def lacking(config: Config, requests: Iterable[Request]) -> list[str]:
 def _wrong_settings(config: Config) -> Iterator[str]:
     yield from user_errors(sync.check, config.store)
     # What follows is only imported by studies that use it.
-    if config.tracker != TrackerConfig():
-        from moe_lab.study import tracking
-
-        yield from user_errors(tracking.check, config.tracker)
     if config.push is not None:
         from moe_lab.study import push
 

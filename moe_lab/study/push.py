@@ -13,14 +13,13 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from moe_lab.config import Config
-from moe_lab.errors import Unavailable, UserError
+from moe_lab.config import COMPRESSED, Config
+from moe_lab.errors import MASK, Unavailable, UserError
 from moe_lab.models.files import files_of
 from moe_lab.pruning.export import CARD, NOT_COPIED
 from moe_lab.results import Result
-from moe_lab.secrets import MASK
 from moe_lab.study.graph import CellSteps, Graph, unpruned
-from moe_lab.study.hub_card import ROUNDED, Measured, base_model, hub_card
+from moe_lab.study.hub_card import Measured, base_model, hub_card
 from moe_lab.study.progress import say
 from moe_lab.study.record import Study
 from moe_lab.study.schedule import Schedule
@@ -146,7 +145,7 @@ def _measured(study: Study, cell: CellSteps) -> Iterator[Measured]:
         if name in originals and store.done(originals[name]):
             original = {_key(one): one for one in _results(store, originals[name])["results"]}
         harness = " ".join(filter(None, (content["protocol"]["harness"], content["protocol"].get("version"))))
-        of_export = study.config.export.format not in ROUNDED or reads_export(step, cell.export)
+        of_export = study.config.export.format not in COMPRESSED or reads_export(step, cell.export)
         for result in content["results"]:
             yield Measured(step.benchmark, result, original.get(_key(result)), harness, of_export)
 

@@ -24,14 +24,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import moe_lab
 from moe_lab.config import ModelConfig
-from moe_lab.config.identity import identity
-from moe_lab.errors import DISK_FULL, Unavailable, UserError
+from moe_lab.config.base import identity
+from moe_lab.errors import DISK_FULL, Unavailable, UserError, mask
 from moe_lab.evaluation.harness import installed
 from moe_lab.json_files import Damaged, read_json
 from moe_lab.models.config_json import Size
 from moe_lab.models.memory import processor
 from moe_lab.paths import shortened
-from moe_lab.secrets import mask
 from moe_lab.study.memory import BASE, weights
 
 if TYPE_CHECKING:
@@ -139,7 +138,7 @@ class Packing(Enum):
 
     ONE = 0
     SMALL = 1
-    """`launcher.steps_per_job` steps."""
+    """Many small steps, since each takes seconds."""
     GRADING = 2
     """`launcher.cells_per_job` steps."""
     CELLS = 3

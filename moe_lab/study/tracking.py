@@ -11,12 +11,6 @@ from moe_lab.config import TrackerConfig
 from moe_lab.errors import UserError
 
 
-def check(settings: TrackerConfig) -> None:
-    """Raise UserError for mode=online without a key."""
-    if settings.name == "wandb" and settings.mode == "online" and not _has_key():
-        raise UserError("tracker.mode=online needs a key: run `wandb login` once, or set tracker.mode=offline")
-
-
 def _has_key() -> bool:
     """Whether wandb finds credentials by itself, in the environment or in .netrc. Asks neither the user nor the
     server."""
@@ -31,12 +25,9 @@ def log_study(
 ) -> None:
     """Log a study's cells, its tables (name -> CSV file) and its figures (PNG files) as one run of the tracker.
 
-    `study` is the study's record in the store. Prints nothing. Raises UserError when the tracker is unknown or
-    refuses; all results stay in the store.
+    `study` is the study's record in the store. Prints nothing. Raises UserError when the tracker refuses; all results
+    stay in the store. WANDB_MODE says whether it is told now; without it, it is where there is a key.
     """
-    check(settings)
-    if settings.name == "none":
-        return
     import pandas
     import wandb
 
@@ -45,7 +36,7 @@ def log_study(
         with wandb.init(
             project=settings.project,
             name=study["study"],
-            mode=_mode(settings),
+            mode=None if "WANDB_MODE" in os.environ or _has_key() else "offline",
             config={key: value for key, value in study.items() if key not in ("cells", "families", "damages")},
             settings=_quiet(),
         ) as run:
@@ -55,15 +46,10 @@ def log_study(
     except wandb.Error as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UserError(
-            f"tracker=wandb was not told ({reason}): everything is in the store; tracker.mode=offline needs no server"
+            f"tracker=wandb was not told ({reason}): everything is in the store; WANDB_MODE=offline needs no server"
         ) from error
     finally:
         wandb.teardown()  # only then has its background process written or sent everything
-
-
-def _mode(settings: TrackerConfig) -> Any:
-    """Mode of wandb: from the settings, else from WANDB_MODE, else online when there is a key, offline otherwise."""
-    return settings.mode or os.environ.get("WANDB_MODE") or ("online" if _has_key() else "offline")
 
 
 def _quiet() -> Any:
