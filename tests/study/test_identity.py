@@ -113,6 +113,7 @@ BESIDE: dict[str, dict[str, Any]] = {
 }
 """Field -> what else is set where the field can be."""
 OTHER: dict[str, Any] = {
+    "benchmark.limit": 3,
     "model.path": "pocket:qwen3_moe",
     "model.device": "cuda",
     "model.expected": SHAPE,
