@@ -161,7 +161,7 @@ def empty(benchmarks: list[config.BenchmarkConfig], root: Path) -> list[config.B
 def test_a_dry_run_prints_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     settings = request("heapr_table2")[0]
     dry = replace(settings, dry_run=True, store=str(tmp_path / "store"))
-    with pytest.raises(UserError, match="this cannot start yet") as missing:
+    with pytest.raises(UserError, match="has no mirror of it") as missing:
         run.run(dry, [(cells, empty(list(asked), tmp_path)) for cells, asked in by_protocol("heapr_table2")])
     assert str(missing.value).count("has no mirror of it") == 7
     printed = capsys.readouterr().err
