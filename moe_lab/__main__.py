@@ -78,7 +78,7 @@ def _asks_hydra(words: Sequence[str]) -> bool:
 
 def _study(words: Sequence[str]) -> int:
     """Compose the words, and run the study they ask for. Returns its exit code."""
-    from moe_lab.compose import CONFIG, compose, started
+    from moe_lab.compose import CONFIG, ask, compose, started
 
     parser = argparse.ArgumentParser(prog="moe_lab", allow_abbrev=False, add_help=False)
     parser.add_argument("--config-dir", "-cd", type=Path)
@@ -86,9 +86,8 @@ def _study(words: Sequence[str]) -> int:
     flags, settings = parser.parse_known_args(list(words))
     with started(flags.config_dir):
         config, requests = compose(settings, flags.config_name)
-    from moe_lab.study.run import run  # late, as a mistake is reported before it
-
-    return run(config, requests)
+    code: int = ask(config, requests).code
+    return code
 
 
 def _by_hydra(words: Sequence[str]) -> int:
@@ -97,7 +96,7 @@ def _by_hydra(words: Sequence[str]) -> int:
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
 
-    from moe_lab.compose import CONFIG, check_sweeper, compose, forced, prepare_multirun, secrets_in, told
+    from moe_lab.compose import CONFIG, ask, check_sweeper, compose, forced, prepare_multirun, secrets_in
     from moe_lab.config.base import Mistakes
 
     with Mistakes() as mistakes:
@@ -108,18 +107,19 @@ def _by_hydra(words: Sequence[str]) -> int:
     code = 0
 
     def job(_: object) -> float:
+        from moe_lab.study.run import told
+
         nonlocal code
         with _sentences(), _traces():
             own = HydraConfig.get()
-            from moe_lab.study.run import run
-
             settings = [*(word for word in own.overrides.hydra if "searchpath" in word), *own.overrides.task]
             alone = own.mode == RunMode.MULTIRUN  # with a launcher of Hydra's, each job is a study of its own
             config, requests = compose(settings, own.job.config_name or CONFIG)
             if alone:
                 check_sweeper(own.runtime.choices, config)
-            code = max(code, run(config, requests, add=alone))
-            return told(config, requests, code)
+            ended = ask(config, requests, add=alone)
+            code = max(code, ended.code)
+            return told(ended, requests)
 
     hydra.main(version_base="1.3", config_path=str(conf()), config_name="config")(job)()
     return code

@@ -18,7 +18,6 @@ from moe_lab.json_files import Damaged, Number, read_json
 from moe_lab.study.runs import RECORD, Run, Submitted, last_about, runs, steps_at_work
 from moe_lab.study.slurm import scheduler
 from moe_lab.study.slurm.scheduler import Queued
-from moe_lab.study.step import log_of
 from moe_lab.study.store import STEP, Store, damaged
 
 STATES = ("done", "running", "pending", "failed", "blocked", "missing")
@@ -171,7 +170,7 @@ def logs(store: Store, study: str, state: StudyState, steps: Sequence[StepState]
     shown = [step for step in steps if not everything or step.state in ("failed", "running")]
     for step in shown[:SHOWN]:
         print(f"{step.name}: {step.state}")
-        _print_log(log_of(store, step.name))
+        _print_log(store.log(step.name))
     if len(shown) > SHOWN:
         print(f"and {len(shown) - SHOWN} more; name one to see it")
     if not shown:
@@ -191,7 +190,7 @@ def why(store: Store, study: str, state: StudyState, steps: Sequence[StepState])
         more = f" and {len(alike) - 1} more" if len(alike) > 1 else ""
         print(f"{alike[0].name}{more}: {alike[0].state}: {reason}")
         if alike[0].state == "failed":
-            _print_log(log_of(store, alike[0].name))
+            _print_log(store.log(alike[0].name))
     if not reasons:
         print(f"{study}: all {len(steps)} steps are done")
 

@@ -37,7 +37,7 @@ def problems(*words: str) -> list[str]:
     """What is wrong with a command line."""
     try:
         config, wanted = asked(*words)
-        return preflight(config, wanted) + lacking(config, wanted)
+        return preflight(config, wanted) or lacking(build(config, wanted).steps(), config.launcher)
     except SettingsError as error:
         return error.sentences
 

@@ -11,7 +11,7 @@ from functools import lru_cache, reduce
 from pathlib import Path
 from typing import Any
 
-from moe_lab.config import COMPRESSED, Config, ExportConfig, ModelConfig, RecoveryConfig
+from moe_lab.config import COMPRESSED, Config, ExportConfig, LauncherConfig, ModelConfig, RecoveryConfig
 from moe_lab.config.pruning import Shape
 from moe_lab.grid import Cell
 from moe_lab.json_files import write_json
@@ -228,6 +228,12 @@ class Export(Step):
     verify: bool | None
     pruned: Pruned
     runtime = frozenset({"pruned"})
+
+    def conditions(self, launcher: LauncherConfig) -> Iterator[tuple[Any, ...]]:
+        if self.shape.format == "gguf" and launcher.python is None:
+            from moe_lab.pruning.export import gguf
+
+            yield gguf.check_converter, self.shape, self.about
 
     def label(self) -> str:
         return self.pruned.recovered_label
