@@ -11,7 +11,7 @@ import json
 import re
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -64,12 +64,20 @@ def started(folder: Path | None = None) -> Iterator[None]:
 
 
 def prepare_multirun(words: Sequence[str]) -> None:
-    """What hydra.main needs before it reads conf/config.yaml and `words`."""
+    """What hydra.main needs before it reads conf/config.yaml and `words`.
+
+    Raises SettingsError for secrets in the words, which Hydra would write into the store.
+    """
     # Hydra copies its sources, all registered choices included, for every group that --help lists: most of its time.
     ConfigStore.__deepcopy__ = lambda store, memo: store  # type: ignore[attr-defined]
     OmegaConf.register_new_resolver("sweeps", _sweeps, replace=True)
     OmegaConf.register_new_resolver("basic_settings", basic_lines, replace=True)
-    offer(_plugins(words))
+    read = parsed(word for word in words if "=" in word and not word.startswith("-"))
+    with Mistakes() as mistakes:
+        for _, override in read:
+            values = [] if override.is_glob_sweep() else _values(override)
+            mistakes += [problem for value in values for problem in unfit(value, override.key_or_group)]
+    offer(_texts("plugins", read))
 
 
 @cache
@@ -173,10 +181,6 @@ class Words:
     """Setting -> its value."""
     mistakes: list[str] = field(default_factory=list)
 
-    def alone(self) -> list[str]:
-        """Words for Hydra that choose the one file that is typed for a group."""
-        return [f"{axis}={names[0]}" for axis, names in self.axes.items() if axis in grid.GROUPS and len(names) == 1]
-
 
 _WORD = re.compile(r"(?P<sign>\+{0,2})(?P<key>[\w.]+)=(?P<value>.*)", re.DOTALL)
 _TYPED = re.compile(r"[\w.+-]+")
@@ -237,18 +241,32 @@ def _unknown(key: str) -> str:
     return str(unknown("setting", key, siblings))
 
 
-def sorted_words(words: Sequence[str], groups: Groups) -> Words:
-    """Sort the words of a command line by what they do. Raises UserError for one that Hydra cannot read."""
-    found = Words()
-    parser = OverridesParser.create(GlobalHydra.instance().config_loader())
+def parsed(words: Iterable[str]) -> list[tuple[str, Override]]:
+    """Each word with what Hydra reads in it. Raises UserError for one that Hydra cannot read."""
+    hydra = GlobalHydra.instance()
+    parser = OverridesParser.create(hydra.config_loader() if hydra.is_initialized() else None)
+    found = []
     for word in words:
         try:
-            (override,) = parser.parse_overrides([forced(word)])
+            found += [(word, override) for override in parser.parse_overrides([forced(word)])]
         except HydraException:
             raise UserError(
                 f"{word} cannot be read: expected SETTING=VALUE or GROUP=NAME; a value with special characters is put "
                 f"in quotes, as in {_quoted(word)}"
             ) from None
+    return found
+
+
+def _texts(key: str, words: Iterable[tuple[str, Override]]) -> list[str]:
+    """What words set a list of texts to, which is needed before the others can be checked; [] for what is no list."""
+    values = [override.value() for _, override in words if override.key_or_group == key]
+    return [text for value in values if isinstance(value, list) for text in value if isinstance(text, str)]
+
+
+def sorted_words(words: Iterable[tuple[str, Override]], groups: Groups) -> Words:
+    """Sort the words of a command line by what they do."""
+    found = Words()
+    for word, override in words:
         _sort(override, word, groups, found)
     return found
 
@@ -308,16 +326,6 @@ def _sort_choice(override: Override, values: list[Any], word: str, groups: Group
         found.composed.append(word)
 
 
-def secrets_in(words: Iterable[str]) -> Iterator[str]:
-    """A sentence for each secret in the words; words that Hydra cannot read are left to it."""
-    parser = OverridesParser.create()
-    for word in words:
-        with suppress(HydraException):
-            (override,) = parser.parse_overrides([forced(word)])
-            for value in _values(override):
-                yield from unfit(value, override.key_or_group)
-
-
 def _values(override: Override) -> list[Any]:
     """The values of a word: several where it has commas or one of Hydra's functions for sweeps."""
     if not override.is_discrete_sweep():
@@ -335,11 +343,13 @@ def compose(words: Sequence[str], config_name: str = CONFIG) -> tuple[Config, li
     their combinations.
     """
     with Mistakes() as mistakes:
+        read = parsed(words)
         with mistakes.caught():
-            offer(_plugins(words))
-        typed = sorted_words(words, Groups(_searchpath(words)))
+            offer(_texts("plugins", read))
+        typed = sorted_words(read, Groups(_texts("hydra.searchpath", read)))
         mistakes += typed.mistakes
-        document, choices, searchpath = _composed([*typed.composed, *typed.alone()], config_name)
+        alone = [f"{axis}={names[0]}" for axis, names in typed.axes.items() if axis in grid.GROUPS and len(names) == 1]
+        document, choices, searchpath = _composed([*typed.composed, *alone], config_name)
         groups = Groups(searchpath)
         lists = [document.pop("grid", None) or {}, *(document.pop("more", None) or [])]
         own = {axis: document.pop(axis, None) for axis in grid.AXES}
@@ -353,26 +363,6 @@ def compose(words: Sequence[str], config_name: str = CONFIG) -> tuple[Config, li
         with mistakes.caught():
             points = grid.points(draft, groups)
     return config, grid.requests(config, points, groups)
-
-
-def _plugins(words: Sequence[str]) -> list[str]:
-    """The modules that a command line names, whose criteria and allocations it may choose."""
-    return [module for module in _typed_list("plugins", words) if isinstance(module, str)]
-
-
-def _searchpath(words: Sequence[str]) -> list[str]:
-    """The folders that hydra.searchpath adds on a command line."""
-    return [str(folder) for folder in _typed_list("hydra.searchpath", words)]
-
-
-def _typed_list(key: str, words: Sequence[str]) -> list[Any]:
-    """What a command line sets `key` to, before its other words can be read; [] for what is no list."""
-    for word in words:
-        if word.lstrip("+").startswith(f"{key}=["):
-            (override,) = OverridesParser.create().parse_overrides([quoted(word)])
-            found = override.value()
-            return found if isinstance(found, list) else []
-    return []
 
 
 def _composed(words: Sequence[str], config_name: str) -> tuple[dict[str, Any], dict[str, str], list[str]]:
