@@ -24,7 +24,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override, QuotedString
+from hydra.core.override_parser.types import Override, QuotedString, ValueType
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -75,7 +75,7 @@ def prepare_multirun(words: Sequence[str]) -> None:
     read = parsed(word for word in words if "=" in word and not word.startswith("-"))
     with Mistakes() as mistakes:
         for _, override in read:
-            values = [] if override.is_glob_sweep() else _values(override)
+            values = [] if override.value_type is ValueType.GLOB_CHOICE_SWEEP else _values(override)
             mistakes += [problem for value in values for problem in unfit(value, override.key_or_group)]
     offer(_texts("plugins", read))
 
