@@ -6,7 +6,6 @@ reported together.
 
 from __future__ import annotations
 
-import fnmatch
 import json
 import re
 import tempfile
@@ -178,7 +177,7 @@ class Words:
     axes: dict[str, list[Any]] = field(default_factory=dict)
     """Axis -> what is typed for it: names of files, numbers such as ratios, or values of a setting in a group."""
     set: list[tuple[str, Any]] = field(default_factory=list)
-    """Setting -> its value."""
+    """Setting in a group of the grid -> its value, for every choice of the group."""
     mistakes: list[str] = field(default_factory=list)
 
 
@@ -284,15 +283,14 @@ def _sort(override: Override, word: str, groups: Groups, found: Words) -> None:
     several = len(values) > 1 or override.is_sweep_override()
     if key.startswith("hydra") or override.package is not None:
         found.composed.append(quoted(word))
-    elif key.partition(".")[0] in ("grid", "more"):
-        axis = key.partition(".")[2] or "criterion"
-        found.mistakes.append(f"{word}: lists are written as such on the command line: expected {axis}=VALUE,VALUE")
     elif groups.names(key):
         _sort_choice(override, values, word, groups, found)
     elif _type(key) is None:
         found.mistakes.append(_unknown(key))
-    elif override.is_delete():
+    elif override.is_delete() and key.partition(".")[0] in grid.GROUPS:
         found.set.append((key, grid.REMOVED))
+    elif override.is_delete():
+        found.composed.append(word)
     elif not values or (override.is_sweep_override() and not override.is_discrete_sweep()):
         found.mistakes.append(f"{word} names no values: expected some, separated by commas")
     elif key in grid.VALUES or (several and key.partition(".")[0] in grid.GROUPS):
@@ -302,27 +300,27 @@ def _sort(override: Override, word: str, groups: Groups, found: Words) -> None:
             f"{word} names several values, and {key} has one in a study: expected one (a text with a comma as "
             f"{_quoted(word)}), or -m in front for several studies"
         )
-    else:
+    elif key.partition(".")[0] in grid.GROUPS:
         found.set.append((key, values[0]))
+    else:
+        found.composed.append(forced(word))
 
 
 def _sort_choice(override: Override, values: list[Any], word: str, groups: Groups, found: Words) -> None:
-    """Add a word that names files of a group; unknown names are mistakes, and left out."""
+    """Add a word that names files of a group."""
     group, known = override.key_or_group, groups.names(override.key_or_group)
+    listed = [name for value in values for name in (value if isinstance(value, list) else [value])]
+    names = ["null" if name is None else str(name) for name in listed]
     if override.is_delete():
         found.composed.append(word)
         return
-    listed = [name for value in values for name in (value if isinstance(value, list) else [value])]
-    names = [name for each in listed for name in (fnmatch.filter(known, str(each)) if "*" in str(each) else [each])]
-    wrong = [name for name in names if name not in known]
-    found.mistakes += [str(unknown(group, "null" if name is None else str(name), known)) for name in wrong]
-    if not names:
-        found.mistakes.append(f"{word} names nothing: expected patterns that match a name")
     if group in grid.GROUPS:
-        found.axes[group] = list(dict.fromkeys(name for name in names if name in known))
-    elif len(values) > 1:
+        found.axes[group] = names
+    elif len(names) != 1:
         found.mistakes.append(f"{word} names several files, and {group} has one in a study: expected one of them")
-    elif not wrong:
+    elif names[0] not in known:
+        found.mistakes.append(str(unknown(group, names[0], known)))
+    if len(names) == 1 and names[0] in known:
         found.composed.append(word)
 
 
@@ -348,15 +346,11 @@ def compose(words: Sequence[str], config_name: str = CONFIG) -> tuple[Config, li
             offer(_texts("plugins", read))
         typed = sorted_words(read, Groups(_texts("hydra.searchpath", read)))
         mistakes += typed.mistakes
-        alone = [f"{axis}={names[0]}" for axis, names in typed.axes.items() if axis in grid.GROUPS and len(names) == 1]
-        document, choices, searchpath = _composed([*typed.composed, *alone], config_name)
+        document, choices, searchpath = _composed(typed.composed, config_name)
         groups = Groups(searchpath)
         lists = [document.pop("grid", None) or {}, *(document.pop("more", None) or [])]
         own = {axis: document.pop(axis, None) for axis in grid.AXES}
         draft = grid.Draft(own, choices, typed.axes, typed.set, lists)
-        for key, value in typed.set:
-            if key.partition(".")[0] not in grid.AXES:
-                grid.assign(document, key, value)
         with mistakes.caught():
             config: Config = valid(Config, document, "")
             offer(config.plugins)
