@@ -69,8 +69,8 @@ class JobConfig:
     constraint: str | None = None
     """Features a node must have, such as h100."""
     sbatch: dict[str, Any] = field(default_factory=dict)
-    """Further options of sbatch by their long names, such as nodelist: node7, exclusive: true; not those that another
-    setting decides."""
+    """Further options of sbatch by their long names, such as nodelist: node7, exclusive: true. They replace those
+    that moe_lab sets."""
     setup: list[str] = field(default_factory=list)
     """Shell lines before Python starts, such as module load cuda."""
 
