@@ -79,7 +79,7 @@ def exported(
     pruned = Pruned(loaded, plan, finetune, None, recovery or RecoveryConfig(), True)
     folders = {plan.id: folder / "plan"} | ({finetune.id: folder / "finetune"} if finetune else {})
     files = Files(folder / "scratch", folder / "partial", folders, folder / "log")
-    return export_of(pruned, Config(export=export)), files
+    return export_of(pruned, export, False), files
 
 
 def cell_of(model: ModelConfig, text: CalibrationConfig, **changes: Any) -> Cell:
@@ -111,7 +111,7 @@ def step_of(kind: str, cell: Cell, config: Config | None = None, benchmark: Benc
     made: dict[str, Callable[[], Any]] = {
         "model": lambda: Facts(cell.model),
         "finetune": lambda: pruned_of(cell).finetune,
-        "export": lambda: export_of(pruned, config),
+        "export": lambda: export_of(pruned, config.export, config.verify),
         "cost": lambda: Cost.of(pruned, text, Cost.of_unpruned(cell.model, text)),
         "profile": lambda: Profile(pruned.loaded, text, pruned.plan),
         "timing": lambda: Timing.of(pruned, text, config.timed),

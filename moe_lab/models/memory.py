@@ -23,11 +23,6 @@ def processor() -> str:
     return (named[1] if named else platform.processor() or platform.machine()).strip()
 
 
-def main_memory() -> float:
-    """Most bytes of main memory that this process may use: those of the machine, or the limit of its control group."""
-    return min([_stated("MemTotal"), *(limit for limit, _ in _limits())])
-
-
 def free_memory() -> float:
     """Bytes of main memory available now without swapping, including what the system uses for caches."""
     return min([_stated("MemAvailable"), *(limit - used for limit, used in _limits())])

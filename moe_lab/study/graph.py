@@ -148,7 +148,7 @@ def _steps(cell: Cell, tasks: Iterable[Task], config: Config, once: Once) -> Cel
         scores=scores,
         plan=pruned.plan,
         finetune=pruned.finetune,
-        export=export_of(pruned, config) if is_pruned and config.export.shape else None,
+        export=export_of(pruned, config.export, config.verify) if is_pruned and config.export.shape else None,
         cost=Cost.of(pruned, text, cost) if is_pruned else cost,
         profile=Profile(pruned.loaded, text, pruned.plan) if config.profile else None,
         timing=Timing.of(pruned, text, once(_timed, config.timed, named.model)) if config.timing else None,

@@ -20,7 +20,7 @@ from enum import Enum
 from functools import cache, cached_property, lru_cache, wraps
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import moe_lab
 from moe_lab.config import LauncherConfig, ModelConfig
@@ -129,18 +129,6 @@ class Loads(Enum):
     """The model is loaded and run."""
 
 
-class Packing(Enum):
-    """How many steps one Slurm job does."""
-
-    ONE = 0
-    SMALL = 1
-    """Many small steps, since each takes seconds."""
-    GRADING = 2
-    """`launcher.cells_per_job` steps."""
-    CELLS = 3
-    """The steps of `launcher.cells_per_job` pruned models of one model, whose weights are loaded once."""
-
-
 @dataclass(frozen=True, eq=False)
 class Step(Parts):
     """One cached, restartable piece of work. A kind of step is a subclass.
@@ -159,7 +147,9 @@ class Step(Parts):
     """Whether it can run the model with one decoder layer in memory at a time (calibration.engine=streamed)."""
     foreign: ClassVar[bool] = False
     """Whether it runs foreign code; launcher=inline then runs it in a worker process."""
-    packing: ClassVar[Packing] = Packing.ONE
+    per_job: ClassVar[Literal["", "steps_per_job", "cells_per_job"]] = ""
+    """The setting of the launcher that says how many steps one Slurm job does; "": one. Of steps that load a model, it
+    counts the pruned models whose steps a job does."""
     process_memory: ClassVar[float] = BASE
     """Bytes of the whole process of a step that loads nothing."""
 

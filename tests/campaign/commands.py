@@ -198,6 +198,7 @@ launcher.processes | 0 -1 1.5 word
 launcher.cells_per_job launcher=slurm | 0 -1 word null
 launcher.parallel launcher=slurm | 0 -1 word
 launcher.max_requeues launcher=slurm | -1 1.5 word
+launcher.steps_per_job launcher=slurm | 0 -1 word
 launcher.signal_seconds launcher=slurm | 0 -1 word
 resources.gpu_memory | 0 -1 nan word
 resources.longest | 0 -1 word

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from moe_lab.config import ModelConfig
 from moe_lab.json_files import write_json
 from moe_lab.models.identity import Arithmetic, arithmetic
-from moe_lab.study.step import Packing, Parts, Step, once_per_object
+from moe_lab.study.step import Parts, Step, once_per_object
 from moe_lab.study.steps.files import Files
 
 
@@ -16,7 +16,7 @@ class Facts(Step):
     """Layers, experts and parameters of a model, from its configuration alone, and a hash of its files."""
 
     kind = "model"
-    packing = Packing.SMALL
+    per_job = "steps_per_job"
     model: ModelConfig
 
     def label(self) -> str:

@@ -52,10 +52,9 @@ class OnText(Step):
         if self.is_layered:
             states = min(memory.STATES, self.disk(size))
             batch = memory.batch_tokens(self.text, self.rows) * memory.activations(size)
-            held = memory.layer_weights(size) + self.layer_memory(size)
-            return memory.BASE + held + self.buffers(size) + batch + states
+            return memory.BASE + memory.layer_weights(size) + self.layer_memory(size) + batch + states
         held = memory.weights(size, self.models) + size.moe_layers * self.layer_memory(size)
-        return memory.BASE + held + self.buffers(size) + self.batch_memory(size)
+        return memory.BASE + held + self.batch_memory(size)
 
     @property
     def models(self) -> int:
@@ -66,15 +65,13 @@ class OnText(Step):
         """Bytes held for every layer whose weights are in memory, in addition to the weights."""
         return 0.0
 
-    def buffers(self, size: Size) -> float:
-        """Bytes held for one layer at a time, however many have their weights in memory."""
-        return 0.0
-
     def batch_memory(self, size: Size) -> float:
         """Bytes of a batch with the whole model loaded: its logits, and the activations that the pass keeps."""
         kept = memory.activations(size)
-        if self.backward:
-            kept = memory.kept_for_gradients(size, recomputed=self.text.checkpointing)
+        if self.backward and self.text.checkpointing:
+            kept += memory.hidden_states(size, 1, backward=True)
+        elif self.backward:
+            kept = memory.activations(size, size.moe_layers)
         return memory.batch_tokens(self.text, self.rows) * (memory.logits(size) + kept)
 
     def disk(self, size: Size) -> float:
@@ -188,7 +185,8 @@ class WeightGradients(Pass):
     tap = "gradients:WeightGradientTap"
 
     def layer_memory(self, size: Size) -> float:
-        return memory.expert_gradients(size)
+        """The gradients of the weights of all experts, in fp32."""
+        return 4.0 * size.experts * size.expert
 
 
 @dataclass(frozen=True, eq=False)

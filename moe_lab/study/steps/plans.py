@@ -17,7 +17,7 @@ from moe_lab.models.config_json import expert_shape, model_type
 from moe_lab.models.families import family_of
 from moe_lab.models.files import fingerprint
 from moe_lab.paths import resolve
-from moe_lab.study.step import KINDS, Packing, Parts, Step
+from moe_lab.study.step import KINDS, Parts, Step
 from moe_lab.study.steps import tables
 from moe_lab.study.steps.engine import Streamed, engine
 from moe_lab.study.steps.files import STATISTICS, Files, loaded
@@ -227,7 +227,7 @@ class FromScores(MakesPlan):
     """
 
     kind = "plan"
-    packing = Packing.SMALL
+    per_job = "steps_per_job"
     facts: Facts
     scores: Scores
     plugins: Places

@@ -11,7 +11,7 @@ from functools import lru_cache, reduce
 from pathlib import Path
 from typing import Any
 
-from moe_lab.config import COMPRESSED, Config, ExportConfig, LauncherConfig, ModelConfig, RecoveryConfig
+from moe_lab.config import COMPRESSED, ExportConfig, LauncherConfig, ModelConfig, RecoveryConfig
 from moe_lab.config.pruning import Shape
 from moe_lab.grid import Cell
 from moe_lab.json_files import write_json
@@ -27,8 +27,6 @@ from moe_lab.study.steps.passes import OnText
 from moe_lab.study.steps.plans import drops_whole_experts
 
 NO_RECOVERY = RecoveryConfig()
-MATRICES = 3
-"""Matrices of an expert."""
 
 
 @dataclass(frozen=True)
@@ -320,11 +318,9 @@ class Export(Step):
         )
 
     def memory(self, size: Size) -> float:
-        """Bytes of weights that are put into a checkpoint, or of what the converter to GGUF holds at once: one matrix
-        of all experts of a layer, twice in fp32."""
-        rewriting = memory.rewriting(size) if self.pruned.is_changed else 0.0
-        converting = 8.0 * size.experts * size.expert / MATRICES if self.shape.format == "gguf" else 0.0
-        return 2 * memory.BASE + max(rewriting, converting)
+        """Where weights are changed or converted, a decoder layer three times in fp32."""
+        changed = self.pruned.is_changed or self.shape.format == "gguf"
+        return 2 * memory.BASE + changed * 4 / size.bytes_per_parameter * memory.layer_weights(size, 3)
 
     def disk(self, size: Size) -> float:
         """The checkpoint, with those that it is made from: one whose weights are changed is written first without the
@@ -336,9 +332,9 @@ class Export(Step):
         return [self.facts.id, self.shape.format]
 
 
-def export_of(pruned: Pruned, config: Config, usual: Shape = "natural") -> Export:
+def export_of(pruned: Pruned, export: ExportConfig, verify: bool, usual: Shape = "natural") -> Export:
     """The step that writes the pruned and recovered model as a checkpoint; `usual` is its shape if none is set."""
-    shape = replace(config.export, shape=config.export.shape or usual)
+    shape = replace(export, shape=export.shape or usual)
     return Export(
         pruned.loaded.facts,
         pruned.plan,
@@ -346,7 +342,7 @@ def export_of(pruned: Pruned, config: Config, usual: Shape = "natural") -> Expor
         pruned.storage,
         pruned.loaded.arithmetic.dtype if pruned.is_recovered else None,
         shape,
-        config.verify or None,
+        verify or None,
         pruned,
     )
 

@@ -11,7 +11,7 @@ from moe_lab.config import CriterionConfig, ModelConfig
 from moe_lab.errors import unknown
 from moe_lab.grid import Cell
 from moe_lab.models.config_json import check_plain_weights
-from moe_lab.study.step import KINDS, Packing, Step
+from moe_lab.study.step import KINDS, Step
 from moe_lab.study.steps import tables
 from moe_lab.study.steps.files import Files
 from moe_lab.study.steps.model import Facts
@@ -58,7 +58,7 @@ class Scores(Step):
     """A score per expert, or per channel; higher means keep."""
 
     kind = "scores"
-    packing = Packing.SMALL
+    per_job = "steps_per_job"
     facts: Facts
     criterion: CriterionConfig
     sums: dict[str, Step]
@@ -136,7 +136,7 @@ class Family(Step):
     """S(b, alpha, beta) of every expert for all 17 meaningful combinations, for the overlap figures."""
 
     kind = "family"
-    packing = Packing.SMALL
+    per_job = "steps_per_job"
     statistics: StatisticsPass
     gate: str
 
