@@ -32,7 +32,6 @@ from moe_lab import grid, plugins
 from moe_lab.allocation import ALLOCATIONS
 from moe_lab.config import CellConfig, Config
 from moe_lab.config.base import Mistakes, fields_of, is_text, type_at, unfit, valid
-from moe_lab.config.table import basic_lines
 from moe_lab.criteria import CRITERIA
 from moe_lab.errors import UserError, unknown
 from moe_lab.paths import conf, store_folder
@@ -67,6 +66,8 @@ def prepare_multirun(words: Sequence[str]) -> None:
 
     Raises SettingsError for secrets in the words, which Hydra would write into the store.
     """
+    from moe_lab.config.table import basic_lines
+
     # Hydra copies its sources, all registered choices included, for every group that --help lists: most of its time.
     ConfigStore.__deepcopy__ = lambda store, memo: store  # type: ignore[attr-defined]
     OmegaConf.register_new_resolver("sweeps", _sweeps, replace=True)
