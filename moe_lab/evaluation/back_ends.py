@@ -17,8 +17,7 @@ from typing import Any
 
 from moe_lab.config import BackendConfig, BenchmarkConfig, ModelConfig
 from moe_lab.config.identity import identity
-from moe_lab.errors import UserError, nearest, unknown, user_errors
-from moe_lab.evaluation.interpreters import check_has, fields, interpreter
+from moe_lab.errors import UserError, unknown, user_errors
 from moe_lab.evaluation.suite import has_two_phases
 from moe_lab.models.config_json import check_trained_top_k, model_type
 from moe_lab.models.families import PORTS
@@ -125,16 +124,15 @@ def command_line(backend: BackendConfig, checkpoint: Path, port: int, name: str)
 
 
 def check_installed(backend: BackendConfig) -> None:
-    """Raise UserError when vLLM, or the program that backend.command starts, is not on this machine, and for arguments
-    that this vLLM does not have."""
+    """Raise UserError when vLLM, or the program that backend.command starts, is not on this machine."""
     try:
         check_command(backend)
     except UserError:  # which `wrong` reports
         return
     if backend.name == "vllm":
-        python = interpreter("vllm", backend.python, "backend=vllm")
-        check_has("vllm", python)
-        _check_arguments(backend, python)
+        from moe_lab.evaluation.interpreters import check_has, interpreter
+
+        check_has("vllm", interpreter("vllm", backend.python, "backend=vllm"))
     if backend.name != "server":
         return
     program, *_ = command_line(backend, Path("checkpoint"), 0, "name")
@@ -143,16 +141,6 @@ def check_installed(backend: BackendConfig) -> None:
             f"backend.command starts {program}, and there is no such program here: install it, such as with pip "
             f"install {_HINTS.get(program, program)}, or write its path into backend.command"
         )
-
-
-def _check_arguments(backend: BackendConfig, python: str) -> None:
-    """Raise UserError for a name in backend.arguments that is no argument of the vllm.LLM of an interpreter."""
-    known = fields("vllm", "engine/arg_utils.py", "EngineArgs", python) if backend.arguments else []
-    for name in backend.arguments if known else ():
-        if name not in known:
-            close = nearest(name, known)
-            expected = f"did you mean {close}?" if close else "expected one of vllm.engine.arg_utils.EngineArgs"
-            raise UserError(f"backend.arguments.{name} is no argument of vllm.LLM in {python}: {expected}")
 
 
 def search_path() -> str:

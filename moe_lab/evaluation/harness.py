@@ -7,10 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError
+from moe_lab.paths import resolve
 from moe_lab.results import Result, Sample
 
 
@@ -112,6 +114,21 @@ class Graded:
     """Settings of the harness, as JSON."""
     tolerated: int = 0
     """Number of items that may lack an outcome; the protocol names them."""
+
+
+def data_files(benchmark: BenchmarkConfig) -> list[Path]:
+    """The files of a benchmark without a mirror; the last one has the items. Raises UserError naming a missing file."""
+    if not benchmark.task:
+        raise UserError(f"benchmark {benchmark.name} has no data: name its file, such as suite.path=FILE")
+    task = Path(resolve(benchmark.task)).expanduser().absolute()
+    files = [task, task.with_suffix(".jsonl")] if benchmark.harness == "lm_eval" else [task]
+    if answers := benchmark.parameters.get("answers"):
+        files.insert(0, task.parent / str(answers))
+    for file in files:
+        if not file.is_file():
+            hint = ": name its folder by suite.path=FOLDER" if HARNESSES[benchmark.harness].gives_tools else ""
+            raise UserError(f"benchmark {benchmark.name} needs {file}, and there is no such file{hint}")
+    return files
 
 
 def check_count(benchmark: BenchmarkConfig, count: int) -> None:

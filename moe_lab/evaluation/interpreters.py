@@ -46,38 +46,15 @@ def check_names(names: Iterable[str]) -> None:
             raise UserError(f"interpreters.{name} names no program that moe_lab runs: expected {known}")
 
 
+@lru_cache(maxsize=8)
 def check_has(module: str, python: str) -> None:
-    """Raise UserError when the interpreter lacks `module`."""
-    if _answer(python, _HAS, module) != "True":
+    """Raise UserError when the interpreter lacks `module`, or there is none in that file."""
+    try:
+        found = subprocess.run([python, "-I", "-c", _HAS, module], capture_output=True, text=True, env={}).stdout
+    except OSError:
+        found = ""
+    if found.strip() != "True":
         raise UserError(f"interpreters.{module}={python} has no {module}: run make {module}, or name another")
 
 
-def fields(module: str, file: str, name: str, python: str) -> list[str]:
-    """Names of the fields that class `name` states in a source file of `module`; [] if there is no such class.
-
-    `file` is relative to the module's folder. The file is read as text, since importing vLLM takes many seconds.
-    """
-    return _answer(python, _FIELDS, module, file, name).split()
-
-
 _HAS = "import sys; from importlib.util import find_spec; print(find_spec(sys.argv[1]) is not None)"
-_FIELDS = """
-import ast, sys
-from importlib.util import find_spec
-from pathlib import Path
-module, file, name = sys.argv[1:]
-path = Path(find_spec(module).origin).parent / file
-for node in ast.parse(path.read_bytes()).body:
-    if isinstance(node, ast.ClassDef) and node.name == name:
-        print(*[field.target.id for field in node.body if isinstance(field, ast.AnnAssign)])
-"""
-
-
-@lru_cache(maxsize=8)
-def _answer(python: str, program: str, *words: str) -> str:
-    """What a program prints in another interpreter; "" if it fails, or if there is no interpreter in that file."""
-    try:
-        done = subprocess.run([python, "-I", "-c", program, *words], capture_output=True, text=True, env={})
-    except OSError:
-        return ""
-    return done.stdout.strip()

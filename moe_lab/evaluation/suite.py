@@ -6,18 +6,15 @@ import hashlib
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 from moe_lab.calibration.sources import FOREIGN, check_text, file_format, suffix_of
 from moe_lab.config import BenchmarkConfig, Config
 from moe_lab.config.identity import identity as settings_identity
 from moe_lab.errors import UserError, unknown, user_errors
-from moe_lab.evaluation import mirror, rubric
-from moe_lab.evaluation.harness import HARNESSES, check_count, installed
-from moe_lab.evaluation.harnesses import evalscope, lm_eval_folders
+from moe_lab.evaluation.harness import HARNESSES, check_count, data_files, installed
 from moe_lab.evaluation.sandbox.policy import LIMITED, Policy
-from moe_lab.paths import PREFIX, resolve
+from moe_lab.paths import PREFIX
 
 _NUMBERS = {"seconds", "memory_mib", "processes", "length"}
 _RUNNING = ("processes", "template", "answers")
@@ -29,27 +26,14 @@ def policy(config: Config) -> Policy:
     return Policy(config.allow_code_execution, config.sandbox, config.allow_judge, config.allow_pickled_data)
 
 
-def data_files(benchmark: BenchmarkConfig) -> list[Path]:
-    """The files of a benchmark without a mirror; the last one has the items. Raises UserError naming a missing file."""
-    if not benchmark.task:
-        raise UserError(f"benchmark {benchmark.name} has no data: name its file, such as suite.path=FILE")
-    task = Path(resolve(benchmark.task)).expanduser().absolute()
-    files = [task, task.with_suffix(".jsonl")] if benchmark.harness == "lm_eval" else [task]
-    if answers := benchmark.parameters.get("answers"):
-        files.insert(0, task.parent / str(answers))
-    for file in files:
-        if not file.is_file():
-            hint = ": name its folder by suite.path=FOLDER" if HARNESSES[benchmark.harness].gives_tools else ""
-            raise UserError(f"benchmark {benchmark.name} needs {file}, and there is no such file{hint}")
-    return files
-
-
 def data_digest(benchmark: BenchmarkConfig) -> str:
     """sha256 over the benchmark's files, or over their digests in its mirror.
 
     If the mirror is missing, a text with the name of the data is returned, so that costs can be estimated without it.
     """
     if benchmark.data is not None:
+        from moe_lab.evaluation import mirror
+
         try:
             return mirror.digest(benchmark)
         except UserError:  # which `lacking` reports
@@ -93,22 +77,37 @@ def question_identity(benchmark: BenchmarkConfig) -> dict[str, Any]:
     asking = (*named, "shots", "chat", "max_new_tokens", "max_length", "limit", "batch_size")
     return {
         "harness": benchmark.harness,
-        "version": installed(harness.package) if harness.package else evalscope.installed(benchmark),
+        "version": _version(benchmark),
         "data": data_digest(benchmark),
         **{name: getattr(benchmark, name) for name in asking},
         "parameters": _parameters(benchmark, harness.question_parameters),
     }
 
 
+def _version(benchmark: BenchmarkConfig) -> str | None:
+    """The version of the package that asks and grades; None for moe_lab itself, or if it is not installed."""
+    if benchmark.harness == "evalscope":
+        from moe_lab.evaluation.harnesses import evalscope
+
+        return evalscope.installed(benchmark)
+    package = HARNESSES[benchmark.harness].package
+    return installed(package) if package else None
+
+
 def identity(benchmark: BenchmarkConfig) -> dict[str, Any]:
     """All settings of a benchmark that can change its results, so without the address of a judge."""
     harness = HARNESSES[benchmark.harness]
+    judged = {}
+    if benchmark.judge:
+        from moe_lab.evaluation import rubric
+
+        judged = rubric.identity(benchmark)
     return {
         **question_identity(benchmark),
         "reports": dict(benchmark.reports),
         "expected": benchmark.expected,
         "parameters": _parameters(benchmark, harness.question_parameters + harness.grading_parameters),
-        **(rubric.identity(benchmark) if benchmark.judge else {}),
+        **judged,
     }
 
 
@@ -155,13 +154,15 @@ def _wrong(benchmark: BenchmarkConfig) -> Iterator[str]:
         yield str(unknown(f"{name}: harness", benchmark.harness, HARNESSES))
         return
     if HARNESSES[benchmark.harness].gives_tools:
-        from moe_lab.evaluation.harnesses import function_calls  # here, as it reads its files through this module
+        from moe_lab.evaluation.harnesses import function_calls
 
         yield from function_calls.wrong(benchmark)
     elif benchmark.data is None:
         yield from user_errors(lambda: _check_items(benchmark))
     yield from _wrong_settings(benchmark, name)
     if benchmark.harness == "evalscope":
+        from moe_lab.evaluation.harnesses import evalscope
+
         yield from evalscope.wrong(benchmark)
 
 
@@ -170,12 +171,20 @@ def _lacking(benchmark: BenchmarkConfig, policy: Policy) -> Iterator[str]:
     if package and installed(package) is None:
         yield f"benchmark {benchmark.name} needs the package {package}: pip install {package}"
     if benchmark.data is not None:
-        yield from user_errors(lambda: mirror.check(benchmark))
+        from moe_lab.evaluation import mirror
+
+        yield from user_errors(mirror.check, benchmark)
     if benchmark.harness == "lm_eval" and benchmark.data is not None:
+        from moe_lab.evaluation.harnesses import lm_eval_folders
+
         yield from lm_eval_folders.problems(benchmark)
     if benchmark.harness == "wildbench":
+        from moe_lab.evaluation import rubric
+
         yield from rubric.problems(benchmark, policy)
     if benchmark.harness == "evalscope":
+        from moe_lab.evaluation.harnesses import evalscope
+
         yield from evalscope.lacking(benchmark, policy)
     if runs_programs(benchmark):
         yield from user_errors(lambda: policy.protection(closed_world=is_closed_world(benchmark)))

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -27,13 +27,14 @@ from moe_lab.errors import UserError
 from moe_lab.models.discover import MoELayer, is_ragged, moe_layers, routed_layers
 from moe_lab.models.families import DISK_SHARED
 from moe_lab.models.partial_forward import replace_forward
-from moe_lab.models.streamed import StreamedModel
 from moe_lab.pruning.mask import mask, mask_layers
 from moe_lab.pruning.plan import Plan
 from moe_lab.pruning.prune import check_fit
 from moe_lab.statistics.observe import Batch, Observer, Tap
-from moe_lab.statistics.streaming import LayerPass
 from moe_lab.statistics.sums import Layers
+
+if TYPE_CHECKING:
+    from moe_lab.models.streamed import StreamedModel
 
 PARTS = ("attention", "attention_scores", "router", "shared_experts", "experts", "dense", "lm_head", "other")
 """attention: projections and recurrences of the modules that mix tokens; attention_scores: their products of
@@ -242,6 +243,8 @@ def layered_routing(
     `out`, and in memory up to `budget` bytes. Raises UserError as `measured_routing` does, and for damaged weights and
     layers that cannot be run one by one.
     """
+    from moe_lab.statistics.streaming import LayerPass
+
     check_batches(batches)
     if plan is not None:
         check_fit(plan, moe_layers(streamed.model))

@@ -15,21 +15,19 @@ from moe_lab.allocation import listed
 from moe_lab.allocation.grouping import GROUPINGS
 from moe_lab.calibration import settings as calibrations
 from moe_lab.calibration import sources
-from moe_lab.config import BenchmarkConfig, CalibrationConfig, Config
+from moe_lab.config import BenchmarkConfig, CalibrationConfig, Config, ExportConfig, ResourcesConfig, TrackerConfig
 from moe_lab.errors import UserError, user_errors
-from moe_lab.evaluation import back_ends, interpreters, suite
+from moe_lab.evaluation import back_ends, suite
 from moe_lab.evaluation.harness import HARNESSES
 from moe_lab.evaluation.sandbox.policy import check_sandbox
 from moe_lab.grid import Cell, Request, wrong_names
 from moe_lab.models import config_json, files
 from moe_lab.paths import check_folder
-from moe_lab.pruning.export import gguf, layout
 from moe_lab.pruning.form import no_replacements
 from moe_lab.recovery import settings as recoveries
-from moe_lab.study import push, remote, tracking
+from moe_lab.study import remote
 from moe_lab.study.launch import check_device, launcher
 from moe_lab.study.schedule import check_retry
-from moe_lab.study.slurm import resources
 from moe_lab.study.steps import KINDS
 from moe_lab.study.steps.costs import wrong_timing
 from moe_lab.study.steps.evaluation import backend_of
@@ -71,8 +69,11 @@ def lacking(config: Config, requests: Iterable[Request]) -> list[str]:
             sentences += user_errors(check_device, device)
     if config.launcher.python is None:  # an interpreter in a container has programs of its own
         sentences += user_errors(back_ends.check_installed, backend_of(config))
-        for cell in (cell for cells, _ in requests for cell in _each(cells, "model")):
-            sentences += user_errors(gguf.check_converter, config.export, cell.model)
+        if config.export.format == "gguf":
+            from moe_lab.pruning.export import gguf
+
+            for cell in (cell for cells, _ in requests for cell in _each(cells, "model")):
+                sentences += user_errors(gguf.check_converter, config.export, cell.model)
     return list(dict.fromkeys(sentences))
 
 
@@ -82,12 +83,25 @@ def _wrong_settings(config: Config) -> Iterator[str]:
     yield from user_errors(remote.check, config.store)
     yield from user_errors(check_folder, "data_root", config.data_root, usual.data_root)
     yield from user_errors(check_sandbox, config.sandbox)
-    yield from user_errors(interpreters.check_names, config.interpreters)
     yield from user_errors(check_retry, config.retry)
     yield from user_errors(launcher, config.launcher)
-    yield from user_errors(tracking.check, config.tracker)
-    yield from user_errors(push.check, config)
-    yield from user_errors(resources.check, config.resources)
+    # What follows is only imported by studies that use it.
+    if config.interpreters:
+        from moe_lab.evaluation import interpreters
+
+        yield from user_errors(interpreters.check_names, config.interpreters)
+    if config.tracker != TrackerConfig():
+        from moe_lab.study import tracking
+
+        yield from user_errors(tracking.check, config.tracker)
+    if config.push is not None:
+        from moe_lab.study import push
+
+        yield from user_errors(push.check, config)
+    if config.resources != ResourcesConfig():
+        from moe_lab.study.slurm import resources
+
+        yield from user_errors(resources.check, config.resources)
 
 
 def _wrong_secrets(config: Config, cells: Sequence[Cell]) -> Iterator[str]:
@@ -133,6 +147,20 @@ def _wrong_together(config: Config, cells: Sequence[Cell], benchmarks: Sequence[
         if criterion:
             yield from user_errors(check_weights, criterion.name, cell.model)
         yield from user_errors(recoveries.check_model, cell.recovery, cell.model)
+    if config.export != ExportConfig() or config.verify:
+        yield from _wrong_exports(config, cells)
+    yield from _wrong_replacements(config, cells)
+    if config.export.format == "gguf" and config.backend.name != "hf":
+        backend = config.backend.name
+        yield f"backend={backend} reads a folder, and export.format=gguf writes one file: expected backend=hf"
+
+
+def _wrong_exports(config: Config, cells: Sequence[Cell]) -> Iterator[str]:
+    """Problems of exports with the models, criteria, recoveries and allocations."""
+    from moe_lab.pruning.export import gguf, layout
+
+    for cell in _each(cells, "model", "criterion", "recovery"):
+        criterion = criteria.CRITERIA.get(cell.criterion.name)
         granularity = criterion.granularity if criterion else None
         yield from layout.wrong(config.export, cell.model, cell.recovery, granularity, verify=config.verify)
         yield from gguf.wrong(config.export, cell.model, cell.recovery)
@@ -140,10 +168,6 @@ def _wrong_together(config: Config, cells: Sequence[Cell], benchmarks: Sequence[
         granularity, allocated = criteria.get(cell.criterion.name).granularity, allocation.get(cell.allocation.name)
         if granularity in allocated.uneven:
             yield from user_errors(gguf.check_uneven, config.export, cell.model, allocated.name, granularity)
-    yield from _wrong_replacements(config, cells)
-    if config.export.format == "gguf" and config.backend.name != "hf":
-        backend = config.backend.name
-        yield f"backend={backend} reads a folder, and export.format=gguf writes one file: expected backend=hf"
 
 
 def _wrong_templates(cells: Sequence[Cell], benchmarks: Sequence[BenchmarkConfig]) -> Iterator[str]:

@@ -37,8 +37,7 @@ AGAIN = "the export is kept, and the same command uploads it"
 
 def check(config: Config) -> None:
     """Raise UserError for a name that the hub refuses, and when the study exports nothing."""
-    if config.push is None:
-        return
+    assert config.push is not None
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
@@ -53,9 +52,9 @@ def check(config: Config) -> None:
 
 
 def check_graph(config: Config, graph: Graph) -> None:
-    """Raise UserError unless the study exports exactly one cell, if it is to be uploaded."""
+    """Raise UserError unless the study exports exactly one cell."""
     cells = [cell for cell in graph.cells if cell.export]
-    if config.push is not None and len(cells) != 1:
+    if len(cells) != 1:
         named = ", ".join(cell.plan.label() for cell in cells[:3] if cell.plan)
         more = ", ..." if len(cells) > 3 else ""
         raise UserError(
@@ -64,11 +63,8 @@ def check_graph(config: Config, graph: Graph) -> None:
         )
 
 
-def show(study: Study, done: Collection[str]) -> None:
-    """Print what would be uploaded, for a dry run."""
-    repository = study.config.push
-    if repository is None:
-        return
+def show(study: Study, repository: str, done: Collection[str]) -> None:
+    """Print what would be uploaded to `repository`, for a dry run."""
     from huggingface_hub import get_token
 
     cell = _exported(study)
@@ -84,11 +80,9 @@ def show(study: Study, done: Collection[str]) -> None:
         say("push: there is no token of the hub here: `hf auth login` or HF_TOKEN")
 
 
-def push(study: Study, schedule: Schedule) -> int:
-    """Upload the study's exported model, if the settings say so. Returns the exit code: 1 if it was not uploaded."""
-    store, repository = study.store, study.config.push
-    if repository is None:
-        return 0
+def push(study: Study, repository: str, schedule: Schedule) -> int:
+    """Upload the study's exported model to `repository`. Returns the exit code: 1 if it was not uploaded."""
+    store = study.store
     cell = _exported(study)
     try:
         for step in _needed(cell):

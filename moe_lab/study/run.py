@@ -10,7 +10,7 @@ from functools import partial
 from moe_lab.config import Config
 from moe_lab.errors import UserError
 from moe_lab.grid import Request
-from moe_lab.study import push, record, report
+from moe_lab.study import record, report
 from moe_lab.study.estimates import Times, disk_problems, forecast, memory_problems
 from moe_lab.study.graph import build, unresolved
 from moe_lab.study.launch import Launcher, launcher
@@ -39,7 +39,10 @@ def run(config: Config, requests: Sequence[Request], *, add: bool = False) -> in
         raise _together("several things:", problems)
     launch = launcher(config.launcher)
     graph = build(config, requests)
-    push.check_graph(config, graph)
+    if config.push is not None:
+        from moe_lab.study import push
+
+        push.check_graph(config, graph)
     if unknown := unresolved(graph.steps()):
         sentence = (
             f"{', '.join(unknown)}: not in the cache, and the hub cannot be asked, so what would be read is not known"
@@ -70,8 +73,7 @@ def _run(study: Study, missing: list[str], launch: Launcher) -> int:
     if config.launcher.name != "slurm":  # nodes of a cluster have their own memory
         full += memory_problems(undone)
     if config.dry_run:
-        _show_forecast(config, steps, done, Times(store))
-        push.show(study, done)
+        _show_forecast(study, steps, done, Times(store))
         if missing or full:
             raise _together("this cannot start yet:", [*missing, *full])
         return 0
@@ -88,7 +90,7 @@ def _run(study: Study, missing: list[str], launch: Launcher) -> int:
         begun = begin(store, config.study, steps)
         if schedule.waiting and not launch(schedule, study, begun):
             return 0
-    code = max(finish(study, schedule), push.push(study, schedule))
+    code = max(finish(study, schedule), _pushed(study, schedule))
     return max(code, 1) if remote and remote.failed else code
 
 
@@ -104,8 +106,19 @@ def _pulled(remote: Remote, every: Sequence[Step], done: set[str]) -> set[str]:
     return {step.id for step in wanted if remote.store.done(step)}
 
 
-def _show_forecast(config: Config, steps: Sequence[Step], done: set[str], times: Times) -> None:
-    """Print a table of the graph's steps, and with launcher=slurm one of the jobs' resources."""
+def _pushed(study: Study, schedule: Schedule) -> int:
+    """Upload the study's export, if the settings say so; the exit code."""
+    if study.config.push is None:
+        return 0
+    from moe_lab.study.push import push
+
+    return push(study, study.config.push, schedule)
+
+
+def _show_forecast(study: Study, steps: Sequence[Step], done: set[str], times: Times) -> None:
+    """Print a table of the graph's steps, with launcher=slurm one of the jobs' resources, and what would be
+    uploaded."""
+    config = study.config
     console.print(forecast(steps, done, config.resources.gpu_memory, times.seconds))
     missing = [step for step in steps if step.id not in done]
     if config.launcher.name == "slurm" and missing:
@@ -115,6 +128,10 @@ def _show_forecast(config: Config, steps: Sequence[Step], done: set[str], times:
         ask = partial(resources, settings=config.resources, seconds=times.seconds)
         arrays = arrange(missing, ask, config.launcher)
         console.print(table(arrays, config.resources.longest, times.seconds))
+    if config.push is not None:
+        from moe_lab.study.push import show
+
+        show(study, config.push, done)
 
 
 def _together(heading: str, problems: Sequence[str]) -> UserError:

@@ -23,6 +23,7 @@ from moe_lab.evaluation.engines.hf import LoadedModel
 from moe_lab.evaluation.run import evaluate
 from moe_lab.evaluation.sandbox.client import namespaces_missing
 from moe_lab.evaluation.sandbox.policy import LIMITED, NAMESPACES, UNCONFINED, Policy
+from moe_lab.paths import resolve
 from moe_lab.results import Sample
 
 ALLOWED = Policy(allow_code_execution=True, sandbox="auto" if not namespaces_missing() else "none")
@@ -34,7 +35,7 @@ def test_programs_are_completed_and_graded(
 ) -> None:
     """Right answers are made to be what the model writes; one problem wants something else."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    words = Path(suite.resolve("pocket:benchmarks/humaneval.jsonl")).read_text().splitlines()[:3]
+    words = Path(resolve("pocket:benchmarks/humaneval.jsonl")).read_text().splitlines()[:3]
     problems = [json.loads(line) for line in words]
     stop = ("\ndef ", "\nclass ", "\nimport ", "\nfrom ", "\nassert ", *EOS)
     written = write(subject, [row["prompt"].strip() + "\n" for row in problems], 64, stop=stop)
@@ -79,7 +80,7 @@ def test_programs_are_completed_and_graded(
 def test_without_namespaces_only_closed_world_programs_of_shipped_benchmarks_run(
     subject: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("moe_lab.evaluation.sandbox.policy.namespaces_missing", lambda: "not on this machine")
+    monkeypatch.setattr("moe_lab.evaluation.sandbox.client.namespaces_missing", lambda: "not on this machine")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     shipped = BenchmarkConfig(
         name="code",
@@ -93,7 +94,7 @@ def test_without_namespaces_only_closed_world_programs_of_shipped_benchmarks_run
     )
     evaluate(subject, shipped, tmp_path / "out", policy=Policy(True))
     assert json.loads((tmp_path / "out" / "result.json").read_text())["protocol"]["sandbox"] == LIMITED
-    foreign = replace(shipped, task=suite.resolve(shipped.task))
+    foreign = replace(shipped, task=resolve(shipped.task))
     with pytest.raises(UserError, match="sandbox=none"):
         evaluate(subject, foreign, tmp_path / "other", policy=Policy(True))
     assert not (tmp_path / "other").exists()

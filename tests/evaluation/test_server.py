@@ -25,7 +25,7 @@ from processes import executable, is_running, quoted, until
 
 from moe_lab.config import BackendConfig, Config, ModelConfig
 from moe_lab.errors import Unavailable, UserError
-from moe_lab.evaluation import back_ends, interpreters
+from moe_lab.evaluation import back_ends
 from moe_lab.evaluation.answers import render
 from moe_lab.evaluation.engines import completions as served_model
 from moe_lab.evaluation.engines import server as servers
@@ -523,24 +523,6 @@ def test_a_program_that_is_not_installed_is_said_before_anything_is_loaded(monke
     assert "starts no-such-server, and there is no such program here: install it" in sentence
     config.launcher.python = "apptainer exec image.sif python"
     assert preflight.lacking(config, []) == []
-
-
-def test_an_argument_that_vllm_lacks_is_said_before_it_is_started(tmp_path: Path) -> None:
-    """Every step of a study would start vLLM for it, and fail."""
-    engine = tmp_path / "vllm" / "engine"
-    engine.mkdir(parents=True)
-    (tmp_path / "vllm" / "__init__.py").write_text("raise ImportError('is slow')")
-    (engine / "arg_utils.py").write_text("class EngineArgs:\n    tensor_parallel_size: int = 1\n    seed: int = 0\n")
-    text = f"import sys\nsys.path.insert(0, {str(tmp_path)!r})\n"
-    text += "_, _, _, program, *sys.argv[1:] = sys.argv\nexec(program)\n"
-    python = executable(tmp_path / "python", text)
-    back_ends.check_installed(BackendConfig("vllm", arguments={"seed": 1}, python=str(python)))
-    wrong = BackendConfig("vllm", arguments={"seed": 1, "tensor_paralel_size": 2}, python=str(python))
-    with pytest.raises(UserError, match=r"backend\.arguments\.tensor_paralel_size .* tensor_parallel_size\?"):
-        back_ends.check_installed(wrong)
-    (engine / "arg_utils.py").write_text("")  # another vLLM, which says itself what it lacks
-    interpreters._answer.cache_clear()
-    back_ends.check_installed(wrong)
 
 
 def test_what_is_put_into_a_command_stays_one_word() -> None:

@@ -96,7 +96,7 @@ def test_identity_follows_content_and_settings_not_place(tmp_path: Path) -> None
 def test_programs_run_behind_the_walls_that_were_asked_for(
     monkeypatch: pytest.MonkeyPatch, sandbox: str, missing: str | None, closed_world: bool, expected: object
 ) -> None:
-    monkeypatch.setattr("moe_lab.evaluation.sandbox.policy.namespaces_missing", lambda: missing)
+    monkeypatch.setattr("moe_lab.evaluation.sandbox.client.namespaces_missing", lambda: missing)
     if expected is UserError:
         with pytest.raises(UserError, match=f"sandbox={re.escape(sandbox)}"):
             Policy(True, sandbox).protection(closed_world=closed_world)

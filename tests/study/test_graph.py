@@ -209,9 +209,9 @@ def test_what_a_chat_template_is_given_counts_where_it_is_used() -> None:
 
 def test_programs_that_are_not_run_give_other_results(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = {"allow_code_execution": True}
-    monkeypatch.setattr("moe_lab.evaluation.sandbox.policy.namespaces_missing", lambda: None)
+    monkeypatch.setattr("moe_lab.evaluation.sandbox.client.namespaces_missing", lambda: None)
     confined = code_steps(CODE, **settings)
-    monkeypatch.setattr("moe_lab.evaluation.sandbox.policy.namespaces_missing", lambda: "none here")
+    monkeypatch.setattr("moe_lab.evaluation.sandbox.client.namespaces_missing", lambda: "none here")
     limited = code_steps(CODE, **settings)
     assert limited["grade"].id != confined["grade"].id and limited["generate"].id == confined["generate"].id
 
@@ -226,7 +226,7 @@ def policy_of(**settings: Any) -> Policy:
 def test_a_step_runs_in_no_weaker_sandbox_than_its_identity_says(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the machine that grades has no namespaces, and that which began the study has."""
     missing: list[str | None] = [None]
-    monkeypatch.setattr("moe_lab.evaluation.sandbox.policy.namespaces_missing", lambda: missing[0])
+    monkeypatch.setattr("moe_lab.evaluation.sandbox.client.namespaces_missing", lambda: missing[0])
     policy = policy_of(allow_code_execution=True)
     assert policy.protection(closed_world=True) == NAMESPACES
     missing[0] = "none here"

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from moe_lab.errors import Unavailable, UserError, unknown
-from moe_lab.evaluation.sandbox.client import RunnerError, namespaces_missing
 
 SANDBOXES = ("auto", "namespaces", "none")
 NAMESPACES = "namespaces"
@@ -40,6 +39,8 @@ class Policy:
         Raises UserError when no allowed sandbox is possible on this machine, and Unavailable when a sandbox that may
         be possible does not start now: programs then run in no weaker one.
         """
+        from moe_lab.evaluation.sandbox.client import RunnerError, namespaces_missing
+
         check_sandbox(self.sandbox)
         if not self.allow_code_execution:
             raise UserError(

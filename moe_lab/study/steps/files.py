@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,10 +99,10 @@ def loaded(model: ModelConfig) -> tuple[Any, Any]:
 
     An engine is ended, as both may need all the memory of a device.
     """
-    from moe_lab.evaluation.engines import vllm
     from moe_lab.models.load import load_model
 
-    vllm.close()
+    if engines := sys.modules.get("moe_lab.evaluation.engines.vllm"):
+        engines.close()
     if _LOADED.get("of") != model:
         _LOADED.clear()
         _LOADED.update(pair=load_model(model), of=model)

@@ -17,9 +17,6 @@ from moe_lab.models.config_json import expert_shape, model_type
 from moe_lab.models.families import family_of
 from moe_lab.models.files import fingerprint
 from moe_lab.paths import resolve
-from moe_lab.search import evolution
-from moe_lab.search.settings import EvolutionSettings, parse, search_settings
-from moe_lab.search.subsets import check_removals
 from moe_lab.study.step import KINDS, Packing, Parts, Step
 from moe_lab.study.steps import tables
 from moe_lab.study.steps.engine import Streamed, engine
@@ -126,11 +123,16 @@ def drops_whole_experts(cell: Cell) -> bool:
 
 def check_search_parameters(cell: Cell) -> None:
     """Raise UserError for unknown parameters of a search, and for values that cannot work."""
+    from moe_lab.search.settings import parse
+
     parse(cell.allocation.parameters)
 
 
 def check_schedules(cell: Cell) -> None:
     """Raise UserError when no schedule removes as much as the ratio says."""
+    from moe_lab.search import evolution
+    from moe_lab.search.settings import search_settings
+
     check_ratio(cell)
     if layer := _known_layer(cell):
         settings = {**asdict(cell.allocation), "ratio": cell.ratio}
@@ -140,6 +142,8 @@ def check_schedules(cell: Cell) -> None:
 
 def check_choices(cell: Cell) -> None:
     """Raise UserError when the ratio is not feasible, or allows more choices than the limit."""
+    from moe_lab.search.subsets import check_removals
+
     check_ratio(cell)
     if layer := _known_layer(cell):
         limit = {name: value for name, value in cell.allocation.parameters.items() if name == "limit"}
@@ -325,6 +329,8 @@ class Search(OnText):
 
     def units(self) -> float:
         """P + (T - 1)(P - m) candidates, each on the text (P: population, T: generations, m: elites)."""
+        from moe_lab.search.settings import EvolutionSettings
+
         parameters = self.asked.allocation.parameters
         population, elites, generations = (
             int(parameters.get(name, getattr(EvolutionSettings, name)))
