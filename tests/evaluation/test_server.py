@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 from asking import write
 from endpoint import Endpoint, Reply, completion, endpoint
-from processes import executable, is_running, quoted, until
+from processes import is_running, quoted, until
 
 from moe_lab.config import BackendConfig, Config, ModelConfig
 from moe_lab.errors import Unavailable, UserError
