@@ -181,6 +181,12 @@ def test_two_benchmarks_do_not_report_one_result() -> None:
     ("changed", "says"),
     [
         ({"shots": 3}, "shots=3: expected 0"),
+        ({"reports": {}}, "reports is empty"),
+        ({"reports": {"h": "bsae"}}, "did you mean base"),
+        ({"parameters": {"memory": 3}}, "did you mean memory_mib"),
+        ({"limit": 0}, "limit=0"),
+        ({"max_new_tokens": 0}, "max_new_tokens=0"),
+        ({"task": ""}, "suite.path=FILE"),
         ({"max_length": 0}, "max_length=0"),
         ({"parameters": {"seconds": "abc"}}, "parameters.seconds=abc: expected a number"),
         ({"parameters": {"memory_mib": -3}}, "parameters.memory_mib=-3"),
