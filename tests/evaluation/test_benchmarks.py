@@ -192,23 +192,9 @@ def mixed_ids(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({"harness": "evalpuls"}, "did you mean evalplus"),
-        ({"harness": "evalplus", "max_new_tokens": 8, "reports": {"p": "plus"}}, "allow_code_execution=false"),
-        ({"reports": {"p": "perplexty"}}, "did you mean perplexity"),
-        ({"reports": {}}, "reports is empty"),
-        ({"parameters": {"lenght": 3}}, "did you mean length"),
-        ({"parameters": {"length": 99999}}, "expected 2 to"),
-        ({"task": "nowhere.txt"}, "there is no such file"),
-        ({"task": ""}, "suite.path=FILE"),
-        ({"task": "pocket:benchmarks/arc_esy.yaml"}, "did you mean pocket:benchmarks/arc_easy.yaml"),
-        ({"harness": "stories", "reports": {"s": "score"}}, "it generates text"),
-    ],
+    ("changes", "says"), [({"parameters": {"length": 99999}}, "length"), ({"task": "nowhere.txt"}, "nowhere.txt")]
 )
-def test_mistakes_are_said_before_anything_runs(
-    subject: LoadedModel, tmp_path: Path, changes: dict[str, Any], says: str
-) -> None:
+def test_a_mistake_leaves_no_folder(subject: LoadedModel, tmp_path: Path, changes: dict[str, Any], says: str) -> None:
     (tmp_path / "text.txt").write_text(TEXT)
     good = BenchmarkConfig(name="p", harness="perplexity", task=str(tmp_path / "text.txt"), reports={"p": "perplexity"})
     with pytest.raises(UserError, match=says):

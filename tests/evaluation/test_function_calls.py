@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import csv
 import json
-import os
 import re
 import shutil
-import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import preloaded
 import pyarrow.parquet as parquet
 import pytest
 from asking import Said
@@ -30,7 +26,6 @@ from moe_lab.evaluation.harnesses.function_call_rules import Call, Undecodable, 
 from moe_lab.evaluation.reasoning import answer_in
 from moe_lab.evaluation.sandbox.policy import Policy
 from moe_lab.models.config_json import check_chat_template
-from moe_lab.paths import resolve, shipped
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples/function_calls"
@@ -637,32 +632,3 @@ def test_a_template_that_ignores_tools_is_refused(subject: LoadedModel) -> None:
     chatting.tokenizer.chat_template = "{{ messages[0].content }}{% if tools and false %}{% endif %}"
     with pytest.raises(UserError, match="the model's chat template ignores them"):
         render(chatting, messages, tools)
-
-
-@pytest.mark.skipif("olmoe" not in shipped(), reason="no shipped model")
-def test_a_study_asks_grades_and_shows_it_in_tables(tmp_path: Path) -> None:
-    """With a shipped model that got a chat template: it was not trained on calls, and writes none."""
-    model = shutil.copytree(resolve("pocket:olmoe"), tmp_path / "model")
-    (model / "chat_template.jinja").write_text(TEMPLATE)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-
-    def started(*words: str) -> None:
-        command = preloaded.command("-m", *words)
-        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout + done.stderr
-
-    asked = ("suite.benchmarks=[function_calls]", f"suite.path={EXAMPLE}", f"model.path={model}", "model=local")
-    small = ("calibration.tokens=2048", "calibration.length=128", "launcher=inline", "report=false")
-    few = "+protocol.benchmarks.function_calls.max_new_tokens=4"
-    started("moe_lab", *asked, *small, few, "criterion=frequency,man", "store=store")
-    samples = [
-        parquet.read_table(file).to_pylist() for file in (tmp_path / "store/grade").glob("*function_calls*/*.parquet")
-    ]
-    assert len(samples) == 3
-    for rows in samples:
-        assert [row["outcome"] for row in rows] == [0.0] * 7 + [1.0] * 2
-    started("analysis", "unified.table1", "winners", "store=store", "out=tables")
-    for name, column in (("unified.table1", None), ("winners", "Column")):
-        with next((tmp_path / "tables").rglob(f"{name}.csv")).open(newline="") as file:
-            table = list(csv.DictReader(file))
-        assert "function_calls" in ([row[column] for row in table] if column else table[0]), name

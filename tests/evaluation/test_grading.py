@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import resource
-import select
 import signal
 import subprocess
 import sys
@@ -16,10 +15,9 @@ from typing import Any
 import psutil
 import pytest
 from harness_files import problem, write_lines
-from processes import is_running, until
 
 from moe_lab.evaluation.harnesses import evalplus_grader
-from moe_lab.evaluation.harnesses.evalplus import GraderProcess, KeptGrader
+from moe_lab.evaluation.harnesses.evalplus import KeptGrader
 from moe_lab.evaluation.harnesses.evalplus import run_grader as grade
 from moe_lab.evaluation.harnesses.evalplus_grader import GradeRequest
 from moe_lab.evaluation.sandbox.children import LimitedChildren
@@ -81,21 +79,6 @@ def test_mbpp_has_its_own_input_types_and_oracles(tmp_path: Path) -> None:
     assert found == {"similar_elements": ("pass", "pass")}
     wrong = "def similar_elements(a, b): return a"
     assert verdicts(tmp_path, [SHARED], {"similar_elements": wrong}, dataset="mbpp")["similar_elements"][0] == "fail"
-
-
-def test_a_program_that_dies_costs_one_verdict(tmp_path: Path) -> None:
-    found = verdicts(
-        tmp_path,
-        [ADD, MEAN, TWICE],
-        {
-            "add": "import os, signal\ndef add(x): os.kill(os.getppid(), signal.SIGKILL); os._exit(1)"
-            if not namespaces_missing()
-            else "import os\ndef add(x): os._exit(1)",
-            "mean": "def mean(x):\n    while True: pass",
-            "twice": "def twice(x): return [x, x]",
-        },
-    )
-    assert found == {"add": ("crash", "crash"), "mean": ("timeout", "timeout"), "twice": ("pass", "pass")}
 
 
 def test_without_walls_a_program_that_ends_its_runner_costs_one_verdict(tmp_path: Path) -> None:
@@ -199,12 +182,12 @@ def test_equal_programs_are_graded_once(tmp_path: Path) -> None:
     data, ran = write_lines(tmp_path / "data.jsonl", [ADD]), tmp_path / "ran"
     text = f"open({str(ran)!r}, 'w')\ndef add(x): return x + 1"
 
-    def verdict(grader: GraderProcess, program: str, **changes: Any) -> str:
+    def verdict(grader: KeptGrader, program: str, **changes: Any) -> str:
         ran.unlink(missing_ok=True)
         request = GradeRequest("humaneval", str(data), {"HumanEval/900": program}, False, False, **changes)
         return str(grader.grade(request)["verdicts"]["HumanEval/900"]["plus"])
 
-    grader = GraderProcess()
+    grader = KeptGrader()
     try:
         assert verdict(grader, text) == "pass" and ran.exists()
         assert verdict(grader, text) == "pass" and not ran.exists()
@@ -264,86 +247,24 @@ def test_a_grader_replaces_kept_processes_that_have_ended(tmp_path: Path, monkey
         grader.close()
 
 
-def test_memory_of_known_verdicts_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(evalplus_grader, "_MOST_VERDICTS", 2)
-    monkeypatch.setattr("evalplus.data.humaneval.HUMANEVAL_OVERRIDE_PATH", None)  # restored afterwards
-    data = write_lines(tmp_path / "data.jsonl", [ADD])
-    grader = evalplus_grader.Grader()
-    for number in range(9):
-        programs = {"HumanEval/900": f"import number_{number}"}
-        reply = grader.grade(GradeRequest("humaneval", str(data), programs, False, True))
-        assert reply["verdicts"]["HumanEval/900"]["plus"] == "refused"
-        (file,) = grader._files.values()
-        assert 1 <= len(file.graded) <= 3
-
-
 def test_a_grader_is_kept_until_it_ends(tmp_path: Path) -> None:
     data = write_lines(tmp_path / "data.jsonl", [ADD])
     right = GradeRequest("humaneval", str(data), {"HumanEval/900": "def add(x): return x + 1"}, False, False)
     broken = GradeRequest("humaneval", str(tmp_path / "missing"), {}, False, False)
     kept = KeptGrader()
     try:
-        processes = []
-        for request in (right, broken, right):
-            if request is broken:
-                with pytest.raises(RuntimeError, match="missing"):
-                    kept.grade(request)
-            else:
-                assert kept.grade(request)["verdicts"]["HumanEval/900"]["plus"] == "pass"
-            assert kept._grader is not None
-            processes.append(kept._grader._process)
-        assert len(set(processes)) == 1
-        processes[0].kill()
-        processes[0].wait()
+        assert kept.grade(right)["verdicts"]["HumanEval/900"]["plus"] == "pass"
+        assert kept._process is not None
+        process = kept._process.process
+        with pytest.raises(RuntimeError, match="missing"):
+            kept.grade(broken)
+        kept.grade(right)
+        assert kept._process.process is process
+        process.kill()
+        process.wait()
         assert kept.grade(right)["verdicts"]["HumanEval/900"]["plus"] == "pass"
     finally:
         kept.close()
-
-
-def test_a_reply_that_was_not_read_is_not_taken_for_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt() -> str:
-        assert kept._grader is not None
-        select.select([kept._grader._process.stdout], [], [])  # until there is a reply
-        raise KeyboardInterrupt
-
-    rows = [ADD, TWICE]
-    data = write_lines(tmp_path / "data.jsonl", rows)
-    first, second = (GradeRequest("humaneval", str(data), {row["task_id"]: ""}, False, False) for row in rows)
-    kept = KeptGrader()
-    try:
-        kept.grade(first)
-        assert kept._grader is not None
-        with monkeypatch.context() as interrupted, pytest.raises(KeyboardInterrupt):
-            interrupted.setattr(kept._grader._process.stdout, "readline", interrupt)
-            kept.grade(first)
-        assert list(kept.grade(second)["verdicts"]) == list(second.programs)
-    finally:
-        kept.close()
-
-
-KEEPING = """
-import sys
-from moe_lab.evaluation.harnesses.evalplus import kept_grader
-from moe_lab.evaluation.harnesses.evalplus_grader import GradeRequest
-kept_grader.grade(GradeRequest("humaneval", sys.argv[1], {"HumanEval/900": ""}, sys.argv[2] == "", False))
-print("graded", flush=True)
-sys.stdin.read()
-"""
-
-
-@pytest.mark.parametrize("killed", [True, False], ids=["killed", "ended"])
-def test_a_grader_that_waits_ends_with_its_worker(tmp_path: Path, killed: bool) -> None:
-    data = write_lines(tmp_path / "data.jsonl", [ADD])
-    command = [sys.executable, "-c", KEEPING, str(data), namespaces_missing() or ""]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as worker:
-        assert worker.stdin is not None and worker.stdout is not None
-        assert worker.stdout.readline() == "graded\n"
-        below = [process.pid for process in psutil.Process(worker.pid).children(recursive=True)]
-        assert len(below) >= (1 if namespaces_missing() else 3)  # the grader and its confined runner
-        if killed:
-            worker.kill()
-        worker.stdin.close()
-    until(lambda: not any(map(is_running, below)))
 
 
 def test_a_grading_that_is_killed_leaves_no_folder(tmp_path: Path) -> None:
@@ -361,8 +282,8 @@ def test_a_grading_that_is_killed_leaves_no_folder(tmp_path: Path) -> None:
         text=True,
     )
     assert grading.stdin is not None
-    grading.stdin.write(json.dumps(asdict(request)))
-    grading.stdin.close()
+    grading.stdin.write(json.dumps(["grade", {"request": asdict(request)}]) + "\n")
+    grading.stdin.flush()
     process = psutil.Process(grading.pid)
     while not process.children(recursive=True):  # until programs are run
         assert grading.poll() is None

@@ -222,15 +222,6 @@ def test_the_judge_is_part_of_what_a_result_is_and_neither_place_nor_key_are(
     assert suite.identity(other) != own and suite.question_identity(other) == suite.question_identity(benchmark)
 
 
-def test_preflight_wants_leave_to_ask_a_judge(published: BenchmarkConfig, at: Endpoint) -> None:
-    benchmark = judged(published, at)
-    assert suite.preflight([benchmark], ALLOWED) == []
-    (sentence,) = suite.preflight([benchmark], Policy())
-    assert sentence.startswith("allow_judge=false, but benchmark wildbench sends")
-    (sentence,) = suite.preflight([replace(benchmark, chat=False)], ALLOWED)
-    assert sentence.startswith("benchmark wildbench: chat=false, but conversations")
-
-
 def test_leave_to_ask_a_judge_may_come_with_the_next_run(
     published: BenchmarkConfig, at: Endpoint, tmp_path: Path
 ) -> None:

@@ -7,14 +7,10 @@ template, as EvalPlus asks models behind an API: with one message, and without a
 from __future__ import annotations
 
 import atexit
-import json
 import os
 import re
-import subprocess
-import tempfile
 import textwrap
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from threading import Lock
@@ -22,6 +18,7 @@ from typing import Any
 
 from evalplus.provider.utility import EOS, extra_eos_for_direct_completion
 
+from moe_lab.child_process import Child, Ended, Refused
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError
 from moe_lab.evaluation import mirror
@@ -153,93 +150,42 @@ def dataset_of(problems: Mapping[str, Any]) -> str:
     return kinds.pop()
 
 
-class GraderProcess:
-    """A grading process without torch, with a minimal environment and without a home folder to write to.
+class KeptGrader:
+    """The grading process of this process: started at the first request, and again when it has ended.
 
-    It grades one request after the other, and ends when this object is closed or this process ends.
+    It loads no torch, has a minimal environment and no home folder to write to, and grades one request after the other.
     """
 
     def __init__(self) -> None:
-        kept = {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH", "TMPDIR") if name in os.environ}
-        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
-        self._process = subprocess.Popen(
-            command("moe_lab.evaluation.harnesses.evalplus_grader"),
-            cwd="/",
-            env={**kept, "PYTHONNOUSERSITE": "1", "HOME": "/nonexistent", "OMP_NUM_THREADS": "1"},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-            text=True,
-        )
-
-    def grade(self, request: GradeRequest) -> dict[str, Any]:
-        """Verdicts and programs by task id.
-
-        Raises GraderEnded when the process has ended, and RuntimeError when it could not grade this request.
-        """
-        assert self._process.stdin is not None and self._process.stdout is not None
-        line = ""
-        try:
-            if self._process.poll() is None:
-                self._process.stdin.write(json.dumps(asdict(request)) + "\n")
-                self._process.stdin.flush()
-                line = self._process.stdout.readline()
-        except BrokenPipeError:
-            pass
-        except BaseException:  # as an interrupt: a reply that was not read would be taken for that of the next request
-            self._process.kill()
-            self._process.wait()
-            raise
-        if not line.endswith("\n"):
-            code = self._process.wait()
-            self._errors.seek(0)
-            lines = self._errors.read().decode("utf-8", "replace").strip().splitlines() or [f"exit code {code}"]
-            raise GraderEnded(f"grading {request.data} failed: {lines[-1]}")
-        reply: dict[str, Any] = json.loads(line)
-        if "error" in reply:
-            raise RuntimeError(f"grading {request.data} failed: {reply['error']}")
-        return reply
-
-    def close(self) -> None:
-        """End the process and what it has started."""
-        assert self._process.stdin is not None and self._process.stdout is not None
-        with suppress(BrokenPipeError):
-            self._process.stdin.close()
-        self._process.wait()
-        self._process.stdout.close()
-        self._errors.close()
-
-
-class GraderEnded(RuntimeError):
-    """The grading process ended without a reply."""
-
-
-class KeptGrader:
-    """The grading process of this process: started at the first request, and again when it has ended."""
-
-    def __init__(self) -> None:
         self._lock = Lock()
-        self._grader: GraderProcess | None = None
+        self._process: Child | None = None
         self._owner = os.getpid()
 
     def grade(self, request: GradeRequest) -> dict[str, Any]:
-        """As `GraderProcess.grade`."""
+        """Verdicts and programs by task id. Raises RuntimeError when the process could not grade this request."""
         with self._lock:
             if self._owner != os.getpid():  # a fork must not read the replies to its parent
-                self._grader, self._owner = None, os.getpid()
-            if self._grader is not None:
-                try:
-                    return self._grader.grade(request)
-                except GraderEnded:  # between two requests, as when the thread that started it ends
-                    self.close()
-            self._grader = GraderProcess()
-            return self._grader.grade(request)
+                self._process, self._owner = None, os.getpid()
+            if self._process is None or self._process.process.poll() is not None:
+                self.close()
+                self._process = _started()
+            try:
+                graded: dict[str, Any] = self._process.call("grade", request=asdict(request))
+            except (Ended, Refused) as error:
+                raise RuntimeError(f"grading {request.data} failed: {error}") from None
+            return graded
 
     def close(self) -> None:
-        """End the process; the next request starts another one."""
-        if self._grader is not None:
-            self._grader.close()
-            self._grader = None
+        """End the process and what it has started; the next request starts another one."""
+        if self._process is not None:
+            self._process.close()
+            self._process = None
+
+
+def _started() -> Child:
+    kept = {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH", "TMPDIR") if name in os.environ}
+    usual = {"PYTHONNOUSERSITE": "1", "HOME": "/nonexistent", "OMP_NUM_THREADS": "1"}
+    return Child(command("moe_lab.evaluation.harnesses.evalplus_grader"), {**kept, **usual}, Path("/"))
 
 
 kept_grader = KeptGrader()
@@ -248,7 +194,7 @@ atexit.register(kept_grader.close)
 
 def run_grader(request: GradeRequest) -> dict[str, Any]:
     """Grade in a process that is started for this request alone."""
-    grader = GraderProcess()
+    grader = KeptGrader()
     try:
         return grader.grade(request)
     finally:

@@ -1,10 +1,9 @@
 """Grade programs with EvalPlus's data and rules: `python -m moe_lab.evaluation.harnesses.evalplus_grader`.
 
-The process reads one request per line from standard input and writes one line with the verdicts to standard output.
-It loads neither torch nor the model, and never runs a program itself: `sandbox/runner.py` does, which gets the program
-and the inputs but not the expected outputs. Imports, problems, expected outputs, verdicts, confined runners and the
-processes that compare are kept for the next request, so that a request for programs that were graded before, as other
-plans often give, costs nothing.
+The process loads neither torch nor the model, and never runs a program itself: `sandbox/runner.py` does, which gets the
+program and the inputs but not the expected outputs. Imports, problems, expected outputs, verdicts, confined runners and
+the processes that compare are kept for the next request, so that a request for programs that were graded before, as
+other plans often give, costs nothing.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import hashlib
 import json
 import os
 import sys
-import traceback
 import types
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
@@ -21,11 +19,11 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from moe_lab.child_process import serve
 from moe_lab.evaluation.sandbox import encoding
 from moe_lab.evaluation.sandbox.children import LimitedChildren
 from moe_lab.evaluation.sandbox.client import Outcome, Runners
 from moe_lab.evaluation.sandbox.closed_world import leaves_closed_world
-from moe_lab.evaluation.sandbox.confinement import die_with_parent
 from moe_lab.evaluation.sandbox.encoding import encode
 from moe_lab.evaluation.sandbox.runner import Request
 from moe_lab.json_files import write_json
@@ -156,14 +154,15 @@ class Grader:
 
     def __init__(self) -> None:
         self._files: dict[tuple[str, str], DataFile] = {}
-        self._confined = Runners(confined=True)
+        self.confined = Runners(confined=True)
+        """Runners in namespaces, kept for the next request."""
         self._sanitizing: LimitedChildren | None = None
 
     def grade(self, request: GradeRequest) -> dict[str, Any]:
         """Verdicts and sanitized programs by task id, and EvalPlus's version."""
         file = self._file(request)
         # Without namespaces a program can harm other processes, so that no later request may get the same ones.
-        runners = self._confined if request.confined else Runners(confined=False)
+        runners = self.confined if request.confined else Runners(confined=False)
         try:
             sanitizer = self._sanitizer(file.rules) if request.sanitize else None
             graded = _Grading(request, file, runners, sanitizer).graded()
@@ -171,7 +170,7 @@ class Grader:
             self._end_children()
             raise
         finally:
-            if runners is not self._confined:
+            if runners is not self.confined:
                 runners.close()
                 self._end_children()
         return {
@@ -203,7 +202,7 @@ class Grader:
 
     def close(self) -> None:
         """End all processes."""
-        self._confined.close()
+        self.confined.close()
         self._end_children()
 
     def _end_children(self) -> None:
@@ -360,24 +359,21 @@ class GradingError(RuntimeError):
     """Grading failed, and not because of a program."""
 
 
-def main() -> None:
-    """Answer each line of standard input, a request, by a line with verdicts, or with the error."""
-    replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # EvalPlus may print, which must not mix with the verdicts
-    die_with_parent()
-    grader = Grader()
-    try:
-        for line in sys.stdin:
-            try:
-                reply = grader.grade(GradeRequest(**json.loads(line)))
-            except Exception as error:  # noqa: BLE001 - it belongs to this request alone, and is reported
-                traceback.print_exc()
-                reply = {"error": str(error) or type(error).__name__}
-            replies.write(json.dumps(reply) + "\n")
-            replies.flush()
-    finally:
-        grader.close()
+class Worker:
+    """What the process does."""
+
+    def __init__(self) -> None:
+        self._grader = Grader()
+
+    def grade(self, request: dict[str, Any]) -> dict[str, Any]:
+        """What `Grader.grade` returns for a request with these fields."""
+        return self._grader.grade(GradeRequest(**request))
+
+    def end_runners(self) -> None:
+        """End the runners, which have sessions of their own; all others end with this process's group."""
+        self._grader.confined.close()
 
 
 if __name__ == "__main__":
-    main()
+    worker = Worker()
+    serve(worker, worker.end_runners)
