@@ -8,6 +8,7 @@ from functools import partial
 from moe_lab.config import Config
 from moe_lab.errors import UserError
 from moe_lab.grid import Request
+from moe_lab.results import DIGITS
 from moe_lab.study import report
 from moe_lab.study.estimates import Times, disk_problems, forecast, memory_problems
 from moe_lab.study.graph import build, unresolved
@@ -19,7 +20,7 @@ from moe_lab.study.report import finish
 from moe_lab.study.runs import Run, begin
 from moe_lab.study.schedule import Schedule, recall_failures
 from moe_lab.study.step import Step, unmerged
-from moe_lab.study.store import DIGITS, Store
+from moe_lab.study.store import Store
 from moe_lab.study.sync import Remote, pull, pull_records, pushed_regularly
 
 

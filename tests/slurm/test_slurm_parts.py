@@ -26,7 +26,7 @@ from moe_lab.study.slurm.pack import Pack, settle
 from moe_lab.study.slurm.pack import _absent as absent
 from moe_lab.study.slurm.scheduler import Queued, time_limits
 from moe_lab.study.slurm.submit import copy_code, under_way
-from moe_lab.study.status import StepState, StudyState, left
+from moe_lab.study.status import StepState, left
 from moe_lab.study.step import Step, code_state
 from moe_lab.study.steps.evaluation import Generate, Grade
 from moe_lab.study.store import Store
@@ -203,9 +203,8 @@ def test_what_is_left_takes_as_long_as_what_is_done_did() -> None:
     """Three steps of 60 s to come, two at a time, of which one has been running for 20 s and one for too long."""
     now = time.time()
     rows = [("a", "done", None), ("b", "running", now - 20), ("c", "running", now - 99), ("d", "pending", None)]
-    steps = {name: StepState(name, f"k/{name}", state, (), None, since) for name, state, since in rows}
-    state = StudyState(now, steps, {}, {}, {}, "")
-    assert left(state, {"k": 60.0})["k"] == pytest.approx((3 * 60 - 20 - 60) / 2, abs=1)
+    steps = [StepState(name, f"k/{name}", state, since=since or 0.0) for name, state, since in rows]
+    assert left(steps, 60.0) == pytest.approx((3 * 60 - 20 - 60) / 2, abs=1)
 
 
 def test_requeues_come_to_an_end() -> None:

@@ -30,11 +30,10 @@ from moe_lab.study import __main__ as command
 from moe_lab.study import launch, sync
 from moe_lab.study.graph import build
 from moe_lab.study.preflight import preflight
-from moe_lab.study.report import fingerprint, mark_report, report_folder
 from moe_lab.study.run import run
 from moe_lab.study.step import digest
-from moe_lab.study.store import Store, damaged, entry
-from moe_lab.study.sync import MADE_FROM, Remote
+from moe_lab.study.store import Store, damage, entry
+from moe_lab.study.sync import Remote
 
 Asked = tuple[Config, list[Request]]
 Machine = Callable[[str], None]
@@ -107,7 +106,7 @@ def test_another_machine_makes_nothing_again(tmp_path: Path, machine: Machine, o
     assert begin(url, one) == 0 and Worker.did == []
     assert content(tmp_path / "alone") == first == content(store_folder(url)) != {}
     assert recorded(tmp_path / "alone") == recorded(store_folder(url))
-    assert not any(damaged(folder) for folders in Store(url).finished().values() for folder in folders)
+    assert not any(damage(folder, hash_all=True) for folders in Store(url).finished().values() for folder in folders)
 
 
 def test_a_dry_run_counts_what_is_there_and_leaves_nothing(
@@ -237,7 +236,7 @@ def test_killed_in_the_middle_of_a_pull(tmp_path: Path, machine: Machine, one: A
     killed(url, "get_file 5")
     place = store_folder(url)
     assert list(place.glob("*/.*")), "it was in the middle"
-    assert not any(damaged(folder) for folders in Store(place).finished().values() for folder in folders)
+    assert not any(damage(folder, hash_all=True) for folders in Store(place).finished().values() for folder in folders)
     assert begin(url, one) == 0 and Worker.did == []
     assert content(place) == content(tmp_path / "alone") and not list(place.glob("*/.*"))
 
@@ -351,32 +350,6 @@ def test_a_study_is_synchronised_by_its_name_and_analysed_there(
     machine("third")
     next(Path(tmp_path, "remote", "plan").glob("*.json")).unlink()
     assert ask(monkeypatch, "sync", STUDY, f"store={url}") == 1, "a step is nowhere"
-
-
-def test_a_report_is_pushed_with_its_mark_last_unless_it_is_outdated(
-    tmp_path: Path, machine: Machine, one: Asked, other: Asked, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    url, pushed, put = url_of(tmp_path), [], Remote.put
-    assert begin(url, one) == 0
-    store, there = Store(url), tmp_path / "remote" / "reports" / STUDY
-    folder = report_folder(store, STUDY)
-    (folder / "figures").mkdir(parents=True)
-    for name in ("report.html", "figures/a.svg"):
-        (folder / name).write_text("first")
-    mark_report(store, STUDY, fingerprint(store, STUDY))
-    with monkeypatch.context() as patch:
-        patch.setattr(Remote, "put", lambda self, *paths: pushed.append(paths[0].name) or put(self, *paths))
-        sync.push(store, Remote(url))
-    assert sorted(pushed) == [MADE_FROM, "a.svg", "report.html"] and pushed[-1] == MADE_FROM
-    (there / "report.html").write_text("as it was")
-    sync.push(store, Remote(url))
-    assert (there / "report.html").read_text() == "as it was", "made from the same record"
-    assert begin(url, other) == 0, "with report=false, the page shows the record before"
-    sync.push(store, Remote(url))
-    assert (there / "report.html").read_text() == "as it was"
-    mark_report(store, STUDY, fingerprint(store, STUDY))
-    sync.push(store, Remote(url))
-    assert (there / "report.html").read_text() == "first"
 
 
 @pytest.mark.parametrize(
