@@ -12,7 +12,7 @@ from processes import quoted
 
 from moe_lab.config import BackendConfig
 from moe_lab.errors import UserError
-from moe_lab.evaluation.back_ends import command_line
+from moe_lab.evaluation.engines import command_line
 from moe_lab.secrets import MASK, problems
 from moe_lab.study.step import error_document
 

@@ -16,7 +16,7 @@ from moe_lab.calibration import settings as calibrations
 from moe_lab.calibration import sources
 from moe_lab.config import BenchmarkConfig, CalibrationConfig, Config, ExportConfig, ResourcesConfig, TrackerConfig
 from moe_lab.errors import UserError, user_errors
-from moe_lab.evaluation import back_ends, suite
+from moe_lab.evaluation import engines, suite
 from moe_lab.evaluation.harness import HARNESSES
 from moe_lab.grid import Cell, Request
 from moe_lab.models import config_json, files
@@ -62,7 +62,7 @@ def lacking(config: Config, requests: Iterable[Request]) -> list[str]:
         for device in dict.fromkeys(cell.model.device for cells, _ in requests for cell in cells):
             sentences += user_errors(check_device, device)
     if config.launcher.python is None:  # an interpreter in a container has programs of its own
-        sentences += user_errors(back_ends.check_installed, backend_of(config))
+        sentences += user_errors(engines.check_installed, backend_of(config))
         if config.export.format == "gguf":
             from moe_lab.pruning.export import gguf
 
@@ -112,7 +112,7 @@ def _wrong_choices(cells: Sequence[Cell], benchmarks: Sequence[BenchmarkConfig])
 def _wrong_together(config: Config, cells: Sequence[Cell], benchmarks: Sequence[BenchmarkConfig]) -> Iterator[str]:
     """Problems of choices that are valid on their own but cannot be combined."""
     models = [cell.model for cell in _each(cells, "model")]
-    yield from back_ends.wrong(config.backend, benchmarks, models)
+    yield from engines.wrong(config.backend, benchmarks, models)
     for model in models:
         yield from wrong_timing(config, model)
     if config.objective is not None:

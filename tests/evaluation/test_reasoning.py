@@ -27,8 +27,8 @@ from transformers import AddedToken
 from moe_lab.config import BenchmarkConfig, JudgeConfig
 from moe_lab.errors import UserError
 from moe_lab.evaluation import run
-from moe_lab.evaluation.engines.completions import Completions, ServedModel
 from moe_lab.evaluation.engines.hf import LoadedModel
+from moe_lab.evaluation.engines.server import ServedModel
 from moe_lab.evaluation.engines.vllm import VllmModel
 from moe_lab.evaluation.judge import Judge
 from moe_lab.evaluation.mirror import benchmarks, make
@@ -283,7 +283,7 @@ def test_a_stop_text_in_a_thought_ends_no_text_of_a_server(subject: LoadedModel)
 
     with endpoint(answer) as at:
         model = chatting(subject, PLAIN + "<think>\n")
-        served = ServedModel(Completions(at.url, "m"), model.tokenizer, 512, {})
+        served = ServedModel(at.url, "m", model.tokenizer, 512, {})
         (reply,) = ask(served, ["Q<think>\n"], 40, stop=("END",), chat=True)
         assert (reply.thought, reply.text) == ("Read the END: 5.</think>", "It is 7. ")
 
@@ -326,7 +326,7 @@ def test_marks_that_are_special_tokens_part_thoughts_too(with_special_marks: Loa
 
 def test_a_server_that_would_leave_marks_out_is_refused(with_special_marks: LoadedModel) -> None:
     with endpoint(lambda body: completion("Is it 24? It is 72.", "m")) as at:
-        served = ServedModel(Completions(at.url, "m"), with_special_marks.tokenizer, 512, {})
+        served = ServedModel(at.url, "m", with_special_marks.tokenizer, 512, {})
         with pytest.raises(UserError, match=r"\[THINK\].*expected backend=hf"):
             ask(served, ["Q"], 40, chat=True)
         assert write(served, ["Q"], 40), "a completion has no thoughts"

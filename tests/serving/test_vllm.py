@@ -316,7 +316,7 @@ def test_a_server_reads_an_export_whose_layers_differ(models: Models) -> None:
             last = texts[0].split()[-1]
             stops = ("w3 w4", "w5 w6", "w7 w8", "w9 w10", "w11 w12", last)
             stopped = written(server, prompts, stops)
-            group = server.completions.last_words.func.__self__.process.pid  # type: ignore[attr-defined]
+            group = server.last_words.args[0].process.pid  # type: ignore[attr-defined]
             (engine,) = (process for process, name in processes(group).items() if "EngineCor" in name)
             os.kill(engine, signal.SIGKILL)
             with pytest.raises(Unavailable) as died:

@@ -16,8 +16,8 @@ from typing import Any
 from moe_lab.child_process import Child, Ended, Refused
 from moe_lab.config import BackendConfig, ModelConfig
 from moe_lab.errors import Unavailable, UserError
-from moe_lab.evaluation.back_ends import ELSEWHERE, last_lines
 from moe_lab.evaluation.engines import (
+    ELSEWHERE,
     TOKEN_SECONDS,
     Engine,
     Likelihood,
@@ -29,6 +29,7 @@ from moe_lab.evaluation.engines import (
     continuation,
     end_tokens,
     how_ended,
+    last_lines,
 )
 from moe_lab.evaluation.interpreters import interpreter
 from moe_lab.paths import caches
