@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -365,8 +365,7 @@ def plan(
     from moe_lab.config import AllocationConfig
     from moe_lab.config.base import valid
     from moe_lab.errors import UserError
-    from moe_lab.pruning.plan import make_channel_plan, make_plan
-    from moe_lab.pruning.replace import replace_dropped
+    from moe_lab.pruning.replace import plan_from_scores
 
     attached = scores.attrs.get("statistics")
     statistics = statistics or (attached.statistics if attached else None)
@@ -377,8 +376,8 @@ def plan(
         raise UserError(f"allocation={allocation} searches with the model: expected another one here, or run a study")
     given |= {"name": allocation, "parameters": dict(parameters)}
     settings: AllocationConfig = valid(AllocationConfig, given, "allocation", f"allocation={allocation}")
-    of_channels = "channel" in scores
-    allocations.check(settings, "channel" if of_channels else "expert")
+    granularity: Literal["expert", "channel"] = "channel" if "channel" in scores else "expert"
+    allocations.check(settings, granularity)
     chosen = {name: value for name, value in vars(settings).items() if not name.startswith("protect")}
     chosen |= {**protection.identity(vars(settings)), "ratio": ratio}
     lacking = [need for need in allocations.needs(chosen) if need not in statistics.sums]
@@ -389,19 +388,12 @@ def plan(
             "criteria that read the rest"
         )
     facts = protection.with_protected(chosen, statistics.facts, statistics.sums.get("statistics", {}))
-    layers = facts["layers"]
     provenance: dict[str, Any] = {"allocation": {name: value for name, value in chosen.items() if value is not None}}
     provenance |= protection.provenance(facts)
     if facts.get("sha256"):  # only statistics from files state it; `export` then refuses another model
         provenance["model_sha256"] = facts["sha256"]
-    values = _scores_table(scores, layers)
-    if of_channels:
-        keep = allocations.budgets(chosen, layers, values, statistics.sums, facts)
-        zero = allocations.zero_expert(chosen)
-        return make_channel_plan(values, keep, layers, zero_expert=zero, provenance=provenance)
-    remove = allocations.allocate(chosen, layers, values, statistics.sums, facts)
-    pruned = make_plan(values, remove, layers, provenance=provenance)
-    return replace_dropped(pruned, chosen, values, statistics.sums, layers)
+    values = _scores_table(scores, facts["layers"])
+    return plan_from_scores(chosen, values, granularity, facts, statistics.sums, provenance=provenance)
 
 
 def align(

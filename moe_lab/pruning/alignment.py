@@ -75,6 +75,7 @@ class AlignmentTap(Tap):
     """
 
     kind = "alignment"
+    resumes = False
     plan: ClassVar[Plan]
 
     def experts(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

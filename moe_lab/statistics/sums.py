@@ -132,13 +132,6 @@ def read(path: Path | str, framework: str = "np", only: str | None = None) -> di
     return dict(sorted(layers.items()))
 
 
-def names(path: Path | str) -> set[str]:
-    """Names of the statistics in a file, whatever layer they are of. Same errors as `read`."""
-    header(path)
-    with safe_open(path, framework="np") as file:
-        return {key.split("/")[1] for key in file.keys()}  # noqa: SIM118
-
-
 def by_layer(passes: Iterable[Mapping[int, Mapping[str, Any]]]) -> dict[int, dict[str, Any]]:
     """Merge the arrays of several passes over one model: layer -> name -> array."""
     merged: dict[int, dict[str, Any]] = {}
@@ -218,12 +211,3 @@ def mean_output(sums: Mapping[str, Any]) -> NDArray[numpy.float64]:
     tokens = numpy.maximum(numpy.asarray(sums["tokens"], dtype=float), 1)
     means: NDArray[numpy.float64] = numpy.asarray(sums["output_sum"], dtype=float) / tokens[:, None]
     return means
-
-
-def coverage(statistics: Statistics) -> list[tuple[int, int, int]]:
-    """Rows (layer, expert, tokens), ordered: how many valid tokens were routed to each expert."""
-    return [
-        (layer, expert, int(tokens))
-        for layer, named in statistics.layers.items()
-        for expert, tokens in enumerate(named["tokens"].tolist())
-    ]

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from moe_lab.errors import UserError
-from moe_lab.statistics.sums import Statistics, check_finite, coverage, header, read
+from moe_lab.statistics.sums import Statistics, check_finite, header, read
+from moe_lab.study.steps.tables import coverage
 
 
 def statistics(values: list[float]) -> Statistics:
@@ -74,5 +75,5 @@ def test_what_is_not_finite_is_named(value: float) -> None:
 
 def test_coverage_lists_every_expert() -> None:
     found = statistics([4, 0, 2])
-    assert coverage(found)[:3] == [(2, 0, 4), (2, 1, 0), (2, 2, 2)]
-    assert len(coverage(found)) == 6
+    assert coverage(found.layers)[:3] == [(2, 0, 4), (2, 1, 0), (2, 2, 2)]
+    assert len(coverage(found.layers)) == 6

@@ -47,8 +47,10 @@ class ActivationAlignment(OnText):
         return asked
 
     def work(self, files: Files) -> None:
-        passes = engine(self.loaded.model, self.text, files, {"step": self.id})
-        passes.aligned(files.plan(self.plan)).save(files.out / "plan.json")
+        from moe_lab.pruning.alignment import align_by_activations, alignment_tap
+
+        passes, plan = engine(self.loaded.model, self.text, files, {"step": self.id}), files.plan(self.plan)
+        align_by_activations(plan, passes.read(alignment_tap(plan)).layers).save(files.out / "plan.json")
 
     def layer_memory(self, size: Size) -> float:
         """Products of channels, in fp64 for at most every expert."""

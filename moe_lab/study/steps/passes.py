@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from pkgutil import resolve_name
 from shutil import copyfile
 from typing import Any, ClassVar, Self
 
 from moe_lab import results
 from moe_lab.calibration import settings as calibrations
 from moe_lab.config import CalibrationConfig, ModelConfig
-from moe_lab.errors import UserError
 from moe_lab.grid import Cell
 from moe_lab.models.config_json import Size
 from moe_lab.study import memory
@@ -21,8 +21,8 @@ from moe_lab.study.steps.engine import engine
 from moe_lab.study.steps.files import REPORT, STATISTICS, Files, loaded, read_text
 from moe_lab.study.steps.model import Facts, Loaded, loaded_as
 
-Table = tuple[str, tuple[str, ...], list[tuple[Any, ...]]]
-"""Name of a file, its columns, its rows."""
+Table = tuple[str, tuple[str, ...], Callable[[tables.Layers], list[tables.Row]]]
+"""Name of a file, its columns, and the function that makes its rows from sums of layers."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,19 +93,18 @@ class OnText(Step):
 class LeavesSums(Step):
     """A step that leaves sums for each layer, and small tables that figures need of them."""
 
+    figures: ClassVar[tuple[Table, ...]] = ()
+    """The tables."""
+
     def sums(self, files: Files) -> Any:
         """The sums."""
         raise NotImplementedError
 
-    def tables(self, sums: Any) -> Iterator[Table]:
-        """The tables; none for most kinds."""
-        return iter(())
-
     def work(self, files: Files) -> None:
         sums = self.sums(files)
         sums.save(files.out / STATISTICS)
-        for name, columns, rows in self.tables(sums):
-            files.table(name, columns, rows)
+        for name, columns, rows in self.figures:
+            files.table(name, columns, rows(sums.layers))
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,6 +112,8 @@ class Pass(LeavesSums, OnText):
     """A pass over the calibration set."""
 
     reads_text = True
+    tap: ClassVar[str] = ""
+    """Module of `moe_lab.statistics` and name of the tap that gathers the sums."""
     divides: ClassVar[bool] = True
     """Whether sums over rows can be added up, so that calibration.parts divides the pass into steps."""
 
@@ -132,11 +133,9 @@ class Pass(LeavesSums, OnText):
 
     def gather(self, files: Files) -> Any:
         """The sums of this pass."""
-        raise NotImplementedError
-
-    def engine(self, files: Files) -> Any:
-        """The model and the text, opened by the engine that calibration.engine names."""
-        return engine(self.loaded.model, self.text, files, {"step": self.id}, self.rows)
+        passes = engine(self.loaded.model, self.text, files, {"step": self.id}, self.rows)
+        read = passes.read_back if self.backward else passes.read
+        return read(resolve_name(f"moe_lab.statistics.{self.tap}"))
 
     def merge(self, shares: list[Path]) -> Any:
         """The sums of the shares in these files together: layer -> name -> tensor."""
@@ -145,17 +144,9 @@ class Pass(LeavesSums, OnText):
         return merged(read(file, framework="pt") for file in shares)
 
     def _merged(self, files: Files) -> Any:
-        """The sums of all shares. Raises UserError unless all have the same: one may be older than a sum of others."""
-        from moe_lab.statistics.sums import Statistics, header, names
+        from moe_lab.statistics.sums import Statistics, header
 
         shares = [files.path(step, STATISTICS) for step in self.merges]
-        of_shares = [names(file) for file in shares]
-        for step, own in zip(self.merges, of_shares, strict=True):
-            if lacking := sorted(set().union(*of_shares) - own):
-                raise UserError(
-                    f"calibration.parts={len(shares)}: the part {step.folder} lacks {', '.join(lacking)}, which other "
-                    "parts have: it is older than these sums, so remove it from the store and run again"
-                )
         copyfile(files.path(self.merges[0], REPORT), files.out / REPORT)  # each share has the report on the whole text
         return Statistics(self.merge(shares), {"kind": header(shares[0])["kind"], "fingerprint": {"step": self.id}})
 
@@ -166,19 +157,13 @@ class StatisticsPass(Pass):
 
     kind = "statistics"
     streams = True
-
-    def gather(self, files: Files) -> Any:
-        from moe_lab.statistics.forward import ForwardTap
-
-        return self.engine(files).read(ForwardTap)
-
-    def tables(self, sums: Any) -> Iterator[Table]:
-        from moe_lab.statistics.sums import coverage
-
-        yield "coverage.parquet", results.COVERAGE, coverage(sums)
-        yield "experts.parquet", results.EXPERTS, tables.experts(sums.layers)
-        yield "layers.parquet", results.LOSSES, tables.losses(sums.layers)
-        yield "entropy.parquet", results.ENTROPIES, tables.entropies(sums.layers)
+    tap = "forward:ForwardTap"
+    figures = (
+        ("coverage.parquet", results.COVERAGE, tables.coverage),
+        ("experts.parquet", results.EXPERTS, tables.experts),
+        ("layers.parquet", results.LOSSES, tables.losses),
+        ("entropy.parquet", results.ENTROPIES, tables.entropies),
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -188,12 +173,8 @@ class Gradients(Pass):
     kind = "gradients"
     streams = True
     backward = True
-
-    def gather(self, files: Files) -> Any:
-        return self.engine(files).gradients()
-
-    def tables(self, sums: Any) -> Iterator[Table]:
-        yield "gradients.parquet", results.GRADIENTS, tables.gradients(sums.layers)
+    tap = "gradients:GradientTap"
+    figures = (("gradients.parquet", results.GRADIENTS, tables.gradients),)
 
 
 @dataclass(frozen=True, eq=False)
@@ -204,9 +185,7 @@ class WeightGradients(Pass):
     streams = True
     backward = True
     divides = False
-
-    def gather(self, files: Files) -> Any:
-        return self.engine(files).weight_gradients()
+    tap = "gradients:WeightGradientTap"
 
     def layer_memory(self, size: Size) -> float:
         return memory.expert_gradients(size)
@@ -218,11 +197,7 @@ class Damage(Pass):
 
     kind = "damage"
     streams = True
-
-    def gather(self, files: Files) -> Any:
-        from moe_lab.statistics.damage import DamageTap
-
-        return self.engine(files).read(DamageTap)
+    tap = "damage:DamageTap"
 
 
 @dataclass(frozen=True, eq=False)
@@ -231,11 +206,7 @@ class Similarity(Pass):
 
     kind = "similarity"
     streams = True
-
-    def gather(self, files: Files) -> Any:
-        from moe_lab.statistics.similarity import SimilarityTap
-
-        return self.engine(files).read(SimilarityTap)
+    tap = "similarity:SimilarityTap"
 
 
 @dataclass(frozen=True, eq=False)
@@ -260,9 +231,7 @@ class Ablation(LossRises):
     """The rise of the loss when one expert's output is set to 0."""
 
     kind = "ablation"
-
-    def tables(self, sums: Any) -> Iterator[Table]:
-        yield "ablation.parquet", results.ABLATIONS, tables.ablations(sums.layers)
+    figures = (("ablation.parquet", results.ABLATIONS, tables.ablations),)
 
 
 @dataclass(frozen=True, eq=False)
@@ -277,6 +246,8 @@ class OnWeights(LeavesSums):
     """Sums over the weights of a model, read from the checkpoint without building the model."""
 
     loads = Loads.CHECKPOINT
+    weigher: ClassVar[str] = ""
+    """Function of `moe_lab.statistics.weights` that adds them up."""
     facts: Facts
     model: ModelConfig
     runtime = frozenset({"model"})
@@ -305,7 +276,8 @@ class OnWeights(LeavesSums):
 
     def weigh(self, folder: Path, device: str) -> Any:
         """Sums over the weights in a folder, added up on a device."""
-        raise NotImplementedError
+        add_up = resolve_name(f"moe_lab.statistics.weights:{self.weigher}")
+        return add_up(folder, fingerprint={"step": self.id}, device=device)
 
     def memory(self, size: Size) -> float:
         return 2 * memory.BASE
@@ -319,14 +291,8 @@ class Weights(OnWeights):
     """Sums over the weights of each expert."""
 
     kind = "weights"
-
-    def weigh(self, folder: Path, device: str) -> Any:
-        from moe_lab.statistics.weights import weigh_experts
-
-        return weigh_experts(folder, fingerprint={"step": self.id}, device=device)
-
-    def tables(self, sums: Any) -> Iterator[Table]:
-        yield "weights.parquet", results.WEIGHTS, tables.weights(sums.layers)
+    weigher = "weigh_experts"
+    figures = (("weights.parquet", results.WEIGHTS, tables.weights),)
 
 
 @dataclass(frozen=True, eq=False)
@@ -334,11 +300,7 @@ class ChannelWeights(OnWeights):
     """Sums over the weights of each channel."""
 
     kind = "channel_weights"
-
-    def weigh(self, folder: Path, device: str) -> Any:
-        from moe_lab.statistics.weights import weigh_channels
-
-        return weigh_channels(folder, fingerprint={"step": self.id}, device=device)
+    weigher = "weigh_channels"
 
 
 @dataclass(frozen=True, eq=False)
@@ -346,8 +308,4 @@ class WeightDistances(OnWeights):
     """How far the weights of experts are from each other."""
 
     kind = "weight_distances"
-
-    def weigh(self, folder: Path, device: str) -> Any:
-        from moe_lab.statistics.weights import compare_experts
-
-        return compare_experts(folder, fingerprint={"step": self.id}, device=device)
+    weigher = "compare_experts"
