@@ -96,7 +96,7 @@ def _pull(store: Store, remote: Remote, steps: Sequence[Step]) -> None:
 
 
 def _finished_there(remote: Remote, steps: Sequence[Step]) -> set[str]:
-    there = remote.finished(step.kind for step in steps)
+    there = remote.finished()
     return {step.id for step in steps if step.id[:DIGITS] in there}
 
 

@@ -19,7 +19,7 @@ import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import Any
 
 from moe_lab.errors import DISK_FULL, Unavailable, UserError, nearest, unknown
@@ -27,6 +27,7 @@ from moe_lab.json_files import Damaged, fits, write_json
 from moe_lab.paths import url_of
 from moe_lab.results import DIGITS, RECORD, RECORD_SHAPE, current_records, places, read_record
 from moe_lab.study.claims import Busy
+from moe_lab.study.runs import studies
 from moe_lab.study.step import NO_ROOM, digest
 from moe_lab.study.store import FOLDER, Gone, Store, damage, entry, is_whole, read_step
 
@@ -75,36 +76,35 @@ class Remote:
         """Path in the file system of a file or folder there."""
         return f"{self.folder.rstrip('/')}/{place}"
 
-    def names(self, folder: str) -> list[PurePosixPath]:
-        """Names of the files and folders in a folder there; none when it is missing."""
+    def folder_of(self, place: str, marker: Mapping[str, Any]) -> str:
+        """Path of the folder there with the files of a step, which is named by their digest."""
+        return self.path(f"{place}/{digest(marker['files'])[:DIGITS]}")
+
+    def listed(self, pattern: str) -> list[str]:
+        """Places of the JSON documents there that match a pattern such as runs/*/*, without their .json."""
+        found: list[str] = []
         with self.asked(), suppress(FileNotFoundError):
             self.files.invalidate_cache()  # other machines write too
-            return [PurePosixPath(PurePosixPath(path).name) for path in self.files.ls(self.path(folder), detail=False)]
-        return []
+            found = self.files.glob(self.path(f"{pattern}.json"), on_error="raise")
+        return ["/".join(PurePosixPath(path).with_suffix("").parts[-pattern.count("/") - 1 :]) for path in found]
+
+    def finished(self) -> dict[str, str]:
+        """Start of the id -> KIND/NAME of every step that is there."""
+        return {match[1]: place for place in self.listed("*/*") if (match := FOLDER.fullmatch(place))}
 
     def read(self, place: str) -> Any:
         """A JSON document there; None when it is missing or damaged."""
         with suppress(FileNotFoundError, ValueError):
-            return json.loads(self.files.cat_file(self.path(place)))
+            return json.loads(self.files.cat_file(self.path(f"{place}.json")))
         return None
 
     def write(self, place: str, document: Any) -> None:
         """Write a JSON document there. Not every file system writes a file at once, but they rename at once."""
-        beside = self.path(f"{place}.{uuid.uuid4().hex[:8]}")  # of this process: others may write the same document
-        self.files.makedirs(beside.rpartition("/")[0], exist_ok=True)
-        self.files.pipe_file(beside, json.dumps(document, indent=1).encode())
-        self.files.mv(beside, self.path(place))
-
-    def put(self, source: Path, path: str) -> None:
-        """Copy a file to there."""
+        path = self.path(f"{place}.json")
+        beside = f"{path}.{uuid.uuid4().hex[:8]}"  # of this process: others may write the same document
         self.files.makedirs(path.rpartition("/")[0], exist_ok=True)
-        self.files.put_file(str(source), path)
-
-    def finished(self, kinds: Iterable[str]) -> dict[str, str]:
-        """Start of the id -> KIND/NAME of every step of these kinds that is there."""
-        names = [(kind, name) for kind in dict.fromkeys(kinds) for name in self.names(kind)]
-        found = [(kind, name.stem, FOLDER.fullmatch(name.stem)) for kind, name in names if name.suffix == ".json"]
-        return {match[1]: f"{kind}/{stem}" for kind, stem, match in found if match}
+        self.files.pipe_file(beside, json.dumps(document, indent=1).encode())
+        self.files.mv(beside, path)
 
 
 def pull(store: Store, remote: Remote, wanted: Iterable[str]) -> None:
@@ -113,66 +113,52 @@ def pull(store: Store, remote: Remote, wanted: Iterable[str]) -> None:
     Left out are steps that are not there, those that another process is working on, and, with a notice, those whose
     copy is incomplete or damaged. Such a copy is removed there, so that the step does not count as pushed.
     """
-    missing = [place for place in wanted if not store.place(place).exists()]
-    there = remote.finished(place.partition("/")[0] for place in missing)
-    found = [there[place[-DIGITS:]] for place in missing if place[-DIGITS:] in there]
-    with remote.asked():
-        _at_once(lambda place: _pull(store, remote, place), found)
+    if missing := [place[-DIGITS:] for place in wanted if not store.place(place).exists()]:
+        there = remote.finished()
+        with remote.asked():
+            _at_once(lambda place: _pull(store, remote, place), [there[start] for start in missing if start in there])
 
 
 def _pull(store: Store, remote: Remote, place: str) -> None:
-    marker = remote.read(f"{place}.json")
-    copies = [f"{place}.json"]
+    marker = remote.read(place)
     try:
         if not fits(marker, {"id": str, "digest": str}) or not is_whole(marker):
             raise Damaged(f"{place}.json is damaged")
-        copies.insert(0, _folder(place, marker))
-        if not marker["id"].startswith(place[-DIGITS:]):
-            raise Damaged(f"{place}.json is of another step")
         with store.receive(place, {name: marker[name] for name in IDENTITY}) as scratch:
-            if scratch is not None:
-                _copy(remote, place, marker, scratch)
+            if scratch is None:
+                return
+            for name, expected in marker["files"].items():
+                target = scratch / name
+                if not target.resolve().is_relative_to(scratch.resolve()):
+                    raise Damaged(f"{place}.json is damaged")
+                target.parent.mkdir(parents=True, exist_ok=True)
+                try:
+                    remote.files.get_file(f"{remote.folder_of(place, marker)}/{name}", str(target))
+                except FileNotFoundError:
+                    raise Damaged(f"{place}/{name} is missing") from None
+                if entry(target) != expected:
+                    raise Damaged(f"{place}/{name} is damaged")
     except Damaged as error:
         store.notices.append(f"store={remote.url}: {error}: {place} is made anew where it is needed")
-        for copy in copies:  # the marker last, so that it is found again if this is interrupted
+        for name in (place, f"{place}.json"):  # the marker last, so that it is found again if this is interrupted
             with suppress(FileNotFoundError):
-                remote.files.rm(remote.path(copy), recursive=True)
+                remote.files.rm(remote.path(name), recursive=True)
     except Busy:
         return
-
-
-def _copy(remote: Remote, place: str, marker: Mapping[str, Any], scratch: Path) -> None:
-    """Copy the files of a step into `scratch`. Raises Damaged when one is not as the marker says."""
-    for name, expected in marker["files"].items():
-        target = scratch / name
-        if ".." in target.parts or not target.is_relative_to(scratch):
-            raise Damaged(f"{place}.json is damaged")
-        target.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            remote.files.get_file(remote.path(f"{_folder(place, marker)}/{name}"), str(target))
-        except FileNotFoundError:
-            raise Damaged(f"{place}/{name} is missing") from None
-        if entry(target) != expected:
-            raise Damaged(f"{place}/{name} is damaged")
-
-
-def _folder(place: str, marker: Mapping[str, Any]) -> str:
-    """The folder there with the files of a step."""
-    return f"{place}/{digest(marker['files'])[:DIGITS]}"
 
 
 def push(store: Store, remote: Remote) -> None:
     """Copy the finished steps of the store, of any study, that are not there; then records."""
     own = {start: str(paths[0].relative_to(store.root)) for start, paths in store.finished().items()}
-    there = remote.finished(place.partition("/")[0] for place in own.values())
+    there = remote.finished()
     with remote.asked():
         _at_once(lambda place: _push(store, remote, place), [own[start] for start in own if start not in there])
-        for path in sorted((store.root / "runs").glob("*")):
-            there_too = {name.stem for name in remote.names(f"runs/{path.name}")}
-            with suppress(Damaged):  # the next run of the study replaces it
-                for run, record in current_records(store.root, path.name).items():
-                    if run not in there_too:
-                        remote.write(f"runs/{path.name}/{run}.json", record)
+    recorded = remote.listed("runs/*/*")
+    for study in studies(store):
+        with remote.asked(), suppress(Damaged):  # the next run of the study replaces a damaged record
+            for run, record in current_records(store.root, study).items():
+                if f"runs/{study}/{run}" not in recorded:
+                    remote.write(f"runs/{study}/{run}", record)
 
 
 def _push(store: Store, remote: Remote, place: str) -> None:
@@ -185,12 +171,14 @@ def _push(store: Store, remote: Remote, place: str) -> None:
         return
     try:
         marker = read_step(folder)
-        target = remote.path(_folder(place, marker))
+        target = remote.folder_of(place, marker)
         there = remote.files.find(target, detail=True)
         for name, expected in marker["files"].items():
-            if there.get(f"{target}/{name}", {}).get("size") != expected["bytes"]:
-                remote.put(folder / name, f"{target}/{name}")
-        remote.write(f"{place}.json", marker)
+            path = f"{target}/{name}"
+            if there.get(path, {}).get("size") != expected["bytes"]:
+                remote.files.makedirs(path.rpartition("/")[0], exist_ok=True)
+                remote.files.put_file(str(folder / name), path)
+        remote.write(place, marker)
     except (Damaged, FileNotFoundError):
         if not damage(folder):
             raise
@@ -198,20 +186,19 @@ def _push(store: Store, remote: Remote, place: str) -> None:
 
 def pull_records(store: Store, remote: Remote, study: str) -> None:
     """Copy the records of a study that the store does not have."""
-    for name in remote.names(f"runs/{study}"):
-        path = store.root / "runs" / study / name.stem / RECORD
-        if name.suffix != ".json" or path.exists():
-            continue
-        with remote.asked():
-            record = remote.read(f"runs/{study}/{name}")
-        if fits(record, RECORD_SHAPE):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_json(path, record)
+    for place in remote.listed(f"runs/{study}/*"):
+        path = store.root / place / RECORD
+        if not path.exists():
+            with remote.asked():
+                record = remote.read(place)
+            if fits(record, RECORD_SHAPE):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                write_json(path, record)
 
 
-def exchange(store: Store, remote: Remote, studies: Collection[str]) -> None:
+def exchange(store: Store, remote: Remote, names: Collection[str]) -> None:
     """Pull the records of these studies with the steps that they name, and push whatever is not there."""
-    for study in studies:
+    for study in names:
         pull_records(store, remote, study)
         with suppress(Damaged):  # whoever reads it says so
             pull(store, remote, places(read_record(store.root, study) or {}))
@@ -259,13 +246,14 @@ def sync(store: Store, study: str | None = None) -> int:
     if store.url is None:
         raise UserError(f"store={store.root} is a folder, and sync copies from and to a URL: expected store=URL")
     remote = Remote(store.url)
-    studies = sorted({*map(str, remote.names("runs")), *(path.name for path in (store.root / "runs").glob("*"))})
-    if study is not None and study not in studies:
-        raise unknown("study", study, studies)
+    known = sorted({*(place.split("/")[1] for place in remote.listed("runs/*/*")), *studies(store)})
+    if study is not None and study not in known:
+        raise unknown("study", study, known)
     store.create()
     absent = 0
-    exchange(store, remote, [study] if study else studies)
-    for name in [study] if study else studies:
+    wanted = [study] if study else known
+    exchange(store, remote, wanted)
+    for name in wanted:
         named = places(read_record(store.root, name) or {})
         there = sum(store.place(place).exists() for place in named)
         absent += len(named) - there

@@ -247,23 +247,24 @@ def test_an_interrupted_push_goes_on_and_what_is_lost_meanwhile_is_left_out(
 ) -> None:
     url, pushed = url_of(tmp_path), []
     assert begin(url, one) == 0
-    store, remote, put = Store(url), Remote(url), Remote.put
+    store, remote = Store(url), Remote(url)
+    put = remote.files.put_file
     place = next(name for name in recorded(store.root) if name.startswith("plan/"))
     marker = Path(tmp_path, "remote", f"{place}.json")
     marker.unlink()
     next(marker.with_suffix("").glob("*/result.json")).write_text("{")
-    monkeypatch.setattr(Remote, "put", lambda self, *paths: pushed.append(paths[0].name) or put(self, *paths))
+    monkeypatch.setattr(remote.files, "put_file", lambda *paths: pushed.append(Path(paths[0]).name) or put(*paths))
     sync.push(store, remote)
     assert pushed == ["result.json"] and whole_there(tmp_path / "remote")
     marker.unlink()
     shutil.rmtree(marker.with_suffix(""))
 
-    def lose(self: Remote, source: Path, name: str) -> None:
+    def lose(source: str, path: str) -> None:
         if lost == "freed":
             shutil.rmtree(store.root / place)
-        put(self, source, name)
+        put(source, path)
 
-    monkeypatch.setattr(Remote, "put", lose)
+    monkeypatch.setattr(remote.files, "put_file", lose)
     if lost == "damaged":
         (store.root / place / "result.json").write_text("{}")
     sync.push(store, remote)
