@@ -32,12 +32,11 @@ from omegaconf.errors import OmegaConfBaseException
 from moe_lab import grid, plugins
 from moe_lab.allocation import ALLOCATIONS
 from moe_lab.config import CellConfig, Config
-from moe_lab.config.base import Mistakes, fields_of, is_text, type_at, valid
+from moe_lab.config.base import Mistakes, fields_of, is_text, type_at, unfit, valid
 from moe_lab.config.table import basic_lines
 from moe_lab.criteria import CRITERIA
 from moe_lab.errors import UserError, unknown
 from moe_lab.paths import conf, store_folder
-from moe_lab.secrets import problems
 
 Choice = grid.Choice
 CONFIG = "config"
@@ -316,7 +315,7 @@ def secrets_in(words: Iterable[str]) -> Iterator[str]:
         with suppress(HydraException):
             (override,) = parser.parse_overrides([forced(word)])
             for value in _values(override):
-                yield from problems(value, override.key_or_group)
+                yield from unfit(value, override.key_or_group)
 
 
 def _values(override: Override) -> list[Any]:
@@ -349,22 +348,11 @@ def compose(words: Sequence[str], config_name: str = CONFIG) -> tuple[Config, li
             if key.partition(".")[0] not in grid.AXES:
                 grid.assign(document, key, value)
         with mistakes.caught():
-            config = _study(document)
+            config: Config = valid(Config, document, "")
             offer(config.plugins)
         with mistakes.caught():
             points = grid.points(draft, groups)
     return config, grid.requests(config, points, groups)
-
-
-def _study(document: Mapping[str, Any]) -> Config:
-    with Mistakes() as mistakes:
-        content = {}
-        for key, value in document.items():
-            with mistakes.caught():
-                content[key] = grid.resolved(value, key)
-        with mistakes.caught():
-            config: Config = valid(Config, content, "")
-    return config
 
 
 def _plugins(words: Sequence[str]) -> list[str]:
@@ -407,10 +395,14 @@ def explain(error: BaseException) -> str:
     return " ".join(line.strip() for line in str(error).splitlines() if line.strip())
 
 
-def ask(config: Config, requests: Sequence[grid.Request], *, add: bool = False) -> int:
-    """Run the study. Returns its exit code. `add`: add its cells to those recorded under its name."""
+def ask(config: Config, requests: Sequence[grid.Request], *, add: bool = False) -> Any:
+    """Check the settings of a study, and run it; returns how it ended. `add`: add its cells to those recorded under its
+    name."""
+    from moe_lab.study.preflight import preflight
     from moe_lab.study.run import run
 
+    with Mistakes() as mistakes:
+        mistakes += preflight(config, requests)
     return run(config, requests, add=add)
 
 
@@ -421,10 +413,3 @@ def check_sweeper(choices: Mapping[str, str], config: Config) -> None:
         raise UserError(
             f"hydra/sweeper={sweeper} wants a number of each job: expected objective=Avg, or a result's name"
         )
-
-
-def told(config: Config, requests: Sequence[grid.Request], code: int) -> float:
-    """What a sweeper is told of a job: its objective, or the exit code of its study where there is none."""
-    from moe_lab.study.objective import objective
-
-    return objective(config, requests) if config.objective and not config.dry_run else code

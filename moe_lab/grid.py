@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
@@ -25,11 +24,10 @@ from moe_lab.config import (
     RecoveryConfig,
     SourceConfig,
 )
-from moe_lab.config.base import LARGEST, Mistakes, fields_of, type_at, valid
+from moe_lab.config.base import Mistakes, fields_of, type_at, valid
 from moe_lab.errors import UserError, unknown
 from moe_lab.evaluation.harness import HARNESSES
 from moe_lab.paths import as_name
-from moe_lab.secrets import problems
 
 
 @dataclass(frozen=True)
@@ -212,7 +210,7 @@ class _Choices:
         """The configuration's own value of an axis without a list."""
         default = CellConfig.__dataclass_fields__[axis].default
         value = self.draft.own.get(axis)
-        return valid(KINDS[axis], default if value is None else resolved(value, axis), axis)
+        return valid(KINDS[axis], default if value is None else value, axis)
 
     def make(self, axis: str, name: str | None, varied: Mapping[str, Any]) -> Any:
         """The choice `name` of a group (None: the configuration's own) with everything that is set besides.
@@ -224,7 +222,7 @@ class _Choices:
             content = deepcopy(self._content(axis, name))
             for setting, value in [*self._words(axis), *varied.items()]:
                 assign(content, setting, value)
-            made = valid(KINDS[axis], resolved(content, axis), axis, f"{axis}={name}" if name else "")
+            made = valid(KINDS[axis], content, axis, f"{axis}={name}" if name else "")
             if axis in RESERVED and made.name == "none":
                 raise UserError(f"{axis}.name=none means no {axis}: expected another name, such as none_1")
             ending = "".join(f"_{setting.rpartition('.')[2]}{value}" for setting, value in varied.items())
@@ -274,52 +272,6 @@ def assign(content: dict[str, Any], key: str, value: Any) -> None:
             assign(content[last], str(inner), each)
     else:
         content[last] = value
-
-
-_FOREIGN = re.compile(r"(?<!\\)\$\{\s*[\w.]+:")
-
-
-def resolved(content: Any, where: str) -> Any:
-    """Settings of one group, in which interpolations such as ${.length} are resolved.
-
-    Raises UserError for an interpolation of another group or of the environment, and for a secret: settings are stored
-    with the results.
-    """
-    text = json.dumps(content, default=str)
-    if "${" in text:
-        if foreign := _FOREIGN.search(text):
-            raise UserError(
-                f"{where}: {foreign[0]}...}} is not from this file: expected the value; a program that is started "
-                "reads the environment itself"
-            )
-        from omegaconf import OmegaConf
-        from omegaconf.errors import OmegaConfBaseException
-
-        try:
-            plain: Any = OmegaConf.to_container(OmegaConf.create({where: content}), resolve=True)
-        except OmegaConfBaseException as error:
-            reason = str(error).splitlines()[0]
-            raise UserError(f"{where}: {reason}: expected a setting of {where}, or the value") from None
-        content = plain[where]
-    with Mistakes() as mistakes:
-        mistakes += _unfit(content, where)
-    return content
-
-
-def _unfit(content: Any, where: str) -> Iterator[str]:
-    """A sentence for each value that no setting can have: a text that looks like a secret, and NaN."""
-    if isinstance(content, dict):
-        for key, value in content.items():
-            yield from _unfit(value, f"{where}.{key}")
-    elif isinstance(content, list):
-        for value in content:
-            yield from _unfit(value, where)
-    elif isinstance(content, float) and not math.isfinite(content):
-        yield f"{where}={content}: expected a finite number"
-    elif isinstance(content, int) and abs(content) > LARGEST:
-        yield f"{where}={content:.3g}: expected a number of at most {LARGEST}"
-    else:
-        yield from problems(content, where)
 
 
 # ---- cells
@@ -385,9 +337,9 @@ class _Texts:
 
     def _passed_over(self, text: CalibrationConfig, like: CalibrationConfig) -> CalibrationConfig:
         """The text, read by the engine of the calibration: a model too large for memory is so for every text."""
-        key = f"{text.name} {like.engine} {like.activation_budget}"
+        key = f"{text.name} {like.engine}"
         if key not in self._texts:
-            self._texts[key] = replace(text, engine=like.engine, activation_budget=like.activation_budget)
+            self._texts[key] = replace(text, engine=like.engine)
         return self._texts[key]
 
 
@@ -397,7 +349,7 @@ def _text(setting: str, name: str, files: Files, changes: Mapping[str, Any] | No
     if name not in known:
         raise unknown(setting, name, known)
     content = {**files.load([("calibration", name)])["calibration", name], **(changes or {})}
-    found: CalibrationConfig = valid(CalibrationConfig, resolved(content, "calibration"), "", f"calibration={name}")
+    found: CalibrationConfig = valid(CalibrationConfig, content, "", f"calibration={name}")
     return found
 
 
@@ -430,8 +382,6 @@ def _source(source: SourceConfig, mixture: str, files: Files) -> SourceConfig:
 
 EVERY = "every"
 """Key of a protocol that stands for all benchmarks that have `data`."""
-_ELSEWHERE = ("name", "harness", "limit", "root", "judge", "python")
-"""Fields of a benchmark that a protocol cannot set."""
 
 
 def benchmarks(config: Config, protocol: ProtocolConfig, files: Files) -> list[BenchmarkConfig]:
@@ -456,14 +406,14 @@ def benchmarks(config: Config, protocol: ProtocolConfig, files: Files) -> list[B
 def _benchmark(name: str, content: Mapping[str, Any], config: Config, protocol: ProtocolConfig) -> BenchmarkConfig:
     differing = protocol.benchmarks
     changes = {**(differing.get(EVERY, {}) if content.get("data") else {}), **differing.get(name, {})}
-    allowed = [setting for setting in fields_of(BenchmarkConfig) if setting not in _ELSEWHERE]
+    allowed = [setting for setting in fields_of(BenchmarkConfig) if setting not in ("name", "harness")]
     for setting in changes:
         if setting not in allowed:
             raise unknown(f"protocol={protocol.name}: benchmark {name}", setting, allowed)
     if "parameters" in changes:
         changes["parameters"] = {**content.get("parameters", {}), **changes["parameters"]}
     origin = f"protocol={protocol.name}: benchmark {name}" if changes else f"benchmark={name}"
-    benchmark: BenchmarkConfig = valid(BenchmarkConfig, resolved({**content, **changes}, "benchmark"), "", origin)
+    benchmark: BenchmarkConfig = valid(BenchmarkConfig, {**content, **changes}, "", origin)
     harness = HARNESSES.get(benchmark.harness)
     if config.suite.path is not None and not (harness and harness.reads_path):
         raise UserError(
@@ -473,7 +423,7 @@ def _benchmark(name: str, content: Mapping[str, Any], config: Config, protocol: 
     interpreters = {str(program): python for program, python in config.interpreters.items()}
     return replace(
         benchmark,
-        limit=benchmark.limit if config.suite.limit is None else config.suite.limit,
+        limit=config.suite.limit,
         task=_task(config.suite.path, benchmark.task),
         root=config.data_root if benchmark.data else None,
         judge=config.judge if harness and harness.judged else None,

@@ -26,7 +26,7 @@ FILES: dict[str, dict[str, Any]] = {
     "criterion/first": {"defaults": ["s_family", "/mine/exponents@parameters", "_self_"], "parameters": {"b": 1}},
     "criterion/second": {"defaults": ["first"], "parameters": {"alpha": 0, "beta": 2}},
     "mine/exponents": {"alpha": 1, "beta": 2},
-    "calibration/first": {"defaults": ["pocket_code"], "tokens": 8192, "length": 512, "batch_size": "${.length}"},
+    "calibration/first": {"defaults": ["pocket_code"], "tokens": 8192, "length": 512, "batch_size": 2},
     "calibration/second": {"defaults": ["/mine/rows@_here_", "pocket_math"], "name": "second"},
     "mine/rows": {"length": 128, "gap": "eos"},
     "calibration/answered": {"defaults": ["pocket_math_search"], "name": "answered", "tokens": 4096},
@@ -36,8 +36,8 @@ FILES: dict[str, dict[str, Any]] = {
     "recovery/second": {"defaults": ["pocket_dora"], "rank": 4, "instructions": "answered"},
     "protocol/first": {"defaults": ["coverage"], "name": "first"},
     "protocol/second": {"name": "second", "benchmarks": {"first": {"shots": 2}}},
-    "benchmark/first": {"defaults": ["pocket_rte"], "limit": 2},
-    "suite/first": {"name": "first", "benchmarks": ["first", "pocket_boolq"]},
+    "benchmark/first": {"defaults": ["pocket_rte"], "batch_size": 2},
+    "suite/first": {"benchmarks": ["first", "pocket_boolq"]},
 }
 """Group and name -> content; each needs more than its own file."""
 GROUPS = ["model", "criterion", "calibration", "allocation", "recovery", "protocol"]
@@ -110,8 +110,8 @@ def test_a_folder_can_be_said_by_hydras_search_path(asked: Asked, tmp_path: Path
     [
         ({"defaults": ["nobody"]}, "criterion=wrong: .*nobody"),
         ({"defaults": ["/calibration@_global_.calibration: pocket_code"]}, "criterion=wrong"),
-        ({"name": "man", "parameters": {"b": "${ratio}"}}, "criterion: .*ratio"),
-        ({"name": "man", "parameters": {"b": "${oc.env:HOME}"}}, "criterion: .*oc.env"),
+        ({"name": "man", "parameters": {"b": "${ratio}"}}, "criterion=wrong: criterion.parameters.b=.*ratio"),
+        ({"name": "man", "parameters": {"b": "${oc.env:HOME}"}}, "criterion=wrong: criterion.parameters.b=.*oc.env"),
         ({"name": 7}, "criterion=wrong: criterion.name=7"),
         ({"nam": "man"}, r"criterion=wrong: criterion.nam .*criterion.name\?"),
     ],

@@ -12,7 +12,7 @@ from moe_lab import criteria
 from moe_lab.allocation import align, coverage, grouping, listed, protection, shapes, uniform
 from moe_lab.allocation.parameters import check_value, keywords
 from moe_lab.config import AllocationConfig
-from moe_lab.config.identity import counting_fields, identity
+from moe_lab.config.base import counting_fields, identity
 from moe_lab.criteria.registry import source_of
 from moe_lab.errors import UserError, unknown
 from moe_lab.paths import check_name

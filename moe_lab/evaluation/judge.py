@@ -27,6 +27,12 @@ _BUSY = (408, 409, 429)
 """HTTP status codes below 500 after which the client sends a request again, as it does after any from 500 on."""
 _BROKEN = ("abort", "error", "content_filter")
 """Reasons why a reply ends that leave it incomplete. Endpoints have words of their own for complete ones."""
+ATTEMPTS = 8
+"""How often a request is sent while the endpoint is busy, broken or unreachable: over about a minute."""
+PARALLEL = 8
+"""Requests under way at the same time: enough for one server, and few enough for the limits of paid endpoints."""
+TIMEOUT = 120.0
+"""Seconds to wait for one reply; judges that reason take up to a minute."""
 UNPARSABLE_ATTEMPTS = 3
 """How often a text is sent while its replies hold no score: enough for one that broke off by chance."""
 _EXCERPT = 80
@@ -63,7 +69,7 @@ class Judge:
         unscored: list[Verdict] = []
         refused = threading.Event()
         with self._client() as client:  # closed, it ends the requests that are still being repeated
-            pool = ThreadPoolExecutor(self.settings.parallel)
+            pool = ThreadPoolExecutor(PARALLEL)
             try:
                 futures = [pool.submit(self._verdict, client, prompt, refused) for prompt in prompts]
                 for future in as_completed(futures):
@@ -85,8 +91,8 @@ class Judge:
         return openai.OpenAI(
             base_url=self.settings.url,
             api_key=os.environ.get(self.settings.key_variable, "").strip() or "none",
-            timeout=self.settings.timeout,
-            max_retries=self.settings.attempts - 1,
+            timeout=TIMEOUT,
+            max_retries=ATTEMPTS - 1,
             http_client=openai.DefaultHttpxClient(trust_env=False) if local else None,  # no proxy to this machine
         )
 
@@ -104,7 +110,7 @@ class Judge:
             except Unparsable as error:
                 reason = f"{UNPARSABLE_ATTEMPTS} replies in a row without a usable score ({error})"
             except openai.APITimeoutError:
-                return Verdict(None, f"no answer within {self.settings.timeout:g} s")
+                return Verdict(None, f"no answer within {TIMEOUT:g} s")
             except openai.APIConnectionError as error:
                 return Verdict(None, f"no connection ({error.__cause__ or error})")
             except openai.APIStatusError as error:

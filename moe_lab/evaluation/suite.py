@@ -10,7 +10,7 @@ from typing import Any
 
 from moe_lab.calibration.sources import FOREIGN, check_text, file_format, suffix_of
 from moe_lab.config import BenchmarkConfig, Config
-from moe_lab.config.identity import identity as settings_identity
+from moe_lab.config.base import identity as settings_identity
 from moe_lab.errors import UserError, unknown, user_errors
 from moe_lab.evaluation.harness import HARNESSES, check_count, data_files, installed
 from moe_lab.evaluation.sandbox.policy import LIMITED, Policy
@@ -122,7 +122,7 @@ def has_two_phases(benchmark: BenchmarkConfig) -> bool:
 
 def preflight(benchmarks: Sequence[BenchmarkConfig], policy: Policy) -> list[str]:
     """All problems of the benchmarks, one sentence each, without importing a harness or torch."""
-    return wrong(benchmarks) + lacking(benchmarks, policy)
+    return wrong(benchmarks) + [sentence for benchmark in benchmarks for sentence in lacking(benchmark, policy)]
 
 
 def wrong(benchmarks: Sequence[BenchmarkConfig]) -> list[str]:
@@ -140,12 +140,6 @@ def _duplicate_results(benchmarks: Iterable[BenchmarkConfig]) -> Iterator[str]:
                     f"benchmarks {other} and {benchmark.name} both report {name}: evaluate them in two studies, or "
                     f"rename one by protocol.benchmarks.{benchmark.name}.reports"
                 )
-
-
-def lacking(benchmarks: Iterable[BenchmarkConfig], policy: Policy) -> list[str]:
-    """Problems with this machine or with permissions: missing packages, data, sandbox for programs, or judge."""
-    known = [benchmark for benchmark in benchmarks if benchmark.harness in HARNESSES]
-    return list(dict.fromkeys(chain(*(_lacking(benchmark, policy) for benchmark in known))))
 
 
 def _wrong(benchmark: BenchmarkConfig) -> Iterator[str]:
@@ -166,7 +160,10 @@ def _wrong(benchmark: BenchmarkConfig) -> Iterator[str]:
         yield from evalscope.wrong(benchmark)
 
 
-def _lacking(benchmark: BenchmarkConfig, policy: Policy) -> Iterator[str]:
+def lacking(benchmark: BenchmarkConfig, policy: Policy) -> Iterator[str]:
+    """Problems with this machine or with permissions: missing packages, data, sandbox for programs, or judge."""
+    if benchmark.harness not in HARNESSES:  # which `wrong` reports
+        return
     package = HARNESSES[benchmark.harness].package
     if package and installed(package) is None:
         yield f"benchmark {benchmark.name} needs the package {package}: pip install {package}"

@@ -7,7 +7,7 @@ from functools import cache
 from typing import Any
 
 from moe_lab.config import ModelConfig
-from moe_lab.config.identity import counting_fields, identity
+from moe_lab.config.base import counting_fields, identity
 from moe_lab.models.files import fingerprint_of
 from moe_lab.models.hub import UNRESOLVED
 

@@ -29,6 +29,8 @@ from moe_lab.pruning.exported_code.ragged import constant_output, replace_tensor
 
 Projection = tuple[str, torch.Tensor, torch.Tensor | None]
 """Name (gate, up or down), weight (out, in), bias (out,) or None: views of the tensors of an experts module."""
+SCALING = 4.0
+"""s of the adapters, alpha / rank of other programs: that of the fine-tuning of MoE-Slimming."""
 
 
 class Dora(nn.Module):
@@ -80,7 +82,7 @@ class DoraLinear(nn.Module):
         """`plain` is kept, but not as a submodule: it is frozen."""
         super().__init__()
         self.__dict__["plain"] = plain
-        self.adapter = Dora(plain.weight, settings.rank, settings.scaling, settings.dropout)
+        self.adapter = Dora(plain.weight, settings.rank, SCALING, settings.dropout)
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         """(..., in) -> (..., out)."""
@@ -94,7 +96,7 @@ class DoraWeight(nn.Module):
 
     def __init__(self, weight: torch.Tensor, settings: RecoveryConfig) -> None:
         super().__init__()
-        self.adapter = Dora(weight, settings.router_rank, settings.scaling)
+        self.adapter = Dora(weight, settings.router_rank, SCALING)
 
     def forward(self, weight: torch.Tensor) -> torch.Tensor:
         """The adapted weight (E, H)."""
@@ -115,7 +117,7 @@ class DoraExperts(nn.Module):
         for expert in range(layer.n_experts):
             adapters = nn.ModuleDict()
             for name, weight, _ in projections(layer, expert):
-                adapters[name] = Dora(weight, settings.rank, settings.scaling, settings.dropout)
+                adapters[name] = Dora(weight, settings.rank, SCALING, settings.dropout)
             self.adapters.append(adapters)
 
     def forward(
@@ -163,15 +165,15 @@ class Adapted:
     router: nn.Module | None
     """The module that owns the router's weight, parametrised; None if routers are not adapted."""
     shared: dict[str, DoraLinear]
-    """Path -> adapted linear map of the shared experts; empty if there are none, or they are not adapted."""
+    """Path -> adapted linear map of the shared experts; empty if there are none."""
 
 
 def attach(model: nn.Module, settings: RecoveryConfig, seed: int) -> list[Adapted]:
     """Put adapters on the MoE blocks of `model`, in place; everything else is frozen.
 
-    They are put on all routed experts, on shared experts unless recovery.shared_experts=false, and on routers unless
-    recovery.router_rank=0. At first they do not change the output of the model. They are in training mode, whatever the
-    mode of the model. `seed` determines the random first A of each.
+    They are put on all routed and shared experts, and on routers unless recovery.router_rank=0. At first
+    they do not change the output of the model. They are in training mode, whatever the mode of the model. `seed`
+    determines the random first A of each.
     """
     model.requires_grad_(False)
     adapted = []
@@ -185,7 +187,7 @@ def attach(model: nn.Module, settings: RecoveryConfig, seed: int) -> list[Adapte
                 weight = DoraWeight(router.weight, settings)  # type: ignore[arg-type]
                 parametrize.register_parametrization(router, "weight", weight, unsafe=True)
             shared: dict[str, DoraLinear] = {}
-            for path, plain in linears(model, "shared_experts") if settings.shared_experts else ():
+            for path, plain in linears(model, "shared_experts"):
                 if decoder_layer(path) == layer.index:
                     shared[path] = DoraLinear(plain, settings)
             for path, module in shared.items():

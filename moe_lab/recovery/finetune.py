@@ -24,7 +24,7 @@ from torch.nn.functional import cross_entropy, kl_div, log_softmax
 from moe_lab.calibration.answers import answer_batches
 from moe_lab.calibration.batches import batches
 from moe_lab.config import CalibrationConfig, RecoveryConfig
-from moe_lab.config.identity import identity
+from moe_lab.config.base import identity
 from moe_lab.errors import UserError
 from moe_lab.pruning.plan import Plan
 from moe_lab.recovery.apply import TENSORS
@@ -43,6 +43,8 @@ WARMUP = 0.1
 them."""
 CLIP = 0.5
 """Largest norm of the gradient of one step, so that no single step undoes many."""
+SAVE_EVERY = 50
+"""Steps between two checkpoints: a killed run loses minutes, and writing them takes a few percent of its time."""
 PROGRESS_FILE = "finetune.safetensors"
 OPTIMIZER = "optimizer"
 
@@ -170,7 +172,7 @@ def train(
     for step in range(len(losses), steps):
         chosen = [rows[row] for row in rows_of_step(step, settings.rows_per_step, len(rows), seed)]
         for part, group in zip(parts, optimizer.param_groups, strict=True):
-            group["lr"] = getattr(settings, RATES[part]) * rate_factor(settings, step, steps)
+            group["lr"] = getattr(settings, RATES[part]) * rate_factor(step, steps)
         with torch.random.fork_rng():
             torch.manual_seed(_mixed(seed, step))
             losses.append(_backward(model, chosen, loss, rows_at_once))
@@ -183,7 +185,7 @@ def train(
         torch.nn.utils.clip_grad_norm_(parameters.values(), CLIP)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        if (step + 1) % settings.save_every == 0 and step + 1 < steps:
+        if (step + 1) % SAVE_EVERY == 0 and step + 1 < steps:
             save_progress(partial, about, losses, parameters, optimizer)
     return losses
 
@@ -193,17 +195,17 @@ def step_count(settings: RecoveryConfig, n_rows: int) -> int:
     return max(1, math.ceil(settings.epochs * n_rows / settings.rows_per_step))
 
 
-def rate_factor(settings: RecoveryConfig, step: int, steps: int) -> float:
+def rate_factor(step: int, steps: int) -> float:
     """Share of the peak learning rate in `step` (from 0) of `steps`.
 
-    It rises linearly over the first `WARMUP` of the steps, then falls along a cosine or a straight line, to 0
-    after the last step.
+    It rises linearly over the first `WARMUP` of the steps, then falls along a cosine, to 0 after the last
+    step.
     """
     rising = math.ceil(WARMUP * steps)
     if step < rising:
         return (step + 1) / rising
     done = (step - rising) / max(1, steps - rising)
-    return 1 - done if settings.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done))
+    return 0.5 * (1 + math.cos(math.pi * done))
 
 
 def rows_of_step(step: int, size: int, n_rows: int, seed: int) -> list[int]:

@@ -35,7 +35,7 @@ from moe_lab.models.discover import MoELayer, routed_layers
 from moe_lab.pruning.plan import Plan
 from moe_lab.pruning.prune import prune
 from moe_lab.recovery.apply import TENSORS
-from moe_lab.recovery.finetune import REPORT
+from moe_lab.recovery.finetune import REPORT, SAVE_EVERY
 from moe_lab.recovery.quantize import check_unquantized
 from moe_lab.recovery.settings import RIDGE, check
 from moe_lab.statistics.observe import Tap, gather
@@ -82,7 +82,7 @@ def fit(
 
     rows = batches(text, tokenizer).rows
     identity = {**fingerprint, "plan": plan.digest}
-    sums = gather(model, FitTap, rows, fingerprint=identity, out=partial, groups=settings.save_every).layers
+    sums = gather(model, FitTap, rows, fingerprint=identity, out=partial, groups=SAVE_EVERY).layers
     experts = _fit_each(merged, sums)
     fitted = sum(about["error_fitted"] is not None for about in experts)
     if not fitted:

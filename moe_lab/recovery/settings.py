@@ -10,7 +10,7 @@ from typing import Any
 from moe_lab.allocation import listed
 from moe_lab.allocation.grouping import GROUPINGS
 from moe_lab.config import AllocationConfig, ModelConfig, RecoveryConfig
-from moe_lab.config.identity import counting_fields, identity
+from moe_lab.config.base import counting_fields, identity
 from moe_lab.config.pruning import QUANTISABLE, TEXTS
 from moe_lab.errors import UserError, need, unknown
 from moe_lab.models.config_json import check_plain_weights
@@ -108,7 +108,7 @@ def finetune_words(settings: RecoveryConfig, text: str | None) -> str:
     if settings.train == "routers":
         trained = "its routers were trained"
     else:
-        parts = f"routed experts{', shared experts' if settings.shared_experts else ''} (rank {settings.rank})"
+        parts = f"routed experts, shared experts (rank {settings.rank})"
         parts += f" and routers (rank {settings.router_rank})" if settings.router_rank else ""
         trained = f"DoRA adapters on {parts} were trained"
     if settings.distill is not None:

@@ -9,13 +9,10 @@ from typing import Any, TypeVar
 from moe_lab.config import AllocationConfig, CalibrationConfig, Config, CriterionConfig, ModelConfig, TimingConfig
 from moe_lab.grid import Cell, Request
 from moe_lab.models.hub import UNRESOLVED
-from moe_lab.results import ID_DIGITS, with_id
-from moe_lab.study.devices import resolved
-from moe_lab.study.progress import say
+from moe_lab.study.devices import device_here, resolved
 from moe_lab.study.step import Identified, Step
-from moe_lab.study.steps.costs import Cost, Profile, Timing, device_here
+from moe_lab.study.steps.costs import Cost, Profile, Timing
 from moe_lab.study.steps.evaluation import Evaluate, Grade, Task, results_of, task_of
-from moe_lab.study.steps.model import Facts
 from moe_lab.study.steps.passes import StatisticsPass
 from moe_lab.study.steps.recovery import NO_RECOVERY, export_of, pruned_of
 from moe_lab.study.steps.recovery import unpruned as unpruned_model
@@ -172,30 +169,6 @@ def unpruned(cell: Cell) -> Cell:
     )
 
 
-def _distinct_names(requests: Sequence[Request]) -> list[Request]:
-    """The requests, with the start of an id added to the name of each model that shares its name with another model."""
-    ids: dict[int, str] = {}
-    by_name: dict[str, dict[str, str]] = {}
-    for model in {id(cell.model): cell.model for cells, _ in requests for cell in cells}.values():
-        ids[id(model)] = Facts(model).id
-        by_name.setdefault(model.name, {})[ids[id(model)]] = model.path
-    ambiguous = {name: paths for name, paths in by_name.items() if len(paths) > 1}
-    for name, paths in ambiguous.items():
-        which = ", ".join(f"{step_id[:ID_DIGITS]} is {path}" for step_id, path in paths.items())
-        say(f"moe_lab: {len(paths)} models are called {name}, and shown by their ids, too: {which}")
-    if not ambiguous:
-        return list(requests)
-    once = Once()
-
-    def renamed(model: ModelConfig) -> ModelConfig:
-        return replace(model, name=with_id(model.name, ids[id(model)])) if model.name in ambiguous else model
-
-    return [
-        ([replace(cell, model=once(renamed, cell.model)) for cell in cells], benchmarks)
-        for cells, benchmarks in requests
-    ]
-
-
 def build(config: Config, requests: Iterable[Request]) -> Graph:
     """The graph of a study: its cells, each once with all its benchmarks, and the unpruned models.
 
@@ -205,7 +178,7 @@ def build(config: Config, requests: Iterable[Request]) -> Graph:
     tasks_of: dict[Cell, dict[str, Task]] = {}
     families: dict[FigureKey, Step] = {}
     damages: dict[FigureKey, Step] = {}
-    for cells, benchmarks in _distinct_names(list(requests)):
+    for cells, benchmarks in requests:
         tasks = {benchmark.name: once(task_of, benchmark, config) for benchmark in benchmarks}
         for cell in cells:
             for candidate in (unpruned(cell), normalized(cell)):

@@ -5,6 +5,10 @@ from __future__ import annotations
 from moe_lab.config import CalibrationConfig
 from moe_lab.models.config_json import Size
 
+STATES = 8 * 2**30
+"""Bytes of hidden states that a streamed pass keeps in memory, of those on disk: what every machine with a large model
+has to spare."""
+
 BASE = 600 * 2**20
 """Bytes of Python with torch and transformers loaded."""
 ROOM = 1.1

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moe_lab.config import BenchmarkConfig, Config, ExportConfig, ModelConfig
-from moe_lab.errors import Unavailable, UserError
+from moe_lab.config import COMPRESSED, BenchmarkConfig, Config, ExportConfig, ModelConfig
+from moe_lab.errors import MASK, Unavailable, UserError
 from moe_lab.grid import Cell
 from moe_lab.models.files import HUB_ID, files_of
 from moe_lab.paths import PREFIX, local
@@ -23,7 +23,6 @@ from moe_lab.pruning.export import CARD, NOT_COPIED
 from moe_lab.pruning.export.card import ORIGINAL, split_card
 from moe_lab.recovery.settings import is_trained
 from moe_lab.results import Result
-from moe_lab.secrets import MASK
 from moe_lab.study.graph import CellSteps, Graph, unpruned
 from moe_lab.study.progress import say
 from moe_lab.study.record import Study
@@ -40,8 +39,6 @@ DATA = "moe_lab"
 """Folder in the repository with what `moe_lab.load_scores` reads."""
 AGAIN = "the export is kept, and the same command uploads it"
 TAGS = ("moe", "pruning", "moe_lab")
-ROUNDED = ("compressed_tensors",)
-"""Values of `export.format` for which weights are rounded after the model was evaluated."""
 ANOTHER_RATIO = """## Another ratio
 
 The folder `moe_lab` has the scores of all experts of the original and the statistics they were computed from. Another
@@ -161,7 +158,7 @@ def _measured(study: Study, cell: CellSteps) -> Iterator[Measured]:
     def content(step: Step) -> Any:
         return json.loads((store.path(step) / "result.json").read_text())
 
-    rounds = study.config.export.format in ROUNDED
+    rounds = study.config.export.format in COMPRESSED
     for name, step in cell.evaluate.items():
         if rounds and not reads_export(step, cell.export):
             continue
@@ -202,7 +199,7 @@ def hub_card(card: str, repository: str, cell: Cell, export: ExportConfig, measu
     fields["base_model"] = base = base_model(cell.model)
     if base and is_trained(cell.recovery):  # the hub has no word for pruning
         fields["base_model_relation"] = "finetune"
-    elif base and (cell.recovery.bits == 4 or export.format in ROUNDED):
+    elif base and (cell.recovery.bits == 4 or export.format in COMPRESSED):
         fields["base_model_relation"] = "quantized"
     data = ModelCardData(**fields)
     if measured:

@@ -19,7 +19,6 @@ from moe_lab.results import DIGITS
 from moe_lab.study.runs import RECORD, Submitted, last_about, runs, steps_at_work
 from moe_lab.study.slurm import scheduler
 from moe_lab.study.slurm.scheduler import Queued
-from moe_lab.study.step import log_of
 from moe_lab.study.store import Store, damage, read_step
 
 STATES = ("done", "running", "pending", "failed", "blocked", "missing")
@@ -162,7 +161,7 @@ def logs(study: StudyState, steps: Sequence[StepState]) -> None:
     shown = [step for step in steps if not everything or step.state in ("failed", "running")]
     for step in shown[:SHOWN]:
         print(f"{step.name}: {step.state}")
-        _print_log(log_of(study.store, step.name))
+        _print_log(study.store.log(step.name))
     if len(shown) > SHOWN:
         print(f"and {len(shown) - SHOWN} more; name one to see it")
     if not shown:
@@ -181,7 +180,7 @@ def why(study: StudyState, steps: Sequence[StepState]) -> None:
     for reason, (first, *more) in reasons.items():
         print(f"{first.name}{f' and {len(more)} more' if more else ''}: {first.state}: {reason}")
         if first.state == "failed":
-            _print_log(log_of(study.store, first.name))
+            _print_log(study.store.log(first.name))
     if not reasons:
         print(f"{study.study}: all {len(steps)} steps are done")
 

@@ -20,23 +20,18 @@ from enum import Enum
 from functools import cache, cached_property, lru_cache, wraps
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import moe_lab
-from moe_lab.config import ModelConfig
-from moe_lab.config.identity import identity
-from moe_lab.errors import DISK_FULL, Unavailable, UserError
+from moe_lab.config import LauncherConfig, ModelConfig
+from moe_lab.config.base import identity
+from moe_lab.errors import DISK_FULL, Unavailable, UserError, mask
 from moe_lab.evaluation.harness import installed
 from moe_lab.json_files import Damaged, read_json
 from moe_lab.models.config_json import Size
 from moe_lab.models.memory import processor
 from moe_lab.paths import shortened
-from moe_lab.secrets import mask
 from moe_lab.study.memory import BASE, weights
-
-if TYPE_CHECKING:
-    from moe_lab.study.steps.files import Files
-    from moe_lab.study.store import Store
 
 T = TypeVar("T")
 Result = TypeVar("Result")
@@ -139,7 +134,7 @@ class Packing(Enum):
 
     ONE = 0
     SMALL = 1
-    """`launcher.steps_per_job` steps."""
+    """Many small steps, since each takes seconds."""
     GRADING = 2
     """`launcher.cells_per_job` steps."""
     CELLS = 3
@@ -172,12 +167,17 @@ class Step(Parts):
     """Steps that each do a share of the work; this step then only merges their results."""
     runtime: ClassVar[frozenset[str]] = frozenset({"merges"})
 
+    def conditions(self, launcher: LauncherConfig) -> Iterable[tuple[Any, ...]]:
+        """What must hold where it is started, such as permissions: checks, which raise UserError or give sentences,
+        and their arguments. `launcher.python`: that it runs where other programs are installed."""
+        return ()
+
     def label(self) -> str:
         """The readable part of its folder's name."""
         raise NotImplementedError
 
-    def work(self, files: Files) -> None:
-        """Do it: read finished steps, write to `files.out`. Imports torch inside the function."""
+    def work(self, files: Any) -> None:
+        """Do it: read finished steps, write to `files.out` (`Files` of steps/files.py). Imports torch inside."""
         raise NotImplementedError
 
     @classmethod
@@ -281,12 +281,6 @@ def unmerged(steps: Iterable[Step], finished: Set[str]) -> list[Step]:
 NO_ROOM = "the disk of the store is full: make room and start the same command again, what is finished is kept"
 TRANSIENT = {*DISK_FULL, errno.EIO, errno.ENOMEM, errno.EROFS, errno.ESTALE, errno.ENODEV, errno.ENOTCONN}
 """Numbers of errors that are the machine's fault, not the work's: the next run tries the step again."""
-
-
-def log_of(store: Store, name: str) -> Path:
-    """File with what the step `name` (kind/label-id) printed in worker processes; there is none if it printed
-    nothing."""
-    return store.root / "logs" / f"{name}.log"
 
 
 def error_document(error: BaseException) -> dict[str, Any]:

@@ -160,6 +160,11 @@ class Store:
             self._index[kind] = (changed, {name[-DIGITS:]: parent / name for name in names})
         return self._index[kind][1]
 
+    def log(self, name: str) -> Path:
+        """File with what the step `name` (kind/label-id) printed in worker processes; there is none if it printed
+        nothing."""
+        return self.root / "logs" / f"{name}.log"
+
     def partial(self, step: Step) -> Path:
         """Folder in which an unfinished step saves files to resume from."""
         return self.root / "partial" / step.id[:DIGITS]

@@ -11,12 +11,6 @@ from moe_lab.config import TrackerConfig
 from moe_lab.errors import UserError
 
 
-def check(settings: TrackerConfig) -> None:
-    """Raise UserError for mode=online without a key."""
-    if settings.name == "wandb" and settings.mode == "online" and not _has_key():
-        raise UserError("tracker.mode=online needs a key: run `wandb login` once, or set tracker.mode=offline")
-
-
 def _has_key() -> bool:
     """Whether wandb finds credentials by itself, in the environment or in .netrc. Asks neither the user nor the
     server."""
@@ -31,13 +25,13 @@ def log_study(
 ) -> None:
     """Log a study's cells, its tables (name -> CSV file) and its figures (PNG files) as one run of wandb.
 
-    `study` is the study's record in the store. Without a mode in the settings or WANDB_MODE, it is online when there is
-    a key. Prints nothing. Raises UserError when the tracker refuses; all results stay in the store.
+    `study` is the study's record in the store. Prints nothing. Raises UserError when the tracker refuses; all results
+    stay in the store. WANDB_MODE says whether it is told now; without it, it is where there is a key.
     """
     import pandas
     import wandb
 
-    mode: Any = settings.mode or os.environ.get("WANDB_MODE") or ("online" if _has_key() else "offline")
+    mode: Any = None if "WANDB_MODE" in os.environ or _has_key() else "offline"
     about = {key: value for key, value in study.items() if key not in ("cells", "families", "damages")}
     rows = [
         {**cell["cell"], "plan": cell.get("plan")}
@@ -56,7 +50,7 @@ def log_study(
     except wandb.Error as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UserError(
-            f"tracker=wandb was not told ({reason}): everything is in the store; tracker.mode=offline needs no server"
+            f"tracker=wandb was not told ({reason}): everything is in the store; WANDB_MODE=offline needs no server"
         ) from error
     finally:
         wandb.teardown()  # only then has its background process written or sent everything

@@ -25,8 +25,7 @@ from moe_lab.calibration.documents import Text
 from moe_lab.calibration.settings import check
 from moe_lab.calibration.sources import read
 from moe_lab.config import CalibrationConfig, Config, SourceConfig
-from moe_lab.config.base import SettingsError, valid
-from moe_lab.config.identity import identity
+from moe_lab.config.base import SettingsError, identity, valid
 from moe_lab.errors import UserError
 from moe_lab.paths import resolve
 

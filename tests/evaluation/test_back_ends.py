@@ -74,6 +74,6 @@ def test_both_back_ends_write_the_same(server: str, chatty: Path, tmp_path: Path
         texts = write(served, rendered, 16, chat=True)
         assert texts == write(loaded, rendered, 16, chat=True) and any(texts)
         if server == "transformers":
-            judge = Judge(JudgeConfig("j", served.name, served.url, max_tokens=8), tmp_path / "cache")
+            judge = Judge(JudgeConfig(served.name, served.url, max_tokens=8), tmp_path / "cache")
             (verdict,) = judge.verdicts(["Give a score."], tolerated=1)
             assert verdict.score is None and "without a usable score" in verdict.reply, "it was asked, and it answered"

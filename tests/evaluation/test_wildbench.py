@@ -95,7 +95,7 @@ def at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Endpoint]:
 
 
 def judged(benchmark: BenchmarkConfig, at: Endpoint, **changes: Any) -> BenchmarkConfig:
-    return replace(benchmark, judge=JudgeConfig("fake", "fake/judge", at.url, parallel=4), **changes)
+    return replace(benchmark, judge=JudgeConfig("fake/judge", at.url), **changes)
 
 
 def test_the_questions_are_the_conversations_of_creative_writing(published: BenchmarkConfig) -> None:
@@ -213,7 +213,7 @@ def test_the_judge_is_part_of_what_a_result_is_and_neither_place_nor_key_are(
     benchmark = judged(published, at)
     own = suite.identity(benchmark)
     assert benchmark.judge is not None
-    moved = replace(benchmark.judge, name="x", url="http://h:1/v1", key_variable="K", attempts=2, timeout=3, parallel=1)
+    moved = replace(benchmark.judge, url="http://h:1/v1", key_variable="K")
     assert suite.identity(replace(benchmark, judge=moved)) == own
     for change in ({"model": "m"}, {"max_tokens": 9}, {"extra": {"seed": 1}}):
         assert suite.identity(replace(benchmark, judge=replace(benchmark.judge, **change))) != own

@@ -201,7 +201,7 @@ def test_the_largest_group_that_divides_is_taken(hidden: int, width: int, group:
 def test_what_the_format_cannot_store_is_refused(tmp_path: Path) -> None:
     model = tiny.save("qwen3_moe", tmp_path / "model", **SIZES)
     export(tmp_path / "model", random_plan(model, "one width", width=24), tmp_path / "narrow")
-    with pytest.raises(UserError, match=r"rows of 24 and 64: expected export\.scheme=fp8"):
+    with pytest.raises(UserError, match=r"rows of 24 and 64: expected export\.format=fp8"):
         compression_changes(tmp_path / "narrow", "w4a16")
     ragged = random_plan(model, "ragged")
     export(tmp_path / "model", ragged, tmp_path / "ragged")
@@ -231,18 +231,17 @@ def test_wrong_settings_are_named_before_anything_runs(tmp_path: Path) -> None:
     model = ModelConfig("tiny", "pocket:olmoe")
 
     def said(model: ModelConfig = model, verify: bool = False, bits: int = 16, **export: Any) -> str:
-        settings = ExportConfig(**{"shape": "natural", "format": "compressed_tensors", **export})
+        settings = ExportConfig(**{"shape": "natural", "format": "fp8", **export})
         recovery = RecoveryConfig("none" if bits == 16 else "nf4", bits=bits)
         return " ".join(layout.wrong(settings, model, recovery, "expert", verify=verify))
 
     assert said() == ""
     for wrong, expected in (
-        ({"scheme": "fp9"}, "did you mean fp8"),
-        ({"scheme": "w4a16", "format": "safetensors"}, "add export.format=compressed_tensors"),
+        ({"format": "fp9"}, "did you mean fp8"),
         ({"shape": None}, "add export=natural"),
     ):
         with pytest.raises(SettingsError, match=expected):
-            valid(ExportConfig, {"shape": "natural", "format": "compressed_tensors", **wrong}, "export")
+            valid(ExportConfig, {"shape": "natural", "format": "fp8", **wrong}, "export")
     assert "expected verify=false" in said(verify=True)
     assert "expected recovery.bits=16" in said(bits=4)
     assert "in one tensor: expected export.format=safetensors" in said(ModelConfig("tiny", str(tmp_path / "gpt_oss")))
@@ -250,6 +249,6 @@ def test_wrong_settings_are_named_before_anything_runs(tmp_path: Path) -> None:
 
 def test_without_the_library_nothing_begins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("moe_lab.errors.find_spec", lambda name: None)
-    settings = ExportConfig("natural", "compressed_tensors")
+    settings = ExportConfig("natural", "w4a16")
     (sentence,) = layout.wrong(settings, ModelConfig("tiny", "pocket:olmoe"), RecoveryConfig(), "expert", verify=False)
     assert "pip install 'moe-lab[compression]'" in sentence

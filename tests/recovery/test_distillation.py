@@ -199,9 +199,8 @@ def test_a_killed_distillation_goes_on_to_the_same_bits(
     subject: tuple[Any, Any, CalibrationConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, train_what: str
 ) -> None:
     model, tokenizer, text = subject
-    settings = RecoveryConfig(
-        **{**ROUTERS, "train": train_what}, router_learning_rate=1e-2, save_every=2, temperature=2
-    )
+    settings = RecoveryConfig(**{**ROUTERS, "train": train_what}, router_learning_rate=1e-2, temperature=2)
+    monkeypatch.setattr(finetuning, "SAVE_EVERY", 2)
     plan = tiny.plan(model, 0.5)
 
     def run(folder: str) -> None:

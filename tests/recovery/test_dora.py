@@ -166,8 +166,6 @@ def test_what_is_trained_is_the_moe_blocks(tmp_path: Path) -> None:
     layers = attach(adapted, recovery(), seed=0)
     named = {id(parameter) for part in trainable(layers).values() for parameter in part.values()}
     assert named == {id(parameter) for parameter in adapted.parameters() if parameter.requires_grad}
-    left = attach(copy.deepcopy(model), recovery(shared_experts=False), seed=0)
-    assert not trainable(left)["shared_experts"] and trainable(left)["experts"].keys() == parts["experts"].keys()
     before = {key: value.clone() for key, value in model.state_dict().items()}
     tuned = pruned(model, tiny.plan(model, 0.25))
     _, layers = trained(tuned, recovery(epochs=1), tmp_path)
@@ -207,7 +205,8 @@ def test_routers_can_be_left_alone() -> None:
 
 @pytest.mark.parametrize("change", ["settings", "fingerprint", "damage"])
 def test_another_training_is_not_gone_on_from(tmp_path: Path, change: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    trained(small(), recovery(epochs=1, save_every=1), tmp_path)
+    monkeypatch.setattr(finetune, "SAVE_EVERY", 1)
+    trained(small(), recovery(epochs=1), tmp_path)
     if change == "damage":
         next(tmp_path.iterdir()).write_bytes(b"no safetensors")
     settings = recovery(epochs=1, dropout=0.1 if change == "settings" else 0.0)
@@ -240,13 +239,10 @@ def test_loss_is_that_of_answer_tokens(name: str) -> None:
     assert float(found) == pytest.approx(expected, rel=1e-5)
 
 
-def test_schedules(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_learning_rates_rise_and_fall(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(finetune, "WARMUP", 0.2)
-    cosine = [rate_factor(recovery(), step, 10) for step in range(10)]
+    cosine = [rate_factor(step, 10) for step in range(10)]
     assert cosine[:3] == [0.5, 1.0, 1.0] and cosine[6] == pytest.approx(0.5) and 0 < cosine[9] < 0.05
-    monkeypatch.setattr(finetune, "WARMUP", 0.0)
-    linear = [rate_factor(recovery(schedule="linear"), step, 4) for step in range(4)]
-    assert linear == [1.0, 0.75, 0.5, 0.25]
     assert [step_count(recovery(epochs=epochs), 5) for epochs in (2, 0.1, 0.9)] == [5, 1, 3]
 
 

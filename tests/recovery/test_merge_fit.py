@@ -22,13 +22,14 @@ from moe_lab.models.discover import moe_layers
 from moe_lab.pruning.export import export
 from moe_lab.pruning.export.rewrite import rewrite
 from moe_lab.pruning.plan import Plan, merge_experts
+from moe_lab.recovery import merge_fit
 from moe_lab.recovery.apply import pruned, recovered
 from moe_lab.recovery.export import recovery_changes
 from moe_lab.recovery.merge_fit import fit
 from moe_lab.recovery.settings import RIDGE
 from moe_lab.statistics.observe import Observer
 
-SETTINGS = RecoveryConfig(name="fit", fit="text", save_every=1)
+SETTINGS = RecoveryConfig(name="fit", fit="text")
 GROUPS = {0: {0: 0.5, 3: 0.3, 7: 0.2}, 1: {1: 0.6, 4: 0.4}, 9: {6: 0.25, 9: 0.75}}
 
 
@@ -220,6 +221,7 @@ def test_a_killed_fit_goes_on_to_the_same_bits(
     model: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run(model, folder, tmp_path / "whole")
+    monkeypatch.setattr(merge_fit, "SAVE_EVERY", 1)
     with monkeypatch.context() as patch, pytest.raises(tiny.Killed):
         tiny.count_calls(patch, Observer, "read", kill_at=3)
         run(model, folder, tmp_path / "cut")

@@ -33,7 +33,7 @@ def step(
     model: ModelConfig, text: CalibrationConfig, criterion: CriterionConfig | None = None, engine: str = "resident"
 ) -> Cost:
     """The cost of a plan made by `criterion`, or of the unpruned model, counted by that engine."""
-    text = replace(text, engine=engine, activation_budget=0.5)
+    text = replace(text, engine=engine)
     unpruned = Cost.of_unpruned(model, text)
     if criterion is None:
         return unpruned
@@ -103,7 +103,7 @@ def test_the_engine_of_the_study_counts_flops_and_changes_nothing(
 ) -> None:
     counted = []
     one, other = (step(model, text, CHANNELS, engine) for engine in ("resident", "streamed"))
-    assert one.id == other.id and other.text == replace(text, engine="streamed", activation_budget=0.5)
+    assert one.id == other.id and other.text == replace(text, engine="streamed")
     for asked in (one, other):
         store = Store(tmp_path / str(len(counted))).create()
         publish(store, CHANNELS, channel_plan(tiny.build("deepseek_v2"), lambda expert: 5 + expert))

@@ -34,6 +34,7 @@ from moe_lab.config import (
 from moe_lab.json_files import write_json
 from moe_lab.models.config_json import size_of
 from moe_lab.study import estimates
+from moe_lab.study import memory as step_memory
 from moe_lab.study.estimates import Memory, Times, forecast, gpus, largest_memory, memory_of
 from moe_lab.study.memory import LOGITS
 from moe_lab.study.step import Loads, Step
@@ -94,20 +95,22 @@ def test_gradients_take_more_memory_unless_recomputed() -> None:
     assert known(step("gradients", text=replace(TEXT, checkpointing=True))).bytes < backward.bytes
 
 
-STREAMING = replace(TEXT, engine="streamed", activation_budget=1.0)
+STREAMING = replace(TEXT, engine="streamed")
 
 
 @pytest.mark.parametrize("kind", LAYERED)
-def test_one_layer_in_memory_is_what_a_streamed_step_takes(kind: str) -> None:
+def test_one_layer_in_memory_is_what_a_streamed_step_takes(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Qwen2-57B: 3.6 GiB of experts and attention in a layer, 2 of embeddings and head, 6 of a batch of 16,384 tokens;
     for the gradients of weights, 6.6 of these in fp32; for alignments, as much and 3.1 of products of channels."""
+    monkeypatch.setattr(step_memory, "STATES", 2**30)
     big = model("qwen2_57b_a14b")
     layered = known(step(kind, big, STREAMING))
     if kind != "sequential":  # which is always streamed
         assert known(step(kind, big)).bytes > 117 * 2**30
     sums = {"weight_gradients": 6.6, "activation_alignment": 9.7}.get(kind, 0)
     assert 12 * 2**30 < layered.bytes - sums * 2**30 < 15 * 2**30
-    more = known(step(kind, big, replace(STREAMING, activation_budget=3.0)))
+    monkeypatch.setattr(step_memory, "STATES", 3 * 2**30)
+    more = known(step(kind, big, STREAMING))
     assert more.bytes - layered.bytes == pytest.approx(2 * 2**30)
     assert layered.on_gpu
 
@@ -255,7 +258,7 @@ def test_the_time_of_a_merge_is_not_that_of_a_pass(store: Store) -> None:
 
 
 def test_a_share_keeps_hidden_states_of_its_rows() -> None:
-    text = replace(STREAMING, length=10, tokens=120, batch_size=1, activation_budget=1e9)
+    text = replace(STREAMING, length=10, tokens=120, batch_size=1)
     whole, merge = step("statistics", text=text), step("statistics", text=replace(text, parts=3))
     size = size_of(model())
     assert size and whole.disk(size) > 0 and merge.merges[0].disk(size) == pytest.approx(whole.disk(size) / 3)

@@ -40,7 +40,7 @@ OLMOE = {"model": FILES.load([("model", "pocket_olmoe")])["model", "pocket_olmoe
 
 
 def graph(suite: list[str] = SUITE, overlap: bool = False, export: ExportConfig | None = None, **grid: object) -> Graph:
-    config = Config(suite=SuiteConfig("s", suite), overlap=overlap, export=export or ExportConfig())
+    config = Config(suite=SuiteConfig(suite), overlap=overlap, export=export or ExportConfig())
     asked = benchmarks(config, ProtocolConfig(), FILES)
     return build(config, [(cells(config, grid, files=FILES, **OLMOE), asked)])
 
@@ -181,7 +181,7 @@ def test_what_a_chat_template_is_given_counts_where_it_is_used() -> None:
         found = cells(None, {"calibration": ["pocket_code"]}, files=FILES, words=words, **OLMOE)
         return build(Config(), [(found, [benchmark])]).cells[0].evaluate[benchmark.name].id
 
-    (likelihoods,) = benchmarks(Config(suite=SuiteConfig("s", ["pocket_gsm8k"])), ProtocolConfig(), FILES)
+    (likelihoods,) = benchmarks(Config(suite=SuiteConfig(["pocket_gsm8k"])), ProtocolConfig(), FILES)
     for benchmark in (CODE, likelihoods):
         chatting = replace(benchmark, chat=True)
         assert ids(chatting, thinking=True) != ids(chatting, thinking=False)

@@ -37,7 +37,7 @@ def problems(*words: str) -> list[str]:
     """What is wrong with a command line."""
     try:
         config, wanted = asked(*words)
-        return preflight(config, wanted) + lacking(config, wanted)
+        return preflight(config, wanted) or lacking(build(config, wanted).steps(), config.launcher)
     except SettingsError as error:
         return error.sentences
 
@@ -126,7 +126,7 @@ WRONG = {
     "ratio=2": "ratio=2",
     "seed=x": "seed=x",
     "modle=b": "setting=modle",
-    "judge.attempts=0": "judge.attempts=0",
+    "judge.max_tokens=0": "judge.max_tokens=0",
     "export=naturel": "export=naturel",
     "protocol.benchmarks={pocket_bolq: {shots: 1}}": "protocol=unified",
 }
@@ -249,7 +249,6 @@ VALUES = {
     "timed.repeat=3": "setting=timed.repeat",
     "seed=-1": "seed=-1",
     f"seed={10**30}": "seed=",
-    "calibration.activation_budget=nan": "calibration.activation_budget=nan",
     "criterion.parameters={power: inf}": "criterion.parameters.power=inf",
     "resources.gpu_memory=nan": "resources.gpu_memory=nan",
     "store=''": "store=",

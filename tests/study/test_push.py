@@ -294,7 +294,7 @@ Ours is best.
 """
 
 
-PLAIN, ROUNDED = ExportConfig("natural"), ExportConfig("natural", "compressed_tensors")
+PLAIN, ROUNDED = ExportConfig("natural"), ExportConfig("natural", "fp8")
 
 
 def cell(path: str) -> Cell:

@@ -76,7 +76,7 @@ def url_of(place: Path, protocol: str = "file") -> str:
 
 
 def begin(url: str, of: Asked) -> int:
-    return run(replace(of[0], store=url), of[1])
+    return run(replace(of[0], store=url), of[1]).code
 
 
 def content(place: Path) -> dict[str, bytes]:

@@ -1,4 +1,4 @@
-"""Two people and one store: with a group's umask they share it, and otherwise the second is told, and breaks nothing."""
+"""Two people and one store: with a group's umask they share it; otherwise the second is told, and breaks nothing."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def as_user(user: int, umask: int, work: Callable[[], Any]) -> Any:
             os.setuid(user)
             os.umask(umask)
             outcome: Any = work()
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - raised where the test waits
             outcome = error
         os.write(writer, pickle.dumps(outcome))
         os._exit(0)
@@ -75,7 +75,7 @@ def test_people_of_a_group_go_on_with_each_others_steps(folder: Path) -> None:
 
 
 def test_a_store_that_only_its_owner_may_write_is_read_and_named(folder: Path) -> None:
-    """With the usual umask, finished steps can be read, and a run of a colleague ends in a sentence before it starts."""
+    """With the usual umask. Finished steps can be read, and a colleague's run ends in a sentence before it starts."""
     step = Example(number=1)
     assert as_user(OWNER, 0o022, lambda: run(folder / "store", step)) == 1
     assert as_user(COLLEAGUE, 0o022, lambda: Store(folder / "store").done(step))

@@ -19,14 +19,13 @@ from string import Template
 from typing import Any
 
 from moe_lab.config import BackendConfig, BenchmarkConfig, ModelConfig
-from moe_lab.config.identity import identity
-from moe_lab.errors import UserError, user_errors
+from moe_lab.config.base import identity
+from moe_lab.errors import UserError, mask, user_errors
 from moe_lab.evaluation.harness import HARNESSES
 from moe_lab.evaluation.interpreters import check_has, interpreter
 from moe_lab.evaluation.reasoning import special_marks
 from moe_lab.models.config_json import check_trained_top_k, model_type
 from moe_lab.models.families import PORTS
-from moe_lab.secrets import mask
 
 PLACING = frozenset(
     {

@@ -20,7 +20,7 @@ from moe_lab.pruning.export.layout import check_stored_apart
 from moe_lab.pruning.export.rewrite import Changes
 
 PRESETS = {"fp8": ("FP8_DYNAMIC", "float-quantized"), "w4a16": ("W4A16", "pack-quantized")}
-"""export.scheme -> the library's names of the scheme and of the format in which its weights are stored."""
+"""export.format -> the library's names of the scheme and of the format in which its weights are stored."""
 GROUPS = (128, 64, 32)
 """Numbers of weights that may share a scale in w4a16, best first."""
 WORDS = {
@@ -42,7 +42,7 @@ def compression_changes(folder: Path, scheme: str) -> Changes:
 
     if has_packed_experts(read_json(folder / "config.json")):
         raise UserError(
-            "export.format=compressed_tensors: experts of different widths in one layer are packed into two tensors, "
+            f"export.format={scheme}: experts of different widths in one layer are packed into two tensors, "
             "which this format cannot store: expected export=padded"
         )
     preset, stored_as = PRESETS[scheme]
@@ -89,8 +89,8 @@ def _group_size(widths: Collection[int]) -> int:
         if all(width % size == 0 for width in widths):
             return size
     raise UserError(
-        f"export.scheme=w4a16 needs experts whose rows are multiples of {GROUPS[-1]} weights, and there are rows of "
-        f"{' and '.join(map(str, sorted(widths)))}: expected export.scheme=fp8, or a plan with such widths"
+        f"export.format=w4a16 needs experts whose rows are multiples of {GROUPS[-1]} weights, and there are rows of "
+        f"{' and '.join(map(str, sorted(widths)))}: expected export.format=fp8, or a plan with such widths"
     )
 
 

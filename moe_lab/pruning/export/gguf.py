@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from moe_lab.config import ExportConfig, ModelConfig, RecoveryConfig
-from moe_lab.errors import Unavailable, UserError, user_errors
+from moe_lab.errors import Unavailable, UserError, mask, user_errors
 from moe_lab.models.checkpoint import BITS, open_checkpoint, read_json
 from moe_lab.models.config_json import check_plain_weights
 from moe_lab.models.families import DISK_ROUTER_WEIGHTS
@@ -23,7 +23,6 @@ from moe_lab.pruning.export.layout import expert_type
 from moe_lab.pruning.export.write import UNFINISHED
 from moe_lab.pruning.form import make_form
 from moe_lab.pruning.plan import Plan
-from moe_lab.secrets import mask
 
 FILE = "model.gguf"
 OWN = Path(__file__).resolve().parents[3] / ".venv-llama" / "llama.cpp" / "convert_hf_to_gguf.py"

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Set
 from pathlib import Path
 
-from moe_lab.config import ExportConfig, ModelConfig, RecoveryConfig
+from moe_lab.config import COMPRESSED, ExportConfig, ModelConfig, RecoveryConfig
 from moe_lab.errors import UserError, need, user_errors
 from moe_lab.models.checkpoint import Checkpoint, Entry, open_checkpoint
 from moe_lab.models.config_json import check_plain_weights, check_trained_top_k, quantization
@@ -244,8 +244,8 @@ def wrong(
         return
     yield from user_errors(check_trained_top_k, model, f"export={shape}")
     yield from _wrong_of_quantised(export, model, verify)
-    if export.format == "compressed_tensors":
-        yield from _wrong_compression(model, recovery, verify)
+    if export.format in COMPRESSED:
+        yield from _wrong_compression(export.format, model, recovery, verify)
     if recovery.name != "none" and shape != "natural":
         yield (
             f"export={shape} has a shape other than that of the model that recovery={recovery.name} changes: expected "
@@ -271,13 +271,13 @@ def _wrong_of_quantised(export: ExportConfig, model: ModelConfig, verify: bool) 
 
 def _wrong_format(export: ExportConfig) -> Iterator[str]:
     """A sentence if the package that stores tensors in the format is missing."""
-    if export.format == "compressed_tensors":
+    if export.format in COMPRESSED:
         yield from user_errors(need, "compressed-tensors", "compression", f"export.format={export.format}")
 
 
-def _wrong_compression(model: ModelConfig, recovery: RecoveryConfig, verify: bool) -> Iterator[str]:
+def _wrong_compression(form: str, model: ModelConfig, recovery: RecoveryConfig, verify: bool) -> Iterator[str]:
     """A sentence for each reason why the model cannot be exported in the format of compressed-tensors."""
-    name = "export.format=compressed_tensors"
+    name = f"export.format={form}"
     if recovery.bits == 4:
         yield f"{name} quantises weights, and recovery={recovery.name} has done so: expected recovery.bits=16"
     if verify:
@@ -291,8 +291,8 @@ def check_stored_apart(names: Iterable[str], where: Path) -> None:
     """Raise UserError unless the tensors `names` have each expert's matrices apart, as compressed-tensors needs."""
     if not any(place.kind == "expert" for place in Family().places(names).values()):
         raise UserError(
-            f"export.format=compressed_tensors stores each expert's matrices apart, and {where} has those of a layer "
-            "in one tensor: expected export.format=safetensors"
+            f"export.format={' and '.join(COMPRESSED)} store each expert's matrices apart, and {where} has those of a "
+            "layer in one tensor: expected export.format=safetensors"
         )
 
 

@@ -19,6 +19,8 @@ from moe_lab.study.step import KINDS, Packing, Step, canonical
 Stage = tuple[str, int]
 """The kind of a job, and its depth: how many jobs of the same kind have to run before it, one after another."""
 PackSteps = list[Step]
+STEPS_PER_JOB = 256
+"""Small steps of one job: each takes about a second, and a job some time in the queue."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,7 @@ def _packs(steps: Sequence[Step], kind: str, settings: LauncherConfig) -> list[P
     """Divide steps into jobs by the packing of `kind`; steps of the kind itself come before others in its jobs."""
     packing = KINDS[kind].packing
     if packing is not Packing.CELLS:
-        sizes = {Packing.ONE: 1, Packing.SMALL: settings.steps_per_job, Packing.GRADING: settings.cells_per_job}
+        sizes = {Packing.ONE: 1, Packing.SMALL: STEPS_PER_JOB, Packing.GRADING: settings.cells_per_job}
         return _cut([[step] for step in steps], sizes[packing])
     models: dict[str, dict[str, PackSteps]] = defaultdict(lambda: defaultdict(list))
     for step in sorted(steps, key=lambda step: step.kind != kind):

@@ -55,8 +55,8 @@ def resources(
     The steps are about one model, except small ones. They are of one kind, or go into jobs of the first step's kind,
     such as the costs of the models that the job evaluates.
 
-    Returns the fields of JobConfig: gpus, cpus, memory (GiB) and minutes are always numbers; gpu_type, partition,
-    account, qos and constraint may be None; sbatch is a mapping and setup a list. Settings of the model take precedence
+    Returns the fields of JobConfig: gpus, cpus, memory (GiB) and minutes are always numbers; gpu_type and
+    partition may be None; sbatch is a mapping and setup a list. Settings of the model take precedence
     over those of the kind, and those over `every`; sbatch is merged. `seconds` estimates the time of a step; if it is
     unknown for one, the job asks for `settings.longest`. Minutes that are not set are limited to the partition's
     `time_limits` (partition -> minutes).
@@ -114,7 +114,7 @@ def _time_limit(configured: Mapping[str, Any], time_limits: Mapping[str, float])
 
     Infinite when they are not known, and when a quality of service (qos) determines the limit.
     """
-    if configured["qos"]:
+    if configured["sbatch"].get("qos"):
         return inf
     named = configured["partition"] or os.environ.get("SBATCH_PARTITION", "")
     return max((time_limits[name] for name in named.split(",") if name in time_limits), default=inf)

@@ -135,7 +135,7 @@ class Submission:
         )
         dependency = {"dependency": f"{condition}:{':'.join(after)}"} if after else {}
         more = {"kill-on-invalid-dep": "yes", "requeue": True, **dependency, **asks["sbatch"]}
-        optional = {name: asks[name] for name in scheduler.OPTIONAL if asks[name] is not None}
+        optional = {"partition": asks["partition"]} if asks["partition"] else {}
         kind_of_gpu = f"{asks['gpu_type']}:" if asks["gpu_type"] else ""
         executor.update_parameters(
             job_name=self._name(kind),

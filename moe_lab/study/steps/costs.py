@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, Self
@@ -15,7 +14,6 @@ from moe_lab.errors import Unavailable, UserError, user_errors
 from moe_lab.json_files import write_json
 from moe_lab.models.config_json import Size, check_plain_weights, has_uneven_layers
 from moe_lab.models.identity import Arithmetic
-from moe_lab.start import command
 from moe_lab.study.step import Loads, Step
 from moe_lab.study.steps.engine import engine
 from moe_lab.study.steps.files import Files, loaded, read_text, skeleton
@@ -245,15 +243,3 @@ def wrong_timing(config: Config, model: ModelConfig) -> Iterator[str]:
     if config.launcher.name == "slurm" and config.timed.device is None:
         yield "timing=true with launcher=slurm needs timed.device: expected the name of the nodes' GPU, as jobs see it"
     yield from user_errors(check_plain_weights, model, "timing=true")
-
-
-def device_here(device: str) -> str:
-    """Name of the device that `model.device` selects on this machine. Raises UserError when there is none.
-
-    Runs in another process, because torch takes seconds to import.
-    """
-    answer = subprocess.run(command("moe_lab.models.device", device), capture_output=True, text=True)
-    if answer.returncode:
-        reason = answer.stderr.strip().splitlines()[-1].partition(": ")[2]
-        raise UserError(reason if reason.startswith("model.device=") else f"model.device={device}: {reason}")
-    return answer.stdout.strip().splitlines()[-1]

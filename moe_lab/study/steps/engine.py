@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from moe_lab.config import CalibrationConfig, ModelConfig
+from moe_lab.study import memory
 from moe_lab.study.steps.files import Files, loaded, read_text
 
 Rows = tuple[int, int] | None
@@ -62,7 +63,7 @@ class Streamed:
         from moe_lab.models.streamed import open_streamed
 
         self.model, tokenizer = open_streamed(model)
-        self.budget = text.activation_budget * 2**30
+        self.budget = memory.STATES
         """Bytes of hidden states that are kept in memory."""
         self.about: dict[str, Any] = {"fingerprint": fingerprint, "out": files.partial, "budget": self.budget}
         self.text = read_text(text, tokenizer, files, rows)

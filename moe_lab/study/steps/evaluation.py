@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moe_lab.config import BackendConfig, BenchmarkConfig, Config, ModelConfig
+from moe_lab.config import BackendConfig, BenchmarkConfig, Config, LauncherConfig, ModelConfig
 from moe_lab.errors import Unavailable
-from moe_lab.evaluation import suite
+from moe_lab.evaluation import engines, suite
 from moe_lab.evaluation.sandbox.policy import LIMITED, Policy
 from moe_lab.json_files import write_json
 from moe_lab.models.config_json import Size
@@ -111,6 +111,10 @@ class AsksModel(Step):
         """The benchmark."""
         raise NotImplementedError
 
+    def conditions(self, launcher: LauncherConfig) -> Iterator[tuple[Any, ...]]:
+        if launcher.python is None:
+            yield engines.check_installed, self.backend
+
     def label(self) -> str:
         return f"{self.pruned.recovered_label}-{self.asked.name}"
 
@@ -187,6 +191,10 @@ class Evaluate(AsksModel):
     def asked(self) -> BenchmarkConfig:
         return self.benchmark
 
+    def conditions(self, launcher: LauncherConfig) -> Iterator[tuple[Any, ...]]:
+        yield from super().conditions(launcher)
+        yield suite.lacking, self.benchmark, self.policy
+
     def work(self, files: Files) -> None:
         from moe_lab.evaluation import run
 
@@ -238,6 +246,9 @@ class Grade(Step):
     policy: Policy
     sandbox: str | None
     runtime = frozenset({"policy"})
+
+    def conditions(self, launcher: LauncherConfig) -> Iterator[tuple[Any, ...]]:
+        yield suite.lacking, self.benchmark, self.policy
 
     def label(self) -> str:
         return self.generate.label()

@@ -50,7 +50,7 @@ class OnText(Step):
         if self.merges:
             return memory.BASE + memory.merging(size)
         if self.is_layered:
-            states = min(self.text.activation_budget * 2**30, self.disk(size))
+            states = min(memory.STATES, self.disk(size))
             batch = memory.batch_tokens(self.text, self.rows) * memory.activations(size)
             held = memory.layer_weights(size) + self.layer_memory(size)
             return memory.BASE + held + self.buffers(size) + batch + states

@@ -11,7 +11,7 @@ from functools import lru_cache, reduce
 from pathlib import Path
 from typing import Any
 
-from moe_lab.config import Config, ExportConfig, ModelConfig, RecoveryConfig
+from moe_lab.config import COMPRESSED, Config, ExportConfig, LauncherConfig, ModelConfig, RecoveryConfig
 from moe_lab.config.pruning import Shape
 from moe_lab.grid import Cell
 from moe_lab.json_files import write_json
@@ -229,6 +229,12 @@ class Export(Step):
     pruned: Pruned
     runtime = frozenset({"pruned"})
 
+    def conditions(self, launcher: LauncherConfig) -> Iterator[tuple[Any, ...]]:
+        if self.shape.format == "gguf" and launcher.python is None:
+            from moe_lab.pruning.export import gguf
+
+            yield gguf.check_converter, self.shape, self.about
+
     def label(self) -> str:
         return self.pruned.recovered_label
 
@@ -276,7 +282,7 @@ class Export(Step):
 
     @property
     def _is_compressed(self) -> bool:
-        return self.shape.format == "compressed_tensors"
+        return self.shape.format in COMPRESSED
 
     def _compare(self, source: Path, natural: Path, files: Files) -> None:
         """Compare the checkpoint with the masked model, on the CPU: only there are both equal bit for bit."""
@@ -296,7 +302,7 @@ class Export(Step):
         if self._is_compressed:
             from moe_lab.pruning.export.compressed import compression_changes
 
-            changes.append(compression_changes(natural, self.shape.scheme))
+            changes.append(compression_changes(natural, self.shape.format))
         together = reduce(lambda first, then: first.then(then), changes)
         rewrite(natural, together, out, partial=files.partial / "changed")
 

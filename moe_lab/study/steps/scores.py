@@ -125,10 +125,10 @@ def score(step: Any, inputs: ByLayer, layers: ByLayer) -> dict[int, Any]:
     )
 
 
-def check_weights(criterion: str, model: ModelConfig) -> None:
+def check_weights(criterion: CriterionConfig, model: ModelConfig) -> None:
     """Raise UserError when the criterion needs plain weights and the model's are quantised."""
-    if criteria.get(criterion).needs_plain_weights:
-        check_plain_weights(model, f"criterion={criterion}")
+    if criteria.get(criterion.name).needs_plain_weights:
+        check_plain_weights(model, f"criterion={criterion.name}")
 
 
 @dataclass(frozen=True, eq=False)
