@@ -13,8 +13,7 @@ from moe_lab.config import BenchmarkConfig, Config
 from moe_lab.config.identity import identity as settings_identity
 from moe_lab.errors import UserError, unknown, user_errors
 from moe_lab.evaluation.harness import HARNESSES, check_count, data_files, installed
-from moe_lab.evaluation.sandbox.policy import LIMITED, Policy
-from moe_lab.paths import PREFIX
+from moe_lab.evaluation.sandbox.policy import Policy
 
 _NUMBERS = {"seconds", "memory_mib", "processes", "length"}
 _RUNNING = ("processes", "template", "answers")
@@ -43,11 +42,6 @@ def data_digest(benchmark: BenchmarkConfig) -> str:
         content = file.read_bytes()
         digest.update(f"{len(content)}\n".encode() + content)
     return digest.hexdigest()
-
-
-def is_closed_world(benchmark: BenchmarkConfig) -> bool:
-    """Whether right programs need no import and no private attribute, as in the benchmarks that moe_lab ships."""
-    return benchmark.task.startswith(PREFIX)
 
 
 @dataclass(frozen=True)
@@ -187,20 +181,12 @@ def _lacking(benchmark: BenchmarkConfig, policy: Policy) -> Iterator[str]:
 
         yield from evalscope.lacking(benchmark, policy)
     if runs_programs(benchmark):
-        yield from user_errors(lambda: policy.protection(closed_world=is_closed_world(benchmark)))
+        yield from user_errors(policy.protection)
 
 
 def runs_programs(benchmark: BenchmarkConfig) -> bool:
     """Whether grading runs programs that the model wrote."""
     return benchmark.executes_code or benchmark.harness == "evalplus"
-
-
-def runs_limited(benchmark: BenchmarkConfig, policy: Policy) -> bool:
-    """Whether programs that are not closed-world count as wrong, because this machine has no namespaces."""
-    try:
-        return runs_programs(benchmark) and policy.protection(closed_world=is_closed_world(benchmark)) == LIMITED
-    except UserError:  # which `lacking` reports
-        return False
 
 
 def _wrong_settings(benchmark: BenchmarkConfig, name: str) -> Iterator[str]:

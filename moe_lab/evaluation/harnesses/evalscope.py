@@ -154,7 +154,7 @@ def grade(answers: Sequence[Answer], benchmark: BenchmarkConfig, policy: Policy)
     Raises RuntimeError when EvalScope could not compare more than 1 % of them.
     """
     code = TASKS[benchmark.task].code
-    protection = policy.protection(closed_world=False) if code else None
+    protection = policy.protection() if code else None
     texts = {answer.item: replace_surrogates(answer.reply.text or "") for answer in answers}
     reply = _asked(benchmark, policy, "grade", texts=texts)
     verdicts = {sample["item"]: sample for sample in reply["samples"]}
@@ -228,6 +228,6 @@ def _code(benchmark: BenchmarkConfig, policy: Policy | None) -> CodeSettings:
         start_date=str(benchmark.parameters["start_date"]),
         end_date=str(benchmark.parameters["end_date"]),
         pickles=policy is not None and policy.allow_pickled_data,
-        confined=policy is not None and policy.protection(closed_world=False) == NAMESPACES,
+        confined=policy is not None and policy.protection() == NAMESPACES,
         **{"processes": cores(), "seconds": _TESTS_SECONDS, **given},
     )

@@ -26,7 +26,7 @@ from moe_lab.evaluation.sandbox.runner import Request
 _FIRST_TESTS = 4  # most wrong programs fail one of them, and then the others are not run
 _OUTPUT = 256 << 20
 _PROCESSES = 4  # solutions often recurse in a thread of their own, and a thread that ended still counts for a moment
-_COMPARING_LIMITS = (60, 4 << 30)  # CPU seconds and bytes of memory
+_COMPARING = (60.0, 4 << 30)  # CPU seconds and bytes of memory
 _WRONG = -2  # EvalScope's number for a wrong answer
 _PARTS = 1 << 30  # outputs are compared here, so they come back whole
 
@@ -117,12 +117,12 @@ class Programs:
     def __init__(self, settings: CodeSettings) -> None:
         self.settings = settings
         self._runners = Runners(confined=settings.confined)
-        self._compared: Callable[[Any], str | None] = lambda _: None
+        self._compared: LimitedChildren
         self._open = ExitStack()
 
     def __enter__(self) -> Programs:
         self._open.callback(self._runners.close)
-        children = LimitedChildren(_compare, *_COMPARING_LIMITS, self.settings.processes)
+        children = LimitedChildren(_compare, self.settings.processes)
         self._compared = self._open.enter_context(children)
         return self
 
@@ -151,7 +151,7 @@ class Programs:
         outcome = self._run(solution, tests, number)
         number = len(outcome.encoded) + (outcome.status != "ok")
         first = {name: tests[name][:number] for name in ("inputs", "outputs")}
-        judged = self._compared([tests["fn_name"], first, asdict(outcome)])
+        judged = self._compared([tests["fn_name"], first, asdict(outcome)], *_COMPARING)
         if judged is None:
             error = "what it sent takes too long or too much to compare"
             return [_WRONG], {"program": "output", "program_error": error}
