@@ -92,7 +92,7 @@ class BenchmarkConfig:
     """One run of one harness; it may report several results (HumanEval and HumanEval+ share their programs)."""
 
     internal = frozenset({"root", "judge", "python"})
-    runtime = frozenset({"name", "revision", "url", "root", "python", "executes_code"})
+    runtime = frozenset({"name", "revision", "url", "root", "python"})
 
     name: Name
     """Name of this run in file names."""
@@ -125,8 +125,6 @@ class BenchmarkConfig:
     """Most tokens of prompt and answer together; null takes the model's limit."""
     batch_size: Positive = 64
     """Sequences in one forward pass."""
-    executes_code: bool = False
-    """Whether grading runs what the model wrote; needs allow_code_execution=true."""
     limit: Positive | None = None
     """Only the first N items; suite.limit sets it for all benchmarks of the suite."""
     parameters: dict[str, Any] = field(default_factory=dict)

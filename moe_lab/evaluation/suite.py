@@ -186,7 +186,11 @@ def _lacking(benchmark: BenchmarkConfig, policy: Policy) -> Iterator[str]:
 
 def runs_programs(benchmark: BenchmarkConfig) -> bool:
     """Whether grading runs programs that the model wrote."""
-    return benchmark.executes_code or benchmark.harness == "evalplus"
+    if benchmark.harness == "evalscope":
+        from moe_lab.evaluation.harnesses import evalscope
+
+        return evalscope.runs_programs(benchmark)
+    return benchmark.harness == "evalplus"
 
 
 def _wrong_settings(benchmark: BenchmarkConfig, name: str) -> Iterator[str]:

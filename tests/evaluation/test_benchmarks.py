@@ -50,7 +50,6 @@ def test_programs_are_completed_and_graded(
         reports={"humaneval": "base", "humaneval_plus": "plus"},
         expected=3,
         max_new_tokens=64,
-        executes_code=True,
         parameters={"seconds": 0.5, "memory_mib": 512, "processes": 1},
     )
     eos = list(EOS)

@@ -28,7 +28,6 @@ CODE = BenchmarkConfig(
     reports={"humaneval": "base"},
     expected=60,
     max_new_tokens=8,
-    executes_code=True,
 )
 
 
