@@ -33,7 +33,7 @@ from benchmarks.measure import median_misses, parser, timed
 from moe_lab.config import BenchmarkConfig
 from moe_lab.evaluation import mirror
 from moe_lab.evaluation.harness import Graded
-from moe_lab.evaluation.harnesses.evalplus import KeptGrader, grade, items, kept_grader, run_grader
+from moe_lab.evaluation.harnesses.evalplus import KeptGrader, grade, items, kept_grader
 from moe_lab.evaluation.harnesses.evalplus_grader import GradeRequest
 from moe_lab.evaluation.items import Answer, Item, Reply
 from moe_lab.evaluation.mirror import benchmarks, make
@@ -152,6 +152,13 @@ def kept_misses(data: Path | None, folder: str) -> bool:
     return median_misses("kept process / started ones", shares, "<=", KEPT_BAR)
 
 
+def run_grader(request: GradeRequest) -> None:
+    """Grade in a process that is started for this request alone."""
+    grader = KeptGrader()
+    grader.grade(request)
+    grader.close()
+
+
 def _seconds(requests: list[GradeRequest], grader: Callable[[GradeRequest], object]) -> tuple[float, float]:
     """Wall-clock seconds of grading, and CPU seconds of the processes that ended meanwhile and of this one."""
     _, wall, used = timed(lambda: [grader(request) for request in requests])
@@ -188,7 +195,7 @@ def canonical_solutions(plan: str, data: Path, folder: str) -> GradeRequest:
 
 def _request(dataset: str, data: Path, programs: dict[str, str], folder: str) -> GradeRequest:
     confined = namespaces_missing() is None
-    return GradeRequest(dataset, str(data), programs, confined, not confined, cache=folder)
+    return GradeRequest(dataset, str(data), programs, confined, cache=folder)
 
 
 def main() -> int:

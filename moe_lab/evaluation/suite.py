@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 from moe_lab.calibration.sources import whole_text
@@ -13,8 +12,7 @@ from moe_lab.config import BenchmarkConfig, Config
 from moe_lab.config.base import identity as settings_identity
 from moe_lab.errors import UserError, unknown, user_errors
 from moe_lab.evaluation.harness import HARNESSES, Harness, check_count, data_files, installed
-from moe_lab.evaluation.sandbox.policy import LIMITED, Policy
-from moe_lab.paths import PREFIX
+from moe_lab.evaluation.sandbox.policy import Policy
 
 _NUMBERS = {"seconds", "memory_mib", "processes", "length"}
 _RUNNING = ("processes", "template", "answers")
@@ -43,11 +41,6 @@ def data_digest(benchmark: BenchmarkConfig) -> str:
         content = file.read_bytes()
         digest.update(f"{len(content)}\n".encode() + content)
     return digest.hexdigest()
-
-
-def is_closed_world(benchmark: BenchmarkConfig) -> bool:
-    """Whether right programs need no import and no private attribute, as in the benchmarks that moe_lab ships."""
-    return benchmark.task.startswith(PREFIX)
 
 
 @dataclass(frozen=True)
@@ -206,17 +199,13 @@ def lacking(benchmark: BenchmarkConfig, policy: Policy) -> Iterator[str]:
 
         yield from evalscope.lacking(benchmark, policy)
     if runs_programs(benchmark):
-        yield from user_errors(lambda: policy.protection(closed_world=is_closed_world(benchmark)))
+        yield from user_errors(policy.protection)
 
 
 def runs_programs(benchmark: BenchmarkConfig) -> bool:
     """Whether grading runs programs that the model wrote."""
-    return benchmark.executes_code or benchmark.harness == "evalplus"
+    if benchmark.harness == "evalscope":
+        from moe_lab.evaluation.harnesses import evalscope
 
-
-def runs_limited(benchmark: BenchmarkConfig, policy: Policy) -> bool:
-    """Whether programs that are not closed-world count as wrong, because this machine has no namespaces."""
-    try:
-        return runs_programs(benchmark) and policy.protection(closed_world=is_closed_world(benchmark)) == LIMITED
-    except UserError:  # which `lacking` reports
-        return False
+        return evalscope.runs_programs(benchmark)
+    return benchmark.harness == "evalplus"

@@ -20,7 +20,7 @@ from unittest import mock
 import psutil
 from harness_files import problem, write_lines
 
-from moe_lab.evaluation.harnesses.evalplus import run_grader
+from moe_lab.evaluation.harnesses.evalplus import KeptGrader
 from moe_lab.evaluation.harnesses.evalplus_grader import GradeRequest
 
 
@@ -402,15 +402,16 @@ def graded(programs: Sequence[Program] = PROGRAMS, processes: int = 2) -> Graded
             str(data),
             texts,
             True,
-            False,
             seconds=SECONDS,
             memory_mib=MEMORY_MIB,
             comparing_seconds=1,
             processes=processes,
         )
         start = time.monotonic()
+        grader = KeptGrader()
         with mock.patch.dict(os.environ, TMPDIR=str(folder / "temporary")):
-            found = [verdict["plus"] for verdict in run_grader(request)["verdicts"].values()]
+            found = [verdict["plus"] for verdict in grader.grade(request)["verdicts"].values()]
+        grader.close()
         seconds = time.monotonic() - start
         escapes = [*(_left(mark, folder) - before), *listener.heard()]
     if seconds > (limit := 30 + len(programs) * LONGEST / processes):

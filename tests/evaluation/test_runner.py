@@ -48,7 +48,7 @@ def test_results_come_back_in_order(runner: Runner) -> None:
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads are counted by Linux alone")
 def test_results_of_short_calls_are_read_together() -> None:
     with Runner(confined=False) as limited:
-        watching = psutil.Process(limited._process.pid)
+        watching = psutil.Process(limited.child.process.pid)
         before = watching.io_counters().read_count
         outcome = run(limited, "def f(x): return x", [[1]] * 20000, total_seconds=60.0)
         assert outcome.status == "ok" and len(outcome.seconds) == 20000
@@ -101,7 +101,7 @@ def test_whatever_bytes_are_sent_the_runner_answers_and_the_answer_can_be_read(c
     watch = runner._Watch(os.getpid(), Request("", "f", [[1], [2]], [1.0, 1.0], 9.0, MEBI, MEBI))
     replies = (watch.take(chunk) for chunk in [b"loaded\n", *chunks, b""])
     reply = json.loads(json.dumps(next(reply for reply in replies if reply)))
-    outcome = Outcome(reply["status"], reply["error"], reply["outputs"], reply["seconds"])
+    outcome = Outcome(**reply)
     assert outcome.status in ("ok", "failed", "crash", "output")
     with suppress(ValueError):  # which the grader gives the verdict `output`
         outcome.values()

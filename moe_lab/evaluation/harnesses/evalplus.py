@@ -13,7 +13,6 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from threading import Lock
 from typing import Any
 
 from evalplus.provider.utility import EOS, extra_eos_for_direct_completion
@@ -25,8 +24,7 @@ from moe_lab.evaluation import mirror
 from moe_lab.evaluation.harness import Graded, check_count, data_files, graded_by_mean
 from moe_lab.evaluation.harnesses.evalplus_grader import GradeRequest
 from moe_lab.evaluation.items import Answer, Item, Text
-from moe_lab.evaluation.sandbox.policy import LIMITED, NAMESPACES, Policy
-from moe_lab.evaluation.suite import is_closed_world
+from moe_lab.evaluation.sandbox.policy import NAMESPACES, Policy
 from moe_lab.paths import cache
 from moe_lab.results import Sample
 from moe_lab.start import command
@@ -67,7 +65,7 @@ def grade(answers: Sequence[Answer], benchmark: BenchmarkConfig, policy: Policy)
 
     Raises UserError when programs may not be run, and RuntimeError with the grader's last line when grading fails.
     """
-    protection = policy.protection(closed_world=is_closed_world(benchmark))
+    protection = policy.protection()
     problems = _problems(benchmark)
     programs = {}
     for answer in answers:
@@ -83,7 +81,6 @@ def grade(answers: Sequence[Answer], benchmark: BenchmarkConfig, policy: Policy)
         data=str(_data_file(benchmark)),
         programs=programs,
         confined=protection == NAMESPACES,
-        closed_world_only=protection == LIMITED,
         sanitize=benchmark.data is not None,
         cache=str(cache("expected")),
         **benchmark.parameters,
@@ -157,48 +154,37 @@ class KeptGrader:
     """
 
     def __init__(self) -> None:
-        self._lock = Lock()
-        self._process: Child | None = None
-        self._owner = os.getpid()
+        self.process: Child | None = None
 
     def grade(self, request: GradeRequest) -> dict[str, Any]:
-        """Verdicts and programs by task id. Raises RuntimeError when the process could not grade this request."""
-        with self._lock:
-            if self._owner != os.getpid():  # a fork must not read the replies to its parent
-                self._process, self._owner = None, os.getpid()
-            if self._process is None or self._process.process.poll() is not None:
-                self.close()
-                self._process = _started()
-            try:
-                graded: dict[str, Any] = self._process.call("grade", request=asdict(request))
-            except (Ended, Refused) as error:
-                raise RuntimeError(f"grading {request.data} failed: {error}") from None
-            return graded
+        """Verdicts and programs by task id. Raises RuntimeError when the process could not grade this request.
+
+        After that, and after programs that could harm it, another process gets the next request.
+        """
+        if self.process is None or self.process.process.poll() is not None:
+            self.close()
+            kept = {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH", "TMPDIR") if name in os.environ}
+            usual = {"PYTHONNOUSERSITE": "1", "HOME": "/nonexistent", "OMP_NUM_THREADS": "1"}
+            line = command("moe_lab.evaluation.harnesses.evalplus_grader")
+            self.process = Child(line, {**kept, **usual}, Path("/"))
+        try:
+            graded: dict[str, Any] = self.process.call("grade", request=asdict(request))
+        except (Ended, Refused) as error:
+            self.close()
+            raise RuntimeError(f"grading {request.data} failed: {error}") from None
+        if not request.confined:
+            self.close()
+        return graded
 
     def close(self) -> None:
         """End the process and what it has started; the next request starts another one."""
-        if self._process is not None:
-            self._process.close()
-            self._process = None
-
-
-def _started() -> Child:
-    kept = {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH", "TMPDIR") if name in os.environ}
-    usual = {"PYTHONNOUSERSITE": "1", "HOME": "/nonexistent", "OMP_NUM_THREADS": "1"}
-    return Child(command("moe_lab.evaluation.harnesses.evalplus_grader"), {**kept, **usual}, Path("/"))
+        if self.process is not None:
+            self.process.close()
+            self.process = None
 
 
 kept_grader = KeptGrader()
 atexit.register(kept_grader.close)
-
-
-def run_grader(request: GradeRequest) -> dict[str, Any]:
-    """Grade in a process that is started for this request alone."""
-    grader = KeptGrader()
-    try:
-        return grader.grade(request)
-    finally:
-        grader.close()
 
 
 def _sample(name: str, metric: str, answer: Answer, verdict: Mapping[str, str], program: str) -> Sample:

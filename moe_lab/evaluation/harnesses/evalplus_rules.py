@@ -25,9 +25,6 @@ from evalplus.eval._special_oracle import MBPP_OUTPUT_NOT_NONE_TASKS as MBPP_OUT
 
 MOST_LINES = 150
 """Number of lines that are searched of a text that is not Python as a whole."""
-SECONDS = 20
-MEMORY = 4 << 30
-"""CPU seconds and bytes of memory that sanitizing one text may take."""
 
 
 def sanitized(text: str, entry_point: str) -> str:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from moe_lab.config import BackendConfig, BenchmarkConfig, Config, LauncherConfig, ModelConfig
 from moe_lab.errors import Unavailable
 from moe_lab.evaluation import engines, suite
-from moe_lab.evaluation.sandbox.policy import LIMITED, Policy
+from moe_lab.evaluation.sandbox.policy import Policy
 from moe_lab.json_files import write_json
 from moe_lab.models.config_json import Size
 from moe_lab.study import memory
@@ -41,8 +41,6 @@ class Task:
     questions: suite.Questions
     backend: BackendConfig
     policy: Policy
-    sandbox: str | None
-    """The sandbox, where it changes results: without namespaces some programs are not run."""
     config: Config
 
     @property
@@ -54,17 +52,12 @@ class Task:
 def task_of(benchmark: BenchmarkConfig, config: Config) -> Task:
     """The benchmark as a study asks it.
 
-    A server only generates texts, so the model is loaded for a benchmark that needs likelihoods. Grading may not run in
-    a weaker sandbox than here, also where another machine of the study has no namespaces.
+    A server only generates texts, so the model is loaded for a benchmark that needs likelihoods.
     """
     backend = backend_of(config)
     if backend.name == "server" and not suite.has_two_phases(benchmark):
         backend = BackendConfig(name="hf")
-    policy = suite.policy(config)
-    limited = suite.runs_limited(benchmark, policy)
-    if policy.sandbox == "auto" and not limited:
-        policy = replace(policy, sandbox="namespaces")
-    return Task(benchmark, suite.Questions(benchmark), backend, policy, LIMITED if limited else None, config)
+    return Task(benchmark, suite.Questions(benchmark), backend, suite.policy(config), config)
 
 
 def backend_of(config: Config) -> BackendConfig:
@@ -77,9 +70,9 @@ def results_of(pruned: Pruned, task: Task) -> Evaluate | Grade:
     checkpoint = _checkpoint(pruned, task)
     template = tuple(pruned.model.template_arguments.items()) if task.benchmark.chat else None
     if not task.generates:
-        return Evaluate(pruned, task.backend, checkpoint, template, task.benchmark, task.policy, task.sandbox)
+        return Evaluate(pruned, task.backend, checkpoint, template, task.benchmark, task.policy)
     generated = Generate(pruned, task.backend, checkpoint, template, task.questions)
-    return Grade(generated, task.benchmark, task.policy, task.sandbox)
+    return Grade(generated, task.benchmark, task.policy)
 
 
 def _checkpoint(pruned: Pruned, task: Task) -> Export | None:
@@ -184,7 +177,6 @@ class Evaluate(AsksModel):
     packing = Packing.CELLS
     benchmark: BenchmarkConfig
     policy: Policy
-    sandbox: str | None
     runtime = frozenset({"policy"})
 
     @property
@@ -244,7 +236,6 @@ class Grade(Step):
     generate: Generate
     benchmark: BenchmarkConfig
     policy: Policy
-    sandbox: str | None
     runtime = frozenset({"policy"})
 
     def conditions(self, launcher: LauncherConfig) -> Iterator[tuple[Any, ...]]:
