@@ -144,15 +144,6 @@ def check_plain_weights(settings: ModelConfig, user: str) -> None:
         )
 
 
-def check_top_k(settings: ModelConfig) -> None:
-    """Raise UserError when model.top_k is not between 1 and the number of experts of a layer, if that is known."""
-    shape = expert_shape(settings)
-    if settings.top_k is not None and shape and not 1 <= settings.top_k <= shape["n_experts"]:
-        raise UserError(
-            f"model.top_k={settings.top_k}: {settings.path} has {shape['n_experts']} experts in a layer to choose from"
-        )
-
-
 def check_trained_top_k(settings: ModelConfig, user: str) -> None:
     """Raise UserError when model.top_k is set: it only changes a loaded model, and `user` works with files."""
     if settings.top_k is not None:
@@ -160,11 +151,6 @@ def check_trained_top_k(settings: ModelConfig, user: str) -> None:
             f"{user} gives a checkpoint that routes as it was trained, not by model.top_k={settings.top_k}: "
             "expected null"
         )
-
-
-def check_expected(settings: ModelConfig) -> None:
-    """Raise UserError if the config.json of a model on this machine states another number than `model.expected`."""
-    compare(stated_numbers(config_of(settings)), settings)
 
 
 def compare(numbers: Mapping[str, int], settings: ModelConfig) -> None:
@@ -205,11 +191,6 @@ class Size:
         return 3 * self.hidden * self.width
 
     @property
-    def active(self) -> int:
-        """Parameters that one token uses, with all embeddings; biases of experts are left out."""
-        return self.parameters - self.moe_layers * (self.experts - self.top_k) * self.expert
-
-    @property
     def bytes(self) -> int:
         """Bytes of the weights once loaded."""
         return self.parameters * self.bytes_per_parameter
@@ -218,8 +199,7 @@ class Size:
 def size_of(settings: ModelConfig) -> Size | None:
     """The size of a model; None when it is neither on this machine nor described by `model.expected`.
 
-    `model.expected` takes precedence over the folder, since a folder that differs from it is refused
-    (`check_expected`).
+    `model.expected` takes precedence over the folder, since a folder that differs from it is refused.
     """
     numbers = _expected(settings) or _measured(settings.path)
     if not numbers.keys() >= {"parameters", "hidden", "width", "experts", "top_k"}:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -23,15 +22,11 @@ from moe_lab.errors import UserError
 from moe_lab.models import experts, ports  # noqa: F401 - registers families that transformers lacks
 from moe_lab.models.checkpoint import open_checkpoint, read_json
 from moe_lab.models.config_json import UNPACKED, experts_implementation, quantization, quantization_method
-from moe_lab.models.device import check_room, place, precision
+from moe_lab.models.device import place, precision
 from moe_lab.models.discover import is_ragged, routed_layers
 from moe_lab.models.families import NOT_LOADED, TOP_K_FIELDS, Family, has_causal_model, prediction_prefixes
 from moe_lab.models.files import check_code, local_folder
 from moe_lab.models.transformers_private import dequantised_by_stated_blocks, unused_tensors
-
-NUMBER = re.compile(r"\b\d+\b")
-UNUSED_SHOWN = 4
-"""Names of unused weights in an error, one of each kind."""
 
 
 def load_model(settings: ModelConfig) -> tuple[Any, Any]:
@@ -43,7 +38,7 @@ def load_model(settings: ModelConfig) -> tuple[Any, Any]:
     (cpu_experts). dtype auto is float32 on the CPU and the stored one on CUDA. Exports with uneven layers are loaded
     too, if their code may be run. Everything that does not need the weights is checked before they are read. Raises
     UserError for a folder that is incomplete or damaged, an unsupported architecture, weights that are missing, of the
-    wrong shape, NaN or infinite, an unknown dtype or device, a GPU that is too small.
+    wrong shape, NaN or infinite, or an unknown device.
     """
     dtype, device = precision(settings), place(settings)
     folder = local_folder(settings)
@@ -54,7 +49,6 @@ def load_model(settings: ModelConfig) -> tuple[Any, Any]:
         set_top_k(empty, settings.top_k)
         routed_layers(empty)
         check_sizes(empty, folder)
-        check_room(empty, folder, settings, dtype, device)
         model = _weights(folder, settings, dtype, device)
         tokenizer = load_tokenizer(folder, trust_remote_code=settings.trust_remote_code)
     model.eval().requires_grad_(False)
@@ -193,11 +187,9 @@ def check_used(where: Path | str, unused: Iterable[str]) -> None:
     names = list(unused)
     extra = prediction_prefixes(names)
     if lost := sorted(name for name in names if not name.startswith(extra) and not NOT_LOADED.search(name)):
-        kinds = {NUMBER.sub("", name): name for name in reversed(lost)}  # of each kind, the first one
-        examples = ", ".join(sorted(kinds.values())[:UNUSED_SHOWN])
         raise UserError(
             f"{where}: the model that config.json describes does not use {len(lost)} of the weights in the files, "
-            f"such as {examples}: expected the config.json that was stored with them"
+            f"the first is {lost[0]}: expected the config.json that was stored with them"
         )
 
 

@@ -93,8 +93,6 @@ def _wrong_choices(cells: Sequence[Cell], benchmarks: Sequence[BenchmarkConfig])
     yield from suite.wrong(benchmarks)
     for cell in _each(cells, "model"):
         yield from user_errors(files.check, cell.model)
-        yield from user_errors(config_json.check_expected, cell.model)
-        yield from user_errors(config_json.check_top_k, cell.model)
     for cell in _each(cells, "criterion"):
         yield from user_errors(criteria.check, cell.criterion.name, cell.criterion.parameters)
     for cell in _each([cell for cell in cells if not _is_known(cell) or reads_text(cell)], "calibration"):

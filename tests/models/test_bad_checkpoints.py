@@ -239,30 +239,6 @@ def test_a_folder_of_another_revision(folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "devices"), [({"device": "cuda"}, 1), ({"device": "cuda:1"}, 2), ({"device": "balanced"}, 3)]
-)
-def test_a_gpu_that_is_too_small_is_seen_before_weights_are_read(
-    original: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], devices: int
-) -> None:
-    needed = sum(file.stat().st_size for file in original.glob("*.safetensors"))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
-    each = needed // devices - 20_000 if changes["device"] == "balanced" else needed - 20_000
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (each, 1 << 40))
-    monkeypatch.setattr("moe_lab.models.device.GIB", 1 << 10)
-    with monkeypatch.context() as patch:
-        patch.setattr("moe_lab.models.load._weights", lambda *_: pytest.fail("weights were read"))
-        refused(
-            lambda: load_model(settings(original, **changes)),
-            f"model=m takes [1-9].*model.device={changes['device']} has .* free",
-        )
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (needed, 1 << 40))
-    monkeypatch.setattr("moe_lab.models.load._weights", lambda *_: (_ for _ in ()).throw(InterruptedError))
-    with pytest.raises(InterruptedError):  # one that is large enough gets its weights
-        load_model(settings(original, **changes))
-
-
-@pytest.mark.parametrize(
     ("stated", "method"),
     [
         ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "fp8"),
