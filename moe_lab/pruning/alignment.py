@@ -60,7 +60,7 @@ def channel_weights(layer: MoELayer, expert: int) -> torch.Tensor:
 
     Raises UserError when the experts are not in memory.
     """
-    check_in_memory(layer, experts=True)
+    check_in_memory(layer)
     roles = layer.projections(expert)
     return torch.cat([wide(roles[role].detach()) for role in ("gate", "up", "down")], dim=1)
 

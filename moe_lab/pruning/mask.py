@@ -38,9 +38,9 @@ def mask(model: PreTrainedModel, plan: Plan) -> Iterator[None]:
     keep different numbers of experts. On exit the model has its original tensors again. Contexts of the same model
     cannot be nested.
 
-    Raises UserError when the plan does not fit the model or still has to be aligned, or when weights that it reads are
-    offloaded: those of routers, and of experts if it merges some. Raises RuntimeError when experts are
-    called with a routing that did not come from the masked router, or are replaced by something else already.
+    Raises UserError when the plan does not fit the model or still has to be aligned, or when weights of MoE blocks are
+    offloaded. Raises RuntimeError when experts are called with a routing that did not come from the masked router, or
+    are replaced by something else already.
     """
     layers = moe_layers(model)
     check_fit(plan, layers)
@@ -98,7 +98,7 @@ class SlicedRouter:
 def sliced_router(layer: MoELayer, kept: Sequence[int]) -> SlicedRouter:
     """The router of `layer` with the experts `kept` (ascending ids); it then returns positions in `kept`.
 
-    Raises UserError when the router's weights are not in memory.
+    Raises UserError when the layer's weights are not in memory.
     """
     check_in_memory(layer)
     ids = torch.tensor(kept)
@@ -148,9 +148,7 @@ def planned(layer: MoELayer, plan: Plan) -> ExpertsFunction:
     """
     mask, owners = plan.channels[layer.index], plan.owners(layer.index)
     dropped, counts = torch.from_numpy(~mask).to(layer.routing[0].tensor.device), mask.sum(-1).tolist()
-    if layer.index in plan.merged:
-        check_in_memory(layer, experts=True)
-    elif experts_implementation(layer.experts) == "grouped_mm":
+    if layer.index not in plan.merged and experts_implementation(layer.experts) == "grouped_mm":
         return _with_constants(_grouped(layer, dropped), layer, plan)
     merged = {owner: layer.weights(owner, tensors) for owner, tensors in merged_weights(layer, plan).items()}
 
@@ -159,7 +157,7 @@ def planned(layer: MoELayer, plan: Plan) -> ExpertsFunction:
             owner = owners[expert]
             if not counts[owner]:
                 return None
-            own = merged[owner] if owner in merged else layer.weights(owner)  # now: they may have been offloaded before
+            own = merged[owner] if owner in merged else layer.weights(owner)
             phi = layer.phi(states, own)
             if counts[owner] < layer.width:
                 phi = phi.masked_fill(dropped[owner], 0)  # not multiplied by 0, because Inf x 0 is NaN

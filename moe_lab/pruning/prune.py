@@ -44,7 +44,7 @@ def prune(model: Model, plan: Plan) -> Model:
     check_aligned(plan)
     on_meta = all(weight.is_meta for weight in model.parameters()) and not hasattr(model, "_hf_hook")
     for layer in [] if on_meta else before:  # accelerate, which sets that attribute, would bring whole weights back
-        check_in_memory(layer, experts=True)
+        check_in_memory(layer)
     pruned, down = share_copy(model), cast(torch.Tensor, before[0].experts.down_proj)
     form = make_form(plan, "natural", down.element_size())
     for layer in moe_layers(pruned):

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from moe_lab.errors import UserError
-from moe_lab.models.checkpoint import BITS, open_checkpoint
+from moe_lab.models.checkpoint import bits_of, open_checkpoint
 from moe_lab.models.discover import linears
 from moe_lab.models.streamed import REST, StreamedModel
 from moe_lab.models.transformers_private import to_checkpoint
@@ -50,7 +50,7 @@ def check_widths(source: Path, plan: Plan, dtype: torch.dtype) -> None:
     Experts of one width that fits the kernels in one precision only are stacked in one of them, and packed in the
     other: their tensors have other shapes then, and other blocks of NF4.
     """
-    stored = BITS[expert_type(open_checkpoint(source))] // 8
+    stored = bits_of(expert_type(open_checkpoint(source))) // 8
     for layer, mask in plan.channels.items():
         widths = plan.widths(layer)
         if min(widths) < mask.shape[1] and is_stock(widths, stored) != is_stock(widths, dtype.itemsize):

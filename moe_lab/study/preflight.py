@@ -218,8 +218,6 @@ def _wrong_plan(cell: Cell, _: Config) -> Iterator[str]:
 
 OF_CHOICES: Sequence[tuple[tuple[str, ...], Callable[..., object]]] = (
     (("model",), files.check),
-    (("model",), config_json.check_expected),
-    (("model",), config_json.check_top_k),
     (("criterion",), _check_criterion),
     (("criterion", "model"), check_weights),
     (("allocation",), allocation.check_by),

@@ -219,8 +219,8 @@ EXPERT = "model.layers.1.mlp.experts.{}.up_proj.weight"
             r"layers\.1\.mlp\.scale \(16,\) belongs to a MoE",
         ),
         (lambda t: t.pop("model.layers.1.mlp.gate.weight"), "layer 1 has 0 router weights, expected 1"),
-        (lambda t: t.pop(EXPERT.format(3)), r"layers\.1\.mlp\.experts\.3\.up_proj\.weight"),
-        (lambda t: t.update({EXPERT.format(16): torch.ones(24, 32)}), r"layers\.1\.mlp\.experts\.16\."),
+        (lambda t: t.pop(EXPERT.format(3)), "experts of layer 1 do not all have the same"),
+        (lambda t: t.update({EXPERT.format(16): torch.ones(24, 32)}), "its layer 1 has 16 experts"),
         (
             lambda t: t.update({"model.layers.1.mlp.gate.weight": torch.ones(8, 32)}),
             r"gate\.weight has shape \(8, 32\)",

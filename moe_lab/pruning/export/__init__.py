@@ -17,7 +17,7 @@ from typing import Any
 from uuid import uuid4
 
 from moe_lab.errors import DISK_FULL, Unavailable, UserError
-from moe_lab.models.checkpoint import BITS, INDEX, Checkpoint, open_checkpoint, read_json
+from moe_lab.models.checkpoint import INDEX, Checkpoint, bits_of, open_checkpoint, read_json
 from moe_lab.models.config_json import quantization_method
 from moe_lab.models.families import EXTRA_PREDICTION, family_of, predicting_experts
 from moe_lab.models.files import files_of, fingerprint
@@ -73,7 +73,7 @@ def export(
     if plan.provenance.get("model_sha256"):
         plan.check_origin(fingerprint(folder), folder)
     check_quantised(quantization_method(config), shape, channels=bool(plan.channels))
-    form = make_form(plan, shape, max(1, BITS[expert_type(checkpoint)] // 8))
+    form = make_form(plan, shape, max(1, bits_of(expert_type(checkpoint)) // 8))
     left_out = predicting_experts(checkpoint.tensors)
     predicts = any(EXTRA_PREDICTION.search(name) and not name.startswith(left_out) for name in checkpoint.tensors)
     description = describe_export(config, plan, form, predicts_several=predicts)

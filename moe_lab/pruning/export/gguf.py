@@ -11,7 +11,7 @@ from pathlib import Path
 
 from moe_lab.config import ExportConfig, ModelConfig, RecoveryConfig
 from moe_lab.errors import Unavailable, UserError, mask, user_errors
-from moe_lab.models.checkpoint import BITS, open_checkpoint, read_json
+from moe_lab.models.checkpoint import bits_of, open_checkpoint, read_json
 from moe_lab.models.config_json import check_plain_weights
 from moe_lab.models.families import DISK_ROUTER_WEIGHTS
 from moe_lab.models.files import files_of
@@ -96,7 +96,7 @@ def check_uneven(export: ExportConfig, allocation: str) -> None:
 def check_plan(source: Path, plan: Plan, shape: str) -> None:
     """Raise UserError when the plan, exported from folder `source` in that shape, is no stock checkpoint."""
     checkpoint = open_checkpoint(source)
-    form = make_form(plan, shape, max(1, BITS[expert_type(checkpoint)] // 8))
+    form = make_form(plan, shape, max(1, bits_of(expert_type(checkpoint)) // 8))
     if describe_export(read_json(source / "config.json"), plan, form).kind not in ("stock", "ported"):
         raise _uneven(shape, "this plan")
 
@@ -166,7 +166,7 @@ def _output(checkpoint: Path) -> tuple[str, int]:
         if len(entry.shape) > 1 and not name.endswith(DISK_ROUTER_WEIGHTS):
             types.add(entry.dtype)
     kind = types.pop() if len(types) == 1 else "F32"
-    return TYPES[kind], sum(entry.size * BITS[kind] // BITS[entry.dtype] for entry in tensors.values())
+    return TYPES[kind], sum(entry.size * bits_of(kind) // bits_of(entry.dtype) for entry in tensors.values())
 
 
 def _run(path: Path, words: list[str], log: Path) -> None:

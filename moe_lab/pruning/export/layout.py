@@ -134,14 +134,18 @@ class Block:
             )
         if self.layer.dropped and not can_bar(self.tensors):
             raise UserError(f"export=masked: the plan drops experts of layer {layer}, but its router has {NO_BIAS}")
-        found = Counter(place.expert for _, place in self.tensors.values() if place.expert is not None)
+        found: dict[int, set[tuple[str, tuple[int, ...]]]] = {}
+        for name, (entry, place) in self.tensors.items():
+            if place.expert is not None:
+                part = name.removeprefix(f"{self.prefix}experts.{place.expert}.")
+                found.setdefault(place.expert, set()).add((part, entry.shape if place.axes else ()))
         if kinds["stack"] and not found:
             return
         if sorted(found) != list(range(self.count)):
             raise UserError(
                 f"plan is for another model: its layer {layer} has {self.count} experts, {folder} has {len(found)}"
             )
-        if len({number for expert, number in found.items() if expert not in apart}) > 1:
+        if len({frozenset(parts) for expert, parts in found.items() if expert not in apart}) > 1:
             raise UserError(f"{folder}: the experts of layer {layer} do not all have the same tensors")
 
 

@@ -12,12 +12,11 @@ from moe_lab import results
 from moe_lab.config import CalibrationConfig, Config, ModelConfig, TimingConfig
 from moe_lab.errors import Unavailable, UserError, user_errors
 from moe_lab.json_files import write_json
-from moe_lab.models.config_json import Size, check_plain_weights, has_uneven_layers
-from moe_lab.models.identity import Arithmetic
+from moe_lab.models.config_json import Size, check_plain_weights, config_of, has_packed_experts
 from moe_lab.study.step import Loads, Step
 from moe_lab.study.steps.engine import engine
 from moe_lab.study.steps.files import Files, loaded, read_text, skeleton
-from moe_lab.study.steps.model import Facts
+from moe_lab.study.steps.model import Arithmetic, Facts
 from moe_lab.study.steps.passes import OnText
 from moe_lab.study.steps.recovery import Pruned, Storage, unpruned
 
@@ -61,7 +60,7 @@ class Cost(Step):
     @classmethod
     def of_unpruned(cls, model: ModelConfig, text: CalibrationConfig) -> Self:
         """The cost of a model as it is."""
-        return cls._of(unpruned(model), text, None, routed=has_uneven_layers(model))
+        return cls._of(unpruned(model), text, None, routed=has_packed_experts(config_of(model)))
 
     @classmethod
     def _of(cls, pruned: Pruned, text: CalibrationConfig, before: Cost | None, *, routed: bool) -> Self:

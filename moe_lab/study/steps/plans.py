@@ -13,7 +13,7 @@ from moe_lab.allocation.grouping import GROUPINGS
 from moe_lab.config import AllocationConfig, CriterionConfig
 from moe_lab.errors import UserError
 from moe_lab.grid import Cell
-from moe_lab.models.config_json import expert_shape, model_type
+from moe_lab.models.config_json import config_of, expert_shape
 from moe_lab.models.families import family_of
 from moe_lab.models.files import fingerprint
 from moe_lab.paths import resolve
@@ -80,7 +80,7 @@ def check_layout(cell: Cell) -> None:
 
     Checked only where the type of the model is known without loading it; a plan checks again when it meets the model.
     """
-    if drops_whole_experts(cell) or not (reason := family_of(model_type(cell.model)).unfit):
+    if drops_whole_experts(cell) or not (reason := family_of(config_of(cell.model).get("model_type")).unfit):
         return
     setting = f"criterion={cell.criterion.name}"
     if cell.allocation.replacement != "none":
