@@ -10,7 +10,6 @@ from contextlib import suppress
 from typing import Any
 
 from moe_lab import allocation, criteria
-from moe_lab.allocation import listed
 from moe_lab.allocation.grouping import GROUPINGS, REPLACEMENTS
 from moe_lab.calibration import settings as calibrations
 from moe_lab.calibration import sources
@@ -27,7 +26,7 @@ from moe_lab.study.launch import check_device
 from moe_lab.study.steps import KINDS
 from moe_lab.study.steps.costs import wrong_timing
 from moe_lab.study.steps.evaluation import backend_of
-from moe_lab.study.steps.plans import check_engine, check_plan_file
+from moe_lab.study.steps.plans import check_engine, check_plan_file, plan_file
 from moe_lab.study.steps.scores import check_weights, reads_text
 
 TEXT_CHECKS: Mapping[str, Callable[[CalibrationConfig], object]] = {
@@ -200,7 +199,8 @@ def _replaces(cell: Cell) -> str | None:
     if settings.replacement != "none":
         return f"allocation.replacement={settings.replacement}"
     with suppress(UserError):  # of a file that cannot be read, which another check reports
-        if settings.path is not None and listed.replaces(listed.read(settings.path)):
+        plan = plan_file(settings)
+        if plan and (plan.constants or plan.merged):
             return f"the plan allocation.path={settings.path}, which replaces experts,"
     return None
 
@@ -211,7 +211,8 @@ def _routes_to_replaced(cell: Cell) -> bool:
     if settings.replacement != "none":
         grouping = GROUPINGS.get(settings.replacement)
         return grouping is None or grouping.rows == "all"
-    return settings.path is not None and listed.routes_to_replaced(listed.read(settings.path))
+    plan = plan_file(settings)
+    return plan is not None and bool(plan.constants or plan.shares_experts)
 
 
 def _wrong_allocations(cells: Sequence[Cell]) -> Iterator[str]:

@@ -96,28 +96,30 @@ def check_plan_file(cell: Cell) -> None:
 
     The model is checked only if it is a folder on this machine; the step checks again.
     """
-    from moe_lab.pruning.plan import Plan
     from moe_lab.pruning.replace import check_aligned
 
-    path, folder = cell.allocation.path, Path(resolve(cell.model.path)).expanduser()
-    if path is None or not listed.is_plan(listed.read(path)):
+    plan, folder = plan_file(cell.allocation), Path(resolve(cell.model.path)).expanduser()
+    if plan is None:
         return
-    plan = Plan.load(path)
     if cell.allocation.replacement == "none":  # otherwise, a step of its own aligns it
         check_aligned(plan)
     if plan.provenance.get("model_sha256") and folder.is_dir():
         plan.check_origin(fingerprint(folder), cell.model.path)
 
 
-def drops_whole_experts(cell: Cell) -> bool:
-    """Whether the cell's plan removes experts from the router and keeps all channels of the others."""
+def plan_file(chosen: AllocationConfig) -> Any:
+    """The plan in the file allocation.path; None without a file, and for a schedule."""
     from moe_lab.pruning.plan import Plan
 
+    return Plan.load(chosen.path) if chosen.path is not None and listed.is_plan(listed.read(chosen.path)) else None
+
+
+def drops_whole_experts(cell: Cell) -> bool:
+    """Whether the cell's plan removes experts from the router and keeps all channels of the others."""
     if cell.allocation.replacement != "none":
         return False
-    path = cell.allocation.path
-    if path is not None and listed.is_plan(listed.read(path)):
-        return not Plan.load(path).channels
+    if (plan := plan_file(cell.allocation)) is not None:
+        return not plan.channels
     return criteria.get(cell.criterion.name).granularity == "expert"
 
 
@@ -130,19 +132,18 @@ def check_search_parameters(cell: Cell) -> None:
 
 def check_schedules(cell: Cell) -> None:
     """Raise UserError when no schedule removes as much as the ratio says."""
-    from moe_lab.search import evolution
-    from moe_lab.search.settings import search_settings
+    from moe_lab.search.evolution import space_to_search
+    from moe_lab.search.settings import parse, problem_of
 
     check_ratio(cell)
     if layer := _known_layer(cell):
         settings = {**asdict(cell.allocation), "ratio": cell.ratio}
-        search = search_settings(settings, {"layers": {0: layer, 1: layer}}, cell.seed)
-        evolution.check(search.problem, search.evolution)
+        space_to_search(problem_of(settings, {"layers": {0: layer, 1: layer}}), parse(settings["parameters"]))
 
 
 def check_choices(cell: Cell) -> None:
     """Raise UserError when the ratio is not feasible, or allows more choices than the limit."""
-    from moe_lab.search.subsets import check_removals
+    from moe_lab.allocation.uniform import check_removals
 
     check_ratio(cell)
     if layer := _known_layer(cell):
@@ -220,15 +221,12 @@ class FromScores(Step):
         return cls(Facts(cell.model), Scores.of(cell), asked_of(cell), plugged(cell))
 
     def work(self, files: Files) -> None:
-        from moe_lab.pruning.plan import Plan
-
         plugins.bring(self.plugins)
         scored = self._channel_scores(files)
         model = protected_facts(self, self.asked, files.facts(self.facts), files)
         plan = self._of_channels(scored, model, files) if scored else self._of_experts(model, files)
-        path = self.asked.allocation.path
-        if path is not None and listed.is_plan(listed.read(path)):  # it passed as an allocation: use it unchanged
-            plan = Plan.load(path)
+        if given := plan_file(self.asked.allocation):  # it passed as an allocation: use it unchanged
+            plan = given
             plan.check(model["layers"])
             plan.check_origin(model["sha256"], "this model")
         plan.save(files.out / "plan.json")
