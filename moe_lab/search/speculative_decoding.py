@@ -54,11 +54,8 @@ class DraftingCandidates:
             raise UserError("allocation.search holds no answer with a task before it: expected tasks with answers")
         self._check_room()
 
-    def evaluate(self, schedules: Sequence[Schedule], count: int | None = None) -> list[float]:
-        """Accepted / proposed tokens of each schedule, averaged over rows as `settings.averaging` says.
-
-        `count` has no effect: there is no cheaper value by which some could be left out.
-        """
+    def evaluate(self, schedules: Sequence[Schedule]) -> list[float]:
+        """Accepted / proposed tokens of each schedule, averaged over rows as `settings.averaging` says."""
         self.cost.candidates += len(schedules)
         return [self._evaluate(schedule) for schedule in schedules]
 

@@ -12,7 +12,6 @@ from itertools import product
 from typing import Any
 
 from moe_lab import allocation, criteria
-from moe_lab.allocation import listed
 from moe_lab.allocation.grouping import GROUPINGS
 from moe_lab.calibration import settings as calibrations
 from moe_lab.calibration import sources
@@ -38,7 +37,7 @@ from moe_lab.study.devices import check_device
 from moe_lab.study.estimates import memory_problems
 from moe_lab.study.step import KINDS, Step
 from moe_lab.study.steps.costs import wrong_timing
-from moe_lab.study.steps.plans import check_engine, check_plan_file
+from moe_lab.study.steps.plans import check_engine, check_plan_file, plan_file
 from moe_lab.study.steps.scores import check_weights, reads_text
 
 AVERAGE = "Avg"
@@ -189,8 +188,9 @@ def _wrong_replacement(cell: Cell, config: Config) -> Iterator[str]:
     if settings.replacement != "none":
         by, grouping = f"allocation.replacement={settings.replacement}", GROUPINGS.get(settings.replacement)
         routes = grouping is None or grouping.rows == "all"
-    elif settings.path is not None and listed.replaces(content := listed.read(settings.path)):
-        by, routes = f"the plan allocation.path={settings.path}", listed.routes_to_replaced(content)
+    elif (plan := plan_file(settings)) is not None and (plan.constants or plan.merged):
+        by = f"the plan allocation.path={settings.path}"
+        routes = bool(plan.constants or plan.shares_experts)
     else:
         return
     if shape is not None and (method := config_json.quantization(cell.model)):

@@ -159,7 +159,7 @@ def test_what_is_trained_is_the_moe_blocks(tmp_path: Path) -> None:
     """DeepSeek-V2: a dense layer, then routed and shared experts; a shared expert's maps have the experts' rank."""
     model = tiny.build("deepseek_v2")
     parts = trainable(attach(copy.deepcopy(model), recovery(), seed=0))
-    assert {int(name.split(".")[1]) for name in parts["shared_experts"]} == {1, 2}
+    assert {int(name.split(".")[2]) for name in parts["shared_experts"]} == {1, 2}
     assert len([name for name in parts["shared_experts"] if name.endswith(".a")]) == 2 * len(SHARED)
     assert {len(tensor) for name, tensor in parts["shared_experts"].items() if name.endswith(".a")} == {4}
     adapted = copy.deepcopy(model)

@@ -25,8 +25,7 @@ from moe_lab.pruning.plan import Plan, merge_experts
 from moe_lab.recovery import merge_fit
 from moe_lab.recovery.apply import pruned, recovered
 from moe_lab.recovery.export import recovery_changes
-from moe_lab.recovery.merge_fit import fit
-from moe_lab.recovery.settings import RIDGE
+from moe_lab.recovery.merge_fit import RIDGE, fit
 from moe_lab.statistics.observe import Observer
 
 SETTINGS = RecoveryConfig(name="fit", fit="text")

@@ -11,7 +11,7 @@ import torch
 
 from moe_lab.errors import UserError
 from moe_lab.pruning.mask import mask
-from moe_lab.search.candidates import Candidates, Plans, quartered
+from moe_lab.search.candidates import Candidates, Plans
 from moe_lab.search.fitness import POSITION_FITNESS
 from moe_lab.search.prefix import Schedule
 from moe_lab.search.settings import FitnessSettings
@@ -151,27 +151,6 @@ def test_the_model_is_as_before() -> None:
     Candidates(model, make_plans(model), answer_rows(), FitnessSettings(), seed=0).evaluate([(4, 8, 4), (8, 4, 4)])
     assert torch.equal(model(ids).logits, before)
     assert not any("forward" in vars(module) for module in model.modules())
-
-
-def test_halving_reads_nothing_twice_and_evaluates_the_best_of_the_better_half() -> None:
-    model = tiny.build("olmoe")
-    plans, rows, schedules = make_plans(model), answer_rows(rows=8), some_schedules(make_plans(model))
-    plain, halved, quarter, half = (
-        Candidates(model, plans, few, FitnessSettings(), seed=0)
-        for few in (rows, quartered(rows, 3), quartered(rows, 3)[:1], quartered(rows, 3)[:2])
-    )
-    assert [len(batch.ids) for batch in halved.batches] == [2, 2, 2, 2]
-    first = dict(zip(schedules, quarter.evaluate(schedules), strict=True))
-    better = sorted(schedules, key=lambda schedule: -first[schedule])[:4]
-    second = dict(zip(better, half.evaluate(better), strict=True))
-    best = sorted(better, key=lambda schedule: -second[schedule])[:2]
-    found = dict(zip(schedules, halved.evaluate(schedules, 2), strict=True))
-    assert {schedule for schedule, value in found.items() if value is not None} == set(best)
-    assert [found[schedule] for schedule in best] == pytest.approx(plain.evaluate(best), abs=1e-6)
-    # eight on a quarter of the rows, four on another, two on the rest
-    assert halved.cost.forwards <= (8 + 4 + 2 * 2) / 4 and halved.cost.candidates == 2
-    with pytest.raises(UserError, match="proposals"):
-        quartered(answer_rows(rows=3), 3)
 
 
 def test_spec_dec_of_the_unpruned_model_accepts_everything() -> None:

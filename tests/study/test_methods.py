@@ -408,7 +408,7 @@ def test_a_server_that_dies_in_the_middle_of_a_benchmark_leaves_nothing_behind(s
         (["criterion=man", "allocation=layerwise"], "allocates channels, but the criterion scores experts"),
         (["allocation=pocket_evolutionary", "allocation.search=pocket_math"], "holds no answers"),
         (["allocation=reconstruction"], "is the largest feasible ratio"),
-        (["criterion=heapr", "allocation=coverage", "allocation.parameters.align.block=99"], "64 channels"),
+        (["criterion=heapr", "allocation=coverage", "allocation.parameters.align.block=99"], "align.block=99"),
         (["recovery=nf5"], "did you mean nf4"),
         (["recovery=pocket_router_kd", "recovery.distill=pocket_stores"], "did you mean pocket_stories"),
         (["recovery=pocket_router_kd", "recovery.rank=4"], "recovery.rank=4 is about adapters"),

@@ -148,7 +148,7 @@ def test_no_mistake_hides_another(words: set[str]) -> None:
     [
         (["allocation.name=global", "allocation.by=nope"], ["criterion=nope"]),
         (["model.path=pocket:nope"], ["path=pocket:nope"]),
-        (["allocation.name=reconstruction", "allocation.parameters={lim: 3}"], ["allocation.parameters=lim", "ratio="]),
+        (["allocation.name=reconstruction", "allocation.parameters={lim: 3}"], ["allocation.parameters.lim", "ratio="]),
     ],
 )
 def test_no_combination_hides_another(words: list[str], fields: list[str]) -> None:
@@ -279,7 +279,7 @@ def test_a_field_that_no_record_has_is_named_first(word: str) -> None:
 
 @pytest.mark.parametrize(
     ("parameter", "field"),
-    [("generation=3", "did you mean generations"), ("elites=40", "allocation.parameters.elites=40")],
+    [("generation=3", "did you mean allocation.parameters.generations"), ("elites=40", "parameters.elites=40")],
 )
 def test_a_search_checks_its_own_parameters(parameter: str, field: str) -> None:
     words = (

@@ -96,48 +96,49 @@ def check_plan_file(cell: Cell) -> None:
 
     The model is checked only if it is a folder on this machine; the step checks again.
     """
-    from moe_lab.pruning.plan import Plan
     from moe_lab.pruning.replace import check_aligned
 
-    path, folder = cell.allocation.path, Path(resolve(cell.model.path)).expanduser()
-    if path is None or not listed.is_plan(listed.read(path)):
+    plan, folder = plan_file(cell.allocation), Path(resolve(cell.model.path)).expanduser()
+    if plan is None:
         return
-    plan = Plan.load(path)
     if cell.allocation.replacement == "none":  # otherwise, a step of its own aligns it
         check_aligned(plan)
     if plan.provenance.get("model_sha256") and folder.is_dir():
         plan.check_origin(fingerprint(folder), cell.model.path)
 
 
-def drops_whole_experts(cell: Cell) -> bool:
-    """Whether the cell's plan removes experts from the router and keeps all channels of the others."""
+def plan_file(chosen: AllocationConfig) -> Any:
+    """The plan in the file allocation.path; None without a file, and for a schedule."""
     from moe_lab.pruning.plan import Plan
 
+    return Plan.load(chosen.path) if chosen.path is not None and listed.is_plan(listed.read(chosen.path)) else None
+
+
+def drops_whole_experts(cell: Cell) -> bool:
+    """Whether the cell's plan removes experts from the router and keeps all channels of the others."""
     if cell.allocation.replacement != "none":
         return False
-    path = cell.allocation.path
-    if path is not None and listed.is_plan(listed.read(path)):
-        return not Plan.load(path).channels
+    if (plan := plan_file(cell.allocation)) is not None:
+        return not plan.channels
     return criteria.get(cell.criterion.name).granularity == "expert"
 
 
 def check_schedules(cell: Cell) -> None:
     """Raise UserError for unknown parameters of a search and values that cannot work, and when no schedule removes as
     much as the ratio says."""
-    from moe_lab.search import evolution
-    from moe_lab.search.settings import parse, search_settings
+    from moe_lab.search.evolution import space_to_search
+    from moe_lab.search.settings import parse, problem_of
 
-    parse(cell.allocation.parameters)
+    parameters = parse(cell.allocation.parameters)
     check_ratio(cell)
     if layer := _known_layer(cell):
         settings = {**asdict(cell.allocation), "ratio": cell.ratio}
-        search = search_settings(settings, {"layers": {0: layer, 1: layer}}, cell.seed)
-        evolution.check(search.problem, search.evolution)
+        space_to_search(problem_of(settings, {"layers": {0: layer, 1: layer}}), parameters)
 
 
 def check_choices(cell: Cell) -> None:
     """Raise UserError when the ratio is not feasible, or allows more choices than the limit."""
-    from moe_lab.search.subsets import check_removals
+    from moe_lab.allocation.uniform import check_removals
 
     check_ratio(cell)
     if layer := _known_layer(cell):
@@ -241,13 +242,12 @@ class FromScores(MakesPlan):
     def work(self, files: Files) -> None:
         from safetensors.numpy import load_file
 
-        from moe_lab.pruning.plan import Plan
         from moe_lab.pruning.replace import plan_from_scores
 
         plugins.bring(self.plugins)
-        model, path = self.facts_of(self.facts, files), self.asked.allocation.path
+        model = self.facts_of(self.facts, files)
         about = {**self.origin(model), "scores": self.scores.folder.rpartition("/")[2]}
-        settings = {**self.allocated, "path": path}  # the identity has the content of the file
+        settings = {**self.allocated, "path": self.asked.allocation.path}  # the identity has the content of the file
         evidence: dict[str, Any] = files.sums(self.asked.evidence)
         if "by" in self.asked.evidence:
             evidence["by"] = files.expert_scores(self.asked.evidence["by"])
@@ -258,8 +258,8 @@ class FromScores(MakesPlan):
         else:
             scored = files.expert_scores(self.scores)
         plan = plan_from_scores(settings, scored, granularity, model, evidence, provenance=about)
-        if path is not None and listed.is_plan(listed.read(path)):  # it passed as an allocation: use it unchanged
-            plan = Plan.load(path)
+        if given := plan_file(self.asked.allocation):  # it passed as an allocation: use it unchanged
+            plan = given
             plan.check(model["layers"])
             plan.check_origin(model["sha256"], "this model")
         plan.save(files.out / "plan.json")
@@ -302,7 +302,7 @@ class Search(MakesPlan, OnText):
         """P + (T - 1)(P - m) candidates, each on the text (P: population, T: generations, m: elites)."""
         from moe_lab.search.settings import parse
 
-        search, _ = parse(self.asked.allocation.parameters)
+        search = parse(self.asked.allocation.parameters)
         candidates = search.population + (search.generations - 1) * (search.population - search.elites)
         return candidates * super().units()
 

@@ -75,12 +75,10 @@ class Finetune(OnText):
         )
 
     def _fit(self, files: Files) -> None:
-        from moe_lab.recovery.merge_fit import check_plan, fit
+        from moe_lab.recovery.merge_fit import fit
 
-        plan = files.plan(self.plan)
-        check_plan(plan)
         places = {"out": files.out, "partial": files.partial}
-        model = loaded(self.loaded.model)
+        model, plan = loaded(self.loaded.model), files.plan(self.plan)
         report = fit(*model, plan, self.recovery, self.text, **places, fingerprint={"step": self.id})
         print(
             f"{self.folder}: fitted {report['fitted']} merged experts; {report['averaged']} saw fewer tokens than they "
