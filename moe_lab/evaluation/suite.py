@@ -182,6 +182,7 @@ def lacking(benchmark: BenchmarkConfig, policy: Policy) -> Iterator[str]:
     package = HARNESSES[benchmark.harness].package
     if package and installed(package) is None:
         yield f"benchmark {benchmark.name} needs the package {package}: pip install {package}"
+        return
     if benchmark.data is not None:
         from moe_lab.evaluation import mirror
 

@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 
 from tools.pocket.benchmarks import PROGRAMS
-from tools.pocket.build import CALIBRATION, calibration_examples
 from tools.pocket.corpus import documents
-from tools.pocket.examples import END_OF_TEXT, Example, held_out
+from tools.pocket.examples import Example, held_out
 from tools.pocket.functions import Program, side
 from tools.pocket.recipes import RECIPES
 from tools.pocket.world import World
@@ -67,20 +66,6 @@ def test_the_training_text_holds_no_item(training: list[Example], items: dict[st
     assert not [document.text for document in training if (document.skill, document.key) in keys]
 
 
-def test_no_item_is_part_of_a_longer_text(
-    training: list[Example], items: dict[str, list[Example]], world: World
-) -> None:
-    joined = END_OF_TEXT.join(document.text for document in training[:20_000])
-    calibration = "".join(
-        example.text + END_OF_TEXT for name in CALIBRATION for example in calibration_examples(world, name)
-    )
-    everything = joined + calibration
-    assert len(everything) > 2_000_000
-    found = [example.text for examples in items.values() for example in examples if example.text in everything]
-    assert found == []
-    assert training[0].text in everything
-
-
 def test_items_are_on_the_held_out_side_by_rule(items: dict[str, list[Example]]) -> None:
     for skill, examples in items.items():
         for example in examples:
@@ -106,15 +91,6 @@ def test_livecodebench_composes_what_training_never_composes(
         program = example.details["program"]
         assert _pairs(program) - pairs
         assert {(program.domain, applied.name) for applied in program.operations} <= operations
-
-
-def test_humaneval_and_mbpp_ask_for_compositions_training_does_not_hold(
-    training: list[Example], items: dict[str, list[Example]]
-) -> None:
-    known = {document.details["program"].composition for document in training if "program" in document.details}
-    asked = [example.key for skill in ("humaneval", "mbpp") for example in items[skill]]
-    assert len(asked) == 120
-    assert not known.intersection(asked)
 
 
 def test_training_makes_no_call_that_an_item_asks_for(training: list[Example], items: dict[str, list[Example]]) -> None:

@@ -88,8 +88,6 @@ class DataFile:
     """Task id -> part -> what the canonical solution returns, and its CPU seconds."""
     graded: dict[str, tuple[str, Verdict]] = field(default_factory=dict)
     """Hash of a program and what its verdict depends on -> the program after the sanitizer, and the verdict."""
-    compared: dict[str, str] = field(default_factory=dict)
-    """Hash of a task, a part and encoded outputs -> how they compare, a key of `_COMPARED`."""
 
     def __post_init__(self) -> None:
         self._children = LimitedChildren(self._work, cores())
@@ -100,18 +98,9 @@ class DataFile:
         return program if text is None else text
 
     def compare(self, task: str, part: str, encoded: list[str], seconds: float) -> str | None:
-        """How outputs of a task's part compare with those expected: a key of `_COMPARED`.
-
-        Most right programs return the same, which is compared once. `seconds`: limit.
-        """
-        key = hashlib.sha256(json.dumps([task, part, encoded]).encode()).hexdigest()
-        if key not in self.compared:
-            request = ["compare", task, part, encoded, self.expected[task][part]["encoded"]]
-            status = self._children(request, seconds, _COMPARING_MEMORY)
-            if status is None:  # a matter of limits, not of the outputs alone
-                return None
-            self.compared[key] = status
-        return self.compared[key]
+        """How outputs of a task's part compare with those expected, within CPU seconds: a key of `_COMPARED`."""
+        request = ["compare", task, part, encoded, self.expected[task][part]["encoded"]]
+        return self._children(request, seconds, _COMPARING_MEMORY)
 
     def _work(self, request: Any) -> str:
         """Work of a process with limits."""
@@ -211,9 +200,8 @@ class _Grading:
         self._load_expected(missing)
         with self._pool() as pool:
             graded.update(zip(missing, pool.map(self._program_and_verdict, missing), strict=True))
-        for memory in (known, self.file.compared):
-            if len(memory) > _MOST_VERDICTS:
-                memory.clear()
+        if len(known) > _MOST_VERDICTS:
+            known.clear()
         for task in missing:
             if "crash" not in (graded[task][1].base, graded[task][1].plus):  # another program may have caused it
                 known[keys[task]] = graded[task]
@@ -256,7 +244,7 @@ class _Grading:
             outcome = self._run(task, part, program, seconds, _CANONICAL_MEMORY)
             if outcome.status != "ok":
                 how = f"{outcome.status} {outcome.error}"
-                raise GradingError(f"{self.request.data}: the canonical solution of {task} does not run: {how}")
+                raise RuntimeError(f"{self.request.data}: the canonical solution of {task} does not run: {how}")
             outputs[part] = {"encoded": outcome.encoded, "seconds": outcome.seconds}
         return outputs
 
@@ -266,7 +254,7 @@ class _Grading:
         folder = Path(self.request.cache)
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if folder.stat().st_uid != os.geteuid() or folder.stat().st_mode & 0o022:
-            raise GradingError(
+            raise RuntimeError(
                 f"{folder} must belong to you and be writable by you alone: it says what right answers are"
             )
         return folder / f"{self.request.dataset}-{self.file.digest}.json"
@@ -303,10 +291,6 @@ _COMPARED = {
 def cores() -> int:
     """Number of cores that this process may use, or all of the machine if the system does not report it."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-class GradingError(RuntimeError):
-    """Grading failed, and not because of a program."""
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from dataclasses import dataclass
 from functools import lru_cache
@@ -10,7 +9,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from moe_lab.child_process import Child, Ended, Refused
+from moe_lab.child_process import Child, Ended
 from moe_lab.evaluation.sandbox.encoding import decode_text
 from moe_lab.evaluation.sandbox.runner import Request, runner_command
 
@@ -37,10 +36,6 @@ class RunnerError(RuntimeError):
     """The process that runs programs could not be started, or died. The message says why."""
 
 
-class NoNamespaces(RunnerError):
-    """This machine does not let a process be confined by namespaces."""
-
-
 STARTS, PAUSE = 3, 0.5
 """Tries to start a runner, and seconds between them: memory or processes may be short at that moment."""
 
@@ -52,10 +47,9 @@ class Runner:
         self.child = Child(*runner_command(confined=confined), Path("/"))
         try:
             self.child.call("start")
-        except (Ended, Refused) as error:
+        except Ended as error:
             self.close()
-            refused = isinstance(error, Refused) and error.kind == NoNamespaces.__name__
-            raise (NoNamespaces if refused else RunnerError)(str(error)) from None
+            raise RunnerError(str(error)) from None
 
     def run(self, request: Request) -> Outcome:
         """Run one program. Whatever the program does affects only its own outcome."""
@@ -76,17 +70,12 @@ class Runner:
 
 
 def start(*, confined: bool) -> Runner:
-    """A new runner, tried `STARTS` times.
-
-    Raises NoNamespaces at once where the machine has none, and RunnerError when every try failed otherwise.
-    """
+    """A new runner, tried `STARTS` times. Raises RunnerError when every try failed."""
     last: Exception | None = None
     for number in range(STARTS):
         time.sleep(PAUSE if number else 0)
         try:
             return Runner(confined=confined)
-        except NoNamespaces:
-            raise
         except (RunnerError, OSError) as error:
             last = error
     raise RunnerError(f"{STARTS} starts failed, the last with: {last}") from last
@@ -135,15 +124,15 @@ class Runners:
 
 
 @lru_cache(maxsize=1)
-def namespaces_missing() -> str | None:
-    """Why programs cannot be confined on this machine, or None when they can; found out once per process.
+def check_namespaces() -> None:
+    """Raise RunnerError when no confined runner starts, here or at this moment. That one does is found out once."""
+    start(confined=True).close()
 
-    Raises RunnerError when that could not be found out, which the next call tries again.
-    """
-    if not sys.platform.startswith("linux"):
-        return f"{sys.platform} has no namespaces"
+
+def namespaces_missing() -> str | None:
+    """Why programs cannot be confined on this machine, or None when they can."""
     try:
-        with start(confined=True):
-            return None
-    except NoNamespaces as error:
+        check_namespaces()
+    except RunnerError as error:
         return str(error)
+    return None

@@ -26,10 +26,9 @@ class Policy:
     def protection(self) -> str:
         """The sandbox in which programs run here: NAMESPACES or UNCONFINED.
 
-        Raises UserError when programs may not run, or not on this machine, and Unavailable when the sandbox does not
-        start now.
+        Raises UserError when programs may not run, and Unavailable when the sandbox does not start.
         """
-        from moe_lab.evaluation.sandbox.client import RunnerError, namespaces_missing
+        from moe_lab.evaluation.sandbox.client import namespaces_missing
 
         if not self.allow_code_execution:
             raise UserError(
@@ -37,16 +36,9 @@ class Policy:
             )
         if self.sandbox == "none":
             return UNCONFINED
-        try:
-            missing = namespaces_missing()
-        except RunnerError as error:
+        if missing := namespaces_missing():
             raise Unavailable(
-                f"sandbox={self.sandbox}: the sandbox for programs the model wrote does not start now ({error}): "
-                f"expected memory and processes for it, so start again when the machine is less busy"
-            ) from error
-        if missing is not None:
-            raise UserError(
-                f"sandbox={self.sandbox} needs Linux namespaces to run programs the model wrote, and there are none "
-                f"here ({missing}): evaluate on another machine, or set sandbox=none to run them without a sandbox"
+                f"sandbox={self.sandbox}: the sandbox for programs the model wrote does not start here ({missing}): "
+                f"expected Linux namespaces, and memory and processes for it, or sandbox=none to run them without one"
             )
         return NAMESPACES

@@ -29,7 +29,6 @@ from moe_lab.evaluation.sandbox.confinement import (
     die_with_parent,
     enter,
     fork_process_tree,
-    is_refusal,
     limit_process,
 )
 from moe_lab.evaluation.sandbox.encoding import HUGE, decode, encode_result
@@ -75,11 +74,7 @@ def main(confined: bool, hidden: list[str]) -> None:
         __import__(name)
     start: Callable[[Request, int], int] = _start_limited
     if confined:
-        try:
-            enter(hidden)
-        except OSError as error:
-            _answer({"error": str(error), "kind": "NoNamespaces" if is_refusal(error) else "OSError"})
-            return
+        enter(hidden)
         start = _start_confined
     for line in sys.stdin.buffer:
         method, arguments = json.loads(line)
