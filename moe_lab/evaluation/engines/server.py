@@ -275,7 +275,7 @@ def _listed(served: ServedModel) -> list[str] | None:
     try:
         with served.client(_ANSWER) as client:
             return [model.id for model in client.models.list()]
-    except (openai.APIConnectionError, openai.InternalServerError):  # 503: it is still loading
+    except openai.APIConnectionError:
         return None
-    except (openai.APIError, AttributeError, TypeError, ValueError):
-        return []
+    except (openai.APIError, AttributeError, TypeError, ValueError) as error:
+        return None if getattr(error, "status_code", None) == 503 else []  # 503: it is still loading
