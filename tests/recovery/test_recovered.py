@@ -7,51 +7,23 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from learning import text
 from safetensors.torch import load_file
-from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers import AutoTokenizer
 
-from moe_lab.config import CalibrationConfig, RecoveryConfig
+from moe_lab.config import RecoveryConfig
 from moe_lab.errors import UserError
 from moe_lab.recovery.apply import pruned, recovered
 from moe_lab.recovery.finetune import finetune
 from moe_lab.recovery.quantize import quantize
 
 
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> CalibrationConfig:
-    """An instruction set in the words of the tiny tokenizer."""
-    file = tmp_path_factory.mktemp("instructions") / "set.jsonl"
-    pairs = [
-        {
-            "instruction": " ".join(f"w{3 + n + i}" for i in range(5)),
-            "output": " ".join(f"w{60 + n + i}" for i in range(4)),
-        }
-        for n in range(12)
-    ]
-    file.write_text("\n".join(map(json.dumps, pairs)))
-    return CalibrationConfig(name="set", path=str(file), packing="none", length=12, tokens=96, batch_size=4, seed=0)
-
-
-@pytest.fixture(scope="module")
-def subject(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
-    """A tiny model and its tokenizer."""
-    folder = tmp_path_factory.mktemp("model")
-    tiny.save("olmoe", folder, num_hidden_layers=2)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    tokenizer.backend_tokenizer.pre_tokenizer = WhitespaceSplit()
-    return tiny.build("olmoe", num_hidden_layers=2), tokenizer
-
-
-def test_a_model_is_pruned_tuned_and_stored_in_this_order(
-    subject: tuple[Any, Any], text: CalibrationConfig, tmp_path: Path
-) -> None:
-    model, tokenizer = subject
+def test_a_model_is_pruned_tuned_and_stored_in_this_order(folder: Path, tokenizer: Any, tmp_path: Path) -> None:
+    model = tiny.build("olmoe", num_hidden_layers=2)
     before = {key: value.clone() for key, value in model.state_dict().items()}
     plan = tiny.plan(model, 0.5)
     settings = RecoveryConfig(instructions="set", rank=2, router_rank=1, learning_rate=1e-2, rows_per_step=4)
     run = {"partial": tmp_path / "partial", "fingerprint": {}, "seed": 1}
-    finetune(model, tokenizer, plan, settings, text, out=tmp_path / "out", **run)
+    finetune(model, tokenizer, plan, settings, text(folder, "answers"), out=tmp_path / "out", **run)
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
     report = json.loads((tmp_path / "out" / "finetune.json").read_text())
     assert report["steps"] == len(report["loss"]) == 4 and report["rows"] == 8
@@ -75,11 +47,7 @@ def test_a_model_is_pruned_tuned_and_stored_in_this_order(
     assert len(names) == 6 and all(".mlp." in name for name in names)
 
 
-def test_rows_without_an_answer_are_refused(subject: tuple[Any, Any], text: CalibrationConfig, tmp_path: Path) -> None:
-    model, tokenizer = subject
-    file = tmp_path / "plain.jsonl"
-    file.write_text("\n".join(json.dumps({"text": "w3 w4 w5 w6"}) for _ in range(20)))
-    settings = RecoveryConfig(instructions="set")
-    plain = CalibrationConfig(**{**vars(text), "path": str(file)})
+def test_rows_without_an_answer_are_refused(folder: Path, tokenizer: Any, tmp_path: Path) -> None:
+    run: dict[str, Any] = {"out": tmp_path, "partial": tmp_path, "fingerprint": {}, "seed": 0}
     with pytest.raises(UserError, match="holds no answers"):
-        finetune(model, tokenizer, None, settings, plain, out=tmp_path, partial=tmp_path, fingerprint={}, seed=0)
+        finetune(tiny.build("olmoe"), tokenizer, None, RecoveryConfig(instructions="set"), text(folder), **run)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from test_fitness import naive
 
 from moe_lab.errors import UserError
 from moe_lab.pruning.mask import mask
@@ -59,23 +60,11 @@ def plainly(model: Any, plans: Plans, schedule: Schedule, rows: Any, name: str, 
             values = []
             for place in range(ids.shape[1] - 1):
                 if answers[row, place + 1]:
-                    one, other, y = p[row, place], q[row, place], ids[row, place + 1]
-                    values.append(_value(name, one, other, int(y), float(draws[used])))
+                    one, other = p[row, place].tolist(), q[row, place].tolist()
+                    values.append(naive(name, one, other, int(ids[row, place + 1]), float(draws[used])))
                     used += 1
             means.append(sum(values) / len(values))
     return sum(means) / len(means)
-
-
-def _value(name: str, p: torch.Tensor, q: torch.Tensor, y: int, luck: float) -> float:
-    if name == "esap":
-        return float(torch.minimum(p, q).sum())
-    if name == "nll":
-        return float(q[y].log())
-    if name == "sap":
-        y = int((q.cumsum(0) <= luck).sum())
-        return min(1.0, float(p[y] / q[y]))
-    p, q = (q, p) if name == "kl_reversed" else (p, q)
-    return -float((p * (p / q).log()).sum())
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
