@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import product
 from typing import Any
 
 import numpy
@@ -66,24 +65,6 @@ def test_exact_is_the_search_run_to_the_end(rows: list[list[float]], targets: li
     assert cover(groups, prior, budget).tolist() == naive(groups, prior, budget)
 
 
-@given(scores, TARGETS, st.integers(0, 12))
-@settings(max_examples=50)
-def test_no_budgets_cover_the_worst_group_better(rows: list[list[float]], targets: list[float], budget: int) -> None:
-    rows = [row[:3] for row in rows]
-    groups, prior = [numpy.array(row) for row in rows], numpy.array(targets[: len(rows)])
-    budget = min(budget, sum(map(len, groups)))
-
-    def worst(kept: tuple[int, ...]) -> float:
-        return min(
-            sum(sorted(row, reverse=True)[:n]) / sum(row) / phi for row, n, phi in zip(rows, kept, prior, strict=True)
-        )
-
-    choices = [kept for kept in product(*(range(len(row) + 1) for row in rows)) if sum(kept) == budget]
-    found = cover(groups, prior, budget)
-    assert found.sum() == budget
-    assert worst(tuple(found.tolist())) == pytest.approx(max(map(worst, choices)), rel=1e-9)
-
-
 def test_groups_without_score_or_target_come_last() -> None:
     groups = [numpy.zeros(3), numpy.array([2.0, 1.0, 0.0]), numpy.array([5.0, 4.0, 3.0]), -numpy.ones(3)]
     prior = numpy.array([1, 1, 0, 1.0])
@@ -130,23 +111,6 @@ EVIDENCE: dict[str, Any] = {
 )
 def test_values_of_priors(prior: Any, expected: list[float]) -> None:
     assert expert_prior(prior, EVIDENCE, 7, 3) == pytest.approx(expected)
-
-
-def test_second_order_is_ablation_for_ala() -> None:
-    """The loss ||(1 - a) g z||^2 / (||y||^2 + eps) of one expert scaled by a is quadratic: -L'(1) + L''(1) / 2, with
-    L'(1) = 0, is L(0) - L(1), and that is ala_second."""
-    random = numpy.random.default_rng(0)
-    gate, output, stream = random.random(20), random.normal(size=(20, 8)), random.normal(size=(20, 8))
-    scale = (stream**2).sum(1) + 1e-6
-
-    def loss(factor: float) -> float:
-        return float(((((1 - factor) * gate[:, None] * output) ** 2).sum(1) / scale).sum())
-
-    step = 1e-3
-    first, second = (loss(1 + step) - loss(1 - step)) / (2 * step), (loss(1 + step) + loss(1 - step)) / step**2
-    ala_second = (gate**2 * (output**2).sum(1) / scale).sum()
-    assert loss(0) - loss(1) == pytest.approx(ala_second, rel=1e-12)
-    assert -first + second / 2 == pytest.approx(ala_second, rel=1e-6)
 
 
 def test_missing_evidence() -> None:
