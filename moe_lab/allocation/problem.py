@@ -226,23 +226,8 @@ class Limits:
     """Groups of a group-limited router, each of which must lose the same number; 1 for other routers."""
     step: int
     """Kept counts are multiples of this."""
-    router: int
-    """The smallest number of experts with which the router works."""
-    protected: int
-    """The smallest number of experts with which all protected ones are kept: groups times those of the group with most
-    of them."""
-
-    @property
-    def fewest(self) -> int:
-        """The smallest number of experts that can be kept."""
-        return max(self.router, self.protected)
-
-    @property
-    def reason(self) -> str:
-        """Why no fewer than `fewest` can be kept."""
-        if self.protected > self.router:
-            return f"allocation.protect needs at least {self.protected}"
-        return f"its router needs at least {self.router} (top_k={self.top_k})"
+    fewest: int
+    """The smallest number of experts with which the router works and all protected ones are kept."""
 
     @property
     def smallest(self) -> int:
@@ -268,9 +253,8 @@ def limits(layers: Mapping[int, Mapping[str, Any]], multiple_of: int = 1) -> dic
     for layer, facts in layers.items():
         count, top_k, n_group = int(facts["n_experts"]), int(facts["top_k"]), int(facts["n_group"])
         groups = Counter(expert * n_group // count for expert in facts.get("protected", ()))
-        protected = n_group * max(groups.values(), default=0)
-        step = lcm(multiple_of, n_group)
-        limit = by_layer[layer] = Limits(count, top_k, n_group, step, fewest_experts(facts), protected)
+        fewest = max(fewest_experts(facts), n_group * max(groups.values(), default=0))
+        limit = by_layer[layer] = Limits(count, top_k, n_group, lcm(multiple_of, n_group), fewest)
         if limit.smallest > count:
             raise UserError(
                 f"allocation.multiple_of: layer {layer} has {count} experts and cannot keep a multiple of "
@@ -290,9 +274,8 @@ def budget(layers: Mapping[int, Limits], ratio: float) -> int:
     least = sum(limit.count - limit.largest for limit in layers.values())
     most = sum(limit.count - limit.smallest for limit in layers.values())
     if removed > most:
-        protect = ", allocation.protect" if any(limit.protected for limit in layers.values()) else ""
         raise RatioTooLarge(
-            f"removes {removed} experts, but routers{protect} and allocation.multiple_of let only {most} go"
+            f"removes {removed} experts: routers, allocation.protect and allocation.multiple_of let only {most} go"
         )
     if removed < least:
         raise RatioTooSmall(f"removes {max(removed, 0)} experts, but allocation.multiple_of makes at least {least} go")

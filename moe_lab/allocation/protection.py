@@ -6,7 +6,7 @@ whatever the criterion says and however the allocation divides the budget.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy
@@ -78,7 +78,12 @@ def with_protected(
         chosen = super_experts(largest, end)
     else:
         chosen = {int(layer): ids for layer, ids in protect.items()}
-        _check_listed(chosen, layers)
+        for layer, ids in chosen.items():
+            count = layers[layer]["n_experts"] if layer in layers else 0
+            if ids and not 0 <= min(ids) <= max(ids) < count:
+                raise UserError(
+                    f"allocation.protect lists experts {ids} of layer {layer}: it has {count} routed experts"
+                )
     marked = {layer: {**facts, "protected": chosen.get(layer, [])} for layer, facts in layers.items()}
     return {**model, "layers": marked}
 
@@ -90,20 +95,6 @@ def provenance(model: Mapping[str, Any]) -> dict[str, Any]:
     """
     lists = {str(layer): facts["protected"] for layer, facts in model["layers"].items() if "protected" in facts}
     return {"protected": {layer: experts for layer, experts in lists.items() if experts}} if lists else {}
-
-
-def _check_listed(chosen: Mapping[int, Sequence[int]], layers: Mapping[int, Mapping[str, Any]]) -> None:
-    for layer, experts in chosen.items():
-        if layer not in layers:
-            raise UserError(
-                f"allocation.protect lists layer {layer}: expected one of the layers with routed experts, "
-                f"{min(layers)} to {max(layers)}"
-            )
-        count = layers[layer]["n_experts"]
-        if bad := [expert for expert in experts if not 0 <= expert < count]:
-            raise UserError(
-                f"allocation.protect lists expert {bad[0]} of layer {layer}: expected an id from 0 to {count - 1}"
-            )
 
 
 def _read(path: str) -> dict[str, list[int]]:

@@ -45,7 +45,10 @@ def same_share(layers: Mapping[int, Limits], ratio: float) -> dict[int, int]:
     for layer, limit in layers.items():
         kept = limit.even(ratio)
         if kept < limit.fewest:
-            raise RatioTooLarge(f"leaves {kept} of {limit.count} experts in layer {layer}, but {limit.reason}")
+            raise RatioTooLarge(
+                f"leaves {kept} of {limit.count} experts in layer {layer}, but its router (top_k={limit.top_k}) and "
+                f"allocation.protect need at least {limit.fewest}"
+            )
         if kept > limit.count:
             raise RatioTooSmall(
                 f"keeps {limit.count - int(limit.count * ratio)} of {limit.count} experts in layer {layer}, and a "

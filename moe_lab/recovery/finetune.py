@@ -74,9 +74,7 @@ def finetune(
     """
     is_distilled = settings.distill is not None
     rows = text_rows(text, tokenizer) if is_distilled else answer_rows(text, tokenizer)
-    loss: Loss = answer_loss
-    if is_distilled:
-        loss = functools.partial(distillation_loss, teacher=model, temperature=settings.temperature)
+    distillation = functools.partial(distillation_loss, teacher=model, temperature=settings.temperature)
     started = time.monotonic()
     with student(model, plan, settings, seed) as trained:
         losses = train(
@@ -84,20 +82,18 @@ def finetune(
             trained.parameters,
             rows,
             settings,
-            loss=loss,
+            loss=distillation if is_distilled else answer_loss,
             rows_at_once=text.batch_size,
             partial=partial,
             fingerprint=fingerprint,
             seed=seed,
         )
-        parameters = {
-            part: sum(parameter.numel() for parameter in named.values()) for part, named in trained.parameters.items()
-        }
+        counts = {part: sum(map(torch.numel, named.values())) for part, named in trained.parameters.items()}
         changed = trained.changed()
     out.mkdir(parents=True, exist_ok=True)
     save_file({name: tensor.contiguous() for name, tensor in changed.items()}, out / TENSORS)
     report = {
-        "trained_parameters": parameters,
+        "trained_parameters": counts,
         "rows": len(rows),
         "tokens" if is_distilled else "answer_tokens": sum(int(learnt[1:].sum()) for _, _, learnt in rows),
         "steps": len(losses),
@@ -150,9 +146,7 @@ def train(
     stopped training that is resumed from `partial` gives exactly the weights of an uninterrupted one. UserError when
     the loss is not finite.
     """
-    parameters: dict[str, torch.nn.Parameter] = {}
-    for named in groups.values():
-        parameters |= named
+    parameters = {name: parameter for named in groups.values() for name, parameter in named.items()}
     parts = [part for part in groups if groups[part]]
     trained = [{"params": list(groups[part].values())} for part in parts]
     optimizer = torch.optim.AdamW(trained, lr=0.0, weight_decay=0.0)
@@ -168,10 +162,9 @@ def train(
             torch.manual_seed(_mixed(seed, step))
             losses.append(_backward(model, chosen, loss, rows_at_once))
         if not math.isfinite(losses[-1]):
-            rate = RATES[parts[0]]
+            rate = f"recovery.{RATES[parts[0]]}={getattr(settings, RATES[parts[0]])}"
             raise UserError(
-                f"fine-tuning: the loss of step {step + 1} is {losses[-1]}: expected a finite number, lower "
-                f"recovery.{rate}={getattr(settings, rate)}"
+                f"fine-tuning: the loss of step {step + 1} is {losses[-1]}, expected a number: lower {rate}"
             )
         torch.nn.utils.clip_grad_norm_(parameters.values(), CLIP)
         optimizer.step()
@@ -202,28 +195,21 @@ def rate_factor(step: int, steps: int) -> float:
 def rows_of_step(step: int, size: int, n_rows: int, seed: int) -> list[int]:
     """Indices of the rows of one step. Each pass over all rows has an order of its own, drawn from the seed."""
     chosen = []
-    orders: dict[int, list[int]] = {}
     for at in range(step * size, (step + 1) * size):
         turn, place = divmod(at, n_rows)
-        if turn not in orders:
-            generator = torch.Generator().manual_seed(_mixed(seed, -1 - turn))
-            orders[turn] = torch.randperm(n_rows, generator=generator).tolist()
-        chosen.append(orders[turn][place])
+        generator = torch.Generator().manual_seed(_mixed(seed, -1 - turn))
+        chosen.append(int(torch.randperm(n_rows, generator=generator)[place]))
     return chosen
 
 
 def _backward(model: Any, rows: Sequence[Row], loss: Loss, at_once: int) -> float:
     """Add the gradients of the mean loss over the learnt tokens of `rows`; returns that loss."""
     tokens = sum(int(learnt[1:].sum()) for _, _, learnt in rows)
-    if not tokens:
-        return 0.0
     total = 0.0
     for start in range(0, len(rows), at_once):
-        ids, valid, learnt = _stacked(rows[start : start + at_once], model.device)
-        if bool(learnt[:, 1:].any()):
-            mean = loss(model, ids, valid, learnt) / tokens
-            mean.backward()
-            total += float(mean.detach())
+        mean = loss(model, *_stacked(rows[start : start + at_once], model.device)) / tokens
+        mean.backward()
+        total += float(mean.detach())
     return total
 
 

@@ -19,10 +19,9 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Container, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from safetensors.torch import save_file
@@ -31,7 +30,7 @@ from torch.nn.functional import one_hot
 from moe_lab.calibration.batches import batches
 from moe_lab.config import CalibrationConfig, RecoveryConfig
 from moe_lab.errors import UserError
-from moe_lab.models.discover import MoELayer, routed_layers
+from moe_lab.models.discover import MoELayer, Weights, routed_layers
 from moe_lab.pruning.plan import Plan
 from moe_lab.pruning.prune import prune
 from moe_lab.recovery.apply import TENSORS
@@ -90,29 +89,20 @@ def fit(
             f"(at most {max(about['tokens'] for about in experts)}): expected a longer text"
         )
     out.mkdir(parents=True, exist_ok=True)
-    save_file(_weights(pruned, merged), out / TENSORS)
-    report = {
-        "fitted": fitted,
-        "averaged": len(experts) - fitted,
-        "seconds": round(time.monotonic() - started, 1),
-        "experts": experts,
+    weights = {
+        f"{layer.name}.{name}": weight.detach().contiguous()
+        for layer in routed_layers(pruned)
+        if layer.index in merged
+        for name, weight in layer.experts.named_parameters()
     }
+    save_file(weights, out / TENSORS)
+    seconds = round(time.monotonic() - started, 1)
+    report = {"fitted": fitted, "averaged": len(experts) - fitted, "seconds": seconds, "experts": experts}
     (out / REPORT).write_text(json.dumps(report, indent=1) + "\n")
     return report
 
 
-def _weights(pruned: Any, layers: Container[int]) -> dict[str, torch.Tensor]:
-    """The weights of the experts of some layers of a model, by their names in its state dict."""
-    return {
-        f"{layer.name}.{name}": weight.detach().contiguous()
-        for layer in routed_layers(pruned)
-        if layer.index in layers
-        for name, weight in layer.experts.named_parameters()
-    }
-
-
-@dataclass(frozen=True)
-class MergedExpert:
+class MergedExpert(NamedTuple):
     """An expert of a pruned model that others were merged into."""
 
     layer: MoELayer
@@ -122,13 +112,9 @@ class MergedExpert:
     """Expert of the unpruned model -> its weight, of those that were merged."""
 
     @property
-    def down(self) -> torch.Tensor:
-        """Its down projection (H, I): a view, so that writing to it writes to the model."""
-        return self.layer.weights(self.position).down.detach()
-
-    def intermediate(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The input (n, I) of its down projection, from hidden states (n, H)."""
-        return self.layer.phi(hidden, self.layer.weights(self.position))
+    def weights(self) -> Weights:
+        """Its weights: views, so that writing to them writes to the model."""
+        return self.layer.weights(self.position)
 
 
 def merged_experts(pruned: Any, plan: Plan) -> dict[int, dict[int, MergedExpert]]:
@@ -166,8 +152,8 @@ class MergeTap(Tap):
             target = hidden.new_zeros(states.shape, dtype=torch.float64)
             for member, share in expert.members.items():
                 target += share * self.layer.expert_output(states, member).double()
-            phi = expert.intermediate(states).double()
-            error = target - phi @ expert.down.double().T
+            phi = expert.layer.phi(states, expert.weights).double()
+            error = target - phi @ expert.weights.down.detach().double().T
             at_owner = one_hot(torch.tensor(owner, device=hidden.device), n_experts).double()
             self.add("merge_tokens", at_owner * len(states))
             self.add("merge_square", at_owner * target.square().sum())
@@ -191,12 +177,13 @@ def _fitted(expert: MergedExpert, owner: int, sums: Mapping[str, torch.Tensor]) 
 
     about = {"tokens": int(tokens), "error_averaged": share(error), "error_fitted": None}
     if tokens >= len(gram):
-        average = expert.down.double().cpu()
-        fitted = (average + _correction(gram, cross)).to(expert.down.dtype)
+        down = expert.weights.down
+        average = down.double().cpu()
+        fitted = (average + _correction(gram, cross)).to(down.dtype)
         change = fitted.double() - average
         change_of_error = ((change @ gram) * change).sum() - 2 * (change * cross).sum()
         about["error_fitted"] = share(max(0.0, error + float(change_of_error)))
-        expert.down.copy_(fitted)
+        down.copy_(fitted)
     return about
 
 

@@ -73,20 +73,13 @@ def finetune_words(settings: RecoveryConfig, text: str | None) -> str:
         return ""
     if settings.fit is not None:
         return (
-            f"The down projections of merged experts were then fitted (recovery={settings.name}), by least squares, to "
-            f"the outputs of their members for the tokens of {text} that are routed to these; nothing was trained."
+            f"The down projections of merged experts were then fitted on {text} (recovery={settings.name}), by least "
+            "squares; nothing was trained."
         )
-    if settings.train == "routers":
-        trained = "its routers were trained"
-    else:
-        parts = f"routed experts, shared experts (rank {settings.rank})"
-        parts += f" and routers (rank {settings.router_rank})" if settings.router_rank else ""
-        trained = f"DoRA adapters on {parts} were trained"
-    if settings.distill is not None:
-        learnt = f"to predict the tokens of {text} as the unpruned model does, at temperature {settings.temperature:g},"
-    else:
-        learnt = f"on the answers of {text}"
-    merged = " and merged into the weights" if settings.train == "adapters" else ""
-    return (
-        f"It was then fine-tuned (recovery={settings.name}): {trained} {learnt} for {settings.epochs} epochs{merged}."
+    ranks = f"ranks {settings.rank} and {settings.router_rank}"
+    adapters = f"DoRA adapters on experts, shared experts and routers ({ranks})"
+        f"DoRA adapters on experts, shared experts and routers (ranks {settings.rank} and {settings.router_rank})"
     )
+    trained = "its routers were trained" if settings.train == "routers" else f"{adapters} were trained and merged"
+    learnt = f"the unpruned model's predictions on {text}" if settings.distill else f"the answers of {text}"
+    return f"It was then fine-tuned (recovery={settings.name}): {trained}, on {learnt}, for {settings.epochs} epochs."

@@ -95,8 +95,13 @@ class Candidates:
         self.rows = sum(len(batch.ids) for batch in self.batches)
         self._counts = [int(count) for batch in self.batches for count in batch.at.where.sum(1)]
         self.known: dict[Schedule, float] = {}
+        needed = 0
+        if settings.fitness != "nll":
+            positions = sum(len(batch.at.rows) for batch in self.batches)
+            needed = positions * int(model.get_output_embeddings().weight.shape[0]) * FLOAT
         self._full: dict[int, torch.Tensor] = {}
-        self._keeps_full, left = self._divide(settings.memory_budget)
+        self._keeps_full = needed <= settings.memory_budget
+        left = settings.memory_budget - needed if self._keeps_full else settings.memory_budget
         self.relatives = Relatives(len(self.batches), left)
 
     def evaluate(self, schedules: Sequence[Schedule]) -> list[float]:
@@ -155,14 +160,6 @@ class Candidates:
     def _forwards(self, layers: int, batch: Batch) -> float:
         """`layers` run on one batch, as a share of a full forward pass over the search set."""
         return layers / len(self.decoder.layers) * len(batch.ids) / self.rows
-
-    def _divide(self, budget: int) -> tuple[bool, int]:
-        """Whether the unpruned model's log-probabilities fit, and the bytes left for states."""
-        if self.settings.fitness == "nll":
-            return False, budget
-        positions = sum(len(batch.at.rows) for batch in self.batches)
-        needed = positions * int(self.model.get_output_embeddings().weight.shape[0]) * FLOAT
-        return needed <= budget, budget - needed if needed <= budget else budget
 
 
 def _batches(rows: Sequence[AnswerBatch], settings: FitnessSettings, seed: int) -> list[Batch]:

@@ -27,18 +27,6 @@ ANSWERS = "answers.jsonl"
 """File of `Recorded` in the folder of partial results."""
 SCHEMA = 1
 """Schema of search.json."""
-HISTORY = arrow.schema(
-    [
-        ("generation", arrow.int64()),
-        ("schedule", arrow.list_(arrow.int64())),
-        ("origin", arrow.string()),
-        ("parent", arrow.list_(arrow.int64())),
-        ("evaluated", arrow.bool_()),
-        ("fitness", arrow.float64()),
-        ("elite", arrow.bool_()),
-    ]
-)
-"""Columns of history.parquet, one row for each schedule that was made; see `evolve`."""
 
 
 def search(
@@ -88,7 +76,7 @@ def search(
     origin = {"allocation": dict(settings), **result, **provenance(facts), "model_sha256": facts.get("sha256")}
     plan = plans.plan(outcome.best, origin)
     plan.save(out / "plan.json")
-    parquet.write_table(arrow.Table.from_pylist(outcome.history, schema=HISTORY), out / "history.parquet")
+    parquet.write_table(arrow.Table.from_pylist(outcome.history), out / "history.parquet")
     report = _report(outcome, problem, chosen, plans, judge.cost, time.perf_counter() - start)
     (out / "search.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 

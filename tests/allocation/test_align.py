@@ -27,19 +27,11 @@ def test_golden_example() -> None:
     assert sum(found) == 1664 and BUDGETS.sum() == 1674
 
 
-def test_blocks_that_nobody_can_take_are_lost() -> None:
-    assert aligned([500, 120, 120, 120], 512, 128) == [512, 0, 0, 0]
-
-
 def test_order_of_scores() -> None:
     scores = numpy.array([[9, 8, 1, 1], [9, 8, 7, 1], [9, 8, 1, 0]], dtype=float)
     kept = {0: numpy.array([3, 3, 2])}
     assert align(kept, {0: scores}, Alignment(2, 2, "remainder"))[0].tolist() == [4, 2, 2]
     assert align(kept, {0: scores}, Alignment(2, 2, "scores"))[0].tolist() == [2, 4, 2]
-
-
-def test_min_channels_is_compared_with_the_budget_before_rounding() -> None:
-    assert aligned([15, 13, 12], 16, 4, least=13) == [16, 16, 0]
 
 
 def reference(kept: list[int], lost: list[float], width: int, block: int, least: int) -> list[int]:
@@ -73,14 +65,6 @@ def test_properties(kept: list[int], block: int, least: int, order: str) -> None
     assert sum(kept) - block < sum(found) <= sum(kept) or full
     if order == "remainder":
         assert found == reference(kept, [n % block for n in kept], 24, block, least)
-
-
-def test_a_block_that_does_not_divide_the_width_leaves_the_last_channels_out() -> None:
-    """Blocks of 256 in 1408 channels: five whole ones, and 128 channels that nobody keeps."""
-    assert aligned([1408, 1000, 300, 900], 1408, 256) == [1280, 1024, 256, 1024]
-    for order in ORDERS:
-        found = aligned([1408, 1408, 1408, 1000], 1408, 256, order=order)
-        assert max(found) == 1280 and sum(found) == 4 * 1280, "full experts lose what is beyond their blocks"
 
 
 def test_what_is_refused() -> None:

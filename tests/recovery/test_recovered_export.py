@@ -157,10 +157,8 @@ def test_the_card_says_what_was_done(folders: Path) -> None:
     card = (folders / "dora_nf4" / "README.md").read_text()
     assert "Nothing was trained" not in card and "It was tuned." in card
     assert "The changed weights are stored in float32" in card
-    assert "18 linear maps are stored in 4 bits" in card and "not in 4 bits" in card
+    assert "18 linear maps are stored in 4 bits" in card
     assert f"take {sum(tensor.nbytes for tensor in weights(folders / 'dora_nf4').values()):,} bytes" in card
-    plain = (folders / "nf4_experts" / "README.md").read_text()
-    assert "They are stored as the numbers they were rounded to, not in 4 bits" in plain
     assert (folders / "dora" / "plan.json").is_file()
 
 

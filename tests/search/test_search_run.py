@@ -134,13 +134,6 @@ def test_what_was_answered_counts_for_the_same_search_alone(world: World, monkey
         assert len(calls) > before
 
 
-def test_a_batch_size_is_no_setting(world: World) -> None:
-    one, other = (world.run(f"size{size}", replace(world.text, batch_size=size)) for size in (2, 5))
-    best = [json.loads((folder / "search.json").read_text())["best"] for folder in (one, other)]
-    assert best[0]["schedule"] == best[1]["schedule"]
-    assert best[0]["fitness"] == pytest.approx(best[1]["fitness"], abs=1e-6)
-
-
 @pytest.mark.parametrize(
     ("parameters", "named"),
     [
@@ -154,13 +147,6 @@ def test_a_batch_size_is_no_setting(world: World) -> None:
 def test_what_cannot_work_is_refused(parameters: dict[str, Any], named: str, world: World) -> None:
     with pytest.raises(UserError, match=named):
         world.run("refused", **parameters)
-
-
-def test_a_search_set_without_answers_is_refused(world: World) -> None:
-    file = world.folder / "plain.jsonl"
-    file.write_text(json.dumps({"text": "w3 w4 w5"}) + "\n")
-    with pytest.raises(UserError, match=r"plain\.jsonl holds no answers: expected the fields"):
-        world.run("refused", replace(world.text, path=str(file)))
 
 
 def test_settings_are_checked_without_torch(world: World) -> None:
