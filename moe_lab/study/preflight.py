@@ -66,8 +66,7 @@ def lacking(config: Config, requests: Iterable[Request]) -> list[str]:
         if config.export.format == "gguf":
             from moe_lab.pruning.export import gguf
 
-            for cell in (cell for cells, _ in requests for cell in _each(cells, "model")):
-                sentences += user_errors(gguf.check_converter, config.export, cell.model)
+            sentences += user_errors(gguf.converter, config.export)
     return list(dict.fromkeys(sentences))
 
 
@@ -138,17 +137,16 @@ def _wrong_together(config: Config, cells: Sequence[Cell], benchmarks: Sequence[
 
 def _wrong_exports(config: Config, cells: Sequence[Cell]) -> Iterator[str]:
     """Problems of exports with the models, criteria, recoveries and allocations."""
-    from moe_lab.pruning.export import gguf, layout
+    from moe_lab.pruning.export import settings
 
     for cell in _each(cells, "model", "criterion", "recovery"):
         criterion = criteria.CRITERIA.get(cell.criterion.name)
         granularity = criterion.granularity if criterion else None
-        yield from layout.wrong(config.export, cell.model, cell.recovery, granularity, verify=config.verify)
-        yield from gguf.wrong(config.export, cell.model, cell.recovery)
+        yield from settings.wrong(config.export, cell.model, cell.recovery, granularity, verify=config.verify)
     for cell in (cell for cell in _each(cells, "model", "criterion", "allocation") if _is_known(cell)):
         granularity, allocated = criteria.get(cell.criterion.name).granularity, allocation.get(cell.allocation.name)
         if granularity in allocated.uneven:
-            yield from user_errors(gguf.check_uneven, config.export, allocated.name)
+            yield from user_errors(settings.check_uneven, config.export, allocated.name)
 
 
 def _wrong_templates(cells: Sequence[Cell], benchmarks: Sequence[BenchmarkConfig]) -> Iterator[str]:

@@ -16,7 +16,7 @@ from typing import Any
 from moe_lab.config import Config
 from moe_lab.errors import Unavailable, UserError
 from moe_lab.models.files import files_of
-from moe_lab.pruning.export import CARD, NOT_COPIED
+from moe_lab.pruning.export.write import CARD, NOT_COPIED
 from moe_lab.results import Result
 from moe_lab.secrets import MASK
 from moe_lab.study.graph import CellSteps, Graph, unpruned
