@@ -72,16 +72,16 @@ class SlicedRouter:
     """(module, name of an attribute, number of all experts, number of the kept ones)."""
 
     def __enter__(self) -> None:
-        for module, name, _, part in self.tensors:
-            replace_tensor(module, name, part)
-        for module, name, _, kept in self.counts:
-            setattr(module, name, kept)
+        self._put(1)
 
     def __exit__(self, *exception: object) -> None:
-        for module, name, whole, _ in self.tensors:
-            replace_tensor(module, name, whole)
-        for module, name, experts, _ in self.counts:
-            setattr(module, name, experts)
+        self._put(0)
+
+    def _put(self, which: int) -> None:
+        for module, name, *tensors in self.tensors:
+            replace_tensor(module, name, tensors[which])
+        for module, name, *counts in self.counts:
+            setattr(module, name, counts[which])
 
     def call(self, forward: Callable[..., Any], given: Sequence[Any], named: Mapping[str, Any]) -> Any:
         """Call `forward` of the whole router as that of the slice, with arguments that its block gave the whole one.

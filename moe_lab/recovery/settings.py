@@ -78,8 +78,6 @@ def finetune_words(settings: RecoveryConfig, text: str | None) -> str:
         )
     ranks = f"ranks {settings.rank} and {settings.router_rank}"
     adapters = f"DoRA adapters on experts, shared experts and routers ({ranks})"
-        f"DoRA adapters on experts, shared experts and routers (ranks {settings.rank} and {settings.router_rank})"
-    )
     trained = "its routers were trained" if settings.train == "routers" else f"{adapters} were trained and merged"
     learnt = f"the unpruned model's predictions on {text}" if settings.distill else f"the answers of {text}"
     return f"It was then fine-tuned (recovery={settings.name}): {trained}, on {learnt}, for {settings.epochs} epochs."

@@ -169,14 +169,13 @@ def _wrong_export(cell: Cell, config: Config) -> Iterator[str]:
     """Problems of the export with the model, criterion, recovery and allocation."""
     if config.export == ExportConfig() and not config.verify:
         return
-    from moe_lab.pruning.export import gguf, layout
+    from moe_lab.pruning.export import settings
 
     criterion, allocated = criteria.CRITERIA.get(cell.criterion.name), allocation.get(cell.allocation.name)
     granularity = criterion.granularity if criterion else None
-    yield from layout.wrong(config.export, cell.model, cell.recovery, granularity, verify=config.verify)
-    yield from gguf.wrong(config.export, cell.model, cell.recovery)
+    yield from settings.wrong(config.export, cell.model, cell.recovery, granularity, verify=config.verify)
     if granularity in allocated.uneven:
-        yield from _said(gguf.check_uneven, config.export, allocated.name)
+        yield from _said(settings.check_uneven, config.export, allocated.name)
 
 
 def _wrong_replacement(cell: Cell, config: Config) -> Iterator[str]:

@@ -23,7 +23,7 @@ from analysis.render.table import Table
 from moe_lab.models.discover import moe_layers
 from moe_lab.models.facts import model_facts
 from moe_lab.pruning.cost import size
-from moe_lab.pruning.plan import merge_experts, replace_by_constants
+from moe_lab.pruning.replace import merge_experts, replace_by_constants
 
 
 @pytest.fixture(scope="module")

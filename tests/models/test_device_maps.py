@@ -19,8 +19,9 @@ from moe_lab.errors import UserError
 from moe_lab.models.discover import moe_layers
 from moe_lab.models.load import load_model
 from moe_lab.pruning.mask import mask
-from moe_lab.pruning.plan import Plan, merge_experts
+from moe_lab.pruning.plan import Plan
 from moe_lab.pruning.prune import prune
+from moe_lab.pruning.replace import merge_experts
 from moe_lab.statistics.forward import ForwardTap
 from moe_lab.statistics.gradients import GradientTap, gather_gradients
 from moe_lab.statistics.observe import Observer

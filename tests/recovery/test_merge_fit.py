@@ -22,7 +22,8 @@ from moe_lab.errors import UserError
 from moe_lab.models.discover import moe_layers
 from moe_lab.pruning.export import export
 from moe_lab.pruning.export.rewrite import rewrite
-from moe_lab.pruning.plan import Plan, merge_experts
+from moe_lab.pruning.plan import Plan
+from moe_lab.pruning.replace import merge_experts
 from moe_lab.recovery import merge_fit
 from moe_lab.recovery.apply import pruned, recovered
 from moe_lab.recovery.export import recovery_changes
@@ -183,7 +184,7 @@ def test_the_fitted_copy_is_exported_and_reloaded_as_it_is_evaluated(folder: Pat
     changes = recovery_changes(
         natural, dtype=torch.float32, bits=16, modules=(), tuned=tmp_path, words="They were fitted."
     )
-    out = rewrite(natural, changes, tmp_path / "out", partial=tmp_path / "rewriting")
+    out = rewrite(natural, changes, tmp_path / "out")
     loaded = AutoModelForCausalLM.from_pretrained(out, trust_remote_code=True, experts_implementation="eager")
     with torch.no_grad():
         logits = copy(tiny.tokens()).logits

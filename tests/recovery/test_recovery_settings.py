@@ -13,7 +13,8 @@ import pytest
 from moe_lab.config import AllocationConfig, RecoveryConfig
 from moe_lab.config.base import SettingsError, identity, valid
 from moe_lab.errors import UserError
-from moe_lab.pruning.plan import Plan, merge_experts
+from moe_lab.pruning.plan import Plan
+from moe_lab.pruning.replace import merge_experts
 from moe_lab.recovery.settings import check_merging
 
 TUNED: dict[str, Any] = {"instructions": "alpaca"}

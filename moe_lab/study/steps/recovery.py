@@ -231,7 +231,7 @@ class Export(Step):
         if self.shape.format == "gguf" and launcher.python is None:
             from moe_lab.pruning.export import gguf
 
-            yield gguf.check_converter, self.shape, self.about
+            yield gguf.converter, self.shape
 
     def label(self) -> str:
         return self.pruned.recovered_label
@@ -259,11 +259,9 @@ class Export(Step):
         plan, shape = files.plan(self.plan), str(self.shape.shape)
         out = files.out / "checkpoint"
         is_rewritten, is_converted = self.pruned.is_recovered or self._is_compressed, self.shape.format == "gguf"
-        if is_converted:
-            gguf.check_plan(source, plan, shape)
         natural = files.partial / "natural" if is_rewritten or is_converted else out
         if not natural.exists():
-            write(source, plan, natural, shape=shape, partial=files.partial / "checkpoint")
+            write(source, plan, natural, shape=shape)
         if self.verify and not is_rewritten:
             self._compare(source, natural, files)
         plain = natural
@@ -302,7 +300,7 @@ class Export(Step):
 
             changes.append(compression_changes(natural, self.shape.format))
         together = reduce(lambda first, then: first.then(then), changes)
-        rewrite(natural, together, out, partial=files.partial / "changed")
+        rewrite(natural, together, out)
 
     def _recovery_changes(self, natural: Path, files: Files) -> Any:
         from moe_lab.recovery.export import recovery_changes
