@@ -96,11 +96,8 @@ def _by_hydra(words: Sequence[str]) -> int:
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
 
-    from moe_lab.compose import CONFIG, ask, check_sweeper, compose, forced, prepare_multirun, secrets_in
-    from moe_lab.config.base import Mistakes
+    from moe_lab.compose import CONFIG, ask, check_sweeper, compose, forced, prepare_multirun
 
-    with Mistakes() as mistakes:
-        mistakes += secrets_in(words)  # which Hydra would write into the store
     prepare_multirun(words)
     sys.argv[1:] = map(forced, words)
     os.environ["HYDRA_FULL_ERROR"] = "1"  # makes Hydra raise exceptions instead of printing them

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatch
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -107,16 +107,16 @@ def points(draft: Draft, files: Files) -> list[Point]:
     found: list[Point] = []
     with Mistakes() as mistakes:
         lists = [_checked(each, "more" if number else "grid", mistakes) for number, each in enumerate(draft.lists)]
-        grids = [_Grid(draft, {**lists[0], **each}, files) for each in lists]
-        choices = _Choices(draft, files)
+        axes = _Axes(draft, files)
+        grids = [axes.lists({**lists[0], **each}) for each in lists]
         with mistakes.caught():
-            files.load(choice for one in grids for choice in one.choices())
-        for one in grids:
-            axes = []
+            files.load(axes.named(grids))
+        for each in grids:
+            values = []
             for axis in AXES:
                 with mistakes.caught():
-                    axes.append(one.values(axis, choices))
-            found += itertools.product(*axes) if len(axes) == len(AXES) else []
+                    values.append(axes.numbers(axis, each) if axis in VALUES else axes.choices(axis, each))
+            found += itertools.product(*values) if len(values) == len(AXES) else []
     return list({tuple(map(_key, AXES, point)): point for point in found}.values())
 
 
@@ -125,7 +125,11 @@ def _key(axis: str, value: Any) -> Any:
     return value if axis in VALUES else id(value)
 
 
-def _checked(lists: Any, place: str, mistakes: list[str]) -> dict[str, list[Any]]:
+Lists = Mapping[str, Sequence[Any]]
+"""Axis, or setting in a group, such as model.top_k -> its values."""
+
+
+def _checked(lists: Any, place: str, mistakes: list[str]) -> Lists:
     """The lists of a grid that are lists of an axis; a sentence is added to `mistakes` for anything else."""
     if not isinstance(lists, Mapping):
         mistakes.append(f"{place}={lists}: expected lists by axis, such as {{ratio: [0.25, 0.5]}}")
@@ -141,78 +145,60 @@ def _checked(lists: Any, place: str, mistakes: list[str]) -> dict[str, list[Any]
     return found
 
 
-class _Grid:
-    """One grid: what each axis lists."""
-
-    def __init__(self, draft: Draft, lists: Mapping[str, list[Any]], files: Files) -> None:
-        self.draft, self.files = draft, files
-        typed = {*draft.typed, *(key for key, _ in draft.words)}
-        self.lists = {key: values for key, values in lists.items() if key not in typed}
-
-    def names(self, axis: str) -> list[str | None]:
-        """The files that are listed for a group; None stands for the configuration's own choice."""
-        typed = self.draft.typed.get(axis)
-        if typed is not None:
-            return list(typed) if len(typed) > 1 else [None]
-        known = self.files.names(axis)
-        found: list[str | None] = []
-        for pattern in self.lists.get(axis, []):
-            matches = [name for name in known if fnmatch(name, _pattern(str(pattern)))]
-            if not matches:
-                raise unknown(f"grid.{axis}", str(pattern), known)
-            found += matches
-        return list(dict.fromkeys(found)) or [None]
-
-    def choices(self) -> Iterator[Choice]:
-        """The files that the grid names; those of axes with a mistake are left out."""
-        for axis in GROUPS:
-            with Mistakes().caught():
-                yield from ((axis, name) for name in self.names(axis) if name is not None)
-
-    def values(self, axis: str, choices: _Choices) -> list[Any]:
-        """The valid values of an axis, each once. Raises SettingsError for all mistakes in them."""
-        if axis in VALUES:
-            typed = self.draft.typed.get(axis)
-            place, listed = (axis, typed) if typed else (f"grid.{axis}", self.lists.get(axis, []))
-            if not listed:
-                return [choices.own_value(axis)]
-            with Mistakes() as mistakes:
-                found = []
-                for value in listed:
-                    with mistakes.caught():
-                        found.append(valid(KINDS[axis], value, place))
-            return list(dict.fromkeys(found))
-        inner = {**self.lists, **self.draft.typed}
-        varied = {key.partition(".")[2]: values for key, values in inner.items() if key.startswith(f"{axis}.")}
-        with Mistakes() as mistakes:
-            every = []
-            for name in self.names(axis):
-                for settings in itertools.product(*varied.values()):
-                    with mistakes.caught():
-                        every.append(choices.make(axis, name, dict(zip(varied, settings, strict=True))))
-        return list({id(one): one for one in every}.values())
-
-
-def _pattern(written: str) -> str:
-    """A pattern of names: glob(x*) of Hydra's words is written in files, too."""
-    match = re.fullmatch(r"glob\((.*)\)", written)
-    return match[1] if match else written
-
-
-class _Choices:
-    """Makes an object of each choice, once."""
+class _Axes:
+    """The values of the axes of a study's grids. Each choice of a group is made once."""
 
     def __init__(self, draft: Draft, files: Files) -> None:
         self.draft, self.files = draft, files
         self._made: dict[tuple[str, str | None, str], Any] = {}
 
-    def own_value(self, axis: str) -> Any:
-        """The configuration's own value of an axis without a list."""
-        default = CellConfig.__dataclass_fields__[axis].default
-        value = self.draft.own.get(axis)
-        return valid(KINDS[axis], default if value is None else value, axis)
+    def lists(self, lists: Lists) -> Lists:
+        """The lists of one grid; what is typed stands above them."""
+        words = [key for key, _ in self.draft.words]
+        return {**{key: values for key, values in lists.items() if key not in words}, **self.draft.typed}
 
-    def make(self, axis: str, name: str | None, varied: Mapping[str, Any]) -> Any:
+    def _place(self, axis: str) -> str:
+        return axis if axis in self.draft.typed else f"grid.{axis}"
+
+    def numbers(self, axis: str, lists: Lists) -> list[Any]:
+        """The valid values of an axis that is no group. Raises SettingsError for all mistakes in them."""
+        own = self.draft.own.get(axis)
+        default = CellConfig.__dataclass_fields__[axis].default if own is None else own
+        with Mistakes() as mistakes:
+            found = [] if axis in lists else [valid(KINDS[axis], default, axis)]
+            for value in lists.get(axis, ()):
+                with mistakes.caught():
+                    found.append(valid(KINDS[axis], value, self._place(axis)))
+        return list(dict.fromkeys(found))
+
+    def names(self, axis: str, lists: Lists) -> list[str | None]:
+        """The files that are listed for a group; None stands for the one that the configuration has chosen itself."""
+        known = self.files.names(axis)
+        found: list[str | None] = []
+        with Mistakes() as mistakes:
+            for pattern in (_pattern(str(each)) for each in lists.get(axis, ())):
+                matches = [name for name in known if fnmatchcase(name, pattern)]
+                found += [None if name == self.draft.taken.get(axis) else name for name in matches]
+                mistakes += [] if matches else [str(unknown(self._place(axis), pattern, known))]
+        return list(dict.fromkeys(found)) or [None]
+
+    def named(self, grids: Iterable[Lists]) -> Iterator[Choice]:
+        """The files that grids name; those of axes with a mistake are left out."""
+        for axis, lists in itertools.product(GROUPS, grids):
+            with Mistakes().caught():
+                yield from ((axis, name) for name in self.names(axis, lists) if name is not None)
+
+    def choices(self, axis: str, lists: Lists) -> list[Any]:
+        """The valid choices of a group, each once. Raises SettingsError for all mistakes in them."""
+        varied = {key.partition(".")[2]: values for key, values in lists.items() if key.startswith(f"{axis}.")}
+        found = []
+        with Mistakes() as mistakes:
+            for name, *settings in itertools.product(self.names(axis, lists), *varied.values()):
+                with mistakes.caught():
+                    found.append(self._make(axis, name, dict(zip(varied, settings, strict=True))))
+        return list({id(each): each for each in found}.values())
+
+    def _make(self, axis: str, name: str | None, varied: Mapping[str, Any]) -> Any:
         """The choice `name` of a group (None: the configuration's own) with everything that is set besides.
 
         `varied`: setting -> value, of settings that have lists; the name of a choice with such a setting ends in it.
@@ -220,7 +206,10 @@ class _Choices:
         key = (axis, name, json.dumps(varied, sort_keys=True, default=str))
         if key not in self._made:
             content = deepcopy(self._content(axis, name))
-            for setting, value in [*self._words(axis), *varied.items()]:
+            words = [
+                (key.removeprefix(f"{axis}."), value) for key, value in self.draft.words if key.startswith(f"{axis}.")
+            ]
+            for setting, value in [*words, *varied.items()]:
                 assign(content, setting, value)
             made = valid(KINDS[axis], content, axis, f"{axis}={name}" if name else "")
             if axis in RESERVED and made.name == "none":
@@ -230,9 +219,6 @@ class _Choices:
                 made = replace(made, name=as_name(made.name + ending))
             self._made[key] = mixed(made, self.files) if isinstance(made, CalibrationConfig) else made
         return self._made[key]
-
-    def _words(self, axis: str) -> list[tuple[str, Any]]:
-        return [(key.partition(".")[2], value) for key, value in self.draft.words if key.startswith(f"{axis}.")]
 
     def _content(self, axis: str, name: str | None) -> dict[str, Any]:
         """The content of a choice; what a file such as an experiment sets in the group holds for every choice."""
@@ -247,6 +233,12 @@ class _Choices:
         for setting, value in _differing(usual, own):
             assign(content, setting, value)
         return content
+
+
+def _pattern(written: str) -> str:
+    """A pattern of names: glob(x*) of Hydra's words is written in files, too."""
+    match = re.fullmatch(r"glob\((.*)\)", written)
+    return match[1] if match else written
 
 
 def _differing(usual: Mapping[Any, Any], own: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
@@ -268,8 +260,7 @@ def assign(content: dict[str, Any], key: str, value: Any) -> None:
     if value is REMOVED:
         content.pop(last, None)
     elif isinstance(value, dict) and isinstance(content.get(last), dict):
-        for inner, each in value.items():
-            assign(content[last], str(inner), each)
+        content[last] = {**content[last], **value}
     else:
         content[last] = value
 

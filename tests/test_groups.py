@@ -19,6 +19,8 @@ from moe_lab.config import Config
 from moe_lab.errors import UserError
 from moe_lab.study import run
 from moe_lab.study.graph import build
+from moe_lab.study.record import Study
+from moe_lab.study.store import Store
 
 FILES: dict[str, dict[str, Any]] = {
     "model/first": {"defaults": ["pocket_olmoe"], "dtype": "float32"},
@@ -54,9 +56,10 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Asked:
         (folder / f"{name}.yaml").write_text(yaml.safe_dump(content))
     steps: set[str] = set()
 
-    def noting(config: Config, requests: Sequence[grid.Request], **_: Any) -> int:
-        steps.update(step.id for step in build(config, requests).steps())
-        return 0
+    def noting(config: Config, requests: Sequence[grid.Request], **_: Any) -> run.Ended:
+        graph = build(config, requests)
+        steps.update(step.id for step in graph.steps())
+        return run.Ended(0, Study(config, graph, Store(config.store)))
 
     monkeypatch.setattr(run, "run", noting)
 
