@@ -207,6 +207,13 @@ def forget_models() -> None:
     release_memory()
 
 
+def _check_converter(export: ExportConfig) -> None:
+    """Raise UserError when llama.cpp's converter is not on this machine."""
+    from moe_lab.pruning.export import gguf
+
+    gguf.converter(export)
+
+
 @dataclass(frozen=True, eq=False)
 class Export(Step):
     """The pruned model as a checkpoint, with its recovery, quantised if `export.format` says so.
@@ -229,9 +236,7 @@ class Export(Step):
 
     def conditions(self, launcher: LauncherConfig) -> Iterator[tuple[Any, ...]]:
         if self.shape.format == "gguf" and launcher.python is None:
-            from moe_lab.pruning.export import gguf
-
-            yield gguf.converter, self.shape
+            yield _check_converter, self.shape
 
     def label(self) -> str:
         return self.pruned.recovered_label
