@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,6 @@ from moe_lab.study.steps.recovery import Export, Finetune, Pruned, export_of, pr
 from moe_lab.study.store import Store
 
 
-@dataclass(frozen=True, eq=False)
 class Example(Step):
     """A step of any kind, identified by that, a number and its inputs."""
 

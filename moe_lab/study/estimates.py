@@ -18,7 +18,7 @@ from rich.table import Table
 from moe_lab.json_files import Damaged, Number, read_json
 from moe_lab.models.config_json import size_of
 from moe_lab.study.devices import on_gpu
-from moe_lab.study.step import Loads, Step, canonical
+from moe_lab.study.step import Step, canonical
 from moe_lab.study.store import STEP, Store
 
 GIB = 2**30
@@ -38,7 +38,7 @@ class Memory:
 def memory_of(step: Step) -> Memory | None:
     """Estimated peak memory of `step`; None when it depends on a model of unknown size."""
     model = step.about
-    if model is None or not (step.runs_model or step.merges or step.loads is Loads.CHECKPOINT):
+    if model is None or not (step.runs_model or step.merges or step.loads == "checkpoint"):
         return Memory(step.process_memory, False)
     size = size_of(model)
     if size is None:

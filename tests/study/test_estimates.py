@@ -32,7 +32,7 @@ from moe_lab.json_files import write_json
 from moe_lab.models.config_json import size_of
 from moe_lab.study import estimates
 from moe_lab.study.estimates import Memory, Times, forecast, gpus, largest_memory, memory_of
-from moe_lab.study.step import Loads, Step
+from moe_lab.study.step import Step
 from moe_lab.study.steps import KINDS
 from moe_lab.study.store import Store
 
@@ -42,7 +42,7 @@ TEXT = CalibrationConfig(name="t", path="a/b", length=4096, tokens=524288, batch
 BENCHMARK = BenchmarkConfig(name="b", harness="lm_eval", task="t", expected=1000, batch_size=64)
 CODE = BenchmarkConfig(name="code", harness="evalplus", task="pocket:benchmarks/mbpp.jsonl", max_new_tokens=2048)
 L40S = 48.0
-MODELS = [name for name, kind in KINDS.items() if kind.loads is Loads.MODEL]
+MODELS = [name for name, kind in KINDS.items() if kind.loads == "model"]
 LAYERED = [name for name in MODELS if KINDS[name].streams]
 CHANNELS = CriterionConfig(name="heapr")
 """A criterion whose plans have FLOPs that depend on routing."""
@@ -131,7 +131,7 @@ def test_changed_weights_are_a_second_model(changes: dict[str, Any]) -> None:
 
 
 def test_weights_are_read_without_a_gpu_and_without_room_for_them() -> None:
-    for kind in (name for name, kind in KINDS.items() if kind.loads is Loads.CHECKPOINT):
+    for kind in (name for name, kind in KINDS.items() if kind.loads == "checkpoint"):
         memory = known(step(kind, model("qwen3_30b_a3b")))
         assert not memory.on_gpu and memory.bytes < 2 * 2**30
 

@@ -14,7 +14,7 @@ from rich.table import Table
 from moe_lab.config import LauncherConfig
 from moe_lab.study.estimates import Seconds
 from moe_lab.study.slurm.scheduler import LONGEST
-from moe_lab.study.step import KINDS, Loads, Step, canonical
+from moe_lab.study.step import KINDS, Step, canonical
 
 Stage = tuple[str, int]
 """The kind of a job, and its depth: how many jobs of the same kind have to run before it, one after another."""
@@ -98,7 +98,7 @@ def _packs(steps: Sequence[Step], kind: str, settings: LauncherConfig) -> list[P
     groups: dict[str, dict[str, PackSteps]] = defaultdict(lambda: defaultdict(list))
     for step in sorted(steps, key=lambda step: step.kind != kind):
         plan = step.inputs.get("plan")
-        if KINDS[kind].loads is Loads.MODEL:
+        if KINDS[kind].loads == "model":
             groups[repr(step.about)][plan.id if plan else ""].append(step)
         else:
             groups[""][step.id].append(step)

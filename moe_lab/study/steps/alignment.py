@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from moe_lab import allocation
@@ -28,7 +27,6 @@ def plan_of(cell: Cell) -> Any:
     return how(loaded_as(cell.model), cell.calibration, plan)
 
 
-@dataclass(frozen=True, eq=False)
 class AlignsChannels(OnText):
     """A step that matches the channels of experts that a plan merges."""
 
@@ -45,7 +43,6 @@ class AlignsChannels(OnText):
         return asked
 
 
-@dataclass(frozen=True, eq=False)
 class ActivationAlignment(AlignsChannels):
     """A plan with the channels of merged experts matched by their weights and their activations on a text."""
 
@@ -67,7 +64,6 @@ class ActivationAlignment(AlignsChannels):
         return super().memory(size) + 4.0 * size.experts * size.expert
 
 
-@dataclass(frozen=True, eq=False)
 class Alignment(AlignsChannels):
     """A plan with the channels of merged experts matched by their weights. Its text only says which engine is used."""
 

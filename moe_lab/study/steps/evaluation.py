@@ -17,7 +17,7 @@ from moe_lab.evaluation.sandbox.policy import LIMITED, Policy
 from moe_lab.json_files import write_json
 from moe_lab.models.config_json import Size
 from moe_lab.study import memory
-from moe_lab.study.step import Loads, Step
+from moe_lab.study.step import Step, once
 from moe_lab.study.steps.files import Files
 from moe_lab.study.steps.recovery import Export, Pruned, export_of, forget_models
 
@@ -52,6 +52,7 @@ class Task:
         return suite.has_two_phases(self.benchmark)
 
 
+@once
 def task_of(benchmark: BenchmarkConfig, config: Config) -> Task:
     """The benchmark as a study asks it.
 
@@ -103,11 +104,10 @@ def _checkpoint(pruned: Pruned, task: Task) -> Export | None:
     return export_of(pruned, task.export, task.verify)
 
 
-@dataclass(frozen=True, eq=False)
 class AsksModel(Step):
     """A step that asks a pruned model the questions of a benchmark."""
 
-    loads = Loads.MODEL
+    loads = "model"
     foreign = True
     pruned: Pruned
     backend: BackendConfig
@@ -180,7 +180,6 @@ class AsksModel(Step):
         print(f"{self.folder} asks, for example: {prompt!r}", file=sys.stderr, flush=True)
 
 
-@dataclass(frozen=True, eq=False)
 class Evaluate(AsksModel):
     """The results of one benchmark, which is graded while the model is asked."""
 
@@ -203,7 +202,6 @@ class Evaluate(AsksModel):
         self.show(json.loads((files.out / "result.json").read_text())["protocol"]["prompt"])
 
 
-@dataclass(frozen=True, eq=False)
 class Generate(AsksModel):
     """The answers to one benchmark."""
 
@@ -230,7 +228,6 @@ class Generate(AsksModel):
         return self.kind if self.backend.name == "server" else "evaluate"
 
 
-@dataclass(frozen=True, eq=False)
 class Grade(Step):
     """The results of one benchmark, from generated texts; needs no model."""
 

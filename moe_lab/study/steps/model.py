@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from moe_lab.config import ModelConfig
 from moe_lab.json_files import write_json
 from moe_lab.models.identity import Arithmetic, arithmetic
-from moe_lab.study.step import Parts, Step, once_per_object
+from moe_lab.study.step import Parts, Step, once
 from moe_lab.study.steps.files import Files
 
 
-@dataclass(frozen=True, eq=False)
 class Facts(Step):
     """Layers, experts and parameters of a model, from its configuration alone, and a hash of its files."""
 
@@ -32,7 +29,6 @@ class Facts(Step):
         write_json(files.out / "facts.json", about)
 
 
-@dataclass(frozen=True, eq=False)
 class Loaded(Parts):
     """A model as it is loaded. Which one it is the step with its facts identifies."""
 
@@ -42,7 +38,7 @@ class Loaded(Parts):
     runtime = frozenset({"model"})
 
 
-@once_per_object
+@once
 def loaded_as(model: ModelConfig) -> Loaded:
     """The model as steps load it."""
     return Loaded(Facts(model), arithmetic(model), model)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from pkgutil import resolve_name
 from shutil import copyfile
@@ -15,7 +15,7 @@ from moe_lab.config import CalibrationConfig, ModelConfig
 from moe_lab.grid import Cell
 from moe_lab.models.config_json import Size
 from moe_lab.study import memory
-from moe_lab.study.step import Loads, Step
+from moe_lab.study.step import Step
 from moe_lab.study.steps import tables
 from moe_lab.study.steps.engine import engine
 from moe_lab.study.steps.files import REPORT, STATISTICS, Files, loaded, read_text
@@ -25,11 +25,10 @@ Table = tuple[str, tuple[str, ...], Callable[[tables.Layers], list[tables.Row]]]
 """Name of a file, its columns, and the function that makes its rows from sums of layers."""
 
 
-@dataclass(frozen=True, eq=False)
 class OnText(Step):
     """A step that runs a model over a text."""
 
-    loads = Loads.MODEL
+    loads = "model"
     backward: ClassVar[bool] = False
     """Whether gradients come back through the layers."""
 
@@ -86,7 +85,6 @@ class OnText(Step):
         return [self.loaded.facts.id, self.loaded.model.device]
 
 
-@dataclass(frozen=True, eq=False)
 class LeavesSums(Step):
     """A step that leaves sums for each layer, and small tables that figures need of them."""
 
@@ -104,7 +102,6 @@ class LeavesSums(Step):
             files.table(name, columns, rows(sums.layers))
 
 
-@dataclass(frozen=True, eq=False)
 class Pass(LeavesSums, OnText):
     """A pass over the calibration set."""
 
@@ -148,7 +145,6 @@ class Pass(LeavesSums, OnText):
         return Statistics(self.merge(shares), {"kind": header(shares[0])["kind"], "fingerprint": {"step": self.id}})
 
 
-@dataclass(frozen=True, eq=False)
 class StatisticsPass(Pass):
     """One forward pass over the calibration set: all sums, tokens per expert, and tables for figures."""
 
@@ -163,7 +159,6 @@ class StatisticsPass(Pass):
     )
 
 
-@dataclass(frozen=True, eq=False)
 class Gradients(Pass):
     """A forward and a backward pass: sums for each channel, of activations and of the loss's gradients."""
 
@@ -174,7 +169,6 @@ class Gradients(Pass):
     figures = (("gradients.parquet", results.GRADIENTS, tables.gradients),)
 
 
-@dataclass(frozen=True, eq=False)
 class WeightGradients(Pass):
     """A forward and a backward pass: gradients of the experts' weights, reduced to a number per channel."""
 
@@ -189,7 +183,6 @@ class WeightGradients(Pass):
         return 4.0 * size.experts * size.expert
 
 
-@dataclass(frozen=True, eq=False)
 class Damage(Pass):
     """The exact damage of removing each expert alone, in a forward pass with one more expert per token."""
 
@@ -198,7 +191,6 @@ class Damage(Pass):
     tap = "damage:DamageTap"
 
 
-@dataclass(frozen=True, eq=False)
 class Similarity(Pass):
     """One forward pass in which every expert reads every token, for groupings of similar experts."""
 
@@ -207,7 +199,6 @@ class Similarity(Pass):
     tap = "similarity:SimilarityTap"
 
 
-@dataclass(frozen=True, eq=False)
 class LossRises(Pass):
     """How much the loss rises when a part of the model is changed: one pass for each part, from its layer on."""
 
@@ -224,7 +215,6 @@ class LossRises(Pass):
         return merged_means([Statistics.load(file) for file in shares])
 
 
-@dataclass(frozen=True, eq=False)
 class Ablation(LossRises):
     """The rise of the loss when one expert's output is set to 0."""
 
@@ -232,18 +222,16 @@ class Ablation(LossRises):
     figures = (("ablation.parquet", results.ABLATIONS, tables.ablations),)
 
 
-@dataclass(frozen=True, eq=False)
 class Scaling(LossRises):
     """The rise of the loss when the routed output of one layer is scaled."""
 
     kind = "scaling"
 
 
-@dataclass(frozen=True, eq=False)
 class OnWeights(LeavesSums):
     """Sums over the weights of a model, read from the checkpoint without building the model."""
 
-    loads = Loads.CHECKPOINT
+    loads = "checkpoint"
     weigher: ClassVar[str] = ""
     """Function of `moe_lab.statistics.weights` that adds them up."""
     facts: Facts
@@ -284,7 +272,6 @@ class OnWeights(LeavesSums):
         return [self.facts.id]
 
 
-@dataclass(frozen=True, eq=False)
 class Weights(OnWeights):
     """Sums over the weights of each expert."""
 
@@ -293,7 +280,6 @@ class Weights(OnWeights):
     figures = (("weights.parquet", results.WEIGHTS, tables.weights),)
 
 
-@dataclass(frozen=True, eq=False)
 class ChannelWeights(OnWeights):
     """Sums over the weights of each channel."""
 
@@ -301,7 +287,6 @@ class ChannelWeights(OnWeights):
     weigher = "weigh_channels"
 
 
-@dataclass(frozen=True, eq=False)
 class WeightDistances(OnWeights):
     """How far the weights of experts are from each other."""
 

@@ -19,7 +19,7 @@ from moe_lab.models.config_json import Size
 from moe_lab.models.memory import release_memory
 from moe_lab.recovery import settings as recoveries
 from moe_lab.study import memory
-from moe_lab.study.step import Loads, Parts, Step
+from moe_lab.study.step import Parts, Step
 from moe_lab.study.steps.alignment import plan_of
 from moe_lab.study.steps.files import Files, forget_loaded, loaded
 from moe_lab.study.steps.model import Facts, Loaded, loaded_as
@@ -43,7 +43,6 @@ def storage_of(recovery: RecoveryConfig) -> Storage | None:
     return Storage(4, tuple(sorted(set(recovery.modules)))) if recovery.bits == 4 else None
 
 
-@dataclass(frozen=True, eq=False)
 class Finetune(OnText):
     """Weights that change in fine-tuning a pruned model, or in fitting its merged experts."""
 
@@ -116,7 +115,6 @@ class Finetune(OnText):
         return [*super().pace(), tuned.train, tuned.distill is not None, tuned.fit is not None]
 
 
-@dataclass(frozen=True, eq=False)
 class Pruned(Parts):
     """A cell's model under its plan and recovery; without a plan, the unpruned model."""
 
@@ -207,7 +205,6 @@ def forget_models() -> None:
     release_memory()
 
 
-@dataclass(frozen=True, eq=False)
 class Export(Step):
     """The pruned model as a checkpoint, with its recovery, quantised if `export.format` says so.
 
@@ -215,7 +212,7 @@ class Export(Step):
     """
 
     kind = "export"
-    loads = Loads.CHECKPOINT
+    loads = "checkpoint"
     facts: Facts
     plan: Any
     finetune: Finetune | None

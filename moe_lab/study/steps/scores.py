@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Self
 
 from moe_lab import allocation, criteria, plugins, results
@@ -53,7 +53,6 @@ def evidence(need: str, cell: Cell) -> Step:
     return step
 
 
-@dataclass(frozen=True, eq=False)
 class Scores(Step):
     """A score per expert, or per channel; higher means keep."""
 
@@ -131,7 +130,6 @@ def check_weights(criterion: CriterionConfig, model: ModelConfig) -> None:
         check_plain_weights(model, f"criterion={criterion.name}")
 
 
-@dataclass(frozen=True, eq=False)
 class Family(Step):
     """S(b, alpha, beta) of every expert for all 17 meaningful combinations, for the overlap figures."""
 
