@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import tempfile
-from dataclasses import dataclass
 from statistics import median
 
 from benchmarks.measure import parser, wall_seconds
@@ -17,7 +16,6 @@ from moe_lab.study.store import Store, damage
 MIB = 2**20
 
 
-@dataclass(frozen=True, eq=False)
 class Numbered(Step):
     """One of many steps."""
 

@@ -47,11 +47,13 @@ def run(config: Config, requests: Sequence[Request], *, add: bool = False) -> En
     graph = build(config, requests)
     study = Study(config, graph, Store(config.store), add)
     _check(study)
+    missing = lacking(graph.steps(), config.launcher)
     with study.store.errors_as_sentences():
         if config.dry_run:
-            _forecast(study)
-            return Ended(0, study)
-        return Ended(_run(study), study)
+            missing += _forecast(study)
+        if missing:
+            raise SettingsError(missing)
+        return Ended(0 if config.dry_run else _run(study), study)
 
 
 def _check(study: Study) -> None:
@@ -84,9 +86,9 @@ def _run(study: Study) -> int:
         begun.note(steps)
         undone = [step for step in steps if step.id not in done]
         store.clear({step.id for step in every} - {step.id for step in undone})
-        if problems := _problems(study, undone):
+        if full := disk_problems(store.root, undone):
             begun.remove()
-            raise SettingsError(problems)
+            raise SettingsError(full)
         schedule = Schedule(steps, done)
         recall_failures(schedule, store, retry=config.retry)
         say_notices(store)
@@ -122,14 +124,9 @@ def _in_store(study: Study, elsewhere: Set[str] = frozenset()) -> tuple[list[Ste
     return steps, done
 
 
-def _problems(study: Study, undone: Sequence[Step]) -> list[str]:
-    """Sentences on what these steps need and what is missing here."""
-    return [*lacking(undone, study.config.launcher), *disk_problems(study.store.root, undone)]
-
-
-def _forecast(study: Study) -> None:
+def _forecast(study: Study) -> list[str]:
     """Print what a run would do: a table of its steps, with launcher=slurm one of the jobs' resources, and what would
-    be uploaded. Raises UserError for what is missing here."""
+    be uploaded. Returns a sentence when the disk is too small for it."""
     config, store, every = study.config, study.store, study.graph.steps()
     steps, done = _in_store(study, _finished_there(Remote(store.url), every) if store.url else frozenset())
     say_notices(store)
@@ -145,8 +142,7 @@ def _forecast(study: Study) -> None:
         from moe_lab.study.push import show
 
         show(study, config.push, done)
-    if problems := _problems(study, undone):
-        raise SettingsError(problems)
+    return disk_problems(store.root, undone)
 
 
 def _pushed(study: Study, schedule: Schedule) -> int:

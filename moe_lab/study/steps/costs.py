@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any, Self
 
 from moe_lab import results
@@ -13,7 +13,7 @@ from moe_lab.config import CalibrationConfig, Config, ModelConfig, TimingConfig
 from moe_lab.errors import Unavailable, UserError, user_errors
 from moe_lab.json_files import write_json
 from moe_lab.models.config_json import Size, check_plain_weights, config_of, has_packed_experts
-from moe_lab.study.step import Loads, Step
+from moe_lab.study.step import Step
 from moe_lab.study.steps.engine import engine
 from moe_lab.study.steps.files import Files, loaded, read_text, skeleton
 from moe_lab.study.steps.model import Arithmetic, Facts
@@ -21,14 +21,12 @@ from moe_lab.study.steps.passes import OnText
 from moe_lab.study.steps.recovery import Pruned, Storage, unpruned
 
 
-@dataclass(frozen=True, eq=False)
 class Routing(OnText):
     """A pass over a text that measures where tokens go."""
 
     streams = True
 
 
-@dataclass(frozen=True, eq=False)
 class Cost(Step):
     """Parameters, storage, and the FLOPs of a token in a row as long as those of a text.
 
@@ -37,7 +35,7 @@ class Cost(Step):
     """
 
     kind = "cost"
-    loads = Loads.MODEL
+    loads = "model"
     streams = True
     facts: Facts
     plan: Any
@@ -135,7 +133,6 @@ class Cost(Step):
         return "evaluate" if self.plan else self.kind
 
 
-@dataclass(frozen=True, eq=False)
 class Profile(OnText):
     """How much hidden states differ between tokens after every layer, and how its router decides, of the pruned model
     before recovery."""
@@ -158,7 +155,6 @@ class Profile(OnText):
         files.table("profile.parquet", results.PROFILES, measured)
 
 
-@dataclass(frozen=True, eq=False)
 class Timing(OnText):
     """Seconds of prompts and answers, and memory, of the model as deployed: without what its plan removes, in the bits
     it is stored in."""

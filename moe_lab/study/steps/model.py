@@ -8,16 +8,15 @@ from functools import cache
 from moe_lab.config import ModelConfig
 from moe_lab.json_files import write_json
 from moe_lab.models.config_json import experts_implementation
-from moe_lab.study.step import Packing, Parts, Step, once_per_object
+from moe_lab.study.step import Parts, Step, once
 from moe_lab.study.steps.files import Files
 
 
-@dataclass(frozen=True, eq=False)
 class Facts(Step):
     """Layers, experts and parameters of a model, from its configuration alone, and a hash of its files."""
 
     kind = "model"
-    packing = Packing.SMALL
+    per_job = "steps"
     model: ModelConfig
 
     def label(self) -> str:
@@ -53,7 +52,6 @@ def arithmetic(device: str, dtype: str) -> Arithmetic:
     return Arithmetic(kind, usual if dtype == "auto" else dtype, experts_implementation(device))
 
 
-@dataclass(frozen=True, eq=False)
 class Loaded(Parts):
     """A model as it is loaded. Which one it is the step with its facts identifies."""
 
@@ -63,7 +61,7 @@ class Loaded(Parts):
     runtime = frozenset({"model"})
 
 
-@once_per_object
+@once
 def loaded_as(model: ModelConfig) -> Loaded:
     """The model as steps load it."""
     return Loaded(Facts(model), arithmetic(model.device, model.dtype), model)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from pkgutil import resolve_name
 from shutil import copyfile
@@ -15,7 +15,7 @@ from moe_lab.config import CalibrationConfig, ModelConfig
 from moe_lab.grid import Cell
 from moe_lab.models.config_json import Size
 from moe_lab.study import memory
-from moe_lab.study.step import Loads, Step
+from moe_lab.study.step import Step
 from moe_lab.study.steps import tables
 from moe_lab.study.steps.engine import engine
 from moe_lab.study.steps.files import REPORT, STATISTICS, Files, loaded, read_text
@@ -25,11 +25,10 @@ Table = tuple[str, tuple[str, ...], Callable[[tables.Layers], list[tables.Row]]]
 """Name of a file, its columns, and the function that makes its rows from sums of layers."""
 
 
-@dataclass(frozen=True, eq=False)
 class OnText(Step):
     """A step that runs a model over a text."""
 
-    loads = Loads.MODEL
+    loads = "model"
     backward: ClassVar[bool] = False
     """Whether gradients come back through the layers."""
 
@@ -52,10 +51,9 @@ class OnText(Step):
         if self.is_layered:
             states = min(memory.STATES, self.disk(size))
             batch = memory.batch_tokens(self.text, self.rows) * memory.activations(size)
-            held = memory.layer_weights(size) + self.layer_memory(size)
-            return memory.BASE + held + self.buffers(size) + batch + states
+            return memory.BASE + memory.layer_weights(size) + self.layer_memory(size) + batch + states
         held = memory.weights(size, self.models) + size.moe_layers * self.layer_memory(size)
-        return memory.BASE + held + self.buffers(size) + self.batch_memory(size)
+        return memory.BASE + held + self.batch_memory(size)
 
     @property
     def models(self) -> int:
@@ -66,15 +64,13 @@ class OnText(Step):
         """Bytes held for every layer whose weights are in memory, in addition to the weights."""
         return 0.0
 
-    def buffers(self, size: Size) -> float:
-        """Bytes held for one layer at a time, however many have their weights in memory."""
-        return 0.0
-
     def batch_memory(self, size: Size) -> float:
         """Bytes of a batch with the whole model loaded: its logits, and the activations that the pass keeps."""
         kept = memory.activations(size)
-        if self.backward:
-            kept = memory.kept_for_gradients(size, recomputed=self.text.checkpointing)
+        if self.backward and self.text.checkpointing:
+            kept += memory.hidden_states(size, 1, backward=True)
+        elif self.backward:
+            kept = memory.activations(size, size.moe_layers)
         return memory.batch_tokens(self.text, self.rows) * (memory.logits(size) + kept)
 
     def disk(self, size: Size) -> float:
@@ -89,7 +85,6 @@ class OnText(Step):
         return [self.loaded.facts.id, self.loaded.model.device]
 
 
-@dataclass(frozen=True, eq=False)
 class LeavesSums(Step):
     """A step that leaves sums for each layer, and small tables that figures need of them."""
 
@@ -107,7 +102,6 @@ class LeavesSums(Step):
             files.table(name, columns, rows(sums.layers))
 
 
-@dataclass(frozen=True, eq=False)
 class Pass(LeavesSums, OnText):
     """A pass over the calibration set."""
 
@@ -151,7 +145,6 @@ class Pass(LeavesSums, OnText):
         return Statistics(self.merge(shares), {"kind": header(shares[0])["kind"], "fingerprint": {"step": self.id}})
 
 
-@dataclass(frozen=True, eq=False)
 class StatisticsPass(Pass):
     """One forward pass over the calibration set: all sums, tokens per expert, and tables for figures."""
 
@@ -166,7 +159,6 @@ class StatisticsPass(Pass):
     )
 
 
-@dataclass(frozen=True, eq=False)
 class Gradients(Pass):
     """A forward and a backward pass: sums for each channel, of activations and of the loss's gradients."""
 
@@ -177,7 +169,6 @@ class Gradients(Pass):
     figures = (("gradients.parquet", results.GRADIENTS, tables.gradients),)
 
 
-@dataclass(frozen=True, eq=False)
 class WeightGradients(Pass):
     """A forward and a backward pass: gradients of the experts' weights, reduced to a number per channel."""
 
@@ -188,10 +179,10 @@ class WeightGradients(Pass):
     tap = "gradients:WeightGradientTap"
 
     def layer_memory(self, size: Size) -> float:
-        return memory.expert_gradients(size)
+        """The gradients of the weights of all experts, in fp32."""
+        return 4.0 * size.experts * size.expert
 
 
-@dataclass(frozen=True, eq=False)
 class Damage(Pass):
     """The exact damage of removing each expert alone, in a forward pass with one more expert per token."""
 
@@ -200,7 +191,6 @@ class Damage(Pass):
     tap = "damage:DamageTap"
 
 
-@dataclass(frozen=True, eq=False)
 class Similarity(Pass):
     """One forward pass in which every expert reads every token, for groupings of similar experts."""
 
@@ -209,7 +199,6 @@ class Similarity(Pass):
     tap = "similarity:SimilarityTap"
 
 
-@dataclass(frozen=True, eq=False)
 class LossRises(Pass):
     """How much the loss rises when a part of the model is changed: one pass for each part, from its layer on."""
 
@@ -226,7 +215,6 @@ class LossRises(Pass):
         return merged_means([Statistics.load(file) for file in shares])
 
 
-@dataclass(frozen=True, eq=False)
 class Ablation(LossRises):
     """The rise of the loss when one expert's output is set to 0."""
 
@@ -234,18 +222,16 @@ class Ablation(LossRises):
     figures = (("ablation.parquet", results.ABLATIONS, tables.ablations),)
 
 
-@dataclass(frozen=True, eq=False)
 class Scaling(LossRises):
     """The rise of the loss when the routed output of one layer is scaled."""
 
     kind = "scaling"
 
 
-@dataclass(frozen=True, eq=False)
 class OnWeights(LeavesSums):
     """Sums over the weights of a model, read from the checkpoint without building the model."""
 
-    loads = Loads.CHECKPOINT
+    loads = "checkpoint"
     weigher: ClassVar[str] = ""
     """Function of `moe_lab.statistics.weights` that adds them up."""
     facts: Facts
@@ -286,7 +272,6 @@ class OnWeights(LeavesSums):
         return [self.facts.id]
 
 
-@dataclass(frozen=True, eq=False)
 class Weights(OnWeights):
     """Sums over the weights of each expert."""
 
@@ -295,7 +280,6 @@ class Weights(OnWeights):
     figures = (("weights.parquet", results.WEIGHTS, tables.weights),)
 
 
-@dataclass(frozen=True, eq=False)
 class ChannelWeights(OnWeights):
     """Sums over the weights of each channel."""
 
@@ -303,7 +287,6 @@ class ChannelWeights(OnWeights):
     weigher = "weigh_channels"
 
 
-@dataclass(frozen=True, eq=False)
 class WeightDistances(OnWeights):
     """How far the weights of experts are from each other."""
 

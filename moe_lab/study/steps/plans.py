@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -17,7 +17,7 @@ from moe_lab.models.config_json import config_of, expert_shape
 from moe_lab.models.families import family_of
 from moe_lab.models.files import fingerprint
 from moe_lab.paths import resolve
-from moe_lab.study.step import KINDS, Packing, Parts, Step
+from moe_lab.study.step import KINDS, Parts, Step
 from moe_lab.study.steps import tables
 from moe_lab.study.steps.engine import Streamed, engine
 from moe_lab.study.steps.files import STATISTICS, Files, loaded
@@ -163,7 +163,6 @@ def _fits_sequential(needs: Sequence[str]) -> bool:
     return "statistics" in needs and not any(KINDS[need].reads_text for need in needs if need != "statistics")
 
 
-@dataclass(frozen=True, eq=False)
 class Asked(Parts):
     """What a cell asks of its plan, whatever step makes it."""
 
@@ -191,7 +190,6 @@ def asked_of(cell: Cell) -> Asked:
     return Asked(chosen, cell.ratio, {need: evidence(need, cell) for need in evidence_of(cell)}, name)
 
 
-@dataclass(frozen=True, eq=False)
 class MakesPlan(Step):
     """A step that makes the plan of a cell."""
 
@@ -220,7 +218,6 @@ class MakesPlan(Step):
         return {"allocation": self.allocated, "model_sha256": model["sha256"], **protection.provenance(model)}
 
 
-@dataclass(frozen=True, eq=False)
 class FromScores(MakesPlan):
     """A plan from scores, without running the model.
 
@@ -228,7 +225,7 @@ class FromScores(MakesPlan):
     """
 
     kind = "plan"
-    packing = Packing.SMALL
+    per_job = "steps"
     facts: Facts
     scores: Scores
     plugins: Places
@@ -267,7 +264,6 @@ class FromScores(MakesPlan):
             files.table("budgets.parquet", results.BUDGETS, tables.budgets(scored, plan.channels))
 
 
-@dataclass(frozen=True, eq=False)
 class Search(MakesPlan, OnText):
     """A plan by evolutionary search, which starts from scores and compares candidates on a text; and its history."""
 
@@ -307,7 +303,6 @@ class Search(MakesPlan, OnText):
         return candidates * super().units()
 
 
-@dataclass(frozen=True, eq=False)
 class Reconstruction(MakesPlan, OnText):
     """The plan that reproduces the layers' outputs best, by trying all choices of experts in each layer."""
 
@@ -341,7 +336,6 @@ class Reconstruction(MakesPlan, OnText):
         files.table("errors.parquet", COLUMNS, best.errors)
 
 
-@dataclass(frozen=True, eq=False)
 class Sequential(MakesPlan, OnText):
     """A plan made layer by layer: each layer is scored on the output of the pruned layers below it.
 
