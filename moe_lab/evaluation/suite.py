@@ -111,7 +111,8 @@ def has_two_phases(benchmark: BenchmarkConfig) -> bool:
 
 def preflight(benchmarks: Sequence[BenchmarkConfig], policy: Policy) -> list[str]:
     """All problems of the benchmarks, one sentence each, without importing a harness or torch."""
-    return wrong(benchmarks) + [sentence for benchmark in benchmarks for sentence in lacking(benchmark, policy)]
+    missing = [sentence for benchmark in benchmarks for sentence in lacking(benchmark, policy)]
+    return list(dict.fromkeys(wrong(benchmarks) + missing))
 
 
 def wrong(benchmarks: Sequence[BenchmarkConfig]) -> list[str]:

@@ -89,7 +89,7 @@ def test_a_pack_with_a_step_of_which_no_time_is_known_asks_for_the_longest() -> 
         ("{partition: short}", 60),
         ("{partition: 'short,long'}", 90),
         ("{partition: elsewhere}", 777),
-        ("{partition: short, qos: long}", 777),
+        ("{partition: short, sbatch: {qos: long}}", 777),
         ("{partition: short, minutes: 70}", 70),
     ],
 )
@@ -111,7 +111,7 @@ def test_the_margin_and_the_gpus_of_the_cluster_count(monkeypatch: pytest.Monkey
 def test_the_most_particular_counts() -> None:
     cluster = settings(
         """
-        every: {partition: gpu, account: me, sbatch: {exclusive: true, nice: 5}, setup: [module load cuda]}
+        every: {partition: gpu, sbatch: {exclusive: true, nice: 5}, setup: [module load cuda]}
         jobs:
           evaluate: {partition: long, gpus: 1, minutes: 60, sbatch: {nice: 7}}
           scores: {partition: cpu}
@@ -122,7 +122,7 @@ def test_the_most_particular_counts() -> None:
     )
     asked = resources([step()], cluster)
     assert (asked["gpus"], asked["cpus"], asked["minutes"]) == (8, 64, 90)
-    assert (asked["partition"], asked["account"], asked["setup"]) == ("long", "me", ["module load cuda"])
+    assert (asked["partition"], asked["setup"]) == ("long", ["module load cuda"])
     assert asked["sbatch"] == {"exclusive": True, "nice": 7}
     assert resources([step(kind="export")], cluster)["gpus"] == 8
     assert resources([step(kind="model")], cluster)["gpus"] == 0, "a job of small steps is about no model"
