@@ -123,4 +123,4 @@ def step_of(kind: str, cell: Cell, config: Config | None = None, benchmark: Benc
 def evaluated(model: ModelConfig, benchmark: BenchmarkConfig, plan: Step | None = None, **changes: Any) -> Evaluate:
     """The step that evaluates a model under a plan on a benchmark."""
     pruned = Pruned(loaded_as(model), plan, None, None, RecoveryConfig(), True)
-    return Evaluate(pruned, changes.pop("backend", BackendConfig()), None, None, benchmark, Policy(), **changes)
+    return Evaluate(pruned, changes.pop("backend", BackendConfig()), None, None, benchmark, Policy(), None, **changes)

@@ -88,7 +88,7 @@ def test_texts_are_graded_in_jobs_of_their_own(backend: str, generates: str) -> 
         by = BackendConfig(name=backend, command="serve {checkpoint}")
         pruned = evaluated(ModelConfig(name="m", path="owner/m"), asked, plan).pruned
         generate = Generate(pruned, by, None, None, asked, Questions(asked))
-        steps += [pruned.loaded.facts, generate, Grade(generate, asked, Policy())]
+        steps += [pruned.loaded.facts, generate, Grade(generate, asked, Policy(), None)]
     arrays = arrange(steps, lambda pack: {"gpus": int(pack[0].kind != "grade")}, SETTINGS)
     of = {step.kind: array for array in arrays for pack in array.packs for step in pack}
     assert of["generate"].kind == generates and of["generate"].asks["gpus"] == 1

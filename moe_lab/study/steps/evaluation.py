@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from moe_lab.config import BackendConfig, BenchmarkConfig, Config, ExportConfig, LauncherConfig, ModelConfig
 from moe_lab.errors import Unavailable
 from moe_lab.evaluation import engines, suite
-from moe_lab.evaluation.sandbox.policy import Policy
+from moe_lab.evaluation.sandbox.policy import LIMITED, NAMESPACES, Policy
 from moe_lab.json_files import write_json
 from moe_lab.models.config_json import Size
 from moe_lab.study import memory
@@ -41,6 +41,8 @@ class Task:
     questions: suite.Questions
     backend: BackendConfig
     policy: Policy
+    sandbox: str | None
+    """The sandbox, where it changes results: without namespaces some programs are not run."""
     export: ExportConfig
     verify: bool
 
@@ -54,12 +56,18 @@ class Task:
 def task_of(benchmark: BenchmarkConfig, config: Config) -> Task:
     """The benchmark as a study asks it.
 
-    A server only generates texts, so the model is loaded for a benchmark that needs likelihoods.
+    A server only generates texts, so the model is loaded for a benchmark that needs likelihoods. Grading may not run in
+    a weaker sandbox than here, also where another machine of the study has no namespaces.
     """
     backend = backend_of(config)
     if backend.name == "server" and not suite.has_two_phases(benchmark):
         backend = BackendConfig(name="hf")
-    return Task(benchmark, suite.Questions(benchmark), backend, suite.policy(config), config.export, config.verify)
+    policy = suite.policy(config)
+    limited = LIMITED if suite.runs_limited(benchmark, policy) else None
+    if policy.sandbox == "auto" and not limited:
+        policy = replace(policy, sandbox=NAMESPACES)
+    questions = suite.Questions(benchmark)
+    return Task(benchmark, questions, backend, policy, limited, config.export, config.verify)
 
 
 def backend_of(config: Config) -> BackendConfig:
@@ -72,9 +80,9 @@ def results_of(pruned: Pruned, task: Task) -> Evaluate | Grade:
     checkpoint = _checkpoint(pruned, task)
     template = tuple(pruned.model.template_arguments.items()) if task.benchmark.chat else None
     if not task.generates:
-        return Evaluate(pruned, task.backend, checkpoint, template, task.benchmark, task.policy)
+        return Evaluate(pruned, task.backend, checkpoint, template, task.benchmark, task.policy, task.sandbox)
     generated = Generate(pruned, task.backend, checkpoint, template, task.benchmark, task.questions)
-    return Grade(generated, task.benchmark, task.policy)
+    return Grade(generated, task.benchmark, task.policy, task.sandbox)
 
 
 def _checkpoint(pruned: Pruned, task: Task) -> Export | None:
@@ -171,6 +179,7 @@ class Evaluate(AsksModel):
     kind = "evaluate"
     per_job = "cells"
     policy: Policy
+    sandbox: str | None
     runtime = frozenset({"policy"})
 
     def conditions(self, launcher: LauncherConfig) -> Iterator[tuple[Any, ...]]:
@@ -222,6 +231,7 @@ class Grade(Step):
     generate: Generate
     benchmark: BenchmarkConfig
     policy: Policy
+    sandbox: str | None
     runtime = frozenset({"policy"})
 
     def conditions(self, launcher: LauncherConfig) -> Iterator[tuple[Any, ...]]:
