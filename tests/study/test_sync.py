@@ -18,15 +18,12 @@ import pytest
 from file_systems import DEADLY, DIE, REFUSING, Refusing
 from fsspec.registry import known_implementations
 from processes import until
-from small_studies import STUDY, Worker, asked, start
+from small_studies import STUDY, Asked, Worker, ask, start
 
 from analysis.__main__ import parse
-from moe_lab.config import Config
 from moe_lab.errors import UserError
-from moe_lab.grid import Request
 from moe_lab.paths import store_folder
 from moe_lab.results import places, read_record
-from moe_lab.study import __main__ as command
 from moe_lab.study import launch, sync
 from moe_lab.study.graph import build
 from moe_lab.study.preflight import preflight
@@ -35,7 +32,6 @@ from moe_lab.study.step import digest
 from moe_lab.study.store import Store, damage, entry
 from moe_lab.study.sync import Remote
 
-Asked = tuple[Config, list[Request]]
 Machine = Callable[[str], None]
 WORDS = ("criterion=aimer", "ratio=0.5")
 
@@ -47,16 +43,6 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Worker, "did", [])
     monkeypatch.setattr(Refusing, "refuses", frozenset())
     file_systems.register()
-
-
-@pytest.fixture(scope="module")
-def one() -> Asked:
-    return asked(*WORDS)
-
-
-@pytest.fixture(scope="module")
-def other() -> Asked:
-    return asked("criterion=reap", "ratio=0.5")
 
 
 @pytest.fixture
@@ -89,11 +75,6 @@ def content(place: Path) -> dict[str, bytes]:
 def recorded(place: Path) -> set[str]:
     """The steps that the record of the study names."""
     return places(read_record(place, STUDY) or {})
-
-
-def ask(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
-    monkeypatch.setattr(sys, "argv", ["study", *words])
-    return command.main()
 
 
 @pytest.mark.parametrize("protocol", ["memory", "file"])
@@ -129,7 +110,7 @@ def test_what_is_lost_here_is_pulled_and_not_made_again(
     assert begin(url, one) == begin(url, other) == 0
     whole = content(store_folder(url))
     if lost == "freed":
-        assert ask(monkeypatch, "gc", "apply=true", f"store={url}") == 0
+        assert ask(url, "gc", "apply=true") == 0
     else:
         next(path for path in store_folder(url).glob("plan/*/result.json")).write_text("{}")
     assert content(store_folder(url)) != whole
@@ -341,16 +322,16 @@ def test_a_study_is_synchronised_by_its_name_and_analysed_there(
     machine("second")
     with pytest.raises(UserError, match="sync"):
         parse([f"store={url}"])
-    assert ask(monkeypatch, "sync", "unknown", f"store={url}") == 2 and not store_folder(url).exists()
-    assert ask(monkeypatch, "sync", STUDY, f"store={tmp_path / 'alone'}") == 2 and not Path(tmp_path, "alone").exists()
-    assert ask(monkeypatch, "sync", f"store={url}") == ask(monkeypatch, "sync", STUDY, f"store={url}") == 0
+    assert ask(url, "sync", "unknown") == 2 and not store_folder(url).exists()
+    assert ask(tmp_path / "alone", "sync", STUDY) == 2 and not Path(tmp_path, "alone").exists()
+    assert ask(url, "sync") == ask(url, "sync", STUDY) == 0
     place = parse([f"store={url}"]).store
     assert recorded(place) and all((place / name / "step.json").exists() for name in recorded(place))
-    assert ask(monkeypatch, "gc", "apply=true", f"store={url}") == 0
+    assert ask(url, "gc", "apply=true") == 0
     assert all((place / name).is_dir() for name in recorded(place))
     machine("third")
     next(Path(tmp_path, "remote", "plan").glob("*.json")).unlink()
-    assert ask(monkeypatch, "sync", STUDY, f"store={url}") == 1, "a step is nowhere"
+    assert ask(url, "sync", STUDY) == 1, "a step is nowhere"
 
 
 @pytest.mark.parametrize(
@@ -384,7 +365,7 @@ def test_every_command_refuses_such_urls_before_it_makes_anything(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("fsspec.core.url_to_fs", lambda _: pytest.fail("it was opened"))
     for name in ("sync", "status"):
-        assert ask(monkeypatch, name, STUDY, f"store={store}") == 2
+        assert ask(store, name, STUDY) == 2
     with pytest.raises(UserError) as refused:
         parse([f"store={store}"])
     assert "hidden" not in str(refused.value) + capsys.readouterr().err and not list(tmp_path.iterdir())
