@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -52,7 +53,7 @@ def asked(*words: str) -> Asked:
         return composition.compose([*SMALL, *words])
 
 
-def start(store: Path, of: Asked, **changes: Any) -> int:
+def start(store: Path | str, of: Asked, **changes: Any) -> int:
     """Start a study in a store; the exit code."""
     return run(replace(of[0], store=str(store), **changes), of[1])
 
@@ -73,8 +74,8 @@ from moe_lab.study.store import Store
 """
 
 
-def killed(script: str) -> None:
+def killed(script: str, **environment: str) -> None:
     """Run a script in a process of its own, by which it is killed."""
     words = [sys.executable, "-c", BEGINNING + textwrap.dedent(script)]
-    done = subprocess.run(words, capture_output=True, text=True)
+    done = subprocess.run(words, capture_output=True, text=True, env={**os.environ, **environment})
     assert done.returncode == -signal.SIGKILL, done.stderr

@@ -19,8 +19,6 @@ from moe_lab.study.step import NO_ROOM, digest
 from moe_lab.study.store import Store
 from moe_lab.study.sync import shared
 
-NAMED = 8
-"""Most exports that are listed one by one."""
 MADE_FROM = ".made_from"
 """File in the folder of a report with the `fingerprint` of the study that it shows."""
 
@@ -69,17 +67,14 @@ def _complain(study: Study, schedule: Schedule) -> None:
 
 def _name_exports(study: Study, schedule: Schedule) -> None:
     """Print where the exported checkpoints are, and the results of verifying them."""
-    steps = {cell.export.id: cell.export for cell in study.graph.cells if cell.export}
-    written = [study.store.path(step) for name, step in steps.items() if name in schedule.finished]
-    for folder in written[:NAMED]:
+    exports = {cell.export.id: cell.export for cell in study.graph.cells if cell.export}
+    for folder in [study.store.path(step) for name, step in exports.items() if name in schedule.finished]:
         verified = ""
         with suppress(FileNotFoundError, Damaged):  # it was not verified
             difference = read_json(folder / "verified.json", {"difference": Number})["difference"]
             how = f"up to {difference:.1e} of the largest number" if difference else "to the bit"
             verified = f" (verified: its layers give what those of the masked model give, {how})"
         say(f"export: {(folder / 'checkpoint').absolute()}{verified}")
-    if len(written) > NAMED:
-        say(f"and {len(written) - NAMED} more, in {(study.store.root / 'export').absolute()}")
 
 
 def _report(study: Study) -> bool:
