@@ -239,9 +239,6 @@ moe_lab.study statos | statos
 moe_lab.study status | name
 moe_lab.study status nobody | nobody
 moe_lab.study status sweap store=STORE | sweap
-moe_lab.study why nobody store=STORE | nobody
-moe_lab.study cancel nobody store=STORE | nobody
-moe_lab.study logs nobody store=STORE | nobody
 moe_lab.study verify nobody store=STORE | nobody
 moe_lab.study verify sweep store=/no/such/store | /no/such/store
 moe_lab.study verify sweep store=README.md | README.md
@@ -249,32 +246,23 @@ moe_lab.study verify sweep STORE extra | extra
 moe_lab.study status sweep stor=STORE | stor
 moe_lab.study verify sweep apply=true store=STORE | apply
 moe_lab.study gc apply_all=true store=STORE | apply
-moe_lab.study gc apply=maybe store=STORE | apply
 moe_lab.study gc sweep store=STORE | sweep
 moe_lab.study gc store=/no/such/store | /no/such/store
 moe_lab.study status '' store=STORE | unknown
 moe_lab.study --no-such-option | command
 moe_lab.inspect nobody | nobody
 moe_lab.inspect model=pocket_olmo | pocket_olmoe
-moe_lab.inspect model=local | model.path
 moe_lab.inspect model=local model.path=/no/such/folder | /no/such/folder
 moe_lab.inspect model=pocket_olmoe calibration=c5 | c5
 moe_lab.inspect model=pocket_olmoe ratoi=1 | ratio
-moe_lab.inspect model=pocket_olmoe ratio=word | ratio
 moe_lab.inspect model=pocket_olmoe ratio=2 | ratio
-moe_lab.inspect model=pocket_olmoe calibration.length=0 | calibration.length
-moe_lab.inspect model=pocket_olmoe resources.gpu_memory=0 | gpu_memory
 moe_lab.inspect model=pocket_olmoe model.revision=main | model.revision
 moe_lab.inspect model=pocket_olmoe,pocket_qwen3_moe | model
-moe_lab.inspect model=null | model
 moe_lab.inspect -m model=pocket_olmoe | -m
-moe_lab.inspect model | model
 analysis rnaks store=STORE | ranks
-analysis router_entrop store=STORE | router_entropy
 analysis unified.tabl5 store=STORE | unified.table5
 analysis ranks stor=STORE | store
 analysis ranks study=sweap store=STORE | sweep
-analysis ranks study= store=STORE | study
 analysis ranks store= | store
 analysis ranks out= store=STORE | out
 analysis ranks store=/no/such/store | /no/such/store
@@ -283,7 +271,6 @@ analysis ranks out=/dev/null/out store=STORE | /dev/null/out
 analysis ranks compare=maybe store=STORE | compare
 analysis ranks --compare store=STORE | --compare
 analysis --no-such-option store=STORE | --no-such-option
-analysis all study=nobody store=STORE | nobody
 analysis report study=nobody store=STORE | nobody
 analysis report study=sweep,nobody store=STORE | nobody
 moe_lab.evaluation.mirror nobody | nobody

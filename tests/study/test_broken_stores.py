@@ -95,12 +95,7 @@ def damage(file: Path, way: str) -> None:
 
 @pytest.mark.parametrize("way", [*DAMAGES, "a folder"])
 def test_whatever_is_damaged_is_set_aside_and_the_same_command_goes_on(
-    finished: Path,
-    one: Asked,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    way: str,
+    finished: Path, one: Asked, tmp_path: Path, capsys: pytest.CaptureFixture[str], way: str
 ) -> None:
     """One file of every kind is damaged in the same way."""
     store = tmp_path / "store"

@@ -58,7 +58,7 @@ def named(place: Path) -> set[str]:
 
 
 def test_what_no_study_refers_to_is_named_first_and_freed_on_request(
-    replaced: Path, one: Asked, other: Asked, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    replaced: Path, one: Asked, other: Asked, capsys: pytest.CaptureFixture[str]
 ) -> None:
     only_one, shared = steps(one).keys() - steps(other).keys(), steps(one).keys() & steps(other).keys()
     assert {name.partition("/")[0] for name in only_one} >= {"weights", "scores", "plan", "evaluate"} and shared
@@ -245,9 +245,7 @@ def test_runs_and_collections_in_turn_fail_nothing(place: Path, one: Asked, othe
     assert not list(place.glob("damaged/*"))
 
 
-def test_a_killed_gc_leaves_a_store_that_works(
-    replaced: Path, one: Asked, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_killed_gc_leaves_a_store_that_works(replaced: Path, one: Asked, capsys: pytest.CaptureFixture[str]) -> None:
     """It dies when the first folder is half removed."""
     garbage_of_one = named(replaced)
     killed(f"""
@@ -271,7 +269,7 @@ def test_a_killed_gc_leaves_a_store_that_works(
     "file", ["runs/study/*/record.json", "runs/study/*/run.json", "runs/study/*/jobs.json", "statistics/*/step.json"]
 )
 def test_nothing_is_freed_while_it_is_unclear_what_is_needed(
-    replaced: Path, file: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    replaced: Path, file: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     runs(Store(replaced), STUDY)[-1].add([Submitted("1", "1", "study.plan", "plan", ("x",), ())])
     damaged = sorted(replaced.glob(file))[-1]
@@ -350,7 +348,7 @@ def test_folders_that_are_no_steps_stay(replaced: Path) -> None:
     ],
 )
 def test_wrong_words_are_one_sentence(
-    place: Path, words: list[str], says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    place: Path, words: list[str], says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Store(place).create()
     assert ask(place, *words) == 2

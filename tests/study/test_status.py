@@ -81,7 +81,7 @@ def test_the_table_of_a_study_while_it_runs_and_at_its_end(running: Running, tmp
     assert running.codes == [0]
     table = cells(study("status", tmp_path / "store"))
     assert table["step"] == ["done", "one takes", "left, about"]
-    assert table["all"][0] == str(int(done) + 1 + int(pending)) and table["plan"] == ["1", "2 s", "0 s"]
+    assert table["all"][0] == str(int(done) + 1 + int(pending)) and table["plan"] == ["1", "0:00:02", "0:00:00"]
 
 
 def test_the_table_of_one_step(running: Running, tmp_path: Path, study: Study) -> None:

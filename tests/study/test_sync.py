@@ -100,7 +100,7 @@ def test_a_dry_run_counts_what_is_there_and_leaves_nothing(
 
 @pytest.mark.parametrize("lost", ["freed", "damaged"])
 def test_what_is_lost_here_is_pulled_and_not_made_again(
-    tmp_path: Path, machine: Machine, one: Asked, other: Asked, monkeypatch: pytest.MonkeyPatch, lost: str
+    tmp_path: Path, machine: Machine, one: Asked, other: Asked, lost: str
 ) -> None:
     url = url_of(tmp_path)
     assert start(url, one) == start(url, other) == 0
@@ -304,7 +304,7 @@ def test_runs_of_one_study_on_two_machines_count_both(
 
 
 def test_a_study_is_synchronised_by_its_name_and_analysed_there(
-    tmp_path: Path, pushed: str, machine: Machine, one: Asked, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, pushed: str, machine: Machine, one: Asked
 ) -> None:
     machine("second")
     with pytest.raises(UserError, match="sync"):
