@@ -23,7 +23,7 @@ from small_studies import SMALL, STUDY, Asked, Worker, ask, asked, start
 from analysis.load.reader import Reader
 from analysis.load.studies import document
 from moe_lab.errors import UserError
-from moe_lab.study import launch, record, report
+from moe_lab.study import launch, record
 from moe_lab.study.runs import Submitted, begin, runs
 from moe_lab.study.schedule import Schedule, StepError
 from moe_lab.study.slurm import submit as submitting
@@ -332,7 +332,7 @@ def test_a_report_is_not_begun_when_the_disk_is_full(
             raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(Worker, "harm", harm)
-    monkeypatch.setattr(report, "_report", lambda *_: pytest.fail("it was begun"))
+    monkeypatch.setattr(record, "_report", lambda *_: pytest.fail("it was begun"))
     store = tmp_path / "store"
     assert start(store, one, report=True) == 2 and not list(store.glob("failed/*"))
     monkeypatch.setattr(record, "write_json", lambda *_: harm(Example(name="x"), store))
