@@ -111,36 +111,3 @@ def the_node_is_drained_and_lost(instant: InstantStudies, job: str) -> None:
     assert "is PENDING (" in asked(instant.store, "why", "instant")
     instant.release()
     cluster.ask("scontrol", "update", node, "state=resume")
-
-
-@pytest.mark.parametrize(
-    "shell",
-    [
-        {"SQUEUE_STATES": "RUNNING"},
-        {"SQUEUE_PARTITION": "other"},
-        {"SQUEUE_NAMES": "other", "SQUEUE_USERS": "nobody", "SQUEUE_FORMAT": "%i", "SQUEUE_FORMAT2": "jobid"},
-        {"SQUEUE_ACCOUNT": "other"},
-        {"SLURM_CLUSTERS": "other"},
-        {"SBATCH_JOB_NAME": "mine", "SBATCH_TIMELIMIT": "1", "SBATCH_GRES": "gpu:9"},
-    ],
-)
-def test_what_a_shell_shows_of_the_queue_does_not_matter(
-    instant: InstantStudies, monkeypatch: pytest.MonkeyPatch, shell: dict[str, str]
-) -> None:
-    """Pending jobs are seen, so that nothing is submitted twice, and all of them can be cancelled."""
-    node = f"nodename={instant.cluster.host}"
-    instant.cluster.ask("scontrol", "update", node, "state=drain", "reason=test")
-    with monkeypatch.context() as patch:
-        for name, value in {**shell, "SCANCEL_STATE": "RUNNING", "SCANCEL_PARTITION": "other"}.items():
-            patch.setenv(name, value)
-        first, second = instant.submit("study=instant"), instant.submit("study=instant")
-    queued = instant.cluster.ask("squeue", "-h", "-t", "PD", "-o", "%F %j %b").splitlines()
-    assert {line.split()[0]: line.split()[1:] for line in queued} == {
-        job: [f"instant.{kind}", "N/A"] for kind, job in first.items()
-    }
-    assert len(first) > 2 and not second
-    with monkeypatch.context() as patch:
-        for name, value in {**shell, "SCANCEL_STATE": "RUNNING", "SCANCEL_PARTITION": "other"}.items():
-            patch.setenv(name, value)
-        asked(instant.store, "cancel", "instant")
-    assert not instant.cluster.ask("squeue", "-h", "-t", "PD", "-o", "%F")

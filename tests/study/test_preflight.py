@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy
 import pytest
 import tiny
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from moe_lab.compose import compose, started
@@ -124,23 +124,33 @@ WRONG = {
     "launcher.name=slum": "launcher.name=slum",
     "criterion=reep": "criterion=reep",
     "ratio=2": "ratio=2",
-    "seed=x": "seed=x",
+    "seed=-1": "seed=-1",
     "modle=b": "setting=modle",
     "judge.attempts=0": "judge.attempts=0",
     "export=naturel": "export=naturel",
-    "protocol.benchmarks={pocket_bolq: {shots: 1}}": "protocol=unified",
+    "model.threads=-1": "model.threads=-1",
+    "model.dtype=float8": "model.dtype=float8",
+    "model.device=cuda:x": "model.device=cuda:x",
+    "a.b.c=1": "setting=a",
+    "_target_=os.system": "setting=_target_",
+    "judge._target_=os.system": "setting=judge._target_",
+    "timed.repeat=3": "setting=timed.repeat",
+    "resources.gpu_memory=nan": "resources.gpu_memory=nan",
+    "store=''": "store=",
+    "sandbox=bubble": "sandbox=bubble",
+    "interpreters.vlm=/usr/bin/python3": "interpreters.vlm",
 }
 """A word -> how its sentence begins."""
 
 
-@given(st.sets(st.sampled_from(sorted(WRONG)), min_size=1))
-@settings(max_examples=10, deadline=None)
-def test_no_mistake_hides_another(words: set[str]) -> None:
-    sentences = sorted(problems(*sorted(words)))
-    expected = sorted(WRONG[word] for word in words - {"protocol.benchmarks={pocket_bolq: {shots: 1}}"}) or ["protocol"]
-    assert [sentence.startswith(begin) for sentence, begin in zip(sentences, expected, strict=True)] == [True] * len(
-        expected
-    ), sentences
+@given(st.sets(st.sampled_from(sorted(WRONG)), min_size=1).map(sorted) | st.just(sorted(WRONG)))
+@settings(max_examples=6, deadline=None)
+@example(sorted(WRONG))
+def test_no_mistake_hides_another(words: list[str]) -> None:
+    sentences, expected = sorted(problems(*words)), sorted(WRONG[word] for word in words)
+    assert len(sentences) == len(expected), sentences
+    for sentence, begin in zip(sentences, expected, strict=True):
+        assert sentence.startswith(begin) and ("known" in sentence or "expected" in sentence)
 
 
 @pytest.mark.parametrize(
@@ -237,33 +247,12 @@ def test_a_listed_plan_that_still_has_to_be_aligned_is_refused(replacement: str,
     assert not any(refused in sentence for sentence in problems(*words, f"allocation.replacement={replacement}"))
 
 
-VALUES = {
-    "model.threads=0": "model.threads=0",
-    "model.threads=-1": "model.threads=-1",
-    "model.dtype=float8": "model.dtype=float8",
-    "model.device=tpu": "model.device=tpu",
-    "model.device=cuda:x": "model.device=cuda:x",
-    "a.b.c=1": "setting=a",
-    "_target_=os.system": "setting=_target_",
-    "judge._target_=os.system": "setting=judge._target_",
-    "timed.repeat=3": "setting=timed.repeat",
-    "seed=-1": "seed=-1",
-    f"seed={10**30}": "seed=",
-    "calibration.activation_budget=nan": "calibration.activation_budget=nan",
-    "criterion.parameters={power: inf}": "criterion.parameters.power=inf",
-    "resources.gpu_memory=nan": "resources.gpu_memory=nan",
-    "store=''": "store=",
-    "sandbox=bubble": "sandbox=bubble",
-    "interpreters.vlm=/usr/bin/python3": "interpreters.vlm",
-}
-
-
-@pytest.mark.parametrize("word", VALUES)
-def test_a_value_that_cannot_work_is_refused_first(word: str) -> None:
-    assert [
-        (sentence.startswith(VALUES[word]) and "known" in sentence) or "expected" in sentence
-        for sentence in problems(word)
-    ] == [True]
+@pytest.mark.parametrize(
+    "word", [f"seed={10**30}", "criterion.parameters={power: inf}", "calibration.activation_budget=nan"]
+)
+def test_a_number_that_cannot_be_is_refused(word: str) -> None:
+    (sentence,) = problems(word)
+    assert "expected" in sentence
 
 
 @pytest.mark.parametrize("python", ["3", __file__])

@@ -66,12 +66,11 @@ def check_engine(cell: Cell) -> None:
     if cell.calibration.engine != "streamed":
         return
     name = cell.allocation.name
-    compares = KINDS[allocation.get(name).step].needs_whole_model()
-    if compares or any(KINDS[need].needs_whole_model() for need in evidence_of(cell) if need != "by"):
-        what = "compares whole models" if compares else "reads the loss of the whole model with one part changed"
+    steps = [allocation.get(name).step, *(need for need in evidence_of(cell) if need != "by")]
+    if any(KINDS[step].needs_whole_model() for step in steps):
         raise UserError(
-            f"allocation={name} {what}, and calibration.engine=streamed has one decoder layer in memory: "
-            "expected calibration.engine=resident, or an allocation from sums, such as uniform"
+            f"allocation={name} compares whole models, and calibration.engine=streamed has one decoder layer in "
+            "memory: expected calibration.engine=resident, or an allocation from sums, such as uniform"
         )
 
 
@@ -96,28 +95,31 @@ def check_plan_file(cell: Cell) -> None:
 
     The model is checked only if it is a folder on this machine; the step checks again.
     """
-    from moe_lab.pruning.plan import Plan
     from moe_lab.pruning.replace import check_aligned
 
-    path, folder = cell.allocation.path, Path(resolve(cell.model.path)).expanduser()
-    if path is None or not listed.is_plan(listed.read(path)):
+    plan, folder = plan_in(cell.allocation), Path(resolve(cell.model.path)).expanduser()
+    if plan is None:
         return
-    plan = Plan.load(path)
     if cell.allocation.replacement == "none":  # otherwise, a step of its own aligns it
         check_aligned(plan)
     if plan.provenance.get("model_sha256") and folder.is_dir():
         plan.check_origin(fingerprint(folder), cell.model.path)
 
 
-def drops_whole_experts(cell: Cell) -> bool:
-    """Whether the cell's plan removes experts from the router and keeps all channels of the others."""
+def plan_in(settings: AllocationConfig) -> Any:
+    """The plan in the file allocation.path; None without a file, and for a list of numbers."""
     from moe_lab.pruning.plan import Plan
 
+    path = settings.path
+    return Plan.load(path) if path is not None and listed.is_plan(listed.read(path)) else None
+
+
+def drops_whole_experts(cell: Cell) -> bool:
+    """Whether the cell's plan removes experts from the router and keeps all channels of the others."""
     if cell.allocation.replacement != "none":
         return False
-    path = cell.allocation.path
-    if path is not None and listed.is_plan(listed.read(path)):
-        return not Plan.load(path).channels
+    if plan := plan_in(cell.allocation):
+        return not plan.channels
     return criteria.get(cell.criterion.name).granularity == "expert"
 
 
@@ -238,13 +240,12 @@ class FromScores(MakesPlan):
     def work(self, files: Files) -> None:
         from safetensors.numpy import load_file
 
-        from moe_lab.pruning.plan import Plan
         from moe_lab.pruning.replace import plan_from_scores
 
         plugins.bring(self.plugins)
-        model, path = self.facts_of(self.facts, files), self.asked.allocation.path
+        model = self.facts_of(self.facts, files)
         about = {**self.origin(model), "scores": self.scores.folder.rpartition("/")[2]}
-        settings = {**self.allocated, "path": path}  # the identity has the content of the file
+        settings = {**self.allocated, "path": self.asked.allocation.path}  # the identity has the content of the file
         evidence: dict[str, Any] = files.sums(self.asked.evidence)
         if "by" in self.asked.evidence:
             evidence["by"] = files.expert_scores(self.asked.evidence["by"])
@@ -255,8 +256,8 @@ class FromScores(MakesPlan):
         else:
             scored = files.expert_scores(self.scores)
         plan = plan_from_scores(settings, scored, granularity, model, evidence, provenance=about)
-        if path is not None and listed.is_plan(listed.read(path)):  # it passed as an allocation: use it unchanged
-            plan = Plan.load(path)
+        if given := plan_in(self.asked.allocation):  # it passed as an allocation: use it unchanged
+            plan = given
             plan.check(model["layers"])
             plan.check_origin(model["sha256"], "this model")
         plan.save(files.out / "plan.json")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -55,36 +54,18 @@ class Finetune(OnText):
         return f"{self.plan.label()}-{self.recovery.name}"
 
     def work(self, files: Files) -> None:
-        if self.recovery.fit is not None:
-            self._fit(files)
-            return
         from moe_lab.recovery.finetune import finetune
-
-        finetune(
-            *loaded(self.loaded.model),
-            files.plan(self.plan),
-            self.recovery,
-            self.text,
-            out=files.out,
-            partial=files.partial,
-            fingerprint={"step": self.id},
-            seed=self.seed,
-        )
-
-    def _fit(self, files: Files) -> None:
         from moe_lab.recovery.merge_fit import check_plan, fit
 
         plan = files.plan(self.plan)
-        check_plan(plan)
-        places = {"out": files.out, "partial": files.partial}
-        model = loaded(self.loaded.model)
-        report = fit(*model, plan, self.recovery, self.text, **places, fingerprint={"step": self.id})
-        print(
-            f"{self.folder}: fitted {report['fitted']} merged experts; {report['averaged']} saw fewer tokens than they "
-            "have channels, and keep the average of their members",
-            file=sys.stderr,
-            flush=True,
-        )
+        if self.recovery.fit is not None:
+            check_plan(plan)
+        given = *loaded(self.loaded.model), plan, self.recovery, self.text
+        about: dict[str, Any] = {"out": files.out, "partial": files.partial, "fingerprint": {"step": self.id}}
+        if self.recovery.fit is not None:
+            fit(*given, **about)
+        else:
+            finetune(*given, **about, seed=self.seed)
 
     @property
     def backward(self) -> bool:  # type: ignore[override]
@@ -238,24 +219,18 @@ class Export(Step):
         return self.pruned.model
 
     def work(self, files: Files) -> None:
-        from moe_lab.models.files import local_folder
-
-        source = local_folder(self.about)
-        if self.pruned.is_recovered:
-            from moe_lab.recovery.export import check_widths
-
-            check_widths(source, files.plan(self.plan), _evaluated_dtype(self.about, source))
-        self._write(source, files)
-
-    def _write(self, source: Path, files: Files) -> None:
         """Write the checkpoint in stages: pruned, with changed weights, converted. Each is made from the one before;
         all but the last are in the folder of partial results, and are not made again."""
+        from moe_lab.models.files import local_folder
         from moe_lab.pruning.export import export as write
         from moe_lab.pruning.export import gguf
+        from moe_lab.recovery.export import check_widths
 
-        plan, shape = files.plan(self.plan), str(self.shape.shape)
+        source, plan, shape = local_folder(self.about), files.plan(self.plan), str(self.shape.shape)
         out = files.out / "checkpoint"
         is_rewritten, is_converted = self.pruned.is_recovered or self._is_compressed, self.shape.format == "gguf"
+        if self.pruned.is_recovered:
+            check_widths(source, plan, _evaluated_dtype(self.about, source))
         if is_converted:
             gguf.check_plan(source, plan, shape)
         natural = files.partial / "natural" if is_rewritten or is_converted else out
