@@ -235,7 +235,7 @@ OF_CELLS: Sequence[tuple[tuple[str, ...], Callable[[Cell, Config], object]]] = (
     (("calibration", "allocation"), lambda cell, _: check_engine(cell)),
     (("model", "allocation"), lambda cell, _: check_plan_file(cell)),
     (("model", "criterion", "allocation", "ratio"), _wrong_plan),
-    (("model",), lambda cell, config: wrong_timing(config, cell.model)),
+    (("model",), lambda cell, config: config.timing and wrong_timing(config.launcher, config.timed, cell.model)),
     (("model", "criterion", "recovery", "allocation"), _wrong_export),
     (("model", "allocation"), _wrong_replacement),
 )

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from cluster import LONG, until
-from instant_studies import InstantStudies
+from instant_studies import WORDS, InstantStudies
 from scenarios import STEPS, TWO
 from studies import asked
 
@@ -111,3 +111,18 @@ def the_node_is_drained_and_lost(instant: InstantStudies, job: str) -> None:
     assert "is PENDING (" in asked(instant.store, "why", "instant")
     instant.release()
     cluster.ask("scontrol", "update", node, "state=resume")
+
+
+def test_jobs_of_hydras_own_launcher_share_steps(instant: InstantStudies) -> None:
+    """It makes one study per job: the store keeps what they share single."""
+    pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
+    words = ["launcher=inline", "study=both", "ratio=0.25,0.5"]
+    own = ["-m", "hydra/launcher=submitit_slurm", "hydra.launcher.mem_gb=1", "hydra.launcher.timeout_min=5"]
+    instant.hold("model")
+    run = instant.type(*own, *WORDS, *words)
+    until(lambda: len(instant.cluster.ask("squeue", "-h", "-r", "-t", "R").splitlines()) == 2, LONG, "no two jobs run")
+    instant.release()
+    printed, errors = run.communicate(timeout=LONG)
+    assert run.returncode == 0, printed + errors
+    assert instant.done_once() == STEPS
+    assert len(instant.record("both")["cells"]) == 3

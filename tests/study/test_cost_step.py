@@ -19,9 +19,10 @@ from moe_lab.models import load
 from moe_lab.models.discover import moe_layers
 from moe_lab.pruning.plan import Plan
 from moe_lab.study.steps.costs import Cost
-from moe_lab.study.steps.model import loaded_as
+from moe_lab.study.steps.passes import loaded_as
 from moe_lab.study.steps.plans import drops_whole_experts
 from moe_lab.study.steps.recovery import Pruned
+from moe_lab.study.steps.recovery import unpruned as unpruned_model
 from moe_lab.study.store import Store
 
 EXPERTS, CHANNELS = CriterionConfig(name="aimer"), CriterionConfig(name="channel_weight")
@@ -33,7 +34,7 @@ def step(
 ) -> Cost:
     """The cost of a plan made by `criterion`, or of the unpruned model, counted by that engine."""
     text = replace(text, engine=engine, activation_budget=0.5)
-    unpruned = Cost.of_unpruned(model, text)
+    unpruned = Cost.of(unpruned_model(model), text)
     if criterion is None:
         return unpruned
     whole = drops_whole_experts(cell_of(model, text, criterion=criterion))

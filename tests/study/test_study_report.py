@@ -14,7 +14,7 @@ from moe_lab.study.graph import Graph
 from moe_lab.study.record import Study
 from moe_lab.study.store import Store
 
-NO_CELLS = Graph([], {}, {})
+NO_CELLS = Graph([], {"families": {}, "damages": {}})
 
 
 @pytest.fixture

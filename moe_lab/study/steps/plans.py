@@ -19,10 +19,8 @@ from moe_lab.models.files import fingerprint
 from moe_lab.paths import resolve
 from moe_lab.study.step import KINDS, Parts, Step
 from moe_lab.study.steps import tables
-from moe_lab.study.steps.engine import Streamed, engine
-from moe_lab.study.steps.files import STATISTICS, Files, loaded
-from moe_lab.study.steps.model import Facts, loaded_as
-from moe_lab.study.steps.passes import OnText
+from moe_lab.study.steps.files import STATISTICS, Files, Streamed, engine, loaded
+from moe_lab.study.steps.passes import Facts, OnText, loaded_as
 from moe_lab.study.steps.scores import (
     CHANNEL_SCORES,
     Places,

@@ -21,8 +21,7 @@ from moe_lab.study import memory
 from moe_lab.study.step import Parts, Step
 from moe_lab.study.steps.alignment import plan_of
 from moe_lab.study.steps.files import Files, forget_loaded, loaded
-from moe_lab.study.steps.model import Facts, Loaded, loaded_as
-from moe_lab.study.steps.passes import OnText
+from moe_lab.study.steps.passes import Facts, Loaded, OnText, loaded_as
 from moe_lab.study.steps.plans import drops_whole_experts
 
 NO_RECOVERY = RecoveryConfig()
