@@ -37,7 +37,7 @@ from moe_lab.study.devices import check_device
 from moe_lab.study.estimates import check_memory
 from moe_lab.study.step import KINDS, Step
 from moe_lab.study.steps.costs import wrong_timing
-from moe_lab.study.steps.plans import check_engine, check_plan_file, plan_file
+from moe_lab.study.steps.plans import check_engine, check_plan_in, plan_in
 from moe_lab.study.steps.scores import check_weights, reads_text
 
 AVERAGE = "Avg"
@@ -187,7 +187,7 @@ def _wrong_replacement(cell: Cell, config: Config) -> Iterator[str]:
     if settings.replacement != "none":
         by, grouping = f"allocation.replacement={settings.replacement}", GROUPINGS.get(settings.replacement)
         routes = grouping is None or grouping.rows == "all"
-    elif (plan := plan_file(settings)) is not None and (plan.constants or plan.merged):
+    elif (plan := plan_in(settings)) is not None and (plan.constants or plan.merged):
         by = f"the plan allocation.path={settings.path}"
         routes = bool(plan.constants or plan.shares_experts)
     else:
@@ -230,9 +230,9 @@ OF_CHOICES: Sequence[tuple[tuple[str, ...], Callable[..., object]]] = (
 OF_CELLS: Sequence[tuple[tuple[str, ...], Callable[[Cell, Config], object]]] = (
     (("model", "calibration", "allocation", "criterion", "recovery"), _wrong_texts),
     (("calibration", "allocation"), lambda cell, _: check_engine(cell)),
-    (("model", "allocation"), lambda cell, _: check_plan_file(cell)),
+    (("model", "allocation"), lambda cell, _: check_plan_in(cell)),
     (("model", "criterion", "allocation", "ratio"), _wrong_plan),
-    (("model",), lambda cell, config: wrong_timing(config, cell.model)),
+    (("model",), lambda cell, config: config.timing and wrong_timing(config.launcher, config.timed, cell.model)),
     (("model", "criterion", "recovery", "allocation"), _wrong_export),
     (("model", "allocation"), _wrong_replacement),
 )

@@ -192,7 +192,7 @@ def write(study: Study, run: Run, failed: Mapping[str, Mapping[str, Any]]) -> No
     ]
     figures = {
         figure: [{**dict(zip(KEY, key, strict=True)), "step": place(step)} for key, step in steps.items()]
-        for figure, steps in graph.figures().items()
+        for figure, steps in graph.figures.items()
     }
     document: dict[str, Any] = {
         "schema": SCHEMA,

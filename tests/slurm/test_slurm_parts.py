@@ -87,8 +87,8 @@ def test_texts_are_graded_in_jobs_of_their_own(backend: str, generates: str) -> 
         asked = BenchmarkConfig(name="code", harness="evalplus", task="pocket:benchmarks/mbpp.jsonl")
         by = BackendConfig(name=backend, command="serve {checkpoint}")
         pruned = evaluated(ModelConfig(name="m", path="owner/m"), asked, plan).pruned
-        generate = Generate(pruned, by, None, None, asked, Questions(asked))
-        steps += [pruned.loaded.facts, generate, Grade(generate, asked, Policy(), None)]
+        generate = Generate(asked, pruned, by, None, None, Questions(asked))
+        steps += [pruned.loaded.facts, generate, Grade(asked, Policy(), None, generate)]
     arrays = arrange(steps, lambda pack: {"gpus": int(pack[0].kind != "grade")}, SETTINGS)
     of = {step.kind: array for array in arrays for pack in array.packs for step in pack}
     assert of["generate"].kind == generates and of["generate"].asks["gpus"] == 1

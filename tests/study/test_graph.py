@@ -201,8 +201,8 @@ def test_figures_have_one_pass_for_every_gate_and_seed() -> None:
     gates = ["model", "renormalized"]
     made = graph(criterion=["man"], calibration=["pocket_code"], gate=gates, seed=[1, 2], overlap=True)
     keys = {("pocket_code", "pocket_olmoe", gate, seed) for gate in gates for seed in (1, 2)}
-    assert set(made.families) == set(made.damages) == keys
-    assert len({step.id for step in made.families.values()}) == len(keys)
+    assert set(made.figures["families"]) == set(made.figures["damages"]) == keys
+    assert len({step.id for step in made.figures["families"].values()}) == len(keys)
 
 
 def test_two_models_of_one_name_are_two_cells_and_the_same_model_twice_is_one(tmp_path: Path) -> None:

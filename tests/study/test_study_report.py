@@ -39,6 +39,6 @@ def test_a_report_counts_as_made_when_it_is_complete(
     done = SimpleNamespace(returncode=1, stdout=printed, stderr="KeyError: 'cell'")
     monkeypatch.setattr(subprocess, "run", lambda *command, **options: done)
     config: Any = SimpleNamespace(study="study", tracker=SimpleNamespace(name="none"))
-    complete = record._report(Study(config, Graph([], {}, {}), Store(tmp_path).create()))
+    complete = record._report(Study(config, Graph([], {"families": {}, "damages": {}}), Store(tmp_path).create()))
     assert says in capsys.readouterr().err
     assert complete == (folder / record.MADE_FROM).exists() == (says == "report.html")
