@@ -67,7 +67,7 @@ def main() -> int:
         pruned = _pruned(Path(temporary))
         for scheme, bar in BARS.items():
             folder = Path(temporary) / scheme
-            rewrite(pruned, compression_changes(pruned, scheme), folder, partial=Path(temporary) / "partial")
+            rewrite(pruned, compression_changes(pruned, scheme), folder)
             settings = ModelConfig(name=scheme, path=str(folder), device="cpu", dtype="float32")
             expected = _logprobs(load_model(settings)[0], ids)
             with quiet():

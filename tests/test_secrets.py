@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -14,7 +15,7 @@ from processes import quoted
 from moe_lab.config import BackendConfig, Config
 from moe_lab.config.base import unfit
 from moe_lab.errors import MASK, UserError
-from moe_lab.evaluation.back_ends import command_line
+from moe_lab.evaluation.engines import command_line
 from moe_lab.study.step import error_document
 
 SERVER = Path(__file__).parent / "evaluation" / "endpoint.py"
@@ -114,6 +115,8 @@ def test_a_secret_in_a_setting_is_refused_and_neither_printed_nor_stored(words: 
     assert done.returncode == 2 and "Traceback" not in done.stderr and "TYPED" not in done.stderr, done.stderr
     assert all(word.partition(".")[0] in done.stderr for word in words if "TYPED" in word)
     assert not any(tmp_path.iterdir())
+    named = [re.sub(r"\W*([\w.]+)=.*", r"\1", word) for word in words if "TYPED" in word]
+    assert all(name in done.stderr for name in named), "all are named together"
 
 
 SECRET = [

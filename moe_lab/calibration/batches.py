@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from moe_lab.calibration.documents import Document, rendering, tokenize
-from moe_lab.calibration.packing import PACKINGS
 from moe_lab.calibration.settings import check, order_seed, parts
 from moe_lab.calibration.sources import locate, read
 from moe_lab.config import CalibrationConfig
@@ -23,6 +22,56 @@ GAP = -1
 """Stands for the filler token in rows of places."""
 TOLERANCE = 0.01
 """Largest difference between the share of tokens that a set of a mixture has and the one in the settings."""
+
+
+# Packing: a stream of documents (token ids, none of them empty) becomes a stream of rows of exactly `length` ids, some
+# of which may be a filler. A row is yielded as soon as it is full, so that no more documents are read than rows need.
+
+
+def reap(documents: Iterable[list[int]], length: int, gap: int | None) -> Iterator[list[int]]:
+    """Pack as the code of REAP and EvoESAP: a document that overflows a row is cut there, and its remainder dropped.
+
+    After a document that leaves room in the row, one position holds the `gap` token; there is none if `gap` is None.
+    Every row starts with the beginning of a document; a last row that the documents do not fill is dropped.
+    """
+    row: list[int] = []
+    for document in documents:
+        row += document[: length - len(row)]
+        if gap is not None and len(row) < length:
+            row.append(gap)
+        if len(row) == length:
+            yield row
+            row = []
+
+
+def chunk(documents: Iterable[list[int]], length: int, gap: int | None) -> Iterator[list[int]]:
+    """Join all documents, with a `gap` token after each unless it is None, and cut the stream every `length` tokens.
+
+    Only the last tokens, which fill no row, are lost.
+    """
+    stream: list[int] = []
+    for document in documents:
+        stream += document
+        if gap is not None:
+            stream.append(gap)
+        start = 0
+        while len(stream) - start >= length:
+            yield stream[start : start + length]
+            start += length
+        stream = stream[start:]
+
+
+def one_a_row(documents: Iterable[list[int]], length: int, padding: int) -> Iterator[list[int]]:
+    """Pack one document per row: those longer than `length` are cut, shorter ones are padded on the right."""
+    for document in documents:
+        yield document[:length] + [padding] * (length - len(document))
+
+
+PACKINGS: dict[str, Callable[..., Iterator[list[int]]]] = {"reap": reap, "chunk": chunk, "none": one_a_row}
+"""calibration.packing -> function (documents, length, filler)."""
+
+
+# Sets of documents.
 
 
 @dataclass(frozen=True)
@@ -74,14 +123,18 @@ class Packed:
         UserError for invalid settings and for a set that is too short.
         """
         check(settings)
-        check_context(settings, tokenizer)
+        if settings.length > tokenizer.model_max_length:  # the model was not trained on such positions
+            raise UserError(
+                f"calibration.length={settings.length} is more than the model reads at once: expected at most "
+                f"{tokenizer.model_max_length}"
+            )
         self.settings, self.tokenizer, self._tokenized = settings, tokenizer, tokenized
-        self.sources = [Source(part, share, ordered(read(part), part)) for share, part in parts(settings)]
+        self.sources = [Source(part, share, _ordered(read(part), part)) for share, part in parts(settings)]
         self.ids: list[int] = []
         self.marks: list[bool] = []
         self._origins: list[Source] = []
         self._exhausted: Source | None = None
-        self.gap = filler(settings, tokenizer)
+        self.gap = _filler(settings, tokenizer)
         self.rows = self._packed()
         if len(self.rows) < settings.rows:
             raise self._too_short()
@@ -143,22 +196,14 @@ class Packed:
         """The error for a set that runs out before all rows are filled."""
         settings, filled, source = self.settings, len(self.rows), self._exhausted
         assert source is not None
-        if filled:
-            fitting = f"calibration.tokens={filled * settings.length} would fit"
-        elif source.tokens > 1 and not settings.sources:
-            fitting = f"calibration.length={source.tokens} calibration.tokens={source.tokens} would fit"
-        else:
-            fitting = "expected a longer text"
+        fitting = f"calibration.tokens={filled * settings.length} would fit" if filled else "expected a longer text"
+        name = source.settings.path
         if settings.sources:
-            return UserError(
-                f"calibration={settings.name}: {source.settings.name} is too short for its share of {source.share:g}: "
-                f"its {source.tokens} tokens are read when {filled} of the {settings.rows} rows of "
-                f"calibration.length={settings.length} in calibration.tokens={settings.tokens} are filled; {fitting}"
-            )
+            name = f"{source.settings.name}, for its share of {source.share:g} of calibration={settings.name},"
         return UserError(
-            f"calibration.path={settings.path} is too short: its {source.tokens} tokens fill {filled} of the "
-            f"{settings.rows} rows of calibration.length={settings.length} in "
-            f"calibration.tokens={settings.tokens}; {fitting}"
+            f"calibration.path={name} is too short: its {source.tokens} tokens are read when {filled} of the "
+            f"{settings.rows} rows of calibration.length={settings.length} in calibration.tokens={settings.tokens} are "
+            f"filled; {fitting}"
         )
 
     def _check_shares(self) -> None:
@@ -187,31 +232,21 @@ def batches(settings: CalibrationConfig, tokenizer: Any) -> Calibration:
     return Calibration([(ids, valid) for ids, valid, _ in packed.batches()], _report(packed))
 
 
-def check_context(settings: CalibrationConfig, tokenizer: Any) -> None:
-    """Raise UserError for rows longer than the tokenizer's limit: the model was not trained on such positions."""
-    if settings.length > tokenizer.model_max_length:
-        raise UserError(
-            f"calibration.length={settings.length} is more than the model reads at once: "
-            f"expected at most {tokenizer.model_max_length}"
-        )
-
-
-def ordered(documents: list[Document], settings: CalibrationConfig) -> list[Document]:
+def _ordered(documents: list[Document], settings: CalibrationConfig) -> list[Document]:
     """Documents in the order of reading: that of the source, or shuffled by the seed (drawn without replacement)."""
     seed = order_seed(settings)
     return documents if seed is None else random.Random(seed).sample(documents, len(documents))
 
 
-def filler(settings: CalibrationConfig, tokenizer: Any) -> int | None:
+def _filler(settings: CalibrationConfig, tokenizer: Any) -> int | None:
     """The token id at invalid positions: that of gaps (None for no gaps) or, for packing=none, of the padding."""
-    if settings.packing == "none":
-        # Right padding is invisible to the causal tokens before it: any id the embedding has will do.
-        return 0
-    if settings.gap == "eos":
-        if tokenizer.eos_token_id is None:
-            raise UserError("calibration.gap=eos: the model's tokenizer has no end-of-text token; use none or zero")
-        return int(tokenizer.eos_token_id)
-    return 0 if settings.gap == "zero" else None
+    if settings.packing == "none" or settings.gap == "zero":
+        return 0  # right padding is invisible to the causal tokens before it: any id the embedding has will do
+    if settings.gap == "none":
+        return None
+    if tokenizer.eos_token_id is None:
+        raise UserError("calibration.gap=eos: the model's tokenizer has no end-of-text token; use none or zero")
+    return int(tokenizer.eos_token_id)
 
 
 def _report(packed: Packed) -> dict[str, Any]:

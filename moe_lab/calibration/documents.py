@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 from moe_lab.errors import UserError, nearest
+from moe_lab.json_files import fits
 
 PAIRS = (("instruction", "output"), ("question", "answer"))
 """Field names under which sets publish a task and its solution."""
@@ -24,6 +25,8 @@ UNREAD = (
 refused; other fields, such as id or source, are taken for remarks about it."""
 BLANK_LINE = "\n\n"
 """Separates the two halves of a pair for a model without a chat template, and the rows of a joined set."""
+_MESSAGES = re.compile(r'\s*\[\s*\{\s*"role"\s*:')
+"""How the JSON text of messages begins, as columns of them are after a way through CSV."""
 
 
 @dataclass(frozen=True)
@@ -69,14 +72,7 @@ class Completion:
 Document = Text | Chat | Pair | Completion
 
 
-def document(
-    record: Any,
-    field: str | None,
-    where: str,
-    template: str | None = None,
-    *,
-    remedy: str = "name the one to read with calibration.field=NAME",
-) -> Document:
+def document(record: Any, field: str | None, where: str, template: str | None = None) -> Document:
     """The document in one JSON record.
 
     `field` names the field to read; None takes `text`, `messages`, `instruction` and `output` (with the optional
@@ -84,18 +80,18 @@ def document(
     (a request and the calls that answer it), whichever is there first. `tools` beside messages are read with them.
     Raises UserError for further parts of a conversation beside them (`UNREAD`), but not beside `text`, which is whole.
     `template` is a text with fields in braces; with these filled in, it is read as plain text.
-    For error messages, `where` is the location of the record and `remedy` the advice to give.
+    `where` is the location of the record, for error messages.
     """
     if not isinstance(record, Mapping):
-        raise UserError(f"{where}: expected an object with fields such as text, found {_kind(record)}")
+        raise UserError(f"{where}: expected an object with fields such as text, found {record!r:.40}")
     if template is not None:
-        return Text(re.sub(r"\{(\w+)\}", lambda name: _filled_in(record, name[1], where), template))
+        return Text(re.sub(r"\{(\w+)\}", lambda name: _field(record, name[1], where, "calibration.template"), template))
     if field is not None:
         return _named(record, field, where)
-    return _standard(record, where, remedy)
+    return _standard(record, where)
 
 
-def _standard(record: Mapping[str, Any], where: str, remedy: str) -> Document:
+def _standard(record: Mapping[str, Any], where: str) -> Document:
     """The document in the fields under which sets usually publish it."""
     if "text" in record:
         return _named(record, "text", where)
@@ -106,21 +102,20 @@ def _standard(record: Mapping[str, Any], where: str, remedy: str) -> Document:
     for task, solution in PAIRS:
         if task in record and solution in record:
             _check_all_read(record, ("input",), where, alone)
-            instruction = _string(record, task, where)
-            if record.get("input"):
-                instruction += BLANK_LINE + _string(record, "input", where)
-            return Pair(instruction, _string(record, solution, where), where)
+            parts = [task, "input"] if record.get("input") else [task]
+            instruction = BLANK_LINE.join(_field(record, part, where) for part in parts)
+            return Pair(instruction, _field(record, solution, where), where)
     if "prompt" in record and "completion" in record:
         _check_all_read(record, (), where, alone)
-        return Completion(_string(record, "prompt", where), _string(record, "completion", where))
+        return Completion(_field(record, "prompt", where), _field(record, "completion", where))
     if all(name in record for name in ("query", "answers", "tools")):
         _check_all_read(record, ("tools",), where, alone)
-        request = {"role": "user", "content": _string(record, "query", where)}
+        request = {"role": "user", "content": _field(record, "query", where)}
         calls = {"role": "assistant", "content": "", "tool_calls": record["answers"]}
         return Chat((request, _message(calls, f"{where}, field answers")), _tools(record, where), where)
     raise UserError(
         f"{where}: none of the fields text, messages, instruction and output, question and answer, prompt and "
-        f"completion, or query, answers and tools is there (found: {_names(record)}); {remedy}"
+        f"completion, or query, answers and tools is there (found: {_names(record)}): name it with calibration.field"
     )
 
 
@@ -132,53 +127,39 @@ def _check_all_read(part: Mapping[str, Any], read: Collection[str], where: str, 
 
 
 def _named(record: Mapping[str, Any], field: str, where: str) -> Document:
-    """The document in one field: a string, or a list of chat messages or its JSON text."""
-    _check_field(record, field, where, f"calibration.field={field}")
-    value = record[field]
-    if field == "messages" or (field != "text" and _is_json_of_messages(value)):
-        value = _listed(_decoded(value, f"{where}: {field}"), f"{where}: {field}")
+    """The document in one field: a string, or a list of chat messages. The messages may be JSON text."""
+    value = record.get(field)
+    if (field == "messages" and field in record) or (isinstance(value, str) and _MESSAGES.match(value)):
+        value = _listed(value, f"{where}: {field}")
     if isinstance(value, list):
         messages = tuple(_message(entry, f"{where}, field {field}") for entry in value)
         return Chat(messages, _tools(record, where), where)
-    return Text(_string(record, field, where))
+    return Text(_field(record, field, where, "calibration.field"))
 
 
-def _is_json_of_messages(value: Any) -> bool:
-    """Whether a text is the JSON of chat messages, as columns of messages are after a way through CSV."""
-    if not isinstance(value, str) or not value.lstrip().startswith("["):
-        return False
-    try:
-        entries = json.loads(value)
-    except json.JSONDecodeError:
-        return False
-    return bool(entries) and all(isinstance(entry, Mapping) and "role" in entry for entry in entries)
-
-
-def _filled_in(record: Mapping[str, Any], field: str, where: str) -> str:
-    """The text for one field of a template."""
-    _check_field(record, field, where, f"field {field} of calibration.template")
-    return _string(record, field, where)
-
-
-def _check_field(record: Mapping[str, Any], field: str, where: str, setting: str) -> None:
-    """Raise UserError, naming the nearest field and the `setting` that asks for this one, if the record lacks it."""
+def _field(record: Mapping[str, Any], field: str, where: str, setting: str = "") -> str:
+    """The string in a field. Raises UserError, with the nearest field and the `setting` that asks for this one."""
     if field not in record:
         close = nearest(field, record)
         hint = f"did you mean {close}? " if close else ""
-        raise UserError(f"{where}: {setting} is not there: {hint}(found: {_names(record)})")
+        raise UserError(f"{where}: the field {field} of {setting} is not there: {hint}(found: {_names(record)})")
+    value = record[field]
+    if not isinstance(value, str):
+        raise UserError(f"{where}: field {field} holds {value!r:.40}, expected a string")
+    return value
 
 
 def _message(entry: Any, where: str) -> Mapping[str, Any]:
     """A message with what chat templates read of it; without content if it only calls functions."""
-    calls = _decoded(entry.get("tool_calls"), f"{where}: tool_calls") if isinstance(entry, Mapping) else None
+    calls = _listed(entry.get("tool_calls") or [], f"{where}: tool_calls") if isinstance(entry, Mapping) else []
     if calls and entry.get("content") is None:
         entry = {**entry, "content": ""}
-    if not isinstance(entry, Mapping) or not all(isinstance(entry.get(key), str) for key in ("role", "content")):
+    if not fits(entry, {"role": str, "content": str}):
         raise UserError(f"{where}: expected messages with a role and a content that are strings, found {entry!r:.80}")
     _check_all_read(entry, (), where, "its words in the content of the message")
     message: dict[str, Any] = {"role": entry["role"], "content": entry["content"]}
     if calls:
-        message["tool_calls"] = [_tool_call(call, where) for call in _listed(calls, f"{where}: tool_calls")]
+        message["tool_calls"] = [_tool_call(call, where) for call in calls]
     if entry["role"] == "tool":  # some templates name the function that returned the content, or its call
         message |= {key: entry[key] for key in ("name", "tool_call_id") if isinstance(entry.get(key), str)}
     return message
@@ -186,40 +167,38 @@ def _message(entry: Any, where: str) -> Mapping[str, Any]:
 
 def _tool_call(call: Any, where: str) -> dict[str, Any]:
     """A call in the form of chat templates, its arguments an object."""
-    function = call.get("function", call) if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+    function: Any = call.get("function", call) if isinstance(call, Mapping) else None
+    if not fits(function, {"name": str}):
         raise UserError(f"{where}: expected tool_calls with a name and arguments, found {call!r:.80}")
     arguments = _decoded(function.get("arguments", {}), f"{where}: arguments of {function['name']}")
     if not isinstance(arguments, Mapping):
-        raise UserError(
-            f"{where}: arguments of {function['name']} hold {_kind(arguments)}, expected an object or its JSON text"
-        )
+        raise UserError(f"{where}: arguments of {function['name']} hold {arguments!r:.40}, expected an object")
     identified = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
     return {"type": "function", **identified, "function": {"name": function["name"], "arguments": arguments}}
 
 
 def _tools(record: Mapping[str, Any], where: str) -> Tools:
     """The functions in the field `tools`, a list or its JSON text; empty without the field."""
-    tools = _decoded(record.get("tools"), f"{where}: tools")
-    wrapped = []
-    for tool in _listed(tools, f"{where}: tools") if tools else ():
-        if not isinstance(tool, Mapping) or not isinstance(tool.get("function", tool), Mapping):
+    tools = []
+    for tool in _listed(record.get("tools") or [], f"{where}: tools"):
+        wrapped = tool if isinstance(tool, Mapping) and "function" in tool else {"type": "function", "function": tool}
+        if not fits(wrapped, {"function": {"name": str}}):
             raise UserError(f"{where}: tools holds {tool!r:.80}, expected functions with a name")
-        if not isinstance(tool.get("function", tool).get("name"), str):
-            raise UserError(f"{where}: tools has a function without a name: {tool!r:.80}")
-        wrapped.append(tool if "function" in tool else {"type": "function", "function": tool})
-    return tuple(wrapped)
+        tools.append(wrapped)
+    return tuple(tools)
 
 
 def _listed(value: Any, where: str) -> list[Any]:
-    if not isinstance(value, list):
-        raise UserError(f"{where} holds {_kind(value)}, expected a list")
-    return value
+    """A list, or that in its JSON text."""
+    decoded = _decoded(value, where)
+    if not isinstance(decoded, list):
+        raise UserError(f"{where} holds {decoded!r:.40}, expected a list")
+    return decoded
 
 
 def _decoded(value: Any, where: str) -> Any:
-    """A value, or what its JSON text holds; an empty text stays one."""
-    if not isinstance(value, str) or not value:
+    """A value, or what its JSON text holds."""
+    if not isinstance(value, str):
         return value
     try:
         return json.loads(value)
@@ -227,21 +206,8 @@ def _decoded(value: Any, where: str) -> Any:
         raise UserError(f"{where} is damaged JSON: {error.msg}") from error
 
 
-def _string(record: Mapping[str, Any], field: str, where: str) -> str:
-    value = record[field]
-    if not isinstance(value, str):
-        raise UserError(f"{where}: field {field} holds {_kind(value)}, expected a string")
-    return value
-
-
 def _names(record: Mapping[str, Any]) -> str:
     return ", ".join(sorted(map(str, record))) or "no field"
-
-
-def _kind(value: Any) -> str:
-    """The type of a JSON value in plain words."""
-    names = {dict: "an object", list: "a list", str: "a string", bool: "a truth value", type(None): "null"}
-    return names.get(type(value), "a number")
 
 
 def is_empty(document: Document) -> bool:

@@ -5,7 +5,6 @@ Only data formats are read; nothing is unpickled. Nothing here needs torch or tr
 
 from __future__ import annotations
 
-import codecs
 import gzip
 import json
 import re
@@ -165,14 +164,11 @@ def first_record(settings: CalibrationConfig) -> list[Document]:
     file = None if is_hub_file(settings.path) else locate(settings.path)
     if file is None or not is_json(file):
         return []
-    with _reading(file, "calibration.path"), gzip.open(file) if file.suffix == ".gz" else file.open("rb") as opened:
-        start = b""
-        while not start.strip() and (line := opened.readline()):
-            start += line
-    start = start.removeprefix(codecs.BOM_UTF8)
-    if not start.lstrip().startswith(b"{"):  # a JSON list, which can only be read whole
-        return []
-    return _documents(_records(start.decode("utf-8", "replace"), file), settings)
+    reader = gzip.open if file.suffix == ".gz" else open
+    with reader(file, "rt", encoding="utf-8-sig") as opened:
+        start = next((line for line in opened if line.strip()), "")
+    whole = not start.lstrip().startswith("{")  # a JSON list, which can only be read whole
+    return [] if whole else _documents(_records(start, file), settings)
 
 
 def is_json(file: Path) -> bool:
@@ -191,10 +187,9 @@ def whole_text(file: Path, setting: str) -> str:
     UserError for conversations, which only a model's chat template can turn into text, and for files without text.
     """
     text = _text(file, setting)
-    if not is_json(file):
+    if file_format(str(file), file, setting) == "text":
         return text
-    remedy = "expected one of them"
-    documents = [document(record, None, where, remedy=remedy) for where, record in _records(text, file)]
+    documents = [document(record, None, where) for where, record in _records(text, file)]
     if any(isinstance(entry, Chat) for entry in documents):
         raise UserError(f"{setting}={file} holds conversations: expected texts, which are read as they stand")
     return BLANK_LINE.join(plain(entry) for entry in documents if not isinstance(entry, Chat))

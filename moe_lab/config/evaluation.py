@@ -84,7 +84,7 @@ class BenchmarkConfig(Group):
     """One run of one harness; it may report several results (HumanEval and HumanEval+ share their programs)."""
 
     internal = frozenset({"limit", "root", "judge", "python"})
-    runtime = frozenset({"name", "revision", "url", "root", "python", "executes_code"})
+    runtime = frozenset({"name", "revision", "url", "root", "python"})
 
     name: Name
     """Name of this run in file names."""
@@ -117,8 +117,6 @@ class BenchmarkConfig(Group):
     """Most tokens of prompt and answer together; null takes the model's limit."""
     batch_size: Positive = 64
     """Sequences in one forward pass."""
-    executes_code: bool = False
-    """Whether grading runs what the model wrote; needs allow_code_execution=true."""
     parameters: dict[str, Any] = field(default_factory=dict)
     """Further parameters of the harness."""
     limit: Positive | None = None

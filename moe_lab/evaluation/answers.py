@@ -114,7 +114,7 @@ def collect_answers(
 def _queries(engine: Engine, requests: Sequence[Request], benchmark: BenchmarkConfig) -> list[_Query]:
     """Every request with its tokens and with the rows that are to be scored."""
     queries = [_Query(request, _prompt(engine, request)) for request in requests]
-    tokens = _Tokens(engine.tokenizer, {text for query in queries for text in _texts(query)}, chat=benchmark.chat)
+    tokens = _Tokens(engine.tokenizer, chat=benchmark.chat)
     room = _room(engine, benchmark)
     for query in queries:
         match query.request:
@@ -179,34 +179,22 @@ def render(engine: Engine, messages: Messages, tools: Tools = ()) -> str:
 class _Tokens:
     """Tokens of texts, with the tokenizer's special tokens unless a text begins with them or is a chat's."""
 
-    def __init__(self, tokenizer: Any, texts: Iterable[str], *, chat: bool) -> None:
-        self.tokenizer = tokenizer
+    def __init__(self, tokenizer: Any, *, chat: bool) -> None:
+        self._tokenizer, self._chat = tokenizer, chat
         start = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
         self.first: int | None = start
         """The token that stands before a text of which every token is predicted."""
-        begun = None if start is None else tokenizer.decode(start)
-        plain = {text for text in texts if chat or (begun and text.startswith(begun))}
-        self._of = {**self._encoded(plain, special=False), **self._encoded(set(texts) - plain, special=True)}
+        self._begun = None if start is None else tokenizer.decode(start)
+        self._known: dict[str, tuple[int, ...]] = {}
 
     def __getitem__(self, text: str) -> tuple[int, ...]:
-        return self._of[text]
+        if text not in self._known:
+            is_whole = self._chat or (self._begun and text.startswith(self._begun))
+            self._known[text] = self.encoded(text, special=not is_whole)
+        return self._known[text]
 
-    def without_special(self, text: str) -> tuple[int, ...]:
-        return self._encoded([text], special=False)[text]
-
-    def _encoded(self, texts: Iterable[str], *, special: bool) -> dict[str, tuple[int, ...]]:
-        texts = sorted(texts)
-        encoded = self.tokenizer(texts, add_special_tokens=special, verbose=False).input_ids if texts else []
-        return dict(zip(texts, map(tuple, encoded), strict=True))
-
-
-def _texts(query: _Query) -> Iterator[str]:
-    """The texts whose tokens a request needs. White space at the end of a prompt counts as the answer's."""
-    match query.request:
-        case Pair(continuation=continuation) | Text(reference=str(continuation)):
-            yield from (query.prompt, query.prompt.rstrip(), query.prompt + continuation)
-        case _:
-            yield query.prompt
+    def encoded(self, text: str, *, special: bool) -> tuple[int, ...]:
+        return tuple(self._tokenizer([text], add_special_tokens=special, verbose=False).input_ids[0])
 
 
 def _add_reference(query: _Query, reference: str, tokens: _Tokens, room: int | None) -> None:
@@ -230,7 +218,7 @@ def _pair_row(context: str, continuation: str, tokens: _Tokens, benchmark: Bench
     if context:
         row, start = tokens[context + continuation], len(tokens[context.rstrip()])
     else:
-        row, start = tokens.without_special(continuation), 1
+        row, start = tokens.encoded(continuation, special=False), 1
         if tokens.first is not None and row[:1] != (tokens.first,):
             row = (tokens.first, *row)
     if not 0 < start < len(row):

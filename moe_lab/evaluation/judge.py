@@ -35,8 +35,6 @@ TIMEOUT = 120.0
 """Seconds to wait for one reply; judges that reason take up to a minute."""
 UNPARSABLE_ATTEMPTS = 3
 """How often a text is sent while its replies hold no score: enough for one that broke off by chance."""
-_EXCERPT = 80
-"""Bytes of an unexpected reply that an error quotes."""
 
 
 @dataclass(frozen=True)
@@ -140,16 +138,11 @@ class Judge:
         return _text(response.content)
 
     def _refused(self, error: openai.APIStatusError) -> Unavailable:
-        hint = {
-            401: f": is the key in {self.settings.key_variable} right?",
-            403: f": is the key in {self.settings.key_variable} right?",
-            404: ": is judge.url right, and judge.model a model of this endpoint?",
-        }.get(error.status_code, "")
-        message = error.body.get("message", error.body) if isinstance(error.body, dict) else error.body
-        reply = " ".join(str(message or error.response.text).split())[:200]
+        settings = self.settings
         return Unavailable(
-            f"judge {self.settings.model} at {self.settings.url} refused a request with HTTP {error.status_code}"
-            f"{f' ({reply})' if reply else ''}{hint}"
+            f"judge {settings.model} at {settings.url} refused a request with HTTP {error.status_code} "
+            f"({' '.join(error.message.split()):.200}): expected that judge.url and judge.model are right, and the key "
+            f"in {settings.key_variable}"
         )
 
 
@@ -162,7 +155,7 @@ def _text(body: bytes) -> str:
         choice = json.loads(body)["choices"][0]
         content = choice["message"]["content"] or ""
     except (ValueError, KeyError, IndexError, TypeError):
-        raise Unparsable(f"no chat completion: {body[:_EXCERPT]!r}") from None
+        raise Unparsable(f"no chat completion: {body[:80]!r}") from None
     if not isinstance(content, str):
         raise Unparsable(f"a {type(content).__name__} in place of a text")
     if choice.get("finish_reason") in _BROKEN:

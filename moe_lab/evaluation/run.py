@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +40,7 @@ def evaluate(
     Raises UserError for a problem that `suite.preflight` reports. If an item fails, the benchmark fails.
     """
     _check(benchmark, policy)
-    return _grade(answer(engine, benchmark, record), benchmark, out, policy)
+    return grade(answer(engine, benchmark, record), benchmark, out, policy=policy)
 
 
 def answer(engine: Engine, benchmark: BenchmarkConfig, record: Record | None = None) -> list[Answer]:
@@ -55,20 +54,17 @@ def answer(engine: Engine, benchmark: BenchmarkConfig, record: Record | None = N
 def grade(answers: list[Answer], benchmark: BenchmarkConfig, out: Path, *, policy: Policy) -> list[Result]:
     """Grade answers and write out/result.json and out/samples.parquet. Needs no model."""
     _check(benchmark, policy)
-    return _grade(answers, benchmark, out, policy)
-
-
-def _grade(answers: list[Answer], benchmark: BenchmarkConfig, out: Path, policy: Policy) -> list[Result]:
     graded: Graded = harness(benchmark).grade(answers, benchmark, policy)
     graded.protocol.setdefault("prompt", answers[0].prompt)
     if too_long := [answer.item for answer in answers if answer.reply.ended == "too_long"]:
         graded.protocol["too_long"] = too_long
     if unfinished := [answer.item for answer in answers if answer.reply.text is None]:
         graded.protocol["unfinished_thoughts"] = unfinished
-    return _write(graded, benchmark, out)
+    _write(graded, benchmark, out)
+    return graded.results
 
 
-def _write(graded: Graded, benchmark: BenchmarkConfig, out: Path) -> list[Result]:
+def _write(graded: Graded, benchmark: BenchmarkConfig, out: Path) -> None:
     import pyarrow as arrow
     import pyarrow.parquet as parquet
 
@@ -94,5 +90,4 @@ def _write(graded: Graded, benchmark: BenchmarkConfig, out: Path) -> list[Result
     )
     beside = out / "result.json.part"
     beside.write_text(json.dumps(content, indent=1, allow_nan=False))
-    os.replace(beside, out / "result.json")
-    return graded.results
+    beside.replace(out / "result.json")

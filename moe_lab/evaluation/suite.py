@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
-from moe_lab.calibration.sources import FOREIGN, check_text, file_format, suffix_of
+from moe_lab.calibration.sources import whole_text
 from moe_lab.config import BenchmarkConfig, Config
 from moe_lab.config.base import identity as settings_identity
-from moe_lab.errors import UserError, unknown, user_errors
-from moe_lab.evaluation.harness import HARNESSES, check_count, data_files, installed
+from moe_lab.errors import Unavailable, UserError, unknown, user_errors
+from moe_lab.evaluation.harness import HARNESSES, Harness, check_count, data_files, installed
 from moe_lab.evaluation.sandbox.policy import LIMITED, Policy
 from moe_lab.paths import PREFIX
 
@@ -45,11 +44,6 @@ def data_digest(benchmark: BenchmarkConfig) -> str:
     return digest.hexdigest()
 
 
-def is_closed_world(benchmark: BenchmarkConfig) -> bool:
-    """Whether right programs need no import and no private attribute, as in the benchmarks that moe_lab ships."""
-    return benchmark.task.startswith(PREFIX)
-
-
 @dataclass(frozen=True)
 class Questions:
     """What a model is asked in a benchmark, however the answers are graded."""
@@ -60,11 +54,6 @@ class Questions:
 @settings_identity.register
 def _(questions: Questions) -> Any:
     return question_identity(questions.benchmark)
-
-
-@settings_identity.register
-def _(benchmark: BenchmarkConfig) -> Any:
-    return identity(benchmark)
 
 
 def question_identity(benchmark: BenchmarkConfig) -> dict[str, Any]:
@@ -94,6 +83,7 @@ def _version(benchmark: BenchmarkConfig) -> str | None:
     return installed(package) if package else None
 
 
+@settings_identity.register
 def identity(benchmark: BenchmarkConfig) -> dict[str, Any]:
     """All settings of a benchmark that can change its results, so without the address of a judge."""
     harness = HARNESSES[benchmark.harness]
@@ -122,42 +112,69 @@ def has_two_phases(benchmark: BenchmarkConfig) -> bool:
 
 def preflight(benchmarks: Sequence[BenchmarkConfig], policy: Policy) -> list[str]:
     """All problems of the benchmarks, one sentence each, without importing a harness or torch."""
-    return wrong(benchmarks) + [sentence for benchmark in benchmarks for sentence in lacking(benchmark, policy)]
+    missing = [sentence for benchmark in benchmarks for sentence in lacking(benchmark, policy)]
+    return list(dict.fromkeys(wrong(benchmarks) + missing))
 
 
 def wrong(benchmarks: Sequence[BenchmarkConfig]) -> list[str]:
     """Problems with settings that would be wrong on any machine."""
-    return list(dict.fromkeys(chain(*map(_wrong, benchmarks), _duplicate_results(benchmarks))))
-
-
-def _duplicate_results(benchmarks: Iterable[BenchmarkConfig]) -> Iterator[str]:
-    """A sentence for each result name that two benchmarks report, because their results would be confused."""
+    sentences = [sentence for benchmark in benchmarks for sentence in _wrong(benchmark)]
     reported: dict[str, str] = {}
     for benchmark in benchmarks:
-        for name in benchmark.reports:
+        for name in benchmark.reports:  # results of one name would be confused
             if (other := reported.setdefault(name, benchmark.name)) != benchmark.name:
-                yield (
+                sentences.append(
                     f"benchmarks {other} and {benchmark.name} both report {name}: evaluate them in two studies, or "
                     f"rename one by protocol.benchmarks.{benchmark.name}.reports"
                 )
+    return list(dict.fromkeys(sentences))
 
 
 def _wrong(benchmark: BenchmarkConfig) -> Iterator[str]:
-    name = f"benchmark {benchmark.name}"
-    if benchmark.harness not in HARNESSES:
-        yield str(unknown(f"{name}: harness", benchmark.harness, HARNESSES))
+    harness = HARNESSES.get(benchmark.harness)
+    if harness is None:
+        yield str(unknown(f"benchmark {benchmark.name}: harness", benchmark.harness, HARNESSES))
         return
-    if HARNESSES[benchmark.harness].gives_tools:
+    if harness.gives_tools:
         from moe_lab.evaluation.harnesses import function_calls
 
         yield from function_calls.wrong(benchmark)
     elif benchmark.data is None:
-        yield from user_errors(lambda: _check_items(benchmark))
-    yield from _wrong_settings(benchmark, name)
+        yield from user_errors(_check_items, benchmark)
+    yield from (f"benchmark {benchmark.name}: {mistake}" for mistake in _mistakes(benchmark, harness))
     if benchmark.harness == "evalscope":
         from moe_lab.evaluation.harnesses import evalscope
 
         yield from evalscope.wrong(benchmark)
+
+
+def _mistakes(benchmark: BenchmarkConfig, harness: Harness) -> Iterator[str]:
+    """What is wrong with settings, whatever the data."""
+    if not benchmark.reports:
+        yield "reports is empty, so nothing would be reported: expected result name -> metric"
+    for metric in benchmark.reports.values():
+        if harness.metrics is not None and metric not in harness.metrics:
+            yield str(unknown("metric", metric, harness.metrics))
+    parameters = harness.question_parameters + harness.grading_parameters
+    for parameter, value in benchmark.parameters.items():
+        if parameter not in parameters:
+            yield str(unknown("parameter", parameter, parameters))
+        elif parameter in _NUMBERS and (not isinstance(value, (int, float)) or value < 0):
+            yield f"parameters.{parameter}={value}: expected a number, 0 or more"
+    if benchmark.chat and harness.continues_text:
+        yield f"chat=true, but {benchmark.harness} goes on with a text: expected chat=false"
+    if harness.generates and benchmark.max_new_tokens < 1:
+        yield f"max_new_tokens={benchmark.max_new_tokens}, but it generates text: expected 1 or more"
+    if benchmark.shots and not harness.shows_examples:
+        yield f"shots={benchmark.shots}: expected 0"
+
+
+def _check_items(benchmark: BenchmarkConfig) -> None:
+    items = data_files(benchmark)[-1]
+    if benchmark.harness == "perplexity":
+        whole_text(items, "suite.path")
+    elif items.suffix == ".jsonl":
+        check_count(benchmark, sum(1 for line in items.read_bytes().splitlines() if line.strip()))
 
 
 def lacking(benchmark: BenchmarkConfig, policy: Policy) -> Iterator[str]:
@@ -167,6 +184,7 @@ def lacking(benchmark: BenchmarkConfig, policy: Policy) -> Iterator[str]:
     package = HARNESSES[benchmark.harness].package
     if package and installed(package) is None:
         yield f"benchmark {benchmark.name} needs the package {package}: pip install {package}"
+        return
     if benchmark.data is not None:
         from moe_lab.evaluation import mirror
 
@@ -189,52 +207,21 @@ def lacking(benchmark: BenchmarkConfig, policy: Policy) -> Iterator[str]:
 
 def runs_programs(benchmark: BenchmarkConfig) -> bool:
     """Whether grading runs programs that the model wrote."""
-    return benchmark.executes_code or benchmark.harness == "evalplus"
+    if benchmark.harness == "evalscope":
+        from moe_lab.evaluation.harnesses import evalscope
+
+        return evalscope.runs_programs(benchmark)
+    return benchmark.harness == "evalplus"
+
+
+def is_closed_world(benchmark: BenchmarkConfig) -> bool:
+    """Whether right programs need no import and no private attribute, as in the benchmarks that moe_lab ships."""
+    return benchmark.task.startswith(PREFIX)
 
 
 def runs_limited(benchmark: BenchmarkConfig, policy: Policy) -> bool:
     """Whether programs that are not closed-world count as wrong, because this machine has no namespaces."""
     try:
         return runs_programs(benchmark) and policy.protection(closed_world=is_closed_world(benchmark)) == LIMITED
-    except UserError:  # which `lacking` reports
+    except (UserError, Unavailable):  # which `lacking` reports
         return False
-
-
-def _wrong_settings(benchmark: BenchmarkConfig, name: str) -> Iterator[str]:
-    harness = HARNESSES[benchmark.harness]
-    if not benchmark.reports:
-        yield f"{name}: reports is empty, so nothing would be reported: expected result name -> metric"
-    for metric in benchmark.reports.values():
-        if harness.metrics is not None and metric not in harness.metrics:
-            yield str(unknown(f"{name}: metric", metric, harness.metrics))
-    parameters = harness.question_parameters + harness.grading_parameters
-    for parameter in benchmark.parameters:
-        if parameter not in parameters:
-            yield str(unknown(f"{name}: parameter", parameter, parameters))
-    yield from _wrong_numbers(benchmark, name)
-    if benchmark.chat and harness.continues_text:
-        yield f"{name}: chat=true, but {benchmark.harness} goes on with a text: expected chat=false"
-
-
-def _wrong_numbers(benchmark: BenchmarkConfig, name: str) -> Iterator[str]:
-    harness = HARNESSES[benchmark.harness]
-    if harness.generates and benchmark.max_new_tokens < 1:
-        yield f"{name}: max_new_tokens={benchmark.max_new_tokens}, but it generates text: expected 1 or more"
-    if benchmark.shots and not harness.shows_examples:
-        yield f"{name}: shots={benchmark.shots}: expected 0"
-    for parameter in _NUMBERS & set(benchmark.parameters):
-        if not isinstance(value := benchmark.parameters[parameter], (int, float)) or value < 0:
-            yield f"{name}: parameters.{parameter}={value}: expected a number, 0 or more"
-
-
-def _check_items(benchmark: BenchmarkConfig) -> None:
-    items = data_files(benchmark)[-1]
-    if benchmark.harness == "perplexity":
-        if suffix_of(items) in FOREIGN:
-            file_format(benchmark.task, items, "suite.path")
-        check_text(items, "suite.path")
-        return
-    if items.suffix != ".jsonl":
-        return
-    with items.open("rb") as lines:
-        check_count(benchmark, sum(1 for line in lines if line.strip()))

@@ -9,12 +9,12 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 import numpy
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
 from moe_lab import allocation
 from moe_lab.allocation import grouping
 from moe_lab.errors import UserError
-from moe_lab.pruning.plan import Plan, make_channel_plan, make_plan, merge_experts, replace_by_constants
+from moe_lab.pruning.plan import Plan, finite, make_channel_plan, make_plan
 from moe_lab.statistics.sums import mean_output
 
 Evidence = Mapping[str, Mapping[int, Mapping[str, Any]]]
@@ -47,6 +47,52 @@ def plan_from_scores(
     return replace_dropped(plan, settings, scores, evidence, layers)
 
 
+def replace_by_constants(plan: Plan, outputs: Mapping[int, NDArray[numpy.float64]], widths: Mapping[int, int]) -> Plan:
+    """The plan in which the experts that `plan`, one of whole experts, drops stay routable and put out constants.
+
+    `outputs`: layer -> (E, H), the constant of each expert; with the mean output of each, this is MoNE (arXiv
+    2507.00390): tokens are routed as in the original, and a token that is routed to a replaced expert j with gate g_j
+    gets g_j c_j. `widths`: layer -> channels of an expert. Raises UserError for outputs that are not finite.
+    """
+    channels, constants = {}, {}
+    for layer, kept in plan.experts.items():
+        values = finite(layer, outputs[layer])
+        channels[layer] = numpy.zeros((plan.n_experts[layer], widths[layer]), dtype=numpy.bool_)
+        channels[layer][list(kept)] = True
+        if len(kept) < plan.n_experts[layer]:
+            constants[layer] = values[~channels[layer].any(1)].astype(numpy.float32)
+    everything = {layer: tuple(range(count)) for layer, count in plan.n_experts.items()}
+    return Plan(everything, plan.n_experts, plan.provenance, channels, constants)
+
+
+def merge_experts(
+    groups: Mapping[int, Mapping[int, Mapping[int, float]]],
+    widths: Mapping[int, int],
+    *,
+    rows: str = "all",
+    provenance: Mapping[str, Any],
+) -> Plan:
+    """The plan that merges experts.
+
+    `groups`: layer -> expert -> {expert: weight} of those that it stands for, as in `Plan.merged`; every expert is in
+    one group, and one that stays as it is has a group of its own. `widths`: layer -> channels of an expert. `rows`:
+    "all" if the router stays whole, so that tokens are routed to all members of a group, or "kept" if it only keeps the
+    rows of the experts that stand for a group.
+    """
+    n_experts = {layer: sum(map(len, of_layer.values())) for layer, of_layer in groups.items()}
+    channels, merged = {}, {}
+    for layer, of_layer in groups.items():
+        channels[layer] = numpy.zeros((n_experts[layer], widths[layer]), dtype=numpy.bool_)
+        channels[layer][list(of_layer)] = True
+        if several := {owner: dict(group) for owner, group in of_layer.items() if len(group) > 1}:
+            merged[layer] = several
+    experts = {
+        layer: tuple(range(count)) if rows == "all" else tuple(sorted(groups[layer]))
+        for layer, count in n_experts.items()
+    }
+    return Plan(experts, n_experts, dict(provenance), channels, merged=merged)
+
+
 def check_aligned(plan: Plan) -> None:
     """Raise UserError for a plan that merges experts by a way that matches their channels first, if that is still to
     be done."""
@@ -55,11 +101,9 @@ def check_aligned(plan: Plan) -> None:
     chosen = grouping.GROUPINGS.get(replacement)
     unmatched = sorted(set(plan.merged) - set(plan.alignments))
     if chosen is not None and chosen.align is not None and unmatched:
-        alone = f"{replacement}_unaligned"
-        others = f", or a plan of replacement={alone}" if alone in grouping.GROUPINGS else ""
         raise UserError(
             f"plan: replacement={replacement} matches the channels of experts before they are merged, which was not "
-            f"done in layer {unmatched[0]}: expected what moe_lab.align makes of this plan{others}"
+            f"done in layer {unmatched[0]}: expected what moe_lab.align makes of this plan"
         )
 
 

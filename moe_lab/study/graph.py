@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from moe_lab.config import AllocationConfig, CalibrationConfig, Config, CriterionConfig, ModelConfig, TimingConfig
 from moe_lab.grid import Cell, Request
 from moe_lab.models.hub import UNRESOLVED
 from moe_lab.study.devices import device_here, resolved
-from moe_lab.study.step import Identified, Step
+from moe_lab.study.step import Identified, Step, once
 from moe_lab.study.steps.costs import Cost, Profile, Timing
 from moe_lab.study.steps.evaluation import Evaluate, Grade, Task, results_of, task_of
 from moe_lab.study.steps.passes import StatisticsPass
@@ -56,15 +56,11 @@ FigureKey = tuple[str, str, str, int]
 
 @dataclass(frozen=True)
 class Graph:
-    """All steps of a study. `families` and `damages` are for figures, by calibration set, model, gate and seed."""
+    """All steps of a study."""
 
     cells: Sequence[CellSteps]
-    families: Mapping[FigureKey, Step]
-    damages: Mapping[FigureKey, Step]
-
-    def figures(self) -> dict[str, Mapping[FigureKey, Step]]:
-        """Field -> the steps for figures, by their keys."""
-        return {field.name: getattr(self, field.name) for field in fields(self)[1:]}
+    figures: Mapping[str, Mapping[FigureKey, Step]]
+    """Families and damages: steps for figures alone."""
 
     def steps(self) -> list[Step]:
         """Distinct steps, each after its inputs."""
@@ -81,7 +77,7 @@ class Graph:
         return list(ordered.values())
 
     def _wanted(self) -> Iterable[Step]:
-        for steps in self.figures().values():
+        for steps in self.figures.values():
             yield from steps.values()
         for cell in self.cells:
             yield from (step for name, step in cell.named().items() if step and name not in INPUTS)
@@ -97,50 +93,40 @@ def unresolved(steps: Iterable[Step]) -> list[str]:
     return list(dict.fromkeys(path[UNRESOLVED] for path in paths if UNRESOLVED in path))
 
 
-class Once:
-    """Calls functions once for equal arguments: words and numbers count by value, objects by identity."""
-
-    def __init__(self) -> None:
-        self._values: dict[Hashable, Any] = {}
-        self._alive: list[object] = []  # keeps objects whose ids are keys: no id is reused
-
-    def __call__(self, function: Callable[..., T], *arguments: Any) -> T:
-        key = (function, *[part if part.__class__ in (str, int, float) else id(part) for part in arguments])
-        if key not in self._values:
-            self._alive.extend(arguments)
-            self._values[key] = function(*arguments)
-        value: T = self._values[key]
-        return value
-
-
+@once
 def _seeded(text: CalibrationConfig, seed: int) -> CalibrationConfig:
     """The text with the cell's seed, which determines its order, unless the text has a seed of its own."""
     return text if text.seed is not None else replace(text, seed=seed)
 
 
+@once
 def _timed(timed: TimingConfig, model: ModelConfig) -> TimingConfig:
     """What is timed of a model, with the name of its device."""
     return replace(timed, device=timed.device or device_here(model.device))
 
 
-def _resolved(cell: Cell, config: Config, once: Once) -> Cell:
+_located = once(resolved)
+_unpruned_cost = once(lambda model, text: Cost.of(unpruned_model(model), text))
+
+
+def _resolved(cell: Cell, config: Config) -> Cell:
     """The cell with all that its steps are named by: the device and the precision of its model, the seed of its
     texts."""
-    texts = {role: once(_seeded, text, cell.seed) for role, text in cell.texts.items()}
-    calibration = once(_seeded, cell.calibration, cell.seed)
-    return replace(cell, model=once(resolved, cell.model, config), calibration=calibration, texts=texts)
+    texts = {role: _seeded(text, cell.seed) for role, text in cell.texts.items()}
+    calibration = _seeded(cell.calibration, cell.seed)
+    return replace(cell, model=_located(cell.model, config), calibration=calibration, texts=texts)
 
 
-def _steps(cell: Cell, tasks: Iterable[Task], config: Config, once: Once) -> CellSteps:
+def _steps(cell: Cell, tasks: Iterable[Task], config: Config) -> CellSteps:
     """All steps of one cell; criterion "none" is the unpruned model."""
-    named = _resolved(cell, config, once)
+    named = _resolved(cell, config)
     text, is_pruned = named.texts["flops"], cell.criterion is not NO_CRITERION
     pruned = pruned_of(named) if is_pruned else unpruned_model(named.model)
     scores = (getattr(pruned.plan, "scores", None) or Scores.of(named)) if is_pruned else None
     statistics = None
     if scores and reads_text(cell):
         statistics = scores.sums.get("statistics") or StatisticsPass.of(named)
-    cost = once(Cost.of_unpruned, named.model, text)
+    cost = _unpruned_cost(named.model, text)
     return CellSteps(
         cell=cell,
         model=pruned.loaded.facts,
@@ -151,7 +137,7 @@ def _steps(cell: Cell, tasks: Iterable[Task], config: Config, once: Once) -> Cel
         export=export_of(pruned, config.export, config.verify) if is_pruned and config.export.shape else None,
         cost=Cost.of(pruned, text, cost) if is_pruned else cost,
         profile=Profile(pruned.loaded, text, pruned.plan) if config.profile else None,
-        timing=Timing.of(pruned, text, once(_timed, config.timed, named.model)) if config.timing else None,
+        timing=Timing.of(pruned, text, _timed(config.timed, named.model)) if config.timing else None,
         evaluate={task.benchmark.name: results_of(pruned, task) for task in tasks},
     )
 
@@ -174,19 +160,17 @@ def build(config: Config, requests: Iterable[Request]) -> Graph:
 
     `config` has the settings that hold for all requests, such as permissions, exports and overlap.
     """
-    once = Once()
     tasks_of: dict[Cell, dict[str, Task]] = {}
-    families: dict[FigureKey, Step] = {}
-    damages: dict[FigureKey, Step] = {}
+    figures: dict[str, dict[FigureKey, Step]] = {"families": {}, "damages": {}}
     for cells, benchmarks in requests:
-        tasks = {benchmark.name: once(task_of, benchmark, config) for benchmark in benchmarks}
+        tasks = {benchmark.name: task_of(benchmark, config) for benchmark in benchmarks}
         for cell in cells:
             for candidate in (unpruned(cell), normalized(cell)):
                 tasks_of.setdefault(candidate, {}).update(tasks)
             if config.overlap:
                 key = (cell.calibration.name, cell.model.name, cell.gate, cell.seed)
-                named = _resolved(cell, config, once)
-                families[key] = Family.of(named)
-                damages[key] = Scores.of(replace(named, criterion=EXACT_DAMAGE))
-    steps = [_steps(cell, tasks.values(), config, once) for cell, tasks in tasks_of.items()]
-    return Graph(steps, families, damages)
+                named = _resolved(cell, config)
+                figures["families"][key] = Family.of(named)
+                figures["damages"][key] = Scores.of(replace(named, criterion=EXACT_DAMAGE))
+    steps = [_steps(cell, tasks.values(), config) for cell, tasks in tasks_of.items()]
+    return Graph(steps, figures)

@@ -12,7 +12,6 @@ from itertools import product
 from typing import Any
 
 from moe_lab import allocation, criteria
-from moe_lab.allocation import listed
 from moe_lab.allocation.grouping import GROUPINGS
 from moe_lab.calibration import settings as calibrations
 from moe_lab.calibration import sources
@@ -26,7 +25,7 @@ from moe_lab.config import (
     LauncherConfig,
 )
 from moe_lab.errors import UserError, unknown
-from moe_lab.evaluation import back_ends, suite
+from moe_lab.evaluation import engines, suite
 from moe_lab.evaluation.harness import HARNESSES
 from moe_lab.grid import Cell, Request
 from moe_lab.models import config_json, files
@@ -34,9 +33,10 @@ from moe_lab.pruning.form import no_replacements
 from moe_lab.recovery import settings as recoveries
 from moe_lab.study import sync
 from moe_lab.study.devices import check_device
+from moe_lab.study.estimates import check_memory
 from moe_lab.study.step import KINDS, Step
 from moe_lab.study.steps.costs import wrong_timing
-from moe_lab.study.steps.plans import check_engine, check_plan_file
+from moe_lab.study.steps.plans import check_engine, check_plan_in, plan_in
 from moe_lab.study.steps.scores import check_weights, reads_text
 
 AVERAGE = "Avg"
@@ -58,7 +58,7 @@ def preflight(config: Config, requests: Iterable[Request]) -> list[str]:
     sentences = list(_wrong_settings(config))
     for cells, benchmarks in requests:
         sentences += suite.wrong(benchmarks)
-        sentences += back_ends.wrong(config.backend, benchmarks, [cell.model for cell in _each(cells, "model")])
+        sentences += engines.wrong(config.backend, benchmarks, [cell.model for cell in _each(cells, "model")])
         for groups, check in OF_CHOICES:
             for cell in _each(cells, *groups):
                 sentences += _said(check, *(getattr(cell, group) for group in groups))
@@ -74,8 +74,9 @@ def preflight(config: Config, requests: Iterable[Request]) -> list[str]:
 def lacking(steps: Sequence[Step], launcher: LauncherConfig) -> list[str]:
     """One sentence for everything that `steps` need and that is missing or not allowed here."""
     wanted = [condition for step in steps for condition in step.conditions(launcher)]
-    if launcher.name != "slurm":  # nodes of a cluster have devices of their own
+    if launcher.name != "slurm":  # nodes of a cluster have devices and memory of their own
         wanted += [(check_device, step.about.device) for step in steps if step.about and step.runs_model]
+        wanted += [(check_memory, step) for step in steps]
     distinct = {(check, *map(id, of)): (check, of) for check, *of in wanted}
     return list(dict.fromkeys(sentence for check, of in distinct.values() for sentence in _said(check, *of)))
 
@@ -166,14 +167,13 @@ def _wrong_export(cell: Cell, config: Config) -> Iterator[str]:
     """Problems of the export with the model, criterion, recovery and allocation."""
     if config.export == ExportConfig() and not config.verify:
         return
-    from moe_lab.pruning.export import gguf, layout
+    from moe_lab.pruning.export import settings
 
     criterion, allocated = criteria.CRITERIA.get(cell.criterion.name), allocation.get(cell.allocation.name)
     granularity = criterion.granularity if criterion else None
-    yield from layout.wrong(config.export, cell.model, cell.recovery, granularity, verify=config.verify)
-    yield from gguf.wrong(config.export, cell.model, cell.recovery)
+    yield from settings.wrong(config.export, cell.model, cell.recovery, granularity, verify=config.verify)
     if granularity in allocated.uneven:
-        yield from _said(gguf.check_uneven, config.export, allocated.name)
+        yield from _said(settings.check_uneven, config.export, allocated.name)
 
 
 def _wrong_replacement(cell: Cell, config: Config) -> Iterator[str]:
@@ -185,8 +185,9 @@ def _wrong_replacement(cell: Cell, config: Config) -> Iterator[str]:
     if settings.replacement != "none":
         by, grouping = f"allocation.replacement={settings.replacement}", GROUPINGS.get(settings.replacement)
         routes = grouping is None or grouping.rows == "all"
-    elif settings.path is not None and listed.replaces(content := listed.read(settings.path)):
-        by, routes = f"the plan allocation.path={settings.path}", listed.routes_to_replaced(content)
+    elif (plan := plan_in(settings)) is not None and (plan.constants or plan.merged):
+        by = f"the plan allocation.path={settings.path}"
+        routes = bool(plan.constants or plan.shares_experts)
     else:
         return
     if shape is not None and (method := config_json.quantization(cell.model)):
@@ -214,8 +215,6 @@ def _wrong_plan(cell: Cell, _: Config) -> Iterator[str]:
 
 OF_CHOICES: Sequence[tuple[tuple[str, ...], Callable[..., object]]] = (
     (("model",), files.check),
-    (("model",), config_json.check_expected),
-    (("model",), config_json.check_top_k),
     (("criterion",), _check_criterion),
     (("criterion", "model"), check_weights),
     (("allocation",), allocation.check_by),
@@ -229,9 +228,9 @@ OF_CHOICES: Sequence[tuple[tuple[str, ...], Callable[..., object]]] = (
 OF_CELLS: Sequence[tuple[tuple[str, ...], Callable[[Cell, Config], object]]] = (
     (("model", "calibration", "allocation", "criterion", "recovery"), _wrong_texts),
     (("calibration", "allocation"), lambda cell, _: check_engine(cell)),
-    (("model", "allocation"), lambda cell, _: check_plan_file(cell)),
+    (("model", "allocation"), lambda cell, _: check_plan_in(cell)),
     (("model", "criterion", "allocation", "ratio"), _wrong_plan),
-    (("model",), lambda cell, config: wrong_timing(config, cell.model)),
+    (("model",), lambda cell, config: config.timing and wrong_timing(config.launcher, config.timed, cell.model)),
     (("model", "criterion", "recovery", "allocation"), _wrong_export),
     (("model", "allocation"), _wrong_replacement),
 )

@@ -13,14 +13,12 @@ import subprocess
 import sys
 import time
 import traceback
-import weakref
 from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass, field, fields
-from enum import Enum
-from functools import cache, cached_property, lru_cache, wraps
+from functools import cache, cached_property, wraps
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar, dataclass_transform
 
 import moe_lab
 from moe_lab.config import LauncherConfig, ModelConfig
@@ -33,7 +31,6 @@ from moe_lab.models.memory import processor
 from moe_lab.paths import shortened
 from moe_lab.study.memory import BASE, weights
 
-T = TypeVar("T")
 Result = TypeVar("Result")
 LONGEST_LABEL = 200
 """Most bytes of a label: it leaves room for longer names that are made from a folder's name."""
@@ -62,41 +59,37 @@ class Identified:
     digest: str
 
 
-def once_per_object(function: Callable[[T], Result]) -> Callable[[T], Result]:
-    """The function, called once for each object as long as that lives; objects that are equal count by themselves."""
-    known: dict[int, tuple[weakref.ref[Any], Result]] = {}
+def once(function: Callable[..., Result]) -> Callable[..., Result]:
+    """The function, called once for equal arguments: words and numbers count by value, objects by identity. These are
+    kept, so that no identity is used again."""
+    known: dict[tuple[Any, ...], tuple[Any, Result]] = {}
 
     @wraps(function)
-    def remembered(value: T) -> Result:
-        key = id(value)
-        if key in known and known[key][0]() is value:
-            return known[key][1]
-        found = function(value)
-        with contextlib.suppress(TypeError):  # dictionaries and tuples have no weak references
-            known[key] = (weakref.ref(value, lambda _: known.pop(key, None)), found)
-        return found
+    def remembered(*arguments: Any) -> Result:
+        key = tuple((type(part), part) if isinstance(part, (str, int, float)) else id(part) for part in arguments)
+        if key not in known:
+            known[key] = (arguments, function(*arguments))
+        return known[key][1]
 
     return remembered
 
 
-@lru_cache(maxsize=1 << 16, typed=True)
-def _of_scalar(value: Any) -> Identified:
-    return Identified(value, digest(value))
-
-
-@once_per_object
-def _of_group(setting: Any) -> Identified:
+@once
+def identified(setting: Any) -> Identified:
+    """The identity of a setting. Many steps share a group of settings, so that it is computed once for each object."""
     document = identity(setting)
     return Identified(document, digest(document))
 
 
-def identified(setting: Any) -> Identified:
-    """The identity of a setting. Many steps share a group of settings, so that it is computed once for each object."""
-    return _of_scalar(setting) if isinstance(setting, (str, int, float)) else _of_group(setting)
-
-
+@dataclass_transform(frozen_default=True, eq_default=False, field_specifiers=(field,))
 class Parts:
-    """Fields that several steps have in common, as one field of each: its fields count as those of the step."""
+    """Fields that several steps have in common, as one field of each: its fields count as those of the step.
+
+    A class that is derived from it is a frozen dataclass.
+    """
+
+    def __init_subclass__(cls) -> None:
+        dataclass(frozen=True, eq=False)(cls)
 
     runtime: ClassVar[frozenset[str]] = frozenset()
     """Fields that determine how the work is done (device, paths, permissions), and not what comes out."""
@@ -118,18 +111,6 @@ class Parts:
         return roles
 
 
-class Loads(Enum):
-    """What a step reads of a model."""
-
-    NOTHING = 0
-    """No weights: it works on files of other steps, takes little time and memory, and may concern several models."""
-    CHECKPOINT = 1
-    """The files once, with a piece of them in memory at a time."""
-    MODEL = 2
-    """The model is loaded and run."""
-
-
-@dataclass(frozen=True, eq=False)
 class Step(Parts):
     """One cached, restartable piece of work. A kind of step is a subclass.
 
@@ -140,16 +121,18 @@ class Step(Parts):
 
     kind: ClassVar[str] = ""
     """The folder in the store, and the name in settings and tables. It registers the class."""
-    loads: ClassVar[Loads] = Loads.NOTHING
+    loads: ClassVar[Literal["nothing", "checkpoint", "model"]] = "nothing"
+    """What it reads of a model: no weights, as it works on files of other steps, and may concern several models; the
+    files once, with a piece of them in memory at a time; or the model, which is run."""
     reads_text: ClassVar[bool] = False
     """Whether a criterion or an allocation that needs such a step depends on the calibration set."""
     streams: ClassVar[bool] = False
     """Whether it can run the model with one decoder layer in memory at a time (calibration.engine=streamed)."""
     foreign: ClassVar[bool] = False
     """Whether it runs foreign code; launcher=inline then runs it in a worker process."""
-    per_job: ClassVar[Literal["", "steps_per_job", "cells_per_job"]] = ""
-    """The setting of the launcher that says how many steps one Slurm job does; "": one. Of steps that load a model, it
-    counts the pruned models whose steps a job does."""
+    per_job: ClassVar[Literal["", "steps", "cells"]] = ""
+    """What one Slurm job does: one step; many, where each takes seconds; or those of `launcher.cells_per_job` pruned
+    models of one model, whose weights are loaded once (as many steps, where they load no model)."""
     process_memory: ClassVar[float] = BASE
     """Bytes of the whole process of a step that loads nothing."""
 
@@ -173,7 +156,7 @@ class Step(Parts):
     @classmethod
     def needs_whole_model(cls) -> bool:
         """Whether steps of this kind run the model, and cannot do so with one decoder layer in memory at a time."""
-        return cls.loads is Loads.MODEL and not cls.streams
+        return cls.loads == "model" and not cls.streams
 
     @property
     def about(self) -> ModelConfig | None:
@@ -183,7 +166,7 @@ class Step(Parts):
     @property
     def runs_model(self) -> bool:
         """Whether it loads the model and runs it."""
-        return self.loads is Loads.MODEL and not self.merges
+        return self.loads == "model" and not self.merges
 
     @property
     def is_layered(self) -> bool:
@@ -297,7 +280,7 @@ NOTED = "code_state.json"
 """File in a copy of the package for Slurm jobs with the `code_state` of the original."""
 
 
-@lru_cache(maxsize=1)
+@cache
 def code_state() -> dict[str, Any]:
     """Version of moe_lab; in a checkout also the commit and a digest of uncommitted edits."""
     noted = Path(moe_lab.__file__).parent / NOTED

@@ -23,7 +23,7 @@ def _has_key() -> bool:
 def log_study(
     settings: TrackerConfig, study: Mapping[str, Any], tables: Mapping[str, Path], figures: Sequence[Path]
 ) -> None:
-    """Log a study's cells, its tables (name -> CSV file) and its figures (PNG files) as one run of the tracker.
+    """Log a study's cells, its tables (name -> CSV file) and its figures (PNG files) as one run of wandb.
 
     `study` is the study's record in the store. Prints nothing. Raises UserError when the tracker refuses; all results
     stay in the store. WANDB_MODE says whether it is told now; without it, it is where there is a key.
@@ -31,16 +31,20 @@ def log_study(
     import pandas
     import wandb
 
+    mode: Any = None if "WANDB_MODE" in os.environ or _has_key() else "offline"
+    about = {key: value for key, value in study.items() if key not in ("cells", "families", "damages")}
+    rows = [
+        {**cell["cell"], "plan": cell.get("plan")}
+        | {f"evaluate/{name}": folder for name, folder in cell["evaluate"].items()}
+        for cell in study["cells"]
+    ]
+    columns = list(dict.fromkeys(column for row in rows for column in row))
     wandb.setup(_quiet())  # before init, which would print where it found a key
     try:
         with wandb.init(
-            project=settings.project,
-            name=study["study"],
-            mode=None if "WANDB_MODE" in os.environ or _has_key() else "offline",
-            config={key: value for key, value in study.items() if key not in ("cells", "families", "damages")},
-            settings=_quiet(),
+            project=settings.project, name=study["study"], mode=mode, config=about, settings=_quiet()
         ) as run:
-            run.log({"cells": _cells(study)})
+            run.log({"cells": wandb.Table(columns, [[row.get(column) for column in columns] for row in rows])})
             run.log({f"tables/{name}": wandb.Table(dataframe=pandas.read_csv(file)) for name, file in tables.items()})
             run.log({f"figures/{file.stem}": wandb.Image(str(file)) for file in figures})
     except wandb.Error as error:
@@ -67,19 +71,3 @@ def _quiet() -> Any:
         x_disable_meta=True,
         x_disable_stats=True,
     )
-
-
-def _cells(study: Mapping[str, Any]) -> Any:
-    """Table with a row per cell: its axes, and the folders of its plan and evaluations in the store, if any."""
-    import wandb
-
-    rows = [
-        {
-            **cell["cell"],
-            "plan": cell.get("plan"),
-            **{f"evaluate/{name}": folder for name, folder in cell.get("evaluate", {}).items()},
-        }
-        for cell in study["cells"]
-    ]
-    columns = list(dict.fromkeys(column for row in rows for column in row))
-    return wandb.Table(columns=columns, data=[[row.get(column) for column in columns] for row in rows])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -163,9 +163,7 @@ def test_a_set_that_runs_out_is_named_with_its_tokens(
     two: tuple[CalibrationConfig, CalibrationConfig], tokenizer: Any
 ) -> None:
     chosen = mixture((0.5, two[0]), (0.5, two[1]), packing="chunk", tokens=8000)
-    with pytest.raises(
-        UserError, match=r"low is too short for its share of 0.5: its 1200 tokens .* would fit"
-    ) as error:
+    with pytest.raises(UserError, match=r"low, .* share of 0.5 .* is too short: its 1200 tokens .* would fit") as error:
         batches(chosen, tokenizer)
     fitting = int(
         str(error.value).partition("calibration.tokens=8000")[2].partition("calibration.tokens=")[2].split()[0]
@@ -310,7 +308,6 @@ def test_names_in_a_mixture_are_files_and_a_path_goes_before_theirs(named: choic
         ("a", "owner/a", "body"),
         ("notes", "notes.txt", None),
     ]
-    assert CalibrationConfig(**json.loads(json.dumps(asdict(text)))) == text, "as a job's JSON has it"
 
 
 def test_a_mixture_names_sets_that_exist_and_no_mixture(named: choices.Files) -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_lab.calibration.packing import PACKINGS, chunk, one_a_row, reap
+from moe_lab.calibration.batches import PACKINGS, chunk, one_a_row, reap
 
 FILLER = -1
 

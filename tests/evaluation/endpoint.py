@@ -75,6 +75,7 @@ def _server(answer: Callable[[dict[str, Any]], Reply], models: list[str], port: 
         def _send(self, reply: Reply) -> None:
             content = reply.body.encode() if isinstance(reply.body, str) else json.dumps(reply.body).encode()
             self.send_response(reply.status)
+            self.send_header("Content-Type", "application/json")
             for name, value in {"Content-Length": str(len(content)), **reply.headers}.items():
                 self.send_header(name, value)
             self.end_headers()

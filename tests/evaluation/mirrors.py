@@ -124,7 +124,7 @@ class _Hub(BaseHTTPRequestHandler):
             about = {"type": "file", "oid": "0" * 40}
             self._send_json([{**about, "path": path, "size": f.stat().st_size} for path, f in files.items()])
         else:
-            self._send_json({"id": name, "sha": revision, "siblings": []})
+            self._send_json({"id": name, "sha": revision, "siblings": [{"rfilename": path} for path in files]})
 
     do_HEAD = do_GET
 

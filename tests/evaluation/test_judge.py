@@ -120,9 +120,9 @@ def test_failures_are_not_kept_and_damaged_replies_are_asked_for_again(tmp_path:
 @pytest.mark.parametrize(
     ("status", "body", "sentence"),
     [
-        (400, {"error": {"message": "too\nlong"}}, "refused a request with HTTP 400 (too long)"),
-        (401, {"message": "no"}, f"HTTP 401 (no): is the key in {KEY} right?"),
-        (404, "nothing here", "HTTP 404 (nothing here): is judge.url right"),
+        (400, {"error": {"message": "too\nlong"}}, "HTTP 400"),
+        (401, {"message": "no"}, KEY),
+        (404, "nothing here", "judge.url"),
         (422, {}, "HTTP 422"),
     ],
 )
@@ -264,10 +264,9 @@ def test_everything_wrong_with_a_judge_is_said_before_anything_is_loaded(
     monkeypatch.setenv(KEY, "x")
     assert problems(judge=replace(judge, url="https://x.org/v1", key_variable=KEY)) == ""
     assert "cannot be read" in problems(parameters={"template": str(tmp_path / "none.md")})
-    (tmp_path / "a.md").write_text("{$user_query} {$checklist}")
-    assert "has no {$model_output}" in problems(parameters={"template": str(tmp_path / "a.md")})
-    (tmp_path / "a.md").write_text("{$user_query} {$model_ouput} {$checklist}")
-    assert "did you mean model_output?" in problems(parameters={"template": str(tmp_path / "a.md")})
+    for places in ("{$user_query} {$checklist}", "{$user_query} {$model_output} {$model_ouput} {$checklist}"):
+        (tmp_path / "a.md").write_text(places)
+        assert "expected {$history}, {$user_query}" in problems(parameters={"template": str(tmp_path / "a.md")})
 
 
 def test_judging_is_parallel_and_needs_no_torch(tmp_path: Path) -> None:

@@ -27,8 +27,8 @@ from transformers import AddedToken
 from moe_lab.config import BenchmarkConfig, JudgeConfig
 from moe_lab.errors import UserError
 from moe_lab.evaluation import run
-from moe_lab.evaluation.engines.completions import Completions, ServedModel
 from moe_lab.evaluation.engines.hf import LoadedModel
+from moe_lab.evaluation.engines.server import ServedModel
 from moe_lab.evaluation.engines.vllm import VllmModel
 from moe_lab.evaluation.judge import Judge
 from moe_lab.evaluation.mirror import benchmarks, make
@@ -180,11 +180,9 @@ GOOD, BAD = "def f0(x):\n    return x + 1", "def f0(x):\n    return 0"
     ("text", "end", "right"),
     [
         (f"<think>\n{FENCE}python\n{BAD}\n{FENCE}\nno\n</think>\n{FENCE}python\n{GOOD}\n{FENCE}", "", RIGHT),
-        (f"<think>\n{FENCE}python\n{BAD}\nHmm, no.\n</think>\nSo:\n{FENCE}python\n{GOOD}\n{FENCE}\n1.", "", RIGHT),
         (f"{FENCE}python\n{BAD}\nHmm, no.\n</think>\nSo:\n{FENCE}python\n{GOOD}\n{FENCE}\n", "<think>", RIGHT),
         (f"<think>\n{FENCE}python\n{BAD}\n{FENCE}\nno, wait.\n</think>\n\n{GOOD}\n", "", RIGHT),
         (f"<think>\n{FENCE}python\n{GOOD}\n{FENCE}\nBut wait, is it", "", NONE),
-        (f"{FENCE}python\n{GOOD}\n{FENCE}\nBut wait, is it", "<think>\n", NONE),
         (
             f"analysis{FENCE}python\n{BAD}\n{FENCE}assistantfinal{FENCE}python\n{GOOD}\n{FENCE}",
             "<|start|>assistant",
@@ -275,34 +273,32 @@ def test_a_text_that_an_engine_broke_off_is_an_error(reason: str, whole: bool, m
             list(engine.generate([[1]], 2, [], [0]))
 
 
-def test_a_stop_text_in_a_thought_ends_no_text_of_a_server(subject: LoadedModel) -> None:
-    def answer(body: dict[str, Any]) -> Reply:
-        whole = "Read the END: 5.</think>It is 7. END more"
-        ends = [whole.index(stop) for stop in body["stop"] or ()]
-        return completion(whole[: min(ends, default=None)], "m")
-
-    with endpoint(answer) as at:
-        model = chatting(subject, PLAIN + "<think>\n")
-        served = ServedModel(Completions(at.url, "m"), model.tokenizer, 512, {})
-        (reply,) = ask(served, ["Q<think>\n"], 40, stop=("END",), chat=True)
-        assert (reply.thought, reply.text) == ("Read the END: 5.</think>", "It is 7. ")
-
-
-def test_a_stop_text_in_a_thought_ends_no_text_of_an_engine(subject: LoadedModel) -> None:
-    whole = "Read the END: 5.</think>It is 7. END more"
-    tokens = subject.tokenizer(whole, add_special_tokens=False).input_ids
-    stops = []
+def engine(tokenizer: Any, text: str, stops: list[Any] | None = None) -> VllmModel:
+    """vLLM played, which writes `text` and notes the stop texts it is given."""
+    tokens = tokenizer(text, add_special_tokens=False).input_ids
 
     def items(_: str, __: float, stop: Sequence[str], **others: Any) -> Iterator[Any]:
-        stops.append(tuple(stop))
+        (stops if stops is not None else []).append(tuple(stop))
         return iter([[0, tokens, -1.0]])
 
     process: Any = SimpleNamespace(about={"max_length": 512}, items=items)
-    for template, sent in ((PLAIN + "<think>\n", ()), (PLAIN, ("END",))):
-        tokenizer = chatting(subject, template).tokenizer
-        served = VllmModel(process, tokenizer, (subject.tokenizer.eos_token_id,), {})
-        (reply,) = ask(served, ["Q<think>\n"], 40, stop=("END",), chat=True)
-        assert (reply.thought, reply.text) == ("Read the END: 5.</think>", "It is 7. ") and stops[-1] == sent
+    return VllmModel(process, tokenizer, (tokenizer.eos_token_id,), {})
+
+
+def test_a_stop_text_in_a_thought_ends_no_text(subject: LoadedModel) -> None:
+    whole = "Read the END: 5.</think>It is 7. END more"
+    stops: list[Any] = []
+
+    def answer(body: dict[str, Any]) -> Reply:
+        stops.append(tuple(body["stop"] or ()))
+        return completion(whole, "m")
+
+    with endpoint(answer) as at:
+        for template, sent in ((PLAIN + "<think>\n", ()), (PLAIN, ("END",))):
+            tokenizer = chatting(subject, template).tokenizer
+            for model in (ServedModel(at.url, "m", tokenizer, 512, {}), engine(tokenizer, whole, stops)):
+                (reply,) = ask(model, ["Q<think>\n"], 40, stop=("END",), chat=True)
+                assert (reply.thought, reply.text) == ("Read the END: 5.</think>", "It is 7. ") and stops[-1] == sent
 
 
 @pytest.fixture
@@ -315,18 +311,14 @@ def with_special_marks(subject: LoadedModel) -> LoadedModel:
 
 
 def test_marks_that_are_special_tokens_part_thoughts_too(with_special_marks: LoadedModel) -> None:
-    tokenizer = with_special_marks.tokenizer
     whole = "[THINK]Is it 24?[/THINK] It is 72."
-    tokens = tokenizer(whole, add_special_tokens=False).input_ids
-    process: Any = SimpleNamespace(about={"max_length": 512}, items=lambda *_, **__: iter([[0, tokens, -1.0]]))
-    served = VllmModel(process, tokenizer, (tokenizer.eos_token_id,), {})
-    (reply,) = ask(served, ["Q"], 40, chat=True)
+    (reply,) = ask(engine(with_special_marks.tokenizer, whole), ["Q"], 40, chat=True)
     assert reply.thought + str(reply.text) == whole and reply.text == "It is 72."
 
 
 def test_a_server_that_would_leave_marks_out_is_refused(with_special_marks: LoadedModel) -> None:
     with endpoint(lambda body: completion("Is it 24? It is 72.", "m")) as at:
-        served = ServedModel(Completions(at.url, "m"), with_special_marks.tokenizer, 512, {})
+        served = ServedModel(at.url, "m", with_special_marks.tokenizer, 512, {})
         with pytest.raises(UserError, match=r"\[THINK\].*expected backend=hf"):
             ask(served, ["Q"], 40, chat=True)
         assert write(served, ["Q"], 40), "a completion has no thoughts"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
@@ -19,7 +18,6 @@ from asking import ask, write
 from omegaconf import OmegaConf
 
 from moe_lab.config import BenchmarkConfig
-from moe_lab.errors import UserError
 from moe_lab.evaluation import run
 from moe_lab.evaluation.engines import Prompt, Writing
 from moe_lab.evaluation.engines.hf import LoadedModel
@@ -148,24 +146,6 @@ def test_the_checkpoints_sampling_and_penalties_are_not_used(subject: LoadedMode
             setattr(settings, name, value)
 
 
-def test_nothing_to_generate_is_nothing(subject: LoadedModel) -> None:
-    assert write(subject, [], 4) == []
-
-
-def test_a_prompt_that_leaves_no_room_is_said(subject: LoadedModel) -> None:
-    assert subject.max_length is not None
-    with pytest.raises(UserError, match=f"do not fit the model's {re.escape(str(subject.max_length))} tokens"):
-        write(subject, ["a", "word " * subject.max_length], 4)
-
-
-def test_a_prompt_that_leaves_no_room_can_be_left_out(subject: LoadedModel) -> None:
-    assert subject.max_length is not None
-    asked = ["The story", "word " * subject.max_length, *prompts("gsm8k", 1)]
-    first, long, last = ask(subject, asked, 4, skip_long=True)
-    assert (long.ended, long.text, long.thought) == ("too_long", "", "")
-    assert [first.text, last.text] == write(subject, [asked[0], asked[2]], 4)
-
-
 # Logits that are no finite numbers.
 
 
@@ -182,7 +162,7 @@ NOT_FINITE = pytest.mark.parametrize("number", [math.nan, math.inf])
 
 
 @NOT_FINITE
-@pytest.mark.parametrize("name", ["arc_challenge", "humaneval", "mbpp", "gsm8k", "wildbench", "livecodebench"])
+@pytest.mark.parametrize("name", ["arc_challenge", "humaneval", "gsm8k"])
 def test_a_benchmark_fails_where_a_logit_is_not_finite(
     name: str, number: float, subject: LoadedModel, tmp_path: Path
 ) -> None:
@@ -191,12 +171,6 @@ def test_a_benchmark_fails_where_a_logit_is_not_finite(
     with overflowing(subject, number) as broken, pytest.raises(FloatingPointError, match=r"is (nan|inf)\b"):
         run.evaluate(broken, benchmark, tmp_path, policy=Policy(allow_code_execution=True))
     assert not (tmp_path / "result.json").exists()
-
-
-@NOT_FINITE
-def test_texts_fail_where_a_logit_is_not_finite(number: float, subject: LoadedModel) -> None:
-    with overflowing(subject, number) as broken, pytest.raises(FloatingPointError, match=str(number)):
-        write(broken, prompts("gsm8k", 2), 4)
 
 
 @NOT_FINITE

@@ -19,7 +19,7 @@ from moe_lab.errors import Unavailable, UserError
 from moe_lab.evaluation import suite
 from moe_lab.evaluation.sandbox import client
 from moe_lab.evaluation.sandbox.policy import LIMITED, NAMESPACES, UNCONFINED, Policy
-from moe_lab.evaluation.sandbox.runner import Request
+from moe_lab.evaluation.sandbox.runner import NO_NAMESPACES, Request
 from moe_lab.paths import resolve
 
 CODE = BenchmarkConfig(
@@ -29,7 +29,6 @@ CODE = BenchmarkConfig(
     reports={"humaneval": "base"},
     expected=60,
     max_new_tokens=8,
-    executes_code=True,
 )
 
 
@@ -40,7 +39,7 @@ def test_all_problems_are_reported_together() -> None:
         replace(CODE, name="gone", task="gone.jsonl"),
         replace(CODE, name="count", expected=164),
     ]
-    found = suite.preflight(benchmarks, Policy(False, "auto"))
+    found = suite.preflight(benchmarks, Policy(False))
     for says in ("allow_code_execution=false", "did you mean lm_eval", "gone.jsonl", "60 items and should have 164"):
         assert sum(says in sentence for sentence in found) == 1, says
 
@@ -54,7 +53,7 @@ def test_preflight_imports_neither_torch_nor_a_harness() -> None:
         "import sys\nfrom moe_lab.evaluation import suite\nfrom moe_lab.config import BenchmarkConfig as B\n"
         "from moe_lab.evaluation.sandbox.policy import Policy\nimport moe_lab.results\n"
         "b = B(name='b', harness='evalplus', task='pocket:benchmarks/mbpp.jsonl', reports={'m': 'base'})\n"
-        "assert len(suite.preflight([b], Policy(True, 'auto'))) == 1\nsuite.identity(b)\n"
+        "assert len(suite.preflight([b], Policy(True))) == 1\nsuite.identity(b)\n"
         "heavy = {'torch', 'transformers', 'lm_eval', 'evalplus', 'datasets', 'pandas', 'pyarrow', 'numpy'}\n"
         "assert not heavy & set(sys.modules), heavy & set(sys.modules)"
     )
@@ -84,25 +83,37 @@ def test_identity_follows_content_and_settings_not_place(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("sandbox", "missing", "closed_world", "expected"),
     [
-        ("auto", None, False, NAMESPACES),
-        ("auto", "none here", True, LIMITED),
-        ("auto", "none here", False, UserError),
-        ("namespaces", None, True, NAMESPACES),
-        ("namespaces", "none here", True, UserError),
-        ("none", None, False, UNCONFINED),
+        ("auto", False, False, NAMESPACES),
+        ("auto", True, True, LIMITED),
+        ("auto", True, False, UserError),
+        ("namespaces", False, True, NAMESPACES),
+        ("namespaces", True, True, UserError),
+        ("none", True, False, UNCONFINED),
     ],
 )
 def test_programs_run_behind_the_walls_that_were_asked_for(
-    monkeypatch: pytest.MonkeyPatch, sandbox: str, missing: str | None, closed_world: bool, expected: object
+    monkeypatch: pytest.MonkeyPatch, sandbox: str, missing: bool, closed_world: bool, expected: object
 ) -> None:
-    monkeypatch.setattr("moe_lab.evaluation.sandbox.client.namespaces_missing", lambda: missing)
+    monkeypatch.setattr(client, "check_namespaces", no_namespaces if missing else lambda: None)
     if expected is UserError:
         with pytest.raises(UserError, match=f"sandbox={re.escape(sandbox)}"):
             Policy(True, sandbox).protection(closed_world=closed_world)
     else:
         assert Policy(True, sandbox).protection(closed_world=closed_world) == expected
-    with pytest.raises(UserError, match=r"sandbox|allow_code_execution"):
+    with pytest.raises(UserError, match=r"allow_code_execution=false"):
         Policy(False, sandbox).protection(closed_world=closed_world)
+
+
+def no_namespaces() -> None:
+    raise client.NoNamespaces("none here")
+
+
+def test_a_kernel_that_refuses_namespaces_is_told_from_one_that_is_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the words that a runner ends with, and at once."""
+    words = f"raise SystemExit('{NO_NAMESPACES} (clone: Operation not permitted)')"
+    monkeypatch.setattr(client, "runner_command", lambda *, confined: ([sys.executable, "-c", words], {}))
+    with pytest.raises(client.NoNamespaces, match="not permitted"):
+        client.start(confined=True)
 
 
 def broken_starts(monkeypatch: pytest.MonkeyPatch, count: int, how: str) -> list[str]:
@@ -116,12 +127,7 @@ def broken_starts(monkeypatch: pytest.MonkeyPatch, count: int, how: str) -> list
         failed.append(how)
         if how == "no process":
             raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
-        if how == "killed":
-            return [sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"], {}
-        number = {"no memory": errno.ENOMEM, "too many namespaces": errno.ENOSPC}[how]
-        main = "import sys; from moe_lab.evaluation.sandbox import runner\ndef enter(hidden): raise OSError"
-        program = f"{main}({number}, 'unshare')\nrunner.enter = enter; runner.main(True, [])"
-        return [sys.executable, "-c", program], {"PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+        return [sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"], {}
 
     monkeypatch.setattr(client, "runner_command", command)
     return failed
@@ -133,19 +139,19 @@ def fresh_sandbox(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     if client.namespaces_missing():
         pytest.skip(f"no namespaces: {client.namespaces_missing()}")
     monkeypatch.setattr(client, "PAUSE", 0.0)
-    client.namespaces_missing.cache_clear()
+    client.check_namespaces.cache_clear()
     yield
-    client.namespaces_missing.cache_clear()
+    client.check_namespaces.cache_clear()
 
 
-FAILURES = ["no process", "killed", "no memory", "too many namespaces"]
+FAILURES = ["no process", "killed"]
 
 
 @pytest.mark.usefixtures("fresh_sandbox")
 @pytest.mark.parametrize("how", FAILURES)
 def test_a_start_of_the_sandbox_that_fails_once_is_tried_again(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     failed = broken_starts(monkeypatch, 1, how)
-    assert Policy(True).protection(closed_world=True) == NAMESPACES
+    assert Policy(True).protection() == NAMESPACES
     assert failed == [how]
 
 
@@ -156,8 +162,8 @@ def test_no_weaker_sandbox_takes_the_place_of_one_that_does_not_start(
 ) -> None:
     broken_starts(monkeypatch, 3, how)
     with pytest.raises(Unavailable, match="sandbox=auto"):
-        Policy(True).protection(closed_world=True)
-    assert Policy(True).protection(closed_world=True) == NAMESPACES  # the failure is not remembered
+        Policy(True).protection()
+    assert Policy(True).protection() == NAMESPACES  # the failure is not remembered
 
 
 @pytest.mark.usefixtures("fresh_sandbox")

@@ -201,12 +201,6 @@ def test_more_than_one_in_a_hundred_without_a_score_fails(
     assert not (tmp_path / "out").exists()
 
 
-def test_answers_to_other_questions_are_refused(published: BenchmarkConfig, at: Endpoint, tmp_path: Path) -> None:
-    benchmark = judged(published, at)
-    with pytest.raises(UserError, match="not those to its 146 questions"):
-        run.grade(answered(benchmark, ["7"] * 146)[1:], benchmark, tmp_path, policy=ALLOWED)
-
-
 def test_the_judge_is_part_of_what_a_result_is_and_neither_place_nor_key_are(
     published: BenchmarkConfig, at: Endpoint, tmp_path: Path
 ) -> None:
@@ -220,15 +214,6 @@ def test_the_judge_is_part_of_what_a_result_is_and_neither_place_nor_key_are(
     (tmp_path / "t.md").write_text("{$user_query} {$model_output} {$checklist}")
     other = replace(benchmark, parameters={"tag": "Creative Writing", "template": str(tmp_path / "t.md")})
     assert suite.identity(other) != own and suite.question_identity(other) == suite.question_identity(benchmark)
-
-
-def test_preflight_wants_leave_to_ask_a_judge(published: BenchmarkConfig, at: Endpoint) -> None:
-    benchmark = judged(published, at)
-    assert suite.preflight([benchmark], ALLOWED) == []
-    (sentence,) = suite.preflight([benchmark], Policy())
-    assert sentence.startswith("allow_judge=false, but benchmark wildbench sends")
-    (sentence,) = suite.preflight([replace(benchmark, chat=False)], ALLOWED)
-    assert sentence.startswith("benchmark wildbench: chat=false, but conversations")
 
 
 def test_leave_to_ask_a_judge_may_come_with_the_next_run(

@@ -34,7 +34,8 @@ from moe_lab.models.discover import moe_layers
 from moe_lab.paths import caches
 from moe_lab.pruning.export import export
 from moe_lab.pruning.mask import mask
-from moe_lab.pruning.plan import Plan, merge_experts
+from moe_lab.pruning.plan import Plan
+from moe_lab.pruning.replace import merge_experts
 
 ROOT = Path(__file__).parents[2]
 PYTHON = (ROOT / ".venv-vllm").resolve() / "bin" / "python"  # torch compiles nothing below a path with a space
@@ -316,7 +317,7 @@ def test_a_server_reads_an_export_whose_layers_differ(models: Models) -> None:
             last = texts[0].split()[-1]
             stops = ("w3 w4", "w5 w6", "w7 w8", "w9 w10", "w11 w12", last)
             stopped = written(server, prompts, stops)
-            group = server.completions.last_words.func.__self__.process.pid  # type: ignore[attr-defined]
+            group = server.last_words.args[0].process.pid  # type: ignore[attr-defined]
             (engine,) = (process for process, name in processes(group).items() if "EngineCor" in name)
             os.kill(engine, signal.SIGKILL)
             with pytest.raises(Unavailable) as died:

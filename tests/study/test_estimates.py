@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +21,7 @@ from example_steps import cell_of, evaluated, step_of
 
 from moe_lab.config import (
     AllocationConfig,
+    BackendConfig,
     BenchmarkConfig,
     CalibrationConfig,
     Config,
@@ -28,12 +31,13 @@ from moe_lab.config import (
     ModelConfig,
     RecoveryConfig,
 )
+from moe_lab.errors import UserError
 from moe_lab.json_files import write_json
 from moe_lab.models.config_json import size_of
 from moe_lab.study import estimates
 from moe_lab.study import memory as step_memory
 from moe_lab.study.estimates import Memory, Times, forecast, gpus, largest_memory, memory_of
-from moe_lab.study.step import Loads, Step
+from moe_lab.study.step import Step
 from moe_lab.study.steps import KINDS
 from moe_lab.study.store import Store
 
@@ -43,7 +47,7 @@ TEXT = CalibrationConfig(name="t", path="a/b", length=4096, tokens=524288, batch
 BENCHMARK = BenchmarkConfig(name="b", harness="lm_eval", task="t", expected=1000, batch_size=64)
 CODE = BenchmarkConfig(name="code", harness="evalplus", task="pocket:benchmarks/mbpp.jsonl", max_new_tokens=2048)
 L40S = 48.0
-MODELS = [name for name, kind in KINDS.items() if kind.loads is Loads.MODEL]
+MODELS = [name for name, kind in KINDS.items() if kind.loads == "model"]
 LAYERED = [name for name in MODELS if KINDS[name].streams]
 CHANNELS = CriterionConfig(name="heapr")
 """A criterion whose plans have FLOPs that depend on routing."""
@@ -134,7 +138,7 @@ def test_changed_weights_are_a_second_model(changes: dict[str, Any]) -> None:
 
 
 def test_weights_are_read_without_a_gpu_and_without_room_for_them() -> None:
-    for kind in (name for name, kind in KINDS.items() if kind.loads is Loads.CHECKPOINT):
+    for kind in (name for name, kind in KINDS.items() if kind.loads == "checkpoint"):
         memory = known(step(kind, model("qwen3_30b_a3b")))
         assert not memory.on_gpu and memory.bytes < 2 * 2**30
 
@@ -286,3 +290,36 @@ def test_what_is_written_is_held_against_what_is_free(
         monkeypatch.setattr(shutil, "disk_usage", lambda place, free=free: SimpleNamespace(free=free))
         problems = estimates.disk_problems(store, steps)
         assert problems == [] if fits else f"about {gib:.1f} GiB would be written" in problems[0]
+
+
+def served(about: ModelConfig) -> Step:
+    return evaluated(about, BENCHMARK, backend=BackendConfig(name="server", command="serve {checkpoint} {port}"))
+
+
+@pytest.mark.parametrize(
+    ("make", "changes", "says"),
+    [
+        (lambda m: step("cost", m), {}, "cost of model=m loads 20.0 GiB .* 19.0 GiB of main memory: set cal"),
+        (lambda m: evaluated(m, BENCHMARK), {"dtype": "float32"}, "evaluate of model=m loads 40.0 GiB .* leave it out"),
+        (lambda m: step("cost", m, text("streamed")), {}, None),
+        (lambda m: step("weights", m), {}, None),
+        (lambda m: evaluated(m, BENCHMARK), {"device": "cuda"}, None),
+        (served, {}, None),
+        (lambda m: evaluated(m, BENCHMARK), {"expected": None}, None),
+    ],
+)
+def test_a_model_that_does_not_fit_into_main_memory_is_refused_before_it_is_loaded(
+    make: Callable[[ModelConfig], Step], changes: dict[str, Any], says: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = make(replace(MODEL, **{"device": "cpu", **changes}))
+    for memory, fits in ((19 * GIB, says is None), (40 * GIB, True)):
+        monkeypatch.setattr(estimates, "main_memory", lambda memory=memory: memory)
+        problems = [str(error) for error in refusals(asked)]
+        assert problems == [] if fits else len(problems) == 1 and re.search(str(says), problems[0])
+
+
+def refusals(asked: Step) -> Iterator[UserError]:
+    try:
+        estimates.check_memory(asked)
+    except UserError as error:
+        yield error

@@ -22,12 +22,13 @@ from moe_lab.config import (
     SuiteConfig,
 )
 from moe_lab.errors import UserError
-from moe_lab.evaluation.sandbox.policy import LIMITED, NAMESPACES, UNCONFINED, Policy
+from moe_lab.evaluation.sandbox import client
+from moe_lab.evaluation.sandbox.policy import LIMITED
 from moe_lab.grid import benchmarks
 from moe_lab.study import record
 from moe_lab.study.graph import Graph, build, unresolved
 from moe_lab.study.step import Step
-from moe_lab.study.steps.evaluation import Evaluate, Grade
+from moe_lab.study.steps.evaluation import Evaluate
 
 CONF = Path(__file__).parents[2] / "conf"
 SUITE = ["pocket_arc_easy", "pocket_gsm8k"]
@@ -178,41 +179,30 @@ def test_what_a_chat_template_is_given_counts_where_it_is_used() -> None:
         assert ids(benchmark, thinking=True) == ids(benchmark, thinking=False)
 
 
-def test_programs_that_are_not_run_give_other_results(monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = {"allow_code_execution": True}
-    monkeypatch.setattr("moe_lab.evaluation.sandbox.client.namespaces_missing", lambda: None)
-    confined = code_steps(CODE, **settings)
-    monkeypatch.setattr("moe_lab.evaluation.sandbox.client.namespaces_missing", lambda: "none here")
-    limited = code_steps(CODE, **settings)
-    assert limited["grade"].id != confined["grade"].id and limited["generate"].id == confined["generate"].id
-
-
-def policy_of(**settings: Any) -> Policy:
-    """What grading may do."""
-    grade = code_steps(CODE, **settings)["grade"]
-    assert isinstance(grade, Grade)
-    return grade.policy
-
-
 def test_a_step_runs_in_no_weaker_sandbox_than_its_identity_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where the machine that grades has no namespaces, and that which began the study has."""
-    missing: list[str | None] = [None]
-    monkeypatch.setattr("moe_lab.evaluation.sandbox.client.namespaces_missing", lambda: missing[0])
-    policy = policy_of(allow_code_execution=True)
-    assert policy.protection(closed_world=True) == NAMESPACES
-    missing[0] = "none here"
+    """Programs that are not run give other results. Where the study begins decides, not the machine that grades."""
+
+    def refuse() -> None:
+        raise client.NoNamespaces("none here")
+
+    monkeypatch.setattr(client, "check_namespaces", lambda: None)
+    confined = code_steps(CODE, allow_code_execution=True)
+    monkeypatch.setattr(client, "check_namespaces", refuse)
+    limited = code_steps(CODE, allow_code_execution=True)
+    assert limited["grade"].id != confined["grade"].id and limited["generate"].id == confined["generate"].id
+    grade: Any = limited["grade"]
+    assert grade.policy.protection(closed_world=True) == LIMITED
+    grade = confined["grade"]
     with pytest.raises(UserError, match=r"sandbox=.*none here"):
-        policy.protection(closed_world=True)
-    assert policy_of(allow_code_execution=True).protection(closed_world=True) == LIMITED
-    assert policy_of(allow_code_execution=True, sandbox="none").protection(closed_world=True) == UNCONFINED
+        grade.policy.protection(closed_world=True)
 
 
 def test_figures_have_one_pass_for_every_gate_and_seed() -> None:
     gates = ["model", "renormalized"]
     made = graph(criterion=["man"], calibration=["pocket_code"], gate=gates, seed=[1, 2], overlap=True)
     keys = {("pocket_code", "pocket_olmoe", gate, seed) for gate in gates for seed in (1, 2)}
-    assert set(made.families) == set(made.damages) == keys
-    assert len({step.id for step in made.families.values()}) == len(keys)
+    assert set(made.figures["families"]) == set(made.figures["damages"]) == keys
+    assert len({step.id for step in made.figures["families"].values()}) == len(keys)
 
 
 def test_two_models_of_one_name_are_two_cells_and_the_same_model_twice_is_one(tmp_path: Path) -> None:

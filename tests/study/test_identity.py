@@ -44,7 +44,7 @@ from moe_lab.config.base import identity, type_at
 from moe_lab.paths import resolve
 from moe_lab.study import devices
 from moe_lab.study.devices import resolved
-from moe_lab.study.step import KINDS, Loads, Step, canonical, digest, identified
+from moe_lab.study.step import KINDS, Step, canonical, digest, identified
 from moe_lab.study.steps.passes import StatisticsPass
 
 json_values = st.recursive(
@@ -232,7 +232,7 @@ def test_a_login_node_names_the_device_that_its_jobs_ask_for(monkeypatch: pytest
     assert resolved(unknown, Config(launcher=slurm)).dtype == "auto", "the precision of the files"
 
 
-RUNNING = [name for name, kind in KINDS.items() if kind.loads is Loads.MODEL]
+RUNNING = [name for name, kind in KINDS.items() if kind.loads == "model"]
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS))

@@ -7,7 +7,6 @@ import json
 import os
 import pickle
 import random
-import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -19,7 +18,7 @@ import pytest
 from processes import until
 
 from moe_lab.study import claims as claiming
-from moe_lab.study.claims import Busy, Claims, Lost
+from moe_lab.study.claims import Busy, Claims
 
 HOUR = 3600
 
@@ -76,19 +75,19 @@ def foreign(folder: Path, age: float = 0.0, **changes: Any) -> Path:
 
 def test_one_process_has_it_until_it_gives_it_up(folder: Path) -> None:
     claims = Claims(folder)
-    with claims.held("x"):
+    with claims.take("x"):
         for other in (claims, Claims(folder)):
             with pytest.raises(Busy):
                 other.take("x")
-        assert Claims(folder).living() == {"x"} and Claims(folder).is_held("x")
-    assert not list(folder.iterdir()) and not Claims(folder).is_held("x")
+        assert Claims(folder).living().keys() == {"x"}
+    assert not list(folder.iterdir()) and Claims(folder).living() == {}
 
 
 def test_a_claim_of_a_killed_process_is_free_at_once(folder: Path) -> None:
     killed_owner(folder, "x")
-    assert list(folder.iterdir()) and Claims(folder).living() == set()
-    with Claims(folder).held("x"):
-        assert Claims(folder).living() == {"x"}
+    assert list(folder.iterdir()) and Claims(folder).living() == {}
+    with Claims(folder).take("x"):
+        assert Claims(folder).living().keys() == {"x"}
     assert not list(folder.iterdir())
     killed_owner(folder, "x")
     Claims(folder).clear()
@@ -129,7 +128,7 @@ def test_of_those_that_find_a_stale_claim_one_has_it(folder: Path, tmp_path: Pat
 
 
 def test_a_heartbeat_renews_what_is_held(folder: Path, fast: None) -> None:
-    with Claims(folder).held("x") as claim:
+    with Claims(folder).take("x") as claim:
         os.utime(claim.path, (1, 1))
         until(lambda: time.time() - claim.path.stat().st_mtime < HOUR)
 
@@ -148,19 +147,16 @@ class TestAnotherMachine:
         assert claims.is_stale(path)
 
     @pytest.mark.parametrize("age", [HOUR, 0, -HOUR])
-    def test_with_heartbeats_it_is_kept_whatever_its_clock_says(self, folder: Path, age: float) -> None:
+    def test_heartbeats_keep_it_whatever_its_clock_says(self, folder: Path, age: float) -> None:
         path, claims, begun = foreign(folder, age), Claims(folder), time.monotonic()
         while time.monotonic() < begun + 2 * claiming.LIMIT:
             moment = path.stat().st_mtime + 0.01
             os.utime(path, (moment, moment))
             assert not claims.is_stale(path)
             time.sleep(claiming.BEAT / 4)
-
-    @pytest.mark.parametrize("age", [0, -HOUR])
-    def test_without_heartbeats_it_is_free_after_a_while(self, folder: Path, age: float) -> None:
-        path, claims, begun = foreign(folder, age), Claims(folder), time.monotonic()
+        last = time.monotonic()
         until(lambda: claims.is_stale(path))
-        assert time.monotonic() - begun > claiming.LIMIT / 2
+        assert age > 0 or time.monotonic() - last > claiming.LIMIT / 2, "its time says nothing"
 
     def test_a_job_in_the_queue_keeps_it(self, folder: Path) -> None:
         path, queue = foreign(folder, HOUR, job="7"), {"7"}
@@ -177,9 +173,9 @@ class TestAnotherMachine:
         path = foreign(folder, HOUR, host="node7", job="12")
         assert Claims(folder).holder("y") == "another process"
         monkeypatch.setattr(claiming, "LIMIT", 1.5)
-        monkeypatch.setattr(claiming, "SILENT", 0.02)
+        monkeypatch.setattr(claiming, "SILENT", 2)
         os.utime(path, (time.time() + HOUR,) * 2)
-        with Claims(folder).awaited("x"):
+        with Claims(folder).wait_for("x"):
             pass
         assert f"process {os.getpid()} on node7, job 12" in capsys.readouterr().err
         path = foreign(folder, HOUR)
@@ -214,21 +210,13 @@ class TestAnotherMachine:
         assert not list(folder.iterdir())
 
 
-def test_a_copied_claim_is_nobody_s(folder: Path, tmp_path: Path) -> None:
-    with Claims(folder).held("x"):
-        shutil.copytree(folder, tmp_path / "copy")
-        assert Claims(tmp_path / "copy").living() == set() and Claims(folder).living() == {"x"}
-        with Claims(tmp_path / "copy").held("x"):
-            pass
-
-
 def test_who_was_taken_over_finds_out_and_leaves_the_new_claim_alone(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     suspended, taker = Claims(folder).take("x"), Claims(folder)
     monkeypatch.setattr(taker, "is_stale", lambda path: path == suspended.path)
-    with taker.held("x") as claim:
-        with pytest.raises(Lost):
+    with taker.take("x") as claim:
+        with pytest.raises(Busy):
             suspended.check()
         suspended.release()
         claim.check()
@@ -263,6 +251,6 @@ def test_a_full_disk_leaves_no_claim(folder: Path, monkeypatch: pytest.MonkeyPat
 
 def test_a_copy_in_another_process_holds_nothing(folder: Path) -> None:
     claims = Claims(folder)
-    with claims.held("x"):
+    with claims.take("x"):
         copied = pickle.loads(pickle.dumps(claims))
         assert copied.folder == folder and not copied.owned

@@ -1,23 +1,57 @@
 """Engines compute texts and likelihoods, batch by batch: the loaded model (`hf.py`), a process of vLLM (`vllm.py`) or a
-server (`server.py`). `answers.py` is what asks them. No torch.
+server (`server.py`). `answers.py` is what asks them. No torch and no openai, for the preflight.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import os
+import re
+import shlex
+import shutil
+import sys
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from string import Template
 from typing import Any
 
-from moe_lab.errors import UserError
+from moe_lab.config import BackendConfig, BenchmarkConfig, ModelConfig
+from moe_lab.config.base import identity
+from moe_lab.errors import UserError, mask, user_errors
+from moe_lab.evaluation.harness import HARNESSES
+from moe_lab.evaluation.interpreters import check_has, interpreter
 from moe_lab.evaluation.reasoning import special_marks
+from moe_lab.models.config_json import check_trained_top_k, config_of
+from moe_lab.models.families import PORTS
 
+PLACING = frozenset(
+    {
+        "cpu_offload_gb",
+        "data_parallel_size",
+        "disable_log_stats",
+        "gpu_memory_utilization",
+        "max_parallel_loading_workers",
+        "pipeline_parallel_size",
+        "swap_space",
+        "tensor_parallel_size",
+    }
+)
+"""Arguments of vllm.LLM that say where a model is and how much memory it may take: no part of the identity of a
+step."""
 TOKEN_SECONDS = 1.0
 """Seconds per token that a slow server or engine may take."""
 _CONTEXT_TOKENS = 4  # prompt tokens decoded together with the first new ones: some tokenizers drop a leading space
+_LOG_LINES = 60
+"""Lines of a log that are printed when a server or an engine fails."""
+_LONGEST = 600
+"""Characters of an error that are quoted."""
+_ERROR = re.compile(r"(?:\([^)]*\) )?(?:ERROR [^\]]*\] )?([A-Za-z_][\w.]*(?:Error|Exception): .+)")
+"""The last line of a stack trace, alone or as vLLM logs it: after the name of a process, a time and a place."""
+ELSEWHERE = "root cause"
+"""What vLLM says in an error that another one caused."""
 
 Likelihood = tuple[float, bool]
 """The summed log-likelihood of tokens in nats, and whether each was the likeliest."""
@@ -146,3 +180,91 @@ def check_finite(number: float, name: str) -> None:
             f"the {name} of a token is {number}, expected a finite number: the model's weights or precision "
             "make it overflow"
         )
+
+
+# Settings of an engine.
+
+
+@identity.register
+def _(backend: BackendConfig) -> Any:
+    """Its name; of a server the command line, of vLLM the arguments but for `PLACING`."""
+    if backend.name == "server":
+        return {"name": backend.name, "command": backend.command}
+    if backend.name == "vllm":
+        arguments = {name: value for name, value in backend.arguments.items() if name not in PLACING}
+        return {"name": backend.name, "arguments": arguments}
+    return {"name": backend.name}
+
+
+def wrong(
+    backend: BackendConfig, benchmarks: Iterable[BenchmarkConfig], models: Iterable[ModelConfig]
+) -> Iterator[str]:
+    """A sentence for each mistake in the back end, and for each benchmark or model that it cannot serve."""
+    if backend.name == "hf":
+        return
+    if backend.name == "server":
+        yield from user_errors(command_line, backend, Path("checkpoint"), 0, "name")
+        for benchmark in benchmarks:
+            harness = HARNESSES.get(benchmark.harness)
+            if harness and benchmark.max_new_tokens and not harness.two_phases:
+                yield (
+                    f"backend={backend.name}: benchmark {benchmark.name} generates with the loaded model, whatever the "
+                    "back end: leave it out, or set backend=hf"
+                )
+    for model in models:
+        yield from user_errors(check_trained_top_k, model, f"backend={backend.name}")
+        if backend.name == "vllm" and (kind := config_of(model).get("model_type")) in PORTS:
+            yield f"backend=vllm: the transformers of vLLM has no model_type={kind} ({model.name}): expected backend=hf"
+
+
+def command_line(backend: BackendConfig, checkpoint: Path, port: int, name: str) -> list[str]:
+    """The words of backend.command, with the values of {checkpoint}, {port}, {name} and of environment variables.
+
+    Raises UserError for a command that lacks one of the first two, or names a variable that is not there.
+    """
+    line = backend.command or ""
+    if "{checkpoint}" not in line or "{port}" not in line:
+        raise UserError(f"backend.command={backend.command}: expected a server's, with {{checkpoint}} and {{port}}")
+    try:
+        words = [Template(word).substitute(os.environ) for word in shlex.split(line)]
+    except ValueError as error:
+        raise UserError(f"backend.command={line} cannot be read: {error}") from None
+    except KeyError as error:
+        raise UserError(
+            f"backend.command: there is no environment variable {error.args[0]} here: export it where steps run"
+        ) from None
+    for place, value in {"{checkpoint}": checkpoint, "{port}": port, "{name}": name}.items():
+        words = [word.replace(place, str(value)) for word in words]
+    return words
+
+
+def check_installed(backend: BackendConfig) -> None:
+    """Raise UserError when vLLM, or the program that backend.command starts, is not on this machine."""
+    if backend.name == "vllm":
+        check_has("vllm", interpreter("vllm", backend.python, "backend=vllm"))
+    elif backend.name == "server":
+        program, *_ = command_line(backend, Path("checkpoint"), 0, "name")
+        if shutil.which(program, path=search_path()) is None:
+            raise UserError(
+                f"backend.command starts {program}, and there is no such program here: install it, or write its path "
+                "into backend.command"
+            )
+
+
+def search_path() -> str:
+    """The PATH in which programs are searched: first the folder of this interpreter, then the usual PATH."""
+    return os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)))
+
+
+def last_lines(log: str) -> str:
+    """The last error and the last line of a log, as part of a sentence; the last two lines if it has no error.
+
+    Prints more lines to standard error.
+    """
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    print(mask("\n".join(lines[-_LOG_LINES:])), file=sys.stderr, flush=True)
+    errors = [match[1][:_LONGEST] for line in lines if (match := _ERROR.match(line))]
+    causes = [error for error in errors if ELSEWHERE not in error] or errors
+    if causes:
+        return "; ".join(dict.fromkeys([causes[-1], lines[-1]]))
+    return "; ".join(lines[-2:]) or "it said nothing"

@@ -8,7 +8,6 @@ that the text needs no steps as far as it is that answer.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -151,39 +150,31 @@ def _read(
     """Read the prompts, with right answers after them where tokens can be forgotten again, and begin `texts`.
 
     Returns the model's output, and the token ids and arguments for what is kept: prompts, and texts without their last
-    tokens. Answers are read as few at a time as their logits need.
+    tokens. Answers are not read where their logits would take too much memory.
     """
     by_token = [name for name, value in inputs.items() if getattr(value, "shape", None) == ids.shape]
-    answers = batch.answers if _can_forget(model, inputs, by_token) else [None] * len(ids)
-    longest = max(map(len, batch.prompts))
-    width = ids.shape[1] if any(answers) else longest
-    ids, inputs = ids[:, :width], inputs | {name: inputs[name][:, :width] for name in by_token}
+    answers, longest = batch.answers, max(map(len, batch.prompts))
     # white space at the end of a prompt counts as part of its answer
     starts = [longest - (len(prompt) - row.start) for prompt, row in zip(batch.prompts, answers, strict=True) if row]
     first = min([longest, *starts]) - 1
     """The first place after which logits are needed."""
-    size = len(ids)
-    if starts:
+    logits_read = len(ids) * (ids.shape[1] - first)
+    if not starts or logits_read > tokens_with_logits(model) or not _can_forget(model, inputs, by_token):
+        answers, first = [None] * len(ids), longest - 1
+    width = ids.shape[1] if any(answers) else longest
+    ids, inputs = ids[:, :width], inputs | {name: inputs[name][:, :width] for name in by_token}
+    if any(answers):
         inputs["logits_to_keep"] = width - first
-        size = max(1, tokens_with_logits(model) // (width - first))
-    caches = []
-    for part in torch.arange(len(ids), device=ids.device).split(size):
-        of_part = _of_rows(part, inputs, len(ids))
-        if size < len(ids):
-            of_part["past_key_values"] = deepcopy(inputs["past_key_values"])
-        prepared = model.prepare_inputs_for_generation(ids[part], is_first_iteration=True, **of_part)
-        output = model(**prepared, return_dict=True)
-        caches.append(output.past_key_values)
-        for row, logits in zip(part.tolist(), output.logits[:, first - width :], strict=True):
-            text = _beginning(batch.prompts[row], answers[row], logits[longest - 1 - first :], batch.most)
-            if answer := answers[row]:
-                before = longest - len(batch.prompts[row]) + answer.start - 1 - first
-                scored = logits[before : before + len(answer.tokens) - answer.start]
-                text.likelihood = likelihood(answer.tokens[answer.start :], scored)
-            texts.append(text)
-    if len(caches) > 1:
-        output.past_key_values = _joined(caches)
-    if starts:
+    prepared = model.prepare_inputs_for_generation(ids, is_first_iteration=True, **inputs)
+    output = model(**prepared, return_dict=True)
+    for prompt, answer, logits in zip(batch.prompts, answers, output.logits[:, first - width :], strict=True):
+        text = _beginning(prompt, answer, logits[longest - 1 - first :], batch.most)
+        if answer:
+            before = longest - len(prompt) + answer.start - 1 - first
+            scored = logits[before : before + len(answer.tokens) - answer.start]
+            text.likelihood = likelihood(answer.tokens[answer.start :], scored)
+        texts.append(text)
+    if any(answers):
         ids, inputs = _forget(output.past_key_values, ids, inputs, batch.prompts, texts)
     return output, ids, inputs
 
@@ -212,15 +203,6 @@ def _beginning(prompt: Sequence[int], answer: Row | None, logits: torch.Tensor, 
     for logit in largest[: same + 1]:
         check_finite(logit, "logit")
     return Text(choices[: same + 1])
-
-
-def _joined(caches: Sequence[Any]) -> Any:
-    """One cache for the rows of all."""
-    whole = caches[0]
-    for number, layer in enumerate(whole.layers):
-        layer.keys = torch.cat([cache.layers[number].keys for cache in caches])
-        layer.values = torch.cat([cache.layers[number].values for cache in caches])
-    return whole
 
 
 def _forget(

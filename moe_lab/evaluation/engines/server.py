@@ -1,38 +1,171 @@
-"""Serve a checkpoint: start a server on a free port, check that it serves the right model, and stop it."""
+"""A server with OpenAI's interface as an engine that generates: started for a checkpoint, checked, asked, stopped."""
 
 from __future__ import annotations
 
-import http.client
 import json
 import os
 import secrets
-import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import time
-import urllib.error
-import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import openai
+
+from moe_lab.child_process import Child, Ended, Refused
 from moe_lab.config import BackendConfig, ModelConfig
 from moe_lab.errors import Unavailable, UserError
-from moe_lab.evaluation.back_ends import command_line, last_lines, search_path
-from moe_lab.evaluation.engines import end_tokens
-from moe_lab.evaluation.engines.completions import Completions, ServedModel
+from moe_lab.evaluation.engines import (
+    TOKEN_SECONDS,
+    Engine,
+    Prompt,
+    Writing,
+    Written,
+    command_line,
+    end_tokens,
+    last_lines,
+    search_path,
+)
+from moe_lab.evaluation.reasoning import special_marks
 from moe_lab.paths import caches
+from moe_lab.start import command
 
 GRACE = 20.0
 """Seconds between telling a server to stop and killing it."""
+STOPS = 4
+"""Most stop texts of one request: OpenAI's limit, and vLLM's default. Texts are cut at the other ones here."""
+COMPLETE = ("stop", "length")
+"""Reasons why a text ends that leave it whole: OpenAI's words. Others, such as abort or error, are of the server."""
 _POLL_SECONDS, _ANSWER = 0.2, 30.0
 _ENDING = 2.0
 """Seconds in which a server that has closed a connection may end."""
-_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # no proxy to this machine
+_REFUSAL = 1000
+"""Characters that are quoted of the reason that a server gives."""
+
+
+@dataclass(frozen=True)
+class ServedModel(Engine):
+    """A causal language model that a server runs. Its tokenizer is loaded in this process."""
+
+    url: str
+    """Base address, such as http://127.0.0.1:8000/v1."""
+    name: str
+    """Name of the model at the server."""
+    tokenizer: Any
+    """The tokenizer the server uses."""
+    length: int | None
+    """Tokens the model can read, prompt and answer together; None when its configuration does not say."""
+    template_arguments: Mapping[str, Any]
+    """Arguments of its chat template besides the messages."""
+    patience: float = BackendConfig.ready_seconds
+    """Seconds without any finished text, in addition to the time for one text, after which a server counts as hung."""
+    last_words: Callable[[], str | None] = lambda: None
+    """Returns the last output of a server that has ended; None while it runs."""
+
+    batches = 16  # so that the server rarely waits for the last text of a batch
+    scores = False
+
+    @property
+    def max_length(self) -> int | None:
+        return self.length
+
+    def generate(self, prompts: Sequence[Prompt], writing: Writing) -> list[Written]:
+        """As `Engine.generate`, with `writing.batch_size` requests at a time.
+
+        Raises Unavailable when no text at all arrives for too long. A single late text is no error, because the server
+        may finish all others first. Raises UserError where a server would leave out the marks of thoughts.
+        """
+        if writing.chat and (marks := special_marks(self.tokenizer)):
+            raise UserError(
+                f"a server leaves out special tokens, and {', '.join(marks.values())} part the model's thoughts from "
+                "its answers: expected backend=hf or backend=vllm"
+            )
+        texts = [self._request_text(prompt) for prompt in prompts]
+        pool = ThreadPoolExecutor(writing.batch_size)
+        with self.client() as client:
+            futures = [pool.submit(self.complete, client, text, writing.most, writing.stop) for text in texts]
+            try:
+                self._await(futures, self.patience + TOKEN_SECONDS * writing.most)
+                return [future.result() for future in futures]
+            finally:  # do not wait for the others: they end with the server, which may hang
+                pool.shutdown(wait=False, cancel_futures=True)
+
+    def client(self, seconds: float | None = None) -> openai.OpenAI:
+        """A client with a timeout of `seconds` per text; None by default, as a server may queue all texts."""
+        direct = openai.DefaultHttpxClient(trust_env=False)  # no proxy to this machine
+        return openai.OpenAI(base_url=self.url, api_key="none", timeout=seconds, max_retries=0, http_client=direct)
+
+    def complete(self, client: openai.OpenAI, prompt: str, most: int, stop: Sequence[str]) -> Written:
+        """The text of at most `most` tokens after a prompt, by greedy generation without penalties.
+
+        Some servers also stop at a stop text that begins in the prompt, so these are not sent. Raises UserError for a
+        refused request and for an answer of another model, Unavailable for a text that the server broke off, and when
+        it has ended or fails.
+        """
+        inside = [text for text in stop if not any(prompt.endswith(text[:end]) for end in range(1, len(text)))]
+        server = f"the server of {self.name}"
+        try:
+            answer = client.completions.create(
+                model=self.name,
+                prompt=prompt,
+                max_tokens=most,
+                stop=inside[:STOPS] or None,
+                temperature=0,
+                top_p=1,
+                frequency_penalty=0,
+                presence_penalty=0,
+            )
+            choice, model = answer.choices[0], answer.model
+            text, reason = choice.text, choice.finish_reason
+        except openai.APIConnectionError as error:
+            ended = self.last_words()
+            state = f"ended: {ended}" if ended else f"does not answer ({error.__cause__ or error})"
+            raise Unavailable(f"{server} {state}") from None
+        except openai.APIStatusError as error:
+            kind = UserError if error.status_code < 500 else Unavailable
+            if kind is Unavailable and (ended := self.last_words()):
+                raise Unavailable(f"{server} ended: {ended}") from None
+            said = error.body.get("message") if isinstance(error.body, dict) else None
+            reply = " ".join(str(said or error.response.text).split())[:_REFUSAL]
+            raise kind(f"{server} answered HTTP {error.status_code}: {reply}") from None
+        except (AttributeError, IndexError, TypeError, ValueError):  # the client checks no types
+            raise UserError(f"what answers at {self.url} gives no text completions") from None
+        if str(model).removesuffix("@main") != self.name:
+            raise UserError(f"what answers at {self.url} serves {model}, expected {self.name}: is it another server?")
+        if not isinstance(text, str) or reason not in COMPLETE:
+            raise Unavailable(f"{server} broke a text off: finish_reason={reason}, expected {' or '.join(COMPLETE)}")
+        return Written(text, "limit" if reason == "length" else "end")
+
+    def _await(self, futures: Sequence[Future[Written]], seconds: float) -> None:
+        """Raise what the first request to fail raises, and Unavailable when for so long none is done."""
+        pending = set(futures)
+        while pending:
+            done, pending = wait(pending, seconds, FIRST_COMPLETED)
+            if not done:
+                raise Unavailable(
+                    f"the server of {self.name} runs and wrote no text for {seconds:g} s, which is "
+                    f"backend.ready_seconds={self.patience:g} and {TOKEN_SECONDS:g} s per token: it seems to hang"
+                )
+            for future in done:
+                future.result()
+
+    def _request_text(self, prompt: Prompt) -> str:
+        """The text that a server tokenizes to the prompt, given that it always adds the tokenizer's special tokens."""
+        candidates = (prompt.text, prompt.text.removeprefix(self.tokenizer.bos_token or ""))
+        for text in candidates:
+            if tuple(self.tokenizer(text).input_ids) == prompt.tokens:
+                return text
+        raise UserError(
+            "a server adds the tokenizer's special tokens to every prompt, and the model's chat template wants none: "
+            "expected backend=hf"
+        )
 
 
 @contextmanager
@@ -43,8 +176,6 @@ def serving(checkpoint: Path, backend: BackendConfig, model: ModelConfig, name: 
     settings of the checkpoint's author. Raises UserError for a folder that is no checkpoint, Unavailable for a server
     that ends, serves another model or does not answer within backend.ready_seconds.
     """
-    if not (checkpoint / "config.json").is_file():
-        raise UserError(f"backend=server: {checkpoint} is no checkpoint: expected a folder with config.json")
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=model.trust_remote_code)
@@ -54,35 +185,28 @@ def serving(checkpoint: Path, backend: BackendConfig, model: ModelConfig, name: 
         view = Path(scratch, "checkpoint")
         make_view(checkpoint, view, tokenizer)
         port = _free_port()
-        served_name = f"{name}-{secrets.token_hex(4)}"  # so that another server cannot be mistaken for this one
-        with running(command_line(backend, view, port, served_name), Path(scratch, "log")) as server:
-            url = f"http://127.0.0.1:{port}/v1"
-            completions = _await(server, url, (served_name, str(view)), backend.ready_seconds)
-            yield ServedModel(completions, tokenizer, max_length, model.template_arguments, backend.ready_seconds)
-
-
-# The checkpoint as it is served.
+        unique = f"{name}-{secrets.token_hex(4)}"  # so that another server cannot be mistaken for this one
+        url, arguments = f"http://127.0.0.1:{port}/v1", model.template_arguments
+        with running(command_line(backend, view, port, unique)) as process:
+            ended = partial(_last_words, process, _ENDING)
+            served = ServedModel(url, unique, tokenizer, max_length, arguments, backend.ready_seconds, ended)
+            yield _ready(served, process, str(view))
 
 
 def make_view(checkpoint: Path, view: Path, tokenizer: Any) -> None:
     """Make a folder with links to the checkpoint's files and its own, neutral settings of generation and decoding."""
-    view.mkdir()
+    ends = end_tokens(checkpoint, tokenizer)  # as `LoadedModel` has them
+    padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else ends[0]
     changed = {
-        "generation_config.json": _greedy(checkpoint, tokenizer),
+        "generation_config.json": {"do_sample": False, "eos_token_id": ends, "pad_token_id": padding},
         "tokenizer_config.json": {**_json(checkpoint / "tokenizer_config.json"), "clean_up_tokenization_spaces": False},
     }
-    for file_name, content in changed.items():  # before the links, so that nothing is ever written through a link
+    view.mkdir()
+    for file_name, content in changed.items():
         (view / file_name).write_text(json.dumps(content))
     for file in checkpoint.iterdir():
         if file.name not in changed:
             (view / file.name).symlink_to(file.resolve())
-
-
-def _greedy(checkpoint: Path, tokenizer: Any) -> dict[str, Any]:
-    """Settings of greedy generation, with the same end tokens as `LoadedModel` uses."""
-    ends = end_tokens(checkpoint, tokenizer)
-    padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else ends[0]
-    return {"do_sample": False, "eos_token_id": ends, "pad_token_id": padding}
 
 
 def _json(file: Path) -> dict[str, Any]:
@@ -90,44 +214,26 @@ def _json(file: Path) -> dict[str, Any]:
     return document
 
 
-# The process.
-
-
-class Server:
-    """The process of a server, and its log."""
-
-    def __init__(self, process: subprocess.Popen[bytes], log: Path) -> None:
-        self.process, self.log = process, log
-
-    def last_words(self, seconds: float = 0.0) -> str | None:
-        """Why the process ended, by its log; None if it still runs after `seconds`."""
-        with suppress(subprocess.TimeoutExpired):
-            self.process.wait(seconds)
-        return None if self.process.poll() is None else last_lines(self.log.read_text(errors="replace"))
-
-
 @contextmanager
-def running(command: list[str], log: Path) -> Iterator[Server]:
-    """A context that runs the command as a process group, which ends with the context and when this process dies."""
-    watcher = Path(__file__).with_name("server_process.py")
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            [sys.executable, "-I", str(watcher), str(os.getpid()), str(GRACE), *command],
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env={"HF_HUB_OFFLINE": "1", **os.environ, "PATH": search_path(), "XDG_CACHE_HOME": str(caches())},
-            start_new_session=True,
-        )
+def running(line: Sequence[str]) -> Iterator[Child]:
+    """A context that runs a command line, which ends with the context and when this process dies."""
+    environment = {"HF_HUB_OFFLINE": "1", **os.environ, "PATH": search_path(), "XDG_CACHE_HOME": str(caches())}
+    process = Child(command("moe_lab.evaluation.server_process"), environment)
     try:
-        yield Server(process, log)
+        with suppress(Ended):  # the server, at once, as its log will say
+            process.call("start", command=list(line), grace=GRACE)
+        yield process
+    except Refused as error:
+        raise Unavailable(f"the server {error}") from None
     finally:
-        process.terminate()
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(GRACE + 5)
-        with suppress(ProcessLookupError):  # as expected, no process of the group is left
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        process.close(GRACE + 5)
+
+
+def _last_words(process: Child, seconds: float = 0.0) -> str | None:
+    """Why the server ended, by its log; None if it still runs after `seconds`."""
+    with suppress(subprocess.TimeoutExpired):
+        process.process.wait(seconds)
+    return None if process.process.poll() is None else last_lines(process.log())
 
 
 def _free_port() -> int:
@@ -137,46 +243,39 @@ def _free_port() -> int:
         return port
 
 
-# The endpoint.
-
-
-def _await(server: Server, url: str, names: tuple[str, str], seconds: float) -> Completions:
-    """Wait until the server answers requests for a model of one of these names."""
-    deadline = time.monotonic() + seconds
-    while (served := _models(url)) is None:
-        if (ended := server.last_words()) is not None:
+def _ready(served: ServedModel, process: Child, path: str) -> ServedModel:
+    """The model, once the server answers a request for it, by its name or by the path of the checkpoint."""
+    deadline = time.monotonic() + served.patience
+    while (listed := _listed(served)) is None:
+        if (ended := _last_words(process)) is not None:
             raise Unavailable(f"the server ended before it was ready: {ended}")
         if time.monotonic() > deadline:
             raise Unavailable(
-                f"the server did not answer at {url} within backend.ready_seconds={seconds:g}; the last it said: "
-                f"{last_lines(server.log.read_text(errors='replace'))}"
+                f"the server did not answer at {served.url} within backend.ready_seconds={served.patience:g}; the last "
+                f"it said: {last_lines(process.log())}"
             )
         time.sleep(_POLL_SECONDS)
     # `vllm serve` lists the name it is given; `transformers serve` lists other models and takes the checkpoint's path.
-    name = names[0] if names[0] in served else names[1]
-    completions = Completions(url, name, partial(server.last_words, _ENDING))
+    if served.name not in listed:
+        served = replace(served, name=path)
     try:
-        with completions.client(max(_ANSWER, deadline - time.monotonic())) as client:
-            completions.complete(client, "Hello", 1, ())
+        with served.client(max(_ANSWER, deadline - time.monotonic())) as client:
+            served.complete(client, "Hello", 1, ())
     except UserError as error:
-        ended = server.last_words()
         raise Unavailable(
-            f"the server does not serve the checkpoint ({error}); it lists {', '.join(served) or 'no model'}"
-            f"{f', and what was started ended: {ended}' if ended else ''}"
+            f"the server does not serve the checkpoint ({error}); it lists {', '.join(listed) or 'no model'}"
         ) from None
-    if (ended := server.last_words()) is not None:
-        raise Unavailable(f"the server ended ({ended}), and another one answers at {url}")
-    return completions
+    if (ended := _last_words(process)) is not None:
+        raise Unavailable(f"the server ended ({ended}), and another one answers at {served.url}")
+    return served
 
 
-def _models(url: str) -> list[str] | None:
+def _listed(served: ServedModel) -> list[str] | None:
     """Names of the models that the server lists, [] if it answers without a list; None while nothing answers."""
     try:
-        with _DIRECT.open(f"{url}/models", timeout=_ANSWER) as answer:
-            return [str(entry["id"]) for entry in json.load(answer)["data"]]
-    except urllib.error.HTTPError as error:
-        return None if error.code == 503 else []  # 503: it is still loading
-    except (OSError, http.client.HTTPException):
+        with served.client(_ANSWER) as client:
+            return [model.id for model in client.models.list()]
+    except openai.APIConnectionError:
         return None
-    except (ValueError, KeyError, TypeError):
-        return []
+    except (openai.APIError, AttributeError, TypeError, ValueError) as error:
+        return None if getattr(error, "status_code", None) == 503 else []  # 503: it is still loading

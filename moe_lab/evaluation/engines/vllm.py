@@ -16,8 +16,8 @@ from typing import Any
 from moe_lab.child_process import Child, Ended, Refused
 from moe_lab.config import BackendConfig, ModelConfig
 from moe_lab.errors import Unavailable, UserError
-from moe_lab.evaluation.back_ends import ELSEWHERE, last_lines
 from moe_lab.evaluation.engines import (
+    ELSEWHERE,
     TOKEN_SECONDS,
     Engine,
     Likelihood,
@@ -29,6 +29,7 @@ from moe_lab.evaluation.engines import (
     continuation,
     end_tokens,
     how_ended,
+    last_lines,
 )
 from moe_lab.evaluation.interpreters import interpreter
 from moe_lab.paths import caches
@@ -91,39 +92,37 @@ class Process:
     def items(self, method: str, seconds: float, **arguments: Any) -> Iterator[Any]:
         """What a method of `vllm_engine.Engine` yields, each within `seconds` and the time that a start may take.
 
-        Raises Unavailable when the engine fails, ends, or says nothing for too long. It is ended then, and when the
-        caller does not take all items.
+        Raises Unavailable when the engine fails, ends, or says nothing for too long. It is ended then, since requests
+        are left, and when the caller does not take all items.
         """
-        finished = False
         try:
             for reply in self._replies(method, seconds, arguments):
                 if "item" in reply:
                     yield reply["item"]
-            finished = True
-        finally:
-            if not finished:
-                self.close()
+        except Unavailable:
+            self.close()
+            raise
 
     def _value(self, method: str, **arguments: Any) -> Any:
         (reply,) = self._replies(method, 0.0, arguments)
         return reply["done"]
 
     def _replies(self, method: str, seconds: float, arguments: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+        limit = self.patience + seconds
         try:
-            yield from self._child.replies(method, self.patience + seconds, **arguments)
+            yield from self._child.replies(method, limit, **arguments)
         except TimeoutError:
             raise Unavailable(
-                f"vLLM said nothing for {self.patience + seconds:g} s, which is backend.ready_seconds="
-                f"{self.patience:g} and {TOKEN_SECONDS:g} s per token: it seems to hang"
+                f"vLLM said nothing for {limit:g} s, which is backend.ready_seconds={self.patience:g} and "
+                f"{TOKEN_SECONDS:g} s per token: it seems to hang"
             ) from None
         except Ended:
             reason = last_lines(self._child.log())
             raise Unavailable(f"vLLM ended (exit code {self.process.returncode}): {reason}") from None
         except Refused as error:
             said = last_lines(self._child.log())
-            raise Unavailable(
-                f"vLLM refuses: {said if ELSEWHERE in str(error) else f'{error.kind}: {error}'}"
-            ) from None
+            reason = said if ELSEWHERE in str(error) else f"{error.kind}: {error}"
+            raise Unavailable(f"vLLM refuses: {reason}") from None
 
 
 @dataclass(frozen=True)
@@ -148,14 +147,10 @@ class VllmModel(Engine):
         return length
 
     def generate(self, prompts: Sequence[Prompt], writing: Writing) -> list[Written]:
-        request = {
-            "prompts": [prompt.tokens for prompt in prompts],
-            "most": writing.most,
-            "stop": writing.stop,
-            "ends": self.ends,
-        }
+        request = {"prompts": [prompt.tokens for prompt in prompts], "most": writing.most, "stop": writing.stop}
         texts: dict[int, Written] = {}
-        for number, tokens, total in self.process.items("generate", TOKEN_SECONDS * writing.most, **request):
+        replies = self.process.items("generate", TOKEN_SECONDS * writing.most, ends=self.ends, **request)
+        for number, tokens, total in replies:
             check_finite(total, "log-likelihood")
             text = continuation(self.tokenizer, prompts[number].tokens, tokens, self.ends)
             texts[number] = Written(text, how_ended(tokens, writing.most, self.ends))

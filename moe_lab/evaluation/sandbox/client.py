@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
 import sys
 import time
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
 
+from moe_lab.child_process import Child, Ended
 from moe_lab.evaluation.sandbox.encoding import decode_text
-from moe_lab.evaluation.sandbox.runner import Request, runner_command
+from moe_lab.evaluation.sandbox.runner import NO_NAMESPACES, Request, runner_command
 
 
 @dataclass(frozen=True)
@@ -50,52 +49,23 @@ class Runner:
     """A runner process, confined by namespaces or only by limits. It runs one program at a time."""
 
     def __init__(self, *, confined: bool) -> None:
-        line, environment = runner_command(confined=confined)
-        self._process = subprocess.Popen(
-            line,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env=environment,
-            start_new_session=True,
-            cwd="/",
-        )
-        greeting = self._read()
-        if not greeting["ready"]:
+        self.child = Child(*runner_command(confined=confined), Path("/"))
+        try:
+            self.child.call("start")
+        except Ended as error:
             self.close()
-            raise (NoNamespaces if greeting.get("refused") else RunnerError)(greeting["reason"])
+            raise (NoNamespaces if NO_NAMESPACES in str(error) else RunnerError)(str(error)) from None
 
     def run(self, request: Request) -> Outcome:
         """Run one program. Whatever the program does affects only its own outcome."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(vars(request)).encode() + b"\n")
-        self._process.stdin.flush()
-        reply = self._read()
-        return Outcome(reply["status"], reply["error"], reply["outputs"], reply["seconds"])
-
-    def _read(self) -> dict[str, Any]:
-        assert self._process.stdout is not None and self._process.stderr is not None
-        line = self._process.stdout.readline()
-        if not line:
-            reason = self._process.stderr.read().decode("utf-8", "replace").strip().splitlines()
-            self.close()
-            raise RunnerError(reason[-1] if reason else f"the runner ended with code {self._process.returncode}")
-        reply: dict[str, Any] = json.loads(line)
-        return reply
+        try:
+            return Outcome(**self.child.call("run", request=vars(request)))
+        except Ended as error:
+            raise RunnerError(str(error)) from None
 
     def close(self) -> None:
         """End the runner and everything a program may have left behind."""
-        assert self._process.stdin is not None
-        with suppress(BrokenPipeError):
-            self._process.stdin.close()
-        try:
-            self._process.wait(timeout=5)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        for stream in (self._process.stdout, self._process.stderr):
-            if stream is not None:
-                stream.close()
+        self.child.close(seconds=5)
 
     def __enter__(self) -> Runner:
         return self
@@ -139,7 +109,7 @@ class Runners:
             runner = self._idle_runner()
             try:
                 outcome = runner.run(request)
-            except (RunnerError, OSError):
+            except RunnerError:
                 runner.close()
                 self._all.remove(runner)
             else:
@@ -164,15 +134,20 @@ class Runners:
 
 
 @lru_cache(maxsize=1)
-def namespaces_missing() -> str | None:
-    """Why programs cannot be confined on this machine, or None when they can; found out once per process.
+def check_namespaces() -> None:
+    """Raise NoNamespaces when no confined runner starts on this machine, and RunnerError when none does at this moment.
 
-    Raises RunnerError when that could not be found out, which the next call tries again.
+    That one does is found out once.
     """
     if not sys.platform.startswith("linux"):
-        return f"{sys.platform} has no namespaces"
+        raise NoNamespaces(f"{sys.platform} has no namespaces")
+    start(confined=True).close()
+
+
+def namespaces_missing() -> str | None:
+    """Why programs cannot be confined on this machine, or None when they can."""
     try:
-        with start(confined=True):
-            return None
-    except NoNamespaces as error:
+        check_namespaces()
+    except RunnerError as error:
         return str(error)
+    return None

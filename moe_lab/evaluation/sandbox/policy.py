@@ -24,15 +24,15 @@ class Policy:
     allow_pickled_data: bool = False
     """Data may be read in formats that can run code when they are read."""
 
-    def protection(self, *, closed_world: bool) -> str:
+    def protection(self, *, closed_world: bool = False) -> str:
         """The sandbox in which programs run here: NAMESPACES, LIMITED or UNCONFINED.
 
         `closed_world`: right answers need no import and no private attribute, as in the shipped benchmarks. Where there
         are no namespaces, sandbox=auto runs only such programs, after checking them (`closed_world.py`).
-        Raises UserError when no allowed sandbox is possible on this machine, and Unavailable when a sandbox that may
-        be possible does not start now: programs then run in no weaker one.
+        Raises UserError when no allowed sandbox is possible on this machine, and Unavailable when one that is possible
+        does not start now: programs then run in no weaker one.
         """
-        from moe_lab.evaluation.sandbox.client import RunnerError, namespaces_missing
+        from moe_lab.evaluation.sandbox.client import NoNamespaces, RunnerError, check_namespaces
 
         if not self.allow_code_execution:
             raise UserError(
@@ -41,17 +41,17 @@ class Policy:
         if self.sandbox == "none":
             return UNCONFINED
         try:
-            missing = namespaces_missing()
+            check_namespaces()
+        except NoNamespaces as error:
+            if self.sandbox == "auto" and closed_world:
+                return LIMITED
+            raise UserError(
+                f"sandbox={self.sandbox} needs Linux namespaces to run programs the model wrote, and there are none "
+                f"here ({error}): evaluate on another machine, or set sandbox=none to run them without a sandbox"
+            ) from None
         except RunnerError as error:
             raise Unavailable(
                 f"sandbox={self.sandbox}: the sandbox for programs the model wrote does not start now ({error}): "
                 f"expected memory and processes for it, so start again when the machine is less busy"
             ) from error
-        if missing is None:
-            return NAMESPACES
-        if self.sandbox == "auto" and closed_world:
-            return LIMITED
-        raise UserError(
-            f"sandbox={self.sandbox} needs Linux namespaces to run programs the model wrote, and there are none here "
-            f"({missing}): evaluate on another machine, or set sandbox=none to run them without a sandbox"
-        )
+        return NAMESPACES

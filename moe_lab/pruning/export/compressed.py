@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 from moe_lab.errors import UserError
-from moe_lab.models.checkpoint import OF_EXPERT, Checkpoint, open_checkpoint, read_json
+from moe_lab.models.checkpoint import Checkpoint, open_checkpoint, read_json
 from moe_lab.models.config_json import has_packed_experts
 from moe_lab.models.discover import routed_layers
+from moe_lab.models.families import Family
 from moe_lab.models.load import skeleton
 from moe_lab.models.streamed import stored_dtype
 from moe_lab.models.transformers_private import to_checkpoint
@@ -80,7 +81,8 @@ def compression_changes(folder: Path, scheme: str) -> Changes:
 def _expert_names(checkpoint: Checkpoint) -> list[str]:
     """Names of all matrices of routed experts."""
     check_stored_apart(checkpoint.tensors, checkpoint.folder)
-    return [name for name in checkpoint.tensors if OF_EXPERT.fullmatch(name)]
+    places = Family().places(checkpoint.tensors)
+    return [name for name, place in places.items() if place.kind == "expert" and place.axes is not None]
 
 
 def _group_size(widths: Collection[int]) -> int:

@@ -14,11 +14,13 @@ from rich.table import Table
 from moe_lab.config import LauncherConfig
 from moe_lab.study.estimates import Seconds
 from moe_lab.study.slurm.scheduler import LONGEST
-from moe_lab.study.step import KINDS, Loads, Step, canonical
+from moe_lab.study.step import KINDS, Step, canonical
 
 Stage = tuple[str, int]
 """The kind of a job, and its depth: how many jobs of the same kind have to run before it, one after another."""
 PackSteps = list[Step]
+STEPS_PER_JOB = 256
+"""Small steps of one job: each takes about a second, and a job some time in the queue."""
 
 
 @dataclass(frozen=True)
@@ -98,11 +100,12 @@ def _packs(steps: Sequence[Step], kind: str, settings: LauncherConfig) -> list[P
     groups: dict[str, dict[str, PackSteps]] = defaultdict(lambda: defaultdict(list))
     for step in sorted(steps, key=lambda step: step.kind != kind):
         plan = step.inputs.get("plan")
-        if KINDS[kind].loads is Loads.MODEL:
+        if KINDS[kind].loads == "model":
             groups[repr(step.about)][plan.id if plan else ""].append(step)
         else:
             groups[""][step.id].append(step)
-    return [pack for cells in groups.values() for pack in _cut(list(cells.values()), getattr(settings, per_job))]
+    size = STEPS_PER_JOB if per_job == "steps" else settings.cells_per_job
+    return [pack for cells in groups.values() for pack in _cut(list(cells.values()), size)]
 
 
 def _cut(groups: Sequence[PackSteps], size: int) -> list[PackSteps]:

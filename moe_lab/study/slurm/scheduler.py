@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
@@ -109,13 +110,14 @@ def _run(*command: str) -> subprocess.CompletedProcess[str]:
     Raises UserError when it cannot be started.
     """
     environment = {name: value for name, value in os.environ.items() if not name.startswith(DISPLAY)}
-    try:
-        return subprocess.run(command, capture_output=True, text=True, env=environment)
-    except OSError as error:
-        raise UserError(
-            f"launcher=slurm: {command[0]} cannot be started here ({error.strerror}): start this on a machine that "
-            "submits jobs, or use launcher=local"
-        ) from None
+    why = f"there is no {command[0]} here"
+    if (program := shutil.which(command[0])) is not None:
+        try:
+            # By its path: where PATH has a folder that may not be read, a search ends with that folder's error.
+            return subprocess.run([program, *command[1:]], capture_output=True, text=True, env=environment)
+        except OSError as error:
+            why = f"{command[0]} cannot be started ({error.strerror})"
+    raise UserError(f"launcher=slurm: {why}: start this on a machine that submits jobs, or use launcher=local")
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from moe_lab import allocation
@@ -10,10 +9,8 @@ from moe_lab.allocation.grouping import GROUPINGS
 from moe_lab.grid import Cell
 from moe_lab.models.config_json import Size
 from moe_lab.study.step import KINDS, Step
-from moe_lab.study.steps.engine import engine
-from moe_lab.study.steps.files import Files, loaded
-from moe_lab.study.steps.model import loaded_as
-from moe_lab.study.steps.passes import OnText
+from moe_lab.study.steps.files import Files, engine, loaded
+from moe_lab.study.steps.passes import OnText, loaded_as
 from moe_lab.study.steps.plans import Asked
 
 
@@ -28,7 +25,6 @@ def plan_of(cell: Cell) -> Any:
     return how(loaded_as(cell.model), cell.calibration, plan)
 
 
-@dataclass(frozen=True, eq=False)
 class AlignsChannels(OnText):
     """A step that matches the channels of experts that a plan merges."""
 
@@ -45,7 +41,6 @@ class AlignsChannels(OnText):
         return asked
 
 
-@dataclass(frozen=True, eq=False)
 class ActivationAlignment(AlignsChannels):
     """A plan with the channels of merged experts matched by their weights and their activations on a text."""
 
@@ -67,7 +62,6 @@ class ActivationAlignment(AlignsChannels):
         return super().memory(size) + 4.0 * size.experts * size.expert
 
 
-@dataclass(frozen=True, eq=False)
 class Alignment(AlignsChannels):
     """A plan with the channels of merged experts matched by their weights. Its text only says which engine is used."""
 

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 from moe_lab.config import BackendConfig, BenchmarkConfig, Config, ExportConfig, LauncherConfig, ModelConfig
 from moe_lab.errors import Unavailable
-from moe_lab.evaluation import back_ends, suite
-from moe_lab.evaluation.sandbox.policy import LIMITED, Policy
+from moe_lab.evaluation import engines, suite
+from moe_lab.evaluation.sandbox.policy import LIMITED, NAMESPACES, Policy
 from moe_lab.json_files import write_json
 from moe_lab.models.config_json import Size
 from moe_lab.study import memory
-from moe_lab.study.step import Loads, Step
+from moe_lab.study.step import Step, once
 from moe_lab.study.steps.files import Files
 from moe_lab.study.steps.recovery import Export, Pruned, export_of, forget_models
 
@@ -46,12 +46,8 @@ class Task:
     export: ExportConfig
     verify: bool
 
-    @property
-    def generates(self) -> bool:
-        """Whether texts are graded without the model, in a step of their own."""
-        return suite.has_two_phases(self.benchmark)
 
-
+@once
 def task_of(benchmark: BenchmarkConfig, config: Config) -> Task:
     """The benchmark as a study asks it.
 
@@ -62,18 +58,11 @@ def task_of(benchmark: BenchmarkConfig, config: Config) -> Task:
     if backend.name == "server" and not suite.has_two_phases(benchmark):
         backend = BackendConfig(name="hf")
     policy = suite.policy(config)
-    limited = suite.runs_limited(benchmark, policy)
+    limited = LIMITED if suite.runs_limited(benchmark, policy) else None
     if policy.sandbox == "auto" and not limited:
-        policy = replace(policy, sandbox="namespaces")
-    return Task(
-        benchmark,
-        suite.Questions(benchmark),
-        backend,
-        policy,
-        LIMITED if limited else None,
-        config.export,
-        config.verify,
-    )
+        policy = replace(policy, sandbox=NAMESPACES)
+    questions = suite.Questions(benchmark)
+    return Task(benchmark, questions, backend, policy, limited, config.export, config.verify)
 
 
 def backend_of(config: Config) -> BackendConfig:
@@ -83,12 +72,12 @@ def backend_of(config: Config) -> BackendConfig:
 
 def results_of(pruned: Pruned, task: Task) -> Evaluate | Grade:
     """The step with a benchmark's results on a pruned model."""
-    checkpoint = _checkpoint(pruned, task)
-    template = tuple(pruned.model.template_arguments.items()) if task.benchmark.chat else None
-    if not task.generates:
-        return Evaluate(pruned, task.backend, checkpoint, template, task.benchmark, task.policy, task.sandbox)
-    generated = Generate(pruned, task.backend, checkpoint, template, task.benchmark, task.questions)
-    return Grade(generated, task.benchmark, task.policy, task.sandbox)
+    benchmark, checkpoint = task.benchmark, _checkpoint(pruned, task)
+    template = tuple(pruned.model.template_arguments.items()) if benchmark.chat else None
+    if not suite.has_two_phases(benchmark):
+        return Evaluate(benchmark, task.policy, task.sandbox, pruned, task.backend, checkpoint, template)
+    generated = Generate(benchmark, pruned, task.backend, checkpoint, template, task.questions)
+    return Grade(benchmark, task.policy, task.sandbox, generated)
 
 
 def _checkpoint(pruned: Pruned, task: Task) -> Export | None:
@@ -103,22 +92,63 @@ def _checkpoint(pruned: Pruned, task: Task) -> Export | None:
     return export_of(pruned, task.export, task.verify)
 
 
-@dataclass(frozen=True, eq=False)
-class AsksModel(Step):
+class OnBenchmark(Step):
+    """A step about a benchmark."""
+
+    foreign = True
+    benchmark: BenchmarkConfig
+
+    @property
+    def items(self) -> int:
+        """Items that are asked, about."""
+        count = self.benchmark.expected or ITEMS
+        return min(self.benchmark.limit or count, count)
+
+    def units(self) -> float:
+        return float(self.items)
+
+    def pace(self) -> list[Any]:
+        asked = self.benchmark
+        return [asked.name, asked.shots, asked.chat, asked.max_new_tokens]
+
+    def check_data(self, identity: dict[str, Any]) -> None:
+        """Raise Unavailable when the data of the benchmark has changed since the study was started.
+
+        Results on other data belong to a step with another id.
+        """
+        if identity["data"] != suite.data_digest(self.benchmark):
+            raise Unavailable(
+                f"benchmark {self.benchmark.name}: its data is not what it was when this was started: start the study "
+                "again"
+            )
+
+
+class Grades(OnBenchmark):
+    """A step that grades what a model has answered."""
+
+    per_job = "cells"
+    policy: Policy
+    sandbox: str | None
+    runtime = frozenset({"policy"})
+
+    def conditions(self, launcher: LauncherConfig) -> Iterator[tuple[Any, ...]]:
+        yield suite.lacking, self.benchmark, self.policy
+
+
+class AsksModel(OnBenchmark):
     """A step that asks a pruned model the questions of a benchmark."""
 
-    loads = Loads.MODEL
-    foreign = True
+    loads = "model"
     pruned: Pruned
     backend: BackendConfig
     checkpoint: Export | None
     template: Template | None
     """Arguments of the model's chat template; None where the benchmark does not use it."""
-    benchmark: BenchmarkConfig
 
     def conditions(self, launcher: LauncherConfig) -> Iterator[tuple[Any, ...]]:
+        yield from super().conditions(launcher)
         if launcher.python is None:
-            yield back_ends.check_installed, self.backend
+            yield engines.check_installed, self.backend
 
     def label(self) -> str:
         return f"{self.pruned.recovered_label}-{self.benchmark.name}"
@@ -134,11 +164,8 @@ class AsksModel(Step):
         weights = memory.weights(size, 2 if self.pruned.is_changed else 1)
         return memory.BASE + weights + benchmark.batch_size * row
 
-    def units(self) -> float:
-        return float(items(self.benchmark))
-
     def pace(self) -> list[Any]:
-        return [self.pruned.loaded.facts.id, self.backend.name, *pace_of(self.benchmark)]
+        return [self.pruned.loaded.facts.id, self.backend.name, *super().pace()]
 
     @contextmanager
     def engine(self, files: Files) -> Iterator[Engine]:
@@ -180,30 +207,20 @@ class AsksModel(Step):
         print(f"{self.folder} asks, for example: {prompt!r}", file=sys.stderr, flush=True)
 
 
-@dataclass(frozen=True, eq=False)
-class Evaluate(AsksModel):
+class Evaluate(AsksModel, Grades):
     """The results of one benchmark, which is graded while the model is asked."""
 
     kind = "evaluate"
-    per_job = "cells_per_job"
-    policy: Policy
-    sandbox: str | None
-    runtime = frozenset({"policy"})
-
-    def conditions(self, launcher: LauncherConfig) -> Iterator[tuple[Any, ...]]:
-        yield from super().conditions(launcher)
-        yield suite.lacking, self.benchmark, self.policy
 
     def work(self, files: Files) -> None:
         from moe_lab.evaluation import run
 
-        check_data(self.benchmark, self.settings["benchmark"])
+        self.check_data(self.settings["benchmark"])
         with self.engine(files) as engine:
             run.evaluate(engine, self.benchmark, files.out, policy=self.policy, record=self.record(files))
         self.show(json.loads((files.out / "result.json").read_text())["protocol"]["prompt"])
 
 
-@dataclass(frozen=True, eq=False)
 class Generate(AsksModel):
     """The answers to one benchmark."""
 
@@ -215,7 +232,7 @@ class Generate(AsksModel):
     def work(self, files: Files) -> None:
         from moe_lab.evaluation import items, run
 
-        check_data(self.benchmark, self.settings["questions"])
+        self.check_data(self.settings["questions"])
         with self.engine(files) as engine:
             answers = run.answer(engine, self.benchmark, self.record(files))
         items.write(answers, files.out / run.ANSWERS)
@@ -223,29 +240,19 @@ class Generate(AsksModel):
 
     def disk(self, size: Size) -> float:
         """Generated texts, if each has the maximum length."""
-        return float(items(self.benchmark) * self.benchmark.max_new_tokens * BYTES_PER_TOKEN)
+        return float(self.items * self.benchmark.max_new_tokens * BYTES_PER_TOKEN)
 
     def job(self) -> str:
         """Generating by a model that is loaded goes into the Slurm jobs that evaluate its other benchmarks."""
         return self.kind if self.backend.name == "server" else "evaluate"
 
 
-@dataclass(frozen=True, eq=False)
-class Grade(Step):
+class Grade(Grades):
     """The results of one benchmark, from generated texts; needs no model."""
 
     kind = "grade"
-    per_job = "cells_per_job"
-    foreign = True
     process_memory = 4.0 * 2**30
     generate: Generate
-    benchmark: BenchmarkConfig
-    policy: Policy
-    sandbox: str | None
-    runtime = frozenset({"policy"})
-
-    def conditions(self, launcher: LauncherConfig) -> Iterator[tuple[Any, ...]]:
-        yield suite.lacking, self.benchmark, self.policy
 
     def label(self) -> str:
         return self.generate.label()
@@ -253,34 +260,6 @@ class Grade(Step):
     def work(self, files: Files) -> None:
         from moe_lab.evaluation import items, run
 
-        check_data(self.benchmark, self.settings["benchmark"])
+        self.check_data(self.settings["benchmark"])
         answers = items.read(files.path(self.generate, run.ANSWERS))
         run.grade(answers, self.benchmark, files.out, policy=self.policy)
-
-    def units(self) -> float:
-        return float(items(self.benchmark))
-
-    def pace(self) -> list[Any]:
-        return pace_of(self.benchmark)
-
-
-def items(benchmark: BenchmarkConfig) -> int:
-    """Items that are asked of a benchmark, about."""
-    count = benchmark.expected or ITEMS
-    return min(benchmark.limit or count, count)
-
-
-def pace_of(benchmark: BenchmarkConfig) -> list[Any]:
-    """What of a benchmark decides the seconds of an item."""
-    return [benchmark.name, benchmark.shots, benchmark.chat, benchmark.max_new_tokens]
-
-
-def check_data(benchmark: BenchmarkConfig, identity: dict[str, Any]) -> None:
-    """Raise Unavailable when the data of a benchmark has changed since the study was started.
-
-    Results on other data belong to a step with another id.
-    """
-    if identity["data"] != suite.data_digest(benchmark):
-        raise Unavailable(
-            f"benchmark {benchmark.name}: its data is not what it was when this was started: start the study again"
-        )

@@ -1,9 +1,10 @@
-"""Steps that measure the model: passes over a calibration set, and sums over its weights."""
+"""Steps that measure the model: its facts, passes over a calibration set, and sums over its weights."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from pkgutil import resolve_name
 from shutil import copyfile
@@ -13,29 +14,82 @@ from moe_lab import results
 from moe_lab.calibration import settings as calibrations
 from moe_lab.config import CalibrationConfig, ModelConfig
 from moe_lab.grid import Cell
-from moe_lab.models.config_json import Size
+from moe_lab.json_files import write_json
+from moe_lab.models.config_json import Size, experts_implementation
 from moe_lab.study import memory
-from moe_lab.study.step import Loads, Step
+from moe_lab.study.step import Parts, Step, once
 from moe_lab.study.steps import tables
-from moe_lab.study.steps.engine import engine
-from moe_lab.study.steps.files import REPORT, STATISTICS, Files, loaded, read_text
-from moe_lab.study.steps.model import Facts, Loaded, loaded_as
+from moe_lab.study.steps.files import REPORT, STATISTICS, Files, Rows, engine, loaded, read_text
 
 Table = tuple[str, tuple[str, ...], Callable[[tables.Layers], list[tables.Row]]]
 """Name of a file, its columns, and the function that makes its rows from sums of layers."""
 
 
-@dataclass(frozen=True, eq=False)
+class Facts(Step):
+    """Layers, experts and parameters of a model, from its configuration alone, and a hash of its files."""
+
+    kind = "model"
+    per_job = "steps"
+    model: ModelConfig
+
+    def label(self) -> str:
+        return self.model.name
+
+    def work(self, files: Files) -> None:
+        from moe_lab.models.facts import facts
+        from moe_lab.models.files import fingerprint, local_folder
+
+        folder = local_folder(self.model)
+        commit = folder.resolve().name if folder.resolve().parent.name == "snapshots" else None  # of the hub's cache
+        about = {**facts(self.model), "sha256": fingerprint(folder), "commit": commit}
+        write_json(files.out / "facts.json", about)
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """How a model's numbers are computed, where that changes bits."""
+
+    device: str
+    """cpu or cuda."""
+    dtype: str
+    """Precision of the loaded weights; "stored" for that of the files."""
+    experts: str
+    """The implementation of experts."""
+
+
+@cache
+def arithmetic(device: str, dtype: str) -> Arithmetic:
+    """How numbers are computed with `model.dtype` on a device that is resolved; the same object for equal settings."""
+    kind = "cpu" if device == "cpu" else "cuda"
+    usual = "float32" if kind == "cpu" else "stored"
+    return Arithmetic(kind, usual if dtype == "auto" else dtype, experts_implementation(device))
+
+
+class Loaded(Parts):
+    """A model as it is loaded. Which one it is the step with its facts identifies."""
+
+    facts: Facts
+    arithmetic: Arithmetic
+    model: ModelConfig
+    runtime = frozenset({"model"})
+
+
+@once
+def loaded_as(model: ModelConfig) -> Loaded:
+    """The model as steps load it."""
+    return Loaded(Facts(model), arithmetic(model.device, model.dtype), model)
+
+
 class OnText(Step):
     """A step that runs a model over a text."""
 
-    loads = Loads.MODEL
+    loads = "model"
     backward: ClassVar[bool] = False
     """Whether gradients come back through the layers."""
 
     loaded: Loaded
     text: CalibrationConfig
-    rows: tuple[int, int] | None = field(default=None, kw_only=True)
+    rows: Rows = field(default=None, kw_only=True)
     """The first row of a share of the text, and its end; None for all rows."""
 
     @property
@@ -86,7 +140,6 @@ class OnText(Step):
         return [self.loaded.facts.id, self.loaded.model.device]
 
 
-@dataclass(frozen=True, eq=False)
 class LeavesSums(Step):
     """A step that leaves sums for each layer, and small tables that figures need of them."""
 
@@ -104,7 +157,6 @@ class LeavesSums(Step):
             files.table(name, columns, rows(sums.layers))
 
 
-@dataclass(frozen=True, eq=False)
 class Pass(LeavesSums, OnText):
     """A pass over the calibration set."""
 
@@ -148,7 +200,6 @@ class Pass(LeavesSums, OnText):
         return Statistics(self.merge(shares), {"kind": header(shares[0])["kind"], "fingerprint": {"step": self.id}})
 
 
-@dataclass(frozen=True, eq=False)
 class StatisticsPass(Pass):
     """One forward pass over the calibration set: all sums, tokens per expert, and tables for figures."""
 
@@ -163,7 +214,6 @@ class StatisticsPass(Pass):
     )
 
 
-@dataclass(frozen=True, eq=False)
 class Gradients(Pass):
     """A forward and a backward pass: sums for each channel, of activations and of the loss's gradients."""
 
@@ -174,7 +224,6 @@ class Gradients(Pass):
     figures = (("gradients.parquet", results.GRADIENTS, tables.gradients),)
 
 
-@dataclass(frozen=True, eq=False)
 class WeightGradients(Pass):
     """A forward and a backward pass: gradients of the experts' weights, reduced to a number per channel."""
 
@@ -189,7 +238,6 @@ class WeightGradients(Pass):
         return 4.0 * size.experts * size.expert
 
 
-@dataclass(frozen=True, eq=False)
 class Damage(Pass):
     """The exact damage of removing each expert alone, in a forward pass with one more expert per token."""
 
@@ -198,7 +246,6 @@ class Damage(Pass):
     tap = "damage:DamageTap"
 
 
-@dataclass(frozen=True, eq=False)
 class Similarity(Pass):
     """One forward pass in which every expert reads every token, for groupings of similar experts."""
 
@@ -207,7 +254,6 @@ class Similarity(Pass):
     tap = "similarity:SimilarityTap"
 
 
-@dataclass(frozen=True, eq=False)
 class LossRises(Pass):
     """How much the loss rises when a part of the model is changed: one pass for each part, from its layer on."""
 
@@ -224,7 +270,6 @@ class LossRises(Pass):
         return merged_means([Statistics.load(file) for file in shares])
 
 
-@dataclass(frozen=True, eq=False)
 class Ablation(LossRises):
     """The rise of the loss when one expert's output is set to 0."""
 
@@ -232,18 +277,16 @@ class Ablation(LossRises):
     figures = (("ablation.parquet", results.ABLATIONS, tables.ablations),)
 
 
-@dataclass(frozen=True, eq=False)
 class Scaling(LossRises):
     """The rise of the loss when the routed output of one layer is scaled."""
 
     kind = "scaling"
 
 
-@dataclass(frozen=True, eq=False)
 class OnWeights(LeavesSums):
     """Sums over the weights of a model, read from the checkpoint without building the model."""
 
-    loads = Loads.CHECKPOINT
+    loads = "checkpoint"
     weigher: ClassVar[str] = ""
     """Function of `moe_lab.statistics.weights` that adds them up."""
     facts: Facts
@@ -284,7 +327,6 @@ class OnWeights(LeavesSums):
         return [self.facts.id]
 
 
-@dataclass(frozen=True, eq=False)
 class Weights(OnWeights):
     """Sums over the weights of each expert."""
 
@@ -293,7 +335,6 @@ class Weights(OnWeights):
     figures = (("weights.parquet", results.WEIGHTS, tables.weights),)
 
 
-@dataclass(frozen=True, eq=False)
 class ChannelWeights(OnWeights):
     """Sums over the weights of each channel."""
 
@@ -301,7 +342,6 @@ class ChannelWeights(OnWeights):
     weigher = "weigh_channels"
 
 
-@dataclass(frozen=True, eq=False)
 class WeightDistances(OnWeights):
     """How far the weights of experts are from each other."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -13,16 +13,14 @@ from moe_lab.allocation.grouping import GROUPINGS
 from moe_lab.config import AllocationConfig, CriterionConfig
 from moe_lab.errors import UserError
 from moe_lab.grid import Cell
-from moe_lab.models.config_json import expert_shape, model_type
+from moe_lab.models.config_json import config_of, expert_shape
 from moe_lab.models.families import family_of
 from moe_lab.models.files import fingerprint
 from moe_lab.paths import resolve
 from moe_lab.study.step import KINDS, Parts, Step
 from moe_lab.study.steps import tables
-from moe_lab.study.steps.engine import Streamed, engine
-from moe_lab.study.steps.files import STATISTICS, Files, loaded
-from moe_lab.study.steps.model import Facts, loaded_as
-from moe_lab.study.steps.passes import OnText
+from moe_lab.study.steps.files import STATISTICS, Files, Streamed, engine, loaded
+from moe_lab.study.steps.passes import Facts, OnText, loaded_as
 from moe_lab.study.steps.scores import (
     CHANNEL_SCORES,
     Places,
@@ -66,12 +64,11 @@ def check_engine(cell: Cell) -> None:
     if cell.calibration.engine != "streamed":
         return
     name = cell.allocation.name
-    compares = KINDS[allocation.get(name).step].needs_whole_model()
-    if compares or any(KINDS[need].needs_whole_model() for need in evidence_of(cell) if need != "by"):
-        what = "compares whole models" if compares else "reads the loss of the whole model with one part changed"
+    steps = [allocation.get(name).step, *(need for need in evidence_of(cell) if need != "by")]
+    if any(KINDS[step].needs_whole_model() for step in steps):
         raise UserError(
-            f"allocation={name} {what}, and calibration.engine=streamed has one decoder layer in memory: "
-            "expected calibration.engine=resident, or an allocation from sums, such as uniform"
+            f"allocation={name} compares whole models, and calibration.engine=streamed has one decoder layer in "
+            "memory: expected calibration.engine=resident, or an allocation from sums, such as uniform"
         )
 
 
@@ -80,7 +77,7 @@ def check_layout(cell: Cell) -> None:
 
     Checked only where the type of the model is known without loading it; a plan checks again when it meets the model.
     """
-    if drops_whole_experts(cell) or not (reason := family_of(model_type(cell.model)).unfit):
+    if drops_whole_experts(cell) or not (reason := family_of(config_of(cell.model).get("model_type")).unfit):
         return
     setting = f"criterion={cell.criterion.name}"
     if cell.allocation.replacement != "none":
@@ -91,53 +88,55 @@ def check_layout(cell: Cell) -> None:
     )
 
 
-def check_plan_file(cell: Cell) -> None:
+def check_plan_in(cell: Cell) -> None:
     """Raise UserError when allocation.path is a plan that still has to be aligned, or one of another model.
 
     The model is checked only if it is a folder on this machine; the step checks again.
     """
-    from moe_lab.pruning.plan import Plan
     from moe_lab.pruning.replace import check_aligned
 
-    path, folder = cell.allocation.path, Path(resolve(cell.model.path)).expanduser()
-    if path is None or not listed.is_plan(listed.read(path)):
+    plan, folder = plan_in(cell.allocation), Path(resolve(cell.model.path)).expanduser()
+    if plan is None:
         return
-    plan = Plan.load(path)
     if cell.allocation.replacement == "none":  # otherwise, a step of its own aligns it
         check_aligned(plan)
     if plan.provenance.get("model_sha256") and folder.is_dir():
         plan.check_origin(fingerprint(folder), cell.model.path)
 
 
-def drops_whole_experts(cell: Cell) -> bool:
-    """Whether the cell's plan removes experts from the router and keeps all channels of the others."""
+def plan_in(settings: AllocationConfig) -> Any:
+    """The plan in the file allocation.path; None without a file, and for a list of numbers."""
     from moe_lab.pruning.plan import Plan
 
+    path = settings.path
+    return Plan.load(path) if path is not None and listed.is_plan(listed.read(path)) else None
+
+
+def drops_whole_experts(cell: Cell) -> bool:
+    """Whether the cell's plan removes experts from the router and keeps all channels of the others."""
     if cell.allocation.replacement != "none":
         return False
-    path = cell.allocation.path
-    if path is not None and listed.is_plan(listed.read(path)):
-        return not Plan.load(path).channels
+    if plan := plan_in(cell.allocation):
+        return not plan.channels
     return criteria.get(cell.criterion.name).granularity == "expert"
 
 
 def check_schedules(cell: Cell) -> None:
     """Raise UserError for unknown parameters of a search and values that cannot work, and when no schedule removes as
     much as the ratio says."""
-    from moe_lab.search import evolution
-    from moe_lab.search.settings import parse, search_settings
+    from moe_lab.search.evolution import space_to_search
+    from moe_lab.search.settings import parse, problem_of
 
-    parse(cell.allocation.parameters)
+    parameters = parse(cell.allocation.parameters)
     check_ratio(cell)
     if layer := _known_layer(cell):
         settings = {**asdict(cell.allocation), "ratio": cell.ratio}
-        search = search_settings(settings, {"layers": {0: layer, 1: layer}}, cell.seed)
-        evolution.check(search.problem, search.evolution)
+        space_to_search(problem_of(settings, {"layers": {0: layer, 1: layer}}), parameters)
 
 
 def check_choices(cell: Cell) -> None:
     """Raise UserError when the ratio is not feasible, or allows more choices than the limit."""
-    from moe_lab.search.subsets import check_removals
+    from moe_lab.allocation.uniform import check_removals
 
     check_ratio(cell)
     if layer := _known_layer(cell):
@@ -162,7 +161,6 @@ def _fits_sequential(needs: Sequence[str]) -> bool:
     return "statistics" in needs and not any(KINDS[need].reads_text for need in needs if need != "statistics")
 
 
-@dataclass(frozen=True, eq=False)
 class Asked(Parts):
     """What a cell asks of its plan, whatever step makes it."""
 
@@ -190,7 +188,6 @@ def asked_of(cell: Cell) -> Asked:
     return Asked(chosen, cell.ratio, {need: evidence(need, cell) for need in evidence_of(cell)}, name)
 
 
-@dataclass(frozen=True, eq=False)
 class MakesPlan(Step):
     """A step that makes the plan of a cell."""
 
@@ -219,7 +216,6 @@ class MakesPlan(Step):
         return {"allocation": self.allocated, "model_sha256": model["sha256"], **protection.provenance(model)}
 
 
-@dataclass(frozen=True, eq=False)
 class FromScores(MakesPlan):
     """A plan from scores, without running the model.
 
@@ -227,7 +223,7 @@ class FromScores(MakesPlan):
     """
 
     kind = "plan"
-    per_job = "steps_per_job"
+    per_job = "steps"
     facts: Facts
     scores: Scores
     plugins: Places
@@ -241,13 +237,12 @@ class FromScores(MakesPlan):
     def work(self, files: Files) -> None:
         from safetensors.numpy import load_file
 
-        from moe_lab.pruning.plan import Plan
         from moe_lab.pruning.replace import plan_from_scores
 
         plugins.bring(self.plugins)
-        model, path = self.facts_of(self.facts, files), self.asked.allocation.path
+        model = self.facts_of(self.facts, files)
         about = {**self.origin(model), "scores": self.scores.folder.rpartition("/")[2]}
-        settings = {**self.allocated, "path": path}  # the identity has the content of the file
+        settings = {**self.allocated, "path": self.asked.allocation.path}  # the identity has the content of the file
         evidence: dict[str, Any] = files.sums(self.asked.evidence)
         if "by" in self.asked.evidence:
             evidence["by"] = files.expert_scores(self.asked.evidence["by"])
@@ -258,8 +253,8 @@ class FromScores(MakesPlan):
         else:
             scored = files.expert_scores(self.scores)
         plan = plan_from_scores(settings, scored, granularity, model, evidence, provenance=about)
-        if path is not None and listed.is_plan(listed.read(path)):  # it passed as an allocation: use it unchanged
-            plan = Plan.load(path)
+        if given := plan_in(self.asked.allocation):  # it passed as an allocation: use it unchanged
+            plan = given
             plan.check(model["layers"])
             plan.check_origin(model["sha256"], "this model")
         plan.save(files.out / "plan.json")
@@ -267,7 +262,6 @@ class FromScores(MakesPlan):
             files.table("budgets.parquet", results.BUDGETS, tables.budgets(scored, plan.channels))
 
 
-@dataclass(frozen=True, eq=False)
 class Search(MakesPlan, OnText):
     """A plan by evolutionary search, which starts from scores and compares candidates on a text; and its history."""
 
@@ -302,12 +296,11 @@ class Search(MakesPlan, OnText):
         """P + (T - 1)(P - m) candidates, each on the text (P: population, T: generations, m: elites)."""
         from moe_lab.search.settings import parse
 
-        search, _ = parse(self.asked.allocation.parameters)
+        search = parse(self.asked.allocation.parameters)
         candidates = search.population + (search.generations - 1) * (search.population - search.elites)
         return candidates * super().units()
 
 
-@dataclass(frozen=True, eq=False)
 class Reconstruction(MakesPlan, OnText):
     """The plan that reproduces the layers' outputs best, by trying all choices of experts in each layer."""
 
@@ -341,7 +334,6 @@ class Reconstruction(MakesPlan, OnText):
         files.table("errors.parquet", COLUMNS, best.errors)
 
 
-@dataclass(frozen=True, eq=False)
 class Sequential(MakesPlan, OnText):
     """A plan made layer by layer: each layer is scored on the output of the pruned layers below it.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -19,11 +18,10 @@ from moe_lab.models.config_json import Size
 from moe_lab.models.memory import release_memory
 from moe_lab.recovery import settings as recoveries
 from moe_lab.study import memory
-from moe_lab.study.step import Loads, Parts, Step
+from moe_lab.study.step import Parts, Step
 from moe_lab.study.steps.alignment import plan_of
 from moe_lab.study.steps.files import Files, forget_loaded, loaded
-from moe_lab.study.steps.model import Facts, Loaded, loaded_as
-from moe_lab.study.steps.passes import OnText
+from moe_lab.study.steps.passes import Facts, Loaded, OnText, loaded_as
 from moe_lab.study.steps.plans import drops_whole_experts
 
 NO_RECOVERY = RecoveryConfig()
@@ -43,7 +41,6 @@ def storage_of(recovery: RecoveryConfig) -> Storage | None:
     return Storage(4, tuple(sorted(set(recovery.modules)))) if recovery.bits == 4 else None
 
 
-@dataclass(frozen=True, eq=False)
 class Finetune(OnText):
     """Weights that change in fine-tuning a pruned model, or in fitting its merged experts."""
 
@@ -56,36 +53,16 @@ class Finetune(OnText):
         return f"{self.plan.label()}-{self.recovery.name}"
 
     def work(self, files: Files) -> None:
-        if self.recovery.fit is not None:
-            self._fit(files)
-            return
         from moe_lab.recovery.finetune import finetune
-
-        finetune(
-            *loaded(self.loaded.model),
-            files.plan(self.plan),
-            self.recovery,
-            self.text,
-            out=files.out,
-            partial=files.partial,
-            fingerprint={"step": self.id},
-            seed=self.seed,
-        )
-
-    def _fit(self, files: Files) -> None:
-        from moe_lab.recovery.merge_fit import check_plan, fit
+        from moe_lab.recovery.merge_fit import fit
 
         plan = files.plan(self.plan)
-        check_plan(plan)
-        places = {"out": files.out, "partial": files.partial}
-        model = loaded(self.loaded.model)
-        report = fit(*model, plan, self.recovery, self.text, **places, fingerprint={"step": self.id})
-        print(
-            f"{self.folder}: fitted {report['fitted']} merged experts; {report['averaged']} saw fewer tokens than they "
-            "have channels, and keep the average of their members",
-            file=sys.stderr,
-            flush=True,
-        )
+        given = *loaded(self.loaded.model), plan, self.recovery, self.text
+        about: dict[str, Any] = {"out": files.out, "partial": files.partial, "fingerprint": {"step": self.id}}
+        if self.recovery.fit is not None:
+            fit(*given, **about)
+        else:
+            finetune(*given, **about, seed=self.seed)
 
     @property
     def backward(self) -> bool:  # type: ignore[override]
@@ -116,7 +93,6 @@ class Finetune(OnText):
         return [*super().pace(), tuned.train, tuned.distill is not None, tuned.fit is not None]
 
 
-@dataclass(frozen=True, eq=False)
 class Pruned(Parts):
     """A cell's model under its plan and recovery; without a plan, the unpruned model."""
 
@@ -207,7 +183,13 @@ def forget_models() -> None:
     release_memory()
 
 
-@dataclass(frozen=True, eq=False)
+def _check_converter(export: ExportConfig) -> None:
+    """Raise UserError when llama.cpp's converter is not on this machine."""
+    from moe_lab.pruning.export import gguf
+
+    gguf.converter(export)
+
+
 class Export(Step):
     """The pruned model as a checkpoint, with its recovery, quantised if `export.format` says so.
 
@@ -215,7 +197,7 @@ class Export(Step):
     """
 
     kind = "export"
-    loads = Loads.CHECKPOINT
+    loads = "checkpoint"
     facts: Facts
     plan: Any
     finetune: Finetune | None
@@ -229,9 +211,7 @@ class Export(Step):
 
     def conditions(self, launcher: LauncherConfig) -> Iterator[tuple[Any, ...]]:
         if self.shape.format == "gguf" and launcher.python is None:
-            from moe_lab.pruning.export import gguf
-
-            yield gguf.check_converter, self.shape, self.about
+            yield _check_converter, self.shape
 
     def label(self) -> str:
         return self.pruned.recovered_label
@@ -241,29 +221,21 @@ class Export(Step):
         return self.pruned.model
 
     def work(self, files: Files) -> None:
-        from moe_lab.models.files import local_folder
-
-        source = local_folder(self.about)
-        if self.pruned.is_recovered:
-            from moe_lab.recovery.export import check_widths
-
-            check_widths(source, files.plan(self.plan), _evaluated_dtype(self.about, source))
-        self._write(source, files)
-
-    def _write(self, source: Path, files: Files) -> None:
         """Write the checkpoint in stages: pruned, with changed weights, converted. Each is made from the one before;
         all but the last are in the folder of partial results, and are not made again."""
+        from moe_lab.models.files import local_folder
         from moe_lab.pruning.export import export as write
         from moe_lab.pruning.export import gguf
+        from moe_lab.recovery.export import check_widths
 
-        plan, shape = files.plan(self.plan), str(self.shape.shape)
+        source, plan, shape = local_folder(self.about), files.plan(self.plan), str(self.shape.shape)
         out = files.out / "checkpoint"
         is_rewritten, is_converted = self.pruned.is_recovered or self._is_compressed, self.shape.format == "gguf"
-        if is_converted:
-            gguf.check_plan(source, plan, shape)
+        if self.pruned.is_recovered:
+            check_widths(source, plan, _evaluated_dtype(self.about, source))
         natural = files.partial / "natural" if is_rewritten or is_converted else out
         if not natural.exists():
-            write(source, plan, natural, shape=shape, partial=files.partial / "checkpoint")
+            write(source, plan, natural, shape=shape)
         if self.verify and not is_rewritten:
             self._compare(source, natural, files)
         plain = natural
@@ -302,7 +274,7 @@ class Export(Step):
 
             changes.append(compression_changes(natural, self.shape.format))
         together = reduce(lambda first, then: first.then(then), changes)
-        rewrite(natural, together, out, partial=files.partial / "changed")
+        rewrite(natural, together, out)
 
     def _recovery_changes(self, natural: Path, files: Files) -> Any:
         from moe_lab.recovery.export import recovery_changes

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Self
 
 from moe_lab import allocation, criteria, plugins, results
@@ -14,8 +14,7 @@ from moe_lab.models.config_json import check_plain_weights
 from moe_lab.study.step import KINDS, Step
 from moe_lab.study.steps import tables
 from moe_lab.study.steps.files import Files
-from moe_lab.study.steps.model import Facts
-from moe_lab.study.steps.passes import StatisticsPass
+from moe_lab.study.steps.passes import Facts, StatisticsPass
 
 CHANNEL_SCORES = "scores.safetensors"
 ByLayer = Mapping[int, Mapping[str, Any]]
@@ -53,12 +52,11 @@ def evidence(need: str, cell: Cell) -> Step:
     return step
 
 
-@dataclass(frozen=True, eq=False)
 class Scores(Step):
     """A score per expert, or per channel; higher means keep."""
 
     kind = "scores"
-    per_job = "steps_per_job"
+    per_job = "steps"
     facts: Facts
     criterion: CriterionConfig
     sums: dict[str, Step]
@@ -131,12 +129,11 @@ def check_weights(criterion: CriterionConfig, model: ModelConfig) -> None:
         check_plain_weights(model, f"criterion={criterion.name}")
 
 
-@dataclass(frozen=True, eq=False)
 class Family(Step):
     """S(b, alpha, beta) of every expert for all 17 meaningful combinations, for the overlap figures."""
 
     kind = "family"
-    per_job = "steps_per_job"
+    per_job = "steps"
     statistics: StatisticsPass
     gate: str
 
