@@ -105,15 +105,15 @@ TYPED = [
     ["backend.command='vllm --api-key TYPED-key'", "model.template_arguments.api_key=TYPED-token"],
     ["resources.every.setup=['export HF_TOKEN=TYPED-token']"],
     ["launcher.python='env WANDB_API_KEY=TYPED-key python'"],
-    ["store=s3://user:TYPED-key@bucket/path"],
     ["-m", "ratio=0.25,0.5", "judge.extra={token: TYPED-token}"],
 ]
 
 
 @pytest.mark.parametrize("words", TYPED, ids=" ".join)
 def test_a_secret_in_a_setting_is_refused_and_neither_printed_nor_stored(words: list[str], tmp_path: Path) -> None:
-    done = moe_lab(tmp_path, *words, *([] if "store" in str(words) else [f"store={tmp_path / 'store'}"]))
+    done = moe_lab(tmp_path, *words)
     assert done.returncode == 2 and "Traceback" not in done.stderr and "TYPED" not in done.stderr, done.stderr
+    assert all(word.partition(".")[0] in done.stderr for word in words if "TYPED" in word)
     assert not any(tmp_path.iterdir())
     named = [re.sub(r"\W*([\w.]+)=.*", r"\1", word) for word in words if "TYPED" in word]
     assert all(name in done.stderr for name in named), "all are named together"

@@ -152,7 +152,8 @@ class Submission:
             with scheduler.submitting([*optional, *asks["sbatch"]]):
                 return [job.job_id for job in executor.submit_array(what)]
         except (FailedJobError, FailedSubmissionError) as error:
-            asked = " ".join(f"{name}={value}" for name, value in asks.items() if value not in (None, {}, []))
+            options = {**asks, **asks["sbatch"], "sbatch": None}
+            asked = " ".join(f"{name}={value}" for name, value in options.items() if value not in (None, []))
             raise UserError(
                 f"Slurm refuses {kind} jobs ({' '.join(str(error).split())}): they ask for {asked}; change "
                 f"resources.every, resources.jobs.{kind} or resources.models (nothing was left in the queue)"
