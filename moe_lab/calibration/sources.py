@@ -15,7 +15,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from moe_lab.calibration.documents import BLANK_LINE, Chat, Document, Text, document, has_answer, is_empty, plain
+from moe_lab.calibration.documents import BLANK_LINE, Document, Text, document, has_answer, is_empty, plain
 from moe_lab.config import CalibrationConfig
 from moe_lab.errors import UserError, nearest
 from moe_lab.paths import local
@@ -189,10 +189,10 @@ def whole_text(file: Path, setting: str) -> str:
     text = _text(file, setting)
     if file_format(str(file), file, setting) == "text":
         return text
-    documents = [document(record, None, where) for where, record in _records(text, file)]
-    if any(isinstance(entry, Chat) for entry in documents):
+    texts = [plain(document(record, None, where)) for where, record in _records(text, file)]
+    if None in texts:
         raise UserError(f"{setting}={file} holds conversations: expected texts, which are read as they stand")
-    return BLANK_LINE.join(plain(entry) for entry in documents if not isinstance(entry, Chat))
+    return BLANK_LINE.join(text.text for text in texts if text)
 
 
 @contextmanager

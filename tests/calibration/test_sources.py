@@ -17,7 +17,7 @@ import torch
 from pydantic import ValidationError
 
 from moe_lab.calibration.batches import batches
-from moe_lab.calibration.documents import Chat, Pair, Text
+from moe_lab.calibration.documents import Chat, Text, pair
 from moe_lab.calibration.settings import check
 from moe_lab.calibration.sources import locate, read, whole_text
 from moe_lab.config import BenchmarkConfig, CalibrationConfig
@@ -83,10 +83,10 @@ def test_fields_that_are_known_without_being_named(tmp_path: Path, settings: Set
     assert read(settings(file)) == [
         Text("one"),
         Chat(tuple(MESSAGES)),
-        Pair("say", "said"),
-        Pair("add\n\n1 2", "3"),
-        Pair("wait", "waited"),
-        Pair("why", "so"),
+        pair("say", "said"),
+        pair("add\n\n1 2", "3"),
+        pair("wait", "waited"),
+        pair("why", "so"),
     ]
 
 
@@ -126,7 +126,7 @@ def test_empty_parts_and_remarks_are_no_parts_of_a_conversation(tmp_path: Path, 
     noted = [{**MESSAGES[0], "timestamp": 3}, {**MESSAGES[1], "reasoning_content": None, "images": []}]
     record = {"messages": noted, "system": "", "history": [], "images": None, "id": 3, "source": "w3", "prompt": "w1"}
     file = written(tmp_path / "a.jsonl", lines(record, {**PAIR, "system": "", "history": "[]", "id": 3}))
-    assert read(settings(file)) == [Chat(tuple(MESSAGES)), Pair("w1", "w2")]
+    assert read(settings(file)) == [Chat(tuple(MESSAGES)), pair("w1", "w2")]
 
 
 def test_what_is_to_be_read_may_be_named(tmp_path: Path, settings: Settings) -> None:
