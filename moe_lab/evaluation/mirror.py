@@ -158,7 +158,7 @@ def _place(benchmark: BenchmarkConfig) -> Path:
 def _check_rows(benchmark: BenchmarkConfig, entries: Entries) -> int:
     """The rows of what is evaluated, of which harnesses may choose. Raises UserError for fewer than items."""
     read = [e for e in entries.values() if benchmark.subset in (None, e["subset"]) and e["split"] == benchmark.split]
-    count = sum(entry["rows"] for entry in read)
+    count: int = sum(entry["rows"] for entry in read)
     if read and count < (benchmark.expected or 0):
         raise UserError(
             f"benchmark {benchmark.name}: {benchmark.data} has {count} rows and should have {benchmark.expected}: its "
