@@ -117,18 +117,6 @@ def test_a_right_answer_that_the_model_would_give_takes_one_pass() -> None:
     assert seen == [10] + [1] * (NEW - 10)
 
 
-def test_the_models_own_generation_settings_come_back() -> None:
-    model = tiny.build("olmoe")
-    own = model.generation_config
-
-    def fails(left: list[list[int]], new: int) -> list[bool]:
-        raise ValueError("broken")
-
-    with pytest.raises(ValueError, match="broken"):
-        greedy(model, [[5]], 4, [], 0, fails)
-    assert model.generation_config is own
-
-
 def score(model: Any, rows: list[list[int]], starts: list[int], batch_size: int) -> list[Likelihood]:
     return log_likelihoods(model, [Row(tuple(row), start) for row, start in zip(rows, starts, strict=True)], batch_size)
 
