@@ -1,6 +1,6 @@
 """Quantised exports on a device: `python -m benchmarks.compressed [--device cuda] [--vllm PYTHON]`.
 
-The shipped OLMoE loses half of its experts and is exported in FP8 and in 4 bits (`export.format=compressed_tensors`).
+The shipped OLMoE loses half of its experts and is exported in FP8 and in 4 bits (`export.format=fp8` and `w4a16`).
 Log-probabilities of prompts are compared with those of the dequantised model on the CPU in fp32: in transformers,
 which dequantises experts, and in vLLM, whose kernels compute with the stored weights. vLLM's interpreter is the one
 given, or this one; where there is no vLLM, its figures are called absent. Its CPU build has no such kernels, so that
@@ -67,7 +67,7 @@ def main() -> int:
         pruned = _pruned(Path(temporary))
         for scheme, bar in BARS.items():
             folder = Path(temporary) / scheme
-            rewrite(pruned, compression_changes(pruned, scheme), folder, partial=Path(temporary) / "partial")
+            rewrite(pruned, compression_changes(pruned, scheme), folder)
             settings = ModelConfig(name=scheme, path=str(folder), device="cpu", dtype="float32")
             expected = _logprobs(load_model(settings)[0], ids)
             with quiet():

@@ -88,8 +88,9 @@ def main() -> int:
         of_all, _ = evaluate_utils.evaluate_generations_by_problem(
             [program], {"input_output": json.dumps(tests)}, False, 6
         )
-        with Programs(settings) as programs:
-            results, _ = programs.judge(program, tests)
+        programs = Programs(settings)
+        results, _ = programs.judge(program, tests)
+        programs.close()
         own, ours = (sum(result is True for result in found) for found in (of_all[0], results))
         differing += own != ours
         print(f"{name}: {own}{'' if own == ours else f' by EvalScope, {ours} here'}", flush=True)

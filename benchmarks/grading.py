@@ -2,7 +2,7 @@
 
 First the programs of several plans, graded by the process that a worker keeps, and by a process that is started for
 each plan and benchmark (`kept_misses`): programs for the shipped code benchmarks, and the canonical solutions of
-HumanEval+. With `--before FOLDER` the processes that are started are those of another version, checked out in FOLDER.
+HumanEval+.
 
 Then HumanEval+ and MBPP+, of which DATA is a folder with HumanEvalPlus.jsonl.gz and MbppPlus.jsonl.gz. Answers go
 through the adapter, as a model's do:
@@ -22,12 +22,10 @@ import gzip
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
-from functools import partial
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +33,7 @@ from benchmarks.measure import median_misses, parser, timed
 from moe_lab.config import BenchmarkConfig
 from moe_lab.evaluation import mirror
 from moe_lab.evaluation.harness import Graded
-from moe_lab.evaluation.harnesses import evalplus_grader
-from moe_lab.evaluation.harnesses.evalplus import KeptGrader, grade, items, kept_grader, run_grader
+from moe_lab.evaluation.harnesses.evalplus import KeptGrader, grade, items, kept_grader
 from moe_lab.evaluation.harnesses.evalplus_grader import GradeRequest
 from moe_lab.evaluation.items import Answer, Item, Reply
 from moe_lab.evaluation.mirror import benchmarks, make
@@ -115,7 +112,7 @@ def _answer(item: Item, problem: Problem, program: Callable[[Problem], str]) -> 
     return Answer(item.name, json.dumps(prompt), (Reply(said),))
 
 
-def kept_misses(data: Path | None, before: Path, folder: str) -> bool:
+def kept_misses(data: Path | None, folder: str) -> bool:
     """Print the ratio of wall-clock seconds of grading by a kept process to those by started ones, True above KEPT_BAR.
 
     The programs are, for each of several plans, `canonical_solutions` of `data`, or else `shipped_programs`. Both ways
@@ -132,12 +129,10 @@ def kept_misses(data: Path | None, before: Path, folder: str) -> bool:
     for request in requests_of("expected"):
         run_grader(request)
     calls = _seconds_of_calls(folder)
-    for request in requests_of("expected"):
-        _grade_in_started_process(request, before)
     try:
         for plan in range(plans):
             requests = requests_of(f"plan {plan}")
-            started, processor = _seconds(requests, partial(_grade_in_started_process, checkout=before))
+            started, processor = _seconds(requests, run_grader)
             warm, _ = _seconds(requests, kept.grade)
             seconds.append((warm, started, processor))
         again, _ = _seconds(requests, kept.grade)
@@ -157,6 +152,13 @@ def kept_misses(data: Path | None, before: Path, folder: str) -> bool:
     return median_misses("kept process / started ones", shares, "<=", KEPT_BAR)
 
 
+def run_grader(request: GradeRequest) -> None:
+    """Grade in a process that is started for this request alone."""
+    grader = KeptGrader()
+    grader.grade(request)
+    grader.close()
+
+
 def _seconds(requests: list[GradeRequest], grader: Callable[[GradeRequest], object]) -> tuple[float, float]:
     """Wall-clock seconds of grading, and CPU seconds of the processes that ended meanwhile and of this one."""
     _, wall, used = timed(lambda: [grader(request) for request in requests])
@@ -167,15 +169,6 @@ def _seconds_of_calls(folder: str) -> float:
     """CPU seconds that the calls of the canonical solutions took when the expected outputs in `folder` were made."""
     tasks = [task for file in Path(folder).iterdir() for task in json.loads(file.read_text()).values()]
     return float(sum(sum(part["seconds"]) for task in tasks for part in task.values()))
-
-
-def _grade_in_started_process(request: GradeRequest, checkout: Path) -> None:
-    """Grade by a process of the version in `checkout`, started for this request alone."""
-    line = [sys.executable, str(checkout / "moe_lab/start.py"), "-m", evalplus_grader.__name__]
-    environment = {"PATH": os.environ["PATH"], "PYTHONNOUSERSITE": "1", "HOME": "/nonexistent", "OMP_NUM_THREADS": "1"}
-    text = json.dumps(asdict(request)) + "\n"
-    done = subprocess.run(line, input=text, stdout=subprocess.PIPE, cwd="/", env=environment, text=True, check=True)
-    assert len(json.loads(done.stdout)["verdicts"]) == len(request.programs)
 
 
 def shipped_programs(plan: str, folder: str) -> list[GradeRequest]:
@@ -202,20 +195,19 @@ def canonical_solutions(plan: str, data: Path, folder: str) -> GradeRequest:
 
 def _request(dataset: str, data: Path, programs: dict[str, str], folder: str) -> GradeRequest:
     confined = namespaces_missing() is None
-    return GradeRequest(dataset, str(data), programs, confined, not confined, cache=folder)
+    return GradeRequest(dataset, str(data), programs, confined, cache=folder)
 
 
 def main() -> int:
     """Measure, print, compare."""
     options = parser("grading", __doc__)
     options.add_argument("data", type=Path)
-    options.add_argument("--before", type=Path, default=Path(__file__).parents[1], help="checkout of another version")
     options.add_argument("--benchmarks", nargs="+", default=["humaneval", "mbpp"])
     arguments = options.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        failed = kept_misses(None, arguments.before, f"{folder}/expected")
+        failed = kept_misses(None, f"{folder}/expected")
         if "humaneval" in arguments.benchmarks:
-            failed |= kept_misses(arguments.data, arguments.before, f"{folder}/expected")
+            failed |= kept_misses(arguments.data, f"{folder}/expected")
         os.environ["XDG_CACHE_HOME"] = folder
         for benchmark in benchmarks(arguments.benchmarks, folder):
             print(make(benchmark, arguments.data), flush=True)

@@ -22,7 +22,8 @@ from benchmarks.recovery import random_half
 from benchmarks.statistics import batch, plain
 from moe_lab.models.discover import moe_layers
 from moe_lab.pruning.mask import mask
-from moe_lab.pruning.plan import Plan, merge_experts, replace_by_constants
+from moe_lab.pruning.plan import Plan
+from moe_lab.pruning.replace import merge_experts, replace_by_constants
 
 BARS = {"dropped": 1.10, "constants": 1.25, "merged": 2.00}
 

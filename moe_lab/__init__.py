@@ -17,13 +17,12 @@ from __future__ import annotations
 
 import importlib
 import json
-import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -57,7 +56,7 @@ def __getattr__(name: str) -> Any:
     return getattr(importlib.import_module(_LAZY[name]), name)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ModelStatistics:
     """Statistics of a model, as gathered by `calibrate`."""
 
@@ -70,6 +69,9 @@ class ModelStatistics:
     text: Mapping[str, Any]
     """The text that was read: tokens of each source, rows, their length."""
 
+    def __deepcopy__(self, memory: Any) -> ModelStatistics:
+        return self  # pandas copies the attributes of a data frame with it, and arrays are large
+
 
 def load(path: str, **settings: Any) -> tuple[Any, Any]:
     """Load a model for scoring and evaluation, in eval mode with frozen weights, and its tokenizer.
@@ -79,12 +81,14 @@ def load(path: str, **settings: Any) -> tuple[Any, Any]:
     sentence, when the model cannot be loaded.
     """
     from moe_lab.config import ModelConfig
+    from moe_lab.config.base import valid
     from moe_lab.models.load import load_model
     from moe_lab.paths import PREFIX, as_name
 
     name = as_name(path.rstrip("/").rpartition("/")[2].rpartition(":")[2])
     threads = 1 if path.startswith(PREFIX) else None  # the shipped models are so small that one thread is fastest
-    return load_model(_settings(ModelConfig(name=name, path=path, threads=threads), settings, "load"))
+    usual = {"name": name, "path": path, "threads": threads}
+    return load_model(valid(ModelConfig, {**usual, **settings}, "", "load"))
 
 
 def calibrate(
@@ -126,14 +130,13 @@ def _calibration(tokenizer: Any, text: Any, seed: int, settings: Mapping[str, An
     """The batches of a text as `calibrate` reads it."""
     from moe_lab.calibration.batches import batches
     from moe_lab.config import CalibrationConfig
+    from moe_lab.config.base import valid
     from moe_lab.paths import as_name
 
     with _text_file(text) as path:
-        length = min(512, tokenizer.model_max_length)
-        usual = CalibrationConfig(
-            as_name(Path(path).stem), path, packing="chunk", length=length, tokens=32_768, seed=seed
-        )
-        return batches(_settings(usual, settings, caller), tokenizer)
+        usual = {"name": as_name(Path(path).stem), "path": path, "packing": "chunk", "tokens": 32_768, "seed": seed}
+        usual["length"] = min(512, tokenizer.model_max_length)
+        return batches(valid(CalibrationConfig, {**usual, **settings}, "", caller), tokenizer)
 
 
 @contextmanager
@@ -226,7 +229,7 @@ def score(
         parameters=parameters,
     )
     scores = _scores_frame(table)
-    scores.attrs["statistics"] = _Hidden(statistics)
+    scores.attrs["statistics"] = statistics
     return scores
 
 
@@ -246,14 +249,20 @@ def _scores_frame(scores: Mapping[int, Any]) -> pd.DataFrame:
 def _scores_table(scores: pd.DataFrame, layers: Mapping[int, Mapping[str, Any]]) -> dict[int, Any]:
     """Layer -> its scores, (E,) or (E, I), from a data frame with its rows in any order.
 
-    Raises UserError unless each expert of these `layers`, or each channel of one, has one row.
+    Numbers may be texts, as the keys of JSON are. Raises UserError unless each expert of these `layers`, or each of its
+    channels, has one row.
     """
     import numpy as np
+    import pandas as pd
 
-    from moe_lab.errors import UserError
+    from moe_lab.errors import UserError, unknown
 
     ids = ["expert", "channel"] if "channel" in scores else ["expert"]
-    numbers = {name: _numbers(scores, name) for name in ("layer", *ids, "score")}
+    numbers = {}
+    for name in ("layer", *ids, "score"):
+        if name not in scores:
+            raise unknown("plan: column of the scores", name, map(str, scores))
+        numbers[name] = pd.to_numeric(scores[name].astype(object), errors="coerce").to_numpy(float)
     if set(numbers["layer"]) != set(layers):
         found = sorted(scores["layer"].astype(str).unique())
         raise UserError(f"plan: the scores are of another model: layers {', '.join(found)}, expected {[*layers]}")
@@ -261,32 +270,13 @@ def _scores_table(scores: pd.DataFrame, layers: Mapping[int, Mapping[str, Any]])
     for layer, facts in layers.items():
         rows = numbers["layer"] == layer
         shape = [int(facts[size]) for size in ("n_experts", "width")[: len(ids)]]
-        for name, count in zip(ids, shape, strict=True):
-            if len(wrong := scores[name][rows & ~np.isin(numbers[name], range(count))]):
-                raise UserError(
-                    f"plan: the scores have {name}={wrong.iloc[0]} in layer {layer}: expected 0 to {count - 1}"
-                )
-        places = np.ravel_multi_index([numbers[name][rows].astype(int) for name in ids], shape)
-        times = np.bincount(places, minlength=math.prod(shape))
-        if len(wrong := np.flatnonzero(times != 1)):
-            place = zip(ids, np.unravel_index(wrong[0], shape), strict=True)
-            raise UserError(
-                f"plan: the scores have {' '.join(f'{name}={number}' for name, number in place)} of layer {layer} "
-                f"{times[wrong[0]]} times: expected it once"
-            )
-        table[layer] = numbers["score"][rows][np.argsort(places)].reshape(shape)
+        places = np.stack([numbers[name][rows] for name in ids])
+        order = np.lexsort(places[::-1])
+        if not np.array_equal(places[:, order], np.indices(shape).reshape(len(shape), -1)):
+            ranges = " and each ".join(f"{name} from 0 to {count - 1}" for name, count in zip(ids, shape, strict=True))
+            raise UserError(f"plan: the scores of layer {layer} have {rows.sum()} rows: expected one for each {ranges}")
+        table[layer] = numbers["score"][rows][order].reshape(shape)
     return table
-
-
-def _numbers(scores: pd.DataFrame, name: str) -> Any:
-    """A column as fp64, NaN for what is no number; texts, as the keys of JSON are, count as the numbers they show."""
-    import pandas as pd
-
-    from moe_lab.errors import unknown
-
-    if name not in scores:
-        raise unknown("plan: column of the scores", name, map(str, scores))
-    return pd.to_numeric(scores[name].astype(object), errors="coerce").to_numpy(float)
 
 
 def load_scores(folder: str | os.PathLike[str]) -> pd.DataFrame:
@@ -320,21 +310,8 @@ def load_scores(folder: str | os.PathLike[str]) -> pd.DataFrame:
     files = [file for file in sorted(place.glob("*.safetensors")) if file != of_channels]
     sums = {file.stem: read(file) for file in files}
     facts["layers"] = {int(layer): about for layer, about in facts["layers"].items()}
-    scores.attrs["statistics"] = _Hidden(ModelStatistics(by_layer(sums.values()), sums, facts, text={}))
+    scores.attrs["statistics"] = ModelStatistics(by_layer(sums.values()), sums, facts, text={})
     return scores
-
-
-class _Hidden:
-    """Wraps statistics in the attributes of a data frame, so that pandas neither copies nor compares the arrays."""
-
-    def __init__(self, statistics: ModelStatistics) -> None:
-        self.statistics = statistics
-
-    def __deepcopy__(self, memory: Any) -> _Hidden:
-        return self
-
-    def __repr__(self) -> str:
-        return "statistics of a model"
 
 
 def plan(
@@ -363,45 +340,31 @@ def plan(
     from moe_lab import allocation as allocations
     from moe_lab.allocation import protection
     from moe_lab.config import AllocationConfig
-    from moe_lab.config.base import valid
+    from moe_lab.config.base import identity, valid
     from moe_lab.errors import UserError
-    from moe_lab.pruning.plan import make_channel_plan, make_plan
-    from moe_lab.pruning.replace import replace_dropped
+    from moe_lab.pruning.replace import plan_from_scores
 
-    attached = scores.attrs.get("statistics")
-    statistics = statistics or (attached.statistics if attached else None)
+    statistics = statistics or scores.attrs.get("statistics")
     if statistics is None:
         raise UserError("plan: these scores say nothing of their model: give its statistics=")
     given = {"multiple_of": multiple_of, "ratio_basis": ratio_basis, "replacement": replacement, "protect": protect}
-    if not allocations.get(allocation).functions:
-        raise UserError(f"allocation={allocation} searches with the model: expected another one here, or run a study")
-    given |= {"name": allocation, "parameters": dict(parameters)}
+    given |= {"name": allocation, "parameters": parameters}
     settings: AllocationConfig = valid(AllocationConfig, given, "allocation", f"allocation={allocation}")
-    of_channels = "channel" in scores
-    allocations.check(settings, "channel" if of_channels else "expert")
-    chosen = {name: value for name, value in vars(settings).items() if not name.startswith("protect")}
-    chosen |= {**protection.identity(vars(settings)), "ratio": ratio}
-    lacking = [need for need in allocations.needs(chosen) if need not in statistics.sums]
-    if lacking:
+    granularity: Literal["expert", "channel"] = "channel" if "channel" in scores else "expert"
+    allocations.check(settings, granularity)
+    chosen = {**identity(settings), "ratio": ratio}
+    if lacking := [need for need in allocations.needs(chosen) if need not in statistics.sums]:
         raise UserError(
             f"plan: allocation={allocation}, replacement={replacement} and protect={protect} read "
             f"{', '.join(lacking)}, which these statistics lack: give calibrate the same replacement, and "
             "criteria that read the rest"
         )
     facts = protection.with_protected(chosen, statistics.facts, statistics.sums.get("statistics", {}))
-    layers = facts["layers"]
-    provenance: dict[str, Any] = {"allocation": {name: value for name, value in chosen.items() if value is not None}}
-    provenance |= protection.provenance(facts)
+    provenance = {"allocation": chosen, **protection.provenance(facts)}
     if facts.get("sha256"):  # only statistics from files state it; `export` then refuses another model
         provenance["model_sha256"] = facts["sha256"]
-    values = _scores_table(scores, layers)
-    if of_channels:
-        keep = allocations.budgets(chosen, layers, values, statistics.sums, facts)
-        zero = allocations.zero_expert(chosen)
-        return make_channel_plan(values, keep, layers, zero_expert=zero, provenance=provenance)
-    remove = allocations.allocate(chosen, layers, values, statistics.sums, facts)
-    pruned = make_plan(values, remove, layers, provenance=provenance)
-    return replace_dropped(pruned, chosen, values, statistics.sums, layers)
+    values = _scores_table(scores, facts["layers"])
+    return plan_from_scores(chosen, values, granularity, facts, statistics.sums, provenance=provenance)
 
 
 def align(
@@ -452,12 +415,3 @@ def export(source: str, plan: Plan, out: str | os.PathLike[str], *, shape: str =
     from moe_lab.pruning.export import export as write
 
     return write(local_folder(ModelConfig(name="source", path=source)), plan, out, shape=shape)
-
-
-def _settings(usual: Any, given: Mapping[str, Any], function: str) -> Any:
-    """The default settings `usual`, updated by those `given`. Raises UserError for an unknown field."""
-    from moe_lab.config.base import valid
-
-    return valid(
-        type(usual), {**{field.name: getattr(usual, field.name) for field in fields(usual)}, **given}, "", function
-    )

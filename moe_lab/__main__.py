@@ -14,9 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
 
-from moe_lab.errors import end_with
+from moe_lab.errors import end_with, mask
 from moe_lab.paths import conf
-from moe_lab.secrets import mask
 
 START = """moe_lab scores, prunes and evaluates Mixture-of-Experts language models. Three commands to start with:
 
@@ -87,7 +86,8 @@ def _study(words: Sequence[str]) -> int:
     flags, settings = parser.parse_known_args(list(words))
     with started(flags.config_dir):
         config, requests = compose(settings, flags.config_name)
-    return ask(config, requests)
+    code: int = ask(config, requests).code
+    return code
 
 
 def _by_hydra(words: Sequence[str]) -> int:
@@ -96,17 +96,16 @@ def _by_hydra(words: Sequence[str]) -> int:
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
 
-    from moe_lab.compose import CONFIG, ask, check_sweeper, compose, forced, prepare_multirun, secrets_in, told
-    from moe_lab.config.base import Mistakes
+    from moe_lab.compose import CONFIG, ask, check_sweeper, compose, forced, prepare_multirun
 
-    with Mistakes() as mistakes:
-        mistakes += secrets_in(words)  # which Hydra would write into the store
     prepare_multirun(words)
     sys.argv[1:] = map(forced, words)
     os.environ["HYDRA_FULL_ERROR"] = "1"  # makes Hydra raise exceptions instead of printing them
     code = 0
 
     def job(_: object) -> float:
+        from moe_lab.study.run import told
+
         nonlocal code
         with _sentences(), _traces():
             own = HydraConfig.get()
@@ -115,8 +114,9 @@ def _by_hydra(words: Sequence[str]) -> int:
             config, requests = compose(settings, own.job.config_name or CONFIG)
             if alone:
                 check_sweeper(own.runtime.choices, config)
-            code = max(code, ask(config, requests, add=alone))
-            return told(config, requests, code)
+            ended = ask(config, requests, add=alone)
+            code = max(code, ended.code)
+            return told(ended, requests)
 
     hydra.main(version_base="1.3", config_path=str(conf()), config_name="config")(job)()
     return code

@@ -6,12 +6,11 @@ reported together.
 
 from __future__ import annotations
 
-import fnmatch
 import json
 import re
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -24,7 +23,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override, QuotedString
+from hydra.core.override_parser.types import Override, QuotedString, ValueType
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -32,12 +31,11 @@ from omegaconf.errors import OmegaConfBaseException
 from moe_lab import grid, plugins
 from moe_lab.allocation import ALLOCATIONS
 from moe_lab.config import CellConfig, Config
-from moe_lab.config.base import Mistakes, fields_of, is_text, type_at, valid
+from moe_lab.config.base import Mistakes, fields_of, is_text, type_at, unfit, valid
 from moe_lab.config.table import basic_lines
 from moe_lab.criteria import CRITERIA
 from moe_lab.errors import UserError, unknown
 from moe_lab.paths import conf, store_folder
-from moe_lab.secrets import problems
 
 Choice = grid.Choice
 CONFIG = "config"
@@ -65,12 +63,20 @@ def started(folder: Path | None = None) -> Iterator[None]:
 
 
 def prepare_multirun(words: Sequence[str]) -> None:
-    """What hydra.main needs before it reads conf/config.yaml and `words`."""
+    """What hydra.main needs before it reads conf/config.yaml and `words`.
+
+    Raises SettingsError for secrets in the words, which Hydra would write into the store.
+    """
     # Hydra copies its sources, all registered choices included, for every group that --help lists: most of its time.
     ConfigStore.__deepcopy__ = lambda store, memo: store  # type: ignore[attr-defined]
     OmegaConf.register_new_resolver("sweeps", _sweeps, replace=True)
     OmegaConf.register_new_resolver("basic_settings", basic_lines, replace=True)
-    offer(_plugins(words))
+    read = parsed(word for word in words if "=" in word and not word.startswith("-"))
+    with Mistakes() as mistakes:
+        for _, override in read:
+            values = [] if override.value_type is ValueType.GLOB_CHOICE_SWEEP else _values(override)
+            mistakes += [problem for value in values for problem in unfit(value, override.key_or_group)]
+    offer(_texts("plugins", read))
 
 
 @cache
@@ -171,12 +177,8 @@ class Words:
     axes: dict[str, list[Any]] = field(default_factory=dict)
     """Axis -> what is typed for it: names of files, numbers such as ratios, or values of a setting in a group."""
     set: list[tuple[str, Any]] = field(default_factory=list)
-    """Setting -> its value."""
+    """Setting in a group of the grid -> its value, for every choice of the group."""
     mistakes: list[str] = field(default_factory=list)
-
-    def alone(self) -> list[str]:
-        """Words for Hydra that choose the one file that is typed for a group."""
-        return [f"{axis}={names[0]}" for axis, names in self.axes.items() if axis in grid.GROUPS and len(names) == 1]
 
 
 _WORD = re.compile(r"(?P<sign>\+{0,2})(?P<key>[\w.]+)=(?P<value>.*)", re.DOTALL)
@@ -238,18 +240,32 @@ def _unknown(key: str) -> str:
     return str(unknown("setting", key, siblings))
 
 
-def sorted_words(words: Sequence[str], groups: Groups) -> Words:
-    """Sort the words of a command line by what they do. Raises UserError for one that Hydra cannot read."""
-    found = Words()
-    parser = OverridesParser.create(GlobalHydra.instance().config_loader())
+def parsed(words: Iterable[str]) -> list[tuple[str, Override]]:
+    """Each word with what Hydra reads in it. Raises UserError for one that Hydra cannot read."""
+    hydra = GlobalHydra.instance()
+    parser = OverridesParser.create(hydra.config_loader() if hydra.is_initialized() else None)
+    found = []
     for word in words:
         try:
-            (override,) = parser.parse_overrides([forced(word)])
+            found += [(word, override) for override in parser.parse_overrides([forced(word)])]
         except HydraException:
             raise UserError(
                 f"{word} cannot be read: expected SETTING=VALUE or GROUP=NAME; a value with special characters is put "
                 f"in quotes, as in {_quoted(word)}"
             ) from None
+    return found
+
+
+def _texts(key: str, words: Iterable[tuple[str, Override]]) -> list[str]:
+    """What words set a list of texts to, which is needed before the others can be checked; [] for what is no list."""
+    values = [override.value() for _, override in words if override.key_or_group == key]
+    return [text for value in values if isinstance(value, list) for text in value if isinstance(text, str)]
+
+
+def sorted_words(words: Iterable[tuple[str, Override]], groups: Groups) -> Words:
+    """Sort the words of a command line by what they do."""
+    found = Words()
+    for word, override in words:
         _sort(override, word, groups, found)
     return found
 
@@ -267,15 +283,14 @@ def _sort(override: Override, word: str, groups: Groups, found: Words) -> None:
     several = len(values) > 1 or override.is_sweep_override()
     if key.startswith("hydra") or override.package is not None:
         found.composed.append(quoted(word))
-    elif key.partition(".")[0] in ("grid", "more"):
-        axis = key.partition(".")[2] or "criterion"
-        found.mistakes.append(f"{word}: lists are written as such on the command line: expected {axis}=VALUE,VALUE")
     elif groups.names(key):
         _sort_choice(override, values, word, groups, found)
     elif _type(key) is None:
         found.mistakes.append(_unknown(key))
-    elif override.is_delete():
+    elif override.is_delete() and key.partition(".")[0] in grid.GROUPS:
         found.set.append((key, grid.REMOVED))
+    elif override.is_delete():
+        found.composed.append(word)
     elif not values or (override.is_sweep_override() and not override.is_discrete_sweep()):
         found.mistakes.append(f"{word} names no values: expected some, separated by commas")
     elif key in grid.VALUES or (several and key.partition(".")[0] in grid.GROUPS):
@@ -285,38 +300,28 @@ def _sort(override: Override, word: str, groups: Groups, found: Words) -> None:
             f"{word} names several values, and {key} has one in a study: expected one (a text with a comma as "
             f"{_quoted(word)}), or -m in front for several studies"
         )
-    else:
+    elif key.partition(".")[0] in grid.GROUPS:
         found.set.append((key, values[0]))
+    else:
+        found.composed.append(forced(word))
 
 
 def _sort_choice(override: Override, values: list[Any], word: str, groups: Groups, found: Words) -> None:
-    """Add a word that names files of a group; unknown names are mistakes, and left out."""
+    """Add a word that names files of a group."""
     group, known = override.key_or_group, groups.names(override.key_or_group)
+    listed = [name for value in values for name in (value if isinstance(value, list) else [value])]
+    names = ["null" if name is None else str(name) for name in listed]
     if override.is_delete():
         found.composed.append(word)
         return
-    listed = [name for value in values for name in (value if isinstance(value, list) else [value])]
-    names = [name for each in listed for name in (fnmatch.filter(known, str(each)) if "*" in str(each) else [each])]
-    wrong = [name for name in names if name not in known]
-    found.mistakes += [str(unknown(group, "null" if name is None else str(name), known)) for name in wrong]
-    if not names:
-        found.mistakes.append(f"{word} names nothing: expected patterns that match a name")
     if group in grid.GROUPS:
-        found.axes[group] = list(dict.fromkeys(name for name in names if name in known))
-    elif len(values) > 1:
+        found.axes[group] = names
+    elif len(names) != 1:
         found.mistakes.append(f"{word} names several files, and {group} has one in a study: expected one of them")
-    elif not wrong:
+    elif names[0] not in known:
+        found.mistakes.append(str(unknown(group, names[0], known)))
+    if len(names) == 1 and names[0] in known:
         found.composed.append(word)
-
-
-def secrets_in(words: Iterable[str]) -> Iterator[str]:
-    """A sentence for each secret in the words; words that Hydra cannot read are left to it."""
-    parser = OverridesParser.create()
-    for word in words:
-        with suppress(HydraException):
-            (override,) = parser.parse_overrides([forced(word)])
-            for value in _values(override):
-                yield from problems(value, override.key_or_group)
 
 
 def _values(override: Override) -> list[Any]:
@@ -336,55 +341,22 @@ def compose(words: Sequence[str], config_name: str = CONFIG) -> tuple[Config, li
     their combinations.
     """
     with Mistakes() as mistakes:
+        read = parsed(words)
         with mistakes.caught():
-            offer(_plugins(words))
-        typed = sorted_words(words, Groups(_searchpath(words)))
+            offer(_texts("plugins", read))
+        typed = sorted_words(read, Groups(_texts("hydra.searchpath", read)))
         mistakes += typed.mistakes
-        document, choices, searchpath = _composed([*typed.composed, *typed.alone()], config_name)
+        document, choices, searchpath = _composed(typed.composed, config_name)
         groups = Groups(searchpath)
         lists = [document.pop("grid", None) or {}, *(document.pop("more", None) or [])]
         own = {axis: document.pop(axis, None) for axis in grid.AXES}
         draft = grid.Draft(own, choices, typed.axes, typed.set, lists)
-        for key, value in typed.set:
-            if key.partition(".")[0] not in grid.AXES:
-                grid.assign(document, key, value)
         with mistakes.caught():
-            config = _study(document)
+            config: Config = valid(Config, document, "")
             offer(config.plugins)
         with mistakes.caught():
             points = grid.points(draft, groups)
     return config, grid.requests(config, points, groups)
-
-
-def _study(document: Mapping[str, Any]) -> Config:
-    with Mistakes() as mistakes:
-        content = {}
-        for key, value in document.items():
-            with mistakes.caught():
-                content[key] = grid.resolved(value, key)
-        with mistakes.caught():
-            config: Config = valid(Config, content, "")
-    return config
-
-
-def _plugins(words: Sequence[str]) -> list[str]:
-    """The modules that a command line names, whose criteria and allocations it may choose."""
-    return [module for module in _typed_list("plugins", words) if isinstance(module, str)]
-
-
-def _searchpath(words: Sequence[str]) -> list[str]:
-    """The folders that hydra.searchpath adds on a command line."""
-    return [str(folder) for folder in _typed_list("hydra.searchpath", words)]
-
-
-def _typed_list(key: str, words: Sequence[str]) -> list[Any]:
-    """What a command line sets `key` to, before its other words can be read; [] for what is no list."""
-    for word in words:
-        if word.lstrip("+").startswith(f"{key}=["):
-            (override,) = OverridesParser.create().parse_overrides([quoted(word)])
-            found = override.value()
-            return found if isinstance(found, list) else []
-    return []
 
 
 def _composed(words: Sequence[str], config_name: str) -> tuple[dict[str, Any], dict[str, str], list[str]]:
@@ -407,10 +379,14 @@ def explain(error: BaseException) -> str:
     return " ".join(line.strip() for line in str(error).splitlines() if line.strip())
 
 
-def ask(config: Config, requests: Sequence[grid.Request], *, add: bool = False) -> int:
-    """Run the study. Returns its exit code. `add`: add its cells to those recorded under its name."""
+def ask(config: Config, requests: Sequence[grid.Request], *, add: bool = False) -> Any:
+    """Check the settings of a study, and run it; returns how it ended. `add`: add its cells to those recorded under its
+    name."""
+    from moe_lab.study.preflight import preflight
     from moe_lab.study.run import run
 
+    with Mistakes() as mistakes:
+        mistakes += preflight(config, requests)
     return run(config, requests, add=add)
 
 
@@ -421,10 +397,3 @@ def check_sweeper(choices: Mapping[str, str], config: Config) -> None:
         raise UserError(
             f"hydra/sweeper={sweeper} wants a number of each job: expected objective=Avg, or a result's name"
         )
-
-
-def told(config: Config, requests: Sequence[grid.Request], code: int) -> float:
-    """What a sweeper is told of a job: its objective, or the exit code of its study where there is none."""
-    from moe_lab.study.objective import objective
-
-    return objective(config, requests) if config.objective and not config.dry_run else code

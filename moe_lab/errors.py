@@ -1,16 +1,18 @@
-"""Errors for users: one sentence without a stack trace."""
+"""Errors for users: one sentence without a stack trace, and without secrets.
+
+Secrets, such as keys and passwords, are no part of settings, which results show: programs read their environment.
+"""
 
 from __future__ import annotations
 
 import errno
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from difflib import get_close_matches
 from importlib.util import find_spec
-from typing import NoReturn
-
-from moe_lab.secrets import mask
+from typing import Any, NoReturn
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 """Error numbers of a full disk and of an exhausted quota."""
@@ -77,3 +79,42 @@ def end_with(main: Callable[[], int | None]) -> NoReturn:
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
         code = 141
     sys.exit(code)
+
+
+MASK = "***"
+SHORTEST = 8
+"""Fewest characters of a value that is masked; a shorter one cannot be told from other text."""
+_NAME = re.compile(
+    r"(?!(bos|eos|pad|unk|sep|cls|mask|image|stop)_)"  # tokens of a tokenizer
+    r"(.*[_-])?(api[_-]?key|token|secret|password|passwd|authorization|credentials?)",
+    re.IGNORECASE,
+)
+_TEXT = re.compile(
+    r"""://[^/\s]*@                                                # a URL with a user or a password
+    | \bBearer\s+[^\s$]
+    | --[\w-]*(?:key|token|secret|password)[=\s]+["']?[^\s"'$-]      # an option of a command line
+    | \b\w*(?:KEY|TOKEN|SECRET|PASSWORD)=["']?[^\s"'$]             # an assignment in a shell
+    | \b(?:hf_|sk-|ghp_|github_pat_)\w{12,}                            # as services write their keys
+    """,
+    re.VERBOSE,
+)
+_VARIABLE = re.compile(r"(.*_)?(KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)", re.IGNORECASE)
+
+
+def secrets_in(setting: str, value: Any) -> Iterator[str]:
+    """A sentence if the value of the setting with this dotted name is a text that looks like a secret, or that has one
+    of the environment in it."""
+    name = setting.rpartition(".")[2]
+    if isinstance(value, str) and value and (_TEXT.search(value) or _NAME.fullmatch(name) or mask(value) != value):
+        yield (
+            f"{setting} has a secret in it, which would be shown with the results: expected none, as servers and jobs "
+            "read their own environment, and judge.key_variable names the variable that holds a key"
+        )
+
+
+def mask(text: str) -> str:
+    """Replace the values of environment variables that are called like secrets by ***."""
+    values = {value for name, value in os.environ.items() if len(value) >= SHORTEST and _VARIABLE.fullmatch(name)}
+    for value in sorted(values, key=len, reverse=True):  # the longest first, as one may begin with another
+        text = text.replace(value, MASK)
+    return text

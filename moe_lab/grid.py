@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatch
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,11 +24,10 @@ from moe_lab.config import (
     RecoveryConfig,
     SourceConfig,
 )
-from moe_lab.config.base import LARGEST, Mistakes, fields_of, type_at, valid
+from moe_lab.config.base import Mistakes, fields_of, type_at, valid
 from moe_lab.errors import UserError, unknown
 from moe_lab.evaluation.harness import HARNESSES
 from moe_lab.paths import as_name
-from moe_lab.secrets import problems
 
 
 @dataclass(frozen=True)
@@ -109,16 +107,16 @@ def points(draft: Draft, files: Files) -> list[Point]:
     found: list[Point] = []
     with Mistakes() as mistakes:
         lists = [_checked(each, "more" if number else "grid", mistakes) for number, each in enumerate(draft.lists)]
-        grids = [_Grid(draft, {**lists[0], **each}, files) for each in lists]
-        choices = _Choices(draft, files)
+        axes = _Axes(draft, files)
+        grids = [axes.lists({**lists[0], **each}) for each in lists]
         with mistakes.caught():
-            files.load(choice for one in grids for choice in one.choices())
-        for one in grids:
-            axes = []
+            files.load(axes.named(grids))
+        for each in grids:
+            values = []
             for axis in AXES:
                 with mistakes.caught():
-                    axes.append(one.values(axis, choices))
-            found += itertools.product(*axes) if len(axes) == len(AXES) else []
+                    values.append(axes.numbers(axis, each) if axis in VALUES else axes.choices(axis, each))
+            found += itertools.product(*values) if len(values) == len(AXES) else []
     return list({tuple(map(_key, AXES, point)): point for point in found}.values())
 
 
@@ -127,7 +125,11 @@ def _key(axis: str, value: Any) -> Any:
     return value if axis in VALUES else id(value)
 
 
-def _checked(lists: Any, place: str, mistakes: list[str]) -> dict[str, list[Any]]:
+Lists = Mapping[str, Sequence[Any]]
+"""Axis, or setting in a group, such as model.top_k -> its values."""
+
+
+def _checked(lists: Any, place: str, mistakes: list[str]) -> Lists:
     """The lists of a grid that are lists of an axis; a sentence is added to `mistakes` for anything else."""
     if not isinstance(lists, Mapping):
         mistakes.append(f"{place}={lists}: expected lists by axis, such as {{ratio: [0.25, 0.5]}}")
@@ -143,78 +145,60 @@ def _checked(lists: Any, place: str, mistakes: list[str]) -> dict[str, list[Any]
     return found
 
 
-class _Grid:
-    """One grid: what each axis lists."""
-
-    def __init__(self, draft: Draft, lists: Mapping[str, list[Any]], files: Files) -> None:
-        self.draft, self.files = draft, files
-        typed = {*draft.typed, *(key for key, _ in draft.words)}
-        self.lists = {key: values for key, values in lists.items() if key not in typed}
-
-    def names(self, axis: str) -> list[str | None]:
-        """The files that are listed for a group; None stands for the configuration's own choice."""
-        typed = self.draft.typed.get(axis)
-        if typed is not None:
-            return list(typed) if len(typed) > 1 else [None]
-        known = self.files.names(axis)
-        found: list[str | None] = []
-        for pattern in self.lists.get(axis, []):
-            matches = [name for name in known if fnmatch(name, _pattern(str(pattern)))]
-            if not matches:
-                raise unknown(f"grid.{axis}", str(pattern), known)
-            found += matches
-        return list(dict.fromkeys(found)) or [None]
-
-    def choices(self) -> Iterator[Choice]:
-        """The files that the grid names; those of axes with a mistake are left out."""
-        for axis in GROUPS:
-            with Mistakes().caught():
-                yield from ((axis, name) for name in self.names(axis) if name is not None)
-
-    def values(self, axis: str, choices: _Choices) -> list[Any]:
-        """The valid values of an axis, each once. Raises SettingsError for all mistakes in them."""
-        if axis in VALUES:
-            typed = self.draft.typed.get(axis)
-            place, listed = (axis, typed) if typed else (f"grid.{axis}", self.lists.get(axis, []))
-            if not listed:
-                return [choices.own_value(axis)]
-            with Mistakes() as mistakes:
-                found = []
-                for value in listed:
-                    with mistakes.caught():
-                        found.append(valid(KINDS[axis], value, place))
-            return list(dict.fromkeys(found))
-        inner = {**self.lists, **self.draft.typed}
-        varied = {key.partition(".")[2]: values for key, values in inner.items() if key.startswith(f"{axis}.")}
-        with Mistakes() as mistakes:
-            every = []
-            for name in self.names(axis):
-                for settings in itertools.product(*varied.values()):
-                    with mistakes.caught():
-                        every.append(choices.make(axis, name, dict(zip(varied, settings, strict=True))))
-        return list({id(one): one for one in every}.values())
-
-
-def _pattern(written: str) -> str:
-    """A pattern of names: glob(x*) of Hydra's words is written in files, too."""
-    match = re.fullmatch(r"glob\((.*)\)", written)
-    return match[1] if match else written
-
-
-class _Choices:
-    """Makes an object of each choice, once."""
+class _Axes:
+    """The values of the axes of a study's grids. Each choice of a group is made once."""
 
     def __init__(self, draft: Draft, files: Files) -> None:
         self.draft, self.files = draft, files
         self._made: dict[tuple[str, str | None, str], Any] = {}
 
-    def own_value(self, axis: str) -> Any:
-        """The configuration's own value of an axis without a list."""
-        default = CellConfig.__dataclass_fields__[axis].default
-        value = self.draft.own.get(axis)
-        return valid(KINDS[axis], default if value is None else resolved(value, axis), axis)
+    def lists(self, lists: Lists) -> Lists:
+        """The lists of one grid; what is typed stands above them."""
+        words = [key for key, _ in self.draft.words]
+        return {**{key: values for key, values in lists.items() if key not in words}, **self.draft.typed}
 
-    def make(self, axis: str, name: str | None, varied: Mapping[str, Any]) -> Any:
+    def _place(self, axis: str) -> str:
+        return axis if axis in self.draft.typed else f"grid.{axis}"
+
+    def numbers(self, axis: str, lists: Lists) -> list[Any]:
+        """The valid values of an axis that is no group. Raises SettingsError for all mistakes in them."""
+        own = self.draft.own.get(axis)
+        default = CellConfig.__dataclass_fields__[axis].default if own is None else own
+        with Mistakes() as mistakes:
+            found = [] if axis in lists else [valid(KINDS[axis], default, axis)]
+            for value in lists.get(axis, ()):
+                with mistakes.caught():
+                    found.append(valid(KINDS[axis], value, self._place(axis)))
+        return list(dict.fromkeys(found))
+
+    def names(self, axis: str, lists: Lists) -> list[str | None]:
+        """The files that are listed for a group; None stands for the one that the configuration has chosen itself."""
+        known = self.files.names(axis)
+        found: list[str | None] = []
+        with Mistakes() as mistakes:
+            for pattern in (_pattern(str(each)) for each in lists.get(axis, ())):
+                matches = [name for name in known if fnmatchcase(name, pattern)]
+                found += [None if name == self.draft.taken.get(axis) else name for name in matches]
+                mistakes += [] if matches else [str(unknown(self._place(axis), pattern, known))]
+        return list(dict.fromkeys(found)) or [None]
+
+    def named(self, grids: Iterable[Lists]) -> Iterator[Choice]:
+        """The files that grids name; those of axes with a mistake are left out."""
+        for axis, lists in itertools.product(GROUPS, grids):
+            with Mistakes().caught():
+                yield from ((axis, name) for name in self.names(axis, lists) if name is not None)
+
+    def choices(self, axis: str, lists: Lists) -> list[Any]:
+        """The valid choices of a group, each once. Raises SettingsError for all mistakes in them."""
+        varied = {key.partition(".")[2]: values for key, values in lists.items() if key.startswith(f"{axis}.")}
+        found = []
+        with Mistakes() as mistakes:
+            for name, *settings in itertools.product(self.names(axis, lists), *varied.values()):
+                with mistakes.caught():
+                    found.append(self._make(axis, name, dict(zip(varied, settings, strict=True))))
+        return list({id(each): each for each in found}.values())
+
+    def _make(self, axis: str, name: str | None, varied: Mapping[str, Any]) -> Any:
         """The choice `name` of a group (None: the configuration's own) with everything that is set besides.
 
         `varied`: setting -> value, of settings that have lists; the name of a choice with such a setting ends in it.
@@ -222,9 +206,12 @@ class _Choices:
         key = (axis, name, json.dumps(varied, sort_keys=True, default=str))
         if key not in self._made:
             content = deepcopy(self._content(axis, name))
-            for setting, value in [*self._words(axis), *varied.items()]:
+            words = [
+                (key.removeprefix(f"{axis}."), value) for key, value in self.draft.words if key.startswith(f"{axis}.")
+            ]
+            for setting, value in [*words, *varied.items()]:
                 assign(content, setting, value)
-            made = valid(KINDS[axis], resolved(content, axis), axis, f"{axis}={name}" if name else "")
+            made = valid(KINDS[axis], content, axis, f"{axis}={name}" if name else "")
             if axis in RESERVED and made.name == "none":
                 raise UserError(f"{axis}.name=none means no {axis}: expected another name, such as none_1")
             ending = "".join(f"_{setting.rpartition('.')[2]}{value}" for setting, value in varied.items())
@@ -232,9 +219,6 @@ class _Choices:
                 made = replace(made, name=as_name(made.name + ending))
             self._made[key] = mixed(made, self.files) if isinstance(made, CalibrationConfig) else made
         return self._made[key]
-
-    def _words(self, axis: str) -> list[tuple[str, Any]]:
-        return [(key.partition(".")[2], value) for key, value in self.draft.words if key.startswith(f"{axis}.")]
 
     def _content(self, axis: str, name: str | None) -> dict[str, Any]:
         """The content of a choice; what a file such as an experiment sets in the group holds for every choice."""
@@ -249,6 +233,12 @@ class _Choices:
         for setting, value in _differing(usual, own):
             assign(content, setting, value)
         return content
+
+
+def _pattern(written: str) -> str:
+    """A pattern of names: glob(x*) of Hydra's words is written in files, too."""
+    match = re.fullmatch(r"glob\((.*)\)", written)
+    return match[1] if match else written
 
 
 def _differing(usual: Mapping[Any, Any], own: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
@@ -270,56 +260,9 @@ def assign(content: dict[str, Any], key: str, value: Any) -> None:
     if value is REMOVED:
         content.pop(last, None)
     elif isinstance(value, dict) and isinstance(content.get(last), dict):
-        for inner, each in value.items():
-            assign(content[last], str(inner), each)
+        content[last] = {**content[last], **value}
     else:
         content[last] = value
-
-
-_FOREIGN = re.compile(r"(?<!\\)\$\{\s*[\w.]+:")
-
-
-def resolved(content: Any, where: str) -> Any:
-    """Settings of one group, in which interpolations such as ${.length} are resolved.
-
-    Raises UserError for an interpolation of another group or of the environment, and for a secret: settings are stored
-    with the results.
-    """
-    text = json.dumps(content, default=str)
-    if "${" in text:
-        if foreign := _FOREIGN.search(text):
-            raise UserError(
-                f"{where}: {foreign[0]}...}} is not from this file: expected the value; a program that is started "
-                "reads the environment itself"
-            )
-        from omegaconf import OmegaConf
-        from omegaconf.errors import OmegaConfBaseException
-
-        try:
-            plain: Any = OmegaConf.to_container(OmegaConf.create({where: content}), resolve=True)
-        except OmegaConfBaseException as error:
-            reason = str(error).splitlines()[0]
-            raise UserError(f"{where}: {reason}: expected a setting of {where}, or the value") from None
-        content = plain[where]
-    with Mistakes() as mistakes:
-        mistakes += _unfit(content, where)
-    return content
-
-
-def _unfit(content: Any, where: str) -> Iterator[str]:
-    """A sentence for each value that no setting can have: a text that looks like a secret, and NaN."""
-    if isinstance(content, dict):
-        for key, value in content.items():
-            yield from _unfit(value, f"{where}.{key}")
-    elif isinstance(content, list):
-        for value in content:
-            yield from _unfit(value, where)
-    elif isinstance(content, float) and not math.isfinite(content):
-        yield f"{where}={content}: expected a finite number"
-    elif isinstance(content, int) and abs(content) > LARGEST:
-        yield f"{where}={content:.3g}: expected a number of at most {LARGEST}"
-    else:
-        yield from problems(content, where)
 
 
 # ---- cells
@@ -385,9 +328,9 @@ class _Texts:
 
     def _passed_over(self, text: CalibrationConfig, like: CalibrationConfig) -> CalibrationConfig:
         """The text, read by the engine of the calibration: a model too large for memory is so for every text."""
-        key = f"{text.name} {like.engine} {like.activation_budget}"
+        key = f"{text.name} {like.engine}"
         if key not in self._texts:
-            self._texts[key] = replace(text, engine=like.engine, activation_budget=like.activation_budget)
+            self._texts[key] = replace(text, engine=like.engine)
         return self._texts[key]
 
 
@@ -397,7 +340,7 @@ def _text(setting: str, name: str, files: Files, changes: Mapping[str, Any] | No
     if name not in known:
         raise unknown(setting, name, known)
     content = {**files.load([("calibration", name)])["calibration", name], **(changes or {})}
-    found: CalibrationConfig = valid(CalibrationConfig, resolved(content, "calibration"), "", f"calibration={name}")
+    found: CalibrationConfig = valid(CalibrationConfig, content, "", f"calibration={name}")
     return found
 
 
@@ -430,8 +373,6 @@ def _source(source: SourceConfig, mixture: str, files: Files) -> SourceConfig:
 
 EVERY = "every"
 """Key of a protocol that stands for all benchmarks that have `data`."""
-_ELSEWHERE = ("name", "harness", "limit", "root", "judge", "python")
-"""Fields of a benchmark that a protocol cannot set."""
 
 
 def benchmarks(config: Config, protocol: ProtocolConfig, files: Files) -> list[BenchmarkConfig]:
@@ -456,14 +397,14 @@ def benchmarks(config: Config, protocol: ProtocolConfig, files: Files) -> list[B
 def _benchmark(name: str, content: Mapping[str, Any], config: Config, protocol: ProtocolConfig) -> BenchmarkConfig:
     differing = protocol.benchmarks
     changes = {**(differing.get(EVERY, {}) if content.get("data") else {}), **differing.get(name, {})}
-    allowed = [setting for setting in fields_of(BenchmarkConfig) if setting not in _ELSEWHERE]
+    allowed = [setting for setting in fields_of(BenchmarkConfig) if setting not in ("name", "harness")]
     for setting in changes:
         if setting not in allowed:
             raise unknown(f"protocol={protocol.name}: benchmark {name}", setting, allowed)
     if "parameters" in changes:
         changes["parameters"] = {**content.get("parameters", {}), **changes["parameters"]}
     origin = f"protocol={protocol.name}: benchmark {name}" if changes else f"benchmark={name}"
-    benchmark: BenchmarkConfig = valid(BenchmarkConfig, resolved({**content, **changes}, "benchmark"), "", origin)
+    benchmark: BenchmarkConfig = valid(BenchmarkConfig, {**content, **changes}, "", origin)
     harness = HARNESSES.get(benchmark.harness)
     if config.suite.path is not None and not (harness and harness.reads_path):
         raise UserError(
@@ -473,7 +414,7 @@ def _benchmark(name: str, content: Mapping[str, Any], config: Config, protocol: 
     interpreters = {str(program): python for program, python in config.interpreters.items()}
     return replace(
         benchmark,
-        limit=benchmark.limit if config.suite.limit is None else config.suite.limit,
+        limit=config.suite.limit,
         task=_task(config.suite.path, benchmark.task),
         root=config.data_root if benchmark.data else None,
         judge=config.judge if harness and harness.judged else None,

@@ -64,9 +64,7 @@ def describe(config: Config, cell: Cell, ratios: Sequence[float] = RATIOS) -> tu
     """Describe the model of a cell: (title, rows of (name, text), whether moe_lab supports the model)."""
     from moe_lab.calibration import settings as calibrations
     from moe_lab.models.files import configuration_folder
-    from moe_lab.study.slurm import resources
 
-    resources.check(config.resources)
     calibrations.check(cell.calibration)
     title = f"{cell.model.name}: {cell.model.path}"
     folder = configuration_folder(cell.model)

@@ -9,8 +9,7 @@ from collections.abc import Collection
 from hashlib import sha256
 from pathlib import Path
 
-from moe_lab.errors import UserError, unknown
-from moe_lab.secrets import problems
+from moe_lab.errors import UserError, secrets_in, unknown
 
 PREFIX = "pocket:"
 DATA = Path(__file__).parent / "pocket" / "data"
@@ -85,7 +84,7 @@ def url_of(store: str) -> str | None:
     protocol, is_url, path = store.partition("://")
     if not is_url:
         return None
-    for problem in problems(store, "store"):
+    for problem in secrets_in("store", store):
         raise UserError(problem)
     path = path.rstrip("/")
     if not protocol or not path:

@@ -9,6 +9,8 @@ import importlib
 import os
 import random
 import signal
+import socket
+import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
@@ -41,6 +43,10 @@ TOGETHER = {
 """Files that share what is costly: the cluster, a report."""
 FIRST = ("cluster", "test_experiments.py", "report", "test_end_to_end.py", "test_methods.py")
 """What takes longest begins first, and Slurm's jobs, which are waited for, run beside the others."""
+SLOW = ("slow", "root", "cuda", "walls")
+"""Marks of tests that are not run with `-m quick`, which is for before each commit: two minutes, no network."""
+QUICK_FAMILIES = ("olmoe", "gpt_oss", "deepseek", "deepseek_v3:grouped", "ernie4_5_moe", "granitemoe")
+"""Architectures whose experts are stored, routed and computed in six different ways; quick runs are of no others."""
 
 
 def group(test: str) -> str:
@@ -67,10 +73,30 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.root)
         if item.get_closest_marker("root") and os.geteuid() != 0:
             item.add_marker(pytest.mark.skip(reason="needs root"))
+        if not any(map(item.get_closest_marker, SLOW)) and _family(item) in (None, *QUICK_FAMILIES):
+            item.add_marker(pytest.mark.quick)
     marked = [item for item in items if item.get_closest_marker("cuda")]
     if marked and not importlib.import_module("torch").cuda.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="needs CUDA"))
+
+
+def _family(item: pytest.Item) -> str | None:
+    """The architecture that a test in tests/identities is about."""
+    if item.path.parent.name != "identities" or not hasattr(item, "callspec"):
+        return None
+    return item.callspec.params.get("name")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """In quick runs, a connection to a network address is an error."""
+    if config.option.markexpr == "quick":
+        sys.addaudithook(_refuse_network)
+
+
+def _refuse_network(event: str, arguments: tuple[Any, ...]) -> None:
+    if event == "socket.connect" and arguments[0].family != socket.AF_UNIX:
+        raise OSError(f"a quick test connects to {arguments[1]}: mark it as slow")
 
 
 @pytest.hookimpl(wrapper=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,6 @@ from moe_lab.study.steps.recovery import Export, Finetune, Pruned, export_of, pr
 from moe_lab.study.store import Store
 
 
-@dataclass(frozen=True, eq=False)
 class Example(Step):
     """A step of any kind, identified by that, a number and its inputs."""
 
@@ -79,7 +78,7 @@ def exported(
     pruned = Pruned(loaded, plan, finetune, None, recovery or RecoveryConfig(), True)
     folders = {plan.id: folder / "plan"} | ({finetune.id: folder / "finetune"} if finetune else {})
     files = Files(folder / "scratch", folder / "partial", folders, folder / "log")
-    return export_of(pruned, Config(export=export)), files
+    return export_of(pruned, export, False), files
 
 
 def cell_of(model: ModelConfig, text: CalibrationConfig, **changes: Any) -> Cell:
@@ -111,7 +110,7 @@ def step_of(kind: str, cell: Cell, config: Config | None = None, benchmark: Benc
     made: dict[str, Callable[[], Any]] = {
         "model": lambda: Facts(cell.model),
         "finetune": lambda: pruned_of(cell).finetune,
-        "export": lambda: export_of(pruned, config),
+        "export": lambda: export_of(pruned, config.export, config.verify),
         "cost": lambda: Cost.of(pruned, text, Cost.of_unpruned(cell.model, text)),
         "profile": lambda: Profile(pruned.loaded, text, pruned.plan),
         "timing": lambda: Timing.of(pruned, text, config.timed),
@@ -124,4 +123,4 @@ def step_of(kind: str, cell: Cell, config: Config | None = None, benchmark: Benc
 def evaluated(model: ModelConfig, benchmark: BenchmarkConfig, plan: Step | None = None, **changes: Any) -> Evaluate:
     """The step that evaluates a model under a plan on a benchmark."""
     pruned = Pruned(loaded_as(model), plan, None, None, RecoveryConfig(), True)
-    return Evaluate(pruned, changes.pop("backend", BackendConfig()), None, None, benchmark, Policy(), None, **changes)
+    return Evaluate(pruned, changes.pop("backend", BackendConfig()), None, None, benchmark, Policy(), **changes)

@@ -54,8 +54,8 @@ class Deadly(_Disk):
         super().mv(path1, path2, **kwargs)
 
 
-class Refused(Exception):
-    """What no file system of Python's raises."""
+class Refused(ConnectionError):
+    """What fsspec leaves out of a listing, unless it is told to raise it."""
 
 
 class Refusing(_Disk):

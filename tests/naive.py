@@ -78,15 +78,15 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @cache
-def model(name: str) -> Any:
+def model(name: str, dtype: torch.dtype = torch.float32) -> Any:
     """The tiny model of an architecture; nobody changes it."""
-    return tiny.build(name)
+    return tiny.build(name, dtype=dtype)
 
 
 @cache
-def routed(name: str) -> dict[int, Seen]:
-    """Layer -> what its experts did on `batch()`."""
-    network = model(name)
+def routed(name: str, dtype: torch.dtype = torch.float32) -> dict[int, Seen]:
+    """Layer -> what its experts did on `batch()`: in fp64, of inputs and gates that the model computed in `dtype`."""
+    network = model(name, dtype)
     ids, valid = batch()
     calls: dict[int, dict[str, Any]] = {}
     hooks = []

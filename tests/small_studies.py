@@ -45,4 +45,4 @@ def asked(*words: str) -> tuple[Config, list[Request]]:
 
 def start(store: Path, of: tuple[Config, list[Request]], **changes: Any) -> int:
     """Start a study in a store; the exit code."""
-    return run(replace(of[0], store=str(store), **changes), of[1])
+    return run(replace(of[0], store=str(store), **changes), of[1]).code

@@ -143,9 +143,8 @@ def test_a_shipped_benchmark_has_its_data_and_as_many_items_as_it_says(name: str
 
 
 @pytest.mark.parametrize("name", POCKET)
-def test_whatever_runs_programs_says_so(name: str) -> None:
+def test_whatever_writes_text_says_how_much(name: str) -> None:
     benchmark = content("benchmark", name)
-    assert benchmark.get("executes_code", False) is (benchmark.harness == "evalplus")
     written = any(metric in ("base", "plus", "score", "exact_match") for metric in benchmark.reports.values())
     assert (benchmark.get("max_new_tokens", 0) > 0) is (written or benchmark.harness == "function_calls")
 

@@ -19,6 +19,8 @@ from moe_lab.config import Config
 from moe_lab.errors import UserError
 from moe_lab.study import run
 from moe_lab.study.graph import build
+from moe_lab.study.record import Study
+from moe_lab.study.store import Store
 
 FILES: dict[str, dict[str, Any]] = {
     "model/first": {"defaults": ["pocket_olmoe"], "dtype": "float32"},
@@ -26,7 +28,7 @@ FILES: dict[str, dict[str, Any]] = {
     "criterion/first": {"defaults": ["s_family", "/mine/exponents@parameters", "_self_"], "parameters": {"b": 1}},
     "criterion/second": {"defaults": ["first"], "parameters": {"alpha": 0, "beta": 2}},
     "mine/exponents": {"alpha": 1, "beta": 2},
-    "calibration/first": {"defaults": ["pocket_code"], "tokens": 8192, "length": 512, "batch_size": "${.length}"},
+    "calibration/first": {"defaults": ["pocket_code"], "tokens": 8192, "length": 512, "batch_size": 2},
     "calibration/second": {"defaults": ["/mine/rows@_here_", "pocket_math"], "name": "second"},
     "mine/rows": {"length": 128, "gap": "eos"},
     "calibration/answered": {"defaults": ["pocket_math_search"], "name": "answered", "tokens": 4096},
@@ -36,8 +38,8 @@ FILES: dict[str, dict[str, Any]] = {
     "recovery/second": {"defaults": ["pocket_dora"], "rank": 4, "instructions": "answered"},
     "protocol/first": {"defaults": ["coverage"], "name": "first"},
     "protocol/second": {"name": "second", "benchmarks": {"first": {"shots": 2}}},
-    "benchmark/first": {"defaults": ["pocket_rte"], "limit": 2},
-    "suite/first": {"name": "first", "benchmarks": ["first", "pocket_boolq"]},
+    "benchmark/first": {"defaults": ["pocket_rte"], "batch_size": 2},
+    "suite/first": {"benchmarks": ["first", "pocket_boolq"]},
 }
 """Group and name -> content; each needs more than its own file."""
 GROUPS = ["model", "criterion", "calibration", "allocation", "recovery", "protocol"]
@@ -54,9 +56,10 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Asked:
         (folder / f"{name}.yaml").write_text(yaml.safe_dump(content))
     steps: set[str] = set()
 
-    def noting(config: Config, requests: Sequence[grid.Request], **_: Any) -> int:
-        steps.update(step.id for step in build(config, requests).steps())
-        return 0
+    def noting(config: Config, requests: Sequence[grid.Request], **_: Any) -> run.Ended:
+        graph = build(config, requests)
+        steps.update(step.id for step in graph.steps())
+        return run.Ended(0, Study(config, graph, Store(config.store)))
 
     monkeypatch.setattr(run, "run", noting)
 
@@ -110,8 +113,8 @@ def test_a_folder_can_be_said_by_hydras_search_path(asked: Asked, tmp_path: Path
     [
         ({"defaults": ["nobody"]}, "criterion=wrong: .*nobody"),
         ({"defaults": ["/calibration@_global_.calibration: pocket_code"]}, "criterion=wrong"),
-        ({"name": "man", "parameters": {"b": "${ratio}"}}, "criterion: .*ratio"),
-        ({"name": "man", "parameters": {"b": "${oc.env:HOME}"}}, "criterion: .*oc.env"),
+        ({"name": "man", "parameters": {"b": "${ratio}"}}, "criterion=wrong: criterion.parameters.b=.*ratio"),
+        ({"name": "man", "parameters": {"b": "${oc.env:HOME}"}}, "criterion=wrong: criterion.parameters.b=.*oc.env"),
         ({"name": 7}, "criterion=wrong: criterion.name=7"),
         ({"nam": "man"}, r"criterion=wrong: criterion.nam .*criterion.name\?"),
     ],

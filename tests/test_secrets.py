@@ -5,15 +5,16 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from processes import quoted
 
-from moe_lab.config import BackendConfig
-from moe_lab.errors import UserError
+from moe_lab.config import BackendConfig, Config
+from moe_lab.config.base import unfit
+from moe_lab.errors import MASK, UserError
 from moe_lab.evaluation.engines import command_line
-from moe_lab.secrets import MASK, problems
 from moe_lab.study.step import error_document
 
 SERVER = Path(__file__).parent / "evaluation" / "endpoint.py"
@@ -41,7 +42,12 @@ def hydra_text(text: str) -> str:
 
 
 def moe_lab(folder: Path, *settings: str) -> subprocess.CompletedProcess[str]:
-    told = {"WANDB_DIR": str(folder), "WANDB_CACHE_DIR": str(folder / "cache"), "HOME": str(folder)}
+    told = {
+        "WANDB_MODE": "offline",
+        "WANDB_DIR": str(folder),
+        "WANDB_CACHE_DIR": str(folder / "cache"),
+        "HOME": str(folder),
+    }
     return subprocess.run(
         [sys.executable, "-m", "moe_lab", *settings, *SMALL, f"store={folder / 'store'}"],
         capture_output=True,
@@ -61,7 +67,7 @@ def leaks(folder: Path, done: subprocess.CompletedProcess[str]) -> list[str]:
 @pytest.mark.slow
 def test_no_file_of_a_study_has_a_secret_of_its_environment(tmp_path: Path) -> None:
     command = f"backend.command={hydra_text(f'{quoted(SERVER)} {{port}} {{name}} {{checkpoint}} --api-key $HF_TOKEN')}"
-    done = moe_lab(tmp_path, "-m", "ratio=0.5", "tracker=wandb", "tracker.mode=offline", command)
+    done = moe_lab(tmp_path, "-m", "ratio=0.5", "tracker=wandb", command)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "store/reports/study/report.html").exists() and list((tmp_path / "wandb").glob("offline-run-*"))
     assert leaks(tmp_path, done) == []
@@ -79,7 +85,7 @@ def test_a_server_that_prints_its_secrets_and_ends_is_quoted_without_them(tmp_pa
 
 def test_a_setting_filled_in_from_a_secret_of_the_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "PLANTED-token")
-    (sentence,) = problems({"setup": ["export OTHER=PLANTED-token"]}, "resources.every")
+    (sentence,) = unfit({"setup": ["export OTHER=PLANTED-token"]}, "resources.every")
     assert sentence.startswith("resources.every.setup ") and "PLANTED" not in sentence
 
 
@@ -134,20 +140,29 @@ PLAIN = [
 
 @pytest.mark.parametrize("text", SECRET)
 def test_a_text_with_a_secret_is_refused_by_the_name_of_its_setting(text: str) -> None:
-    (sentence,) = problems({"jobs": {"plan": {"setup": ["module load cuda", text]}}}, "resources")
+    (sentence,) = unfit({"jobs": {"plan": {"setup": ["module load cuda", text]}}}, "resources")
     assert sentence.startswith("resources.jobs.plan.setup ") and text not in sentence
-    assert list(problems(PLAIN, "resources.every.setup")) == []
+    assert list(unfit(PLAIN, "resources.every.setup")) == []
 
 
 @pytest.mark.parametrize("name", ["api_key", "HF_TOKEN", "Authorization", "x-api-key", "auth_token", "password"])
 def test_what_is_called_like_a_secret_is_refused(name: str) -> None:
-    (sentence,) = problems({"extra": {"headers": {name: "abc"}}}, "judge")
+    (sentence,) = unfit({"extra": {"headers": {name: "abc"}}}, "judge")
     assert sentence.startswith(f"judge.extra.headers.{name} ")
 
 
 @pytest.mark.parametrize("name", ["max_tokens", "eos_token", "key_variable", "tokenizer", "special_tokens", "top_k"])
 def test_what_is_called_almost_like_a_secret_is_not(name: str) -> None:
-    assert list(problems({name: "abc"})) == []
+    assert list(unfit({name: "abc"}, "extra")) == []
+
+
+def test_a_secret_is_refused_in_settings_that_are_made_in_python() -> None:
+    for make in (
+        lambda: Config(store="s3://user:pw@bucket/x"),
+        lambda: replace(BackendConfig(), command="x --token t"),
+    ):
+        with pytest.raises(ValueError, match="has a secret in it"):
+            make()
 
 
 def test_all_secrets_of_a_command_are_named_together(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ NEEDED: dict[str, Any] = {
     "model": {"name": "m", "path": "p"},
     "criterion": {"name": "man"},
     "calibration": {"name": "c", "path": "p"},
-    "judge": {"name": "j", "model": "m", "url": "http://localhost:1"},
+    "judge": {"model": "m", "url": "http://localhost:1"},
 }
 """Group -> what it must have, for Config and CellConfig."""
 
@@ -98,6 +98,12 @@ def test_a_text_is_told_from_a_number_by_its_type() -> None:
     texts = {path for path, (owner, _) in ALL.items() if is_text(type_at(owner, path.split(".")))}
     assert {"study", "model.revision", "gate", "export.shape", "launcher.name", "push", "judge.url"} <= texts
     assert not {"ratio", "seed", "calibration.tokens", "timing", "plugins", "judge.extra"} & texts
+
+
+@pytest.mark.parametrize("name", sorted(BenchmarkConfig.internal))
+def test_what_other_settings_set_is_refused_in_a_file(name: str) -> None:
+    with pytest.raises(SettingsError, match=f"^group.{name} is set by other settings"):
+        valid(BenchmarkConfig, {"name": "b", "harness": "lm_eval", "task": "t", name: None}, "group")
 
 
 @pytest.mark.parametrize("kind", [JudgeConfig, BenchmarkConfig])

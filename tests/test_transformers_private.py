@@ -29,7 +29,7 @@ PUBLIC = {
     "transformers.cache_utils": {"DynamicLayer"},
     "transformers.integrations.moe": {"ALL_EXPERTS_FUNCTIONS", "ExpertsInterface"},
     "transformers.utils": {"logging"},
-    "transformers.utils.quantization_config": {"CompressedTensorsConfig", "FineGrainedFP8Config", "Mxfp4Config"},
+    "transformers.quantizers.auto": {"AutoQuantizationConfig"},
 }
 """Module -> documented names; None for all that the package offers at the top."""
 ATTRIBUTES = {
@@ -42,7 +42,6 @@ ATTRIBUTES = {
     "_get_dtype_plan",
     "_gradient_checkpointing_func",
     "_init_weights",
-    "_is_expert_parallel",
     "_load_pretrained_model",
     "_update_model_kwargs_for_generation",
     "_weight_conversions",
@@ -87,7 +86,7 @@ def test_no_other_module_uses_what_is_not_public() -> None:
         "import transformers.conversion_mapping",
         "from transformers.integrations.moe import _grouped_linear",
         "model._init_weights(module)",
-        "getattr(experts, '_is_expert_parallel', False)",
+        "getattr(experts, '_apply_gate', False)",
     ],
 )
 def test_what_is_not_public_is_seen(text: str) -> None:
@@ -109,7 +108,6 @@ def test_every_name_is_there() -> None:
         "_experts_implementation": experts.config,
         "_get_dtype_plan": model,
         "_init_weights": model,
-        "_is_expert_parallel": experts,
         "_load_pretrained_model": model,
         "_update_model_kwargs_for_generation": model,
     }

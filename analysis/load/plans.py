@@ -145,13 +145,12 @@ def _samples(folder: Path | None, reader: Reader) -> float:
 def _search(document: Mapping[str, Any]) -> dict[str, Any]:
     settings, cost = document.get("settings") or {}, document.get("cost") or {}
     best, uniform = document.get("best") or {}, document.get("uniform") or {}
-    evolution = settings.get("evolution") or {}
     return {
         "layers": tuple(document.get("layers") or ()),
         "budget": document.get("budget"),
-        "fitness": (settings.get("fitness") or {}).get("fitness"),
-        "population": evolution.get("population"),
-        "generations": evolution.get("generations"),
+        "fitness": settings.get("fitness"),
+        "population": settings.get("population"),
+        "generations": settings.get("generations"),
         "best": tuple(best.get("schedule") or ()),
         "best_fitness": best.get("fitness"),
         "uniform": tuple(uniform.get("schedule") or ()),

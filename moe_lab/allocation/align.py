@@ -3,53 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy
 from numpy.typing import NDArray
+from pydantic.dataclasses import dataclass
 
 from moe_lab.allocation.problem import Array, Budget, Budgets, RatioTooLarge, RatioTooSmall
-from moe_lab.errors import UserError, unknown
-
-ORDERS = ("remainder", "scores")
-FIELDS = ("block", "min_channels", "order")
+from moe_lab.config.base import SETTINGS, Count, Positive, valid
+from moe_lab.errors import UserError
 
 
-@dataclass(frozen=True)
+@dataclass(config=SETTINGS, frozen=True)
 class Alignment:
-    """How widths are rounded."""
+    """How widths are rounded: allocation.parameters.align."""
 
-    block: int
+    block: Positive
     """Kept channels of an expert are a multiple of this."""
-    min_channels: int
-    """Experts with fewer channels than this lose them all."""
-    order: str
+    min_channels: Count | None = None
+    """Experts with fewer channels than this lose them all; null takes `block`."""
+    order: Literal["remainder", "scores"] = "remainder"
     """Which experts get the blocks that rounding down leaves over: see `align`."""
 
+    @property
+    def fewest(self) -> int:
+        """The smallest number of channels that an expert can keep."""
+        return self.block if self.min_channels is None else self.min_channels
 
-def parse(value: Any) -> Alignment | None:
-    """Parse allocation.parameters.align: null, or {block, min_channels, order}.
 
-    `min_channels` is `block` and `order` remainder by default. UserError for unknown fields and invalid values.
-    """
-    if value is None:
-        return None
-    if not isinstance(value, Mapping):
-        raise UserError(f"allocation.parameters.align={value}: expected null or {{block: 128}}")
-    for name in value:
-        if name not in FIELDS:
-            raise unknown("allocation.parameters.align", str(name), FIELDS)
-    block = value.get("block")
-    if type(block) is not int or block < 1:
-        raise UserError(f"allocation.parameters.align.block={block}: expected a whole number of channels such as 128")
-    min_channels = value.get("min_channels", block)
-    if type(min_channels) is not int or min_channels < 0:
-        raise UserError(f"allocation.parameters.align.min_channels={min_channels}: expected 0 or more channels")
-    order = value.get("order", "remainder")
-    if order not in ORDERS:
-        raise unknown("allocation.parameters.align.order", str(order), ORDERS)
-    return Alignment(block, min_channels, order)
+def alignment_of(settings: Mapping[str, Any]) -> Alignment | None:
+    """The alignment that the fields of AllocationConfig ask for, if any. UserError for a value that cannot work."""
+    value = settings["parameters"].get("align")
+    return None if value is None else valid(Alignment, value, "allocation.parameters.align")
 
 
 def check_fits(alignment: Alignment, layers: Mapping[int, Mapping[str, Any]], ratio: float) -> None:
@@ -59,29 +44,19 @@ def check_fits(alignment: Alignment, layers: Mapping[int, Mapping[str, Any]], ra
     A block need not divide the width: MoE-Slimming's Figure 10 has blocks of 256 in experts of 1408 channels, which
     keep 1280 at most.
     """
-    for layer, facts in layers.items():
-        for name, channels in (("block", alignment.block), ("min_channels", alignment.min_channels)):
-            if channels > facts["width"]:
-                raise UserError(
-                    f"allocation.parameters.align.{name}={channels}: experts of layer {layer} have only "
-                    f"{facts['width']} channels, which is the most it can be"
-                )
     block = alignment.block
+    width = min((facts["width"] for facts in layers.values()), default=block)
+    for name, least in (("block", block), ("min_channels", alignment.fewest)):
+        if least > width:
+            raise UserError(
+                f"allocation.parameters.align.{name}={least}: experts have {width} channels, the most it can be"
+            )
     channels = sum(facts["n_experts"] * facts["width"] for facts in layers.values())
     in_blocks = sum(facts["n_experts"] * (facts["width"] // block * block) for facts in layers.values())
     if int(channels * (1 - ratio)) > in_blocks:
         raise RatioTooSmall(
             f"keeps {int(channels * (1 - ratio))} of {channels} channels, and whole blocks of "
             f"allocation.parameters.align.block={block} hold only {in_blocks}"
-        )
-
-
-def check_protected(alignment: Alignment, layer: int, width: int) -> None:
-    """Raise UserError unless a protected expert of so many channels can keep them all."""
-    if width % alignment.block:
-        raise UserError(
-            f"allocation.parameters.align.block={alignment.block}: experts of layer {layer} have {width} channels, and "
-            f"allocation.protect keeps some whole: expected a divisor of {width}"
         )
 
 
@@ -102,9 +77,8 @@ def align(budgets: Budgets, scores: Mapping[int, Array], alignment: Alignment) -
         if kept.any() and not aligned[layer].any():
             most = int(kept.max())
             raise RatioTooLarge(
-                f"allocation.parameters.align (block={alignment.block}, min_channels={alignment.min_channels}) leaves "
-                f"no channel in layer {layer}, whose largest expert was to keep {most}: {most} is the most that both "
-                "can be"
+                f"allocation.parameters.align (block={alignment.block}, min_channels={alignment.fewest}) leaves no "
+                f"channel in layer {layer}, whose largest expert was to keep {most}, which is the most both can be"
             )
     return aligned
 
@@ -112,7 +86,7 @@ def align(budgets: Budgets, scores: Mapping[int, Array], alignment: Alignment) -
 def _aligned(kept: Budget, scores: Array, alignment: Alignment) -> Budget:
     """The budgets (E,) of one layer in whole blocks. `scores`: (E, I)."""
     block = alignment.block
-    active = (kept >= alignment.min_channels) & (kept > 0)
+    active = (kept >= alignment.fewest) & (kept > 0)
     base = numpy.where(active, kept // block * block, 0)
     lost = _lost_scores(scores, base, kept) if alignment.order == "scores" else kept - base
     room = numpy.where(active, (scores.shape[1] - base) // block, 0)

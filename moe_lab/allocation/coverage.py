@@ -14,7 +14,7 @@ import numpy
 from numpy.typing import NDArray
 
 from moe_lab.allocation.problem import Array, Budget, Budgets, Channels, Evidence, apportion, best, measured
-from moe_lab.allocation.shapes import Smoothing, layer_losses, loss_needs, smooth, u_shape
+from moe_lab.allocation.shapes import Floor, Smoothing, layer_losses, loss_needs, smooth, u_shape
 
 BY_LOSS = ("coverage", "loss_based")
 """Values of `inter` that use the losses of layers."""
@@ -32,7 +32,7 @@ def coverage(
     layer_smoothing: Smoothing = "sqrt",
     expert_smoothing: Smoothing = "sqrt",
     beta: float = 0.02,
-    floor: float = 0.1,
+    floor: Floor = 0.1,
 ) -> Budgets:
     """Layer -> channels each expert keeps (E,).
 
@@ -58,7 +58,7 @@ def coverage(
             return apportion(numpy.ones(len(values)), budget, 0, width)
         if intra == "ranking":
             return best(values, budget)
-        measured = expert_prior(prior, problem.evidence, layer, (len(scores[layer]), width))
+        measured = expert_prior(prior, problem.evidence, layer, len(scores[layer]))
         target = smooth(measured[others], expert_smoothing)
         if intra == "proportional":
             return apportion(target, budget, 0, width)
@@ -128,11 +128,8 @@ def _thresholds(scores: Array, prior: float) -> Array:
     return thresholds
 
 
-Get: TypeAlias = Callable[[str, tuple[int, ...]], Array]
-
-
-def expert_prior(prior: Prior, evidence: Evidence, layer: int, shape: tuple[int, int]) -> Array:
-    """The prior of each expert of `layer` (E,), >= 0, up to a factor. `shape`: (E, I).
+def expert_prior(prior: Prior, evidence: Evidence, layer: int, n_experts: int) -> Array:
+    """The prior of each expert of `layer` (E,), >= 0, up to a factor.
 
     An expert that opposes the others (a negative attribution) counts as 0.
 
@@ -147,20 +144,19 @@ def expert_prior(prior: Prior, evidence: Evidence, layer: int, shape: tuple[int,
     none           1
     """
     if prior == "none":
-        return numpy.ones(shape[0])
-    need, read = PRIORS[prior]
-    values = read(lambda name, extra: measured(evidence, need, layer, name, (shape[0], *extra)), shape[1])
-    positive: Array = numpy.maximum(values, 0)
+        return numpy.ones(n_experts)
+    need, name, read = PRIORS[prior]
+    positive: Array = numpy.maximum(read(measured(evidence, need, layer, name)), 0)
     return positive
 
 
-PRIORS: Mapping[str, tuple[str, Callable[[Get, int], Any]]] = {
-    "ala1": ("statistics", lambda get, _: get("ala_first", ())),
-    "ala2": ("statistics", lambda get, _: get("ala_second", ())),
-    "true_ablation": ("statistics", lambda get, _: get("ala_second", ())),
-    "loss": ("ablation", lambda get, _: get("ablation", ())),
-    "usage": ("statistics", lambda get, _: get("tokens", ())),
-    "router_weight": ("statistics", lambda get, _: get("sums_model", (3, 3))[:, 1, 0]),
-    "ala_lm": ("gradients", lambda get, width: -get("channel_product", (width,)).sum(axis=1)),
+PRIORS: Mapping[str, tuple[str, str, Callable[[Array], Array]]] = {
+    "ala1": ("statistics", "ala_first", numpy.asarray),
+    "ala2": ("statistics", "ala_second", numpy.asarray),
+    "true_ablation": ("statistics", "ala_second", numpy.asarray),
+    "loss": ("ablation", "ablation", numpy.asarray),
+    "usage": ("statistics", "tokens", numpy.asarray),
+    "router_weight": ("statistics", "sums_model", lambda sums: sums[:, 1, 0]),
+    "ala_lm": ("gradients", "channel_product", lambda product: -product.sum(axis=1)),
 }
-"""Prior -> the step that measures it, and how it is read from the arrays of the step."""
+"""Prior -> the step that measures it, the name there, and how it is read from that array."""

@@ -8,7 +8,6 @@ from typing import Any
 import numpy
 
 from moe_lab.allocation import align, grouping, uniform
-from moe_lab.allocation.parameters import own
 from moe_lab.allocation.problem import (
     Budgets,
     Channels,
@@ -17,13 +16,12 @@ from moe_lab.allocation.problem import (
     RatioTooLarge,
     budget,
     check_ratio,
-    finite,
     limits,
     or_nearest,
+    own,
 )
-from moe_lab.allocation.registry import Granularity, get, zero_expert
+from moe_lab.allocation.registry import Granularity, get
 from moe_lab.errors import UserError
-from moe_lab.models.config_json import fewest_experts
 
 Layers = Mapping[int, Mapping[str, Any]]
 
@@ -40,20 +38,15 @@ def allocate(
     `settings`: fields of AllocationConfig and the ratio. `layers`: layer -> facts (n_experts, top_k, n_group,
     topk_group, and perhaps protected: ids of experts that must be kept). `scores`: layer -> a score per expert.
     `evidence`: each name in `needs(settings)` -> layer -> arrays by name (for "by": a score per expert). `model`: facts
-    of the model, for ratio_basis=model. UserError for scores of another model, NaN or Inf, and for infeasible settings,
-    naming the nearest feasible ones.
+    of the model, for ratio_basis=model. UserError for infeasible settings, naming the nearest feasible ones.
     """
     function = _function(settings, "expert")
-    n_experts = {layer: int(facts["n_experts"]) for layer, facts in layers.items()}
-    scored = {layer: len(row) for layer, row in scores.items()}
-    if scored != n_experts:
-        raise UserError(f"scores are of another model: experts per layer {scored}, expected {n_experts}")
-    values = {layer: finite("scores", layer, scores[layer], (count,)) for layer, count in n_experts.items()}
+    values = {layer: numpy.asarray(scores[layer], dtype=numpy.float64) for layer in layers}
     by_layer = limits(layers, settings["multiple_of"])
 
     def decide(ratio: float) -> dict[int, int]:
         problem = Experts(
-            ratio=_of_routed(ratio, settings, model),
+            ratio=routed_ratio(ratio, settings.get("ratio_basis", "routed"), model),
             scores=values,
             evidence=evidence or {},
             path=settings.get("path"),
@@ -74,43 +67,29 @@ def budgets(
 ) -> Budgets:
     """Layer -> how many channels each expert keeps (E,) int64.
 
-    As `allocate`, with `scores`: layer -> (E, I). Rounded to whole blocks if parameters.align is set. With
-    zero_expert=drop, UserError when a layer would be left with fewer experts than its router needs, naming the largest
-    feasible ratio.
+    As `allocate`, with `scores`: layer -> (E, I). Rounded to whole blocks if parameters.align is set.
     """
     function = _function(settings, "channel")
-    if set(scores) != set(layers):
-        raise UserError(f"scores are of another model: layers {sorted(scores)}, expected {sorted(layers)}")
-    values = {
-        layer: finite("scores", layer, scores[layer], (facts["n_experts"], facts["width"]))
-        for layer, facts in layers.items()
-    }
-    alignment = align.parse(settings["parameters"].get("align"))
+    values = {layer: numpy.asarray(scores[layer], dtype=numpy.float64) for layer in layers}
+    alignment = align.alignment_of(settings)
     protected = _protected(layers)
-    if alignment is not None:
-        for layer in protected:
-            align.check_protected(alignment, layer, layers[layer]["width"])
     raised = dict(values)
     for layer, experts in protected.items():
         raised[layer] = values[layer].copy()
         raised[layer][experts] = numpy.inf
 
     def decide(ratio: float) -> Budgets:
-        share = _of_routed(ratio, settings, model)
-        check_ratio(share)
-        if alignment is not None:
-            align.check_fits(alignment, layers, share)
         problem = Channels(
-            ratio=share, scores=raised, evidence=evidence or {}, path=settings.get("path"), protected=protected
+            ratio=_share_of_channels(ratio, settings, layers, model),
+            scores=raised,
+            evidence=evidence or {},
+            path=settings.get("path"),
+            protected=protected,
         )
         if problem.fixed.sum() > problem.keep:
             raise RatioTooLarge(f"keeps {problem.keep} channels, but allocation.protect needs {problem.fixed.sum()}")
         kept = function(problem, **own(function, settings["parameters"]))
-        if alignment is not None:
-            kept = align.align(kept, values, alignment)
-        if zero_expert(settings) == "drop":
-            _check_survivors(kept, layers)
-        return kept
+        return kept if alignment is None else align.align(kept, values, alignment)
 
     return or_nearest(decide, settings["ratio"])
 
@@ -123,24 +102,30 @@ def fits(settings: Mapping[str, Any], layers: Layers, granularity: Granularity) 
     """
     if settings.get("ratio_basis", "routed") != "routed":
         return
+    wide = {layer: facts for layer, facts in layers.items() if "width" in facts}
 
     def check(ratio: float) -> None:
         if granularity == "channel":
-            _fits_channels(settings, layers, ratio)
+            _share_of_channels(ratio, settings, wide)
         elif settings["name"] != "list":
-            _fits_experts(settings, layers, ratio)
+            _check_experts(ratio, settings, layers)
 
     or_nearest(check, settings["ratio"])
 
 
-def _fits_channels(settings: Mapping[str, Any], layers: Layers, ratio: float) -> None:
-    check_ratio(ratio)
-    alignment = align.parse(settings["parameters"].get("align"))
+def _share_of_channels(
+    ratio: float, settings: Mapping[str, Any], layers: Layers, model: Mapping[str, Any] | None = None
+) -> float:
+    """The share of channels that go. RatioTooLarge or RatioTooSmall when it is not in [0, 1), or blocks keep fewer."""
+    share = routed_ratio(ratio, settings.get("ratio_basis", "routed"), model)
+    check_ratio(share)
+    alignment = align.alignment_of(settings)
     if alignment is not None:
-        align.check_fits(alignment, {n: facts for n, facts in layers.items() if "width" in facts}, ratio)
+        align.check_fits(alignment, layers, share)
+    return share
 
 
-def _fits_experts(settings: Mapping[str, Any], layers: Layers, ratio: float) -> None:
+def _check_experts(ratio: float, settings: Mapping[str, Any], layers: Layers) -> None:
     by_layer = limits(layers, settings["multiple_of"])
     if settings["name"] in ("uniform", "reconstruction", "sequential"):
         uniform.same_share(by_layer, ratio)
@@ -150,7 +135,7 @@ def _fits_experts(settings: Mapping[str, Any], layers: Layers, ratio: float) -> 
         grouping.fits(settings, limit.count, limit.even(ratio), len(layers[layer].get("protected", ())))
 
 
-def routed_ratio(ratio: float, basis: str, facts: Mapping[str, Any]) -> float:
+def routed_ratio(ratio: float, basis: str, facts: Mapping[str, Any] | None) -> float:
     """Convert `ratio` to a share of the routed experts' parameters.
 
     basis=routed: it already is one. basis=model: it is a share of all `facts["parameters"]`. RatioTooLarge when the
@@ -158,6 +143,8 @@ def routed_ratio(ratio: float, basis: str, facts: Mapping[str, Any]) -> float:
     """
     if basis == "routed":
         return ratio
+    if facts is None:
+        raise UserError("allocation.ratio_basis=model needs the number of the model's parameters, and none was given")
     routed = sum(layer["n_experts"] * layer["expert_parameters"] for layer in facts["layers"].values())
     share = float(routed / facts["parameters"])
     if ratio >= share:
@@ -166,14 +153,6 @@ def routed_ratio(ratio: float, basis: str, facts: Mapping[str, Any]) -> float:
             "parameters of the model"
         )
     return ratio / share
-
-
-def _of_routed(ratio: float, settings: Mapping[str, Any], model: Mapping[str, Any] | None) -> float:
-    """The share of routed parameters that is `ratio` of what settings["ratio_basis"] names."""
-    basis = settings.get("ratio_basis", "routed")
-    if basis == "model" and model is None:
-        raise UserError("allocation.ratio_basis=model needs the number of the model's parameters, and none was given")
-    return routed_ratio(ratio, basis, model or {})
 
 
 def _protected(layers: Layers) -> dict[int, list[int]]:
@@ -190,17 +169,3 @@ def _function(settings: Mapping[str, Any], granularity: Granularity) -> Callable
             f"{' and '.join(allocation.granularities)}s, decided in the {allocation.step} step"
         )
     return function
-
-
-def _check_survivors(kept: Budgets, layers: Layers) -> None:
-    """Raise RatioTooLarge when dropping experts without channels leaves a router too few, or with unequal groups."""
-    for layer, facts in layers.items():
-        groups = int(facts["n_group"])
-        left = numpy.count_nonzero(kept[layer].reshape(groups, -1), axis=1)
-        fewest = fewest_experts(facts)
-        if left.sum() < fewest or len(set(left.tolist())) > 1:
-            wanted = f"the same number in each of its {groups} groups, " if groups > 1 else ""
-            raise RatioTooLarge(
-                f"allocation.parameters.zero_expert=drop leaves {left.sum()} of {facts['n_experts']} experts in layer "
-                f"{layer}, but its router needs {wanted}at least {fewest}: zero_expert=keep_null keeps them routable"
-            )

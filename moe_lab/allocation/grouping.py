@@ -15,7 +15,7 @@ from typing import Any, Literal
 import numpy
 from numpy.typing import NDArray
 
-from moe_lab.allocation.parameters import keywords, own
+from moe_lab.allocation.problem import keywords, own
 from moe_lab.errors import UserError, unknown
 
 Array = NDArray[numpy.float64]
@@ -46,8 +46,6 @@ class Grouping:
     experts that are kept, each of which stands for its group."""
     align: Literal["weights", "activations_and_weights"] | None = None
     """By what the channels of the members are matched before they are averaged; None leaves them as they are."""
-    check: Callable[..., None] | None = None
-    """Raises UserError where so many groups cannot hold all experts: (experts, kept ones, parameters by keyword)."""
 
 
 def of_logits(sums: Sums) -> Array:
@@ -145,7 +143,6 @@ GROUPINGS = {
         weights="scores",
         rows="kept",
         align="activations_and_weights",
-        check=check_capacity,
     ),
     "merge_moe": Grouping(("statistics", "weight_distances"), of_weights, nearest),
 }
@@ -174,8 +171,8 @@ def parameters(replacement: str) -> dict[str, Any]:
 def fits(settings: Mapping[str, Any], count: int, kept: int, protected: int) -> None:
     """Raise UserError when the `kept` of `count` experts of a layer cannot stand for all, `protected` of them alone."""
     grouping = GROUPINGS.get(settings.get("replacement", "none"))
-    if grouping is not None and grouping.check is not None and protected < kept < count:
-        grouping.check(count - protected, kept - protected, **own(grouping.check, settings["parameters"]))
+    if grouping is not None and grouping.cluster is by_salience and protected < kept < count:
+        check_capacity(count - protected, kept - protected, **own(check_capacity, settings["parameters"]))
 
 
 def groups(
@@ -232,8 +229,7 @@ def weighted(name: str, groups: Groups, sums: Sums, scores: Array, kept: Sequenc
 def _cosine(gram: Array) -> Array:
     """(E, E) cosines of vectors, from their products (E, E); 0 for a vector of zeros."""
     norms = numpy.sqrt(numpy.maximum(numpy.diag(gram), numpy.finfo(float).tiny))
-    cosine: Array = gram / norms[:, None] / norms
-    return cosine
+    return gram / norms[:, None] / norms
 
 
 def _euclidean(features: Array) -> Array:

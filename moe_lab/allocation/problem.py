@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
+import json
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import ceil, floor, lcm
-from typing import Any, TypeAlias, TypeVar
+from pathlib import Path
+from typing import Any, TypeAlias, TypeVar, get_type_hints
 
 import numpy
 from numpy.typing import ArrayLike, NDArray
@@ -21,6 +24,28 @@ Budget: TypeAlias = NDArray[numpy.int64]
 Budgets: TypeAlias = dict[int, Budget]
 Evidence: TypeAlias = Mapping[str, Mapping[int, Any]]
 """What was measured besides the scores: need -> layer -> arrays by name ("by": layer -> scores)."""
+
+
+def read_setting(field: str, path: str) -> Any:
+    """The JSON document in the file that a setting names. UserError when it is missing or damaged."""
+    try:
+        return json.loads(Path(path).expanduser().read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{field}={path} cannot be read: {error.strerror}") from None
+    except ValueError as error:  # not JSON, or not UTF-8
+        raise UserError(f"{field}={path} is damaged: expected JSON, {error}") from None
+
+
+def keywords(function: Callable[..., Any]) -> dict[str, Any]:
+    """Keyword-only argument -> type: the parameters of a function that decides something of an allocation."""
+    hints = get_type_hints(function, include_extras=True)
+    arguments = inspect.signature(function).parameters.values()
+    return {keyword.name: hints[keyword.name] for keyword in arguments if keyword.kind is keyword.KEYWORD_ONLY}
+
+
+def own(function: Callable[..., Any], parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Select the parameters that are keywords of `function`."""
+    return {name: value for name, value in parameters.items() if name in keywords(function)}
 
 
 Result = TypeVar("Result")
@@ -156,33 +181,12 @@ def whole(value: float) -> int:
     return int(value + 1e-6)
 
 
-def measured(evidence: Evidence, need: str, layer: int, name: str, shape: tuple[int, ...]) -> Array:
-    """The array `name` that the step `need` measured for `layer`, fp64. UserError when it is missing, of another model,
-    or not finite (naming the expert)."""
-    if need not in evidence:
-        raise UserError(f"allocation needs {name}, which the step {need} measures, and was given none of its results")
-    arrays = evidence[need].get(layer, {})
+def measured(evidence: Evidence, need: str, layer: int, name: str) -> Array:
+    """The array `name` that the step `need` measured for `layer`, fp64. UserError when it is missing."""
+    arrays = evidence.get(need, {}).get(layer, {})
     if name not in arrays:
-        raise UserError(
-            f"allocation: layer {layer} has no {name} among the results of {need} "
-            f"(it has: {', '.join(sorted(arrays)) or 'nothing'}): run the {need} step again"
-        )
-    values: Array = numpy.asarray(arrays[name], dtype=numpy.float64)
-    return finite(name, layer, values, shape)
-
-
-def finite(name: str, layer: int, values: Any, shape: tuple[int, ...]) -> Array:
-    """Convert `values` to fp64. UserError, naming layer and expert, when they have another shape or are not finite."""
-    array: Array = numpy.asarray(values, dtype=numpy.float64)
-    if array.shape != shape:
-        raise UserError(
-            f"{name} of layer {layer} has the shape {array.shape}, expected {shape}: it is of another model"
-        )
-    bad = numpy.argwhere(~numpy.isfinite(array))
-    if len(bad):
-        where = f", expert {bad[0][0]}" if shape else ""
-        raise UserError(f"{name}: layer {layer}{where} is {array[tuple(bad[0])]}: expected a finite number")
-    return array
+        raise UserError(f"allocation needs {name} of layer {layer}, which the step {need} measures, and has none")
+    return numpy.asarray(arrays[name], dtype=numpy.float64)
 
 
 def apportion(
@@ -222,23 +226,8 @@ class Limits:
     """Groups of a group-limited router, each of which must lose the same number; 1 for other routers."""
     step: int
     """Kept counts are multiples of this."""
-    router: int
-    """The smallest number of experts with which the router works."""
-    protected: int
-    """The smallest number of experts with which all protected ones are kept: groups times those of the group with most
-    of them."""
-
-    @property
-    def fewest(self) -> int:
-        """The smallest number of experts that can be kept."""
-        return max(self.router, self.protected)
-
-    @property
-    def reason(self) -> str:
-        """Why no fewer than `fewest` can be kept."""
-        if self.protected > self.router:
-            return f"allocation.protect needs at least {self.protected}"
-        return f"its router needs at least {self.router} (top_k={self.top_k})"
+    fewest: int
+    """The smallest number of experts with which the router works and all protected ones are kept."""
 
     @property
     def smallest(self) -> int:
@@ -260,15 +249,12 @@ def limits(layers: Mapping[int, Mapping[str, Any]], multiple_of: int = 1) -> dic
 
     UserError when a layer cannot keep any multiple of `multiple_of`.
     """
-    if multiple_of < 1:
-        raise UserError(f"allocation.multiple_of={multiple_of}: expected 1 or more")
     by_layer = {}
     for layer, facts in layers.items():
         count, top_k, n_group = int(facts["n_experts"]), int(facts["top_k"]), int(facts["n_group"])
         groups = Counter(expert * n_group // count for expert in facts.get("protected", ()))
-        protected = n_group * max(groups.values(), default=0)
-        step = lcm(multiple_of, n_group)
-        limit = by_layer[layer] = Limits(count, top_k, n_group, step, fewest_experts(facts), protected)
+        fewest = max(fewest_experts(facts), n_group * max(groups.values(), default=0))
+        limit = by_layer[layer] = Limits(count, top_k, n_group, lcm(multiple_of, n_group), fewest)
         if limit.smallest > count:
             raise UserError(
                 f"allocation.multiple_of: layer {layer} has {count} experts and cannot keep a multiple of "
@@ -288,9 +274,8 @@ def budget(layers: Mapping[int, Limits], ratio: float) -> int:
     least = sum(limit.count - limit.largest for limit in layers.values())
     most = sum(limit.count - limit.smallest for limit in layers.values())
     if removed > most:
-        protect = ", allocation.protect" if any(limit.protected for limit in layers.values()) else ""
         raise RatioTooLarge(
-            f"removes {removed} experts, but routers{protect} and allocation.multiple_of let only {most} go"
+            f"removes {removed} experts: routers, allocation.protect and allocation.multiple_of let only {most} go"
         )
     if removed < least:
         raise RatioTooSmall(f"removes {max(removed, 0)} experts, but allocation.multiple_of makes at least {least} go")

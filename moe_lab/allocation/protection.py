@@ -6,15 +6,13 @@ whatever the criterion says and however the allocation divides the budget.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 import numpy
 from numpy.typing import ArrayLike
 
-from moe_lab.allocation.problem import measured
+from moe_lab.allocation.problem import measured, read_setting
 from moe_lab.errors import UserError
 from moe_lab.json_files import fits
 
@@ -26,8 +24,6 @@ PERCENTILE = 99.5
 """A super expert is above this percentile of all experts ..."""
 FRACTION = 10
 """... and above the largest value over all experts divided by this: equation 8."""
-Listed = dict[str, list[int]]
-"""Layer -> ids of its protected experts; layers are text, as in JSON."""
 
 
 def super_experts(largest: Mapping[int, ArrayLike], end: int) -> dict[int, list[int]]:
@@ -58,17 +54,6 @@ def identity(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {"protect": _read(protect)}
 
 
-def check(settings: Mapping[str, Any], granularity: str) -> None:
-    """Raise UserError unless the fields of AllocationConfig about protection are valid and fit the allocation."""
-    if not identity(settings):
-        return
-    if settings["name"] == "uniform" and granularity == "channel":
-        raise UserError(
-            f"allocation.protect={settings['protect']} keeps experts with all their channels, and allocation=uniform "
-            "gives all experts the same number: expected null, or an allocation such as layerwise"
-        )
-
-
 def needs(settings: Mapping[str, Any]) -> tuple[str, ...]:
     """The step that measures by what experts are protected."""
     return ("statistics",) if settings.get("protect") == SUPER else ()
@@ -89,14 +74,16 @@ def with_protected(
     if protect == SUPER:
         end = round(settings["protect_layers"] * model["decoder_layers"])
         evidence = {"statistics": statistics}
-        largest = {
-            layer: measured(evidence, "statistics", layer, STATISTIC, (facts["n_experts"],))
-            for layer, facts in layers.items()
-        }
+        largest = {layer: measured(evidence, "statistics", layer, STATISTIC) for layer in layers}
         chosen = super_experts(largest, end)
     else:
         chosen = {int(layer): ids for layer, ids in protect.items()}
-        _check_listed(chosen, layers)
+        for layer, ids in chosen.items():
+            count = layers[layer]["n_experts"] if layer in layers else 0
+            if ids and not 0 <= min(ids) <= max(ids) < count:
+                raise UserError(
+                    f"allocation.protect lists experts {ids} of layer {layer}: it has {count} routed experts"
+                )
     marked = {layer: {**facts, "protected": chosen.get(layer, [])} for layer, facts in layers.items()}
     return {**model, "layers": marked}
 
@@ -110,31 +97,10 @@ def provenance(model: Mapping[str, Any]) -> dict[str, Any]:
     return {"protected": {layer: experts for layer, experts in lists.items() if experts}} if lists else {}
 
 
-def _check_listed(chosen: Mapping[int, Sequence[int]], layers: Mapping[int, Mapping[str, Any]]) -> None:
-    for layer, experts in chosen.items():
-        if layer not in layers:
-            raise UserError(
-                f"allocation.protect lists layer {layer}: expected one of the layers with routed experts, "
-                f"{min(layers)} to {max(layers)}"
-            )
-        count = layers[layer]["n_experts"]
-        if bad := [expert for expert in experts if expert >= count]:
-            raise UserError(
-                f"allocation.protect lists expert {bad[0]} of layer {layer}: expected an id from 0 to {count - 1}"
-            )
-
-
-def _read(path: str) -> Listed:
-    """The content of the file with ascending ids. UserError when it is missing, damaged or not such a list."""
+def _read(path: str) -> dict[str, list[int]]:
+    """Layer -> ids of its protected experts, ascending. UserError when it is missing, damaged or not such a list."""
     expected = 'expected super, or a file such as {"1": [68], "2": [92]} (layer: experts)'
-    try:
-        content = json.loads(Path(path).expanduser().read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"allocation.protect={path} cannot be read: {error.strerror}; {expected}") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"allocation.protect={path} is damaged: {error}; {expected}") from None
-    if not fits(content, {str: [int]}) or not content:
+    content = read_setting("allocation.protect", path)
+    if not content or not fits(content, {str: [int]}) or not all(layer.isdecimal() for layer in content):
         raise UserError(f"allocation.protect={path}: {expected}")
-    if not all(layer.isdecimal() and min(experts, default=0) >= 0 for layer, experts in content.items()):
-        raise UserError(f"allocation.protect={path}: {expected}, numbers of 0 or more")
     return {layer: sorted(set(experts)) for layer, experts in sorted(content.items(), key=lambda item: int(item[0]))}

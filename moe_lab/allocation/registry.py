@@ -1,18 +1,21 @@
-"""Registry of allocations, and checks of their settings. A new one is a function and a line here. No torch."""
+"""Registry of allocations, and checks of their settings. A new one is a function and an entry here. No torch."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, make_dataclass
 from hashlib import sha256
-from typing import Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
+
+from pydantic import Strict
+from pydantic.dataclasses import dataclass as pydantic_dataclass
 
 from moe_lab import criteria
 from moe_lab.allocation import align, coverage, grouping, listed, protection, shapes, uniform
-from moe_lab.allocation.parameters import check_value, keywords
+from moe_lab.allocation.problem import keywords
 from moe_lab.config import AllocationConfig
-from moe_lab.config.identity import counting_fields, identity
+from moe_lab.config.base import SETTINGS, Positive, counting_fields, identity, valid
 from moe_lab.criteria.registry import source_of
 from moe_lab.errors import UserError, unknown
 from moe_lab.paths import check_name
@@ -36,8 +39,9 @@ class Allocation:
     """Parameters -> evidence besides the scores: "statistics", "gradients", "ablation", "scaling"."""
     step: Step = "plan"
     """Which step makes the plan: the plan step from numbers alone, or one that runs the model."""
-    parameters: tuple[str, ...] | None = ()
-    """Parameters that another step reads; those of a function are its keywords. None: that step checks them."""
+    parameters: Mapping[str, Any] | None = field(default_factory=dict)
+    """Parameter that another step reads -> its type; those of a function are its keywords. None: that step checks
+    them."""
     uneven: tuple[Granularity, ...] = ()
     """What it keeps different numbers of, by design: experts in different layers, or channels in different experts."""
     zero_expert: str = "keep_null"
@@ -57,25 +61,19 @@ class Allocation:
 HEAPR, EVOESAP, SLIMMING = "HEAPr", "EvoESAP", "MoE-Slimming"
 BOTH: tuple[Granularity, ...] = ("expert", "channel")
 
+
+def _both(experts: Function, channels: Function) -> Mapping[Granularity, Function]:
+    return {"expert": experts, "channel": channels}
+
+
 ALLOCATIONS: dict[str, Allocation] = {
     allocation.name: allocation
     for allocation in (
-        Allocation("uniform", "all papers", {"expert": uniform.experts, "channel": uniform.channels}),
-        Allocation(
-            "global",
-            f"{EVOESAP}; {HEAPR}",
-            {"expert": shapes.global_experts, "channel": shapes.global_channels},
-            uneven=BOTH,
-        ),
+        Allocation("uniform", "all papers", _both(uniform.experts, uniform.channels)),
+        Allocation("global", f"{EVOESAP}; {HEAPR}", _both(shapes.global_experts, shapes.global_channels), uneven=BOTH),
         Allocation("layerwise", HEAPR, {"channel": shapes.layerwise}, uneven=("channel",)),
-        Allocation("u_shaped", SLIMMING, {"expert": shapes.u_shaped, "channel": shapes.u_shaped}, uneven=BOTH),
-        Allocation(
-            "loss_based",
-            SLIMMING,
-            {"expert": shapes.loss_based, "channel": shapes.loss_based},
-            shapes.loss_needs,
-            uneven=BOTH,
-        ),
+        Allocation("u_shaped", SLIMMING, _both(shapes.u_shaped, shapes.u_shaped), uneven=BOTH),
+        Allocation("loss_based", SLIMMING, _both(shapes.loss_based, shapes.loss_based), shapes.loss_needs, uneven=BOTH),
         Allocation(
             "coverage",
             SLIMMING,
@@ -84,9 +82,9 @@ ALLOCATIONS: dict[str, Allocation] = {
             uneven=("channel",),
             zero_expert="drop",
         ),
-        Allocation("list", "a file of yours", {"expert": listed.experts, "channel": listed.channels}),
+        Allocation("list", "a file of yours", _both(listed.experts, listed.channels)),
         Allocation("evolutionary", EVOESAP, {"expert": None}, step="search", parameters=None, uneven=("expert",)),
-        Allocation("reconstruction", "NAEE", {"expert": None}, step="reconstruction", parameters=("limit",)),
+        Allocation("reconstruction", "NAEE", {"expert": None}, step="reconstruction", parameters={"limit": Positive}),
         Allocation("sequential", "CAMERA", {"expert": None, "channel": None}, step="sequential", uneven=("channel",)),
     )
 }
@@ -124,15 +122,19 @@ def check(settings: AllocationConfig, granularity: Granularity = "expert") -> No
     """Raise UserError unless the allocation exists, allocates what the criterion scores ("expert" or "channel"), and
     every field and parameter belongs to it and has a valid value."""
     allocation = get(settings.name)
-    _check_granularity(allocation, granularity)
-    _check_fields(settings, granularity)
-    accepted = _accepted(allocation, granularity) | grouping.parameters(settings.replacement)
-    for name, value in settings.parameters.items() if allocation.parameters is not None else ():
-        if name not in accepted:
-            raise unknown("allocation.parameters", name, accepted)
-        check_value(name, value, accepted[name])
-    align.parse(settings.parameters.get("align"))
-    protection.check(vars(settings), granularity)
+    if granularity not in allocation.granularities:
+        own = allocation.granularities[0]
+        fitting = sorted(name for name, other in ALLOCATIONS.items() if granularity in other.granularities)
+        raise UserError(
+            f"allocation={allocation.name} allocates {own}s, but the criterion scores {granularity}s: choose a "
+            f"criterion that scores {own}s, or one of the allocations of {granularity}s ({', '.join(fitting)})"
+        )
+    if granularity == "channel":
+        _check_of_channels(settings)
+    _check_replacement(settings, allocation)
+    if allocation.parameters is not None:
+        valid(_parameters(settings, allocation, granularity), settings.parameters, "allocation.parameters")
+    protection.identity(vars(settings))  # reads the file that it names
     if settings.name == "list":
         listed.check(settings.path, granularity)
 
@@ -162,57 +164,46 @@ def zero_expert(settings: Mapping[str, Any]) -> str:
     return str(settings["parameters"].get("zero_expert", get(settings["name"]).zero_expert))
 
 
-def _check_granularity(allocation: Allocation, granularity: Granularity) -> None:
-    if granularity not in allocation.granularities:
-        fitting = sorted(name for name, other in ALLOCATIONS.items() if granularity in other.granularities)
+def _check_of_channels(settings: AllocationConfig) -> None:
+    """Raise UserError for settings that only make sense for whole experts."""
+    wrong = {
+        f"multiple_of={settings.multiple_of}": settings.multiple_of > 1,
+        f"replacement={settings.replacement}": settings.replacement != "none",
+        f"by={settings.by}": settings.by is not None,
+    }
+    if named := [name for name, is_set in wrong.items() if is_set]:
+        raise UserError(f"allocation.{named[0]} is about whole experts, expected a criterion that scores experts")
+    if settings.protect is not None and settings.name == "uniform":
         raise UserError(
-            f"allocation={allocation.name} allocates {allocation.granularities[0]}s, but the criterion scores "
-            f"{granularity}s: choose a criterion that scores {allocation.granularities[0]}s, or one of the allocations "
-            f"of {granularity}s ({', '.join(fitting)})"
+            f"allocation.protect={settings.protect} keeps experts with all their channels, and allocation=uniform "
+            "gives all experts the same number: expected null, or an allocation such as layerwise"
         )
 
 
-def _check_fields(settings: AllocationConfig, granularity: Granularity) -> None:
-    if settings.multiple_of > 1 and granularity == "channel":
-        raise UserError(
-            f"allocation.multiple_of={settings.multiple_of} counts experts, but the criterion scores channels: "
-            "expected 1; allocation.parameters.align rounds channels"
-        )
-    _check_replacement(settings, granularity)
-    if settings.by is not None and granularity == "channel":
-        raise UserError(f"allocation.by={settings.by} compares experts, expected null with a criterion for channels")
-
-
-def _check_replacement(settings: AllocationConfig, granularity: Granularity) -> None:
-    replacement, allocation = settings.replacement, get(settings.name)
-    if replacement != "none" and settings.path is not None and listed.is_plan(listed.read(settings.path)):
+def _check_replacement(settings: AllocationConfig, allocation: Allocation) -> None:
+    replacement = settings.replacement
+    grouping.needs(replacement)
+    if replacement == "none":
+        return
+    if settings.path is not None and listed.is_plan(listed.read(settings.path)):
         raise UserError(
             f"allocation.replacement={replacement}: the plan allocation.path={settings.path} says itself what experts "
             "are replaced by, expected none"
         )
-    grouping.needs(replacement)
-    if replacement != "none" and granularity == "channel":
+    if allocation.step != "plan":
         raise UserError(
-            f"allocation.replacement={replacement} replaces whole experts, but the criterion scores channels: expected "
-            "none, or a criterion of experts"
-        )
-    if replacement != "none" and allocation.step != "plan":
-        fitting = sorted(
-            name for name, other in ALLOCATIONS.items() if other.step == "plan" and other.functions.get("expert")
-        )
-        raise UserError(
-            f"allocation.replacement={replacement} replaces what scores and an allocation drop, and "
-            f"allocation={settings.name} runs the model without it to decide: expected none, or one of the allocations "
-            f"{', '.join(fitting)}"
+            f"allocation.replacement={replacement} replaces what scores drop, and allocation={settings.name} runs the "
+            "model without it to decide: expected none, or an allocation such as uniform or global"
         )
 
 
-def _accepted(allocation: Allocation, granularity: Granularity) -> dict[str, Any]:
-    """Accepted parameter -> its type, or Any if it is checked elsewhere."""
+def _parameters(settings: AllocationConfig, allocation: Allocation, granularity: Granularity) -> Any:
+    """The group of the parameters that these settings can have."""
     function = allocation.functions[granularity]
-    accepted: dict[str, Any] = dict.fromkeys(allocation.parameters or (), Any)
-    if function is not None:
-        accepted |= keywords(function)
+    types = {**(allocation.parameters or {}), **(keywords(function) if function else {})}
+    types |= grouping.parameters(settings.replacement)
     if granularity == "channel":
-        accepted |= {"zero_expert": ZeroExpert, "align": Any}
-    return accepted
+        types |= {"zero_expert": ZeroExpert, "align": align.Alignment | None}
+    strict = {name: Annotated[kind, Strict()] if kind in (int, float) else kind for name, kind in types.items()}
+    group = make_dataclass("Parameters", [(name, kind, None) for name, kind in strict.items()])
+    return pydantic_dataclass(group, config=SETTINGS)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 import numpy
+from pydantic import Field, Strict
 
 from moe_lab.allocation.problem import (
     Array,
@@ -14,19 +15,19 @@ from moe_lab.allocation.problem import (
     Evidence,
     Experts,
     budget,
-    finite,
     highest,
     measured,
 )
 from moe_lab.errors import UserError
 
 Smoothing: TypeAlias = Literal["sqrt", "log", "huber", "clip", "none"]
+Floor: TypeAlias = Annotated[float, Strict(), Field(gt=0, lt=1)]
 LayerLoss: TypeAlias = Literal["loss", "nll"]
 LAYER_LOSSES: Mapping[str, tuple[str, str]] = {"loss": ("statistics", "layer_loss"), "nll": ("scaling", "scaling")}
 """Value of layer_prior -> the step that measures that loss of a layer, and its name among the step's results."""
 
 
-def u_shaped(problem: Experts | Channels, *, beta: float = 0.02, floor: float = 0.1) -> dict[int, Any]:
+def u_shaped(problem: Experts | Channels, *, beta: float = 0.02, floor: Floor = 0.1) -> dict[int, Any]:
     """The first and last layers keep more, in the shares of `u_shape`."""
     return problem.in_proportion(u_shape(len(problem.scores), 1 - problem.ratio, beta, floor))
 
@@ -62,8 +63,6 @@ def global_experts(problem: Experts) -> dict[int, int]:
     the largest step.
     """
     by = problem.evidence.get("by", problem.scores)
-    if set(by) != set(problem.limits):
-        raise UserError(f"allocation.by: scores are of layers {sorted(by)}, expected {sorted(problem.limits)}")
     remove = {layer: limit.count - limit.largest for layer, limit in problem.limits.items()}
     left = budget(problem.limits, problem.ratio) - sum(remove.values())
     for _, layer, _ in sorted(_steps(problem, by)):
@@ -78,7 +77,7 @@ def _steps(problem: Experts, by: Mapping[int, Array]) -> list[tuple[float, int, 
     """(mean score, layer, number) of every step of experts that a layer can lose, beyond those that it must lose."""
     steps = []
     for layer, limit in problem.limits.items():
-        scores = finite("allocation.by", layer, by[layer], (limit.count,)).copy()
+        scores = numpy.array(by[layer], dtype=numpy.float64)
         scores[list(problem.protected.get(layer, ()))] = numpy.inf
         gone = (limit.count - limit.largest) // limit.n_group
         rows = numpy.sort(scores.reshape(limit.n_group, -1), axis=1)[:, gone:]
@@ -90,8 +89,6 @@ def _steps(problem: Experts, by: Mapping[int, Array]) -> list[tuple[float, int, 
 def u_shape(layers: int, keep: float, beta: float, floor: float) -> Array:
     """Relative kept share of each MoE layer (L,): max(floor, keep (1 + beta z)), z the standardised (x - 1/2)^2 at
     depth x = i / (L - 1). Equal shares for L < 3, where (x - 1/2)^2 is the same in all layers."""
-    if not 0 < floor < 1:
-        raise UserError(f"allocation.parameters.floor={floor}: expected a share between 0 and 1, such as 0.1")
     bend = (numpy.linspace(0, 1, layers) - 0.5) ** 2
     spread = bend.std()
     standardised = (bend - bend.mean()) / spread if spread > 1e-12 else numpy.zeros(layers)
@@ -107,7 +104,7 @@ def layer_losses(evidence: Evidence, layers: Iterable[int], prior: LayerLoss) ->
     nll   rise of the language model's loss when m is scaled in that layer alone, a fall counting as 0 (Appendix A.1)
     """
     need, name = LAYER_LOSSES[prior]
-    losses: Array = numpy.array([float(measured(evidence, need, layer, name, ())) for layer in layers])
+    losses: Array = numpy.array([float(measured(evidence, need, layer, name)) for layer in layers])
     if prior == "nll":
         losses = numpy.maximum(losses, 0)
     if (losses < 0).any() or not losses.any():

@@ -11,7 +11,7 @@ from typing import Any
 from moe_lab.calibration.documents import Chat
 from moe_lab.calibration.sources import file_format, first_record, hub_file, is_hub_file, locate
 from moe_lab.config import CalibrationConfig, ModelConfig
-from moe_lab.config.identity import counting_fields, identity
+from moe_lab.config.base import counting_fields, identity
 from moe_lab.config.pruning import OF_DOCUMENTS
 from moe_lab.errors import UserError, user_errors
 from moe_lab.models import config_json

@@ -1,16 +1,20 @@
-"""What all groups of settings have in common: how they are checked, and how each mistake becomes a sentence."""
+"""What all groups of settings have in common: how they are checked, how each mistake becomes a sentence, and what of
+them is part of the identity of a step."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
+from functools import singledispatch
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Self, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from pydantic import AfterValidator, ConfigDict, Field, Strict, TypeAdapter, ValidationError
-from pydantic.dataclasses import is_pydantic_dataclass
+from pydantic import AfterValidator, ConfigDict, Field, Strict, TypeAdapter, ValidationError, model_validator
+from pydantic.dataclasses import dataclass, is_pydantic_dataclass
 
-from moe_lab.errors import UserError, nearest, unknown
+from moe_lab.errors import UserError, nearest, secrets_in, unknown
 from moe_lab.paths import checked_name
 
 SETTINGS = ConfigDict(extra="forbid", allow_inf_nan=False, defer_build=True)
@@ -42,7 +46,53 @@ Text = Annotated[str, AfterValidator(_not_empty)]
 Variable = Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")]
 """Name of an environment variable."""
 
-Group = TypeVar("Group")
+T = TypeVar("T")
+
+
+@dataclass(config=SETTINGS, frozen=True)
+class Group:
+    """Settings that belong together; the text under a field is what docs and --help say of it."""
+
+    basic = frozenset[str]()
+    """Fields that most users set, which --help shows."""
+    internal = frozenset[str]()
+    """Fields that other settings set, which nobody can type."""
+    runtime = frozenset[str]()
+    """Fields that say how work is done and change no result: no part of an identity."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_not_set_by_others(cls, given: Any) -> Any:
+        for name in cls.internal & given.keys() if isinstance(given, dict) else ():
+            raise ValueError(f"{name} is set by other settings, and neither by a file nor by a command")
+        return given
+
+    @model_validator(mode="after")
+    def _can_be_shown(self) -> Self:
+        """Settings are stored and shown with the results, whether they come from a file, a command or Python."""
+        for each in fields(self):
+            for problem in unfit(getattr(self, each.name), each.name):
+                raise ValueError(problem)
+        return self
+
+
+def unfit(value: Any, setting: str) -> Iterator[str]:
+    """A sentence for each value in a setting that cannot be stored with results: a secret, a number that JSON does not
+    have, and a text that is to be replaced by another."""
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            yield from unfit(inner, f"{setting}.{name}")
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from unfit(inner, setting)
+    elif isinstance(value, float) and not math.isfinite(value):
+        yield f"{setting}={value}: expected a finite number"
+    elif isinstance(value, int) and abs(value) > LARGEST:
+        yield f"{setting}={value:.3g}: expected a number of at most {LARGEST}"
+    elif isinstance(value, str) and "${" in value:
+        yield f"{setting}={value}: nothing is replaced in settings: expected the value, or $NAME for a shell"
+    else:
+        yield from secrets_in(setting, value)
 
 
 class SettingsError(UserError):
@@ -82,14 +132,14 @@ class Mistakes(list[str]):
             self.append(str(error))
 
 
-def valid(kind: type[Group] | Any, content: Any, where: str, origin: str = "") -> Group:
+def valid(kind: type[T] | Any, content: Any, where: str, origin: str = "") -> T:
     """The settings in `content`, which stand under the name `where`, as an object of `kind`.
 
     Raises SettingsError with all mistakes. `origin`: the choice of the group that `content` is from, if it is to be
     named, such as calibration=c4.
     """
     try:
-        checked: Group = TypeAdapter(kind).validate_python(content)
+        checked: T = TypeAdapter(kind).validate_python(content)
     except ValidationError as error:
         prefix = f"{origin}: " if origin else ""
         raise SettingsError(prefix + sentence for sentence in sentences(error, kind, where)) from None
@@ -219,3 +269,25 @@ def is_text(kind: Any) -> bool:
     if get_origin(kind) is Annotated:
         kind = get_args(kind)[0]
     return kind is str or any(isinstance(value, str) for value in get_args(kind) if get_origin(kind) is Literal)
+
+
+@singledispatch
+def identity(setting: Any) -> Any:
+    """What of `setting` changes a result, JSON-ready.
+
+    A group of settings is its fields, except those that its class names in `runtime`. Where a setting stands for
+    something else, such as a path for the content of a file, the module of its subject registers a function for it.
+    """
+    if is_dataclass(setting):
+        return counting_fields(setting)
+    if isinstance(setting, Mapping):
+        return {str(name): identity(value) for name, value in setting.items()}
+    if isinstance(setting, (list, tuple)):
+        return [identity(value) for value in setting]
+    return setting
+
+
+def counting_fields(group: Any, *without: str) -> dict[str, Any]:
+    """The fields of a dataclass that change a result, by name, but for those in `without`."""
+    skipped = {*getattr(group, "runtime", ()), *without}
+    return {each.name: identity(getattr(group, each.name)) for each in fields(group) if each.name not in skipped}

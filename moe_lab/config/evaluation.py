@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, model_validator
 from pydantic.dataclasses import dataclass
 
-from moe_lab.config.base import SETTINGS, Above0, Count, From1, From2, Name, Positive, Text, Variable
+from moe_lab.config.base import SETTINGS, Above0, Count, From2, Group, Name, Positive, Text, Variable
 
 SET_BY_US = ("model", "dtype", "trust_remote_code", "worker_extension_cls", "generation_config", "skip_tokenizer_init")
 """Arguments of vllm.LLM that backend.arguments must not have."""
@@ -23,14 +23,12 @@ def _address(url: str) -> str:
 
 
 @dataclass(config=SETTINGS, frozen=True)
-class JudgeConfig:
+class JudgeConfig(Group):
     """A language model that grades texts, behind an OpenAI-compatible endpoint."""
 
     basic = frozenset({"model", "url", "key_variable"})
-    runtime = frozenset({"name", "url", "key_variable", "attempts", "parallel", "timeout"})
+    runtime = frozenset({"url", "key_variable"})
 
-    name: Name
-    """Name of the judge."""
     model: Text
     """The model's name at the endpoint."""
     url: Annotated[str, AfterValidator(_address)]
@@ -42,12 +40,6 @@ class JudgeConfig:
     extra: dict[str, Any] = field(default_factory=dict)
     """Anything else the endpoint takes in a request, such as reasoning_effort: low; the temperature is 0 unless it is
     set here."""
-    attempts: Positive = 8
-    """How often a request is sent while the endpoint is busy, broken or unreachable."""
-    parallel: Positive = 8
-    """Requests under way at the same time."""
-    timeout: From1 = 120.0
-    """Seconds to wait for one reply."""
 
     @model_validator(mode="after")
     def _extra_is_extra(self) -> Self:
@@ -58,7 +50,7 @@ class JudgeConfig:
 
 
 @dataclass(config=SETTINGS, frozen=True)
-class BackendConfig:
+class BackendConfig(Group):
     """What generates the texts of benchmarks."""
 
     basic = frozenset({"command", "arguments"})
@@ -88,11 +80,11 @@ class BackendConfig:
 
 
 @dataclass(config=SETTINGS, frozen=True)
-class BenchmarkConfig:
+class BenchmarkConfig(Group):
     """One run of one harness; it may report several results (HumanEval and HumanEval+ share their programs)."""
 
-    internal = frozenset({"root", "judge", "python"})
-    runtime = frozenset({"name", "revision", "url", "root", "python", "executes_code"})
+    internal = frozenset({"limit", "root", "judge", "python"})
+    runtime = frozenset({"name", "revision", "url", "root", "python"})
 
     name: Name
     """Name of this run in file names."""
@@ -125,12 +117,10 @@ class BenchmarkConfig:
     """Most tokens of prompt and answer together; null takes the model's limit."""
     batch_size: Positive = 64
     """Sequences in one forward pass."""
-    executes_code: bool = False
-    """Whether grading runs what the model wrote; needs allow_code_execution=true."""
-    limit: Positive | None = None
-    """Only the first N items; suite.limit sets it for all benchmarks of the suite."""
     parameters: dict[str, Any] = field(default_factory=dict)
     """Further parameters of the harness."""
+    limit: Positive | None = None
+    """Only the first N items; set by suite.limit."""
     root: str | None = None
     """Set by data_root."""
     judge: JudgeConfig | None = None
@@ -140,13 +130,11 @@ class BenchmarkConfig:
 
 
 @dataclass(config=SETTINGS, frozen=True)
-class SuiteConfig:
+class SuiteConfig(Group):
     """A list of benchmarks."""
 
     basic = frozenset({"benchmarks", "path", "limit"})
 
-    name: Name = "suite"
-    """Name of the suite."""
     benchmarks: list[str] = field(default_factory=list)
     """Names of files in conf/benchmark."""
     path: str | None = None
@@ -156,7 +144,7 @@ class SuiteConfig:
 
 
 @dataclass(config=SETTINGS, frozen=True)
-class ProtocolConfig:
+class ProtocolConfig(Group):
     """How a paper asks its benchmarks, where that differs from the benchmarks' files."""
 
     name: Name = "unified"

@@ -9,11 +9,13 @@ from typing import Annotated, Any, Literal, Self, get_args
 from pydantic import AfterValidator, Field, Strict, model_validator
 from pydantic.dataclasses import dataclass
 
-from moe_lab.config.base import SETTINGS, Above0, Count, From0, From2, Name, Positive, Share, Text
+from moe_lab.config.base import SETTINGS, Above0, Count, From2, Group, Name, Positive, Share, Text
 
 Gate = Literal["model", "renormalized", "full_softmax", "double_softmax"]
 GATES: tuple[str, ...] = get_args(Gate)
 Shape = Literal["natural", "masked", "padded"]
+COMPRESSED = ("fp8", "w4a16")
+"""Values of export.format in which weights are rounded, after the model was evaluated."""
 Precision = Literal["auto", "float32", "bfloat16", "float16"]
 DEVICES = ("auto", "cpu", "cuda")
 DEVICE_MAPS = ("balanced", "balanced_low_0", "sequential")
@@ -29,7 +31,7 @@ def _device(name: str) -> str:
 
 
 @dataclass(config=SETTINGS, frozen=True)
-class ExpectedConfig:
+class ExpectedConfig(Group):
     """The expected architecture of a model, so that it is known before the model is downloaded."""
 
     parameters: Positive
@@ -51,7 +53,7 @@ class ExpectedConfig:
 
 
 @dataclass(config=SETTINGS, frozen=True)
-class ModelConfig:
+class ModelConfig(Group):
     """A causal language model with routed experts."""
 
     basic = frozenset({"path", "revision", "dtype", "device", "top_k"})
@@ -98,7 +100,7 @@ class ModelConfig:
 
 
 @dataclass(config=SETTINGS, frozen=True)
-class CriterionConfig:
+class CriterionConfig(Group):
     """How experts are scored; higher always means keep."""
 
     basic = frozenset({"parameters"})
@@ -110,7 +112,7 @@ class CriterionConfig:
 
 
 @dataclass(config=SETTINGS, frozen=True)
-class SourceConfig:
+class SourceConfig(Group):
     """One set of a mixture of calibration sets."""
 
     internal = frozenset({"settings"})
@@ -131,11 +133,11 @@ OF_DOCUMENTS = ("path", "subset", "split", "field", "template", "joined", "order
 
 
 @dataclass(config=SETTINGS, frozen=True)
-class CalibrationConfig:
+class CalibrationConfig(Group):
     """The text a model reads while statistics are gathered."""
 
     basic = frozenset({"path", "sources", "tokens", "length", "batch_size", "engine"})
-    runtime = frozenset({"name", "checkpointing", "engine", "activation_budget"})
+    runtime = frozenset({"name", "checkpointing", "engine"})
 
     name: Name
     """Name of the calibration set in tables and file names."""
@@ -176,8 +178,6 @@ class CalibrationConfig:
     """Compute activations again in backward passes instead of keeping them: slower, but takes less memory."""
     engine: Literal["resident", "streamed"] = "resident"
     """resident (the whole model is loaded) or streamed (one decoder layer at a time, for models larger than memory)."""
-    activation_budget: From0 = 8.0
-    """GiB of activations that engine=streamed keeps in memory; during a pass all of them are on disk, in the store."""
 
     @property
     def rows(self) -> int:
@@ -235,7 +235,7 @@ ONLY_FOR = {"by": "global", "search": "evolutionary", "path": "list"}
 
 
 @dataclass(config=SETTINGS, frozen=True)
-class AllocationConfig:
+class AllocationConfig(Group):
     """How many experts, or channels, each layer and expert loses."""
 
     basic = frozenset({"path", "protect", "parameters"})
@@ -289,18 +289,18 @@ Module = Literal["experts", "shared_experts", "attention"]
 QUANTISABLE: tuple[str, ...] = get_args(Module)
 TEXTS = ("instructions", "distill", "fit")
 """Settings that name the text of a recovery."""
-OF_ADAPTERS = ("shared_experts", "rank", "learning_rate", "router_rank", "scaling", "dropout")
+OF_ADAPTERS = ("rank", "learning_rate", "router_rank", "dropout")
 """Settings that train=routers does not read."""
-OF_FIT = ("name", "bits", "modules", "fit", "save_every")
+OF_FIT = ("name", "bits", "modules", "fit")
 """Settings that are read where nothing is trained."""
 
 
 @dataclass(config=SETTINGS, frozen=True)
-class RecoveryConfig:
+class RecoveryConfig(Group):
     """What is done to a pruned model before it is evaluated: fine-tuning or fitting, then quantising."""
 
     basic = frozenset({"bits", "instructions", "distill", "epochs", "rank", "learning_rate"})
-    runtime = frozenset({"name", "bits", "modules", "instructions", "distill", "fit", "save_every"})
+    runtime = frozenset({"name", "bits", "modules", "instructions", "distill", "fit"})
 
     name: Name = "none"
     """Name in tables and file names."""
@@ -316,15 +316,13 @@ class RecoveryConfig:
     """With distill: what the logits of both models are divided by; the loss is multiplied by its square."""
     fit: str | None = None
     """Name of the file in conf/calibration, of any text, on which the down projections of merged experts are fitted to
-    the outputs of their members (MergeMoE). Nothing is trained then: of the settings below, only save_every applies."""
+    the outputs of their members (MergeMoE). Nothing is trained then, and no setting below applies."""
     train: Literal["adapters", "routers"] = "adapters"
     """What is trained: adapters (DoRA on experts and routers) or routers (their weights, and nothing else)."""
     epochs: Above0 = 2.0
     """Passes over the text that is trained on."""
     rows_per_step: Positive = 16
     """Rows of that text in one step of the optimiser; batch_size of the text is how many run at once."""
-    shared_experts: bool = True
-    """Fine-tune shared experts like routed ones, where the model has them."""
     rank: Positive = 32
     """Rank of the DoRA adapters on the experts."""
     learning_rate: Above0 = 1e-4
@@ -333,14 +331,8 @@ class RecoveryConfig:
     """Rank of the DoRA adapters on the routers; 0 leaves routers alone."""
     router_learning_rate: Above0 = 1e-6
     """Peak learning rate of the routers: of their adapters, or of their weights with train=routers."""
-    scaling: Above0 = 4.0
-    """Factor on the product of an adapter's two matrices: alpha / rank of other programs."""
     dropout: Share = 0.05
     """Share of an expert adapter's inputs that are set to 0 while training."""
-    schedule: Literal["cosine", "linear"] = "cosine"
-    """How learning rates fall to 0 after the warm-up: cosine or linear."""
-    save_every: Positive = 50
-    """Steps, or batches of a fit, between two checkpoints for resuming; does not change the result."""
 
     @model_validator(mode="after")
     def _is_one_recovery(self) -> Self:
@@ -368,7 +360,7 @@ class RecoveryConfig:
 
 
 @dataclass(config=SETTINGS, frozen=True)
-class ExportConfig:
+class ExportConfig(Group):
     """The checkpoint that is written of each pruned model."""
 
     basic = frozenset({"shape", "format"})
@@ -376,18 +368,14 @@ class ExportConfig:
 
     shape: Shape | None = None
     """natural (what the plan keeps), masked or padded, as in docs/export.md; null writes none."""
-    format: Literal["safetensors", "compressed_tensors", "gguf"] = "safetensors"
-    """How the tensors are stored: safetensors (as in the original), compressed_tensors (in FP8 or 4 bits), or gguf (by
-    llama.cpp's converter)."""
+    format: Literal["safetensors", "fp8", "w4a16", "gguf"] = "safetensors"
+    """How the tensors are stored: safetensors (as in the original), fp8 or w4a16 (4-bit weights) as compressed-tensors,
+    or gguf (by llama.cpp's converter)."""
     converter: str | None = None
     """llama.cpp's convert_hf_to_gguf.py, for format=gguf; null takes the one that `make llama` fetches."""
-    scheme: Literal["fp8", "w4a16"] = "fp8"
-    """For format=compressed_tensors: fp8, or w4a16 (4-bit weights)."""
 
     @model_validator(mode="after")
     def _format_is_written(self) -> Self:
         if self.shape is None and self.format != "safetensors":
             raise ValueError(f"format={self.format} without a shape writes nothing: add export=natural")
-        if self.scheme != "fp8" and self.format != "compressed_tensors":
-            raise ValueError(f"scheme={self.scheme} is for quantised exports: add export.format=compressed_tensors")
         return self

@@ -13,7 +13,7 @@ import numpy
 from numpy.typing import ArrayLike, NDArray
 
 from moe_lab.config import GATES, CriterionConfig
-from moe_lab.config.identity import identity
+from moe_lab.config.base import identity
 from moe_lab.criteria.layer import Array, Layer
 from moe_lab.errors import UserError, unknown
 from moe_lab.paths import check_name

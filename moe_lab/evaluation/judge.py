@@ -27,10 +27,14 @@ _BUSY = (408, 409, 429)
 """HTTP status codes below 500 after which the client sends a request again, as it does after any from 500 on."""
 _BROKEN = ("abort", "error", "content_filter")
 """Reasons why a reply ends that leave it incomplete. Endpoints have words of their own for complete ones."""
+ATTEMPTS = 8
+"""How often a request is sent while the endpoint is busy, broken or unreachable: over about a minute."""
+PARALLEL = 8
+"""Requests under way at the same time: enough for one server, and few enough for the limits of paid endpoints."""
+TIMEOUT = 120.0
+"""Seconds to wait for one reply; judges that reason take up to a minute."""
 UNPARSABLE_ATTEMPTS = 3
 """How often a text is sent while its replies hold no score: enough for one that broke off by chance."""
-_EXCERPT = 80
-"""Bytes of an unexpected reply that an error quotes."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +67,7 @@ class Judge:
         unscored: list[Verdict] = []
         refused = threading.Event()
         with self._client() as client:  # closed, it ends the requests that are still being repeated
-            pool = ThreadPoolExecutor(self.settings.parallel)
+            pool = ThreadPoolExecutor(PARALLEL)
             try:
                 futures = [pool.submit(self._verdict, client, prompt, refused) for prompt in prompts]
                 for future in as_completed(futures):
@@ -85,8 +89,8 @@ class Judge:
         return openai.OpenAI(
             base_url=self.settings.url,
             api_key=os.environ.get(self.settings.key_variable, "").strip() or "none",
-            timeout=self.settings.timeout,
-            max_retries=self.settings.attempts - 1,
+            timeout=TIMEOUT,
+            max_retries=ATTEMPTS - 1,
             http_client=openai.DefaultHttpxClient(trust_env=False) if local else None,  # no proxy to this machine
         )
 
@@ -104,7 +108,7 @@ class Judge:
             except Unparsable as error:
                 reason = f"{UNPARSABLE_ATTEMPTS} replies in a row without a usable score ({error})"
             except openai.APITimeoutError:
-                return Verdict(None, f"no answer within {self.settings.timeout:g} s")
+                return Verdict(None, f"no answer within {TIMEOUT:g} s")
             except openai.APIConnectionError as error:
                 return Verdict(None, f"no connection ({error.__cause__ or error})")
             except openai.APIStatusError as error:
@@ -134,16 +138,11 @@ class Judge:
         return _text(response.content)
 
     def _refused(self, error: openai.APIStatusError) -> Unavailable:
-        hint = {
-            401: f": is the key in {self.settings.key_variable} right?",
-            403: f": is the key in {self.settings.key_variable} right?",
-            404: ": is judge.url right, and judge.model a model of this endpoint?",
-        }.get(error.status_code, "")
-        message = error.body.get("message", error.body) if isinstance(error.body, dict) else error.body
-        reply = " ".join(str(message or error.response.text).split())[:200]
+        settings = self.settings
         return Unavailable(
-            f"judge {self.settings.model} at {self.settings.url} refused a request with HTTP {error.status_code}"
-            f"{f' ({reply})' if reply else ''}{hint}"
+            f"judge {settings.model} at {settings.url} refused a request with HTTP {error.status_code} "
+            f"({' '.join(error.message.split()):.200}): expected that judge.url and judge.model are right, and the key "
+            f"in {settings.key_variable}"
         )
 
 
@@ -156,7 +155,7 @@ def _text(body: bytes) -> str:
         choice = json.loads(body)["choices"][0]
         content = choice["message"]["content"] or ""
     except (ValueError, KeyError, IndexError, TypeError):
-        raise Unparsable(f"no chat completion: {body[:_EXCERPT]!r}") from None
+        raise Unparsable(f"no chat completion: {body[:80]!r}") from None
     if not isinstance(content, str):
         raise Unparsable(f"a {type(content).__name__} in place of a text")
     if choice.get("finish_reason") in _BROKEN:

@@ -14,7 +14,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from moe_lab.config import BenchmarkConfig, JudgeConfig
-from moe_lab.errors import UserError, unknown, user_errors
+from moe_lab.errors import UserError, user_errors
 from moe_lab.evaluation.reasoning import answer_in
 from moe_lab.evaluation.sandbox.policy import Policy
 
@@ -37,20 +37,16 @@ def template(benchmark: BenchmarkConfig) -> str:
     """The template in parameters.template, or the default one. Raises UserError for one that cannot be used."""
     named = benchmark.parameters.get("template")
     file = Path(named).expanduser() if named else _DEFAULT
+    where = f"benchmark {benchmark.name}: parameters.template={file}"
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"benchmark {benchmark.name}: parameters.template={file} cannot be read: {error}") from None
-    places = _PLACE.findall(text)
-    for place in places:
-        if place not in PLACES:
-            raise unknown(f"benchmark {benchmark.name}: parameters.template={file}: place", place, PLACES)
-    missing = [place for place in PLACES if place not in places and place != "history"]
-    if missing:
-        raise UserError(
-            f"benchmark {benchmark.name}: parameters.template={file} has no {{${missing[0]}}}, so the judge would not "
-            f"be told: expected {', '.join(f'{{${place}}}' for place in PLACES)}"
-        )
+        raise UserError(f"{where} cannot be read: {error}") from None
+    places = set(_PLACE.findall(text))
+    if places | {"history"} != set(PLACES):
+        found = ", ".join(f"{{${place}}}" for place in sorted(places)) or "none"
+        expected = ", ".join(f"{{${place}}}" for place in PLACES)
+        raise UserError(f"{where} has the places {found}: expected {expected}, of which only the first may be missing")
     return text
 
 
@@ -94,11 +90,7 @@ def rescaled(value: float) -> float:
 
 def judge_identity(judge: JudgeConfig) -> dict[str, Any]:
     """All settings that can change a judge's replies, so without its address and key."""
-    return {
-        "model": judge.model,
-        "max_tokens": judge.max_tokens,
-        "extra": judge.extra,
-    }
+    return {"model": judge.model, "max_tokens": judge.max_tokens, "extra": judge.extra}
 
 
 def identity(benchmark: BenchmarkConfig) -> dict[str, Any]:
@@ -110,7 +102,7 @@ def identity(benchmark: BenchmarkConfig) -> dict[str, Any]:
 
 def problems(benchmark: BenchmarkConfig, policy: Policy) -> Iterator[str]:
     """Problems of a judged benchmark, one sentence each."""
-    name = f"benchmark {benchmark.name}"
+    name, judge = f"benchmark {benchmark.name}", benchmark.judge
     if not policy.allow_judge:
         yield (
             f"allow_judge=false, but {name} sends what the model wrote to the endpoint of a judge: set allow_judge=true"
@@ -120,14 +112,9 @@ def problems(benchmark: BenchmarkConfig, policy: Policy) -> Iterator[str]:
             f"{name}: chat=false, but conversations are put to the model through its chat template: expected chat=true"
         )
     yield from user_errors(lambda: template(benchmark))
-    if benchmark.judge is None:
+    if judge is None:
         yield f"{name} needs a judge: choose one, such as judge=gpt_oss_120b judge.url=URL"
-    else:
-        yield from _wrong_judge(benchmark.judge)
-
-
-def _wrong_judge(judge: JudgeConfig) -> Iterator[str]:
-    if urlsplit(judge.url).scheme == "https" and not os.environ.get(judge.key_variable, "").strip():
+    elif urlsplit(judge.url).scheme == "https" and not os.environ.get(judge.key_variable, "").strip():
         yield (
             f"judge.key_variable={judge.key_variable}: there is no such environment variable, and {judge.url} will "
             f"want a key: export {judge.key_variable}=KEY, or any word where none is needed"

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 from moe_lab.calibration.sources import whole_text
 from moe_lab.config import BenchmarkConfig, Config
-from moe_lab.config.identity import identity as settings_identity
+from moe_lab.config.base import identity as settings_identity
 from moe_lab.errors import UserError, unknown, user_errors
 from moe_lab.evaluation.harness import HARNESSES, Harness, check_count, data_files, installed
-from moe_lab.evaluation.sandbox.policy import LIMITED, Policy
-from moe_lab.paths import PREFIX
+from moe_lab.evaluation.sandbox.policy import Policy
 
 _NUMBERS = {"seconds", "memory_mib", "processes", "length"}
 _RUNNING = ("processes", "template", "answers")
@@ -43,11 +41,6 @@ def data_digest(benchmark: BenchmarkConfig) -> str:
         content = file.read_bytes()
         digest.update(f"{len(content)}\n".encode() + content)
     return digest.hexdigest()
-
-
-def is_closed_world(benchmark: BenchmarkConfig) -> bool:
-    """Whether right programs need no import and no private attribute, as in the benchmarks that moe_lab ships."""
-    return benchmark.task.startswith(PREFIX)
 
 
 @dataclass(frozen=True)
@@ -118,7 +111,8 @@ def has_two_phases(benchmark: BenchmarkConfig) -> bool:
 
 def preflight(benchmarks: Sequence[BenchmarkConfig], policy: Policy) -> list[str]:
     """All problems of the benchmarks, one sentence each, without importing a harness or torch."""
-    return wrong(benchmarks) + lacking(benchmarks, policy)
+    missing = [sentence for benchmark in benchmarks for sentence in lacking(benchmark, policy)]
+    return list(dict.fromkeys(wrong(benchmarks) + missing))
 
 
 def wrong(benchmarks: Sequence[BenchmarkConfig]) -> list[str]:
@@ -133,12 +127,6 @@ def wrong(benchmarks: Sequence[BenchmarkConfig]) -> list[str]:
                     f"rename one by protocol.benchmarks.{benchmark.name}.reports"
                 )
     return list(dict.fromkeys(sentences))
-
-
-def lacking(benchmarks: Iterable[BenchmarkConfig], policy: Policy) -> list[str]:
-    """Problems with this machine or with permissions: missing packages, data, sandbox for programs, or judge."""
-    known = [benchmark for benchmark in benchmarks if benchmark.harness in HARNESSES]
-    return list(dict.fromkeys(chain(*(_lacking(benchmark, policy) for benchmark in known))))
 
 
 def _wrong(benchmark: BenchmarkConfig) -> Iterator[str]:
@@ -188,10 +176,14 @@ def _check_items(benchmark: BenchmarkConfig) -> None:
         check_count(benchmark, sum(1 for line in items.read_bytes().splitlines() if line.strip()))
 
 
-def _lacking(benchmark: BenchmarkConfig, policy: Policy) -> Iterator[str]:
+def lacking(benchmark: BenchmarkConfig, policy: Policy) -> Iterator[str]:
+    """Problems with this machine or with permissions: missing packages, data, sandbox for programs, or judge."""
+    if benchmark.harness not in HARNESSES:  # which `wrong` reports
+        return
     package = HARNESSES[benchmark.harness].package
     if package and installed(package) is None:
         yield f"benchmark {benchmark.name} needs the package {package}: pip install {package}"
+        return
     if benchmark.data is not None:
         from moe_lab.evaluation import mirror
 
@@ -209,17 +201,13 @@ def _lacking(benchmark: BenchmarkConfig, policy: Policy) -> Iterator[str]:
 
         yield from evalscope.lacking(benchmark, policy)
     if runs_programs(benchmark):
-        yield from user_errors(lambda: policy.protection(closed_world=is_closed_world(benchmark)))
+        yield from user_errors(policy.protection)
 
 
 def runs_programs(benchmark: BenchmarkConfig) -> bool:
     """Whether grading runs programs that the model wrote."""
-    return benchmark.executes_code or benchmark.harness == "evalplus"
+    if benchmark.harness == "evalscope":
+        from moe_lab.evaluation.harnesses import evalscope
 
-
-def runs_limited(benchmark: BenchmarkConfig, policy: Policy) -> bool:
-    """Whether programs that are not closed-world count as wrong, because this machine has no namespaces."""
-    try:
-        return runs_programs(benchmark) and policy.protection(closed_world=is_closed_world(benchmark)) == LIMITED
-    except UserError:  # which `lacking` reports
-        return False
+        return evalscope.runs_programs(benchmark)
+    return benchmark.harness == "evalplus"

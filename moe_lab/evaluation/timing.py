@@ -18,12 +18,14 @@ from moe_lab.errors import UserError
 _STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 WARMUP = 2
 """Requests before the timed ones: the first compiles and allocates, and memory is measured in it."""
+REPEATS = 7
+"""Timed requests: enough for medians and quartiles."""
 _RESET_PEAK = "5"
 
 
 @torch.inference_mode()
 def measure(model: Any, tokens: torch.Tensor, settings: TimingConfig) -> list[tuple[Any, ...]]:
-    """Rows of `results.TIMINGS`: for each batch size and prompt length `settings.repeats` requests, after a warm-up.
+    """Rows of `results.TIMINGS`: for each batch size and prompt length `REPEATS` requests, after a warm-up.
 
     Prompts are cut from `tokens` (N,), repeated as often as needed. Generation is greedy, with a cache of keys and
     values, and always makes `settings.new_tokens` tokens after the first; end tokens are ignored. Raises UserError for
@@ -44,7 +46,7 @@ def measure(model: Any, tokens: torch.Tensor, settings: TimingConfig) -> list[tu
         working = _working_bytes(model.device, request)
         for _ in range(WARMUP - 1):
             request()
-        for repeat in range(settings.repeats):
+        for repeat in range(REPEATS):
             rows.append((size, length, settings.new_tokens, repeat, *request(), working))
     return rows
 

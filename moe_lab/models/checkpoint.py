@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,32 +12,11 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from moe_lab import json_files
 from moe_lab.errors import UserError
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-OF_EXPERT = re.compile(r"(?P<layer>.*\bexperts\.)(?P<expert>\d+)(?P<part>\..*\bweight)")
-"""Name of a weight that belongs to one numbered expert. Tensors that a quantisation stores beside it do not match."""
-BITS = {
-    "BOOL": 8,
-    "C64": 64,
-    "F16": 16,
-    "F32": 32,
-    "F4": 4,
-    "F64": 64,
-    "F8_E4M3": 8,
-    "F8_E5M2": 8,
-    "F8_E8M0": 8,
-    "BF16": 16,
-    "I16": 16,
-    "I32": 32,
-    "I64": 64,
-    "I8": 8,
-    "U16": 16,
-    "U32": 32,
-    "U64": 64,
-    "U8": 8,
-}
 
 
 @dataclass(frozen=True)
@@ -66,20 +44,19 @@ class Checkpoint:
 def open_checkpoint(folder: Path) -> Checkpoint:
     """Read the headers of all shards.
 
-    UserError when one is missing, truncated or damaged, when they contradict the index, or when an expert has another
-    shape than the others of its layer.
+    UserError when one is missing, truncated or damaged, or when the index says something else than they do.
     """
     shards, index = _shards(folder)
     metadata: dict[str, dict[str, str]] = {}
     tensors: dict[str, Entry] = {}
     for shard in shards:
         metadata[shard], entries = read_header(folder / shard)
-        if twice := sorted(set(entries) & set(tensors)):
-            raise UserError(f"{folder}: tensor {twice[0]} is both in {tensors[twice[0]].shard} and in {shard}")
+        for name in entries:
+            if index is not None and index.get(name) != shard:
+                raise UserError(f"{folder}: {shard} has tensor {name}, which {INDEX} does not list there")
         tensors.update(entries)
-    if index is not None:
-        _check_index(folder, index, tensors)
-    _check_experts(folder, tensors)
+    if lost := sorted((index or {}).keys() - tensors.keys()):
+        raise UserError(f"{folder}: no file has tensor {lost[0]}, which {INDEX} lists")
     return Checkpoint(folder, shards, metadata, tensors)
 
 
@@ -107,16 +84,18 @@ def read_header(path: Path) -> tuple[dict[str, str], dict[str, Entry]]:
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object from a file; UserError when the file is missing or holds no JSON object."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content: dict[str, Any] = json_files.read_json(path, {})
     except FileNotFoundError:
         raise UserError(f"{path.parent} has no {path.name}: expected a transformers checkpoint") from None
-    except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror}): expected a JSON file") from None
-    except ValueError as error:
-        raise UserError(f"{path} is damaged: expected JSON, {error}") from None
-    if not isinstance(content, dict):
-        raise UserError(f"{path} is damaged: expected a JSON object, found a {type(content).__name__}")
+    except json_files.Damaged as error:
+        raise UserError(f"{error}: expected a JSON object") from None
     return content
+
+
+def bits_of(dtype: str) -> int:
+    """Bits of a number of a type by its name in safetensors, such as BF16 or F8_E4M3."""
+    number = re.search(r"\d+", dtype)
+    return int(number[0]) if number else 8  # BOOL
 
 
 def stated_dtype(config: Mapping[str, Any]) -> str:
@@ -143,42 +122,3 @@ def _shards(folder: Path) -> tuple[tuple[str, ...], Mapping[str, str] | None]:
             tensors = sum(1 for value in index.values() if value == shard)
             raise UserError(f"{folder}: shard {shard} is missing, {INDEX} expects {tensors} tensors in it")
     return shards, index
-
-
-def _check_index(folder: Path, index: Mapping[str, str], tensors: Mapping[str, Entry]) -> None:
-    for name, shard in index.items():
-        if name not in tensors:
-            raise UserError(f"{folder}: {INDEX} expects tensor {name} in {shard}, but it is not there")
-        if tensors[name].shard != shard:
-            raise UserError(f"{folder}: {INDEX} expects tensor {name} in {shard}, but it is in {tensors[name].shard}")
-    if extra := sorted(set(tensors) - set(index)):
-        raise UserError(f"{folder}: {tensors[extra[0]].shard} holds tensor {extra[0]}, which {INDEX} does not list")
-
-
-def _check_experts(folder: Path, tensors: Mapping[str, Entry]) -> None:
-    """Raise UserError naming the first expert weight that is missing or differs from the other experts of its layer.
-
-    The expected shape is that of most experts of the layer.
-    """
-    alike: dict[tuple[str, str], dict[str, Entry]] = {}
-    numbers: dict[str, set[str]] = {}
-    for name, entry in tensors.items():
-        if match := OF_EXPERT.fullmatch(name):
-            alike.setdefault((match["layer"], match["part"]), {})[name] = entry
-            numbers.setdefault(match["layer"], set()).add(match["expert"])
-    for (layer, part), group in alike.items():
-        for name in (f"{layer}{number}{part}" for number in sorted(numbers[layer], key=int)):
-            if name not in group and not _is_stored_otherwise(name, tensors):
-                raise UserError(f"{folder}: {name} is missing, which other experts of its layer have")
-        usual = Counter(entry.shape for entry in group.values()).most_common(1)[0][0]
-        for name, entry in group.items():
-            if entry.shape != usual:
-                raise UserError(
-                    f"{folder / entry.shard} is damaged: {name} has shape {entry.shape}, expected {usual}, which other "
-                    "experts of its layer have"
-                )
-
-
-def _is_stored_otherwise(weight: str, tensors: Mapping[str, Entry]) -> bool:
-    """Whether there is no tensor `weight` because the matrix is quantised, unlike those of other experts."""
-    return any(name.startswith(f"{weight.removesuffix('weight')}") for name in tensors)

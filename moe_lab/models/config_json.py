@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from math import ceil, prod
-from pathlib import Path
 from typing import Any
 
 from moe_lab.config import ModelConfig
@@ -31,21 +30,24 @@ FIELDS = {
 """Name in model.expected -> fields of config.json that may state it; the first one present counts."""
 EXPERTS = re.compile(r"\.(\d+)\.(?:\w+\.)*(?:experts|input_linear)\b")
 """Name of a tensor of routed experts in a checkpoint; the group is the number of its decoder layer."""
-FP8_BLOCK = [128, 128]
-"""weight_block_size of a checkpoint in FP8 that states none."""
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
-def check_numbers(folder: Path) -> None:
-    """Raise UserError for a number in config.json that no model has, or with which building it would never end."""
-    config = read_json(folder / "config.json")
-    inner = config.get("text_config")
-    numbers = _numbers(inner if isinstance(inner, dict) else config, FIELDS)
-    largest = {**dict.fromkeys(FIELDS, 1 << 20), "layers": 1000, "top_k": numbers.get("experts", 1 << 20)}
-    for name, number in numbers.items():
-        if not 1 <= number <= largest[name]:
-            fields = " or ".join(FIELDS[name])
-            raise UserError(f"{folder / 'config.json'} has {fields}={number}: expected 1 to {largest[name]}")
+def config_of(settings: ModelConfig) -> dict[str, Any]:
+    """config.json of a model on this machine; empty for any other."""
+    file = local(settings.path) / "config.json"
+    return read_json(file) if file.is_file() else {}
+
+
+def stated_numbers(config: Mapping[str, Any]) -> dict[str, int]:
+    """Name in model.expected -> the number that a config.json states, for those that it does."""
+    text = config.get("text_config", config)
+    numbers = {}
+    for name, fields in FIELDS.items():
+        stated = next((text[field] for field in fields if field in text), None)
+        if isinstance(stated, int):
+            numbers[name] = stated
+    return numbers
 
 
 def expert_shape(settings: ModelConfig) -> dict[str, int] | None:
@@ -54,28 +56,24 @@ def expert_shape(settings: ModelConfig) -> dict[str, int] | None:
     Read from config.json, or from `model.expected` for a model that is not on this machine. `model.top_k` overrides
     both.
     """
-    folder = local(settings.path)
-    if not folder.is_dir():
-        if (expected := settings.expected) is None:
-            return None
-        return {"n_experts": expected.experts, "top_k": settings.top_k or expected.top_k, "width": expected.width}
-    config = read_json(folder / "config.json")
-    text = config.get("text_config", config)
-    fields = {"n_experts": COUNT_FIELDS, "top_k": TOP_K_FIELDS, "width": WIDTH_FIELDS}
-    numbers = _numbers(text, fields)
+    numbers = stated_numbers(config_of(settings)) or _expected(settings)
     if settings.top_k:
         numbers["top_k"] = settings.top_k
-    return numbers if {"n_experts", "top_k"} <= set(numbers) else None
+    names = {"experts": "n_experts", "top_k": "top_k", "width": "width"}
+    shape = {name: numbers[field] for field, name in names.items() if field in numbers}
+    return shape if {"n_experts", "top_k"} <= shape.keys() else None
 
 
-def _numbers(text: Mapping[str, Any], fields: Mapping[str, Sequence[str]]) -> dict[str, int]:
-    """Name -> whole number in the first of its fields that config.json has."""
-    numbers = {}
-    for name, alternatives in fields.items():
-        stated = next((text[field] for field in alternatives if field in text), None)
-        if isinstance(stated, int):
-            numbers[name] = stated
-    return numbers
+def _expected(settings: ModelConfig) -> dict[str, int]:
+    return asdict(settings.expected) if settings.expected else {}
+
+
+def experts_implementation(device: str) -> str:
+    """The function of transformers that runs experts on a device or a device map.
+
+    grouped_mm on the CPU would convert weights on every call; cpu_experts replaces `eager` there, with equal bits.
+    """
+    return "eager" if device == "cpu" else "grouped_mm"
 
 
 def fewest_experts(router: Mapping[str, Any]) -> int:
@@ -91,13 +89,8 @@ def fewest_experts(router: Mapping[str, Any]) -> int:
     return n_group * max(2, ceil(top_k / (router["topk_group"] or n_group)))
 
 
-def has_uneven_layers(settings: ModelConfig) -> bool:
-    """Whether config.json lists layers whose experts differ in width; False for a model that is not on this machine."""
-    return has_packed_experts(_config(settings))
-
-
 def has_packed_experts(config: Mapping[str, Any]) -> bool:
-    """The same for the content of a config.json."""
+    """Whether a config.json lists layers whose experts differ in width."""
     layers = config.get(LAYERS_FIELD, {}).get("layers", {})
     return any("widths" in layer for layer in layers.values())
 
@@ -107,71 +100,13 @@ def quantization(settings: ModelConfig) -> str | None:
 
     None for plain weights, and for a model that is not on this machine.
     """
-    return quantization_method(_config(settings))
+    return quantization_method(config_of(settings))
 
 
 def quantization_method(config: Mapping[str, Any]) -> str | None:
     """The same for the content of a config.json."""
-    stated = _stated_quantization(config)
-    return None if stated is None else str(stated.get("quant_method", "quantised weights"))
-
-
-def _stated_quantization(config: Mapping[str, Any]) -> dict[str, Any] | None:
     stated = config.get("quantization_config") or config.get("text_config", {}).get("quantization_config")
-    return stated if isinstance(stated, dict) else None
-
-
-@dataclass(frozen=True)
-class BlockScaled:
-    """A matrix in FP8 with a scale per block; those at the end of a row or column may be smaller than the others."""
-
-    name: str
-    shape: tuple[int, ...]
-    scales: tuple[int, ...]
-    """The shape of its scales."""
-    block: tuple[int, int]
-    """Rows and columns of a whole block."""
-
-    @property
-    def expected_scales(self) -> tuple[int, ...]:
-        """The shape that its scales should have."""
-        rows, columns = self.shape[-2:]
-        return (*self.shape[:-2], ceil(rows / self.block[0]), ceil(columns / self.block[1]))
-
-
-def block_scaled(folder: Path) -> Iterator[BlockScaled]:
-    """The matrices of a checkpoint in FP8 that have a scale per block; none for any other checkpoint.
-
-    UserError for a weight_block_size in config.json that is no size.
-    """
-    config = read_json(folder / "config.json")
-    stated = _stated_quantization(config)
-    if stated is None or quantization_method(config) != "fp8":
-        return
-    block = stated.get("weight_block_size", FP8_BLOCK)
-    if block is None:  # a scale per matrix
-        return
-    if not isinstance(block, list) or [type(side) for side in block] != [int, int] or min(block) < 1:
-        raise UserError(
-            f"{folder / 'config.json'} has weight_block_size={block!r:.40}: expected two whole numbers from 1, such as "
-            f"{FP8_BLOCK}"
-        )
-    tensors = open_checkpoint(folder).tensors
-    for name, entry in tensors.items():
-        scales = tensors.get(f"{name}_scale_inv")
-        if scales is not None and entry.dtype.startswith("F8") and prod(scales.shape) > 1:
-            yield BlockScaled(name, entry.shape, scales.shape, (block[0], block[1]))
-
-
-def _config(settings: ModelConfig) -> dict[str, Any]:
-    """config.json of a model on this machine; empty for any other."""
-    file = local(settings.path) / "config.json"
-    return read_json(file) if file.is_file() else {}
-
-
-def model_type(settings: ModelConfig) -> str | None:
-    """`model_type` of config.json; None if the model is not on this machine."""
-    return _config(settings).get("model_type")
+    return str(stated.get("quant_method", "quantised weights")) if isinstance(stated, dict) else None
 
 
 def check_chat_template(settings: ModelConfig, user: str, tools: bool, other: str = "") -> None:
@@ -209,15 +144,6 @@ def check_plain_weights(settings: ModelConfig, user: str) -> None:
         )
 
 
-def check_top_k(settings: ModelConfig) -> None:
-    """Raise UserError when model.top_k is not between 1 and the number of experts of a layer, if that is known."""
-    shape = expert_shape(settings)
-    if settings.top_k is not None and shape and not 1 <= settings.top_k <= shape["n_experts"]:
-        raise UserError(
-            f"model.top_k={settings.top_k}: {settings.path} has {shape['n_experts']} experts in a layer to choose from"
-        )
-
-
 def check_trained_top_k(settings: ModelConfig, user: str) -> None:
     """Raise UserError when model.top_k is set: it only changes a loaded model, and `user` works with files."""
     if settings.top_k is not None:
@@ -227,19 +153,12 @@ def check_trained_top_k(settings: ModelConfig, user: str) -> None:
         )
 
 
-def check_expected(settings: ModelConfig) -> None:
-    """Raise UserError if the config.json of a model on this machine states another number than `model.expected`."""
-    config = _config(settings)
-    compare(_numbers(config.get("text_config", config), FIELDS), settings)
-
-
 def compare(numbers: Mapping[str, int], settings: ModelConfig) -> None:
     """Raise UserError naming the first of `numbers` that differs from `model.expected`.
 
     The number of parameters is compared last, because it says least about the cause.
     """
-    expected = {} if settings.expected is None else asdict(settings.expected)
-    for name, value in sorted(expected.items(), key=lambda item: item[0] == "parameters"):
+    for name, value in sorted(_expected(settings).items(), key=lambda item: item[0] == "parameters"):
         if (actual := numbers.get(name, value)) != value:
             raise UserError(
                 f"model={settings.name}: {settings.path} has {name}={actual}, but model.expected.{name}={value}: "
@@ -272,11 +191,6 @@ class Size:
         return 3 * self.hidden * self.width
 
     @property
-    def active(self) -> int:
-        """Parameters that one token uses, with all embeddings; biases of experts are left out."""
-        return self.parameters - self.moe_layers * (self.experts - self.top_k) * self.expert
-
-    @property
     def bytes(self) -> int:
         """Bytes of the weights once loaded."""
         return self.parameters * self.bytes_per_parameter
@@ -285,40 +199,32 @@ class Size:
 def size_of(settings: ModelConfig) -> Size | None:
     """The size of a model; None when it is neither on this machine nor described by `model.expected`.
 
-    `model.expected` takes precedence over the folder, since a folder that differs from it is refused
-    (`check_expected`).
+    `model.expected` takes precedence over the folder, since a folder that differs from it is refused.
     """
-    if (expected := settings.expected) is None:
-        return _size_of_folder(settings.path, settings.dtype)
+    numbers = _expected(settings) or _measured(settings.path)
+    if not numbers.keys() >= {"parameters", "hidden", "width", "experts", "top_k"}:
+        return None
     return Size(
-        parameters=expected.parameters,
-        moe_layers=expected.moe_layers,
-        experts=expected.experts,
-        top_k=settings.top_k or expected.top_k,
-        hidden=expected.hidden,
-        width=expected.width,
-        bytes_per_parameter=BYTES.get(settings.dtype, 2),
+        parameters=numbers["parameters"],
+        moe_layers=numbers["moe_layers"],
+        experts=numbers["experts"],
+        top_k=settings.top_k or numbers["top_k"],
+        hidden=numbers["hidden"],
+        width=numbers["width"],
+        bytes_per_parameter=BYTES.get(settings.dtype, numbers.get("bytes", 2)),
     )
 
 
 @lru_cache(maxsize=64)
-def _size_of_folder(path: str, dtype: str) -> Size | None:
-    shape = expert_shape(ModelConfig(name="any", path=path))
+def _measured(path: str) -> dict[str, int]:
+    """Numbers by their names in model.expected, from config.json and the files' headers, and `bytes` of a parameter."""
     folder = local(path)
-    if shape is None or "width" not in shape:
-        return None
-    config = read_json(folder / "config.json")
-    config = config.get("text_config", config)
-    if not isinstance(hidden := config.get("hidden_size"), int):
-        return None
-    tensors = open_checkpoint(folder).tensors
-    stored = BYTES.get(stated_dtype(config), 4)
-    return Size(
-        parameters=sum(prod(entry.shape) for entry in tensors.values()),
-        moe_layers=len({match[1] for name in tensors if (match := EXPERTS.search(name))}),
-        experts=shape["n_experts"],
-        top_k=shape["top_k"],
-        hidden=hidden,
-        width=shape["width"],
-        bytes_per_parameter=BYTES.get(dtype, stored),
-    )
+    if not folder.is_dir():
+        return {}
+    config, tensors = read_json(folder / "config.json"), open_checkpoint(folder).tensors
+    return {
+        **stated_numbers(config),
+        "parameters": sum(prod(entry.shape) for entry in tensors.values()),
+        "moe_layers": len({match[1] for name in tensors if (match := EXPERTS.search(name))}),
+        "bytes": BYTES.get(stated_dtype(config.get("text_config", config)), 4),
+    }

@@ -1,4 +1,4 @@
-"""Resolve `model.device` and `model.dtype` on this machine, and check that a model fits into the memory.
+"""Resolve `model.device` and `model.dtype` on this machine.
 
 `python -m moe_lab.models.device DEVICE` prints the name of a device.
 """
@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,12 +13,9 @@ import torch
 from moe_lab.config import ModelConfig
 from moe_lab.config.pruning import DEVICE_MAPS
 from moe_lab.errors import UserError
-from moe_lab.models.checkpoint import open_checkpoint
-from moe_lab.models.config_json import UNPACKED, quantization
-from moe_lab.models.memory import free_memory, processor
+from moe_lab.models.memory import processor
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-GIB = 2**30
 PASS_TOKENS = 4096
 """Tokens of one forward pass at most, where several rows share one: more would only take memory."""
 LOGITS = 1 << 30
@@ -66,38 +62,3 @@ def device_name(device: str) -> str:
 
 if __name__ == "__main__":
     print(device_name(sys.argv[1]))
-
-
-def check_room(skeleton: Any, folder: Path, settings: ModelConfig, dtype: torch.dtype | str, device: str) -> None:
-    """Raise UserError when the weights of a model alone are larger than the free memory of its device.
-
-    The error states what is needed, what is free and what to change. `skeleton` is the model on the meta device,
-    `folder` its files; `dtype` and `device` are resolved from `settings`. A `device` that is neither the CPU nor one
-    CUDA device spreads the model over all CUDA devices.
-    """
-    free, where = _free(device, settings.device)
-    needed = _bytes(skeleton, folder, settings, dtype)
-    if needed <= free:
-        return
-    raise UserError(
-        f"model={settings.name} takes {needed / GIB:.1f} GiB for its weights alone, and {where} has {free / GIB:.1f} "
-        "GiB free: expected model.dtype=bfloat16, all devices (model.device=balanced), model.device=cpu, or, for "
-        "calibration alone, one layer at a time (calibration.engine=streamed)"
-    )
-
-
-def _free(device: str, setting: str) -> tuple[float, str]:
-    """Free bytes of a device, and its name for the error message."""
-    if device == "cpu":
-        return free_memory(), "main memory"
-    numbers = [int(device.partition(":")[2] or 0)] if device.startswith("cuda") else range(torch.cuda.device_count())
-    return sum(torch.cuda.mem_get_info(number)[0] for number in numbers), f"model.device={setting}"
-
-
-def _bytes(skeleton: Any, folder: Path, settings: ModelConfig, dtype: torch.dtype | str) -> int:
-    """Bytes of the weights once loaded: as stored, or in another precision."""
-    method = quantization(settings)
-    if (isinstance(dtype, str) or method) and method not in UNPACKED:
-        return sum(entry.size for entry in open_checkpoint(folder).tensors.values())
-    count: int = sum(weight.numel() for weight in skeleton.parameters())
-    return count * (dtype if isinstance(dtype, torch.dtype) else torch.bfloat16).itemsize

@@ -139,20 +139,12 @@ def post_expert_norm(module: Any) -> nn.Module | None:
     return module.post_expert_norm if getattr(module, "has_post_expert_norm", False) else None
 
 
-def check_in_memory(layer: MoELayer, *, experts: bool = False) -> None:
-    """Raise UserError when weights of the layer's router, or also of its `experts`, are not in memory.
-
-    accelerate loads what it offloads for the forward pass of the module that owns it, and only then.
-    """
-    tensors = {"router": [part.tensor for part in layer.routing]}
-    if experts:
-        tensors["experts"] = list(layer.experts.parameters())
-    for name, weights in tensors.items():
-        if any(weight.is_meta for weight in weights):
-            raise UserError(
-                f"{layer.name}: a weight of the {name} is offloaded: load the model without offloading, so that they "
-                "can be read"
-            )
+def check_in_memory(layer: MoELayer) -> None:
+    """Raise UserError when weights of the layer are offloaded: accelerate loads them while their module runs, only."""
+    if any(weight.is_meta for weight in layer.block.parameters()):
+        raise UserError(
+            f"{layer.name}: weights are offloaded, so they cannot be read: load the model without offloading"
+        )
 
 
 def moe_layers(model: nn.Module) -> list[MoELayer]:
@@ -224,8 +216,8 @@ def _layer(model: nn.Module, name: str, kind: str) -> MoELayer:
         raise refuse(f"has {len(routers)} routers beside it instead of one named {' or '.join(ROUTERS)}")
     router = routers[0]
     top_k = getattr(router, "top_k", None)
-    if not isinstance(top_k, int):
-        raise refuse("has a router that does not say how many experts a token gets")
+    if not (isinstance(top_k, int) and 1 <= top_k <= n_experts):
+        raise refuse(f"has a router that gives a token {top_k} of {n_experts} experts")
     n_group, topk_group = _groups(router)
     routing = _routing_tensors(router, block, n_experts, refuse)
     return MoELayer(

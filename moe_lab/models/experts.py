@@ -18,10 +18,9 @@ from torch.nn.functional import linear
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ExpertsInterface
 
-from moe_lab.errors import UserError
 from moe_lab.models.discover import MoELayer, post_expert_norm
 from moe_lab.models.partial_forward import replace_forward
-from moe_lab.models.transformers_private import activation, is_expert_parallel
+from moe_lab.models.transformers_private import activation
 
 ExpertsFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """hidden states (T, H), expert ids (T, K), gates (T, K) -> gated sum of expert outputs (T, H)."""
@@ -49,10 +48,6 @@ class Rows:
     """(S,) expert id, ascending."""
     ends: list[int]
     """For each expert, the end of its rows; they start where those of the previous expert end."""
-
-    def parts(self) -> Iterator[tuple[int, slice]]:
-        """(expert, slice of its rows) for every expert that has rows."""
-        return parts(self.ends)
 
 
 def parts(ends: list[int]) -> Iterator[tuple[int, slice]]:
@@ -88,7 +83,7 @@ def routed_output(
     """
     gates = weights[rows.token, rows.column, None]
     mixed = torch.zeros_like(hidden)
-    for expert, part in rows.parts():
+    for expert, part in parts(rows.ends):
         token = rows.token[part]
         f = compute(expert, part, hidden.index_select(0, token))  # much faster than hidden[token]
         if f is not None:
@@ -108,7 +103,7 @@ def mix_outputs(layer: MoELayer, hidden: torch.Tensor, gates: torch.Tensor) -> t
     is_used, chosen = order.values[:, :n].bool(), order.indices[:, :n]
     outputs = torch.zeros(*chosen.shape, hidden.shape[1], dtype=wide(hidden).dtype, device=hidden.device)
     rows = sort_by_expert(torch.where(is_used, chosen, n_experts), n_experts + 1)
-    for expert, part in rows.parts():
+    for expert, part in parts(rows.ends):
         if expert < n_experts:
             token = rows.token[part]
             outputs[token, rows.column[part]] = wide(layer.expert_output(hidden[token], expert))
@@ -128,12 +123,7 @@ def wide(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def replace_experts(layer: MoELayer, make: Callable[[ExpertsFunction], ExpertsFunction], undo: ExitStack) -> None:
-    """Compute the experts of `layer` by `make(what computed them so far)` until `undo` is closed.
-
-    UserError when the experts of the layer are sharded over devices.
-    """
-    if is_expert_parallel(layer.experts):
-        raise UserError(f"{layer.name} is split over devices by expert, expected whole layers: load without ep_plan")
+    """Compute the experts of `layer` by `make(what computed them so far)` until `undo` is closed."""
     name = _forward_name(layer.experts)
     function = make(getattr(layer.experts, name))
 
@@ -184,10 +174,10 @@ def use_cpu_experts(model: PreTrainedModel, layers: Sequence[MoELayer]) -> None:
 def _together(module: Any, hidden: torch.Tensor, rows: Rows, weights: torch.Tensor) -> torch.Tensor:
     """Compute all experts at once: everything but the matrix products is one operation."""
     gathered = hidden.index_select(0, rows.token)
-    parts = list(rows.parts())
-    projected = torch.cat([linear(gathered[part], module.gate_up_proj[expert]) for expert, part in parts])
+    slices = list(parts(rows.ends))
+    projected = torch.cat([linear(gathered[part], module.gate_up_proj[expert]) for expert, part in slices])
     phi = activation(module)(projected)
-    f = torch.cat([linear(phi[part], module.down_proj[expert]) for expert, part in parts])
+    f = torch.cat([linear(phi[part], module.down_proj[expert]) for expert, part in slices])
     return torch.zeros_like(hidden).index_add_(0, rows.token, f * weights[rows.token, rows.column, None])
 
 

@@ -7,12 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from moe_lab.config import ExpectedConfig, ModelConfig
-from moe_lab.models.checkpoint import INDEX, SINGLE
 from moe_lab.models.config_json import compare
 from moe_lab.models.discover import MoELayer, is_ragged, linears, part_of, routed_layers
 from moe_lab.models.files import local_folder
 from moe_lab.models.load import check_sizes, set_top_k, skeleton
-from moe_lab.paths import local
 
 BYTES_LOADED = 2
 """Bytes a parameter takes in bfloat16, the precision in which the papers state loading memory."""
@@ -31,12 +29,19 @@ def facts(settings: ModelConfig) -> dict[str, Any]:
     widths. Raises UserError for a model that is not supported, differs from `model.expected`, or has weights of
     another size.
     """
-    folder = local_folder(settings)
-    model = skeleton(folder, trust_remote_code=settings.trust_remote_code)
-    check_sizes(model, folder, settings)
-    compare(asdict(architecture(model)), settings)
-    set_top_k(model, settings.top_k)
+    model, _ = _built(local_folder(settings), settings)
     return {"model": settings.name, **model_facts(model)}
+
+
+def _built(folder: Path, settings: ModelConfig) -> tuple[Any, ExpectedConfig]:
+    """The model of a folder on the meta device, with model.top_k, and its sizes as it was trained."""
+    model = skeleton(folder, trust_remote_code=settings.trust_remote_code)
+    shape = architecture(model)
+    compare(asdict(shape), settings)
+    if any(folder.glob("*.safetensors")):
+        check_sizes(model, folder)
+    set_top_k(model, settings.top_k)
+    return model, shape
 
 
 def model_facts(model: Any) -> dict[str, Any]:
@@ -96,12 +101,7 @@ def describe(folder: Path, settings: ModelConfig) -> dict[str, Any]:
     reason, for a model that is not supported, differs from `model.expected`, or is a folder whose weights are those of
     another one.
     """
-    model = skeleton(folder, trust_remote_code=settings.trust_remote_code)
-    shape = architecture(model)
-    compare(asdict(shape), settings)
-    if local(settings.path).is_dir() and any((folder / name).is_file() for name in (SINGLE, INDEX)):
-        check_sizes(model, folder, settings)
-    set_top_k(model, settings.top_k)
+    model, shape = _built(folder, settings)
     layers = routed_layers(model)
     paths = {id(module): path for path, module in model.named_modules()}
     moe: dict[int, str] = {}

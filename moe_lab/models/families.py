@@ -115,12 +115,6 @@ def port_of(kind: str) -> dict[str, str]:
     return {f"modeling_{PORTS[kind].file}.py": file.read_text(encoding="utf-8")}
 
 
-def prediction_layers(names: Iterable[str]) -> tuple[str, ...]:
-    """Prefixes of the numbered decoder layers that predict several tokens, from the `names` of all tensors."""
-    prefixes = {name.partition(PREDICTION_PROJECTION)[0] for name in names if PREDICTION_PROJECTION in name}
-    return tuple(sorted(f"{prefix}." for prefix in prefixes))
-
-
 class Axes(NamedTuple):
     """How a tensor holds projections of experts. Axes count from the end: a stack and one expert look alike."""
 
@@ -188,6 +182,9 @@ class Family:
     """Tensors of all experts on disk, below the block, besides those that are named as in memory."""
     unfit: ClassVar[str | None] = None
     """Why channels of its experts cannot be removed or reordered, worded to follow "its experts"; None if they can."""
+
+    fixed_top_k: ClassVar[bool] = False
+    """Whether its routers mix the experts of a token by a formula for their number."""
 
     @property
     def roles(self) -> tuple[str, ...]:
@@ -284,6 +281,13 @@ class MuseSpark(Family):
     unfit = "are followed by a norm"
 
 
+class PhiMoE(Family):
+    """With gates from a formula for two experts."""
+
+    kinds = ("phimoe",)
+    fixed_top_k = True
+
+
 def family_of(kind: str | None) -> Family:
     """The family of a model_type: its class, or the base class, whose models are judged by their modules."""
     kind = (kind or "").removeprefix(PRUNED)
@@ -304,9 +308,13 @@ def _prefixes(name: str) -> list[str]:
 
 def prediction_prefixes(names: Iterable[str]) -> tuple[str, ...]:
     """Prefixes of the layers that predict several tokens, with a numbering of their own or that of the decoder."""
-    names = list(names)
-    named = {start for start in EXTRA_PREDICTION_BLOCKS for name in names if name.startswith(start)}
-    return *sorted(named), *prediction_layers(name for name in names if not name.startswith(EXTRA_PREDICTION_BLOCKS))
+    prefixes = set()
+    for name in names:
+        layer, projects, _ = name.partition(PREDICTION_PROJECTION)
+        block = next((block for block in EXTRA_PREDICTION_BLOCKS if name.startswith(block)), None)
+        if block or projects:
+            prefixes.add(block or f"{layer}.")
+    return tuple(sorted(prefixes))
 
 
 def predicting_experts(names: Iterable[str]) -> tuple[str, ...]:

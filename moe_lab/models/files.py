@@ -12,28 +12,26 @@ from pathlib import Path
 from typing import Any
 
 from moe_lab.config import ModelConfig
+from moe_lab.config.base import counting_fields, identity
 from moe_lab.errors import UserError
 from moe_lab.models.checkpoint import open_checkpoint, read_json
-from moe_lab.models.config_json import LAYERS_FIELD, check_numbers
 from moe_lab.models.families import UNSUPPORTED
-from moe_lab.models.hub import sha256_of, stated_files
+from moe_lab.models.hub import UNRESOLVED, sha256_of, stated_files
 from moe_lab.paths import local
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-"""Fields of config.json that describe how layers, or experts of a layer, differ."""
 DESCRIBING = {".jinja", ".json", ".model", ".py", ".tiktoken", ".txt"}
 """Suffixes of files beside the weights that decide what a model computes and how text becomes tokens."""
 SUBFOLDERS = ("additional_chat_templates", "custom_generate")
 """Folders beside the weights of which transformers reads files: further chat templates of the tokenizer, and the
 model's own way of generating."""
-BESIDE = ("generation_config.json", "tokenizer_config.json")
-"""Optional files beside the weights; each must be a JSON object."""
 SHORTEST_COMMIT = 7
 """Fewest digits of a commit by which model.revision can name it."""
 CODE_FIELDS = ("attn_implementation", "experts_implementation")
 """Endings of the fields of config.json, at any depth, that name code: transformers fetches a name with a slash from the
 hub and runs it."""
 BUILT_IN = ("eager", "sdpa", "flex_attention", "grouped_mm", "batched_mm")
+GENERATION = "generation_config.json"
 ADAPTER = "adapter_config.json"
 """A file that makes transformers fetch and load another model, which it names."""
 
@@ -42,8 +40,8 @@ def check(settings: ModelConfig) -> None:
     """Check everything about a model that needs neither torch nor network; raises UserError.
 
     A folder must be of model.revision, if that is set. It must hold config.json and complete safetensors files that
-    agree with their index. Its family must not be known to be unsupported, and its layers must have one shape unless
-    its own code may be run. Of a hub id, only the form of the name is checked.
+    agree with their index. Its family must not be known to be unsupported. Of a hub id, only the form of the name is
+    checked.
     """
     folder = local(settings.path)
     if folder.is_dir():
@@ -143,26 +141,14 @@ def fingerprint_of(settings: ModelConfig) -> str | None:
 
 @lru_cache(maxsize=256)
 def _fingerprint_there(path: str, revision: str | None) -> str | None:
-    with suppress(UserError, OSError, ValueError):  # not in the cache, or not all of its weights
-        open_checkpoint(cached := _cached(path, revision))
+    with suppress(OSError, ValueError):  # not in the cache, or not all of its weights
+        open_checkpoint(cached := _snapshot(path, revision, ["*.safetensors"], local_files_only=True))
         return fingerprint(cached)
     described = configuration_folder(ModelConfig(name="any", path=path, revision=revision))
-    if described is None:
-        return None
-    stated = stated_files(path, described.resolve().name, "model")
-    if stated is None:
+    if described is None or (stated := stated_files(path, described.resolve().name, "model")) is None:
         return None
     weights = {name: about for name, about in stated.items() if name.endswith(".safetensors") and "/" not in name}
     return _fingerprint(described, [], weights)
-
-
-def _cached(path: str, revision: str | None) -> Path:
-    """The folder of a model in the hub's cache. OSError or ValueError when it is not there, or known to lack files."""
-    from huggingface_hub import snapshot_download
-
-    patterns = ["*.safetensors", *(f"*{suffix}" for suffix in sorted(DESCRIBING))]
-    asked: dict[str, Any] = {"allow_patterns": patterns, "ignore_patterns": ["*/*"], "local_files_only": True}
-    return Path(snapshot_download(path, revision=revision, **asked))
 
 
 def _fingerprint(folder: Path, weights: list[Path], elsewhere: Mapping[str, tuple[int, str]]) -> str:
@@ -176,63 +162,49 @@ def _fingerprint(folder: Path, weights: list[Path], elsewhere: Mapping[str, tupl
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
-def _check_revision(folder: Path, settings: ModelConfig) -> None:
-    """Raise UserError when a revision is given and the folder is not a snapshot of it in the hub's cache.
+@identity.register
+def _(model: ModelConfig) -> Any:
+    """The content of its files, and how many experts a token gets, if that is changed.
 
-    In the cache a folder is named by its commit, models--OWNER--NAME/snapshots/COMMIT, and refs/NAME holds the commit
-    that a branch or tag had when it was downloaded. A commit may be given by its first seven digits or more.
+    A model on the hub whose files are not known is its name there.
     """
-    revision = settings.revision
-    if revision is None:
-        return
-    commit, cache = folder.resolve().name, folder.resolve().parent.parent
-    if folder.resolve().parent.name != "snapshots":
+    sha256 = fingerprint_of(model)
+    files = {"sha256": sha256} if sha256 else {UNRESOLVED: model.path, "revision": model.revision}
+    return {**counting_fields(model, "path"), "path": files}
+
+
+def _check_revision(folder: Path, settings: ModelConfig) -> None:
+    """Raise UserError when a revision is given and the folder is not known to be of it.
+
+    In the hub's cache a folder is named by its commit, models--OWNER--NAME/snapshots/COMMIT, of which a revision has at
+    least the first seven digits; of other folders the revision is not known.
+    """
+    place, revision = folder.resolve(), settings.revision
+    commit = place.name if place.parent.name == "snapshots" else "unknown"
+    if revision is not None and not (commit.startswith(revision) and len(revision) >= SHORTEST_COMMIT):
         raise UserError(
-            f"model.revision={revision} cannot be checked, because model.path={settings.path} is a folder that does "
-            "not state its revision: expected model.revision=null, or a hub id as model.path"
-        )
-    named = cache / "refs" / revision
-    if named.is_file():
-        revision = named.read_text(encoding="utf-8").strip()
-    if not (commit.startswith(revision) and len(revision) >= SHORTEST_COMMIT):
-        raise UserError(
-            f"model.revision={settings.revision} is not that of model.path={settings.path}, which is of commit "
-            f"{commit}: expected that, or null"
+            f"model.revision={revision}: the folder model.path={settings.path} is of commit {commit}: expected that, "
+            "null, or a hub id as model.path"
         )
 
 
 def _check_folder(folder: Path, settings: ModelConfig) -> None:
-    config = read_json(folder / "config.json")
-    kind = config.get("model_type")
+    kind = read_json(folder / "config.json").get("model_type")
     if not isinstance(kind, str):
         raise UserError(f"{folder / 'config.json'} has no model_type: expected a transformers checkpoint")
     if kind in UNSUPPORTED:
         raise UserError(f"model_type={kind} is not supported: it {UNSUPPORTED[kind]}")
     check_code(folder, settings.trust_remote_code)
-    check_numbers(folder)
-    for name in (name for name in BESIDE if (folder / name).exists()):
-        read_json(folder / name)
-    if LAYERS_FIELD in config and not settings.trust_remote_code:
-        raise UserError(
-            f"{folder} has MoE layers of different shapes, which only its own code can build: set "
-            "model.trust_remote_code=true if you trust the author"
-        )
+    if (folder / GENERATION).is_file():  # transformers would ignore a damaged one
+        read_json(folder / GENERATION)
     open_checkpoint(folder)
 
 
 def _download(settings: ModelConfig, weights: list[str]) -> Path:
-    from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
 
     try:
-        folder = snapshot_download(
-            settings.path,
-            revision=settings.revision,
-            allow_patterns=[*weights, *(f"*{suffix}" for suffix in sorted(DESCRIBING))],
-            ignore_patterns=["*/*"],
-        )
-        commit = Path(folder).name
-        snapshot_download(settings.path, revision=commit, allow_patterns=[f"{name}/*" for name in SUBFOLDERS])
+        return _snapshot(settings.path, settings.revision, weights)
     except (OSError, HFValidationError) as error:  # all errors of the hub and of the network are OSErrors
         at = f" at revision {settings.revision}" if settings.revision else ""
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
@@ -240,4 +212,12 @@ def _download(settings: ModelConfig, weights: list[str]) -> Path:
             f"model.path={settings.path} is no folder, and the hub gave no such model{at} ({type(error).__name__}: "
             f"{reason}): check the name, the revision and the network, or give a folder"
         ) from None
-    return Path(folder)
+
+
+def _snapshot(path: str, revision: str | None, weights: list[str], **settings: Any) -> Path:
+    """A model in the hub's cache: its files that match `weights`, and all small files that describe it."""
+    from huggingface_hub import snapshot_download
+
+    patterns = [*weights, *(f"*{suffix}" for suffix in sorted(DESCRIBING))]
+    asked = {"allow_patterns": patterns, "ignore_patterns": ["*/*.safetensors"], **settings}
+    return Path(snapshot_download(path, revision=revision, **asked))

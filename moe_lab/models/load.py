@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import re
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from itertools import accumulate
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -15,33 +14,19 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.quantizers.auto import AutoQuantizationConfig
 from transformers.utils import logging
-from transformers.utils.quantization_config import CompressedTensorsConfig, FineGrainedFP8Config, Mxfp4Config
 
 from moe_lab.config import ModelConfig
 from moe_lab.errors import UserError
-from moe_lab.models import experts
+from moe_lab.models import experts, ports  # noqa: F401 - registers families that transformers lacks
 from moe_lab.models.checkpoint import open_checkpoint, read_json
-from moe_lab.models.config_json import UNPACKED, block_scaled, quantization
-from moe_lab.models.device import check_room, place, precision
-from moe_lab.models.discover import MoELayer, is_ragged, routed_layers
-from moe_lab.models.families import NOT_LOADED, TOP_K_FIELDS, prediction_layers
+from moe_lab.models.config_json import UNPACKED, experts_implementation, quantization, quantization_method
+from moe_lab.models.device import place, precision
+from moe_lab.models.discover import is_ragged, routed_layers
+from moe_lab.models.families import NOT_LOADED, TOP_K_FIELDS, Family, has_causal_model, prediction_prefixes
 from moe_lab.models.files import check_code, local_folder
-from moe_lab.models.ports import causal_language_model
-from moe_lab.models.transformers_private import (
-    dequantised_by_stated_blocks,
-    unused_tensors,
-)
-
-UNPACKING: dict[str | None, Any] = {
-    "fp8": FineGrainedFP8Config,
-    "mxfp4": Mxfp4Config,
-    "compressed-tensors": CompressedTensorsConfig,
-}
-"""Method of `UNPACKED` -> the class of its settings."""
-NUMBER = re.compile(r"\b\d+\b")
-UNUSED_SHOWN = 4
-"""Names of unused weights in an error, one of each kind."""
+from moe_lab.models.transformers_private import dequantised_by_stated_blocks, unused_tensors
 
 
 def load_model(settings: ModelConfig) -> tuple[Any, Any]:
@@ -53,7 +38,7 @@ def load_model(settings: ModelConfig) -> tuple[Any, Any]:
     (cpu_experts). dtype auto is float32 on the CPU and the stored one on CUDA. Exports with uneven layers are loaded
     too, if their code may be run. Everything that does not need the weights is checked before they are read. Raises
     UserError for a folder that is incomplete or damaged, an unsupported architecture, weights that are missing, of the
-    wrong shape, NaN or infinite, an unknown dtype or device, a GPU that is too small.
+    wrong shape, NaN or infinite, or an unknown device.
     """
     dtype, device = precision(settings), place(settings)
     folder = local_folder(settings)
@@ -63,8 +48,7 @@ def load_model(settings: ModelConfig) -> tuple[Any, Any]:
         empty = skeleton(folder, trust_remote_code=settings.trust_remote_code)
         set_top_k(empty, settings.top_k)
         routed_layers(empty)
-        check_sizes(empty, folder, settings)
-        check_room(empty, folder, settings, dtype, device)
+        check_sizes(empty, folder)
         model = _weights(folder, settings, dtype, device)
         tokenizer = load_tokenizer(folder, trust_remote_code=settings.trust_remote_code)
     model.eval().requires_grad_(False)
@@ -104,14 +88,12 @@ def set_top_k(model: Any, top_k: int | None) -> None:
         most = layer.n_experts // layer.n_group * layer.topk_group
         if not 1 <= top_k <= most:
             raise UserError(f"model.top_k={top_k}: layer {layer.index} gives a token 1 to {most} experts")
+        if layer.family.fixed_top_k:
+            raise UserError(f"model.top_k={top_k}: routers of this family are made for {layer.top_k}, expected null")
         for module in (layer.block, *layer.router.modules()):
             for name in ("top_k", *TOP_K_FIELDS):
                 if vars(module).get(name) == layer.top_k:
                     setattr(module, name, top_k)
-        if (chosen := _experts_of_a_token(layer)) != top_k:
-            raise UserError(
-                f"model.top_k={top_k}: the router of {layer.name} gives a token {chosen} experts, whatever it is told"
-            )
     config = model.config.get_text_config()
     for field in TOP_K_FIELDS:
         stated = vars(config).get(field)
@@ -119,28 +101,12 @@ def set_top_k(model: Any, top_k: int | None) -> None:
             setattr(config, field, [top_k] * len(stated) if isinstance(stated, list) else top_k)
 
 
-@torch.no_grad()
-def _experts_of_a_token(layer: MoELayer) -> int:
-    """Number of experts to which the router of `layer` sends a token."""
-    weight = layer.routing[0].tensor
-    hidden = torch.zeros(2, layer.hidden, dtype=weight.dtype, device=weight.device)
-    passed = [part.tensor for part in layer.routing if part.module is layer.block]
-    try:
-        _, _, chosen = layer.router(hidden, *passed)
-    except ValueError:  # some routers expect a batch axis
-        _, _, chosen = layer.router(hidden[None], *passed)
-    return int(chosen.numel()) // len(hidden)
-
-
 def check_finite(model: nn.Module, within: str = "") -> None:
-    """Raise UserError naming the tensor, and for experts also layer and expert, if a weight is NaN or infinite.
+    """Raise UserError naming the tensor, and the place in it, if a weight is NaN or infinite.
 
-    All tensors are checked, or those whose names begin with `within`.
+    The first number of a place in stacked experts is the expert. All tensors are checked, or those whose names begin
+    with `within`.
     """
-    experts = {}
-    for layer in routed_layers(model):
-        for weight in layer.experts.parameters():
-            experts[id(weight)] = layer
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if not name.startswith(within):
             continue
@@ -151,24 +117,11 @@ def check_finite(model: nn.Module, within: str = "") -> None:
         numbers = tensor.float() if tensor.element_size() == 1 else tensor  # torch does not add eight-bit numbers
         if bool(numbers.sum().isfinite()):
             continue
-        bad = ~numbers.isfinite()
-        if not bool(bad.any()):
-            continue
-        value = float(tensor[bad][0])
-        where = ""
-        if id(tensor) in experts:
-            layer = experts[id(tensor)]
-            expert = _expert(layer, tensor, int(bad.nonzero()[0, 0]))
-            where = f" (layer {layer.index}, expert {expert})"
-        raise UserError(f"weights: {name}{where} holds {value} at {int(bad.sum())} places: expected finite numbers")
-
-
-def _expert(layer: MoELayer, tensor: torch.Tensor, row: int) -> int:
-    """The expert that a row of a tensor of `layer` belongs to, whether experts are packed or stacked."""
-    if not is_ragged(layer.experts):
-        return row
-    channel = row * sum(layer.widths) // len(tensor)
-    return next(expert for expert, end in enumerate(accumulate(layer.widths)) if channel < end)
+        if bad := (~numbers.isfinite()).nonzero().tolist():
+            value = float(tensor[tuple(bad[0])])
+            raise UserError(
+                f"weights: {name} holds {value} at {bad[0]} and {len(bad) - 1} more places: expected finite numbers"
+            )
 
 
 def _configuration(folder: Path, trust_remote_code: bool) -> Any:
@@ -177,7 +130,7 @@ def _configuration(folder: Path, trust_remote_code: bool) -> Any:
     kind, remote = raw["model_type"], "auto_map" in raw
     if remote and trust_remote_code:  # transformers still prefers our port, if there is one
         return AutoConfig.from_pretrained(folder, trust_remote_code=True)
-    if causal_language_model(kind) is None:
+    if not has_causal_model(kind):
         reason = "transformers has no causal language model of that type"
         hint = "; its own code is used with model.trust_remote_code=true, if you trust the author" if remote else ""
         raise UserError(f"model_type={kind} is not supported: {reason}{hint}")
@@ -189,110 +142,88 @@ def _configuration(folder: Path, trust_remote_code: bool) -> Any:
 
 def _weights(folder: Path, settings: ModelConfig, dtype: torch.dtype | str, device: str) -> Any:
     method = quantization(settings)
+    where = f"{folder}, stored as {method}" if method else str(folder)
+    changes: dict[str, Any] = {}
+    if method in UNPACKED:
+        changes["quantization_config"] = AutoQuantizationConfig.from_dict({"quant_method": method, "dequantize": True})
     try:
         with warnings.catch_warnings(), dequantised_by_stated_blocks():
-            warnings.filterwarnings("ignore", "You passed `quantization_config`")  # UNPACKING is how to load, not what
+            warnings.filterwarnings("ignore", "You passed `quantization_config`")  # it is how to load, not what
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 folder,
-                **({"quantization_config": UNPACKING[method](dequantize=True)} if method in UNPACKED else {}),
+                **changes,
                 dtype=dtype,
                 device_map=device,
-                experts_implementation="eager" if device == "cpu" else "grouped_mm",
+                experts_implementation=experts_implementation(device),
                 trust_remote_code=settings.trust_remote_code,
                 use_safetensors=True,
                 ignore_mismatched_sizes=True,  # reported below, in one sentence
                 output_loading_info=True,
             )
-    except ImportError as error:
-        if method is None:
-            raise
-        raise UserError(
-            f"{folder} is stored as {method}, which needs a package: {' '.join(str(error).split())}"
-        ) from None
-    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+    except (AttributeError, ImportError, LookupError, RuntimeError, TypeError, ValueError) as error:
         if method is None or isinstance(error, torch.OutOfMemoryError):
             raise
-        raise _unreadable(folder, method, " ".join(str(error).split())[:200]) from None
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(f"{where}: the installed transformers cannot load this model, {reason}") from None
     model, report = loaded
-    if method is not None:
-        _check_read(folder, method, report)
-    check_shapes(folder, report["mismatched_keys"])
+    check_shapes(where, report["mismatched_keys"])
     if missing := sorted(report["missing_keys"]):
         raise UserError(
-            f"{folder}: {len(missing)} weights are missing that config.json asks for, the first is {missing[0]}"
+            f"{where}: {len(missing)} weights are missing that config.json asks for, the first is {missing[0]}"
         )
-    check_used(folder, report["unexpected_keys"])
+    check_used(where, report["unexpected_keys"])
     if method in UNPACKED and isinstance(dtype, torch.dtype):
         for layer in routed_layers(model):
             layer.experts.to(dtype)  # compressed-tensors leaves experts in the precision of their scales
     return model
 
 
-def _check_read(folder: Path, method: str, report: Mapping[str, Any]) -> None:
-    """Raise UserError if transformers took quantised weights for plain ones; `report` is its loading report.
-
-    It does so for scales it does not know: they are unexpected tensors, without which the weights are other numbers.
-    """
-    unexpected = set(report["unexpected_keys"])
-    for name in sorted(unexpected):
-        matrix, found, suffix = name.rpartition(".weight")
-        if found and suffix and f"{matrix}.weight" not in unexpected:
-            raise _unreadable(folder, method, f"it does not read {name}")
-    if mismatched := sorted(report["mismatched_keys"]):
-        raise _unreadable(folder, method, f"it expects {mismatched[0][0]} of another shape")
-
-
-def _unreadable(folder: Path, method: str, reason: str) -> UserError:
-    return UserError(
-        f"{folder} is stored as {method}, which the installed transformers cannot load for this model ({reason}): "
-        "expected FP8 in blocks (weight_scale_inv), MXFP4, or a checkpoint in bfloat16 or float32"
-    )
-
-
-def check_used(folder: Path, unused: Iterable[str]) -> None:
-    """Raise UserError for `unused`, names of tensors that are in the files of a folder and not in the model.
+def check_used(where: Path | str, unused: Iterable[str]) -> None:
+    """Raise UserError for `unused`, names of tensors that are in the files of `where` and not in the model.
 
     Without them it computes something else, unless they are those of `NOT_LOADED` or of layers that predict several
     tokens.
     """
     names = list(unused)
-    extra = prediction_layers(names)
+    extra = prediction_prefixes(names)
     if lost := sorted(name for name in names if not name.startswith(extra) and not NOT_LOADED.search(name)):
-        kinds = {NUMBER.sub("", name): name for name in reversed(lost)}  # of each kind, the first one
-        examples = ", ".join(sorted(kinds.values())[:UNUSED_SHOWN])
         raise UserError(
-            f"{folder}: the model that config.json describes does not use {len(lost)} of the weights in the files, "
-            f"such as {examples}: expected the config.json that was stored with them"
+            f"{where}: the model that config.json describes does not use {len(lost)} of the weights in the files, "
+            f"the first is {lost[0]}: expected the config.json that was stored with them"
         )
 
 
-def check_sizes(skeleton: Any, folder: Path, settings: ModelConfig) -> None:
+def check_sizes(skeleton: Any, folder: Path) -> None:
     """Raise UserError when an unquantised tensor has another number of elements than config.json asks for, or is none
-    that it asks for.
+    that it asks for, or when experts of a layer are missing or of another size.
 
-    Shapes are not compared, because some experts are stored transposed. Of a matrix in FP8, the number of its scales is
-    compared with that of its blocks.
+    Shapes are not compared, because some experts are stored transposed.
     """
-    for matrix in block_scaled(folder):
-        if matrix.scales != matrix.expected_scales:
-            raise UserError(
-                f"{folder}: {matrix.name} of shape {matrix.shape} has scales of shape {matrix.scales}, but "
-                f"weight_block_size={list(matrix.block)} in config.json asks for {matrix.expected_scales}"
-            )
-    if quantization(settings) is not None:
+    if quantization_method(read_json(folder / "config.json")) is not None:
         return
     stored, expected = open_checkpoint(folder).tensors, skeleton.state_dict()
     shapes = ((name, stored[name].shape, tensor.shape) for name, tensor in expected.items() if name in stored)
     check_shapes(folder, [entry for entry in shapes if prod(entry[1]) != prod(entry[2])])
     check_used(folder, unused_tensors(skeleton, stored))
+    counts: Counter[int] = Counter()
+    for name, part in Family().places(stored).items():
+        if part.kind == "expert":
+            counts[part.layer] += prod(stored[name].shape)
+    for layer in routed_layers(skeleton):
+        asked = sum(weight.numel() for weight in layer.experts.parameters())
+        if counts[layer.index] not in (0, asked):
+            raise UserError(
+                f"{folder}: experts of layer {layer.index} have {counts[layer.index]} weights, but config.json asks "
+                f"for {asked}"
+            )
 
 
-def check_shapes(folder: Path, mismatched: Iterable[tuple[str, Any, Any]]) -> None:
+def check_shapes(where: Path | str, mismatched: Iterable[tuple[str, Any, Any]]) -> None:
     """Raise UserError for the first of `mismatched`: (name, stored shape, shape that config.json asks for)."""
     if wrong := sorted(mismatched):
         name, shape, expected = wrong[0]
         raise UserError(
-            f"{folder}: {name} has shape {tuple(shape)}, but config.json asks for {tuple(expected)}: they are of two "
+            f"{where}: {name} has shape {tuple(shape)}, but config.json asks for {tuple(expected)}: they are of two "
             "models"
         )
 

@@ -18,14 +18,14 @@ from moe_lab.config import ModelConfig
 from moe_lab.config.pruning import DEVICE_MAPS
 from moe_lab.errors import UserError
 from moe_lab.models.checkpoint import open_checkpoint, read_json, stated_dtype
-from moe_lab.models.config_json import quantization
+from moe_lab.models.config_json import experts_implementation, quantization
 from moe_lab.models.device import DTYPES, place, precision
 from moe_lab.models.discover import MoELayer, is_ragged, moe_layers, routed_layers
-from moe_lab.models.families import EXTRA_PREDICTION_BLOCKS, split
+from moe_lab.models.families import prediction_prefixes, split
 from moe_lab.models.files import local_folder
-from moe_lab.models.load import check_finite, check_shapes, check_used, load_tokenizer, quiet, set_top_k, skeleton
+from moe_lab.models.load import check_finite, check_shapes, check_sizes, load_tokenizer, quiet, set_top_k, skeleton
 from moe_lab.models.partial_forward import output_of, run, stand_in
-from moe_lab.models.transformers_private import compute_buffers, has_own_precision, load_tensors, unused_tensors
+from moe_lab.models.transformers_private import compute_buffers, has_own_precision, load_tensors
 
 _NUMBER = re.compile(r"(?:^|\.)(\d+)\.")
 BLOCK = 8 << 20
@@ -86,7 +86,7 @@ class StreamedModel:
         self.device, self.dtype = device, dtype
         self.model = skeleton(folder, trust_remote_code=trust_remote_code, dtype=dtype).eval().requires_grad_(False)
         set_top_k(self.model, top_k)
-        check_used(folder, unused_tensors(self.model, self.checkpoint.tensors))
+        check_sizes(self.model, folder)
         self.moe = {layer.index: layer for layer in routed_layers(self.model)}
         self.path = next(iter(self.moe.values())).stack
         """Module path of the decoder layers, such as model.layers."""
@@ -95,11 +95,7 @@ class StreamedModel:
         self.layer_of = {name: number for number, names in self._names.items() for name in names}
         """Tensor in the checkpoint -> its decoder layer, or REST."""
         self._ahead = ReadAhead()
-        self._free: dict[Any, torch.Tensor] = {}
-        """(name, shape, dtype) -> memory for the experts of a layer, which all layers use in turn."""
-        self._lent: dict[int, dict[Any, torch.Tensor]] = {}
-        """Layer that has its weights -> the memory of its experts."""
-        self.model.set_experts_implementation("eager" if device == "cpu" else "grouped_mm")
+        self.model.set_experts_implementation(experts_implementation(device))
         compute_buffers(self.model, self.model, device)
         self._read_ahead(REST)
         self._read_ahead(0)
@@ -108,10 +104,11 @@ class StreamedModel:
     def _by_layer(self) -> dict[int, list[str]]:
         """Number of a decoder layer, or REST -> its tensors in the checkpoint. Extra prediction layers are left out."""
         by_layer: dict[int, list[str]] = {}
+        extra = prediction_prefixes(self.checkpoint.tensors)
         for name in self.checkpoint.tensors:
             match = _NUMBER.search(name)
             number = int(match[1]) if match else REST
-            if not name.startswith(EXTRA_PREDICTION_BLOCKS) and number < len(self.layers):
+            if not name.startswith(extra) and number < len(self.layers):
                 by_layer.setdefault(number, []).append(name)
         return by_layer
 
@@ -130,9 +127,7 @@ class StreamedModel:
         try:
             yield module
         finally:
-            stacks = self._lent.pop(number, {})
             module.to("meta")
-            self._free |= stacks
 
     def each_layer(self) -> Iterator[MoELayer]:
         """The layers with routed experts, in order, each with its weights while it is the current one."""
@@ -192,44 +187,25 @@ class StreamedModel:
     def _fill_experts(self, layer: MoELayer, tensors: dict[str, Any]) -> None:
         """Take the tensors of single experts out of `tensors`, and copy each to its place in the stacks of `layer`.
 
-        transformers would cast every expert, stack all experts of a projection, then join projections, each time in
-        newly allocated memory. The system zeroes that page by page, which takes ten times as long as copying. Layouts
-        that moe_lab does not know, and stacks in the files, are left to transformers.
+        transformers would stack all experts of a projection, then join projections, each time in new memory. Layouts
+        that moe_lab does not know, stacks in the files, and experts that are missing are left to it.
         """
-        places = {name: known for name, known in layer.family.places(tensors).items() if known.kind == "expert"}
-        names = [f"{layer.name}.{name}" for name in layer.family.stacks]
-        if is_ragged(layer.experts) or layer.family.unfit or has_own_precision(self.model, self.dtype, names):
+        family, experts = layer.family, layer.experts
+        places = {name: place for name, place in family.places(tensors).items() if place.kind == "expert"}
+        stored = {(place.axes.roles[0], place.expert): name for name, place in places.items() if place.axes}
+        names = [f"{layer.name}.{name}" for name in family.stacks]
+        if is_ragged(experts) or family.unfit or has_own_precision(self.model, self.dtype, names):
             return
-        if not places or not all(known.axes for known in places.values()):
+        stacks = {name: torch.empty_like(getattr(experts, name), device=self.device) for name in family.stacks}
+        views = family.split(stacks)
+        if stored.keys() != {(role, expert) for role in views for expert in range(layer.n_experts)}:
             return
-        stacks, lent = {}, {}
-        for name in layer.family.stacks:
-            empty = getattr(layer.experts, name)
-            key = name, tuple(empty.shape), empty.dtype
-            stack = self._free.pop(key, None)
-            stacks[name] = lent[key] = torch.empty_like(empty, device=self.device) if stack is None else stack
-        self._lent[layer.index] = lent
-        views = layer.family.split(stacks)
-        missing = {(role, expert) for role in views for expert in range(layer.n_experts)}
-        for name, known in places.items():
-            assert known.axes is not None and known.expert is not None
-            tensor, (role,) = tensors.pop(name)[...], known.axes.roles
-            if (role, known.expert) not in missing:
-                raise UserError(f"{self.checkpoint.folder}: {name} is of no expert that config.json asks for")
-            target, stored = views[role][known.expert], split(tensor, known.axes)[role]
-            if stored.shape != target.shape:
-                expected = target if known.axes.channels == -2 else target.t()
-                check_shapes(self.checkpoint.folder, [(name, tensor.shape, expected.shape)])
-            target.copy_(stored)
-            missing.remove((role, known.expert))
-        if missing:
-            role, expert = min(missing)
-            raise UserError(
-                f"{self.checkpoint.folder}: weights are missing that config.json asks for: {layer.name} has no {role} "
-                f"projection of expert {expert}"
-            )
+        for (role, expert), name in stored.items():
+            axes = places[name].axes
+            assert axes is not None
+            views[role][expert].copy_(split(tensors.pop(name)[...], axes)[role])
         for name, stack in stacks.items():
-            setattr(layer.experts, name, nn.Parameter(stack, requires_grad=False))
+            setattr(experts, name, nn.Parameter(stack, requires_grad=False))
 
     def _read_ahead(self, number: int) -> None:
         """Start reading the bytes of a layer from the disk."""

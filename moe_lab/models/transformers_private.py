@@ -15,7 +15,7 @@ tests/test_transformers_private.py:
         compute the buffers that no checkpoint holds, such as rotary frequencies
     the configuration's _attn_implementation
         know whether attention takes a mask of four axes
-    the experts' _apply_gate, _is_expert_parallel, and their configuration's _experts_implementation
+    the experts' _apply_gate, and their configuration's _experts_implementation
         compute one expert by the family's own activation; know which function computes a module's experts
     GenerationMixin._update_model_kwargs_for_generation
         extend masks and positions by a token in a loop of our own, as generate(custom_generate=...) expects of loops
@@ -24,8 +24,6 @@ tests/test_transformers_private.py:
     integrations.finegrained_fp8.Fp8Dequantize and its _dequantize_one, and FineGrainedFP8HfQuantizer, in
     quantizers.quantizer_finegrained_fp8, whose get_load_operations names it
         dequantise blocks of the size that the configuration states
-    models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-        know which families have a causal language model without importing their code
 
 Files that are written beside the weights of an export cannot import this module (models/ports,
 pruning/exported_code): each names itself what it uses, and the tests of exports run it.
@@ -56,25 +54,7 @@ from transformers.core_model_loading import (
 )
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.modeling_utils import LoadStateDictConfig
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
-
-__all__ = [
-    "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
-    "activation",
-    "attention_implementation",
-    "compute_buffers",
-    "dequantised_by_stated_blocks",
-    "experts_implementation",
-    "has_own_precision",
-    "is_expert_parallel",
-    "load_tensors",
-    "next_inputs",
-    "recomputed",
-    "to_checkpoint",
-    "unused_tensors",
-    "with_activation",
-]
 
 EIGHT_BIT_FLOATS = (torch.float8_e4m3fn, torch.float8_e5m2)
 Activation = Callable[[torch.Tensor], torch.Tensor]
@@ -107,11 +87,6 @@ def experts_implementation(experts: Any) -> str | None:
     """Registered name of the function that computes an experts module; None if its configuration states none."""
     name: str | None = getattr(experts.config, "_experts_implementation", None)
     return name
-
-
-def is_expert_parallel(experts: Any) -> bool:
-    """Whether the experts of one layer are spread over devices."""
-    return bool(getattr(experts, "_is_expert_parallel", False))
 
 
 def next_inputs(model: Any, output: Any, inputs: dict[str, Any]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from typing import ClassVar
 
 import numpy
@@ -32,15 +33,17 @@ def align_by_weights(plan: Plan, layers: Iterable[MoELayer]) -> Plan:
     model, each with its weights while it is the current one.
     """
     return replace(
-        plan, alignments={layer.index: _by_weights(plan, layer) for layer in layers if layer.index in plan.merged}
+        plan,
+        alignments={
+            layer.index: orders(plan, layer, partial(_unlikeness, layer))
+            for layer in layers
+            if layer.index in plan.merged
+        },
     )
 
 
-def _by_weights(plan: Plan, layer: MoELayer) -> Alignments:
-    def cost(owner: int, member: int) -> torch.Tensor:
-        return -(channel_weights(layer, owner) @ channel_weights(layer, member).T)
-
-    return orders(plan, layer, cost)
+def _unlikeness(layer: MoELayer, owner: int, member: int) -> torch.Tensor:
+    return -(channel_weights(layer, owner) @ channel_weights(layer, member).T)
 
 
 def orders(plan: Plan, layer: MoELayer, cost: Callable[[int, int], torch.Tensor]) -> Alignments:
@@ -60,7 +63,7 @@ def channel_weights(layer: MoELayer, expert: int) -> torch.Tensor:
 
     Raises UserError when the experts are not in memory.
     """
-    check_in_memory(layer, experts=True)
+    check_in_memory(layer)
     roles = layer.projections(expert)
     return torch.cat([wide(roles[role].detach()) for role in ("gate", "up", "down")], dim=1)
 
@@ -75,6 +78,7 @@ class AlignmentTap(Tap):
     """
 
     kind = "alignment"
+    resumes = False
     plan: ClassVar[Plan]
 
     def experts(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

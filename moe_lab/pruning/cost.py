@@ -13,7 +13,6 @@ from moe_lab.models.discover import MoELayer, linears, moe_layers, routed_layers
 from moe_lab.pruning.flops import (
     Routing,
     channel_parameters,
-    dropped_experts,
     even_routing,
     flops_per_token,
     kept_experts,
@@ -125,7 +124,8 @@ def _expert_parameters(layer: MoELayer, plan: Plan | None) -> int:
 def _router_parameters_dropped(layer: MoELayer, plan: Plan | None) -> int:
     """Parameters in the routing entries of dropped experts; correction biases that are buffers are no parameters."""
     entries = [part.tensor for part in layer.routing if isinstance(part.tensor, nn.Parameter)]
-    return sum(entry.numel() for entry in entries) // layer.n_experts * dropped_experts(layer, plan)
+    dropped = layer.n_experts - len(kept_experts(layer, plan))
+    return sum(entry.numel() for entry in entries) // layer.n_experts * dropped
 
 
 def _matrices(model: nn.Module, layers: Sequence[MoELayer], plan: Plan | None, modules: Sequence[str]) -> Iterator[int]:

@@ -23,7 +23,6 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel
 
-from moe_lab.errors import UserError
 from moe_lab.models.discover import MoELayer, is_ragged, moe_layers, routed_layers
 from moe_lab.models.families import DISK_SHARED
 from moe_lab.models.partial_forward import replace_forward
@@ -98,7 +97,7 @@ def flops_per_token(
     dropped = 0
     for layer in layers:
         weight = next(part.tensor for part in layer.routing if part.name == "weight")
-        dropped += 2 * weight.numel() // layer.n_experts * dropped_experts(layer, plan)
+        dropped += 2 * weight.numel() // layer.n_experts * (layer.n_experts - len(kept_experts(layer, plan)))
     return {**row, "router": row["router"] - dropped, "experts": experts}
 
 
@@ -131,11 +130,7 @@ class LoadTap(Tap):
 
 
 def measured_routing(model: PreTrainedModel, plan: Plan | None, batches: Sequence[Batch]) -> Routing:
-    """Measure the routing of the valid tokens of `batches` in the masked model, with one forward pass.
-
-    Raises UserError when there are no batches or the plan does not fit the model.
-    """
-    check_batches(batches)
+    """Measure the routing of the valid tokens of `batches` in the masked model, with one forward pass."""
     layers = routed_layers(model)
     with mask(model, plan) if plan is not None else nullcontext(), Observer(model, LoadTap, layers=layers) as observer:
         for ids, valid in batches:
@@ -151,18 +146,17 @@ def _routing(layers: Sequence[MoELayer], plan: Plan | None, load: Layers, batche
     return Routing(sum(int(valid.sum()) for _, valid in batches), channels)
 
 
-def check_batches(batches: Sequence[Batch]) -> None:
-    """Raise UserError when there are no batches."""
-    if not batches:
-        raise UserError("cost: no batches to count FLOPs on, expected at least one")
-
-
 def channel_parameters(layer: MoELayer) -> int:
     """Weights of one channel of one expert: its row of down and its columns of gate and up. Biases do not count."""
     if is_ragged(layer.experts):
         return 3 * layer.hidden
     weights = sum(tensor.numel() for tensor in layer.experts.parameters() if tensor.dim() == 3)
     return weights // (layer.n_experts * layer.width)
+
+
+def kept_experts(layer: MoELayer, plan: Plan | None) -> list[int]:
+    """Ids of the experts that stay under `plan`; the others go with their router rows."""
+    return list(range(layer.n_experts) if plan is None else plan.experts[layer.index])
 
 
 def kept_widths(layer: MoELayer, plan: Plan | None) -> torch.Tensor:
@@ -181,16 +175,6 @@ def computed_widths(layer: MoELayer, plan: Plan | None) -> torch.Tensor:
         return widths[plan.owners(layer.index)]
     owners = getattr(layer.experts, "owners", None)  # of an export with merged experts
     return widths if owners is None else widths[list(owners)]
-
-
-def kept_experts(layer: MoELayer, plan: Plan | None) -> list[int]:
-    """Ids of the experts that stay under `plan`."""
-    return list(range(layer.n_experts) if plan is None else plan.experts[layer.index])
-
-
-def dropped_experts(layer: MoELayer, plan: Plan | None) -> int:
-    """How many experts are removed, with their router rows, under `plan`."""
-    return layer.n_experts - len(kept_experts(layer, plan))
 
 
 def _zeros(hidden_states: torch.Tensor, *inputs: Any, **named: Any) -> torch.Tensor:
@@ -240,12 +224,11 @@ def layered_routing(
     """Measure the routing as `measured_routing` does, with one decoder layer of the checkpoint in memory.
 
     The checkpoint is read once and layers are masked by `plan`. Hidden states between layers are kept in the folder
-    `out`, and in memory up to `budget` bytes. Raises UserError as `measured_routing` does, and for damaged weights and
-    layers that cannot be run one by one.
+    `out`, and in memory up to `budget` bytes. Raises UserError for damaged weights and layers that cannot be run one by
+    one.
     """
     from moe_lab.statistics.streaming import LayerPass
 
-    check_batches(batches)
     if plan is not None:
         check_fit(plan, moe_layers(streamed.model))
     load: Layers = {}

@@ -103,11 +103,6 @@ class LayerForm:
     """(N, H) of packed experts: what the N experts of width 0 put out that nothing stands for; None: 0."""
 
     @property
-    def ragged(self) -> bool:
-        """Whether the experts are packed."""
-        return self.widths is not None
-
-    @property
     def changed(self) -> bool:
         """Whether weights of experts are stored that are not copies of whole experts."""
         return any(part.members and part.whole is None for part in self.parts)
@@ -122,31 +117,9 @@ class Form:
     """Channels per expert of the original; None for a plan of whole experts."""
 
     @property
-    def ragged(self) -> bool:
-        """Whether a layer has experts of unequal width."""
-        return any(layer.ragged for layer in self.layers.values())
-
-    @property
-    def count(self) -> int | None:
-        """The number of experts every layer has; None when layers differ."""
-        counts = {len(layer.experts) for layer in self.layers.values()}
-        return counts.pop() if len(counts) == 1 else None
-
-    @property
     def stored(self) -> dict[int, tuple[int, ...]]:
         """Layer -> original ids of the experts that are stored, in order."""
         return {index: layer.experts for index, layer in self.layers.items()}
-
-    @property
-    def same_width(self) -> int | None:
-        """The width that all experts of all layers have; None when they differ, or for whole experts."""
-        widths = {self.width_of(layer) for layer in self.layers}
-        return widths.pop() if len(widths) == 1 and not self.ragged else None
-
-    def width_of(self, layer: int) -> int | None:
-        """Channels of the widest expert of a layer; None for a plan of whole experts."""
-        form = self.layers[layer]
-        return max(form.widths) if form.widths is not None else form.width or self.width
 
 
 def make_form(plan: Plan, shape: str, element_size: int) -> Form:
@@ -233,6 +206,6 @@ def part_of(plan: Plan, layer: int, expert: int, width: int | None = None) -> Pa
 def _in_place(plan: Plan, layer: int, expert: int) -> Part:
     """An expert of the original shape, with zeros where channels are dropped."""
     mask = plan.channels.get(layer)
-    if expert in plan.merged.get(layer, {}) or mask is None or mask[expert].all():
+    if mask is None or mask[expert].all():
         return part_of(plan, layer, expert)
     return Part((Member(expert, None, numpy.where(mask[expert], numpy.arange(mask.shape[1]), -1)),))

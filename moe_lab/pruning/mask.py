@@ -38,9 +38,9 @@ def mask(model: PreTrainedModel, plan: Plan) -> Iterator[None]:
     keep different numbers of experts. On exit the model has its original tensors again. Contexts of the same model
     cannot be nested.
 
-    Raises UserError when the plan does not fit the model or still has to be aligned, or when weights that it reads are
-    offloaded: those of routers, and of experts if it merges some. Raises RuntimeError when experts are
-    called with a routing that did not come from the masked router, or are replaced by something else already.
+    Raises UserError when the plan does not fit the model or still has to be aligned, or when weights of MoE blocks are
+    offloaded. Raises RuntimeError when experts are called with a routing that did not come from the masked router, or
+    are replaced by something else already.
     """
     layers = moe_layers(model)
     check_fit(plan, layers)
@@ -72,16 +72,16 @@ class SlicedRouter:
     """(module, name of an attribute, number of all experts, number of the kept ones)."""
 
     def __enter__(self) -> None:
-        for module, name, _, part in self.tensors:
-            replace_tensor(module, name, part)
-        for module, name, _, kept in self.counts:
-            setattr(module, name, kept)
+        self._put(1)
 
     def __exit__(self, *exception: object) -> None:
-        for module, name, whole, _ in self.tensors:
-            replace_tensor(module, name, whole)
-        for module, name, experts, _ in self.counts:
-            setattr(module, name, experts)
+        self._put(0)
+
+    def _put(self, which: int) -> None:
+        for module, name, *tensors in self.tensors:
+            replace_tensor(module, name, tensors[which])
+        for module, name, *counts in self.counts:
+            setattr(module, name, counts[which])
 
     def call(self, forward: Callable[..., Any], given: Sequence[Any], named: Mapping[str, Any]) -> Any:
         """Call `forward` of the whole router as that of the slice, with arguments that its block gave the whole one.
@@ -98,7 +98,7 @@ class SlicedRouter:
 def sliced_router(layer: MoELayer, kept: Sequence[int]) -> SlicedRouter:
     """The router of `layer` with the experts `kept` (ascending ids); it then returns positions in `kept`.
 
-    Raises UserError when the router's weights are not in memory.
+    Raises UserError when the layer's weights are not in memory.
     """
     check_in_memory(layer)
     ids = torch.tensor(kept)
@@ -148,9 +148,7 @@ def planned(layer: MoELayer, plan: Plan) -> ExpertsFunction:
     """
     mask, owners = plan.channels[layer.index], plan.owners(layer.index)
     dropped, counts = torch.from_numpy(~mask).to(layer.routing[0].tensor.device), mask.sum(-1).tolist()
-    if layer.index in plan.merged:
-        check_in_memory(layer, experts=True)
-    elif experts_implementation(layer.experts) == "grouped_mm":
+    if layer.index not in plan.merged and experts_implementation(layer.experts) == "grouped_mm":
         return _with_constants(_grouped(layer, dropped), layer, plan)
     merged = {owner: layer.weights(owner, tensors) for owner, tensors in merged_weights(layer, plan).items()}
 
@@ -159,7 +157,7 @@ def planned(layer: MoELayer, plan: Plan) -> ExpertsFunction:
             owner = owners[expert]
             if not counts[owner]:
                 return None
-            own = merged[owner] if owner in merged else layer.weights(owner)  # now: they may have been offloaded before
+            own = merged[owner] if owner in merged else layer.weights(owner)
             phi = layer.phi(states, own)
             if counts[owner] < layer.width:
                 phi = phi.masked_fill(dropped[owner], 0)  # not multiplied by 0, because Inf x 0 is NaN

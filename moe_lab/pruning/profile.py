@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -23,54 +23,63 @@ from moe_lab.statistics.observe import Batch
 def profile(model: PreTrainedModel, plan: Plan | None, batches: Sequence[Batch]) -> list[tuple[Any, ...]]:
     """Rows of `results.PROFILES`, one per decoder layer, of `model` under `plan` (None: unpruned) over `batches`.
 
-    Takes one forward pass, and with a plan one of the unpruned model for the output losses. Raises UserError when there
-    are no batches, when the plan does not fit, and when hidden states are not finite (naming the layer).
+    Takes one forward pass, and with a plan one of the unpruned model for the output losses. Raises UserError when the
+    plan does not fit, and when hidden states are not finite (naming the layer).
     """
-    if not batches:
-        raise UserError("profile: no batches to read, expected at least one")
-    routed = routed_layers(model)
-    seen = _Seen()
-    masked = mask(model, plan) if plan is not None else nullcontext()
-    with masked, torch.no_grad(), ExitStack() as hooks:
-        for index, layer in enumerate(model.get_submodule(routed[0].stack).children()):
-            hooks.callback(layer.register_forward_hook(partial(seen.stream, index)).remove)
-        for moe_layer in routed:
-            hooks.callback(moe_layer.router.register_forward_hook(partial(seen.routed, moe_layer)).remove)
-        for ids, valid in batches:
-            seen.valid = valid.flatten()
-            run(model, ids, valid)
+    routed = {layer.index: layer for layer in routed_layers(model)}
+    modules = list(model.get_submodule(next(iter(routed.values())).stack).children())
+    layers = [_Sums(index, routed.get(index)) for index in range(len(modules))]
+    with mask(model, plan) if plan is not None else nullcontext(), ExitStack() as hooks:
+        for layer, module in zip(layers, modules, strict=True):
+            hooks.callback(module.register_forward_hook(layer.after_layer).remove)
+            if layer.moe is not None:
+                hooks.callback(layer.moe.router.register_forward_hook(layer.after_router).remove)
+        _read(model, batches, layers)
     losses = output_losses(model, plan, batches) if plan is not None else {}
-    return [(*row, losses.get(row[0], float("nan"))) for row in seen.rows()]
+    return [(*layer.row(), losses.get(layer.index, float("nan"))) for layer in layers]
 
 
 def output_losses(model: PreTrainedModel, plan: Plan, batches: Sequence[Batch]) -> dict[int, float]:
     """MoE layer -> output_loss (see `results.PROFILES`) of `plan` in that layer alone."""
     losses = [_Loss(model, layer, plan) for layer in moe_layers(model)]
-    with torch.no_grad(), ExitStack() as hooks:
+    with ExitStack() as hooks:
         for loss in losses:
             around = model.get_submodule(f"{loss.layer.stack}.{loss.layer.index}")
             hooks.callback(loss.layer.experts.register_forward_hook(loss.after_experts).remove)
             hooks.callback(loss.layer.block.register_forward_hook(loss.after_block, with_kwargs=True).remove)
             hooks.callback(around.register_forward_hook(loss.after_layer).remove)
-        for ids, valid in batches:
-            for loss in losses:
-                loss.valid = valid.flatten()
-            run(model, ids, valid)
+        _read(model, batches, losses)
     return {loss.layer.index: loss.total / loss.tokens for loss in losses}
+
+
+def _read(model: PreTrainedModel, batches: Sequence[Batch], observers: Sequence[_Sums] | Sequence[_Loss]) -> None:
+    """Run the model, and tell the observers of its layers which tokens of each batch count."""
+    for ids, valid in batches:
+        for observer in observers:
+            observer.valid = valid.flatten()
+        with torch.no_grad():
+            run(model, ids, valid)
+
+
+def _hidden(output: Any) -> torch.Tensor:
+    """(T, H): what a layer or its experts put out."""
+    states: torch.Tensor = output[0] if isinstance(output, tuple) else output
+    return states.flatten(0, -2)
 
 
 class _Loss:
     """Runs the MoE block of one layer a second time under the mask, and sums the squared error of its routed output."""
 
+    valid: torch.Tensor
+
     def __init__(self, model: PreTrainedModel, layer: MoELayer, plan: Plan) -> None:
         self.model, self.layer, self.plan = model, layer, plan
-        self.valid = torch.zeros(0, dtype=torch.bool)
         self.again = False
         self.total, self.tokens = 0.0, 0
 
     def after_experts(self, module: nn.Module, inputs: Any, output: Any) -> None:
         """Record the routed output (T, H)."""
-        self.routed = (output[0] if isinstance(output, tuple) else output).flatten(0, -2)
+        self.routed = _hidden(output)
 
     def after_block(self, module: nn.Module, inputs: Any, named: Any, output: Any) -> None:
         """Run the block again on the same input under the mask, and compare."""
@@ -84,61 +93,57 @@ class _Loss:
 
     def after_layer(self, module: nn.Module, inputs: Any, output: Any) -> None:
         """Add the error relative to the residual stream (B, S, H) after the layer."""
-        stream = (output[0] if isinstance(output, tuple) else output).flatten(0, -2).double()
+        stream = _hidden(output).double()
         valid = self.valid.to(stream.device)
         off = self.off.to(stream.device) / (stream.square().sum(-1) + EPSILON)
         self.total += float(off[valid].sum())
         self.tokens += int(valid.sum())
 
 
-class _Seen:
-    """Sums over the valid tokens, in fp64, of each layer's hidden states and of the entropies of its router."""
+class _Sums:
+    """Sums over the valid tokens of a decoder layer, in fp64: of its hidden states and of its router's entropies."""
 
-    def __init__(self) -> None:
-        self.valid = torch.zeros(0, dtype=torch.bool)
-        self.load: dict[int, torch.Tensor] = {}
-        """MoE layer -> (E,): the tokens routed to each expert."""
-        self.tokens: dict[int, int] = {}
-        self.sums: dict[int, torch.Tensor] = {}
-        self.squares: dict[int, torch.Tensor] = {}
-        self.entropies: dict[int, tuple[float, float, int]] = {}
+    valid: torch.Tensor
 
-    def stream(self, layer: int, module: nn.Module, inputs: Any, output: Any) -> None:
-        """Add the residual stream (B, S, H) after a decoder layer."""
-        hidden = (output[0] if isinstance(output, tuple) else output).flatten(0, -2)
+    def __init__(self, index: int, moe: MoELayer | None) -> None:
+        self.index, self.moe = index, moe
+        self.tokens = self.experts = 0
+        self.states: Any = 0
+        """(H,)"""
+        self.squares: Any = 0
+        """(H,)"""
+        self.load: Any = 0
+        """(E,) of an MoE layer: the tokens routed to each expert."""
+        self.router = self.gate = 0.0
+
+    def after_layer(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        """Add the residual stream (B, S, H) after the layer."""
+        hidden = _hidden(output)
         valid = hidden[self.valid.to(hidden.device)].double()
-        for sums, part in ((self.sums, valid.sum(0)), (self.squares, valid.square().sum(0))):
-            sums[layer] = sums.get(layer, 0) + part.cpu()
-        self.tokens[layer] = self.tokens.get(layer, 0) + len(valid)
+        self.states = self.states + valid.sum(0).cpu()
+        self.squares = self.squares + valid.square().sum(0).cpu()
+        self.tokens += len(valid)
 
-    def routed(self, layer: MoELayer, module: nn.Module, inputs: Any, output: tuple[torch.Tensor, ...]) -> None:
+    def after_router(self, module: nn.Module, inputs: Any, output: tuple[torch.Tensor, ...]) -> None:
         """Add the entropies of a router's logits (T, E) and gates (T, K), and count its choices (T, K)."""
+        assert self.moe is not None
         logits, gates = (part.detach().flatten(0, -2).double() for part in output[:2])
         valid = self.valid.to(logits.device)
         chosen = output[2].flatten(0, -2)[valid].flatten()
-        load = torch.bincount(chosen, minlength=layer.n_experts).cpu()
-        self.load[layer.index] = self.load.get(layer.index, torch.zeros_like(load)) + load
-        sums = self.entropies.get(layer.index, (0.0, 0.0, 0))
-        entropies = (_entropy(logits[valid].softmax(-1)), _entropy(_shares(gates[valid])))
-        self.entropies[layer.index] = (sums[0] + entropies[0], sums[1] + entropies[1], logits.shape[-1])
+        self.load = self.load + torch.bincount(chosen, minlength=self.moe.n_experts).cpu()
+        self.router += _entropy(logits[valid].softmax(-1))
+        self.gate += _entropy(_shares(gates[valid]))
+        self.experts = logits.shape[-1]
 
-    def rows(self) -> list[tuple[Any, ...]]:
-        """A row per layer, without the last column (output_loss)."""
-        return [(layer, self._variance(layer), *self._routing(layer)) for layer in sorted(self.sums)]
-
-    def _variance(self, layer: int) -> float:
-        count = self.tokens[layer]
-        value = float((self.squares[layer] / count - (self.sums[layer] / count).square()).mean())
-        if not torch.isfinite(torch.tensor(value)):
-            raise UserError(f"NaN or Inf in layer {layer}: its hidden states are not finite")
-        return value
-
-    def _routing(self, layer: int) -> tuple[float, float, float, int]:
-        if layer not in self.entropies:
-            return (float("nan"),) * 3 + (0,)
-        router, gate, experts = self.entropies[layer]
-        count = self.tokens[layer]
-        return router / count, gate / count, _entropy(_shares(self.load[layer].double())[None]), experts
+    def row(self) -> tuple[Any, ...]:
+        """The row of the layer, without the last column (output_loss)."""
+        variance = float((self.squares / self.tokens - (self.states / self.tokens).square()).mean())
+        if not math.isfinite(variance):
+            raise UserError(f"NaN or Inf in layer {self.index}: its hidden states are not finite")
+        if self.moe is None:
+            return (self.index, variance, *(float("nan"),) * 3, 0)
+        spread = _entropy(_shares(self.load.double())[None])
+        return self.index, variance, self.router / self.tokens, self.gate / self.tokens, spread, self.experts
 
 
 def _shares(values: torch.Tensor) -> torch.Tensor:

@@ -44,7 +44,7 @@ def prune(model: Model, plan: Plan) -> Model:
     check_aligned(plan)
     on_meta = all(weight.is_meta for weight in model.parameters()) and not hasattr(model, "_hf_hook")
     for layer in [] if on_meta else before:  # accelerate, which sets that attribute, would bring whole weights back
-        check_in_memory(layer, experts=True)
+        check_in_memory(layer)
     pruned, down = share_copy(model), cast(torch.Tensor, before[0].experts.down_proj)
     form = make_form(plan, "natural", down.element_size())
     for layer in moe_layers(pruned):
@@ -146,15 +146,29 @@ def keep_rows(layer: MoELayer, kept: Iterable[int]) -> None:
 
 
 def check_fit(plan: Plan, layers: list[MoELayer]) -> None:
-    """Raise UserError unless `plan` is for exactly these layers and their routers work with what it keeps."""
-    expected = {layer.index: layer.n_experts for layer in layers}
-    if plan.n_experts != expected:
+    """Raise UserError unless `plan` is for exactly these layers, what it drops can be removed, and their routers work
+    with what it keeps."""
+    if set(plan.n_experts) != {layer.index for layer in layers}:
         raise UserError(
-            f"plan is for another model: it is about {_shape(plan.n_experts)}, this model has {_shape(expected)}"
+            f"plan is for another model: it is about layers {sorted(plan.n_experts)}, this model has experts in "
+            f"layers {[layer.index for layer in layers]}"
         )
+    for layer in layers:
+        mask, constants = plan.channels.get(layer.index), plan.constants.get(layer.index)
+        width = layer.width if mask is None else mask.shape[1]
+        hidden = layer.hidden if constants is None else constants.shape[1]
+        stated, found = (plan.n_experts[layer.index], width, hidden), (layer.n_experts, layer.width, layer.hidden)
+        if stated != found:
+            raise UserError(
+                f"plan is for another model: experts, channels of each and hidden size of layer {layer.index} are "
+                f"{stated} in the plan, and {found} in this model"
+            )
+        if mask is not None and (reason := layer.family.unfit):
+            raise UserError(
+                f"plan: channels of {layer.name} ({type(layer.experts).__name__}) cannot be removed, because its "
+                f"experts {reason}: use a criterion of whole experts"
+            )
     plan.check({layer.index: vars(layer) for layer in layers})
-    if plan.channels:
-        check_channels(plan, layers)
 
 
 def _refuse_to_save(*_: Any, **__: Any) -> None:
@@ -166,33 +180,6 @@ def rows_of(tensor: torch.Tensor, axis: int, ids: torch.Tensor) -> torch.Tensor:
     """The entries `ids` of `tensor` along `axis`, as a copy of the same kind (parameter or plain tensor)."""
     chosen = tensor.detach().index_select(axis, ids.to(tensor.device))
     return nn.Parameter(chosen, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else chosen
-
-
-def _shape(counts: dict[int, int]) -> str:
-    sizes = sorted(set(counts.values()))
-    return f"{len(counts)} MoE layers ({min(counts)} to {max(counts)}) of {' or '.join(map(str, sizes))} experts"
-
-
-def check_channels(plan: Plan, layers: list[MoELayer]) -> None:
-    """Raise UserError unless the channels of `plan` are those of exactly these layers and can be removed from them."""
-    for layer in layers:
-        if reason := layer.family.unfit:
-            raise UserError(
-                f"plan: channels of {layer.name} ({type(layer.experts).__name__}) cannot be removed, because its "
-                f"experts {reason}: use a criterion of whole experts"
-            )
-        width = plan.channels[layer.index].shape[1]
-        if width != layer.width:
-            raise UserError(
-                f"plan is for another model: it is about {width} channels per expert in layer {layer.index}, this "
-                f"model has {layer.width}"
-            )
-        constants = plan.constants.get(layer.index)
-        if constants is not None and constants.shape[1] != layer.hidden:
-            raise UserError(
-                f"plan is for another model: its constants of layer {layer.index} have {constants.shape[1]} numbers "
-                f"each, this model's hidden states have {layer.hidden}"
-            )
 
 
 def merged_weights(layer: MoELayer, plan: Plan) -> dict[int, dict[str, torch.Tensor]]:

@@ -1,4 +1,4 @@
-"""What takes the place of the experts that a plan drops: nothing, constants, or kept experts that they are merged into.
+"""A plan from scores; and what takes the place of the experts that it drops: nothing, constants, or kept experts.
 
 No torch.
 """
@@ -6,33 +6,104 @@ No torch.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import numpy
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
+from moe_lab import allocation
 from moe_lab.allocation import grouping
 from moe_lab.errors import UserError
-from moe_lab.pruning.plan import Plan, merge_experts, replace_by_constants
+from moe_lab.pruning.plan import Plan, finite, make_channel_plan, make_plan
 from moe_lab.statistics.sums import mean_output
 
 Evidence = Mapping[str, Mapping[int, Mapping[str, Any]]]
 """Pass, such as statistics or similarity -> layer -> sums by name."""
 
 
+def plan_from_scores(
+    settings: Mapping[str, Any],
+    scores: Mapping[int, Any],
+    granularity: Literal["expert", "channel"],
+    model: Mapping[str, Any],
+    evidence: Evidence | None = None,
+    *,
+    layers: Mapping[int, Mapping[str, Any]] | None = None,
+    provenance: Mapping[str, Any],
+) -> Plan:
+    """The plan of the experts, or the channels, with the lowest scores, as many in each layer as an allocation says.
+
+    `settings`: fields of AllocationConfig and the ratio. `scores`: layer -> (E,), or (E, I) for channels. `model`: its
+    facts, with `protected` experts. `evidence`: what `allocation.needs` names. `layers`: facts of the layers to prune,
+    if these are not all. Raises UserError as `allocation.allocate` and `allocation.budgets` do.
+    """
+    layers, evidence = layers or model["layers"], evidence or {}
+    if granularity == "channel":
+        keep = allocation.budgets(settings, layers, scores, evidence, model)
+        zero = allocation.zero_expert(settings)
+        return make_channel_plan(scores, keep, layers, zero_expert=zero, provenance=provenance)
+    remove = allocation.allocate(settings, layers, scores, evidence, model)
+    plan = make_plan(scores, remove, layers, provenance=provenance)
+    return replace_dropped(plan, settings, scores, evidence, layers)
+
+
+def replace_by_constants(plan: Plan, outputs: Mapping[int, NDArray[numpy.float64]], widths: Mapping[int, int]) -> Plan:
+    """The plan in which the experts that `plan`, one of whole experts, drops stay routable and put out constants.
+
+    `outputs`: layer -> (E, H), the constant of each expert; with the mean output of each, this is MoNE (arXiv
+    2507.00390): tokens are routed as in the original, and a token that is routed to a replaced expert j with gate g_j
+    gets g_j c_j. `widths`: layer -> channels of an expert. Raises UserError for outputs that are not finite.
+    """
+    channels, constants = {}, {}
+    for layer, kept in plan.experts.items():
+        values = finite(layer, outputs[layer])
+        channels[layer] = numpy.zeros((plan.n_experts[layer], widths[layer]), dtype=numpy.bool_)
+        channels[layer][list(kept)] = True
+        if len(kept) < plan.n_experts[layer]:
+            constants[layer] = values[~channels[layer].any(1)].astype(numpy.float32)
+    everything = {layer: tuple(range(count)) for layer, count in plan.n_experts.items()}
+    return Plan(everything, plan.n_experts, plan.provenance, channels, constants)
+
+
+def merge_experts(
+    groups: Mapping[int, Mapping[int, Mapping[int, float]]],
+    widths: Mapping[int, int],
+    *,
+    rows: str = "all",
+    provenance: Mapping[str, Any],
+) -> Plan:
+    """The plan that merges experts.
+
+    `groups`: layer -> expert -> {expert: weight} of those that it stands for, as in `Plan.merged`; every expert is in
+    one group, and one that stays as it is has a group of its own. `widths`: layer -> channels of an expert. `rows`:
+    "all" if the router stays whole, so that tokens are routed to all members of a group, or "kept" if it only keeps the
+    rows of the experts that stand for a group.
+    """
+    n_experts = {layer: sum(map(len, of_layer.values())) for layer, of_layer in groups.items()}
+    channels, merged = {}, {}
+    for layer, of_layer in groups.items():
+        channels[layer] = numpy.zeros((n_experts[layer], widths[layer]), dtype=numpy.bool_)
+        channels[layer][list(of_layer)] = True
+        if several := {owner: dict(group) for owner, group in of_layer.items() if len(group) > 1}:
+            merged[layer] = several
+    experts = {
+        layer: tuple(range(count)) if rows == "all" else tuple(sorted(groups[layer]))
+        for layer, count in n_experts.items()
+    }
+    return Plan(experts, n_experts, dict(provenance), channels, merged=merged)
+
+
 def check_aligned(plan: Plan) -> None:
     """Raise UserError for a plan that merges experts by a way that matches their channels first, if that is still to
     be done."""
-    allocation = plan.provenance.get("allocation")
-    replacement = allocation.get("replacement", "none") if isinstance(allocation, dict) else "none"
+    about = plan.provenance.get("allocation")
+    replacement = about.get("replacement", "none") if isinstance(about, dict) else "none"
     chosen = grouping.GROUPINGS.get(replacement)
     unmatched = sorted(set(plan.merged) - set(plan.alignments))
     if chosen is not None and chosen.align is not None and unmatched:
-        alone = f"{replacement}_unaligned"
-        others = f", or a plan of replacement={alone}" if alone in grouping.GROUPINGS else ""
         raise UserError(
             f"plan: replacement={replacement} matches the channels of experts before they are merged, which was not "
-            f"done in layer {unmatched[0]}: expected what moe_lab.align makes of this plan{others}"
+            f"done in layer {unmatched[0]}: expected what moe_lab.align makes of this plan"
         )
 
 

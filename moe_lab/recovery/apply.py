@@ -6,14 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import nn
 
-from moe_lab.errors import UserError
 from moe_lab.pruning.exported_code.ragged import replace_tensor
 from moe_lab.pruning.plan import Plan
 from moe_lab.pruning.prune import prune, share_copy
-from moe_lab.recovery.quantize import check_unquantized, quantize
+from moe_lab.recovery.quantize import quantize
 
 TENSORS = "tuned.safetensors"
 
@@ -23,10 +22,8 @@ def recovered(model: Any, plan: Plan | None, *, bits: int, modules: Sequence[str
 
     `plan` None prunes nothing; `tuned` is the output folder of a fine-tuning, or None; with `bits` 4 the weights of
     `modules` are stored as NF4. `model` is not changed; tensors that stay the same are shared with it. The result can
-    be used like any model: forward, generate, evaluation. UserError for a model that is already quantised, for tensors
-    of another model or plan, and as `quantize`.
+    be used like any model: forward, generate, evaluation.
     """
-    check_unquantized(model)
     result = pruned(model, plan)
     if tuned is not None:
         load_tuned(result, tuned / TENSORS)
@@ -43,23 +40,14 @@ def pruned(model: Any, plan: Plan | None) -> Any:
 def load_tuned(model: nn.Module, file: Path, within: str = "") -> list[str]:
     """Replace the parameters of `model` by the tensors of the same names in `file`, and return these names.
 
-    Only tensors whose names begin with `within` are read. UserError for tensors of another model or plan.
+    Only tensors whose names begin with `within` are read.
     """
-    parameters = dict(model.named_parameters())
-    try:
-        with safe_open(file, framework="pt") as tensors:
-            names = [name for name in tensors.keys() if name.startswith(within)]  # noqa: SIM118
-            for name in names:
-                tensor = tensors.get_tensor(name)
-                if name not in parameters or parameters[name].shape != tensor.shape:
-                    own = tuple(parameters[name].shape) if name in parameters else "no such tensor"
-                    raise UserError(
-                        f"{file} is of another model or plan: it has {name} {tuple(tensor.shape)}, this one has {own}"
-                    )
-                owner, _, attribute = name.rpartition(".")
-                # a copy, because rows in the mapped file may start where matrix products round differently
-                moved = tensor.to(parameters[name].device, parameters[name].dtype, copy=True)
-                replace_tensor(model.get_submodule(owner), attribute, nn.Parameter(moved, requires_grad=False))
-    except (FileNotFoundError, SafetensorError) as error:
-        raise UserError(f"{file} cannot be read ({error}): expected the tensors that a fine-tuning left") from None
+    with safe_open(file, framework="pt") as tensors:
+        names = [name for name in tensors.keys() if name.startswith(within)]  # noqa: SIM118
+        for name in names:
+            before = model.get_parameter(name)
+            # a copy, because rows in the mapped file may start where matrix products round differently
+            tensor = tensors.get_tensor(name).to(before.device, before.dtype, copy=True)
+            owner, _, attribute = name.rpartition(".")
+            replace_tensor(model.get_submodule(owner), attribute, nn.Parameter(tensor, requires_grad=False))
     return names

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,8 +27,8 @@ from moe_lab.models.families import GATE_UP, split
 from moe_lab.models.transformers_private import activation
 from moe_lab.pruning.exported_code.ragged import constant_output, replace_tensor
 
-Projection = tuple[str, torch.Tensor, torch.Tensor | None]
-"""Name (gate, up or down), weight (out, in), bias (out,) or None: views of the tensors of an experts module."""
+SCALING = 4.0
+"""s of the adapters, alpha / rank of other programs: that of the fine-tuning of MoE-Slimming."""
 
 
 class Dora(nn.Module):
@@ -76,16 +76,17 @@ class Dora(nn.Module):
 class DoraLinear(nn.Module):
     """Replaces a linear map by the same one with an adapter."""
 
+    plain: nn.Linear
+    """Not a submodule: it is frozen."""
+
     def __init__(self, plain: nn.Linear, settings: RecoveryConfig) -> None:
-        """`plain` is kept, but not as a submodule: it is frozen."""
         super().__init__()
         self.__dict__["plain"] = plain
-        self.adapter = Dora(plain.weight, settings.rank, settings.scaling, settings.dropout)
+        self.adapter = Dora(plain.weight, settings.rank, SCALING, settings.dropout)
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         """(..., in) -> (..., out)."""
-        plain = self.__dict__["plain"]
-        output: torch.Tensor = self.adapter(rows, plain.weight, plain.bias)
+        output: torch.Tensor = self.adapter(rows, self.plain.weight, self.plain.bias)
         return output
 
 
@@ -94,7 +95,7 @@ class DoraWeight(nn.Module):
 
     def __init__(self, weight: torch.Tensor, settings: RecoveryConfig) -> None:
         super().__init__()
-        self.adapter = Dora(weight, settings.router_rank, settings.scaling)
+        self.adapter = Dora(weight, settings.router_rank, SCALING)
 
     def forward(self, weight: torch.Tensor) -> torch.Tensor:
         """The adapted weight (E, H)."""
@@ -102,20 +103,19 @@ class DoraWeight(nn.Module):
 
 
 class DoraExperts(nn.Module):
-    """Replaces the experts module of a layer by the same experts with an adapter on each projection.
+    """Replaces the experts module of a layer, which stays as it is, by the same experts with adapters.
 
     `adapters[e]` holds those of expert e by name: gate, up and down.
     """
 
     def __init__(self, layer: MoELayer, settings: RecoveryConfig) -> None:
-        """The experts of `layer` are kept, but not as a submodule: they are frozen."""
         super().__init__()
-        self.__dict__["layer"] = layer
+        self.layer = layer
         self.adapters = nn.ModuleList()
         for expert in range(layer.n_experts):
             adapters = nn.ModuleDict()
             for name, weight, _ in projections(layer, expert):
-                adapters[name] = Dora(weight, settings.rank, settings.scaling, settings.dropout)
+                adapters[name] = Dora(weight, settings.rank, SCALING, settings.dropout)
             self.adapters.append(adapters)
 
     def forward(
@@ -126,7 +126,7 @@ class DoraExperts(nn.Module):
         def of_expert(expert: int, _: slice, states: torch.Tensor) -> torch.Tensor | None:
             return self._expert(expert, states) if len(self.adapters[expert]) else None  # type: ignore[arg-type]
 
-        original: Any = self.__dict__["layer"].experts
+        original: Any = self.layer.experts
         index = top_k_index
         if is_ragged(original):  # merged experts are computed with the weights of their owner
             index = torch.tensor(original.owners, device=index.device)[index]
@@ -139,10 +139,9 @@ class DoraExperts(nn.Module):
 
     def _expert(self, expert: int, hidden: torch.Tensor) -> torch.Tensor:
         """The output (n, H) of one expert for its rows (n, H) of the hidden states, before the gate."""
-        layer: MoELayer = self.__dict__["layer"]
-        experts: Any = layer.experts
+        experts: Any = self.layer.experts
         adapters: Any = self.adapters[expert]
-        weights = {name: (weight, bias) for name, weight, bias in projections(layer, expert)}
+        weights = {name: (weight, bias) for name, weight, bias in projections(self.layer, expert)}
         if not experts.has_gate:
             phi = experts.act_fn(adapters["up"](hidden, *weights["up"]))
         else:
@@ -160,47 +159,46 @@ class Adapted:
 
     layer: MoELayer
     experts: DoraExperts
-    router: nn.Module | None
-    """The module that owns the router's weight, parametrised; None if routers are not adapted."""
+    routers: dict[str, nn.Module]
+    """Path -> the module that owns the router's weight, parametrised; empty if routers are not adapted."""
     shared: dict[str, DoraLinear]
-    """Path -> adapted linear map of the shared experts; empty if there are none, or they are not adapted."""
+    """Path -> adapted linear map of the shared experts; empty if there are none."""
 
 
 def attach(model: nn.Module, settings: RecoveryConfig, seed: int) -> list[Adapted]:
     """Put adapters on the MoE blocks of `model`, in place; everything else is frozen.
 
-    They are put on all routed experts, on shared experts unless recovery.shared_experts=false, and on routers unless
-    recovery.router_rank=0. At first they do not change the output of the model. They are in training mode, whatever the
-    mode of the model. `seed` determines the random first A of each.
+    They are put on all routed and shared experts, and on routers unless recovery.router_rank=0. At first
+    they do not change the output of the model. They are in training mode, whatever the mode of the model. `seed`
+    determines the random first A of each.
     """
     model.requires_grad_(False)
+    paths = {module: path for path, module in model.named_modules()}
+    shared_maps = list(linears(model, "shared_experts"))
     adapted = []
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         for layer in routed_layers(model):
             experts = DoraExperts(layer, settings)
             model.set_submodule(layer.name, experts)
-            router = router_weight(layer) if settings.router_rank else None
-            if router is not None:
+            routers: dict[str, nn.Module] = {}
+            if settings.router_rank:
+                router = router_weight(layer)
                 weight = DoraWeight(router.weight, settings)  # type: ignore[arg-type]
                 parametrize.register_parametrization(router, "weight", weight, unsafe=True)
-            shared: dict[str, DoraLinear] = {}
-            for path, plain in linears(model, "shared_experts") if settings.shared_experts else ():
-                if decoder_layer(path) == layer.index:
-                    shared[path] = DoraLinear(plain, settings)
+                routers[paths[router]] = router
+            shared = {
+                path: DoraLinear(plain, settings) for path, plain in shared_maps if decoder_layer(path) == layer.index
+            }
             for path, module in shared.items():
                 model.set_submodule(path, module)
-            adapted.append(Adapted(layer, experts, router, shared))
+            adapted.append(Adapted(layer, experts, routers, shared))
     return adapted
 
 
 def router_weight(layer: MoELayer) -> nn.Module:
     """The module, the router or a child of it, whose `weight` has one row per expert."""
-    for module in layer.router.modules():
-        weight = module._parameters.get("weight")
-        if weight is not None and weight.dim() == 2 and len(weight) == layer.n_experts:
-            return module
-    raise UserError(f"the router beside {layer.name} has no weight of one row per expert: use recovery.router_rank=0")
+    return next(part.module for part in layer.routing if part.name == "weight")
 
 
 def trainable(layers: list[Adapted]) -> dict[str, dict[str, nn.Parameter]]:
@@ -210,14 +208,14 @@ def trainable(layers: list[Adapted]) -> dict[str, dict[str, nn.Parameter]]:
     """
     parameters: dict[str, dict[str, nn.Parameter]] = {"experts": {}, "routers": {}, "shared_experts": {}}
     for adapted in layers:
-        modules: list[tuple[str, nn.Module]] = [("experts", adapted.experts)]
-        if adapted.router is not None:
-            modules.append(("routers", adapted.router))
-        modules += [("shared_experts", module) for module in adapted.shared.values()]
-        for place, (part, module) in enumerate(modules):
-            for name, parameter in module.named_parameters():
-                if parameter.requires_grad:
-                    parameters[part][f"{part}.{adapted.layer.index}.{place}.{name}"] = parameter
+        experts = {adapted.layer.name: adapted.experts}
+        parts: dict[str, Mapping[str, nn.Module]]
+        parts = {"experts": experts, "routers": adapted.routers, "shared_experts": adapted.shared}
+        for part, named in parts.items():
+            for path, module in named.items():
+                for name, parameter in module.named_parameters(path):
+                    if parameter.requires_grad:
+                        parameters[part][name] = parameter
     return parameters
 
 
@@ -226,59 +224,50 @@ def merge(model: nn.Module, layers: list[Adapted]) -> dict[str, torch.Tensor]:
     """Merge the adapters into new tensors, and put the original modules, which hold these, back into `model`.
 
     The old tensors, which other models may share, are not written to. Returns the new tensors by their names in the
-    model's state dict. UserError naming layer and expert when one is not finite.
+    model's state dict. UserError naming one that is not finite.
     """
     changed: dict[str, torch.Tensor] = {}
     for adapted in layers:
-        layer, router = adapted.layer, adapted.router
-        for name, tensor in _merge_experts(adapted).items():
-            changed[f"{layer.name}.{name}"] = tensor
+        layer = adapted.layer
+        changed |= {f"{layer.name}.{name}": tensor for name, tensor in _merged_experts(adapted).items()}
         model.set_submodule(layer.name, layer.experts)
-        if router is not None:
-            merged = router.weight.detach().clone(memory_format=torch.contiguous_format)  # type: ignore[operator]
+        for path, router in adapted.routers.items():
+            weight: Any = router.weight
+            changed[f"{path}.weight"] = weight.detach().clone(memory_format=torch.contiguous_format)
             parametrize.remove_parametrizations(router, "weight", leave_parametrized=False)
-            replace_tensor(router, "weight", nn.Parameter(merged, requires_grad=False))
-            path = next(path for path, module in model.named_modules() if module is router)
-            changed[f"{path}.weight"] = merged
         for path, module in adapted.shared.items():
-            plain = module.__dict__["plain"]
-            merged = _finite(module.adapter.weight(plain.weight), f"{path} in layer {layer.index}")
-            replace_tensor(plain, "weight", nn.Parameter(merged, requires_grad=False))
-            model.set_submodule(path, plain)
-            changed[f"{path}.weight"] = merged
+            changed[f"{path}.weight"] = module.adapter.weight(module.plain.weight)
+            model.set_submodule(path, module.plain)
+    for name, tensor in changed.items():
+        if not bool(tensor.isfinite().all()):
+            raise UserError(f"fine-tuning made {name} not finite: lower recovery.learning_rate")
+        owner, _, attribute = name.rpartition(".")
+        replace_tensor(model.get_submodule(owner), attribute, nn.Parameter(tensor, requires_grad=False))
     return changed
 
 
-def _merge_experts(adapted: Adapted) -> dict[str, torch.Tensor]:
-    """Give the experts module of a layer new stacks, with the merged projections written into them; returns these."""
+def _merged_experts(adapted: Adapted) -> dict[str, torch.Tensor]:
+    """Name -> new stack of the experts module of a layer, into which the merged projections are written.
+
+    The module gets the new stacks first, so that its projections are views of them.
+    """
     module: Any = adapted.layer.experts
-    for name in _weights(module):
-        copied = getattr(module, name).detach().clone()
-        replace_tensor(module, name, nn.Parameter(copied, requires_grad=False))
+    stacks = {}
+    for name, parameter in list(module.named_parameters(recurse=False)):
+        if not name.endswith("_bias") and name != "constants":  # which are not adapted
+            stacks[name] = parameter.detach().clone()
+            replace_tensor(module, name, nn.Parameter(stacks[name], requires_grad=False))
     for expert, adapters in enumerate(adapted.experts.adapters):
         for name, weight, _ in projections(adapted.layer, expert):
-            merged = adapters[name].weight(weight)  # type: ignore[index]
-            weight.copy_(_finite(merged, f"{name} of expert {expert} in layer {adapted.layer.index}"))
-    return {name: getattr(module, name).detach() for name in _weights(module)}
+            weight.copy_(adapters[name].weight(weight))  # type: ignore[index]
+    return stacks
 
 
-def _finite(weight: torch.Tensor, what: str) -> torch.Tensor:
-    """The same merged weight. UserError naming `what` it belongs to when it is not finite."""
-    if not bool(weight.isfinite().all()):
-        raise UserError(f"fine-tuning made {what} not finite: lower recovery.learning_rate")
-    return weight
+def projections(layer: MoELayer, expert: int) -> Iterator[tuple[str, torch.Tensor, torch.Tensor | None]]:
+    """The linear maps of one expert of a layer: name (gate, up or down), weight (out, in), bias (out,) or None.
 
-
-def _weights(experts: nn.Module) -> list[str]:
-    """Names of the stacks of weights of an experts module; biases and constants are not adapted."""
-    names = [name for name, _ in experts.named_parameters(recurse=False)]
-    return [name for name in names if not name.endswith("_bias") and name != "constants"]
-
-
-def projections(layer: MoELayer, expert: int) -> Iterator[Projection]:
-    """The linear maps of one expert of a layer, as views of the memory of its stacked or ragged module.
-
-    Writing to them writes to the module. Nothing for an expert without channels.
+    They are views of the memory of its stacked or ragged module: writing to them writes to the module. Nothing for an
+    expert without channels.
     """
     if is_ragged(layer.experts):
         gate_up, down = layer.experts.weights(expert)  # type: ignore[operator]

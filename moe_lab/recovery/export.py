@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from moe_lab.errors import UserError
-from moe_lab.models.checkpoint import BITS, open_checkpoint
+from moe_lab.models.checkpoint import bits_of, open_checkpoint
 from moe_lab.models.discover import linears
 from moe_lab.models.streamed import REST, StreamedModel
 from moe_lab.models.transformers_private import to_checkpoint
@@ -31,17 +31,20 @@ def recovery_changes(
 
     Weights are tuned and rounded in `dtype`, in which the model was evaluated, on the CPU. `tuned`, `bits` and
     `modules` as there; `words` say what fine-tuning was done, for the model card. With `bits` 4, linear maps are stored
-    in the NF4 format of bitsandbytes where it can compute with them on every machine (`_fits_bitsandbytes`). All other
-    rounded weights, those of routed experts above all, are stored as the numbers they were rounded to: transformers has
-    no 4-bit form for stacked experts.
+    in the NF4 format of bitsandbytes where it can compute with them on every machine. All other rounded weights, those
+    of routed experts above all, are stored as the numbers they were rounded to: transformers has no 4-bit form for
+    stacked experts.
     """
     recovered = _RecoveredTensors(folder, dtype, modules if bits == 4 else (), tuned)
     name = str(dtype).removeprefix("torch.")
-    said = [words] if words else []
     if bits == 4:
-        said.append(_storage_words(modules, sorted(recovered.in_4_bits)))
-    said.append(f"The changed weights are stored in {name}: load the folder with dtype=torch.{name} for these numbers.")
-    return Changes(recovered.change, " ".join(said), recovered.config() if recovered.in_4_bits else {})
+        words += (
+            f" Weights of {', '.join(sorted(modules))} were rounded to NF4 with double quantisation; "
+            f"{len(recovered.in_4_bits)} linear maps are stored in 4 bits, as bitsandbytes does, the others as "
+            "the numbers they were rounded to."
+        )
+    words += f" The changed weights are stored in {name}: load the folder with dtype=torch.{name} for these numbers."
+    return Changes(recovered.change, words.strip(), recovered.config() if recovered.in_4_bits else {})
 
 
 def check_widths(source: Path, plan: Plan, dtype: torch.dtype) -> None:
@@ -50,7 +53,7 @@ def check_widths(source: Path, plan: Plan, dtype: torch.dtype) -> None:
     Experts of one width that fits the kernels in one precision only are stacked in one of them, and packed in the
     other: their tensors have other shapes then, and other blocks of NF4.
     """
-    stored = BITS[expert_type(open_checkpoint(source))] // 8
+    stored = bits_of(expert_type(open_checkpoint(source))) // 8
     for layer, mask in plan.channels.items():
         widths = plan.widths(layer)
         if min(widths) < mask.shape[1] and is_stock(widths, stored) != is_stock(widths, dtype.itemsize):
@@ -60,27 +63,6 @@ def check_widths(source: Path, plan: Plan, dtype: torch.dtype) -> None:
                 f"transformers either in {name}, in which the recovery was computed, or in the precision of the files "
                 f"in {source}, but not in both: expected model.dtype as stored, or widths that are multiples of 8"
             )
-
-
-def _storage_words(modules: Sequence[str], in_4_bits: Sequence[str]) -> str:
-    """What is stored in 4 bits, and what is not, for the model card."""
-    text = f"Weights of these modules were rounded to NF4 with double quantisation: {', '.join(sorted(modules))}."
-    plain = "stored as the numbers they were rounded to, not in 4 bits"
-    if not in_4_bits:
-        return f"{text} They are {plain}."
-    return (
-        f"{text} {len(in_4_bits)} linear maps are stored in 4 bits, in the format of bitsandbytes ({in_4_bits[0]} to "
-        f"{in_4_bits[-1]}). The others, with all routed experts, are {plain}."
-    )
-
-
-def _fits_bitsandbytes(module: nn.Linear) -> bool:
-    """Whether bitsandbytes 0.50 computes with the map in NF4 on all processors.
-
-    On a CPU it reads rows that end inside a block wrongly, and, where it has AVX512 for bfloat16, stops unless the
-    number of rows is a multiple of 32.
-    """
-    return module.in_features % NF4_BLOCK == 0 and module.out_features % 32 == 0
 
 
 class _RecoveredTensors:
@@ -94,7 +76,10 @@ class _RecoveredTensors:
         """Module path -> name in the checkpoint of the weight, of linear maps that are stored in 4 bits."""
         for path, module in self._rounded_maps():
             names = list(to_checkpoint(self.streamed.model, {f"{path}.weight": module.weight}))
-            if _fits_bitsandbytes(module) and len(names) == 1:
+            # On a CPU, bitsandbytes 0.50 reads rows that end inside a block wrongly, and, where it has AVX512 for
+            # bfloat16, stops unless the number of rows is a multiple of 32.
+            fits = module.in_features % NF4_BLOCK == 0 and module.out_features % 32 == 0
+            if fits and len(names) == 1:
                 self.in_4_bits[path] = names[0]
 
     def change(self, name: str, tensor: torch.Tensor) -> Mapping[str, torch.Tensor]:

@@ -11,12 +11,12 @@ import hashlib
 import json
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
 from torch.nn.functional import cross_entropy, kl_div, log_softmax
@@ -24,16 +24,16 @@ from torch.nn.functional import cross_entropy, kl_div, log_softmax
 from moe_lab.calibration.answers import answer_batches
 from moe_lab.calibration.batches import batches
 from moe_lab.config import CalibrationConfig, RecoveryConfig
-from moe_lab.config.identity import identity
+from moe_lab.config.base import identity
 from moe_lab.errors import UserError
 from moe_lab.pruning.plan import Plan
 from moe_lab.recovery.apply import TENSORS
-from moe_lab.recovery.quantize import check_unquantized
-from moe_lab.recovery.settings import RATES, check
 from moe_lab.recovery.students import Groups, student
 from moe_lab.statistics.observe import digest
 
 REPORT = "finetune.json"
+RATES = {"experts": "learning_rate", "shared_experts": "learning_rate", "routers": "router_learning_rate"}
+"""Part of the model -> the setting that holds its peak learning rate."""
 Row = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """ids (S,) int64, valid (S,) bool, learnt (S,) bool: the tokens, which of them count, which of them are learnt."""
 Loss = Callable[[Any, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -43,8 +43,9 @@ WARMUP = 0.1
 them."""
 CLIP = 0.5
 """Largest norm of the gradient of one step, so that no single step undoes many."""
-PROGRESS_FILE = "finetune.safetensors"
-OPTIMIZER = "optimizer"
+SAVE_EVERY = 50
+"""Steps between two checkpoints: a killed run loses minutes, and writing them takes a few percent of its time."""
+PROGRESS_FILE = "progress.pt"
 
 
 def finetune(
@@ -69,15 +70,11 @@ def finetune(
 
     The optimiser is AdamW without weight decay; the end of an assistant's turn is learnt with its answer. Progress is
     saved in `partial`; a run of the same `fingerprint` resumes from it exactly. `model` is not changed. UserError for
-    invalid settings, a text in which nothing can be learnt, a quantised model, a loss that is not finite.
+    a text in which nothing can be learnt, and a loss that is not finite.
     """
-    check(settings)
-    check_unquantized(model)
     is_distilled = settings.distill is not None
     rows = text_rows(text, tokenizer) if is_distilled else answer_rows(text, tokenizer)
-    loss: Loss = answer_loss
-    if is_distilled:
-        loss = functools.partial(distillation_loss, teacher=model, temperature=settings.temperature)
+    distillation = functools.partial(distillation_loss, teacher=model, temperature=settings.temperature)
     started = time.monotonic()
     with student(model, plan, settings, seed) as trained:
         losses = train(
@@ -85,20 +82,18 @@ def finetune(
             trained.parameters,
             rows,
             settings,
-            loss=loss,
+            loss=distillation if is_distilled else answer_loss,
             rows_at_once=text.batch_size,
             partial=partial,
             fingerprint=fingerprint,
             seed=seed,
         )
-        parameters = {
-            part: sum(parameter.numel() for parameter in named.values()) for part, named in trained.parameters.items()
-        }
+        counts = {part: sum(map(torch.numel, named.values())) for part, named in trained.parameters.items()}
         changed = trained.changed()
     out.mkdir(parents=True, exist_ok=True)
     save_file({name: tensor.contiguous() for name, tensor in changed.items()}, out / TENSORS)
     report = {
-        "trained_parameters": parameters,
+        "trained_parameters": counts,
         "rows": len(rows),
         "tokens" if is_distilled else "answer_tokens": sum(int(learnt[1:].sum()) for _, _, learnt in rows),
         "steps": len(losses),
@@ -110,27 +105,25 @@ def finetune(
 
 def answer_rows(text: CalibrationConfig, tokenizer: Any) -> list[Row]:
     """The rows of an instruction set in which an answer is learnt. UserError when there are none."""
-    rows = []
-    for batch in answer_batches(text, tokenizer, header=True):
-        for ids, valid, answers in zip(*batch, strict=True):
-            if bool(answers[1:].any()):  # other rows have nothing to learn from
-                rows.append((ids, valid, answers))
-    if not rows:
-        raise UserError(f"calibration.path={text.path}: no row holds an answer after its first token: expected answers")
-    return rows
+    lacking = "no row holds an answer after its first token: expected answers"
+    return _learnable(answer_batches(text, tokenizer, header=True), text, lacking)
 
 
 def text_rows(text: CalibrationConfig, tokenizer: Any) -> list[Row]:
     """The rows of any text; each valid token that follows a valid one is learnt. UserError when there is none."""
-    rows = []
-    for batch in batches(text, tokenizer).rows:
-        for ids, valid in zip(*batch, strict=True):
-            learnt = valid.clone()
-            learnt[1:] &= valid[:-1]
-            if bool(learnt[1:].any()):
-                rows.append((ids, valid, learnt))
+    marked = []
+    for ids, valid in batches(text, tokenizer).rows:
+        learnt = valid.clone()
+        learnt[:, 1:] &= valid[:, :-1]
+        marked.append((ids, valid, learnt))
+    return _learnable(marked, text, "no token follows another one: expected longer documents")
+
+
+def _learnable(marked: Iterable[Sequence[torch.Tensor]], text: CalibrationConfig, lacking: str) -> list[Row]:
+    """The rows of batches in which a token after the first is learnt."""
+    rows = [(*row,) for batch in marked for row in zip(*batch, strict=True) if bool(row[2][1:].any())]
     if not rows:
-        raise UserError(f"calibration.path={text.path}: no token follows another one: expected longer documents")
+        raise UserError(f"calibration.path={text.path}: {lacking}")
     return rows
 
 
@@ -153,37 +146,30 @@ def train(
     stopped training that is resumed from `partial` gives exactly the weights of an uninterrupted one. UserError when
     the loss is not finite.
     """
-    parameters: dict[str, torch.nn.Parameter] = {}
-    for named in groups.values():
-        parameters |= named
+    parameters = {name: parameter for named in groups.values() for name, parameter in named.items()}
     parts = [part for part in groups if groups[part]]
     trained = [{"params": list(groups[part].values())} for part in parts]
     optimizer = torch.optim.AdamW(trained, lr=0.0, weight_decay=0.0)
     steps = step_count(settings, len(rows))
-    about = {
-        "fingerprint": dict(fingerprint),
-        "settings": identity(settings),
-        "seed": seed,
-        "rows": digest(tensor for row in rows for tensor in row),
-    }
+    identified = {"fingerprint": dict(fingerprint), "settings": identity(settings), "seed": seed}
+    about = json.dumps({**identified, "rows": digest(tensor for row in rows for tensor in row)}, sort_keys=True)
     losses = load_progress(partial, about, parameters, optimizer)
     for step in range(len(losses), steps):
         chosen = [rows[row] for row in rows_of_step(step, settings.rows_per_step, len(rows), seed)]
         for part, group in zip(parts, optimizer.param_groups, strict=True):
-            group["lr"] = getattr(settings, RATES[part]) * rate_factor(settings, step, steps)
+            group["lr"] = getattr(settings, RATES[part]) * rate_factor(step, steps)
         with torch.random.fork_rng():
             torch.manual_seed(_mixed(seed, step))
             losses.append(_backward(model, chosen, loss, rows_at_once))
         if not math.isfinite(losses[-1]):
-            rate = RATES[parts[0]]
+            rate = f"recovery.{RATES[parts[0]]}={getattr(settings, RATES[parts[0]])}"
             raise UserError(
-                f"fine-tuning: the loss of step {step + 1} is {losses[-1]}: expected a finite number, lower "
-                f"recovery.{rate}={getattr(settings, rate)}"
+                f"fine-tuning: the loss of step {step + 1} is {losses[-1]}, expected a number: lower {rate}"
             )
         torch.nn.utils.clip_grad_norm_(parameters.values(), CLIP)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        if (step + 1) % settings.save_every == 0 and step + 1 < steps:
+        if (step + 1) % SAVE_EVERY == 0 and step + 1 < steps:
             save_progress(partial, about, losses, parameters, optimizer)
     return losses
 
@@ -193,44 +179,37 @@ def step_count(settings: RecoveryConfig, n_rows: int) -> int:
     return max(1, math.ceil(settings.epochs * n_rows / settings.rows_per_step))
 
 
-def rate_factor(settings: RecoveryConfig, step: int, steps: int) -> float:
+def rate_factor(step: int, steps: int) -> float:
     """Share of the peak learning rate in `step` (from 0) of `steps`.
 
-    It rises linearly over the first `WARMUP` of the steps, then falls along a cosine or a straight line, to 0
-    after the last step.
+    It rises linearly over the first `WARMUP` of the steps, then falls along a cosine, to 0 after the last
+    step.
     """
     rising = math.ceil(WARMUP * steps)
     if step < rising:
         return (step + 1) / rising
     done = (step - rising) / max(1, steps - rising)
-    return 1 - done if settings.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done))
+    return 0.5 * (1 + math.cos(math.pi * done))
 
 
 def rows_of_step(step: int, size: int, n_rows: int, seed: int) -> list[int]:
     """Indices of the rows of one step. Each pass over all rows has an order of its own, drawn from the seed."""
     chosen = []
-    orders: dict[int, list[int]] = {}
     for at in range(step * size, (step + 1) * size):
         turn, place = divmod(at, n_rows)
-        if turn not in orders:
-            generator = torch.Generator().manual_seed(_mixed(seed, -1 - turn))
-            orders[turn] = torch.randperm(n_rows, generator=generator).tolist()
-        chosen.append(orders[turn][place])
+        generator = torch.Generator().manual_seed(_mixed(seed, -1 - turn))
+        chosen.append(int(torch.randperm(n_rows, generator=generator)[place]))
     return chosen
 
 
 def _backward(model: Any, rows: Sequence[Row], loss: Loss, at_once: int) -> float:
     """Add the gradients of the mean loss over the learnt tokens of `rows`; returns that loss."""
     tokens = sum(int(learnt[1:].sum()) for _, _, learnt in rows)
-    if not tokens:
-        return 0.0
     total = 0.0
     for start in range(0, len(rows), at_once):
-        ids, valid, learnt = _stacked(rows[start : start + at_once], model.device)
-        if bool(learnt[:, 1:].any()):
-            mean = loss(model, ids, valid, learnt) / tokens
-            mean.backward()
-            total += float(mean.detach())
+        mean = loss(model, *_stacked(rows[start : start + at_once], model.device)) / tokens
+        mean.backward()
+        total += float(mean.detach())
     return total
 
 
@@ -289,7 +268,7 @@ def _mixed(seed: int, step: int) -> int:
 
 def save_progress(
     folder: Path,
-    about: Mapping[str, Any],
+    about: str,
     losses: list[float],
     parameters: Mapping[str, nn.Parameter],
     optimizer: torch.optim.Optimizer,
@@ -298,47 +277,30 @@ def save_progress(
 
     `about` identifies the fine-tuning.
     """
-    tensors = {name: parameter.detach().contiguous() for name, parameter in parameters.items()}
-    for name, parameter in parameters.items():
-        for key, value in optimizer.state[parameter].items() if parameter in optimizer.state else ():
-            tensors[f"{OPTIMIZER}.{key}.{name}"] = value.contiguous()
+    trained = {name: parameter.detach() for name, parameter in parameters.items()}
+    content = {"about": about, "losses": losses, "parameters": trained, "optimizer": optimizer.state_dict()}
     folder.mkdir(parents=True, exist_ok=True)
     beside = folder / f"{PROGRESS_FILE}.part"
-    # one metadata entry: safetensors writes several in an order that changes from run to run
-    save_file(tensors, beside, {"moe_lab": json.dumps({"about": about, "losses": losses}, sort_keys=True)})
+    torch.save(content, beside)
     beside.replace(folder / PROGRESS_FILE)
 
 
 def load_progress(
-    folder: Path,
-    about: Mapping[str, Any],
-    parameters: Mapping[str, nn.Parameter],
-    optimizer: torch.optim.Optimizer,
+    folder: Path, about: str, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer
 ) -> list[float]:
     """Restore trained parameters and optimiser; returns the losses of the finished steps.
 
     Returns [] and changes nothing when the file is missing, damaged, or of another fine-tuning.
     """
     try:
-        with safe_open(folder / PROGRESS_FILE, framework="pt") as file:
-            header = json.loads(file.metadata()["moe_lab"])
-            if header["about"] != json.loads(json.dumps(about)):
-                return []
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (FileNotFoundError, SafetensorError, ValueError, KeyError, TypeError):
+        content = torch.load(folder / PROGRESS_FILE, map_location="cpu", weights_only=True)
+    except (OSError, EOFError, RuntimeError, UnpicklingError):
         return []
-    if not parameters.keys() <= tensors.keys():
+    if content["about"] != about:
         return []
     with torch.no_grad():
         for name, parameter in parameters.items():
-            parameter.copy_(tensors[name])
-            state = {}
-            for key in ("step", "exp_avg", "exp_avg_sq"):
-                value = tensors.get(f"{OPTIMIZER}.{key}.{name}")
-                if value is not None:
-                    # AdamW keeps the number of steps on the CPU
-                    state[key] = value if key == "step" else value.to(parameter.device)
-            if state:
-                optimizer.state[parameter] = state
-    losses: list[float] = header["losses"]
+            parameter.copy_(content["parameters"][name])
+    optimizer.load_state_dict(content["optimizer"])
+    losses: list[float] = content["losses"]
     return losses

@@ -19,10 +19,9 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Container, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from safetensors.torch import save_file
@@ -31,20 +30,16 @@ from torch.nn.functional import one_hot
 from moe_lab.calibration.batches import batches
 from moe_lab.config import CalibrationConfig, RecoveryConfig
 from moe_lab.errors import UserError
-from moe_lab.models.discover import MoELayer, routed_layers
+from moe_lab.models.discover import MoELayer, Weights, routed_layers
 from moe_lab.pruning.plan import Plan
 from moe_lab.pruning.prune import prune
 from moe_lab.recovery.apply import TENSORS
-from moe_lab.recovery.finetune import REPORT
-from moe_lab.recovery.quantize import check_unquantized
-from moe_lab.recovery.settings import RIDGE, check
+from moe_lab.recovery.finetune import REPORT, SAVE_EVERY
 from moe_lab.statistics.observe import Tap, gather
 
-
-def check_plan(plan: Plan | None) -> None:
-    """Raise UserError unless `plan` merges experts."""
-    if plan is None or not plan.merged:
-        raise UserError("recovery.fit needs merged experts, and the plan has none: expected a larger ratio")
+RIDGE = 1e-6
+"""How strongly fits are held to the plain average, as a share of the mean square of their inputs: enough for channels
+that are never active, and too little to matter for others."""
 
 
 def fit(
@@ -68,11 +63,10 @@ def fit(
                        and for each expert its tokens and ||Y - W P||^2 / ||Y||^2 of the average and of the fit
 
     Sums are saved in `partial`; a run of the same `fingerprint` continues from them. `model` is not changed. UserError
-    for invalid settings, a quantised model, outputs that are not finite, and a text too short for every expert.
+    for a plan that merges nothing, outputs that are not finite, and a text too short for every expert.
     """
-    check(settings)
-    check_plan(plan)
-    check_unquantized(model)
+    if not plan.merged:
+        raise UserError("recovery.fit needs merged experts, and the plan has none: expected a larger ratio")
     started = time.monotonic()
     pruned = prune(model, plan)
     merged = merged_experts(pruned, plan)
@@ -82,8 +76,12 @@ def fit(
 
     rows = batches(text, tokenizer).rows
     identity = {**fingerprint, "plan": plan.digest}
-    sums = gather(model, FitTap, rows, fingerprint=identity, out=partial, groups=settings.save_every).layers
-    experts = _fit_each(merged, sums)
+    sums = gather(model, FitTap, rows, fingerprint=identity, out=partial, groups=SAVE_EVERY).layers
+    experts = [
+        {"layer": layer, "expert": owner, "members": sorted(expert.members), **_fitted(expert, owner, sums[layer])}
+        for layer, of_layer in merged.items()
+        for owner, expert in of_layer.items()
+    ]
     fitted = sum(about["error_fitted"] is not None for about in experts)
     if not fitted:
         raise UserError(
@@ -91,41 +89,20 @@ def fit(
             f"(at most {max(about['tokens'] for about in experts)}): expected a longer text"
         )
     out.mkdir(parents=True, exist_ok=True)
-    save_file(_weights(pruned, merged), out / TENSORS)
-    report = {
-        "fitted": fitted,
-        "averaged": len(experts) - fitted,
-        "seconds": round(time.monotonic() - started, 1),
-        "experts": experts,
+    weights = {
+        f"{layer.name}.{name}": weight.detach().contiguous()
+        for layer in routed_layers(pruned)
+        if layer.index in merged
+        for name, weight in layer.experts.named_parameters()
     }
+    save_file(weights, out / TENSORS)
+    seconds = round(time.monotonic() - started, 1)
+    report = {"fitted": fitted, "averaged": len(experts) - fitted, "seconds": seconds, "experts": experts}
     (out / REPORT).write_text(json.dumps(report, indent=1) + "\n")
     return report
 
 
-def _fit_each(
-    merged: Mapping[int, Mapping[int, MergedExpert]], sums: Mapping[int, Mapping[str, torch.Tensor]]
-) -> list[dict[str, Any]]:
-    """Fit the merged experts of all layers, in place; returns what was done with each of them."""
-    experts = []
-    for layer, of_layer in merged.items():
-        for owner, expert in of_layer.items():
-            done = _fitted(expert, Moments.of(sums[layer], owner))
-            experts.append({"layer": layer, "expert": owner, "members": sorted(expert.members), **done})
-    return experts
-
-
-def _weights(pruned: Any, layers: Container[int]) -> dict[str, torch.Tensor]:
-    """The weights of the experts of some layers of a model, by their names in its state dict."""
-    return {
-        f"{layer.name}.{name}": weight.detach().contiguous()
-        for layer in routed_layers(pruned)
-        if layer.index in layers
-        for name, weight in layer.experts.named_parameters()
-    }
-
-
-@dataclass(frozen=True)
-class MergedExpert:
+class MergedExpert(NamedTuple):
     """An expert of a pruned model that others were merged into."""
 
     layer: MoELayer
@@ -135,13 +112,9 @@ class MergedExpert:
     """Expert of the unpruned model -> its weight, of those that were merged."""
 
     @property
-    def down(self) -> torch.Tensor:
-        """Its down projection (H, I): a view, so that writing to it writes to the model."""
-        return self.layer.weights(self.position).down.detach()
-
-    def intermediate(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The input (n, I) of its down projection, from hidden states (n, H)."""
-        return self.layer.phi(hidden, self.layer.weights(self.position))
+    def weights(self) -> Weights:
+        """Its weights: views, so that writing to them writes to the model."""
+        return self.layer.weights(self.position)
 
 
 def merged_experts(pruned: Any, plan: Plan) -> dict[int, dict[int, MergedExpert]]:
@@ -179,8 +152,8 @@ class MergeTap(Tap):
             target = hidden.new_zeros(states.shape, dtype=torch.float64)
             for member, share in expert.members.items():
                 target += share * self.layer.expert_output(states, member).double()
-            phi = expert.intermediate(states).double()
-            error = target - phi @ expert.down.double().T
+            phi = expert.layer.phi(states, expert.weights).double()
+            error = target - phi @ expert.weights.down.detach().double().T
             at_owner = one_hot(torch.tensor(owner, device=hidden.device), n_experts).double()
             self.add("merge_tokens", at_owner * len(states))
             self.add("merge_square", at_owner * target.square().sum())
@@ -190,45 +163,32 @@ class MergeTap(Tap):
         return self.before(hidden, index, weights)
 
 
-@dataclass(frozen=True)
-class Moments:
-    """The sums of one merged expert: see `MergeTap`."""
+@torch.no_grad()
+def _fitted(expert: MergedExpert, owner: int, sums: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """Write the fitted down projection of an expert to its model, if it saw enough tokens; returns what was done.
 
-    tokens: int
-    square: float
-    error: float
-    gram: torch.Tensor
-    cross: torch.Tensor
+    `sums`: those of its layer, see `MergeTap`; `owner`: the expert's id in the unpruned model.
+    """
+    tokens, square, error = (float(sums[f"merge_{name}"][owner]) for name in ("tokens", "square", "error"))
+    gram, cross = sums[f"gram.{owner}"], sums[f"cross.{owner}"]
 
-    @classmethod
-    def of(cls, sums: Mapping[str, torch.Tensor], owner: int) -> Moments:
-        """Those of expert `owner` from the sums of its layer."""
-        tokens, square, error = (float(sums[f"merge_{name}"][owner]) for name in ("tokens", "square", "error"))
-        return cls(int(tokens), square, error, sums[f"gram.{owner}"], sums[f"cross.{owner}"])
+    def share(error: float) -> float:
+        return error / square if square else 0.0
 
-    def share(self, error: float) -> float:
-        """`error` / ||Y||^2; 0 where Y is."""
-        return error / self.square if self.square else 0.0
-
-    def error_after(self, change: torch.Tensor) -> float:
-        """||Y - W P||^2 when `change` (H, I) has been added to the down projection."""
-        change_of_error = ((change @ self.gram) * change).sum() - 2 * (change * self.cross).sum()
-        return max(0.0, self.error + float(change_of_error))
-
-
-def _fitted(expert: MergedExpert, moments: Moments) -> dict[str, Any]:
-    """Write the fitted down projection of an expert to its model, if it saw enough tokens; returns what was done."""
-    about = {"tokens": moments.tokens, "error_averaged": moments.share(moments.error), "error_fitted": None}
-    if moments.tokens >= len(moments.gram):
-        average = expert.down.double().cpu()
-        fitted = (average + correction(moments)).to(expert.down.dtype)
-        about["error_fitted"] = moments.share(moments.error_after(fitted.double() - average))
-        expert.down.copy_(fitted)
+    about = {"tokens": int(tokens), "error_averaged": share(error), "error_fitted": None}
+    if tokens >= len(gram):
+        down = expert.weights.down
+        average = down.double().cpu()
+        fitted = (average + _correction(gram, cross)).to(down.dtype)
+        change = fitted.double() - average
+        change_of_error = ((change @ gram) * change).sum() - 2 * (change * cross).sum()
+        about["error_fitted"] = share(max(0.0, error + float(change_of_error)))
+        down.copy_(fitted)
     return about
 
 
-def correction(moments: Moments) -> torch.Tensor:
+def _correction(gram: torch.Tensor, cross: torch.Tensor) -> torch.Tensor:
     """(H, I) fp64: what the fit adds to the down projection, (Y - W_D P) P^T (P P^T + r I)^-1."""
-    scale = (RIDGE * moments.gram.diagonal().mean()).clamp(min=torch.finfo(torch.float64).tiny)
-    damped = moments.gram + scale * torch.eye(len(moments.gram), dtype=torch.float64)
-    return torch.cholesky_solve(moments.cross.T, torch.linalg.cholesky(damped)).T
+    scale = (RIDGE * gram.diagonal().mean()).clamp(min=torch.finfo(torch.float64).tiny)
+    damped = gram + scale * torch.eye(len(gram), dtype=torch.float64)
+    return torch.cholesky_solve(cross.T, torch.linalg.cholesky(damped)).T

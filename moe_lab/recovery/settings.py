@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import logging
-from functools import cache
-from importlib import import_module
 from typing import Any
 
 from moe_lab.allocation import listed
 from moe_lab.allocation.grouping import GROUPINGS
 from moe_lab.config import AllocationConfig, ModelConfig, RecoveryConfig
-from moe_lab.config.identity import counting_fields, identity
-from moe_lab.config.pruning import QUANTISABLE, TEXTS
-from moe_lab.errors import UserError, need, unknown
+from moe_lab.config.base import counting_fields, identity
+from moe_lab.config.pruning import TEXTS
+from moe_lab.errors import UserError, need
 from moe_lab.models.config_json import check_plain_weights
-
-RATES = {"experts": "learning_rate", "shared_experts": "learning_rate", "routers": "router_learning_rate"}
-"""Part of the model -> the setting that holds its peak learning rate."""
-RIDGE = 1e-6
-"""How strongly fits are held to the plain average, as a share of the mean square of their inputs: enough for channels
-that are never active, and too little to matter for others."""
+from moe_lab.pruning.plan import Plan
 
 
 def check(settings: RecoveryConfig) -> None:
@@ -33,21 +25,16 @@ def text_role(settings: RecoveryConfig) -> str | None:
     return next((role for role in TEXTS if getattr(settings, role) is not None), None)
 
 
-def is_tuned(settings: RecoveryConfig) -> bool:
-    """Whether the recovery finds other weights, by training or by a fit."""
-    return text_role(settings) is not None
-
-
 def is_trained(settings: RecoveryConfig) -> bool:
     """Whether the recovery trains weights."""
-    return is_tuned(settings) and settings.fit is None
+    return text_role(settings) is not None and settings.fit is None
 
 
 def check_none(settings: RecoveryConfig) -> None:
     """Raise UserError when recovery.name=none is combined with settings of a recovery."""
-    if settings.name == "none" and (settings.bits == 4 or is_tuned(settings)):
-        asked = f"recovery.{text_role(settings)}" if is_tuned(settings) else "recovery.bits"
-        raise UserError(f"recovery.name=none means none, and {asked} asks for one: expected another name, such as mine")
+    asked = "bits" if settings.bits == 4 else text_role(settings)
+    if settings.name == "none" and asked is not None:
+        raise UserError(f"recovery.name=none means none, and recovery.{asked} asks for one: expected another name")
 
 
 def check_model(settings: RecoveryConfig, model: ModelConfig) -> None:
@@ -60,31 +47,15 @@ def check_merging(settings: RecoveryConfig, allocation: AllocationConfig, ratio:
     """Raise UserError for a fit of merged experts in a cell whose allocation and ratio merge none."""
     if settings.fit is None:
         return
-    path = allocation.path
-    if path is not None and listed.is_plan(content := listed.read(path)):
-        if not listed.merges(content):
-            raise UserError(
-                f"recovery={settings.name} fits merged experts, and the plan allocation.path={path} merges none: "
-                "expected a plan that does"
-            )
-    elif allocation.replacement not in GROUPINGS:
+    path, merges = allocation.path, allocation.replacement in GROUPINGS and ratio > 0
+    if path is not None and listed.is_plan(listed.read(path)):
+        merges = bool(Plan.load(path).merged)
+    if not merges:
         raise UserError(
-            f"recovery={settings.name} fits merged experts, and allocation.replacement={allocation.replacement} merges "
-            f"none: expected one of {', '.join(GROUPINGS)}"
+            f"recovery={settings.name} fits merged experts, and allocation.replacement={allocation.replacement} with "
+            f"ratio={ratio:g} and allocation.path={path} merges none: expected a replacement out of "
+            f"{', '.join(GROUPINGS)} and a ratio above 0, or a plan that merges experts"
         )
-    elif ratio == 0:
-        raise UserError(
-            f"recovery={settings.name} fits merged experts, and ratio=0 merges none: expected a ratio above 0"
-        )
-
-
-def check_modules(modules: list[str]) -> None:
-    """Raise UserError when `modules` is empty or names something that cannot be quantised."""
-    if not modules:
-        raise UserError(f"recovery.modules is empty: expected one or more of {', '.join(QUANTISABLE)}")
-    for module in modules:
-        if module not in QUANTISABLE:
-            raise unknown("recovery.modules", module, QUANTISABLE)
 
 
 @identity.register
@@ -102,33 +73,11 @@ def finetune_words(settings: RecoveryConfig, text: str | None) -> str:
         return ""
     if settings.fit is not None:
         return (
-            f"The down projections of merged experts were then fitted (recovery={settings.name}), by least squares, to "
-            f"the outputs of their members for the tokens of {text} that are routed to these; nothing was trained."
+            f"The down projections of merged experts were then fitted on {text} (recovery={settings.name}), by least "
+            "squares; nothing was trained."
         )
-    if settings.train == "routers":
-        trained = "its routers were trained"
-    else:
-        parts = f"routed experts{', shared experts' if settings.shared_experts else ''} (rank {settings.rank})"
-        parts += f" and routers (rank {settings.router_rank})" if settings.router_rank else ""
-        trained = f"DoRA adapters on {parts} were trained"
-    if settings.distill is not None:
-        learnt = f"to predict the tokens of {text} as the unpruned model does, at temperature {settings.temperature:g},"
-    else:
-        learnt = f"on the answers of {text}"
-    merged = " and merged into the weights" if settings.train == "adapters" else ""
-    return (
-        f"It was then fine-tuned (recovery={settings.name}): {trained} {learnt} for {settings.epochs} epochs{merged}."
-    )
-
-
-@cache
-def bitsandbytes_functional() -> Any:
-    """The module bitsandbytes.functional; UserError with the command that installs it."""
-    need("bitsandbytes", "quantisation", "recovery.bits=4")
-    log = logging.getLogger("bitsandbytes")
-    level = log.level
-    log.setLevel(logging.ERROR)
-    try:
-        return import_module("bitsandbytes.functional")
-    finally:
-        log.setLevel(level)
+    ranks = f"ranks {settings.rank} and {settings.router_rank}"
+    adapters = f"DoRA adapters on experts, shared experts and routers ({ranks})"
+    trained = "its routers were trained" if settings.train == "routers" else f"{adapters} were trained and merged"
+    learnt = f"the unpruned model's predictions on {text}" if settings.distill else f"the answers of {text}"
+    return f"It was then fine-tuned (recovery={settings.name}): {trained}, on {learnt}, for {settings.epochs} epochs."

@@ -59,7 +59,7 @@ def trained_routers(model: Any, plan: Plan | None) -> Iterator[Student]:
     masked = share_copy(model)
     masked.requires_grad_(False)
     owners = {layer.index: router_weight(layer) for layer in routed_layers(masked)}
-    names = {id(module): name for name, module in masked.named_modules()}
+    paths = {module: path for path, module in masked.named_modules()}
     with ExitStack() as undo:
         if plan is not None:
             undo.enter_context(mask(masked, plan))
@@ -71,7 +71,7 @@ def trained_routers(model: Any, plan: Plan | None) -> Iterator[Student]:
             undo.callback(parametrize.remove_parametrizations, owner, "weight", leave_parametrized=False)
 
         def changed() -> dict[str, torch.Tensor]:
-            return {f"{names[id(owner)]}.weight": owner.weight.detach() for owner in owners.values()}  # type: ignore[operator]
+            return {f"{paths[owner]}.weight": owner.weight.detach() for owner in owners.values()}  # type: ignore[operator]
 
         parameters = {f"routers.{layer}.weight": weight.precise for layer, weight in weights.items()}
         yield Student(masked, {"routers": parameters}, changed)

@@ -123,8 +123,12 @@ class _Reader:
         start = (0,) * place
         states = {start: self.states[start].repeat(copies, 1, 1)}
         changed = (*start, 1, *(0,) * (len(self.layers) - place - 1))
+
+        def gated(before: ExpertsFunction) -> ExpertsFunction:
+            return lambda hidden, index, weights: before(hidden, index, change(index, weights))
+
         with ExitStack() as undo:
-            replace_experts(self.layers[place], partial(_gated, change), undo)
+            replace_experts(self.layers[place], gated, undo)
             likelihood = self._likelihood(copies, changed, states)
         return self.whole.sum() - likelihood.view(copies, -1).sum(1)
 
@@ -146,11 +150,6 @@ def _silence(experts: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) 
     """Gates of len(experts) equal parts of the tokens, where the gates of expert experts[c] in part c are 0."""
     owner = experts.repeat_interleave(len(index) // len(experts))[:, None].to(index.device)
     return weights.masked_fill(index == owner, 0)
-
-
-def _gated(change: Change, before: ExpertsFunction) -> ExpertsFunction:
-    """`before` with the gates (T, K) that `change` returns."""
-    return lambda hidden, index, weights: before(hidden, index, change(index, weights))
 
 
 def _predicting(valid: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,6 @@ import heapq
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from moe_lab.errors import UserError
 from moe_lab.models.discover import moe_layers
 from moe_lab.pruning.mask import mask
 from moe_lab.pruning.plan import Plan, make_plan
-from moe_lab.search.fitness import WITHOUT_FULL, Contexts, average, contexts, log_probabilities, row_sums
+from moe_lab.search.fitness import Contexts, average, contexts, log_probabilities, row_sums
 from moe_lab.search.prefix import Decoder, Relatives, Schedule
 from moe_lab.search.settings import FitnessSettings
 
@@ -55,9 +54,6 @@ class Plans:
         remove = {layer.index: lost for layer, lost in zip(self.layers, schedule, strict=True)}
         return make_plan(self.scores, remove, self.routers, provenance=provenance or {})
 
-
-ROUNDS = (4, 2)
-"""Successive halving reads a quarter of the rows first, then half of them."""
 
 FLOAT = 4
 """Bytes of a log-probability."""
@@ -96,44 +92,35 @@ class Candidates:
         self.decoder = Decoder(model)
         self.batches = _batches(rows, settings, seed)
         self.cost = Cost()
-        self._totals = list(accumulate(len(batch.ids) for batch in self.batches))
-        self.rows = self._totals[-1]
+        self.rows = sum(len(batch.ids) for batch in self.batches)
         self._counts = [int(count) for batch in self.batches for count in batch.at.where.sum(1)]
         self.known: dict[Schedule, float] = {}
+        needed = 0
+        if settings.fitness != "nll":
+            positions = sum(len(batch.at.rows) for batch in self.batches)
+            needed = positions * int(model.get_output_embeddings().weight.shape[0]) * FLOAT
         self._full: dict[int, torch.Tensor] = {}
-        self._keeps_full, left = self._divide(settings.memory_budget)
+        self._keeps_full = needed <= settings.memory_budget
+        left = settings.memory_budget - needed if self._keeps_full else settings.memory_budget
         self.relatives = Relatives(len(self.batches), left)
 
-    def evaluate(self, schedules: Sequence[Schedule], count: int | None = None) -> list[float | None]:
-        """The fitness of each schedule, higher is better; None for all but the best `count`, if it is given.
+    def evaluate(self, schedules: Sequence[Schedule]) -> list[float]:
+        """The fitness of each schedule, higher is better.
 
-        These are found by successive halving: all are evaluated on a quarter of the rows, the better half of them (at
-        least `count`) on half of the rows, and the best `count` on all rows. No row is read twice.
         Raises UserError for a schedule that the routers cannot work with, and for a fitness that is not finite.
         """
         plans = {schedule: self.plans.plan(schedule) for schedule in schedules}
-        best, read = list(plans), 0
         sums: dict[Schedule, list[float]] = {schedule: [] for schedule in plans}
-        for end, survivors in self._rounds(len(plans), count):
-            for number in range(read, end):
-                for schedule, of_rows in self.row_sums(number, {each: plans[each] for each in best}).items():
-                    sums[schedule] += of_rows
-            values = {schedule: self._average(schedule, sums[schedule]) for schedule in best}
-            best, read = heapq.nlargest(survivors, values, key=values.__getitem__), end
+        for number in range(len(self.batches)):
+            for schedule, of_rows in self._row_sums(number, plans).items():
+                sums[schedule] += of_rows
+        values = {schedule: self._average(schedule, sums[schedule]) for schedule in plans}
         self.cost.candidates += len(values)
         self.known |= values
         self.relatives.choose(heapq.nlargest(self.elites, self.known, key=self.known.__getitem__))
-        return [values.get(schedule) for schedule in schedules]
+        return [values[schedule] for schedule in schedules]
 
-    def _rounds(self, schedules: int, count: int | None) -> list[tuple[int, int]]:
-        """(batches that are read when a round ends, how many schedules survive it) of each round of halving."""
-        everything = len(self.batches)
-        if count is None or count >= schedules:
-            return [(everything, schedules)]
-        ends = [1 + sum(total * part < self.rows for total in self._totals) for part in ROUNDS]
-        return [(ends[0], max(count, (schedules + 1) // 2)), (ends[1], count), (everything, count)]
-
-    def row_sums(self, number: int, plans: Mapping[Schedule, Plan]) -> dict[Schedule, list[float]]:
+    def _row_sums(self, number: int, plans: Mapping[Schedule, Plan]) -> dict[Schedule, list[float]]:
         """Schedule -> the sum of the fitness over each row of one batch."""
         batch = self.batches[number]
         sums: dict[Schedule, list[float]] = {}
@@ -146,14 +133,18 @@ class Candidates:
         return sums
 
     def _average(self, schedule: Schedule, sums: Sequence[float]) -> float:
-        """The fitness on the first rows, from its sum over each of them."""
-        value = average(sums, self._counts[: len(sums)], self.settings.averaging)
-        check_finite(self.settings.fitness, schedule, value)
+        """The fitness of a schedule, from its sum over each row. UserError when it is not finite."""
+        value = average(sums, self._counts, self.settings.averaging)
+        if not math.isfinite(value):
+            raise UserError(
+                f"{self.settings.fitness} of the model that loses {list(schedule)} experts in its layers is {value}: "
+                "expected a finite number, so the model's logits are damaged"
+            )
         return value
 
     def _full_log_probabilities(self, number: int) -> torch.Tensor | None:
         """log p (N, V) of the unpruned model at the evaluated positions of one batch; None if it is not needed."""
-        if self.settings.fitness in WITHOUT_FULL:
+        if self.settings.fitness == "nll":
             return None
         if number in self._full:
             return self._full[number]
@@ -170,23 +161,6 @@ class Candidates:
         """`layers` run on one batch, as a share of a full forward pass over the search set."""
         return layers / len(self.decoder.layers) * len(batch.ids) / self.rows
 
-    def _divide(self, budget: int) -> tuple[bool, int]:
-        """Whether the unpruned model's log-probabilities fit, and the bytes left for states."""
-        if self.settings.fitness in WITHOUT_FULL:
-            return False, budget
-        positions = sum(len(batch.at.rows) for batch in self.batches)
-        needed = positions * int(self.model.get_output_embeddings().weight.shape[0]) * FLOAT
-        return needed <= budget, budget - needed if needed <= budget else budget
-
-
-def check_finite(fitness: str, schedule: Schedule, value: float) -> None:
-    """Raise UserError for a fitness that is NaN or infinite."""
-    if not math.isfinite(value):
-        raise UserError(
-            f"{fitness} of the model that loses {list(schedule)} experts in its layers is {value}: expected a finite "
-            "number, so the model's logits are damaged"
-        )
-
 
 def _batches(rows: Sequence[AnswerBatch], settings: FitnessSettings, seed: int) -> list[Batch]:
     """The rows with the positions to evaluate. Raises UserError when there is none."""
@@ -201,19 +175,3 @@ def _batches(rows: Sequence[AnswerBatch], settings: FitnessSettings, seed: int) 
     if not batches:
         raise UserError("allocation.search holds no answer that a token comes before: expected tasks with answers")
     return batches
-
-
-def quartered(rows: Sequence[AnswerBatch], batch_size: int) -> list[AnswerBatch]:
-    """The same rows in batches of at most `batch_size` rows, with a boundary at every quarter.
-
-    So successive halving reads the same rows with any batch size. Raises UserError for fewer than four rows.
-    """
-    ids, valid, answers = (torch.cat(parts) for parts in zip(*rows, strict=True))
-    parts = max(ROUNDS)
-    if len(ids) < parts:
-        raise UserError(
-            f"allocation.search has {len(ids)} rows, and halving (allocation.parameters.proposals) reads a quarter of "
-            f"them first: expected at least {parts}"
-        )
-    places = [few for part in torch.arange(len(ids)).tensor_split(parts) for few in part.split(batch_size)]
-    return [(ids[few], valid[few], answers[few]) for few in places]

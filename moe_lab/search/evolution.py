@@ -15,7 +15,7 @@ gives f (ESAP, KL, NLL, ...), and **higher is always better**: negate a loss.
    ones, as the paper says. (The released code instead repeats its pattern `random`, which is proportional to random
    weights and so close to uniform over layers; to do the same, name it several times in `patterns`.)
 2. Evaluate what has not been evaluated before.
-3. The m best of all schedules so far are the elites; of equal ones, that evaluated first ranks higher.
+3. The m best of all schedules so far are the elites, distinct ones; of equal ones, that evaluated first ranks higher.
 4. P - m children: a parent drawn uniformly from the elites, then tau = min(U{1..tau_max}, U{1..tau_max}) transfers. A
    transfer draws an ordered pair of distinct layers and Delta out of {step, 2 step, ... <= Delta_max}, again until the
    outcome is feasible; the first layer loses Delta experts fewer, the second Delta more. (The released code gives a
@@ -32,22 +32,15 @@ because known children are not evaluated again. The search ends early when all f
 | ERNIE-4.5-21B-A3B | 32 | 4 | 20 | 4 | 3 | 2 | 432 / 864 |
 | Qwen3-30B-A3B | 32 | 4 | 10 | 4 | 3 (5 with REAP) | 2 | 1536 / 3072 |
 
-**Elites** are distinct schedules. The papers do not specify this; copies of one schedule would only narrow the search.
-
-**Halving** (`proposals` > 1, not in the paper). In step 4, proposals * (P - m) children are made, and `evaluate` leaves
-out all but the best P - m of those that are not known yet. Children that were left out are in the history without a
-fitness.
-
 **Resuming.** A search is deterministic: with the same values it asks for the same schedules again. So `Recorded` writes
 the values that were asked for, one line a generation, and a search that was killed asks again and gets them from there.
-It gives the same history, result and file as one that was never stopped.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -56,13 +49,11 @@ from numpy.random import PCG64, Generator
 from numpy.typing import NDArray
 
 from moe_lab.errors import UserError
-from moe_lab.json_files import Number, fits
 from moe_lab.search.schedules import Problem, Schedule, Space, pattern, space_of
 from moe_lab.search.settings import EvolutionSettings
 
-Judge: TypeAlias = Callable[[Sequence[Schedule], int], Sequence[float | None]]
-"""Distinct schedules and how many of them to evaluate -> a finite number for each of these, higher is better, and None
-for the others."""
+Judge: TypeAlias = Callable[[Sequence[Schedule]], Sequence[float]]
+"""Distinct schedules -> a finite number for each, higher is better."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +65,7 @@ class Outcome:
     history: list[dict[str, Any]]
     """One row for each schedule that was made, in order; see `evolve`."""
     counts: dict[str, int]
-    """Numbers: generations; schedules made (rows), evaluated, known (made again), skipped (left out)."""
+    """Numbers: generations; schedules made (rows), evaluated, known (made again)."""
 
 
 class _Proposal(NamedTuple):
@@ -85,50 +76,9 @@ class _Proposal(NamedTuple):
     parent: Schedule | None = None
 
 
-def check(problem: Problem, settings: EvolutionSettings) -> None:
-    """Raise UserError for settings that cannot work, alone or on this problem, and for an infeasible budget."""
-    _space(problem, settings)
-
-
-def evolve(problem: Problem, settings: EvolutionSettings, evaluate: Judge) -> Outcome:
-    """Search for the schedule of highest fitness, as this module describes.
-
-    `evaluate` is called once per generation, with schedules that it has not been given before.
-
-    Rows of the history: generation (from 0), schedule and parent (lists of int; None without a parent), origin (a
-    pattern's name, uniform_feasible or mutation), evaluated (bool: in this generation, for the first time), fitness
-    (float; None if it was left out), elite (bool: among the m best once the generation was evaluated).
-
-    Raises UserError for what `check` rejects.
-    """
-    space = _space(problem, settings)
-    state = _State(Generator(PCG64(settings.seed)))
-    while state.generations < settings.generations and len(state.known) < space.size:
-        make = _children if state.generations else _first
-        _judge_generation(make(space, settings, state), settings, state, evaluate)
-    (best,) = state.elites(1)
-    return Outcome(best, state.known[best], state.history, _counts(state))
-
-
-@dataclass
-class _State:
-    """State of a search, on which the next generation depends."""
-
-    random: Generator
-    generations: int = 0
-    """Populations evaluated."""
-    history: list[dict[str, Any]] = field(default_factory=list)
-    """A row for every schedule that was made, as `evolve` describes it."""
-    known: dict[Schedule, float] = field(default_factory=dict)
-    """Evaluated schedules and their fitness, in the order of evaluation."""
-
-    def elites(self, count: int) -> list[Schedule]:
-        """The best schedules so far, best first; of equal ones, that evaluated first comes first."""
-        return sorted(self.known, key=lambda schedule: -self.known[schedule])[:count]
-
-
-def _space(problem: Problem, settings: EvolutionSettings) -> Space:
-    settings.check()
+def space_to_search(problem: Problem, settings: EvolutionSettings) -> Space:
+    """The schedules among which `evolve` searches. UserError for an infeasible budget, and for settings that cannot
+    work on this problem."""
     space = space_of(problem, settings.granularity)
     if settings.max_transfer < space.step:
         raise UserError(
@@ -138,62 +88,65 @@ def _space(problem: Problem, settings: EvolutionSettings) -> Space:
     return space
 
 
-def _first(space: Space, settings: EvolutionSettings, state: _State) -> list[_Proposal]:
+def evolve(problem: Problem, settings: EvolutionSettings, evaluate: Judge) -> Outcome:
+    """Search for the schedule of highest fitness, as this module describes.
+
+    `evaluate` is called at most once per generation, with schedules that it has not been given before.
+
+    Rows of the history: generation (from 0), schedule and parent (lists of int; None without a parent), origin (a
+    pattern's name, uniform_feasible or mutation), evaluated (bool: in this generation, for the first time), fitness,
+    elite (bool: among the m best once the generation was evaluated).
+
+    Raises UserError as `space_to_search`.
+    """
+    space, random = space_to_search(problem, settings), Generator(PCG64(settings.seed))
+    known: dict[Schedule, float] = {}
+    history: list[dict[str, Any]] = []
+    elites: list[Schedule] = []
+    generation = 0
+    while generation < settings.generations and len(known) < space.size:
+        proposals = _children(space, settings, elites, random) if elites else _first(space, settings, random)
+        new = [schedule for schedule in dict.fromkeys(each.schedule for each in proposals) if schedule not in known]
+        known |= zip(new, evaluate(new), strict=True) if new else ()
+        elites = sorted(known, key=lambda schedule: -known[schedule])[: settings.elites]
+        unlisted = set(new)
+        for schedule, origin, parent in proposals:
+            history.append(
+                {
+                    "generation": generation,
+                    "schedule": list(schedule),
+                    "origin": origin,
+                    "parent": None if parent is None else list(parent),
+                    "evaluated": schedule in unlisted,
+                    "fitness": known[schedule],
+                    "elite": schedule in elites,
+                }
+            )
+            unlisted.discard(schedule)
+        generation += 1
+    made, evaluated = len(history), len(known)
+    counts = {"generations": generation, "made": made, "evaluated": evaluated, "known": made - evaluated}
+    return Outcome(elites[0], known[elites[0]], history, counts)
+
+
+def _first(space: Space, settings: EvolutionSettings, random: Generator) -> list[_Proposal]:
     """The first population: patterns, then schedules drawn uniformly from all feasible ones."""
     names = settings.patterns[: settings.population]
     drawn = settings.population - len(names)
     return [
-        *(_Proposal(pattern(name, space, state.random), name) for name in names),
-        *(_Proposal(space.sample(state.random), "uniform_feasible") for _ in range(drawn)),
+        *(_Proposal(pattern(name, space, random), name) for name in names),
+        *(_Proposal(space.sample(random), "uniform_feasible") for _ in range(drawn)),
     ]
 
 
-def _children(space: Space, settings: EvolutionSettings, state: _State) -> list[_Proposal]:
-    """Children of random elites: `proposals` for each place in the population that is not an elite's."""
-    elites = state.elites(settings.elites)
-    parents = state.random.integers(len(elites), size=settings.proposals * (settings.population - settings.elites))
+def _children(
+    space: Space, settings: EvolutionSettings, elites: Sequence[Schedule], random: Generator
+) -> list[_Proposal]:
+    """A child of a random elite for each place in the population that is not an elite's."""
+    parents = random.integers(len(elites), size=settings.population - settings.elites)
     return [
-        _Proposal(mutate(elites[parent], space, settings, state.random), "mutation", elites[parent])
-        for parent in parents
+        _Proposal(mutate(elites[parent], space, settings, random), "mutation", elites[parent]) for parent in parents
     ]
-
-
-def _judge_generation(
-    proposals: Sequence[_Proposal], settings: EvolutionSettings, state: _State, evaluate: Judge
-) -> None:
-    """Evaluate the schedules that are not known yet, or the best of them, and add the generation to the history."""
-    new = [schedule for schedule in dict.fromkeys(each.schedule for each in proposals) if schedule not in state.known]
-    places = settings.population - (settings.elites if state.generations else 0)
-    values = evaluate(new, min(places, len(new))) if new else []
-    fresh = {schedule: value for schedule, value in zip(new, values, strict=True) if value is not None}
-    state.known.update(fresh)
-    elites = set(state.elites(settings.elites))
-    for proposal in proposals:
-        state.history.append(
-            {
-                "generation": state.generations,
-                "schedule": list(proposal.schedule),
-                "origin": proposal.origin,
-                "parent": None if proposal.parent is None else list(proposal.parent),
-                "evaluated": fresh.pop(proposal.schedule, None) is not None,
-                "fitness": state.known.get(proposal.schedule),
-                "elite": proposal.schedule in elites,
-            }
-        )
-    state.generations += 1
-
-
-def _counts(state: _State) -> dict[str, int]:
-    evaluated = len(state.known)
-    skipped = sum(row["fitness"] is None for row in state.history)
-    made = len(state.history)
-    return {
-        "generations": state.generations,
-        "made": made,
-        "evaluated": evaluated,
-        "known": made - evaluated - skipped,
-        "skipped": skipped,
-    }
 
 
 def mutate(parent: Schedule, space: Space, settings: EvolutionSettings, random: Generator) -> Schedule:
@@ -241,28 +194,25 @@ class Recorded:
         lines = path.read_text(errors="replace").splitlines() if path.exists() else []
         self.lines = lines[1:] if lines[:1] == [self.search] else []
 
-    def __call__(self, schedules: Sequence[Schedule], count: int) -> list[float | None]:
+    def __call__(self, schedules: Sequence[Schedule]) -> list[float]:
         """The answer of the judge, from the file if the search was here before."""
         question = [list(schedule) for schedule in schedules]
         values = self._known(question)
         if values is None:
-            values = list(self.judge(schedules, count))
+            values = list(self.judge(schedules))
             answer = json.dumps({"schedules": question, "values": values}, allow_nan=False)
             self.lines = [*self.lines[: self.asked], answer]
             self._save()
         self.asked += 1
         return values
 
-    def _known(self, question: list[list[int]]) -> list[float | None] | None:
+    def _known(self, question: list[list[int]]) -> list[float] | None:
         """The answer in the file, if the next one there is to this question."""
         try:
             line = json.loads(self.lines[self.asked])
-        except (IndexError, ValueError):
+            return list(line["values"]) if line["schedules"] == question else None
+        except (IndexError, KeyError, TypeError, ValueError):
             return None
-        if not fits(line, {"schedules": [[int]], "values": [Number | None]}) or line["schedules"] != question:
-            return None
-        values: list[float | None] = line["values"]
-        return values if len(values) == len(question) else None
 
     def _save(self) -> None:
         """Write all lines atomically: a search that is killed leaves the old file or the new one."""

@@ -70,9 +70,6 @@ POSITION_FITNESS: dict[str, PositionFitness] = {
 }
 """Name -> function. spec_dec is not here: it is not defined by position, see speculative_decoding.py."""
 
-WITHOUT_FULL = ("nll",)
-"""Names of fitness functions that do not need the full model's distribution."""
-
 
 def drawn(probabilities: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
     """Draw tokens (N,) from probabilities (N, V), which need not sum to 1, with the uniform numbers `draws` (N,)."""

@@ -99,7 +99,6 @@ class Relatives:
         self.states: list[States] = [{} for _ in range(batches)]
         self.bytes = [0] * batches
         self.budget = budget // max(batches, 1)
-        self.wanted: set[Schedule] = set()
 
     def walk(self, batch: int, schedules: Iterable[Schedule]) -> Iterator[tuple[Schedule, States]]:
         """Each schedule with all stored states of its prefixes, to which the caller adds new ones before it goes on.
@@ -111,25 +110,15 @@ class Relatives:
             known = {**path, **self.states[batch]}
             path = {start: known[start] for start in known if schedule[: len(start)] == start}
             yield schedule, path
+            kept = self.states[batch]
             for start, state in path.items():
-                self._keep(batch, start, state)
+                if start not in kept and self.bytes[batch] + state.nbytes <= self.budget:
+                    kept[start] = state
+                    self.bytes[batch] += state.nbytes
 
     def choose(self, best: Iterable[Schedule]) -> None:
         """Drop all states but those of prefixes of the schedules `best`, which are the parents of the next ones."""
-        self.wanted = {schedule[:k] for schedule in best for k in range(len(schedule))}
-        for batch, kept in enumerate(self.states):
-            self.states[batch] = {start: kept[start] for start in kept if start in self.wanted}
+        wanted = {schedule[:k] for schedule in best for k in range(len(schedule))}
+        for batch, states in enumerate(self.states):
+            self.states[batch] = {start: states[start] for start in states if start in wanted}
             self.bytes[batch] = sum(state.nbytes for state in self.states[batch].values())
-
-    def _keep(self, batch: int, start: Schedule, state: torch.Tensor) -> None:
-        """Store a state if it fits the budget; for a wanted state, states that are not wanted are dropped if needed."""
-        kept = self.states[batch]
-        if start in kept:
-            return
-        if start in self.wanted:
-            for unwanted in [other for other in kept if other not in self.wanted]:
-                if self.bytes[batch] + state.nbytes > self.budget:
-                    self.bytes[batch] -= kept.pop(unwanted).nbytes
-        if self.bytes[batch] + state.nbytes <= self.budget:
-            kept[start] = state
-            self.bytes[batch] += state.nbytes

@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
+from moe_lab.allocation.uniform import LIMIT, check_removals, kept_subsets
 from moe_lab.errors import UserError
 from moe_lab.models.discover import MoELayer
 from moe_lab.models.experts import spread, wide
 from moe_lab.pruning.mask import sliced_router
-from moe_lab.search.subsets import LIMIT, check_removals, kept_subsets
 from moe_lab.statistics.observe import Tap
 from moe_lab.statistics.sums import Layers, Statistics
 

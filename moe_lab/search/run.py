@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,12 @@ import pyarrow.parquet as parquet
 import torch
 
 from moe_lab.allocation.protection import provenance
-from moe_lab.calibration.answers import AnswerBatch, answer_batches
+from moe_lab.calibration.answers import answer_batches
 from moe_lab.config import CalibrationConfig
-from moe_lab.search.candidates import Candidates, Cost, Plans, quartered
-from moe_lab.search.evolution import Outcome, Recorded, check, evolve
-from moe_lab.search.settings import SearchSettings, search_settings
+from moe_lab.search.candidates import Candidates, Cost, Plans
+from moe_lab.search.evolution import Outcome, Recorded, evolve, space_to_search
+from moe_lab.search.schedules import Problem
+from moe_lab.search.settings import SearchSettings, parse, problem_of
 from moe_lab.search.speculative_decoding import DraftingCandidates
 from moe_lab.statistics.observe import digest
 
@@ -26,18 +27,6 @@ ANSWERS = "answers.jsonl"
 """File of `Recorded` in the folder of partial results."""
 SCHEMA = 1
 """Schema of search.json."""
-HISTORY = arrow.schema(
-    [
-        ("generation", arrow.int64()),
-        ("schedule", arrow.list_(arrow.int64())),
-        ("origin", arrow.string()),
-        ("parent", arrow.list_(arrow.int64())),
-        ("evaluated", arrow.bool_()),
-        ("fitness", arrow.float64()),
-        ("elite", arrow.bool_()),
-    ]
-)
-"""Columns of history.parquet, one row for each schedule that was made; see `evolve`."""
 
 
 def search(
@@ -64,38 +53,32 @@ def search(
 
     Raises UserError for settings, a ratio or a search set that cannot work, and a fitness that is not finite.
     """
-    chosen = search_settings(settings, facts, seed)
-    check(chosen.problem, chosen.evolution)
-    rows = answer_batches(text, tokenizer, header=chosen.fitness.header)
+    problem, chosen = problem_of(settings, facts), parse(settings["parameters"], seed)
+    space_to_search(problem, chosen)
+    rows = answer_batches(text, tokenizer, header=chosen.header)
     protected = {int(layer): about.get("protected", ()) for layer, about in facts["layers"].items()}
     plans = Plans(model, scores, protected)
-    judge = _judge(model, plans, rows, chosen, text.batch_size, _ends(model, tokenizer))
-    evaluate = Recorded(judge.evaluate, partial / ANSWERS, _depends_on(fingerprint, scores, rows, chosen))
+    judge: Candidates | DraftingCandidates
+    if chosen.fitness == "spec_dec":
+        judge = DraftingCandidates(model, plans, rows, chosen, seed=chosen.seed, ends=_ends(model, tokenizer))
+    else:
+        judge = Candidates(model, plans, rows, chosen, seed=chosen.seed, elites=chosen.elites)
+    about = {
+        "fingerprint": dict(fingerprint),
+        "search_set": digest(torch.cat(parts) for parts in zip(*rows, strict=True)),
+        "scores": {str(layer): list(map(float, scores[layer])) for layer in sorted(scores)},
+        "problem": asdict(problem),
+        "parameters": asdict(replace(chosen, memory_budget=0)),  # which changes no number
+    }
     start = time.perf_counter()
-    outcome = evolve(chosen.problem, chosen.evolution, evaluate)
+    outcome = evolve(problem, chosen, Recorded(judge.evaluate, partial / ANSWERS, about))
     result = {"fitness": outcome.fitness, "search": text.name, "seed": seed}
     origin = {"allocation": dict(settings), **result, **provenance(facts), "model_sha256": facts.get("sha256")}
     plan = plans.plan(outcome.best, origin)
     plan.save(out / "plan.json")
-    parquet.write_table(arrow.Table.from_pylist(outcome.history, schema=HISTORY), out / "history.parquet")
-    report = _report(outcome, chosen, plans, judge.cost, time.perf_counter() - start)
+    parquet.write_table(arrow.Table.from_pylist(outcome.history), out / "history.parquet")
+    report = _report(outcome, problem, chosen, plans, judge.cost, time.perf_counter() - start)
     (out / "search.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-
-
-def _judge(
-    model: Any,
-    plans: Plans,
-    rows: Sequence[AnswerBatch],
-    chosen: SearchSettings,
-    batch_size: int,
-    ends: frozenset[int],
-) -> Candidates | DraftingCandidates:
-    """What evaluates schedules."""
-    fitness, evolution = chosen.fitness, chosen.evolution
-    if fitness.fitness == "spec_dec":
-        return DraftingCandidates(model, plans, rows, fitness, seed=evolution.seed, ends=ends)
-    cut = quartered(rows, batch_size) if evolution.proposals > 1 else rows
-    return Candidates(model, plans, cut, fitness, seed=evolution.seed, elites=evolution.elites)
 
 
 def _ends(model: Any, tokenizer: Any) -> frozenset[int]:
@@ -105,34 +88,16 @@ def _ends(model: Any, tokenizer: Any) -> frozenset[int]:
     return frozenset(token for token in (*several, tokenizer.eos_token_id) if token is not None)
 
 
-def _depends_on(
-    fingerprint: Mapping[str, Any],
-    scores: Mapping[int, Sequence[float]],
-    rows: Sequence[AnswerBatch],
-    chosen: SearchSettings,
+def _report(
+    outcome: Outcome, problem: Problem, chosen: SearchSettings, plans: Plans, cost: Cost, seconds: float
 ) -> dict[str, Any]:
-    """All that determines which schedules are asked for, and their fitness."""
-    text = [torch.cat(parts) for parts in zip(*rows, strict=True)]
-    ranked = [torch.tensor(list(map(float, scores[layer])), dtype=torch.float64) for layer in sorted(scores)]
-    settings = {name: value for name, value in asdict(chosen.fitness).items() if name != "memory_budget"}
-    return {
-        "fingerprint": dict(fingerprint),
-        "search_set": digest(text),
-        "scores": digest(ranked),
-        "problem": asdict(chosen.problem),
-        "evolution": asdict(chosen.evolution),
-        "fitness": settings,
-    }
-
-
-def _report(outcome: Outcome, chosen: SearchSettings, plans: Plans, cost: Cost, seconds: float) -> dict[str, Any]:
     """The content of search.json. `cost` is that of this process only, not of earlier runs of a resumed search."""
     first = next((row for row in outcome.history if row["origin"] == "uniform"), None)
     return {
         "schema": SCHEMA,
         "layers": [layer.index for layer in plans.layers],
-        "budget": chosen.problem.budget,
-        "settings": {"evolution": asdict(chosen.evolution), "fitness": asdict(chosen.fitness)},
+        "budget": problem.budget,
+        "settings": asdict(chosen),
         "best": {"schedule": list(outcome.best), "fitness": outcome.fitness},
         "uniform": {name: first[name] for name in ("schedule", "fitness")} if first else None,
         "counts": outcome.counts,

@@ -44,21 +44,25 @@ class DraftingCandidates:
     ) -> None:
         self.model, self.plans, self.settings, self.ends = model, plans, settings, ends
         self.decoder = Decoder(model)
-        self.batches = [prompts(*batch) for batch in rows]
-        self.rows = sum(map(len, self.batches))
-        self.draws = torch.rand(
-            self.rows, settings.max_new_tokens, 3, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
-        )
+        texts = [prompts(*batch) for batch in rows]
+        sizes = list(map(len, texts))
+        generator = torch.Generator().manual_seed(seed)
+        draws = torch.rand(sum(sizes), settings.max_new_tokens, 3, generator=generator, dtype=torch.float64)
+        self.batches = list(zip(texts, draws.split(sizes), strict=True))
+        self.rows = sum(sizes)
         self.cost = Cost()
-        if not any(text for batch in self.batches for text in batch):
+        longest = max(len(text) for batch in texts for text in batch)
+        if not longest:
             raise UserError("allocation.search holds no answer with a task before it: expected tasks with answers")
-        self._check_room()
+        limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        if limit is not None and longest + settings.max_new_tokens > limit:
+            raise UserError(
+                f"allocation.parameters.max_new_tokens={settings.max_new_tokens} and a task of {longest} tokens do not "
+                f"fit the model's {limit} tokens: {limit - longest} would"
+            )
 
-    def evaluate(self, schedules: Sequence[Schedule], count: int | None = None) -> list[float]:
-        """Accepted / proposed tokens of each schedule, averaged over rows as `settings.averaging` says.
-
-        `count` has no effect: there is no cheaper value by which some could be left out.
-        """
+    def evaluate(self, schedules: Sequence[Schedule]) -> list[float]:
+        """Accepted / proposed tokens of each schedule, averaged over rows as `settings.averaging` says."""
         self.cost.candidates += len(schedules)
         return [self._evaluate(schedule) for schedule in schedules]
 
@@ -75,8 +79,7 @@ class DraftingCandidates:
                 return self._probabilities(*batch)
 
         counts: list[tuple[int, int]] = []
-        for texts in self.batches:
-            draws = self.draws[len(counts) : len(counts) + len(texts)]
+        for texts, draws in self.batches:
             counts += accepted_and_proposed(texts, draws, candidate, full, ends=self.ends)
         accepted, proposed = zip(*counts, strict=True)
         return average(accepted, proposed, self.settings.averaging)
@@ -84,15 +87,6 @@ class DraftingCandidates:
     def _probabilities(self, ids: torch.Tensor, valid: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
         logits, _ = self.decoder.logits(ids, valid, where, (), {})
         return logits.float().softmax(-1).double().cpu()
-
-    def _check_room(self) -> None:
-        longest = max(len(text) for batch in self.batches for text in batch)
-        limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
-        if limit is not None and longest + self.settings.max_new_tokens > limit:
-            raise UserError(
-                f"allocation.parameters.max_new_tokens={self.settings.max_new_tokens} and a task of {longest} tokens "
-                f"do not fit the model's {limit} tokens: {limit - longest} would"
-            )
 
 
 @dataclass

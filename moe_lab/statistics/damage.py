@@ -39,7 +39,7 @@ class DamageTap(Tap):
 
     def after_router(self, module: torch.nn.Module, args: Any, kwargs: Any, result: Any) -> None:
         """Record the call of the router, which is repeated without each of the chosen experts."""
-        self.rerouting = Rerouting(self.layer, args, kwargs)
+        self.rerouting = Rerouting(self.layer, args, kwargs, result)
 
     def experts(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """The routed output (T, H)."""
@@ -90,14 +90,10 @@ class Rerouting:
     UserError for routers that are not one linear map followed by a choice.
     """
 
-    def __init__(self, layer: MoELayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __init__(self, layer: MoELayer, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         self.layer = layer
         self.args, self.kwargs = args, kwargs
-        with _Record(layer.n_experts) as record:
-            layer.router.forward(*args, **kwargs)
-        if record.logits is None:
-            raise UserError(f"the router of {layer.name} does not compute logits by one linear map: not supported")
-        self.logits = record.logits.reshape(-1, layer.n_experts)
+        self.logits = result[0].reshape(-1, layer.n_experts)
 
     def rule(self, token: torch.Tensor, removed: torch.Tensor | None) -> Routing:
         """Routing of the tokens `token` (R,), each without its expert in `removed` (R,); all experts if None."""
@@ -116,21 +112,6 @@ class Rerouting:
         row = hidden.reshape(-1, width)[:1].expand(n, width)
         rows = row if hidden.dim() == 2 else row[None]
         return ((rows, *self.args[1:]), self.kwargs) if self.args else ((), {**self.kwargs, "hidden_states": rows})
-
-
-class _Record(TorchFunctionMode):
-    """Records the output of the linear map with one output per expert."""
-
-    def __init__(self, n_experts: int) -> None:
-        super().__init__()
-        self.n_experts = n_experts
-        self.logits: torch.Tensor | None = None
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if func is torch.nn.functional.linear and result.shape[-1] == self.n_experts:
-            self.logits = result
-        return result
 
 
 class _Replay(TorchFunctionMode):

@@ -188,10 +188,11 @@ class WeightGradientTap(Tap):
     weights of a channel in that projection (Lee et al. 2019, by channel).
 
     LOSS_SCALE * dL/dw of all routed experts is kept in memory, at least in fp32, because the absolute value is taken of
-    the gradient of the whole set. So a stopped pass cannot be resumed: `gather_gradients` is called without `out`.
+    the gradient of the whole set. So a stopped pass cannot be resumed.
     """
 
     kind = "weight_gradients"
+    resumes = False
 
     def __init__(self, observer: Observer, layer: MoELayer, start: dict[str, torch.Tensor]) -> None:
         super().__init__(observer, layer, start)

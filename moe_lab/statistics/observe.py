@@ -48,6 +48,8 @@ class Tap:
     """`kind` in the header of the sums."""
     computes: ClassVar[bool] = True
     """Whether it computes experts itself, so that it cannot observe a model under a plan of channels."""
+    resumes: ClassVar[bool] = True
+    """Whether its sums so far are all that it needs to go on after an interruption."""
     before: ExpertsFunction
     """What computed the routed output of the layer until it was observed."""
 
@@ -191,6 +193,7 @@ def gather(
 
     UserError for no batches, NaN or infinite sums (naming layer and expert), and models that cannot be observed.
     """
+    out = out if tap.resumes else None
     about = description(batches, tap.kind, fingerprint)
     done, layers = resume(out, about)
     with Observer(model, tap, layers) as observer:

@@ -69,7 +69,6 @@ if TYPE_CHECKING:
     import torch
 
 Layers: TypeAlias = "dict[int, dict[str, torch.Tensor]]"
-SCHEMA = 1
 
 
 @dataclass
@@ -89,7 +88,7 @@ class Statistics:
 
         It is written beside its place and then renamed, so it is never incomplete.
         """
-        from safetensors.torch import save
+        from safetensors.torch import save_file
 
         path = Path(path)
         tensors = {}
@@ -97,29 +96,21 @@ class Statistics:
             for name, part in sums.items():
                 # safetensors takes neither views nor tensors that share memory
                 tensors[f"{layer}/{name}"] = part.clone().contiguous()
-        metadata = {"moe_lab": json.dumps({"schema": SCHEMA, **self.header}, sort_keys=True)}
         path.parent.mkdir(parents=True, exist_ok=True)
         beside = path.with_name(f"{path.name}.{os.getpid()}.partial")
-        try:
-            with beside.open("wb") as file:
-                file.write(save(tensors, metadata))
-                file.flush()
-                os.fsync(file.fileno())
-            beside.replace(path)
-        finally:
-            beside.unlink(missing_ok=True)
+        save_file(tensors, beside, {"moe_lab": json.dumps(self.header, sort_keys=True)})
+        beside.replace(path)
 
     @classmethod
     def load(cls, path: Path | str) -> Statistics:
-        """Read a file of `save`. UserError when it is missing, damaged, not statistics, or of a newer moe_lab."""
+        """Read a file of `save`. UserError when it is missing, damaged or not statistics."""
         return cls(read(path, framework="pt"), header(path))
 
 
 def read(path: Path | str, framework: str = "np", only: str | None = None) -> dict[int, dict[str, Any]]:
     """Read statistics: layer -> name -> array (fp64 numpy; torch tensors with framework="pt"), names as above.
 
-    `only`: the one name to read; None reads all. UserError when the file is missing, damaged, not statistics, or
-    written by a newer moe_lab.
+    `only`: the one name to read; None reads all. UserError when the file is missing, damaged or not statistics.
     """
     header(path)
     layers: dict[int, dict[str, Any]] = {}
@@ -130,13 +121,6 @@ def read(path: Path | str, framework: str = "np", only: str | None = None) -> di
             if only in (None, name):
                 arrays[name] = file.get_tensor(key)
     return dict(sorted(layers.items()))
-
-
-def names(path: Path | str) -> set[str]:
-    """Names of the statistics in a file, whatever layer they are of. Same errors as `read`."""
-    header(path)
-    with safe_open(path, framework="np") as file:
-        return {key.split("/")[1] for key in file.keys()}  # noqa: SIM118
 
 
 def by_layer(passes: Iterable[Mapping[int, Mapping[str, Any]]]) -> dict[int, dict[str, Any]]:
@@ -152,15 +136,9 @@ def header(path: Path | str) -> dict[str, Any]:
     """Read the header of a file of statistics: kind and fingerprint of the sums. Same errors as `read`."""
     try:
         with safe_open(path, framework="np") as file:
-            content: dict[str, Any] = dict(json.loads((file.metadata() or {}).get("moe_lab", "{}")))
-    except (OSError, SafetensorError, ValueError, TypeError) as error:
-        raise UserError(f"statistics={path} cannot be read: {error}") from error
-    schema = content.pop("schema", None)
-    if schema is None or schema > SCHEMA:
-        raise UserError(
-            f"statistics={path} has schema {schema}, expected at most {SCHEMA}: it is of a newer moe_lab or none"
-        )
-    return content
+            return dict(json.loads(file.metadata()["moe_lab"]))
+    except (OSError, SafetensorError, LookupError, TypeError, ValueError) as error:
+        raise UserError(f"statistics={path} cannot be read, expected a file of statistics: {error}") from error
 
 
 def plus(name: str, total: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
@@ -169,11 +147,11 @@ def plus(name: str, total: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
 
 
 def merged(parts: Iterable[Layers]) -> Layers:
-    """The statistics of disjoint sets of tokens together. Raises ValueError when they are not of the same names."""
+    """The statistics of disjoint sets of tokens together. ValueError when they are not of the same names."""
     total: Layers = {}
     for layers in parts:
-        if total and _names(total) != _names(layers):
-            raise ValueError(f"sums of {_names(layers)} cannot be added to sums of {_names(total)}")
+        if total and {n: total[n].keys() for n in total} != {n: layers[n].keys() for n in layers}:
+            raise ValueError("parts of one pass have statistics of different names, so they cannot be added")
         for layer, named in layers.items():
             here = total.setdefault(layer, {})
             for name, part in named.items():
@@ -184,7 +162,7 @@ def merged(parts: Iterable[Layers]) -> Layers:
 def merged_means(parts: Sequence[Statistics]) -> Layers:
     """Means over the tokens of all `parts`, from the mean of each part and header["predicted"], its number of tokens.
 
-    Raises ValueError when they are not of the same names.
+    ValueError when they are not of the same names.
     """
     counts = [int(part.header["predicted"]) for part in parts]
     sums = [
@@ -193,10 +171,6 @@ def merged_means(parts: Sequence[Statistics]) -> Layers:
     ]
     total = merged(sums)
     return {layer: {name: part / sum(counts) for name, part in named.items()} for layer, named in total.items()}
-
-
-def _names(layers: Layers) -> list[str]:
-    return [f"{layer}/{name}" for layer in sorted(layers) for name in sorted(layers[layer])]
 
 
 def check_finite(layers: Mapping[int, Mapping[str, torch.Tensor]], where: str) -> None:
@@ -218,12 +192,3 @@ def mean_output(sums: Mapping[str, Any]) -> NDArray[numpy.float64]:
     tokens = numpy.maximum(numpy.asarray(sums["tokens"], dtype=float), 1)
     means: NDArray[numpy.float64] = numpy.asarray(sums["output_sum"], dtype=float) / tokens[:, None]
     return means
-
-
-def coverage(statistics: Statistics) -> list[tuple[int, int, int]]:
-    """Rows (layer, expert, tokens), ordered: how many valid tokens were routed to each expert."""
-    return [
-        (layer, expert, int(tokens))
-        for layer, named in statistics.layers.items()
-        for expert, tokens in enumerate(named["tokens"].tolist())
-    ]

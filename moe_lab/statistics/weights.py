@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch.linalg import vector_norm
 
 from moe_lab.errors import UserError
@@ -34,30 +33,47 @@ def weigh_experts(folder: Path | str, *, fingerprint: Mapping[str, Any], device:
     folder without experts, quantised experts, damaged shards, and weights that are NaN or infinite (naming layer,
     expert and tensor).
     """
-    folder = Path(folder)
-    weighed = []
-    for name, place, expert, weights in expert_weights(open_checkpoint(folder), device):
-        weighed.append((place.layer, expert, name, weights.numel(), absolute_and_square(weights)))
-    if not weighed:
-        raise _no_experts(folder)
-    # read once at the end, so that no tensor waits for the device
-    sums = torch.stack([sums for *_, sums in weighed]).tolist()
-    totals: dict[int, dict[int, list[float]]] = {}
-    for (layer, expert, name, count, _), (absolute, square) in zip(weighed, sums, strict=True):
-        if not math.isfinite(square):
-            raise UserError(f"NaN or Inf in layer {layer}, expert {expert}: weights {name}")
-        total = totals.setdefault(layer, {}).setdefault(expert, [0.0, 0.0, 0.0])
-        for at, value in enumerate((absolute, square, count)):
-            total[at] += value
-    layers: Layers = {}
-    for layer, experts in sorted(totals.items()):
-        counts = {count for _, _, count in experts.values()}
-        if sorted(experts) != list(range(len(experts))) or len(counts) > 1:
-            raise _incomplete(folder, layer)
-        rows = [experts[expert] for expert in sorted(experts)]
-        columns = torch.tensor(rows, dtype=torch.float64).unbind(1)
-        layers[layer] = {"abs_sum": columns[0], "square_sum": columns[1], "count": columns[2][0]}
+
+    def measure(name: str, place: Place, weights: torch.Tensor) -> dict[str, torch.Tensor]:
+        absolute, square = absolute_and_square(weights)
+        return {"abs_sum": absolute, "square_sum": square, "count": torch.tensor(weights.numel())}
+
+    layers = _measured(Path(folder), device, measure)
+    for layer, sums in layers.items():
+        if len(set(sums["count"].tolist())) > 1:
+            raise _incomplete(Path(folder), layer)
+        sums["count"] = sums["count"][0]
     return Statistics(layers, {"kind": "weights", "fingerprint": dict(fingerprint)})
+
+
+Measure = Callable[[str, Place, torch.Tensor], dict[str, torch.Tensor]]
+"""Name, place and weights of a matrix of one expert -> statistics to add to those of the expert."""
+
+
+def _measured(folder: Path, device: str, measure: Measure) -> Layers:
+    """layer -> statistic (E, ...) fp64: sums of `measure` over the matrices of each expert, in the order of the bytes.
+
+    UserError for a folder without experts, sums that are NaN or infinite, and experts with other sums than the others.
+    """
+    sums: dict[int, dict[str, dict[int, torch.Tensor]]] = {}
+    for name, place, expert, weights in expert_weights(open_checkpoint(folder), device):
+        for statistic, values in measure(name, place, weights).items():
+            values = values.double().cpu()
+            if not bool(values.isfinite().all()):
+                raise UserError(f"NaN or Inf in layer {place.layer}, expert {expert}: weights {name}")
+            of_experts = sums.setdefault(place.layer, {}).setdefault(statistic, {})
+            of_experts[expert] = of_experts[expert] + values if expert in of_experts else values
+    if not sums:
+        raise _no_experts(folder)
+    layers: Layers = {}
+    for layer, named in sorted(sums.items()):
+        experts = range(1 + max(expert for rows in named.values() for expert in rows))
+        if any(len(rows) != len(experts) for rows in named.values()):
+            raise _incomplete(folder, layer)
+        if len({row.shape for rows in named.values() for row in rows.values()}) > 1:
+            raise UserError(f"model.path={folder}: experts of layer {layer} have unequal widths, expected one width")
+        layers[layer] = {name: torch.stack([rows[expert] for expert in experts]) for name, rows in named.items()}
+    return layers
 
 
 def _no_experts(folder: Path) -> UserError:
@@ -96,15 +112,14 @@ def rows_absolute_and_square(experts: torch.Tensor) -> tuple[torch.Tensor, torch
 def expert_weights(checkpoint: Checkpoint, device: str = "cpu") -> Iterator[tuple[str, Place, int, torch.Tensor]]:
     """(name, place, expert, weights) of every matrix of a routed expert, on `device`, one tensor in memory at a time.
 
-    UserError for shards that cannot be read, quantised weights, and tensors that are no projection moe_lab knows.
+    UserError for quantised weights and tensors that are no projection moe_lab knows.
     """
     places = projections(checkpoint)
     for shard in checkpoint.shards:
         names = [name for name in places if checkpoint.tensors[name].shard == shard]
         for name in names:
             _check_plain(name, checkpoint.tensors[name])
-        path = checkpoint.folder / shard
-        with _readable(path), safe_open(path, framework="pt", device=device) as file:
+        with safe_open(checkpoint.folder / shard, framework="pt", device=device) as file:
             for name in names:
                 place, weights = places[name], file.get_tensor(name)
                 if place.expert is not None:
@@ -176,7 +191,6 @@ def _blocks(checkpoint: Checkpoint, layer: int, names: Sequence[str], device: st
     with ExitStack() as stack:
         files = {}
         for shard in {entry.shard for entry in entries.values()}:
-            stack.enter_context(_readable(checkpoint.folder / shard))
             files[shard] = stack.enter_context(safe_open(checkpoint.folder / shard, framework="pt"))
         slices = [files[entry.shard].get_slice(name) for name, entry in entries.items()]
         for first in range(0, rows, step):
@@ -203,44 +217,26 @@ def weigh_channels(folder: Path | str, *, fingerprint: Mapping[str, Any], device
     folder = Path(folder)
     config = read_json(folder / "config.json")
     hidden = config.get("text_config", config).get("hidden_size")
-    sums: dict[int, dict[str, dict[int, torch.Tensor]]] = {}
-    for name, place, expert, weights in expert_weights(open_checkpoint(folder), device):
+
+    def measure(name: str, place: Place, weights: torch.Tensor) -> dict[str, torch.Tensor]:
         assert place.axes is not None
+        sums = {}
         for role, matrix in split(wide(weights), place.axes).items():
             if matrix.shape[1] != hidden:
                 raise UserError(
                     f"{name} has {tuple(weights.shape)} weights per expert, and hidden_size={hidden} in config.json is "
                     "not where moe_lab expects it: this layout is not supported"
                 )
-            found = {f"channel_{role}_square": matrix.square().sum(1)}
+            sums[f"channel_{role}_square"] = matrix.square().sum(1)
             if role == "down":
-                found["channel_down_abs"] = matrix.abs().sum(1)
-            for statistic, values in found.items():
-                if not bool(torch.isfinite(values).all()):
-                    raise UserError(f"NaN or Inf in layer {place.layer}, expert {expert}: weights {name}")
-                sums.setdefault(place.layer, {}).setdefault(statistic, {})[expert] = values.double().cpu()
-    return Statistics(_stacked(sums, folder), {"kind": "channel_weights", "fingerprint": dict(fingerprint)})
+                sums["channel_down_abs"] = matrix.abs().sum(1)
+        return sums
 
-
-def _stacked(sums: Mapping[int, Mapping[str, Mapping[int, torch.Tensor]]], folder: Path) -> Layers:
-    """Stack the sums of experts: layer -> statistic -> (E, I). UserError when weights of an expert are missing."""
-    if not sums:
-        raise _no_experts(folder)
-    layers: Layers = {}
-    for layer, named in sorted(sums.items()):
-        n_experts = 1 + max(expert for rows in named.values() for expert in rows)
-        whole = all(len(rows) == n_experts for rows in named.values())
-        if not whole or not {"channel_down_square", "channel_up_square"} <= named.keys():
+    layers = _measured(folder, device, measure)
+    for layer, named in layers.items():
+        if not {"channel_down_square", "channel_up_square"} <= named.keys():
             raise _incomplete(folder, layer)
-        widths = {len(row) for rows in named.values() for row in rows.values()}
-        if len(widths) > 1:
-            raise UserError(
-                f"model.path={folder}: experts of layer {layer} have {sorted(widths)} channels, expected one width"
-            )
-        layers[layer] = {}
-        for name, rows in named.items():
-            layers[layer][name] = torch.stack([rows[e] for e in range(n_experts)])
-    return layers
+    return Statistics(layers, {"kind": "channel_weights", "fingerprint": dict(fingerprint)})
 
 
 def _check_plain(name: str, entry: Entry) -> Entry:
@@ -248,12 +244,3 @@ def _check_plain(name: str, entry: Entry) -> Entry:
     if entry.dtype not in PLAIN:
         raise UserError(f"{name} is stored as {entry.dtype}, expected plain weights: load and save it dequantised")
     return entry
-
-
-@contextmanager
-def _readable(path: Path) -> Iterator[None]:
-    """Raise UserError for the shard `path` when reading it fails while open."""
-    try:
-        yield
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"shard {path} cannot be read: {error}") from error

@@ -8,8 +8,8 @@ import moe_lab.interrupt  # noqa: F401 - first, for Ctrl-C during the other impo
 # isort: split
 import argparse
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from moe_lab.errors import UserError, end_with, unknown
 
@@ -26,9 +26,8 @@ def main() -> int:
     from moe_lab.study.store import Store
     from moe_lab.study.sync import sync
 
-    commands: dict[str, Callable[..., int | None]] = {**COMMANDS, gc.__name__: gc, sync.__name__: sync}
     parser = argparse.ArgumentParser(prog="python -m moe_lab.study", description=__doc__)
-    parser.add_argument("command", choices=commands)
+    parser.add_argument("command", choices=[*COMMANDS, "gc", "sync"])
     parser.add_argument(
         "words",
         nargs="*",
@@ -36,18 +35,26 @@ def main() -> int:
         help="NAME (not for gc): a study (by default called as its experiment), or a step: kind/label, or its id; "
         "store=FOLDER or URL, as for python -m moe_lab; for gc: apply=true",
     )
-    words = parser.parse_args()
-    command = commands[words.command]
+    asked = parser.parse_args()
     try:
-        names, folder, options = split(words.words, command.__kwdefaults__ or {})
-        if len(names) != (command is not gc) and not (command is sync and not names):
-            raise UserError(_about_names(words.command, names))
-        store = Store(folder)
-        if not store.is_there() and command is not sync:
-            raise UserError(_about_place(store))
+        names, settings = split(asked.words, ["store", "apply"] if asked.command == "gc" else ["store"])
+        numbers = {"gc": [0], "sync": [0, 1]}.get(asked.command, [1])
+        if len(names) not in numbers:
+            raise UserError(
+                f"{asked.command} {' '.join(names)}: expected {' or '.join(map(str, numbers))} names of a study or a "
+                "step, and the store as store=FOLDER"
+            )
+        store = Store(settings.get("store", "store"))
+        if asked.command != "sync" and not store.is_there():
+            how = f"python -m moe_lab.study sync NAME store={store.url}" if store.url else "name the folder of one"
+            raise UserError(f"store={store.url or store.root} is no store on this machine: {how}")
         with store.errors_as_sentences():
-            about = names if command is sync or command is gc else find(store, names[0])
-            code = command(store, *about, **options) or 0
+            if asked.command == "gc":
+                code = gc(store, apply=settings.get("apply") == "true")
+            elif asked.command == "sync":
+                code = sync(store, *names)
+            else:
+                code = COMMANDS[asked.command](*find(store, names[0])) or 0
         say_notices(store)
         return code
     except UserError as error:
@@ -55,47 +62,24 @@ def main() -> int:
         return 2
 
 
-def split(words: Sequence[str], options: Mapping[str, Any]) -> tuple[list[str], str, dict[str, bool]]:
-    """(names, folder of the store, value of each option) from the words after a command.
-
-    `options`: the command's own keys, which are all true or false. Raises UserError for an unknown key or value.
-    """
-    names, folder = [], "store"
-    values: dict[str, bool] = {}
+def split(words: Sequence[str], known: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """Names, and key -> value of the settings, among the words of a command. Raises UserError for an unknown one."""
+    names, settings = [], {}
     for word in words:
         key, is_setting, value = word.partition("=")
         if not (is_setting and key.isidentifier()):  # the names of some steps have a =
             names.append(word)
-        elif key == "store":
-            folder = value
-        elif key not in options:
-            raise unknown("setting", key, ["store", *options])
-        elif value not in ("true", "false"):
+        elif key not in known:
+            raise unknown("setting", key, known)
+        elif key == "apply" and value not in ("true", "false"):
             raise unknown(key, value, ["true", "false"])
         else:
-            values[key] = value == "true"
-    return names, folder, values
+            settings[key] = value
+    return names, settings
 
 
-def _about_place(store: Store) -> str:
-    if store.url:
-        return (
-            f"store={store.url}: there is nothing of it on this machine: start a study with it, or python -m "
-            f"moe_lab.study sync NAME store={store.url}"
-        )
-    return f"store={store.root} is no store: name the folder the study was run with"
-
-
-def _about_names(command: str, names: Sequence[str]) -> str:
-    if command == "gc":
-        return f"gc {names[0]}: gc frees what no study of the store refers to, and takes no name"
-    if not names:
-        return f"{command} takes the name of a study or a step: python -m moe_lab.study {command} NAME"
-    return f"{command} {' '.join(names)}: expected one name, and the store as store={names[1]}"
-
-
-def find(store: Store, name: str) -> tuple[str, StudyState, list[StepState]]:
-    """(study, its state, steps) for a name: all steps of the study called so, or the steps that match the name.
+def find(store: Store, name: str) -> tuple[StudyState, list[StepState]]:
+    """State of a study, and steps for a name: all steps of the study called so, or the steps that match the name.
 
     Raises UserError when neither a study nor a step has the name.
     """
@@ -105,14 +89,13 @@ def find(store: Store, name: str) -> tuple[str, StudyState, list[StepState]]:
     names = studies(store)
     if name in names:
         state = study_state(store, name)
-        return name, state, list(state.steps.values())
+        return state, list(state.steps)
     for study in names:
         if last_about(store, study) is None:  # its records are damaged; naming the study itself reports that
             continue
         state = study_state(store, study)
-        matching = [step for step in state.steps.values() if name in step.name or step.id.startswith(name)]
-        if matching:
-            return study, state, matching
+        if matching := [step for step in state.steps if name in step.name or step.id.startswith(name)]:
+            return state, matching
     raise unknown("study or step", name, names)
 
 

@@ -18,13 +18,14 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from functools import lru_cache
+from itertools import count
 from pathlib import Path
 from typing import Any
 
-from moe_lab.json_files import Damaged, read_json
+from moe_lab.json_files import Damaged, Number, read_json
 
 BEAT = 60.0
 """Seconds between two heartbeats of a claim."""
@@ -34,26 +35,22 @@ WATCH = 2.5
 """Heartbeats that this process itself must have missed as well: a file's time may be of the owner's clock."""
 POLL = 0.2
 """Seconds between two attempts to take a claim that another process holds."""
-SILENT = 10.0
-"""Seconds of waiting for a claim after which the user is told who holds it."""
+SILENT = 50
+"""Attempts after which the user is told who holds the claim."""
 OWNER_SHAPE = {
     "token": str,
+    "since": Number,
     "host": str,
     "machine": [str],
     "pid": int,
     "started": str | None,
-    "inode": int,
     "job": str | None,
     "restarts": int,
 }
 
 
 class Busy(Exception):
-    """Another process holds the claim."""
-
-
-class Lost(Busy):
-    """The claim was taken over by a process that found it stale."""
+    """Another process holds the claim, or has taken it over."""
 
 
 @lru_cache(maxsize=1)
@@ -79,31 +76,33 @@ def started(pid: int) -> str | None:
 
 
 class Claim:
-    """A claim that this process holds. `token`: a word that no other claim has."""
+    """A claim that this process holds until the `with` block ends. `token`: a word that no other claim has."""
 
     def __init__(self, claims: Claims, name: str, generation: int) -> None:
         self.claims, self.name, self.generation = claims, name, generation
         self.token = uuid.uuid4().hex
         self.path = claims.path(name, generation)
-        owner = {"token": self.token, "host": socket.gethostname(), "machine": machine(), "pid": os.getpid()}
-        owner |= {"started": started(os.getpid()), "job": own_job(), "restarts": restarts()}
+        owner = {"token": self.token, "since": time.time(), "host": socket.gethostname(), "machine": machine()}
+        owner |= {"pid": os.getpid(), "started": started(os.getpid()), "job": own_job(), "restarts": restarts()}
         self.file = os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o664)
         try:
-            os.write(self.file, json.dumps({**owner, "inode": os.fstat(self.file).st_ino}).encode())
+            os.write(self.file, json.dumps(owner).encode())
             os.fsync(self.file)  # other machines see it from here on
         except OSError:  # a full disk, say: nobody may wait for an empty claim
             self.abandon()
             raise
 
+    def __enter__(self) -> Claim:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.release()
+
     def check(self) -> None:
-        """Raise Lost when another process took over."""
+        """Raise Busy when another process took over."""
         owner = _owner(self.path)
         if owner is None or owner["token"] != self.token or self.claims.path(self.name, self.generation + 1).exists():
-            raise Lost(self.name)
-
-    def renew(self) -> None:
-        """Give the file the present time of its server. It is the open file, so never one of another owner."""
-        os.utime(self.file)
+            raise Busy(self.name)
 
     def abandon(self) -> None:
         """Remove a claim that never counted."""
@@ -118,7 +117,7 @@ class Claim:
             self.check()
             for generation in range(1, self.generation + 1):
                 self.claims.path(self.name, generation).unlink(missing_ok=True)
-        except Lost:
+        except Busy:
             with suppress(OSError):
                 os.utime(self.file, (0, 0))
         finally:
@@ -145,15 +144,13 @@ class Claims:
     def take(self, name: str) -> Claim:
         """Claim a name. Raises Busy when another process, or this one, holds it."""
         self.folder.mkdir(exist_ok=True)
-        generation = 1
-        while True:
+        for generation in count(1):
             try:
                 claim = Claim(self, name, generation)
                 break
             except FileExistsError:
                 if not self.is_stale(self.path(name, generation)):
                     raise Busy(name) from None
-                generation += 1
         if generation > 1 and not self.is_stale(self.path(name, generation - 1)):  # released since it was judged
             claim.abandon()
             raise Busy(name)
@@ -164,38 +161,21 @@ class Claims:
                 threading.Thread(target=self._beat, daemon=True).start()
         return claim
 
-    @contextmanager
-    def held(self, name: str) -> Iterator[Claim]:
-        """Hold a claim until the block ends. Raises Busy."""
-        claim = self.take(name)
-        try:
-            yield claim
-        finally:
-            claim.release()
-
-    @contextmanager
-    def awaited(self, name: str) -> Iterator[Claim]:
-        """As `held`, but wait until no other process holds it. Says what it waits for when that takes long."""
-        begun: float | None = time.monotonic()
+    def wait_for(self, name: str) -> Claim:
+        """As `take`, but wait until no other process holds it. Says who does when that takes long."""
+        attempts = 0
         while True:
-            try:
-                claim = self.take(name)
-                break
-            except Busy:
-                if begun is not None and time.monotonic() - begun > SILENT:
-                    begun = None
-                    print(f"moe_lab: waiting for {self.holder(name)}, who has claimed {name}", file=sys.stderr)
-                time.sleep(POLL)
-        try:
-            yield claim
-        finally:
-            claim.release()
+            with suppress(Busy):
+                return self.take(name)
+            attempts += 1
+            if attempts == SILENT:
+                print(f"moe_lab: waiting for {self.holder(name)}, who has claimed {name}", file=sys.stderr)
+            time.sleep(POLL)
 
     def holder(self, name: str) -> str:
         """Who holds a claim, for readers: process, machine and job, and for how long it has given no sign of life."""
-        generations = self.folder.glob(f"{name}.*")
         with suppress(ValueError, FileNotFoundError):
-            last = max(generations, key=lambda path: int(path.suffix[1:]))
+            last = max(self.folder.glob(f"{name}.*"), key=lambda path: int(path.suffix[1:]))
             silent = time.time() - last.stat().st_mtime
             if owner := _owner(last):
                 job = f", job {owner['job']}" if owner["job"] else ""
@@ -210,7 +190,7 @@ class Claims:
             with self.lock:
                 for claim in self.owned:
                     with suppress(OSError):
-                        claim.renew()
+                        os.utime(claim.file)  # the open file is never one of another owner
                 if not self.owned:
                     self._beating = False
                     return
@@ -218,67 +198,50 @@ class Claims:
     def is_stale(self, path: Path) -> bool:
         """Whether the owner of a claim is gone. A claim that has just been removed is not stale: look again later.
 
-        A process of this machine is looked up; a claim whose file has another inode than it says was copied with its
-        store. Of another machine, an old time is not enough: this process must have missed heartbeats itself, for
-        long if the time is not old. On some file systems the time is by the clock of the owner, which may be wrong.
-        A claim without an owner is of a process that was killed while it wrote it, if heartbeats are missing too.
+        A process of this machine is looked up. Of another machine, an old time is not enough: this process must have
+        missed heartbeats itself, for long if the time is not old. On some file systems the time is by the clock of the
+        owner, which may be wrong. A claim without an owner is of a process that was killed while it wrote it, if
+        heartbeats are missing too.
         """
         try:
-            status, owner = path.stat(), _owner(path)
+            changed, owner = path.stat().st_mtime_ns, _owner(path)
         except FileNotFoundError:
             return False
-        if status.st_mtime == 0:  # given up
+        if changed == 0:  # given up
             return True
-        if owner and owner["machine"] == machine():
-            now = started(owner["pid"])
-            if now is None or now not in (owner["started"], "?") or owner["inode"] != status.st_ino:
-                return True
-        if owner and owner["job"] and owner["job"] == own_job() and owner["restarts"] < restarts():
+        if owner and owner["machine"] == machine() and started(owner["pid"]) not in (owner["started"], "?"):
+            return True
+        is_own_job = owner is not None and owner["job"] is not None and owner["job"] == own_job()
+        if owner and is_own_job and owner["restarts"] < restarts():
             return True  # of this job before it was requeued, on another node perhaps
-        mark = (status.st_mtime_ns, owner["token"] if owner else "")
+        mark = (changed, owner["token"] if owner else "")
         if path not in self._seen or self._seen[path][0] != mark:
             self._seen[path] = (mark, time.monotonic())
         watched = time.monotonic() - self._seen[path][1]
-        if watched < WATCH * BEAT or self._in_queue(owner):
+        if watched < WATCH * BEAT:
             return False
         if owner is None:
             return True
+        # The queue shows the own job, which says nothing about other processes of it.
+        if owner["job"] and not is_own_job and self.in_queue and self.in_queue(owner["job"]):
+            return False
         try:
-            return watched > LIMIT or self._now() - status.st_mtime > LIMIT
+            os.utime(self.folder)  # gives it the present time by the clock of the file system
+            return watched > LIMIT or self.folder.stat().st_mtime - changed / 1e9 > LIMIT
         except OSError:  # where nothing can be written, nothing is taken over either
             return False
 
-    def _in_queue(self, owner: Mapping[str, Any] | None) -> bool:
-        """Whether the scheduler shows the owner's job, which says nothing about other processes of the own job."""
-        job = owner["job"] if owner else None
-        return bool(job and job != own_job() and self.in_queue and self.in_queue(job))
-
-    def _now(self) -> float:
-        """The time by the clock of the file system."""
-        probe = self.folder / f".probe-{uuid.uuid4().hex}"
-        try:
-            probe.touch(exist_ok=False)
-            return probe.stat().st_mtime
-        finally:
-            probe.unlink(missing_ok=True)
-
-    def living(self) -> set[str]:
-        """Names of all claims whose owners are not known to be gone. Writes nothing that stays."""
-        return {path.stem for path in self.folder.glob("[!.]*") if not self.is_stale(path)}
-
-    def is_held(self, start: str) -> bool:
-        """Whether an owner of a claim whose name starts so is not known to be gone."""
-        return any(not self.is_stale(path) for path in self.folder.glob(f"{start}*"))
+    def living(self) -> dict[str, float]:
+        """All claims whose owners are not known to be gone: name -> since when, in seconds since the epoch; 0 where
+        that is not known. Writes nothing that stays."""
+        paths = [path for path in self.folder.glob("*") if not self.is_stale(path)]
+        return {path.stem: (_owner(path) or {"since": 0.0})["since"] for path in paths}
 
     def clear(self) -> None:
-        """Remove stale claims, by taking them over, and probes that killed processes left."""
-        for name in {path.stem for path in self.folder.glob("[!.]*")}:
+        """Remove stale claims, by taking them over."""
+        for name in {path.stem for path in self.folder.glob("*")}:
             with suppress(Busy):
                 self.take(name).release()
-        for probe in self.folder.glob(".probe-*"):
-            with suppress(FileNotFoundError):
-                if self._now() - probe.stat().st_mtime > LIMIT:
-                    probe.unlink()
 
 
 def own_job() -> str | None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from moe_lab.config import Config, ModelConfig
+from moe_lab.errors import UserError
 from moe_lab.models.config_json import Size, size_of
+from moe_lab.start import command
 
 GPU_FROM = 2**30
 """Bytes of weights from which Slurm's jobs are asked to put a model on a GPU."""
@@ -57,3 +60,26 @@ def visible_gpus() -> list[str]:
         return [gpu for gpu in named.split(",") if gpu.strip() not in ("", "-1")]
     cards = "/proc/driver/nvidia/gpus"
     return [str(number) for number in range(len(os.listdir(cards)))] if os.path.isdir(cards) else []
+
+
+def check_device(name: str) -> None:
+    """Raise UserError when the CUDA device of model.device is not on this machine.
+
+    torch takes seconds to import, so it is used only when the driver does not list the device. Device maps are not
+    checked: they spread a model over whatever devices there are, the CPU included.
+    """
+    kind, _, number = name.partition(":")
+    if kind == "cuda" and (number or "0").isdigit() and int(number or 0) >= len(visible_gpus()):
+        device_here(name)
+
+
+def device_here(device: str) -> str:
+    """Name of the device that `model.device` selects on this machine. Raises UserError when there is none.
+
+    Runs in another process, because torch takes seconds to import.
+    """
+    answer = subprocess.run(command("moe_lab.models.device", device), capture_output=True, text=True)
+    if answer.returncode:
+        reason = answer.stderr.strip().splitlines()[-1].partition(": ")[2]
+        raise UserError(reason if reason.startswith("model.device=") else f"model.device={device}: {reason}")
+    return answer.stdout.strip().splitlines()[-1]

@@ -1,4 +1,4 @@
-"""Estimates of the memory, disk space and time of steps, and checks whether this machine has enough of each.
+"""Estimates of the memory, disk space and time of steps.
 
 Memory is computed from the model's shape, to within a factor of two. Time is what steps of the same kind took in this
 store for a unit of work; without a comparable step there is no estimate.
@@ -6,7 +6,6 @@ store for a unit of work; without a comparable step there is no estimate.
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -17,15 +16,12 @@ from statistics import median
 from rich.table import Table
 
 from moe_lab.json_files import Damaged, Number, read_json
-from moe_lab.models.config_json import quantization, size_of
-from moe_lab.models.memory import main_memory
+from moe_lab.models.config_json import size_of
 from moe_lab.study.devices import on_gpu
-from moe_lab.study.step import Loads, Step, canonical
+from moe_lab.study.step import Step, canonical
 from moe_lab.study.store import STEP, Store
 
 GIB = 2**30
-READ = 500
-"""Most finished steps of a kind whose times are read, the newest first."""
 TIMES_SHAPE = {"provenance": {"seconds": Number, "units": Number, "pace": list}}
 
 
@@ -42,7 +38,7 @@ class Memory:
 def memory_of(step: Step) -> Memory | None:
     """Estimated peak memory of `step`; None when it depends on a model of unknown size."""
     model = step.about
-    if model is None or not (step.runs_model or step.merges or step.loads is Loads.CHECKPOINT):
+    if model is None or not (step.runs_model or step.merges or step.loads == "checkpoint"):
         return Memory(step.process_memory, False)
     size = size_of(model)
     if size is None:
@@ -72,25 +68,15 @@ class Times:
 
     def _read(self, kind: str) -> dict[str, list[float]]:
         """Pace -> seconds of a unit of the finished steps of a kind. Steps that are damaged are left out."""
-        parent = self.store.root / kind
-        folders = [entry for entry in os.scandir(parent) if not entry.name.startswith(".")] if parent.is_dir() else []
-        folders.sort(key=_changed)
         rates: dict[str, list[float]] = {}
-        for folder in folders[-READ:]:
+        for file in self.store.root.glob(f"{kind}/[!.]*/{STEP}"):
             try:
-                about = read_json(Path(folder, STEP), TIMES_SHAPE)["provenance"]
+                about = read_json(file, TIMES_SHAPE)["provenance"]
             except (OSError, Damaged):
                 continue
             if not about.get("merged"):  # the time of its shares is in their own folders
                 rates.setdefault(canonical(about["pace"]), []).append(about["seconds"] / about["units"])
         return rates
-
-
-def _changed(entry: os.DirEntry[str]) -> float:
-    try:
-        return entry.stat().st_mtime
-    except FileNotFoundError:  # another run has set it aside
-        return 0.0
 
 
 Seconds = Callable[[Step], float | None]
@@ -143,7 +129,8 @@ def disk_problems(store: str | Path, steps: Iterable[Step]) -> list[str]:
 
     Estimates exported checkpoints, hidden states of streamed passes and generated texts; all other files are small.
     """
-    needed = sum(_written(step) for step in steps)
+    sizes = ((step, size_of(step.about)) for step in steps if step.about and not step.merges)
+    needed = sum(step.disk(size) for step, size in sizes if size)
     place = Path(store).expanduser().absolute()
     while not place.exists():
         place = place.parent
@@ -154,37 +141,3 @@ def disk_problems(store: str | Path, steps: Iterable[Step]) -> list[str]:
         f"store={store}: about {needed / GIB:.1f} GiB would be written there and {free / GIB:.1f} GiB are free: make "
         "room, name another store, or ask for less (export=none, fewer cells)"
     ]
-
-
-def _written(step: Step) -> float:
-    size = size_of(step.about) if step.about and not step.merges else None
-    return step.disk(size) if size else 0.0
-
-
-def memory_problems(steps: Iterable[Step]) -> list[str]:
-    """A sentence for each model whose weights alone exceed the main memory of this machine, and that a step would load
-    whole on the CPU.
-
-    Only models of known size with plain (not quantised) weights are checked. Total memory counts here; free memory,
-    which changes, is checked when a model is loaded.
-    """
-    there = main_memory()
-    problems = {}
-    for step in steps:
-        model = step.about
-        if model is None or not step.runs_model or step.is_layered or model.device != "cpu" or _is_served(step):
-            continue
-        size = None if quantization(model) else size_of(model)
-        if size and size.bytes > there:
-            way = "set calibration.engine=streamed" if step.streams else "leave it out"
-            problems[model.name, way] = (
-                f"model.device=cpu: {step.kind} of model={model.name} loads {size.bytes / GIB:.1f} GiB of weights, and "
-                f"there are {there / GIB:.1f} GiB of main memory: {way}, or name another device or a smaller dtype"
-            )
-    return list(problems.values())
-
-
-def _is_served(step: Step) -> bool:
-    """Whether a server loads the model, not the step."""
-    backend = getattr(step, "backend", None)
-    return backend is not None and backend.name == "server"

@@ -6,27 +6,26 @@ import os
 import shutil
 from collections import defaultdict
 from collections.abc import Iterator, Set
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from rich.filesize import decimal
 from rich.table import Table
 
 from moe_lab.errors import UserError
-from moe_lab.json_files import Damaged, read_json
-from moe_lab.results import places, read_record
-from moe_lab.study.runs import runs, steps_at_work, studies
+from moe_lab.json_files import Damaged
+from moe_lab.results import DIGITS, places, read_record
+from moe_lab.study.runs import CHOOSING, runs, steps_at_work, studies
 from moe_lab.study.status import alive, console
-from moe_lab.study.store import DIGITS, SCRATCH, STEP, Store
+from moe_lab.study.store import SCRATCH, Store, read_step
 
-IDENTITY_SHAPE = {"id": str, "kind": str, "inputs": {str: str}}
 LEFTOVERS = "left by killed runs"
 
 
 @dataclass(frozen=True)
 class Garbage:
-    """A folder that nothing refers to: its step's kind or LEFTOVERS, its bytes, and the step's id.
+    """A folder that nothing refers to: its step's kind or LEFTOVERS, its bytes, and the start of the step's id.
 
     The id is "" for scratch, which needs no renaming before it is removed.
     """
@@ -37,52 +36,42 @@ class Garbage:
     step_id: str
 
 
-@dataclass(frozen=True)
-class Survey:
-    """What gc would free, how many finished steps it keeps for how many studies, and why it keeps more, if it does."""
-
-    garbage: list[Garbage]
-    kept: int
-    studies: int
-    silence: str
-
-
-def gc(store: Store, *, apply: bool = False) -> None:
+def gc(store: Store, *, apply: bool = False) -> int:
     """Print what nothing refers to, by kind of step with bytes; with `apply`, free it.
 
     A step is freed by renaming its folder as scratch, then removing the scratch: a process that is killed in between
     leaves nothing that looks finished. Only choosing and renaming keep new runs waiting. Raises UserError when a file
     that may refer to steps is damaged, and when folders cannot be removed.
     """
-    if not apply:
-        survey = look(store)
-        _print(store, survey)
-        if survey.garbage:
-            print(f"nothing was freed; this frees it: python -m moe_lab.study gc apply=true store={store.root}")
-        return
-    Store(store.root).create()  # whether one may write there
-    hidden: list[tuple[Garbage, Path]] = []
-    with store.choosing():
-        survey = look(store)
-        _print(store, survey)
-        for item in survey.garbage:
+    hidden: list[Path] = []
+    if apply:
+        Store(store.root).create()  # whether one may write there
+    with store.claims.wait_for(CHOOSING) if apply else nullcontext():
+        garbage, silence = look(store)
+        for item in garbage if apply else ():
             if path := store.hide(item.path, item.step_id) if item.step_id else item.path:
-                hidden.append((item, path))
-    for _, path in hidden:
+                hidden.append(path)
+    _print(store, garbage, silence)
+    if not apply:
+        if garbage:
+            print(f"nothing was freed; this frees it: python -m moe_lab.study gc apply=true store={store.root}")
+        return 0
+    for path in hidden:
         shutil.rmtree(path, ignore_errors=True)
     store.claims.clear()
-    freed = [item.bytes for item, path in hidden if not path.exists()]
-    if survey.garbage:
-        print(f"freed {_size(sum(freed))} in {len(freed)} folders")
-    if stuck := [path for _, path in hidden if path.exists()]:
+    if stuck := [path for path in hidden if path.exists()]:
         raise UserError(
             f"store={store.root}: {len(stuck)} folders cannot be removed, such as {stuck[0]}: see who owns it"
         )
+    return 0
 
 
-def look(store: Store) -> Survey:
-    """Find what nothing refers to. Changes nothing. Raises UserError when a file that may refer to steps is damaged."""
-    wanted, names, silence = _wanted(store)
+def look(store: Store) -> tuple[list[Garbage], str]:
+    """What nothing refers to, and why the scheduler could not be asked, or "". Changes nothing.
+
+    Raises UserError when a file that may refer to steps is damaged.
+    """
+    wanted, silence = _wanted(store)
     if store.notices:
         raise _unclear(store, store.notices[0])
     finished = store.finished()
@@ -94,22 +83,20 @@ def look(store: Store) -> Survey:
                 kept.add(folder)
                 queue += _inputs(store, folder)
     steps = [_step(folder) for folders in finished.values() for folder in folders if folder not in kept]
-    return Survey([*filter(None, steps), *_leftovers(store, wanted)], len(kept), names, silence)
+    return [*filter(None, steps), *_leftovers(store, wanted)], silence
 
 
 def _leftovers(store: Store, wanted: Set[str]) -> Iterator[Garbage]:
     """Scratch, and resume files of steps that are not wanted, unless a process is working on the step."""
-    for path in store.root.glob("*/.*"):
-        if SCRATCH.fullmatch(path.name) and not store.locked(path.name[1 : 1 + DIGITS]):
-            yield Garbage(path, LEFTOVERS, _bytes(path), "")
-    for path in (store.root / "partial").glob("[!.]*"):
-        if path.name[:DIGITS] not in wanted and not store.locked(path.name):
-            yield Garbage(path, LEFTOVERS, _bytes(path), path.name)
+    scratch = {path: match[1] for path in store.root.glob("*/.*") if (match := SCRATCH.fullmatch(path.name))}
+    partial = [path for path in (store.root / "partial").glob("[!.]*") if path.name not in wanted]
+    claimed = store.claims.living()  # looked up last, as a step is claimed before its folders are made
+    yield from (Garbage(path, LEFTOVERS, _bytes(path), "") for path, start in scratch.items() if start not in claimed)
+    yield from (Garbage(path, LEFTOVERS, _bytes(path), path.name) for path in partial if path.name not in claimed)
 
 
-def _wanted(store: Store) -> tuple[set[str], int, str]:
-    """Starts of the ids of the steps that runs and records refer to; the number of studies; and why the scheduler could
-    not be asked, or "".
+def _wanted(store: Store) -> tuple[set[str], str]:
+    """Starts of the ids of the steps that runs and records refer to; and why the scheduler could not be asked, or "".
 
     First those of runs that a process holds, then those of jobs in the queue, then records: a run is let go, and a job
     leaves the queue, after the record refers to what was made. So no step is between them.
@@ -120,33 +107,26 @@ def _wanted(store: Store) -> tuple[set[str], int, str]:
     jobs = {job.id: job for of_run in jobs_of.values() for job in of_run}
     queue, silence = alive(jobs) if jobs else ({}, "")
     for study, of_study in runs_of.items():
-        recorded = ""
-        if document := _record(store, study):
-            recorded = document["run"]
-            wanted.update(place[-DIGITS:] for place in places(document))
+        try:
+            record = read_record(store.root, study) or {"run": ""}
+        except Damaged as error:
+            raise _unclear(store, str(error)) from None
+        wanted.update(place[-DIGITS:] for place in places(record))
         for run in of_study:
             if (about := run.about) is None:  # killed before it was written, so it had done nothing
                 continue
             queued = any(job.id in queue or silence for job in jobs_of[run.folder])
-            if run is of_study[-1] or run.folder.name > recorded or queued:
+            if run is of_study[-1] or run.folder.name > record["run"] or queued:
                 wanted.update(step[:DIGITS] for step, _, _ in about["steps"])
-    return wanted, len(runs_of), silence
-
-
-def _record(store: Store, study: str) -> dict[str, Any] | None:
-    try:
-        return read_record(store.root, study)
-    except Damaged as error:
-        raise _unclear(store, str(error)) from None
+    return wanted, silence
 
 
 def _inputs(store: Store, folder: Path) -> list[str]:
     """Starts of the ids of the inputs of a finished step."""
     try:
-        identity = read_json(folder / STEP, IDENTITY_SHAPE)
+        return [place[-DIGITS:] for place in read_step(folder)["inputs"].values()]
     except (FileNotFoundError, Damaged):
-        raise _unclear(store, f"{folder.relative_to(store.root)}: {STEP} is missing or damaged") from None
-    return [place[-DIGITS:] for place in identity["inputs"].values()]
+        raise _unclear(store, f"{folder.relative_to(store.root)}: step.json is missing or damaged") from None
 
 
 def _unclear(store: Store, reason: str) -> UserError:
@@ -159,9 +139,9 @@ def _unclear(store: Store, reason: str) -> UserError:
 def _step(folder: Path) -> Garbage | None:
     """The finished step in a folder; None when its identity does not say that it is one."""
     with suppress(FileNotFoundError, Damaged):
-        identity = read_json(folder / STEP, IDENTITY_SHAPE)
+        identity = read_step(folder)
         if identity["kind"] == folder.parent.name and identity["id"].startswith(folder.name[-DIGITS:]):
-            return Garbage(folder, identity["kind"], _bytes(folder), identity["id"])
+            return Garbage(folder, identity["kind"], _bytes(folder), folder.name[-DIGITS:])
     return None
 
 
@@ -175,33 +155,16 @@ def _bytes(folder: Path) -> int:
     return total
 
 
-def _print(store: Store, survey: Survey) -> None:
-    """Print a row per kind of step that would be freed."""
-    groups: dict[str, list[int]] = defaultdict(list)
-    for item in survey.garbage:
-        groups[item.kind].append(item.bytes)
-    if groups:
-        table = Table("step", "number", "size", title="what no study refers to", show_footer=True)
-        for kind, sizes in groups.items():
-            table.add_row(kind, str(len(sizes)), _size(sum(sizes)))
-        every = [item.bytes for item in survey.garbage]
-        for column, text in zip(table.columns, ("all", str(len(every)), _size(sum(every))), strict=True):
-            column.footer = text
-        console.print(table)
-    else:
-        print(f"store={store.root}: there is nothing to free")
-    if store.url and survey.garbage:
+def _print(store: Store, garbage: list[Garbage], silence: str) -> None:
+    """Print a row per kind of step that is freed."""
+    sizes: dict[str, list[int]] = defaultdict(list)
+    for item in garbage:
+        sizes[item.kind].append(item.bytes)
+    table = Table("step", "number", "size", title=f"what no study in {store.root} refers to")
+    for kind, of_kind in {**sizes, "all": [item.bytes for item in garbage]}.items():
+        table.add_row(kind, str(len(of_kind)), decimal(sum(of_kind)))
+    console.print(table)
+    if store.url and garbage:
         print(f"{store.url} keeps what is freed here")
-    word = "study" if survey.studies == 1 else "studies"
-    print(f"kept: {survey.kept} finished steps, of {survey.studies} {word} and of running processes")
-    if survey.silence:
-        print(f"{survey.silence}; so the steps of all studies that were submitted are kept")
-
-
-def _size(number: float) -> str:
-    """A number of bytes as text: 12 B, 3.4 MiB."""
-    for unit in ("B", "KiB", "MiB"):
-        if number < 1024:
-            return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"
-        number /= 1024
-    return f"{number:.1f} GiB"
+    if silence:
+        print(f"{silence}; so the steps of all studies that were submitted are kept")

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from moe_lab.config import AllocationConfig, CalibrationConfig, Config, CriterionConfig, ModelConfig, TimingConfig
 from moe_lab.grid import Cell, Request
 from moe_lab.models.hub import UNRESOLVED
-from moe_lab.results import ID_DIGITS, with_id
-from moe_lab.study.devices import resolved
-from moe_lab.study.progress import say
-from moe_lab.study.step import Identified, Step
-from moe_lab.study.steps.costs import Cost, Profile, Timing, device_here
+from moe_lab.study.devices import device_here, resolved
+from moe_lab.study.step import Identified, Step, once
+from moe_lab.study.steps.costs import Cost, Profile, Timing
 from moe_lab.study.steps.evaluation import Evaluate, Grade, Task, results_of, task_of
-from moe_lab.study.steps.model import Facts
 from moe_lab.study.steps.passes import StatisticsPass
 from moe_lab.study.steps.recovery import NO_RECOVERY, export_of, pruned_of
 from moe_lab.study.steps.recovery import unpruned as unpruned_model
@@ -100,50 +97,40 @@ def unresolved(steps: Iterable[Step]) -> list[str]:
     return list(dict.fromkeys(path[UNRESOLVED] for path in paths if UNRESOLVED in path))
 
 
-class Once:
-    """Calls functions once for equal arguments: words and numbers count by value, objects by identity."""
-
-    def __init__(self) -> None:
-        self._values: dict[Hashable, Any] = {}
-        self._alive: list[object] = []  # keeps objects whose ids are keys: no id is reused
-
-    def __call__(self, function: Callable[..., T], *arguments: Any) -> T:
-        key = (function, *[part if part.__class__ in (str, int, float) else id(part) for part in arguments])
-        if key not in self._values:
-            self._alive.extend(arguments)
-            self._values[key] = function(*arguments)
-        value: T = self._values[key]
-        return value
-
-
+@once
 def _seeded(text: CalibrationConfig, seed: int) -> CalibrationConfig:
     """The text with the cell's seed, which determines its order, unless the text has a seed of its own."""
     return text if text.seed is not None else replace(text, seed=seed)
 
 
+@once
 def _timed(timed: TimingConfig, model: ModelConfig) -> TimingConfig:
     """What is timed of a model, with the name of its device."""
     return replace(timed, device=timed.device or device_here(model.device))
 
 
-def _resolved(cell: Cell, config: Config, once: Once) -> Cell:
+_located = once(resolved)
+_unpruned_cost = once(Cost.of_unpruned)
+
+
+def _resolved(cell: Cell, config: Config) -> Cell:
     """The cell with all that its steps are named by: the device and the precision of its model, the seed of its
     texts."""
-    texts = {role: once(_seeded, text, cell.seed) for role, text in cell.texts.items()}
-    calibration = once(_seeded, cell.calibration, cell.seed)
-    return replace(cell, model=once(resolved, cell.model, config), calibration=calibration, texts=texts)
+    texts = {role: _seeded(text, cell.seed) for role, text in cell.texts.items()}
+    calibration = _seeded(cell.calibration, cell.seed)
+    return replace(cell, model=_located(cell.model, config), calibration=calibration, texts=texts)
 
 
-def _steps(cell: Cell, tasks: Iterable[Task], config: Config, once: Once) -> CellSteps:
+def _steps(cell: Cell, tasks: Iterable[Task], config: Config) -> CellSteps:
     """All steps of one cell; criterion "none" is the unpruned model."""
-    named = _resolved(cell, config, once)
+    named = _resolved(cell, config)
     text, is_pruned = named.texts["flops"], cell.criterion is not NO_CRITERION
     pruned = pruned_of(named) if is_pruned else unpruned_model(named.model)
     scores = (getattr(pruned.plan, "scores", None) or Scores.of(named)) if is_pruned else None
     statistics = None
     if scores and reads_text(cell):
         statistics = scores.sums.get("statistics") or StatisticsPass.of(named)
-    cost = once(Cost.of_unpruned, named.model, text)
+    cost = _unpruned_cost(named.model, text)
     return CellSteps(
         cell=cell,
         model=pruned.loaded.facts,
@@ -151,10 +138,10 @@ def _steps(cell: Cell, tasks: Iterable[Task], config: Config, once: Once) -> Cel
         scores=scores,
         plan=pruned.plan,
         finetune=pruned.finetune,
-        export=export_of(pruned, config) if is_pruned and config.export.shape else None,
+        export=export_of(pruned, config.export, config.verify) if is_pruned and config.export.shape else None,
         cost=Cost.of(pruned, text, cost) if is_pruned else cost,
         profile=Profile(pruned.loaded, text, pruned.plan) if config.profile else None,
-        timing=Timing.of(pruned, text, once(_timed, config.timed, named.model)) if config.timing else None,
+        timing=Timing.of(pruned, text, _timed(config.timed, named.model)) if config.timing else None,
         evaluate={task.benchmark.name: results_of(pruned, task) for task in tasks},
     )
 
@@ -172,48 +159,23 @@ def unpruned(cell: Cell) -> Cell:
     )
 
 
-def _distinct_names(requests: Sequence[Request]) -> list[Request]:
-    """The requests, with the start of an id added to the name of each model that shares its name with another model."""
-    ids: dict[int, str] = {}
-    by_name: dict[str, dict[str, str]] = {}
-    for model in {id(cell.model): cell.model for cells, _ in requests for cell in cells}.values():
-        ids[id(model)] = Facts(model).id
-        by_name.setdefault(model.name, {})[ids[id(model)]] = model.path
-    ambiguous = {name: paths for name, paths in by_name.items() if len(paths) > 1}
-    for name, paths in ambiguous.items():
-        which = ", ".join(f"{step_id[:ID_DIGITS]} is {path}" for step_id, path in paths.items())
-        say(f"moe_lab: {len(paths)} models are called {name}, and shown by their ids, too: {which}")
-    if not ambiguous:
-        return list(requests)
-    once = Once()
-
-    def renamed(model: ModelConfig) -> ModelConfig:
-        return replace(model, name=with_id(model.name, ids[id(model)])) if model.name in ambiguous else model
-
-    return [
-        ([replace(cell, model=once(renamed, cell.model)) for cell in cells], benchmarks)
-        for cells, benchmarks in requests
-    ]
-
-
 def build(config: Config, requests: Iterable[Request]) -> Graph:
     """The graph of a study: its cells, each once with all its benchmarks, and the unpruned models.
 
     `config` has the settings that hold for all requests, such as permissions, exports and overlap.
     """
-    once = Once()
     tasks_of: dict[Cell, dict[str, Task]] = {}
     families: dict[FigureKey, Step] = {}
     damages: dict[FigureKey, Step] = {}
-    for cells, benchmarks in _distinct_names(list(requests)):
-        tasks = {benchmark.name: once(task_of, benchmark, config) for benchmark in benchmarks}
+    for cells, benchmarks in requests:
+        tasks = {benchmark.name: task_of(benchmark, config) for benchmark in benchmarks}
         for cell in cells:
             for candidate in (unpruned(cell), normalized(cell)):
                 tasks_of.setdefault(candidate, {}).update(tasks)
             if config.overlap:
                 key = (cell.calibration.name, cell.model.name, cell.gate, cell.seed)
-                named = _resolved(cell, config, once)
+                named = _resolved(cell, config)
                 families[key] = Family.of(named)
                 damages[key] = Scores.of(replace(named, criterion=EXACT_DAMAGE))
-    steps = [_steps(cell, tasks.values(), config, once) for cell, tasks in tasks_of.items()]
+    steps = [_steps(cell, tasks.values(), config) for cell, tasks in tasks_of.items()]
     return Graph(steps, families, damages)

@@ -11,7 +11,6 @@ from moe_lab.study.progress import say, watch
 from moe_lab.study.record import Study
 from moe_lab.study.runs import Run
 from moe_lab.study.schedule import Schedule, work
-from moe_lab.study.steps.costs import device_here
 from moe_lab.study.worker import Here, Worker
 
 
@@ -45,17 +44,6 @@ def local(schedule: Schedule, study: Study, run: Run) -> bool:
     if errors:
         raise errors[0]
     return True
-
-
-def check_device(name: str) -> None:
-    """Raise UserError when the CUDA device of model.device is not on this machine.
-
-    torch takes seconds to import, so it is used only when the driver does not list the device. Device maps are not
-    checked: they spread a model over whatever devices there are, the CPU included.
-    """
-    kind, _, number = name.partition(":")
-    if kind == "cuda" and (number or "0").isdigit() and int(number or 0) >= len(visible_gpus()):
-        device_here(name)
 
 
 def slurm(schedule: Schedule, study: Study, run: Run) -> bool:

@@ -5,6 +5,10 @@ from __future__ import annotations
 from moe_lab.config import CalibrationConfig
 from moe_lab.models.config_json import Size
 
+STATES = 8 * 2**30
+"""Bytes of hidden states that a streamed pass keeps in memory, of those on disk: what every machine with a large model
+has to spare."""
+
 BASE = 600 * 2**20
 """Bytes of Python with torch and transformers loaded."""
 ROOM = 1.1
@@ -24,6 +28,14 @@ PROMPT = 128
 def weights(size: Size, models: int = 1) -> float:
     """Bytes of the weights of so many models of this size."""
     return ROOM * size.bytes * models
+
+
+def layer_weights(size: Size, layers: int = 1) -> float:
+    """Bytes of so many decoder layers, with embeddings and the vocabulary head."""
+    routed = size.experts * size.expert
+    rest = size.parameters - size.moe_layers * routed
+    ends = min(rest, 2 * LOGITS // 4 * size.hidden)
+    return ROOM * size.bytes_per_parameter * (layers * (routed + (rest - ends) / size.moe_layers) + ends)
 
 
 def logits(size: Size) -> float:
@@ -46,21 +58,13 @@ def activations(size: Size, layers: float = 1) -> float:
     return size.bytes_per_parameter * layers * (20 * size.hidden + 6 * size.top_k * size.width)
 
 
-def kept_for_gradients(size: Size, *, recomputed: bool) -> float:
-    """Bytes per token of the activations that are kept for a backward pass, of all layers or recomputed layer by
-    layer."""
-    if recomputed:
-        return activations(size) + size.bytes_per_parameter * size.hidden * size.moe_layers
-    return activations(size, size.moe_layers)
-
-
 def cache(size: Size, tokens: int) -> float:
     """Bytes of the keys and values of so many tokens."""
     return float(tokens * CACHE * size.hidden * size.moe_layers)
 
 
 def hidden_states(size: Size, tokens: int, *, backward: bool) -> float:
-    """Bytes of the hidden states that enter decoder layers in a layered pass.
+    """Bytes of the hidden states that enter decoder layers.
 
     A forward pass keeps those of two layers at a time. With gradients those of all layers are kept, and the gradients
     of two.
@@ -69,32 +73,7 @@ def hidden_states(size: Size, tokens: int, *, backward: bool) -> float:
     return float(tokens) * size.hidden * size.bytes_per_parameter * layers
 
 
-def layer_weights(size: Size) -> float:
-    """Bytes with one decoder layer in memory at a time: the layer, embeddings and the vocabulary head."""
-    routed, rest, ends = _shares(size)
-    return ROOM * size.bytes_per_parameter * (routed + ends + (rest - ends) / size.moe_layers)
-
-
-def rewriting(size: Size) -> float:
-    """Bytes while weights are put into a checkpoint: a decoder layer three times in fp32, embeddings and vocabulary
-    head."""
-    routed, rest, ends = _shares(size)
-    return ROOM * 4 * (3 * (routed + rest / size.moe_layers) + ends)
-
-
-def _shares(size: Size) -> tuple[float, float, float]:
-    """Parameters of a layer's experts, of all that is no expert, and of embeddings and vocabulary head in these."""
-    routed = size.experts * size.expert
-    rest = size.parameters - size.moe_layers * routed
-    return routed, rest, min(rest, 2 * LOGITS // 4 * size.hidden)
-
-
 def merging(size: Size) -> float:
     """Bytes while sums of several steps are added up: two sets of them in memory, and the file that is written."""
     sums = CHANNEL_SUMS * size.width + size.hidden
     return 3 * 8.0 * size.moe_layers * size.experts * sums
-
-
-def expert_gradients(size: Size) -> float:
-    """Bytes of the fp32 gradients of the weights of one layer's experts."""
-    return 4.0 * size.experts * size.expert

@@ -9,41 +9,59 @@ from __future__ import annotations
 import json
 import re
 import warnings
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from moe_lab.config import Config
-from moe_lab.errors import Unavailable, UserError
-from moe_lab.models.files import files_of
-from moe_lab.pruning.export import CARD, NOT_COPIED
+from moe_lab.config import COMPRESSED, BenchmarkConfig, Config, ExportConfig, ModelConfig
+from moe_lab.errors import MASK, Unavailable, UserError
+from moe_lab.grid import Cell
+from moe_lab.models.files import HUB_ID, files_of
+from moe_lab.paths import PREFIX, local
+from moe_lab.pruning.export.card import ORIGINAL, split_card
+from moe_lab.pruning.export.write import CARD, NOT_COPIED
+from moe_lab.recovery.settings import is_trained
 from moe_lab.results import Result
-from moe_lab.secrets import MASK
 from moe_lab.study.graph import CellSteps, Graph, unpruned
-from moe_lab.study.hub_card import ROUNDED, Measured, base_model, hub_card
 from moe_lab.study.progress import say
 from moe_lab.study.record import Study
 from moe_lab.study.schedule import Schedule
 from moe_lab.study.step import Step
 from moe_lab.study.steps.files import NO_SUMS, STATISTICS
-from moe_lab.study.store import Store
+
+if TYPE_CHECKING:
+    from huggingface_hub import EvalResult
 
 SCORES = ("scores.parquet", "scores.safetensors")
 """Files of a step of scores, of experts or of channels."""
 DATA = "moe_lab"
 """Folder in the repository with what `moe_lab.load_scores` reads."""
 AGAIN = "the export is kept, and the same command uploads it"
+TAGS = ("moe", "pruning", "moe_lab")
+ANOTHER_RATIO = """## Another ratio
+
+The folder `moe_lab` has the scores of all experts of the original and the statistics they were computed from. Another
+model can be cut from them without calibrating again:
+
+```python
+import moe_lab
+from huggingface_hub import snapshot_download
+
+scores = moe_lab.load_scores(snapshot_download("{repository}", allow_patterns="moe_lab/*"))
+plan = moe_lab.plan(scores, ratio={ratio})
+moe_lab.export("{original}", plan, "another")
+```"""
 
 
 def check(config: Config) -> None:
     """Raise UserError for a name that the hub refuses, and when the study exports nothing."""
-    assert config.push is not None
-    from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
+    assert config.push is not None
     try:
         validate_repo_id(config.push)
-    except HFValidationError as error:
+    except ValueError as error:
         raise UserError(f"push={config.push} is not a name of a repository: {str(error).splitlines()[0]}") from None
     if "/" not in config.push:
         raise UserError(f"push={config.push} names no owner: expected OWNER/NAME")
@@ -53,44 +71,37 @@ def check(config: Config) -> None:
 
 def check_graph(config: Config, graph: Graph) -> None:
     """Raise UserError unless the study exports exactly one cell."""
-    cells = [cell for cell in graph.cells if cell.export]
-    if len(cells) != 1:
-        named = ", ".join(cell.plan.label() for cell in cells[:3] if cell.plan)
-        more = ", ..." if len(cells) > 3 else ""
+    labels = [cell.plan.label() for cell in graph.cells if cell.export and cell.plan]
+    if len(labels) != 1:
         raise UserError(
-            f"push={config.push} uploads one pruned model, and this study exports {len(cells)} ({named}{more}): "
-            "expected one cell, in a study of its own"
+            f"push={config.push} uploads one pruned model, and this study exports {len(labels)} "
+            f"({', '.join(labels[:3])}): expected one cell, in a study of its own"
         )
 
 
 def show(study: Study, repository: str, done: Collection[str]) -> None:
     """Print what would be uploaded to `repository`, for a dry run."""
-    from huggingface_hub import get_token
-
     cell = _exported(study)
     assert cell.export and cell.plan
     state = "finished" if cell.export.id in done else "not made yet"
-    benchmarks = ", ".join(cell.evaluate) or "no benchmark"
-    base = base_model(cell.cell.model) or "none on the hub"
     say(
         f"push={repository}: would upload the export of {cell.plan.label()} ({state}), its scores and statistics, and "
-        f"a model card with results on {benchmarks}; base model: {base}"
+        f"a model card with results on {', '.join(cell.evaluate) or 'no benchmark'}"
     )
-    if get_token() is None:
-        say("push: there is no token of the hub here: `hf auth login` or HF_TOKEN")
 
 
 def push(study: Study, repository: str, schedule: Schedule) -> int:
     """Upload the study's exported model to `repository`. Returns the exit code: 1 if it was not uploaded."""
-    store = study.store
     cell = _exported(study)
+    assert cell.export and cell.plan and cell.scores
+    needed = [cell.model, cell.scores, cell.plan, *dict(_sums(cell)).values(), cell.export, *cell.evaluate.values()]
     try:
-        for step in _needed(cell):
+        for step in needed:
             if step.id not in schedule.finished:
                 raise UserError(f"push={repository}: nothing was uploaded, because {step.folder} is not finished")
-            if not store.readable(step):
+            if not study.store.readable(step):
                 raise UserError(f"push={repository}: {step.folder} is damaged: start the same command again")
-        files = dict(_files(store, cell))
+        files = dict(_files(study, cell))
         original = files[CARD].read_text(encoding="utf-8")
         card = hub_card(original, repository, cell.cell, study.config.export, list(_measured(study, cell)))
         say(f"push: uploading {len(files)} files to {repository}")
@@ -105,50 +116,60 @@ def _exported(study: Study) -> CellSteps:
     return next(cell for cell in study.graph.cells if cell.export)
 
 
-def _needed(cell: CellSteps) -> list[Step]:
-    """The steps whose files are uploaded, or are on the card."""
-    assert cell.export and cell.plan and cell.scores
-    steps = [cell.model, cell.scores, cell.plan, *dict(_sums(cell)).values(), cell.export, *cell.evaluate.values()]
-    return list({step.id: step for step in steps}.values())
-
-
 def _sums(cell: CellSteps) -> Iterator[tuple[str, Step]]:
     """(role, step) of each step with sums that the scores, or the allocation, were computed from."""
-    assert cell.plan and cell.scores
     for step in (cell.scores, cell.plan):
-        for role, needed in step.inputs.items():
-            if role not in NO_SUMS:
-                yield role, needed
+        assert step is not None
+        yield from ((role, needed) for role, needed in step.inputs.items() if role not in NO_SUMS)
 
 
-def _files(store: Store, cell: CellSteps) -> Iterator[tuple[str, Path]]:
+def _files(study: Study, cell: CellSteps) -> Iterator[tuple[str, Path]]:
     """(path in the repository, file in the store) of everything that is uploaded."""
     assert cell.export and cell.scores
+    store = study.store
     checkpoint = store.path(cell.export) / "checkpoint"
     for file in files_of(checkpoint):
         yield file.relative_to(checkpoint).as_posix(), file
-    yield f"{DATA}/facts.json", store.path(cell.model) / "facts.json"
-    for name in SCORES:
-        if (file := store.path(cell.scores) / name).is_file():
-            yield f"{DATA}/{name}", file
-    for role, step in _sums(cell):
-        if (file := store.path(step) / STATISTICS).is_file():
-            yield f"{DATA}/{role}.safetensors", file
+    data = {"facts.json": store.path(cell.model) / "facts.json"}
+    data |= {name: store.path(cell.scores) / name for name in SCORES}
+    data |= {f"{role}.safetensors": store.path(step) / STATISTICS for role, step in _sums(cell)}
+    yield from ((f"{DATA}/{name}", file) for name, file in data.items() if file.is_file())
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One result of the exported model, and the same one of the unpruned model, if that was evaluated."""
+
+    benchmark: BenchmarkConfig
+    result: Result
+    original: Result | None
+    harness: str
+    """Harness and its version."""
 
 
 def _measured(study: Study, cell: CellSteps) -> Iterator[Measured]:
-    """The results of a cell, with those of its unpruned model where they are in the store."""
+    """The results of a cell, with those of its unpruned model where they are in the store.
+
+    A result from before the weights were rounded to the format of the export is not one of the uploaded model.
+    """
     store, whole = study.store, unpruned(cell.cell)
     originals: Mapping[str, Step] = next((other.evaluate for other in study.graph.cells if other.cell == whole), {})
+
+    def content(step: Step) -> Any:
+        return json.loads((store.path(step) / "result.json").read_text())
+
+    rounds = study.config.export.format in COMPRESSED
     for name, step in cell.evaluate.items():
-        content = _results(store, step)
-        original = {}
+        if rounds and not reads_export(step, cell.export):
+            continue
+        found, known = content(step), []
         if name in originals and store.done(originals[name]):
-            original = {_key(one): one for one in _results(store, originals[name])["results"]}
-        harness = " ".join(filter(None, (content["protocol"]["harness"], content["protocol"].get("version"))))
-        of_export = study.config.export.format not in ROUNDED or reads_export(step, cell.export)
-        for result in content["results"]:
-            yield Measured(step.benchmark, result, original.get(_key(result)), harness, of_export)
+            known = content(originals[name])["results"]
+        original = {(result["benchmark"], result["metric"]): result for result in known}
+        harness = " ".join(filter(None, (found["protocol"]["harness"], found["protocol"].get("version"))))
+        for result in found["results"]:
+            same = original.get((result["benchmark"], result["metric"]))
+            yield Measured(step.benchmark, result, same, harness)
 
 
 def reads_export(evaluation: Step, export: Step | None) -> bool:
@@ -158,12 +179,103 @@ def reads_export(evaluation: Step, export: Step | None) -> bool:
     return export is not None and export.id in read
 
 
-def _results(store: Store, step: Step) -> Any:
-    return json.loads((store.path(step) / "result.json").read_text())
+def hub_card(card: str, repository: str, cell: Cell, export: ExportConfig, measured: Sequence[Measured]) -> str:
+    """The model card on the hub, made from that of the exported folder.
+
+    The base model, tags and `measured` results are added to its front matter, and a section about the results to its
+    text. Raises UserError when the front matter of the original is not valid YAML.
+    """
+    from huggingface_hub import ModelCardData
+    from yaml import YAMLError, safe_load
+
+    front, text = split_card(card)
+    try:
+        fields = safe_load(front) or {}
+        tags = fields.get("tags") or []
+    except (YAMLError, AttributeError):
+        raise UserError(f"push={repository}: the front matter of the original's README.md is no YAML fields") from None
+    fields = {"library_name": "transformers", "pipeline_tag": "text-generation", **fields}
+    fields["tags"] = [*([tags] if isinstance(tags, str) else tags), *TAGS]
+    fields["base_model"] = base = base_model(cell.model)
+    if base and is_trained(cell.recovery):  # the hub has no word for pruning
+        fields["base_model_relation"] = "finetune"
+    elif base and (cell.recovery.bits == 4 or export.format in COMPRESSED):
+        fields["base_model_relation"] = "quantized"
+    data = ModelCardData(**fields)
+    if measured:
+        data.model_name, data.eval_results = repository.rpartition("/")[2], [*map(_eval_result, measured)]
+    own, heading, original = text.partition(ORIGINAL)
+    path = cell.model.path if base or cell.model.path.startswith(PREFIX) else "FOLDER_OF_THE_ORIGINAL"
+    ratio = 0.5 if cell.ratio != 0.5 else 0.25
+    sections = [
+        own.replace("from_pretrained(folder", f'from_pretrained("{repository}"').strip(),
+        _results(cell, measured),
+        ANOTHER_RATIO.format(repository=repository, ratio=ratio, original=path),
+        f"{heading}{original}",
+    ]
+    return f"---\n{data.to_yaml()}\n---\n\n" + "\n\n".join(sections).strip() + "\n"
 
 
-def _key(result: Result) -> tuple[str, str]:
-    return result["benchmark"], result["metric"]
+def base_model(model: ModelConfig) -> str | None:
+    """The id of a model on the hub; None for a shipped model, and for a folder of this machine."""
+    return model.path if HUB_ID.fullmatch(model.path) and not local(model.path).is_dir() else None
+
+
+def _eval_result(measured: Measured) -> EvalResult:
+    """One entry of `model-index`. A shipped benchmark has no data set on the hub, so its name stands for it."""
+    from huggingface_hub import EvalResult
+
+    benchmark, result = measured.benchmark, measured.result
+    shipped = " (shipped with moe_lab)" if benchmark.task.startswith(PREFIX) else ""
+    about = {"items": result["n"], "items_of_benchmark": result["expected"], "standard_error": result["stderr"]}
+    return EvalResult(
+        task_type="text-generation",
+        dataset_type=benchmark.data or benchmark.name,
+        dataset_name=f"{result['benchmark']}{shipped}",
+        dataset_config=benchmark.subset,
+        dataset_split=benchmark.split,
+        metric_type=result["metric"],
+        metric_name=f"{result['metric']}, {benchmark.shots}-shot",
+        metric_value=result["score"],
+        metric_args={name: value for name, value in about.items() if value is not None},
+    )
+
+
+def _results(cell: Cell, measured: Sequence[Measured]) -> str:
+    """The section of the card about how the model was pruned, and its results."""
+    allocation = cell.allocation
+    choices = {
+        "criterion": cell.criterion.name,
+        "calibration set": cell.calibration.name,
+        "ratio": f"{cell.ratio:g}",
+        "allocation": allocation.name,
+        "replacement of dropped experts": allocation.replacement,
+        "protected experts": Path(allocation.protect).name if allocation.protect else "none",
+        "seed": cell.seed,
+        "recovery": cell.recovery.name,
+    }
+    named = ", ".join(f"{what} `{choice}`" for what, choice in choices.items() if choice != "none")
+    lines = ["## Results", "", f"Pruned by moe_lab: {named}.", ""]
+    if not measured:
+        return "\n".join([*lines, "This checkpoint was not evaluated."])
+    lines += [
+        f"Benchmarks are asked as in the protocol `{cell.protocol.name}` of moe_lab. Scores have their standard error "
+        "over items.",
+        "",
+        "| benchmark | metric | shots | this model | original | items | harness |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for each in measured:
+        result, original = each.result, _score(each.original) if each.original else "not evaluated"
+        of = f" of {result['expected']:,}" if result["expected"] not in (None, result["n"]) else ""
+        columns = [result["benchmark"], result["metric"], each.benchmark.shots, _score(result), original]
+        lines.append("| " + " | ".join(map(str, [*columns, f"{result['n']:,}{of}", each.harness])) + " |")
+    return "\n".join(lines)
+
+
+def _score(result: Result) -> str:
+    error = f" ± {result['stderr']:.4f}" if result["stderr"] is not None else ""
+    return f"{result['score']:.4f}{error}"
 
 
 def _upload(repository: str, files: Mapping[str, Path | bytes]) -> str:
@@ -174,6 +286,7 @@ def _upload(repository: str, files: Mapping[str, Path | bytes]) -> str:
     """
     from httpx import HTTPError
     from huggingface_hub import CommitOperationAdd, HfApi, get_token
+    from huggingface_hub.errors import HfHubHTTPError
 
     token = get_token()
     if token is None:
@@ -191,7 +304,10 @@ def _upload(repository: str, files: Mapping[str, Path | bytes]) -> str:
     except UserError:
         raise
     except (OSError, HTTPError, ValueError, RuntimeError) as error:  # RuntimeError: of hf_xet
-        reason = _reason(error).replace(token, MASK)
+        # Where one file was not sent, the cause says why.
+        cause = error if isinstance(error, HfHubHTTPError) else error.__cause__ or error
+        # The query of an address may be a signature.
+        reason = re.sub(r"\?\S+", "", " ".join(str(cause).split())).replace(token, MASK) or type(cause).__name__
         raise Unavailable(f"push={repository}: the upload failed: {reason}; {AGAIN}") from None
     return address
 
@@ -206,14 +322,3 @@ def _check_same(repository: str, digests: Mapping[str, str], info: Any) -> None:
                 f"push={repository}: the repository has another model ({path} is not of this export): name another "
                 f"repository, or remove the model there; {AGAIN}"
             )
-
-
-def _reason(error: BaseException) -> str:
-    """What the hub or the network said, on one line."""
-    from huggingface_hub.errors import HfHubHTTPError
-
-    while error.__cause__ and not isinstance(error, HfHubHTTPError):  # where one file was not sent, the cause says why
-        error = error.__cause__
-    # The query of an address may be a signature. httpx adds a link that explains the status code.
-    text = re.sub(r"\?\S+| For more information check: \S+", "", " ".join(str(error).split()))
-    return text or type(error).__name__

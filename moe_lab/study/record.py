@@ -50,8 +50,7 @@ def write(study: Study, run: Run, failed: Mapping[str, Mapping[str, Any]]) -> No
         return str(store.path(step).relative_to(store.root)) if step and store.path(step).exists() else None
 
     def errors(cell: CellSteps) -> dict[str, str]:
-        results = {name: step for name, step in cell.named().items() if name not in PREPARATION}
-        steps = {**cell.evaluate, **results}
+        steps = {name: step for name, step in {**cell.evaluate, **cell.named()}.items() if name not in PREPARATION}
         return {name: str(failed[step.id]["message"]) for name, step in steps.items() if step and step.id in failed}
 
     called = _models(graph)
@@ -97,12 +96,13 @@ def _models(graph: Graph) -> dict[tuple[str, str], str]:
     Scores of different protocols are not comparable. So for each protocol but its first, a model is recorded as a model
     of its own, with the protocol in its name.
     """
-    by_model: dict[str, dict[str, str]] = {}
+    first: dict[str, str] = {}
+    named = {}
     for cell in graph.cells:
-        words = by_model.setdefault(cell.cell.model.name, {})
-        protocol = cell.cell.protocol.name
-        words.setdefault(protocol, f"{cell.cell.model.name} ({protocol})" if words else cell.cell.model.name)
-    return {(model, protocol): word for model, words in by_model.items() for protocol, word in words.items()}
+        model, protocol = cell.cell.model.name, cell.cell.protocol.name
+        is_first = first.setdefault(model, protocol) == protocol
+        named[model, protocol] = model if is_first else f"{model} ({protocol})"
+    return named
 
 
 def _names(steps: CellSteps) -> dict[str, Any]:
@@ -127,27 +127,17 @@ def _called(name: str, parameters: Mapping[str, Any]) -> str:
 
 
 def allocation_columns(allocation: AllocationConfig) -> dict[str, str | None]:
-    """An allocation in the record: its label, or its name and settings; what replaces dropped experts; what is
-    protected."""
-    return {
-        "allocation": allocation.label or _called(allocation.name, _differing(allocation)),
-        "replacement": allocation.replacement,
-        "protect": _protected(allocation),
-    }
-
-
-def _protected(allocation: AllocationConfig) -> str | None:
-    """What an allocation protects: the name of a file or, for super experts, with the share of layers if unusual."""
-    if allocation.protect is None:
-        return None
-    layers = allocation.protect_layers
-    share = "" if layers == AllocationConfig().protect_layers else f", protect_layers={layers:g}"
-    return f"{Path(allocation.protect).name}{share if allocation.protect == SUPER else ''}"
-
-
-def _differing(allocation: AllocationConfig) -> dict[str, Any]:
-    """Settings that distinguish an allocation from others of its name: parameters, and fields that are not default."""
+    """An allocation in the record: its label, or its name with parameters and settings that are not default; what
+    replaces dropped experts; what is protected, by the name of a file or, for super experts, with an unusual share of
+    layers."""
     usual = AllocationConfig()
     words = ("multiple_of", "ratio_basis", "by", "search", "path")
-    own = {word: getattr(allocation, word) for word in words if getattr(allocation, word) != getattr(usual, word)}
-    return {**own, **allocation.parameters}
+    unusual = {word: getattr(allocation, word) for word in words if getattr(allocation, word) != getattr(usual, word)}
+    protect = Path(allocation.protect).name if allocation.protect else None
+    if allocation.protect == SUPER and allocation.protect_layers != usual.protect_layers:
+        protect = f"{SUPER}, protect_layers={allocation.protect_layers:g}"
+    return {
+        "allocation": allocation.label or _called(allocation.name, {**unusual, **allocation.parameters}),
+        "replacement": allocation.replacement,
+        "protect": protect,
+    }

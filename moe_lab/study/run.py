@@ -1,87 +1,101 @@
-"""Run a study: check its settings, build the graph, run missing steps, write the record and the report."""
+"""Run a study: build the graph, run missing steps, write the record and the report."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from functools import partial
+from statistics import fmean
+from typing import NamedTuple
 
 from moe_lab.config import Config
-from moe_lab.errors import UserError
+from moe_lab.config.base import SettingsError
+from moe_lab.errors import UserError, unknown
 from moe_lab.grid import Request
+from moe_lab.json_files import Number, read_json
+from moe_lab.results import DIGITS, is_lower_better
 from moe_lab.study import report
-from moe_lab.study.estimates import Times, disk_problems, forecast, memory_problems
-from moe_lab.study.graph import build, unresolved
-from moe_lab.study.launch import LAUNCHERS, Launcher
-from moe_lab.study.preflight import lacking, preflight
+from moe_lab.study.estimates import Times, disk_problems, forecast
+from moe_lab.study.graph import build, normalized, unresolved
+from moe_lab.study.launch import LAUNCHERS
+from moe_lab.study.preflight import AVERAGE, lacking
 from moe_lab.study.progress import console, say, say_notices
 from moe_lab.study.record import Study
 from moe_lab.study.report import finish
-from moe_lab.study.runs import Run, begin
+from moe_lab.study.runs import begin
 from moe_lab.study.schedule import Schedule, recall_failures
 from moe_lab.study.step import Step, unmerged
-from moe_lab.study.store import DIGITS, Store
+from moe_lab.study.store import Store
 from moe_lab.study.sync import Remote, pull, pull_records, pushed_regularly
 
+RESULTS = {"results": [{"benchmark": str, "metric": str, "score": Number}]}
 
-def run(config: Config, requests: Sequence[Request], *, add: bool = False) -> int:
-    """Run the study. Returns the exit code.
 
-    `add`: add its cells to those recorded under its name, instead of replacing them.
+class Ended(NamedTuple):
+    """How a study ended."""
 
-    0: all done; 1: something failed or is missing; 2: all failures are mistakes of the user. Raises UserError for
-    mistakes found before anything is run. When something is missing here, a dry run prints its forecast first.
+    code: int
+    """0: all done; 1: something failed or is missing; 2: all failures are mistakes of the user."""
+    study: Study
+
+
+def run(config: Config, requests: Sequence[Request], *, add: bool = False) -> Ended:
+    """Run a study whose settings are valid.
+
+    `add`: add its cells to those recorded under its name, instead of replacing them. Raises UserError for what is
+    missing here, before anything is run; a dry run prints its forecast first.
     """
-    problems = preflight(config, requests)
-    missing = lacking(config, requests)
-    if problems := list(dict.fromkeys(problems + ([] if config.dry_run else missing))):
-        raise _together("several things:", problems)
     graph = build(config, requests)
-    if config.push is not None:
+    study = Study(config, graph, Store(config.store), add)
+    _check(study)
+    missing = lacking(graph.steps(), config.launcher)
+    with study.store.errors_as_sentences():
+        if config.dry_run:
+            missing += _forecast(study)
+        if missing:
+            raise SettingsError(missing)
+        return Ended(0 if config.dry_run else _run(study), study)
+
+
+def _check(study: Study) -> None:
+    """Raise UserError when the graph is not one that can be pushed, or when ids of its steps are not known."""
+    if study.config.push is not None:
         from moe_lab.study import push
 
-        push.check_graph(config, graph)
-    if unknown := unresolved(graph.steps()):
+        push.check_graph(study.config, study.graph)
+    if unknown := unresolved(study.graph.steps()):
         sentence = (
             f"{', '.join(unknown)}: not in the cache, and the hub cannot be asked, so what would be read is not known"
         )
-        if not config.dry_run:
+        if not study.config.dry_run:
             raise UserError(f"{sentence}: connect to the hub, download it first, or give a folder or a file")
         say(f"{sentence}: the ids of its steps are not final")
-    store = Store(config.store)
-    study = Study(config, graph, store, add)
-    with store.errors_as_sentences():
-        if config.dry_run:
-            return _forecast(study, missing)
-        store.create()
-        if store.url:
-            pull_records(store, Remote(store.url), config.study)
-        with begin(store, config.study, graph.steps()) as begun:
-            return _run(study, begun, LAUNCHERS[config.launcher.name])
 
 
-def _run(study: Study, begun: Run, launch: Launcher) -> int:
-    """Find the finished steps in the store and `launch` the others."""
-    config, store = study.config, study.store
-    every = study.graph.steps()
+def _run(study: Study) -> int:
+    """Run the missing steps, or submit them, and finish; the exit code."""
+    config, store, every = study.config, study.store.create(), study.graph.steps()
     if store.url:
-        _pull(store, Remote(store.url), every)
-    steps, done = _in_store(study)
-    if store.notices:
-        report.outdate_reports(store)
-    say_notices(store)
-    begun.note(steps)
-    undone = [step for step in steps if step.id not in done]
-    store.clear({step.id for step in every} - {step.id for step in undone})
-    if full := _too_little(study, undone):
-        begun.remove()
-        raise _together("this cannot start:", full)
-    schedule = Schedule(steps, done)
-    recall_failures(schedule, store, retry=config.retry)
-    say_notices(store)
-    with pushed_regularly(store):
-        if schedule.waiting and not launch(schedule, study, begun):
-            return 0
-    return max(finish(study, schedule, begun), _pushed(study, schedule))
+        pull_records(store, Remote(store.url), config.study)
+    with begin(store, config.study, every) as begun:
+        if store.url:
+            _pull(store, Remote(store.url), every)
+        steps, done = _in_store(study)
+        if store.notices:
+            report.outdate_reports(store)
+        say_notices(store)
+        begun.note(steps)
+        undone = [step for step in steps if step.id not in done]
+        store.clear({step.id for step in every} - {step.id for step in undone})
+        if full := disk_problems(store.root, undone):
+            begun.remove()
+            raise SettingsError(full)
+        schedule = Schedule(steps, done)
+        recall_failures(schedule, store, retry=config.retry)
+        say_notices(store)
+        with pushed_regularly(store):
+            if schedule.waiting and not LAUNCHERS[config.launcher.name](schedule, study, begun):
+                return 0
+        return max(finish(study, schedule, begun), _pushed(study, schedule))
 
 
 def _pull(store: Store, remote: Remote, steps: Sequence[Step]) -> None:
@@ -95,7 +109,7 @@ def _pull(store: Store, remote: Remote, steps: Sequence[Step]) -> None:
 
 
 def _finished_there(remote: Remote, steps: Sequence[Step]) -> set[str]:
-    there = remote.finished(step.kind for step in steps)
+    there = remote.finished()
     return {step.id for step in steps if step.id[:DIGITS] in there}
 
 
@@ -110,24 +124,25 @@ def _in_store(study: Study, elsewhere: Set[str] = frozenset()) -> tuple[list[Ste
     return steps, done
 
 
-def _too_little(study: Study, undone: Sequence[Step]) -> list[str]:
-    """Sentences on disk and memory that do not suffice for these steps."""
-    full = disk_problems(study.store.root, undone)
-    if study.config.launcher.name != "slurm":  # nodes of a cluster have their own memory
-        full += memory_problems(undone)
-    return full
-
-
-def _forecast(study: Study, missing: Sequence[str]) -> int:
-    """Print what a run would do. `missing`: what this machine lacks for it."""
-    store, every = study.store, study.graph.steps()
+def _forecast(study: Study) -> list[str]:
+    """Print what a run would do: a table of its steps, with launcher=slurm one of the jobs' resources, and what would
+    be uploaded. Returns a sentence when the disk is too small for it."""
+    config, store, every = study.config, study.store, study.graph.steps()
     steps, done = _in_store(study, _finished_there(Remote(store.url), every) if store.url else frozenset())
     say_notices(store)
-    full = _too_little(study, [step for step in steps if step.id not in done])
-    _show_forecast(study, steps, done, Times(store))
-    if missing or full:
-        raise _together("this cannot start yet:", [*missing, *full])
-    return 0
+    times, undone = Times(store), [step for step in steps if step.id not in done]
+    console.print(forecast(steps, done, config.resources.gpu_memory, times.seconds))
+    if config.launcher.name == "slurm" and undone:
+        from moe_lab.study.slurm.arrays import arrange, table
+        from moe_lab.study.slurm.resources import resources
+
+        ask = partial(resources, settings=config.resources, seconds=times.seconds)
+        console.print(table(arrange(undone, ask, config.launcher), config.resources.longest, times.seconds))
+    if config.push is not None:
+        from moe_lab.study.push import show
+
+        show(study, config.push, done)
+    return disk_problems(store.root, undone)
 
 
 def _pushed(study: Study, schedule: Schedule) -> int:
@@ -139,24 +154,40 @@ def _pushed(study: Study, schedule: Schedule) -> int:
     return push(study, study.config.push, schedule)
 
 
-def _show_forecast(study: Study, steps: Sequence[Step], done: set[str], times: Times) -> None:
-    """Print a table of the graph's steps, with launcher=slurm one of the jobs' resources, and what would be
-    uploaded."""
-    config = study.config
-    console.print(forecast(steps, done, config.resources.gpu_memory, times.seconds))
-    missing = [step for step in steps if step.id not in done]
-    if config.launcher.name == "slurm" and missing:
-        from moe_lab.study.slurm.arrays import arrange, table
-        from moe_lab.study.slurm.resources import resources
+def told(ended: Ended, requests: Iterable[Request]) -> float:
+    """What a sweeper is told of the job that asked for these cells of a study: the number that `objective` names, or
+    the exit code without it.
 
-        ask = partial(resources, settings=config.resources, seconds=times.seconds)
-        arrays = arrange(missing, ask, config.launcher)
-        console.print(table(arrays, config.resources.longest, times.seconds))
-    if config.push is not None:
-        from moe_lab.study.push import show
-
-        show(study, config.push, done)
-
-
-def _together(heading: str, problems: Sequence[str]) -> UserError:
-    return UserError(problems[0] if len(problems) == 1 else "\n  - ".join([heading, *problems]))
+    Avg is the mean over benchmarks in which more is better, each the mean of its results; any other name is that of a
+    result, such as arc_easy or perplexity. Raises UserError when the job prunes no or several models, and when a
+    benchmark has no result.
+    """
+    code, study = ended
+    wanted = study.config.objective
+    if wanted is None or study.config.dry_run:
+        return code
+    cells = {normalized(cell) for asked, _ in requests for cell in asked}
+    pruned = [steps for steps in study.graph.cells if steps.cell in cells]
+    if len(pruned) != 1:
+        raise UserError(
+            f"objective={wanted} is a number of one pruned model, but a job of this sweep prunes {len(pruned)}: "
+            "expected one value in each axis"
+        )
+    scores: dict[str, float] = {}
+    averaged: list[float] = []
+    for benchmark, step in pruned[0].evaluate.items():
+        file = study.store.path(step) / "result.json"
+        if not file.is_file():
+            raise UserError(
+                f"objective={wanted}: {benchmark} has no result: `python -m moe_lab.study why {study.config.study} "
+                f"store={study.config.store}` says why"
+            )
+        results = read_json(file, RESULTS)["results"]
+        scores |= {result["benchmark"]: result["score"] for result in results}
+        shares = [result["score"] for result in results if not is_lower_better(result["metric"])]
+        averaged += [fmean(shares)] if shares else []
+    if wanted == AVERAGE and averaged:
+        return fmean(averaged)
+    if wanted not in scores:
+        raise unknown("objective", wanted, scores)
+    return scores[wanted]

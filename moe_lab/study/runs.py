@@ -21,6 +21,7 @@ from typing import Any
 
 from moe_lab.json_files import Number, write_json
 from moe_lab.results import RECORD as RECORD_FILE
+from moe_lab.study.claims import Claim
 from moe_lab.study.step import Step, code_state, edits
 from moe_lab.study.store import Store
 
@@ -29,6 +30,9 @@ JOBS_SHAPE = [{"id": str, "array": str, "name": str, "kind": str, "steps": [str]
 RECORD = "record"
 """Kind of job that ends a submission: it writes the record and the report."""
 
+CHOOSING = "gc"
+"""Claim under which `gc` chooses and runs begin, one at a time. So no run can find a step finished, and then lose it
+because gc had looked for runs before."""
 NAME = re.compile(r"\d+-[0-9a-f]{8}")
 
 
@@ -40,8 +44,8 @@ class Submitted:
     array: str
     name: str
     kind: str
-    steps: tuple[str, ...]
-    after: tuple[str, ...]
+    steps: Sequence[str]
+    after: Sequence[str]
 
 
 @dataclass
@@ -56,10 +60,7 @@ class Run:
     def jobs(self) -> list[Submitted]:
         """The submitted jobs, in order of submission; jobs come after those they need."""
         rows = self.store.read(self.folder / "jobs.json", JOBS_SHAPE, "its jobs are forgotten: see squeue") or []
-        return [
-            Submitted(row["id"], row["array"], row["name"], row["kind"], tuple(row["steps"]), tuple(row["after"]))
-            for row in rows
-        ]
+        return [Submitted(**row) for row in rows]
 
     def add(self, jobs: Iterable[Submitted]) -> None:
         """Record further jobs."""
@@ -77,11 +78,9 @@ class Run:
         content: dict[str, Any] | None = self.store.read(self.folder / "run.json", RUN_SHAPE, "written again")
         return content
 
-    @contextmanager
-    def held(self) -> Iterator[None]:
+    def held(self) -> Claim:
         """Keep `gc` from freeing the steps of the run until the block ends or the process dies."""
-        with self.store.claims.held(f"run-{self.folder.name}-{uuid.uuid4().hex[:8]}"):
-            yield
+        return self.store.claims.take(f"run-{self.folder.name}-{uuid.uuid4().hex[:8]}")
 
     def note(self, steps: Iterable[Step]) -> None:
         """Write down what the run sets out to do, and the version of the code."""
@@ -108,7 +107,7 @@ def begin(store: Store, study: str, steps: Sequence[Step]) -> Iterator[Run]:
     """
     folder = store.root / "runs" / study
     with ExitStack() as held:
-        with store.choosing():
+        with store.claims.wait_for(CHOOSING):
             before = [run.folder for run in runs(store, study)]
             number = 1 + max((int(path.name.partition("-")[0]) for path in before), default=0)
             recorded = tuple(path.name for path in before if (path / RECORD_FILE).exists())

@@ -13,32 +13,24 @@ import subprocess
 import sys
 import time
 import traceback
-import weakref
 from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass, field, fields
-from enum import Enum
-from functools import cache, cached_property, lru_cache, wraps
+from functools import cache, cached_property, wraps
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar, dataclass_transform
 
 import moe_lab
-from moe_lab.config import ModelConfig
-from moe_lab.config.identity import identity
-from moe_lab.errors import DISK_FULL, Unavailable, UserError
+from moe_lab.config import LauncherConfig, ModelConfig
+from moe_lab.config.base import identity
+from moe_lab.errors import DISK_FULL, Unavailable, UserError, mask
 from moe_lab.evaluation.harness import installed
 from moe_lab.json_files import Damaged, read_json
 from moe_lab.models.config_json import Size
 from moe_lab.models.memory import processor
 from moe_lab.paths import shortened
-from moe_lab.secrets import mask
 from moe_lab.study.memory import BASE, weights
 
-if TYPE_CHECKING:
-    from moe_lab.study.steps.files import Files
-    from moe_lab.study.store import Store
-
-T = TypeVar("T")
 Result = TypeVar("Result")
 LONGEST_LABEL = 200
 """Most bytes of a label: it leaves room for longer names that are made from a folder's name."""
@@ -67,41 +59,37 @@ class Identified:
     digest: str
 
 
-def once_per_object(function: Callable[[T], Result]) -> Callable[[T], Result]:
-    """The function, called once for each object as long as that lives; objects that are equal count by themselves."""
-    known: dict[int, tuple[weakref.ref[Any], Result]] = {}
+def once(function: Callable[..., Result]) -> Callable[..., Result]:
+    """The function, called once for equal arguments: words and numbers count by value, objects by identity. These are
+    kept, so that no identity is used again."""
+    known: dict[tuple[Any, ...], tuple[Any, Result]] = {}
 
     @wraps(function)
-    def remembered(value: T) -> Result:
-        key = id(value)
-        if key in known and known[key][0]() is value:
-            return known[key][1]
-        found = function(value)
-        with contextlib.suppress(TypeError):  # dictionaries and tuples have no weak references
-            known[key] = (weakref.ref(value, lambda _: known.pop(key, None)), found)
-        return found
+    def remembered(*arguments: Any) -> Result:
+        key = tuple((type(part), part) if isinstance(part, (str, int, float)) else id(part) for part in arguments)
+        if key not in known:
+            known[key] = (arguments, function(*arguments))
+        return known[key][1]
 
     return remembered
 
 
-@lru_cache(maxsize=1 << 16, typed=True)
-def _of_scalar(value: Any) -> Identified:
-    return Identified(value, digest(value))
-
-
-@once_per_object
-def _of_group(setting: Any) -> Identified:
+@once
+def identified(setting: Any) -> Identified:
+    """The identity of a setting. Many steps share a group of settings, so that it is computed once for each object."""
     document = identity(setting)
     return Identified(document, digest(document))
 
 
-def identified(setting: Any) -> Identified:
-    """The identity of a setting. Many steps share a group of settings, so that it is computed once for each object."""
-    return _of_scalar(setting) if isinstance(setting, (str, int, float)) else _of_group(setting)
-
-
+@dataclass_transform(frozen_default=True, eq_default=False, field_specifiers=(field,))
 class Parts:
-    """Fields that several steps have in common, as one field of each: its fields count as those of the step."""
+    """Fields that several steps have in common, as one field of each: its fields count as those of the step.
+
+    A class that is derived from it is a frozen dataclass.
+    """
+
+    def __init_subclass__(cls) -> None:
+        dataclass(frozen=True, eq=False)(cls)
 
     runtime: ClassVar[frozenset[str]] = frozenset()
     """Fields that determine how the work is done (device, paths, permissions), and not what comes out."""
@@ -123,30 +111,6 @@ class Parts:
         return roles
 
 
-class Loads(Enum):
-    """What a step reads of a model."""
-
-    NOTHING = 0
-    """No weights: it works on files of other steps, takes little time and memory, and may concern several models."""
-    CHECKPOINT = 1
-    """The files once, with a piece of them in memory at a time."""
-    MODEL = 2
-    """The model is loaded and run."""
-
-
-class Packing(Enum):
-    """How many steps one Slurm job does."""
-
-    ONE = 0
-    SMALL = 1
-    """`launcher.steps_per_job` steps."""
-    GRADING = 2
-    """`launcher.cells_per_job` steps."""
-    CELLS = 3
-    """The steps of `launcher.cells_per_job` pruned models of one model, whose weights are loaded once."""
-
-
-@dataclass(frozen=True, eq=False)
 class Step(Parts):
     """One cached, restartable piece of work. A kind of step is a subclass.
 
@@ -157,14 +121,18 @@ class Step(Parts):
 
     kind: ClassVar[str] = ""
     """The folder in the store, and the name in settings and tables. It registers the class."""
-    loads: ClassVar[Loads] = Loads.NOTHING
+    loads: ClassVar[Literal["nothing", "checkpoint", "model"]] = "nothing"
+    """What it reads of a model: no weights, as it works on files of other steps, and may concern several models; the
+    files once, with a piece of them in memory at a time; or the model, which is run."""
     reads_text: ClassVar[bool] = False
     """Whether a criterion or an allocation that needs such a step depends on the calibration set."""
     streams: ClassVar[bool] = False
     """Whether it can run the model with one decoder layer in memory at a time (calibration.engine=streamed)."""
     foreign: ClassVar[bool] = False
     """Whether it runs foreign code; launcher=inline then runs it in a worker process."""
-    packing: ClassVar[Packing] = Packing.ONE
+    per_job: ClassVar[Literal["", "steps", "cells"]] = ""
+    """What one Slurm job does: one step; many, where each takes seconds; or those of `launcher.cells_per_job` pruned
+    models of one model, whose weights are loaded once (as many steps, where they load no model)."""
     process_memory: ClassVar[float] = BASE
     """Bytes of the whole process of a step that loads nothing."""
 
@@ -172,18 +140,23 @@ class Step(Parts):
     """Steps that each do a share of the work; this step then only merges their results."""
     runtime: ClassVar[frozenset[str]] = frozenset({"merges"})
 
+    def conditions(self, launcher: LauncherConfig) -> Iterable[tuple[Any, ...]]:
+        """What must hold where it is started, such as permissions: checks, which raise UserError or give sentences,
+        and their arguments. `launcher.python`: that it runs where other programs are installed."""
+        return ()
+
     def label(self) -> str:
         """The readable part of its folder's name."""
         raise NotImplementedError
 
-    def work(self, files: Files) -> None:
-        """Do it: read finished steps, write to `files.out`. Imports torch inside the function."""
+    def work(self, files: Any) -> None:
+        """Do it: read finished steps, write to `files.out` (`Files` of steps/files.py). Imports torch inside."""
         raise NotImplementedError
 
     @classmethod
     def needs_whole_model(cls) -> bool:
         """Whether steps of this kind run the model, and cannot do so with one decoder layer in memory at a time."""
-        return cls.loads is Loads.MODEL and not cls.streams
+        return cls.loads == "model" and not cls.streams
 
     @property
     def about(self) -> ModelConfig | None:
@@ -193,7 +166,7 @@ class Step(Parts):
     @property
     def runs_model(self) -> bool:
         """Whether it loads the model and runs it."""
-        return self.loads is Loads.MODEL and not self.merges
+        return self.loads == "model" and not self.merges
 
     @property
     def is_layered(self) -> bool:
@@ -283,12 +256,6 @@ TRANSIENT = {*DISK_FULL, errno.EIO, errno.ENOMEM, errno.EROFS, errno.ESTALE, err
 """Numbers of errors that are the machine's fault, not the work's: the next run tries the step again."""
 
 
-def log_of(store: Store, name: str) -> Path:
-    """File with what the step `name` (kind/label-id) printed in worker processes; there is none if it printed
-    nothing."""
-    return store.root / "logs" / f"{name}.log"
-
-
 def error_document(error: BaseException) -> dict[str, Any]:
     """An exception as JSON: a message for the user, the trace for the log, and whether a rerun should try again."""
     text = str(error) or type(error).__name__
@@ -313,7 +280,7 @@ NOTED = "code_state.json"
 """File in a copy of the package for Slurm jobs with the `code_state` of the original."""
 
 
-@lru_cache(maxsize=1)
+@cache
 def code_state() -> dict[str, Any]:
     """Version of moe_lab; in a checkout also the commit and a digest of uncommitted edits."""
     noted = Path(moe_lab.__file__).parent / NOTED

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import os
 import re
 import shutil
@@ -11,13 +12,14 @@ import time
 import uuid
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from hashlib import sha256
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from moe_lab.errors import DISK_FULL, Unavailable, UserError
 from moe_lab.json_files import Damaged, read_json, write_json
 from moe_lab.paths import store_folder, url_of
+from moe_lab.results import DIGITS
 from moe_lab.study.claims import Busy, Claim, Claims
 from moe_lab.study.step import NO_ROOM, Step, digest
 
@@ -31,23 +33,10 @@ Hashing takes most of a second per GiB, so a start compares only sizes and times
 seconds and earlier than the publication of the step. File systems and copies that keep whole seconds preserve it, and
 any later write to a file changes it, even within the same tick of a coarse clock.
 """
-STEP_SHAPE = {
-    "id": str,
-    "kind": str,
-    "settings": dict,
-    "inputs": {str: str},
-    "provenance": dict,
-    "files": {str: {"bytes": int, "sha256": str}},
-    "time": int,
-    "digest": str,
-}
 PROVENANCE = "provenance.json"
 """In a scratch folder: what a worker says of how the step came about; it becomes part of STEP."""
-ERROR_SHAPE = {"message": str}
-SCRATCH = re.compile(r"\.[0-9a-f]{12}\.[0-9a-f]{8}")
+SCRATCH = re.compile(rf"\.([0-9a-f]{{{DIGITS}}})\.[0-9a-f]{{8}}")
 """Name of a folder with unfinished work: start of the step's id, and a random word."""
-DIGITS = 12
-"""Digits of a step's id in the name of its folder."""
 FOLDER = re.compile(rf".+-([0-9a-f]{{{DIGITS}}})")
 """Name of the folder of a finished step, with or without its kind."""
 TICK = 2
@@ -90,11 +79,7 @@ class Store:
         try:
             self.root.mkdir(parents=True, exist_ok=True)
             self._check_marker()
-            if not (self.root / MARKER).exists():
-                write_json(self.root / MARKER, {"schema": SCHEMA})
-            probe = self.root / f".probe.{uuid.uuid4().hex[:8]}"
-            probe.touch()
-            probe.unlink()
+            write_json(self.root / MARKER, {"schema": SCHEMA})  # each time, to find out whether one may
         except OSError as error:
             if error.errno in DISK_FULL:
                 raise UserError(NO_ROOM) from None
@@ -159,12 +144,12 @@ class Store:
 
     def path(self, step: Step) -> Path:
         """Folder of the finished step, found by its id: the label may be of another run with another model name."""
-        return self.place(step.folder, step.id)
+        return self.place(step.folder)
 
-    def place(self, name: str, step_id: str) -> Path:
-        """Folder of the finished step with that name, or else with that id under another label."""
+    def place(self, name: str) -> Path:
+        """Folder of the finished step KIND/NAME, or else with the id in that name under another label."""
         folder = self.root / name
-        return folder if folder.exists() else self._known(name.partition("/")[0]).get(step_id[:12], folder)
+        return folder if folder.exists() else self._known(name.partition("/")[0]).get(name[-DIGITS:], folder)
 
     def _known(self, kind: str) -> dict[str, Path]:
         """Start of the id -> folder, for all finished steps of a kind; read again when the kind's folder changed."""
@@ -172,26 +157,31 @@ class Store:
         changed = parent.stat().st_mtime_ns if parent.exists() else 0
         if self._index.get(kind, (None,))[0] != changed:
             names = [entry.name for entry in os.scandir(parent) if not entry.name.startswith(".")] if changed else []
-            self._index[kind] = (changed, {name[-12:]: parent / name for name in names})
+            self._index[kind] = (changed, {name[-DIGITS:]: parent / name for name in names})
         return self._index[kind][1]
+
+    def log(self, name: str) -> Path:
+        """File with what the step `name` (kind/label-id) printed in worker processes; there is none if it printed
+        nothing."""
+        return self.root / "logs" / f"{name}.log"
 
     def partial(self, step: Step) -> Path:
         """Folder in which an unfinished step saves files to resume from."""
-        return self.root / "partial" / step.id[:16]
+        return self.root / "partial" / step.id[:DIGITS]
 
     def clear(self, finished: Iterable[str]) -> None:
         """Remove the resume files of finished steps, which are left if a process is killed right after publishing."""
-        left = {path.name: path for path in (self.root / "partial").glob("*")}
-        for step_id in finished:
-            if step_id[:16] in left:
-                shutil.rmtree(left[step_id[:16]], ignore_errors=True)
+        starts = {step_id[:DIGITS] for step_id in finished}
+        for path in (self.root / "partial").glob("*"):
+            if path.name in starts:
+                shutil.rmtree(path, ignore_errors=True)
 
     def done(self, step: Step) -> bool:
         """Whether the step is finished and undamaged, judged by sizes and modification times.
 
         A file with another time, as in a copied store, is hashed once. A damaged step is set aside, with a notice.
         """
-        return self._keep(self.path(step), changed(self.path(step)))
+        return self._keep(self.path(step), damage(self.path(step)))
 
     def readable(self, step: Step) -> bool:
         """As `done`, for a step that is about to be read: every file is hashed the first time this object checks it.
@@ -199,38 +189,36 @@ class Store:
         Modification times do not reveal bits that flipped on the disk.
         """
         folder = self.path(step)
-        if not self._keep(folder, changed(folder) if step.id in self._hashed else damaged(folder)):
+        if not self._keep(folder, damage(folder, hash_all=step.id not in self._hashed)):
             return False
         self._hashed.add(step.id)
         return True
 
-    def _keep(self, folder: Path, damage: Mapping[str, str]) -> bool:
-        """Whether there is no `damage`; a damaged folder is set aside."""
-        if damage and folder.exists():
-            what = ", ".join(f"{file} is {state}" for file, state in damage.items())
+    def _keep(self, folder: Path, found: Mapping[str, str]) -> bool:
+        """Whether no damage was found; a damaged folder is set aside."""
+        if found and folder.exists():
+            what = ", ".join(f"{file} is {state}" for file, state in found.items())
             self._set_aside(folder, what, "pulled or computed again" if self.url else "computed again")
-            return False
-        return not damage
+        return not found
 
     def _set_aside(self, path: Path, what: str, instead: str) -> None:
         place = path.relative_to(self.root)
-        if not self._writing:
-            self._notice(f"{place}: {what}: the next run sets it aside")
-            return
-        aside = self.root / "damaged" / f"{'-'.join(place.parts)}-{uuid.uuid4().hex[:6]}"
-        aside.parent.mkdir(exist_ok=True)
-        with contextlib.suppress(FileNotFoundError):  # another run may have set it aside first
-            path.rename(aside)
-            self._notice(f"{place}: {what}: moved to {aside} and {instead}")
-
-    def _notice(self, sentence: str) -> None:
+        sentence = f"{place}: {what}: the next run sets it aside"
+        if self._writing:
+            aside = self.root / "damaged" / f"{'-'.join(place.parts)}-{uuid.uuid4().hex[:6]}"
+            aside.parent.mkdir(exist_ok=True)
+            try:
+                path.rename(aside)
+            except FileNotFoundError:  # another run has set it aside first
+                return
+            sentence = f"{place}: {what}: moved to {aside} and {instead}"
         if sentence not in self.notices:
             self.notices.append(sentence)
 
     def error(self, step_id: str) -> dict[str, Any] | None:
         """The stored error of the step with that id; None when it has not failed."""
         path = self.root / "failed" / f"{step_id}.json"
-        content: dict[str, Any] | None = self.read(path, ERROR_SHAPE, "the step is tried again")
+        content: dict[str, Any] | None = self.read(path, {"message": str}, "the step is tried again")
         return content
 
     def fail(self, step: Step, error: dict[str, Any]) -> None:
@@ -240,36 +228,12 @@ class Store:
             folder.mkdir(exist_ok=True)
             write_json(folder / f"{step.id}.json", {"step": step.folder, "time": time.time(), **error})
 
-    def being_done(self, kind: str) -> dict[str, float]:
-        """Steps of a kind that a process is working on: start of the id -> since when, in seconds since the epoch."""
-        parent = self.root / kind
-        since = {}
-        for entry in os.scandir(parent) if parent.exists() else ():
-            if entry.name.startswith(".") and self.locked(entry.name[1:13]):
-                with contextlib.suppress(FileNotFoundError):  # it has just been finished
-                    since[entry.name[1:13]] = entry.stat().st_mtime
-        return since
-
-    def locked(self, start_of_id: str) -> bool:
-        """Whether a process works on a step."""
-        return self.claims.is_held(start_of_id)
-
-    def holder(self, step_id: str) -> str:
-        """Who works on a step, for readers."""
-        return self.claims.holder(step_id[:16])
-
-    def choosing(self) -> contextlib.AbstractContextManager[Claim]:
-        """The claim under which `gc` chooses and runs begin, one at a time. So no run can find a step finished, and
-        then lose it because gc had looked for runs before."""
-        return self.claims.awaited("gc")
-
     def hide(self, folder: Path, step_id: str) -> Path | None:
         """Rename the folder of a step, or of its resume files, as scratch, of which nothing is ever read.
 
-        Returns the new path; None when a process is working on the step, or has just removed the folder. `step_id`: at
-        least 16 digits of its id.
+        Returns the new path; None when a process is working on the step, or has just removed the folder.
         """
-        with contextlib.suppress(Busy, FileNotFoundError), self.claims.held(step_id[:16]):
+        with contextlib.suppress(Busy, FileNotFoundError), self.claims.take(step_id[:DIGITS]):
             return _hidden(folder, step_id)
         return None
 
@@ -299,20 +263,19 @@ class Store:
         process has the claim, or has taken it over because this one was suspended for long. Raises Gone when the store
         or the scratch folder was removed, in place of any error that this caused.
         """
-        step_id = document["id"]
+        start, parent = document["id"][:DIGITS], (self.root / name).parent
         self.check_there()
-        with self.claims.held(step_id[:16]) as claim:
-            parent = (self.root / name).parent
+        with self.claims.take(start) as claim:
             # First what a former owner left is taken from it, then the step is looked up. So should that owner come
             # back, it has either published before, which is found, or has nothing left to publish.
-            for left in parent.glob(f".{step_id[:12]}.*"):
+            for left in parent.glob(f".{start}.*"):
                 with contextlib.suppress(FileNotFoundError):
-                    shutil.rmtree(_hidden(left, step_id), ignore_errors=True)
-            folder = self.place(name, step_id)
-            if self._keep(folder, changed(folder)):
+                    shutil.rmtree(_hidden(left, start), ignore_errors=True)
+            folder = self.place(name)
+            if self._keep(folder, damage(folder)):
                 yield None
                 return
-            scratch = parent / f".{step_id[:12]}.{claim.token[:8]}"
+            scratch = parent / f".{start}.{claim.token[:8]}"
             scratch.mkdir(parents=True)
             try:
                 yield scratch
@@ -338,13 +301,13 @@ class Store:
             return  # another owner was faster: what it has published stays
         step_id = document["id"]
         self._hashed.add(step_id)
-        shutil.rmtree(self.root / "partial" / step_id[:16], ignore_errors=True)
+        shutil.rmtree(self.root / "partial" / step_id[:DIGITS], ignore_errors=True)
         self.forget(step_id)
 
 
 def _hidden(folder: Path, step_id: str) -> Path:
     """Rename a folder as scratch that belongs to nobody; the new path."""
-    hidden = folder.with_name(f".{step_id[:12]}.{uuid.uuid4().hex[:8]}")
+    hidden = folder.with_name(f".{step_id[:DIGITS]}.{uuid.uuid4().hex[:8]}")
     folder.rename(hidden)
     return hidden
 
@@ -358,23 +321,9 @@ def _in_queue(job: str) -> bool:
     return False
 
 
-def changed(folder: Path) -> dict[str, str]:
-    """Missing and damaged files of a step's folder by size and modification time: file -> "missing" or "damaged".
-
-    A file with another time is hashed, and gets its time back if it is unchanged.
-    """
-    return _damage(folder, hash_all=False)
-
-
-def damaged(folder: Path) -> dict[str, str]:
-    """As `changed`, with every file hashed. A damaged file gets another time, so that `changed` reports it from then
-    on."""
-    return _damage(folder, hash_all=True)
-
-
 def read_step(folder: Path) -> dict[str, Any]:
     """STEP of a finished step. Raises FileNotFoundError without it, and Damaged when it is not as it was written."""
-    document: dict[str, Any] = read_json(folder / STEP, STEP_SHAPE)
+    document: dict[str, Any] = read_json(folder / STEP, {"digest": str})
     if not is_whole(document):
         raise Damaged(f"{folder / STEP} is damaged")
     return document
@@ -385,27 +334,31 @@ def is_whole(document: Mapping[str, Any]) -> bool:
     return bool(document["digest"] == digest({name: value for name, value in document.items() if name != "digest"}))
 
 
-def _damage(folder: Path, *, hash_all: bool) -> dict[str, str]:
+def damage(folder: Path, *, hash_all: bool = False) -> dict[str, str]:
+    """Missing and damaged files of a step's folder: file -> "missing" or "damaged".
+
+    It is found by size and modification time; a file with another time is hashed, and gets its time back if it is
+    unchanged. With `hash_all`, every file is hashed, and a damaged one gets another time, so that it is found from then
+    on.
+    """
     try:
         document = read_step(folder)
     except FileNotFoundError:
         return {STEP: "missing"}
     except Damaged:
         return {STEP: "damaged"}
-    damage = {}
+    found = {}
     for name, expected in document["files"].items():
         try:
             with (folder / name).open("rb") as file:
                 if not _as_published(file, expected, document["time"], hash_all):
-                    damage[name] = "damaged"
-        except (FileNotFoundError, NotADirectoryError):
-            damage[name] = "missing"
-        except IsADirectoryError:
-            damage[name] = "damaged"
-    return damage
+                    found[name] = "damaged"
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+            found[name] = "missing"
+    return found
 
 
-def _as_published(file: BinaryIO, expected: Mapping[str, Any], moment: int, hash_all: bool) -> bool:
+def _as_published(file: BufferedReader, expected: Mapping[str, Any], moment: int, hash_all: bool) -> bool:
     status = os.fstat(file.fileno())
     timely = status.st_mtime_ns == moment * NANO
     if status.st_size != expected["bytes"]:
@@ -420,11 +373,8 @@ def _as_published(file: BinaryIO, expected: Mapping[str, Any], moment: int, hash
     return same
 
 
-def _sha256(file: BinaryIO) -> str:
-    total = sha256()
-    while block := file.read(1 << 20):
-        total.update(block)
-    return total.hexdigest()
+def _sha256(file: BufferedReader) -> str:
+    return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def entry(path: Path) -> dict[str, Any]:

@@ -1,11 +1,10 @@
-"""Share finished steps, records and reports with other machines by store=s3://bucket/path, or another URL of fsspec.
+"""Share finished steps and records with other machines by store=s3://bucket/path, or another URL of fsspec.
 
 The store itself is a folder in the user's cache, which everything works on. At the URL are copies:
 
     KIND/NAME/DIGEST/FILE   the files of a finished step; DIGEST is of their names, sizes and hashes
     KIND/NAME.json          its step.json, with size and sha256 of each file; written when all of them are there
     runs/STUDY/RUN.json     the record of a run
-    reports/STUDY/FILE      the report of a study
 
 Object stores cannot rename a folder, so a step is finished where its KIND/NAME.json is. What two machines make of one
 step may differ, and then has two digests, so that their files never mix. Nothing there is ever
@@ -20,8 +19,7 @@ import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from functools import cached_property
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import Any
 
 from moe_lab.errors import DISK_FULL, Unavailable, UserError, nearest, unknown
@@ -29,8 +27,9 @@ from moe_lab.json_files import Damaged, fits, write_json
 from moe_lab.paths import url_of
 from moe_lab.results import DIGITS, RECORD, RECORD_SHAPE, current_records, places, read_record
 from moe_lab.study.claims import Busy
+from moe_lab.study.runs import studies
 from moe_lab.study.step import NO_ROOM, digest
-from moe_lab.study.store import FOLDER, STEP_SHAPE, Gone, Store, changed, entry, is_whole, read_step
+from moe_lab.study.store import FOLDER, Gone, Store, damage, entry, is_whole, read_step
 
 IDENTITY = ("id", "kind", "settings", "inputs", "provenance")
 """What step.json says of a step apart from its files."""
@@ -38,112 +37,74 @@ AT_ONCE = 8
 """Steps that are copied at the same time: most are small, and every request waits for an answer."""
 EVERY = 600.0
 """Seconds between two copies of what a running study has finished: what is lost with a machine that vanishes."""
-MADE_FROM = ".made_from"
-"""File in the folder of a report that tells which record it shows; written, and copied, last."""
-
-
-def open_url(url: str) -> tuple[Any, str]:
-    """(file system, path in it) of store=URL. Writes nothing.
-
-    Raises UserError when no file system has this protocol, or its package is not installed, and Unavailable when it
-    cannot be opened.
-    """
-    import fsspec
-
-    protocol = url.partition("://")[0]
-    try:
-        file_system, path = fsspec.core.url_to_fs(url)
-    except ImportError as error:  # its message names the package
-        raise UserError(f"store={url}: the package for {protocol}:// is not installed ({error})") from None
-    except Exception as error:  # noqa: BLE001 - every file system has its own exceptions
-        if protocol not in (known := fsspec.available_protocols()):
-            hint = f": did you mean {close}://?" if (close := nearest(protocol, known)) else ""
-            raise UserError(f"store={url}: fsspec has no file system for {protocol}://{hint}") from None
-        raise _unavailable(url, "it cannot be opened", error) from None
-    return file_system, path.rstrip("/")
 
 
 def check(store: str) -> None:
-    """Raise UserError when store= is a URL that cannot be one, or cannot be opened; see `url_of` and `open_url`."""
+    """Raise UserError when store= is a URL that cannot be one, or cannot be opened."""
     if url := url_of(store):
-        open_url(url)
+        Remote(url)
 
 
 class Remote:
-    """The folder at a URL. Methods raise Unavailable when its file system does not answer, or refuses."""
+    """The folder at a URL. Raises UserError when no installed file system of fsspec can open it."""
 
     def __init__(self, url: str) -> None:
-        self.url = url
+        import fsspec
 
-    @cached_property
-    def _opened(self) -> tuple[Any, str]:
-        return open_url(self.url)
-
-    @property
-    def files(self) -> Any:
-        """The file system of fsspec, opened when it is first used."""
-        return self._opened[0]
-
-    def path(self, place: str) -> str:
-        """Path in the file system of a file or folder there."""
-        return f"{self._opened[1]}/{place}"
+        self.url, protocol = url, url.partition("://")[0]
+        try:
+            self.files, self.folder = fsspec.core.url_to_fs(url)
+        except Exception as error:  # noqa: BLE001 - every file system has its own exceptions
+            close = nearest(protocol, fsspec.available_protocols())
+            hint = f": did you mean {close}://?" if close not in (protocol, None) else ""
+            raise UserError(f"store={url} cannot be opened ({error}){hint}") from None
 
     @contextmanager
-    def asked(self, what: str) -> Iterator[None]:
-        """Turn an exception of the file system into a sentence that says `what` failed."""
+    def asked(self) -> Iterator[None]:
+        """Turn an exception of the file system, each of which has its own, into an Unavailable."""
         try:
             yield
         except (UserError, Damaged, Busy):
             raise
-        except Exception as error:  # every file system has its own exceptions
+        except Exception as error:
+            reason = " ".join(str(error).split()) or type(error).__name__
             if isinstance(error, OSError) and error.errno in DISK_FULL:
-                raise Unavailable(NO_ROOM) from None
-            raise _unavailable(self.url, what, error) from error
+                reason = NO_ROOM
+            raise Unavailable(f"store={self.url}: {reason}") from error
 
-    def names(self, folder: str) -> list[str]:
-        """Names of the files and folders in a folder there; none when it is missing."""
-        with self.asked(f"{folder} cannot be listed"), suppress(FileNotFoundError):
+    def path(self, place: str) -> str:
+        """Path in the file system of a file or folder there."""
+        return f"{self.folder.rstrip('/')}/{place}"
+
+    def folder_of(self, place: str, marker: Mapping[str, Any]) -> str:
+        """Path of the folder there with the files of a step, which is named by their digest."""
+        return self.path(f"{place}/{digest(marker['files'])[:DIGITS]}")
+
+    def listed(self, pattern: str) -> list[str]:
+        """Places of the JSON documents there that match a pattern such as runs/*/*, without their .json."""
+        found: list[str] = []
+        with self.asked(), suppress(FileNotFoundError):
             self.files.invalidate_cache()  # other machines write too
-            return [PurePosixPath(path).name for path in self.files.ls(self.path(folder), detail=False)]
-        return []
+            found = self.files.glob(self.path(f"{pattern}.json"), on_error="raise")
+        return ["/".join(PurePosixPath(path).with_suffix("").parts[-pattern.count("/") - 1 :]) for path in found]
 
-    def read(self, place: str, shape: Any) -> Any:
-        """A JSON document there; None when it is missing or does not have the `shape`."""
-        with self.asked(f"{place} cannot be read"), suppress(FileNotFoundError, ValueError):
-            document = json.loads(self.files.cat_file(self.path(place)))
-            return document if fits(document, shape) else None
+    def finished(self) -> dict[str, str]:
+        """Start of the id -> KIND/NAME of every step that is there."""
+        return {match[1]: place for place in self.listed("*/*") if (match := FOLDER.fullmatch(place))}
+
+    def read(self, place: str) -> Any:
+        """A JSON document there; None when it is missing or damaged."""
+        with suppress(FileNotFoundError, ValueError):
+            return json.loads(self.files.cat_file(self.path(f"{place}.json")))
         return None
 
     def write(self, place: str, document: Any) -> None:
         """Write a JSON document there. Not every file system writes a file at once, but they rename at once."""
-        beside = self.path(f"{place}.{uuid.uuid4().hex[:8]}")  # of this process: others may write the same document
-        with self.asked(f"{place} was not pushed"):
-            self._making_folder(beside, self.files.pipe_file, beside, json.dumps(document, indent=1).encode())
-            self.files.mv(beside, self.path(place))
-
-    def put(self, source: Path, place: str) -> None:
-        """Copy a file to there."""
-        with self.asked(f"{place} was not pushed"):
-            self._making_folder(self.path(place), self.files.put_file, str(source), self.path(place))
-
-    def _making_folder(self, path: str, write: Callable[..., Any], *arguments: Any) -> None:
-        """Call `write`; where the folder of `path` is missing, make it, which object stores do not need."""
-        try:
-            write(*arguments)
-        except FileNotFoundError:
-            self.files.makedirs(path.rpartition("/")[0], exist_ok=True)
-            write(*arguments)
-
-    def remove(self, place: str) -> None:
-        """Remove a file or a folder there, if there is one."""
-        with self.asked(f"the damaged copy {place} was not removed"), suppress(FileNotFoundError):
-            self.files.rm(self.path(place), recursive=True)
-
-    def finished(self, kinds: Iterable[str]) -> dict[str, str]:
-        """Start of the id -> KIND/NAME of every step of these kinds that is there."""
-        stems = [(kind, PurePosixPath(name)) for kind in dict.fromkeys(kinds) for name in self.names(kind)]
-        found = [(kind, name.stem, FOLDER.fullmatch(name.stem)) for kind, name in stems if name.suffix == ".json"]
-        return {match[1]: f"{kind}/{stem}" for kind, stem, match in found if match}
+        path = self.path(f"{place}.json")
+        beside = f"{path}.{uuid.uuid4().hex[:8]}"  # of this process: others may write the same document
+        self.files.makedirs(path.rpartition("/")[0], exist_ok=True)
+        self.files.pipe_file(beside, json.dumps(document, indent=1).encode())
+        self.files.mv(beside, path)
 
 
 def pull(store: Store, remote: Remote, wanted: Iterable[str]) -> None:
@@ -152,62 +113,52 @@ def pull(store: Store, remote: Remote, wanted: Iterable[str]) -> None:
     Left out are steps that are not there, those that another process is working on, and, with a notice, those whose
     copy is incomplete or damaged. Such a copy is removed there, so that the step does not count as pushed.
     """
-    missing = [place for place in wanted if not store.place(place, place[-DIGITS:]).exists()]
-    there = remote.finished(place.partition("/")[0] for place in missing)
-    _at_once(lambda place: _pull(store, remote, place), (there[p[-DIGITS:]] for p in missing if p[-DIGITS:] in there))
+    if missing := [place[-DIGITS:] for place in wanted if not store.place(place).exists()]:
+        there = remote.finished()
+        with remote.asked():
+            _at_once(lambda place: _pull(store, remote, place), [there[start] for start in missing if start in there])
 
 
 def _pull(store: Store, remote: Remote, place: str) -> None:
-    marker = remote.read(f"{place}.json", STEP_SHAPE)
+    marker = remote.read(place)
     try:
-        if marker is None or not is_whole(marker) or not marker["id"].startswith(place[-DIGITS:]):
+        if not fits(marker, {"id": str, "digest": str}) or not is_whole(marker):
             raise Damaged(f"{place}.json is damaged")
         with store.receive(place, {name: marker[name] for name in IDENTITY}) as scratch:
-            if scratch is not None:
-                _copy(remote, place, marker, scratch)
+            if scratch is None:
+                return
+            for name, expected in marker["files"].items():
+                target = scratch / name
+                if not target.resolve().is_relative_to(scratch.resolve()):
+                    raise Damaged(f"{place}.json is damaged")
+                target.parent.mkdir(parents=True, exist_ok=True)
+                try:
+                    remote.files.get_file(f"{remote.folder_of(place, marker)}/{name}", str(target))
+                except FileNotFoundError:
+                    raise Damaged(f"{place}/{name} is missing") from None
+                if entry(target) != expected:
+                    raise Damaged(f"{place}/{name} is damaged")
     except Damaged as error:
         store.notices.append(f"store={remote.url}: {error}: {place} is made anew where it is needed")
-        if marker:
-            remote.remove(_folder(place, marker))
-        remote.remove(f"{place}.json")  # last, so that it is found again if this is interrupted
+        for name in (place, f"{place}.json"):  # the marker last, so that it is found again if this is interrupted
+            with suppress(FileNotFoundError):
+                remote.files.rm(remote.path(name), recursive=True)
     except Busy:
         return
 
 
-def _copy(remote: Remote, place: str, marker: Mapping[str, Any], scratch: Path) -> None:
-    """Copy the files of a step into `scratch`. Raises Damaged when one is not as the marker says."""
-    for name, expected in marker["files"].items():
-        if ".." in PurePosixPath(name).parts or PurePosixPath(name).is_absolute():
-            raise Damaged(f"{place}.json is damaged")
-        target = scratch / name
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with remote.asked(f"{place} was not pulled"):
-            try:
-                remote.files.get_file(remote.path(f"{_folder(place, marker)}/{name}"), str(target))
-            except FileNotFoundError:
-                raise Damaged(f"{place}/{name} is missing") from None
-        if entry(target) != expected:
-            raise Damaged(f"{place}/{name} is damaged")
-
-
-def _folder(place: str, marker: Mapping[str, Any]) -> str:
-    """The folder there with the files of a step."""
-    return f"{place}/{digest(marker['files'])[:DIGITS]}"
-
-
 def push(store: Store, remote: Remote) -> None:
-    """Copy the finished steps of the store, of any study, that are not there; then records, then reports."""
+    """Copy the finished steps of the store, of any study, that are not there; then records."""
     own = {start: str(paths[0].relative_to(store.root)) for start, paths in store.finished().items()}
-    there = remote.finished(place.partition("/")[0] for place in own.values())
-    _at_once(lambda place: _push(store, remote, place), (place for start, place in own.items() if start not in there))
-    for path in sorted((store.root / "runs").glob("*")):
-        there_too = remote.names(f"runs/{path.name}")
-        with suppress(Damaged):  # the next run of the study replaces it
-            for run, record in current_records(store.root, path.name).items():
-                if f"{run}.json" not in there_too:
-                    remote.write(f"runs/{path.name}/{run}.json", record)
-    for mark in sorted(store.root.glob(f"reports/*/{MADE_FROM}")):
-        _push_report(store, remote, mark)
+    there = remote.finished()
+    with remote.asked():
+        _at_once(lambda place: _push(store, remote, place), [own[start] for start in own if start not in there])
+    recorded = remote.listed("runs/*/*")
+    for study in studies(store):
+        with remote.asked(), suppress(Damaged):  # the next run of the study replaces a damaged record
+            for run, record in current_records(store.root, study).items():
+                if f"runs/{study}/{run}" not in recorded:
+                    remote.write(f"runs/{study}/{run}", record)
 
 
 def _push(store: Store, remote: Remote, place: str) -> None:
@@ -216,58 +167,49 @@ def _push(store: Store, remote: Remote, place: str) -> None:
     A step that is damaged here, or that gc frees meanwhile, is left out.
     """
     folder = store.root / place
-    if changed(folder):  # the next run sees to it
+    if damage(folder):  # the next run sees to it
         return
     try:
         marker = read_step(folder)
-        target, there = _folder(place, marker), {}
-        with remote.asked(f"{place} was not pushed"), suppress(FileNotFoundError):
-            there = remote.files.find(remote.path(target), detail=True)
+        target = remote.folder_of(place, marker)
+        there = remote.files.find(target, detail=True)
         for name, expected in marker["files"].items():
-            if there.get(remote.path(f"{target}/{name}"), {}).get("size") != expected["bytes"]:
-                remote.put(folder / name, f"{target}/{name}")
-        remote.write(f"{place}.json", marker)
-    except (Unavailable, Damaged, FileNotFoundError):
-        if not changed(folder):
+            path = f"{target}/{name}"
+            if there.get(path, {}).get("size") != expected["bytes"]:
+                remote.files.makedirs(path.rpartition("/")[0], exist_ok=True)
+                remote.files.put_file(str(folder / name), path)
+        remote.write(place, marker)
+    except (Damaged, FileNotFoundError):
+        if not damage(folder):
             raise
-
-
-def _push_report(store: Store, remote: Remote, mark: Path) -> None:
-    """Copy the files of a report, unless those there were made from the same record."""
-    place = mark.parent.relative_to(store.root)
-    with remote.asked(f"{place} was not pushed"), suppress(FileNotFoundError):
-        if remote.files.cat_file(remote.path(f"{place}/{MADE_FROM}")) == mark.read_bytes():
-            return
-    files = [path for path in sorted(mark.parent.rglob("*")) if path.is_file() and path != mark]
-    for path in (*files, mark):
-        remote.put(path, path.relative_to(store.root).as_posix())
 
 
 def pull_records(store: Store, remote: Remote, study: str) -> None:
     """Copy the records of a study that the store does not have."""
-    for name in remote.names(f"runs/{study}"):
-        path = store.root / "runs" / study / PurePosixPath(name).stem / RECORD
-        if not name.endswith(".json") or path.exists():
-            continue
-        if record := remote.read(f"runs/{study}/{name}", RECORD_SHAPE):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_json(path, record)
+    for place in remote.listed(f"runs/{study}/*"):
+        path = store.root / place / RECORD
+        if not path.exists():
+            with remote.asked():
+                record = remote.read(place)
+            if fits(record, RECORD_SHAPE):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                write_json(path, record)
 
 
-def exchange(store: Store, remote: Remote, studies: Collection[str]) -> None:
+def exchange(store: Store, remote: Remote, names: Collection[str]) -> None:
     """Pull the records of these studies with the steps that they name, and push whatever is not there."""
-    for study in studies:
+    for study in names:
         pull_records(store, remote, study)
         with suppress(Damaged):  # whoever reads it says so
             pull(store, remote, places(read_record(store.root, study) or {}))
     push(store, remote)
 
 
-def shared(store: Store, studies: Collection[str]) -> bool:
+def shared(store: Store, study: str) -> bool:
     """`exchange`, if the store has a URL. A failure becomes a notice: False, and the next run goes on from there."""
     try:
         if store.url:
-            exchange(store, Remote(store.url), studies)
+            exchange(store, Remote(store.url), [study])
         return True
     except Gone:
         raise
@@ -281,20 +223,18 @@ def pushed_regularly(store: Store) -> Iterator[None]:
     """Push what is finished every ten minutes, in a thread, until the block ends, if the store has a URL."""
     ended = threading.Event()
 
-    def push_until_ended(remote: Remote) -> None:
-        while not ended.wait(EVERY):
+    def push_until_ended() -> None:
+        while store.url and not ended.wait(EVERY):
             with suppress(UserError, OSError):  # the end of the study says what was not pushed
-                push(store, remote)
+                push(store, Remote(store.url))
 
-    thread = threading.Thread(target=push_until_ended, args=(Remote(store.url),), daemon=True) if store.url else None
-    if thread:
-        thread.start()
+    thread = threading.Thread(target=push_until_ended, daemon=True)
+    thread.start()
     try:
         yield
     finally:
         ended.set()
-        if thread:
-            thread.join()
+        thread.join()
 
 
 def sync(store: Store, study: str | None = None) -> int:
@@ -306,15 +246,16 @@ def sync(store: Store, study: str | None = None) -> int:
     if store.url is None:
         raise UserError(f"store={store.root} is a folder, and sync copies from and to a URL: expected store=URL")
     remote = Remote(store.url)
-    studies = sorted({*remote.names("runs"), *(path.name for path in (store.root / "runs").glob("*"))})
-    if study is not None and study not in studies:
-        raise unknown("study", study, studies)
+    known = sorted({*(place.split("/")[1] for place in remote.listed("runs/*/*")), *studies(store)})
+    if study is not None and study not in known:
+        raise unknown("study", study, known)
     store.create()
     absent = 0
-    exchange(store, remote, [study] if study else studies)
-    for name in [study] if study else studies:
+    wanted = [study] if study else known
+    exchange(store, remote, wanted)
+    for name in wanted:
         named = places(read_record(store.root, name) or {})
-        there = sum(store.place(place, place[-DIGITS:]).exists() for place in named)
+        there = sum(store.place(place).exists() for place in named)
         absent += len(named) - there
         print(f"{name}: {there} of the {len(named)} steps that it names are in {store.root}")
     return 1 if absent else 0
@@ -323,7 +264,3 @@ def sync(store: Store, study: str | None = None) -> int:
 def _at_once(work: Callable[[str], None], names: Iterable[str]) -> None:
     with ThreadPoolExecutor(AT_ONCE) as threads:
         list(threads.map(work, names))  # after a failure, what has not begun is left out
-
-
-def _unavailable(url: str, what: str, error: Exception) -> Unavailable:
-    return Unavailable(f"store={url}: {what} ({' '.join(str(error).split()) or type(error).__name__})")

@@ -11,12 +11,6 @@ from moe_lab.config import TrackerConfig
 from moe_lab.errors import UserError
 
 
-def check(settings: TrackerConfig) -> None:
-    """Raise UserError for mode=online without a key."""
-    if settings.name == "wandb" and settings.mode == "online" and not _has_key():
-        raise UserError("tracker.mode=online needs a key: run `wandb login` once, or set tracker.mode=offline")
-
-
 def _has_key() -> bool:
     """Whether wandb finds credentials by itself, in the environment or in .netrc. Asks neither the user nor the
     server."""
@@ -29,41 +23,37 @@ def _has_key() -> bool:
 def log_study(
     settings: TrackerConfig, study: Mapping[str, Any], tables: Mapping[str, Path], figures: Sequence[Path]
 ) -> None:
-    """Log a study's cells, its tables (name -> CSV file) and its figures (PNG files) as one run of the tracker.
+    """Log a study's cells, its tables (name -> CSV file) and its figures (PNG files) as one run of wandb.
 
-    `study` is the study's record in the store. Prints nothing. Raises UserError when the tracker is unknown or
-    refuses; all results stay in the store.
+    `study` is the study's record in the store. Prints nothing. Raises UserError when the tracker refuses; all results
+    stay in the store. WANDB_MODE says whether it is told now; without it, it is where there is a key.
     """
-    check(settings)
-    if settings.name == "none":
-        return
     import pandas
     import wandb
 
+    mode: Any = None if "WANDB_MODE" in os.environ or _has_key() else "offline"
+    about = {key: value for key, value in study.items() if key not in ("cells", "families", "damages")}
+    rows = [
+        {**cell["cell"], "plan": cell.get("plan")}
+        | {f"evaluate/{name}": folder for name, folder in cell["evaluate"].items()}
+        for cell in study["cells"]
+    ]
+    columns = list(dict.fromkeys(column for row in rows for column in row))
     wandb.setup(_quiet())  # before init, which would print where it found a key
     try:
         with wandb.init(
-            project=settings.project,
-            name=study["study"],
-            mode=_mode(settings),
-            config={key: value for key, value in study.items() if key not in ("cells", "families", "damages")},
-            settings=_quiet(),
+            project=settings.project, name=study["study"], mode=mode, config=about, settings=_quiet()
         ) as run:
-            run.log({"cells": _cells(study)})
+            run.log({"cells": wandb.Table(columns, [[row.get(column) for column in columns] for row in rows])})
             run.log({f"tables/{name}": wandb.Table(dataframe=pandas.read_csv(file)) for name, file in tables.items()})
             run.log({f"figures/{file.stem}": wandb.Image(str(file)) for file in figures})
     except wandb.Error as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UserError(
-            f"tracker=wandb was not told ({reason}): everything is in the store; tracker.mode=offline needs no server"
+            f"tracker=wandb was not told ({reason}): everything is in the store; WANDB_MODE=offline needs no server"
         ) from error
     finally:
         wandb.teardown()  # only then has its background process written or sent everything
-
-
-def _mode(settings: TrackerConfig) -> Any:
-    """Mode of wandb: from the settings, else from WANDB_MODE, else online when there is a key, offline otherwise."""
-    return settings.mode or os.environ.get("WANDB_MODE") or ("online" if _has_key() else "offline")
 
 
 def _quiet() -> Any:
@@ -81,19 +71,3 @@ def _quiet() -> Any:
         x_disable_meta=True,
         x_disable_stats=True,
     )
-
-
-def _cells(study: Mapping[str, Any]) -> Any:
-    """Table with a row per cell: its axes, and the folders of its plan and evaluations in the store, if any."""
-    import wandb
-
-    rows = [
-        {
-            **cell["cell"],
-            "plan": cell.get("plan"),
-            **{f"evaluate/{name}": folder for name, folder in cell.get("evaluate", {}).items()},
-        }
-        for cell in study["cells"]
-    ]
-    columns = list(dict.fromkeys(column for row in rows for column in row))
-    return wandb.Table(columns=columns, data=[[row.get(column) for column in columns] for row in rows])

@@ -24,7 +24,7 @@ from typing import IO, Any
 
 from moe_lab.start import command
 from moe_lab.study.schedule import StepError
-from moe_lab.study.step import Step, error_document, log_of
+from moe_lab.study.step import Step, error_document
 from moe_lab.study.steps import perform
 from moe_lab.study.steps.files import Files
 from moe_lab.study.store import Store
@@ -88,7 +88,7 @@ class Worker:
         code = self.process.wait()
         cause = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         hint = ", as the kernel does when memory runs out" if code == -signal.SIGKILL else ""
-        log = log_of(self.store, step.folder)
+        log = self.store.log(step.folder)
         message = f"{step.folder}: the worker died ({cause}{hint}); its log is {log if log.exists() else self._log}"
         return {"message": message, "transient": code < 0}
 

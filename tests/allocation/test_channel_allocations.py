@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from typing import Any
-
 import numpy
 import pytest
 from facts_of import layer, settings
@@ -68,16 +66,6 @@ def test_coverage_by_hand() -> None:
     assert budgets(ablated, layers, scores, evidence)[4].tolist() == [3, 2, 1]
 
 
-def test_coverage_between_layers_follows_the_loss() -> None:
-    """Two layers with equal scores: targets 1 and 2 are covered to .4 and .8."""
-    layers, scores = {0: layer(2, width=5), 1: layer(2, width=5)}, {0: numpy.ones((2, 5)), 1: numpy.ones((2, 5))}
-    evidence = {"statistics": {0: {"layer_loss": 1.0}, 1: {"layer_loss": 4.0}}}
-    kept = budgets(settings("coverage", 0.4, intra="uniform"), layers, scores, evidence)
-    assert {index: row.tolist() for index, row in kept.items()} == {0: [2, 2], 1: [4, 4]}
-    same = budgets(settings("coverage", 0.4, intra="uniform", layer_prior="none"), layers, scores)
-    assert {index: row.tolist() for index, row in same.items()} == {0: [3, 3], 1: [3, 3]}
-
-
 def test_layers_are_weighed_by_the_loss_that_is_chosen() -> None:
     """Equal scores and sqrt: targets 1 and 2 by the relative loss, 3 and 2 by what the model's loss gains."""
     layers, scores = {i: layer(2, width=10) for i in (0, 1)}, {i: numpy.ones((2, 10)) for i in (0, 1)}
@@ -140,30 +128,6 @@ def test_a_block_too_large_for_the_ratio_names_the_largest_ratio() -> None:
     with pytest.raises(UserError, match=r"layer 0\b.* 2\b.*; 0.546 is the largest feasible ratio"):
         budgets(chosen, layers, scores)
     assert budgets({**chosen, "ratio": 0.546}, layers, scores)[0].sum() > 0
-
-
-def test_dropping_experts_leaves_the_router_enough() -> None:
-    layers = {0: layer(4, top_k=3, width=4)}
-    scores = {0: numpy.array([[9.0] * 4, [8.0] * 4, [1.0] * 4, [2.0] * 4])}
-    assert budgets(settings("global", 0.5), layers, scores)[0].tolist() == [4, 4, 0, 0]
-    with pytest.raises(UserError, match=r"zero_expert=drop leaves 2 of 4.*at least 3.*; 0.437 is the largest"):
-        budgets(settings("global", 0.5, zero_expert="drop"), layers, scores)
-    grouped = {0: layer(4, n_group=2, width=4)}
-    with pytest.raises(UserError, match=r"zero_expert=drop leaves 2 of 4 experts.* 2 groups"):
-        budgets(settings("global", 0.5, zero_expert="drop"), grouped, scores)
-
-
-@pytest.mark.parametrize(
-    ("scores", "named"),
-    [
-        ({1: numpy.ones((2, 4))}, r"layers \[1\]"),
-        ({0: numpy.ones((2, 5))}, r"layer 0\b.*\(2, 5\).*\(2, 4\)"),
-        ({0: numpy.array([[1, 1, 1, 1], [1, numpy.nan, 1, 1]])}, "layer 0, expert 1 is nan"),
-    ],
-)
-def test_scores_of_another_model(scores: dict[int, Any], named: str) -> None:
-    with pytest.raises(UserError, match=named):
-        budgets(settings("global", 0.5), {0: layer(2, width=4)}, scores)
 
 
 @pytest.mark.parametrize("prior", ["usage", "router_weight", "loss"])

@@ -12,7 +12,7 @@ from facts_of import layer, settings
 from numpy.typing import NDArray
 
 from moe_lab.allocation import check, fits
-from moe_lab.allocation.grouping import GROUPINGS, average_linkage, by_salience, groups, nearest, parameters, weighted
+from moe_lab.allocation.grouping import GROUPINGS, average_linkage, by_salience, groups, nearest, weighted
 from moe_lab.config import AllocationConfig
 from moe_lab.errors import UserError
 
@@ -80,17 +80,9 @@ def merged(name: str, groups: list[list[int]], values: Any, kept: Any = ()) -> d
     return weighted(name, groups, {"tokens": nothing if by_scores else values}, values if by_scores else nothing, kept)
 
 
-def test_groups_are_weighted_by_routing_frequency() -> None:
+def test_the_most_used_expert_stands_for_its_group_and_members_weigh_as_they_are_used() -> None:
     weights = merged("m_smoe", [[0], [1, 3], [2]], TOKENS)
-    assert weights == {
-        0: {0: 1.0},
-        1: {1: pytest.approx(0.583333, abs=1e-6), 3: pytest.approx(0.416667, abs=1e-6)},
-        2: {2: 1.0},
-    }
-    assert sum(share * value for share, value in zip(weights[1].values(), (2, 5), strict=True)) == pytest.approx(3.25)
-
-
-def test_the_most_used_expert_stands_for_its_group_and_unused_ones_weigh_the_same() -> None:
+    assert weights == {0: {0: 1.0}, 1: pytest.approx({1: 28 / 48, 3: 20 / 48}), 2: {2: 1.0}}
     assert list(merged("hc_smoe", [[0, 1, 2]], numpy.array([3.0, 9.0, 9.0]))) == [1]
     assert merged("merge_moe", [[0, 1], [2]], numpy.zeros(3)) == {0: {0: 0.5, 1: 0.5}, 2: {2: 1.0}}
 
@@ -108,23 +100,10 @@ def test_ream_weighs_by_salience_and_the_kept_expert_stands_for_its_group() -> N
     assert list(merged("ream", [[0, 1]], numpy.array([1.0, 2.0]), kept=(0,))) == [0]
 
 
-def labels(groups: list[list[int]], owners: tuple[int, ...]) -> list[int]:
-    """For each expert, the position of its owner."""
-    of_expert = {expert: owners.index(group[0]) for group in groups for expert in group}
-    return [of_expert[expert] for expert in range(len(of_expert))]
-
-
 def test_groups_fill_from_the_most_salient_expert_on() -> None:
     by_score = (0, 2, 4)
-    assert labels(by_salience(APART, by_score, group_size=3), by_score) == [0, 1, 1, 0, 2, 0]
-    assert labels(nearest(APART, by_score), by_score) == [
-        0,
-        0,
-        1,
-        0,
-        2,
-        1,
-    ]  # where expert 5 joins 2, to which it is nearer
+    assert by_salience(APART, by_score, group_size=3) == [[0, 3, 5], [2, 1], [4]]
+    assert nearest(APART, by_score) == [[0, 1, 3], [2, 5], [4]]  # expert 5 is nearer to 2
     assert nearest(numpy.zeros((4, 4)), (2, 0)) == [[0, 1, 3], [2]]  # equally near: the lower id
     assert by_salience(APART, (4, 2, 0), group_size=2) == [[4, 3], [2, 5], [0, 1]]
     assert by_salience(APART, by_score) == [[0, 3, 5, 1], [2], [4]]  # the default is 16
@@ -175,32 +154,20 @@ def test_merge_moe_joins_the_expert_with_the_nearest_weights() -> None:
 
 @pytest.mark.parametrize(
     ("ratio", "size", "protected", "least"),
-    [
-        (0.5, 2, (), None),
-        (0.5, None, (), None),
-        (0.75, 4, (), None),
-        (0.75, 0, (), 4),
-        (0.75, 2, (), 4),
-        (0.75, 4, (7,), 5),  # a protected expert holds no others
-        (31 / 32, None, (), 32),
-    ],
+    [(0.75, 4, (), None), (0.75, 2, (), 4), (0.75, 4, (7,), 5), (31 / 32, 16, (), 32)],
 )
 def test_groups_that_cannot_hold_all_experts_are_refused_before_anything_runs(
-    ratio: float, size: int | None, protected: tuple[int, ...], least: int | None
+    ratio: float, size: int, protected: tuple[int, ...], least: int | None
 ) -> None:
-    """By numbers alone: a matrix of the distances of a million experts would have eight terabytes."""
+    """By numbers alone: a matrix of the distances of a million experts would have eight terabytes. A protected expert
+    holds no others."""
     million = {0: {**layer(2**20, top_k=2), "protected": protected}}
     for name in GROUPINGS:
-        limited = "group_size" in parameters(name)
-        own = {"group_size": size} if limited and size is not None else {}
-        asked = {**settings("uniform", ratio), "replacement": name, "parameters": own}
-        if least is None or not limited:
+        asked = {**settings("uniform", ratio, group_size=size), "replacement": name}
+        if least is None or name != "ream":
             fits(asked, million, "expert")
         else:
-            with pytest.raises(
-                UserError,
-                match=rf"group_size={re.escape(str(16 if size is None else size))}\b.*\b{re.escape(str(least))}\b",
-            ):
+            with pytest.raises(UserError, match=rf"group_size={size}\b.*\b{least}\b"):
                 fits(asked, million, "expert")
 
 
@@ -209,21 +176,6 @@ def test_parameters_of_a_replacement_are_checked() -> None:
     for name, own in (("ream", {"group_size": 8.5}), ("ream", {"grup_size": 8}), ("m_smoe", {"group_size": 8})):
         with pytest.raises(UserError, match=r"allocation\.parameters.*group_size"):
             check(AllocationConfig(replacement=name, parameters=own))
-
-
-@pytest.mark.parametrize(
-    ("count", "groups"), [(4, [[0], [1], [2], [3]]), (3, [[0], [1, 2], [3]]), (2, [[0, 1, 2], [3]])]
-)
-def test_clusters_by_average_linkage(count: int, groups: list[list[int]]) -> None:
-    tokens = numpy.array([4.0, 5.0, 6.0, 7.0])
-    assert grouped("hc_smoe", {"dense_output_sum": 22 * MEANS}, range(count)) == groups
-    routed = {"output_sum": MEANS * tokens[:, None], "tokens": tokens}
-    assert grouped("hc_smoe_routed", routed, range(count)) == groups
-
-
-def test_average_is_not_single_linkage() -> None:
-    features = numpy.array([[0.0], [2.0], [3.9], [5.6]])
-    assert grouped("hc_smoe", {"dense_output_sum": features}, range(2)) == [[0, 1], [2, 3]]
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -237,7 +189,10 @@ def test_clusters_are_those_of_a_naive_average_linkage(seed: int) -> None:
 
         first, second = min(combinations(groups, 2), key=distance)
         groups = [group for group in groups if group not in (first, second)] + [sorted(first + second)]
-    assert grouped("hc_smoe", {"dense_output_sum": features}, range(4), scores=numpy.ones(12)) == sorted(groups)
+    tokens = numpy.arange(1.0, 13)
+    routed = {"output_sum": features * tokens[:, None], "tokens": tokens}
+    for name, sums in (("hc_smoe", {"dense_output_sum": 22 * features}), ("hc_smoe_routed", routed)):
+        assert grouped(name, sums, range(4), scores=numpy.ones(12)) == sorted(groups)
 
 
 def test_equal_experts_still_give_as_many_groups_as_asked() -> None:

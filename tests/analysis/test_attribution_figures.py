@@ -13,7 +13,6 @@ import pytest
 from handmade import results_of
 from matplotlib.colors import to_hex
 from matplotlib.patches import Rectangle
-from PIL import Image
 from synthetic import record_path, write_store
 from synthetic_plans import EXPERTS, LAYERS, WIDTH
 from synthetic_sums import SILENT, ablations, add, scores, sums, weights
@@ -30,7 +29,6 @@ from analysis.outputs import (
     speed_and_memory,
 )
 from analysis.registry import Results, outputs
-from analysis.render.style import Figure
 from moe_lab.study.steps import tables
 
 TOKENS = 65000
@@ -123,29 +121,6 @@ def test_time_is_that_of_all_steps_behind(study: Study) -> None:
     frame = table.frame[table.frame["Criterion"] == "Channel activation"].set_index("Allocation")
     assert frame["Total (s)"].tolist() == [3.25, 43.25]
     assert frame["Ablation (s)"].tolist() == pytest.approx([np.nan, 40], nan_ok=True)
-
-
-def test_every_figure_is_drawn(study: Study, tmp_path: Path) -> None:
-    results = Results(study)
-    made = [output for name in ATTRIBUTIONS for output in outputs()[name].items(results)]
-    figures = {figure.name: figure for figure in made if isinstance(figure, Figure)}
-    numbered = {f"coverage.fig{number}" for number in (2, 3, 4, 7, *range(11, 17))}
-    named = {"attributions_and_ablation", "attributions_by_depth", "activations_by_depth", "attribution_by_layer"}
-    assert set(figures) == {*numbered, *named, "coverage.fig4.loss"}
-    for figure in figures.values():
-        figure.drawing.savefig(tmp_path / "drawn.png", dpi=100)
-        picture = Image.open(tmp_path / "drawn.png").convert("RGB")
-        assert picture.width > 300 and len(picture.getcolors(2**24) or []) > 20, figure.name
-        assert "seed 42" in figure.caption and "65,000 calibration tokens" in figure.caption
-    points = figures["attributions_and_ablation"].drawing.axes[1].get_lines()
-    assert sum(len(line.get_xdata()) for line in points if line.get_marker() == "o") == LAYERS * EXPERTS
-    lines = {line.get_label(): line.get_ydata() for line in figures["coverage.fig12"].drawing.axes[0].get_lines()}
-    roots = [(70 + layer) ** 0.5 for layer in range(LAYERS)]
-    assert list(lines["sqrt"]) == pytest.approx([root / sum(roots) * LAYERS for root in roots])
-    bars = figures["attribution_by_layer"].drawing.axes[0].patches
-    assert sum(bar.get_height() for bar in bars) == pytest.approx(LAYERS)
-    by_score = figures["coverage.fig16"].drawing.axes
-    assert [axes.get_title(loc="left") for axes in by_score] == ["(a) Channel activation", "(b) SNIP"]
 
 
 def test_experts_that_routers_rank_highest(study: Study) -> None:

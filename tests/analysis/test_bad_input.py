@@ -209,8 +209,3 @@ def test_all_lists_what_it_could_make_nothing_of_and_a_wrong_name_gets_no_list(
         patched.setattr(registry, "REGISTERED", {"ranks": ranks, "coverage": coverage})
         assert __main__.main(["all", f"store={store}", out]) == 0
         assert capsys.readouterr().err.strip().endswith("to see what it needs): coverage")
-
-
-def test_a_store_without_studies_is_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert __main__.main(["all", f"store={tmp_path}"]) == 2
-    assert "holds no study yet: run one first" in capsys.readouterr().err

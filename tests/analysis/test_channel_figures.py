@@ -1,15 +1,11 @@
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pandas as pd
 import pytest
 from handmade import UNPRUNED, cell, cells_of, comparison_of, results_of, study_of
 
 from analysis.outputs import channels, layer_budgets, score_rows
-from analysis.registry import find
-from analysis.stats.comparison import Comparison
 
 AXES = [
     UNPRUNED,
@@ -68,31 +64,6 @@ def test_layers_keep_the_mean_of_their_experts_and_equal_lines_are_one() -> None
     shares = layer_budgets.layer_shares(cells_of(BUDGETS), KEPT)
     assert shares.index.tolist() == ["uniform\nlayerwise", "coverage\ncoverage, prior usage"]
     assert shares.to_numpy().tolist() == [[0.5, 0.5], [0.75, 0.25]]
-
-
-def kept_figures(comparison: Comparison, kept: pd.DataFrame) -> list[Any]:
-    """The figures of what layers and experts keep."""
-    study = study_of(comparison)
-    study.kept = kept
-    return find("coverage.fig").items(results_of(study, [comparison]))
-
-
-def test_budgets_are_drawn_by_layer_and_by_expert() -> None:
-    comparison = comparison_of(BUDGETS, {"gsm8k": [[1, 1], [1, 0], [1, 0], [1, 0], [1, 0]]})
-    layers, experts = kept_figures(comparison, KEPT)
-    assert [layers.name, experts.name] == ["coverage.fig", "coverage.fig.experts"]
-    assert len(layers.drawing.axes[0].lines) == 2
-    titles = [axes.get_title(loc="left") for axes in experts.drawing.axes]
-    assert titles == ["layerwise", "coverage"], "others keep the same of every expert of a layer"
-    assert [len(axes.patches) for axes in experts.drawing.axes] == [0, 1], "the expert without channels is crossed"
-
-
-def test_without_coverage_or_plans_nothing_is_drawn() -> None:
-    comparison = comparison_of(BUDGETS[:3], {"gsm8k": [[1, 1], [1, 0], [1, 0]]})
-    assert kept_figures(comparison, KEPT) == []
-    none = pd.DataFrame(columns=["cell", "layer", "expert", "share", "null"])
-    both = comparison_of(BUDGETS, {"gsm8k": [[1, 1], [1, 0], [1, 0], [1, 0], [1, 0]]})
-    assert kept_figures(both, none) == []
 
 
 def test_perplexity_is_drawn_against_the_ratio() -> None:

@@ -112,55 +112,6 @@ def test_a_gap_stays_a_gap() -> None:
     assert rows(table).loc["HEAPr-L", "Difference"] == pytest.approx(0.15), "others are compared all the same"
 
 
-def test_without_costs_the_scores_stand_alone() -> None:
-    table = channels.method_table(results_of(study_of(HEAPR), [HEAPR]), "t")
-    assert "Kept" not in table.frame and len(table.frame) == 7
-
-
-BUDGETS = [
-    UNPRUNED,
-    cell("channel_activation", "uniform"),
-    cell("channel_activation", "layerwise"),
-    cell("channel_activation", "coverage"),
-    cell("channel_activation", "coverage, prior usage"),
-    cell("channel_activation", "coverage, smoothing log"),
-    cell("channel_activation", "coverage(layer_smoothing=none)"),
-    cell("snip", "coverage"),
-]
-BUDGET = made(BUDGETS, {"arc_easy": [20, 8, 9, 12, 13, 11, 10, 5]})
-
-
-def test_allocators_are_measured_against_uniform_widths() -> None:
-    found = rows(channels.allocator_table(results_of(study_of(BUDGET), [BUDGET]), "t"))
-    assert found.index.tolist() == ["Unpruned", "Uniform", "Layerwise", "Coverage", "Coverage, prior usage"]
-    assert found["Difference"].tolist()[2:] == pytest.approx([0.05, 0.2, 0.25])
-
-
-def test_smoothing_is_measured_against_the_default() -> None:
-    found = rows(channels.smoothing_table(results_of(study_of(BUDGET), [BUDGET]), "t"))
-    assert found.index.tolist() == ["Unpruned", "Sqrt", "Log", "None"]
-    assert found["Difference"].tolist()[2:] == pytest.approx([-0.05, -0.1])
-
-
-def test_channel_scores_are_measured_against_activation() -> None:
-    found = rows(channels.channel_score_table(results_of(study_of(BUDGET), [BUDGET]), "t"))
-    assert found.index.tolist() == ["Unpruned", names.criterion("channel_activation"), "SNIP"]
-    assert found.loc["SNIP", "Difference"] == pytest.approx(-7 / 20)
-
-
-def test_tables_are_empty_where_nothing_varies() -> None:
-    plain = made([UNPRUNED, cell("reap")], {"arc_easy": [20, 5]})
-    study = study_of(plain)
-    for make_table in (
-        channels.channel_choice_table,
-        channels.allocator_table,
-        channels.smoothing_table,
-        channels.channel_score_table,
-    ):
-        assert make_table(results_of(study, [plain]), "t").frame.empty
-    assert weights.group_table(results_of(study, [plain]), "t").frame.empty
-
-
 def test_group_averages_are_measured_against_aimer() -> None:
     axes = [UNPRUNED, cell("reap"), cell("aimer", calibration="none"), cell("random", calibration="none")]
     comparison = made(axes, {"arc_easy": [20, 10, 12, 4], "gsm8k": [20, 6, 4, 2], "math500": [20, 2, 2, 2]})
@@ -185,13 +136,6 @@ def test_group_averages_are_measured_against_aimer() -> None:
 )
 def test_words_for_allocations_are_read(word: str, name: str, settings: dict[str, str]) -> None:
     assert cell_settings.allocation(word) == (name, settings)
-
-
-def test_labels_tell_calibration_sets_apart_only_where_there_are_several() -> None:
-    axes = [UNPRUNED, cell("reap"), cell("reap", calibration="pocket_math"), cell("random", calibration="none")]
-    comparison = made(axes, {"arc_easy": [20, 5, 6, 7]})
-    assert cell_settings.method_labels(comparison.cells).tolist() == ["Unpruned", "REAP, Code", "REAP, Math", "Random"]
-    assert cell_settings.method_labels(comparison.cells.iloc[[0, 1, 3]]).tolist() == ["Unpruned", "REAP", "Random"]
 
 
 def test_the_sequential_form_of_camera_is_the_base_where_both_were_run() -> None:

@@ -41,28 +41,6 @@ def failing(store: Path, cells: list[int], message: str = "out of memory") -> No
     path.write_text(json.dumps(document))
 
 
-@pytest.mark.parametrize(
-    ("parts", "spelled"),
-    [
-        (("reap",), "REAP"),
-        (("reap", "evolutionary"), "REAP, evolutionary"),
-        (("heapr", "global", "nf4"), "HEAPr-G, NF4"),
-        (("channel_activation", "coverage", "dora_nf4"), "Channel activation, coverage, DoRA, NF4"),
-        (("reap", "", "nf4"), "REAP, NF4"),
-        (("mine", "my_own(strength=2)", "magic"), "mine, my own(strength=2), magic"),
-        (("mone", "uniform, replacement=mean_output"), "MoNE"),
-        (("reap", "uniform, replacement=mean_output"), "REAP, novices"),
-        (("frequency", "global by frequency, replacement=m_smoe"), "M-SMoE"),
-        (("reap", "global by frequency, replacement=m_smoe"), "REAP, M-SMoE, global by frequency"),
-        (("reap", "u_shaped, replacement=ream, protect=super", "nf4"), "REAP, REAM, u shaped, protect=super, NF4"),
-    ],
-)
-def test_methods_are_spelled_for_people(parts: tuple[str, ...], spelled: str) -> None:
-    key = names.key(*parts)
-    assert names.method(key) == spelled
-    assert [part for part in names.parts(key) if part] == [part for part in parts if part]
-
-
 def test_methods_stand_in_their_usual_order() -> None:
     keys = [("mine",), ("heapr", "global"), ("reap", "evolutionary"), ("reap", "", "nf4"), ("reap",), ("heapr",)]
     ordered = names.methods_in_order(names.key(*parts) for parts in keys)
@@ -71,17 +49,6 @@ def test_methods_stand_in_their_usual_order() -> None:
     allocations = ["evolutionary", "global, replacement=ream", "uniform, replacement=m_smoe", "uniform", "mine"]
     ordered = names.methods_in_order(names.key("reap", allocation) for allocation in allocations)
     assert [names.parts(key)[1] for key in ordered] == ["uniform", "evolutionary", "mine", *allocations[2:0:-1]]
-
-
-def test_only_what_differs_is_spelled_out(store: Path, small: Path) -> None:
-    methods = load(store, "made_up").cells["method"]
-    assert {names.method(key) for key in methods if key.startswith("reap")} == {
-        "REAP", "REAP, NF4", "REAP, global", "REAP, global, NF4",
-    }  # fmt: skip
-    assert {names.method(key) for key in methods if key.startswith("heapr")} == {
-        "HEAPr, uniform", "HEAPr, uniform, NF4", "HEAPr-G", "HEAPr-G, NF4",
-    }  # fmt: skip
-    assert set(load(small, "made_up").cells["method"]) == {"none", "frequency", "reap", "man", "random"}
 
 
 def test_methods_compete_in_one_block(store: Path) -> None:
@@ -131,9 +98,3 @@ def test_panels_and_studies_without_scores_still_have_a_report(tmp_path: Path, f
     rows = {0: [0, 3], 1: [1], 2: [2]}
     gone = sorted(row for cell in failed for row in rows[cell])
     assert np.flatnonzero(np.isnan(scores)).tolist() == gone
-
-
-def test_a_study_of_a_single_method_has_a_report(tmp_path: Path) -> None:
-    store = write_store(tmp_path / "store", criteria=("heapr",), allocations=("global",), **SMALL)
-    page = report.write(store, "made_up", tmp_path / "out").read_text()
-    assert "HEAPr" in page and "HEAPr, global" not in page

@@ -10,11 +10,10 @@ import pytest
 from handmade import UNPRUNED, cell, comparison_of, results_of, study_of
 from synthetic import write_store
 
-from analysis import names
 from analysis.load import plans
 from analysis.load.study import load
 from analysis.outputs import pareto
-from analysis.outputs.pareto import KINDS, against_cost, front, pareto_table
+from analysis.outputs.pareto import against_cost, front, pareto_table
 from analysis.registry import Results, find
 from analysis.render import style
 
@@ -143,43 +142,6 @@ def test_merged_experts_count_as_merged_with_and_without_their_router_row(tmp_pa
     plan = plans.kept(pd.DataFrame({"plan_folder": ["plan"]}), reader)
     assert plan["merged"].tolist() == [False, False, True, False] and not plan["constant"].any()
     assert plan["share"].tolist() == [1, 1, 0, 0] and plan["null"].tolist() == [False, False, len(kept) == 3, False]
-
-
-def test_the_figure_tells_kinds_by_shape_recoveries_by_colour_and_names_the_front(kinds: Results) -> None:
-    cells = against_cost(kinds.study, kinds.comparisons[0])
-    pruned = cells[cells["method"] != "none"]
-    figure, _ = find("pareto").items(kinds)
-    [legend] = figure.drawing.legends
-    words = [text.get_text() for text in legend.get_texts()]
-    assert words[:8] == [
-        *(KINDS[kind] for kind in ("expert", "constant", "merged", "channel")),
-        *("not recovered", "Router-KD", "front", "Unpruned"),
-    ]
-    on_a_front = pruned[pruned[[f"front_{axis}" for axis in pareto.AXES]].any(axis=1)].sort_values("avg")
-    assert words[8:] == [f"{names.method(method)}, 50 %" for method in on_a_front["method"]]
-    numbers = {cell: str(number) for number, cell in enumerate(on_a_front["cell"], start=1)}
-    for axes, axis in zip(figure.drawing.axes, pareto.AXES, strict=True):
-        marks = [line for line in axes.get_lines() if line.get_linestyle() == "None"]
-        assert len({line.get_marker() for line in marks}) == 4 and len({line.get_color() for line in marks}) == 2
-        assert sum(len(line.get_xdata()) for line in marks) == len(pruned)
-        written = sorted(word for text in axes.texts for word in text.get_text().split(", "))
-        assert written == sorted(numbers[cell] for cell in pruned.loc[pruned[f"front_{axis}"], "cell"])
-        assert axes.get_title(loc="left") == pareto.AXES[axis]
-
-
-def test_a_study_without_recovery_has_no_colours_to_explain(tmp_path: Path) -> None:
-    store = write_store(tmp_path / "store", criteria=("reap", "ean"), **VARIED)
-    figure, _ = find("pareto").items(Results(load(store, "made_up")))
-    words = [text.get_text() for text in figure.drawing.legends[0].get_texts()]
-    assert words[:3] == ["whole experts", "front", "Unpruned"] and "recovered" not in figure.caption
-
-
-def test_a_method_that_replaces_experts_is_named_so_even_alone(tmp_path: Path) -> None:
-    store = write_store(tmp_path / "store", criteria=("mone", "reap"), allocations=REPLACED[1:2], **VARIED)
-    shown = set(pareto_table(Results(load(store, "made_up")), "pareto").frame["Criterion"])
-    assert shown == {"Unpruned", "MoNE", "REAP, novices"}
-    store = write_store(tmp_path / "dropped", criteria=("mone",), **VARIED)
-    assert set(pareto_table(Results(load(store, "made_up")), "pareto").frame["Criterion"]) == {"Unpruned", "MoNE score"}
 
 
 AXES = [

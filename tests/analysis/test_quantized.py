@@ -60,15 +60,6 @@ def test_points_have_bytes_and_intervals() -> None:
     assert (points["low"] <= points["score"]).all() and (points["score"] <= points["high"]).all()
 
 
-def test_the_figure_is_logarithmic_and_names_ratios() -> None:
-    [figure] = storage_figure(results_of(study_of(SWEEP, COSTS), [SWEEP]), "coverage.fig8")
-    [axes] = figure.drawing.axes
-    assert axes.get_xscale() == "log"
-    assert sorted(text.get_text() for text in axes.texts) == ["0 %", "0 %", "50 %", "50 %"]
-    [legend] = figure.drawing.legends
-    assert [text.get_text() for text in legend.get_texts()] == ["16 bits", "NF4"]
-
-
 def test_a_recovery_of_several_methods_has_a_line_for_each() -> None:
     axes = [
         UNPRUNED,
@@ -92,11 +83,3 @@ def test_missing_results_are_left_out() -> None:
     assert points["score"].isna().tolist() == [False, False, False, True]
     [figure] = storage_figure(results_of(study_of(lost, COSTS), [lost]), "f")
     assert len(figure.drawing.axes[0].texts) == 3
-
-
-def test_a_study_without_recoveries_has_nothing_to_show() -> None:
-    plain = comparison_of([UNPRUNED, cell("reap")], {"gsm8k": [[1, 1], [1, 0]]})
-    study = study_of(plain, COSTS[:2])
-    assert recovery_table(results_of(study, [plain]), "t").frame.empty
-    assert storage_figure(results_of(study, [plain]), "f") == []
-    assert storage_points(study, plain, plain.cells, ["arc_easy"]).empty

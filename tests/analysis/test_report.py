@@ -125,23 +125,6 @@ def test_one_table_by_name(small: Path, tmp_path: Path, capsys: pytest.CaptureFi
     assert "unified.table2.csv" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
-        (["unified.tabel2"], "did you mean unified.table2"),
-        (["report", "stor=x"], "did you mean store"),
-        (["report", "store="], "store= has no value"),
-        (["report", "format=pfd"], "did you mean pdf"),
-        (["report", "study=made_op"], "did you mean made_up"),
-    ],
-)
-def test_mistakes_get_the_nearest_name(
-    small: Path, capsys: pytest.CaptureFixture[str], words: list[str], sentence: str
-) -> None:
-    assert main([*words, f"store={small}"] if not any("store" in word for word in words) else words) == 2
-    assert sentence in capsys.readouterr().err
-
-
 def _raises(results: Results, name: str = "") -> list[Item]:
     raise KeyError("cell")
 

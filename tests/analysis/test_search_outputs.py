@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import synthetic_plans
@@ -11,7 +9,6 @@ from analysis.load.study import load
 from analysis.outputs import search
 from analysis.outputs.search import BEYOND, allocation_table, search_table, searched_pairs
 from analysis.registry import Results
-from analysis.render import style
 from analysis.stats import uncertainty
 
 TASKS = ("gsm8k", "math500", "rte", "livecodebench", "humaneval", "wildbench")
@@ -87,30 +84,3 @@ def test_densities_are_the_kept_shares_of_whole_experts(results: Results) -> Non
         axes = results.study.cells.loc[cell].to_dict()
         expected = 1 - np.array(synthetic_plans.removed(axes)) / synthetic_plans.EXPERTS
         assert layers["share"].tolist() == pytest.approx(expected.tolist())
-
-
-def test_the_figures_show_what_was_run(results: Results) -> None:
-    [first] = search.allocations_figure(results, "one")
-    [third] = search.criteria_figure(results, "three")
-    [history] = search.history_figure(results, "history")
-
-    def legend(figure: style.Figure) -> list[str]:
-        return [text.get_text() for text in figure.drawing.legends[0].get_texts()]
-
-    assert legend(first) == ["uniform", "global by frequency", "evolutionary"]
-    assert legend(third) == ["EAN", "REAP", "uniform"]
-    assert len(first.drawing.axes) == len(third.drawing.axes) == 2 and len(history.drawing.axes) == 4
-    axes = {"criterion": "ean", "calibration": "pocket_code", "ratio": 0.25, "allocation": "evolutionary"}
-    rows = [row for row in synthetic_plans.history(axes) if row["evaluated"]]
-    generations = range(synthetic_plans.GENERATIONS)
-    best = [max(row["fitness"] for row in rows if row["generation"] <= last) for last in generations]
-    mean = [np.mean([row["fitness"] for row in rows if row["generation"] == each]) for each in generations]
-    drawn = [np.asarray(line.get_ydata(), float) for line in history.drawing.axes[0].lines[:2]]
-    assert np.allclose(drawn, [best, mean])
-
-
-def test_without_searches_there_is_nothing_to_show(small: Path) -> None:
-    results = Results(load(small, "made_up"))
-    for make in (search.allocations_figure, search.criteria_figure, search.history_figure):
-        assert make(results, "f") == []
-    assert search_table(results, "t").frame.empty and allocation_table(results, "t").frame.empty

@@ -7,11 +7,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 import pytest
 from synthetic import record_path, write_store
 
-from analysis.load import passes, settings
+from analysis.load import passes
 from analysis.load.settings import labels
 from analysis.load.study import Study, load
 from analysis.registry import Results, make
@@ -61,14 +60,6 @@ def test_rows_blocks_and_maps_say_which(tmp_path: Path, axis: str, value: Any, w
     for output in (*made["tokens_per_expert"], *made["unified.fig3"]):
         assert f"{axis} {first}" in output.caption, output.name
         assert isinstance(output, (Figure, Table))
-
-
-def test_one_gate_and_seed_are_not_said() -> None:
-    axes = {"model": "m", "criterion": "reap", "ratio": 0.5, "gate": "model", "seed": 42}
-    cells = pd.DataFrame([axes, {**axes, "criterion": "none", "ratio": 0.0, "gate": "none", "seed": 0}])
-    assert settings.pruned(cells).tolist() == ["50 %", "0 %"]
-    two = pd.DataFrame([axes, {**axes, "gate": "softmax", "seed": 1}, {**axes, "model": "n", "seed": 7}])
-    assert settings.pruned(two).tolist() == ["50 %, gate model, seed 42", "50 %, gate softmax, seed 1", "50 %"]
 
 
 def test_of_several_passes_the_shown_one_is_taken() -> None:

@@ -3,7 +3,6 @@ from __future__ import annotations
 import dataclasses
 from io import StringIO
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,16 +14,16 @@ from handmade import table_of
 from analysis import names
 from analysis.load import plans
 from analysis.load.study import load
-from analysis.outputs import coverage, ranks, speed_and_memory
+from analysis.outputs import coverage, speed_and_memory
 from analysis.outputs.ranks import rank_table
 from analysis.outputs.scores import task_specific_table
-from analysis.registry import Results, outputs
+from analysis.registry import Results
 from analysis.render import table as rendering
 from analysis.render.table import Table
 from moe_lab.models.discover import moe_layers
 from moe_lab.models.facts import model_facts
 from moe_lab.pruning.cost import size
-from moe_lab.pruning.plan import merge_experts, replace_by_constants
+from moe_lab.pruning.replace import merge_experts, replace_by_constants
 
 
 @pytest.fixture(scope="module")
@@ -157,36 +156,3 @@ def test_coverage_counts_experts_without_a_token(results: Results) -> None:
     silent = results.study.coverage.query("tokens == 0").groupby("calibration").size()
     assert table.frame["Unseen"].tolist() == silent[["pocket_general", "pocket_code", "pocket_math"]].tolist()
     assert (table.frame["Unseen"] >= 4).all()
-
-
-def test_columns_of_fewer_benchmarks_name_their_models_where_models_differ() -> None:
-    few, more = ("mmlu", "boolq"), ("mmlu", "boolq", "rte")
-
-    def said(*runs: tuple[str, ...]) -> list[str]:
-        models: list[Any] = [SimpleNamespace(model=f"m{at}", parts={"MC Avg": run}) for at, run in enumerate(runs)]
-        return ranks._partial_columns(models)
-
-    assert said(few, few) == ["MC Avg is the mean of 2 of its 8 benchmarks, the others were not run."]
-    assert [sentence.split(", the")[0] for sentence in said(few, more, few, names.COLUMNS["MC Avg"])] == [
-        "MC Avg is the mean of 2 of its 8 benchmarks for m0 and m2 (MMLU and BoolQ)",
-        "MC Avg is the mean of 3 of its 8 benchmarks for m1 (MMLU, BoolQ and RTE)",
-    ]
-
-
-def test_every_output_makes_something(results: Results) -> None:
-    """What other studies are for has nothing here: searched allocations, channels, bits, weights."""
-    others = ("evoesap.", "heapr.", "coverage.", "quantized.", "aimer.")
-    wanted = [one for one in outputs().values() if not one.name.startswith(others) and one.chapter not in INSIDE]
-    assert [output.name for output in wanted if not output.items(results)] == ["gaps"]
-
-
-INSIDE = ("attribution", "channels")
-"""Chapters that need sums of a pass, or plans of channels."""
-
-
-@pytest.mark.parametrize(
-    ("name", "spelled"),
-    [("man", "MAN"), ("mone_freq", "MoNE-freq score"), ("s_family(alpha=0,b=1,beta=2)", "S(1,0,2)"), ("mine", "mine")],
-)
-def test_criteria_are_spelled_for_people(name: str, spelled: str) -> None:
-    assert names.criterion(name) == spelled

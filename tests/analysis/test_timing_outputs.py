@@ -68,14 +68,6 @@ def test_medians_stand_between_their_quartiles(tmp_path: Path) -> None:
         assert words in table.caption
 
 
-def test_figures_show_the_largest_request_of_every_model(tmp_path: Path) -> None:
-    found = study(tmp_path)
-    [memory] = speed_and_memory.memory_figure(results_of(found, [MODEL]), "t")
-    assert "4 prompts of 50 tokens" in memory.caption
-    [axes] = memory.drawing.axes
-    assert [bar.get_width() for bar in axes.patches] == [8, 4, 3, 2, 2, 2]
-
-
 def grid_study(tmp_path: Path, working: float) -> Any:
     """The unpruned model and every pair of two blocks and two smallest experts in four bits, of which (64, 256) failed:
     seconds and working memory grow with the cell."""
@@ -112,14 +104,6 @@ def test_blocks_have_a_map_of_speed_and_one_of_memory(tmp_path: Path) -> None:
         assert written == dict(zip(places, expected, strict=True))
         assert axes.get_title(loc="left").startswith("25 % pruned, NF4\n")
         assert axes.get_title(loc="left").endswith(f"unpruned {full:.0f}")
-
-
-def test_memory_that_was_not_told_is_a_dash(tmp_path: Path) -> None:
-    study, comparison = grid_study(tmp_path, float("nan"))
-    [figure] = find("coverage.fig10").items(results_of(study, [comparison]))
-    speed, memory = figure.drawing.axes
-    assert len(speed.texts) == 3 and [text.get_text() for text in memory.texts] == ["–"] * 3
-    assert memory.get_title(loc="left").endswith("peak memory (MiB)")
 
 
 def test_what_reads_no_scores_is_made_of_a_study_without_benchmarks(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -24,8 +24,7 @@ from moe_lab.calibration.documents import Text
 from moe_lab.calibration.settings import check
 from moe_lab.calibration.sources import read
 from moe_lab.config import CalibrationConfig, Config, SourceConfig
-from moe_lab.config.base import SettingsError, valid
-from moe_lab.config.identity import identity
+from moe_lab.config.base import SettingsError, identity, valid
 from moe_lab.errors import UserError
 from moe_lab.paths import resolve
 
@@ -267,7 +266,6 @@ def test_names_in_a_mixture_are_files_and_a_path_goes_before_theirs(named: choic
         ("a", "owner/a", "body"),
         ("notes", "notes.txt", None),
     ]
-    assert CalibrationConfig(**json.loads(json.dumps(asdict(text)))) == text, "as a job's JSON has it"
 
 
 def test_a_mixture_names_sets_that_exist_and_no_mixture(named: choices.Files) -> None:

@@ -21,7 +21,7 @@ from moe_lab.calibration.documents import Chat, Text, pair
 from moe_lab.calibration.settings import check
 from moe_lab.calibration.sources import locate, read, whole_text
 from moe_lab.config import BenchmarkConfig, CalibrationConfig
-from moe_lab.config.identity import identity
+from moe_lab.config.base import identity
 from moe_lab.errors import UserError
 from moe_lab.evaluation import suite
 from moe_lab.evaluation.harnesses import perplexity

@@ -153,7 +153,6 @@ calibration.special_tokens | maybe null
 calibration.parts | 0 -1 1.5 word null 100000
 calibration.checkpointing | maybe null
 calibration.engine | streem '' null
-calibration.activation_budget | -1 nan word null
 calibration.sources | word [{calibration:nobody,share:0.5}] [{calibration:pocket_code,share:2}]
 calibration.sources | [{calibration:pocket_code}]
 allocation.name | unifrom '' null
@@ -176,26 +175,18 @@ recovery.temperature recovery=pocket_router_kd | 0 -1 nan inf word null
 recovery.train recovery=pocket_router_kd | router '' null
 recovery.epochs recovery=pocket_dora | 0 -1 nan word null
 recovery.rows_per_step recovery=pocket_dora | 0 -1 1.5 word null
-recovery.shared_experts recovery=pocket_dora | maybe
 recovery.rank recovery=pocket_dora | 0 -1 1.5 word
 recovery.learning_rate recovery=pocket_dora | 0 -1 nan inf word
 recovery.router_rank recovery=pocket_dora | -1 1.5 word
 recovery.router_learning_rate recovery=pocket_dora | 0 -1 nan word
-recovery.scaling recovery=pocket_dora | 0 -1 nan word
 recovery.dropout recovery=pocket_dora | 1 -0.1 nan word
-recovery.schedule recovery=pocket_dora | cosin '' null
-recovery.save_every recovery=pocket_dora | 0 -1 word
-suite.name | null
 suite.benchmarks | word [pocket_bolq] [''] null
 suite.path suite=perplexity | /no/such/file.txt '' moe_lab
 suite.limit | 0 -1 1.5 word
 protocol.name | null
 protocol.benchmarks | word {pocket_bolq:{shots:1}} {pocket_boolq:{shot:1}} {pocket_boolq:{shots:word}}
 protocol.benchmarks | {pocket_boolq:{shots:-1}} {pocket_boolq:{batch_size:0}} {pocket_boolq:{limit:1}} {pocket_boolq:1}
-judge.attempts | 1.5 word
-judge.timeout | word null
 judge.max_tokens | word 1.5
-judge.parallel | word
 judge.extra | word
 backend.name | vlm '' null
 backend.command SERVER | '' vllm 'vllm {checkpoint}'
@@ -205,7 +196,6 @@ backend.ready_seconds SERVER | 0 -1 nan word
 launcher.name | lokal '' null slurn
 launcher.processes | 0 -1 1.5 word
 launcher.cells_per_job launcher=slurm | 0 -1 word null
-launcher.steps_per_job launcher=slurm | 0 -1 word
 launcher.parallel launcher=slurm | 0 -1 word
 launcher.max_requeues launcher=slurm | -1 1.5 word
 launcher.signal_seconds launcher=slurm | 0 -1 word
@@ -223,9 +213,7 @@ resources.models | word {m:{gpu:1}} {m:{gpus:-1}}
 timed.batch_sizes timing=true launcher=inline | [] [0] [-1] word [word]
 timed.prompt_lengths timing=true launcher=inline | [] [0] word
 timed.new_tokens timing=true launcher=inline | 0 -1 word
-timed.repeats timing=true launcher=inline | 0 word
 tracker.name | wandbb '' null
-tracker.mode tracker=wandb | onlin ''
 """
 """FIELD [what is set besides] | values that it cannot have, each to be named in a message. SERVER is longer."""
 SERVER = ["backend=server", "suite.benchmarks=[pocket_humaneval]", "allow_code_execution=true"]
@@ -298,7 +286,6 @@ timing=true | timing
 timing=true launcher=slurm | timed.device
 backend=server suite=pocket16 allow_code_execution=true | pocket_wildbench
 model=deepseek_v3 calibration=c4 model.device=cpu suite.benchmarks=[] | model
-tracker=wandb tracker.mode=online | tracker.mode
 """
 """Words | what the message must name."""
 

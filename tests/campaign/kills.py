@@ -22,7 +22,7 @@ from cluster import Cluster, why_not
 from studies import ran, results
 
 from moe_lab.results import read_record
-from moe_lab.study.store import damaged
+from moe_lab.study.store import damage
 
 from . import file_locks
 from .programs import adopt_orphans
@@ -328,8 +328,9 @@ class Series:
             self.problem("lost", ", ".join(sorted(lost)))
         if other := [name for name in found if found[name] != expected.get(name)]:
             self.problem("other result", ", ".join(other))
-        if damage := {str(file): what for file in store.glob("*/*/step.json") if (what := damaged(file.parent))}:
-            self.problem("lost", f"damaged: {damage}")
+        folders = [file.parent for file in store.glob("*/*/step.json")]
+        if damaged := {str(folder): what for folder in folders if (what := damage(folder, hash_all=True))}:
+            self.problem("lost", f"damaged: {damaged}")
         if not lost and _record(store) != record:
             self.problem("other result", "the record of the study")
         self._check_folders(store)

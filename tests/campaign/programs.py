@@ -20,7 +20,7 @@ from unittest import mock
 import psutil
 from harness_files import problem, write_lines
 
-from moe_lab.evaluation.harnesses.evalplus import run_grader
+from moe_lab.evaluation.harnesses.evalplus import KeptGrader
 from moe_lab.evaluation.harnesses.evalplus_grader import GradeRequest
 
 
@@ -373,6 +373,14 @@ def adopt_orphans() -> None:
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
+def filled(row: Program, mark: str, port: int, folder: Path) -> str:
+    """The text of a program with its words replaced."""
+    text = row.text
+    for word, value in {"MARK": mark, "PORT": port, "SECRET": folder / "secret", "FOLDER": folder}.items():
+        text = text.replace(word, str(value))
+    return text
+
+
 def graded(programs: Sequence[Program] = PROGRAMS, processes: int = 2) -> Graded:
     """Grade `programs`, a right and a wrong one after each, and look for what they left."""
     adopt_orphans()
@@ -382,12 +390,9 @@ def graded(programs: Sequence[Program] = PROGRAMS, processes: int = 2) -> Graded
         (folder / "secret").write_text("secret")
         (folder / "temporary").mkdir()
         before = _left(mark, folder)
-        words = {"MARK": mark, "PORT": listener.port, "SECRET": folder / "secret", "FOLDER": folder}
         texts, rows = {}, []
         for number, row in enumerate(programs):
-            text = row.text
-            for word, value in words.items():
-                text = text.replace(word, str(value))
+            text = filled(row, mark, listener.port, folder)
             for kind, (body, calls) in enumerate(((text, row.calls), (RIGHT, 1), (WRONG, 1))):
                 rows.append(problem(3 * number + kind, "f", "return x + 1", [[x + 1] for x in range(calls)], [[9]]))
                 texts[rows[-1]["task_id"]] = body
@@ -397,15 +402,16 @@ def graded(programs: Sequence[Program] = PROGRAMS, processes: int = 2) -> Graded
             str(data),
             texts,
             True,
-            False,
             seconds=SECONDS,
             memory_mib=MEMORY_MIB,
             comparing_seconds=1,
             processes=processes,
         )
         start = time.monotonic()
+        grader = KeptGrader()
         with mock.patch.dict(os.environ, TMPDIR=str(folder / "temporary")):
-            found = [verdict["plus"] for verdict in run_grader(request)["verdicts"].values()]
+            found = [verdict["plus"] for verdict in grader.grade(request)["verdicts"].values()]
+        grader.close()
         seconds = time.monotonic() - start
         escapes = [*(_left(mark, folder) - before), *listener.heard()]
     if seconds > (limit := 30 + len(programs) * LONGEST / processes):

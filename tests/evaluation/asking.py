@@ -78,14 +78,13 @@ def equals_lm_eval(engine: LoadedModel, benchmark: BenchmarkConfig) -> None:
     numbers = lm_eval.first_items(by_name, benchmark.limit)
     for task in by_name.values():
         task.set_fewshot_seed(seed=lm_eval._SEED)
-    with lm_eval._undisturbed():
-        own = evaluator.evaluate(
-            lm=HFLM(engine.model, tokenizer=engine.tokenizer, max_length=benchmark.max_length or engine.max_length),
-            task_dict={"tasks": {name: by_name[name] for name in numbers}, "groups": {}},
-            samples=numbers,
-            bootstrap_iters=0,
-            log_samples=True,
-        )
+    own = evaluator.evaluate(
+        lm=HFLM(engine.model, tokenizer=engine.tokenizer, max_length=benchmark.max_length or engine.max_length),
+        task_dict={"tasks": {name: by_name[name] for name in numbers}, "groups": {}},
+        samples=numbers,
+        bootstrap_iters=0,
+        log_samples=True,
+    )
     graded = evaluate(engine, benchmark)
     for report, metric in benchmark.reports.items():
         name, _, wanted = metric.partition(",")

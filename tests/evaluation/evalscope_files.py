@@ -63,7 +63,6 @@ def benchmark(task: str, root: Path, **changes: Any) -> BenchmarkConfig:
         reports={task: "acc"},
         chat=True,
         max_new_tokens=64,
-        executes_code=code,
         parameters={**DATES, "seconds": 1.0, "processes": 2} if code else {},
         root=str(root),
     )

@@ -63,6 +63,6 @@ def test_both_back_ends_write_the_same(chatty: Path, tmp_path: Path) -> None:
         assert rendered == [render(loaded, chat) for chat in chats]
         texts = write(served, rendered, 16, chat=True)
         assert texts == write(loaded, rendered, 16, chat=True) and any(texts)
-        judge = Judge(JudgeConfig("j", served.name, served.url, max_tokens=8), tmp_path / "cache")
+        judge = Judge(JudgeConfig(served.name, served.url, max_tokens=8), tmp_path / "cache")
         (verdict,) = judge.verdicts(["Give a score."], tolerated=1)
         assert verdict.score is None and "without a usable score" in verdict.reply, "it was asked, and it answered"

@@ -22,11 +22,11 @@ from moe_lab.evaluation.engines import Written
 from moe_lab.evaluation.engines.hf import LoadedModel
 from moe_lab.evaluation.run import evaluate
 from moe_lab.evaluation.sandbox.client import namespaces_missing
-from moe_lab.evaluation.sandbox.policy import LIMITED, NAMESPACES, UNCONFINED, Policy
+from moe_lab.evaluation.sandbox.policy import NAMESPACES, UNCONFINED, Policy
 from moe_lab.paths import resolve
 from moe_lab.results import Sample
 
-ALLOWED = Policy(allow_code_execution=True, sandbox="auto" if not namespaces_missing() else "none")
+ALLOWED = Policy(allow_code_execution=True, sandbox="none" if namespaces_missing() else "namespaces")
 TEXT = "Karl took the spoon to the mill.\nThen it began to rain, and nobody was surprised. " * 12
 
 
@@ -50,7 +50,6 @@ def test_programs_are_completed_and_graded(
         reports={"humaneval": "base", "humaneval_plus": "plus"},
         expected=3,
         max_new_tokens=64,
-        executes_code=True,
         parameters={"seconds": 0.5, "memory_mib": 512, "processes": 1},
     )
     eos = list(EOS)
@@ -75,30 +74,6 @@ def test_programs_are_completed_and_graded(
     protocol = json.loads((tmp_path / "out" / "result.json").read_text())["protocol"]
     assert protocol["sandbox"] == (UNCONFINED if namespaces_missing() else NAMESPACES)
     assert protocol["prompt"] == problems[0]["prompt"].strip() + "\n"
-
-
-def test_without_namespaces_only_closed_world_programs_of_shipped_benchmarks_run(
-    subject: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("moe_lab.evaluation.sandbox.client.namespaces_missing", lambda: "not on this machine")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    shipped = BenchmarkConfig(
-        name="code",
-        harness="evalplus",
-        task="pocket:benchmarks/humaneval.jsonl",
-        reports={"humaneval": "base"},
-        max_new_tokens=32,
-        executes_code=True,
-        limit=4,
-        parameters={"seconds": 0.5},
-    )
-    evaluate(subject, shipped, tmp_path / "out", policy=Policy(True))
-    assert json.loads((tmp_path / "out" / "result.json").read_text())["protocol"]["sandbox"] == LIMITED
-    foreign = replace(shipped, task=resolve(shipped.task))
-    with pytest.raises(UserError, match="sandbox=none"):
-        evaluate(subject, foreign, tmp_path / "other", policy=Policy(True))
-    assert not (tmp_path / "other").exists()
-    assert evaluate(subject, foreign, tmp_path / "other", policy=Policy(True, "none"))[0]["n"] == 4
 
 
 def test_stories_are_scored_by_the_share_of_their_rules(subject: LoadedModel, tmp_path: Path) -> None:
@@ -192,23 +167,9 @@ def mixed_ids(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({"harness": "evalpuls"}, "did you mean evalplus"),
-        ({"harness": "evalplus", "max_new_tokens": 8, "reports": {"p": "plus"}}, "allow_code_execution=false"),
-        ({"reports": {"p": "perplexty"}}, "did you mean perplexity"),
-        ({"reports": {}}, "reports is empty"),
-        ({"parameters": {"lenght": 3}}, "did you mean length"),
-        ({"parameters": {"length": 99999}}, "expected 2 to"),
-        ({"task": "nowhere.txt"}, "there is no such file"),
-        ({"task": ""}, "suite.path=FILE"),
-        ({"task": "pocket:benchmarks/arc_esy.yaml"}, "did you mean pocket:benchmarks/arc_easy.yaml"),
-        ({"harness": "stories", "reports": {"s": "score"}}, "it generates text"),
-    ],
+    ("changes", "says"), [({"parameters": {"length": 99999}}, "length"), ({"task": "nowhere.txt"}, "nowhere.txt")]
 )
-def test_mistakes_are_said_before_anything_runs(
-    subject: LoadedModel, tmp_path: Path, changes: dict[str, Any], says: str
-) -> None:
+def test_a_mistake_leaves_no_folder(subject: LoadedModel, tmp_path: Path, changes: dict[str, Any], says: str) -> None:
     (tmp_path / "text.txt").write_text(TEXT)
     good = BenchmarkConfig(name="p", harness="perplexity", task=str(tmp_path / "text.txt"), reports={"p": "perplexity"})
     with pytest.raises(UserError, match=says):

@@ -30,7 +30,6 @@ from moe_lab.errors import UserError
 from moe_lab.evaluation import items, mirror, run
 from moe_lab.evaluation.harnesses import evalplus, evalplus_grader, evalplus_rules
 from moe_lab.evaluation.harnesses.evalplus import fenced_program
-from moe_lab.evaluation.harnesses.evalplus_grader import GradeRequest
 from moe_lab.evaluation.harnesses.evalplus_rules import longest_program, sanitized
 from moe_lab.evaluation.mirror import benchmarks, make
 from moe_lab.evaluation.sandbox.client import namespaces_missing
@@ -196,21 +195,21 @@ def test_the_sanitizer_costs_little() -> None:
 def test_nothing_kills_the_sanitizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("evalplus.data.humaneval.HUMANEVAL_OVERRIDE_PATH", None)  # restored afterwards
     data = str(write_lines(tmp_path / "data.jsonl", [problem(900, "f", "return x", [[1]], [[1]])]))
-    confined = not namespaces_missing()
+    program = "print(1)\ndef f(x): return x"
 
-    def sanitized_by_grader(text: str) -> str:
+    def sanitized_by_grader(*texts: str) -> list[str]:
         grader = evalplus_grader.Grader()
+        request = {"dataset": "humaneval", "data": data, "confined": not namespaces_missing(), "sanitize": True}
         try:
-            request = GradeRequest("humaneval", data, {"HumanEval/900": text}, confined, False, sanitize=True)
-            return str(grader.grade(request)["programs"]["HumanEval/900"])
+            found = [grader.grade({**request, "programs": {"HumanEval/900": text}})["programs"] for text in texts]
         finally:
             grader.close()
+        return [programs["HumanEval/900"] for programs in found]
 
-    for text in ("(" * 5000, "x = 1\0", "\ud800"):
-        assert sanitized_by_grader(text) == text
-    assert sanitized_by_grader("print(1)\ndef f(x): return x") == "def f(x): return x"
+    broken = ["(" * 5000, "x = 1\0", "\ud800"]
+    assert sanitized_by_grader(*broken, program) == [*broken, "def f(x): return x"]
     monkeypatch.setattr(evalplus_rules.evalplus_sanitize, "sanitize", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
-    assert sanitized_by_grader("print(1)\ndef f(x): return x") == "print(1)\ndef f(x): return x"
+    assert sanitized_by_grader(program) == [program]
 
 
 def test_a_generator_that_the_entry_point_needs_is_kept(original: ModuleType) -> None:
@@ -223,15 +222,18 @@ def test_a_generator_that_the_entry_point_needs_is_kept(original: ModuleType) ->
 GRADING = """
 import sys
 from moe_lab.evaluation.harnesses.evalplus_grader import GradeRequest
-from moe_lab.evaluation.harnesses.evalplus import run_grader
+from moe_lab.evaluation.harnesses.evalplus import kept_grader
 endless = "def f(x):\\n    while True: pass"
-run_grader(GradeRequest("humaneval", sys.argv[1], {"HumanEval/1": endless}, sys.argv[2] == "", False, seconds=50.0))
+kept_grader.grade(GradeRequest("humaneval", sys.argv[1], {"HumanEval/1": endless}, sys.argv[2] == "", seconds=50.0))
 """
 
 
 def test_the_grader_has_no_torch_and_a_killed_worker_leaves_nothing_behind(tmp_path: Path) -> None:
     data = write_lines(tmp_path / "data.jsonl", [problem(1, "f", "return x", [[1]], [])])
-    worker = subprocess.Popen([sys.executable, "-c", GRADING, str(data), namespaces_missing() or ""])
+    before, temporary = set(Path("/tmp").glob("moe_lab-*")), tmp_path / "temporary"
+    temporary.mkdir()
+    environment = {**os.environ, "TMPDIR": str(temporary)}
+    worker = subprocess.Popen([sys.executable, "-c", GRADING, str(data), namespaces_missing() or ""], env=environment)
     below = psutil.Process(worker.pid)
     until(lambda: len(below.children(recursive=True)) >= 3)  # the grader, the runner, the program
     started, looked_at = [each.pid for each in below.children(recursive=True)], 0
@@ -243,3 +245,4 @@ def test_the_grader_has_no_torch_and_a_killed_worker_leaves_nothing_behind(tmp_p
     os.kill(worker.pid, signal.SIGKILL)
     worker.wait()
     until(lambda: not any(map(is_running, started)))
+    assert not list(temporary.iterdir()) and set(Path("/tmp").glob("moe_lab-*")) <= before

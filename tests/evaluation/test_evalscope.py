@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pickle
@@ -119,13 +120,14 @@ def test_programs_are_judged_by_evalscope_and_run_where_they_can_neither_harm_no
 
 def test_a_runner_that_a_program_ends_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(evalscope_code, "program", lambda solution, function: solution)
+    monkeypatch.setattr(evalscope_code, "_compare", lambda request: json.dumps([[], {}]))
     programs = evalscope_code.Programs(evalscope_code.CodeSettings("2025-01-01", "2025-04-30", confined=False))
-    tests = {"fn_name": None, "inputs": ["1"]}
+    tests = {"fn_name": None, "inputs": ["1"], "outputs": ["1"]}
     answer = "def moe_lab_answer(given): return given"
     try:
-        assert [programs._run(text, tests, None).status for text in (KILL + answer, answer)] == ["crash", "ok"]
+        assert [programs.judge(text, tests)[1]["program"] for text in (KILL + answer, answer)] == ["crash", "ok"]
     finally:
-        programs._runners.close()
+        programs.close()
 
 
 @needs_evalscope
@@ -180,11 +182,9 @@ class _Hostile:
 
 def test_only_text_comes_out_of_a_pickle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert evalscope_code.unpickled_text(pickle.dumps("[1]")) == "[1]"
-    with pytest.raises(evalscope_code.DataError, match=r"a pickle that would run \w+\.mkdir: the data is not to be"):
-        evalscope_code.unpickled_text(pickle.dumps(_Hostile()))
-    with pytest.raises(evalscope_code.DataError, match="a pickle of list, and should be one of text"):
-        evalscope_code.unpickled_text(pickle.dumps(["[1]"]))
+    assert evalscope_code.OnlyText(io.BytesIO(pickle.dumps("[1]"))).load() == "[1]"
+    with pytest.raises(evalscope_code.DataError, match=r"\.mkdir"):
+        evalscope_code.OnlyText(io.BytesIO(pickle.dumps(_Hostile()))).load()
     assert not (tmp_path / "hostile").exists()
 
 
@@ -234,11 +234,9 @@ def test_answers_that_could_not_be_compared_are_wrong_and_must_be_few() -> None:
 def test_what_cannot_work_is_said_before_a_model_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     code = evalscope_files.benchmark("live_code_bench", tmp_path, python=sys.executable)
     evalscope_files.write(code, {"test": [evalscope_files.problem(1, "2025-01-01T00:00:00")]})
-    file = mirror.subsets(code)["default"]["test"][0]
     said = suite.preflight([code], Policy(allow_code_execution=True))
     assert any(f"interpreters.evalscope={sys.executable} " in one and "make evalscope" in one for one in said)
-    pickled = f"{file} holds pickled tests: set allow_pickled_data=true, and only text is read of them"
-    assert f"benchmark live_code_bench: {pickled}" in said
+    assert any("allow_pickled_data=false" in one for one in said)
     missing = replace(code, python=str(tmp_path / "nowhere"))
     assert any("and there is no such file: run make evalscope" in one for one in suite.preflight([missing], ALLOWED))
     monkeypatch.setattr(interpreters, "_ROOT", tmp_path)
@@ -249,15 +247,11 @@ def test_what_cannot_work_is_said_before_a_model_is_loaded(tmp_path: Path, monke
         code,
         task="live_code_bench",
         shots=2,
-        split="train",
-        executes_code=False,
         parameters={"end_date": "2025-04-31", "processes": 1},
     )
     assert list(evalscope.wrong(bad)) == [
-        "benchmark live_code_bench: split=train, and live_code_bench asks test: set split=test",
         "benchmark live_code_bench: shots=2, but EvalScope's live_code_bench shows 0 examples",
-        "benchmark live_code_bench: executes_code=False, but answers to live_code_bench are programs",
-        "benchmark live_code_bench: parameters.start_date is missing: expected a day, such as 2025-01-31",
+        "benchmark live_code_bench: parameters.start_date=None: expected a day, such as 2025-01-31",
         "benchmark live_code_bench: parameters.end_date=2025-04-31: expected a day, such as 2025-01-31",
     ]
     [unknown_task] = evalscope.wrong(replace(code, task="gsm8"))

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import csv
 import json
-import os
 import re
 import shutil
-import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import preloaded
 import pyarrow.parquet as parquet
 import pytest
 from asking import Said
@@ -30,7 +26,6 @@ from moe_lab.evaluation.harnesses.function_call_rules import Call, Undecodable, 
 from moe_lab.evaluation.reasoning import answer_in
 from moe_lab.evaluation.sandbox.policy import Policy
 from moe_lab.models.config_json import check_chat_template
-from moe_lab.paths import resolve, shipped
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples/function_calls"
@@ -83,9 +78,6 @@ TWO = [Call("f", {"x": 1}), Call("g.h", {})]
 )
 def test_calls_are_decoded(text: str) -> None:
     assert decode(text) == TWO
-
-
-def test_one_object_is_one_call() -> None:
     assert decode('{"name": "f", "arguments": {"x": 1}}') == decode('{"f": {"x": 1}}') == TWO[:1]
 
 
@@ -98,88 +90,51 @@ def test_what_is_no_list_of_calls_is_wrong_and_counts_as_no_call(text: str) -> N
 
 
 WEATHER = [function("get_weather", ("city",), city=described("string")), function("math.area", ())]
+CALLS = [
+    # of all families
+    "<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n</function>\n</tool_call>",
+    '<|python_tag|>look_up(city="Paris")',
+    '{"name": "get_weather", "parameters": {"city": "Paris"}}',
+    '{"type": "function", "function": {"name": "get_weather", "arguments": "{}"}}',
+    "{'name': 'get_weather', 'arguments': {'city': 'Paris'}}",
+    '[look_up(city="Paris"), other(x=1)]',
+    '```python\nget_weather(city="Paris")\n```',
+    'weather = get_weather("Paris")',
+    'get_weather(\n  city="Paris"\n)',
+    '[TOOL_CALLS]get_weather{"city": "Paris"}',
+    "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>look_up\n```json\n{}\n```<｜tool▁call▁end｜>",
+    'I look it up: {"name": "look_up", "arguments": {"q": 1}}',
+    "<start_function_call>call:get_weather{city:Paris}<end_function_call>",
+    'Action: get_weather\nAction Input: {"city": "Paris"}',
+    "math_area()",
+    # without special tokens
+    'functions.get_weather:0{"city": "Paris"}',
+    'function<｜tool▁sep｜>get_weather\n```json\n{"city": "Paris"}\n```',
+    'commentary to=functions.get_weather json{"city": ',
+    # malformed or incomplete
+    '<tool_call>{"name": "get_wea',
+    "<tool_call>get_weather\n<arg_key>city",
+    '{"name": "get_weather"}',
+    '{"name": 1, "arguments": {}}',
+    '{"get_weather": {"city": "Paris"}, "math.area": {}}',
+    '{"get_weather": {"city": "Par',
+    '[get_weather(city="Par',
+]
+SPEECH = [
+    "None of the functions helps.",
+    "[]",
+    "get_weather(city) is of no use here.",
+    "I cannot call get_weather(city) for the area of a square.",
+    "The functions `get_weather` and `math.area` are of no use: it is 25 (5*5).",
+    "- get_weather: gives the weather\n- math.area: gives an area",
+    "```python\nprint(5 * 5)\n```",
+    'I would need a function such as `square_area(side)`, or {"name": "Paris"}.',
+]
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n</function>\n</tool_call>",
-        '<function=get_weather>{"city": "Paris"}</function>',
-        '<|python_tag|>look_up(city="Paris")',
-        '{"name": "get_weather", "parameters": {"city": "Paris"}}',
-        '{"type": "function", "function": {"name": "get_weather", "arguments": "{}"}}',
-        "{'name': 'get_weather', 'arguments': {'city': 'Paris'}}",
-        '[get_weather(city="Paris")]',
-        '[look_up(city="Paris"), other(x=1)]',
-        '```python\nget_weather(city="Paris")\n```',
-        '```tool_code\nprint(look_up(city="Paris"))\n```',
-        'weather = get_weather("Paris")',
-        'get_weather(\n  city="Paris"\n)',
-        '[TOOL_CALLS]get_weather{"city": "Paris"}',
-        '[TOOL_CALLS] [{"name": "get_weather", "arguments": {"city": "Paris"}}]',
-        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>look_up\n```json\n{}\n```<｜tool▁call▁end｜>",
-        "<|tool_calls_section_begin|><|tool_call_begin|>functions.look_up:0<|tool_call_argument_begin|>{}",
-        'Let me see.\n```json\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n```',
-        'I look it up: {"name": "look_up", "arguments": {"q": 1}}',
-        '<minimax:tool_call><invoke name="get_weather">',
-        'functools[{"name": "get_weather", "arguments": {}}]',
-        "<start_function_call>call:get_weather{city:Paris}<end_function_call>",
-        'Action: get_weather\nAction Input: {"city": "Paris"}',
-        "math_area()",
-    ],
-)
-def test_a_call_in_the_form_of_any_family_is_no_abstention(text: str) -> None:
-    assert mistake(text, WEATHER, [])
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        'get_weather{"city": "Paris"}',
-        'functions.get_weather:0{"city": "Paris"}',
-        'function<｜tool▁sep｜>get_weather\n```json\n{"city": "Paris"}\n```',
-        'commentary to=functions.get_weather json{"city": ',
-    ],
-)
-def test_a_call_whose_special_tokens_are_left_out_is_no_abstention(text: str) -> None:
-    assert mistake(text, WEATHER, [])
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        '<tool_call>\n"get_weather"\n</tool_call>',
-        '<tool_call>{"name": "get_wea',
-        "<tool_call>get_weather\n<arg_key>city",
-        "<tool_call>look_up</tool_call>",
-        '{"name": "get_weather"}',
-        '{"name": "get_weather", "arguments": "Paris"}',
-        '{"name": 1, "arguments": {}}',
-        '{"get_weather": {"city": "Paris"}, "math.area": {}}',
-        '{"get_weather": {"city": "Par',
-        '[get_weather(city="Par',
-    ],
-)
-def test_a_malformed_or_incomplete_call_is_no_abstention(text: str) -> None:
-    assert mistake(text, WEATHER, [])
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "None of the functions helps.",
-        "[]",
-        "get_weather needs a city, which you did not name.",
-        "get_weather(city) is of no use here.",
-        "I cannot call get_weather(city) for the area of a square.",
-        "The functions `get_weather` and `math.area` are of no use: it is 25 (5*5).",
-        "- get_weather: gives the weather\n- math.area: gives an area",
-        "```python\nprint(5 * 5)\n```",
-        'I would need a function such as `square_area(side)`, or {"name": "Paris"}.',
-    ],
-)
-def test_to_speak_of_functions_is_an_abstention(text: str) -> None:
-    assert mistake(text, WEATHER, []) is None
+@pytest.mark.parametrize("text", CALLS + SPEECH)
+def test_a_call_in_any_form_is_no_abstention_and_to_speak_of_functions_is_one(text: str) -> None:
+    assert (mistake(text, WEATHER, []) is None) is (text in SPEECH)
 
 
 @pytest.mark.parametrize(
@@ -187,8 +142,6 @@ def test_to_speak_of_functions_is_an_abstention(text: str) -> None:
     [
         "get_weather(" * 40_000,
         '"name":' + "a" * 200_000,
-        "get_weather:" + "<a>" * 60_000,
-        "[f(" * 60_000,
         "(" * 200_000,
     ],
 )
@@ -244,13 +197,6 @@ def test_messages_to_functions_are_calls(header: str, special: bool, name: str) 
     assert decode(text, DECLARED) == [Call(name, {"x": {"y": "}"}})]
 
 
-def test_a_message_to_a_function_without_arguments_in_json_is_wrong_everywhere() -> None:
-    text = '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"x": '
-    assert mistake(text, DECLARED, [{"f": {"x": [5]}}]) and mistake(text, DECLARED, [])
-    final = "<|channel|>final<|message|>A square has four sides."
-    assert mistake(final, DECLARED, []) is None
-
-
 INSIDE = 'to=functions.f {"x": 1}'
 
 
@@ -266,11 +212,6 @@ def test_only_the_header_of_a_message_makes_it_a_call(said: str, special: bool) 
     assert decode(text, DECLARED) == 2 * [Call("g.h", {"y": said})]
     final = thought + "<|start|>assistant<|channel|>final<|message|>No function helps."
     assert mistake(final, DECLARED, []) is None and mistake(final, DECLARED, [{"f": {"x": [1]}}])
-
-
-@pytest.mark.parametrize("said", [INSIDE, "<tool_call>", "</tool_call>"])
-def test_an_answer_in_json_is_read_as_json_whatever_its_texts_say(said: str) -> None:
-    assert decode(json.dumps({"g.h": {"y": said}}), DECLARED) == [Call("g.h", {"y": said})]
 
 
 @pytest.mark.parametrize("content", ['<|constrain|>code<|message|>{"x": 5}', ' code{"x": 5}', "<|message|>f(5)", ""])
@@ -299,12 +240,6 @@ def test_a_thought_that_does_not_end_is_neither_a_call_nor_an_abstention(text: s
     assert mistake(text, declared, [{"f": {"x": [1]}}], prompt) and mistake(text, declared, [], prompt)
 
 
-def test_a_thought_that_speaks_of_calls_leaves_an_abstention_right() -> None:
-    declared = [function(x=described("integer"))]
-    assert mistake(f"<think>I could call {DRAFT}.</think>No function helps.", declared, []) is None
-    assert mistake(f"{DRAFT}?</think>\n{DRAFT}", declared, [{"f": {"x": [1]}}], "<think>") is None
-
-
 # Rules 2 and 3: the number of calls, in any order, and the names.
 
 PLAY = [{"play": {"artist": [name], "minutes": [count]}} for name, count in (("Taylor Swift", 20), ("Maroon 5", 15))]
@@ -313,60 +248,36 @@ TAYLOR = ("play", {"artist": "Taylor Swift", "minutes": 20})
 MAROON = ("play", {"artist": "Maroon 5", "minutes": 15})
 
 
-@pytest.mark.parametrize(
-    ("calls", "right"),
-    [
-        ([TAYLOR, MAROON], True),
-        ([MAROON, TAYLOR], True),
-        ([TAYLOR], False),
-        ([TAYLOR, MAROON, MAROON], False),
-        ([TAYLOR, TAYLOR], False),
-    ],
-)
-def test_parallel_calls_are_matched_in_any_order_each_once(calls: list[Any], right: bool) -> None:
-    assert (mistake(written(*calls), [PLAYER], PLAY) is None) is right
-
-
-def test_a_call_that_equals_another_but_for_its_type_is_not_taken_for_it() -> None:
-    """5 == 5.0 in Python, but only one of them is an int."""
-    calls = written(("f", {"x": 5.0}), ("f", {"x": 5}))
-    same = {"f": {"x": [5]}}
-    assert mistake(calls, [function(x=described("integer"))], [same, same])
-
-
-def test_exactly_one_call_of_the_right_name_among_several_functions() -> None:
-    functions = [function("math.gcd", x=described("integer")), function("math.lcm", x=described("integer"))]
-    right = [{"math.lcm": {"x": [4]}}]
-    assert mistake(written(("math.lcm", {"x": 4})), functions, right) is None
-    for calls in ([("math.gcd", {"x": 4})], [("math_lcm", {"x": 4})], [("math.lcm", {"x": 4})] * 2):
-        assert mistake(written(*calls), functions, right)
-
-
-# Rule 4: which parameters are there.
+X = described("integer")
+GCD_OR_LCM = [function("math.gcd", x=X), function("math.lcm", x=X)]
+XYZ = [function(x=X, y=X, z=X)]
 
 
 @pytest.mark.parametrize(
-    ("arguments", "right"),
+    ("functions", "right", "calls", "is_right"),
     [
-        ({"x": 1, "y": 2}, True),
-        ({"x": 1}, True),  # y may be left out
-        ({"y": 2}, False),  # x is required
-        ({"x": 1, "z": 3}, False),  # z is not allowed by the answer
-        ({"x": 1, "other": 3}, False),  # not in the schema
+        ([PLAYER], PLAY, [TAYLOR, MAROON], True),
+        ([PLAYER], PLAY, [MAROON, TAYLOR], True),
+        ([PLAYER], PLAY, [TAYLOR], False),
+        ([PLAYER], PLAY, [TAYLOR, MAROON, MAROON], False),
+        ([PLAYER], PLAY, [TAYLOR, TAYLOR], False),
+        ([function(x=X)], [{"f": {"x": [5]}}] * 2, [("f", {"x": 5.0}), ("f", {"x": 5})], False),  # 5 == 5.0 in Python
+        (GCD_OR_LCM, [{"math.lcm": {"x": [4]}}], [("math.lcm", {"x": 4})], True),
+        (GCD_OR_LCM, [{"math.lcm": {"x": [4]}}], [("math.gcd", {"x": 4})], False),
+        (GCD_OR_LCM, [{"math.lcm": {"x": [4]}}], [("math_lcm", {"x": 4})], False),
+        (XYZ, [{"f": {"x": [1], "y": [2, ""]}}], [("f", {"x": 1, "y": 2})], True),
+        (XYZ, [{"f": {"x": [1], "y": [2, ""]}}], [("f", {"x": 1})], True),  # y may be left out
+        (XYZ, [{"f": {"x": [1], "y": [2, ""]}}], [("f", {"y": 2})], False),  # x is required
+        (XYZ, [{"f": {"x": [1], "y": [2, ""]}}], [("f", {"x": 1, "z": 3})], False),  # the answer does not allow z
+        (XYZ, [{"f": {"x": [1], "y": [2, ""]}}], [("f", {"x": 1, "other": 3})], False),  # not in the schema
+        (XYZ, [{"f": {"x": [1], "y": [2]}}], [("f", {"x": 1})], False),  # free in the schema, not in the answer
+        (XYZ, [{"f": {"x": [1, ""]}}], [("f", {})], False),  # required, whatever the answer says
     ],
 )
-def test_parameters_are_required_expected_or_optional(arguments: dict[str, int], right: bool) -> None:
-    functions = [function(x=described("integer"), y=described("integer"), z=described("integer"))]
-    assert (mistake(written(("f", arguments)), functions, [{"f": {"x": [1], "y": [2, ""]}}]) is None) is right
-
-
-def test_a_parameter_that_the_schema_leaves_free_but_the_answer_does_not_is_needed() -> None:
-    functions = [function(x=described("integer"), y=described("integer"))]
-    assert mistake(written(("f", {"x": 1})), functions, [{"f": {"x": [1], "y": [2]}}])
-
-
-def test_a_required_parameter_is_needed_whatever_the_answer_says() -> None:
-    assert mistake(written(("f", {})), [function(x=described("integer"))], [{"f": {"x": [1, ""]}}])
+def test_calls_are_the_right_ones_in_any_order_with_their_parameters(
+    functions: list[Any], right: list[Any], calls: list[Any], is_right: bool
+) -> None:
+    assert (mistake(written(*calls), functions, right) is None) is is_right
 
 
 # Rules 5 and 6: types and values.
@@ -412,16 +323,6 @@ LIST_OF_DICTS = described("array", items=described("dict"))
 )
 def test_types_and_values(value: Any, declared: Mapping[str, Any], allowed: list[Any], right: bool) -> None:
     assert is_right(value, declared, allowed) is right
-
-
-# Rule 7: no call, where no function is of use.
-
-
-@pytest.mark.parametrize(
-    ("text", "right"), [("A square has four sides.", True), ("[]", True), (written(("f", {"x": 1})), False)]
-)
-def test_where_no_function_is_of_use_no_call_is_right(text: str, right: bool) -> None:
-    assert (mistake(text, [function(x=described("integer"))], []) is None) is right
 
 
 def test_tools_have_the_types_of_json_schema_and_a_note_on_the_language() -> None:
@@ -486,15 +387,12 @@ SQUARE = {"role": "user", "content": "How many sides does a square have?"}
         (QUESTIONS, 2, {"id": "simple_1"}, "questions.jsonl line 3: the id simple_1 is there twice"),
         (QUESTIONS, 2, {"id": "other"}, "has no line with the id"),
         (QUESTIONS, 1, {"function": None}, "questions.jsonl line 2 is no question: expected the fields id, question"),
-        (QUESTIONS, 1, {"question": "What?"}, "line 2 is no question"),
         (QUESTIONS, 1, {"question": [[SQUARE], [SQUARE]]}, "question simple_1 has 2 turns: expected one"),
         (QUESTIONS, 1, {"function": [function(x=described("HashMap"))]}, "type of x=HashMap is unknown"),
         (QUESTIONS, 1, {"function": [function(x=described("array"))]}, "type of items of x=missing is unknown"),
         (QUESTIONS, 1, {"function": [function()]}, "its answer: function=market.sell is unknown"),
         (ANSWERS, 1, {"id": "simple_0"}, "answers.jsonl line 2: the id simple_0 is there twice"),
-        (ANSWERS, 1, {"id": "simple_9"}, "has no line with the id"),
         (ANSWERS, 1, {"ground_truth": None}, "answers.jsonl line 2 is no answer: expected the fields id and ground"),
-        (ANSWERS, 1, {"ground_truth": [{"market.sell": {"price": 5}}]}, "answers.jsonl line 2 is no answer"),
         (ANSWERS, 1, {"ground_truth": [{"market.sell": {}, "give": {}}]}, "has 2 functions in one call"),
         (ANSWERS, 2, {"ground_truth": [{"give": {"present": [{"to": "Fay"}]}}]}, "present of give has an object"),
     ],
@@ -507,11 +405,9 @@ def test_one_sentence_for_files_that_do_not_fit(
     assert sentence in problem
 
 
-def test_one_sentence_for_damaged_missing_and_empty_files(folder: Path) -> None:
+def test_one_sentence_for_damaged_and_missing_files(folder: Path) -> None:
     (folder / ANSWERS).write_text('{"id": "simple_0", "ground')
     assert "answers.jsonl line 1 is damaged JSON" in suite.wrong([benchmark(folder)])[0]
-    (folder / ANSWERS).write_text("\n")
-    assert "answers.jsonl has no lines" in suite.wrong([benchmark(folder)])[0]
     (folder / ANSWERS).unlink()
     assert "answers.jsonl, and there is no such file" in suite.wrong([benchmark(folder)])[0]
 
@@ -637,32 +533,3 @@ def test_a_template_that_ignores_tools_is_refused(subject: LoadedModel) -> None:
     chatting.tokenizer.chat_template = "{{ messages[0].content }}{% if tools and false %}{% endif %}"
     with pytest.raises(UserError, match="the model's chat template ignores them"):
         render(chatting, messages, tools)
-
-
-@pytest.mark.skipif("olmoe" not in shipped(), reason="no shipped model")
-def test_a_study_asks_grades_and_shows_it_in_tables(tmp_path: Path) -> None:
-    """With a shipped model that got a chat template: it was not trained on calls, and writes none."""
-    model = shutil.copytree(resolve("pocket:olmoe"), tmp_path / "model")
-    (model / "chat_template.jinja").write_text(TEMPLATE)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-
-    def started(*words: str) -> None:
-        command = preloaded.command("-m", *words)
-        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout + done.stderr
-
-    asked = ("suite.benchmarks=[function_calls]", f"suite.path={EXAMPLE}", f"model.path={model}", "model=local")
-    small = ("calibration.tokens=2048", "calibration.length=128", "launcher=inline", "report=false")
-    few = "+protocol.benchmarks.function_calls.max_new_tokens=4"
-    started("moe_lab", *asked, *small, few, "criterion=frequency,man", "store=store")
-    samples = [
-        parquet.read_table(file).to_pylist() for file in (tmp_path / "store/grade").glob("*function_calls*/*.parquet")
-    ]
-    assert len(samples) == 3
-    for rows in samples:
-        assert [row["outcome"] for row in rows] == [0.0] * 7 + [1.0] * 2
-    started("analysis", "unified.table1", "winners", "store=store", "out=tables")
-    for name, column in (("unified.table1", None), ("winners", "Column")):
-        with next((tmp_path / "tables").rglob(f"{name}.csv")).open(newline="") as file:
-            table = list(csv.DictReader(file))
-        assert "function_calls" in ([row[column] for row in table] if column else table[0]), name

@@ -4,27 +4,19 @@ from __future__ import annotations
 
 import json
 import os
-import resource
-import select
 import signal
-import subprocess
-import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from harness_files import problem, write_lines
-from processes import is_running, until
 
 from moe_lab.evaluation.harnesses import evalplus_grader
-from moe_lab.evaluation.harnesses.evalplus import GraderProcess, KeptGrader
-from moe_lab.evaluation.harnesses.evalplus import run_grader as grade
+from moe_lab.evaluation.harnesses.evalplus import KeptGrader, kept_grader
 from moe_lab.evaluation.harnesses.evalplus_grader import GradeRequest
 from moe_lab.evaluation.sandbox.children import LimitedChildren
-from moe_lab.evaluation.sandbox.client import namespaces_missing
-from moe_lab.evaluation.sandbox.closed_world import leaves_closed_world
+from moe_lab.evaluation.sandbox.client import Runners, namespaces_missing
 from moe_lab.paths import resolve
 from tests.campaign.programs import CHEATS, SENDING, SUCCEED_BESIDE_THE_VERDICT, Program, graded
 
@@ -49,10 +41,10 @@ def verdicts(
     """Entry point -> (base, plus) for whole programs by entry point."""
     data = write_lines(folder / "data.jsonl", problems)
     tasks = {row["entry_point"]: row["task_id"] for row in problems}
-    settings = {"confined": not namespaces_missing(), "closed_world_only": False, "seconds": 2.0, "memory_mib": 512}
+    settings = {"confined": not namespaces_missing(), "seconds": 2.0, "memory_mib": 512}
     programs = {tasks[name]: body for name, body in bodies.items()}
     request = GradeRequest(dataset, str(data), programs, **{**settings, **changes})
-    found = grade(request)["verdicts"]
+    found = kept_grader.grade(request)["verdicts"]
     return {name: (found[task]["base"], found[task]["plus"]) for name, task in tasks.items() if name in bodies}
 
 
@@ -81,21 +73,6 @@ def test_mbpp_has_its_own_input_types_and_oracles(tmp_path: Path) -> None:
     assert found == {"similar_elements": ("pass", "pass")}
     wrong = "def similar_elements(a, b): return a"
     assert verdicts(tmp_path, [SHARED], {"similar_elements": wrong}, dataset="mbpp")["similar_elements"][0] == "fail"
-
-
-def test_a_program_that_dies_costs_one_verdict(tmp_path: Path) -> None:
-    found = verdicts(
-        tmp_path,
-        [ADD, MEAN, TWICE],
-        {
-            "add": "import os, signal\ndef add(x): os.kill(os.getppid(), signal.SIGKILL); os._exit(1)"
-            if not namespaces_missing()
-            else "import os\ndef add(x): os._exit(1)",
-            "mean": "def mean(x):\n    while True: pass",
-            "twice": "def twice(x): return [x, x]",
-        },
-    )
-    assert found == {"add": ("crash", "crash"), "mean": ("timeout", "timeout"), "twice": ("pass", "pass")}
 
 
 def test_without_walls_a_program_that_ends_its_runner_costs_one_verdict(tmp_path: Path) -> None:
@@ -144,12 +121,6 @@ def test_what_a_program_returned_is_compared_within_limits(tmp_path: Path) -> No
     assert found == {"add": ("output", "output"), "twice": ("pass", "pass")}
 
 
-@pytest.mark.parametrize(("mebi", "answer"), [(50, "held"), (200, None)])
-def test_work_on_what_a_model_wrote_has_a_limit_of_memory(mebi: int, answer: str | None) -> None:
-    with LimitedChildren(lambda size: "held" if bytearray(size << 20) else "", 9, 100 << 20, count=1) as children:
-        assert children(mebi) == answer
-
-
 def hostile_work(order: str) -> str:
     """The process that works, after doing what the order says."""
     if order == "dies":
@@ -157,219 +128,78 @@ def hostile_work(order: str) -> str:
     if order == "loops":
         while True:
             pass
-    if order == "takes 200 MiB":
-        bytearray(200 << 20)
-    if order == "keeps 80 MiB":
-        KEPT.append(bytearray(80 << 20))
+    if order.startswith("takes"):
+        bytearray(int(order.split()[1]) << 20)
     if order == "raises":
         raise ValueError(order)
-    return str(os.getpid())
-
-
-KEPT: list[bytearray] = []
+    return order
 
 
 @pytest.mark.parametrize("order", ["dies", "loops", "takes 200 MiB", "raises"])
-def test_a_request_that_ends_its_child_costs_no_other_request(order: str) -> None:
-    with LimitedChildren(hostile_work, 0.2, 100 << 20, count=1) as children:
-        first = children("nothing")
-        assert first == children("nothing")
-        assert children(order) is None
-        fresh = children("nothing")
-        assert fresh is not None and fresh != first and fresh == children("nothing")
+def test_a_request_that_ends_its_process_costs_no_other_request(order: str) -> None:
+    limits = (0.2, 100 << 20)
+    with LimitedChildren(hostile_work, count=1) as children:
+        assert children(order, *limits) is None
+        assert children("takes 50 MiB", *limits) == "takes 50 MiB"
 
 
-def test_a_child_that_keeps_memory_is_replaced() -> None:
-    with LimitedChildren(hostile_work, 5, 100 << 20, count=1) as children:
-        grown = children("keeps 80 MiB")
-        fresh = children("nothing")
-        assert None not in (grown, fresh) and fresh != grown
-
-
-def test_what_a_child_left_of_a_line_is_no_request() -> None:
-    """It may be killed while it reads; its successor gets what is left."""
-    with LimitedChildren(hostile_work, 5, 100 << 20, count=1) as children:
-        children._all[0]._requests.write(b'left"]]\n')
-        first, second = children("nothing"), children("raises")
-        assert first is not None and second is None
-
-
-def test_equal_programs_are_graded_once(tmp_path: Path) -> None:
-    """A program that is run leaves an empty file."""
-    data, ran = write_lines(tmp_path / "data.jsonl", [ADD]), tmp_path / "ran"
-    text = f"open({str(ran)!r}, 'w')\ndef add(x): return x + 1"
-
-    def verdict(grader: GraderProcess, program: str, **changes: Any) -> str:
-        ran.unlink(missing_ok=True)
-        request = GradeRequest("humaneval", str(data), {"HumanEval/900": program}, False, False, **changes)
-        return str(grader.grade(request)["verdicts"]["HumanEval/900"]["plus"])
-
-    grader = GraderProcess()
-    try:
-        assert verdict(grader, text) == "pass" and ran.exists()
-        assert verdict(grader, text) == "pass" and not ran.exists()
-        assert verdict(grader, text, seconds=3.0) == "pass" and ran.exists()
-        write_lines(data, [{**ADD, "canonical_solution": "    return x + 2\n"}])
-        assert verdict(grader, text) == "fail" and ran.exists()
-    finally:
-        grader.close()
-
-
-def test_equal_outputs_are_compared_once_for_each_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equal_programs_are_run_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if namespaces_missing():
         pytest.skip("no namespaces")
     monkeypatch.setattr("evalplus.data.humaneval.HUMANEVAL_OVERRIDE_PATH", None)  # restored afterwards
     rows = [ADD, {**ADD, "task_id": "HumanEval/905", "canonical_solution": "    return x + 2\n"}]
-    data = write_lines(tmp_path / "data.jsonl", rows)
+    data, runs = write_lines(tmp_path / "data.jsonl", rows), []
+    plain = Runners.run
+    monkeypatch.setattr(Runners, "run", lambda *given: runs.append(1) or plain(*given))
     grader = evalplus_grader.Grader()
 
-    def plus(text: str) -> list[str]:
+    def plus(text: str, **changes: Any) -> tuple[list[str], int]:
+        """Verdicts, and how many programs were run."""
+        runs.clear()
         programs = {row["task_id"]: text for row in rows}
-        request = GradeRequest("humaneval", str(data), programs, True, False)
-        return [verdict["plus"] for verdict in grader.grade(request)["verdicts"].values()]
+        found = grader.grade(asdict(GradeRequest("humaneval", str(data), programs, True, **changes)))
+        return [verdict["plus"] for verdict in found["verdicts"].values()], len(runs)
 
     try:
-        assert plus("def add(x): return x + 1") == ["pass", "fail"]
-        (file,) = grader._files.values()
-        assert len(file.compared) == 3  # base and plus of the first problem, base of the second
-        assert file._children is not None
-        monkeypatch.setattr(file._children, "_free", None)  # nothing can be compared any more
-        assert plus("def add(x): return 1 + x") == ["pass", "fail"]
+        solutions = 4
+        assert plus("def add(x): return x + 1") == (["pass", "fail"], solutions + 3)
+        assert plus("def add(x): return x + 1") == (["pass", "fail"], 0)
+        assert plus("def add(x): return 1 + x") == plus("def add(x): return x + 1", seconds=3.0)
+        assert runs == [1] * 3
+        write_lines(data, rows[::-1])
+        assert plus("def add(x): return x + 1") == (["pass", "fail"], solutions + 3)
     finally:
         grader.close()
-
-
-def test_a_grader_replaces_kept_processes_that_have_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if namespaces_missing():
-        pytest.skip("no namespaces")
-    monkeypatch.setattr("evalplus.data.humaneval.HUMANEVAL_OVERRIDE_PATH", None)  # restored afterwards
-    data = write_lines(tmp_path / "data.jsonl", [ADD])
-    grader = evalplus_grader.Grader()
-
-    def plus(text: str) -> str:
-        request = GradeRequest("humaneval", str(data), {"HumanEval/900": text}, True, False)
-        return str(grader.grade(request)["verdicts"]["HumanEval/900"]["plus"])
-
-    try:
-        assert plus("def add(x): return x + 1") == "pass"
-        (file,) = grader._files.values()
-        assert file._children is not None
-        for child in file._children._all:
-            os.kill(child._process, signal.SIGKILL)
-            os.waitid(os.P_PID, child._process, os.WEXITED | os.WNOWAIT)
-        with pytest.raises(OSError):  # other outputs, which have to be compared
-            plus("def add(x): return x + 3")
-        assert plus("def add(x): return x + 4") == "fail"
-    finally:
-        grader.close()
-
-
-def test_memory_of_known_verdicts_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(evalplus_grader, "_MOST_VERDICTS", 2)
-    monkeypatch.setattr("evalplus.data.humaneval.HUMANEVAL_OVERRIDE_PATH", None)  # restored afterwards
-    data = write_lines(tmp_path / "data.jsonl", [ADD])
-    grader = evalplus_grader.Grader()
-    for number in range(9):
-        programs = {"HumanEval/900": f"import number_{number}"}
-        reply = grader.grade(GradeRequest("humaneval", str(data), programs, False, True))
-        assert reply["verdicts"]["HumanEval/900"]["plus"] == "refused"
-        (file,) = grader._files.values()
-        assert 1 <= len(file.graded) <= 3
 
 
 def test_a_grader_is_kept_until_it_ends(tmp_path: Path) -> None:
     data = write_lines(tmp_path / "data.jsonl", [ADD])
-    right = GradeRequest("humaneval", str(data), {"HumanEval/900": "def add(x): return x + 1"}, False, False)
-    broken = GradeRequest("humaneval", str(tmp_path / "missing"), {}, False, False)
-    kept = KeptGrader()
-    try:
-        processes = []
-        for request in (right, broken, right):
-            if request is broken:
-                with pytest.raises(RuntimeError, match="missing"):
-                    kept.grade(request)
-            else:
-                assert kept.grade(request)["verdicts"]["HumanEval/900"]["plus"] == "pass"
-            assert kept._grader is not None
-            processes.append(kept._grader._process)
-        assert len(set(processes)) == 1
-        processes[0].kill()
-        processes[0].wait()
-        assert kept.grade(right)["verdicts"]["HumanEval/900"]["plus"] == "pass"
-    finally:
-        kept.close()
-
-
-def test_a_reply_that_was_not_read_is_not_taken_for_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt() -> str:
-        assert kept._grader is not None
-        select.select([kept._grader._process.stdout], [], [])  # until there is a reply
-        raise KeyboardInterrupt
-
-    rows = [ADD, TWICE]
-    data = write_lines(tmp_path / "data.jsonl", rows)
-    first, second = (GradeRequest("humaneval", str(data), {row["task_id"]: ""}, False, False) for row in rows)
-    kept = KeptGrader()
-    try:
-        kept.grade(first)
-        assert kept._grader is not None
-        with monkeypatch.context() as interrupted, pytest.raises(KeyboardInterrupt):
-            interrupted.setattr(kept._grader._process.stdout, "readline", interrupt)
-            kept.grade(first)
-        assert list(kept.grade(second)["verdicts"]) == list(second.programs)
-    finally:
-        kept.close()
-
-
-KEEPING = """
-import sys
-from moe_lab.evaluation.harnesses.evalplus import kept_grader
-from moe_lab.evaluation.harnesses.evalplus_grader import GradeRequest
-kept_grader.grade(GradeRequest("humaneval", sys.argv[1], {"HumanEval/900": ""}, sys.argv[2] == "", False))
-print("graded", flush=True)
-sys.stdin.read()
-"""
-
-
-@pytest.mark.parametrize("killed", [True, False], ids=["killed", "ended"])
-def test_a_grader_that_waits_ends_with_its_worker(tmp_path: Path, killed: bool) -> None:
-    data = write_lines(tmp_path / "data.jsonl", [ADD])
-    command = [sys.executable, "-c", KEEPING, str(data), namespaces_missing() or ""]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as worker:
-        assert worker.stdin is not None and worker.stdout is not None
-        assert worker.stdout.readline() == "graded\n"
-        below = [process.pid for process in psutil.Process(worker.pid).children(recursive=True)]
-        assert len(below) >= (1 if namespaces_missing() else 3)  # the grader and its confined runner
-        if killed:
-            worker.kill()
-        worker.stdin.close()
-    until(lambda: not any(map(is_running, below)))
-
-
-def test_a_grading_that_is_killed_leaves_no_folder(tmp_path: Path) -> None:
-    """Neither in the temporary folder nor, as its runners get another environment, in that of the system."""
-    temporary = tmp_path / "temporary"
-    temporary.mkdir()
-    before = set(Path("/tmp").glob("moe_lab-*"))
-    data = write_lines(tmp_path / "data.jsonl", [ADD])
-    endless = {"HumanEval/900": "def add(x):\n    while True: pass"}
-    request = GradeRequest("humaneval", str(data), endless, not namespaces_missing(), False, seconds=60.0)
-    grading = subprocess.Popen(
-        [sys.executable, "-m", "moe_lab.evaluation.harnesses.evalplus_grader"],
-        stdin=subprocess.PIPE,
-        env={**os.environ, "TMPDIR": str(temporary)},
-        text=True,
+    right = GradeRequest(
+        "humaneval", str(data), {"HumanEval/900": "def add(x): return x + 1"}, not namespaces_missing()
     )
-    assert grading.stdin is not None
-    grading.stdin.write(json.dumps(asdict(request)))
-    grading.stdin.close()
-    process = psutil.Process(grading.pid)
-    while not process.children(recursive=True):  # until programs are run
-        assert grading.poll() is None
-    grading.kill()
-    grading.wait()
-    assert list(temporary.iterdir()) == []
-    assert set(Path("/tmp").glob("moe_lab-*")) <= before
+    kept = KeptGrader()
+
+    def process() -> int | None:
+        """Of the grader that is kept after a right program."""
+        assert kept.grade(right)["verdicts"]["HumanEval/900"]["plus"] == "pass"
+        return kept.process and kept.process.process.pid
+
+    try:
+        first = process()
+        if first is None:
+            pytest.skip("no namespaces, so that a program could harm the grader, and none is kept")
+        assert process() == first
+        assert kept.process is not None
+        kept.process.process.kill()
+        kept.process.process.wait()
+        second = process()
+        with pytest.raises(RuntimeError, match="missing"):
+            kept.grade(replace(right, data=str(tmp_path / "missing")))
+        assert len({first, second, process()}) == 3
+        kept.grade(replace(right, confined=False))
+        assert kept.process is None
+    finally:
+        kept.close()
 
 
 def test_a_verdict_cannot_be_forged() -> None:
@@ -397,6 +227,7 @@ def test_expected_outputs_are_kept_and_belong_to_their_data(tmp_path: Path) -> N
     known = json.loads(file.read_text())
     known["HumanEval/900"]["base"]["encoded"][0] = "77"
     file.write_text(json.dumps(known))
+    kept_grader.close()  # which knows what is expected
     assert verdicts(tmp_path, [ADD], right, cache=str(cache))["add"] == ("fail", "fail"), "the cache was not used"
     changed = {**ADD, "canonical_solution": "    return x + 2\n"}
     assert verdicts(tmp_path, [changed], right, cache=str(cache))["add"] == ("fail", "fail")
@@ -416,27 +247,6 @@ def test_a_broken_canonical_solution_is_an_error(tmp_path: Path) -> None:
         verdicts(tmp_path, [broken], {"add": "def add(x): return 1"})
 
 
-def test_closed_world_programs_are_told_from_others(tmp_path: Path) -> None:
-    reaching = [
-        "import os\ndef add(x): return x + 1",
-        "def add(x): return ().__class__",
-        "def add(x): return (i for i in [1]).gi_frame",
-        "def add(x): return open('/etc/passwd')",
-        "def add(x): return getattr(x, 'a')",
-        "def add(x): return '{0.real}'.format(x)",
-        "def add(x): return __builtins__",
-        "def add(x): return eval('1')",
-        "def add(x):\n    match x:\n        case int(__reduce_ex__=r): return r",
-        "async def add(x): return x",
-        "def add(x):\n    with x as y: return y",
-    ]
-    assert all(leaves_closed_world(program) for program in reaching)
-    assert leaves_closed_world("def add(x): return sorted(w.upper() for w in x.split() if 'a' in w)[-1]") is None
-    assert leaves_closed_world("def add(x: return") is None
-    found = verdicts(tmp_path, [ADD], {"add": reaching[0]}, confined=False, closed_world_only=True)
-    assert found == {"add": ("refused", "refused")}
-
-
 @pytest.mark.parametrize(
     ("name", "dataset"), [("humaneval", "humaneval"), ("mbpp", "mbpp"), ("livecodebench", "humaneval")]
 )
@@ -444,11 +254,8 @@ def test_the_shipped_problems_are_passed_by_their_own_solutions_alone(name: str,
     data = Path(resolve(f"pocket:benchmarks/{name}.jsonl"))
     problems = [json.loads(line) for line in data.read_text().splitlines()]
     right = {row["task_id"]: row["prompt"] + row["canonical_solution"] for row in problems}
-    assert not any(leaves_closed_world(program) for program in right.values())
     wrong = {row["task_id"]: f"def {row['entry_point']}(*a): return None" for row in problems}
     for programs, status in ((right, "pass"), (wrong, "fail")):
-        begin = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
-        request = GradeRequest(dataset, str(data), programs, confined=not namespaces_missing(), closed_world_only=False)
-        found = grade(request)["verdicts"].values()
+        request = GradeRequest(dataset, str(data), programs, confined=not namespaces_missing())
+        found = kept_grader.grade(request)["verdicts"].values()
         assert {verdict["plus"] for verdict in found} == {status}
-        assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - begin < 8

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import logging
 import math
-import os
-import random
 import re
 from copy import deepcopy
 from dataclasses import replace
@@ -25,7 +22,6 @@ from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError
 from moe_lab.evaluation.engines import Row
 from moe_lab.evaluation.engines.hf import LoadedModel
-from moe_lab.evaluation.harnesses import lm_eval
 from moe_lab.evaluation.sandbox.policy import Policy
 from moe_lab.paths import resolve
 
@@ -189,27 +185,6 @@ def test_a_second_model_does_not_get_the_first_ones_answers(subject: LoadedModel
             weight.copy_(original)
     assert [s["output"] for s in other.samples] != [s["output"] for s in first.samples]
     assert evaluate(subject, ARC, Policy()).samples == first.samples
-
-
-def test_the_process_is_left_as_it_was(
-    subject: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    expected = evaluate(subject, ARC, Policy()).samples
-    (tmp_path / "arc_challenge").mkdir()  # data sets prefers a folder of that name to the hub
-    write_lines(tmp_path / "arc_challenge.jsonl", [{"id": 1}])
-    monkeypatch.chdir(tmp_path)
-    capfd.readouterr()
-    before = random.getstate(), np.random.get_state()[1].tolist(), torch.random.get_rng_state(), os.getcwd()
-    level = logging.getLogger("lm_eval").level
-
-    lm_eval._built.clear()
-    assert evaluate(subject, ARC, Policy()).samples == expected
-    assert random.getstate() == before[0]
-    assert np.random.get_state()[1].tolist() == before[1]
-    assert torch.equal(torch.random.get_rng_state(), before[2])
-    assert (os.getcwd(), logging.getLogger("lm_eval").level) == (before[3], level)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["arc_challenge", "arc_challenge.jsonl"]
-    assert capfd.readouterr() == ("", "")
 
 
 @pytest.mark.parametrize(

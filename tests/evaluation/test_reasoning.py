@@ -238,7 +238,7 @@ def test_a_score_inside_a_judges_thought_is_none(
     reply: str, score: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with endpoint(lambda body: message(reply)) as at:
-        (verdict,) = Judge(JudgeConfig("j", "j", at.url), tmp_path).verdicts(["?"], tolerated=1)
+        (verdict,) = Judge(JudgeConfig("j", at.url), tmp_path).verdicts(["?"], tolerated=1)
         assert verdict.score == score and len(at.asked) == (1 if score else 3)
 
 
@@ -248,7 +248,7 @@ def test_a_reply_that_the_judges_endpoint_broke_off_is_asked_for_again(
 ) -> None:
     replies = [message('{"score": "3"}', finish_reason=reason), message('{"score": "8"}')]
     with endpoint(lambda body: replies.pop(0)) as at:
-        (verdict,) = Judge(JudgeConfig("j", "j", at.url), tmp_path).verdicts(["?"], tolerated=1)
+        (verdict,) = Judge(JudgeConfig("j", at.url), tmp_path).verdicts(["?"], tolerated=1)
         assert verdict.score == 8.0
 
 

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from moe_lab.evaluation.sandbox import runner
 from moe_lab.evaluation.sandbox.client import Outcome, Runner, RunnerError, Runners, namespaces_missing
 from moe_lab.evaluation.sandbox.runner import Request, runner_command
-from tests.campaign.programs import BROKEN, ENDLESS, Program
+from tests.campaign.programs import BROKEN, ENDLESS, FILES, MEMORY, NETWORK, PROCESSES, Listener, Program, filled
 
 pytestmark = pytest.mark.walls
 MEBI = 1 << 20
@@ -48,7 +48,7 @@ def test_results_come_back_in_order(runner: Runner) -> None:
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads are counted by Linux alone")
 def test_results_of_short_calls_are_read_together() -> None:
     with Runner(confined=False) as limited:
-        watching = psutil.Process(limited._process.pid)
+        watching = psutil.Process(limited.child.process.pid)
         before = watching.io_counters().read_count
         outcome = run(limited, "def f(x): return x", [[1]] * 20000, total_seconds=60.0)
         assert outcome.status == "ok" and len(outcome.seconds) == 20000
@@ -74,6 +74,24 @@ def test_an_endless_program_costs_about_its_limit(confined: Runner, row: Program
     assert still_works(confined)
 
 
+ATTEMPTS = [*FILES, *NETWORK, *PROCESSES, *MEMORY]
+
+
+@pytest.mark.parametrize("row", ATTEMPTS, ids=lambda row: row.name)
+def test_what_a_program_attempts_does_not_succeed(confined: Runner, row: Program, tmp_path: Path) -> None:
+    """One that succeeds gives x + 1."""
+    (tmp_path / "secret").write_text("secret")
+    with Listener("moe_lab_attempt") as listener:
+        outcome = run(confined, filled(row, "moe_lab_attempt", listener.port, tmp_path), seconds=0.5)
+    assert outcome.status != "ok" or outcome.values() != [2]
+    assert still_works(confined)
+
+
+def test_a_program_may_have_a_thread(confined: Runner) -> None:
+    body = "import threading\ndef f(x):\n    t = threading.Thread(target=print)\n    t.start(); t.join()\n    return x"
+    assert run(confined, body).values() == [1]
+
+
 WHOLE_LINES = st.text().map(lambda text: json.dumps(text).encode() + b"\n")
 
 
@@ -83,7 +101,7 @@ def test_whatever_bytes_are_sent_the_runner_answers_and_the_answer_can_be_read(c
     watch = runner._Watch(os.getpid(), Request("", "f", [[1], [2]], [1.0, 1.0], 9.0, MEBI, MEBI))
     replies = (watch.take(chunk) for chunk in [b"loaded\n", *chunks, b""])
     reply = json.loads(json.dumps(next(reply for reply in replies if reply)))
-    outcome = Outcome(reply["status"], reply["error"], reply["outputs"], reply["seconds"])
+    outcome = Outcome(**reply)
     assert outcome.status in ("ok", "failed", "crash", "output")
     with suppress(ValueError):  # which the grader gives the verdict `output`
         outcome.values()
@@ -111,46 +129,6 @@ def test_standard_streams_and_the_runners_pipes_are_out_of_reach(runner: Runner)
     )
     assert run(runner, forge).values() == [1]
     assert still_works(runner)
-
-
-def test_killing_parents_and_groups_reaches_nobody(confined: Runner) -> None:
-    body = (
-        "import os, signal\ndef f(x):\n    for target in (os.getppid(), 0, -1):\n"
-        "        signal.signal(signal.SIGTERM, signal.SIG_IGN)\n        try: os.kill(target, signal.SIGTERM)\n"
-        "        except OSError: pass\n    return os.getpid()"
-    )
-    assert run(confined, body).values() == [1]
-    run(confined, "import os\ndef f(x): os.kill(os.getppid(), 9); os.killpg(0, 9)")
-    assert still_works(confined)
-
-
-def test_a_fork_bomb_is_small_and_dies(confined: Runner) -> None:
-    bomb = "import os\ndef f(x):\n    while True:\n        try: os.fork()\n        except OSError: pass"
-    assert run(confined, bomb, seconds=0.1, total_seconds=1000.0).status == "timeout"
-    count = (
-        "import os, time\ndef f(x):\n    n = 0\n    try:\n        while n < 99:\n"
-        "            if os.fork() == 0: time.sleep(99)\n            n += 1\n    except OSError: return n"
-    )
-    (children,) = run(confined, count, seconds=1).values()
-    assert children == 1
-    thread = (
-        "import threading\ndef f(x):\n    t = threading.Thread(target=print)\n    t.start(); t.join()\n    return x"
-    )
-    assert run(confined, thread).values() == [1]
-    assert still_works(confined)
-
-
-def test_ten_gigabytes_are_not_to_be_had(confined: Runner) -> None:
-    """Neither at once nor by several processes together."""
-    assert run(confined, "def f(x): return len(bytearray(10 << 30))", memory=4 << 30).error[:11] == "MemoryError"
-    several = (
-        "import os\ndef f(x):\n    got = 0\n    for _ in range(20):\n        reading, writing = os.pipe()\n"
-        "        try: child = os.fork()\n        except OSError: break\n        if child == 0:\n"
-        "            held = bytearray(x)\n            os.write(writing, b'.')\n            while True: pass\n"
-        "        got += len(os.read(reading, 1))\n    return got * x"
-    )
-    (held,) = run(confined, several, [[300 * MEBI]], seconds=2).values()
-    assert held <= 2 * 512 * MEBI
 
 
 HOARD = """
@@ -185,18 +163,6 @@ def test_no_memory_is_to_be_had_that_no_process_holds(confined: Runner) -> None:
         "        try: take()\n        except OSError: continue\n        got.append(x)\n    return got"
     )
     assert run(confined, in_files, [[4096]], seconds=2).values() == [[]]
-
-
-def test_no_program_can_leave_anything_in_the_kernel(confined: Runner) -> None:
-    body = (
-        "import ctypes\ndef f(x):\n    libc = ctypes.CDLL(None, use_errno=True)\n    found = []\n"
-        "    for call in (lambda: libc.shmget(7, 4096, 0o1600), lambda: libc.semget(7, 1, 0o1600),\n"
-        "                 lambda: libc.msgget(7, 0o1600), lambda: libc.mq_open(b'/q', 0o102, 0o600, None),\n"
-        "                 lambda: libc.syscall(x, b'user', b'name', b'text', 4, -4)):\n"
-        "        found.append((call(), ctypes.get_errno()))\n    return found"
-    )
-    add_key = {"x86_64": 248, "aarch64": 217}[os.uname().machine]
-    assert run(confined, body, [[add_key]]).values() == [[(-1, errno.EPERM)] * 5]
 
 
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="other machines have one set of system calls")
@@ -255,18 +221,6 @@ def test_daemons_do_not_outlive_their_program(confined: Runner, tmp_path: Path) 
     assert not any(marker in word for command in commands for word in command)
 
 
-def test_nothing_can_be_written_and_private_files_cannot_be_read(confined: Runner, tmp_path: Path) -> None:
-    secret = tmp_path / "secret"
-    secret.write_text("s3cret")
-    folders = ["/", "/tmp", "/dev", "/dev/shm", "/usr", str(Path.home()), str(tmp_path), str(Path(__file__).parent)]
-    for folder in folders:
-        for call in (f"open({folder + '/evil'!r}, 'w')", f"os.mkdir({folder + '/evil'!r})"):
-            assert run(confined, f"import os\ndef f(x): {call}").status == "failed", folder
-    for path in (str(secret), __file__, "/etc/passwd", "/proc/1/environ"):
-        assert run(confined, f"def f(x): return open({path!r}).read()").status == "failed", path
-    assert run(confined, "import moe_lab.pocket\ndef f(x): return moe_lab.pocket.__file__").status == "failed"
-
-
 def test_limits_alone_let_no_file_grow(tmp_path: Path) -> None:
     with Runner(confined=False) as limited:
         outcome = run(limited, f"def f(x):\n    with open({str(tmp_path / 'evil')!r}, 'w') as file: file.write('x')")
@@ -323,13 +277,6 @@ def test_an_environment_that_is_reached_through_a_link_has_its_packages(
     assert outcome.values() == [7], outcome.error
 
 
-def test_there_is_no_network(confined: Runner) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-        body = f"import socket\ndef f(x): socket.create_connection(('127.0.0.1', {port}), 1)"
-        assert run(confined, body, seconds=2).error.startswith("OSError")
-
-
 def test_no_family_of_sockets_is_to_be_had_but_local_pairs(confined: Runner) -> None:
     """A network namespace alone leaves AF_VSOCK, which reaches other virtual machines and their host."""
     body = (
@@ -343,34 +290,6 @@ def test_no_family_of_sockets_is_to_be_had_but_local_pairs(confined: Runner) -> 
     assert run(confined, body, seconds=3).values() == [[("pair", socket.AF_UNIX)]]
     loop = "import asyncio\nasync def add(x): return x + 1\ndef f(x): return asyncio.run(add(x))"
     assert run(confined, loop, seconds=3).values() == [2]
-
-
-def test_calls_that_go_around_the_walls_are_refused(confined: Runner) -> None:
-    """A ring does what it is told without a system call that a filter sees; the others reach deep into the kernel."""
-    numbers = {
-        "x86_64": {"io_uring_setup": 425, "memfd_create": 319, "bpf": 321, "perf_event_open": 298, "ptrace": 101},
-        "aarch64": {"io_uring_setup": 425, "memfd_create": 279, "bpf": 280, "perf_event_open": 241, "ptrace": 117},
-    }[os.uname().machine]
-    body = (
-        "import ctypes\nlibc = ctypes.CDLL(None, use_errno=True)\nnothing = ctypes.create_string_buffer(256)\n"
-        "def f(number): return libc.syscall(number, 0, nothing, 0, 0, 0), ctypes.get_errno()"
-    )
-    refused = (-1, errno.EPERM)
-    assert run(confined, body, [[number] for number in numbers.values()]).values() == [refused] * len(numbers)
-
-
-def test_walls_cannot_be_taken_down(confined: Runner) -> None:
-    body = (
-        "import ctypes, os\ndef f(x):\n    libc = ctypes.CDLL(None, use_errno=True)\n"
-        "    return [libc.mount(b'none', b'/', None, 32 | 4096, None), libc.umount2(b'/usr', 2),\n"
-        "            libc.setuid(0), libc.setns(0, 0), libc.chroot(b'/usr')]"
-    )
-    assert run(confined, body).values() == [[-1] * 5]
-    again = (
-        "import ctypes\ndef f(x):\n    libc = ctypes.CDLL(None)\n    libc.unshare(0x10020000)\n"
-        "    return libc.mount(b'none', b'/usr', None, 32 | 4096, None)"
-    )
-    assert run(confined, again).values() == [-1]
 
 
 def test_a_runner_behind_walls_that_ends_twice_is_no_fault_of_a_program(monkeypatch: pytest.MonkeyPatch) -> None:

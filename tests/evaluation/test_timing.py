@@ -25,15 +25,15 @@ from moe_lab.evaluation.timing import measure
 from moe_lab.models.device import device_name
 from moe_lab.models.discover import is_experts
 from moe_lab.results import TIMINGS
+from moe_lab.study import devices
 from moe_lab.study.graph import build
 from moe_lab.study.step import Step, provenance
-from moe_lab.study.steps import costs
 from moe_lab.study.steps.costs import Timing, wrong_timing
 from moe_lab.study.steps.files import Files
 from moe_lab.study.steps.model import loaded_as
 from moe_lab.study.steps.recovery import Pruned, Storage
 
-ASKED = TimingConfig(batch_sizes=[1, 3], prompt_lengths=[4, 10], new_tokens=5, repeats=2)
+ASKED = TimingConfig(batch_sizes=[1, 3], prompt_lengths=[4, 10], new_tokens=5)
 
 
 def test_requests_read_and_write_what_generate_does(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,11 +43,11 @@ def test_requests_read_and_write_what_generate_does(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(model, "forward", lambda **given: (read.append(given["input_ids"]), forward(**given))[1])
     text = tiny.tokens(rows=1)[0]
     rows = pd.DataFrame(measure(model, text, ASKED), columns=list(TIMINGS))
-    assert rows.groupby(["batch_size", "prompt_length"]).size().tolist() == [2] * 4
+    assert rows.groupby(["batch_size", "prompt_length"]).size().tolist() == [7] * 4
     assert (rows["new_tokens"] == 5).all() and (rows[["prefill_seconds", "decode_seconds"]] > 0).all(axis=None)
     requests = [read[at : at + 6] for at in range(0, len(read), 6)]
     assert [tuple(request[0].shape) for request in requests] == [
-        shape for shape in ((1, 4), (1, 10), (3, 4), (3, 10)) for _ in range(4)
+        shape for shape in ((1, 4), (1, 10), (3, 4), (3, 10)) for _ in range(9)
     ]
     assert torch.equal(requests[-1][0].flatten(), torch.cat([text, text])[:30])
     monkeypatch.undo()
@@ -74,7 +74,7 @@ class Slow:
 def test_seconds_and_bytes_are_those_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Slow()
     monkeypatch.setattr(evaluation_timing, "time", SimpleNamespace(perf_counter=lambda: model.now))
-    (row,) = measure(model, torch.arange(9), replace(ASKED, batch_sizes=[1], prompt_lengths=[4], repeats=1))
+    (row, *_) = measure(model, torch.arange(9), replace(ASKED, batch_sizes=[1], prompt_lengths=[4]))
     found = dict(zip(TIMINGS, row, strict=True))
     assert (found["prefill_seconds"], found["decode_seconds"]) == pytest.approx((0.2, 5 * 0.004))
     assert math.isnan(found["working_bytes"]) or found["working_bytes"] == pytest.approx(4 * (8 << 20), rel=0.1)
@@ -100,7 +100,7 @@ def test_a_step_is_about_one_device_and_is_done_on_no_other(tmp_path: Path) -> N
     step(here).work(files)
     about = json.loads((tmp_path / "timing.json").read_text())
     assert about["device"] == here and about["threads"] == 1 and about["weight_bytes"] > 14e6
-    assert len(pd.read_parquet(tmp_path / "timing.parquet")) == 8
+    assert len(pd.read_parquet(tmp_path / "timing.parquet")) == 4 * 7
 
 
 def test_what_is_timed_is_without_what_the_plan_removes_and_in_its_bits(tmp_path: Path) -> None:
@@ -130,14 +130,14 @@ def test_the_device_is_asked_for_once_and_what_is_not_there_is_a_sentence(monkey
         error = "Traceback\nmoe_lab.errors.UserError: model.device=cuda:7: this machine has none"
         return SimpleNamespace(returncode=int("cuda:7" in words), stdout="a note\nA GPU\n", stderr=error)
 
-    monkeypatch.setattr(costs.subprocess, "run", answer)
+    monkeypatch.setattr(devices.subprocess, "run", answer)
     cells = [cell_of(MODEL, TEXT, ratio=ratio) for ratio in (0.25, 0.5)]
     graph = build(Config(timing=True, timed=ASKED), [(cells, [])])
     timed = [cell.timing for cell in graph.cells]
     assert len(timed) == 3 and {one.timed.device for one in timed if isinstance(one, Timing)} == {"A GPU"}
     assert len(asked) == 1 and asked[0][-1] == "cpu"
     with pytest.raises(UserError, match=r"^model\.device=cuda:7: this machine has none"):
-        costs.device_here("cuda:7")
+        devices.device_here("cuda:7")
 
 
 def test_what_a_step_held_on_gpus_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:

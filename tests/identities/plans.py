@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -9,7 +10,8 @@ import numpy
 
 from moe_lab.models.config_json import fewest_experts
 from moe_lab.models.discover import MoELayer, moe_layers
-from moe_lab.pruning.plan import Plan, merge_experts, replace_by_constants
+from moe_lab.pruning.plan import Plan
+from moe_lab.pruning.replace import merge_experts, replace_by_constants
 
 KINDS = {
     "experts": ("even", "uneven"),
@@ -19,14 +21,16 @@ KINDS = {
 """Kind of a plan -> its ways."""
 
 
-def random_plan(model: Any, way: str, seed: int = 0, share: float | None = None, width: int = 8) -> Plan:
+def random_plan(
+    model: Any, way: str, seed: int = 0, share: float | None = None, width: int | Sequence[int] = 8
+) -> Plan:
     """A plan for `model`, of one of the ways of `KINDS`.
 
     Each layer keeps a `share` of its experts; without one, even keeps half, or as few as the router allows, and all
     others another number in each layer, and not all of them where the router allows fewer. ragged: any number of
-    channels of each expert, none and all included; one width: `width` of each. merged: dropped experts are merged into
-    others with random shares, and with random orders of channels; with "rows" the router only keeps the rows of those
-    that stand for a group. constants: dropped experts put out random constants.
+    channels of each expert, none and all included; one width: `width` of each, one number or one for each layer.
+    merged: dropped experts are merged into others with random shares, and with random orders of channels; with "rows"
+    the router only keeps the rows of those that stand for a group. constants: dropped experts put out random constants.
     """
     random, layers = numpy.random.default_rng(seed), moe_layers(model)
     counts = {layer.index: layer.n_experts for layer in layers}
@@ -47,11 +51,11 @@ def random_plan(model: Any, way: str, seed: int = 0, share: float | None = None,
             orders[layer] = numpy.array(drawn, dtype=numpy.int32)
         return replace(merged, alignments=orders)
     channels = {}
-    for layer in layers:
+    for place, layer in enumerate(layers):
         mask = numpy.zeros((layer.n_experts, layer.width), dtype=bool)
-        edges = [0, layer.width]
+        edges, own = [0, layer.width], width if isinstance(width, int) else width[place]
         for expert in kept[layer.index]:
-            number = width if way == "one width" else edges.pop() if edges else int(random.integers(layer.width + 1))
+            number = own if way == "one width" else edges.pop() if edges else int(random.integers(layer.width + 1))
             mask[expert, random.permutation(layer.width)[:number]] = True
         channels[layer.index] = mask
     return replace(dropping, channels=channels)

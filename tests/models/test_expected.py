@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
@@ -18,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from moe_lab.config import ExpectedConfig, ModelConfig
 from moe_lab.errors import UserError
-from moe_lab.models.config_json import FIELDS, Size, check_expected, expert_shape, size_of
+from moe_lab.models.config_json import Size, expert_shape, size_of, stated_numbers
 from moe_lab.models.facts import architecture, describe, facts
 
 ROOT = Path(__file__).parents[2]
@@ -289,17 +288,6 @@ def test_the_architecture_table_of_the_paper_holds() -> None:
         assert known.parameters / 1e9 == pytest.approx(table["total_params_b"], abs=1)
 
 
-def test_active_parameters_are_those_the_names_promise() -> None:
-    for name, billions in {
-        "qwen3_30b_a3b": 3.3,
-        "qwen2_57b_a14b": 14.2,
-        "mixtral_8x7b": 12.9,
-        "olmoe_1b_7b": 1.3,
-    }.items():
-        size = size_of(configured(name))
-        assert size is not None and size.active / 1e9 == pytest.approx(billions, abs=0.1)
-
-
 def test_shapes_of_a_model_that_is_not_here_are_the_expected_ones() -> None:
     assert expert_shape(configured("olmoe_1b_7b")) == {"n_experts": 64, "top_k": 8, "width": 1024}
     assert expert_shape(ModelConfig(name="x", path="a/b")) is None
@@ -330,18 +318,13 @@ def test_a_model_that_differs_is_refused_in_a_sentence(tmp_path: Path, name: str
         facts(settings)
     with pytest.raises(UserError, match=message):
         describe(tmp_path, settings)
-    if name in FIELDS:  # before anything is loaded
-        with pytest.raises(UserError, match=message):
-            check_expected(settings)
 
 
-def test_configurations_of_published_models_are_what_is_expected(tmp_path: Path) -> None:
-    for name in sorted(PUBLISHED):
-        kind, shapes = PUBLISHED[name]
-        (tmp_path / "config.json").write_text(json.dumps({**AutoConfig.for_model(kind, **shapes).to_dict(), **shapes}))
-        check_expected(replace(configured(name), path=str(tmp_path)))
-    with pytest.raises(UserError, match=r"model=olmoe_1b_7b: .* has layers=48, but"):
-        check_expected(replace(configured("olmoe_1b_7b"), path=str(tmp_path)))
+@pytest.mark.parametrize("name", sorted(PUBLISHED))
+def test_configurations_of_published_models_are_what_is_expected(name: str) -> None:
+    kind, shapes = PUBLISHED[name]
+    numbers = stated_numbers({**AutoConfig.for_model(kind, **shapes).to_dict(), **shapes})
+    assert len(numbers) == 5 and numbers.items() <= asdict(expected(name)).items()
 
 
 def test_the_most_telling_difference_is_named(tmp_path: Path) -> None:

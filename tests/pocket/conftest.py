@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +11,6 @@ from moe_lab.paths import DATA
 from tools.pocket.benchmarks import COUNTS, PROGRAMS, held_out_examples, program_examples
 from tools.pocket.examples import Example
 from tools.pocket.world import World, build_world
-
-
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 @pytest.fixture(scope="session")

@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 
-from tools.pocket.world import RELATIONS, SUBJECTS, World, build_world
-
 
 @pytest.fixture(scope="module")
 def rebuilt(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -36,17 +34,3 @@ def test_calibration_sets_fill_64_rows_of_512(domain: str, data: Path, tokenizer
     rows = [json.loads(line) for line in (data / "calibration" / f"{domain}.jsonl").read_text().splitlines()]
     tokens = sum(len(tokenizer.encode(row["text"])) + 1 for row in rows)
     assert 60_000 <= tokens <= 80_000
-
-
-def test_another_seed_is_another_world_with_the_same_people(world: World) -> None:
-    other = build_world(8)
-    assert other.value.keys() == world.value.keys()
-    assert sum(other.value[key] != world.value[key] for key in world.value) > len(world.value) // 2
-
-
-def test_everyone_has_every_attribute_and_a_friend_who_is_somebody_else(world: World) -> None:
-    for relation in RELATIONS:
-        for subject in SUBJECTS[relation.kind]:
-            value = world.of(relation, subject)
-            assert value in relation.values
-            assert value != subject

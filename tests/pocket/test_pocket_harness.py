@@ -1,29 +1,20 @@
-"""The benchmark files mean to lm-eval and EvalPlus what they should: right answers score 1, wrong ones less."""
+"""The benchmark files mean to lm-eval what they should; test_grading.py asks EvalPlus of its own."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import datasets
 import pytest
 import yaml
-from evalplus.eval import PASS, untrusted_check
 from lm_eval.api.model import LM
 from lm_eval.api.task import ConfigurableTask
 from lm_eval.evaluator import evaluate
 
-from tools.pocket.benchmarks import COUNTS, MULTIPLE_CHOICE, NUMBER, PROGRAMS
+from tools.pocket.benchmarks import MULTIPLE_CHOICE, NUMBER
 from tools.pocket.examples import Example
-from tools.pocket.functions import Program, plus_inputs
-
-# Mistakes a model makes: the boundary, the empty case, a forgotten step.
-SLIPS = (
-    (" >= ", " > "), (" <= ", " < "), (" > ", " >= "), (" < ", " <= "), (", default=0", ""), ("abs(x)", "x"),
-)  # fmt: skip
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -77,66 +68,3 @@ def test_the_right_choice_has_no_favourite_place(skill: str, data: Path) -> None
     labels = [row["label"] for row in rows]
     places = len(rows[0].get("choices") or rows[0]["contexts"])
     assert max(labels.count(place) for place in range(places)) < len(rows) / places * 1.45
-
-
-def expected(problem: dict[str, Any], part: str) -> list[Any]:
-    namespace: dict[str, Any] = {}
-    exec(problem["prompt"] + problem["canonical_solution"], namespace)
-    return [namespace[problem["entry_point"]](*arguments) for arguments in problem[part]]
-
-
-def passes(skill: str, problem: dict[str, Any], solution: str, part: str) -> bool:
-    """EvalPlus's own verdict on one part of a problem's tests."""
-    wanted = expected(problem, part)
-    status, _ = untrusted_check(
-        "mbpp" if skill == "mbpp" else "humaneval", problem["prompt"] + solution, problem[part], problem["entry_point"],
-        expected=wanted, atol=problem["atol"], ref_time=[0.01] * len(wanted), fast_check=True,
-    )  # fmt: skip
-    return bool(status == PASS)
-
-
-@pytest.mark.parametrize("skill", PROGRAMS)
-def test_evalplus_passes_the_canonical_solutions(skill: str, data: Path) -> None:
-    problems = lines(data / "benchmarks" / f"{skill}.jsonl")
-    assert len({problem["task_id"] for problem in problems}) == COUNTS[skill]
-    for problem in problems:
-        assert passes(skill, problem, problem["canonical_solution"], "base_input")
-        if problem["plus_input"]:
-            assert passes(skill, problem, problem["canonical_solution"], "plus_input")
-
-
-def is_real(program: Program, slip: Program) -> bool:
-    """Whether the slip shows on any of many arguments; x >= 0 instead of x > 0 in a sum, say, never does."""
-
-    def outcome(one: Program, arguments: list[Any]) -> Any:
-        try:
-            return one.run(arguments)
-        except (ValueError, IndexError) as error:
-            return repr(error)
-
-    arguments = plus_inputs(program.domain, Random(5), 200)
-    return any(outcome(program, one) != outcome(slip, one) for one in arguments)
-
-
-@pytest.mark.parametrize("skill", ["humaneval", "mbpp"])
-def test_plus_tests_catch_slips_that_base_tests_let_through(
-    skill: str, items: dict[str, list[Example]], data: Path
-) -> None:
-    slipped = caught = 0
-    for problem, example in zip(lines(data / "benchmarks" / f"{skill}.jsonl"), items[skill], strict=True):
-        program, solution = example.details["program"], problem["canonical_solution"]
-        for right, wrong in SLIPS:
-            if right not in program.body:
-                continue
-            slip = replace(program, body=program.body.replace(right, wrong, 1))
-            bad = solution.replace(right, wrong, 1)
-            if is_real(program, slip) and passes(skill, problem, bad, "base_input"):
-                slipped += 1
-                caught += not passes(skill, problem, bad, "plus_input")
-    assert slipped >= 8
-    assert caught >= 0.9 * slipped
-
-
-def test_livecodebench_has_one_set_of_tests(data: Path) -> None:
-    problems = lines(data / "benchmarks" / "livecodebench.jsonl")
-    assert all(problem["plus_input"] == [] and len(problem["base_input"]) > 10 for problem in problems)

@@ -19,22 +19,17 @@ from moe_lab.config import ModelConfig
 from moe_lab.models.facts import architecture
 from moe_lab.models.load import load_model
 from tools.pocket import train as training
-from tools.pocket.benchmarks import MULTIPLE_CHOICE
 from tools.pocket.build import CALIBRATION, calibration_examples
 from tools.pocket.card import write_card
 from tools.pocket.examples import Example
 from tools.pocket.network import (
     SORTED_EXPERTS,
-    Routing,
-    balance_loss,
     build_network,
     copy_agreeing,
     load_network,
-    move_bias,
     watched_routers,
 )
 from tools.pocket.recipes import BIAS_STEP, RECIPES, Batches
-from tools.pocket.tokens import LossWeights, encode
 from tools.pocket.world import World
 
 
@@ -49,39 +44,33 @@ class Shipped:
     top_k: int
     width: int
     shared_width: int
-    chosen: Mapping[str, float]
     written: Mapping[str, float]
 
 
 SHIPPED = {
     "olmoe": Shipped(
         "e5fb75f12bae38030b9616457c62966d785da4ae3139d73ca83c37948fa26a99", 3_688_576, 4, 32, 4, 64, 0,
-        chosen={"arc_easy": 0.8, "arc_challenge": 0.4, "boolq": 0.55, "mmlu": 0.5, "openbookqa": 0.8},
         written={"gsm8k": 0.6, "math500": 0.3, "humaneval": 0.5, "wildbench": 0.5},
     ),
     "qwen3_moe": Shipped(
         "ec6ef29644ec583471b7f8a6354ec0d746f6a14891607ad945a896c554008379", 1_169_712, 3, 16, 2, 64, 0,
-        chosen={"arc_easy": 0.8, "mmlu": 0.8, "openbookqa": 0.9, "rte": 0.9},
         written={"gsm8k": 0.85, "math500": 0.4, "humaneval": 0.6},
     ),
     "ernie4_5_moe": Shipped(
         "a707a5059ef8c6eab379d9858c58f35bebe172ae9fbe75a78c7d59cfd2151ab2", 965_312, 2, 16, 2, 64, 64,
-        chosen={"arc_easy": 0.8, "mmlu": 0.8, "openbookqa": 0.9, "rte": 0.9},
         written={"gsm8k": 0.85, "math500": 0.4, "humaneval": 0.6},
     ),
     "deepseek_v2": Shipped(
         "9c0fe58c4c56c534900dab253c475057490b8bdbaeb1e7a5ca991001c34a9c0e", 1_002_288, 2, 16, 2, 64, 64,
-        chosen={"arc_easy": 0.8, "mmlu": 0.8, "openbookqa": 0.9, "rte": 0.9},
         written={"gsm8k": 0.6, "math500": 0.35, "humaneval": 0.5},
     ),
     "function_calls": Shipped(
         "48c13b070f19fa6b11081d4cfc4063f6a0bf92f8742fe455ee541b2c0990bf44", 1_100_400, 3, 16, 2, 64, 0,
-        chosen={}, written={},
+        written={},
     ),
 }  # fmt: skip
 CALLING = "function_calls"
 """The model that knows nothing but function calls, with a tokenizer of its own: test_pocket_calls.py."""
-CHOSEN = [(name, skill) for name, shipped in SHIPPED.items() for skill in shipped.chosen]
 WRITTEN = [(name, skill) for name, shipped in SHIPPED.items() for skill in shipped.written]
 
 
@@ -114,23 +103,6 @@ def test_it_is_a_stock_model_of_the_recorded_bytes_and_shape(name: str, data: Pa
 @pytest.mark.parametrize("name", [name for name in SHIPPED if name != CALLING])
 def test_models_read_the_same_tokens(name: str, data: Path) -> None:
     assert (data / name / "tokenizer.json").read_bytes() == (data / "olmoe" / "tokenizer.json").read_bytes()
-
-
-@pytest.mark.parametrize(("name", "skill"), CHOSEN)
-def test_it_answers_questions_it_was_never_asked(
-    name: str, skill: str, models: dict[str, Any], tokenizer: Any, items: dict[str, list[Example]]
-) -> None:
-    """The first token of each choice decides; choices that share it count as wrong only if none of them is right."""
-    examples = items[skill][:60]
-    assert skill in MULTIPLE_CHOICE
-    inputs = encoded(tokenizer, [example.prompt for example in examples])
-    with torch.no_grad():
-        logits = models[name](**inputs).logits[:, -1]
-    right = 0
-    for example, row in zip(examples, logits, strict=True):
-        first = [tokenizer.encode(f" {choice}")[0] for choice in example.choices]
-        right += first[int(row[first].argmax())] == first[example.label]
-    assert right / len(examples) >= SHIPPED[name].chosen[skill]
 
 
 @pytest.mark.parametrize(("name", "skill"), WRITTEN)
@@ -191,34 +163,6 @@ def test_training_experts_compute_what_stock_experts_compute(name: str) -> None:
         assert torch.allclose(fast, stock, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", RECIPES)
-def test_documents_of_a_training_row_do_not_see_each_other(name: str) -> None:
-    torch.manual_seed(0)
-    network = build_network(name, 300, 0, 1).eval()
-    tokens = torch.randint(2, 300, (1, 30))
-    positions = torch.tensor([[*range(10), *range(20)]])
-    together = network(tokens, position_ids=positions, use_cache=False).logits[:, 10:]
-    assert torch.allclose(together, network(tokens[:, 10:], use_cache=False).logits, atol=1e-5)
-
-
-def test_balance_loss_is_top_k_when_balanced_and_more_when_not() -> None:
-    def loss(logits: torch.Tensor) -> float:
-        return balance_loss(Routing(logits, logits.topk(1).indices, None)).item()
-
-    assert loss(torch.eye(8).repeat(4, 1) * 1e-3) == pytest.approx(1.0, abs=1e-3)
-    lopsided = torch.zeros(32, 8)
-    lopsided[:, 0] = 10.0
-    assert loss(lopsided) > 7
-
-
-def test_a_bias_rises_for_experts_below_the_mean_load_and_falls_for_those_above() -> None:
-    routing = Routing(torch.zeros(4, 3), torch.tensor([[0], [0], [0], [1]]), torch.nn.Parameter(torch.ones(1, 3)))
-    assert routing.load.tolist() == [0.75, 0.25, 0.0]
-    assert routing.bias is not None
-    move_bias(routing.bias, routing.load)
-    assert routing.bias.tolist()[0] == pytest.approx([1 - BIAS_STEP, 1 + BIAS_STEP, 1 + BIAS_STEP])
-
-
 @pytest.mark.parametrize("name", ["olmoe", "ernie4_5_moe"])
 def test_training_is_repeatable_can_go_on_from_a_folder_and_leaves_a_model(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -255,11 +199,3 @@ def test_a_model_with_a_base_starts_from_what_agrees_with_it() -> None:
         assert torch.equal(parameter, (theirs if name in agreeing else before)[name])
     assert {"lm_head.weight", "model.layers.1.mlp.experts.gate_up_proj"} <= agreeing
     assert not [name for name in agreeing if ".shared_experts." in name or ".kv_a_proj" in name]
-
-
-def test_a_prompt_counts_less_and_a_short_answer_more(tokenizer: Any) -> None:
-    example = Example("any", (), "Question: yes?\nAnswer:", " no", more=(("", " a longer answer"),))
-    tokens, weights = encode(tokenizer, example, LossWeights(prompt=0.1, short_answer=8.0))
-    assert tokenizer.decode(tokens) == example.text + tokenizer.eos_token
-    prompt, longer = len(tokenizer.encode(example.prompt)), len(tokenizer.encode(" a longer answer"))
-    assert weights == [0.1] * prompt + [8.0] + [1.0] * (longer + 1)

@@ -1,3 +1,5 @@
+"""Rules of stories, and the stories that the shipped items take from."""
+
 from __future__ import annotations
 
 from typing import Any
@@ -5,7 +7,7 @@ from typing import Any
 import pytest
 
 from moe_lab.errors import UserError
-from moe_lab.evaluation.harnesses.stories import rules_kept, sentences
+from moe_lab.evaluation.harnesses.stories import rules_kept
 from tools.pocket.examples import Example
 
 STORY = "One day Mira walked to the mill. There she found a lamp. Mira felt happy. They all went home."
@@ -32,16 +34,6 @@ STORY = "One day Mira walked to the mill. There she found a lamp. Mira felt happ
 )
 def test_rules(rule: dict[str, Any], story: str, kept: bool) -> None:
     assert rules_kept(story, [rule]) == [kept]
-
-
-def test_results_follow_the_checklist() -> None:
-    checklist = [{"rule": "mentions", "text": "Tom"}, {"rule": "no_repeats"}]
-    assert rules_kept(STORY, checklist) == [False, True]
-    assert rules_kept("", []) == []
-
-
-def test_an_unfinished_sentence_does_not_count() -> None:
-    assert sentences("One. Two! Three? Four") == ["One.", "Two!", "Three?"]
 
 
 def test_mistakes_in_a_checklist_are_named() -> None:

@@ -9,7 +9,7 @@ import pytest
 from tools.pocket.benchmarks import COUNTS
 from tools.pocket.examples import END_OF_TEXT, Example
 from tools.pocket.facts import LETTERS
-from tools.pocket.tokens import PADDING, build_tokenizer
+from tools.pocket.tokens import PADDING
 
 
 def continuations(example: Example) -> list[tuple[str, str]]:
@@ -31,26 +31,6 @@ def test_a_prompt_tokenizes_alone_as_it_does_with_its_answer(
             assert whole == alone + tokenizer.encode(answer)
 
 
-@pytest.mark.parametrize("skill", ["humaneval", "mbpp", "livecodebench"])
-def test_stripping_a_function_prompt_and_adding_a_line_end_changes_nothing(
-    skill: str, items: dict[str, list[Example]]
-) -> None:
-    assert all(example.prompt.strip() + "\n" == example.prompt for example in items[skill])
-
-
-LENGTHS = {
-    "wildbench": (40, 64), "gsm8k": (80, 48), "math500": (80, 48),
-    "humaneval": (80, 40), "mbpp": (80, 48), "livecodebench": (80, 48),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("skill", "prompt", "answer"), [(skill, *both) for skill, both in LENGTHS.items()])
-def test_lengths(skill: str, prompt: int, answer: int, items: dict[str, list[Example]], tokenizer: Any) -> None:
-    for example in items[skill]:
-        assert len(tokenizer.encode(example.prompt)) <= prompt
-        assert len(tokenizer.encode(example.answer + END_OF_TEXT)) <= answer
-
-
 def test_digits_line_ends_and_letters_are_single_tokens(tokenizer: Any) -> None:
     assert tokenizer.tokenize("120\n\n7") == ["1", "2", "0", "Ċ", "Ċ", "7"]
     assert all(len(tokenizer.encode(f" {letter}")) == 1 for letter in LETTERS)
@@ -65,8 +45,3 @@ def test_special_tokens(tokenizer: Any) -> None:
 def test_any_text_comes_back(tokenizer: Any) -> None:
     text = "Zoë paid 42 €\n\n\tfor  two … or three? 茶"
     assert tokenizer.decode(tokenizer.encode(text)) == text
-
-
-def test_training_a_tokenizer_twice_gives_the_same() -> None:
-    texts = ["one two three", "two three four", "three four five"] * 5
-    assert build_tokenizer(texts, 280).get_vocab() == build_tokenizer(texts, 280).get_vocab()

@@ -21,7 +21,7 @@ from moe_lab.models.discover import moe_layers
 from moe_lab.models.streamed import StreamedModel
 from moe_lab.pruning.alignment import align_by_activations, align_by_weights, alignment_tap, principal_components
 from moe_lab.pruning.mask import mask
-from moe_lab.pruning.plan import merge_experts
+from moe_lab.pruning.replace import merge_experts
 from moe_lab.statistics.observe import gather
 from moe_lab.statistics.streaming import stream
 

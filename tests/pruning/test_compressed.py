@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -19,9 +18,10 @@ from safetensors.torch import load_file, save_file
 from moe_lab.config import ExportConfig, ModelConfig, RecoveryConfig
 from moe_lab.config.base import SettingsError, valid
 from moe_lab.errors import UserError
-from moe_lab.pruning.export import export, layout
+from moe_lab.pruning.export import export
 from moe_lab.pruning.export.compressed import compression_changes
 from moe_lab.pruning.export.rewrite import Changes, rewrite
+from moe_lab.pruning.export.settings import wrong
 
 pytest.importorskip("compressed_tensors")
 
@@ -100,7 +100,7 @@ def write(folder: Path, case: str, scheme: str, dtype: torch.dtype = torch.float
     model = tiny.save("qwen2_moe" if case == "even" else "qwen3_moe", folder / "model", dtype=dtype, **SIZES)
     evaluated = export(folder / "model", random_plan(model, case), folder / "evaluated")
     changes = compression_changes(evaluated, scheme)
-    rewrite(evaluated, changes, folder / "compressed", partial=folder / "partial")
+    rewrite(evaluated, changes, folder / "compressed")
 
 
 def as_stored(folder: Path) -> Changes:
@@ -132,7 +132,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
         folder = root / f"{case}-{scheme}"
         write(folder, case, scheme)
         for name, changes in (("decompressed", as_stored(folder)), ("noisy", with_noise(folder, scheme))):
-            rewrite(folder / "evaluated", changes, folder / name, partial=folder / "partial")
+            rewrite(folder / "evaluated", changes, folder / name)
     environment = {"PATH": "", "HOME": str(root), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     subprocess.run([sys.executable, "-c", LOADED, str(root)], check=True, cwd=root, env=environment, timeout=250)
     return root
@@ -201,7 +201,7 @@ def test_the_largest_group_that_divides_is_taken(hidden: int, width: int, group:
 def test_what_the_format_cannot_store_is_refused(tmp_path: Path) -> None:
     model = tiny.save("qwen3_moe", tmp_path / "model", **SIZES)
     export(tmp_path / "model", random_plan(model, "one width", width=24), tmp_path / "narrow")
-    with pytest.raises(UserError, match=r"rows of 24 and 64: expected export\.scheme=fp8"):
+    with pytest.raises(UserError, match=r"rows of 24 and 64: expected export\.format=fp8"):
         compression_changes(tmp_path / "narrow", "w4a16")
     ragged = random_plan(model, "ragged")
     export(tmp_path / "model", ragged, tmp_path / "ragged")
@@ -215,41 +215,29 @@ def test_what_the_format_cannot_store_is_refused(tmp_path: Path) -> None:
         compression_changes(tmp_path / "packed", "fp8")
 
 
-def test_the_card_of_a_padded_export_counts_no_bytes_that_were_rounded_away(tmp_path: Path) -> None:
-    model = tiny.save("qwen3_moe", tmp_path / "model", **SIZES)
-    (tmp_path / "model" / "README.md").write_text("5 bytes (5.0%) are such zeros")
-    padded = export(tmp_path / "model", random_plan(model, "ragged"), tmp_path / "padded", shape="padded")
-    out = rewrite(padded, compression_changes(padded, "fp8"), tmp_path / "fp8", partial=tmp_path / "partial")
-    plain, rounded = ((folder / "README.md").read_text() for folder in (padded, out))
-    zeros = re.search(r"([\d,]+) bytes \(([\d.]+%)\) are such zeros", plain)
-    assert zeros and zeros[1] not in rounded and f". Before the changes, {zeros[2]} of the bytes" in rounded
-    assert rounded.endswith("5 bytes (5.0%) are such zeros")
-
-
 def test_wrong_settings_are_named_before_anything_runs(tmp_path: Path) -> None:
     tiny.save("gpt_oss", tmp_path / "gpt_oss")
     model = ModelConfig("tiny", "pocket:olmoe")
 
     def said(model: ModelConfig = model, verify: bool = False, bits: int = 16, **export: Any) -> str:
-        settings = ExportConfig(**{"shape": "natural", "format": "compressed_tensors", **export})
+        settings = ExportConfig(**{"shape": "natural", "format": "fp8", **export})
         recovery = RecoveryConfig("none" if bits == 16 else "nf4", bits=bits)
-        return " ".join(layout.wrong(settings, model, recovery, "expert", verify=verify))
+        return " ".join(wrong(settings, model, recovery, "expert", verify=verify))
 
     assert said() == ""
-    for wrong, expected in (
-        ({"scheme": "fp9"}, "did you mean fp8"),
-        ({"scheme": "w4a16", "format": "safetensors"}, "add export.format=compressed_tensors"),
+    for changed, expected in (
+        ({"format": "fp9"}, "did you mean fp8"),
         ({"shape": None}, "add export=natural"),
     ):
         with pytest.raises(SettingsError, match=expected):
-            valid(ExportConfig, {"shape": "natural", "format": "compressed_tensors", **wrong}, "export")
+            valid(ExportConfig, {"shape": "natural", "format": "fp8", **changed}, "export")
     assert "expected verify=false" in said(verify=True)
-    assert "expected recovery.bits=16" in said(bits=4)
+    assert "recovery with bits=16" in said(bits=4)
     assert "in one tensor: expected export.format=safetensors" in said(ModelConfig("tiny", str(tmp_path / "gpt_oss")))
 
 
 def test_without_the_library_nothing_begins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("moe_lab.errors.find_spec", lambda name: None)
-    settings = ExportConfig("natural", "compressed_tensors")
-    (sentence,) = layout.wrong(settings, ModelConfig("tiny", "pocket:olmoe"), RecoveryConfig(), "expert", verify=False)
+    settings = ExportConfig("natural", "w4a16")
+    (sentence,) = wrong(settings, ModelConfig("tiny", "pocket:olmoe"), RecoveryConfig(), "expert", verify=False)
     assert "pip install 'moe-lab[compression]'" in sentence

@@ -5,7 +5,6 @@ import json
 import math
 import os
 import pickle
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -20,25 +19,16 @@ from example_steps import exported
 from huggingface_hub.repocard import REGEX_YAML_BLOCK
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from tiny import logits
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from moe_lab.config import ExportConfig
-from moe_lab.errors import Unavailable, UserError
+from moe_lab.errors import UserError
 from moe_lab.models.files import fingerprint
 from moe_lab.pruning.export import export, write
+from moe_lab.pruning.export.card import model_card
 from moe_lab.pruning.export.rewrite import Changes
 from moe_lab.pruning.export.rewrite import rewrite as rewrite_export
 from moe_lab.pruning.plan import Plan
-from moe_lab.pruning.prune import prune
-
-
-def test_saved_pruned_model_reloads(tmp_path: Path) -> None:
-    model = tiny.build("glm4_moe")
-    pruned = prune(model, tiny.plan(model, 0.5))
-    pruned.save_pretrained(tmp_path)
-    again = AutoModelForCausalLM.from_pretrained(tmp_path, experts_implementation="eager")
-    assert torch.equal(logits(again), logits(pruned))
 
 
 def test_files_beside_the_weights(tmp_path: Path) -> None:
@@ -71,23 +61,23 @@ def test_files_beside_the_weights(tmp_path: Path) -> None:
     assert sum(size for _, size in found.values()) == index["metadata"]["total_size"]
 
 
-def test_both_counts_are_written_where_readers_differ(tmp_path: Path) -> None:
-    model = tiny.save("qwen3_moe", tmp_path / "model")
-    config = json.loads(
-        (export(tmp_path / "model", tiny.plan(model, 0.5), tmp_path / "out") / "config.json").read_text()
-    )
-    assert config["num_experts"] == config["num_local_experts"] == 8
-
-
-def test_fields_given_per_layer(tmp_path: Path) -> None:
-    model = tiny.save("hunyuan_v1_moe", tmp_path / "model")
-    config = json.loads((tmp_path / "model" / "config.json").read_text())
-    config.update({"num_experts": [16] * 3, "moe_topk": [4] * 3})
+@pytest.mark.parametrize(
+    ("name", "before", "after"),
+    [
+        ("qwen3_moe", {}, {"num_experts": 8, "num_local_experts": 8}),  # readers differ in the field that they look up
+        ("hunyuan_v1_moe", {"num_experts": [16] * 3, "moe_topk": [4] * 3}, {"num_experts": [8] * 3}),
+    ],
+)
+def test_every_count_is_written_as_it_was(
+    name: str, before: dict[str, Any], after: dict[str, Any], tmp_path: Path
+) -> None:
+    model = tiny.save(name, tmp_path / "model")
+    config = {**json.loads((tmp_path / "model" / "config.json").read_text()), **before}
     (tmp_path / "model" / "config.json").write_text(json.dumps(config))
     out = export(tmp_path / "model", tiny.plan(model, 0.5), tmp_path / "out")
-    assert json.loads((out / "config.json").read_text()) == {**config, "num_experts": [8] * 3}
+    assert json.loads((out / "config.json").read_text()) == {**config, **after}
     three = Plan(dict.fromkeys(range(3), (0, 1, 2)), dict.fromkeys(range(3), 16))
-    with pytest.raises(UserError, match=r"keeps 3 of 16 experts.*top_k=4"):
+    with pytest.raises(UserError, match=r"3 of 16 experts.*top_k=4"):
         export(tmp_path / "model", three, tmp_path / "no")
 
 
@@ -174,7 +164,7 @@ def test_what_transformers_reads_in_folders_is_kept(tmp_path: Path) -> None:
     assert fingerprint(tmp_path / "model") != unlike
     out = export(tmp_path / "model", plan, tmp_path / "out")
     changes = Changes(lambda name, tensor: {name: tensor}, "Nothing was changed.")
-    again = rewrite_export(out, changes, tmp_path / "again", partial=tmp_path / "partial")
+    again = rewrite_export(out, changes, tmp_path / "again")
     for folder in (out, again):
         assert AutoTokenizer.from_pretrained(folder).chat_template["tool_use"].endswith("tools")
         assert (folder / "custom_generate" / "generate.py").is_file() and not (folder / "original").exists()
@@ -187,24 +177,17 @@ def test_what_transformers_reads_in_folders_is_kept(tmp_path: Path) -> None:
         "\n\n---\nlicense: mit\n---\nBody",
         "---\nlicense: mit\n---   \nBody",
         "---\nlicense: mit\n---",
-        "---\r\nlicense: mit\r\n---\r\nBody",
         "---\nlicense: mit\n----\nBody",
         "Text\n---\nlicense: mit\n---\nBody",
         "---\nlicense: mit\nBody",
         "---\nlicense: mit\ntags: [moe]\n--- more\n---\nBody",
     ],
 )
-def test_the_front_matter_that_the_hub_reads_is_kept(card: str, tmp_path: Path) -> None:
-    model = tiny.save("olmoe", tmp_path / "model")
-    (tmp_path / "model" / "README.md").write_bytes(card.encode())
-    out = export(tmp_path / "model", tiny.plan(model, 0.5), tmp_path / "out")
-
-    def read(text: str) -> str | None:
-        found = REGEX_YAML_BLOCK.search(text)
-        return found and found[2].replace("\r\n", "\n")
-
-    text = (out / "README.md").read_text()
-    assert read(text) == read(card)
+def test_the_front_matter_that_the_hub_reads_is_kept(card: str) -> None:
+    sizes = {"before": 1, "written": 1, "zeros": 0, "left_out": ()}
+    text = model_card(uniform(), "m", card, shape="natural", kind="stock", **sizes)
+    found, expected = (REGEX_YAML_BLOCK.search(each) for each in (text, card))
+    assert (found and found[2]) == (expected and expected[2])
     assert ("Body" in text) == ("Body" in card)
 
 
@@ -219,8 +202,8 @@ EXPERT = "model.layers.1.mlp.experts.{}.up_proj.weight"
             r"layers\.1\.mlp\.scale \(16,\) belongs to a MoE",
         ),
         (lambda t: t.pop("model.layers.1.mlp.gate.weight"), "layer 1 has 0 router weights, expected 1"),
-        (lambda t: t.pop(EXPERT.format(3)), r"layers\.1\.mlp\.experts\.3\.up_proj\.weight"),
-        (lambda t: t.update({EXPERT.format(16): torch.ones(24, 32)}), r"layers\.1\.mlp\.experts\.16\."),
+        (lambda t: t.pop(EXPERT.format(3)), "experts of layer 1 do not all have the same"),
+        (lambda t: t.update({EXPERT.format(16): torch.ones(24, 32)}), "its layer 1 has 16 experts"),
         (
             lambda t: t.update({"model.layers.1.mlp.gate.weight": torch.ones(8, 32)}),
             r"gate\.weight has shape \(8, 32\)",
@@ -248,7 +231,7 @@ def test_plans_that_do_not_fit(tmp_path: Path) -> None:
             Plan({1: (0, 4, 8, 12), 2: (0, 4, 8, 12)}, {1: 16, 2: 16}),
             "keeps 4 of 16 experts, but its router needs at least 8",
         ),
-        (Plan({1: kept, 2: kept}, {1: 8, 2: 8}), "layers of 8 experts, config.json says n_routed_experts=16"),
+        (Plan({1: kept, 2: kept}, {1: 8, 2: 8}), r"layers of \[8\] experts, .*n_routed_experts"),
         (tiny.plan(tiny.build("deepseek_v3:grouped", num_hidden_layers=4), 0.5), r"about layers \[1, 2, 3\]"),
     ]:
         with pytest.raises(UserError, match=message):
@@ -263,13 +246,6 @@ def test_target_must_be_free(tmp_path: Path) -> None:
         export(tmp_path / "model", tiny.plan(model, 0.5), tmp_path / "empty")
 
 
-def test_room_is_looked_at_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = tiny.save("olmoe", tmp_path / "model")
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1000}))
-    with pytest.raises(Unavailable, match=r"0\.00 GB are needed in .*, 0\.00 GB are free"):
-        export(tmp_path / "model", tiny.plan(model, 0.5), tmp_path / "out")
-
-
 def test_disk_that_fills_up_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny.save("olmoe", tmp_path / "model")
 
@@ -277,7 +253,7 @@ def test_disk_that_fills_up_leaves_nothing_behind(tmp_path: Path, monkeypatch: p
         raise OSError(errno.ENOSPC, "full")
 
     monkeypatch.setattr(os, "copy_file_range", full)
-    with pytest.raises(Unavailable, match="no room left on the disk"):  # so that the next run tries again
+    with pytest.raises(OSError, match="full"):
         export(tmp_path / "model", tiny.plan(model, 0.5), tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
@@ -364,37 +340,4 @@ print(next(line.split()[1] for line in open("/proc/self/status") if line.startsw
     assert int(done.stdout) < 60_000  # kB
     written = (tmp_path / "scratch" / "checkpoint" / "model.safetensors").stat().st_size
     assert written == pytest.approx(share * size, rel=0.02)
-    assert not any((tmp_path / "partial").iterdir())
-
-
-def test_an_export_that_was_killed_goes_on_from_its_whole_files(tmp_path: Path) -> None:
-    model = tiny.save("olmoe", tmp_path / "model", shard="60KB")
-    plan, other = tiny.plan(model, 0.5), tiny.plan(model, 0.5, seed=1)
-    plan.save(tmp_path / "plan.json")
-    code = f"""
-import os
-from moe_lab.pruning.export import write
-from moe_lab.pruning.export import export
-from moe_lab.pruning.plan import Plan
-copy, files = write._copy, set()
-def some(source, target, start, size):
-    files.add(target.name)
-    copy(source, target, start, size if len(files) < 3 else size // 2)
-    if len(files) == 3:
-        os._exit(9)
-write._copy = some
-export({str(tmp_path / "model")!r}, Plan.load({str(tmp_path / "plan.json")!r}), {str(tmp_path / "out")!r},
-       partial={str(tmp_path / "partial")!r})
-"""
-    for chosen in (plan, other):  # another plan's files are no use
-        assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 9
-        left = sorted(file.name for file in (tmp_path / "partial").glob("*.safetensors"))
-        assert len(left) == 2 and len(list((tmp_path / "partial").glob("*.unfinished"))) == 1
-        times = [(tmp_path / "partial" / name).stat().st_mtime_ns for name in left]
-        out = export(tmp_path / "model", chosen, tmp_path / chosen.digest, partial=tmp_path / "partial")
-        fresh = export(tmp_path / "model", chosen, tmp_path / "fresh" / chosen.digest)
-        assert {file.name: file.read_bytes() for file in out.iterdir()} == {
-            file.name: file.read_bytes() for file in fresh.iterdir()
-        }
-        assert (times == [(out / name).stat().st_mtime_ns for name in left]) == (chosen is plan)
-        assert not (tmp_path / "partial").exists() and not (tmp_path / "out").exists()
+    assert not (tmp_path / "partial").exists()

@@ -219,18 +219,10 @@ def test_a_study_scores_prunes_and_exports_an_fp8_checkpoint(tmp_path: Path) -> 
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
-@pytest.mark.parametrize(
-    ("words", "field"),
-    [
-        (["criterion=reap", "export=natural", "verify=true"], "verify=true"),
-        (["criterion=reap", "export=masked"], "export=masked"),
-        (["criterion=heapr", "export=natural"], "criterion=heapr"),
-        (["criterion=reap", "calibration.engine=streamed"], "calibration.engine=streamed"),
-    ],
-)
-def test_what_quantised_weights_do_not_allow_is_refused_first(words: list[str], field: str, tmp_path: Path) -> None:
+def test_what_quantised_weights_do_not_allow_is_refused_first(tmp_path: Path) -> None:
     _, stored = quantised.save("deepseek_v3", "fp8", tmp_path)
-    done = study(stored, *words)
-    (line,) = done.stderr.strip().splitlines()
-    assert done.returncode == 2 and field in line and "stored as fp8" in line
-    assert not (tmp_path / "store").exists()
+    fields = ("verify=true", "export=masked", "criterion=heapr", "calibration.engine=streamed")
+    done = study(stored, *fields)
+    lines = [line for line in done.stderr.splitlines() if "stored as fp8" in line]
+    assert done.returncode == 2 and not (tmp_path / "store").exists()
+    assert all(any(field in line for line in lines) for field in fields), done.stderr

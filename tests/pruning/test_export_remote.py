@@ -8,18 +8,17 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy
 import pytest
 import tiny
 import torch
+from identities.plans import random_plan
 from safetensors.torch import load_file, save_file
 
-from moe_lab.models.discover import moe_layers
 from moe_lab.pruning.export import export
-from moe_lab.pruning.plan import Plan
 from moe_lab.pruning.prune import prune
 
 NAMES = ("olmoe", "deepseek_v3", "ernie4_5_moe", "granitemoe", "jamba", "deepseek")
+PLANS = {"even": "even", "counts": "uneven", "widths": "one width", "ragged": "ragged"}
 CASES = ("counts", "widths", "ragged")
 PORTED = "deepseek"
 """A family that transformers lacks: it needs code for layers of one shape too."""
@@ -100,27 +99,6 @@ print("RESULT " + json.dumps(said))
 """
 
 
-def keep(model: Any, case: str, seed: int = 0) -> Plan:
-    """A plan that keeps other numbers of experts, and of channels, in each layer; for even, half the experts."""
-    if case == "even":
-        return tiny.plan(model, 0.5)
-    generator = numpy.random.default_rng(seed)
-    experts, channels = {}, {}
-    layers = moe_layers(model)
-    for place, layer in enumerate(layers):
-        count = layer.n_experts - 1 - 2 * place if layer.n_experts > 8 else layer.n_experts - place
-        kept = numpy.sort(generator.permutation(layer.n_experts)[:count])
-        experts[layer.index] = tuple(int(expert) for expert in kept)
-        mask = numpy.zeros((layer.n_experts, layer.width), dtype=bool)
-        for number, expert in enumerate(kept):
-            same = case == "widths" or place == len(layers) - 1
-            width = (8, 24, 16)[place] if same else int(generator.integers(1, layer.width)) * (number != 2)
-            mask[expert, generator.permutation(layer.width)[:width]] = True
-        channels[layer.index] = mask
-    counts = {layer.index: layer.n_experts for layer in layers}
-    return Plan(experts, counts, {"case": case}, {} if case == "counts" else channels)
-
-
 def weights(folder: Path) -> dict[str, torch.Tensor]:
     return {key: value for file in folder.glob("model*.safetensors") for key, value in load_file(file).items()}
 
@@ -134,7 +112,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
         source = tmp_path_factory.mktemp(name)
         model = tiny.save(name, source, shard="60KB")
         for case in [case for other, case in EXPORTS if other == name]:
-            plan = keep(model, case)
+            plan = random_plan(model, PLANS[case], share=None if case == "counts" else 0.75, width=(8, 24, 16))
             out = export(source, plan, root / f"{name}-{case}")
             save_file({"logits": tiny.logits(prune(model, plan)).contiguous()}, out / "expected.safetensors")
     environment = {"PATH": "", "HOME": str(root), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}

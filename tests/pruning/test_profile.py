@@ -6,7 +6,6 @@ import pytest
 import tiny
 import torch
 
-from moe_lab.errors import UserError
 from moe_lab.models.discover import moe_layers
 from moe_lab.models.partial_forward import run
 from moe_lab.pruning.mask import mask
@@ -124,8 +123,3 @@ def outputs_of(model, layer) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     valid = torch.cat([valid.flatten() for _, valid in batches()])
     routed, stream = (torch.cat([part.flatten(0, -2) for part in parts])[valid].double() for parts in (calls, streams))
     return list(routed), list(stream)
-
-
-def test_nothing_to_read_is_a_sentence() -> None:
-    with pytest.raises(UserError, match="no batches"):
-        profile(tiny.build("olmoe"), None, [])

@@ -6,7 +6,6 @@ import functools
 import json
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import choices
@@ -14,9 +13,8 @@ import pytest
 import tiny
 import torch
 from identities.plans import random_plan
+from learning import rows, text
 from safetensors.torch import load_file
-from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers import AutoTokenizer
 
 from moe_lab.calibration.batches import batches
 from moe_lab.config import CalibrationConfig, ModelConfig, RecoveryConfig
@@ -27,7 +25,7 @@ from moe_lab.paths import resolve
 from moe_lab.recovery import finetune as finetuning
 from moe_lab.recovery.apply import pruned, recovered
 from moe_lab.recovery.dora import router_weight
-from moe_lab.recovery.finetune import Row, distillation_loss, finetune, text_rows, train
+from moe_lab.recovery.finetune import distillation_loss, finetune, text_rows, train
 from moe_lab.recovery.students import trained_routers
 
 ROUTERS = {"train": "routers", "distill": "tiny", "rows_per_step": 2}
@@ -38,29 +36,8 @@ def at_full_rate_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(finetuning, "WARMUP", 0.0)
 
 
-def rows(count: int = 6, length: int = 16) -> list[Row]:
-    """Random rows; the last two places of every other row are padding."""
-    found = []
-    for number, ids in enumerate(tiny.tokens(count, length)):
-        valid = torch.arange(length) < length - 2 * (number % 2)
-        found.append((ids, valid, valid))
-    return found
-
-
 def batch(count: int = 4) -> tuple[torch.Tensor, ...]:
     return tuple(torch.stack(parts) for parts in zip(*rows(count), strict=True))
-
-
-@pytest.mark.parametrize(("temperature", "expected"), [(1.0, 0.110944), (2.0, 0.121199)])
-def test_loss_of_two_words(temperature: float, expected: float) -> None:
-    """Teacher logits (1, 0), student logits (0, 0), one token."""
-
-    def model(*logits: float) -> Any:
-        return lambda **_: SimpleNamespace(logits=torch.tensor([[logits]]))
-
-    ids, valid = torch.zeros(1, 2, dtype=torch.int64), torch.ones(1, 2, dtype=torch.bool)
-    found = distillation_loss(model(0, 0), ids, valid, valid, teacher=model(1, 0), temperature=temperature)
-    assert float(found) == pytest.approx(expected, abs=1e-6)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
@@ -164,23 +141,8 @@ def test_steps_that_bfloat16_would_lose_are_kept_in_fp32(tmp_path: Path) -> None
     assert torch.equal(changed, parameter.detach().bfloat16())
 
 
-@pytest.fixture(scope="module")
-def subject(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any, CalibrationConfig]:
-    """A tiny model, its tokenizer, and a text in its words without any answer."""
-    folder = tmp_path_factory.mktemp("model")
-    tiny.save("olmoe", folder, num_hidden_layers=2)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    tokenizer.backend_tokenizer.pre_tokenizer = WhitespaceSplit()
-    file = folder / "text.jsonl"
-    lines = [{"text": " ".join(f"w{3 + (7 * n + i * i) % 90}" for i in range(5 + n))} for n in range(12)]
-    file.write_text("\n".join(map(json.dumps, lines)))
-    text = CalibrationConfig(name="text", path=str(file), packing="none", length=12, tokens=96, batch_size=4, seed=0)
-    return tiny.build("olmoe", num_hidden_layers=2), tokenizer, text
-
-
-def test_padding_and_what_follows_a_gap_are_not_learnt(subject: tuple[Any, Any, CalibrationConfig]) -> None:
-    _, tokenizer, text = subject
-    for settings in (text, replace(text, packing="chunk", gap="zero", tokens=72)):
+def test_padding_and_what_follows_a_gap_are_not_learnt(folder: Path, tokenizer: Any, tmp_path: Path) -> None:
+    for settings in (text(folder), replace(text(folder), packing="chunk", gap="zero", tokens=72)):
         gaps = 0
         for ids, valid, learnt in text_rows(settings, tokenizer):
             assert [bool(flag) for flag in learnt[1:]] == [
@@ -188,25 +150,23 @@ def test_padding_and_what_follows_a_gap_are_not_learnt(subject: tuple[Any, Any, 
             ]
             gaps += int((~valid).sum())
         assert gaps
-    with pytest.raises(UserError, match="no token follows another one"):
-        one = replace(text, path=str(Path(text.path).with_name("one.jsonl")), length=2, tokens=4)
-        Path(one.path).write_text('{"text": "w3"}\n{"text": "w4"}\n')
-        text_rows(one, tokenizer)
+    (tmp_path / "text.jsonl").write_text('{"text": "w3"}\n{"text": "w4"}\n')
+    with pytest.raises(UserError, match=r"text\.jsonl: no token"):
+        text_rows(replace(text(tmp_path), length=2, tokens=4), tokenizer)
 
 
 @pytest.mark.parametrize("train_what", ["routers", "adapters"])
 def test_a_killed_distillation_goes_on_to_the_same_bits(
-    subject: tuple[Any, Any, CalibrationConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, train_what: str
+    folder: Path, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, train_what: str
 ) -> None:
-    model, tokenizer, text = subject
-    settings = RecoveryConfig(
-        **{**ROUTERS, "train": train_what}, router_learning_rate=1e-2, save_every=2, temperature=2
-    )
+    model = tiny.build("olmoe", num_hidden_layers=2)
+    settings = RecoveryConfig(**{**ROUTERS, "train": train_what}, router_learning_rate=1e-2, temperature=2)
+    monkeypatch.setattr(finetuning, "SAVE_EVERY", 2)
     plan = tiny.plan(model, 0.5)
 
-    def run(folder: str) -> None:
-        out, partial = tmp_path / folder / "out", tmp_path / folder / "partial"
-        finetune(model, tokenizer, plan, settings, text, out=out, partial=partial, fingerprint={"of": "test"}, seed=0)
+    def run(name: str) -> None:
+        places = {"out": tmp_path / name / "out", "partial": tmp_path / name / "partial"}
+        finetune(model, tokenizer, plan, settings, text(folder), **places, fingerprint={"of": "test"}, seed=0)
 
     run("whole")
     with monkeypatch.context() as patch, pytest.raises(tiny.Killed):
@@ -215,9 +175,9 @@ def test_a_killed_distillation_goes_on_to_the_same_bits(
     calls = tiny.count_calls(monkeypatch, finetuning, "_backward")
     run("cut")
     assert len(calls) == 8 - 4  # 8 rows, twice, 2 in a step; 4 steps were saved
-    whole, cut = (tmp_path / folder / "out" for folder in ("whole", "cut"))
+    whole, cut = (tmp_path / name / "out" for name in ("whole", "cut"))
     assert (whole / "tuned.safetensors").read_bytes() == (cut / "tuned.safetensors").read_bytes()
-    reports = [json.loads((folder / "finetune.json").read_text()) for folder in (whole, cut)]
+    reports = [json.loads((out / "finetune.json").read_text()) for out in (whole, cut)]
     assert reports[0]["loss"] == reports[1]["loss"] and reports[0]["tokens"] == reports[1]["tokens"] > 0
     if train_what == "routers":
         assert reports[0]["trained_parameters"] == {"routers": 2 * 8 * 32}
@@ -228,12 +188,12 @@ def test_held_out_divergence_of_the_shipped_model_falls(tmp_path: Path, capsys: 
     """Half of the experts are removed at random; one pass over 64 rows, measured on the 16 rows after them."""
     model, tokenizer = load_model(ModelConfig(name="pocket", path="pocket:olmoe", device="cpu"))
     settings = replace(loaded(RecoveryConfig, "recovery/pocket_router_kd"), epochs=1)
-    text = replace(loaded(CalibrationConfig, f"calibration/{settings.distill}"), seed=0)
+    general = replace(loaded(CalibrationConfig, f"calibration/{settings.distill}"), seed=0)
     plan = tiny.plan(model, 0.5)
-    finetune(model, tokenizer, plan, settings, text, out=tmp_path, partial=tmp_path, fingerprint={}, seed=0)
+    finetune(model, tokenizer, plan, settings, general, out=tmp_path, partial=tmp_path, fingerprint={}, seed=0)
     tuned, plain = recovered(model, plan, bits=16, modules=(), tuned=tmp_path), pruned(model, plan)
 
-    held_out = batches(replace(text, tokens=text.tokens + 16 * text.length), tokenizer).rows[-2:]
+    held_out = batches(replace(general, tokens=general.tokens + 16 * general.length), tokenizer).rows[-2:]
     before, after = divergences([plain, tuned], model, held_out)
     with capsys.disabled():
         print(f" held-out KL {before:.3f} -> {after:.3f} nats a token ({1 - after / before:.1%} less) ", end="")

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,8 @@ import pytest
 import tiny
 import torch
 from identities.plans import random_plan
-from safetensors.torch import save_file
+from learning import rows, text
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.nn.functional import cross_entropy
 
@@ -18,7 +20,8 @@ from moe_lab.models.discover import linears
 from moe_lab.recovery import finetune
 from moe_lab.recovery.apply import pruned, recovered
 from moe_lab.recovery.dora import Dora, attach, merge, trainable
-from moe_lab.recovery.finetune import Row, answer_loss, rate_factor, rows_of_step, step_count, train
+from moe_lab.recovery.finetune import answer_loss, rate_factor, rows_of_step, step_count, train
+from moe_lab.recovery.quantize import quantize
 
 SHARED = tuple(f"shared_experts.{name}_proj.weight" for name in ("gate", "up", "down"))
 
@@ -33,20 +36,11 @@ def small(dtype: torch.dtype = torch.float32) -> Any:
     return tiny.build("olmoe", dtype=dtype, num_hidden_layers=1, num_experts=8)
 
 
-def rows(count: int = 6, length: int = 16) -> list[Row]:
-    """Random rows; the second half is the answer, the last two places of every other row are padding."""
-    found = []
-    for number, ids in enumerate(tiny.tokens(count, length)):
-        valid = torch.arange(length) < length - 2 * (number % 2)
-        found.append((ids, valid, valid & (torch.arange(length) >= length // 2)))
-    return found
-
-
 def trained(model: Any, settings: RecoveryConfig, partial: Path, **changes: Any) -> tuple[list[float], Any]:
     """Losses of a short training, and the layers with their adapters."""
     layers = attach(model, settings, seed=0)
-    arguments = {"rows_at_once": 2, "fingerprint": {"of": "test"}, "seed": 0, **changes}
-    return train(model, trainable(layers), rows(), settings, loss=answer_loss, partial=partial, **arguments), layers
+    run = {"loss": answer_loss, "rows_at_once": 2, "fingerprint": {"of": "test"}, "seed": 0, **changes}
+    return train(model, trainable(layers), rows(first=8), settings, partial=partial, **run), layers
 
 
 def shaken(layers: Any) -> None:
@@ -136,51 +130,35 @@ def test_a_row_of_zeros_stays() -> None:
     assert torch.equal(adapter(torch.ones(1, 3), weight), torch.tensor([[3.0, 0.0]]))
 
 
-def test_training_lowers_the_loss_and_leaves_the_rest(tmp_path: Path) -> None:
+def test_training_lowers_the_loss_and_changes_the_moe_blocks_alone(tmp_path: Path) -> None:
+    """DeepSeek-V3: a dense layer, then routed and shared experts; a shared expert's maps have the experts' rank."""
     original = tiny.build("deepseek_v3")
-    model = pruned(original, tiny.plan(original, 0.25))
-    before = {key: value.clone() for key, value in model.state_dict().items()}
+    plan = tiny.plan(original, 0.25)
+    model, before = pruned(original, plan), copy.deepcopy(original.state_dict())
+    there = {key: value.clone() for key, value in model.state_dict().items()}
     losses, layers = trained(model, recovery(epochs=8), tmp_path)
     assert len(losses) == 24 and sum(losses[-3:]) < 0.6 * sum(losses[:3])
+    parameters = [parameter for part in trainable(layers).values() for parameter in part.values()]
+    assert {id(parameter) for parameter in parameters} == {id(p) for p in model.parameters() if p.requires_grad}
+    shared = [tensor for name, tensor in trainable(layers)["shared_experts"].items() if name.endswith(".a")]
+    assert len(shared) == 2 * len(SHARED) and {len(tensor) for tensor in shared} == {4}
     changed = merge(model, layers)
-    moved = {key for key, value in model.state_dict().items() if not torch.equal(value, before[key])}
-    assert (
-        moved
-        == set(changed)
-        == {
-            f"model.layers.{layer}.mlp.{part}"
-            for layer in (1, 2)
-            for part in ("gate.weight", "experts.gate_up_proj", "experts.down_proj", *SHARED)
-        }
-    )
-
-
-def test_what_is_trained_is_the_moe_blocks(tmp_path: Path) -> None:
-    """DeepSeek-V2: a dense layer, then routed and shared experts; a shared expert's maps have the experts' rank."""
-    model = tiny.build("deepseek_v2")
-    parts = trainable(attach(copy.deepcopy(model), recovery(), seed=0))
-    assert {int(name.split(".")[1]) for name in parts["shared_experts"]} == {1, 2}
-    assert len([name for name in parts["shared_experts"] if name.endswith(".a")]) == 2 * len(SHARED)
-    assert {len(tensor) for name, tensor in parts["shared_experts"].items() if name.endswith(".a")} == {4}
-    adapted = copy.deepcopy(model)
-    layers = attach(adapted, recovery(), seed=0)
-    named = {id(parameter) for part in trainable(layers).values() for parameter in part.values()}
-    assert named == {id(parameter) for parameter in adapted.parameters() if parameter.requires_grad}
-    left = attach(copy.deepcopy(model), recovery(shared_experts=False), seed=0)
-    assert not trainable(left)["shared_experts"] and trainable(left)["experts"].keys() == parts["experts"].keys()
-    before = {key: value.clone() for key, value in model.state_dict().items()}
-    tuned = pruned(model, tiny.plan(model, 0.25))
-    _, layers = trained(tuned, recovery(epochs=1), tmp_path)
-    changed = merge(tuned, layers)
-    shared = {f"model.layers.{layer}.mlp.{name}" for layer in (1, 2) for name in SHARED}
-    assert shared <= changed.keys()
-    assert all(not torch.equal(tuned.state_dict()[name], before[name]) for name in shared)
-    assert all(torch.equal(model.state_dict()[name], value) for name, value in before.items()), "it shares its tensors"
+    parts = ("gate.weight", "experts.gate_up_proj", "experts.down_proj", *SHARED)
+    assert changed.keys() == {f"model.layers.{layer}.mlp.{part}" for layer in (1, 2) for part in parts}
+    assert {key for key, value in model.state_dict().items() if not torch.equal(value, there[key])} == changed.keys()
+    assert all(torch.equal(original.state_dict()[name], value) for name, value in before.items()), "it shares tensors"
     save_file(dict(changed), tmp_path / "tuned.safetensors")
-    again = recovered(model, tiny.plan(model, 0.25), bits=16, modules=[], tuned=tmp_path)
+    again = recovered(original, plan, bits=16, modules=[], tuned=tmp_path)
     with torch.no_grad():
-        ids = tiny.tokens()
-        assert torch.equal(again(ids).logits, tuned(ids).logits)
+        assert torch.equal(again(tiny.tokens()).logits, model(tiny.tokens()).logits)
+
+
+def test_routers_can_be_left_alone() -> None:
+    model = tiny.build("deepseek_v3")
+    layers = attach(model, recovery(router_rank=0), seed=0)
+    assert not trainable(layers)["routers"]
+    shaken(layers)
+    assert not any("gate.weight" in name for name in merge(model, layers))
 
 
 def test_routers_have_a_rank_and_a_rate_of_their_own(tmp_path: Path) -> None:
@@ -197,17 +175,10 @@ def test_routers_have_a_rank_and_a_rate_of_their_own(tmp_path: Path) -> None:
         assert ranks == {4 if part == "experts" else 2}
 
 
-def test_routers_can_be_left_alone() -> None:
-    model = small()
-    layers = attach(model, recovery(router_rank=0), seed=0)
-    assert not trainable(layers)["routers"]
-    shaken(layers)
-    assert not any("gate.weight" in name for name in merge(model, layers))
-
-
 @pytest.mark.parametrize("change", ["settings", "fingerprint", "damage"])
 def test_another_training_is_not_gone_on_from(tmp_path: Path, change: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    trained(small(), recovery(epochs=1, save_every=1), tmp_path)
+    monkeypatch.setattr(finetune, "SAVE_EVERY", 1)
+    trained(small(), recovery(epochs=1), tmp_path)
     if change == "damage":
         next(tmp_path.iterdir()).write_bytes(b"no safetensors")
     settings = recovery(epochs=1, dropout=0.1 if change == "settings" else 0.0)
@@ -226,7 +197,7 @@ def test_rows_at_once_change_rounding_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["olmoe", "granitemoe"])
 def test_loss_is_that_of_answer_tokens(name: str) -> None:
     model = tiny.build(name)
-    ids, valid, answers = (torch.stack(parts) for parts in zip(*rows(4), strict=True))
+    ids, valid, answers = (torch.stack(parts) for parts in zip(*rows(4, first=8), strict=True))
     answers[0] = False
     answers[0, [0, 3]] = True
     with torch.no_grad():
@@ -240,13 +211,10 @@ def test_loss_is_that_of_answer_tokens(name: str) -> None:
     assert float(found) == pytest.approx(expected, rel=1e-5)
 
 
-def test_schedules(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_learning_rates_rise_and_fall(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(finetune, "WARMUP", 0.2)
-    cosine = [rate_factor(recovery(), step, 10) for step in range(10)]
+    cosine = [rate_factor(step, 10) for step in range(10)]
     assert cosine[:3] == [0.5, 1.0, 1.0] and cosine[6] == pytest.approx(0.5) and 0 < cosine[9] < 0.05
-    monkeypatch.setattr(finetune, "WARMUP", 0.0)
-    linear = [rate_factor(recovery(schedule="linear"), step, 4) for step in range(4)]
-    assert linear == [1.0, 0.75, 0.5, 0.25]
     assert [step_count(recovery(epochs=epochs), 5) for epochs in (2, 0.1, 0.9)] == [5, 1, 3]
 
 
@@ -270,3 +238,42 @@ def test_bfloat16_adapters_are_trained_in_float32(tmp_path: Path) -> None:
     assert {p.dtype for part in trainable(layers).values() for p in part.values()} == {torch.float32}
     assert losses[-1] < losses[0]
     assert {tensor.dtype for tensor in merge(model, layers).values()} == {torch.bfloat16}
+
+
+# ---- the whole step
+
+
+def test_a_model_is_pruned_tuned_and_stored_in_this_order(folder: Path, tokenizer: Any, tmp_path: Path) -> None:
+    model = tiny.build("olmoe", num_hidden_layers=2)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    plan = tiny.plan(model, 0.5)
+    settings = RecoveryConfig(instructions="set", rank=2, router_rank=1, learning_rate=1e-2, rows_per_step=4)
+    run = {"partial": tmp_path / "partial", "fingerprint": {}, "seed": 1}
+    finetune.finetune(model, tokenizer, plan, settings, text(folder, "answers"), out=tmp_path / "out", **run)
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    report = json.loads((tmp_path / "out" / "finetune.json").read_text())
+    assert report["steps"] == len(report["loss"]) == 4 and report["rows"] == 8
+    assert report["answer_tokens"] == 8 * 4
+    # per map: A (rank, in), B (out, rank), magnitude (out,); gate and up are 32 -> 24, down is 24 -> 32
+    assert report["trained_parameters"] == {
+        "experts": 2 * 8 * (2 * (2 * 32 + 24 * 2 + 24) + (2 * 24 + 32 * 2 + 32)),
+        "routers": 2 * (32 + 8 + 8),
+        "shared_experts": 0,
+    }
+    ids = tiny.tokens()
+    with torch.no_grad():
+        again = recovered(model, plan, bits=16, modules=(), tuned=tmp_path / "out")
+        expected = again(ids).logits
+        assert not torch.equal(pruned(model, plan)(ids).logits, expected)
+        stored = recovered(model, plan, bits=4, modules=["experts"], tuned=tmp_path / "out")
+        quantize(again, ["experts"])
+        assert torch.equal(stored(ids).logits, again(ids).logits)
+        assert not torch.equal(stored(ids).logits, expected)
+    names = load_file(tmp_path / "out" / "tuned.safetensors").keys()
+    assert len(names) == 6 and all(".mlp." in name for name in names)
+
+
+def test_rows_without_an_answer_are_refused(folder: Path, tokenizer: Any, tmp_path: Path) -> None:
+    run: dict[str, Any] = {"out": tmp_path, "partial": tmp_path, "fingerprint": {}, "seed": 0}
+    with pytest.raises(UserError, match="holds no answers"):
+        finetune.finetune(tiny.build("olmoe"), tokenizer, None, RecoveryConfig(instructions="set"), text(folder), **run)

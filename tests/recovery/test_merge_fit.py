@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,52 +12,32 @@ import numpy
 import pytest
 import tiny
 import torch
+from learning import text
 from safetensors.torch import load_file
-from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from moe_lab.calibration.batches import batches
-from moe_lab.config import CalibrationConfig, RecoveryConfig
+from moe_lab.config import RecoveryConfig
 from moe_lab.errors import UserError
 from moe_lab.models.discover import moe_layers
 from moe_lab.pruning.export import export
 from moe_lab.pruning.export.rewrite import rewrite
-from moe_lab.pruning.plan import Plan, merge_experts
+from moe_lab.pruning.plan import Plan
+from moe_lab.pruning.replace import merge_experts
+from moe_lab.recovery import merge_fit
 from moe_lab.recovery.apply import pruned, recovered
 from moe_lab.recovery.export import recovery_changes
-from moe_lab.recovery.merge_fit import fit
-from moe_lab.recovery.settings import RIDGE
+from moe_lab.recovery.merge_fit import RIDGE, fit
 from moe_lab.statistics.observe import Observer
 
-SETTINGS = RecoveryConfig(name="fit", fit="text", save_every=1)
+SETTINGS = RecoveryConfig(name="fit", fit="text")
+Run = Callable[..., dict[str, Any]]
 GROUPS = {0: {0: 0.5, 3: 0.3, 7: 0.2}, 1: {1: 0.6, 4: 0.4}, 9: {6: 0.25, 9: 0.75}}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The checkpoint of a tiny model, and a text in the words of its tokenizer."""
-    folder = tmp_path_factory.mktemp("model")
-    tiny.save("olmoe", folder, num_hidden_layers=2)
-    lines = [{"text": " ".join(f"w{3 + (7 * n + i * i) % 90}" for i in range(5 + n))} for n in range(20)]
-    (folder / "text.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    return folder
 
 
 @pytest.fixture
 def model() -> Any:
     return tiny.build("olmoe", num_hidden_layers=2, dtype=torch.float64)
-
-
-def text(folder: Path, tokens: int = 192) -> CalibrationConfig:
-    """Rows of 12 tokens, some of them padding."""
-    path = str(folder / "text.jsonl")
-    return CalibrationConfig(name="text", path=path, packing="none", length=12, tokens=tokens, batch_size=4, seed=0)
-
-
-def tokenizer(folder: Path) -> Any:
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    tokenizer.backend_tokenizer.pre_tokenizer = WhitespaceSplit()
-    return tokenizer
 
 
 def plan_of(model: Any, groups: dict[int, dict[int, float]] = GROUPS, rows: Any = "all") -> Plan:
@@ -78,17 +59,13 @@ def aligned(plan: Plan) -> Plan:
     return replace(plan, alignments=orders)
 
 
-def run(model: Any, folder: Path, out: Path, plan: Plan | None = None, tokens: int = 192) -> dict[str, Any]:
-    return fit(
-        model,
-        tokenizer(folder),
-        plan or plan_of(model),
-        SETTINGS,
-        text(folder, tokens),
-        out=out,
-        partial=out / "partial",
-        fingerprint={"of": "test"},
-    )
+@pytest.fixture
+def run(folder: Path, tokenizer: Any) -> Run:
+    def run(model: Any, out: Path, plan: Plan | None = None, tokens: int = 192) -> dict[str, Any]:
+        rows, places = text(folder, tokens=tokens), {"out": out, "partial": out / "partial"}
+        return fit(model, tokenizer, plan or plan_of(model), SETTINGS, rows, **places, fingerprint={"of": "test"})
+
+    return run
 
 
 def naive(
@@ -148,15 +125,15 @@ def fitted_rows(folder: Path, plan: Plan, layer: int, expert: int) -> torch.Tens
     ("tokens", "rows", "align"), [(192, "all", False), (60, "all", False), (192, "all", True), (192, "kept", True)]
 )
 def test_the_fit_is_least_squares_on_the_tokens_routed_to_any_member(
-    model: Any, folder: Path, tmp_path: Path, tokens: int, rows: str, align: bool
+    model: Any, folder: Path, tokenizer: Any, run: Run, tmp_path: Path, tokens: int, rows: str, align: bool
 ) -> None:
     """With 60 tokens some groups see fewer than the 24 channels of an expert, and keep the average."""
     before = {name: value.clone() for name, value in model.state_dict().items()}
     plan = plan_of(model, rows=rows)
     plan = aligned(plan) if align else plan
-    report = run(model, folder, tmp_path, plan, tokens)
+    report = run(model, tmp_path, plan, tokens)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    read = batches(text(folder, tokens), tokenizer(folder)).rows
+    read = batches(text(folder, tokens=tokens), tokenizer).rows
     assert not all(bool(valid.all()) for _, valid in read)
     about = {(one["layer"], one["expert"]): one for one in report["experts"]}
     expected = naive(model, plan, read)
@@ -186,28 +163,28 @@ def test_the_fit_is_least_squares_on_the_tokens_routed_to_any_member(
     assert json.loads((tmp_path / "finetune.json").read_text()) == report
 
 
-def test_two_identical_experts_merged_stay_the_original(model: Any, folder: Path, tmp_path: Path) -> None:
+def test_two_identical_experts_merged_stay_the_original(model: Any, run: Run, tmp_path: Path) -> None:
     for layer in moe_layers(model):
         for name in ("gate_up_proj", "down_proj"):
             stack = getattr(layer.experts, name)
             stack[5] = stack[2]
     plan = plan_of(model, {2: {2: 0.25, 5: 0.75}})
-    run(model, folder, tmp_path, plan)
+    run(model, tmp_path, plan)
     copy = recovered(model, plan, bits=16, modules=(), tuned=tmp_path)
     with torch.no_grad():
         torch.testing.assert_close(copy(tiny.tokens()).logits, model(tiny.tokens()).logits, rtol=0, atol=1e-10)
 
 
-def test_the_fitted_copy_is_exported_and_reloaded_as_it_is_evaluated(folder: Path, tmp_path: Path) -> None:
+def test_the_fitted_copy_is_exported_and_reloaded_as_it_is_evaluated(folder: Path, run: Run, tmp_path: Path) -> None:
     model = tiny.build("olmoe", num_hidden_layers=2)
     plan = plan_of(model)
-    run(model, folder, tmp_path)
+    run(model, tmp_path)
     copy = recovered(model, plan, bits=16, modules=(), tuned=tmp_path)
     natural = export(folder, plan, tmp_path / "natural")
     changes = recovery_changes(
         natural, dtype=torch.float32, bits=16, modules=(), tuned=tmp_path, words="They were fitted."
     )
-    out = rewrite(natural, changes, tmp_path / "out", partial=tmp_path / "rewriting")
+    out = rewrite(natural, changes, tmp_path / "out")
     loaded = AutoModelForCausalLM.from_pretrained(out, trust_remote_code=True, experts_implementation="eager")
     with torch.no_grad():
         logits = copy(tiny.tokens()).logits
@@ -217,23 +194,24 @@ def test_the_fitted_copy_is_exported_and_reloaded_as_it_is_evaluated(folder: Pat
 
 
 def test_a_killed_fit_goes_on_to_the_same_bits(
-    model: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: Any, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run(model, folder, tmp_path / "whole")
+    run(model, tmp_path / "whole")
+    monkeypatch.setattr(merge_fit, "SAVE_EVERY", 1)
     with monkeypatch.context() as patch, pytest.raises(tiny.Killed):
         tiny.count_calls(patch, Observer, "read", kill_at=3)
-        run(model, folder, tmp_path / "cut")
+        run(model, tmp_path / "cut")
     calls = tiny.count_calls(monkeypatch, Observer, "read")
-    run(model, folder, tmp_path / "cut")
+    run(model, tmp_path / "cut")
     assert len(calls) == 4 - 2
     whole, cut = (tmp_path / name / "tuned.safetensors" for name in ("whole", "cut"))
     assert whole.read_bytes() == cut.read_bytes()
-    run(model, folder, tmp_path / "cut", plan_of(model, {0: {0: 0.5, 3: 0.5}}))  # the sums of another plan are not used
+    run(model, tmp_path / "cut", plan_of(model, {0: {0: 0.5, 3: 0.5}}))  # the sums of another plan are not used
     assert len(calls) == 2 + 4
 
 
-def test_what_cannot_be_fitted_is_said(model: Any, folder: Path, tmp_path: Path) -> None:
+def test_what_cannot_be_fitted_is_said(model: Any, run: Run, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="merged experts, and the plan has none"):
-        run(model, folder, tmp_path, tiny.plan(model, 0.5))
+        run(model, tmp_path, tiny.plan(model, 0.5))
     with pytest.raises(UserError, match="each of 6 merged experts saw fewer tokens"):
-        run(model, folder, tmp_path, tokens=12)
+        run(model, tmp_path, tokens=12)

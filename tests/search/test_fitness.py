@@ -13,26 +13,6 @@ from moe_lab.search.speculative_decoding import accepted_and_proposed, prompts
 P, Q = (0.5, 0.3, 0.2), (0.2, 0.3, 0.5)
 
 
-def at_one(target: int = 0, luck: float = 0.0) -> Contexts:
-    return Contexts(
-        torch.tensor([[True]]), torch.tensor([0]), torch.tensor([target]), torch.tensor([luck], dtype=torch.float64)
-    )
-
-
-def value(name: str, **at: float) -> float:
-    log_p, log_q = torch.tensor([P]).log(), torch.tensor([Q]).log()
-    return float(POSITION_FITNESS[name](log_p, log_q, at_one(**at)))  # type: ignore[arg-type]
-
-
-def test_golden_values() -> None:
-    assert value("esap") == pytest.approx(0.7, abs=1e-7)
-    assert value("kl") == pytest.approx(-sum(p * math.log(p / q) for p, q in zip(P, Q, strict=True)), abs=1e-7)
-    assert value("kl_reversed") == pytest.approx(-sum(q * math.log(q / p) for p, q in zip(P, Q, strict=True)), abs=1e-7)
-    assert [value("nll", target=y) for y in range(3)] == pytest.approx([math.log(q) for q in Q], abs=1e-6)
-    # luck .1, .4 and .9 fall on the tokens 0, 1 and 2 of q
-    assert [value("sap", luck=u) for u in (0.1, 0.4, 0.9)] == pytest.approx([1.0, 1.0, 0.4], abs=1e-6)
-
-
 def test_the_mean_of_sap_is_esap() -> None:
     generator = torch.Generator().manual_seed(0)
     n = 20_000

@@ -12,6 +12,7 @@ import pytest
 import tiny
 import torch
 
+from moe_lab.allocation.uniform import check_removals, count_subsets, kept_subsets
 from moe_lab.errors import UserError
 from moe_lab.models.discover import MoELayer, moe_layers
 from moe_lab.models.streamed import StreamedModel
@@ -19,7 +20,6 @@ from moe_lab.pruning.mask import mask
 from moe_lab.pruning.plan import Plan
 from moe_lab.search import reconstruction
 from moe_lab.search.reconstruction import Reconstruction, SubsetTap, reconstruct
-from moe_lab.search.subsets import check_removals, count_subsets, kept_subsets
 from moe_lab.statistics.observe import Batch, Observer, gather
 from moe_lab.statistics.streaming import stream
 

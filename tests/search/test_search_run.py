@@ -25,7 +25,7 @@ from moe_lab.pruning.plan import Plan
 from moe_lab.search.candidates import Candidates, Plans
 from moe_lab.search.run import search
 from moe_lab.search.schedules import space_of
-from moe_lab.search.settings import FitnessSettings, search_settings
+from moe_lab.search.settings import FitnessSettings, problem_of
 
 SMALL = {"population": 14, "elites": 3, "generations": 6}
 
@@ -87,8 +87,7 @@ def world(tmp_path: Path) -> World:
 def test_the_optimum_of_enumeration_is_found(name: str, tmp_path: Path) -> None:
     world = World(name, tmp_path)
     folder = world.run("found", generations=20)
-    chosen = search_settings(world.settings(), world.facts, 5)
-    space = space_of(chosen.problem, chosen.evolution.granularity)
+    space = space_of(problem_of(world.settings(), world.facts), 2)
     schedules = [space.nth(number) for number in range(space.size)]
     plans = Plans(world.model, world.scores)
     rows = answer_batches(world.text, world.tokenizer)
@@ -101,26 +100,22 @@ def test_the_optimum_of_enumeration_is_found(name: str, tmp_path: Path) -> None:
 
 
 def test_the_history_holds_every_schedule(world: World) -> None:
-    folder = world.run("found", population=6, generations=3, proposals=5)
+    folder = world.run("found", population=6, generations=3)
     rows = parquet.read_table(folder / "history.parquet").to_pylist()
     report = json.loads((folder / "search.json").read_text())
-    assert len(rows) == report["counts"]["made"] == 6 + 2 * 5 * 3
+    assert len(rows) == report["counts"]["made"] == 6 + 2 * 3
     assert sum(row["evaluated"] for row in rows) == report["counts"]["evaluated"] == report["cost"]["candidates"]
-    assert sum(row["fitness"] is None for row in rows) == report["counts"]["skipped"] > 0
     assert all(sum(row["schedule"]) == report["budget"] == 24 for row in rows)
     assert report["cost"]["per_candidate"] > 0
 
 
-@pytest.mark.parametrize("options", [{}, {"proposals": 2}])
-def test_a_killed_search_ends_as_if_it_had_not_been(
-    options: dict[str, Any], world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    whole = world.run("whole", **options)
+def test_a_killed_search_ends_as_if_it_had_not_been(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = world.run("whole")
     with monkeypatch.context() as patch, pytest.raises(tiny.Killed):
         tiny.count_calls(patch, Candidates, "evaluate", kill_at=4)
-        world.run("killed", **options)
+        world.run("killed")
     assert not (world.folder / "killed" / "plan.json").exists()
-    resumed = world.run("killed", **options)
+    resumed = world.run("killed")
     for file in ("plan.json", "history.parquet"):
         assert (resumed / file).read_bytes() == (whole / file).read_bytes()
     costs = [json.loads((folder / "search.json").read_text())["cost"]["candidates"] for folder in (whole, resumed)]
@@ -139,21 +134,12 @@ def test_what_was_answered_counts_for_the_same_search_alone(world: World, monkey
         assert len(calls) > before
 
 
-def test_a_batch_size_is_no_setting(world: World) -> None:
-    one, other = (world.run(f"size{size}", replace(world.text, batch_size=size), proposals=2) for size in (2, 5))
-    best = [json.loads((folder / "search.json").read_text())["best"] for folder in (one, other)]
-    assert best[0]["schedule"] == best[1]["schedule"]
-    assert best[0]["fitness"] == pytest.approx(best[1]["fitness"], abs=1e-6)
-
-
 @pytest.mark.parametrize(
     ("parameters", "named"),
     [
         ({"fitness": "easp"}, r"fitness=easp.*esap"),
-        ({"averaging": "mean"}, r"averaging=mean"),
         ({"generation": 3}, r"generation\b.*generations"),
         ({"fitness": "nll", "shift": False}, r"shift=false"),
-        ({"fitness": "spec_dec", "proposals": 2}, r"proposals=2"),
         ({"memory_budget": -1}, r"memory_budget=-1"),
         ({"ratio": 0.9}, r"ratio=0\.9"),
     ],
@@ -163,17 +149,10 @@ def test_what_cannot_work_is_refused(parameters: dict[str, Any], named: str, wor
         world.run("refused", **parameters)
 
 
-def test_a_search_set_without_answers_is_refused(world: World) -> None:
-    file = world.folder / "plain.jsonl"
-    file.write_text(json.dumps({"text": "w3 w4 w5"}) + "\n")
-    with pytest.raises(UserError, match=r"plain\.jsonl holds no answers: expected the fields"):
-        world.run("refused", replace(world.text, path=str(file)))
-
-
 def test_settings_are_checked_without_torch(world: World) -> None:
     code = (
-        "import sys, json; from moe_lab.search.settings import search_settings;"
-        f"search_settings({world.settings()!r}, {world.facts!r}, 1); print('torch' in sys.modules)"
+        "import sys; from moe_lab.search.settings import parse, problem_of;"
+        f"parse({{}}); problem_of({world.settings()!r}, {world.facts!r}); print('torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"

@@ -98,17 +98,6 @@ def test_each_layer_is_scored_on_what_the_pruned_ones_below_it_give(
         assert not plan.channels or (found.channels[layer] == plan.channels[layer]).all()
 
 
-def test_layers_above_the_first_are_scored_anew(batches: list[Batch], tmp_path: Path) -> None:
-    """Scores of one pass over the unpruned model give the first layer, and not all of the others."""
-    model = tiny.build("olmoe")
-    choose = chooser(model, "camera")
-    statistics = gather(model, ForwardTap, batches, fingerprint={})
-    once = {layer: choose(layer, sums) for layer, sums in statistics.layers.items()}
-    found = run("olmoe", choose, batches, tmp_path)
-    same = [bool((found.channels[layer] == plan.channels[layer]).all()) for layer, plan in once.items()]
-    assert same[0] and not all(same)
-
-
 def test_an_interrupted_one_goes_on_from_its_last_layer(
     batches: list[Batch], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

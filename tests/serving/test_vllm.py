@@ -34,7 +34,8 @@ from moe_lab.models.discover import moe_layers
 from moe_lab.paths import caches
 from moe_lab.pruning.export import export
 from moe_lab.pruning.mask import mask
-from moe_lab.pruning.plan import Plan, merge_experts
+from moe_lab.pruning.plan import Plan
+from moe_lab.pruning.replace import merge_experts
 
 ROOT = Path(__file__).parents[2]
 PYTHON = (ROOT / ".venv-vllm").resolve() / "bin" / "python"  # torch compiles nothing below a path with a space

@@ -219,7 +219,7 @@ def test_jobs_run_the_code_as_it_was_when_they_were_submitted(
 REFUSED = {
     "resources.every.partition=nope": ("invalid partition specified: nope", "partition=nope"),
     "+resources.jobs={plan: {partition: nope}}": ("invalid partition specified: nope", "resources.jobs.plan"),
-    "resources.every.constraint=h100": ("Invalid feature specification", "constraint=h100"),
+    "resources.every.sbatch={constraint:h100}": ("Invalid feature specification", "constraint=h100"),
 }
 """What is asked for -> what is said, in the scheduler's words, and what was asked for."""
 

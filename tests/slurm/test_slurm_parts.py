@@ -26,12 +26,12 @@ from moe_lab.study.slurm.pack import Pack, settle
 from moe_lab.study.slurm.pack import _absent as absent
 from moe_lab.study.slurm.scheduler import Queued, time_limits
 from moe_lab.study.slurm.submit import copy_code, under_way
-from moe_lab.study.status import StepState, StudyState, left
+from moe_lab.study.status import StepState, left
 from moe_lab.study.step import Step, code_state
 from moe_lab.study.steps.evaluation import Generate, Grade
 from moe_lab.study.store import Store
 
-SETTINGS = LauncherConfig(cells_per_job=2, steps_per_job=4)
+SETTINGS = LauncherConfig(cells_per_job=2)
 
 
 def study(cells: int, models: Sequence[str] = ("m",)) -> list[Step]:
@@ -87,8 +87,8 @@ def test_texts_are_graded_in_jobs_of_their_own(backend: str, generates: str) -> 
         asked = BenchmarkConfig(name="code", harness="evalplus", task="pocket:benchmarks/mbpp.jsonl")
         by = BackendConfig(name=backend, command="serve {checkpoint}")
         pruned = evaluated(ModelConfig(name="m", path="owner/m"), asked, plan).pruned
-        generate = Generate(pruned, by, None, None, Questions(asked))
-        steps += [pruned.loaded.facts, generate, Grade(generate, asked, Policy(), None)]
+        generate = Generate(pruned, by, None, None, asked, Questions(asked))
+        steps += [pruned.loaded.facts, generate, Grade(generate, asked, Policy())]
     arrays = arrange(steps, lambda pack: {"gpus": int(pack[0].kind != "grade")}, SETTINGS)
     of = {step.kind: array for array in arrays for pack in array.packs for step in pack}
     assert of["generate"].kind == generates and of["generate"].asks["gpus"] == 1
@@ -96,7 +96,8 @@ def test_texts_are_graded_in_jobs_of_their_own(backend: str, generates: str) -> 
     assert arrays.index(of["generate"]) < arrays.index(of["grade"])
 
 
-def test_what_an_unpruned_model_costs_comes_first_and_small_steps_share_jobs() -> None:
+def test_what_an_unpruned_model_costs_comes_first_and_small_steps_share_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moe_lab.study.slurm.arrays.STEPS_PER_JOB", 4)
     arrays = arrange(study(9), ask, SETTINGS)
     assert [array.kind for array in arrays].index("cost") < [array.kind for array in arrays].index("evaluate")
     (plans,) = [array for array in arrays if array.kind == "plan"]
@@ -203,9 +204,8 @@ def test_what_is_left_takes_as_long_as_what_is_done_did() -> None:
     """Three steps of 60 s to come, two at a time, of which one has been running for 20 s and one for too long."""
     now = time.time()
     rows = [("a", "done", None), ("b", "running", now - 20), ("c", "running", now - 99), ("d", "pending", None)]
-    steps = {name: StepState(name, f"k/{name}", state, (), None, since) for name, state, since in rows}
-    state = StudyState(now, steps, {}, {}, {}, "")
-    assert left(state, {"k": 60.0})["k"] == pytest.approx((3 * 60 - 20 - 60) / 2, abs=1)
+    steps = [StepState(name, f"k/{name}", state, since=since or 0.0) for name, state, since in rows]
+    assert left(steps, 60.0) == pytest.approx((3 * 60 - 20 - 60) / 2, abs=1)
 
 
 def test_requeues_come_to_an_end() -> None:

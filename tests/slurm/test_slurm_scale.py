@@ -134,7 +134,7 @@ USUAL = {"SBATCH_ACCOUNT": "me", "SBATCH_PARTITION": "x", "SBATCH_RESERVATION": 
 
 
 def test_slurm_is_not_told_what_the_shell_shows_or_would_override(tmp_path: Path, counting: Mapping[str, str]) -> None:
-    submitted(tmp_path, counting, "resources.every.qos=long", **SHOWN, **OVERRIDING, **USUAL)
+    submitted(tmp_path, counting, "resources.every.sbatch={qos:long}", **SHOWN, **OVERRIDING, **USUAL)
     for name in ("squeue", "sinfo", "scontrol", "sbatch"):
         told = dict(
             line.split("=", 1) for line in (tmp_path / "bin" / f"{name}.env").read_text().split("\n") if "=" in line
@@ -173,7 +173,10 @@ def test_a_refusal_takes_back_what_was_accepted(tmp_path: Path, counting: Mappin
     words = "Batch job submission failed: Invalid account or account/partition combination specified"
     done = subprocess.run(
         command(
-            tmp_path / "store", "suite.benchmarks=[pocket_boolq]", "launcher=slurm", "resources.every.account=ours"
+            tmp_path / "store",
+            "suite.benchmarks=[pocket_boolq]",
+            "launcher=slurm",
+            "resources.every.sbatch={account:ours}",
         ),
         capture_output=True,
         text=True,

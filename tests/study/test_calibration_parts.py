@@ -20,7 +20,6 @@ from moe_lab.config.base import SettingsError, valid
 from moe_lab.pruning.plan import make_plan
 from moe_lab.statistics.forward import ForwardTap
 from moe_lab.statistics.observe import Observer, gather
-from moe_lab.statistics.similarity import SimilarityTap
 from moe_lab.statistics.sums import merged, read
 from moe_lab.study.schedule import Schedule, StepError, work
 from moe_lab.study.slurm.pack import settle
@@ -137,18 +136,6 @@ def test_a_part_that_is_killed_is_resumed_and_others_are_kept(tmp_path: Path, mo
             do(store, step)
     assert [store.done(share) for share in step.merges] == [True, False] and not store.done(step)
     assert do(store, step) == [step.merges[1], step]
-
-
-def test_a_part_that_is_older_than_a_sum_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store, step = Store(tmp_path).create(), step_of("similarity", parts=2)
-    with monkeypatch.context() as patch:
-        add = SimilarityTap.add
-        known = {"dense_output_sum", "router_gram"}
-        patch.setattr(SimilarityTap, "add", lambda tap, name, part: add(tap, name, part) if name in known else None)
-        do(store, step.merges[1])
-    with pytest.raises(StepError, match="lacks dense_gated_output_sum") as error:
-        do(store, step)
-    assert step.merges[1].folder in str(error.value) and step.merges[0].folder not in str(error.value)
 
 
 def test_rows_are_shared_in_whole_batches() -> None:

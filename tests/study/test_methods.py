@@ -351,7 +351,7 @@ def test_a_recovered_model_is_exported_and_served_as_it_is_evaluated(store: Path
 
 def test_a_fine_tuned_model_is_exported_in_four_bits(store: Path) -> None:
     words = ["criterion=man", "ratio=0.5", "recovery=pocket_dora", "recovery.epochs=0.1", "export=natural"]
-    (cell,) = cells(store, *words, "export.format=compressed_tensors", "export.scheme=w4a16")
+    (cell,) = cells(store, *words, "export.format=w4a16")
     folder = store / cell["export"] / "checkpoint"
     model = load_model(ModelConfig(name="four_bits", path=str(folder), device="cpu"))[0]
     network = load_model(ModelConfig(name="pocket", path="pocket:olmoe", device="cpu"))[0]
@@ -408,7 +408,7 @@ def test_a_server_that_dies_in_the_middle_of_a_benchmark_leaves_nothing_behind(s
         (["criterion=man", "allocation=layerwise"], "allocates channels, but the criterion scores experts"),
         (["allocation=pocket_evolutionary", "allocation.search=pocket_math"], "holds no answers"),
         (["allocation=reconstruction"], "is the largest feasible ratio"),
-        (["criterion=heapr", "allocation=coverage", "allocation.parameters.align.block=99"], "64 channels"),
+        (["criterion=heapr", "allocation=coverage", "allocation.parameters.align.block=99"], "align.block=99"),
         (["recovery=nf5"], "did you mean nf4"),
         (["recovery=pocket_router_kd", "recovery.distill=pocket_stores"], "did you mean pocket_stories"),
         (["recovery=pocket_router_kd", "recovery.rank=4"], "recovery.rank=4 is about adapters"),
@@ -419,8 +419,8 @@ def test_a_server_that_dies_in_the_middle_of_a_benchmark_leaves_nothing_behind(s
         (["recovery=nf4", "recovery.bits=5"], "recovery.bits=5"),
         (["export=masked", "recovery=nf4"], "recovery=nf4 changes: expected export=natural"),
         (["export=natural", "recovery=nf4", "verify=true"], "expected verify=false"),
-        (["export=natural", "export.format=compressed_tensors", "export.scheme=w4a8"], "did you mean w4a16"),
-        (["export=natural", "export.format=compressed_tensors", "recovery=nf4"], "expected recovery.bits=16"),
+        (["export=natural", "export.format=w4a8"], "did you mean w4a16"),
+        (["export=natural", "export.format=fp8", "recovery=nf4"], "expected recovery.bits=16"),
         (["export=naturel"], "export=naturel is unknown: did you mean natural?"),
         (["export.shape=naturel"], "export.shape=naturel is unknown: did you mean natural?"),
         (

@@ -37,7 +37,7 @@ def problems(*words: str) -> list[str]:
     """What is wrong with a command line."""
     try:
         config, wanted = asked(*words)
-        return preflight(config, wanted) + lacking(config, wanted)
+        return preflight(config, wanted) or lacking(build(config, wanted).steps(), config.launcher)
     except SettingsError as error:
         return error.sentences
 
@@ -126,7 +126,7 @@ WRONG = {
     "ratio=2": "ratio=2",
     "seed=x": "seed=x",
     "modle=b": "setting=modle",
-    "judge.attempts=0": "judge.attempts=0",
+    "judge.max_tokens=0": "judge.max_tokens=0",
     "export=naturel": "export=naturel",
     "protocol.benchmarks={pocket_bolq: {shots: 1}}": "protocol=unified",
 }
@@ -148,7 +148,7 @@ def test_no_mistake_hides_another(words: set[str]) -> None:
     [
         (["allocation.name=global", "allocation.by=nope"], ["criterion=nope"]),
         (["model.path=pocket:nope"], ["path=pocket:nope"]),
-        (["allocation.name=reconstruction", "allocation.parameters={lim: 3}"], ["allocation.parameters=lim", "ratio="]),
+        (["allocation.name=reconstruction", "allocation.parameters={lim: 3}"], ["allocation.parameters.lim", "ratio="]),
     ],
 )
 def test_no_combination_hides_another(words: list[str], fields: list[str]) -> None:
@@ -249,7 +249,6 @@ VALUES = {
     "timed.repeat=3": "setting=timed.repeat",
     "seed=-1": "seed=-1",
     f"seed={10**30}": "seed=",
-    "calibration.activation_budget=nan": "calibration.activation_budget=nan",
     "criterion.parameters={power: inf}": "criterion.parameters.power=inf",
     "resources.gpu_memory=nan": "resources.gpu_memory=nan",
     "store=''": "store=",
@@ -280,7 +279,7 @@ def test_a_field_that_no_record_has_is_named_first(word: str) -> None:
 
 @pytest.mark.parametrize(
     ("parameter", "field"),
-    [("generation=3", "did you mean generations"), ("elites=40", "allocation.parameters.elites=40")],
+    [("generation=3", "did you mean allocation.parameters.generations"), ("elites=40", "parameters.elites=40")],
 )
 def test_a_search_checks_its_own_parameters(parameter: str, field: str) -> None:
     words = (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import fields
 from math import inf
 from typing import Any
@@ -11,12 +10,20 @@ import pytest
 from example_steps import cell_of, step_of
 from omegaconf import OmegaConf
 
-from moe_lab.config import BenchmarkConfig, CalibrationConfig, ExpectedConfig, JobConfig, ModelConfig, ResourcesConfig
-from moe_lab.config.base import valid
+from moe_lab.config import (
+    BenchmarkConfig,
+    CalibrationConfig,
+    Config,
+    ExpectedConfig,
+    JobConfig,
+    ModelConfig,
+    ResourcesConfig,
+)
+from moe_lab.config.base import Mistakes, valid
 from moe_lab.errors import UserError
 from moe_lab.study.estimates import Seconds
+from moe_lab.study.preflight import preflight
 from moe_lab.study.slurm import resources as module
-from moe_lab.study.slurm.resources import check
 from moe_lab.study.step import Step
 
 BIG = ModelConfig(
@@ -82,7 +89,7 @@ def test_a_pack_with_a_step_of_which_no_time_is_known_asks_for_the_longest() -> 
         ("{partition: short}", 60),
         ("{partition: 'short,long'}", 90),
         ("{partition: elsewhere}", 777),
-        ("{partition: short, qos: long}", 777),
+        ("{partition: short, sbatch: {qos: long}}", 777),
         ("{partition: short, minutes: 70}", 70),
     ],
 )
@@ -104,7 +111,7 @@ def test_the_margin_and_the_gpus_of_the_cluster_count(monkeypatch: pytest.Monkey
 def test_the_most_particular_counts() -> None:
     cluster = settings(
         """
-        every: {partition: gpu, account: me, sbatch: {exclusive: true, nice: 5}, setup: [module load cuda]}
+        every: {partition: gpu, sbatch: {exclusive: true, nice: 5}, setup: [module load cuda]}
         jobs:
           evaluate: {partition: long, gpus: 1, minutes: 60, sbatch: {nice: 7}}
           scores: {partition: cpu}
@@ -115,11 +122,10 @@ def test_the_most_particular_counts() -> None:
     )
     asked = resources([step()], cluster)
     assert (asked["gpus"], asked["cpus"], asked["minutes"]) == (8, 64, 90)
-    assert (asked["partition"], asked["account"], asked["setup"]) == ("long", "me", ["module load cuda"])
+    assert (asked["partition"], asked["setup"]) == ("long", ["module load cuda"])
     assert asked["sbatch"] == {"exclusive": True, "nice": 7}
     assert resources([step(kind="export")], cluster)["gpus"] == 8
     assert resources([step(kind="model")], cluster)["gpus"] == 0, "a job of small steps is about no model"
-    check(cluster)
 
 
 def test_shipped_models_ask_for_what_one_core_does() -> None:
@@ -155,37 +161,11 @@ def test_a_model_nothing_is_known_of_gets_a_gpu() -> None:
     ],
 )
 def test_what_cannot_be_is_said(text: str, sentence: str) -> None:
-    with pytest.raises(UserError, match=sentence):
-        check(settings(text))
-
-
-@pytest.mark.parametrize(
-    ("option", "setting"),
-    [
-        ("gpus-per-node", "gpu_type"),
-        ("gpus_per_node", "gpu_type"),
-        ("--gres", "gpu_type"),
-        ("G", "gpus"),
-        ("gpus-per-n", "gpus"),
-        ("c", "cpus"),
-        ("mem_per_gpu", "memory"),
-        ("part", "partition"),
-        ("A", "account"),
-        ("no-requeue", "launcher.max_requeues"),
-        ("clusters", "cluster"),
-    ],
-)
-@pytest.mark.parametrize("place", ["every", "jobs.plan", "models.m"])
-def test_an_option_of_sbatch_that_a_setting_decides_is_refused(option: str, setting: str, place: str) -> None:
-    written = f"{{sbatch: {{{option}: 1}}}}"
-    for group in reversed(place.split(".")):
-        written = f"{{{group}: {written}}}"
-    with pytest.raises(UserError, match=rf"{re.escape(f'{place}.sbatch.{option}=1')}\b.*\b{re.escape(setting)}\b"):
-        check(settings(written))
+    with pytest.raises(UserError, match=sentence), Mistakes() as mistakes:
+        mistakes += preflight(Config(resources=settings(text)), [])
 
 
 def test_all_other_options_of_sbatch_are_handed_on() -> None:
     further = {"nodelist": "n7", "w": "n7", "exclusive": True, "nice": 5, "mail-type": "END", "time-min": 10, "tmp": 9}
     chosen = settings(OmegaConf.to_yaml(OmegaConf.create({"every": {"sbatch": further}})))
-    check(chosen)
     assert resources([step()], chosen)["sbatch"] == further

@@ -75,7 +75,7 @@ def test_what_a_killed_run_kept_of_a_finished_step_is_removed_and_of_others_stay
     for step in (finished, unfinished):
         store.partial(step).mkdir(parents=True)
     store.clear({finished.id})
-    assert [path.name for path in (store.root / "partial").iterdir()] == [unfinished.id[:16]]
+    assert [path.name for path in (store.root / "partial").iterdir()] == [unfinished.id[:12]]
 
 
 def test_two_runs_do_not_work_on_one_step(store: Store) -> None:

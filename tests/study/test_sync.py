@@ -30,11 +30,10 @@ from moe_lab.study import __main__ as command
 from moe_lab.study import launch, sync
 from moe_lab.study.graph import build
 from moe_lab.study.preflight import preflight
-from moe_lab.study.report import fingerprint, mark_report, report_folder
 from moe_lab.study.run import run
 from moe_lab.study.step import digest
-from moe_lab.study.store import Store, damaged, entry
-from moe_lab.study.sync import MADE_FROM, Remote
+from moe_lab.study.store import Store, damage, entry
+from moe_lab.study.sync import Remote
 
 Asked = tuple[Config, list[Request]]
 Machine = Callable[[str], None]
@@ -77,7 +76,7 @@ def url_of(place: Path, protocol: str = "file") -> str:
 
 
 def begin(url: str, of: Asked) -> int:
-    return run(replace(of[0], store=url), of[1])
+    return run(replace(of[0], store=url), of[1]).code
 
 
 def content(place: Path) -> dict[str, bytes]:
@@ -107,7 +106,7 @@ def test_another_machine_makes_nothing_again(tmp_path: Path, machine: Machine, o
     assert begin(url, one) == 0 and Worker.did == []
     assert content(tmp_path / "alone") == first == content(store_folder(url)) != {}
     assert recorded(tmp_path / "alone") == recorded(store_folder(url))
-    assert not any(damaged(folder) for folders in Store(url).finished().values() for folder in folders)
+    assert not any(damage(folder, hash_all=True) for folders in Store(url).finished().values() for folder in folders)
 
 
 def test_a_dry_run_counts_what_is_there_and_leaves_nothing(
@@ -237,7 +236,7 @@ def test_killed_in_the_middle_of_a_pull(tmp_path: Path, machine: Machine, one: A
     killed(url, "get_file 5")
     place = store_folder(url)
     assert list(place.glob("*/.*")), "it was in the middle"
-    assert not any(damaged(folder) for folders in Store(place).finished().values() for folder in folders)
+    assert not any(damage(folder, hash_all=True) for folders in Store(place).finished().values() for folder in folders)
     assert begin(url, one) == 0 and Worker.did == []
     assert content(place) == content(tmp_path / "alone") and not list(place.glob("*/.*"))
 
@@ -248,23 +247,24 @@ def test_an_interrupted_push_goes_on_and_what_is_lost_meanwhile_is_left_out(
 ) -> None:
     url, pushed = url_of(tmp_path), []
     assert begin(url, one) == 0
-    store, remote, put = Store(url), Remote(url), Remote.put
+    store, remote = Store(url), Remote(url)
+    put = remote.files.put_file
     place = next(name for name in recorded(store.root) if name.startswith("plan/"))
     marker = Path(tmp_path, "remote", f"{place}.json")
     marker.unlink()
     next(marker.with_suffix("").glob("*/result.json")).write_text("{")
-    monkeypatch.setattr(Remote, "put", lambda self, *paths: pushed.append(paths[0].name) or put(self, *paths))
+    monkeypatch.setattr(remote.files, "put_file", lambda *paths: pushed.append(Path(paths[0]).name) or put(*paths))
     sync.push(store, remote)
     assert pushed == ["result.json"] and whole_there(tmp_path / "remote")
     marker.unlink()
     shutil.rmtree(marker.with_suffix(""))
 
-    def lose(self: Remote, source: Path, name: str) -> None:
+    def lose(source: str, path: str) -> None:
         if lost == "freed":
             shutil.rmtree(store.root / place)
-        put(self, source, name)
+        put(source, path)
 
-    monkeypatch.setattr(Remote, "put", lose)
+    monkeypatch.setattr(remote.files, "put_file", lose)
     if lost == "damaged":
         (store.root / place / "result.json").write_text("{}")
     sync.push(store, remote)
@@ -351,32 +351,6 @@ def test_a_study_is_synchronised_by_its_name_and_analysed_there(
     machine("third")
     next(Path(tmp_path, "remote", "plan").glob("*.json")).unlink()
     assert ask(monkeypatch, "sync", STUDY, f"store={url}") == 1, "a step is nowhere"
-
-
-def test_a_report_is_pushed_with_its_mark_last_unless_it_is_outdated(
-    tmp_path: Path, machine: Machine, one: Asked, other: Asked, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    url, pushed, put = url_of(tmp_path), [], Remote.put
-    assert begin(url, one) == 0
-    store, there = Store(url), tmp_path / "remote" / "reports" / STUDY
-    folder = report_folder(store, STUDY)
-    (folder / "figures").mkdir(parents=True)
-    for name in ("report.html", "figures/a.svg"):
-        (folder / name).write_text("first")
-    mark_report(store, STUDY, fingerprint(store, STUDY))
-    with monkeypatch.context() as patch:
-        patch.setattr(Remote, "put", lambda self, *paths: pushed.append(paths[0].name) or put(self, *paths))
-        sync.push(store, Remote(url))
-    assert sorted(pushed) == [MADE_FROM, "a.svg", "report.html"] and pushed[-1] == MADE_FROM
-    (there / "report.html").write_text("as it was")
-    sync.push(store, Remote(url))
-    assert (there / "report.html").read_text() == "as it was", "made from the same record"
-    assert begin(url, other) == 0, "with report=false, the page shows the record before"
-    sync.push(store, Remote(url))
-    assert (there / "report.html").read_text() == "as it was"
-    mark_report(store, STUDY, fingerprint(store, STUDY))
-    sync.push(store, Remote(url))
-    assert (there / "report.html").read_text() == "first"
 
 
 @pytest.mark.parametrize(

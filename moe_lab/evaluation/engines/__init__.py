@@ -19,14 +19,13 @@ from string import Template
 from typing import Any
 
 from moe_lab.config import BackendConfig, BenchmarkConfig, ModelConfig
-from moe_lab.config.identity import identity
-from moe_lab.errors import UserError, user_errors
+from moe_lab.config.base import identity
+from moe_lab.errors import UserError, mask, user_errors
 from moe_lab.evaluation.harness import HARNESSES
 from moe_lab.evaluation.interpreters import check_has, interpreter
 from moe_lab.evaluation.reasoning import special_marks
-from moe_lab.models.config_json import check_trained_top_k, model_type
+from moe_lab.models.config_json import check_trained_top_k, config_of
 from moe_lab.models.families import PORTS
-from moe_lab.secrets import mask
 
 PLACING = (
     "cpu_offload_gb",
@@ -212,7 +211,7 @@ def wrong(
                 )
     for model in models:
         yield from user_errors(check_trained_top_k, model, f"backend={backend.name}")
-        if backend.name == "vllm" and (kind := model_type(model)) in PORTS:
+        if backend.name == "vllm" and (kind := config_of(model).get("model_type")) in PORTS:
             yield f"backend=vllm: the transformers of vLLM has no model_type={kind} ({model.name}): expected backend=hf"
 
 

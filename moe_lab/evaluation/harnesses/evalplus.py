@@ -7,29 +7,23 @@ template, as EvalPlus asks models behind an API: with one message, and without a
 from __future__ import annotations
 
 import atexit
-import json
 import os
 import re
-import subprocess
-import tempfile
 import textwrap
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from threading import Lock
 from typing import Any
 
 from evalplus.provider.utility import EOS, extra_eos_for_direct_completion
 
+from moe_lab.child_process import Child, Ended, Refused
 from moe_lab.config import BenchmarkConfig
-from moe_lab.errors import UserError
 from moe_lab.evaluation import mirror
 from moe_lab.evaluation.harness import Graded, check_count, data_files, graded_by_mean
 from moe_lab.evaluation.harnesses.evalplus_grader import GradeRequest
 from moe_lab.evaluation.items import Answer, Item, Text
-from moe_lab.evaluation.sandbox.policy import LIMITED, NAMESPACES, Policy
-from moe_lab.evaluation.suite import is_closed_world
+from moe_lab.evaluation.sandbox.policy import NAMESPACES, Policy
 from moe_lab.paths import cache
 from moe_lab.results import Sample
 from moe_lab.start import command
@@ -70,7 +64,7 @@ def grade(answers: Sequence[Answer], benchmark: BenchmarkConfig, policy: Policy)
 
     Raises UserError when programs may not be run, and RuntimeError with the grader's last line when grading fails.
     """
-    protection = policy.protection(closed_world=is_closed_world(benchmark))
+    protection = policy.protection()
     problems = _problems(benchmark)
     programs = {}
     for answer in answers:
@@ -86,7 +80,6 @@ def grade(answers: Sequence[Answer], benchmark: BenchmarkConfig, policy: Policy)
         data=str(_data_file(benchmark)),
         programs=programs,
         confined=protection == NAMESPACES,
-        closed_world_only=protection == LIMITED,
         sanitize=benchmark.data is not None,
         cache=str(cache("expected")),
         **benchmark.parameters,
@@ -147,112 +140,47 @@ def _data_file(benchmark: BenchmarkConfig) -> Path:
 
 def dataset_of(problems: Mapping[str, Any]) -> str:
     """The data set whose rules apply: mbpp for problems with ids Mbpp/N, otherwise humaneval."""
-    kinds = {"mbpp" if task.startswith("Mbpp/") else "humaneval" for task in problems}
-    if len(kinds) != 1:
-        raise UserError("task_id: a data file has either only ids Mbpp/N or none")
-    return kinds.pop()
-
-
-class GraderProcess:
-    """A grading process without torch, with a minimal environment and without a home folder to write to.
-
-    It grades one request after the other, and ends when this object is closed or this process ends.
-    """
-
-    def __init__(self) -> None:
-        kept = {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH", "TMPDIR") if name in os.environ}
-        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
-        self._process = subprocess.Popen(
-            command("moe_lab.evaluation.harnesses.evalplus_grader"),
-            cwd="/",
-            env={**kept, "PYTHONNOUSERSITE": "1", "HOME": "/nonexistent", "OMP_NUM_THREADS": "1"},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-            text=True,
-        )
-
-    def grade(self, request: GradeRequest) -> dict[str, Any]:
-        """Verdicts and programs by task id.
-
-        Raises GraderEnded when the process has ended, and RuntimeError when it could not grade this request.
-        """
-        assert self._process.stdin is not None and self._process.stdout is not None
-        line = ""
-        try:
-            if self._process.poll() is None:
-                self._process.stdin.write(json.dumps(asdict(request)) + "\n")
-                self._process.stdin.flush()
-                line = self._process.stdout.readline()
-        except BrokenPipeError:
-            pass
-        except BaseException:  # as an interrupt: a reply that was not read would be taken for that of the next request
-            self._process.kill()
-            self._process.wait()
-            raise
-        if not line.endswith("\n"):
-            code = self._process.wait()
-            self._errors.seek(0)
-            lines = self._errors.read().decode("utf-8", "replace").strip().splitlines() or [f"exit code {code}"]
-            raise GraderEnded(f"grading {request.data} failed: {lines[-1]}")
-        reply: dict[str, Any] = json.loads(line)
-        if "error" in reply:
-            raise RuntimeError(f"grading {request.data} failed: {reply['error']}")
-        return reply
-
-    def close(self) -> None:
-        """End the process and what it has started."""
-        assert self._process.stdin is not None and self._process.stdout is not None
-        with suppress(BrokenPipeError):
-            self._process.stdin.close()
-        self._process.wait()
-        self._process.stdout.close()
-        self._errors.close()
-
-
-class GraderEnded(RuntimeError):
-    """The grading process ended without a reply."""
+    return "mbpp" if next(iter(problems)).startswith("Mbpp/") else "humaneval"
 
 
 class KeptGrader:
-    """The grading process of this process: started at the first request, and again when it has ended."""
+    """The grading process of this process: started at the first request, and again when it has ended.
+
+    It loads no torch, has a minimal environment and no home folder to write to, and grades one request after the other.
+    """
 
     def __init__(self) -> None:
-        self._lock = Lock()
-        self._grader: GraderProcess | None = None
-        self._owner = os.getpid()
+        self.process: Child | None = None
 
     def grade(self, request: GradeRequest) -> dict[str, Any]:
-        """As `GraderProcess.grade`."""
-        with self._lock:
-            if self._owner != os.getpid():  # a fork must not read the replies to its parent
-                self._grader, self._owner = None, os.getpid()
-            if self._grader is not None:
-                try:
-                    return self._grader.grade(request)
-                except GraderEnded:  # between two requests, as when the thread that started it ends
-                    self.close()
-            self._grader = GraderProcess()
-            return self._grader.grade(request)
+        """Verdicts and programs by task id. Raises RuntimeError when the process could not grade this request.
+
+        After that, and after programs that could harm it, another process gets the next request.
+        """
+        if self.process is None or self.process.process.poll() is not None:
+            self.close()
+            kept = {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH", "TMPDIR") if name in os.environ}
+            usual = {"PYTHONNOUSERSITE": "1", "HOME": "/nonexistent", "OMP_NUM_THREADS": "1"}
+            line = command("moe_lab.evaluation.harnesses.evalplus_grader")
+            self.process = Child(line, {**kept, **usual}, Path("/"))
+        try:
+            graded: dict[str, Any] = self.process.call("grade", request=asdict(request))
+        except (Ended, Refused) as error:
+            self.close()
+            raise RuntimeError(f"grading {request.data} failed: {error}") from None
+        if not request.confined:
+            self.close()
+        return graded
 
     def close(self) -> None:
-        """End the process; the next request starts another one."""
-        if self._grader is not None:
-            self._grader.close()
-            self._grader = None
+        """End the process and what it has started; the next request starts another one."""
+        if self.process is not None:
+            self.process.close()
+            self.process = None
 
 
 kept_grader = KeptGrader()
 atexit.register(kept_grader.close)
-
-
-def run_grader(request: GradeRequest) -> dict[str, Any]:
-    """Grade in a process that is started for this request alone."""
-    grader = GraderProcess()
-    try:
-        return grader.grade(request)
-    finally:
-        grader.close()
 
 
 def _sample(name: str, metric: str, answer: Answer, verdict: Mapping[str, str], program: str) -> Sample:

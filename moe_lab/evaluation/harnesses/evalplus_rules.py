@@ -15,8 +15,9 @@ import ast
 from collections.abc import Iterator
 from contextlib import nullcontext
 from itertools import accumulate
-from types import FunctionType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 from evalplus import eval as evalplus_eval
 from evalplus import sanitize as evalplus_sanitize
@@ -24,9 +25,6 @@ from evalplus.eval._special_oracle import MBPP_OUTPUT_NOT_NONE_TASKS as MBPP_OUT
 
 MOST_LINES = 150
 """Number of lines that are searched of a text that is not Python as a whole."""
-SECONDS = 20
-MEMORY = 4 << 30
-"""CPU seconds and bytes of memory that sanitizing one text may take."""
 
 
 def sanitized(text: str, entry_point: str) -> str:
@@ -79,20 +77,14 @@ _SUCCESS = 0
 _recorded: Iterator[Any] = iter(())
 
 
-def _compare_without_guards() -> FunctionType:
-    """EvalPlus's `unsafe_execute` without its protections, which are not needed: it runs only the stand-in."""
-    original = evalplus_eval.unsafe_execute
-    unguarded = {
-        "create_tempdir": nullcontext,
-        "swallow_io": nullcontext,
-        "time_limit": lambda seconds: nullcontext(),
-        "reliability_guard": lambda maximum_memory_bytes: None,
-        "query_maximum_memory_bytes": lambda: None,
-    }
-    return FunctionType(original.__code__, {**original.__globals__, **unguarded}, original.__name__)
-
-
-_compare = _compare_without_guards()
+_UNGUARDED = {
+    "create_tempdir": nullcontext,
+    "swallow_io": nullcontext,
+    "time_limit": lambda seconds: nullcontext(),
+    "reliability_guard": lambda maximum_memory_bytes: None,
+    "query_maximum_memory_bytes": lambda: None,
+}
+"""In place of EvalPlus's protections, which are not needed: it runs only the stand-in."""
 
 
 def replay(*arguments: Any) -> Any:
@@ -113,17 +105,7 @@ def agrees(dataset: str, problem: dict[str, Any], part: str, outputs: list[Any],
     verdict, progress = SimpleNamespace(value=-1), SimpleNamespace(value=0)  # in EvalPlus, shared memory
     program = f"from {__name__} import replay as {problem['entry_point']}"
     limits, details = [0.0] * len(inputs), [False] * len(inputs)
-    _compare(
-        dataset,
-        problem["entry_point"],
-        program,
-        inputs,
-        expected,
-        limits,
-        problem["atol"],
-        True,
-        verdict,
-        details,
-        progress,
-    )
+    settings = (inputs, expected, limits, problem["atol"], True)
+    with patch.dict(vars(evalplus_eval), _UNGUARDED):
+        evalplus_eval.unsafe_execute(dataset, problem["entry_point"], program, *settings, verdict, details, progress)
     return bool(verdict.value == _SUCCESS)

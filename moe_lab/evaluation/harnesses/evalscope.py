@@ -21,7 +21,7 @@ from moe_lab.errors import UserError, unknown, user_errors
 from moe_lab.evaluation import interpreters, mirror
 from moe_lab.evaluation.harness import HARNESSES, Graded, check_count, graded_by_mean
 from moe_lab.evaluation.harnesses.evalplus_grader import cores
-from moe_lab.evaluation.harnesses.evalscope_code import CodeSettings, DataError
+from moe_lab.evaluation.harnesses.evalscope_code import DataError
 from moe_lab.evaluation.harnesses.evalscope_worker import Request
 from moe_lab.evaluation.items import Answer, Item, Text, replace_surrogates
 from moe_lab.evaluation.sandbox.policy import NAMESPACES, Policy
@@ -30,15 +30,12 @@ from moe_lab.start import command
 
 UNSCORED_AT_MOST = 0.01
 """Share of answers that EvalScope may fail to compare, as its time for each is limited. They count as wrong."""
-_TESTS_SECONDS = 6.0  # EvalScope's own limit
 
 
 @dataclass(frozen=True)
 class Task:
     """Properties of a task of EvalScope."""
 
-    split: str
-    """Split whose items are evaluated."""
     shots: tuple[int, ...] | None = (0,)
     """Numbers of examples it can show; None: any number."""
     code: bool = False
@@ -48,11 +45,11 @@ class Task:
 
 
 TASKS: Mapping[str, Task] = {
-    "gsm8k": Task("test", shots=None),
-    "math_500": Task("test", own_subsets=True),
-    "aime25": Task("test"),
-    "gpqa_diamond": Task("train", shots=(0, 5)),
-    "live_code_bench": Task("test", code=True),
+    "gsm8k": Task(shots=None),
+    "math_500": Task(own_subsets=True),
+    "aime25": Task(),
+    "gpqa_diamond": Task(shots=(0, 5)),
+    "live_code_bench": Task(code=True),
 }
 """Tasks by EvalScope's name. Questions and grading of other tasks have not been checked."""
 
@@ -63,9 +60,7 @@ def interpreter(benchmark: BenchmarkConfig) -> str:
 
 
 def installed(benchmark: BenchmarkConfig) -> str | None:
-    """EvalScope's version in the benchmark's interpreter; None for other harnesses, or if it is not installed."""
-    if benchmark.harness != "evalscope":
-        return None
+    """EvalScope's version in the benchmark's interpreter; None if it is not installed."""
     try:
         return _version(interpreter(benchmark)) or None
     except UserError:
@@ -87,46 +82,29 @@ def wrong(benchmark: BenchmarkConfig) -> Iterator[str]:
     task = TASKS[benchmark.task]
     if benchmark.data is None:
         yield f"{name}: data is null, and EvalScope reads a mirror: expected a hub repository, such as openai/gsm8k"
-    if benchmark.split != task.split:
-        yield f"{name}: split={benchmark.split}, and {benchmark.task} asks {task.split}: set split={task.split}"
     if task.shots is not None and benchmark.shots not in task.shots:
         numbers = " or ".join(map(str, task.shots))
         yield f"{name}: shots={benchmark.shots}, but EvalScope's {benchmark.task} shows {numbers} examples"
-    if benchmark.executes_code != task.code:
-        yield f"{name}: executes_code={benchmark.executes_code}, but answers to {benchmark.task} are " + (
-            "programs" if task.code else "no programs"
-        )
-    if task.code:
-        for parameter in HARNESSES["evalscope"].question_parameters:
-            value = benchmark.parameters.get(parameter)
-            try:
-                date.fromisoformat(str(value))
-            except ValueError:
-                problem = " is missing" if value is None else f"={value}"
-                yield f"{name}: parameters.{parameter}{problem}: expected a day, such as 2025-01-31"
+    for parameter in HARNESSES["evalscope"].question_parameters if task.code else ():
+        try:
+            date.fromisoformat(value := str(benchmark.parameters.get(parameter)))
+        except ValueError:
+            yield f"{name}: parameters.{parameter}={value}: expected a day, such as 2025-01-31"
 
 
 def lacking(benchmark: BenchmarkConfig, policy: Policy) -> Iterator[str]:
     """A sentence if EvalScope is missing, and one if pickled tests would need a permission."""
     yield from user_errors(lambda: interpreters.check_has("evalscope", interpreter(benchmark)))
-    task = TASKS.get(benchmark.task)
-    if task and task.code and benchmark.data is not None and not policy.allow_pickled_data:
-        yield from user_errors(lambda: _check_pickles(benchmark))
+    if runs_programs(benchmark) and not policy.allow_pickled_data:
+        yield (
+            f"allow_pickled_data=false, but the tests of benchmark {benchmark.name} are pickled: set "
+            f"allow_pickled_data=true, and only text is read of them"
+        )
 
 
-def _check_pickles(benchmark: BenchmarkConfig) -> None:
-    """Raise UserError when the private tests of the first row are not JSON."""
-    import pyarrow.parquet as parquet
-
-    for files in mirror.subsets(benchmark).get(benchmark.subset or "default", {}).values():
-        for file in filter(Path.is_file, files):
-            for batch in parquet.ParquetFile(file).iter_batches(batch_size=1, columns=["private_test_cases"]):
-                if not batch.column(0)[0].as_py().lstrip().startswith("["):
-                    raise UserError(
-                        f"benchmark {benchmark.name}: {file} holds pickled tests: set allow_pickled_data=true, "
-                        f"and only text is read of them"
-                    )
-                return
+def runs_programs(benchmark: BenchmarkConfig) -> bool:
+    """Whether answers are programs."""
+    return benchmark.task in TASKS and TASKS[benchmark.task].code
 
 
 # Questions and grades.
@@ -154,7 +132,7 @@ def grade(answers: Sequence[Answer], benchmark: BenchmarkConfig, policy: Policy)
     Raises RuntimeError when EvalScope could not compare more than 1 % of them.
     """
     code = TASKS[benchmark.task].code
-    protection = policy.protection(closed_world=False) if code else None
+    protection = policy.protection() if code else None
     texts = {answer.item: replace_surrogates(answer.reply.text or "") for answer in answers}
     reply = _asked(benchmark, policy, "grade", texts=texts)
     verdicts = {sample["item"]: sample for sample in reply["samples"]}
@@ -221,13 +199,11 @@ def _linked_data(benchmark: BenchmarkConfig, folder: Path) -> Path:
     return folder
 
 
-def _code(benchmark: BenchmarkConfig, policy: Policy | None) -> CodeSettings:
+def _code(benchmark: BenchmarkConfig, policy: Policy | None) -> dict[str, Any]:
+    """Fields of `CodeSettings`. Without a policy, no program is run."""
+    days = {name: str(benchmark.parameters[name]) for name in HARNESSES["evalscope"].question_parameters}
     limits = {name: benchmark.parameters.get(name) for name in HARNESSES["evalscope"].grading_parameters}
-    given = {name: value for name, value in limits.items() if value}
-    return CodeSettings(
-        start_date=str(benchmark.parameters["start_date"]),
-        end_date=str(benchmark.parameters["end_date"]),
-        pickles=policy is not None and policy.allow_pickled_data,
-        confined=policy is not None and policy.protection(closed_world=False) == NAMESPACES,
-        **{"processes": cores(), "seconds": _TESTS_SECONDS, **given},
-    )
+    settings = {"processes": cores(), **{name: value for name, value in limits.items() if value}, **days}
+    if policy is not None:
+        settings |= {"pickles": policy.allow_pickled_data, "confined": policy.protection() == NAMESPACES}
+    return settings

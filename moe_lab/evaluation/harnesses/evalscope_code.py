@@ -12,9 +12,8 @@ import io
 import json
 import pickle
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
-from datetime import date
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -23,10 +22,10 @@ from moe_lab.evaluation.sandbox.children import LimitedChildren
 from moe_lab.evaluation.sandbox.client import Outcome, Runners
 from moe_lab.evaluation.sandbox.runner import Request
 
-_FIRST_TESTS = 4  # most wrong programs fail one of them, and then the others are not run
+_FIRST_TESTS = 4  # most wrong programs fail one of them, and then the others, which may take hours, are not run
 _OUTPUT = 256 << 20
 _PROCESSES = 4  # solutions often recurse in a thread of their own, and a thread that ended still counts for a moment
-_COMPARING_LIMITS = (60, 4 << 30)  # CPU seconds and bytes of memory
+_COMPARING = (60.0, 4 << 30)  # CPU seconds and bytes of memory
 _WRONG = -2  # EvalScope's number for a wrong answer
 _PARTS = 1 << 30  # outputs are compared here, so they come back whole
 
@@ -70,15 +69,11 @@ class CodeSettings:
     confined: bool = True
     """Run programs in namespaces; False: only in a subprocess with limits."""
     seconds: float = 6.0
-    """CPU limit of a test."""
+    """CPU limit of a test; 6 is EvalScope's own."""
     memory_mib: int = 4096
     """Limit on the address space of a program."""
     processes: int = 1
     """Programs that run at the same time."""
-
-    def chooses(self, day: str) -> bool:
-        """Whether problems of a contest on this day (an ISO date or time) are selected."""
-        return self.start_date <= date.fromisoformat(day[:10]).isoformat() <= self.end_date
 
 
 RecordToSample = Callable[[dict[str, Any]], Any]
@@ -90,7 +85,7 @@ def selected(record_to_sample: RecordToSample, settings: CodeSettings, *, asking
     def of_selected(record: dict[str, Any]) -> Any:
         day = record["contest_date"]
         row = {**record, "contest_date": day if isinstance(day, str) else day.isoformat()}
-        if not settings.chooses(row["contest_date"]):
+        if not settings.start_date <= row["contest_date"][:10] <= settings.end_date:
             return []
         return record_to_sample({**row, "private_test_cases": "[]"} if asking else row)
 
@@ -102,32 +97,34 @@ def only_text_unpickled(settings: CodeSettings) -> Iterator[None]:
     """A context in which EvalScope reads pickled tests only where they are allowed, and nothing but text of them."""
     from evalscope.benchmarks.live_code_bench import load_utils
 
-    def loads(content: bytes) -> str:
+    def loads(content: bytes) -> Any:
         if not settings.pickles:
             raise DataError("its private tests are pickled: set allow_pickled_data=true, or make them JSON in the data")
-        return unpickled_text(content)
+        return OnlyText(io.BytesIO(content)).load()
 
     with patch.object(load_utils, "pickle", SimpleNamespace(loads=loads)):
         yield
 
 
+class OnlyText(pickle.Unpickler):
+    """Reads pickles that need no import. Raises DataError for others."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        raise DataError(f"its private tests are a pickle that would run {module}.{name}: the data is not to be trusted")
+
+
 class Programs:
-    """Runs programs and grades what they printed or returned; a context."""
+    """Runs programs and grades what they printed or returned. Must be made while there are no other threads."""
 
     def __init__(self, settings: CodeSettings) -> None:
         self.settings = settings
         self._runners = Runners(confined=settings.confined)
-        self._compared: Callable[[Any], str | None] = lambda _: None
-        self._open = ExitStack()
+        self._compared = LimitedChildren(_compare, settings.processes)
 
-    def __enter__(self) -> Programs:
-        self._open.callback(self._runners.close)
-        children = LimitedChildren(_compare, *_COMPARING_LIMITS, self.settings.processes)
-        self._compared = self._open.enter_context(children)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._open.close()
+    def close(self) -> None:
+        """End all processes."""
+        self._runners.close()
+        self._compared.close()
 
     def grade(self, adapter: Any, state: Any) -> dict[str, Any]:
         """The outcome of an answer, 1 if its program passes every test, and why it is wrong."""
@@ -135,32 +132,31 @@ class Programs:
         tests = json.loads(state.metadata["evaluation_sample"])
         if not tests["inputs"]:
             raise DataError("it has a problem without tests")
-        results, notes = self.judge(solution, tests, _FIRST_TESTS)
-        if len(tests["inputs"]) > _FIRST_TESTS and all(result is True for result in results):
+        first = {**tests, **{name: tests[name][:_FIRST_TESTS] for name in ("inputs", "outputs")}}
+        results, notes = self.judge(solution, first)
+        if first != tests and all(result is True for result in results):
             results, notes = self.judge(solution, tests)
         why = " ".join(notes.get(name) or "" for name in ("error_message", "program_error")).strip()
         return {"outcome": float(all(result is True for result in results)), "extracted": "", "why": why}
 
-    def judge(
-        self, solution: str, tests: dict[str, Any], number: int | None = None
-    ) -> tuple[list[Any], dict[str, Any]]:
-        """EvalScope's results and notes on a program, given the first `number` of its tests (None: all).
+    def judge(self, solution: str, tests: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+        """EvalScope's results and notes on a program.
 
         A result is True for a test that the program passes; judging stops at the first failure.
         """
-        outcome = self._run(solution, tests, number)
+        outcome = self._runners.run(self._request(solution, tests))
         number = len(outcome.encoded) + (outcome.status != "ok")
         first = {name: tests[name][:number] for name in ("inputs", "outputs")}
-        judged = self._compared([tests["fn_name"], first, asdict(outcome)])
+        judged = self._compared([tests["fn_name"], first, asdict(outcome)], *_COMPARING)
         if judged is None:
             error = "what it sent takes too long or too much to compare"
             return [_WRONG], {"program": "output", "program_error": error}
         results, notes = json.loads(judged)
         return results, {**notes, "program": outcome.status, "program_error": outcome.error}
 
-    def _run(self, solution: str, tests: dict[str, Any], number: int | None) -> Outcome:
-        inputs = tests["inputs"][:number]
-        request = Request(
+    def _request(self, solution: str, tests: dict[str, Any]) -> Request:
+        inputs = tests["inputs"]
+        return Request(
             program=program(solution, tests["fn_name"]),
             entry_point="moe_lab_answer",
             inputs=[[text] for text in inputs],
@@ -171,7 +167,6 @@ class Programs:
             parts=_PARTS,
             processes=_PROCESSES,
         )
-        return self._runners.run(request)
 
 
 def _compare(request: Any) -> str:
@@ -185,21 +180,6 @@ def _compare(request: Any) -> str:
         else:
             judged = testing_util.grade_call_based("", tests["inputs"], tests["outputs"], function, 0)
     return json.dumps(judged, default=str)
-
-
-def unpickled_text(content: bytes) -> str:
-    """The string in a pickle. Raises DataError for a pickle of anything else, or one that needs an import."""
-
-    class OnlyText(pickle.Unpickler):
-        def find_class(self, module: str, name: str) -> Any:
-            raise DataError(
-                f"its private tests are a pickle that would run {module}.{name}: the data is not to be trusted"
-            )
-
-    text = OnlyText(io.BytesIO(content)).load()
-    if not isinstance(text, str):
-        raise DataError(f"its private tests are a pickle of {type(text).__name__}, and should be one of text")
-    return text
 
 
 def program(solution: str, function: str | None) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from dataclasses import dataclass
 from hashlib import sha256
 from importlib.metadata import version
@@ -38,22 +37,19 @@ class Request:
     """EvalScope's settings of the task: subset_list, eval_split, few_shot_num."""
     limit: int | None = None
     """Number of items, taken evenly from the subsets; None: all."""
-    code: evalscope_code.CodeSettings | None = None
-    """Selection of problems and limits of programs, for tasks whose answers are programs."""
-
-    @classmethod
-    def of(cls, document: dict[str, Any]) -> Request:
-        """The request in a JSON document."""
-        code = document["code"]
-        return cls(**{**document, "code": evalscope_code.CodeSettings(**code) if code else None})
+    code: dict[str, Any] | None = None
+    """Fields of `evalscope_code.CodeSettings`, for tasks whose answers are programs."""
 
 
 class Worker:
     """What the process does."""
 
+    def __init__(self) -> None:
+        self._programs: evalscope_code.Programs | None = None
+
     def questions(self, request: dict[str, Any]) -> list[dict[str, Any]]:
         """Dicts of item and messages."""
-        _, samples = load(Request.of(request), asking=True)
+        _, samples = load(Request(**request), asking=True)
         return [{"item": name, "messages": _messages(sample)} for name, sample in samples.items()]
 
     def grade(self, request: dict[str, Any], texts: dict[str, str]) -> dict[str, Any]:
@@ -61,18 +57,27 @@ class Worker:
 
         `texts` has an answer for each item. Raises AssertionError unless the items are those of the questions.
         """
-        asked = Request.of(request)
-        # Before the data is loaded, as programs need processes that are forked while there are no threads.
-        with evalscope_code.Programs(asked.code) if asked.code else nullcontext() as programs:
-            adapter, samples = load(asked, asking=False)
-            other = set(texts) ^ set(samples)
-            assert not other, f"answers and questions are not the same: {sorted(other)[0]} is only on one side"
-            states = [_answered(sample, texts[name]) for name, sample in samples.items()]
-            grade: Callable[[Any, Any], dict[str, Any]] = programs.grade if programs else _grade
-            with ThreadPoolExecutor(asked.code.processes if asked.code else 1) as pool:
-                found = pool.map(grade, repeat(adapter), states)
-                verdicts = [{"item": name, **verdict} for name, verdict in zip(samples, found, strict=True)]
+        asked = Request(**request)
+        grade: Callable[[Any, Any], dict[str, Any]] = _grade
+        parallel = 1
+        if (
+            asked.code
+        ):  # before the data is loaded, as programs need processes that are forked while there are no threads
+            self._programs = evalscope_code.Programs(evalscope_code.CodeSettings(**asked.code))
+            grade, parallel = self._programs.grade, self._programs.settings.processes
+        adapter, samples = load(asked, asking=False)
+        other = set(texts) ^ set(samples)
+        assert not other, f"answers and questions are not the same: {sorted(other)[0]} is only on one side"
+        states = [_answered(sample, texts[name]) for name, sample in samples.items()]
+        with ThreadPoolExecutor(parallel) as pool:
+            found = pool.map(grade, repeat(adapter), states)
+            verdicts = [{"item": name, **verdict} for name, verdict in zip(samples, found, strict=True)]
         return {"samples": verdicts, "versions": {name: version(name) for name in _VERSIONS}}
+
+    def close(self) -> None:
+        """End the processes of programs."""
+        if self._programs:
+            self._programs.close()
 
 
 def load(request: Request, *, asking: bool) -> tuple[Any, Samples]:
@@ -86,8 +91,9 @@ def load(request: Request, *, asking: bool) -> tuple[Any, Samples]:
     args = {request.task: {"dataset_id": request.folder, **request.dataset_args}}
     adapter = get_benchmark(request.task, TaskConfig(datasets=[request.task], dataset_args=args))
     if request.code:
-        adapter.record_to_sample = evalscope_code.selected(adapter.record_to_sample, request.code, asking=asking)
-        with evalscope_code.only_text_unpickled(request.code):
+        settings = evalscope_code.CodeSettings(**request.code)
+        adapter.record_to_sample = evalscope_code.selected(adapter.record_to_sample, settings, asking=asking)
+        with evalscope_code.only_text_unpickled(settings):
             subsets = adapter.load_dataset()
     else:
         subsets = adapter.load_dataset()
@@ -135,4 +141,5 @@ def _grade(adapter: Any, state: Any) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    serve(Worker())
+    worker = Worker()
+    serve(worker, worker.close)

@@ -10,10 +10,8 @@ from __future__ import annotations
 import json
 import logging
 import math
-import random
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,6 +35,8 @@ from moe_lab.evaluation.suite import data_digest
 from moe_lab.results import Result, Sample
 
 Aggregation = Callable[[Any], Any]
+logging.getLogger("lm_eval").setLevel(logging.ERROR)
+datasets.disable_progress_bars()
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ def tasks(benchmark: BenchmarkConfig) -> dict[str, Any]:
     settings = (benchmark.task, benchmark.parameters, benchmark.subset, benchmark.split, benchmark.shots)
     key = f"{data_digest(benchmark)} {settings} {benchmark.chat} {benchmark.max_new_tokens} {benchmark.limit}"
     if key not in _built:
-        with _undisturbed():
+        with patch.object(lm_eval.api.task, "tqdm", lambda iterable, **_: iterable):
             _built[key] = _with_requests(benchmark)
     return _built[key]
 
@@ -204,9 +204,9 @@ class _Splits(dict[str, Any]):
 
 
 def _set(task: Any, name: str, benchmark: BenchmarkConfig) -> None:
-    if getattr(task, "UNSAFE_CODE", False) or getattr(task, "MULTIMODAL", False):
-        what = "runs programs that the model wrote" if getattr(task, "UNSAFE_CODE", False) else "shows images or sounds"
-        raise UserError(f"benchmark {benchmark.name}: {name} {what}, which is not supported: expected another task")
+    for kind in ("UNSAFE_CODE", "MULTIMODAL"):
+        if getattr(task, kind, False):
+            raise UserError(f"benchmark {benchmark.name}: {name} is {kind}, which is not supported: expected another")
     split = _evaluated_split(task)
     if benchmark.split is not None and split != benchmark.split:
         raise UserError(f"benchmark {benchmark.name}: split={benchmark.split}, but {name} asks {split}")
@@ -242,11 +242,6 @@ def _check_examples(task: Any, name: str, benchmark: BenchmarkConfig) -> None:
         )
     examples = Counter(json.dumps(doc, sort_keys=True, default=str) for doc in task.fewshot_docs())
     count = examples.total() - (max(examples.values(), default=0) if without_item else 0)  # lm-eval drops every copy
-    if count <= 0:
-        raise UserError(
-            f"benchmark {benchmark.name}: shots={shots}, but {name} has no examples to show: its data has only the "
-            f"split {split}"
-        )
     if count < shots:
         raise UserError(
             f"benchmark {benchmark.name}: shots={shots}, but {name} has {count} examples to show with an item: "
@@ -263,20 +258,23 @@ def _check_labels(task: Any, name: str, numbers: Sequence[int], benchmark: Bench
         return
     for number in numbers:
         doc = task.task_docs[number]
-        label = task.doc_to_text(doc) if getattr(task, "multiple_input", 0) else task.doc_to_target(doc)
+        label = _label(task, doc)
         labels = label if isinstance(label, list) else [label]
         choices = None if task.config.doc_to_choice is None else task.doc_to_choice(doc)
-        if labels and all(_is_answer(each, choices) for each in labels):
-            continue
-        expected = "a text" if choices is None else f"a number from 0 to {len(choices) - 1} or the text of a choice"
-        raise UserError(
-            f"benchmark {benchmark.name}: item {doc.get('id', number)} of {name} has label={label!r}, so no answer is "
-            f"right: expected {expected}"
-        )
+        if choices is None:
+            right = label is not None
+        else:
+            right = bool(labels) and all(each in range(len(choices)) or each in choices for each in labels)
+        if not right:
+            expected = "a text" if choices is None else f"a number from 0 to {len(choices) - 1} or the text of a choice"
+            raise UserError(
+                f"benchmark {benchmark.name}: item {doc.get('id', number)} of {name} has label={label!r}, so no answer "
+                f"is right: expected {expected}"
+            )
 
 
-def _is_answer(label: Any, choices: Sequence[str] | None) -> bool:
-    return label is not None if choices is None else label in range(len(choices)) or label in choices
+def _label(task: Any, doc: Mapping[str, Any]) -> Any:
+    return task.doc_to_text(doc) if getattr(task, "multiple_input", 0) else task.doc_to_target(doc)
 
 
 def first_items(by_name: Mapping[str, Any], limit: int | None) -> dict[str, list[int]]:
@@ -317,26 +315,18 @@ def _request(request: Instance, question: _Question, benchmark: BenchmarkConfig)
     context, other = request.args[:2]
     if benchmark.chat:
         context = json.loads(context)
-    return (
-        _text(context, other, question, benchmark) if request.request_type == "generate_until" else Pair(context, other)
-    )
-
-
-def _text(context: Any, settings: Mapping[str, Any], question: _Question, benchmark: BenchmarkConfig) -> Text:
-    if settings.get("do_sample") or float(settings.get("temperature") or 0) > 0:
-        raise UserError(
-            f"the task's generation_kwargs {dict(settings)} ask for sampling: only greedy generation is done"
-        )
-    until = settings.get("until") or []
+    if request.request_type != "generate_until":
+        return Pair(context, other)
+    if other.get("do_sample") or float(other.get("temperature") or 0) > 0:
+        raise UserError(f"the task's generation_kwargs {dict(other)} ask for sampling: only greedy generation is done")
+    until = other.get("until") or []
     # As in lm-eval, an empty stop text ends nothing.
     stop = tuple(text for text in ([until] if isinstance(until, str) else until) if text)
-    reference = _right_text(question.task.doc_to_target(question.doc), question.task, benchmark)
-    return Text(context, int(settings.get("max_gen_toks", 256)), stop, reference)
-
-
-def _right_text(target: Any, task: Any, benchmark: BenchmarkConfig) -> str | None:
-    """The text of a right answer as it follows the prompt; None where there is none, as in a chat."""
-    return None if benchmark.chat or not isinstance(target, str) else f"{task.config.target_delimiter}{target}"
+    target = question.task.doc_to_target(question.doc)
+    reference = None
+    if isinstance(target, str) and not benchmark.chat:  # the right answer as it follows the prompt
+        reference = f"{question.task.config.target_delimiter}{target}"
+    return Text(context, int(other.get("max_gen_toks", 256)), stop, reference)
 
 
 def _rows(questions: Sequence[_Question], answers: Mapping[str, Answer]) -> list[_Row]:
@@ -441,30 +431,10 @@ def _loss_of_right_choice(question: _Question, nats: Sequence[float]) -> float |
     task, doc = question.task, question.doc
     right: Any = 0
     if task.OUTPUT_TYPE == "multiple_choice":
-        right = task.doc_to_text(doc) if getattr(task, "multiple_input", 0) else task.doc_to_target(doc)
+        right = _label(task, doc)
         if isinstance(right, str):
             choices = task.doc_to_choice(doc)
             right = choices.index(right) if right in choices else None
     if not isinstance(right, int) or not 0 <= right < len(nats):
         return None
     return -nats[right] / math.log(2) / len(question.requests[right].args[1].encode())
-
-
-@contextmanager
-def _undisturbed() -> Iterator[None]:
-    """A context without progress bars and messages of lm-eval other than errors, after which the random states of
-    Python and numpy are what they were: some tasks seed them."""
-    python_state, numpy_state = random.getstate(), np.random.get_state()
-    logger = logging.getLogger("lm_eval")
-    level, bars = logger.level, not datasets.are_progress_bars_disabled()
-    logger.setLevel(logging.ERROR)
-    datasets.disable_progress_bars()
-    try:
-        with patch.object(lm_eval.api.task, "tqdm", lambda iterable, **_: iterable):
-            yield
-    finally:
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)
-        logger.setLevel(level)
-        if bars:
-            datasets.enable_progress_bars()

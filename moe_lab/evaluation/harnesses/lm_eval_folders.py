@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from moe_lab.config import BenchmarkConfig
-from moe_lab.errors import UserError, unknown, user_errors
+from moe_lab.errors import unknown, user_errors
 
 _NAME = re.compile(r"^[\"']?(?:task|group)[\"']?: *[\"']?([\w-]+)[\"']? *$", re.MULTILINE)
 
@@ -16,19 +16,21 @@ _NAME = re.compile(r"^[\"']?(?:task|group)[\"']?: *[\"']?([\w-]+)[\"']? *$", re.
 def folder(benchmark: BenchmarkConfig) -> Path:
     """The folder of lm-eval that defines benchmark.task: parameters.folder, or the one with the task's name.
 
-    Only this folder is indexed, as indexing all of lm-eval's 14,000 files takes ten seconds. Raises UserError when
-    lm-eval, the folder or the task does not exist.
+    Only this folder is indexed, as indexing all of lm-eval's 14,000 files takes ten seconds. Raises UserError when the
+    folder or the task does not exist.
     """
     package = find_spec("lm_eval")
-    if package is None or package.origin is None:
-        raise UserError(f"benchmark {benchmark.name} needs the package lm-eval: pip install lm-eval")
+    assert package is not None and package.origin is not None  # `suite.lacking` has reported it
     tasks = Path(package.origin).parent / "tasks"
     name = str(benchmark.parameters.get("folder", benchmark.task))
     place = tasks / name
     if not place.is_dir() or place == tasks:
-        parent = place.parent if place.parent.is_dir() and place != tasks else tasks
-        folders = [str(folder.relative_to(tasks)) for folder in parent.iterdir() if folder.is_dir()]
-        raise unknown(f"benchmark {benchmark.name}: parameters.folder", name, folders)
+        beside = place.parent if place.parent.is_dir() and place != tasks else tasks
+        raise unknown(
+            f"benchmark {benchmark.name}: parameters.folder",
+            name,
+            [str(folder.relative_to(tasks)) for folder in beside.iterdir() if folder.is_dir()],
+        )
     defined = {match for file in place.rglob("*.yaml") for match in _NAME.findall(file.read_text(encoding="utf-8"))}
     if benchmark.task not in defined:
         raise unknown(f"benchmark {benchmark.name}: task", benchmark.task, defined)

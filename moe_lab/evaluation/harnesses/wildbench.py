@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from moe_lab.config import BenchmarkConfig
-from moe_lab.errors import Unavailable, UserError, unknown
+from moe_lab.errors import Unavailable, unknown
 from moe_lab.evaluation import mirror, rubric
 from moe_lab.evaluation.harness import Graded, check_count, graded_by_mean
 from moe_lab.evaluation.items import Answer, Item, Text, replace_surrogates
@@ -50,8 +50,6 @@ def grade(answers: Sequence[Answer], benchmark: BenchmarkConfig, policy: Policy)
         raise Unavailable(sentence)  # permission, address and key are not part of the step: another run may have them
     assert benchmark.judge is not None
     rows = {row["session_id"]: row for row in _rows(benchmark)}
-    if [answer.item for answer in answers] != list(rows):
-        raise UserError(f"benchmark {benchmark.name}: the answers are not those to its {len(rows)} questions")
     template = rubric.template(benchmark)
     prompts = {}
     unasked = {}
@@ -69,17 +67,23 @@ def grade(answers: Sequence[Answer], benchmark: BenchmarkConfig, policy: Policy)
     tolerated = math.floor(TOLERATED * len(answers))
     judged = judge.verdicts([prompts[item] for item in items], tolerated)
     verdicts = {**unasked, **dict(zip(items, judged, strict=True))}
-    samples = []
-    for name in benchmark.reports:
-        for answer in answers:
-            verdict = verdicts[answer.item]
-            if verdict.score is not None:
-                samples.append(answer.sample(name, rubric.rescaled(verdict.score), verdict.reply))
-    protocol = {
-        **rubric.identity(benchmark),
-        "coverage": _coverage(verdicts, items),
-        "judge_prompt": prompts[items[0]] if items else None,
+    scores = {item: verdict.score for item, verdict in verdicts.items() if verdict.score is not None}
+    samples = [
+        answer.sample(name, rubric.rescaled(scores[answer.item]), verdicts[answer.item].reply)
+        for name in benchmark.reports
+        for answer in answers
+        if answer.item in scores
+    ]
+    coverage = {
+        "items": len(verdicts),
+        "empty": len(unasked),
+        "scored": len(scores),
+        "cached": sum(verdict.cached for verdict in verdicts.values()),
+        "unscored": {item: verdict.reply for item, verdict in verdicts.items() if item not in scores},
+        "mean": math.fsum(scores.values()) / len(scores),
     }
+    judge_prompt = prompts[items[0]] if items else None
+    protocol = {**rubric.identity(benchmark), "coverage": coverage, "judge_prompt": judge_prompt}
     return graded_by_mean(samples, benchmark, protocol, tolerated)
 
 
@@ -91,15 +95,3 @@ def _rows(benchmark: BenchmarkConfig) -> list[dict[str, Any]]:
     if not chosen:
         raise unknown(f"benchmark {benchmark.name}: parameters.tag", str(tag), {row["primary_tag"] for row in rows})
     return chosen[: benchmark.limit]
-
-
-def _coverage(verdicts: Mapping[str, Verdict], judged: Sequence[str]) -> dict[str, Any]:
-    scores = [verdict.score for verdict in verdicts.values() if verdict.score is not None]
-    return {
-        "items": len(verdicts),
-        "empty": len(verdicts) - len(judged),
-        "scored": len(scores),
-        "cached": sum(verdict.cached for verdict in verdicts.values()),
-        "unscored": {item: verdict.reply for item, verdict in verdicts.items() if verdict.score is None},
-        "mean": math.fsum(scores) / len(scores),
-    }

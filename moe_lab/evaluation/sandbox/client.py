@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 import time
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
 
+from moe_lab.child_process import Child, Ended
 from moe_lab.evaluation.sandbox.encoding import decode_text
 from moe_lab.evaluation.sandbox.runner import Request, runner_command
 
@@ -38,10 +36,6 @@ class RunnerError(RuntimeError):
     """The process that runs programs could not be started, or died. The message says why."""
 
 
-class NoNamespaces(RunnerError):
-    """This machine does not let a process be confined by namespaces."""
-
-
 STARTS, PAUSE = 3, 0.5
 """Tries to start a runner, and seconds between them: memory or processes may be short at that moment."""
 
@@ -50,52 +44,23 @@ class Runner:
     """A runner process, confined by namespaces or only by limits. It runs one program at a time."""
 
     def __init__(self, *, confined: bool) -> None:
-        line, environment = runner_command(confined=confined)
-        self._process = subprocess.Popen(
-            line,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env=environment,
-            start_new_session=True,
-            cwd="/",
-        )
-        greeting = self._read()
-        if not greeting["ready"]:
+        self.child = Child(*runner_command(confined=confined), Path("/"))
+        try:
+            self.child.call("start")
+        except Ended as error:
             self.close()
-            raise (NoNamespaces if greeting.get("refused") else RunnerError)(greeting["reason"])
+            raise RunnerError(str(error)) from None
 
     def run(self, request: Request) -> Outcome:
         """Run one program. Whatever the program does affects only its own outcome."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(vars(request)).encode() + b"\n")
-        self._process.stdin.flush()
-        reply = self._read()
-        return Outcome(reply["status"], reply["error"], reply["outputs"], reply["seconds"])
-
-    def _read(self) -> dict[str, Any]:
-        assert self._process.stdout is not None and self._process.stderr is not None
-        line = self._process.stdout.readline()
-        if not line:
-            reason = self._process.stderr.read().decode("utf-8", "replace").strip().splitlines()
-            self.close()
-            raise RunnerError(reason[-1] if reason else f"the runner ended with code {self._process.returncode}")
-        reply: dict[str, Any] = json.loads(line)
-        return reply
+        try:
+            return Outcome(**self.child.call("run", request=vars(request)))
+        except Ended as error:
+            raise RunnerError(str(error)) from None
 
     def close(self) -> None:
         """End the runner and everything a program may have left behind."""
-        assert self._process.stdin is not None
-        with suppress(BrokenPipeError):
-            self._process.stdin.close()
-        try:
-            self._process.wait(timeout=5)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        for stream in (self._process.stdout, self._process.stderr):
-            if stream is not None:
-                stream.close()
+        self.child.close(seconds=5)
 
     def __enter__(self) -> Runner:
         return self
@@ -105,17 +70,12 @@ class Runner:
 
 
 def start(*, confined: bool) -> Runner:
-    """A new runner, tried `STARTS` times.
-
-    Raises NoNamespaces at once where the machine has none, and RunnerError when every try failed otherwise.
-    """
+    """A new runner, tried `STARTS` times. Raises RunnerError when every try failed."""
     last: Exception | None = None
     for number in range(STARTS):
         time.sleep(PAUSE if number else 0)
         try:
             return Runner(confined=confined)
-        except NoNamespaces:
-            raise
         except (RunnerError, OSError) as error:
             last = error
     raise RunnerError(f"{STARTS} starts failed, the last with: {last}") from last
@@ -139,7 +99,7 @@ class Runners:
             runner = self._idle_runner()
             try:
                 outcome = runner.run(request)
-            except (RunnerError, OSError):
+            except RunnerError:
                 runner.close()
                 self._all.remove(runner)
             else:
@@ -164,15 +124,15 @@ class Runners:
 
 
 @lru_cache(maxsize=1)
-def namespaces_missing() -> str | None:
-    """Why programs cannot be confined on this machine, or None when they can; found out once per process.
+def check_namespaces() -> None:
+    """Raise RunnerError when no confined runner starts, here or at this moment. That one does is found out once."""
+    start(confined=True).close()
 
-    Raises RunnerError when that could not be found out, which the next call tries again.
-    """
-    if not sys.platform.startswith("linux"):
-        return f"{sys.platform} has no namespaces"
+
+def namespaces_missing() -> str | None:
+    """Why programs cannot be confined on this machine, or None when they can."""
     try:
-        with start(confined=True):
-            return None
-    except NoNamespaces as error:
+        check_namespaces()
+    except RunnerError as error:
         return str(error)
+    return None

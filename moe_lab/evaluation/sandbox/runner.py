@@ -1,7 +1,7 @@
 """The process that runs programs a model wrote. It gets programs and inputs, never the expected outputs.
 
-It reads one JSON request per line from standard input and writes one line as a reply: the program is executed in a
-child process and called on each input, and what it returned comes back as encoded values (`encoding.py`). A program can
+It is asked by lines of JSON, as `moe_lab/child_process.py` sends them: a program is executed in a child process and
+called on each input, and what it returned comes back as encoded values (`encoding.py`). A program can
 harm only its own child, which has no network, no writable file, no view of other processes, and limits on memory,
 processes, time and output. The child and all it started are killed before the reply is written. Nothing it sends is
 executed or unpickled.
@@ -29,7 +29,6 @@ from moe_lab.evaluation.sandbox.confinement import (
     die_with_parent,
     enter,
     fork_process_tree,
-    is_refusal,
     limit_process,
 )
 from moe_lab.evaluation.sandbox.encoding import HUGE, decode, encode_result
@@ -67,20 +66,19 @@ class Request:
 
 
 def main(confined: bool, hidden: list[str]) -> None:
-    """Serve requests until standard input ends, in namespaces that hide the folders `hidden`, or only with limits."""
+    """Serve requests until standard input ends, in namespaces that hide the folders `hidden`, or only with limits.
+
+    `start` replies when that is so, `run` runs a program.
+    """
     for name in _USUAL_IMPORTS:
         __import__(name)
     start: Callable[[Request, int], int] = _start_limited
     if confined:
-        try:
-            enter(hidden)
-        except OSError as error:
-            _answer({"ready": False, "reason": str(error), "refused": is_refusal(error)})
-            return
+        enter(hidden)
         start = _start_confined
-    _answer({"ready": True})
     for line in sys.stdin.buffer:
-        _answer(_run(Request(**json.loads(line)), start))
+        method, arguments = json.loads(line)
+        _answer({"done": _run(Request(**arguments["request"]), start) if method == "run" else None})
 
 
 def _answer(reply: dict[str, Any]) -> None:
@@ -111,7 +109,7 @@ def _start_limited(request: Request, results: int) -> int:
 
 
 def _run(request: Request, start: Callable[[Request, int], int]) -> dict[str, Any]:
-    """Run one program and describe how it ended: status ok, failed, timeout, crash or output, and encoded outputs."""
+    """Run one program and describe how it ended: status ok, failed, timeout, crash or output, and what it returned."""
     results, sending = os.pipe()
     with suppress(OSError, AttributeError):  # over the user's limit, or not Linux
         fcntl.fcntl(results, fcntl.F_SETPIPE_SZ, _PIPE)
@@ -206,7 +204,7 @@ class _Watch:
 
     def reply(self, status: str, error: str = "") -> dict[str, Any]:
         """The reply to the request, without the first line, which only reports that the program was loaded."""
-        return {"status": status, "error": error, "outputs": self.lines[1:], "seconds": self.times[1:]}
+        return {"status": status, "error": error, "encoded": self.lines[1:], "seconds": self.times[1:]}
 
 
 # The child's side: nothing in this process can be trusted once the program has started.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import yaml
 
@@ -28,16 +28,11 @@ LOADING = {
         "model type of its own, which the code beside the weights defines:"
     ),
 }
-UNCHANGED = "all other weights are those of the original model, byte for byte. Nothing was trained afterwards."
-SIZE = re.compile(r"Weights take [\d,]+ bytes, [\d.]+% of the original's ([\d,]+)\.")
-ZEROS = re.compile(r"[\d,]+ bytes \(([\d.]+%)\) are such zeros")
 FILLED = {
     "masked": "Dropped channels and experts are zeros in tensors of the original shape; experts, where any were "
     "dropped, have a routing bias with which they are never chosen.",
     "padded": "Experts are filled with zero channels up to the widest expert of their layer.",
 }
-
-
 LEFT_OUT = (
     "Left out: {}. These layers of the original predict further tokens (multi-token prediction). They have experts of "
     "their own, and transformers does not load them, so that there are no statistics to prune them by. The model "
@@ -45,35 +40,37 @@ LEFT_OUT = (
 )
 
 
-@dataclass(frozen=True)
-class Cost:
-    """Size of an exported checkpoint, in bytes of weights."""
-
-    shape: str
-    kind: str
-    """stock, ported or uneven: what is needed to load it."""
-    original: int
-    written: int
-    zeros: int
-    """Bytes of `written` that are padding zeros."""
-    left_out: tuple[str, ...] = ()
-    """Names of the layers that predict extra tokens and were left out."""
-
-
-def model_card(plan: Plan, name: str, original: str | None, cost: Cost) -> str:
+def model_card(
+    plan: Plan,
+    name: str,
+    original: str,
+    *,
+    shape: str,
+    kind: str,
+    before: int,
+    written: int,
+    zeros: int,
+    left_out: Sequence[str],
+) -> str:
     """The model card in Markdown.
 
-    It says what was pruned and how, how to load the model and how large it is. The card of the original model follows,
-    whose front matter (licence and so on) is kept, but for the fields in `OF_ORIGINAL`.
+    It says what was pruned and how, how to load the model (`kind`: stock, ported or uneven) and how large it is:
+    `before` and `written` are bytes of weights, of which `zeros` only fill a `shape`. `left_out`: layers of the
+    original that are not written. The card of the original model follows, whose front matter (licence and so on) is
+    kept, but for the fields in `OF_ORIGINAL`.
     """
-    front, body = split_card(original or "")
+    front, body = split_card(original)
     front = _inherited(front)
+    trust = "" if kind == "stock" else ", trust_remote_code=True"
+    size = f"Its weights take {written:,} bytes, {written / before:.1%} of the original's."
+    if shape in FILLED:
+        size += f" {FILLED[shape]} {zeros:,} bytes are such zeros; export=natural leaves them out."
     sections = [
         f"{FENCE}{front}{FENCE}\n" if front else "",
         f"# {name}, pruned\n\n",
-        f"{_kept(plan)}; {UNCHANGED}\n\n",
-        f"{_loading(cost.kind)}\n\n{_cost(cost)}\n\n",
-        f"{LEFT_OUT.format(', '.join(f'`{name}`' for name in cost.left_out))}\n\n" if cost.left_out else "",
+        f"{_kept(plan)}; pruning left all other weights as they are in the original, byte for byte.\n\n",
+        f"{LOADING[kind]}\n\n```python\nAutoModelForCausalLM.from_pretrained(folder{trust})\n```\n\n{size}\n\n",
+        f"{LEFT_OUT.format(', '.join(f'`{name}`' for name in left_out))}\n\n" if left_out else "",
         "What is kept is listed in `plan.json`. Where the plan comes from:\n\n",
         f"```json\n{json.dumps({**plan.provenance, 'plan': plan.digest}, indent=2)}\n```\n",
         f"\n{ORIGINAL}\n{body.lstrip()}" if body.strip() else "",
@@ -81,83 +78,37 @@ def model_card(plan: Plan, name: str, original: str | None, cost: Cost) -> str:
     return "".join(sections)
 
 
-def changed_card(card: str, words: str, written: int) -> str:
-    """The model card of an export whose tensors were changed afterwards, as the sentence `words` says.
-
-    `written`: bytes of its weights.
-    """
-    own, heading, original = card.partition(ORIGINAL)
-    size = SIZE.search(own)
-    assert size is not None
-    own = own.replace(size[0], _size(written, int(size[1].replace(",", ""))))
-    own = ZEROS.sub(r"Before the changes, \1 of the bytes were such zeros", own)
-    own = own.replace(UNCHANGED, f"all other weights were first copied from the original model. {words}")
-    return f"{own}{heading}{original}"
-
-
-def gguf_card(card: str, file: str, size: int) -> str:
-    """The model card of a stock checkpoint after its conversion to GGUF, into a file of `size` bytes."""
-    loading = (
-        f"Its weights are in `{file}` ({size:,} bytes), converted by llama.cpp's own converter without rounding. Load "
-        "it with llama.cpp, or, for architectures that transformers reads from GGUF, with\n\n"
-        "```python\n"
-        "config = AutoConfig.from_pretrained(folder)  # transformers does not read all of it from the file\n"
-        f'AutoModelForCausalLM.from_pretrained(folder, gguf_file="{file}", config=config)\n'
-        "```"
-    )
-    for kind in ("stock", "ported"):
-        card = card.replace(_loading(kind), loading, 1)
-    return card
-
-
-def _loading(kind: str) -> str:
-    trust = "" if kind == "stock" else ", trust_remote_code=True"
-    return f"{LOADING[kind]}\n\n```python\nAutoModelForCausalLM.from_pretrained(folder{trust})\n```"
+def with_section(card: str, heading: str, text: str) -> str:
+    """The model card of an export that was changed after pruning, with a section about it before the original's."""
+    own, original, rest = card.partition(ORIGINAL)
+    return f"{own.rstrip()}\n\n## {heading}\n\n{text}\n" + (f"\n{original}{rest}" if original else "")
 
 
 def _kept(plan: Plan) -> str:
+    """What is left of the experts, as a sentence without its end."""
     before, after = sum(plan.n_experts.values()), sum(map(len, plan.experts.values()))
+    merged = [group for of_layer in plan.merged.values() for group in of_layer.values()]
     if constant := sum(map(len, plan.constants.values())):
         return (
             f"{before - constant} of {before} routed experts are kept. The other {constant} are replaced by constants: "
             "the router stays whole, and a token that is routed to one of them gets its constant times its gate"
         )
-    if merged := [group for of_layer in plan.merged.values() for group in of_layer.values()]:
+    if merged:
         members = sum(map(len, merged))
         matched = "with matched channels" if plan.alignments else "channel by channel"
-        router = (
-            "The router stays whole, and gates of merged experts add up"
-            if plan.shares_experts
-            else "The router keeps the rows of the experts that are left"
-        )
+        router = "stays whole" if plan.shares_experts else "keeps the rows of the experts that are left"
         return (
             f"{before - members + len(merged)} of {before} routed experts are left: {members} were merged into "
-            f"{len(merged)} weighted sums of their weights, {matched}. {router}"
+            f"{len(merged)} weighted sums of their weights, {matched}. The router {router}"
         )
     counts = sorted({len(kept) for kept in plan.experts.values()})
-    experts = (
-        f"{after} of {before} routed experts are kept: {' to '.join(map(str, dict.fromkeys((counts[0], counts[-1]))))} "
-        f"in each of {len(plan.experts)} layers. "
-    )
+    each = " to ".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
+    experts = f"{after} of {before} routed experts are kept: {each} in each of {len(plan.experts)} layers. "
     if not plan.channels:
         return f"{experts}Whole experts were removed, with their rows of the router"
     channels = sum(mask.size for mask in plan.channels.values())
     kept = sum(int(mask.sum()) for mask in plan.channels.values())
     return f"{experts}Of their channels {kept} of {channels} ({kept / channels:.1%} of the original's) were kept"
-
-
-def _cost(cost: Cost) -> str:
-    text = _size(cost.written, cost.original)
-    if cost.shape not in FILLED:
-        return text
-    return (
-        f"{text} {FILLED[cost.shape]} {cost.zeros:,} bytes ({cost.zeros / cost.written:.1%}) are such zeros; "
-        "export=natural leaves them out."
-    )
-
-
-def _size(written: int, original: int) -> str:
-    return f"Weights take {written:,} bytes, {written / original:.1%} of the original's {original:,}."
 
 
 def _inherited(front: str) -> str:

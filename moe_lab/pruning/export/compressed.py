@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 from moe_lab.errors import UserError
-from moe_lab.models.checkpoint import OF_EXPERT, Checkpoint, open_checkpoint, read_json
+from moe_lab.models.checkpoint import Checkpoint, open_checkpoint, read_json
 from moe_lab.models.config_json import has_packed_experts
 from moe_lab.models.discover import routed_layers
+from moe_lab.models.families import Family
 from moe_lab.models.load import skeleton
 from moe_lab.models.streamed import stored_dtype
 from moe_lab.models.transformers_private import to_checkpoint
@@ -20,7 +21,7 @@ from moe_lab.pruning.export.layout import check_stored_apart
 from moe_lab.pruning.export.rewrite import Changes
 
 PRESETS = {"fp8": ("FP8_DYNAMIC", "float-quantized"), "w4a16": ("W4A16", "pack-quantized")}
-"""export.scheme -> the library's names of the scheme and of the format in which its weights are stored."""
+"""export.format -> the library's names of the scheme and of the format in which its weights are stored."""
 GROUPS = (128, 64, 32)
 """Numbers of weights that may share a scale in w4a16, best first."""
 WORDS = {
@@ -42,7 +43,7 @@ def compression_changes(folder: Path, scheme: str) -> Changes:
 
     if has_packed_experts(read_json(folder / "config.json")):
         raise UserError(
-            "export.format=compressed_tensors: experts of different widths in one layer are packed into two tensors, "
+            f"export.format={scheme}: experts of different widths in one layer are packed into two tensors, "
             "which this format cannot store: expected export=padded"
         )
     preset, stored_as = PRESETS[scheme]
@@ -80,7 +81,8 @@ def compression_changes(folder: Path, scheme: str) -> Changes:
 def _expert_names(checkpoint: Checkpoint) -> list[str]:
     """Names of all matrices of routed experts."""
     check_stored_apart(checkpoint.tensors, checkpoint.folder)
-    return [name for name in checkpoint.tensors if OF_EXPERT.fullmatch(name)]
+    places = Family().places(checkpoint.tensors)
+    return [name for name, place in places.items() if place.kind == "expert" and place.axes is not None]
 
 
 def _group_size(widths: Collection[int]) -> int:
@@ -89,8 +91,8 @@ def _group_size(widths: Collection[int]) -> int:
         if all(width % size == 0 for width in widths):
             return size
     raise UserError(
-        f"export.scheme=w4a16 needs experts whose rows are multiples of {GROUPS[-1]} weights, and there are rows of "
-        f"{' and '.join(map(str, sorted(widths)))}: expected export.scheme=fp8, or a plan with such widths"
+        f"export.format=w4a16 needs experts whose rows are multiples of {GROUPS[-1]} weights, and there are rows of "
+        f"{' and '.join(map(str, sorted(widths)))}: expected export.format=fp8, or a plan with such widths"
     )
 
 

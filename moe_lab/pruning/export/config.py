@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -74,15 +73,19 @@ def describe_export(config: dict[str, Any], plan: Plan, form: Form, *, predicts_
         )
     edited: dict[str, Any] = renumbered(config, form.stored)
     text = text_part(edited)
-    _check_counts(text, plan)
     if not predicts_several:
         text.update({field: 0 for field in EXTRA_PREDICTION_LAYERS if text.get(field)})
-    if form.count is not None:
-        _set_counts(text, form.count)
-        if form.same_width == form.width:
-            return _alike(edited)
-        if form.same_width is not None and (narrow := narrowed(edited, form.same_width)) is not None:
-            return _alike(narrow)
+    layers = form.layers.values()
+    counts, widths = {len(layer.experts) for layer in layers}, {layer.width or form.width for layer in layers}
+    if len(counts) == 1:
+        _set_counts(text, plan, *counts)
+    elif edited.get("output_router_logits"):
+        edited["output_router_logits"] = False  # the balancing loss needs layers with equal numbers of experts
+    if len(counts) == 1 and len(widths) == 1 and all(layer.widths is None for layer in layers):
+        width = widths.pop()
+        alike = edited if width in (None, form.width) else narrowed(edited, width)
+        if alike is not None:
+            return _alike(alike)
     return _uneven(edited, form)
 
 
@@ -117,8 +120,6 @@ def _uneven(config: dict[str, Any], form: Form) -> Description:
         own["constants"] = True if layer.constants is not None else None
         stated = {name: value for name, value in own.items() if value is not None}
         layers[str(index)] = {"experts": len(layer.experts), **stated}
-    if form.count is None and config.get("output_router_logits"):
-        config["output_router_logits"] = False  # the balancing loss needs layers with equal numbers of experts
     config["model_type"] = f"{PRUNED}{kind}"
     config["architectures"] = ["PrunedForCausalLM"]
     config["auto_map"] = {"AutoConfig": "pruned.PrunedConfig", "AutoModelForCausalLM": "pruned.PrunedForCausalLM"}
@@ -149,30 +150,15 @@ def check_known(kind: str) -> None:
         )
 
 
-def width_field(config: Mapping[str, Any]) -> str:
-    """The field of config.json that holds the channels per expert. Raises UserError when there is none."""
-    field = next((field for field in WIDTH_FIELDS if isinstance(config.get(field), int)), None)
-    if field is None:
-        raise UserError(f"config.json has no width of experts: expected one of {', '.join(WIDTH_FIELDS)}")
-    return field
-
-
-def _check_counts(text: Mapping[str, Any], plan: Plan) -> None:
+def _set_counts(text: dict[str, Any], plan: Plan, count: int) -> None:
+    """Write the new expert count into every field that holds the old one. UserError if they hold another number."""
     fields = [field for field in COUNT_FIELDS if field in text]
-    if not fields:
-        raise UserError(f"config.json has no expert count: expected one of {', '.join(COUNT_FIELDS)}")
-    for field in fields:
-        if set(_numbers(text[field])) != set(plan.n_experts.values()):
-            counts = " or ".join(map(str, sorted(set(plan.n_experts.values()))))
-            raise UserError(
-                f"plan is for another model: it is about layers of {counts} experts, config.json says "
-                f"{field}={text[field]}"
-            )
-
-
-def _set_counts(text: dict[str, Any], count: int) -> None:
-    """Write the new expert count into every field that holds the old one."""
-    fields = [field for field in COUNT_FIELDS if field in text]
+    before = {number for field in fields for number in _numbers(text[field])}
+    if before != set(plan.n_experts.values()):
+        raise UserError(
+            f"plan is for another model: it is about layers of {sorted(set(plan.n_experts.values()))} experts, and "
+            f"config.json states {sorted(before)} ({', '.join(fields or COUNT_FIELDS)})"
+        )
     text.update({field: [count] * len(text[field]) if isinstance(text[field], list) else count for field in fields})
     text.update(dict.fromkeys(ALSO_COUNTS.get(text.get("model_type", ""), ()), count))
 
@@ -189,7 +175,8 @@ def narrowed(config: dict[str, Any], width: int) -> dict[str, Any] | None:
     model would change their shapes with it. Raises UserError when transformers does not know the model type.
     """
     check_known(config.get("model_type", ""))
-    edited = {**config, width_field(config): width}
+    field = next(field for field in WIDTH_FIELDS if isinstance(config.get(field), int))
+    edited = {**config, field: width}
     return edited if _shapes(config) == _shapes(edited) else None
 
 

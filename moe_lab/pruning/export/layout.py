@@ -6,10 +6,9 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Set
 from pathlib import Path
 
-from moe_lab.config import ExportConfig, ModelConfig, RecoveryConfig
-from moe_lab.errors import UserError, need, user_errors
-from moe_lab.models.checkpoint import Checkpoint, Entry, open_checkpoint
-from moe_lab.models.config_json import check_plain_weights, check_trained_top_k, quantization
+from moe_lab.config import COMPRESSED
+from moe_lab.errors import UserError
+from moe_lab.models.checkpoint import Checkpoint, Entry
 from moe_lab.models.families import (
     DISK_ROUTER_WEIGHTS,
     DISK_ROUTING_VECTORS,
@@ -17,9 +16,7 @@ from moe_lab.models.families import (
     Place,
     predicting_experts,
 )
-from moe_lab.paths import local
 from moe_lab.pruning.export.parts import UNSIGNED, Chunk, Constant, Matrix, Piece, Projection, Span
-from moe_lab.pruning.export.quantised import check_quantised
 from moe_lab.pruning.form import Form, LayerForm, Part
 from moe_lab.pruning.plan import Plan
 
@@ -68,7 +65,7 @@ class Block:
             return _barred(_rows(name, entry, len(entry.shape) - 1, kept, self.count), entry, self.layer)
         if place.kind == "shared":
             return whole(name, entry)
-        if self.layer.ragged or (place.expert is not None and place.expert not in kept):
+        if self.layer.widths is not None or (place.expert is not None and place.expert not in kept):
             return None
         if place.kind == "stack":
             piece = _rows(name, entry, 0, kept, self.count)
@@ -115,11 +112,6 @@ class Block:
             yield Piece(f"{self.prefix}experts.constants", "F32", values.shape, (content,))
 
     def _projection(self, part: Part, role: str, *, as_rows: bool = False) -> Projection:
-        for member in part.members:
-            if (role, member.expert) not in self.matrices:
-                raise UserError(
-                    f"{self.prefix}experts: expert {member.expert} has no {role} projection, so it cannot be cut"
-                )
         matrices = {member.expert: self.matrices[role, member.expert] for member in part.members}
         return Projection(part, matrices, down=role == "down", as_rows=as_rows)
 
@@ -128,20 +120,22 @@ class Block:
         kinds = Counter(place.kind for _, place in self.tensors.values())
         layer = next(place.layer for _, place in self.tensors.values())
         if kinds["router"] != 1:
-            raise UserError(
-                f"{folder}: layer {layer} has {kinds['router']} router weights, expected 1 "
-                f"({', '.join(DISK_ROUTER_WEIGHTS)})"
-            )
+            names = ", ".join(DISK_ROUTER_WEIGHTS)
+            raise UserError(f"{folder}: layer {layer} has {kinds['router']} router weights, expected 1 ({names})")
         if self.layer.dropped and not can_bar(self.tensors):
             raise UserError(f"export=masked: the plan drops experts of layer {layer}, but its router has {NO_BIAS}")
-        found = Counter(place.expert for _, place in self.tensors.values() if place.expert is not None)
+        found: dict[int, set[tuple[str, tuple[int, ...]]]] = {}
+        for name, (entry, place) in self.tensors.items():
+            if place.expert is not None:
+                part = name.removeprefix(f"{self.prefix}experts.{place.expert}.")
+                found.setdefault(place.expert, set()).add((part, entry.shape if place.axes else ()))
         if kinds["stack"] and not found:
             return
         if sorted(found) != list(range(self.count)):
             raise UserError(
                 f"plan is for another model: its layer {layer} has {self.count} experts, {folder} has {len(found)}"
             )
-        if len({number for expert, number in found.items() if expert not in apart}) > 1:
+        if len({frozenset(parts) for expert, parts in found.items() if expert not in apart}) > 1:
             raise UserError(f"{folder}: the experts of layer {layer} do not all have the same tensors")
 
 
@@ -180,7 +174,9 @@ def pieces(
             by_shard[entry.shard] += [piece] if piece is not None else []
     for index, block in blocks.items():
         block.check_complete(checkpoint.folder, {expert for layer, expert in apart if layer == index})
-        if block.layer.ragged:  # at the start of the file, which is aligned whatever the sizes of its other tensors
+        if (
+            block.layer.widths is not None
+        ):  # at the start of the file, which is aligned whatever the sizes of its other tensors
             by_shard[block.shard][:0] = block.packed()
     return by_shard
 
@@ -190,24 +186,17 @@ def _matrices(name: str, entry: Entry, place: Place, count: int, width: int) -> 
 
     Raises UserError for a tensor whose channels cannot be identified.
     """
-    if place.axes is None or place.axes.is_bias:
+    if place.axes is None or place.axes.is_bias or entry.dtype not in UNSIGNED:
         raise UserError(
-            f"{name}: channels of such experts cannot be removed, expected only gate, up and down projections without "
-            "biases or scales: use a criterion of whole experts"
-        )
-    if entry.dtype not in UNSIGNED:
-        raise UserError(
-            f"{name} is of type {entry.dtype}: channels can be removed from {', '.join(sorted(UNSIGNED))} only, load "
-            "a checkpoint that is not quantised"
+            f"{name}, of type {entry.dtype}: channels can be removed from gate, up and down projections of types "
+            f"{', '.join(sorted(UNSIGNED))} only: use a criterion of whole experts"
         )
     roles, down = place.axes.roles, place.axes.channels == -1
     stacked = (count,) if place.kind == "stack" else ()
     if entry.shape[:-2] != stacked or entry.shape[-1 if down else -2] != width * len(roles):
-        expected = f"({', '.join(map(str, stacked))}{', ' if stacked else ''}"
-        expected += f"hidden, {width})" if down else f"{width * len(roles)}, hidden)"
         raise UserError(
-            f"plan is for another model: it is about {width} channels, {name} has shape {entry.shape}, expected "
-            f"{expected}"
+            f"plan is for another model: it is about {count} experts of {width} channels, and {name} has shape "
+            f"{entry.shape}"
         )
     rows, columns = entry.shape[-2] // len(roles), entry.shape[-1]
     experts = range(count) if place.expert is None else (place.expert,)
@@ -226,84 +215,13 @@ def expert_type(checkpoint: Checkpoint) -> str:
     raise UserError(f"{checkpoint.folder} has no routed experts that moe_lab knows")
 
 
-def wrong(
-    export: ExportConfig, model: ModelConfig, recovery: RecoveryConfig, granularity: str | None, *, verify: bool
-) -> Iterator[str]:
-    """A sentence for each reason why plans of `granularity` for the model cannot be exported with these settings.
-
-    What needs the model's files is checked only if they are on this machine.
-    """
-    shape = export.shape
-    if recovery.name != "none" and verify:
-        yield (
-            f"verify=true compares an export with the masked model, which recovery={recovery.name} changes: expected "
-            "verify=false with a recovery"
-        )
-    yield from _wrong_format(export)
-    if shape is None:
-        return
-    yield from user_errors(check_trained_top_k, model, f"export={shape}")
-    yield from _wrong_of_quantised(export, model, verify)
-    if export.format == "compressed_tensors":
-        yield from _wrong_compression(model, recovery, verify)
-    if recovery.name != "none" and shape != "natural":
-        yield (
-            f"export={shape} has a shape other than that of the model that recovery={recovery.name} changes: expected "
-            "export=natural with a recovery"
-        )
-    if shape == "masked" and granularity == "expert":
-        yield from user_errors(check_masked, model)
-
-
-def _wrong_of_quantised(export: ExportConfig, model: ModelConfig, verify: bool) -> Iterator[str]:
-    method = quantization(model)
-    if method is None:
-        return
-    yield from user_errors(check_quantised, method, export.shape)
-    needing = []
-    if verify:
-        needing.append("verify=true")
-    if export.format != ExportConfig.format:
-        needing.append(f"export.format={export.format}")
-    for setting in needing:
-        yield from user_errors(check_plain_weights, model, setting)
-
-
-def _wrong_format(export: ExportConfig) -> Iterator[str]:
-    """A sentence if the package that stores tensors in the format is missing."""
-    if export.format == "compressed_tensors":
-        yield from user_errors(need, "compressed-tensors", "compression", f"export.format={export.format}")
-
-
-def _wrong_compression(model: ModelConfig, recovery: RecoveryConfig, verify: bool) -> Iterator[str]:
-    """A sentence for each reason why the model cannot be exported in the format of compressed-tensors."""
-    name = "export.format=compressed_tensors"
-    if recovery.bits == 4:
-        yield f"{name} quantises weights, and recovery={recovery.name} has done so: expected recovery.bits=16"
-    if verify:
-        yield f"verify=true compares with the masked model, and {name} rounds its weights: expected verify=false"
-    folder = local(model.path)
-    if (folder / "config.json").is_file():
-        yield from user_errors(check_stored_apart, open_checkpoint(folder).tensors, folder)
-
-
 def check_stored_apart(names: Iterable[str], where: Path) -> None:
     """Raise UserError unless the tensors `names` have each expert's matrices apart, as compressed-tensors needs."""
     if not any(place.kind == "expert" for place in Family().places(names).values()):
         raise UserError(
-            f"export.format=compressed_tensors stores each expert's matrices apart, and {where} has those of a layer "
-            "in one tensor: expected export.format=safetensors"
+            f"export.format={' and '.join(COMPRESSED)} store each expert's matrices apart, and {where} has those of a "
+            "layer in one tensor: expected export.format=safetensors"
         )
-
-
-def check_masked(model: ModelConfig) -> None:
-    """Raise UserError unless the tensor names show a routing vector that can bar dropped experts.
-
-    A model that is not on this machine is not checked.
-    """
-    folder = local(model.path)
-    if (folder / "config.json").is_file() and not can_bar(open_checkpoint(folder).tensors):
-        raise UserError(f"export=masked: routers in {folder} have {NO_BIAS}")
 
 
 def can_bar(names: Iterable[str]) -> bool:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,10 +12,17 @@ import torch
 from safetensors import safe_open
 
 from moe_lab.models.checkpoint import INDEX, Checkpoint, open_checkpoint, read_header, read_json
-from moe_lab.models.files import files_of
-from moe_lab.pruning.export import CARD, ORIGIN, check_room, copy_files, unfinished, write_json
-from moe_lab.pruning.export.card import changed_card
-from moe_lab.pruning.export.write import ALIGNMENT, UNFINISHED
+from moe_lab.pruning.export.card import with_section
+from moe_lab.pruning.export.write import (
+    ALIGNMENT,
+    CARD,
+    copy_others,
+    header_bytes,
+    new_file,
+    new_folder,
+    write_index,
+    write_json,
+)
 
 HEADER_ENTRY = 2048
 """Bytes of a header that are reserved for each tensor that is read; NF4 writes six in its place."""
@@ -56,24 +61,17 @@ class Changes:
         return Changes(both, f"{self.words} {further.words}".strip(), {**self.config, **further.config})
 
 
-def rewrite(folder: Path, changes: Changes, out: Path, *, partial: Path) -> Path:
+def rewrite(folder: Path, changes: Changes, out: Path) -> Path:
     """Write the exported checkpoint in `folder` into the new folder `out` with `changes`; returns `out`.
 
-    The division into shards and all other files stay. `out` is complete as soon as it exists. A process that was killed
-    resumes from the complete shards that it left in `partial`, a folder on the disk of `out` that nothing else uses.
-    Raises Unavailable when the disk is too full.
+    The division into shards and all other files stay. `out` is complete as soon as it exists.
     """
     checkpoint = open_checkpoint(folder)
-    with unfinished(partial, folder, {"changes": changes.words}, keep=True):
-        sizes = {shard: (folder / shard).stat().st_size for shard in checkpoint.shards}
-        check_room(partial, sum(size for shard, size in sizes.items() if not (partial / shard).exists()))
+    with new_folder(out) as work:
         for shard in checkpoint.shards:
-            if not (partial / shard).exists():
-                _write_shard(checkpoint, shard, changes, partial)
-        copy_files((file for file in files_of(folder) if file.name not in checkpoint.shards), folder, partial)
-        _describe(folder, checkpoint.shards, changes, partial)
-        (partial / ORIGIN).unlink()
-        partial.replace(out)
+            _write_shard(checkpoint, shard, changes, work)
+        copy_others(folder, work)
+        _describe(folder, checkpoint.shards, changes, work)
     return out
 
 
@@ -83,10 +81,10 @@ def _describe(folder: Path, shards: tuple[str, ...], changes: Changes, target: P
     total = sum(entry.size for entry in entries.values())
     write_json(target / "config.json", {**read_json(folder / "config.json"), **changes.config})
     if (folder / INDEX).exists():
-        index = {name: entries[name].shard for name in sorted(entries)}
-        write_json(target / INDEX, {"metadata": {"total_size": total}, "weight_map": index})
+        write_index(target, {name: entry.shard for name, entry in entries.items()}, total)
     card = (folder / CARD).read_text(encoding="utf-8")
-    (target / CARD).write_text(changed_card(card, changes.words, total), encoding="utf-8")
+    text = f"{changes.words} The weights of this folder take {total:,} bytes."
+    (target / CARD).write_text(with_section(card, "Changes after pruning", text), encoding="utf-8")
 
 
 def _write_shard(checkpoint: Checkpoint, shard: str, changes: Changes, folder: Path) -> None:
@@ -100,8 +98,7 @@ def _write_shard(checkpoint: Checkpoint, shard: str, changes: Changes, folder: P
     start = -(-room // ALIGNMENT) * ALIGNMENT
     header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
     unaligned: dict[str, torch.Tensor] = {}
-    beside = folder / f"{shard}{UNFINISHED}"
-    with safe_open(checkpoint.folder / shard, framework="pt") as source, beside.open("wb") as target:
+    with safe_open(checkpoint.folder / shard, framework="pt") as source, new_file(folder / shard) as target:
         target.seek(start)
         for name in names:
             for changed, tensor in changes.tensors(name, source.get_tensor(name)).items():
@@ -111,14 +108,11 @@ def _write_shard(checkpoint: Checkpoint, shard: str, changes: Changes, folder: P
                     header[changed] = _append(tensor, target, start)
         for changed, tensor in unaligned.items():
             header[changed] = _append(tensor, target, start)
-        text = json.dumps(header, separators=(",", ":")).encode()
-        if len(text) > start - 8:
-            raise ValueError(f"the header of {beside} takes {len(text)} bytes, {start - 8} are reserved")
+        beginning = header_bytes(header, start)
+        if len(beginning) > start:
+            raise ValueError(f"the header of {shard} takes {len(beginning)} bytes, {start} are reserved")
         target.seek(0)
-        target.write(struct.pack("<Q", start - 8) + text.ljust(start - 8))
-        target.flush()
-        os.fsync(target.fileno())  # so that a crash after the rename cannot lose data
-    beside.rename(folder / shard)
+        target.write(beginning)
 
 
 def _append(tensor: torch.Tensor, target: BinaryIO, start: int) -> dict[str, Any]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.functional import rms_norm
 
 from moe_lab.errors import UserError
 from moe_lab.models.discover import MoELayer
@@ -52,19 +52,15 @@ def verify(source: Path, plan: Plan, exported: Path, *, device: str = "cpu", tru
     with torch.no_grad():
         for number in range(len(masked.layers)):
             compared, state = _layer((masked, pruned), plan, number, ids, valid, state)
-            exact = device == "cpu" and _is_exact(pruned, plan, number)
+            written = pruned.moe.get(number)
+            same_order = written is None or (not plan.channels and written.n_experts == len(plan.experts[number]))
+            bound = 0.0 if device == "cpu" and same_order else TOLERANCE[dtype]
             where = f"decoder layer {number} of {exported}"
-            largest = max(largest, *(_held(where, pair, 0.0 if exact else TOLERANCE[dtype]) for pair in compared))
+            largest = max(largest, *(_held(where, pair, bound) for pair in compared))
         assert state is not None
         _align(masked.model, pruned.model)
         logits = ("logits", masked.logits(ids, valid, state), pruned.logits(ids, valid, state))
     return max(largest, _held(str(exported), logits, 0.0 if device == "cpu" else TOLERANCE[dtype]))
-
-
-def _is_exact(pruned: StreamedModel, plan: Plan, number: int) -> bool:
-    """Whether a layer of the export sums the same numbers in the same order as the masked layer."""
-    layer = pruned.moe.get(number)
-    return layer is None or (not plan.channels and layer.n_experts == len(plan.experts[number]))
 
 
 def _layer(
@@ -79,37 +75,28 @@ def _layer(
     masked, pruned = models
     with ExitStack() as stack:
         _align(*(stack.enter_context(model.layer(number, then=number + 1)) for model in models))
-        if number not in masked.moe:
-            first, second = (model.through(number, ids, valid, state) for model in models)
-            return [("outputs", first, second)], first
-        given: list[torch.Tensor] = []
-
-        def note(module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
-            given.extend((*inputs, *named.values()))
-
-        with mask_layers(masked.model, [masked.moe[number]], plan), ExitStack() as undo:
-            undo.callback(masked.moe[number].experts.register_forward_pre_hook(note, with_kwargs=True).remove)
+        moe = masked.moe.get(number)
+        with mask_layers(masked.model, [] if moe is None else [moe], plan):
             first = masked.through(number, ids, valid, state)
-        second = pruned.through(number, ids, valid, state)
-        hidden, _, gates = given
-        return [("outputs", first, second), _all_experts(masked, pruned.moe[number], plan, hidden, gates)], first
+        compared = [("outputs", first, pruned.through(number, ids, valid, state))]
+        if moe is not None:
+            hidden = rms_norm(first.flatten(0, -2), first.shape[-1:])
+            compared.append(_all_experts(moe, pruned.moe[number], plan, hidden))
+        return compared, first
 
 
-def _all_experts(
-    masked: StreamedModel, written: MoELayer, plan: Plan, given: torch.Tensor, gates: torch.Tensor
-) -> Compared:
-    """The outputs of all kept experts of a layer, each for at least one of the tokens `given` (T, H)."""
-    layer = masked.moe[written.index]
-    kept = torch.tensor(plan.experts[layer.index], device=given.device)
-    places = kept if written.n_experts == layer.n_experts else torch.arange(len(kept), device=given.device)
-    turn = torch.arange(-(-len(kept) // len(given)) * len(given), device=given.device) % len(kept)
-    turn = turn.reshape(-1, len(given)).T  # (T, K)
-    ones = gates.new_ones(turn.shape)
+def _all_experts(layer: MoELayer, written: MoELayer, plan: Plan, hidden: torch.Tensor) -> Compared:
+    """The outputs of all kept experts of a layer, each for at least one row of `hidden` (T, H)."""
+    kept = torch.tensor(plan.experts[layer.index], device=hidden.device)
+    places = kept if written.n_experts == layer.n_experts else torch.arange(len(kept), device=hidden.device)
+    turn = torch.arange(-(-len(kept) // len(hidden)) * len(hidden), device=hidden.device) % len(kept)
+    turn = turn.reshape(-1, len(hidden)).T  # (T, K)
+    ones = hidden.new_ones(turn.shape)
     with ExitStack() as stack:
         if plan.channels:
             replace_experts(layer, lambda _: planned(layer, plan), stack)
-        first = layer.experts(given, kept[turn], ones)
-    return "outputs of all kept experts, asked in turn,", first, written.experts(given, places[turn], ones)
+        first = layer.experts(hidden, kept[turn], ones)
+    return "outputs of all kept experts, asked in turn,", first, written.experts(hidden, places[turn], ones)
 
 
 def _align(*modules: nn.Module) -> None:

@@ -1,48 +1,100 @@
-"""Write the weight files of an exported checkpoint, each to a temporary file that is then renamed. No torch."""
+"""Write the files of an exported checkpoint into a folder that appears when all of them are complete. No torch."""
 
 from __future__ import annotations
 
 import errno
 import json
 import os
+import shutil
 import struct
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from moe_lab.errors import UserError
-from moe_lab.models.checkpoint import Checkpoint
+from moe_lab.models.checkpoint import INDEX, Checkpoint
+from moe_lab.models.files import files_of
 from moe_lab.pruning.export.parts import Chunk, Piece, Span
 
+CARD = "README.md"
+NOT_COPIED = {".bin", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".pt", ".pth", ".safetensors"}
+"""Suffixes of weight files, which are not copied: those of the pruned model are written instead."""
 ALIGNMENT = 64
 """Bytes. Matrix products of mapped files can differ in the last bit if weights start in the middle of a cache line."""
 BUFFER = 8 << 20
 """Bytes in memory while copying, where the kernel cannot copy between files."""
 NO_KERNEL_COPY = {errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP}
-UNFINISHED = ".unfinished"
-"""Suffix of a file that is being written."""
+
+
+@contextmanager
+def new_folder(target: Path) -> Iterator[Path]:
+    """A context with an empty folder beside `target` that takes its place at the end; nothing stays when it fails."""
+    work = target.with_name(f".{target.name}.unfinished")
+    shutil.rmtree(work, ignore_errors=True)  # of a process that was killed
+    work.mkdir(parents=True)
+    try:
+        yield work
+        work.replace(target)
+    except BaseException:
+        shutil.rmtree(work, ignore_errors=True)
+        raise
+
+
+@contextmanager
+def new_file(path: Path) -> Iterator[BinaryIO]:
+    """A context with a file to write, which is on the disk at the end, so that a crash after the folder was renamed
+    loses nothing."""
+    with path.open("wb") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def write_weights(checkpoint: Checkpoint, content: Mapping[str, Sequence[Piece]], folder: Path) -> None:
     """Write the tensors of `content` (file -> tensors in order) as safetensors into `folder`.
 
-    Files that exist already under their final names are complete and are kept. Spans are copied by the kernel where it
-    can; others are computed one at a time. Raises UserError when a file of `checkpoint` becomes shorter.
+    Spans are copied by the kernel where it can; others are computed one at a time. Raises UserError when a file of
+    `checkpoint` becomes shorter.
     """
     for shard, tensors in content.items():
-        if tensors and not (folder / shard).exists():
-            unfinished = folder / f"{shard}{UNFINISHED}"
-            with unfinished.open("wb") as target:
-                target.write(_header(tensors, checkpoint.metadata[shard]))
-                for part in _merged(tensors):
-                    if isinstance(part, Span):
-                        with (checkpoint.folder / part.shard).open("rb") as source:
-                            _copy(source, target, part.start, part.size)
-                    else:
-                        target.writelines(part.read(checkpoint.folder))  # keeps no block while the next is made
-                target.flush()
-                os.fsync(target.fileno())  # so that a crash after the rename cannot lose data
-            unfinished.rename(folder / shard)
+        if not tensors:
+            continue
+        with new_file(folder / shard) as target:
+            target.write(_header(tensors, checkpoint.metadata[shard]))
+            for part in _merged(tensors):
+                if isinstance(part, Span):
+                    with (checkpoint.folder / part.shard).open("rb") as source:
+                        _copy(source, target, part.start, part.size)
+                else:
+                    target.writelines(part.read(checkpoint.folder))  # keeps no block while the next is made
+
+
+def write_index(folder: Path, shard_of: Mapping[str, str], total: int) -> None:
+    """Write the index of the shards: the file of each tensor, and the bytes of all of them."""
+    write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(shard_of.items()))})
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Write a JSON file as transformers does."""
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def copy_others(folder: Path, target: Path) -> None:
+    """Copy what lies beside the weights of a checkpoint, such as its tokenizer, to the same places in `target`."""
+    for file in files_of(folder):
+        if file.suffix not in NOT_COPIED and not file.name.startswith(".") and not file.name.endswith(".index.json"):
+            place = target / file.relative_to(folder)
+            place.parent.mkdir(exist_ok=True)
+            shutil.copyfile(file, place)
+
+
+def header_bytes(fields: Mapping[str, Any], room: int = 0) -> bytes:
+    """The beginning of a safetensors file with this header, of at least `room` bytes, after which data are aligned."""
+    text = json.dumps(fields, separators=(",", ":")).encode()
+    size = max(room, 8 + len(text))
+    size += -size % ALIGNMENT
+    return struct.pack("<Q", size - 8) + text.ljust(size - 8)
 
 
 def _header(tensors: Sequence[Piece], metadata: Mapping[str, str]) -> bytes:
@@ -52,25 +104,18 @@ def _header(tensors: Sequence[Piece], metadata: Mapping[str, str]) -> bytes:
         end = position + piece.size
         fields[piece.name] = {"dtype": piece.dtype, "shape": piece.shape, "data_offsets": [position, end]}
         position = end
-    text = json.dumps(fields, separators=(",", ":")).encode()
-    text += b" " * (-(8 + len(text)) % ALIGNMENT)
-    return struct.pack("<Q", len(text)) + text
+    return header_bytes(fields)
 
 
-def _merged(tensors: Sequence[Piece]) -> Iterator[Chunk]:
+def _merged(tensors: Sequence[Piece]) -> list[Chunk]:
     """All chunks of a file in order, with adjacent byte ranges merged."""
-    last: Span | None = None
-    for part in (part for piece in tensors for part in piece.chunks):
-        if last and isinstance(part, Span) and (part.shard, part.start) == (last.shard, last.start + last.size):
-            last = Span(last.shard, last.start, last.size + part.size)
-            continue
-        if last:
-            yield last
-        last = part if isinstance(part, Span) else None
-        if last is None:
-            yield part
-    if last:
-        yield last
+    chunks: list[Chunk] = []
+    for chunk in (chunk for piece in tensors for chunk in piece.chunks):
+        if chunks and isinstance(last := chunks[-1], Span) and last.is_before(chunk):
+            chunk = Span(last.shard, last.start, last.size + chunk.size)
+            chunks.pop()
+        chunks.append(chunk)
+    return chunks
 
 
 def _copy(source: BinaryIO, target: BinaryIO, start: int, size: int) -> None:

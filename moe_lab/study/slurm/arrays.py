@@ -14,11 +14,13 @@ from rich.table import Table
 from moe_lab.config import LauncherConfig
 from moe_lab.study.estimates import Seconds
 from moe_lab.study.slurm.scheduler import LONGEST
-from moe_lab.study.step import KINDS, Packing, Step, canonical
+from moe_lab.study.step import KINDS, Step, canonical
 
 Stage = tuple[str, int]
 """The kind of a job, and its depth: how many jobs of the same kind have to run before it, one after another."""
 PackSteps = list[Step]
+STEPS_PER_JOB = 256
+"""Small steps of one job: each takes about a second, and a job some time in the queue."""
 
 
 @dataclass(frozen=True)
@@ -89,16 +91,21 @@ def _in_order(members: Mapping[Stage, Sequence[Step]], stage_of: Mapping[str, St
 
 
 def _packs(steps: Sequence[Step], kind: str, settings: LauncherConfig) -> list[PackSteps]:
-    """Divide steps into jobs by the packing of `kind`; steps of the kind itself come before others in its jobs."""
-    packing = KINDS[kind].packing
-    if packing is not Packing.CELLS:
-        sizes = {Packing.ONE: 1, Packing.SMALL: settings.steps_per_job, Packing.GRADING: settings.cells_per_job}
-        return _cut([[step] for step in steps], sizes[packing])
-    models: dict[str, dict[str, PackSteps]] = defaultdict(lambda: defaultdict(list))
+    """Divide steps into jobs. Steps of the kind itself come before others in its jobs.
+
+    Where the kind loads a model, a job is about one model, and has the steps of a pruned model together.
+    """
+    if not (per_job := KINDS[kind].per_job):
+        return [[step] for step in steps]
+    groups: dict[str, dict[str, PackSteps]] = defaultdict(lambda: defaultdict(list))
     for step in sorted(steps, key=lambda step: step.kind != kind):
         plan = step.inputs.get("plan")
-        models[repr(step.about)][plan.id if plan else ""].append(step)
-    return [pack for cells in models.values() for pack in _cut(list(cells.values()), settings.cells_per_job)]
+        if KINDS[kind].loads == "model":
+            groups[repr(step.about)][plan.id if plan else ""].append(step)
+        else:
+            groups[""][step.id].append(step)
+    size = STEPS_PER_JOB if per_job == "steps" else settings.cells_per_job
+    return [pack for cells in groups.values() for pack in _cut(list(cells.values()), size)]
 
 
 def _cut(groups: Sequence[PackSteps], size: int) -> list[PackSteps]:

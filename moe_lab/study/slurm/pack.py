@@ -9,21 +9,18 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from types import FrameType
-from typing import TYPE_CHECKING
 
 from submitit.helpers import DelayedSubmission
 
 from moe_lab.errors import UserError
 from moe_lab.study.progress import say_notices, watch
+from moe_lab.study.record import Study
 from moe_lab.study.runs import Run, runs
 from moe_lab.study.schedule import Schedule, StepError, work
 from moe_lab.study.slurm import scheduler
 from moe_lab.study.step import Step, unmerged
 from moe_lab.study.store import Store
 from moe_lab.study.worker import Worker
-
-if TYPE_CHECKING:
-    from moe_lab.study.record import Study
 
 
 @dataclass(frozen=True)
@@ -100,10 +97,7 @@ class Record:
 
 def settle(schedule: Schedule, store: Store) -> None:
     """Update waiting steps from the store: finished, failed, or else failed because their job was lost."""
-    for step in list(schedule.waiting.values()):
-        if store.path(step).exists():
-            del schedule.waiting[step.id]
-            schedule.finished.add(step.id)
+    _note_finished(schedule, store)
     needed = {step.id for step in unmerged(schedule.steps, schedule.finished)}
     schedule.waiting = {name: step for name, step in schedule.waiting.items() if name in needed}
     for step in list(schedule.waiting.values()):
@@ -117,32 +111,25 @@ def settle(schedule: Schedule, store: Store) -> None:
             schedule.fail(step, StepError({"message": message, "transient": True}))
 
 
-LOOK_EVERY = 1.0
-"""Seconds between two looks at the store."""
-ASK_EVERY = 5.0
-"""Seconds between two requests to the scheduler, which other users share."""
+EVERY = 3.0
+"""Seconds between two looks at the store and the scheduler, which other users share."""
 
 
 def follow(schedule: Schedule, study: Study) -> None:
     """Wait until the study has no job left; then update `schedule` from the store."""
     jobs = {job.id: job.name for run in runs(study.store, study.config.study) for job in run.jobs}
     with watch(schedule):
-        last_asked = 0.0
-        while True:
-            _note_finished(schedule, study)
-            if not schedule.waiting or time.monotonic() - last_asked >= ASK_EVERY:
-                last_asked = time.monotonic()
-                if not _any_left(jobs):
-                    break
-            time.sleep(LOOK_EVERY)
+        while _any_left(jobs):
+            time.sleep(EVERY)
+            with schedule.changed:
+                _note_finished(schedule, study.store)
     settle(schedule, study.store)
 
 
-def _note_finished(schedule: Schedule, study: Study) -> None:
-    with schedule.changed:
-        for step in [step for step in schedule.waiting.values() if study.store.path(step).exists()]:
-            del schedule.waiting[step.id]
-            schedule.finished.add(step.id)
+def _note_finished(schedule: Schedule, store: Store) -> None:
+    for step in [step for step in schedule.waiting.values() if store.path(step).exists()]:
+        del schedule.waiting[step.id]
+        schedule.finished.add(step.id)
 
 
 def _any_left(jobs: dict[str, str]) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from math import ceil, inf
 from types import MappingProxyType
@@ -55,25 +55,22 @@ def resources(
     The steps are about one model, except small ones. They are of one kind, or go into jobs of the first step's kind,
     such as the costs of the models that the job evaluates.
 
-    Returns the fields of JobConfig: gpus, cpus, memory (GiB) and minutes are always numbers; gpu_type, partition,
-    account, qos and constraint may be None; sbatch is a mapping and setup a list. Settings of the model take precedence
-    over those of the kind, and those over `every`; sbatch is merged. `seconds` estimates the time of a step; if it is
-    unknown for one, the job asks for `settings.longest`. Minutes that are not set are limited to the partition's
-    `time_limits` (partition -> minutes).
+    Returns the fields of JobConfig: gpus, cpus, memory (GiB) and minutes are always numbers; gpu_type and partition may
+    be None; sbatch is a mapping and setup a list. `seconds` estimates the time of a step; if it is unknown for one, the
+    job asks for `settings.longest`. Minutes that are not set are limited to the partition's `time_limits` (partition ->
+    minutes).
     """
     configured = _configured(steps[0], settings)
     memories = [memory_of(step) or UNKNOWN for step in steps]
-    count = (
-        max(gpus(memory, settings.gpu_memory) for memory in memories)
-        if configured["gpus"] is None
-        else configured["gpus"]
-    )
+    count = configured["gpus"]
+    if count is None:
+        count = max(gpus(memory, settings.gpu_memory) for memory in memories)
     largest = max(memory.bytes for memory in memories) / GIB
+    threads = (steps[0].about.threads if steps[0].about else None) or 1
     minutes = min(_minutes([seconds(step) for step in steps], settings), _time_limit(configured, time_limits))
-    threads = steps[0].about.threads if steps[0].about else None
     estimated = {
         "gpus": count,
-        "cpus": max(threads or 1, count * CPUS_PER_GPU),
+        "cpus": max(threads, count * CPUS_PER_GPU),
         "memory": ceil(HOST + largest) if count else ceil(2 * largest),
         "minutes": int(minutes),
     }
@@ -88,25 +85,15 @@ def _minutes(seconds: Sequence[float | None], settings: ResourcesConfig) -> int:
 
 
 def _configured(step: Step, settings: ResourcesConfig) -> dict[str, Any]:
-    configured: dict[str, Any] = {field.name: None for field in fields(JobConfig)}
-    configured |= {"sbatch": {}, "setup": []}
-    for job in _levels(step, settings):
-        for name in configured:
-            value = getattr(job, name)
-            if name == "sbatch":
-                configured[name] = {**configured[name], **value}
-            elif value is not None and value != []:
-                configured[name] = value
+    """What is set for a step. Settings of its model take precedence over those of its kind, and those over `every`;
+    sbatch is merged. Settings of models do not apply to small steps."""
+    of_kind, of_model = settings.jobs.get(step.kind), settings.models.get(step.about.name) if step.about else None
+    configured: dict[str, Any] = {field.name: None for field in fields(JobConfig)} | {"sbatch": {}, "setup": []}
+    for job in (settings.every, of_kind, of_model):
+        if job is not None:
+            given = {name: value for name, value in vars(job).items() if name in configured and value not in (None, [])}
+            configured |= {**given, "sbatch": {**configured["sbatch"], **job.sbatch}}
     return configured
-
-
-def _levels(step: Step, settings: ResourcesConfig) -> Iterator[JobConfig]:
-    """The settings that apply to a step, the most general first; settings of models do not apply to small steps."""
-    yield settings.every
-    if step.kind in settings.jobs:
-        yield settings.jobs[step.kind]
-    if step.about and step.about.name in settings.models:
-        yield settings.models[step.about.name]
 
 
 def _time_limit(configured: Mapping[str, Any], time_limits: Mapping[str, float]) -> float:
@@ -114,7 +101,7 @@ def _time_limit(configured: Mapping[str, Any], time_limits: Mapping[str, float])
 
     Infinite when they are not known, and when a quality of service (qos) determines the limit.
     """
-    if configured["qos"]:
+    if configured["sbatch"].get("qos"):
         return inf
     named = configured["partition"] or os.environ.get("SBATCH_PARTITION", "")
     return max((time_limits[name] for name in named.split(",") if name in time_limits), default=inf)

@@ -27,9 +27,6 @@ DISPLAY = (
 """Beginnings of variables by which a shell selects what Slurm's commands show or cancel, and how they show it."""
 DECIDED = {
     "partition": ("partition", "p"),
-    "account": ("account", "A"),
-    "qos": ("qos", "q"),
-    "constraint": ("constraint", "C"),
     "gpus and gpu_type": ("gpus", "G", "gpus-per-node", "gpus-per-task", "gpus-per-socket", "gres"),
     "cpus": ("cpus-per-task", "c", "cpus-per-gpu"),
     "memory": ("mem", "mem-per-node", "mem-per-cpu", "mem-per-gpu"),
@@ -45,8 +42,6 @@ DECIDED = {
 }
 """What to use instead -> options of sbatch that moe_lab decides for every job: names and letters, and the names of
 their variables (SBATCH_TIMELIMIT) where these are others."""
-OPTIONAL = ("partition", "account", "qos", "constraint")
-"""Options of sbatch that are fields of JobConfig; a shell's variable counts where the field is not set."""
 
 
 @dataclass(frozen=True)
@@ -155,8 +150,9 @@ def instead_of(written: str) -> str | None:
 @contextmanager
 def submitting(options: Collection[str]) -> Iterator[None]:
     """While open, sbatch is not told by the shell's variables what moe_lab decides, or one of `options`, which the job
-    sets itself: to sbatch, a variable counts more than the script of a job."""
-    names = {name for each in DECIDED.values() for name in each if name not in OPTIONAL} | set(options)
+    sets itself: to sbatch, a variable counts more than the script of a job. The shell's partition counts where none is
+    set."""
+    names = {name for each in DECIDED.values() for name in each if name != "partition"} | set(options)
     ignored = {f"SBATCH_{name.lstrip('-').replace('-', '_').upper()}" for name in names}
     away = {name: os.environ[name] for name in os.environ if name in ignored or name.startswith(DISPLAY)}
     for name in away:

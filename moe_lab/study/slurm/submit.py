@@ -28,7 +28,7 @@ from moe_lab.study.schedule import Schedule
 from moe_lab.study.slurm import scheduler
 from moe_lab.study.slurm.arrays import Array, arrange
 from moe_lab.study.slurm.pack import Pack, Record
-from moe_lab.study.slurm.resources import check, resources
+from moe_lab.study.slurm.resources import resources
 from moe_lab.study.slurm.scheduler import Queued
 from moe_lab.study.step import NOTED, code_state, digest
 
@@ -56,7 +56,6 @@ def submit(schedule: Schedule, study: Study, run: Run) -> None:
 def _submit_missing(schedule: Schedule, submission: Submission) -> None:
     study = submission.study
     config, store = study.config, study.store
-    check(config.resources)
     earlier = [job for run in runs(store, config.study) for job in run.jobs]
     covered = under_way(earlier, scheduler.queue(), schedule.waiting)
     missing = [step for step in schedule.waiting.values() if step.id not in covered.steps]
@@ -135,7 +134,7 @@ class Submission:
         )
         dependency = {"dependency": f"{condition}:{':'.join(after)}"} if after else {}
         more = {"kill-on-invalid-dep": "yes", "requeue": True, **dependency, **asks["sbatch"]}
-        optional = {name: asks[name] for name in scheduler.OPTIONAL if asks[name] is not None}
+        optional = {"partition": asks["partition"]} if asks["partition"] else {}
         kind_of_gpu = f"{asks['gpu_type']}:" if asks["gpu_type"] else ""
         executor.update_parameters(
             job_name=self._name(kind),
@@ -171,25 +170,14 @@ def _check_limits(arrays: Iterable[Array], signal_seconds: int) -> None:
 
 def _announce(submission: Submission) -> None:
     study, jobs = submission.study.config.study, submission.run.jobs
-    if not jobs:
-        say(f"{study}: all under way in jobs {_named(submission.jobs.values())}")
-        return
-    for array in dict.fromkeys((job.array, job.kind) for job in jobs):
-        tasks = [job for job in jobs if job.array == array[0]]
-        steps = sum(len(job.steps) for job in tasks)
-        print(f"{array[0]}  {array[1]}: {_count(len(tasks), 'job')}, {_count(steps, 'step')}", flush=True)
+    for array, kind in dict.fromkeys((job.array, job.kind) for job in jobs):
+        tasks = [job for job in jobs if job.array == array]
+        print(f"{array}  {kind}: jobs {len(tasks)}, steps {sum(len(job.steps) for job in tasks)}", flush=True)
     own = {step for job in jobs for step in job.steps}
-    if earlier := [job for step, job in submission.jobs.items() if step not in own]:
-        say(f"{study}: {len(earlier)} more steps are under way in jobs {_named(earlier)}")
-    say(f"{study}: submitted; see python -m moe_lab.study status {study} store={submission.study.store.root}")
-
-
-def _count(number: int, word: str) -> str:
-    return f"{number} {word}{'s' if number != 1 else ''}"
-
-
-def _named(jobs: Iterable[str]) -> str:
-    return ", ".join(sorted(set(jobs)))
+    if earlier := {job for step, job in submission.jobs.items() if step not in own}:
+        say(f"{study}: steps that are under way already are in jobs {', '.join(sorted(earlier))}")
+    if jobs:
+        say(f"{study}: submitted; see python -m moe_lab.study status {study} store={submission.study.store.root}")
 
 
 @dataclass

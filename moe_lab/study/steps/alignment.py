@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from moe_lab import allocation
@@ -28,12 +27,9 @@ def plan_of(cell: Cell) -> Any:
     return how(loaded_as(cell.model), cell.calibration, plan)
 
 
-@dataclass(frozen=True, eq=False)
-class ActivationAlignment(OnText):
-    """A plan with the channels of merged experts matched by their weights and their activations on a text."""
+class AlignsChannels(OnText):
+    """A step that matches the channels of experts that a plan merges."""
 
-    kind = "activation_alignment"
-    reads_text = True
     streams = True
     plan: Step
 
@@ -46,25 +42,32 @@ class ActivationAlignment(OnText):
         asked: Asked = self.plan.asked  # type: ignore[attr-defined]
         return asked
 
+
+class ActivationAlignment(AlignsChannels):
+    """A plan with the channels of merged experts matched by their weights and their activations on a text."""
+
+    kind = "activation_alignment"
+    reads_text = True
+
     def work(self, files: Files) -> None:
-        passes = engine(self.loaded.model, self.text, files, {"step": self.id})
-        passes.aligned(files.plan(self.plan)).save(files.out / "plan.json")
+        from moe_lab.pruning.alignment import align_by_activations, alignment_tap
+
+        passes, plan = engine(self.loaded.model, self.text, files, {"step": self.id}), files.plan(self.plan)
+        align_by_activations(plan, passes.read(alignment_tap(plan)).layers).save(files.out / "plan.json")
 
     def layer_memory(self, size: Size) -> float:
         """Products of channels, in fp64 for at most every expert."""
         return 8.0 * size.experts * size.width**2
 
-    def buffers(self, size: Size) -> float:
-        """The weights of a layer's channels in fp32."""
-        return 4.0 * size.experts * size.expert
+    def memory(self, size: Size) -> float:
+        """With the weights of one layer's channels in fp32."""
+        return super().memory(size) + 4.0 * size.experts * size.expert
 
 
-@dataclass(frozen=True, eq=False)
-class Alignment(ActivationAlignment):
+class Alignment(AlignsChannels):
     """A plan with the channels of merged experts matched by their weights. Its text only says which engine is used."""
 
     kind = "alignment"
-    reads_text = False
     runtime = frozenset({"text"})
 
     def work(self, files: Files) -> None:
@@ -83,9 +86,3 @@ class Alignment(ActivationAlignment):
             check_fit(plan, resident)
             layers = iter(resident)
         align_by_weights(plan, layers).save(files.out / "plan.json")
-
-    def layer_memory(self, size: Size) -> float:
-        return 0.0
-
-    def buffers(self, size: Size) -> float:
-        return 0.0

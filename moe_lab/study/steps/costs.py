@@ -4,34 +4,29 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any, Self
 
 from moe_lab import results
 from moe_lab.config import CalibrationConfig, Config, ModelConfig, TimingConfig
 from moe_lab.errors import Unavailable, UserError, user_errors
 from moe_lab.json_files import write_json
-from moe_lab.models.config_json import Size, check_plain_weights, has_uneven_layers
-from moe_lab.models.identity import Arithmetic
-from moe_lab.start import command
-from moe_lab.study.step import Loads, Step
+from moe_lab.models.config_json import Size, check_plain_weights, config_of, has_packed_experts
+from moe_lab.study.step import Step
 from moe_lab.study.steps.engine import engine
 from moe_lab.study.steps.files import Files, loaded, read_text, skeleton
-from moe_lab.study.steps.model import Facts
+from moe_lab.study.steps.model import Arithmetic, Facts
 from moe_lab.study.steps.passes import OnText
 from moe_lab.study.steps.recovery import Pruned, Storage, unpruned
 
 
-@dataclass(frozen=True, eq=False)
 class Routing(OnText):
     """A pass over a text that measures where tokens go."""
 
     streams = True
 
 
-@dataclass(frozen=True, eq=False)
 class Cost(Step):
     """Parameters, storage, and the FLOPs of a token in a row as long as those of a text.
 
@@ -40,7 +35,7 @@ class Cost(Step):
     """
 
     kind = "cost"
-    loads = Loads.MODEL
+    loads = "model"
     streams = True
     facts: Facts
     plan: Any
@@ -63,7 +58,7 @@ class Cost(Step):
     @classmethod
     def of_unpruned(cls, model: ModelConfig, text: CalibrationConfig) -> Self:
         """The cost of a model as it is."""
-        return cls._of(unpruned(model), text, None, routed=has_uneven_layers(model))
+        return cls._of(unpruned(model), text, None, routed=has_packed_experts(config_of(model)))
 
     @classmethod
     def _of(cls, pruned: Pruned, text: CalibrationConfig, before: Cost | None, *, routed: bool) -> Self:
@@ -138,7 +133,6 @@ class Cost(Step):
         return "evaluate" if self.plan else self.kind
 
 
-@dataclass(frozen=True, eq=False)
 class Profile(OnText):
     """How much hidden states differ between tokens after every layer, and how its router decides, of the pruned model
     before recovery."""
@@ -161,7 +155,6 @@ class Profile(OnText):
         files.table("profile.parquet", results.PROFILES, measured)
 
 
-@dataclass(frozen=True, eq=False)
 class Timing(OnText):
     """Seconds of prompts and answers, and memory, of the model as deployed: without what its plan removes, in the bits
     it is stored in."""
@@ -245,15 +238,3 @@ def wrong_timing(config: Config, model: ModelConfig) -> Iterator[str]:
     if config.launcher.name == "slurm" and config.timed.device is None:
         yield "timing=true with launcher=slurm needs timed.device: expected the name of the nodes' GPU, as jobs see it"
     yield from user_errors(check_plain_weights, model, "timing=true")
-
-
-def device_here(device: str) -> str:
-    """Name of the device that `model.device` selects on this machine. Raises UserError when there is none.
-
-    Runs in another process, because torch takes seconds to import.
-    """
-    answer = subprocess.run(command("moe_lab.models.device", device), capture_output=True, text=True)
-    if answer.returncode:
-        reason = answer.stderr.strip().splitlines()[-1].partition(": ")[2]
-        raise UserError(reason if reason.startswith("model.device=") else f"model.device={device}: {reason}")
-    return answer.stdout.strip().splitlines()[-1]

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from moe_lab.config import CalibrationConfig, ModelConfig
+from moe_lab.study import memory
 from moe_lab.study.steps.files import Files, loaded, read_text
 
 Rows = tuple[int, int] | None
@@ -40,25 +41,11 @@ class Resident:
 
         return gather(self.model, tap, self.text, **self.about)
 
-    def gradients(self) -> Any:
-        """All sums of a forward and a backward pass."""
-        from moe_lab.statistics.gradients import GradientTap, gather_gradients
+    def read_back(self, tap: type) -> Any:
+        """Sums that `tap` gathers in a forward and a backward pass."""
+        from moe_lab.statistics.gradients import gather_gradients
 
-        return gather_gradients(self.model, GradientTap, self.text, checkpointing=self.checkpointing, **self.about)
-
-    def weight_gradients(self) -> Any:
-        """Sums of a forward and a backward pass with the gradients of weights."""
-        from moe_lab.statistics.gradients import WeightGradientTap, gather_gradients
-
-        fingerprint = self.about["fingerprint"]
-        return gather_gradients(self.model, WeightGradientTap, self.text, fingerprint=fingerprint)
-
-    def aligned(self, plan: Any) -> Any:
-        """A plan with the channels of merged experts matched by activations and weights."""
-        from moe_lab.pruning.alignment import align_by_activations, alignment_tap
-        from moe_lab.statistics.observe import gather
-
-        return align_by_activations(plan, gather(self.model, alignment_tap(plan), self.text, fingerprint={}).layers)
+        return gather_gradients(self.model, tap, self.text, checkpointing=self.checkpointing, **self.about)
 
     def routing(self, plan: Any) -> Any:
         """The measured routing of the text under a plan."""
@@ -76,7 +63,7 @@ class Streamed:
         from moe_lab.models.streamed import open_streamed
 
         self.model, tokenizer = open_streamed(model)
-        self.budget = text.activation_budget * 2**30
+        self.budget = memory.STATES
         """Bytes of hidden states that are kept in memory."""
         self.about: dict[str, Any] = {"fingerprint": fingerprint, "out": files.partial, "budget": self.budget}
         self.text = read_text(text, tokenizer, files, rows)
@@ -86,22 +73,10 @@ class Streamed:
 
         return stream(self.model, tap, self.text, **self.about)
 
-    def gradients(self) -> Any:
-        from moe_lab.statistics.gradients import GradientTap
+    def read_back(self, tap: type) -> Any:
         from moe_lab.statistics.streaming import stream_back
 
-        return stream_back(self.model, GradientTap, self.text, **self.about)
-
-    def weight_gradients(self) -> Any:
-        from moe_lab.statistics.gradients import WeightGradientTap
-        from moe_lab.statistics.streaming import stream_back
-
-        return stream_back(self.model, WeightGradientTap, self.text, **self.about)
-
-    def aligned(self, plan: Any) -> Any:
-        from moe_lab.pruning.alignment import align_by_activations, alignment_tap
-
-        return align_by_activations(plan, self.read(alignment_tap(plan)).layers)
+        return stream_back(self.model, tap, self.text, **self.about)
 
     def routing(self, plan: Any) -> Any:
         from moe_lab.pruning.flops import layered_routing

@@ -10,14 +10,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moe_lab.config import BackendConfig, BenchmarkConfig, Config, ModelConfig
+from moe_lab.config import BackendConfig, BenchmarkConfig, Config, ExportConfig, LauncherConfig, ModelConfig
 from moe_lab.errors import Unavailable
-from moe_lab.evaluation import suite
-from moe_lab.evaluation.sandbox.policy import LIMITED, Policy
+from moe_lab.evaluation import engines, suite
+from moe_lab.evaluation.sandbox.policy import Policy
 from moe_lab.json_files import write_json
 from moe_lab.models.config_json import Size
 from moe_lab.study import memory
-from moe_lab.study.step import Loads, Packing, Step
+from moe_lab.study.step import Step, once
 from moe_lab.study.steps.files import Files
 from moe_lab.study.steps.recovery import Export, Pruned, export_of, forget_models
 
@@ -41,9 +41,8 @@ class Task:
     questions: suite.Questions
     backend: BackendConfig
     policy: Policy
-    sandbox: str | None
-    """The sandbox, where it changes results: without namespaces some programs are not run."""
-    config: Config
+    export: ExportConfig
+    verify: bool
 
     @property
     def generates(self) -> bool:
@@ -51,20 +50,16 @@ class Task:
         return suite.has_two_phases(self.benchmark)
 
 
+@once
 def task_of(benchmark: BenchmarkConfig, config: Config) -> Task:
     """The benchmark as a study asks it.
 
-    A server only generates texts, so the model is loaded for a benchmark that needs likelihoods. Grading may not run in
-    a weaker sandbox than here, also where another machine of the study has no namespaces.
+    A server only generates texts, so the model is loaded for a benchmark that needs likelihoods.
     """
     backend = backend_of(config)
     if backend.name == "server" and not suite.has_two_phases(benchmark):
         backend = BackendConfig(name="hf")
-    policy = suite.policy(config)
-    limited = suite.runs_limited(benchmark, policy)
-    if policy.sandbox == "auto" and not limited:
-        policy = replace(policy, sandbox="namespaces")
-    return Task(benchmark, suite.Questions(benchmark), backend, policy, LIMITED if limited else None, config)
+    return Task(benchmark, suite.Questions(benchmark), backend, suite.policy(config), config.export, config.verify)
 
 
 def backend_of(config: Config) -> BackendConfig:
@@ -77,9 +72,9 @@ def results_of(pruned: Pruned, task: Task) -> Evaluate | Grade:
     checkpoint = _checkpoint(pruned, task)
     template = tuple(pruned.model.template_arguments.items()) if task.benchmark.chat else None
     if not task.generates:
-        return Evaluate(pruned, task.backend, checkpoint, template, task.benchmark, task.policy, task.sandbox)
-    generated = Generate(pruned, task.backend, checkpoint, template, task.questions)
-    return Grade(generated, task.benchmark, task.policy, task.sandbox)
+        return Evaluate(pruned, task.backend, checkpoint, template, task.benchmark, task.policy)
+    generated = Generate(pruned, task.backend, checkpoint, template, task.benchmark, task.questions)
+    return Grade(generated, task.benchmark, task.policy)
 
 
 def _checkpoint(pruned: Pruned, task: Task) -> Export | None:
@@ -90,29 +85,28 @@ def _checkpoint(pruned: Pruned, task: Task) -> Export | None:
     if task.backend.name == "vllm" and not pruned.is_recovered:
         if pruned.drops_whole_experts:
             return None
-        return export_of(pruned, task.config, "padded")  # vLLM has one width in each layer
-    return export_of(pruned, task.config)
+        return export_of(pruned, task.export, task.verify, "padded")  # vLLM has one width in each layer
+    return export_of(pruned, task.export, task.verify)
 
 
-@dataclass(frozen=True, eq=False)
 class AsksModel(Step):
     """A step that asks a pruned model the questions of a benchmark."""
 
-    loads = Loads.MODEL
+    loads = "model"
     foreign = True
     pruned: Pruned
     backend: BackendConfig
     checkpoint: Export | None
     template: Template | None
     """Arguments of the model's chat template; None where the benchmark does not use it."""
+    benchmark: BenchmarkConfig
 
-    @property
-    def asked(self) -> BenchmarkConfig:
-        """The benchmark."""
-        raise NotImplementedError
+    def conditions(self, launcher: LauncherConfig) -> Iterator[tuple[Any, ...]]:
+        if launcher.python is None:
+            yield engines.check_installed, self.backend
 
     def label(self) -> str:
-        return f"{self.pruned.recovered_label}-{self.asked.name}"
+        return f"{self.pruned.recovered_label}-{self.benchmark.name}"
 
     @property
     def about(self) -> ModelConfig:
@@ -120,17 +114,16 @@ class AsksModel(Step):
 
     def memory(self, size: Size) -> float:
         """Weights, and of a batch the keys and values where texts are generated, else the logits of prompts."""
-        benchmark = self.asked
-        written = benchmark.max_new_tokens
+        benchmark, written = self.benchmark, self.benchmark.max_new_tokens
         row = memory.cache(size, memory.PROMPT + written) if written else memory.PROMPT * memory.logits(size)
         weights = memory.weights(size, 2 if self.pruned.is_changed else 1)
         return memory.BASE + weights + benchmark.batch_size * row
 
     def units(self) -> float:
-        return float(items(self.asked))
+        return float(items(self.benchmark))
 
     def pace(self) -> list[Any]:
-        return [self.pruned.loaded.facts.id, self.backend.name, *pace_of(self.asked)]
+        return [self.pruned.loaded.facts.id, self.backend.name, *pace_of(self.benchmark)]
 
     @contextmanager
     def engine(self, files: Files) -> Iterator[Engine]:
@@ -172,20 +165,17 @@ class AsksModel(Step):
         print(f"{self.folder} asks, for example: {prompt!r}", file=sys.stderr, flush=True)
 
 
-@dataclass(frozen=True, eq=False)
 class Evaluate(AsksModel):
     """The results of one benchmark, which is graded while the model is asked."""
 
     kind = "evaluate"
-    packing = Packing.CELLS
-    benchmark: BenchmarkConfig
+    per_job = "cells"
     policy: Policy
-    sandbox: str | None
     runtime = frozenset({"policy"})
 
-    @property
-    def asked(self) -> BenchmarkConfig:
-        return self.benchmark
+    def conditions(self, launcher: LauncherConfig) -> Iterator[tuple[Any, ...]]:
+        yield from super().conditions(launcher)
+        yield suite.lacking, self.benchmark, self.policy
 
     def work(self, files: Files) -> None:
         from moe_lab.evaluation import run
@@ -196,48 +186,46 @@ class Evaluate(AsksModel):
         self.show(json.loads((files.out / "result.json").read_text())["protocol"]["prompt"])
 
 
-@dataclass(frozen=True, eq=False)
 class Generate(AsksModel):
     """The answers to one benchmark."""
 
     kind = "generate"
     questions: suite.Questions
-
-    @property
-    def asked(self) -> BenchmarkConfig:
-        return self.questions.benchmark
+    """What of the benchmark changes answers."""
+    runtime = frozenset({"benchmark"})
 
     def work(self, files: Files) -> None:
         from moe_lab.evaluation import items, run
 
-        check_data(self.asked, self.settings["questions"])
+        check_data(self.benchmark, self.settings["questions"])
         with self.engine(files) as engine:
-            answers = run.answer(engine, self.asked, self.record(files))
+            answers = run.answer(engine, self.benchmark, self.record(files))
         items.write(answers, files.out / run.ANSWERS)
         self.show(answers[0].prompt)
 
     def disk(self, size: Size) -> float:
         """Generated texts, if each has the maximum length."""
-        return float(items(self.asked) * self.asked.max_new_tokens * BYTES_PER_TOKEN)
+        return float(items(self.benchmark) * self.benchmark.max_new_tokens * BYTES_PER_TOKEN)
 
     def job(self) -> str:
         """Generating by a model that is loaded goes into the Slurm jobs that evaluate its other benchmarks."""
         return self.kind if self.backend.name == "server" else "evaluate"
 
 
-@dataclass(frozen=True, eq=False)
 class Grade(Step):
     """The results of one benchmark, from generated texts; needs no model."""
 
     kind = "grade"
-    packing = Packing.GRADING
+    per_job = "cells"
     foreign = True
     process_memory = 4.0 * 2**30
     generate: Generate
     benchmark: BenchmarkConfig
     policy: Policy
-    sandbox: str | None
     runtime = frozenset({"policy"})
+
+    def conditions(self, launcher: LauncherConfig) -> Iterator[tuple[Any, ...]]:
+        yield suite.lacking, self.benchmark, self.policy
 
     def label(self) -> str:
         return self.generate.label()

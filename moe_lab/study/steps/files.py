@@ -7,14 +7,12 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from moe_lab.config import CalibrationConfig, ModelConfig
 from moe_lab.json_files import write_json
-from moe_lab.study.step import Step, log_of
-
-if TYPE_CHECKING:
-    from moe_lab.study.store import Store
+from moe_lab.study.step import Step
+from moe_lab.study.store import Store
 
 STATISTICS = "statistics.safetensors"
 REPORT = "calibration.json"
@@ -37,7 +35,7 @@ class Files:
     def of(cls, step: Step, store: Store, scratch: Path) -> Files:
         """Those of a step that fills `scratch`."""
         folders = {needed.id: store.path(needed).absolute() for needed in step.needs}
-        log = log_of(store, step.folder).absolute()
+        log = store.log(step.folder).absolute()
         return cls(scratch.absolute(), store.partial(step).absolute(), folders, log)
 
     def path(self, step: Step, name: str) -> Path:

@@ -2,34 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import field
 from pathlib import Path
+from pkgutil import resolve_name
 from shutil import copyfile
 from typing import Any, ClassVar, Self
 
 from moe_lab import results
 from moe_lab.calibration import settings as calibrations
 from moe_lab.config import CalibrationConfig, ModelConfig
-from moe_lab.errors import UserError
 from moe_lab.grid import Cell
 from moe_lab.models.config_json import Size
 from moe_lab.study import memory
-from moe_lab.study.step import Loads, Step
+from moe_lab.study.step import Step
 from moe_lab.study.steps import tables
 from moe_lab.study.steps.engine import engine
 from moe_lab.study.steps.files import REPORT, STATISTICS, Files, loaded, read_text
 from moe_lab.study.steps.model import Facts, Loaded, loaded_as
 
-Table = tuple[str, tuple[str, ...], list[tuple[Any, ...]]]
-"""Name of a file, its columns, its rows."""
+Table = tuple[str, tuple[str, ...], Callable[[tables.Layers], list[tables.Row]]]
+"""Name of a file, its columns, and the function that makes its rows from sums of layers."""
 
 
-@dataclass(frozen=True, eq=False)
 class OnText(Step):
     """A step that runs a model over a text."""
 
-    loads = Loads.MODEL
+    loads = "model"
     backward: ClassVar[bool] = False
     """Whether gradients come back through the layers."""
 
@@ -50,12 +49,11 @@ class OnText(Step):
         if self.merges:
             return memory.BASE + memory.merging(size)
         if self.is_layered:
-            states = min(self.text.activation_budget * 2**30, self.disk(size))
+            states = min(memory.STATES, self.disk(size))
             batch = memory.batch_tokens(self.text, self.rows) * memory.activations(size)
-            held = memory.layer_weights(size) + self.layer_memory(size)
-            return memory.BASE + held + self.buffers(size) + batch + states
+            return memory.BASE + memory.layer_weights(size) + self.layer_memory(size) + batch + states
         held = memory.weights(size, self.models) + size.moe_layers * self.layer_memory(size)
-        return memory.BASE + held + self.buffers(size) + self.batch_memory(size)
+        return memory.BASE + held + self.batch_memory(size)
 
     @property
     def models(self) -> int:
@@ -66,15 +64,13 @@ class OnText(Step):
         """Bytes held for every layer whose weights are in memory, in addition to the weights."""
         return 0.0
 
-    def buffers(self, size: Size) -> float:
-        """Bytes held for one layer at a time, however many have their weights in memory."""
-        return 0.0
-
     def batch_memory(self, size: Size) -> float:
         """Bytes of a batch with the whole model loaded: its logits, and the activations that the pass keeps."""
         kept = memory.activations(size)
-        if self.backward:
-            kept = memory.kept_for_gradients(size, recomputed=self.text.checkpointing)
+        if self.backward and self.text.checkpointing:
+            kept += memory.hidden_states(size, 1, backward=True)
+        elif self.backward:
+            kept = memory.activations(size, size.moe_layers)
         return memory.batch_tokens(self.text, self.rows) * (memory.logits(size) + kept)
 
     def disk(self, size: Size) -> float:
@@ -89,30 +85,29 @@ class OnText(Step):
         return [self.loaded.facts.id, self.loaded.model.device]
 
 
-@dataclass(frozen=True, eq=False)
 class LeavesSums(Step):
     """A step that leaves sums for each layer, and small tables that figures need of them."""
+
+    figures: ClassVar[tuple[Table, ...]] = ()
+    """The tables."""
 
     def sums(self, files: Files) -> Any:
         """The sums."""
         raise NotImplementedError
 
-    def tables(self, sums: Any) -> Iterator[Table]:
-        """The tables; none for most kinds."""
-        return iter(())
-
     def work(self, files: Files) -> None:
         sums = self.sums(files)
         sums.save(files.out / STATISTICS)
-        for name, columns, rows in self.tables(sums):
-            files.table(name, columns, rows)
+        for name, columns, rows in self.figures:
+            files.table(name, columns, rows(sums.layers))
 
 
-@dataclass(frozen=True, eq=False)
 class Pass(LeavesSums, OnText):
     """A pass over the calibration set."""
 
     reads_text = True
+    tap: ClassVar[str] = ""
+    """Module of `moe_lab.statistics` and name of the tap that gathers the sums."""
     divides: ClassVar[bool] = True
     """Whether sums over rows can be added up, so that calibration.parts divides the pass into steps."""
 
@@ -132,11 +127,9 @@ class Pass(LeavesSums, OnText):
 
     def gather(self, files: Files) -> Any:
         """The sums of this pass."""
-        raise NotImplementedError
-
-    def engine(self, files: Files) -> Any:
-        """The model and the text, opened by the engine that calibration.engine names."""
-        return engine(self.loaded.model, self.text, files, {"step": self.id}, self.rows)
+        passes = engine(self.loaded.model, self.text, files, {"step": self.id}, self.rows)
+        read = passes.read_back if self.backward else passes.read
+        return read(resolve_name(f"moe_lab.statistics.{self.tap}"))
 
     def merge(self, shares: list[Path]) -> Any:
         """The sums of the shares in these files together: layer -> name -> tensor."""
@@ -145,58 +138,37 @@ class Pass(LeavesSums, OnText):
         return merged(read(file, framework="pt") for file in shares)
 
     def _merged(self, files: Files) -> Any:
-        """The sums of all shares. Raises UserError unless all have the same: one may be older than a sum of others."""
-        from moe_lab.statistics.sums import Statistics, header, names
+        from moe_lab.statistics.sums import Statistics, header
 
         shares = [files.path(step, STATISTICS) for step in self.merges]
-        of_shares = [names(file) for file in shares]
-        for step, own in zip(self.merges, of_shares, strict=True):
-            if lacking := sorted(set().union(*of_shares) - own):
-                raise UserError(
-                    f"calibration.parts={len(shares)}: the part {step.folder} lacks {', '.join(lacking)}, which other "
-                    "parts have: it is older than these sums, so remove it from the store and run again"
-                )
         copyfile(files.path(self.merges[0], REPORT), files.out / REPORT)  # each share has the report on the whole text
         return Statistics(self.merge(shares), {"kind": header(shares[0])["kind"], "fingerprint": {"step": self.id}})
 
 
-@dataclass(frozen=True, eq=False)
 class StatisticsPass(Pass):
     """One forward pass over the calibration set: all sums, tokens per expert, and tables for figures."""
 
     kind = "statistics"
     streams = True
-
-    def gather(self, files: Files) -> Any:
-        from moe_lab.statistics.forward import ForwardTap
-
-        return self.engine(files).read(ForwardTap)
-
-    def tables(self, sums: Any) -> Iterator[Table]:
-        from moe_lab.statistics.sums import coverage
-
-        yield "coverage.parquet", results.COVERAGE, coverage(sums)
-        yield "experts.parquet", results.EXPERTS, tables.experts(sums.layers)
-        yield "layers.parquet", results.LOSSES, tables.losses(sums.layers)
-        yield "entropy.parquet", results.ENTROPIES, tables.entropies(sums.layers)
+    tap = "forward:ForwardTap"
+    figures = (
+        ("coverage.parquet", results.COVERAGE, tables.coverage),
+        ("experts.parquet", results.EXPERTS, tables.experts),
+        ("layers.parquet", results.LOSSES, tables.losses),
+        ("entropy.parquet", results.ENTROPIES, tables.entropies),
+    )
 
 
-@dataclass(frozen=True, eq=False)
 class Gradients(Pass):
     """A forward and a backward pass: sums for each channel, of activations and of the loss's gradients."""
 
     kind = "gradients"
     streams = True
     backward = True
-
-    def gather(self, files: Files) -> Any:
-        return self.engine(files).gradients()
-
-    def tables(self, sums: Any) -> Iterator[Table]:
-        yield "gradients.parquet", results.GRADIENTS, tables.gradients(sums.layers)
+    tap = "gradients:GradientTap"
+    figures = (("gradients.parquet", results.GRADIENTS, tables.gradients),)
 
 
-@dataclass(frozen=True, eq=False)
 class WeightGradients(Pass):
     """A forward and a backward pass: gradients of the experts' weights, reduced to a number per channel."""
 
@@ -204,41 +176,29 @@ class WeightGradients(Pass):
     streams = True
     backward = True
     divides = False
-
-    def gather(self, files: Files) -> Any:
-        return self.engine(files).weight_gradients()
+    tap = "gradients:WeightGradientTap"
 
     def layer_memory(self, size: Size) -> float:
-        return memory.expert_gradients(size)
+        """The gradients of the weights of all experts, in fp32."""
+        return 4.0 * size.experts * size.expert
 
 
-@dataclass(frozen=True, eq=False)
 class Damage(Pass):
     """The exact damage of removing each expert alone, in a forward pass with one more expert per token."""
 
     kind = "damage"
     streams = True
-
-    def gather(self, files: Files) -> Any:
-        from moe_lab.statistics.damage import DamageTap
-
-        return self.engine(files).read(DamageTap)
+    tap = "damage:DamageTap"
 
 
-@dataclass(frozen=True, eq=False)
 class Similarity(Pass):
     """One forward pass in which every expert reads every token, for groupings of similar experts."""
 
     kind = "similarity"
     streams = True
-
-    def gather(self, files: Files) -> Any:
-        from moe_lab.statistics.similarity import SimilarityTap
-
-        return self.engine(files).read(SimilarityTap)
+    tap = "similarity:SimilarityTap"
 
 
-@dataclass(frozen=True, eq=False)
 class LossRises(Pass):
     """How much the loss rises when a part of the model is changed: one pass for each part, from its layer on."""
 
@@ -255,28 +215,25 @@ class LossRises(Pass):
         return merged_means([Statistics.load(file) for file in shares])
 
 
-@dataclass(frozen=True, eq=False)
 class Ablation(LossRises):
     """The rise of the loss when one expert's output is set to 0."""
 
     kind = "ablation"
-
-    def tables(self, sums: Any) -> Iterator[Table]:
-        yield "ablation.parquet", results.ABLATIONS, tables.ablations(sums.layers)
+    figures = (("ablation.parquet", results.ABLATIONS, tables.ablations),)
 
 
-@dataclass(frozen=True, eq=False)
 class Scaling(LossRises):
     """The rise of the loss when the routed output of one layer is scaled."""
 
     kind = "scaling"
 
 
-@dataclass(frozen=True, eq=False)
 class OnWeights(LeavesSums):
     """Sums over the weights of a model, read from the checkpoint without building the model."""
 
-    loads = Loads.CHECKPOINT
+    loads = "checkpoint"
+    weigher: ClassVar[str] = ""
+    """Function of `moe_lab.statistics.weights` that adds them up."""
     facts: Facts
     model: ModelConfig
     runtime = frozenset({"model"})
@@ -305,7 +262,8 @@ class OnWeights(LeavesSums):
 
     def weigh(self, folder: Path, device: str) -> Any:
         """Sums over the weights in a folder, added up on a device."""
-        raise NotImplementedError
+        add_up = resolve_name(f"moe_lab.statistics.weights:{self.weigher}")
+        return add_up(folder, fingerprint={"step": self.id}, device=device)
 
     def memory(self, size: Size) -> float:
         return 2 * memory.BASE
@@ -314,40 +272,23 @@ class OnWeights(LeavesSums):
         return [self.facts.id]
 
 
-@dataclass(frozen=True, eq=False)
 class Weights(OnWeights):
     """Sums over the weights of each expert."""
 
     kind = "weights"
-
-    def weigh(self, folder: Path, device: str) -> Any:
-        from moe_lab.statistics.weights import weigh_experts
-
-        return weigh_experts(folder, fingerprint={"step": self.id}, device=device)
-
-    def tables(self, sums: Any) -> Iterator[Table]:
-        yield "weights.parquet", results.WEIGHTS, tables.weights(sums.layers)
+    weigher = "weigh_experts"
+    figures = (("weights.parquet", results.WEIGHTS, tables.weights),)
 
 
-@dataclass(frozen=True, eq=False)
 class ChannelWeights(OnWeights):
     """Sums over the weights of each channel."""
 
     kind = "channel_weights"
-
-    def weigh(self, folder: Path, device: str) -> Any:
-        from moe_lab.statistics.weights import weigh_channels
-
-        return weigh_channels(folder, fingerprint={"step": self.id}, device=device)
+    weigher = "weigh_channels"
 
 
-@dataclass(frozen=True, eq=False)
 class WeightDistances(OnWeights):
     """How far the weights of experts are from each other."""
 
     kind = "weight_distances"
-
-    def weigh(self, folder: Path, device: str) -> Any:
-        from moe_lab.statistics.weights import compare_experts
-
-        return compare_experts(folder, fingerprint={"step": self.id}, device=device)
+    weigher = "compare_experts"

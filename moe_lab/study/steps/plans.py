@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -13,11 +13,11 @@ from moe_lab.allocation.grouping import GROUPINGS
 from moe_lab.config import AllocationConfig, CriterionConfig
 from moe_lab.errors import UserError
 from moe_lab.grid import Cell
-from moe_lab.models.config_json import expert_shape, model_type
+from moe_lab.models.config_json import config_of, expert_shape
 from moe_lab.models.families import family_of
 from moe_lab.models.files import fingerprint
 from moe_lab.paths import resolve
-from moe_lab.study.step import KINDS, Packing, Parts, Step
+from moe_lab.study.step import KINDS, Parts, Step
 from moe_lab.study.steps import tables
 from moe_lab.study.steps.engine import Streamed, engine
 from moe_lab.study.steps.files import STATISTICS, Files, loaded
@@ -80,7 +80,7 @@ def check_layout(cell: Cell) -> None:
 
     Checked only where the type of the model is known without loading it; a plan checks again when it meets the model.
     """
-    if drops_whole_experts(cell) or not (reason := family_of(model_type(cell.model)).unfit):
+    if drops_whole_experts(cell) or not (reason := family_of(config_of(cell.model).get("model_type")).unfit):
         return
     setting = f"criterion={cell.criterion.name}"
     if cell.allocation.replacement != "none":
@@ -96,53 +96,49 @@ def check_plan_file(cell: Cell) -> None:
 
     The model is checked only if it is a folder on this machine; the step checks again.
     """
-    from moe_lab.pruning.plan import Plan
     from moe_lab.pruning.replace import check_aligned
 
-    path, folder = cell.allocation.path, Path(resolve(cell.model.path)).expanduser()
-    if path is None or not listed.is_plan(listed.read(path)):
+    plan, folder = plan_file(cell.allocation), Path(resolve(cell.model.path)).expanduser()
+    if plan is None:
         return
-    plan = Plan.load(path)
     if cell.allocation.replacement == "none":  # otherwise, a step of its own aligns it
         check_aligned(plan)
     if plan.provenance.get("model_sha256") and folder.is_dir():
         plan.check_origin(fingerprint(folder), cell.model.path)
 
 
-def drops_whole_experts(cell: Cell) -> bool:
-    """Whether the cell's plan removes experts from the router and keeps all channels of the others."""
+def plan_file(chosen: AllocationConfig) -> Any:
+    """The plan in the file allocation.path; None without a file, and for a schedule."""
     from moe_lab.pruning.plan import Plan
 
+    return Plan.load(chosen.path) if chosen.path is not None and listed.is_plan(listed.read(chosen.path)) else None
+
+
+def drops_whole_experts(cell: Cell) -> bool:
+    """Whether the cell's plan removes experts from the router and keeps all channels of the others."""
     if cell.allocation.replacement != "none":
         return False
-    path = cell.allocation.path
-    if path is not None and listed.is_plan(listed.read(path)):
-        return not Plan.load(path).channels
+    if (plan := plan_file(cell.allocation)) is not None:
+        return not plan.channels
     return criteria.get(cell.criterion.name).granularity == "expert"
 
 
-def check_search_parameters(cell: Cell) -> None:
-    """Raise UserError for unknown parameters of a search, and for values that cannot work."""
-    from moe_lab.search.settings import parse
-
-    parse(cell.allocation.parameters)
-
-
 def check_schedules(cell: Cell) -> None:
-    """Raise UserError when no schedule removes as much as the ratio says."""
-    from moe_lab.search import evolution
-    from moe_lab.search.settings import search_settings
+    """Raise UserError for unknown parameters of a search and values that cannot work, and when no schedule removes as
+    much as the ratio says."""
+    from moe_lab.search.evolution import space_to_search
+    from moe_lab.search.settings import parse, problem_of
 
+    parameters = parse(cell.allocation.parameters)
     check_ratio(cell)
     if layer := _known_layer(cell):
         settings = {**asdict(cell.allocation), "ratio": cell.ratio}
-        search = search_settings(settings, {"layers": {0: layer, 1: layer}}, cell.seed)
-        evolution.check(search.problem, search.evolution)
+        space_to_search(problem_of(settings, {"layers": {0: layer, 1: layer}}), parameters)
 
 
 def check_choices(cell: Cell) -> None:
     """Raise UserError when the ratio is not feasible, or allows more choices than the limit."""
-    from moe_lab.search.subsets import check_removals
+    from moe_lab.allocation.uniform import check_removals
 
     check_ratio(cell)
     if layer := _known_layer(cell):
@@ -167,7 +163,6 @@ def _fits_sequential(needs: Sequence[str]) -> bool:
     return "statistics" in needs and not any(KINDS[need].reads_text for need in needs if need != "statistics")
 
 
-@dataclass(frozen=True, eq=False)
 class Asked(Parts):
     """What a cell asks of its plan, whatever step makes it."""
 
@@ -195,120 +190,92 @@ def asked_of(cell: Cell) -> Asked:
     return Asked(chosen, cell.ratio, {need: evidence(need, cell) for need in evidence_of(cell)}, name)
 
 
-@dataclass(frozen=True, eq=False)
-class FromScores(Step):
+class MakesPlan(Step):
+    """A step that makes the plan of a cell."""
+
+    checks: ClassVar[Checks] = (check_ratio, check_layout)
+    asked: Asked
+
+    def label(self) -> str:
+        return self.asked.name
+
+    @property
+    def allocated(self) -> dict[str, Any]:
+        """The allocation that identifies the step, and the ratio. Files count by the content they had then."""
+        return {**self.settings["allocation"], "ratio": self.asked.ratio}
+
+    def facts_of(self, model: Facts, files: Files) -> dict[str, Any]:
+        """The facts of a model, with the experts that the plan must keep."""
+        from moe_lab.statistics.sums import read
+
+        largest: Mapping[int, Any] = {}
+        if self.allocated["protect"] == protection.SUPER:
+            largest = read(files.path(self.asked.evidence["statistics"], STATISTICS), only=protection.STATISTIC)
+        return protection.with_protected(self.allocated, files.facts(model), largest)
+
+    def origin(self, model: Mapping[str, Any]) -> dict[str, Any]:
+        """Provenance of the plan. `model`: the facts of the model."""
+        return {"allocation": self.allocated, "model_sha256": model["sha256"], **protection.provenance(model)}
+
+
+class FromScores(MakesPlan):
     """A plan from scores, without running the model.
 
     Decides how many experts each layer loses, and which; or how many channels each expert loses, and which.
     """
 
     kind = "plan"
-    packing = Packing.SMALL
-    checks: ClassVar[Checks] = (check_ratio, check_layout)
+    per_job = "steps"
     facts: Facts
     scores: Scores
-    asked: Asked
     plugins: Places
     runtime = frozenset({"plugins"})
-
-    def label(self) -> str:
-        return self.asked.name
 
     @classmethod
     def of(cls, cell: Cell) -> Self:
         """The plan of a cell."""
-        return cls(Facts(cell.model), Scores.of(cell), asked_of(cell), plugged(cell))
+        return cls(asked_of(cell), Facts(cell.model), Scores.of(cell), plugged(cell))
 
     def work(self, files: Files) -> None:
-        from moe_lab.pruning.plan import Plan
+        from safetensors.numpy import load_file
+
+        from moe_lab.pruning.replace import plan_from_scores
 
         plugins.bring(self.plugins)
-        scored = self._channel_scores(files)
-        model = protected_facts(self, self.asked, files.facts(self.facts), files)
-        plan = self._of_channels(scored, model, files) if scored else self._of_experts(model, files)
-        path = self.asked.allocation.path
-        if path is not None and listed.is_plan(listed.read(path)):  # it passed as an allocation: use it unchanged
-            plan = Plan.load(path)
+        model = self.facts_of(self.facts, files)
+        about = {**self.origin(model), "scores": self.scores.folder.rpartition("/")[2]}
+        settings = {**self.allocated, "path": self.asked.allocation.path}  # the identity has the content of the file
+        evidence: dict[str, Any] = files.sums(self.asked.evidence)
+        if "by" in self.asked.evidence:
+            evidence["by"] = files.expert_scores(self.asked.evidence["by"])
+        granularity = criteria.get(self.scores.criterion.name).granularity
+        if granularity == "channel":
+            channels = load_file(files.path(self.scores, CHANNEL_SCORES))
+            scored: dict[int, Any] = {int(layer): values for layer, values in channels.items()}
+        else:
+            scored = files.expert_scores(self.scores)
+        plan = plan_from_scores(settings, scored, granularity, model, evidence, provenance=about)
+        if given := plan_file(self.asked.allocation):  # it passed as an allocation: use it unchanged
+            plan = given
             plan.check(model["layers"])
             plan.check_origin(model["sha256"], "this model")
         plan.save(files.out / "plan.json")
-        if scored and plan.channels:
+        if granularity == "channel" and plan.channels:
             files.table("budgets.parquet", results.BUDGETS, tables.budgets(scored, plan.channels))
 
-    def _channel_scores(self, files: Files) -> dict[int, Any]:
-        """Layer -> scores of its channels (E, I); empty where experts were scored."""
-        from safetensors.numpy import load_file
 
-        file = files.path(self.scores, CHANNEL_SCORES)
-        return {int(layer): values for layer, values in load_file(file).items()} if file.exists() else {}
-
-    def _of_experts(self, model: dict[str, Any], files: Files) -> Any:
-        from moe_lab.pruning.plan import make_plan
-        from moe_lab.pruning.replace import replace_dropped
-
-        scored, settings, read = files.expert_scores(self.scores), self._settings(), self._evidence(files)
-        remove = allocation.allocate(settings, model["layers"], scored, read, model)
-        plan = make_plan(scored, remove, model["layers"], provenance=self._provenance(model))
-        return replace_dropped(plan, settings, scored, read, model["layers"])
-
-    def _of_channels(self, scored: dict[int, Any], model: dict[str, Any], files: Files) -> Any:
-        from moe_lab.pruning.plan import make_channel_plan
-
-        settings = self._settings()
-        keep = allocation.budgets(settings, model["layers"], scored, self._evidence(files), model)
-        zero = allocation.zero_expert(settings)
-        about = self._provenance(model)
-        return make_channel_plan(scored, keep, model["layers"], zero_expert=zero, provenance=about)
-
-    def _settings(self) -> dict[str, Any]:
-        """The allocation with the path of the file of allocation=list, of which its identity has the content."""
-        return {**settings_of(self, self.asked), "path": self.asked.allocation.path}
-
-    def _evidence(self, files: Files) -> dict[str, Any]:
-        """Role -> layer -> sums, or the scores of another criterion."""
-        read: dict[str, Any] = files.sums(self.asked.evidence)
-        if "by" in self.asked.evidence:
-            read["by"] = files.expert_scores(self.asked.evidence["by"])
-        return read
-
-    def _provenance(self, model: dict[str, Any]) -> dict[str, Any]:
-        scores = self.scores.folder.rpartition("/")[2]
-        about = {"allocation": settings_of(self, self.asked), "scores": scores, "model_sha256": model["sha256"]}
-        return {**about, **protection.provenance(model)}
-
-
-def settings_of(step: Step, asked: Asked) -> dict[str, Any]:
-    """The allocation that identifies a step, and the ratio. Files count by the content they had when it was named."""
-    return {**step.settings["allocation"], "ratio": asked.ratio}
-
-
-def protected_facts(step: Step, asked: Asked, facts: dict[str, Any], files: Files) -> dict[str, Any]:
-    """The facts of a model, with the experts that the plan must keep."""
-    from moe_lab.statistics.sums import read
-
-    settings, largest = step.settings["allocation"], {}
-    if settings["protect"] == protection.SUPER:
-        largest = read(files.path(asked.evidence["statistics"], STATISTICS), only=protection.STATISTIC)
-    return protection.with_protected(settings, facts, largest)
-
-
-@dataclass(frozen=True, eq=False)
-class Search(OnText):
+class Search(MakesPlan, OnText):
     """A plan by evolutionary search, which starts from scores and compares candidates on a text; and its history."""
 
     kind = "search"
-    checks: ClassVar[Checks] = (check_search_parameters, check_schedules)
+    checks = (check_schedules,)
     scores: Scores
-    asked: Asked
     seed: int
-
-    def label(self) -> str:
-        return self.asked.name
 
     @classmethod
     def of(cls, cell: Cell) -> Self:
         """The search of a cell, on its search text."""
-        return cls(loaded_as(cell.model), cell.texts["search"], Scores.of(cell), asked_of(cell), cell.seed)
+        return cls(loaded_as(cell.model), cell.texts["search"], asked_of(cell), Scores.of(cell), cell.seed)
 
     def work(self, files: Files) -> None:
         from moe_lab.search.run import search as run
@@ -317,9 +284,9 @@ class Search(OnText):
         run(
             network,
             tokenizer,
-            facts=protected_facts(self, self.asked, files.facts(self.loaded.facts), files),
+            facts=self.facts_of(self.loaded.facts, files),
             scores=files.expert_scores(self.scores),
-            settings=settings_of(self, self.asked),
+            settings=self.allocated,
             text=self.text,
             out=files.out,
             partial=files.partial,
@@ -329,29 +296,21 @@ class Search(OnText):
 
     def units(self) -> float:
         """P + (T - 1)(P - m) candidates, each on the text (P: population, T: generations, m: elites)."""
-        from moe_lab.search.settings import EvolutionSettings
+        from moe_lab.search.settings import parse
 
-        parameters = self.asked.allocation.parameters
-        population, elites, generations = (
-            int(parameters.get(name, getattr(EvolutionSettings, name)))
-            for name in ("population", "elites", "generations")
-        )
-        return (population + (generations - 1) * (population - elites)) * super().units()
+        search = parse(self.asked.allocation.parameters)
+        candidates = search.population + (search.generations - 1) * (search.population - search.elites)
+        return candidates * super().units()
 
 
-@dataclass(frozen=True, eq=False)
-class Reconstruction(OnText):
+class Reconstruction(MakesPlan, OnText):
     """The plan that reproduces the layers' outputs best, by trying all choices of experts in each layer."""
 
     kind = "reconstruction"
     reads_text = True
     streams = True
-    checks: ClassVar[Checks] = (check_choices,)
-    asked: Asked
+    checks = (check_choices,)
     seed: int
-
-    def label(self) -> str:
-        return self.asked.name
 
     @classmethod
     def of(cls, cell: Cell) -> Self:
@@ -362,8 +321,7 @@ class Reconstruction(OnText):
         from moe_lab.pruning.plan import Plan
         from moe_lab.search.reconstruction import COLUMNS, reconstruct
 
-        model = protected_facts(self, self.asked, files.facts(self.loaded.facts), files)
-        settings = settings_of(self, self.asked)
+        model, settings = self.facts_of(self.loaded.facts, files), self.allocated
         best = reconstruct(
             engine(self.loaded.model, self.text, files, {"step": self.id}).read,
             facts=model,
@@ -372,15 +330,13 @@ class Reconstruction(OnText):
             **settings["parameters"],
         )
         counts = {layer: about["n_experts"] for layer, about in model["layers"].items()}
-        about = {"allocation": settings, "model_sha256": model["sha256"], **protection.provenance(model)}
-        plan = Plan(best.kept, counts, about)
+        plan = Plan(best.kept, counts, self.origin(model))
         plan.check(model["layers"])
         plan.save(files.out / "plan.json")
         files.table("errors.parquet", COLUMNS, best.errors)
 
 
-@dataclass(frozen=True, eq=False)
-class Sequential(OnText):
+class Sequential(MakesPlan, OnText):
     """A plan made layer by layer: each layer is scored on the output of the pruned layers below it.
 
     Each layer loses whole experts as by allocation=uniform, or channels as by allocation=layerwise. It is always
@@ -390,52 +346,42 @@ class Sequential(OnText):
     kind = "sequential"
     reads_text = True
     streams = True
-    checks: ClassVar[Checks] = (check_sequential, check_ratio, check_layout)
+    is_layered = True
+    checks = (check_sequential, check_ratio, check_layout)
     criterion: CriterionConfig
     sums: dict[str, Step]
     """Sums over weights that the criterion reads."""
-    asked: Asked
     gate: str | None
     seed: int | None
     plugins: Places
     runtime = frozenset({"plugins"})
-
-    def label(self) -> str:
-        return self.asked.name
 
     @classmethod
     def of(cls, cell: Cell) -> Self:
         """The plan of a cell, on its calibration set."""
         needs = [need for need in criteria.get(cell.criterion.name).needs if not KINDS[need].reads_text]
         sums = {need: evidence(need, cell) for need in needs}
-        return cls(
-            loaded_as(cell.model),
-            cell.calibration,
-            cell.criterion,
-            sums,
-            asked_of(cell),
-            *chance_and_gate(cell),
-            plugged(cell),
-        )
-
-    @property
-    def is_layered(self) -> bool:
-        return True
+        common = loaded_as(cell.model), cell.calibration, asked_of(cell)
+        return cls(*common, cell.criterion, sums, *chance_and_gate(cell), plugged(cell))
 
     def work(self, files: Files) -> None:
+        from moe_lab.pruning.replace import plan_from_scores
         from moe_lab.search.sequential import prune_sequentially
         from moe_lab.statistics.sums import by_layer
 
         plugins.bring(self.plugins)
         passes = Streamed(self.loaded.model, self.text, files, {"step": self.id}, None)
-        model = protected_facts(self, self.asked, files.facts(self.loaded.facts), files)
+        model = self.facts_of(self.loaded.facts, files)
         read = {role: step for role, step in {**self.sums, **self.asked.evidence}.items() if role != "statistics"}
         weights = by_layer(files.sums(read).values())
+        granularity = criteria.get(self.criterion.name).granularity
+        settings = {**self.allocated, "name": "uniform" if granularity == "expert" else "layerwise"}
 
         def choose(layer: int, sums: Any) -> Any:
-            return self._plan_of_layer({layer: model["layers"][layer]}, {**weights.get(layer, {}), **sums}, model)
+            here = {layer: model["layers"][layer]}
+            scored = score(self, {layer: {**weights.get(layer, {}), **sums}}, here)
+            return plan_from_scores(settings, scored, granularity, model, layers=here, provenance={})
 
-        about = {name: self.settings[name] for name in ("criterion", "text")}
         plan = prune_sequentially(
             passes.model,
             passes.text,
@@ -443,24 +389,7 @@ class Sequential(OnText):
             fingerprint={"step": self.id},
             out=files.partial,
             budget=passes.budget,
-            provenance={
-                **about,
-                "allocation": settings_of(self, self.asked),
-                "model_sha256": model["sha256"],
-                **protection.provenance(model),
-            },
+            provenance={"criterion": self.settings["criterion"], "text": self.settings["text"], **self.origin(model)},
         )
         plan.check(model["layers"])
         plan.save(files.out / "plan.json")
-
-    def _plan_of_layer(self, here: dict[int, Any], sums: Mapping[str, Any], model: dict[str, Any]) -> Any:
-        """The plan of one layer. `here`: its facts, by its number; `sums`: of its tokens and weights."""
-        from moe_lab.pruning.plan import make_channel_plan, make_plan
-
-        (layer,) = here
-        settings, scored = settings_of(self, self.asked), score(self, {layer: sums}, here)
-        if criteria.get(self.criterion.name).granularity == "expert":
-            remove = allocation.allocate({**settings, "name": "uniform"}, here, scored, model=model)
-            return make_plan(scored, remove, here, provenance={})
-        keep = allocation.budgets({**settings, "name": "layerwise"}, here, scored, model=model)
-        return make_channel_plan(scored, keep, here, zero_expert=allocation.zero_expert(settings), provenance={})

@@ -11,7 +11,7 @@ from functools import lru_cache, reduce
 from pathlib import Path
 from typing import Any
 
-from moe_lab.config import Config, ExportConfig, ModelConfig, RecoveryConfig
+from moe_lab.config import COMPRESSED, ExportConfig, LauncherConfig, ModelConfig, RecoveryConfig
 from moe_lab.config.pruning import Shape
 from moe_lab.grid import Cell
 from moe_lab.json_files import write_json
@@ -19,7 +19,7 @@ from moe_lab.models.config_json import Size
 from moe_lab.models.memory import release_memory
 from moe_lab.recovery import settings as recoveries
 from moe_lab.study import memory
-from moe_lab.study.step import Loads, Parts, Step
+from moe_lab.study.step import Parts, Step
 from moe_lab.study.steps.alignment import plan_of
 from moe_lab.study.steps.files import Files, forget_loaded, loaded
 from moe_lab.study.steps.model import Facts, Loaded, loaded_as
@@ -27,8 +27,6 @@ from moe_lab.study.steps.passes import OnText
 from moe_lab.study.steps.plans import drops_whole_experts
 
 NO_RECOVERY = RecoveryConfig()
-MATRICES = 3
-"""Matrices of an expert."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +43,6 @@ def storage_of(recovery: RecoveryConfig) -> Storage | None:
     return Storage(4, tuple(sorted(set(recovery.modules)))) if recovery.bits == 4 else None
 
 
-@dataclass(frozen=True, eq=False)
 class Finetune(OnText):
     """Weights that change in fine-tuning a pruned model, or in fitting its merged experts."""
 
@@ -75,12 +72,10 @@ class Finetune(OnText):
         )
 
     def _fit(self, files: Files) -> None:
-        from moe_lab.recovery.merge_fit import check_plan, fit
+        from moe_lab.recovery.merge_fit import fit
 
-        plan = files.plan(self.plan)
-        check_plan(plan)
         places = {"out": files.out, "partial": files.partial}
-        model = loaded(self.loaded.model)
+        model, plan = loaded(self.loaded.model), files.plan(self.plan)
         report = fit(*model, plan, self.recovery, self.text, **places, fingerprint={"step": self.id})
         print(
             f"{self.folder}: fitted {report['fitted']} merged experts; {report['averaged']} saw fewer tokens than they "
@@ -118,7 +113,6 @@ class Finetune(OnText):
         return [*super().pace(), tuned.train, tuned.distill is not None, tuned.fit is not None]
 
 
-@dataclass(frozen=True, eq=False)
 class Pruned(Parts):
     """A cell's model under its plan and recovery; without a plan, the unpruned model."""
 
@@ -209,7 +203,13 @@ def forget_models() -> None:
     release_memory()
 
 
-@dataclass(frozen=True, eq=False)
+def _check_converter(export: ExportConfig) -> None:
+    """Raise UserError when llama.cpp's converter is not on this machine."""
+    from moe_lab.pruning.export import gguf
+
+    gguf.converter(export)
+
+
 class Export(Step):
     """The pruned model as a checkpoint, with its recovery, quantised if `export.format` says so.
 
@@ -217,7 +217,7 @@ class Export(Step):
     """
 
     kind = "export"
-    loads = Loads.CHECKPOINT
+    loads = "checkpoint"
     facts: Facts
     plan: Any
     finetune: Finetune | None
@@ -228,6 +228,10 @@ class Export(Step):
     verify: bool | None
     pruned: Pruned
     runtime = frozenset({"pruned"})
+
+    def conditions(self, launcher: LauncherConfig) -> Iterator[tuple[Any, ...]]:
+        if self.shape.format == "gguf" and launcher.python is None:
+            yield _check_converter, self.shape
 
     def label(self) -> str:
         return self.pruned.recovered_label
@@ -255,11 +259,9 @@ class Export(Step):
         plan, shape = files.plan(self.plan), str(self.shape.shape)
         out = files.out / "checkpoint"
         is_rewritten, is_converted = self.pruned.is_recovered or self._is_compressed, self.shape.format == "gguf"
-        if is_converted:
-            gguf.check_plan(source, plan, shape)
         natural = files.partial / "natural" if is_rewritten or is_converted else out
         if not natural.exists():
-            write(source, plan, natural, shape=shape, partial=files.partial / "checkpoint")
+            write(source, plan, natural, shape=shape)
         if self.verify and not is_rewritten:
             self._compare(source, natural, files)
         plain = natural
@@ -276,7 +278,7 @@ class Export(Step):
 
     @property
     def _is_compressed(self) -> bool:
-        return self.shape.format == "compressed_tensors"
+        return self.shape.format in COMPRESSED
 
     def _compare(self, source: Path, natural: Path, files: Files) -> None:
         """Compare the checkpoint with the masked model, on the CPU: only there are both equal bit for bit."""
@@ -296,9 +298,9 @@ class Export(Step):
         if self._is_compressed:
             from moe_lab.pruning.export.compressed import compression_changes
 
-            changes.append(compression_changes(natural, self.shape.scheme))
+            changes.append(compression_changes(natural, self.shape.format))
         together = reduce(lambda first, then: first.then(then), changes)
-        rewrite(natural, together, out, partial=files.partial / "changed")
+        rewrite(natural, together, out)
 
     def _recovery_changes(self, natural: Path, files: Files) -> Any:
         from moe_lab.recovery.export import recovery_changes
@@ -314,11 +316,9 @@ class Export(Step):
         )
 
     def memory(self, size: Size) -> float:
-        """Bytes of weights that are put into a checkpoint, or of what the converter to GGUF holds at once: one matrix
-        of all experts of a layer, twice in fp32."""
-        rewriting = memory.rewriting(size) if self.pruned.is_changed else 0.0
-        converting = 8.0 * size.experts * size.expert / MATRICES if self.shape.format == "gguf" else 0.0
-        return 2 * memory.BASE + max(rewriting, converting)
+        """Where weights are changed or converted, a decoder layer three times in fp32."""
+        changed = self.pruned.is_changed or self.shape.format == "gguf"
+        return 2 * memory.BASE + changed * 4 / size.bytes_per_parameter * memory.layer_weights(size, 3)
 
     def disk(self, size: Size) -> float:
         """The checkpoint, with those that it is made from: one whose weights are changed is written first without the
@@ -330,9 +330,9 @@ class Export(Step):
         return [self.facts.id, self.shape.format]
 
 
-def export_of(pruned: Pruned, config: Config, usual: Shape = "natural") -> Export:
+def export_of(pruned: Pruned, export: ExportConfig, verify: bool, usual: Shape = "natural") -> Export:
     """The step that writes the pruned and recovered model as a checkpoint; `usual` is its shape if none is set."""
-    shape = replace(config.export, shape=config.export.shape or usual)
+    shape = replace(export, shape=export.shape or usual)
     return Export(
         pruned.loaded.facts,
         pruned.plan,
@@ -340,7 +340,7 @@ def export_of(pruned: Pruned, config: Config, usual: Shape = "natural") -> Expor
         pruned.storage,
         pruned.loaded.arithmetic.dtype if pruned.is_recovered else None,
         shape,
-        config.verify or None,
+        verify or None,
         pruned,
     )
 

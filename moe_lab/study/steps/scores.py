@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Self
 
 from moe_lab import allocation, criteria, plugins, results
@@ -11,7 +11,7 @@ from moe_lab.config import CriterionConfig, ModelConfig
 from moe_lab.errors import unknown
 from moe_lab.grid import Cell
 from moe_lab.models.config_json import check_plain_weights
-from moe_lab.study.step import KINDS, Packing, Step
+from moe_lab.study.step import KINDS, Step
 from moe_lab.study.steps import tables
 from moe_lab.study.steps.files import Files
 from moe_lab.study.steps.model import Facts
@@ -53,12 +53,11 @@ def evidence(need: str, cell: Cell) -> Step:
     return step
 
 
-@dataclass(frozen=True, eq=False)
 class Scores(Step):
     """A score per expert, or per channel; higher means keep."""
 
     kind = "scores"
-    packing = Packing.SMALL
+    per_job = "steps"
     facts: Facts
     criterion: CriterionConfig
     sums: dict[str, Step]
@@ -125,18 +124,17 @@ def score(step: Any, inputs: ByLayer, layers: ByLayer) -> dict[int, Any]:
     )
 
 
-def check_weights(criterion: str, model: ModelConfig) -> None:
+def check_weights(criterion: CriterionConfig, model: ModelConfig) -> None:
     """Raise UserError when the criterion needs plain weights and the model's are quantised."""
-    if criteria.get(criterion).needs_plain_weights:
-        check_plain_weights(model, f"criterion={criterion}")
+    if criteria.get(criterion.name).needs_plain_weights:
+        check_plain_weights(model, f"criterion={criterion.name}")
 
 
-@dataclass(frozen=True, eq=False)
 class Family(Step):
     """S(b, alpha, beta) of every expert for all 17 meaningful combinations, for the overlap figures."""
 
     kind = "family"
-    packing = Packing.SMALL
+    per_job = "steps"
     statistics: StatisticsPass
     gate: str
 

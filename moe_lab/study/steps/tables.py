@@ -21,6 +21,15 @@ POINTS = 21
 """Maximum number of points of an expert's concentration curve."""
 
 
+def coverage(layers: Layers) -> list[Row]:
+    """Rows of COVERAGE, one per expert: how many valid tokens were routed to it."""
+    return [
+        (layer, expert, int(tokens))
+        for layer, named in layers.items()
+        for expert, tokens in enumerate(named["tokens"].tolist())
+    ]
+
+
 def experts(layers: Layers) -> list[Row]:
     """Rows of EXPERTS, one per expert: tokens; sums over them of the gate and of the output's norm; its attributions of
     first and second order; the sum of its squared channels, and the maximum over its channels; number of channels; and
