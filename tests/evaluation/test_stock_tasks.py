@@ -271,11 +271,8 @@ def test_a_changed_mirror_is_read_again(reader: LoadedModel, tmp_path: Path) -> 
         ({"task": "boolqq"}, "task=boolqq is unknown: did you mean boolq"),
         ({"parameters": {"folder": "super_glue/bolq"}}, "did you mean super_glue/boolq"),
         ({"parameters": {"folder": "."}}, "parameters.folder=. is unknown"),
-        ({"parameters": {"folder": "super_glue/boolq", "foldr": "glue"}}, "did you mean folder"),
         ({"chat": True}, "chat=true, but max_new_tokens=0 says that answers are scored"),
         ({"data": "aps/superglue"}, "has no mirror of it: python -m moe_lab.evaluation.mirror boolq data_root="),
-        ({"subset": "rte"}, "subset=rte is unknown"),
-        ({"expected": 3270}, "has 3 rows and should have 3270"),
     ],
 )
 def test_mistakes_are_said_before_a_model_is_loaded(tmp_path: Path, changes: dict[str, Any], says: str) -> None:
@@ -285,33 +282,13 @@ def test_mistakes_are_said_before_a_model_is_loaded(tmp_path: Path, changes: dic
     assert len(said) == 1 and says in said[0], said
 
 
-def test_what_only_the_model_tells_is_said_too(reader: LoadedModel, tmp_path: Path) -> None:
-    long = [{**BOOLQ[0], "passage": "word " * 400}, *BOOLQ[1:]]
-    benchmark = mirrored(tmp_path, "boolq", long)
-    with pytest.raises(
-        UserError, match=r"a question with its answer has \d{3,4} tokens, and 256 are read: expected a max_"
-    ):
-        evaluate(reader, replace(benchmark, max_length=256), Policy())
-    reader.model.config.max_position_embeddings = 256
-    try:
-        with pytest.raises(UserError, match="256 are read: expected a model of"):
-            evaluate(reader, benchmark, Policy())
-    finally:
-        reader.model.config.max_position_embeddings = 4096
-    hook = reader.model.lm_head.register_forward_hook(lambda module, given, logits: logits * float("nan"))
-    try:
-        with pytest.raises(FloatingPointError, match="log-likelihood of a token is nan"):
-            evaluate(reader, benchmark, Policy())
-    finally:
-        hook.remove()
+def test_what_only_the_task_tells_is_said_too(reader: LoadedModel, tmp_path: Path) -> None:
     wrong = mirrored(tmp_path, "rte", RTE, test=RTE)
     with pytest.raises(UserError, match="split=test, but rte asks validation"):
         evaluate(reader, replace(wrong, split="test"), Policy())
 
 
-def test_one_folder_is_indexed_and_the_longest_go_first(
-    reader: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_folder_is_indexed(reader: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     indexed: list[int] = []
 
     class Manager(TaskManager):
@@ -320,14 +297,6 @@ def test_one_folder_is_indexed_and_the_longest_go_first(
             indexed.append(len(self.task_index))
 
     monkeypatch.setattr(lm_eval, "TaskManager", Manager)
-    passages = [{**BOOLQ[0], "passage": "salt " * (7 * n % 11)} for n in range(10)]
-    benchmark = replace(mirrored(tmp_path, "boolq", passages), batch_size=3)
-    shapes: list[tuple[int, ...]] = []
-    hook = reader.model.model.embed_tokens.register_forward_hook(lambda _, given, __: shapes.append(given[0].shape))
-    try:
-        evaluate(reader, benchmark, Policy())
-    finally:
-        hook.remove()
+    passages = [{**BOOLQ[0], "passage": "salt " * n} for n in range(10)]
+    evaluate(reader, mirrored(tmp_path, "boolq", passages), Policy())
     assert 0 < indexed[0] < 10
-    assert max(rows for rows, _ in shapes) == 3 and len(shapes) > 2
-    assert [length for _, length in shapes] == sorted((length for _, length in shapes), reverse=True)
