@@ -28,7 +28,7 @@ from moe_lab.evaluation import mirror, suite
 from moe_lab.evaluation.engines.hf import LoadedModel
 from moe_lab.evaluation.harness import Graded
 from moe_lab.evaluation.harnesses import lm_eval
-from moe_lab.evaluation.mirror import benchmarks, make
+from moe_lab.evaluation.mirror import benchmarks
 from moe_lab.evaluation.sandbox.policy import Policy
 from moe_lab.paths import resolve
 
@@ -106,26 +106,13 @@ def test_every_question_of_a_group_counts_the_same(reader: LoadedModel, tmp_path
         rows += subject_rows(task, 5 if task == "anatomy" else 1)
     benchmark = mirrored(tmp_path, "mmlu", rows)
     graded = evaluate(reader, benchmark, Policy())
-    outcomes = [
-        choices.outcome(choices.likelihoods(reader.model, reader.tokenizer, c), c, "acc") for c in map(asked, rows)
-    ]
-    by_subject = {
-        task: np.mean([o for o, row in zip(outcomes, rows, strict=True) if row["subject"] == task])
-        for task in lm_eval_subjects()
-    }
-    assert (
-        graded.results[0]["score"]
-        == pytest.approx(np.mean(outcomes))
-        != pytest.approx(np.mean(list(by_subject.values())))
-    )
+    asked = [choices.CHOICES["mmlu"](row) for row in rows]
+    outcomes = [choices.outcome(choices.likelihoods(reader.model, reader.tokenizer, c), c, "acc") for c in asked]
+    assert graded.results[0]["score"] == pytest.approx(np.mean(outcomes))
     assert len({sample["item"] for sample in graded.samples}) == graded.results[0]["n"] == 61
     limited = evaluate(reader, replace(benchmark, limit=59), Policy())
     assert len({sample["item"].partition("/")[0] for sample in limited.samples}) == 57, "each subject before any twice"
     assert limited.results[0]["n"] == 59
-
-
-def asked(row: dict[str, Any]) -> choices.Choice:
-    return choices.CHOICES["mmlu"](row)
 
 
 def lm_eval_subjects() -> list[str]:
@@ -175,6 +162,7 @@ def test_examples_are_shown_and_drawn_the_same_every_time(reader: LoadedModel, t
     assert first.samples == again.samples == fresh.samples
     assert first.protocol["prompt"].count("True or False?") == 3 and first.protocol["num_fewshot"] == 2
     assert first.protocol["prompt"].endswith(f"{RTE[0]['sentence2']} True or False?\nAnswer:")
+    equals_lm_eval(reader, benchmark)
     with pytest.raises(UserError, match=r"shots=2, but boolq has 0 examples"):
         evaluate(reader, replace(mirrored(tmp_path, "boolq", BOOLQ), shots=2), Policy())
 
@@ -182,18 +170,6 @@ def test_examples_are_shown_and_drawn_the_same_every_time(reader: LoadedModel, t
 BOOLQ_AS_RTE: Rows = [
     {"sentence1": r["passage"], "sentence2": r["question"], "label": r["label"], "idx": 9} for r in BOOLQ
 ]
-
-
-def test_examples_of_the_first_five_stand_in_front_of_a_question(reader: LoadedModel, tmp_path: Path) -> None:
-    dev = subject_rows("anatomy", 6)
-    rows = [row for task in lm_eval_subjects() for row in subject_rows(task, 1)]
-    every = [row for task in lm_eval_subjects() for row in (dev if task == "anatomy" else subject_rows(task, 5))]
-    benchmark = replace(mirrored(tmp_path, "mmlu", rows, dev=every), shots=5, limit=2)
-    graded = evaluate(reader, benchmark, Policy())
-    prompt = graded.protocol["prompt"]
-    assert prompt.startswith("The following are multiple choice questions (with answers) about abstract algebra.\n\n")
-    solved = [f"abstract_algebra {n} ?\nA. {n}\nB. {n + 1}\nC. x\nD. y\nAnswer: {'ABCD'[n % 4]}\n\n" for n in range(5)]
-    assert prompt.partition("\n\n")[2] == "".join(solved) + "abstract_algebra 0 ?\nA. 0\nB. 1\nC. x\nD. y\nAnswer:"
 
 
 GSM8K: Rows = [
@@ -252,17 +228,6 @@ def test_nothing_but_the_mirror_is_read_and_nothing_is_left(
     assert capfd.readouterr() == ("", "")
     assert datasets.load_dataset is load_dataset and Path(os.getcwd()) == work
     assert not (tmp_path / "cache").exists()
-
-
-def test_a_changed_mirror_is_read_again(reader: LoadedModel, tmp_path: Path) -> None:
-    benchmark = mirrored(tmp_path, "rte", RTE)
-    before = evaluate(reader, benchmark, Policy())
-    (tmp_path / "rte_source" / "rte" / "validation.jsonl").write_text(
-        "".join(json.dumps({**row, "label": 1 - row["label"]}) + "\n" for row in RTE)
-    )
-    make(benchmark, tmp_path / "rte_source")
-    after = evaluate(reader, benchmark, Policy())
-    assert [s["outcome"] for s in after.samples] == [1 - s["outcome"] for s in before.samples]
 
 
 @pytest.mark.parametrize(
