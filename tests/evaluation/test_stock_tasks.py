@@ -27,7 +27,7 @@ from moe_lab.errors import UserError
 from moe_lab.evaluation import mirror, suite
 from moe_lab.evaluation.engines.hf import LoadedModel
 from moe_lab.evaluation.harness import Graded
-from moe_lab.evaluation.harnesses import lm_eval
+from moe_lab.evaluation.harnesses import lm_eval_tasks
 from moe_lab.evaluation.mirror import benchmarks
 from moe_lab.evaluation.sandbox.policy import Policy
 from moe_lab.paths import resolve
@@ -156,7 +156,7 @@ def test_examples_are_shown_and_drawn_the_same_every_time(reader: LoadedModel, t
     random.seed(1)
     first = evaluate(reader, benchmark, Policy())
     again = evaluate(reader, benchmark, Policy())
-    lm_eval._built.clear()
+    lm_eval_tasks._built.clear()
     random.seed(2)
     fresh = evaluate(reader, benchmark, Policy())
     assert first.samples == again.samples == fresh.samples
@@ -221,7 +221,7 @@ def test_nothing_but_the_mirror_is_read_and_nothing_is_left(
     (work / "Rowan" / "hellaswag" / "validation.jsonl").write_text('{"label": "0"}\n')
     monkeypatch.chdir(work)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    lm_eval._built.clear()
+    lm_eval_tasks._built.clear()
     load_dataset = datasets.load_dataset
     capfd.readouterr()
     assert evaluate(reader, benchmark, Policy()).samples == expected
@@ -261,7 +261,7 @@ def test_one_folder_is_indexed(reader: LoadedModel, tmp_path: Path, monkeypatch:
             super().__init__(**settings)
             indexed.append(len(self.task_index))
 
-    monkeypatch.setattr(lm_eval, "TaskManager", Manager)
+    monkeypatch.setattr(lm_eval_tasks, "TaskManager", Manager)
     passages = [{**BOOLQ[0], "passage": "salt " * n} for n in range(10)]
     evaluate(reader, mirrored(tmp_path, "boolq", passages), Policy())
     assert 0 < indexed[0] < 10
