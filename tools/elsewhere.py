@@ -69,7 +69,9 @@ class Run:
     """Whether tests that need root, or that root does in another way, are run afterwards, as root."""
 
 
-MAIN_JOB = "make run STORE={store} ARGS='suite=pocket_quick {more}' && test -s {store}/reports/task_agnostic/report.html"
+MAIN_JOB = (
+    "make run STORE={store} ARGS='suite=pocket_quick {more}' && test -s {store}/reports/task_agnostic/report.html"
+)
 STRICT = {"LC_ALL": "POSIX", "TZ": "Asia/Kolkata"}
 CI = Run(
     "ci",
