@@ -18,9 +18,9 @@ from moe_lab.calibration import settings as calibrations
 from moe_lab.config import CalibrationConfig, ModelConfig
 from moe_lab.config.base import SettingsError, valid
 from moe_lab.pruning.plan import make_plan
+from moe_lab.statistics.damage import SimilarityTap
 from moe_lab.statistics.forward import ForwardTap
 from moe_lab.statistics.observe import Observer, gather
-from moe_lab.statistics.similarity import SimilarityTap
 from moe_lab.statistics.sums import merged, read
 from moe_lab.study.schedule import Schedule, StepError, work
 from moe_lab.study.slurm.pack import settle

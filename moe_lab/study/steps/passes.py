@@ -233,7 +233,7 @@ class Similarity(Pass):
     streams = True
 
     def gather(self, files: Files) -> Any:
-        from moe_lab.statistics.similarity import SimilarityTap
+        from moe_lab.statistics.damage import SimilarityTap
 
         return self.engine(files).read(SimilarityTap)
 
