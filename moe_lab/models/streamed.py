@@ -146,13 +146,7 @@ class StreamedModel:
             if state is not None:
                 for below in self.layers[:number]:
                     stand_in(below, state, undo)
-            try:
-                return output_of(self.layers[number], partial(run, self.model, ids, valid))
-            except TypeError as error:
-                raise UserError(
-                    f"{error} instead of hidden states, so its layers cannot be run one by one: set "
-                    "calibration.engine=resident"
-                ) from None
+            return output_of(self.layers[number], partial(run, self.model, ids, valid))
 
     def logits(self, ids: torch.Tensor, valid: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
         """Compute logits (B, S, V) from `state` (B, S, H), the output of the last decoder layer."""

@@ -6,7 +6,6 @@ import json
 import re
 import shutil
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -63,10 +62,6 @@ def test_a_plan_knows_the_model_it_was_made_for(folder: Path, plan: Plan) -> Non
     save_file(tensors, folder / SHARD, {"format": "pt"})
     refused(lambda: export(folder, made, folder.parent / "out"), "plan is for another model: .* of fingerprint")
     assert [path.name for path in folder.parent.iterdir()] == ["model"]
-    named = Plan(plan.experts, plan.n_experts, {"model": "another/model"})  # which proves nothing
-    kept = shutil.copytree(folder, folder.parent / "models--somebody--tiny-moe" / "snapshots" / "0123456789")
-    out = export(kept, named, folder.parent / "out")
-    assert "# somebody/tiny-moe, pruned" in (out / "README.md").read_text()
 
 
 def add(folder: Path, *names: str) -> None:
@@ -163,17 +158,8 @@ def test_the_files_that_transformers_reads_are_downloaded(monkeypatch: pytest.Mo
     assert asked == there[:2]
 
 
-def test_a_folder_of_another_revision(folder: Path, tmp_path: Path) -> None:
-    """A folder says of what revision it is where the hub's cache has it, and nowhere else."""
-    check(settings(folder, revision=None))
-    for read in (check, configuration_folder):
-        refused(partial(read, settings(folder, revision="main")), r"model\.revision=main.* of commit unknown.* null")  # type: ignore[arg-type]
-    commit = "0123456789abcdef" * 2 + "01234567"
-    snapshot = shutil.copytree(folder, tmp_path / "models--some--model" / "snapshots" / commit)
-    for right in (commit, commit[:7], None):
-        check(settings(snapshot, revision=right))
-    for wrong in ("v1", commit[:6], commit[::-1], "0123457"):
-        refused(partial(check, settings(snapshot, revision=wrong)), f"is of commit {commit}: expected that")
+def test_a_folder_has_no_revision(folder: Path) -> None:
+    refused(lambda: check(settings(folder, revision="main")), r"model\.revision=main .*: expected null")
 
 
 @pytest.mark.parametrize(

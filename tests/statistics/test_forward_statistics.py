@@ -113,25 +113,6 @@ def test_router_entropies_are_counted_token_by_token(name: str) -> None:
     assert counts.tolist() == expected and sum(expected) == int(valid.sum())
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_a_forward_repeated_by_autograd_counts_once(reentrant: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, (ids, valid) = tiny.build("qwen3_moe"), naive.batch()
-    model.train()
-    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    model.enable_input_require_grads()
-    calls = tiny.count_calls(monkeypatch, ForwardTap, "experts")
-    with Observer(model, ForwardTap) as observer:
-        observer.valid = valid
-        loss = model(input_ids=ids, attention_mask=valid.long(), use_cache=False).logits.square().sum()
-        loss.backward()
-    assert len(calls) == 2 * len(observer.taps)  # it was repeated
-    expected = observed(naive.model("qwen3_moe"), ids, valid)
-    for layer, named in observer.layers().items():
-        assert torch.equal(named["tokens"], expected[layer]["tokens"])
-        assert torch.allclose(named["sums_model"], expected[layer]["sums_model"], rtol=1e-6)
-        assert torch.allclose(named["layer_loss"], expected[layer]["layer_loss"], rtol=1e-6)
-
-
 def test_softmax_routers_are_told_by_what_they_do() -> None:
     logits = torch.randn(50, 8, generator=torch.Generator().manual_seed(0))
     for k in (1, 3):
