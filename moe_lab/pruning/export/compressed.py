@@ -13,7 +13,6 @@ from moe_lab.errors import UserError
 from moe_lab.models.checkpoint import Checkpoint, open_checkpoint, read_json
 from moe_lab.models.config_json import has_packed_experts
 from moe_lab.models.discover import routed_layers
-from moe_lab.models.families import Family
 from moe_lab.models.load import skeleton
 from moe_lab.models.streamed import stored_dtype
 from moe_lab.models.transformers_private import to_checkpoint
@@ -48,7 +47,8 @@ def compression_changes(folder: Path, scheme: str) -> Changes:
         )
     preset, stored_as = PRESETS[scheme]
     checkpoint = open_checkpoint(folder)
-    experts = _expert_names(checkpoint)
+    check_stored_apart(checkpoint.tensors, folder)
+    experts = [name for name in checkpoint.tensors if OF_EXPERT.fullmatch(name)]
     described: Any = preset_name_to_scheme(preset, ["Linear"])
     weights = described.weights
     if scheme == "w4a16":
@@ -76,13 +76,6 @@ def compression_changes(folder: Path, scheme: str) -> Changes:
         "calibration. Routers, lm_head, embeddings and norms were not."
     )
     return Changes(quantised, words, {"quantization_config": config.model_dump(mode="json")})
-
-
-def _expert_names(checkpoint: Checkpoint) -> list[str]:
-    """Names of all matrices of routed experts."""
-    check_stored_apart(checkpoint.tensors, checkpoint.folder)
-    places = Family().places(checkpoint.tensors)
-    return [name for name, place in places.items() if place.kind == "expert" and place.axes is not None]
 
 
 def _group_size(widths: Collection[int]) -> int:
