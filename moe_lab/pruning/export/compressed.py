@@ -13,6 +13,7 @@ from moe_lab.errors import UserError
 from moe_lab.models.checkpoint import Checkpoint, open_checkpoint, read_json
 from moe_lab.models.config_json import has_packed_experts
 from moe_lab.models.discover import routed_layers
+from moe_lab.models.families import Family
 from moe_lab.models.load import skeleton
 from moe_lab.models.streamed import stored_dtype
 from moe_lab.models.transformers_private import to_checkpoint
@@ -48,7 +49,8 @@ def compression_changes(folder: Path, scheme: str) -> Changes:
     preset, stored_as = PRESETS[scheme]
     checkpoint = open_checkpoint(folder)
     check_stored_apart(checkpoint.tensors, folder)
-    experts = [name for name in checkpoint.tensors if OF_EXPERT.fullmatch(name)]
+    places = Family().places(checkpoint.tensors)
+    experts = [name for name, place in places.items() if place.kind == "expert" and place.axes is not None]
     described: Any = preset_name_to_scheme(preset, ["Linear"])
     weights = described.weights
     if scheme == "w4a16":
