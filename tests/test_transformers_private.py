@@ -28,7 +28,7 @@ PUBLIC = {
     "transformers.cache_utils": {"DynamicLayer"},
     "transformers.integrations.moe": {"ALL_EXPERTS_FUNCTIONS", "ExpertsInterface"},
     "transformers.utils": {"logging"},
-    "transformers.quantizers.auto": {"AutoQuantizationConfig"},
+    "transformers.utils.quantization_config": {"CompressedTensorsConfig", "FineGrainedFP8Config", "Mxfp4Config"},
 }
 """Module -> documented names; None for all that the package offers at the top."""
 ATTRIBUTES = {
@@ -41,6 +41,7 @@ ATTRIBUTES = {
     "_get_dtype_plan",
     "_gradient_checkpointing_func",
     "_init_weights",
+    "_is_expert_parallel",
     "_load_pretrained_model",
     "_update_model_kwargs_for_generation",
     "_weight_conversions",
@@ -92,6 +93,7 @@ def test_every_name_is_there() -> None:
         "_experts_implementation": experts.config,
         "_get_dtype_plan": model,
         "_init_weights": model,
+        "_is_expert_parallel": experts,
         "_load_pretrained_model": model,
         "_update_model_kwargs_for_generation": model,
     }

@@ -10,18 +10,7 @@ from typing import Any
 import torch
 
 from moe_lab.calibration.batches import Packed
-from moe_lab.calibration.documents import (
-    BLANK_LINE,
-    Chat,
-    Completion,
-    Document,
-    Pair,
-    Text,
-    Tools,
-    from_template,
-    messages,
-    written,
-)
+from moe_lab.calibration.documents import BLANK_LINE, Chat, Document, Tools, from_template, plain, written
 from moe_lab.calibration.sources import read_answered
 from moe_lab.config import CalibrationConfig
 from moe_lab.errors import UserError
@@ -65,24 +54,20 @@ def marked(document: Document, special_tokens: bool, *, tokenizer: Any, header: 
 
 def _spans(document: Document, text: str, tokenizer: Any, header: bool) -> Iterator[tuple[int, int]]:
     """(start, end) of the characters of each answer in `text`."""
-    if isinstance(document, Text):
-        return
-    if isinstance(document, Completion):
-        yield len(document.prompt), len(text)
-    elif tokenizer.chat_template:
+    if isinstance(document, Chat) and tokenizer.chat_template:
         yield from _turns(document, text, tokenizer, header)
-    elif isinstance(document, Pair):
-        yield len(text) - len(document.output) - (len(BLANK_LINE) if header else 0), len(text)
+    elif (read := plain(document)) and read.answer is not None:
+        before = len(BLANK_LINE) if header and isinstance(document, Chat) else 0
+        yield read.answer - before, len(text)
 
 
-def _turns(document: Chat | Pair, text: str, tokenizer: Any, header: bool) -> Iterator[tuple[int, int]]:
+def _turns(document: Chat, text: str, tokenizer: Any, header: bool) -> Iterator[tuple[int, int]]:
     """As `_spans`, for a conversation that was rendered with a chat template.
 
     A turn begins where the rendered messages before it stop being a prefix of `text`. So what a template writes at the
     end of every conversation does no harm.
     """
-    turns = messages(document)
-    tools = document.tools if isinstance(document, Chat) else ()
+    turns, tools = document.messages, document.tools
     for number, message in enumerate(turns):
         if message["role"] != "assistant":
             continue

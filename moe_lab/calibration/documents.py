@@ -14,7 +14,7 @@ from typing import Any
 from moe_lab.errors import UserError, nearest
 from moe_lab.json_files import fits
 
-PAIRS = (("instruction", "output"), ("question", "answer"))
+TASKS = (("instruction", "output"), ("question", "answer"))
 """Field names under which sets publish a task and its solution."""
 UNREAD = (
     *("system", "system_prompt", "system_message", "history", "conversation", "conversations", "chosen", "rejected"),
@@ -29,15 +29,17 @@ _MESSAGES = re.compile(r'\s*\[\s*\{\s*"role"\s*:')
 """How the JSON text of messages begins, as columns of them are after a way through CSV."""
 
 
+Tools = Sequence[Mapping[str, Any]]
+"""Functions that a model may call, in the form of chat templates: {"type": "function", "function": {"name", ...}}."""
+
+
 @dataclass(frozen=True)
 class Text:
     """Plain text, read without a chat template."""
 
     text: str
-
-
-Tools = Sequence[Mapping[str, Any]]
-"""Functions that a model may call, in the form of chat templates: {"type": "function", "function": {"name", ...}}."""
+    answer: int | None = data_field(default=None, repr=False)
+    """Where its answer begins, such as the completion of a prompt."""
 
 
 @dataclass(frozen=True)
@@ -47,29 +49,20 @@ class Chat:
     messages: tuple[Mapping[str, Any], ...]
     """A role and a content each; with calls of functions also `tool_calls`, whose arguments are objects."""
     tools: Tools = ()
+    plain: Text | None = None
+    """What a model without a chat template reads."""
     where: str = data_field(default="calibration.path", compare=False, repr=False)
     """Location of its record, for error messages."""
 
 
-@dataclass(frozen=True)
-class Pair:
-    """An instruction and its answer: a conversation of two messages, or plain text for a model without a template."""
-
-    instruction: str
-    output: str
-    where: str = data_field(default="calibration.path", compare=False, repr=False)
-    """Location of its record, for error messages."""
+Document = Text | Chat
 
 
-@dataclass(frozen=True)
-class Completion:
-    """A prompt and its completion: one text, with nothing between the two, for a model trained on such text."""
-
-    prompt: str
-    completion: str
-
-
-Document = Text | Chat | Pair | Completion
+def pair(instruction: str, output: str, where: str = "calibration.path") -> Chat:
+    """An instruction and its answer: a conversation of two messages, or two paragraphs of plain text."""
+    begun = instruction + BLANK_LINE
+    messages = ({"role": "user", "content": instruction}, {"role": "assistant", "content": output})
+    return Chat(messages, (), Text(begun + output, len(begun)), where)
 
 
 def document(record: Any, field: str | None, where: str, template: str | None = None) -> Document:
@@ -99,20 +92,21 @@ def _standard(record: Mapping[str, Any], where: str) -> Document:
         _check_all_read(record, ("tools",), where, "calibration.field=messages, which reads the messages alone")
         return _named(record, "messages", where)
     alone = "calibration.template with the fields to read"
-    for task, solution in PAIRS:
+    for task, solution in TASKS:
         if task in record and solution in record:
             _check_all_read(record, ("input",), where, alone)
             parts = [task, "input"] if record.get("input") else [task]
             instruction = BLANK_LINE.join(_field(record, part, where) for part in parts)
-            return Pair(instruction, _field(record, solution, where), where)
+            return pair(instruction, _field(record, solution, where), where)
     if "prompt" in record and "completion" in record:
         _check_all_read(record, (), where, alone)
-        return Completion(_field(record, "prompt", where), _field(record, "completion", where))
+        prompt = _field(record, "prompt", where)
+        return Text(prompt + _field(record, "completion", where), len(prompt))
     if all(name in record for name in ("query", "answers", "tools")):
         _check_all_read(record, ("tools",), where, alone)
         request = {"role": "user", "content": _field(record, "query", where)}
         calls = {"role": "assistant", "content": "", "tool_calls": record["answers"]}
-        return Chat((request, _message(calls, f"{where}, field answers")), _tools(record, where), where)
+        return Chat((request, _message(calls, f"{where}, field answers")), _tools(record, where), where=where)
     raise UserError(
         f"{where}: none of the fields text, messages, instruction and output, question and answer, prompt and "
         f"completion, or query, answers and tools is there (found: {_names(record)}): name it with calibration.field"
@@ -133,7 +127,7 @@ def _named(record: Mapping[str, Any], field: str, where: str) -> Document:
         value = _listed(value, f"{where}: {field}")
     if isinstance(value, list):
         messages = tuple(_message(entry, f"{where}, field {field}") for entry in value)
-        return Chat(messages, _tools(record, where), where)
+        return Chat(messages, _tools(record, where), where=where)
     return Text(_field(record, field, where, "calibration.field"))
 
 
@@ -212,22 +206,23 @@ def _names(record: Mapping[str, Any]) -> str:
 
 def is_empty(document: Document) -> bool:
     """Whether a document has no content."""
-    return not document.messages if isinstance(document, Chat) else not plain(document).strip()
+    text = plain(document)
+    return not text.text.strip() if text else isinstance(document, Chat) and not document.messages
 
 
 def has_answer(document: Document) -> bool:
     """Whether a document has an answer: an output, a completion, or a turn of the assistant."""
-    if isinstance(document, Text | Completion):
-        return isinstance(document, Completion) and bool(document.completion.strip())
-    turns = messages(document)
-    return any(turn["role"] == "assistant" and (turn["content"].strip() or turn.get("tool_calls")) for turn in turns)
+    if isinstance(document, Text):
+        return document.answer is not None and bool(document.text[document.answer :].strip())
+    spoken = [turn for turn in document.messages if turn["role"] == "assistant"]
+    return any(turn["content"].strip() or turn.get("tool_calls") for turn in spoken)
 
 
 def rendering(document: Document, tokenizer: Any) -> str:
     """How `tokenize` will turn this document into text, in words for the report."""
-    if isinstance(document, Text | Completion):
+    if isinstance(document, Text):
         return "as it stands"
-    if isinstance(document, Chat) and document.tools:
+    if document.tools:
         return "chat template with tools"
     return "chat template" if tokenizer.chat_template else "pair parted by a blank line"
 
@@ -245,35 +240,22 @@ def tokenize(document: Document, tokenizer: Any, special_tokens: bool) -> list[i
 
 def written(document: Document, tokenizer: Any, special_tokens: bool) -> tuple[str, bool]:
     """The text of a document as the model reads it, and whether the tokenizer adds its special tokens to it."""
-    if isinstance(document, Chat | Pair) and tokenizer.chat_template:
-        tools = document.tools if isinstance(document, Chat) else ()
+    if isinstance(document, Chat) and tokenizer.chat_template:
         render = partial(from_template, tokenizer=tokenizer)
-        return render_whole(messages(document), tools, render, f"{document.where} holds conversations with"), False
-    if not isinstance(document, Chat):
-        return plain(document), special_tokens
-    raise UserError(
-        "calibration.path holds chat messages but the model's tokenizer has no chat template: "
-        "use a source of plain text, or of instruction and output pairs"
-    )
+        what = f"{document.where} holds conversations with"
+        return render_whole(document.messages, document.tools, render, what), False
+    text = plain(document)
+    if text is None:
+        raise UserError(
+            "calibration.path holds chat messages but the model's tokenizer has no chat template: "
+            "use a source of plain text, or of instruction and output pairs"
+        )
+    return text.text, special_tokens
 
 
-def plain(document: Text | Pair | Completion) -> str:
-    """The text of a document for a model without a chat template."""
-    if isinstance(document, Text):
-        return document.text
-    if isinstance(document, Completion):
-        return document.prompt + document.completion
-    return f"{document.instruction}{BLANK_LINE}{document.output}"
-
-
-def messages(document: Chat | Pair) -> list[Mapping[str, Any]]:
-    """The messages of a conversation; a pair becomes one message of the user and one of the assistant."""
-    if isinstance(document, Chat):
-        return list(document.messages)
-    return [
-        {"role": "user", "content": document.instruction},
-        {"role": "assistant", "content": document.output},
-    ]
+def plain(document: Document) -> Text | None:
+    """What a model without a chat template reads; None for conversations that only such a template can write."""
+    return document if isinstance(document, Text) else document.plain
 
 
 def from_template(messages: Sequence[Mapping[str, Any]], tools: Tools, tokenizer: Any) -> str:

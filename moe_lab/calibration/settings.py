@@ -57,7 +57,7 @@ def check_chat_template(settings: CalibrationConfig, model: ModelConfig) -> None
     other = ", or a set of plain texts, or of instructions and outputs"
     for _, part in parts(settings):
         for document in first_record(part):
-            if isinstance(document, Chat):
+            if isinstance(document, Chat) and document.plain is None:
                 user = f"calibration={settings.name}"
                 config_json.check_chat_template(model, user, bool(document.tools), other)
 

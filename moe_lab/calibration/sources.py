@@ -15,7 +15,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from moe_lab.calibration.documents import BLANK_LINE, Chat, Document, Text, document, has_answer, is_empty, plain
+from moe_lab.calibration.documents import BLANK_LINE, Document, Text, document, has_answer, is_empty, plain
 from moe_lab.config import CalibrationConfig
 from moe_lab.errors import UserError, nearest
 from moe_lab.paths import local
@@ -111,7 +111,7 @@ def _missing(path: str, file: Path) -> UserError:
 
 def file_format(path: str, file: Path, setting: str = "calibration.path") -> str:
     """Format of a file by its suffix, ignoring .gz: "text" or "json". UserError for any other suffix."""
-    suffix = suffix_of(file)
+    suffix = Path(file.stem).suffix if file.suffix == ".gz" else file.suffix
     if suffix in TEXT_SUFFIXES:
         return "text"
     if suffix in JSON_SUFFIXES:
@@ -162,23 +162,13 @@ def first_record(settings: CalibrationConfig) -> list[Document]:
     Raises UserError when the record lacks a field that the settings read.
     """
     file = None if is_hub_file(settings.path) else locate(settings.path)
-    if file is None or not is_json(file):
+    if file is None or file_format(settings.path, file) == "text":
         return []
     reader = gzip.open if file.suffix == ".gz" else open
     with reader(file, "rt", encoding="utf-8-sig") as opened:
         start = next((line for line in opened if line.strip()), "")
     whole = not start.lstrip().startswith("{")  # a JSON list, which can only be read whole
     return [] if whole else _documents(_records(start, file), settings)
-
-
-def is_json(file: Path) -> bool:
-    """Whether a file is read as JSON lines or a JSON list, by its suffix."""
-    return suffix_of(file) in JSON_SUFFIXES
-
-
-def suffix_of(file: Path) -> str:
-    """The suffix of a file, ignoring .gz."""
-    return Path(file.stem).suffix if file.suffix == ".gz" else file.suffix
 
 
 def whole_text(file: Path, setting: str) -> str:
@@ -189,10 +179,10 @@ def whole_text(file: Path, setting: str) -> str:
     text = _text(file, setting)
     if file_format(str(file), file, setting) == "text":
         return text
-    documents = [document(record, None, where) for where, record in _records(text, file)]
-    if any(isinstance(entry, Chat) for entry in documents):
+    texts = [plain(document(record, None, where)) for where, record in _records(text, file)]
+    if None in texts:
         raise UserError(f"{setting}={file} holds conversations: expected texts, which are read as they stand")
-    return BLANK_LINE.join(plain(entry) for entry in documents if not isinstance(entry, Chat))
+    return BLANK_LINE.join(text.text for text in texts if text)
 
 
 @contextmanager
@@ -212,17 +202,15 @@ def _text(file: Path, setting: str) -> str:
         raw = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
     try:
         text = raw.decode("utf-8-sig")
+        place = raw.find(0)  # which other formats have, and UTF-16
     except UnicodeDecodeError as error:
-        raise _no_text(raw, error.start, file, setting) from None
-    if "\0" in text:  # which other formats have, and UTF-16
-        raise _no_text(raw, raw.index(0), file, setting)
+        place = error.start
+    if place >= 0:
+        line = raw.count(b"\n", 0, place) + 1
+        raise UserError(
+            f"{setting}={file} is not UTF-8 text: line {line} has the byte {raw[place]:#04x} (byte {place})"
+        )
     return text.replace("\r\n", "\n")
-
-
-def _no_text(raw: bytes, place: int, file: Path, setting: str) -> UserError:
-    """The error for a file that has no character of a text at `place`."""
-    line = raw.count(b"\n", 0, place) + 1
-    return UserError(f"{setting}={file} is not UTF-8 text: line {line} has the byte {raw[place]:#04x} (byte {place})")
 
 
 def _records(text: str, file: Path) -> Iterator[tuple[str, Any]]:

@@ -19,7 +19,6 @@ from moe_lab.errors import UserError
 from moe_lab.evaluation.engines import Engine, Likelihood, Prompt, Row, Writing, Written, check_finite
 from moe_lab.evaluation.items import Answer, Document, Item, Messages, Pair, Reply, Text, Window
 from moe_lab.evaluation.reasoning import answer_in, may_think
-from moe_lab.json_files import fits
 
 PARTS = 16
 """Batches of likelihoods that are computed in one call, so that answers to one question meet."""
@@ -27,7 +26,6 @@ USUAL_LENGTH = 2048
 """Tokens of a window of a document, where neither the benchmark nor the model says."""
 COMPUTED = "computed.jsonl"
 """File of a record, among the files from which a step resumes."""
-_ENTRY = (str, list)
 _EXCERPT = 40
 
 Request = Text | Pair | Document
@@ -48,9 +46,8 @@ class Record:
         lines = file.read_text(encoding="utf-8", errors="replace").splitlines() if file and file.exists() else []
         for line in lines:
             with suppress(ValueError):  # a line that a killed process left incomplete
-                entry = json.loads(line)
-                if fits(entry, _ENTRY):
-                    self._results[entry[0]] = entry[1]
+                key, result = json.loads(line)
+                self._results[key] = result
 
     def result(self, asked: Any, compute: Callable[[], list[Any]]) -> list[Any]:
         """What `compute` returns for `asked`, or returned in an earlier process. Both are JSON."""
@@ -272,24 +269,25 @@ def _prompts(engine: Engine, queries: Sequence[_Query], benchmark: BenchmarkConf
     Raises UserError when a prompt leaves too little room, unless its request may be skipped, and when all do.
     """
     room = _room(engine, benchmark)
-    texts = {number: (query, query.request) for number, query in enumerate(queries) if isinstance(query.request, Text)}
-    lengths = {number: len(query.tokens) + request.most for number, (query, request) in texts.items()}
-    long = [number for number, length in lengths.items() if room is not None and length > room]
-    strict = [number for number in long if not texts[number][1].skip_long]
-    if strict or (long and len(long) == len(texts)):
-        longest = max(strict or long, key=lengths.__getitem__)
-        most = texts[longest][1].most
-        left = (room or 0) - lengths[longest] + most
+    prompts: dict[int, Prompt] = {}
+    long: list[tuple[int, Text]] = []
+    for number, query in enumerate(queries):
+        if isinstance(query.request, Text):
+            if room is None or len(query.tokens) + query.request.most <= room:
+                answer = query.rows[0] if query.rows else None
+                prompts[number] = Prompt(query.prompt, query.tokens, answer)
+            else:
+                long.append((len(query.tokens), query.request))
+    refused = [(length, text) for length, text in long if not text.skip_long or not prompts]
+    if room is not None and refused:
+        length, text = max(refused, key=lambda each: each[0] + each[1].most)
+        left = room - length
         hint = f"lower max_new_tokens to {left} or less" if left > 0 else "they need a model, or a max_length, of more"
         raise UserError(
-            f"a prompt of {lengths[longest] - most} tokens and max_new_tokens={most} do not fit the "
+            f"a prompt of {length} tokens and max_new_tokens={text.most} do not fit the "
             f"{'model' if room == engine.max_length else 'benchmark'}'s {room} tokens: {hint}"
         )
-    return {
-        number: Prompt(query.prompt, query.tokens, query.rows[0] if query.rows else None)
-        for number, (query, _) in texts.items()
-        if number not in set(long)
-    }
+    return prompts
 
 
 # Batches.

@@ -44,23 +44,16 @@ class Harness:
     """suite.path names its data: the folder of the benchmark's task, or the file of one without a task."""
 
 
+_LIMITS = ("seconds", "memory_mib", "processes")
 HARNESSES: Mapping[str, Harness] = {
-    "lm_eval": Harness(
-        package="lm-eval",
-        question_parameters=("folder",),
-        shows_examples=True,
-    ),
+    "lm_eval": Harness(package="lm-eval", question_parameters=("folder",), shows_examples=True),
     "evalplus": Harness(
-        package="evalplus",
-        metrics=("base", "plus"),
-        grading_parameters=("seconds", "memory_mib", "processes"),
-        two_phases=True,
-        generates=True,
+        package="evalplus", metrics=("base", "plus"), grading_parameters=_LIMITS, two_phases=True, generates=True
     ),
     "evalscope": Harness(  # in an interpreter of its own
         metrics=("acc",),
         question_parameters=("start_date", "end_date"),
-        grading_parameters=("seconds", "memory_mib", "processes"),
+        grading_parameters=_LIMITS,
         two_phases=True,
         generates=True,
         shows_examples=True,
@@ -81,11 +74,7 @@ HARNESSES: Mapping[str, Harness] = {
         gives_tools=True,
         reads_path=True,
     ),
-    "stories": Harness(
-        metrics=("score",),
-        generates=True,
-        continues_text=True,
-    ),
+    "stories": Harness(metrics=("score",), generates=True, continues_text=True),
     "perplexity": Harness(
         metrics=("perplexity", "bits_per_byte", "loss"),
         question_parameters=("length",),

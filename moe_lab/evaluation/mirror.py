@@ -69,8 +69,9 @@ def digest(benchmark: BenchmarkConfig) -> str:
 
 
 def check(benchmark: BenchmarkConfig) -> None:
-    """Raise UserError when the mirror is missing, or a file differs from the manifest."""
+    """Raise UserError when the mirror is missing, or a file differs from the manifest, or rows are missing."""
     place = folder(benchmark)
+    _check_rows(benchmark, manifest(place))
     for name, entry in _entries(benchmark, None if benchmark.shots else benchmark.split).items():
         file = place / name
         if not file.is_file() or sha256_of(file) != entry["sha256"]:
@@ -154,6 +155,18 @@ def _place(benchmark: BenchmarkConfig) -> Path:
     return Path(benchmark.root).expanduser().absolute() / benchmark.data
 
 
+def _check_rows(benchmark: BenchmarkConfig, entries: Entries) -> int:
+    """The rows of what is evaluated, of which harnesses may choose. Raises UserError for fewer than items."""
+    read = [e for e in entries.values() if benchmark.subset in (None, e["subset"]) and e["split"] == benchmark.split]
+    count: int = sum(entry["rows"] for entry in read)
+    if read and count < (benchmark.expected or 0):
+        raise UserError(
+            f"benchmark {benchmark.name}: {benchmark.data} has {count} rows and should have {benchmark.expected}: its "
+            f"data is not the published set, or expected is wrong"
+        )
+    return count
+
+
 # Make a mirror.
 
 
@@ -175,12 +188,7 @@ def make(benchmark: BenchmarkConfig, source: Path | None) -> str:
     for name, (subset, split) in files.items():
         about = {"rows": _count(place / name), "sha256": sha256_of(place / name), "source": origin}
         entries[name] = {"subset": subset, "split": split, **about}
-    count = sum(entry["rows"] for entry in entries.values() if entry["split"] == benchmark.split)
-    if count < (benchmark.expected or 0):  # harnesses may choose among more, and check the number of items
-        raise UserError(
-            f"benchmark {benchmark.name}: {origin} has {count} rows and should have {benchmark.expected}: its data is "
-            f"not the published set, or expected is wrong"
-        )
+    count = _check_rows(benchmark, entries)
     # Files of other subsets and splits stay; those of these may have had other names.
     others = {n: e for n, e in manifest(place).items() if (e["subset"], e["split"]) not in files.values()}
     write_json(place / MANIFEST, {"files": {**others, **entries}})

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -53,5 +55,17 @@ def settings() -> Callable[..., CalibrationConfig]:
     def make(path: object, **changes: Any) -> CalibrationConfig:
         small: dict[str, Any] = {"name": "words", "length": 8, "tokens": 16, "order": "first", "special_tokens": False}
         return CalibrationConfig(path=str(path), **{**small, **changes})
+
+    return make
+
+
+@pytest.fixture
+def source(tmp_path: Path, settings: Callable[..., CalibrationConfig]) -> Callable[..., CalibrationConfig]:
+    """Settings of a set of JSON lines with these records; keywords change them."""
+
+    def make(*records: Any, **changes: Any) -> CalibrationConfig:
+        file = tmp_path / "set.jsonl"
+        file.write_text("".join(json.dumps(record) + "\n" for record in records))
+        return settings(file, **changes)
 
     return make

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,12 +16,6 @@ from moe_lab.errors import UserError
 Settings = Callable[..., CalibrationConfig]
 
 
-def write(folder: Path, *records: Any) -> Path:
-    file = folder / "set.jsonl"
-    file.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return file
-
-
 def answered(settings: CalibrationConfig, tokenizer: Any, **options: Any) -> list[list[str]]:
     """The answer tokens of each row, as words."""
     return [
@@ -33,81 +25,69 @@ def answered(settings: CalibrationConfig, tokenizer: Any, **options: Any) -> lis
     ]
 
 
-@pytest.fixture
-def pairs(tmp_path: Path) -> Path:
-    return write(
-        tmp_path,
-        {"instruction": "w0 w1", "output": "w2 w3"},
-        {"question": "w4", "answer": "w5 w6 w7"},
-        {"prompt": "w8 w9", "completion": " w10"},
-        {"text": "w11 w12 w13"},
-    )
+PAIRS = (
+    {"instruction": "w0 w1", "output": "w2 w3"},
+    {"question": "w4", "answer": "w5 w6 w7"},
+    {"prompt": "w8 w9", "completion": " w10"},
+    {"text": "w11 w12 w13"},
+)
 
 
-def test_a_pair_of_each_kind_and_a_text_without_an_answer(pairs: Path, settings: Settings, tokenizer: Any) -> None:
-    found = answered(settings(pairs, packing="none", length=8, tokens=32, special_tokens=True), tokenizer)
+def test_a_pair_of_each_kind_and_a_text_without_an_answer(source: Settings, tokenizer: Any) -> None:
+    found = answered(source(*PAIRS, packing="none", length=8, tokens=32, special_tokens=True), tokenizer)
     assert found == [["w2", "w3"], ["w5", "w6", "w7"], ["w10"], []]
 
 
 @pytest.mark.parametrize("packing", ["none", "chunk", "reap"])
 @pytest.mark.parametrize("gap", ["none", "eos", "zero"])
-def test_ids_are_those_of_a_calibration_set(
-    packing: str, gap: str, pairs: Path, settings: Settings, tokenizer: Any
-) -> None:
-    chosen = settings(pairs, packing=packing, gap=gap, length=5, tokens=10, order="random", seed=1)
+def test_ids_are_those_of_a_calibration_set(packing: str, gap: str, source: Settings, tokenizer: Any) -> None:
+    chosen = source(*PAIRS, packing=packing, gap=gap, length=5, tokens=10, order="random", seed=1)
     with_answers, without = answer_batches(chosen, tokenizer), batches(chosen, tokenizer).rows
     for (ids, valid, answers), (same_ids, same_valid) in zip(with_answers, without, strict=True):
         assert torch.equal(ids, same_ids) and torch.equal(valid, same_valid)
         assert not bool((answers & ~valid).any())
 
 
-def test_marks_follow_their_tokens_through_packing(pairs: Path, settings: Settings, tokenizer: Any) -> None:
-    assert answered(settings(pairs, packing="chunk", gap="eos", length=6, tokens=12), tokenizer) == [
+def test_marks_follow_their_tokens_through_packing(source: Settings, tokenizer: Any) -> None:
+    assert answered(source(*PAIRS, packing="chunk", gap="eos", length=6, tokens=12), tokenizer) == [
         ["w2", "w3"],
         ["w5", "w6", "w7"],
     ]
     # reap drops what overflows a row: w6 and w7 are gone, and the next row begins with a document
-    assert answered(settings(pairs, packing="reap", length=6, tokens=12), tokenizer) == [["w2", "w3", "w5"], ["w10"]]
+    assert answered(source(*PAIRS, packing="reap", length=6, tokens=12), tokenizer) == [["w2", "w3", "w5"], ["w10"]]
 
 
-@pytest.fixture
-def chat(tmp_path: Path) -> Path:
+def test_only_what_the_assistant_says_is_an_answer(source: Settings, chat_tokenizer: Any) -> None:
     said = [("user", "w0 w1"), ("assistant", "w2 w0"), ("user", "w3"), ("assistant", "w0 w4")]
-    return write(tmp_path, {"messages": [{"role": role, "content": content} for role, content in said]})
-
-
-def test_only_what_the_assistant_says_is_an_answer(chat: Path, settings: Settings, chat_tokenizer: Any) -> None:
-    chosen = settings(chat, packing="none", length=16, tokens=16)
+    chat = {"messages": [{"role": role, "content": content} for role, content in said]}
+    chosen = source(chat, packing="none", length=16, tokens=16)
     assert answered(chosen, chat_tokenizer) == [["w2", "w0", "w0", "w4"]]
     with_header = [["assistant", "w2", "w0", "assistant", "w0", "w4", "</s>"]]
     assert answered(chosen, chat_tokenizer, header=True) == with_header
 
 
-def test_a_pair_goes_through_the_chat_template(pairs: Path, settings: Settings, chat_tokenizer: Any) -> None:
-    chosen = settings(pairs, packing="none", length=9, tokens=18)
+def test_a_pair_goes_through_the_chat_template(source: Settings, chat_tokenizer: Any) -> None:
+    chosen = source(*PAIRS, packing="none", length=9, tokens=18)
     assert answered(chosen, chat_tokenizer) == [["w2", "w3"], ["w5", "w6", "w7"]]
 
 
-def test_a_set_without_answers_is_refused_with_the_fields_expected(
-    tmp_path: Path, settings: Settings, tokenizer: Any
-) -> None:
-    file = write(tmp_path, {"text": "w1 w2 w3 w4"}, {"instruction": "w1 w2 w3", "output": " "})
+def test_a_set_without_answers_is_refused_with_the_fields_expected(source: Settings, tokenizer: Any) -> None:
+    records = ({"text": "w1 w2 w3 w4"}, {"instruction": "w1 w2 w3", "output": " "})
     with pytest.raises(UserError, match=r"set\.jsonl holds no answers: expected the fields instruction and output"):
-        answer_batches(settings(file, length=4, tokens=4), tokenizer)
+        answer_batches(source(*records, length=4, tokens=4), tokenizer)
 
 
-def test_rows_too_short_for_any_answer_are_refused(tmp_path: Path, settings: Settings, tokenizer: Any) -> None:
-    file = write(tmp_path, {"instruction": "w0 w1 w2 w3", "output": "w4"})
+def test_rows_too_short_for_any_answer_are_refused(source: Settings, tokenizer: Any) -> None:
+    record = {"instruction": "w0 w1 w2 w3", "output": "w4"}
     with pytest.raises(UserError, match=r"calibration\.length=4 cuts every answer"):
-        answer_batches(settings(file, packing="none", length=4, tokens=4), tokenizer)
+        answer_batches(source(record, packing="none", length=4, tokens=4), tokenizer)
 
 
 def test_an_answer_the_template_rewrites_is_refused_unless_turns_are_taken(
-    tmp_path: Path, settings: Settings, tokenizer_with: Any
+    source: Settings, tokenizer_with: Any
 ) -> None:
-    file = write(tmp_path, {"instruction": "w0", "output": "w1 w2"})
     slow = tokenizer_with("{% for m in messages %}{{ m.role }} {{ m.content | replace(' ', ' w9 ') }} {% endfor %}")
-    chosen = settings(file, packing="none", length=6, tokens=6)
+    chosen = source({"instruction": "w0", "output": "w1 w2"}, packing="none", length=6, tokens=6)
     with pytest.raises(UserError, match="header=true"):
         answer_batches(chosen, slow)
     assert answered(chosen, slow, header=True) == [["assistant", "w1", "w9", "w2"]]

@@ -18,7 +18,6 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from moe_lab import grid
-from moe_lab.calibration import sources
 from moe_lab.calibration.answers import answer_batches
 from moe_lab.calibration.batches import TOLERANCE, batches
 from moe_lab.calibration.documents import Text
@@ -63,15 +62,10 @@ def counted(chosen: CalibrationConfig, tokenizer: Any) -> tuple[int, int]:
     return int((tokens < W + 10).sum()), int((tokens >= W + 10).sum())
 
 
-@pytest.mark.parametrize("packing", ["chunk", "reap", "none"])
-@pytest.mark.parametrize("gap", ["none", "eos", "zero"])
-def test_tokens_in_rows_have_the_shares_and_are_reported(
-    two: tuple[CalibrationConfig, CalibrationConfig], tokenizer: Any, packing: str, gap: str
-) -> None:
+def test_what_each_set_gives_is_reported(two: tuple[CalibrationConfig, CalibrationConfig], tokenizer: Any) -> None:
     low, high = two
-    chosen = mixture((0.4, low), (0.6, high), packing=packing, gap=gap)
+    chosen = mixture((0.4, low), (0.6, high))
     below, above = counted(chosen, tokenizer)
-    assert below / (below + above) == pytest.approx(0.4, abs=TOLERANCE)
     report = batches(chosen, tokenizer).report
     assert report["valid_tokens"] == {"low": below, "high": above}
     assert [source["share"] for source in report["sources"]] == [0.4, 0.6]
@@ -220,64 +214,28 @@ def test_a_set_is_named_once_and_must_be_readable(two: tuple[CalibrationConfig, 
         check(mixture((0.5, low), (0.5, replace(high, path="nowhere.jsonl"))))
 
 
-def rows_of(number: int) -> dict[str, Any]:
-    """One record with the fields of each published set that MoE-Slimming calibrates on."""
-    words = f"w{number} " * 30
-    return {
-        "gsm8k": {"question": f"What is w{number}?", "answer": f"{words}\n#### {number}"},
-        "opencodereasoning": {
-            **dict.fromkeys(("id", "source", "license", "dataset", "split", "difficulty"), "x"),
-            "input": "a problem",
-            "output": "<think>long</think>",
-            "solution": f"print({words})",
-        },
-        "c4": {"text": words, "timestamp": "x", "url": "x"},
-        "pile": {"text": words, "meta": {"pile_set_name": "x"}},
-    }
-
-
+WORDS = "w1 " * 30
+RECORDS = {
+    "gsm8k": {"question": "What is w1?", "answer": f"{WORDS}\n#### 1"},
+    "opencodereasoning": {
+        **dict.fromkeys(("id", "source", "license", "dataset", "split", "difficulty"), "x"),
+        "input": "a problem",
+        "output": "<think>long</think>",
+        "solution": f"print({WORDS})",
+    },
+    "pile": {"text": WORDS, "meta": {"pile_set_name": "x"}},
+}
 READ = {
-    "gsm8k": "Question:\nWhat is w1?\n\nSolution:\n" + "w1 " * 30 + "\n#### 1",
-    "opencodereasoning": "Problem:\n\n\nReasoning:\n\n\nSolution:\nprint(" + "w1 " * 30 + ")",
-    "pile": "w1 " * 30,
+    "gsm8k": f"Question:\nWhat is w1?\n\nSolution:\n{WORDS}\n#### 1",
+    "opencodereasoning": f"Problem:\n\n\nReasoning:\n\n\nSolution:\nprint({WORDS})",
+    "pile": WORDS,
 }
 
 
 @pytest.mark.parametrize("name", sorted(READ))
 def test_published_sets_are_read_from_their_fields(name: str, tmp_path: Path) -> None:
-    file = write(tmp_path / "rows.jsonl", rows_of(1)[name])
+    file = write(tmp_path / "rows.jsonl", RECORDS[name])
     assert read(replace(published(name), path=str(file))) == [Text(READ[name])]
-
-
-@pytest.mark.parametrize("name", ["c4_gsm8k_opencodereasoning", "redpajama"])
-def test_published_mixtures_keep_their_shares_and_rows(name: str, tmp_path: Path, monkeypatch: Any) -> None:
-    text = published(name)
-    monkeypatch.setattr(sources, "download_file", lambda path: Path(path))
-    for number, source in enumerate(text.sources):
-        name = source.settings.name
-        file = tmp_path / f"{name}.jsonl"
-        text.sources[number] = replace(source, settings=replace(source.settings, path=str(file)))
-        write(file, *(rows_of(number)[name if name in rows_of(0) else "c4"] for number in range(900)))
-    found = batches(replace(text, tokens=1000 * 64, length=64, seed=0), pocket_tokenizer())
-    assert found.report["rows"] == 1000 and found.report["packing"] == text.packing == "none"
-    kept = found.report["valid_tokens"]
-    for source in text.sources:
-        assert kept[source.settings.name] / sum(kept.values()) == pytest.approx(source.share, abs=TOLERANCE)
-
-
-GSM8K = Path(__file__).parents[3] / "shared" / "data" / "gsm8k_train.jsonl"
-
-
-@pytest.mark.skipif(not GSM8K.exists(), reason="the real questions are not at hand")
-def test_half_of_the_tokens_are_of_gsm8k() -> None:
-    real = replace(published("gsm8k"), path=str(GSM8K))
-    chosen = mixture(
-        (0.5, real), (0.5, published("pocket_general")), packing="reap", length=512, tokens=65536, gap="eos"
-    )
-    kept = batches(chosen, pocket_tokenizer()).report["valid_tokens"]
-    assert kept["gsm8k"] / sum(kept.values()) == pytest.approx(0.5, abs=TOLERANCE)
-    alone = batches(replace(real, tokens=64 * 512), pocket_tokenizer()).report
-    assert alone["first_row"].startswith("Question:\nNatalia sold clips") and alone["rows"] == 64
 
 
 @pytest.fixture

@@ -28,17 +28,6 @@ def tokens(rows: list[list[int]]) -> list[int]:
     return [token for row in rows for token in row if token != FILLER]
 
 
-@given(numbered(), lengths, gaps, st.sampled_from(sorted(PACKINGS)))
-def test_rows_hold_the_documents_tokens_in_order_and_nothing_else(
-    documents: list[list[int]], length: int, gap: int | None, packing: str
-) -> None:
-    filler = FILLER if packing == "none" else gap
-    rows = list(PACKINGS[packing](documents, length, filler))
-    assert all(len(row) == length for row in rows)
-    kept = tokens(rows)
-    assert kept == sorted(set(kept)) and set(kept) <= set(chain.from_iterable(documents))
-
-
 @given(numbered(), lengths, gaps)
 def test_chunk_loses_only_the_tail(documents: list[list[int]], length: int, gap: int | None) -> None:
     rows = list(chunk(documents, length, gap))

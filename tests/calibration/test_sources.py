@@ -17,7 +17,7 @@ import torch
 from pydantic import ValidationError
 
 from moe_lab.calibration.batches import batches
-from moe_lab.calibration.documents import Chat, Pair, Text
+from moe_lab.calibration.documents import Chat, Text, pair
 from moe_lab.calibration.settings import check
 from moe_lab.calibration.sources import locate, read, whole_text
 from moe_lab.config import BenchmarkConfig, CalibrationConfig
@@ -46,10 +46,7 @@ def written(path: Path, content: str) -> Path:
 def test_blank_lines_part_the_documents_of_a_text(tmp_path: Path, settings: Settings, name: str) -> None:
     file = written(tmp_path / name, "\ufeffone\nmore\r\n\r\ntwo\n \t\n\n\nthree\n")
     assert read(settings(file)) == [Text("one\nmore"), Text("two"), Text("three\n")]
-
-
-def test_a_text_without_blank_lines_is_one_document(tmp_path: Path, settings: Settings) -> None:
-    assert read(settings(written(tmp_path / "a.txt", "one\ntwo\nthree"))) == [Text("one\ntwo\nthree")]
+    assert read(settings(written(tmp_path / name, "one\ntwo\nthree"))) == [Text("one\ntwo\nthree")]
 
 
 @pytest.mark.parametrize(
@@ -86,10 +83,10 @@ def test_fields_that_are_known_without_being_named(tmp_path: Path, settings: Set
     assert read(settings(file)) == [
         Text("one"),
         Chat(tuple(MESSAGES)),
-        Pair("say", "said"),
-        Pair("add\n\n1 2", "3"),
-        Pair("wait", "waited"),
-        Pair("why", "so"),
+        pair("say", "said"),
+        pair("add\n\n1 2", "3"),
+        pair("wait", "waited"),
+        pair("why", "so"),
     ]
 
 
@@ -102,37 +99,26 @@ PAIR = {"instruction": "w1", "output": "w2"}
 ANSWERED = {"question": "w1", "answer": "w2"}
 COMPLETED = {"prompt": "w1", "completion": "w2"}
 CALLED = {"query": "w1", "answers": [{"name": "w2", "arguments": {}}], "tools": [{"name": "w2"}]}
-SHARED = [{"from": "human", "value": "w3"}]
 
 
 @pytest.mark.parametrize(
     ("record", "key", "value"),
     [
         ({"messages": [MESSAGES[0], {**MESSAGES[1], "reasoning_content": "w3"}]}, "reasoning_content", "w3"),
-        ({"messages": [MESSAGES[0], {**MESSAGES[1], "reasoning": "w3"}]}, "reasoning", "w3"),
-        ({"messages": [MESSAGES[0], {**MESSAGES[1], "function_call": {"name": "w3"}}]}, "function_call", "w3"),
         ({"messages": [{**MESSAGES[0], "images": ["w3.png"]}, MESSAGES[1]]}, "images", "w3.png"),
-        ({"messages": MESSAGES, "images": ["w3.png"]}, "images", "w3.png"),
         ({"messages": MESSAGES, "system": "w3"}, "system", "w3"),
-        ({"messages": MESSAGES, "conversations": SHARED}, "conversations", "human"),
-        ({**PAIR, "system": "w3"}, "system", "w3"),
         ({**PAIR, "input": "", "history": [["w3", "w4"]]}, "history", "w3"),
-        ({**PAIR, "conversations": SHARED}, "conversations", "human"),
-        ({**PAIR, "tools": '[{"name": "w3"}]'}, "tools", "w3"),
+        ({**PAIR, "conversations": [{"from": "human", "value": "w3"}]}, "conversations", "human"),
         ({**ANSWERED, "context": "w3"}, "context", "w3"),
-        ({**ANSWERED, "options": ["w3", "w2"]}, "options", "w3"),
-        ({**COMPLETED, "input": "w3"}, "input", "w3"),
         ({**COMPLETED, "tools": [{"name": "w3"}]}, "tools", "w3"),
         ({**CALLED, "system": "w3"}, "system", "w3"),
     ],
 )
-@pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
 def test_a_record_of_which_a_part_is_not_read_is_refused(
-    tmp_path: Path, settings: Settings, record: dict[str, Any], key: str, value: str, name: str
+    tmp_path: Path, settings: Settings, record: dict[str, Any], key: str, value: str
 ) -> None:
-    records = [MESSAGES_ALONE, record]
-    file = written(tmp_path / name, lines(*records) if name == "a.jsonl" else json.dumps(records))
-    with pytest.raises(UserError, match=rf"a\.json.* 2.*\b{re.escape(key)}=.*{re.escape(value)}"):
+    file = written(tmp_path / "a.jsonl", lines(MESSAGES_ALONE, record))
+    with pytest.raises(UserError, match=rf"a\.jsonl line 2.*\b{re.escape(key)}=.*{re.escape(value)}"):
         read(settings(file))
 
 
@@ -140,7 +126,7 @@ def test_empty_parts_and_remarks_are_no_parts_of_a_conversation(tmp_path: Path, 
     noted = [{**MESSAGES[0], "timestamp": 3}, {**MESSAGES[1], "reasoning_content": None, "images": []}]
     record = {"messages": noted, "system": "", "history": [], "images": None, "id": 3, "source": "w3", "prompt": "w1"}
     file = written(tmp_path / "a.jsonl", lines(record, {**PAIR, "system": "", "history": "[]", "id": 3}))
-    assert read(settings(file)) == [Chat(tuple(MESSAGES)), Pair("w1", "w2")]
+    assert read(settings(file)) == [Chat(tuple(MESSAGES)), pair("w1", "w2")]
 
 
 def test_what_is_to_be_read_may_be_named(tmp_path: Path, settings: Settings) -> None:
@@ -168,7 +154,7 @@ def test_a_named_field_may_hold_messages_as_json_text(tmp_path: Path, settings: 
 
 
 def test_a_text_is_whole_whatever_stands_beside_it(tmp_path: Path, settings: Settings) -> None:
-    file = written(tmp_path / "a.jsonl", lines({"text": "one", "system": "w3", "conversations": SHARED, **PAIR}))
+    file = written(tmp_path / "a.jsonl", lines({"text": "one", "system": "w3", "conversations": [1], **PAIR}))
     assert read(settings(file)) == [Text("one")]
 
 
@@ -215,19 +201,19 @@ def test_a_field_that_is_not_there_names_the_nearest(tmp_path: Path, settings: S
         read(settings(file, field="contents"))
 
 
-def test_damaged_files(tmp_path: Path, settings: Settings) -> None:
-    (tmp_path / "a.txt").write_bytes(b"fine \xff\xfe")
-    with pytest.raises(UserError, match=r"not UTF-8 text: line 1 .*0xff.*byte 5\b"):
-        read(settings(tmp_path / "a.txt"))
-    (tmp_path / "b.txt.gz").write_bytes(gzip.compress(b"one two three" * 50)[:-12])
-    with pytest.raises(UserError, match="damaged gz file"):
-        read(settings(tmp_path / "b.txt.gz"))
-    (tmp_path / "c.txt.gz").write_bytes(b"not compressed")
-    with pytest.raises(UserError, match="damaged gz file"):
-        read(settings(tmp_path / "c.txt.gz"))
-    (tmp_path / "d.txt.gz").write_bytes(gzip.compress(b"one")[:10] + b"\xff" * 20)
-    with pytest.raises(UserError, match="damaged gz file"):
-        read(settings(tmp_path / "d.txt.gz"))
+@pytest.mark.parametrize(
+    ("name", "content", "sentence"),
+    [
+        ("a.txt", b"fine \xff\xfe", r"not UTF-8 text: line 1 .*0xff.*byte 5\b"),
+        ("b.txt.gz", gzip.compress(b"one two three" * 50)[:-12], "damaged gz file"),
+        ("c.txt.gz", b"not compressed", "damaged gz file"),
+        ("d.txt.gz", gzip.compress(b"one")[:10] + b"\xff" * 20, "damaged gz file"),
+    ],
+)
+def test_damaged_files(tmp_path: Path, settings: Settings, name: str, content: bytes, sentence: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=sentence):
+        read(settings(tmp_path / name))
 
 
 def test_a_missing_file_names_its_neighbour(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,10 +32,6 @@ TURNS = "{% for m in messages %}{{ m.role }} {{ m.content }} {calls}{% endfor %}
 READS_TOOLS = NAMED_TOOLS + TURNS.replace("{calls}", CALLED)
 
 
-def line(**record: Any) -> str:
-    return json.dumps(record) + "\n"
-
-
 def with_call(call: object) -> list[dict[str, object]]:
     return [QUESTION, {"role": "assistant", "content": None, "tool_calls": [call]}]
 
@@ -57,32 +52,24 @@ def with_call(call: object) -> list[dict[str, object]]:
         },
     ],
 )
-def test_tools_and_calls_are_read_in_the_form_of_chat_templates(
-    record: dict[str, Any], tmp_path: Path, settings: Settings
-) -> None:
-    file = tmp_path / "a.jsonl"
-    file.write_text(line(**record))
-    assert read(settings(file)) == [CHAT]
+def test_tools_and_calls_are_read_in_the_form_of_chat_templates(record: dict[str, Any], source: Settings) -> None:
+    assert read(source(record)) == [CHAT]
 
 
-def test_what_a_tool_returned_keeps_the_name_of_the_function(tmp_path: Path, settings: Settings) -> None:
+def test_what_a_tool_returned_keeps_the_name_of_the_function(source: Settings) -> None:
     returned = {"role": "tool", "content": "w14", "name": "w10", "tool_call_id": "7", "extra": 1}
     identified = [*MESSAGES[:1], {**MESSAGES[1], "tool_calls": [{**CALL, "id": "7"}]}, returned]
-    file = tmp_path / "a.jsonl"
-    file.write_text(line(messages=identified, tools=[WRAPPED]))
-    (chat,) = read(settings(file))
+    (chat,) = read(source({"messages": identified, "tools": [WRAPPED]}))
     assert isinstance(chat, Chat)
     assert chat.messages[1]["tool_calls"] == [{**CALL, "id": "7"}]
     assert chat.messages[2] == {key: value for key, value in returned.items() if key != "extra"}
 
 
 @pytest.mark.parametrize("nothing", [None, [], "", "[]"])
-def test_a_conversation_without_tools_is_read_as_before(nothing: Any, tmp_path: Path, settings: Settings) -> None:
+def test_a_conversation_without_tools_is_read_as_before(nothing: Any, source: Settings) -> None:
     plain = [{"role": "user", "content": "w1"}, {"role": "assistant", "content": "w2", "tool_calls": nothing}]
-    file = tmp_path / "a.jsonl"
-    file.write_text(line(messages=plain, tools=nothing))
     expected = Chat(({"role": "user", "content": "w1"}, {"role": "assistant", "content": "w2"}))
-    assert read(settings(file)) == [expected]
+    assert read(source({"messages": plain, "tools": nothing})) == [expected]
 
 
 def test_the_template_gets_the_tools_and_arguments_as_objects(tokenizer_with: Callable[..., Any]) -> None:
@@ -91,12 +78,8 @@ def test_the_template_gets_the_tools_and_arguments_as_objects(tokenizer_with: Ca
     assert tokenize(CHAT, tokenizer, special_tokens=True) == expected
 
 
-def test_the_report_says_that_tools_were_written(
-    tokenizer_with: Callable[..., Any], tmp_path: Path, settings: Settings
-) -> None:
-    file = tmp_path / "a.jsonl"
-    file.write_text(line(messages=MESSAGES, tools=[TOOL]) * 4)
-    found = batches(settings(file), tokenizer_with(READS_TOOLS))
+def test_the_report_says_that_tools_were_written(tokenizer_with: Callable[..., Any], source: Settings) -> None:
+    found = batches(source(*4 * [{"messages": MESSAGES, "tools": [TOOL]}]), tokenizer_with(READS_TOOLS))
     assert found.report["rendered"] == ["chat template with tools"]
     assert found.report["first_row"].startswith("w10 w11 user w1 assistant w10 w12 w13")
 
@@ -106,14 +89,12 @@ def test_the_report_says_that_tools_were_written(
     [(TURNS.replace("{calls}", CALLED), "tools"), (NAMED_TOOLS + TURNS.replace("{calls}", ""), "tool_calls")],
 )
 def test_a_template_that_ignores_them_is_refused(
-    template: str, name: str, tokenizer_with: Callable[..., Any], tmp_path: Path, settings: Settings
+    template: str, name: str, tokenizer_with: Callable[..., Any], source: Settings
 ) -> None:
-    file = tmp_path / "a.jsonl"
-    file.write_text(line(messages=MESSAGES, tools=[TOOL]) * 4)
     with pytest.raises(
         UserError, match=f"conversations with {re.escape(name)}, and the model's chat template ignores them"
     ):
-        batches(settings(file), tokenizer_with(template))
+        batches(source(*4 * [{"messages": MESSAGES, "tools": [TOOL]}]), tokenizer_with(template))
 
 
 def test_a_template_that_cannot_write_arguments_is_refused(tokenizer_with: Callable[..., Any]) -> None:
@@ -122,12 +103,9 @@ def test_a_template_that_cannot_write_arguments_is_refused(tokenizer_with: Calla
         tokenize(Chat(tuple(MESSAGES)), tokenizer_with(joined + "{% endfor %}"), special_tokens=True)
 
 
-def test_calls_are_answers_as_whole_turns(
-    tokenizer_with: Callable[..., Any], tmp_path: Path, settings: Settings
-) -> None:
-    file, tokenizer = tmp_path / "a.jsonl", tokenizer_with(READS_TOOLS)
-    file.write_text(line(messages=MESSAGES, tools=[TOOL]))
-    one = settings(file, length=9, tokens=9, packing="none")
+def test_calls_are_answers_as_whole_turns(tokenizer_with: Callable[..., Any], source: Settings) -> None:
+    tokenizer = tokenizer_with(READS_TOOLS)
+    one = source({"messages": MESSAGES, "tools": [TOOL]}, length=9, tokens=9, packing="none")
     ((ids, _, answers),) = answer_batches(one, tokenizer, header=True)
     assert tokenizer.decode(ids[answers]) == "assistant w10 w12 w13 </s>"
     with pytest.raises(UserError, match="the chat template writes the calls"):
@@ -147,13 +125,9 @@ def test_calls_are_answers_as_whole_turns(
         ({"query": "w1", "answers": "w2", "tools": "[]"}, "field answers: tool_calls is damaged JSON"),
     ],
 )
-def test_one_sentence_for_what_is_no_tool(
-    record: dict[str, Any], sentence: str, tmp_path: Path, settings: Settings
-) -> None:
-    file = tmp_path / "a.jsonl"
-    file.write_text(line(**record))
+def test_one_sentence_for_what_is_no_tool(record: dict[str, Any], sentence: str, source: Settings) -> None:
     with pytest.raises(UserError, match=sentence):
-        read(settings(file))
+        read(source(record))
 
 
 SYSTEM = {"role": "system", "content": "w3"}
@@ -185,13 +159,11 @@ def test_a_template_that_leaves_out_words_of_a_turn_is_refused(
     role: str,
     word: str,
     tokenizer_with: Callable[..., Any],
-    tmp_path: Path,
-    settings: Settings,
+    source: Settings,
 ) -> None:
-    file = tmp_path / "a.jsonl"
-    file.write_text((line(messages=[QUESTION, {**ANSWER, "content": "w7"}]) + line(messages=messages)) * 9)
-    with pytest.raises(UserError, match=rf"a\.jsonl line 2 .*\b{re.escape(role)}\b.*{re.escape(word)}"):
-        batches(settings(file), tokenizer_with(template))
+    records = [{"messages": [QUESTION, {**ANSWER, "content": "w7"}]}, {"messages": messages}]
+    with pytest.raises(UserError, match=rf"set\.jsonl line 2 .*\b{re.escape(role)}\b.*{re.escape(word)}"):
+        batches(source(*9 * records), tokenizer_with(template))
 
 
 MOVED = "{% for m in messages[1:] + messages[:1] %}{{ m.role }} {{ m.content }} {% endfor %}"

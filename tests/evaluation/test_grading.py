@@ -19,7 +19,7 @@ from moe_lab.evaluation.sandbox.children import LimitedChildren
 from moe_lab.evaluation.sandbox.client import Runners, namespaces_missing
 from moe_lab.evaluation.sandbox.closed_world import leaves_closed_world
 from moe_lab.paths import resolve
-from tests.campaign.programs import CHEATS, SENDING, SUCCEED_BESIDE_THE_VERDICT, Program, graded
+from tests.campaign.programs import CHEATS, SENDING, graded
 
 pytestmark = pytest.mark.walls
 ADD = problem(900, "add", "return x + 1", [[1], [2]], [[-5], [10**30]])
@@ -208,15 +208,6 @@ def test_a_verdict_cannot_be_forged() -> None:
         pytest.skip("no namespaces")
     found = graded(CHEATS)
     assert not found.unexpected and not found.others and not found.escapes, found
-
-
-@pytest.mark.parametrize("cheat", SUCCEED_BESIDE_THE_VERDICT, ids=lambda cheat: cheat.name)
-def test_cheats_succeed_where_the_verdict_is_made_beside_the_program(cheat: Program) -> None:
-    """EvalPlus's own check runs the program in the process that knows what is expected."""
-    from evalplus.eval import untrusted_check
-
-    status, _ = untrusted_check("humaneval", cheat.text, [[1], [2]], "f", [2, 3], 0, [0.1, 0.1], min_time_limit=2.0)
-    assert status == "pass"
 
 
 def test_expected_outputs_are_kept_and_belong_to_their_data(tmp_path: Path) -> None:

@@ -33,21 +33,6 @@ def prompts(name: str, count: int) -> list[str]:
     return [json.loads(line)["prompt"] for line in lines]
 
 
-def alone(subject: LoadedModel, prompt: str, tokens: int) -> str:
-    """Plain transformers, one prompt, no padding."""
-    encoded = subject.tokenizer(prompt, return_tensors="pt")
-    with torch.inference_mode():
-        found = subject.model.generate(**encoded, max_new_tokens=tokens, do_sample=False)
-    return str(subject.tokenizer.decode(found[0, encoded.input_ids.shape[1] :], skip_special_tokens=True))
-
-
-def test_batches_of_any_size_give_what_each_prompt_gets_alone(subject: LoadedModel) -> None:
-    asked = [*prompts("gsm8k", 4), *prompts("wildbench", 3), *prompts("humaneval", 3)]
-    expected = [alone(subject, prompt, 24) for prompt in asked]
-    for size in (1, 3, 64):
-        assert write(subject, asked, 24, batch_size=size) == expected
-
-
 def losses(subject: LoadedModel, prompts: list[str], references: list[Any], **settings: Any) -> list[float | None]:
     return [reply.loss for reply in ask(subject, prompts, 1, references=references, skip_long=True, **settings)]
 

@@ -328,16 +328,3 @@ def test_a_server_reads_an_export_whose_layers_differ(models: Models) -> None:
         local = written(LoadedModel(model, tokenizer), prompts)
     assert [text.split() for text in texts] == [text.split() for text in local]  # the two decode spaces in their ways
     assert [text.partition(last)[0] for text in stopped] == [text.partition(last)[0] for text in texts]
-
-
-def test_too_little_memory_for_the_cache_is_one_sentence(tmp_path: Path) -> None:
-    """A gigabyte is granted; a text of a million tokens needs 1.43."""
-    tiny.save("olmoe", tmp_path / "model", **FAMILIES["olmoe"], max_position_embeddings=1_000_000)
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in ENVIRONMENT.items():
-            patch.setenv(name, value)
-        model = ModelConfig(name="m", path=str(tmp_path / "model"))
-        with pytest.raises(Unavailable) as failed, serving(tmp_path / "model", vllm_server(1_000_000), model, "m"):
-            pass
-    assert "KV cache" in str(failed.value) and "1.43 GiB" in str(failed.value) and "\n" not in str(failed.value)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]

@@ -27,17 +27,15 @@ from moe_lab.evaluation.reasoning import special_marks
 from moe_lab.models.config_json import check_trained_top_k, config_of
 from moe_lab.models.families import PORTS
 
-PLACING = frozenset(
-    {
-        "cpu_offload_gb",
-        "data_parallel_size",
-        "disable_log_stats",
-        "gpu_memory_utilization",
-        "max_parallel_loading_workers",
-        "pipeline_parallel_size",
-        "swap_space",
-        "tensor_parallel_size",
-    }
+PLACING = (
+    "cpu_offload_gb",
+    "data_parallel_size",
+    "disable_log_stats",
+    "gpu_memory_utilization",
+    "max_parallel_loading_workers",
+    "pipeline_parallel_size",
+    "swap_space",
+    "tensor_parallel_size",
 )
 """Arguments of vllm.LLM that say where a model is and how much memory it may take: no part of the identity of a
 step."""

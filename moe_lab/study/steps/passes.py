@@ -251,7 +251,7 @@ class Similarity(Pass):
 
     kind = "similarity"
     streams = True
-    tap = "similarity:SimilarityTap"
+    tap = "damage:SimilarityTap"
 
 
 class LossRises(Pass):
