@@ -170,7 +170,12 @@ def _mistakes(benchmark: BenchmarkConfig, harness: Harness) -> Iterator[str]:
 
 
 def _check_items(benchmark: BenchmarkConfig) -> None:
-    items = data_files(benchmark)[-1]
+    items, definition = data_files(benchmark)[-1], benchmark.parameters.get("definition", {})
+    if not isinstance(definition, dict):
+        raise UserError(
+            f"benchmark {benchmark.name}: parameters.definition={definition}: expected a task in lm-eval's format, "
+            "such as {doc_to_text: question}"
+        )
     if benchmark.harness == "perplexity":
         whole_text(items, "suite.path")
     elif items.suffix == ".jsonl":

@@ -87,10 +87,12 @@ def _stock(benchmark: BenchmarkConfig) -> dict[str, Any]:
 
 
 def _own(benchmark: BenchmarkConfig) -> dict[str, Any]:
-    """The task in a file of lm-eval's format; all its splits are the JSON lines file with the same name."""
-    definition, items = data_files(benchmark)
-    manager = TaskManager(include_defaults=False)
-    by_name = _load(manager, str(definition), lambda *_, **__: _Splits({}, otherwise=items))
+    """The task in a file of lm-eval's format, whose items are the JSON lines file with the same name; or the one that
+    the benchmark defines, whose items are benchmark.task. All its splits are those items."""
+    *files, items = data_files(benchmark)
+    manager, defined = TaskManager(include_defaults=False), {"task": benchmark.name, "test_split": "test"}
+    definition = str(files[0]) if files else {**defined, **benchmark.parameters["definition"]}
+    by_name = _load(manager, definition, lambda *_, **__: _Splits({}, otherwise=items))
     for task in by_name.values():
         if _source_of_examples(task) is not None:
             # lm-eval leaves an item out of its own examples only where both are of the same, named test split.
@@ -98,13 +100,15 @@ def _own(benchmark: BenchmarkConfig) -> dict[str, Any]:
     return by_name
 
 
-def _load(manager: TaskManager, name: str, load_dataset: Callable[..., Mapping[str, Any]]) -> dict[str, Any]:
+def _load(
+    manager: TaskManager, task: str | dict[str, Any], load_dataset: Callable[..., Mapping[str, Any]]
+) -> dict[str, Any]:
     with patch.object(datasets, "load_dataset", load_dataset):
         try:
-            by_name: dict[str, Any] = manager.load([name])["tasks"]
+            by_name: dict[str, Any] = manager.load([task])["tasks"]
         except IndexError as error:  # lm-eval tries the first item
             raise UserError(
-                f"task={name}: the first item cannot be read: expected one or more items, a label that is one of the "
+                f"task={task}: the first item cannot be read: expected one or more items, a label that is one of the "
                 f"choices, and no empty choice"
             ) from error
     return by_name
