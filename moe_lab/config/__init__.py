@@ -70,8 +70,6 @@ class LauncherConfig(Group):
     """Processes of launcher=local; null takes one per GPU, or one per CPU core without GPUs."""
     cells_per_job: Positive = 16
     """Pruned models that one Slurm job evaluates on weights it loads once."""
-    steps_per_job: Positive = 256
-    """Small steps, such as scores and plans, that one Slurm job does."""
     parallel: Positive = 64
     """Jobs of one array that may run at the same time."""
     max_requeues: Count = 3

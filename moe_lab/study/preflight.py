@@ -24,7 +24,6 @@ from moe_lab.config import (
     ExportConfig,
     LauncherConfig,
     ModelConfig,
-    ResourcesConfig,
 )
 from moe_lab.errors import UserError, unknown
 from moe_lab.evaluation import engines, suite
@@ -109,10 +108,9 @@ def _wrong_settings(config: Config) -> Iterator[str]:
         from moe_lab.study import push
 
         yield from _said(push.check, config)
-    if config.resources != ResourcesConfig():
-        from moe_lab.study.slurm import resources
-
-        yield from _said(resources.check, config.resources)
+    for kind in config.resources.jobs:
+        if kind not in KINDS:
+            yield str(unknown("resources.jobs", kind, KINDS))
     if config.export.format == "gguf" and config.backend.name != "hf":
         backend = config.backend.name
         yield f"backend={backend} reads a folder, and export.format=gguf writes one file: expected backend=hf"

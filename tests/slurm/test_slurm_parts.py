@@ -31,7 +31,7 @@ from moe_lab.study.step import Step, code_state
 from moe_lab.study.steps.evaluation import Generate, Grade
 from moe_lab.study.store import Store
 
-SETTINGS = LauncherConfig(cells_per_job=2, steps_per_job=4)
+SETTINGS = LauncherConfig(cells_per_job=2)
 
 
 def study(cells: int, models: Sequence[str] = ("m",)) -> list[Step]:
@@ -96,7 +96,8 @@ def test_texts_are_graded_in_jobs_of_their_own(backend: str, generates: str) -> 
     assert arrays.index(of["generate"]) < arrays.index(of["grade"])
 
 
-def test_what_an_unpruned_model_costs_comes_first_and_small_steps_share_jobs() -> None:
+def test_what_an_unpruned_model_costs_comes_first_and_small_steps_share_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moe_lab.study.slurm.arrays.STEPS_PER_JOB", 4)
     arrays = arrange(study(9), ask, SETTINGS)
     assert [array.kind for array in arrays].index("cost") < [array.kind for array in arrays].index("evaluate")
     (plans,) = [array for array in arrays if array.kind == "plan"]

@@ -10,10 +10,8 @@ from types import MappingProxyType
 from typing import Any
 
 from moe_lab.config import JobConfig, ResourcesConfig
-from moe_lab.errors import UserError, unknown
 from moe_lab.study.estimates import GIB, Memory, Seconds, gpus, memory_of
-from moe_lab.study.slurm import scheduler
-from moe_lab.study.step import KINDS, Step
+from moe_lab.study.step import Step
 
 UNKNOWN = Memory(16 * GIB, on_gpu=True)
 """Assumed for a model of unknown size, before it is downloaded."""
@@ -25,23 +23,6 @@ CPUS_PER_GPU = 8
 """CPU cores that are asked for with each GPU where `cpus` is not set: clusters have at least as many for each."""
 HOST = 8.0
 """GiB of main memory of a GPU job, in addition to the weights that pass through it to the GPU."""
-
-
-def check(settings: ResourcesConfig) -> None:
-    """Raise UserError for a key of `jobs` that names no kind of step, and for an option of sbatch that another setting
-    decides."""
-    for kind in settings.jobs:
-        if kind not in KINDS:
-            raise unknown("resources.jobs", kind, KINDS)
-    groups = {"every": settings.every}
-    groups |= {f"jobs.{kind}": job for kind, job in settings.jobs.items()}
-    groups |= {f"models.{model}": job for model, job in settings.models.items()}
-    for group, job in groups.items():
-        for written, value in job.sbatch.items():
-            if use := scheduler.instead_of(written):
-                raise UserError(
-                    f"resources.{group}.sbatch.{written}={value} is decided by another setting: expected {use}"
-                )
 
 
 def resources(

@@ -25,23 +25,8 @@ DISPLAY = (
     *("SLURM_CLUSTERS", "SLURM_TIME_FORMAT", "SLURM_BITSTR_LEN", "SLURM_TOPO_LEN"),
 )
 """Beginnings of variables by which a shell selects what Slurm's commands show or cancel, and how they show it."""
-DECIDED = {
-    "partition": ("partition", "p"),
-    "gpus and gpu_type": ("gpus", "G", "gpus-per-node", "gpus-per-task", "gpus-per-socket", "gres"),
-    "cpus": ("cpus-per-task", "c", "cpus-per-gpu"),
-    "memory": ("mem", "mem-per-node", "mem-per-cpu", "mem-per-gpu"),
-    "minutes": ("time", "t", "timelimit"),
-    "launcher.parallel": ("array", "a", "array-inx"),
-    "launcher.signal_seconds": ("signal",),
-    "launcher.max_requeues": ("requeue", "no-requeue"),
-    "study": ("job-name", "J"),
-    "store, which has the logs": ("output", "o", "error", "e", "open-mode"),
-    "one process on one node": ("nodes", "N", "ntasks", "n", "ntasks-per-node"),
-    "no such option": ("dependency", "d", "kill-on-invalid-dep", "wait", "W", "test-only", "wrap"),
-    "the same command on a machine of that cluster": ("clusters", "M"),
-}
-"""What to use instead -> options of sbatch that moe_lab decides for every job: names and letters, and the names of
-their variables (SBATCH_TIMELIMIT) where these are others."""
+FROM_SHELL = ("partition", "account", "qos", "constraint", "reservation")
+"""Options of sbatch for which a variable of the shell counts where the job does not set them."""
 
 
 @dataclass(frozen=True)
@@ -135,28 +120,13 @@ def _run(*command: str) -> subprocess.CompletedProcess[str]:
     raise UserError(f"launcher=slurm: {why}: start this on a machine that submits jobs, or use launcher=local")
 
 
-def instead_of(written: str) -> str | None:
-    """What to use instead of an option of sbatch that moe_lab decides; None for another option.
-
-    `written`: its name, such as gpus_per_node or --gres, the beginning of one, or its letter.
-    """
-    name = written.lstrip("-").replace("_", "-")
-    for use, options in DECIDED.items():
-        if name in options or (len(name) > 1 and any(each.startswith(name) for each in options)):
-            return use
-    return None
-
-
 @contextmanager
 def submitting(options: Collection[str]) -> Iterator[None]:
-    """While open, sbatch is not told by the shell's variables what moe_lab decides, or one of `options`, which the job
-    sets itself: to sbatch, a variable counts more than the script of a job. The shell's partition counts where none is
-    set."""
-    names = {name for each in DECIDED.values() for name in each if name != "partition"} | set(options)
-    ignored = {f"SBATCH_{name.lstrip('-').replace('-', '_').upper()}" for name in names}
-    away = {name: os.environ[name] for name in os.environ if name in ignored or name.startswith(DISPLAY)}
-    for name in away:
-        del os.environ[name]
+    """While open, variables of the shell say nothing to sbatch but FROM_SHELL, without `options`, which the job sets
+    itself: to sbatch, a variable counts more than the script of a job."""
+    usual = {f"SBATCH_{name.upper()}" for name in FROM_SHELL if name not in options}
+    ignored = [name for name in os.environ if name.startswith(("SBATCH_", *DISPLAY)) and name not in usual]
+    away = {name: os.environ.pop(name) for name in ignored}
     try:
         yield
     finally:
