@@ -20,9 +20,8 @@ from evalplus.provider.utility import EOS, extra_eos_for_direct_completion
 from moe_lab.child_process import Child, Ended, Refused
 from moe_lab.config import BenchmarkConfig
 from moe_lab.evaluation import mirror
-from moe_lab.evaluation.harness import Graded, check_count, data_files, graded_by_mean
+from moe_lab.evaluation.harness import Answer, Graded, Item, Text, check_count, data_files, graded_by_mean
 from moe_lab.evaluation.harnesses.evalplus_grader import GradeRequest
-from moe_lab.evaluation.items import Answer, Item, Text
 from moe_lab.evaluation.sandbox.policy import NAMESPACES, Policy
 from moe_lab.paths import cache
 from moe_lab.results import Sample

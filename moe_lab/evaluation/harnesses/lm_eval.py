@@ -27,9 +27,20 @@ from lm_eval.tasks import TaskManager
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError, unknown
 from moe_lab.evaluation import mirror
-from moe_lab.evaluation.harness import Graded, check_count, data_files, loss_result, mean_result
+from moe_lab.evaluation.harness import (
+    Answer,
+    Document,
+    Graded,
+    Item,
+    Pair,
+    Reply,
+    Text,
+    check_count,
+    data_files,
+    loss_result,
+    mean_result,
+)
 from moe_lab.evaluation.harnesses import lm_eval_folders
-from moe_lab.evaluation.items import Answer, Document, Item, Pair, Reply, Text
 from moe_lab.evaluation.sandbox.policy import Policy
 from moe_lab.evaluation.suite import data_digest
 from moe_lab.results import Result, Sample
