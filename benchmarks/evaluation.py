@@ -37,7 +37,7 @@ from moe_lab.config import BenchmarkConfig
 from moe_lab.evaluation import mirror, run
 from moe_lab.evaluation.engines.hf import LoadedModel
 from moe_lab.evaluation.harness import Graded
-from moe_lab.evaluation.harnesses import lm_eval
+from moe_lab.evaluation.harnesses import lm_eval_tasks
 from moe_lab.evaluation.harnesses.lm_eval_folders import folder
 from moe_lab.evaluation.mirror import benchmarks
 from moe_lab.evaluation.sandbox.policy import Policy
@@ -115,9 +115,9 @@ def _rows(benchmark: BenchmarkConfig) -> list[dict[str, Any]]:
 
 
 def _numbers(benchmark: BenchmarkConfig) -> dict[str, list[int]]:
-    from moe_lab.evaluation.harnesses.lm_eval import first_items
+    from moe_lab.evaluation.harnesses.lm_eval_tasks import first_items
 
-    return first_items(lm_eval.tasks(benchmark), benchmark.limit)
+    return first_items(lm_eval_tasks.tasks(benchmark), benchmark.limit)
 
 
 def _same_text(subject: LoadedModel, benchmark: BenchmarkConfig) -> bool:
@@ -165,14 +165,14 @@ def _adapter(subject: LoadedModel, few: Sequence[BenchmarkConfig]) -> None:
 def _plain(subject: LoadedModel, few: Sequence[BenchmarkConfig]) -> None:
     """lm-eval's evaluate() on the same tasks and items."""
     for benchmark in few:
-        _evaluate(subject, lm_eval.tasks(benchmark), benchmark)
+        _evaluate(subject, lm_eval_tasks.tasks(benchmark), benchmark)
 
 
 def _evaluate(subject: LoadedModel, tasks: dict[str, Any], benchmark: BenchmarkConfig) -> None:
     from lm_eval import evaluator
     from lm_eval.models.huggingface import HFLM
 
-    from moe_lab.evaluation.harnesses.lm_eval import first_items
+    from moe_lab.evaluation.harnesses.lm_eval_tasks import first_items
 
     evaluator.evaluate(
         lm=HFLM(pretrained=subject.model, tokenizer=subject.tokenizer, batch_size=benchmark.batch_size),
@@ -183,7 +183,7 @@ def _evaluate(subject: LoadedModel, tasks: dict[str, Any], benchmark: BenchmarkC
 
 
 def _fresh(subject: LoadedModel, few: Sequence[BenchmarkConfig]) -> None:
-    lm_eval._built.clear()
+    lm_eval_tasks._built.clear()
     _adapter(subject, few)
 
 

@@ -166,11 +166,10 @@ def _text_file(text: str | os.PathLike[str] | Sequence[str]) -> Iterator[str]:
 
 def _gather(need: str, model: Any, rows: Any) -> dict[int, dict[str, Any]]:
     """Layer -> the sums of one pass, as numpy arrays."""
-    from moe_lab.statistics.damage import DamageTap
+    from moe_lab.statistics.damage import DamageTap, SimilarityTap
     from moe_lab.statistics.forward import ForwardTap
     from moe_lab.statistics.gradients import GradientTap, WeightGradientTap, gather_gradients
     from moe_lab.statistics.observe import gather
-    from moe_lab.statistics.similarity import SimilarityTap
     from moe_lab.statistics.weights import compare_experts, weigh_channels, weigh_experts
 
     passes: Mapping[str, Callable[[], Statistics]] = {

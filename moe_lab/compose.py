@@ -32,7 +32,6 @@ from moe_lab import grid, plugins
 from moe_lab.allocation import ALLOCATIONS
 from moe_lab.config import CellConfig, Config
 from moe_lab.config.base import Mistakes, fields_of, is_text, type_at, unfit, valid
-from moe_lab.config.table import basic_lines
 from moe_lab.criteria import CRITERIA
 from moe_lab.errors import UserError, unknown
 from moe_lab.paths import conf, store_folder
@@ -67,6 +66,8 @@ def prepare_multirun(words: Sequence[str]) -> None:
 
     Raises SettingsError for secrets in the words, which Hydra would write into the store.
     """
+    from moe_lab.config.table import basic_lines
+
     # Hydra copies its sources, all registered choices included, for every group that --help lists: most of its time.
     ConfigStore.__deepcopy__ = lambda store, memo: store  # type: ignore[attr-defined]
     OmegaConf.register_new_resolver("sweeps", _sweeps, replace=True)
@@ -231,15 +232,6 @@ def _type(key: str) -> Any:
     return type_at(CellConfig if group in grid.AXES else Config, key.split("."))
 
 
-def _unknown(key: str) -> str:
-    """The sentence for a setting that does not exist, with the nearest that does."""
-    above, _, _ = key.rpartition(".")
-    if above and _type(above) is None:
-        return _unknown(above)
-    siblings = [f"{above}.{name}" for name in fields_of(_type(above))] if above else [*fields_of(Config), *grid.AXES]
-    return str(unknown("setting", key, siblings))
-
-
 def parsed(words: Iterable[str]) -> list[tuple[str, Override]]:
     """Each word with what Hydra reads in it. Raises UserError for one that Hydra cannot read."""
     hydra = GlobalHydra.instance()
@@ -262,14 +254,6 @@ def _texts(key: str, words: Iterable[tuple[str, Override]]) -> list[str]:
     return [text for value in values if isinstance(value, list) for text in value if isinstance(text, str)]
 
 
-def sorted_words(words: Iterable[tuple[str, Override]], groups: Groups) -> Words:
-    """Sort the words of a command line by what they do."""
-    found = Words()
-    for word, override in words:
-        _sort(override, word, groups, found)
-    return found
-
-
 def _quoted(word: str) -> str:
     """A command-line word, for a shell, whose value is one text whatever characters it has."""
     key, _, value = word.partition("=")
@@ -280,27 +264,29 @@ def _quoted(word: str) -> str:
 def _sort(override: Override, word: str, groups: Groups, found: Words) -> None:
     """Add a word to those that do the same."""
     key, values = override.key_or_group, _values(override)
+    above = key.partition(".")[0]
     several = len(values) > 1 or override.is_sweep_override()
     if key.startswith("hydra") or override.package is not None:
         found.composed.append(quoted(word))
     elif groups.names(key):
         _sort_choice(override, values, word, groups, found)
-    elif _type(key) is None:
-        found.mistakes.append(_unknown(key))
-    elif override.is_delete() and key.partition(".")[0] in grid.GROUPS:
-        found.set.append((key, grid.REMOVED))
+    elif _type(above) is None:
+        found.mistakes.append(str(unknown("setting", above, [*fields_of(Config), *grid.AXES])))
     elif override.is_delete():
-        found.composed.append(word)
+        if above in grid.GROUPS:
+            found.set.append((key, grid.REMOVED))
+        else:
+            found.composed.append(word)
     elif not values or (override.is_sweep_override() and not override.is_discrete_sweep()):
         found.mistakes.append(f"{word} names no values: expected some, separated by commas")
-    elif key in grid.VALUES or (several and key.partition(".")[0] in grid.GROUPS):
+    elif key in grid.VALUES or (several and above in grid.GROUPS):
         found.axes[key] = values
     elif several:
         found.mistakes.append(
             f"{word} names several values, and {key} has one in a study: expected one (a text with a comma as "
             f"{_quoted(word)}), or -m in front for several studies"
         )
-    elif key.partition(".")[0] in grid.GROUPS:
+    elif above in grid.GROUPS:
         found.set.append((key, values[0]))
     else:
         found.composed.append(forced(word))
@@ -344,7 +330,9 @@ def compose(words: Sequence[str], config_name: str = CONFIG) -> tuple[Config, li
         read = parsed(words)
         with mistakes.caught():
             offer(_texts("plugins", read))
-        typed = sorted_words(read, Groups(_texts("hydra.searchpath", read)))
+        groups, typed = Groups(_texts("hydra.searchpath", read)), Words()
+        for word, override in read:
+            _sort(override, word, groups, typed)
         mistakes += typed.mistakes
         document, choices, searchpath = _composed(typed.composed, config_name)
         groups = Groups(searchpath)

@@ -273,12 +273,12 @@ def requests(config: Config, found: Iterable[Point], files: Files) -> list[Reque
 
     Raises SettingsError for texts and benchmarks that are unknown or wrong.
     """
-    texts = _Texts(config.flops_text, files)
+    made = _Made(files)
     by_protocol: dict[int, list[Cell]] = {}
     with Mistakes() as mistakes:
         for point in found:
             with mistakes.caught():
-                cell = texts.cell(point)
+                cell = made.cell(point, config.flops_text)
                 by_protocol.setdefault(id(cell.protocol), []).append(cell)
         asked: list[Request] = []
         for cells in by_protocol.values():
@@ -287,17 +287,33 @@ def requests(config: Config, found: Iterable[Point], files: Files) -> list[Reque
     return asked
 
 
-class _Texts:
-    """Makes cells of points: finds the texts that they read besides the calibration set, each once."""
+class _Made:
+    """Makes cells of points; what several cells have in common, such as a text, is one object."""
 
-    def __init__(self, flops_text: str, files: Files) -> None:
-        self.flops_text, self.files = flops_text, files
-        self._texts: dict[str, CalibrationConfig] = {}
+    def __init__(self, files: Files) -> None:
+        self.files = files
+        self._texts: dict[tuple[str, str | None], CalibrationConfig] = {}
         self._searched: dict[tuple[int, int], AllocationConfig] = {}
 
-    def cell(self, point: Point) -> Cell:
+    def cell(self, point: Point, flops_text: str) -> Cell:
         cell = Cell(**dict(zip(AXES, point, strict=True)))
-        return replace(cell, allocation=self._allocation(cell), texts=self._of(cell))
+        named = {
+            "search": ("allocation.search", cell.allocation.search),
+            "instructions": ("recovery.instructions", cell.recovery.instructions),
+            "distill": ("recovery.distill", cell.recovery.distill),
+            "fit": ("recovery.fit", cell.recovery.fit),
+        }
+        texts = {role: self._text(setting, name) for role, (setting, name) in named.items() if name is not None}
+        # A model that is too large for memory is so for every text.
+        texts["flops"] = self._text("flops_text", flops_text, cell.calibration.engine)
+        return replace(cell, allocation=self._allocation(cell), texts=texts)
+
+    def _text(self, setting: str, name: str, engine: Any = None) -> CalibrationConfig:
+        """A text by its name; settings such as calibration.X=... do not apply to it."""
+        if (name, engine) not in self._texts:
+            text = mixed(_text(setting, name, self.files), self.files)
+            self._texts[name, engine] = replace(text, engine=engine) if engine else text
+        return self._texts[name, engine]
 
     def _allocation(self, cell: Cell) -> AllocationConfig:
         """The cell's allocation; one that searches gets the search parameters published for the model as defaults."""
@@ -308,30 +324,6 @@ class _Texts:
             parameters = {**cell.model.search, **cell.allocation.parameters}
             self._searched[key] = replace(cell.allocation, parameters=parameters)
         return self._searched[key]
-
-    def _of(self, cell: Cell) -> dict[str, CalibrationConfig]:
-        """Texts by their use; settings such as calibration.X=... do not apply to them."""
-        named = {
-            "search": ("allocation.search", cell.allocation.search),
-            "instructions": ("recovery.instructions", cell.recovery.instructions),
-            "distill": ("recovery.distill", cell.recovery.distill),
-            "fit": ("recovery.fit", cell.recovery.fit),
-            "flops": ("flops_text", self.flops_text),
-        }
-        texts = {role: self._text(setting, name) for role, (setting, name) in named.items() if name is not None}
-        return {**texts, "flops": self._passed_over(texts["flops"], cell.calibration)}
-
-    def _text(self, setting: str, name: str) -> CalibrationConfig:
-        if name not in self._texts:
-            self._texts[name] = mixed(_text(setting, name, self.files), self.files)
-        return self._texts[name]
-
-    def _passed_over(self, text: CalibrationConfig, like: CalibrationConfig) -> CalibrationConfig:
-        """The text, read by the engine of the calibration: a model too large for memory is so for every text."""
-        key = f"{text.name} {like.engine}"
-        if key not in self._texts:
-            self._texts[key] = replace(text, engine=like.engine)
-        return self._texts[key]
 
 
 def _text(setting: str, name: str, files: Files, changes: Mapping[str, Any] | None = None) -> CalibrationConfig:

@@ -27,9 +27,9 @@ from moe_lab.study.steps.alignment import plan_of
 from moe_lab.study.steps.costs import Cost, Profile, Timing
 from moe_lab.study.steps.evaluation import Evaluate, results_of, task_of
 from moe_lab.study.steps.files import Files
-from moe_lab.study.steps.model import Facts, loaded_as
+from moe_lab.study.steps.passes import Facts, loaded_as
 from moe_lab.study.steps.plans import drops_whole_experts
-from moe_lab.study.steps.recovery import Export, Finetune, Pruned, export_of, pruned_of, storage_of
+from moe_lab.study.steps.recovery import Export, Finetune, Pruned, export_of, pruned_of, storage_of, unpruned
 from moe_lab.study.store import Store
 
 
@@ -111,7 +111,7 @@ def step_of(kind: str, cell: Cell, config: Config | None = None, benchmark: Benc
         "model": lambda: Facts(cell.model),
         "finetune": lambda: pruned_of(cell).finetune,
         "export": lambda: export_of(pruned, config.export, config.verify),
-        "cost": lambda: Cost.of(pruned, text, Cost.of_unpruned(cell.model, text)),
+        "cost": lambda: Cost.of(pruned, text, Cost.of(unpruned(cell.model), text)),
         "profile": lambda: Profile(pruned.loaded, text, pruned.plan),
         "timing": lambda: Timing.of(pruned, text, config.timed),
         **dict.fromkeys(("evaluate", "generate", "grade"), lambda: results_of(pruned, task_of(benchmark, config))),
@@ -123,4 +123,4 @@ def step_of(kind: str, cell: Cell, config: Config | None = None, benchmark: Benc
 def evaluated(model: ModelConfig, benchmark: BenchmarkConfig, plan: Step | None = None, **changes: Any) -> Evaluate:
     """The step that evaluates a model under a plan on a benchmark."""
     pruned = Pruned(loaded_as(model), plan, None, None, RecoveryConfig(), True)
-    return Evaluate(pruned, changes.pop("backend", BackendConfig()), None, None, benchmark, Policy(), **changes)
+    return Evaluate(benchmark, Policy(), None, pruned, changes.pop("backend", BackendConfig()), None, None, **changes)

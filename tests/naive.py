@@ -54,8 +54,6 @@ class Seen:
     """(T, H) output of the decoder layer."""
     before: torch.Tensor
     """(T, H) residual stream before the MoE block."""
-    block_output: torch.Tensor
-    """(T, H) what the MoE block adds to it in most families, shared experts included."""
     valid: torch.Tensor
     """(T,) bool."""
     block_input: torch.Tensor
@@ -109,13 +107,8 @@ def routed(name: str, dtype: torch.dtype = torch.float32) -> dict[int, Seen]:
         def keep_before(*given: Any, kept: dict[str, Any] = kept) -> None:
             kept["before"] = given[1][0].flatten(0, -2)
 
-        def keep_output(*given: Any, kept: dict[str, Any] = kept) -> None:
-            output = given[2][0] if isinstance(given[2], tuple) else given[2]
-            kept["block output"] = output.flatten(0, -2)
-
         norms = [getattr(around, name) for name in NORMS if hasattr(around, name)]
         hooks.append(norms[0].register_forward_pre_hook(keep_before))
-        hooks.append(layer.block.register_forward_hook(keep_output))
         hooks.append(layer.experts.register_forward_pre_hook(keep))
         hooks.append(layer.block.register_forward_pre_hook(keep_block))
         hooks.append(layer.router.register_forward_hook(keep_router))
@@ -154,7 +147,7 @@ def _seen(layer: MoELayer, call: dict[str, Any], valid: torch.Tensor) -> Seen:
     for served in experts:
         x, y = before[served.token], (before + mixed)[served.token]
         served.shift = 1 - (x * y).sum(-1) / (x.norm(dim=-1) * y.norm(dim=-1))
-    return Seen(experts, mixed, stream, before, call["block output"].double(), valid, call["block"].clone(), index)
+    return Seen(experts, mixed, stream, before, valid, call["block"].clone(), index)
 
 
 def _channels(module: Any, hidden: torch.Tensor, expert: int) -> torch.Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -187,23 +186,3 @@ def test_the_shipped_texts_fill_their_rows(name: str, model: str) -> None:
     settings = replace(choices.choose(config.CalibrationConfig, "calibration", name), seed=42)
     report = batches(settings, AutoTokenizer.from_pretrained(resolve(f"pocket:{model}"))).report
     assert report["rows"] == 64 and report["valid_tokens"][name] > 31_000
-
-
-def documented() -> list[Any]:
-    """(class, field, whether a sentence stands under it) for each field in the configuration."""
-    found = []
-    sources = [file.read_text(encoding="utf-8") for file in Path(config.__file__).parent.glob("*.py")]
-    for node in (node for source in sources for node in ast.parse(source).body):
-        if isinstance(node, ast.ClassDef):
-            for line, following in zip(node.body, [*node.body[1:], None], strict=True):
-                if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name):
-                    sentence = following.value if isinstance(following, ast.Expr) else None
-                    text = sentence.value if isinstance(sentence, ast.Constant) else None
-                    found.append((node.name, line.target.id, isinstance(text, str) and text.rstrip().endswith(".")))
-    return found
-
-
-def test_every_field_has_a_sentence_under_it() -> None:
-    fields = documented()
-    assert len(fields) > 50
-    assert [(owner, name) for owner, name, has_sentence in fields if not has_sentence] == []

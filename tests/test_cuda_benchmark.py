@@ -44,12 +44,6 @@ def test_goes_on_with_the_rows_that_are_missing(tmp_path: Path, monkeypatch: pyt
     assert [f"{number}, bar" in table for number in ("2.0", "3.0", "0.5")] == [True] * 3
 
 
-def test_what_cannot_be_measured_is_said_in_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    served = row("served", tmp_path / "served.py", "print('loaded: 2.0, bar <= 3: ok')\nprint('  vLLM: absent')")
-    assert measure(tmp_path, [served], monkeypatch) == 0
-    assert "loaded: 2.0, bar <= 3: ok; vLLM: absent" in (tmp_path / "out" / "table.md").read_text()
-
-
 def test_a_bar_that_a_dry_run_misses_has_not_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import ast
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -56,17 +55,6 @@ def test_checks_read_what_git_tracks(tmp_path: Path) -> None:
         failed = run("make", "check")
         assert failed.returncode != 0 and name in failed.stdout, failed.stdout
         run("git", "rm", "-qf", name)
-
-
-def test_all_tests_of_a_file_are_done_by_one_worker() -> None:
-    """As `make test` starts them: otherwise what a file shares is made once for each worker."""
-    files = ("tests/test_paths.py", "tests/allocation/test_align.py")
-    plain = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-    words = ["-n", "2", "--dist", "loadgroup", "-v", "-p", "no:cacheprovider", *files]
-    done = subprocess.run([sys.executable, "-m", "pytest", *words], cwd=ROOT, env=plain, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout
-    workers = {file: re.findall(rf"\[(gw\d)\].* PASSED {file}::", done.stdout) for file in files}
-    assert [len(set(found)) for found in workers.values()] == [1, 1] and len(workers[files[1]]) > 5, done.stdout
 
 
 SKIPPING = """import pytest

@@ -101,7 +101,7 @@ def test_an_installed_plugin_needs_no_word(folder: Path) -> None:
     [
         ("raise KeyError('a')", "plugins: broken cannot be imported (KeyError: 'a')"),
         ("value = 1", "plugins: broken registers nothing"),
-        (MODULE.replace("crest", "man"), "criterion man of broken is there already, of moe_lab.criteria.routed"),
+        (MODULE.replace("crest", "man"), "criterion man of broken is there already, of moe_lab.criteria.experts"),
         (MODULE.replace('"like_uniform"', '"uniform"'), "allocation uniform is there already"),
     ],
 )

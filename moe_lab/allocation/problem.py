@@ -8,7 +8,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import ceil, floor, lcm
+from math import ceil, lcm
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar, get_type_hints
 
@@ -65,25 +65,23 @@ def or_nearest(decide: Callable[[float], Result], ratio: float) -> Result:
     `decide` says so by RatioTooLarge or RatioTooSmall. It is called about ten times to find the nearest ratio.
     """
 
-    def fails(thousandths: int, kind: type[UserError]) -> bool:
+    def refusal(thousandths: int) -> UserError | None:
         try:
             decide(thousandths / 1000)
         except (RatioTooLarge, RatioTooSmall) as error:
-            return isinstance(error, kind)
-        return False
+            return error
+        return None
 
     reason: UserError
     try:
         return decide(ratio)
     except RatioTooLarge as error:
         reason, word = error, "largest"
-        smaller = range(ceil(1000 * min(1, ratio)))
-        nearest = bisect_left(smaller, True, key=lambda number: fails(number, RatioTooLarge)) - 1
+        nearest = bisect_left(range(1000), True, key=lambda n: isinstance(refusal(n), RatioTooLarge)) - 1
     except RatioTooSmall as error:
         reason, word = error, "smallest"
-        larger = range(floor(1000 * max(0, ratio)), 1000)
-        nearest = larger.start + bisect_left(larger, True, key=lambda number: not fails(number, RatioTooSmall))
-    if 0 <= nearest < 1000 and not fails(nearest, UserError):
+        nearest = bisect_left(range(1000), True, key=lambda n: not isinstance(refusal(n), RatioTooSmall))
+    if 0 <= nearest < 1000 and refusal(nearest) is None:
         raise UserError(f"ratio={ratio:g}: {reason}; {nearest / 1000:g} is the {word} feasible ratio")
     raise UserError(f"ratio={ratio:g}: {reason}; no other ratio is feasible either")
 

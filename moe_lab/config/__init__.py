@@ -70,6 +70,8 @@ class LauncherConfig(Group):
     """Processes of launcher=local; null takes one per GPU, or one per CPU core without GPUs."""
     cells_per_job: Positive = 16
     """Pruned models that one Slurm job evaluates on weights it loads once."""
+    steps_per_job: Positive = 256
+    """Small steps, such as scores and plans, that one Slurm job does."""
     parallel: Positive = 64
     """Jobs of one array that may run at the same time."""
     max_requeues: Count = 3
@@ -100,8 +102,8 @@ class JobConfig(Group):
     partition: str | None = None
     """Partition, as sinfo names it."""
     sbatch: dict[str, Any] = field(default_factory=dict)
-    """Further options of sbatch by their long names, such as account: ours, qos: long, constraint: h100; not those that
-    another setting decides."""
+    """Further options of sbatch by their long names, such as account: ours, qos: long, constraint: h100. They replace
+    those that moe_lab sets."""
     setup: list[str] = field(default_factory=list)
     """Shell lines before Python starts, such as module load cuda."""
 
@@ -225,8 +227,8 @@ class Config(Group):
     """Name of the file in conf/calibration whose tokens are routed to count the FLOPs of each pruned model."""
     allow_code_execution: bool = False
     """Let benchmarks run programs the model wrote, in a sandbox."""
-    sandbox: Literal["namespaces", "none"] = "namespaces"
-    """Where such programs run: in Linux namespaces, or in a subprocess that only has limits (none)."""
+    sandbox: Literal["auto", "namespaces", "none"] = "auto"
+    """auto (namespaces, or a limited subprocess for the shipped model's programs), namespaces, or none."""
     allow_judge: bool = False
     """Send the model's answers to the judge's endpoint."""
     allow_pickled_data: bool = False

@@ -31,14 +31,20 @@ def _not_empty(text: str) -> str:
     return text
 
 
+def _share(number: float) -> float:
+    if not 0 <= number < 1:
+        raise ValueError("expected a number in [0, 1)")
+    return number
+
+
 Count = Annotated[int, Strict(), Field(ge=0, le=LARGEST)]
 Positive = Annotated[int, Strict(), Field(ge=1, le=LARGEST)]
 From2 = Annotated[int, Strict(), Field(ge=2, le=LARGEST)]
 Above0 = Annotated[float, Strict(), Field(gt=0)]
 From0 = Annotated[float, Strict(), Field(ge=0)]
 From1 = Annotated[float, Strict(), Field(ge=1)]
-Share = Annotated[float, Strict(), Field(ge=0, lt=1)]
-Ratio = Annotated[float, Strict(), Field(ge=0, lt=1), AfterValidator(lambda ratio: round(ratio, 9))]
+Share = Annotated[float, Strict(), AfterValidator(_share)]
+Ratio = Annotated[Share, AfterValidator(lambda ratio: round(ratio, 9))]
 """Share to remove: a decimal, so that the third value of range(0.1,0.35,0.1) is the 0.3 that is typed elsewhere."""
 Name = Annotated[str, AfterValidator(checked_name)]
 """Part of a folder's name."""
@@ -196,8 +202,6 @@ def _sentence(item: Mapping[str, Any], kind: Any, key: str, path: list[str]) -> 
         # A check of a whole group begins with a setting of it, such as tokens=1 is less than length=2.
         return f"{key}={value}: {message}" if isinstance(value, str | int | float) else f"{key}.{message}".lstrip(".")
     expected = _EXPECTED[given].format(**item.get("ctx", {})) if given in _EXPECTED else item["msg"]
-    if given in ("greater_than_equal", "less_than"):
-        expected = _range(type_at(kind, path)) or expected
     return f"{key}={value}: expected {expected}"
 
 
@@ -207,19 +211,6 @@ def _no_setting(key: str, known: Iterable[str]) -> str:
     close = nearest(name, names := sorted(known))
     hint = f": did you mean {above + '.' if above else ''}{close}?" if close else ""
     return f"{key} is not a setting{hint} (known: {', '.join(names)})"
-
-
-def _range(kind: Any) -> str | None:
-    """The bounds of a type that has two of them, such as [0, 1)."""
-    bounds = {name: value for part in getattr(kind, "__metadata__", ()) for name, value in _bounds(part)}
-    if not {"ge", "lt"} <= bounds.keys():
-        return None
-    return f"a number in [{bounds['ge']}, {bounds['lt']})"
-
-
-def _bounds(part: Any) -> Iterator[tuple[str, Any]]:
-    for each in getattr(part, "metadata", [part]):
-        yield from ((name, getattr(each, name)) for name in ("ge", "lt") if hasattr(each, name))
 
 
 def fields_of(kind: Any) -> dict[str, Any]:

@@ -19,23 +19,16 @@ HEAD = """# Settings
 Settings are typed as `GROUP.SETTING=VALUE`, such as `calibration.tokens=4096`, and stand in the files of `conf/`
 without the name of their group. Those of most use come first. This page is printed by `python -m moe_lab.config`.
 """
-IN_FILES = {"benchmark": BenchmarkConfig}
-"""Group -> class of what stands in files alone."""
 
 
 class Setting(NamedTuple):
-    """One setting."""
+    """One setting, as it is typed, and what the source of its class says of it. `basic`: --help shows it."""
 
     group: str
-    """The group that has it, such as calibration; empty for one of the study."""
     name: str
-    """Its name there."""
     default: str
-    """As it is typed; empty for one that must be set."""
     meaning: str
-    """What it says, as in the source of its class."""
     basic: bool
-    """Whether --help shows it."""
 
     @property
     def key(self) -> str:
@@ -43,32 +36,22 @@ class Setting(NamedTuple):
 
 
 def settings() -> list[Setting]:
-    """All settings; those of a class that stands in several places once."""
-    found: dict[str, Setting] = {}
-    roots = {"": (CellConfig, Config), **{group: (kind,) for group, kind in IN_FILES.items()}}
-    seen: set[Any] = set()
-    for group, kinds in roots.items():
-        for kind in kinds:
-            found |= {setting.key: setting for setting in _of(kind, group, seen)}
-    return list(found.values())
+    """All settings; those of jobs, which stand in several places, once."""
+    return [*_of(CellConfig, ""), *_of(Config, ""), *_of(BenchmarkConfig, "benchmark")]
 
 
-def _of(kind: Any, group: str, seen: set[Any]) -> Iterator[Setting]:
-    """The settings of a class, and of the classes inside it that are not in `seen`."""
-    seen.add(kind)
-    meanings, basic = _meanings(kind), getattr(kind, "basic", ())
-    inside = []
+def _of(kind: Any, group: str) -> Iterator[Setting]:
+    """The settings of a class that stands under the name `group`, then those of the classes inside it."""
+    meanings, inside = _meanings(kind), []
     for name, hint in fields_of(kind).items():
         inner = without_none(hint)
-        part = get_args(inner)[-1] if get_origin(inner) in (list, dict) else inner
+        part = get_args(inner)[0] if get_origin(inner) is list else inner
         if fields_of(part):
             inside.append((part, f"{group}.{name}".lstrip(".")))
-        if part is inner and fields_of(inner):
-            continue
-        yield Setting(group, name, _default(kind.__dataclass_fields__[name]), meanings[name], name in basic)
+        if not fields_of(inner):
+            yield Setting(group, name, _default(kind.__dataclass_fields__[name]), meanings[name], name in kind.basic)
     for part, place in inside:
-        if part not in seen:
-            yield from _of(part, place, seen)
+        yield from _of(part, place)
 
 
 def _meanings(kind: Any) -> dict[str, str]:

@@ -6,6 +6,7 @@ Every module in this folder is a place for criteria.
 from importlib import import_module
 from pkgutil import iter_modules
 
+from moe_lab.criteria.experts import family
 from moe_lab.criteria.registry import (
     CRITERIA,
     Criterion,
@@ -15,7 +16,6 @@ from moe_lab.criteria.registry import (
     reads_text,
     score,
 )
-from moe_lab.criteria.routed import family
 
 for _module in iter_modules(__path__):
     import_module(f"{__name__}.{_module.name}")

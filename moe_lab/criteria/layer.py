@@ -12,6 +12,13 @@ from numpy.typing import NDArray
 from moe_lab.errors import UserError
 
 Array = NDArray[numpy.float64]
+_SOFTMAX = "; this needs a router that is a softmax over all experts: choose gate=model or renormalized"
+LACKING = {
+    "sums_full_softmax": _SOFTMAX,
+    "sums_double_softmax": _SOFTMAX,
+    "shift_weighted": "; this needs MoE blocks that read a norm of the residual stream",
+}
+"""Statistic that some models do not have -> why."""
 
 
 @dataclass(frozen=True)
@@ -49,24 +56,7 @@ class Layer:
     def __getitem__(self, name: str) -> Array:
         """The statistic called `name`. UserError when this layer has none."""
         if name not in self.arrays:
-            raise UserError(
-                f"layer {self.index} has no {name}: {self._reason(name)} (it has: "
-                f"{', '.join(sorted(self.arrays)) or 'nothing'})"
-            )
+            there = ", ".join(sorted(self.arrays)) or "nothing"
+            lacking = f"layer {self.index} has no {name} for criterion={self.criterion}: it has {there}"
+            raise UserError(lacking + LACKING.get(name, ""))
         return numpy.asarray(self.arrays[name], dtype=numpy.float64)
-
-    def _reason(self, name: str) -> str:
-        if name in ("sums_full_softmax", "sums_double_softmax"):
-            return (
-                f"gate={name.removeprefix('sums_')} needs a router that is a softmax over all experts, choose "
-                "gate=model or renormalized"
-            )
-        if name == "shift_weighted":
-            return (
-                f"criterion={self.criterion} compares the residual stream before and after the routed experts, and "
-                "this model's MoE blocks do not read a norm of it"
-            )
-        return (
-            f"criterion={self.criterion} needs it, `python -m moe_lab criterion={self.criterion} model=... "
-            "calibration=...` gathers it"
-        )

@@ -49,7 +49,7 @@ class Harness:
 
 _LIMITS = ("seconds", "memory_mib", "processes")
 HARNESSES: Mapping[str, Harness] = {
-    "lm_eval": Harness(package="lm-eval", question_parameters=("folder",), shows_examples=True),
+    "lm_eval": Harness(package="lm-eval", question_parameters=("folder", "definition"), shows_examples=True),
     "evalplus": Harness(
         package="evalplus", metrics=("base", "plus"), grading_parameters=_LIMITS, two_phases=True, generates=True
     ),
@@ -275,11 +275,15 @@ class Graded:
 
 
 def data_files(benchmark: BenchmarkConfig) -> list[Path]:
-    """The files of a benchmark without a mirror; the last one has the items. Raises UserError naming a missing file."""
+    """The files of a benchmark without a mirror; the last one has the items. Raises UserError naming a missing file.
+
+    A task of lm-eval's format is a file beside its items, or the benchmark's own parameters.definition.
+    """
     if not benchmark.task:
         raise UserError(f"benchmark {benchmark.name} has no data: name its file, such as suite.path=FILE")
     task = Path(resolve(benchmark.task)).expanduser().absolute()
-    files = [task, task.with_suffix(".jsonl")] if benchmark.harness == "lm_eval" else [task]
+    is_defined = benchmark.harness != "lm_eval" or "definition" in benchmark.parameters
+    files = [task] if is_defined else [task, task.with_suffix(".jsonl")]
     if answers := benchmark.parameters.get("answers"):
         files.insert(0, task.parent / str(answers))
     for file in files:

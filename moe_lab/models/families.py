@@ -89,8 +89,6 @@ EXTRA_PREDICTION_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 """Configuration fields that count layers for predicting several tokens, which transformers does not load."""
 PRUNED = "pruned_"
 """Prefix of the model_type of exports whose layers differ in shape, before that of the family."""
-CAUSAL_MODELS = "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"
-"""Name of the table in transformers that maps model types to the classes of their causal language models."""
 
 
 @dataclass(frozen=True)
@@ -229,16 +227,21 @@ class Family:
         return Place(block, layer, kinds.get(rest, "shared" if rest.startswith(DISK_SHARED) else "unknown"))
 
 
+def _transposed(*, interleaved: bool = False) -> dict[str, Axes]:
+    """Stacks of experts that hidden states are multiplied with from the left, and their biases."""
+    return {
+        "gate_up_proj": Axes(("gate", "up"), -1, interleaved),
+        "gate_up_proj_bias": Axes(("gate_bias", "up_bias"), -1, interleaved),
+        "down_proj": Axes(("down",), -2),
+        "down_proj_bias": Axes(("down_bias",), None),
+    }
+
+
 class GptOss(Family):
     """Interleaved, transposed and with biases."""
 
     kinds = ("gpt_oss",)
-    stacks: ClassVar[dict[str, Axes]] = {
-        "gate_up_proj": Axes(("gate", "up"), -1, interleaved=True),
-        "gate_up_proj_bias": Axes(("gate_bias", "up_bias"), -1, interleaved=True),
-        "down_proj": Axes(("down",), -2),
-        "down_proj_bias": Axes(("down_bias",), None),
-    }
+    stacks: ClassVar[dict[str, Axes]] = _transposed(interleaved=True)
     unfit = "have biases"
 
 
@@ -246,12 +249,7 @@ class OpenAIPrivacyFilter(Family):
     """Transposed and with biases."""
 
     kinds = ("openai_privacy_filter",)
-    stacks: ClassVar[dict[str, Axes]] = {
-        "gate_up_proj": Axes(("gate", "up"), -1),
-        "gate_up_proj_bias": Axes(("gate_bias", "up_bias"), -1),
-        "down_proj": Axes(("down",), -2),
-        "down_proj_bias": Axes(("down_bias",), None),
-    }
+    stacks: ClassVar[dict[str, Axes]] = _transposed()
     unfit = "have biases"
 
 
@@ -259,10 +257,7 @@ class Aria(Family):
     """Transposed."""
 
     kinds = ("aria", "aria_text")
-    stacks: ClassVar[dict[str, Axes]] = {
-        "gate_up_proj": Axes(("gate", "up"), -1),
-        "down_proj": Axes(("down",), -2),
-    }
+    stacks: ClassVar[dict[str, Axes]] = {name: axes for name, axes in _transposed().items() if not axes.is_bias}
     unfit = "are stored transposed"
 
 
@@ -331,5 +326,5 @@ def has_causal_model(kind: str) -> bool:
     """
     models = Path(str(getattr(find_spec("transformers"), "origin", ""))).with_name("models")
     text = (models / "auto" / "modeling_auto.py").read_text(encoding="utf-8")
-    table = re.search(rf"^{CAUSAL_MODELS}\b.*?(?=^[^\s)]|\Z)", text, re.M | re.S)
+    table = re.search(r"^MODEL_FOR_CAUSAL_LM_MAPPING_NAMES\b.*?(?=^[^\s)]|\Z)", text, re.M | re.S)
     return kind in PORTS or (table is not None and f'"{kind}"' in table[0])

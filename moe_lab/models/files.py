@@ -25,8 +25,6 @@ DESCRIBING = {".jinja", ".json", ".model", ".py", ".tiktoken", ".txt"}
 SUBFOLDERS = ("additional_chat_templates", "custom_generate")
 """Folders beside the weights of which transformers reads files: further chat templates of the tokenizer, and the
 model's own way of generating."""
-SHORTEST_COMMIT = 7
-"""Fewest digits of a commit by which model.revision can name it."""
 CODE_FIELDS = ("attn_implementation", "experts_implementation")
 """Endings of the fields of config.json, at any depth, that name code: transformers fetches a name with a slash from the
 hub and runs it."""
@@ -39,13 +37,16 @@ ADAPTER = "adapter_config.json"
 def check(settings: ModelConfig) -> None:
     """Check everything about a model that needs neither torch nor network; raises UserError.
 
-    A folder must be of model.revision, if that is set. It must hold config.json and complete safetensors files that
-    agree with their index. Its family must not be known to be unsupported. Of a hub id, only the form of the name is
-    checked.
+    A folder has no model.revision. It must hold config.json and complete safetensors files that agree with their index.
+    Its family must not be known to be unsupported. Of a hub id, only the form of the name is checked.
     """
     folder = local(settings.path)
     if folder.is_dir():
-        _check_revision(folder, settings)
+        if settings.revision is not None:
+            raise UserError(
+                f"model.revision={settings.revision} is of a model on the hub, and model.path={settings.path} is a "
+                "folder: expected null"
+            )
         _check_folder(folder, settings)
     elif not HUB_ID.fullmatch(settings.path):
         raise UserError(
@@ -99,12 +100,10 @@ def local_folder(settings: ModelConfig) -> Path:
 def configuration_folder(settings: ModelConfig) -> Path | None:
     """The folder of a model, with at least its configuration and tokenizer, which are downloaded from the hub.
 
-    None when the hub cannot be reached or has no such model. UserError for a folder that is not known to be of
-    model.revision.
+    None when the hub cannot be reached or has no such model.
     """
     path = local(settings.path)
     if path.is_dir():
-        _check_revision(path, settings)
         return path
     check(settings)
     try:
@@ -171,21 +170,6 @@ def _(model: ModelConfig) -> Any:
     sha256 = fingerprint_of(model)
     files = {"sha256": sha256} if sha256 else {UNRESOLVED: model.path, "revision": model.revision}
     return {**counting_fields(model, "path"), "path": files}
-
-
-def _check_revision(folder: Path, settings: ModelConfig) -> None:
-    """Raise UserError when a revision is given and the folder is not known to be of it.
-
-    In the hub's cache a folder is named by its commit, models--OWNER--NAME/snapshots/COMMIT, of which a revision has at
-    least the first seven digits; of other folders the revision is not known.
-    """
-    place, revision = folder.resolve(), settings.revision
-    commit = place.name if place.parent.name == "snapshots" else "unknown"
-    if revision is not None and not (commit.startswith(revision) and len(revision) >= SHORTEST_COMMIT):
-        raise UserError(
-            f"model.revision={revision}: the folder model.path={settings.path} is of commit {commit}: expected that, "
-            "null, or a hub id as model.path"
-        )
 
 
 def _check_folder(folder: Path, settings: ModelConfig) -> None:

@@ -232,11 +232,11 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool) -> Any:
     """The tokenizer of a folder, with a pad token; UserError when there is none."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        if not tokenizer.encode("a", add_special_tokens=False):
+            raise ValueError("transformers made one up")
     except Exception as error:  # noqa: BLE001 - the tokenizers library raises plain ones
         reason = " ".join(str(error).split())[:200]
         raise UserError(f"{folder} has no tokenizer that can be loaded: expected tokenizer.json ({reason})") from None
-    if not tokenizer.encode("a", add_special_tokens=False):  # transformers made it up: there are no files
-        raise UserError(f"{folder} has no tokenizer that can be loaded: expected tokenizer.json")
     if tokenizer.pad_token is None:
         if tokenizer.eos_token is None:
             raise UserError(f"{folder}: the tokenizer has neither a pad nor an end-of-text token: expected one of them")

@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from moe_lab.errors import UserError
+
 
 def run(model: PreTrainedModel, input_ids: torch.Tensor, valid: torch.Tensor) -> Any:
     """Run the decoder once, without vocabulary logits or cache; `valid` (B, S) is the attention mask.
@@ -46,7 +48,7 @@ def replace_forward(module: nn.Module, forward: Callable[..., Any], undo: ExitSt
 def output_of(layer: nn.Module, run: Callable[[], Any]) -> torch.Tensor:
     """Run the model by `run()` up to `layer`, and return that layer's output.
 
-    Other hooks of the layer run first. TypeError when the output is not a tensor of hidden states.
+    Other hooks of the layer run first. UserError when the output is not a tensor of hidden states.
     """
 
     def leave(module: nn.Module, inputs: Any, output: Any) -> None:
@@ -57,7 +59,10 @@ def output_of(layer: nn.Module, run: Callable[[], Any]) -> torch.Tensor:
         run()
     except _Reached as reached:
         if not isinstance(reached.output, torch.Tensor):
-            raise TypeError(f"{type(layer).__name__} gives {type(reached.output).__name__}") from None
+            raise UserError(
+                f"{type(layer).__name__} gives {type(reached.output).__name__} instead of hidden states, so its layers "
+                "cannot be run one by one: set calibration.engine=resident"
+            ) from None
         return reached.output
     finally:
         hook.remove()

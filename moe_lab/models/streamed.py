@@ -146,13 +146,7 @@ class StreamedModel:
             if state is not None:
                 for below in self.layers[:number]:
                     stand_in(below, state, undo)
-            try:
-                return output_of(self.layers[number], partial(run, self.model, ids, valid))
-            except TypeError as error:
-                raise UserError(
-                    f"{error} instead of hidden states, so its layers cannot be run one by one: set "
-                    "calibration.engine=resident"
-                ) from None
+            return output_of(self.layers[number], partial(run, self.model, ids, valid))
 
     def logits(self, ids: torch.Tensor, valid: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
         """Compute logits (B, S, V) from `state` (B, S, H), the output of the last decoder layer."""
@@ -238,22 +232,11 @@ class ReadAhead:
     def start(self, number: int, ranges: Ranges) -> None:
         """Start reading `ranges` under the key `number`; does nothing while that key is being read."""
         if number not in self._pending:
-            self._pending[number] = self._thread.submit(_read_ranges, _joined(ranges))
+            self._pending[number] = self._thread.submit(_read_ranges, sorted(ranges))
 
     def wait(self, number: int) -> None:
         """Wait until `number` is read. Errors are ignored, since they occur again when the bytes are used."""
         wait([self._pending.pop(number)])
-
-
-def _joined(ranges: Ranges) -> list[tuple[Path, int, int]]:
-    """Sort ranges and merge adjacent ones."""
-    joined: list[tuple[Path, int, int]] = []
-    for file, start, size in sorted(ranges):
-        if joined and joined[-1][0] == file and joined[-1][1] + joined[-1][2] == start:
-            joined[-1] = (file, joined[-1][1], joined[-1][2] + size)
-        else:
-            joined.append((file, start, size))
-    return joined
 
 
 def _read_ranges(ranges: Ranges) -> None:

@@ -57,30 +57,22 @@ class Part(NamedTuple):
         return 0 if channels is None else int((channels < 0).sum())
 
 
-@dataclass(frozen=True)
-class Arithmetic:
-    """What `rows` needs of the tensors of torch, or of the bits in a file."""
+def rows(part: Part, read: Callable[[int], Any], wide: Callable[[Any], Any], narrow: Callable[[Any, Any], Any]) -> Any:
+    """One projection of a stored expert (W, H), from those of its members: `read(expert)` (I, H), channels as rows.
 
-    index: Callable[[Any, Any], Any]
-    """(array of numpy, tensor that it is used on) -> an index into that tensor."""
-    wide: Callable[[Any], Any]
-    """Numbers as fp32, or fp64 if they are fp64."""
-    narrow: Callable[[Any, Any], Any]
-    """(sum, one of the tensors) -> the sum, rounded to the type of that tensor."""
-
-
-def rows(part: Part, read: Callable[[int], Any], arithmetic: Arithmetic) -> Any:
-    """One projection of a stored expert (W, H), from those of its members: `read(expert)` (I, H), channels as rows."""
+    They are tensors of torch, or the bits in a file. `wide` makes numbers of them that can be added, fp32, or fp64 if
+    they are fp64; `narrow(sum, tensor)` rounds a sum to the type of a tensor.
+    """
     total: Any = 0
     for expert, share, channels in part.members:
         values = read(expert)
         if channels is not None:
-            taken = values[arithmetic.index(channels.clip(0), values)]
+            taken = values[channels.clip(0)]
             if (channels < 0).any():
-                taken[arithmetic.index(channels < 0, values)] = 0
+                taken[channels < 0] = 0
             values = taken
-        total = values if share is None else total + arithmetic.wide(values) * share
-    return total if part.members[0].share is None else arithmetic.narrow(total, values)
+        total = values if share is None else total + wide(values) * share
+    return total if part.members[0].share is None else narrow(total, values)
 
 
 @dataclass(frozen=True)

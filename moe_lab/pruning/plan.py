@@ -185,11 +185,8 @@ class Plan:
                 )
 
     def check_origin(self, sha256: str, where: object) -> None:
-        """Raise UserError if the plan was made for another model than the one in the folder `where`.
-
-        `sha256` is the fingerprint of that folder. It is compared with `model_sha256` in the provenance, if that is
-        given.
-        """
+        """Raise UserError if the plan states that it was made for another model than the one in the folder `where`,
+        whose fingerprint is `sha256`."""
         made_for = self.provenance.get("model_sha256") or sha256
         if made_for != sha256:
             raise UserError(

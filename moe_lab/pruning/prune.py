@@ -14,14 +14,7 @@ from moe_lab.models.discover import MoELayer, check_in_memory, moe_layers, route
 from moe_lab.models.experts import wide
 from moe_lab.models.families import COUNT_FIELDS, GATE_UP, WIDTH_FIELDS, split
 from moe_lab.pruning.exported_code.ragged import RaggedExperts, replace_tensor, set_counts
-from moe_lab.pruning.form import (
-    Arithmetic,
-    LayerForm,
-    Part,
-    make_form,
-    part_of,
-    rows,
-)
+from moe_lab.pruning.form import LayerForm, Part, make_form, part_of, rows
 from moe_lab.pruning.plan import Plan
 from moe_lab.pruning.replace import check_aligned
 
@@ -127,14 +120,11 @@ def _packed(layer: MoELayer, form: LayerForm) -> RaggedExperts:
 def fill(views: Mapping[str, torch.Tensor], part: Part, layer: MoELayer) -> None:
     """Write the projections `views` (role -> (W, H), channels as rows) of one stored expert of `layer`."""
     for role, view in views.items():
-        view.copy_(rows(part, lambda one, role=role: layer.projections(one)[role].detach(), IN_MEMORY))  # type: ignore[misc]
 
+        def read(expert: int, role: str = role) -> torch.Tensor:
+            return layer.projections(expert)[role].detach()
 
-IN_MEMORY = Arithmetic(
-    index=lambda indices, tensor: torch.from_numpy(indices).to(tensor.device),
-    wide=wide,
-    narrow=lambda total, tensor: total.to(tensor.dtype),
-)
+        view.copy_(rows(part, read, wide, lambda total, tensor: total.to(tensor.dtype)))
 
 
 def keep_rows(layer: MoELayer, kept: Iterable[int]) -> None:

@@ -25,7 +25,6 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 from safetensors.torch import save_file
-from torch.nn.functional import one_hot
 
 from moe_lab.calibration.batches import batches
 from moe_lab.config import CalibrationConfig, RecoveryConfig
@@ -132,11 +131,11 @@ def merged_experts(pruned: Any, plan: Plan) -> dict[int, dict[int, MergedExpert]
 class MergeTap(Tap):
     """Adds what a fit reads, for each merged expert j: phi and f are summed over the valid tokens routed to a member.
 
-    merge_tokens (E,)   number of these tokens, at [j]; 0 for experts that nothing was merged into
-    merge_square (E,)   sum of ||y||^2, y the weighted sum of the members' outputs
-    merge_error  (E,)   sum of ||y - W_D phi||^2, phi the input of the merged down projection W_D
-    gram.j       (I, I) sum of phi phi^T
-    cross.j      (H, I) sum of (y - W_D phi) phi^T
+    tokens.j  ()      number of these tokens
+    square.j  ()      sum of ||y||^2, y the weighted sum of the members' outputs
+    error.j   ()      sum of ||y - W_D phi||^2, phi the input of the merged down projection W_D
+    gram.j    (I, I)  sum of phi phi^T
+    cross.j   (H, I)  sum of (y - W_D phi) phi^T
     """
 
     kind = "merge_fit"
@@ -145,7 +144,7 @@ class MergeTap(Tap):
 
     def experts(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """The routed output (T, H) of the unpruned layer."""
-        valid, n_experts = self.valid(hidden), self.layer.n_experts
+        valid = self.valid(hidden)
         for owner, expert in self.experts_of.get(self.layer.index, {}).items():
             routed = torch.isin(index, torch.tensor(list(expert.members), device=index.device)).any(1)
             states = hidden[routed if valid is None else routed & valid]
@@ -154,10 +153,9 @@ class MergeTap(Tap):
                 target += share * self.layer.expert_output(states, member).double()
             phi = expert.layer.phi(states, expert.weights).double()
             error = target - phi @ expert.weights.down.detach().double().T
-            at_owner = one_hot(torch.tensor(owner, device=hidden.device), n_experts).double()
-            self.add("merge_tokens", at_owner * len(states))
-            self.add("merge_square", at_owner * target.square().sum())
-            self.add("merge_error", at_owner * error.square().sum())
+            self.add(f"tokens.{owner}", target.new_tensor(len(states)))
+            self.add(f"square.{owner}", target.square().sum())
+            self.add(f"error.{owner}", error.square().sum())
             self.add(f"gram.{owner}", phi.T @ phi)
             self.add(f"cross.{owner}", error.T @ phi)
         return self.before(hidden, index, weights)
@@ -169,7 +167,7 @@ def _fitted(expert: MergedExpert, owner: int, sums: Mapping[str, torch.Tensor]) 
 
     `sums`: those of its layer, see `MergeTap`; `owner`: the expert's id in the unpruned model.
     """
-    tokens, square, error = (float(sums[f"merge_{name}"][owner]) for name in ("tokens", "square", "error"))
+    tokens, square, error = (float(sums[f"{name}.{owner}"]) for name in ("tokens", "square", "error"))
     gram, cross = sums[f"gram.{owner}"], sums[f"cross.{owner}"]
 
     def share(error: float) -> float:

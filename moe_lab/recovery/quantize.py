@@ -132,6 +132,7 @@ class FourBitMatrix(nn.Module):
 
     def forward(self) -> torch.Tensor:
         """The matrix (rows, columns)."""
+        self.state.to(self.packed.device)  # which the model may have been moved to
         blocks = bitsandbytes_functional().dequantize_4bit(self.packed, self.state)
         matrix: torch.Tensor = blocks.reshape(-1)[: self.shape.numel()].view(self.shape)
         return matrix

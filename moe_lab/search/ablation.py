@@ -23,6 +23,7 @@ from moe_lab.models.discover import MoELayer, moe_layers
 from moe_lab.models.experts import ExpertsFunction, replace_experts
 from moe_lab.search.fitness import Contexts, row_sums
 from moe_lab.search.prefix import Decoder, States
+from moe_lab.statistics.gradients import check_loss
 from moe_lab.statistics.observe import Batch, description, resume, save_checkpoint
 from moe_lab.statistics.sums import Statistics, check_finite
 
@@ -55,11 +56,10 @@ def loss_rises(
     Raises UserError when there are no batches or no two adjacent valid tokens, when losses are not finite (naming layer
     and expert), and when the model's layers cannot be run one by one.
     """
+    check_loss(batches)
     rows = _few_rows(model, batches)
     about = {**description(batches, kind, fingerprint), "pieces": len(rows)}
     predicted = sum(int(_predicting(valid).sum()) for _, valid in rows)
-    if not predicted:
-        raise UserError("calibration gives no two adjacent tokens: expected rows in which a token follows another")
     layers = moe_layers(model)
     done, sums = resume(out, about)
     reader = None

@@ -129,7 +129,7 @@ class Candidates:
             with mask(self.model, plans[schedule]):
                 logits, run = self.decoder.logits(batch.ids, batch.valid, batch.at.where, schedule, states)
             sums[schedule] = row_sums(self.settings.fitness, log_p, logits, batch.at).tolist()
-            self.cost.forwards += self._forwards(run, batch)
+            self.cost.forwards += self._share(run, batch)
         return sums
 
     def _average(self, schedule: Schedule, sums: Sequence[float]) -> float:
@@ -151,13 +151,13 @@ class Candidates:
         batch = self.batches[number]
         nothing = (0,) * len(self.plans.layers)
         logits, run = self.decoder.logits(batch.ids, batch.valid, batch.at.where, nothing, {})
-        self.cost.full += self._forwards(run, batch)
+        self.cost.full += self._share(run, batch)
         log_p = log_probabilities(logits)
         if self._keeps_full:
             self._full[number] = log_p
         return log_p
 
-    def _forwards(self, layers: int, batch: Batch) -> float:
+    def _share(self, layers: int, batch: Batch) -> float:
         """`layers` run on one batch, as a share of a full forward pass over the search set."""
         return layers / len(self.decoder.layers) * len(batch.ids) / self.rows
 

@@ -8,7 +8,6 @@ as the full model's at temperature 1, whatever the candidate is. The fitness of 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -89,28 +88,6 @@ class DraftingCandidates:
         return logits.float().softmax(-1).double().cpu()
 
 
-@dataclass
-class Row:
-    """One text while it is generated."""
-
-    ids: list[int]
-    draws: torch.Tensor
-    """(steps, 3) fp64 in [0, 1): draws for draft, acceptance and next token of each step, the same for all."""
-    ends: frozenset[int]
-    room: int
-    """Tokens that may still be added."""
-    proposed: int = 0
-    accepted: int = 0
-    finished: bool = False
-
-    def add(self, token: int) -> None:
-        """Append one token, unless the text is finished."""
-        if not self.finished:
-            self.ids.append(token)
-            self.room -= 1
-            self.finished = self.room == 0 or token in self.ends
-
-
 def prompts(ids: torch.Tensor, valid: torch.Tensor, answers: torch.Tensor) -> list[list[int]]:
     """The tokens before the first answer token of each row (B, S); [] for a row without an answer or a prompt.
 
@@ -136,33 +113,32 @@ def accepted_and_proposed(
     """Numbers (accepted, proposed) of tokens for each text; an empty text proposes none.
 
     A text grows up to one of the tokens `ends`, or by the number of steps in `draws` (texts, steps, 3), the random
-    numbers of all draws. Every step takes two forward passes over the unfinished texts, without a cache.
+    numbers for draft, acceptance and next token of each step, the same for all candidates. Every step takes two forward
+    passes over the unfinished texts, without a cache.
     """
-    rows = [
-        Row(list(text), draws[number], ends, draws.shape[1], finished=not text) for number, text in enumerate(texts)
-    ]
-    while active := [row for row in rows if not row.finished]:
-        _step(active, candidate, full)
-    return [(row.accepted, row.proposed) for row in rows]
-
-
-def _step(rows: Sequence[Row], candidate: Probabilities, full: Probabilities) -> None:
-    """Draft one token for each row, verify it, and let the full model add one."""
-    draws = torch.stack([row.draws[row.proposed] for row in rows])
-    q = candidate(*_padded([row.ids for row in rows], 1))
-    draft = drawn(q, draws[:, 0])
-    verified = full(*_padded([[*row.ids, int(token)] for row, token in zip(rows, draft, strict=True)], 2))
-    p, after = verified[0::2], verified[1::2]
-    chosen = draft[:, None]
-    accepted = draws[:, 1] * q.gather(1, chosen)[:, 0] < p.gather(1, chosen)[:, 0]
-    rest = (p - q).clamp(min=0)
-    following = drawn(torch.where(accepted[:, None], after, rest), draws[:, 2])
-    for row, token, good, other in zip(rows, draft.tolist(), accepted.tolist(), following.tolist(), strict=True):
-        row.proposed += 1
-        row.accepted += good
-        if good:
-            row.add(token)
-        row.add(other)
+    ids = [list(text) for text in texts]
+    longest = [len(text) + draws.shape[1] for text in texts]
+    accepted, proposed = [0] * len(ids), [0] * len(ids)
+    unfinished = [number for number, text in enumerate(texts) if text]
+    while unfinished:
+        luck = torch.stack([draws[number, proposed[number]] for number in unfinished])
+        q = candidate(*_padded([ids[number] for number in unfinished], 1))
+        draft = drawn(q, luck[:, 0])
+        drafted = [[*ids[number], int(token)] for number, token in zip(unfinished, draft, strict=True)]
+        verified = full(*_padded(drafted, 2))
+        p, after = verified[0::2], verified[1::2]
+        chosen = draft[:, None]
+        good = luck[:, 1] * q.gather(1, chosen)[:, 0] < p.gather(1, chosen)[:, 0]
+        following = drawn(torch.where(good[:, None], after, (p - q).clamp(min=0)), luck[:, 2])
+        for place, number in enumerate(list(unfinished)):
+            proposed[number] += 1
+            accepted[number] += int(good[place])
+            for token in [int(draft[place])] * int(good[place]) + [int(following[place])]:
+                if number in unfinished:
+                    ids[number].append(token)
+                    if token in ends or len(ids[number]) == longest[number]:
+                        unfinished.remove(number)
+    return list(zip(accepted, proposed, strict=True))
 
 
 def _padded(texts: Sequence[Sequence[int]], last: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

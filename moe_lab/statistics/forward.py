@@ -24,10 +24,7 @@ EPSILON = 1e-6
 
 
 class ForwardTap(Tap):
-    """Adds all statistics of a forward pass; see sums.py.
-
-    A forward pass that autograd repeats inside a backward pass (gradient checkpointing) is not counted again.
-    """
+    """Adds all statistics of a forward pass; see sums.py."""
 
     kind = "forward"
 
@@ -66,27 +63,23 @@ class ForwardTap(Tap):
     def experts(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """The routed output m (T, H); adds the statistics of this call."""
         layer, rows = self.layer, sort_by_expert(index, self.layer.n_experts)
-        call = None
-        if not inside_backward():
-            gates = weights.detach()
-            call = Call(self.layer.n_experts, rows, gates, self._softmax_gates(index, gates), self.valid(hidden))
+        gates = weights.detach()
+        call = Call(layer.n_experts, rows, gates, self._softmax_gates(index, gates), self.valid(hidden))
 
         def compute(expert: int, part: slice, states: torch.Tensor) -> torch.Tensor:
             own = layer.weights(expert)
             phi = layer.phi(states, own)
             f = layer.output(phi, own)
-            if call is not None:
-                call.add(expert, part, phi.detach(), f.detach())
+            call.add(expert, part, phi.detach(), f.detach())
             return f
 
         mixed = routed_output(hidden, rows, weights, compute)
-        if call is not None:
-            for name, sums in call.finish(mixed.detach()).items():
-                self.add(name, sums)
-            if self.residual is not None:
-                self.add("shift_weighted", call.weigh_shifts(self.residual, mixed.detach()))
-            if self.logits is not None:
-                self.add("router_entropy", entropy_histogram(self.logits, call.valid))
+        for name, sums in call.finish(mixed.detach()).items():
+            self.add(name, sums)
+        if self.residual is not None:
+            self.add("shift_weighted", call.weigh_shifts(self.residual, mixed.detach()))
+        if self.logits is not None:
+            self.add("router_entropy", entropy_histogram(self.logits, call.valid))
         self.call, self.residual = call, None
         return mixed
 
@@ -146,11 +139,6 @@ def shifts(stream: torch.Tensor, added: torch.Tensor) -> torch.Tensor:
     sine_square = (xx * aa - xa.square()).clamp(min=0) / squares
     shift = torch.where(cosine > 0, sine_square / (1 + cosine), 1 - cosine)
     return torch.where(squares > 0, shift, 1.0)
-
-
-def inside_backward() -> bool:
-    """Whether autograd is running a backward pass, within which gradient checkpointing repeats forward passes."""
-    return bool(torch._C._current_graph_task_id() != -1)
 
 
 class Call:

@@ -23,7 +23,7 @@ from moe_lab.models.experts import routed_output, sort_by_expert, wide
 from moe_lab.models.families import split
 from moe_lab.models.partial_forward import run, stand_in
 from moe_lab.models.transformers_private import recomputed
-from moe_lab.statistics.forward import Channels, inside_backward
+from moe_lab.statistics.forward import Channels
 from moe_lab.statistics.observe import Batch, Observer, Tap, gather
 from moe_lab.statistics.sums import Statistics
 
@@ -71,7 +71,8 @@ class GradientTap(Tap):
         rows = sort_by_expert(index, n_experts)
         valid = self.valid(hidden)
         keep = None if valid is None else valid[rows.token]
-        channels = None if inside_backward() else Channels(n_experts, self.layer.width, hidden)
+        repeated = torch._C._current_graph_task_id() != -1  # by gradient checkpointing, inside a backward pass
+        channels = None if repeated else Channels(n_experts, self.layer.width, hidden)
         gate_square = wide(weights.detach())[rows.token, rows.column].square()
 
         def compute(expert: int, part: slice, states: torch.Tensor) -> torch.Tensor:

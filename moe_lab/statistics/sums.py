@@ -33,9 +33,9 @@ such a pass also gives tokens and the first four channel sums above:
 
 From passes of their own, and from weights alone:
 
-    dense_output_sum     (E, H)    sum of f over all valid tokens, routed to it or not                 (similarity.py)
-    dense_gated_output_sum  (E, H) sum of p_j f over all valid tokens, p = softmax(z)             (similarity.py)
-    router_gram          (E, E)    sum over all valid tokens of z z^T, z the router's logits            (similarity.py)
+    dense_output_sum     (E, H)    sum of f over all valid tokens, routed to it or not                 (damage.py)
+    dense_gated_output_sum  (E, H) sum of p_j f over all valid tokens, p = softmax(z)             (damage.py)
+    router_gram          (E, E)    sum over all valid tokens of z z^T, z the router's logits            (damage.py)
     damage               (E,)      sum_t ||y - y without j||                                             (damage.py)
     ablation             (E,)      rise of the mean loss without j, nats per token             (search/ablation.py)
     scaling              ()        rise of the mean loss with m times 0.9, nats per token      (search/ablation.py)

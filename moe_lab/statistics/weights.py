@@ -214,28 +214,20 @@ def weigh_channels(folder: Path | str, *, fingerprint: Mapping[str, Any], device
     UserError for a folder without experts, quantised experts, damaged or missing shards, projections of unknown names,
     and weights that are NaN or infinite (naming layer, expert and tensor).
     """
-    folder = Path(folder)
-    config = read_json(folder / "config.json")
-    hidden = config.get("text_config", config).get("hidden_size")
 
     def measure(name: str, place: Place, weights: torch.Tensor) -> dict[str, torch.Tensor]:
         assert place.axes is not None
         sums = {}
         for role, matrix in split(wide(weights), place.axes).items():
-            if matrix.shape[1] != hidden:
-                raise UserError(
-                    f"{name} has {tuple(weights.shape)} weights per expert, and hidden_size={hidden} in config.json is "
-                    "not where moe_lab expects it: this layout is not supported"
-                )
             sums[f"channel_{role}_square"] = matrix.square().sum(1)
             if role == "down":
                 sums["channel_down_abs"] = matrix.abs().sum(1)
         return sums
 
-    layers = _measured(folder, device, measure)
+    layers = _measured(Path(folder), device, measure)
     for layer, named in layers.items():
         if not {"channel_down_square", "channel_up_square"} <= named.keys():
-            raise _incomplete(folder, layer)
+            raise _incomplete(Path(folder), layer)
     return Statistics(layers, {"kind": "channel_weights", "fingerprint": dict(fingerprint)})
 
 

@@ -15,8 +15,10 @@ from statistics import median
 
 from rich.table import Table
 
+from moe_lab.errors import UserError
 from moe_lab.json_files import Damaged, Number, read_json
-from moe_lab.models.config_json import size_of
+from moe_lab.models.config_json import quantization, size_of
+from moe_lab.models.memory import main_memory
 from moe_lab.study.devices import on_gpu
 from moe_lab.study.step import Step, canonical
 from moe_lab.study.store import STEP, Store
@@ -44,6 +46,24 @@ def memory_of(step: Step) -> Memory | None:
     if size is None:
         return None
     return Memory(step.memory(size), step.runs_model and on_gpu(model, size))
+
+
+def check_memory(step: Step) -> None:
+    """Raise UserError when the weights that a step loads whole on the CPU alone exceed the main memory of this machine.
+
+    Only models of known size with plain (not quantised) weights are checked, and none that a server loads.
+    """
+    model, backend = step.about, getattr(step, "backend", None)
+    is_served = backend is not None and backend.name == "server"
+    if model is None or not step.runs_model or step.is_layered or model.device != "cpu" or is_served:
+        return
+    size, there = None if quantization(model) else size_of(model), main_memory()
+    if size and size.bytes > there:
+        way = "set calibration.engine=streamed" if step.streams else "leave it out"
+        raise UserError(
+            f"model.device=cpu: {step.kind} of model={model.name} loads {size.bytes / GIB:.1f} GiB of weights, and "
+            f"there are {there / GIB:.1f} GiB of main memory: {way}, or name another device or a smaller dtype"
+        )
 
 
 def gpus(memory: Memory, gpu_memory: float) -> int:

@@ -56,15 +56,11 @@ FigureKey = tuple[str, str, str, int]
 
 @dataclass(frozen=True)
 class Graph:
-    """All steps of a study. `families` and `damages` are for figures, by calibration set, model, gate and seed."""
+    """All steps of a study."""
 
     cells: Sequence[CellSteps]
-    families: Mapping[FigureKey, Step]
-    damages: Mapping[FigureKey, Step]
-
-    def figures(self) -> dict[str, Mapping[FigureKey, Step]]:
-        """Field -> the steps for figures, by their keys."""
-        return {field.name: getattr(self, field.name) for field in fields(self)[1:]}
+    figures: Mapping[str, Mapping[FigureKey, Step]]
+    """Families and damages: steps for figures alone."""
 
     def steps(self) -> list[Step]:
         """Distinct steps, each after its inputs."""
@@ -81,7 +77,7 @@ class Graph:
         return list(ordered.values())
 
     def _wanted(self) -> Iterable[Step]:
-        for steps in self.figures().values():
+        for steps in self.figures.values():
             yield from steps.values()
         for cell in self.cells:
             yield from (step for name, step in cell.named().items() if step and name not in INPUTS)
@@ -110,7 +106,7 @@ def _timed(timed: TimingConfig, model: ModelConfig) -> TimingConfig:
 
 
 _located = once(resolved)
-_unpruned_cost = once(Cost.of_unpruned)
+_unpruned_cost = once(lambda model, text: Cost.of(unpruned_model(model), text))
 
 
 def _resolved(cell: Cell, config: Config) -> Cell:
@@ -165,8 +161,7 @@ def build(config: Config, requests: Iterable[Request]) -> Graph:
     `config` has the settings that hold for all requests, such as permissions, exports and overlap.
     """
     tasks_of: dict[Cell, dict[str, Task]] = {}
-    families: dict[FigureKey, Step] = {}
-    damages: dict[FigureKey, Step] = {}
+    figures: dict[str, dict[FigureKey, Step]] = {"families": {}, "damages": {}}
     for cells, benchmarks in requests:
         tasks = {benchmark.name: task_of(benchmark, config) for benchmark in benchmarks}
         for cell in cells:
@@ -175,7 +170,7 @@ def build(config: Config, requests: Iterable[Request]) -> Graph:
             if config.overlap:
                 key = (cell.calibration.name, cell.model.name, cell.gate, cell.seed)
                 named = _resolved(cell, config)
-                families[key] = Family.of(named)
-                damages[key] = Scores.of(replace(named, criterion=EXACT_DAMAGE))
+                figures["families"][key] = Family.of(named)
+                figures["damages"][key] = Scores.of(replace(named, criterion=EXACT_DAMAGE))
     steps = [_steps(cell, tasks.values(), config) for cell, tasks in tasks_of.items()]
-    return Graph(steps, families, damages)
+    return Graph(steps, figures)

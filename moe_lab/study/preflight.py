@@ -23,6 +23,7 @@ from moe_lab.config import (
     CriterionConfig,
     ExportConfig,
     LauncherConfig,
+    ResourcesConfig,
 )
 from moe_lab.errors import UserError, unknown
 from moe_lab.evaluation import engines, suite
@@ -33,9 +34,10 @@ from moe_lab.pruning.form import no_replacements
 from moe_lab.recovery import settings as recoveries
 from moe_lab.study import sync
 from moe_lab.study.devices import check_device
+from moe_lab.study.estimates import check_memory
 from moe_lab.study.step import KINDS, Step
 from moe_lab.study.steps.costs import wrong_timing
-from moe_lab.study.steps.plans import check_engine, check_plan_file, plan_file
+from moe_lab.study.steps.plans import check_engine, check_plan_in, plan_in
 from moe_lab.study.steps.scores import check_weights, reads_text
 
 AVERAGE = "Avg"
@@ -73,8 +75,9 @@ def preflight(config: Config, requests: Iterable[Request]) -> list[str]:
 def lacking(steps: Sequence[Step], launcher: LauncherConfig) -> list[str]:
     """One sentence for everything that `steps` need and that is missing or not allowed here."""
     wanted = [condition for step in steps for condition in step.conditions(launcher)]
-    if launcher.name != "slurm":  # nodes of a cluster have devices of their own
+    if launcher.name != "slurm":  # nodes of a cluster have devices and memory of their own
         wanted += [(check_device, step.about.device) for step in steps if step.about and step.runs_model]
+        wanted += [(check_memory, step) for step in steps]
     distinct = {(check, *map(id, of)): (check, of) for check, *of in wanted}
     return list(dict.fromkeys(sentence for check, of in distinct.values() for sentence in _said(check, *of)))
 
@@ -102,9 +105,10 @@ def _wrong_settings(config: Config) -> Iterator[str]:
         from moe_lab.study import push
 
         yield from _said(push.check, config)
-    for kind in config.resources.jobs:
-        if kind not in KINDS:
-            yield str(unknown("resources.jobs", kind, KINDS))
+    if config.resources != ResourcesConfig():
+        from moe_lab.study.slurm import resources
+
+        yield from _said(resources.check, config.resources)
     if config.export.format == "gguf" and config.backend.name != "hf":
         backend = config.backend.name
         yield f"backend={backend} reads a folder, and export.format=gguf writes one file: expected backend=hf"
@@ -183,7 +187,7 @@ def _wrong_replacement(cell: Cell, config: Config) -> Iterator[str]:
     if settings.replacement != "none":
         by, grouping = f"allocation.replacement={settings.replacement}", GROUPINGS.get(settings.replacement)
         routes = grouping is None or grouping.rows == "all"
-    elif (plan := plan_file(settings)) is not None and (plan.constants or plan.merged):
+    elif (plan := plan_in(settings)) is not None and (plan.constants or plan.merged):
         by = f"the plan allocation.path={settings.path}"
         routes = bool(plan.constants or plan.shares_experts)
     else:
@@ -226,9 +230,9 @@ OF_CHOICES: Sequence[tuple[tuple[str, ...], Callable[..., object]]] = (
 OF_CELLS: Sequence[tuple[tuple[str, ...], Callable[[Cell, Config], object]]] = (
     (("model", "calibration", "allocation", "criterion", "recovery"), _wrong_texts),
     (("calibration", "allocation"), lambda cell, _: check_engine(cell)),
-    (("model", "allocation"), lambda cell, _: check_plan_file(cell)),
+    (("model", "allocation"), lambda cell, _: check_plan_in(cell)),
     (("model", "criterion", "allocation", "ratio"), _wrong_plan),
-    (("model",), lambda cell, config: wrong_timing(config, cell.model)),
+    (("model",), lambda cell, config: config.timing and wrong_timing(config.launcher, config.timed, cell.model)),
     (("model", "criterion", "recovery", "allocation"), _wrong_export),
     (("model", "allocation"), _wrong_replacement),
 )

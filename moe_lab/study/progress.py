@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import MofNCompleteColumn, Progress
 
 from moe_lab.study.schedule import Schedule
 from moe_lab.study.store import Store
@@ -51,14 +51,7 @@ def _left(schedule: Schedule) -> Counter[str]:
 
 
 def _bars(schedule: Schedule, stop: threading.Event) -> None:
-    columns = (
-        TextColumn("{task.description:<11}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console) as progress:
+    with Progress(*Progress.get_default_columns(), MofNCompleteColumn(), console=console) as progress:
         bars = {kind: progress.add_task(kind, total=total) for kind, total in schedule.total.items()}
         done = False
         while not done:

@@ -13,14 +13,12 @@ from moe_lab.errors import UserError, unknown
 from moe_lab.grid import Request
 from moe_lab.json_files import Number, read_json
 from moe_lab.results import DIGITS, is_lower_better
-from moe_lab.study import report
 from moe_lab.study.estimates import Times, disk_problems, forecast
 from moe_lab.study.graph import build, normalized, unresolved
 from moe_lab.study.launch import LAUNCHERS
 from moe_lab.study.preflight import AVERAGE, lacking
 from moe_lab.study.progress import console, say, say_notices
-from moe_lab.study.record import Study
-from moe_lab.study.report import finish
+from moe_lab.study.record import Study, finish, outdate_reports
 from moe_lab.study.runs import begin
 from moe_lab.study.schedule import Schedule, recall_failures
 from moe_lab.study.step import Step, unmerged
@@ -81,7 +79,7 @@ def _run(study: Study) -> int:
             _pull(store, Remote(store.url), every)
         steps, done = _in_store(study)
         if store.notices:
-            report.outdate_reports(store)
+            outdate_reports(store)
         say_notices(store)
         begun.note(steps)
         undone = [step for step in steps if step.id not in done]

@@ -41,7 +41,6 @@ class Schedule:
     def __post_init__(self) -> None:
         self.waiting = {step.id: step for step in self.steps if step.id not in self.finished}
         self.total = Counter(step.kind for step in self.waiting.values())
-        self.elsewhere: dict[str, float] = {}
         self.changed = threading.Condition()
 
     def take(self) -> Step | None:
@@ -49,15 +48,11 @@ class Schedule:
         with self.changed:
             while self.waiting:
                 for step in self.waiting.values():
-                    if self._ready(step):
+                    if all(needed.id in self.finished for needed in step.needs):
                         self.running[step.id] = self.waiting.pop(step.id)
                         return step
                 self.changed.wait(timeout=POLL)
             return None
-
-    def _ready(self, step: Step) -> bool:
-        later = self.elsewhere.get(step.id, 0.0) > time.monotonic() if self.elsewhere else False
-        return not later and all(needed.id in self.finished for needed in step.needs)
 
     def _skip_hopeless(self) -> None:
         for step in list(self.waiting.values()):  # inputs come first, so one sweep reaches everything
@@ -74,10 +69,10 @@ class Schedule:
             self.changed.notify_all()
 
     def postpone(self, step: Step) -> None:
-        """Put back a step that another run is working on; it can be taken again after POLL seconds."""
+        """Put back a step that another run is working on, after a moment in which that may have ended."""
+        time.sleep(POLL)
         with self.changed:
             self.waiting[step.id] = self.running.pop(step.id)
-            self.elsewhere[step.id] = time.monotonic() + POLL
 
     def finish(self, step: Step) -> None:
         with self.changed:

@@ -7,6 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from statistics import fmean
 
@@ -28,8 +29,6 @@ LINES = 20
 """Lines shown from the end of a log."""
 SAMPLE = 50
 """Most steps of a kind whose times are read for its mean."""
-SHOWN = 5
-"""Most steps whose logs are shown."""
 console = Console(highlight=False)
 
 
@@ -120,12 +119,14 @@ def status(study: StudyState, steps: Sequence[StepState]) -> None:
         kinds[step.kind].append(step)
     total = Counter(step.state for step in steps)
     shown = [name for name in STATES if total[name]]
-    table = Table(title=f"{study.study}: {_span(time.time() - study.started)} since it was last started")
+    table = Table(
+        title=f"{study.study}: {timedelta(seconds=round(time.time() - study.started))} since it was last started"
+    )
     for heading in ("step", *shown, "one takes", "left, about"):
         table.add_column(heading, no_wrap=True)
     for kind, of_kind in kinds.items():
         counts, mean = Counter(step.state for step in of_kind), _mean_seconds(study.store, of_kind)
-        times = ("", "") if mean is None else (_span(mean), _span(left(of_kind, mean)))
+        times = [str(timedelta(seconds=round(each))) for each in ((mean, left(of_kind, mean)) if mean else ())]
         table.add_row(kind, *(str(counts[name] or "") for name in shown), *times)
     table.add_row("all", *(str(total[name]) for name in shown))
     console.print(table)
@@ -155,21 +156,9 @@ def cancel(study: StudyState, steps: Sequence[StepState]) -> None:
     print(f"{study.study}: cancelled {len(jobs)} jobs{more}; what is finished is kept")
 
 
-def logs(study: StudyState, steps: Sequence[StepState]) -> None:
-    """Print the last log lines of the study's failed and running steps, or of the steps that were named."""
-    everything = len(steps) == len(study.steps)
-    shown = [step for step in steps if not everything or step.state in ("failed", "running")]
-    for step in shown[:SHOWN]:
-        print(f"{step.name}: {step.state}")
-        _print_log(study.store.log(step.name))
-    if len(shown) > SHOWN:
-        print(f"and {len(shown) - SHOWN} more; name one to see it")
-    if not shown:
-        print(f"{study.study}: no step has failed, and none is running")
-
-
 def why(study: StudyState, steps: Sequence[StepState]) -> None:
-    """Print why steps are not done: the error, the step they need, the scheduler's reason, or how their job ended.
+    """Print why steps are not done: the error, the step they need, the scheduler's reason, or how their job ended; and
+    the last log lines of failed and running ones.
 
     Steps with the same reason share one line.
     """
@@ -179,7 +168,7 @@ def why(study: StudyState, steps: Sequence[StepState]) -> None:
             reasons[_reason(study, step)].append(step)
     for reason, (first, *more) in reasons.items():
         print(f"{first.name}{f' and {len(more)} more' if more else ''}: {first.state}: {reason}")
-        if first.state == "failed":
+        if first.state in ("failed", "running"):
             _print_log(study.store.log(first.name))
     if not reasons:
         print(f"{study.study}: all {len(steps)} steps are done")
@@ -201,7 +190,7 @@ def verify(study: StudyState, steps: Sequence[StepState]) -> int:
 
 
 COMMANDS: Mapping[str, Callable[[StudyState, list[StepState]], int | None]] = {
-    command.__name__: command for command in (status, cancel, logs, why, verify)
+    command.__name__: command for command in (status, cancel, why, verify)
 }
 """The commands of `python -m moe_lab.study` by name."""
 
@@ -244,10 +233,3 @@ def _print_log(log: Path) -> None:
     print(f"  {log}, last lines:")
     for line in log.read_text(errors="replace").splitlines()[-LINES:]:
         print(f"  | {line}")
-
-
-def _span(seconds: float) -> str:
-    """A duration as text: 12 s, 7 min, 3.5 h."""
-    if seconds < 100:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"

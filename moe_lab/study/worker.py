@@ -17,8 +17,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -118,7 +117,7 @@ class Here:
 Work = tuple[Step, Files]
 
 
-def _listen(asked: queue.SimpleQueue[Work]) -> None:
+def _listen(asked: queue.SimpleQueue[Work], own: IO[str]) -> None:
     """Pass on what is asked. Ends the process with its input, and when a step cannot be read, as without its module."""
     code = 1
     try:
@@ -127,56 +126,45 @@ def _listen(asked: queue.SimpleQueue[Work]) -> None:
     except EOFError:
         code = 0
     except Exception:  # noqa: BLE001 - the parent reports that the worker died, and where this is printed
-        traceback.print_exc()
+        traceback.print_exc(file=own)
     finally:
+        own.flush()
         os._exit(code)
 
 
-def serve(replies: IO[str]) -> None:
-    """Do steps until the process ends. Reply {} for success, else the error document."""
+def serve(replies: IO[str], own: IO[str]) -> None:
+    """Do steps until the process ends. Reply {} for success, else the error document. `own`: the worker's log."""
     asked: queue.SimpleQueue[Work] = queue.SimpleQueue()
-    threading.Thread(target=_listen, args=(asked,), daemon=True).start()
+    threading.Thread(target=_listen, args=(asked, own), daemon=True).start()
     while True:
         step, files = asked.get()
-        print(f"{time.strftime('%H:%M:%S')} {step.folder}", file=sys.stderr, flush=True)
-        with _printing_to(files.log):
-            try:
-                perform(step, files)
-                reply: dict[str, Any] = {}
-            except Exception as error:  # noqa: BLE001 - whatever went wrong belongs to this step alone, and is reported
-                reply = error_document(error)
-                print(reply["trace"] or reply["message"], file=sys.stderr)
+        print(f"{time.strftime('%H:%M:%S')} {step.folder}", file=own, flush=True)
+        with suppress(OSError):  # in a store that was deleted, of which the step says what is wrong
+            _print_to(files.log)
+        try:
+            perform(step, files)
+            reply: dict[str, Any] = {}
+        except Exception as error:  # noqa: BLE001 - whatever went wrong belongs to this step alone, and is reported
+            reply = error_document(error)
+            print(reply["trace"] or reply["message"], file=sys.stderr)
+        with suppress(OSError):  # a full disk
+            sys.stdout.flush()
+            sys.stderr.flush()
+            if not files.log.stat().st_size:
+                files.log.unlink()
         replies.write(json.dumps(reply) + "\n")
         replies.flush()
 
 
-@contextmanager
-def _printing_to(log: Path) -> Iterator[None]:
-    """While open, what this process and its children print is added to `log`, which is removed if it stays empty.
-
-    Where it cannot be written, as in a store that was deleted, they print as usual, and the step says what is wrong.
-    """
-    usual = os.dup(2)
-    with suppress(OSError):
-        log.parent.mkdir(exist_ok=True)  # not its parents: a store that was deleted must not appear again
-        with log.open("a") as file:
-            os.dup2(file.fileno(), 1)
-            os.dup2(file.fileno(), 2)
-    try:
-        yield
-    finally:
-        with suppress(OSError):  # a full disk
-            sys.stdout.flush()
-            sys.stderr.flush()
-        os.dup2(usual, 1)
-        os.dup2(usual, 2)
-        os.close(usual)
-        with suppress(OSError):
-            if not log.stat().st_size:
-                log.unlink()
+def _print_to(log: Path) -> None:
+    """From now on what this process and its children print is added to `log`."""
+    log.parent.mkdir(exist_ok=True)  # not its parents: a store that was deleted must not appear again
+    with log.open("a") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
 
 
 if __name__ == "__main__":
-    channel = os.fdopen(os.dup(1), "w")
+    channel, own_log = (os.fdopen(os.dup(number), "w") for number in (1, 2))
     os.dup2(2, 1)  # what libraries print goes to the log, not between the replies
-    serve(channel)
+    serve(channel, own_log)

@@ -17,7 +17,6 @@ from synthetic import record_path, write_store
 from synthetic_plans import EXPERTS, LAYERS, WIDTH
 from synthetic_sums import SILENT, ablations, add, scores, sums, weights
 
-from analysis.load import passes
 from analysis.load.study import Study, load
 from analysis.outputs import (
     channel_scores,
@@ -172,27 +171,6 @@ def test_raw_statistics_are_means_and_deviations_over_channels(study: Study) -> 
     assert (one["mean"], one["std"], one["count"]) == pytest.approx((mean, (square - mean**2) ** 0.5, 64))
 
 
-def test_what_fig3_lacks_is_said(store: Path, tmp_path: Path) -> None:
-    fewer = Path(shutil.copytree(store, tmp_path / "store"))
-    for kind in ("weights", "gradients"):
-        shutil.rmtree(fewer / kind)
-    for path in fewer.glob("statistics/*/experts.parquet"):  # as an older moe_lab wrote it
-        pd.read_parquet(path).drop(columns=passes.ROOTS).to_parquet(path)
-    study = load(fewer, "made_up")
-    assert outputs()["coverage.fig3"].items(Results(study)) == [] and len(study.experts)
-    [gap] = study.gaps
-    assert passes.ROOTS in gap.what and gap.where.startswith("statistics/")
-
-
-def test_profiles_without_losses_of_outputs_are_a_gap(store: Path, tmp_path: Path) -> None:
-    older = Path(shutil.copytree(store, tmp_path / "store"))
-    for path in older.glob("profile/*/profile.parquet"):
-        pd.read_parquet(path).drop(columns="output_loss").to_parquet(path)
-    study = load(older, "made_up")
-    assert [item.name for item in outputs()["coverage.fig4"].items(Results(study))] == ["coverage.fig4"]
-    assert len(study.profiles) and {gap.where.partition("/")[0] for gap in study.gaps} == {"profile"}
-
-
 def test_losses_of_outputs_are_drawn_against_what_layers_keep(study: Study) -> None:
     """Fig. 4 (b), of the profiles: ratio^2 (layer + 1) / 8 in this store."""
     [comparison] = Results(study).comparisons
@@ -270,11 +248,6 @@ def test_bars_of_experts_hold_their_scores_what_is_kept_and_their_attribution(st
     assert tops == pytest.approx([1.0] * EXPERTS), "highest scores are on top"
 
 
-def test_experts_too_many_for_a_panel_are_divided() -> None:
-    many = pd.DataFrame({"kept": range(130)})
-    assert [len(part) for part in channel_scores._halves(many)] == [44, 43, 43]
-
-
 def test_a_store_of_results_alone_lacks_these_without_a_gap(small: Path, store: Path, tmp_path: Path) -> None:
     results = Results(load(small, "made_up"))
     others = ("aimer.table4", "coverage.table1", *ATTRIBUTIONS)
@@ -284,24 +257,6 @@ def test_a_store_of_results_alone_lacks_these_without_a_gap(small: Path, store: 
         path.write_bytes(b"not a table")
     study = load(damaged, "made_up")
     assert study.experts.empty and [gap.what for gap in study.gaps] == ["experts.parquet is damaged"]
-
-
-def test_arrays_without_their_tables_are_a_gap_that_says_what_to_do(store: Path, tmp_path: Path) -> None:
-    old = Path(shutil.copytree(store, tmp_path / "store"))
-    for name in passes.TABLES:
-        for path in old.glob(f"*/*/{name}"):
-            path.unlink()
-    study = load(old, "made_up")
-    assert [outputs()[name].items(Results(study)) for name in ("coverage.fig3", "coverage.fig7", "coverage.fig12")] == [
-        []
-    ] * 3
-    lacking = ("coverage.fig13", "coverage.fig15", "coverage.fig16")
-    assert [outputs()[name].items(Results(study)) for name in lacking] == [[]] * 3
-    assert [output.name for output in outputs()["coverage.fig4"].items(Results(study))] == ["coverage.fig4.loss"]
-    said = {gap.what for gap in study.gaps}
-    read_behind_these = {"ablation.parquet", "gradients.parquet", "weights.parquet"}
-    assert {sentence.split(" ", 1)[0] for sentence in said} == set(passes.TABLES) - read_behind_these
-    assert all(sentence.endswith("remove this folder and run again") for sentence in said)
 
 
 @pytest.mark.parametrize(

@@ -182,6 +182,7 @@ def test_an_unpruned_model_alone_has_its_benchmarks_and_nothing_to_rank(
         (["ranks", "study=made_pu"], "did you mean made_up"),
         (["ranks", "store=nowhere"], "does not exist"),
         (["ranks", "out="], "has no value"),
+        (["report", "format=pfd"], "did you mean pdf"),
     ],
 )
 def test_wrong_words_get_the_nearest(

@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 import pytest
-from handmade import UNPRUNED, cell, comparison_of, results_of, study_of, table_of
+from handmade import UNPRUNED, cell, comparison_of
 
 from analysis.outputs import claims
 from analysis.stats.cell_scores import pooled_difference, share_beyond
@@ -169,13 +169,3 @@ def test_bootstrap_p_values_are_two_sided_and_never_zero() -> None:
     assert share_beyond(np.ones(99)) == pytest.approx(2 / 100)
     assert share_beyond(np.array([-1.0, 1, 1, 1, 1, 1, 1, 1, 1])) == pytest.approx(2 * 2 / 10)
     assert share_beyond(np.array([-1.0, 1.0])) == 1
-
-
-def test_the_table_has_intervals_and_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    comparison = comparison_of(CHANNELS, {"wildbench": [[0.5] * 10] * 8})
-    found = channels()
-    monkeypatch.setattr(claims, "claims", lambda *_: found)
-    table = table_of(claims.claim_table, results_of(study_of(comparison), [comparison]))
-    assert table.frame["Verdict"].tolist() == ["holds", "holds", "does not hold", "does not hold"]
-    assert table.low is not None and table.low["Difference"].notna().all()
-    assert table.frame["Pruned"].tolist() == ["50 %", "all", "50 %", "all"]

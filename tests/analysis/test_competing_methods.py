@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -67,8 +68,6 @@ def test_methods_compete_in_one_block(store: Path) -> None:
 
 
 def test_a_method_that_failed_is_a_gap_everywhere(store: Path, tmp_path: Path) -> None:
-    import shutil
-
     copy = Path(shutil.copytree(store, tmp_path / "copy"))
     failing(copy, [3])
     results = Results(load(copy, "made_up"))

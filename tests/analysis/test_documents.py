@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -59,8 +60,6 @@ def test_all_methods_of_a_store_meet_in_one_table(store: Path, tmp_path: Path) -
 
 
 def test_a_failure_in_one_study_does_not_hide_the_result_in_the_other(store: Path, tmp_path: Path) -> None:
-    import shutil
-
     copy = Path(shutil.copytree(store, tmp_path / "copy"))
     path = record_path(copy, "experts")
     record = json.loads(path.read_text())

@@ -25,7 +25,6 @@ from analysis.published.numbers import (
     numbers,
     protocol,
     split,
-    target,
 )
 from analysis.registry import outputs
 
@@ -117,35 +116,6 @@ def test_full_splits_print_shares_of_their_items() -> None:
             if not any(low <= k / items <= high for k in (nearest - 1, nearest, nearest + 1)):
                 odd.append((number.paper, number.table, number.benchmark, number.text))
     assert odd == []
-
-
-def row_means() -> list[tuple[Printed, float]]:
-    """Every printed average whose components are printed beside it, and their mean."""
-    found = []
-    for name in TABLES:
-        for row in counterparts(name).values():
-            for number in row:
-                parts = target(number, row) if number.benchmark == AVERAGE else ()
-                values = [other.value for part in parts for other in row if beside(other, number, part)]
-                if values:
-                    found.append((number, sum(values) / len(values)))
-    return found
-
-
-def beside(other: Printed, number: Printed, part: str) -> bool:
-    return (other.paper, other.table, other.benchmark) == (number.paper, number.table, part)
-
-
-def test_printed_averages_are_the_means_of_their_rows() -> None:
-    """Within what rounding explains: half a unit of the average, and of its components on average half a unit more."""
-    wrong = []
-    for number, mean in row_means():
-        low, high = number.ends
-        slack = high - low
-        if not low - slack <= mean <= high + slack and not number.note.startswith(NOT_COMPARABLE):
-            wrong.append((number.paper, number.table, number.key, number.text, round(mean, 4)))
-    assert len(row_means()) > 90
-    assert wrong == []
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from printed_comparisons import comparison, models, of_tables, study
 
 from analysis import names
-from analysis.outputs import channels, ranks
+from analysis.outputs import ranks
 from analysis.outputs import scores as score_tables
 from analysis.published.numbers import AVERAGE, FOLDER, TRUNCATED, Key, Printed, numbers, target
 from analysis.stats.cell_scores import MEAN, column_targets, group_targets, scores
@@ -84,16 +84,6 @@ def test_averages_of_evoesap_follow_from_the_sixteen_benchmarks() -> None:
     assert lacking == set(NOT_PRINTED)
     missing = 1 + 1  # the row that lacks, and MC Avg of ERNIE unpruned, which Table 1 does not print
     assert checked == 3 * 52 - missing + 52 + 52 + 51  # Tables 1 and 2, 8 (Code), 9 (Math), 10 (MC Avg)
-
-
-@pytest.mark.parametrize(("table", "rows"), [("5", 14), ("7", 9)])
-def test_averages_of_evoesap_follow_from_displayed_columns_where_no_more_is_printed(table: str, rows: int) -> None:
-    printed = of_tables("evoesap", table)
-    ours = averages(comparison(printed, columns=True))
-    assert len(ours) == rows
-    for number in printed:
-        if number.benchmark in ("Code", "Math"):
-            assert ours[number.key][number.benchmark] == pytest.approx(number.value, abs=WITHIN), number
 
 
 def test_what_a_printed_average_is_taken_over() -> None:
@@ -220,21 +210,6 @@ def test_the_mean_in_a_table_is_that_of_the_benchmarks_of_its_paper(table: tuple
 
 
 KEY = ["model", "ratio", "criterion", "allocation", "recovery", "calibration"]
-
-
-def test_the_unpruned_deepseek_has_the_average_of_heapr_table_1() -> None:
-    [printed] = [rows for model, rows in models(of_tables("heapr", "1")).items() if model == "deepseek_moe_16b"]
-    found = comparison(printed)
-    frame = channels.method_table(results_of(study(found), [found]), "t").frame
-    assert frame.loc[frame["Criterion"] == "Unpruned", MEAN].unique() == pytest.approx([0.5614], abs=0.0001)
-    assert list(frame)[3:-1] == ["OBQA", "ARC-E", "WinoGrande", "HellaSwag", "ARC-C", "PIQA", "MathQA"]
-
-
-def test_smoothing_has_the_averages_of_moe_slimmings_table_7() -> None:
-    found = comparison(of_tables("coverage", "reply 7"))
-    frame = channels.smoothing_table(results_of(study(found), [found]), "t").frame.set_index("Criterion")
-    printed = {"Sqrt": 0.5827, "Log": 0.5692, "Huber": 0.5592, "Clip": 0.5669, "None": 0.5240}
-    assert frame[MEAN].to_dict() == pytest.approx(printed, abs=0.0001)
 
 
 @pytest.mark.parametrize(("suite", "benchmarks"), [("heapr7", names.HEAPR), ("mc8", names.MULTIPLE_CHOICE)])

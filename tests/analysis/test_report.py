@@ -12,7 +12,6 @@ from xml.etree import ElementTree
 import pandas as pd
 import pytest
 from budgets import within
-from matplotlib.figure import Figure as Drawing
 from synthetic import record_path, write_store
 
 from analysis import report
@@ -106,17 +105,6 @@ def test_a_figure_is_written_in_the_format_asked_for(
     assert figure.name == f"unified.fig2.{file_format}" and figure.read_bytes().startswith(start)
 
 
-def test_each_figure_of_the_report_is_drawn_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = write_store(tmp_path / "store", items=10, overlap=False, **FEW)
-    saved: list[Drawing] = []
-    save = Drawing.savefig
-    monkeypatch.setattr(
-        Drawing, "savefig", lambda drawing, *args, **kw: (saved.append(drawing), save(drawing, *args, **kw))
-    )
-    page = report.write(store, "made_up", tmp_path / "out")
-    assert len(saved) == len(set(map(id, saved))) == len(list((page.parent / "figures").iterdir())) > 3
-
-
 def test_one_table_by_name(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["unified.table2", f"store={small}", f"out={tmp_path}"]) == 0
     assert sorted(path.name for path in tmp_path.rglob("*.*")) == [
@@ -174,12 +162,6 @@ def test_a_comparison_with_the_papers_that_fails_is_a_gap(
     assert main(["unified.table1", "--compare", f"store={small}", f"out={tmp_path}"]) == 1
     assert "unified.table1.published: could not be made (KeyError: 'cell')" in capsys.readouterr().err
     assert (tmp_path / "tables" / "unified.table1.csv").exists()
-
-
-def test_an_empty_store_gets_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([f"store={tmp_path}"]) == 2
-    error = capsys.readouterr().err
-    assert "holds no study yet" in error and error.count("\n") == 1
 
 
 def test_a_smaller_study_has_a_smaller_report(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import io
+import math
 import os
 import re
 import shlex
@@ -17,12 +18,15 @@ import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
+from typing import Any, get_type_hints
 from unittest import mock
 
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 from synthetic import write_store
 
+from moe_lab.config import CellConfig, Config, JudgeConfig
 from moe_lab.paths import conf
 from moe_lab.study.store import Store, write_json
 
@@ -91,131 +95,66 @@ NEAREST = {
 }
 """Mistakes in one line, and what the message says of them; tests/test_main.py also limits their time."""
 
+WORDS = {"''": "", "null": None, "word": "word", "0": 0, "-1": -1, "1.5": 1.5, "nan": math.nan, "inf": math.inf}
+"""What is typed for every field whose type refuses it -> the value that it means."""
 FIELDS = """
-ratio | 1 1.5 -0.1 nan inf -inf word [0.5] null '' true
-seed | -1 1.5 word null nan []
-gate | word '' null softmax
-study | '' all .hidden a/b ../up 'a b' null [] 'a;b'
-store | '' null []
-overlap | maybe null
-profile | maybe null
-timing | maybe null
-report | maybe null
-verify | maybe null
-wait | maybe null
-allow_code_execution | maybe null
-allow_judge | maybe null
-allow_pickled_data | maybe null
-sandbox suite=pocket16 allow_code_execution=true | jail '' null
 export | naturel masked '' all
-export.shape | naturel ''
-export.format | safetensor '' null
-export.format export=natural | safetensor ''
 export.converter export=natural export.format=gguf | nowhere.py '' README.md
 push export=natural | me '' a/b/c a/b..c
-flops_text | pocket_excrpt '' null c5
-retry | faild '' true
-data_root suite=mc8 | /no/such/folder ''
-store | README.md ''
-interpreters | python
+flops_text | pocket_excrpt '' c5
+data_root suite=mc8 | /no/such/folder
+store | README.md
 interpreters.vllm backend=vllm | 3 /no/such README.md
 interpreters.vlm | python
-backend.arguments backend=vllm | 3 word
-plugins | no_such_module [no_such_module] [os.path] word
-model.name | '' null a/b ../up
-model.path | '' /no/such/folder pocket:olmeo 'two words' pocket: README.md
-model.revision | main v1
-model.dtype | float8 int8 '' word null
-model.device | tpu cdua cuda:99 cuda:-1 cuda:word '' null
-model.threads | 0 -1 1.5 word
-model.trust_remote_code | maybe
-model.top_k | 0 -1 33 1.5 word
+plugins | [no_such_module] [os.path]
+study | all .hidden a/b ../up 'a b' 'a;b'
+model.name | a/b ../up
 model.expected | word {layers:4}
-model.template_arguments | word
-model.search allocation=pocket_evolutionary | word {generations:word}
-criterion.name | '' word null
-criterion.parameters | word {c:1} {b:word}
+model.path | /no/such/folder pocket:olmeo 'two words' README.md
+model.revision | main v1
+model.device | tpu cdua cuda:99 cuda:-1 cuda:word
+model.top_k | 33
+model.search allocation=pocket_evolutionary | {generations:word}
+criterion.name | '' word
+criterion.parameters | {c:1} {b:word}
 criterion.parameters.b criterion=s_family | word nan null
 criterion.parameters.alpha criterion=s_family | word
-calibration.name | '' null a/b
 calibration.path | '' /no/such/file.txt /no/such/file.jsonl pocket:calibration/genral.jsonl moe_lab
 calibration.subset calibration=pocket_code | 1,2
-calibration.split | null []
-calibration.joined | maybe null
-calibration.packing | reep '' null
-calibration.length | 0 1 -1 1.5 word null 10000000
-calibration.tokens | 0 -1 1.5 word null 10
-calibration.batch_size | 0 -1 1.5 word null
-calibration.order | last '' null
-calibration.seed | -1 1.5 word
-calibration.gap | word '' null
-calibration.special_tokens | maybe null
-calibration.parts | 0 -1 1.5 word null 100000
-calibration.checkpointing | maybe null
-calibration.engine | streem '' null
-calibration.sources | word [{calibration:nobody,share:0.5}] [{calibration:pocket_code,share:2}]
-calibration.sources | [{calibration:pocket_code}]
-allocation.name | unifrom '' null
-allocation.multiple_of | 0 -1 1.5 word null 1000
-allocation.ratio_basis | word '' null
+calibration.sources | [{calibration:nobody,share:0.5}] [{calibration:pocket_code}]
+calibration.engine | streem
+calibration.length | 10000000
+calibration.tokens | 10
+calibration.parts | 100000
+allocation.name | unifrom ''
+allocation.multiple_of | 1000
 allocation.by allocation=global | reep '' heapr
 allocation.search allocation=pocket_evolutionary | nobody ''
 allocation.path allocation=list | '' /no/such/plan.json moe_lab README.md
-allocation.parameters | word {unknown:1}
+allocation.parameters | {unknown:1}
 allocation.parameters.generations allocation=pocket_evolutionary | 0 -1 word 1.5 nan
 allocation.parameters.population allocation=pocket_evolutionary | 0 -1 word
 allocation.parameters.prior allocation=coverage criterion=channel_activation | word 1
-recovery.name | '' null a/b
-recovery.bits | 0 -1 8 word null 1.5
-recovery.modules recovery=nf4 | [] [expert] word [word]
 recovery.instructions recovery=pocket_dora | nobody ''
 recovery.distill recovery=pocket_router_kd | nobody ''
 recovery.fit recovery=pocket_merge_fit allocation=hc_smoe | nobody ''
-recovery.temperature recovery=pocket_router_kd | 0 -1 nan inf word null
-recovery.train recovery=pocket_router_kd | router '' null
-recovery.epochs recovery=pocket_dora | 0 -1 nan word null
-recovery.rows_per_step recovery=pocket_dora | 0 -1 1.5 word null
-recovery.rank recovery=pocket_dora | 0 -1 1.5 word
-recovery.learning_rate recovery=pocket_dora | 0 -1 nan inf word
-recovery.router_rank recovery=pocket_dora | -1 1.5 word
-recovery.router_learning_rate recovery=pocket_dora | 0 -1 nan word
-recovery.dropout recovery=pocket_dora | 1 -0.1 nan word
-suite.benchmarks | word [pocket_bolq] [''] null
+recovery.temperature recovery=pocket_router_kd | inf
+recovery.learning_rate recovery=pocket_dora | inf
+suite.benchmarks | [pocket_bolq] ['']
 suite.path suite=perplexity | /no/such/file.txt '' moe_lab
-suite.limit | 0 -1 1.5 word
-protocol.name | null
-protocol.benchmarks | word {pocket_bolq:{shots:1}} {pocket_boolq:{shot:1}} {pocket_boolq:{shots:word}}
-protocol.benchmarks | {pocket_boolq:{shots:-1}} {pocket_boolq:{batch_size:0}} {pocket_boolq:{limit:1}} {pocket_boolq:1}
+protocol.benchmarks | {pocket_bolq:{shots:1}} {pocket_boolq:{shot:1}} {pocket_boolq:{shots:word}}
+protocol.benchmarks | {pocket_boolq:{shots:-1}} {pocket_boolq:{batch_size:0}} {pocket_boolq:{limit:1}}
 judge.max_tokens | word 1.5
 judge.extra | word
-backend.name | vlm '' null
 backend.command SERVER | '' vllm 'vllm {checkpoint}'
 backend.command SERVER | 'vllm {checkpont} {port}' 'a "b'
 backend.command SERVER | '/no/such/program {checkpoint} {port}'
-backend.ready_seconds SERVER | 0 -1 nan word
-launcher.name | lokal '' null slurn
-launcher.processes | 0 -1 1.5 word
-launcher.cells_per_job launcher=slurm | 0 -1 word null
-launcher.parallel launcher=slurm | 0 -1 word
-launcher.max_requeues launcher=slurm | -1 1.5 word
-launcher.signal_seconds launcher=slurm | 0 -1 word
-resources.gpu_memory | 0 -1 nan word
-resources.longest | 0 -1 word
-resources.every.gpus | -1 word 1.5
-resources.every.cpus | 0 -1 word
-resources.every.memory | 0 -1 nan word
-resources.every.minutes | 0 -1 word
-resources.every.sbatch | word
-resources.every.setup | word
-resources.jobs | word {statistic:{gpus:1}} {statistics:{gpu:1}} {statistics:{gpus:-1}}
-resources.jobs | {statistics:1} {nobody/every:{gpus:1}}
-resources.models | word {m:{gpu:1}} {m:{gpus:-1}}
-timed.batch_sizes timing=true launcher=inline | [] [0] [-1] word [word]
-timed.prompt_lengths timing=true launcher=inline | [] [0] word
-timed.new_tokens timing=true launcher=inline | 0 -1 word
-tracker.name | wandbb '' null
+launcher.name | lokal
+resources.jobs | {statistic:{gpus:1}} {statistics:{gpu:1}} {nobody/every:{gpus:1}}
+resources.models | {m:{gpu:1}}
+timed.batch_sizes timing=true launcher=inline | [0] [word]
 """
-"""FIELD [what is set besides] | values that it cannot have, each to be named in a message. SERVER is longer."""
+"""FIELD [what is set besides] | further values that it cannot have, each to be named in a message. SERVER is longer."""
 SERVER = ["backend=server", "suite.benchmarks=[pocket_humaneval]", "allow_code_execution=true"]
 
 GROUPS = (
@@ -295,9 +234,6 @@ moe_lab.study statos | statos
 moe_lab.study status | name
 moe_lab.study status nobody | nobody
 moe_lab.study status sweap store=STORE | sweap
-moe_lab.study why nobody store=STORE | nobody
-moe_lab.study cancel nobody store=STORE | nobody
-moe_lab.study logs nobody store=STORE | nobody
 moe_lab.study verify nobody store=STORE | nobody
 moe_lab.study verify sweep store=/no/such/store | /no/such/store
 moe_lab.study verify sweep store=README.md | README.md
@@ -305,32 +241,23 @@ moe_lab.study verify sweep STORE extra | extra
 moe_lab.study status sweep stor=STORE | stor
 moe_lab.study verify sweep apply=true store=STORE | apply
 moe_lab.study gc apply_all=true store=STORE | apply
-moe_lab.study gc apply=maybe store=STORE | apply
 moe_lab.study gc sweep store=STORE | sweep
 moe_lab.study gc store=/no/such/store | /no/such/store
 moe_lab.study status '' store=STORE | unknown
 moe_lab.study --no-such-option | command
 moe_lab.inspect nobody | nobody
 moe_lab.inspect model=pocket_olmo | pocket_olmoe
-moe_lab.inspect model=local | model.path
 moe_lab.inspect model=local model.path=/no/such/folder | /no/such/folder
 moe_lab.inspect model=pocket_olmoe calibration=c5 | c5
 moe_lab.inspect model=pocket_olmoe ratoi=1 | ratio
-moe_lab.inspect model=pocket_olmoe ratio=word | ratio
 moe_lab.inspect model=pocket_olmoe ratio=2 | ratio
-moe_lab.inspect model=pocket_olmoe calibration.length=0 | calibration.length
-moe_lab.inspect model=pocket_olmoe resources.gpu_memory=0 | gpu_memory
 moe_lab.inspect model=pocket_olmoe model.revision=main | model.revision
 moe_lab.inspect model=pocket_olmoe,pocket_qwen3_moe | model
-moe_lab.inspect model=null | model
 moe_lab.inspect -m model=pocket_olmoe | -m
-moe_lab.inspect model | model
 analysis rnaks store=STORE | ranks
-analysis router_entrop store=STORE | router_entropy
 analysis unified.tabl5 store=STORE | unified.table5
 analysis ranks stor=STORE | store
 analysis ranks study=sweap store=STORE | sweep
-analysis ranks study= store=STORE | study
 analysis ranks store= | store
 analysis ranks out= store=STORE | out
 analysis ranks store=/no/such/store | /no/such/store
@@ -339,7 +266,6 @@ analysis ranks out=/dev/null/out store=STORE | /dev/null/out
 analysis ranks compare=maybe store=STORE | compare
 analysis ranks --compare store=STORE | --compare
 analysis --no-such-option store=STORE | --no-such-option
-analysis all study=nobody store=STORE | nobody
 analysis report study=nobody store=STORE | nobody
 analysis report study=sweep,nobody store=STORE | nobody
 moe_lab.evaluation.mirror nobody | nobody
@@ -351,13 +277,44 @@ tools.pocket.train nobody | nobody
 
 def every_command() -> list[Command]:
     """All of them, each once; of those that are listed twice the first, whose message is to say more."""
-    listed = [*_mistakes(), *_fields(), *_groups(), *_lines(), *_others()]
+    listed = [*_mistakes(), *_typed(), *_fields(), *_groups(), *_lines(), *_others()]
     return list({str(row): row for row in reversed(listed)}.values())[::-1]
 
 
 def _mistakes() -> Iterator[Command]:
     for words, says in NEAREST.values():
         yield Command("moe_lab", tuple(words), (says,))
+
+
+def _typed() -> Iterator[Command]:
+    """Every field with the words that its type refuses."""
+    for group in (Config, CellConfig):
+        for field, kind in _fields_of(group):
+            of = TypeAdapter(kind, config=ConfigDict(allow_inf_nan=False))
+            for word, value in WORDS.items():
+                is_number = isinstance(value, float | int)
+                if _refuses(of, value) and not (is_number and not _refuses(of, "text")):  # a text may be digits
+                    yield Command("moe_lab", (f"{field}={word}",), _named(field, word))
+
+
+def _fields_of(group: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Name and type of every field that a user sets, of a group of settings and the groups in it."""
+    types = get_type_hints(group, include_extras=True)
+    for field in fields(group):
+        if field.name in getattr(group, "internal", ()) or types[field.name] == JudgeConfig | None:
+            continue
+        if is_dataclass(types[field.name]):
+            yield from _fields_of(types[field.name], f"{prefix}{field.name}.")
+        else:
+            yield prefix + field.name, types[field.name]
+
+
+def _refuses(of: TypeAdapter[Any], value: Any) -> bool:
+    try:
+        of.validate_python(value)
+    except ValidationError:
+        return True
+    return False
 
 
 def _fields() -> Iterator[Command]:

@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,6 @@ from studies import ran, results
 from moe_lab.results import read_record
 from moe_lab.study.store import damage
 
-from . import file_locks
 from .programs import adopt_orphans
 
 PATIENCE = 300
@@ -55,24 +53,22 @@ MODEL = [
 @dataclass(frozen=True)
 class Scene:
     """A command that is killed. `instant`: its steps take no time. `at_once`: how many such commands are started at
-    the same time. `flock`: body of the C function, for a disk on which it does not work."""
+    the same time."""
 
     words: Sequence[str]
     instant: bool = False
     at_once: int = 1
-    flock: str | None = None
 
 
 SCENES = {
     "quick": Scene([*QUICK, "launcher.processes=2"], instant=True),
-    "unseen_locks": Scene([*QUICK, "launcher.processes=2"], True, 2, file_locks.UNSEEN),
-    "no_locks": Scene([*QUICK, "launcher.processes=2"], True, 2, file_locks.MISSING),
+    "two": Scene([*QUICK, "launcher.processes=2"], instant=True, at_once=2),
     "model": Scene([*MODEL, "launcher.processes=2"]),
     "inline": Scene([*MODEL, "launcher=inline"]),
     "slurm": Scene([*FEW, "launcher=slurm", "wait=true", "resources.every.memory=1"], instant=True),
 }
 """Scenario -> what is killed. Steps that are not instant are real ones on the shipped model."""
-SHARES = {"quick": 0.4, "unseen_locks": 0.1, "no_locks": 0.1, "model": 0.15, "inline": 0.1, "slurm": 0.15}
+SHARES = {"quick": 0.4, "two": 0.2, "model": 0.15, "inline": 0.1, "slurm": 0.15}
 """Scenario -> its share of the kills."""
 
 
@@ -92,17 +88,13 @@ KINDS = ("lost", "other result", "computed twice", "left behind", "orphan", "han
 
 
 def killed(kills: int, seed: int, scenarios: Mapping[str, float] = SHARES) -> Killed:
-    """Kill so often, split over `scenarios` by their shares. Those that need Slurm or a compiler give theirs to `quick`
-    where there is none."""
+    """Kill so often, split over `scenarios` by their shares. Without Slurm, `quick` has its share."""
     adopt_orphans()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background commands, and theirs, ignore it
     draw, found = random.Random(seed), Killed()
-    missing = {"slurm"} if why_not() is not None else set()
-    if file_locks.why_not() is not None:
-        missing |= {name for name, scene in SCENES.items() if scene.flock}
-    shares = {name: share for name, share in scenarios.items() if name not in missing}
-    if missing & scenarios.keys():
-        shares["quick"] = shares.get("quick", 0) + sum(scenarios[name] for name in missing & scenarios.keys())
+    shares = dict(scenarios)
+    if why_not() is not None:
+        shares["quick"] = shares.get("quick", 0) + shares.pop("slurm", 0)
     with tempfile.TemporaryDirectory(prefix="moe_lab_campaign-") as name:
         folder = Path(name)
         folder.chmod(0o755)  # munge refuses a socket in a folder that others cannot enter
@@ -135,15 +127,10 @@ class Scenario:
     def scene(self) -> Scene:
         return SCENES[self.name]
 
-    @cached_property
-    def library(self) -> dict[str, str]:
-        """Environment in which file locks are as the scene says."""
-        return {"LD_PRELOAD": str(file_locks.library(self.scene.flock, self.folder))} if self.scene.flock else {}
-
     def environment(self, place: Path) -> dict[str, str]:
         """Temporary files go where they are counted; steps that take no time are told where to note what they do."""
         base = dict(self.cluster.environment if self.cluster else os.environ)
-        base |= {"TMPDIR": str(place / "temporary"), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **self.library}
+        base |= {"TMPDIR": str(place / "temporary"), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
         if self.scene.instant:
             work = str(Path(__file__).parents[1] / "slurm" / "instant_work")
             base["PYTHONPATH"] = os.pathsep.join(filter(None, [work, os.environ.get("PYTHONPATH", "")]))

@@ -199,15 +199,11 @@ CHEATS = [
     Program("closes the channel", "import os\ndef f(x):\n    os.close(3)\n    return x + 1", "fail crash"),
     Program(
         "answers in the runner's place",
-        "import os\ndef f(x):\n    for number in range(4, 200):\n"
-        '        try: os.write(number, b\'{"status": "ok", "error": "", "outputs": ["2"], "seconds": [0]}\\n\')\n'
-        "        except OSError: pass\n"
-        '    os.write(1, b\'{"status": "ok", "error": "", "outputs": ["2", "3", "4"], "seconds": [0, 0, 0]}\\n\')\n'
-        "    return 0",
+        'import os\nSAYS = b\'{"done": {"status": "ok", "error": "", "encoded": ["2"], "seconds": [0]}}\\n\'\n'
+        "def f(x):\n    for number in (1, *range(4, 200)):\n        try: os.write(number, SAYS)\n"
+        "        except OSError: pass\n    return 0",
     ),
 ]
-SUCCEED_BESIDE_THE_VERDICT = [CHEATS[0], CHEATS[1], CHEATS[2]]
-"""Those that a grader falls for which runs a program where it compares."""
 PLACES = ("/", "/tmp", "/var/tmp", "/dev", "/dev/shm", "/usr", "/root", "/home", "/sys")
 ANY_FOLDER = f"for folder in [*{PLACES}, 'FOLDER', os.path.dirname(os.__file__)]:"
 FILES = [

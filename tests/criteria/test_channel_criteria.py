@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -121,11 +120,6 @@ def test_every_channel_criterion_has_a_formula_here() -> None:
     assert channels == {name for name, *_ in NAIVE} | {"channel_random"}
 
 
-def test_heapr_multiplies_means_and_is_no_mean_of_products() -> None:
-    products = ((PHI * GRADIENT) ** 2).mean(0) / 2
-    assert not numpy.allclose(score("heapr", {4: layer()})[0], products, rtol=0.1)
-
-
 def test_random_draws_every_channel_in_layer_order() -> None:
     settings: dict[str, Any] = {"experts": {3: 4, 1: 5}, "widths": {3: 2, 1: 6}, "seed": 42}
     scores = criteria.score("channel_random", {}, **settings)
@@ -149,8 +143,7 @@ def test_what_a_criterion_says_it_needs_is_what_it_needs(name: str) -> None:
     assert score(name, {4: {key: values for key, values in layer().items() if key in enough}}).shape == (2, 3)
     for need in needs:
         others = {key for other in needs if other != need for key in EVIDENCE[other]}
-        command = f"criterion={name} needs it, `python -m moe_lab criterion={name} "
-        with pytest.raises(UserError, match=rf"layer 4 has no \w+: {re.escape(command)}.*gathers it"):
+        with pytest.raises(UserError, match=rf"layer 4 has no \w+ for criterion={name}"):
             score(name, {4: {key: values for key, values in layer().items() if key in others}})
     assert criteria.reads_text(name) == (name != "channel_weight")
     assert not criteria.reads_text("channel_random")

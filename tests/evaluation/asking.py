@@ -71,12 +71,12 @@ def equals_lm_eval(engine: LoadedModel, benchmark: BenchmarkConfig) -> None:
     from lm_eval import evaluator
     from lm_eval.models.huggingface import HFLM
 
-    from moe_lab.evaluation.harnesses import lm_eval
+    from moe_lab.evaluation.harnesses import lm_eval_tasks
 
-    by_name = lm_eval.tasks(benchmark)
-    numbers = lm_eval.first_items(by_name, benchmark.limit)
+    by_name = lm_eval_tasks.tasks(benchmark)
+    numbers = lm_eval_tasks.first_items(by_name, benchmark.limit)
     for task in by_name.values():
-        task.set_fewshot_seed(seed=lm_eval._SEED)
+        task.set_fewshot_seed(seed=lm_eval_tasks.SEED)
     own = evaluator.evaluate(
         lm=HFLM(engine.model, tokenizer=engine.tokenizer, max_length=benchmark.max_length or engine.max_length),
         task_dict={"tasks": {name: by_name[name] for name in numbers}, "groups": {}},

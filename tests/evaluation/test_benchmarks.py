@@ -20,9 +20,11 @@ from moe_lab.errors import UserError
 from moe_lab.evaluation import suite
 from moe_lab.evaluation.engines import Written
 from moe_lab.evaluation.engines.hf import LoadedModel
+from moe_lab.evaluation.harnesses import evalplus
 from moe_lab.evaluation.run import evaluate
-from moe_lab.evaluation.sandbox.client import namespaces_missing
-from moe_lab.evaluation.sandbox.policy import NAMESPACES, UNCONFINED, Policy
+from moe_lab.evaluation.sandbox import client
+from moe_lab.evaluation.sandbox.client import NoNamespaces, namespaces_missing
+from moe_lab.evaluation.sandbox.policy import LIMITED, NAMESPACES, UNCONFINED, Policy
 from moe_lab.paths import resolve
 from moe_lab.results import Sample
 
@@ -74,6 +76,35 @@ def test_programs_are_completed_and_graded(
     protocol = json.loads((tmp_path / "out" / "result.json").read_text())["protocol"]
     assert protocol["sandbox"] == (UNCONFINED if namespaces_missing() else NAMESPACES)
     assert protocol["prompt"] == problems[0]["prompt"].strip() + "\n"
+
+
+def test_without_namespaces_only_closed_world_programs_of_shipped_benchmarks_run(
+    subject: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse() -> None:
+        raise NoNamespaces("not on this machine")
+
+    monkeypatch.setattr(client, "check_namespaces", refuse)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    shipped = BenchmarkConfig(
+        name="code",
+        harness="evalplus",
+        task="pocket:benchmarks/humaneval.jsonl",
+        reports={"humaneval": "base"},
+        max_new_tokens=32,
+        limit=4,
+        parameters={"seconds": 0.5},
+    )
+    evaluate(subject, shipped, tmp_path / "out", policy=Policy(True))
+    assert json.loads((tmp_path / "out" / "result.json").read_text())["protocol"]["sandbox"] == LIMITED
+    foreign = replace(shipped, task=resolve(shipped.task))
+    with pytest.raises(UserError, match="sandbox=none"):
+        evaluate(subject, foreign, tmp_path / "other", policy=Policy(True))
+    assert not (tmp_path / "other").exists()
+    monkeypatch.setattr(evalplus, "leaves_closed_world", lambda program: "the name open")
+    evaluate(subject, shipped, tmp_path / "refused", policy=Policy(True))
+    verdicts = parquet.read_table(tmp_path / "refused" / "samples.parquet")["extracted"].to_pylist()
+    assert [verdict.splitlines()[0] for verdict in verdicts] == ["refused: not run: it uses the name open"] * 4
 
 
 def test_stories_are_scored_by_the_share_of_their_rules(subject: LoadedModel, tmp_path: Path) -> None:

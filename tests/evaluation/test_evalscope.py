@@ -131,16 +131,6 @@ def test_a_runner_that_a_program_ends_is_replaced(monkeypatch: pytest.MonkeyPatc
 
 
 @needs_evalscope
-@pytest.mark.slow
-def test_without_walls_a_program_that_ends_its_runner_costs_one_sample(tmp_path: Path) -> None:
-    benchmark = evalscope_files.benchmark("live_code_bench", tmp_path, expected=3)
-    evalscope_files.write(benchmark, {"test": [evalscope_files.problem(n, "2025-02-02T10:30:00") for n in range(3)]})
-    parrot = Said([f"```python\n{text}\n```" for text in (KILL + SUMS, SUMS, SUMS)])
-    run.evaluate(parrot, benchmark, tmp_path / "out", policy=replace(ALLOWED, sandbox="none"))
-    assert [sample["outcome"] for sample in samples_of(tmp_path / "out")] == [0.0, 1.0, 1.0]
-
-
-@needs_evalscope
 def test_every_item_is_graded_with_its_own_answer(tmp_path: Path) -> None:
     questions = ["What is 1 and 1?", "What is 2 and 2?", "What is 1 and 1?", "What is 3 and 3?"]
     answers = ["2", "4", "3", "1,006"]  # the third asks as the first does, and wants something else

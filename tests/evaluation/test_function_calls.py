@@ -486,8 +486,6 @@ def test_right_and_wrong_answers_have_their_verdicts(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("reply", "right"),
     [
-        ("None of these functions helps.", True),
-        ('<function=call_of>{"animal": "cow"}</function>', False),
         ('<tool_call>{"name": "call_of", "arguments": {"ani', False),
         (f"<think>Is it {DRAFT}? No.</think>None of these functions helps.", True),
         ("<think>None of these functions helps, but", False),

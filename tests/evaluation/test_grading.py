@@ -17,8 +17,9 @@ from moe_lab.evaluation.harnesses.evalplus import KeptGrader, kept_grader
 from moe_lab.evaluation.harnesses.evalplus_grader import GradeRequest
 from moe_lab.evaluation.sandbox.children import LimitedChildren
 from moe_lab.evaluation.sandbox.client import Runners, namespaces_missing
+from moe_lab.evaluation.sandbox.closed_world import leaves_closed_world
 from moe_lab.paths import resolve
-from tests.campaign.programs import CHEATS, SENDING, SUCCEED_BESIDE_THE_VERDICT, Program, graded
+from tests.campaign.programs import CHEATS, SENDING, graded
 
 pytestmark = pytest.mark.walls
 ADD = problem(900, "add", "return x + 1", [[1], [2]], [[-5], [10**30]])
@@ -209,15 +210,6 @@ def test_a_verdict_cannot_be_forged() -> None:
     assert not found.unexpected and not found.others and not found.escapes, found
 
 
-@pytest.mark.parametrize("cheat", SUCCEED_BESIDE_THE_VERDICT, ids=lambda cheat: cheat.name)
-def test_cheats_succeed_where_the_verdict_is_made_beside_the_program(cheat: Program) -> None:
-    """EvalPlus's own check runs the program in the process that knows what is expected."""
-    from evalplus.eval import untrusted_check
-
-    status, _ = untrusted_check("humaneval", cheat.text, [[1], [2]], "f", [2, 3], 0, [0.1, 0.1], min_time_limit=2.0)
-    assert status == "pass"
-
-
 def test_expected_outputs_are_kept_and_belong_to_their_data(tmp_path: Path) -> None:
     cache = tmp_path / "private" / "cache"
     right = {"add": "def add(x): return x + 1"}
@@ -247,6 +239,25 @@ def test_a_broken_canonical_solution_is_an_error(tmp_path: Path) -> None:
         verdicts(tmp_path, [broken], {"add": "def add(x): return 1"})
 
 
+def test_closed_world_programs_are_told_from_others() -> None:
+    reaching = [
+        "import os\ndef add(x): return x + 1",
+        "def add(x): return ().__class__",
+        "def add(x): return (i for i in [1]).gi_frame",
+        "def add(x): return open('/etc/passwd')",
+        "def add(x): return getattr(x, 'a')",
+        "def add(x): return '{0.real}'.format(x)",
+        "def add(x): return __builtins__",
+        "def add(x): return eval('1')",
+        "def add(x):\n    match x:\n        case int(__reduce_ex__=r): return r",
+        "async def add(x): return x",
+        "def add(x):\n    with x as y: return y",
+    ]
+    assert all(leaves_closed_world(program) for program in reaching)
+    assert leaves_closed_world("def add(x): return sorted(w.upper() for w in x.split() if 'a' in w)[-1]") is None
+    assert leaves_closed_world("def add(x: return") is None
+
+
 @pytest.mark.parametrize(
     ("name", "dataset"), [("humaneval", "humaneval"), ("mbpp", "mbpp"), ("livecodebench", "humaneval")]
 )
@@ -254,6 +265,7 @@ def test_the_shipped_problems_are_passed_by_their_own_solutions_alone(name: str,
     data = Path(resolve(f"pocket:benchmarks/{name}.jsonl"))
     problems = [json.loads(line) for line in data.read_text().splitlines()]
     right = {row["task_id"]: row["prompt"] + row["canonical_solution"] for row in problems}
+    assert not any(leaves_closed_world(program) for program in right.values())
     wrong = {row["task_id"]: f"def {row['entry_point']}(*a): return None" for row in problems}
     for programs, status in ((right, "pass"), (wrong, "fail")):
         request = GradeRequest(dataset, str(data), programs, confined=not namespaces_missing())

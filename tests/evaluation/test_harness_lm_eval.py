@@ -20,7 +20,6 @@ from omegaconf import OmegaConf
 
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError
-from moe_lab.evaluation.engines import Row
 from moe_lab.evaluation.engines.hf import LoadedModel
 from moe_lab.evaluation.sandbox.policy import Policy
 from moe_lab.paths import resolve
@@ -172,21 +171,6 @@ def test_changed_data_is_seen(subject: LoadedModel, story_task: BenchmarkConfig)
     assert evaluate(subject, story_task, Policy()).results[0]["score"] == 0
 
 
-def test_a_second_model_does_not_get_the_first_ones_answers(subject: LoadedModel) -> None:
-    first = evaluate(subject, ARC, Policy())
-    weight = subject.model.lm_head.weight
-    original = weight.detach().clone()
-    with torch.no_grad():
-        weight.copy_(original.roll(1, 0))
-    try:
-        other = evaluate(subject, ARC, Policy())
-    finally:
-        with torch.no_grad():
-            weight.copy_(original)
-    assert [s["output"] for s in other.samples] != [s["output"] for s in first.samples]
-    assert evaluate(subject, ARC, Policy()).samples == first.samples
-
-
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
@@ -264,34 +248,10 @@ def test_perplexity_of_answers_is_that_of_their_mean_likelihood(
     assert accuracy["score"] in (0.0, 0.5, 1.0)
 
 
-@pytest.mark.parametrize("metric", ["word_perplexity", "bits_per_byte", "bits_per_byte,none"])
-def test_perplexity_of_documents_weighs_them_by_their_length(subject: LoadedModel, tmp_path: Path, metric: str) -> None:
-    texts = ["A bird sleeps in a nest.", "A cat."]
-    definition = {
-        "output_type": "loglikelihood_rolling",
-        "doc_to_text": "",
-        "doc_to_target": "{{text}}",
-        "metric_list": [{"metric": metric.partition(",")[0]}],
-    }
-    benchmark = own_task(tmp_path, [{"text": text} for text in texts], definition, reports={"p": metric})
-    (result,) = evaluate(subject, benchmark, Policy()).results
-    ids = [subject.tokenizer(text).input_ids for text in texts]
-    first = subject.tokenizer.bos_token_id
-    first = subject.tokenizer.eos_token_id if first is None else first
-    rows = [row if row[0] == first else [first, *row] for row in ids]
-    total = sum(likelihood for likelihood, _ in subject.score([Row(tuple(row), 1) for row in rows], 2))
-    if metric == "word_perplexity":
-        assert result["score"] == pytest.approx(math.exp(-total / 8), rel=1e-4)
-    else:
-        assert result["score"] == pytest.approx(-total / math.log(2) / sum(map(len, texts)), rel=1e-4)
-
-
 @pytest.mark.parametrize(
     "metric",
     [
         {"metric": "mcc"},
-        {"metric": "f1"},
-        {"metric": "brier_score"},
         {"metric": "acc", "aggregation": "median", "higher_is_better": True},
     ],
     ids=lambda metric: metric["metric"],
@@ -335,13 +295,10 @@ NUMBERED = [{"q": f"Item number {word} is", "c": ["red", "blue"], "label": n % 2
     ("shots", "definition"),
     [
         (3, {}),
-        (5, {}),
         (0, {"num_fewshot": 3}),
-        (0, {"num_fewshot": 3, "fewshot_split": "dev"}),
         (0, {"num_fewshot": 3, "training_split": "train"}),
         (0, {"num_fewshot": 3, "fewshot_split": "dev", "fewshot_config": {"sampler": "first_n"}}),
         (3, {"test_split": None, "validation_split": "dev", "fewshot_split": "dev"}),
-        (3, {"test_split": None, "validation_split": "dev", "training_split": "train"}),
     ],
 )
 def test_an_item_is_not_among_its_own_examples(

@@ -178,16 +178,6 @@ def test_what_is_no_reply_is_asked_for_three_times(reply: Reply, says: str, tmp_
     assert len(at.asked) == 3 and says in str(caught.value)
 
 
-def test_one_in_a_hundred_may_go_without_a_score(tmp_path: Path) -> None:
-    with endpoint(lambda body: message("?") if body["messages"][0]["content"] in bad else scored(5)) as at:
-        prompts, bad = [f"p{n}" for n in range(100)], {"p7"}
-        found = Judge(settings(at), tmp_path).verdicts(prompts, 1)
-        assert [number for number, verdict in enumerate(found) if verdict.score is None] == [7]
-        bad = {"p7", "p8"}
-        with pytest.raises(Unavailable, match="2 of 100"):
-            Judge(settings(at), tmp_path / "fresh").verdicts(prompts, 1)
-
-
 def naive_score(reply: str) -> float | None:
     """By hand: the text behind the last "score":, up to what ends a number."""
     if '"score":' not in reply:

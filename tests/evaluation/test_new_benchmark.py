@@ -29,12 +29,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     page = (ROOT / "docs" / "evaluation.md").read_text(encoding="utf-8")
     section = page.partition("### Adding a benchmark\n")[2].partition("\n## ")[0]
     blocks = dict(BLOCK.findall(section))
-    assert list(blocks) == [
-        "colours/task.yaml",
-        "colours/task.jsonl",
-        "conf/benchmark/colours.yaml",
-        "conf/suite/colourful.yaml",
-    ]
+    assert list(blocks) == ["colours.jsonl", "conf/benchmark/colours.yaml"]
     for file, text in blocks.items():
         assert not (copied / file).exists()
         (copied / file).parent.mkdir(exist_ok=True)
@@ -51,7 +46,7 @@ def started(copy: Path, *words: str) -> None:
 
 def test_it_is_asked_graded_and_in_the_tables_of_the_report(copy: Path) -> None:
     small = ("calibration.tokens=2048", "calibration.length=128", "suite.limit=4", "launcher=inline", "report=false")
-    started(copy, "moe_lab", "suite=colourful", "criterion=frequency,man", *small, "store=store")
+    started(copy, "moe_lab", "suite.benchmarks=[colours,pocket_rte]", "criterion=frequency,man", *small, "store=store")
     for criterion in ("frequency", "man"):
         (folder,) = (copy / "store" / "evaluate").glob(f"*-{criterion}-*-colours-*")
         samples = parquet.read_table(folder / "samples.parquet").to_pylist()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,8 +18,8 @@ from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import Unavailable, UserError
 from moe_lab.evaluation import suite
 from moe_lab.evaluation.sandbox import client
-from moe_lab.evaluation.sandbox.policy import NAMESPACES, UNCONFINED, Policy
-from moe_lab.evaluation.sandbox.runner import Request
+from moe_lab.evaluation.sandbox.policy import LIMITED, NAMESPACES, UNCONFINED, Policy
+from moe_lab.evaluation.sandbox.runner import NO_NAMESPACES, Request
 from moe_lab.paths import resolve
 
 CODE = BenchmarkConfig(
@@ -80,23 +81,39 @@ def test_identity_follows_content_and_settings_not_place(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("allowed", "sandbox", "missing", "expected"),
+    ("sandbox", "missing", "closed_world", "expected"),
     [
-        (True, "namespaces", None, NAMESPACES),
-        (True, "namespaces", "none here", UserError),
-        (True, "none", "none here", UNCONFINED),
-        (False, "none", None, UserError),
+        ("auto", False, False, NAMESPACES),
+        ("auto", True, True, LIMITED),
+        ("auto", True, False, UserError),
+        ("namespaces", False, True, NAMESPACES),
+        ("namespaces", True, True, UserError),
+        ("none", True, False, UNCONFINED),
     ],
 )
 def test_programs_run_behind_the_walls_that_were_asked_for(
-    monkeypatch: pytest.MonkeyPatch, allowed: bool, sandbox: str, missing: str | None, expected: object
+    monkeypatch: pytest.MonkeyPatch, sandbox: str, missing: bool, closed_world: bool, expected: object
 ) -> None:
-    monkeypatch.setattr("moe_lab.evaluation.sandbox.client.namespaces_missing", lambda: missing)
+    monkeypatch.setattr(client, "check_namespaces", no_namespaces if missing else lambda: None)
     if expected is UserError:
-        with pytest.raises(UserError, match="sandbox=namespaces" if allowed else "allow_code_execution=false"):
-            Policy(allowed, sandbox).protection()
+        with pytest.raises(UserError, match=f"sandbox={re.escape(sandbox)}"):
+            Policy(True, sandbox).protection(closed_world=closed_world)
     else:
-        assert Policy(allowed, sandbox).protection() == expected
+        assert Policy(True, sandbox).protection(closed_world=closed_world) == expected
+    with pytest.raises(UserError, match=r"allow_code_execution=false"):
+        Policy(False, sandbox).protection(closed_world=closed_world)
+
+
+def no_namespaces() -> None:
+    raise client.NoNamespaces("none here")
+
+
+def test_a_kernel_that_refuses_namespaces_is_told_from_one_that_is_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the words that a runner ends with, and at once."""
+    words = f"raise SystemExit('{NO_NAMESPACES} (clone: Operation not permitted)')"
+    monkeypatch.setattr(client, "runner_command", lambda *, confined: ([sys.executable, "-c", words], {}))
+    with pytest.raises(client.NoNamespaces, match="not permitted"):
+        client.start(confined=True)
 
 
 def broken_starts(monkeypatch: pytest.MonkeyPatch, count: int, how: str) -> list[str]:
@@ -144,7 +161,7 @@ def test_no_weaker_sandbox_takes_the_place_of_one_that_does_not_start(
     monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     broken_starts(monkeypatch, 3, how)
-    with pytest.raises(Unavailable, match="sandbox=namespaces"):
+    with pytest.raises(Unavailable, match="sandbox=auto"):
         Policy(True).protection()
     assert Policy(True).protection() == NAMESPACES  # the failure is not remembered
 

@@ -7,7 +7,7 @@ import math
 import re
 import sys
 import time
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,7 +30,7 @@ from moe_lab.study.graph import build
 from moe_lab.study.step import Step, provenance
 from moe_lab.study.steps.costs import Timing, wrong_timing
 from moe_lab.study.steps.files import Files
-from moe_lab.study.steps.model import loaded_as
+from moe_lab.study.steps.passes import loaded_as
 from moe_lab.study.steps.recovery import Pruned, Storage
 
 ASKED = TimingConfig(batch_sizes=[1, 3], prompt_lengths=[4, 10], new_tokens=5)
@@ -157,13 +157,14 @@ def test_what_a_step_held_on_gpus_is_noted(monkeypatch: pytest.MonkeyPatch) -> N
     assert about["threads"] == 3 and about["processor"]
 
 
-def test_what_cannot_be_timed_is_said_before() -> None:
-    config = Config(timing=True, launcher=LauncherConfig(name="local"))
-    assert [sentence.partition(":")[0] for sentence in wrong_timing(config, MODEL)] == [
-        "timing=true beside other work would measure that too",
-    ]
-    slurm = Config(timing=True, launcher=LauncherConfig(name="slurm"))
-    assert [sentence.split(": ")[0] for sentence in wrong_timing(slurm, MODEL)] == [
-        "timing=true with launcher=slurm needs timed.device"
-    ]
-    assert asdict(TimingConfig())["device"] is None and not list(wrong_timing(Config(), MODEL))
+@pytest.mark.parametrize(
+    ("launcher", "says"),
+    [
+        ("local", "timing=true beside other work"),
+        ("slurm", "timing=true with launcher=slurm needs timed.device"),
+        ("inline", None),
+    ],
+)
+def test_what_cannot_be_timed_is_said_before(launcher: Any, says: str | None) -> None:
+    found = list(wrong_timing(LauncherConfig(name=launcher), TimingConfig(), MODEL))
+    assert [sentence.startswith(str(says)) for sentence in found] == [True] * (says is not None)

@@ -92,6 +92,9 @@ def test_huge_values_are_compared_by_hash() -> None:
     assert found != decode(encode_result(large[::-1]))
     assert found != decode(encode_result(tuple(large)))
     assert encode_result([1] * 10) == [1] * 10
+    for item, equal in (({"b"}, frozenset("b")), ([1, {"b"}], [1, frozenset("b")])):  # whether or not they have a hash
+        first, second = (decode(encode_result(["a", value] * HUGE)) for value in (item, equal))
+        assert first == second != decode(encode_result(["b", item] * HUGE))
 
 
 json_values = st.recursive(
@@ -99,12 +102,6 @@ json_values = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
     max_leaves=10,
 )
-
-
-def test_equal_huge_values_have_one_hash_whether_or_not_their_items_can_be_hashed() -> None:
-    for item, equal in (({"b"}, frozenset("b")), ([1, {"b"}], [1, frozenset("b")])):
-        first, second = (decode(encode_result(["a", value] * HUGE)) for value in (item, equal))
-        assert first == second != decode(encode_result(["b", item] * HUGE))
 
 
 KINDS = ["opaque", "huge", "stream", "ratio", "like", "int", "float", "complex", "str", "bytes", "list", "dict", "set"]
@@ -131,8 +128,8 @@ def test_whatever_is_sent_is_a_value_or_a_value_error(text: str) -> None:
     [
         '{"kind":"ratio","value":["0x1","0x0"]}',
         '{"kind":"huge","value":Infinity}',
-        '{"kind":"like","value":[]}',
-        '{"kind":"complex","value":[1,2,3]}',
+        '[{"kind":"list"}]',
+        '{"kind":"eval","value":"1"}',
         '{"kind":"int","value":"' + "x" * 10_000_000 + '"}',
         "[" * 100_000,
         '{"kind":"set","value":[[1]]}',
@@ -144,9 +141,3 @@ def test_what_cannot_be_a_value_is_refused_in_few_words(text: str) -> None:
     with pytest.raises(ValueError) as refused:
         decode_text(text)
     assert len(str(refused.value)) < 300
-
-
-@pytest.mark.parametrize("forged", [{"kind": "list"}, {"kind": "eval", "value": "1"}, {"kind": "int", "value": []}, {}])
-def test_what_no_encoder_wrote_is_refused(forged: Any) -> None:
-    with pytest.raises(ValueError, match="not an encoded value"):
-        decode_text(json.dumps([forged]))

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 
 import pytest
 import tiny
-import torch
 
 from moe_lab import inspect
 from moe_lab.config import ModelConfig
@@ -46,13 +44,13 @@ def test_parts_add_up_to_the_model(tmp_path: Path) -> None:
 
 
 def test_a_model_is_told_in_rows(capsys: pytest.CaptureFixture[str]) -> None:
-    assert inspect.main(["model=pocket_olmoe", "ratio=0.5"]) == 0
+    assert inspect.main(["model=pocket_olmoe"]) == 0
     said = " ".join(capsys.readouterr().out.replace("│", " ").split())
     for words in (
         "supported yes",
         "layers 0-3 32 experts of 64 channels",
         "3,688,576",
-        "without 50%",
+        "loading memory 0.01 GiB",
         "heapr",
         "padded",
     ):
@@ -60,13 +58,9 @@ def test_a_model_is_told_in_rows(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_published_model_is_told_without_the_hub(capsys: pytest.CaptureFixture[str]) -> None:
-    assert inspect.main(["model=qwen3_30b_a3b_instruct", "calibration=c4"]) == 0
+    assert inspect.main(["model=qwen3_30b_a3b_instruct"]) == 0
     said = " ".join(capsys.readouterr().out.replace("│", " ").split())
-    assert "48 of 128 experts, top-8" in said and "80 GiB" in said
-    needed = re.findall(r"calibration, forward about (\S+) GiB on 2 GPUs", said)
-    assert inspect.main(["model=qwen3_30b_a3b_instruct", "calibration=c4", "calibration.parts=4"]) == 0
-    in_parts = " ".join(capsys.readouterr().out.replace("│", " ").split())
-    assert needed and re.findall(r"calibration, forward about (\S+) GiB on 2 GPUs", in_parts) == needed
+    assert "48 of 128 experts, top-8" in said and "loading memory 56.87 GiB" in said
 
 
 def test_why_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -85,21 +79,9 @@ def told(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
 
 
 def test_a_configuration_is_enough(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with torch.device("meta"):
-        model = tiny.AutoModelForCausalLM.from_config(tiny.config("gpt_oss", hidden_size=1024, intermediate_size=2048))
-    model.config.save_pretrained(tmp_path)
-    code, said = told(capsys, "model=local", f"model.path={tmp_path}", "ratio=0.5")
-    layers = routed_layers(model)
-    gone = sum(weight.numel() for layer in layers for weight in layer.experts.parameters()) // 2
-    gone += sum(part.tensor.numel() for layer in layers for part in layer.routing) // 2
-    left = sum(weight.numel() for weight in model.parameters()) - gone
-    assert code == 0 and f"without 50% of the experts {2 * left / 2**30:.2f} GiB" in said
-    for words in (
-        "calibration, forward about",
-        "channels none, for its experts have biases",
-        "exports natural, masked",
-    ):
-        assert words in said
+    tiny.config("gpt_oss").save_pretrained(tmp_path)
+    code, said = told(capsys, "model=local", f"model.path={tmp_path}")
+    assert code == 0 and "channels none, for its experts have biases" in said and "exports natural, masked" in said
 
 
 def test_a_model_that_is_nowhere_is_not_called_expected(capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,7 +19,7 @@ import moe_lab
 from moe_lab.errors import UserError
 from moe_lab.models.discover import moe_layers
 from moe_lab.models.streamed import StreamedModel
-from moe_lab.pruning.alignment import align_by_activations, align_by_weights, alignment_tap, principal_components
+from moe_lab.pruning.alignment import align_by_activations, align_by_weights, alignment_tap
 from moe_lab.pruning.mask import mask
 from moe_lab.pruning.replace import merge_experts
 from moe_lab.statistics.observe import gather
@@ -117,28 +117,6 @@ def test_ream_adds_distances_of_activations_and_of_principal_components_of_weigh
             order = aligned.alignments[layer.index][row]
             best = cost[linear_sum_assignment(cost)].sum()
             assert cost[numpy.arange(layer.width), order].sum() == pytest.approx(best, rel=1e-6)
-
-
-def test_weights_are_compared_in_64_principal_components() -> None:
-    """Distances of channels stay where their weights have fewer directions than that."""
-    model, random = tiny.build("olmoe", dtype=torch.float64), torch.Generator().manual_seed(0)
-    layer = moe_layers(model)[0]
-    shape = (layer.n_experts, layer.width, 3 * layer.hidden)
-    channels = torch.randn(*shape[:2], 20, generator=random) @ torch.randn(20, shape[2], generator=random)
-    gate, up, down = channels.double().chunk(3, dim=2)
-    experts: Any = layer.experts
-    with torch.no_grad():
-        experts.gate_up_proj.copy_(torch.cat((gate, up), dim=1))
-        experts.down_proj.copy_(down.transpose(1, 2))
-    normalised = torch.nn.functional.normalize(channels.double(), dim=-1)
-    flat = normalised.flatten(0, 1)
-    singular, directions = torch.linalg.svd(flat - flat.mean(0), full_matrices=False)[1:]
-    expected = ((normalised - flat.mean(0)) @ directions[:64].T) * singular[:64]
-    components = principal_components(layer)
-    assert components.shape == (*shape[:2], 64) and shape[2] > 64
-    torch.testing.assert_close(
-        torch.cdist(components, components), torch.cdist(expected, expected), rtol=1e-6, atol=1e-6
-    )
 
 
 def test_both_engines_find_the_same_orders(tmp_path: Path) -> None:

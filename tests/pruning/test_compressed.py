@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ import tiny
 import torch
 from identities.plans import random_plan
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
 from moe_lab.config import ExportConfig, ModelConfig, RecoveryConfig
 from moe_lab.config.base import SettingsError, valid
@@ -31,34 +30,6 @@ from compressed_tensors.quantization.lifecycle.forward import fake_quantize
 
 CASES = [(name, scheme) for name in ("even", "uneven") for scheme in ("fp8", "w4a16")]
 SIZES = {"hidden_size": 64, "moe_intermediate_size": 64}
-LOADED = """
-import json, sys
-from pathlib import Path
-sys.modules["moe_lab"] = None
-import torch
-from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, CompressedTensorsConfig
-from transformers.utils import logging
-logging.set_verbosity_error()
-root = Path(sys.argv[1])
-tokens = load_file(root / "tokens.safetensors")["tokens"]
-
-def logits(folder, **named):
-    model, report = AutoModelForCausalLM.from_pretrained(
-        folder, trust_remote_code=True, experts_implementation="eager", output_loading_info=True, **named
-    )
-    assert not any(report.values()), report
-    with torch.no_grad():
-        return model(input_ids=tokens).logits.contiguous()
-
-for folder in sorted(path for path in root.iterdir() if path.is_dir()):
-    found = {
-        "loaded": logits(folder / "compressed"),
-        "dequantised": logits(folder / "compressed", quantization_config=CompressedTensorsConfig(dequantize=True)),
-        **{name: logits(folder / name) for name in ("evaluated", "decompressed", "noisy")},
-    }
-    save_file(found, folder / "found.safetensors")
-"""
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -127,15 +98,25 @@ def with_noise(folder: Path, scheme: str) -> Changes:
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Every case, with the same model of stored numbers, and of random numbers within half a step; loaded there."""
     root = tmp_path_factory.mktemp("compressed")
-    save_file({"tokens": tiny.tokens()}, root / "tokens.safetensors")
     for case, scheme in CASES:
         folder = root / f"{case}-{scheme}"
         write(folder, case, scheme)
         for name, changes in (("decompressed", as_stored(folder)), ("noisy", with_noise(folder, scheme))):
             rewrite(folder / "evaluated", changes, folder / name)
-    environment = {"PATH": "", "HOME": str(root), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    subprocess.run([sys.executable, "-c", LOADED, str(root)], check=True, cwd=root, env=environment, timeout=250)
+        found = {name: loaded(folder / name) for name in ("evaluated", "decompressed", "noisy")}
+        dequantised = CompressedTensorsConfig(dequantize=True)
+        found["dequantised"] = loaded(folder / "compressed", quantization_config=dequantised)
+        save_file({**found, "loaded": loaded(folder / "compressed")}, folder / "found.safetensors")
     return root
+
+
+def loaded(folder: Path, **named: Any) -> torch.Tensor:
+    """The logits of the model in a folder, all of whose weights are there."""
+    model, report = AutoModelForCausalLM.from_pretrained(
+        folder, trust_remote_code=True, experts_implementation="eager", output_loading_info=True, **named
+    )
+    assert not any(report.values()), report
+    return tiny.logits(model).contiguous()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -14,19 +14,15 @@ import tiny
 import torch
 from learning import text
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
 
 from moe_lab.calibration.batches import batches
 from moe_lab.config import RecoveryConfig
 from moe_lab.errors import UserError
 from moe_lab.models.discover import moe_layers
-from moe_lab.pruning.export import export
-from moe_lab.pruning.export.rewrite import rewrite
 from moe_lab.pruning.plan import Plan
 from moe_lab.pruning.replace import merge_experts
 from moe_lab.recovery import merge_fit
-from moe_lab.recovery.apply import pruned, recovered
-from moe_lab.recovery.export import recovery_changes
+from moe_lab.recovery.apply import recovered
 from moe_lab.recovery.merge_fit import RIDGE, fit
 from moe_lab.statistics.observe import Observer
 
@@ -173,24 +169,6 @@ def test_two_identical_experts_merged_stay_the_original(model: Any, run: Run, tm
     copy = recovered(model, plan, bits=16, modules=(), tuned=tmp_path)
     with torch.no_grad():
         torch.testing.assert_close(copy(tiny.tokens()).logits, model(tiny.tokens()).logits, rtol=0, atol=1e-10)
-
-
-def test_the_fitted_copy_is_exported_and_reloaded_as_it_is_evaluated(folder: Path, run: Run, tmp_path: Path) -> None:
-    model = tiny.build("olmoe", num_hidden_layers=2)
-    plan = plan_of(model)
-    run(model, tmp_path)
-    copy = recovered(model, plan, bits=16, modules=(), tuned=tmp_path)
-    natural = export(folder, plan, tmp_path / "natural")
-    changes = recovery_changes(
-        natural, dtype=torch.float32, bits=16, modules=(), tuned=tmp_path, words="They were fitted."
-    )
-    out = rewrite(natural, changes, tmp_path / "out")
-    loaded = AutoModelForCausalLM.from_pretrained(out, trust_remote_code=True, experts_implementation="eager")
-    with torch.no_grad():
-        logits = copy(tiny.tokens()).logits
-        assert torch.equal(loaded(tiny.tokens()).logits, logits)
-        assert not torch.equal(pruned(model, plan)(tiny.tokens()).logits, logits)
-    assert "They were fitted." in (out / "README.md").read_text()
 
 
 def test_a_killed_fit_goes_on_to_the_same_bits(

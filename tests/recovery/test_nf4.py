@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from typing import Any
 
 import pytest
@@ -52,8 +51,10 @@ def test_a_matrix_comes_back_within_half_a_gap(shape: tuple[int, int], dtype: to
         found = stack[number]
         assert found.shape == matrix.shape and found.dtype == dtype
         largest = torch.cat([b.abs().max().expand(len(b)) for b in matrix.double().reshape(-1).split(64)])
+        error = found.double() - matrix
         # a scale, which is rounded too, is off by 2 % at most
-        assert bool(((found.double() - matrix).abs().reshape(-1) <= (WIDEST + 0.02) * largest + 1e-9).all())
+        assert bool((error.abs().reshape(-1) <= (WIDEST + 0.02) * largest + 1e-9).all())
+        assert float(error.std()) < 0.1 * float(matrix.double().std()), "what NF4 costs normal numbers, and no more"
 
 
 def test_bits_are_those_of_bitsandbytes() -> None:
@@ -92,27 +93,6 @@ def test_ragged_experts_with_one_that_is_empty() -> None:
     assert torch.equal(found, expected)
     assert storage(stored)["experts"] < storage(pruned)["experts"] / 7
     assert all(bool(buffer.isfinite().all()) for buffer in stored.buffers())
-
-
-def test_every_byte_is_accounted_for() -> None:
-    model = tiny.build("qwen2_moe", moe_intermediate_size=600, num_hidden_layers=2)
-    before = storage(model)
-    quantize(model, ["experts", "shared_experts"])
-    after = storage(model)
-
-    def held(rows: int, columns: int) -> int:
-        blocks = math.ceil(rows * columns / 64)
-        return 32 * blocks + blocks + 4 * math.ceil(blocks / 256) + 4
-
-    assert after["experts"] == 2 * 16 * (held(1200, 32) + held(32, 600))
-    gate = 4 * 32
-    assert after["shared_experts"] == 2 * (2 * held(40, 32) + held(32, 40) + gate)
-    assert (after["rest"], after["attention"]) == (before["rest"], before["attention"])
-    weights = 2 * 16 * 3 * 32 * 600
-    assert before["experts"] == 4 * weights
-    everything = [*model.parameters(), *model.buffers()]
-    assert after["total"] == sum(tensor.numel() * tensor.element_size() for tensor in everything)
-    assert 8 * after["experts"] / weights == pytest.approx(4.127, abs=0.01)
 
 
 def test_the_input_model_stays_and_a_second_time_gives_the_same_bits() -> None:

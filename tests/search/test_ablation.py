@@ -170,7 +170,7 @@ def test_a_loss_that_is_not_finite_is_refused(monkeypatch: pytest.MonkeyPatch) -
 
 def test_text_without_anything_to_predict_is_refused() -> None:
     model = tiny.build("mixtral")
-    with pytest.raises(UserError, match="no two adjacent tokens"):
+    with pytest.raises(UserError, match="no token that follows another"):
         ablate(model, [(torch.full((2, 1), 5), torch.ones(2, 1, dtype=torch.bool))], fingerprint={})
     with pytest.raises(UserError, match="no batches"):
         ablate(model, [], fingerprint={})

@@ -222,14 +222,6 @@ def test_layers_that_are_not_run_get_a_forward_of_their_own_back() -> None:
     assert layer.forward is own and len(calls) == 1
 
 
-def test_every_beginning_is_run_once() -> None:
-    schedules = [tuple(schedule) for schedule in itertools.product((0, 1, 2), repeat=LAYERS)]
-    found = visited(Relatives(1, 0), schedules[::-1])
-    assert [schedule for schedule, _ in found] == schedules
-    # nodes of the tree: 3 + 9 + 27 + 81; the input of the first layer is known to all but the first
-    assert sum(LAYERS - start for _, start in found) == 3 + 9 + 27 + 81
-
-
 def test_states_of_the_best_outlive_a_call_and_others_do_not() -> None:
     relatives = Relatives(1, 10**6)
     visited(relatives, [(1, 1, 1, 1), (2, 2, 2, 2)])

@@ -7,19 +7,10 @@ import math
 import pytest
 import torch
 
-from moe_lab.search.fitness import POSITION_FITNESS, Contexts, average, contexts, drawn, row_sums
+from moe_lab.search.fitness import POSITION_FITNESS, average, contexts, drawn, row_sums
 from moe_lab.search.speculative_decoding import accepted_and_proposed, prompts
 
 P, Q = (0.5, 0.3, 0.2), (0.2, 0.3, 0.5)
-
-
-def test_the_mean_of_sap_is_esap() -> None:
-    generator = torch.Generator().manual_seed(0)
-    n = 20_000
-    draws = torch.rand(n, generator=generator, dtype=torch.float64)
-    at = Contexts(torch.ones(1, n, dtype=torch.bool), torch.zeros(n).long(), torch.zeros(n).long(), draws)
-    sums = row_sums("sap", torch.tensor([P]).log().expand(n, 3), torch.tensor([Q]).log().expand(n, 3), at)
-    assert float(sums) / n == pytest.approx(0.7, abs=0.01)
 
 
 def naive(name: str, p: list[float], q: list[float], target: int, luck: float) -> float:
@@ -77,20 +68,6 @@ def test_drawing_follows_the_probabilities() -> None:
 def markov(table: list[list[float]], ids: torch.Tensor, valid: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
     """A language model that only looks at the last token."""
     return torch.tensor(table, dtype=torch.float64)[ids[where]]
-
-
-def test_speculative_acceptance_is_esap_on_average() -> None:
-    full, candidate = [list(P)] * 3, [list(Q)] * 3
-    luck = torch.rand(500, 20, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    counts = accepted_and_proposed(
-        [[0]] * 500,
-        luck,
-        lambda *batch: markov(candidate, *batch),
-        lambda *batch: markov(full, *batch),
-        ends=frozenset(),
-    )
-    accepted, proposed = map(sum, zip(*counts, strict=True))
-    assert proposed > 5000 and accepted / proposed == pytest.approx(0.7, abs=0.02)
 
 
 def test_speculative_decoding_by_hand() -> None:

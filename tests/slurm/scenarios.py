@@ -165,12 +165,11 @@ class Overlapping:
         instant = self.instant
         instant.hold("model")
         (instant.folder / "break-weights").touch()
-        (instant.folder / "apart").touch()
         words = {
             "wide": ["ratio=0.1,0.2,0.3,0.4"],
             "broken": ["ratio=0.2,0.3,0.4,0.5", "criterion=random,magnitude"],
         }
-        runs = [instant.start(*more, f"study={name}") for name, more in words.items()]
+        runs = [instant.start(*more, f"study={name}", "launcher.steps_per_job=1") for name, more in words.items()]
         for run in runs:
             printed, errors = run.communicate(timeout=LONG)
             assert run.returncode == 0, errors

@@ -112,7 +112,7 @@ def test_a_mistake_is_told_where_it_happened(overlapping: Future[Overlapping]) -
     store = overlapping.result().instant.store
     why = asked(store, "why", "broken")
     assert "broken on purpose" in why and "needs weights/" in why
-    assert "broken on purpose" in asked(store, "logs", "weights/")
+    assert "broken on purpose" in asked(store, "why", "weights/")
     assert "failed" in asked(store, "status", "broken")
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from cluster import LONG, until
-from instant_studies import InstantStudies
+from instant_studies import WORDS, InstantStudies
 from scenarios import STEPS, TWO
 from studies import asked
 
@@ -113,34 +113,16 @@ def the_node_is_drained_and_lost(instant: InstantStudies, job: str) -> None:
     cluster.ask("scontrol", "update", node, "state=resume")
 
 
-@pytest.mark.parametrize(
-    "shell",
-    [
-        {"SQUEUE_STATES": "RUNNING"},
-        {"SQUEUE_PARTITION": "other"},
-        {"SQUEUE_NAMES": "other", "SQUEUE_USERS": "nobody", "SQUEUE_FORMAT": "%i", "SQUEUE_FORMAT2": "jobid"},
-        {"SQUEUE_ACCOUNT": "other"},
-        {"SLURM_CLUSTERS": "other"},
-        {"SBATCH_JOB_NAME": "mine", "SBATCH_TIMELIMIT": "1", "SBATCH_GRES": "gpu:9"},
-    ],
-)
-def test_what_a_shell_shows_of_the_queue_does_not_matter(
-    instant: InstantStudies, monkeypatch: pytest.MonkeyPatch, shell: dict[str, str]
-) -> None:
-    """Pending jobs are seen, so that nothing is submitted twice, and all of them can be cancelled."""
-    node = f"nodename={instant.cluster.host}"
-    instant.cluster.ask("scontrol", "update", node, "state=drain", "reason=test")
-    with monkeypatch.context() as patch:
-        for name, value in {**shell, "SCANCEL_STATE": "RUNNING", "SCANCEL_PARTITION": "other"}.items():
-            patch.setenv(name, value)
-        first, second = instant.submit("study=instant"), instant.submit("study=instant")
-    queued = instant.cluster.ask("squeue", "-h", "-t", "PD", "-o", "%F %j %b").splitlines()
-    assert {line.split()[0]: line.split()[1:] for line in queued} == {
-        job: [f"instant.{kind}", "N/A"] for kind, job in first.items()
-    }
-    assert len(first) > 2 and not second
-    with monkeypatch.context() as patch:
-        for name, value in {**shell, "SCANCEL_STATE": "RUNNING", "SCANCEL_PARTITION": "other"}.items():
-            patch.setenv(name, value)
-        asked(instant.store, "cancel", "instant")
-    assert not instant.cluster.ask("squeue", "-h", "-t", "PD", "-o", "%F")
+def test_jobs_of_hydras_own_launcher_share_steps(instant: InstantStudies) -> None:
+    """It makes one study per job: the store keeps what they share single."""
+    pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
+    words = ["launcher=inline", "study=both", "ratio=0.25,0.5"]
+    own = ["-m", "hydra/launcher=submitit_slurm", "hydra.launcher.mem_gb=1", "hydra.launcher.timeout_min=5"]
+    instant.hold("model")
+    run = instant.type(*own, *WORDS, *words)
+    until(lambda: len(instant.cluster.ask("squeue", "-h", "-r", "-t", "R").splitlines()) == 2, LONG, "no two jobs run")
+    instant.release()
+    printed, errors = run.communicate(timeout=LONG)
+    assert run.returncode == 0, printed + errors
+    assert instant.done_once() == STEPS
+    assert len(instant.record("both")["cells"]) == 3

@@ -31,7 +31,7 @@ from moe_lab.study.step import Step, code_state
 from moe_lab.study.steps.evaluation import Generate, Grade
 from moe_lab.study.store import Store
 
-SETTINGS = LauncherConfig(cells_per_job=2)
+SETTINGS = LauncherConfig(cells_per_job=2, steps_per_job=4)
 
 
 def study(cells: int, models: Sequence[str] = ("m",)) -> list[Step]:
@@ -87,8 +87,8 @@ def test_texts_are_graded_in_jobs_of_their_own(backend: str, generates: str) -> 
         asked = BenchmarkConfig(name="code", harness="evalplus", task="pocket:benchmarks/mbpp.jsonl")
         by = BackendConfig(name=backend, command="serve {checkpoint}")
         pruned = evaluated(ModelConfig(name="m", path="owner/m"), asked, plan).pruned
-        generate = Generate(pruned, by, None, None, asked, Questions(asked))
-        steps += [pruned.loaded.facts, generate, Grade(generate, asked, Policy())]
+        generate = Generate(asked, pruned, by, None, None, Questions(asked))
+        steps += [pruned.loaded.facts, generate, Grade(asked, Policy(), None, generate)]
     arrays = arrange(steps, lambda pack: {"gpus": int(pack[0].kind != "grade")}, SETTINGS)
     of = {step.kind: array for array in arrays for pack in array.packs for step in pack}
     assert of["generate"].kind == generates and of["generate"].asks["gpus"] == 1
@@ -96,8 +96,7 @@ def test_texts_are_graded_in_jobs_of_their_own(backend: str, generates: str) -> 
     assert arrays.index(of["generate"]) < arrays.index(of["grade"])
 
 
-def test_what_an_unpruned_model_costs_comes_first_and_small_steps_share_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moe_lab.study.slurm.arrays.STEPS_PER_JOB", 4)
+def test_what_an_unpruned_model_costs_comes_first_and_small_steps_share_jobs() -> None:
     arrays = arrange(study(9), ask, SETTINGS)
     assert [array.kind for array in arrays].index("cost") < [array.kind for array in arrays].index("evaluate")
     (plans,) = [array for array in arrays if array.kind == "plan"]

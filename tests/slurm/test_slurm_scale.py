@@ -6,7 +6,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -14,6 +14,7 @@ from budgets import of_children, within
 from studies import command, jobs
 
 CALLS, SECONDS, ASLEEP = 20, 10, 1
+Done = subprocess.CompletedProcess[str]
 NOTING_SLEEP = """
 import atexit, pathlib, time
 slept, sleep = [0.0], time.sleep
@@ -55,15 +56,26 @@ def calls(folder: Path, name: str) -> list[str]:
     return path.read_text().splitlines() if path.exists() else []
 
 
+def typed(folder: Path, environment: Mapping[str, str], *words: str, flags: Sequence[str] = ()) -> Done:
+    """What comes of a command that submits jobs, on a store of its own."""
+    typed = command(folder / "store", "suite.benchmarks=[pocket_boolq]", "launcher=slurm", *words)
+    typed[3:3] = flags
+    return subprocess.run(typed, capture_output=True, text=True, cwd=folder, env=dict(environment))
+
+
+def scripts(folder: Path, done: Done) -> dict[str, str]:
+    """Kind -> script of the jobs that a command submitted."""
+    assert done.returncode == 0, done.stderr
+    return {kind: (folder / "bin" / f"{number}.sh").read_text() for kind, number in jobs(done.stdout).items()}
+
+
 def test_a_thousand_cells(tmp_path: Path, counting: Mapping[str, str]) -> None:
     ratios = ",".join(f"{number / 250:.3f}" for number in range(1, 201))
     grid = ["criterion=man,reap,frequency,magnitude,random", f"ratio={ratios}"]
-    words = command(tmp_path / "store", *grid, "suite.benchmarks=[pocket_boolq]", "launcher=slurm")
     (tmp_path / "sitecustomize.py").write_text(NOTING_SLEEP)
     path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH", "")]))
-    environment = {**counting, "PYTHONPATH": path}
     with within(SECONDS, of_children):
-        done = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, env=environment)
+        done = typed(tmp_path, {**counting, "PYTHONPATH": path}, *grid)
     assert done.returncode == 0, done.stderr
     assert "1001 cells" in done.stderr
     assert len(calls(tmp_path, "sbatch")) == len(jobs(done.stdout)) <= CALLS
@@ -71,50 +83,27 @@ def test_a_thousand_cells(tmp_path: Path, counting: Mapping[str, str]) -> None:
 
 
 def test_arrays_wait_for_what_they_need(tmp_path: Path, counting: Mapping[str, str]) -> None:
-    words = [
-        "criterion=man,magnitude",
-        "suite.benchmarks=[pocket_boolq]",
-        "launcher=slurm",
-        "launcher.parallel=3",
-    ]
-    own = ["+resources.jobs={evaluate: {partition: gpu, sbatch: {nodelist: n7}, setup: [module load cuda]}}"]
-    done = subprocess.run(
-        command(tmp_path / "store", *words, *own, "launcher.cells_per_job=1"),
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        env=dict(counting),
-    )
-    assert done.returncode == 0, done.stderr
-    ids = jobs(done.stdout)
-    scripts = {kind: (tmp_path / "bin" / f"{number}.sh").read_text() for kind, number in ids.items()}
-    assert "--dependency" not in scripts["model"]
-    after = {kind: script.split("--dependency=")[1].split()[0] for kind, script in scripts.items() if kind != "model"}
+    own = "+resources.jobs={evaluate: {partition: gpu, sbatch: {nodelist: n7, time: 7}, setup: [module load cuda]}}"
+    parallel = ["criterion=man,magnitude", "launcher.parallel=3", "launcher.cells_per_job=1"]
+    done = typed(tmp_path, counting, *parallel, own)
+    written, ids = scripts(tmp_path, done), jobs(done.stdout)
+    assert "--dependency" not in written["model"]
+    after = {kind: script.split("--dependency=")[1].split()[0] for kind, script in written.items() if kind != "model"}
     assert after["statistics"] == f"afterok:{ids['model']}"
     assert after["plan"].split(":")[0] == "afterok" and ids["scores"] in after["plan"].split(":")
     assert {ids["plan"], ids["model"], ids["cost"]} == set(after["evaluate"].split(":")[1:])
-    assert after["record"].split(":")[0] == "afterany" and set(after["record"].split(":")[1:]) == set(ids.values()) - {
-        ids["record"]
-    }
-    assert all("--kill-on-invalid-dep=yes" in script for script in scripts.values())
-    evaluate = scripts["evaluate"]
-    assert all(word in evaluate for word in ("--array=0-2%3", "--partition=gpu", "--nodelist=n7", "module load cuda"))
-    assert "--partition" not in scripts["plan"]
-
-
-def submitted(folder: Path, counting: Mapping[str, str], *words: str, **shell: str) -> dict[str, str]:
-    """Kind -> script of a small study, typed in a shell with these variables."""
-    small = ["criterion=man", "suite.benchmarks=[pocket_boolq]", "launcher=slurm"]
-    words = tuple(command(folder / "store", *small, *words))
-    done = subprocess.run(words, capture_output=True, text=True, cwd=folder, env={**counting, **shell})
-    assert done.returncode == 0, done.stderr
-    return {kind: (folder / "bin" / f"{number}.sh").read_text() for kind, number in jobs(done.stdout).items()}
+    condition, *all_jobs = after["record"].split(":")
+    assert condition == "afterany" and set(all_jobs) == set(ids.values()) - {ids["record"]}
+    assert all("--kill-on-invalid-dep=yes" in script for script in written.values())
+    for word in ("--array=0-2%3", "--partition=gpu", "--nodelist=n7", "--time=7", "module load cuda"):
+        assert written["evaluate"].count(word) == 1
+    assert "--partition" not in written["plan"]
 
 
 def test_a_type_of_gpu_is_asked_for_where_gpus_are(tmp_path: Path, counting: Mapping[str, str]) -> None:
     own = ["resources.every.gpu_type=a100", "resources.every.gpus=1", "+resources.jobs={plan: {gpus: 0}}"]
-    scripts = submitted(tmp_path, counting, *own, "model.device=cpu")
-    asked = {kind: re.findall(r"--gp\S+|--gres\S+", script) for kind, script in scripts.items()}
+    written = scripts(tmp_path, typed(tmp_path, counting, "criterion=man", *own, "model.device=cpu"))
+    asked = {kind: re.findall(r"--gp\S+|--gres\S+", script) for kind, script in written.items()}
     assert asked["evaluate"] == asked["statistics"] == ["--gpus-per-node=a100:1"]
     assert asked["plan"] == asked["record"] == []
 
@@ -134,7 +123,8 @@ USUAL = {"SBATCH_ACCOUNT": "me", "SBATCH_PARTITION": "x", "SBATCH_RESERVATION": 
 
 
 def test_slurm_is_not_told_what_the_shell_shows_or_would_override(tmp_path: Path, counting: Mapping[str, str]) -> None:
-    submitted(tmp_path, counting, "resources.every.sbatch={qos:long}", **SHOWN, **OVERRIDING, **USUAL)
+    shell = {**counting, **SHOWN, **OVERRIDING, **USUAL}
+    scripts(tmp_path, typed(tmp_path, shell, "criterion=man", "resources.every.sbatch={qos:long}"))
     for name in ("squeue", "sinfo", "scontrol", "sbatch"):
         told = dict(
             line.split("=", 1) for line in (tmp_path / "bin" / f"{name}.env").read_text().split("\n") if "=" in line
@@ -145,24 +135,15 @@ def test_slurm_is_not_told_what_the_shell_shows_or_would_override(tmp_path: Path
 
 
 def test_a_multirun_is_one_submission(tmp_path: Path, counting: Mapping[str, str]) -> None:
-    words = ["suite.benchmarks=[pocket_boolq]", "launcher=slurm", "hydra/launcher=study", "criterion=man,magnitude"]
-    both = command(tmp_path / "store", *words, "ratio=0.25,0.5")
-    both.insert(3, "-m")
-    done = subprocess.run(both, capture_output=True, text=True, cwd=tmp_path, env=dict(counting))
+    words = ["hydra/launcher=study", "criterion=man,magnitude", "ratio=0.25,0.5"]
+    done = typed(tmp_path, counting, *words, flags=["-m"])
     assert done.returncode == 0 and "5 cells" in done.stderr, done.stderr
     assert list(jobs(done.stdout)).count("record") == 1 == len(list((tmp_path / "store" / "runs").glob("*/*")))
     assert all("under way" not in line for line in done.stderr.splitlines())
 
 
 def test_the_page_on_slurm_shows_what_is_printed(tmp_path: Path, counting: Mapping[str, str]) -> None:
-    words = [
-        sys.executable,
-        "-m",
-        "moe_lab",
-        "+experiment=task_agnostic",
-        "launcher=slurm",
-        f"store={tmp_path / 'store'}",
-    ]
+    words = [sys.executable, "-m", "moe_lab", "+experiment=task_agnostic", "launcher=slurm", f"store={tmp_path}/store"]
     done = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, env=dict(counting))
     page = (Path(__file__).parents[2] / "docs" / "slurm.md").read_text()
     assert done.returncode == 0 and done.stdout in page, done.stdout
@@ -171,18 +152,8 @@ def test_the_page_on_slurm_shows_what_is_printed(tmp_path: Path, counting: Mappi
 @pytest.mark.parametrize("at", [1, 4])
 def test_a_refusal_takes_back_what_was_accepted(tmp_path: Path, counting: Mapping[str, str], at: int) -> None:
     words = "Batch job submission failed: Invalid account or account/partition combination specified"
-    done = subprocess.run(
-        command(
-            tmp_path / "store",
-            "suite.benchmarks=[pocket_boolq]",
-            "launcher=slurm",
-            "resources.every.sbatch={account:ours}",
-        ),
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        env={**counting, "REFUSE_AT": str(at), "REFUSE": words},
-    )
+    refusing = {**counting, "REFUSE_AT": str(at), "REFUSE": words}
+    done = typed(tmp_path, refusing, "resources.every.sbatch={account:ours}")
     assert done.returncode == 2
     assert words in done.stderr and "resources.every" in done.stderr and "account=ours" in done.stderr
     cancelled = {word for line in calls(tmp_path, "scancel") for word in line.split()}
@@ -192,7 +163,7 @@ def test_a_refusal_takes_back_what_was_accepted(tmp_path: Path, counting: Mappin
 
 @pytest.mark.parametrize(
     ("squeue", "says"),
-    [(None, "there is no squeue here"), ("no program", "squeue cannot be started (Exec format error)")],
+    [(None, "squeue cannot be started here"), ("no program", "squeue cannot be started here (Exec format error)")],
 )
 def test_a_machine_without_slurm_is_told(squeue: str | None, says: str, tmp_path: Path) -> None:
     """Also where PATH has a folder that may not be read, as after `su`, which hides that there is no such program."""
@@ -202,11 +173,5 @@ def test_a_machine_without_slurm_is_told(squeue: str | None, says: str, tmp_path
     if squeue is not None:
         (programs / "squeue").write_bytes(b"\0" + squeue.encode())
         (programs / "squeue").chmod(0o755)
-    done = subprocess.run(
-        command(tmp_path / "store", "suite.benchmarks=[pocket_boolq]", "launcher=slurm"),
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        env={**os.environ, "PATH": f"{hidden}:{programs}"},
-    )
+    done = typed(tmp_path, {**os.environ, "PATH": f"{hidden}:{programs}"})
     assert done.returncode == 2 and says in done.stderr and "Traceback" not in done.stderr

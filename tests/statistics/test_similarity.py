@@ -8,8 +8,8 @@ import tiny
 import torch
 
 from moe_lab.models.discover import moe_layers
+from moe_lab.statistics.damage import SimilarityTap
 from moe_lab.statistics.observe import Observer
-from moe_lab.statistics.similarity import SimilarityTap
 
 
 @pytest.mark.parametrize("name", tiny.ARCHITECTURES)
@@ -34,12 +34,9 @@ def test_every_expert_reads_every_valid_token(name: str) -> None:
     for hook in hooks:
         hook.remove()
     with Observer(model, SimilarityTap) as observer:
-        observer.read(ids, valid)
+        observer.valid = valid
         with torch.no_grad():
-            observer.valid = valid
             assert torch.equal(model(input_ids=ids, attention_mask=valid.long()).logits, plain)
-    with Observer(model, SimilarityTap) as observer:
-        observer.read(ids, valid)
     assert not valid.all()
     for layer in moe_layers(model):
         states = given[layer.index][valid.flatten()]

@@ -19,11 +19,10 @@ from moe_lab.config import ModelConfig
 from moe_lab.errors import UserError
 from moe_lab.models.streamed import StreamedModel, open_streamed
 from moe_lab.statistics import streaming
-from moe_lab.statistics.damage import DamageTap
+from moe_lab.statistics.damage import DamageTap, SimilarityTap
 from moe_lab.statistics.forward import ForwardTap
 from moe_lab.statistics.gradients import GradientTap, WeightGradientTap, gather_gradients
 from moe_lab.statistics.observe import Batch, gather
-from moe_lab.statistics.similarity import SimilarityTap
 from moe_lab.statistics.streaming import stream, stream_back
 from moe_lab.statistics.sums import Statistics
 
@@ -149,14 +148,14 @@ def _wide(name: str, folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("damage", "says"), [(_without, "missing"), (_infinite, "holds inf"), (_wide, "they are of two models")]
+    ("damage", "says"), [(_without, "missing"), (_infinite, "holds inf"), (_wide, "config.json asks for")]
 )
 def test_damaged_weights_are_named(damage: Any, says: str, batches: list[Batch], tmp_path: Path) -> None:
     name = "model.layers.1.self_attn.q_proj.weight"
     tiny.save("olmoe", tmp_path / "model")
     damage(name, tmp_path / "model")
-    model = StreamedModel(tmp_path / "model", dtype=torch.float32, device="cpu")
     with pytest.raises(UserError, match=re.escape(says)) as caught:
+        model = StreamedModel(tmp_path / "model", dtype=torch.float32, device="cpu")
         FORWARD[1](model, batches=batches, out=tmp_path / "out", fingerprint={}, budget=0)
     assert name in str(caught.value)
 

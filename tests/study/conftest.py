@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from small_studies import Worker
+from small_studies import Asked, Worker, asked
 
 from moe_lab.study import launch
 
@@ -14,3 +14,15 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "Here", Worker)
     monkeypatch.setattr(Worker, "harm", None)
     monkeypatch.setattr(Worker, "did", [])
+
+
+@pytest.fixture(scope="session")
+def one() -> Asked:
+    """A study whose scores are of weights: its record does not name the step with the sums of weights."""
+    return asked("criterion=aimer", "ratio=0.5")
+
+
+@pytest.fixture(scope="session")
+def other() -> Asked:
+    """A study with another criterion, and the same name."""
+    return asked("criterion=reap", "ratio=0.5")

@@ -18,43 +18,24 @@ from typing import Any
 import pytest
 from example_steps import Example
 from processes import quoted, until
-from small_studies import SMALL, STUDY, Worker, asked, start
+from small_studies import SMALL, STUDY, Asked, Worker, ask, asked, start
 
 from analysis.load.reader import Reader
 from analysis.load.studies import document
-from moe_lab.config import Config
-from moe_lab.errors import UserError, end_with
-from moe_lab.grid import Request
-from moe_lab.study import __main__ as command
-from moe_lab.study import launch, record, report
-from moe_lab.study.runs import Submitted, begin, last_about, runs
+from moe_lab.errors import UserError
+from moe_lab.study import launch, record
+from moe_lab.study.runs import Submitted, begin, runs
 from moe_lab.study.schedule import Schedule, StepError
 from moe_lab.study.slurm import submit as submitting
 from moe_lab.study.slurm.pack import Pack
 from moe_lab.study.step import Step
 from moe_lab.study.store import Store
-from moe_lab.study.store import damage as damage_of
 
 pytestmark = pytest.mark.usefixtures("quick")
 
 
 @pytest.fixture(scope="module")
-def one() -> tuple[Config, list[Request]]:
-    return asked("criterion=man", "ratio=0.5")
-
-
-@pytest.fixture(scope="module")
-def other() -> tuple[Config, list[Request]]:
-    return asked("criterion=reap", "ratio=0.5")
-
-
-def ask(monkeypatch: pytest.MonkeyPatch, store: Path, *words: str) -> int:
-    monkeypatch.setattr(sys, "argv", ["study", *words, f"store={store}"])
-    return command.main()
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory, one: tuple[Config, list[Request]]) -> Iterator[Path]:
+def finished(tmp_path_factory: pytest.TempPathFactory, one: Asked) -> Iterator[Path]:
     """A store with a study of which one step failed, and with one file of every kind of JSON."""
     store = tmp_path_factory.mktemp("broken") / "store"
 
@@ -74,6 +55,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory, one: tuple[Config, list[R
 KINDS = {
     "store.json": "store.json",
     "run.json": "runs/study/*/run.json",
+    "jobs.json": "runs/study/*/jobs.json",
     "failed": "failed/*.json",
     "step": "plan/*/step.json",
     "result": "model/*/result.json",
@@ -113,12 +95,7 @@ def damage(file: Path, way: str) -> None:
 
 @pytest.mark.parametrize("way", [*DAMAGES, "a folder"])
 def test_whatever_is_damaged_is_set_aside_and_the_same_command_goes_on(
-    finished: Path,
-    one: tuple[Config, list[Request]],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    way: str,
+    finished: Path, one: Asked, tmp_path: Path, capsys: pytest.CaptureFixture[str], way: str
 ) -> None:
     """One file of every kind is damaged in the same way."""
     store = tmp_path / "store"
@@ -127,7 +104,7 @@ def test_whatever_is_damaged_is_set_aside_and_the_same_command_goes_on(
     for file in damaged.values():
         damage(file, way)
     before = sorted((path, path.stat().st_mtime_ns) for path in store.rglob("*"))
-    assert ask(monkeypatch, store, "status", STUDY) == 2, "no run says what its steps are"
+    assert ask(store, "status", STUDY) == 2, "no run says what its steps are"
     assert start(store, one, dry_run=True) == 0
     assert sorted((path, path.stat().st_mtime_ns) for path in store.rglob("*")) == before, "asking changes nothing"
     capsys.readouterr()
@@ -140,29 +117,10 @@ def test_whatever_is_damaged_is_set_aside_and_the_same_command_goes_on(
         assert f"{folder}: {damaged[kind].name} is " in said and str(folder) in Worker.did
     assert len(list((store / "damaged").iterdir())) == said.count("moved to")
     assert start(store, one) == 0 and "moved to" not in capsys.readouterr().err
-    assert ask(monkeypatch, store, "status", STUDY) == ask(monkeypatch, store, "verify", STUDY) == 0
-
-
-@pytest.mark.parametrize("way", [*(way for way in DAMAGES if way != "[]"), "a folder"])  # [] lists no jobs
-def test_what_runs_noted_is_set_aside_when_it_is_damaged(finished: Path, tmp_path: Path, way: str) -> None:
-    store = tmp_path / "store"
-    shutil.copytree(finished, store)
-    for name in ("run.json", "jobs.json"):
-        damage(next(store.glob(f"runs/study/*/{name}")), way)
-    reading, writing = Store(store), Store(store).create()
-    for there in (reading, writing):
-        (found,) = runs(there, STUDY)
-        assert found.jobs == [] and last_about(there, STUDY) is None
-        assert "jobs.json" in there.notices[0] and "run.json" in there.notices[1]
-    assert len(list((store / "damaged").iterdir())) == 2
-
-
-def test_a_changed_word_in_step_json_is_damage(finished: Path, tmp_path: Path) -> None:
-    store = tmp_path / "store"
-    shutil.copytree(finished, store)
-    step = next(store.glob("plan/*/step.json"))
-    step.write_text(step.read_text().replace('"kind": "plan"', '"kind": "plum"'))
-    assert damage_of(step.parent) == {"step.json": "damaged"}
+    assert ask(store, "status", STUDY) == ask(store, "verify", STUDY) == 0
+    there = Store(store).create()
+    assert runs(there, STUDY)[0].jobs == [] and runs(there, STUDY)[0].about is None
+    assert ("jobs.json" in str(there.notices)) == (way != "[]") and "run.json" in str(there.notices)
 
 
 def deleted(store: Path) -> None:
@@ -187,7 +145,7 @@ def input_deleted(store: Path) -> None:
 @pytest.mark.parametrize("lose", [deleted, unmounted, made_again, input_deleted])
 @pytest.mark.parametrize("error", [StepError({"message": "no such file"}), FileNotFoundError(2, "no"), "goes on", None])
 def test_a_store_that_is_lost_fails_no_step(
-    one: tuple[Config, list[Request]],
+    one: Asked,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     lose: Callable[[Path], None],
@@ -225,76 +183,75 @@ def cells(store: Path) -> list[str]:
     return sorted(cell["cell"]["criterion"] for cell in record.read(Store(store), STUDY)["cells"])
 
 
+Meanwhile = Callable[[Callable[[], None]], None]
+
+
+@pytest.fixture
+def meanwhile(monkeypatch: pytest.MonkeyPatch) -> Meanwhile:
+    """Does something once, when a run is about to make its plan."""
+
+    def do(what: Callable[[], None]) -> None:
+        left = [what]
+
+        def harm(step: Step, scratch: Path) -> None:
+            if step.kind == "plan" and left:
+                left.pop()()
+
+        monkeypatch.setattr(Worker, "harm", harm)
+
+    return do
+
+
 def test_two_runs_of_a_study_at_once_are_recorded_together(
-    one: tuple[Config, list[Request]],
-    other: tuple[Config, list[Request]],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    one: Asked, other: Asked, tmp_path: Path, meanwhile: Meanwhile
 ) -> None:
     """The second begins and ends while the first is at work."""
-    store, second = tmp_path / "store", [other]
-
-    def harm(step: Step, scratch: Path) -> None:
-        if step.kind == "plan" and second:
-            assert start(store, second.pop()) == 0
-            assert cells(store) == ["none", "reap"]
-
-    monkeypatch.setattr(Worker, "harm", harm)
+    store = tmp_path / "store"
+    codes: list[int] = []
+    meanwhile(lambda: codes.append(start(store, other)))
+    assert start(store, one) == 0 and codes == [0]
+    assert cells(store) == ["aimer", "none", "reap"]
     assert start(store, one) == 0
-    assert cells(store) == ["man", "none", "reap"]
-    assert start(store, one) == 0
-    assert cells(store) == ["man", "none"], "a later run says what the study is"
+    assert cells(store) == ["aimer", "none"], "a later run says what the study is"
 
 
 def test_cells_of_the_same_name_and_other_settings_are_told(
-    one: tuple[Config, list[Request]],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    other: Asked, tmp_path: Path, meanwhile: Meanwhile, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    store, second = tmp_path / "store", [asked("criterion=man", "ratio=0.5", "calibration.tokens=1024")]
-
-    def harm(step: Step, scratch: Path) -> None:
-        if step.kind == "plan" and second:
-            assert start(store, second.pop()) == 0
-
-    monkeypatch.setattr(Worker, "harm", harm)
-    assert start(store, one) == 0
-    assert cells(store) == ["man", "none"] and "1 of its cells are " in capsys.readouterr().err
+    store, second = tmp_path / "store", asked("criterion=reap", "ratio=0.5", "calibration.tokens=1024")
+    codes: list[int] = []
+    meanwhile(lambda: codes.append(start(store, second)))
+    assert start(store, other) == 0 and codes == [0]
+    assert cells(store) == ["none", "reap"] and "1 of its cells are " in capsys.readouterr().err
 
 
 def test_benchmarks_of_two_runs_at_once_stand_beside_each_other(
-    one: tuple[Config, list[Request]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    one: Asked, tmp_path: Path, meanwhile: Meanwhile
 ) -> None:
-    store, second = tmp_path / "store", [asked("criterion=man", "ratio=0.5", "suite.benchmarks=[pocket_rte]")]
+    store, second = tmp_path / "store", asked("criterion=aimer", "ratio=0.5", "suite.benchmarks=[pocket_rte]")
+    thread = threading.Thread(target=start, args=(store, second))
 
-    def harm(step: Step, scratch: Path) -> None:
-        if step.kind == "plan" and second:
-            threads.append(threading.Thread(target=start, args=(store, second.pop())))
-            threads[0].start()
-            until(lambda: len(runs(Store(store), STUDY)) == 2)
+    def begin_second() -> None:
+        thread.start()
+        until(lambda: len(runs(Store(store), STUDY)) == 2)
 
-    threads: list[threading.Thread] = []
-    monkeypatch.setattr(Worker, "harm", harm)
+    meanwhile(begin_second)
     assert start(store, one) == 0
-    for thread in threads:
-        thread.join()
-    study = record.read(Store(store), STUDY)
-    assert study
-    for cell in study["cells"]:
+    thread.join()
+    for cell in record.read(Store(store), STUDY)["cells"]:
         assert set(cell["evaluate"]) == {"pocket_boolq", "pocket_rte"} and all(cell["evaluate"].values())
 
 
-def test_a_dry_run_leaves_nothing(one: tuple[Config, list[Request]], tmp_path: Path) -> None:
+def test_a_dry_run_leaves_nothing(one: Asked, tmp_path: Path) -> None:
     assert start(tmp_path / "store", one, dry_run=True) == 0
     assert not list(tmp_path.iterdir())
 
 
-def test_a_store_without_a_name_is_refused(one: tuple[Config, list[Request]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_without_a_name_is_refused(one: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir("/")
     with pytest.raises(ValueError, match="store"):
         replace(one[0], store="")
-    assert ask(monkeypatch, Path(), "status", STUDY) == 2
+    assert ask(Path(), "status", STUDY) == 2
 
 
 def test_a_refused_submission_leaves_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -307,7 +264,7 @@ def test_a_refused_submission_leaves_no_run(tmp_path: Path, monkeypatch: pytest.
     with pytest.raises(UserError, match="no such partition"), begin(store, STUDY, []) as run:
         submitting.submit(Schedule([]), study, run)
     assert not list((store.root / "runs").iterdir())
-    assert ask(monkeypatch, store.root, "status", STUDY) == ask(monkeypatch, store.root, "why", STUDY) == 2
+    assert ask(store.root, "status", STUDY) == ask(store.root, "why", STUDY) == 2
 
 
 MOUNTS = """
@@ -330,7 +287,7 @@ def mounted(options: str, store: Path, *command: str) -> subprocess.CompletedPro
 
 
 @pytest.fixture(scope="module")
-def done(tmp_path_factory: pytest.TempPathFactory, one: tuple[Config, list[Request]]) -> Path:
+def done(tmp_path_factory: pytest.TempPathFactory, one: Asked) -> Path:
     """A store with a study whose results are real enough for the analysis."""
     store = tmp_path_factory.mktemp("done") / "store"
 
@@ -342,7 +299,7 @@ def done(tmp_path_factory: pytest.TempPathFactory, one: tuple[Config, list[Reque
 
 @pytest.mark.root  # which may mount
 def test_a_read_only_store_can_be_read(done: Path, tmp_path: Path) -> None:
-    words = [*SMALL, "criterion=man", "ratio=0.5", f"store={done}"]
+    words = [*SMALL, "criterion=aimer", "ratio=0.5", f"store={done}"]
     python = [sys.executable, "-m"]
     unread = f"{quoted('-m', 'analysis', 'gaps', f'store={done}', f'out={tmp_path}')} | true"
     for command_, code in (
@@ -359,7 +316,7 @@ def test_a_read_only_store_can_be_read(done: Path, tmp_path: Path) -> None:
 
 @pytest.mark.root  # which may mount
 def test_a_report_on_a_full_disk_is_one_sentence(done: Path, tmp_path: Path) -> None:
-    words = " ".join([*SMALL[:-1], "criterion=man", "ratio=0.5", f"store={tmp_path}"])
+    words = " ".join([*SMALL[:-1], "criterion=aimer", "ratio=0.5", f"store={tmp_path}"])
     script = f"cp -a {done}/. {tmp_path} && dd if=/dev/zero of={tmp_path}/rest bs=1k; truncate -s -40k {tmp_path}/rest"
     script += f"; exec {quoted('-m', 'moe_lab')} {words}"
     answer = mounted("-t tmpfs -o size=1m tmpfs", tmp_path, "sh", "-c", script)
@@ -368,14 +325,14 @@ def test_a_report_on_a_full_disk_is_one_sentence(done: Path, tmp_path: Path) -> 
 
 
 def test_a_report_is_not_begun_when_the_disk_is_full(
-    one: tuple[Config, list[Request]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    one: Asked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def harm(step: Step, scratch: Path) -> None:
         if step.kind == "plan":
             raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(Worker, "harm", harm)
-    monkeypatch.setattr(report, "_report", lambda *_: pytest.fail("it was begun"))
+    monkeypatch.setattr(record, "_report", lambda *_: pytest.fail("it was begun"))
     store = tmp_path / "store"
     assert start(store, one, report=True) == 2 and not list(store.glob("failed/*"))
     monkeypatch.setattr(record, "write_json", lambda *_: harm(Example(name="x"), store))
@@ -416,15 +373,6 @@ def test_an_interrupted_study_prints_no_trace(tmp_path: Path) -> None:
     assert process.stderr
     said = process.stderr.read()
     assert process.wait() == 130 and "Traceback" not in said and "goes on from here" in said.splitlines()[-1]
-
-
-def test_an_interrupted_command_prints_no_trace(capsys: pytest.CaptureFixture[str]) -> None:
-    def interrupted() -> int:
-        raise KeyboardInterrupt
-
-    with pytest.raises(SystemExit) as ended:
-        end_with(interrupted)
-    assert ended.value.code == 130 and capsys.readouterr().err.strip() == "stopped"
 
 
 @pytest.mark.parametrize("way", [*DAMAGES, "a folder"])

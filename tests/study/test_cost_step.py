@@ -18,11 +18,11 @@ from moe_lab.config import CalibrationConfig, CriterionConfig, ModelConfig, Reco
 from moe_lab.models import load
 from moe_lab.models.discover import moe_layers
 from moe_lab.pruning.plan import Plan
-from moe_lab.study.estimates import memory_of
 from moe_lab.study.steps.costs import Cost
-from moe_lab.study.steps.model import loaded_as
+from moe_lab.study.steps.passes import loaded_as
 from moe_lab.study.steps.plans import drops_whole_experts
 from moe_lab.study.steps.recovery import Pruned
+from moe_lab.study.steps.recovery import unpruned as unpruned_model
 from moe_lab.study.store import Store
 
 EXPERTS, CHANNELS = CriterionConfig(name="aimer"), CriterionConfig(name="channel_weight")
@@ -34,7 +34,7 @@ def step(
 ) -> Cost:
     """The cost of a plan made by `criterion`, or of the unpruned model, counted by that engine."""
     text = replace(text, engine=engine)
-    unpruned = Cost.of_unpruned(model, text)
+    unpruned = Cost.of(unpruned_model(model), text)
     if criterion is None:
         return unpruned
     whole = drops_whole_experts(cell_of(model, text, criterion=criterion))
@@ -124,8 +124,3 @@ def test_a_checkpoint_of_uneven_experts_is_counted_on_the_text(model: ModelConfi
     assert step(model, text).text is None
     file.write_text(json.dumps({**json.loads(file.read_text()), "pruned": {"layers": {"1": {"widths": [3, 5]}}}}))
     assert step(model, text).text is not None
-
-
-def test_a_cost_that_needs_no_model_asks_for_no_memory(model: ModelConfig, text: CalibrationConfig) -> None:
-    small, large = (step(model, text, criterion, "resident") for criterion in (EXPERTS, CHANNELS))
-    assert memory_of(small).bytes < memory_of(large).bytes  # type: ignore[union-attr]

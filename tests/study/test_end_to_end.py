@@ -3,35 +3,22 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import preloaded
-import pyarrow.parquet as parquet
 import pytest
 import yaml
-from processes import until
 
 from moe_lab.results import read_record
 
 SMALL = ["suite.benchmarks=[pocket_boolq]", "suite.limit=8", "calibration.tokens=2048", "report=false"]
 GRID = ["criterion=man,reap", "ratio=0.25,0.5", "calibration=pocket_code,pocket_math"]
 SWEEP = ["-m", "criterion=man,reap", "ratio=0.25,0.5", "calibration=pocket_code,pocket_math"]
-RESULTS = (
-    "statistics.safetensors",
-    "scores.parquet",
-    "plan.json",
-    "result.json",
-    "samples.parquet",
-    "coverage.parquet",
-)
 pytestmark = pytest.mark.skipif(
     not (Path(__file__).parents[2] / "moe_lab/pocket/data/olmoe/model.safetensors").exists(), reason="no shipped model"
 )
@@ -52,27 +39,10 @@ def moe_lab(store: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command(store, *words), capture_output=True, text=True, cwd=store.parent)
 
 
-def results(store: Path) -> dict[str, Any]:
+def results(store: Path) -> dict[str, bytes]:
     """Everything that was computed, by file; provenance and times are not part of it."""
-    files = [file for file in sorted(store.glob("*/*/*")) if file.name in RESULTS]
-    return {str(file.relative_to(store)): _content(file) for file in files}
-
-
-def _content(file: Path) -> Any:
-    if file.name == "samples.parquet":
-        rows = parquet.read_table(file).to_pylist()
-        return [{**row, "output": json.loads(row["output"])} for row in rows]
-    return json.loads(file.read_text()) if file.name == "result.json" else file.read_bytes()
-
-
-def near(content: Any) -> Any:
-    """Equal to what differs from `content` only by the rounding of likelihoods, which depends on the plans that share
-    a batch; all else has to be the same bits."""
-    if isinstance(content, dict):
-        return {name: near(value) for name, value in content.items()}
-    if isinstance(content, list):
-        return [near(value) for value in content]
-    return pytest.approx(content, abs=2e-4) if isinstance(content, float) else content
+    files = [file for file in store.glob("*/[!.]*-*/*") if file.is_file() and file.name != "step.json"]
+    return {str(file.relative_to(store)): file.read_bytes() for file in files}
 
 
 def ran(store: Path) -> Counter[str]:
@@ -94,11 +64,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_shared_steps_ran_once(finished: Path) -> None:
     kinds = Counter(name.split("/")[0] for name in ran(finished))
     assert kinds == {"model": 1, "statistics": 2, "scores": 4, "plan": 8, "cost": 9, "evaluate": 9}
-    assert set(ran(finished).values()) == {1}
-    assert not list((finished / "partial").glob("*")) if (finished / "partial").exists() else True
-
-
-def test_the_log_of_an_evaluation_shows_a_prompt(finished: Path) -> None:
+    assert set(ran(finished).values()) == {1} and not list(finished.glob("partial/*"))
     logs = [finished / "logs" / f"{name}.log" for name in ran(finished) if name.startswith("evaluate/")]
     assert [log.read_text().count(" asks, for example: ") for log in logs] == [1] * 9
 
@@ -169,40 +135,7 @@ def test_inline_gives_the_same_results(finished: Path, tmp_path: Path) -> None:
     done = moe_lab(store, "criterion=man", "ratio=0.5", "calibration=pocket_code", "launcher=inline")
     assert done.returncode == 0, done.stderr
     mine, theirs = results(store), results(finished)
-    assert len(mine) == 8 and all(near(theirs[name]) == content for name, content in mine.items())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("after", ["statistics", "plan", "evaluate"])
-def test_killed_and_started_again_it_ends_in_the_same_store(finished: Path, tmp_path: Path, after: str) -> None:
-    """SIGKILL to everything as soon as the first step of a kind is there, then the same command."""
-    store = tmp_path / "store"
-    run = subprocess.Popen(command(store, *GRID), cwd=tmp_path, start_new_session=True, stderr=subprocess.DEVNULL)
-    until(lambda: list(store.glob(f"{after}/*/step.json")) or run.poll() is not None)
-    assert run.poll() is None
-    os.kill(run.pid, signal.SIGKILL)
-    run.wait()
-    done = moe_lab(store, *GRID)
-    assert done.returncode == 0, done.stderr
-    mine = results(store)
-    assert mine == {name: near(content) for name, content in results(finished).items() if name in mine}
-    assert len(list(store.glob("evaluate/*/result.json"))) == 9
-    assert not list(store.glob("*/.*"))
-
-
-@pytest.mark.slow
-def test_two_runs_at_once_share_the_work(finished: Path, tmp_path: Path) -> None:
-    store = tmp_path / "store"
-    runs = [
-        subprocess.Popen(command(store, *GRID, "launcher.processes=1"), cwd=tmp_path, stderr=subprocess.PIPE, text=True)
-        for _ in range(2)
-    ]
-    for run in runs:
-        _, errors = run.communicate()
-        assert run.returncode == 0, errors
-    assert set(ran(store).values()) == {1}
-    mine = results(store)
-    assert mine == {name: near(content) for name, content in results(finished).items() if name in mine}
+    assert len(list(store.glob("*/*/step.json"))) == 8 and mine.items() <= theirs.items()
 
 
 def test_a_mistake_inside_a_step_stops_what_needs_it_and_nothing_else(tmp_path: Path) -> None:
@@ -215,10 +148,3 @@ def test_a_mistake_inside_a_step_stops_what_needs_it_and_nothing_else(tmp_path: 
     assert found["random"] and found["none"] and found["man"] is None
     again = moe_lab(store, "criterion=man,random", "calibration.tokens=100000000")
     assert "retry=failed" in again.stderr
-
-
-def test_a_dry_run_computes_nothing(tmp_path: Path) -> None:
-    store = tmp_path / "store"
-    done = moe_lab(store, *GRID, "dry_run=true")
-    assert done.returncode == 0 and "statistics" in done.stderr
-    assert not list(store.glob("*/*/step.json"))

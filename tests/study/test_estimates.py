@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +21,7 @@ from example_steps import cell_of, evaluated, step_of
 
 from moe_lab.config import (
     AllocationConfig,
+    BackendConfig,
     BenchmarkConfig,
     CalibrationConfig,
     Config,
@@ -28,6 +31,7 @@ from moe_lab.config import (
     ModelConfig,
     RecoveryConfig,
 )
+from moe_lab.errors import UserError
 from moe_lab.json_files import write_json
 from moe_lab.models.config_json import size_of
 from moe_lab.study import estimates
@@ -286,3 +290,36 @@ def test_what_is_written_is_held_against_what_is_free(
         monkeypatch.setattr(shutil, "disk_usage", lambda place, free=free: SimpleNamespace(free=free))
         problems = estimates.disk_problems(store, steps)
         assert problems == [] if fits else f"about {gib:.1f} GiB would be written" in problems[0]
+
+
+def served(about: ModelConfig) -> Step:
+    return evaluated(about, BENCHMARK, backend=BackendConfig(name="server", command="serve {checkpoint} {port}"))
+
+
+@pytest.mark.parametrize(
+    ("make", "changes", "says"),
+    [
+        (lambda m: step("cost", m), {}, "cost of model=m loads 20.0 GiB .* 19.0 GiB of main memory: set cal"),
+        (lambda m: evaluated(m, BENCHMARK), {"dtype": "float32"}, "evaluate of model=m loads 40.0 GiB .* leave it out"),
+        (lambda m: step("cost", m, text("streamed")), {}, None),
+        (lambda m: step("weights", m), {}, None),
+        (lambda m: evaluated(m, BENCHMARK), {"device": "cuda"}, None),
+        (served, {}, None),
+        (lambda m: evaluated(m, BENCHMARK), {"expected": None}, None),
+    ],
+)
+def test_a_model_that_does_not_fit_into_main_memory_is_refused_before_it_is_loaded(
+    make: Callable[[ModelConfig], Step], changes: dict[str, Any], says: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = make(replace(MODEL, **{"device": "cpu", **changes}))
+    for memory, fits in ((19 * GIB, says is None), (40 * GIB, True)):
+        monkeypatch.setattr(estimates, "main_memory", lambda memory=memory: memory)
+        problems = [str(error) for error in refusals(asked)]
+        assert problems == [] if fits else len(problems) == 1 and re.search(str(says), problems[0])
+
+
+def refusals(asked: Step) -> Iterator[UserError]:
+    try:
+        estimates.check_memory(asked)
+    except UserError as error:
+        yield error

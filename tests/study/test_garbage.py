@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
-import subprocess
-import sys
-import textwrap
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -16,13 +12,10 @@ from typing import Any
 
 import pytest
 from example_steps import Example
-from small_studies import STUDY, Worker, asked, start
+from small_studies import STUDY, Asked, Worker, ask, killed, start
 
-from moe_lab.config import Config
 from moe_lab.errors import UserError
-from moe_lab.grid import Request
 from moe_lab.json_files import read_json, write_json
-from moe_lab.study import __main__ as command
 from moe_lab.study import garbage
 from moe_lab.study import run as running
 from moe_lab.study.garbage import LEFTOVERS, gc, look
@@ -36,19 +29,6 @@ from moe_lab.study.store import Store
 
 NO_FIGURES: dict[str, list[Any]] = {"families": [], "damages": []}
 pytestmark = pytest.mark.usefixtures("quick")
-
-Asked = tuple[Config, list[Request]]
-
-
-@pytest.fixture(scope="module")
-def one() -> Asked:
-    """A study whose scores are of weights: its record does not name the step with the sums of weights."""
-    return asked("criterion=aimer", "ratio=0.5")
-
-
-@pytest.fixture(scope="module")
-def other() -> Asked:
-    return asked("criterion=reap", "ratio=0.5")
 
 
 @pytest.fixture
@@ -77,18 +57,13 @@ def named(place: Path) -> set[str]:
     return {str(item.path.relative_to(place)) for item in look(Store(place))[0]}
 
 
-def ask(monkeypatch: pytest.MonkeyPatch, store: Path, *words: str) -> int:
-    monkeypatch.setattr(sys, "argv", ["study", *words, f"store={store}"])
-    return command.main()
-
-
 def test_what_no_study_refers_to_is_named_first_and_freed_on_request(
-    replaced: Path, one: Asked, other: Asked, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    replaced: Path, one: Asked, other: Asked, capsys: pytest.CaptureFixture[str]
 ) -> None:
     only_one, shared = steps(one).keys() - steps(other).keys(), steps(one).keys() & steps(other).keys()
     assert {name.partition("/")[0] for name in only_one} >= {"weights", "scores", "plan", "evaluate"} and shared
     before = sorted((path, path.stat().st_mtime_ns) for path in replaced.rglob("*"))
-    assert ask(monkeypatch, replaced, "gc") == 0
+    assert ask(replaced, "gc") == 0
     shown = capsys.readouterr().out
     assert sorted((path, path.stat().st_mtime_ns) for path in replaced.rglob("*")) == before, "it only looks"
     assert "weights" in shown and "apply=true" in shown and "model" not in shown.split("kept")[0]
@@ -96,12 +71,12 @@ def test_what_no_study_refers_to_is_named_first_and_freed_on_request(
     bytes_of_one = sum(path.stat().st_size for name in only_one for path in (replaced / name).iterdir())
     assert sum(item.bytes for item in look(Store(replaced))[0]) == bytes_of_one
 
-    assert ask(monkeypatch, replaced, "gc", "apply=true") == 0
+    assert ask(replaced, "gc", "apply=true") == 0
     assert finished(replaced) == set(steps(other)) and not list(replaced.glob("*/.*"))
-    assert ask(monkeypatch, replaced, "verify", STUDY) == 0
+    assert ask(replaced, "verify", STUDY) == 0
     assert start(replaced, other) == 0 and Worker.did == []
     assert start(replaced, one) == 0 and set(Worker.did) == only_one
-    assert ask(monkeypatch, replaced, "gc", "apply=true") == 0, "the last run is of one, and the record too"
+    assert ask(replaced, "gc", "apply=true") == 0, "the last run is of one, and the record too"
     assert finished(replaced) == set(steps(one))
 
 
@@ -153,21 +128,15 @@ def test_what_failed_steps_need_is_kept(place: Path, one: Asked) -> None:
 def test_what_killed_processes_left_is_freed_and_what_is_worked_on_is_not(place: Path) -> None:
     store = Store(place).create()
     alive, dead = (Example(number=number) for number in range(2))
-    script = f"""
-        import os, signal, sys
-        sys.path.append({str(Path(__file__).parents[1])!r})
-        from example_steps import Example
-        from moe_lab.study.runs import begin
-        from moe_lab.study.store import Store
+    killed(f"""
         store, step = Store({str(place)!r}), Example(number=1)
         with begin(store, "study", [step]), store.claim(step) as scratch:
             (scratch / "half.txt").write_text("half")
             store.partial(step).mkdir(parents=True)
             (store.partial(step) / "half.txt").write_text("half")
             os.kill(os.getpid(), signal.SIGKILL)
-    """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)])
-    assert done.returncode == -signal.SIGKILL and steps_at_work(store) == set()
+    """)
+    assert steps_at_work(store) == set()
     assert {item.kind for item in look(Store(place))[0]} == {LEFTOVERS}
     runs(store, "study")[0].remove()  # otherwise what the killed run saved is kept for the next one
     with store.claim(alive) as scratch:
@@ -276,24 +245,18 @@ def test_runs_and_collections_in_turn_fail_nothing(place: Path, one: Asked, othe
     assert not list(place.glob("damaged/*"))
 
 
-def test_a_killed_gc_leaves_a_store_that_works(
-    replaced: Path, one: Asked, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_killed_gc_leaves_a_store_that_works(replaced: Path, one: Asked, capsys: pytest.CaptureFixture[str]) -> None:
     """It dies when the first folder is half removed."""
-    script = f"""
-        import os, shutil, signal
+    garbage_of_one = named(replaced)
+    killed(f"""
         from moe_lab.study.garbage import gc
-        from moe_lab.study.store import Store
         def rmtree(path, **_):
             sorted(path.iterdir())[-1].unlink()
             os.kill(os.getpid(), signal.SIGKILL)
         shutil.rmtree = rmtree
         gc(Store({str(replaced)!r}), apply=True)
-    """
-    garbage_of_one = named(replaced)
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True)
-    assert done.returncode == -signal.SIGKILL
-    assert ask(monkeypatch, replaced, "verify", STUDY) == 0 and not finished(replaced) & garbage_of_one
+    """)
+    assert ask(replaced, "verify", STUDY) == 0 and not finished(replaced) & garbage_of_one
     assert {item.kind for item in look(Store(replaced))[0]} == {LEFTOVERS}
     capsys.readouterr()
     assert start(replaced, one) == 0 and set(Worker.did) == garbage_of_one
@@ -306,14 +269,14 @@ def test_a_killed_gc_leaves_a_store_that_works(
     "file", ["runs/study/*/record.json", "runs/study/*/run.json", "runs/study/*/jobs.json", "statistics/*/step.json"]
 )
 def test_nothing_is_freed_while_it_is_unclear_what_is_needed(
-    replaced: Path, file: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    replaced: Path, file: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     runs(Store(replaced), STUDY)[-1].add([Submitted("1", "1", "study.plan", "plan", ("x",), ())])
     damaged = sorted(replaced.glob(file))[-1]
     damaged.write_text("{")
     before = finished(replaced)
     for words in ([], ["apply=true"]):
-        assert ask(monkeypatch, replaced, "gc", *words) == 2
+        assert ask(replaced, "gc", *words) == 2
         said = capsys.readouterr().err
         assert damaged.name in said and len(said.splitlines()) == 1
     assert finished(replaced) == before and damaged.read_text() == "{"
@@ -385,9 +348,9 @@ def test_folders_that_are_no_steps_stay(replaced: Path) -> None:
     ],
 )
 def test_wrong_words_are_one_sentence(
-    place: Path, words: list[str], says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    place: Path, words: list[str], says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Store(place).create()
-    assert ask(monkeypatch, place, *words) == 2
+    assert ask(place, *words) == 2
     said = capsys.readouterr().err
     assert says in said and len(said.splitlines()) == 1

@@ -21,6 +21,9 @@ from moe_lab.config import (
     ProtocolConfig,
     SuiteConfig,
 )
+from moe_lab.errors import UserError
+from moe_lab.evaluation.sandbox import client
+from moe_lab.evaluation.sandbox.policy import LIMITED
 from moe_lab.grid import benchmarks
 from moe_lab.study import record
 from moe_lab.study.graph import Graph, build, unresolved
@@ -176,12 +179,30 @@ def test_what_a_chat_template_is_given_counts_where_it_is_used() -> None:
         assert ids(benchmark, thinking=True) == ids(benchmark, thinking=False)
 
 
+def test_a_step_runs_in_no_weaker_sandbox_than_its_identity_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs that are not run give other results. Where the study begins decides, not the machine that grades."""
+
+    def refuse() -> None:
+        raise client.NoNamespaces("none here")
+
+    monkeypatch.setattr(client, "check_namespaces", lambda: None)
+    confined = code_steps(CODE, allow_code_execution=True)
+    monkeypatch.setattr(client, "check_namespaces", refuse)
+    limited = code_steps(CODE, allow_code_execution=True)
+    assert limited["grade"].id != confined["grade"].id and limited["generate"].id == confined["generate"].id
+    grade: Any = limited["grade"]
+    assert grade.policy.protection(closed_world=True) == LIMITED
+    grade = confined["grade"]
+    with pytest.raises(UserError, match=r"sandbox=.*none here"):
+        grade.policy.protection(closed_world=True)
+
+
 def test_figures_have_one_pass_for_every_gate_and_seed() -> None:
     gates = ["model", "renormalized"]
     made = graph(criterion=["man"], calibration=["pocket_code"], gate=gates, seed=[1, 2], overlap=True)
     keys = {("pocket_code", "pocket_olmoe", gate, seed) for gate in gates for seed in (1, 2)}
-    assert set(made.families) == set(made.damages) == keys
-    assert len({step.id for step in made.families.values()}) == len(keys)
+    assert set(made.figures["families"]) == set(made.figures["damages"]) == keys
+    assert len({step.id for step in made.figures["families"].values()}) == len(keys)
 
 
 def test_two_models_of_one_name_are_two_cells_and_the_same_model_twice_is_one(tmp_path: Path) -> None:

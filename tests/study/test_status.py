@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import re
 import socket
-import sys
 import threading
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,8 @@ from typing import Any
 import pytest
 from example_steps import Example
 from processes import until
-from small_studies import STUDY, Worker, asked, start
+from small_studies import STUDY, Asked, Worker, ask, start
 
-from moe_lab.study import __main__ as command
 from moe_lab.study.runs import begin
 from moe_lab.study.step import Step
 from moe_lab.study.store import Store
@@ -27,9 +26,8 @@ pytestmark = pytest.mark.usefixtures("quick")
 class Running:
     """A study in another thread, which stops at its plan until `go_on` is called."""
 
-    def __init__(self, place: Path) -> None:
+    def __init__(self, place: Path, of: Asked) -> None:
         self.gate, self.at_plan, self.codes = threading.Event(), threading.Event(), list[int]()
-        of = asked("criterion=aimer", "ratio=0.5")
         Worker.harm = self.harm
         self.thread = threading.Thread(target=lambda: self.codes.append(start(place, of)))
         self.thread.start()
@@ -46,34 +44,31 @@ class Running:
 
 
 @pytest.fixture
-def running(tmp_path: Path, quick: None) -> Any:
-    study = Running(tmp_path / "store")
+def running(tmp_path: Path, quick: None, one: Asked) -> Any:
+    study = Running(tmp_path / "store", one)
     yield study
     study.go_on()
-
-
-class Study:
-    """Runs commands of `python -m moe_lab.study` on a store; gives what they print."""
-
-    def __init__(self, patch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-        self.patch, self.capsys = patch, capsys
-
-    def __call__(self, name: str, store: Path, of: str = STUDY) -> str:
-        self.capsys.readouterr()
-        self.patch.setattr(sys, "argv", ["study", name, of, f"store={store}"])
-        assert command.main() == 0
-        return self.capsys.readouterr().out
-
-
-@pytest.fixture
-def study(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Study:
-    return Study(monkeypatch, capsys)
 
 
 def cells(table: str) -> dict[str, list[str]]:
     """First cell of each row of a printed table -> its other cells."""
     rows = [[cell.strip() for cell in re.split("[│┃]", line)[1:-1]] for line in table.splitlines()]
     return {row[0]: row[1:] for row in rows if row}
+
+
+Study = Callable[..., str]
+
+
+@pytest.fixture
+def study(capsys: pytest.CaptureFixture[str]) -> Study:
+    """Runs commands of `python -m moe_lab.study` on a store; gives what they print."""
+
+    def run(name: str, store: Path, of: str = STUDY) -> str:
+        capsys.readouterr()
+        assert ask(store, name, of) == 0
+        return capsys.readouterr().out
+
+    return run
 
 
 def test_the_table_of_a_study_while_it_runs_and_at_its_end(running: Running, tmp_path: Path, study: Study) -> None:
@@ -86,7 +81,7 @@ def test_the_table_of_a_study_while_it_runs_and_at_its_end(running: Running, tmp
     assert running.codes == [0]
     table = cells(study("status", tmp_path / "store"))
     assert table["step"] == ["done", "one takes", "left, about"]
-    assert table["all"][0] == str(int(done) + 1 + int(pending)) and table["plan"] == ["1", "2 s", "0 s"]
+    assert table["all"][0] == str(int(done) + 1 + int(pending)) and table["plan"] == ["1", "0:00:02", "0:00:00"]
 
 
 def test_the_table_of_one_step(running: Running, tmp_path: Path, study: Study) -> None:

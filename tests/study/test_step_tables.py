@@ -9,8 +9,7 @@ from example_steps import cell_of, done
 
 from moe_lab.config import CalibrationConfig, CriterionConfig, ModelConfig
 from moe_lab.statistics.sums import read
-from moe_lab.study.steps.model import Facts
-from moe_lab.study.steps.passes import Gradients, StatisticsPass, Weights
+from moe_lab.study.steps.passes import Facts, Gradients, StatisticsPass, Weights
 from moe_lab.study.steps.scores import Scores
 from moe_lab.study.store import Store
 

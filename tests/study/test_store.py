@@ -5,24 +5,22 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
-import subprocess
-import sys
-import textwrap
 from pathlib import Path
 from typing import Any
 
 import pytest
 from example_steps import Example
+from small_studies import ask, killed
 
 from moe_lab.errors import UserError
-from moe_lab.study import __main__ as command
 from moe_lab.study import store as storing
 from moe_lab.study.claims import Busy, Claim
 from moe_lab.study.runs import begin
 from moe_lab.study.schedule import Schedule, work
 from moe_lab.study.step import Step
 from moe_lab.study.store import Store
+
+ORDINARY = pytest.mark.skipif(os.geteuid() == 0, reason="root writes everywhere")
 
 
 @pytest.fixture
@@ -52,6 +50,8 @@ def test_published_whole_with_identity_and_checksums(store: Store) -> None:
     assert document["provenance"] == {"seconds": 1.5} and set(document["files"]) == {"result.txt"}
     assert {path.name for path in folder.iterdir()} == {"result.txt", "step.json"}
     assert [p.name for p in folder.parent.iterdir()] == [folder.name]
+    with store.claim(a_step(label="another_name")) as scratch:
+        assert scratch is None, "it is found by its id"
 
 
 def test_an_error_publishes_nothing(store: Store) -> None:
@@ -61,12 +61,6 @@ def test_an_error_publishes_nothing(store: Store) -> None:
         raise RuntimeError
     assert not store.done(a_step())
     assert not list((store.root / "plan").iterdir())
-
-
-def test_claimed_once_finished_it_is_not_given_again(store: Store) -> None:
-    publish(store, a_step())
-    with store.claim(a_step()) as scratch:
-        assert scratch is None
 
 
 def test_what_a_killed_run_kept_of_a_finished_step_is_removed_and_of_others_stays(store: Store) -> None:
@@ -138,20 +132,24 @@ def test_an_owner_that_is_faster_than_who_takes_over_is_found(store: Store, monk
         assert none is None
 
 
-@pytest.mark.parametrize("harm", ["flip", "truncate", "delete", "step"])
+HARMS: dict[str, tuple[str, Any]] = {
+    "flipped": ("result.txt", lambda file: file.write_text("resulT")),
+    "truncated": ("result.txt", lambda file: file.write_text("res")),
+    "deleted": ("result.txt", Path.unlink),
+    "no JSON": ("step.json", lambda file: file.write_text("{")),
+    "another word": ("step.json", lambda file: file.write_text(file.read_text().replace('"plan"', '"plum"'))),
+}
+
+
+@pytest.mark.parametrize("harm", HARMS)
 def test_damage_is_noticed_set_aside_and_said(store: Store, harm: str) -> None:
-    step = a_step()
-    publish(store, step)
-    file = store.path(step) / ("step.json" if harm == "step" else "result.txt")
-    if harm == "delete":
-        file.unlink()
-    else:
-        file.write_text({"flip": "resulT", "truncate": "res", "step": "{"}[harm])
-    assert not store.done(step)
-    assert "computed again" in store.notices[0]
+    publish(store, a_step())
+    name, do = HARMS[harm]
+    do(store.path(a_step()) / name)
+    assert not store.done(a_step()) and f"{name} is " in store.notices[0]
     assert len(list((store.root / "damaged").iterdir())) == 1
-    publish(store, step)
-    assert store.done(step)
+    publish(store, a_step())
+    assert store.done(a_step())
 
 
 def rot(file: Path) -> None:
@@ -237,44 +235,31 @@ def test_what_is_read_is_hashed_first(store: Store, hashed: list[str]) -> None:
 
 
 def test_verify_names_damaged_files_and_the_next_run_makes_them_anew(
-    store: Store, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    store: Store, capsys: pytest.CaptureFixture[str]
 ) -> None:
     steps = [a_step(number, f"number{number}") for number in range(3)]
     for step in steps[:2]:
         publish(store, step)
     with begin(store, "mine", steps):
         pass
-    monkeypatch.setattr(sys, "argv", ["study", "verify", "mine", f"store={store.root}"])
-    assert command.main() == 0 and "all 2 finished steps" in capsys.readouterr().out
+    assert ask(store.root, "verify", "mine") == 0 and "all 2 finished steps" in capsys.readouterr().out
     file = store.path(steps[1]) / "result.txt"
     rot(file)
     assert Store(store.root).done(steps[1])
-    assert command.main() == 1
+    assert ask(store.root, "verify", "mine") == 1
     said = capsys.readouterr().out
     assert f"damaged: {file}" in said and "step.json" not in said and "start the study again" in said
     assert [Store(store.root).create().done(step) for step in steps] == [True, False, False]
-    assert command.main() == 0
-
-
-def test_another_label_is_the_same_step(store: Store) -> None:
-    publish(store, a_step(label="old_name"))
-    assert Store(store.root).done(a_step(label="new_name"))
+    assert ask(store.root, "verify", "mine") == 0
 
 
 def test_what_a_killed_run_leaves_is_removed_by_later_ones(store: Store) -> None:
-    script = f"""
-        import os, signal, sys
-        sys.path.append({str(Path(__file__).parents[1])!r})
-        from example_steps import Example
-        from moe_lab.study.runs import begin
-        from moe_lab.study.store import Store
+    killed(f"""
         store, step = Store({str(store.root)!r}), Example()
         with begin(store, "study", [step]), store.claim(Example(number=1)), store.claim(step) as scratch:
             (scratch / "half.txt").write_text("half")
             os.kill(os.getpid(), signal.SIGKILL)
-    """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)])
-    assert done.returncode == -signal.SIGKILL
+    """)
     assert not store.done(a_step())
     publish(store, a_step())
     assert {p.name for p in store.path(a_step()).iterdir()} == {"result.txt", "step.json"}
@@ -293,26 +278,17 @@ def test_errors_are_left_for_a_later_run(store: Store) -> None:
     assert store.error(a_step().id) is None
 
 
-def test_a_newer_store_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "store.json").write_text('{"schema": 99}')
-    with pytest.raises(UserError, match=r"schema 99.*newer"):
+@pytest.mark.parametrize("marker", ['{"schema": 99}', "[]"], ids=["newer", "foreign"])
+def test_what_is_no_store_of_this_version_is_refused(tmp_path: Path, marker: str) -> None:
+    (tmp_path / "store.json").write_text(marker)
+    with pytest.raises(UserError, match="store="):
         Store(tmp_path)
+    assert (tmp_path / "store.json").read_text() == marker
 
 
-def test_a_foreign_marker_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "store.json").write_text("[]")
-    with pytest.raises(UserError, match="not a moe_lab store"):
-        Store(tmp_path)
-
-
-def test_an_unwritable_store_is_one_sentence(tmp_path: Path) -> None:
+@pytest.mark.parametrize("place", ["file/store", pytest.param("store", marks=ORDINARY)])
+def test_a_store_that_cannot_be_written_is_one_sentence(tmp_path: Path, place: str) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match="cannot be written"):
-        Store(tmp_path / "file" / "store").create()
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root writes everywhere")
-def test_a_read_only_store_is_one_sentence(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
     with pytest.raises(UserError, match="cannot be written"):
-        Store(tmp_path).create()
+        Store(tmp_path / place).create()

@@ -147,19 +147,16 @@ class TestAnotherMachine:
         assert claims.is_stale(path)
 
     @pytest.mark.parametrize("age", [HOUR, 0, -HOUR])
-    def test_with_heartbeats_it_is_kept_whatever_its_clock_says(self, folder: Path, age: float) -> None:
+    def test_heartbeats_keep_it_whatever_its_clock_says(self, folder: Path, age: float) -> None:
         path, claims, begun = foreign(folder, age), Claims(folder), time.monotonic()
         while time.monotonic() < begun + 2 * claiming.LIMIT:
             moment = path.stat().st_mtime + 0.01
             os.utime(path, (moment, moment))
             assert not claims.is_stale(path)
             time.sleep(claiming.BEAT / 4)
-
-    @pytest.mark.parametrize("age", [0, -HOUR])
-    def test_without_heartbeats_it_is_free_after_a_while(self, folder: Path, age: float) -> None:
-        path, claims, begun = foreign(folder, age), Claims(folder), time.monotonic()
+        last = time.monotonic()
         until(lambda: claims.is_stale(path))
-        assert time.monotonic() - begun > claiming.LIMIT / 2
+        assert age > 0 or time.monotonic() - last > claiming.LIMIT / 2, "its time says nothing"
 
     def test_a_job_in_the_queue_keeps_it(self, folder: Path) -> None:
         path, queue = foreign(folder, HOUR, job="7"), {"7"}

@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import signal
-import subprocess
-import sys
-import textwrap
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,24 +13,19 @@ import pytest
 from file_systems import DEADLY, DIE, REFUSING, Refusing
 from fsspec.registry import known_implementations
 from processes import until
-from small_studies import STUDY, Worker, asked, start
+from small_studies import STUDY, Asked, Worker, ask, killed, start
 
 from analysis.__main__ import parse
-from moe_lab.config import Config
 from moe_lab.errors import UserError
-from moe_lab.grid import Request
 from moe_lab.paths import store_folder
 from moe_lab.results import places, read_record
-from moe_lab.study import __main__ as command
 from moe_lab.study import launch, sync
 from moe_lab.study.graph import build
 from moe_lab.study.preflight import preflight
-from moe_lab.study.run import run
 from moe_lab.study.step import digest
 from moe_lab.study.store import Store, damage, entry
 from moe_lab.study.sync import Remote
 
-Asked = tuple[Config, list[Request]]
 Machine = Callable[[str], None]
 WORDS = ("criterion=aimer", "ratio=0.5")
 
@@ -47,16 +37,6 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Worker, "did", [])
     monkeypatch.setattr(Refusing, "refuses", frozenset())
     file_systems.register()
-
-
-@pytest.fixture(scope="module")
-def one() -> Asked:
-    return asked(*WORDS)
-
-
-@pytest.fixture(scope="module")
-def other() -> Asked:
-    return asked("criterion=reap", "ratio=0.5")
 
 
 @pytest.fixture
@@ -71,12 +51,16 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
     return be
 
 
+@pytest.fixture
+def pushed(tmp_path: Path, machine: Machine, one: Asked) -> str:
+    """The URL at which the first machine has pushed a study."""
+    url = url_of(tmp_path)
+    assert start(url, one) == 0
+    return url
+
+
 def url_of(place: Path, protocol: str = "file") -> str:
     return f"{protocol}://{place}/remote"
-
-
-def begin(url: str, of: Asked) -> int:
-    return run(replace(of[0], store=url), of[1]).code
 
 
 def content(place: Path) -> dict[str, bytes]:
@@ -91,70 +75,61 @@ def recorded(place: Path) -> set[str]:
     return places(read_record(place, STUDY) or {})
 
 
-def ask(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
-    monkeypatch.setattr(sys, "argv", ["study", *words])
-    return command.main()
-
-
 @pytest.mark.parametrize("protocol", ["memory", "file"])
 def test_another_machine_makes_nothing_again(tmp_path: Path, machine: Machine, one: Asked, protocol: str) -> None:
     assert start(tmp_path / "alone", one) == 0
     url = url_of(tmp_path, protocol)
-    assert begin(url, one) == 0
+    assert start(url, one) == 0
     first = content(store_folder(url))
     machine("second")
-    assert begin(url, one) == 0 and Worker.did == []
+    assert start(url, one) == 0 and Worker.did == []
     assert content(tmp_path / "alone") == first == content(store_folder(url)) != {}
     assert recorded(tmp_path / "alone") == recorded(store_folder(url))
     assert not any(damage(folder, hash_all=True) for folders in Store(url).finished().values() for folder in folders)
 
 
 def test_a_dry_run_counts_what_is_there_and_leaves_nothing(
-    tmp_path: Path, machine: Machine, one: Asked, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, pushed: str, machine: Machine, one: Asked, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    url = url_of(tmp_path)
-    assert begin(url, one) == 0
     machine("second")
     before = sorted(Path(tmp_path, "remote").rglob("*"))
-    assert begin(url, (replace(one[0], dry_run=True), one[1])) == 0
-    assert f"{len(build(*one).steps())} of them in {url}" in capsys.readouterr().err
-    assert not store_folder(url).exists() and sorted(Path(tmp_path, "remote").rglob("*")) == before
+    assert start(pushed, one, dry_run=True) == 0
+    assert f"{len(build(*one).steps())} of them in {pushed}" in capsys.readouterr().err
+    assert not store_folder(pushed).exists() and sorted(Path(tmp_path, "remote").rglob("*")) == before
 
 
 @pytest.mark.parametrize("lost", ["freed", "damaged"])
 def test_what_is_lost_here_is_pulled_and_not_made_again(
-    tmp_path: Path, machine: Machine, one: Asked, other: Asked, monkeypatch: pytest.MonkeyPatch, lost: str
+    tmp_path: Path, machine: Machine, one: Asked, other: Asked, lost: str
 ) -> None:
     url = url_of(tmp_path)
-    assert begin(url, one) == begin(url, other) == 0
+    assert start(url, one) == start(url, other) == 0
     whole = content(store_folder(url))
     if lost == "freed":
-        assert ask(monkeypatch, "gc", "apply=true", f"store={url}") == 0
+        assert ask(url, "gc", "apply=true") == 0
     else:
         next(path for path in store_folder(url).glob("plan/*/result.json")).write_text("{}")
     assert content(store_folder(url)) != whole
     Worker.did.clear()
-    assert begin(url, one) == begin(url, other) == 0 and Worker.did == [] and content(store_folder(url)) == whole
+    assert start(url, one) == start(url, other) == 0 and Worker.did == [] and content(store_folder(url)) == whole
 
 
-def test_steps_are_found_under_the_label_of_another_machine(tmp_path: Path, machine: Machine, one: Asked) -> None:
-    url = url_of(tmp_path)
-    assert begin(url, one) == 0
+def test_steps_are_found_under_the_label_of_another_machine(
+    tmp_path: Path, pushed: str, machine: Machine, one: Asked
+) -> None:
     marker = next(Path(tmp_path, "remote", "plan").glob("*.json"))
     label = f"renamed{marker.stem[-13:]}"
     marker.with_suffix("").rename(marker.with_name(label))
     marker.rename(marker.with_name(f"{label}.json"))
     machine("second")
-    assert begin(url, one) == 0 and Worker.did == []
-    assert f"plan/{label}" in recorded(store_folder(url)) and len(list(marker.parent.glob("*.json"))) == 1
+    assert start(pushed, one) == 0 and Worker.did == []
+    assert f"plan/{label}" in recorded(store_folder(pushed)) and len(list(marker.parent.glob("*.json"))) == 1
 
 
 @pytest.mark.parametrize("harm", ["cut", "changed", "removed", "marker", "outside"])
 def test_a_damaged_copy_is_not_used_and_the_step_is_pushed_anew(
-    tmp_path: Path, machine: Machine, one: Asked, harm: str
+    tmp_path: Path, pushed: str, machine: Machine, one: Asked, harm: str
 ) -> None:
-    url = url_of(tmp_path)
-    assert begin(url, one) == 0
     marker = next(Path(tmp_path, "remote", "plan").glob("*.json"))
     file = next(Path(tmp_path, "remote", "plan").glob("*/*/result.json"))
     if harm in ("cut", "changed"):
@@ -167,12 +142,13 @@ def test_a_damaged_copy_is_not_used_and_the_step_is_pushed_anew(
         (tmp_path / "outside").write_bytes(file.read_bytes())
         document = json.loads(marker.read_text())
         document["files"]["../../../../outside"] = document["files"]["result.json"]
-        marker.write_text(json.dumps(document))
+        del document["digest"]
+        marker.write_text(json.dumps({**document, "digest": digest(document)}))
         file.parent.rename(file.parent.with_name(digest(document["files"])[:12]))
     machine("second")
-    assert begin(url, one) == 0 and [name.partition("/")[0] for name in Worker.did] == ["plan"]
+    assert start(pushed, one) == 0 and [name.partition("/")[0] for name in Worker.did] == ["plan"]
     machine("third")
-    assert begin(url, one) == 0 and Worker.did == []
+    assert start(pushed, one) == 0 and Worker.did == []
     assert not list(tmp_path.glob("*/**/outside"))
 
 
@@ -186,34 +162,28 @@ def whole_there(place: Path) -> bool:
     return True
 
 
-KILLED = f"""
-import file_systems, sys
-from small_studies import Worker, asked
-from moe_lab.study import launch
-from moe_lab.study.run import run
-from dataclasses import replace
+def study_killed(url: str, at: str) -> None:
+    """Start the study in a process that is killed in the middle of an operation of its file system."""
+    killed(
+        f"""
+        import file_systems
+        from small_studies import Worker, asked, start
+        from moe_lab.study import launch, sync
 
-file_systems.register()
-launch.Here = Worker
-config, cells = asked(*{WORDS!r})
-run(replace(config, store=sys.argv[1]), cells)
-"""
-
-
-def killed(url: str, at: str) -> None:
-    """Start a study in a process that is killed in the middle of an operation of its file system."""
-    folder = Path(__file__).parents[1]
-    path = os.pathsep.join([str(folder), str(folder.parent)])
-    words = [sys.executable, "-c", textwrap.dedent(KILLED), url]
-    done = subprocess.run(words, env={**os.environ, "PYTHONPATH": path, DIE: at}, capture_output=True, text=True)
-    assert done.returncode == -signal.SIGKILL, done.stderr
+        file_systems.register()
+        launch.Here = Worker
+        sync.AT_ONCE = 1  # another thread might be killed before it has written whose its claim is
+        start({url!r}, asked(*{WORDS!r}))
+        """,
+        **{DIE: at},
+    )
 
 
 @pytest.mark.parametrize("at", ["put_file 8", "pipe_file 3", "mv 3"])
 def test_killed_in_the_middle_of_a_push(tmp_path: Path, machine: Machine, one: Asked, at: str) -> None:
     assert start(tmp_path / "alone", one) == 0
     url = url_of(tmp_path, DEADLY)
-    killed(url, at)
+    study_killed(url, at)
     here = content(store_folder(url))
     assert here and whole_there(tmp_path / "remote"), "half a step is no finished step there"
     machine("second")
@@ -221,23 +191,23 @@ def test_killed_in_the_middle_of_a_push(tmp_path: Path, machine: Machine, one: A
     there = {str(path.relative_to(before).with_suffix("")) for path in before.glob("*/*.json")}
     assert there < {name.rpartition("/")[0] for name in here}
     machine("first")
-    assert begin(url, one) == 0 and not {f"{name}/result.json" for name in Worker.did} & here.keys()
+    assert start(url, one) == 0 and not {f"{name}/result.json" for name in Worker.did} & here.keys()
     assert content(store_folder(url)) == content(tmp_path / "alone") and whole_there(tmp_path / "remote")
     machine("second")
-    assert begin(url, one) == 0 and Worker.did == []
+    assert start(url, one) == 0 and Worker.did == []
     assert content(store_folder(url)) == content(tmp_path / "alone")
 
 
 def test_killed_in_the_middle_of_a_pull(tmp_path: Path, machine: Machine, one: Asked) -> None:
     assert start(tmp_path / "alone", one) == 0
     url = url_of(tmp_path, DEADLY)
-    assert begin(url, one) == 0
+    assert start(url, one) == 0
     machine("second")
-    killed(url, "get_file 5")
+    study_killed(url, "get_file 5")
     place = store_folder(url)
     assert list(place.glob("*/.*")), "it was in the middle"
     assert not any(damage(folder, hash_all=True) for folders in Store(place).finished().values() for folder in folders)
-    assert begin(url, one) == 0 and Worker.did == []
+    assert start(url, one) == 0 and Worker.did == []
     assert content(place) == content(tmp_path / "alone") and not list(place.glob("*/.*"))
 
 
@@ -246,7 +216,7 @@ def test_an_interrupted_push_goes_on_and_what_is_lost_meanwhile_is_left_out(
     tmp_path: Path, machine: Machine, one: Asked, monkeypatch: pytest.MonkeyPatch, lost: str
 ) -> None:
     url, pushed = url_of(tmp_path), []
-    assert begin(url, one) == 0
+    assert start(url, one) == 0
     store, remote = Store(url), Remote(url)
     put = remote.files.put_file
     place = next(name for name in recorded(store.root) if name.startswith("plan/"))
@@ -283,7 +253,7 @@ def test_a_running_study_is_pushed_again_and_again(
         seen[:] = [Worker.did[-1]]
 
     Worker.harm = harm
-    assert begin(url_of(tmp_path), one) == 0 and seen
+    assert start(url_of(tmp_path), one) == 0 and seen
 
 
 def test_without_a_network_nothing_starts_and_nothing_is_lost(
@@ -292,17 +262,17 @@ def test_without_a_network_nothing_starts_and_nothing_is_lost(
     url = url_of(tmp_path, REFUSING)
     Refusing.refuses = frozenset({"reading"})
     with pytest.raises(UserError, match="no network today"):
-        begin(url, one)
+        start(url, one)
     assert Worker.did == []
     Refusing.refuses = frozenset({"writing"})
-    assert begin(url, one) == 1 and len(Worker.did) == len(build(*one).steps())
+    assert start(url, one) == 1 and len(Worker.did) == len(build(*one).steps())
     assert "no network today" in (said := capsys.readouterr().err) and "Traceback" not in said
     assert recorded(store_folder(url)) and not list(Path(tmp_path, "remote").rglob("*.json"))
     Refusing.refuses = frozenset()
     Worker.did.clear()
-    assert begin(url, one) == 0 and Worker.did == []
+    assert start(url, one) == 0 and Worker.did == []
     machine("second")
-    assert begin(url, one) == 0 and Worker.did == []
+    assert start(url, one) == 0 and Worker.did == []
 
 
 @pytest.mark.parametrize("network", [True, False])
@@ -315,12 +285,12 @@ def test_runs_of_one_study_on_two_machines_count_both(
     def harm(*_: object) -> None:
         Worker.harm = None
         machine("second")
-        assert begin(url, other) == 0
+        assert start(url, other) == 0
         machine("first")
         Refusing.refuses = frozenset() if network else frozenset({"writing"})
 
     Worker.harm = harm
-    assert begin(url, one) == (0 if network else 1)
+    assert start(url, one) == (0 if network else 1)
     wanted: set[str] = set()
     for of in (one, other):
         assert start(tmp_path / "alone", of) == 0
@@ -330,27 +300,25 @@ def test_runs_of_one_study_on_two_machines_count_both(
         machine(name)
         assert sync.sync(Store(url), STUDY) == 0 and recorded(store_folder(url)) == wanted
         assert all((store_folder(url) / place).is_dir() for place in wanted)
-    assert begin(url, one) == 0 and recorded(store_folder(url)) < wanted, "the last run's cells"
+    assert start(url, one) == 0 and recorded(store_folder(url)) < wanted, "the last run's cells"
 
 
 def test_a_study_is_synchronised_by_its_name_and_analysed_there(
-    tmp_path: Path, machine: Machine, one: Asked, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, pushed: str, machine: Machine, one: Asked
 ) -> None:
-    url = url_of(tmp_path)
-    assert begin(url, one) == 0
     machine("second")
     with pytest.raises(UserError, match="sync"):
-        parse([f"store={url}"])
-    assert ask(monkeypatch, "sync", "unknown", f"store={url}") == 2 and not store_folder(url).exists()
-    assert ask(monkeypatch, "sync", STUDY, f"store={tmp_path / 'alone'}") == 2 and not Path(tmp_path, "alone").exists()
-    assert ask(monkeypatch, "sync", f"store={url}") == ask(monkeypatch, "sync", STUDY, f"store={url}") == 0
-    place = parse([f"store={url}"]).store
+        parse([f"store={pushed}"])
+    assert ask(pushed, "sync", "unknown") == 2 and not store_folder(pushed).exists()
+    assert ask(tmp_path / "alone", "sync", STUDY) == 2 and not Path(tmp_path, "alone").exists()
+    assert ask(pushed, "sync") == ask(pushed, "sync", STUDY) == 0
+    place = parse([f"store={pushed}"]).store
     assert recorded(place) and all((place / name / "step.json").exists() for name in recorded(place))
-    assert ask(monkeypatch, "gc", "apply=true", f"store={url}") == 0
+    assert ask(pushed, "gc", "apply=true") == 0
     assert all((place / name).is_dir() for name in recorded(place))
     machine("third")
     next(Path(tmp_path, "remote", "plan").glob("*.json")).unlink()
-    assert ask(monkeypatch, "sync", STUDY, f"store={url}") == 1, "a step is nowhere"
+    assert ask(pushed, "sync", STUDY) == 1, "a step is nowhere"
 
 
 @pytest.mark.parametrize(
@@ -384,7 +352,7 @@ def test_every_command_refuses_such_urls_before_it_makes_anything(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("fsspec.core.url_to_fs", lambda _: pytest.fail("it was opened"))
     for name in ("sync", "status"):
-        assert ask(monkeypatch, name, STUDY, f"store={store}") == 2
+        assert ask(store, name, STUDY) == 2
     with pytest.raises(UserError) as refused:
         parse([f"store={store}"])
     assert "hidden" not in str(refused.value) + capsys.readouterr().err and not list(tmp_path.iterdir())

@@ -19,14 +19,18 @@ from evalplus.provider.utility import EOS, extra_eos_for_direct_completion
 
 from moe_lab.child_process import Child, Ended, Refused
 from moe_lab.config import BenchmarkConfig
+from moe_lab.errors import UserError
 from moe_lab.evaluation import mirror
 from moe_lab.evaluation.harness import Answer, Graded, Item, Text, check_count, data_files, graded_by_mean
 from moe_lab.evaluation.harnesses.evalplus_grader import GradeRequest
-from moe_lab.evaluation.sandbox.policy import NAMESPACES, Policy
+from moe_lab.evaluation.sandbox.closed_world import leaves_closed_world
+from moe_lab.evaluation.sandbox.policy import LIMITED, NAMESPACES, Policy
+from moe_lab.evaluation.suite import is_closed_world
 from moe_lab.paths import cache
 from moe_lab.results import Sample
 from moe_lab.start import command
 
+REFUSED = {"base": "refused", "plus": "refused"}
 _INSTRUCTION = (
     "Please provide a self-contained Python script that solves the following problem in a markdown code block:"
 )
@@ -63,7 +67,7 @@ def grade(answers: Sequence[Answer], benchmark: BenchmarkConfig, policy: Policy)
 
     Raises UserError when programs may not be run, and RuntimeError with the grader's last line when grading fails.
     """
-    protection = policy.protection()
+    protection = policy.protection(closed_world=is_closed_world(benchmark))
     problems = _problems(benchmark)
     programs = {}
     for answer in answers:
@@ -74,18 +78,22 @@ def grade(answers: Sequence[Answer], benchmark: BenchmarkConfig, policy: Policy)
             programs[answer.item] = fenced_program(text, problems[answer.item]["entry_point"])
         else:
             programs[answer.item] = answer.prompt + text.replace("\t", "    ")
+    reaching = {task: leaves_closed_world(program) for task, program in programs.items() if protection == LIMITED}
     request = GradeRequest(
         dataset=dataset_of(problems),
         data=str(_data_file(benchmark)),
-        programs=programs,
+        programs={task: program for task, program in programs.items() if not reaching.get(task)},
         confined=protection == NAMESPACES,
         sanitize=benchmark.data is not None,
         cache=str(cache("expected")),
         **benchmark.parameters,
     )
     graded = kept_grader.grade(request)
+    programs |= graded["programs"]
+    refused = {task: {**REFUSED, "reason": f"not run: it uses {what}"} for task, what in reaching.items() if what}
+    verdicts = graded["verdicts"] | refused
     samples = [
-        _sample(name, metric, answer, graded["verdicts"][answer.item], graded["programs"][answer.item])
+        _sample(name, metric, answer, verdicts[answer.item], programs[answer.item])
         for name, metric in benchmark.reports.items()
         for answer in answers
     ]
@@ -139,7 +147,10 @@ def _data_file(benchmark: BenchmarkConfig) -> Path:
 
 def dataset_of(problems: Mapping[str, Any]) -> str:
     """The data set whose rules apply: mbpp for problems with ids Mbpp/N, otherwise humaneval."""
-    return "mbpp" if next(iter(problems)).startswith("Mbpp/") else "humaneval"
+    kinds = {"mbpp" if task.startswith("Mbpp/") else "humaneval" for task in problems}
+    if len(kinds) != 1:
+        raise UserError("task_id: a data file has either only ids Mbpp/N or none")
+    return kinds.pop()
 
 
 class KeptGrader:

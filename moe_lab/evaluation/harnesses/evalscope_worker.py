@@ -60,9 +60,8 @@ class Worker:
         asked = Request(**request)
         grade: Callable[[Any, Any], dict[str, Any]] = _grade
         parallel = 1
-        if (
-            asked.code
-        ):  # before the data is loaded, as programs need processes that are forked while there are no threads
+        if asked.code:
+            # Before the data is loaded, as programs need processes that are forked while there are no threads.
             self._programs = evalscope_code.Programs(evalscope_code.CodeSettings(**asked.code))
             grade, parallel = self._programs.grade, self._programs.settings.processes
         adapter, samples = load(asked, asking=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import resource
@@ -102,6 +103,7 @@ def _close_all_but(*kept: int) -> None:
 def _serve(work: Work, reading: int, replies: int) -> None:
     warnings.simplefilter("ignore")
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    gc.freeze()  # otherwise each fork would copy the pages of all objects that it collects over
     with open(reading, "rb") as requests:
         for line in requests:
             receiving, sending = os.pipe()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from dataclasses import dataclass
 from functools import lru_cache
@@ -11,7 +12,7 @@ from typing import Any
 
 from moe_lab.child_process import Child, Ended
 from moe_lab.evaluation.sandbox.encoding import decode_text
-from moe_lab.evaluation.sandbox.runner import Request, runner_command
+from moe_lab.evaluation.sandbox.runner import NO_NAMESPACES, Request, runner_command
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,10 @@ class RunnerError(RuntimeError):
     """The process that runs programs could not be started, or died. The message says why."""
 
 
+class NoNamespaces(RunnerError):
+    """This machine does not let a process be confined by namespaces."""
+
+
 STARTS, PAUSE = 3, 0.5
 """Tries to start a runner, and seconds between them: memory or processes may be short at that moment."""
 
@@ -49,7 +54,7 @@ class Runner:
             self.child.call("start")
         except Ended as error:
             self.close()
-            raise RunnerError(str(error)) from None
+            raise (NoNamespaces if NO_NAMESPACES in str(error) else RunnerError)(str(error)) from None
 
     def run(self, request: Request) -> Outcome:
         """Run one program. Whatever the program does affects only its own outcome."""
@@ -70,12 +75,17 @@ class Runner:
 
 
 def start(*, confined: bool) -> Runner:
-    """A new runner, tried `STARTS` times. Raises RunnerError when every try failed."""
+    """A new runner, tried `STARTS` times.
+
+    Raises NoNamespaces at once where the machine has none, and RunnerError when every try failed otherwise.
+    """
     last: Exception | None = None
     for number in range(STARTS):
         time.sleep(PAUSE if number else 0)
         try:
             return Runner(confined=confined)
+        except NoNamespaces:
+            raise
         except (RunnerError, OSError) as error:
             last = error
     raise RunnerError(f"{STARTS} starts failed, the last with: {last}") from last
@@ -125,7 +135,12 @@ class Runners:
 
 @lru_cache(maxsize=1)
 def check_namespaces() -> None:
-    """Raise RunnerError when no confined runner starts, here or at this moment. That one does is found out once."""
+    """Raise NoNamespaces when no confined runner starts on this machine, and RunnerError when none does at this moment.
+
+    That one does is found out once.
+    """
+    if not sys.platform.startswith("linux"):
+        raise NoNamespaces(f"{sys.platform} has no namespaces")
     start(confined=True).close()
 
 

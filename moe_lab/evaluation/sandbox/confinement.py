@@ -170,6 +170,18 @@ def _become_own_user() -> None:
     Path("/proc/self/gid_map").write_text(f"{group} {group} 1")
 
 
+_REFUSALS = (errno.EPERM, errno.EACCES, errno.EINVAL, errno.ENOSYS)
+_KINDS = ("user", "pid", "mnt", "net", "ipc", "uts")
+
+
+def is_refusal(error: OSError) -> bool:
+    """Whether an error of `enter` says that this machine confines no process, rather than not at this moment."""
+    if error.errno == errno.ENOSPC:  # no more namespaces: none are allowed, or as many as are allowed exist
+        files = [Path(f"/proc/sys/user/max_{kind}_namespaces") for kind in _KINDS]
+        return any(file.exists() and file.read_text().strip() == "0" for file in files)
+    return error.errno in _REFUSALS or not _MOUNTS.exists()
+
+
 def enter(hidden: Iterable[str] = ()) -> None:
     """Confine this process irrevocably.
 

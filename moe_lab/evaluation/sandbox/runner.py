@@ -29,10 +29,14 @@ from moe_lab.evaluation.sandbox.confinement import (
     die_with_parent,
     enter,
     fork_process_tree,
+    is_refusal,
     limit_process,
 )
 from moe_lab.evaluation.sandbox.encoding import HUGE, decode, encode_result
 from moe_lab.start import command
+
+NO_NAMESPACES = "no namespaces"
+"""Beginning of the last line of a runner that the machine does not confine."""
 
 _USUAL_IMPORTS = ("bisect", "collections", "copy", "functools", "heapq", "itertools", "math", "re", "string", "typing")
 _TICK = 0.01
@@ -74,7 +78,10 @@ def main(confined: bool, hidden: list[str]) -> None:
         __import__(name)
     start: Callable[[Request, int], int] = _start_limited
     if confined:
-        enter(hidden)
+        try:
+            enter(hidden)
+        except OSError as error:
+            raise SystemExit(f"{NO_NAMESPACES} ({error})" if is_refusal(error) else str(error)) from None
         start = _start_confined
     for line in sys.stdin.buffer:
         method, arguments = json.loads(line)

@@ -18,7 +18,7 @@ from moe_lab.models.files import fingerprint
 from moe_lab.pruning.export.card import model_card
 from moe_lab.pruning.export.config import check_routing, describe_export, text_part
 from moe_lab.pruning.export.layout import expert_type, pieces
-from moe_lab.pruning.export.quantised import check_quantised, named_experts, renumbered_files
+from moe_lab.pruning.export.quantised import check_quantised, renumbered_files
 from moe_lab.pruning.export.write import CARD, copy_others, new_folder, write_index, write_json, write_weights
 from moe_lab.pruning.form import make_form
 from moe_lab.pruning.plan import Plan
@@ -63,7 +63,7 @@ def export(
     description = describe_export(config, plan, form, predicts_several=predicts)
     quantisation = renumbered_files(folder, form.stored)
     family = family_of(text_part(config).get("model_type"))
-    content = pieces(checkpoint, family, plan, form, apart=set(named_experts(config)))
+    content = pieces(checkpoint, family, plan, form)
     with new_folder(target) as work:
         write_weights(checkpoint, content, work)
         written = [piece for tensors in content.values() for piece in tensors]
@@ -79,7 +79,7 @@ def export(
         plan.save(work / "plan.json")
         card = model_card(
             plan,
-            _name(folder, plan),
+            _name(folder),
             (folder / CARD).read_text(encoding="utf-8") if (folder / CARD).is_file() else "",
             shape=shape,
             kind=description.kind,
@@ -92,15 +92,9 @@ def export(
     return target
 
 
-def _name(folder: Path, plan: Plan) -> str:
-    """The name of the original model for the card.
-
-    It is the name in the plan if the model's fingerprint was checked, else that of the folder, which in the hub's cache
-    is models--OWNER--NAME/snapshots/COMMIT.
-    """
+def _name(folder: Path) -> str:
+    """The name of the original for its card: of its folder, or, in the hub's cache, of models--OWNER--NAME."""
     where = folder.resolve()
-    if plan.provenance.get("model_sha256") and "model" in plan.provenance:
-        return str(plan.provenance["model"])
     if where.parent.name == "snapshots":
         return where.parent.parent.name.removeprefix("models--").replace("--", "/")
     return where.name

@@ -48,7 +48,9 @@ def compression_changes(folder: Path, scheme: str) -> Changes:
         )
     preset, stored_as = PRESETS[scheme]
     checkpoint = open_checkpoint(folder)
-    experts = _expert_names(checkpoint)
+    check_stored_apart(checkpoint.tensors, folder)
+    places = Family().places(checkpoint.tensors)
+    experts = [name for name, place in places.items() if place.kind == "expert" and place.axes is not None]
     described: Any = preset_name_to_scheme(preset, ["Linear"])
     weights = described.weights
     if scheme == "w4a16":
@@ -76,13 +78,6 @@ def compression_changes(folder: Path, scheme: str) -> Changes:
         "calibration. Routers, lm_head, embeddings and norms were not."
     )
     return Changes(quantised, words, {"quantization_config": config.model_dump(mode="json")})
-
-
-def _expert_names(checkpoint: Checkpoint) -> list[str]:
-    """Names of all matrices of routed experts."""
-    check_stored_apart(checkpoint.tensors, checkpoint.folder)
-    places = Family().places(checkpoint.tensors)
-    return [name for name, place in places.items() if place.kind == "expert" and place.axes is not None]
 
 
 def _group_size(widths: Collection[int]) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from moe_lab.config import COMPRESSED
@@ -115,8 +115,8 @@ class Block:
         matrices = {member.expert: self.matrices[role, member.expert] for member in part.members}
         return Projection(part, matrices, down=role == "down", as_rows=as_rows)
 
-    def check_complete(self, folder: Path, apart: Set[int]) -> None:
-        """Raise UserError unless there are one router, and all experts with equal tensors (but those of `apart`)."""
+    def check_complete(self, folder: Path) -> None:
+        """Raise UserError unless there are one router, which can do without dropped experts, and all experts."""
         kinds = Counter(place.kind for _, place in self.tensors.values())
         layer = next(place.layer for _, place in self.tensors.values())
         if kinds["router"] != 1:
@@ -124,30 +124,19 @@ class Block:
             raise UserError(f"{folder}: layer {layer} has {kinds['router']} router weights, expected 1 ({names})")
         if self.layer.dropped and not can_bar(self.tensors):
             raise UserError(f"export=masked: the plan drops experts of layer {layer}, but its router has {NO_BIAS}")
-        found: dict[int, set[tuple[str, tuple[int, ...]]]] = {}
-        for name, (entry, place) in self.tensors.items():
-            if place.expert is not None:
-                part = name.removeprefix(f"{self.prefix}experts.{place.expert}.")
-                found.setdefault(place.expert, set()).add((part, entry.shape if place.axes else ()))
-        if kinds["stack"] and not found:
-            return
-        if sorted(found) != list(range(self.count)):
+        found = {place.expert for _, place in self.tensors.values() if place.expert is not None}
+        if found != set(range(self.count)) and (found or not kinds["stack"]):
             raise UserError(
                 f"plan is for another model: its layer {layer} has {self.count} experts, {folder} has {len(found)}"
             )
-        if len({frozenset(parts) for expert, parts in found.items() if expert not in apart}) > 1:
-            raise UserError(f"{folder}: the experts of layer {layer} do not all have the same tensors")
 
 
-def pieces(
-    checkpoint: Checkpoint, family: Family, plan: Plan, form: Form, apart: Set[tuple[int, int]] = frozenset()
-) -> dict[str, list[Piece]]:
+def pieces(checkpoint: Checkpoint, family: Family, plan: Plan, form: Form) -> dict[str, list[Piece]]:
     """The tensors of the exported checkpoint by file, in the order of the original's bytes, packed experts first.
 
-    Layers that predict several tokens are left out if they have experts, because no plan covers them. `apart`: (layer,
-    expert) of experts that may have other tensors than the others of their layer, because they are quantised in another
-    way. Raises UserError when the blocks on disk are not those of the plan, when experts or a router are missing, when
-    a MoE block holds a tensor that moe_lab does not know, or when the form cannot be written.
+    Layers that predict several tokens are left out if they have experts, because no plan covers them. Raises UserError
+    when the blocks on disk are not those of the plan, when experts or a router are missing, when a MoE block holds a
+    tensor that moe_lab does not know, or when the form cannot be written.
     """
     places, left_out = family.places(checkpoint.tensors), predicting_experts(checkpoint.tensors)
     tensors: dict[int, dict[str, tuple[Entry, Place]]] = {}
@@ -172,8 +161,8 @@ def pieces(
         if not name.startswith(left_out):
             piece = blocks[places[name].layer].piece(name) if name in places else whole(name, entry)
             by_shard[entry.shard] += [piece] if piece is not None else []
-    for index, block in blocks.items():
-        block.check_complete(checkpoint.folder, {expert for layer, expert in apart if layer == index})
+    for block in blocks.values():
+        block.check_complete(checkpoint.folder)
         if (
             block.layer.widths is not None
         ):  # at the start of the file, which is aligned whatever the sizes of its other tensors

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import numpy
 from numpy.typing import NDArray
 
-from moe_lab.pruning.form import Arithmetic, Member, Part, rows
+from moe_lab.pruning.form import Member, Part, rows
 
 UNSIGNED: dict[str, Any] = {"F64": numpy.uint64, "F32": numpy.uint32, "F16": numpy.uint16, "BF16": numpy.uint16}
 """Types whose numbers can be copied one by one -> an integer type of that size. In others, numbers share scales."""
@@ -127,7 +127,7 @@ class Projection:
         for first in range(0, hidden, step):
             last = min(first + step, hidden)
             block = {one: matrix.read(folder, first, last).T for one, matrix in self.matrices.items()}
-            values = rows(self.part, block.__getitem__, _arithmetic(dtype))
+            values = _computed(self.part, block, dtype)
             if self.as_rows:
                 packed[:, first:last] = values
             else:
@@ -148,16 +148,15 @@ class Projection:
                 lowest, end = (int(there.min()), int(there.max()) + 1) if len(there) else (0, 1)
                 block[expert] = self.matrices[expert].read(folder, lowest, end)
                 members.append(Member(expert, share, numpy.where(used < 0, -1, used - lowest)))
-            yield rows(Part(tuple(members)), block.__getitem__, _arithmetic(self.matrix.dtype))
+            yield _computed(Part(tuple(members)), block, self.matrix.dtype)
 
 
-def _arithmetic(dtype: str) -> Arithmetic:
-    """How numbers of a type, given by their bits, are added."""
-    return Arithmetic(
-        index=lambda indices, _: indices,
-        wide=lambda values: _numbers(values, dtype),
-        narrow=lambda total, _: _bits(total, dtype),
+def _computed(part: Part, block: Mapping[int, NDArray[Any]], dtype: str) -> NDArray[Any]:
+    """The bits of rows of a projection, from those of its members."""
+    result: NDArray[Any] = rows(
+        part, block.__getitem__, lambda bits: _numbers(bits, dtype), lambda total, _: _bits(total, dtype)
     )
+    return result
 
 
 def _numbers(bits: NDArray[Any], dtype: str) -> NDArray[Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,18 +60,6 @@ def renumbered(content: Any, written: Mapping[int, Sequence[int]]) -> Any:
 def renumbered_files(folder: Path, written: Mapping[int, Sequence[int]]) -> dict[str, dict[str, Any]]:
     """Name -> new content of the files of `FILES` that `folder` has."""
     return {name: renumbered(read_json(folder / name), written) for name in FILES if (folder / name).is_file()}
-
-
-def named_experts(content: Any) -> Iterator[tuple[int, int]]:
-    """(layer, expert) of each expert that config.json names, and that may therefore be stored otherwise than others."""
-    if isinstance(content, dict):
-        yield from named_experts([*content.keys(), *content.values()])
-    elif isinstance(content, list):
-        for item in content:
-            yield from named_experts(item)
-    elif isinstance(content, str):
-        for match in EXPERT_NAME.finditer(content):
-            yield int(match["layer"]), int(match["expert"])
 
 
 def _renamed(name: str, written: Mapping[int, Sequence[int]]) -> str | None:

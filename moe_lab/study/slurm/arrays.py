@@ -19,6 +19,7 @@ from moe_lab.study.step import KINDS, Step, canonical
 Stage = tuple[str, int]
 """The kind of a job, and its depth: how many jobs of the same kind have to run before it, one after another."""
 PackSteps = list[Step]
+
 STEPS_PER_JOB = 256
 """Small steps of one job: each takes about a second, and a job some time in the queue."""
 

@@ -88,7 +88,7 @@ class Record:
     run: Run
 
     def __call__(self) -> int:
-        from moe_lab.study.report import finish  # loads the whole configuration, which other jobs do not need
+        from moe_lab.study.record import finish  # loads the whole configuration, which other jobs do not need
 
         schedule = Schedule(self.study.graph.steps())
         settle(schedule, self.study.store)

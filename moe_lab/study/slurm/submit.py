@@ -152,7 +152,8 @@ class Submission:
             with scheduler.submitting([*optional, *asks["sbatch"]]):
                 return [job.job_id for job in executor.submit_array(what)]
         except (FailedJobError, FailedSubmissionError) as error:
-            asked = " ".join(f"{name}={value}" for name, value in asks.items() if value not in (None, {}, []))
+            options = {**asks, **asks["sbatch"], "sbatch": None}
+            asked = " ".join(f"{name}={value}" for name, value in options.items() if value not in (None, []))
             raise UserError(
                 f"Slurm refuses {kind} jobs ({' '.join(str(error).split())}): they ask for {asked}; change "
                 f"resources.every, resources.jobs.{kind} or resources.models (nothing was left in the queue)"
@@ -172,12 +173,17 @@ def _announce(submission: Submission) -> None:
     study, jobs = submission.study.config.study, submission.run.jobs
     for array, kind in dict.fromkeys((job.array, job.kind) for job in jobs):
         tasks = [job for job in jobs if job.array == array]
-        print(f"{array}  {kind}: jobs {len(tasks)}, steps {sum(len(job.steps) for job in tasks)}", flush=True)
+        steps = sum(len(job.steps) for job in tasks)
+        print(f"{array}  {kind}: {_count(len(tasks), 'job')}, {_count(steps, 'step')}", flush=True)
     own = {step for job in jobs for step in job.steps}
     if earlier := {job for step, job in submission.jobs.items() if step not in own}:
         say(f"{study}: steps that are under way already are in jobs {', '.join(sorted(earlier))}")
     if jobs:
         say(f"{study}: submitted; see python -m moe_lab.study status {study} store={submission.study.store.root}")
+
+
+def _count(number: int, word: str) -> str:
+    return f"{number} {word}{'s' if number != 1 else ''}"
 
 
 @dataclass

@@ -9,10 +9,8 @@ from moe_lab.allocation.grouping import GROUPINGS
 from moe_lab.grid import Cell
 from moe_lab.models.config_json import Size
 from moe_lab.study.step import KINDS, Step
-from moe_lab.study.steps.engine import engine
-from moe_lab.study.steps.files import Files, loaded
-from moe_lab.study.steps.model import loaded_as
-from moe_lab.study.steps.passes import OnText
+from moe_lab.study.steps.files import Files, engine, loaded
+from moe_lab.study.steps.passes import OnText, loaded_as
 from moe_lab.study.steps.plans import Asked
 
 

@@ -9,16 +9,14 @@ from dataclasses import asdict
 from typing import Any, Self
 
 from moe_lab import results
-from moe_lab.config import CalibrationConfig, Config, ModelConfig, TimingConfig
+from moe_lab.config import CalibrationConfig, LauncherConfig, ModelConfig, TimingConfig
 from moe_lab.errors import Unavailable, UserError, user_errors
 from moe_lab.json_files import write_json
 from moe_lab.models.config_json import Size, check_plain_weights, config_of, has_packed_experts
 from moe_lab.study.step import Step
-from moe_lab.study.steps.engine import engine
-from moe_lab.study.steps.files import Files, loaded, read_text, skeleton
-from moe_lab.study.steps.model import Arithmetic, Facts
-from moe_lab.study.steps.passes import OnText
-from moe_lab.study.steps.recovery import Pruned, Storage, unpruned
+from moe_lab.study.steps.files import Files, engine, loaded, read_text, skeleton
+from moe_lab.study.steps.passes import Arithmetic, Facts, OnText
+from moe_lab.study.steps.recovery import Pruned, Storage
 
 
 class Routing(OnText):
@@ -51,23 +49,15 @@ class Cost(Step):
     runtime = frozenset({"pruned"})
 
     @classmethod
-    def of(cls, pruned: Pruned, text: CalibrationConfig, unpruned: Cost) -> Self:
-        """The cost of a pruned model. `unpruned`: that of the model as it is."""
-        return cls._of(pruned, text, unpruned, routed=not pruned.drops_whole_experts)
-
-    @classmethod
-    def of_unpruned(cls, model: ModelConfig, text: CalibrationConfig) -> Self:
-        """The cost of a model as it is."""
-        return cls._of(unpruned(model), text, None, routed=has_packed_experts(config_of(model)))
-
-    @classmethod
-    def _of(cls, pruned: Pruned, text: CalibrationConfig, before: Cost | None, *, routed: bool) -> Self:
+    def of(cls, pruned: Pruned, text: CalibrationConfig, unpruned: Cost | None = None) -> Self:
+        """The cost of a pruned model. `unpruned`: that of the model as it is; None for this itself."""
+        routed = has_packed_experts(config_of(pruned.model)) if pruned.plan is None else not pruned.drops_whole_experts
         return cls(
             facts=pruned.loaded.facts,
             plan=pruned.plan,
             storage=pruned.storage,
             row=text.length,
-            unpruned=before,
+            unpruned=unpruned,
             text=text if routed else None,
             arithmetic=pruned.loaded.arithmetic if routed else None,
             pruned=pruned,
@@ -226,15 +216,13 @@ def _about(model: Any) -> dict[str, Any]:
     }
 
 
-def wrong_timing(config: Config, model: ModelConfig) -> Iterator[str]:
+def wrong_timing(launcher: LauncherConfig, timed: TimingConfig, model: ModelConfig) -> Iterator[str]:
     """A sentence for each reason why the model cannot be timed.
 
     Timing must run alone. The name of its device must be known in advance, because it is part of the step's identity.
     """
-    if not config.timing:
-        return
-    if config.launcher.name == "local" and config.launcher.processes != 1:
+    if launcher.name == "local" and launcher.processes != 1:
         yield "timing=true beside other work would measure that too: expected launcher=inline, or launcher.processes=1"
-    if config.launcher.name == "slurm" and config.timed.device is None:
+    if launcher.name == "slurm" and timed.device is None:
         yield "timing=true with launcher=slurm needs timed.device: expected the name of the nodes' GPU, as jobs see it"
     yield from user_errors(check_plain_weights, model, "timing=true")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from moe_lab.config import BackendConfig, BenchmarkConfig, Config, ExportConfig, LauncherConfig, ModelConfig
 from moe_lab.errors import Unavailable
 from moe_lab.evaluation import engines, suite
-from moe_lab.evaluation.sandbox.policy import Policy
+from moe_lab.evaluation.sandbox.policy import LIMITED, NAMESPACES, Policy
 from moe_lab.json_files import write_json
 from moe_lab.models.config_json import Size
 from moe_lab.study import memory
@@ -41,25 +41,28 @@ class Task:
     questions: suite.Questions
     backend: BackendConfig
     policy: Policy
+    sandbox: str | None
+    """The sandbox, where it changes results: without namespaces some programs are not run."""
     export: ExportConfig
     verify: bool
-
-    @property
-    def generates(self) -> bool:
-        """Whether texts are graded without the model, in a step of their own."""
-        return suite.has_two_phases(self.benchmark)
 
 
 @once
 def task_of(benchmark: BenchmarkConfig, config: Config) -> Task:
     """The benchmark as a study asks it.
 
-    A server only generates texts, so the model is loaded for a benchmark that needs likelihoods.
+    A server only generates texts, so the model is loaded for a benchmark that needs likelihoods. Grading may not run in
+    a weaker sandbox than here, also where another machine of the study has no namespaces.
     """
     backend = backend_of(config)
     if backend.name == "server" and not suite.has_two_phases(benchmark):
         backend = BackendConfig(name="hf")
-    return Task(benchmark, suite.Questions(benchmark), backend, suite.policy(config), config.export, config.verify)
+    policy = suite.policy(config)
+    limited = LIMITED if suite.runs_limited(benchmark, policy) else None
+    if policy.sandbox == "auto" and not limited:
+        policy = replace(policy, sandbox=NAMESPACES)
+    questions = suite.Questions(benchmark)
+    return Task(benchmark, questions, backend, policy, limited, config.export, config.verify)
 
 
 def backend_of(config: Config) -> BackendConfig:
@@ -69,12 +72,12 @@ def backend_of(config: Config) -> BackendConfig:
 
 def results_of(pruned: Pruned, task: Task) -> Evaluate | Grade:
     """The step with a benchmark's results on a pruned model."""
-    checkpoint = _checkpoint(pruned, task)
-    template = tuple(pruned.model.template_arguments.items()) if task.benchmark.chat else None
-    if not task.generates:
-        return Evaluate(pruned, task.backend, checkpoint, template, task.benchmark, task.policy)
-    generated = Generate(pruned, task.backend, checkpoint, template, task.benchmark, task.questions)
-    return Grade(generated, task.benchmark, task.policy)
+    benchmark, checkpoint = task.benchmark, _checkpoint(pruned, task)
+    template = tuple(pruned.model.template_arguments.items()) if benchmark.chat else None
+    if not suite.has_two_phases(benchmark):
+        return Evaluate(benchmark, task.policy, task.sandbox, pruned, task.backend, checkpoint, template)
+    generated = Generate(benchmark, pruned, task.backend, checkpoint, template, task.questions)
+    return Grade(benchmark, task.policy, task.sandbox, generated)
 
 
 def _checkpoint(pruned: Pruned, task: Task) -> Export | None:
@@ -89,19 +92,61 @@ def _checkpoint(pruned: Pruned, task: Task) -> Export | None:
     return export_of(pruned, task.export, task.verify)
 
 
-class AsksModel(Step):
+class OnBenchmark(Step):
+    """A step about a benchmark."""
+
+    foreign = True
+    benchmark: BenchmarkConfig
+
+    @property
+    def items(self) -> int:
+        """Items that are asked, about."""
+        count = self.benchmark.expected or ITEMS
+        return min(self.benchmark.limit or count, count)
+
+    def units(self) -> float:
+        return float(self.items)
+
+    def pace(self) -> list[Any]:
+        asked = self.benchmark
+        return [asked.name, asked.shots, asked.chat, asked.max_new_tokens]
+
+    def check_data(self, identity: dict[str, Any]) -> None:
+        """Raise Unavailable when the data of the benchmark has changed since the study was started.
+
+        Results on other data belong to a step with another id.
+        """
+        if identity["data"] != suite.data_digest(self.benchmark):
+            raise Unavailable(
+                f"benchmark {self.benchmark.name}: its data is not what it was when this was started: start the study "
+                "again"
+            )
+
+
+class Grades(OnBenchmark):
+    """A step that grades what a model has answered."""
+
+    per_job = "cells"
+    policy: Policy
+    sandbox: str | None
+    runtime = frozenset({"policy"})
+
+    def conditions(self, launcher: LauncherConfig) -> Iterator[tuple[Any, ...]]:
+        yield suite.lacking, self.benchmark, self.policy
+
+
+class AsksModel(OnBenchmark):
     """A step that asks a pruned model the questions of a benchmark."""
 
     loads = "model"
-    foreign = True
     pruned: Pruned
     backend: BackendConfig
     checkpoint: Export | None
     template: Template | None
     """Arguments of the model's chat template; None where the benchmark does not use it."""
-    benchmark: BenchmarkConfig
 
     def conditions(self, launcher: LauncherConfig) -> Iterator[tuple[Any, ...]]:
+        yield from super().conditions(launcher)
         if launcher.python is None:
             yield engines.check_installed, self.backend
 
@@ -119,11 +164,8 @@ class AsksModel(Step):
         weights = memory.weights(size, 2 if self.pruned.is_changed else 1)
         return memory.BASE + weights + benchmark.batch_size * row
 
-    def units(self) -> float:
-        return float(items(self.benchmark))
-
     def pace(self) -> list[Any]:
-        return [self.pruned.loaded.facts.id, self.backend.name, *pace_of(self.benchmark)]
+        return [self.pruned.loaded.facts.id, self.backend.name, *super().pace()]
 
     @contextmanager
     def engine(self, files: Files) -> Iterator[Engine]:
@@ -165,22 +207,15 @@ class AsksModel(Step):
         print(f"{self.folder} asks, for example: {prompt!r}", file=sys.stderr, flush=True)
 
 
-class Evaluate(AsksModel):
+class Evaluate(AsksModel, Grades):
     """The results of one benchmark, which is graded while the model is asked."""
 
     kind = "evaluate"
-    per_job = "cells"
-    policy: Policy
-    runtime = frozenset({"policy"})
-
-    def conditions(self, launcher: LauncherConfig) -> Iterator[tuple[Any, ...]]:
-        yield from super().conditions(launcher)
-        yield suite.lacking, self.benchmark, self.policy
 
     def work(self, files: Files) -> None:
         from moe_lab.evaluation import run
 
-        check_data(self.benchmark, self.settings["benchmark"])
+        self.check_data(self.settings["benchmark"])
         with self.engine(files) as engine:
             run.evaluate(engine, self.benchmark, files.out, policy=self.policy, record=self.record(files))
         self.show(json.loads((files.out / "result.json").read_text())["protocol"]["prompt"])
@@ -197,7 +232,7 @@ class Generate(AsksModel):
     def work(self, files: Files) -> None:
         from moe_lab.evaluation import harness, run
 
-        check_data(self.benchmark, self.settings["questions"])
+        self.check_data(self.settings["questions"])
         with self.engine(files) as engine:
             answers = run.answer(engine, self.benchmark, self.record(files))
         harness.write_answers(answers, files.out / run.ANSWERS)
@@ -205,27 +240,19 @@ class Generate(AsksModel):
 
     def disk(self, size: Size) -> float:
         """Generated texts, if each has the maximum length."""
-        return float(items(self.benchmark) * self.benchmark.max_new_tokens * BYTES_PER_TOKEN)
+        return float(self.items * self.benchmark.max_new_tokens * BYTES_PER_TOKEN)
 
     def job(self) -> str:
         """Generating by a model that is loaded goes into the Slurm jobs that evaluate its other benchmarks."""
         return self.kind if self.backend.name == "server" else "evaluate"
 
 
-class Grade(Step):
+class Grade(Grades):
     """The results of one benchmark, from generated texts; needs no model."""
 
     kind = "grade"
-    per_job = "cells"
-    foreign = True
     process_memory = 4.0 * 2**30
     generate: Generate
-    benchmark: BenchmarkConfig
-    policy: Policy
-    runtime = frozenset({"policy"})
-
-    def conditions(self, launcher: LauncherConfig) -> Iterator[tuple[Any, ...]]:
-        yield suite.lacking, self.benchmark, self.policy
 
     def label(self) -> str:
         return self.generate.label()
@@ -233,34 +260,6 @@ class Grade(Step):
     def work(self, files: Files) -> None:
         from moe_lab.evaluation import harness, run
 
-        check_data(self.benchmark, self.settings["benchmark"])
+        self.check_data(self.settings["benchmark"])
         answers = harness.read_answers(files.path(self.generate, run.ANSWERS))
         run.grade(answers, self.benchmark, files.out, policy=self.policy)
-
-    def units(self) -> float:
-        return float(items(self.benchmark))
-
-    def pace(self) -> list[Any]:
-        return pace_of(self.benchmark)
-
-
-def items(benchmark: BenchmarkConfig) -> int:
-    """Items that are asked of a benchmark, about."""
-    count = benchmark.expected or ITEMS
-    return min(benchmark.limit or count, count)
-
-
-def pace_of(benchmark: BenchmarkConfig) -> list[Any]:
-    """What of a benchmark decides the seconds of an item."""
-    return [benchmark.name, benchmark.shots, benchmark.chat, benchmark.max_new_tokens]
-
-
-def check_data(benchmark: BenchmarkConfig, identity: dict[str, Any]) -> None:
-    """Raise Unavailable when the data of a benchmark has changed since the study was started.
-
-    Results on other data belong to a step with another id.
-    """
-    if identity["data"] != suite.data_digest(benchmark):
-        raise Unavailable(
-            f"benchmark {benchmark.name}: its data is not what it was when this was started: start the study again"
-        )

@@ -1,4 +1,7 @@
-"""`Files`: where a step reads and writes; and models that stay in memory for the next step."""
+"""What the work of a step needs: `Files`, models that stay in memory for the next step, and passes over a text.
+
+Passes have the whole model in memory (`Resident`) or one decoder layer at a time (`Streamed`), with the same methods.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from typing import Any
 
 from moe_lab.config import CalibrationConfig, ModelConfig
 from moe_lab.json_files import write_json
+from moe_lab.study import memory
 from moe_lab.study.step import Step
 from moe_lab.study.store import Store
 
@@ -125,7 +129,7 @@ def skeleton(model: ModelConfig) -> Any:
     return _SKELETON["network"]
 
 
-def read_text(text: CalibrationConfig, tokenizer: Any, files: Files, rows: tuple[int, int] | None = None) -> Any:
+def read_text(text: CalibrationConfig, tokenizer: Any, files: Files, rows: Rows = None) -> Any:
     """Batches (ids, valid) of a text, or of some of its rows: of the first up to the end, which are whole batches.
 
     Also writes the report on the whole text.
@@ -135,3 +139,75 @@ def read_text(text: CalibrationConfig, tokenizer: Any, files: Files, rows: tuple
     read = batches(text, tokenizer)
     write_json(files.out / REPORT, read.report)
     return read.rows[rows[0] // text.batch_size : -(-rows[1] // text.batch_size)] if rows else read.rows
+
+
+Rows = tuple[int, int] | None
+"""The first row of a share of a text, and its end; None for all rows."""
+
+
+def engine(
+    model: ModelConfig, text: CalibrationConfig, files: Files, fingerprint: Mapping[str, Any], rows: Rows = None
+) -> Resident | Streamed:
+    """Open a model and a text with the engine that calibration.engine names. An interrupted pass of the same
+    `fingerprint` is resumed."""
+    return (Streamed if text.engine == "streamed" else Resident)(model, text, files, fingerprint, rows)
+
+
+class Resident:
+    """Passes with the whole model in memory."""
+
+    def __init__(
+        self, model: ModelConfig, text: CalibrationConfig, files: Files, fingerprint: Mapping[str, Any], rows: Rows
+    ) -> None:
+        self.about: dict[str, Any] = {"fingerprint": fingerprint, "out": files.partial}
+        self.model, tokenizer = loaded(model)
+        self.checkpointing = text.checkpointing
+        self.text = read_text(text, tokenizer, files, rows)
+
+    def read(self, tap: type) -> Any:
+        """Sums that `tap` gathers in a forward pass."""
+        from moe_lab.statistics.observe import gather
+
+        return gather(self.model, tap, self.text, **self.about)
+
+    def read_back(self, tap: type) -> Any:
+        """Sums that `tap` gathers in a forward and a backward pass."""
+        from moe_lab.statistics.gradients import gather_gradients
+
+        return gather_gradients(self.model, tap, self.text, checkpointing=self.checkpointing, **self.about)
+
+    def routing(self, plan: Any) -> Any:
+        """The measured routing of the text under a plan."""
+        from moe_lab.pruning.flops import measured_routing
+
+        return measured_routing(self.model, plan, self.text)
+
+
+class Streamed:
+    """Passes with one decoder layer in memory at a time."""
+
+    def __init__(
+        self, model: ModelConfig, text: CalibrationConfig, files: Files, fingerprint: Mapping[str, Any], rows: Rows
+    ) -> None:
+        from moe_lab.models.streamed import open_streamed
+
+        self.model, tokenizer = open_streamed(model)
+        self.budget = memory.STATES
+        """Bytes of hidden states that are kept in memory."""
+        self.about: dict[str, Any] = {"fingerprint": fingerprint, "out": files.partial, "budget": self.budget}
+        self.text = read_text(text, tokenizer, files, rows)
+
+    def read(self, tap: type) -> Any:
+        from moe_lab.statistics.streaming import stream
+
+        return stream(self.model, tap, self.text, **self.about)
+
+    def read_back(self, tap: type) -> Any:
+        from moe_lab.statistics.streaming import stream_back
+
+        return stream_back(self.model, tap, self.text, **self.about)
+
+    def routing(self, plan: Any) -> Any:
+        from moe_lab.pruning.flops import layered_routing
+
+        return layered_routing(self.model, plan, self.text, out=self.about["out"], budget=self.budget)

@@ -1,9 +1,10 @@
-"""Steps that measure the model: passes over a calibration set, and sums over its weights."""
+"""Steps that measure the model: its facts, passes over a calibration set, and sums over its weights."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import field
+from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from pkgutil import resolve_name
 from shutil import copyfile
@@ -13,16 +14,70 @@ from moe_lab import results
 from moe_lab.calibration import settings as calibrations
 from moe_lab.config import CalibrationConfig, ModelConfig
 from moe_lab.grid import Cell
-from moe_lab.models.config_json import Size
+from moe_lab.json_files import write_json
+from moe_lab.models.config_json import Size, experts_implementation
 from moe_lab.study import memory
-from moe_lab.study.step import Step
+from moe_lab.study.step import Parts, Step, once
 from moe_lab.study.steps import tables
-from moe_lab.study.steps.engine import engine
-from moe_lab.study.steps.files import REPORT, STATISTICS, Files, loaded, read_text
-from moe_lab.study.steps.model import Facts, Loaded, loaded_as
+from moe_lab.study.steps.files import REPORT, STATISTICS, Files, Rows, engine, loaded, read_text
 
 Table = tuple[str, tuple[str, ...], Callable[[tables.Layers], list[tables.Row]]]
 """Name of a file, its columns, and the function that makes its rows from sums of layers."""
+
+
+class Facts(Step):
+    """Layers, experts and parameters of a model, from its configuration alone, and a hash of its files."""
+
+    kind = "model"
+    per_job = "steps"
+    model: ModelConfig
+
+    def label(self) -> str:
+        return self.model.name
+
+    def work(self, files: Files) -> None:
+        from moe_lab.models.facts import facts
+        from moe_lab.models.files import fingerprint, local_folder
+
+        folder = local_folder(self.model)
+        commit = folder.resolve().name if folder.resolve().parent.name == "snapshots" else None  # of the hub's cache
+        about = {**facts(self.model), "sha256": fingerprint(folder), "commit": commit}
+        write_json(files.out / "facts.json", about)
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """How a model's numbers are computed, where that changes bits."""
+
+    device: str
+    """cpu or cuda."""
+    dtype: str
+    """Precision of the loaded weights; "stored" for that of the files."""
+    experts: str
+    """The implementation of experts."""
+
+
+@cache
+def arithmetic(device: str, dtype: str) -> Arithmetic:
+    """How numbers are computed with `model.dtype` on a device that is resolved; the same object for equal settings."""
+    kind = "cpu" if device == "cpu" else "cuda"
+    usual = "float32" if kind == "cpu" else "stored"
+    return Arithmetic(kind, usual if dtype == "auto" else dtype, experts_implementation(device))
+
+
+class Loaded(Parts):
+    """A model as it is loaded. Which one it is the step with its facts identifies."""
+
+    facts: Facts
+    arithmetic: Arithmetic
+    model: ModelConfig
+    runtime = frozenset({"model"})
+
+
+@once
+def loaded_as(model: ModelConfig) -> Loaded:
+    """The model as steps load it."""
+    return Loaded(Facts(model), arithmetic(model.device, model.dtype), model)
 
 
 class OnText(Step):
@@ -34,7 +89,7 @@ class OnText(Step):
 
     loaded: Loaded
     text: CalibrationConfig
-    rows: tuple[int, int] | None = field(default=None, kw_only=True)
+    rows: Rows = field(default=None, kw_only=True)
     """The first row of a share of the text, and its end; None for all rows."""
 
     @property
@@ -196,7 +251,7 @@ class Similarity(Pass):
 
     kind = "similarity"
     streams = True
-    tap = "similarity:SimilarityTap"
+    tap = "damage:SimilarityTap"
 
 
 class LossRises(Pass):

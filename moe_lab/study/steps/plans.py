@@ -19,10 +19,8 @@ from moe_lab.models.files import fingerprint
 from moe_lab.paths import resolve
 from moe_lab.study.step import KINDS, Parts, Step
 from moe_lab.study.steps import tables
-from moe_lab.study.steps.engine import Streamed, engine
-from moe_lab.study.steps.files import STATISTICS, Files, loaded
-from moe_lab.study.steps.model import Facts, loaded_as
-from moe_lab.study.steps.passes import OnText
+from moe_lab.study.steps.files import STATISTICS, Files, Streamed, engine, loaded
+from moe_lab.study.steps.passes import Facts, OnText, loaded_as
 from moe_lab.study.steps.scores import (
     CHANNEL_SCORES,
     Places,
@@ -66,12 +64,11 @@ def check_engine(cell: Cell) -> None:
     if cell.calibration.engine != "streamed":
         return
     name = cell.allocation.name
-    compares = KINDS[allocation.get(name).step].needs_whole_model()
-    if compares or any(KINDS[need].needs_whole_model() for need in evidence_of(cell) if need != "by"):
-        what = "compares whole models" if compares else "reads the loss of the whole model with one part changed"
+    steps = [allocation.get(name).step, *(need for need in evidence_of(cell) if need != "by")]
+    if any(KINDS[step].needs_whole_model() for step in steps):
         raise UserError(
-            f"allocation={name} {what}, and calibration.engine=streamed has one decoder layer in memory: "
-            "expected calibration.engine=resident, or an allocation from sums, such as uniform"
+            f"allocation={name} compares whole models, and calibration.engine=streamed has one decoder layer in "
+            "memory: expected calibration.engine=resident, or an allocation from sums, such as uniform"
         )
 
 
@@ -91,14 +88,14 @@ def check_layout(cell: Cell) -> None:
     )
 
 
-def check_plan_file(cell: Cell) -> None:
+def check_plan_in(cell: Cell) -> None:
     """Raise UserError when allocation.path is a plan that still has to be aligned, or one of another model.
 
     The model is checked only if it is a folder on this machine; the step checks again.
     """
     from moe_lab.pruning.replace import check_aligned
 
-    plan, folder = plan_file(cell.allocation), Path(resolve(cell.model.path)).expanduser()
+    plan, folder = plan_in(cell.allocation), Path(resolve(cell.model.path)).expanduser()
     if plan is None:
         return
     if cell.allocation.replacement == "none":  # otherwise, a step of its own aligns it
@@ -107,18 +104,19 @@ def check_plan_file(cell: Cell) -> None:
         plan.check_origin(fingerprint(folder), cell.model.path)
 
 
-def plan_file(chosen: AllocationConfig) -> Any:
-    """The plan in the file allocation.path; None without a file, and for a schedule."""
+def plan_in(settings: AllocationConfig) -> Any:
+    """The plan in the file allocation.path; None without a file, and for a list of numbers."""
     from moe_lab.pruning.plan import Plan
 
-    return Plan.load(chosen.path) if chosen.path is not None and listed.is_plan(listed.read(chosen.path)) else None
+    path = settings.path
+    return Plan.load(path) if path is not None and listed.is_plan(listed.read(path)) else None
 
 
 def drops_whole_experts(cell: Cell) -> bool:
     """Whether the cell's plan removes experts from the router and keeps all channels of the others."""
     if cell.allocation.replacement != "none":
         return False
-    if (plan := plan_file(cell.allocation)) is not None:
+    if plan := plan_in(cell.allocation):
         return not plan.channels
     return criteria.get(cell.criterion.name).granularity == "expert"
 
@@ -255,7 +253,7 @@ class FromScores(MakesPlan):
         else:
             scored = files.expert_scores(self.scores)
         plan = plan_from_scores(settings, scored, granularity, model, evidence, provenance=about)
-        if given := plan_file(self.asked.allocation):  # it passed as an allocation: use it unchanged
+        if given := plan_in(self.asked.allocation):  # it passed as an allocation: use it unchanged
             plan = given
             plan.check(model["layers"])
             plan.check_origin(model["sha256"], "this model")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -22,8 +21,7 @@ from moe_lab.study import memory
 from moe_lab.study.step import Parts, Step
 from moe_lab.study.steps.alignment import plan_of
 from moe_lab.study.steps.files import Files, forget_loaded, loaded
-from moe_lab.study.steps.model import Facts, Loaded, loaded_as
-from moe_lab.study.steps.passes import OnText
+from moe_lab.study.steps.passes import Facts, Loaded, OnText, loaded_as
 from moe_lab.study.steps.plans import drops_whole_experts
 
 NO_RECOVERY = RecoveryConfig()
@@ -55,34 +53,16 @@ class Finetune(OnText):
         return f"{self.plan.label()}-{self.recovery.name}"
 
     def work(self, files: Files) -> None:
-        if self.recovery.fit is not None:
-            self._fit(files)
-            return
         from moe_lab.recovery.finetune import finetune
-
-        finetune(
-            *loaded(self.loaded.model),
-            files.plan(self.plan),
-            self.recovery,
-            self.text,
-            out=files.out,
-            partial=files.partial,
-            fingerprint={"step": self.id},
-            seed=self.seed,
-        )
-
-    def _fit(self, files: Files) -> None:
         from moe_lab.recovery.merge_fit import fit
 
-        places = {"out": files.out, "partial": files.partial}
-        model, plan = loaded(self.loaded.model), files.plan(self.plan)
-        report = fit(*model, plan, self.recovery, self.text, **places, fingerprint={"step": self.id})
-        print(
-            f"{self.folder}: fitted {report['fitted']} merged experts; {report['averaged']} saw fewer tokens than they "
-            "have channels, and keep the average of their members",
-            file=sys.stderr,
-            flush=True,
-        )
+        plan = files.plan(self.plan)
+        given = *loaded(self.loaded.model), plan, self.recovery, self.text
+        about: dict[str, Any] = {"out": files.out, "partial": files.partial, "fingerprint": {"step": self.id}}
+        if self.recovery.fit is not None:
+            fit(*given, **about)
+        else:
+            finetune(*given, **about, seed=self.seed)
 
     @property
     def backward(self) -> bool:  # type: ignore[override]
@@ -241,24 +221,18 @@ class Export(Step):
         return self.pruned.model
 
     def work(self, files: Files) -> None:
-        from moe_lab.models.files import local_folder
-
-        source = local_folder(self.about)
-        if self.pruned.is_recovered:
-            from moe_lab.recovery.export import check_widths
-
-            check_widths(source, files.plan(self.plan), _evaluated_dtype(self.about, source))
-        self._write(source, files)
-
-    def _write(self, source: Path, files: Files) -> None:
         """Write the checkpoint in stages: pruned, with changed weights, converted. Each is made from the one before;
         all but the last are in the folder of partial results, and are not made again."""
+        from moe_lab.models.files import local_folder
         from moe_lab.pruning.export import export as write
         from moe_lab.pruning.export import gguf
+        from moe_lab.recovery.export import check_widths
 
-        plan, shape = files.plan(self.plan), str(self.shape.shape)
+        source, plan, shape = local_folder(self.about), files.plan(self.plan), str(self.shape.shape)
         out = files.out / "checkpoint"
         is_rewritten, is_converted = self.pruned.is_recovered or self._is_compressed, self.shape.format == "gguf"
+        if self.pruned.is_recovered:
+            check_widths(source, plan, _evaluated_dtype(self.about, source))
         natural = files.partial / "natural" if is_rewritten or is_converted else out
         if not natural.exists():
             write(source, plan, natural, shape=shape)

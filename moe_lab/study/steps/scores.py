@@ -14,8 +14,7 @@ from moe_lab.models.config_json import check_plain_weights
 from moe_lab.study.step import KINDS, Step
 from moe_lab.study.steps import tables
 from moe_lab.study.steps.files import Files
-from moe_lab.study.steps.model import Facts
-from moe_lab.study.steps.passes import StatisticsPass
+from moe_lab.study.steps.passes import Facts, StatisticsPass
 
 CHANNEL_SCORES = "scores.safetensors"
 ByLayer = Mapping[int, Mapping[str, Any]]

@@ -21,13 +21,18 @@ POINTS = 21
 """Maximum number of points of an expert's concentration curve."""
 
 
+def _of_experts(layers: Layers, *names: str) -> list[Row]:
+    """Rows of a layer's experts with a number of each of these arrays (E,)."""
+    return [
+        (layer, expert, *values)
+        for layer, named in layers.items()
+        for expert, values in enumerate(zip(*(_array(named[name]).tolist() for name in names), strict=True))
+    ]
+
+
 def coverage(layers: Layers) -> list[Row]:
     """Rows of COVERAGE, one per expert: how many valid tokens were routed to it."""
-    return [
-        (layer, expert, int(tokens))
-        for layer, named in layers.items()
-        for expert, tokens in enumerate(named["tokens"].tolist())
-    ]
+    return [(layer, expert, int(tokens)) for layer, expert, tokens in _of_experts(layers, "tokens")]
 
 
 def experts(layers: Layers) -> list[Row]:
@@ -88,20 +93,14 @@ def gradients(layers: Layers) -> list[Row]:
 
 def weights(layers: Layers) -> list[Row]:
     """Rows of WEIGHTS, one per expert: sum |w|, sum w^2 and the number of its weights."""
-    rows = []
-    for layer, named in layers.items():
-        sums = zip(_array(named["abs_sum"]).tolist(), _array(named["square_sum"]).tolist(), strict=True)
-        rows += [(layer, expert, *values, float(named["count"])) for expert, values in enumerate(sums)]
-    return rows
+    return [
+        (layer, *row, float(layers[layer]["count"])) for layer, *row in _of_experts(layers, "abs_sum", "square_sum")
+    ]
 
 
 def ablations(layers: Layers) -> list[Row]:
     """Rows of ABLATIONS, one per expert: the rise of the model's loss without it, in nats per token."""
-    return [
-        (layer, expert, value)
-        for layer, named in layers.items()
-        for expert, value in enumerate(_array(named["ablation"]).tolist())
-    ]
+    return _of_experts(layers, "ablation")
 
 
 def concentration(scores: Mapping[int, Array]) -> list[Row]:

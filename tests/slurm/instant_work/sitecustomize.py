@@ -2,8 +2,8 @@
 
 Every step has PARTS parts, and saves after each. In the folder that INSTANT_WORK names, a file `hold-KIND` stops steps
 of that kind in their last part until it is removed, and `break-KIND` makes them fail; `parts` gets a line for every
-part that was done, `begun` one for every start of a step, with the process that does it. With `apart`, every step is a
-job. Each part takes INSTANT_PAUSE seconds, 0 by default.
+part that was done, `begun` one for every start of a step, with the process that does it. Each part takes INSTANT_PAUSE
+seconds, 0 by default.
 """
 
 import os
@@ -39,9 +39,5 @@ def _note(file: Path, line: str) -> None:
         notes.write(line + "\n")
 
 
-if Path(os.environ["INSTANT_WORK"], "apart").exists():
-    from moe_lab.study.slurm import arrays
-
-    arrays.STEPS_PER_JOB = 1
 for kind in KINDS.values():
     kind.work = instant  # type: ignore[method-assign]

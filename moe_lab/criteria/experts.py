@@ -1,8 +1,8 @@
-"""Criteria from what routed experts did on calibration tokens.
+"""Criteria of experts, from what they did on calibration tokens, from weights alone, or from nothing.
 
 N is the number of tokens routed to an expert, t runs over them, g is the gate, f the expert's output before the gate,
 ||.|| the Euclidean norm over the hidden dimension. An expert that saw no token scores 0, which is the lowest possible
-score.
+score. w is the concatenation of an expert's gate, up and down weights (biases and router left out), P its length.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from moe_lab.errors import UserError
 
 UNIFIED = "How to Score Experts for One-Shot MoE Expert Pruning, arXiv 2606.15716"
 EXPONENTS = (0, 1, 2)
+AIMER = "AIMER, arXiv 2603.18492"
 
 
 @criterion("frequency", needs=("statistics",), reference=UNIFIED)
@@ -109,6 +110,29 @@ def s_family(layer: Layer, b: float, alpha: int, beta: int) -> Array:
 def exact_damage(layer: Layer) -> Array:
     """sum_t ||y - y without j||: what the layer's output loses when expert j alone is removed."""
     return layer["damage"]
+
+
+@criterion("aimer", needs=("weights",), reference=AIMER)
+def aimer(layer: Layer) -> Array:
+    """-(||w||_1 / P) / sqrt(||w||_2^2 / P), in [-1, -1/sqrt(P)]; the flattest weights go first, so the ratio is
+    negated.
+
+    An expert of zeros scores 0, as in the released code: it is never pruned first.
+    """
+    absolute, square, count = layer["abs_sum"], layer["square_sum"], layer["count"]
+    return -absolute / numpy.where(square > 0, numpy.sqrt(count * square), 1)
+
+
+@criterion("magnitude", needs=("weights",), reference=AIMER)
+def magnitude(layer: Layer) -> Array:
+    """||w||_1 / P: the mean absolute weight."""
+    return layer["abs_sum"] / layer["count"]
+
+
+@criterion("random", needs=(), reference=AIMER, uses_seed=True)
+def random(layer: Layer) -> Array:
+    """Uniform on [0, 1): numpy's PCG64(seed), one draw of E numbers per layer, in layer order."""
+    return layer.random.random(layer.n_experts)
 
 
 def family(statistics: Mapping[int, Mapping[str, Any]], gate: str) -> list[tuple[int, int, int, int, int, float]]:
