@@ -9,8 +9,7 @@ from typing import Any
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import Unavailable, unknown
 from moe_lab.evaluation import mirror, rubric
-from moe_lab.evaluation.harness import Graded, check_count, graded_by_mean
-from moe_lab.evaluation.items import Answer, Item, Text, replace_surrogates
+from moe_lab.evaluation.harness import Answer, Graded, Item, Text, check_count, graded_by_mean, replace_surrogates
 from moe_lab.evaluation.judge import Judge, Verdict
 from moe_lab.evaluation.sandbox.policy import Policy
 from moe_lab.paths import cache
