@@ -11,7 +11,6 @@ from typing import Any, ClassVar, Self
 from moe_lab import results
 from moe_lab.calibration import settings as calibrations
 from moe_lab.config import CalibrationConfig, ModelConfig
-from moe_lab.errors import UserError
 from moe_lab.grid import Cell
 from moe_lab.models.config_json import Size
 from moe_lab.study import memory
@@ -145,17 +144,10 @@ class Pass(LeavesSums, OnText):
         return merged(read(file, framework="pt") for file in shares)
 
     def _merged(self, files: Files) -> Any:
-        """The sums of all shares. Raises UserError unless all have the same: one may be older than a sum of others."""
-        from moe_lab.statistics.sums import Statistics, header, names
+        """The sums of all shares. Raises UserError unless all have the same."""
+        from moe_lab.statistics.sums import Statistics, header
 
         shares = [files.path(step, STATISTICS) for step in self.merges]
-        of_shares = [names(file) for file in shares]
-        for step, own in zip(self.merges, of_shares, strict=True):
-            if lacking := sorted(set().union(*of_shares) - own):
-                raise UserError(
-                    f"calibration.parts={len(shares)}: the part {step.folder} lacks {', '.join(lacking)}, which other "
-                    "parts have: it is older than these sums, so remove it from the store and run again"
-                )
         copyfile(files.path(self.merges[0], REPORT), files.out / REPORT)  # each share has the report on the whole text
         return Statistics(self.merge(shares), {"kind": header(shares[0])["kind"], "fingerprint": {"step": self.id}})
 
