@@ -7,8 +7,9 @@
 # make evalscope: an environment for EvalScope alone, whose pins are not Hydra's; benchmarks that need it find it there.
 # make elsewhere: the tests as other users, with other Pythons, versions and folders; RUNS: which of them. It takes hours.
 # STORE: where results go. ARGS: more settings of the main job. JOBS: processes of the tests. TESTS: what else pytest is
-# told, such as one file. CONSTRAINTS: exact versions to install. The checks read what git tracks, wherever a store or
-# anything else that a run leaves may be.
+# told, such as one file, or "-m quick" for what takes two minutes and needs no network, before each commit.
+# CONSTRAINTS: exact versions to install. The checks read what git tracks, wherever a store or anything else that a run
+# leaves may be.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin

@@ -28,8 +28,8 @@ from benchmarks.data_sets import mirror_files
 from benchmarks.measure import parser, timed
 from moe_lab.config import BenchmarkConfig
 from moe_lab.evaluation import mirror
+from moe_lab.evaluation.harness import Answer, Item, Reply
 from moe_lab.evaluation.harnesses import evalscope
-from moe_lab.evaluation.items import Answer, Item, Reply
 from moe_lab.evaluation.mirror import benchmarks
 from moe_lab.evaluation.sandbox.client import namespaces_missing
 from moe_lab.evaluation.sandbox.policy import Policy

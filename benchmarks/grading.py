@@ -32,10 +32,9 @@ from typing import Any
 from benchmarks.measure import median_misses, parser, timed
 from moe_lab.config import BenchmarkConfig
 from moe_lab.evaluation import mirror
-from moe_lab.evaluation.harness import Graded
+from moe_lab.evaluation.harness import Answer, Graded, Item, Reply
 from moe_lab.evaluation.harnesses.evalplus import KeptGrader, grade, items, kept_grader
 from moe_lab.evaluation.harnesses.evalplus_grader import GradeRequest
-from moe_lab.evaluation.items import Answer, Item, Reply
 from moe_lab.evaluation.mirror import benchmarks, make
 from moe_lab.evaluation.sandbox.client import namespaces_missing
 from moe_lab.evaluation.sandbox.policy import Policy

@@ -17,7 +17,7 @@ from moe_lab.calibration.documents import Tools, render_whole
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError
 from moe_lab.evaluation.engines import Engine, Likelihood, Prompt, Row, Writing, Written, check_finite
-from moe_lab.evaluation.items import Answer, Document, Item, Messages, Pair, Reply, Text, Window
+from moe_lab.evaluation.harness import Answer, Document, Item, Messages, Pair, Reply, Text, Window
 from moe_lab.evaluation.reasoning import answer_in, may_think
 
 PARTS = 16

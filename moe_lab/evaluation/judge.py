@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -19,8 +20,9 @@ from urllib.parse import urlsplit
 import openai
 
 from moe_lab.config import JudgeConfig
+from moe_lab.config.identity import identity
 from moe_lab.errors import Unavailable
-from moe_lab.evaluation.rubric import Unparsable, judge_identity, score
+from moe_lab.evaluation.reasoning import answer_in
 from moe_lab.json_files import read_json, write_json
 
 _BUSY = (408, 409, 429)
@@ -33,8 +35,17 @@ PARALLEL = 8
 """Requests under way at the same time: enough for one server, and few enough for the limits of paid endpoints."""
 TIMEOUT = 120.0
 """Seconds to wait for one reply; judges that reason take up to a minute."""
+LOWEST, HIGHEST = 1.0, 10.0
+"""The scale of WildBench v2: very poor to perfect."""
+_SCORE = re.compile(r'"score"\s*:\s*', re.IGNORECASE)
+# A character must follow the number, because a reply may be cut off in the middle of 10.
+_NUMBER = re.compile(r'"?\s*(\d+(?:\.\d+)?)(?=["},\s])')
 UNPARSABLE_ATTEMPTS = 3
 """How often a text is sent while its replies hold no score: enough for one that broke off by chance."""
+
+
+class Unparsable(ValueError):
+    """A reply without a usable score."""
 
 
 @dataclass(frozen=True)
@@ -118,12 +129,12 @@ class Judge:
                 raise self._refused(error) from None
             else:
                 file.parent.mkdir(parents=True, exist_ok=True)
-                write_json(file, {"judge": judge_identity(self.settings), "reply": reply})
+                write_json(file, {"judge": identity(self.settings), "reply": reply})
                 return verdict
         return Verdict(None, reason)
 
     def _file(self, prompt: str) -> Path:
-        document = json.dumps([judge_identity(self.settings), prompt], sort_keys=True)
+        document = json.dumps([identity(self.settings), prompt], sort_keys=True)
         key = hashlib.sha256(document.encode()).hexdigest()
         return self.cache / key[:2] / f"{key}.json"
 
@@ -163,3 +174,24 @@ def _text(body: bytes) -> str:
     if choice.get("finish_reason") == "length" and '"score"' not in content:
         raise Unparsable("cut off at judge.max_tokens before a score")
     return content
+
+
+def score(reply: str) -> float:
+    """The number after the last "score" of the reply, between 1 and 10. Raises Unparsable when there is none.
+
+    It is the last, because a judge may quote the form while it reasons, before it gives its score. What stands between
+    the marks of a thought is not read.
+    """
+    verdict = answer_in(reply)
+    if verdict is None:
+        raise Unparsable("a thought that does not end")
+    *_, last = [None, *_SCORE.finditer(verdict)]
+    if last is None:
+        raise Unparsable('no "score"')
+    number = _NUMBER.match(verdict, last.end())
+    if number is None:
+        raise Unparsable(f'the last "score" is no number: {verdict[last.end() : last.end() + 20]!r}')
+    value = float(number[1])
+    if not LOWEST <= value <= HIGHEST:
+        raise Unparsable(f"score {number[1]} is not between 1 and 10")
+    return value

@@ -89,9 +89,9 @@ def identity(benchmark: BenchmarkConfig) -> dict[str, Any]:
     harness = HARNESSES[benchmark.harness]
     judged = {}
     if benchmark.judge:
-        from moe_lab.evaluation import rubric
+        from moe_lab.evaluation.harnesses import wildbench
 
-        judged = rubric.identity(benchmark)
+        judged = wildbench.identity(benchmark)
     return {
         **question_identity(benchmark),
         "reports": dict(benchmark.reports),
@@ -199,9 +199,9 @@ def lacking(benchmark: BenchmarkConfig, policy: Policy) -> Iterator[str]:
 
         yield from lm_eval_folders.problems(benchmark)
     if benchmark.harness == "wildbench":
-        from moe_lab.evaluation import rubric
+        from moe_lab.evaluation.harnesses import wildbench
 
-        yield from rubric.problems(benchmark, policy)
+        yield from wildbench.problems(benchmark, policy)
     if benchmark.harness == "evalscope":
         from moe_lab.evaluation.harnesses import evalscope
 

@@ -20,7 +20,6 @@ REGISTRY = "does not hand its experts to transformers' experts registry, so moe_
 CROSS = "is an encoder-decoder model; moe_lab handles causal language models"
 
 UNSUPPORTED = {
-    "bamba": "has no routed experts",
     "dbrx": REGISTRY,
     "deepseek_v4": "routes tokens by a hash table in its first layers",
     "doge": "retrieves its experts by product keys instead of routing to them",
@@ -28,9 +27,7 @@ UNSUPPORTED = {
     "gemma4_text": "keeps its experts beside a dense block in one layer",
     "inkling": "has a router without one row per expert",
     "inkling_text": "has a router without one row per expert",
-    "jetmoe": REGISTRY,
     "llama4": REGISTRY,
-    "llama4_text": REGISTRY,
     "longcat_flash": "routes to identity experts, which have no weights; " + REGISTRY,
     "nllb-moe": CROSS,
     "step3p7": REGISTRY,

@@ -147,11 +147,13 @@ def plus(name: str, total: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
 
 
 def merged(parts: Iterable[Layers]) -> Layers:
-    """The statistics of disjoint sets of tokens together. ValueError when they are not of the same names."""
+    """The statistics of disjoint sets of tokens together. UserError when they are not of the same names."""
     total: Layers = {}
     for layers in parts:
         if total and {n: total[n].keys() for n in total} != {n: layers[n].keys() for n in layers}:
-            raise ValueError("parts of one pass have statistics of different names, so they cannot be added")
+            raise UserError(
+                "calibration.parts: parts of one pass have different statistics: remove the older from the store"
+            )
         for layer, named in layers.items():
             here = total.setdefault(layer, {})
             for name, part in named.items():
@@ -162,7 +164,7 @@ def merged(parts: Iterable[Layers]) -> Layers:
 def merged_means(parts: Sequence[Statistics]) -> Layers:
     """Means over the tokens of all `parts`, from the mean of each part and header["predicted"], its number of tokens.
 
-    ValueError when they are not of the same names.
+    UserError when they are not of the same names.
     """
     counts = [int(part.header["predicted"]) for part in parts]
     sums = [

@@ -23,6 +23,7 @@ from moe_lab.config import (
     CriterionConfig,
     ExportConfig,
     LauncherConfig,
+    ModelConfig,
 )
 from moe_lab.errors import UserError, unknown
 from moe_lab.evaluation import engines, suite
@@ -36,12 +37,13 @@ from moe_lab.study.devices import check_device
 from moe_lab.study.estimates import check_memory
 from moe_lab.study.step import KINDS, Step
 from moe_lab.study.steps.costs import wrong_timing
-from moe_lab.study.steps.plans import check_engine, check_plan_in, plan_in
+from moe_lab.study.steps.plans import check_engine, check_plan_file, plan_in
 from moe_lab.study.steps.scores import check_weights, reads_text
 
 AVERAGE = "Avg"
 """Value of `objective` for the mean over benchmarks; other values are names of results."""
 TEXT_CHECKS: Mapping[str, Callable[[CalibrationConfig], object]] = {
+    "calibration": sources.first_record,
     "search": sources.check_answers,
     "instructions": sources.check_answers,
     "distill": sources.first_record,
@@ -65,6 +67,8 @@ def preflight(config: Config, requests: Iterable[Request]) -> list[str]:
         for groups, check_cell in OF_CELLS:
             for cell in _each(cells, *groups):
                 sentences += _said(check_cell, cell, config)
+        for text in _texts(cells):
+            sentences += _wrong_text(*text)
         for cell, benchmark in product(_each(cells, "model"), benchmarks):
             sentences += _said(_check_template, cell, benchmark)
         sentences += _said(_check_objective, config, benchmarks)
@@ -141,17 +145,23 @@ def _check_allocation(settings: AllocationConfig, criterion: CriterionConfig) ->
     allocation.check(settings, criteria.get(criterion.name).granularity)
 
 
-def _wrong_texts(cell: Cell, _: Config) -> Iterator[str]:
-    """Problems of the texts of a cell."""
-    if _reads_text(cell):
-        yield from calibrations.wrong(cell.calibration, sources.first_record)
-        yield from _said(calibrations.check_chat_template, cell.calibration, cell.model)
-        if cell.calibration.engine == "streamed":
-            yield from _said(config_json.check_plain_weights, cell.model, "calibration.engine=streamed")
-    for role, text in cell.texts.items():
-        yield from calibrations.wrong(text, TEXT_CHECKS.get(role))
-        if role in TEXT_CHECKS:
-            yield from _said(calibrations.check_chat_template, text, cell.model)
+def _texts(cells: Iterable[Cell]) -> Iterable[tuple[str, CalibrationConfig, ModelConfig]]:
+    """Each text that models read, with its use, once."""
+    distinct = {}
+    for cell in _each(cells, "model", "calibration", "criterion", "allocation", "recovery"):
+        texts = {**cell.texts, **({"calibration": cell.calibration} if _reads_text(cell) else {})}
+        for role, text in texts.items():
+            distinct[role, id(text), id(cell.model)] = (role, text, cell.model)
+    return distinct.values()
+
+
+def _wrong_text(role: str, text: CalibrationConfig, model: ModelConfig) -> Iterator[str]:
+    """Problems of a text, and with the model that reads it."""
+    yield from calibrations.wrong(text, TEXT_CHECKS.get(role))
+    if role in TEXT_CHECKS:
+        yield from _said(calibrations.check_chat_template, text, model)
+    if role == "calibration" and text.engine == "streamed":
+        yield from _said(config_json.check_plain_weights, model, "calibration.engine=streamed")
 
 
 def _check_template(cell: Cell, benchmark: BenchmarkConfig) -> None:
@@ -226,9 +236,8 @@ OF_CHOICES: Sequence[tuple[tuple[str, ...], Callable[..., object]]] = (
 )
 """Groups of a cell, and the check of the choices in them."""
 OF_CELLS: Sequence[tuple[tuple[str, ...], Callable[[Cell, Config], object]]] = (
-    (("model", "calibration", "allocation", "criterion", "recovery"), _wrong_texts),
     (("calibration", "allocation"), lambda cell, _: check_engine(cell)),
-    (("model", "allocation"), lambda cell, _: check_plan_in(cell)),
+    (("model", "allocation"), lambda cell, _: check_plan_file(cell)),
     (("model", "criterion", "allocation", "ratio"), _wrong_plan),
     (("model",), lambda cell, config: config.timing and wrong_timing(config.launcher, config.timed, cell.model)),
     (("model", "criterion", "recovery", "allocation"), _wrong_export),

@@ -92,21 +92,15 @@ class Worker:
         return {"message": message, "transient": code < 0}
 
 
-class Here:
+class Here(Worker):
     """Does steps in this process, except those with foreign code, which run in a worker."""
 
     def __init__(self, store: Store) -> None:
-        self.store, self.worker = store, Worker(store, f"{os.getpid()}-worker")
-
-    def __enter__(self) -> Here:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.worker.__exit__(*exception)
+        super().__init__(store, f"{os.getpid()}-worker")
 
     def __call__(self, step: Step, scratch: Path) -> None:
         if step.foreign:
-            self.worker(step, scratch)
+            super().__call__(step, scratch)
             return
         try:
             perform(step, Files.of(step, self.store, scratch))

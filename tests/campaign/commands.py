@@ -114,13 +114,11 @@ model.path | /no/such/folder pocket:olmeo 'two words' README.md
 model.revision | main v1
 model.device | tpu cdua cuda:99 cuda:-1 cuda:word
 model.top_k | 33
-model.search allocation=pocket_evolutionary | {generations:word}
 criterion.name | '' word
 criterion.parameters | {c:1} {b:word}
 criterion.parameters.b criterion=s_family | word nan null
 criterion.parameters.alpha criterion=s_family | word
 calibration.path | '' /no/such/file.txt /no/such/file.jsonl pocket:calibration/genral.jsonl moe_lab
-calibration.subset calibration=pocket_code | 1,2
 calibration.sources | [{calibration:nobody,share:0.5}] [{calibration:pocket_code}]
 calibration.engine | streem
 calibration.length | 10000000

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import math
+import re
 import subprocess
 import sys
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import naive
@@ -12,11 +14,12 @@ import numpy
 import pytest
 import tiny
 import torch
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_lab import criteria
-from moe_lab.config import GATES
+from moe_lab.config import GATES, CriterionConfig
 from moe_lab.errors import UserError
 from moe_lab.statistics.forward import ForwardTap
 from moe_lab.statistics.observe import Observer
@@ -125,14 +128,16 @@ def test_golden_values_of_aimer_and_magnitude() -> None:
     assert -criteria.score("aimer", weights(normal.tolist()), experts={0: 1})[0][0] == pytest.approx(0.7979, abs=2e-3)
 
 
-def test_random_is_one_generator_over_the_layers_in_order() -> None:
-    scores = criteria.score("random", {}, experts={3: 4, 1: 5}, seed=42)
+@pytest.mark.parametrize(("name", "more"), [("random", ()), ("channel_random", (6,))])
+def test_random_is_one_generator_over_the_layers_in_order(name: str, more: tuple[int, ...]) -> None:
+    shapes: dict[str, Any] = {"experts": {3: 4, 1: 5}, "widths": {3: 6, 1: 6}}
+    scores = criteria.score(name, {}, **shapes, seed=42)
     generator = numpy.random.Generator(numpy.random.PCG64(42))
-    assert numpy.array_equal(scores[1], generator.random(5))
-    assert numpy.array_equal(scores[3], generator.random(4))
-    assert not numpy.array_equal(criteria.score("random", {}, experts={3: 4, 1: 5}, seed=43)[1], scores[1])
+    assert numpy.array_equal(scores[1], generator.random((5, *more)))
+    assert numpy.array_equal(scores[3], generator.random((4, *more)))
+    assert not numpy.array_equal(criteria.score(name, {}, **shapes, seed=43)[1], scores[1])
     with pytest.raises(UserError, match="needs a seed"):
-        criteria.score("random", {}, experts={0: 4})
+        criteria.score(name, {}, **shapes)
 
 
 def edge() -> dict[int, dict[str, numpy.ndarray]]:
@@ -242,3 +247,27 @@ def test_what_a_criterion_says_it_uses_is_what_it_uses() -> None:
 def test_scoring_needs_no_torch() -> None:
     code = "import sys, moe_lab.criteria, moe_lab.statistics.sums; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "new_criterion.md"
+BLOCK = re.compile(r"`((?:moe_lab|conf|tests)/[\w/.]+)`[^`]*?:\n\n```\w+\n(.*?)```", re.DOTALL)
+
+
+def test_the_page_on_new_criteria_works_as_it_is_written() -> None:
+    """Its function is a criterion, its row of the test is the formula, and its file names a choice of parameters."""
+    (module, function), (file, chosen), (_, row) = BLOCK.findall(PAGE.read_text(encoding="utf-8"))
+    assert module == "moe_lab/criteria/peak.py" and file == "conf/criterion/peak_half.yaml"
+    inputs = statistics("olmoe")
+    try:
+        exec(function, {"__name__": "moe_lab.criteria.peak"})
+        settings = CriterionConfig(**yaml.safe_load(chosen))
+        criteria.check(settings.name, settings.parameters)
+        exec(row, {"NAIVE": NAIVE})
+        for power, name in ((1.0, "peak"), (0.5, settings.name)):
+            parameters = settings.parameters if power == 0.5 else {}
+            for layer, values in criteria.score(name, inputs, experts=experts(inputs), parameters=parameters).items():
+                reference = expected("olmoe", layer, "model", NAIVE["peak"]) ** power
+                assert naive.relative(torch.from_numpy(values), reference) < 1e-5
+    finally:
+        criteria.CRITERIA.pop("peak", None)
+        NAIVE.pop("peak", None)

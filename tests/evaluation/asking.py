@@ -15,8 +15,7 @@ from moe_lab.evaluation import run
 from moe_lab.evaluation.answers import Record, collect_answers
 from moe_lab.evaluation.engines import Engine, Prompt, Writing, Written
 from moe_lab.evaluation.engines.hf import LoadedModel
-from moe_lab.evaluation.harness import Graded
-from moe_lab.evaluation.items import Answer, Item, Reply, Text
+from moe_lab.evaluation.harness import Answer, Graded, Item, Reply, Text
 from moe_lab.evaluation.reasoning import answer_in
 from moe_lab.evaluation.sandbox.policy import Policy
 

@@ -22,11 +22,11 @@ from tokenizers.processors import TemplateProcessing
 
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError
-from moe_lab.evaluation import answers, items
+from moe_lab.evaluation import answers, harness
 from moe_lab.evaluation.answers import Record, collect_answers, render
 from moe_lab.evaluation.engines import Engine, Likelihood, Prompt, Row, Writing, Written
 from moe_lab.evaluation.engines.hf import LoadedModel
-from moe_lab.evaluation.items import Document, Item, Pair, Reply, Text
+from moe_lab.evaluation.harness import Document, Item, Pair, Reply, Text
 
 BENCHMARK = BenchmarkConfig("b", "lm_eval", "none", batch_size=2)
 
@@ -90,8 +90,8 @@ def test_a_killed_run_goes_on_with_the_same_batches_and_repeats_none_that_was_do
             with file.open("a") as lines:
                 lines.write('["0 cut of')
     assert found == expected and done == whole.batches_done
-    items.write(found, file)
-    assert items.read(file) == expected
+    harness.write_answers(found, file)
+    assert harness.read_answers(file) == expected
 
 
 def test_what_was_recorded_for_another_question_is_not_taken(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from processes import is_running, until
 from benchmarks.grading import canonical, count, raising, wrong_at_last
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError
-from moe_lab.evaluation import items, mirror, run
+from moe_lab.evaluation import harness, mirror, run
 from moe_lab.evaluation.harnesses import evalplus, evalplus_grader, evalplus_rules
 from moe_lab.evaluation.harnesses.evalplus import fenced_program
 from moe_lab.evaluation.harnesses.evalplus_rules import longest_program, sanitized
@@ -113,9 +113,9 @@ def test_answers_are_graded_again_without_their_model(tmp_path: Path, monkeypatc
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     benchmark, out = small_mirror(tmp_path), tmp_path / "out"
     model = Said(SAID)
-    items.write(run.answer(model, benchmark), tmp_path / run.ANSWERS)
+    harness.write_answers(run.answer(model, benchmark), tmp_path / run.ANSWERS)
     assert (model.writing.stop, model.writing.most, model.writing.chat) == ((), 2048, True)
-    answers = items.read(tmp_path / run.ANSWERS)
+    answers = harness.read_answers(tmp_path / run.ANSWERS)
     assert [answer.reply.thought + (answer.reply.text or "") for answer in answers] == SAID
     results = run.grade(answers, benchmark, out, policy=ALLOWED)
     assert [result["score"] for result in results] == [pytest.approx(2 / 3), pytest.approx(1 / 3)]

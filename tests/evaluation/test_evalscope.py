@@ -21,8 +21,8 @@ from moe_lab.child_process import Child, Refused
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError
 from moe_lab.evaluation import interpreters, mirror, run, suite
+from moe_lab.evaluation.harness import Answer, Reply
 from moe_lab.evaluation.harnesses import evalscope, evalscope_code, evalscope_worker
-from moe_lab.evaluation.items import Answer, Reply
 from moe_lab.evaluation.mirror import benchmarks
 from moe_lab.evaluation.sandbox.client import namespaces_missing
 from moe_lab.evaluation.sandbox.policy import NAMESPACES, Policy

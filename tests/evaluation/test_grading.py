@@ -19,7 +19,7 @@ from moe_lab.evaluation.sandbox.children import LimitedChildren
 from moe_lab.evaluation.sandbox.client import Runners, namespaces_missing
 from moe_lab.evaluation.sandbox.closed_world import leaves_closed_world
 from moe_lab.paths import resolve
-from tests.campaign.programs import CHEATS, SENDING, graded
+from tests.campaign.programs import CHEATS, SENDING, Program, graded
 
 pytestmark = pytest.mark.walls
 ADD = problem(900, "add", "return x + 1", [[1], [2]], [[-5], [10**30]])
@@ -103,11 +103,12 @@ def test_without_walls_a_runner_that_is_ended_later_costs_the_next_program_nothi
     assert found["mean"] == ("pass", "pass") and ended.exists()
 
 
-def test_whatever_a_program_sends_costs_its_own_verdict_alone() -> None:
+@pytest.mark.parametrize("programs", [SENDING, CHEATS], ids=["sending", "cheats"])
+def test_whatever_a_program_sends_costs_its_own_verdict_alone_and_none_can_be_forged(programs: list[Program]) -> None:
     if namespaces_missing():
         pytest.skip("no namespaces")
-    found = graded(SENDING)
-    assert not found.unexpected and not found.others, found
+    found = graded(programs)
+    assert not found.unexpected and not found.others and not found.escapes, found
 
 
 def test_what_a_program_returned_is_compared_within_limits(tmp_path: Path) -> None:
@@ -201,13 +202,6 @@ def test_a_grader_is_kept_until_it_ends(tmp_path: Path) -> None:
         assert kept.process is None
     finally:
         kept.close()
-
-
-def test_a_verdict_cannot_be_forged() -> None:
-    if namespaces_missing():
-        pytest.skip("no namespaces")
-    found = graded(CHEATS)
-    assert not found.unexpected and not found.others and not found.escapes, found
 
 
 def test_expected_outputs_are_kept_and_belong_to_their_data(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import torch
 from transformers import GenerationConfig
 
 from moe_lab.evaluation.engines import Likelihood, Row
-from moe_lab.evaluation.engines.greedy import greedy
+from moe_lab.evaluation.engines.hf import greedy
 from moe_lab.evaluation.engines.likelihoods import log_likelihoods
 
 NEW = 20
@@ -40,7 +40,7 @@ def sizes_of_passes(model: Any) -> list[tuple[int, int]]:
 def test_the_loop_gives_the_tokens_of_transformers_whenever_rows_end(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("moe_lab.evaluation.engines.greedy.LEFT", 0.9)
+    monkeypatch.setattr("moe_lab.evaluation.engines.hf.LEFT", 0.9)
     model = tiny.build(name)
     generator = torch.Generator().manual_seed(4)
     prompts = [torch.randint(3, tiny.VOCABULARY, (length,), generator=generator).tolist() for length in (9, 3, 7, 7, 5)]
@@ -88,7 +88,7 @@ def test_answers_that_are_read_with_their_prompts_change_no_text(name: str, monk
         for number, (prompt, answer) in enumerate(zip(prompts, answers, strict=True))
     ]
     for tokens in (80, 10**6):  # after which a pass may give logits: too few to read answers, or enough
-        monkeypatch.setattr("moe_lab.evaluation.engines.greedy.tokens_with_logits", lambda model, tokens=tokens: tokens)
+        monkeypatch.setattr("moe_lab.evaluation.engines.hf.tokens_with_logits", lambda model, tokens=tokens: tokens)
         texts = greedy(model, prompts, NEW, ends, 0, lambda left, _: [False] * len(left), rows)
         assert [text.tokens for text in texts] == expected
         read = tokens > 80 and name not in UNREAD

@@ -21,8 +21,8 @@ from moe_lab.config import BenchmarkConfig, JudgeConfig
 from moe_lab.config.base import SettingsError, valid
 from moe_lab.errors import Unavailable
 from moe_lab.evaluation import judge as judge_module
-from moe_lab.evaluation import rubric
-from moe_lab.evaluation.judge import Judge
+from moe_lab.evaluation.harnesses import wildbench
+from moe_lab.evaluation.judge import Judge, Unparsable, score
 from moe_lab.evaluation.sandbox.policy import Policy
 from moe_lab.study.step import error_document
 
@@ -196,15 +196,10 @@ def naive_score(reply: str) -> float | None:
 def test_the_last_score_counts_when_it_is_whole_and_on_the_scale(pieces: list[str]) -> None:
     reply = "".join(pieces)
     try:
-        found: float | None = rubric.score(reply)
-    except rubric.Unparsable:
+        found: float | None = score(reply)
+    except Unparsable:
         found = None
     assert found == naive_score(reply)
-
-
-def test_scores_are_shares_of_the_scale() -> None:
-    assert [rubric.rescaled(score) for score in (1, 5.5, 10)] == [0, 0.5, 1]
-    assert round(rubric.rescaled(5.0), 3) == 0.444
 
 
 BENCHMARK = BenchmarkConfig(
@@ -220,21 +215,24 @@ def test_a_template_is_filled_once(tmp_path: Path) -> None:
     ]
     (tmp_path / "own.md").write_text("{$history}|{$user_query}|{$model_output}|{$checklist}|{}")
     one = replace(BENCHMARK, parameters={"template": str(tmp_path / "own.md")})
-    filled = rubric.question(rubric.template(one), conversation, "{$checklist} {$x}", ["Rhymes?", "Short?"])
+    filled = wildbench.question(wildbench.template(one), conversation, "{$checklist} {$x}", ["Rhymes?", "Short?"])
     assert filled == ("USER: Hello\n\nASSISTANT: Hi|A poem about {$history}!|{$checklist} {$x}|- Rhymes?\n- Short?|{}")
-    own = rubric.question(rubric.template(BENCHMARK), conversation, "A rose", ["Rhymes?"])
+    own = wildbench.question(wildbench.template(BENCHMARK), conversation, "A rose", ["Rhymes?"])
     for part in ("ASSISTANT: Hi", "A poem about", "A rose", "- Rhymes?", '"strengths"', '"weaknesses"', '"score"'):
         assert part in own
-    before = rubric.identity(one)
+    before = wildbench.identity(one)
     (tmp_path / "own.md").write_text("{$user_query} {$model_output} {$checklist}")
-    assert rubric.identity(one)["template"] != before["template"] and rubric.identity(one)["judge"] == before["judge"]
+    assert (
+        wildbench.identity(one)["template"] != before["template"]
+        and wildbench.identity(one)["judge"] == before["judge"]
+    )
 
 
 def test_everything_wrong_with_a_judge_is_said_before_anything_is_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def problems(policy: Policy = Policy(allow_judge=True), **changes: Any) -> str:  # noqa: B008
-        return " & ".join(rubric.problems(replace(BENCHMARK, **changes), policy))
+        return " & ".join(wildbench.problems(replace(BENCHMARK, **changes), policy))
 
     assert problems() == ""
     assert "allow_judge=false" in problems(Policy()) and "allow_judge=true" in problems(Policy())

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import wait
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -236,20 +237,15 @@ def test_what_is_served_prefers_nothing(checkpoint: Path, subject: LoadedModel, 
 
 
 @pytest.fixture
-def fake(subject: LoadedModel) -> Iterator[Callable[..., ServedModel]]:
-    """A served subject whose texts are told."""
-    opened = []
+def fake(subject: LoadedModel) -> Iterator[Any]:
+    """Makes a served subject whose texts are told, and the endpoint that notes what it is asked."""
+    with ExitStack() as opened:
 
-    def make(answer: Callable[[dict[str, Any]], Reply], **changes: Any) -> tuple[ServedModel, Endpoint]:
-        context = endpoint(answer)
-        at = context.__enter__()
-        opened.append(context)
-        made = ServedModel(at.url, "m", subject.tokenizer, 512, {})
-        return replace(made, **changes), at
+        def make(answer: Callable[[dict[str, Any]], Reply], **changes: Any) -> tuple[ServedModel, Endpoint]:
+            at = opened.enter_context(endpoint(answer))
+            return replace(ServedModel(at.url, "m", subject.tokenizer, 512, {}), **changes), at
 
-    yield make  # type: ignore[misc]
-    for context in opened:
-        context.__exit__(None, None, None)
+        yield make
 
 
 def test_requests_are_greedy_on_the_wire(fake: Any) -> None:

@@ -17,7 +17,7 @@ from endpoint import Endpoint, Reply, endpoint, message
 
 from moe_lab.config import BenchmarkConfig, JudgeConfig
 from moe_lab.errors import Unavailable, UserError
-from moe_lab.evaluation import items, mirror, run, suite
+from moe_lab.evaluation import harness, mirror, run, suite
 from moe_lab.evaluation.harnesses import wildbench
 from moe_lab.evaluation.sandbox.policy import Policy
 
@@ -146,8 +146,8 @@ def test_conversations_that_are_too_long_count_as_nothing_written(
     asked = run.answer(SEVEN, benchmark)
     long = [f"session{number}#0" for number in CREATIVE if number % 2]
     assert [answer.item for answer in asked if answer.reply.ended == "too_long"] == long and len(long) == 73
-    items.write(asked, tmp_path / run.ANSWERS)
-    assert items.read(tmp_path / run.ANSWERS) == asked
+    harness.write_answers(asked, tmp_path / run.ANSWERS)
+    assert harness.read_answers(tmp_path / run.ANSWERS) == asked
 
     (result,) = run.grade(asked, benchmark, tmp_path, policy=ALLOWED)
     assert result["n"] == result["expected"] == 146 and len(at.asked) == 73

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from tiny import logits
 from torch.nn.functional import silu
-from transformers import LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from moe_lab.config import ModelConfig
 from moe_lab.errors import UserError
@@ -53,68 +53,47 @@ def settings(folder: Path, **changes: Any) -> ModelConfig:
     return ModelConfig(name="m", path=str(folder), **{"device": "cpu", **changes})
 
 
+LLAMA = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+LLAMA += ("num_key_value_heads", "rms_norm_eps", "attention_bias")
+
+
+@torch.no_grad()
 def naive(folder: Path) -> torch.Tensor:
-    """Logits (B, S, V) of all tokens in fp64, from the files alone: token after token, expert after expert."""
+    """Logits (B, S, V) of all tokens in fp64, from the files alone: a Llama with the paper's MoE blocks."""
     said = json.loads((folder / "config.json").read_text())
     weights = {name: tensor.double() for name, tensor in load_file(folder / "model.safetensors").items()}
-    return torch.stack([Naive(said, weights).read(row) for row in tiny.tokens()])
+    rope = {"rope_type": "default", "rope_theta": said["rope_theta"]}
+    model = LlamaForCausalLM(LlamaConfig(**{field: said[field] for field in LLAMA}, rope_parameters=rope)).double()
+    for number, layer in enumerate(model.model.layers):
+        if number >= said["first_k_dense_replace"] and number % said["moe_layer_freq"] == 0:
+            layer.mlp = PaperBlock(f"model.layers.{number}.mlp", said, weights)
+    lost, beyond = model.load_state_dict(weights, strict=False)
+    assert not lost and all(".mlp." in name for name in beyond)
+    logits: torch.Tensor = model.eval()(tiny.tokens()).logits
+    return logits
 
 
-class Naive:
-    """A Llama decoder with equations 9 to 11 of Dai et al. (2024) in its MoE layers."""
+class PaperBlock(torch.nn.Module):
+    """Equations 9 to 11 of Dai et al. (2024), token after token, expert after expert."""
 
-    def __init__(self, said: dict[str, Any], weights: dict[str, torch.Tensor]) -> None:
-        self.said, self.weights = said, weights
+    def __init__(self, at: str, said: dict[str, Any], weights: dict[str, torch.Tensor]) -> None:
+        super().__init__()
+        self.at, self.said, self.weights = at, said, weights
 
-    def read(self, ids: torch.Tensor) -> torch.Tensor:
-        stream = self.weights["model.embed_tokens.weight"][ids]
-        for layer in range(self.said["num_hidden_layers"]):
-            at = f"model.layers.{layer}"
-            stream = stream + self.attention(f"{at}.self_attn", self.norm(f"{at}.input_layernorm", stream))
-            rows = self.norm(f"{at}.post_attention_layernorm", stream)
-            dense = layer < self.said["first_k_dense_replace"] or layer % self.said["moe_layer_freq"]
-            feed = self.mlp if dense else self.moe
-            stream = stream + torch.stack([feed(f"{at}.mlp", row) for row in rows])
-        return self.norm("model.norm", stream) @ self.weights["lm_head.weight"].T
-
-    def norm(self, name: str, rows: torch.Tensor) -> torch.Tensor:
-        scale = (rows.square().mean(-1, keepdim=True) + self.said["rms_norm_eps"]).rsqrt()
-        return rows * scale * self.weights[f"{name}.weight"]
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return torch.stack([self.moe(row) for row in hidden.flatten(0, -2)]).view_as(hidden)
 
     def mlp(self, at: str, row: torch.Tensor) -> torch.Tensor:
         gate, up, down = (self.weights[f"{at}.{part}_proj.weight"] for part in ("gate", "up", "down"))
         return down @ (silu(gate @ row) * (up @ row))
 
-    def moe(self, at: str, row: torch.Tensor) -> torch.Tensor:
-        affinity = (self.weights[f"{at}.gate.weight"] @ row).softmax(0)
+    def moe(self, row: torch.Tensor) -> torch.Tensor:
+        affinity = (self.weights[f"{self.at}.gate.weight"] @ row).softmax(0)
         chosen = sorted(range(len(affinity)), key=lambda expert: -float(affinity[expert]))
         chosen = chosen[: self.said["num_experts_per_tok"]]
         whole = sum(affinity[expert] for expert in chosen) if self.said["norm_topk_prob"] else 1
-        mixed = sum(affinity[expert] / whole * self.mlp(f"{at}.experts.{expert}", row) for expert in chosen)
-        return mixed + self.mlp(f"{at}.shared_experts", row) if self.said["n_shared_experts"] else mixed
-
-    def attention(self, at: str, rows: torch.Tensor) -> torch.Tensor:
-        heads, groups = self.said["num_attention_heads"], self.said["num_key_value_heads"]
-        size = rows.shape[1] // heads
-        q, k, v = (rows @ self.weights[f"{at}.{part}_proj.weight"].T for part in "qkv")
-        found = []
-        for head in range(heads):
-            group = head * groups // heads
-            own, shared = slice(head * size, (head + 1) * size), slice(group * size, (group + 1) * size)
-            scores = self.turned(q[:, own]) @ self.turned(k[:, shared]).T / size**0.5
-            future = torch.ones_like(scores).triu(1).bool()
-            found.append(scores.masked_fill(future, -torch.inf).softmax(-1) @ v[:, shared])
-        return torch.cat(found, 1) @ self.weights[f"{at}.o_proj.weight"].T
-
-    def turned(self, rows: torch.Tensor) -> torch.Tensor:
-        """Channel i and channel i + half turned by position / theta ** (i / half)."""
-        half = rows.shape[1] // 2
-        speed = self.said["rope_theta"] ** -(torch.arange(half, dtype=torch.float64) / half)
-        angle = torch.arange(len(rows), dtype=torch.float64)[:, None] * speed
-        first, second = rows[:, :half], rows[:, half:]
-        return torch.cat(
-            [first * angle.cos() - second * angle.sin(), second * angle.cos() + first * angle.sin()], dim=1
-        )
+        mixed = sum(affinity[expert] / whole * self.mlp(f"{self.at}.experts.{expert}", row) for expert in chosen)
+        return mixed + self.mlp(f"{self.at}.shared_experts", row) if self.said["n_shared_experts"] else mixed
 
 
 def publish(folder: Path, **changes: Any) -> Any:

@@ -166,7 +166,7 @@ def test_a_field_is_part_of_the_identity_unless_its_class_says_that_it_changes_n
     group: str, field: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("moe_lab.evaluation.suite.data_digest", lambda benchmark: f"{benchmark.data} {benchmark.task}")
-    monkeypatch.setattr("moe_lab.evaluation.rubric.identity", lambda benchmark: identity(benchmark.judge))
+    monkeypatch.setattr("moe_lab.evaluation.harnesses.wildbench.identity", lambda benchmark: identity(benchmark.judge))
     schedules = {f"{{{name}}}": str(tmp_path / f"{name}.json") for name in ("first", "second")}
     for number, file in enumerate(schedules.values()):
         Path(file).write_text(f'{{"0": {number + 1}}}')

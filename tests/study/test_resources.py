@@ -99,15 +99,6 @@ def test_minutes_that_are_not_set_are_no_more_than_the_partition_allows(every: s
     assert module.resources([step()], chosen, lambda one: None, limits)["minutes"] == minutes
 
 
-def test_the_margin_and_the_gpus_of_the_cluster_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    small = resources([step()], settings("{gpu_memory: 48}"))
-    assert small["gpus"] >= 3 and small["cpus"] == module.CPUS_PER_GPU * small["gpus"]
-    pack = [step()] * 4
-    usual = resources(pack, ResourcesConfig())["minutes"]
-    monkeypatch.setattr(module, "MARGIN", 2 * module.MARGIN)
-    assert resources(pack, ResourcesConfig())["minutes"] == pytest.approx(2 * usual, abs=30)
-
-
 def test_the_most_particular_counts() -> None:
     cluster = settings(
         """
@@ -128,25 +119,24 @@ def test_the_most_particular_counts() -> None:
     assert resources([step(kind="model")], cluster)["gpus"] == 0, "a job of small steps is about no model"
 
 
-def test_shipped_models_ask_for_what_one_core_does() -> None:
-    pocket = ModelConfig(name="pocket", path="pocket:olmoe", threads=1)
-    asked = resources([step(pocket)], ResourcesConfig())
-    assert (asked["gpus"], asked["cpus"]) == (0, 1)
-    assert 1 <= asked["memory"] <= 4
+POCKET = ModelConfig(name="pocket", path="pocket:olmoe", threads=1)
 
 
-def test_zero_gpus_are_respected() -> None:
-    assert resources([step()], settings("{every: {gpus: 0, cpus: 32}}"))["gpus"] == 0
-
-
-def test_steps_without_a_model_ask_for_little() -> None:
-    asked = resources([step(kind="plan"), step(kind="scores")], ResourcesConfig())
-    assert (asked["gpus"], asked["cpus"]) == (0, 1) and asked["memory"] <= 2
-
-
-def test_a_model_nothing_is_known_of_gets_a_gpu() -> None:
-    asked = resources([step(ModelConfig(name="n", path="a/b"))], ResourcesConfig())
-    assert asked["gpus"] == 1
+@pytest.mark.parametrize(
+    ("kinds", "model", "text", "gpus", "cpus", "memory"),
+    [
+        (["evaluate"], POCKET, "{}", 0, 1, 4),
+        (["plan", "scores"], BIG, "{}", 0, 1, 2),
+        (["evaluate"], BIG, "{every: {gpus: 0, cpus: 32}}", 0, 32, None),
+        (["evaluate"], BIG, "{gpu_memory: 48}", 4, 32, None),
+        (["evaluate"], ModelConfig(name="unknown", path="a/b"), "{}", 1, 8, None),
+    ],
+)
+def test_gpus_and_cores_follow_from_the_work(
+    kinds: list[str], model: ModelConfig, text: str, gpus: int, cpus: int, memory: int | None
+) -> None:
+    asked = resources([step(model, kind) for kind in kinds], settings(text))
+    assert (asked["gpus"], asked["cpus"]) == (gpus, cpus) and asked["memory"] <= (memory or 10**6)
 
 
 @pytest.mark.parametrize(

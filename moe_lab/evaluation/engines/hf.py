@@ -1,11 +1,21 @@
-"""The loaded model as an engine: every benchmark's texts and likelihoods come from it in the same way."""
+"""The loaded model as an engine: every benchmark's texts and likelihoods come from it in the same way.
+
+Texts are written greedily for a batch of prompts, and end at different times. transformers prepares the inputs of each
+step, as a family needs them. The loop is ours, for two reasons: rows whose text is complete leave the batch; and a
+right answer, whose likelihood is asked for anyway, is read with its prompt, so that the text needs no steps as far as
+it is that answer.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
+
+import torch
+from transformers import DynamicCache, GenerationConfig
+from transformers.cache_utils import DynamicLayer
 
 from moe_lab.evaluation.engines import (
     Engine,
@@ -14,12 +24,17 @@ from moe_lab.evaluation.engines import (
     Row,
     Writing,
     Written,
+    check_finite,
     continuation,
     how_ended,
     with_tokenizers,
 )
-from moe_lab.evaluation.engines.greedy import greedy
-from moe_lab.evaluation.engines.likelihoods import log_likelihoods
+from moe_lab.evaluation.engines.likelihoods import has_full_attention, likelihood, log_likelihoods
+from moe_lab.models.device import tokens_with_logits
+from moe_lab.models.transformers_private import next_inputs
+
+LEFT = 0.75
+"""Complete rows leave the batch when at most this share of its rows is still generated: leaving copies the cache."""
 
 
 @dataclass(frozen=True)
@@ -79,3 +94,221 @@ def _has_stop(tokenizer: Any, stop: Sequence[str], texts: list[list[int]], new: 
     window = max(len(text.encode()) for text in stop) + new
     ends = tokenizer.batch_decode([ids[-window:] for ids in texts], clean_up_tokenization_spaces=False)
     return [any(text in end for text in stop) for end in ends]
+
+
+# Greedy generation.
+
+
+@dataclass
+class NewTokens:
+    """The new tokens after a prompt, and the likelihood of the right answer to it if that was read."""
+
+    tokens: list[int]
+    likelihood: Likelihood | None = None
+
+
+@torch.inference_mode()
+def greedy(
+    model: Any,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    ends: Collection[int],
+    padding: int,
+    is_complete: Callable[[list[list[int]], int], list[bool]],
+    answers: Sequence[Row | None] = (),
+) -> list[NewTokens]:
+    """The text after each of `prompts` (token ids), up to and with its first token of `ends`.
+
+    `padding` is the token to the left of shorter prompts. A text is complete at `max_new_tokens`, at an end token, and
+    where `is_complete` says so, which gets the new tokens of all others, and how many of them are new to it at most.
+
+    Where the family keeps keys and values alone, each of `answers`, whose rows begin with their prompts, is read with
+    its prompt.
+    """
+    batch = _Batch(prompts, answers or [None] * len(prompts), max_new_tokens, frozenset(ends), is_complete)
+    own = model.generation_config
+    # generate() would use the settings of the checkpoint that it is not given, such as a repetition penalty
+    model.generation_config = GenerationConfig(
+        max_new_tokens=max_new_tokens,
+        do_sample=False,
+        eos_token_id=sorted(ends),
+        pad_token_id=padding,
+        use_cache=True,
+    )
+    ids, attention = (table.to(model.device) for table in _padded(prompts, batch.answers, padding))
+    texts: list[NewTokens] = []
+    try:
+        model.generate(
+            input_ids=ids, attention_mask=attention, custom_generate=partial(_write, batch=batch, texts=texts)
+        )
+    finally:
+        model.generation_config = own
+    for text in texts:
+        length = next((place for place, token in enumerate(text.tokens, start=1) if token in ends), len(text.tokens))
+        del text.tokens[length:]
+    return texts
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """The arguments of `greedy`."""
+
+    prompts: Sequence[Sequence[int]]
+    answers: Sequence[Row | None]
+    most: int
+    ends: frozenset[int]
+    is_complete: Callable[[list[list[int]], int], list[bool]]
+
+    def open_rows(self, rows: Sequence[int], texts: Sequence[NewTokens], unseen: int) -> list[int]:
+        """Those of `rows` whose texts go on. At most the last `unseen` tokens of a text are new."""
+        going_on = [
+            row
+            for row in rows
+            if len(texts[row].tokens) < self.most and not self.ends & set(texts[row].tokens[-unseen:])
+        ]
+        complete = self.is_complete([texts[row].tokens for row in going_on], unseen)
+        return [row for row, ended in zip(going_on, complete, strict=True) if not ended]
+
+
+def _padded(
+    prompts: Sequence[Sequence[int]], answers: Sequence[Row | None], padding: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids and attention mask (B, L + A): prompts padded on the left to L tokens, then answers."""
+    longest = max(map(len, prompts))
+    left = [longest - len(prompt) for prompt in prompts]
+    rows = [answer.tokens if answer else prompt for prompt, answer in zip(prompts, answers, strict=True)]
+    ids = torch.full((len(rows), max(pad + len(row) for pad, row in zip(left, rows, strict=True))), padding)
+    attention = torch.zeros_like(ids)
+    for number, (pad, row) in enumerate(zip(left, rows, strict=True)):
+        ids[number, pad : pad + len(row)] = torch.tensor(row)
+        attention[number, pad : pad + len(row)] = 1
+    return ids, attention
+
+
+def _write(
+    model: Any, input_ids: torch.Tensor, generation_config: Any, *, batch: _Batch, texts: list[NewTokens], **others: Any
+) -> torch.Tensor:
+    """The loop, called by `generate`; `others` are arguments of the model's forward besides those of sampling."""
+    inputs = {name: value for name, value in others.items() if name not in ("logits_processor", "stopping_criteria")}
+    output, input_ids, inputs = _read(model, input_ids, inputs, batch, texts)
+    rows = open_rows = list(range(len(texts)))
+    new = torch.tensor([text.tokens[-1] for text in texts], device=input_ids.device)
+    unseen = max(len(text.tokens) for text in texts)
+    while True:
+        inputs = next_inputs(model, output, inputs)
+        input_ids = torch.cat([input_ids, new[:, None]], dim=1)
+        open_rows = batch.open_rows(open_rows, texts, unseen)
+        if not open_rows:
+            return input_ids
+        if len(open_rows) <= LEFT * len(rows):
+            kept = torch.tensor([rows.index(row) for row in open_rows], device=input_ids.device)
+            inputs["past_key_values"].reorder_cache(kept)
+            input_ids, inputs = input_ids[kept], _of_rows(kept, inputs, len(input_ids))
+            rows = open_rows
+        prepared = model.prepare_inputs_for_generation(
+            input_ids, next_sequence_length=1, is_first_iteration=False, **inputs
+        )
+        output = model(**prepared, return_dict=True)
+        new, largest = _likeliest(output.logits[:, -1])
+        choices = dict(zip(rows, zip(new.tolist(), largest, strict=True), strict=True))
+        for row in open_rows:  # what follows a complete text is of no use, whatever its logits
+            token, logit = choices[row]
+            check_finite(logit, "logit")
+            texts[row].tokens.append(token)
+        unseen = 1
+
+
+def _read(
+    model: Any, ids: torch.Tensor, inputs: dict[str, Any], batch: _Batch, texts: list[NewTokens]
+) -> tuple[Any, torch.Tensor, dict[str, Any]]:
+    """Read the prompts, with right answers after them where tokens can be forgotten again, and begin `texts`.
+
+    Returns the model's output, and the token ids and arguments for what is kept: prompts, and texts without their last
+    tokens. Answers are not read where their logits would take too much memory.
+    """
+    by_token = [name for name, value in inputs.items() if getattr(value, "shape", None) == ids.shape]
+    answers, longest = batch.answers, max(map(len, batch.prompts))
+    # white space at the end of a prompt counts as part of its answer
+    starts = [longest - (len(prompt) - row.start) for prompt, row in zip(batch.prompts, answers, strict=True) if row]
+    first = min([longest, *starts]) - 1
+    """The first place after which logits are needed."""
+    logits_read = len(ids) * (ids.shape[1] - first)
+    if not starts or logits_read > tokens_with_logits(model) or not _can_forget(model, inputs, by_token):
+        answers, first = [None] * len(ids), longest - 1
+    width = ids.shape[1] if any(answers) else longest
+    ids, inputs = ids[:, :width], inputs | {name: inputs[name][:, :width] for name in by_token}
+    if any(answers):
+        inputs["logits_to_keep"] = width - first
+    prepared = model.prepare_inputs_for_generation(ids, is_first_iteration=True, **inputs)
+    output = model(**prepared, return_dict=True)
+    for prompt, answer, logits in zip(batch.prompts, answers, output.logits[:, first - width :], strict=True):
+        text = _beginning(prompt, answer, logits[longest - 1 - first :], batch.most)
+        if answer:
+            before = longest - len(prompt) + answer.start - 1 - first
+            scored = logits[before : before + len(answer.tokens) - answer.start]
+            text.likelihood = likelihood(answer.tokens[answer.start :], scored)
+        texts.append(text)
+    if any(answers):
+        ids, inputs = _forget(output.past_key_values, ids, inputs, batch.prompts, texts)
+    return output, ids, inputs
+
+
+def _can_forget(model: Any, inputs: dict[str, Any], by_token: Collection[str]) -> bool:
+    """Whether the last tokens of each row can be forgotten: the cache has keys and values alone, each of one token."""
+    cache = inputs.get("past_key_values")
+    plain = (
+        type(cache) is DynamicCache and bool(cache.layers) and {type(layer) for layer in cache.layers} == {DynamicLayer}
+    )
+    told_apart = set(by_token) - {"attention_mask"} == {"position_ids"} and "logits_to_keep" in inputs
+    return plain and told_apart and has_full_attention(model)
+
+
+def _beginning(prompt: Sequence[int], answer: Row | None, logits: torch.Tensor, most: int) -> NewTokens:
+    """How a text begins: as its right answer does, if that is what the model would choose, and the next choice.
+
+    `logits` (n, V) are those after the prompt and after each token that follows it.
+    """
+    tokens = answer.tokens[len(prompt) :] if answer else ()
+    likeliest, largest = _likeliest(logits[: len(tokens) + 1])
+    choices = likeliest.tolist()
+    same = 0
+    while same < min(len(tokens), most - 1) and choices[same] == tokens[same]:
+        same += 1
+    for logit in largest[: same + 1]:
+        check_finite(logit, "logit")
+    return NewTokens(choices[: same + 1])
+
+
+def _forget(
+    cache: DynamicCache,
+    ids: torch.Tensor,
+    inputs: dict[str, Any],
+    prompts: Sequence[Sequence[int]],
+    texts: Sequence[NewTokens],
+) -> tuple[torch.Tensor, dict[str, Any]]:
+    """Forget of the answers what the texts do not begin with: it is masked, or dropped where no text has it."""
+    longest = max(map(len, prompts))
+    ends = [longest + len(text.tokens) - 1 for text in texts]
+    width = max(ends)
+    if width < ids.shape[1]:
+        cache.crop(width - ids.shape[1])
+    places = torch.arange(width, device=ids.device)
+    starts = [longest - len(prompt) for prompt in prompts]
+    first, end = (torch.tensor(columns, device=ids.device)[:, None] for columns in (starts, ends))
+    attention = ((places >= first) & (places < end)).long()
+    positions = (attention.cumsum(1) - 1).clamp(min=0)
+    return ids[:, :width], inputs | {"attention_mask": attention, "position_ids": positions}
+
+
+def _likeliest(logits: torch.Tensor) -> tuple[torch.Tensor, list[float]]:
+    """The likeliest tokens (n) by logits (n, V), and their logits. A logit that is NaN counts as the largest."""
+    tokens = logits.float().argmax(-1)
+    return tokens, logits.gather(-1, tokens[:, None])[:, 0].tolist()
+
+
+def _of_rows(rows: torch.Tensor, inputs: dict[str, Any], size: int) -> dict[str, Any]:
+    """Arguments of the model for some rows of a batch of `size`; the cache is the same object."""
+    return {
+        name: value[rows] if isinstance(value, torch.Tensor) and value.dim() > 1 and len(value) == size else value
+        for name, value in inputs.items()
+    }

@@ -19,11 +19,19 @@ from moe_lab.child_process import Child, Ended, Refused
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError, unknown, user_errors
 from moe_lab.evaluation import interpreters, mirror
-from moe_lab.evaluation.harness import HARNESSES, Graded, check_count, graded_by_mean
+from moe_lab.evaluation.harness import (
+    HARNESSES,
+    Answer,
+    Graded,
+    Item,
+    Text,
+    check_count,
+    graded_by_mean,
+    replace_surrogates,
+)
 from moe_lab.evaluation.harnesses.evalplus_grader import cores
 from moe_lab.evaluation.harnesses.evalscope_code import DataError
 from moe_lab.evaluation.harnesses.evalscope_worker import Request
-from moe_lab.evaluation.items import Answer, Item, Text, replace_surrogates
 from moe_lab.evaluation.sandbox.policy import NAMESPACES, Policy
 from moe_lab.results import Sample
 from moe_lab.start import command

@@ -17,9 +17,19 @@ from lm_eval.api.instance import Instance
 
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError, unknown
-from moe_lab.evaluation.harness import Graded, check_count, loss_result, mean_result
+from moe_lab.evaluation.harness import (
+    Answer,
+    Document,
+    Graded,
+    Item,
+    Pair,
+    Reply,
+    Text,
+    check_count,
+    loss_result,
+    mean_result,
+)
 from moe_lab.evaluation.harnesses.lm_eval_tasks import first_items, label_of, tasks
-from moe_lab.evaluation.items import Answer, Document, Item, Pair, Reply, Text
 from moe_lab.evaluation.sandbox.policy import Policy
 from moe_lab.results import Result, Sample
 

@@ -230,12 +230,12 @@ class Generate(AsksModel):
     runtime = frozenset({"benchmark"})
 
     def work(self, files: Files) -> None:
-        from moe_lab.evaluation import items, run
+        from moe_lab.evaluation import harness, run
 
         self.check_data(self.settings["questions"])
         with self.engine(files) as engine:
             answers = run.answer(engine, self.benchmark, self.record(files))
-        items.write(answers, files.out / run.ANSWERS)
+        harness.write_answers(answers, files.out / run.ANSWERS)
         self.show(answers[0].prompt)
 
     def disk(self, size: Size) -> float:
@@ -258,8 +258,8 @@ class Grade(Grades):
         return self.generate.label()
 
     def work(self, files: Files) -> None:
-        from moe_lab.evaluation import items, run
+        from moe_lab.evaluation import harness, run
 
         self.check_data(self.settings["benchmark"])
-        answers = items.read(files.path(self.generate, run.ANSWERS))
+        answers = harness.read_answers(files.path(self.generate, run.ANSWERS))
         run.grade(answers, self.benchmark, files.out, policy=self.policy)

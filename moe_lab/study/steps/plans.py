@@ -88,7 +88,7 @@ def check_layout(cell: Cell) -> None:
     )
 
 
-def check_plan_in(cell: Cell) -> None:
+def check_plan_file(cell: Cell) -> None:
     """Raise UserError when allocation.path is a plan that still has to be aligned, or one of another model.
 
     The model is checked only if it is a folder on this machine; the step checks again.
