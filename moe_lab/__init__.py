@@ -187,15 +187,12 @@ def _gather(need: str, model: Any, rows: Any) -> dict[int, dict[str, Any]]:
 
 
 def _checkpoint(model: Any) -> Path:
+    """The folder that a model was loaded from, which criteria of weights read."""
     from moe_lab.errors import UserError
 
-    folder = Path(model.name_or_path)
-    if not model.name_or_path or not folder.is_dir():
-        raise UserError(
-            f"model.name_or_path={model.name_or_path!r} is no folder: criteria of weights read the checkpoint that the "
-            "model was loaded from, load it with moe_lab.load(FOLDER)"
-        )
-    return folder
+    if not model.name_or_path or not Path(model.name_or_path).is_dir():
+        raise UserError(f"model.name_or_path={model.name_or_path!r} is no folder: expected moe_lab.load(FOLDER)")
+    return Path(model.name_or_path)
 
 
 def score(
@@ -300,12 +297,8 @@ def load_scores(folder: str | os.PathLike[str]) -> pd.DataFrame:
             scores = _scores_frame({int(layer): channels[layer] for layer in sorted(channels, key=int)})
         else:
             scores = pd.read_parquet(of_experts)
-    except FileNotFoundError:
-        raise UserError(
-            f"load_scores: {place} has no facts.json and scores: expected a model uploaded by push="
-        ) from None
-    except Damaged as error:
-        raise UserError(f"load_scores: {error}: download it again") from None
+    except (FileNotFoundError, Damaged) as error:
+        raise UserError(f"load_scores: {error}: expected a whole model that push=OWNER/NAME uploaded") from None
     files = [file for file in sorted(place.glob("*.safetensors")) if file != of_channels]
     sums = {file.stem: read(file) for file in files}
     facts["layers"] = {int(layer): about for layer, about in facts["layers"].items()}

@@ -176,7 +176,8 @@ class _Axes:
         known = self.files.names(axis)
         found: list[str | None] = []
         with Mistakes() as mistakes:
-            for pattern in (_pattern(str(each)) for each in lists.get(axis, ())):
+            for each in lists.get(axis, ()):
+                pattern = re.sub(r"^glob\((.*)\)$", r"\1", str(each))  # as words and files of Hydra write it
                 matches = [name for name in known if fnmatchcase(name, pattern)]
                 found += [None if name == self.draft.taken.get(axis) else name for name in matches]
                 mistakes += [] if matches else [str(unknown(self._place(axis), pattern, known))]
@@ -233,12 +234,6 @@ class _Axes:
         for setting, value in _differing(usual, own):
             assign(content, setting, value)
         return content
-
-
-def _pattern(written: str) -> str:
-    """A pattern of names: glob(x*) of Hydra's words is written in files, too."""
-    match = re.fullmatch(r"glob\((.*)\)", written)
-    return match[1] if match else written
 
 
 def _differing(usual: Mapping[Any, Any], own: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
@@ -389,10 +384,6 @@ def benchmarks(config: Config, protocol: ProtocolConfig, files: Files) -> list[B
 def _benchmark(name: str, content: Mapping[str, Any], config: Config, protocol: ProtocolConfig) -> BenchmarkConfig:
     differing = protocol.benchmarks
     changes = {**(differing.get(EVERY, {}) if content.get("data") else {}), **differing.get(name, {})}
-    allowed = [setting for setting in fields_of(BenchmarkConfig) if setting not in ("name", "harness")]
-    for setting in changes:
-        if setting not in allowed:
-            raise unknown(f"protocol={protocol.name}: benchmark {name}", setting, allowed)
     if "parameters" in changes:
         changes["parameters"] = {**content.get("parameters", {}), **changes["parameters"]}
     origin = f"protocol={protocol.name}: benchmark {name}" if changes else f"benchmark={name}"
@@ -404,16 +395,12 @@ def _benchmark(name: str, content: Mapping[str, Any], config: Config, protocol: 
             f"null with benchmark {name}, which has its own data"
         )
     interpreters = {str(program): python for program, python in config.interpreters.items()}
+    path, task = config.suite.path, benchmark.task
     return replace(
         benchmark,
         limit=config.suite.limit,
-        task=_task(config.suite.path, benchmark.task),
+        task=str(Path(path, task)) if path and task else path or task,
         root=config.data_root if benchmark.data else None,
         judge=config.judge if harness and harness.judged else None,
         python=interpreters.get(benchmark.harness),
     )
-
-
-def _task(path: str | None, task: str) -> str:
-    """The task in the folder that suite.path names, or the file that it names for a benchmark without a task."""
-    return str(Path(path, task)) if path and task else path or task
