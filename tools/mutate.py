@@ -3,7 +3,7 @@
     python -m tools.mutate record [PYTEST WORDS]       which test runs which line, from one run of the tests
     python -m tools.mutate break --seed 1 --lines 100  break lines one by one, and run the tests that run them
 
-`break` draws lines of moe_lab by the seed, changes one expression of each in a copy of the last commit, and runs up to
+`break` draws lines of moe_lab and analysis by the seed, changes one expression of each in a copy of the last commit, and runs up to
 `--tests` of its tests. It prints each line that no test noticed, for a person to say whether the change is equivalent,
 and writes all to FOLDER/SEED.jsonl. A run that was interrupted goes on where it stopped.
 """
@@ -31,7 +31,9 @@ SECONDS = 600
 TEST = "MOE_LAB_TEST"
 """Environment variable with the running test, which processes that it starts inherit."""
 CONFIGURATION = f"""[run]
-source = moe_lab
+source =
+    moe_lab
+    analysis
 data_file = {{folder}}/coverage
 parallel = true
 patch = subprocess
