@@ -9,7 +9,7 @@ import os
 import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import date
 from functools import lru_cache
 from pathlib import Path
@@ -22,7 +22,6 @@ from moe_lab.evaluation import interpreters, mirror
 from moe_lab.evaluation.harness import HARNESSES, Graded, check_count, graded_by_mean
 from moe_lab.evaluation.harnesses.evalplus_grader import cores
 from moe_lab.evaluation.harnesses.evalscope_code import DataError
-from moe_lab.evaluation.harnesses.evalscope_worker import Request
 from moe_lab.evaluation.items import Answer, Item, Text, replace_surrogates
 from moe_lab.evaluation.sandbox.policy import NAMESPACES, Policy
 from moe_lab.results import Sample
@@ -170,13 +169,17 @@ def _asked(benchmark: BenchmarkConfig, policy: Policy | None, method: str, **arg
         place = Path(folder)
         caches = {name: str(place / "cache") for name in ("HF_HOME", "MODELSCOPE_CACHE", "EVALSCOPE_CACHE")}
         homes = {"PYTHONNOUSERSITE": "1", "HOME": folder, "TMPDIR": folder}
-        data = _linked_data(benchmark, place / "data")
-        code = _code(benchmark, policy) if task.code else None
-        request = Request(benchmark.task, str(data), dataset_args, benchmark.limit, code)
+        arguments |= {
+            "name": benchmark.task,
+            "folder": str(_linked_data(benchmark, place / "data")),
+            "dataset_args": dataset_args,
+            "limit": benchmark.limit,
+            "code": _code(benchmark, policy) if task.code else None,
+        }
         line = command("moe_lab.evaluation.harnesses.evalscope_worker", python=interpreter(benchmark))
         with Child(line, {**kept, **caches, **offline, **homes}, place) as process:
             try:
-                return process.call(method, request=asdict(request), **arguments)
+                return process.call(method, **arguments)
             except Refused as error:
                 if error.kind == DataError.__name__:
                     raise UserError(f"benchmark {benchmark.name}: {error}") from None
