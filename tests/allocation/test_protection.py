@@ -19,7 +19,7 @@ from moe_lab import criteria
 from moe_lab.allocation import allocate, budgets, needs
 from moe_lab.allocation.protection import identity, super_experts, with_protected
 from moe_lab.allocation.registry import check
-from moe_lab.allocation.uniform import check_removals, count_subsets, kept_subsets
+from moe_lab.allocation.shapes import check_removals, count_subsets, kept_subsets
 from moe_lab.config import AllocationConfig
 from moe_lab.errors import UserError
 from moe_lab.models.discover import moe_layers
