@@ -136,17 +136,13 @@ def _wrong_together(config: Config, cells: Sequence[Cell], benchmarks: Sequence[
 
 
 def _wrong_exports(config: Config, cells: Sequence[Cell]) -> Iterator[str]:
-    """Problems of exports with the models, criteria, recoveries and allocations."""
+    """Problems of exports with the models, criteria and recoveries."""
     from moe_lab.pruning.export import settings
 
     for cell in _each(cells, "model", "criterion", "recovery"):
         criterion = criteria.CRITERIA.get(cell.criterion.name)
         granularity = criterion.granularity if criterion else None
         yield from settings.wrong(config.export, cell.model, cell.recovery, granularity, verify=config.verify)
-    for cell in (cell for cell in _each(cells, "model", "criterion", "allocation") if _is_known(cell)):
-        granularity, allocated = criteria.get(cell.criterion.name).granularity, allocation.get(cell.allocation.name)
-        if granularity in allocated.uneven:
-            yield from user_errors(settings.check_uneven, config.export, allocated.name)
 
 
 def _wrong_templates(cells: Sequence[Cell], benchmarks: Sequence[BenchmarkConfig]) -> Iterator[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from moe_lab.config import ExportConfig, ModelConfig, RecoveryConfig
-from moe_lab.errors import UserError, need, user_errors
+from moe_lab.errors import need, user_errors
 from moe_lab.models.checkpoint import open_checkpoint
 from moe_lab.models.config_json import check_plain_weights, check_trained_top_k, quantization
 from moe_lab.paths import local
@@ -48,13 +48,3 @@ def wrong(
             yield from user_errors(check_stored_apart, names, folder)
         if export.shape == "masked" and granularity == "expert" and not can_bar(names):
             yield f"export=masked: the routers in {folder} have {NO_BIAS}"
-
-
-def check_uneven(export: ExportConfig, allocation: str) -> None:
-    """Raise UserError when an allocation that is known to treat layers, or experts, differently is to be written as
-    GGUF in a shape that keeps the difference."""
-    if export.format == "gguf" and export.shape not in (None, "masked"):
-        raise UserError(
-            f"export.format=gguf: a GGUF file has one number of experts and one width for all layers, and "
-            f"allocation={allocation} gives them different ones: expected allocation=uniform, or export=masked"
-        )
