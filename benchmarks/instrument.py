@@ -25,7 +25,7 @@ import torch
 from benchmarks.measure import parser
 from moe_lab import criteria
 from moe_lab.allocation.problem import limits
-from moe_lab.allocation.uniform import same_share
+from moe_lab.allocation.shapes import same_share
 from moe_lab.calibration.batches import batches
 from moe_lab.config import BenchmarkConfig, CalibrationConfig, ModelConfig
 from moe_lab.evaluation.answers import collect_answers

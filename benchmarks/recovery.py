@@ -30,7 +30,7 @@ import yaml
 import moe_lab
 from benchmarks.measure import parser, ratios, rounds
 from moe_lab.allocation.problem import limits
-from moe_lab.allocation.uniform import same_share
+from moe_lab.allocation.shapes import same_share
 from moe_lab.calibration.batches import batches
 from moe_lab.config import BenchmarkConfig, CalibrationConfig, ModelConfig, RecoveryConfig
 from moe_lab.evaluation.engines.hf import LoadedModel

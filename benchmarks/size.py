@@ -71,7 +71,7 @@ def score(arguments: argparse.Namespace) -> dict[str, float]:
     """AIMER scores are read from it, and a plan made:"""
     from moe_lab import criteria
     from moe_lab.allocation.problem import limits
-    from moe_lab.allocation.uniform import same_share
+    from moe_lab.allocation.shapes import same_share
     from moe_lab.statistics.weights import weigh_experts
 
     folder = arguments.folder / "model"

@@ -18,7 +18,7 @@ from moe_lab.results import read_record
 MODULE = """
 import numpy
 from moe_lab.allocation import Allocation, register
-from moe_lab.allocation.uniform import experts
+from moe_lab.allocation.shapes import uniform_experts
 from moe_lab.criteria.registry import criterion
 
 
@@ -29,7 +29,7 @@ def crest(layer, power: float = 1.0):
 
 
 def like_uniform(problem):
-    return experts(problem)
+    return uniform_experts(problem)
 
 
 register(Allocation("like_uniform", "mine", {"expert": like_uniform}))

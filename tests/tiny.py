@@ -21,7 +21,7 @@ from transformers.utils import logging
 
 import moe_lab.models.ports  # noqa: F401  # makes more architectures known to transformers
 from moe_lab.allocation.problem import limits
-from moe_lab.allocation.uniform import same_share
+from moe_lab.allocation.shapes import same_share
 from moe_lab.models.discover import moe_layers
 from moe_lab.pruning.plan import Plan, make_plan
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy
 
-from moe_lab.allocation import align, grouping, uniform
+from moe_lab.allocation import coverage, grouping, shapes
 from moe_lab.allocation.problem import (
     Budgets,
     Channels,
@@ -71,7 +71,7 @@ def budgets(
     """
     function = _function(settings, "channel")
     values = {layer: numpy.asarray(scores[layer], dtype=numpy.float64) for layer in layers}
-    alignment = align.alignment_of(settings)
+    alignment = coverage.alignment_of(settings)
     protected = _protected(layers)
     raised = dict(values)
     for layer, experts in protected.items():
@@ -89,7 +89,7 @@ def budgets(
         if problem.fixed.sum() > problem.keep:
             raise RatioTooLarge(f"keeps {problem.keep} channels, but allocation.protect needs {problem.fixed.sum()}")
         kept = function(problem, **own(function, settings["parameters"]))
-        return kept if alignment is None else align.align(kept, values, alignment)
+        return kept if alignment is None else coverage.align(kept, values, alignment)
 
     return or_nearest(decide, settings["ratio"])
 
@@ -119,16 +119,16 @@ def _share_of_channels(
     """The share of channels that go. RatioTooLarge or RatioTooSmall when it is not in [0, 1), or blocks keep fewer."""
     share = routed_ratio(ratio, settings.get("ratio_basis", "routed"), model)
     check_ratio(share)
-    alignment = align.alignment_of(settings)
+    alignment = coverage.alignment_of(settings)
     if alignment is not None:
-        align.check_fits(alignment, layers, share)
+        coverage.check_fits(alignment, layers, share)
     return share
 
 
 def _check_experts(ratio: float, settings: Mapping[str, Any], layers: Layers) -> None:
     by_layer = limits(layers, settings["multiple_of"])
     if settings["name"] in ("uniform", "reconstruction", "sequential"):
-        uniform.same_share(by_layer, ratio)
+        shapes.same_share(by_layer, ratio)
     else:
         budget(by_layer, ratio)
     for layer, limit in by_layer.items():

@@ -12,7 +12,7 @@ from pydantic import Strict
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 
 from moe_lab import criteria
-from moe_lab.allocation import align, coverage, grouping, listed, protection, shapes, uniform
+from moe_lab.allocation import coverage, grouping, listed, protection, shapes
 from moe_lab.allocation.problem import keywords
 from moe_lab.config import AllocationConfig
 from moe_lab.config.base import SETTINGS, Positive, counting_fields, identity, valid
@@ -69,7 +69,7 @@ def _both(experts: Function, channels: Function) -> Mapping[Granularity, Functio
 ALLOCATIONS: dict[str, Allocation] = {
     allocation.name: allocation
     for allocation in (
-        Allocation("uniform", "all papers", _both(uniform.experts, uniform.channels)),
+        Allocation("uniform", "all papers", _both(shapes.uniform_experts, shapes.uniform_channels)),
         Allocation("global", f"{EVOESAP}; {HEAPR}", _both(shapes.global_experts, shapes.global_channels), uneven=BOTH),
         Allocation("layerwise", HEAPR, {"channel": shapes.layerwise}, uneven=("channel",)),
         Allocation("u_shaped", SLIMMING, _both(shapes.u_shaped, shapes.u_shaped), uneven=BOTH),
@@ -203,7 +203,7 @@ def _parameters(settings: AllocationConfig, allocation: Allocation, granularity:
     types = {**(allocation.parameters or {}), **(keywords(function) if function else {})}
     types |= grouping.parameters(settings.replacement)
     if granularity == "channel":
-        types |= {"zero_expert": ZeroExpert, "align": align.Alignment | None}
+        types |= {"zero_expert": ZeroExpert, "align": coverage.Alignment | None}
     strict = {name: Annotated[kind, Strict()] if kind in (int, float) else kind for name, kind in types.items()}
     group = make_dataclass("Parameters", [(name, kind, None) for name, kind in strict.items()])
     return pydantic_dataclass(group, config=SETTINGS)

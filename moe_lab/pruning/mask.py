@@ -31,12 +31,10 @@ from moe_lab.pruning.replace import check_aligned
 def mask(model: PreTrainedModel, plan: Plan) -> Iterator[None]:
     """A context in which `model` computes what `prune(model, plan)` would compute.
 
-    The results are equal bit for bit under eager experts for plans of whole experts, and within 1e-5 (fp32) for plans
-    of channels. Each router runs only on the rows and biases of its kept experts, whatever its formula, and the ids it
-    returns are mapped back to the original ids. Channels that are not kept are set to 0 before the down projection.
-    Expert weights are neither copied nor changed, but merged experts have weights of their own meanwhile. Layers may
-    keep different numbers of experts. On exit the model has its original tensors again. Contexts of the same model
-    cannot be nested.
+    Equal bit for bit under eager experts for plans of whole experts, and within 1e-5 (fp32) for plans of channels.
+    Each router runs on the rows and biases of its kept experts only, and the ids it returns are mapped back to the
+    original ids. Expert weights are neither copied nor changed, but merged experts have weights of their own meanwhile.
+    On exit the model has its original tensors again. Contexts of the same model cannot be nested.
 
     Raises UserError when the plan does not fit the model or still has to be aligned, or when weights of MoE blocks are
     offloaded. Raises RuntimeError when experts are called with a routing that did not come from the masked router, or

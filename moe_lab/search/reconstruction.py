@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from moe_lab.allocation.uniform import LIMIT, check_removals, kept_subsets
+from moe_lab.allocation.shapes import LIMIT, check_removals, kept_subsets
 from moe_lab.errors import UserError
 from moe_lab.models.discover import MoELayer
 from moe_lab.models.experts import spread, wide

@@ -79,7 +79,9 @@ class Store:
         try:
             self.root.mkdir(parents=True, exist_ok=True)
             self._check_marker()
-            write_json(self.root / MARKER, {"schema": SCHEMA})  # each time, to find out whether one may
+            if not (self.root / MARKER).exists():
+                write_json(self.root / MARKER, {"schema": SCHEMA})
+            os.utime(self.root)  # fails where one may not write
         except OSError as error:
             if error.errno in DISK_FULL:
                 raise UserError(NO_ROOM) from None

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_lab.allocation.align import Alignment, align, alignment_of, check_fits
+from moe_lab.allocation.coverage import Alignment, align, alignment_of, check_fits
 from moe_lab.allocation.problem import RatioTooLarge, RatioTooSmall
 from moe_lab.errors import UserError
 

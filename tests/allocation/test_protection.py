@@ -19,7 +19,7 @@ from moe_lab import criteria
 from moe_lab.allocation import allocate, budgets, needs
 from moe_lab.allocation.protection import identity, super_experts, with_protected
 from moe_lab.allocation.registry import check
-from moe_lab.allocation.uniform import check_removals, count_subsets, kept_subsets
+from moe_lab.allocation.shapes import check_removals, count_subsets, kept_subsets
 from moe_lab.config import AllocationConfig
 from moe_lab.errors import UserError
 from moe_lab.models.discover import moe_layers
@@ -36,24 +36,14 @@ def percentile(values: list[float], share: float) -> float:
     return ordered[low] + (rank - low) * (ordered[min(low + 1, len(ordered) - 1)] - ordered[low])
 
 
-def test_super_experts_are_those_of_equation_8() -> None:
-    values = numpy.ones(400)
-    values[[3, 250, 399]] = 55, 65, 700
-    layers = dict(enumerate(values.reshape(4, 100)))
-    assert percentile(values.tolist(), 0.995) == pytest.approx(55.05)
-    assert super_experts(layers, 4) == {3: [99]}  # 65 is above the percentile, not above 70
-    values[250] = 70
-    assert super_experts(layers, 4) == {3: [99]}  # both bounds are strict
-    values[250] = numpy.nextafter(70, 71)
-    assert super_experts(layers, 4) == {2: [50], 3: [99]}
-    assert super_experts(layers, 3) == {2: [50]}  # the pool stays that of all layers
-
-
 def test_published_maxima_give_the_published_experts() -> None:
     """Qwen3-30B-A3B: 744, 540 and 430 in layers 1 to 3, then 63.5; 1.2 elsewhere, so that P99.5 is low."""
     layers = {number: numpy.full(128, 1.2) for number in range(48)}
     layers[1][68], layers[2][92], layers[3][82], layers[47][5] = 744, 540, 430, 63.5
+    layers[4][1] = 74.4  # a tenth of the largest, and not above it
     assert super_experts(layers, 36) == {1: [68], 2: [92], 3: [82]}
+    layers[4][1] = numpy.nextafter(74.4, 75)
+    assert super_experts(layers, 36)[4] == [1] and 4 not in super_experts(layers, 4)
 
 
 @given(st.integers(0, 10_000), st.floats(0.2, 3))

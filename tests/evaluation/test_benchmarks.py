@@ -13,7 +13,7 @@ import pytest
 import torch
 from asking import ask, write
 from evalplus.provider.utility import EOS
-from harness_files import problem, write_lines
+from harness_files import write_lines
 
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError
@@ -192,11 +192,6 @@ def test_half_a_character_can_be_stored(subject: LoadedModel, tmp_path: Path, mo
     assert parquet.read_table(tmp_path / "out" / "samples.parquet").to_pylist()[0]["output"] == "? half"
 
 
-def mixed_ids(folder: Path) -> Path:
-    rows = [problem(1, "f", "return x", [[1]], []), {**problem(2, "g", "return x", [[1]], []), "task_id": "Mbpp/2"}]
-    return write_lines(folder / "mixed.jsonl", rows)
-
-
 @pytest.mark.parametrize(
     ("changes", "says"), [({"parameters": {"length": 99999}}, "length"), ({"task": "nowhere.txt"}, "nowhere.txt")]
 )
@@ -206,11 +201,3 @@ def test_a_mistake_leaves_no_folder(subject: LoadedModel, tmp_path: Path, change
     with pytest.raises(UserError, match=says):
         evaluate(subject, replace(good, **changes), tmp_path / "out", policy=Policy())
     assert not (tmp_path / "out").exists()
-
-
-def test_ids_of_two_benchmarks_in_one_file_are_refused(subject: LoadedModel, tmp_path: Path) -> None:
-    benchmark = BenchmarkConfig(
-        name="m", harness="evalplus", task=str(mixed_ids(tmp_path)), reports={"m": "base"}, max_new_tokens=4
-    )
-    with pytest.raises(UserError, match="Mbpp/N"):
-        evaluate(subject, benchmark, tmp_path / "out", policy=ALLOWED)

@@ -8,7 +8,7 @@ import os
 import pickle
 import re
 import sys
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -158,11 +158,10 @@ def test_items_beyond_the_limit_are_taken_from_all_subsets_alike(monkeypatch: py
     names = [name for name, _ in evalscope_worker._named(subsets, 5)]
     assert [name.partition(" ")[0] for name in names] == ["easy/0", "easy/1", "easy/2", "hard/0", "hard/1"]
     assert len(list(evalscope_worker._named(subsets, None))) == 6
-    monkeypatch.setattr(evalscope_worker, "load", lambda _, asking: (None, dict(evalscope_worker._named(subsets, 5))))
+    monkeypatch.setattr(evalscope_worker, "load", lambda **_: (None, dict(evalscope_worker._named(subsets, 5))))
     subsets["easy"][1].input[0].text = "another question"
-    request = asdict(evalscope_worker.Request("gsm8k", "", {}))
     with pytest.raises(AssertionError, match="answers and questions are not the same: easy/1"):
-        evalscope_worker.Worker().grade(request, dict.fromkeys(names, "text"))
+        evalscope_worker.Worker().grade(dict.fromkeys(names, "text"), code=None)
 
 
 class _Hostile:
@@ -182,7 +181,7 @@ def test_the_process_needs_nothing_of_this_environment() -> None:
     """Its imports succeed where there is no package at all, and what it asks next is EvalScope."""
     python, *words = command(evalscope_worker.__name__)
     with Child([python, "-S", *words], {}) as process, pytest.raises(Refused) as refused:
-        process.call("questions", request=asdict(evalscope_worker.Request("gsm8k", "", {})))
+        process.call("questions", name="gsm8k", folder="", dataset_args={}, limit=None, code=None)
     assert (refused.value.kind, str(refused.value)) == ("ModuleNotFoundError", "No module named 'evalscope'")
 
 

@@ -60,11 +60,3 @@ def test_lm_eval_scores_right_answers_one_and_wrong_ones_zero(
     for metric in metrics:
         if metric in right:
             assert (right[metric], wrong[metric]) == (1.0, 0.0)
-
-
-@pytest.mark.parametrize("skill", MULTIPLE_CHOICE)
-def test_the_right_choice_has_no_favourite_place(skill: str, data: Path) -> None:
-    rows = lines(data / "benchmarks" / f"{skill}.jsonl")
-    labels = [row["label"] for row in rows]
-    places = len(rows[0].get("choices") or rows[0]["contexts"])
-    assert max(labels.count(place) for place in range(places)) < len(rows) / places * 1.45

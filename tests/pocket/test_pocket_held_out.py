@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from itertools import combinations, islice
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tools.pocket.benchmarks import PROGRAMS
 from tools.pocket.corpus import documents
-from tools.pocket.examples import Example, held_out
-from tools.pocket.functions import Program, side
+from tools.pocket.examples import Example
 from tools.pocket.recipes import RECIPES
 from tools.pocket.world import World
 
@@ -64,33 +62,6 @@ def test_the_training_text_holds_no_item(training: list[Example], items: dict[st
     keys = {(example.skill, example.key) for examples in items.values() for example in examples}
     assert not [document.text for document in training if document.text in texts]
     assert not [document.text for document in training if (document.skill, document.key) in keys]
-
-
-def test_items_are_on_the_held_out_side_by_rule(items: dict[str, list[Example]]) -> None:
-    for skill, examples in items.items():
-        for example in examples:
-            if skill in PROGRAMS:
-                assert side(example.details["program"]) == skill
-            else:
-                assert held_out(example.skill, example.key)
-
-
-def _pairs(program: Program) -> set[tuple[str, ...]]:
-    names = [applied.name for applied in program.operations]
-    return {(program.domain, *sorted(pair)) for pair in combinations(names, 2)}
-
-
-def test_livecodebench_composes_what_training_never_composes(
-    training: list[Example], items: dict[str, list[Example]]
-) -> None:
-    """Each problem has a pair of operations that no function of the training text has, but knows each of the two."""
-    programs = [document.details["program"] for document in training if "program" in document.details]
-    pairs = set().union(*map(_pairs, programs))
-    operations = {(program.domain, applied.name) for program in programs for applied in program.operations}
-    for example in items["livecodebench"]:
-        program = example.details["program"]
-        assert _pairs(program) - pairs
-        assert {(program.domain, applied.name) for applied in program.operations} <= operations
 
 
 def test_training_makes_no_call_that_an_item_asks_for(training: list[Example], items: dict[str, list[Example]]) -> None:

@@ -7,9 +7,7 @@ from typing import Any
 import pytest
 
 from tools.pocket.benchmarks import COUNTS
-from tools.pocket.examples import END_OF_TEXT, Example
-from tools.pocket.facts import LETTERS
-from tools.pocket.tokens import PADDING
+from tools.pocket.examples import Example
 
 
 def continuations(example: Example) -> list[tuple[str, str]]:
@@ -29,17 +27,6 @@ def test_a_prompt_tokenizes_alone_as_it_does_with_its_answer(
             alone, whole = tokenizer.encode(prompt), tokenizer.encode(prompt + answer)
             assert whole[: len(alone)] == alone
             assert whole == alone + tokenizer.encode(answer)
-
-
-def test_digits_line_ends_and_letters_are_single_tokens(tokenizer: Any) -> None:
-    assert tokenizer.tokenize("120\n\n7") == ["1", "2", "0", "Ċ", "Ċ", "7"]
-    assert all(len(tokenizer.encode(f" {letter}")) == 1 for letter in LETTERS)
-
-
-def test_special_tokens(tokenizer: Any) -> None:
-    assert (tokenizer.eos_token, tokenizer.pad_token, tokenizer.bos_token) == (END_OF_TEXT, PADDING, None)
-    assert tokenizer.encode(END_OF_TEXT) == [tokenizer.eos_token_id]
-    assert tokenizer.encode("a") == tokenizer.encode("a", add_special_tokens=False)
 
 
 def test_any_text_comes_back(tokenizer: Any) -> None:

@@ -31,7 +31,6 @@ from moe_lab.errors import Unavailable, UserError
 from moe_lab.models.files import local_folder
 from moe_lab.paths import resolve
 from moe_lab.pruning.export import export, gguf
-from moe_lab.pruning.export.settings import check_uneven
 from moe_lab.pruning.plan import Plan
 from moe_lab.pruning.prune import prune
 from moe_lab.recovery.apply import TENSORS
@@ -161,9 +160,6 @@ def test_only_plans_that_leave_one_shape_are_converted(fake: Callable[[str], Pat
         with pytest.raises(UserError, match=r"^export.format=gguf: .* export=masked"):
             perform(*work(tmp_path / "model", random_plan(model, way), fake(WRITES), tmp_path))
         assert not any((tmp_path / "scratch").iterdir()) and not (tmp_path / "partial").exists()
-    check_uneven(ExportConfig("masked", "gguf"), "global")
-    with pytest.raises(UserError, match="allocation=global"):
-        check_uneven(ExportConfig("padded", "gguf"), "global")
 
 
 @pytest.mark.parametrize(

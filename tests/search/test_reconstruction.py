@@ -12,7 +12,7 @@ import pytest
 import tiny
 import torch
 
-from moe_lab.allocation.uniform import check_removals, count_subsets, kept_subsets
+from moe_lab.allocation.shapes import check_removals, count_subsets, kept_subsets
 from moe_lab.errors import UserError
 from moe_lab.models.discover import MoELayer, moe_layers
 from moe_lab.models.streamed import StreamedModel

@@ -11,7 +11,7 @@ from numpy.random import PCG64, Generator
 from scipy.stats import chisquare
 
 from moe_lab.errors import UserError
-from moe_lab.search.schedules import PATTERNS, Problem, Schedule, Space, pattern, project, space_of
+from moe_lab.search.schedules import Problem, Schedule, Space, pattern, project, space_of
 
 
 def enumerated(problem: Problem, granularity: int) -> list[Schedule]:
@@ -118,10 +118,6 @@ BY_HAND = {
 @pytest.mark.parametrize("name", BY_HAND)
 def test_patterns_as_computed_by_hand(name: str) -> None:
     assert pattern(name, space(8, 16, 2, 32), Generator(PCG64(0))) == BY_HAND[name]
-
-
-def test_there_are_twelve() -> None:
-    assert set(PATTERNS) == {*BY_HAND, "random"} and len(PATTERNS) == 12
 
 
 def test_random_is_in_proportion_to_uniform_weights() -> None:

@@ -9,7 +9,7 @@ import os
 import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import date
 from functools import lru_cache
 from pathlib import Path
@@ -31,7 +31,6 @@ from moe_lab.evaluation.harness import (
 )
 from moe_lab.evaluation.harnesses.evalplus_grader import cores
 from moe_lab.evaluation.harnesses.evalscope_code import DataError
-from moe_lab.evaluation.harnesses.evalscope_worker import Request
 from moe_lab.evaluation.sandbox.policy import NAMESPACES, Policy
 from moe_lab.results import Sample
 from moe_lab.start import command
@@ -178,13 +177,17 @@ def _asked(benchmark: BenchmarkConfig, policy: Policy | None, method: str, **arg
         place = Path(folder)
         caches = {name: str(place / "cache") for name in ("HF_HOME", "MODELSCOPE_CACHE", "EVALSCOPE_CACHE")}
         homes = {"PYTHONNOUSERSITE": "1", "HOME": folder, "TMPDIR": folder}
-        data = _linked_data(benchmark, place / "data")
-        code = _code(benchmark, policy) if task.code else None
-        request = Request(benchmark.task, str(data), dataset_args, benchmark.limit, code)
+        arguments |= {
+            "name": benchmark.task,
+            "folder": str(_linked_data(benchmark, place / "data")),
+            "dataset_args": dataset_args,
+            "limit": benchmark.limit,
+            "code": _code(benchmark, policy) if task.code else None,
+        }
         line = command("moe_lab.evaluation.harnesses.evalscope_worker", python=interpreter(benchmark))
         with Child(line, {**kept, **caches, **offline, **homes}, place) as process:
             try:
-                return process.call(method, request=asdict(request), **arguments)
+                return process.call(method, **arguments)
             except Refused as error:
                 if error.kind == DataError.__name__:
                     raise UserError(f"benchmark {benchmark.name}: {error}") from None

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from hashlib import sha256
 from importlib.metadata import version
 from itertools import repeat
@@ -25,46 +24,29 @@ Samples = dict[str, Any]
 """Name of an item -> EvalScope's sample."""
 
 
-@dataclass(frozen=True)
-class Request:
-    """A task of EvalScope and its data."""
-
-    task: str
-    """EvalScope's name, such as gsm8k."""
-    folder: str
-    """The data, in the layout of the hub. EvalScope may delete files in it."""
-    dataset_args: dict[str, Any]
-    """EvalScope's settings of the task: subset_list, eval_split, few_shot_num."""
-    limit: int | None = None
-    """Number of items, taken evenly from the subsets; None: all."""
-    code: dict[str, Any] | None = None
-    """Fields of `evalscope_code.CodeSettings`, for tasks whose answers are programs."""
-
-
 class Worker:
-    """What the process does."""
+    """What the process does, for a task and its data: the arguments of `load`."""
 
     def __init__(self) -> None:
         self._programs: evalscope_code.Programs | None = None
 
-    def questions(self, request: dict[str, Any]) -> list[dict[str, Any]]:
+    def questions(self, **task: Any) -> list[dict[str, Any]]:
         """Dicts of item and messages."""
-        _, samples = load(Request(**request), asking=True)
+        _, samples = load(**task, asking=True)
         return [{"item": name, "messages": _messages(sample)} for name, sample in samples.items()]
 
-    def grade(self, request: dict[str, Any], texts: dict[str, str]) -> dict[str, Any]:
+    def grade(self, texts: dict[str, str], **task: Any) -> dict[str, Any]:
         """Versions, and samples: dicts of item, outcome (None where EvalScope could not compare), extracted and why.
 
         `texts` has an answer for each item. Raises AssertionError unless the items are those of the questions.
         """
-        asked = Request(**request)
         grade: Callable[[Any, Any], dict[str, Any]] = _grade
         parallel = 1
-        if asked.code:
+        if task["code"]:
             # Before the data is loaded, as programs need processes that are forked while there are no threads.
-            self._programs = evalscope_code.Programs(evalscope_code.CodeSettings(**asked.code))
+            self._programs = evalscope_code.Programs(evalscope_code.CodeSettings(**task["code"]))
             grade, parallel = self._programs.grade, self._programs.settings.processes
-        adapter, samples = load(asked, asking=False)
+        adapter, samples = load(**task, asking=False)
         other = set(texts) ^ set(samples)
         assert not other, f"answers and questions are not the same: {sorted(other)[0]} is only on one side"
         states = [_answered(sample, texts[name]) for name, sample in samples.items()]
@@ -79,24 +61,34 @@ class Worker:
             self._programs.close()
 
 
-def load(request: Request, *, asking: bool) -> tuple[Any, Samples]:
-    """EvalScope's adapter of a task, and its samples in the order of the data, subset by subset.
+def load(
+    name: str,
+    folder: str,
+    dataset_args: dict[str, Any],
+    limit: int | None,
+    code: dict[str, Any] | None,
+    *,
+    asking: bool,
+) -> tuple[Any, Samples]:
+    """EvalScope's adapter of the task `name`, and its samples in the order of the data, subset by subset.
 
-    Raises evalscope_code.DataError if there are none.
+    `folder`: the data, in the layout of the hub; EvalScope may delete files in it. `dataset_args`: EvalScope's settings
+    of the task. `limit`: number of items, taken evenly from the subsets (None: all). `code`: fields of `CodeSettings`
+    for tasks whose answers are programs. Raises evalscope_code.DataError if there are no samples.
     """
     from evalscope import TaskConfig
     from evalscope.api.registry import get_benchmark
 
-    args = {request.task: {"dataset_id": request.folder, **request.dataset_args}}
-    adapter = get_benchmark(request.task, TaskConfig(datasets=[request.task], dataset_args=args))
-    if request.code:
-        settings = evalscope_code.CodeSettings(**request.code)
+    args = {name: {"dataset_id": folder, **dataset_args}}
+    adapter = get_benchmark(name, TaskConfig(datasets=[name], dataset_args=args))
+    if code:
+        settings = evalscope_code.CodeSettings(**code)
         adapter.record_to_sample = evalscope_code.selected(adapter.record_to_sample, settings, asking=asking)
         with evalscope_code.only_text_unpickled(settings):
             subsets = adapter.load_dataset()
     else:
         subsets = adapter.load_dataset()
-    samples = dict(_named(subsets, request.limit))
+    samples = dict(_named(subsets, limit))
     if not samples:
         raise evalscope_code.DataError("no item is left to ask: the data or the dates are others than expected")
     return adapter, samples

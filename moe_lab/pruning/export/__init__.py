@@ -12,8 +12,8 @@ from pathlib import Path
 
 from moe_lab.errors import UserError
 from moe_lab.models.checkpoint import INDEX, bits_of, open_checkpoint, read_json
-from moe_lab.models.config_json import quantization_method
-from moe_lab.models.families import EXTRA_PREDICTION, family_of, predicting_experts
+from moe_lab.models.config_json import LAYERS_FIELD, quantization_method
+from moe_lab.models.families import family_of, predicting_experts
 from moe_lab.models.files import fingerprint
 from moe_lab.pruning.export.card import model_card
 from moe_lab.pruning.export.config import check_routing, describe_export, text_part
@@ -34,18 +34,14 @@ def export(
 ) -> Path:
     """Write the checkpoint in folder `source`, pruned by `plan`, into the new folder `out`; returns that folder.
 
-    `shape` is one of `SHAPES`. natural writes what the plan keeps and nothing else: a stock checkpoint where all layers
-    have one shape, per-layer configuration and a code file where they differ, packed experts under a model type of
-    their own where widths differ inside a layer. It equals `prune` bit for bit. masked has the shape of the original,
-    with zeros for what is dropped; padded makes each layer as wide as its widest expert, with zeros.
+    `shape`, one of `SHAPES`: natural writes what the plan keeps and nothing else; it equals `prune` to the bit. masked
+    has the shape of the original, with zeros for what is dropped; padded makes each layer as wide as its widest expert.
+    Layers that the family's configuration cannot describe get a model type of their own, with its code beside them.
 
-    The result has the shards and the config.json of the original (edited where necessary), its tokenizer and other
-    files, plan.json, and a model card with the plan's provenance and the size of the weights. `out` is complete as soon
-    as it exists. Whole experts are copied as byte ranges; where channels are removed, one tensor at a time is in
-    memory.
-
-    Raises UserError when the plan does not fit or still has to be aligned, when the shape cannot express it, or when
-    the checkpoint is damaged or has an unknown tensor in a MoE block. Nothing is left behind then.
+    The result has the shards, config.json (edited), tokenizer and other files of the original, plan.json, and a model
+    card. `out` is complete as soon as it exists. Whole experts are copied as byte ranges; where channels are removed,
+    one tensor at a time is in memory. Raises UserError when the plan does not fit or still has to be aligned, when the
+    shape cannot express it, or when the checkpoint is damaged or has an unknown tensor in a MoE block.
     """
     folder, target = Path(source), Path(out)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
@@ -59,11 +55,10 @@ def export(
     check_quantised(quantization_method(config), shape, channels=bool(plan.channels))
     form = make_form(plan, shape, max(1, bits_of(expert_type(checkpoint)) // 8))
     left_out = predicting_experts(checkpoint.tensors)
-    predicts = any(EXTRA_PREDICTION.search(name) and not name.startswith(left_out) for name in checkpoint.tensors)
-    description = describe_export(config, plan, form, predicts_several=predicts)
-    quantisation = renumbered_files(folder, form.stored)
-    family = family_of(text_part(config).get("model_type"))
-    content = pieces(checkpoint, family, plan, form)
+    written_names = (name for name in checkpoint.tensors if not name.startswith(left_out))
+    described, code = describe_export(config, plan, form, written_names)
+    described_beside = renumbered_files(folder, form.stored)
+    content = pieces(checkpoint, family_of(text_part(config).get("model_type")), plan, form)
     with new_folder(target) as work:
         write_weights(checkpoint, content, work)
         written = [piece for tensors in content.values() for piece in tensors]
@@ -72,17 +67,17 @@ def export(
             write_index(work, {piece.name: shard for shard, tensors in content.items() for piece in tensors}, size)
         copy_others(folder, work)
         (work / "plan.npz").unlink(missing_ok=True)  # of the plan of an export, if that is exported
-        for name, described in {**quantisation, "config.json": description.config}.items():
-            write_json(work / name, described)
-        for name, code in description.code.items():
-            (work / name).write_text(code, encoding="utf-8")
+        for name, document in {**described_beside, "config.json": described}.items():
+            write_json(work / name, document)
+        for name, text in code.items():
+            (work / name).write_text(text, encoding="utf-8")
         plan.save(work / "plan.json")
         card = model_card(
             plan,
             _name(folder),
             (folder / CARD).read_text(encoding="utf-8") if (folder / CARD).is_file() else "",
             shape=shape,
-            kind=description.kind,
+            kind="uneven" if LAYERS_FIELD in described else "ported" if code else "stock",
             before=sum(entry.size for entry in checkpoint.tensors.values()),
             written=size,
             zeros=sum(piece.zeros for piece in written),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from moe_lab.models.config_json import LAYERS_FIELD
 from moe_lab.models.families import (
     ALSO_COUNTS,
     COUNT_FIELDS,
+    EXTRA_PREDICTION,
     EXTRA_PREDICTION_LAYERS,
     PORTS,
     PRUNED,
@@ -25,21 +26,10 @@ from moe_lab.pruning.export.quantised import renumbered
 from moe_lab.pruning.form import Form
 from moe_lab.pruning.plan import Plan
 
+Described = tuple[dict[str, Any], dict[str, str]]
 FORMAT = 2
 """Of `LAYERS_FIELD`. To be raised when a program that reads an older one, such as the plugin of vLLM, would read the
 new one wrong."""
-
-
-@dataclass(frozen=True)
-class Description:
-    """The configuration and code of an exported checkpoint."""
-
-    config: dict[str, Any]
-    """The content of config.json."""
-    kind: str
-    """stock, ported or uneven."""
-    code: dict[str, str]
-    """Name -> text of a code file; empty for a stock checkpoint."""
 
 
 def text_part(config: dict[str, Any]) -> dict[str, Any]:
@@ -59,12 +49,13 @@ def check_routing(config: dict[str, Any], plan: Plan) -> None:
     plan.check(dict.fromkeys(plan.experts, router))
 
 
-def describe_export(config: dict[str, Any], plan: Plan, form: Form, *, predicts_several: bool = False) -> Description:
-    """config.json for `form`, and the code needed to load it. Fields that need no change are kept.
+def describe_export(config: dict[str, Any], plan: Plan, form: Form, names: Iterable[str]) -> Described:
+    """config.json for `form`, and the code needed to load it: file name -> text; none for a stock checkpoint.
 
-    `predicts_several`: whether layers that predict several tokens are written too. A quantised model's lists of modules
-    name experts by their new numbers. Raises UserError when config.json belongs to another model or to one whose layers
-    differ already, or when transformers has no class to build on.
+    Fields that need no change are kept. `names`: of the tensors that are written; without any that predict several
+    tokens, config.json counts no such layers. A quantised model's lists of modules name experts by their new numbers.
+    Raises UserError when config.json belongs to another model or to one whose layers differ already, or when
+    transformers has no class to build on.
     """
     if LAYERS_FIELD in config:
         raise UserError(
@@ -73,8 +64,12 @@ def describe_export(config: dict[str, Any], plan: Plan, form: Form, *, predicts_
         )
     edited: dict[str, Any] = renumbered(config, form.stored)
     text = text_part(edited)
-    if not predicts_several:
+    if not any(map(EXTRA_PREDICTION.search, names)):
         text.update({field: 0 for field in EXTRA_PREDICTION_LAYERS if text.get(field)})
+    kind = str(config.get("model_type", ""))
+    if port := port_of(kind):
+        module = f"modeling_{PORTS[kind].file}.{PORTS[kind].base}"
+        edited["auto_map"] = {"AutoConfig": f"{module}Config", "AutoModelForCausalLM": f"{module}ForCausalLM"}
     layers = form.layers.values()
     counts, widths = {len(layer.experts) for layer in layers}, {layer.width or form.width for layer in layers}
     if len(counts) == 1:
@@ -85,25 +80,12 @@ def describe_export(config: dict[str, Any], plan: Plan, form: Form, *, predicts_
         width = widths.pop()
         alike = edited if width in (None, form.width) else narrowed(edited, width)
         if alike is not None:
-            return _alike(alike)
-    return _uneven(edited, form)
+            return alike, port
+    return _uneven(edited, form), _code(kind)
 
 
-def _alike(config: dict[str, Any]) -> Description:
-    """The description of a checkpoint in which all layers have one shape, as in its family."""
-    code = port_of(config.get("model_type", ""))
-    if code:
-        config["auto_map"] = _map_of_port(config["model_type"])
-    return Description(config, "ported" if code else "stock", code)
-
-
-def _map_of_port(kind: str) -> dict[str, str]:
-    module = f"modeling_{PORTS[kind].file}.{PORTS[kind].base}"
-    return {"AutoConfig": f"{module}Config", "AutoModelForCausalLM": f"{module}ForCausalLM"}
-
-
-def _uneven(config: dict[str, Any], form: Form) -> Description:
-    """The description of a checkpoint whose layers differ, or that the family's configuration cannot describe.
+def _uneven(config: dict[str, Any], form: Form) -> dict[str, Any]:
+    """config.json of a checkpoint whose layers differ, or that the family's configuration cannot describe.
 
     It has a model type of its own, so that no stock class builds all layers alike and fills what lacks with random
     numbers. `LAYERS_FIELD` has the shape of each layer, and what a program that reads it by a class of the family has
@@ -111,9 +93,8 @@ def _uneven(config: dict[str, Any], form: Form) -> Description:
     """
     kind = config.get("model_type", "")
     check_known(kind)
-    stock: dict[str, Any] = {name: config[name] for name in ("model_type", "architectures") if name in config}
-    if kind in PORTS:
-        stock["auto_map"] = _map_of_port(kind)
+    shown = ("model_type", "architectures", *(["auto_map"] if kind in PORTS else []))
+    stock: dict[str, Any] = {name: config[name] for name in shown if name in config}
     layers = {}
     for index, layer in form.layers.items():
         own = {"width": layer.width, "widths": layer.widths, "owners": layer.owners}
@@ -124,7 +105,7 @@ def _uneven(config: dict[str, Any], form: Form) -> Description:
     config["architectures"] = ["PrunedForCausalLM"]
     config["auto_map"] = {"AutoConfig": "pruned.PrunedConfig", "AutoModelForCausalLM": "pruned.PrunedForCausalLM"}
     config[LAYERS_FIELD] = {"format": FORMAT, "stock": stock, "layers": layers}
-    return Description(config, "uneven", _code(kind))
+    return config
 
 
 def _code(kind: str) -> dict[str, str]:

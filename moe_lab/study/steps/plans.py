@@ -136,7 +136,7 @@ def check_schedules(cell: Cell) -> None:
 
 def check_choices(cell: Cell) -> None:
     """Raise UserError when the ratio is not feasible, or allows more choices than the limit."""
-    from moe_lab.allocation.uniform import check_removals
+    from moe_lab.allocation.shapes import check_removals
 
     check_ratio(cell)
     if layer := _known_layer(cell):
