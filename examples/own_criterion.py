@@ -3,8 +3,7 @@
 import torch
 
 import moe_lab
-from moe_lab.criteria.layer import Array, Layer
-from moe_lab.criteria.registry import criterion
+from moe_lab.criteria.registry import Array, Layer, criterion
 
 
 @criterion("loudest", needs=("statistics",), reference="this file")

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import numpy
 
-from moe_lab.criteria.layer import Array, Layer
-from moe_lab.criteria.registry import criterion
+from moe_lab.criteria.registry import Array, Layer, criterion
 from moe_lab.errors import UserError, unknown
 
 HEAPR = "HEAPr"

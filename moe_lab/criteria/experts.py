@@ -13,8 +13,7 @@ from typing import Any
 
 import numpy
 
-from moe_lab.criteria.layer import Array, Layer
-from moe_lab.criteria.registry import criterion, score
+from moe_lab.criteria.registry import Array, Layer, criterion, score
 from moe_lab.errors import UserError
 
 UNIFIED = "How to Score Experts for One-Shot MoE Expert Pruning, arXiv 2606.15716"

@@ -14,9 +14,6 @@ from moe_lab.models.load import check_sizes, set_top_k, skeleton
 
 BYTES_LOADED = 2
 """Bytes a parameter takes in bfloat16, the precision in which the papers state loading memory."""
-_CORRECTIONS = ("e_score_correction_bias", "expert_bias")
-_GATE_FIELDS = ("scoring_func", "norm_topk_prob")
-"""Fields of config.json by which some families say how gates are computed."""
 
 
 def facts(settings: ModelConfig) -> dict[str, Any]:
@@ -126,11 +123,12 @@ def describe(folder: Path, settings: ModelConfig) -> dict[str, Any]:
 def _router(layer: MoELayer, config: Any) -> str:
     """The router of a layer in words, such as "Qwen3MoeTopKRouter, the best 8, norm_topk_prob=True"."""
     words = [type(layer.router).__name__, f"the best {layer.top_k}"]
-    if any(part.name in _CORRECTIONS for part in layer.routing):
+    if any(part.name in ("e_score_correction_bias", "expert_bias") for part in layer.routing):
         words.append("chosen with a correction bias")
     if layer.n_group > 1:
         words.append(f"from {layer.topk_group} of {layer.n_group} groups")
-    words += [f"{field}={getattr(config, field)}" for field in _GATE_FIELDS if hasattr(config, field)]
+    stated = [field for field in ("scoring_func", "norm_topk_prob") if hasattr(config, field)]
+    words += [f"{field}={getattr(config, field)}" for field in stated]
     return ", ".join(words)
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -88,8 +87,7 @@ PRUNED = "pruned_"
 """Prefix of the model_type of exports whose layers differ in shape, before that of the family."""
 
 
-@dataclass(frozen=True)
-class Port:
+class Port(NamedTuple):
     """Code for a family that transformers cannot load."""
 
     file: str

@@ -30,8 +30,6 @@ from moe_lab.models.transformers_private import compute_buffers, has_own_precisi
 _NUMBER = re.compile(r"(?:^|\.)(\d+)\.")
 BLOCK = 8 << 20
 """Bytes of one read."""
-Ranges = Sequence[tuple[Path, int, int]]
-"""(file, first byte, number of bytes)."""
 REST = -1
 """Used as a layer number for the tensors outside decoder layers: embeddings, the last norm, the vocabulary head."""
 
@@ -94,7 +92,7 @@ class StreamedModel:
         self._names = self._by_layer()
         self.layer_of = {name: number for number, names in self._names.items() for name in names}
         """Tensor in the checkpoint -> its decoder layer, or REST."""
-        self._ahead = ReadAhead()
+        self._reader, self._pending = ThreadPoolExecutor(1), dict[int, Future[None]]()
         self.model.set_experts_implementation(experts_implementation(device))
         compute_buffers(self.model, self.model, device)
         self._read_ahead(REST)
@@ -159,7 +157,8 @@ class StreamedModel:
 
     def _fill(self, number: int, module: nn.Module) -> None:
         """Load the weights of `module`, converted from the layout of the checkpoint to that of the model."""
-        self._ahead.wait(number)  # then conversion reads the system's cache, and the disk is free for the next layer
+        # then conversion reads the system's cache, and the disk is free for the next layer; errors occur there again
+        wait([self._pending.pop(number)])
         with ExitStack() as files, quiet():
             tensors = self._slices(number, files)
             if number in self.moe:
@@ -202,10 +201,14 @@ class StreamedModel:
             setattr(experts, name, nn.Parameter(stack, requires_grad=False))
 
     def _read_ahead(self, number: int) -> None:
-        """Start reading the bytes of a layer from the disk."""
-        entries = [self.checkpoint.tensors[name] for name in self._names.get(number, [])]
-        folder = self.checkpoint.folder
-        self._ahead.start(number, [(folder / entry.shard, entry.start, entry.size) for entry in entries])
+        """Start reading the bytes of a layer into the system's cache, unless that is going on.
+
+        posix_fadvise is not enough: of each range the system then reads no more than the disk's read-ahead, a few MB.
+        """
+        if number not in self._pending:
+            entries = [self.checkpoint.tensors[name] for name in self._names.get(number, [])]
+            ranges = [(self.checkpoint.folder / entry.shard, entry.start, entry.size) for entry in entries]
+            self._pending[number] = self._reader.submit(_read_ranges, sorted(ranges))
 
     def _slices(self, number: int, files: ExitStack) -> dict[str, Any]:
         """Name -> slice of each tensor of a layer; its bytes are read when it is converted."""
@@ -219,27 +222,8 @@ class StreamedModel:
         return slices
 
 
-class ReadAhead:
-    """Reads ranges of files into the system's cache, in a thread of its own, in the order of the requests.
-
-    posix_fadvise is not enough: of each range the system then reads no more than the disk's read-ahead, a few MB.
-    """
-
-    def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(1)
-        self._pending: dict[int, Future[None]] = {}
-
-    def start(self, number: int, ranges: Ranges) -> None:
-        """Start reading `ranges` under the key `number`; does nothing while that key is being read."""
-        if number not in self._pending:
-            self._pending[number] = self._thread.submit(_read_ranges, sorted(ranges))
-
-    def wait(self, number: int) -> None:
-        """Wait until `number` is read. Errors are ignored, since they occur again when the bytes are used."""
-        wait([self._pending.pop(number)])
-
-
-def _read_ranges(ranges: Ranges) -> None:
+def _read_ranges(ranges: Sequence[tuple[Path, int, int]]) -> None:
+    """Read ranges of files: (file, first byte, number of bytes)."""
     buffer = memoryview(bytearray(BLOCK))
     for path, start, size in ranges:
         with path.open("rb", buffering=0) as file:
