@@ -14,7 +14,6 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-from transformers.quantizers.auto import AutoQuantizationConfig
 from transformers.utils import logging
 
 from moe_lab.config import ModelConfig
@@ -26,7 +25,7 @@ from moe_lab.models.device import place, precision
 from moe_lab.models.discover import is_ragged, routed_layers
 from moe_lab.models.families import NOT_LOADED, TOP_K_FIELDS, Family, has_causal_model, prediction_prefixes
 from moe_lab.models.files import check_code, local_folder
-from moe_lab.models.transformers_private import dequantised_by_stated_blocks, unused_tensors
+from moe_lab.models.transformers_private import dequantised_by_stated_blocks, dequantising, unused_tensors
 
 
 def load_model(settings: ModelConfig) -> tuple[Any, Any]:
@@ -145,7 +144,7 @@ def _weights(folder: Path, settings: ModelConfig, dtype: torch.dtype | str, devi
     where = f"{folder}, stored as {method}" if method else str(folder)
     changes: dict[str, Any] = {}
     if method in UNPACKED:
-        changes["quantization_config"] = AutoQuantizationConfig.from_dict({"quant_method": method, "dequantize": True})
+        changes["quantization_config"] = dequantising(method)
     try:
         with warnings.catch_warnings(), dequantised_by_stated_blocks():
             warnings.filterwarnings("ignore", "You passed `quantization_config`")  # it is how to load, not what

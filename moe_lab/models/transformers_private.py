@@ -24,6 +24,8 @@ tests/test_transformers_private.py:
     integrations.finegrained_fp8.Fp8Dequantize and its _dequantize_one, and FineGrainedFP8HfQuantizer, in
     quantizers.quantizer_finegrained_fp8, whose get_load_operations names it
         dequantise blocks of the size that the configuration states
+    quantizers.auto.AutoQuantizationConfig
+        make the configuration of a method of quantisation by its name
 
 Files that are written beside the weights of an export cannot import this module (models/ports,
 pruning/exported_code): each names itself what it uses, and the tests of exports run it.
@@ -54,11 +56,17 @@ from transformers.core_model_loading import (
 )
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.modeling_utils import LoadStateDictConfig
+from transformers.quantizers.auto import AutoQuantizationConfig
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
 EIGHT_BIT_FLOATS = (torch.float8_e4m3fn, torch.float8_e5m2)
 Activation = Callable[[torch.Tensor], torch.Tensor]
 """Outputs of the gate and up projections (n, 2 I), or of the up projection (n, I) -> input of down_proj (n, I)."""
+
+
+def dequantising(method: str) -> Any:
+    """transformers' configuration of a method of quantisation, by which weights are dequantised while they are read."""
+    return AutoQuantizationConfig.from_dict({"quant_method": method, "dequantize": True})
 
 
 def activation(experts: Any) -> Activation:

@@ -170,16 +170,6 @@ def test_tensors_begin_where_mapped_files_are_aligned(folders: Path) -> None:
         assert all(start > last_aligned for start in odd)
 
 
-def test_a_tuning_of_another_plan_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
-    model = tiny.save("olmoe", tmp_path / "model")
-    tuned = tune(model, tiny.plan(model, 0.25), tmp_path / "tuned")
-    natural = export(tmp_path / "model", tiny.plan(model, 0.5), tmp_path / "natural")
-    changes = recovery_changes(natural, dtype=torch.float32, bits=16, modules=(), tuned=tuned, words="")
-    with pytest.raises(UserError, match="is of another model or plan"):
-        rewrite(natural, changes, tmp_path / "out")
-    assert not list(tmp_path.glob("*out*"))
-
-
 def test_widths_that_are_aligned_in_one_precision_only_are_refused(tmp_path: Path) -> None:
     """12 channels: 48 bytes of fp32 are a multiple of 16, 24 bytes of bfloat16 are not."""
     model = tiny.save("olmoe", tmp_path / "model", dtype=torch.bfloat16)

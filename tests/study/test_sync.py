@@ -326,7 +326,6 @@ def test_a_study_is_synchronised_by_its_name_and_analysed_there(
     [
         ("s4://bucket/x", "s3://"),
         ("lacking://x/y", "nopackage"),
-        ("ftp://user:hidden@host/x", "secret"),
         ("file:///", "path"),
         ("s3://", "path"),
         ("://x", "protocol"),

@@ -129,6 +129,9 @@ class Block:
             raise UserError(
                 f"plan is for another model: its layer {layer} has {self.count} experts, {folder} has {len(found)}"
             )
+        projections = Counter(place.expert for _, place in self.tensors.values() if place.axes is not None)
+        if len(set(projections.values())) > 1:
+            raise UserError(f"{folder}: the experts of layer {layer} do not all have the same tensors")
 
 
 def pieces(checkpoint: Checkpoint, family: Family, plan: Plan, form: Form) -> dict[str, list[Piece]]:

@@ -226,12 +226,13 @@ class Export(Step):
         from moe_lab.models.files import local_folder
         from moe_lab.pruning.export import export as write
         from moe_lab.pruning.export import gguf
-        from moe_lab.recovery.export import check_widths
 
         source, plan, shape = local_folder(self.about), files.plan(self.plan), str(self.shape.shape)
         out = files.out / "checkpoint"
         is_rewritten, is_converted = self.pruned.is_recovered or self._is_compressed, self.shape.format == "gguf"
         if self.pruned.is_recovered:
+            from moe_lab.recovery.export import check_widths
+
             check_widths(source, plan, _evaluated_dtype(self.about, source))
         natural = files.partial / "natural" if is_rewritten or is_converted else out
         if not natural.exists():
