@@ -84,7 +84,7 @@ NEAREST = {
             "allocation=coverage",
             "+allocation.parameters.prior=loss",
         ],
-        "allocation=coverage reads the loss of the whole model with one part changed",
+        "allocation=coverage compares whole models",
     ),
     "an allocation nobody knows": (["allocation.name=unifrom"], "did you mean uniform?"),
     "parameters that are not the criterion's": (["criterion=man", "+criterion.parameters.c=1"], "criterion.parameters"),

@@ -163,7 +163,7 @@ def test_a_refusal_takes_back_what_was_accepted(tmp_path: Path, counting: Mappin
 
 @pytest.mark.parametrize(
     ("squeue", "says"),
-    [(None, "squeue cannot be started here"), ("no program", "squeue cannot be started here (Exec format error)")],
+    [(None, "there is no squeue here"), ("no program", "squeue cannot be started (Exec format error)")],
 )
 def test_a_machine_without_slurm_is_told(squeue: str | None, says: str, tmp_path: Path) -> None:
     """Also where PATH has a folder that may not be read, as after `su`, which hides that there is no such program."""

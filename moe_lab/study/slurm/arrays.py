@@ -22,9 +22,6 @@ PackSteps = list[Step]
 STEPS_PER_JOB = 256
 """Small steps of one job: each takes about a second, and a job some time in the queue."""
 
-STEPS_PER_JOB = 256
-"""Small steps of one job: each takes about a second, and a job some time in the queue."""
-
 
 @dataclass(frozen=True)
 class Array:
