@@ -19,6 +19,8 @@ from moe_lab.errors import UserError
 from moe_lab.study import preflight, run
 from moe_lab.study.graph import build
 
+pytestmark = pytest.mark.slow
+
 FILES: dict[str, dict[str, Any]] = {
     "model/first": {"defaults": ["pocket_olmoe"], "dtype": "float32"},
     "model/second": {"defaults": ["pocket_qwen3_moe", "_self_"], "name": "second"},

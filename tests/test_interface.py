@@ -23,6 +23,8 @@ from moe_lab.errors import UserError
 from moe_lab.paths import resolve
 from moe_lab.pruning.plan import Plan
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[1]
 GENERAL = "pocket:calibration/general.jsonl"
 POCKET = {"tokens": 32_768, "length": 512, "packing": "chunk", "gap": "eos", "batch_size": 8}

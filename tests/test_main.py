@@ -16,6 +16,8 @@ from moe_lab.compose import compose, quoted, started
 from moe_lab.config.base import SettingsError
 from tests.campaign.commands import NEAREST as MISTAKES
 
+pytestmark = pytest.mark.slow
+
 LIMIT = 1.5
 """Seconds of processor time, as tests/budgets.py counts them, for --help and for any mistake in the configuration.
 Importing torch alone takes longer."""

@@ -13,6 +13,8 @@ import pytest
 
 from moe_lab.start import FILE
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[1]
 
 

@@ -15,6 +15,8 @@ from moe_lab import allocation, criteria, plugins
 from moe_lab.errors import UserError
 from moe_lab.results import read_record
 
+pytestmark = pytest.mark.slow
+
 MODULE = """
 import numpy
 from moe_lab.allocation import Allocation, register

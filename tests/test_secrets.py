@@ -18,6 +18,8 @@ from moe_lab.errors import MASK, UserError
 from moe_lab.evaluation.engines import command_line
 from moe_lab.study.step import error_document
 
+pytestmark = pytest.mark.slow
+
 SERVER = Path(__file__).parent / "evaluation" / "endpoint.py"
 PLANTED = {
     "HF_TOKEN": "PLANTED-token",

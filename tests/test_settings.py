@@ -102,7 +102,7 @@ def test_a_text_is_told_from_a_number_by_its_type() -> None:
 
 @pytest.mark.parametrize("name", sorted(BenchmarkConfig.internal))
 def test_what_other_settings_set_is_refused_in_a_file(name: str) -> None:
-    with pytest.raises(SettingsError, match=f"^group.{name} is set by other settings"):
+    with pytest.raises(SettingsError, match=f"^group.{re.escape(name)} is set by other settings"):
         valid(BenchmarkConfig, {"name": "b", "harness": "lm_eval", "task": "t", name: None}, "group")
 
 

@@ -19,6 +19,8 @@ from analysis.registry import Results, make
 from analysis.render.table import Table
 from analysis.stats import uncertainty, winners
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def results(small: Path) -> Results:

@@ -28,7 +28,10 @@ from analysis.outputs import (
     speed_and_memory,
 )
 from analysis.registry import Results, outputs
+from analysis.render.style import Figure
 from moe_lab.study.steps import tables
+
+pytestmark = pytest.mark.slow
 
 TOKENS = 65000
 """Of the synthetic calibration sets."""
@@ -120,6 +123,24 @@ def test_time_is_that_of_all_steps_behind(study: Study) -> None:
     frame = table.frame[table.frame["Criterion"] == "Channel activation"].set_index("Allocation")
     assert frame["Total (s)"].tolist() == [3.25, 43.25]
     assert frame["Ablation (s)"].tolist() == pytest.approx([np.nan, 40], nan_ok=True)
+
+
+def test_every_output_of_the_chapter_is_made_once_and_says_what_it_rests_on(study: Study) -> None:
+    made = [output for name in ATTRIBUTIONS for output in outputs()[name].items(Results(study))]
+    figures = {figure.name: figure for figure in made if isinstance(figure, Figure)}
+    numbered = {f"coverage.fig{number}" for number in (2, 3, 4, 7, *range(11, 17))}
+    named = {"attributions_and_ablation", "attributions_by_depth", "activations_by_depth", "attribution_by_layer"}
+    assert set(figures) == {*numbered, *named, "coverage.fig4.loss"}
+    assert all("seed 42" in figure.caption and "65,000 " in figure.caption for figure in figures.values())
+    points = figures["attributions_and_ablation"].drawing.axes[1].get_lines()
+    assert sum(len(line.get_xdata()) for line in points if line.get_marker() == "o") == LAYERS * EXPERTS
+    lines = {line.get_label(): line.get_ydata() for line in figures["coverage.fig12"].drawing.axes[0].get_lines()}
+    roots = [(70 + layer) ** 0.5 for layer in range(LAYERS)]
+    assert list(lines["sqrt"]) == pytest.approx([root / sum(roots) * LAYERS for root in roots])
+    by_score = figures["coverage.fig16"].drawing.axes
+    assert [axes.get_title(loc="left") for axes in by_score] == ["(a) Channel activation", "(b) SNIP"]
+    bars = figures["attribution_by_layer"].drawing.axes[0].patches
+    assert sum(bar.get_height() for bar in bars) == pytest.approx(LAYERS)
 
 
 def test_experts_that_routers_rank_highest(study: Study) -> None:

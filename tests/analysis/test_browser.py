@@ -12,7 +12,7 @@ import pytest
 selenium = pytest.importorskip("selenium", reason="selenium is not installed")
 
 BROWSER, DRIVER = shutil.which("chromium") or shutil.which("google-chrome"), shutil.which("chromedriver")
-pytestmark = pytest.mark.skipif(not (BROWSER and DRIVER), reason="needs chromium and chromedriver")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not (BROWSER and DRIVER), reason="needs chromium and chromedriver")]
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,8 @@ from analysis.outputs.ranks import rank_table
 from analysis.outputs.scores import benchmark_table
 from analysis.registry import Results, make, outputs
 
+pytestmark = pytest.mark.slow
+
 TASKS = ("gsm8k", "math500", "rte", "livecodebench")
 SMALL = {"calibrations": ("pocket_code",), "ratios": (0.25,), "tasks": TASKS, "items": 20, "overlap": False}
 

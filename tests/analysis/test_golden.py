@@ -21,6 +21,8 @@ from analysis.render import style
 from analysis.render import table as rendering
 from analysis.render.table import Table
 
+pytestmark = pytest.mark.slow
+
 RENEW = "if the new values are right: python tests/analysis/golden_store.py tables, then look at git diff"
 WRITTEN = ("winners", "coverage.fig2", "aimer.fig6")
 """Figures that are written as files here; the report's tests look at the files of a dozen others."""

@@ -20,6 +20,8 @@ from analysis.published import tables
 from analysis.registry import REGISTERED, Item, Results, find
 from analysis.render.table import Table
 
+pytestmark = pytest.mark.slow
+
 NETWORK = re.compile(r"""(?:src|href)=["']?(?:https?:)?//|@import|url\(["']?http""")
 
 

@@ -212,7 +212,7 @@ def test_bad_statistics_and_gates() -> None:
     with pytest.raises(UserError, match=r"gate=modal is unknown: did you mean model"):
         criteria.score("reap", inputs, experts=experts(inputs), gate="modal")
     for gate in ("double_softmax", "full_softmax"):
-        with pytest.raises(UserError, match=rf"layer 1 has no sums_{gate}.*gate=model or renormalized"):
+        with pytest.raises(UserError, match=rf"layer 1 has no sums_{re.escape(gate)}.*gate=model or renormalized"):
             criteria.score("reap", inputs, experts=experts(inputs), gate=gate)
     assert criteria.score("man", inputs, experts=experts(inputs), gate="double_softmax")  # it has no gate
     with pytest.raises(UserError, match="layer 0 has no damage"):

@@ -16,6 +16,8 @@ from moe_lab.evaluation.judge import Judge
 from moe_lab.models.load import load_model
 from moe_lab.paths import resolve
 
+pytestmark = pytest.mark.slow
+
 COMMAND = "transformers serve {checkpoint} --host 127.0.0.1 --port {port} --device cpu --dtype float32"
 TEMPLATE = "{{ bos_token or '' }}{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
 

@@ -35,6 +35,8 @@ from moe_lab.evaluation.mirror import benchmarks, make
 from moe_lab.evaluation.sandbox.client import namespaces_missing
 from moe_lab.evaluation.sandbox.policy import Policy
 
+pytestmark = pytest.mark.slow
+
 ALLOWED = Policy(allow_code_execution=True, sandbox="none" if namespaces_missing() else "namespaces")
 CHOSEN = {
     "humaneval": (0, 2, 32, 38, 50, 115, 163),  # 32: judged by putting the answer in; 38, 50: helpers in the prompt

@@ -28,6 +28,8 @@ from moe_lab.evaluation.sandbox.client import namespaces_missing
 from moe_lab.evaluation.sandbox.policy import NAMESPACES, Policy
 from moe_lab.start import command
 
+pytestmark = pytest.mark.slow
+
 ALLOWED = Policy(allow_code_execution=True, allow_pickled_data=True)
 needs_evalscope = pytest.mark.skipif(
     evalscope.installed(BenchmarkConfig("any", "evalscope", "gsm8k")) is None,

@@ -21,7 +21,7 @@ from moe_lab.evaluation.sandbox.closed_world import leaves_closed_world
 from moe_lab.paths import resolve
 from tests.campaign.programs import CHEATS, SENDING, Program, graded
 
-pytestmark = pytest.mark.walls
+pytestmark = [pytest.mark.slow, pytest.mark.walls]
 ADD = problem(900, "add", "return x + 1", [[1], [2]], [[-5], [10**30]])
 MEAN = problem(901, "mean", "return sum(x) / len(x) if x else 0.0", [[[1.0, 2.0]]], [[[]], [[0.1, 0.2]]], atol=1e-6)
 TWICE = problem(902, "twice", "return [x, x]", [[1]], [[2]])

@@ -15,6 +15,8 @@ from moe_lab.evaluation.engines import Likelihood, Row
 from moe_lab.evaluation.engines.hf import greedy
 from moe_lab.evaluation.engines.likelihoods import log_likelihoods
 
+pytestmark = pytest.mark.slow
+
 NEW = 20
 
 

@@ -26,6 +26,8 @@ from moe_lab.evaluation.judge import Judge, Unparsable, score
 from moe_lab.evaluation.sandbox.policy import Policy
 from moe_lab.study.step import error_document
 
+pytestmark = pytest.mark.slow
+
 KEY = "MOE_LAB_TEST_KEY"
 
 

@@ -15,9 +15,10 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(r"^`([\w/.]+)`[^\n]*:\n\n```\w+\n(.*?)```", re.DOTALL | re.MULTILINE)
-pytestmark = pytest.mark.skipif(
-    not (ROOT / "moe_lab/pocket/data/olmoe/model.safetensors").exists(), reason="no shipped model"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not (ROOT / "moe_lab/pocket/data/olmoe/model.safetensors").exists(), reason="no shipped model"),
+]
 
 
 @pytest.fixture(scope="module")

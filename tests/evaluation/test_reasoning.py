@@ -225,6 +225,7 @@ def test_a_number_follows_its_thought(tmp_path: Path) -> None:
 # A judge: what it is shown, and what it thinks itself.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("reply", "score"),
     [
@@ -242,6 +243,7 @@ def test_a_score_inside_a_judges_thought_is_none(
         assert verdict.score == score and len(at.asked) == (1 if score else 3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reason", ["abort", "error", "content_filter"])
 def test_a_reply_that_the_judges_endpoint_broke_off_is_asked_for_again(
     reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -285,6 +287,7 @@ def engine(tokenizer: Any, text: str, stops: list[Any] | None = None) -> VllmMod
     return VllmModel(process, tokenizer, (tokenizer.eos_token_id,), {})
 
 
+@pytest.mark.slow
 def test_a_stop_text_in_a_thought_ends_no_text(subject: LoadedModel) -> None:
     whole = "Read the END: 5.</think>It is 7. END more"
     stops: list[Any] = []
@@ -316,6 +319,7 @@ def test_marks_that_are_special_tokens_part_thoughts_too(with_special_marks: Loa
     assert reply.thought + str(reply.text) == whole and reply.text == "It is 72."
 
 
+@pytest.mark.slow
 def test_a_server_that_would_leave_marks_out_is_refused(with_special_marks: LoadedModel) -> None:
     with endpoint(lambda body: completion("Is it 24? It is 72.", "m")) as at:
         served = ServedModel(at.url, "m", with_special_marks.tokenizer, 512, {})

@@ -22,7 +22,7 @@ from moe_lab.evaluation.sandbox.client import Outcome, Runner, RunnerError, Runn
 from moe_lab.evaluation.sandbox.runner import Request, runner_command
 from tests.campaign.programs import BROKEN, ENDLESS, FILES, MEMORY, NETWORK, PROCESSES, Listener, Program, filled
 
-pytestmark = pytest.mark.walls
+pytestmark = [pytest.mark.slow, pytest.mark.walls]
 MEBI = 1 << 20
 
 

@@ -38,6 +38,8 @@ from moe_lab.paths import resolve
 from moe_lab.pruning.plan import Plan
 from moe_lab.study import preflight
 
+pytestmark = pytest.mark.slow
+
 ENDPOINT = Path(__file__).with_name("endpoint.py")
 FAKE = quoted(ENDPOINT)
 POCKET = ModelConfig(name="pocket", path="pocket:olmoe")
@@ -289,7 +291,7 @@ def test_a_completion_that_is_no_whole_text_is_an_error(choice: dict[str, Any], 
     reply = completion(" ken", "m")
     reply.body["choices"][0].update(choice)
     served, _ = fake(lambda body: reply)
-    with pytest.raises(Unavailable, match=f"finish_reason={choice.get('finish_reason', 'stop')}"):
+    with pytest.raises(Unavailable, match=f"finish_reason={re.escape(str(choice.get('finish_reason', 'stop')))}"):
         write(served, ["a"], 4)
 
 

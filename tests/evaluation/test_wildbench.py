@@ -21,6 +21,8 @@ from moe_lab.evaluation import harness, mirror, run, suite
 from moe_lab.evaluation.harnesses import wildbench
 from moe_lab.evaluation.sandbox.policy import Policy
 
+pytestmark = pytest.mark.slow
+
 ALLOWED = Policy(allow_judge=True)
 CREATIVE = [number for number in range(1024) if number % 7 == 0][:146]
 

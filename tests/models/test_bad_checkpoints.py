@@ -35,6 +35,8 @@ from moe_lab.statistics.observe import Observer
 from moe_lab.statistics.weights import weigh_experts
 from tests.campaign.models import SHARD, reconfigure
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def plan() -> Plan:

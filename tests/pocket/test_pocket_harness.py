@@ -16,6 +16,8 @@ from lm_eval.evaluator import evaluate
 from tools.pocket.benchmarks import MULTIPLE_CHOICE, NUMBER
 from tools.pocket.examples import Example
 
+pytestmark = pytest.mark.slow
+
 
 def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]

@@ -15,6 +15,8 @@ from tools.pocket.examples import Example
 from tools.pocket.recipes import RECIPES
 from tools.pocket.world import World
 
+pytestmark = pytest.mark.slow
+
 FIRST = 1_000
 """Documents that are made again of each stream. All of a stream were looked through when the models were trained."""
 RECORDED = {

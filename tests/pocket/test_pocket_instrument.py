@@ -14,6 +14,8 @@ from moe_lab.config import ModelConfig
 from moe_lab.evaluation.engines.hf import LoadedModel
 from moe_lab.models.load import load_model
 
+pytestmark = pytest.mark.slow
+
 RATIO = 0.25
 
 

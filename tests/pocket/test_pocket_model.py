@@ -32,6 +32,8 @@ from tools.pocket.network import (
 from tools.pocket.recipes import BIAS_STEP, RECIPES, Batches
 from tools.pocket.world import World
 
+pytestmark = pytest.mark.slow
+
 
 @dataclass(frozen=True)
 class Shipped:

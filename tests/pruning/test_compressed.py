@@ -28,6 +28,8 @@ from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationConfig
 from compressed_tensors.quantization.lifecycle.forward import fake_quantize
 
+pytestmark = pytest.mark.slow
+
 CASES = [(name, scheme) for name in ("even", "uneven") for scheme in ("fp8", "w4a16")]
 SIZES = {"hidden_size": 64, "moe_intermediate_size": 64}
 

@@ -24,6 +24,8 @@ from moe_lab.pruning.mask import mask
 from moe_lab.pruning.plan import Plan
 from tests.campaign.models import reconfigure
 
+pytestmark = pytest.mark.slow
+
 CASES = [("gpt_oss", "mxfp4"), *(("qwen2_moe", kind) for kind in quantised.FORMATS), ("deepseek_v3", "fp8")]
 
 

@@ -17,6 +17,8 @@ from safetensors.torch import load_file, save_file
 from moe_lab.pruning.export import export
 from moe_lab.pruning.prune import prune
 
+pytestmark = pytest.mark.slow
+
 NAMES = ("olmoe", "deepseek_v3", "ernie4_5_moe", "granitemoe", "jamba", "deepseek")
 PLANS = {"even": "even", "counts": "uneven", "widths": "one width", "ragged": "ragged"}
 CASES = ("counts", "widths", "ragged")

@@ -38,6 +38,8 @@ from moe_lab.study.steps import perform
 from moe_lab.study.steps.files import Files
 from moe_lab.study.steps.recovery import Export
 
+pytestmark = pytest.mark.slow
+
 needs_converter = pytest.mark.skipif(not gguf.OWN.is_file(), reason="no converter to GGUF: make llama")
 needs_models = pytest.mark.skipif(
     not Path(resolve("pocket:olmoe"), "model.safetensors").exists(), reason="no shipped model"

@@ -28,6 +28,8 @@ from moe_lab.recovery.apply import TENSORS, recovered
 from moe_lab.recovery.export import check_widths, recovery_changes
 from moe_lab.recovery.quantize import quantize, storage
 
+pytestmark = pytest.mark.slow
+
 has_avx512bf16 = pytest.importorskip("bitsandbytes.functional").has_avx512bf16
 
 PARTS = ["experts", "shared_experts", "attention"]

@@ -29,6 +29,7 @@ from moe_lab.pruning.mask import mask
 from moe_lab.pruning.plan import Plan
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.skipif(not PYTHON.exists(), reason="no vLLM: `make vllm` installs it"),
     pytest.mark.timeout(900),  # a fixture starts twenty engines, some seconds each
 ]

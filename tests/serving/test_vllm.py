@@ -40,6 +40,7 @@ from moe_lab.pruning.replace import merge_experts
 ROOT = Path(__file__).parents[2]
 PYTHON = (ROOT / ".venv-vllm").resolve() / "bin" / "python"  # torch compiles nothing below a path with a space
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.skipif(not PYTHON.exists(), reason="no vLLM: `make vllm` installs it"),
     pytest.mark.timeout(900),  # a fixture starts twenty engines, some seconds each
 ]

@@ -13,6 +13,8 @@ import pytest
 from budgets import of_children, within
 from studies import command, jobs
 
+pytestmark = pytest.mark.slow
+
 CALLS, SECONDS, ASLEEP = 20, 10, 1
 Done = subprocess.CompletedProcess[str]
 NOTING_SLEEP = """

@@ -16,6 +16,8 @@ from moe_lab.statistics.gradients import GradientTap, WeightGradientTap, gather_
 from moe_lab.statistics.observe import CHECKPOINT, Observer, Tap, gather
 from moe_lab.statistics.sums import Layers, Statistics, header
 
+pytestmark = pytest.mark.slow
+
 FINGERPRINT = {"model": "tiny", "data": "random"}
 
 

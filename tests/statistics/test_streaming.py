@@ -26,6 +26,8 @@ from moe_lab.statistics.observe import Batch, gather
 from moe_lab.statistics.streaming import stream, stream_back
 from moe_lab.statistics.sums import Statistics
 
+pytestmark = pytest.mark.slow
+
 PASSES: dict[str, tuple[Callable[..., Statistics], Callable[..., Statistics]]] = {
     "forward": (partial(gather, tap=ForwardTap), partial(stream, tap=ForwardTap)),
     "damage": (partial(gather, tap=DamageTap), partial(stream, tap=DamageTap)),

@@ -31,7 +31,7 @@ from moe_lab.study.slurm.pack import Pack
 from moe_lab.study.step import Step
 from moe_lab.study.store import Store
 
-pytestmark = pytest.mark.usefixtures("quick")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick")]
 
 
 @pytest.fixture(scope="module")

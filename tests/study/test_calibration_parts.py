@@ -24,6 +24,8 @@ from moe_lab.study.step import Step, unmerged
 from moe_lab.study.store import Store, read_step
 from moe_lab.study.worker import Here
 
+pytestmark = pytest.mark.slow
+
 MODEL = ModelConfig(name="pocket", path="pocket:olmoe", device="cpu", threads=1)
 TEXT = CalibrationConfig(
     name="text",

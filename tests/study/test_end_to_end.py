@@ -19,9 +19,13 @@ from moe_lab.results import read_record
 SMALL = ["suite.benchmarks=[pocket_boolq]", "suite.limit=8", "calibration.tokens=2048", "report=false"]
 GRID = ["criterion=man,reap", "ratio=0.25,0.5", "calibration=pocket_code,pocket_math"]
 SWEEP = ["-m", "criterion=man,reap", "ratio=0.25,0.5", "calibration=pocket_code,pocket_math"]
-pytestmark = pytest.mark.skipif(
-    not (Path(__file__).parents[2] / "moe_lab/pocket/data/olmoe/model.safetensors").exists(), reason="no shipped model"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        not (Path(__file__).parents[2] / "moe_lab/pocket/data/olmoe/model.safetensors").exists(),
+        reason="no shipped model",
+    ),
+]
 
 
 def command(store: Path, *words: str) -> list[str]:

@@ -15,6 +15,8 @@ import pytest
 
 from moe_lab.statistics.sums import read
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 CRITERION = """
 from moe_lab.criteria.registry import criterion

@@ -24,6 +24,8 @@ from moe_lab.study import devices
 from moe_lab.study.graph import build
 from moe_lab.study.preflight import lacking, preflight
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module", autouse=True)
 def hydra() -> Iterator[None]:

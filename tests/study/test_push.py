@@ -43,9 +43,13 @@ TOKEN = "hf_PLANTEDtokenPLANTEDtoken"
 SMALL = ["suite.benchmarks=[pocket_boolq]", "suite.limit=8", "calibration.tokens=2048", "report=false"]
 EXPORT = ["criterion=reap", "ratio=0.25", "export=natural"]
 CHANNELS = ["criterion=heapr", "ratio=0.5", "export=natural", "suite.benchmarks=[]", "study=channels"]
-pytestmark = pytest.mark.skipif(
-    not (Path(__file__).parents[2] / "moe_lab/pocket/data/olmoe/model.safetensors").exists(), reason="no shipped model"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        not (Path(__file__).parents[2] / "moe_lab/pocket/data/olmoe/model.safetensors").exists(),
+        reason="no shipped model",
+    ),
+]
 
 
 class Hub:

@@ -26,6 +26,8 @@ from moe_lab.study.step import digest
 from moe_lab.study.store import Store, damage, entry
 from moe_lab.study.sync import Remote
 
+pytestmark = pytest.mark.slow
+
 Machine = Callable[[str], None]
 WORDS = ("criterion=aimer", "ratio=0.5")
 
