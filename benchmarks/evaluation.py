@@ -40,7 +40,7 @@ from moe_lab.evaluation.harness import Graded
 from moe_lab.evaluation.harnesses import lm_eval_tasks
 from moe_lab.evaluation.harnesses.lm_eval_folders import folder
 from moe_lab.evaluation.mirror import benchmarks
-from moe_lab.evaluation.sandbox.policy import Policy
+from moe_lab.evaluation.sandbox import Policy
 from moe_lab.paths import resolve
 
 CHOICES = ("arc_challenge", "arc_easy", "openbookqa", "winogrande", "piqa", "mmlu")

@@ -31,8 +31,8 @@ from moe_lab.evaluation import mirror
 from moe_lab.evaluation.harness import Answer, Item, Reply
 from moe_lab.evaluation.harnesses import evalscope
 from moe_lab.evaluation.mirror import benchmarks
+from moe_lab.evaluation.sandbox import Policy
 from moe_lab.evaluation.sandbox.client import namespaces_missing
-from moe_lab.evaluation.sandbox.policy import Policy
 
 PARTS = ("answers", "programs")
 NAMES = ("gsm8k", "math500")

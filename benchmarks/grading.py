@@ -36,8 +36,8 @@ from moe_lab.evaluation.harness import Answer, Graded, Item, Reply
 from moe_lab.evaluation.harnesses.evalplus import KeptGrader, grade, items, kept_grader
 from moe_lab.evaluation.harnesses.evalplus_grader import GradeRequest
 from moe_lab.evaluation.mirror import benchmarks, make
+from moe_lab.evaluation.sandbox import Policy
 from moe_lab.evaluation.sandbox.client import namespaces_missing
-from moe_lab.evaluation.sandbox.policy import Policy
 from moe_lab.paths import resolve
 
 BAR = 300.0

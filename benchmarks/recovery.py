@@ -35,7 +35,7 @@ from moe_lab.calibration.batches import batches
 from moe_lab.config import BenchmarkConfig, CalibrationConfig, ModelConfig, RecoveryConfig
 from moe_lab.evaluation.engines.hf import LoadedModel
 from moe_lab.evaluation.run import evaluate
-from moe_lab.evaluation.sandbox.policy import Policy
+from moe_lab.evaluation.sandbox import Policy
 from moe_lab.models.discover import moe_layers
 from moe_lab.models.load import load_model
 from moe_lab.paths import resolve

@@ -158,7 +158,7 @@ def test_a_criterion_file_names_a_criterion_that_takes_its_parameters() -> None:
 
 @pytest.mark.parametrize("name", sorted(names("calibration")))
 def test_calibration_settings_hold_together(name: str) -> None:
-    from moe_lab.calibration.settings import check
+    from moe_lab.calibration import check
 
     loaded = content("calibration", name)
     given = {key: GIVEN[key] for key in loaded if OmegaConf.is_missing(loaded, key)}

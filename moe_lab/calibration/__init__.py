@@ -1,1 +1,125 @@
-"""Calibration sets: sources of documents, packing into rows, batches with a validity mask."""
+"""Calibration sets: sources of documents, packing into rows, batches with a validity mask.
+
+Here: checks of a set before it is read, and what identifies it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from moe_lab.calibration.documents import Chat
+from moe_lab.calibration.sources import file_format, first_record, hub_file, is_hub_file, locate
+from moe_lab.config import CalibrationConfig, ModelConfig
+from moe_lab.config.base import counting_fields, identity
+from moe_lab.config.pruning import OF_DOCUMENTS
+from moe_lab.errors import UserError, user_errors
+from moe_lab.models import config_json
+from moe_lab.models.hub import UNRESOLVED, data_file, data_files, sha256_of
+
+
+def parts(settings: CalibrationConfig) -> list[tuple[float, CalibrationConfig]]:
+    """(share, settings) of each set of a mixture; a set that is no mixture is its own only part.
+
+    A set without a seed gets that of the mixture.
+    """
+    return [
+        (
+            source.share,
+            source.settings if source.settings.seed is not None else replace(source.settings, seed=settings.seed),
+        )
+        for source in settings.sources
+        if source.settings is not None
+    ] or [(1.0, settings)]
+
+
+def check(settings: CalibrationConfig) -> None:
+    """Raise UserError for a text that cannot be found. Reads names, sizes and first bytes of files."""
+    for _, part in parts(settings):
+        locate(part.path)
+
+
+def wrong(settings: CalibrationConfig, look: Callable[[CalibrationConfig], object] | None = None) -> list[str]:
+    """Error messages of `check`; if there are none, those of `look` for each set of a mixture."""
+    sentences = list(user_errors(check, settings))
+    if sentences or look is None:
+        return sentences
+    return [sentence for _, part in parts(settings) for sentence in user_errors(look, part)]
+
+
+def check_chat_template(settings: CalibrationConfig, model: ModelConfig) -> None:
+    """Raise UserError when the set begins with chat messages that the model, on this machine, has no chat template for.
+
+    Reads the first record of each set of a mixture. Settings that are `wrong` are left to that check.
+    """
+    if wrong(settings, first_record):
+        return
+    other = ", or a set of plain texts, or of instructions and outputs"
+    for _, part in parts(settings):
+        for document in first_record(part):
+            if isinstance(document, Chat) and document.plain is None:
+                user = f"calibration={settings.name}"
+                config_json.check_chat_template(model, user, bool(document.tools), other)
+
+
+def shares(settings: CalibrationConfig) -> list[tuple[int, int]]:
+    """First row, and end, of each of calibration.parts shares of the rows; empty for one pass over all of them.
+
+    A share has whole batches of one pass, so that both read the same batches and get the same numbers for each.
+    """
+    if settings.parts == 1:
+        return []
+    bounds = [settings.batches * part // settings.parts for part in range(settings.parts + 1)]
+    return [
+        (first * settings.batch_size, min(end * settings.batch_size, settings.rows)) for first, end in pairwise(bounds)
+    ]
+
+
+def order_seed(settings: CalibrationConfig) -> int | None:
+    """The seed by which documents are shuffled; None for order=first. UserError for order=random without a seed."""
+    if settings.order == "first":
+        return None
+    if settings.seed is None:
+        raise UserError("calibration.seed is not set: calibration.order=random needs the seed of the cell")
+    return settings.seed
+
+
+@identity.register
+def _(settings: CalibrationConfig) -> Any:
+    """All that changes what is read and in which batches.
+
+    A file counts by the sha256 of its bytes and its format, wherever it is; a hub set by its id, subset and split; a
+    mixture by its sets and their shares. The seed counts only where documents are shuffled, and of the tokens only how
+    many rows they fill.
+    """
+    check(settings)
+    document = {**counting_fields(settings, "sources", "tokens"), "rows": settings.rows}
+    if not settings.sources:
+        return {**document, **_documents(settings)}
+    sources = [{"share": share, **_documents(part)} for share, part in parts(settings)]
+    return {**document, "sources": sources, "seed": None}  # each set has the seed of the mixture, or its own
+
+
+def _documents(settings: CalibrationConfig) -> dict[str, Any]:
+    """What names the documents of one set, and how each is read."""
+    document = {name: getattr(settings, name) for name in OF_DOCUMENTS}
+    return {**document, "path": _content(settings.path), "seed": order_seed(settings)}
+
+
+def _content(path: str) -> dict[str, Any]:
+    """The content that a path names: that of a file, here or on the hub, or of a data set there; its name where the hub
+    cannot be asked."""
+    file = locate(path)
+    if file is not None:
+        return {"sha256": sha256_of(file), "format": file_format(path, file)}
+    if is_hub_file(path):
+        name, found = hub_file(path)
+        sha256 = data_file(name, found)
+        known = {"sha256": sha256, "format": file_format(path, Path(found))} if sha256 else {}
+    else:
+        sha256 = data_files(path)
+        known = {"data": sha256} if sha256 else {}
+    return known or {UNRESOLVED: path}

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from moe_lab.calibration import check, order_seed, parts
 from moe_lab.calibration.documents import Document, rendering, tokenize
-from moe_lab.calibration.settings import check, order_seed, parts
 from moe_lab.calibration.sources import locate, read
 from moe_lab.config import CalibrationConfig
 from moe_lab.errors import UserError

@@ -13,7 +13,7 @@ from moe_lab.evaluation import suite
 from moe_lab.evaluation.answers import Record, collect_answers
 from moe_lab.evaluation.engines import Engine
 from moe_lab.evaluation.harness import HARNESSES, Answer, Graded, installed, replace_surrogates
-from moe_lab.evaluation.sandbox.policy import Policy
+from moe_lab.evaluation.sandbox import Policy
 from moe_lab.results import SCHEMA, Result, ResultFile, Sample
 
 ANSWERS = "answers.jsonl"

@@ -12,7 +12,7 @@ from moe_lab.config import BenchmarkConfig, Config
 from moe_lab.config.base import identity as settings_identity
 from moe_lab.errors import Unavailable, UserError, unknown, user_errors
 from moe_lab.evaluation.harness import HARNESSES, Harness, check_count, data_files, installed
-from moe_lab.evaluation.sandbox.policy import LIMITED, Policy
+from moe_lab.evaluation.sandbox import LIMITED, Policy
 from moe_lab.paths import PREFIX
 
 _NUMBERS = {"seconds", "memory_mib", "processes", "length"}

@@ -13,7 +13,7 @@ import torch
 from moe_lab.config import ModelConfig
 from moe_lab.config.pruning import DEVICE_MAPS
 from moe_lab.errors import UserError
-from moe_lab.models.memory import processor
+from moe_lab.models import processor
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 PASS_TOKENS = 4096

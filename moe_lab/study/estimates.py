@@ -17,8 +17,8 @@ from rich.table import Table
 
 from moe_lab.errors import UserError
 from moe_lab.json_files import Damaged, Number, read_json
+from moe_lab.models import main_memory
 from moe_lab.models.config_json import quantization, size_of
-from moe_lab.models.memory import main_memory
 from moe_lab.study.devices import on_gpu
 from moe_lab.study.step import Step, canonical
 from moe_lab.study.store import STEP, Store

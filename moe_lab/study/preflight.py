@@ -12,8 +12,9 @@ from itertools import product
 from typing import Any
 
 from moe_lab import allocation, criteria
+from moe_lab import calibration as calibrations
+from moe_lab import recovery as recoveries
 from moe_lab.allocation.grouping import GROUPINGS
-from moe_lab.calibration import settings as calibrations
 from moe_lab.calibration import sources
 from moe_lab.config import (
     AllocationConfig,
@@ -31,7 +32,6 @@ from moe_lab.evaluation.harness import HARNESSES
 from moe_lab.grid import Cell, Request
 from moe_lab.models import config_json, files
 from moe_lab.pruning.form import no_replacements
-from moe_lab.recovery import settings as recoveries
 from moe_lab.study import sync
 from moe_lab.study.devices import check_device
 from moe_lab.study.estimates import check_memory

@@ -21,7 +21,7 @@ from moe_lab.models.files import HUB_ID, files_of
 from moe_lab.paths import PREFIX, local
 from moe_lab.pruning.export.card import ORIGINAL, split_card
 from moe_lab.pruning.export.write import CARD, NOT_COPIED
-from moe_lab.recovery.settings import is_trained
+from moe_lab.recovery import is_trained
 from moe_lab.results import Result
 from moe_lab.study.graph import CellSteps, Graph, unpruned
 from moe_lab.study.progress import say

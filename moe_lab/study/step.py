@@ -26,8 +26,8 @@ from moe_lab.config.base import identity
 from moe_lab.errors import DISK_FULL, Unavailable, UserError, mask
 from moe_lab.evaluation.harness import installed
 from moe_lab.json_files import Damaged, read_json
+from moe_lab.models import processor
 from moe_lab.models.config_json import Size
-from moe_lab.models.memory import processor
 from moe_lab.paths import shortened
 from moe_lab.study.memory import BASE, weights
 

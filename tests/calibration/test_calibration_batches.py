@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
+from moe_lab.calibration import check
 from moe_lab.calibration.batches import batches
-from moe_lab.calibration.settings import check
 from moe_lab.config import CalibrationConfig
 from moe_lab.config.base import SettingsError, identity, valid
 from moe_lab.errors import UserError
@@ -205,7 +205,7 @@ def test_identity_of_a_hub_set_is_its_id_subset_and_split(settings: Settings) ->
 
 def test_checking_needs_no_heavy_library(words: Path) -> None:
     code = (
-        "import sys; import moe_lab.calibration.settings; from moe_lab.config import CalibrationConfig;"
+        "import sys; import moe_lab.calibration; from moe_lab.config import CalibrationConfig;"
         "from moe_lab.config.base import identity;"
         f"identity(CalibrationConfig(name='a', path={str(words)!r}, seed=1));"
         "print([m for m in ('torch', 'transformers', 'datasets', 'huggingface_hub', 'numpy') if m in sys.modules])"

@@ -18,10 +18,10 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from moe_lab import grid
+from moe_lab.calibration import check
 from moe_lab.calibration.answers import answer_batches
 from moe_lab.calibration.batches import TOLERANCE, batches
 from moe_lab.calibration.documents import Text
-from moe_lab.calibration.settings import check
 from moe_lab.calibration.sources import read
 from moe_lab.config import CalibrationConfig, Config, SourceConfig
 from moe_lab.config.base import SettingsError, identity, valid

@@ -16,9 +16,9 @@ import pytest
 import torch
 from pydantic import ValidationError
 
+from moe_lab.calibration import check
 from moe_lab.calibration.batches import batches
 from moe_lab.calibration.documents import Chat, Text, pair
-from moe_lab.calibration.settings import check
 from moe_lab.calibration.sources import locate, read, whole_text
 from moe_lab.config import BenchmarkConfig, CalibrationConfig
 from moe_lab.config.base import identity

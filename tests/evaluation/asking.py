@@ -17,7 +17,7 @@ from moe_lab.evaluation.engines import Engine, Prompt, Writing, Written
 from moe_lab.evaluation.engines.hf import LoadedModel
 from moe_lab.evaluation.harness import Answer, Graded, Item, Reply, Text
 from moe_lab.evaluation.reasoning import answer_in
-from moe_lab.evaluation.sandbox.policy import Policy
+from moe_lab.evaluation.sandbox import Policy
 
 PLAIN = "{% for m in messages %}{{ m.content }}{% endfor %}"
 

@@ -22,9 +22,8 @@ from moe_lab.evaluation.engines import Written
 from moe_lab.evaluation.engines.hf import LoadedModel
 from moe_lab.evaluation.harnesses import evalplus
 from moe_lab.evaluation.run import evaluate
-from moe_lab.evaluation.sandbox import client
+from moe_lab.evaluation.sandbox import LIMITED, NAMESPACES, UNCONFINED, Policy, client
 from moe_lab.evaluation.sandbox.client import NoNamespaces, namespaces_missing
-from moe_lab.evaluation.sandbox.policy import LIMITED, NAMESPACES, UNCONFINED, Policy
 from moe_lab.paths import resolve
 from moe_lab.results import Sample
 

@@ -32,8 +32,8 @@ from moe_lab.evaluation.harnesses import evalplus, evalplus_grader, evalplus_rul
 from moe_lab.evaluation.harnesses.evalplus import fenced_program
 from moe_lab.evaluation.harnesses.evalplus_rules import longest_program, sanitized
 from moe_lab.evaluation.mirror import benchmarks, make
+from moe_lab.evaluation.sandbox import Policy
 from moe_lab.evaluation.sandbox.client import namespaces_missing
-from moe_lab.evaluation.sandbox.policy import Policy
 
 pytestmark = pytest.mark.slow
 

@@ -24,8 +24,8 @@ from moe_lab.evaluation import interpreters, mirror, run, suite
 from moe_lab.evaluation.harness import Answer, Reply
 from moe_lab.evaluation.harnesses import evalscope, evalscope_code, evalscope_worker
 from moe_lab.evaluation.mirror import benchmarks
+from moe_lab.evaluation.sandbox import NAMESPACES, Policy
 from moe_lab.evaluation.sandbox.client import namespaces_missing
-from moe_lab.evaluation.sandbox.policy import NAMESPACES, Policy
 from moe_lab.start import command
 
 pytestmark = pytest.mark.slow

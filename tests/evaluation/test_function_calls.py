@@ -24,7 +24,7 @@ from moe_lab.evaluation.harnesses import function_call_rules as rules
 from moe_lab.evaluation.harnesses import function_calls
 from moe_lab.evaluation.harnesses.function_call_rules import Call, Undecodable, tool
 from moe_lab.evaluation.reasoning import answer_in
-from moe_lab.evaluation.sandbox.policy import Policy
+from moe_lab.evaluation.sandbox import Policy
 from moe_lab.models.config_json import check_chat_template
 
 ROOT = Path(__file__).parents[2]

@@ -22,7 +22,7 @@ from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError
 from moe_lab.evaluation import mirror, suite
 from moe_lab.evaluation.mirror import benchmarks, main, make
-from moe_lab.evaluation.sandbox.policy import Policy
+from moe_lab.evaluation.sandbox import Policy
 
 
 @pytest.fixture

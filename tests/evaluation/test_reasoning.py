@@ -32,7 +32,7 @@ from moe_lab.evaluation.engines.server import ServedModel
 from moe_lab.evaluation.engines.vllm import VllmModel
 from moe_lab.evaluation.judge import Judge
 from moe_lab.evaluation.mirror import benchmarks, make
-from moe_lab.evaluation.sandbox.policy import Policy
+from moe_lab.evaluation.sandbox import Policy
 from moe_lab.serving import vllm_engine
 
 HARMONY = PLAIN + "<|start|>assistant"

@@ -29,7 +29,7 @@ from moe_lab.evaluation.engines.hf import LoadedModel
 from moe_lab.evaluation.harness import Graded
 from moe_lab.evaluation.harnesses import lm_eval_tasks
 from moe_lab.evaluation.mirror import benchmarks
-from moe_lab.evaluation.sandbox.policy import Policy
+from moe_lab.evaluation.sandbox import Policy
 from moe_lab.paths import resolve
 
 REAL = ("arc_challenge", "arc_easy", "openbookqa", "winogrande", "piqa", "mmlu")

@@ -22,7 +22,7 @@ from moe_lab.evaluation import run
 from moe_lab.evaluation.engines import Prompt, Writing
 from moe_lab.evaluation.engines.hf import LoadedModel
 from moe_lab.evaluation.engines.vllm import VllmModel
-from moe_lab.evaluation.sandbox.policy import Policy
+from moe_lab.evaluation.sandbox import Policy
 from moe_lab.paths import resolve
 
 ROOT = Path(__file__).parents[2]

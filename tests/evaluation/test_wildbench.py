@@ -19,7 +19,7 @@ from moe_lab.config import BenchmarkConfig, JudgeConfig
 from moe_lab.errors import Unavailable, UserError
 from moe_lab.evaluation import harness, mirror, run, suite
 from moe_lab.evaluation.harnesses import wildbench
-from moe_lab.evaluation.sandbox.policy import Policy
+from moe_lab.evaluation.sandbox import Policy
 
 pytestmark = pytest.mark.slow
 

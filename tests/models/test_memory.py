@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_lab.models import memory
+from moe_lab import models as memory
 
 GIB = 2**30
 

@@ -18,7 +18,7 @@ from moe_lab.evaluation import run, suite
 from moe_lab.evaluation.engines.hf import LoadedModel
 from moe_lab.evaluation.harnesses import function_calls
 from moe_lab.evaluation.harnesses.function_call_rules import mistake
-from moe_lab.evaluation.sandbox.policy import Policy
+from moe_lab.evaluation.sandbox import Policy
 from moe_lab.models.load import load_model
 from moe_lab.paths import conf
 from tools.pocket.build import calibration_examples

@@ -13,9 +13,9 @@ from moe_lab.config import RecoveryConfig
 from moe_lab.errors import UserError
 from moe_lab.models.discover import is_experts, linears
 from moe_lab.pruning.exported_code.ragged import RaggedExperts
+from moe_lab.recovery import check
 from moe_lab.recovery.apply import recovered
 from moe_lab.recovery.quantize import FourBitLinear, FourBitMatrices, FourBitMatrix, quantize, storage
-from moe_lab.recovery.settings import check
 
 functional = pytest.importorskip("bitsandbytes.functional")
 

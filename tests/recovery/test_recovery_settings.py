@@ -15,7 +15,7 @@ from moe_lab.config.base import SettingsError, identity, valid
 from moe_lab.errors import UserError
 from moe_lab.pruning.plan import Plan
 from moe_lab.pruning.replace import merge_experts
-from moe_lab.recovery.settings import check_merging
+from moe_lab.recovery import check_merging
 
 TUNED: dict[str, Any] = {"instructions": "alpaca"}
 ROUTERS: dict[str, Any] = {"distill": "c4", "train": "routers"}
@@ -82,5 +82,5 @@ def test_a_fit_needs_merged_experts(
 
 
 def test_settings_are_checked_without_torch() -> None:
-    code = "import sys, moe_lab.recovery.settings; sys.exit('torch' in sys.modules)"
+    code = "import sys, moe_lab.recovery; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -13,7 +13,7 @@ import pytest
 import tiny
 from example_steps import cell_of
 
-from moe_lab.calibration import settings as calibrations
+from moe_lab import calibration as calibrations
 from moe_lab.config import CalibrationConfig, ModelConfig
 from moe_lab.config.base import SettingsError, valid
 from moe_lab.statistics.observe import Observer

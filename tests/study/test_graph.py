@@ -22,8 +22,7 @@ from moe_lab.config import (
     SuiteConfig,
 )
 from moe_lab.errors import UserError
-from moe_lab.evaluation.sandbox import client
-from moe_lab.evaluation.sandbox.policy import LIMITED
+from moe_lab.evaluation.sandbox import LIMITED, client
 from moe_lab.grid import benchmarks
 from moe_lab.study import record
 from moe_lab.study.graph import Graph, build, unresolved

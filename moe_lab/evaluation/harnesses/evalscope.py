@@ -31,7 +31,7 @@ from moe_lab.evaluation.harness import (
 )
 from moe_lab.evaluation.harnesses.evalplus_grader import cores
 from moe_lab.evaluation.harnesses.evalscope_code import DataError
-from moe_lab.evaluation.sandbox.policy import NAMESPACES, Policy
+from moe_lab.evaluation.sandbox import NAMESPACES, Policy
 from moe_lab.results import Sample
 from moe_lab.start import command
 

@@ -12,7 +12,7 @@ from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError, unknown, user_errors
 from moe_lab.evaluation.harness import Answer, Graded, Item, Text, check_count, data_files, graded_by_mean
 from moe_lab.evaluation.harnesses.function_call_rules import TYPES, mistake, tool
-from moe_lab.evaluation.sandbox.policy import Policy
+from moe_lab.evaluation.sandbox import Policy
 from moe_lab.json_files import fits
 
 _QUESTION = {

@@ -30,7 +30,7 @@ from moe_lab.evaluation.harness import (
     mean_result,
 )
 from moe_lab.evaluation.harnesses.lm_eval_tasks import first_items, label_of, tasks
-from moe_lab.evaluation.sandbox.policy import Policy
+from moe_lab.evaluation.sandbox import Policy
 from moe_lab.results import Result, Sample
 
 Aggregation = Callable[[Any], Any]

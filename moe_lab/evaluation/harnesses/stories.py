@@ -11,7 +11,7 @@ from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError, unknown
 from moe_lab.evaluation import mirror
 from moe_lab.evaluation.harness import Answer, Graded, Item, Text, check_count, data_files, graded_by_mean
-from moe_lab.evaluation.sandbox.policy import Policy
+from moe_lab.evaluation.sandbox import Policy
 
 
 def items(benchmark: BenchmarkConfig) -> list[Item]:

@@ -19,7 +19,7 @@ from moe_lab.config.base import identity as settings_identity
 from moe_lab.errors import Unavailable, UserError, unknown, user_errors
 from moe_lab.evaluation import mirror
 from moe_lab.evaluation.harness import Answer, Graded, Item, Text, check_count, graded_by_mean, replace_surrogates
-from moe_lab.evaluation.sandbox.policy import Policy
+from moe_lab.evaluation.sandbox import Policy
 from moe_lab.paths import cache
 
 TOLERATED = 0.01

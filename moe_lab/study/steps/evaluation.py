@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from moe_lab.config import BackendConfig, BenchmarkConfig, Config, ExportConfig, LauncherConfig, ModelConfig
 from moe_lab.errors import Unavailable
 from moe_lab.evaluation import engines, suite
-from moe_lab.evaluation.sandbox.policy import LIMITED, NAMESPACES, Policy
+from moe_lab.evaluation.sandbox import LIMITED, NAMESPACES, Policy
 from moe_lab.json_files import write_json
 from moe_lab.models.config_json import Size
 from moe_lab.study import memory

@@ -10,8 +10,8 @@ from pkgutil import resolve_name
 from shutil import copyfile
 from typing import Any, ClassVar, Self
 
+from moe_lab import calibration as calibrations
 from moe_lab import results
-from moe_lab.calibration import settings as calibrations
 from moe_lab.config import CalibrationConfig, ModelConfig
 from moe_lab.grid import Cell
 from moe_lab.json_files import write_json

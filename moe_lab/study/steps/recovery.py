@@ -10,13 +10,13 @@ from functools import lru_cache, reduce
 from pathlib import Path
 from typing import Any
 
+from moe_lab import recovery as recoveries
 from moe_lab.config import COMPRESSED, ExportConfig, LauncherConfig, ModelConfig, RecoveryConfig
 from moe_lab.config.pruning import Shape
 from moe_lab.grid import Cell
 from moe_lab.json_files import write_json
+from moe_lab.models import release_memory
 from moe_lab.models.config_json import Size
-from moe_lab.models.memory import release_memory
-from moe_lab.recovery import settings as recoveries
 from moe_lab.study import memory
 from moe_lab.study.step import Parts, Step
 from moe_lab.study.steps.alignment import plan_of
