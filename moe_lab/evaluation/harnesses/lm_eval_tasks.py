@@ -22,7 +22,6 @@ from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError
 from moe_lab.evaluation import mirror
 from moe_lab.evaluation.harness import data_files
-from moe_lab.evaluation.harnesses import lm_eval_folders
 from moe_lab.evaluation.suite import data_digest
 
 SEED = 1234
@@ -71,6 +70,8 @@ def _as_json(messages: Sequence[Mapping[str, str]], **_: Any) -> str:
 
 def _stock(benchmark: BenchmarkConfig) -> dict[str, Any]:
     """A task or group of lm-eval that reads the benchmark's mirror; only its folder is indexed."""
+    from moe_lab.evaluation.harnesses import lm_eval_folders
+
     manager = TaskManager(include_path=str(lm_eval_folders.folder(benchmark)), include_defaults=False)
     subsets = mirror.subsets(benchmark)
 
