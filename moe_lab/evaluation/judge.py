@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 import openai
 
 from moe_lab.config import JudgeConfig
-from moe_lab.config.identity import identity
+from moe_lab.config.base import identity
 from moe_lab.errors import Unavailable
 from moe_lab.evaluation.reasoning import answer_in
 from moe_lab.json_files import read_json, write_json

@@ -299,7 +299,8 @@ def _fields_of(group: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Name and type of every field that a user sets, of a group of settings and the groups in it."""
     types = get_type_hints(group, include_extras=True)
     for field in fields(group):
-        if field.name in getattr(group, "internal", ()) or types[field.name] == JudgeConfig | None:
+        unset = getattr(group, "internal", ()) or ()
+        if field.name in (*unset, "dry_run") or types[field.name] == JudgeConfig | None:  # every command is a dry run
             continue
         if is_dataclass(types[field.name]):
             yield from _fields_of(types[field.name], f"{prefix}{field.name}.")
