@@ -162,6 +162,7 @@ def test_a_killed_distillation_goes_on_to_the_same_bits(
         assert reports[0]["trained_parameters"] == {"routers": 2 * 8 * 32}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path(resolve("pocket:olmoe"), "model.safetensors").exists(), reason="no shipped model")
 def test_held_out_divergence_of_the_shipped_model_falls(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Half of the experts are removed at random; one pass over 64 rows, measured on the 16 rows after them."""

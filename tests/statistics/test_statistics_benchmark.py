@@ -15,6 +15,7 @@ TINY = {"vocab_size": 1024, "hidden_size": 32, "intermediate_size": 16, "num_exp
 HEADS = {"num_attention_heads": 2, "num_key_value_heads": 2}
 
 
+@pytest.mark.slow
 def test_the_benchmark_prints_all_ratios_and_says_whether_they_hold() -> None:
     command = preloaded.command("-m", "benchmarks.statistics", *SMALL.split(), "--every-pairs", "1")
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)

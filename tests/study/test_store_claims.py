@@ -94,6 +94,7 @@ def test_a_claim_of_a_killed_process_is_free_at_once(folder: Path) -> None:
     assert not list(folder.iterdir())
 
 
+@pytest.mark.slow
 def test_of_those_that_find_a_stale_claim_one_has_it(folder: Path, tmp_path: Path) -> None:
     """They hold it and give it up again and again; two at a time would find each other's mark."""
     mark, two, took = tmp_path / "mark", tmp_path / "two", tmp_path / "took"
@@ -133,6 +134,7 @@ def test_a_heartbeat_renews_what_is_held(folder: Path, fast: None) -> None:
         until(lambda: time.time() - claim.path.stat().st_mtime < HOUR)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("fast")
 class TestAnotherMachine:
     """Its processes cannot be looked up: heartbeats decide."""
