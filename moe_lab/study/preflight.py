@@ -34,7 +34,6 @@ from moe_lab.models import config_json, files
 from moe_lab.pruning.form import no_replacements
 from moe_lab.study import sync
 from moe_lab.study.devices import check_device
-from moe_lab.study.estimates import check_memory
 from moe_lab.study.step import KINDS, Step
 from moe_lab.study.steps.costs import wrong_timing
 from moe_lab.study.steps.plans import check_engine, check_plan_file, plan_in
@@ -78,9 +77,8 @@ def preflight(config: Config, requests: Iterable[Request]) -> list[str]:
 def lacking(steps: Sequence[Step], launcher: LauncherConfig) -> list[str]:
     """One sentence for everything that `steps` need and that is missing or not allowed here."""
     wanted = [condition for step in steps for condition in step.conditions(launcher)]
-    if launcher.name != "slurm":  # nodes of a cluster have devices and memory of their own
+    if launcher.name != "slurm":  # nodes of a cluster have devices of their own
         wanted += [(check_device, step.about.device) for step in steps if step.about and step.runs_model]
-        wanted += [(check_memory, step) for step in steps]
     distinct = {(check, *map(id, of)): (check, of) for check, *of in wanted}
     return list(dict.fromkeys(sentence for check, of in distinct.values() for sentence in _said(check, *of)))
 

@@ -9,11 +9,11 @@ from typing import NamedTuple
 
 from moe_lab.config import Config
 from moe_lab.config.base import SettingsError
-from moe_lab.errors import UserError, unknown
+from moe_lab.errors import UserError, unknown, user_errors
 from moe_lab.grid import Request
 from moe_lab.json_files import Number, read_json
 from moe_lab.results import DIGITS, is_lower_better
-from moe_lab.study.estimates import Times, disk_problems, forecast
+from moe_lab.study.estimates import Times, check_memory, disk_problems, forecast
 from moe_lab.study.graph import build, normalized, unresolved
 from moe_lab.study.launch import LAUNCHERS
 from moe_lab.study.preflight import AVERAGE, lacking
@@ -84,7 +84,7 @@ def _run(study: Study) -> int:
         begun.note(steps)
         undone = [step for step in steps if step.id not in done]
         store.clear({step.id for step in every} - {step.id for step in undone})
-        if full := disk_problems(store.root, undone):
+        if full := _too_little(study, undone):
             begun.remove()
             raise SettingsError(full)
         schedule = Schedule(steps, done)
@@ -124,7 +124,7 @@ def _in_store(study: Study, elsewhere: Set[str] = frozenset()) -> tuple[list[Ste
 
 def _forecast(study: Study) -> list[str]:
     """Print what a run would do: a table of its steps, with launcher=slurm one of the jobs' resources, and what would
-    be uploaded. Returns a sentence when the disk is too small for it."""
+    be uploaded. Returns a sentence for a disk, or a main memory, that is too small for it."""
     config, store, every = study.config, study.store, study.graph.steps()
     steps, done = _in_store(study, _finished_there(Remote(store.url), every) if store.url else frozenset())
     say_notices(store)
@@ -140,7 +140,15 @@ def _forecast(study: Study) -> list[str]:
         from moe_lab.study.push import show
 
         show(study, config.push, done)
-    return disk_problems(store.root, undone)
+    return _too_little(study, undone)
+
+
+def _too_little(study: Study, undone: Sequence[Step]) -> list[str]:
+    """A sentence for a disk that is too small for what is not done, and for each model that main memory does not hold;
+    nodes of a cluster have memory of their own."""
+    loading = undone if study.config.launcher.name != "slurm" else []
+    too_large = [sentence for step in loading for sentence in user_errors(check_memory, step)]
+    return disk_problems(study.store.root, undone) + list(dict.fromkeys(too_large))
 
 
 def _pushed(study: Study, schedule: Schedule) -> int:

@@ -18,6 +18,7 @@ from typing import Any
 import choices
 import pytest
 from example_steps import cell_of, evaluated, step_of
+from small_studies import asked, start
 
 from moe_lab.config import (
     AllocationConfig,
@@ -323,3 +324,15 @@ def refusals(asked: Step) -> Iterator[UserError]:
         estimates.check_memory(asked)
     except UserError as error:
         yield error
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_study_that_is_done_is_not_refused_for_its_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    study = asked()
+    with monkeypatch.context() as patch:
+        patch.setattr(estimates, "main_memory", lambda: 1000.0)
+        with pytest.raises(UserError, match="main memory"):
+            start(tmp_path, study)
+    assert start(tmp_path, study) == 0
+    monkeypatch.setattr(estimates, "main_memory", lambda: 1000.0)
+    assert start(tmp_path, study) == 0
