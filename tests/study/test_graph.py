@@ -22,6 +22,7 @@ from moe_lab.config import (
     SuiteConfig,
 )
 from moe_lab.errors import UserError
+from moe_lab.evaluation import suite as suites
 from moe_lab.evaluation.sandbox import LIMITED, client
 from moe_lab.grid import benchmarks
 from moe_lab.study import record
@@ -194,6 +195,21 @@ def test_a_step_runs_in_no_weaker_sandbox_than_its_identity_says(monkeypatch: py
     grade = confined["grade"]
     with pytest.raises(UserError, match=r"sandbox=.*none here"):
         grade.policy.protection(closed_world=True)
+
+
+def test_a_raised_pin_gives_new_results_of_its_harness_and_leaves_all_else_of_a_store(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def ids(version: str) -> dict[str, set[str]]:
+        monkeypatch.setattr(suites, "installed", lambda package: version)
+        found: dict[str, set[str]] = {}
+        for step in graph(criterion=["man"]).steps():
+            found.setdefault(step.kind, set()).add(step.id)
+        return found
+
+    before, after = ids("0.4.13"), ids("0.4.14")
+    assert before.keys() == after.keys() and len(before) > 4
+    assert {kind for kind in before if before[kind] != after[kind]} == {"evaluate"}
 
 
 def test_figures_have_one_pass_for_every_gate_and_seed() -> None:

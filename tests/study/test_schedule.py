@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import shutil
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from example_steps import Example
 
+from moe_lab.config import Config, LauncherConfig
+from moe_lab.study import launch
 from moe_lab.study.schedule import Schedule, StepError, work
 from moe_lab.study.step import Step
 from moe_lab.study.store import Store
@@ -177,3 +182,33 @@ def signalled_worker(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str) -
     )
     monkeypatch.setenv("PYTHONPATH", TESTS)
     monkeypatch.setattr("moe_lab.study.worker.command", lambda module: [sys.executable, str(script)])
+
+
+@pytest.mark.parametrize(
+    ("visible", "processes", "given"),
+    [
+        ("1,GPU-8f2c,MIG-7a", None, ["1", "GPU-8f2c", "MIG-7a"]),
+        ("0,1", 4, ["0", "0", "1", "1"]),
+        ("", None, [None] * 3),
+        ("-1", 2, [None] * 2),
+    ],
+)
+def test_local_workers_have_a_gpu_each_of_those_that_the_command_may_use(
+    visible: str, processes: int | None, given: list[str | None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By index, UUID or MIG name; more workers than GPUs share them in turn; without any, one for each core."""
+    workers: list[dict[str, str]] = []
+
+    class Noted(contextlib.nullcontext[Any]):
+        def __init__(self, store: Store, name: str, environment: dict[str, str]) -> None:
+            super().__init__()
+            workers.append(environment)
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setattr(launch, "Worker", Noted)
+    monkeypatch.setattr(os, "cpu_count", lambda: 3)
+    config = Config(launcher=LauncherConfig(name="local", processes=processes))
+    study: Any = SimpleNamespace(config=config, store=Store(tmp_path).create())
+    assert launch.local(Schedule([], set()), study, None)  # type: ignore[arg-type]
+    found = [environment.get("CUDA_VISIBLE_DEVICES") for environment in workers]
+    assert sorted(found, key=str) == given
