@@ -1,7 +1,7 @@
 """How large the code is, and how much of it one cell loads: `python -m benchmarks.shape`.
 
-Counts lines, the longest function, circles of imports, and the modules of moe_lab that one cell loads (`criterion=reap
-ratio=.25` and one benchmark, in the command and in its worker). Exit code 1 when a ceiling is exceeded.
+Counts lines, settings, the longest function, circles of imports, and the modules of moe_lab that one cell loads
+(`criterion=reap ratio=.25`, one benchmark; in the command and in its worker). Exit code 1 when a ceiling is exceeded.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from scipy.sparse import csr_array
 from scipy.sparse.csgraph import connected_components
 
 from benchmarks.measure import misses, parser
+from moe_lab.config.table import settings
 from moe_lab.start import command
 
 ROOT = Path(__file__).parents[1]
 LINES = {"moe_lab": 30_000, "tests": 28_000}
 """Folder -> most lines of Python."""
-FUNCTION, MODULES = 60, 80
-"""Most lines of a function, and most modules of moe_lab that one cell loads."""
+FUNCTION, MODULES, SETTINGS = 60, 80, 150
+"""Most lines of a function, modules of moe_lab that one cell loads, and settings that a user can type."""
 CELL = "model=pocket_olmoe criterion=reap ratio=.25 suite=pocket_quick suite.benchmarks=[pocket_arc_easy]"
 NOTES_IMPORTS = """
 import os, sys
@@ -47,6 +48,7 @@ def main() -> int:
         files = list((ROOT / folder).rglob("*.py"))
         lines = sum(len(file.read_text().splitlines()) for file in files)
         failed |= misses(f"{folder}: lines in {len(files)} files", lines, "<=", most)
+    failed |= misses("settings that a user can type", len(list(settings())), "<=", SETTINGS)
     length, function = max(functions(ROOT / "moe_lab"))
     failed |= misses(f"longest function ({function}), lines", length, "<=", FUNCTION)
     found = circles()
