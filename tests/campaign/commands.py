@@ -249,7 +249,6 @@ moe_lab.inspect model=local model.path=/no/such/folder | /no/such/folder
 moe_lab.inspect model=pocket_olmoe calibration=c5 | c5
 moe_lab.inspect model=pocket_olmoe ratoi=1 | ratio
 moe_lab.inspect model=pocket_olmoe ratio=2 | ratio
-moe_lab.inspect model=pocket_olmoe model.revision=main | model.revision
 moe_lab.inspect model=pocket_olmoe,pocket_qwen3_moe | model
 moe_lab.inspect -m model=pocket_olmoe | -m
 analysis rnaks store=STORE | ranks
