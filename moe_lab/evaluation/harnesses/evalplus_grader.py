@@ -88,6 +88,8 @@ class DataFile:
     """Task id -> part -> what the canonical solution returns, and its CPU seconds."""
     graded: dict[str, tuple[str, Verdict]] = field(default_factory=dict)
     """Hash of a program and what its verdict depends on -> the program after the sanitizer, and the verdict."""
+    compared: dict[str, str] = field(default_factory=dict)
+    """Hash of a task, a part and outputs -> how they compare with those expected, a key of `_COMPARED`."""
 
     def __post_init__(self) -> None:
         self._children = LimitedChildren(self._work, cores())
@@ -98,9 +100,18 @@ class DataFile:
         return program if text is None else text
 
     def compare(self, task: str, part: str, encoded: list[str], seconds: float) -> str | None:
-        """How outputs of a task's part compare with those expected, within CPU seconds: a key of `_COMPARED`."""
-        request = ["compare", task, part, encoded, self.expected[task][part]["encoded"]]
-        return self._children(request, seconds, _COMPARING_MEMORY)
+        """How outputs of a task's part compare with those expected, within CPU seconds: a key of `_COMPARED`.
+
+        Most right programs return the same, which is compared once.
+        """
+        key = hashlib.sha256(json.dumps([task, part, encoded]).encode()).hexdigest()
+        if key not in self.compared:
+            request = ["compare", task, part, encoded, self.expected[task][part]["encoded"]]
+            status = self._children(request, seconds, _COMPARING_MEMORY)
+            if status is None:  # a matter of limits, not of the outputs alone
+                return None
+            self.compared[key] = status
+        return self.compared[key]
 
     def _work(self, request: Any) -> str:
         """Work of a process with limits."""
