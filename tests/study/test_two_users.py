@@ -22,8 +22,12 @@ OWNER, COLLEAGUE, GROUP = 54321, 54322, 54320
 
 
 @pytest.fixture
-def folder() -> Iterator[Path]:
-    """A folder of the group, in which new folders are of the group too."""
+def folder(tmp_path: Path) -> Iterator[Path]:
+    """A folder of the group, in which new folders are of the group too.
+
+    Another user may not read the folder of this repository, so all that a run reads of it is read before.
+    """
+    run(tmp_path / "own", Example())
     with tempfile.TemporaryDirectory(dir="/var/tmp") as name:
         os.chown(name, OWNER, GROUP)
         os.chmod(name, 0o2775)
