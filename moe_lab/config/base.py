@@ -41,8 +41,6 @@ Count = Annotated[int, Strict(), Field(ge=0, le=LARGEST)]
 Positive = Annotated[int, Strict(), Field(ge=1, le=LARGEST)]
 From2 = Annotated[int, Strict(), Field(ge=2, le=LARGEST)]
 Above0 = Annotated[float, Strict(), Field(gt=0)]
-From0 = Annotated[float, Strict(), Field(ge=0)]
-From1 = Annotated[float, Strict(), Field(ge=1)]
 Share = Annotated[float, Strict(), AfterValidator(_share)]
 Ratio = Annotated[Share, AfterValidator(lambda ratio: round(ratio, 9))]
 """Share to remove: a decimal, so that the third value of range(0.1,0.35,0.1) is the 0.3 that is typed elsewhere."""

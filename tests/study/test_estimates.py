@@ -9,7 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,7 +32,7 @@ from moe_lab.config import (
     ModelConfig,
     RecoveryConfig,
 )
-from moe_lab.errors import UserError
+from moe_lab.errors import UserError, user_errors
 from moe_lab.json_files import write_json
 from moe_lab.models.config_json import size_of
 from moe_lab.study import estimates
@@ -315,15 +315,8 @@ def test_a_model_that_does_not_fit_into_main_memory_is_refused_before_it_is_load
     asked = make(replace(MODEL, **{"device": "cpu", **changes}))
     for memory, fits in ((19 * GIB, says is None), (40 * GIB, True)):
         monkeypatch.setattr(estimates, "main_memory", lambda memory=memory: memory)
-        problems = [str(error) for error in refusals(asked)]
+        problems = list(user_errors(estimates.check_memory, asked))
         assert problems == [] if fits else len(problems) == 1 and re.search(str(says), problems[0])
-
-
-def refusals(asked: Step) -> Iterator[UserError]:
-    try:
-        estimates.check_memory(asked)
-    except UserError as error:
-        yield error
 
 
 @pytest.mark.usefixtures("quick")
