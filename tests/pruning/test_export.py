@@ -322,7 +322,7 @@ def ragged() -> Plan:
 def test_the_step_needs_neither_torch_nor_memory(
     kind: str, make: Callable[[], Plan], shape: str, share: float, tmp_path: Path
 ) -> None:
-    """An export step in a process of its own, whose peak is far below the 151 MB it reads, and the half it writes."""
+    """An export step in a process of its own, whose memory grows by far less than the 151 MB it reads."""
     size = hollow(tmp_path / "model", kind)
     (tmp_path / "plan").mkdir()
     make().save(tmp_path / "plan" / "plan.json")
@@ -332,12 +332,15 @@ def test_the_step_needs_neither_torch_nor_memory(
 import pickle, sys
 sys.path.insert(0, {str(Path(__file__).parents[1])!r})  # where the example's plan step is
 from moe_lab.study.steps import perform
+def peak():
+    return int(next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM")))
+before = peak()  # mostly libraries, of which the kernel maps as much as it likes
 perform(*pickle.load(open({str(tmp_path / "work.pkl")!r}, "rb")))
 assert not {{"torch", "transformers"}} & set(sys.modules)
-print(next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM")))
+print(peak() - before)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert int(done.stdout) < 60_000  # kB
+    assert int(done.stdout) < 10_000  # kB
     written = (tmp_path / "scratch" / "checkpoint" / "model.safetensors").stat().st_size
     assert written == pytest.approx(share * size, rel=0.02)
     assert not (tmp_path / "partial").exists()

@@ -44,6 +44,7 @@ STOPS = 4
 COMPLETE = ("stop", "length")
 """Reasons why a text ends that leave it whole: OpenAI's words. Others, such as abort or error, are of the server."""
 _POLL_SECONDS, _ANSWER = 0.2, 30.0
+PORTS = range(15_000, 32_000)
 _ENDING = 2.0
 """Seconds in which a server that has closed a connection may end."""
 _REFUSAL = 1000
@@ -237,10 +238,13 @@ def _last_words(process: Child, seconds: float = 0.0) -> str | None:
 
 
 def _free_port() -> int:
-    with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))
-        port: int = unused.getsockname()[1]
-        return port
+    """A port that is free now, and not one of those that a system gives to outgoing connections: any of them could take
+    it before the server, which imports for a while, does."""
+    while True:
+        port = secrets.choice(PORTS)
+        with socket.socket() as unused, suppress(OSError):
+            unused.bind(("127.0.0.1", port))
+            return port
 
 
 def _ready(served: ServedModel, process: Child, path: str) -> ServedModel:

@@ -225,7 +225,6 @@ class Export(Step):
         all but the last are in the folder of partial results, and are not made again."""
         from moe_lab.models.files import local_folder
         from moe_lab.pruning.export import export as write
-        from moe_lab.pruning.export import gguf
 
         source, plan, shape = local_folder(self.about), files.plan(self.plan), str(self.shape.shape)
         out = files.out / "checkpoint"
@@ -246,6 +245,8 @@ class Export(Step):
                 if not plain.exists():
                     self._write_changed(natural, plain, files)
             if is_converted:
+                from moe_lab.pruning.export import gguf
+
                 gguf.convert(plain, out, gguf.converter(self.shape), f"{self.about.name}, pruned")
         except Exception:  # but not when the process is told to stop: then it resumes
             shutil.rmtree(files.partial, ignore_errors=True)
