@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 from benchmarks.measure import describe, device_seconds, median_misses, parser
 from benchmarks.models import CONFIGURATIONS, published_model, random_model
 from moe_lab.models.discover import MoELayer, moe_layers
-from moe_lab.models.partial_forward import run
+from moe_lab.models.experts import run
 from moe_lab.statistics.damage import SimilarityTap
 from moe_lab.statistics.forward import ForwardTap
 from moe_lab.statistics.gradients import GradientTap, differentiable, forward_and_backward

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from moe_lab.pruning.mask import mask
     from moe_lab.pruning.plan import Plan
     from moe_lab.pruning.prune import prune
-    from moe_lab.statistics.sums import Statistics
+    from moe_lab.statistics import Statistics
 
 __version__ = "0.1.0"
 __all__ = [
@@ -61,7 +61,7 @@ class ModelStatistics:
     """Statistics of a model, as gathered by `calibrate`."""
 
     layers: Mapping[int, Mapping[str, Any]]
-    """Decoder layer -> sums by name, fp64 arrays of the shapes in `moe_lab.statistics.sums`."""
+    """Decoder layer -> sums by name, fp64 arrays of the shapes in `moe_lab.statistics`."""
     sums: Mapping[str, Mapping[int, Mapping[str, Any]]]
     """The same sums, grouped by the pass that gathered them, such as statistics or gradients."""
     facts: Mapping[str, Any]
@@ -114,7 +114,7 @@ def calibrate(
     from moe_lab import criteria as registry
     from moe_lab.allocation import grouping
     from moe_lab.models.facts import model_facts
-    from moe_lab.statistics.sums import by_layer
+    from moe_lab.statistics import by_layer
 
     needs = dict.fromkeys(need for criterion in criteria for need in registry.get(criterion).needs)
     needs |= dict.fromkeys(grouping.needs(replacement))
@@ -286,7 +286,7 @@ def load_scores(folder: str | os.PathLike[str]) -> pd.DataFrame:
 
     from moe_lab.errors import UserError
     from moe_lab.json_files import Damaged, read_json
-    from moe_lab.statistics.sums import by_layer, read
+    from moe_lab.statistics import by_layer, read
 
     place = Path(folder, "moe_lab")
     of_experts, of_channels = place / "scores.parquet", place / "scores.safetensors"

@@ -113,9 +113,9 @@ def _span(layers: list[int]) -> str:
 def _uses(model: ModelConfig, about: Mapping[str, Any]) -> Iterator[Row]:
     from moe_lab import criteria
     from moe_lab.models.config_json import quantization
+    from moe_lab.pruning import SHAPES
     from moe_lab.pruning.export.layout import can_bar
     from moe_lab.pruning.export.quantised import check_quantised
-    from moe_lab.pruning.form import SHAPES
 
     method = quantization(model)
     stored = f"its weights are stored as {method}" if method else None

@@ -19,8 +19,7 @@ from moe_lab.models import transformers_private
 ROOT = Path(moe_lab.__file__).parent
 ONE_PLACE = Path("models/transformers_private.py")
 SHIPPED = {
-    Path("models/ports/deepseek_moe.py"),
-    *(Path("pruning/exported_code") / name for name in ("pruned.py", "ragged.py")),
+    *(Path("exported_code") / name for name in ("deepseek_moe.py", "pruned.py", "ragged.py")),
 }
 """Written beside the weights of exports, so they cannot import moe_lab; the exports' tests run them."""
 PUBLIC = {

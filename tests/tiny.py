@@ -19,7 +19,7 @@ from tokenizers.models import WordLevel
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.utils import logging
 
-import moe_lab.models.ports  # noqa: F401  # makes more architectures known to transformers
+import moe_lab.exported_code  # noqa: F401  # makes more architectures known to transformers
 from moe_lab.allocation.problem import limits
 from moe_lab.allocation.shapes import same_share
 from moe_lab.models.discover import moe_layers

@@ -2,8 +2,20 @@
 
 from __future__ import annotations
 
-from moe_lab.allocation.decide import allocate, budgets, fits, routed_ratio
-from moe_lab.allocation.registry import ALLOCATIONS, Allocation, check, check_by, get, needs, register, zero_expert
+from moe_lab.allocation.registry import (
+    ALLOCATIONS,
+    Allocation,
+    allocate,
+    budgets,
+    check,
+    check_by,
+    fits,
+    get,
+    needs,
+    register,
+    routed_ratio,
+    zero_expert,
+)
 
 __all__ = [
     "ALLOCATIONS",

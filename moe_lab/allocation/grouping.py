@@ -20,7 +20,7 @@ from moe_lab.errors import UserError, unknown
 
 Array = NDArray[numpy.float64]
 Sums = Mapping[str, Any]
-"""Sums of a layer by name, as in statistics/sums.py."""
+"""Sums of a layer by name, as in moe_lab/statistics."""
 Groups = list[list[int]]
 """Ids of experts; every expert is in one group."""
 GROUP_SIZE = 16
@@ -60,7 +60,7 @@ def of_outputs(sums: Sums) -> Array:
 
 def of_routed_outputs(sums: Sums) -> Array:
     """Euclidean distance of the experts' mean outputs, each over the tokens routed to it."""
-    from moe_lab.statistics.sums import mean_output
+    from moe_lab.statistics import mean_output
 
     return _euclidean(mean_output(sums))
 

@@ -8,12 +8,25 @@ from dataclasses import dataclass, field, make_dataclass
 from hashlib import sha256
 from typing import Annotated, Any, Literal, TypeAlias
 
+import numpy
 from pydantic import Strict
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 
 from moe_lab import criteria
-from moe_lab.allocation import coverage, grouping, listed, protection, shapes
-from moe_lab.allocation.problem import keywords
+from moe_lab.allocation import coverage, grouping, protection, shapes
+from moe_lab.allocation.problem import (
+    Budgets,
+    Channels,
+    Evidence,
+    Experts,
+    RatioTooLarge,
+    budget,
+    check_ratio,
+    keywords,
+    limits,
+    or_nearest,
+    own,
+)
 from moe_lab.config import AllocationConfig
 from moe_lab.config.base import SETTINGS, Positive, counting_fields, identity, valid
 from moe_lab.criteria.registry import source_of
@@ -82,7 +95,7 @@ ALLOCATIONS: dict[str, Allocation] = {
             uneven=("channel",),
             zero_expert="drop",
         ),
-        Allocation("list", "a file of yours", _both(listed.experts, listed.channels)),
+        Allocation("list", "a file of yours", _both(shapes.experts, shapes.channels)),
         Allocation("evolutionary", EVOESAP, {"expert": None}, step="search", parameters=None, uneven=("expert",)),
         Allocation("reconstruction", "NAEE", {"expert": None}, step="reconstruction", parameters={"limit": Positive}),
         Allocation("sequential", "CAMERA", {"expert": None, "channel": None}, step="sequential", uneven=("channel",)),
@@ -110,7 +123,7 @@ def _(settings: AllocationConfig) -> Any:
     """Its fields, with the content of the files that they name, and the source of a plugin."""
     document = {**counting_fields(settings), **protection.identity(vars(settings)), "source": get(settings.name).source}
     if settings.path is not None:
-        content = json.dumps(listed.read(settings.path), sort_keys=True)
+        content = json.dumps(shapes.read(settings.path), sort_keys=True)
         document["path"] = sha256(content.encode()).hexdigest()
     return document
 
@@ -136,7 +149,7 @@ def check(settings: AllocationConfig, granularity: Granularity = "expert") -> No
         valid(_parameters(settings, allocation, granularity), settings.parameters, "allocation.parameters")
     protection.identity(vars(settings))  # reads the file that it names
     if settings.name == "list":
-        listed.check(settings.path, granularity)
+        shapes.check(settings.path, granularity)
 
 
 def check_by(settings: AllocationConfig) -> None:
@@ -185,7 +198,7 @@ def _check_replacement(settings: AllocationConfig, allocation: Allocation) -> No
     grouping.needs(replacement)
     if replacement == "none":
         return
-    if settings.path is not None and listed.is_plan(listed.read(settings.path)):
+    if settings.path is not None and shapes.is_plan(shapes.read(settings.path)):
         raise UserError(
             f"allocation.replacement={replacement}: the plan allocation.path={settings.path} says itself what experts "
             "are replaced by, expected none"
@@ -207,3 +220,151 @@ def _parameters(settings: AllocationConfig, allocation: Allocation, granularity:
     strict = {name: Annotated[kind, Strict()] if kind in (int, float) else kind for name, kind in types.items()}
     group = make_dataclass("Parameters", [(name, kind, None) for name, kind in strict.items()])
     return pydantic_dataclass(group, config=SETTINGS)
+
+
+Layers = Mapping[int, Mapping[str, Any]]
+
+
+def allocate(
+    settings: Mapping[str, Any],
+    layers: Layers,
+    scores: Mapping[int, Any],
+    evidence: Evidence | None = None,
+    model: Mapping[str, Any] | None = None,
+) -> dict[int, int]:
+    """Layer -> how many experts to remove.
+
+    `settings`: fields of AllocationConfig and the ratio. `layers`: layer -> facts (n_experts, top_k, n_group,
+    topk_group, and perhaps protected: ids of experts that must be kept). `scores`: layer -> a score per expert.
+    `evidence`: each name in `needs(settings)` -> layer -> arrays by name (for "by": a score per expert). `model`: facts
+    of the model, for ratio_basis=model. UserError for infeasible settings, naming the nearest feasible ones.
+    """
+    function = _function(settings, "expert")
+    values = {layer: numpy.asarray(scores[layer], dtype=numpy.float64) for layer in layers}
+    by_layer = limits(layers, settings["multiple_of"])
+
+    def decide(ratio: float) -> dict[int, int]:
+        problem = Experts(
+            ratio=routed_ratio(ratio, settings.get("ratio_basis", "routed"), model),
+            scores=values,
+            evidence=evidence or {},
+            path=settings.get("path"),
+            protected=_protected(layers),
+            limits=by_layer,
+        )
+        return function(problem, **own(function, settings["parameters"]))
+
+    return or_nearest(decide, settings["ratio"])
+
+
+def budgets(
+    settings: Mapping[str, Any],
+    layers: Layers,
+    scores: Mapping[int, Any],
+    evidence: Evidence | None = None,
+    model: Mapping[str, Any] | None = None,
+) -> Budgets:
+    """Layer -> how many channels each expert keeps (E,) int64.
+
+    As `allocate`, with `scores`: layer -> (E, I). Rounded to whole blocks if parameters.align is set.
+    """
+    function = _function(settings, "channel")
+    values = {layer: numpy.asarray(scores[layer], dtype=numpy.float64) for layer in layers}
+    alignment = coverage.alignment_of(settings)
+    protected = _protected(layers)
+    raised = dict(values)
+    for layer, experts in protected.items():
+        raised[layer] = values[layer].copy()
+        raised[layer][experts] = numpy.inf
+
+    def decide(ratio: float) -> Budgets:
+        problem = Channels(
+            ratio=_share_of_channels(ratio, settings, layers, model),
+            scores=raised,
+            evidence=evidence or {},
+            path=settings.get("path"),
+            protected=protected,
+        )
+        if problem.fixed.sum() > problem.keep:
+            raise RatioTooLarge(f"keeps {problem.keep} channels, but allocation.protect needs {problem.fixed.sum()}")
+        kept = function(problem, **own(function, settings["parameters"]))
+        return kept if alignment is None else coverage.align(kept, values, alignment)
+
+    return or_nearest(decide, settings["ratio"])
+
+
+def fits(settings: Mapping[str, Any], layers: Layers, granularity: Granularity) -> None:
+    """Raise UserError when ratio, multiple_of or block is infeasible in these layers, as far as known without scores.
+
+    `layers` as in `allocate`; for channels, blocks are checked only in layers that also have a width. Nothing is
+    checked with ratio_basis=model, which needs the parameters of the model.
+    """
+    if settings.get("ratio_basis", "routed") != "routed":
+        return
+    wide = {layer: facts for layer, facts in layers.items() if "width" in facts}
+
+    def check(ratio: float) -> None:
+        if granularity == "channel":
+            _share_of_channels(ratio, settings, wide)
+        elif settings["name"] != "list":
+            _check_experts(ratio, settings, layers)
+
+    or_nearest(check, settings["ratio"])
+
+
+def _share_of_channels(
+    ratio: float, settings: Mapping[str, Any], layers: Layers, model: Mapping[str, Any] | None = None
+) -> float:
+    """The share of channels that go. RatioTooLarge or RatioTooSmall when it is not in [0, 1), or blocks keep fewer."""
+    share = routed_ratio(ratio, settings.get("ratio_basis", "routed"), model)
+    check_ratio(share)
+    alignment = coverage.alignment_of(settings)
+    if alignment is not None:
+        coverage.check_fits(alignment, layers, share)
+    return share
+
+
+def _check_experts(ratio: float, settings: Mapping[str, Any], layers: Layers) -> None:
+    by_layer = limits(layers, settings["multiple_of"])
+    if settings["name"] in ("uniform", "reconstruction", "sequential"):
+        shapes.same_share(by_layer, ratio)
+    else:
+        budget(by_layer, ratio)
+    for layer, limit in by_layer.items():
+        grouping.fits(settings, limit.count, limit.even(ratio), len(layers[layer].get("protected", ())))
+
+
+def routed_ratio(ratio: float, basis: str, facts: Mapping[str, Any] | None) -> float:
+    """Convert `ratio` to a share of the routed experts' parameters.
+
+    basis=routed: it already is one. basis=model: it is a share of all `facts["parameters"]`. RatioTooLarge when the
+    routed experts do not have more parameters than that.
+    """
+    if basis == "routed":
+        return ratio
+    if facts is None:
+        raise UserError("allocation.ratio_basis=model needs the number of the model's parameters, and none was given")
+    routed = sum(layer["n_experts"] * layer["expert_parameters"] for layer in facts["layers"].values())
+    share = float(routed / facts["parameters"])
+    if ratio >= share:
+        raise RatioTooLarge(
+            f"with allocation.ratio_basis=model expected less than {share:.4f}, the share of the routed experts in the "
+            "parameters of the model"
+        )
+    return ratio / share
+
+
+def _protected(layers: Layers) -> dict[int, list[int]]:
+    """Layer -> ids of its protected experts, for layers that have any."""
+    return {layer: list(facts["protected"]) for layer, facts in layers.items() if facts.get("protected")}
+
+
+def _function(settings: Mapping[str, Any], granularity: Granularity) -> Callable[..., dict[int, Any]]:
+    allocation = get(settings["name"])
+    function = allocation.functions.get(granularity)
+    if function is None:
+        raise UserError(
+            f"allocation={allocation.name} cannot say from scores of {granularity}s alone how much goes: it is for "
+            f"{' and '.join(allocation.granularities)}s, decided in the {allocation.step} step"
+        )
+    return function

@@ -18,7 +18,7 @@ from moe_lab.config.base import counting_fields, identity
 from moe_lab.config.pruning import OF_DOCUMENTS
 from moe_lab.errors import UserError, user_errors
 from moe_lab.models import config_json
-from moe_lab.models.hub import UNRESOLVED, data_file, data_files, sha256_of
+from moe_lab.models.files import UNRESOLVED, data_file, data_files, sha256_of
 
 
 def parts(settings: CalibrationConfig) -> list[tuple[float, CalibrationConfig]]:

@@ -16,7 +16,7 @@ from moe_lab.calibration.documents import Document, rendering, tokenize
 from moe_lab.calibration.sources import locate, read
 from moe_lab.config import CalibrationConfig
 from moe_lab.errors import UserError
-from moe_lab.models.hub import sha256_of
+from moe_lab.models.files import sha256_of
 
 GAP = -1
 """Stands for the filler token in rows of places."""

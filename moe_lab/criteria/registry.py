@@ -38,7 +38,7 @@ LACKING = {
 class Layer:
     """One layer of `n_experts` (E) experts with `width` (I) channels each, as `criterion` sees it.
 
-    Arrays are fp64; names and shapes are those of statistics/sums.py.
+    Arrays are fp64; names and shapes are those of moe_lab/statistics.
     """
 
     criterion: str
@@ -186,7 +186,7 @@ def score(
     """Scores of every layer, fp64, higher meaning keep: layer -> (E,), or (E, I) from a criterion of channels.
 
     `inputs`: layer -> statistics of that layer, all those that `get(name).needs` says, by the names of
-    statistics/sums.py (numpy arrays or CPU tensors). `experts`: layer -> E; `widths`: layer -> I, which criteria of
+    moe_lab/statistics (numpy arrays or CPU tensors). `experts`: layer -> E; `widths`: layer -> I, which criteria of
     channels need. `gate` weighs expert outputs (None: model); `seed` is for random choices. UserError for an unknown
     name, gate or parameter, missing or ill-fitting statistics, and scores that are NaN or infinite.
     """

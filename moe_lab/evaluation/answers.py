@@ -16,9 +16,18 @@ from typing import Any, TypeVar
 from moe_lab.calibration.documents import Tools, render_whole
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError
-from moe_lab.evaluation.engines import Engine, Likelihood, Prompt, Row, Writing, Written, check_finite
+from moe_lab.evaluation.engines import (
+    Engine,
+    Likelihood,
+    Prompt,
+    Row,
+    Writing,
+    Written,
+    answer_in,
+    check_finite,
+    may_think,
+)
 from moe_lab.evaluation.harness import Answer, Document, Item, Messages, Pair, Reply, Text, Window
-from moe_lab.evaluation.reasoning import answer_in, may_think
 
 PARTS = 16
 """Batches of likelihoods that are computed in one call, so that answers to one question meet."""

@@ -22,7 +22,7 @@ import openai
 from moe_lab.config import JudgeConfig
 from moe_lab.config.base import identity
 from moe_lab.errors import Unavailable
-from moe_lab.evaluation.reasoning import answer_in
+from moe_lab.evaluation.engines import answer_in
 from moe_lab.json_files import read_json, write_json
 
 _BUSY = (408, 409, 429)

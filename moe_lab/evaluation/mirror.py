@@ -26,7 +26,7 @@ from moe_lab.config import BenchmarkConfig, SuiteConfig
 from moe_lab.config.base import valid
 from moe_lab.errors import UserError, end_with, unknown
 from moe_lab.json_files import Damaged, read_json, write_json
-from moe_lab.models.hub import sha256_of
+from moe_lab.models.files import sha256_of
 from moe_lab.paths import conf
 
 MANIFEST = "moe_lab.json"

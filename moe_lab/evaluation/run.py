@@ -7,9 +7,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+from moe_lab import evaluation as suite
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import Unavailable, UserError
-from moe_lab.evaluation import suite
 from moe_lab.evaluation.answers import Record, collect_answers
 from moe_lab.evaluation.engines import Engine
 from moe_lab.evaluation.harness import HARNESSES, Answer, Graded, installed, replace_surrogates

@@ -166,6 +166,14 @@ def compare(numbers: Mapping[str, int], settings: ModelConfig) -> None:
             )
 
 
+ROOM = 1.1
+"""Factor on the weights for sums, buffers and fragmentation."""
+LOGITS = 2**19
+"""Upper bound of the bytes of one token's logits: about 130,000 words in fp32."""
+CACHE = 4
+"""Bytes of keys and values of one token and layer, as a multiple of the hidden size; less where heads share them."""
+
+
 @dataclass(frozen=True)
 class Size:
     """The numbers from which memory and time are estimated."""
@@ -194,6 +202,35 @@ class Size:
     def bytes(self) -> int:
         """Bytes of the weights once loaded."""
         return self.parameters * self.bytes_per_parameter
+
+    @property
+    def logits(self) -> float:
+        """Bytes of one token's logits. The number of parameters bounds the size of the vocabulary."""
+        return min(LOGITS, 4 * self.parameters / self.hidden)
+
+    def layer_weights(self, layers: int = 1) -> float:
+        """Bytes of the weights of so many decoder layers, with embeddings and the vocabulary head."""
+        routed = self.experts * self.expert
+        rest = self.parameters - self.moe_layers * routed
+        ends = min(rest, 2 * LOGITS // 4 * self.hidden)
+        return ROOM * self.bytes_per_parameter * (layers * (routed + (rest - ends) / self.moe_layers) + ends)
+
+    def activations(self, layers: float = 1) -> float:
+        """Bytes per token of the activations that so many layers keep."""
+        return self.bytes_per_parameter * layers * (20 * self.hidden + 6 * self.top_k * self.width)
+
+    def cache(self, tokens: int) -> float:
+        """Bytes of the keys and values of so many tokens."""
+        return float(tokens * CACHE * self.hidden * self.moe_layers)
+
+    def hidden_states(self, tokens: int, *, backward: bool) -> float:
+        """Bytes of the hidden states that enter decoder layers.
+
+        A forward pass keeps those of two layers at a time. With gradients those of all layers are kept, and the
+        gradients of two.
+        """
+        layers = self.moe_layers + 2 if backward else 2
+        return float(tokens) * self.hidden * self.bytes_per_parameter * layers
 
 
 def size_of(settings: ModelConfig) -> Size | None:

@@ -91,7 +91,7 @@ class Port(NamedTuple):
     """Code for a family that transformers cannot load."""
 
     file: str
-    """Its file name in moe_lab/models/ports, without suffix; exports contain it as modeling_<file>.py."""
+    """Its file name in moe_lab/exported_code, without suffix; exports contain it as modeling_<file>.py."""
     base: str
     """Prefix of its class names: <base>Config and <base>ForCausalLM."""
 
@@ -104,7 +104,7 @@ def port_of(kind: str) -> dict[str, str]:
     """File name -> source code of the port of a family that transformers cannot load; empty for all other families."""
     if kind not in PORTS:
         return {}
-    file = Path(__file__).with_name("ports") / f"{PORTS[kind].file}.py"
+    file = Path(__file__).parents[1] / "exported_code" / f"{PORTS[kind].file}.py"
     return {f"modeling_{PORTS[kind].file}.py": file.read_text(encoding="utf-8")}
 
 

@@ -19,12 +19,22 @@ from moe_lab.config.pruning import DEVICE_MAPS
 from moe_lab.errors import UserError
 from moe_lab.models.checkpoint import open_checkpoint, read_json, stated_dtype
 from moe_lab.models.config_json import experts_implementation, quantization
-from moe_lab.models.device import DTYPES, place, precision
 from moe_lab.models.discover import MoELayer, is_ragged, moe_layers, routed_layers
+from moe_lab.models.experts import output_of, run, stand_in
 from moe_lab.models.families import prediction_prefixes, split
 from moe_lab.models.files import local_folder
-from moe_lab.models.load import check_finite, check_shapes, check_sizes, load_tokenizer, quiet, set_top_k, skeleton
-from moe_lab.models.partial_forward import output_of, run, stand_in
+from moe_lab.models.load import (
+    DTYPES,
+    check_finite,
+    check_shapes,
+    check_sizes,
+    load_tokenizer,
+    place,
+    precision,
+    quiet,
+    set_top_k,
+    skeleton,
+)
 from moe_lab.models.transformers_private import compute_buffers, has_own_precision, load_tensors
 
 _NUMBER = re.compile(r"(?:^|\.)(\d+)\.")

@@ -27,8 +27,8 @@ tests/test_transformers_private.py:
     quantizers.auto.AutoQuantizationConfig
         make the configuration of a method of quantisation by its name
 
-Files that are written beside the weights of an export cannot import this module (models/ports,
-pruning/exported_code): each names itself what it uses, and the tests of exports run it.
+Files that are written beside the weights of an export cannot import this module (exported_code):
+each names itself what it uses, and the tests of exports run it.
 families.py reads a source file of transformers as text; its tests compare the result with the classes.
 """
 

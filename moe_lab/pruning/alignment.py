@@ -18,8 +18,8 @@ from scipy.optimize import linear_sum_assignment
 from moe_lab.models.discover import MoELayer, check_in_memory
 from moe_lab.models.experts import wide
 from moe_lab.pruning.plan import Alignments, Plan
+from moe_lab.statistics import Layers
 from moe_lab.statistics.observe import Tap
-from moe_lab.statistics.sums import Layers
 
 COMPONENTS = 64
 """Principal components of the weights that REAM compares."""

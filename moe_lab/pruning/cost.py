@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass
 from math import ceil
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel
 
-from moe_lab.models.discover import MoELayer, linears, moe_layers, routed_layers
-from moe_lab.pruning.flops import (
-    Routing,
-    channel_parameters,
-    even_routing,
-    flops_per_token,
-    kept_experts,
-    kept_widths,
-)
+from moe_lab.models.discover import MoELayer, is_ragged, linears, moe_layers, routed_layers
+from moe_lab.models.experts import replace_forward
+from moe_lab.models.families import DISK_SHARED
+from moe_lab.pruning.mask import mask, mask_layers
 from moe_lab.pruning.plan import Plan
 from moe_lab.pruning.prune import check_fit
+from moe_lab.statistics import Layers
+from moe_lab.statistics.observe import Batch, Observer, Tap
 
 NF4_BLOCK = 64
 """Weights that share one scale."""
@@ -139,3 +142,214 @@ def _matrices(model: nn.Module, layers: Sequence[MoELayer], plan: Plan | None, m
     for part in sorted(set(modules) - {"experts"}):
         for _, module in linears(model, part):
             yield module.weight.numel()
+
+
+if TYPE_CHECKING:
+    from moe_lab.models.streamed import StreamedModel
+
+PARTS = ("attention", "attention_scores", "router", "shared_experts", "experts", "dense", "lm_head", "other")
+"""attention: projections and recurrences of the modules that mix tokens; attention_scores: their products of
+activations with activations; shared_experts: everything in a MoE block that is not routed; dense: blocks of layers
+without experts."""
+
+aten = torch.ops.aten
+PROJECTIONS = (aten.mm, aten.addmm, aten.convolution)
+FUSED_ATTENTION = (
+    aten._scaled_dot_product_flash_attention_for_cpu,
+    aten._scaled_dot_product_flash_attention,
+    aten._scaled_dot_product_efficient_attention,
+    aten._scaled_dot_product_cudnn_attention,
+)
+"""Attention kernels that torch's counter does not support on every device or with shared key heads."""
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Channels used by `tokens` tokens: layer -> the channels of all experts that they were routed to.
+
+    An expert's channels count once for every token routed to it.
+    """
+
+    tokens: int
+    channels: Mapping[int, int]
+
+
+def row_flops(model: PreTrainedModel, length: int) -> dict[str, float]:
+    """FLOPs per token of the unpruned `model` in a row of `length` tokens, by part (PARTS), without routed experts.
+
+    The model may be on the meta device, where it is run without computing anything.
+    """
+    layers = routed_layers(model)
+    device = layers[0].routing[0].tensor.device
+    ids = torch.zeros(1, length, dtype=torch.int64, device=device)
+    # transformers uses a mask of four axes unchanged. It would read the values of others, and the meta device has none.
+    mask = torch.zeros(1, 1, length, length, dtype=model.dtype, device=device)
+    with ExitStack() as undo, torch.no_grad():
+        for layer in layers:
+            replace_forward(layer.experts, _zeros, undo)
+        counter = FlopCounterMode(display=False, custom_mapping=dict.fromkeys(FUSED_ATTENTION, _fused_attention))
+        with counter:
+            model.base_model(input_ids=ids, attention_mask=mask, use_cache=False)
+    head: Any = model.get_output_embeddings()
+    vocabulary = 0 if head is None else int(head.weight.numel())
+    parts = _by_part(counter.get_flop_counts(), layers, model)
+    return {**{part: parts[part] / length for part in PARTS}, "lm_head": 2.0 * vocabulary}
+
+
+def flops_per_token(
+    layers: Sequence[MoELayer], plan: Plan | None, row: Mapping[str, float], routing: Routing
+) -> dict[str, float]:
+    """FLOPs per token by part, for a model with `layers` under `plan` (None: unpruned). `row` is from `row_flops`.
+
+    The router has no rows for dropped experts. The FLOPs of experts are the mean over the tokens of `routing`: a token
+    counts the experts it is routed to after pruning, at their kept widths. An expert without channels costs nothing,
+    although tokens are routed to it.
+    """
+    experts = sum(2 * channel_parameters(layer) * routing.channels[layer.index] for layer in layers) / routing.tokens
+    dropped = 0
+    for layer in layers:
+        weight = next(part.tensor for part in layer.routing if part.name == "weight")
+        dropped += 2 * weight.numel() // layer.n_experts * (layer.n_experts - len(kept_experts(layer, plan)))
+    return {**row, "router": row["router"] - dropped, "experts": experts}
+
+
+def even_routing(layers: Sequence[MoELayer], plan: Plan | None) -> Routing | None:
+    """The channels used by any token, if all kept experts of a layer have one width, as in plans of whole experts.
+
+    None if they depend on the token.
+    """
+    channels = {}
+    for layer in layers:
+        widths = set(computed_widths(layer, plan)[kept_experts(layer, plan)].tolist())
+        if len(widths) > 1:
+            return None
+        channels[layer.index] = layer.top_k * widths.pop()
+    return Routing(1, channels)
+
+
+class LoadTap(Tap):
+    """Counts the valid tokens that are routed to each expert, whatever computes the experts: tokens (E,)."""
+
+    kind = "load"
+    computes = False
+
+    def experts(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """The routed output (T, H) as it was."""
+        valid = self.valid(hidden)
+        chosen = index if valid is None else index[valid]
+        self.add("tokens", torch.bincount(chosen.flatten(), minlength=self.layer.n_experts))
+        return self.before(hidden, index, weights)
+
+
+def measured_routing(model: PreTrainedModel, plan: Plan | None, batches: Sequence[Batch]) -> Routing:
+    """Measure the routing of the valid tokens of `batches` in the masked model, with one forward pass."""
+    layers = routed_layers(model)
+    with mask(model, plan) if plan is not None else nullcontext(), Observer(model, LoadTap, layers=layers) as observer:
+        for ids, valid in batches:
+            observer.read(ids, valid)
+        return _routing(layers, plan, observer.layers(), batches)
+
+
+def _routing(layers: Sequence[MoELayer], plan: Plan | None, load: Layers, batches: Sequence[Batch]) -> Routing:
+    """The channels used under `plan` by the tokens that `load` counts."""
+    channels = {
+        layer.index: int((load[layer.index]["tokens"] * computed_widths(layer, plan)).sum()) for layer in layers
+    }
+    return Routing(sum(int(valid.sum()) for _, valid in batches), channels)
+
+
+def channel_parameters(layer: MoELayer) -> int:
+    """Weights of one channel of one expert: its row of down and its columns of gate and up. Biases do not count."""
+    if is_ragged(layer.experts):
+        return 3 * layer.hidden
+    weights = sum(tensor.numel() for tensor in layer.experts.parameters() if tensor.dim() == 3)
+    return weights // (layer.n_experts * layer.width)
+
+
+def kept_experts(layer: MoELayer, plan: Plan | None) -> list[int]:
+    """Ids of the experts that stay under `plan`; the others go with their router rows."""
+    return list(range(layer.n_experts) if plan is None else plan.experts[layer.index])
+
+
+def kept_widths(layer: MoELayer, plan: Plan | None) -> torch.Tensor:
+    """(E,) int64: the channels each expert keeps under `plan`, 0 for a dropped one."""
+    if plan is None:
+        return torch.tensor(layer.widths)
+    widths = torch.zeros(layer.n_experts, dtype=torch.int64)
+    widths[kept_experts(layer, plan)] = torch.tensor(plan.widths(layer.index)) if plan.channels else layer.width
+    return widths
+
+
+def computed_widths(layer: MoELayer, plan: Plan | None) -> torch.Tensor:
+    """(E,) int64: the channels with which each expert is computed: those of the one that it is merged into, if any."""
+    widths = kept_widths(layer, plan)
+    if plan is not None:
+        return widths[plan.owners(layer.index)]
+    owners = getattr(layer.experts, "owners", None)  # of an export with merged experts
+    return widths if owners is None else widths[list(owners)]
+
+
+def _zeros(hidden_states: torch.Tensor, *inputs: Any, **named: Any) -> torch.Tensor:
+    return torch.zeros_like(hidden_states)
+
+
+def _by_part(
+    counts: Mapping[str, Mapping[Any, int]], layers: Sequence[MoELayer], model: PreTrainedModel
+) -> Counter[str]:
+    """Assign what torch counted (outside experts and vocabulary head) to parts, by module path and operation.
+
+    The child of a decoder layer that holds the experts in MoE layers is its block (dense in layers without experts);
+    the other children mix tokens.
+    """
+    by_part: Counter[str] = Counter()
+    base: nn.Module = model.base_model
+    paths = {module: f"{type(base).__name__}.{name}" for name, module in base.named_modules()}
+    container, _, rest = paths[layers[0].experts].partition(f".{layers[0].index}.")
+    block = rest.partition(".")[0]
+    sparse = {str(layer.index) for layer in layers}
+    for path, operations in counts.items():
+        number, _, child = path.removeprefix(f"{container}.").partition(".")
+        if not number.isdigit() or not child or "." in child:  # not a child of a decoder layer
+            continue
+        if child == block or f"{child}." in DISK_SHARED:
+            by_part["shared_experts" if number in sparse else "dense"] += sum(operations.values())
+            continue
+        for operation, flops in operations.items():
+            by_part["attention" if operation in PROJECTIONS else "attention_scores"] += flops
+    routers = sum(sum(counts.get(paths[layer.router], {}).values()) for layer in layers)
+    by_part["router"] = routers
+    by_part["shared_experts"] -= routers
+    by_part["other"] = sum(counts["Global"].values()) - sum(by_part.values())
+    return by_part
+
+
+def _fused_attention(
+    query: torch.Size, key: torch.Size, value: torch.Size, *args: Any, out_shape: Any = None, **kwargs: Any
+) -> int:
+    """FLOPs of the products of queries (B, heads, S, d) with all keys, and of attention weights with all values."""
+    return 2 * query[0] * query[1] * query[2] * key[2] * (query[3] + value[3])
+
+
+def layered_routing(
+    streamed: StreamedModel, plan: Plan | None, batches: Sequence[Batch], *, out: Path, budget: float
+) -> Routing:
+    """Measure the routing as `measured_routing` does, with one decoder layer of the checkpoint in memory.
+
+    The checkpoint is read once and layers are masked by `plan`. Hidden states between layers are kept in the folder
+    `out`, and in memory up to `budget` bytes. Raises UserError for damaged weights and layers that cannot be run one by
+    one.
+    """
+    from moe_lab.statistics.streaming import LayerPass
+
+    if plan is not None:
+        check_fit(plan, moe_layers(streamed.model))
+    load: Layers = {}
+    rows = LayerPass(streamed, batches, out / "states", budget)
+    last = max(streamed.moe)
+    for number in range(last + 1):
+        with streamed.layer(number, then=number + 1), torch.no_grad(), ExitStack() as masked:
+            if plan is not None and number in streamed.moe:
+                masked.enter_context(mask_layers(streamed.model, [streamed.moe[number]], plan))
+            load |= rows.run(number, LoadTap, keep=number < last)
+        rows.states.drop(number)
+    return _routing(list(streamed.moe.values()), plan, load, batches)

@@ -12,6 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from moe_lab.exported_code.ragged import constant_output, count_attributes, replace_tensor
 from moe_lab.models.discover import MoELayer, check_in_memory, moe_layers
 from moe_lab.models.experts import (
     ExpertsFunction,
@@ -21,7 +22,6 @@ from moe_lab.models.experts import (
     sort_by_expert,
 )
 from moe_lab.models.transformers_private import activation, experts_implementation, with_activation
-from moe_lab.pruning.exported_code.ragged import constant_output, count_attributes, replace_tensor
 from moe_lab.pruning.plan import Plan
 from moe_lab.pruning.prune import check_fit, merged_weights, rows_of
 from moe_lab.pruning.replace import check_aligned

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from moe_lab.errors import UserError
 from moe_lab.models.discover import MoELayer, moe_layers, routed_layers
-from moe_lab.models.partial_forward import run
+from moe_lab.models.experts import run
 from moe_lab.pruning.mask import mask, mask_layers
 from moe_lab.pruning.plan import Plan
 from moe_lab.statistics.forward import EPSILON

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from moe_lab.errors import UserError
+from moe_lab.exported_code.ragged import RaggedExperts, replace_tensor, set_counts
 from moe_lab.models.discover import MoELayer, check_in_memory, moe_layers, routed_layers
 from moe_lab.models.experts import wide
 from moe_lab.models.families import COUNT_FIELDS, GATE_UP, WIDTH_FIELDS, split
-from moe_lab.pruning.exported_code.ragged import RaggedExperts, replace_tensor, set_counts
-from moe_lab.pruning.form import LayerForm, Part, make_form, part_of, rows
+from moe_lab.pruning import LayerForm, Part, make_form, part_of, rows
 from moe_lab.pruning.plan import Plan
 from moe_lab.pruning.replace import check_aligned
 

@@ -9,7 +9,7 @@ from typing import Any
 from safetensors import safe_open
 from torch import nn
 
-from moe_lab.pruning.exported_code.ragged import replace_tensor
+from moe_lab.exported_code.ragged import replace_tensor
 from moe_lab.pruning.plan import Plan
 from moe_lab.pruning.prune import prune, share_copy
 from moe_lab.recovery.quantize import quantize

@@ -14,6 +14,7 @@ from torch.nn.utils import parametrize
 
 from moe_lab.config import RecoveryConfig
 from moe_lab.errors import UserError
+from moe_lab.exported_code.ragged import constant_output, replace_tensor
 from moe_lab.models.discover import (
     MoELayer,
     decoder_layer,
@@ -25,7 +26,6 @@ from moe_lab.models.discover import (
 from moe_lab.models.experts import routed_output, sort_by_expert, wide
 from moe_lab.models.families import GATE_UP, split
 from moe_lab.models.transformers_private import activation
-from moe_lab.pruning.exported_code.ragged import constant_output, replace_tensor
 
 SCALING = 4.0
 """s of the adapters, alpha / rank of other programs: that of the fine-tuning of MoE-Slimming."""

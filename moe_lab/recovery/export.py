@@ -15,10 +15,10 @@ from moe_lab.models.checkpoint import bits_of, open_checkpoint
 from moe_lab.models.discover import linears
 from moe_lab.models.streamed import REST, StreamedModel
 from moe_lab.models.transformers_private import to_checkpoint
+from moe_lab.pruning import is_stock
 from moe_lab.pruning.cost import NF4_BLOCK
 from moe_lab.pruning.export.layout import expert_type
 from moe_lab.pruning.export.rewrite import Changes
-from moe_lab.pruning.form import is_stock
 from moe_lab.pruning.plan import Plan
 from moe_lab.recovery.apply import TENSORS, load_tuned
 from moe_lab.recovery.quantize import nf4_tensors, rounded, rounded_experts

@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from moe_lab.errors import UserError
 from moe_lab.models.discover import moe_layers
-from moe_lab.models.partial_forward import stand_in
+from moe_lab.models.experts import stand_in
 
 Schedule = tuple[int, ...]
 """Experts removed per MoE layer, in layer order; or the first entries of such a schedule."""

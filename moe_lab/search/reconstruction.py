@@ -20,8 +20,8 @@ from moe_lab.errors import UserError
 from moe_lab.models.discover import MoELayer
 from moe_lab.models.experts import spread, wide
 from moe_lab.pruning.mask import sliced_router
+from moe_lab.statistics import Layers, Statistics
 from moe_lab.statistics.observe import Tap
-from moe_lab.statistics.sums import Layers, Statistics
 
 BUDGET = 1 << 28
 """Bytes for the outputs of all experts, and for the products between them, for the tokens of one chunk."""

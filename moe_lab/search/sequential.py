@@ -16,10 +16,10 @@ import torch
 from moe_lab.models.streamed import StreamedModel
 from moe_lab.pruning.mask import mask_layers
 from moe_lab.pruning.plan import Plan
+from moe_lab.statistics import Layers
 from moe_lab.statistics.forward import ForwardTap
 from moe_lab.statistics.observe import Batch, description
 from moe_lab.statistics.streaming import FinishedLayers, LayerPass
-from moe_lab.statistics.sums import Layers
 
 Sums = Mapping[str, torch.Tensor]
 """Forward statistics of one layer by name, fp64."""

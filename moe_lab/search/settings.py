@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, model_validator
 from pydantic.dataclasses import dataclass
 
-from moe_lab.allocation.decide import routed_ratio
 from moe_lab.allocation.problem import budget, limits, or_nearest
+from moe_lab.allocation.registry import routed_ratio
 from moe_lab.config.base import SETTINGS, Count, Positive, valid
 from moe_lab.errors import unknown
 from moe_lab.search.schedules import PATTERNS, Problem

@@ -142,7 +142,7 @@ class _Replay(TorchFunctionMode):
 
 
 class SimilarityTap(Tap):
-    """Adds `dense_output_sum` and, for routers that give logits, `router_gram` and `dense_gated_output_sum` (sums.py).
+    """Adds `dense_output_sum` and, for routers that give logits, `router_gram` and `dense_gated_output_sum`.
 
     All E experts run on all tokens, so the experts' share of a forward pass costs about E / K times as much as with K
     experts per token.

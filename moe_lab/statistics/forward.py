@@ -24,7 +24,7 @@ EPSILON = 1e-6
 
 
 class ForwardTap(Tap):
-    """Adds all statistics of a forward pass; see sums.py."""
+    """Adds all statistics of a forward pass; see moe_lab/statistics."""
 
     kind = "forward"
 
@@ -142,7 +142,7 @@ def shifts(stream: torch.Tensor, added: torch.Tensor) -> torch.Tensor:
 
 
 class Call:
-    """The statistics of one call, named as in sums.py: `add` for each expert, then `finish`, then `normalize`.
+    """The statistics of one call: `add` for each expert, then `finish`, then `normalize`.
 
     `rows`: the routed pairs. `weights` (T, K): gates as the model multiplies with them. `others`: further gates (T, K)
     by name. `valid`: (T,) bool, which tokens count, None for all.
@@ -262,7 +262,7 @@ class Call:
 class Channels:
     """channel_square, channel_max and the same weighted with one or several `gates`, (E, I) each, of one call.
 
-    Names as in sums.py.
+    Names as in moe_lab/statistics.
     """
 
     def __init__(self, n_experts: int, width: int, like: torch.Tensor, gates: Sequence[str] = ("gate",)) -> None:

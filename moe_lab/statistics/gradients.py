@@ -19,13 +19,12 @@ from transformers import PreTrainedModel
 
 from moe_lab.errors import UserError
 from moe_lab.models.discover import MoELayer
-from moe_lab.models.experts import routed_output, sort_by_expert, wide
+from moe_lab.models.experts import routed_output, run, sort_by_expert, stand_in, wide
 from moe_lab.models.families import split
-from moe_lab.models.partial_forward import run, stand_in
 from moe_lab.models.transformers_private import recomputed
+from moe_lab.statistics import Statistics
 from moe_lab.statistics.forward import Channels
 from moe_lab.statistics.observe import Batch, Observer, Tap, gather
-from moe_lab.statistics.sums import Statistics
 
 GRADIENT_SUMS = ("channel_gradient_square", "channel_product", "channel_product_abs")
 LOSS_SCALE = 2.0**8

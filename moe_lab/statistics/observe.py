@@ -20,9 +20,8 @@ from transformers import PreTrainedModel
 
 from moe_lab.errors import UserError
 from moe_lab.models.discover import MoELayer, moe_layers
-from moe_lab.models.experts import ExpertsFunction, are_replaced, replace_experts
-from moe_lab.models.partial_forward import run
-from moe_lab.statistics.sums import Layers, Statistics, check_finite, plus
+from moe_lab.models.experts import ExpertsFunction, are_replaced, replace_experts, run
+from moe_lab.statistics import Layers, Statistics, check_finite, plus
 
 Reading = Callable[[PreTrainedModel, torch.Tensor, torch.Tensor], Any]
 """Function that runs a model on one batch: model, input_ids (B, S), valid (B, S)."""
@@ -40,8 +39,8 @@ def forward(model: PreTrainedModel, input_ids: torch.Tensor, valid: torch.Tensor
 class Tap:
     """Observes one layer: replaces its experts and holds its sums so far.
 
-    Subclasses define in `experts` what to compute and what to sum. `sums`: name -> fp64 tensor, as in sums.py, on the
-    device of the activations that were summed.
+    Subclasses define in `experts` what to compute and what to sum. `sums`: name -> fp64 tensor, on the device
+    of the activations that were summed.
     """
 
     kind: ClassVar[str]

@@ -16,11 +16,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from moe_lab.json_files import Damaged, read_json, write_json
-from moe_lab.models.partial_forward import run, stand_in
+from moe_lab.models.experts import run, stand_in
 from moe_lab.models.streamed import StreamedModel
+from moe_lab.statistics import Layers, Statistics, check_finite
 from moe_lab.statistics.gradients import check_loss, differentiable, loss_gradient
 from moe_lab.statistics.observe import Batch, Observer, Tap, description
-from moe_lab.statistics.sums import Layers, Statistics, check_finite
 
 
 class States:

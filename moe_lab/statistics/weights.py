@@ -15,7 +15,7 @@ from moe_lab.errors import UserError
 from moe_lab.models.checkpoint import Checkpoint, Entry, open_checkpoint, read_json
 from moe_lab.models.experts import wide
 from moe_lab.models.families import Place, family_of, split
-from moe_lab.statistics.sums import Layers, Statistics
+from moe_lab.statistics import Layers, Statistics
 
 CHUNK = 1 << 16
 """Number of weights summed in fp32 at once: they fit the cache, and the rounding of so short sums is negligible."""

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def main() -> int:
     """Run a command; exit code 1 for damaged steps, 2 with a message for an unknown name."""
     from moe_lab.study.garbage import gc
-    from moe_lab.study.progress import say_notices
+    from moe_lab.study.schedule import say_notices
     from moe_lab.study.status import COMMANDS  # imported here so that Ctrl-C during the import prints no trace
     from moe_lab.study.store import Store
     from moe_lab.study.sync import sync

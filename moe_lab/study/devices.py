@@ -78,7 +78,7 @@ def device_here(device: str) -> str:
 
     Runs in another process, because torch takes seconds to import.
     """
-    answer = subprocess.run(command("moe_lab.models.device", device), capture_output=True, text=True)
+    answer = subprocess.run(command("moe_lab.models.load", device), capture_output=True, text=True)
     if answer.returncode:
         reason = answer.stderr.strip().splitlines()[-1].partition(": ")[2]
         raise UserError(reason if reason.startswith("model.device=") else f"model.device={device}: {reason}")

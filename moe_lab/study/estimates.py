@@ -19,8 +19,8 @@ from moe_lab.errors import UserError
 from moe_lab.json_files import Damaged, Number, read_json
 from moe_lab.models import main_memory
 from moe_lab.models.config_json import quantization, size_of
+from moe_lab.study import Step, canonical
 from moe_lab.study.devices import on_gpu
-from moe_lab.study.step import Step, canonical
 from moe_lab.study.store import STEP, Store
 
 GIB = 2**30

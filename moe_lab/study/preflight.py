@@ -13,6 +13,7 @@ from typing import Any
 
 from moe_lab import allocation, criteria
 from moe_lab import calibration as calibrations
+from moe_lab import evaluation as suite
 from moe_lab import recovery as recoveries
 from moe_lab.allocation.grouping import GROUPINGS
 from moe_lab.calibration import sources
@@ -27,14 +28,13 @@ from moe_lab.config import (
     ModelConfig,
 )
 from moe_lab.errors import UserError, unknown
-from moe_lab.evaluation import engines, suite
+from moe_lab.evaluation import engines
 from moe_lab.evaluation.harness import HARNESSES
 from moe_lab.grid import Cell, Request
 from moe_lab.models import config_json, files
-from moe_lab.pruning.form import no_replacements
-from moe_lab.study import sync
+from moe_lab.pruning import no_replacements
+from moe_lab.study import KINDS, Step, sync
 from moe_lab.study.devices import check_device
-from moe_lab.study.step import KINDS, Step
 from moe_lab.study.steps.costs import wrong_timing
 from moe_lab.study.steps.plans import check_engine, check_plan_file, plan_in
 from moe_lab.study.steps.scores import check_weights, reads_text

@@ -9,7 +9,7 @@ import pytest
 from facts_of import layer, settings
 
 from moe_lab.allocation import allocate, budgets, check
-from moe_lab.allocation.listed import is_plan, read
+from moe_lab.allocation.shapes import is_plan, read
 from moe_lab.config import AllocationConfig
 from moe_lab.errors import UserError
 from moe_lab.pruning.plan import make_channel_plan, make_plan

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_lab.evaluation.sandbox.client import namespaces_missing
-from moe_lab.study.step import code_state
+from moe_lab.study import code_state
 
 from . import commands, kills, models, programs
 

@@ -15,9 +15,9 @@ from asking import ask, write
 from evalplus.provider.utility import EOS
 from harness_files import write_lines
 
+from moe_lab import evaluation as suite
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError
-from moe_lab.evaluation import suite
 from moe_lab.evaluation.engines import Written
 from moe_lab.evaluation.engines.hf import LoadedModel
 from moe_lab.evaluation.harnesses import evalplus

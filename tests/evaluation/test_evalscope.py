@@ -17,10 +17,11 @@ import evalscope_files
 import pytest
 from asking import Said, answered
 
+from moe_lab import evaluation as suite
 from moe_lab.child_process import Child, Refused
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError
-from moe_lab.evaluation import interpreters, mirror, run, suite
+from moe_lab.evaluation import harness, mirror, run
 from moe_lab.evaluation.harness import Answer, Reply
 from moe_lab.evaluation.harnesses import evalscope, evalscope_code, evalscope_worker
 from moe_lab.evaluation.mirror import benchmarks
@@ -230,8 +231,8 @@ def test_what_cannot_work_is_said_before_a_model_is_loaded(tmp_path: Path, monke
     assert any("allow_pickled_data=false" in one for one in said)
     missing = replace(code, python=str(tmp_path / "nowhere"))
     assert any("and there is no such file: run make evalscope" in one for one in suite.preflight([missing], ALLOWED))
-    monkeypatch.setattr(interpreters, "_ROOT", tmp_path)
-    monkeypatch.setattr(interpreters, "find_spec", lambda name: None)
+    monkeypatch.setattr(harness, "_ROOT", tmp_path)
+    monkeypatch.setattr(harness, "find_spec", lambda name: None)
     (lacking,) = evalscope.lacking(replace(code, python=None), ALLOWED)
     assert "benchmark live_code_bench" in lacking and "interpreters.evalscope=" in lacking
     bad = replace(

@@ -15,15 +15,16 @@ import pyarrow.parquet as parquet
 import pytest
 from asking import Said
 
+from moe_lab import evaluation as suite
 from moe_lab.config import BenchmarkConfig, ModelConfig
 from moe_lab.errors import UserError
-from moe_lab.evaluation import run, suite
+from moe_lab.evaluation import run
 from moe_lab.evaluation.answers import render
+from moe_lab.evaluation.engines import answer_in
 from moe_lab.evaluation.engines.hf import LoadedModel
 from moe_lab.evaluation.harnesses import function_call_rules as rules
 from moe_lab.evaluation.harnesses import function_calls
 from moe_lab.evaluation.harnesses.function_call_rules import Call, Undecodable, tool
-from moe_lab.evaluation.reasoning import answer_in
 from moe_lab.evaluation.sandbox import Policy
 from moe_lab.models.config_json import check_chat_template
 

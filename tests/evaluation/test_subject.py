@@ -55,7 +55,7 @@ def test_answer_losses_are_those_of_each_text_alone(subject: LoadedModel, monkey
     for size in (1, 3, 64):
         found = losses(subject, asked, answers, batch_size=size)
         assert found == pytest.approx(expected, abs=1e-5)
-    monkeypatch.setattr("moe_lab.models.device.LOGITS", 1)
+    monkeypatch.setattr("moe_lab.models.load.LOGITS", 1)
     assert losses(subject, asked, answers) == pytest.approx(expected, abs=1e-5)
 
 

@@ -22,12 +22,11 @@ from moe_lab.config import CalibrationConfig, Config, LauncherConfig, ModelConfi
 from moe_lab.errors import Unavailable, UserError
 from moe_lab.evaluation import timing as evaluation_timing
 from moe_lab.evaluation.timing import measure
-from moe_lab.models.device import device_name
 from moe_lab.models.discover import is_experts
+from moe_lab.models.load import device_name
 from moe_lab.results import TIMINGS
-from moe_lab.study import devices
+from moe_lab.study import Step, devices, provenance
 from moe_lab.study.graph import build
-from moe_lab.study.step import Step, provenance
 from moe_lab.study.steps.costs import Timing, wrong_timing
 from moe_lab.study.steps.files import Files
 from moe_lab.study.steps.passes import loaded_as

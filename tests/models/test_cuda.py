@@ -15,10 +15,10 @@ from moe_lab.models.load import load_model
 from moe_lab.pruning.export import export
 from moe_lab.pruning.mask import mask
 from moe_lab.pruning.prune import prune
+from moe_lab.statistics import Statistics
 from moe_lab.statistics.forward import ForwardTap
 from moe_lab.statistics.gradients import GradientTap, gather_gradients
 from moe_lab.statistics.observe import gather
-from moe_lab.statistics.sums import Statistics
 
 NAMES = ["olmoe", "deepseek_v3", "gpt_oss", "qwen3_moe", "ernie4_5_moe"]
 pytestmark = pytest.mark.cuda

@@ -22,10 +22,10 @@ from moe_lab.pruning.mask import mask
 from moe_lab.pruning.plan import Plan
 from moe_lab.pruning.prune import prune
 from moe_lab.pruning.replace import merge_experts
+from moe_lab.statistics import Layers
 from moe_lab.statistics.forward import ForwardTap
 from moe_lab.statistics.gradients import GradientTap, gather_gradients
 from moe_lab.statistics.observe import Observer
-from moe_lab.statistics.sums import Layers
 
 ARCHITECTURES = ["qwen3_moe", "deepseek_v3:grouped", "gpt_oss"]
 

@@ -14,7 +14,7 @@ import torch
 
 from moe_lab.config import ModelConfig
 from moe_lab.errors import UserError
-from moe_lab.models import files, hub
+from moe_lab.models import files
 from moe_lab.models.files import check, fingerprint, fingerprint_of, local_folder
 
 
@@ -67,7 +67,7 @@ def in_the_cache(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         blob = place / "blobs" / hashlib.sha256(file.read_bytes()).hexdigest()
         shutil.copy(file, blob)
         (snapshot / file.name).symlink_to(blob)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("huggingface_files.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     files._fingerprint_there.cache_clear()
     return ModelConfig(name="n", path="owner/name")
 
@@ -94,17 +94,17 @@ def test_a_folder_and_the_hub_name_of_the_same_files_are_one_model(
 
 
 def test_a_large_file_is_read_once_and_again_when_it_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub, "REMEMBERED_FROM", 3)
+    monkeypatch.setattr(files, "REMEMBERED_FROM", 3)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     read, digest = [], hashlib.file_digest
-    monkeypatch.setattr(hub.hashlib, "file_digest", lambda *given: (read.append(1), digest(*given))[1])
+    monkeypatch.setattr(files.hashlib, "file_digest", lambda *given: (read.append(1), digest(*given))[1])
     (file := tmp_path / "weights").write_bytes(b"one two")
     for _ in range(2):
-        assert hub.sha256_of(file) == hashlib.sha256(b"one two").hexdigest() and len(read) == 1
+        assert files.sha256_of(file) == hashlib.sha256(b"one two").hexdigest() and len(read) == 1
     os.utime(file, (1, 1))
-    assert hub.sha256_of(file) == hashlib.sha256(b"one two").hexdigest() and len(read) == 2
+    assert files.sha256_of(file) == hashlib.sha256(b"one two").hexdigest() and len(read) == 2
     next(tmp_path.glob("cache/moe_lab/hashes/*")).write_text("{")
-    assert hub.sha256_of(file) == hashlib.sha256(b"one two").hexdigest() and len(read) == 3
+    assert files.sha256_of(file) == hashlib.sha256(b"one two").hexdigest() and len(read) == 3
 
 
 def test_fingerprint_of_no_folder() -> None:
@@ -128,6 +128,6 @@ def test_a_hub_that_cannot_be_reached_is_no_error(monkeypatch: pytest.MonkeyPatc
     def no_network(*_: Any, **__: Any) -> None:
         raise httpx.ConnectError("Name or service not known")
 
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-    monkeypatch.setattr("huggingface_hub.HfApi.model_info", no_network)
-    assert hub.stated_files("owner/unreachable", None, "model") is None
+    monkeypatch.setattr("huggingface_files.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_files.HfApi.model_info", no_network)
+    assert files.stated_files("owner/unreachable", None, "model") is None

@@ -20,9 +20,8 @@ from moe_lab.errors import UserError
 from moe_lab.models.discover import is_ragged, routed_layers
 from moe_lab.models.facts import facts
 from moe_lab.models.load import load_model, skeleton
-from moe_lab.pruning.cost import cost
+from moe_lab.pruning.cost import cost, measured_routing, row_flops
 from moe_lab.pruning.export import export
-from moe_lab.pruning.flops import measured_routing, row_flops
 from moe_lab.pruning.mask import mask
 from moe_lab.pruning.plan import Plan
 from moe_lab.pruning.prune import prune

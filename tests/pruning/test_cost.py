@@ -14,8 +14,17 @@ from transformers import AutoModelForCausalLM
 
 from moe_lab.models.discover import moe_layers, routed_layers
 from moe_lab.models.streamed import StreamedModel
-from moe_lab.pruning.cost import cost, nf4_bytes, size
-from moe_lab.pruning.flops import Routing, even_routing, flops_per_token, layered_routing, measured_routing, row_flops
+from moe_lab.pruning.cost import (
+    Routing,
+    cost,
+    even_routing,
+    flops_per_token,
+    layered_routing,
+    measured_routing,
+    nf4_bytes,
+    row_flops,
+    size,
+)
 from moe_lab.pruning.plan import Plan
 from moe_lab.pruning.prune import prune
 from moe_lab.recovery.quantize import quantize, storage

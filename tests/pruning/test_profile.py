@@ -7,7 +7,7 @@ import tiny
 import torch
 
 from moe_lab.models.discover import moe_layers
-from moe_lab.models.partial_forward import run
+from moe_lab.models.experts import run
 from moe_lab.pruning.mask import mask
 from moe_lab.pruning.plan import Plan
 from moe_lab.pruning.profile import profile

@@ -15,8 +15,8 @@ from tiny import logits
 from transformers import AutoModelForCausalLM
 
 from moe_lab.errors import UserError
+from moe_lab.exported_code.ragged import RaggedExperts
 from moe_lab.models.discover import moe_layers
-from moe_lab.pruning.exported_code.ragged import RaggedExperts
 from moe_lab.pruning.plan import Plan
 from moe_lab.pruning.prune import prune
 

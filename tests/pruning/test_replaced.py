@@ -18,10 +18,9 @@ from transformers import AutoModelForCausalLM
 from moe_lab.errors import UserError
 from moe_lab.models.discover import moe_layers, routed_layers
 from moe_lab.models.experts import activation
-from moe_lab.pruning.cost import size
+from moe_lab.pruning.cost import even_routing, size
 from moe_lab.pruning.export import export
 from moe_lab.pruning.export.verify import verify
-from moe_lab.pruning.flops import even_routing
 from moe_lab.pruning.mask import mask
 from moe_lab.pruning.plan import Plan
 from moe_lab.pruning.prune import prune

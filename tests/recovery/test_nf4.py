@@ -11,8 +11,8 @@ from identities.plans import random_plan
 from moe_lab import errors
 from moe_lab.config import RecoveryConfig
 from moe_lab.errors import UserError
+from moe_lab.exported_code.ragged import RaggedExperts
 from moe_lab.models.discover import is_experts, linears
-from moe_lab.pruning.exported_code.ragged import RaggedExperts
 from moe_lab.recovery import check
 from moe_lab.recovery.apply import recovered
 from moe_lab.recovery.quantize import FourBitLinear, FourBitMatrices, FourBitMatrix, quantize, storage

@@ -11,12 +11,12 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from moe_lab.errors import UserError
-from moe_lab.models import device
+from moe_lab.models import load as device
 from moe_lab.models.discover import moe_layers
 from moe_lab.search import ablation
 from moe_lab.search.ablation import loss_rises
+from moe_lab.statistics import Statistics
 from moe_lab.statistics.observe import CHECKPOINT, Batch
-from moe_lab.statistics.sums import Statistics
 
 
 def ablate(model: Any, batches: list[Batch], **settings: Any) -> Statistics:

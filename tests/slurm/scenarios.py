@@ -15,7 +15,7 @@ from instant_studies import InstantStudies
 from processes import quoted
 from studies import asked, command, jobs, moe_lab
 
-from moe_lab.statistics.sums import header
+from moe_lab.statistics import header
 from tests.test_secrets import PLANTED, SERVER, hydra_text
 
 SLURM = ["launcher=slurm", "launcher.cells_per_job=3"]

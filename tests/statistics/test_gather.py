@@ -10,11 +10,11 @@ import tiny
 import torch
 
 from moe_lab.errors import UserError
+from moe_lab.statistics import Layers, Statistics, header
 from moe_lab.statistics.damage import DamageTap, SimilarityTap
 from moe_lab.statistics.forward import ForwardTap
 from moe_lab.statistics.gradients import GradientTap, WeightGradientTap, gather_gradients
 from moe_lab.statistics.observe import CHECKPOINT, Observer, Tap, gather
-from moe_lab.statistics.sums import Layers, Statistics, header
 
 pytestmark = pytest.mark.slow
 

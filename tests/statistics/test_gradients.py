@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 from moe_lab import criteria
 from moe_lab.errors import UserError
 from moe_lab.models.discover import moe_layers
-from moe_lab.statistics import gradients
+from moe_lab.statistics import Layers, gradients
 from moe_lab.statistics.gradients import (
     LOSS_SCALE,
     GradientTap,
@@ -24,7 +24,6 @@ from moe_lab.statistics.gradients import (
     loss_gradient,
 )
 from moe_lab.statistics.observe import Observer
-from moe_lab.statistics.sums import Layers
 
 NAMES = {
     *("tokens", "channel_square", "channel_max", "gate_channel_square", "gate_channel_max"),

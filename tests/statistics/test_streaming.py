@@ -18,13 +18,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from moe_lab.config import ModelConfig
 from moe_lab.errors import UserError
 from moe_lab.models.streamed import StreamedModel, open_streamed
-from moe_lab.statistics import streaming
+from moe_lab.statistics import Statistics, streaming
 from moe_lab.statistics.damage import DamageTap, SimilarityTap
 from moe_lab.statistics.forward import ForwardTap
 from moe_lab.statistics.gradients import GradientTap, WeightGradientTap, gather_gradients
 from moe_lab.statistics.observe import Batch, gather
 from moe_lab.statistics.streaming import stream, stream_back
-from moe_lab.statistics.sums import Statistics
 
 pytestmark = pytest.mark.slow
 

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 
 from moe_lab.errors import UserError
-from moe_lab.statistics.sums import Statistics, check_finite, header, read
+from moe_lab.statistics import Statistics, check_finite, header, read
 from moe_lab.study.steps.tables import coverage
 
 

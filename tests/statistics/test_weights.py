@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from moe_lab.errors import UserError
-from moe_lab.statistics.sums import Statistics
+from moe_lab.statistics import Statistics
 from moe_lab.statistics.weights import (
     CHUNK,
     absolute_and_square,

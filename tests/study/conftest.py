@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from small_studies import Asked, Worker, asked
 
-from moe_lab.study import launch
+from moe_lab.study import run as launch
 
 
 @pytest.fixture

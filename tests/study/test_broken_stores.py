@@ -23,12 +23,11 @@ from small_studies import SMALL, STUDY, Asked, Worker, ask, asked, start
 from analysis.load.reader import Reader
 from analysis.load.studies import document
 from moe_lab.errors import UserError
-from moe_lab.study import launch, record
+from moe_lab.study import Step, record, run
 from moe_lab.study.runs import Submitted, begin, runs
 from moe_lab.study.schedule import Schedule, StepError
 from moe_lab.study.slurm import submit as submitting
 from moe_lab.study.slurm.pack import Pack
-from moe_lab.study.step import Step
 from moe_lab.study.store import Store
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick")]
@@ -44,7 +43,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory, one: Asked) -> Iterator[P
             raise StepError({"message": "no"})
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launch, "Here", Worker)
+        patch.setattr(run, "Here", Worker)
         patch.setattr(Worker, "harm", harm)
         assert start(store, one) == 1
     (run_,) = runs(Store(store).create(), STUDY)
@@ -292,7 +291,7 @@ def done(tmp_path_factory: pytest.TempPathFactory, one: Asked) -> Path:
     store = tmp_path_factory.mktemp("done") / "store"
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launch, "Here", Worker)
+        patch.setattr(run, "Here", Worker)
         assert start(store, one) == 0
     return store
 

@@ -16,11 +16,11 @@ from example_steps import cell_of
 from moe_lab import calibration as calibrations
 from moe_lab.config import CalibrationConfig, ModelConfig
 from moe_lab.config.base import SettingsError, valid
+from moe_lab.statistics import read
 from moe_lab.statistics.observe import Observer
-from moe_lab.statistics.sums import read
+from moe_lab.study import Step, unmerged
 from moe_lab.study.schedule import Schedule, StepError, work
 from moe_lab.study.slurm.pack import settle
-from moe_lab.study.step import Step, unmerged
 from moe_lab.study.store import Store, read_step
 from moe_lab.study.worker import Here
 

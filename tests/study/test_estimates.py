@@ -35,11 +35,9 @@ from moe_lab.config import (
 from moe_lab.errors import UserError, user_errors
 from moe_lab.json_files import write_json
 from moe_lab.models.config_json import size_of
-from moe_lab.study import estimates
-from moe_lab.study import memory as step_memory
+from moe_lab.study import Step, estimates
 from moe_lab.study.estimates import Memory, Times, forecast, gpus, largest_memory, memory_of
-from moe_lab.study.step import Step
-from moe_lab.study.steps import KINDS
+from moe_lab.study.steps import KINDS, passes
 from moe_lab.study.store import Store
 
 ROOT = Path(__file__).parents[2]
@@ -112,14 +110,14 @@ STREAMING = replace(TEXT, engine="streamed")
 def test_one_layer_in_memory_is_what_a_streamed_step_takes(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Qwen2-57B: 3.6 GiB of experts and attention in a layer, 2 of embeddings and head, 6 of a batch of 16,384 tokens;
     for the gradients of weights, 6.6 of these in fp32; for alignments, as much and 3.1 of products of channels."""
-    monkeypatch.setattr(step_memory, "STATES", 2**30)
+    monkeypatch.setattr(passes, "STATES", 2**30)
     big = model("qwen2_57b_a14b")
     layered = known(step(kind, big, STREAMING))
     if kind != "sequential":  # which is always streamed
         assert known(step(kind, big)).bytes > 117 * 2**30
     sums = {"weight_gradients": 6.6, "activation_alignment": 9.7}.get(kind, 0)
     assert 12 * 2**30 < layered.bytes - sums * 2**30 < 15 * 2**30
-    monkeypatch.setattr(step_memory, "STATES", 3 * 2**30)
+    monkeypatch.setattr(passes, "STATES", 3 * 2**30)
     more = known(step(kind, big, STREAMING))
     assert more.bytes - layered.bytes == pytest.approx(2 * 2**30)
     assert layered.on_gpu
@@ -180,7 +178,7 @@ def finish(store: Store, done: Step, seconds: Any, **more: Any) -> None:
 @pytest.fixture(autouse=True)
 def data(monkeypatch: pytest.MonkeyPatch) -> None:
     """Benchmarks whose data is their name."""
-    monkeypatch.setattr("moe_lab.evaluation.suite.data_digest", lambda benchmark: benchmark.name)
+    monkeypatch.setattr("moe_lab.evaluation.data_digest", lambda benchmark: benchmark.name)
 
 
 @pytest.fixture

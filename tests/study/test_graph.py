@@ -12,6 +12,7 @@ import pytest
 from budgets import within
 from choices import Files, cells, choose
 
+from moe_lab import evaluation as suites
 from moe_lab.config import (
     AllocationConfig,
     BackendConfig,
@@ -22,12 +23,10 @@ from moe_lab.config import (
     SuiteConfig,
 )
 from moe_lab.errors import UserError
-from moe_lab.evaluation import suite as suites
 from moe_lab.evaluation.sandbox import LIMITED, client
 from moe_lab.grid import benchmarks
-from moe_lab.study import record
+from moe_lab.study import Step, record
 from moe_lab.study.graph import Graph, build, unresolved
-from moe_lab.study.step import Step
 from moe_lab.study.steps.evaluation import Evaluate
 
 CONF = Path(__file__).parents[2] / "conf"

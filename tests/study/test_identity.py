@@ -42,9 +42,8 @@ from moe_lab.config import (
 )
 from moe_lab.config.base import identity, type_at
 from moe_lab.paths import resolve
-from moe_lab.study import devices
+from moe_lab.study import KINDS, Step, canonical, devices, digest, identified
 from moe_lab.study.devices import resolved
-from moe_lab.study.step import KINDS, Step, canonical, digest, identified
 from moe_lab.study.steps.passes import StatisticsPass
 
 json_values = st.recursive(
@@ -165,7 +164,7 @@ def test_each_class_of_settings_is_one_of_these() -> None:
 def test_a_field_is_part_of_the_identity_unless_its_class_says_that_it_changes_no_result(
     group: str, field: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("moe_lab.evaluation.suite.data_digest", lambda benchmark: f"{benchmark.data} {benchmark.task}")
+    monkeypatch.setattr("moe_lab.evaluation.data_digest", lambda benchmark: f"{benchmark.data} {benchmark.task}")
     monkeypatch.setattr("moe_lab.evaluation.harnesses.wildbench.identity", lambda benchmark: identity(benchmark.judge))
     schedules = {f"{{{name}}}": str(tmp_path / f"{name}.json") for name in ("first", "second")}
     for number, file in enumerate(schedules.values()):
@@ -267,7 +266,7 @@ def test_a_step_takes_its_identity_to_another_process(monkeypatch: pytest.Monkey
     """It is not found out again there, where files may have changed."""
     step = StatisticsPass.of(cell_of(MODEL, TEXT))
     content = pickle.dumps(step)
-    monkeypatch.setattr("moe_lab.study.step.identity", lambda _: pytest.fail("it was found out again"))
+    monkeypatch.setattr("moe_lab.study.identity", lambda _: pytest.fail("it was found out again"))
     there: Step = pickle.loads(content)
     assert (there.id, there.folder, there.settings) == (step.id, step.folder, step.settings)
     assert there.document()["inputs"] == {"facts": step.loaded.facts.folder} and os.sep in there.folder

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy
 import pytest
 
-from moe_lab.statistics.sums import read
+from moe_lab.statistics import read
 
 pytestmark = pytest.mark.slow
 

@@ -21,10 +21,10 @@ from moe_lab.config import (
 )
 from moe_lab.config.base import Mistakes, valid
 from moe_lab.errors import UserError
+from moe_lab.study import Step
 from moe_lab.study.estimates import Seconds
 from moe_lab.study.preflight import preflight
 from moe_lab.study.slurm import resources as module
-from moe_lab.study.step import Step
 
 BIG = ModelConfig(
     name="big",

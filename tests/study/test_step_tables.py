@@ -8,7 +8,7 @@ import pytest
 from example_steps import cell_of, done
 
 from moe_lab.config import CalibrationConfig, CriterionConfig, ModelConfig
-from moe_lab.statistics.sums import read
+from moe_lab.statistics import read
 from moe_lab.study.steps.passes import Facts, Gradients, StatisticsPass, Weights
 from moe_lab.study.steps.scores import Scores
 from moe_lab.study.store import Store

@@ -19,10 +19,9 @@ from analysis.__main__ import parse
 from moe_lab.errors import UserError
 from moe_lab.paths import store_folder
 from moe_lab.results import places, read_record
-from moe_lab.study import launch, sync
+from moe_lab.study import digest, run, sync
 from moe_lab.study.graph import build
 from moe_lab.study.preflight import preflight
-from moe_lab.study.step import digest
 from moe_lab.study.store import Store, damage, entry
 from moe_lab.study.sync import Remote
 
@@ -34,7 +33,7 @@ WORDS = ("criterion=aimer", "ratio=0.5")
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "Here", Worker)
+    monkeypatch.setattr(run, "Here", Worker)
     monkeypatch.setattr(Worker, "harm", None)
     monkeypatch.setattr(Worker, "did", [])
     monkeypatch.setattr(Refusing, "refuses", frozenset())
@@ -170,10 +169,10 @@ def study_killed(url: str, at: str) -> None:
         f"""
         import file_systems
         from small_studies import Worker, asked, start
-        from moe_lab.study import launch, sync
+        from moe_lab.study import run, sync
 
         file_systems.register()
-        launch.Here = Worker
+        run.Here = Worker
         sync.AT_ONCE = 1  # another thread might be killed before it has written whose its claim is
         start({url!r}, asked(*{WORDS!r}))
         """,

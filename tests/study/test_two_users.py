@@ -13,8 +13,8 @@ import pytest
 from example_steps import Example
 
 from moe_lab.errors import UserError
+from moe_lab.study import Step
 from moe_lab.study.runs import begin
-from moe_lab.study.step import Step
 from moe_lab.study.store import Store
 
 pytestmark = pytest.mark.root

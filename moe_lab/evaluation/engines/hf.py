@@ -30,7 +30,7 @@ from moe_lab.evaluation.engines import (
     with_tokenizers,
 )
 from moe_lab.evaluation.engines.likelihoods import has_full_attention, likelihood, log_likelihoods
-from moe_lab.models.device import tokens_with_logits
+from moe_lab.models.load import tokens_with_logits
 from moe_lab.models.transformers_private import next_inputs
 
 LEFT = 0.75

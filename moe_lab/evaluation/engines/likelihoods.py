@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from moe_lab.evaluation.engines import Likelihood, Row
-from moe_lab.models.device import tokens_with_logits
+from moe_lab.models.load import tokens_with_logits
 from moe_lab.models.transformers_private import attention_implementation
 
 TRIED = ((5, 7, 11, 13), ((17, 3), (19, 23, 29)))

@@ -32,8 +32,8 @@ from moe_lab.evaluation.engines import (
     end_tokens,
     last_lines,
     search_path,
+    special_marks,
 )
-from moe_lab.evaluation.reasoning import special_marks
 from moe_lab.paths import caches
 from moe_lab.start import command
 

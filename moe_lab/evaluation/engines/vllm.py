@@ -31,7 +31,7 @@ from moe_lab.evaluation.engines import (
     how_ended,
     last_lines,
 )
-from moe_lab.evaluation.interpreters import interpreter
+from moe_lab.evaluation.harness import interpreter
 from moe_lab.paths import caches
 from moe_lab.pruning.plan import Plan
 from moe_lab.start import command
@@ -196,7 +196,7 @@ def opened(checkpoint: Path, backend: BackendConfig, model: ModelConfig, plan: P
 
 def _dtype(checkpoint: Path, model: ModelConfig) -> str:
     """The precision that a loaded model would have; vLLM by itself never takes fp32."""
-    from moe_lab.models.device import precision
+    from moe_lab.models.load import precision
     from moe_lab.models.streamed import stored_dtype
 
     dtype = precision(model)

@@ -20,12 +20,11 @@ from evalplus.provider.utility import EOS, extra_eos_for_direct_completion
 from moe_lab.child_process import Child, Ended, Refused
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError
-from moe_lab.evaluation import mirror
+from moe_lab.evaluation import is_closed_world, mirror
 from moe_lab.evaluation.harness import Answer, Graded, Item, Text, check_count, data_files, graded_by_mean
 from moe_lab.evaluation.harnesses.evalplus_grader import GradeRequest
 from moe_lab.evaluation.sandbox import LIMITED, NAMESPACES, Policy
 from moe_lab.evaluation.sandbox.closed_world import leaves_closed_world
-from moe_lab.evaluation.suite import is_closed_world
 from moe_lab.paths import cache
 from moe_lab.results import Sample
 from moe_lab.start import command

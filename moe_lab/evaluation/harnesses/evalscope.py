@@ -18,7 +18,7 @@ from typing import Any
 from moe_lab.child_process import Child, Ended, Refused
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError, unknown, user_errors
-from moe_lab.evaluation import interpreters, mirror
+from moe_lab.evaluation import harness, mirror
 from moe_lab.evaluation.harness import (
     HARNESSES,
     Answer,
@@ -63,7 +63,7 @@ TASKS: Mapping[str, Task] = {
 
 def interpreter(benchmark: BenchmarkConfig) -> str:
     """The Python interpreter with EvalScope. Raises UserError when there is none."""
-    return interpreters.interpreter("evalscope", benchmark.python, f"benchmark {benchmark.name}")
+    return harness.interpreter("evalscope", benchmark.python, f"benchmark {benchmark.name}")
 
 
 def installed(benchmark: BenchmarkConfig) -> str | None:
@@ -101,7 +101,7 @@ def wrong(benchmark: BenchmarkConfig) -> Iterator[str]:
 
 def lacking(benchmark: BenchmarkConfig, policy: Policy) -> Iterator[str]:
     """A sentence if EvalScope is missing, and one if pickled tests would need a permission."""
-    yield from user_errors(lambda: interpreters.check_has("evalscope", interpreter(benchmark)))
+    yield from user_errors(lambda: harness.check_has("evalscope", interpreter(benchmark)))
     if runs_programs(benchmark) and not policy.allow_pickled_data:
         yield (
             f"allow_pickled_data=false, but the tests of benchmark {benchmark.name} are pickled: set "

@@ -20,9 +20,8 @@ from lm_eval.tasks import TaskManager
 
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError
-from moe_lab.evaluation import mirror
+from moe_lab.evaluation import data_digest, mirror
 from moe_lab.evaluation.harness import data_files
-from moe_lab.evaluation.suite import data_digest
 
 SEED = 1234
 """The default of lm-eval's own command line."""

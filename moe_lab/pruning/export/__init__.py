@@ -15,12 +15,12 @@ from moe_lab.models.checkpoint import INDEX, bits_of, open_checkpoint, read_json
 from moe_lab.models.config_json import LAYERS_FIELD, quantization_method
 from moe_lab.models.families import family_of, predicting_experts
 from moe_lab.models.files import fingerprint
+from moe_lab.pruning import make_form
 from moe_lab.pruning.export.card import model_card
 from moe_lab.pruning.export.config import check_routing, describe_export, text_part
 from moe_lab.pruning.export.layout import expert_type, pieces
 from moe_lab.pruning.export.quantised import check_quantised, renumbered_files
 from moe_lab.pruning.export.write import CARD, copy_others, new_folder, write_index, write_json, write_weights
-from moe_lab.pruning.form import make_form
 from moe_lab.pruning.plan import Plan
 from moe_lab.pruning.replace import check_aligned
 

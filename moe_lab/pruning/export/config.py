@@ -22,8 +22,8 @@ from moe_lab.models.families import (
     has_causal_model,
     port_of,
 )
+from moe_lab.pruning import Form
 from moe_lab.pruning.export.quantised import renumbered
-from moe_lab.pruning.form import Form
 from moe_lab.pruning.plan import Plan
 
 Described = tuple[dict[str, Any], dict[str, str]]
@@ -110,7 +110,7 @@ def _uneven(config: dict[str, Any], form: Form) -> dict[str, Any]:
 
 def _code(kind: str) -> dict[str, str]:
     """Name -> text of the files that build a model of type `kind` whose layers differ."""
-    folder, port = Path(__file__).parent.parent / "exported_code", port_of(kind)
+    folder, port = Path(__file__).parents[2] / "exported_code", port_of(kind)
     texts = {name: (folder / name).read_text(encoding="utf-8") for name in ("pruned.py", "ragged.py")}
     text = texts["pruned.py"].replace('KIND = "olmoe"', f'KIND = "{kind}"')
     if port:
@@ -166,7 +166,7 @@ def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     import torch  # here, because most exports need neither, and importing them takes seconds
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-    import moe_lab.models.ports  # noqa: F401  families that transformers lacks
+    import moe_lab.exported_code  # noqa: F401  families that transformers lacks
     from moe_lab.models.discover import moe_layers
 
     built = CONFIG_MAPPING[config["model_type"]].from_dict(json.loads(json.dumps(config)))

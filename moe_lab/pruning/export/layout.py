@@ -16,8 +16,8 @@ from moe_lab.models.families import (
     Place,
     predicting_experts,
 )
+from moe_lab.pruning import Form, LayerForm, Part
 from moe_lab.pruning.export.parts import UNSIGNED, Chunk, Constant, Matrix, Piece, Projection, Span
-from moe_lab.pruning.form import Form, LayerForm, Part
 from moe_lab.pruning.plan import Plan
 
 AFTER_SOFTMAX = "moe_statics."

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import numpy
 from numpy.typing import NDArray
 
-from moe_lab.pruning.form import Member, Part, rows
+from moe_lab.pruning import Member, Part, rows
 
 UNSIGNED: dict[str, Any] = {"F64": numpy.uint64, "F32": numpy.uint32, "F16": numpy.uint16, "BF16": numpy.uint16}
 """Types whose numbers can be copied one by one -> an integer type of that size. In others, numbers share scales."""

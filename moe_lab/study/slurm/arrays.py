@@ -12,9 +12,9 @@ from typing import Any
 from rich.table import Table
 
 from moe_lab.config import LauncherConfig
+from moe_lab.study import KINDS, Step, canonical
 from moe_lab.study.estimates import Seconds
 from moe_lab.study.slurm.scheduler import LONGEST
-from moe_lab.study.step import KINDS, Step, canonical
 
 Stage = tuple[str, int]
 """The kind of a job, and its depth: how many jobs of the same kind have to run before it, one after another."""

@@ -13,12 +13,11 @@ from types import FrameType
 from submitit.helpers import DelayedSubmission
 
 from moe_lab.errors import UserError
-from moe_lab.study.progress import say_notices, watch
+from moe_lab.study import Step, unmerged
 from moe_lab.study.record import Study
 from moe_lab.study.runs import Run, runs
-from moe_lab.study.schedule import Schedule, StepError, work
+from moe_lab.study.schedule import Schedule, StepError, say_notices, watch, work
 from moe_lab.study.slurm import scheduler
-from moe_lab.study.step import Step, unmerged
 from moe_lab.study.store import Store
 from moe_lab.study.worker import Worker
 

@@ -10,8 +10,8 @@ from types import MappingProxyType
 from typing import Any
 
 from moe_lab.config import JobConfig, ResourcesConfig
+from moe_lab.study import Step
 from moe_lab.study.estimates import GIB, Memory, Seconds, gpus, memory_of
-from moe_lab.study.step import Step
 
 UNKNOWN = Memory(16 * GIB, on_gpu=True)
 """Assumed for a model of unknown size, before it is downloaded."""

@@ -20,17 +20,16 @@ import moe_lab
 from moe_lab import start
 from moe_lab.errors import UserError
 from moe_lab.json_files import write_json
+from moe_lab.study import NOTED, code_state, digest
 from moe_lab.study.estimates import Times
-from moe_lab.study.progress import say
 from moe_lab.study.record import Study
 from moe_lab.study.runs import RECORD, Run, Submitted, runs
-from moe_lab.study.schedule import Schedule
+from moe_lab.study.schedule import Schedule, say
 from moe_lab.study.slurm import scheduler
 from moe_lab.study.slurm.arrays import Array, arrange
 from moe_lab.study.slurm.pack import Pack, Record
 from moe_lab.study.slurm.resources import resources
 from moe_lab.study.slurm.scheduler import Queued
-from moe_lab.study.step import NOTED, code_state, digest
 
 EARLY = 60
 """Seconds by which Slurm may send its warning signal earlier than asked for."""

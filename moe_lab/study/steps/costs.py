@@ -13,7 +13,7 @@ from moe_lab.config import CalibrationConfig, LauncherConfig, ModelConfig, Timin
 from moe_lab.errors import Unavailable, UserError, user_errors
 from moe_lab.json_files import write_json
 from moe_lab.models.config_json import Size, check_plain_weights, config_of, has_packed_experts
-from moe_lab.study.step import Step
+from moe_lab.study import Step
 from moe_lab.study.steps.files import Files, engine, loaded, read_text, skeleton
 from moe_lab.study.steps.passes import Arithmetic, Facts, OnText
 from moe_lab.study.steps.recovery import Pruned, Storage
@@ -85,8 +85,7 @@ class Cost(Step):
 
     def work(self, files: Files) -> None:
         from moe_lab.models.discover import routed_layers
-        from moe_lab.pruning.cost import cost
-        from moe_lab.pruning.flops import even_routing, row_flops
+        from moe_lab.pruning.cost import cost, even_routing, row_flops
 
         network, plan = skeleton(self.about), files.plan(self.plan)
         if self.unpruned:
@@ -177,7 +176,7 @@ class Timing(OnText):
         import torch
 
         from moe_lab.evaluation.timing import measure
-        from moe_lab.models.device import device_name
+        from moe_lab.models.load import device_name
 
         device, here = self.timed.device, device_name(self.about.device)
         if here != device:

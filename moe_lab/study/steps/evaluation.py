@@ -10,14 +10,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from moe_lab import evaluation as suite
 from moe_lab.config import BackendConfig, BenchmarkConfig, Config, ExportConfig, LauncherConfig, ModelConfig
 from moe_lab.errors import Unavailable
-from moe_lab.evaluation import engines, suite
+from moe_lab.evaluation import engines
 from moe_lab.evaluation.sandbox import LIMITED, NAMESPACES, Policy
 from moe_lab.json_files import write_json
-from moe_lab.models.config_json import Size
-from moe_lab.study import memory
-from moe_lab.study.step import Step, once
+from moe_lab.models.config_json import ROOM, Size
+from moe_lab.study import BASE, Step, once
 from moe_lab.study.steps.files import Files
 from moe_lab.study.steps.recovery import Export, Pruned, export_of, forget_models
 
@@ -29,6 +29,8 @@ ITEMS = 1000
 """Items of a benchmark that does not say how many it has."""
 BYTES_PER_TOKEN = 16
 """Bytes per token of a generated text as stored: with its prompt, as JSON, and once more among the samples."""
+PROMPT = 128
+"""Tokens of a prompt, or of a question with one of its answers."""
 Template = tuple[tuple[str, Any], ...]
 """Arguments of a chat template."""
 
@@ -160,9 +162,9 @@ class AsksModel(OnBenchmark):
     def memory(self, size: Size) -> float:
         """Weights, and of a batch the keys and values where texts are generated, else the logits of prompts."""
         benchmark, written = self.benchmark, self.benchmark.max_new_tokens
-        row = memory.cache(size, memory.PROMPT + written) if written else memory.PROMPT * memory.logits(size)
-        weights = memory.weights(size, 2 if self.pruned.is_changed else 1)
-        return memory.BASE + weights + benchmark.batch_size * row
+        row = size.cache(PROMPT + written) if written else PROMPT * size.logits
+        weights = ROOM * size.bytes * (2 if self.pruned.is_changed else 1)
+        return BASE + weights + benchmark.batch_size * row
 
     def pace(self) -> list[Any]:
         return [self.pruned.loaded.facts.id, self.backend.name, *super().pace()]

@@ -14,12 +14,14 @@ from typing import Any
 
 from moe_lab.config import CalibrationConfig, ModelConfig
 from moe_lab.json_files import write_json
-from moe_lab.study import memory
-from moe_lab.study.step import Step
+from moe_lab.study import Step
 from moe_lab.study.store import Store
 
 STATISTICS = "statistics.safetensors"
 REPORT = "calibration.json"
+STATES = 8 * 2**30
+"""Bytes of hidden states that a streamed pass keeps in memory, of those on disk: what every machine with a large model
+has to spare."""
 NO_SUMS = ("facts", "scores", "by")
 """Roles of inputs that hold no sums."""
 
@@ -53,13 +55,13 @@ class Files:
 
     def sums(self, steps: Mapping[str, Step]) -> dict[str, dict[int, dict[str, Any]]]:
         """Role -> layer -> arrays by name, of the steps that hold sums."""
-        from moe_lab.statistics.sums import read
+        from moe_lab.statistics import read
 
         return {role: read(self.path(steps[role], STATISTICS)) for role in sorted(steps) if role not in NO_SUMS}
 
     def evidence(self, steps: Mapping[str, Step]) -> dict[int, dict[str, Any]]:
         """Layer -> the arrays of all sums of the steps, by name."""
-        from moe_lab.statistics.sums import by_layer
+        from moe_lab.statistics import by_layer
 
         return by_layer(self.sums(steps).values())
 
@@ -178,7 +180,7 @@ class Resident:
 
     def routing(self, plan: Any) -> Any:
         """The measured routing of the text under a plan."""
-        from moe_lab.pruning.flops import measured_routing
+        from moe_lab.pruning.cost import measured_routing
 
         return measured_routing(self.model, plan, self.text)
 
@@ -192,7 +194,7 @@ class Streamed:
         from moe_lab.models.streamed import open_streamed
 
         self.model, tokenizer = open_streamed(model)
-        self.budget = memory.STATES
+        self.budget = STATES
         """Bytes of hidden states that are kept in memory."""
         self.about: dict[str, Any] = {"fingerprint": fingerprint, "out": files.partial, "budget": self.budget}
         self.text = read_text(text, tokenizer, files, rows)
@@ -208,6 +210,6 @@ class Streamed:
         return stream_back(self.model, tap, self.text, **self.about)
 
     def routing(self, plan: Any) -> Any:
-        from moe_lab.pruning.flops import layered_routing
+        from moe_lab.pruning.cost import layered_routing
 
         return layered_routing(self.model, plan, self.text, out=self.about["out"], budget=self.budget)

@@ -15,12 +15,13 @@ from moe_lab import results
 from moe_lab.config import CalibrationConfig, ModelConfig
 from moe_lab.grid import Cell
 from moe_lab.json_files import write_json
-from moe_lab.models.config_json import Size, experts_implementation
-from moe_lab.study import memory
-from moe_lab.study.step import Parts, Step, once
+from moe_lab.models.config_json import ROOM, Size, experts_implementation
+from moe_lab.study import BASE, Parts, Step, once
 from moe_lab.study.steps import tables
-from moe_lab.study.steps.files import REPORT, STATISTICS, Files, Rows, engine, loaded, read_text
+from moe_lab.study.steps.files import REPORT, STATES, STATISTICS, Files, Rows, engine, loaded, read_text
 
+CHANNEL_SUMS = 7
+"""Sums of each channel that a pass gathers, at most."""
 Table = tuple[str, tuple[str, ...], Callable[[tables.Layers], list[tables.Row]]]
 """Name of a file, its columns, and the function that makes its rows from sums of layers."""
 
@@ -102,13 +103,14 @@ class OnText(Step):
 
     def memory(self, size: Size) -> float:
         if self.merges:
-            return memory.BASE + memory.merging(size)
+            sums = 8.0 * size.moe_layers * size.experts * (CHANNEL_SUMS * size.width + size.hidden)
+            return BASE + 3 * sums  # two sets in memory, and the file that is written
         if self.is_layered:
-            states = min(memory.STATES, self.disk(size))
-            batch = memory.batch_tokens(self.text, self.rows) * memory.activations(size)
-            return memory.BASE + memory.layer_weights(size) + self.layer_memory(size) + batch + states
-        held = memory.weights(size, self.models) + size.moe_layers * self.layer_memory(size)
-        return memory.BASE + held + self.batch_memory(size)
+            states = min(STATES, self.disk(size))
+            batch = self._batch_tokens * size.activations()
+            return BASE + size.layer_weights() + self.layer_memory(size) + batch + states
+        held = ROOM * size.bytes * self.models + size.moe_layers * self.layer_memory(size)
+        return BASE + held + self.batch_memory(size)
 
     @property
     def models(self) -> int:
@@ -121,20 +123,29 @@ class OnText(Step):
 
     def batch_memory(self, size: Size) -> float:
         """Bytes of a batch with the whole model loaded: its logits, and the activations that the pass keeps."""
-        kept = memory.activations(size)
+        kept = size.activations()
         if self.backward and self.text.checkpointing:
-            kept += memory.hidden_states(size, 1, backward=True)
+            kept += size.hidden_states(1, backward=True)
         elif self.backward:
-            kept = memory.activations(size, size.moe_layers)
-        return memory.batch_tokens(self.text, self.rows) * (memory.logits(size) + kept)
+            kept = size.activations(size.moe_layers)
+        return self._batch_tokens * (size.logits + kept)
+
+    @property
+    def _tokens(self) -> int:
+        """Tokens of the text, or of its rows: of the first up to the end."""
+        return (self.rows[1] - self.rows[0]) * self.text.length if self.rows else self.text.tokens
+
+    @property
+    def _batch_tokens(self) -> int:
+        return min(self.text.batch_size * self.text.length, self._tokens)
 
     def disk(self, size: Size) -> float:
         if not self.is_layered:
             return 0.0
-        return memory.hidden_states(size, memory.tokens_of(self.text, self.rows), backward=self.backward)
+        return size.hidden_states(self._tokens, backward=self.backward)
 
     def units(self) -> float:
-        return float(memory.tokens_of(self.text, self.rows))
+        return float(self._tokens)
 
     def pace(self) -> list[Any]:
         return [self.loaded.facts.id, self.loaded.model.device]
@@ -188,12 +199,12 @@ class Pass(LeavesSums, OnText):
 
     def merge(self, shares: list[Path]) -> Any:
         """The sums of the shares in these files together: layer -> name -> tensor."""
-        from moe_lab.statistics.sums import merged, read
+        from moe_lab.statistics import merged, read
 
         return merged(read(file, framework="pt") for file in shares)
 
     def _merged(self, files: Files) -> Any:
-        from moe_lab.statistics.sums import Statistics, header
+        from moe_lab.statistics import Statistics, header
 
         shares = [files.path(step, STATISTICS) for step in self.merges]
         copyfile(files.path(self.merges[0], REPORT), files.out / REPORT)  # each share has the report on the whole text
@@ -265,7 +276,7 @@ class LossRises(Pass):
         return loss_rises(network, self.kind, text, fingerprint={"step": self.id}, out=files.partial)
 
     def merge(self, shares: list[Path]) -> Any:
-        from moe_lab.statistics.sums import Statistics, merged_means
+        from moe_lab.statistics import Statistics, merged_means
 
         return merged_means([Statistics.load(file) for file in shares])
 
@@ -309,8 +320,8 @@ class OnWeights(LeavesSums):
         import torch
 
         from moe_lab.config.pruning import DEVICE_MAPS
-        from moe_lab.models.device import place
         from moe_lab.models.files import local_folder
+        from moe_lab.models.load import place
 
         device = place(self.model) if torch.cuda.is_available() else "cpu"  # its Slurm jobs have no GPU
         return self.weigh(local_folder(self.model), "cuda" if device in DEVICE_MAPS else device)
@@ -321,7 +332,7 @@ class OnWeights(LeavesSums):
         return add_up(folder, fingerprint={"step": self.id}, device=device)
 
     def memory(self, size: Size) -> float:
-        return 2 * memory.BASE
+        return 2 * BASE
 
     def pace(self) -> list[Any]:
         return [self.facts.id]

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from moe_lab import allocation, criteria, plugins, results
-from moe_lab.allocation import listed, protection
+from moe_lab.allocation import protection, shapes
 from moe_lab.allocation.grouping import GROUPINGS
 from moe_lab.config import AllocationConfig, CriterionConfig
 from moe_lab.errors import UserError
@@ -17,7 +17,7 @@ from moe_lab.models.config_json import config_of, expert_shape
 from moe_lab.models.families import family_of
 from moe_lab.models.files import fingerprint
 from moe_lab.paths import resolve
-from moe_lab.study.step import KINDS, Parts, Step
+from moe_lab.study import KINDS, Parts, Step
 from moe_lab.study.steps import tables
 from moe_lab.study.steps.files import STATISTICS, Files, Streamed, engine, loaded
 from moe_lab.study.steps.passes import Facts, OnText, loaded_as
@@ -109,7 +109,7 @@ def plan_in(settings: AllocationConfig) -> Any:
     from moe_lab.pruning.plan import Plan
 
     path = settings.path
-    return Plan.load(path) if path is not None and listed.is_plan(listed.read(path)) else None
+    return Plan.load(path) if path is not None and shapes.is_plan(shapes.read(path)) else None
 
 
 def drops_whole_experts(cell: Cell) -> bool:
@@ -204,7 +204,7 @@ class MakesPlan(Step):
 
     def facts_of(self, model: Facts, files: Files) -> dict[str, Any]:
         """The facts of a model, with the experts that the plan must keep."""
-        from moe_lab.statistics.sums import read
+        from moe_lab.statistics import read
 
         largest: Mapping[int, Any] = {}
         if self.allocated["protect"] == protection.SUPER:
@@ -365,7 +365,7 @@ class Sequential(MakesPlan, OnText):
     def work(self, files: Files) -> None:
         from moe_lab.pruning.replace import plan_from_scores
         from moe_lab.search.sequential import prune_sequentially
-        from moe_lab.statistics.sums import by_layer
+        from moe_lab.statistics import by_layer
 
         plugins.bring(self.plugins)
         passes = Streamed(self.loaded.model, self.text, files, {"step": self.id}, None)

@@ -17,13 +17,14 @@ from moe_lab.grid import Cell
 from moe_lab.json_files import write_json
 from moe_lab.models import release_memory
 from moe_lab.models.config_json import Size
-from moe_lab.study import memory
-from moe_lab.study.step import Parts, Step
+from moe_lab.study import BASE, Parts, Step
 from moe_lab.study.steps.alignment import plan_of
 from moe_lab.study.steps.files import Files, forget_loaded, loaded
 from moe_lab.study.steps.passes import Facts, Loaded, OnText, loaded_as
 from moe_lab.study.steps.plans import drops_whole_experts
 
+DISTILLED = 4
+"""fp32 tensors of the size of a batch's logits that a distillation holds at once, besides the logits; measured."""
 NO_RECOVERY = RecoveryConfig()
 
 
@@ -75,8 +76,8 @@ class Finetune(OnText):
         return 2 if self.recovery.train == "adapters" or self.plan.asked.merges_experts else 1
 
     def batch_memory(self, size: Size) -> float:
-        tokens = memory.batch_tokens(self.text)
-        teacher = memory.DISTILLED * tokens * memory.logits(size) if self.recovery.distill is not None else 0.0
+        tokens = min(self.text.batch_size * self.text.length, self.text.tokens)
+        teacher = DISTILLED * tokens * size.logits if self.recovery.distill is not None else 0.0
         return super().batch_memory(size) + teacher + self.disk(size)
 
     def disk(self, size: Size) -> float:
@@ -294,7 +295,7 @@ class Export(Step):
     def memory(self, size: Size) -> float:
         """Where weights are changed or converted, a decoder layer three times in fp32."""
         changed = self.pruned.is_changed or self.shape.format == "gguf"
-        return 2 * memory.BASE + changed * 4 / size.bytes_per_parameter * memory.layer_weights(size, 3)
+        return 2 * BASE + changed * 4 / size.bytes_per_parameter * size.layer_weights(3)
 
     def disk(self, size: Size) -> float:
         """The checkpoint, with those that it is made from: one whose weights are changed is written first without the
@@ -325,7 +326,7 @@ def _evaluated_dtype(model: ModelConfig, folder: Path) -> Any:
     """The precision in which models are evaluated. This step itself runs on the CPU, maybe on another machine."""
     import torch
 
-    from moe_lab.models.device import DTYPES
+    from moe_lab.models.load import DTYPES
     from moe_lab.models.streamed import stored_dtype
 
     if model.dtype in DTYPES:

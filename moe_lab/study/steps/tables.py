@@ -1,7 +1,7 @@
 """Rows of small tables that figures need from large arrays, so that readers of a store need neither the arrays nor
 their format.
 
-Columns are sums as in statistics/sums.py, so that tables of parts can be added like the sums themselves.
+Columns are sums as in moe_lab/statistics, so that tables of parts can be added like the sums themselves.
 """
 
 from __future__ import annotations
