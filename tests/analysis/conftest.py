@@ -39,6 +39,12 @@ def golden(tmp_path_factory: pytest.TempPathFactory) -> Study:
     return golden_store.unpack(tmp_path_factory.mktemp("golden") / "store")
 
 
+@pytest.fixture(scope="session")
+def golden_results(golden: Study) -> Results:
+    """Results of the committed store; not to be changed."""
+    return Results(golden)
+
+
 @pytest.fixture
 def copied(small: Path, tmp_path: Path) -> Callable[[], Path]:
     """Makes a copy of the small store that a test may damage."""

@@ -72,7 +72,7 @@ def write(root: Path) -> Path:
         synthetic_sums.add(root, study, "coverage, prior loss", ("channel_activation",))
     _same_text(root)
     _weight_scores(root)
-    _timed(root, "channels")
+    timed(root, "channels")
     _fail_one(root)
     return root
 
@@ -95,7 +95,7 @@ def _weight_scores(root: Path) -> None:
             pd.DataFrame(places).to_parquet(folder / "scores.parquet", index=False)
 
 
-def _timed(root: Path, name: str) -> None:
+def timed(root: Path, name: str) -> None:
     """Every model of a study answered three requests of 2 and of 4 prompts."""
     path = record_path(root, name)
     study = json.loads(path.read_text())

@@ -39,9 +39,9 @@ def experts(golden: Study) -> pd.DataFrame:
 
 
 @pytest.fixture(scope="module")
-def budgets(golden: Study) -> pd.DataFrame:
-    [comparison] = Results(golden).comparisons
-    return layer_budgets.layer_budgets(golden, comparison)
+def budgets(golden_results: Results) -> pd.DataFrame:
+    [comparison] = golden_results.comparisons
+    return layer_budgets.layer_budgets(golden_results.study, comparison)
 
 
 def test_numbers_of_experts_are_those_of_the_sums(golden: Study, experts: pd.DataFrame) -> None:
@@ -72,8 +72,8 @@ def naive_ranks(values: list[float]) -> list[float]:
     return [sum(other < value for other in values) + sum(other == value for other in values) / 2 for value in values]
 
 
-def test_agreement_is_counted_over_all_experts_and_inside_layers(golden: Study, experts: pd.DataFrame) -> None:
-    row = attributions.agreement_table(Results(golden), "t").frame.set_index("Estimate").loc["Mean router weight"]
+def test_agreement_is_counted_over_all_and_inside_layers(golden_results: Results, experts: pd.DataFrame) -> None:
+    row = attributions.agreement_table(golden_results, "t").frame.set_index("Estimate").loc["Mean router weight"]
     seen = experts.dropna(subset=["gate", "ablation"])
     gates, losses = list(seen["gate"]), list(seen["ablation"])
     assert row["Pearson, model loss"] == pytest.approx(naive_correlation(gates, losses))
@@ -87,9 +87,9 @@ def test_agreement_is_counted_over_all_experts_and_inside_layers(golden: Study, 
     assert np.isnan(ranks.correlations(alike, "gate", "ablation")["rank"]), "no order, no agreement"
 
 
-def test_plans_by_two_measures_are_compared_where_nothing_else_differs(golden: Study) -> None:
-    frame = outputs()["coverage.table14"].items(Results(golden))[0].frame.set_index("Estimate")
-    kept = {}
+def test_plans_by_two_measures_are_compared_where_nothing_else_differs(golden_results: Results) -> None:
+    frame = outputs()["coverage.table14"].items(golden_results)[0].frame.set_index("Estimate")
+    golden, kept = golden_results.study, {}
     for prior in ("", ", prior ala2", ", prior loss"):
         [cell] = golden.cells.query(f"allocation == 'coverage{prior}' and criterion == 'channel_activation'").index
         kept[prior] = channel_masks(dict(golden.cells.loc[cell])).mean(axis=-1).ravel().tolist()
