@@ -17,7 +17,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from moe_lab.json_files import Damaged, fits
+from moe_lab.json_files import parse
 from moe_lab.packs import packs_in
 
 SCHEMA = 1
@@ -26,6 +26,8 @@ SCHEMA = 1
 OLDER = "as an older moe_lab wrote none: remove this folder and run again"
 """End of the gaps about files that an older moe_lab did not write."""
 
+FILES = {"files": {str: {"sha256": str}}}
+"""What this reads of a step.json."""
 ID = 12
 """Characters of a step's id at the end of its folder's name."""
 
@@ -157,20 +159,12 @@ class Reader:
         if folder not in self._published:
             files: dict[str, dict[str, str]] = {}
             with contextlib.suppress(FileNotFoundError):
-                files = _files(json.loads(self._stored(folder, "step.json")))
+                files = parse(self._stored(folder, "step.json"), FILES, "step.json")["files"]
             self._published[folder] = {name: entry["sha256"] for name, entry in files.items()}
         return self._published[folder]
 
     def _unreadable(self, what: str, folder: Path) -> None:
         self.gap(what, str(folder.relative_to(self.root)))
-
-
-def _files(step: Any) -> dict[str, dict[str, str]]:
-    """Files of a step.json. Raises Damaged where it does not name them."""
-    if not fits(step, {"files": {str: {"sha256": str}}}):
-        raise Damaged("step.json is damaged")
-    files: dict[str, dict[str, str]] = step["files"]
-    return files
 
 
 _STEP_COLUMNS = ("folder", "kind", "seconds", "peak", "gpu_peak", "machine")

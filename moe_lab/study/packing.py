@@ -11,7 +11,6 @@ import time
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
 from hashlib import sha256
-from itertools import islice
 from pathlib import Path
 
 from moe_lab.json_files import Damaged
@@ -65,7 +64,9 @@ class Packing:
             return
         with suppress(Busy), store.claims.take(PACKS) as claim:
             store.packs.clear()
-            _publish(store, store.packs.add(self._small(islice(loose.items(), AT_ONCE))), claim)
+            new = [(start, folder) for start, folder in loose.items() if start not in store.packs]
+            if new:
+                _publish(store, store.packs.add(self._small(new[:AT_ONCE])), claim)
             for start in loose.keys() & store.packs.starts():
                 with suppress(FileNotFoundError):
                     shutil.rmtree(hidden(loose[start], start), ignore_errors=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
-import json
 import os
 import re
 import shutil
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_lab.errors import DISK_FULL, Unavailable, UserError
-from moe_lab.json_files import Damaged, read_json, write_json
+from moe_lab.json_files import Damaged, parse, read_json, write_json
 from moe_lab.packs import packs_in
 from moe_lab.paths import store_folder, url_of
 from moe_lab.results import DIGITS
@@ -173,12 +172,12 @@ class Store:
     def documents(self, kind: str) -> Iterator[Any]:
         """STEP of finished steps of a kind, of those in packs at most SAMPLE; what cannot be read is left out."""
         for folder in self.folders(kind).values():
-            with contextlib.suppress(OSError, ValueError):
-                yield json.loads((folder / STEP).read_bytes())
+            with contextlib.suppress(OSError, Damaged):
+                yield read_json(folder / STEP, {})
         self.packs.refresh()
         for packed in islice(self.packs.steps(kind), SAMPLE):
-            with contextlib.suppress(FileNotFoundError, ValueError):
-                yield json.loads(self.packs.read(packed.start, STEP))
+            with contextlib.suppress(FileNotFoundError, Damaged):
+                yield parse(self.packs.read(packed.start, STEP), {}, packed.name)
 
     def present(self) -> set[str]:
         """Starts of the ids of all finished steps, undamaged or not."""
@@ -255,10 +254,10 @@ class Store:
         found: dict[str, str] = {}
         with contextlib.suppress(FileNotFoundError):
             try:
-                document = json.loads(self.content(name, STEP))
-                if not is_whole(document):
-                    return {STEP: "damaged"}
-            except ValueError:
+                document = parse(self.content(name, STEP), {"digest": str}, name)
+            except Damaged:
+                return {STEP: "damaged"}
+            if not is_whole(document):
                 return {STEP: "damaged"}
             for file, expected in document["files"].items():
                 try:

@@ -47,7 +47,7 @@ def test_a_harness_asks_with_the_models_template_arguments(
 
     given: list[Any] = []
     monkeypatch.setattr(run, "evaluate", evaluate)
-    step.work(Files(tmp_path, tmp_path, {}, tmp_path / "log"))
+    step.work(Files(tmp_path, tmp_path, {}, tmp_path / "log", tmp_path))
     assert given == [{"enable_thinking": False}]
 
 
@@ -57,4 +57,4 @@ def test_data_that_changed_since_it_was_asked_for_is_not_taken(
     assert step.id
     monkeypatch.setattr(suite, "data_digest", lambda _: "another")
     with pytest.raises(Unavailable, match="its data is not what it was"):
-        step.work(Files(tmp_path, tmp_path, {}, tmp_path / "log"))
+        step.work(Files(tmp_path, tmp_path, {}, tmp_path / "log", tmp_path))
