@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from moe_lab.json_files import Damaged
 
 TABLES = """
-create table step (start text primary key, kind text, name text, bytes integer, inputs text) without rowid;
+create table step (start text unique, kind text, name text, bytes integer, inputs text);
 create table file (start text, name text, content blob, primary key (start, name)) without rowid;
 create table replaces (pack text);
 """

@@ -192,8 +192,20 @@ def verify(study: StudyState, steps: Sequence[StepState]) -> int:
     return 0
 
 
+def unpack(study: StudyState, steps: Sequence[StepState]) -> None:
+    """Copy the files of steps that are in packs to unpacked/KIND/NAME, below the current folder; print all folders."""
+    for step in [step for step in steps if step.state == "done"]:
+        folder = study.store.place(step.name)
+        if not folder.exists():
+            folder = Path("unpacked", step.name)
+            folder.mkdir(parents=True, exist_ok=True)
+            for name in study.store.packs.files(step.id[:DIGITS]):
+                (folder / name).write_bytes(study.store.content(step.name, name))
+        print(folder)
+
+
 COMMANDS: Mapping[str, Callable[[StudyState, list[StepState]], int | None]] = {
-    command.__name__: command for command in (status, cancel, why, verify)
+    command.__name__: command for command in (status, cancel, why, verify, unpack)
 }
 """The commands of `python -m moe_lab.study` by name."""
 

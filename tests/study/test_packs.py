@@ -89,6 +89,11 @@ def test_a_study_in_packs_is_the_study_in_folders(tmp_path: Path, monkeypatch: p
     count = len(Worker.did)
     assert start(tmp_path / "packed", CELLS) == 0 and len(Worker.did) == count, "nothing is done again"
     assert ask(in_packs.root, "status", CELLS[0].study) == 0 and ask(in_packs.root, "verify", CELLS[0].study) == 0
+    monkeypatch.chdir(tmp_path)
+    assert ask(in_packs.root, "unpack", "plan/") == 0
+    plans = {name: folder for name, folder in steps.items() if folder.parent.name == "plan"}
+    assert {path.name for path in (tmp_path / "unpacked" / "plan").iterdir()} == plans.keys()
+    assert all(files_in(tmp_path / "unpacked" / "plan" / name).keys() == files_in(plans[name]).keys() for name in plans)
 
 
 def test_a_step_reads_its_inputs_from_packs(store: Store, tmp_path: Path) -> None:
