@@ -11,14 +11,15 @@ from pathlib import Path
 
 import pytest
 from example_steps import Example, done
-from small_studies import BEGINNING, Worker, ask, asked, killed, start
+from small_studies import BEGINNING, STUDY, Worker, ask, asked, killed, start
 
 from analysis.load.reader import Reader
 from moe_lab import packs
 from moe_lab.packs import packs_in
 from moe_lab.study import Step, packing, run
-from moe_lab.study.garbage import gc
+from moe_lab.study.garbage import gc, look
 from moe_lab.study.packing import Packing
+from moe_lab.study.runs import begin
 from moe_lab.study.schedule import Schedule, work
 from moe_lab.study.store import Store
 
@@ -149,6 +150,9 @@ def test_a_step_that_is_damaged_in_a_pack_is_made_anew(store: Store) -> None:
     Packing(found).pack(1)
     packs_in.cache_clear()
     again = Store(store.root)
+    again.packs.refresh()
+    assert [step.start for step in again.packs.steps()].count(steps[7].id[:12]) == 1, "the damaged one is gone"
+    assert len(again.packs.sizes()) == 2, "the pack without it, and the new one"
     assert again.content(steps[7].folder, "result.json") == b"anew"
     assert all(again.readable(step) for step in steps)
 
@@ -178,6 +182,13 @@ def test_what_no_study_needs_is_freed_from_packs(tmp_path: Path) -> None:
     assert before - store.present() == {step.id[:12] for step in garbage}
     count = len(Worker.did)
     assert start(folder, CELLS) == 0 and len(Worker.did) == count
+
+
+def test_inputs_of_steps_that_are_needed_are_kept_in_packs(store: Store) -> None:
+    steps = packed(store, range(10))
+    with begin(store, STUDY, steps[4:5]):
+        garbage, _ = look(store)
+    assert {item.step_id for item in garbage} == {step.id[:12] for step in steps[5:]}
 
 
 def test_many_packs_are_put_together(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
