@@ -109,7 +109,7 @@ def _check(study: Study) -> None:
     if study.config.push is not None:
         from moe_lab.study import push
 
-        push.check_graph(study.config, study.graph)
+        push.exported(study.config, study.graph)
     if unknown := unresolved(study.graph.steps()):
         sentence = (
             f"{', '.join(unknown)}: not in the cache, and the hub cannot be asked, so what would be read is not known"
