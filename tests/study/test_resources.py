@@ -13,17 +13,14 @@ from omegaconf import OmegaConf
 from moe_lab.config import (
     BenchmarkConfig,
     CalibrationConfig,
-    Config,
     ExpectedConfig,
     JobConfig,
     ModelConfig,
     ResourcesConfig,
 )
-from moe_lab.config.base import Mistakes, valid
-from moe_lab.errors import UserError
+from moe_lab.config.base import valid
 from moe_lab.study import Step
 from moe_lab.study.estimates import Seconds
-from moe_lab.study.preflight import preflight
 from moe_lab.study.slurm import resources as module
 
 BIG = ModelConfig(
@@ -137,25 +134,3 @@ def test_gpus_and_cores_follow_from_the_work(
 ) -> None:
     asked = resources([step(model, kind) for kind in kinds], settings(text))
     assert (asked["gpus"], asked["cpus"]) == (gpus, cpus) and asked["memory"] <= (memory or 10**6)
-
-
-@pytest.mark.parametrize(
-    ("text", "sentence"),
-    [
-        ("{jobs: {evalute: {gpus: 1}}}", "did you mean evaluate"),
-        ("{jobs: {search: {gpu: 1}}}", "resources.jobs.search.gpu is .*resources.jobs.search.gpus"),
-        ("{models: {big: {gpus: many}}}", "resources.models.big.gpus=many"),
-        ("{jobs: {search: 4}}", "resources.jobs.search=4: expected settings"),
-        ("{jobs: {search: {minutes: 0}}}", "resources.jobs.search.minutes=0"),
-        ("{models: {big: {cpus: 0}}}", "resources.models.big.cpus=0"),
-    ],
-)
-def test_what_cannot_be_is_said(text: str, sentence: str) -> None:
-    with pytest.raises(UserError, match=sentence), Mistakes() as mistakes:
-        mistakes += preflight(Config(resources=settings(text)), [])
-
-
-def test_all_other_options_of_sbatch_are_handed_on() -> None:
-    further = {"nodelist": "n7", "w": "n7", "exclusive": True, "nice": 5, "mail-type": "END", "time-min": 10, "tmp": 9}
-    chosen = settings(OmegaConf.to_yaml(OmegaConf.create({"every": {"sbatch": further}})))
-    assert resources([step()], chosen)["sbatch"] == further
