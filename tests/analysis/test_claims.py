@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 import pytest
-from handmade import UNPRUNED, cell, comparison_of
+from handmade import UNPRUNED, cell, comparison_of, family
 
 from analysis.outputs import claims
 from analysis.stats.cell_scores import pooled_difference, share_beyond
@@ -98,20 +98,10 @@ def test_p_values_are_corrected_over_all_rows() -> None:
     assert found["p_holm"].tolist() == pytest.approx(naive.tolist())
 
 
-def family(scores: dict[int, dict[str, list[list[float]]]]) -> pd.DataFrame:
-    """b -> calibration set -> layers -> scores of experts, for alpha = beta = 1."""
-    rows = [
-        {"model": "m", "calibration": name, "layer": layer, "expert": expert, "b": b, "alpha": 1, "beta": 1, "score": s}
-        for b, sets in scores.items()
-        for name, layers in sets.items()
-        for layer, values in enumerate(layers)
-        for expert, s in enumerate(values)
-    ]
-    return pd.DataFrame(rows)
-
-
 UP, DOWN = [1.0, 2, 3, 4], [4.0, 3, 2, 1]
-FAMILY = family({1: {"a": [UP, UP], "b": [UP, UP]}, 0: {"a": [UP, UP], "b": [DOWN, UP]}})
+FAMILY = pd.concat(
+    [family({"a": [UP, UP], "b": [UP, UP]}, (1, 1, 1)), family({"a": [UP, UP], "b": [DOWN, UP]}, (0, 1, 1))]
+)
 
 
 def test_invariance_is_compared_layer_by_layer() -> None:

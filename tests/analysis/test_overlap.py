@@ -3,19 +3,9 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 import pytest
+from handmade import family
 
 from analysis.stats import overlap
-
-
-def family(scores: dict[str, list[list[float]]], variant: tuple[int, int, int] = (0, 0, 1)) -> pd.DataFrame:
-    """A family frame from calibration set -> layers -> scores of experts."""
-    rows = [
-        {"model": "m", "calibration": name, "layer": layer, "expert": expert, "score": score}
-        for name, layers in scores.items()
-        for layer, values in enumerate(layers)
-        for expert, score in enumerate(values)
-    ]
-    return pd.DataFrame(rows).assign(**dict(zip(overlap.VARIANT, variant, strict=True)))
 
 
 def test_bottom_sets_are_made_as_plans_are() -> None:

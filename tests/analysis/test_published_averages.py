@@ -8,9 +8,9 @@ from decimal import ROUND_HALF_UP, Decimal
 from functools import cache
 
 import pytest
-from handmade import results_of, table_of
+from handmade import results_of, study_of, table_of
 from omegaconf import OmegaConf
-from printed_comparisons import comparison, models, of_tables, study
+from printed_comparisons import comparison, models, of_tables
 
 from analysis import names
 from analysis.outputs import ranks
@@ -39,7 +39,7 @@ def test_averages_and_ranks_of_unified_table_1_follow_from_the_sixteen_benchmark
     printed = of_tables("unified", "5")
     benchmarks = [number for number in printed if number.key[0] == model and number.key[1] in (0, 0.25)]
     found = comparison(benchmarks)
-    table = table_of(ranks.rank_table, results_of(study(found), [found]), names.RANKED)
+    table = table_of(ranks.rank_table, results_of(study_of(found), [found]), names.RANKED)
     rows = table.frame.set_index("Criterion")
     checked = 0
     for number in models(of_tables("unified", "1"))[model]:
@@ -57,7 +57,7 @@ def test_ranks_of_unified_table_2_are_over_the_columns_of_two_models(ratio: floa
     assert len(printed) == (4 if ratio == 0.25 else 2)
     for rows in printed.values():
         found = comparison([number for number in rows if number.benchmark != "Avg Rank"], columns=True)
-        table = score_tables.task_specific_table(results_of(study(found), [found]), "t", names.TASK_SPECIFIC)
+        table = score_tables.task_specific_table(results_of(study_of(found), [found]), "t", names.TASK_SPECIFIC)
         ours = table.frame.set_index("Criterion")["Avg Rank"]
         ranked = [number for number in rows if number.benchmark == "Avg Rank"]
         assert len(ranked) == 9 == ours.notna().sum()
