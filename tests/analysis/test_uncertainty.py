@@ -98,12 +98,6 @@ def test_percentiles_equal_numpys() -> None:
     assert high == pytest.approx(np.percentile(draws, 97.5, axis=0))
 
 
-def test_a_gap_stays_a_gap() -> None:
-    contributions = np.array([[0.5, 0.5], [np.nan, np.nan]])
-    draws = uncertainty.bootstrap({"one": {"score": contributions}}, replicates=50)["score"]
-    assert np.isnan(draws[:, 1]).all() and not np.isnan(draws[:, 0]).any()
-
-
 def test_paired_t_is_that_of_one_benchmark_and_welchs_of_several() -> None:
     rng = np.random.default_rng(0)
     strata = [rng.normal(size=(4, items)) / items for items in (7, 30)]
