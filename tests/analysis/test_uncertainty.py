@@ -30,13 +30,6 @@ def test_mcnemar_equals_statsmodels(seed: int, items: int) -> None:
         assert p_value == pytest.approx(min(1.0, reference_mcnemar(table, exact=True).pvalue), abs=1e-12)
 
 
-def test_sign_flips_carry_mcnemar_over() -> None:
-    rng = np.random.default_rng(1)
-    first, second = (rng.random((2, 3, 60)) < np.array([0.7, 0.5])[:, None, None]).astype(float)
-    exact = uncertainty.mcnemar(first, second)
-    assert uncertainty.sign_flip((first - second) / 60, replicates=40_000) == pytest.approx(exact, abs=0.015)
-
-
 def test_sign_flips_equal_scipys_permutation_test() -> None:
     differences = np.random.default_rng(2).normal(0.25, 1, (1, 12))
     exact = permutation_test(
