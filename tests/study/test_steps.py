@@ -342,7 +342,7 @@ def test_a_harness_asks_with_the_models_template_arguments_about_unchanged_data(
     reports = {"mbpp": "base"}
     benchmark = BenchmarkConfig("code", "evalplus", "pocket:benchmarks/mbpp.jsonl", reports=reports)
     model = ModelConfig(name="m", path="pocket:olmoe", template_arguments={"enable_thinking": False})
-    step, files = evaluated(model, benchmark), Files(tmp_path, tmp_path, {}, tmp_path / "log")
+    step, files = evaluated(model, benchmark), Files(tmp_path, tmp_path, {}, tmp_path / "log", tmp_path)
     assert step.id
     step.work(files)
     assert given == [{"enable_thinking": False}]
