@@ -56,6 +56,7 @@ class Scores(Step):
     """A score per expert, or per channel; higher means keep."""
 
     kind = "scores"
+    small = True
     per_job = "steps"
     facts: Facts
     criterion: CriterionConfig
@@ -133,6 +134,7 @@ class Family(Step):
     """S(b, alpha, beta) of every expert for all 17 meaningful combinations, for the overlap figures."""
 
     kind = "family"
+    small = True
     per_job = "steps"
     statistics: StatisticsPass
     gate: str
