@@ -6,8 +6,7 @@ from facts_of import layer, settings
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_lab.allocation import budgets, needs
-from moe_lab.allocation.registry import check
+from moe_lab.allocation import budgets, check, needs
 from moe_lab.config import AllocationConfig
 from moe_lab.errors import UserError
 

@@ -16,9 +16,8 @@ from tokenizers import pre_tokenizers
 
 import moe_lab
 from moe_lab import criteria
-from moe_lab.allocation import allocate, budgets, needs
+from moe_lab.allocation import allocate, budgets, check, needs
 from moe_lab.allocation.protection import identity, super_experts, with_protected
-from moe_lab.allocation.registry import check
 from moe_lab.allocation.shapes import check_removals, count_subsets, kept_subsets
 from moe_lab.config import AllocationConfig
 from moe_lab.errors import UserError

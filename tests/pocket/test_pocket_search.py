@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from moe_lab.calibration.answers import answer_batches
+from moe_lab.calibration.batches import answer_batches
 from moe_lab.config import CalibrationConfig
 from tools.pocket.build import SEARCH_COUNT, calibration_examples, search_examples
 from tools.pocket.examples import Example
