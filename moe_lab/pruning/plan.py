@@ -14,10 +14,11 @@ and ".alignments") are in the file plan.npz beside it, and plan.json has the sha
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -190,8 +191,13 @@ class Plan:
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
         """Read a plan. Raises UserError when it is missing, damaged or of another schema."""
+        return cls.read(lambda ending: Path(path).with_suffix(ending).read_bytes(), str(path))
+
+    @classmethod
+    def read(cls, read: Callable[[str], bytes], path: str) -> Plan:
+        """As `load`, with the content of the plan's files, .json and .npz, from `read`. `path`: its name in errors."""
         try:
-            content = json.loads(Path(path).read_text(encoding="utf-8"))
+            content = json.loads(read(".json"))
             stated = {int(layer): value for layer, value in content["layers"].items()}
             plan = cls(
                 experts={layer: tuple(value["keep"]) for layer, value in stated.items()},
@@ -203,7 +209,7 @@ class Plan:
                     for layer, value in stated.items()
                     if (groups := value.get("merged", {}).items())
                 },
-                **_read_arrays(Path(path).with_suffix(".npz"), stated),
+                **_read_arrays(read, stated),
             )
         except FileNotFoundError as error:
             raise UserError(f"plan={path}: {error.filename} does not exist: expected all files of a plan") from None
@@ -307,12 +313,14 @@ def _hash(array: NDArray[Any]) -> str:
     return hashlib.sha256(array.astype(array.dtype.newbyteorder("<")).tobytes()).hexdigest()
 
 
-def _read_arrays(path: Path, layers: Mapping[int, Mapping[str, Any]]) -> dict[str, dict[int, NDArray[Any]]]:
-    """Constants and alignments by layer, of the layers of plan.json that have some, from the file `path`."""
+def _read_arrays(
+    read: Callable[[str], bytes], layers: Mapping[int, Mapping[str, Any]]
+) -> dict[str, dict[int, NDArray[Any]]]:
+    """Constants and alignments by layer, of the layers of plan.json that have some, from the file beside it."""
     arrays: dict[str, dict[int, NDArray[Any]]] = {}
     for kind, name in _ARRAYS.items():
         if having := [layer for layer, value in layers.items() if kind in value]:
-            with numpy.load(path, allow_pickle=False) as file:
+            with numpy.load(io.BytesIO(read(".npz")), allow_pickle=False) as file:
                 arrays[kind] = {layer: file[name.format(layer)] for layer in having}
     return arrays
 

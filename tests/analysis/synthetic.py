@@ -210,12 +210,15 @@ def _profile(root: Path, axes: dict[str, Any]) -> str:
 
 
 def _plan(root: Path, axes: dict[str, Any]) -> str:
-    kind = "search" if axes["allocation"] == synthetic_plans.SEARCHED else "plan"
+    kind = "search" if axes["allocation"].startswith(synthetic_plans.SEARCHED) else "plan"
     folder = _folder(kind, f"{'-'.join(_words(axes))}-{axes['ratio']:g}")
     write_json(root / folder / "plan.json", synthetic_plans.plan(axes))
     if kind == "search":
         pd.DataFrame(synthetic_plans.history(axes)).to_parquet(root / folder / "history.parquet", index=False)
         write_json(root / folder / "search.json", synthetic_plans.search(axes))
+        about = {"seconds": 12.5, "peak_memory_bytes": 50 * 2**20, "peak_gpu_memory_bytes": 30 * 2**20}
+        settings = {"text": {"rows": 64}}
+        write_json(root / folder / "step.json", {"files": {}, "settings": settings, "provenance": about})
     return folder
 
 
@@ -265,7 +268,7 @@ def write_store(
         unpruned |= {"allocation": "none", "recovery": "none", "gate": "none", "seed": 0}
         cells.append(_cell(root, unpruned, tasks, items))
         for ratio, criterion, allocation, recovery in product(ratios, criteria, allocations, recoveries):
-            searched = allocation == synthetic_plans.SEARCHED
+            searched = allocation.startswith(synthetic_plans.SEARCHED)
             if searched and criterion in synthetic_plans.CHANNEL_CRITERIA:
                 continue
             for calibration in ("none",) if criterion in DATA_FREE and not searched else calibrations:

@@ -12,6 +12,7 @@ EXPERT_PARAMETERS, ROUTER_PARAMETERS = 3 * 128 * 64, 128
 PARAMETERS = 3_700_000
 CHANNEL_CRITERIA = ("heapr", "camera", "channel_weight", "channel_activation", "snip", "channel_random")
 SEARCHED = "evolutionary"
+"""Allocations of this name are searched for; one that ends in `spec dec` has that fitness."""
 GENERATIONS, POPULATION = 6, 8
 
 
@@ -65,7 +66,17 @@ def plan(axes: dict[str, Any]) -> dict[str, Any]:
         }
     if "replacement" in axes["allocation"]:
         layers = {layer: replaced(about, axes["allocation"]) for layer, about in layers.items()}
-    return {"schema": 1, "digest": "made up", "layers": layers, "provenance": {}}
+    made_by = {"name": axes["allocation"].partition(" ")[0].rstrip(","), "parameters": parameters(axes["allocation"])}
+    return {"schema": 1, "digest": "made up", "layers": layers, "provenance": {"allocation": made_by}}
+
+
+def parameters(allocation: str) -> dict[str, Any]:
+    """Settings that the words of an allocation stand for: a prior, or blocks of channels."""
+    _, _, prior = allocation.partition(", prior ")
+    _, _, block = allocation.partition(" aligned ")
+    _, _, least = allocation.partition(" min ")
+    align = {"align": {"block": int(block or 128), "min_channels": int(least or 128)}} if block or least else {}
+    return {**align, **({"prior": prior} if prior else {}), **({"intra": "uniform"} if prior == "none" else {})}
 
 
 def replaced(about: dict[str, Any], allocation: str) -> dict[str, Any]:
@@ -151,11 +162,12 @@ def search(axes: dict[str, Any]) -> dict[str, Any]:
     """The content of search.json."""
     each = int(EXPERTS * axes["ratio"])
     best = max(row["fitness"] for row in history(axes) if row["evaluated"])
+    fitness = "spec_dec" if axes["allocation"].endswith("spec dec") else "esap"
     return {
         "schema": 1,
         "layers": list(range(LAYERS)),
         "budget": each * LAYERS,
-        "settings": {"population": POPULATION, "generations": GENERATIONS, "fitness": "esap"},
+        "settings": {"population": POPULATION, "generations": GENERATIONS, "fitness": fitness},
         "best": {"schedule": removed(axes), "fitness": best},
         "uniform": {"schedule": [each] * LAYERS, "fitness": 0.5},
         "counts": {"generations": GENERATIONS, "made": 48, "evaluated": 36, "known": 12},

@@ -93,7 +93,7 @@ def step(device: str, plan: Step | None = None, storage: Storage | None = None) 
 def test_a_step_is_about_one_device_and_is_done_on_no_other(tmp_path: Path) -> None:
     here = device_name("cpu")
     assert step(here).id != step("another").id
-    files = Files(tmp_path, tmp_path, {}, tmp_path / "log")
+    files = Files(tmp_path, tmp_path, {}, tmp_path / "log", tmp_path)
     with pytest.raises(Unavailable, match=f"timing is about another, and this machine has {re.escape(here)}"):
         step("another").work(files)
     step(here).work(files)
@@ -105,7 +105,7 @@ def test_a_step_is_about_one_device_and_is_done_on_no_other(tmp_path: Path) -> N
 def test_what_is_timed_is_without_what_the_plan_removes_and_in_its_bits(tmp_path: Path) -> None:
     model, plan = tiny.build("olmoe"), Example()
     tiny.plan(model, 0.5).save(tmp_path / "plan.json")
-    files = Files(tmp_path, tmp_path, {plan.id: tmp_path}, tmp_path / "log")
+    files = Files(tmp_path, tmp_path, {plan.id: tmp_path}, tmp_path / "log", tmp_path)
 
     def weights(*changes: Any) -> int:
         return sum(about_experts(step("cpu", *changes).deployed(model, files)))

@@ -213,7 +213,9 @@ def _rows(name: str, entry: Entry, axis: int, kept: tuple[int, ...], count: int)
     """The kept rows of a tensor whose axes before `axis` have size one."""
     outer, size = entry.shape[:axis], entry.shape[axis] if entry.shape else 0
     if size != count or any(side != 1 for side in outer) or entry.size % count:
-        raise UserError(f"{name} has shape {entry.shape}: expected an axis of {count} experts")
+        raise UserError(
+            f"plan is for another model: it is about layers of {count} experts, and {name} has shape {entry.shape}"
+        )
     step = entry.size // count
     spans = tuple(Span(entry.shard, entry.start + expert * step, step) for expert in kept)
     return Piece(name, entry.dtype, (*outer, len(kept), *entry.shape[axis + 1 :]), spans)

@@ -57,6 +57,7 @@ class Scores(Step):
     """A score per expert, or per channel; higher means keep."""
 
     kind = "scores"
+    small = True
     per_job = "steps"
     facts: Facts
     criterion: CriterionConfig
@@ -134,6 +135,7 @@ class Family(Step):
     """S(b, alpha, beta) of every expert for all 17 meaningful combinations, for the overlap figures."""
 
     kind = "family"
+    small = True
     per_job = "steps"
     statistics: StatisticsPass
     gate: str
