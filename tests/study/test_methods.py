@@ -14,7 +14,7 @@ import preloaded
 import pytest
 import torch
 import yaml
-from processes import is_running, quoted
+from processes import quoted
 from safetensors.numpy import load_file as load_arrays
 from safetensors.torch import load_file
 
@@ -262,37 +262,3 @@ def test_a_fine_tuned_model_is_exported_in_four_bits(store: Path) -> None:
     assert not torch.equal(one, two)
     card = (folder / "README.md").read_text()
     assert "recovery=pocket_dora" in card and "a scale per 64 weights" in card
-
-
-DYING = """
-import os, sys, threading
-sys.path.insert(0, os.path.dirname(sys.argv[1]))
-from endpoint import _server, completion
-seen = []
-dying = threading.Lock()
-def answer(body):
-    seen.append(body)
-    if len(seen) > 3:
-        dying.acquire()  # several threads answer, and one of them ends the process
-        print("engine: out of memory", flush=True)
-        os._exit(7)
-    return completion(" 1", sys.argv[3])
-open(sys.argv[4], "a").write(f"{os.getpid()} ")
-_server(answer, [sys.argv[3]], int(sys.argv[2]))[0].serve_forever()
-"""
-
-
-def test_a_server_that_dies_in_the_middle_of_a_benchmark_leaves_nothing_behind(store: Path, tmp_path: Path) -> None:
-    words = ["criterion=man", "ratio=0.25", "calibration.tokens=1024", "suite.benchmarks=[pocket_humaneval]"]
-    words += ["allow_code_execution=true", "backend=server", "launcher=inline", "study=dying"]
-    (tmp_path / "dying.py").write_text(DYING)
-    pids = tmp_path / "pids"
-    command = f"{quoted(tmp_path / 'dying.py', FAKE_SERVER)} {{port}} {{name}} {pids} {{checkpoint}}"
-    before = set(store.glob("*/*"))
-    done = moe_lab(store, *words, f'backend.command="{command}"')
-    assert done.returncode and "Traceback" not in done.stderr
-    lines = [line for line in done.stderr.splitlines() if line.startswith("moe_lab: the server")]
-    assert len(lines) == 2 and all(line.count("ended: engine: out of memory; exit code 7") == 1 for line in lines)
-    assert not [folder for folder in set(store.glob("*/*")) - before if "humaneval" in folder.name]
-    started = pids.read_text().split()
-    assert started and not any(is_running(int(pid)) for pid in started)
