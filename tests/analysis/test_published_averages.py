@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import statistics
+from collections.abc import Iterable, Sequence
 from decimal import ROUND_HALF_UP, Decimal
 from functools import cache
+from itertools import takewhile
 
 import pytest
 from handmade import results_of, study_of, table_of
@@ -17,21 +19,12 @@ from analysis.outputs import ranks
 from analysis.outputs import scores as score_tables
 from analysis.published.numbers import AVERAGE, FOLDER, TRUNCATED, Key, Printed, numbers
 from analysis.stats.cell_scores import MEAN, column_targets, group_targets, scores
-from analysis.stats.comparison import Comparison
 from moe_lab.paths import conf
 
 WITHIN = 0.005
 NOT_PRINTED = ("deepseek_v2_lite_chat", 0.25, "frequency", "evolutionary", "none", "evol_codealpaca")
 """The row of EvoESAP that Table 10 lacks, so that its MC Avg cannot be recomputed."""
 KEY = ["model", "ratio", "criterion", "allocation", "recovery", "calibration"]
-
-
-def averages(found: Comparison) -> dict[tuple[object, ...], dict[str, float]]:
-    """Row -> the averages that tables of allocations print."""
-    cells = list(found.cells.index)
-    frame = scores(found, cells, group_targets(found, cells)).frame
-    keys = [tuple(row) for row in found.cells[KEY].itertuples(index=False)]
-    return dict(zip(keys, frame.to_dict("records"), strict=True))
 
 
 @pytest.mark.parametrize("model", ["olmoe_1b_7b", "deepseek_v2_lite_chat", "ernie_21b_a3b", "qwen3_30b_a3b_instruct"])
@@ -69,7 +62,10 @@ def test_averages_of_evoesap_follow_from_the_sixteen_benchmarks() -> None:
     benchmarks = models(of_tables("evoesap", "8", "9", "10"))
     checked, lacking = 0, set()
     for model, printed in models(of_tables("evoesap", "1", "2", "8", "9", "10")).items():
-        ours = averages(comparison(benchmarks[model]))
+        found = comparison(benchmarks[model])
+        cells = list(found.cells.index)
+        averages = scores(found, cells, group_targets(found, cells)).frame.to_dict("records")
+        ours = dict(zip(found.cells[KEY].itertuples(index=False, name=None), averages, strict=True))
         for number in printed:
             if number.benchmark in ("Code", "Math", "MC Avg"):
                 value = ours[number.key][number.benchmark]
@@ -119,18 +115,14 @@ def parts_of(average: Printed) -> list[Printed]:
     return [number for number in found.values() if number] if None not in found.values() else []
 
 
-def exact_mean(values: Sequence[float]) -> Decimal:
+def mean(values: Iterable[float]) -> Decimal:
     """Of the decimals that are printed, so that a mean which ends in 5 is rounded as by hand."""
-    return sum((Decimal(str(value)) for value in values), Decimal(0)) / len(values)
-
-
-def mean(values: Sequence[float]) -> float:
-    return float(exact_mean(values))
+    return statistics.mean(Decimal(str(value)) for value in values)
 
 
 def differs(average: Printed, parts: Sequence[Printed]) -> bool:
     """Whether no rounding of the scores gives the average, or it was truncated."""
-    low, high = (mean([part.ends[end] for part in parts]) for end in (0, 1))
+    low, high = (mean(part.ends[end] for part in parts) for end in (0, 1))
     return average.note.startswith(TRUNCATED) or low > average.ends[1] + 1e-9 or high < average.ends[0] - 1e-9
 
 
@@ -138,11 +130,8 @@ def listed() -> set[tuple[str, ...]]:
     """The rows of the table of averages in the documentation, without their remarks."""
     lines = (FOLDER / "README.md").read_text(encoding="utf-8").splitlines()
     start = lines.index("| paper | table | row | average | printed | mean of its scores | |")
-    rows = []
-    for line in lines[start + 2 :]:
-        if not line.startswith("|"):
-            break
-        rows.append(tuple(cell.strip() for cell in line.split("|")[1:7]))
+    table = takewhile(lambda line: line.startswith("|"), lines[start + 2 :])
+    rows = [tuple(cell.strip() for cell in line.split("|")[1:7]) for line in table]
     assert len(set(rows)) == len(rows)
     return set(rows)
 
@@ -157,7 +146,7 @@ def test_every_printed_average_is_the_mean_of_its_scores_or_is_listed_with_both_
             without += 1
         elif differs(number, parts):
             row = ", ".join(str(word) for word in number.key[:5])
-            recomputed = exact_mean([part.value for part in parts]).quantize(Decimal("0.0001"), ROUND_HALF_UP)
+            recomputed = mean(part.value for part in parts).quantize(Decimal("0.0001"), ROUND_HALF_UP)
             differing.add((number.paper, number.table, row, number.benchmark, number.text, str(recomputed)))
         else:
             checked += 1
@@ -178,7 +167,8 @@ def test_the_mean_in_a_table_is_that_of_the_benchmarks_of_its_paper(table: tuple
         for (_, cell), value in zip(found.cells[KEY].iterrows(), ours[MEAN], strict=True):
             average = by_key.get(tuple(cell))
             if average is not None:
-                assert value == pytest.approx(mean([part.value for part in parts_of(average)]), abs=0.0005), average
+                parts = [part.value for part in parts_of(average)]
+                assert value == pytest.approx(statistics.fmean(parts), abs=0.0005), average
 
 
 SUITES = {
