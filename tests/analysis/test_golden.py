@@ -30,13 +30,18 @@ RENEW = "if the new values are right: python tests/analysis/golden_store.py tabl
 WRITTEN = ("winners", "coverage.fig2", "aimer.fig6")
 """Figures that are written as files here; the report's tests look at the files of a dozen others."""
 
-
 Made = tuple[dict[str, Table], dict[str, Figure]]
 
 
 @pytest.fixture(scope="module")
-def made(golden: Study) -> Made:
-    return golden_store.everything(golden)
+def study(tmp_path_factory: pytest.TempPathFactory) -> Study:
+    """The committed store, of which no other test has read anything yet."""
+    return golden_store.unpack(tmp_path_factory.mktemp("golden") / "store")
+
+
+@pytest.fixture(scope="module")
+def made(study: Study) -> Made:
+    return golden_store.everything(study)
 
 
 def decimals(table: Table, column: str) -> int:
@@ -61,18 +66,6 @@ def difference(expected: pd.DataFrame, found: pd.DataFrame, table: Table) -> str
     return None
 
 
-def test_tables_are_as_they_were(made: Made) -> None:
-    wrong = {}
-    for name, table in made[0].items():
-        expected, found = (
-            pd.read_csv(StringIO(text), keep_default_na=False, na_values=[""])
-            for text in ((GOLDEN / f"{name}.csv").read_text(encoding="utf-8"), rendering.csv(table))
-        )
-        if differing := difference(expected, found, table):
-            wrong[name] = differing
-    assert not wrong, RENEW
-
-
 def alike(found: Any, expected: Any) -> bool:
     """Whether what is drawn is the same, its numbers but for rounding."""
     if isinstance(expected, dict):
@@ -85,25 +78,31 @@ def alike(found: Any, expected: Any) -> bool:
     return len(found) == len(expected) and all(map(alike, found, expected))
 
 
-def test_figures_are_as_they_were(made: Made) -> None:
-    wrong = {}
-    for name, figure in made[1].items():
-        expected = json.loads((GOLDEN / f"{name}.json").read_text(encoding="utf-8"))
-        panels = zip(golden_store.drawn(figure), expected, strict=True)
-        if differing := [part for one, other in panels for part in other if not alike(one[part], other[part])]:
+def test_tables_and_figures_are_as_they_were(made: Made) -> None:
+    wrong: dict[str, object] = {}
+    for name, table in made[0].items():
+        expected, found = (
+            pd.read_csv(StringIO(text), keep_default_na=False, na_values=[""])
+            for text in ((GOLDEN / f"{name}.csv").read_text(encoding="utf-8"), rendering.csv(table))
+        )
+        if differing := difference(expected, found, table):
             wrong[name] = differing
+    for name, figure in made[1].items():
+        panels = json.loads((GOLDEN / f"{name}.json").read_text(encoding="utf-8"))
+        both = zip(golden_store.drawn(figure), panels, strict=True)
+        if parts := [part for one, other in both for part in other if not alike(one[part], other[part])]:
+            wrong[f"figure {name}"] = parts
     assert not wrong, RENEW
 
 
-def test_the_store_or_another_test_has_something_for_every_name(golden: Study, made: Made) -> None:
+def test_the_store_or_another_test_has_something_for_every_name(study: Study, made: Made) -> None:
     assert set(made[0]) == {path.stem for path in GOLDEN.glob("*.csv")}, RENEW
     assert set(made[1]) == {path.stem for path in GOLDEN.glob("*.json")}, RENEW
     others = "".join(path.read_text(encoding="utf-8") for path in Path(__file__).parent.glob("test_*.py"))
     for name, output in outputs().items():
-        assert name in made[0] or name in made[1] or f'"{name}' in others or f".{output.make.__name__}(" in others, (
-            f"{name} is not tested"
-        )
-    assert [gap.what for gap in golden.gaps] == ["failed: out of memory"]
+        golden = name in made[0] or name in made[1]
+        assert golden or f'"{name}' in others or f".{output.make.__name__}(" in others, f"{name} is not tested"
+    assert [gap.what for gap in study.gaps] == ["failed: out of memory"]
 
 
 def test_every_caption_says_what_it_rests_on(made: Made) -> None:
