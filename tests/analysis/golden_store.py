@@ -162,7 +162,7 @@ def _panel(axes: Axes) -> dict[str, Any]:
         marks += [path.vertices for path in points.get_paths()] if not isinstance(points, PathCollection) else []
     return {
         "title": axes.get_title(loc="left"),
-        "words": [text.get_text() for text in words],
+        "words": [axes.get_xlabel(), axes.get_ylabel(), *(text.get_text() for text in words)],
         "lines": lines,
         "bars": bars,
         "marks": [_short(mark) for mark in marks],
