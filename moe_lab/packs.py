@@ -14,7 +14,7 @@ import time
 import uuid
 import zlib
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import closing, suppress
+from contextlib import closing
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -136,11 +136,14 @@ class Packs:
         raise Damaged(f"the pack with {start} in {self.folder} is damaged")
 
     def steps(self, kind: str | None = None) -> Iterator[Packed]:
-        """All steps in packs, or those of a kind. Packs that are damaged are left out."""
+        """All steps in packs, or those of a kind. Raises Damaged when one cannot be read."""
+        query = "select * from step where kind = coalesce(?, kind)"
         for name in sorted(set(self._pack_of.values())):
-            with suppress(sqlite3.Error):
-                rows = self._open[name].execute("select * from step where kind = coalesce(?, kind)", (kind,))
-                yield from (step for step in map(_packed, rows) if self._pack_of.get(step.start) == name)
+            try:
+                rows = self._open[name].execute(query, (kind,)).fetchall()
+            except sqlite3.Error:
+                raise Damaged(f"{self.path(name)} is damaged") from None
+            yield from (step for step in map(_packed, rows) if self._pack_of[step.start] == name)
 
     def starts(self) -> set[str]:
         """Starts of the ids of all steps in packs, as of the last look."""

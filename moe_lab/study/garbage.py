@@ -15,6 +15,7 @@ from rich.table import Table
 
 from moe_lab.errors import UserError
 from moe_lab.json_files import Damaged
+from moe_lab.packs import Packed
 from moe_lab.results import DIGITS, places, read_record
 from moe_lab.study.claims import Busy
 from moe_lab.study.packing import PACKS, drop
@@ -84,8 +85,7 @@ def look(store: Store) -> tuple[list[Garbage], str]:
     if store.notices:
         raise _unclear(store, store.notices[0])
     finished = store.finished()
-    store.packs.refresh()
-    packed = {step.start: step for step in store.packs.steps()}
+    packed = _packed(store)
     kept: set[str] = set()
     queue = list(wanted)
     while queue:
@@ -97,6 +97,17 @@ def look(store: Store) -> tuple[list[Garbage], str]:
     steps = [_step(folder) for start, folders in finished.items() for folder in folders if start not in kept]
     in_packs = [Garbage(None, step.kind, step.bytes, start) for start, step in packed.items() if start not in kept]
     return [*filter(None, steps), *in_packs, *_leftovers(store, wanted)], silence
+
+
+def _packed(store: Store) -> dict[str, Packed]:
+    """Start of the id -> step, of all that are in packs."""
+    store.packs.refresh()
+    try:
+        for path in store.packs.damaged:
+            raise Damaged(f"{path} is damaged")
+        return {step.start: step for step in store.packs.steps()}
+    except Damaged as error:
+        raise _unclear(store, str(error)) from None
 
 
 def _leftovers(store: Store, wanted: Set[str]) -> Iterator[Garbage]:

@@ -175,8 +175,8 @@ class Store:
             with contextlib.suppress(OSError, Damaged):
                 yield read_json(folder / STEP, {})
         self.packs.refresh()
-        for packed in islice(self.packs.steps(kind), SAMPLE):
-            with contextlib.suppress(FileNotFoundError, Damaged):
+        with contextlib.suppress(FileNotFoundError, Damaged):
+            for packed in islice(self.packs.steps(kind), SAMPLE):
                 yield parse(self.packs.read(packed.start, STEP), {}, packed.name)
 
     def present(self) -> set[str]:

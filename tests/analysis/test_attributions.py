@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
-from handmade import results_of
 from synthetic import write_store
-from synthetic_plans import EXPERTS, LAYERS, WIDTH, channel_masks
+from synthetic_plans import EXPERTS, LAYERS, WIDTH
 from synthetic_sums import SILENT, ablations, add, scores, sums, weights
 
 from analysis.load.study import Study, load
@@ -22,7 +20,6 @@ from analysis.outputs import (
     profile,
     raw_statistics,
     score_rows,
-    speed_and_memory,
 )
 from analysis.registry import Results, outputs
 from analysis.stats import ranks
@@ -85,17 +82,6 @@ def test_agreement_is_counted_over_all_and_inside_layers(golden_results: Results
     assert row["Rank in a layer, model loss"] == pytest.approx(sum(inside) / LAYERS)
     alike = pd.DataFrame({"gate": [1.0, 1.0, 1.0], "ablation": [1.0, 2.0, 3.0]})
     assert np.isnan(ranks.correlations(alike, "gate", "ablation")["rank"]), "no order, no agreement"
-
-
-def test_plans_by_two_measures_are_compared_where_nothing_else_differs(golden_results: Results) -> None:
-    frame = outputs()["coverage.table14"].items(golden_results)[0].frame.set_index("Estimate")
-    golden, kept = golden_results.study, {}
-    for prior in ("", ", prior ala2", ", prior loss"):
-        [cell] = golden.cells.query(f"allocation == 'coverage{prior}' and criterion == 'channel_activation'").index
-        kept[prior] = channel_masks(dict(golden.cells.loc[cell])).mean(axis=-1).ravel().tolist()
-    for words, prior in (("Attribution, first order", ""), ("Rise of the loss without it", ", prior loss")):
-        column = f"Pearson of channels kept, {attributions.TRUTHS['second']}"
-        assert frame.loc[words, column] == pytest.approx(naive_correlation(kept[prior], kept[", prior ala2"]))
 
 
 def test_concentration_and_coverage_against_loops() -> None:
@@ -198,28 +184,8 @@ def test_a_store_without_sums_lacks_these_without_a_gap_and_a_damaged_one_with_i
     assert study.experts.empty and [gap.what for gap in study.gaps] == ["experts.parquet is damaged"]
 
 
-READS = {
-    "frequency": {"Text", "Routing"},
-    "ean": {"Text", "Activations"},
-    "reap": {"Text", "Activations", "Routing"},
-    "s_family(alpha=0,b=0,beta=2)": {"Text", "Activations"},
-    "aimer": {"Weights"},
-    "random": set(),
-    "camera": {"Text", "Activations", "Routing", "Weights"},
-    "heapr": {"Text", "Activations", "Routing", "Gradients"},
-    "snip": {"Text", "Gradients", "Weights"},
-}
+def test_what_criteria_read_is_found_out_of_their_settings() -> None:
+    def reads(criterion: str) -> set[str]:
+        return {signal for signal, found in criteria.signals(criterion).items() if found}
 
-
-@pytest.mark.parametrize("criterion", READS)
-def test_what_criteria_read_is_found_out(criterion: str) -> None:
-    assert {signal for signal, found in criteria.signals(criterion).items() if found} == READS[criterion]
-
-
-def test_architectures_follow_from_facts(golden: Study) -> None:
-    facts = {**golden.models["pocket_olmoe"], "decoder_layers": LAYERS + 1, "shared_width": 2 * WIDTH}
-    study = replace(golden, models={"m": facts})
-    row = speed_and_memory.architecture_table(results_of(study), "a").frame.iloc[0]
-    one = facts["layers"]["0"]["expert_parameters"]
-    assert row["Active (M)"] == pytest.approx((facts["parameters"] - LAYERS * (EXPERTS - 4) * one) / 1e6)
-    assert (row["Dense layers"], row["Shared experts"], row["Experts"], row["Top-k"]) == (1, 2, EXPERTS, 4)
+    assert reads("s_family(alpha=0,b=0,beta=2)") == reads("ean") == {"Text", "Activations"} and reads("random") == set()

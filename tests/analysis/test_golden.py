@@ -101,6 +101,19 @@ def test_the_store_or_another_test_has_something_for_every_name(golden: Study, m
     assert [gap.what for gap in golden.gaps] == ["failed: out of memory"]
 
 
+def test_every_caption_says_what_it_rests_on(made: list[Item]) -> None:
+    tables = golden_store.tables(made)
+    others = {"coverage.table2", *(name for name in tables if name.endswith(".published"))}
+    scored = [table for name, table in tables.items() if table.low is not None and name not in others]
+    assert {"ranks", "winners", "unified.table5", "pareto", "heapr.table1"} <= {table.name for table in scored}
+    for table in (*scored, tables["ranks.cd"]):
+        metric = "metric answer_loss" if table.name.endswith(".loss") else "metric acc and pass@1"
+        for words in ("n = 12 items", metric, "seed 42", "gate model", "lm_eval 0.0-synthetic", "torch 0.0-synthetic"):
+            assert words in table.caption, (table.name, words)
+    for table in (tables["unified.fig4"], tables["unified.fig3"], tables["tokens_per_expert"]):
+        assert "seed 42; gate model" in table.caption and "65,000" in table.caption, table.name
+
+
 def test_every_figure_fits_a_paper(made: list[Item], tmp_path: Path) -> None:
     for name, figure in golden_store.figures(made).items():
         wide, high = (float(inches) for inches in figure.drawing.get_size_inches())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +22,14 @@ from analysis.outputs.weights import weight_scores
 from analysis.registry import Results, find
 from moe_lab.errors import UserError
 
-Copy = Callable[[], Path]
+TASKS = ("gsm8k", "humaneval", "mbpp", "wildbench", "rte", "hellaswag", "arc_easy")
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    """A store of five cells that a test may damage."""
+    few = {"calibrations": ("pocket_code",), "ratios": (0.25,), "tasks": TASKS, "items": 30, "overlap": False}
+    return write_store(tmp_path / "store", criteria=("frequency", "reap", "man", "random"), **few)
 
 
 def document(store: Path) -> dict:
@@ -97,31 +103,6 @@ def test_merged_experts_count_as_merged_with_and_without_their_router_row(tmp_pa
     assert plan["share"].tolist() == [1, 1, 0, 0] and plan["null"].tolist() == [False, False, len(kept) == 3, False]
 
 
-def test_costs_have_a_row_per_cell_and_memory_is_that_of_the_costs(golden: Study) -> None:
-    assert golden.costs["cell"].tolist() == golden.cells.index.tolist()
-    full = golden.costs.iloc[0]
-    assert full["parameters_kept"] == full["flops_ratio"] == 1 and full["storage_bytes"] == 2 * 3_700_000
-    quantised = golden.cells.index[golden.cells["recovery"] == "nf4"]
-    rows = golden.costs.set_index("cell").loc[quantised]
-    assert (rows["bits"] == 4).all() and np.allclose(rows["storage_bytes"] * 4, rows["loading_bytes"], atol=8)
-    counted = {round(after) for after in golden.memory["bytes_after"]}
-    removing = golden.cells[~golden.cells["allocation"].str.contains("replacement") & (golden.cells["ratio"] > 0)]
-    pruned = golden.costs[golden.costs["cell"].isin(removing.index)]
-    assert counted >= {round(loading) for loading in pruned["loading_bytes"]}
-
-
-def test_searches_and_their_history_are_read(golden: Study) -> None:
-    searched = golden.cells[golden.cells["allocation"].str.startswith("evolutionary")]
-    assert golden.searches["cell"].tolist() == searched.index.tolist()
-    row = golden.searches.iloc[0]
-    assert sum(row["best"]) == sum(row["uniform"]) == row["budget"]
-    spec_dec = golden.cells.loc[golden.searches.query("fitness == 'spec_dec'")["cell"], "allocation"]
-    assert set(spec_dec) == {"evolutionary spec dec"} and set(golden.searches["samples"]) == {64}
-    history = golden.history.query(f"cell == {row['cell']}")
-    assert history["fitness"].max() == pytest.approx(row["best_fitness"])
-    assert history["fitness"].isna().sum() == 12 and len(history["schedule"].iloc[0]) == len(row["layers"])
-
-
 def test_a_damaged_plan_cost_or_search_is_a_gap(tmp_path: Path) -> None:
     """So are scores that are gone; the table says nothing of what took the place of experts of a damaged plan."""
     one = {"calibrations": ("pocket_code",), "ratios": (0.5,), "tasks": ("rte",), "items": 5, "overlap": False}
@@ -147,8 +128,7 @@ def test_a_damaged_plan_cost_or_search_is_a_gap(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["gone", "result", "samples", "text"])
-def test_damage_is_a_gap_with_its_place(copied: Copy, damage: str) -> None:
-    store = copied()
+def test_damage_is_a_gap_with_its_place(store: Path, damage: str) -> None:
     place = folder(store, 3, "rte")
     if damage == "gone":
         place.rename(store / "elsewhere")
@@ -171,8 +151,7 @@ def test_damage_is_a_gap_with_its_place(copied: Copy, damage: str) -> None:
         assert score(study, 3, "rte") - low[3] == pytest.approx(1.96 * stderr) and high[4] <= 1
 
 
-def test_a_number_that_was_not_published_is_not_read(copied: Copy) -> None:
-    store = copied()
+def test_a_number_that_was_not_published_is_not_read(store: Path) -> None:
     file = folder(store, 3, "rte") / "result.json"
     published = {"bytes": file.stat().st_size, "sha256": sha256(file.read_bytes()).hexdigest()}
     (file.parent / "step.json").write_text(json.dumps({"files": {file.name: published}}))
@@ -182,8 +161,7 @@ def test_a_number_that_was_not_published_is_not_read(copied: Copy) -> None:
     assert [gap.what for gap in study.gaps] == ["result.json is damaged"] and np.isnan(score(study, 3, "rte"))
 
 
-def test_a_cell_that_is_listed_twice_counts_once_and_a_renamed_label_is_found_by_its_id(copied: Copy) -> None:
-    store = copied()
+def test_a_cell_that_is_listed_twice_counts_once_and_a_renamed_label_is_found_by_its_id(store: Path) -> None:
     changed = document(store)
     changed["cells"].append(changed["cells"][4])
     rewrite(store, changed)
@@ -193,8 +171,7 @@ def test_a_cell_that_is_listed_twice_counts_once_and_a_renamed_label_is_found_by
     assert len(study.cells) == len(changed["cells"]) - 1 and gaps(study) == []
 
 
-def test_mixed_sizes_metrics_and_versions_are_told(copied: Copy) -> None:
-    store = copied()
+def test_mixed_sizes_metrics_and_versions_are_told(store: Path) -> None:
     place = folder(store, 1, "hellaswag")
     frame = pd.read_parquet(place / "samples.parquet").iloc[:20]
     frame.to_parquet(place / "samples.parquet", index=False)
@@ -223,8 +200,7 @@ def test_mixed_sizes_metrics_and_versions_are_told(copied: Copy) -> None:
 
 
 @pytest.mark.parametrize("metric", ["perplexity", "perplexity,none"])
-def test_scores_that_are_no_means_get_intervals_from_their_standard_error(copied: Copy, metric: str) -> None:
-    store = copied()
+def test_scores_that_are_no_means_get_intervals_from_their_standard_error(store: Path, metric: str) -> None:
     for cell in range(len(document(store)["cells"])):
         change_result(store, cell, "gsm8k", score=10.0 + cell, stderr=0.5, metric=metric)
     [comparison] = Results(load(store, "made_up")).measured
@@ -234,8 +210,7 @@ def test_scores_that_are_no_means_get_intervals_from_their_standard_error(copied
     assert np.isnan(comparison.p_values(("gsm8k",), 1, [2, 3])).all()
 
 
-def test_records_that_cannot_be_read_are_named(copied: Copy) -> None:
-    store = copied()
+def test_records_that_cannot_be_read_are_named(store: Path) -> None:
     for text, word in ((json.dumps({**document(store), "schema": 2}), "newer"), ("{", "damaged")):
         record_path(store).write_text(text)
         with pytest.raises(UserError, match=word):

@@ -12,12 +12,12 @@ from handmade import UNPRUNED, cell, cells_of, comparison_of, results_of, study_
 
 from analysis import names
 from analysis.load import settings as cell_settings
-from analysis.outputs import channels, layer_budgets, recovery, score_rows, search, speed_and_memory, weights
+from analysis.outputs import channels, layer_budgets, recovery, score_rows, search, weights
 from analysis.outputs.pareto import front
 from analysis.outputs.scores import radar_figure, radar_methods
 from analysis.published.numbers import counterparts
 from analysis.published.tables import key_of
-from analysis.registry import Results, find, make
+from analysis.registry import make
 from analysis.render import table as rendering
 from analysis.render.table import Table
 from analysis.stats import uncertainty
@@ -253,29 +253,10 @@ def test_gains_of_searches_are_paired_and_corrected_together() -> None:
         assert set(table.frame[search.BEYOND].iloc[2 * row + 1].replace(" and ", ", ").split(", ")) == beyond
 
 
-def test_speeds_are_medians_between_their_quartiles(golden_results: Results) -> None:
-    """Two prompts of 50 tokens, read in 0.2, 0.4 and 0.8 seconds; ten tokens written in 0.5, 1 and 2 seconds."""
-    [table] = find("coverage.table2").items(golden_results)
-    row = table.frame.iloc[0]
-    assert row[speed_and_memory.PREFILL] == pytest.approx(2 * 50 / 0.4)
-    assert row[speed_and_memory.DECODE] == pytest.approx(2 * 10 / 1.0)
-    assert row[speed_and_memory.FIRST] == pytest.approx(400) and row[speed_and_memory.EACH] == pytest.approx(100)
-    assert table.low is not None and table.high is not None
-    assert [ends[speed_and_memory.FIRST][0] for ends in (table.low, table.high)] == pytest.approx([300, 600])
-    for words in ("3 requests each", "bfloat16 on A GPU", "4 threads", "load of the machine up to 0.2"):
-        assert words in table.caption
-
-
-def test_scores_of_weights_have_the_sign_of_the_paper_and_no_profile_where_they_are_equal(
-    golden_results: Results,
-) -> None:
+def test_a_layer_without_differences_has_no_profile() -> None:
     frame = pd.DataFrame({"model": "m", "criterion": "aimer", "layer": [0] * 3 + [1] * 3, "expert": [0, 1, 2] * 2})
     found = weights.profiles(frame.assign(score=[1.0, 1.0, 1.0, 0.0, 2.0, 1.0]))
     assert np.isnan(found["profile"][:3]).all() and found["profile"][3:].tolist() == [0, 1, 0.5]
-    assert found["place"][3:].tolist() == [0, 2, 1]
-    scores = weights.weight_scores(golden_results.study)
-    assert (scores.loc[scores["criterion"] == "aimer", "score"] < 0).all(), "the store has the negated ratio"
-    assert (scores.loc[scores["criterion"] == "magnitude", "score"] > 0).all()
 
 
 def test_a_radar_has_the_methods_of_the_paper_and_then_the_best_others() -> None:

@@ -15,6 +15,7 @@ from small_studies import BEGINNING, STUDY, Worker, ask, asked, killed, start
 
 from analysis.load.reader import Reader
 from moe_lab import packs
+from moe_lab.errors import UserError
 from moe_lab.packs import packs_in
 from moe_lab.study import Step, packing, run
 from moe_lab.study.garbage import gc, look
@@ -163,6 +164,8 @@ def test_a_pack_that_cannot_be_read_is_set_aside(store: Store, harm: str) -> Non
     content = pack_of(store).read_bytes()
     pack_of(store).write_bytes({"torn": content[:1000], "empty": b"", "words": b"no database" * 1000}[harm])
     packs_in.cache_clear()
+    with pytest.raises(UserError):
+        gc(Store(store.root), apply=True)
     found = Store(store.root).create()
     assert found.done_of(steps) == set()
     assert len([*(store.root / "damaged").iterdir()]) == 1 and len(found.notices) == 1

@@ -1,16 +1,24 @@
-"""Loading memory of Unified Table 3 and EvoESAP Table 3, from conf/model alone."""
+"""Loading memory: of Unified Table 3 and EvoESAP Table 3 from conf/model alone, and of plans as `cost` counts them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
+import pandas as pd
 import pytest
+import tiny
 from omegaconf import OmegaConf
 from printed_comparisons import of_tables
 
 from analysis.load import plans
 from analysis.published.numbers import AFTER, BEFORE, NOT_COMPARABLE, Printed
+from moe_lab.models.discover import moe_layers
+from moe_lab.models.facts import model_facts
+from moe_lab.pruning.cost import size
+from moe_lab.pruning.replace import merge_experts, replace_by_constants
 
 CONF = Path(__file__).parents[2] / "conf" / "model"
 GIB = 2**30
@@ -61,3 +69,23 @@ def test_totals_that_parameters_alone_miss_say_so() -> None:
         low, high = number.ends
         alike = low - WITHIN <= ours <= high + WITHIN
         assert alike or number.note.startswith(NOT_COMPARABLE), (number, ours)
+
+
+def test_loading_memory_counts_constants_and_leaves_out_merged_experts() -> None:
+    model = tiny.build("olmoe")
+    layers, dropping = moe_layers(model), tiny.plan(model, 0.5)
+    widths = {layer.index: layer.width for layer in layers}
+    outputs = {layer.index: np.ones((layer.n_experts, layer.hidden)) for layer in layers}
+    groups = {
+        layer: {kept[0]: {one: 1.0 for one in sorted({kept[0], *(set(range(16)) - set(kept))})}}
+        | {one: {one: 1.0} for one in kept[1:]}
+        for layer, kept in dropping.experts.items()
+    }
+    about = model_facts(model)
+    about = {**about, "layers": {str(layer): facts for layer, facts in about["layers"].items()}}
+    for plan in (replace_by_constants(dropping, outputs, widths), merge_experts(groups, widths, provenance={})):
+        reader = SimpleNamespace(folder=str, json=lambda *_, plan=plan: {"layers": plan._layers()})
+        kept = plans.kept(pd.DataFrame({"plan_folder": ["plan"]}), reader)
+        cells = pd.DataFrame([{"model": "m", "ratio": 0.5, "granularity": "expert", "allocation": "a"}])
+        [row] = plans.loading_memory(cells, kept, {"m": about}).to_dict("records")
+        assert row["parameters_after"] == size(model, plan, facts=about)["parameters"]
