@@ -227,7 +227,6 @@ OF_CHOICES: Sequence[tuple[tuple[str, ...], Callable[..., object]]] = (
     (("criterion", "model"), check_weights),
     (("allocation",), allocation.check_by),
     (("allocation", "criterion"), _check_allocation),
-    (("recovery",), recoveries.check_none),
     (("recovery",), recoveries.check),
     (("recovery", "model"), recoveries.check_model),
     (("recovery", "allocation", "ratio"), recoveries.check_merging),

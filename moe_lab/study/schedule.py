@@ -17,6 +17,7 @@ from rich.progress import MofNCompleteColumn, Progress
 
 from moe_lab.study import Step, code_state, error_document
 from moe_lab.study.claims import Busy
+from moe_lab.study.packing import Packing
 from moe_lab.study.store import Gone, Store
 
 POLL = 0.5
@@ -112,6 +113,7 @@ Execute = Callable[[Step, Path], None]
 
 def work(schedule: Schedule, store: Store, execute: Execute) -> None:
     """Take steps until none is left: claim, execute, publish."""
+    packing = Packing(store)
     while step := schedule.take():
         try:
             with store.claim(step) as scratch:
@@ -129,6 +131,8 @@ def work(schedule: Schedule, store: Store, execute: Execute) -> None:
             schedule.fail(step, error)
         except (OSError, Gone) as error:
             schedule.fail(step, StepError({**error_document(error), "transient": True}))
+        packing.now_and_then()
+    packing.at_end()
 
 
 def _check_inputs(step: Step, store: Store) -> None:

@@ -24,7 +24,6 @@ import moe_lab
 from moe_lab import __main__ as command_line
 from moe_lab.config import (
     AllocationConfig,
-    BenchmarkConfig,
     CalibrationConfig,
     CriterionConfig,
     ExportConfig,
@@ -37,7 +36,7 @@ from moe_lab.grid import Cell
 from moe_lab.paths import resolve
 from moe_lab.pruning.plan import Plan
 from moe_lab.study import code_state
-from moe_lab.study.push import Measured, hub_card, reads_export
+from moe_lab.study.push import hub_card, reads_export
 
 TOKEN = "hf_PLANTEDtokenPLANTEDtoken"
 SMALL = ["suite.benchmarks=[pocket_boolq]", "suite.limit=8", "calibration.tokens=2048", "report=false"]
@@ -159,10 +158,6 @@ def test_one_commit_has_the_export_its_scores_and_a_card_that_reads_back(store: 
     assert "base_model" not in fields and "base_model_relation" not in fields, "a shipped model is not on the hub"
     (result,) = json.loads(only(store, "evaluate/*reap-0.25-pocket_boolq*/result.json").read_text())["results"]
     (whole,) = json.loads(only(store, "evaluate/pocket_olmoe-pocket_boolq*/result.json").read_text())["results"]
-    (measured,) = card.data.eval_results
-    assert (measured.metric_type, measured.metric_value) == ("acc", result["score"])
-    args = {"items": 8, "items_of_benchmark": 112, "standard_error": result["stderr"]}
-    assert measured.metric_args == args and measured.dataset_type == "pocket_boolq"
     row = (
         f"| {result['score']:.4f} ± {result['stderr']:.4f} | {whole['score']:.4f} ± {whole['stderr']:.4f} | 8 of 112 |"
     )
@@ -307,22 +302,17 @@ def cell(path: str) -> Cell:
     )
 
 
-def measured() -> Measured:
-    settings = BenchmarkConfig("gsm8k", "evalscope", "gsm8k", "openai/gsm8k", subset="main", split="test")
-    result: Any = {"benchmark": "gsm8k", "metric": "acc", "score": 0.8125, "stderr": 0.01, "n": 1319, "expected": 1319}
-    return Measured(settings, result, None, "evalscope 1.3.0")
+ROW = "| gsm8k | acc | 0 | 0.8125 ± 0.0100 | not evaluated | 1,319 | evalscope 1.3.0 |"
 
 
 def test_the_card_keeps_the_licence_and_adds_the_base_model_and_results() -> None:
-    card = ModelCard(hub_card(ORIGINAL, "me/small", cell("them/chat"), PLAIN, [measured()]))
+    card = ModelCard(hub_card(ORIGINAL, "me/small", cell("them/chat"), PLAIN, [ROW]))
     fields = card.data.to_dict()
     kept = ("license", "license_name", "license_link", "extra_gated_prompt", "language")
     assert [fields[name] for name in kept] == ["other", "their-licence", "LICENSE", "Agree.", "en"]
     assert fields["base_model"] == "them/chat" and "base_model_relation" not in fields
-    assert fields["tags"][0] == "conversational" and card.data.model_name == "small"
-    (result,) = card.data.eval_results
-    assert (result.dataset_type, result.dataset_config, result.dataset_split) == ("openai/gsm8k", "main", "test")
-    assert "| gsm8k | acc | 0 | 0.8125 ± 0.0100 | not evaluated | 1,319 | evalscope 1.3.0 |" in card.text
+    assert fields["tags"][0] == "conversational"
+    assert ROW in card.text
     assert card.text.index("## Results") < card.text.index("Ours is best.")
     assert 'moe_lab.export("them/chat", plan' in card.text
 
@@ -367,5 +357,5 @@ def test_a_benchmark_that_a_server_of_the_export_answered_is_of_the_export() -> 
 
 def test_the_base_model_is_named_where_it_is_on_the_hub(tmp_path: Path) -> None:
     for path in (str(tmp_path), "pocket:olmoe", resolve("pocket:olmoe")):
-        card = hub_card(ORIGINAL, "me/small", cell(path), PLAIN, [measured()])
+        card = hub_card(ORIGINAL, "me/small", cell(path), PLAIN, [ROW])
         assert ModelCard(card).data.base_model is None and (path == "pocket:olmoe" or path not in card)

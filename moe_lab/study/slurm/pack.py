@@ -13,6 +13,7 @@ from types import FrameType
 from submitit.helpers import DelayedSubmission
 
 from moe_lab.errors import UserError
+from moe_lab.results import DIGITS
 from moe_lab.study import Step, unmerged
 from moe_lab.study.record import Study
 from moe_lab.study.runs import Run, runs
@@ -59,7 +60,8 @@ def _absent(steps: Sequence[Step], schedule: Schedule, store: Store) -> list[Ste
     """Inputs from other jobs that are not in the store. Marks those that are in the store as finished."""
     own = {step.id for step in steps}
     outside = {needed.id: needed for step in steps for needed in step.needs if needed.id not in own}
-    present = {name for name, step in outside.items() if store.path(step).exists()}
+    there = store.present()
+    present = {name for name in outside if name[:DIGITS] in there}
     schedule.finished |= present
     return [step for name, step in outside.items() if name not in present]
 
@@ -126,7 +128,8 @@ def follow(schedule: Schedule, study: Study) -> None:
 
 
 def _note_finished(schedule: Schedule, store: Store) -> None:
-    for step in [step for step in schedule.waiting.values() if store.path(step).exists()]:
+    there = store.present()
+    for step in [step for step in schedule.waiting.values() if step.id[:DIGITS] in there]:
         del schedule.waiting[step.id]
         schedule.finished.add(step.id)
 

@@ -33,6 +33,7 @@ class Cost(Step):
     """
 
     kind = "cost"
+    small = True
     loads = "model"
     streams = True
     facts: Facts
@@ -89,7 +90,7 @@ class Cost(Step):
 
         network, plan = skeleton(self.about), files.plan(self.plan)
         if self.unpruned:
-            row = json.loads(files.path(self.unpruned, "cost.json").read_text())["flops_by_part"]
+            row = json.loads(files.read(self.unpruned, "cost.json"))["flops_by_part"]
         else:
             row = row_flops(network, self.row)
         routing = even_routing(routed_layers(network), plan) or self._routing(plan, files)
@@ -127,6 +128,7 @@ class Profile(OnText):
     before recovery."""
 
     kind = "profile"
+    small = True
     plan: Any
 
     def label(self) -> str:
@@ -149,6 +151,7 @@ class Timing(OnText):
     it is stored in."""
 
     kind = "timing"
+    small = True
     plan: Any
     finetune: Any
     storage: Storage | None
