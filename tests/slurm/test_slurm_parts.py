@@ -197,7 +197,7 @@ def test_parts_of_a_pass_are_jobs_of_an_array_before_the_job_that_merges_them(tm
     for part in parts[:2]:
         with store.claim(part):
             pass
-    assert [step.label() for step in absent([merge], schedule, store)] == ["rows2"]
+    assert [step.label() for step in absent(schedule, store)] == ["rows2"]
 
 
 def test_what_is_left_takes_as_long_as_what_is_done_did() -> None:

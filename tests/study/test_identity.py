@@ -43,7 +43,7 @@ from moe_lab.config import (
 from moe_lab.config.base import identity, type_at
 from moe_lab.paths import resolve
 from moe_lab.study import KINDS, Step, canonical, devices, digest, identified
-from moe_lab.study.devices import resolved
+from moe_lab.study.estimates import resolved
 from moe_lab.study.steps.passes import StatisticsPass
 
 json_values = st.recursive(

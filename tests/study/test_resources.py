@@ -24,7 +24,7 @@ from moe_lab.errors import UserError
 from moe_lab.study import Step
 from moe_lab.study.estimates import Seconds
 from moe_lab.study.preflight import preflight
-from moe_lab.study.slurm import resources as module
+from moe_lab.study.slurm import arrays as module
 
 BIG = ModelConfig(
     name="big",
