@@ -19,7 +19,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.measure import cpu_seconds, misses, parser
-from moe_lab.calibration.answers import AnswerBatch
+from moe_lab.calibration.batches import AnswerBatch
 from moe_lab.pruning.mask import mask
 from moe_lab.search.candidates import Candidates, Plans
 from moe_lab.search.evolution import evolve

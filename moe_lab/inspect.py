@@ -104,7 +104,7 @@ def _uses(model: ModelConfig, about: Mapping[str, Any]) -> Iterator[Row]:
     from moe_lab.models.config_json import quantization
     from moe_lab.pruning import SHAPES
     from moe_lab.pruning.export.layout import can_bar
-    from moe_lab.pruning.export.quantised import check_quantised
+    from moe_lab.pruning.export.settings import check_quantised
 
     method = quantization(model)
     stored = f"its weights are stored as {method}" if method else None

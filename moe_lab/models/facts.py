@@ -20,11 +20,10 @@ def facts(settings: ModelConfig) -> dict[str, Any]:
     """Count layers, experts and parameters of the model, built on the meta device: no weight is read.
 
     `layers`: decoder layer -> n_experts, top_k, n_group, topk_group, hidden, width and the parameters of one routed
-    expert, from which the size of any plan follows. `decoder_layers` includes layers without experts. `shared_width`:
-    channels of all shared experts of a layer together, 0 if there are none. `parameters`: of the whole model. Where
-    experts of a layer have unequal widths, `width` and `expert_parameters` are rounded means, and `widths` lists all
-    widths. Raises UserError for a model that is not supported, differs from `model.expected`, or has weights of
-    another size.
+    expert. `decoder_layers` includes layers without experts. `shared_width`: channels of all shared experts of a layer
+    together. `parameters`: of the whole model. Where experts of a layer have unequal widths, `width` and
+    `expert_parameters` are rounded means, and `widths` lists all widths. UserError for a model that is not supported,
+    differs from `model.expected`, or has weights of another size.
     """
     model, _ = _built(local_folder(settings), settings)
     return {"model": settings.name, **model_facts(model)}
@@ -94,9 +93,7 @@ def describe(folder: Path, settings: ModelConfig) -> dict[str, Any]:
 
     `model_type`; `layers`: number of decoder layers; `moe`: layer -> its experts and router in words;
     `parameters`: part -> number of parameters, each counted once; `shape`: see `architecture`; `moe_layers`: its
-    MoELayer objects, without weights; `routing`: names of all tensors that decide where tokens go. UserError, with the
-    reason, for a model that is not supported, differs from `model.expected`, or is a folder whose weights are those of
-    another one.
+    MoELayer objects, without weights; `routing`: names of all tensors that decide where tokens go.
     """
     model, shape = _built(folder, settings)
     layers = routed_layers(model)

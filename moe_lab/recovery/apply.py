@@ -38,10 +38,8 @@ def pruned(model: Any, plan: Plan | None) -> Any:
 
 
 def load_tuned(model: nn.Module, file: Path, within: str = "") -> list[str]:
-    """Replace the parameters of `model` by the tensors of the same names in `file`, and return these names.
-
-    Only tensors whose names begin with `within` are read.
-    """
+    """Replace the parameters of `model` by the tensors of the same names in `file`, and return these names. Only
+    tensors whose names begin with `within` are read."""
     with safe_open(file, framework="pt") as tensors:
         names = [name for name in tensors.keys() if name.startswith(within)]  # noqa: SIM118
         for name in names:

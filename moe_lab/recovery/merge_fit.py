@@ -61,8 +61,8 @@ def fit(
     finetune.json      the report, which is returned: how many merged experts were fitted, how many keep the average,
                        and for each expert its tokens and ||Y - W P||^2 / ||Y||^2 of the average and of the fit
 
-    Sums are saved in `partial`; a run of the same `fingerprint` continues from them. `model` is not changed. UserError
-    for a plan that merges nothing, outputs that are not finite, and a text too short for every expert.
+    Sums are saved in `partial`; a run of the same `fingerprint` continues from them. UserError for a plan that merges
+    nothing, outputs that are not finite, and a text too short for every expert.
     """
     if not plan.merged:
         raise UserError("recovery.fit needs merged experts, and the plan has none: expected a larger ratio")
@@ -164,9 +164,7 @@ class MergeTap(Tap):
 @torch.no_grad()
 def _fitted(expert: MergedExpert, owner: int, sums: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     """Write the fitted down projection of an expert to its model, if it saw enough tokens; returns what was done.
-
-    `sums`: those of its layer, see `MergeTap`; `owner`: the expert's id in the unpruned model.
-    """
+    `sums`: those of its layer, see `MergeTap`; `owner`: the expert's id in the unpruned model."""
     tokens, square, error = (float(sums[f"{name}.{owner}"]) for name in ("tokens", "square", "error"))
     gram, cross = sums[f"gram.{owner}"], sums[f"cross.{owner}"]
 

@@ -19,9 +19,7 @@ from moe_lab.pruning.cost import NF4_BLOCK
 
 def storage(model: nn.Module) -> dict[str, int]:
     """Bytes of the parameters and buffers of `model`: experts, shared_experts, attention, rest, and their total.
-
-    All tensors count, including the constants of quantised weights; tensors that share memory count once.
-    """
+    Tensors that share memory count once."""
     held = {"experts": 0, "shared_experts": 0, "attention": 0, "rest": 0}
     seen: set[tuple[torch.device, int]] = set()
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
@@ -33,13 +31,11 @@ def storage(model: nn.Module) -> dict[str, int]:
 
 
 def quantize(model: Any, modules: Iterable[str]) -> None:
-    """Store the weights of `modules` of `model` as NF4 with double quantisation, in place.
+    """Store the weights of `modules` (experts, shared_experts, attention) of `model` as NF4 with double quantisation.
 
-    `modules` are some of experts, shared_experts, attention. Each matrix is dequantised when it is used, one at a time,
-    to the model's own dtype. Experts may be stacked or ragged. Routers, the gates of shared experts, biases, norms,
-    embeddings and lm_head are not quantised. Tensors that `model` shares with another model are replaced, not written
-    to. Experts run eagerly afterwards, because grouped kernels need all of them at once. The same weights give the same
-    bits every time. UserError when bitsandbytes is missing.
+    Each matrix is dequantised when it is used, one at a time, to the model's own dtype. Tensors that `model` shares
+    with another model are replaced, not written to. Experts run eagerly afterwards, because grouped kernels need all of
+    them at once. UserError when bitsandbytes is missing.
     """
     for part in modules:
         if part == "experts":
@@ -90,10 +86,8 @@ def rounded(weight: torch.Tensor) -> torch.Tensor:
 
 
 def nf4_tensors(weight: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Ending of a name -> tensor: a weight (rows, columns) in the NF4 format of bitsandbytes.
-
-    It stands for the same numbers as `rounded` if the columns are a multiple of NF4_BLOCK.
-    """
+    """Ending of a name -> tensor: a weight (rows, columns) in the NF4 format of bitsandbytes, which stands for the
+    numbers of `rounded` if the columns are a multiple of NF4_BLOCK."""
     packed, state = _quantized(weight.detach())
     return {"": packed, **{f".{name}": tensor for name, tensor in state.as_dict(packed=True).items()}}
 
@@ -108,13 +102,7 @@ class FourBitMatrix(nn.Module):
     """
 
     packed: torch.Tensor
-    """uint8 (blocks * 32, 1): two weights a byte."""
-    scales: torch.Tensor
-    """uint8 (blocks,): quantised scales of the blocks."""
-    nested: torch.Tensor
-    """fp32: scales of the scales."""
-    mean: torch.Tensor
-    """fp32 (): mean that was subtracted from the scales before they were quantised."""
+    """uint8 (blocks * 32, 1): two weights a byte. Further buffers: scales, nested (their scales), and their mean."""
 
     def __init__(self, matrix: torch.Tensor) -> None:
         """Quantise `matrix` (rows, columns) of float32, bfloat16 or float16."""
@@ -139,11 +127,8 @@ class FourBitMatrix(nn.Module):
 
 
 class FourBitMatrices(nn.ModuleList):
-    """Replaces a stack of matrices by NF4 weights.
-
-    `matrices[e]`, with a number or a tensor that holds one, is matrix e, dequantised to its original dtype; so the
-    eager forward of an experts module reads one expert after the other and never holds more than one in full.
-    """
+    """Replaces a stack of matrices by NF4 weights: `matrices[e]` (a number, or a tensor with one) is matrix e, so that
+    the eager forward of an experts module dequantises one expert after the other."""
 
     def __getitem__(self, expert: Any) -> Any:
         """One matrix (rows, columns)."""

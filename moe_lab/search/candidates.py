@@ -1,7 +1,4 @@
-"""Exact fitness of schedules, as masks on the loaded model.
-
-Hidden states of schedules with a common prefix are computed once.
-"""
+"""Exact fitness of schedules, as masks on the loaded model."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from typing import Any
 
 import torch
 
-from moe_lab.calibration.answers import AnswerBatch
+from moe_lab.calibration.batches import AnswerBatch
 from moe_lab.errors import UserError
 from moe_lab.models.discover import moe_layers
 from moe_lab.pruning.mask import mask
@@ -36,10 +33,8 @@ class Cost:
 
 
 class Plans:
-    """Converts schedules to plans: each layer drops the experts with the lowest `scores` (layer -> per expert).
-
-    `protected`: layer -> ids of experts that it never drops.
-    """
+    """Converts schedules to plans: each layer drops the experts with the lowest `scores` (layer -> per expert), but
+    none of `protected` (layer -> ids)."""
 
     def __init__(
         self, model: Any, scores: Mapping[int, Sequence[float]], protected: Mapping[int, Sequence[int]] | None = None
@@ -95,20 +90,15 @@ class Candidates:
         self.rows = sum(len(batch.ids) for batch in self.batches)
         self._counts = [int(count) for batch in self.batches for count in batch.at.where.sum(1)]
         self.known: dict[Schedule, float] = {}
-        needed = 0
-        if settings.fitness != "nll":
-            positions = sum(len(batch.at.rows) for batch in self.batches)
-            needed = positions * int(model.get_output_embeddings().weight.shape[0]) * FLOAT
+        positions = 0 if settings.fitness == "nll" else sum(len(batch.at.rows) for batch in self.batches)
+        needed = positions * int(model.get_output_embeddings().weight.shape[0]) * FLOAT
         self._full: dict[int, torch.Tensor] = {}
         self._keeps_full = needed <= settings.memory_budget
-        left = settings.memory_budget - needed if self._keeps_full else settings.memory_budget
+        left = settings.memory_budget - needed * self._keeps_full
         self.relatives = Relatives(len(self.batches), left)
 
     def evaluate(self, schedules: Sequence[Schedule]) -> list[float]:
-        """The fitness of each schedule, higher is better.
-
-        Raises UserError for a schedule that the routers cannot work with, and for a fitness that is not finite.
-        """
+        """The fitness of each schedule, higher is better. UserError for one that is not finite."""
         plans = {schedule: self.plans.plan(schedule) for schedule in schedules}
         sums: dict[Schedule, list[float]] = {schedule: [] for schedule in plans}
         for number in range(len(self.batches)):

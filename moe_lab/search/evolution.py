@@ -6,8 +6,7 @@ of experts each layer loses; which ones is decided by a ranking outside this mod
     argmax f(r)   subject to   sum_l r_l = B,   0 <= r_l <= n_l - fewest_l,   n_l - r_l a multiple of step
 
 where step is the least common multiple of the problem's steps (allocation.multiple_of, the groups of a group-limited
-router) and of `granularity`. The paper's "even only" is granularity=2; when n_l is odd, then so is r_l. The caller
-gives f (ESAP, KL, NLL, ...), and **higher is always better**: negate a loss.
+router) and of `granularity`; the paper's "even only" is granularity=2. The caller gives f: higher is always better.
 
 **Search** (EvoESAP, Algorithm 1).
 
@@ -22,24 +21,18 @@ gives f (ESAP, KL, NLL, ...), and **higher is always better**: negate a loss.
    child up to 32 attempts and lets it be its parent when they fail.) Go to 2.
 
 T generations are T populations evaluated, the first one included, as in the released code; the paper's Algorithm 1
-would evaluate T + 1. So at most P + (T - 1)(P - m) schedules are evaluated: 1,404 for OLMoE. Usually there are fewer,
-because known children are not evaluated again. The search ends early when all feasible schedules are known.
-
-| model | P | m | T | Delta_max | tau_max | granularity | B at 25 % / 50 % |
-|---|---|---|---|---|---|---|---|
-| OLMoE-1B-7B | 32 | 4 | 50 | 4 | 3 | 2 | 256 / 512 |
-| DeepSeek-V2-Lite | 32 | 4 | 30 | 4 | 3 | 2 | 416 / 832 |
-| ERNIE-4.5-21B-A3B | 32 | 4 | 20 | 4 | 3 | 2 | 432 / 864 |
-| Qwen3-30B-A3B | 32 | 4 | 10 | 4 | 3 (5 with REAP) | 2 | 1536 / 3072 |
+would evaluate T + 1. So at most P + (T - 1)(P - m) schedules are evaluated: 1,404 for OLMoE. The search ends early when
+all feasible schedules are known. What the paper chose for other models is `search` in their files in conf/model.
 
 **Resuming.** A search is deterministic: with the same values it asks for the same schedules again. So `Recorded` writes
-the values that were asked for, one line a generation, and a search that was killed asks again and gets them from there.
+the values of each generation, and a search that was killed asks again and gets them from there.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -49,6 +42,7 @@ from numpy.random import PCG64, Generator
 from numpy.typing import NDArray
 
 from moe_lab.errors import UserError
+from moe_lab.json_files import Damaged, read_json
 from moe_lab.search.schedules import Problem, Schedule, Space, pattern, space_of
 from moe_lab.search.settings import EvolutionSettings
 
@@ -89,15 +83,13 @@ def space_to_search(problem: Problem, settings: EvolutionSettings) -> Space:
 
 
 def evolve(problem: Problem, settings: EvolutionSettings, evaluate: Judge) -> Outcome:
-    """Search for the schedule of highest fitness, as this module describes.
+    """Search for the schedule of highest fitness, as this module describes. UserError as `space_to_search`.
 
     `evaluate` is called at most once per generation, with schedules that it has not been given before.
 
     Rows of the history: generation (from 0), schedule and parent (lists of int; None without a parent), origin (a
     pattern's name, uniform_feasible or mutation), evaluated (bool: in this generation, for the first time), fitness,
     elite (bool: among the m best once the generation was evaluated).
-
-    Raises UserError as `space_to_search`.
     """
     space, random = space_to_search(problem, settings), Generator(PCG64(settings.seed))
     known: dict[Schedule, float] = {}
@@ -150,10 +142,7 @@ def _children(
 
 
 def mutate(parent: Schedule, space: Space, settings: EvolutionSettings, random: Generator) -> Schedule:
-    """Level-switch mutation: tau = min(U{1..tau_max}, U{1..tau_max}) transfers, one after the other.
-
-    `space` has at least two schedules. The child can be the parent again when transfers cancel out.
-    """
+    """Level-switch mutation: tau = min(U{1..tau_max}, U{1..tau_max}) transfers in a space of at least two schedules."""
     taken = numpy.array(space.taken(parent))
     capacity = numpy.array(space.capacity)
     largest = settings.max_transfer // space.step
@@ -167,11 +156,9 @@ def mutate(parent: Schedule, space: Space, settings: EvolutionSettings, random: 
 def _transfer(
     taken: NDArray[numpy.int64], capacity: NDArray[numpy.int64], largest: int, random: Generator
 ) -> tuple[int, int, int]:
-    """(layer that gets units back, another one that loses them, how many units).
-
-    The paper draws ordered pairs of distinct layers and sizes until one is feasible. That is the same as one uniform
-    draw from all feasible ones. There is always one of size 1 when the space has two schedules.
-    """
+    """(layer that gets units back, another one that loses them, how many units). The paper draws ordered pairs of
+    distinct layers and sizes until one is feasible. That is the same as one uniform draw from all feasible ones. There
+    is always one of size 1 when the space has two schedules."""
     sizes = numpy.arange(1, largest + 1)[:, None]
     gives, takes = taken >= sizes, taken + sizes <= capacity
     feasible = gives[:, :, None] & takes[:, None, :] & ~numpy.eye(len(taken), dtype=bool)
@@ -183,40 +170,28 @@ def _transfer(
 class Recorded:
     """A judge that writes its answers to a file, and takes those of an interrupted search from there.
 
-    The first line is `search`, JSON data about all that the answers depend on: problem, settings, model, data, scores.
-    Each other line is {"schedules", "values"}, a question and its answer, in the order in which they were asked. The
-    file of another search is begun again; from a line on that is damaged or answers another question, all are dropped.
+    The file is {"search", "answers": [{"schedules", "values"}, ...]}: JSON data about all that the answers depend on
+    (problem, settings, model, data, scores), and each question with its answer, in the order in which they were asked.
+    It is begun again if it is of another search, or damaged; from another question on, what it holds is dropped.
     """
 
     def __init__(self, judge: Judge, path: Path, search: Mapping[str, Any]) -> None:
         self.judge, self.path, self.asked = judge, path, 0
-        self.search = json.dumps(search, sort_keys=True)
-        lines = path.read_text(errors="replace").splitlines() if path.exists() else []
-        self.lines = lines[1:] if lines[:1] == [self.search] else []
+        self.search, self.answers = json.loads(json.dumps(search)), list[dict[str, Any]]()
+        with suppress(FileNotFoundError, Damaged):
+            known = read_json(path, {"search": dict, "answers": [{"schedules": list, "values": list}]})
+            self.answers = known["answers"] if known["search"] == self.search else []
 
     def __call__(self, schedules: Sequence[Schedule]) -> list[float]:
         """The answer of the judge, from the file if the search was here before."""
         question = [list(schedule) for schedule in schedules]
-        values = self._known(question)
-        if values is None:
-            values = list(self.judge(schedules))
-            answer = json.dumps({"schedules": question, "values": values}, allow_nan=False)
-            self.lines = [*self.lines[: self.asked], answer]
-            self._save()
+        known = self.answers[self.asked : self.asked + 1]
+        if [answer["schedules"] for answer in known] != [question]:
+            self.answers[self.asked :] = [{"schedules": question, "values": list(self.judge(schedules))}]
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            beside = self.path.with_name(f".{self.path.name}.partial")
+            beside.write_text(json.dumps({"search": self.search, "answers": self.answers}, allow_nan=False))
+            beside.replace(self.path)  # a search that is killed leaves the old file or the new one
         self.asked += 1
+        values: list[float] = self.answers[self.asked - 1]["values"]
         return values
-
-    def _known(self, question: list[list[int]]) -> list[float] | None:
-        """The answer in the file, if the next one there is to this question."""
-        try:
-            line = json.loads(self.lines[self.asked])
-            return list(line["values"]) if line["schedules"] == question else None
-        except (IndexError, KeyError, TypeError, ValueError):
-            return None
-
-    def _save(self) -> None:
-        """Write all lines atomically: a search that is killed leaves the old file or the new one."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        beside = self.path.with_name(f".{self.path.name}.partial")
-        beside.write_text("".join(f"{line}\n" for line in (self.search, *self.lines)))
-        beside.replace(self.path)

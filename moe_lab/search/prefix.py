@@ -38,10 +38,8 @@ class Decoder:
         self, ids: torch.Tensor, valid: torch.Tensor, where: torch.Tensor, schedule: Schedule, states: States
     ) -> tuple[torch.Tensor, int]:
         """Logits (N, V) at the positions `where` (B, S) of a batch of `ids` (B, S), and how many layers were run.
-
         Starts from the longest prefix of `schedule` in `states`, and adds the states of longer prefixes. The caller
-        must have masked the model as `schedule` says. `valid` (B, S) is the attention mask.
-        """
+        must have masked the model as `schedule` says. `valid` (B, S) is the attention mask."""
         start, n_layers = _longest_known(schedule, states), len(schedule)
         first = self.moe[start] if start >= 0 else 0
         device = self.model.get_input_embeddings().weight.device
@@ -102,9 +100,7 @@ class Relatives:
 
     def walk(self, batch: int, schedules: Iterable[Schedule]) -> Iterator[tuple[Schedule, States]]:
         """Each schedule with all stored states of its prefixes, to which the caller adds new ones before it goes on.
-
-        Schedules are sorted, so that those with a common prefix follow each other and share states.
-        """
+        Schedules are sorted, so that those with a common prefix follow each other and share states."""
         path: States = {}
         for schedule in sorted(schedules):
             known = {**path, **self.states[batch]}

@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, model_validator
 from pydantic.dataclasses import dataclass
 
+from moe_lab.allocation import routed_ratio
 from moe_lab.allocation.problem import budget, limits, or_nearest
-from moe_lab.allocation.registry import routed_ratio
 from moe_lab.config.base import SETTINGS, Count, Positive, valid
 from moe_lab.errors import unknown
 from moe_lab.search.schedules import PATTERNS, Problem
@@ -88,19 +88,13 @@ class SearchSettings(EvolutionSettings, FitnessSettings):
 
 
 def parse(parameters: Mapping[str, Any], seed: int = 0) -> SearchSettings:
-    """The parameters of allocation=evolutionary; `seed` is used if they name none.
-
-    Raises UserError for unknown parameters, and for values that cannot work.
-    """
+    """The parameters of allocation=evolutionary; `seed` is used if they name none. UserError for wrong ones."""
     return valid(SearchSettings, {"seed": seed, **parameters}, "allocation.parameters")
 
 
 def problem_of(settings: Mapping[str, Any], facts: Mapping[str, Any]) -> Problem:
-    """The problem to search. UserError when the routers cannot work with the ratio.
-
-    `settings`: fields of AllocationConfig and the ratio. `facts`: those of the model; keys of its layers are numbers or
-    their JSON text.
-    """
+    """The problem to search, from fields of AllocationConfig and the ratio, and the facts of the model. UserError when
+    the routers cannot work with the ratio."""
     layers = {int(layer): about for layer, about in facts["layers"].items()}
     allowed = limits(layers, settings["multiple_of"])
     order, model = sorted(allowed), {**facts, "layers": layers}

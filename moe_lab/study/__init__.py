@@ -126,6 +126,8 @@ class Step(Parts):
     """Whether a criterion or an allocation that needs such a step depends on the calibration set."""
     streams: ClassVar[bool] = False
     """Whether it can run the model with one decoder layer in memory at a time (calibration.engine=streamed)."""
+    small: ClassVar[bool] = False
+    """Whether its result is small as a rule, and read by `Files.read` alone: then it may be kept in a pack."""
     foreign: ClassVar[bool] = False
     """Whether it runs foreign code; launcher=inline then runs it in a worker process."""
     per_job: ClassVar[Literal["", "steps", "cells"]] = ""

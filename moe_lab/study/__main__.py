@@ -1,4 +1,4 @@
-"""`python -m moe_lab.study status|cancel|why|verify NAME`: state of a study that was started; `gc`: free space;
+"""`python -m moe_lab.study status|cancel|why|verify|unpack NAME`: a study that was started; `gc`: free space;
 `sync [NAME]`: exchange a study, or all, with the URL of a store."""
 
 from __future__ import annotations

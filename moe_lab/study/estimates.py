@@ -21,12 +21,12 @@ from rich.table import Table
 
 from moe_lab.config import Config, ModelConfig
 from moe_lab.errors import UserError
-from moe_lab.json_files import Damaged, Number, read_json
+from moe_lab.json_files import Number, fits
 from moe_lab.models import main_memory
 from moe_lab.models.config_json import Size, quantization, size_of
 from moe_lab.start import command
 from moe_lab.study import Step, canonical
-from moe_lab.study.store import STEP, Store
+from moe_lab.study.store import Store
 
 GIB = 2**30
 GPU_FROM = 2**30
@@ -155,11 +155,10 @@ class Times:
     def _read(self, kind: str) -> dict[str, list[float]]:
         """Pace -> seconds of a unit of the finished steps of a kind. Steps that are damaged are left out."""
         rates: dict[str, list[float]] = {}
-        for file in self.store.root.glob(f"{kind}/[!.]*/{STEP}"):
-            try:
-                about = read_json(file, TIMES_SHAPE)["provenance"]
-            except (OSError, Damaged):
+        for document in self.store.documents(kind):
+            if not fits(document, TIMES_SHAPE):
                 continue
+            about = document["provenance"]
             if not about.get("merged"):  # the time of its shares is in their own folders
                 rates.setdefault(canonical(about["pace"]), []).append(about["seconds"] / about["units"])
         return rates

@@ -10,6 +10,7 @@ import json
 import re
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +91,7 @@ def push(study: Study, repository: str, schedule: Schedule) -> int:
             if not study.store.readable(step):
                 raise UserError(f"push={repository}: {step.folder} is damaged: start the same command again")
         files = dict(_files(study, cell))
-        original = files[CARD].read_text(encoding="utf-8")
+        original = (study.store.path(cell.export) / "checkpoint" / CARD).read_text(encoding="utf-8")
         card = hub_card(original, repository, cell.cell, study.config.export, list(_results(study, cell)))
         say(f"push: uploading {len(files)} files to {repository}")
         say(f"push: {_upload(repository, {**files, CARD: card.encode()})}")
@@ -107,17 +108,19 @@ def _sums(cell: CellSteps) -> Iterator[tuple[str, Step]]:
         yield from ((role, needed) for role, needed in step.inputs.items() if role not in NO_SUMS)
 
 
-def _files(study: Study, cell: CellSteps) -> Iterator[tuple[str, Path]]:
-    """(path in the repository, file in the store) of everything that is uploaded."""
+def _files(study: Study, cell: CellSteps) -> Iterator[tuple[str, Path | bytes]]:
+    """(path in the repository, file in the store or its content) of everything that is uploaded."""
     assert cell.export and cell.scores
     store = study.store
     checkpoint = store.path(cell.export) / "checkpoint"
     for file in files_of(checkpoint):
         yield file.relative_to(checkpoint).as_posix(), file
-    data = {"facts.json": store.path(cell.model) / "facts.json"}
-    data |= {name: store.path(cell.scores) / name for name in SCORES}
-    data |= {f"{role}.safetensors": store.path(step) / STATISTICS for role, step in _sums(cell)}
-    yield from ((f"{DATA}/{name}", file) for name, file in data.items() if file.is_file())
+    for step, name in [(cell.model, "facts.json"), *((cell.scores, name) for name in SCORES)]:
+        with suppress(FileNotFoundError):
+            yield f"{DATA}/{name}", store.content(step.folder, name)
+    for role, step in _sums(cell):
+        if (file := store.path(step) / STATISTICS).is_file():
+            yield f"{DATA}/{role}.safetensors", file
 
 
 def _results(study: Study, cell: CellSteps) -> Iterator[str]:
@@ -127,7 +130,7 @@ def _results(study: Study, cell: CellSteps) -> Iterator[str]:
     originals: Mapping[str, Step] = next((other.evaluate for other in study.graph.cells if other.cell == whole), {})
 
     def content(step: Step) -> Any:
-        return json.loads((store.path(step) / "result.json").read_text())
+        return json.loads(store.content(step.folder, "result.json"))
 
     rounds = study.config.export.format in COMPRESSED
     for name, step in cell.evaluate.items():

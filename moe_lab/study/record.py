@@ -217,7 +217,7 @@ def write(study: Study, run: Run, failed: Mapping[str, Mapping[str, Any]]) -> No
     store, config, graph = study.store, study.config, study.graph
 
     def place(step: Step | None) -> str | None:
-        return str(store.path(step).relative_to(store.root)) if step and store.path(step).exists() else None
+        return store.name(step) if step else None
 
     def errors(cell: CellSteps) -> dict[str, str]:
         steps = {name: step for name, step in {**cell.evaluate, **cell.named()}.items() if name not in PREPARATION}

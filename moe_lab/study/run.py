@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
@@ -13,7 +14,6 @@ from moe_lab.config import Config
 from moe_lab.config.base import SettingsError
 from moe_lab.errors import UserError, unknown, user_errors
 from moe_lab.grid import Request
-from moe_lab.json_files import Number, read_json
 from moe_lab.results import DIGITS, is_lower_better
 from moe_lab.study import Step, unmerged
 from moe_lab.study.estimates import Times, check_memory, disk_problems, forecast, visible_gpus
@@ -75,9 +75,6 @@ def slurm(schedule: Schedule, study: Study, run: Run) -> bool:
 Launcher = Callable[[Schedule, Study, Run], bool]
 """Runs the steps of a schedule. True when they have ended, False when they are only submitted."""
 LAUNCHERS: Mapping[str, Launcher] = {"inline": inline, "local": local, "slurm": slurm}
-
-
-RESULTS = {"results": [{"benchmark": str, "metric": str, "score": Number}]}
 
 
 class Ended(NamedTuple):
@@ -152,7 +149,7 @@ def _run(study: Study) -> int:
 
 def _pull(store: Store, remote: Remote, steps: Sequence[Step]) -> None:
     """Copy those of the steps into the store that are finished only there."""
-    done = {step.id for step in steps if store.done(step)}
+    done = store.done_of(steps)
     there = _finished_there(remote, steps) - done
     wanted = [step for step in unmerged(steps, done | there) if step.id in there]
     if wanted:
@@ -168,7 +165,7 @@ def _finished_there(remote: Remote, steps: Sequence[Step]) -> set[str]:
 def _in_store(study: Study, elsewhere: Set[str] = frozenset()) -> tuple[list[Step], set[str]]:
     """The steps of a study, and the ids of those that are finished. `elsewhere`: ids of those that will be pulled."""
     store, every = study.store, study.graph.steps()
-    done = {step.id for step in every if store.done(step)} | elsewhere
+    done = store.done_of(every) | elsewhere
     steps = unmerged(every, done)
     done &= {step.id for step in steps}
     place = study.config.store
@@ -226,13 +223,12 @@ def told(ended: Ended, requests: Iterable[Request]) -> float:
     scores: dict[str, float] = {}
     averaged: list[float] = []
     for benchmark, step in pruned[0].evaluate.items():
-        file = study.store.path(step) / "result.json"
-        if not file.is_file():
+        if (name := study.store.name(step)) is None:
             raise UserError(
                 f"objective={wanted}: {benchmark} has no result: `python -m moe_lab.study why {study.config.study} "
                 f"store={study.config.store}` says why"
             )
-        results = read_json(file, RESULTS)["results"]
+        results = json.loads(study.store.content(name, "result.json"))["results"]
         scores |= {result["benchmark"]: result["score"] for result in results}
         shares = [result["score"] for result in results if not is_lower_better(result["metric"])]
         averaged += [fmean(shares)] if shares else []

@@ -17,6 +17,7 @@ from rich.progress import MofNCompleteColumn, Progress
 
 from moe_lab.study import Step, code_state, error_document
 from moe_lab.study.claims import Busy
+from moe_lab.study.packing import Packing
 from moe_lab.study.store import Gone, Store
 
 POLL = 0.5
@@ -117,6 +118,7 @@ Execute = Callable[[Step, Path], None]
 
 def work(schedule: Schedule, store: Store, execute: Execute) -> None:
     """Take steps until none is left: claim, execute, publish."""
+    packing = Packing(store)
     while step := schedule.take():
         try:
             with store.claim(step) as scratch:
@@ -135,6 +137,8 @@ def work(schedule: Schedule, store: Store, execute: Execute) -> None:
             schedule.fail(step, error)
         except (OSError, Gone) as error:
             schedule.fail(step, StepError({**error_document(error), "transient": True}))
+        packing.now_and_then()
+    packing.at_end()
 
 
 def _not_as_published(step: Step) -> StepError:

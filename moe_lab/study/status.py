@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from statistics import fmean
 
 from rich.console import Console
 from rich.table import Table
 
 from moe_lab.errors import UserError
-from moe_lab.json_files import Damaged
 from moe_lab.results import DIGITS
+from moe_lab.study.packing import drop
 from moe_lab.study.runs import RECORD, Submitted, last_about, runs, steps_at_work
 from moe_lab.study.slurm import scheduler
 from moe_lab.study.slurm.scheduler import Queued
-from moe_lab.study.store import Store, damage, read_step
+from moe_lab.study.store import STEP, Store
 
 STATES = ("done", "running", "pending", "failed", "blocked", "missing")
 """pending: a running command or a Slurm job will do it. blocked: needs a failed step. missing: none of these; the
@@ -71,11 +73,11 @@ def study_state(store: Store, study: str) -> StudyState:
     if (about := last_about(store, study)) is None:
         raise UserError(f"study={study}: no run says what its steps are: start it again, and it is written down anew")
     steps: dict[str, StepState] = {}
-    claimed, at_work = store.claims.living(), steps_at_work(store)
+    finished, claimed, at_work = store.present(), store.claims.living(), steps_at_work(store)
     for step, name, needs in about["steps"]:
         own = last_job.get(step)
         inputs = [steps[needed] for needed in needs if needed in steps]
-        if store.place(name).exists():
+        if step[:DIGITS] in finished:
             state = "done"
         elif step[:DIGITS] in claimed:
             state = "running"
@@ -174,21 +176,35 @@ def why(study: StudyState, steps: Sequence[StepState]) -> None:
 
 def verify(study: StudyState, steps: Sequence[StepState]) -> int:
     """Hash every file of the finished steps, and print each that is missing or damaged. Returns 1 if any is."""
-    folders = [study.store.place(step.name) for step in steps if step.state == "done"]
-    bad = {folder: files for folder in folders if (files := damage(folder, hash_all=True))}
-    for folder, files in bad.items():
+    store, names = study.store, [step.name for step in steps if step.state == "done"]
+    bad = {name: files for name in names if (files := store.damage(name, hash_all=True))}
+    for name, files in bad.items():
         for file, what in files.items():
-            print(f"{what}: {folder / file}")
+            print(f"{what}: {store.place(name) / file}")
+    if store.packs.bad:
+        drop(store, store.packs.bad)
     if bad:
-        print(f"{study.study}: {len(bad)} of {len(folders)} finished steps are damaged")
+        print(f"{study.study}: {len(bad)} of {len(names)} finished steps are damaged")
         print("start the study again: they are set aside and made anew; what was made from them is kept")
         return 1
-    print(f"{study.study}: all {len(folders)} finished steps are as they were published")
+    print(f"{study.study}: all {len(names)} finished steps are as they were published")
     return 0
 
 
+def unpack(study: StudyState, steps: Sequence[StepState]) -> None:
+    """Copy the files of steps that are in packs to unpacked/KIND/NAME, below the current folder; print all folders."""
+    for step in [step for step in steps if step.state == "done"]:
+        folder = study.store.place(step.name)
+        if not folder.exists():
+            folder = Path("unpacked", step.name)
+            folder.mkdir(parents=True, exist_ok=True)
+            for name in study.store.packs.files(step.id[:DIGITS]):
+                (folder / name).write_bytes(study.store.content(step.name, name))
+        print(folder)
+
+
 COMMANDS: Mapping[str, Callable[[StudyState, list[StepState]], int | None]] = {
-    command.__name__: command for command in (status, cancel, why, verify)
+    command.__name__: command for command in (status, cancel, why, verify, unpack)
 }
 """The commands of `python -m moe_lab.study` by name."""
 
@@ -219,6 +235,6 @@ def _mean_seconds(store: Store, steps: Sequence[StepState]) -> float | None:
     """Mean time of those of the steps that are done, None without any."""
     seconds: list[float] = []
     for step in [step for step in steps if step.state == "done"][:SAMPLE]:
-        with suppress(FileNotFoundError, Damaged):  # the next run, or verify, reports it
-            seconds.append(read_step(store.place(step.name))["provenance"]["seconds"])
+        with suppress(FileNotFoundError, ValueError, KeyError):  # the next run, or verify, reports it
+            seconds.append(json.loads(store.content(step.name, STEP))["provenance"]["seconds"])
     return fmean(seconds) if seconds else None

@@ -1,13 +1,14 @@
 from __future__ import annotations
 
-import shutil
-from collections.abc import Callable
 from pathlib import Path
 
+import golden_store
 import pytest
 from synthetic import write_store
 
 from analysis import report
+from analysis.load.study import Study, load
+from analysis.registry import Results
 
 SMALL = {"criteria": ("frequency", "reap", "man", "random"), "items": 30}
 
@@ -19,16 +20,24 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def results(small: Path) -> Results:
+    """Results of the small store; not to be changed."""
+    return Results(load(small, "made_up"))
+
+
+@pytest.fixture(scope="session")
 def small_report(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The report of the small store."""
     return report.write(small, "made_up", tmp_path_factory.mktemp("report"))
 
 
-@pytest.fixture
-def copied(small: Path, tmp_path: Path) -> Callable[[], Path]:
-    """Makes a copy of the small store that a test may damage."""
+@pytest.fixture(scope="session")
+def golden(tmp_path_factory: pytest.TempPathFactory) -> Study:
+    """The committed store of all methods, each study of it; not to be changed."""
+    return golden_store.unpack(tmp_path_factory.mktemp("golden") / "store")
 
-    def copy() -> Path:
-        return Path(shutil.copytree(small, tmp_path / "copy"))
 
-    return copy
+@pytest.fixture(scope="session")
+def golden_results(golden: Study) -> Results:
+    """Results of the committed store; not to be changed."""
+    return Results(golden)

@@ -1,11 +1,13 @@
-"""Every table of a small committed store is as it was, and every figure is what a paper and a page can take."""
+"""Tables and figures of a small committed store are as they were, and every figure fits a paper and a page."""
 
 from __future__ import annotations
 
+import json
 import re
 from io import StringIO
 from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 import golden_store
 import numpy as np
@@ -29,13 +31,8 @@ WRITTEN = ("winners", "coverage.fig2", "aimer.fig6")
 
 
 @pytest.fixture(scope="module")
-def study(tmp_path_factory: pytest.TempPathFactory) -> Study:
-    return golden_store.unpack(tmp_path_factory.mktemp("golden") / "store")
-
-
-@pytest.fixture(scope="module")
-def made(study: Study) -> list[Item]:
-    return golden_store.everything(study)
+def made(golden: Study) -> list[Item]:
+    return golden_store.everything(golden)
 
 
 def decimals(table: Table, column: str) -> int:
@@ -72,13 +69,49 @@ def test_tables_are_as_they_were(made: list[Item]) -> None:
     assert not wrong, RENEW
 
 
-def test_the_store_or_another_test_has_something_for_every_name(study: Study, made: list[Item]) -> None:
+def alike(found: Any, expected: Any) -> bool:
+    """Whether what is drawn is the same, its numbers but for rounding."""
+    if isinstance(expected, dict):
+        return found.keys() == expected.keys() and all(alike(found[key], expected[key]) for key in expected)
+    if not isinstance(expected, list):
+        return bool(found == expected)
+    if expected and all(part is None or isinstance(part, float) for part in expected):
+        numbers = (np.array(each, float) for each in (found, expected))
+        return len(found) == len(expected) and np.allclose(*numbers, rtol=2e-3, atol=1e-6, equal_nan=True)
+    return len(found) == len(expected) and all(map(alike, found, expected))
+
+
+def test_figures_are_as_they_were(made: list[Item]) -> None:
+    wrong = {}
+    for name, figure in golden_store.figures(made).items():
+        expected = json.loads((GOLDEN / f"{name}.json").read_text(encoding="utf-8"))
+        panels = zip(golden_store.drawn(figure), expected, strict=True)
+        if differing := [part for one, other in panels for part in other if not alike(one[part], other[part])]:
+            wrong[name] = differing
+    assert not wrong, RENEW
+
+
+def test_the_store_or_another_test_has_something_for_every_name(golden: Study, made: list[Item]) -> None:
     assert set(golden_store.tables(made)) == {path.stem for path in GOLDEN.glob("*.csv")}, RENEW
+    assert set(golden_store.figures(made)) == {path.stem for path in GOLDEN.glob("*.json")}, RENEW
     names = {output.name for output in made}
     others = "".join(path.read_text(encoding="utf-8") for path in Path(__file__).parent.glob("test_*.py"))
     for name, output in outputs().items():
         assert name in names or f'"{name}' in others or f".{output.make.__name__}(" in others, f"{name} is not tested"
-    assert [gap.what for gap in study.gaps] == ["failed: out of memory"]
+    assert [gap.what for gap in golden.gaps] == ["failed: out of memory"]
+
+
+def test_every_caption_says_what_it_rests_on(made: list[Item]) -> None:
+    tables = golden_store.tables(made)
+    others = {"coverage.table2", *(name for name in tables if name.endswith(".published"))}
+    scored = [table for name, table in tables.items() if table.low is not None and name not in others]
+    assert {"ranks", "winners", "unified.table5", "pareto", "heapr.table1"} <= {table.name for table in scored}
+    for table in (*scored, tables["ranks.cd"]):
+        metric = "metric answer_loss" if table.name.endswith(".loss") else "metric acc and pass@1"
+        for words in ("n = 12 items", metric, "seed 42", "gate model", "lm_eval 0.0-synthetic", "torch 0.0-synthetic"):
+            assert words in table.caption, (table.name, words)
+    for table in (tables["unified.fig4"], tables["unified.fig3"], tables["tokens_per_expert"]):
+        assert "seed 42; gate model" in table.caption and "65,000" in table.caption, table.name
 
 
 def test_every_figure_fits_a_paper(made: list[Item], tmp_path: Path) -> None:

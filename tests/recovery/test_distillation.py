@@ -25,8 +25,7 @@ from moe_lab.paths import resolve
 from moe_lab.recovery import finetune as finetuning
 from moe_lab.recovery.apply import pruned, recovered
 from moe_lab.recovery.dora import router_weight
-from moe_lab.recovery.finetune import distillation_loss, finetune, text_rows, train
-from moe_lab.recovery.students import trained_routers
+from moe_lab.recovery.finetune import distillation_loss, finetune, text_rows, train, trained_routers
 
 ROUTERS = {"train": "routers", "distill": "tiny", "rows_per_step": 2}
 

@@ -89,15 +89,15 @@ def naive(
 
         halves = gate_up.reshape(len(gate_up), 2, layer.width, layer.hidden)
         for owner, group in GROUPS.items():
-            orders = {one: plan.channel_order(layer.index, one) for one in group}
-            gates = [share * in_order(halves[one], orders[one]) for one, share in group.items()]
+            orders = dict(zip(plan.merged_away(layer.index), plan.alignments.get(layer.index, ()), strict=False))
+            gates = [share * in_order(halves[one], orders.get(one)) for one, share in group.items()]
             p, y = [], []
             for hidden, index in seen[layer.index]:
                 for x, chosen in zip(hidden.numpy(), index.tolist(), strict=True):
                     if not group.keys().isdisjoint(chosen):
                         p.append(phi(x, sum(gates)))
                         y.append(sum(share * down[one] @ phi(x, halves[one]) for one, share in group.items()))
-            average = sum(share * in_order(down[one].T, orders[one]).T for one, share in group.items())
+            average = sum(share * in_order(down[one].T, orders.get(one)).T for one, share in group.items())
             found[layer.index, owner] = numpy.array(p), numpy.array(y), average
     return found
 

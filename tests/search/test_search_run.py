@@ -17,7 +17,7 @@ from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
-from moe_lab.calibration.answers import answer_batches
+from moe_lab.calibration.batches import answer_batches
 from moe_lab.config import CalibrationConfig
 from moe_lab.errors import UserError
 from moe_lab.models.discover import moe_layers

@@ -93,9 +93,7 @@ def _group_size(widths: Collection[int]) -> int:
 
 def _linear_maps(folder: Path, checkpoint: Checkpoint, multiple: int) -> tuple[list[str], list[str]]:
     """Names of the weights of linear maps to quantise, whose rows are multiples of `multiple`; modules to leave out.
-
-    Modules have the names that transformers gives them, and those of the checkpoint, which servers read.
-    """
+    Modules have the names that transformers gives them, and those of the checkpoint, which servers read."""
     model = skeleton(folder, trust_remote_code=True)
     routers = {id(module) for layer in routed_layers(model) for module in layer.router.modules()}
     chosen, ignored = [], set()

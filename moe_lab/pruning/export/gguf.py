@@ -57,9 +57,8 @@ def convert(checkpoint: Path, out: Path, path: Path, name: str) -> Path:
     """Convert the exported stock checkpoint in folder `checkpoint` to `out`/model.gguf by the converter `path`.
 
     `name` is that of the model in the file. The new folder `out` also has the small files of the checkpoint. Weights
-    keep their type, or become fp32 where they have several, so that all numbers are the same. Raises UserError for a
-    checkpoint whose layers differ, and, quoting the last line of the converter, when that fails; `out` does not exist
-    then.
+    keep their type, or become fp32 where they have several, so that all numbers are the same. UserError for a
+    checkpoint whose layers differ, and, quoting its last line, when the converter fails.
     """
     if LAYERS_FIELD in read_json(checkpoint / "config.json"):
         raise UserError(
@@ -95,10 +94,7 @@ def _pair(merge: str | list[str]) -> str:
 
 
 def _output(checkpoint: Path) -> str:
-    """The converter's output type that keeps all numbers.
-
-    The converter stores vectors and routers in fp32, so that their types do not matter.
-    """
+    """The converter's output type that keeps all numbers; it stores vectors and routers in fp32 in any case."""
     types = set()
     for name, entry in open_checkpoint(checkpoint).tensors.items():
         if entry.dtype not in TYPES:

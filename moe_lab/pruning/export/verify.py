@@ -30,15 +30,12 @@ Compared = tuple[str, torch.Tensor, torch.Tensor]
 def verify(source: Path, plan: Plan, exported: Path, *, device: str = "cpu", trust_remote_code: bool = False) -> float:
     """Compare an exported checkpoint with the model in `source` masked by `plan`; returns the largest difference.
 
-    TOKENS random tokens are read. Each decoder layer of `exported` gets the input of that layer in the masked model,
-    one layer of each in memory, in the precision they are stored in.
-
-    The outputs of the layer and of every kept expert (also those that no token chose) are compared, and the logits
-    after the last layer. They must be equal bit for bit on the CPU where the layer lost only whole experts and is
-    written without them, and within TOLERANCE otherwise. A difference is relative
-    to the largest number of its token or of its place in the hidden state, whichever is smaller; so 0 means equal
-    logits. The code of an export with uneven layers is moe_lab's own, and is run. Raises UserError naming the first
-    layer that differs.
+    Each decoder layer of `exported` gets the input of that layer in the masked model, for TOKENS random tokens, one
+    layer of each in memory, in the precision they are stored in. The outputs of the layer and of every kept expert
+    (also those that no token chose) are compared, and the logits after the last layer. They must be equal bit for bit
+    on the CPU where the layer lost only whole experts and is written without them, and within TOLERANCE otherwise,
+    relative to the largest number of a token or of a place in the hidden state, whichever is smaller. The code of an
+    export with uneven layers is run. UserError naming the first layer that differs.
     """
     dtype = stored_dtype(source)
     masked = StreamedModel(source, dtype=dtype, device=device, trust_remote_code=trust_remote_code)

@@ -12,6 +12,7 @@ from types import FrameType
 
 from submitit.helpers import DelayedSubmission
 
+from moe_lab.results import DIGITS
 from moe_lab.study import Step, unmerged
 from moe_lab.study.record import Study
 from moe_lab.study.runs import Run, runs
@@ -57,9 +58,9 @@ class Pack:
 
 def _absent(schedule: Schedule, store: Store) -> list[Step]:
     """Inputs from other jobs that are not in the store. Marks those that are there as finished."""
-    own = {step.id for step in schedule.steps}
+    own, there = {step.id for step in schedule.steps}, store.present()
     outside = [needed for step in schedule.steps for needed in step.needs if needed.id not in own]
-    schedule.finished |= {step.id for step in outside if store.path(step).exists()}
+    schedule.finished |= {step.id for step in outside if step.id[:DIGITS] in there}
     return [step for step in outside if step.id not in schedule.finished]
 
 
@@ -125,6 +126,7 @@ def follow(schedule: Schedule, study: Study) -> None:
 
 
 def _note_finished(schedule: Schedule, store: Store) -> None:
-    for step in [step for step in schedule.waiting.values() if store.path(step).exists()]:
+    there = store.present()
+    for step in [step for step in schedule.waiting.values() if step.id[:DIGITS] in there]:
         del schedule.waiting[step.id]
         schedule.finished.add(step.id)

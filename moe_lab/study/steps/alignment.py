@@ -44,6 +44,7 @@ class ActivationAlignment(AlignsChannels):
     """A plan with the channels of merged experts matched by their weights and their activations on a text."""
 
     kind = "activation_alignment"
+    small = True
     reads_text = True
 
     def work(self, files: Files) -> None:
@@ -66,6 +67,7 @@ class Alignment(AlignsChannels):
     """A plan with the channels of merged experts matched by their weights. Its text only says which engine is used."""
 
     kind = "alignment"
+    small = True
     runtime = frozenset({"text"})
 
     def work(self, files: Files) -> None:

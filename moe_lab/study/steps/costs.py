@@ -30,6 +30,7 @@ class Cost(Step):
     only where experts of one layer may differ in width, since FLOPs then depend on routing."""
 
     kind = "cost"
+    small = True
     loads = "model"
     streams = True
     facts: Facts
@@ -86,7 +87,7 @@ class Cost(Step):
 
         network, plan = skeleton(self.about), files.plan(self.plan)
         if self.unpruned:
-            row = json.loads(files.path(self.unpruned, "cost.json").read_text())["flops_by_part"]
+            row = json.loads(files.read(self.unpruned, "cost.json"))["flops_by_part"]
         else:
             row = row_flops(network, self.row)
         routing: Any = even_routing(routed_layers(network), plan)
@@ -122,6 +123,7 @@ class Profile(OnText):
     before recovery."""
 
     kind = "profile"
+    small = True
     plan: Any
 
     def label(self) -> str:
@@ -144,6 +146,7 @@ class Timing(OnText):
     it is stored in."""
 
     kind = "timing"
+    small = True
     plan: Any
     finetune: Any
     storage: Storage | None

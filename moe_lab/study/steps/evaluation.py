@@ -206,6 +206,7 @@ class Evaluate(AsksModel, Grades):
     """The results of one benchmark, which is graded while the model is asked."""
 
     kind = "evaluate"
+    small = True
 
     def work(self, files: Files) -> None:
         from moe_lab.evaluation import run
@@ -220,6 +221,7 @@ class Generate(AsksModel):
     """The answers to one benchmark."""
 
     kind = "generate"
+    small = True
     questions: suite.Questions
     """What of the benchmark changes answers."""
     runtime = frozenset({"benchmark"})
@@ -246,6 +248,7 @@ class Grade(Grades):
     """The results of one benchmark, from generated texts; needs no model."""
 
     kind = "grade"
+    small = True
     process_memory = 4.0 * 2**30
     generate: Generate
 
@@ -256,5 +259,5 @@ class Grade(Grades):
         from moe_lab.evaluation import harness, run
 
         self.check_data(self.settings["benchmark"])
-        answers = harness.read_answers(files.path(self.generate, run.ANSWERS))
+        answers = harness.read_answers(files.read(self.generate, run.ANSWERS))
         run.grade(answers, self.benchmark, files.out, policy=self.policy)

@@ -30,6 +30,7 @@ class Facts(Step):
     """Layers, experts and parameters of a model, from its configuration alone, and a hash of its files."""
 
     kind = "model"
+    small = True
     per_job = "steps"
     model: ModelConfig
 

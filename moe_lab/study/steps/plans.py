@@ -218,6 +218,7 @@ class FromScores(MakesPlan):
     channels each expert loses, and which."""
 
     kind = "plan"
+    small = True
     per_job = "steps"
     facts: Facts
     scores: Scores
@@ -230,7 +231,7 @@ class FromScores(MakesPlan):
         return cls(asked_of(cell), Facts(cell.model), Scores.of(cell), plugged(cell))
 
     def work(self, files: Files) -> None:
-        from safetensors.numpy import load_file
+        from safetensors.numpy import load
 
         from moe_lab.pruning.replace import plan_from_scores
 
@@ -243,7 +244,7 @@ class FromScores(MakesPlan):
             evidence["by"] = files.expert_scores(self.asked.evidence["by"])
         granularity = criteria.get(self.scores.criterion.name).granularity
         if granularity == "channel":
-            channels = load_file(files.path(self.scores, CHANNEL_SCORES))
+            channels = load(files.read(self.scores, CHANNEL_SCORES))
             scored: dict[int, Any] = {int(layer): values for layer, values in channels.items()}
         else:
             scored = files.expert_scores(self.scores)
@@ -260,6 +261,7 @@ class Search(MakesPlan, OnText):
     """A plan by evolutionary search, which starts from scores and compares candidates on a text; and its history."""
 
     kind = "search"
+    small = True
     checks = (check_schedules,)
     scores: Scores
     seed: int
@@ -299,6 +301,7 @@ class Reconstruction(MakesPlan, OnText):
     """The plan that reproduces the layers' outputs best, by trying all choices of experts in each layer."""
 
     kind = "reconstruction"
+    small = True
     reads_text = True
     streams = True
     checks = (check_choices,)
@@ -334,6 +337,7 @@ class Sequential(MakesPlan, OnText):
     """
 
     kind = "sequential"
+    small = True
     reads_text = True
     streams = True
     is_layered = True
