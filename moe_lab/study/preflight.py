@@ -225,7 +225,6 @@ OF_CHOICES: Sequence[tuple[tuple[str, ...], Callable[..., object]]] = (
     (("model",), files.check),
     (("criterion",), _check_criterion),
     (("criterion", "model"), check_weights),
-    (("allocation",), allocation.check_by),
     (("allocation", "criterion"), _check_allocation),
     (("recovery",), recoveries.check),
     (("recovery", "model"), recoveries.check_model),

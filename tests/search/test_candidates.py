@@ -12,10 +12,10 @@ from test_fitness import naive
 
 from moe_lab.errors import UserError
 from moe_lab.pruning.mask import mask
-from moe_lab.search.candidates import Candidates, Plans
+from moe_lab.search.candidates import Candidates, Decoder, Plans, Relatives, States
+from moe_lab.search.evolution import FitnessSettings
 from moe_lab.search.fitness import POSITION_FITNESS
-from moe_lab.search.prefix import Decoder, Relatives, Schedule, States
-from moe_lab.search.settings import FitnessSettings
+from moe_lab.search.schedules import Schedule
 from moe_lab.search.speculative_decoding import DraftingCandidates
 
 ARCHITECTURES = [

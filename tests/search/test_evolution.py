@@ -17,9 +17,8 @@ from numpy.random import PCG64, Generator
 from test_schedules import enumerated
 
 from moe_lab.errors import UserError
-from moe_lab.search.evolution import Outcome, Recorded, evolve, mutate, space_to_search
+from moe_lab.search.evolution import EvolutionSettings, Outcome, Recorded, evolve, mutate, parse, space_to_search
 from moe_lab.search.schedules import PATTERNS, Problem, Schedule, space_of
-from moe_lab.search.settings import EvolutionSettings, parse
 
 TINY = {
     "equal": (Problem((8, 8, 8, 8), (2, 2, 2, 2), (1, 1, 1, 1), 12), 1),

@@ -23,9 +23,9 @@ from moe_lab.errors import UserError
 from moe_lab.models.discover import moe_layers
 from moe_lab.pruning.plan import Plan
 from moe_lab.search.candidates import Candidates, Plans
+from moe_lab.search.evolution import FitnessSettings, problem_of
 from moe_lab.search.run import search
 from moe_lab.search.schedules import space_of
-from moe_lab.search.settings import FitnessSettings, problem_of
 
 SMALL = {"population": 14, "elites": 3, "generations": 6}
 
@@ -143,7 +143,7 @@ def test_what_cannot_work_is_refused(parameters: dict[str, Any], named: str, wor
 
 def test_settings_are_checked_without_torch(world: World) -> None:
     code = (
-        "import sys; from moe_lab.search.settings import parse, problem_of;"
+        "import sys; from moe_lab.search.evolution import parse, problem_of;"
         f"parse({{}}); problem_of({world.settings()!r}, {world.facts!r}); print('torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -208,7 +208,7 @@ def _about(model: Any) -> dict[str, Any]:
     import torch
 
     from moe_lab.models.discover import is_experts
-    from moe_lab.recovery.quantize import storage
+    from moe_lab.recovery.apply import storage
 
     return {
         "dtype": str(model.dtype).removeprefix("torch."),
