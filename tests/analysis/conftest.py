@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import golden_store
@@ -43,13 +41,3 @@ def golden(tmp_path_factory: pytest.TempPathFactory) -> Study:
 def golden_results(golden: Study) -> Results:
     """Results of the committed store; not to be changed."""
     return Results(golden)
-
-
-@pytest.fixture
-def copied(small: Path, tmp_path: Path) -> Callable[[], Path]:
-    """Makes a copy of the small store that a test may damage."""
-
-    def copy() -> Path:
-        return Path(shutil.copytree(small, tmp_path / "copy"))
-
-    return copy

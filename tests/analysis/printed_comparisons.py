@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import handmade
 import pandas as pd
@@ -57,12 +56,3 @@ def models(printed: Iterable[Printed]) -> dict[str, list[Printed]]:
     for number in printed:
         found.setdefault(number.key[0], []).append(number)
     return found
-
-
-def study(found: Comparison) -> Any:
-    """What tables of scores read of a study besides its comparison."""
-    results = pd.DataFrame({"cell": [found.cells.index[0]], "n": [1], "benchmark": ["gsm8k"], "metric": ["acc"]})
-    origins = pd.DataFrame({"versions": []})
-    return handmade.HandmadeStudy(
-        cells=found.cells, results=results, calibrations={}, origins=origins, costs=pd.DataFrame()
-    )
