@@ -176,7 +176,7 @@ def test_no_number_is_rounded(
 
 def test_a_missing_converter_is_said_with_where_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gguf, "OWN", tmp_path / "convert_hf_to_gguf.py")
-    with pytest.raises(UserError, match=r"^export.format=gguf needs .*make llama.*export.converter=PATH"):
+    with pytest.raises(UserError, match=r"^export.format=gguf: .*make llama.*export.converter=PATH"):
         gguf.converter(ExportConfig("natural", "gguf"))
     with pytest.raises(UserError, match=r"^export.converter=nowhere.py: .*convert_hf_to_gguf.py"):
         gguf.converter(ExportConfig("natural", "gguf", "nowhere.py"))

@@ -14,8 +14,7 @@ from moe_lab.errors import UserError
 from moe_lab.exported_code.ragged import RaggedExperts
 from moe_lab.models.discover import is_experts, linears
 from moe_lab.recovery import check
-from moe_lab.recovery.apply import recovered
-from moe_lab.recovery.quantize import FourBitLinear, FourBitMatrices, FourBitMatrix, storage
+from moe_lab.recovery.apply import FourBitLinear, FourBitMatrices, FourBitMatrix, recovered, storage
 
 functional = pytest.importorskip("bitsandbytes.functional")
 

@@ -22,9 +22,8 @@ from moe_lab.models.load import load_model
 from moe_lab.pruning.export import export
 from moe_lab.pruning.export.rewrite import rewrite
 from moe_lab.pruning.plan import Plan
-from moe_lab.recovery.apply import TENSORS, recovered
+from moe_lab.recovery.apply import TENSORS, quantize, recovered, storage
 from moe_lab.recovery.export import check_widths, recovery_changes
-from moe_lab.recovery.quantize import quantize, storage
 
 pytestmark = pytest.mark.slow
 

@@ -19,9 +19,8 @@ from numpy.random import PCG64, Generator
 from scipy.stats import chisquare
 
 from moe_lab.errors import UserError
-from moe_lab.search.evolution import Outcome, Recorded, evolve, mutate, space_to_search
+from moe_lab.search.evolution import EvolutionSettings, Outcome, Recorded, evolve, mutate, parse, space_to_search
 from moe_lab.search.schedules import PATTERNS, Problem, Schedule, Space, pattern, project, space_of
-from moe_lab.search.settings import EvolutionSettings, parse
 
 
 def enumerated(problem: Problem, granularity: int) -> list[Schedule]:

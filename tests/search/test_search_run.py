@@ -20,9 +20,9 @@ from moe_lab.config import CalibrationConfig
 from moe_lab.models.discover import moe_layers
 from moe_lab.pruning.plan import Plan
 from moe_lab.search.candidates import Candidates, Plans
+from moe_lab.search.evolution import FitnessSettings, problem_of
 from moe_lab.search.run import search
 from moe_lab.search.schedules import space_of
-from moe_lab.search.settings import FitnessSettings, problem_of
 
 SMALL = {"population": 14, "elites": 3, "generations": 6}
 
