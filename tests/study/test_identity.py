@@ -20,8 +20,8 @@ from pydantic.dataclasses import is_pydantic_dataclass
 from moe_lab import config
 from moe_lab.config.base import identity, type_at
 from moe_lab.paths import resolve
-from moe_lab.study import KINDS, Step, canonical, devices, digest, identified
-from moe_lab.study.devices import resolved
+from moe_lab.study import KINDS, Step, canonical, digest, estimates, identified
+from moe_lab.study.estimates import resolved
 from moe_lab.study.steps.passes import StatisticsPass
 
 json_values = st.recursive(
@@ -174,7 +174,7 @@ def test_the_word_auto_is_in_no_id(monkeypatch: pytest.MonkeyPatch) -> None:
     """A login node in fp32 and a GPU in the precision of the files share nothing."""
     auto, ids = replace(MODEL, device="auto", dtype="auto"), []
     for gpu in (False, True):
-        monkeypatch.setattr(devices, "has_gpu", lambda gpu=gpu: gpu)
+        monkeypatch.setattr(estimates, "has_gpu", lambda gpu=gpu: gpu)
         one = StatisticsPass.of(cell_of(resolved(auto, config.Config()), TEXT))
         ids.append(one.id)
         assert "auto" not in str(one.settings)
@@ -183,7 +183,7 @@ def test_the_word_auto_is_in_no_id(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_login_node_names_the_device_that_its_jobs_ask_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "has_gpu", lambda: False)
+    monkeypatch.setattr(estimates, "has_gpu", lambda: False)
     slurm = config.LauncherConfig(name="slurm")
     small, unknown = replace(MODEL, device="auto", dtype="auto"), config.ModelConfig(name="big", path="owner/big")
 
