@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import golden_store
@@ -12,13 +10,12 @@ from analysis import report
 from analysis.load.study import Study, load
 from analysis.registry import Results
 
-SMALL = {"criteria": ("frequency", "reap", "man", "random"), "items": 30}
-
 
 @pytest.fixture(scope="session")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A store of four criteria, three calibration sets and two ratios; not to be changed."""
-    return write_store(tmp_path_factory.mktemp("small") / "store", **SMALL)
+    criteria = ("frequency", "reap", "man", "random")
+    return write_store(tmp_path_factory.mktemp("small") / "store", criteria=criteria, items=30)
 
 
 @pytest.fixture(scope="session")
@@ -43,13 +40,3 @@ def golden(tmp_path_factory: pytest.TempPathFactory) -> Study:
 def golden_results(golden: Study) -> Results:
     """Results of the committed store; not to be changed."""
     return Results(golden)
-
-
-@pytest.fixture
-def copied(small: Path, tmp_path: Path) -> Callable[[], Path]:
-    """Makes a copy of the small store that a test may damage."""
-
-    def copy() -> Path:
-        return Path(shutil.copytree(small, tmp_path / "copy"))
-
-    return copy

@@ -23,13 +23,14 @@ from matplotlib.axes import Axes
 from matplotlib.collections import PathCollection
 from matplotlib.colors import to_hex
 from matplotlib.patches import Patch, Rectangle
-from synthetic import record_path, write_json, write_store
+from synthetic import record_path, write_frame, write_json, write_store
 from synthetic_plans import EXPERTS, LAYERS, rng
+from synthetic_sums import MIB
 
 from analysis.load.study import Study, load
 from analysis.published.numbers import TABLES
 from analysis.published.tables import published_tables
-from analysis.registry import Item, Results, make, outputs
+from analysis.registry import Results, make, outputs
 from analysis.render import table as rendering
 from analysis.render.style import Figure
 from analysis.render.table import Table
@@ -44,32 +45,28 @@ SIZES = {"text_8k": 8000, "text_65k": 65000}
 
 def write(root: Path) -> Path:
     """A store whose studies, taken together, have something for nearly every output; returns its root."""
-    usual = {"tasks": TASKS, "items": 12, "overlap": False}
-    general, code = {"calibrations": ("pocket_general",)}, {"calibrations": ("pocket_code",)}
+    usual = {"root": root, "tasks": TASKS, "items": 12, "overlap": False}
+    half, general = {**usual, "ratios": (0.5,)}, {"calibrations": ("pocket_general",)}
+    code, searched = {"calibrations": ("pocket_code",)}, {"allocations": ("evolutionary",)}
     experts = ("frequency", "reap", "man", "aimer", "magnitude")
-    write_store(root, name="experts", criteria=experts, **{**usual, "overlap": True})
-    write_store(root, name="sizes", criteria=("reap",), calibrations=tuple(SIZES), ratios=(0.5,), **usual)
-    write_store(root, name="searched", criteria=("reap", "man"), allocations=("evolutionary",), **code, **usual)
-    write_store(root, name="fitness", criteria=("reap",), allocations=("evolutionary spec dec",), **code, **usual)
-    write_store(root, name="text", criteria=("reap",), allocations=("evolutionary",), **general, **usual)
-    write_store(root, name="quantised", criteria=("reap",), recoveries=("nf4",), ratios=(0.5,), **code, **usual)
+    write_store(name="experts", criteria=experts, **{**usual, "overlap": True})
+    write_store(name="sizes", criteria=("reap",), calibrations=tuple(SIZES), **half)
+    write_store(name="searched", criteria=("reap", "man"), **searched, **code, **usual)
+    write_store(name="fitness", criteria=("reap",), allocations=("evolutionary spec dec",), **code, **usual)
+    write_store(name="text", criteria=("reap",), **searched, **general, **usual)
+    write_store(name="quantised", criteria=("reap",), recoveries=("nf4",), **code, **half)
     places = ("uniform, replacement=mean_output", "uniform, replacement=hc_smoe")
-    write_store(root, name="replaced", criteria=("reap",), allocations=places, ratios=(0.5,), **code, **usual)
-    inside = ("layerwise", "global")
-    write_store(
-        root, name="heapr", criteria=("heapr",), ratios=(0.25, 0.5, 0.75), allocations=inside, **general, **usual
-    )
-    write_store(
-        root, name="camera", criteria=("camera",), ratios=(0.5,), allocations=("layerwise",), **general, **usual
-    )
+    write_store(name="replaced", criteria=("reap",), allocations=places, **code, **half)
+    three = {**usual, "ratios": (0.25, 0.5, 0.75)}
+    write_store(name="heapr", criteria=("heapr",), allocations=("layerwise", "global"), **general, **three)
+    write_store(name="camera", criteria=("camera",), allocations=("layerwise",), **general, **half)
     spread = ("uniform", "coverage", "coverage, smoothing log", "coverage, prior ala2", "coverage, prior loss")
     blocks = ("coverage aligned 64", "coverage aligned 128", "coverage min 64", "coverage min 256")
-    at_half = {**general, **usual, "ratios": (0.5,)}
-    write_store(root, name="channels", criteria=("channel_activation",), allocations=(*spread, *blocks), **at_half)
-    write_store(root, name="snip", criteria=("snip",), allocations=("coverage",), **at_half)
-    write_store(root, name="weights", criteria=("channel_weight",), ratios=(0.5,), allocations=("coverage",), **usual)
+    write_store(name="channels", criteria=("channel_activation",), allocations=(*spread, *blocks), **general, **half)
+    write_store(name="snip", criteria=("snip",), allocations=("coverage",), **general, **half)
+    write_store(name="weights", criteria=("channel_weight",), allocations=("coverage",), **half)
     for study in ("channels", "snip"):
-        synthetic_sums.add(root, study, "coverage, prior loss", ("channel_activation",))
+        synthetic_sums.add(root, study, "coverage, prior loss")
     _same_text(root)
     _weight_scores(root)
     timed(root, "channels")
@@ -88,11 +85,9 @@ def _weight_scores(root: Path) -> None:
     study = json.loads(record_path(root, "experts").read_text())
     for entry in study["cells"]:
         if entry["cell"]["criterion"] in ("aimer", "magnitude"):
-            folder = root / entry["scores"]
-            folder.mkdir(parents=True, exist_ok=True)
             drawn = rng("weights", entry["cell"]["criterion"]).lognormal(0, 0.4, LAYERS * EXPERTS)
             places = [{"layer": at // EXPERTS, "expert": at % EXPERTS, "score": s} for at, s in enumerate(drawn)]
-            pd.DataFrame(places).to_parquet(folder / "scores.parquet", index=False)
+            write_frame(root / entry["scores"] / "scores.parquet", pd.DataFrame(places))
 
 
 def timed(root: Path, name: str) -> None:
@@ -102,24 +97,13 @@ def timed(root: Path, name: str) -> None:
     about = {"device": "A GPU", "dtype": "bfloat16", "threads": 4, "load": 0.25}
     for number, entry in enumerate(study["cells"]):
         entry["timing"] = f"timing/{name}-{number}"
-        write_json(
-            root / entry["timing"] / "timing.json", {**about, "weight_bytes": (20 - number) * synthetic_sums.MIB}
-        )
+        write_json(root / entry["timing"] / "timing.json", {**about, "weight_bytes": (20 - number) * MIB})
         rows = [
-            (
-                prompts,
-                50,
-                10,
-                repeat,
-                0.1 * prompts * 2**repeat,
-                0.5 * (number + 1) * 2**repeat,
-                2.0 * synthetic_sums.MIB,
-            )
+            (prompts, 50, 10, repeat, 0.1 * prompts * 2**repeat, 0.5 * (number + 1) * 2**repeat, 2.0 * MIB)
             for prompts in (2, 4)
             for repeat in range(3)
         ]
-        frame = pd.DataFrame(rows, columns=list(TIMINGS))
-        frame.to_parquet(root / entry["timing"] / "timing.parquet", index=False)
+        write_frame(root / entry["timing"] / "timing.parquet", pd.DataFrame(rows, columns=list(TIMINGS)))
     path.write_text(json.dumps(study))
 
 
@@ -149,20 +133,14 @@ def unpack(root: Path) -> Study:
     return load(root, "all")
 
 
-def everything(study: Study) -> list[Item]:
-    """Every table and figure of `analysis all --compare`."""
+def everything(study: Study) -> tuple[dict[str, Table], dict[str, Figure]]:
+    """Every table and every figure of `analysis all --compare` by name."""
     results = Results(study)
     made = [output for each in make(outputs(), results).values() for output in each]
     compared = published_tables(study, results.comparisons, list(TABLES)).values()
-    return [*made, *(table for table in compared if len(table.frame))]
-
-
-def tables(made: list[Item]) -> dict[str, Table]:
-    return {output.name: output for output in made if isinstance(output, Table)}
-
-
-def figures(made: list[Item]) -> dict[str, Figure]:
-    return {output.name: output for output in made if isinstance(output, Figure)}
+    tables = [*(item for item in made if isinstance(item, Table)), *(table for table in compared if len(table.frame))]
+    figures = [item for item in made if isinstance(item, Figure)]
+    return {table.name: table for table in tables}, {figure.name: figure for figure in figures}
 
 
 def drawn(figure: Figure) -> list[dict[str, Any]]:
@@ -211,12 +189,12 @@ def main(words: list[str]) -> int:
         if words == ["store"]:
             GOLDEN.mkdir(exist_ok=True)
             pack(write(Path(folder) / "written"), STORE)
-        made = everything(unpack(Path(folder) / "read"))
+        tables, figures = everything(unpack(Path(folder) / "read"))
     for path in (*GOLDEN.glob("*.csv"), *GOLDEN.glob("*.json")):
         path.unlink()
-    for name, table in tables(made).items():
+    for name, table in tables.items():
         (GOLDEN / f"{name}.csv").write_text(rendering.csv(table), encoding="utf-8")
-    for name, figure in figures(made).items():
+    for name, figure in figures.items():
         panels = ",\n".join(json.dumps(panel) for panel in drawn(figure))
         (GOLDEN / f"{name}.json").write_text(f"[{panels}]\n", encoding="utf-8")
     return 0

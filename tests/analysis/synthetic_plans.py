@@ -50,15 +50,9 @@ def plan(axes: dict[str, Any]) -> dict[str, Any]:
     """The content of plan.json."""
     if granularity(axes["criterion"]) == "channel":
         packed = np.packbits(channel_masks(axes), axis=-1, bitorder="little")
-        layers = {
-            str(layer): {
-                "experts": EXPERTS,
-                "keep": list(range(EXPERTS)),
-                "width": WIDTH,
-                "channels": [row.tobytes().hex() for row in packed[layer]],
-            }
-            for layer in range(LAYERS)
-        }
+        whole = {"experts": EXPERTS, "keep": list(range(EXPERTS)), "width": WIDTH}
+        masks = [[row.tobytes().hex() for row in rows] for rows in packed]
+        layers = {str(layer): {**whole, "channels": channels} for layer, channels in enumerate(masks)}
     else:
         layers = {
             str(layer): {"experts": EXPERTS, "keep": list(range(count, EXPERTS))}
@@ -120,17 +114,11 @@ def profile(axes: dict[str, Any]) -> list[dict[str, Any]]:
     rows = []
     for layer in range(LAYERS):
         entropy = float("nan") if layer == 0 else float(np.log(left) * drawn.uniform(0.7, 0.9))
-        rows.append(
-            {
-                "layer": layer,
-                "variance": (layer + 1.0) * (1 + axes["ratio"] * float(drawn.uniform(0, 1))),
-                "router_entropy": entropy,
-                "gate_entropy": entropy / 2,
-                "load_entropy": entropy,
-                "experts": 0 if layer == 0 else left,
-                "output_loss": axes["ratio"] ** 2 * (layer + 1) / 8 if axes["ratio"] and layer else float("nan"),
-            }
-        )
+        entropies = {"router_entropy": entropy, "gate_entropy": entropy / 2, "load_entropy": entropy}
+        variance = (layer + 1.0) * (1 + axes["ratio"] * float(drawn.uniform(0, 1)))
+        loss = axes["ratio"] ** 2 * (layer + 1) / 8 if axes["ratio"] and layer else float("nan")
+        experts = 0 if layer == 0 else left
+        rows.append({"layer": layer, "variance": variance, **entropies, "experts": experts, "output_loss": loss})
     return rows
 
 
@@ -144,17 +132,10 @@ def history(axes: dict[str, Any]) -> list[dict[str, Any]]:
             first = generation == 0 and member == 0
             shift = 0 if first else int(drawn.integers(1, 5))
             fitness = 0.5 if first else 0.5 + 0.05 * generation + float(drawn.uniform(-0.03, 0.03))
-            rows.append(
-                {
-                    "generation": generation,
-                    "schedule": [each - shift, each + shift, each, each],
-                    "origin": "uniform" if first else "mutation",
-                    "parent": None if generation == 0 else [each] * LAYERS,
-                    "evaluated": member < 6,
-                    "fitness": fitness if member < 6 else None,
-                    "elite": member < 2,
-                }
-            )
+            row = {"generation": generation, "schedule": [each - shift, each + shift, each, each]}
+            row |= {"origin": "uniform" if first else "mutation", "parent": [each] * LAYERS if generation else None}
+            evaluated = {"evaluated": member < 6, "fitness": fitness if member < 6 else None}
+            rows.append({**row, **evaluated, "elite": member < 2})
     return rows
 
 
@@ -171,11 +152,5 @@ def search(axes: dict[str, Any]) -> dict[str, Any]:
         "best": {"schedule": removed(axes), "fitness": best},
         "uniform": {"schedule": [each] * LAYERS, "fitness": 0.5},
         "counts": {"generations": GENERATIONS, "made": 48, "evaluated": 36, "known": 12},
-        "cost": {
-            "candidates": 36,
-            "forwards": 24.5,
-            "full": 1.0,
-            "per_candidate": 24.5 / 36,
-            "seconds": 12.5,
-        },
+        "cost": {"candidates": 36, "forwards": 24.5, "full": 1.0, "per_candidate": 24.5 / 36, "seconds": 12.5},
     }

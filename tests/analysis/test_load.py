@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +11,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import synthetic_plans
+import tiny
 from handmade import results_of, table_of
 from synthetic import record_path, write_store
 
@@ -22,8 +22,19 @@ from analysis.outputs.scores import benchmark_table
 from analysis.outputs.weights import weight_scores
 from analysis.registry import Results, find
 from moe_lab.errors import UserError
+from moe_lab.models.discover import moe_layers
+from moe_lab.models.facts import model_facts
+from moe_lab.pruning.cost import size
+from moe_lab.pruning.replace import merge_experts, replace_by_constants
 
-Copy = Callable[[], Path]
+TASKS = ("gsm8k", "humaneval", "mbpp", "wildbench", "rte", "hellaswag", "arc_easy")
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    """A store of five cells that a test may damage."""
+    few = {"calibrations": ("pocket_code",), "ratios": (0.25,), "tasks": TASKS, "items": 30, "overlap": False}
+    return write_store(tmp_path / "store", criteria=("frequency", "reap", "man", "random"), **few)
 
 
 def document(store: Path) -> dict:
@@ -97,29 +108,24 @@ def test_merged_experts_count_as_merged_with_and_without_their_router_row(tmp_pa
     assert plan["share"].tolist() == [1, 1, 0, 0] and plan["null"].tolist() == [False, False, len(kept) == 3, False]
 
 
-def test_costs_have_a_row_per_cell_and_memory_is_that_of_the_costs(golden: Study) -> None:
-    assert golden.costs["cell"].tolist() == golden.cells.index.tolist()
-    full = golden.costs.iloc[0]
-    assert full["parameters_kept"] == full["flops_ratio"] == 1 and full["storage_bytes"] == 2 * 3_700_000
-    quantised = golden.cells.index[golden.cells["recovery"] == "nf4"]
-    rows = golden.costs.set_index("cell").loc[quantised]
-    assert (rows["bits"] == 4).all() and np.allclose(rows["storage_bytes"] * 4, rows["loading_bytes"], atol=8)
-    counted = {round(after) for after in golden.memory["bytes_after"]}
-    removing = golden.cells[~golden.cells["allocation"].str.contains("replacement") & (golden.cells["ratio"] > 0)]
-    pruned = golden.costs[golden.costs["cell"].isin(removing.index)]
-    assert counted >= {round(loading) for loading in pruned["loading_bytes"]}
-
-
-def test_searches_and_their_history_are_read(golden: Study) -> None:
-    searched = golden.cells[golden.cells["allocation"].str.startswith("evolutionary")]
-    assert golden.searches["cell"].tolist() == searched.index.tolist()
-    row = golden.searches.iloc[0]
-    assert sum(row["best"]) == sum(row["uniform"]) == row["budget"]
-    spec_dec = golden.cells.loc[golden.searches.query("fitness == 'spec_dec'")["cell"], "allocation"]
-    assert set(spec_dec) == {"evolutionary spec dec"} and set(golden.searches["samples"]) == {64}
-    history = golden.history.query(f"cell == {row['cell']}")
-    assert history["fitness"].max() == pytest.approx(row["best_fitness"])
-    assert history["fitness"].isna().sum() == 12 and len(history["schedule"].iloc[0]) == len(row["layers"])
+def test_loading_memory_counts_constants_and_leaves_out_merged_experts() -> None:
+    model = tiny.build("olmoe")
+    layers, dropping = moe_layers(model), tiny.plan(model, 0.5)
+    widths = {layer.index: layer.width for layer in layers}
+    outputs = {layer.index: np.ones((layer.n_experts, layer.hidden)) for layer in layers}
+    groups = {
+        layer: {kept[0]: {one: 1.0 for one in sorted({kept[0], *(set(range(16)) - set(kept))})}}
+        | {one: {one: 1.0} for one in kept[1:]}
+        for layer, kept in dropping.experts.items()
+    }
+    about = model_facts(model)
+    about = {**about, "layers": {str(layer): facts for layer, facts in about["layers"].items()}}
+    for plan in (replace_by_constants(dropping, outputs, widths), merge_experts(groups, widths, provenance={})):
+        reader = SimpleNamespace(folder=str, json=lambda *_, plan=plan: {"layers": plan._layers()})
+        kept = plans.kept(pd.DataFrame({"plan_folder": ["plan"]}), reader)
+        cells = pd.DataFrame([{"model": "m", "ratio": 0.5, "granularity": "expert", "allocation": "a"}])
+        [row] = plans.loading_memory(cells, kept, {"m": about}).to_dict("records")
+        assert row["parameters_after"] == size(model, plan, facts=about)["parameters"]
 
 
 def test_a_damaged_plan_cost_or_search_is_a_gap(tmp_path: Path) -> None:
@@ -146,24 +152,22 @@ def test_a_damaged_plan_cost_or_search_is_a_gap(tmp_path: Path) -> None:
     assert sorted(gap.what for gap in study.gaps) == [*damaged, "the folder is gone from the store"]
 
 
-@pytest.mark.parametrize("damage", ["gone", "result", "samples", "text"])
-def test_damage_is_a_gap_with_its_place(copied: Copy, damage: str) -> None:
-    store = copied()
+DAMAGES = {
+    "the folder is gone from the store": lambda place: place.rename(place.with_name("elsewhere")),
+    "result.json is missing": lambda place: (place / "result.json").unlink(),
+    "result.json is damaged": lambda place: (place / "result.json").write_text("{"),
+    "samples.parquet is damaged": lambda place: (place / "samples.parquet").write_bytes(b"PAR1 no parquet"),
+}
+
+
+@pytest.mark.parametrize("what", DAMAGES)
+def test_damage_is_a_gap_with_its_place(store: Path, what: str) -> None:
     place = folder(store, 3, "rte")
-    if damage == "gone":
-        place.rename(store / "elsewhere")
-    elif damage == "result":
-        (place / "result.json").unlink()
-    elif damage == "samples":
-        (place / "samples.parquet").write_bytes(b"PAR1 no parquet")
-    else:
-        (place / "result.json").write_text("{")
+    DAMAGES[what](place)
     study = load(store, "made_up")
     [gap] = study.gaps
-    assert place.name in gap.where
-    expected = {"gone": "gone", "result": "is missing", "samples": "is damaged", "text": "is damaged"}[damage]
-    assert expected in gap.what
-    if damage != "samples":
+    assert place.name in gap.where and gap.what == what
+    if "samples" not in what:
         assert np.isnan(score(study, 3, "rte"))
     else:
         low, high = Results(study).measured[0].interval(("rte",))
@@ -171,8 +175,7 @@ def test_damage_is_a_gap_with_its_place(copied: Copy, damage: str) -> None:
         assert score(study, 3, "rte") - low[3] == pytest.approx(1.96 * stderr) and high[4] <= 1
 
 
-def test_a_number_that_was_not_published_is_not_read(copied: Copy) -> None:
-    store = copied()
+def test_a_number_that_was_not_published_is_not_read(store: Path) -> None:
     file = folder(store, 3, "rte") / "result.json"
     published = {"bytes": file.stat().st_size, "sha256": sha256(file.read_bytes()).hexdigest()}
     (file.parent / "step.json").write_text(json.dumps({"files": {file.name: published}}))
@@ -182,8 +185,7 @@ def test_a_number_that_was_not_published_is_not_read(copied: Copy) -> None:
     assert [gap.what for gap in study.gaps] == ["result.json is damaged"] and np.isnan(score(study, 3, "rte"))
 
 
-def test_a_cell_that_is_listed_twice_counts_once_and_a_renamed_label_is_found_by_its_id(copied: Copy) -> None:
-    store = copied()
+def test_a_cell_that_is_listed_twice_counts_once_and_a_renamed_label_is_found_by_its_id(store: Path) -> None:
     changed = document(store)
     changed["cells"].append(changed["cells"][4])
     rewrite(store, changed)
@@ -193,8 +195,7 @@ def test_a_cell_that_is_listed_twice_counts_once_and_a_renamed_label_is_found_by
     assert len(study.cells) == len(changed["cells"]) - 1 and gaps(study) == []
 
 
-def test_mixed_sizes_metrics_and_versions_are_told(copied: Copy) -> None:
-    store = copied()
+def test_mixed_sizes_metrics_and_versions_are_told(store: Path) -> None:
     place = folder(store, 1, "hellaswag")
     frame = pd.read_parquet(place / "samples.parquet").iloc[:20]
     frame.to_parquet(place / "samples.parquet", index=False)
@@ -223,8 +224,7 @@ def test_mixed_sizes_metrics_and_versions_are_told(copied: Copy) -> None:
 
 
 @pytest.mark.parametrize("metric", ["perplexity", "perplexity,none"])
-def test_scores_that_are_no_means_get_intervals_from_their_standard_error(copied: Copy, metric: str) -> None:
-    store = copied()
+def test_scores_that_are_no_means_get_intervals_from_their_standard_error(store: Path, metric: str) -> None:
     for cell in range(len(document(store)["cells"])):
         change_result(store, cell, "gsm8k", score=10.0 + cell, stderr=0.5, metric=metric)
     [comparison] = Results(load(store, "made_up")).measured
@@ -234,8 +234,7 @@ def test_scores_that_are_no_means_get_intervals_from_their_standard_error(copied
     assert np.isnan(comparison.p_values(("gsm8k",), 1, [2, 3])).all()
 
 
-def test_records_that_cannot_be_read_are_named(copied: Copy) -> None:
-    store = copied()
+def test_records_that_cannot_be_read_are_named(store: Path) -> None:
     for text, word in ((json.dumps({**document(store), "schema": 2}), "newer"), ("{", "damaged")):
         record_path(store).write_text(text)
         with pytest.raises(UserError, match=word):

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from moe_lab.calibration.answers import answer_batches
-from moe_lab.calibration.batches import batches
+from moe_lab.calibration.batches import answer_batches, batches
 from moe_lab.config import CalibrationConfig
 from moe_lab.errors import UserError
 

@@ -19,8 +19,7 @@ from hypothesis import strategies as st
 
 from moe_lab import grid
 from moe_lab.calibration import check
-from moe_lab.calibration.answers import answer_batches
-from moe_lab.calibration.batches import TOLERANCE, Calibration, batches
+from moe_lab.calibration.batches import TOLERANCE, Calibration, answer_batches, batches
 from moe_lab.calibration.documents import Text
 from moe_lab.calibration.sources import read
 from moe_lab.config import CalibrationConfig, Config, SourceConfig

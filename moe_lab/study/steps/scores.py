@@ -8,6 +8,7 @@ from typing import Any, Self
 
 from moe_lab import allocation, criteria, plugins, results
 from moe_lab.config import CriterionConfig, ModelConfig
+from moe_lab.criteria.experts import family
 from moe_lab.errors import unknown
 from moe_lab.grid import Cell
 from moe_lab.models.config_json import check_plain_weights
@@ -110,9 +111,7 @@ def plugged(cell: Cell) -> Places:
 
 def score(step: Any, inputs: ByLayer, layers: ByLayer) -> dict[int, Any]:
     """Layer -> scores by the criterion, gate and seed of a step, from sums over the layer's tokens and weights.
-
-    `layers` has the facts of the layers to score.
-    """
+    `layers` has the facts of the layers to score."""
     return criteria.score(
         step.criterion.name,
         inputs,
@@ -148,5 +147,5 @@ class Family(Step):
         return cls(StatisticsPass.of(cell), cell.gate)
 
     def work(self, files: Files) -> None:
-        table = criteria.family(files.evidence({"statistics": self.statistics}), gate=self.gate)
+        table = family(files.evidence({"statistics": self.statistics}), gate=self.gate)
         files.table("family.parquet", results.FAMILY, table)
