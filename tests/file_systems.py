@@ -27,31 +27,16 @@ class Deadly(_Disk):
     protocol = DEADLY
     done = 0
 
-    def _dies(self, operation: str, half: Any = None, target: str = "") -> None:
+    def _does(self, operation: str, first: str, second: Any) -> None:
         name, _, number = os.environ.get(DIE, "").partition(" ")
-        if name == operation:
-            Deadly.done += 1
-            if Deadly.done == int(number):
-                if half is not None:
-                    self.makedirs(os.path.dirname(target), exist_ok=True)
-                    Path(target).write_bytes(half[: len(half) // 2])
-                os.kill(os.getpid(), signal.SIGKILL)
-
-    def put_file(self, lpath: str, rpath: str, **kwargs: Any) -> None:
-        self._dies("put_file", Path(lpath).read_bytes(), rpath)
-        super().put_file(lpath, rpath, **kwargs)
-
-    def get_file(self, rpath: str, lpath: str, **kwargs: Any) -> None:
-        self._dies("get_file", Path(rpath).read_bytes(), lpath)
-        super().get_file(rpath, lpath, **kwargs)
-
-    def pipe_file(self, path: str, value: bytes, **kwargs: Any) -> None:
-        self._dies("pipe_file", value, path)
-        super().pipe_file(path, value, **kwargs)
-
-    def mv(self, path1: str, path2: str, **kwargs: Any) -> None:
-        self._dies("mv")
-        super().mv(path1, path2, **kwargs)
+        Deadly.done += name == operation
+        if name != operation or Deadly.done != int(number):
+            return
+        if operation != "mv":
+            target, data = (first, second) if operation == "pipe_file" else (second, Path(first).read_bytes())
+            self.makedirs(os.path.dirname(target), exist_ok=True)
+            Path(target).write_bytes(data[: len(data) // 2])
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 class Refused(ConnectionError):
@@ -65,30 +50,29 @@ class Refusing(_Disk):
     refuses: frozenset[str] = frozenset()
     asked = 0
 
-    def _asked(self, what: str) -> None:
-        if what in self.refuses:
+    def _does(self, operation: str, *_: Any) -> None:
+        kind = {"ls": "reading", "put_file": "writing", "pipe_file": "writing"}.get(operation, "removing")
+        if kind in self.refuses:
             Refusing.asked += 1
             raise Refused("no network today")
 
-    def ls(self, path: str, **kwargs: Any) -> Any:
-        self._asked("reading")
-        return super().ls(path, **kwargs)
 
-    def put_file(self, lpath: str, rpath: str, **kwargs: Any) -> None:
-        self._asked("writing")
-        super().put_file(lpath, rpath, **kwargs)
+def _announce(kind: Any, *operations: str) -> None:
+    """Let `kind` be told of these operations before it does them."""
 
-    def pipe_file(self, path: str, value: bytes, **kwargs: Any) -> None:
-        self._asked("writing")
-        super().pipe_file(path, value, **kwargs)
+    def announcing(operation: str) -> Any:
+        def method(self: Any, first: Any, second: Any = None, **kwargs: Any) -> Any:
+            self._does(operation, first, second)
+            return getattr(_Disk, operation)(self, first, *([] if second is None else [second]), **kwargs)
 
-    def rm_file(self, path: str) -> None:
-        self._asked("removing")
-        super().rm_file(path)
+        return method
 
-    def rm(self, path: str, **kwargs: Any) -> None:
-        self._asked("removing")
-        super().rm(path, **kwargs)
+    for operation in operations:
+        setattr(kind, operation, announcing(operation))
+
+
+_announce(Deadly, "put_file", "get_file", "pipe_file", "mv")
+_announce(Refusing, "ls", "put_file", "pipe_file", "rm_file", "rm")
 
 
 def register() -> None:

@@ -1,7 +1,7 @@
 """Everything that moe_lab uses of transformers beyond its public interface.
 
 Tested with transformers 5.21 to 5.23, which pyproject.toml allows. A version that renames one of these fails in
-tests/test_transformers_private.py:
+tests/test_repository.py:
 
     conversion_mapping.get_model_conversion_mapping; modeling_utils.LoadStateDictConfig;
     PreTrainedModel._load_pretrained_model, _get_dtype_plan
