@@ -27,52 +27,54 @@ class Deadly(_Disk):
     protocol = DEADLY
     done = 0
 
-    def _does(self, operation: str, first: str, second: Any) -> None:
+    def _dies(self, operation: str, half: Any = None, target: str = "") -> None:
         name, _, number = os.environ.get(DIE, "").partition(" ")
-        Deadly.done += name == operation
-        if name != operation or Deadly.done != int(number):
-            return
-        if operation != "mv":
-            target, data = (first, second) if operation == "pipe_file" else (second, Path(first).read_bytes())
-            self.makedirs(os.path.dirname(target), exist_ok=True)
-            Path(target).write_bytes(data[: len(data) // 2])
-        os.kill(os.getpid(), signal.SIGKILL)
+        if name == operation:
+            Deadly.done += 1
+            if Deadly.done == int(number):
+                if half is not None:
+                    self.makedirs(os.path.dirname(target), exist_ok=True)
+                    Path(target).write_bytes(half[: len(half) // 2])
+                os.kill(os.getpid(), signal.SIGKILL)
 
+    def put_file(self, lpath: str, rpath: str, **kwargs: Any) -> None:
+        self._dies("put_file", Path(lpath).read_bytes(), rpath)
+        super().put_file(lpath, rpath, **kwargs)
 
-class Refused(ConnectionError):
-    """What fsspec leaves out of a listing, unless it is told to raise it."""
+    def get_file(self, rpath: str, lpath: str, **kwargs: Any) -> None:
+        self._dies("get_file", Path(rpath).read_bytes(), lpath)
+        super().get_file(rpath, lpath, **kwargs)
+
+    def pipe_file(self, path: str, value: bytes, **kwargs: Any) -> None:
+        self._dies("pipe_file", value, path)
+        super().pipe_file(path, value, **kwargs)
+
+    def mv(self, path1: str, path2: str, **kwargs: Any) -> None:
+        self._dies("mv")
+        super().mv(path1, path2, **kwargs)
 
 
 class Refusing(_Disk):
-    """A folder that refuses what `refuses` names: reading, writing or removing."""
+    """A folder that refuses what `refuses` names: reading or writing."""
 
     protocol = REFUSING
     refuses: frozenset[str] = frozenset()
-    asked = 0
 
-    def _does(self, operation: str, *_: Any) -> None:
-        kind = {"ls": "reading", "put_file": "writing", "pipe_file": "writing"}.get(operation, "removing")
-        if kind in self.refuses:
-            Refusing.asked += 1
-            raise Refused("no network today")
+    def _asked(self, what: str) -> None:
+        if what in self.refuses:
+            raise ConnectionError("no network today")
 
+    def ls(self, path: str, **kwargs: Any) -> Any:
+        self._asked("reading")
+        return super().ls(path, **kwargs)
 
-def _announce(kind: Any, *operations: str) -> None:
-    """Let `kind` be told of these operations before it does them."""
+    def put_file(self, lpath: str, rpath: str, **kwargs: Any) -> None:
+        self._asked("writing")
+        super().put_file(lpath, rpath, **kwargs)
 
-    def announcing(operation: str) -> Any:
-        def method(self: Any, first: Any, second: Any = None, **kwargs: Any) -> Any:
-            self._does(operation, first, second)
-            return getattr(_Disk, operation)(self, first, *([] if second is None else [second]), **kwargs)
-
-        return method
-
-    for operation in operations:
-        setattr(kind, operation, announcing(operation))
-
-
-_announce(Deadly, "put_file", "get_file", "pipe_file", "mv")
-_announce(Refusing, "ls", "put_file", "pipe_file", "rm_file", "rm")
+    def pipe_file(self, path: str, value: bytes, **kwargs: Any) -> None:
+        self._asked("writing")
+        super().pipe_file(path, value, **kwargs)
 
 
 def register() -> None:

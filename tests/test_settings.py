@@ -100,12 +100,9 @@ def test_an_unknown_setting_has_a_nearest_one_and_a_class_names_settings_of_its_
     assert not basic & internal and not set(fields_of(kind)) & internal
 
 
-def test_settings_are_immutable() -> None:
+def test_what_other_settings_set_is_refused_and_what_must_be_given_is_asked_for() -> None:
     with pytest.raises((AttributeError, TypeError, ValidationError)):
         setattr(TimingConfig(), fields(TimingConfig)[0].name, 1)
-
-
-def test_what_other_settings_set_is_refused_in_a_file_and_what_must_be_given_is_asked_for() -> None:
     for name in BenchmarkConfig.internal:
         with pytest.raises(SettingsError, match=f"^group.{re.escape(name)} is set by other settings"):
             valid(BenchmarkConfig, {"name": "b", "harness": "lm_eval", "task": "t", name: None}, "group")

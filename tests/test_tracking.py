@@ -16,7 +16,7 @@ from PIL import Image
 
 from moe_lab.config import TrackerConfig
 from moe_lab.errors import UserError
-from moe_lab.study.tracking import log_study
+from moe_lab.study.record import log_study
 
 SETTINGS = TrackerConfig(name="wandb")
 KEY = "0123456789abcdef0123456789abcdef01234567"

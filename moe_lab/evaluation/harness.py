@@ -250,9 +250,9 @@ def write_answers(answers: Sequence[Answer], file: Path) -> None:
     file.write_text("".join(json.dumps(asdict(answer)) + "\n" for answer in answers), encoding="utf-8")
 
 
-def read_answers(file: Path) -> list[Answer]:
-    """The answers that `write_answers` wrote."""
-    rows: list[dict[str, Any]] = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+def read_answers(content: bytes) -> list[Answer]:
+    """The answers in the content of a file that `write_answers` wrote."""
+    rows: list[dict[str, Any]] = [json.loads(line) for line in content.splitlines()]
     return [Answer(**{**row, "replies": tuple(map(_reply, row["replies"]))}) for row in rows]
 
 

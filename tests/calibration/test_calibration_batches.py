@@ -16,8 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_lab.calibration import check
-from moe_lab.calibration.answers import answer_batches
-from moe_lab.calibration.batches import PACKINGS, batches, chunk, one_a_row, reap
+from moe_lab.calibration.batches import PACKINGS, answer_batches, batches, chunk, one_a_row, reap
 from moe_lab.config import CalibrationConfig
 from moe_lab.config.base import SettingsError, identity, valid
 from moe_lab.errors import UserError

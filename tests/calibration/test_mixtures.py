@@ -20,8 +20,6 @@ from hypothesis import strategies as st
 from moe_lab import grid
 from moe_lab.calibration import check
 from moe_lab.calibration.batches import TOLERANCE, Calibration, batches
-from moe_lab.calibration.documents import Text
-from moe_lab.calibration.sources import read
 from moe_lab.config import CalibrationConfig, Config, SourceConfig
 from moe_lab.config.base import SettingsError, identity, valid
 from moe_lab.errors import UserError
@@ -164,27 +162,6 @@ def test_mixtures_that_cannot_be(two: Two, shares: tuple[float, ...], changes: d
     with pytest.raises(SettingsError) as error:
         valid(CalibrationConfig, {"name": "m", "sources": sources, **changes}, "calibration")
     assert [sentence.startswith(begin) for sentence in error.value.sentences] == [True]
-
-
-CODE = {
-    **dict.fromkeys(("id", "source", "license", "dataset", "split", "difficulty"), "x"),
-    "input": "a problem",
-    "output": "<think>long</think>",
-    "solution": "print(w1)",
-}
-
-
-@pytest.mark.parametrize(
-    ("name", "record", "expected"),
-    [
-        ("gsm8k", {"question": "What?", "answer": "w1\n#### 1"}, "Question:\nWhat?\n\nSolution:\nw1\n#### 1"),
-        ("opencodereasoning", CODE, "Problem:\n\n\nReasoning:\n\n\nSolution:\nprint(w1)"),
-        ("pile", {"text": "w1", "meta": {"pile_set_name": "x"}}, "w1"),
-    ],
-)
-def test_published_sets_are_read_from_their_fields(name: str, record: Any, expected: str, tmp_path: Path) -> None:
-    file = write(tmp_path / "rows.jsonl", record)
-    assert read(replace(published(name), path=str(file))) == [Text(expected)]
 
 
 NAMED = {

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from moe_lab.calibration.answers import answer_batches
-from moe_lab.calibration.batches import batches
+from moe_lab.calibration.batches import answer_batches, batches
 from moe_lab.calibration.documents import Chat, tokenize
 from moe_lab.calibration.sources import read
 from moe_lab.config import CalibrationConfig
