@@ -192,7 +192,6 @@ OF_CELLS: Sequence[tuple[tuple[str, ...], Callable[[Cell, Config], object]]] = (
     (("model",), lambda cell, _: files.check(cell.model)),
     (("criterion",), lambda cell, _: criteria.check(cell.criterion.name, cell.criterion.parameters)),
     (("criterion", "model"), lambda cell, _: check_weights(cell.criterion, cell.model)),
-    (("allocation",), lambda cell, _: allocation.check_by(cell.allocation)),
     (("allocation", "criterion"), _check_allocation),
     (("recovery",), lambda cell, _: recoveries.check(cell.recovery)),
     (("recovery", "model"), lambda cell, _: recoveries.check_model(cell.recovery, cell.model)),

@@ -198,19 +198,10 @@ def test_formulas_of_smoothing() -> None:
     assert smooth(x, "huber") == pytest.approx([0.25, 0.75, 1, delta + (delta * (2 - delta)) ** 0.5])
     assert smooth(x, "clip") == pytest.approx([1 - half, 0.75, 1, 1 + half])
     assert smooth(x, "none") == pytest.approx(x)
-
-
-@given(
-    st.lists(st.just(0.0) | st.floats(1e-9, 1e6), min_size=1, max_size=9),
-    st.sampled_from(sorted(FUNCTIONS)),
-    st.floats(1e-3, 1e3),
-)
-def test_order_stays_nothing_is_zero_and_units_do_not_matter(values: list[float], name: str, unit: float) -> None:
-    x = numpy.array(values)
-    found = smooth(x, name)
-    assert (found > 0).all()
-    assert (numpy.diff(found[numpy.argsort(x)]) >= -1e-12).all()
-    assert smooth(x * unit, name) == pytest.approx(found, rel=1e-6)
+    for name in FUNCTIONS:  # equal targets without any values, none that is zero, and units do not matter
+        some = smooth(numpy.array([0.0, 1e-9, 3.0]), name)
+        assert smooth(numpy.zeros(2), name).tolist() == [1, 1] and 0 < some[0] <= some[1] <= some[2]
+        assert smooth(1000 * x, name) == pytest.approx(smooth(x, name))
 
 
 # ---- whole blocks

@@ -15,16 +15,15 @@ from hypothesis import strategies as st
 from tokenizers import pre_tokenizers
 
 import moe_lab
-from moe_lab import criteria
 from moe_lab.allocation import allocate, budgets
 from moe_lab.allocation.protection import identity, super_experts, with_protected
-from moe_lab.allocation.shapes import check_removals, count_subsets, kept_subsets
+from moe_lab.allocation.shapes import check_removals
 from moe_lab.config import AllocationConfig
 from moe_lab.errors import UserError
 from moe_lab.models.discover import moe_layers
 from moe_lab.pruning.plan import Plan, make_plan
 from moe_lab.search.candidates import Plans
-from moe_lab.search.settings import problem_of
+from moe_lab.search.evolution import problem_of
 
 
 def test_published_maxima_give_the_published_experts() -> None:
@@ -120,16 +119,6 @@ def test_a_file_counts_by_its_content(tmp_path: Path) -> None:
             protected(fields, model, {})
 
 
-def test_choices_of_a_reconstruction_hold_them() -> None:
-    for groups, kept in ((1, (0, 5)), (2, (0, 1, 4))):
-        whole = kept_subsets(8, 4, groups)
-        some = kept_subsets(8, 4, groups, kept)
-        assert some == [subset for subset in whole if set(kept) <= set(subset)]
-        assert len(some) == count_subsets(8, 4, groups, kept)
-    with pytest.raises(UserError, match=r" 15 choices .* 0.249 is the largest"):
-        check_removals({0: {**layer(8), "protected": [0, 5]}}, 0.5, limit=14)
-
-
 def test_schedules_of_a_search_leave_room_for_them() -> None:
     model = tiny.build("olmoe")
     facts = {n: layer(16, top_k=4) for n in range(3)} | {1: {**layer(16, top_k=4), "protected": list(range(10))}}
@@ -138,26 +127,18 @@ def test_schedules_of_a_search_leave_room_for_them() -> None:
     assert plans.plan((8, 6, 8)).experts[1] == tuple(range(10))
 
 
-def test_a_planted_outlier_survives_every_criterion(tmp_path: Path) -> None:
+def test_a_planted_outlier_survives(tmp_path: Path) -> None:
     tiny.save("olmoe", tmp_path)
     model, tokenizer = moe_lab.load(str(tmp_path))
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     planted = moe_layers(model)[1]
     with torch.no_grad():
         planted.experts.down_proj[5] *= 300
-    names = [name for name, about in criteria.CRITERIA.items() if not about.source]
     text = [" ".join(f"w{number}" for number in row) for row in tiny.tokens(rows=16, length=64).tolist()]
-    statistics = moe_lab.calibrate(model, tokenizer, text, criteria=names, tokens=1024, length=64)
-    lost = 0
-    for name in names:
-        parameters = {"b": 1, "alpha": 1, "beta": 0} if name == "s_family" else {}
-        scores = moe_lab.score(name, statistics, **parameters)
-        of_channels = criteria.get(name).granularity == "channel"
-        for allocation in ("global", "layerwise", "coverage") if of_channels else ("uniform", "global"):
-            plan = moe_lab.plan(scores, 0.75, allocation, protect="super")
-            assert plan.provenance["protected"] == {"1": [5]}
-            assert 5 in plan.experts[1] and (not of_channels or plan.channels[1][5].all())
-            without = moe_lab.plan(scores, 0.75, allocation)
-            assert "protected" not in without.provenance
-            lost += 5 not in without.experts[1] or (of_channels and not without.channels[1][5].all())
-    assert lost > 10  # what many criteria would drop
+    statistics = moe_lab.calibrate(model, tokenizer, text, criteria=["frequency", "camera"], tokens=1024, length=64)
+    for name, allocation in (("frequency", "uniform"), ("frequency", "global"), ("camera", "coverage")):
+        scores = moe_lab.score(name, statistics)
+        plan = moe_lab.plan(scores, 0.75, allocation, protect="super")
+        assert plan.provenance["protected"] == {"1": [5]}
+        assert 5 in plan.experts[1] and (not plan.channels or plan.channels[1][5].all())
+        assert "protected" not in moe_lab.plan(scores, 0.75, allocation).provenance

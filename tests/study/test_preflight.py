@@ -276,7 +276,7 @@ REFUSED = [
     (["export=natural", "export.format=w4a8"], "did you mean w4a16"),
     (["export=natural", "export.format=fp8", "recovery=nf4"], "expected a recovery with bits=16"),
     (["export=natural", "export.format=gguf", "allocation=global"], "gguf: a GGUF file has one number of experts"),
-    (["export=natural", "export.format=gguf", "export.converter=x.py"], "export.converter=x.py: there is no such"),
+    (["export=natural", "export.format=gguf", "export.converter=x.py"], "export.converter=x.py: llama.cpp's converter"),
     (["export=natural", "export.format=gguf", "backend=server"], "backend=server"),
     (["export=natural", "export.format=gguf", "recovery=nf4"], "expected a recovery with bits=16"),
     (["export=masked"], "have no bias per expert that could keep tokens from dropped ones"),

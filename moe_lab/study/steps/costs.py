@@ -176,7 +176,7 @@ class Timing(OnText):
         from moe_lab.evaluation.timing import measure
         from moe_lab.models.discover import is_experts
         from moe_lab.models.load import device_name
-        from moe_lab.recovery.quantize import storage
+        from moe_lab.recovery.apply import storage
 
         device, here = self.timed.device, device_name(self.about.device)
         if here != device:

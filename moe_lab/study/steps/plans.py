@@ -119,8 +119,7 @@ def drops_whole_experts(cell: Cell) -> bool:
 def check_schedules(cell: Cell) -> None:
     """Raise UserError for unknown parameters of a search and values that cannot work, and when no schedule removes as
     much as the ratio says."""
-    from moe_lab.search.evolution import space_to_search
-    from moe_lab.search.settings import parse, problem_of
+    from moe_lab.search.evolution import parse, problem_of, space_to_search
 
     parameters = parse(cell.allocation.parameters)
     check_ratio(cell)
@@ -286,7 +285,7 @@ class Search(MakesPlan, OnText):
 
     def units(self) -> float:
         """P + (T - 1)(P - m) candidates, each on the text (P: population, T: generations, m: elites)."""
-        from moe_lab.search.settings import parse
+        from moe_lab.search.evolution import parse
 
         search = parse(self.asked.allocation.parameters)
         candidates = search.population + (search.generations - 1) * (search.population - search.elites)
