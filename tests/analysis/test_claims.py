@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 import pytest
-from handmade import UNPRUNED, cell, comparison_of, family
+from handmade import UNPRUNED, cell, comparison_of, family, first
 
 from analysis.outputs import claims
 from analysis.stats import overlap
@@ -16,22 +16,10 @@ NO_COSTS = pd.DataFrame(columns=["cell", "routed_kept"])
 NO_FAMILY = pd.DataFrame()
 
 
-def first(count: int, items: int = 40) -> list[int]:
-    """Outcomes of a plan that solves the first `count` items."""
-    return [1] * count + [0] * (items - count)
-
-
 def searched(last: list[int] | None) -> pd.DataFrame:
-    axes = [
-        UNPRUNED,
-        cell("reap"),
-        cell("reap", "evolutionary"),
-        cell("ean"),
-        cell("ean", "evolutionary"),
-        cell("seer"),
-        cell("reap", ratio=0.25),
-        cell("reap", "evolutionary", ratio=0.25),
-    ]
+    words = [("reap",), ("reap", "evolutionary"), ("ean",), ("ean", "evolutionary"), ("seer",)]
+    words += [("reap", "uniform", 0.25), ("reap", "evolutionary", 0.25)]
+    axes = [UNPRUNED, *(cell(*each) for each in words)]
     solved = [first(40), first(10), first(20), first(8), last, first(30), first(20), first(19)]
     return claims.claims([comparison_of(axes, {"gsm8k": solved})], NO_COSTS, NO_FAMILY)
 
@@ -52,16 +40,9 @@ def test_a_missing_result_takes_its_pair_away_and_nothing_else() -> None:
     assert claims.verdict(np.nan, 0.1) == "not tested"
 
 
-CHANNELS = [
-    UNPRUNED,
-    cell("heapr", "global"),
-    cell("camera", "layerwise"),
-    cell("reap"),
-    cell("man"),
-    cell("channel_random", "layerwise"),
-    cell("random"),
-    cell("heapr", "global", recovery="nf4"),
-]
+PLACES = {"heapr": "global", "camera": "layerwise", "reap": "uniform", "man": "uniform"}
+PLACES |= {"channel_random": "layerwise", "random": "uniform"}
+CHANNELS = [UNPRUNED, *(cell(*words) for words in PLACES.items()), cell("heapr", "global", recovery="nf4")]
 KEPT = [1, 0.5, 0.5, 0.52, 0.6, 0.5, 0.5, 0.5]
 
 

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from handmade import of_tables
 from omegaconf import OmegaConf
-from printed_comparisons import of_tables
 
 from analysis import names
 from analysis.load import plans
@@ -130,12 +130,6 @@ def test_full_splits_print_shares_of_their_items() -> None:
 def test_the_ends_of_a_printed_number(text: str, note: str, ends: tuple[float, float]) -> None:
     found = Printed("unified", "1", ("m", 0.25, "man", "uniform", "none", "c4"), "Avg", text, note).ends
     assert found == pytest.approx(ends)
-
-
-def test_quoted_mone_is_the_whole_method_and_the_unified_one_its_score() -> None:
-    """MoE-Slimming quotes it with constants in place of experts, Unified Expert Pruning drops experts by its score."""
-    allocations = {(number.paper, number.key[3]) for number in numbers() if number.key[2] == "mone"}
-    assert allocations == {("unified", "uniform"), ("coverage", "uniform, replacement=mean_output")}
 
 
 GIB = 2**30

@@ -9,22 +9,50 @@ from decimal import ROUND_HALF_UP, Decimal
 from functools import cache
 from itertools import takewhile
 
+import pandas as pd
 import pytest
-from handmade import results_of, study_of, table_of
+from handmade import cell, cells_of, of_tables, results_of, share, study_of, table_of
 from omegaconf import OmegaConf
-from printed_comparisons import comparison, models, of_tables
 
 from analysis import names
 from analysis.outputs import ranks
 from analysis.outputs import scores as score_tables
 from analysis.published.numbers import AVERAGE, FOLDER, TRUNCATED, Key, Printed, numbers
 from analysis.stats.cell_scores import MEAN, column_targets, group_targets, scores
+from analysis.stats.comparison import Comparison
+from analysis.stats.ranks import displayed
 from moe_lab.paths import conf
 
 WITHIN = 0.005
 NOT_PRINTED = ("deepseek_v2_lite_chat", 0.25, "frequency", "evolutionary", "none", "evol_codealpaca")
 """The row of EvoESAP that Table 10 lacks, so that its MC Avg cannot be recomputed."""
 KEY = ["model", "ratio", "criterion", "allocation", "recovery", "calibration"]
+DISPLAYED = {"livecodebench": "LiveCode", "wildbench": "WildBench", "gsm8k": "GSM8K", "math500": "MATH-500"}
+"""Benchmarks that are a displayed column of their own."""
+
+
+def comparison(printed: Iterable[Printed], *, columns: bool = False) -> Comparison:
+    """One model's cells with their scores per benchmark, or (`columns`) per displayed column as printed."""
+    rows: dict[tuple[object, ...], dict[str, float]] = {}
+    for number in printed:
+        row = rows.setdefault(number.key, {})
+        if columns and number.benchmark in (*names.COLUMNS, *DISPLAYED):
+            row[DISPLAYED.get(number.benchmark, number.benchmark)] = number.value
+        elif not columns and number.benchmark in names.BENCHMARKS:
+            row[number.benchmark] = share(number)
+    cells = cells_of([cell(**dict(zip(KEY, key, strict=True))) for key in rows])
+    frame = pd.DataFrame(list(rows.values()), index=cells.index)
+    frame = frame[sorted(frame, key=[*names.BENCHMARKS, *names.COLUMNS].index)]
+    parts = {name: (name,) for name in frame} if columns else displayed(list(frame))
+    return Comparison(str(cells["model"].iloc[0]), cells, frame, parts, (), {}, frame * float("nan"))
+
+
+def models(printed: Iterable[Printed]) -> dict[str, list[Printed]]:
+    """Model -> its numbers."""
+    found: dict[str, list[Printed]] = {}
+    for number in printed:
+        found.setdefault(number.key[0], []).append(number)
+    return found
 
 
 @pytest.mark.parametrize("model", ["olmoe_1b_7b", "deepseek_v2_lite_chat", "ernie_21b_a3b", "qwen3_30b_a3b_instruct"])
@@ -164,8 +192,8 @@ def test_the_mean_in_a_table_is_that_of_the_benchmarks_of_its_paper(table: tuple
         ours = scores(found, cells, column_targets(found, cells, (*LISTS[table], MEAN))).frame
         assert list(ours) == [*(names.benchmark(name) for name in LISTS[table]), MEAN]
         by_key = {number.key: number for number in printed if number.benchmark == AVERAGE}
-        for (_, cell), value in zip(found.cells[KEY].iterrows(), ours[MEAN], strict=True):
-            average = by_key.get(tuple(cell))
+        for (_, key), value in zip(found.cells[KEY].iterrows(), ours[MEAN], strict=True):
+            average = by_key.get(tuple(key))
             if average is not None:
                 parts = [part.value for part in parts_of(average)]
                 assert value == pytest.approx(statistics.fmean(parts), abs=0.0005), average

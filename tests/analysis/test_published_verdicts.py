@@ -12,7 +12,6 @@ import handmade
 import numpy as np
 import pandas as pd
 import pytest
-from printed_comparisons import of_tables, share
 
 from analysis.__main__ import main
 from analysis.published.numbers import READS_GATES, Printed, numbers, split
@@ -29,7 +28,11 @@ HARNESSES = {"livecodebench": "evalscope", "openbookqa": "lm_eval"}
 
 def printed(criterion: str, table: str = "5") -> dict[str, Printed]:
     """Benchmark -> what Unified prints of OLMoE at 25 % (or unpruned)."""
-    rows = [number for number in of_tables("unified", table) if number.key[0] == MODEL and number.key[2] == criterion]
+    rows = [
+        number
+        for number in handmade.of_tables("unified", table)
+        if number.key[0] == MODEL and number.key[2] == criterion
+    ]
     return {number.benchmark: number for number in rows}
 
 
@@ -37,7 +40,7 @@ def outcomes(number: Printed, *, off: int = 0) -> list[float]:
     """As many items as the split has, as many of them right as printed, or `off` more."""
     items = split(number, number.benchmark).items
     assert items is not None
-    right = round(share(number) * items) + off
+    right = round(handmade.share(number) * items) + off
     return [1.0] * right + [0.0] * (items - right)
 
 
@@ -198,7 +201,7 @@ def test_mone_that_replaces_is_compared_with_the_printed_whole_method_alone(
     study, comparison = study_of(("mone",), allocation=NOVICES)
     assert set(verdicts(study, comparison)["Criterion"]) == {"Unpruned"}, "Unified drops experts"
     key = ("deepseek_moe_16b", 0.5, "mone", NOVICES, "none", "c4")
-    [quoted] = [one for one in of_tables("coverage", "reply 5") if one.key == key and one.benchmark == "boolq"]
+    [quoted] = [one for one in handmade.of_tables("coverage", "reply 5") if one.key == key and one.benchmark == "boolq"]
     axes = [handmade.UNPRUNED, handmade.cell("mone", allocation, calibration="c4")]
     right = round(quoted.value * 3270)
     outcomes = {"boolq": [[1] * 3270, [1] * right + [0] * (3270 - right)]}

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-from handmade import UNPRUNED, cell, cells_of, comparison_of, results_of, study_of
+from handmade import UNPRUNED, cell, cells_of, comparison_of, first, results_of, study_of
 
 from analysis import names
 from analysis.load import settings as cell_settings
@@ -24,12 +24,6 @@ from analysis.render.table import Table
 from analysis.stats import uncertainty
 from analysis.stats.cell_scores import CODING, MEAN, column_targets
 from analysis.stats.comparison import Comparison
-
-
-def first(count: int, items: int = 20) -> list[int]:
-    """Outcomes of a plan that solves the first `count` items."""
-    return [1] * count + [0] * (items - count)
-
 
 AXES = [
     UNPRUNED,
@@ -49,7 +43,7 @@ COSTS = [
 
 def made(axes: list[dict[str, Any]], solved: dict[str, list[int | None]]) -> Comparison:
     return comparison_of(
-        axes, {name: [None if n is None else first(n) for n in counts] for name, counts in solved.items()}
+        axes, {name: [None if n is None else first(n, 20) for n in counts] for name, counts in solved.items()}
     )
 
 
@@ -209,9 +203,6 @@ def test_fewer_experts_a_token_stand_under_the_model_as_it_was_trained() -> None
     assert table.frame["Criterion"].tolist()[1:3] == ["Channel activation, coverage, top-4", "MoNE score, top-4"]
     assert table.frame[MEAN].tolist() == pytest.approx([0.9, 0.8, 0.7, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3])
     assert recovery.top_k_table(results_of(study, models[3:]), "t").frame.empty
-
-
-def test_a_model_with_fewer_experts_a_token_has_the_printed_rows_of_it() -> None:
     found = {**cell("none", "none", 0.0), "model": "qwen1_5_moe_top2", "calibration": "none", "recovery": "none"}
     row = counterparts("coverage.table9")[key_of(found)]
     assert {number.benchmark for number in row} >= {"piqa", "Avg"} and names.routed("m") == ("m", None)
