@@ -15,8 +15,7 @@ import datasets
 import lm_eval
 import numpy as np
 import pytest
-import torch
-from asking import PLAIN, chatting, equals_lm_eval, evaluate, write
+from asking import PLAIN, chatting, equals_lm_eval, evaluate, log_likelihood, write
 from harness_files import (
     BOOLQ,
     GENERATED,
@@ -48,15 +47,6 @@ from moe_lab.evaluation.sandbox import Policy
 from moe_lab.paths import resolve
 
 ROOT = Path(__file__).parents[2]
-
-
-def log_likelihood(subject: LoadedModel, prompt: str, answer: str) -> float:
-    """One unpadded forward pass."""
-    before = subject.tokenizer(prompt).input_ids
-    whole = subject.tokenizer(prompt + answer).input_ids
-    with torch.inference_mode():
-        logits = subject.model(torch.tensor([whole[:-1]])).logits[0].double().log_softmax(-1)
-    return float(sum(logits[place - 1, whole[place]] for place in range(len(before), len(whole))))
 
 
 SHIPPED = sorted(
