@@ -15,14 +15,14 @@ from asking import ask, write
 from evalplus.provider.utility import EOS
 from harness_files import write_lines
 
-from moe_lab import evaluation as suite
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError
+from moe_lab.evaluation import LIMITED, NAMESPACES, UNCONFINED, Policy, suite
 from moe_lab.evaluation.engines import Written
 from moe_lab.evaluation.engines.hf import LoadedModel
 from moe_lab.evaluation.harnesses import evalplus
 from moe_lab.evaluation.run import evaluate
-from moe_lab.evaluation.sandbox import LIMITED, NAMESPACES, UNCONFINED, Policy, client
+from moe_lab.evaluation.sandbox import client
 from moe_lab.evaluation.sandbox.client import NoNamespaces, namespaces_missing
 from moe_lab.paths import resolve
 from moe_lab.results import Sample

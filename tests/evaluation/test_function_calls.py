@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,17 +14,15 @@ import pyarrow.parquet as parquet
 import pytest
 from asking import Said
 
-from moe_lab import evaluation as suite
 from moe_lab.config import BenchmarkConfig, ModelConfig
 from moe_lab.errors import UserError
-from moe_lab.evaluation import run
+from moe_lab.evaluation import Policy, run, suite
 from moe_lab.evaluation.answers import render
 from moe_lab.evaluation.engines import answer_in
 from moe_lab.evaluation.engines.hf import LoadedModel
 from moe_lab.evaluation.harnesses import function_call_rules as rules
 from moe_lab.evaluation.harnesses import function_calls
 from moe_lab.evaluation.harnesses.function_call_rules import Call, Undecodable, tool
-from moe_lab.evaluation.sandbox import Policy
 from moe_lab.models.config_json import check_chat_template
 
 ROOT = Path(__file__).parents[2]
@@ -92,64 +89,22 @@ def test_what_is_no_list_of_calls_is_wrong_and_counts_as_no_call(text: str) -> N
 
 WEATHER = [function("get_weather", ("city",), city=described("string")), function("math.area", ())]
 CALLS = [
-    # of all families
-    "<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n</function>\n</tool_call>",
-    '<|python_tag|>look_up(city="Paris")',
-    '{"name": "get_weather", "parameters": {"city": "Paris"}}',
-    '{"type": "function", "function": {"name": "get_weather", "arguments": "{}"}}',
-    "{'name': 'get_weather', 'arguments': {'city': 'Paris'}}",
-    '[look_up(city="Paris"), other(x=1)]',
-    '```python\nget_weather(city="Paris")\n```',
-    'weather = get_weather("Paris")',
-    'get_weather(\n  city="Paris"\n)',
-    '[TOOL_CALLS]get_weather{"city": "Paris"}',
-    "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>look_up\n```json\n{}\n```<｜tool▁call▁end｜>",
-    'I look it up: {"name": "look_up", "arguments": {"q": 1}}',
-    "<start_function_call>call:get_weather{city:Paris}<end_function_call>",
-    'Action: get_weather\nAction Input: {"city": "Paris"}',
-    "math_area()",
-    # without special tokens
-    'functions.get_weather:0{"city": "Paris"}',
-    'function<｜tool▁sep｜>get_weather\n```json\n{"city": "Paris"}\n```',
+    '{"get_weather": {"city": "Paris"}}',
     'commentary to=functions.get_weather json{"city": ',
-    # malformed or incomplete
     '<tool_call>{"name": "get_wea',
     "<tool_call>get_weather\n<arg_key>city",
-    '{"name": "get_weather"}',
-    '{"name": 1, "arguments": {}}',
-    '{"get_weather": {"city": "Paris"}, "math.area": {}}',
-    '{"get_weather": {"city": "Par',
-    '[get_weather(city="Par',
 ]
 SPEECH = [
     "None of the functions helps.",
     "[]",
     "get_weather(city) is of no use here.",
-    "I cannot call get_weather(city) for the area of a square.",
-    "The functions `get_weather` and `math.area` are of no use: it is 25 (5*5).",
-    "- get_weather: gives the weather\n- math.area: gives an area",
     "```python\nprint(5 * 5)\n```",
-    'I would need a function such as `square_area(side)`, or {"name": "Paris"}.',
 ]
 
 
 @pytest.mark.parametrize("text", CALLS + SPEECH)
-def test_a_call_in_any_form_is_no_abstention_and_to_speak_of_functions_is_one(text: str) -> None:
+def test_a_call_is_no_abstention_be_it_malformed_and_to_speak_of_functions_is_one(text: str) -> None:
     assert (mistake(text, WEATHER, []) is None) is (text in SPEECH)
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "get_weather(" * 40_000,
-        '"name":' + "a" * 200_000,
-        "(" * 200_000,
-    ],
-)
-def test_what_is_no_call_is_found_in_time(text: str) -> None:
-    begin = time.monotonic()
-    mistake(text, WEATHER, [])
-    assert time.monotonic() - begin < 5
 
 
 DECLARED = [
@@ -416,7 +371,7 @@ def test_one_sentence_for_damaged_and_missing_files(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"chat": False}, "chat=false, but tools are written by the chat template"),
+        ({"chat": False}, "chat=false, but conversations and tools are put to the model"),
         ({"parameters": {}}, "parameters.answers is not set"),
         ({"expected": 10}, "has 9 items and should have 10"),
         ({"reports": {"f": "score"}}, "metric=score is unknown"),
@@ -481,7 +436,7 @@ def test_right_and_wrong_answers_have_their_verdicts(tmp_path: Path) -> None:
     samples = {row["item"]: row for row in parquet.read_table(tmp_path / "wrong/samples.parquet").to_pylist()}
     assert [item for item, row in samples.items() if not row["outcome"]] == ["multiple_0", "irrelevance_0"]
     assert samples["multiple_0"]["output"] == "A saw." and samples["simple_0"]["extracted"] == "right"
-    assert samples["irrelevance_0"]["extracted"] == "expected no call, found 1"
+    assert samples["irrelevance_0"]["extracted"].startswith("expected no call, found '<tool_call>")
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,8 @@ from omegaconf import OmegaConf
 
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError
+from moe_lab.evaluation import Policy
 from moe_lab.evaluation.engines.hf import LoadedModel
-from moe_lab.evaluation.sandbox import Policy
 from moe_lab.paths import resolve
 
 ROOT = Path(__file__).parents[2]

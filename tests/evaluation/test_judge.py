@@ -20,10 +20,10 @@ from hypothesis import strategies as some
 from moe_lab.config import BenchmarkConfig, JudgeConfig
 from moe_lab.config.base import SettingsError, valid
 from moe_lab.errors import Unavailable
+from moe_lab.evaluation import Policy, suite
 from moe_lab.evaluation import judge as judge_module
 from moe_lab.evaluation.harnesses import wildbench
 from moe_lab.evaluation.judge import Judge, Unparsable, score
-from moe_lab.evaluation.sandbox import Policy
 from moe_lab.study import error_document
 
 pytestmark = pytest.mark.slow
@@ -239,7 +239,7 @@ def test_everything_wrong_with_a_judge_is_said_before_anything_is_loaded(
     assert problems() == ""
     assert "allow_judge=false" in problems(Policy()) and "allow_judge=true" in problems(Policy())
     assert "judge=gpt_oss_120b" in problems(judge=None)
-    assert "chat=false, but conversations" in problems(chat=False)
+    assert "chat=false, but conversations" in " ".join(suite.wrong([replace(BENCHMARK, chat=False)]))
     judge = BENCHMARK.judge
     assert judge is not None
     monkeypatch.delenv(KEY)

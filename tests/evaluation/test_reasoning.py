@@ -26,13 +26,12 @@ from transformers import AddedToken
 
 from moe_lab.config import BenchmarkConfig, JudgeConfig
 from moe_lab.errors import UserError
-from moe_lab.evaluation import run
+from moe_lab.evaluation import Policy, run
 from moe_lab.evaluation.engines.hf import LoadedModel
 from moe_lab.evaluation.engines.server import ServedModel
 from moe_lab.evaluation.engines.vllm import VllmModel
 from moe_lab.evaluation.judge import Judge
 from moe_lab.evaluation.mirror import benchmarks, make
-from moe_lab.evaluation.sandbox import Policy
 from moe_lab.serving import vllm_engine
 
 HARMONY = PLAIN + "<|start|>assistant"

@@ -22,15 +22,13 @@ from transformers import AutoTokenizer
 from benchmarks import choices
 from benchmarks.data_sets import mirror_files
 from benchmarks.models import random_model
-from moe_lab import evaluation as suite
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError
-from moe_lab.evaluation import mirror
+from moe_lab.evaluation import Policy, mirror, suite
 from moe_lab.evaluation.engines.hf import LoadedModel
 from moe_lab.evaluation.harness import Graded
 from moe_lab.evaluation.harnesses import lm_eval_tasks
 from moe_lab.evaluation.mirror import benchmarks
-from moe_lab.evaluation.sandbox import Policy
 from moe_lab.paths import resolve
 
 REAL = ("arc_challenge", "arc_easy", "openbookqa", "winogrande", "piqa", "mmlu")

@@ -18,11 +18,10 @@ from asking import ask, write
 from omegaconf import OmegaConf
 
 from moe_lab.config import BenchmarkConfig
-from moe_lab.evaluation import run
+from moe_lab.evaluation import Policy, run
 from moe_lab.evaluation.engines import Prompt, Writing
 from moe_lab.evaluation.engines.hf import LoadedModel
 from moe_lab.evaluation.engines.vllm import VllmModel
-from moe_lab.evaluation.sandbox import Policy
 from moe_lab.paths import resolve
 
 ROOT = Path(__file__).parents[2]

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from moe_lab import evaluation as suite
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import Unavailable, UserError
-from moe_lab.evaluation.sandbox import LIMITED, NAMESPACES, UNCONFINED, Policy, client
+from moe_lab.evaluation import LIMITED, NAMESPACES, UNCONFINED, Policy, suite
+from moe_lab.evaluation.sandbox import client
 from moe_lab.evaluation.sandbox.runner import NO_NAMESPACES, Request
 from moe_lab.paths import resolve
 
@@ -49,8 +49,8 @@ def test_what_is_right_is_silent() -> None:
 
 def test_preflight_imports_neither_torch_nor_a_harness() -> None:
     program = (
-        "import sys\nfrom moe_lab import evaluation as suite\nfrom moe_lab.config import BenchmarkConfig as B\n"
-        "from moe_lab.evaluation.sandbox import Policy\nimport moe_lab.results\n"
+        "import sys\nfrom moe_lab.evaluation import suite\nfrom moe_lab.config import BenchmarkConfig as B\n"
+        "from moe_lab.evaluation import Policy\nimport moe_lab.results\n"
         "b = B(name='b', harness='evalplus', task='pocket:benchmarks/mbpp.jsonl', reports={'m': 'base'})\n"
         "assert len(suite.preflight([b], Policy(True))) == 1\nsuite.identity(b)\n"
         "heavy = {'torch', 'transformers', 'lm_eval', 'evalplus', 'datasets', 'pandas', 'pyarrow', 'numpy'}\n"

@@ -15,12 +15,10 @@ import pytest
 from asking import Said, answered
 from endpoint import Endpoint, Reply, endpoint, message
 
-from moe_lab import evaluation as suite
 from moe_lab.config import BenchmarkConfig, JudgeConfig
 from moe_lab.errors import Unavailable, UserError
-from moe_lab.evaluation import harness, mirror, run
+from moe_lab.evaluation import Policy, harness, mirror, run, suite
 from moe_lab.evaluation.harnesses import wildbench
-from moe_lab.evaluation.sandbox import Policy
 
 pytestmark = pytest.mark.slow
 

@@ -16,8 +16,8 @@ from example_steps import Example, evaluated
 import moe_lab
 from moe_lab.config import BackendConfig, BenchmarkConfig, Config, LauncherConfig, ModelConfig
 from moe_lab.config.base import SettingsError, valid
-from moe_lab.evaluation import Questions
-from moe_lab.evaluation.sandbox import Policy
+from moe_lab.evaluation import Policy
+from moe_lab.evaluation.suite import Questions
 from moe_lab.study import Step, code_state
 from moe_lab.study.preflight import preflight
 from moe_lab.study.runs import RECORD, Submitted, begin

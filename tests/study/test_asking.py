@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 from example_steps import evaluated
 
-from moe_lab import evaluation as suite
 from moe_lab.config import BenchmarkConfig, ModelConfig
 from moe_lab.errors import Unavailable
-from moe_lab.evaluation import run
+from moe_lab.evaluation import run, suite
 from moe_lab.json_files import write_json
 from moe_lab.study.steps.evaluation import Evaluate
 from moe_lab.study.steps.files import Files
