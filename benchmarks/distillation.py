@@ -24,8 +24,7 @@ from benchmarks.recovery import random_half
 from benchmarks.statistics import Batch, batch, plain_gradients
 from moe_lab.config import RecoveryConfig
 from moe_lab.pruning.prune import prune
-from moe_lab.recovery.finetune import distillation_loss
-from moe_lab.recovery.students import student
+from moe_lab.recovery.finetune import distillation_loss, student
 
 BARS = {"routers": 2.00, "adapters": 8.00}
 

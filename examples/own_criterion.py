@@ -3,7 +3,7 @@
 import torch
 
 import moe_lab
-from moe_lab.criteria.registry import Array, Layer, criterion
+from moe_lab.criteria import Array, Layer, criterion
 
 
 @criterion("loudest", needs=("statistics",), reference="this file")

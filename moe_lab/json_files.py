@@ -25,13 +25,21 @@ def write_json(path: Path, document: Any) -> None:
 def read_json(path: Path, shape: Any) -> Any:
     """The document in a file. Raises FileNotFoundError without the file, and Damaged unless it fits `shape`."""
     try:
-        document = json.loads(path.read_text())
+        return parse(path.read_bytes(), shape, str(path))
     except NotADirectoryError:
         raise FileNotFoundError(path) from None
-    except (IsADirectoryError, ValueError, RecursionError):  # ValueError: not JSON, or not UTF-8
+    except IsADirectoryError:
         raise Damaged(f"{path} is damaged") from None
+
+
+def parse(content: bytes, shape: Any, name: str) -> Any:
+    """The document in the content of the file `name`. Raises Damaged unless it fits `shape`."""
+    try:
+        document = json.loads(content)
+    except (ValueError, RecursionError):  # ValueError: not JSON, or not UTF-8
+        raise Damaged(f"{name} is damaged") from None
     if not fits(document, shape):
-        raise Damaged(f"{path} is damaged")
+        raise Damaged(f"{name} is damaged")
     return document
 
 

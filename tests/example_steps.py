@@ -77,7 +77,7 @@ def exported(
     finetune = Finetune(loaded, text, plan, recovery, 1) if recovery else None
     pruned = Pruned(loaded, plan, finetune, None, recovery or RecoveryConfig(), True)
     folders = {plan.id: folder / "plan"} | ({finetune.id: folder / "finetune"} if finetune else {})
-    files = Files(folder / "scratch", folder / "partial", folders, folder / "log")
+    files = Files(folder / "scratch", folder / "partial", folders, folder / "log", folder)
     return export_of(pruned, export, False), files
 
 

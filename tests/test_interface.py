@@ -86,7 +86,7 @@ def test_an_example_compares_a_criterion_of_ones_own(
 ) -> None:
     from moe_lab.criteria import CRITERIA
 
-    monkeypatch.setattr("moe_lab.criteria.registry.CRITERIA", {**CRITERIA})
+    monkeypatch.setattr("moe_lab.criteria.CRITERIA", {**CRITERIA})
     found = run(ROOT / "examples/own_criterion.py", monkeypatch)
     loudest, reap = found["dropped"].values()
     assert len(loudest) == len(reap) == 32 and f"{len(loudest & reap)} of 32 dropped experts" in capsys.readouterr().out

@@ -21,7 +21,7 @@ MODULE = """
 import numpy
 from moe_lab.allocation import Allocation, register
 from moe_lab.allocation.shapes import uniform_experts
-from moe_lab.criteria.registry import criterion
+from moe_lab.criteria import criterion
 
 
 @criterion("crest", needs=("statistics",), reference="mine")
@@ -112,8 +112,8 @@ def test_a_plugin_that_cannot_be_is_one_sentence(
 ) -> None:
     (tmp_path / "broken.py").write_text(module)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(criteria.registry, "CRITERIA", known := dict(criteria.CRITERIA))
-    monkeypatch.setattr(allocation.registry, "ALLOCATIONS", dict(allocation.ALLOCATIONS))
+    monkeypatch.setattr(criteria, "CRITERIA", known := dict(criteria.CRITERIA))
+    monkeypatch.setattr(allocation, "ALLOCATIONS", dict(allocation.ALLOCATIONS))
     with pytest.raises(UserError) as error:
         plugins.load(["broken"])
     sys.modules.pop("broken", None)
@@ -127,6 +127,6 @@ def test_what_a_module_says_is_part_of_what_its_scores_are(tmp_path: Path) -> No
         (file := tmp_path / "other.py").write_text(text)
         names: dict[str, object] = {"__name__": "other"}
         exec(compile(text, str(file), "exec"), names)
-        digests.append(criteria.registry.source_of(names["f"]))  # type: ignore[arg-type]
+        digests.append(criteria.source_of(names["f"]))  # type: ignore[arg-type]
     assert digests[0] != digests[1] and "" not in digests
     assert all(not one.source for one in (*criteria.CRITERIA.values(), *allocation.ALLOCATIONS.values()))

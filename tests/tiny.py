@@ -132,6 +132,14 @@ def build(name: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, **cha
     return model.eval().requires_grad_(False)
 
 
+def few_experts(name: str) -> dict[str, int]:
+    """Changes that leave an architecture few choices of experts: 6, or 12 in groups, of which a token goes to 2."""
+    counts = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    fields = ARCHITECTURES[name]
+    changes = {field: 12 if "n_group" in fields and fields["n_group"] > 1 else 6 for field in counts if field in fields}
+    return changes | {field: 2 for field in ("num_experts_per_tok", "moe_topk", "moe_k") if field in fields}
+
+
 def randomize(model: PreTrainedModel, seed: int = 0) -> None:
     """Fill all weights and correction biases, in place, with random numbers that keep activations of order one."""
     generator = torch.Generator().manual_seed(seed)

@@ -113,9 +113,9 @@ def read(folder: Path | None, file: str, reader: Reader, arrays_in: Path | None 
     if folder is None:
         return None
     arrays, columns = TABLES[file]
-    if (folder / file).is_file():
+    if reader.has(folder, file):
         return reader.frame(folder, file, columns, newer=ROOTS)
-    if ((arrays_in or folder) / arrays).is_file():
+    if reader.has(arrays_in or folder, arrays):
         reader.gap(f"{file} is missing, {OLDER}", str(folder.relative_to(reader.root)))
     return None
 

@@ -136,7 +136,7 @@ def searches(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
 
 def _samples(folder: Path | None, reader: Reader) -> float:
     """Rows of the text that a step read; NaN when the step has no record of its settings (step.json)."""
-    if folder is None or not (folder / "step.json").is_file():
+    if folder is None or not reader.has(folder, "step.json"):
         return np.nan
     settings = (reader.json(folder, "step.json") or {}).get("settings", {})
     return float(settings.get("text", {}).get("rows", np.nan))

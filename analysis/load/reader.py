@@ -17,7 +17,8 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from moe_lab.json_files import read_json
+from moe_lab.json_files import parse
+from moe_lab.packs import packs_in
 
 SCHEMA = 1
 """Newest schema of a study's record that this code reads."""
@@ -25,6 +26,8 @@ SCHEMA = 1
 OLDER = "as an older moe_lab wrote none: remove this folder and run again"
 """End of the gaps about files that an older moe_lab did not write."""
 
+FILES = {"files": {str: {"sha256": str}}}
+"""What this reads of a step.json."""
 ID = 12
 """Characters of a step's id at the end of its folder's name."""
 
@@ -42,6 +45,7 @@ class Reader:
 
     def __init__(self, root: Path) -> None:
         self.root = root
+        self.packs = packs_in(root.absolute())
         self.gaps: dict[tuple[str, str], Gap] = {}
         self._by_id: dict[str, dict[str, Path]] = {}
         self._published: dict[Path, dict[str, str]] = {}
@@ -64,10 +68,15 @@ class Reader:
         return folder
 
     def find(self, name: str) -> Path | None:
-        """The folder of a step, by its name or else by the id at its end, as the label may differ between runs."""
+        """The folder of a step, by its name or else by the id at its end, as the label may differ between runs.
+
+        That of a step in a pack is not on the disk; `has`, and all that read here, know its files.
+        """
         path = self.root / name
         if path.is_dir():
             return path
+        if packed := self.packs.find(path.name[-ID:]):
+            return path.with_name(packed.name)
         kind = path.parent
         if kind.name not in self._by_id:
             children = [child for child in kind.iterdir() if not child.name.startswith(".")] if kind.is_dir() else []
@@ -91,7 +100,7 @@ class Reader:
 
     def provenance(self, folder: Path) -> dict[str, Any]:
         """How a step came about; {} where its step.json does not say it."""
-        step = self.json(folder, "step.json") if (folder / "step.json").is_file() else None
+        step = self.json(folder, "step.json") if self.has(folder, "step.json") else None
         return (step or {}).get("provenance") or {}
 
     def table(self, folder: Path, file: str, columns: Sequence[str], optional: Sequence[str] = ()) -> pa.Table | None:
@@ -129,18 +138,28 @@ class Reader:
 
     def _bytes(self, folder: Path, file: str) -> bytes:
         """The content of a file. Raises ValueError when its sha256 differs from that in the step's step.json."""
-        content = (folder / file).read_bytes()
+        content = self._stored(folder, file)
         published = self._checksums(folder).get(file)
         if published is not None and sha256(content).hexdigest() != published:
             raise ValueError(f"{file} is not what was published")
         return content
+
+    def has(self, folder: Path, file: str) -> bool:
+        """Whether a step has a file."""
+        return (folder / file).is_file() or file in self.packs.files(folder.name[-ID:])
+
+    def _stored(self, folder: Path, file: str) -> bytes:
+        try:
+            return (folder / file).read_bytes()
+        except FileNotFoundError:
+            return self.packs.read(folder.name[-ID:], file)
 
     def _checksums(self, folder: Path) -> dict[str, str]:
         """File of a step -> sha256; {} without step.json. Raises Damaged, a ValueError, for a damaged one."""
         if folder not in self._published:
             files: dict[str, dict[str, str]] = {}
             with contextlib.suppress(FileNotFoundError):
-                files = read_json(folder / "step.json", {"files": {str: {"sha256": str}}})["files"]
+                files = parse(self._stored(folder, "step.json"), FILES, "step.json")["files"]
             self._published[folder] = {name: entry["sha256"] for name, entry in files.items()}
         return self._published[folder]
 
@@ -166,7 +185,7 @@ def steps_behind(name: str | None, reader: Reader) -> dict[str, Path]:
         if folder is None or current in folders:
             continue
         folders[current] = folder
-        if (folder / "step.json").is_file():
+        if reader.has(folder, "step.json"):
             open_names += (reader.json(folder, "step.json") or {}).get("inputs", {}).values()
     return folders
 

@@ -21,7 +21,7 @@ from analysis.registry import Results, output
 from analysis.render.table import Table, spelled
 
 if TYPE_CHECKING:
-    from moe_lab.criteria.registry import Array
+    from moe_lab.criteria import Array
 
 SIGNALS = ("Text", "Activations", "Routing", "Gradients", "Weights")
 MARKS = {True: "yes", False: "no"}
@@ -84,8 +84,7 @@ def signals(word: str) -> dict[str, bool]:
 
 
 def _score(name: str, parameters: Mapping[str, Any], inputs: Mapping[str, Array]) -> Array:
-    from moe_lab.criteria import get
-    from moe_lab.criteria.registry import Layer
+    from moe_lab.criteria import Layer, get
 
     layer = Layer(name, 0, EXPERTS, CHANNELS, inputs, "model", np.random.default_rng(0))
     return get(name).function(layer, **parameters)

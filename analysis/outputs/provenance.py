@@ -31,7 +31,7 @@ def artefact_table(results: Results, name: str) -> Table:
     return Table(
         name=name,
         title="Files behind each row",
-        caption=f"Folders inside {study.store}. Each holds its identity, how it came about and "
+        caption=f"Folders inside {study.store}, or steps in its packs. Each holds its identity, how it came about and "
         "checksums (step.json); evaluations also hold every item (samples.parquet).",
         frame=spelled(cells, text),
         formats={},

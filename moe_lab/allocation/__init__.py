@@ -1,33 +1,348 @@
-"""How many experts each layer loses, or how many channels each expert keeps. No torch."""
+"""How many experts each layer loses, or how many channels each expert keeps: the allocations by name, and checks of
+their settings. A new one is a function and an entry here. No torch."""
 
 from __future__ import annotations
 
-from moe_lab.allocation.registry import (
-    ALLOCATIONS,
-    Allocation,
-    allocate,
-    budgets,
-    check,
-    check_by,
-    fits,
-    get,
-    needs,
-    register,
-    routed_ratio,
-    zero_expert,
-)
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, make_dataclass
+from hashlib import sha256
+from typing import Annotated, Any, Literal, TypeAlias
 
-__all__ = [
-    "ALLOCATIONS",
-    "Allocation",
-    "allocate",
-    "budgets",
-    "check",
-    "check_by",
-    "fits",
-    "get",
-    "needs",
-    "register",
-    "routed_ratio",
-    "zero_expert",
-]
+import numpy
+from pydantic import Strict
+from pydantic.dataclasses import dataclass as pydantic_dataclass
+
+from moe_lab import criteria
+from moe_lab.allocation import coverage, grouping, protection, shapes
+from moe_lab.allocation.problem import (
+    Budgets,
+    Channels,
+    Evidence,
+    Experts,
+    RatioTooLarge,
+    budget,
+    check_ratio,
+    keywords,
+    limits,
+    or_nearest,
+    own,
+)
+from moe_lab.config import AllocationConfig
+from moe_lab.config.base import SETTINGS, Positive, counting_fields, identity, valid
+from moe_lab.criteria import source_of
+from moe_lab.errors import UserError, unknown
+from moe_lab.paths import check_name
+
+Granularity: TypeAlias = Literal["expert", "channel"]
+Step: TypeAlias = Literal["plan", "search", "reconstruction", "sequential"]
+Function: TypeAlias = Callable[..., dict[int, Any]]
+"""A problem (problem.py) and parameters by keyword -> layer -> experts to remove, or channels each expert keeps."""
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """A named rule for how much each layer, or each expert, loses."""
+
+    name: str
+    reference: str
+    """The paper that introduced it."""
+    functions: Mapping[Granularity, Function | None]
+    """Granularity -> function that decides; None if a step other than the plan step decides."""
+    needs: Callable[[Mapping[str, Any]], tuple[str, ...]] = lambda parameters: ()
+    """Parameters -> evidence besides the scores: "statistics", "gradients", "ablation", "scaling"."""
+    step: Step = "plan"
+    """Which step makes the plan: the plan step from numbers alone, or one that runs the model."""
+    parameters: Mapping[str, Any] | None = field(default_factory=dict)
+    """Parameter that another step reads -> its type; those of a function are its keywords. None: that step checks
+    them."""
+    uneven: tuple[Granularity, ...] = ()
+    """What it keeps different numbers of, by design: experts in different layers, or channels in different experts."""
+    zero_expert: str = "keep_null"
+    """Default treatment of an expert without channels, as in `zero_expert()`."""
+
+    @property
+    def source(self) -> str:
+        """Digest of the modules that define it, which identifies its plans; "" for those of moe_lab."""
+        return source_of(*(function for function in self.functions.values() if function))
+
+    @property
+    def granularities(self) -> tuple[Granularity, ...]:
+        """What it allocates: whole experts, channels, or either."""
+        return tuple(self.functions)
+
+
+HEAPR, EVOESAP, SLIMMING = "HEAPr", "EvoESAP", "MoE-Slimming"
+BOTH: tuple[Granularity, ...] = ("expert", "channel")
+CHANNEL: tuple[Granularity, ...] = ("channel",)
+
+
+def _both(experts: Function, channels: Function) -> Mapping[Granularity, Function]:
+    return {"expert": experts, "channel": channels}
+
+
+ALLOCATIONS: dict[str, Allocation] = {
+    allocation.name: allocation
+    for allocation in (
+        Allocation("uniform", "all papers", _both(shapes.uniform_experts, shapes.uniform_channels)),
+        Allocation("global", f"{EVOESAP}; {HEAPR}", _both(shapes.global_experts, shapes.global_channels), uneven=BOTH),
+        Allocation("layerwise", HEAPR, {"channel": shapes.layerwise}, uneven=CHANNEL),
+        Allocation("u_shaped", SLIMMING, _both(shapes.u_shaped, shapes.u_shaped), uneven=BOTH),
+        Allocation("loss_based", SLIMMING, _both(shapes.loss_based, shapes.loss_based), shapes.loss_needs, uneven=BOTH),
+        Allocation(
+            "coverage", SLIMMING, {"channel": coverage.coverage}, coverage.needs, uneven=CHANNEL, zero_expert="drop"
+        ),
+        Allocation("list", "a file of yours", _both(shapes.experts, shapes.channels)),
+        Allocation("evolutionary", EVOESAP, {"expert": None}, step="search", parameters=None, uneven=("expert",)),
+        Allocation("reconstruction", "NAEE", {"expert": None}, step="reconstruction", parameters={"limit": Positive}),
+        Allocation("sequential", "CAMERA", {"expert": None, "channel": None}, step="sequential", uneven=CHANNEL),
+    )
+}
+
+
+def register(allocation: Allocation) -> None:
+    """Add an allocation to the registry. UserError when its name is taken."""
+    check_name("allocation", allocation.name, ("none",))
+    if allocation.name in ALLOCATIONS:
+        raise UserError(f"allocation {allocation.name} is there already: expected a new name")
+    ALLOCATIONS[allocation.name] = allocation
+
+
+def get(name: str) -> Allocation:
+    """The allocation of that name; UserError, naming the nearest known one, when there is none."""
+    if name not in ALLOCATIONS:
+        raise unknown("allocation", name, ALLOCATIONS)
+    return ALLOCATIONS[name]
+
+
+@identity.register
+def _(settings: AllocationConfig) -> Any:
+    """Its fields, with the content of the files that they name, and the source of a plugin."""
+    document = {**counting_fields(settings), **protection.identity(vars(settings)), "source": get(settings.name).source}
+    if settings.path is not None:
+        content = json.dumps(shapes.read(settings.path), sort_keys=True)
+        document["path"] = sha256(content.encode()).hexdigest()
+    return document
+
+
+ZeroExpert = Literal["keep_null", "drop"]
+
+
+def check(settings: AllocationConfig, granularity: Granularity = "expert") -> None:
+    """Raise UserError unless the allocation exists, allocates what the criterion scores ("expert" or "channel"), and
+    every field and parameter belongs to it and has a valid value."""
+    allocation = get(settings.name)
+    if granularity not in allocation.granularities:
+        own = allocation.granularities[0]
+        fitting = sorted(name for name, other in ALLOCATIONS.items() if granularity in other.granularities)
+        raise UserError(
+            f"allocation={allocation.name} allocates {own}s, but the criterion scores {granularity}s: choose a "
+            f"criterion that scores {own}s, or one of the allocations of {granularity}s ({', '.join(fitting)})"
+        )
+    if granularity == "channel":
+        _check_of_channels(settings)
+    _check_replacement(settings, allocation)
+    if allocation.parameters is not None:
+        valid(_parameters(settings, allocation, granularity), settings.parameters, "allocation.parameters")
+    protection.identity(vars(settings))  # reads the file that it names
+    if settings.name == "list":
+        shapes.listed(settings.path, granularity)
+    if settings.by is not None:
+        criteria.check(settings.by, {})
+        if criteria.get(settings.by).granularity != "expert":
+            raise UserError(f"allocation.by={settings.by} scores channels, expected a criterion that scores experts")
+
+
+def needs(settings: Mapping[str, Any]) -> tuple[str, ...]:
+    """Names of the evidence that these settings need besides the scores: "by", and the steps that measure the rest."""
+    by = ("by",) if settings.get("by") else ()
+    steps = (
+        *grouping.needs(settings.get("replacement", "none")),
+        *get(settings["name"]).needs(settings["parameters"]),
+        *protection.needs(settings),
+    )
+    return by + tuple(dict.fromkeys(steps))
+
+
+def zero_expert(settings: Mapping[str, Any]) -> str:
+    """Treatment of an expert without channels: keep_null (still routed to, outputs 0) or drop (with its router row)."""
+    return str(settings["parameters"].get("zero_expert", get(settings["name"]).zero_expert))
+
+
+def _check_of_channels(settings: AllocationConfig) -> None:
+    """Raise UserError for settings that only make sense for whole experts."""
+    wrong = {
+        f"multiple_of={settings.multiple_of}": settings.multiple_of > 1,
+        f"replacement={settings.replacement}": settings.replacement != "none",
+        f"by={settings.by}": settings.by is not None,
+    }
+    if named := [name for name, is_set in wrong.items() if is_set]:
+        raise UserError(f"allocation.{named[0]} is about whole experts, expected a criterion that scores experts")
+    if settings.protect is not None and settings.name == "uniform":
+        raise UserError(
+            f"allocation.protect={settings.protect} keeps experts with all their channels, and allocation=uniform "
+            "gives all experts the same number: expected null, or an allocation such as layerwise"
+        )
+
+
+def _check_replacement(settings: AllocationConfig, allocation: Allocation) -> None:
+    replacement = settings.replacement
+    grouping.needs(replacement)
+    if replacement == "none":
+        return
+    if settings.path is not None and shapes.is_plan(shapes.read(settings.path)):
+        raise UserError(
+            f"allocation.replacement={replacement}: the plan allocation.path={settings.path} says itself what experts "
+            "are replaced by, expected none"
+        )
+    if allocation.step != "plan":
+        raise UserError(
+            f"allocation.replacement={replacement} replaces what scores drop, and allocation={settings.name} runs the "
+            "model without it to decide: expected none, or an allocation such as uniform or global"
+        )
+
+
+def _parameters(settings: AllocationConfig, allocation: Allocation, granularity: Granularity) -> Any:
+    """The group of the parameters that these settings can have."""
+    function = allocation.functions[granularity]
+    types = {**(allocation.parameters or {}), **(keywords(function) if function else {})}
+    types |= grouping.parameters(settings.replacement)
+    if granularity == "channel":
+        types |= {"zero_expert": ZeroExpert, "align": coverage.Alignment | None}
+    strict = {name: Annotated[kind, Strict()] if kind in (int, float) else kind for name, kind in types.items()}
+    group = make_dataclass("Parameters", [(name, kind, None) for name, kind in strict.items()])
+    return pydantic_dataclass(group, config=SETTINGS)
+
+
+Layers = Mapping[int, Mapping[str, Any]]
+
+
+def allocate(
+    settings: Mapping[str, Any],
+    layers: Layers,
+    scores: Mapping[int, Any],
+    evidence: Evidence | None = None,
+    model: Mapping[str, Any] | None = None,
+) -> dict[int, int]:
+    """Layer -> how many experts to remove.
+
+    `settings`: fields of AllocationConfig and the ratio. `layers`: layer -> facts (n_experts, top_k, n_group,
+    topk_group, and perhaps protected: ids of experts that must be kept). `scores`: layer -> a score per expert.
+    `evidence`: each name in `needs(settings)` -> layer -> arrays by name (for "by": a score per expert). `model`: facts
+    of the model, for ratio_basis=model. UserError for infeasible settings, naming the nearest feasible ones.
+    """
+    function, by_layer = _function(settings, "expert"), limits(layers, settings["multiple_of"])
+    values = {layer: numpy.asarray(scores[layer], dtype=numpy.float64) for layer in layers}
+
+    def decide(ratio: float) -> dict[int, int]:
+        problem = Experts(
+            ratio=routed_ratio(ratio, settings.get("ratio_basis", "routed"), model),
+            scores=values,
+            evidence=evidence or {},
+            path=settings.get("path"),
+            protected=_protected(layers),
+            limits=by_layer,
+        )
+        return function(problem, **own(function, settings["parameters"]))
+
+    return or_nearest(decide, settings["ratio"])
+
+
+def budgets(
+    settings: Mapping[str, Any],
+    layers: Layers,
+    scores: Mapping[int, Any],
+    evidence: Evidence | None = None,
+    model: Mapping[str, Any] | None = None,
+) -> Budgets:
+    """Layer -> how many channels each expert keeps (E,) int64. As `allocate`, with `scores`: layer -> (E, I). Rounded
+    to whole blocks if parameters.align is set."""
+    function = _function(settings, "channel")
+    values = {layer: numpy.asarray(scores[layer], dtype=numpy.float64) for layer in layers}
+    alignment, protected, raised = coverage.alignment_of(settings), _protected(layers), dict(values)
+    for layer, experts in protected.items():
+        raised[layer] = values[layer].copy()
+        raised[layer][experts] = numpy.inf
+
+    def decide(ratio: float) -> Budgets:
+        problem = Channels(
+            ratio=_share_of_channels(ratio, settings, layers, model),
+            scores=raised,
+            evidence=evidence or {},
+            path=settings.get("path"),
+            protected=protected,
+        )
+        if problem.fixed.sum() > problem.keep:
+            raise RatioTooLarge(f"keeps {problem.keep} channels, but allocation.protect needs {problem.fixed.sum()}")
+        kept = function(problem, **own(function, settings["parameters"]))
+        return kept if alignment is None else coverage.align(kept, values, alignment)
+
+    return or_nearest(decide, settings["ratio"])
+
+
+def fits(settings: Mapping[str, Any], layers: Layers, granularity: Granularity) -> None:
+    """Raise UserError when ratio, multiple_of or block is infeasible in these layers, as far as known without scores.
+    `layers` as in `allocate`; for channels, blocks are checked only in layers that also have a width. Nothing is
+    checked with ratio_basis=model, which needs the parameters of the model."""
+    if settings.get("ratio_basis", "routed") != "routed":
+        return
+    if granularity == "channel":
+        wide = {layer: facts for layer, facts in layers.items() if "width" in facts}
+        or_nearest(lambda ratio: _share_of_channels(ratio, settings, wide), settings["ratio"])
+    elif settings["name"] != "list":
+        or_nearest(lambda ratio: _check_experts(ratio, settings, layers), settings["ratio"])
+
+
+def _share_of_channels(
+    ratio: float, settings: Mapping[str, Any], layers: Layers, model: Mapping[str, Any] | None = None
+) -> float:
+    """The share of channels that go. RatioTooLarge or RatioTooSmall when it is not in [0, 1), or blocks keep fewer."""
+    share = routed_ratio(ratio, settings.get("ratio_basis", "routed"), model)
+    check_ratio(share)
+    if (alignment := coverage.alignment_of(settings)) is not None:
+        coverage.check_fits(alignment, layers, share)
+    return share
+
+
+def _check_experts(ratio: float, settings: Mapping[str, Any], layers: Layers) -> None:
+    by_layer = limits(layers, settings["multiple_of"])
+    if settings["name"] in ("uniform", "reconstruction", "sequential"):
+        shapes.same_share(by_layer, ratio)
+    else:
+        budget(by_layer, ratio)
+    for layer, limit in by_layer.items():
+        grouping.fits(settings, limit.count, limit.even(ratio), len(layers[layer].get("protected", ())))
+
+
+def routed_ratio(ratio: float, basis: str, facts: Mapping[str, Any] | None) -> float:
+    """Convert `ratio` to a share of the routed experts' parameters. basis=routed: it already is one. basis=model: it is
+    a share of all `facts["parameters"]`. RatioTooLarge when the routed experts do not have more parameters than
+    that."""
+    if basis == "routed":
+        return ratio
+    if facts is None:
+        raise UserError("allocation.ratio_basis=model needs the number of the model's parameters, and none was given")
+    routed = sum(layer["n_experts"] * layer["expert_parameters"] for layer in facts["layers"].values())
+    share = float(routed / facts["parameters"])
+    if ratio >= share:
+        raise RatioTooLarge(
+            f"with allocation.ratio_basis=model expected less than {share:.4f}, the share of the routed experts in the "
+            "parameters of the model"
+        )
+    return ratio / share
+
+
+def _protected(layers: Layers) -> dict[int, list[int]]:
+    """Layer -> ids of its protected experts, for layers that have any."""
+    return {layer: list(facts["protected"]) for layer, facts in layers.items() if facts.get("protected")}
+
+
+def _function(settings: Mapping[str, Any], granularity: Granularity) -> Callable[..., dict[int, Any]]:
+    allocation = get(settings["name"])
+    function = allocation.functions.get(granularity)
+    if function is None:
+        raise UserError(
+            f"allocation={allocation.name} cannot say from scores of {granularity}s alone how much goes: it is for "
+            f"{' and '.join(allocation.granularities)}s, decided in the {allocation.step} step"
+        )
+    return function

@@ -54,10 +54,9 @@ def coverage(
 
     First `inter` gives each layer its budget: by CBA over the pooled channels of each layer, with the smoothed layer
     loss named by `layer_prior` as target (coverage); the same share (uniform); a U over the depth, with `beta` and
-    `floor` (u_shaped); or in proportion to that loss (loss_based).
-    Then `intra` divides it among the experts: by CBA with the smoothed `prior` as target (coverage), in proportion to
-    that (proportional), evenly (uniform), or by the best channels of the layer (ranking). `layer_smoothing` applies to
-    the layer loss, and is varied in MoE-Slimming's Tables 7 and 15; `expert_smoothing` applies to `prior`.
+    `floor` (u_shaped); or in proportion to that loss (loss_based). Then `intra` divides it among the experts: by CBA
+    with the smoothed `prior` as target (coverage), in proportion to that (proportional), evenly (uniform), or by the
+    best channels of the layer (ranking). `layer_smoothing` is varied in MoE-Slimming's Tables 7 and 15.
     """
     scores = problem.scores
     shares = numpy.ones(len(scores))
@@ -115,13 +114,10 @@ BEYOND = 1e300
 
 
 def cover(groups: Sequence[Array], prior: Array, budget: int) -> Budget:
-    """Budgets (G,) that sum to `budget`.
-
-    `groups`: the scores of each group (n_g,), in any order; `prior`: phi >= 0 (G,).
+    """Budgets (G,) that sum to `budget`. `groups`: the scores of each group (n_g,); `prior`: phi >= 0 (G,).
 
     Group g takes its channel n+1 as soon as alpha phi_g S_g > S_g(n), so the channels of all groups are sorted by
-    S_g(n) / (S_g phi_g) and the first `budget` are taken: no search, and no rounding. So the next channel goes to the
-    group with the smallest achieved / target coverage; of equal groups, to the one with the larger phi, then to the
+    S_g(n) / (S_g phi_g) and the first `budget` are taken; of equal groups, of the one with the larger phi, then of the
     first. Groups with phi = 0 and, after these, channels without any score come last.
     """
     order = numpy.argsort(-prior, kind="stable")
@@ -203,11 +199,7 @@ def alignment_of(settings: Mapping[str, Any]) -> Alignment | None:
 
 def check_fits(alignment: Alignment, layers: Mapping[int, Mapping[str, Any]], ratio: float) -> None:
     """Raise UserError when experts are narrower than a block or min_channels, and RatioTooSmall when whole blocks hold
-    fewer channels than `ratio` keeps. `layers`: layer -> n_experts, width.
-
-    A block need not divide the width: MoE-Slimming's Figure 10 has blocks of 256 in experts of 1408 channels, which
-    keep 1280 at most.
-    """
+    fewer channels than `ratio` keeps. `layers`: layer -> n_experts, width, which a block need not divide."""
     block = alignment.block
     width = min((facts["width"] for facts in layers.values()), default=block)
     for name, least in (("block", block), ("min_channels", alignment.fewest)):
@@ -232,8 +224,7 @@ def align(budgets: Budgets, scores: Mapping[int, Array], alignment: Alignment) -
     after one each):
     remainder (l-r-c)  first to the experts that lost most channels by rounding
     scores (l-r-s)     first to the experts that lost the largest sum of scores by rounding
-    If the block does not divide I, an expert is full with its whole blocks, and a layer of full experts loses the
-    channels beyond them. Raises RatioTooLarge when a layer that had channels would be left with none.
+    RatioTooLarge when a layer that had channels would be left with none.
     """
     aligned = {}
     for layer, kept in budgets.items():
@@ -252,24 +243,15 @@ def _aligned(kept: Budget, scores: Array, alignment: Alignment) -> Budget:
     block = alignment.block
     active = (kept >= alignment.fewest) & (kept > 0)
     base = numpy.where(active, kept // block * block, 0)
-    lost = _lost_scores(scores, base, kept) if alignment.order == "scores" else kept - base
+    lost: NDArray[Any] = kept - base
+    if alignment.order == "scores":  # the sum of those of the channels ranked base .. kept - 1
+        descending, rank = -numpy.sort(-scores, axis=1), numpy.arange(scores.shape[1])
+        lost = (descending * ((rank >= base[:, None]) & (rank < kept[:, None]))).sum(axis=1)
     room = numpy.where(active, (scores.shape[1] - base) // block, 0)
     blocks = int((kept - base).sum()) // block
-    return base + block * _deal(room, numpy.argsort(-lost, kind="stable"), blocks)
-
-
-def _lost_scores(scores: Array, base: Budget, kept: Budget) -> Array:
-    """Sum of the scores of the channels ranked base .. kept - 1 of each expert (E,)."""
-    descending = -numpy.sort(-scores, axis=1)
-    rank = numpy.arange(scores.shape[1])
-    lost: Array = (descending * ((rank >= base[:, None]) & (rank < kept[:, None]))).sum(axis=1)
-    return lost
-
-
-def _deal(room: Budget, order: NDArray[numpy.int64], blocks: int) -> Budget:
-    """Deal `blocks` to experts: one each in `order`, repeatedly, to none more than its `room`."""
-    given = numpy.zeros_like(room)
+    order, given = numpy.argsort(-lost, kind="stable"), numpy.zeros_like(room)
     while blocks > 0 and (takers := order[(given < room)[order]][:blocks]).size:
         given[takers] += 1
         blocks -= len(takers)
-    return given
+    aligned: Budget = base + block * given
+    return aligned

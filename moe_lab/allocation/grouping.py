@@ -1,8 +1,7 @@
 """Which experts are merged, and with which weights: sums of one layer in, groups of experts out. No torch.
 
-Merging takes the place of dropping: an allocation decides how many experts a layer keeps, and a grouping which experts
-share each of them. A new one is an entry of `GROUPINGS`: how different two experts are, how groups are made of that,
-and how a group becomes one expert.
+An allocation decides how many experts a layer keeps, and a grouping which experts share each of them. A new one is an
+entry of `GROUPINGS`: how different two experts are, how groups are made of that, and how a group becomes one expert.
 """
 
 from __future__ import annotations
@@ -66,11 +65,9 @@ def of_routed_outputs(sums: Sums) -> Array:
 
 
 def of_outputs_and_logits(sums: Sums) -> Array:
-    """1 - (s + r) / 2 of REAM's code: s from gated outputs, r from the router's logits, both in [0, 1].
-
-    s = (cos + 1) / 2 of the sums over all tokens of p_j f_j, p = softmax(logits). r = 1 - d / max d with
-    d = sqrt(2 - 2 cos) of the logits over all tokens, the Euclidean distance of their normalised columns.
-    """
+    """1 - (s + r) / 2 of REAM's code: s from gated outputs, r from the router's logits, both in [0, 1]. s = (cos + 1) /
+    2 of the sums over all tokens of p_j f_j, p = softmax(logits). r = 1 - d / max d with d = sqrt(2 - 2 cos) of the
+    logits over all tokens, the Euclidean distance of their normalised columns."""
     apart = numpy.sqrt(numpy.maximum(2 * of_logits(sums), 0))
     logits = 1 - apart / max(float(apart.max()), numpy.finfo(float).tiny)
     gated = numpy.asarray(sums["dense_gated_output_sum"], dtype=float)
@@ -107,11 +104,8 @@ def average_linkage(distances: Array, kept: Sequence[int]) -> Groups:
 
 
 def by_salience(distances: Array, kept: Sequence[int], *, group_size: int = GROUP_SIZE) -> Groups:
-    """From the kept expert of highest score on, each takes the experts nearest to it of those that are still free.
-
-    A group has at most `group_size` experts, so that the first ones are large and the last ones may have one member.
-    Of equally near experts, that of the lower id is taken first. UserError when so many groups cannot hold all experts.
-    """
+    """From the kept expert of highest score on, each takes the experts nearest to it of those that are still free, of
+    equally near ones that of the lower id, up to a group of `group_size`. UserError when groups cannot hold all."""
     check_capacity(len(distances), len(kept), group_size=group_size)
     free = [expert for expert in range(len(distances)) if expert not in kept]
     groups = []
@@ -179,11 +173,8 @@ def groups(
     settings: Mapping[str, Any], sums: Sums, scores: Array, kept: Sequence[int], protected: Sequence[int] = ()
 ) -> Groups:
     """The groups of the grouping settings["replacement"], as many as experts are `kept`, in the order of their ids.
-
     Each of `protected` is one by itself. `settings`: fields of AllocationConfig. `scores` (E,) are the criterion's.
-    UserError when all kept experts are protected and there are others, which nothing could be merged into, and for sums
-    that the grouping needs and that are lacking.
-    """
+    UserError when there is nothing that the others could be merged into, and for sums that are lacking."""
     name, grouping = settings["replacement"], GROUPINGS[settings["replacement"]]
     others = [expert for expert in range(len(scores)) if expert not in protected]
     free = sorted((expert for expert in kept if expert not in protected), key=lambda expert: -scores[expert])
@@ -208,11 +199,8 @@ def groups(
 
 
 def weighted(name: str, groups: Groups, sums: Sums, scores: Array, kept: Sequence[int]) -> dict[int, dict[int, float]]:
-    """The expert that stands for each group -> {expert: weight}, for the grouping `name`.
-
-    It is the group's kept expert where only the router's rows of kept experts stay, and otherwise the member of largest
-    weight (of equals the lowest id). `sums` and `scores` as in `groups`.
-    """
+    """The expert that stands for each group -> {expert: weight}, for the grouping `name`: the kept one where only the
+    router's rows of kept experts stay, and otherwise the member of largest weight (of equals the lowest id)."""
     grouping = GROUPINGS[name]
     values = numpy.asarray(sums["tokens"] if grouping.weights == "tokens" else numpy.maximum(scores, 0), dtype=float)
     merged = {}

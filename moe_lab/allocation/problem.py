@@ -60,10 +60,8 @@ class RatioTooSmall(UserError):
 
 
 def or_nearest(decide: Callable[[float], Result], ratio: float) -> Result:
-    """`decide(ratio)`; UserError that names the nearest feasible ratio, in thousandths, if `ratio` is not feasible.
-
-    `decide` says so by RatioTooLarge or RatioTooSmall. It is called about ten times to find the nearest ratio.
-    """
+    """`decide(ratio)`; UserError with the nearest feasible ratio, in thousandths, if that raises RatioTooLarge or
+    RatioTooSmall."""
 
     def refusal(thousandths: int) -> UserError | None:
         try:
@@ -122,10 +120,7 @@ class Experts(Problem):
 
 
 class Channels(Problem):
-    """The input of an allocation of channels, which decides how many each expert keeps.
-
-    Scores of protected experts are infinite.
-    """
+    """The input of an allocation of channels per expert. Scores of protected experts are infinite."""
 
     @property
     def sizes(self) -> NDArray[numpy.int64]:
@@ -148,10 +143,8 @@ class Channels(Problem):
         return whole(int(self.sizes.sum()) * (1 - self.ratio))
 
     def layer_budgets(self, shares: Array) -> dict[int, int]:
-        """Layer -> channels it keeps, in proportion to share * size, at least those of its protected experts.
-
-        Their sum is exactly `keep`.
-        """
+        """Layer -> channels it keeps, `keep` in all, in proportion to share * size, at least those of its protected
+        experts."""
         kept = apportion(shares * self.sizes, self.keep, self.fixed, self.sizes)
         return dict(zip(self.scores, kept.tolist(), strict=True))
 
@@ -192,10 +185,9 @@ def apportion(
 ) -> NDArray[numpy.int64]:
     """Divide `total` into whole numbers near `level * weights`, each in [low, high] and low plus a multiple of `step`.
 
-    `weights` > 0; `low`, `high` and `step`: one number, or one per weight; low <= high, a multiple of the step apart;
-    sum(low) <= total <= sum(high). The level is the one at which the clipped shares sum to `total`. They are rounded
-    down, and the largest remainders get one step more (ties: the first). When steps differ, the sum may be below
-    `total` by less than the largest step.
+    `weights` > 0; `low`, `high` and `step`: one number, or one per weight; sum(low) <= total <= sum(high). The level is
+    the one at which the clipped shares sum to `total`. They are rounded down, and the largest remainders get one step
+    more (ties: the first). When steps differ, the sum may be below `total` by less than the largest step.
     """
     weight = numpy.asarray(weights, dtype=numpy.float64)
     least, most, steps = (numpy.broadcast_to(numpy.asarray(x, numpy.int64), weight.shape) for x in (low, high, step))
@@ -244,14 +236,14 @@ class Limits:
 
 def limits(layers: Mapping[int, Mapping[str, Any]], multiple_of: int = 1) -> dict[int, Limits]:
     """The limits of every layer. `layers`: layer -> facts (n_experts, top_k, n_group, topk_group, perhaps protected).
-
-    UserError when a layer cannot keep any multiple of `multiple_of`.
-    """
+    UserError when a layer cannot keep any multiple of `multiple_of`."""
     by_layer = {}
     for layer, facts in layers.items():
         count, top_k, n_group = int(facts["n_experts"]), int(facts["top_k"]), int(facts["n_group"])
         groups = Counter(expert * n_group // count for expert in facts.get("protected", ()))
         fewest = max(fewest_experts(facts), n_group * max(groups.values(), default=0))
+        if fewest_experts(facts) > count:
+            raise UserError(f"model.top_k={top_k}: layer {layer} has {count} experts")
         limit = by_layer[layer] = Limits(count, top_k, n_group, lcm(multiple_of, n_group), fewest)
         if limit.smallest > count:
             raise UserError(
@@ -263,10 +255,7 @@ def limits(layers: Mapping[int, Mapping[str, Any]], multiple_of: int = 1) -> dic
 
 def budget(layers: Mapping[int, Limits], ratio: float) -> int:
     """Total number of experts to remove at `ratio`: as many as allocation=uniform removes, summed over layers.
-
-    So every allocation removes the same number at the same ratio. RatioTooLarge or RatioTooSmall when the layers
-    together cannot lose that many.
-    """
+    RatioTooLarge or RatioTooSmall when the layers together cannot lose that many."""
     check_ratio(ratio)
     removed = sum(limit.count - limit.even(ratio) for limit in layers.values())
     least = sum(limit.count - limit.largest for limit in layers.values())

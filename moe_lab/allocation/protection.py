@@ -1,8 +1,5 @@
-"""allocation.protect: experts that every plan keeps whole, super experts (arXiv 2507.23279) or those that a file lists.
-
-A protected expert is a condition on the plan, not a change of its scores: the layer keeps it with all its channels,
-whatever the criterion says and however the allocation divides the budget.
-"""
+"""allocation.protect: experts that every plan keeps whole, whatever the criterion and the allocation say: super experts
+(arXiv 2507.23279) or those that a file lists."""
 
 from __future__ import annotations
 
@@ -43,9 +40,7 @@ def super_experts(largest: Mapping[int, ArrayLike], end: int) -> dict[int, list[
 
 def identity(settings: Mapping[str, Any]) -> dict[str, Any]:
     """What identifies the protection among the fields of AllocationConfig; {} without one. A file counts by content.
-
-    `with_protected` takes it in place of these fields. Raises UserError for a file that cannot be used.
-    """
+    UserError for one that cannot be used."""
     protect = settings["protect"]
     if protect is None:
         return {}
@@ -62,11 +57,9 @@ def needs(settings: Mapping[str, Any]) -> tuple[str, ...]:
 def with_protected(
     settings: Mapping[str, Any], model: Mapping[str, Any], statistics: Mapping[int, Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """The facts of a model in which each layer that has protected experts lists their ids, as `protected`.
-
-    `settings`: as from `identity`, among others. `statistics`: layer -> sums by name, for super experts. UserError for
-    experts that the model does not have.
-    """
+    """The facts of a model in which each layer that has protected experts lists their ids, as `protected`. `settings`:
+    as from `identity`, among others. `statistics`: layer -> sums by name, for super experts. UserError for experts that
+    the model does not have."""
     protect = settings.get("protect")
     layers = model["layers"]
     if protect is None:
@@ -89,10 +82,7 @@ def with_protected(
 
 
 def provenance(model: Mapping[str, Any]) -> dict[str, Any]:
-    """`protected`: layer -> ids, for the provenance of a plan; {} when `with_protected` had nothing to protect.
-
-    Super experts may turn out to be none.
-    """
+    """`protected`: layer -> ids, for the provenance of a plan; {} when `with_protected` had nothing to look for."""
     lists = {str(layer): facts["protected"] for layer, facts in model["layers"].items() if "protected" in facts}
     return {"protected": {layer: experts for layer, experts in lists.items() if experts}} if lists else {}
 

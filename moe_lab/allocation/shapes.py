@@ -51,10 +51,7 @@ def uniform_experts(problem: Experts) -> dict[int, int]:
 
 def same_share(layers: Mapping[int, Limits], ratio: float) -> dict[int, int]:
     """Layer -> experts to remove: int(n * ratio), the papers' rule, or the next smaller number that the limits allow.
-
-    RatioTooLarge or RatioTooSmall when `ratio` is outside [0, 1), leaves fewer experts than the router needs, or when a
-    layer has no such number.
-    """
+    RatioTooLarge or RatioTooSmall when there is none."""
     check_ratio(ratio)
     remove = {}
     for layer, limit in layers.items():
@@ -74,11 +71,7 @@ def same_share(layers: Mapping[int, Limits], ratio: float) -> dict[int, int]:
 
 
 def uniform_channels(problem: Channels) -> Budgets:
-    """Every expert keeps the same int(I * (1 - ratio)) channels, so that all widths of a layer stay equal.
-
-    This rounds down once per expert, so up to one channel per expert fewer is kept than with other allocations.
-    RatioTooLarge when an expert would keep none.
-    """
+    """Every expert keeps the same int(I * (1 - ratio)) channels, which rounds down once per expert."""
     budgets = {}
     for layer, scores in problem.scores.items():
         count, width = scores.shape
@@ -119,10 +112,9 @@ def global_channels(problem: Channels) -> Budgets:
 def global_experts(problem: Experts) -> dict[int, int]:
     """One threshold over the experts of all layers (EvoESAP, Fig. 1): layer -> experts to remove.
 
-    Experts are ranked by the scores of another criterion in evidence["by"], if given, otherwise by their own. A layer
-    that cannot lose more is skipped. If experts can only be removed in steps (`multiple_of`, groups that lose equally),
-    steps are ranked by their mean score. When the steps of layers differ, the sum may be below the budget by less than
-    the largest step.
+    Experts are ranked by the scores of another criterion in evidence["by"], if given, otherwise by their own. If they
+    can only be removed in steps (`multiple_of`, groups that lose equally), steps are ranked by their mean score. When
+    the steps of layers differ, the sum may be below the budget by less than the largest step.
     """
     by = problem.evidence.get("by", problem.scores)
     remove = {layer: limit.count - limit.largest for layer, limit in problem.limits.items()}
@@ -181,11 +173,8 @@ def loss_needs(parameters: Mapping[str, Any]) -> tuple[str, ...]:
 
 def smooth(values: Array, name: Smoothing) -> Array:
     """Smooth `values` >= 0 (n,): g(x) for x = values / mean(values), then at least 1e-6 of the sum, so none is zero.
-
-    sqrt: x^(1/2). log: ln(1 + 5x). huber: x up to d = mean + std/2, above it d + (d (x - d))^(1/2). clip: x within
-    mean +- std/2. none: x. std is that of the population. Dividing by the mean makes log, too, independent of how many
-    tokens were summed. All-zero values give equal targets.
-    """
+    sqrt: x^(1/2). log: ln(1 + 5x). huber: x up to d = mean + std/2, above it d + (d (x - d))^(1/2). clip: x within mean
+    +- std/2. none: x. std is that of the population. All-zero values give equal targets."""
     total = values.sum()
     if total <= 0:
         return numpy.ones_like(values)
@@ -212,10 +201,8 @@ def check_removals(
     layers: Mapping[int, Mapping[str, Any]], ratio: float, *, limit: int = LIMIT, multiple_of: int = 1
 ) -> dict[int, int]:
     """Number of experts that each layer loses, the same share in all, checked to leave at most `limit` choices a layer.
-
-    `layers`: layer -> n_experts, top_k, n_group, topk_group, perhaps protected, as in a model's facts. Raises UserError
-    for an infeasible ratio, and for a layer with more choices; both name the nearest feasible ratio.
-    """
+    `layers`: layer -> facts. UserError, with the nearest feasible ratio, for others and for a layer with more
+    choices."""
     by_layer = limits(layers, multiple_of)
 
     def decide(ratio: float) -> dict[int, int]:
@@ -279,12 +266,8 @@ def is_plan(content: Mapping[str, Any]) -> bool:
     return "schema" in content and fits(content, {"layers": {str: {"experts": int, "keep": list}}})
 
 
-def check(path: str | None, granularity: str) -> None:
-    """Raise UserError unless the file can be read and lists what the criterion scores: "expert" or "channel"."""
-    _listed(path, granularity)
-
-
-def _listed(path: str | None, granularity: str) -> dict[str, Any]:
+def listed(path: str | None, granularity: str) -> dict[str, Any]:
+    """The content of the file. UserError unless it lists what the criterion scores: "expert" or "channel"."""
     if path is None:
         raise UserError("allocation=list needs allocation.path: a schedule or a plan.json")
     content = read(path)
@@ -300,7 +283,7 @@ def _listed(path: str | None, granularity: str) -> dict[str, Any]:
 
 def experts(problem: Experts) -> dict[int, int]:
     """Layer -> experts to remove, from the file. UserError when it does not fit the layers, their routers and ratio."""
-    content = _listed(problem.path, "expert")
+    content = listed(problem.path, "expert")
     if is_plan(content):
         content = {layer: about["experts"] - len(about["keep"]) for layer, about in content["layers"].items()}
     remove = _of_layers(content, problem.limits)
@@ -318,7 +301,7 @@ def experts(problem: Experts) -> dict[int, int]:
 
 def channels(problem: Channels) -> Budgets:
     """Layer -> channels each expert keeps, from the plan. UserError when it does not fit the layers and the ratio."""
-    layers = _of_layers(_listed(problem.path, "channel")["layers"], problem.scores)
+    layers = _of_layers(listed(problem.path, "channel")["layers"], problem.scores)
     budgets: Budgets = {}
     for layer, scores in problem.scores.items():
         about = layers[layer]
@@ -333,9 +316,9 @@ def channels(problem: Channels) -> Budgets:
     return budgets
 
 
-def _of_layers(listed: Mapping[str, Any], expected: Mapping[int, Any]) -> dict[int, Any]:
+def _of_layers(content: Mapping[str, Any], expected: Mapping[int, Any]) -> dict[int, Any]:
     """What is listed of each of the `expected` layers, in their order."""
-    numbered = {int(layer): value for layer, value in listed.items()}
+    numbered = {int(layer): value for layer, value in content.items()}
     if set(numbered) != set(expected):
         raise UserError(f"allocation.path: is about layers {sorted(numbered)}, expected {sorted(expected)}")
     return {layer: numbered[layer] for layer in expected}

@@ -22,18 +22,11 @@ from moe_lab.models.files import UNRESOLVED, data_file, data_files, sha256_of
 
 
 def parts(settings: CalibrationConfig) -> list[tuple[float, CalibrationConfig]]:
-    """(share, settings) of each set of a mixture; a set that is no mixture is its own only part.
-
-    A set without a seed gets that of the mixture.
-    """
-    return [
-        (
-            source.share,
-            source.settings if source.settings.seed is not None else replace(source.settings, seed=settings.seed),
-        )
-        for source in settings.sources
-        if source.settings is not None
-    ] or [(1.0, settings)]
+    """(share, settings) of each set of a mixture; a set that is no mixture is its own only part. A set without a seed
+    gets that of the mixture."""
+    sets = [(source.share, source.settings) for source in settings.sources if source.settings is not None]
+    seeded = [(share, replace(part, seed=settings.seed) if part.seed is None else part) for share, part in sets]
+    return seeded or [(1.0, settings)]
 
 
 def check(settings: CalibrationConfig) -> None:
@@ -51,10 +44,8 @@ def wrong(settings: CalibrationConfig, look: Callable[[CalibrationConfig], objec
 
 
 def check_chat_template(settings: CalibrationConfig, model: ModelConfig) -> None:
-    """Raise UserError when the set begins with chat messages that the model, on this machine, has no chat template for.
-
-    Reads the first record of each set of a mixture. Settings that are `wrong` are left to that check.
-    """
+    """Raise UserError when a set begins with chat messages that the model, on this machine, has no chat template for.
+    Settings that are `wrong` are left to that check."""
     if wrong(settings, first_record):
         return
     other = ", or a set of plain texts, or of instructions and outputs"
@@ -66,10 +57,8 @@ def check_chat_template(settings: CalibrationConfig, model: ModelConfig) -> None
 
 
 def shares(settings: CalibrationConfig) -> list[tuple[int, int]]:
-    """First row, and end, of each of calibration.parts shares of the rows; empty for one pass over all of them.
-
-    A share has whole batches of one pass, so that both read the same batches and get the same numbers for each.
-    """
+    """First row, and end, of each of calibration.parts shares of the rows; empty for one pass over all of them. A share
+    has whole batches of that pass, and so the same numbers for each."""
     if settings.parts == 1:
         return []
     bounds = [settings.batches * part // settings.parts for part in range(settings.parts + 1)]
@@ -89,12 +78,8 @@ def order_seed(settings: CalibrationConfig) -> int | None:
 
 @identity.register
 def _(settings: CalibrationConfig) -> Any:
-    """All that changes what is read and in which batches.
-
-    A file counts by the sha256 of its bytes and its format, wherever it is; a hub set by its id, subset and split; a
-    mixture by its sets and their shares. The seed counts only where documents are shuffled, and of the tokens only how
-    many rows they fill.
-    """
+    """All that changes what is read and in which batches: of a path the content, of a mixture its sets and their
+    shares, of the tokens how many rows they fill. The seed counts only where documents are shuffled."""
     check(settings)
     document = {**counting_fields(settings, "sources", "tokens"), "rows": settings.rows}
     if not settings.sources:
@@ -112,14 +97,11 @@ def _documents(settings: CalibrationConfig) -> dict[str, Any]:
 def _content(path: str) -> dict[str, Any]:
     """The content that a path names: that of a file, here or on the hub, or of a data set there; its name where the hub
     cannot be asked."""
-    file = locate(path)
-    if file is not None:
+    if (file := locate(path)) is not None:
         return {"sha256": sha256_of(file), "format": file_format(path, file)}
     if is_hub_file(path):
         name, found = hub_file(path)
-        sha256 = data_file(name, found)
-        known = {"sha256": sha256, "format": file_format(path, Path(found))} if sha256 else {}
+        known = {"sha256": data_file(name, found), "format": file_format(path, Path(found))}
     else:
-        sha256 = data_files(path)
-        known = {"data": sha256} if sha256 else {}
-    return known or {UNRESOLVED: path}
+        known = {"data": data_files(path)}
+    return known if all(known.values()) else {UNRESOLVED: path}

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from functools import partial
+from itertools import islice, takewhile
 from typing import Any
 
 import torch
 
-from moe_lab.calibration import check, order_seed, parts
-from moe_lab.calibration.documents import Document, rendering, tokenize
-from moe_lab.calibration.sources import locate, read
+from moe_lab.calibration import order_seed, parts
+from moe_lab.calibration.documents import BLANK_LINE, Chat, Document, Tools, from_template, rendering, tokenize, written
+from moe_lab.calibration.sources import locate, read, read_answered
 from moe_lab.config import CalibrationConfig
 from moe_lab.errors import UserError
 from moe_lab.models.files import sha256_of
@@ -30,10 +31,8 @@ TOLERANCE = 0.01
 
 def reap(documents: Iterable[list[int]], length: int, gap: int | None) -> Iterator[list[int]]:
     """Pack as the code of REAP and EvoESAP: a document that overflows a row is cut there, and its remainder dropped.
-
-    After a document that leaves room in the row, one position holds the `gap` token; there is none if `gap` is None.
-    Every row starts with the beginning of a document; a last row that the documents do not fill is dropped.
-    """
+    After a document that leaves room in the row, one position holds the `gap` token, unless it is None. A last row that
+    the documents do not fill is dropped."""
     row: list[int] = []
     for document in documents:
         row += document[: length - len(row)]
@@ -46,9 +45,7 @@ def reap(documents: Iterable[list[int]], length: int, gap: int | None) -> Iterat
 
 def chunk(documents: Iterable[list[int]], length: int, gap: int | None) -> Iterator[list[int]]:
     """Join all documents, with a `gap` token after each unless it is None, and cut the stream every `length` tokens.
-
-    Only the last tokens, which fill no row, are lost.
-    """
+    Only the last tokens, which fill no row, are lost."""
     stream: list[int] = []
     for document in documents:
         stream += document
@@ -71,9 +68,6 @@ PACKINGS: dict[str, Callable[..., Iterator[list[int]]]] = {"reap": reap, "chunk"
 """calibration.packing -> function (documents, length, filler)."""
 
 
-# Sets of documents.
-
-
 @dataclass(frozen=True)
 class Calibration:
     """The batches of a calibration set, and a report about them."""
@@ -87,29 +81,25 @@ class Calibration:
 
 @dataclass
 class Source:
-    """One set of documents, and how much of it was used."""
+    """One set of documents, and how much of it was used so far."""
 
     settings: CalibrationConfig
     share: float
     documents: list[Document]
     used: int = 0
-    """Documents tokenised so far."""
+    """Documents that were tokenised, to so many `tokens`."""
     tokens: int = 0
-    """Tokens of these documents."""
     placed: int = 0
-    """Tokens that are in rows, or will be if nothing more is cut."""
+    """Tokens that are in rows, or will be if nothing more is cut; those in finished rows are `kept`."""
     kept: int = 0
-    """Tokens in finished rows."""
     renderings: set[str] = field(default_factory=set)
 
 
 class Packed:
-    """Rows of a calibration set, or of a mixture of sets, as places (indices) in one list of tokens.
-
-    Rows hold places instead of ids, so that the set of a token, and whether it belongs to an answer, are still known
-    after packing. The next document comes from the set that is furthest behind its share of the tokens placed so far;
-    ties go to the set listed first. So the interleaving depends only on the settings and the tokenizer.
-    """
+    """Rows of a calibration set, or of a mixture of sets, as places (indices) in one list of tokens. Rows hold places
+    instead of ids, so that the set of a token, and whether it belongs to an answer, are still known after packing. The
+    next document comes from the set that is furthest behind its share of the tokens placed so far; ties go to the set
+    listed first. So the interleaving depends only on the settings and the tokenizer."""
 
     def __init__(
         self,
@@ -118,11 +108,7 @@ class Packed:
         read: Callable[[CalibrationConfig], list[Document]],
         tokenized: Callable[[Document, bool], tuple[list[int], list[bool]]],
     ) -> None:
-        """Read and pack the set. `read` gives documents; `tokenized` gives the ids of one, and a mark for each id.
-
-        UserError for invalid settings and for a set that is too short.
-        """
-        check(settings)
+        """Read and pack the set. `read` gives documents; `tokenized` gives the ids of one, and a mark for each id."""
         if settings.length > tokenizer.model_max_length:  # the model was not trained on such positions
             raise UserError(
                 f"calibration.length={settings.length} is more than the model reads at once: expected at most "
@@ -197,9 +183,8 @@ class Packed:
         settings, filled, source = self.settings, len(self.rows), self._exhausted
         assert source is not None
         fitting = f"calibration.tokens={filled * settings.length} would fit" if filled else "expected a longer text"
-        name = source.settings.path
-        if settings.sources:
-            name = f"{source.settings.name}, for its share of {source.share:g} of calibration={settings.name},"
+        share = f", for its share of {source.share:g} of calibration={settings.name},"
+        name = f"{source.settings.name}{share}" if settings.sources else source.settings.path
         return UserError(
             f"calibration.path={name} is too short: its {source.tokens} tokens are read when {filled} of the "
             f"{settings.rows} rows of calibration.length={settings.length} in calibration.tokens={settings.tokens} are "
@@ -220,13 +205,10 @@ class Packed:
 
 def batches(settings: CalibrationConfig, tokenizer: Any) -> Calibration:
     """Read, order, tokenise and pack a calibration set; the same settings and tokenizer give the same tensors.
-
-    Raises UserError for invalid settings, and for a source that cannot be read or is too short.
-    """
+    UserError for a source that cannot be read or is too short."""
 
     def unmarked(document: Document, special_tokens: bool) -> tuple[list[int], list[bool]]:
-        ids = tokenize(document, tokenizer, special_tokens)
-        return ids, [False] * len(ids)
+        return (ids := tokenize(document, tokenizer, special_tokens)), [False] * len(ids)
 
     packed = Packed(settings, tokenizer, read, unmarked)
     return Calibration([(ids, valid) for ids, valid, _ in packed.batches()], _report(packed))
@@ -287,3 +269,82 @@ def _digest(source: Source) -> str:
     for document in source.documents:
         total.update(repr(document).encode())
     return total.hexdigest()
+
+
+# Batches of tasks with solutions, in which the tokens of answers are marked.
+
+AnswerBatch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""ids (B, S) int64, valid (B, S) bool as in a calibration batch, answers (B, S) bool: the tokens of answers."""
+
+
+def answer_batches(settings: CalibrationConfig, tokenizer: Any, *, header: bool = False) -> list[AnswerBatch]:
+    """The batches that `batches(settings, tokenizer)` gives, with the tokens of answers marked.
+
+    An answer is the output, the answer, the completion, or what an assistant says; a token belongs to it if it contains
+    one of its characters. `header` also marks what the chat template writes around it (the name of the speaker and the
+    end of the turn) or the blank line of a plain pair, as the released code of EvoESAP does. The tokens themselves are
+    marked, not the positions that predict them. UserError as for `batches`, and for a set without answers.
+    """
+    if not tokenizer.is_fast:
+        raise UserError(
+            "the model's tokenizer does not say which characters a token stands for, so answers cannot be marked: "
+            "expected a fast tokenizer (a tokenizer.json)"
+        )
+    tokenized = partial(marked, tokenizer=tokenizer, header=header)
+    found = list(Packed(settings, tokenizer, read_answered, tokenized).batches())
+    if not any(bool(answers.any()) for _, _, answers in found):
+        raise UserError(
+            f"calibration.length={settings.length} cuts every answer of {settings.name} away: expected longer rows"
+        )
+    return found
+
+
+def marked(document: Document, special_tokens: bool, *, tokenizer: Any, header: bool) -> tuple[list[int], list[bool]]:
+    """Token ids of a document, the same as without marks, and which of them belong to an answer."""
+    text, add = written(document, tokenizer, special_tokens)
+    encoded = tokenizer(text, add_special_tokens=add, verbose=False, return_offsets_mapping=True)
+    spans = list(_spans(document, text, tokenizer, header))
+    answers = [
+        any(max(first, start) < min(last, end) for start, end in spans) for first, last in encoded["offset_mapping"]
+    ]
+    return encoded["input_ids"], answers
+
+
+def _spans(document: Document, text: str, tokenizer: Any, header: bool) -> Iterator[tuple[int, int]]:
+    """(start, end) of the characters of each answer in `text`."""
+    if isinstance(document, Chat) and tokenizer.chat_template:
+        yield from _turns(document, text, tokenizer, header)
+    elif (read := document.plain) and read.answer is not None:
+        before = len(BLANK_LINE) if header and isinstance(document, Chat) else 0
+        yield read.answer - before, len(text)
+
+
+def _turns(document: Chat, text: str, tokenizer: Any, header: bool) -> Iterator[tuple[int, int]]:
+    """As `_spans`, for a conversation that was rendered with a chat template. A turn begins where the rendered messages
+    before it stop being a prefix of `text`, whatever a template writes last."""
+    turns, tools = document.messages, document.tools
+    for number, message in enumerate(turns):
+        if message["role"] != "assistant":
+            continue
+        start = _shared(turns[:number], text, tokenizer, tools)
+        if header:
+            yield start, len(text) if number + 1 == len(turns) else _shared(turns[: number + 1], text, tokenizer, tools)
+        elif "tool_calls" in message:
+            raise UserError(
+                "calibration.path: the chat template writes the calls of functions, so their tokens cannot be told: "
+                "expected a set without tool_calls, or header=true to take the whole turn"
+            )
+        elif content := message["content"].strip():
+            begin = text.find(content, start)
+            if begin < 0:
+                raise UserError(
+                    f"calibration.path: the chat template rewrites the answer {content[:40]!r}, so its tokens cannot "
+                    "be told: expected a set of plain answers, or header=true to take the whole turn"
+                )
+            yield begin, begin + len(content)
+
+
+def _shared(before: Sequence[Any], text: str, tokenizer: Any, tools: Tools) -> int:
+    """Length in characters of the longest common prefix of `text` and the rendered messages `before`."""
+    so_far = from_template(before, tools, tokenizer) if before else ""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(so_far, text, strict=False)))

@@ -41,6 +41,11 @@ class Text:
     answer: int | None = data_field(default=None, repr=False)
     """Where its answer begins, such as the completion of a prompt."""
 
+    @property
+    def plain(self) -> Text:
+        """What a model without a chat template reads."""
+        return self
+
 
 @dataclass(frozen=True)
 class Chat:
@@ -50,9 +55,8 @@ class Chat:
     """A role and a content each; with calls of functions also `tool_calls`, whose arguments are objects."""
     tools: Tools = ()
     plain: Text | None = None
-    """What a model without a chat template reads."""
+    """What a model without a chat template reads; None where only such a template can write it."""
     where: str = data_field(default="calibration.path", compare=False, repr=False)
-    """Location of its record, for error messages."""
 
 
 Document = Text | Chat
@@ -66,14 +70,13 @@ def pair(instruction: str, output: str, where: str = "calibration.path") -> Chat
 
 
 def document(record: Any, field: str | None, where: str, template: str | None = None) -> Document:
-    """The document in one JSON record.
+    """The document in one JSON record, which is at `where`.
 
     `field` names the field to read; None takes `text`, `messages`, `instruction` and `output` (with the optional
     `input` of instruction sets), `question` and `answer`, `prompt` and `completion`, or `query`, `answers` and `tools`
     (a request and the calls that answer it), whichever is there first. `tools` beside messages are read with them.
-    Raises UserError for further parts of a conversation beside them (`UNREAD`), but not beside `text`, which is whole.
+    UserError for further parts of a conversation beside them (`UNREAD`), but not beside `text`, which is whole.
     `template` is a text with fields in braces; with these filled in, it is read as plain text.
-    `where` is the location of the record, for error messages.
     """
     if not isinstance(record, Mapping):
         raise UserError(f"{where}: expected an object with fields such as text, found {record!r:.40}")
@@ -151,12 +154,10 @@ def _message(entry: Any, where: str) -> Mapping[str, Any]:
     if not fits(entry, {"role": str, "content": str}):
         raise UserError(f"{where}: expected messages with a role and a content that are strings, found {entry!r:.80}")
     _check_all_read(entry, (), where, "its words in the content of the message")
-    message: dict[str, Any] = {"role": entry["role"], "content": entry["content"]}
-    if calls:
-        message["tool_calls"] = [_tool_call(call, where) for call in calls]
-    if entry["role"] == "tool":  # some templates name the function that returned the content, or its call
-        message |= {key: entry[key] for key in ("name", "tool_call_id") if isinstance(entry.get(key), str)}
-    return message
+    # some templates name the function that returned the content of a role=tool, or its call
+    names = ("role", "content", *(("name", "tool_call_id") if entry["role"] == "tool" else ()))
+    message: dict[str, Any] = {key: entry[key] for key in names if isinstance(entry.get(key), str)}
+    return {**message, "tool_calls": [_tool_call(call, where) for call in calls]} if calls else message
 
 
 def _tool_call(call: Any, where: str) -> dict[str, Any]:
@@ -164,9 +165,8 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
     function: Any = call.get("function", call) if isinstance(call, Mapping) else None
     if not fits(function, {"name": str}):
         raise UserError(f"{where}: expected tool_calls with a name and arguments, found {call!r:.80}")
-    arguments = _decoded(function.get("arguments", {}), f"{where}: arguments of {function['name']}")
-    if not isinstance(arguments, Mapping):
-        raise UserError(f"{where}: arguments of {function['name']} hold {arguments!r:.40}, expected an object")
+    place = f"{where}: arguments of {function['name']}"
+    arguments = _decoded(function.get("arguments", {}), place, dict, "hold", "an object")
     identified = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
     return {"type": "function", **identified, "function": {"name": function["name"], "arguments": arguments}}
 
@@ -184,20 +184,19 @@ def _tools(record: Mapping[str, Any], where: str) -> Tools:
 
 def _listed(value: Any, where: str) -> list[Any]:
     """A list, or that in its JSON text."""
-    decoded = _decoded(value, where)
-    if not isinstance(decoded, list):
-        raise UserError(f"{where} holds {decoded!r:.40}, expected a list")
-    return decoded
+    listed: list[Any] = _decoded(value, where, list, "holds", "a list")
+    return listed
 
 
-def _decoded(value: Any, where: str) -> Any:
-    """A value, or what its JSON text holds."""
-    if not isinstance(value, str):
-        return value
+def _decoded(value: Any, where: str, kind: type, verb: str, expected: str) -> Any:
+    """A value of a type, or that in its JSON text."""
     try:
-        return json.loads(value)
+        decoded = json.loads(value) if isinstance(value, str) else value
     except json.JSONDecodeError as error:
         raise UserError(f"{where} is damaged JSON: {error.msg}") from error
+    if not isinstance(decoded, kind):
+        raise UserError(f"{where} {verb} {decoded!r:.40}, expected {expected}")
+    return decoded
 
 
 def _names(record: Mapping[str, Any]) -> str:
@@ -206,7 +205,7 @@ def _names(record: Mapping[str, Any]) -> str:
 
 def is_empty(document: Document) -> bool:
     """Whether a document has no content."""
-    text = plain(document)
+    text = document.plain
     return not text.text.strip() if text else isinstance(document, Chat) and not document.messages
 
 
@@ -228,34 +227,26 @@ def rendering(document: Document, tokenizer: Any) -> str:
 
 
 def tokenize(document: Document, tokenizer: Any, special_tokens: bool) -> list[int]:
-    """Token ids of one document.
-
-    Conversations go through the tokenizer's chat template, which writes its own special tokens: adding the
-    tokenizer's would double the first one, so `special_tokens` applies only to text without a chat template.
-    """
+    """Token ids of one document; `special_tokens` applies only to text without a chat template."""
     text, add = written(document, tokenizer, special_tokens)
     ids: list[int] = tokenizer(text, add_special_tokens=add, verbose=False)["input_ids"]
     return ids
 
 
 def written(document: Document, tokenizer: Any, special_tokens: bool) -> tuple[str, bool]:
-    """The text of a document as the model reads it, and whether the tokenizer adds its special tokens to it."""
+    """The text of a document as the model reads it, and whether the tokenizer adds its special tokens to it. Chat
+    templates write their own: adding the tokenizer's would double the first one."""
     if isinstance(document, Chat) and tokenizer.chat_template:
         render = partial(from_template, tokenizer=tokenizer)
         what = f"{document.where} holds conversations with"
         return render_whole(document.messages, document.tools, render, what), False
-    text = plain(document)
+    text = document.plain
     if text is None:
         raise UserError(
             "calibration.path holds chat messages but the model's tokenizer has no chat template: "
             "use a source of plain text, or of instruction and output pairs"
         )
     return text.text, special_tokens
-
-
-def plain(document: Document) -> Text | None:
-    """What a model without a chat template reads; None for conversations that only such a template can write."""
-    return document if isinstance(document, Text) else document.plain
 
 
 def from_template(messages: Sequence[Mapping[str, Any]], tools: Tools, tokenizer: Any) -> str:
@@ -277,12 +268,9 @@ def render_whole(
     render: Callable[[Sequence[Mapping[str, Any]], Tools], str],
     what: str,
 ) -> str:
-    """The text of a conversation, if the chat template behind `render` reads all of it.
-
-    Templates that know no tools, or not the role of a message, ignore them, and some leave out the thoughts in earlier
-    answers. Raises UserError, which begins with `what`, for one that writes the same text without the tools or their
-    calls, and for one that leaves out words of a message.
-    """
+    """The text of a conversation, if the chat template behind `render` reads all of it. Templates that know no tools,
+    or not the role of a message, ignore them, and some leave out the thoughts in earlier answers: UserError, which
+    begins with `what`, for a text that is the same without tools or calls, or lacks words."""
     text = render(messages, tools)
     _check_words(messages, text, what)
     without: dict[str, tuple[Sequence[Mapping[str, Any]], Tools]] = {}
@@ -306,9 +294,14 @@ def render_whole(
 
 def _check_words(messages: Sequence[Mapping[str, Any]], text: str, what: str) -> None:
     """Raise UserError unless `text` has all words of the messages."""
-    contents = [message["content"].strip() for message in messages]
-    if _holds_in_order(text, contents):
-        return
+    contents, end = [message["content"].strip() for message in messages], 0
+    for content in contents:
+        start = text.find(content, end)
+        if start < 0:
+            break
+        end = start + len(content)
+    else:
+        return  # all are there, one after another
     # Templates may move a message to another place, or write it as JSON, so that its words are there but not its text.
     lost = _words(" ".join(contents)) - (_words(text) | _words(re.sub(r'\\[ntr"\\/]', " ", text)))
     if lost:
@@ -319,17 +312,6 @@ def _check_words(messages: Sequence[Mapping[str, Any]], text: str, what: str) ->
             f"{what} role={about['role']} content={about['content']!r:.60}, of which the model's chat template leaves "
             f"out {word!r}: expected a set without it, or a model whose template reads it"
         )
-
-
-def _holds_in_order(text: str, parts: Sequence[str]) -> bool:
-    """Whether a text has all these parts, one after another."""
-    end = 0
-    for part in parts:
-        start = text.find(part, end)
-        if start < 0:
-            return False
-        end = start + len(part)
-    return True
 
 
 def _words(text: str) -> Counter[str]:

@@ -10,12 +10,12 @@ import json
 import re
 import zlib
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from functools import lru_cache
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from moe_lab.calibration.documents import BLANK_LINE, Document, Text, document, has_answer, is_empty, plain
+from moe_lab.calibration.documents import BLANK_LINE, Document, Text, document, has_answer, is_empty
 from moe_lab.config import CalibrationConfig
 from moe_lab.errors import UserError, nearest
 from moe_lab.paths import local
@@ -57,7 +57,7 @@ def _joined(documents: list[Document], settings: CalibrationConfig) -> Document:
 
 
 def read_answered(settings: CalibrationConfig) -> list[Document]:
-    """As `read`; also raises UserError when no document has an answer."""
+    """As `read`; UserError also when no document has an answer."""
     documents = read(settings)
     if not any(has_answer(document) for document in documents):
         raise UserError(f"calibration.path={settings.path} holds no answers: expected the fields {ANSWERED}")
@@ -66,16 +66,13 @@ def read_answered(settings: CalibrationConfig) -> list[Document]:
 
 def check_answers(settings: CalibrationConfig) -> None:
     """Raise UserError when the source is a file on this machine and no document in it has an answer."""
-    if not is_hub_file(settings.path) and locate(settings.path) is not None:
+    if locate(settings.path) is not None:
         read_answered(settings)
 
 
 def locate(path: str) -> Path | None:
-    """The local file that `path` names, or None when it names a data set, or a file of one, on the hub.
-
-    Raises UserError for a missing file (with the nearest name in its folder), a folder, an empty file, and an
-    unsupported format.
-    """
+    """The local file that `path` names, or None when it names a data set, or a file of one, on the hub. UserError for a
+    missing file (with the nearest name in its folder), a folder, an empty file, and another format."""
     if is_hub_file(path):
         file_format(path, Path(path))
         return None
@@ -143,63 +140,44 @@ def lines(text: str) -> list[str]:
 
 
 def check_text(file: Path, setting: str) -> None:
-    """Raise UserError, naming the line, unless the whole file is UTF-8 text. `setting` names the file.
-
-    Cached while its size and modification time stay the same.
-    """
+    """Raise UserError, naming the line, unless the whole file, which `setting` names, is UTF-8 text."""
     status = file.stat()
     _check_text(file, setting, status.st_size, status.st_mtime_ns)
 
 
 @lru_cache(maxsize=64)
 def _check_text(file: Path, setting: str, size: int, changed: int) -> None:
-    _text(file, setting)
+    _text(file, setting)  # once, while its size and modification time stay the same
 
 
 def first_record(settings: CalibrationConfig) -> list[Document]:
-    """The document in the first record of JSON lines on this machine; none for other sources.
-
-    Raises UserError when the record lacks a field that the settings read.
-    """
-    file = None if is_hub_file(settings.path) else locate(settings.path)
+    """The document in the first record of a JSON file on this machine; none for other sources."""
+    file = locate(settings.path)
     if file is None or file_format(settings.path, file) == "text":
         return []
-    reader = gzip.open if file.suffix == ".gz" else open
-    with reader(file, "rt", encoding="utf-8-sig") as opened:
-        start = next((line for line in opened if line.strip()), "")
-    whole = not start.lstrip().startswith("{")  # a JSON list, which can only be read whole
-    return [] if whole else _documents(_records(start, file), settings)
+    return _documents(islice(_records(_text(file, "calibration.path"), file), 1), settings)
 
 
 def whole_text(file: Path, setting: str) -> str:
-    """Read a file as one text: a text file unchanged, the documents of a JSON file joined by blank lines.
-
-    UserError for conversations, which only a model's chat template can turn into text, and for files without text.
-    """
+    """Read a file as one text: a text file unchanged, the documents of a JSON file joined by blank lines. UserError for
+    conversations, which only a model's chat template can turn into text, and for files without text."""
     text = _text(file, setting)
     if file_format(str(file), file, setting) == "text":
         return text
-    texts = [plain(document(record, None, where)) for where, record in _records(text, file)]
+    texts = [document(record, None, where).plain for where, record in _records(text, file)]
     if None in texts:
         raise UserError(f"{setting}={file} holds conversations: expected texts, which are read as they stand")
     return BLANK_LINE.join(text.text for text in texts if text)
 
 
-@contextmanager
-def _reading(file: Path, setting: str) -> Iterator[None]:
-    """Turn errors of reading a file into UserError while open."""
+def _text(file: Path, setting: str) -> str:
+    """Read a UTF-8 text file, gzipped or not; Windows line ends are replaced."""
     try:
-        yield
+        raw = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise UserError(f"{setting}={file} is a damaged gz file: {error}") from error
     except OSError as error:
         raise UserError(f"{setting}={file} cannot be read: {error.strerror}") from error
-
-
-def _text(file: Path, setting: str) -> str:
-    """Read a UTF-8 text file, gzipped or not; Windows line ends are replaced."""
-    with _reading(file, setting):
-        raw = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
     try:
         text = raw.decode("utf-8-sig")
         place = raw.find(0)  # which other formats have, and UTF-16
@@ -215,20 +193,17 @@ def _text(file: Path, setting: str) -> str:
 
 def _records(text: str, file: Path) -> Iterator[tuple[str, Any]]:
     """(place, record) for each record of a JSON list or of JSON lines."""
-    if text.lstrip().startswith("["):
-        try:
-            listed = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise UserError(f"{file} line {error.lineno} is damaged JSON: {error.msg}") from error
-        yield from ((f"{file} record {number}", record) for number, record in enumerate(listed, start=1))
-        return
-    # Only "\n" ends a line: str.splitlines would also cut at separators that JSON strings may hold unescaped.
-    for number, line in enumerate(text.split("\n"), start=1):
-        if line.strip():
-            try:
+    number = 1
+    try:
+        if text.lstrip().startswith("["):
+            yield from ((f"{file} record {place}", record) for place, record in enumerate(json.loads(text), start=1))
+            return
+        # Only "\n" ends a line: str.splitlines would also cut at separators that JSON strings may hold unescaped.
+        for number, line in enumerate(text.split("\n"), start=1):
+            if line.strip():
                 yield f"{file} line {number}", json.loads(line)
-            except json.JSONDecodeError as error:
-                raise UserError(f"{file} line {number} is damaged JSON: {error.msg}") from error
+    except json.JSONDecodeError as error:
+        raise UserError(f"{file} line {number + error.lineno - 1} is damaged JSON: {error.msg}") from error
 
 
 def is_hub_file(path: str) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy
 
-from moe_lab.criteria.registry import Array, Layer, criterion, score
+from moe_lab.criteria import Array, Layer, criterion, score
 from moe_lab.errors import UserError
 
 UNIFIED = "How to Score Experts for One-Shot MoE Expert Pruning, arXiv 2606.15716"
@@ -93,8 +93,7 @@ def mone_freq(layer: Layer) -> Array:
 def s_family(layer: Layer, b: float, alpha: int, beta: int) -> Array:
     """S(b, alpha, beta) = N^-b sum_t g^alpha ||f||^beta, alpha and beta in {0, 1, 2}; 0 for N = 0.
 
-    b is any number >= 0, 0 and 1 being the paper's. S(1,0,0) is 1 for every expert that saw a token: UserError.
-    """
+    b is any number >= 0, 0 and 1 being the paper's. S(1,0,0) is 1 for every expert that saw a token: UserError."""
     for name, value in (("alpha", alpha), ("beta", beta)):
         if value not in EXPONENTS:
             raise UserError(f"criterion.parameters.{name}={value} of s_family: expected 0, 1 or 2")

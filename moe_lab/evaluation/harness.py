@@ -232,10 +232,10 @@ def write_answers(answers: Sequence[Answer], file: Path) -> None:
     file.write_text("".join(json.dumps(asdict(answer)) + "\n" for answer in answers), encoding="utf-8")
 
 
-def read_answers(file: Path) -> list[Answer]:
-    """The answers that `write_answers` wrote."""
+def read_answers(content: bytes) -> list[Answer]:
+    """The answers in the content of a file that `write_answers` wrote."""
     answers = []
-    for line in file.read_text(encoding="utf-8").splitlines():
+    for line in content.splitlines():
         row = json.loads(line)
         windows = [tuple(Window(**window) for window in reply["windows"]) for reply in row["replies"]]
         replies = [Reply(**{**reply, "windows": own}) for reply, own in zip(row["replies"], windows, strict=True)]

@@ -22,14 +22,11 @@ KIND = "olmoe"
 Config: Any = CONFIG_MAPPING[KIND]
 Model: Any = MODEL_FOR_CAUSAL_LM_MAPPING[Config]
 
-PREFIX = "pruned_"
-"""Of the model type, before that of the family."""
-
 
 class PrunedConfig(Config):
     """The family's configuration; `pruned` has the shapes of the layers: see `resize`."""
 
-    model_type = PREFIX + KIND
+    model_type = "pruned_" + KIND
 
 
 class PrunedForCausalLM(Model):
@@ -59,12 +56,9 @@ def resize(
     owners: Sequence[int] | None = None,
     constants: bool = False,
 ) -> None:
-    """Give a MoE block other numbers of experts and channels, in place and without weights.
-
-    `experts`: their number. `width`: channels of each; None: as many as the family has. `widths`: channels of each of
-    them where they differ; then `owners` says with whose weights each is computed, and `constants` whether those of
-    width 0 put out constants.
-    """
+    """Give a MoE block other numbers of `experts` and channels, in place and without weights. `width`: channels of
+    each; None: as many as the family has. `widths`: where they differ; then `owners` says with whose weights each is
+    computed, and `constants` whether those of width 0 put out constants."""
     stacks: Any = block.experts
     count = len(next(stacks.parameters()))
     if widths is not None:

@@ -20,28 +20,19 @@ COUNTS = ("n_routed_experts", "moe_num_experts", "num_local_experts", "num_exper
 
 class RaggedExperts(nn.Module):
     """Takes the place of a family's own experts module, for gated experts without biases; each has its own width.
-
     `gate_up_packed` (sum of 2 I_e, H) holds, expert after expert, I_e rows of the gate projection and I_e rows of the
-    up projection. `down_packed` (sum of I_e, H) holds what each channel adds to the output: the down projection,
-    transposed. An expert of width 0 gives the output of its owner, if that is another expert. The N others of width 0
-    give 0 or, in a layer with constants, their row of `constants` (N, H).
-    """
+    up projection, `down_packed` (sum of I_e, H) the transposed down projections. An expert of width 0 gives the output
+    of its owner, if that is another one. The N others give 0 or their row of `constants` (N, H), if there are any."""
 
     is_concatenated, is_transposed, has_gate = True, False, True  # marks experts; a search for stacked ones refuses it
 
     constants: nn.Parameter | None
 
     def __init__(
-        self,
-        experts: nn.Module,
-        widths: Sequence[int],
-        constants: bool = False,
-        owners: Sequence[int] | None = None,
+        self, experts: nn.Module, widths: Sequence[int], constants: bool = False, owners: Sequence[int] | None = None
     ) -> None:
         """Room for experts of `widths` (E',), uninitialised, with the activation, dtype and device of `experts`.
-
-        `owners` (E',): whose weights each expert is computed with; None for its own.
-        """
+        `owners` (E',): whose weights each expert is computed with; None for its own."""
         super().__init__()
         self.widths = tuple(widths)
         self.num_experts = len(self.widths)
@@ -67,10 +58,8 @@ class RaggedExperts(nn.Module):
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        """Gated sum (T, H) of the outputs of experts `top_k_index` (T, K) with gates `top_k_weights` (T, K).
-
-        The routed pairs are sorted by expert once, in the order in which the eager forward of transformers adds them.
-        """
+        """Gated sum (T, H) of the outputs of experts `top_k_index` (T, K) with gates `top_k_weights` (T, K), added in
+        the order of the eager forward of transformers."""
         expert, order = torch.sort(top_k_index.t().reshape(-1), stable=True)
         token = order % len(hidden_states)
         gates = top_k_weights.t().reshape(-1)[order, None]
@@ -88,18 +77,12 @@ class RaggedExperts(nn.Module):
             mixed += constant_output(top_k_index, top_k_weights, self.num_experts, self.null, self.constants)
         return mixed
 
-    def extra_repr(self) -> str:
-        """Shown by print(model)."""
-        return f"{self.num_experts} experts of {min(self.widths)} to {max(self.widths)} channels"
-
 
 def constant_output(
     index: torch.Tensor, gates: torch.Tensor, n_experts: int, experts: Sequence[int], constants: torch.Tensor
 ) -> torch.Tensor:
-    """What `experts` (N) that put out `constants` (N, H) add to the routed output (T, H): the sum of g_j c_j.
-
-    `index` and `gates` (T, K): the experts of each token, of `n_experts`, and their gates.
-    """
+    """What `experts` (N) that put out `constants` (N, H) add to the routed output (T, H): the sum of g_j c_j. `index`
+    and `gates` (T, K): the experts of each token, of `n_experts`, and their gates."""
     spread = gates.new_zeros(len(index), n_experts).scatter_add_(1, index, gates)
     return (spread[:, experts] @ constants.to(gates.dtype)).to(constants.dtype)
 

@@ -42,10 +42,7 @@ class Checkpoint:
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:
-    """Read the headers of all shards.
-
-    UserError when one is missing, truncated or damaged, or when the index says something else than they do.
-    """
+    """Read the headers of all shards. UserError when one is missing, damaged or other than the index says."""
     shards, index = _shards(folder)
     metadata: dict[str, dict[str, str]] = {}
     tensors: dict[str, Entry] = {}
@@ -61,10 +58,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
 
 
 def read_header(path: Path) -> tuple[dict[str, str], dict[str, Entry]]:
-    """Metadata and tensors of one safetensors file, in the order of their bytes.
-
-    UserError naming the file when it is truncated, too long, or not safetensors.
-    """
+    """Metadata and tensors of one safetensors file, in the order of their bytes. UserError when it is damaged."""
     try:
         with safe_open(path, framework="np") as checked:
             metadata: dict[str, str] = checked.metadata() or {}
@@ -119,6 +113,6 @@ def _shards(folder: Path) -> tuple[tuple[str, ...], Mapping[str, str] | None]:
     shards = tuple(sorted(set(index.values())))
     for shard in shards:
         if os.path.basename(shard) != shard or not (folder / shard).is_file():
-            tensors = sum(1 for value in index.values() if value == shard)
+            tensors = list(index.values()).count(shard)
             raise UserError(f"{folder}: shard {shard} is missing, {INDEX} expects {tensors} tensors in it")
     return shards, index

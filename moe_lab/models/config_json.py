@@ -51,11 +51,8 @@ def stated_numbers(config: Mapping[str, Any]) -> dict[str, int]:
 
 
 def expert_shape(settings: ModelConfig) -> dict[str, int] | None:
-    """n_experts, top_k and width (channels per expert) of a layer; None when n_experts or top_k is not known.
-
-    Read from config.json, or from `model.expected` for a model that is not on this machine. `model.top_k` overrides
-    both.
-    """
+    """n_experts, top_k and width (channels per expert) of a layer; None when n_experts or top_k is not known. From
+    config.json, or from `model.expected` for a model that is not on this machine. `model.top_k` overrides both."""
     numbers = stated_numbers(config_of(settings)) or _expected(settings)
     if settings.top_k:
         numbers["top_k"] = settings.top_k
@@ -69,20 +66,16 @@ def _expected(settings: ModelConfig) -> dict[str, int]:
 
 
 def experts_implementation(device: str) -> str:
-    """The function of transformers that runs experts on a device or a device map.
-
-    grouped_mm on the CPU would convert weights on every call; cpu_experts replaces `eager` there, with equal bits.
-    """
+    """The function of transformers that runs experts on a device or a device map."""
+    # grouped_mm on the CPU would convert weights on every call; cpu_experts replaces `eager` there, with equal bits
     return "eager" if device == "cpu" else "grouped_mm"
 
 
 def fewest_experts(router: Mapping[str, Any]) -> int:
-    """The smallest number of experts that a layer can keep. `router`: its facts top_k, n_group and topk_group.
-
-    A router needs `top_k` experts to choose from. A group-limited one keeps the same number in each of its `n_group`
-    groups; the `topk_group` groups a token reaches (None: all) must hold `top_k` experts together, and groups are
-    ranked by their two best experts.
-    """
+    """The smallest number of experts that a layer can keep. `router`: its facts top_k, n_group and topk_group. A router
+    needs `top_k` experts to choose from. A group-limited one keeps the same number in each of its `n_group` groups; the
+    `topk_group` groups a token reaches (None: all) must hold `top_k` experts together, and groups are ranked by their
+    two best experts."""
     top_k, n_group = int(router["top_k"]), int(router["n_group"])
     if n_group == 1:
         return top_k
@@ -96,10 +89,7 @@ def has_packed_experts(config: Mapping[str, Any]) -> bool:
 
 
 def quantization(settings: ModelConfig) -> str | None:
-    """The quantisation method of the weights that config.json states, such as fp8 or gptq.
-
-    None for plain weights, and for a model that is not on this machine.
-    """
+    """The method in which weights are quantised, such as fp8; None for plain ones, and for a model that is not here."""
     return quantization_method(config_of(settings))
 
 
@@ -110,10 +100,8 @@ def quantization_method(config: Mapping[str, Any]) -> str | None:
 
 
 def check_chat_template(settings: ModelConfig, user: str, tools: bool, other: str = "") -> None:
-    """Raise UserError when a model on this machine has no chat template, or none that knows `tools`.
-
-    `user` is what needs them, and `other` what to expect beside an instruction-tuned model.
-    """
+    """Raise UserError when a model on this machine has no chat template, or none that knows `tools`. `user` is what
+    needs them, and `other` what to expect beside an instruction-tuned model."""
     folder = local(settings.path)
     if not folder.is_dir():
         return
@@ -154,10 +142,8 @@ def check_trained_top_k(settings: ModelConfig, user: str) -> None:
 
 
 def compare(numbers: Mapping[str, int], settings: ModelConfig) -> None:
-    """Raise UserError naming the first of `numbers` that differs from `model.expected`.
-
-    The number of parameters is compared last, because it says least about the cause.
-    """
+    """Raise UserError naming the first of `numbers` that differs from `model.expected`, parameters last, which say
+    least about the cause."""
     for name, value in sorted(_expected(settings).items(), key=lambda item: item[0] == "parameters"):
         if (actual := numbers.get(name, value)) != value:
             raise UserError(
@@ -176,22 +162,15 @@ CACHE = 4
 
 @dataclass(frozen=True)
 class Size:
-    """The numbers from which memory and time are estimated."""
+    """The numbers from which memory and time are estimated, as in ExpectedConfig, and the bytes of a loaded weight."""
 
     parameters: int
-    """All parameters."""
     moe_layers: int
-    """Decoder layers with routed experts."""
     experts: int
-    """Routed experts of such a layer."""
     top_k: int
-    """Routed experts that process a token."""
     hidden: int
-    """Hidden size: width of the residual stream."""
     width: int
-    """Channels of a routed expert."""
     bytes_per_parameter: int
-    """Bytes of a parameter in the precision in which the model is loaded."""
 
     @property
     def expert(self) -> int:
@@ -224,32 +203,22 @@ class Size:
         return float(tokens * CACHE * self.hidden * self.moe_layers)
 
     def hidden_states(self, tokens: int, *, backward: bool) -> float:
-        """Bytes of the hidden states that enter decoder layers.
-
-        A forward pass keeps those of two layers at a time. With gradients those of all layers are kept, and the
-        gradients of two.
-        """
+        """Bytes of the hidden states that enter decoder layers. A forward pass keeps those of two layers at a time.
+        With gradients those of all layers are kept, and the gradients of two."""
         layers = self.moe_layers + 2 if backward else 2
         return float(tokens) * self.hidden * self.bytes_per_parameter * layers
 
 
 def size_of(settings: ModelConfig) -> Size | None:
-    """The size of a model; None when it is neither on this machine nor described by `model.expected`.
-
-    `model.expected` takes precedence over the folder, since a folder that differs from it is refused.
-    """
-    numbers = _expected(settings) or _measured(settings.path)
-    if not numbers.keys() >= {"parameters", "hidden", "width", "experts", "top_k"}:
+    """The size of a model, from `model.expected` or the folder, which may not differ from it; None without either."""
+    numbers = dict(_expected(settings) or _measured(settings.path))
+    if settings.top_k:
+        numbers["top_k"] = settings.top_k
+    names = ("parameters", "moe_layers", "experts", "top_k", "hidden", "width")
+    if not numbers.keys() >= set(names):
         return None
-    return Size(
-        parameters=numbers["parameters"],
-        moe_layers=numbers["moe_layers"],
-        experts=numbers["experts"],
-        top_k=settings.top_k or numbers["top_k"],
-        hidden=numbers["hidden"],
-        width=numbers["width"],
-        bytes_per_parameter=BYTES.get(settings.dtype, numbers.get("bytes", 2)),
-    )
+    stated = {name: numbers[name] for name in names}
+    return Size(**stated, bytes_per_parameter=BYTES.get(settings.dtype, numbers.get("bytes", 2)))
 
 
 @lru_cache(maxsize=64)

@@ -30,14 +30,12 @@ ATTENTION = ("attn", "attention")
 
 @dataclass(frozen=True)
 class RoutingTensor:
-    """A tensor that holds one row or entry per expert and decides, or helps to decide, where tokens go."""
+    """A tensor with one row or entry per expert, along `axis`, that decides, or helps to decide, where tokens go."""
 
     module: nn.Module
     """The module that owns the tensor: the router, a child of it, or the MoE block."""
     name: str
-    """Attribute of `module`."""
     axis: int
-    """The axis of the experts."""
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -135,7 +133,7 @@ class MoELayer:
 
 
 def post_expert_norm(module: Any) -> nn.Module | None:
-    """The norm applied to the output of every expert; None for families without one, and before transformers 5.21."""
+    """The norm applied to the output of every expert; None for families without one."""
     return module.post_expert_norm if getattr(module, "has_post_expert_norm", False) else None
 
 
@@ -149,10 +147,7 @@ def check_in_memory(layer: MoELayer) -> None:
 
 def moe_layers(model: nn.Module) -> list[MoELayer]:
     """Find all layers of `model` with routed experts, in decoder order, and check that they can be scored and pruned.
-
-    Works on the meta device, so that a model can be checked before its weights are read. Raises UserError naming the
-    reason when the model has no routed experts, or has experts or routers of a kind that moe_lab does not handle.
-    """
+    Works on the meta device. UserError, with the reason, for experts and routers that moe_lab does not handle."""
     layers = routed_layers(model)
     for layer in layers:
         if is_ragged(layer.experts):
@@ -210,8 +205,7 @@ def _layer(model: nn.Module, name: str, kind: str) -> MoELayer:
     family = family_of(text().model_type if callable(text) else kind)
     widths, hidden = _shape(experts, family, refuse)
     n_experts = len(widths)
-    candidates = [getattr(block, word, None) for word in ROUTERS]
-    routers = [child for child in candidates if isinstance(child, nn.Module)]
+    routers = [child for word in ROUTERS if isinstance(child := getattr(block, word, None), nn.Module)]
     if len(routers) != 1:
         raise refuse(f"has {len(routers)} routers beside it instead of one named {' or '.join(ROUTERS)}")
     router = routers[0]
@@ -219,7 +213,6 @@ def _layer(model: nn.Module, name: str, kind: str) -> MoELayer:
     if not (isinstance(top_k, int) and 1 <= top_k <= n_experts):
         raise refuse(f"has a router that gives a token {top_k} of {n_experts} experts")
     n_group, topk_group = _groups(router)
-    routing = _routing_tensors(router, block, n_experts, refuse)
     return MoELayer(
         family=family,
         name=name,
@@ -233,7 +226,7 @@ def _layer(model: nn.Module, name: str, kind: str) -> MoELayer:
         widths=widths,
         n_group=n_group,
         topk_group=topk_group,
-        routing=routing,
+        routing=_routing_tensors(router, block, n_experts, refuse),
     )
 
 
@@ -267,25 +260,19 @@ def _groups(router: nn.Module) -> tuple[int, int]:
 
 
 def _routing_tensors(router: nn.Module, block: nn.Module, n_experts: int, refuse: Any) -> tuple[RoutingTensor, ...]:
-    """Tensors of the router and of the block itself that have an expert axis; UserError for any other tensor.
-
-    The axis is recognised by the tensor's name, not by its size: the number of experts may equal the hidden size.
-    """
+    """Tensors of the router and of the block itself that have an expert axis; UserError for any other tensor. The axis
+    is recognised by the tensor's name, not by its size: the number of experts may equal the hidden size."""
     routing: list[RoutingTensor] = []
-    weights = 0
-    owners = [*router.modules(), block]
-    for owner in owners:
-        own = [*owner.named_parameters(recurse=False), *owner.named_buffers(recurse=False)]
-        for name, tensor in own:
+    for owner in (*router.modules(), block):
+        for name, tensor in [*owner.named_parameters(recurse=False), *owner.named_buffers(recurse=False)]:
             shape = tuple(tensor.shape)
             if name == "weight" and owner is not block and len(shape) == 2 and shape[0] == n_experts:
-                weights += 1
                 routing.append(RoutingTensor(owner, name, 0))
             elif name in ROUTING_VECTORS and shape in ((n_experts,), (1, n_experts)):
                 routing.append(RoutingTensor(owner, name, len(shape) - 1))
             else:
                 raise refuse(f"is routed by {name} {shape}, a tensor moe_lab does not know")
-    if weights != 1:
+    if (weights := sum(part.name == "weight" for part in routing)) != 1:
         raise refuse(f"has a router with {weights} weights of one row per expert instead of one")
     return tuple(routing)
 
@@ -308,10 +295,8 @@ def decoder_layer(name: str) -> int:
 
 
 def linears(model: nn.Module, part: str) -> Iterator[tuple[str, nn.Linear]]:
-    """(path, module) of the linear maps of a part: shared_experts or attention.
-
-    A map to a single number is left out: it is the gate of a shared expert and counts as a router.
-    """
+    """(path, module) of the linear maps of a part: shared_experts or attention. A map to a single number is left out:
+    it is the gate of a shared expert and counts as a router."""
     for name, module in model.named_modules():
         if type(module) is nn.Linear and module.out_features > 1 and part_of(name) == part:
             yield name, module

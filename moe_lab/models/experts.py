@@ -1,8 +1,7 @@
 """Compute routed experts: tokens sorted by expert, hooks on experts modules, a faster forward on the CPU.
 
-`cpu_experts` gives the same bits as the eager loop of transformers in fp32, in less time. That loop searches for the
-tokens of each expert in turn; here all routed tokens are sorted by expert once. Each matrix product has the same rows
-in the same order as in the eager loop, and outputs are added in the same order, so the bits are the same.
+The eager loop of transformers searches for the tokens of each expert in turn; `cpu_experts` sorts them once. Each
+matrix product has the same rows in the same order, and outputs are added in the same order, so the bits are the same.
 """
 
 from __future__ import annotations
@@ -35,10 +34,8 @@ TRIED = 16
 
 @dataclass(frozen=True)
 class Rows:
-    """The T x K routed (token, expert) pairs of one call, sorted by expert; within an expert by k, then by token.
-
-    The eager forward of transformers uses the same order, so the same matrix products give the same bits.
-    """
+    """The T x K routed (token, expert) pairs of one call, sorted by expert; within an expert by k, then by token. The
+    eager forward of transformers uses the same order, so the same matrix products give the same bits."""
 
     token: torch.Tensor
     """(S,) row of the hidden states."""
@@ -76,11 +73,9 @@ def routed_output(
     weights: torch.Tensor,
     compute: Callable[[int, slice, torch.Tensor], torch.Tensor | None],
 ) -> torch.Tensor:
-    """Gated sum (T, H) of expert outputs, added in the order of the eager forward of transformers.
-
-    `weights` (T, K) are the gates. `compute(expert, part, states)` gives an expert's output (n, H) for its slice `part`
-    of `rows`, whose hidden states are `states` (n, H), or None for an expert that adds nothing.
-    """
+    """Gated sum (T, H) of expert outputs, added in the order of the eager forward of transformers. `weights` (T, K) are
+    the gates. `compute(expert, part, states)` gives an expert's output (n, H) for its slice `part` of `rows`, whose
+    hidden states are `states` (n, H), or None for an expert that adds nothing."""
     gates = weights[rows.token, rows.column, None]
     mixed = torch.zeros_like(hidden)
     for expert, part in parts(rows.ends):
@@ -92,10 +87,8 @@ def routed_output(
 
 
 def mix_outputs(layer: MoELayer, hidden: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
-    """Sum the outputs of experts for `hidden` (t, H), by each row of `gates` (t, R, E): (t, R, H), at least fp32.
-
-    Only experts with a nonzero gate are run.
-    """
+    """Sum the outputs of experts for `hidden` (t, H), by each row of `gates` (t, R, E): (t, R, H), at least fp32. Only
+    experts with a nonzero gate are run."""
     n_experts = gates.shape[2]
     used = (gates != 0).any(1)
     n = max(int(used.sum(1).max()), 1)
@@ -147,10 +140,7 @@ def _forward_name(module: nn.Module) -> str:
 def cpu_experts(
     module: torch.nn.Module, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
-    """Gated sum (T, H) of the outputs of experts `index` (T, K) with gates `weights` (T, K), for hidden states (T, H).
-
-    Only for gated experts without biases, not transposed, without a norm after them; `use_cpu_experts` checks this.
-    """
+    """An `ExpertsFunction` for gated experts without biases, not transposed, without a norm after them."""
     down: Any = module.down_proj
     rows = sort_by_expert(index, len(down))
     aligned = all(size * hidden.element_size() % ALIGNMENT == 0 for size in down.shape[1:])
@@ -162,11 +152,8 @@ ExpertsInterface.register(CPU_EXPERTS, cpu_experts)
 
 
 def use_cpu_experts(model: PreTrainedModel, layers: Sequence[MoELayer]) -> None:
-    """Switch a `model` that was loaded with eager experts to `cpu_experts`, if that gives the same bits.
-
-    It does if the experts of all `layers` have fp32 weights and the form that `cpu_experts` handles, and the first
-    layer, tried on a few tokens, gives the same bits both ways. Otherwise the model stays eager.
-    """
+    """Switch a `model` that was loaded with eager experts to `cpu_experts`, if that gives the same bits: if the experts
+    of all `layers` are fp32 and of its form, and those of the first layer give the same bits for a few tokens."""
     if layers and all(_is_plain(layer.experts) for layer in layers) and _same_bits(layers[0]):
         model.set_experts_implementation(CPU_EXPERTS)
 
@@ -210,10 +197,8 @@ def _same_bits(layer: MoELayer) -> bool:
 
 
 def run(model: PreTrainedModel, input_ids: torch.Tensor, valid: torch.Tensor) -> Any:
-    """Run the decoder once, without vocabulary logits or cache; `valid` (B, S) is the attention mask.
-
-    Returns the decoder's output, whose last_hidden_state (B, S, H) is the input of the vocabulary head.
-    """
+    """Run the decoder once, without vocabulary logits or cache; `valid` (B, S) is the attention mask. The output's
+    last_hidden_state (B, S, H) is the input of the vocabulary head."""
     embeddings: Any = model.get_input_embeddings()
     device = embeddings.weight.device
     # No token sees those after it, so padding on the right needs no mask. Without one, attention is faster and needs no
@@ -242,10 +227,7 @@ def replace_forward(module: nn.Module, forward: Callable[..., Any], undo: ExitSt
 
 
 def output_of(layer: nn.Module, run: Callable[[], Any]) -> torch.Tensor:
-    """Run the model by `run()` up to `layer`, and return that layer's output.
-
-    Other hooks of the layer run first. UserError when the output is not a tensor of hidden states.
-    """
+    """The output of `layer` when the model is run by `run()` up to there. UserError when it is no hidden states."""
 
     def leave(module: nn.Module, inputs: Any, output: Any) -> None:
         raise _Reached(output)

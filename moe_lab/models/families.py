@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 from moe_lab.errors import UserError
 
@@ -49,13 +50,7 @@ ROUTING_VECTORS = ("bias", "e_score_correction_bias", "expert_bias")
 """Names of routing tensors with one entry per expert in memory, besides the router's weight."""
 ROUTERS = ("gate", "router")
 """Attribute names of the router of a MoE block."""
-DISK_ROUTER_WEIGHTS = (
-    "gate.weight",
-    "router.weight",
-    "router.layer.weight",
-    "router.gate.weight",
-    "gate.wg.weight",
-)
+DISK_ROUTER_WEIGHTS = ("gate.weight", "router.weight", "router.layer.weight", "router.gate.weight", "gate.wg.weight")
 """Names of router weights (E, H) in checkpoints, relative to the MoE block."""
 DISK_ROUTING_VECTORS = (
     "router.bias",
@@ -88,12 +83,11 @@ PRUNED = "pruned_"
 
 
 class Port(NamedTuple):
-    """Code for a family that transformers cannot load."""
+    """Code for a family that transformers cannot load: exported_code/<file>.py, modeling_<file>.py in exports, with
+    the classes <base>Config and <base>ForCausalLM."""
 
     file: str
-    """Its file name in moe_lab/exported_code, without suffix; exports contain it as modeling_<file>.py."""
     base: str
-    """Prefix of its class names: <base>Config and <base>ForCausalLM."""
 
 
 PORTS = {"deepseek": Port("deepseek_moe", "Deepseek")}
@@ -158,25 +152,27 @@ _GATE, _UP, _DOWN = Axes(("gate",), -2), Axes(("up",), -2), Axes(("down",), -1)
 GATE_UP = Axes(("gate", "up"), -2)
 
 
+ONE = {
+    **dict.fromkeys(("gate_proj.weight", "w1.weight"), _GATE),
+    **dict.fromkeys(("up_proj.weight", "w3.weight"), _UP),
+    **dict.fromkeys(("down_proj.weight", "w2.weight"), _DOWN),
+}
+"""Tensors of one expert on disk, below experts.<number>."""
+STACKED = {"input_linear.weight": GATE_UP, "output_linear.weight": _DOWN}
+"""Tensors of all experts on disk, below the block, besides those that are named as in memory."""
+
+
+@dataclass(frozen=True, eq=False)
 class Family:
-    """A family whose experts are stacks (E, 2 I, H) and (E, H, I) in memory: all but those below."""
+    """A family, by default one whose experts are stacks (E, 2 I, H) and (E, H, I) in memory."""
 
-    kinds: ClassVar[tuple[str, ...]] = ()
+    kinds: tuple[str, ...] = ()
     """model_type of its configurations."""
-    stacks: ClassVar[dict[str, Axes]] = {"gate_up_proj": GATE_UP, "down_proj": _DOWN}
+    stacks: Mapping[str, Axes] = field(default_factory=lambda: {"gate_up_proj": GATE_UP, "down_proj": _DOWN})
     """Tensors of the experts module, also below experts. on disk. Hidden states are multiplied by the first one."""
-    one: ClassVar[dict[str, Axes]] = {
-        **dict.fromkeys(("gate_proj.weight", "w1.weight"), _GATE),
-        **dict.fromkeys(("up_proj.weight", "w3.weight"), _UP),
-        **dict.fromkeys(("down_proj.weight", "w2.weight"), _DOWN),
-    }
-    """Tensors of one expert on disk, below experts.<number>."""
-    stacked: ClassVar[dict[str, Axes]] = {"input_linear.weight": GATE_UP, "output_linear.weight": _DOWN}
-    """Tensors of all experts on disk, below the block, besides those that are named as in memory."""
-    unfit: ClassVar[str | None] = None
+    unfit: str | None = None
     """Why channels of its experts cannot be removed or reordered, worded to follow "its experts"; None if they can."""
-
-    fixed_top_k: ClassVar[bool] = False
+    fixed_top_k: bool = False
     """Whether its routers mix the experts of a token by a formula for their number."""
 
     @property
@@ -193,9 +189,7 @@ class Family:
 
     def places(self, names: Iterable[str]) -> dict[str, Place]:
         """Name -> place of those tensors of a checkpoint that belong to a MoE block, extra prediction layers left out.
-
-        UserError for a decoder layer with several MoE blocks.
-        """
+        UserError for a decoder layer with several MoE blocks."""
         names = list(names)
         extra = prediction_prefixes(names)
         blocks: dict[str, int] = {}
@@ -207,16 +201,16 @@ class Family:
             raise UserError(f"a decoder layer has several MoE blocks: {', '.join(sorted(blocks))}")
         places = {}
         for name in names:
-            block = next((prefix for prefix in _prefixes(name) if prefix in blocks), None)
+            block = next((prefix for prefix in blocks if name.startswith(prefix)), None)
             if block is not None and not name.startswith(extra):
                 places[name] = self._place(block, blocks[block], name.removeprefix(block))
         return places
 
     def _place(self, block: str, layer: int, rest: str) -> Place:
         if match := re.fullmatch(r"experts\.(\d+)\.(.+)", rest):
-            return Place(block, layer, "expert", int(match[1]), self.one.get(match[2]))
+            return Place(block, layer, "expert", int(match[1]), ONE.get(match[2]))
         if re.fullmatch(_STACKS, rest):
-            axes = self.stacked.get(rest) or self.stacks.get(rest.removeprefix("experts."))
+            axes = STACKED.get(rest) or self.stacks.get(rest.removeprefix("experts."))
             return Place(block, layer, "stack", axes=axes)
         kinds = {**dict.fromkeys(DISK_ROUTER_WEIGHTS, "router"), **dict.fromkeys(DISK_ROUTING_VECTORS, "vector")}
         return Place(block, layer, kinds.get(rest, "shared" if rest.startswith(DISK_SHARED) else "unknown"))
@@ -232,68 +226,31 @@ def _transposed(*, interleaved: bool = False) -> dict[str, Axes]:
     }
 
 
-class GptOss(Family):
-    """Interleaved, transposed and with biases."""
-
-    kinds = ("gpt_oss",)
-    stacks: ClassVar[dict[str, Axes]] = _transposed(interleaved=True)
-    unfit = "have biases"
-
-
-class OpenAIPrivacyFilter(Family):
-    """Transposed and with biases."""
-
-    kinds = ("openai_privacy_filter",)
-    stacks: ClassVar[dict[str, Axes]] = _transposed()
-    unfit = "have biases"
-
-
-class Aria(Family):
-    """Transposed."""
-
-    kinds = ("aria", "aria_text")
-    stacks: ClassVar[dict[str, Axes]] = {name: axes for name, axes in _transposed().items() if not axes.is_bias}
-    unfit = "are stored transposed"
-
-
-class NemotronH(Family):
-    """Without a gate projection."""
-
-    kinds = ("nemotron_h",)
-    stacks: ClassVar[dict[str, Axes]] = {"up_proj": _UP, "down_proj": _DOWN}
-    unfit = "have no gate projection"
-
-
-class MuseSpark(Family):
-    """With a norm behind every expert."""
-
-    kinds = ("muse_spark", "muse_spark_text")
-    unfit = "are followed by a norm"
-
-
-class PhiMoE(Family):
-    """With gates from a formula for two experts."""
-
-    kinds = ("phimoe",)
-    fixed_top_k = True
+FAMILIES = (
+    Family(("gpt_oss",), _transposed(interleaved=True), unfit="have biases"),
+    Family(("openai_privacy_filter",), _transposed(), unfit="have biases"),
+    Family(
+        ("aria", "aria_text"),
+        {name: axes for name, axes in _transposed().items() if not axes.is_bias},
+        unfit="are stored transposed",
+    ),
+    Family(("nemotron_h",), {"up_proj": _UP, "down_proj": _DOWN}, unfit="have no gate projection"),
+    Family(("muse_spark", "muse_spark_text"), unfit="are followed by a norm"),
+    Family(("phimoe",), fixed_top_k=True),
+)
+"""Families that differ from the usual one."""
 
 
 def family_of(kind: str | None) -> Family:
-    """The family of a model_type: its class, or the base class, whose models are judged by their modules."""
+    """The family of a model_type: its entry, or the usual one, whose models are judged by their modules."""
     kind = (kind or "").removeprefix(PRUNED)
-    return next((family() for family in Family.__subclasses__() if kind in family.kinds), Family())
+    return next((family for family in FAMILIES if kind in family.kinds), Family())
 
 
 _BLOCK = r"(?P<block>(?:\w+\.)*?layers\.(?P<layer>\d+)\.(?:\w+\.)*?)"
 _STACKS = r"experts\.(?:gate_up_proj|up_proj|down_proj)(?:_bias|_blocks|_scales)?|(?:input|output)_linear\.weight"
 """Tensors that hold all experts of a block along their first axis."""
 _OF_EXPERTS = re.compile(rf"{_BLOCK}(?:experts\.\d+\..+|{_STACKS})")
-
-
-def _prefixes(name: str) -> list[str]:
-    """All prefixes of a dotted name that end in a dot, longest first."""
-    parts = name.split(".")
-    return [".".join(parts[:end]) + "." for end in range(len(parts) - 1, 0, -1)]
 
 
 def prediction_prefixes(names: Iterable[str]) -> tuple[str, ...]:
@@ -315,10 +272,8 @@ def predicting_experts(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def has_causal_model(kind: str) -> bool:
-    """Whether the installed transformers, or a port, has a causal language model of a model type.
-
-    Read as text: importing transformers takes seconds and memory that an export does not need otherwise.
-    """
+    """Whether the installed transformers, or a port, has a causal language model of a model type. Read as text:
+    importing transformers takes seconds and memory that an export does not need otherwise."""
     models = Path(str(getattr(find_spec("transformers"), "origin", ""))).with_name("models")
     text = (models / "auto" / "modeling_auto.py").read_text(encoding="utf-8")
     table = re.search(r"^MODEL_FOR_CAUSAL_LM_MAPPING_NAMES\b.*?(?=^[^\s)]|\Z)", text, re.M | re.S)

@@ -79,10 +79,7 @@ def stated_files(name: str, revision: str | None, kind: str) -> dict[str, tuple[
 def data_files(name: str) -> str | None:
     """Digest of the data in a data set on the hub; None when the hub cannot be asked."""
     files = stated_files(name, None, "dataset")
-    if files is None:
-        return None
-    lines = [f"{file} {size} {digest}\n" for file, (size, digest) in files.items() if not file.endswith(NOT_DATA)]
-    return hashlib.sha256("".join(sorted(lines)).encode()).hexdigest()
+    return None if files is None else _digest({name: files[name] for name in files if not name.endswith(NOT_DATA)})
 
 
 def data_file(name: str, file: str) -> str | None:
@@ -112,11 +109,8 @@ ADAPTER = "adapter_config.json"
 
 
 def check(settings: ModelConfig) -> None:
-    """Check everything about a model that needs neither torch nor network; raises UserError.
-
-    A folder has no model.revision. It must hold config.json and complete safetensors files that agree with their index.
-    Its family must not be known to be unsupported. Of a hub id, only the form of the name is checked.
-    """
+    """Check everything about a model that needs neither torch nor network: of a folder its config.json, safetensors
+    files and family, of a hub id the form of the name. UserError for what is wrong."""
     folder = local(settings.path)
     if folder.is_dir():
         if settings.revision is not None:
@@ -148,10 +142,8 @@ def check_code(folder: Path, trust_remote_code: bool) -> None:
 
 
 def _named_code(config: Any, field: str = "") -> Iterator[tuple[str, str]]:
-    """(field, value) of each field that names code which is not part of transformers.
-
-    Flash attention counts as such when it is not installed, because transformers would fetch it.
-    """
+    """(field, value) of each field that names code which is not part of transformers, such as flash attention that is
+    not installed, which transformers would fetch."""
     if isinstance(config, dict):
         for key, value in config.items():
             yield from _named_code(value, field if field.endswith(CODE_FIELDS) else key)
@@ -175,18 +167,15 @@ def local_folder(settings: ModelConfig) -> Path:
 
 
 def configuration_folder(settings: ModelConfig) -> Path | None:
-    """The folder of a model, with at least its configuration and tokenizer, which are downloaded from the hub.
-
-    None when the hub cannot be reached or has no such model.
-    """
+    """The folder of a model, with at least its configuration and tokenizer, which are downloaded; None when the hub
+    cannot be reached or has no such model."""
     path = local(settings.path)
     if path.is_dir():
         return path
     check(settings)
-    try:
+    with suppress(UserError):
         return _download(settings, weights=[])
-    except UserError:
-        return None
+    return None
 
 
 def files_of(folder: Path) -> list[Path]:
@@ -196,10 +185,8 @@ def files_of(folder: Path) -> list[Path]:
 
 
 def fingerprint(path: str | Path) -> str:
-    """sha256 (hex) of a model folder: its configuration, tokenizer and weights.
-
-    Independent of where the folder is and of file times. `path` may be `pocket:NAME`. UserError when it is no folder.
-    """
+    """sha256 (hex) of a model folder, which may be `pocket:NAME`: its configuration, tokenizer and weights. UserError
+    when it is no folder."""
     folder = local(str(path))
     if not folder.is_dir():
         raise UserError(f"model.path={path} is no folder: expected a folder to take the fingerprint of")
@@ -207,10 +194,8 @@ def fingerprint(path: str | Path) -> str:
 
 
 def fingerprint_of(settings: ModelConfig) -> str | None:
-    """The fingerprint of a model that may be on the hub; None when it is not in the cache and the hub cannot be asked.
-
-    Of a model that is not here, the small files are downloaded, and the hub states the sha256 of its weights.
-    """
+    """The fingerprint of a model that may be on the hub; None when it is not in the cache and the hub cannot be asked
+    for the sha256 of its weights."""
     folder = local(settings.path)
     return fingerprint(folder) if folder.is_dir() else _fingerprint_there(settings.path, settings.revision)
 
@@ -234,16 +219,18 @@ def _fingerprint(folder: Path, weights: list[Path], elsewhere: Mapping[str, tupl
     here = {
         file.relative_to(folder).as_posix(): (file.stat().st_size, sha256_of(file)) for file in describing + weights
     }
-    lines = sorted(f"{name} {size} {digest}\n" for name, (size, digest) in {**here, **elsewhere}.items())
+    return _digest({**here, **elsewhere})
+
+
+def _digest(files: Mapping[str, tuple[int, str]]) -> str:
+    """sha256 (hex) of files by name, size and digest."""
+    lines = sorted(f"{name} {size} {digest}\n" for name, (size, digest) in files.items())
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
 @identity.register
 def _(model: ModelConfig) -> Any:
-    """The content of its files, and how many experts a token gets, if that is changed.
-
-    A model on the hub whose files are not known is its name there.
-    """
+    """The content of its files (its name on the hub where they are not known), and the number of experts of a token."""
     sha256 = fingerprint_of(model)
     files = {"sha256": sha256} if sha256 else {UNRESOLVED: model.path, "revision": model.revision}
     return {**counting_fields(model, "path"), "path": files}

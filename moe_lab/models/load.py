@@ -31,15 +31,12 @@ from moe_lab.models.transformers_private import dequantised_by_stated_blocks, de
 
 
 def load_model(settings: ModelConfig) -> tuple[Any, Any]:
-    """Load a model (eval mode, frozen weights) and its tokenizer (with a pad token).
-
-    Sets the number of CPU threads to `settings.threads` if that is given.
+    """Load a model (eval mode, frozen weights) and its tokenizer (with a pad token); sets the number of CPU threads.
 
     Experts run by grouped_mm on CUDA; on the CPU eagerly, or in fp32 by a faster function that gives the same bits
-    (cpu_experts). dtype auto is float32 on the CPU and the stored one on CUDA. Exports with uneven layers are loaded
-    too, if their code may be run. Everything that does not need the weights is checked before they are read. Raises
-    UserError for a folder that is incomplete or damaged, an unsupported architecture, weights that are missing, of the
-    wrong shape, NaN or infinite, or an unknown device.
+    (cpu_experts). dtype auto is float32 on the CPU and the stored one on CUDA. Everything that does not need the
+    weights is checked before they are read. UserError for a folder that is incomplete or damaged, an unsupported
+    architecture, weights that are missing, of the wrong shape, NaN or infinite, and a device that is not there.
     """
     dtype, device = precision(settings), place(settings)
     folder = local_folder(settings)
@@ -64,9 +61,7 @@ def load_model(settings: ModelConfig) -> tuple[Any, Any]:
 
 def skeleton(folder: Path, *, trust_remote_code: bool = False, dtype: torch.dtype | None = None) -> Any:
     """Build the model of a folder on the meta device, without weights; UserError when transformers cannot build it.
-
-    `dtype` is the precision of its weights; None takes that of the configuration.
-    """
+    `dtype` is the precision of its weights; None takes that of the configuration."""
     config = _configuration(folder, trust_remote_code)
     try:
         with quiet(), torch.device("meta"):
@@ -77,12 +72,9 @@ def skeleton(folder: Path, *, trust_remote_code: bool = False, dtype: torch.dtyp
 
 
 def set_top_k(model: Any, top_k: int | None) -> None:
-    """Make every router of `model` choose `top_k` experts, in place; None leaves the model as it was trained.
-
-    Gates follow the router's own rule: if it normalises, then over the chosen experts. The configuration is updated
-    too. Works on the meta device. UserError when a router has fewer experts to choose from, or when its formula fixes
-    the number.
-    """
+    """Make every router of `model` choose `top_k` experts, in place; None leaves the model as it was trained. Gates
+    follow the router's own rule: if it normalises, then over the chosen experts. UserError when a router has fewer
+    experts to choose from, or when its formula fixes the number."""
     if top_k is None:
         return
     for layer in routed_layers(model):
@@ -103,18 +95,13 @@ def set_top_k(model: Any, top_k: int | None) -> None:
 
 
 def check_finite(model: nn.Module, within: str = "") -> None:
-    """Raise UserError naming the tensor, and the place in it, if a weight is NaN or infinite.
-
-    The first number of a place in stacked experts is the expert. All tensors are checked, or those whose names begin
-    with `within`.
-    """
+    """Raise UserError naming the tensor, and the place in it (of stacked experts first the expert), if a weight whose
+    name begins with `within` is NaN or infinite."""
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if not name.startswith(within):
+        if not name.startswith(within) or not tensor.is_floating_point() or tensor.is_meta:
             continue
         # The sum of a tensor with NaN or Inf is never finite, so a finite sum needs no closer look.
         # It is accumulated in fp32 even without dtype=float32, which would take thirty times as long.
-        if not tensor.is_floating_point() or tensor.is_meta:
-            continue
         numbers = tensor.float() if tensor.element_size() == 1 else tensor  # torch does not add eight-bit numbers
         if bool(numbers.sum().isfinite()):
             continue
@@ -180,11 +167,8 @@ def _weights(folder: Path, settings: ModelConfig, dtype: torch.dtype | str, devi
 
 
 def check_used(where: Path | str, unused: Iterable[str]) -> None:
-    """Raise UserError for `unused`, names of tensors that are in the files of `where` and not in the model.
-
-    Without them it computes something else, unless they are those of `NOT_LOADED` or of layers that predict several
-    tokens.
-    """
+    """Raise UserError if `unused` has names of tensors, in the files of `where`, that change what the model computes:
+    others than those of `NOT_LOADED` and of layers that predict several tokens."""
     names = list(unused)
     extra = prediction_prefixes(names)
     if lost := sorted(name for name in names if not name.startswith(extra) and not NOT_LOADED.search(name)):
@@ -292,10 +276,7 @@ def precision(settings: ModelConfig) -> torch.dtype | str:
 
 
 def device_name(device: str) -> str:
-    """Name of the hardware that `model.device` selects: GPU, number and name of GPUs for a device map, or processor.
-
-    UserError for a device that this machine does not have.
-    """
+    """Name of the hardware that `model.device` selects: GPU, number and name of GPUs for a device map, or processor."""
     target = place(ModelConfig(name="any", path="any", device=device))
     if target in DEVICE_MAPS:
         return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}"

@@ -45,10 +45,8 @@ REST = -1
 
 
 def open_streamed(settings: ModelConfig) -> tuple[StreamedModel, Any]:
-    """Open the model of `settings` for reading it layer by layer, and load its tokenizer.
-
-    UserError as in `load_model`, and for models that are spread over devices or quantised.
-    """
+    """Open the model of `settings` for reading it layer by layer, and load its tokenizer. UserError as in `load_model`,
+    and for models that are spread over devices or quantised."""
     folder = local_folder(settings)
     if (method := quantization(settings)) is not None:
         raise UserError(f"calibration.engine=streamed reads plain weights, but {folder} is stored as {method}")
@@ -72,13 +70,10 @@ def stored_dtype(folder: Path) -> torch.dtype:
 
 
 class StreamedModel:
-    """A causal language model whose decoder layers are on the meta device; everything else holds its weights.
+    """A causal language model whose decoder `layers` are on the meta device; everything else holds its weights.
 
-        with streamed.layer(3):
-            ...   # layer 3 of streamed.model has its weights; all others cannot be run
-
-    `layers`: the decoder layers. UserError for damaged checkpoints, architectures that are not supported, and quantised
-    weights.
+    with streamed.layer(3):
+        ...   # layer 3 of streamed.model has its weights; all others cannot be run
     """
 
     def __init__(
@@ -99,8 +94,7 @@ class StreamedModel:
         self.path = next(iter(self.moe.values())).stack
         """Module path of the decoder layers, such as model.layers."""
         self.layers: Any = self.model.get_submodule(self.path)
-        self._names = self._by_layer()
-        self.layer_of = {name: number for number, names in self._names.items() for name in names}
+        self.layer_of = dict(self._layers_of())
         """Tensor in the checkpoint -> its decoder layer, or REST."""
         self._reader, self._pending = ThreadPoolExecutor(1), dict[int, Future[None]]()
         self.model.set_experts_implementation(experts_implementation(device))
@@ -109,23 +103,22 @@ class StreamedModel:
         self._read_ahead(0)
         self._fill(REST, self.model)
 
-    def _by_layer(self) -> dict[int, list[str]]:
-        """Number of a decoder layer, or REST -> its tensors in the checkpoint. Extra prediction layers are left out."""
-        by_layer: dict[int, list[str]] = {}
+    def _layers_of(self) -> Iterator[tuple[str, int]]:
+        """(tensor in the checkpoint, number of its decoder layer, or REST). Extra prediction layers are left out."""
         extra = prediction_prefixes(self.checkpoint.tensors)
         for name in self.checkpoint.tensors:
             match = _NUMBER.search(name)
             number = int(match[1]) if match else REST
             if not name.startswith(extra) and number < len(self.layers):
-                by_layer.setdefault(number, []).append(name)
-        return by_layer
+                yield name, number
+
+    def _names(self, number: int) -> list[str]:
+        return [name for name, layer in self.layer_of.items() if layer == number]
 
     @contextmanager
     def layer(self, number: int, *, then: int = -1) -> Iterator[nn.Module]:
-        """Load the weights of one decoder layer while open, and read ahead those of the layer `then`.
-
-        UserError naming a weight that is missing, of the wrong shape, NaN or infinite.
-        """
+        """Load the weights of one decoder layer while open, and read ahead those of the layer `then`. UserError naming
+        a weight that is missing, of the wrong shape, NaN or infinite."""
         module: nn.Module = self.layers[number]
         self._read_ahead(number)
         if 0 <= then < len(self.layers):
@@ -145,11 +138,8 @@ class StreamedModel:
                 yield self.moe[number]
 
     def through(self, number: int, ids: torch.Tensor, valid: torch.Tensor, state: torch.Tensor | None) -> torch.Tensor:
-        """Run layer `number`, whose weights are loaded, on `state` (B, S, H), or on the embeddings if that is None.
-
-        Returns the layer's output (B, S, H). From the batch, `ids` and `valid` (B, S), the model makes its masks and
-        positions. UserError for layers that return something else than hidden states.
-        """
+        """The output (B, S, H) of layer `number`, whose weights are loaded, for `state` (B, S, H), or the embeddings if
+        that is None. From the batch, `ids` and `valid` (B, S), the model makes its masks and positions."""
         with ExitStack() as undo:
             if state is not None:
                 for below in self.layers[:number]:
@@ -189,10 +179,7 @@ class StreamedModel:
 
     def _fill_experts(self, layer: MoELayer, tensors: dict[str, Any]) -> None:
         """Take the tensors of single experts out of `tensors`, and copy each to its place in the stacks of `layer`.
-
-        transformers would stack all experts of a projection, then join projections, each time in new memory. Layouts
-        that moe_lab does not know, stacks in the files, and experts that are missing are left to it.
-        """
+        transformers, which gets other layouts, would stack experts, then join projections, each time in new memory."""
         family, experts = layer.family, layer.experts
         places = {name: place for name, place in family.places(tensors).items() if place.kind == "expert"}
         stored = {(place.axes.roles[0], place.expert): name for name, place in places.items() if place.axes}
@@ -211,12 +198,10 @@ class StreamedModel:
             setattr(experts, name, nn.Parameter(stack, requires_grad=False))
 
     def _read_ahead(self, number: int) -> None:
-        """Start reading the bytes of a layer into the system's cache, unless that is going on.
-
-        posix_fadvise is not enough: of each range the system then reads no more than the disk's read-ahead, a few MB.
-        """
+        """Start reading the bytes of a layer into the system's cache, unless that is going on. By posix_fadvise the
+        system would read no more of each range than the disk's read-ahead, a few MB."""
         if number not in self._pending:
-            entries = [self.checkpoint.tensors[name] for name in self._names.get(number, [])]
+            entries = [self.checkpoint.tensors[name] for name in self._names(number)]
             ranges = [(self.checkpoint.folder / entry.shard, entry.start, entry.size) for entry in entries]
             self._pending[number] = self._reader.submit(_read_ranges, sorted(ranges))
 
@@ -224,7 +209,7 @@ class StreamedModel:
         """Name -> slice of each tensor of a layer; its bytes are read when it is converted."""
         opened: dict[str, Any] = {}
         slices = {}
-        for name in self._names.get(number, []):
+        for name in self._names(number):
             shard = self.checkpoint.tensors[name].shard
             if shard not in opened:
                 opened[shard] = files.enter_context(safe_open(self.checkpoint.folder / shard, framework="pt"))

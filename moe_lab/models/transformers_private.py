@@ -3,33 +3,18 @@
 Tested with transformers 5.21 to 5.23, which pyproject.toml allows. A version that renames one of these fails in
 tests/test_transformers_private.py:
 
-    conversion_mapping.get_model_conversion_mapping; modeling_utils.LoadStateDictConfig;
-    PreTrainedModel._load_pretrained_model, _get_dtype_plan
-        load one decoder layer into a model on the meta device, converted as from_pretrained would
-    core_model_loading: WeightConverter, WeightRenaming, dot_natural_key, rename_source_key;
-    PreTrainedModel._adjust_missing_and_unexpected_keys
-        know which tensors of a checkpoint from_pretrained would leave out
-    core_model_loading.revert_weight_conversion, PreTrainedModel's _weight_conversions
-        name and split tensors of a model as save_pretrained does
-    PreTrainedModel._init_weights
-        compute the buffers that no checkpoint holds, such as rotary frequencies
-    the configuration's _attn_implementation
-        know whether attention takes a mask of four axes
-    the experts' _apply_gate, and their configuration's _experts_implementation
-        compute one expert by the family's own activation; know which function computes a module's experts
+    conversion_mapping.get_model_conversion_mapping; modeling_utils.LoadStateDictConfig; core_model_loading:
+    WeightConverter, WeightRenaming, dot_natural_key, rename_source_key, revert_weight_conversion
+    PreTrainedModel: _load_pretrained_model, _get_dtype_plan, _adjust_missing_and_unexpected_keys, _weight_conversions,
+    _init_weights
+    the configurations' _attn_implementation, _experts_implementation, and the experts' _apply_gate
     GenerationMixin._update_model_kwargs_for_generation
-        extend masks and positions by a token in a loop of our own, as generate(custom_generate=...) expects of loops
     GradientCheckpointingLayer's gradient_checkpointing, _gradient_checkpointing_func
-        recompute decoder layers in the backward pass while modules stay in eval mode
-    integrations.finegrained_fp8.Fp8Dequantize and its _dequantize_one, and FineGrainedFP8HfQuantizer, in
-    quantizers.quantizer_finegrained_fp8, whose get_load_operations names it
-        dequantise blocks of the size that the configuration states
-    quantizers.auto.AutoQuantizationConfig
-        make the configuration of a method of quantisation by its name
+    integrations.finegrained_fp8.Fp8Dequantize and its _dequantize_one; get_load_operations of
+    quantizers.quantizer_finegrained_fp8.FineGrainedFP8HfQuantizer; quantizers.auto.AutoQuantizationConfig
 
-Files that are written beside the weights of an export cannot import this module (exported_code):
-each names itself what it uses, and the tests of exports run it.
-families.py reads a source file of transformers as text; its tests compare the result with the classes.
+Files that are written beside the weights of an export cannot import this module (exported_code). families.py reads a
+source file of transformers as text; its tests compare the result with the classes.
 """
 
 from __future__ import annotations
@@ -106,9 +91,7 @@ def next_inputs(model: Any, output: Any, inputs: dict[str, Any]) -> dict[str, An
 @contextmanager
 def recomputed(model: PreTrainedModel) -> Iterator[None]:
     """While open, each decoder layer keeps only its input and runs again in the backward pass, still in eval mode.
-
-    ValueError for a model without layers that support this.
-    """
+    ValueError for a model without layers that support this."""
     layers: list[Any] = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not layers:
         raise ValueError(f"the layers of {type(model).__name__} cannot be computed again")
@@ -141,10 +124,8 @@ def compute_buffers(model: PreTrainedModel, root: nn.Module, device: str) -> Non
 def load_tensors(
     model: PreTrainedModel, tensors: Mapping[str, Any], *, dtype: torch.dtype, device: str
 ) -> Iterable[tuple[str, Any, Any]]:
-    """Put `tensors` (name in the checkpoint -> safetensors slice) into `model` as from_pretrained would.
-
-    Returns (name, found shape, expected shape) of weights that do not fit; the model keeps its own there.
-    """
+    """Put `tensors` (name in the checkpoint -> safetensors slice) into `model` as from_pretrained would. Returns (name,
+    found shape, expected shape) of weights that do not fit."""
     mapping: Any = get_model_conversion_mapping(model)
     settings = LoadStateDictConfig(
         device_map={"": device},
@@ -197,10 +178,8 @@ class _DequantizeStatedBlocks(Fp8Dequantize):
 
 
 def unused_tensors(model: PreTrainedModel, names: Iterable[str]) -> list[str]:
-    """Those of `names`, the tensors of a plain checkpoint, that from_pretrained leaves out of `model`.
-
-    Tensors that the model's class ignores on purpose are not among them.
-    """
+    """Those of `names`, the tensors of a plain checkpoint, that from_pretrained leaves out of `model`, but for those
+    that the model's class ignores on purpose."""
     mapping, expected, prefix = get_model_conversion_mapping(model), model.state_dict(), model.base_model_prefix
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]

@@ -59,10 +59,8 @@ class Part(NamedTuple):
 
 def rows(part: Part, read: Callable[[int], Any], wide: Callable[[Any], Any], narrow: Callable[[Any, Any], Any]) -> Any:
     """One projection of a stored expert (W, H), from those of its members: `read(expert)` (I, H), channels as rows.
-
     They are tensors of torch, or the bits in a file. `wide` makes numbers of them that can be added, fp32, or fp64 if
-    they are fp64; `narrow(sum, tensor)` rounds a sum to the type of a tensor.
-    """
+    they are fp64; `narrow(sum, tensor)` rounds a sum to the type of a tensor."""
     total: Any = 0
     for expert, share, channels in part.members:
         values = read(expert)
@@ -115,11 +113,9 @@ class Form:
 
 
 def make_form(plan: Plan, shape: str, element_size: int) -> Form:
-    """How `plan` is stored in the shape `shape`, with weights of `element_size` bytes each.
-
-    Raises UserError for an unknown shape, and for any but natural where tokens are routed to experts that are constants
-    or computed with the weights of others.
-    """
+    """How `plan` is stored in the shape `shape`, with weights of `element_size` bytes each. Raises UserError for an
+    unknown shape, and for any but natural where tokens are routed to experts that are constants or computed with the
+    weights of others."""
     if shape not in SHAPES:
         raise unknown("export", shape, SHAPES)
     if (plan.constants or plan.shares_experts) and shape != "natural":
@@ -138,10 +134,8 @@ def no_replacements(shape: str) -> UserError:
 
 
 def is_stock(widths: Sequence[int], element_size: int) -> bool:
-    """Whether experts of these widths fit a family's own module: all equal, not 0, and with aligned rows.
-
-    A weight takes `element_size` bytes.
-    """
+    """Whether experts of these widths fit a family's own module: all equal, not 0, and with aligned rows. A weight
+    takes `element_size` bytes."""
     return len(set(widths)) == 1 and widths[0] > 0 and widths[0] * element_size % KERNEL_BYTES == 0
 
 
@@ -179,10 +173,10 @@ def part_of(plan: Plan, layer: int, expert: int, width: int | None = None) -> Pa
     """Of what an expert that is stored with `width` channels (None: all) is made: kept channels first, then zeros."""
     group: Mapping[int, float] = plan.merged.get(layer, {}).get(expert, {})
     if group:  # owners have all their channels
-        orders = {member: plan.channel_order(layer, member) for member in group}
+        orders = dict(zip(plan.merged_away(layer), plan.alignments.get(layer, ()), strict=False))
         return Part(
             tuple(
-                Member(member, share, None if (order := orders[member]) is None else order.astype(numpy.intp))
+                Member(member, share, orders[member].astype(numpy.intp) if member in orders else None)
                 for member, share in sorted(group.items())
             )
         )

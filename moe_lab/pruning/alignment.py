@@ -1,14 +1,10 @@
-"""The order in which the channels of a merged expert are added to those of the expert that it is merged into.
-
-An expert computes the same whatever the order of its channels, but the sum of two experts' weights does not. So
-channels that do alike are matched before they are added, by an optimal assignment (Hungarian method) for each pair.
-"""
+"""Channels of merged experts that do alike are matched before they are added, by an optimal assignment (Hungarian
+method) for each pair: one expert computes the same whatever the order of its channels, a sum of two does not."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from functools import partial
 from typing import ClassVar
 
 import numpy
@@ -26,31 +22,20 @@ COMPONENTS = 64
 
 
 def align_by_weights(plan: Plan, layers: Iterable[MoELayer]) -> Plan:
-    """`plan` with the channels of merged experts matched by their weights, as in M-SMoE (arXiv 2310.01334).
+    """`plan` with the channels of merged experts matched by their weights, as in M-SMoE (arXiv 2310.01334). The order p
+    of an expert m that is merged into an expert o maximises the sum over channels i of <gate_o[i], gate_m[p(i)]> +
+    <up_o[i], up_m[p(i)]> + <down_o[:, i], down_m[:, p(i)]>. `layers`: the MoE layers of the model, each with its
+    weights while it is the current one."""
 
-    The order p of an expert m that is merged into an expert o maximises the sum over channels i of
-    <gate_o[i], gate_m[p(i)]> + <up_o[i], up_m[p(i)]> + <down_o[:, i], down_m[:, p(i)]>. `layers`: the MoE layers of the
-    model, each with its weights while it is the current one.
-    """
-    return replace(
-        plan,
-        alignments={
-            layer.index: orders(plan, layer, partial(_unlikeness, layer))
-            for layer in layers
-            if layer.index in plan.merged
-        },
-    )
+    def of(layer: MoELayer) -> Alignments:
+        return orders(plan, layer, lambda one, other: -(channel_weights(layer, one) @ channel_weights(layer, other).T))
 
-
-def _unlikeness(layer: MoELayer, owner: int, member: int) -> torch.Tensor:
-    return -(channel_weights(layer, owner) @ channel_weights(layer, member).T)
+    return replace(plan, alignments={layer.index: of(layer) for layer in layers if layer.index in plan.merged})
 
 
 def orders(plan: Plan, layer: MoELayer, cost: Callable[[int, int], torch.Tensor]) -> Alignments:
-    """(M, I) for each merged expert of a layer, the assignment of its channels of least total cost.
-
-    `cost(o, m)` (I, I): entry (i, j) is that of adding channel j of expert m to channel i of expert o.
-    """
+    """(M, I) for each merged expert of a layer, the assignment of its channels of least total cost. `cost(o, m)` (I,
+    I): entry (i, j) is that of adding channel j of expert m to channel i of expert o."""
     owners, found = plan.owners(layer.index), []
     for member in plan.merged_away(layer.index):
         matrix = cost(owners[member], member).double().cpu().numpy()
@@ -59,10 +44,7 @@ def orders(plan: Plan, layer: MoELayer, cost: Callable[[int, int], torch.Tensor]
 
 
 def channel_weights(layer: MoELayer, expert: int) -> torch.Tensor:
-    """(I, 3 H) in at least fp32: the weights of each channel, its rows of gate and up and its column of down.
-
-    Raises UserError when the experts are not in memory.
-    """
+    """(I, 3 H) in at least fp32: the weights of each channel, its rows of gate and up and its column of down."""
     check_in_memory(layer)
     roles = layer.projections(expert)
     return torch.cat([wide(roles[role].detach()) for role in ("gate", "up", "down")], dim=1)
@@ -102,9 +84,10 @@ class AlignmentTap(Tap):
 
         def cost(owner: int, member: int) -> torch.Tensor:
             squares = self.sums[f"squares.{owner}"], self.sums[f"squares.{member}"]
-            return normalised_distance(self.sums[f"products.{member}"], *squares) + distance(
-                weights[owner], weights[member]
-            )
+            activations = normalised_distance(self.sums[f"products.{member}"], *squares)
+            of_owner, of_member = weights[owner], weights[member]
+            products = of_owner @ of_member.T
+            return activations + normalised_distance(products, of_owner.square().sum(1), of_member.square().sum(1))
 
         return {"order": torch.from_numpy(orders(self.plan, self.layer, cost))}
 
@@ -120,11 +103,8 @@ def align_by_activations(plan: Plan, sums: Layers) -> Plan:
 
 
 def principal_components(layer: MoELayer) -> torch.Tensor:
-    """(E, I, R): the weights of each channel of a layer, normalised and centred over all channels, in R components.
-
-    R is COMPONENTS or, in small models, the number of channels or of weights per channel. Each component is multiplied
-    by its singular value. A random projection with a fixed seed finds them.
-    """
+    """(E, I, R): the weights of each channel of a layer, normalised and centred over all channels, in R principal
+    components times their singular values: COMPONENTS, or fewer in small models. A fixed seed finds them."""
     first = torch.nn.functional.normalize(channel_weights(layer, 0))
     flat = first.new_empty(layer.n_experts * layer.width, first.shape[1])  # the only copy of that size
     for expert, rows in enumerate(flat.split(layer.width)):
@@ -137,16 +117,9 @@ def principal_components(layer: MoELayer) -> torch.Tensor:
     return components.reshape(layer.n_experts, layer.width, -1)
 
 
-def distance(of_owner: torch.Tensor, of_member: torch.Tensor) -> torch.Tensor:
-    """(I, I) Euclidean distances of the rows of two matrices (I, R), each divided by its norm."""
-    return normalised_distance(of_owner @ of_member.T, of_owner.square().sum(1), of_member.square().sum(1))
-
-
 def normalised_distance(products: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    """(I, I) Euclidean distances of normalised vectors, from their products (I, I) and squares (I,).
-
-    A vector of zeros stays one: its distance to a normalised one is 1.
-    """
+    """(I, I) Euclidean distances of normalised vectors, from their products (I, I) and squares (I,). A vector of zeros
+    stays one: its distance to a normalised one is 1."""
     cosine = products / (first.sqrt()[:, None] * second.sqrt()).clamp_min(torch.finfo(products.dtype).tiny)
     lengths = (first > 0).to(cosine)[:, None] + (second > 0).to(cosine)
     distances: torch.Tensor = (lengths - 2 * cosine).clamp_min(0).sqrt()

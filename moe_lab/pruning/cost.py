@@ -10,13 +10,14 @@ from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy
 import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel
 
 from moe_lab.models.discover import MoELayer, is_ragged, linears, moe_layers, routed_layers
-from moe_lab.models.experts import replace_forward
+from moe_lab.models.experts import replace_experts
 from moe_lab.models.families import DISK_SHARED
 from moe_lab.pruning.mask import mask, mask_layers
 from moe_lab.pruning.plan import Plan
@@ -37,25 +38,16 @@ def cost(
     routing: Routing,
     *,
     facts: Mapping[str, Any],
-    bits: int = 16,
-    modules: Sequence[str] = (),
+    **stored: Any,
 ) -> dict[str, Any]:
-    """Parameters, bytes and FLOPs of `model` under `plan` (None: unpruned), as JSON data.
+    """Parameters, bytes and FLOPs of `model` under `plan` (None: unpruned), as JSON data: the entries of `size`, and
 
-    `model` is the unpruned model, possibly on the meta device, and `facts` are its facts. `row` and `routing` are as in
-    `flops_per_token`.
-
-    parameters, parameters_unpruned  after and before pruning
-    parameters_kept                  share of all parameters
-    routed_kept                      share of the parameters of routed experts
-    storage_bytes                    all kept parameters in bf16; with bits=4 the weight matrices of `modules` in NF4
-    loading_bytes                    all kept parameters in bf16, what the papers call loading memory
     flops_per_token                  with the routing of the masked model
-    flops_by_part                    the same by part, see PARTS in flops.py
+    flops_by_part                    the same by part, see PARTS
     flops_per_token_unpruned         of the unpruned model in a row of the same length
     flops_ratio, flops_saving        pruned / unpruned; 1 - flops_ratio
 
-    bits=4 changes bytes only: quantised weights are multiplied in bf16. Raises UserError when the plan does not fit.
+    `row` and `routing` as in `flops_per_token`, other arguments as in `size`. UserError when the plan does not fit.
     """
     layers = routed_layers(model)
     parts = flops_per_token(layers, plan, row, routing)
@@ -66,7 +58,7 @@ def cost(
         assert unpruned is not None  # experts of unequal width cannot be pruned
         before = sum(flops_per_token(layers, None, row, unpruned).values())
     return {
-        **size(model, plan, facts=facts, bits=bits, modules=modules),
+        **size(model, plan, facts=facts, **stored),
         "flops_per_token": total,
         "flops_by_part": parts,
         "flops_per_token_unpruned": before,
@@ -76,14 +68,16 @@ def cost(
 
 
 def size(
-    model: PreTrainedModel,
-    plan: Plan | None,
-    *,
-    facts: Mapping[str, Any],
-    bits: int = 16,
-    modules: Sequence[str] = (),
+    model: PreTrainedModel, plan: Plan | None, *, facts: Mapping[str, Any], bits: int = 16, modules: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """The entries of `cost` about parameters and bytes. Needs no weights: the model may be on the meta device."""
+    """Parameters and bytes of `model`, the unpruned one, perhaps on the meta device, under `plan`; `facts` are its own.
+
+    parameters, parameters_unpruned  after and before pruning
+    parameters_kept                  share of all parameters
+    routed_kept                      share of the parameters of routed experts
+    storage_bytes                    all kept parameters in bf16; with bits=4 the weight matrices of `modules` in NF4
+    loading_bytes                    all kept parameters in bf16, what the papers call loading memory
+    """
     layers = routed_layers(model) if plan is None else moe_layers(model)
     total, bytes_each = facts["parameters"], facts["bytes_per_parameter"]
     routed = sum(weight.numel() for layer in layers for weight in layer.experts.parameters())
@@ -102,26 +96,19 @@ def size(
 
 
 def nf4_bytes(weights: int) -> int:
-    """Bytes of a matrix of `weights` numbers in NF4 with double quantisation.
-
-    4 bits per weight in whole blocks of 64, 8 bits for the scale of a block, 32 bits for the scale of 256 scales, and
-    32 bits for their mean.
-    """
+    """Bytes of a matrix of `weights` numbers in NF4 with double quantisation: 4 bits per weight in whole blocks of 64,
+    8 bits for the scale of a block, 32 bits for the scale of 256 scales, and 32 bits for their mean."""
     blocks = ceil(weights / NF4_BLOCK)
     return blocks * NF4_BLOCK // 2 + blocks + 4 * ceil(blocks / SCALE_BLOCK) + 4
 
 
 def _expert_parameters(layer: MoELayer, plan: Plan | None) -> int:
     """Parameters of the routed experts of a layer that `plan` keeps."""
+    if plan is not None and plan.channels:
+        constants = plan.constants.get(layer.index, numpy.empty(0))
+        return channel_parameters(layer) * int(kept_widths(layer, plan).sum()) + constants.size
     parameters = sum(weight.numel() for weight in layer.experts.parameters())
-    if plan is None:
-        return parameters
-    if plan.channels:
-        constants = plan.constants.get(layer.index)
-        return channel_parameters(layer) * int(kept_widths(layer, plan).sum()) + (
-            0 if constants is None else constants.size
-        )
-    return parameters // layer.n_experts * len(plan.experts[layer.index])
+    return parameters if plan is None else parameters // layer.n_experts * len(plan.experts[layer.index])
 
 
 def _router_parameters_dropped(layer: MoELayer, plan: Plan | None) -> int:
@@ -165,20 +152,16 @@ FUSED_ATTENTION = (
 
 @dataclass(frozen=True)
 class Routing:
-    """Channels used by `tokens` tokens: layer -> the channels of all experts that they were routed to.
-
-    An expert's channels count once for every token routed to it.
-    """
+    """Channels used by `tokens` tokens: layer -> the channels of all experts that they were routed to. An expert's
+    channels count once for every token routed to it."""
 
     tokens: int
     channels: Mapping[int, int]
 
 
 def row_flops(model: PreTrainedModel, length: int) -> dict[str, float]:
-    """FLOPs per token of the unpruned `model` in a row of `length` tokens, by part (PARTS), without routed experts.
-
-    The model may be on the meta device, where it is run without computing anything.
-    """
+    """FLOPs per token of the unpruned `model` in a row of `length` tokens, by part (PARTS), without routed experts. The
+    model may be on the meta device, where it is run without computing anything."""
     layers = routed_layers(model)
     device = layers[0].routing[0].tensor.device
     ids = torch.zeros(1, length, dtype=torch.int64, device=device)
@@ -186,7 +169,7 @@ def row_flops(model: PreTrainedModel, length: int) -> dict[str, float]:
     mask = torch.zeros(1, 1, length, length, dtype=model.dtype, device=device)
     with ExitStack() as undo, torch.no_grad():
         for layer in layers:
-            replace_forward(layer.experts, _zeros, undo)
+            replace_experts(layer, lambda _: lambda hidden, index, gates: torch.zeros_like(hidden), undo)
         counter = FlopCounterMode(display=False, custom_mapping=dict.fromkeys(FUSED_ATTENTION, _fused_attention))
         with counter:
             model.base_model(input_ids=ids, attention_mask=mask, use_cache=False)
@@ -199,12 +182,8 @@ def row_flops(model: PreTrainedModel, length: int) -> dict[str, float]:
 def flops_per_token(
     layers: Sequence[MoELayer], plan: Plan | None, row: Mapping[str, float], routing: Routing
 ) -> dict[str, float]:
-    """FLOPs per token by part, for a model with `layers` under `plan` (None: unpruned). `row` is from `row_flops`.
-
-    The router has no rows for dropped experts. The FLOPs of experts are the mean over the tokens of `routing`: a token
-    counts the experts it is routed to after pruning, at their kept widths. An expert without channels costs nothing,
-    although tokens are routed to it.
-    """
+    """FLOPs per token by part, for a model with `layers` under `plan` (None: unpruned). `row` is from `row_flops`. The
+    router has no rows for dropped experts. The FLOPs of experts are the mean over the tokens of `routing`."""
     experts = sum(2 * channel_parameters(layer) * routing.channels[layer.index] for layer in layers) / routing.tokens
     dropped = 0
     for layer in layers:
@@ -214,10 +193,7 @@ def flops_per_token(
 
 
 def even_routing(layers: Sequence[MoELayer], plan: Plan | None) -> Routing | None:
-    """The channels used by any token, if all kept experts of a layer have one width, as in plans of whole experts.
-
-    None if they depend on the token.
-    """
+    """The channels used by any token; None where they depend on it, as kept experts of a layer have several widths."""
     channels = {}
     for layer in layers:
         widths = set(computed_widths(layer, plan)[kept_experts(layer, plan)].tolist())
@@ -289,18 +265,11 @@ def computed_widths(layer: MoELayer, plan: Plan | None) -> torch.Tensor:
     return widths if owners is None else widths[list(owners)]
 
 
-def _zeros(hidden_states: torch.Tensor, *inputs: Any, **named: Any) -> torch.Tensor:
-    return torch.zeros_like(hidden_states)
-
-
 def _by_part(
     counts: Mapping[str, Mapping[Any, int]], layers: Sequence[MoELayer], model: PreTrainedModel
 ) -> Counter[str]:
-    """Assign what torch counted (outside experts and vocabulary head) to parts, by module path and operation.
-
-    The child of a decoder layer that holds the experts in MoE layers is its block (dense in layers without experts);
-    the other children mix tokens.
-    """
+    """What torch counted (outside experts and vocabulary head) by part. The child of a decoder layer that holds the
+    experts in MoE layers is its block (dense in layers without experts); the other children mix tokens."""
     by_part: Counter[str] = Counter()
     base: nn.Module = model.base_model
     paths = {module: f"{type(base).__name__}.{name}" for name, module in base.named_modules()}
@@ -333,12 +302,8 @@ def _fused_attention(
 def layered_routing(
     streamed: StreamedModel, plan: Plan | None, batches: Sequence[Batch], *, out: Path, budget: float
 ) -> Routing:
-    """Measure the routing as `measured_routing` does, with one decoder layer of the checkpoint in memory.
-
-    The checkpoint is read once and layers are masked by `plan`. Hidden states between layers are kept in the folder
-    `out`, and in memory up to `budget` bytes. Raises UserError for damaged weights and layers that cannot be run one by
-    one.
-    """
+    """Measure the routing as `measured_routing` does, with one decoder layer of the checkpoint in memory. Hidden states
+    between layers are kept in the folder `out`, and in memory up to `budget` bytes."""
     from moe_lab.statistics.streaming import LayerPass
 
     if plan is not None:

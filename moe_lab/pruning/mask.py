@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -14,13 +13,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from moe_lab.exported_code.ragged import constant_output, count_attributes, replace_tensor
 from moe_lab.models.discover import MoELayer, check_in_memory, moe_layers
-from moe_lab.models.experts import (
-    ExpertsFunction,
-    are_replaced,
-    replace_experts,
-    routed_output,
-    sort_by_expert,
-)
+from moe_lab.models.experts import ExpertsFunction, are_replaced, replace_experts, routed_output, sort_by_expert
 from moe_lab.models.transformers_private import activation, experts_implementation, with_activation
 from moe_lab.pruning.plan import Plan
 from moe_lab.pruning.prune import check_fit, merged_weights, rows_of
@@ -32,13 +25,10 @@ def mask(model: PreTrainedModel, plan: Plan) -> Iterator[None]:
     """A context in which `model` computes what `prune(model, plan)` would compute.
 
     Equal bit for bit under eager experts for plans of whole experts, and within 1e-5 (fp32) for plans of channels.
-    Each router runs on the rows and biases of its kept experts only, and the ids it returns are mapped back to the
-    original ids. Expert weights are neither copied nor changed, but merged experts have weights of their own meanwhile.
-    On exit the model has its original tensors again. Contexts of the same model cannot be nested.
-
-    Raises UserError when the plan does not fit the model or still has to be aligned, or when weights of MoE blocks are
-    offloaded. Raises RuntimeError when experts are called with a routing that did not come from the masked router, or
-    are replaced by something else already.
+    Each router runs on the rows and biases of its kept experts only, and the ids it returns are mapped back. Expert
+    weights are neither copied nor changed, but merged experts have weights of their own meanwhile. Contexts of the same
+    model cannot be nested. UserError when the plan does not fit the model or still has to be aligned, or when weights
+    of MoE blocks are offloaded.
     """
     layers = moe_layers(model)
     check_fit(plan, layers)
@@ -60,14 +50,20 @@ def mask_layers(model: PreTrainedModel, layers: Sequence[MoELayer], plan: Plan) 
         yield
 
 
-@dataclass
 class SlicedRouter:
-    """The router of a layer with the rows and biases of some experts only, while it is open as a context."""
+    """The router of `layer` with the rows and biases of the experts `kept` (ascending ids) only, while it is open as a
+    context; it then returns positions in `kept`."""
 
-    tensors: list[tuple[nn.Module, str, torch.Tensor, torch.Tensor]]
-    """(module, name, whole tensor, slice)."""
-    counts: list[tuple[nn.Module, str, int, int]]
-    """(module, name of an attribute, number of all experts, number of the kept ones)."""
+    def __init__(self, layer: MoELayer, kept: Sequence[int]) -> None:
+        check_in_memory(layer)
+        ids = torch.tensor(kept)
+        parts = layer.routing
+        self.tensors = [(each.module, each.name, each.tensor, rows_of(each.tensor, each.axis, ids)) for each in parts]
+        self.counts = [
+            (module, name, layer.n_experts, len(kept))
+            for module in layer.router.modules()
+            for name in count_attributes(module, layer.n_experts)
+        ]
 
     def __enter__(self) -> None:
         self._put(1)
@@ -82,10 +78,7 @@ class SlicedRouter:
             setattr(module, name, counts[which])
 
     def call(self, forward: Callable[..., Any], given: Sequence[Any], named: Mapping[str, Any]) -> Any:
-        """Call `forward` of the whole router as that of the slice, with arguments that its block gave the whole one.
-
-        Some blocks pass biases, which are then sliced too.
-        """
+        """Call `forward` of the whole router as that of the slice. Biases that its block passed are sliced too."""
         parts = {id(whole): part for _, _, whole, part in self.tensors}
         positional = [parts.get(id(value), value) for value in given]
         by_name = {name: parts.get(id(value), value) for name, value in named.items()}
@@ -93,29 +86,10 @@ class SlicedRouter:
             return forward(*positional, **by_name)
 
 
-def sliced_router(layer: MoELayer, kept: Sequence[int]) -> SlicedRouter:
-    """The router of `layer` with the experts `kept` (ascending ids); it then returns positions in `kept`.
-
-    Raises UserError when the layer's weights are not in memory.
-    """
-    check_in_memory(layer)
-    ids = torch.tensor(kept)
-    tensors = [(part.module, part.name, part.tensor, rows_of(part.tensor, part.axis, ids)) for part in layer.routing]
-    counts = [
-        (module, name, layer.n_experts, len(kept))
-        for module in layer.router.modules()
-        for name in count_attributes(module, layer.n_experts)
-    ]
-    return SlicedRouter(tensors, counts)
-
-
 def _keep(layer: MoELayer, kept: tuple[int, ...], undo: ExitStack) -> None:
     """Cut the router of `layer` down to the experts `kept`, and map the ids it returns back to the original ids.
-
-    Raises RuntimeError when the experts are called with other ids than the router returned last, for example by a block
-    that computes its routing without calling the router.
-    """
-    undo.enter_context(sliced_router(layer, kept))
+    RuntimeError when the experts are called with others, as by a block that does not call its router."""
+    undo.enter_context(SlicedRouter(layer, kept))
     ids = torch.tensor(kept, device=layer.routing[0].tensor.device)
     issued: list[torch.Tensor] = []
 
@@ -137,13 +111,10 @@ def _keep(layer: MoELayer, kept: tuple[int, ...], undo: ExitStack) -> None:
 
 
 def planned(layer: MoELayer, plan: Plan) -> ExpertsFunction:
-    """What the experts of a layer compute under `plan`, one with channels; they keep their original ids.
-
-    Channels that are not kept are 0 before the down projection, null experts put out their constants, and merged ones
-    are computed with the weights of their group. One expert is computed after the other, on rows sorted once, where
-    experts that keep all channels give the bits of the eager forward; models that use grouped_mm still use it, except
-    in layers with merged experts.
-    """
+    """What the experts of a layer compute under `plan`, one with channels; they keep their original ids. Channels that
+    are not kept are 0 before the down projection, null experts put out their constants, and merged ones are computed
+    with the weights of their group. Experts that keep all channels give the bits of the eager forward; models that use
+    grouped_mm still use it, except in layers with merged experts."""
     mask, owners = plan.channels[layer.index], plan.owners(layer.index)
     dropped, counts = torch.from_numpy(~mask).to(layer.routing[0].tensor.device), mask.sum(-1).tolist()
     if layer.index not in plan.merged and experts_implementation(layer.experts) == "grouped_mm":
@@ -183,10 +154,8 @@ def _with_constants(function: ExpertsFunction, layer: MoELayer, plan: Plan) -> E
 
 
 def _grouped(layer: MoELayer, dropped: torch.Tensor) -> ExpertsFunction:
-    """Experts whose channels `dropped` (E, I) are 0, by transformers' grouped matrix products.
-
-    These compute all experts at once, so every row is masked with its expert's channels right after the activation.
-    """
+    """Experts whose channels `dropped` (E, I) are 0, by transformers' grouped matrix products of all experts at once:
+    every row is masked with its expert's channels right after the activation."""
     experts: Any = layer.experts
 
     def compute(hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

@@ -6,20 +6,19 @@ Its JSON form, plan.json:
      "layers": {"0": {"experts": 64, "keep": [0, 2, ...]}, ...}, "provenance": {...}}
 
 A plan about channels adds `width`, channels per expert before pruning, and `channels`, one bit mask per kept expert:
-hexadecimal, the lowest bit of the first byte is channel 0. A plan that merges experts adds `merged`: kept expert ->
-{expert: weight} of those that it is the weighted sum of. Arrays are in the file plan.npz beside it, and plan.json has
-the sha256 of each: `constants`, what a layer's null experts put out (null experts, hidden; little-endian fp32, named by
-the number of the layer), and `alignments`, the order of the channels of experts that are merged into others (experts,
-width; little-endian int32, named by the layer and ".alignments").
+hexadecimal, the lowest bit of the first byte is channel 0. A plan that merges experts adds `merged`. The arrays of
+`Plan.constants` (little-endian fp32) and `Plan.alignments` (little-endian int32) are in the file plan.npz beside it, as
+LAYER.constants and LAYER.alignments, and plan.json has the sha256 of each.
 """
 
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ import numpy
 from numpy.typing import ArrayLike, NDArray
 
 from moe_lab.errors import UserError
+from moe_lab.json_files import write_json
 from moe_lab.models.config_json import fewest_experts
 
 SCHEMA = 1
@@ -40,16 +40,14 @@ Alignments = NDArray[numpy.int32]
 Routers = Mapping[int, Mapping[str, Any]]
 """Layer -> its facts. Its top_k, n_group and topk_group set how many experts its router needs; see `fewest_experts`.
 `protected`, if it is there, are ids of experts that a plan must keep with all their channels."""
-_ARRAYS = {"constants": "{}", "alignments": "{}.alignments"}
-"""Field of a layer in plan.json -> name of its array in plan.npz, with the number of the layer."""
+ARRAYS = ("constants", "alignments")
+"""Fields of a plan that are in plan.npz."""
 
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """The experts, and possibly channels, that each layer keeps. Kept experts stay in their original order.
-
-    Plans that give the same pruned model are equal.
-    """
+    """The experts, and possibly channels, that each layer keeps. Kept experts stay in their original order. Plans that
+    give the same pruned model are equal."""
 
     experts: dict[int, tuple[int, ...]]
     """Layer -> ids of the experts to keep, ascending."""
@@ -85,22 +83,18 @@ class Plan:
                 f"{sorted(self.n_experts)} and channels for layers {sorted(self.channels)}: expected the same layers, "
                 "at least one; channels may be given for none"
             )
-        for layer in self.experts:
-            if wrong := next(self._wrong(layer), None):
-                raise UserError(f"plan: layer {layer} {wrong}")
-
-    def _wrong(self, layer: int) -> Iterator[str]:
-        """What is wrong with a layer, as the rest of a sentence. What comes later relies on what was right before."""
-        kept, count = self.experts[layer], self.n_experts[layer]
-        if not kept or list(kept) != sorted(set(kept) & set(range(count))):
-            yield f"keeps experts {list(kept)}: expected ids from 0 to {count - 1}, ascending, at least one"
-        if layer not in self.channels:
-            return
-        mask = self.channels[layer]
-        if mask.ndim != 2 or len(mask) != count or mask.dtype != numpy.bool_:
-            yield f"has a mask of {mask.dtype} {mask.shape}: expected bool ({count}, channels)"
-        if dropped := sorted(set(numpy.flatnonzero(mask.any(1)).tolist()) - set(kept)):
-            yield f"keeps channels of expert {dropped[0]}, which it does not keep"
+        for layer, kept in self.experts.items():
+            count, mask = self.n_experts[layer], self.channels.get(layer)
+            if not kept or list(kept) != sorted(set(kept) & set(range(count))):
+                ids = f"ids from 0 to {count - 1}, ascending, at least one"
+                raise UserError(f"plan: layer {layer} keeps experts {list(kept)}: expected {ids}")
+            if mask is None:
+                continue
+            if mask.ndim != 2 or len(mask) != count or mask.dtype != numpy.bool_:
+                given = f"a mask of {mask.dtype} {mask.shape}"
+                raise UserError(f"plan: layer {layer} has {given}: expected bool ({count}, channels)")
+            if dropped := sorted(set(numpy.flatnonzero(mask.any(1)).tolist()) - set(kept)):
+                raise UserError(f"plan: layer {layer} keeps channels of expert {dropped[0]}, which it does not keep")
 
     def null_experts(self, layer: int) -> list[int]:
         """Ids of the experts of `layer` that are kept without any channel and for which no other expert stands,
@@ -117,10 +111,8 @@ class Plan:
         return owners
 
     def computed_as(self, layer: int) -> tuple[int, ...] | None:
-        """(E',) for each kept expert of `layer`, the position among the kept ones of the expert that stands for it.
-
-        None where every kept expert stands for itself.
-        """
+        """(E',) for each kept expert of `layer`, the position among the kept ones of the expert that stands for it;
+        None where each stands for itself."""
         kept, owners = self.experts[layer], self.owners(layer)
         positions = tuple(kept.index(owners[expert]) for expert in kept)
         return None if positions == tuple(range(len(kept))) else positions
@@ -135,17 +127,6 @@ class Plan:
         groups = self.merged.get(layer, {})
         return sorted(member for owner, group in groups.items() for member in group if member != owner)
 
-    def channel_order(self, layer: int, expert: int) -> Alignments | None:
-        """(I,): which channel of `expert` is added to each channel of the expert that it is merged into.
-
-        None for an expert that keeps its order.
-        """
-        members = self.merged_away(layer)
-        if layer not in self.alignments or expert not in members:
-            return None
-        order: Alignments = self.alignments[layer][members.index(expert)]
-        return order
-
     def widths(self, layer: int) -> tuple[int, ...]:
         """Kept channels of each kept expert of `layer`, in the order of `experts`; only for plans with channels."""
         return tuple(int(width) for width in self.channels[layer][list(self.experts[layer])].sum(1))
@@ -157,11 +138,8 @@ class Plan:
         return hashlib.sha256(canonical.encode()).hexdigest()
 
     def check(self, routers: Routers) -> None:
-        """Raise UserError, naming the layer and the nearest feasible number, unless routers work with the kept experts
-        and protected experts are kept whole.
-
-        Group-limited routers need the same number of kept experts in each group of adjacent experts.
-        """
+        """Raise UserError, with the nearest feasible number, unless routers work with the kept experts, equally many
+        in each of their groups of adjacent experts, and protected experts are kept whole."""
         for layer, kept in self.experts.items():
             router, count = routers[layer], self.n_experts[layer]
             fewest, n_group = fewest_experts(router), router["n_group"]
@@ -197,39 +175,38 @@ class Plan:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan as JSON, and its arrays beside it (.npz), each to a temporary file that is then renamed."""
         target = Path(path)
-        arrays = {
-            name.format(layer): values
-            for field, name in _ARRAYS.items()
-            for layer, values in getattr(self, field).items()
-        }
+        arrays = {f"{layer}.{name}": values for name in ARRAYS for layer, values in getattr(self, name).items()}
         if arrays:
             file = target.with_suffix(".npz")
             partial = file.with_name(f".{os.getpid()}.{file.name}")
             numpy.savez(partial, allow_pickle=False, **arrays)
             partial.replace(file)
-        content = {
-            "schema": SCHEMA,
-            "digest": self.digest,
-            "layers": self._layers(),
-            "provenance": self.provenance,
-        }
-        partial = target.with_name(f".{target.name}.{os.getpid()}")
-        partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-        partial.replace(target)
+        about = {"schema": SCHEMA, "digest": self.digest, "layers": self._layers(), "provenance": self.provenance}
+        write_json(target, about)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
         """Read a plan. Raises UserError when it is missing, damaged or of another schema."""
+        files = {".json": Path(path), ".npz": Path(path).with_suffix(".npz")}
+        return cls.read(lambda ending: files[ending].read_bytes(), str(path))
+
+    @classmethod
+    def read(cls, read: Callable[[str], bytes], path: str) -> Plan:
+        """As `load`, with the content of the plan's files, .json and .npz, from `read`. `path`: its name in errors."""
         try:
-            content = json.loads(Path(path).read_text(encoding="utf-8"))
+            content = json.loads(read(".json"))
             stated = {int(layer): value for layer, value in content["layers"].items()}
             plan = cls(
                 experts={layer: tuple(value["keep"]) for layer, value in stated.items()},
                 n_experts={layer: value["experts"] for layer, value in stated.items()},
                 provenance=content.get("provenance", {}),
                 channels={layer: _unpack_mask(value) for layer, value in stated.items() if "channels" in value},
-                merged={layer: _numbered(value["merged"]) for layer, value in stated.items() if "merged" in value},
-                **_read_arrays(Path(path).with_suffix(".npz"), stated),
+                merged={
+                    layer: {int(owner): {int(one): share for one, share in group.items()} for owner, group in groups}
+                    for layer, value in stated.items()
+                    if (groups := value.get("merged", {}).items())
+                },
+                **_read_arrays(read, stated),
             )
         except FileNotFoundError as error:
             raise UserError(f"plan={path}: {error.filename} does not exist: expected all files of a plan") from None
@@ -241,23 +218,19 @@ class Plan:
         return plan
 
     def _layers(self) -> dict[str, Any]:
-        layers: dict[str, Any] = {}
-        for layer in sorted(self.experts):
-            kept = list(self.experts[layer])
-            layers[str(layer)] = {"experts": self.n_experts[layer], "keep": kept}
+        layers: dict[str, dict[str, Any]] = {}
+        for layer, kept in self.experts.items():
+            about = layers[str(layer)] = {"experts": self.n_experts[layer], "keep": list(kept)}
             if self.channels:
                 mask = self.channels[layer]
-                packed = numpy.packbits(mask[kept], axis=1, bitorder="little")
-                layers[str(layer)] |= {"width": mask.shape[1], "channels": [row.tobytes().hex() for row in packed]}
-            if layer in self.constants:
-                layers[str(layer)]["constants"] = _hash(self.constants[layer])
+                packed = numpy.packbits(mask[list(kept)], axis=1, bitorder="little")
+                about |= {"width": mask.shape[1], "channels": [row.tobytes().hex() for row in packed]}
             if layer in self.merged:
-                layers[str(layer)]["merged"] = {
-                    str(owner): {str(member): weight for member, weight in sorted(group.items())}
-                    for owner, group in sorted(self.merged[layer].items())
+                groups = self.merged[layer].items()
+                about["merged"] = {
+                    str(owner): {str(one): share for one, share in group.items()} for owner, group in groups
                 }
-            if layer in self.alignments:
-                layers[str(layer)]["alignments"] = _hash(self.alignments[layer])
+            about |= {name: _hash(getattr(self, name)[layer]) for name in ARRAYS if layer in getattr(self, name)}
         return layers
 
 
@@ -266,9 +239,9 @@ def make_plan(
 ) -> Plan:
     """The plan that drops, in each layer, the `remove[layer]` experts of lowest score.
 
-    `scores`: layer -> one finite number per expert, higher means keep; of equal scores, that of the lower expert id is
-    dropped first, and protected experts (`Routers`) last. Layers of group-limited routers (`n_group` > 1) lose the same
-    number in each group. Raises UserError for scores that are not finite, and for plans that `Plan.check` rejects.
+    `scores`: layer -> (E,), higher means keep; of equal scores, that of the lower id is dropped first, and protected
+    experts (`Routers`) last. Layers of group-limited routers (`n_group` > 1) lose the same number in each group.
+    UserError for scores that are not finite, and for plans that `Plan.check` rejects.
     """
     experts: dict[int, tuple[int, ...]] = {}
     for layer in sorted(scores):
@@ -290,12 +263,14 @@ def make_channel_plan(
 ) -> Plan:
     """The plan that keeps, of each expert, the `keep[layer][expert]` channels of highest score.
 
-    `scores`: layer -> (E, I), finite, higher means keep; of equal scores, that of the lower channel is dropped first.
-    `keep`: layer -> (E,) numbers from 0 to I. An expert without channels stays as a null expert (`zero_expert`
-    keep_null) or is dropped with its router row (drop). Raises UserError for scores that are not finite, and for plans
-    that `Plan.check` rejects.
+    `scores`: layer -> (E, I), higher means keep; of equal scores, that of the lower channel is dropped first. `keep`:
+    layer -> (E,) numbers from 0 to I. An expert without channels stays as a null expert (`zero_expert` keep_null) or is
+    dropped with its router row (drop). UserError as for `make_plan`.
     """
-    masks = {layer: _best_channels(layer, scores[layer], keep[layer]) for layer in sorted(scores)}
+    masks: dict[int, Mask] = {}
+    for layer in sorted(scores):
+        places = finite(layer, scores[layer]).argsort(axis=1, kind="stable").argsort(axis=1)
+        masks[layer] = places >= (places.shape[1] - keep[layer])[:, None]
     if not any(mask.any() for mask in masks.values()):
         raise UserError("allocation: keeps no channel of any expert, expected at least one: choose a smaller ratio")
     routable = {layer: mask.any(1) | (zero_expert == "keep_null") for layer, mask in masks.items()}
@@ -307,14 +282,6 @@ def make_channel_plan(
     )
     plan.check(routers)
     return plan
-
-
-def _best_channels(layer: int, scores: NDArray[numpy.float64], keep: NDArray[numpy.int64]) -> Mask:
-    """(E, I) bool: the `keep` (E,) best of each row of `scores` (E, I)."""
-    _, width = finite(layer, scores).shape
-    places = scores.argsort(axis=1, kind="stable").argsort(axis=1)
-    best: Mask = places >= (width - keep)[:, None]
-    return best
 
 
 def _survivors(scores: NDArray[numpy.float64], remove: int, n_group: int) -> tuple[int, ...]:
@@ -339,18 +306,16 @@ def _hash(array: NDArray[Any]) -> str:
     return hashlib.sha256(array.astype(array.dtype.newbyteorder("<")).tobytes()).hexdigest()
 
 
-def _read_arrays(path: Path, layers: Mapping[int, Mapping[str, Any]]) -> dict[str, dict[int, NDArray[Any]]]:
-    """Constants and alignments by layer, of the layers of plan.json that have some, from the file `path`."""
+def _read_arrays(
+    read: Callable[[str], bytes], layers: Mapping[int, Mapping[str, Any]]
+) -> dict[str, dict[int, NDArray[Any]]]:
+    """Constants and alignments by layer, of the layers of plan.json that have some, from the file beside it."""
     arrays: dict[str, dict[int, NDArray[Any]]] = {}
-    for kind, name in _ARRAYS.items():
-        if having := [layer for layer, value in layers.items() if kind in value]:
-            with numpy.load(path, allow_pickle=False) as file:
-                arrays[kind] = {layer: file[name.format(layer)] for layer in having}
+    for name in ARRAYS:
+        if having := [layer for layer, value in layers.items() if name in value]:
+            with numpy.load(io.BytesIO(read(".npz")), allow_pickle=False) as file:
+                arrays[name] = {layer: file[f"{layer}.{name}"] for layer in having}
     return arrays
-
-
-def _numbered(groups: Mapping[str, Mapping[str, float]]) -> dict[int, dict[int, float]]:
-    return {int(owner): {int(member): share for member, share in group.items()} for owner, group in groups.items()}
 
 
 def _unpack_mask(layer: Mapping[str, Any]) -> Mask:

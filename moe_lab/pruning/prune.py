@@ -24,13 +24,12 @@ WIDTH_ATTRIBUTES = ("intermediate_dim", "intermediate_size")
 
 
 def prune(model: Model, plan: Plan) -> Model:
-    """A smaller copy of `model` that has only the experts and channels `plan` keeps.
+    """A smaller copy of `model` that has only the experts and channels `plan` keeps; it shares all other weights.
 
-    `model` is not changed. Weights that do not change are shared with it, so the copy takes only the memory of the kept
-    experts. Layers whose experts keep equal numbers of channels keep the family's module, others get RaggedExperts.
-    Where all layers keep equally many whole experts, the configuration says so and `save_pretrained` writes a stock
-    checkpoint; other models are written by `export`. Raises UserError when the plan does not fit the model or still has
-    to be aligned, and when weights are offloaded. A model on the meta device is pruned to one on the meta device.
+    Layers whose experts keep equal numbers of channels keep the family's module, others get RaggedExperts. Where all
+    layers keep equally many whole experts, the configuration says so and `save_pretrained` writes a stock checkpoint;
+    other models are written by `export`. A model on the meta device gives one there. UserError when the plan does not
+    fit the model or still has to be aligned, and when weights are offloaded.
     """
     before = moe_layers(model)
     check_fit(plan, before)
@@ -48,11 +47,8 @@ def prune(model: Model, plan: Plan) -> Model:
 
 
 def _describe(pruned: Any) -> None:
-    """Write the number of experts into the configuration of a pruned model, if all layers have the same one.
-
-    Unless that makes it the configuration of a stock model, `save_pretrained` is refused: without code of its own, the
-    checkpoint would be loaded with random experts.
-    """
+    """Write the number of experts into the configuration of a pruned model, if all layers have the same one; unless
+    it then describes the model, refuse `save_pretrained`, whose checkpoint would be loaded with random experts."""
     config, layers = pruned.config.get_text_config(), routed_layers(pruned)
     counts = {layer.n_experts for layer in layers}
     if len(counts) == 1:
@@ -119,12 +115,10 @@ def _packed(layer: MoELayer, form: LayerForm) -> RaggedExperts:
 
 def fill(views: Mapping[str, torch.Tensor], part: Part, layer: MoELayer) -> None:
     """Write the projections `views` (role -> (W, H), channels as rows) of one stored expert of `layer`."""
+    roles = {member.expert: layer.projections(member.expert) for member in part.members}
     for role, view in views.items():
-
-        def read(expert: int, role: str = role) -> torch.Tensor:
-            return layer.projections(expert)[role].detach()
-
-        view.copy_(rows(part, read, wide, lambda total, tensor: total.to(tensor.dtype)))
+        of_role = {expert: found[role].detach() for expert, found in roles.items()}
+        view.copy_(rows(part, of_role.__getitem__, wide, lambda total, tensor: total.to(tensor.dtype)))
 
 
 def keep_rows(layer: MoELayer, kept: Iterable[int]) -> None:

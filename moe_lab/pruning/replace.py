@@ -1,7 +1,4 @@
-"""A plan from scores; and what takes the place of the experts that it drops: nothing, constants, or kept experts.
-
-No torch.
-"""
+"""A plan from scores; and what takes the place of experts that it drops: nothing, constants, kept experts. No torch."""
 
 from __future__ import annotations
 
@@ -49,11 +46,9 @@ def plan_from_scores(
 
 def replace_by_constants(plan: Plan, outputs: Mapping[int, NDArray[numpy.float64]], widths: Mapping[int, int]) -> Plan:
     """The plan in which the experts that `plan`, one of whole experts, drops stay routable and put out constants.
-
     `outputs`: layer -> (E, H), the constant of each expert; with the mean output of each, this is MoNE (arXiv
-    2507.00390): tokens are routed as in the original, and a token that is routed to a replaced expert j with gate g_j
-    gets g_j c_j. `widths`: layer -> channels of an expert. Raises UserError for outputs that are not finite.
-    """
+    2507.00390): a token that is routed to a replaced expert j with gate g_j gets g_j c_j. `widths`: layer -> channels
+    of an expert. UserError for outputs that are not finite."""
     channels, constants = {}, {}
     for layer, kept in plan.experts.items():
         values = finite(layer, outputs[layer])
@@ -114,12 +109,8 @@ def replace_dropped(
     evidence: Evidence,
     layers: Mapping[int, Mapping[str, Any]],
 ) -> Plan:
-    """`plan`, one of whole experts, with its dropped experts replaced as settings["replacement"] says.
-
-    `settings`: fields of AllocationConfig. `scores`: layer -> (E,), by which experts were dropped. `evidence`: the sums
-    that `grouping.needs` names. `layers`: layer -> facts, of which width is read, and protected, the experts that must
-    stay as they are. Raises UserError for routers that a grouping cannot compare.
-    """
+    """`plan`, one of whole experts, with its dropped experts replaced as settings["replacement"] says; other arguments
+    as in `plan_from_scores`. UserError for routers that a grouping cannot compare."""
     replacement = settings.get("replacement", "none")
     widths = {layer: int(facts["width"]) for layer, facts in layers.items()}
     if replacement == "mean_output":

@@ -18,7 +18,10 @@ from moe_lab.pruning.plan import Plan
 
 
 def check(settings: RecoveryConfig) -> None:
-    """Raise UserError for a required package that is not installed."""
+    """Raise UserError for a recovery called none, and for a required package that is not installed."""
+    asked = "bits" if settings.bits == 4 else text_role(settings)
+    if settings.name == "none" and asked is not None:
+        raise UserError(f"recovery.name=none means none, and recovery.{asked} asks for one: expected another name")
     if settings.bits == 4:
         need("bitsandbytes", "quantisation", "recovery.bits=4")
 
@@ -31,13 +34,6 @@ def text_role(settings: RecoveryConfig) -> str | None:
 def is_trained(settings: RecoveryConfig) -> bool:
     """Whether the recovery trains weights."""
     return text_role(settings) is not None and settings.fit is None
-
-
-def check_none(settings: RecoveryConfig) -> None:
-    """Raise UserError when recovery.name=none is combined with settings of a recovery."""
-    asked = "bits" if settings.bits == 4 else text_role(settings)
-    if settings.name == "none" and asked is not None:
-        raise UserError(f"recovery.name=none means none, and recovery.{asked} asks for one: expected another name")
 
 
 def check_model(settings: RecoveryConfig, model: ModelConfig) -> None:
@@ -63,10 +59,8 @@ def check_merging(settings: RecoveryConfig, allocation: AllocationConfig, ratio:
 
 @identity.register
 def _(settings: RecoveryConfig) -> Any:
-    """What changes the weights that a recovery finds, whatever the bits they are stored in afterwards.
-
-    Its text has an identity of its own, so here only counts what the text is used for.
-    """
+    """What changes the weights that a recovery finds, whatever the bits they are stored in afterwards. Its text has an
+    identity of its own, so here only counts what the text is used for."""
     return {**counting_fields(settings), "text": text_role(settings)}
 
 

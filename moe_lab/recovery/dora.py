@@ -15,14 +15,7 @@ from torch.nn.utils import parametrize
 from moe_lab.config import RecoveryConfig
 from moe_lab.errors import UserError
 from moe_lab.exported_code.ragged import constant_output, replace_tensor
-from moe_lab.models.discover import (
-    MoELayer,
-    decoder_layer,
-    is_ragged,
-    linears,
-    post_expert_norm,
-    routed_layers,
-)
+from moe_lab.models.discover import MoELayer, decoder_layer, is_ragged, linears, post_expert_norm, routed_layers
 from moe_lab.models.experts import routed_output, sort_by_expert, wide
 from moe_lab.models.families import GATE_UP, split
 from moe_lab.models.transformers_private import activation
@@ -32,12 +25,9 @@ SCALING = 4.0
 
 
 class Dora(nn.Module):
-    """The adapter of a linear map W (out, in): W' = m (W + s B A) / ||W + s B A||, with the norm of each row.
-
-    A (rank, in), B (out, rank) and m (out,) are trained, s is the scaling; at first W' = W. They are at least fp32,
-    since small steps would be rounded away in 16 bits. As in peft, no gradient flows into the norm, and dropout, in
-    training, acts on what is added to the output of W.
-    """
+    """The adapter of a linear map W (out, in): W' = m (W + s B A) / ||W + s B A||, with the norm of each row. A (rank,
+    in), B (out, rank) and m (out,) are trained, in at least fp32, s is the scaling; at first W' = W. As in peft, no
+    gradient flows into the norm, and dropout, in training, acts on what is added to the output of W."""
 
     def __init__(self, weight: torch.Tensor, rank: int, scaling: float, dropout: float = 0.0) -> None:
         super().__init__()
@@ -56,13 +46,11 @@ class Dora(nn.Module):
     def forward(self, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """The output (n, out) of the adapted map for its input `rows` (n, in); `weight` is W."""
         output = linear(rows, weight)
-        wide_rows, plain = rows.to(self.a.dtype), output
+        wide_rows, plain, precise = rows.to(self.a.dtype), output, weight.to(self.a.dtype)
         if self.training and self.dropout:
             wide_rows = dropout(wide_rows, self.dropout)
-            plain = linear(wide_rows, weight.to(self.a.dtype))
-        with torch.no_grad():
-            moved = weight.to(self.a.dtype) + self.scaling * (self.b @ self.a)
-        factor = self._factor(moved)
+            plain = linear(wide_rows, precise)
+        factor = self._factor((precise + self.scaling * (self.b @ self.a)).detach())
         added = (factor - 1) * plain + factor * self.scaling * linear(linear(wide_rows, self.a), self.b)
         output = (output + added).to(output.dtype)
         return output if bias is None else output + bias
@@ -103,10 +91,8 @@ class DoraWeight(nn.Module):
 
 
 class DoraExperts(nn.Module):
-    """Replaces the experts module of a layer, which stays as it is, by the same experts with adapters.
-
-    `adapters[e]` holds those of expert e by name: gate, up and down.
-    """
+    """Replaces the experts module of a layer, which stays as it is, by the same experts with adapters. `adapters[e]`
+    holds those of expert e by name: gate, up and down."""
 
     def __init__(self, layer: MoELayer, settings: RecoveryConfig) -> None:
         super().__init__()
@@ -155,23 +141,19 @@ class DoraExperts(nn.Module):
 
 @dataclass(frozen=True)
 class Adapted:
-    """One MoE layer with adapters on it."""
+    """One MoE layer with adapters on its experts and, by path, on modules with a router's weight, which is
+    parametrised, and on linear maps of shared experts."""
 
     layer: MoELayer
     experts: DoraExperts
     routers: dict[str, nn.Module]
-    """Path -> the module that owns the router's weight, parametrised; empty if routers are not adapted."""
     shared: dict[str, DoraLinear]
-    """Path -> adapted linear map of the shared experts; empty if there are none."""
 
 
 def attach(model: nn.Module, settings: RecoveryConfig, seed: int) -> list[Adapted]:
-    """Put adapters on the MoE blocks of `model`, in place; everything else is frozen.
-
-    They are put on all routed and shared experts, and on routers unless recovery.router_rank=0. At first
-    they do not change the output of the model. They are in training mode, whatever the mode of the model. `seed`
-    determines the random first A of each.
-    """
+    """Put adapters on the MoE blocks of `model`, in place; everything else is frozen. They are put on all routed and
+    shared experts, and on routers unless recovery.router_rank=0, and are in training mode. `seed` determines the random
+    first A of each."""
     model.requires_grad_(False)
     paths = {module: path for path, module in model.named_modules()}
     shared_maps = list(linears(model, "shared_experts"))
@@ -202,30 +184,21 @@ def router_weight(layer: MoELayer) -> nn.Module:
 
 
 def trainable(layers: list[Adapted]) -> dict[str, dict[str, nn.Parameter]]:
-    """The parameters to train: {"experts": name -> parameter, "routers": ..., "shared_experts": ...}.
-
-    Names are the same in every run.
-    """
+    """The parameters to train: {"experts": name -> parameter, "routers": ..., "shared_experts": ...}."""
     parameters: dict[str, dict[str, nn.Parameter]] = {"experts": {}, "routers": {}, "shared_experts": {}}
     for adapted in layers:
         experts = {adapted.layer.name: adapted.experts}
-        parts: dict[str, Mapping[str, nn.Module]]
-        parts = {"experts": experts, "routers": adapted.routers, "shared_experts": adapted.shared}
-        for part, named in parts.items():
-            for path, module in named.items():
-                for name, parameter in module.named_parameters(path):
-                    if parameter.requires_grad:
-                        parameters[part][name] = parameter
+        parts: tuple[Mapping[str, nn.Module], ...] = (experts, adapted.routers, adapted.shared)
+        for found, modules in zip(parameters.values(), parts, strict=True):
+            for path, module in modules.items():
+                found |= {name: part for name, part in module.named_parameters(path) if part.requires_grad}
     return parameters
 
 
 @torch.no_grad()
 def merge(model: nn.Module, layers: list[Adapted]) -> dict[str, torch.Tensor]:
-    """Merge the adapters into new tensors, and put the original modules, which hold these, back into `model`.
-
-    The old tensors, which other models may share, are not written to. Returns the new tensors by their names in the
-    model's state dict. UserError naming one that is not finite.
-    """
+    """Merge the adapters into new tensors, and put the original modules, which hold these, back into `model`. Returns
+    the new tensors by their names in the model's state dict. UserError naming one that is not finite."""
     changed: dict[str, torch.Tensor] = {}
     for adapted in layers:
         layer = adapted.layer
@@ -247,10 +220,8 @@ def merge(model: nn.Module, layers: list[Adapted]) -> dict[str, torch.Tensor]:
 
 
 def _merged_experts(adapted: Adapted) -> dict[str, torch.Tensor]:
-    """Name -> new stack of the experts module of a layer, into which the merged projections are written.
-
-    The module gets the new stacks first, so that its projections are views of them.
-    """
+    """Name -> new stack of the experts module of a layer, into which the merged projections, views of it, are written.
+    Other models may share the old stacks."""
     module: Any = adapted.layer.experts
     stacks = {}
     for name, parameter in list(module.named_parameters(recurse=False)):
@@ -264,11 +235,8 @@ def _merged_experts(adapted: Adapted) -> dict[str, torch.Tensor]:
 
 
 def projections(layer: MoELayer, expert: int) -> Iterator[tuple[str, torch.Tensor, torch.Tensor | None]]:
-    """The linear maps of one expert of a layer: name (gate, up or down), weight (out, in), bias (out,) or None.
-
-    They are views of the memory of its stacked or ragged module: writing to them writes to the module. Nothing for an
-    expert without channels.
-    """
+    """The linear maps of one expert of a layer, if it has channels: name (gate, up or down), weight (out, in), bias
+    (out,) or None. They are views of its stacked or ragged module, which is written to by writing to them."""
     if is_ragged(layer.experts):
         gate_up, down = layer.experts.weights(expert)  # type: ignore[operator]
         views = {**split(gate_up, GATE_UP), "down": down} if len(down) else {}

@@ -20,8 +20,7 @@ from moe_lab.pruning.cost import NF4_BLOCK
 from moe_lab.pruning.export.layout import expert_type
 from moe_lab.pruning.export.rewrite import Changes
 from moe_lab.pruning.plan import Plan
-from moe_lab.recovery.apply import TENSORS, load_tuned
-from moe_lab.recovery.quantize import nf4_tensors, rounded, rounded_experts
+from moe_lab.recovery.apply import TENSORS, load_tuned, nf4_tensors, rounded, rounded_experts
 
 
 def recovery_changes(
@@ -31,9 +30,8 @@ def recovery_changes(
 
     Weights are tuned and rounded in `dtype`, in which the model was evaluated, on the CPU. `tuned`, `bits` and
     `modules` as there; `words` say what fine-tuning was done, for the model card. With `bits` 4, linear maps are stored
-    in the NF4 format of bitsandbytes where it can compute with them on every machine. All other rounded weights, those
-    of routed experts above all, are stored as the numbers they were rounded to: transformers has no 4-bit form for
-    stacked experts.
+    in the NF4 format of bitsandbytes where it can compute with them on every machine, and other weights, such as those
+    of routed experts, as the numbers they were rounded to: transformers has no 4-bit form for stacked experts.
     """
     recovered = _RecoveredTensors(folder, dtype, modules if bits == 4 else (), tuned)
     name = str(dtype).removeprefix("torch.")
@@ -48,10 +46,8 @@ def recovery_changes(
 
 
 def check_widths(source: Path, plan: Plan, dtype: torch.dtype) -> None:
-    """Raise UserError if `plan` leaves other modules in a model of `dtype` than in an export of the files in `source`.
-
-    Experts of one width that fits the kernels in one precision only are stacked in one of them, and packed in the
-    other: their tensors have other shapes then, and other blocks of NF4.
+    """Raise UserError if `plan` leaves other modules in a model of `dtype` than in an export of the files in `source`:
+    experts of a width that fits the kernels in one precision only are stacked in one of them, and packed in the other.
     """
     stored = bits_of(expert_type(open_checkpoint(source))) // 8
     for layer, mask in plan.channels.items():

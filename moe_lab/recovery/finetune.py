@@ -11,7 +11,9 @@ import hashlib
 import json
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -20,15 +22,19 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 from torch.nn.functional import cross_entropy, kl_div, log_softmax
+from torch.nn.utils import parametrize
 
-from moe_lab.calibration.answers import answer_batches
-from moe_lab.calibration.batches import batches
+from moe_lab.calibration.batches import answer_batches, batches
 from moe_lab.config import CalibrationConfig, RecoveryConfig
 from moe_lab.config.base import identity
 from moe_lab.errors import UserError
+from moe_lab.models.discover import routed_layers
+from moe_lab.models.experts import wide
+from moe_lab.pruning.mask import mask
 from moe_lab.pruning.plan import Plan
-from moe_lab.recovery.apply import TENSORS
-from moe_lab.recovery.students import Groups, student
+from moe_lab.pruning.prune import share_copy
+from moe_lab.recovery.apply import TENSORS, pruned
+from moe_lab.recovery.dora import attach, merge, router_weight, trainable
 from moe_lab.statistics.observe import digest
 
 REPORT = "finetune.json"
@@ -36,6 +42,9 @@ RATES = {"experts": "learning_rate", "shared_experts": "learning_rate", "routers
 """Part of the model -> the setting that holds its peak learning rate."""
 Row = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """ids (S,) int64, valid (S,) bool, learnt (S,) bool: the tokens, which of them count, which of them are learnt."""
+Groups = dict[str, dict[str, nn.Parameter]]
+"""Part of the model (experts, routers, shared_experts) -> name -> parameter to train; names are the same in every
+run."""
 Loss = Callable[[Any, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """(model, ids (B, S), valid (B, S), learnt (B, S)) -> the loss summed over the learnt tokens, in nats."""
 WARMUP = 0.1
@@ -68,26 +77,22 @@ def finetune(
     tuned.safetensors  the tensors that differ from the pruned model's, by their names in its state dict
     finetune.json      loss of each step, trained parameters, tokens, steps, seconds
 
-    The optimiser is AdamW without weight decay; the end of an assistant's turn is learnt with its answer. Progress is
-    saved in `partial`; a run of the same `fingerprint` resumes from it exactly. `model` is not changed. UserError for
-    a text in which nothing can be learnt, and a loss that is not finite.
+    Progress is saved in `partial`; a run of the same `fingerprint` resumes from it exactly. `model` is not changed.
+    UserError for a text in which nothing can be learnt, and a loss that is not finite.
     """
     is_distilled = settings.distill is not None
     rows = text_rows(text, tokenizer) if is_distilled else answer_rows(text, tokenizer)
     distillation = functools.partial(distillation_loss, teacher=model, temperature=settings.temperature)
+    run: dict[str, Any] = {
+        "rows_at_once": text.batch_size,
+        "partial": partial,
+        "fingerprint": fingerprint,
+        "seed": seed,
+    }
     started = time.monotonic()
     with student(model, plan, settings, seed) as trained:
-        losses = train(
-            trained.model,
-            trained.parameters,
-            rows,
-            settings,
-            loss=distillation if is_distilled else answer_loss,
-            rows_at_once=text.batch_size,
-            partial=partial,
-            fingerprint=fingerprint,
-            seed=seed,
-        )
+        loss = distillation if is_distilled else answer_loss
+        losses = train(trained.model, trained.parameters, rows, settings, loss=loss, **run)
         counts = {part: sum(map(torch.numel, named.values())) for part, named in trained.parameters.items()}
         changed = trained.changed()
     out.mkdir(parents=True, exist_ok=True)
@@ -140,12 +145,9 @@ def train(
     seed: int,
 ) -> list[float]:
     """Train the parameters `groups` of `model` on `rows`; returns the loss of each step, in nats per learnt token.
-
-    A step reads `settings.rows_per_step` rows, `rows_at_once` in one forward pass; its loss is the mean over all their
-    learnt tokens, so the split changes only rounding. All random numbers of a step are drawn from (seed, step), so a
-    stopped training that is resumed from `partial` gives exactly the weights of an uninterrupted one. UserError when
-    the loss is not finite.
-    """
+    AdamW without weight decay. A step reads `settings.rows_per_step` rows, `rows_at_once` in one forward pass; its loss
+    is the mean over all their learnt tokens. All random numbers of a step are drawn from (seed, step), so a training
+    that is resumed from `partial` gives exactly the weights of an uninterrupted one."""
     parameters = {name: parameter for named in groups.values() for name, parameter in named.items()}
     parts = [part for part in groups if groups[part]]
     trained = [{"params": list(groups[part].values())} for part in parts]
@@ -180,11 +182,8 @@ def step_count(settings: RecoveryConfig, n_rows: int) -> int:
 
 
 def rate_factor(step: int, steps: int) -> float:
-    """Share of the peak learning rate in `step` (from 0) of `steps`.
-
-    It rises linearly over the first `WARMUP` of the steps, then falls along a cosine, to 0 after the last
-    step.
-    """
+    """Share of the peak learning rate in `step` (from 0) of `steps`: a linear rise over the first `WARMUP` of them,
+    then a cosine, to 0 after the last one."""
     rising = math.ceil(WARMUP * steps)
     if step < rising:
         return (step + 1) / rising
@@ -214,28 +213,17 @@ def _backward(model: Any, rows: Sequence[Row], loss: Loss, at_once: int) -> floa
 
 
 def answer_loss(model: Any, ids: torch.Tensor, valid: torch.Tensor, answers: torch.Tensor) -> torch.Tensor:
-    """Sum over the answer tokens (B, S) of -log p(token | tokens before it), in fp32.
-
-    The first token of a row has nothing before it and never counts.
-    """
+    """Sum over the answer tokens (B, S), but for the first of a row, of -log p(token | tokens before it), in fp32."""
     logits = _predictions(model, ids, valid, answers)
     return cross_entropy(logits.float(), ids[:, 1:][answers[:, 1:]], reduction="sum")
 
 
 def distillation_loss(
-    model: Any,
-    ids: torch.Tensor,
-    valid: torch.Tensor,
-    learnt: torch.Tensor,
-    *,
-    teacher: Any,
-    temperature: float,
+    model: Any, ids: torch.Tensor, valid: torch.Tensor, learnt: torch.Tensor, *, teacher: Any, temperature: float
 ) -> torch.Tensor:
-    """Sum over the learnt tokens (B, S) of tau^2 KL(teacher || student), in fp32.
-
-    Both are next-token distributions over the whole vocabulary, at the temperature tau. Divided by the number of learnt
-    tokens it is the loss of Router-KD (arXiv 2603.02217, equations 1 to 3). No gradient flows into the teacher.
-    """
+    """Sum over the learnt tokens (B, S) of tau^2 KL(teacher || student), in fp32. Both are next-token distributions
+    over the whole vocabulary, at the temperature tau. Divided by the number of learnt tokens it is the loss of
+    Router-KD (arXiv 2603.02217, equations 1 to 3). No gradient flows into the teacher."""
     with torch.no_grad():
         target = log_softmax(_predictions(teacher, ids, valid, learnt).float() / temperature, -1)
     predicted = log_softmax(_predictions(model, ids, valid, learnt).float() / temperature, -1)
@@ -243,12 +231,9 @@ def distillation_loss(
 
 
 def _predictions(model: Any, ids: torch.Tensor, valid: torch.Tensor, learnt: torch.Tensor) -> torch.Tensor:
-    """The logits (N, V) from which the N learnt tokens (B, S) are predicted.
-
-    Logits are computed only at positions that predict a learnt token in some row.
-    """
+    """The logits (N, V) from which the N learnt tokens (B, S) are predicted."""
     after = learnt[:, 1:]
-    columns = after.any(0).nonzero()[:, 0]
+    columns = after.any(0).nonzero()[:, 0]  # of which logits are computed in all rows
     mask = None if bool(valid.all()) else valid.to(torch.int64)
     logits: torch.Tensor = model(input_ids=ids, attention_mask=mask, use_cache=False, logits_to_keep=columns).logits
     return logits[after[:, columns]]
@@ -273,10 +258,7 @@ def save_progress(
     parameters: Mapping[str, nn.Parameter],
     optimizer: torch.optim.Optimizer,
 ) -> None:
-    """Save trained parameters, optimiser and losses (one per finished step) atomically.
-
-    `about` identifies the fine-tuning.
-    """
+    """Save trained parameters, optimiser and losses (one per finished step) of the training `about` atomically."""
     trained = {name: parameter.detach() for name, parameter in parameters.items()}
     content = {"about": about, "losses": losses, "parameters": trained, "optimizer": optimizer.state_dict()}
     folder.mkdir(parents=True, exist_ok=True)
@@ -288,10 +270,8 @@ def save_progress(
 def load_progress(
     folder: Path, about: str, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer
 ) -> list[float]:
-    """Restore trained parameters and optimiser; returns the losses of the finished steps.
-
-    Returns [] and changes nothing when the file is missing, damaged, or of another fine-tuning.
-    """
+    """Restore trained parameters and optimiser; returns the losses of the finished steps, or [], with nothing changed,
+    when the file is missing, damaged, or of another training."""
     try:
         content = torch.load(folder / PROGRESS_FILE, map_location="cpu", weights_only=True)
     except (OSError, EOFError, RuntimeError, UnpicklingError):
@@ -304,3 +284,67 @@ def load_progress(
     optimizer.load_state_dict(content["optimizer"])
     losses: list[float] = content["losses"]
     return losses
+
+
+# Pruned models that are trained: DoRA adapters on the MoE blocks of a copy, or the routers of a masked model.
+
+
+@dataclass(frozen=True)
+class Student:
+    """A pruned model, and what of it is trained."""
+
+    model: Any
+    parameters: Groups
+    changed: Callable[[], dict[str, torch.Tensor]]
+    """Ends the training and returns the tensors it changed, by their names in the pruned model's state dict."""
+
+
+@contextmanager
+def student(model: Any, plan: Plan | None, settings: RecoveryConfig, seed: int) -> Iterator[Student]:
+    """`model`, pruned by `plan` (None: not pruned), ready for what `settings` train. `model` itself is not changed."""
+    if settings.train == "routers":
+        with trained_routers(model, plan) as trained:
+            yield trained
+    else:
+        copy = pruned(model, plan)
+        layers = attach(copy, settings, seed)
+        yield Student(copy, trainable(layers), functools.partial(merge, copy, layers))
+
+
+@contextmanager
+def trained_routers(model: Any, plan: Plan | None) -> Iterator[Student]:
+    """`model` under the mask of `plan`, with the routers' weights as parameters and everything else frozen. The student
+    shares all other tensors with `model`, so that a teacher costs no memory. Only the rows of kept experts are trained;
+    correction biases, and biases of routers, stay. Weights of 16 bits are trained as fp32 copies, since rounding would
+    lose small steps, and are rounded in each forward pass as they will be when evaluated."""
+    masked = share_copy(model)
+    masked.requires_grad_(False)
+    owners = {layer.index: router_weight(layer) for layer in routed_layers(masked)}
+    paths = {module: path for path, module in masked.named_modules()}
+    with ExitStack() as undo:
+        if plan is not None:
+            undo.enter_context(mask(masked, plan))
+        weights = {}
+        for layer, owner in owners.items():
+            weights[layer] = PreciseWeight(owner.weight)  # type: ignore[arg-type]
+            parametrize.register_parametrization(owner, "weight", weights[layer], unsafe=True)
+            # before the mask closes, which puts the whole weight back in place of the slice
+            undo.callback(parametrize.remove_parametrizations, owner, "weight", leave_parametrized=False)
+
+        def changed() -> dict[str, torch.Tensor]:
+            return {f"{paths[owner]}.weight": owner.weight.detach() for owner in owners.values()}  # type: ignore[operator]
+
+        parameters = {f"routers.{layer}.weight": weight.precise for layer, weight in weights.items()}
+        yield Student(masked, {"routers": parameters}, changed)
+
+
+class PreciseWeight(nn.Module):
+    """Parametrises a weight by a trained copy in at least fp32."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__()
+        self.precise = nn.Parameter(wide(weight.detach()).clone())
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        """The trained copy, rounded to the dtype of `weight`."""
+        return self.precise.to(weight.dtype)

@@ -21,8 +21,8 @@ from moe_lab.errors import UserError
 from moe_lab.models import load as device
 from moe_lab.models.discover import MoELayer, moe_layers
 from moe_lab.models.experts import ExpertsFunction, replace_experts
+from moe_lab.search.candidates import Decoder, States
 from moe_lab.search.fitness import Contexts, row_sums
-from moe_lab.search.prefix import Decoder, States
 from moe_lab.statistics import Statistics, check_finite
 from moe_lab.statistics.gradients import check_loss
 from moe_lab.statistics.observe import Batch, description, resume, save_checkpoint
@@ -50,11 +50,8 @@ def loss_rises(
 
     A few rows are read at a time. The hidden states before every MoE layer are kept, and the layers from there on are
     run again: with L MoE layers, all of them (L + 1) / 2 times for scaling, and as often for each expert that got a
-    token for ablation. After every layer the sums are saved in the folder `out`, if given; a pass that finds its own
-    sums there resumes from them.
-
-    Raises UserError when there are no batches or no two adjacent valid tokens, when losses are not finite (naming layer
-    and expert), and when the model's layers cannot be run one by one.
+    token for ablation. Sums are saved in the folder `out` after every layer, and a pass resumes from its own. UserError
+    when no two valid tokens are adjacent, and when losses are not finite (naming layer and expert).
     """
     check_loss(batches)
     rows = _few_rows(model, batches)
@@ -83,45 +80,37 @@ class _Reader:
         self.decoder = Decoder(model)
         self.layers = layers
         self.ids, self.valid = ids, valid
-        self.copies = max(1, _tokens_at_once(model) // ids.numel())
         self.states: States = {}
-        self.used: dict[int, torch.Tensor] = {}
+        self.used: dict[int, list[int]] = {}
         """Layer -> experts that got a token, ascending."""
         with ExitStack() as undo:
             for layer in layers:
                 replace_experts(layer, partial(self._watched, layer.index), undo)
-            self.whole = self._likelihood(1, (0,) * len(layers), self.states)
-        if not bool(self.whole.isfinite().all()):
+            self.whole = self._likelihood((0,) * len(layers), self.states)
+        if not bool(self.whole.isfinite()):
             raise UserError("the loss of the unpruned model is NaN or infinite on this text: expected finite numbers")
 
     def _watched(self, layer: int, before: ExpertsFunction) -> ExpertsFunction:
         def compute(hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-            self.used[layer] = index.unique().cpu()
+            self.used[layer] = index.unique().tolist()
             return before(hidden, index, weights)
 
         return compute
 
     def without_each(self, place: int) -> torch.Tensor:
-        """(E,) fp64: increase of the summed loss without each expert of the MoE layer number `place`.
-
-        It is 0 for experts that got no token.
-        """
+        """(E,) fp64: increase of the summed loss without each expert of the MoE layer number `place`."""
         rises = torch.zeros(self.layers[place].n_experts, dtype=torch.float64)
-        for experts in self.used[self.layers[place].index].split(self.copies):
-            rises[experts] = self._rises(place, len(experts), partial(_silence, experts))
+        for expert in self.used[self.layers[place].index]:
+            rises[expert] = self._rise(place, partial(_silence, expert))
         return rises
 
     def scaled(self, place: int) -> torch.Tensor:
         """() fp64: increase of the summed loss with the routed output of the MoE layer number `place` times SCALE."""
-        return self._rises(place, 1, lambda index, weights: weights * SCALE)[0]
+        return self._rise(place, lambda index, weights: weights * SCALE)
 
-    def _rises(self, place: int, copies: int, change: Change) -> torch.Tensor:
-        """(copies,) fp64: increase of the summed loss of each of `copies` copies of the rows.
-
-        `change` is applied to the gates of the layer, over all copies at once.
-        """
+    def _rise(self, place: int, change: Change) -> torch.Tensor:
+        """() fp64: increase of the summed loss with the gates of the MoE layer number `place` changed."""
         start = (0,) * place
-        states = {start: self.states[start].repeat(copies, 1, 1)}
         changed = (*start, 1, *(0,) * (len(self.layers) - place - 1))
 
         def gated(before: ExpertsFunction) -> ExpertsFunction:
@@ -129,27 +118,24 @@ class _Reader:
 
         with ExitStack() as undo:
             replace_experts(self.layers[place], gated, undo)
-            likelihood = self._likelihood(copies, changed, states)
-        return self.whole.sum() - likelihood.view(copies, -1).sum(1)
+            return self.whole - self._likelihood(changed, {start: self.states[start]})
 
-    def _likelihood(self, copies: int, schedule: tuple[int, ...], states: States) -> torch.Tensor:
-        """(copies * B,) fp64: the summed log-likelihood of each row of `copies` copies of the rows."""
-        ids, valid = self.ids.repeat(copies, 1), self.valid.repeat(copies, 1)
-        where = _predicting(valid)
-        logits, _ = self.decoder.logits(ids, valid, where, schedule, states)
-        places = where.nonzero()
-        targets = ids.roll(-1, 1)[where]
-        return row_sums("nll", None, logits, Contexts(where, places[:, 0], targets, torch.zeros(len(places))))
+    def _likelihood(self, schedule: tuple[int, ...], states: States) -> torch.Tensor:
+        """() fp64: the summed log-likelihood of the rows."""
+        where = _predicting(self.valid)
+        logits, _ = self.decoder.logits(self.ids, self.valid, where, schedule, states)
+        places, targets = where.nonzero(), self.ids.roll(-1, 1)[where]
+        contexts = Contexts(where, places[:, 0], targets, torch.zeros(len(places)))
+        return row_sums("nll", None, logits, contexts).sum()
 
 
 KINDS = {"ablation": _Reader.without_each, "scaling": _Reader.scaled}
 """Name of a sum, which is also the kind of its step -> method that computes it for a few rows."""
 
 
-def _silence(experts: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Gates of len(experts) equal parts of the tokens, where the gates of expert experts[c] in part c are 0."""
-    owner = experts.repeat_interleave(len(index) // len(experts))[:, None].to(index.device)
-    return weights.masked_fill(index == owner, 0)
+def _silence(expert: int, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """The gates, but 0 for one expert."""
+    return weights.masked_fill(index == expert, 0)
 
 
 def _predicting(valid: torch.Tensor) -> torch.Tensor:
@@ -159,14 +145,9 @@ def _predicting(valid: torch.Tensor) -> torch.Tensor:
     return where
 
 
-def _tokens_at_once(model: PreTrainedModel) -> int:
-    """Tokens of the copies that may share one forward pass of `model`."""
-    return min(device.PASS_TOKENS, device.tokens_with_logits(model))
-
-
 def _few_rows(model: PreTrainedModel, batches: Sequence[Batch]) -> list[Batch]:
     """The batches split into parts that fit one forward pass, of at least one row each."""
-    tokens = _tokens_at_once(model)
+    tokens = min(device.PASS_TOKENS, device.tokens_with_logits(model))
     parts: list[Batch] = []
     for ids, valid in batches:
         n_rows = max(1, tokens // ids.shape[1])

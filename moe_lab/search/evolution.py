@@ -6,8 +6,7 @@ of experts each layer loses; which ones is decided by a ranking outside this mod
     argmax f(r)   subject to   sum_l r_l = B,   0 <= r_l <= n_l - fewest_l,   n_l - r_l a multiple of step
 
 where step is the least common multiple of the problem's steps (allocation.multiple_of, the groups of a group-limited
-router) and of `granularity`. The paper's "even only" is granularity=2; when n_l is odd, then so is r_l. The caller
-gives f (ESAP, KL, NLL, ...), and **higher is always better**: negate a loss.
+router) and of `granularity`; the paper's "even only" is granularity=2. The caller gives f: higher is always better.
 
 **Search** (EvoESAP, Algorithm 1).
 
@@ -22,35 +21,129 @@ gives f (ESAP, KL, NLL, ...), and **higher is always better**: negate a loss.
    child up to 32 attempts and lets it be its parent when they fail.) Go to 2.
 
 T generations are T populations evaluated, the first one included, as in the released code; the paper's Algorithm 1
-would evaluate T + 1. So at most P + (T - 1)(P - m) schedules are evaluated: 1,404 for OLMoE. Usually there are fewer,
-because known children are not evaluated again. The search ends early when all feasible schedules are known.
-
-| model | P | m | T | Delta_max | tau_max | granularity | B at 25 % / 50 % |
-|---|---|---|---|---|---|---|---|
-| OLMoE-1B-7B | 32 | 4 | 50 | 4 | 3 | 2 | 256 / 512 |
-| DeepSeek-V2-Lite | 32 | 4 | 30 | 4 | 3 | 2 | 416 / 832 |
-| ERNIE-4.5-21B-A3B | 32 | 4 | 20 | 4 | 3 | 2 | 432 / 864 |
-| Qwen3-30B-A3B | 32 | 4 | 10 | 4 | 3 (5 with REAP) | 2 | 1536 / 3072 |
+would evaluate T + 1. So at most P + (T - 1)(P - m) schedules are evaluated: 1,404 for OLMoE. The search ends early when
+all feasible schedules are known. What the paper chose for other models is `search` in their files in conf/model.
 
 **Resuming.** A search is deterministic: with the same values it asks for the same schedules again. So `Recorded` writes
-the values that were asked for, one line a generation, and a search that was killed asks again and gets them from there.
+the values of each generation, and a search that was killed asks again and gets them from there.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Annotated, Any, Literal, Self, TypeAlias
 
 import numpy
 from numpy.random import PCG64, Generator
 from numpy.typing import NDArray
+from pydantic import AfterValidator, model_validator
+from pydantic.dataclasses import dataclass as pydantic_dataclass
 
-from moe_lab.errors import UserError
-from moe_lab.search.schedules import Problem, Schedule, Space, pattern, space_of
-from moe_lab.search.settings import EvolutionSettings
+from moe_lab.allocation import routed_ratio
+from moe_lab.allocation.problem import budget, limits, or_nearest
+from moe_lab.config.base import SETTINGS, Count, Positive, valid
+from moe_lab.errors import UserError, unknown
+from moe_lab.json_files import Damaged, read_json
+from moe_lab.search.schedules import PATTERNS, Problem, Schedule, Space, pattern, space_of
+
+UNSHIFTED = ("esap", "sap", "kl", "kl_reversed")
+"""Fitness functions that EvoESAP's code computes at the answer tokens, not at the positions that predict them."""
+
+
+def _pattern(name: str) -> str:
+    if name not in PATTERNS:
+        raise unknown("pattern", name, PATTERNS)
+    return name
+
+
+@pydantic_dataclass(config=SETTINGS, frozen=True)
+class EvolutionSettings:
+    """Parameters of the search. Defaults are those published for OLMoE."""
+
+    population: Positive = 32
+    """P: schedules of the first generation; later ones have the elites and P - m children."""
+    elites: Positive = 4
+    """m: the best schedules so far, which stay in the population and are the parents."""
+    generations: Positive = 50
+    """T: populations that are evaluated, the first one included."""
+    max_transfer: Positive = 4
+    """Delta_max: the most experts one transfer moves from layer to layer."""
+    max_transfers: Positive = 3
+    """tau_max: the most transfers between a parent and its child."""
+    granularity: Positive = 2
+    """G: layers keep multiples of it, and transfers move multiples of it; 1 for any number."""
+    seed: Count = 42
+    """Seed of numpy's PCG64, the only source of randomness."""
+    patterns: list[Annotated[str, AfterValidator(_pattern)]] = field(default_factory=lambda: list(PATTERNS))
+    """The first schedules of the first population, one each; the others are drawn uniformly from all feasible ones."""
+
+    @model_validator(mode="after")
+    def _fewer_elites(self) -> Self:
+        if self.elites >= self.population:
+            raise ValueError(
+                f"elites={self.elites}: expected fewer than the population of {self.population}, at most "
+                f"{self.population - 1}"
+            )
+        return self
+
+
+@pydantic_dataclass(config=SETTINGS, frozen=True)
+class FitnessSettings:
+    """Parameters of the fitness of a candidate."""
+
+    fitness: Literal["esap", "sap", "kl", "kl_reversed", "nll", "spec_dec"] = "esap"
+    """esap, sap, kl (of the model from the candidate), kl_reversed, nll or spec_dec; all of them higher is better."""
+    averaging: Literal["macro", "micro"] = "macro"
+    """macro: the mean over rows of the mean over their answer tokens, as in the paper; micro: over all tokens."""
+    shift: bool = True
+    """Compute the fitness where answer tokens are predicted; False: at the answer tokens, as EvoESAP's code does."""
+    header: bool = False
+    """Count what the chat template writes around an answer as part of it, as EvoESAP's code does."""
+    max_new_tokens: Positive = 128
+    """Tokens that spec_dec generates for each row."""
+    memory_budget: Count = 2**31
+    """Bytes for the unpruned model's log-probabilities. If they need more, every generation computes them again."""
+
+    @model_validator(mode="after")
+    def _has_shift(self) -> Self:
+        if not self.shift and self.fitness not in UNSHIFTED:
+            raise ValueError(
+                f"shift=false has no meaning for fitness={self.fitness}: expected one of {', '.join(UNSHIFTED)}"
+            )
+        return self
+
+
+@pydantic_dataclass(config=SETTINGS, frozen=True)
+class SearchSettings(EvolutionSettings, FitnessSettings):
+    """All of allocation.parameters with allocation=evolutionary."""
+
+
+def parse(parameters: Mapping[str, Any], seed: int = 0) -> SearchSettings:
+    """The parameters of allocation=evolutionary; `seed` is used if they name none. UserError for wrong ones."""
+    return valid(SearchSettings, {"seed": seed, **parameters}, "allocation.parameters")
+
+
+def problem_of(settings: Mapping[str, Any], facts: Mapping[str, Any]) -> Problem:
+    """The problem to search, from fields of AllocationConfig and the ratio, and the facts of the model. UserError when
+    the routers cannot work with the ratio."""
+    layers = {int(layer): about for layer, about in facts["layers"].items()}
+    allowed = limits(layers, settings["multiple_of"])
+    order, model = sorted(allowed), {**facts, "layers": layers}
+
+    def decide(ratio: float) -> int:
+        return budget(allowed, routed_ratio(ratio, settings.get("ratio_basis", "routed"), model))
+
+    return Problem(
+        n_experts=tuple(allowed[layer].count for layer in order),
+        fewest=tuple(allowed[layer].fewest for layer in order),
+        steps=tuple(allowed[layer].step for layer in order),
+        budget=or_nearest(decide, settings["ratio"]),
+    )
+
 
 Judge: TypeAlias = Callable[[Sequence[Schedule]], Sequence[float]]
 """Distinct schedules -> a finite number for each, higher is better."""
@@ -68,12 +161,8 @@ class Outcome:
     """Numbers: generations; schedules made (rows), evaluated, known (made again)."""
 
 
-class _Proposal(NamedTuple):
-    """A schedule and its origin."""
-
-    schedule: Schedule
-    origin: str
-    parent: Schedule | None = None
+_Proposal: TypeAlias = tuple[Schedule, str, Schedule | None]
+"""A schedule, its origin, and its parent, if any."""
 
 
 def space_to_search(problem: Problem, settings: EvolutionSettings) -> Space:
@@ -89,15 +178,13 @@ def space_to_search(problem: Problem, settings: EvolutionSettings) -> Space:
 
 
 def evolve(problem: Problem, settings: EvolutionSettings, evaluate: Judge) -> Outcome:
-    """Search for the schedule of highest fitness, as this module describes.
+    """Search for the schedule of highest fitness, as this module describes. UserError as `space_to_search`.
 
     `evaluate` is called at most once per generation, with schedules that it has not been given before.
 
     Rows of the history: generation (from 0), schedule and parent (lists of int; None without a parent), origin (a
     pattern's name, uniform_feasible or mutation), evaluated (bool: in this generation, for the first time), fitness,
     elite (bool: among the m best once the generation was evaluated).
-
-    Raises UserError as `space_to_search`.
     """
     space, random = space_to_search(problem, settings), Generator(PCG64(settings.seed))
     known: dict[Schedule, float] = {}
@@ -106,7 +193,7 @@ def evolve(problem: Problem, settings: EvolutionSettings, evaluate: Judge) -> Ou
     generation = 0
     while generation < settings.generations and len(known) < space.size:
         proposals = _children(space, settings, elites, random) if elites else _first(space, settings, random)
-        new = [schedule for schedule in dict.fromkeys(each.schedule for each in proposals) if schedule not in known]
+        new = [schedule for schedule in dict.fromkeys(schedule for schedule, *_ in proposals) if schedule not in known]
         known |= zip(new, evaluate(new), strict=True) if new else ()
         elites = sorted(known, key=lambda schedule: -known[schedule])[: settings.elites]
         unlisted = set(new)
@@ -134,8 +221,8 @@ def _first(space: Space, settings: EvolutionSettings, random: Generator) -> list
     names = settings.patterns[: settings.population]
     drawn = settings.population - len(names)
     return [
-        *(_Proposal(pattern(name, space, random), name) for name in names),
-        *(_Proposal(space.sample(random), "uniform_feasible") for _ in range(drawn)),
+        *((pattern(name, space, random), name, None) for name in names),
+        *((space.sample(random), "uniform_feasible", None) for _ in range(drawn)),
     ]
 
 
@@ -144,16 +231,11 @@ def _children(
 ) -> list[_Proposal]:
     """A child of a random elite for each place in the population that is not an elite's."""
     parents = random.integers(len(elites), size=settings.population - settings.elites)
-    return [
-        _Proposal(mutate(elites[parent], space, settings, random), "mutation", elites[parent]) for parent in parents
-    ]
+    return [(mutate(elites[parent], space, settings, random), "mutation", elites[parent]) for parent in parents]
 
 
 def mutate(parent: Schedule, space: Space, settings: EvolutionSettings, random: Generator) -> Schedule:
-    """Level-switch mutation: tau = min(U{1..tau_max}, U{1..tau_max}) transfers, one after the other.
-
-    `space` has at least two schedules. The child can be the parent again when transfers cancel out.
-    """
+    """Level-switch mutation: tau = min(U{1..tau_max}, U{1..tau_max}) transfers in a space of at least two schedules."""
     taken = numpy.array(space.taken(parent))
     capacity = numpy.array(space.capacity)
     largest = settings.max_transfer // space.step
@@ -167,11 +249,9 @@ def mutate(parent: Schedule, space: Space, settings: EvolutionSettings, random: 
 def _transfer(
     taken: NDArray[numpy.int64], capacity: NDArray[numpy.int64], largest: int, random: Generator
 ) -> tuple[int, int, int]:
-    """(layer that gets units back, another one that loses them, how many units).
-
-    The paper draws ordered pairs of distinct layers and sizes until one is feasible. That is the same as one uniform
-    draw from all feasible ones. There is always one of size 1 when the space has two schedules.
-    """
+    """(layer that gets units back, another one that loses them, how many units). The paper draws ordered pairs of
+    distinct layers and sizes until one is feasible. That is the same as one uniform draw from all feasible ones. There
+    is always one of size 1 when the space has two schedules."""
     sizes = numpy.arange(1, largest + 1)[:, None]
     gives, takes = taken >= sizes, taken + sizes <= capacity
     feasible = gives[:, :, None] & takes[:, None, :] & ~numpy.eye(len(taken), dtype=bool)
@@ -181,42 +261,28 @@ def _transfer(
 
 
 class Recorded:
-    """A judge that writes its answers to a file, and takes those of an interrupted search from there.
-
-    The first line is `search`, JSON data about all that the answers depend on: problem, settings, model, data, scores.
-    Each other line is {"schedules", "values"}, a question and its answer, in the order in which they were asked. The
-    file of another search is begun again; from a line on that is damaged or answers another question, all are dropped.
-    """
+    """A judge that writes its answers to a file, and takes those of an interrupted search from there. The file is
+    {"search", "answers": [{"schedules", "values"}, ...]}: JSON data about all that the answers depend on (problem,
+    settings, model, data, scores), and each question with its answer, in the order in which they were asked. It is
+    begun again if it is of another search, or damaged; from another question on, what it holds is dropped."""
 
     def __init__(self, judge: Judge, path: Path, search: Mapping[str, Any]) -> None:
         self.judge, self.path, self.asked = judge, path, 0
-        self.search = json.dumps(search, sort_keys=True)
-        lines = path.read_text(errors="replace").splitlines() if path.exists() else []
-        self.lines = lines[1:] if lines[:1] == [self.search] else []
+        self.search, self.answers = json.loads(json.dumps(search)), list[dict[str, Any]]()
+        with suppress(FileNotFoundError, Damaged):
+            known = read_json(path, {"search": dict, "answers": [{"schedules": list, "values": list}]})
+            self.answers = known["answers"] if known["search"] == self.search else []
 
     def __call__(self, schedules: Sequence[Schedule]) -> list[float]:
         """The answer of the judge, from the file if the search was here before."""
         question = [list(schedule) for schedule in schedules]
-        values = self._known(question)
-        if values is None:
-            values = list(self.judge(schedules))
-            answer = json.dumps({"schedules": question, "values": values}, allow_nan=False)
-            self.lines = [*self.lines[: self.asked], answer]
-            self._save()
+        known = self.answers[self.asked : self.asked + 1]
+        if [answer["schedules"] for answer in known] != [question]:
+            self.answers[self.asked :] = [{"schedules": question, "values": list(self.judge(schedules))}]
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            beside = self.path.with_name(f".{self.path.name}.partial")
+            beside.write_text(json.dumps({"search": self.search, "answers": self.answers}, allow_nan=False))
+            beside.replace(self.path)  # a search that is killed leaves the old file or the new one
         self.asked += 1
+        values: list[float] = self.answers[self.asked - 1]["values"]
         return values
-
-    def _known(self, question: list[list[int]]) -> list[float] | None:
-        """The answer in the file, if the next one there is to this question."""
-        try:
-            line = json.loads(self.lines[self.asked])
-            return list(line["values"]) if line["schedules"] == question else None
-        except (IndexError, KeyError, TypeError, ValueError):
-            return None
-
-    def _save(self) -> None:
-        """Write all lines atomically: a search that is killed leaves the old file or the new one."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        beside = self.path.with_name(f".{self.path.name}.partial")
-        beside.write_text("".join(f"{line}\n" for line in (self.search, *self.lines)))
-        beside.replace(self.path)

@@ -79,12 +79,10 @@ def drawn(probabilities: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
 
 
 def contexts(ids: torch.Tensor, answers: torch.Tensor, *, shift: bool, generator: torch.Generator) -> Contexts:
-    """The positions at which to compute the fitness, in a batch of ids (B, S) with answer tokens marked (B, S).
-
-    With `shift`, these are the positions that predict an answer token (nothing predicts the first token of a row).
-    Without, they are those of the answer tokens, as in the released code of EvoESAP: the prediction of an answer's
-    first token is then missing, and that of the token after its end is included.
-    """
+    """The positions at which to compute the fitness, in a batch of ids (B, S) with answer tokens marked (B, S). With
+    `shift`, these are the positions that predict an answer token (nothing predicts the first token of a row). Without,
+    they are those of the answer tokens, as in the released code of EvoESAP: the prediction of an answer's first token
+    is then missing, and that of the token after its end is included."""
     where = torch.zeros_like(answers)
     where[:, :-1] = answers[:, 1:]
     if not shift:
@@ -96,10 +94,8 @@ def contexts(ids: torch.Tensor, answers: torch.Tensor, *, shift: bool, generator
 
 
 def row_sums(name: str, log_p: torch.Tensor | None, logits: torch.Tensor, at: Contexts) -> torch.Tensor:
-    """(B,) fp64 on the CPU: the fitness `name` summed over the positions `at` of each row.
-
-    `log_p` (N, V) fp32 of the full model, None for a fitness that needs none; `logits` (N, V) of the candidate.
-    """
+    """(B,) fp64 on the CPU: the fitness `name` summed over the positions `at` of each row. `log_p` (N, V) fp32 of the
+    full model, None for a fitness that needs none; `logits` (N, V) of the candidate."""
     function = POSITION_FITNESS[name]
     device = logits.device
     values = []
@@ -120,8 +116,7 @@ def average(sums: Iterable[float], counts: Iterable[int], how: str) -> float:
     """The average fitness, from its sum and its number of positions (or of proposed tokens) in each row.
 
     `how` is macro, the mean of the rows' means, or micro, the mean over all positions. Rows without any are left out.
-    The sums are rounded once: those of `sum` differ between versions of Python.
-    """
+    """  # fsum rounds once: results of `sum` differ between versions of Python
     rows = [(total, count) for total, count in zip(sums, counts, strict=True) if count]
     if how == "macro":
         return fsum(total / count for total, count in rows) / len(rows)

@@ -19,7 +19,7 @@ from moe_lab.allocation.shapes import LIMIT, check_removals, kept_subsets
 from moe_lab.errors import UserError
 from moe_lab.models.discover import MoELayer
 from moe_lab.models.experts import spread, wide
-from moe_lab.pruning.mask import sliced_router
+from moe_lab.pruning.mask import SlicedRouter
 from moe_lab.statistics import Layers, Statistics
 from moe_lab.statistics.observe import Tap
 
@@ -48,14 +48,11 @@ def reconstruct(
 ) -> Reconstruction:
     """Try all choices of experts in every layer, in a single forward pass, and keep the best of each layer.
 
-    Each layer loses the share `ratio` as in allocation=uniform (group-limited routers equally in each group); of equal
-    errors, that of the choice that loses the lower ids wins. `facts` are those of the model. The pass runs every expert
-    on every token and a router once for each choice. Errors are computed from inner products of the experts' outputs
-    (fp64), so memory does not grow with the text or the number of choices. `read` makes the pass, by `gather` or
-    `stream`, and returns the sums that the given tap collects.
-
-    Raises UserError before anything is run when a layer has more than `limit` choices (see check_removals), for routers
-    that cannot be called again, and for experts whose outputs are not finite.
+    Each layer loses the share `ratio` as in allocation=uniform; of equal errors, that of the choice that loses the
+    lower ids wins. `facts` are those of the model. The pass runs every expert on every token and a router once for each
+    choice; errors are computed from inner products of the experts' outputs, so memory does not grow with their number.
+    `read` makes the pass, by `gather` or `stream`, and returns the sums that the given tap collects. UserError as
+    `check_removals`, for routers that cannot be called again, and for outputs that are not finite.
     """
     layers = {int(layer): about for layer, about in facts["layers"].items()}
     removed = check_removals(layers, ratio, limit=limit, multiple_of=multiple_of)
@@ -120,10 +117,8 @@ class SubsetTap(Tap):
         return mixed
 
     def _products(self, hidden: torch.Tensor, gates: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The routed output (t, H) and the inner products (t, E, E) fp64 of the outputs of all experts.
-
-        `hidden` are hidden states (t, H), `gates` (t, E).
-        """
+        """The routed output (t, H) and the inner products (t, E, E) fp64 of the outputs of all experts, for hidden
+        states (t, H) and gates (t, E)."""
         n, width = self.layer.n_experts, hidden.shape[1]
         mixed, products = [], []
         for token in torch.arange(len(hidden), device=hidden.device).split(max(1, BUDGET // (8 * n * width))):
@@ -139,19 +134,13 @@ class SubsetTap(Tap):
 
 
 def route(layer: MoELayer, kept: tuple[int, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:
-    """Gates (T, E) that the layer's router gives if only the experts `kept` exist; 0 for all others.
-
-    `args` and `kwargs` are those of a recorded call. The router's own code runs on the rows and biases of the kept
-    experts, as in a pruned model. The layer is restored afterwards.
-    """
+    """Gates (T, E) that the layer's router, called with these arguments, gives if only the experts `kept` exist; 0 for
+    all others. Its own code runs on the rows and biases of the kept experts, as in a pruned model."""
     # .forward, so that no hook runs
-    _, weights, chosen = sliced_router(layer, kept).call(layer.router.forward, args, kwargs)
+    _, weights, chosen = SlicedRouter(layer, kept).call(layer.router.forward, args, kwargs)
     return spread(torch.tensor(kept, device=chosen.device)[chosen], weights, layer.n_experts)
 
 
 def _squares(gates: torch.Tensor, products: torch.Tensor) -> torch.Tensor:
-    """(S,) fp64: the sum over tokens of || sum_j gates_j f_j ||^2.
-
-    It is computed from gates (t, S, E) fp64 and the inner products (t, E, E) of the f_j.
-    """
+    """(S,) fp64: the sum over tokens of || sum_j gates_j f_j ||^2, from gates (t, S, E) and products (t, E, E)."""
     return (torch.bmm(gates, products) * gates).sum((0, 2))

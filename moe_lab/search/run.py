@@ -14,16 +14,15 @@ import pyarrow.parquet as parquet
 import torch
 
 from moe_lab.allocation.protection import provenance
-from moe_lab.calibration.answers import answer_batches
+from moe_lab.calibration.batches import answer_batches
 from moe_lab.config import CalibrationConfig
 from moe_lab.search.candidates import Candidates, Cost, Plans
-from moe_lab.search.evolution import Outcome, Recorded, evolve, space_to_search
+from moe_lab.search.evolution import Outcome, Recorded, SearchSettings, evolve, parse, problem_of, space_to_search
 from moe_lab.search.schedules import Problem
-from moe_lab.search.settings import SearchSettings, parse, problem_of
 from moe_lab.search.speculative_decoding import DraftingCandidates
 from moe_lab.statistics.observe import digest
 
-ANSWERS = "answers.jsonl"
+ANSWERS = "answers.json"
 """File of `Recorded` in the folder of partial results."""
 SCHEMA = 1
 """Schema of search.json."""
@@ -46,12 +45,9 @@ def search(
 
     `facts` are those of the model, perhaps with protected experts; `scores`: layer -> a score per expert, of which the
     lowest are dropped first; `settings`: fields of AllocationConfig and the ratio; `text`: the search set, tasks with
-    answers. After every generation its fitness values are saved in the folder `partial`. A search that finds them there
-    goes on from them, and gives the same plan and history as one that was never stopped. `fingerprint` is JSON data
-    about all that the fitness depends on besides settings, scores and search set, which is the model. `seed` determines
-    all random draws.
-
-    Raises UserError for settings, a ratio or a search set that cannot work, and a fitness that is not finite.
+    answers. After every generation its fitness values are saved in the folder `partial`, from which a stopped search
+    goes on, to the same plan and history. `fingerprint` is JSON data that identifies the model. UserError for settings,
+    a ratio or a search set that cannot work, and a fitness that is not finite.
     """
     problem, chosen = problem_of(settings, facts), parse(settings["parameters"], seed)
     space_to_search(problem, chosen)

@@ -33,10 +33,8 @@ class Problem:
 
 @dataclass(frozen=True)
 class Space:
-    """The feasible schedules of a problem, in units of `step` experts.
-
-    Layer l loses lowest[l] + step * u_l experts with 0 <= u_l <= capacity[l] and sum u_l = units.
-    """
+    """The feasible schedules of a problem, in units of `step` experts. Layer l loses lowest[l] + step * u_l experts
+    with 0 <= u_l <= capacity[l] and sum u_l = units."""
 
     step: int
     lowest: tuple[int, ...]
@@ -86,11 +84,8 @@ class Space:
 
 
 def space_of(problem: Problem, granularity: int) -> Space:
-    """The space of schedules in which every layer keeps a multiple of its step and of `granularity`.
-
-    Raises UserError when a layer can keep no such number, when layers need different steps (a transfer between them
-    would have to fit both), and when the budget cannot be reached, naming the nearest that can.
-    """
+    """The space of schedules in which every layer keeps a multiple of its step and of `granularity`. UserError when a
+    layer can keep no such number, when layers need different steps, and for an infeasible budget."""
     steps = {lcm(step, granularity) for step in problem.steps}
     if len(steps) != 1:
         raise UserError(
@@ -113,10 +108,8 @@ def space_of(problem: Problem, granularity: int) -> Space:
 
 
 def _units(budget: int, lowest: int, capacity: int, step: int) -> int:
-    """The budget in units beyond `lowest`, the experts that must be removed anyway.
-
-    Raises UserError, naming the nearest feasible budgets, when it is no whole number or exceeds the layers' capacity.
-    """
+    """The budget in units beyond `lowest`, the experts that must be removed anyway. UserError, with the nearest
+    feasible budgets, when it is no whole number or exceeds the layers' capacity."""
     units, rest = divmod(budget - lowest, step)
     if rest == 0 and 0 <= units <= capacity:
         return units
@@ -166,11 +159,9 @@ def pattern(name: str, space: Space, random: numpy.random.Generator) -> Schedule
 
 
 def project(weights: Sequence[float], space: Space) -> Schedule:
-    """The feasible schedule whose units are closest to proportional to `weights` (L,), which are positive.
-
-    Every layer gets the integer part of its share, within its capacity. The remaining units are given out one by one,
-    to the largest fractions first (ties: lower layer), then round-robin from the first layer on.
-    """
+    """The feasible schedule whose units are closest to proportional to `weights` (L,), which are positive. Every layer
+    gets the integer part of its share, within its capacity. The remaining units are given out one by one, to the
+    largest fractions first (ties: lower layer), then round-robin from the first layer on."""
     total = fsum(weights)  # rounded once: that of `sum` differs between versions of Python
     shares = [space.units * weight / total for weight in weights]
     taken = [min(int(share), room) for share, room in zip(shares, space.capacity, strict=True)]

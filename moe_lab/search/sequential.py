@@ -1,8 +1,5 @@
-"""Sequential pruning: each layer is scored on the output of the pruned layers below it (as CAMERA-P's released code).
-
-One-shot criteria score every layer on the activations of the unpruned model. Here layer l is scored on the activations
-that it gets after pruning: those of a model whose layers below l are already pruned.
-"""
+"""Sequential pruning: each layer is scored on the output of the pruned layers below it (as CAMERA-P's released code),
+not, as one-shot criteria do, on the activations of the unpruned model."""
 
 from __future__ import annotations
 
@@ -35,13 +32,10 @@ def prune_sequentially(
     budget: float,
     provenance: Mapping[str, Any],
 ) -> Plan:
-    """Plan all MoE layers, from the first to the last, with one decoder layer in memory at a time.
-
-    `choose` gets the number and the sums of a layer and returns a plan of that layer alone; the same sums must give the
-    same plan. Each MoE layer runs twice over `batches`: once to collect the sums, and once pruned, for the input of the
-    next layer. `fingerprint`, `out` and `budget` are those of `stream`: an interrupted pass resumes after its last
-    finished layer.
-    """
+    """Plan all MoE layers, from the first to the last, with one decoder layer in memory at a time. `choose` gets the
+    number and the sums of a layer and returns a plan of that layer alone; the same sums must give the same plan. Each
+    MoE layer runs twice over `batches`: once to collect the sums, and once pruned, for the input of the next layer.
+    `fingerprint`, `out`, `budget` and resuming are as in `stream`."""
     finished = FinishedLayers(out, description(batches, "sequential", fingerprint))
     rows = LayerPass(streamed, batches, finished.folder / "states", budget)
     for number in finished.missing("pruned", range(len(streamed.layers))):

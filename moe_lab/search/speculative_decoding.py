@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
-from moe_lab.calibration.answers import AnswerBatch
+from moe_lab.calibration.batches import AnswerBatch
 from moe_lab.errors import UserError
 from moe_lab.pruning.mask import mask
-from moe_lab.search.candidates import Cost, Plans
+from moe_lab.search.candidates import Cost, Decoder, Plans
+from moe_lab.search.evolution import FitnessSettings
 from moe_lab.search.fitness import average, drawn
-from moe_lab.search.prefix import Decoder, Schedule
-from moe_lab.search.settings import FitnessSettings
+from moe_lab.search.schedules import Schedule
 
 Probabilities = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """(ids (B, S), valid (B, S), where (B, S) bool) -> next-token probabilities (N, V) at `where`, fp64 on the CPU."""
@@ -26,10 +26,8 @@ Probabilities = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tenso
 
 class DraftingCandidates:
     """The fitness spec_dec of schedules: the loaded model drafts under the schedule's mask and verifies without it.
-
     `rows` are as from answer_batches, with one task per row; `ends` are the tokens that end a text. Candidates share no
-    hidden states, because their texts differ.
-    """
+    hidden states, because their texts differ."""
 
     def __init__(
         self,
@@ -90,9 +88,7 @@ class DraftingCandidates:
 
 def prompts(ids: torch.Tensor, valid: torch.Tensor, answers: torch.Tensor) -> list[list[int]]:
     """The tokens before the first answer token of each row (B, S); [] for a row without an answer or a prompt.
-
-    Raises UserError for rows with several documents, whose prompts would contain other answers.
-    """
+    UserError for rows with several documents."""
     texts = []
     for row, flags, marks in zip(ids, valid, answers, strict=True):
         first = int(marks.int().argmax()) if bool(marks.any()) else 0
@@ -110,12 +106,9 @@ def accepted_and_proposed(
     *,
     ends: frozenset[int],
 ) -> list[tuple[int, int]]:
-    """Numbers (accepted, proposed) of tokens for each text; an empty text proposes none.
-
-    A text grows up to one of the tokens `ends`, or by the number of steps in `draws` (texts, steps, 3), the random
-    numbers for draft, acceptance and next token of each step, the same for all candidates. Every step takes two forward
-    passes over the unfinished texts, without a cache.
-    """
+    """Numbers (accepted, proposed) of tokens for each text; an empty text proposes none. A text grows up to one of the
+    tokens `ends`, or by the number of steps in `draws` (texts, steps, 3), the random numbers for draft, acceptance and
+    next token of each step, the same for all candidates."""
     ids = [list(text) for text in texts]
     longest = [len(text) + draws.shape[1] for text in texts]
     accepted, proposed = [0] * len(ids), [0] * len(ids)

@@ -73,21 +73,15 @@ Layers: TypeAlias = "dict[int, dict[str, torch.Tensor]]"
 
 @dataclass
 class Statistics:
-    """Sums per MoE layer, with a header that says what was summed.
-
-    `layers`: decoder layer number -> tensor name -> fp64 tensor on the CPU. `header`: JSON data with `kind` (forward,
-    damage, similarity, gradients, weight_gradients, weights, channel_weights or weight_distances) and `fingerprint`
-    (model, data and settings).
-    """
+    """Sums per MoE layer, with a header that says what was summed. `layers`: decoder layer number -> tensor name ->
+    fp64 tensor on the CPU. `header`: JSON data with `kind` (forward, damage, similarity, gradients, weight_gradients,
+    weights, channel_weights or weight_distances) and `fingerprint` (model, data and settings)."""
 
     layers: Layers
     header: dict[str, Any] = field(default_factory=dict)
 
     def save(self, path: Path | str) -> None:
-        """Write one safetensors file, with the header as JSON in its metadata.
-
-        It is written beside its place and then renamed, so it is never incomplete.
-        """
+        """Write one safetensors file, with the header as JSON in its metadata, atomically."""
         from safetensors.torch import save_file
 
         path = Path(path)
@@ -108,10 +102,8 @@ class Statistics:
 
 
 def read(path: Path | str, framework: str = "np", only: str | None = None) -> dict[int, dict[str, Any]]:
-    """Read statistics: layer -> name -> array (fp64 numpy; torch tensors with framework="pt"), names as above.
-
-    `only`: the one name to read; None reads all. UserError when the file is missing, damaged or not statistics.
-    """
+    """Read statistics: layer -> name -> array (fp64 numpy; torch tensors with framework="pt"), names as above. `only`:
+    the one name to read; None reads all. UserError when the file is missing, damaged or not statistics."""
     header(path)
     layers: dict[int, dict[str, Any]] = {}
     with safe_open(path, framework=framework) as file:
@@ -162,10 +154,7 @@ def merged(parts: Iterable[Layers]) -> Layers:
 
 
 def merged_means(parts: Sequence[Statistics]) -> Layers:
-    """Means over the tokens of all `parts`, from the mean of each part and header["predicted"], its number of tokens.
-
-    UserError when they are not of the same names.
-    """
+    """Means over the tokens of all `parts`, from the mean of each and header["predicted"], its number of tokens."""
     counts = [int(part.header["predicted"]) for part in parts]
     sums = [
         {layer: {name: mean * count for name, mean in named.items()} for layer, named in part.layers.items()}
@@ -188,9 +177,7 @@ def check_finite(layers: Mapping[int, Mapping[str, torch.Tensor]], where: str) -
 
 def mean_output(sums: Mapping[str, Any]) -> NDArray[numpy.float64]:
     """(E, H): the mean output of each expert of a layer over the tokens routed to it, before the gate; 0 without any.
-
-    It is the constant nearest to those outputs in the mean square, the novice of MoNE (arXiv 2507.00390).
-    """
+    It is the constant nearest to those outputs in the mean square, the novice of MoNE (arXiv 2507.00390)."""
     tokens = numpy.maximum(numpy.asarray(sums["tokens"], dtype=float), 1)
     means: NDArray[numpy.float64] = numpy.asarray(sums["output_sum"], dtype=float) / tokens[:, None]
     return means

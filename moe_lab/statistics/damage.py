@@ -5,8 +5,7 @@ Exact damage of an expert is how much the layer's output changes when that exper
     D_j = sum over valid tokens t with j in their top-k of || y_t - y_t without j ||
 
 y is the routed output. Without j, the model's own routing rule chooses again among the other experts and computes new
-gates, so a replacement comes in and the other gates of the token change. Shared experts cancel; tokens that are not
-routed to j do not change.
+gates. Shared experts cancel; tokens that are not routed to j do not change.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from moe_lab.errors import UserError
 from moe_lab.models.discover import MoELayer
 from moe_lab.models.experts import mix_outputs, spread, wide
-from moe_lab.statistics.observe import Observer, Tap
+from moe_lab.statistics.observe import Tap
 
 TOKENS = 2048
 """Tokens processed at once: the outputs of their top-k + 1 experts are in memory together."""
@@ -28,16 +27,11 @@ Routing = tuple[torch.Tensor, torch.Tensor]
 
 
 class DamageTap(Tap):
-    """Adds `damage` (E,) while computing the routed output, the same as the eager one up to rounding.
-
-    Costs (k + 1) / k of the expert work of a forward pass, and little else.
-    """
+    """Adds `damage` (E,) while computing the routed output, the same as the eager one up to rounding, at (k + 1) / k of
+    the expert work of a forward pass."""
 
     kind = "damage"
-
-    def __init__(self, observer: Observer, layer: MoELayer, start: dict[str, torch.Tensor]) -> None:
-        super().__init__(observer, layer, start)
-        self.rerouting: Rerouting | None = None
+    rerouting: Rerouting | None = None
 
     def after_router(self, module: torch.nn.Module, args: Any, kwargs: Any, result: Any) -> None:
         """Record the call of the router, which is repeated without each of the chosen experts."""
@@ -51,8 +45,10 @@ class DamageTap(Tap):
         damage = torch.zeros(self.layer.n_experts, dtype=torch.float64, device=hidden.device)
         mixed = torch.empty_like(hidden)
         for token in torch.arange(len(hidden), device=hidden.device).split(TOKENS):
-            _check_rule(self.layer, rerouting, token, index, weights)
             gates = coefficients(rerouting, token, index[token], self.layer.n_experts)
+            if not torch.equal(gates[:, 0], spread(index[token], weights[token], self.layer.n_experts)):
+                where = f"the router of {self.layer.name}"
+                raise UserError(f"criterion=exact_damage cannot repeat {where}: this model is not supported")
             mixes = mix_outputs(self.layer, hidden[token], gates)
             mixed[token] = mixes[:, 0].to(mixed.dtype)
             losses = torch.linalg.vector_norm(mixes[:, 1:], dim=-1).double()
@@ -63,33 +59,21 @@ class DamageTap(Tap):
 
 
 def coefficients(rerouting: Rerouting, token: torch.Tensor, index: torch.Tensor, n_experts: int) -> torch.Tensor:
-    """Gates (t, 1 + K, E): row 0 gives y from the outputs of all experts, row 1 + k gives y - (y without the k-th).
-
-    `token` (t,) are the tokens, `index` (t, K) the experts they were routed to.
-    """
+    """Gates (t, 1 + K, E): row 0 gives y from the outputs of all experts, row 1 + k gives y - (y without the k-th of
+    the experts `index` (t, K) that `token` (t,) were routed to)."""
     t, k = index.shape
     full = spread(*rerouting.rule(token, None), n_experts)
     without = spread(*rerouting.rule(token.repeat_interleave(k), index.flatten()), n_experts)
     return torch.cat((full[:, None], full[:, None] - without.view(t, k, n_experts)), 1)
 
 
-def _check_rule(
-    layer: MoELayer, rerouting: Rerouting, token: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
-) -> None:
-    """Raise UserError when repeating the router's call does not give the routing that the experts were called with."""
-    given = spread(index[token], weights[token], layer.n_experts)
-    if not torch.equal(spread(*rerouting.rule(token, None), layer.n_experts), given):
-        raise UserError(f"criterion=exact_damage cannot repeat the router of {layer.name}: this model is not supported")
-
-
 class Rerouting:
     """A recorded call of a router, which can be repeated on its logits without some of the experts.
 
-    `rule` runs the router's own code with two differences. Its linear map gives the logits of the recorded call, so
-    that hidden states are projected once; and the logit of the removed expert is -inf, as is its entry wherever the
-    router selects the best of all experts, so that no correction bias can bring it back. Probabilities, groups and the
-    selection follow as if the expert's row did not exist; groups of a group-limited router then differ in size.
-    UserError for routers that are not one linear map followed by a choice.
+    `rule` runs the router's own code with two differences: its linear map gives the logits of the recorded call, and
+    the logit of the removed expert is -inf, as is its entry wherever the router selects the best of all experts, so
+    that no correction bias can bring it back. Groups of a group-limited router then differ in size, so that cutting
+    the expert's row off instead would change them.
     """
 
     def __init__(self, layer: MoELayer, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
@@ -142,18 +126,12 @@ class _Replay(TorchFunctionMode):
 
 
 class SimilarityTap(Tap):
-    """Adds `dense_output_sum` and, for routers that give logits, `router_gram` and `dense_gated_output_sum`.
-
-    All E experts run on all tokens, so the experts' share of a forward pass costs about E / K times as much as with K
-    experts per token.
-    """
+    """Adds `dense_output_sum` and, for routers that give logits, `router_gram` and `dense_gated_output_sum`. All E
+    experts run on all tokens, which takes about E / K times the expert work of a forward pass."""
 
     kind = "similarity"
-
-    def __init__(self, observer: Observer, layer: MoELayer, start: dict[str, torch.Tensor]) -> None:
-        super().__init__(observer, layer, start)
-        self.probabilities: torch.Tensor | None = None
-        """(T, E) fp64 of the valid tokens, from the router's call to that of the experts; None without logits."""
+    probabilities: torch.Tensor | None = None
+    """(T, E) fp64 of the valid tokens, from the router's call to that of the experts; None without logits."""
 
     def after_router(self, module: torch.nn.Module, args: Any, kwargs: Any, result: Any) -> None:
         """Add the products of the logits (T, E) of valid tokens, and record their softmax."""

@@ -27,14 +27,14 @@ class ForwardTap(Tap):
     """Adds all statistics of a forward pass; see moe_lab/statistics."""
 
     kind = "forward"
+    residual: torch.Tensor | None = None
+    logits: torch.Tensor | None = None
+    call: Call | None = None
 
     def __init__(self, observer: Observer, layer: MoELayer, start: dict[str, torch.Tensor]) -> None:
         super().__init__(observer, layer, start)
         self.softmax_router = "sums_double_softmax" in start if start else None
         self.normalized: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self.residual: torch.Tensor | None = None
-        self.logits: torch.Tensor | None = None
-        self.call: Call | None = None
 
     def after_router(self, module: torch.nn.Module, args: Any, kwargs: Any, result: Any) -> None:
         """Keep the router's logits (T, E) for the call of the experts that follows."""
@@ -93,10 +93,8 @@ class ForwardTap(Tap):
         self.normalized.clear()  # norms after the block
 
     def _softmax_gates(self, index: torch.Tensor, weights: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The gates full_softmax and double_softmax (T, K), if the router is a softmax over all experts.
-
-        This is decided at its first call.
-        """
+        """The gates full_softmax and double_softmax (T, K), if the router is a softmax over all experts, which is
+        decided at its first call."""
         if self.softmax_router is None:
             self.softmax_router = self.logits is not None and is_softmax(self.logits, index, weights)
         if not self.softmax_router or self.logits is None:
@@ -115,10 +113,8 @@ def entropy_histogram(logits: torch.Tensor, valid: torch.Tensor | None) -> torch
 
 def is_softmax(logits: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> bool:
     """Whether a router's gates are proportional to exp(logits), i.e. softmax probabilities, renormalised or not.
-
-    `logits` (T, E), `index` and `weights` (T, K). Decided by the router's outputs, not by its name: log g - z is then
-    the same for all experts of a token. With K = 1 it always is, so g must be the probability times a constant.
-    """
+    `logits` (T, E), `index` and `weights` (T, K): log g - z is then the same for all experts of a token. With K = 1 it
+    always is, so g must be the probability times a constant."""
     tolerance = 1e-3 if weights.dtype in (torch.float32, torch.float64) else 0.05
     chosen = logits.double().log_softmax(-1).gather(-1, index)
     gap = weights.double().clamp(min=torch.finfo(torch.float64).tiny).log() - chosen
@@ -127,10 +123,8 @@ def is_softmax(logits: torch.Tensor, index: torch.Tensor, weights: torch.Tensor)
 
 
 def shifts(stream: torch.Tensor, added: torch.Tensor) -> torch.Tensor:
-    """1 - cos(x, x + a) of every token, at least 0, for x = `stream` and a = `added`, (T, H) -> (T,) fp64.
-
-    1 where x + a is 0. Small angles are computed from their sine, which does not cancel: in fp32, 1 - cos does.
-    """
+    """1 - cos(x, x + a) of every token, at least 0, for x = `stream` and a = `added`, (T, H) -> (T,) fp64; 1 where
+    x + a is 0. Small angles are computed from their sine: in fp32, 1 - cos cancels."""
     x, a = wide(stream), wide(added)
     xx, xa, aa = ((one * other).sum(-1).double() for one, other in ((x, x), (x, a), (a, a)))
     after = (xx + 2 * xa + aa).clamp(min=0)
@@ -142,11 +136,9 @@ def shifts(stream: torch.Tensor, added: torch.Tensor) -> torch.Tensor:
 
 
 class Call:
-    """The statistics of one call: `add` for each expert, then `finish`, then `normalize`.
-
-    `rows`: the routed pairs. `weights` (T, K): gates as the model multiplies with them. `others`: further gates (T, K)
-    by name. `valid`: (T,) bool, which tokens count, None for all.
-    """
+    """The statistics of one call: `add` for each expert, then `finish`, then `normalize`. `rows`: the routed pairs.
+    `weights` (T, K): gates as the model multiplies with them. `others`: further gates (T, K) by name. `valid`: (T,)
+    bool, which tokens count, None for all."""
 
     def __init__(
         self,
@@ -224,10 +216,8 @@ class Call:
         return summed
 
     def _align(self, mixed: torch.Tensor) -> None:
-        """Compute the numerators of the ala sums and the layer loss; `normalize` divides by the layer's output.
-
-        They need m, so f, T x K x H numbers, is kept until now and freed here.
-        """
+        """Compute the numerators of the ala sums and the layer loss; `normalize` divides by the layer's output. They
+        need m, so f, T x K x H numbers, is kept until now and freed here."""
         aligned = torch.empty_like(self.norm_square)
         for part, f in self.outputs:
             torch.sum(f * mixed[self.rows.token[part]], -1, out=aligned[part])
@@ -239,13 +229,10 @@ class Call:
     def _moments(self) -> torch.Tensor:
         """sum_t g^alpha ||f||^beta (E, 3 x gates, 3), kinds of gates one after the other; [:, 0, 0] counts tokens."""
         rows, keep = self.rows, self.valid_rows
-        token, column, ends = rows.token, rows.column, rows.ends
-        norm_square = self.norm_square.double()
+        token, column, ends, norm_square = rows.token, rows.column, rows.ends, self.norm_square.double()
         if keep is not None:
-            token, column = token[keep], column[keep]
-            norm_square = norm_square[keep]
-            counts = torch.bincount(rows.expert[keep], minlength=self.n_experts)
-            ends = counts.cumsum(0).tolist()
+            token, column, norm_square = token[keep], column[keep], norm_square[keep]
+            ends = torch.bincount(rows.expert[keep], minlength=self.n_experts).cumsum(0).tolist()
         one = torch.ones_like(norm_square)
         norms = torch.stack((one, norm_square.sqrt(), norm_square), 1)
         powers = []
@@ -260,10 +247,7 @@ class Call:
 
 
 class Channels:
-    """channel_square, channel_max and the same weighted with one or several `gates`, (E, I) each, of one call.
-
-    Names as in moe_lab/statistics.
-    """
+    """channel_square, channel_max and the same weighted with one or several `gates`, (E, I) each, of one call."""
 
     def __init__(self, n_experts: int, width: int, like: torch.Tensor, gates: Sequence[str] = ("gate",)) -> None:
         self.gates = gates

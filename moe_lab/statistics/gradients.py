@@ -37,13 +37,9 @@ LOGITS = 1 << 26
 def gather_gradients(
     model: PreTrainedModel, tap: type[Tap], batches: Sequence[Batch], *, checkpointing: bool = False, **settings: Any
 ) -> Statistics:
-    """Sum what `tap` collects in a forward and a backward pass of `model` over `batches`.
-
-    The loss is the next-token cross-entropy summed over pairs of neighbouring valid tokens, in nats. Weights stay
-    frozen, the model in eval mode. `settings` and errors are those of `gather`; `checkpointing` keeps the activations
-    of one decoder layer at a time and costs one more forward pass, with the same sums. UserError when no valid token
-    follows another.
-    """
+    """Sum what `tap` collects in a forward and a backward pass of `model`, in eval mode, over `batches`. `settings` and
+    errors are those of `gather`; `checkpointing` keeps the activations of one decoder layer at a time and costs one
+    more forward pass, with the same sums. UserError when no valid token follows another."""
     check_loss(batches)
     with differentiable(model, checkpointing=checkpointing):
         return gather(model, tap, batches, reading=forward_and_backward, **settings)
@@ -56,19 +52,15 @@ def check_loss(batches: Sequence[Batch]) -> None:
 
 
 class GradientTap(Tap):
-    """Adds channel sums of the forward pass, once, and of the backward pass that may follow.
-
-    Experts compute what the eager forward computes, in the same order. The backward pass must be that of LOSS_SCALE
-    times the loss.
-    """
+    """Adds channel sums of the forward pass, once, and of the backward pass of LOSS_SCALE times the loss that may
+    follow. Experts compute what the eager forward computes, in the same order."""
 
     kind = "gradients"
 
     def experts(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """The routed output (T, H), observed in the forward and in the backward pass."""
         layer, n_experts = self.layer, self.layer.n_experts
-        rows = sort_by_expert(index, n_experts)
-        valid = self.valid(hidden)
+        rows, valid = sort_by_expert(index, n_experts), self.valid(hidden)
         keep = None if valid is None else valid[rows.token]
         repeated = torch._C._current_graph_task_id() != -1  # by gradient checkpointing, inside a backward pass
         channels = None if repeated else Channels(n_experts, self.layer.width, hidden)
@@ -121,10 +113,7 @@ class _Watch(torch.autograd.Function):
 
 
 def forward_and_backward(model: PreTrainedModel, input_ids: torch.Tensor, valid: torch.Tensor) -> None:
-    """Run one batch, `input_ids` and `valid` (B, S), forward, and LOSS_SCALE times its loss backward.
-
-    Must be called within `differentiable(model)`.
-    """
+    """Run one batch forward, and LOSS_SCALE times its loss backward, within `differentiable(model)`."""
     output = run(model, input_ids, valid)
     states: torch.Tensor = output.last_hidden_state
     gradient = loss_gradient(model, output, input_ids, valid)
@@ -132,10 +121,8 @@ def forward_and_backward(model: PreTrainedModel, input_ids: torch.Tensor, valid:
 
 
 def loss_gradient(model: PreTrainedModel, output: Any, input_ids: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
-    """LOSS_SCALE times the gradient (B, S, H) of the summed next-token loss at the decoder's `output`.
-
-    Logits are computed only at positions whose token and next token are both valid, LOGITS numbers at a time.
-    """
+    """LOSS_SCALE times the gradient (B, S, H) of the summed next-token loss at the decoder's `output`. Logits are
+    computed only at positions whose token and next token are both valid, LOGITS numbers at a time."""
     states: torch.Tensor = output.last_hidden_state.detach()
     gradient = torch.zeros_like(states)
     row, column = (valid[:, :-1] & valid[:, 1:]).to(states.device).nonzero(as_tuple=True)
@@ -151,10 +138,8 @@ def loss_gradient(model: PreTrainedModel, output: Any, input_ids: torch.Tensor, 
 
 
 def head(model: PreTrainedModel, states: torch.Tensor, output: Any) -> torch.Tensor:
-    """Compute logits (B, n, V) from `states` (B, n, H), including the model's scaling or capping of them.
-
-    The model's own forward is called. Its decoder is not run: it returns `states` in an object of the type of `output`.
-    """
+    """Compute logits (B, n, V) from `states` (B, n, H) by the model's own forward, including its scaling or capping,
+    in which the decoder returns `states` in an object of the type of `output`."""
     with ExitStack() as undo:
         stand_in(model.base_model, type(output)(last_hidden_state=states), undo)
         logits: torch.Tensor = model(inputs_embeds=states, use_cache=False).logits
@@ -164,10 +149,8 @@ def head(model: PreTrainedModel, states: torch.Tensor, output: Any) -> torch.Ten
 @contextmanager
 def differentiable(model: PreTrainedModel, *, checkpointing: bool = False) -> Iterator[None]:
     """While open, gradients are taken with respect to activations only: no weight requires them, embedded tokens do.
-
-    With `checkpointing` each decoder layer keeps only its input and is computed again in the backward pass; the modules
-    stay in eval mode. UserError for a model whose layers do not support this.
-    """
+    With `checkpointing` each decoder layer keeps only its input and is computed again in the backward pass; UserError
+    for a model whose layers do not support this."""
     trained = [weight for weight in model.parameters() if weight.requires_grad]
     embeddings: Any = model.get_input_embeddings()
     with ExitStack() as stack, torch.enable_grad():
@@ -227,7 +210,5 @@ class WeightGradientTap(Tap):
         assert leaf.grad is not None
         gradient = wide(leaf.grad)
         leaf.grad = None
-        if (name, expert) in self.gradients:
-            self.gradients[name, expert] += gradient
-        else:
-            self.gradients[name, expert] = gradient
+        before = self.gradients.get((name, expert))
+        self.gradients[name, expert] = gradient if before is None else before.add_(gradient)

@@ -1,8 +1,5 @@
 """Observe the routed experts of a model while it reads a calibration set: one tap per MoE layer, one pass, checkpoints.
-
-A function of ours replaces the forward of every experts module. It receives exactly the routed tokens and the gates of
-the router.
-"""
+A function of ours replaces the forward of every experts module."""
 
 from __future__ import annotations
 
@@ -11,7 +8,6 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import Any, ClassVar
 
 import torch
@@ -37,11 +33,8 @@ def forward(model: PreTrainedModel, input_ids: torch.Tensor, valid: torch.Tensor
 
 
 class Tap:
-    """Observes one layer: replaces its experts and holds its sums so far.
-
-    Subclasses define in `experts` what to compute and what to sum. `sums`: name -> fp64 tensor, on the device
-    of the activations that were summed.
-    """
+    """Observes one layer: replaces its experts and holds its `sums` so far (name -> fp64 tensor, on the device of the
+    activations). Subclasses define in `experts` what to compute and what to sum."""
 
     kind: ClassVar[str]
     """`kind` in the header of the sums."""
@@ -105,8 +98,7 @@ class Observer:
             observer.read(input_ids, valid)
         observer.layers()   # layer -> name -> fp64 tensor on the CPU
 
-    Any other forward pass of the model meanwhile is observed too, with the `valid` mask set last. `start`: sums to
-    continue from.
+    Any other forward pass of the model meanwhile is observed too. `start`: sums to continue from.
     """
 
     def __init__(
@@ -137,26 +129,17 @@ class Observer:
             self._open = stack.pop_all()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._open.close()
 
     def read(self, input_ids: torch.Tensor, valid: torch.Tensor, reading: Reading = forward) -> Any:
-        """Add one batch: `input_ids` (B, S) int64, `valid` (B, S) bool, which is the attention mask too.
-
-        Returns the result of `reading`, which runs the model.
-        """
+        """Add one batch, by `reading`, which runs the model and whose result is returned."""
         self.valid = valid
         return reading(self.model, input_ids, valid)
 
     def layers(self) -> Layers:
         """The sums so far: layer -> name -> fp64 tensor on the CPU."""
-        layers: Layers = {}
-        for tap in self.taps:
-            sums = tap.result()
-            layers[tap.layer.index] = {name: part.cpu() for name, part in sums.items()}
-        return layers
+        return {tap.layer.index: {name: part.cpu() for name, part in tap.result().items()} for tap in self.taps}
 
 
 def gather(
@@ -173,8 +156,6 @@ def gather(
 
     Every `groups` batches the sums are saved in the folder `out`, unless it is None. A pass that finds sums of the same
     fingerprint and the same batches there continues from them, and gives exactly the numbers of an uninterrupted pass.
-    Sums of any other pass are overwritten.
-
     UserError for no batches, NaN or infinite sums (naming layer and expert), and models that cannot be observed.
     """
     out = out if tap.resumes else None
@@ -195,9 +176,8 @@ def description(batches: Sequence[Batch], kind: str, fingerprint: Mapping[str, A
     """Header of sums of a `kind` over `batches`, equal to one read from a file. UserError when there are no batches."""
     if not batches:
         raise UserError("calibration gives no batches, expected at least one")
-    tensors = [tensor for batch in batches for tensor in batch]
-    about: dict[str, Any] = {"kind": kind, "fingerprint": dict(fingerprint), "batches": digest(tensors)}
-    return dict(json.loads(json.dumps(about)))
+    content = digest(tensor for batch in batches for tensor in batch)
+    return dict(json.loads(json.dumps({"kind": kind, "fingerprint": dict(fingerprint), "batches": content})))
 
 
 def digest(tensors: Iterable[torch.Tensor]) -> str:

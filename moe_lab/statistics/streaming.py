@@ -1,7 +1,6 @@
 """Calibrate models larger than the memory: each layer in turn reads all batches; a pass reads the checkpoint once.
 
-A layer is run by the model's own code: the layers below it return stored outputs, the layers above it are not run. So
-what is computed, and the order in which it is summed, are the same as with the whole model in memory.
+A layer is run by the model's own code: the layers below it return stored outputs, the layers above it are not run.
 """
 
 from __future__ import annotations
@@ -16,26 +15,23 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from moe_lab.json_files import Damaged, read_json, write_json
-from moe_lab.models.experts import run, stand_in
+from moe_lab.models.experts import stand_in
 from moe_lab.models.streamed import StreamedModel
 from moe_lab.statistics import Layers, Statistics, check_finite
-from moe_lab.statistics.gradients import check_loss, differentiable, loss_gradient
+from moe_lab.statistics.gradients import check_loss, differentiable, forward_and_backward
 from moe_lab.statistics.observe import Batch, Observer, Tap, description
 
 
 class States:
-    """Stores a tensor for each (place, batch), where a place is the number of a layer.
-
-    Every tensor is saved in a file, so that a pass can be resumed after it was killed. Those that fit into `budget`
-    bytes are kept in memory as well and are not read back.
-    """
+    """Stores a tensor for each (place, batch), where a place is the number of a layer: in a file, from which a pass can
+    be resumed, and, up to `budget` bytes, in memory as well."""
 
     def __init__(self, folder: Path, budget: float) -> None:
         self.folder, self.budget = folder, budget
         self._kept: dict[tuple[int, int], torch.Tensor] = {}
 
     def put(self, place: int, batch: int, state: torch.Tensor) -> None:
-        """Save `state`, detached; it is also kept on its device if the budget allows."""
+        """Save `state`, detached."""
         state = state.detach()
         file = self._file(place, batch)
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -68,11 +64,9 @@ def stream(
     fingerprint: Mapping[str, Any],
     budget: float,
 ) -> Statistics:
-    """Sum what `tap` collects in a forward pass, as `gather` does, with one decoder layer in memory.
-
-    Hidden states of all batches are kept in the folder `out`, and in memory up to `budget` bytes. An interrupted pass
-    of the same kind, fingerprint and batches is resumed after its last finished layer.
-    """
+    """Sum what `tap` collects in a forward pass, as `gather` does, with one decoder layer in memory. Hidden states of
+    all batches are kept in the folder `out`, and in memory up to `budget` bytes. An interrupted pass resumes after its
+    last finished layer."""
     finished = FinishedLayers(out, description(batches, tap.kind, fingerprint))
     rows = LayerPass(streamed, batches, finished.folder / "states", budget)
     for number in finished.missing("forward", range(len(streamed.layers))):
@@ -92,12 +86,10 @@ def stream_back(
     fingerprint: Mapping[str, Any],
     budget: float,
 ) -> Statistics:
-    """Sum what `tap` collects in a forward and a backward pass, with one decoder layer in memory.
-
-    The sums are those of `gather_gradients`; arguments and resuming are as in `stream`. The forward pass goes through
-    all layers and keeps the input of each. The backward pass goes from the last layer to the first MoE layer, and runs
-    each of them once more.
-    """
+    """Sum what `tap` collects in a forward and a backward pass, with one decoder layer in memory. The sums are those of
+    `gather_gradients`; arguments and resuming are as in `stream`. The forward pass goes through all layers and keeps
+    the input of each. The backward pass goes from the last layer to the first MoE layer, and runs each of them once
+    more."""
     check_loss(batches)
     finished = FinishedLayers(out, description(batches, tap.kind, fingerprint))
     rows = LayerPass(streamed, batches, finished.folder / "states", budget / 2)
@@ -141,10 +133,8 @@ class LayerPass:
         """(layer, batch) -> the layer's input (B, S, H); the number after the last layer holds the final output."""
 
     def run(self, number: int, tap: type[Tap] | None, *, keep: bool) -> Layers:
-        """Run all batches through a layer that has its weights; if `keep`, save its outputs for the next layer.
-
-        Returns the sums that `tap` collects in a layer with routed experts; empty for others and without a tap.
-        """
+        """Run all batches through a layer that has its weights; if `keep`, save its outputs for the next layer. Returns
+        the sums that `tap` collects in a layer with routed experts; empty for others and without a tap."""
         with self.observer(number, tap) as observer:
             for index in range(len(self.batches)):
                 output = self.read(number, index, self.entering(number, index), observer)
@@ -186,9 +176,7 @@ def _gradient_at_head(
     with ExitStack() as undo:
         for layer in streamed.layers:
             stand_in(layer, leaf, undo)
-        output = run(streamed.model, ids, valid)
-    states: torch.Tensor = output.last_hidden_state
-    states.backward(loss_gradient(streamed.model, output, ids, valid))
+        forward_and_backward(streamed.model, ids, valid)
     assert leaf.grad is not None
     return leaf.grad
 

@@ -12,13 +12,11 @@ from safetensors import safe_open
 from torch.linalg import vector_norm
 
 from moe_lab.errors import UserError
-from moe_lab.models.checkpoint import Checkpoint, Entry, open_checkpoint, read_json
+from moe_lab.models.checkpoint import Checkpoint, open_checkpoint, read_json
 from moe_lab.models.experts import wide
 from moe_lab.models.families import Place, family_of, split
 from moe_lab.statistics import Layers, Statistics
 
-CHUNK = 1 << 16
-"""Number of weights summed in fp32 at once: they fit the cache, and the rounding of so short sums is negligible."""
 BLOCK = 1 << 23
 """Number of weights of all experts of a layer together that are compared at once: 64 MiB in fp64."""
 PLAIN = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -27,15 +25,12 @@ PLAIN = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16
 
 def weigh_experts(folder: Path | str, *, fingerprint: Mapping[str, Any], device: str = "cpu") -> Statistics:
     """Sum |w| and w^2 over each expert's weights, and count them: abs_sum (E,), square_sum (E,), count () by layer.
-
     `folder` is a checkpoint in safetensors. An expert's gate, up and down weights count; biases, routers and shared
-    experts do not. Sums are taken on `device`, cpu or cuda[:N], in fp32 within a chunk and fp64 across. UserError for a
-    folder without experts, quantised experts, damaged shards, and weights that are NaN or infinite (naming layer,
-    expert and tensor).
-    """
+    experts do not. Sums are taken on `device`, cpu or cuda[:N], in fp32 within a row and fp64 across. UserError for a
+    folder without experts, quantised experts, damaged shards, and weights that are not finite (naming them)."""
 
     def measure(name: str, place: Place, weights: torch.Tensor) -> dict[str, torch.Tensor]:
-        absolute, square = absolute_and_square(weights)
+        (absolute,), (square,) = rows_absolute_and_square(weights[None])
         return {"abs_sum": absolute, "square_sum": square, "count": torch.tensor(weights.numel())}
 
     layers = _measured(Path(folder), device, measure)
@@ -52,9 +47,8 @@ Measure = Callable[[str, Place, torch.Tensor], dict[str, torch.Tensor]]
 
 def _measured(folder: Path, device: str, measure: Measure) -> Layers:
     """layer -> statistic (E, ...) fp64: sums of `measure` over the matrices of each expert, in the order of the bytes.
-
-    UserError for a folder without experts, sums that are NaN or infinite, and experts with other sums than the others.
-    """
+    UserError for a folder without experts, sums that are NaN or infinite, and experts with other sums than the
+    others."""
     sums: dict[int, dict[str, dict[int, torch.Tensor]]] = {}
     for name, place, expert, weights in expert_weights(open_checkpoint(folder), device):
         for statistic, values in measure(name, place, weights).items():
@@ -63,8 +57,6 @@ def _measured(folder: Path, device: str, measure: Measure) -> Layers:
                 raise UserError(f"NaN or Inf in layer {place.layer}, expert {expert}: weights {name}")
             of_experts = sums.setdefault(place.layer, {}).setdefault(statistic, {})
             of_experts[expert] = of_experts[expert] + values if expert in of_experts else values
-    if not sums:
-        raise _no_experts(folder)
     layers: Layers = {}
     for layer, named in sorted(sums.items()):
         experts = range(1 + max(expert for rows in named.values() for expert in rows))
@@ -76,49 +68,23 @@ def _measured(folder: Path, device: str, measure: Measure) -> Layers:
     return layers
 
 
-def _no_experts(folder: Path) -> UserError:
-    return UserError(f"model.path={folder} has no weights of routed experts, expected a mixture-of-experts checkpoint")
-
-
 def _incomplete(folder: Path, layer: int) -> UserError:
     return UserError(f"model.path={folder} lacks weights of some experts of layer {layer}: a shard is missing")
 
 
-def absolute_and_square(weights: torch.Tensor) -> torch.Tensor:
-    """sum |w| and sum w^2 of a tensor of any shape: (2,) fp64, on its device."""
-    if weights.device.type != "cpu":
-        return torch.stack(rows_absolute_and_square(weights.reshape(1, -1, weights.shape[-1]))).flatten()
-    flat = weights.reshape(-1)
-    absolute = square = 0.0
-    buffer = torch.empty(min(CHUNK, flat.numel()), dtype=torch.float32)
-    for chunk in flat.split(CHUNK):
-        part = buffer[: chunk.numel()].copy_(chunk).abs_()
-        absolute += part.sum().item()
-        square += part.square_().sum().item()  # as fast as a dot product, which rounds to 4e-6 at this length
-    return torch.tensor([absolute, square], dtype=torch.float64)
-
-
 def rows_absolute_and_square(experts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """sum |w| and sum w^2 of each expert (E,), in fp64, of stacked weights (E, rows, columns).
-
-    Each weight is read twice and nothing of that size is written: norms of rows in fp32, their sums in fp64. Nothing
-    waits for the device.
-    """
+    """sum |w| and sum w^2 of each expert (E,), in fp64, of stacked weights (E, rows, columns): sums of norms of rows in
+    fp32, so that nothing of their size is written."""
     dtype = torch.promote_types(experts.dtype, torch.float32)
     absolute, length = (vector_norm(experts, order, dim=-1, dtype=dtype).double() for order in (1, 2))
     return absolute.sum(-1), length.square().sum(-1)
 
 
 def expert_weights(checkpoint: Checkpoint, device: str = "cpu") -> Iterator[tuple[str, Place, int, torch.Tensor]]:
-    """(name, place, expert, weights) of every matrix of a routed expert, on `device`, one tensor in memory at a time.
-
-    UserError for quantised weights and tensors that are no projection moe_lab knows.
-    """
+    """(name, place, expert, weights) of every matrix of a routed expert, one tensor in memory, on `device`, at once."""
     places = projections(checkpoint)
     for shard in checkpoint.shards:
         names = [name for name in places if checkpoint.tensors[name].shard == shard]
-        for name in names:
-            _check_plain(name, checkpoint.tensors[name])
         with safe_open(checkpoint.folder / shard, framework="pt", device=device) as file:
             for name in names:
                 place, weights = places[name], file.get_tensor(name)
@@ -131,10 +97,7 @@ def expert_weights(checkpoint: Checkpoint, device: str = "cpu") -> Iterator[tupl
 
 def projections(checkpoint: Checkpoint) -> dict[str, Place]:
     """Name -> place of every tensor with projections of routed experts; biases are left out, and layers numbered beyond
-    the decoder's, which predict several tokens at once.
-
-    UserError for tensors of experts that are no projections: what they are is not known.
-    """
+    the decoder's, which predict several tokens at once. UserError for tensors of experts that are not plain numbers."""
     config = read_json(checkpoint.folder / "config.json")
     text = config.get("text_config", config)
     n_layers = int(text.get("num_hidden_layers", 1 << 30))
@@ -142,29 +105,30 @@ def projections(checkpoint: Checkpoint) -> dict[str, Place]:
     for name, place in family_of(text.get("model_type")).places(checkpoint.tensors).items():
         if place.kind not in ("expert", "stack") or place.layer >= n_layers:
             continue
+        dtype = checkpoint.tensors[name].dtype
         if place.axes is None:
             stored = "no projection moe_lab knows: expected gate, up and down projections in plain numbers"
-            raise UserError(f"{name} ({checkpoint.tensors[name].dtype}) is {stored}")
+            raise UserError(f"{name} ({dtype}) is {stored}")
         if not place.axes.is_bias:
+            if dtype not in PLAIN:
+                raise UserError(f"{name} is stored as {dtype}, expected plain weights: load and save it dequantised")
             places[name] = place
+    if not places:
+        where = f"model.path={checkpoint.folder}"
+        raise UserError(f"{where} has no weights of routed experts, expected a mixture-of-experts checkpoint")
     return places
 
 
 def compare_experts(folder: Path | str, *, fingerprint: Mapping[str, Any], device: str = "cpu") -> Statistics:
     """Sum the squared differences of the weights of each two experts of a layer: weight_distance_square (E, E), fp64.
-
-    Weights of gate_proj and up_proj count, as in MergeMoE (arXiv 2510.14436). `folder` is a checkpoint in safetensors.
-    BLOCK weights of all experts of a layer together are in memory at once, in fp64 on `device`, cpu or cuda[:N]: small
-    distances are differences of large sums. UserError as in `weigh_channels`.
-    """
+    Weights of gate_proj and up_proj count, as in MergeMoE (arXiv 2510.14436). They are compared in fp64, because small
+    distances are differences of large sums. Arguments and errors are those of `weigh_channels`."""
     folder = Path(folder)
     checkpoint = open_checkpoint(folder)
     parts: dict[int, dict[tuple[str, ...], dict[int, str]]] = {}
     for name, place in projections(checkpoint).items():
         if place.axes is not None and place.axes.roles != ("down",):
             parts.setdefault(place.layer, {}).setdefault(place.axes.roles, {})[place.expert or 0] = name
-    if not parts:
-        raise _no_experts(folder)
     layers: Layers = {}
     for layer, matrices in sorted(parts.items()):
         experts = range(max(map(len, matrices.values())))
@@ -180,11 +144,9 @@ def compare_experts(folder: Path | str, *, fingerprint: Mapping[str, Any], devic
 
 
 def _blocks(checkpoint: Checkpoint, layer: int, names: Sequence[str], device: str) -> Iterator[torch.Tensor]:
-    """(E, weights) fp64 of one projection of a layer, block by block of its rows.
-
-    `names`: the tensors of all experts in their order, or the one that has them all (E, rows, columns).
-    """
-    entries = {name: _check_plain(name, checkpoint.tensors[name]) for name in names}
+    """(E, weights) fp64 of one projection of a layer, block by block of its rows. `names`: the tensors of all experts
+    in their order, or the one that has them all (E, rows, columns)."""
+    entries = {name: checkpoint.tensors[name] for name in names}
     *stacked, rows, columns = entries[names[0]].shape
     experts = stacked[0] if stacked else len(names)
     step = max(1, BLOCK // (experts * columns))
@@ -205,15 +167,9 @@ def _blocks(checkpoint: Checkpoint, layer: int, names: Sequence[str], device: st
 
 def weigh_channels(folder: Path | str, *, fingerprint: Mapping[str, Any], device: str = "cpu") -> Statistics:
     """Sum w^2 (and |w| in down_proj) over the weights of every channel, as inputs of criteria that score channels.
-
     channel_down_square, channel_down_abs, channel_up_square and, for gated experts, channel_gate_square, (E, I) each,
     per layer: sums over the weights of channel c in a projection, a column of down_proj or a row of gate_proj or
-    up_proj. `folder` is a checkpoint in safetensors; one tensor is in memory at a time, sums are fp32 and taken on
-    `device`, cpu or cuda[:N].
-
-    UserError for a folder without experts, quantised experts, damaged or missing shards, projections of unknown names,
-    and weights that are NaN or infinite (naming layer, expert and tensor).
-    """
+    up_proj. Sums are fp32. Arguments and errors are those of `weigh_experts`."""
 
     def measure(name: str, place: Place, weights: torch.Tensor) -> dict[str, torch.Tensor]:
         assert place.axes is not None
@@ -229,10 +185,3 @@ def weigh_channels(folder: Path | str, *, fingerprint: Mapping[str, Any], device
         if not {"channel_down_square", "channel_up_square"} <= named.keys():
             raise _incomplete(Path(folder), layer)
     return Statistics(layers, {"kind": "channel_weights", "fingerprint": dict(fingerprint)})
-
-
-def _check_plain(name: str, entry: Entry) -> Entry:
-    """`entry`, that of the tensor `name`. UserError unless it has plain numbers."""
-    if entry.dtype not in PLAIN:
-        raise UserError(f"{name} is stored as {entry.dtype}, expected plain weights: load and save it dequantised")
-    return entry

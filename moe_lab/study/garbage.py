@@ -15,7 +15,10 @@ from rich.table import Table
 
 from moe_lab.errors import UserError
 from moe_lab.json_files import Damaged
+from moe_lab.packs import Packed
 from moe_lab.results import DIGITS, places, read_record
+from moe_lab.study.claims import Busy
+from moe_lab.study.packing import PACKS, drop
 from moe_lab.study.runs import CHOOSING, runs, steps_at_work, studies
 from moe_lab.study.status import alive, console
 from moe_lab.study.store import SCRATCH, Store, read_step
@@ -25,12 +28,12 @@ LEFTOVERS = "left by killed runs"
 
 @dataclass(frozen=True)
 class Garbage:
-    """A folder that nothing refers to: its step's kind or LEFTOVERS, its bytes, and the start of the step's id.
+    """What nothing refers to: a folder, None in a pack; its step's kind or LEFTOVERS; its bytes; the start of its id.
 
-    The id is "" for scratch, which needs no renaming before it is removed.
+    That is "" for scratch, which needs no renaming before it is removed.
     """
 
-    path: Path
+    path: Path | None
     kind: str
     bytes: int
     step_id: str
@@ -48,7 +51,12 @@ def gc(store: Store, *, apply: bool = False) -> int:
         Store(store.root).create()  # whether one may write there
     with store.claims.wait_for(CHOOSING) if apply else nullcontext():
         garbage, silence = look(store)
+        packed = [item.step_id for item in garbage if item.path is None]
+        if apply and packed:
+            drop(store, packed)
         for item in garbage if apply else ():
+            if item.path is None:
+                continue
             if path := store.hide(item.path, item.step_id) if item.step_id else item.path:
                 hidden.append(path)
     _print(store, garbage, silence)
@@ -58,6 +66,8 @@ def gc(store: Store, *, apply: bool = False) -> int:
         return 0
     for path in hidden:
         shutil.rmtree(path, ignore_errors=True)
+    with suppress(Busy), store.claims.take(PACKS):
+        store.packs.clear()
     store.claims.clear()
     if stuck := [path for path in hidden if path.exists()]:
         raise UserError(
@@ -75,15 +85,29 @@ def look(store: Store) -> tuple[list[Garbage], str]:
     if store.notices:
         raise _unclear(store, store.notices[0])
     finished = store.finished()
-    kept: set[Path] = set()
+    packed = _packed(store)
+    kept: set[str] = set()
     queue = list(wanted)
     while queue:
-        for folder in finished.get(queue.pop(), ()):
-            if folder not in kept:
-                kept.add(folder)
+        if (start := queue.pop()) not in kept:
+            kept.add(start)
+            queue += packed[start].inputs if start in packed else ()
+            for folder in finished.get(start, ()):
                 queue += _inputs(store, folder)
-    steps = [_step(folder) for folders in finished.values() for folder in folders if folder not in kept]
-    return [*filter(None, steps), *_leftovers(store, wanted)], silence
+    steps = [_step(folder) for start, folders in finished.items() for folder in folders if start not in kept]
+    in_packs = [Garbage(None, step.kind, step.bytes, start) for start, step in packed.items() if start not in kept]
+    return [*filter(None, steps), *in_packs, *_leftovers(store, wanted)], silence
+
+
+def _packed(store: Store) -> dict[str, Packed]:
+    """Start of the id -> step, of all that are in packs."""
+    store.packs.refresh()
+    try:
+        for path in store.packs.damaged:
+            raise Damaged(f"{path} is damaged")
+        return {step.start: step for step in store.packs.steps()}
+    except Damaged as error:
+        raise _unclear(store, str(error)) from None
 
 
 def _leftovers(store: Store, wanted: Set[str]) -> Iterator[Garbage]:

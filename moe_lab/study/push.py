@@ -10,11 +10,11 @@ import json
 import re
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from moe_lab.config import COMPRESSED, BenchmarkConfig, Config, ExportConfig, ModelConfig
+from moe_lab.config import COMPRESSED, Config, ExportConfig, ModelConfig
 from moe_lab.errors import MASK, Unavailable, UserError
 from moe_lab.grid import Cell
 from moe_lab.models.files import HUB_ID, files_of
@@ -28,9 +28,6 @@ from moe_lab.study.graph import CellSteps, Graph, unpruned
 from moe_lab.study.record import Study
 from moe_lab.study.schedule import Schedule, say
 from moe_lab.study.steps.files import NO_SUMS, STATISTICS
-
-if TYPE_CHECKING:
-    from huggingface_hub import EvalResult
 
 SCORES = ("scores.parquet", "scores.safetensors")
 """Files of a step of scores, of experts or of channels."""
@@ -52,35 +49,28 @@ plan = moe_lab.plan(scores, ratio={ratio})
 moe_lab.export("{original}", plan, "another")
 ```"""
 
+TABLE = """Benchmarks are asked as in the protocol `{protocol}` of moe_lab. Scores have their standard error over items.
 
-def check(config: Config) -> None:
-    """Raise UserError for a name that the hub refuses, and when the study exports nothing."""
-    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
-
-    assert config.push is not None
-    try:
-        validate_repo_id(config.push)
-    except ValueError as error:
-        raise UserError(f"push={config.push} is not a name of a repository: {str(error).splitlines()[0]}") from None
-    if "/" not in config.push:
-        raise UserError(f"push={config.push} names no owner: expected OWNER/NAME")
-    if config.export.shape is None:
-        raise UserError(f"push={config.push} uploads an export, and this study writes none: add export=natural")
+| benchmark | metric | shots | this model | original | items | harness |
+|---|---|---|---|---|---|---|
+"""
 
 
-def check_graph(config: Config, graph: Graph) -> None:
-    """Raise UserError unless the study exports exactly one cell."""
-    labels = [cell.plan.label() for cell in graph.cells if cell.export and cell.plan]
-    if len(labels) != 1:
+def exported(config: Config, graph: Graph) -> CellSteps:
+    """The one cell that the study exports. Raises UserError when there is none, or more."""
+    cells = [cell for cell in graph.cells if cell.export]
+    if len(cells) != 1:
+        labels = [cell.plan.label() for cell in cells[:3] if cell.plan]
         raise UserError(
-            f"push={config.push} uploads one pruned model, and this study exports {len(labels)} "
-            f"({', '.join(labels[:3])}): expected one cell, in a study of its own"
+            f"push={config.push} uploads one pruned model, and this study exports {len(cells)} "
+            f"({', '.join(labels)}): expected one cell, in a study of its own"
         )
+    return cells[0]
 
 
 def show(study: Study, repository: str, done: Collection[str]) -> None:
     """Print what would be uploaded to `repository`, for a dry run."""
-    cell = _exported(study)
+    cell = exported(study.config, study.graph)
     assert cell.export and cell.plan
     state = "finished" if cell.export.id in done else "not made yet"
     say(
@@ -91,7 +81,7 @@ def show(study: Study, repository: str, done: Collection[str]) -> None:
 
 def push(study: Study, repository: str, schedule: Schedule) -> int:
     """Upload the study's exported model to `repository`. Returns the exit code: 1 if it was not uploaded."""
-    cell = _exported(study)
+    cell = exported(study.config, study.graph)
     assert cell.export and cell.plan and cell.scores
     needed = [cell.model, cell.scores, cell.plan, *dict(_sums(cell)).values(), cell.export, *cell.evaluate.values()]
     try:
@@ -101,18 +91,14 @@ def push(study: Study, repository: str, schedule: Schedule) -> int:
             if not study.store.readable(step):
                 raise UserError(f"push={repository}: {step.folder} is damaged: start the same command again")
         files = dict(_files(study, cell))
-        original = files[CARD].read_text(encoding="utf-8")
-        card = hub_card(original, repository, cell.cell, study.config.export, list(_measured(study, cell)))
+        original = (study.store.path(cell.export) / "checkpoint" / CARD).read_text(encoding="utf-8")
+        card = hub_card(original, repository, cell.cell, study.config.export, list(_results(study, cell)))
         say(f"push: uploading {len(files)} files to {repository}")
         say(f"push: {_upload(repository, {**files, CARD: card.encode()})}")
     except UserError as error:
         say(f"moe_lab: {error}", style="red")
         return 1
     return 0
-
-
-def _exported(study: Study) -> CellSteps:
-    return next(cell for cell in study.graph.cells if cell.export)
 
 
 def _sums(cell: CellSteps) -> Iterator[tuple[str, Step]]:
@@ -122,40 +108,29 @@ def _sums(cell: CellSteps) -> Iterator[tuple[str, Step]]:
         yield from ((role, needed) for role, needed in step.inputs.items() if role not in NO_SUMS)
 
 
-def _files(study: Study, cell: CellSteps) -> Iterator[tuple[str, Path]]:
-    """(path in the repository, file in the store) of everything that is uploaded."""
+def _files(study: Study, cell: CellSteps) -> Iterator[tuple[str, Path | bytes]]:
+    """(path in the repository, file in the store or its content) of everything that is uploaded."""
     assert cell.export and cell.scores
     store = study.store
     checkpoint = store.path(cell.export) / "checkpoint"
     for file in files_of(checkpoint):
         yield file.relative_to(checkpoint).as_posix(), file
-    data = {"facts.json": store.path(cell.model) / "facts.json"}
-    data |= {name: store.path(cell.scores) / name for name in SCORES}
-    data |= {f"{role}.safetensors": store.path(step) / STATISTICS for role, step in _sums(cell)}
-    yield from ((f"{DATA}/{name}", file) for name, file in data.items() if file.is_file())
+    for step, name in [(cell.model, "facts.json"), *((cell.scores, name) for name in SCORES)]:
+        with suppress(FileNotFoundError):
+            yield f"{DATA}/{name}", store.content(step.folder, name)
+    for role, step in _sums(cell):
+        if (file := store.path(step) / STATISTICS).is_file():
+            yield f"{DATA}/{role}.safetensors", file
 
 
-@dataclass(frozen=True)
-class Measured:
-    """One result of the exported model, and the same one of the unpruned model, if that was evaluated."""
-
-    benchmark: BenchmarkConfig
-    result: Result
-    original: Result | None
-    harness: str
-    """Harness and its version."""
-
-
-def _measured(study: Study, cell: CellSteps) -> Iterator[Measured]:
-    """The results of a cell, with those of its unpruned model where they are in the store.
-
-    A result from before the weights were rounded to the format of the export is not one of the uploaded model.
-    """
+def _results(study: Study, cell: CellSteps) -> Iterator[str]:
+    """Rows of a table with the results of a cell, and those of its unpruned model where they are in the store. A result
+    from before the weights were rounded to the format of the export is not one of the uploaded model."""
     store, whole = study.store, unpruned(cell.cell)
     originals: Mapping[str, Step] = next((other.evaluate for other in study.graph.cells if other.cell == whole), {})
 
     def content(step: Step) -> Any:
-        return json.loads((store.path(step) / "result.json").read_text())
+        return json.loads(store.content(step.folder, "result.json"))
 
     rounds = study.config.export.format in COMPRESSED
     for name, step in cell.evaluate.items():
@@ -164,11 +139,19 @@ def _measured(study: Study, cell: CellSteps) -> Iterator[Measured]:
         found, known = content(step), []
         if name in originals and store.done(originals[name]):
             known = content(originals[name])["results"]
-        original = {(result["benchmark"], result["metric"]): result for result in known}
+        original = {(result["benchmark"], result["metric"]): _score(result) for result in known}
         harness = " ".join(filter(None, (found["protocol"]["harness"], found["protocol"].get("version"))))
         for result in found["results"]:
-            same = original.get((result["benchmark"], result["metric"]))
-            yield Measured(step.benchmark, result, same, harness)
+            name_and_metric = result["benchmark"], result["metric"]
+            scores = _score(result), original.get(name_and_metric, "not evaluated")
+            of = f" of {result['expected']:,}" if result["expected"] not in (None, result["n"]) else ""
+            columns = [*name_and_metric, step.benchmark.shots, *scores, f"{result['n']:,}{of}", harness]
+            yield f"| {' | '.join(map(str, columns))} |"
+
+
+def _score(result: Result) -> str:
+    error = f" ± {result['stderr']:.4f}" if result["stderr"] is not None else ""
+    return f"{result['score']:.4f}{error}"
 
 
 def reads_export(evaluation: Step, export: Step | None) -> bool:
@@ -178,11 +161,11 @@ def reads_export(evaluation: Step, export: Step | None) -> bool:
     return export is not None and export.id in read
 
 
-def hub_card(card: str, repository: str, cell: Cell, export: ExportConfig, measured: Sequence[Measured]) -> str:
+def hub_card(card: str, repository: str, cell: Cell, export: ExportConfig, results: Sequence[str]) -> str:
     """The model card on the hub, made from that of the exported folder.
 
-    The base model, tags and `measured` results are added to its front matter, and a section about the results to its
-    text. Raises UserError when the front matter of the original is not valid YAML.
+    The base model and tags are added to its front matter, and a section with the rows of `results` to its text. Raises
+    UserError when the front matter of the original is not valid YAML.
     """
     from huggingface_hub import ModelCardData
     from yaml import YAMLError, safe_load
@@ -200,19 +183,16 @@ def hub_card(card: str, repository: str, cell: Cell, export: ExportConfig, measu
         fields["base_model_relation"] = "finetune"
     elif base and (cell.recovery.bits == 4 or export.format in COMPRESSED):
         fields["base_model_relation"] = "quantized"
-    data = ModelCardData(**fields)
-    if measured:
-        data.model_name, data.eval_results = repository.rpartition("/")[2], [*map(_eval_result, measured)]
     own, heading, original = text.partition(ORIGINAL)
     path = cell.model.path if base or cell.model.path.startswith(PREFIX) else "FOLDER_OF_THE_ORIGINAL"
     ratio = 0.5 if cell.ratio != 0.5 else 0.25
     sections = [
         own.replace("from_pretrained(folder", f'from_pretrained("{repository}"').strip(),
-        _results(cell, measured),
+        _section(cell, results),
         ANOTHER_RATIO.format(repository=repository, ratio=ratio, original=path),
         f"{heading}{original}",
     ]
-    return f"---\n{data.to_yaml()}\n---\n\n" + "\n\n".join(sections).strip() + "\n"
+    return f"---\n{ModelCardData(**fields).to_yaml()}\n---\n\n" + "\n\n".join(sections).strip() + "\n"
 
 
 def base_model(model: ModelConfig) -> str | None:
@@ -220,27 +200,7 @@ def base_model(model: ModelConfig) -> str | None:
     return model.path if HUB_ID.fullmatch(model.path) and not local(model.path).is_dir() else None
 
 
-def _eval_result(measured: Measured) -> EvalResult:
-    """One entry of `model-index`. A shipped benchmark has no data set on the hub, so its name stands for it."""
-    from huggingface_hub import EvalResult
-
-    benchmark, result = measured.benchmark, measured.result
-    shipped = " (shipped with moe_lab)" if benchmark.task.startswith(PREFIX) else ""
-    about = {"items": result["n"], "items_of_benchmark": result["expected"], "standard_error": result["stderr"]}
-    return EvalResult(
-        task_type="text-generation",
-        dataset_type=benchmark.data or benchmark.name,
-        dataset_name=f"{result['benchmark']}{shipped}",
-        dataset_config=benchmark.subset,
-        dataset_split=benchmark.split,
-        metric_type=result["metric"],
-        metric_name=f"{result['metric']}, {benchmark.shots}-shot",
-        metric_value=result["score"],
-        metric_args={name: value for name, value in about.items() if value is not None},
-    )
-
-
-def _results(cell: Cell, measured: Sequence[Measured]) -> str:
+def _section(cell: Cell, results: Sequence[str]) -> str:
     """The section of the card about how the model was pruned, and its results."""
     allocation = cell.allocation
     choices = {
@@ -254,27 +214,10 @@ def _results(cell: Cell, measured: Sequence[Measured]) -> str:
         "recovery": cell.recovery.name,
     }
     named = ", ".join(f"{what} `{choice}`" for what, choice in choices.items() if choice != "none")
-    lines = ["## Results", "", f"Pruned by moe_lab: {named}.", ""]
-    if not measured:
-        return "\n".join([*lines, "This checkpoint was not evaluated."])
-    lines += [
-        f"Benchmarks are asked as in the protocol `{cell.protocol.name}` of moe_lab. Scores have their standard error "
-        "over items.",
-        "",
-        "| benchmark | metric | shots | this model | original | items | harness |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for each in measured:
-        result, original = each.result, _score(each.original) if each.original else "not evaluated"
-        of = f" of {result['expected']:,}" if result["expected"] not in (None, result["n"]) else ""
-        columns = [result["benchmark"], result["metric"], each.benchmark.shots, _score(result), original]
-        lines.append("| " + " | ".join(map(str, [*columns, f"{result['n']:,}{of}", each.harness])) + " |")
-    return "\n".join(lines)
-
-
-def _score(result: Result) -> str:
-    error = f" ± {result['stderr']:.4f}" if result["stderr"] is not None else ""
-    return f"{result['score']:.4f}{error}"
+    about = f"## Results\n\nPruned by moe_lab: {named}.\n\n"
+    if not results:
+        return f"{about}This checkpoint was not evaluated."
+    return f"{about}{TABLE.format(protocol=cell.protocol.name)}" + "\n".join(results)
 
 
 def _upload(repository: str, files: Mapping[str, Path | bytes]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
@@ -13,11 +14,9 @@ from moe_lab.config import Config
 from moe_lab.config.base import SettingsError
 from moe_lab.errors import UserError, unknown, user_errors
 from moe_lab.grid import Request
-from moe_lab.json_files import Number, read_json
 from moe_lab.results import DIGITS, is_lower_better
 from moe_lab.study import Step, unmerged
-from moe_lab.study.devices import visible_gpus
-from moe_lab.study.estimates import Times, check_memory, disk_problems, forecast
+from moe_lab.study.estimates import Times, check_memory, disk_problems, forecast, visible_gpus
 from moe_lab.study.graph import build, normalized, unresolved
 from moe_lab.study.preflight import AVERAGE, lacking
 from moe_lab.study.record import Study, finish, outdate_reports
@@ -78,9 +77,6 @@ Launcher = Callable[[Schedule, Study, Run], bool]
 LAUNCHERS: Mapping[str, Launcher] = {"inline": inline, "local": local, "slurm": slurm}
 
 
-RESULTS = {"results": [{"benchmark": str, "metric": str, "score": Number}]}
-
-
 class Ended(NamedTuple):
     """How a study ended."""
 
@@ -90,11 +86,8 @@ class Ended(NamedTuple):
 
 
 def run(config: Config, requests: Sequence[Request], *, add: bool = False) -> Ended:
-    """Run a study whose settings are valid.
-
-    `add`: add its cells to those recorded under its name, instead of replacing them. Raises UserError for what is
-    missing here, before anything is run; a dry run prints its forecast first.
-    """
+    """Run a study whose settings are valid. `add`: add its cells to those recorded under its name, instead of replacing
+    them. Raises UserError for what is missing here, before anything is run; a dry run prints its forecast first."""
     graph = build(config, requests)
     study = Study(config, graph, Store(config.store), add)
     _check(study)
@@ -112,7 +105,7 @@ def _check(study: Study) -> None:
     if study.config.push is not None:
         from moe_lab.study import push
 
-        push.check_graph(study.config, study.graph)
+        push.exported(study.config, study.graph)
     if unknown := unresolved(study.graph.steps()):
         sentence = (
             f"{', '.join(unknown)}: not in the cache, and the hub cannot be asked, so what would be read is not known"
@@ -146,12 +139,17 @@ def _run(study: Study) -> int:
         with pushed_regularly(store):
             if schedule.waiting and not LAUNCHERS[config.launcher.name](schedule, study, begun):
                 return 0
-        return max(finish(study, schedule, begun), _pushed(study, schedule))
+        code = finish(study, schedule, begun)
+        if config.push is None:
+            return code
+        from moe_lab.study.push import push
+
+        return max(code, push(study, config.push, schedule))
 
 
 def _pull(store: Store, remote: Remote, steps: Sequence[Step]) -> None:
     """Copy those of the steps into the store that are finished only there."""
-    done = {step.id for step in steps if store.done(step)}
+    done = store.done_of(steps)
     there = _finished_there(remote, steps) - done
     wanted = [step for step in unmerged(steps, done | there) if step.id in there]
     if wanted:
@@ -167,7 +165,7 @@ def _finished_there(remote: Remote, steps: Sequence[Step]) -> set[str]:
 def _in_store(study: Study, elsewhere: Set[str] = frozenset()) -> tuple[list[Step], set[str]]:
     """The steps of a study, and the ids of those that are finished. `elsewhere`: ids of those that will be pulled."""
     store, every = study.store, study.graph.steps()
-    done = {step.id for step in every if store.done(step)} | elsewhere
+    done = store.done_of(every) | elsewhere
     steps = unmerged(every, done)
     done &= {step.id for step in steps}
     place = study.config.store
@@ -184,8 +182,7 @@ def _forecast(study: Study) -> list[str]:
     times, undone = Times(store), [step for step in steps if step.id not in done]
     console.print(forecast(steps, done, config.resources.gpu_memory, times.seconds))
     if config.launcher.name == "slurm" and undone:
-        from moe_lab.study.slurm.arrays import arrange, table
-        from moe_lab.study.slurm.resources import resources
+        from moe_lab.study.slurm.arrays import arrange, resources, table
 
         ask = partial(resources, settings=config.resources, seconds=times.seconds)
         console.print(table(arrange(undone, ask, config.launcher), config.resources.longest, times.seconds))
@@ -202,15 +199,6 @@ def _too_little(study: Study, undone: Sequence[Step]) -> list[str]:
     loading = undone if study.config.launcher.name != "slurm" else []
     too_large = [sentence for step in loading for sentence in user_errors(check_memory, step)]
     return disk_problems(study.store.root, undone) + list(dict.fromkeys(too_large))
-
-
-def _pushed(study: Study, schedule: Schedule) -> int:
-    """Upload the study's export, if the settings say so; the exit code."""
-    if study.config.push is None:
-        return 0
-    from moe_lab.study.push import push
-
-    return push(study, study.config.push, schedule)
 
 
 def told(ended: Ended, requests: Iterable[Request]) -> float:
@@ -235,13 +223,12 @@ def told(ended: Ended, requests: Iterable[Request]) -> float:
     scores: dict[str, float] = {}
     averaged: list[float] = []
     for benchmark, step in pruned[0].evaluate.items():
-        file = study.store.path(step) / "result.json"
-        if not file.is_file():
+        if (name := study.store.name(step)) is None:
             raise UserError(
                 f"objective={wanted}: {benchmark} has no result: `python -m moe_lab.study why {study.config.study} "
                 f"store={study.config.store}` says why"
             )
-        results = read_json(file, RESULTS)["results"]
+        results = json.loads(study.store.content(name, "result.json"))["results"]
         scores |= {result["benchmark"]: result["score"] for result in results}
         shares = [result["score"] for result in results if not is_lower_better(result["metric"])]
         averaged += [fmean(shares)] if shares else []

@@ -17,6 +17,7 @@ from rich.progress import MofNCompleteColumn, Progress
 
 from moe_lab.study import Step, code_state, error_document
 from moe_lab.study.claims import Busy
+from moe_lab.study.packing import Packing
 from moe_lab.study.store import Gone, Store
 
 POLL = 0.5
@@ -63,6 +64,11 @@ class Schedule:
         for step in list(self.waiting.values()):  # inputs come first, so one sweep reaches everything
             if any(needed.id in self.failed or needed.id in self.skipped for needed in step.needs):
                 self.skipped[step.id] = self.waiting.pop(step.id)
+
+    def left(self) -> Counter[str]:
+        """How many steps of each kind have not ended."""
+        with self.changed:
+            return Counter(step.kind for step in (*self.waiting.values(), *self.running.values()))
 
     def lack(self, steps: Iterable[Step]) -> None:
         """Skip `steps` and everything that needs them."""
@@ -112,11 +118,13 @@ Execute = Callable[[Step, Path], None]
 
 def work(schedule: Schedule, store: Store, execute: Execute) -> None:
     """Take steps until none is left: claim, execute, publish."""
+    packing = Packing(store)
     while step := schedule.take():
         try:
             with store.claim(step) as scratch:
                 if scratch is not None:
-                    _check_inputs(step, store)
+                    if damaged := [needed for needed in step.needs if not store.readable(needed)]:
+                        raise _not_as_published(damaged[0])
                     execute(step, scratch)
             schedule.finish(step)
         except Busy:
@@ -129,13 +137,8 @@ def work(schedule: Schedule, store: Store, execute: Execute) -> None:
             schedule.fail(step, error)
         except (OSError, Gone) as error:
             schedule.fail(step, StepError({**error_document(error), "transient": True}))
-
-
-def _check_inputs(step: Step, store: Store) -> None:
-    """Raise StepError when an input of the step was removed or damaged after it was published."""
-    for needed in step.needs:
-        if not store.readable(needed):
-            raise _not_as_published(needed)
+        packing.now_and_then()
+    packing.at_end()
 
 
 def _not_as_published(step: Step) -> StepError:
@@ -173,18 +176,13 @@ def watch(schedule: Schedule) -> Iterator[None]:
         thread.join()
 
 
-def _left(schedule: Schedule) -> Counter[str]:
-    with schedule.changed:
-        return Counter(step.kind for step in (*schedule.waiting.values(), *schedule.running.values()))
-
-
 def _bars(schedule: Schedule, stop: threading.Event) -> None:
     with Progress(*Progress.get_default_columns(), MofNCompleteColumn(), console=console) as progress:
         bars = {kind: progress.add_task(kind, total=total) for kind, total in schedule.total.items()}
         done = False
         while not done:
             done = stop.wait(0.2)
-            left = _left(schedule)
+            left = schedule.left()
             for kind, bar in bars.items():
                 progress.update(bar, completed=schedule.total[kind] - left[kind])
 
@@ -192,7 +190,7 @@ def _bars(schedule: Schedule, stop: threading.Event) -> None:
 def _lines(schedule: Schedule, stop: threading.Event) -> None:
     start, total = time.monotonic(), sum(schedule.total.values())
     while not stop.wait(LINE_EVERY):
-        left = _left(schedule)
+        left = schedule.left()
         done = total - sum(left.values())
         parts = [
             f"{kind} {schedule.total[kind] - left[kind]}/{count}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -15,12 +16,12 @@ from rich.console import Console
 from rich.table import Table
 
 from moe_lab.errors import UserError
-from moe_lab.json_files import Damaged
 from moe_lab.results import DIGITS
+from moe_lab.study.packing import drop
 from moe_lab.study.runs import RECORD, Submitted, last_about, runs, steps_at_work
 from moe_lab.study.slurm import scheduler
 from moe_lab.study.slurm.scheduler import Queued
-from moe_lab.study.store import Store, damage, read_step
+from moe_lab.study.store import STEP, Store
 
 STATES = ("done", "running", "pending", "failed", "blocked", "missing")
 """pending: a running command or a Slurm job will do it. blocked: needs a failed step. missing: none of these; the
@@ -72,11 +73,11 @@ def study_state(store: Store, study: str) -> StudyState:
     if (about := last_about(store, study)) is None:
         raise UserError(f"study={study}: no run says what its steps are: start it again, and it is written down anew")
     steps: dict[str, StepState] = {}
-    claimed, at_work = store.claims.living(), steps_at_work(store)
+    finished, claimed, at_work = store.present(), store.claims.living(), steps_at_work(store)
     for step, name, needs in about["steps"]:
         own = last_job.get(step)
         inputs = [steps[needed] for needed in needs if needed in steps]
-        if store.place(name).exists():
+        if step[:DIGITS] in finished:
             state = "done"
         elif step[:DIGITS] in claimed:
             state = "running"
@@ -94,9 +95,7 @@ def study_state(store: Store, study: str) -> StudyState:
 
 def alive(jobs: Mapping[str, Submitted]) -> tuple[dict[str, Queued], str]:
     """Those of the jobs that are still in the queue, and "". When the scheduler cannot be asked: {}, and the reason.
-
-    The store alone still gives a useful state, so this is no error.
-    """
+    The store alone still gives a useful state, so this is no error."""
     try:
         queue = scheduler.queue()
     except UserError as error:
@@ -119,14 +118,13 @@ def status(study: StudyState, steps: Sequence[StepState]) -> None:
         kinds[step.kind].append(step)
     total = Counter(step.state for step in steps)
     shown = [name for name in STATES if total[name]]
-    table = Table(
-        title=f"{study.study}: {timedelta(seconds=round(time.time() - study.started))} since it was last started"
-    )
-    for heading in ("step", *shown, "one takes", "left, about"):
-        table.add_column(heading, no_wrap=True)
+    since = _duration(time.time() - study.started)
+    table = Table("step", *shown, "one takes", "left, about", title=f"{study.study}: {since} since it was last started")
+    for column in table.columns:
+        column.no_wrap = True
     for kind, of_kind in kinds.items():
         counts, mean = Counter(step.state for step in of_kind), _mean_seconds(study.store, of_kind)
-        times = [str(timedelta(seconds=round(each))) for each in ((mean, left(of_kind, mean)) if mean else ())]
+        times = map(_duration, (mean, left(of_kind, mean)) if mean else ())
         table.add_row(kind, *(str(counts[name] or "") for name in shown), *times)
     table.add_row("all", *(str(total[name]) for name in shown))
     console.print(table)
@@ -145,52 +143,68 @@ def status(study: StudyState, steps: Sequence[StepState]) -> None:
         print("the same command as before starts what is missing")
 
 
+def _duration(seconds: float) -> str:
+    return str(timedelta(seconds=round(seconds)))
+
+
 def cancel(study: StudyState, steps: Sequence[StepState]) -> None:
     """Cancel all jobs of the study, or only those of the given steps."""
     everything = len(steps) == len(study.steps)
     wanted = {step.job for step in steps if step.state in ("pending", "running")}
     jobs = [name for name in study.queue if everything or name in wanted]
     scheduler.cancel(jobs)
-    others = sum(len(study.jobs[name].steps) for name in jobs) - sum(step.job in jobs for step in steps)
-    more = f", with {others} other steps in them" if others > 0 and not everything else ""
-    print(f"{study.study}: cancelled {len(jobs)} jobs{more}; what is finished is kept")
+    stopped = sum(len(study.jobs[name].steps) for name in jobs)
+    print(f"{study.study}: cancelled {len(jobs)} jobs, with {stopped} steps; what is finished is kept")
 
 
 def why(study: StudyState, steps: Sequence[StepState]) -> None:
-    """Print why steps are not done: the error, the step they need, the scheduler's reason, or how their job ended; and
-    the last log lines of failed and running ones.
-
-    Steps with the same reason share one line.
-    """
+    """Print why steps are not done, a line for each reason; and the last log lines of failed and running steps."""
     reasons: dict[str, list[StepState]] = defaultdict(list)
     for step in steps:
         if step.state != "done":
             reasons[_reason(study, step)].append(step)
     for reason, (first, *more) in reasons.items():
         print(f"{first.name}{f' and {len(more)} more' if more else ''}: {first.state}: {reason}")
-        if first.state in ("failed", "running"):
-            _print_log(study.store.log(first.name))
+        log = study.store.log(first.name)
+        if first.state in ("failed", "running") and log.exists():
+            print(f"  {log}, last lines:")
+            for line in log.read_text(errors="replace").splitlines()[-LINES:]:
+                print(f"  | {line}")
     if not reasons:
         print(f"{study.study}: all {len(steps)} steps are done")
 
 
 def verify(study: StudyState, steps: Sequence[StepState]) -> int:
     """Hash every file of the finished steps, and print each that is missing or damaged. Returns 1 if any is."""
-    folders = [study.store.place(step.name) for step in steps if step.state == "done"]
-    bad = {folder: files for folder in folders if (files := damage(folder, hash_all=True))}
-    for folder, files in bad.items():
+    store, names = study.store, [step.name for step in steps if step.state == "done"]
+    bad = {name: files for name in names if (files := store.damage(name, hash_all=True))}
+    for name, files in bad.items():
         for file, what in files.items():
-            print(f"{what}: {folder / file}")
+            print(f"{what}: {store.place(name) / file}")
+    if store.packs.bad:
+        drop(store, store.packs.bad)
     if bad:
-        print(f"{study.study}: {len(bad)} of {len(folders)} finished steps are damaged")
+        print(f"{study.study}: {len(bad)} of {len(names)} finished steps are damaged")
         print("start the study again: they are set aside and made anew; what was made from them is kept")
         return 1
-    print(f"{study.study}: all {len(folders)} finished steps are as they were published")
+    print(f"{study.study}: all {len(names)} finished steps are as they were published")
     return 0
 
 
+def unpack(study: StudyState, steps: Sequence[StepState]) -> None:
+    """Copy the files of steps that are in packs to unpacked/KIND/NAME, below the current folder; print all folders."""
+    for step in [step for step in steps if step.state == "done"]:
+        folder = study.store.place(step.name)
+        if not folder.exists():
+            folder = Path("unpacked", step.name)
+            folder.mkdir(parents=True, exist_ok=True)
+            for name in study.store.packs.files(step.id[:DIGITS]):
+                (folder / name).write_bytes(study.store.content(step.name, name))
+        print(folder)
+
+
 COMMANDS: Mapping[str, Callable[[StudyState, list[StepState]], int | None]] = {
-    command.__name__: command for command in (status, cancel, why, verify)
+    command.__name__: command for command in (status, cancel, why, verify, unpack)
 }
 """The commands of `python -m moe_lab.study` by name."""
 
@@ -221,15 +235,6 @@ def _mean_seconds(store: Store, steps: Sequence[StepState]) -> float | None:
     """Mean time of those of the steps that are done, None without any."""
     seconds: list[float] = []
     for step in [step for step in steps if step.state == "done"][:SAMPLE]:
-        with suppress(FileNotFoundError, Damaged):  # the next run, or verify, reports it
-            seconds.append(read_step(store.place(step.name))["provenance"]["seconds"])
+        with suppress(FileNotFoundError, ValueError, KeyError):  # the next run, or verify, reports it
+            seconds.append(json.loads(store.content(step.name, STEP))["provenance"]["seconds"])
     return fmean(seconds) if seconds else None
-
-
-def _print_log(log: Path) -> None:
-    if not log.exists():
-        print("  it printed nothing")
-        return
-    print(f"  {log}, last lines:")
-    for line in log.read_text(errors="replace").splitlines()[-LINES:]:
-        print(f"  | {line}")

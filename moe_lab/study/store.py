@@ -13,11 +13,13 @@ import uuid
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from io import BufferedReader
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from moe_lab.errors import DISK_FULL, Unavailable, UserError
-from moe_lab.json_files import Damaged, read_json, write_json
+from moe_lab.json_files import Damaged, parse, read_json, write_json
+from moe_lab.packs import packs_in
 from moe_lab.paths import store_folder, url_of
 from moe_lab.results import DIGITS
 from moe_lab.study import NO_ROOM, Step, digest
@@ -39,6 +41,8 @@ SCRATCH = re.compile(rf"\.([0-9a-f]{{{DIGITS}}})\.[0-9a-f]{{8}}")
 """Name of a folder with unfinished work: start of the step's id, and a random word."""
 FOLDER = re.compile(rf".+-([0-9a-f]{{{DIGITS}}})")
 """Name of the folder of a finished step, with or without its kind."""
+SAMPLE = 200
+"""Steps of a kind in packs from whose times those of others are estimated."""
 TICK = 2
 """Seconds between two modification times on the file systems with the coarsest clocks."""
 NANO = 10**9
@@ -70,6 +74,7 @@ class Store:
         self._writing = False
         self._hashed: set[str] = set()
         self._index: dict[str, tuple[int, dict[str, Path]]] = {}
+        self.packs = packs_in(self.root.absolute())
         self._check_marker()
 
     def create(self) -> Store:
@@ -97,7 +102,7 @@ class Store:
         except Damaged:
             if not (self.root / "runs").is_dir():
                 raise UserError(f"store={self.root} is not a moe_lab store: {marker} is damaged") from None
-            self._set_aside(marker, "damaged", "written again")
+            self.set_aside(marker, "damaged", "written again")
             return
         if schema > SCHEMA:
             raise UserError(
@@ -141,19 +146,50 @@ class Store:
         except FileNotFoundError:
             return None
         except Damaged:
-            self._set_aside(path, "damaged", instead)
+            self.set_aside(path, "damaged", instead)
             return None
 
     def path(self, step: Step) -> Path:
-        """Folder of the finished step, found by its id: the label may be of another run with another model name."""
+        """Folder of a finished step that is not in a pack, found by its id: the label may be of another run with
+        another model name."""
         return self.place(step.folder)
+
+    def name(self, step: Step) -> str | None:
+        """KIND/NAME under which a finished step is stored; None when it is not there."""
+        start = step.id[:DIGITS]
+        if start not in self.packs and (folder := self.path(step)).exists():
+            return str(folder.relative_to(self.root))
+        packed = self.packs.find(start)
+        return f"{packed.kind}/{packed.name}" if packed else None
+
+    def content(self, name: str, file: str) -> bytes:
+        """A file of the finished step KIND/NAME. Raises FileNotFoundError without it."""
+        try:
+            return (self.place(name) / file).read_bytes()
+        except (FileNotFoundError, NotADirectoryError):
+            return self.packs.read(name[-DIGITS:], file)
+
+    def documents(self, kind: str) -> Iterator[Any]:
+        """STEP of finished steps of a kind, of those in packs at most SAMPLE; what cannot be read is left out."""
+        for folder in self.folders(kind).values():
+            with contextlib.suppress(OSError, Damaged):
+                yield read_json(folder / STEP, {})
+        self.packs.refresh()
+        with contextlib.suppress(FileNotFoundError, Damaged):
+            for packed in islice(self.packs.steps(kind), SAMPLE):
+                yield parse(self.packs.read(packed.start, STEP), {}, packed.name)
+
+    def present(self) -> set[str]:
+        """Starts of the ids of all finished steps, undamaged or not."""
+        self.packs.refresh()
+        return {*self.finished(), *self.packs.starts()}
 
     def place(self, name: str) -> Path:
         """Folder of the finished step KIND/NAME, or else with the id in that name under another label."""
         folder = self.root / name
-        return folder if folder.exists() else self._known(name.partition("/")[0]).get(name[-DIGITS:], folder)
+        return folder if folder.exists() else self.folders(name.partition("/")[0]).get(name[-DIGITS:], folder)
 
-    def _known(self, kind: str) -> dict[str, Path]:
+    def folders(self, kind: str) -> dict[str, Path]:
         """Start of the id -> folder, for all finished steps of a kind; read again when the kind's folder changed."""
         parent = self.root / kind
         changed = parent.stat().st_mtime_ns if parent.exists() else 0
@@ -183,27 +219,67 @@ class Store:
 
         A file with another time, as in a copied store, is hashed once. A damaged step is set aside, with a notice.
         """
-        return self._keep(self.path(step), damage(self.path(step)))
+        return self._is_sound(step.folder)
+
+    def done_of(self, steps: Iterable[Step]) -> set[str]:
+        """Ids of those of the steps that are `done`. What is in packs is looked up at once."""
+        there = self.present()
+        for path in self.packs.damaged:
+            if path.exists():
+                self.set_aside(path, "damaged", "its steps are computed again")
+        found = [step for step in steps if step.id[:DIGITS] in there]
+        return {step.id for step in found if step.id[:DIGITS] in self.packs or self.done(step)}
 
     def readable(self, step: Step) -> bool:
         """As `done`, for a step that is about to be read: every file is hashed the first time this object checks it.
 
         Modification times do not reveal bits that flipped on the disk.
         """
-        folder = self.path(step)
-        if not self._keep(folder, damage(folder, hash_all=step.id not in self._hashed)):
+        if not self._is_sound(step.folder, hash_all=step.id not in self._hashed):
             return False
         self._hashed.add(step.id)
         return True
 
-    def _keep(self, folder: Path, found: Mapping[str, str]) -> bool:
-        """Whether no damage was found; a damaged folder is set aside."""
+    def damage(self, name: str, *, hash_all: bool = False) -> dict[str, str]:
+        """`damage` of the step KIND/NAME. What is in a pack is only looked at with `hash_all`."""
+        folder = self.place(name)
+        found = damage(folder, hash_all=hash_all)
+        if folder.exists() or not self.packs.find(name[-DIGITS:]):
+            return found
+        in_pack = self._damage_in_pack(name) if hash_all else {}
+        self.packs.bad |= {name[-DIGITS:]} if in_pack else set()
+        return in_pack
+
+    def _damage_in_pack(self, name: str) -> dict[str, str]:
+        found: dict[str, str] = {}
+        with contextlib.suppress(FileNotFoundError):
+            try:
+                document = parse(self.content(name, STEP), {"digest": str}, name)
+            except Damaged:
+                return {STEP: "damaged"}
+            if not is_whole(document):
+                return {STEP: "damaged"}
+            for file, expected in document["files"].items():
+                try:
+                    same = hashlib.sha256(self.content(name, file)).hexdigest() == expected["sha256"]
+                    found |= {} if same else {file: "damaged"}
+                except Damaged:
+                    found[file] = "damaged"
+        return found
+
+    def _is_sound(self, name: str, *, hash_all: bool = False) -> bool:
+        """Whether a step is there without damage; a damaged one is set aside."""
+        found = self.damage(name, hash_all=hash_all)
+        folder, what = self.place(name), ", ".join(f"{file} is {state}" for file, state in found.items())
+        instead = "pulled or computed again" if self.url else "computed again"
         if found and folder.exists():
-            what = ", ".join(f"{file} is {state}" for file, state in found.items())
-            self._set_aside(folder, what, "pulled or computed again" if self.url else "computed again")
+            self.set_aside(folder, what, instead)
+        elif name[-DIGITS:] in self.packs.bad:
+            self.notices.append(f"{name}: {what}, in a pack: computed again")
         return not found
 
-    def _set_aside(self, path: Path, what: str, instead: str) -> None:
+    def set_aside(self, path: Path, what: str, instead: str) -> None:
+        """Move what is damaged to a folder for that, or only say so while nothing may be written."""
         place = path.relative_to(self.root)
         sentence = f"{place}: {what}: the next run sets it aside"
         if self._writing:
@@ -236,7 +312,7 @@ class Store:
         Returns the new path; None when a process is working on the step, or has just removed the folder.
         """
         with contextlib.suppress(Busy, FileNotFoundError), self.claims.take(step_id[:DIGITS]):
-            return _hidden(folder, step_id)
+            return hidden(folder, step_id)
         return None
 
     def forget(self, step_id: str) -> None:
@@ -272,9 +348,8 @@ class Store:
             # back, it has either published before, which is found, or has nothing left to publish.
             for left in parent.glob(f".{start}.*"):
                 with contextlib.suppress(FileNotFoundError):
-                    shutil.rmtree(_hidden(left, start), ignore_errors=True)
-            folder = self.place(name)
-            if self._keep(folder, damage(folder)):
+                    shutil.rmtree(hidden(left, start), ignore_errors=True)
+            if self._is_sound(name):
                 yield None
                 return
             scratch = parent / f".{start}.{claim.token[:8]}"
@@ -307,7 +382,7 @@ class Store:
         self.forget(step_id)
 
 
-def _hidden(folder: Path, step_id: str) -> Path:
+def hidden(folder: Path, step_id: str) -> Path:
     """Rename a folder as scratch that belongs to nobody; the new path."""
     hidden = folder.with_name(f".{step_id[:DIGITS]}.{uuid.uuid4().hex[:8]}")
     folder.rename(hidden)

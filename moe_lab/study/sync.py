@@ -113,7 +113,8 @@ def pull(store: Store, remote: Remote, wanted: Iterable[str]) -> None:
     Left out are steps that are not there, those that another process is working on, and, with a notice, those whose
     copy is incomplete or damaged. Such a copy is removed there, so that the step does not count as pushed.
     """
-    if missing := [place[-DIGITS:] for place in wanted if not store.place(place).exists()]:
+    here = store.present()
+    if missing := [place[-DIGITS:] for place in wanted if place[-DIGITS:] not in here]:
         there = remote.finished()
         with remote.asked():
             _at_once(lambda place: _pull(store, remote, place), [there[start] for start in missing if start in there])
@@ -253,9 +254,10 @@ def sync(store: Store, study: str | None = None) -> int:
     absent = 0
     wanted = [study] if study else known
     exchange(store, remote, wanted)
+    here = store.present()
     for name in wanted:
         named = places(read_record(store.root, name) or {})
-        there = sum(store.place(place).exists() for place in named)
+        there = sum(place[-DIGITS:] in here for place in named)
         absent += len(named) - there
         print(f"{name}: {there} of the {len(named)} steps that it names are in {store.root}")
     return 1 if absent else 0

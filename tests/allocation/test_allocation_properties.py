@@ -154,11 +154,3 @@ def test_channels_are_kept_to_the_last_one(
         assert (row[case.layers[index]["protected"]] == width).all()
     if any(row.any() for row in kept.values()):
         make_channel_plan(case.channels, kept, tiny.routers(kept, 1), provenance={})
-
-
-@pytest.mark.parametrize("name", ALLOCATIONS)
-def test_what_another_step_decides_is_not_decided_here(name: str) -> None:
-    """And an allocation of channels does not take scores of experts."""
-    if not ALLOCATIONS[name].functions.get("expert"):
-        with pytest.raises(UserError, match=f"allocation={re.escape(name)}"):
-            allocate(settings(name, 0.25), {0: layer(4)}, {0: [0.0] * 4})

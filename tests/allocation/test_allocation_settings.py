@@ -13,15 +13,6 @@ from moe_lab.config.base import SettingsError, valid
 from moe_lab.errors import UserError
 
 
-def test_every_allocation_passes_with_its_defaults() -> None:
-    extra = {"evolutionary": {"search": "somewhere"}}
-    for name, allocation in ALLOCATIONS.items():
-        assert name == allocation.name and allocation.granularities
-        if name != "list":
-            for granularity in allocation.granularities:
-                check(AllocationConfig(name=name, **extra.get(name, {})), granularity)
-
-
 @pytest.mark.parametrize(
     ("fields", "granularity", "named"),
     [
@@ -35,7 +26,13 @@ def test_every_allocation_passes_with_its_defaults() -> None:
         ({"name": "u_shaped", "parameters": {"align": None}}, "expert", "align"),
         ({"name": "coverage", "parameters": {"prior": "ala3"}}, "channel", "prior=ala3.*ala"),
         ({"name": "global", "parameters": {"zero_expert": "dropp"}}, "channel", "zero_expert=dropp.*drop"),
-        ({"name": "global", "parameters": {"align": {"block": 1.5}}}, "channel", "align.block=1.5: expected a whole"),
+        ({"name": "global", "parameters": {"align": {"block": 1.5}}}, "channel", "align.block=1.5"),
+        ({"name": "global", "parameters": {"align": {"block": 0}}}, "channel", "align.block=0"),
+        ({"name": "global", "parameters": {"align": {"block": 8, "min_channels": -1}}}, "channel", "min_channels=-1"),
+        ({"replacement": "ream", "parameters": {"group_size": 8.5}}, "expert", "allocation.parameters.group_size"),
+        ({"replacement": "m_smoe", "parameters": {"group_size": 8}}, "expert", "allocation.parameters.group_size"),
+        ({"protect": "super"}, "channel", "allocation.protect=super.*layerwise"),
+        ({"protect": "supper"}, "expert", "allocation.protect=supper"),
     ],
 )
 def test_mistakes_are_said_before_anything_runs(fields: Any, granularity: Any, named: str) -> None:
@@ -59,13 +56,22 @@ def test_needs() -> None:
     assert of("coverage", prior="ala_lm") == ("gradients", "statistics")
     assert of("coverage", prior="loss", layer_prior="none") == ("ablation",)
     assert of("coverage", prior="none", inter="u_shaped") == ()
+    assert of("loss_based", layer_prior="nll") == of("coverage", prior="none", layer_prior="nll") == ("scaling",)
+    assert needs(vars(AllocationConfig(protect="super"))) == ("statistics",)
     assert needs({"name": "global", "by": "frequency", "parameters": {}}) == ("by",)
 
 
 def test_what_becomes_of_empty_experts() -> None:
     assert zero_expert(settings("coverage", 0.5)) == "drop"
-    assert zero_expert(settings("global", 0.5)) == zero_expert(settings("layerwise", 0.5)) == "keep_null"
+    assert zero_expert(settings("global", 0.5)) == "keep_null"
     assert zero_expert(settings("global", 0.5, zero_expert="drop")) == "drop"
+
+
+def test_what_another_step_decides_is_not_decided_from_scores() -> None:
+    for name, allocation in ALLOCATIONS.items():
+        if not allocation.functions.get("expert"):
+            with pytest.raises(UserError, match=f"allocation={re.escape(name)}"):
+                allocate(settings(name, 0.25), {0: layer(4)}, {0: [0.0] * 4})
 
 
 FACTS = {"parameters": 10_000, "layers": {0: {**layer(10), "expert_parameters": 800}}}

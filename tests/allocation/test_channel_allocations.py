@@ -1,69 +1,71 @@
+"""Allocations of channels: examples by hand, CBA against a naive search, whole blocks against the paper's rule."""
+
 from __future__ import annotations
+
+from typing import Any
 
 import numpy
 import pytest
 from facts_of import layer, settings
-from hypothesis import given
+from hypothesis import assume, given
+from hypothesis import settings as how
 from hypothesis import strategies as st
 
-from moe_lab.allocation import budgets, needs
-from moe_lab.allocation.registry import check
-from moe_lab.config import AllocationConfig
+from moe_lab.allocation import budgets
+from moe_lab.allocation.coverage import Alignment, align, cover, expert_prior
+from moe_lab.allocation.problem import RatioTooLarge
+from moe_lab.allocation.shapes import FUNCTIONS, smooth
 from moe_lab.errors import UserError
 
 
-def test_ten_percent_of_a_thousand_is_a_hundred() -> None:
-    layers, scores = {0: layer(10, width=100)}, {0: numpy.arange(1000.0).reshape(10, 100)}
-    assert budgets(settings("global", 0.9), layers, scores)[0].tolist() == [0] * 9 + [100]
+def kept(chosen: Any, layers: Any, scores: Any, evidence: Any = None) -> dict[int, list[int]]:
+    """Layer -> channels that each expert keeps."""
+    return {index: row.tolist() for index, row in budgets(chosen, layers, scores, evidence).items()}
 
 
 @given(st.integers(0, 500), st.floats(0, 0.99))
 def test_global_keeps_the_best_of_all(seed: int, ratio: float) -> None:
     random = numpy.random.default_rng(seed)
     layers = {0: layer(2, width=4), 3: layer(3, width=5)}
-    scores = {
-        i: random.integers(0, 5, size=(facts["n_experts"], facts["width"])).astype(float) for i, facts in layers.items()
-    }
+    scores = {i: random.integers(0, 5, size=(facts["n_experts"], facts["width"])) for i, facts in layers.items()}
     everything = sorted((score, i, e, c) for i, values in scores.items() for (e, c), score in numpy.ndenumerate(values))
     expected = {i: [0] * facts["n_experts"] for i, facts in layers.items()}
     for _, i, expert, _ in everything[len(everything) - int(23 * (1 - ratio) + 1e-6) :]:
         expected[i][expert] += 1
-    assert {i: row.tolist() for i, row in budgets(settings("global", ratio), layers, scores).items()} == expected
+    assert kept(settings("global", ratio), layers, scores) == expected
 
 
-def test_layerwise_keeps_the_best_of_each_layer() -> None:
-    layers = {0: layer(2, width=4), 1: layer(2, width=4)}
+def test_shares_of_layers_and_experts() -> None:
+    ten = {0: numpy.arange(1000.0).reshape(10, 100)}  # ten percent of a thousand is a hundred, also in floats
+    assert kept(settings("global", 0.9), {0: layer(10, width=100)}, ten) == {0: [0] * 9 + [100]}
     scores = {0: numpy.array([[8, 7, 6, 5], [4, 3, 2, 1.0]]), 1: numpy.array([[80, 10, 10, 10], [70, 60, 50, 20.0]])}
-    kept = budgets(settings("layerwise", 0.5), layers, scores)
-    assert {index: row.tolist() for index, row in kept.items()} == {0: [4, 0], 1: [1, 3]}
-
-
-def test_uniform_keeps_widths_equal() -> None:
-    layers, scores = {0: layer(3, width=10), 1: layer(2, width=7)}, {0: numpy.ones((3, 10)), 1: numpy.ones((2, 7))}
-    kept = budgets(settings("uniform", 0.25), layers, scores)
-    assert {index: row.tolist() for index, row in kept.items()} == {0: [7, 7, 7], 1: [5, 5]}
+    assert kept(settings("layerwise", 0.5), {i: layer(2, width=4) for i in (0, 1)}, scores) == {0: [4, 0], 1: [1, 3]}
+    layers, equal = {0: layer(3, width=10), 1: layer(2, width=7)}, {0: numpy.ones((3, 10)), 1: numpy.ones((2, 7))}
+    assert kept(settings("uniform", 0.25), layers, equal) == {0: [7, 7, 7], 1: [5, 5]}
     with pytest.raises(UserError, match=r"no channel of 7 in .* layer 1\b.* 0.857 is the largest feasible ratio"):
-        budgets(settings("uniform", 0.89), layers, scores)
-    assert budgets(settings("uniform", 0.857), layers, scores)[1].tolist() == [1, 1]
+        budgets(settings("uniform", 0.89), layers, equal)
+    assert kept(settings("uniform", 0.857), layers, equal)[1] == [1, 1]
+
+
+# ---- allocation=coverage
 
 
 def test_coverage_by_hand() -> None:
-    """One layer with the golden groups of algorithm CBA as experts; sqrt makes their targets (.5, 1, .8)."""
+    """One layer of three experts; sqrt makes their targets (.5, 1, .8)."""
     layers = {4: layer(3, width=4)}
     scores = {4: numpy.array([[1, 8, 0, 1], [3, 2, 3, 2], [2, 3, 4, 5.0]])}
-    attribution = numpy.array([0.25, 1.0, 0.64])
-    evidence = {
-        "statistics": {4: {"layer_loss": 3.0, "ala_first": attribution, "ala_second": numpy.array([1.0, 0.01, 0.01])}}
-    }
-    assert budgets(settings("coverage", 0.5), layers, scores, evidence)[4].tolist() == [1, 3, 2]
-    assert budgets(settings("coverage", 0.5, intra="uniform"), layers, scores, evidence)[4].tolist() == [2, 2, 2]
-    assert budgets(settings("coverage", 0.5, intra="ranking"), layers, scores, evidence)[4].tolist() == [1, 2, 3]
-    plain = settings("coverage", 0.5, intra="proportional", expert_smoothing="none")  # 6 of .25 : 1 : .64, at most 4
-    assert budgets(plain, layers, scores, evidence)[4].tolist() == [1, 3, 2]
-    second = settings("coverage", 0.5, intra="proportional", prior="ala2", expert_smoothing="none")  # 1 : .01 : .01
-    assert budgets(second, layers, scores, evidence)[4].tolist() == [4, 1, 1]
-    ablated = settings("coverage", 0.5, prior="true_ablation")  # targets (1, .1, .1)
-    assert budgets(ablated, layers, scores, evidence)[4].tolist() == [3, 2, 1]
+    first, second = numpy.array([0.25, 1.0, 0.64]), numpy.array([1.0, 0.01, 0.01])
+    evidence = {"statistics": {4: {"layer_loss": 3.0, "ala_first": first, "ala_second": second}}}
+    plain = {"intra": "proportional", "expert_smoothing": "none"}
+    for parameters, expected in (
+        ({}, [1, 3, 2]),
+        ({"intra": "uniform"}, [2, 2, 2]),
+        ({"intra": "ranking"}, [1, 2, 3]),
+        (plain, [1, 3, 2]),  # 6 of .25 : 1 : .64, at most 4
+        ({**plain, "prior": "ala2"}, [4, 1, 1]),  # 1 : .01 : .01
+        ({"prior": "true_ablation"}, [3, 2, 1]),  # targets (1, .1, .1)
+    ):
+        assert kept(settings("coverage", 0.5, **parameters), layers, scores, evidence)[4] == expected
 
 
 def test_layers_are_weighed_by_the_loss_that_is_chosen() -> None:
@@ -74,22 +76,19 @@ def test_layers_are_weighed_by_the_loss_that_is_chosen() -> None:
         "scaling": {0: {"scaling": 0.09}, 1: {"scaling": 0.04}},
     }
 
-    def kept(inter: str, layer_prior: str) -> list[int]:
-        chosen = settings("coverage", 0.25, inter=inter, layer_prior=layer_prior, intra="uniform")
-        assert needs({**chosen, "by": None}) == (("scaling",) if layer_prior == "nll" else ("statistics",))
-        return [int(row.sum()) for row in budgets(chosen, layers, scores, evidence).values()]
+    def of_layers(name: str, ratio: float = 0.25, **parameters: str) -> list[int]:
+        chosen = settings(name, ratio, zero_expert="keep_null", **parameters)
+        return [sum(row) for row in kept(chosen, layers, scores, evidence).values()]
 
     for inter in ("coverage", "loss_based"):
-        assert kept(inter, "loss") == [10, 20]
-        assert kept(inter, "nll") == [18, 12]
-    alone = settings("loss_based", 0.25, layer_prior="nll")
-    assert [int(row.sum()) for row in budgets(alone, layers, scores, evidence).values()] == [18, 12]
+        assert of_layers("coverage", inter=inter, intra="uniform") == [10, 20]
+        assert of_layers("coverage", inter=inter, intra="uniform", layer_prior="nll") == [18, 12]
+    assert of_layers("loss_based", layer_prior="nll") == [18, 12]
     evidence["scaling"][0]["scaling"] = -0.01  # a layer without which the model is better
-    lower = settings("coverage", 0.5, layer_prior="nll", intra="uniform", zero_expert="keep_null")
-    assert [int(row.sum()) for row in budgets(lower, layers, scores, evidence).values()] == [1, 19]
+    assert of_layers("coverage", 0.5, layer_prior="nll", intra="uniform") == [1, 19]
     evidence["scaling"][1]["scaling"] = -0.01
     with pytest.raises(UserError, match=r"scaling is .*: expected numbers"):
-        budgets(lower, layers, scores, evidence)
+        of_layers("coverage", 0.5, layer_prior="nll", intra="uniform")
 
 
 def test_layer_losses_and_expert_priors_are_smoothed_apart() -> None:
@@ -97,52 +96,178 @@ def test_layer_losses_and_expert_priors_are_smoothed_apart() -> None:
     layers, scores = {0: layer(2, width=12), 1: layer(2, width=12)}, {i: numpy.ones((2, 12)) for i in (0, 1)}
     prior = numpy.array([1.0, 9.0])
     evidence = {"statistics": {i: {"layer_loss": loss, "ala_first": prior} for i, loss in ((0, 1.0), (1, 4.0))}}
-
-    def kept(**parameters: str) -> dict[int, list[int]]:
-        found = budgets(settings("coverage", 0.5, **parameters), layers, scores, evidence)
-        return {index: row.tolist() for index, row in found.items()}
-
-    assert kept() == {0: [2, 6], 1: [4, 12]}  # layers 1 : 2, experts 1 : 3
-    assert [sum(row) for row in kept(layer_smoothing="none").values()] == [5, 19]  # 1 : 4
-    assert [row[1] / sum(row) for row in kept(layer_smoothing="none").values()] == pytest.approx([0.8, 12 / 19])
-    assert [sum(row) for row in kept(expert_smoothing="none").values()] == [8, 16]
-    assert kept(expert_smoothing="none")[0] == [1, 7]  # 1 : 9
-    with pytest.raises(UserError, match="smoothing"):
-        check(AllocationConfig(name="coverage", parameters={"smoothing": "log"}), "channel")
+    for parameters, expected in (
+        ({}, {0: [2, 6], 1: [4, 12]}),  # layers 1 : 2, experts 1 : 3
+        ({"layer_smoothing": "none"}, {0: [1, 4], 1: [7, 12]}),  # layers 1 : 4
+        ({"expert_smoothing": "none"}, {0: [1, 7], 1: [4, 12]}),  # experts 1 : 9
+    ):
+        assert kept(settings("coverage", 0.5, **parameters), layers, scores, evidence) == expected
 
 
-def test_blocks_that_do_not_divide_the_width() -> None:
-    layers, scores = (
-        {i: layer(6, width=32) for i in (0, 2)},
-        {i: numpy.random.default_rng(i).random((6, 32)) for i in (0, 2)},
-    )
-    kept = budgets(settings("global", 0.5, align={"block": 12}), layers, scores)
-    assert {int(count) for row in kept.values() for count in row} <= {0, 12, 24}, "two blocks and 8 channels more"
-    with pytest.raises(UserError, match=r"align\.block=12\b.* 288; 0.248 is the smallest feasible ratio"):
-        budgets(settings("global", 0.2, align={"block": 12}), layers, scores)
+def covered(groups: list[numpy.ndarray], prior: numpy.ndarray, alpha: float) -> list[int]:
+    """N_g(min(alpha phi_g, 1)) as defined: the smallest n whose prefix sum reaches the share."""
+    found = []
+    for scores, phi in zip(groups, prior, strict=True):
+        descending = sorted(scores, reverse=True)
+        wanted = min(alpha * phi, 1) * sum(descending)
+        found.append(next(n for n in range(len(scores) + 1) if sum(descending[:n]) >= wanted))
+    return found
 
 
-def test_a_block_too_large_for_the_ratio_names_the_largest_ratio() -> None:
-    layers, scores = {0: layer(4, width=16)}, {0: numpy.ones((4, 16)) + numpy.arange(16) / 100}
+def naive(groups: list[numpy.ndarray], prior: numpy.ndarray, budget: int) -> list[int]:
+    """The specification word by word: bisect alpha until floats meet, then one channel at a time to the group with the
+    smallest achieved / target coverage."""
+    low, high = 0.0, 1 / min(prior)
+    for _ in range(200):
+        middle = (low + high) / 2
+        low, high = (middle, high) if sum(covered(groups, prior, middle)) <= budget else (low, middle)
+    found = covered(groups, prior, low)
+    while sum(found) < budget:
+        open_groups = [g for g in range(len(groups)) if found[g] < len(groups[g])]
+
+        def reached(g: int) -> float:
+            return float(sum(sorted(groups[g], reverse=True)[: found[g]]) / sum(groups[g]) / prior[g])
+
+        found[min(open_groups, key=reached)] += 1
+    return found
+
+
+ROWS = st.lists(st.lists(st.floats(0.01, 10), min_size=1, max_size=6), min_size=1, max_size=4)
+
+
+@given(ROWS, st.lists(st.floats(0.05, 1), min_size=4, max_size=4), st.floats(0, 1))
+@how(max_examples=50)
+def test_exact_is_the_search_run_to_the_end(rows: list[list[float]], targets: list[float], fill: float) -> None:
+    groups, prior = [numpy.array(row) for row in rows], numpy.array(targets[: len(rows)])
+    budget = max(len(groups), round(fill * sum(map(len, groups))))  # below, alpha is 0 and all groups are tied
+    shares = [s / p for row, p in zip(rows, prior, strict=True) for s in numpy.cumsum(sorted(row)[::-1]) / sum(row)]
+    assume(len({round(share, 6) for share in shares}) == len(shares))  # ties may fall either way
+    assert cover(groups, prior, budget).tolist() == naive(groups, prior, budget)
+
+
+def test_groups_without_score_or_target_come_last() -> None:
+    groups = [numpy.zeros(3), numpy.array([2.0, 1.0, 0.0]), numpy.array([5.0, 4.0, 3.0]), -numpy.ones(3)]
+    prior = numpy.array([1, 1, 0, 1.0])
+    assert cover(groups, prior, 2).tolist() == [0, 2, 0, 0]
+    assert cover(groups, prior, 5).tolist() == [0, 2, 3, 0]
+    assert cover(groups, prior, 12).tolist() == [3, 3, 3, 3]
+    assert cover(groups, numpy.zeros(4), 4).sum() == 4
+    # of what is equal, the larger target comes first
+    assert cover([numpy.ones(2), numpy.ones(2)], numpy.array([0.5, 1]), 1).tolist() == [0, 1]
+
+
+SUMS = numpy.zeros((3, 3, 3))
+SUMS[:, 1, 0] = [0.5, 1.5, 2.5]
+EVIDENCE: dict[str, Any] = {
+    "statistics": {
+        7: {
+            "ala_first": numpy.array([3.0, -1.0, 2.0]),
+            "ala_second": numpy.array([4.0, 5.0, 6.0]),
+            "tokens": numpy.array([10.0, 0.0, 30.0]),
+            "sums_model": SUMS,
+        }
+    },
+    "ablation": {7: {"ablation": numpy.array([0.1, -0.2, 0.3])}},
+    "gradients": {7: {"channel_product": numpy.array([[-1.0, -2.0], [3.0, 4.0], [-5.0, 1.0]])}},
+}
+PRIORS: dict[Any, list[float]] = {
+    "ala1": [3, 0, 2],
+    "ala2": [4, 5, 6],
+    "true_ablation": [4, 5, 6],
+    "loss": [0.1, 0, 0.3],
+    "usage": [10, 0, 30],
+    "router_weight": [0.5, 1.5, 2.5],
+    "ala_lm": [3, 0, 4],
+    "none": [1, 1, 1],
+}
+
+
+def test_values_of_priors() -> None:
+    for prior, expected in PRIORS.items():
+        assert expert_prior(prior, EVIDENCE, 7, 3) == pytest.approx(expected), prior
+    with pytest.raises(UserError, match=r"channel_product of layer 8.* gradients"):
+        expert_prior("ala_lm", EVIDENCE, 8, 3)
+
+
+def test_formulas_of_smoothing() -> None:
+    x = numpy.array([0.25, 0.75, 1.0, 2.0])  # mean 1, population deviation sqrt(0.40625)
+    half = 0.5 * 0.40625**0.5
+    assert smooth(x, "sqrt") == pytest.approx([0.5, 0.75**0.5, 1, 2**0.5])
+    assert smooth(x, "log") == pytest.approx([numpy.log(2.25), numpy.log(4.75), numpy.log(6), numpy.log(11)])
+    delta = 1 + half
+    assert smooth(x, "huber") == pytest.approx([0.25, 0.75, 1, delta + (delta * (2 - delta)) ** 0.5])
+    assert smooth(x, "clip") == pytest.approx([1 - half, 0.75, 1, 1 + half])
+    assert smooth(x, "none") == pytest.approx(x)
+    for name in FUNCTIONS:  # equal targets without any values, none that is zero, and units do not matter
+        some = smooth(numpy.array([0.0, 1e-9, 3.0]), name)
+        assert smooth(numpy.zeros(2), name).tolist() == [1, 1] and 0 < some[0] <= some[1] <= some[2]
+        assert smooth(1000 * x, name) == pytest.approx(smooth(x, name))
+
+
+# ---- whole blocks
+
+
+def aligned(wanted: Any, width: int, block: int, *, least: int | None = None, order: str = "remainder") -> list[int]:
+    scores = numpy.tile(numpy.arange(width, 0.0, -1), (len(wanted), 1))
+    rules = Alignment(block, block if least is None else least, order)
+    return align({0: numpy.array(wanted)}, {0: scores}, rules)[0].tolist()
+
+
+def test_blocks_that_are_left_over_go_by_channels_or_by_scores() -> None:
+    assert aligned([300, 130, 100, 260, 500, 384], 512, 128) == [384, 128, 0, 256, 512, 384]
+    scores = {0: numpy.array([[9, 8, 1, 1], [9, 8, 7, 1], [9, 8, 1, 0]], dtype=float)}
+    wanted = {0: numpy.array([3, 3, 2])}
+    assert align(wanted, scores, Alignment(2, 2, "remainder"))[0].tolist() == [4, 2, 2]
+    assert align(wanted, scores, Alignment(2, 2, "scores"))[0].tolist() == [2, 4, 2]
+
+
+def reference(wanted: list[int], lost: list[float], width: int, block: int, least: int) -> list[int]:
+    """The paper's rule, one block at a time, with a second pass for what is left."""
+    active = [i for i, n in enumerate(wanted) if n >= least and n > 0]
+    found = [wanted[i] // block * block if i in active else 0 for i in range(len(wanted))]
+    blocks = (sum(wanted) - sum(found)) // block
+    while blocks and any(found[i] + block <= width for i in active):
+        for i in sorted(active, key=lambda i: -lost[i]):
+            if blocks and found[i] + block <= width:
+                found[i] += block
+                blocks -= 1
+    return found
+
+
+@given(
+    st.lists(st.integers(0, 24), min_size=1, max_size=6),
+    st.sampled_from([1, 2, 4, 5, 7, 8]),
+    st.integers(0, 10),
+    st.sampled_from(["remainder", "scores"]),
+)
+def test_whole_blocks_of_any_budgets(wanted: list[int], block: int, least: int, order: str) -> None:
+    try:
+        found = aligned(wanted, 24, block, least=least, order=order)
+    except RatioTooLarge:
+        assert max(wanted) < least or max(wanted) < block
+        return
+    assert all(n % block == 0 and 0 <= n <= 24 for n in found)
+    assert all(n == 0 for n, before in zip(found, wanted, strict=True) if before < least)
+    full = all(n in (0, 24 // block * block) for n in found)
+    assert sum(wanted) - block < sum(found) <= sum(wanted) or full
+    if order == "remainder":
+        assert found == reference(wanted, [n % block for n in wanted], 24, block, least)
+
+
+def test_blocks_that_do_not_fit_are_refused() -> None:
+    layers, random = {i: layer(6, width=32) for i in (0, 2)}, numpy.random.default_rng(0)
+    scores = {i: random.random((6, 32)) for i in layers}
+    found = kept(settings("global", 0.5, align={"block": 12}), layers, scores)
+    assert {count for row in found.values() for count in row} <= {0, 12, 24}, "two blocks and 8 channels more"
+    for blocks, ratio, named in (
+        ({"block": 12}, 0.2, r"align\.block=12\b.* 288; 0.248 is the smallest feasible ratio"),
+        ({"block": 33, "min_channels": 1}, 0.5, r"align\.block=33\b.*\b32\b"),
+        ({"block": 4, "min_channels": 33}, 0.5, r"align\.min_channels=33\b.*\b32\b"),
+    ):
+        with pytest.raises(UserError, match=named):
+            budgets(settings("global", ratio, align=blocks), layers, scores)
+    four = ({0: layer(4, width=16)}, {0: numpy.ones((4, 16)) + numpy.arange(16) / 100})
     chosen = settings("coverage", 0.9, intra="uniform", layer_prior="none", align={"block": 8})
     with pytest.raises(UserError, match=r"layer 0\b.* 2\b.*; 0.546 is the largest feasible ratio"):
-        budgets(chosen, layers, scores)
-    assert budgets({**chosen, "ratio": 0.546}, layers, scores)[0].sum() > 0
-
-
-@pytest.mark.parametrize("prior", ["usage", "router_weight", "loss"])
-def test_plain_shares_are_proportional_to_the_prior(prior: str) -> None:
-    """The naive way: share e of the layer is budget * prior_e / sum(prior), in whole channels."""
-    random = numpy.random.default_rng(5)
-    measured = random.uniform(1, 2, 6)
-    layers, scores = {0: layer(6, width=50)}, {0: random.random((6, 50))}
-    sums = numpy.zeros((6, 3, 3))
-    sums[:, 1, 0] = measured
-    evidence = {
-        "statistics": {0: {"layer_loss": 1.0, "tokens": measured, "sums_model": sums}},
-        "ablation": {0: {"ablation": measured}},
-    }
-    plain = settings("coverage", 0.5, intra="proportional", prior=prior, expert_smoothing="none")
-    kept = budgets(plain, layers, scores, evidence)[0]
-    assert kept.sum() == 150 and abs(kept - 150 * measured / measured.sum()).max() < 1
-    assert needs({**plain, "by": None}) == (("ablation", "statistics") if prior == "loss" else ("statistics",))
+        budgets(chosen, *four)
+    assert budgets({**chosen, "ratio": 0.546}, *four)[0].sum() > 0

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import json
 import re
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -10,18 +12,11 @@ from facts_of import layer, settings
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_lab.allocation import allocate
+from moe_lab.allocation import allocate, budgets, check
 from moe_lab.allocation.problem import apportion
+from moe_lab.config import AllocationConfig
 from moe_lab.errors import UserError
-
-
-@pytest.mark.parametrize(("count", "ratio", "removed"), [(64, 0.25, 16), (128, 0.5, 64), (60, 0.25, 15), (60, 0.5, 30)])
-def test_uniform_removes_what_the_papers_remove(count: int, ratio: float, removed: int) -> None:
-    layers = {0: layer(count, top_k=6), 3: layer(count, top_k=6)}
-    assert allocate(settings("uniform", ratio), layers, {0: [0.0] * count, 3: [0.0] * count}) == {
-        0: removed,
-        3: removed,
-    }
+from moe_lab.pruning.plan import make_channel_plan, make_plan
 
 
 def test_layers_have_limits_of_their_own() -> None:
@@ -68,21 +63,16 @@ def test_global_in_steps_goes_by_their_means() -> None:
 
 
 def test_u_shape_spares_the_ends() -> None:
-    layers = {index: layer(128, top_k=8) for index in range(5)}
-    scores = {index: [0.0] * 128 for index in layers}
+    def removed(count: int, ratio: float, layers: int = 5, **parameters: float) -> list[int]:
+        facts = {index: layer(count) for index in range(layers)}
+        return list(
+            allocate(settings("u_shaped", ratio, **parameters), facts, {i: [0.0] * count for i in facts}).values()
+        )
+
     # z of (1/4, 1/16, 0, 1/16, 1/4): mean 1/8, deviation sqrt(0.0109375); 64 (1 + 0.2 z) kept: 79.3, 56.4, 48.7.
-    assert allocate(settings("u_shaped", 0.5, beta=0.2), layers, scores) == {0: 49, 1: 71, 2: 79, 3: 72, 4: 49}
-    # max(.1, .1 (1 + z / 2)): .16 at the ends, .1 between.
-    hundreds = {index: layer(100) for index in layers}
-    assert allocate(settings("u_shaped", 0.9, beta=0.5), hundreds, {index: [0.0] * 100 for index in layers}) == {
-        0: 87,
-        1: 92,
-        2: 92,
-        3: 92,
-        4: 87,
-    }
-    two = {0: layers[0], 3: layers[0]}
-    assert allocate(settings("u_shaped", 0.5), two, {0: [0.0] * 128, 3: [0.0] * 128}) == {0: 64, 3: 64}
+    assert removed(128, 0.5, beta=0.2) == [49, 71, 79, 72, 49]
+    assert removed(100, 0.9, beta=0.5) == [87, 92, 92, 92, 87]  # max(.1, .1 (1 + z / 2)): .16 at the ends, .1 between
+    assert removed(128, 0.5, layers=2) == [64, 64]
 
 
 def test_loss_based_keeps_in_proportion_to_the_smoothed_loss() -> None:
@@ -103,7 +93,6 @@ def test_loss_based_keeps_in_proportion_to_the_smoothed_loss() -> None:
         ("global", 0.7, 1, r"removes 22 .* 20 ", "0.687 is the largest"),
         ("uniform", 0.0, 7, r"layer 0\b.*multiple of 7", "0.125 is the smallest"),
         ("global", 0.0, 7, r"removes 0 .* 4 ", "0.125 is the smallest"),
-        ("global", 1.5, 1, r"\[0, 1\)", "0.687 is the largest"),
         ("uniform", -0.1, 1, r"\[0, 1\)", "0 is the smallest"),
         ("uniform", float("nan"), 1, r"\[0, 1\)", "0.562 is the largest"),
     ],
@@ -117,20 +106,11 @@ def test_infeasible_ratios_name_the_reason_and_the_nearest(
     assert re.search(reason, str(refused.value))
 
 
-def test_multiples_that_no_layer_can_keep() -> None:
+def test_multiples_and_losses_that_no_layer_can_have() -> None:
     with pytest.raises(UserError, match=r"allocation\.multiple_of"):
         allocate({**settings("uniform", 0.25), "multiple_of": 80}, {0: layer(60)}, {0: [0.0] * 60})
-
-
-@pytest.mark.parametrize(
-    ("evidence", "named"),
-    [
-        ({}, r"layer_loss of layer 0\b.* statistics"),
-        ({"statistics": {0: {"layer_loss": 0.0}}}, r"layer_loss is \[0.0\]"),
-    ],
-)
-def test_missing_and_broken_evidence(evidence: Any, named: str) -> None:
-    with pytest.raises(UserError, match=named):
+    with pytest.raises(UserError, match=r"layer_loss is \[0.0\]"):
+        evidence = {"statistics": {0: {"layer_loss": 0.0}}}
         allocate(settings("loss_based", 0.25), {0: layer(4)}, {0: [0.0] * 4}, evidence)
 
 
@@ -145,21 +125,6 @@ def test_largest_remainders_come_first() -> None:
     assert apportion([5, 3, 2], 16, 0, 100, 4).tolist() == [8, 4, 4]  # shares 8, 4.8, 3.2: two units of four left
 
 
-@given(
-    st.lists(st.tuples(st.floats(1e-6, 1e3), st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=8),
-    st.integers(1, 4),
-    st.floats(0, 1),
-)
-def test_sum_bounds_and_steps(groups: list[tuple[float, int, int]], step: int, fill: float) -> None:
-    weights, low, units = map(numpy.array, zip(*groups, strict=True))
-    high = low + units * step
-    total = int(low.sum()) + step * round(fill * int(units.sum()))
-    found = apportion(weights, total, low, high, step)
-    assert found.sum() == total
-    assert (found >= low).all() and (found <= high).all()
-    assert not ((found - low) % step).any()
-
-
 @given(st.lists(st.floats(0.1, 10), min_size=2, max_size=3), st.integers(0, 12))
 def test_nearest_of_all_whole_numbers(weights: list[float], total: int) -> None:
     """Without bounds in the way, no other whole numbers with that sum are nearer to the exact shares."""
@@ -171,3 +136,58 @@ def test_nearest_of_all_whole_numbers(weights: list[float], total: int) -> None:
         if sum(other) == total
     ]
     assert ((found - share) ** 2).sum() == pytest.approx(min(distances), abs=1e-6)
+
+
+# ---- allocation=list
+
+LISTED = {0: layer(8, top_k=2), 3: layer(8, top_k=2)}
+SCORES = {0: numpy.arange(8.0), 3: numpy.arange(8.0)}
+
+
+def listed(path: Path, ratio: float, content: Any = None, multiple_of: int = 1) -> dict[str, Any]:
+    if content is not None:
+        path.write_text(content if isinstance(content, str) else json.dumps(content))
+    return {**settings("list", ratio), "path": str(path), "multiple_of": multiple_of}
+
+
+def test_a_schedule_and_a_plan_say_how_much_each_layer_loses(tmp_path: Path) -> None:
+    assert allocate(listed(tmp_path / "list", 0.5, {"3": 6, "0": 2}), LISTED, SCORES) == {0: 2, 3: 6}
+    make_plan(SCORES, {0: 1, 3: 3}, LISTED, provenance={}).save(tmp_path / "plan.json")
+    assert allocate(listed(tmp_path / "plan.json", 0.25), LISTED, SCORES) == {0: 1, 3: 3}
+    random, path = numpy.random.default_rng(0), tmp_path / "channels.json"
+    scores = {index: random.random((8, 8)) for index in LISTED}
+    keep = {index: random.integers(0, 9, 8) for index in LISTED}
+    make_channel_plan(scores, keep, LISTED, zero_expert="drop", provenance={}).save(path)
+    chosen = listed(path, 1 - sum(int(row.sum()) for row in keep.values()) / 128)
+    found = budgets(chosen, LISTED, scores)
+    assert all(found[index].tolist() == keep[index].tolist() for index in LISTED)
+    check(AllocationConfig(name="list", path=str(path)), "channel")
+    with pytest.raises(UserError, match="lists channels, but the criterion scores experts"):
+        check(AllocationConfig(name="list", path=str(path)), "expert")
+    with pytest.raises(UserError, match="layer 0 has 8 experts of width 8, expected 8 of 9"):
+        wide = {index: layer(8, width=9) for index in LISTED}
+        budgets(chosen, wide, {index: numpy.ones((8, 9)) for index in LISTED})
+
+
+@pytest.mark.parametrize(
+    ("content", "multiple_of", "named"),
+    [
+        ("{", 1, "is damaged"),
+        ([1, 2], 1, "expected a schedule"),
+        ({"0": 2.5}, 1, "expected a schedule"),
+        ({"schema": 1, "layers": {"0": {"experts": 4}}}, 1, "expected a schedule"),
+        ({"0": 4}, 1, r"layers \[0\], expected \[0, 3\]"),
+        ({"0": 8, "3": 0}, 1, "removes 8 of 8 experts in layer 0, 6 is the nearest feasible"),
+        ({"0": 3, "3": 5}, 4, "removes 3 of 8 experts in layer 0, 4 is the nearest feasible"),
+        ({"0": 2, "3": 2}, 1, "ratio=0.5, but allocation.path removes 0.25 of all"),
+    ],
+)
+def test_files_that_do_not_fit(tmp_path: Path, content: Any, multiple_of: int, named: str) -> None:
+    with pytest.raises(UserError, match=named):
+        allocate(listed(tmp_path / "list", 0.5, content, multiple_of), LISTED, SCORES)
+
+
+@pytest.mark.parametrize("path", ["nowhere.json", None])
+def test_missing_files(path: str | None) -> None:
+    with pytest.raises(UserError, match=r"allocation\.path"):
+        check(AllocationConfig(name="list", path=path))

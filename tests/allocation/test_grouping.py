@@ -3,35 +3,25 @@
 from __future__ import annotations
 
 import re
-from itertools import chain, combinations
+from itertools import chain, combinations, product
 from typing import Any
 
 import numpy
 import pytest
 from facts_of import layer, settings
 from numpy.typing import NDArray
+from scipy.spatial.distance import squareform
 
-from moe_lab.allocation import check, fits
+from moe_lab.allocation import fits
 from moe_lab.allocation.grouping import GROUPINGS, average_linkage, by_salience, groups, nearest, weighted
-from moe_lab.config import AllocationConfig
 from moe_lab.errors import UserError
 
 LOGITS = numpy.array([[2, 0, 1], [0, 2, 1], [1, 1, -2], [0.1, 1.8, 1]], dtype=float)  # experts x tokens
 MEANS = numpy.array([[0, 0], [1, 0], [1.8, 0], [5, 1]], dtype=float)
 GATED = numpy.array([[1, 0], [1, 1], [0, 2], [-1, -1]], dtype=float)
 TOKENS = numpy.array([0.30, 0.28, 0.22, 0.20])
-SALIENCE = numpy.array([5, 1, 4, 0.5, 2, 0.2])
-"""An example of REAM's groups, with the distances of six experts."""
-APART = numpy.array(
-    [
-        [0, 0.3, 0.9, 0.1, 0.5, 0.2],
-        [0.3, 0, 0.4, 0.6, 0.7, 0.8],
-        [0.9, 0.4, 0, 0.15, 0.6, 0.05],
-        [0.1, 0.6, 0.15, 0, 0.3, 0.4],
-        [0.5, 0.7, 0.6, 0.3, 0, 0.9],
-        [0.2, 0.8, 0.05, 0.4, 0.9, 0],
-    ]
-)
+APART = squareform([0.3, 0.9, 0.1, 0.5, 0.2, 0.4, 0.6, 0.7, 0.8, 0.15, 0.6, 0.05, 0.3, 0.4, 0.9])
+"""Distances of six experts; 3, 5 and 1 are the nearest to 0, and 5 and 3 to 2."""
 
 
 def grouped(
@@ -80,24 +70,14 @@ def merged(name: str, groups: list[list[int]], values: Any, kept: Any = ()) -> d
     return weighted(name, groups, {"tokens": nothing if by_scores else values}, values if by_scores else nothing, kept)
 
 
-def test_the_most_used_expert_stands_for_its_group_and_members_weigh_as_they_are_used() -> None:
+def test_who_stands_for_a_group_and_what_members_weigh() -> None:
     weights = merged("m_smoe", [[0], [1, 3], [2]], TOKENS)
     assert weights == {0: {0: 1.0}, 1: pytest.approx({1: 28 / 48, 3: 20 / 48}), 2: {2: 1.0}}
     assert list(merged("hc_smoe", [[0, 1, 2]], numpy.array([3.0, 9.0, 9.0]))) == [1]
     assert merged("merge_moe", [[0, 1], [2]], numpy.zeros(3)) == {0: {0: 0.5, 1: 0.5}, 2: {2: 1.0}}
-
-
-def test_ream_weighs_by_salience_and_the_kept_expert_stands_for_its_group() -> None:
-    weights = merged("ream", [[0, 3, 5], [1, 2], [4]], SALIENCE, kept=(0, 2, 4))
-    assert weights[0] == pytest.approx({0: 5 / 5.7, 3: 0.5 / 5.7, 5: 0.2 / 5.7})
-    assert weights[2] == pytest.approx({1: 0.2, 2: 0.8}) and weights[4] == {4: 1.0}
-    # a negative score counts as 0; where no positive one is left, all weigh the same
-    assert merged("ream", [[0, 1], [2, 3]], numpy.array([3.0, -1.0, -2.0, 0.0]), kept=(0, 3)) == {
-        0: {0: 1.0, 1: 0.0},
-        3: {2: 0.5, 3: 0.5},
-    }
-    # routers limited to groups keep an expert although a dropped one of another group has a higher score
-    assert list(merged("ream", [[0, 1]], numpy.array([1.0, 2.0]), kept=(0,))) == [0]
+    # REAM: a negative score counts as 0; where no positive one is left, all weigh the same
+    weights = merged("ream", [[0, 1], [2, 3], [4, 5]], numpy.array([3.0, -1, -2, 0, 1, 4]), kept=(0, 3, 4))
+    assert weights == {0: {0: 1.0, 1: 0.0}, 3: {2: 0.5, 3: 0.5}, 4: {4: 0.2, 5: 0.8}}
 
 
 def test_groups_fill_from_the_most_salient_expert_on() -> None:
@@ -115,34 +95,27 @@ def test_groups_fill_from_the_most_salient_expert_on() -> None:
 def naive_ream(logits: NDArray[Any], gated: NDArray[Any]) -> NDArray[Any]:
     """1 - (outputs + logits) / 2 of each pair, from the columns themselves."""
     count = len(logits)
-    columns = [row / numpy.linalg.norm(row) for row in logits]
+    columns, outputs = ([row / numpy.linalg.norm(row) for row in rows] for rows in (logits, gated))
     apart = numpy.array([[numpy.linalg.norm(a - b) for b in columns] for a in columns])
     distances = numpy.zeros((count, count))
-    for i in range(count):
-        for j in range(count):
-            cosine = gated[i] @ gated[j] / numpy.linalg.norm(gated[i]) / numpy.linalg.norm(gated[j])
-            distances[i, j] = 1 - ((cosine + 1) / 2 + 1 - apart[i, j] / apart.max()) / 2
+    for i, j in product(range(count), repeat=2):
+        distances[i, j] = 1 - ((outputs[i] @ outputs[j] + 1) / 2 + 1 - apart[i, j] / apart.max()) / 2
     return distances
 
 
 def test_reams_distance_is_of_gated_outputs_and_logits() -> None:
     rng = numpy.random.default_rng(0)
     logits, gated = rng.normal(size=(9, 40)), rng.normal(size=(9, 5))
-    distances = GROUPINGS["ream"].distances({"router_gram": logits @ logits.T, "dense_gated_output_sum": gated})
-    numpy.testing.assert_allclose(distances, naive_ream(logits, gated), atol=1e-7)  # sqrt(2 - 2 cos) near cos = 1
-
-
-def test_ream_takes_the_kept_experts_by_score() -> None:
-    sums = {"router_gram": LOGITS @ LOGITS.T, "dense_gated_output_sum": GATED}
-    # 1 is nearer to 0 than to 2, and 3 nearer to 0: whoever comes first, takes 3 or 1
-    distances = naive_ream(LOGITS, GATED)
-    for scores in ([2, 0, 1, 0], [1, 0, 2, 0]):
-        first = int(numpy.argmax(scores))
-        taken = min((1, 3), key=lambda expert: distances[first, expert])
-        made = grouped("ream", sums, (0, 2), scores=scores, group_size=2)
-        assert sorted([first, taken]) in made and len(made) == 2
+    sums = {"router_gram": logits @ logits.T, "dense_gated_output_sum": gated}
+    distances = naive_ream(logits, gated)
+    numpy.testing.assert_allclose(GROUPINGS["ream"].distances(sums), distances, atol=1e-7)  # sqrt(2 - 2 cos) near 0
+    for scores in ([2.0] + [1.0] * 8, [1.0] * 8 + [2.0]):  # of the kept experts, that of the highest score takes first
+        kept = sorted((0, 8), key=lambda expert: -scores[expert])
+        expected = by_salience(distances, kept, group_size=5)
+        made = grouped("ream", sums, (0, 8), scores=scores, group_size=5)
+        assert made == sorted(map(sorted, expected)) and len(made[0]) + len(made[1]) == 9
     with pytest.raises(UserError, match="hc_smoe"):
-        grouped("ream", {"dense_gated_output_sum": GATED}, (0, 2))
+        grouped("ream", {"dense_gated_output_sum": gated}, (0, 8), scores=scores)
 
 
 def test_merge_moe_joins_the_expert_with_the_nearest_weights() -> None:
@@ -171,13 +144,6 @@ def test_groups_that_cannot_hold_all_experts_are_refused_before_anything_runs(
                 fits(asked, million, "expert")
 
 
-def test_parameters_of_a_replacement_are_checked() -> None:
-    check(AllocationConfig(replacement="ream", parameters={"group_size": 8}))
-    for name, own in (("ream", {"group_size": 8.5}), ("ream", {"grup_size": 8}), ("m_smoe", {"group_size": 8})):
-        with pytest.raises(UserError, match=r"allocation\.parameters.*group_size"):
-            check(AllocationConfig(replacement=name, parameters=own))
-
-
 @pytest.mark.parametrize("seed", range(5))
 def test_clusters_are_those_of_a_naive_average_linkage(seed: int) -> None:
     features = numpy.random.default_rng(seed).normal(size=(12, 5))
@@ -193,7 +159,4 @@ def test_clusters_are_those_of_a_naive_average_linkage(seed: int) -> None:
     routed = {"output_sum": features * tokens[:, None], "tokens": tokens}
     for name, sums in (("hc_smoe", {"dense_output_sum": 22 * features}), ("hc_smoe_routed", routed)):
         assert grouped(name, sums, range(4), scores=numpy.ones(12)) == sorted(groups)
-
-
-def test_equal_experts_still_give_as_many_groups_as_asked() -> None:
-    assert len(average_linkage(numpy.zeros((6, 6)), range(4))) == 4
+    assert len(average_linkage(numpy.zeros((6, 6)), range(4))) == 4, "equal experts give as many groups as asked"

@@ -15,25 +15,15 @@ from hypothesis import strategies as st
 from tokenizers import pre_tokenizers
 
 import moe_lab
-from moe_lab import criteria
-from moe_lab.allocation import allocate, budgets, needs
+from moe_lab.allocation import allocate, budgets
 from moe_lab.allocation.protection import identity, super_experts, with_protected
-from moe_lab.allocation.registry import check
-from moe_lab.allocation.shapes import check_removals, count_subsets, kept_subsets
+from moe_lab.allocation.shapes import check_removals
 from moe_lab.config import AllocationConfig
 from moe_lab.errors import UserError
 from moe_lab.models.discover import moe_layers
 from moe_lab.pruning.plan import Plan, make_plan
 from moe_lab.search.candidates import Plans
-from moe_lab.search.settings import problem_of
-
-
-def percentile(values: list[float], share: float) -> float:
-    """Linear interpolation between the two values around rank share * (n - 1), by hand."""
-    ordered = sorted(values)
-    rank = share * (len(ordered) - 1)
-    low = int(rank)
-    return ordered[low] + (rank - low) * (ordered[min(low + 1, len(ordered) - 1)] - ordered[low])
+from moe_lab.search.evolution import problem_of
 
 
 def test_published_maxima_give_the_published_experts() -> None:
@@ -50,13 +40,20 @@ def test_published_maxima_give_the_published_experts() -> None:
 def test_super_experts_are_found_one_by_one(seed: int, spread: float) -> None:
     random = numpy.random.default_rng(seed)
     layers = {number: numpy.exp(random.normal(0, spread, 60)) for number in (1, 2, 5)}
-    values = [float(value) for row in layers.values() for value in row]
+    values = numpy.concatenate(list(layers.values()))
+    bound = max(float(numpy.quantile(values, 0.995)), float(values.max()) / 10)
     expected: dict[int, list[int]] = {}
     for number, row in layers.items():
         for expert, value in enumerate(row):
-            if value > percentile(values, 0.995) * (1 + 1e-12) and value > max(values) / 10 and number < 5:
+            if value > bound and number < 5:
                 expected.setdefault(number, []).append(expert)
     assert super_experts(layers, 5) == expected
+
+
+def protected(settings: Any, model: Any, sums: Any) -> dict[int, list[int]]:
+    """Layer -> its protected experts, by the fields of AllocationConfig."""
+    marked = with_protected(identity(vars(AllocationConfig(**settings))), model, sums)
+    return {number: facts["protected"] for number, facts in marked["layers"].items()}
 
 
 def test_the_share_of_layers_is_rounded() -> None:
@@ -64,17 +61,9 @@ def test_the_share_of_layers_is_rounded() -> None:
     sums = {number: {"output_abs_max": numpy.ones(300)} for number in model["layers"]}
     for number in sums:
         sums[number]["output_abs_max"][7] = 50 + number
-    found = {
-        share: [
-            n for n, facts in with_protected(super_settings(share), model, sums)["layers"].items() if facts["protected"]
-        ]
-        for share in (0.2, 0.75, 1)
-    }
-    assert found == {0.2: [], 0.75: [1, 2, 3], 1: [1, 2, 3, 4, 5]}  # 0.75 * 6 = 4.5 is rounded to 4
-
-
-def super_settings(share: float) -> dict[str, Any]:
-    return identity({"protect": "super", "protect_layers": share})
+    for share, last in ((0.2, 0), (0.75, 3), (1, 5)):  # 0.75 * 6 = 4.5 is rounded to 4
+        found = protected({"protect": "super", "protect_layers": share}, model, sums)
+        assert found == {number: [7] if number <= last else [] for number in range(1, 6)}
 
 
 def test_more_protected_experts_than_a_layer_keeps_are_refused() -> None:
@@ -95,16 +84,13 @@ def test_more_protected_experts_than_a_layer_keeps_are_refused() -> None:
         make_plan(scores, {0: 0, 1: 5}, layers, provenance={})
 
 
-INTRA = ("coverage", "proportional", "uniform", "ranking")
-
-
 def test_without_protected_experts_nothing_changes() -> None:
     """The others divide what is left: as if the protected experts and their channels were not there."""
     random = numpy.random.default_rng(0)
     scores = {0: random.gamma(0.5, size=(6, 8))}
     sums = {0: {"layer_loss": 1.0, "ala_first": random.gamma(1, size=6)}}
     marked, rest = {0: {**layer(6, width=8), "protected": [2]}}, [0, 1, 3, 4, 5]
-    for intra in INTRA:
+    for intra in ("coverage", "proportional", "uniform", "ranking"):
         chosen = settings("coverage", 0.5, intra=intra, zero_expert="keep_null")
         kept = budgets(chosen, marked, scores, {"statistics": sums})[0]
         alone = {0: {"layer_loss": 1.0, "ala_first": sums[0]["ala_first"][rest]}}
@@ -113,13 +99,8 @@ def test_without_protected_experts_nothing_changes() -> None:
         assert kept[2] == 8 and kept[rest].tolist() == expected.tolist()
 
 
-def test_what_cannot_be_kept_whole_is_refused() -> None:
-    with pytest.raises(UserError, match=r"allocation\.protect=super.*layerwise"):
-        check(AllocationConfig(protect="super"), "channel")
-    check(AllocationConfig(protect="super"), "expert")
+def test_a_plan_without_all_their_channels_is_refused() -> None:
     marked = {0: {**layer(4, width=12), "protected": [1]}}
-    aligned = settings("global", 0.5, align={"block": 4, "min_channels": 0})
-    assert budgets(aligned, marked, {0: numpy.ones((4, 12))})[0][1] == 12
     plan = Plan({0: (0, 1)}, {0: 4}, channels={0: numpy.eye(4, 12, dtype=bool) & (numpy.arange(4) < 2)[:, None]})
     with pytest.raises(UserError, match=r"layer 0 .* expert 1\b"):
         plan.check(marked)
@@ -128,31 +109,14 @@ def test_what_cannot_be_kept_whole_is_refused() -> None:
 def test_a_file_counts_by_its_content(tmp_path: Path) -> None:
     file = tmp_path / "experts.json"
     file.write_text('{"2": [9, 1, 9], "0": [3]}')
-    fields = vars(AllocationConfig(protect=str(file)))
-    assert identity(fields) == {"protect": {"0": [3], "2": [1, 9]}} and identity(vars(AllocationConfig())) == {}
-    assert needs(fields) == () and needs(vars(AllocationConfig(protect="super"))) == ("statistics",)
+    fields = {"protect": str(file)}
+    assert identity(vars(AllocationConfig(**fields))) == {"protect": {"0": [3], "2": [1, 9]}}
     model = {"layers": {0: layer(10), 1: layer(10), 2: layer(10)}}
-    assert {n: facts["protected"] for n, facts in with_protected(identity(fields), model, {})["layers"].items()} == {
-        0: [3],
-        1: [],
-        2: [1, 9],
-    }
+    assert protected(fields, model, {}) == {0: [3], 1: [], 2: [1, 9]}
     for content in ('{"3": [1]}', '{"1": [10]}', '{"1": [-1]}', '{"a": [1]}', "[1]", "{"):
         file.write_text(content)
         with pytest.raises(UserError, match=r"allocation\.protect"):
-            with_protected(identity(fields), model, {})
-    with pytest.raises(UserError, match=r"allocation\.protect=supper"):
-        check(AllocationConfig(protect="supper"))
-
-
-def test_choices_of_a_reconstruction_hold_them() -> None:
-    for groups, kept in ((1, (0, 5)), (2, (0, 1, 4))):
-        whole = kept_subsets(8, 4, groups)
-        some = kept_subsets(8, 4, groups, kept)
-        assert some == [subset for subset in whole if set(kept) <= set(subset)]
-        assert len(some) == count_subsets(8, 4, groups, kept)
-    with pytest.raises(UserError, match=r" 15 choices .* 0.249 is the largest"):
-        check_removals({0: {**layer(8), "protected": [0, 5]}}, 0.5, limit=14)
+            protected(fields, model, {})
 
 
 def test_schedules_of_a_search_leave_room_for_them() -> None:
@@ -163,26 +127,18 @@ def test_schedules_of_a_search_leave_room_for_them() -> None:
     assert plans.plan((8, 6, 8)).experts[1] == tuple(range(10))
 
 
-def test_a_planted_outlier_survives_every_criterion(tmp_path: Path) -> None:
+def test_a_planted_outlier_survives(tmp_path: Path) -> None:
     tiny.save("olmoe", tmp_path)
     model, tokenizer = moe_lab.load(str(tmp_path))
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     planted = moe_layers(model)[1]
     with torch.no_grad():
         planted.experts.down_proj[5] *= 300
-    names = [name for name, about in criteria.CRITERIA.items() if not about.source]
     text = [" ".join(f"w{number}" for number in row) for row in tiny.tokens(rows=16, length=64).tolist()]
-    statistics = moe_lab.calibrate(model, tokenizer, text, criteria=names, tokens=1024, length=64)
-    lost = 0
-    for name in names:
-        parameters = {"b": 1, "alpha": 1, "beta": 0} if name == "s_family" else {}
-        scores = moe_lab.score(name, statistics, **parameters)
-        of_channels = criteria.get(name).granularity == "channel"
-        for allocation in ("global", "layerwise", "coverage") if of_channels else ("uniform", "global"):
-            plan = moe_lab.plan(scores, 0.75, allocation, protect="super")
-            assert plan.provenance["protected"] == {"1": [5]}
-            assert 5 in plan.experts[1] and (not of_channels or plan.channels[1][5].all())
-            without = moe_lab.plan(scores, 0.75, allocation)
-            assert "protected" not in without.provenance
-            lost += 5 not in without.experts[1] or (of_channels and not without.channels[1][5].all())
-    assert lost > 10  # what many criteria would drop
+    statistics = moe_lab.calibrate(model, tokenizer, text, criteria=["frequency", "camera"], tokens=1024, length=64)
+    for name, allocation in (("frequency", "uniform"), ("frequency", "global"), ("camera", "coverage")):
+        scores = moe_lab.score(name, statistics)
+        plan = moe_lab.plan(scores, 0.75, allocation, protect="super")
+        assert plan.provenance["protected"] == {"1": [5]}
+        assert 5 in plan.experts[1] and (not plan.channels or plan.channels[1][5].all())
+        assert "protected" not in moe_lab.plan(scores, 0.75, allocation).provenance

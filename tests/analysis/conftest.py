@@ -1,21 +1,27 @@
 from __future__ import annotations
 
-import shutil
-from collections.abc import Callable
 from pathlib import Path
 
+import golden_store
 import pytest
 from synthetic import write_store
 
 from analysis import report
-
-SMALL = {"criteria": ("frequency", "reap", "man", "random"), "items": 30}
+from analysis.load.study import Study, load
+from analysis.registry import Results
 
 
 @pytest.fixture(scope="session")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A store of four criteria, three calibration sets and two ratios; not to be changed."""
-    return write_store(tmp_path_factory.mktemp("small") / "store", **SMALL)
+    criteria = ("frequency", "reap", "man", "random")
+    return write_store(tmp_path_factory.mktemp("small") / "store", criteria=criteria, items=30)
+
+
+@pytest.fixture(scope="session")
+def results(small: Path) -> Results:
+    """Results of the small store; not to be changed."""
+    return Results(load(small, "made_up"))
 
 
 @pytest.fixture(scope="session")
@@ -24,11 +30,13 @@ def small_report(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return report.write(small, "made_up", tmp_path_factory.mktemp("report"))
 
 
-@pytest.fixture
-def copied(small: Path, tmp_path: Path) -> Callable[[], Path]:
-    """Makes a copy of the small store that a test may damage."""
+@pytest.fixture(scope="session")
+def golden(tmp_path_factory: pytest.TempPathFactory) -> Study:
+    """The committed store of all methods, each study of it; not to be changed."""
+    return golden_store.unpack(tmp_path_factory.mktemp("golden") / "store")
 
-    def copy() -> Path:
-        return Path(shutil.copytree(small, tmp_path / "copy"))
 
-    return copy
+@pytest.fixture(scope="session")
+def golden_results(golden: Study) -> Results:
+    """Results of the committed store; not to be changed."""
+    return Results(golden)

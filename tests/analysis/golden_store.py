@@ -1,7 +1,7 @@
-"""The small store behind the golden tables, and the tables themselves: made anew by
+"""The small store behind the golden tables and figures, and these themselves: made anew by
 
-    python tests/analysis/golden_store.py store     golden/store.tar.xz, then the tables
-    python tests/analysis/golden_store.py tables    the tables alone, from the store as it is committed
+    python tests/analysis/golden_store.py store     golden/store.tar.xz, then the tables and figures
+    python tests/analysis/golden_store.py tables    tables and figures alone, from the store as it is committed
 
 Look at what `git diff tests/analysis/golden` says before committing either.
 """
@@ -14,19 +14,27 @@ import sys
 import tarfile
 import tempfile
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pandas as pd
 import synthetic_sums
-from synthetic import record_path, write_store
+from matplotlib.axes import Axes
+from matplotlib.collections import PathCollection
+from matplotlib.colors import to_hex
+from matplotlib.patches import Patch, Rectangle
+from synthetic import record_path, write_frame, write_json, write_store
 from synthetic_plans import EXPERTS, LAYERS, rng
+from synthetic_sums import MIB
 
 from analysis.load.study import Study, load
 from analysis.published.numbers import TABLES
 from analysis.published.tables import published_tables
-from analysis.registry import Item, Results, make, outputs
+from analysis.registry import Results, make, outputs
 from analysis.render import table as rendering
 from analysis.render.style import Figure
 from analysis.render.table import Table
+from moe_lab.results import TIMINGS
 
 GOLDEN = Path(__file__).parent / "golden"
 STORE = GOLDEN / "store.tar.xz"
@@ -36,29 +44,32 @@ SIZES = {"text_8k": 8000, "text_65k": 65000}
 
 
 def write(root: Path) -> Path:
-    """A store whose studies, taken together, have something for every output; returns its root."""
-    usual = {"tasks": TASKS, "items": 12, "overlap": False}
-    general, code = {"calibrations": ("pocket_general",)}, {"calibrations": ("pocket_code",)}
+    """A store whose studies, taken together, have something for nearly every output; returns its root."""
+    usual = {"root": root, "tasks": TASKS, "items": 12, "overlap": False}
+    half, general = {**usual, "ratios": (0.5,)}, {"calibrations": ("pocket_general",)}
+    code, searched = {"calibrations": ("pocket_code",)}, {"allocations": ("evolutionary",)}
     experts = ("frequency", "reap", "man", "aimer", "magnitude")
-    write_store(root, name="experts", criteria=experts, **{**usual, "overlap": True})
-    write_store(root, name="sizes", criteria=("reap",), calibrations=tuple(SIZES), ratios=(0.5,), **usual)
-    write_store(root, name="searched", criteria=("reap", "man"), allocations=("evolutionary",), **code, **usual)
-    write_store(root, name="quantised", criteria=("reap",), recoveries=("nf4",), ratios=(0.5,), **code, **usual)
-    inside = ("layerwise", "global")
-    write_store(
-        root, name="heapr", criteria=("heapr",), ratios=(0.25, 0.5, 0.75), allocations=inside, **general, **usual
-    )
-    write_store(
-        root, name="camera", criteria=("camera",), ratios=(0.5,), allocations=("layerwise",), **general, **usual
-    )
-    spread = ("uniform", "coverage", "coverage, smoothing log", "coverage aligned 64", "coverage aligned 128")
-    write_store(
-        root, name="channels", criteria=("channel_activation",), ratios=(0.5,), allocations=spread, **general, **usual
-    )
-    write_store(root, name="weights", criteria=("channel_weight",), ratios=(0.5,), allocations=("coverage",), **usual)
-    synthetic_sums.add(root, "channels", "coverage", ("channel_activation",))
+    write_store(name="experts", criteria=experts, **{**usual, "overlap": True})
+    write_store(name="sizes", criteria=("reap",), calibrations=tuple(SIZES), **half)
+    write_store(name="searched", criteria=("reap", "man"), **searched, **code, **usual)
+    write_store(name="fitness", criteria=("reap",), allocations=("evolutionary spec dec",), **code, **usual)
+    write_store(name="text", criteria=("reap",), **searched, **general, **usual)
+    write_store(name="quantised", criteria=("reap",), recoveries=("nf4",), **code, **half)
+    places = ("uniform, replacement=mean_output", "uniform, replacement=hc_smoe")
+    write_store(name="replaced", criteria=("reap",), allocations=places, **code, **half)
+    three = {**usual, "ratios": (0.25, 0.5, 0.75)}
+    write_store(name="heapr", criteria=("heapr",), allocations=("layerwise", "global"), **general, **three)
+    write_store(name="camera", criteria=("camera",), allocations=("layerwise",), **general, **half)
+    spread = ("uniform", "coverage", "coverage, smoothing log", "coverage, prior ala2", "coverage, prior loss")
+    blocks = ("coverage aligned 64", "coverage aligned 128", "coverage min 64", "coverage min 256")
+    write_store(name="channels", criteria=("channel_activation",), allocations=(*spread, *blocks), **general, **half)
+    write_store(name="snip", criteria=("snip",), allocations=("coverage",), **general, **half)
+    write_store(name="weights", criteria=("channel_weight",), allocations=("coverage",), **half)
+    for study in ("channels", "snip"):
+        synthetic_sums.add(root, study, "coverage, prior loss")
     _same_text(root)
     _weight_scores(root)
+    timed(root, "channels")
     _fail_one(root)
     return root
 
@@ -74,11 +85,26 @@ def _weight_scores(root: Path) -> None:
     study = json.loads(record_path(root, "experts").read_text())
     for entry in study["cells"]:
         if entry["cell"]["criterion"] in ("aimer", "magnitude"):
-            folder = root / entry["scores"]
-            folder.mkdir(parents=True, exist_ok=True)
             drawn = rng("weights", entry["cell"]["criterion"]).lognormal(0, 0.4, LAYERS * EXPERTS)
             places = [{"layer": at // EXPERTS, "expert": at % EXPERTS, "score": s} for at, s in enumerate(drawn)]
-            pd.DataFrame(places).to_parquet(folder / "scores.parquet", index=False)
+            write_frame(root / entry["scores"] / "scores.parquet", pd.DataFrame(places))
+
+
+def timed(root: Path, name: str) -> None:
+    """Every model of a study answered three requests of 2 and of 4 prompts."""
+    path = record_path(root, name)
+    study = json.loads(path.read_text())
+    about = {"device": "A GPU", "dtype": "bfloat16", "threads": 4, "load": 0.25}
+    for number, entry in enumerate(study["cells"]):
+        entry["timing"] = f"timing/{name}-{number}"
+        write_json(root / entry["timing"] / "timing.json", {**about, "weight_bytes": (20 - number) * MIB})
+        rows = [
+            (prompts, 50, 10, repeat, 0.1 * prompts * 2**repeat, 0.5 * (number + 1) * 2**repeat, 2.0 * MIB)
+            for prompts in (2, 4)
+            for repeat in range(3)
+        ]
+        write_frame(root / entry["timing"] / "timing.parquet", pd.DataFrame(rows, columns=list(TIMINGS)))
+    path.write_text(json.dumps(study))
 
 
 def _fail_one(root: Path) -> None:
@@ -107,20 +133,52 @@ def unpack(root: Path) -> Study:
     return load(root, "all")
 
 
-def everything(study: Study) -> list[Item]:
-    """Every table and figure of `analysis all --compare`."""
+def everything(study: Study) -> tuple[dict[str, Table], dict[str, Figure]]:
+    """Every table and every figure of `analysis all --compare` by name."""
     results = Results(study)
     made = [output for each in make(outputs(), results).values() for output in each]
     compared = published_tables(study, results.comparisons, list(TABLES)).values()
-    return [*made, *(table for table in compared if len(table.frame))]
+    tables = [*(item for item in made if isinstance(item, Table)), *(table for table in compared if len(table.frame))]
+    figures = [item for item in made if isinstance(item, Figure)]
+    return {table.name: table for table in tables}, {figure.name: figure for figure in figures}
 
 
-def tables(made: list[Item]) -> dict[str, Table]:
-    return {output.name: output for output in made if isinstance(output, Table)}
+def drawn(figure: Figure) -> list[dict[str, Any]]:
+    """What a figure shows, panel by panel: words, and the places and colours of lines, bars, points and images."""
+    legends = [text.get_text() for legend in figure.drawing.legends for text in legend.get_texts()]
+    return [{"legend": legends}, *(_panel(axes) for axes in figure.drawing.axes if axes.get_visible())]
 
 
-def figures(made: list[Item]) -> dict[str, Figure]:
-    return {output.name: output for output in made if isinstance(output, Figure)}
+def _panel(axes: Axes) -> dict[str, Any]:
+    words = (*axes.get_xticklabels(), *axes.get_yticklabels(), *axes.texts)
+    lines = [
+        {"of": f"{line.get_label()} {line.get_color()} {line.get_markerfacecolor()}", "at": _short(line.get_xydata())}
+        for line in axes.get_lines()
+    ]
+    bars = [{"of": to_hex(patch.get_facecolor(), keep_alpha=True), "at": _outline(patch)} for patch in axes.patches]
+    marks: list[Any] = [image.get_array() for image in axes.get_images()]
+    for points in axes.collections:
+        marks += [points.get_offsets()] if isinstance(points, PathCollection) else []
+        marks += [path.vertices for path in points.get_paths()] if not isinstance(points, PathCollection) else []
+    return {
+        "title": axes.get_title(loc="left"),
+        "words": [text.get_text() for text in words],
+        "lines": lines,
+        "bars": bars,
+        "marks": [_short(mark) for mark in marks],
+    }
+
+
+def _outline(patch: Patch) -> list[float | None]:
+    """Two corners of a rectangle, and all of another shape."""
+    corners = patch.get_patch_transform().transform(patch.get_path().vertices)
+    return _short(corners[[0, 2]] if isinstance(patch, Rectangle) else corners)
+
+
+def _short(numbers: Any) -> list[float | None]:
+    """Numbers with five digits, in their order; None for what is not drawn."""
+    values = np.ma.filled(np.ma.asarray(numbers, float), np.nan).ravel()
+    return [float(f"{value:.5g}") if np.isfinite(value) else None for value in values]
 
 
 def main(words: list[str]) -> int:
@@ -131,11 +189,14 @@ def main(words: list[str]) -> int:
         if words == ["store"]:
             GOLDEN.mkdir(exist_ok=True)
             pack(write(Path(folder) / "written"), STORE)
-        made = tables(everything(unpack(Path(folder) / "read")))
-    for path in GOLDEN.glob("*.csv"):
+        tables, figures = everything(unpack(Path(folder) / "read"))
+    for path in (*GOLDEN.glob("*.csv"), *GOLDEN.glob("*.json")):
         path.unlink()
-    for name, table in made.items():
+    for name, table in tables.items():
         (GOLDEN / f"{name}.csv").write_text(rendering.csv(table), encoding="utf-8")
+    for name, figure in figures.items():
+        panels = ",\n".join(json.dumps(panel) for panel in drawn(figure))
+        (GOLDEN / f"{name}.json").write_text(f"[{panels}]\n", encoding="utf-8")
     return 0
 
 

@@ -73,73 +73,50 @@ def _words(cell: dict[str, Any]) -> tuple[str, ...]:
     return (cell["model"], cell["calibration"], cell["criterion"], *unusual)
 
 
+def _folder_of(kind: str, cell: dict[str, Any]) -> str:
+    return _folder(kind, f"{'-'.join(_words(cell))}-{cell['ratio']:g}")
+
+
 def _evaluate(root: Path, cell: dict[str, Any], task: str, items: int) -> str:
     words = (*_words(cell), cell["ratio"], task)
     folder = _folder("evaluate", "-".join(map(str, words)))
     difficulty = _rng("items", task).uniform(0, 1, items)
     luck = _rng(*words).normal(0, 0.06, items)
     solved = _quality(cell, task) + luck > difficulty
-    loss = 1.5 + difficulty - _quality(cell, task) - luck
+    asked = pd.DataFrame({"item": [f"{task}/{i}" for i in range(items)], "prompt_hash": "0", "output": "made up"})
+    asked = asked.assign(extracted="", answer_loss=1.5 + difficulty - _quality(cell, task) - luck)
     frames, results = [], []
     for number, name in enumerate(TASKS[task]):
         outcome = (solved & (_rng(*words, "plus").uniform(size=items) > 0.15 * number)).astype(float)
         if name == "wildbench":
             outcome = np.round(np.where(solved, 0.75, 0.25) + _rng(*words, "grade").uniform(-0.2, 0.2, items), 2)
-        frames.append(
-            pd.DataFrame(
-                {
-                    "benchmark": name,
-                    "item": [f"{task}/{i}" for i in range(items)],
-                    "outcome": outcome,
-                    "prompt_hash": "0",
-                    "output": "made up",
-                    "extracted": "",
-                    "answer_loss": loss,
-                }
-            )
-        )
-        stderr = float(outcome.std(ddof=1) / np.sqrt(items))
+        frames.append(asked.assign(benchmark=name, outcome=outcome))
         metric = "pass@1" if task in ("humaneval", "mbpp", "livecodebench") else "acc"
-        results.append(
-            {
-                "benchmark": name,
-                "metric": metric,
-                "score": float(outcome.mean()),
-                "stderr": stderr,
-                "n": items,
-                "expected": items,
-            }
-        )
-    (root / folder).mkdir(parents=True, exist_ok=True)
-    pd.concat(frames).to_parquet(root / folder / "samples.parquet", index=False)
+        stderr = float(outcome.std(ddof=1) / np.sqrt(items))
+        found = {"benchmark": name, "metric": metric, "score": float(outcome.mean()), "stderr": stderr}
+        results.append({**found, "n": items, "expected": items})
+    write_frame(root / folder / "samples.parquet", pd.concat(frames))
     versions = {"lm_eval": "0.0-synthetic"}
     write_json(root / folder / "result.json", {"schema": 1, "results": results, "protocol": {}, "versions": versions})
-    provenance = {
-        "moe_lab": "0.0-synthetic",
-        "host": "nowhere",
-        "machine": "imagined, 2 cores",
-        "python": "3.11",
-        "seconds": 1.5,
-    }
+    provenance = {"moe_lab": "0.0-synthetic", "host": "nowhere", "machine": "imagined, 2 cores", "python": "3.11"}
     code = {"commit": "0" * 40, "edited": False}
-    provenance |= {"code": code, "versions": {"torch": "0.0-synthetic"}}
+    provenance |= {"seconds": 1.5, "code": code, "versions": {"torch": "0.0-synthetic"}}
     write_json(root / folder / "step.json", {"files": {}, "provenance": provenance})
     return folder
+
+
+def write_frame(path: Path, frame: pd.DataFrame) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    frame.to_parquet(path, index=False)
 
 
 def _facts(root: Path, model: str) -> str:
     folder = _folder("model", model)
     sizes = {"n_experts": EXPERTS, "top_k": 4, "n_group": 1, "topk_group": 1, "hidden": 128, "width": 64}
-    sizes |= {
-        "expert_parameters": synthetic_plans.EXPERT_PARAMETERS,
-        "router_parameters_per_expert": synthetic_plans.ROUTER_PARAMETERS,
-    }
-    facts = {
-        "model": model,
-        "model_type": "olmoe",
-        "parameters": synthetic_plans.PARAMETERS,
-        "layers": {str(i): sizes for i in range(LAYERS)},
-    }
+    sizes["expert_parameters"] = synthetic_plans.EXPERT_PARAMETERS
+    sizes["router_parameters_per_expert"] = synthetic_plans.ROUTER_PARAMETERS
+    facts = {"model": model, "model_type": "olmoe", "parameters": synthetic_plans.PARAMETERS}
+    facts |= {"decoder_layers": LAYERS + 1, "shared_width": 128, "layers": {str(i): sizes for i in range(LAYERS)}}
     write_json(root / folder / "facts.json", facts)
     return folder
 
@@ -154,19 +131,9 @@ def _statistics(root: Path, model: str, calibration: str) -> str:
     frame = _expert_frame()
     frame["tokens"] = _rng("tokens", model, calibration).gamma(0.6, 800, len(frame)).astype(int)
     frame.loc[frame["expert"] == 7, "tokens"] = 0
-    (root / folder).mkdir(parents=True, exist_ok=True)
-    frame.to_parquet(root / folder / "coverage.parquet", index=False)
-    write_json(
-        root / folder / "calibration.json",
-        {
-            "name": calibration,
-            "valid_tokens": {calibration: 65000},
-            "rows": 512,
-            "length": 128,
-            "packing": "reap",
-            "first_row": "made-up text",
-        },
-    )
+    write_frame(root / folder / "coverage.parquet", frame)
+    report = {"name": calibration, "valid_tokens": {calibration: 65000}, "rows": 512, "length": 128}
+    write_json(root / folder / "calibration.json", {**report, "packing": "reap", "first_row": "made-up text"})
     return folder
 
 
@@ -185,8 +152,7 @@ def _family(root: Path, model: str, calibration: str) -> str:
         for beta in (0, 1, 2)
         if (b, alpha, beta) != (1, 0, 0)
     ]
-    (root / folder).mkdir(parents=True, exist_ok=True)
-    pd.concat(parts).to_parquet(root / folder / "family.parquet", index=False)
+    write_frame(root / folder / "family.parquet", pd.concat(parts))
     return folder
 
 
@@ -195,32 +161,32 @@ def _damage(root: Path, model: str, calibration: str) -> str:
     proxy = family.query("b == 0 and alpha == 1 and beta == 1")
     noise = _rng("damage", model, calibration).lognormal(0, 0.05, len(proxy))
     folder = _folder("scores", f"{model}-{calibration}-exact_damage")
-    (root / folder).mkdir(parents=True, exist_ok=True)
-    proxy.assign(score=proxy["score"] * noise)[["layer", "expert", "score"]].to_parquet(
-        root / folder / "scores.parquet", index=False
-    )
+    scores = proxy.assign(score=proxy["score"] * noise)[["layer", "expert", "score"]]
+    write_frame(root / folder / "scores.parquet", scores)
     return folder
 
 
 def _profile(root: Path, axes: dict[str, Any]) -> str:
-    folder = _folder("profile", f"{'-'.join(_words(axes))}-{axes['ratio']:g}")
-    (root / folder).mkdir(parents=True, exist_ok=True)
-    pd.DataFrame(synthetic_plans.profile(axes)).to_parquet(root / folder / "profile.parquet", index=False)
+    folder = _folder_of("profile", axes)
+    write_frame(root / folder / "profile.parquet", pd.DataFrame(synthetic_plans.profile(axes)))
     return folder
 
 
 def _plan(root: Path, axes: dict[str, Any]) -> str:
-    kind = "search" if axes["allocation"] == synthetic_plans.SEARCHED else "plan"
-    folder = _folder(kind, f"{'-'.join(_words(axes))}-{axes['ratio']:g}")
+    kind = "search" if axes["allocation"].startswith(synthetic_plans.SEARCHED) else "plan"
+    folder = _folder_of(kind, axes)
     write_json(root / folder / "plan.json", synthetic_plans.plan(axes))
     if kind == "search":
-        pd.DataFrame(synthetic_plans.history(axes)).to_parquet(root / folder / "history.parquet", index=False)
+        write_frame(root / folder / "history.parquet", pd.DataFrame(synthetic_plans.history(axes)))
         write_json(root / folder / "search.json", synthetic_plans.search(axes))
+        about = {"seconds": 12.5, "peak_memory_bytes": 50 * 2**20, "peak_gpu_memory_bytes": 30 * 2**20}
+        settings = {"text": {"rows": 64}}
+        write_json(root / folder / "step.json", {"files": {}, "settings": settings, "provenance": about})
     return folder
 
 
 def _cost(root: Path, axes: dict[str, Any]) -> str:
-    folder = _folder("cost", f"{'-'.join(_words(axes))}-{axes['ratio']:g}")
+    folder = _folder_of("cost", axes)
     write_json(root / folder / "cost.json", synthetic_plans.cost(axes))
     return folder
 
@@ -265,7 +231,7 @@ def write_store(
         unpruned |= {"allocation": "none", "recovery": "none", "gate": "none", "seed": 0}
         cells.append(_cell(root, unpruned, tasks, items))
         for ratio, criterion, allocation, recovery in product(ratios, criteria, allocations, recoveries):
-            searched = allocation == synthetic_plans.SEARCHED
+            searched = allocation.startswith(synthetic_plans.SEARCHED)
             if searched and criterion in synthetic_plans.CHANNEL_CRITERIA:
                 continue
             for calibration in ("none",) if criterion in DATA_FREE and not searched else calibrations:
@@ -276,17 +242,9 @@ def write_store(
     keys = [{"calibration": calibration, "model": model, "gate": "model", "seed": 42} for model, calibration in pairs]
     families = [{**key, "step": _family(root, *pair)} for key, pair in zip(keys, pairs, strict=True)]
     damages = [{**key, "step": _damage(root, *pair)} for key, pair in zip(keys, pairs, strict=True)]
-    document = {
-        "schema": 1,
-        "study": name,
-        "created": 946684800.0,
-        "moe_lab": "0.0-synthetic",
-        "replaces": [],
-        "config": {"study": name, "calibration": {"tokens": 65536, "length": 128}},
-        "cells": cells,
-        "families": families,
-        "damages": damages,
-    }
+    config = {"study": name, "calibration": {"tokens": 65536, "length": 128}}
+    document = {"schema": 1, "study": name, "created": 946684800.0, "moe_lab": "0.0-synthetic", "replaces": []}
+    document |= {"config": config, "cells": cells, "families": families, "damages": damages}
     write_json(record_path(root, name), document)
     return root
 

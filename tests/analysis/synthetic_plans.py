@@ -12,6 +12,7 @@ EXPERT_PARAMETERS, ROUTER_PARAMETERS = 3 * 128 * 64, 128
 PARAMETERS = 3_700_000
 CHANNEL_CRITERIA = ("heapr", "camera", "channel_weight", "channel_activation", "snip", "channel_random")
 SEARCHED = "evolutionary"
+"""Allocations of this name are searched for; one that ends in `spec dec` has that fitness."""
 GENERATIONS, POPULATION = 6, 8
 
 
@@ -49,15 +50,9 @@ def plan(axes: dict[str, Any]) -> dict[str, Any]:
     """The content of plan.json."""
     if granularity(axes["criterion"]) == "channel":
         packed = np.packbits(channel_masks(axes), axis=-1, bitorder="little")
-        layers = {
-            str(layer): {
-                "experts": EXPERTS,
-                "keep": list(range(EXPERTS)),
-                "width": WIDTH,
-                "channels": [row.tobytes().hex() for row in packed[layer]],
-            }
-            for layer in range(LAYERS)
-        }
+        whole = {"experts": EXPERTS, "keep": list(range(EXPERTS)), "width": WIDTH}
+        masks = [[row.tobytes().hex() for row in rows] for rows in packed]
+        layers = {str(layer): {**whole, "channels": channels} for layer, channels in enumerate(masks)}
     else:
         layers = {
             str(layer): {"experts": EXPERTS, "keep": list(range(count, EXPERTS))}
@@ -65,7 +60,17 @@ def plan(axes: dict[str, Any]) -> dict[str, Any]:
         }
     if "replacement" in axes["allocation"]:
         layers = {layer: replaced(about, axes["allocation"]) for layer, about in layers.items()}
-    return {"schema": 1, "digest": "made up", "layers": layers, "provenance": {}}
+    made_by = {"name": axes["allocation"].partition(" ")[0].rstrip(","), "parameters": parameters(axes["allocation"])}
+    return {"schema": 1, "digest": "made up", "layers": layers, "provenance": {"allocation": made_by}}
+
+
+def parameters(allocation: str) -> dict[str, Any]:
+    """Settings that the words of an allocation stand for: a prior, or blocks of channels."""
+    _, _, prior = allocation.partition(", prior ")
+    _, _, block = allocation.partition(" aligned ")
+    _, _, least = allocation.partition(" min ")
+    align = {"align": {"block": int(block or 128), "min_channels": int(least or 128)}} if block or least else {}
+    return {**align, **({"prior": prior} if prior else {}), **({"intra": "uniform"} if prior == "none" else {})}
 
 
 def replaced(about: dict[str, Any], allocation: str) -> dict[str, Any]:
@@ -109,17 +114,11 @@ def profile(axes: dict[str, Any]) -> list[dict[str, Any]]:
     rows = []
     for layer in range(LAYERS):
         entropy = float("nan") if layer == 0 else float(np.log(left) * drawn.uniform(0.7, 0.9))
-        rows.append(
-            {
-                "layer": layer,
-                "variance": (layer + 1.0) * (1 + axes["ratio"] * float(drawn.uniform(0, 1))),
-                "router_entropy": entropy,
-                "gate_entropy": entropy / 2,
-                "load_entropy": entropy,
-                "experts": 0 if layer == 0 else left,
-                "output_loss": axes["ratio"] ** 2 * (layer + 1) / 8 if axes["ratio"] and layer else float("nan"),
-            }
-        )
+        entropies = {"router_entropy": entropy, "gate_entropy": entropy / 2, "load_entropy": entropy}
+        variance = (layer + 1.0) * (1 + axes["ratio"] * float(drawn.uniform(0, 1)))
+        loss = axes["ratio"] ** 2 * (layer + 1) / 8 if axes["ratio"] and layer else float("nan")
+        experts = 0 if layer == 0 else left
+        rows.append({"layer": layer, "variance": variance, **entropies, "experts": experts, "output_loss": loss})
     return rows
 
 
@@ -133,17 +132,10 @@ def history(axes: dict[str, Any]) -> list[dict[str, Any]]:
             first = generation == 0 and member == 0
             shift = 0 if first else int(drawn.integers(1, 5))
             fitness = 0.5 if first else 0.5 + 0.05 * generation + float(drawn.uniform(-0.03, 0.03))
-            rows.append(
-                {
-                    "generation": generation,
-                    "schedule": [each - shift, each + shift, each, each],
-                    "origin": "uniform" if first else "mutation",
-                    "parent": None if generation == 0 else [each] * LAYERS,
-                    "evaluated": member < 6,
-                    "fitness": fitness if member < 6 else None,
-                    "elite": member < 2,
-                }
-            )
+            row = {"generation": generation, "schedule": [each - shift, each + shift, each, each]}
+            row |= {"origin": "uniform" if first else "mutation", "parent": [each] * LAYERS if generation else None}
+            evaluated = {"evaluated": member < 6, "fitness": fitness if member < 6 else None}
+            rows.append({**row, **evaluated, "elite": member < 2})
     return rows
 
 
@@ -151,19 +143,14 @@ def search(axes: dict[str, Any]) -> dict[str, Any]:
     """The content of search.json."""
     each = int(EXPERTS * axes["ratio"])
     best = max(row["fitness"] for row in history(axes) if row["evaluated"])
+    fitness = "spec_dec" if axes["allocation"].endswith("spec dec") else "esap"
     return {
         "schema": 1,
         "layers": list(range(LAYERS)),
         "budget": each * LAYERS,
-        "settings": {"population": POPULATION, "generations": GENERATIONS, "fitness": "esap"},
+        "settings": {"population": POPULATION, "generations": GENERATIONS, "fitness": fitness},
         "best": {"schedule": removed(axes), "fitness": best},
         "uniform": {"schedule": [each] * LAYERS, "fitness": 0.5},
         "counts": {"generations": GENERATIONS, "made": 48, "evaluated": 36, "known": 12},
-        "cost": {
-            "candidates": 36,
-            "forwards": 24.5,
-            "full": 1.0,
-            "per_candidate": 24.5 / 36,
-            "seconds": 12.5,
-        },
+        "cost": {"candidates": 36, "forwards": 24.5, "full": 1.0, "per_candidate": 24.5 / 36, "seconds": 12.5},
     }

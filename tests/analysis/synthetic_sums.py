@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors.numpy import save_file
 from synthetic import record_path, write_json
 from synthetic_plans import EXPERTS, LAYERS, WIDTH, channel_masks, rng
 
@@ -65,56 +64,38 @@ def best_channels(cell: dict[str, Any]) -> np.ndarray:
     return places < channel_masks(cell).sum(axis=-1, keepdims=True)
 
 
-def add(root: Path, study: str, ablated: str, reads: tuple[str, ...] = ()) -> None:
+def add(root: Path, study: str, ablated: str) -> None:
     """Give every cell of channels in `study` its sums and scores, and all their steps a time; plans with the allocation
-    `ablated` rest on an ablation too, and plans by the criteria `reads` on weights and gradients."""
+    `ablated` rest on an ablation, weights and gradients too."""
     document = json.loads(record_path(root, study).read_text())
+    layers = dict(enumerate(scores()))
     for entry in document["cells"]:
         if entry["cell"]["granularity"] != "channel":
             continue
-        model, statistics, scored = entry["model"], entry["statistics"], entry["scores"]
-        _save(root / statistics, sums())
-        write_table(root / statistics / "experts.parquet", results.EXPERTS, tables.experts(sums()))
+        model, statistics, scored = {"model": entry["model"]}, entry["statistics"], entry["scores"]
+        _step(root, statistics, model, 2.5, 300, "experts", results.EXPERTS, tables.experts(sums()))
         write_table(root / statistics / "layers.parquet", results.LOSSES, tables.losses(sums()))
         write_table(root / statistics / "entropy.parquet", results.ENTROPIES, tables.entropies(sums()))
-        _describe(root, statistics, {"model": model}, 2.5, 300)
-        (root / scored).mkdir(parents=True, exist_ok=True)
-        layers = dict(enumerate(scores()))
-        save_file({str(at): values for at, values in layers.items()}, root / scored / "scores.safetensors")
-        write_table(root / scored / "expert_concentration.parquet", results.CONCENTRATION, tables.concentration(layers))
-        kept = dict(enumerate(best_channels(entry["cell"])))
-        write_table(root / entry["plan"] / "budgets.parquet", results.BUDGETS, tables.budgets(layers, kept))
-        _describe(root, scored, {"model": model, "statistics": statistics}, 0.25, 200)
-        inputs = {"model": model, "statistics": statistics, "scores": scored}
+        inputs = {**model, "statistics": statistics}
+        curves = tables.concentration(layers)
+        _step(root, scored, inputs, 0.25, 200, "expert_concentration", results.CONCENTRATION, curves)
+        inputs["scores"] = scored
         if entry["cell"]["allocation"] == ablated:
-            inputs["ablation"] = "ablation/made-up-0123456789ab"
-            folder = root / inputs["ablation"]
-            _save(folder, ablations())
-            write_table(folder / "ablation.parquet", results.ABLATIONS, tables.ablations(ablations()))
-            _describe(root, inputs["ablation"], {"model": model}, 40.0, 100)
-        if entry["cell"]["criterion"] in reads:
-            inputs |= _other_readings(root, model)
-        _describe(root, entry["plan"], inputs, 0.5, 1)
+            others = {name: f"{name}/made-up-0123456789ab" for name in ("ablation", "weights", "gradients")}
+            made = results.ABLATIONS, tables.ablations(ablations())
+            _step(root, others["ablation"], model, 40.0, 100, "ablation", *made)
+            _step(root, others["weights"], model, 1.0, 100, "weights", results.WEIGHTS, tables.weights(weights()))
+            _step(root, others["gradients"], model, 1.0, 100, "gradients", results.GRADIENTS, tables.gradients(sums()))
+            inputs |= others
+        kept = dict(enumerate(best_channels(entry["cell"])))
+        _step(root, entry["plan"], inputs, 0.5, 1, "budgets", results.BUDGETS, tables.budgets(layers, kept))
 
 
-def _other_readings(root: Path, model: str) -> dict[str, str]:
-    """Steps that read weights and gradients, as inputs of a plan."""
-    made = {"weights": "weights/made-up-0123456789ab", "gradients": "gradients/made-up-0123456789ab"}
-    _save(root / made["weights"], weights())
-    write_table(root / made["weights"] / "weights.parquet", results.WEIGHTS, tables.weights(weights()))
-    _save(root / made["gradients"], sums())
-    write_table(root / made["gradients"] / "gradients.parquet", results.GRADIENTS, tables.gradients(sums()))
-    for name in made.values():
-        _describe(root, name, {"model": model}, 1.0, 100)
-    return made
-
-
-def _save(folder: Path, layers: dict[int, dict[str, np.ndarray]]) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    arrays = {f"{layer}/{name}": values for layer, named in layers.items() for name, values in named.items()}
-    save_file(arrays, folder / "statistics.safetensors", {"moe_lab": json.dumps({"schema": 1})})
-
-
-def _describe(root: Path, name: str, inputs: dict[str, str], seconds: float, mebibytes: int) -> None:
+def _step(
+    root: Path, folder: str, inputs: dict[str, str], seconds: float, mebibytes: int, name: str, columns: Any, rows: Any
+) -> None:
+    """Write a step with one table, the machine and the time that it took."""
+    (root / folder).mkdir(parents=True, exist_ok=True)
+    write_table(root / folder / f"{name}.parquet", columns, rows)
     about = {"seconds": seconds, "peak_memory_bytes": mebibytes * MIB, "machine": "imagined, 2 cores"}
-    write_json(root / name / "step.json", {"files": {}, "inputs": inputs, "provenance": about})
+    write_json(root / folder / "step.json", {"files": {}, "inputs": inputs, "provenance": about})

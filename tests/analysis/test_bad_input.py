@@ -11,10 +11,13 @@ from typing import Any
 
 import pandas as pd
 import pytest
+from golden_store import timed
+from handmade import table_of
 from synthetic import record_path, write_store
 
 from analysis import __main__, registry
 from analysis.load.study import load
+from analysis.outputs.ranks import rank_table
 from analysis.registry import Results, find, make, outputs
 from analysis.render.table import Table
 
@@ -22,75 +25,67 @@ Change = Callable[[dict[str, Any], Path], None]
 TABLES = ("winners", "ranks", "ranks.cd", "unified.table1", "unified.table5", "pareto", "claims", "gaps")
 CELL = "pocket_olmoe reap pocket_code 0.5"
 """The cell that the changes below damage."""
+FEW = {"calibrations": ("pocket_code",), "ratios": (0.5,), "overlap": False}
 
 
 @pytest.fixture
 def store(tmp_path: Path) -> Path:
-    few = {"items": 20, "tasks": ("gsm8k", "mmlu", "rte"), "ratios": (0.5,), "overlap": False}
-    return write_store(tmp_path / "store", criteria=("frequency", "reap", "man"), calibrations=("pocket_code",), **few)
+    few = {**FEW, "items": 20, "tasks": ("gsm8k", "mmlu", "rte")}
+    return write_store(tmp_path / "store", criteria=("frequency", "reap", "man"), **few)
 
 
 def entry(document: dict[str, Any]) -> dict[str, Any]:
     return next(found for found in document["cells"] if found["cell"]["criterion"] == "reap")
 
 
-def result(document: dict[str, Any], root: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    file = root / entry(document)["evaluate"]["gsm8k"] / "result.json"
-    content = json.loads(file.read_text())
-    change(content)
-    file.write_text(json.dumps(content))
+def fail(found: dict[str, Any], why: str) -> None:
+    """No evaluation of a cell was made, and its cost neither."""
+    found["errors"] = dict.fromkeys([*found["evaluate"], "cost"], why)
+    found |= {"evaluate": dict.fromkeys(found["evaluate"]), "cost": None}
 
 
 def nothing_ran(document: dict[str, Any], root: Path) -> None:
     for found in document["cells"]:
-        found["errors"] = dict.fromkeys(found["evaluate"], "the node is gone")
-        found["evaluate"] = dict.fromkeys(found["evaluate"])
-        found |= dict.fromkeys(("plan", "scores", "statistics", "cost", "profile", "model"))
+        fail(found, "the node is gone")
+        found |= dict.fromkeys(("plan", "scores", "statistics", "profile", "model"))
 
 
-def cell_failed(document: dict[str, Any], root: Path) -> None:
-    entry(document)["errors"] = dict.fromkeys(entry(document)["evaluate"], "out of memory")
-    entry(document)["evaluate"] = dict.fromkeys(entry(document)["evaluate"])
+def of_cell(name: str, damage: Callable[[dict[str, Any]], object]) -> Change:
+    """A change of what the record says of the damaged cell."""
+
+    def change(document: dict[str, Any], root: Path) -> None:
+        damage(entry(document))
+
+    change.__name__ = name
+    return change
 
 
-def benchmark_missing(document: dict[str, Any], root: Path) -> None:
-    entry(document)["evaluate"]["gsm8k"] = None
+cell_failed = of_cell("cell_failed", lambda cell: fail(cell, "out of memory"))
+benchmark_missing = of_cell("benchmark_missing", lambda cell: cell["evaluate"].update(gsm8k=None))
+other_suite = of_cell("other_suite", lambda cell: cell["evaluate"].pop("gsm8k"))
+axis_unsaid = of_cell("axis_unsaid", lambda cell: cell["cell"].pop("gate"))
 
 
-def score_is_nan(document: dict[str, Any], root: Path) -> None:
-    result(document, root, lambda content: content["results"][0].update(score=float("nan")))
+def result(name: str, first: Any = (), again: Any = None, **content: Any) -> Change:
+    """A change of a result's content, of its `first` entry, or one that lists this entry `again` with other values."""
+
+    def change(document: dict[str, Any], root: Path) -> None:
+        file = root / entry(document)["evaluate"]["gsm8k"] / "result.json"
+        found = json.loads(file.read_text())
+        found["results"][0] |= dict(first)
+        found["results"] += [found["results"][0] | again] if again else []
+        file.write_text(json.dumps(found | content))
+
+    change.__name__ = name
+    return change
 
 
-def other_suite(document: dict[str, Any], root: Path) -> None:
-    del entry(document)["evaluate"]["gsm8k"]
-
-
-def reported_twice(document: dict[str, Any], root: Path) -> None:
-    result(document, root, lambda content: content["results"].append({**content["results"][0], "score": 0.0}))
-
-
-def other_versions(document: dict[str, Any], root: Path) -> None:
-    result(document, root, lambda content: content["versions"].update(lm_eval="9.9"))
-
-
-def newer(document: dict[str, Any], root: Path) -> None:
-    result(document, root, lambda content: content.update(schema=99))
-
-
-def results_are_no_list(document: dict[str, Any], root: Path) -> None:
-    result(document, root, lambda content: content.update(results={"gsm8k": 1}))
-
-
-def axis_unsaid(document: dict[str, Any], root: Path) -> None:
-    del entry(document)["cell"]["gate"]
-
-
-def other_metric(document: dict[str, Any], root: Path) -> None:
-    result(document, root, lambda content: content["results"][0].update(metric="f1"))
-
-
-LOST = (nothing_ran, cell_failed, benchmark_missing, score_is_nan, other_suite, newer, results_are_no_list, axis_unsaid)
-KEPT = (reported_twice, other_versions, other_metric)
+score_is_nan = result("score_is_nan", first={"score": float("nan")})
+newer, no_list = result("newer", schema=99), result("results_are_no_list", results={"gsm8k": 1})
+LOST = (nothing_ran, cell_failed, benchmark_missing, other_suite, axis_unsaid, score_is_nan, newer, no_list)
+reported_twice = result("reported_twice", again={"score": 0.0})
+other_versions = result("other_versions", versions={"lm_eval": "9.9"})
+other_metric = result("other_metric", first={"metric": "f1"})
 
 
 def changed(store: Path, change: Change) -> Path:
@@ -117,6 +112,8 @@ def test_a_lost_result_is_a_gap_everywhere_and_never_zero(store: Path, change: C
         others = tables["unified.table5"].frame.query("Criterion == 'MAN'")
         assert others["GSM8K"].notna().all() and tables["winners"].frame["Winner"].notna().all()
     assert study.gaps and "gaps" in tables
+    if change is cell_failed:
+        assert "REAP" not in set(tables["pareto"].frame["Criterion"]), "without its cost it has no place there"
     if change is other_suite:
         assert "different sets of benchmarks" in " ".join(study.notes)
         assert [(gap.what, gap.where) for gap in study.gaps] == [
@@ -124,14 +121,11 @@ def test_a_lost_result_is_a_gap_everywhere_and_never_zero(store: Path, change: C
         ]
 
 
-@pytest.mark.parametrize("change", KEPT, ids=lambda change: change.__name__)
-def test_what_is_only_odd_keeps_its_number_and_is_told(store: Path, change: Change) -> None:
-    before = load(store, "made_up").results.query("benchmark == 'gsm8k'")["score"].tolist()
-    study = load(changed(store, change), "made_up")
-    assert study.results.query("benchmark == 'gsm8k'")["score"].tolist() == before
-    told = " ".join([*study.notes, *(gap.what for gap in study.gaps)])
-    said = {"reported_twice": "the first counts", "other_versions": "lm_eval"}
-    assert said.get(change.__name__, "gsm8k was measured by different metrics (acc, f1)") in told
+def test_what_is_reported_twice_counts_once_and_is_told(store: Path) -> None:
+    before = load(store, "made_up").results
+    study = load(changed(store, reported_twice), "made_up")
+    assert study.results["score"].tolist() == before["score"].tolist()
+    assert "the first counts" in " ".join([*study.notes, *(gap.what for gap in study.gaps)])
 
 
 @pytest.mark.parametrize(
@@ -141,22 +135,38 @@ def test_what_is_only_odd_keeps_its_number_and_is_told(store: Path, change: Chan
 def test_the_exit_code_says_whether_something_is_missing(
     store: Path, change: Change, code: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out = store / "out"
-    assert (
-        __main__.main(["gaps" if code else "ranks", "unified.table5", f"store={changed(store, change)}", f"out={out}"])
-        == code
-    )
+    tables = store / "out" / "tables"
+    words = ["gaps" if code else "ranks", "unified.table5", f"store={changed(store, change)}", f"out={store / 'out'}"]
+    assert __main__.main(words) == code
     said = capsys.readouterr().err
     if change is other_metric:
-        assert "not comparable" in said and "not comparable" in (out / "tables" / "ranks.md").read_text()
+        assert "not comparable" in (tables / "ranks.md").read_text()
+        assert "gsm8k was measured by different metrics (acc, f1)" in said and "not comparable" in said
+    if change is other_versions:
+        assert "lm_eval" in said
     if change is nothing_ran:
-        assert "has no results yet" in said and "the node is gone" in (out / "tables" / "gaps.csv").read_text()
+        assert "has no results yet" in said and "the node is gone" in (tables / "gaps.csv").read_text()
     if change is cell_failed:
         assert f"gsm8k of {CELL}: failed: out of memory" in said
-        row = next(line for line in (out / "tables" / "unified.table5.md").read_text().splitlines() if "REAP" in line)
+        row = next(line for line in (tables / "unified.table5.md").read_text().splitlines() if "REAP" in line)
         assert re.findall(r"\| – ", row) and "0.000" not in row
-        frame = pd.read_csv(out / "tables" / "unified.table5.csv")
+        frame = pd.read_csv(tables / "unified.table5.csv")
         assert frame.loc[frame["Criterion"] == "REAP", "GSM8K"].isna().all()
+
+
+@pytest.mark.parametrize("failed", [["reap", "man", "frequency"], ["none"]])
+def test_studies_without_scores_of_a_panel_or_of_the_unpruned_model_still_have_ranks(
+    store: Path, failed: list[str]
+) -> None:
+    def change(document: dict[str, Any], root: Path) -> None:
+        for found in document["cells"]:
+            if found["cell"]["criterion"] in failed:
+                fail(found, "out of memory")
+
+    results = Results(load(changed(store, change), "made_up"))
+    average = table_of(rank_table, results).frame.set_index("Criterion")["Avg"]
+    assert average.isna().sum() == len(failed) and average.isna()["Unpruned"] == (failed == ["none"])
+    assert all(make(TABLES, results)[name] for name in ("ranks", "unified.table5", "gaps"))
 
 
 def test_an_unpruned_model_alone_has_its_benchmarks_and_nothing_to_rank(
@@ -165,12 +175,24 @@ def test_an_unpruned_model_alone_has_its_benchmarks_and_nothing_to_rank(
     def alone(document: dict[str, Any], root: Path) -> None:
         document["cells"] = document["cells"][:1]
 
-    words = ["ranks", "unified.table5", f"store={changed(store, alone)}", f"out={store / 'out'}"]
+    words = ["ranks", "unified.table5", "coverage.fig6", f"store={changed(store, alone)}", f"out={store / 'out'}"]
     assert __main__.main(words) == 1
-    assert "ranks needs results of pruned models" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "ranks needs results of pruned models" in said and "coverage.fig6 needs a run with timing=true" in said
     frame = pd.read_csv(store / "out" / "tables" / "unified.table5.csv")
     assert frame["Criterion"].tolist() == ["Unpruned"] and frame["GSM8K"].notna().all()
-    assert __main__.main(["report", *words[2:]]) == 0
+    assert __main__.main(["report", *words[3:]]) == 0
+
+
+def test_what_reads_no_scores_is_made_of_a_study_without_benchmarks(tmp_path: Path) -> None:
+    """As sweeps with suite=none are: coverage_fig6, coverage_fig10 and aimer_fig6."""
+    blocks = ("coverage aligned 64", "coverage aligned 128")
+    root = write_store(tmp_path, criteria=("channel_activation",), allocations=blocks, tasks=(), **FEW)
+    timed(root, "made_up")
+    results = Results(load(root, "made_up"))
+    assert results.comparisons == [] and results.study.results.empty
+    made = make(["coverage.table2", "coverage.fig6", "coverage.fig10", "aimer.fig6"], results)
+    assert all(made.values()) and len(made["coverage.table2"][0].frame) == 3 * 2
 
 
 @pytest.mark.parametrize(
@@ -190,23 +212,18 @@ def test_wrong_words_get_the_nearest(
 ) -> None:
     given = words if any("store=" in word for word in words) else [*words, f"store={store}"]
     assert __main__.main(given) == 2
-    assert sentence in capsys.readouterr().err
-
-
-def test_all_lists_what_it_could_make_nothing_of_and_a_wrong_name_gets_no_list(
-    store: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    made = make(["ranks"], Results(load(store, "made_up")))
-    out = f"out={store / 'out'}"
-    assert __main__.main(["unified.tabl5", f"store={store}"]) == 2
     said = capsys.readouterr().err
-    assert "did you mean unified.table5" in said and "analysis help" in said and len(said) < 150
-    with pytest.MonkeyPatch.context() as patched:
-        ranks, nothing = replace(find("ranks"), make=lambda *_: made["ranks"]), lambda *_: []
-        patched.setattr(registry, "REGISTERED", {"ranks": ranks, "gaps": replace(find("gaps"), make=nothing)})
-        assert __main__.main(["all", f"store={store}", out]) == 0
-        assert "no data for these" not in capsys.readouterr().err
-        coverage = replace(registry.REGISTERED["gaps"], name="coverage")
-        patched.setattr(registry, "REGISTERED", {"ranks": ranks, "coverage": coverage})
-        assert __main__.main(["all", f"store={store}", out]) == 0
-        assert capsys.readouterr().err.strip().endswith("to see what it needs): coverage")
+    assert sentence in said and len(said) < 200, "no list of all names"
+
+
+def test_all_lists_what_it_could_make_nothing_of(
+    results: Results, small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made, nothing = find("ranks").items(results), replace(find("gaps"), make=lambda *_: [])
+    ranks, words = replace(find("ranks"), make=lambda *_: made), ["all", f"store={small}", f"out={tmp_path}"]
+    monkeypatch.setattr(registry, "REGISTERED", {"ranks": ranks, "gaps": nothing})
+    assert __main__.main(words) == 0
+    assert "no data for these" not in capsys.readouterr().err
+    monkeypatch.setattr(registry, "REGISTERED", {"ranks": ranks, "coverage": replace(nothing, name="coverage")})
+    assert __main__.main(words) == 0
+    assert capsys.readouterr().err.strip().endswith("to see what it needs): coverage")

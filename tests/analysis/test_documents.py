@@ -1,8 +1,12 @@
+"""Records of studies, gates, seeds and models: read together, and told apart wherever they stand."""
+
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,10 +14,13 @@ from synthetic import record_path, write_json, write_store
 
 from analysis import names, report
 from analysis.__main__ import main
+from analysis.load.settings import labels
 from analysis.load.studies import chosen, document
 from analysis.load.study import load
-from analysis.outputs.pareto import pareto_table
-from analysis.registry import Results
+from analysis.registry import Results, find, make
+from analysis.render.style import Figure
+from analysis.render.table import Table
+from analysis.stats.overlap import proxy_overlap
 from moe_lab.errors import UserError
 
 SMALL = {"calibrations": ("pocket_code",), "ratios": (0.25,), "tasks": ("gsm8k", "rte", "mmlu"), "items": 15}
@@ -36,76 +43,115 @@ def test_several_studies_are_read_as_one(store: Path) -> None:
     assert benchmarks == [["gsm8k", "mmlu", "rte"]] * 3 + [["gsm8k", "rte"]]
     assert set(study.family["calibration"]) == {"pocket_code"}
     assert list(study.document["config"]) == ["experts", "channels"]
-
-
-def test_the_order_of_studies_does_not_change_what_is_found(store: Path) -> None:
     one, other = (document(store, names) for names in (["experts", "channels"], ["channels", "experts"]))
     places = [{json.dumps(e["cell"]): e["evaluate"] for e in found["cells"]} for found in (one, other)]
-    assert places[0] == places[1] and one["families"] == other["families"] != []
+    assert places[0] == places[1] and one["families"] == other["families"] != [], "their order changes nothing"
 
 
-def test_all_stands_for_every_study(store: Path) -> None:
+def test_all_stands_for_every_study(store: Path, tmp_path: Path) -> None:
     assert chosen(store, "all") == ["channels", "experts"]
     assert chosen(store, "experts,experts") == ["experts"]
     with pytest.raises(UserError, match="did you mean experts"):
         chosen(store, "channels,expert")
-
-
-def test_all_methods_of_a_store_meet_in_one_table(store: Path, tmp_path: Path) -> None:
-    study = load(store, "all")
-    table = pareto_table(Results(study), "pareto")
-    assert sorted(table.frame["Criterion"]) == ["HEAPr", "MAN", "REAP", "Unpruned"]
     assert main(["report", f"store={store}", "study=all", f"out={tmp_path}"]) == 0
     assert "<h1>Channels and experts</h1>" in (tmp_path / report.PAGE).read_text(encoding="utf-8")
 
 
 def test_a_failure_in_one_study_does_not_hide_the_result_in_the_other(store: Path, tmp_path: Path) -> None:
-    copy = Path(shutil.copytree(store, tmp_path / "copy"))
-    path = record_path(copy, "experts")
+    damaged = Path(shutil.copytree(store, tmp_path / "copy"))
+    path = record_path(damaged, "experts")
     record = json.loads(path.read_text())
     record["cells"][1]["evaluate"]["gsm8k"] = None
     record["cells"][1]["errors"] = {"gsm8k": "out of memory"}
     path.write_text(json.dumps(record))
-    assert len(load(copy, "experts").gaps) == 1
+    assert len(load(damaged, "experts").gaps) == 1
     for order in ("experts,channels", "channels,experts"):
-        assert np.isfinite(load(copy, order).results.query("cell == 1 and benchmark == 'gsm8k'")["score"]).all()
-        assert load(copy, order).gaps == [], order
+        study = load(damaged, order)
+        assert np.isfinite(study.results.query("cell == 1 and benchmark == 'gsm8k'")["score"]).all()
+        assert study.gaps == [], order
 
 
 @pytest.mark.parametrize("together", [True, False])
 def test_two_models_of_one_name_are_two(store: Path, together: bool) -> None:
     """Each in a study of its own, or both in one, as jobs of a multirun leave them; what is one model stays one."""
     record = json.loads(record_path(store, "experts").read_text())
-    other = json.loads(json.dumps(record))
+    other = copy.deepcopy(record)
     for entry in other["cells"]:
         entry["model"] = f"{entry['model'][:-12]}abcdefabcdef"
     other["cells"] = record["cells"] + other["cells"] if together else other["cells"]
     write_json(record_path(store, "other"), {**other, "study": "other"})
     read = document(store, ["other"] if together else ["experts", "other"])
+    record_path(store, "other").unlink()
     name = record["cells"][0]["cell"]["model"]
     words = {entry["cell"]["model"]: entry["model"][-12:][:6] for entry in read["cells"]}
     assert len(read["cells"]) == 2 * len(record["cells"])
     assert words == {f"{name}-{own}": own for own in words.values()} and len(words) == 2
-    models = {row["model"] for row in read["families"]}
-    assert models <= set(words)
-    record_path(store, "other").unlink()
+    assert {row["model"] for row in read["families"]} <= set(words)
     alone = document(store, ["experts"])
     assert {entry["cell"]["model"] for entry in alone["cells"]} == {name}
 
 
-def test_families_of_all_studies_are_read_under_the_names_of_their_models(tmp_path: Path) -> None:
+def test_families_of_all_studies_are_read_under_the_names_of_their_models(store: Path, tmp_path: Path) -> None:
     """The models of both studies are called alike; with top-2 routing their names still end in it."""
+    record = json.loads(record_path(store, "experts").read_text())
     for at, name in enumerate(("one", "other")):
-        write_store(tmp_path, name=name, criteria=("heapr",), overlap=False, **SMALL)
-        path = record_path(tmp_path, name)
-        record = json.loads(path.read_text())
         for entry in record["cells"]:
             entry["cell"]["model"], entry["model"] = "qwen_top2", f"model/qwen-{at}{at}bcdefabcde"
         row = {"calibration": "code", "model": "qwen_top2", "gate": "model", "seed": 42, "step": f"family/{name}"}
-        path.write_text(json.dumps({**record, "families": [row]}))
+        write_json(record_path(tmp_path, name), {**record, "families": [row]})
     read = document(tmp_path, ["one", "other"])
     assert {row["model"]: row["step"] for row in read["families"]} == {
         "qwen-00bcde_top2": "family/one",
         "qwen-11bcde_top2": "family/other",
     }
     assert {names.routed(entry["cell"]["model"])[1] for entry in read["cells"]} == {2}
+
+
+@pytest.mark.parametrize(("axis", "value", "words"), [("seed", 43, "seed 43"), ("gate", "softmax", "gate softmax")])
+def test_rows_blocks_and_maps_say_which_gate_and_seed(tmp_path: Path, axis: str, value: Any, words: str) -> None:
+    """The same cells once more with another gate or seed; of these, passes reached other tokens."""
+    few = {"items": 20, "tasks": ("gsm8k", "rte"), "ratios": (0.5,), "criteria": ("frequency", "reap")}
+    root = write_store(tmp_path / "store", calibrations=("pocket_code", "pocket_math"), **few)
+    record = json.loads(record_path(root).read_text())
+    other = [copy.deepcopy(entry) for entry in record["cells"] if entry["cell"]["criterion"] != "none"]
+    for entry in other:
+        entry["cell"][axis] = value
+        entry["statistics"] = "statistics/gone-000000000000"
+    record["cells"] += other
+    for kind in ("families", "damages"):
+        gone = [{**row, axis: value, "step": f"{kind}/gone-000000000000"} for row in record[kind]]
+        record[kind] = gone + record[kind]
+    write_json(record_path(root), record)
+    study = load(root, "made_up")
+    wanted = ("ranks", "unified.table5", "winners", "pareto", "artefacts", "task_specific", "coverage.table18")
+    made = make((*wanted, "tokens_per_expert", "unified.fig3"), Results(study))
+    tables = {name: next(each for each in made[name] if isinstance(each, Table)) for name in made if made[name]}
+    for name in set(wanted) & set(tables):
+        frame = tables[name].frame
+        key = [word for word in ("Model", "Pruned", "Calibration", "Criterion", "Column") if word in frame]
+        pruned = frame[frame["Pruned"] != "0 %"]
+        assert pruned["Pruned"].str.endswith(words).any(), name
+        assert not pruned.duplicated(key).any(), name
+    assert any(words in label for label in labels(study.cells).values())
+    [drawn] = (each.drawing for each in made["winners"] if isinstance(each, Figure))
+    assert len({axes.get_title(loc="left") for axes in drawn.axes}) == len(drawn.axes) == 2
+    # passes are shown for the first gate and seed, and say so; the other's folders are never asked for
+    assert study.gaps == [] and set(study.family["calibration"]) == {"pocket_code", "pocket_math"}
+    first = {"seed": "42 (of 42, 43)", "gate": "model (of model, softmax)"}[axis]
+    for output in (*made["tokens_per_expert"], *made["unified.fig3"]):
+        assert f"{axis} {first}" in output.caption, output.name
+
+
+def test_models_stand_together_and_the_lead_says_whose_calibration_sets_they_are(tmp_path: Path) -> None:
+    few = {"items": 8, "tasks": ("gsm8k",), "ratios": (0.5,), "criteria": ("frequency", "magnitude")}
+    sets = {"b": ("pocket_general", "pocket_code"), "a": ("pocket_general",)}
+    for model, calibrations in sets.items():
+        write_store(tmp_path, name=model, models=(model,), calibrations=calibrations, **few)
+    study = load(tmp_path, "all")
+    shuffled = study.damage.sample(frac=1, random_state=0)
+    proxy = proxy_overlap(study.family.sort_values("layer", kind="stable"), shuffled)
+    models = proxy["model"].tolist()
+    assert models == sorted(models, key=models.index) and set(models) == {"a", "b"}
+    assert ", with general calibration of a and general and code calibration of b)" in report.what_was_run(study)
+    figures = [item.name for item in find("router_entropy").items(Results(study)) if isinstance(item, Figure)]
+    assert sorted(figures) == ["router_entropy.a", "router_entropy.b"], "one for each model"

@@ -1,11 +1,13 @@
-"""Every table of a small committed store is as it was, and every figure is what a paper and a page can take."""
+"""Tables and figures of a small committed store are as they were, and every figure fits a paper and a page."""
 
 from __future__ import annotations
 
+import json
 import re
 from io import StringIO
 from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 import golden_store
 import numpy as np
@@ -16,9 +18,10 @@ from matplotlib.text import Text
 from PIL import Image
 
 from analysis.load.study import Study
-from analysis.registry import Item, outputs
+from analysis.registry import outputs
 from analysis.render import style
 from analysis.render import table as rendering
+from analysis.render.style import Figure
 from analysis.render.table import Table
 
 pytestmark = pytest.mark.slow
@@ -27,14 +30,17 @@ RENEW = "if the new values are right: python tests/analysis/golden_store.py tabl
 WRITTEN = ("winners", "coverage.fig2", "aimer.fig6")
 """Figures that are written as files here; the report's tests look at the files of a dozen others."""
 
+Made = tuple[dict[str, Table], dict[str, Figure]]
+
 
 @pytest.fixture(scope="module")
 def study(tmp_path_factory: pytest.TempPathFactory) -> Study:
+    """The committed store, of which no other test has read anything yet."""
     return golden_store.unpack(tmp_path_factory.mktemp("golden") / "store")
 
 
 @pytest.fixture(scope="module")
-def made(study: Study) -> list[Item]:
+def made(study: Study) -> Made:
     return golden_store.everything(study)
 
 
@@ -60,29 +66,60 @@ def difference(expected: pd.DataFrame, found: pd.DataFrame, table: Table) -> str
     return None
 
 
-def test_tables_are_as_they_were(made: list[Item]) -> None:
-    wrong = {}
-    for name, table in golden_store.tables(made).items():
+def alike(found: Any, expected: Any) -> bool:
+    """Whether what is drawn is the same, its numbers but for rounding."""
+    if isinstance(expected, dict):
+        return found.keys() == expected.keys() and all(alike(found[key], expected[key]) for key in expected)
+    if not isinstance(expected, list):
+        return bool(found == expected)
+    if expected and all(part is None or isinstance(part, float) for part in expected):
+        numbers = (np.array(each, float) for each in (found, expected))
+        return len(found) == len(expected) and np.allclose(*numbers, rtol=2e-3, atol=1e-6, equal_nan=True)
+    return len(found) == len(expected) and all(map(alike, found, expected))
+
+
+def test_tables_and_figures_are_as_they_were(made: Made) -> None:
+    wrong: dict[str, object] = {}
+    for name, table in made[0].items():
         expected, found = (
             pd.read_csv(StringIO(text), keep_default_na=False, na_values=[""])
             for text in ((GOLDEN / f"{name}.csv").read_text(encoding="utf-8"), rendering.csv(table))
         )
         if differing := difference(expected, found, table):
             wrong[name] = differing
+    for name, figure in made[1].items():
+        panels = json.loads((GOLDEN / f"{name}.json").read_text(encoding="utf-8"))
+        both = zip(golden_store.drawn(figure), panels, strict=True)
+        if parts := [part for one, other in both for part in other if not alike(one[part], other[part])]:
+            wrong[f"figure {name}"] = parts
     assert not wrong, RENEW
 
 
-def test_the_store_or_another_test_has_something_for_every_name(study: Study, made: list[Item]) -> None:
-    assert set(golden_store.tables(made)) == {path.stem for path in GOLDEN.glob("*.csv")}, RENEW
-    names = {output.name for output in made}
+def test_the_store_or_another_test_has_something_for_every_name(study: Study, made: Made) -> None:
+    assert set(made[0]) == {path.stem for path in GOLDEN.glob("*.csv")}, RENEW
+    assert set(made[1]) == {path.stem for path in GOLDEN.glob("*.json")}, RENEW
     others = "".join(path.read_text(encoding="utf-8") for path in Path(__file__).parent.glob("test_*.py"))
     for name, output in outputs().items():
-        assert name in names or f'"{name}' in others or f".{output.make.__name__}(" in others, f"{name} is not tested"
+        golden = name in made[0] or name in made[1]
+        assert golden or f'"{name}' in others or f".{output.make.__name__}(" in others, f"{name} is not tested"
     assert [gap.what for gap in study.gaps] == ["failed: out of memory"]
 
 
-def test_every_figure_fits_a_paper(made: list[Item], tmp_path: Path) -> None:
-    for name, figure in golden_store.figures(made).items():
+def test_every_caption_says_what_it_rests_on(made: Made) -> None:
+    tables = made[0]
+    others = {"coverage.table2", *(name for name in tables if name.endswith(".published"))}
+    scored = [table for name, table in tables.items() if table.low is not None and name not in others]
+    assert {"ranks", "winners", "unified.table5", "pareto", "heapr.table1"} <= {table.name for table in scored}
+    for table in (*scored, tables["ranks.cd"]):
+        metric = "metric answer_loss" if table.name.endswith(".loss") else "metric acc and pass@1"
+        for words in ("n = 12 items", metric, "seed 42", "gate model", "lm_eval 0.0-synthetic", "torch 0.0-synthetic"):
+            assert words in table.caption, (table.name, words)
+    for table in (tables["unified.fig4"], tables["unified.fig3"], tables["tokens_per_expert"]):
+        assert "seed 42; gate model" in table.caption and "65,000" in table.caption, table.name
+
+
+def test_every_figure_fits_a_paper(made: Made, tmp_path: Path) -> None:
+    for name, figure in made[1].items():
         wide, high = (float(inches) for inches in figure.drawing.get_size_inches())
         assert style.PAGE / 2 < wide <= style.PAGE and high > 1.5, name
         if name in WRITTEN:
@@ -93,9 +130,9 @@ def test_every_figure_fits_a_paper(made: list[Item], tmp_path: Path) -> None:
             assert box is not None and float(box[1]) == pytest.approx(72 * wide, abs=0.5), name
 
 
-def test_no_text_of_a_figure_is_cut_off_and_no_title_label_or_legend_covers_another(made: list[Item]) -> None:
+def test_no_text_of_a_figure_is_cut_off_and_no_title_label_or_legend_covers_another(made: Made) -> None:
     wrong = set()
-    for name, figure in golden_store.figures(made).items():
+    for name, figure in made[1].items():
         drawing = figure.drawing
         with style.look():
             drawing.draw_without_rendering()

@@ -1,22 +1,40 @@
+"""What is read of a store: every number of a whole one, and gaps where something is missing, damaged or odd."""
+
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
 import pytest
+import synthetic_plans
+import tiny
 from handmade import results_of, table_of
-from synthetic import record_path
+from synthetic import record_path, write_store
 
+from analysis.load import plans
 from analysis.load.study import Study, load
+from analysis.outputs.pareto import pareto_table
 from analysis.outputs.scores import benchmark_table
-from analysis.registry import Results
+from analysis.outputs.weights import weight_scores
+from analysis.registry import Results, find
 from moe_lab.errors import UserError
+from moe_lab.models.discover import moe_layers
+from moe_lab.models.facts import model_facts
+from moe_lab.pruning.cost import size
+from moe_lab.pruning.replace import merge_experts, replace_by_constants
 
-Copy = Callable[[], Path]
+TASKS = ("gsm8k", "humaneval", "mbpp", "wildbench", "rte", "hellaswag", "arc_easy")
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    """A store of five cells that a test may damage."""
+    few = {"calibrations": ("pocket_code",), "ratios": (0.25,), "tasks": TASKS, "items": 30, "overlap": False}
+    return write_store(tmp_path / "store", criteria=("frequency", "reap", "man", "random"), **few)
 
 
 def document(store: Path) -> dict:
@@ -32,8 +50,10 @@ def folder(store: Path, cell: int, task: str) -> Path:
 
 
 def change_result(store: Path, cell: int, task: str, **values: object) -> None:
+    """Change the first result of a cell; `protocol` is that of the whole evaluation."""
     path = folder(store, cell, task) / "result.json"
     result = json.loads(path.read_text())
+    result["protocol"] = values.pop("protocol", {})
     result["results"][0].update(values)
     path.write_text(json.dumps(result))
 
@@ -47,8 +67,8 @@ def score(study: Study, cell: int, benchmark: str) -> float:
     return float(comparison.benchmarks.loc[cell, benchmark])
 
 
-def test_a_whole_store_is_read_whole(small: Path) -> None:
-    study = load(small, "made_up")
+def test_a_whole_store_is_read_whole(results: Results) -> None:
+    study = results.study
     assert gaps(study) == [] and list(study.notes) == []
     assert len(study.cells) == 1 + 2 * (3 * 3 + 1)
     assert len(study.results) == len(study.cells) * 16
@@ -61,24 +81,93 @@ def test_a_whole_store_is_read_whole(small: Path) -> None:
     assert study.models["pocket_olmoe"]["parameters"] == 3_700_000
 
 
-@pytest.mark.parametrize("damage", ["gone", "result", "samples", "text"])
-def test_damage_is_a_gap_with_its_place(copied: Copy, damage: str) -> None:
-    store = copied()
+def test_what_plans_keep_is_counted_from_their_masks(golden: Study) -> None:
+    plain = golden.cells[~golden.cells["allocation"].str.contains("replacement")]
+    for cell, plan in golden.kept[golden.kept["cell"].isin(plain.index)].groupby("cell"):
+        axes = golden.cells.loc[cell].to_dict()
+        if axes["granularity"] == "channel":
+            masks = synthetic_plans.channel_masks(axes)
+            assert plan["share"].tolist() == pytest.approx(masks.mean(axis=2).ravel().tolist(), abs=1e-12)
+            assert plan["null"].tolist() == (~masks.any(axis=2)).ravel().tolist()
+        else:
+            gone = plan.query("share == 0").groupby("layer").size()
+            assert gone.tolist() == synthetic_plans.removed(axes)
+            assert set(plan["share"]) == {0.0, 1.0} and not plan["null"].any()
+    assert 0 not in set(golden.kept["cell"]), "the unpruned model has no plan"
+
+
+@pytest.mark.parametrize("kept", [[0, 1, 2], [0, 1]])
+def test_merged_experts_count_as_merged_with_and_without_their_router_row(tmp_path: Path, kept: list[int]) -> None:
+    """Experts 1 and 2 are merged; 2 loses its row of the router, or shares expert 1 with its own."""
+    masks = {0: "ff", 1: "ff", 2: "00"}
+    layer = {"experts": 4, "width": 8, "keep": kept, "channels": [masks[expert] for expert in kept]}
+    layer["merged"] = {"1": {"1": 0.5, "2": 0.5}}
+    reader = SimpleNamespace(folder=lambda name: tmp_path / name, json=lambda *_: {"layers": {"0": layer}})
+    plan = plans.kept(pd.DataFrame({"plan_folder": ["plan"]}), reader)
+    assert plan["merged"].tolist() == [False, False, True, False] and not plan["constant"].any()
+    assert plan["share"].tolist() == [1, 1, 0, 0] and plan["null"].tolist() == [False, False, len(kept) == 3, False]
+
+
+def test_loading_memory_counts_constants_and_leaves_out_merged_experts() -> None:
+    model = tiny.build("olmoe")
+    layers, dropping = moe_layers(model), tiny.plan(model, 0.5)
+    widths = {layer.index: layer.width for layer in layers}
+    outputs = {layer.index: np.ones((layer.n_experts, layer.hidden)) for layer in layers}
+    groups = {
+        layer: {kept[0]: {one: 1.0 for one in sorted({kept[0], *(set(range(16)) - set(kept))})}}
+        | {one: {one: 1.0} for one in kept[1:]}
+        for layer, kept in dropping.experts.items()
+    }
+    about = model_facts(model)
+    about = {**about, "layers": {str(layer): facts for layer, facts in about["layers"].items()}}
+    for plan in (replace_by_constants(dropping, outputs, widths), merge_experts(groups, widths, provenance={})):
+        reader = SimpleNamespace(folder=str, json=lambda *_, plan=plan: {"layers": plan._layers()})
+        kept = plans.kept(pd.DataFrame({"plan_folder": ["plan"]}), reader)
+        cells = pd.DataFrame([{"model": "m", "ratio": 0.5, "granularity": "expert", "allocation": "a"}])
+        [row] = plans.loading_memory(cells, kept, {"m": about}).to_dict("records")
+        assert row["parameters_after"] == size(model, plan, facts=about)["parameters"]
+
+
+def test_a_damaged_plan_cost_or_search_is_a_gap(tmp_path: Path) -> None:
+    """So are scores that are gone; the table says nothing of what took the place of experts of a damaged plan."""
+    one = {"calibrations": ("pocket_code",), "ratios": (0.5,), "tasks": ("rte",), "items": 5, "overlap": False}
+    places = ("uniform", "uniform, replacement=mean_output", "evolutionary", "global")
+    store = write_store(tmp_path / "store", criteria=("magnitude",), allocations=places, **one)
+    study = load(store, "made_up")
+    folders = study.cells["plan_folder"].tolist()
+    (store / folders[2] / "plan.json").write_text('{"layers": {"0": {}}}')
+    (store / folders[3] / "search.json").unlink()
+    (store / study.cells["cost_folder"].iloc[4] / "cost.json").write_text("[]")
+    assert set(study.kept["cell"]) == {1, 3, 4} and study.searches.empty and len(study.history)
+    assert study.costs["cell"].tolist() == [0, 1, 2, 3]
+    removes = pareto_table(Results(study), "pareto").frame.set_index("Criterion")["Removes"]
+    assert removes.isna().to_dict() == {
+        "Unpruned": False, "Magnitude": False, "Magnitude, novices": True, "Magnitude, evolutionary": False,
+    }  # fmt: skip
+    figure, _ = find("pareto").items(Results(study))
+    marks = [line for line in figure.drawing.axes[0].get_lines() if line.get_linestyle() == "None"]
+    assert sum(len(line.get_xdata()) for line in marks) == 2
+    assert weight_scores(study).empty
+    damaged = ["cost.json is damaged", "plan.json is damaged", "search.json is missing"]
+    assert sorted(gap.what for gap in study.gaps) == [*damaged, "the folder is gone from the store"]
+
+
+DAMAGES = {
+    "the folder is gone from the store": lambda place: place.rename(place.with_name("elsewhere")),
+    "result.json is missing": lambda place: (place / "result.json").unlink(),
+    "result.json is damaged": lambda place: (place / "result.json").write_text("{"),
+    "samples.parquet is damaged": lambda place: (place / "samples.parquet").write_bytes(b"PAR1 no parquet"),
+}
+
+
+@pytest.mark.parametrize("what", DAMAGES)
+def test_damage_is_a_gap_with_its_place(store: Path, what: str) -> None:
     place = folder(store, 3, "rte")
-    if damage == "gone":
-        place.rename(store / "elsewhere")
-    elif damage == "result":
-        (place / "result.json").unlink()
-    elif damage == "samples":
-        (place / "samples.parquet").write_bytes(b"PAR1 no parquet")
-    else:
-        (place / "result.json").write_text("{")
+    DAMAGES[what](place)
     study = load(store, "made_up")
     [gap] = study.gaps
-    assert place.name in gap.where
-    expected = {"gone": "gone", "result": "is missing", "samples": "is damaged", "text": "is damaged"}[damage]
-    assert expected in gap.what
-    if damage != "samples":
+    assert place.name in gap.where and gap.what == what
+    if "samples" not in what:
         assert np.isnan(score(study, 3, "rte"))
     else:
         low, high = Results(study).measured[0].interval(("rte",))
@@ -86,8 +175,7 @@ def test_damage_is_a_gap_with_its_place(copied: Copy, damage: str) -> None:
         assert score(study, 3, "rte") - low[3] == pytest.approx(1.96 * stderr) and high[4] <= 1
 
 
-def test_a_number_that_was_not_published_is_not_read(copied: Copy) -> None:
-    store = copied()
+def test_a_number_that_was_not_published_is_not_read(store: Path) -> None:
     file = folder(store, 3, "rte") / "result.json"
     published = {"bytes": file.stat().st_size, "sha256": sha256(file.read_bytes()).hexdigest()}
     (file.parent / "step.json").write_text(json.dumps({"files": {file.name: published}}))
@@ -97,17 +185,17 @@ def test_a_number_that_was_not_published_is_not_read(copied: Copy) -> None:
     assert [gap.what for gap in study.gaps] == ["result.json is damaged"] and np.isnan(score(study, 3, "rte"))
 
 
-def test_a_cell_that_is_listed_twice_counts_once(copied: Copy) -> None:
-    store = copied()
+def test_a_cell_that_is_listed_twice_counts_once_and_a_renamed_label_is_found_by_its_id(store: Path) -> None:
     changed = document(store)
     changed["cells"].append(changed["cells"][4])
     rewrite(store, changed)
+    place = folder(store, 1, "rte")
+    place.rename(place.with_name(f"renamed-{place.name[-12:]}"))
     study = load(store, "made_up")
-    assert len(study.cells) == len(changed["cells"]) - 1 and not study.gaps
+    assert len(study.cells) == len(changed["cells"]) - 1 and gaps(study) == []
 
 
-def test_mixed_sizes_metrics_and_versions_are_told(copied: Copy) -> None:
-    store = copied()
+def test_mixed_sizes_metrics_and_versions_are_told(store: Path) -> None:
     place = folder(store, 1, "hellaswag")
     frame = pd.read_parquet(place / "samples.parquet").iloc[:20]
     frame.to_parquet(place / "samples.parquet", index=False)
@@ -115,12 +203,9 @@ def test_mixed_sizes_metrics_and_versions_are_told(copied: Copy) -> None:
     change_result(store, 2, "arc_easy", metric="acc_norm")
     step = folder(store, 2, "rte") / "step.json"
     step.write_text(json.dumps({"files": {}, "provenance": {"versions": {"torch": "9.9"}}}))
-    result = folder(store, 3, "humaneval") / "result.json"
-    result.write_text(json.dumps({**json.loads(result.read_text()), "protocol": {"sandbox": "limited subprocess"}}))
-    result = folder(store, 3, "wildbench") / "result.json"
-    result.write_text(json.dumps({**json.loads(result.read_text()), "protocol": {"too_long": ["a", "b"]}}))
-    result = folder(store, 3, "mbpp") / "result.json"
-    result.write_text(json.dumps({**json.loads(result.read_text()), "protocol": {"unfinished_thoughts": ["a"]}}))
+    change_result(store, 3, "humaneval", protocol={"sandbox": "limited subprocess"})
+    change_result(store, 3, "wildbench", protocol={"too_long": ["a", "b"]})
+    change_result(store, 3, "mbpp", protocol={"unfinished_thoughts": ["a"]})
     study = load(store, "made_up")
     notes = " ".join(study.notes)
     for words in (
@@ -130,24 +215,16 @@ def test_mixed_sizes_metrics_and_versions_are_told(copied: Copy) -> None:
         "arc_easy was measured by different metrics",
         "torch",
         "sandbox: limited",
+        "A limit was set: 1 benchmark ",
     ):
         assert words in notes
-    assert "A limit was set: 1 benchmark " in notes
     [comparison] = Results(study).measured
     assert comparison.outcomes["hellaswag"].shape[1] == 20
     assert len(table_of(benchmark_table, results_of(study, [comparison])).frame) == len(study.cells)
 
 
-def test_a_renamed_label_is_found_by_its_id(copied: Copy) -> None:
-    store = copied()
-    place = folder(store, 1, "rte")
-    place.rename(place.with_name(f"renamed-{place.name[-12:]}"))
-    assert gaps(load(store, "made_up")) == []
-
-
 @pytest.mark.parametrize("metric", ["perplexity", "perplexity,none"])
-def test_scores_that_are_no_means_get_intervals_from_their_standard_error(copied: Copy, metric: str) -> None:
-    store = copied()
+def test_scores_that_are_no_means_get_intervals_from_their_standard_error(store: Path, metric: str) -> None:
     for cell in range(len(document(store)["cells"])):
         change_result(store, cell, "gsm8k", score=10.0 + cell, stderr=0.5, metric=metric)
     [comparison] = Results(load(store, "made_up")).measured
@@ -157,8 +234,7 @@ def test_scores_that_are_no_means_get_intervals_from_their_standard_error(copied
     assert np.isnan(comparison.p_values(("gsm8k",), 1, [2, 3])).all()
 
 
-def test_records_that_cannot_be_read_are_named(copied: Copy) -> None:
-    store = copied()
+def test_records_that_cannot_be_read_are_named(store: Path) -> None:
     for text, word in ((json.dumps({**document(store), "schema": 2}), "newer"), ("{", "damaged")):
         record_path(store).write_text(text)
         with pytest.raises(UserError, match=word):

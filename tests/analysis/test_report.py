@@ -1,3 +1,5 @@
+"""The page and the files beside it: what they say, what they need, and what happens when an output cannot be made."""
+
 from __future__ import annotations
 
 import html
@@ -23,25 +25,18 @@ from analysis.render.table import Table
 pytestmark = pytest.mark.slow
 
 NETWORK = re.compile(r"""(?:src|href)=["']?(?:https?:)?//|@import|url\(["']?http""")
-
-
-FEW = {"criteria": ("frequency", "man"), "calibrations": ("pocket_code",), "ratios": (0.25,), "tasks": ("gsm8k", "rte")}
-
-
-@pytest.fixture(scope="module")
-def page(small_report: Path) -> Path:
-    return small_report
+FEW = {"calibrations": ("pocket_code",), "ratios": (0.25,), "items": 10, "overlap": False}
 
 
 def text(page: Path) -> str:
     return html.unescape(page.read_text(encoding="utf-8")).replace("\u00a0", " ")
 
 
-def test_the_page_says_what_was_run_and_where(page: Path) -> None:
-    said = text(page)
-    assert "Four criteria chose which experts of pocket_olmoe to remove" in said
-    assert "Nothing is missing" in said
+def test_the_page_says_what_was_run_and_where(small_report: Path) -> None:
+    said = text(small_report)
     for words in (
+        "Four criteria chose which experts of pocket_olmoe to remove",
+        "Nothing is missing",
         "plan/pocket_olmoe-pocket_code-man-0.25",
         "lm_eval 0.0-synthetic",
         "made-up text",
@@ -50,8 +45,8 @@ def test_the_page_says_what_was_run_and_where(page: Path) -> None:
         assert words in said
 
 
-def test_the_page_needs_nothing_beside_it(page: Path) -> None:
-    source = page.read_text(encoding="utf-8")
+def test_the_page_needs_nothing_beside_it(small_report: Path) -> None:
+    source = small_report.read_text(encoding="utf-8")
     assert not NETWORK.search(source.replace('xmlns="http://www.w3.org/2000/svg"', ""))
     ids = re.findall(r'\sid="([^"]+)"', source)
     references = set(re.findall(r'(?:href="#|url\(#)([^")]+)', source))
@@ -59,29 +54,20 @@ def test_the_page_needs_nothing_beside_it(page: Path) -> None:
     assert source.count("<svg") >= 5 and "var(--ink)" in source
 
 
-def test_figures_and_tables_lie_beside_the_page(page: Path) -> None:
-    for name in (
-        "unified.fig2",
-        "unified.fig3",
-        "unified.fig4",
-        "unified.fig5",
-        "winners",
-        "average_scores",
-        "aimer.fig3",
-        "tokens_per_expert",
-    ):
-        drawn = ElementTree.parse(page.parent / "figures" / f"{name}.svg").getroot()
+def test_figures_and_tables_lie_beside_the_page(small_report: Path) -> None:
+    figures, files = small_report.parent / "figures", small_report.parent / "tables"
+    for name in ("unified.fig2", "unified.fig3", "winners", "average_scores", "aimer.fig3", "tokens_per_expert"):
+        drawn = ElementTree.parse(figures / f"{name}.svg").getroot()
         assert len(list(drawn.iter("{http://www.w3.org/2000/svg}path"))) > 20
-    linked = set(re.findall(r'href="figures/([^"]+)"', page.read_text(encoding="utf-8")))
-    assert "average_scores.svg" in linked and linked <= {path.name for path in (page.parent / "figures").iterdir()}
+    linked = set(re.findall(r'href="figures/([^"]+)"', small_report.read_text(encoding="utf-8")))
+    assert "average_scores.svg" in linked and linked <= {path.name for path in figures.iterdir()}
     for name in ("unified.table1", "unified.table2", "unified.table3", "unified.table5", "ranks", "winners"):
         for suffix in ("csv", "md", "tex", "html"):
-            assert (page.parent / "tables" / f"{name}.{suffix}").stat().st_size > 100
+            assert (files / f"{name}.{suffix}").stat().st_size > 100
 
 
 def test_gaps_are_written_about_and_end_with_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    kept = {"criteria": ("frequency", "man"), "calibrations": ("pocket_code",), "ratios": (0.25,), "overlap": False}
-    store = write_store(tmp_path / "store", tasks=("gsm8k", "math500", "rte"), items=10, **kept)
+    store = write_store(tmp_path / "store", criteria=("frequency", "man"), tasks=("gsm8k", "math500", "rte"), **FEW)
     path = record_path(store)
     study = json.loads(path.read_text())
     study["cells"][1]["evaluate"]["gsm8k"] = None
@@ -99,19 +85,16 @@ def test_gaps_are_written_about_and_end_with_one(tmp_path: Path, capsys: pytest.
 
 
 @pytest.mark.parametrize(("file_format", "start"), [("svg", b"<?xml"), ("pdf", b"%PDF"), ("png", b"\x89PNG")])
-def test_a_figure_is_written_in_the_format_asked_for(
-    small: Path, tmp_path: Path, file_format: str, start: bytes
+def test_what_is_named_is_made_alone_its_figures_in_the_format_asked_for(
+    small: Path, tmp_path: Path, file_format: str, start: bytes, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["unified.fig2", f"store={small}", f"out={tmp_path}", f"format={file_format}"]) == 0
+    words = [f"store={small}", f"out={tmp_path}", f"format={file_format}"]
+    assert main(["unified.fig2", "unified.table2", *words]) == 0
     [figure] = (tmp_path / "figures").iterdir()
     assert figure.name == f"unified.fig2.{file_format}" and figure.read_bytes().startswith(start)
-
-
-def test_one_table_by_name(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["unified.table2", f"store={small}", f"out={tmp_path}"]) == 0
-    assert sorted(path.name for path in tmp_path.rglob("*.*")) == [
-        f"unified.table2.{suffix}" for suffix in ("csv", "html", "md", "tex")
-    ]
+    suffixes = ("csv", "html", "md", "tex")
+    written = [f"{name}.{suffix}" for name in ("unified.fig2", "unified.table2") for suffix in suffixes]
+    assert sorted(path.name for path in (tmp_path / "tables").iterdir()) == written
     assert "unified.table2.csv" in capsys.readouterr().out
 
 
@@ -127,7 +110,7 @@ def _cannot_be_written(results: Results, name: str = "") -> list[Item]:
 def test_an_output_that_cannot_be_made_is_a_gap_and_the_others_go_on(
     word: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = write_store(tmp_path / "store", items=10, overlap=False, **FEW)
+    store = write_store(tmp_path / "store", criteria=("frequency", "man"), tasks=("gsm8k", "rte"), **FEW)
     out = tmp_path / "out"
     with monkeypatch.context() as broken:
         broken.setitem(REGISTERED, "ranks", replace(find("ranks"), make=_raises))
@@ -147,31 +130,23 @@ def test_an_output_that_cannot_be_made_is_a_gap_and_the_others_go_on(
     assert not list((out / "failed").glob("*")), "what is mended leaves no trace"
 
 
-def test_one_output_by_name_that_cannot_be_made_says_why_in_a_sentence(
+def test_a_named_output_or_comparison_that_cannot_be_made_says_why_in_a_sentence(
     small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(REGISTERED, "ranks", replace(find("ranks"), make=_raises))
-    assert main(["ranks", "unified.table2", f"store={small}", f"out={tmp_path}"]) == 1
-    said = capsys.readouterr()
-    assert said.err == "analysis: ranks: could not be made (KeyError: 'cell'), traceback in failed/ranks.log\n"
-    assert "unified.table2.csv" in said.out and (tmp_path / "failed" / "ranks.log").exists()
-
-
-def test_a_comparison_with_the_papers_that_fails_is_a_gap(
-    small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
     monkeypatch.setattr(tables, "key_of", _raises)
-    assert main(["unified.table1", "--compare", f"store={small}", f"out={tmp_path}"]) == 1
-    assert "unified.table1.published: could not be made (KeyError: 'cell')" in capsys.readouterr().err
-    assert (tmp_path / "tables" / "unified.table1.csv").exists()
+    assert main(["ranks", "unified.table1", "--compare", f"store={small}", f"out={tmp_path}"]) == 1
+    said = capsys.readouterr()
+    for name in ("ranks", "unified.table1.published"):
+        why = f"analysis: {name}: could not be made (KeyError: 'cell'), traceback in failed/{name}.log\n"
+        assert why in said.err and (tmp_path / "failed" / f"{name}.log").exists()
+    assert said.err.count("\n") == 2 and (tmp_path / "tables" / "unified.table1.csv").exists()
 
 
 def test_a_smaller_study_has_a_smaller_report(tmp_path: Path) -> None:
     """One data-free criterion, one benchmark of no known column, no calibration pass."""
-    tasks = ("arc_easy",)
-    store = write_store(
-        tmp_path / "store", criteria=("random",), calibrations=(), ratios=(0.25,), tasks=tasks, items=10, overlap=False
-    )
+    none = {**FEW, "calibrations": ()}
+    store = write_store(tmp_path / "store", criteria=("random",), tasks=("arc_easy",), **none)
     said = text(report.write(store, "made_up", tmp_path / "out"))
     assert "One criterion chose which experts" in said and "one pruned model" in said
     assert "MC Avg is the mean of 1 of its 8 benchmarks" in said

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy.stats import binomtest, permutation_test
+from scipy.stats import binomtest, permutation_test, t, ttest_rel
 from statsmodels.stats.contingency_tables import mcnemar as reference_mcnemar
 from statsmodels.stats.multitest import multipletests
 
@@ -28,13 +28,6 @@ def test_mcnemar_equals_statsmodels(seed: int, items: int) -> None:
     for a, b, p_value in zip(first, second, found, strict=True):
         table = [[np.sum((a == i) & (b == j)) for j in (0, 1)] for i in (0, 1)]
         assert p_value == pytest.approx(min(1.0, reference_mcnemar(table, exact=True).pvalue), abs=1e-12)
-
-
-def test_sign_flips_carry_mcnemar_over() -> None:
-    rng = np.random.default_rng(1)
-    first, second = (rng.random((2, 3, 60)) < np.array([0.7, 0.5])[:, None, None]).astype(float)
-    exact = uncertainty.mcnemar(first, second)
-    assert uncertainty.sign_flip((first - second) / 60, replicates=40_000) == pytest.approx(exact, abs=0.015)
 
 
 def test_sign_flips_equal_scipys_permutation_test() -> None:
@@ -98,7 +91,24 @@ def test_percentiles_equal_numpys() -> None:
     assert high == pytest.approx(np.percentile(draws, 97.5, axis=0))
 
 
-def test_a_gap_stays_a_gap() -> None:
-    contributions = np.array([[0.5, 0.5], [np.nan, np.nan]])
-    draws = uncertainty.bootstrap({"one": {"score": contributions}}, replicates=50)["score"]
-    assert np.isnan(draws[:, 1]).all() and not np.isnan(draws[:, 0]).any()
+def test_paired_t_is_that_of_one_benchmark_and_welchs_of_several() -> None:
+    rng = np.random.default_rng(0)
+    strata = [rng.normal(size=(4, items)) / items for items in (7, 30)]
+    differences, p_values = uncertainty.paired_t(strata[:1])
+    assert p_values[0, 1] == pytest.approx(ttest_rel(strata[0][0], strata[0][1]).pvalue)
+    assert differences[0, 1] == pytest.approx((strata[0][0] - strata[0][1]).sum()) and p_values[2, 2] == 1
+    apart = [stratum[0] - stratum[3] for stratum in strata]
+    spread = [len(part) * part.var(ddof=1) for part in apart]
+    freedom = sum(spread) ** 2 / sum(s**2 / (len(part) - 1) for s, part in zip(spread, apart, strict=True))
+    statistic = abs(sum(part.sum() for part in apart)) / np.sqrt(sum(spread))
+    assert uncertainty.paired_t(strata)[1][0, 3] == pytest.approx(2 * t.sf(statistic, freedom))
+    strata[1][2] = np.nan
+    assert np.isnan(uncertainty.paired_t(strata)[1][2]).all()
+
+
+def test_paired_t_errs_as_rarely_as_it_says() -> None:
+    rng = np.random.default_rng(1)
+    p_values = [
+        uncertainty.paired_t([rng.gamma(0.3, size=(2, 40)), rng.gamma(0.3, size=(2, 40))])[1][0, 1] for _ in range(400)
+    ]
+    assert np.mean(np.array(p_values) < 0.05) < 0.075

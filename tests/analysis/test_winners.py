@@ -1,11 +1,23 @@
+"""The winner map and the pairs of criteria that are told apart, by scores and by losses on right answers."""
+
 from __future__ import annotations
+
+from dataclasses import replace
+from itertools import combinations
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
+from handmade import cell, comparison_of
+from statsmodels.stats.contingency_tables import mcnemar
+from statsmodels.stats.multitest import multipletests
+from synthetic import write_store
 
 from analysis import names
-from analysis.stats import ranks
+from analysis.load.study import load
+from analysis.registry import Results, find
+from analysis.stats import winners
 from analysis.stats.comparison import Comparison
 from analysis.stats.winners import label, winner_map
 
@@ -14,23 +26,9 @@ ITEMS = 200
 
 def comparison(outcomes: dict[str, dict[str, np.ndarray]]) -> Comparison:
     """Cells of one panel from criterion -> benchmark -> outcomes; a benchmark that a criterion lacks is a gap."""
-    benchmarks = list(dict.fromkeys(name for by_name in outcomes.values() for name in by_name))
-    axes = {"model": "m", "calibration": "general", "ratio": 0.25, "allocation": "uniform", "gate": "model", "seed": 42}
-    cells = pd.DataFrame([{**axes, "criterion": criterion, "method": criterion} for criterion in outcomes])
-    gap = np.full(ITEMS, np.nan)
-    stacked = {
-        name: np.stack([by_name.get(name, gap) for by_name in outcomes.values()]).astype(float) for name in benchmarks
-    }
-    scores = pd.DataFrame({name: values.mean(axis=1) for name, values in stacked.items()})
-    return Comparison(
-        model="m",
-        cells=cells,
-        benchmarks=scores,
-        parts=ranks.displayed(benchmarks),
-        lower_is_better=(),
-        outcomes=stacked,
-        standard_errors=scores * 0,
-    )
+    benchmarks = dict.fromkeys(name for by_name in outcomes.values() for name in by_name)
+    rows = {name: [by_name.get(name) for by_name in outcomes.values()] for name in benchmarks}
+    return comparison_of([cell(criterion) for criterion in outcomes], rows)
 
 
 def right(count: int) -> np.ndarray:
@@ -76,15 +74,12 @@ def test_holm_covers_the_whole_map() -> None:
     assert not found["beyond_noise"].any()
 
 
-def test_ties_and_zeros_are_nobodys_win() -> None:
+def test_ties_zeros_and_gaps_are_nobodys_win() -> None:
     zero, some = right(0), right(50)
     made = comparison({"reap": {"gsm8k": some, "math500": zero}, "man": {"gsm8k": some[::-1], "math500": zero}})
     found = winner_map([made]).set_index("column")
     assert found["winners"].to_dict() == {"GSM8K": ("reap", "man"), "MATH-500": ("reap", "man")}
     assert label(("reap", "man"), 0.25) == "REAP = MAN" and label(("reap", "man"), 0.0) == "all 0"
-
-
-def test_gaps_do_not_win_and_do_not_lose() -> None:
     made = comparison({"reap": {"gsm8k": right(50)}, "man": {"math500": right(50)}, "ean": {"gsm8k": right(20)}})
     found = winner_map([made]).set_index("column")
     assert found.loc["MATH-500", "winners"] == ("man",) and found.loc["MATH-500", "runner_up"] == ""
@@ -106,3 +101,57 @@ def test_averaged_columns_resample_shared_answers_together() -> None:
     twice = made.interval(("humaneval", "humaneval_plus"))
     once = made.interval(("humaneval",))
     assert twice[1][0] - twice[0][0] == pytest.approx(once[1][0] - once[0][0], abs=0.01)
+
+
+def table(results: Results, name: str) -> pd.DataFrame:
+    return find(name).items(results)[-1].frame
+
+
+def test_a_column_is_the_mean_loss_of_its_benchmarks_and_the_lowest_ranks_first(results: Results) -> None:
+    (comparison,) = results.by_answer_loss.comparisons
+    number = int(comparison.cells.index[5])
+    folders = results.study.document["cells"][number]["evaluate"]
+    for column, tasks in (("MC Avg", names.COLUMNS["MC Avg"]), ("Eval+", ("humaneval", "mbpp"))):
+        files = [results.study.store / folders[task] / "samples.parquet" for task in tasks]
+        expected = np.mean([pd.read_parquet(file)["answer_loss"].mean() for file in files])
+        assert comparison.columns[column][number] == pytest.approx(expected)
+    found = table(results, "ranks.loss").query("Criterion != 'Unpruned'")
+    for _, block in found.groupby(["Pruned", "Calibration"]):
+        ranked = block.set_index("Criterion")["Avg Rank"].to_dict()
+        assert ranked == {"Frequency": 3.0, "REAP": 2.0, "MAN": 1.0, "Random": 4.0}
+    won = table(results, "winners.loss")
+    assert set(won["Winner"]) == {"MAN"} and (won["Lead"] < 0).all()
+    assert not results.comparisons[0].lower_is_better, "scores beside losses are still scores"
+
+
+def test_pairs_are_decided_as_independent_tests_say(results: Results) -> None:
+    (comparison,) = results.comparisons
+    cells = list(comparison.panels[0].cells.values())
+    outcomes = comparison.outcomes["rte"][comparison.rows(cells)]
+    p_values = [
+        mcnemar([[0, (a > b).sum()], [(a < b).sum(), 0]], exact=True).pvalue for a, b in combinations(outcomes, 2)
+    ]
+    decided = multipletests(p_values, 0.05, method="holm")[0]
+    assert (np.abs(winners._decided(comparison, ("rte",), cells)) == decided).all()
+    found = table(results, "pairs")
+    assert (found["By both"] <= found[["By score", "By answer loss"]].min(axis=1)).all()
+    assert (found["By answer loss"] >= found["By score"]).all() and not found["Opposite"].any()
+
+
+def test_opposite_verdicts_are_counted(results: Results) -> None:
+    samples = results.study.samples
+    opposite = Results(replace(results.study, samples=samples.assign(answer_loss=-samples["answer_loss"])))
+    found = table(opposite, "pairs")
+    means = found[found["Column"] == winners.MEAN]
+    assert not found["By both"].any() and (means["Opposite"] == means["Pairs"]).all()
+
+
+def test_a_store_without_losses_has_scores_alone(tmp_path: Path) -> None:
+    one = {"calibrations": ("pocket_code",), "ratios": (0.5,), "tasks": ("rte",), "overlap": False}
+    store = write_store(tmp_path, criteria=("random", "man"), **one)
+    for path in (store / "evaluate").glob("*/samples.parquet"):
+        pd.read_parquet(path).drop(columns="answer_loss").to_parquet(path, index=False)
+    results = Results(load(store, "made_up"))
+    assert [find(name).items(results) for name in ("winners.loss", "ranks.loss")] == [[], []]
+    found = table(results, "pairs")
+    assert found["By answer loss"].isna().all() and found["By score"].sum() > 0 and results.study.gaps == []

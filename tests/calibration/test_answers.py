@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from moe_lab.calibration.answers import answer_batches
-from moe_lab.calibration.batches import batches
+from moe_lab.calibration.batches import answer_batches, batches
 from moe_lab.config import CalibrationConfig
 from moe_lab.errors import UserError
 
@@ -33,9 +32,12 @@ PAIRS = (
 )
 
 
-def test_a_pair_of_each_kind_and_a_text_without_an_answer(source: Settings, tokenizer: Any) -> None:
-    found = answered(source(*PAIRS, packing="none", length=8, tokens=32, special_tokens=True), tokenizer)
-    assert found == [["w2", "w3"], ["w5", "w6", "w7"], ["w10"], []]
+def test_a_pair_of_each_kind_and_a_text_without_an_answer(
+    source: Settings, tokenizer: Any, chat_tokenizer: Any
+) -> None:
+    chosen = source(*PAIRS, packing="none", length=9, tokens=36, special_tokens=True)
+    for each in (tokenizer, chat_tokenizer):
+        assert answered(chosen, each) == [["w2", "w3"], ["w5", "w6", "w7"], ["w10"], []]
 
 
 @pytest.mark.parametrize("packing", ["none", "chunk", "reap"])
@@ -66,20 +68,12 @@ def test_only_what_the_assistant_says_is_an_answer(source: Settings, chat_tokeni
     assert answered(chosen, chat_tokenizer, header=True) == with_header
 
 
-def test_a_pair_goes_through_the_chat_template(source: Settings, chat_tokenizer: Any) -> None:
-    chosen = source(*PAIRS, packing="none", length=9, tokens=18)
-    assert answered(chosen, chat_tokenizer) == [["w2", "w3"], ["w5", "w6", "w7"]]
-
-
-def test_a_set_without_answers_is_refused_with_the_fields_expected(source: Settings, tokenizer: Any) -> None:
-    records = ({"text": "w1 w2 w3 w4"}, {"instruction": "w1 w2 w3", "output": " "})
-    with pytest.raises(UserError, match=r"set\.jsonl holds no answers: expected the fields instruction and output"):
-        answer_batches(source(*records, length=4, tokens=4), tokenizer)
-
-
-def test_rows_too_short_for_any_answer_are_refused(source: Settings, tokenizer: Any) -> None:
-    record = {"instruction": "w0 w1 w2 w3", "output": "w4"}
+def test_sets_and_rows_without_answers_are_refused(source: Settings, tokenizer: Any) -> None:
+    unanswered = ({"text": "w1 w2 w3 w4"}, {"instruction": "w1 w2 w3", "output": " "})
+    with pytest.raises(UserError, match=r"set\.jsonl holds no answers: .* instruction and output"):
+        answer_batches(source(*unanswered, length=4, tokens=4), tokenizer)
     with pytest.raises(UserError, match=r"calibration\.length=4 cuts every answer"):
+        record = {"instruction": "w0 w1 w2 w3", "output": "w4"}
         answer_batches(source(record, packing="none", length=4, tokens=4), tokenizer)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import math
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -19,8 +19,7 @@ from hypothesis import strategies as st
 
 from moe_lab import grid
 from moe_lab.calibration import check
-from moe_lab.calibration.answers import answer_batches
-from moe_lab.calibration.batches import TOLERANCE, batches
+from moe_lab.calibration.batches import TOLERANCE, Calibration, answer_batches, batches
 from moe_lab.calibration.documents import Text
 from moe_lab.calibration.sources import read
 from moe_lab.config import CalibrationConfig, Config, SourceConfig
@@ -54,51 +53,38 @@ def two(tmp_path: Path, settings: Settings) -> tuple[CalibrationConfig, Calibrat
     return settings(low, name="low", order="random"), settings(high, name="high", order="random")
 
 
-def counted(chosen: CalibrationConfig, tokenizer: Any) -> tuple[int, int]:
+def counted(found: Calibration) -> tuple[int, int]:
     """Valid tokens below and from w10 on."""
-    rows = batches(chosen, tokenizer).rows
-    tokens = torch.cat([ids[valid] for ids, valid in rows])
+    tokens = torch.cat([ids[valid] for ids, valid in found.rows])
     assert bool(((tokens >= W) & (tokens < W + 20)).all())
     return int((tokens < W + 10).sum()), int((tokens >= W + 10).sum())
 
 
-def test_what_each_set_gives_is_reported(two: tuple[CalibrationConfig, CalibrationConfig], tokenizer: Any) -> None:
-    low, high = two
-    chosen = mixture((0.4, low), (0.6, high))
-    below, above = counted(chosen, tokenizer)
-    report = batches(chosen, tokenizer).report
-    assert report["valid_tokens"] == {"low": below, "high": above}
-    assert [source["share"] for source in report["sources"]] == [0.4, 0.6]
-    assert json.loads(json.dumps(report)) == report
-
-
-def test_the_seed_decides_the_order_within_each_set(
+def test_the_report_has_every_set_and_the_seed_decides_the_order_within_each(
     two: tuple[CalibrationConfig, CalibrationConfig], tokenizer: Any
 ) -> None:
-    chosen = mixture((0.5, two[0]), (0.5, two[1]), packing="chunk")
-    again, other = batches(chosen, tokenizer), batches(replace(chosen, seed=2), tokenizer)
-    first = batches(chosen, tokenizer)
+    chosen = mixture((0.4, two[0]), (0.6, two[1]), packing="chunk")
+    first, again, other = (batches(each, tokenizer) for each in (chosen, chosen, replace(chosen, seed=2)))
     assert all(torch.equal(a[0], b[0]) for a, b in zip(first.rows, again.rows, strict=True))
     assert any(not torch.equal(a[0], b[0]) for a, b in zip(first.rows, other.rows, strict=True))
+    assert tuple(first.report["valid_tokens"].items()) == tuple(zip(("low", "high"), counted(first), strict=True))
+    assert [source["share"] for source in first.report["sources"]] == [0.4, 0.6]
+    assert json.loads(json.dumps(first.report)) == first.report
     kept = replace(chosen, sources=[replace(s, settings=replace(s.settings, seed=7)) for s in chosen.sources])
     assert identity(kept) == identity(replace(kept, seed=2)), "a set's own seed goes before the cell's"
 
 
-@cache
+@pytest.fixture(scope="module")
 def pocket_tokenizer() -> Any:
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(resolve("pocket:olmoe"))
 
 
+@cache
 def published(name: str) -> Any:
-    """A file of conf/calibration as typed settings, the sets of a mixture included."""
+    """A file of conf/calibration as typed settings."""
     return grid.mixed(choices.choose(CalibrationConfig, "calibration", name), choices.Files())
-
-
-def pocket(*shares: float, **settings: Any) -> CalibrationConfig:
-    sets = [published(name) for name in POCKET]
-    return mixture(*zip(shares, sets, strict=False), **{"length": 256, "tokens": 24576, "packing": "chunk", **settings})
 
 
 @hypothesis_settings(max_examples=8, deadline=None)
@@ -109,11 +95,13 @@ def pocket(*shares: float, **settings: Any) -> CalibrationConfig:
     packing=st.sampled_from(["chunk", "reap", "none"]),
     gap=st.sampled_from(["none", "eos"]),
 )
-def test_shipped_sets_keep_their_shares(weights: list[int], seed: int, packing: str, gap: str) -> None:
+def test_shipped_sets_keep_their_shares(
+    pocket_tokenizer: Any, weights: list[int], seed: int, packing: str, gap: str
+) -> None:
     shares = [weight / sum(weights) for weight in weights]
     length = 64 if packing == "none" else 256  # a document a row: enough of them that one is below 1 %
-    chosen = pocket(*shares, seed=seed, packing=packing, gap=gap, length=length, tokens=32768)
-    found = batches(chosen, pocket_tokenizer())
+    sets = zip(shares, map(published, POCKET), strict=False)
+    found = batches(mixture(*sets, seed=seed, packing=packing, gap=gap, length=length, tokens=32768), pocket_tokenizer)
     kept = found.report["valid_tokens"]
     assert sum(kept.values()) == sum(int(valid.sum()) for _, valid in found.rows)
     assert [kept[name] / sum(kept.values()) for name in POCKET[: len(shares)]] == pytest.approx(shares, abs=TOLERANCE)
@@ -123,7 +111,7 @@ def test_a_document_longer_than_a_row_leaves_room_for_the_others(
     tmp_path: Path, settings: Settings, two: tuple[CalibrationConfig, CalibrationConfig], tokenizer: Any
 ) -> None:
     book = settings(write(tmp_path / "book.jsonl", {"text": "w3 " * 400}), name="book")
-    below, above = counted(mixture((0.5, book), (0.5, two[1]), packing="chunk", tokens=320), tokenizer)
+    below, above = counted(batches(mixture((0.5, book), (0.5, two[1]), packing="chunk", tokens=320), tokenizer))
     assert below == pytest.approx(above, abs=8)
 
 
@@ -157,11 +145,9 @@ def test_a_set_that_runs_out_is_named_with_its_tokens(
     two: tuple[CalibrationConfig, CalibrationConfig], tokenizer: Any
 ) -> None:
     chosen = mixture((0.5, two[0]), (0.5, two[1]), packing="chunk", tokens=8000)
-    with pytest.raises(UserError, match=r"low, .* share of 0.5 .* is too short: its 1200 tokens .* would fit") as error:
+    with pytest.raises(UserError, match=r"low, .* share of 0.5 .* its 1200 tokens .* would fit") as error:
         batches(chosen, tokenizer)
-    fitting = int(
-        str(error.value).partition("calibration.tokens=8000")[2].partition("calibration.tokens=")[2].split()[0]
-    )
+    fitting = int(re.findall(r"calibration\.tokens=(\d+)", str(error.value))[1])
     assert batches(replace(chosen, tokens=fitting), tokenizer).report["rows"] == fitting // 8
     with pytest.raises(UserError, match="is too short"):
         batches(replace(chosen, tokens=fitting + 8), tokenizer)
@@ -214,68 +200,51 @@ def test_a_set_is_named_once_and_must_be_readable(two: tuple[CalibrationConfig, 
         check(mixture((0.5, low), (0.5, replace(high, path="nowhere.jsonl"))))
 
 
-WORDS = "w1 " * 30
-RECORDS = {
-    "gsm8k": {"question": "What is w1?", "answer": f"{WORDS}\n#### 1"},
-    "opencodereasoning": {
-        **dict.fromkeys(("id", "source", "license", "dataset", "split", "difficulty"), "x"),
-        "input": "a problem",
-        "output": "<think>long</think>",
-        "solution": f"print({WORDS})",
-    },
-    "pile": {"text": WORDS, "meta": {"pile_set_name": "x"}},
-}
-READ = {
-    "gsm8k": f"Question:\nWhat is w1?\n\nSolution:\n{WORDS}\n#### 1",
-    "opencodereasoning": f"Problem:\n\n\nReasoning:\n\n\nSolution:\nprint({WORDS})",
-    "pile": WORDS,
+CODE = {
+    **dict.fromkeys(("id", "source", "license", "dataset", "split", "difficulty"), "x"),
+    "input": "a problem",
+    "output": "<think>long</think>",
+    "solution": "print(w1)",
 }
 
 
-@pytest.mark.parametrize("name", sorted(READ))
-def test_published_sets_are_read_from_their_fields(name: str, tmp_path: Path) -> None:
-    file = write(tmp_path / "rows.jsonl", RECORDS[name])
-    assert read(replace(published(name), path=str(file))) == [Text(READ[name])]
+@pytest.mark.parametrize(
+    ("name", "record", "expected"),
+    [
+        ("gsm8k", {"question": "What?", "answer": "w1\n#### 1"}, "Question:\nWhat?\n\nSolution:\nw1\n#### 1"),
+        ("opencodereasoning", CODE, "Problem:\n\n\nReasoning:\n\n\nSolution:\nprint(w1)"),
+        ("pile", {"text": "w1", "meta": {"pile_set_name": "x"}}, "w1"),
+    ],
+)
+def test_published_sets_are_read_from_their_fields(name: str, record: Any, expected: str, tmp_path: Path) -> None:
+    file = write(tmp_path / "rows.jsonl", record)
+    assert read(replace(published(name), path=str(file))) == [Text(expected)]
 
 
-@pytest.fixture
-def named(tmp_path: Path) -> choices.Files:
-    folder = tmp_path / "calibration"
-    folder.mkdir()
-    (folder / "a.yaml").write_text("name: a\npath: owner/a\nfield: body\n")
-    (folder / "b.yaml").write_text("name: b\npath: ???\n")
-    (folder / "nested.yaml").write_text(
-        "name: nested\nsources: [{calibration: mix, share: 0.5}, {calibration: a, share: 0.5}]\n"
-    )
-    (folder / "mix.yaml").write_text(
-        "name: mix\nsources: [{calibration: a, share: 0.75}, {calibration: b, path: notes.txt, share: 0.25}]\n"
-    )
-    (folder / "wrong.yaml").write_text(
-        "name: wrong\nsources: [{calibration: aa, share: 0.5}, {calibration: a, share: 0.5}]\n"
-    )
-    return choices.Files(tmp_path)
+NAMED = {
+    "a": "path: owner/a\nfield: body",
+    "b": "path: ???",
+    "nested": "sources: [{calibration: mix, share: 0.5}, {calibration: a, share: 0.5}]",
+    "mix": "sources: [{calibration: a, share: 0.75}, {calibration: b, path: notes.txt, share: 0.25}]",
+    "wrong": "sources: [{calibration: aa, share: 0.5}, {calibration: a, share: 0.5}]",
+}
 
 
-def cell(named: choices.Files, *calibration: str, flops_text: str = "a") -> grid.Cell:
-    return choices.cells(Config(flops_text=flops_text), {"calibration": list(calibration)}, files=named)[0]
+def test_names_in_a_mixture_are_files_and_a_path_goes_before_theirs(tmp_path: Path) -> None:
+    """Of what is calibrated on and of the other texts; a mixture of mixtures is refused."""
+    (tmp_path / "calibration").mkdir()
+    for name, content in NAMED.items():
+        (tmp_path / "calibration" / f"{name}.yaml").write_text(f"name: {name}\n{content}\n")
 
+    def cell(calibration: str, flops_text: str = "a") -> grid.Cell:
+        files, lists = choices.Files(tmp_path), {"calibration": [calibration]}
+        return choices.cells(Config(flops_text=flops_text), lists, files=files)[0]
 
-def test_names_in_a_mixture_are_files_and_a_path_goes_before_theirs(named: choices.Files) -> None:
-    text = cell(named, "mix").calibration
-    assert [(source.settings.name, source.settings.path, source.settings.field) for source in text.sources] == [
-        ("a", "owner/a", "body"),
-        ("notes", "notes.txt", None),
-    ]
-
-
-def test_a_mixture_names_sets_that_exist_and_no_mixture(named: choices.Files) -> None:
+    for text in (cell("mix").calibration, cell("a", flops_text="mix").texts["flops"]):
+        found = [(source.share, source.settings.name, source.settings.path) for source in text.sources]
+        assert found == [(0.75, "a", "owner/a"), (0.25, "notes", "notes.txt")]
+        assert [source.settings.field for source in text.sources] == ["body", None]
     with pytest.raises(UserError, match=r"source=aa is unknown: did you mean a\?"):
-        cell(named, "wrong")
+        cell("wrong")
     with pytest.raises(UserError, match="mix is a mixture itself"):
-        cell(named, "nested")
-
-
-def test_the_mixture_of_a_search_is_resolved_too(named: choices.Files) -> None:
-    found = cell(named, "a", flops_text="mix")
-    assert math.fsum(source.share for source in found.texts["flops"].sources) == 1
-    assert found.texts["flops"].sources[0].settings.path == "owner/a"
+        cell("nested")

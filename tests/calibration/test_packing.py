@@ -12,8 +12,7 @@ from moe_lab.calibration.batches import PACKINGS, chunk, one_a_row, reap
 
 FILLER = -1
 
-lengths = st.integers(2, 12)
-gaps = st.sampled_from([None, FILLER])
+lengths, gaps = st.integers(2, 12), st.sampled_from([None, FILLER])
 
 
 @st.composite
@@ -45,24 +44,16 @@ def test_reap_rows_begin_with_the_beginning_of_a_document_and_drop_only_overflow
     for row in rows:
         assert row[0] in first
         begun = [first[token] for token in row if token in first]
-        whole, last = begun[:-1], begun[-1]
-        assert tokens([row]) == [*chain.from_iterable(whole), *last[: last_room(whole, length, gap)]]
+        room = length - sum(len(document) + (gap is not None) for document in begun[:-1])
+        assert tokens([row]) == [*chain.from_iterable(begun[:-1]), *begun[-1][:room]]
     begun_in_rows = [token for token in tokens(rows) if token in first]
     assert begun_in_rows == [document[0] for document in documents][: len(begun_in_rows)], "no document is skipped"
-
-
-def last_room(whole: list[list[int]], length: int, gap: int | None) -> int:
-    return length - sum(len(document) + (gap is not None) for document in whole)
 
 
 @given(numbered(), lengths)
 def test_one_a_row_keeps_each_beginning(documents: list[list[int]], length: int) -> None:
     rows = list(one_a_row(documents, length, FILLER))
-    assert [tokens([row]) for row in rows] == [document[:length] for document in documents]
-    assert all(
-        row[len(document) :] == [FILLER] * (length - len(document))
-        for row, document in zip(rows, documents, strict=True)
-    )
+    assert rows == [(document + [FILLER] * length)[:length] for document in documents]
 
 
 def test_reap_by_hand() -> None:
@@ -70,10 +61,6 @@ def test_reap_by_hand() -> None:
     documents = [[1, 2], [3, 4, 5, 6], [7, 8, 9], [10, 11, 12, 13], [14]]
     assert list(reap(documents, 4, 0)) == [[1, 2, 0, 3], [7, 8, 9, 0], [10, 11, 12, 13]]
     assert list(reap(documents, 4, None)) == [[1, 2, 3, 4], [7, 8, 9, 10]]
-
-
-def test_chunk_by_hand() -> None:
-    assert list(chunk([[1, 2], [3, 4, 5, 6]], 3, 0)) == [[1, 2, 0], [3, 4, 5]]
 
 
 @pytest.mark.parametrize("packing", sorted(PACKINGS))

@@ -29,16 +29,21 @@ from moe_lab.evaluation.harnesses import perplexity
 Settings = Callable[..., CalibrationConfig]
 
 MESSAGES = [{"role": "user", "content": "w1"}, {"role": "assistant", "content": "w2"}]
-MESSAGES_ALONE = {"messages": MESSAGES}
+NOTED = [{**MESSAGES[0], "timestamp": 3}, {**MESSAGES[1], "reasoning_content": None, "images": []}]
+CHAT = Chat(tuple(MESSAGES))
+PAIR = {"instruction": "w1", "output": "w2"}
+CALLED = {"query": "w1", "answers": [{"name": "w2", "arguments": {}}], "tools": [{"name": "w2"}]}
+ONE, TWO = {"text": "one\u2028still one\x85"}, {"text": "two"}
+"""A newline alone ends a JSON line."""
 
 
 def lines(*records: object) -> str:
-    return "\n".join(json.dumps(record) for record in records) + "\n"
+    return "\n".join(json.dumps(record, ensure_ascii=False) for record in records) + "\n"
 
 
-def written(path: Path, content: str) -> Path:
-    raw = content.encode()
-    path.write_bytes(gzip.compress(raw) if path.suffix == ".gz" else raw)
+def written(path: Path, content: str | bytes) -> Path:
+    raw = content.encode() if isinstance(content, str) else content
+    path.write_bytes(gzip.compress(raw) if path.suffix == ".gz" and isinstance(content, str) else raw)
     return path
 
 
@@ -52,53 +57,42 @@ def test_blank_lines_part_the_documents_of_a_text(tmp_path: Path, settings: Sett
 @pytest.mark.parametrize(
     ("name", "content"),
     [
-        ("a.jsonl", lines({"text": "one"}, {"text": "two"})),
-        ("a.jsonl", "\n" + lines({"text": "one"}) + "\n\n" + lines({"text": "two"})),
-        ("a.jsonl.gz", lines({"text": "one", "url": 1}, {"text": "two"})),
-        ("a.json.gz", lines({"text": "one"}, {"text": "two"})),
-        ("a.json", json.dumps([{"text": "one"}, {"text": "two"}], indent=2)),
+        ("a.jsonl", "\n" + lines(ONE) + "\n\n" + lines(TWO)),
+        ("a.jsonl.gz", lines({**ONE, "url": 1}, TWO)),
+        ("a.json.gz", lines(ONE, TWO)),
+        ("a.json", json.dumps([ONE, TWO], indent=2)),
     ],
 )
 def test_json_lines_and_lists(tmp_path: Path, settings: Settings, name: str, content: str) -> None:
-    assert read(settings(written(tmp_path / name, content))) == [Text("one"), Text("two")]
+    assert read(settings(written(tmp_path / name, content))) == [Text(ONE["text"]), Text("two")]
 
 
-def test_only_a_newline_ends_a_json_line(tmp_path: Path, settings: Settings) -> None:
-    file = written(tmp_path / "a.jsonl", '{"text": "one\u2028still one\x85"}\n')
-    assert read(settings(file)) == [Text("one\u2028still one\x85")]
+@pytest.mark.parametrize(
+    ("record", "changes", "expected"),
+    [
+        ({"text": "one", "system": "w3", "conversations": [1], "messages": MESSAGES, **PAIR}, {}, Text("one")),
+        ({"messages": MESSAGES}, {}, CHAT),
+        ({"messages": json.dumps(MESSAGES)}, {}, CHAT),
+        ({"messages": json.dumps(MESSAGES), "system": "w3"}, {"field": "messages"}, CHAT),
+        ({"messages": NOTED, "system": "", "history": [], "images": None, "id": 3, "prompt": "w1"}, {}, CHAT),
+        ({"instruction": "add", "input": "1 2", "output": "3"}, {}, pair("add\n\n1 2", "3")),
+        ({**PAIR, "input": "", "system": "", "history": "[]", "id": 3}, {}, pair("w1", "w2")),
+        ({"question": "why", "answer": "so"}, {}, pair("why", "so")),
+        ({"text": "no", "story": "yes"}, {"field": "story"}, Text("yes")),
+        ({"text": "no", "story": MESSAGES}, {"field": "story"}, CHAT),
+        ({"story": json.dumps(MESSAGES)}, {"field": "story"}, CHAT),
+        ({"story": '[{"w1": 1}]'}, {"field": "story"}, Text('[{"w1": 1}]')),
+        ({"story": "[w1] w2"}, {"field": "story"}, Text("[w1] w2")),
+        ({**PAIR, "system": "w3"}, {"template": "{system} {instruction} {output}"}, Text("w3 w1 w2")),
+        ({"question": "w1 {answer}", "answer": "w2"}, {"template": "{question}: {answer}"}, Text("w1 {answer}: w2")),
+    ],
+)
+def test_fields_are_known_or_named(record: Any, changes: dict[str, str], expected: object, source: Settings) -> None:
+    assert read(source(record, record, **changes)) == [expected] * 2
 
 
-def test_fields_that_are_known_without_being_named(tmp_path: Path, settings: Settings) -> None:
-    file = written(
-        tmp_path / "a.jsonl",
-        lines(
-            {"text": "one", "messages": MESSAGES},
-            {"messages": MESSAGES},
-            {"instruction": "say", "output": "said"},
-            {"instruction": "add", "input": "1 2", "output": "3"},
-            {"instruction": "wait", "input": "", "output": "waited"},
-            {"question": "why", "answer": "so"},
-        ),
-    )
-    assert read(settings(file)) == [
-        Text("one"),
-        Chat(tuple(MESSAGES)),
-        pair("say", "said"),
-        pair("add\n\n1 2", "3"),
-        pair("wait", "waited"),
-        pair("why", "so"),
-    ]
-
-
-def test_a_named_field_may_hold_text_or_messages(tmp_path: Path, settings: Settings) -> None:
-    file = written(tmp_path / "a.jsonl", lines({"text": "no", "story": "yes"}, {"text": "no", "story": MESSAGES}))
-    assert read(settings(file, field="story")) == [Text("yes"), Chat(tuple(MESSAGES))]
-
-
-PAIR = {"instruction": "w1", "output": "w2"}
-ANSWERED = {"question": "w1", "answer": "w2"}
-COMPLETED = {"prompt": "w1", "completion": "w2"}
-CALLED = {"query": "w1", "answers": [{"name": "w2", "arguments": {}}], "tools": [{"name": "w2"}]}
+def test_empty_documents_are_left_out(source: Settings) -> None:
+    assert read(source({"text": " "}, {"messages": []}, TWO)) == [Text("two")]
 
 
 @pytest.mark.parametrize(
@@ -109,229 +103,146 @@ CALLED = {"query": "w1", "answers": [{"name": "w2", "arguments": {}}], "tools": 
         ({"messages": MESSAGES, "system": "w3"}, "system", "w3"),
         ({**PAIR, "input": "", "history": [["w3", "w4"]]}, "history", "w3"),
         ({**PAIR, "conversations": [{"from": "human", "value": "w3"}]}, "conversations", "human"),
-        ({**ANSWERED, "context": "w3"}, "context", "w3"),
-        ({**COMPLETED, "tools": [{"name": "w3"}]}, "tools", "w3"),
+        ({"question": "w1", "answer": "w2", "context": "w3"}, "context", "w3"),
+        ({"prompt": "w1", "completion": "w2", "tools": [{"name": "w3"}]}, "tools", "w3"),
         ({**CALLED, "system": "w3"}, "system", "w3"),
+        *(({"messages": wrong}, "messages", "") for wrong in ("w1 w2", '{"role": "user"}', '["w1"]', None)),
     ],
 )
 def test_a_record_of_which_a_part_is_not_read_is_refused(
-    tmp_path: Path, settings: Settings, record: dict[str, Any], key: str, value: str
+    record: dict[str, Any], key: str, value: str, source: Settings
 ) -> None:
-    file = written(tmp_path / "a.jsonl", lines(MESSAGES_ALONE, record))
-    with pytest.raises(UserError, match=rf"a\.jsonl line 2.*\b{re.escape(key)}=.*{re.escape(value)}"):
-        read(settings(file))
-
-
-def test_empty_parts_and_remarks_are_no_parts_of_a_conversation(tmp_path: Path, settings: Settings) -> None:
-    noted = [{**MESSAGES[0], "timestamp": 3}, {**MESSAGES[1], "reasoning_content": None, "images": []}]
-    record = {"messages": noted, "system": "", "history": [], "images": None, "id": 3, "source": "w3", "prompt": "w1"}
-    file = written(tmp_path / "a.jsonl", lines(record, {**PAIR, "system": "", "history": "[]", "id": 3}))
-    assert read(settings(file)) == [Chat(tuple(MESSAGES)), pair("w1", "w2")]
-
-
-def test_what_is_to_be_read_may_be_named(tmp_path: Path, settings: Settings) -> None:
-    """The advice for a record of which a part is not read."""
-    file = written(tmp_path / "a.jsonl", lines({"messages": MESSAGES, "system": "w3"}))
-    assert read(settings(file, field="messages")) == [Chat(tuple(MESSAGES))]
-    file = written(tmp_path / "b.jsonl", lines({**PAIR, "system": "w3"}))
-    assert read(settings(file, template="{system} {instruction} {output}")) == [Text("w3 w1 w2")]
-
-
-@pytest.mark.parametrize("field", [None, "messages"])
-def test_messages_may_be_json_text(tmp_path: Path, settings: Settings, field: str | None) -> None:
-    file = written(tmp_path / "a.jsonl", lines({"messages": json.dumps(MESSAGES)}))
-    assert read(settings(file, field=field)) == [Chat(tuple(MESSAGES))]
-    for wrong in ("w1 w2", '{"role": "user"}', '["w1"]', '[{"role": "user"}]', None):
-        file = written(tmp_path / "a.jsonl", lines(MESSAGES_ALONE, {"messages": wrong}))
-        with pytest.raises(UserError, match=r"a\.jsonl line 2.*messages"):
-            read(settings(file, field=field))
-
-
-def test_a_named_field_may_hold_messages_as_json_text(tmp_path: Path, settings: Settings) -> None:
-    told, other = json.dumps(MESSAGES), '[{"w1": 1}]'
-    file = written(tmp_path / "a.jsonl", lines({"story": told}, {"story": other}, {"story": "[w1] w2"}))
-    assert read(settings(file, field="story")) == [Chat(tuple(MESSAGES)), Text(other), Text("[w1] w2")]
-
-
-def test_a_text_is_whole_whatever_stands_beside_it(tmp_path: Path, settings: Settings) -> None:
-    file = written(tmp_path / "a.jsonl", lines({"text": "one", "system": "w3", "conversations": [1], **PAIR}))
-    assert read(settings(file)) == [Text("one")]
-
-
-def test_empty_documents_are_left_out(tmp_path: Path, settings: Settings) -> None:
-    file = written(tmp_path / "a.jsonl", lines({"text": " "}, {"messages": []}, {"text": "one"}))
-    assert read(settings(file)) == [Text("one")]
+    with pytest.raises(UserError, match=rf"set\.jsonl line 2.*\b{re.escape(key)}\b.*{re.escape(value)}"):
+        read(source({"messages": MESSAGES}, record))
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "sentence"),
+    ("name", "content", "says"),
     [
         ("a.txt", "", "a.txt is empty"),
         ("a.txt", " \n\n \n", "holds no document"),
         ("a.json", "[]", "holds no document"),
-        ("a.jsonl", '{"text": "one"}\n{"text": "tw\n', "a.jsonl line 2 is damaged JSON"),
-        ("a.json", '[{"text": "one"},\n', "a.json line 2 is damaged JSON"),
-        (
-            "a.jsonl",
-            lines({"body": "one", "id": 1}),
-            r"line 1: none of the fields text.*found: body, id.*calibration.field",
-        ),
-        ("a.jsonl", lines({"text": "one"}, {"txet": "two"}), "line 2: none of the fields"),
-        ("a.json", '[{"text": "one"}, 7]', "record 2: expected an object with fields such as text, found 7"),
-        ("a.jsonl", lines({"instruction": None, "output": "x"}), "field instruction holds None, expected a string"),
-        ("a.jsonl", lines({"text": None}), "line 1: field text holds None, expected a string"),
-        ("a.jsonl", lines({"messages": [{"role": "user"}]}), "line 1, field messages: expected messages with a role"),
-        ("a.pkl", "x", r"ends in \.pkl: pickles run code"),
-        ("a.arrow", "x", r"ends in \.arrow: this format is not read; expected \.txt"),
-        ("a.tar.gz", "x", r"ends in \.tar\.gz: this format is not read"),
-        ("notes", "x", "ends in no suffix: this format is not read"),
-    ],
-)
-def test_one_sentence_for_what_cannot_be_read(
-    tmp_path: Path, settings: Settings, name: str, content: str, sentence: str
-) -> None:
-    file = written(tmp_path / name, content)
-    with pytest.raises(UserError, match=sentence):
-        read(settings(file))
-
-
-def test_a_field_that_is_not_there_names_the_nearest(tmp_path: Path, settings: Settings) -> None:
-    file = written(tmp_path / "a.jsonl", lines({"content": "one", "id": 1}))
-    with pytest.raises(UserError, match=r"contents of calibration.field is not there: did you mean content\?"):
-        read(settings(file, field="contents"))
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "sentence"),
-    [
-        ("a.txt", b"fine \xff\xfe", r"not UTF-8 text: line 1 .*0xff.*byte 5\b"),
+        ("a.jsonl", '{"text": "one"}\n{"text": "tw\n', "a.jsonl line 2"),
+        ("a.json", '[{"text": "one"},\n', "a.json line 2"),
+        ("a.jsonl", lines({"body": "one", "id": 1}), r"line 1: none of .*text.*body, id.*calibration.field"),
+        ("a.json", '[{"text": "one"}, 7]', "record 2: expected an object .* found 7"),
+        ("a.jsonl", lines({"instruction": None, "output": "x"}), "field instruction holds None"),
+        ("a.jsonl", lines({"text": None}), "line 1: field text holds None"),
+        ("a.jsonl", lines({"messages": [{"role": "user"}]}), "line 1, field messages: .* role"),
+        ("a.pkl", "x", r"\.pkl: pickles run code"),
+        ("a.arrow", "x", r"\.arrow: .* expected \.txt"),
+        ("a.tar.gz", "x", r"\.tar\.gz: this format"),
+        ("notes", "x", "no suffix"),
+        ("a.txt", b"fine \xff\xfe", r"UTF-8 text: line 1 .*0xff.*byte 5\b"),
         ("b.txt.gz", gzip.compress(b"one two three" * 50)[:-12], "damaged gz file"),
         ("c.txt.gz", b"not compressed", "damaged gz file"),
         ("d.txt.gz", gzip.compress(b"one")[:10] + b"\xff" * 20, "damaged gz file"),
     ],
 )
-def test_damaged_files(tmp_path: Path, settings: Settings, name: str, content: bytes, sentence: str) -> None:
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(UserError, match=sentence):
-        read(settings(tmp_path / name))
+def test_one_sentence_for_what_cannot_be_read(
+    tmp_path: Path, settings: Settings, name: str, content: str | bytes, says: str
+) -> None:
+    with pytest.raises(UserError, match=says):
+        read(settings(written(tmp_path / name, content)))
+
+
+def test_fields_that_are_named_are_there_and_have_a_nearest_one(source: Settings) -> None:
+    with pytest.raises(UserError, match=r"contents of calibration.field .* did you mean content\?"):
+        read(source({"content": "one", "id": 1}, field="contents"))
+    with pytest.raises(UserError, match=r"line 1: .* answers of calibration.template .* did you mean answer\?"):
+        read(source({"answer": "w2"}, template="{answers}"))
+    with pytest.raises(ValidationError, match="both set"):
+        source(template="{answer}", field="answer")
 
 
 def test_a_missing_file_names_its_neighbour(tmp_path: Path) -> None:
     written(tmp_path / "general.jsonl", "x")
-    with pytest.raises(UserError, match=r"does not exist: did you mean .*general\.jsonl\?"):
-        locate(str(tmp_path / "genersl.jsonl"))
-    with pytest.raises(UserError, match="there is no folder"):
-        locate(str(tmp_path / "nowhere" / "general.jsonl"))
-    with pytest.raises(UserError, match="is a folder"):
-        locate(str(tmp_path))
-    with pytest.raises(UserError, match=r"mydata\.pkl does not exist"):
-        locate("mydata.pkl")
+    for path, says in (
+        (str(tmp_path / "genersl.jsonl"), r"does not exist: did you mean .*general\.jsonl\?"),
+        (str(tmp_path / "nowhere" / "general.jsonl"), "there is no folder"),
+        (str(tmp_path), "is a folder"),
+        ("mydata.pkl", r"mydata\.pkl does not exist"),
+        ("hf://datasets/allenai/c4/en/train.parquet", r"ends in \.parquet"),
+    ):
+        with pytest.raises(UserError, match=says):
+            locate(path)
+    for hub in ("allenai/tulu-3-sft-personas-math", "wikitext", "hf://datasets/allenai/c4/en/c4-train.json.gz"):
+        assert locate(hub) is None
 
 
-def test_what_is_no_file_may_be_a_set_on_the_hub() -> None:
-    assert locate("allenai/tulu-3-sft-personas-math") is None
-    assert locate("wikitext") is None
-    assert locate("hf://datasets/allenai/c4/en/c4-train.00000-of-01024.json.gz") is None
-    with pytest.raises(UserError, match=r"ends in \.parquet"):
-        locate("hf://datasets/allenai/c4/en/train.parquet")
-
-
-def test_a_split_on_the_hub(monkeypatch: pytest.MonkeyPatch, settings: Settings) -> None:
+def test_a_split_and_a_file_on_the_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, settings: Settings) -> None:
     import datasets
+    import huggingface_hub
 
+    file = written(tmp_path / "part.json.gz", lines(TWO))
     asked: list[Any] = []
 
     def load(path: str, subset: str | None, split: str) -> Any:
         asked.append((path, subset, split))
-        return datasets.Dataset.from_list([{"text": "one"}, {"text": "two"}])
-
-    monkeypatch.setattr(datasets, "load_dataset", load)
-    assert read(settings("owner/set", subset="raw", split="test")) == [Text("one"), Text("two")]
-    assert asked == [("owner/set", "raw", "test")]
-
-
-def test_a_file_on_the_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, settings: Settings) -> None:
-    import huggingface_hub
-
-    file = written(tmp_path / "part.json.gz", lines({"text": "one"}))
-    asked: list[tuple[str, str]] = []
+        return datasets.Dataset.from_list([TWO])
 
     def download(repository: str, name: str, repo_type: str) -> str:
-        asked.append((repository, name))
+        asked.append((repository, name, repo_type))
         return str(file)
-
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
-    assert read(settings("hf://datasets/allenai/c4/en/part.json.gz")) == [Text("one")]
-    assert asked == [("allenai/c4", "en/part.json.gz")]
-
-
-@pytest.mark.parametrize("path", ["owner/set", "hf://datasets/owner/set/a.jsonl"])
-def test_an_unreachable_hub_is_one_sentence(monkeypatch: pytest.MonkeyPatch, settings: Settings, path: str) -> None:
-    import datasets
-    import huggingface_hub
 
     def fail(*_: object, **__: object) -> None:
         raise ConnectionError("Couldn't reach 'owner/set' on the Hub (OfflineModeIsEnabled)\nmore")
 
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    chosen = (settings("owner/set", subset="raw", split="test"), settings("hf://datasets/allenai/c4/en/part.json.gz"))
+    for text in chosen:
+        assert read(text) == [Text("two")]
+    assert asked == [("owner/set", "raw", "test"), ("allenai/c4", "en/part.json.gz", "dataset")]
     monkeypatch.setattr(datasets, "load_dataset", fail)
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", fail)
-    with pytest.raises(UserError, match=r"is no file here and could not be had from the hub \(Couldn't reach") as error:
-        read(settings(path))
-    assert "\n" not in str(error.value)
+    for text in chosen:
+        with pytest.raises(UserError, match=r"could not be had from the hub \(Couldn't reach") as error:
+            read(text)
+        assert "\n" not in str(error.value) and text.path in str(error.value)
 
 
 WIKI = Path(__file__).parents[3] / "shared" / "data"
-LINES = "\n = Heading = \n \n One sentence . \n\n\n Another , after two empty rows . \n"
 
 
 @pytest.mark.parametrize("file", ["tiny", "wikitext2_test.txt", "wikitext2_valid.txt"])
 def test_calibration_reads_wikitext_as_perplexity_does(file: str, tmp_path: Path) -> None:
     """Rows joined by blank lines, empty ones included: from a text, from records, and from the mirror."""
     from benchmarks.data_sets import mirror_files
-    from moe_lab.evaluation.harnesses import perplexity
     from moe_lab.evaluation.mirror import benchmarks
 
-    if file == "tiny":
-        text = LINES
-    elif (WIKI / file).exists():
+    text = "\n = Heading = \n \n One sentence . \n\n\n Another , after two empty rows . \n"
+    if file != "tiny":
+        if not (WIKI / file).exists():
+            pytest.skip("the real text is not at hand")
         text = (WIKI / file).read_text(encoding="utf-8")
-    else:
-        pytest.skip("the real text is not at hand")
     rows = [f"{line}\n" if line.strip() else "" for line in text.split("\n")[:-1]]
-    (tmp_path / "wikitext2_test.txt").write_text(text, encoding="utf-8")
+    as_text = written(tmp_path / "wikitext2_test.txt", text)
     records = written(tmp_path / "rows.jsonl", lines(*({"text": row} for row in rows)))
     (benchmark,) = benchmarks(["wikitext2"], str(tmp_path / "data"))
     mirror_files(benchmark, tmp_path, tmp_path / "source")
     measured = perplexity._text(benchmark)
     chosen = choices.choose(CalibrationConfig, "calibration", "wikitext2")
     assert measured == "\n\n".join(rows) and len(rows) > 5 and "" in rows
-    for path in (tmp_path / "wikitext2_test.txt", records):
+    for path in (as_text, records):
         assert read(replace(chosen, path=str(path))) == [Text(measured)]
 
 
-def test_windows_of_perplexity_are_rows_of_calibration(tmp_path: Path, settings: Settings, tokenizer: Any) -> None:
-    file = written(tmp_path / "a.jsonl", lines(*({"text": text} for text in ("w1 w2", "", "w3", "w4 w5 w6", "w7"))))
-    chosen = settings(file, joined=True, packing="chunk", length=4, tokens=8, special_tokens=True)
-    windows = torch.tensor(tokenizer("\n\n".join(["w1 w2", "", "w3", "w4 w5 w6", "w7"])).input_ids).split(4)
+def test_windows_of_perplexity_are_rows_of_calibration(source: Settings, tokenizer: Any) -> None:
+    texts = ["w1 w2", "", "w3", "w4 w5 w6", "w7"]
+    chosen = source(
+        *({"text": text} for text in texts), joined=True, packing="chunk", length=4, tokens=8, special_tokens=True
+    )
+    windows = torch.tensor(tokenizer("\n\n".join(texts)).input_ids).split(4)
     ((ids, valid),) = batches(chosen, tokenizer).rows
     assert torch.equal(ids, torch.stack(windows[:2])) and bool(valid.all())
 
 
-def test_only_texts_can_be_joined_and_a_joined_set_is_another(tmp_path: Path, settings: Settings) -> None:
-    file = written(tmp_path / "a.jsonl", lines({"messages": MESSAGES}))
+def test_only_texts_can_be_joined_and_a_joined_set_is_another(source: Settings) -> None:
+    plain, joined = (source({"messages": MESSAGES}, joined=joined) for joined in (False, True))
     with pytest.raises(UserError, match=r"calibration.joined=true: .* more than plain texts"):
-        read(settings(file, joined=True))
-    assert identity(settings(file)) != identity(settings(file, joined=True))
-    assert identity(settings(file)) != identity(settings(file, template="{text}"))
-
-
-def test_a_template_names_fields_that_are_there(tmp_path: Path, settings: Settings) -> None:
-    file = written(tmp_path / "a.jsonl", lines({"question": "w1 {answer}", "answer": "w2"}))
-    assert read(settings(file, template="Q: {question}\nA: {answer}")) == [Text("Q: w1 {answer}\nA: w2")]
-    with pytest.raises(UserError, match=r"line 1: .* answers of calibration.template .* did you mean answer\?"):
-        read(settings(file, template="{answers}"))
-    with pytest.raises(ValidationError, match="both set"):
-        settings(file, template="{answer}", field="answer")
+        read(joined)
+    assert len({str(identity(text)) for text in (plain, joined, replace(plain, template="{text}"))}) == 3
 
 
 @pytest.mark.parametrize(
@@ -349,27 +260,19 @@ def test_a_template_names_fields_that_are_there(tmp_path: Path, settings: Settin
 def test_what_is_no_text_is_refused_before_the_start_whatever_it_is_called(
     tmp_path: Path, settings: Settings, name: str, content: bytes, line: int
 ) -> None:
-    (file := tmp_path / name).write_bytes(content)
-    with pytest.raises(
-        UserError, match=rf"calibration.path={re.escape(str(file))} .*UTF-8.* line {re.escape(str(line))}\b"
-    ):
-        check(settings(file))
-    benchmark = BenchmarkConfig("p", "perplexity", str(file), reports={"p": "perplexity"})
-    assert [f"suite.path={file} " in sentence and "UTF-8" in sentence for sentence in suite.wrong([benchmark])] == [
-        True
-    ]
-
-
-def test_one_text_of_all_documents(tmp_path: Path) -> None:
-    file = written(tmp_path / "a.jsonl", lines({"text": "one"}, {"question": "two", "answer": "three"}))
-    assert whole_text(file, "suite.path") == "one\n\ntwo\n\nthree"
-    assert whole_text(written(tmp_path / "a.txt", "one\n\n\ntwo\n"), "suite.path") == "one\n\n\ntwo\n"
-    with pytest.raises(UserError, match="conversations"):
-        whole_text(written(tmp_path / "b.jsonl", lines({"messages": MESSAGES})), "suite.path")
+    path = str(written(tmp_path / name, content))
+    with pytest.raises(UserError, match=rf"calibration.path={re.escape(path)} .*UTF-8.* line {re.escape(str(line))}\b"):
+        check(settings(path))
+    (said,) = suite.wrong([BenchmarkConfig("p", "perplexity", path, reports={"p": "perplexity"})])
+    assert f"suite.path={path} " in said and "UTF-8" in said
 
 
 def test_a_text_for_perplexity_is_read_as_one_for_calibration_is(tmp_path: Path) -> None:
-    records = written(tmp_path / "a.jsonl", lines({"text": "one"}))
-    assert perplexity._text(BenchmarkConfig("p", "perplexity", str(records))) == "one"
+    records = written(tmp_path / "a.jsonl", lines({"text": "one"}, {"question": "two", "answer": "three"}))
+    assert whole_text(records, "suite.path") == "one\n\ntwo\n\nthree"
+    assert perplexity._text(BenchmarkConfig("p", "perplexity", str(records))) == "one\n\ntwo\n\nthree"
+    assert whole_text(written(tmp_path / "a.txt", "one\n\n\ntwo\n"), "suite.path") == "one\n\n\ntwo\n"
+    with pytest.raises(UserError, match="conversations"):
+        whole_text(written(tmp_path / "b.jsonl", lines({"messages": MESSAGES})), "suite.path")
     pickled = BenchmarkConfig("p", "perplexity", str(written(tmp_path / "a.pkl", "x")), reports={"p": "loss"})
     assert "suite.path" in suite.wrong([pickled])[0] and "pickles" in suite.wrong([pickled])[0]

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from moe_lab.calibration.answers import answer_batches
-from moe_lab.calibration.batches import batches
+from moe_lab.calibration.batches import answer_batches, batches
 from moe_lab.calibration.documents import Chat, tokenize
 from moe_lab.calibration.sources import read
 from moe_lab.config import CalibrationConfig
@@ -72,16 +71,14 @@ def test_a_conversation_without_tools_is_read_as_before(nothing: Any, source: Se
     assert read(source({"messages": plain, "tools": nothing})) == [expected]
 
 
-def test_the_template_gets_the_tools_and_arguments_as_objects(tokenizer_with: Callable[..., Any]) -> None:
+def test_the_template_gets_the_tools_and_arguments_as_objects(
+    tokenizer_with: Callable[..., Any], source: Settings
+) -> None:
     tokenizer = tokenizer_with(READS_TOOLS)
-    expected = tokenizer("w10 w11 user w1 assistant w10 w12 w13 </s>", add_special_tokens=False)["input_ids"]
-    assert tokenize(CHAT, tokenizer, special_tokens=True) == expected
-
-
-def test_the_report_says_that_tools_were_written(tokenizer_with: Callable[..., Any], source: Settings) -> None:
-    found = batches(source(*4 * [{"messages": MESSAGES, "tools": [TOOL]}]), tokenizer_with(READS_TOOLS))
-    assert found.report["rendered"] == ["chat template with tools"]
-    assert found.report["first_row"].startswith("w10 w11 user w1 assistant w10 w12 w13")
+    expected = "w10 w11 user w1 assistant w10 w12 w13 </s>"
+    assert tokenizer.decode(tokenize(CHAT, tokenizer, special_tokens=True)) == expected
+    report = batches(source(*4 * [{"messages": MESSAGES, "tools": [TOOL]}]), tokenizer).report
+    assert report["rendered"] == ["chat template with tools"] and expected.startswith(report["first_row"])
 
 
 @pytest.mark.parametrize(
@@ -91,16 +88,14 @@ def test_the_report_says_that_tools_were_written(tokenizer_with: Callable[..., A
 def test_a_template_that_ignores_them_is_refused(
     template: str, name: str, tokenizer_with: Callable[..., Any], source: Settings
 ) -> None:
-    with pytest.raises(
-        UserError, match=f"conversations with {re.escape(name)}, and the model's chat template ignores them"
-    ):
+    with pytest.raises(UserError, match=f"conversations with {re.escape(name)}, .* ignores them"):
         batches(source(*4 * [{"messages": MESSAGES, "tools": [TOOL]}]), tokenizer_with(template))
 
 
 def test_a_template_that_cannot_write_arguments_is_refused(tokenizer_with: Callable[..., Any]) -> None:
     joined = "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ 'w1' + c.function.arguments }}{% endfor %}"
-    with pytest.raises(UserError, match="the chat template refuses messages with roles user, assistant"):
-        tokenize(Chat(tuple(MESSAGES)), tokenizer_with(joined + "{% endfor %}"), special_tokens=True)
+    with pytest.raises(UserError, match="refuses messages with roles user, assistant"):
+        tokenize(CHAT, tokenizer_with(joined + "{% endfor %}"), special_tokens=True)
 
 
 def test_calls_are_answers_as_whole_turns(tokenizer_with: Callable[..., Any], source: Settings) -> None:
@@ -154,12 +149,7 @@ ANSWER = {"role": "assistant", "content": "w2"}
     ],
 )
 def test_a_template_that_leaves_out_words_of_a_turn_is_refused(
-    template: str,
-    messages: list[dict[str, Any]],
-    role: str,
-    word: str,
-    tokenizer_with: Callable[..., Any],
-    source: Settings,
+    template: str, messages: list[Any], role: str, word: str, tokenizer_with: Callable[..., Any], source: Settings
 ) -> None:
     records = [{"messages": [QUESTION, {**ANSWER, "content": "w7"}]}, {"messages": messages}]
     with pytest.raises(UserError, match=rf"set\.jsonl line 2 .*\b{re.escape(role)}\b.*{re.escape(word)}"):

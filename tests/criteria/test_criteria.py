@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 from moe_lab import criteria
 from moe_lab.config import GATES, CriterionConfig
+from moe_lab.criteria.experts import family
 from moe_lab.errors import UserError
 from moe_lab.statistics.forward import ForwardTap
 from moe_lab.statistics.observe import Observer
@@ -89,7 +90,7 @@ def test_scores_are_those_of_each_expert_alone(name: str) -> None:
 @pytest.mark.parametrize("name", ["olmoe", "deepseek_v3"])
 def test_the_family_is_17_scores_of_every_expert(name: str) -> None:
     inputs = statistics(name)
-    rows = criteria.family(inputs, "renormalized")
+    rows = family(inputs, "renormalized")
     assert len(rows) == 17 * sum(experts(inputs).values())
     for b, alpha, beta in {row[2:5] for row in rows}:
         assert (b, alpha, beta) != (1, 0, 0)

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pyarrow.parquet as parquet
 import pytest
 from jinja2 import Environment
 
@@ -64,8 +69,30 @@ def answered(benchmark: BenchmarkConfig, texts: Sequence[str]) -> list[Answer]:
     return answers
 
 
+def samples(out: Path) -> list[dict[str, Any]]:
+    """The rows that an evaluation left in `out`."""
+    rows: list[dict[str, Any]] = parquet.read_table(out / "samples.parquet").to_pylist()
+    return rows
+
+
+def protocol(out: Path) -> dict[str, Any]:
+    """How the evaluation in `out` was made."""
+    about: dict[str, Any] = json.loads((out / "result.json").read_text())["protocol"]
+    return about
+
+
+def chatting(subject: LoadedModel, template: str | None, **arguments: Any) -> LoadedModel:
+    """The model with another chat template."""
+    tokenizer = deepcopy(subject.tokenizer)
+    tokenizer.chat_template = template
+    return replace(subject, tokenizer=tokenizer, template_arguments=arguments)
+
+
 def equals_lm_eval(engine: LoadedModel, benchmark: BenchmarkConfig) -> None:
-    """Outcomes and likelihoods of every item are those of lm-eval's own evaluation by its own model."""
+    """Outcomes and likelihoods of every item are those of lm-eval's own evaluation by its own model.
+
+    The loss on the right one of several answers is that of its likelihood.
+    """
     from lm_eval import evaluator
     from lm_eval.models.huggingface import HFLM
 
@@ -98,6 +125,10 @@ def equals_lm_eval(engine: LoadedModel, benchmark: BenchmarkConfig) -> None:
             elif isinstance(first, tuple | list):
                 likelihoods = [float(reply[0][0]) for reply in row["resps"]]
                 assert json.loads(str(sample["output"])) == pytest.approx(likelihoods, abs=1e-3)
+                if len(likelihoods) > 1 and isinstance(row["target"], int):
+                    answer = row["arguments"][row["target"]][1]
+                    loss = -likelihoods[row["target"]] / math.log(2) / len(answer.encode())
+                    assert sample["answer_loss"] == pytest.approx(loss, abs=1e-3)
 
 
 class Words:

@@ -1,15 +1,8 @@
-"""Miniature data sets in the exact schema of the hub, mirrors made of them, and a hub that serves them."""
+"""Miniature data sets in the exact schema of the hub, and mirrors made of them."""
 
 from __future__ import annotations
 
-import hashlib
-import json
-import re
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +17,8 @@ BOOLQ: Rows = [
     {"question": "can a stone swim", "passage": "Stone -- A stone sinks.\nIt is heavy.", "idx": 1, "label": 0},
     {"question": "do owls fly", "passage": "Owl -- Owls fly at night.", "idx": 2, "label": 1},
 ]
+_CUBE = ["is using wrap.", "is tiles.", "holds a cube.", "pulls."]
+_BARK = ["They bark loudly at cars.", "They", "fly.", "sleep on."]
 HELLASWAG: Rows = [
     {
         "ind": number,
@@ -39,15 +34,9 @@ HELLASWAG: Rows = [
     }
     for number, (label, first, second, endings, answer) in enumerate(
         [
-            ("Roof", "A man sits on a roof.", "he", ["is using wrap.", "is tiles.", "holds a cube.", "pulls."], "3"),
-            (
-                "Tea",
-                "[header] How to make tea [title] Boil water.",
-                "you",
-                ["[step] pour", "wait  long", "x", "y"],
-                "0",
-            ),
-            ("Dogs", "Two dogs run.", "", ["They bark loudly at cars.", "They", "fly.", "sleep on."], "1"),
+            ("Roof", "A man sits on a roof.", "he", _CUBE, "3"),
+            ("Tea", "[header] How to make tea [title] Boil.", "you", ["[step] pour", "wait  long", "x", "y"], "0"),
+            ("Dogs", "Two dogs run.", "", _BARK, "1"),
         ]
     )
 ]
@@ -99,59 +88,3 @@ def mirrored(folder: Path, name: str, rows: Rows, **more: Rows) -> BenchmarkConf
             parts.setdefault((subset, split), []).append(row)
     make(benchmark, write_data_set(folder / f"{name}_source", parts))
     return benchmark
-
-
-_ROUTE = re.compile(r"/(?:api/)?datasets/([^/]+/[^/]+)/(revision|tree|resolve)/(\w+)/?([^?]*)")
-
-
-class _Hub(BaseHTTPRequestHandler):
-    folder: Path
-    sent: list[str]
-
-    def do_GET(self) -> None:
-        route = _ROUTE.match(self.path)
-        if route is None or not (self.folder / route[1]).is_dir():
-            self._send(b"{}", {"X-Error-Code": "RepoNotFound"}, 404)
-            return
-        name, asked, revision, path = route.groups()
-        files = {file.relative_to(self.folder / name).as_posix(): file for file in (self.folder / name).rglob("*.*")}
-        if asked == "resolve":
-            content = files[path].read_bytes()
-            if self.command == "GET":
-                self.sent.append(f"{revision}/{path}")
-            self._send(content, {"ETag": f'"{hashlib.sha1(content).hexdigest()}"', "X-Repo-Commit": revision})
-        elif asked == "tree":
-            about = {"type": "file", "oid": "0" * 40}
-            self._send_json([{**about, "path": path, "size": f.stat().st_size} for path, f in files.items()])
-        else:
-            self._send_json({"id": name, "sha": revision, "siblings": [{"rfilename": path} for path in files]})
-
-    do_HEAD = do_GET
-
-    def _send_json(self, document: Any) -> None:
-        self._send(json.dumps(document).encode(), {})
-
-    def _send(self, content: bytes, headers: dict[str, str], status: int = 200) -> None:
-        self.send_response(status)
-        for header, value in {"Content-Length": str(len(content)), **headers}.items():
-            self.send_header(header, value)
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(content)
-
-    def log_message(self, *arguments: Any) -> None:
-        """Says nothing."""
-
-
-@contextmanager
-def hub(folder: Path) -> Iterator[tuple[str, list[str]]]:
-    """The address of a hub with the data sets folder/OWNER/NAME, and the files that were sent, as revision/path."""
-    sent: list[str] = []
-    handler = type("Hub", (_Hub,), {"folder": folder, "sent": sent})
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}", sent
-    finally:
-        server.shutdown()
-        server.server_close()

@@ -6,27 +6,33 @@ import math
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from copy import deepcopy
-from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from asking import Said, Words, ask, write
+from asking import PLAIN, Said, Words, ask, chatting, protocol, samples, write
+from endpoint import Reply as EndpointReply
+from endpoint import completion, endpoint
+from harness_files import GENERATED, own_task
 from hypothesis import given
 from hypothesis import strategies as st
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tokenizers.processors import TemplateProcessing
+from transformers import AddedToken
 
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError
-from moe_lab.evaluation import answers, harness
+from moe_lab.evaluation import Policy, answers, harness, run
 from moe_lab.evaluation.answers import Record, collect_answers, render
 from moe_lab.evaluation.engines import Engine, Likelihood, Prompt, Row, Writing, Written
 from moe_lab.evaluation.engines.hf import LoadedModel
-from moe_lab.evaluation.harness import Document, Item, Pair, Reply, Text
+from moe_lab.evaluation.engines.server import ServedModel
+from moe_lab.evaluation.engines.vllm import VllmModel
+from moe_lab.evaluation.harness import Document, Item, Pair, Text
+from moe_lab.serving import vllm_engine
 
 BENCHMARK = BenchmarkConfig("b", "lm_eval", "none", batch_size=2)
 
@@ -91,7 +97,7 @@ def test_a_killed_run_goes_on_with_the_same_batches_and_repeats_none_that_was_do
                 lines.write('["0 cut of')
     assert found == expected and done == whole.batches_done
     harness.write_answers(found, file)
-    assert harness.read_answers(file) == expected
+    assert harness.read_answers(file.read_bytes()) == expected
 
 
 def test_what_was_recorded_for_another_question_is_not_taken(tmp_path: Path) -> None:
@@ -141,22 +147,58 @@ def test_windows_of_a_document_cover_it_once() -> None:
             collect_answers(engine, [Item("1", (Document(text, length),))], BENCHMARK)
 
 
-@pytest.mark.parametrize(
-    ("text", "stop", "reply"),
-    [
-        ("yes", (), Reply("yes", "", "end")),
-        ("yes. No", ("No", "s. N"), Reply("ye", "", "stop")),
-        ("<think>No</think>\n\nyes No", ("No",), Reply("yes ", "<think>No</think>\n\n", "stop")),
-        ("<think>hm", (), Reply(None, "<think>hm", "end")),
-        ("", (), Reply("", "", "end")),
-    ],
-)
-def test_a_text_is_parted_into_thought_and_answer(text: str, stop: tuple[str, ...], reply: Reply) -> None:
-    said = Said(lambda _: text)
-    assert ask(said, ["q"], stop=stop, chat=True) == [reply]
-    assert said.writing.stop == stop, "what cannot think may stop early"
-    thinking = Said(lambda _: text, "{# <think> #}")
-    assert ask(thinking, ["q"], stop=stop, chat=True) == [reply] and thinking.writing.stop == ()
+HARMONY = "<|start|>assistant"
+TEXTS = [
+    ("It is 72.", "", "It is 72."),
+    ("It is 72. Question: 5", "", "It is 7"),
+    ("", "", ""),
+    ("<think>70?</think>It is 72.", "", "It is 72."),
+    ("<think>The Question: 48 + 24.</think>\n\nIt is 72.\nQuestion: 5", "", "It is 72.\n"),
+    ("The Question: 48 + 24.</think>It is 72.", "", "It is 72."),
+    ("<think>It could be 72, but wait, let me", "", None),
+    ("It could be 72, but wait, let me", "<think>\n", None),
+    ("The Question: 48 + 24.\n</think>\n\nIt is 72.", "<think>\n", "It is 72."),
+    ("It is 72.", "<think>\n\n</think>\n\n", "It is 72."),
+    ("<think>a</think>It is 24.\n<think>No: 48 and", "", None),
+    ("<think>a</think>It is 24.\n<think>No.</think>It is 72.", "", "It is 72."),
+    ("[THINK]Is it 24?[/THINK]It is 72.", "", "It is 72."),
+    ("[THINK]It is 72", "", None),
+    ("<seed:think>Is it 24?</seed:think>It is 72.", "", "It is 72."),
+    ("<|channel|>analysis<|message|>24?<|end|><|start|>assistant<|channel|>final<|message|>It.", HARMONY, "It."),
+    ("<|channel|>analysis<|message|>It is 72, or", HARMONY, None),
+    ("analysisThe assistant final answer: 24?assistantfinalIt is 72.", HARMONY, "It is 72."),
+    ("analysisIt is 72, or", HARMONY, None),
+    ("It is 72.", HARMONY, "It is 72."),
+    ("It writes <think> and </think> around it: 72.", "", "It writes <think> and </think> around it: 72."),
+    ('text.split("</think>")[-1]', "", 'text.split("</think>")[-1]'),
+    ("analysis of the text: 72", "", "analysis of the text: 72"),
+]
+"""A text, how its prompt ends, and its answer; None where the thought before it does not end."""
+
+
+@pytest.mark.parametrize(("text", "end", "answer"), TEXTS)
+def test_a_text_is_parted_into_thought_and_answer(text: str, end: str, answer: str | None) -> None:
+    """The first stop text ends an answer and none a thought: where a model may think, its engine is told of none."""
+    stops = ("Question:", "2. Q")
+    for template, told in ((PLAIN, stops), (PLAIN + "{# <think> #}", ())):
+        said = Said(lambda _: text, template)
+        (reply,) = ask(said, [f"Q{end}"], stop=stops, chat=True)
+        whole = reply.thought + (answer or "")
+        assert reply.text == answer and text.startswith(whole) and said.writing.stop == told
+        assert reply.ended == ("end" if whole == text else "stop")
+
+
+def test_a_completion_that_speaks_of_marks_is_no_thought() -> None:
+    """A base model continues a text; only what begins with a mark is a thought then."""
+    assert write(Said(lambda _: "It drops </think>: 72 END"), ["Q"], stop=("END",)) == ["It drops </think>: 72 "]
+
+
+def test_an_unfinished_thought_is_no_empty_answer(tmp_path: Path) -> None:
+    items = [{"q": question, "label": ""} for question in ("Q0", "Q1")]
+    benchmark = own_task(tmp_path, items, GENERATED, chat=True, max_new_tokens=9)
+    run.evaluate(Said(["<think>hm", "<think>hm</think>"]), benchmark, tmp_path / "out", policy=Policy())
+    assert [sample["outcome"] for sample in samples(tmp_path / "out")] == [0.0, 1.0]
+    assert protocol(tmp_path / "out")["unfinished_thoughts"] == ["0"]
 
 
 def test_the_loaded_model_says_why_a_text_ended(subject: LoadedModel) -> None:
@@ -181,45 +223,104 @@ def test_prompts_leave_room_for_their_texts() -> None:
         ask(engine, ["a b c"], 7, skip_long=True)
 
 
+# Engines of other processes.
+
+
+def engine(tokenizer: Any, text: str, stops: list[Any] | None = None) -> VllmModel:
+    """vLLM played, which writes `text` and notes the stop texts it is given."""
+    tokens = tokenizer(text, add_special_tokens=False).input_ids
+
+    def items(_: str, __: float, stop: Sequence[str], **others: Any) -> Iterator[Any]:
+        (stops if stops is not None else []).append(tuple(stop))
+        return iter([[0, tokens, -1.0]])
+
+    process: Any = SimpleNamespace(about={"max_length": 512}, items=items)
+    return VllmModel(process, tokenizer, (tokenizer.eos_token_id,), {})
+
+
+@pytest.mark.slow
+def test_a_stop_text_in_a_thought_ends_no_text(subject: LoadedModel) -> None:
+    whole = "Read the END: 5.</think>It is 7. END more"
+    stops: list[Any] = []
+
+    def answer(body: dict[str, Any]) -> EndpointReply:
+        stops.append(tuple(body["stop"] or ()))
+        return completion(whole, "m")
+
+    with endpoint(answer) as at:
+        for template, sent in ((PLAIN + "<think>\n", ()), (PLAIN, ("END",))):
+            tokenizer = chatting(subject, template).tokenizer
+            for model in (ServedModel(at.url, "m", tokenizer, 512, {}), engine(tokenizer, whole, stops)):
+                (reply,) = ask(model, ["Q<think>\n"], 40, stop=("END",), chat=True)
+                assert (reply.thought, reply.text) == ("Read the END: 5.</think>", "It is 7. ") and stops[-1] == sent
+
+
+@pytest.mark.slow
+def test_marks_that_are_special_tokens_part_thoughts_unless_a_server_leaves_them_out(subject: LoadedModel) -> None:
+    tokenizer = chatting(subject, PLAIN + "{# [THINK] #}").tokenizer
+    tokenizer.add_tokens([AddedToken(mark, special=True) for mark in ("[THINK]", "[/THINK]")], special_tokens=True)
+    whole = "[THINK]Is it 24?[/THINK] It is 72."
+    (reply,) = ask(engine(tokenizer, whole), ["Q"], 40, chat=True)
+    assert reply.thought + str(reply.text) == whole and reply.text == "It is 72."
+    with endpoint(lambda body: completion("Is it 24? It is 72.", "m")) as at:
+        served = ServedModel(at.url, "m", tokenizer, 512, {})
+        with pytest.raises(UserError, match=r"\[THINK\].*expected backend=hf"):
+            ask(served, ["Q"], 40, chat=True)
+        assert write(served, ["Q"], 40), "a completion has no thoughts"
+
+
+@pytest.mark.parametrize(("reason", "whole"), [("stop", True), ("length", True), ("abort", False), ("error", False)])
+def test_a_text_that_vllm_broke_off_is_an_error(reason: str, whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = SimpleNamespace(token_ids=(5, 7), finish_reason=reason, cumulative_logprob=-1.0)
+    done = [SimpleNamespace(request_id="0", finished=True, outputs=[text])]
+    played = SimpleNamespace(
+        add_request=lambda *_: None, has_unfinished_requests=lambda: bool(done), step=lambda: [done.pop()]
+    )
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=lambda **_: None))
+    process = vllm_engine.Engine()
+    process.llm = SimpleNamespace(llm_engine=played)
+    if whole:
+        assert list(process.generate([[1]], 2, [], [0])) == [(0, [5, 7], -1.0)]
+    else:
+        with pytest.raises(ValueError, match=f"finish_reason={reason}"):
+            list(process.generate([[1]], 2, [], [0]))
+
+
 # Conversations.
 
 
 def test_a_chat_template_writes_the_special_tokens_itself(subject: LoadedModel) -> None:
-    tokenizer = deepcopy(subject.tokenizer)
-    start, number = tokenizer.eos_token, tokenizer.eos_token_id
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(f"{start} $A", special_tokens=[(start, number)])
-    tokenizer.chat_template = "{{ eos_token }}{% for m in messages %}{{ m.content }}{% endfor %}{{ extra }}"
-    chatting = LoadedModel(subject.model, tokenizer, {"extra": "!"})
-    prompt = render(chatting, [{"role": "user", "content": "The story"}])
+    model = chatting(subject, "{{ eos_token }}" + PLAIN + "{{ extra }}", extra="!")
+    tokenizer, start = model.tokenizer, model.tokenizer.eos_token
+    special = [(start, tokenizer.eos_token_id)]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(f"{start} $A", special_tokens=special)
+    prompt = render(model, [{"role": "user", "content": "The story"}])
     assert prompt == f"{start}The story!"
     length = len(tokenizer(prompt, add_special_tokens=False).input_ids)
-    assert write(chatting, [prompt], 4, max_length=length + 4, chat=True)
-    assert write(chatting, [prompt], 4, max_length=length + 4), "nor is the first token added to a text that has it"
+    assert write(model, [prompt], 4, max_length=length + 4, chat=True)
+    assert write(model, [prompt], 4, max_length=length + 4), "nor is the first token added to a text that has it"
     with pytest.raises(UserError, match=rf"a prompt of {re.escape(str(length + 1))} tokens"):
-        write(chatting, [prompt.removeprefix(start) + " a"], 4, max_length=length + 4)
+        write(model, [prompt.removeprefix(start) + " a"], 4, max_length=length + 4)
 
 
 def test_a_conversation_may_end_with_the_beginning_of_the_answer(subject: LoadedModel) -> None:
-    tokenizer = deepcopy(subject.tokenizer)
     turns = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}"
-    tokenizer.chat_template = turns + "{% if add_generation_prompt %}<a>{% endif %}"
-    chatting = replace(subject, tokenizer=tokenizer)
+    model = chatting(subject, turns + "{% if add_generation_prompt %}<a>{% endif %}")
     begun = [{"role": "user", "content": "How many?"}, {"role": "assistant", "content": "It is"}]
-    assert render(chatting, begun[:1]) == "<user>How many?</><a>"
-    assert render(chatting, begun) == "<user>How many?</><assistant>It is"
+    assert render(model, begun[:1]) == "<user>How many?</><a>"
+    assert render(model, begun) == "<user>How many?</><assistant>It is"
 
 
 @pytest.mark.parametrize("template", [None, "{{ raise_exception('System role not supported') }}"])
 def test_a_template_that_is_missing_or_refuses_is_a_sentence(template: str | None, subject: LoadedModel) -> None:
-    tokenizer = deepcopy(subject.tokenizer)
-    tokenizer.chat_template = template
     with pytest.raises(UserError, match=r"no chat template|System role not supported"):
-        render(replace(subject, tokenizer=tokenizer), [{"role": "user", "content": "hi"}])
+        render(chatting(subject, template), [{"role": "user", "content": "hi"}])
 
 
 def test_grading_imports_no_torch() -> None:
     program = (
         "import sys\nfrom moe_lab.evaluation import answers, run\n"
+        "from moe_lab.evaluation.harnesses import evalplus, wildbench\n"
         "assert not {'torch', 'transformers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", program], check=True)

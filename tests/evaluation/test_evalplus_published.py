@@ -16,9 +16,8 @@ from pathlib import Path
 from types import ModuleType
 
 import psutil
-import pyarrow.parquet as parquet
 import pytest
-from asking import Said
+from asking import Said, samples
 from harness_files import problem, write_lines
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -92,12 +91,11 @@ def test_questions_are_evalplus_questions(tmp_path: Path) -> None:
     begin = 'def f0(x):\n    """What it does."""'
     first, *others = evalplus.items(benchmark)
     instruction = (
-        "Please provide a self-contained Python script that solves the following problem in a markdown code block:"
+        "Please provide a self-contained Python script that solves the following problem in a markdown code block"
     )
-    assert first.requests[0].prompt == [{"role": "user", "content": f"{instruction}\n```python\n{begin}\n```"}]
+    assert first.requests[0].prompt == [{"role": "user", "content": f"{instruction}:\n```python\n{begin}\n```"}]
     assert (first.name, len(others), first.requests[0].stop) == ("HumanEval/0", 2, ())
-    completed = replace(benchmark, chat=False, limit=1)
-    (item,) = evalplus.items(completed)
+    (item,) = evalplus.items(replace(benchmark, chat=False, limit=1))
     assert item.requests[0].prompt == begin + "\n"
     assert {"\nclass ", "\nif __name__", "</s>"} <= set(item.requests[0].stop)
 
@@ -120,9 +118,9 @@ def test_answers_are_graded_again_without_their_model(tmp_path: Path, monkeypatc
     assert [answer.reply.thought + (answer.reply.text or "") for answer in answers] == SAID
     results = run.grade(answers, benchmark, out, policy=ALLOWED)
     assert [result["score"] for result in results] == [pytest.approx(2 / 3), pytest.approx(1 / 3)]
-    samples = parquet.read_table(out / "samples.parquet").to_pylist()
-    assert [sample["outcome"] for sample in samples] == [1, 1, 0, 1, 0, 0]
-    verdict, _, program = samples[4]["extracted"].partition("\n\n")
+    rows = samples(out)
+    assert [row["outcome"] for row in rows] == [1, 1, 0, 1, 0, 0]
+    verdict, _, program = rows[4]["extracted"].partition("\n\n")
     assert verdict == "fail: another value was expected"
     assert [type(node).__name__ for node in ast.parse(program).body] == ["Import", "FunctionDef"]
     written = json.loads((out / "result.json").read_text())
@@ -188,20 +186,18 @@ def test_the_longest_program_is_the_one_evalplus_finds(original: ModuleType, lin
 def test_the_sanitizer_costs_little() -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_utime
     prose, program = "".join(f"word {i} ( = \n" for i in range(400)), "".join(f"x{i} = {i}\n" for i in range(400))
-    assert sanitized(prose, "f") == "word 0 ( = "
-    assert sanitized(program, "f") == program.rstrip("\n")
+    assert (sanitized(prose, "f"), sanitized(program, "f")) == ("word 0 ( = ", program.rstrip("\n"))
     assert resource.getrusage(resource.RUSAGE_SELF).ru_utime - before < 10  # 160 s each, as EvalPlus does it
 
 
 def test_nothing_kills_the_sanitizer(tmp_path: Path) -> None:
     data = str(write_lines(tmp_path / "data.jsonl", [problem(900, "f", "return x", [[1]], [[1]])]))
-    program = "print(1)\ndef f(x): return x"
 
     def sanitized_by_grader(text: str) -> str:
         request = GradeRequest("humaneval", data, {"HumanEval/900": text}, not namespaces_missing(), sanitize=True)
         return kept_grader.grade(request)["HumanEval/900"].program
 
-    broken = ["(" * 5000, "x = 1\0", "\ud800"]
+    program, broken = "print(1)\ndef f(x): return x", ["(" * 5000, "x = 1\0", "\ud800"]
     assert [*map(sanitized_by_grader, [*broken, program])] == [*broken, "def f(x): return x"]
 
 

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import json
 import os
 import pickle
 import re
 import sys
+import zlib
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import evalscope_files
+import pyarrow as arrow
+import pyarrow.parquet as parquet
 import pytest
-from asking import Said, answered
+from asking import Said, answered, protocol, samples
 
 from moe_lab.child_process import Child, Refused
 from moe_lab.config import BenchmarkConfig
@@ -31,9 +35,53 @@ pytestmark = pytest.mark.slow
 
 ALLOWED = Policy(allow_code_execution=True, allow_pickled_data=True)
 needs_evalscope = pytest.mark.skipif(
-    evalscope.installed(BenchmarkConfig("any", "evalscope", "gsm8k")) is None,
-    reason="no EvalScope: make evalscope",
+    evalscope.installed(BenchmarkConfig("any", "evalscope", "gsm8k")) is None, reason="no EvalScope: make evalscope"
 )
+
+
+DATES = {"start_date": "2025-01-01", "end_date": "2025-04-30"}
+STARTER = "class Solution:\n    def largest(self, numbers: List[int], times: int) -> List[int]:\n        "
+
+
+def problem(number: int, day: str, *, function: bool = False) -> dict[str, Any]:
+    """A row of LiveCodeBench: read lines and print the sum of each, or return numbers in a new order."""
+    if function:
+        tests = [(f"[3, 1, {n}]\n2", json.dumps(sorted([3, 1, n], reverse=True)[:2])) for n in range(6)]
+    else:
+        tests = [(f"2\n1 {n}\n{n} 5\n", f"{1 + n}\n{n + 5}.0\n") for n in range(6)]
+    kind = "functional" if function else "stdin"
+    cases = [{"input": given, "output": wanted, "testtype": kind} for given, wanted in tests]
+    return {
+        "question_title": f"Problem {number}",
+        "question_content": f"Problem {number}: add the numbers of each line.",
+        "platform": "leetcode" if function else "atcoder",
+        "question_id": f"q{number}",
+        "contest_id": f"c{number}",
+        "contest_date": day,
+        "starter_code": STARTER if function else "",
+        "difficulty": "easy",
+        "public_test_cases": json.dumps(cases[:2]),
+        "private_test_cases": base64.b64encode(zlib.compress(pickle.dumps(json.dumps(cases[2:])))).decode(),
+        "metadata": json.dumps({"func_name": "largest"} if function else {}),
+    }
+
+
+def configured(task: str, root: Path, **changes: Any) -> BenchmarkConfig:
+    """A benchmark of EvalScope on data below `root`."""
+    code = {**DATES, "seconds": 1.0, "processes": 2} if task == "live_code_bench" else {}
+    usual = {"data": "miniature/data", "split": "test", "reports": {task: "acc"}, "chat": True, "max_new_tokens": 64}
+    settings = {"harness": "evalscope", "task": task, "parameters": code, "root": str(root), **usual, **changes}
+    return BenchmarkConfig(name=task, **settings)
+
+
+def write_data(of: BenchmarkConfig, rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
+    """The mirror of the benchmark's data: split -> its rows."""
+    source = Path(str(of.root), "source")
+    source.mkdir(parents=True, exist_ok=True)
+    for split, each in rows.items():
+        parquet.write_table(arrow.Table.from_pylist(list(each)), source / f"{split}.parquet")
+    mirror.make(of, source)
+
 
 # LiveCodeBench: what a model may answer to a problem that wants the sum of each line, or `largest`.
 SUMS = "import sys\nfor line in sys.stdin.read().split('\\n')[1:]:\n    if line: print(sum(map(int, line.split())))"
@@ -82,28 +130,21 @@ CASES: dict[str, tuple[bool, str, float]] = {
 }
 
 
-def samples_of(folder: Path) -> list[dict[str, Any]]:
-    import pyarrow.parquet as parquet
-
-    found: list[dict[str, Any]] = parquet.read_table(folder / "samples.parquet").to_pylist()
-    return found
-
-
 @needs_evalscope
 def test_programs_are_judged_by_evalscope_and_run_where_they_can_neither_harm_nor_cheat(tmp_path: Path) -> None:
     if namespaces_missing():
         pytest.skip(f"no namespaces: {namespaces_missing()}")
-    benchmark = evalscope_files.benchmark("live_code_bench", tmp_path, expected=len(CASES))
+    benchmark = configured("live_code_bench", tmp_path, expected=len(CASES))
     days = ["2025-01-01T00:00:00", *["2025-02-02T10:30:00"] * (len(CASES) - 2), "2025-04-30T23:59:00"]
-    outside = [evalscope_files.problem(97, "2024-12-31T23:59:59"), evalscope_files.problem(98, "2025-05-01T00:00:00")]
+    outside = [problem(97, "2024-12-31T23:59:59"), problem(98, "2025-05-01T00:00:00")]
     asked = [
-        evalscope_files.problem(number, day, function=function)
+        problem(number, day, function=function)
         for number, (day, (function, _, _)) in enumerate(zip(days, CASES.values(), strict=True))
     ]
-    evalscope_files.write(benchmark, {"test": [outside[0], *asked, outside[1]]})
+    write_data(benchmark, {"test": [outside[0], *asked, outside[1]]})
     parrot = Said([text for _, text, _ in CASES.values()])
     [result] = run.evaluate(parrot, benchmark, tmp_path / "out", policy=ALLOWED)
-    found = samples_of(tmp_path / "out")
+    found = samples(tmp_path / "out")
     assert {name: sample["outcome"] for name, sample in zip(CASES, found, strict=True)} == {
         name: outcome for name, (_, _, outcome) in CASES.items()
     }
@@ -115,8 +156,8 @@ def test_programs_are_judged_by_evalscope_and_run_where_they_can_neither_harm_no
     conversations = list(parrot.tokenizer.rendered.values())
     assert [message["role"] for message in conversations[0]] == ["system", "user"]
     assert "Problem 0" in conversations[0][1]["content"]
-    written = json.loads((tmp_path / "out" / "result.json").read_text())
-    assert written["protocol"]["sandbox"] == NAMESPACES and written["protocol"]["evalscope"]["evalscope"]
+    about = protocol(tmp_path / "out")
+    assert about["sandbox"] == NAMESPACES and about["evalscope"]["evalscope"]
 
 
 def test_a_runner_that_a_program_ends_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,15 +176,15 @@ def test_a_runner_that_a_program_ends_is_replaced(monkeypatch: pytest.MonkeyPatc
 def test_every_item_is_graded_with_its_own_answer(tmp_path: Path) -> None:
     questions = ["What is 1 and 1?", "What is 2 and 2?", "What is 1 and 1?", "What is 3 and 3?"]
     answers = ["2", "4", "3", "1,006"]  # the third asks as the first does, and wants something else
-    benchmark = evalscope_files.benchmark("gsm8k", tmp_path, expected=4)
+    benchmark = configured("gsm8k", tmp_path, expected=4)
     rows = [{"question": q, "answer": f"Thus.\n#### {a}"} for q, a in zip(questions, answers, strict=True)]
-    evalscope_files.write(benchmark, {"test": rows})
+    write_data(benchmark, {"test": rows})
     beside = mirror.folder(benchmark) / "dataset_infos.json"  # EvalScope deletes such a file where it finds one
     beside.write_text("{}")
     parrot = Said(["<think>\\boxed{9}?</think>\n\u2028So \\boxed{2}. \ud83c", "\\boxed{5}", "\\boxed{1006}"])
     [result] = run.evaluate(parrot, benchmark, tmp_path / "out", policy=Policy())
-    assert [sample["outcome"] for sample in samples_of(tmp_path / "out")] == [1.0, 0.0, 0.0, 1.0]
-    assert [sample["extracted"] for sample in samples_of(tmp_path / "out")] == ["2", "5", "2", "1006"]
+    assert [sample["outcome"] for sample in samples(tmp_path / "out")] == [1.0, 0.0, 0.0, 1.0]
+    assert [sample["extracted"] for sample in samples(tmp_path / "out")] == ["2", "5", "2", "1006"]
     assert result["score"] == 0.5 and (parrot.writing.most, parrot.writing.chat) == (64, True)
     content = [messages[-1]["content"] for messages in parrot.tokenizer.rendered.values()]
     assert all(text.startswith(question) for text, question in zip(content, dict.fromkeys(questions), strict=True))
@@ -188,8 +229,8 @@ def test_the_process_needs_nothing_of_this_environment() -> None:
 
 def test_what_evalscope_says_of_the_data_is_a_sentence_and_its_death_an_error(tmp_path: Path) -> None:
     python = tmp_path / "python"
-    benchmark = evalscope_files.benchmark("gsm8k", tmp_path, python=str(python))
-    evalscope_files.write(benchmark, {"test": [{"question": "?", "answer": "#### 1"}]})
+    benchmark = configured("gsm8k", tmp_path, python=str(python))
+    write_data(benchmark, {"test": [{"question": "?", "answer": "#### 1"}]})
     for reply, kind, message in (
         ('echo \'{"error": "its tests are pickled", "kind": "DataError"}\'', UserError, "its tests are pickled"),
         ('echo \'{"error": "no", "kind": "KeyError"}\'', RuntimeError, "EvalScope failed: KeyError: no"),
@@ -201,29 +242,24 @@ def test_what_evalscope_says_of_the_data_is_a_sentence_and_its_death_an_error(tm
             evalscope.items(benchmark)
 
 
-def test_answers_that_could_not_be_compared_are_wrong_and_must_be_few() -> None:
+def test_answers_that_could_not_be_compared_are_wrong_and_must_be_few(monkeypatch: pytest.MonkeyPatch) -> None:
     benchmark = BenchmarkConfig(name="math500", harness="evalscope", task="math_500", reports={"math500": "acc"})
     verdicts = [{"item": f"{n}", "outcome": 1.0, "extracted": "1", "why": ""} for n in range(200)]
     verdicts[7] |= {"outcome": None, "why": "exceeded the deadline"}
-    reply = {"samples": verdicts, "versions": {}}
     answers = [Answer(f"{n}", "", (Reply(),)) for n in range(200)]
-    monkeypatch = pytest.MonkeyPatch()
-    monkeypatch.setattr(evalscope, "_asked", lambda *given, **more: reply)
-    try:
-        graded = evalscope.grade(answers, benchmark, Policy())
-        assert graded.results[0]["score"] == 199 / 200 and graded.protocol["unscored"] == ["7"]
-        assert graded.samples[7]["extracted"] == "not compared: exceeded the deadline"
-        for number in (8, 9):
-            verdicts[number] |= {"outcome": None, "why": "the same"}
-        with pytest.raises(RuntimeError, match="could not compare 3 of 200 answers, such as that to 7"):
-            evalscope.grade(answers, benchmark, Policy())
-    finally:
-        monkeypatch.undo()
+    monkeypatch.setattr(evalscope, "_asked", lambda *given, **more: {"samples": verdicts, "versions": {}})
+    graded = evalscope.grade(answers, benchmark, Policy())
+    assert graded.results[0]["score"] == 199 / 200 and graded.protocol["unscored"] == ["7"]
+    assert graded.samples[7]["extracted"] == "not compared: exceeded the deadline"
+    for number in (8, 9):
+        verdicts[number] |= {"outcome": None, "why": "the same"}
+    with pytest.raises(RuntimeError, match="could not compare 3 of 200 answers, such as that to 7"):
+        evalscope.grade(answers, benchmark, Policy())
 
 
 def test_what_cannot_work_is_said_before_a_model_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    code = evalscope_files.benchmark("live_code_bench", tmp_path, python=sys.executable)
-    evalscope_files.write(code, {"test": [evalscope_files.problem(1, "2025-01-01T00:00:00")]})
+    code = configured("live_code_bench", tmp_path, python=sys.executable)
+    write_data(code, {"test": [problem(1, "2025-01-01T00:00:00")]})
     said = suite.preflight([code], Policy(allow_code_execution=True))
     assert any(f"interpreters.evalscope={sys.executable} " in one and "make evalscope" in one for one in said)
     assert any("allow_pickled_data=false" in one for one in said)
@@ -233,16 +269,11 @@ def test_what_cannot_work_is_said_before_a_model_is_loaded(tmp_path: Path, monke
     monkeypatch.setattr(harness, "find_spec", lambda name: None)
     lacking, *_ = evalscope.lacking(replace(code, python=None), ALLOWED)
     assert "benchmark live_code_bench" in lacking and "interpreters.evalscope=" in lacking
-    bad = replace(
-        code,
-        task="live_code_bench",
-        shots=2,
-        parameters={"end_date": "2025-04-31", "processes": 1},
-    )
-    assert list(evalscope.wrong(bad)) == [
-        "benchmark live_code_bench: shots=2, but EvalScope's live_code_bench shows 0 examples",
-        "benchmark live_code_bench: parameters.start_date=None: expected a day, such as 2025-01-31",
-        "benchmark live_code_bench: parameters.end_date=2025-04-31: expected a day, such as 2025-01-31",
+    bad = replace(code, shots=2, parameters={"end_date": "2025-04-31", "processes": 1})
+    assert [sentence.partition(": ")[2].partition("=")[0] for sentence in evalscope.wrong(bad)] == [
+        "shots",
+        "parameters.start_date",
+        "parameters.end_date",
     ]
     [unknown_task] = evalscope.wrong(replace(code, task="gsm8"))
     assert "task=gsm8" in unknown_task and "did you mean gsm8k" in unknown_task
@@ -259,48 +290,25 @@ def test_the_published_benchmarks_are_as_large_as_the_papers_say(tmp_path: Path)
 
 
 GPQA = {f"Incorrect Answer {n}": f"wrong {n}" for n in (1, 2, 3)} | {"Correct Answer": "right"}
+MATH = {"problem": "?", "solution": "", "subject": "Algebra", "level": 1}
 OTHERS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
-    "aime25": (
-        {},
-        [{"problem": "Two and two?", "answer": "4", "id": "0"}, {"problem": "?", "answer": "70", "id": "1"}],
-    ),
-    "gpqa_diamond": (
-        {"subset": "gpqa_diamond", "split": "train"},
-        [{"Question": f"Which, {n}?", **GPQA} for n in range(2)],
-    ),
+    "aime25": ({}, [{"problem": "Two and two?", "answer": answer, "id": answer} for answer in ("4", "70")]),
+    "math_500": ({}, [{**MATH, "answer": answer, "unique_id": answer} for answer in (r"\frac{1}{2}", "70")]),
+    "gpqa_diamond": ({"subset": "gpqa_diamond", "split": "train"}, [{"Question": n, **GPQA} for n in ("a?", "b?")]),
 }
 
 
 @needs_evalscope
-@pytest.mark.slow
 @pytest.mark.parametrize("task", OTHERS)
 def test_other_tasks_find_right_answers_right(task: str, tmp_path: Path) -> None:
     changes, rows = OTHERS[task]
-    benchmark = evalscope_files.benchmark(task, tmp_path, **changes)
-    evalscope_files.write(benchmark, {str(benchmark.split): rows})
+    benchmark = configured(task, tmp_path, **changes)
+    write_data(benchmark, {str(benchmark.split): rows})
     conversations: list[Any] = [item.requests[0].prompt for item in evalscope.items(benchmark)]
     content = [messages[-1]["content"] for messages in conversations]
     letters = [next((line[0] for line in text.split("\n") if line.endswith(") right")), "") for text in content]
     assert (sorted(map(bool, letters)) == [True, True]) == (task == "gpqa_diamond")
-    own = [
-        f"ANSWER: {letter}" if letter else f"\\boxed{{{row['answer']}}}"
-        for letter, row in zip(letters, rows, strict=True)
-    ]
-    given = [own[0], "ANSWER: " + "ABCD"[letters[1] == "A"] if letters[1] else "\\boxed{71}"]
+    own = f"ANSWER: {letters[0]}" if letters[0] else f"\\boxed{{{rows[0]['answer']}}}"
+    given = [own, "ANSWER: " + "ABCD"[letters[1] == "A"] if letters[1] else "\\boxed{71}"]
     graded = evalscope.grade(answered(benchmark, given), benchmark, Policy())
     assert [sample["outcome"] for sample in graded.samples] == [1.0, 0.0]
-
-
-@needs_evalscope
-@pytest.mark.slow
-def test_answers_of_the_real_data_are_right_and_others_wrong(tmp_path: Path, shared_data: Path) -> None:
-    from benchmarks.data_sets import mirror_files
-    from benchmarks.evaluation_evalscope import boxed, own_answers
-
-    [benchmark] = benchmarks(["math500"], str(tmp_path))
-    mirror_files(benchmark, shared_data, tmp_path / "source")
-    benchmark = replace(benchmark, limit=20)
-    own = own_answers(benchmark, evalscope.items(benchmark))
-    given = [own[number] if number % 2 else own[number] + "+1" for number in range(20)]
-    graded = evalscope.grade(answered(benchmark, list(map(boxed, given))), benchmark, Policy())
-    assert [sample["outcome"] for sample in graded.samples] == [0.0, 1.0] * 10

@@ -6,13 +6,11 @@ import json
 import re
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet as parquet
 import pytest
-from asking import Said
+from asking import Said, chatting, protocol, samples
 
 from moe_lab.config import BenchmarkConfig, ModelConfig
 from moe_lab.errors import UserError
@@ -53,11 +51,6 @@ def written(*calls: tuple[str, Mapping[str, Any]]) -> str:
     return "\n".join(f"<tool_call>\n{text}\n</tool_call>" for text in objects)
 
 
-def is_right(value: Any, declared: Mapping[str, Any], allowed: Sequence[Any]) -> bool:
-    """The verdict on a value of the only argument of a function."""
-    return mistake(written(("f", {"x": value})), [function(x=declared)], [{"f": {"x": allowed}}]) is None
-
-
 # Rule 1: the output decodes to a list of calls.
 
 TWO = [Call("f", {"x": 1}), Call("g.h", {})]
@@ -66,7 +59,6 @@ TWO = [Call("f", {"x": 1}), Call("g.h", {})]
 @pytest.mark.parametrize(
     "text",
     [
-        written(("f", {"x": 1}), ("g.h", {})),
         "I call both.\n" + written(("f", {"x": 1}), ("g.h", {})) + "\nDone.",
         "<think>\n" + written(("wrong", {})) + "\n</think>\n\n" + written(("f", {"x": 1}), ("g.h", {})),
         written(("f", {"x": 1})) + "<tool_call>{not JSON}</tool_call>" + written(("g.h", {})),
@@ -98,7 +90,11 @@ SPEECH = [
     "None of the functions helps.",
     "[]",
     "get_weather(city) is of no use here.",
+    "I cannot call get_weather(city) for the area of a square.",
+    "The functions `get_weather` and `math.area` are of no use: it is 25 (5*5).",
+    "- get_weather: gives the weather\n- math.area: gives an area",
     "```python\nprint(5 * 5)\n```",
+    'I would need a function such as `square_area(side)`, or {"name": "Paris"}.',
 ]
 
 
@@ -202,8 +198,6 @@ PLAY = [{"play": {"artist": [name], "minutes": [count]}} for name, count in (("T
 PLAYER = function("play", ("artist", "minutes"), artist=described("string"), minutes=described("integer"))
 TAYLOR = ("play", {"artist": "Taylor Swift", "minutes": 20})
 MAROON = ("play", {"artist": "Maroon 5", "minutes": 15})
-
-
 X = described("integer")
 GCD_OR_LCM = [function("math.gcd", x=X), function("math.lcm", x=X)]
 XYZ = [function(x=X, y=X, z=X)]
@@ -230,47 +224,47 @@ XYZ = [function(x=X, y=X, z=X)]
         (XYZ, [{"f": {"x": [1, ""]}}], [("f", {})], False),  # required, whatever the answer says
     ],
 )
-def test_calls_are_the_right_ones_in_any_order_with_their_parameters(
-    functions: list[Any], right: list[Any], calls: list[Any], is_right: bool
-) -> None:
+def test_calls_and_parameters(functions: list[Any], right: list[Any], calls: list[Any], is_right: bool) -> None:
     assert (mistake(written(*calls), functions, right) is None) is is_right
 
 
 # Rules 5 and 6: types and values.
 
-LIST_OF_DICTS = described("array", items=described("dict"))
+STRING, INTEGER, DICT = described("string"), described("integer"), described("dict")
+STRINGS, LIST_OF_DICTS = described("array", items=STRING), described("array", items=DICT)
+OF_DICT = [{"k": ["ab"], "m": [1, ""]}]
 
 
 @pytest.mark.parametrize(
     ("value", "declared", "allowed", "right"),
     [
         (5, described("float"), [5.0], True),
-        (5.0, described("integer"), [5], False),
-        (True, described("integer"), [1], False),
+        (5.0, INTEGER, [5], False),
+        (True, INTEGER, [1], False),
         (1, described("boolean"), [True], False),
         (True, described("boolean"), [True], True),
-        ("5", described("integer"), [5], False),
-        ("n", described("integer"), ["n", ""], True),  # a variable: the type of the answer, not of the schema
-        ("N", described("integer"), ["n"], False),  # and then letter by letter
-        ("ab", described("string"), [5, "A b"], False),  # the first allowed value says which type answers have
-        ("newyork ny", described("string"), ["New York, NY."], True),
-        ("New York, NY.", described("string"), ["newyork ny"], True),
-        ("a/b-c_d*e^f", described("string"), ["abcdef"], True),
-        ("it's", described("string"), ['it"s'], True),
-        ("New Jersey", described("string"), ["New York"], False),
+        ("5", INTEGER, [5], False),
+        ("n", INTEGER, ["n", ""], True),  # a variable: the type of the answer, not of the schema
+        ("N", INTEGER, ["n"], False),  # and then letter by letter
+        ("ab", STRING, [5, "A b"], False),  # the first allowed value says which type answers have
+        ("newyork ny", STRING, ["New York, NY."], True),
+        ("New York, NY.", STRING, ["newyork ny"], True),
+        ("a/b-c_d*e^f", STRING, ["abcdef"], True),
+        ("it's", STRING, ['it"s'], True),
+        ("New Jersey", STRING, ["New York"], False),
         ("x", described("any"), ["X"], True),
-        (["a", "B."], described("array", items=described("string")), [["A", "b"]], True),
-        (["b", "a"], described("array", items=described("string")), [["a", "b"]], False),
-        (["b", "a"], described("array", items=described("string")), [["a", "b"], ["b", "a"]], True),
-        ([1, 2], described("tuple", items=described("integer")), [[1, 2]], True),
-        ([1.0, 2.0], described("array", items=described("integer")), [[1, 2]], False),
+        (["a", "B."], STRINGS, [["A", "b"]], True),
+        (["b", "a"], STRINGS, [["a", "b"]], False),
+        (["b", "a"], STRINGS, [["a", "b"], ["b", "a"]], True),
+        ([1, 2], described("tuple", items=INTEGER), [[1, 2]], True),
+        ([1.0, 2.0], described("array", items=INTEGER), [[1, 2]], False),
         ([1, 2], described("array", items=described("float")), [[1.0, 2.0]], False),  # exact inside lists
-        ("a", described("array", items=described("string")), [["a"]], False),
-        ({"k": "A b"}, described("dict"), [{"k": ["ab"], "m": [1, ""]}], True),
-        ({"k": "ab", "m": 1}, described("dict"), [{"k": ["ab"], "m": [1, ""]}], True),
-        ({"m": 1}, described("dict"), [{"k": ["ab"], "m": [1, ""]}], False),
-        ({"k": "ab", "z": 1}, described("dict"), [{"k": ["ab"], "m": [1, ""]}], False),
-        ({"k": "ab"}, described("dict"), ["", {"k": ["x"]}, {"k": ["ab"]}], True),
+        ("a", STRINGS, [["a"]], False),
+        ({"k": "A b"}, DICT, OF_DICT, True),
+        ({"k": "ab", "m": 1}, DICT, OF_DICT, True),
+        ({"m": 1}, DICT, OF_DICT, False),
+        ({"k": "ab", "z": 1}, DICT, OF_DICT, False),
+        ({"k": "ab"}, DICT, ["", {"k": ["x"]}, {"k": ["ab"]}], True),
         ([{"k": 1}, {"k": 2}], LIST_OF_DICTS, [[{"k": [1]}, {"k": [2]}]], True),
         ([{"k": 2}, {"k": 1}], LIST_OF_DICTS, [[{"k": [1]}, {"k": [2]}]], False),
         ([{"k": 1}], LIST_OF_DICTS, [[{"k": [1]}, {"k": [2]}]], False),
@@ -278,7 +272,9 @@ LIST_OF_DICTS = described("array", items=described("dict"))
     ],
 )
 def test_types_and_values(value: Any, declared: Mapping[str, Any], allowed: list[Any], right: bool) -> None:
-    assert is_right(value, declared, allowed) is right
+    """Of the only argument of a function."""
+    found = mistake(written(("f", {"x": value})), [function(x=declared)], [{"f": {"x": allowed}}])
+    assert (found is None) is right
 
 
 def test_tools_have_the_types_of_json_schema_and_a_note_on_the_language() -> None:
@@ -326,9 +322,8 @@ def changed(file: Path, number: int, **fields: Any) -> None:
 def test_the_example_has_questions_of_every_kind(folder: Path) -> None:
     assert suite.wrong([benchmark(folder, expected=9)]) == []
     questions = function_calls.items(benchmark(folder))
-    assert {question.name.rpartition("_")[0] for question in questions} == {
-        "simple", "multiple", "parallel", "irrelevance",
-    }  # fmt: skip
+    kinds = {question.name.rpartition("_")[0] for question in questions}
+    assert kinds == {"simple", "multiple", "parallel", "irrelevance"}
     assert all(question.requests[0].tools and question.requests[0].prompt for question in questions)
     assert [question.name for question in function_calls.items(benchmark(folder, limit=2))] == ["simple_0", "simple_1"]
 
@@ -353,9 +348,7 @@ SQUARE = {"role": "user", "content": "How many sides does a square have?"}
         (ANSWERS, 2, {"ground_truth": [{"give": {"present": [{"to": "Fay"}]}}]}, "present of give has an object"),
     ],
 )
-def test_one_sentence_for_files_that_do_not_fit(
-    file: str, number: int, fields: dict[str, Any], sentence: str, folder: Path
-) -> None:
+def test_files_do_not_fit(file: str, number: int, fields: dict[str, Any], sentence: str, folder: Path) -> None:
     changed(folder / file, number, **fields)
     (problem,) = suite.wrong([benchmark(folder)])
     assert sentence in problem
@@ -395,70 +388,42 @@ def test_results_are_identified_by_both_files_wherever_they_are(folder: Path, tm
 # From the questions to results.
 
 
-def says(replies: Mapping[str, str]) -> Said:
-    """Answers each question with a text that is given by its last message."""
-    names = "{% for t in tools or [] %}{{ t.function.name }} {% endfor %}"
-    template = names + "{% for m in messages %}|{{ m.content }}{% endfor %}"
-    return Said(lambda prompt: replies[prompt.rpartition("|")[2]], template)
+NAMES = "{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}"
+TEMPLATE = NAMES + "{% for m in messages %}|{{ m.content }}{% endfor %}"
+NO_CALL = "None of these functions helps."
+RIGHT = [
+    written(("basket.add", {"owner": "Karl", "fruit": "pears", "count": 13})),
+    written(("market.sell", {"goods": ["vase", "coat"], "price": 5.0})),
+    written(("give", {"giver": "Paul", "present": {"thing": "vase", "to": "Fay"}})),
+    written(("tool_of", {"profession": "doctor"})),
+    written(("walk", {"person": "Theo", "place": "bridge", "day": "Sunday"})),
+    written(*(("basket.add", {"owner": "Vera", "fruit": of, "count": n}) for of, n in (("apples", 18), ("plums", 4)))),
+    written(("call_of", {"animal": "horse"}), ("call_of", {"animal": "frog"})),
+    f"<think>Is it {DRAFT}? No.</think>{NO_CALL}",
+    NO_CALL,
+]
+"""Right answers to the questions of the example."""
 
 
-def first_allowed(values: Sequence[Any]) -> Any:
-    value = next(value for value in values if value != "")
-    return {key: first_allowed(inner) for key, inner in value.items()} if isinstance(value, dict) else value
-
-
-def right_replies() -> dict[str, str]:
-    """Prompt -> the calls of its right answer, with the first value allowed for each argument."""
-    questions, answers = (
-        [json.loads(line) for line in (EXAMPLE / name).read_text().splitlines()] for name in (QUESTIONS, ANSWERS)
-    )
-    replies = {}
-    for question, answer in zip(questions, answers, strict=True):
-        calls = [
-            (name, {key: first_allowed(values) for key, values in arguments.items()})
-            for call in answer["ground_truth"]
-            for name, arguments in call.items()
-        ]
-        replies[question["question"][0][-1]["content"]] = written(*calls) or "None of these functions helps."
-    return replies
+def answering(texts: Sequence[str]) -> Said:
+    """Answers questions in turn. Each is rendered without its tools, too, to see whether the template reads them."""
+    return Said([text for text in texts for _ in ("with tools", "without")], TEMPLATE)
 
 
 def test_right_and_wrong_answers_have_their_verdicts(tmp_path: Path) -> None:
-    replies = right_replies()
-    model = says(replies)
-    (result,) = run.evaluate(model, benchmark(EXAMPLE), tmp_path / "right", policy=ALLOWED)
+    (result,) = run.evaluate(answering(RIGHT), benchmark(EXAMPLE), tmp_path / "right", policy=ALLOWED)
     assert (result["score"], result["stderr"], result["n"]) == (1.0, 0.0, 9)
+    assert "unfinished_thoughts" not in protocol(tmp_path / "right")
 
-    wrong = {**replies, "What does a doctor use?": "A saw.", SQUARE["content"]: written(("call_of", {"animal": "x"}))}
-    (result,) = run.evaluate(says(wrong), benchmark(EXAMPLE), tmp_path / "wrong", policy=ALLOWED)
-    assert result["score"] == pytest.approx(7 / 9)
-    assert result["stderr"] == pytest.approx((7 / 9 * 2 / 9 / 8) ** 0.5)
-    samples = {row["item"]: row for row in parquet.read_table(tmp_path / "wrong/samples.parquet").to_pylist()}
-    assert [item for item, row in samples.items() if not row["outcome"]] == ["multiple_0", "irrelevance_0"]
-    assert samples["multiple_0"]["output"] == "A saw." and samples["simple_0"]["extracted"] == "right"
-    assert samples["irrelevance_0"]["extracted"].startswith("expected no call, found '<tool_call>")
-
-
-@pytest.mark.parametrize(
-    ("reply", "right"),
-    [
-        ('<tool_call>{"name": "call_of", "arguments": {"ani', False),
-        (f"<think>Is it {DRAFT}? No.</think>None of these functions helps.", True),
-        ("<think>None of these functions helps, but", False),
-    ],
-)
-def test_an_item_that_needs_no_call_is_right_without_any(reply: str, right: bool, tmp_path: Path) -> None:
-    model = says({**right_replies(), SQUARE["content"]: reply})
-    (result,) = run.evaluate(model, benchmark(EXAMPLE), tmp_path, policy=ALLOWED)
-    assert result["score"] == pytest.approx(1 if right else 8 / 9)
-    unfinished = json.loads((tmp_path / "result.json").read_text())["protocol"].get("unfinished_thoughts")
-    assert unfinished == (["irrelevance_0"] if reply.endswith("but") else None)
-
-
-TEMPLATE = (
-    "{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}"
-    "{% for m in messages %}{{ m.content }}\n{% endfor %}"
-)
+    wrong = [*RIGHT[:6], "A saw.", '<tool_call>{"name": "call_of", "arguments": {"ani', f"<think>{NO_CALL}, but"]
+    (result,) = run.evaluate(answering(wrong), benchmark(EXAMPLE), tmp_path / "wrong", policy=ALLOWED)
+    assert result["score"] == pytest.approx(6 / 9)
+    assert result["stderr"] == pytest.approx((6 / 9 * 3 / 9 / 8) ** 0.5)
+    rows = samples(tmp_path / "wrong")
+    assert [row["outcome"] for row in rows] == [1] * 6 + [0] * 3
+    assert rows[6]["output"] == "A saw." and rows[0]["extracted"] == "right"
+    assert rows[7]["extracted"].startswith("expected no call, found")
+    assert protocol(tmp_path / "wrong")["unfinished_thoughts"] == ["irrelevance_1"]
 
 
 def test_a_template_without_tools_is_refused_before_a_model_is_loaded(tmp_path: Path) -> None:
@@ -478,12 +443,8 @@ def test_a_template_without_tools_is_refused_before_a_model_is_loaded(tmp_path: 
 
 
 def test_a_template_that_ignores_tools_is_refused(subject: LoadedModel) -> None:
-    from copy import deepcopy
-
-    chatting = replace(subject, tokenizer=deepcopy(subject.tokenizer))
     tools, messages = [tool(function(x=described("integer")))], [{"role": "user", "content": "Hi"}]
-    chatting.tokenizer.chat_template = TEMPLATE
-    assert render(chatting, messages, tools) == "f Hi\n" and render(chatting, messages) == "Hi\n"
-    chatting.tokenizer.chat_template = "{{ messages[0].content }}{% if tools and false %}{% endif %}"
+    model = chatting(subject, TEMPLATE)
+    assert render(model, messages, tools) == "f |Hi" and render(model, messages) == "|Hi"
     with pytest.raises(UserError, match="the model's chat template ignores them"):
-        render(chatting, messages, tools)
+        render(chatting(subject, "{{ messages[0].content }}{% if tools and false %}{% endif %}"), messages, tools)

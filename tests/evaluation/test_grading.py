@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from moe_lab.evaluation.harnesses.evalplus import Grader, GradeRequest, kept_gra
 from moe_lab.evaluation.sandbox.client import LimitedCalls, RunnerError, Runners, namespaces_missing
 from moe_lab.evaluation.sandbox.closed_world import leaves_closed_world
 from moe_lab.paths import resolve
-from tests.campaign.programs import CHEATS, SENDING, Program, graded
+from tests.campaign.programs import CHEATS, FILES, MEMORY, NETWORK, PROCESSES, SENDING, graded
 
 pytestmark = [pytest.mark.slow, pytest.mark.walls]
 ADD = problem(900, "add", "return x + 1", [[1], [2]], [[-5], [10**30]])
@@ -45,22 +44,16 @@ def verdicts(
 
 
 def test_right_half_right_and_wrong_programs(tmp_path: Path) -> None:
-    found = verdicts(
-        tmp_path,
-        [ADD, MEAN, TWICE],
-        {
-            "add": "def add(x): return x + 1",
-            "mean": "def mean(x): return sum(x) / len(x) + 1e-9",  # close enough, but fails on the empty list of plus
-            "twice": "def twice(x): return (x, x)",  # a tuple is no list
-        },
-    )
-    assert found == {"add": ("pass", "pass"), "mean": ("pass", "fail"), "twice": ("fail", "fail")}
-
-
-def test_humaneval_32_can_pass_and_fail(tmp_path: Path) -> None:
-    for body, verdict in (("return -x[0] / x[1] + 1e-7", "pass"), ("return 0.5", "fail")):
-        found = verdicts(tmp_path, [ROOT], {"find_zero": f"def find_zero(x): {body}"})
-        assert found == {"find_zero": (verdict, verdict)}
+    programs = {
+        "add": "def add(x): return x + 1",
+        "mean": "def mean(x): return sum(x) / len(x) + 1e-9",  # close enough, but fails on the empty list of plus
+        "twice": "def twice(x): return (x, x)",  # a tuple is no list
+        "find_zero": "def find_zero(x): return -x[0] / x[1] + 1e-7",
+    }
+    found = verdicts(tmp_path, [ADD, MEAN, TWICE, ROOT], programs)
+    right, half, wrong = ("pass", "pass"), ("pass", "fail"), ("fail", "fail")
+    assert found == {"add": right, "mean": half, "twice": wrong, "find_zero": right}
+    assert verdicts(tmp_path, [ROOT], {"find_zero": "def find_zero(x): return 0.5"}) == {"find_zero": wrong}
 
 
 def test_mbpp_has_its_own_input_types_and_oracles(tmp_path: Path) -> None:
@@ -98,24 +91,15 @@ def test_without_walls_a_runner_that_is_ended_later_costs_the_next_program_nothi
     assert found["mean"] == ("pass", "pass") and ended.exists()
 
 
-@pytest.mark.parametrize("programs", [SENDING, CHEATS], ids=["sending", "cheats"])
-def test_whatever_a_program_sends_costs_its_own_verdict_alone_and_none_can_be_forged(programs: list[Program]) -> None:
+ATTEMPTS = {"sending": SENDING, "cheats": CHEATS, "files": FILES, "others": [*NETWORK, *PROCESSES, *MEMORY]}
+
+
+@pytest.mark.parametrize("what", ATTEMPTS)
+def test_whatever_a_program_attempts_costs_its_own_verdict_alone_and_leaves_nothing(what: str) -> None:
     if namespaces_missing():
         pytest.skip("no namespaces")
-    found = graded(programs)
+    found = graded(ATTEMPTS[what])
     assert not found.unexpected and not found.others and not found.escapes, found
-
-
-def test_what_a_program_returned_is_compared_within_limits(tmp_path: Path) -> None:
-    """A set of 60,000 numbers of one hash takes a minute."""
-    if namespaces_missing():
-        pytest.skip("no namespaces")
-    numbers = """b'{"kind":"set","value":[%s]}' % ','.join(str(n * (2**61 - 1)) for n in range(1, 60000)).encode()"""
-    sends = f"import os\ndef add(x):\n    rest = {numbers} + b'\\n'\n    while rest: rest = rest[os.write(3, rest):]\n"
-    bodies = {"add": f"{sends}    os._exit(0)", "twice": "def twice(x): return [x, x]"}
-    once = {**ADD, "base_input": ADD["base_input"][:1]}
-    found = verdicts(tmp_path, [once, TWICE], bodies, comparing_seconds=1, seconds=30.0)
-    assert found == {"add": ("output", "output"), "twice": ("pass", "pass")}
 
 
 HOSTILE = ["__import__('os').abort()", "sum(range(10**12))", "len(bytearray(200 << 20))", "1 / 0"]
@@ -165,7 +149,7 @@ def test_equal_programs_are_run_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
         grader.close()
 
 
-def test_expected_outputs_are_kept_and_belong_to_their_data(tmp_path: Path) -> None:
+def test_expected_outputs_are_kept_where_no_other_can_write_and_belong_to_their_data(tmp_path: Path) -> None:
     cache = tmp_path / "private" / "cache"
     right = {"add": "def add(x): return x + 1"}
     assert verdicts(tmp_path, [ADD], right, cache=str(cache))["add"] == ("pass", "pass")
@@ -180,13 +164,9 @@ def test_expected_outputs_are_kept_and_belong_to_their_data(tmp_path: Path) -> N
     changed = {**ADD, "canonical_solution": "    return x + 2\n"}
     assert verdicts(tmp_path, [changed], right, cache=str(cache))["add"] == ("fail", "fail")
     assert len(list(cache.iterdir())) == 2
-
-
-def test_a_cache_that_others_can_write_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "cache").mkdir()
-    os.chmod(tmp_path / "cache", 0o777)
+    cache.chmod(0o777)
     with pytest.raises(RuntimeError, match="must belong to you"):
-        verdicts(tmp_path, [ADD], {"add": "def add(x): return 1"}, cache=str(tmp_path / "cache"))
+        verdicts(tmp_path, [{**ADD, "atol": 1}], right, cache=str(cache))
 
 
 def test_a_broken_canonical_solution_is_an_error(tmp_path: Path) -> None:
@@ -201,10 +181,7 @@ def test_closed_world_programs_are_told_from_others() -> None:
         "def add(x): return ().__class__",
         "def add(x): return (i for i in [1]).gi_frame",
         "def add(x): return open('/etc/passwd')",
-        "def add(x): return getattr(x, 'a')",
         "def add(x): return '{0.real}'.format(x)",
-        "def add(x): return __builtins__",
-        "def add(x): return eval('1')",
         "def add(x):\n    match x:\n        case int(__reduce_ex__=r): return r",
         "async def add(x): return x",
         "def add(x):\n    with x as y: return y",

@@ -1,37 +1,43 @@
-"""lm-eval on the loaded model: its numbers are those of an independent computation, and it leaves no trace."""
+"""lm-eval on shipped tasks, on its own and on those of users: its numbers are those of independent scripts."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
+import random
 import re
-from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import datasets
+import lm_eval
 import numpy as np
 import pytest
 import torch
-import yaml
-from asking import equals_lm_eval, evaluate, write
-from harness_files import write_lines
+from asking import PLAIN, chatting, equals_lm_eval, evaluate, write
+from harness_files import GENERATED, MULTIPLE_CHOICE, own_task, shipped_items, write_lines
+from lm_eval.tasks.wikitext.preprocess_wikitext import wikitext_detokenizer
+from mirrors import BOOLQ, MINIATURES, RTE, Rows, mirrored, subject_rows
 from omegaconf import OmegaConf
+from transformers import AutoTokenizer
 
+from benchmarks import choices
+from benchmarks.data_sets import mirror_files
+from benchmarks.models import random_model
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError
-from moe_lab.evaluation import Policy
+from moe_lab.evaluation import Policy, mirror, suite
 from moe_lab.evaluation.engines.hf import LoadedModel
+from moe_lab.evaluation.harnesses import lm_eval_tasks
+from moe_lab.evaluation.mirror import benchmarks
 from moe_lab.paths import resolve
 
 ROOT = Path(__file__).parents[2]
 ARC = BenchmarkConfig(
     name="arc", harness="lm_eval", task="pocket:benchmarks/arc_challenge.yaml", reports={"arc": "acc_norm"}, limit=24
 )
-
-
-def rows(name: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in Path(resolve(f"pocket:benchmarks/{name}.jsonl")).read_text().splitlines()]
 
 
 def log_likelihood(subject: LoadedModel, prompt: str, answer: str) -> float:
@@ -41,10 +47,6 @@ def log_likelihood(subject: LoadedModel, prompt: str, answer: str) -> float:
     with torch.inference_mode():
         logits = subject.model(torch.tensor([whole[:-1]])).logits[0].double().log_softmax(-1)
     return float(sum(logits[place - 1, whole[place]] for place in range(len(before), len(whole))))
-
-
-def bits_per_byte(likelihood: float, answer: str) -> float:
-    return float(-likelihood / np.log(2) / len(answer.encode()))
 
 
 SHIPPED = sorted(
@@ -60,115 +62,48 @@ def test_every_sample_is_that_of_lm_evals_own_evaluation(name: str, subject: Loa
     equals_lm_eval(subject, replace(BenchmarkConfig(**fields), limit=6))
 
 
-def test_multiple_choice_equals_an_independent_script_to_the_item(subject: LoadedModel) -> None:
-    reports = {"plain": "acc", "normalised": "acc_norm"}
-    graded = evaluate(subject, replace(ARC, reports=reports, limit=40, batch_size=16), Policy())
-    outcomes = {(sample["benchmark"], sample["item"]): sample["outcome"] for sample in graded.samples}
-    for row in rows("arc_challenge")[:40]:
-        scores = np.array([log_likelihood(subject, row["prompt"], " " + choice) for choice in row["choices"]])
-        lengths = np.array([len(choice) for choice in row["choices"]])
-        assert outcomes["plain", row["id"]] == float(scores.argmax() == row["label"])
-        assert outcomes["normalised", row["id"]] == float((scores / lengths).argmax() == row["label"])
-        (sample,) = [s for s in graded.samples if s["item"] == row["id"] and s["benchmark"] == "plain"]
-        assert np.abs(np.array(json.loads(sample["output"])) - scores).max() < 1e-3
-        assert sample["extracted"] == str(scores.argmax())
-        right = " " + row["choices"][row["label"]]
-        assert sample["answer_loss"] == pytest.approx(bits_per_byte(scores[row["label"]], right), abs=1e-4)
-    mean = np.mean([value for (name, _), value in outcomes.items() if name == "plain"])
-    assert graded.results[0]["score"] == pytest.approx(mean)
-    assert graded.results[0]["stderr"] == pytest.approx(np.sqrt(mean * (1 - mean) / 39))
-
-
-def test_choices_whose_contexts_differ_are_scored_by_their_common_ending(subject: LoadedModel) -> None:
-    benchmark = BenchmarkConfig(
-        name="w", harness="lm_eval", task="pocket:benchmarks/winogrande.yaml", reports={"winogrande": "acc"}, limit=12
-    )
-    graded = evaluate(subject, benchmark, Policy())
-    for row, sample in zip(rows("winogrande")[:12], graded.samples, strict=True):
-        scores = [log_likelihood(subject, context, " " + row["ending"]) for context in row["contexts"]]
-        assert sample["outcome"] == float(np.argmax(scores) == row["label"])
-        expected = bits_per_byte(scores[row["label"]], " " + row["ending"])
-        assert sample["answer_loss"] == pytest.approx(expected, abs=1e-4)
-
-
 def test_the_loss_of_a_worked_answer_is_that_of_all_its_text(subject: LoadedModel) -> None:
     reports = {"gsm8k": "exact_match"}
     benchmark = BenchmarkConfig(
         name="g", harness="lm_eval", task="pocket:benchmarks/gsm8k.yaml", reports=reports, limit=6, max_new_tokens=48
     )
-    graded = evaluate(subject, benchmark, Policy())
-    for row, sample in zip(rows("gsm8k")[:6], graded.samples, strict=True):
+    graded = evaluate(subject, benchmark)
+    for row, sample in zip(shipped_items("gsm8k", 6), graded.samples, strict=True):
         answer = " " + row["target"]
-        expected = bits_per_byte(log_likelihood(subject, row["prompt"], answer), answer)
+        expected = -log_likelihood(subject, row["prompt"], answer) / math.log(2) / len(answer.encode())
         assert sample["answer_loss"] == pytest.approx(expected, abs=1e-4)
         assert sample["outcome"] == float(sample["extracted"] == row["target"].split("#### ")[1])
-    (chat,) = {s["answer_loss"] for s in evaluate(_chatting(subject), replace(benchmark, chat=True), Policy()).samples}
+    (chat,) = {s["answer_loss"] for s in evaluate(chatting(subject, PLAIN), replace(benchmark, chat=True)).samples}
     assert chat is None
-
-
-def _chatting(subject: LoadedModel) -> LoadedModel:
-    tokenizer = deepcopy(subject.tokenizer)
-    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
-    return replace(subject, tokenizer=tokenizer)
 
 
 @pytest.fixture
 def story_task(subject: LoadedModel, tmp_path: Path) -> BenchmarkConfig:
     """A generation task whose right answers are what the model writes; the last is made wrong."""
-    prompts = [row["prompt"] for row in rows("gsm8k")[:3]]
+    prompts = [item["prompt"] for item in shipped_items("gsm8k", 3)]
     texts = write(subject, prompts, 40)
-    items = [
-        {"id": f"a{n}", "prompt": p, "target": t.strip()} for n, (p, t) in enumerate(zip(prompts, texts, strict=True))
-    ]
-    items[-1]["target"] += "0"
+    items = [{"id": f"a{n}", "q": prompts[n], "label": text.strip() + "0" * (n == 2)} for n, text in enumerate(texts)]
     definition = {
-        "task": "mini",
-        "test_split": "test",
-        "output_type": "generate_until",
-        "doc_to_text": "prompt",
-        "doc_to_target": "target",
+        **GENERATED,
         "generation_kwargs": {"until": ["<|endoftext|>"], "do_sample": False, "max_gen_toks": 3},
-        "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
         "filter_list": [{"name": "strip", "filter": [{"function": "remove_whitespace"}, {"function": "take_first"}]}],
     }
-    (tmp_path / "mini.yaml").write_text(yaml.safe_dump(definition))
-    write_lines(tmp_path / "mini.jsonl", items)
-    return BenchmarkConfig(
-        name="mini",
-        harness="lm_eval",
-        task=str(tmp_path / "mini.yaml"),
-        reports={"mini": "exact_match"},
-        expected=3,
-        max_new_tokens=40,
-    )
+    return own_task(tmp_path, items, definition, max_new_tokens=40, expected=3)
 
 
-def test_generated_answers_are_graded_right_and_wrong(subject: LoadedModel, story_task: BenchmarkConfig) -> None:
-    graded = evaluate(subject, story_task, Policy())
-    assert [sample["outcome"] for sample in graded.samples] == [1.0, 1.0, 0.0]
-    assert [sample["item"] for sample in graded.samples] == ["a0", "a1", "a2"]
-    expected = write(subject, [row["prompt"] for row in rows("gsm8k")[:3]], 40)
-    assert [sample["output"] for sample in graded.samples] == expected
-    assert graded.protocol["prompt"] == rows("gsm8k")[0]["prompt"]
-    assert evaluate(subject, replace(story_task, max_new_tokens=0), Policy()).samples[0]["output"] != expected[0]
-
-
-def test_the_loss_on_the_right_answer_takes_no_pass_after_the_text(
-    subject: LoadedModel, story_task: BenchmarkConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    expected = evaluate(subject, story_task, Policy()).samples
+def test_generated_answers(subject: LoadedModel, story_task: BenchmarkConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a pass for the loss on the right answer. Task objects are kept, but belong to the content of a file."""
+    expected = write(subject, [item["prompt"] for item in shipped_items("gsm8k", 3)], 40)
     monkeypatch.setattr(LoadedModel, "score", None)
-    found = evaluate(subject, story_task, Policy()).samples
-    assert found == expected and None not in [sample["answer_loss"] for sample in found]
-
-
-def test_changed_data_is_seen(subject: LoadedModel, story_task: BenchmarkConfig) -> None:
-    """Task objects are kept over plans, but belong to the content of their files."""
-    evaluate(subject, story_task, Policy())
+    graded = evaluate(subject, story_task)
+    assert [(sample["item"], sample["outcome"]) for sample in graded.samples] == [("a0", 1), ("a1", 1), ("a2", 0)]
+    assert [sample["output"] for sample in graded.samples] == expected
+    assert None not in [sample["answer_loss"] for sample in graded.samples]
+    assert graded.protocol["prompt"] == shipped_items("gsm8k", 1)[0]["prompt"]
+    assert evaluate(subject, replace(story_task, max_new_tokens=0)).samples[0]["output"] != expected[0]
     items = Path(story_task.task).with_suffix(".jsonl")
-    changed = [{**json.loads(line), "target": "nothing"} for line in items.read_text().splitlines()]
-    write_lines(items, changed)
-    assert evaluate(subject, story_task, Policy()).results[0]["score"] == 0
+    write_lines(items, [{**json.loads(line), "label": "nothing"} for line in items.read_text().splitlines()])
+    assert evaluate(subject, story_task).results[0]["score"] == 0
 
 
 @pytest.mark.parametrize(
@@ -181,32 +116,13 @@ def test_changed_data_is_seen(subject: LoadedModel, story_task: BenchmarkConfig)
 )
 def test_mistakes_are_said(subject: LoadedModel, changes: dict[str, Any], says: str) -> None:
     with pytest.raises(UserError, match=says):
-        evaluate(subject, replace(ARC, **changes), Policy())
+        evaluate(subject, replace(ARC, **changes))
 
 
-def test_a_task_that_samples_is_refused(subject: LoadedModel, story_task: BenchmarkConfig) -> None:
-    definition = yaml.safe_load(Path(story_task.task).read_text())
-    definition["generation_kwargs"] |= {"do_sample": True, "temperature": 0.7}
-    Path(story_task.task).write_text(yaml.safe_dump(definition))
+def test_a_task_that_samples_is_refused(subject: LoadedModel, tmp_path: Path) -> None:
+    definition = {**GENERATED, "generation_kwargs": {"do_sample": True, "temperature": 0.7}}
     with pytest.raises(UserError, match="ask for sampling"):
-        evaluate(subject, story_task, Policy())
-
-
-MULTIPLE_CHOICE = {
-    "output_type": "multiple_choice",
-    "doc_to_text": "{{q}}",
-    "doc_to_choice": "{{c}}",
-    "doc_to_target": "label",
-    "metric_list": [{"metric": "acc"}],
-}
-
-
-def own_task(folder: Path, items: list[dict[str, Any]], definition: dict[str, Any], **settings: Any) -> BenchmarkConfig:
-    """A benchmark with a task and items of its own."""
-    (folder / "own.yaml").write_text(yaml.safe_dump({"task": "own", "test_split": "test", **definition}))
-    write_lines(folder / "own.jsonl", items)
-    task = BenchmarkConfig(name="own", harness="lm_eval", task=str(folder / "own.yaml"), reports={"own": "acc"})
-    return replace(task, **settings)
+        evaluate(subject, own_task(tmp_path, CONTINUATIONS, definition))
 
 
 class Unasked(LoadedModel):
@@ -221,10 +137,7 @@ class Unasked(LoadedModel):
 CONTINUATIONS = [{"q": "A bird sleeps in a", "a": "nest"}, {"q": "A cat is a", "a": "animal"}]
 
 
-@pytest.mark.parametrize("metric", ["perplexity", "perplexity,none"])
-def test_perplexity_of_answers_is_that_of_their_mean_likelihood(
-    subject: LoadedModel, tmp_path: Path, metric: str
-) -> None:
+def test_perplexity_of_answers_is_that_of_their_mean_likelihood(subject: LoadedModel, tmp_path: Path) -> None:
     definition = {
         "output_type": "loglikelihood",
         "doc_to_text": "{{q}}",
@@ -232,40 +145,26 @@ def test_perplexity_of_answers_is_that_of_their_mean_likelihood(
         "target_delimiter": "",
         "metric_list": [{"metric": "perplexity"}, {"metric": "acc"}],
     }
-    graded = evaluate(
-        subject, own_task(tmp_path, CONTINUATIONS, definition, reports={"p": metric, "a": "acc"}), Policy()
-    )
+    reports = {"p": "perplexity", "p,none": "perplexity,none", "a": "acc"}
+    graded = evaluate(subject, own_task(tmp_path, CONTINUATIONS, definition, reports=reports))
     likelihoods = [log_likelihood(subject, item["q"], f" {item['a']}") for item in CONTINUATIONS]
-    perplexity, accuracy = graded.results
-    assert perplexity["metric"] == metric
+    perplexity, filtered, accuracy = graded.results
+    assert (filtered["score"], filtered["stderr"]) == (perplexity["score"], perplexity["stderr"])
     assert perplexity["score"] == pytest.approx(math.exp(-np.mean(likelihoods)), rel=1e-3)
-    half = (
-        abs(likelihoods[0] - likelihoods[1]) / 2
-    )  # the standard error of the mean of two, without correction / sqrt 2
+    half = abs(likelihoods[0] - likelihoods[1]) / 2  # times sqrt 2: the standard error of the mean of two, uncorrected
     assert perplexity["stderr"] == pytest.approx(perplexity["score"] * half / np.sqrt(2), rel=1e-2)
     losses = [sample["outcome"] for sample in graded.samples if sample["benchmark"] == "p"]
     assert losses == pytest.approx([-likelihood for likelihood in likelihoods], abs=1e-3)
     assert accuracy["score"] in (0.0, 0.5, 1.0)
 
 
-@pytest.mark.parametrize(
-    "metric",
-    [
-        {"metric": "mcc"},
-        {"metric": "acc", "aggregation": "median", "higher_is_better": True},
-    ],
-    ids=lambda metric: metric["metric"],
-)
-def test_metrics_of_all_items_together_are_refused_before_the_model_is_asked(
-    subject: LoadedModel, tmp_path: Path, metric: dict[str, Any]
-) -> None:
-    items = [{"q": f"A {word} is", "c": ["no", "yes"], "label": n % 2} for n, word in enumerate(("dog", "cat", "bird"))]
-    metrics = [metric, {"metric": "acc_norm"}]
-    benchmark = own_task(
-        tmp_path, items, {**MULTIPLE_CHOICE, "metric_list": metrics}, reports={"own": metric["metric"]}
-    )
-    with pytest.raises(UserError, match=rf"own.*metric={re.escape(metric['metric'])}\b.*acc_norm"):
-        evaluate(Unasked(subject.model, subject.tokenizer), benchmark, Policy())
+@pytest.mark.parametrize("metric", [{"metric": "mcc"}, {"metric": "acc", "aggregation": "median"}])
+def test_metrics_of_all_items_are_refused(subject: LoadedModel, tmp_path: Path, metric: dict[str, Any]) -> None:
+    metrics = [{"higher_is_better": True, **metric}, {"metric": "acc_norm"}]
+    definition = {**MULTIPLE_CHOICE, "metric_list": metrics}
+    benchmark = own_task(tmp_path, NUMBERED[:3], definition, reports={"own": metric["metric"]})
+    with pytest.raises(UserError, match=rf"own.*metric={metric['metric']}\b.*acc_norm"):
+        evaluate(Unasked(subject.model, subject.tokenizer), benchmark)
 
 
 def test_an_answer_without_a_token_of_its_own_is_refused(subject: LoadedModel, tmp_path: Path) -> None:
@@ -283,8 +182,8 @@ def test_an_answer_without_a_token_of_its_own_is_refused(subject: LoadedModel, t
     definition = {**MULTIPLE_CHOICE, "target_delimiter": ""}
     for item, value in ((merged, long[len(short) :]), (empty, ""), (only_space, "a nest")):
         with pytest.raises(UserError, match=re.escape(f"question={item['q']!r} answer={value!r}")):
-            evaluate(Unasked(subject.model, subject.tokenizer), own_task(tmp_path, [usual, item], definition), Policy())
-    assert evaluate(subject, own_task(tmp_path, [usual], definition), Policy()).results[0]["n"] == 1
+            evaluate(Unasked(subject.model, subject.tokenizer), own_task(tmp_path, [usual, item], definition))
+    assert evaluate(subject, own_task(tmp_path, [usual], definition)).results[0]["n"] == 1
 
 
 NUMBERS = ["one", "two", "three", "four", "five", "six"]
@@ -313,7 +212,7 @@ def test_an_item_is_not_among_its_own_examples(
         return plain(self, rows, *rest)
 
     monkeypatch.setattr(LoadedModel, "score", noting)
-    evaluate(subject, benchmark, Policy())
+    evaluate(subject, benchmark)
     assert len(asked) == 12
     for prompt in asked:
         shown = [prompt.count(item["q"]) for item in NUMBERED]
@@ -322,64 +221,217 @@ def test_an_item_is_not_among_its_own_examples(
 
 def test_more_examples_than_other_items_are_refused(subject: LoadedModel, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"shots=6\b.*\b5 or fewer"):
-        evaluate(subject, own_task(tmp_path, NUMBERED, MULTIPLE_CHOICE, shots=6), Policy())
+        evaluate(subject, own_task(tmp_path, NUMBERED, MULTIPLE_CHOICE, shots=6))
     with pytest.raises(UserError, match=r"shots=5\b.*\b4 or fewer"):  # a copy of an item has its answer, too
-        evaluate(subject, own_task(tmp_path, [*NUMBERED[:5], NUMBERED[0]], MULTIPLE_CHOICE, shots=5), Policy())
+        evaluate(subject, own_task(tmp_path, [*NUMBERED[:5], NUMBERED[0]], MULTIPLE_CHOICE, shots=5))
 
 
 def test_listed_examples_are_shown_as_they_are(subject: LoadedModel, tmp_path: Path) -> None:
     listed = [{"q": "Snow is", "c": ["white", "red"], "label": 0}, {"q": "Blood is", "c": ["white", "red"], "label": 1}]
     definition = {**MULTIPLE_CHOICE, "num_fewshot": 2, "fewshot_config": {"samples": listed}}
-    graded = evaluate(subject, own_task(tmp_path, NUMBERED, definition), Policy())
+    graded = evaluate(subject, own_task(tmp_path, NUMBERED, definition))
     assert graded.protocol["prompt"].count("Snow is white") == graded.protocol["prompt"].count("Blood is red") == 1
 
 
 @pytest.mark.parametrize("label", [-1, 5, None, "1", "owl", [], [0, 5]])
-@pytest.mark.parametrize("first", [True, False])
-def test_an_item_without_a_right_choice_is_refused(
-    subject: LoadedModel, tmp_path: Path, label: Any, first: bool
-) -> None:
-    known: Any = [1] if isinstance(label, list) else "nest" if isinstance(label, str) else 1
-    items = [{"q": f"A {who} sleeps in a", "c": ["kennel", "nest"], "label": known} for who in ("bird", "dog", "hen")]
-    items[0 if first else 1]["label"] = label
+@pytest.mark.parametrize("place", [0, 1])
+def test_an_item_needs_a_right_choice(subject: LoadedModel, tmp_path: Path, label: Any, place: int) -> None:
+    right: Any = [1] if isinstance(label, list) else "nest" if isinstance(label, str) else 1
+    items = [{"q": f"A {who} sleeps in a", "c": ["kennel", "nest"], "label": right} for who in ("bird", "dog")]
+    items[place]["label"] = label
     benchmark = own_task(tmp_path, items, MULTIPLE_CHOICE)
     with pytest.raises(UserError, match=r"own.*label"):
-        evaluate(Unasked(subject.model, subject.tokenizer), benchmark, Policy())
-    if not first:
-        assert evaluate(subject, replace(benchmark, limit=1), Policy()).results[0]["n"] == 1
+        evaluate(Unasked(subject.model, subject.tokenizer), benchmark)
+    if place == 1:
+        assert evaluate(subject, replace(benchmark, limit=1)).results[0]["n"] == 1
 
 
 def test_labels_are_numbers_texts_or_lists_of_choices(subject: LoadedModel, tmp_path: Path) -> None:
-    for label in (1, "nest", [1], [0, 1]):
+    for label, right in ((1, {1}), ("nest", {1}), ([1], {1}), ([0, 1], {0, 1})):
         items = [{"q": "A bird sleeps in a", "c": ["kennel", "nest"], "label": label}]
-        graded = evaluate(subject, own_task(tmp_path, items, MULTIPLE_CHOICE), Policy())
-        right = {1} if label != [0, 1] else {0, 1}
-        assert graded.results[0]["score"] == float(int(graded.samples[0]["extracted"]) in right)
-
-
-GENERATED = {
-    "output_type": "generate_until",
-    "doc_to_text": "{{q}}",
-    "doc_to_target": "label",
-    "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
-}
+        graded = evaluate(subject, own_task(tmp_path, items, MULTIPLE_CHOICE))
+        assert graded.results[0]["score"] == float(int(str(graded.samples[0]["extracted"])) in right)
 
 
 @pytest.mark.parametrize(("label", "choices"), [(-1, ["kennel", "nest"]), (None, None)])
-def test_a_text_without_a_right_answer_is_refused(
-    subject: LoadedModel, tmp_path: Path, label: Any, choices: list[str] | None
-) -> None:
+def test_a_text_needs_an_answer(subject: LoadedModel, tmp_path: Path, label: Any, choices: list[str] | None) -> None:
     definition = {**GENERATED, "doc_to_choice": "c"} if choices else GENERATED
     items = [{"q": "A bird sleeps in a", "c": choices, "label": of} for of in (1 if choices else "nest", label)]
-    benchmark = own_task(tmp_path, items, definition, reports={"own": "exact_match"}, max_new_tokens=4)
-    with pytest.raises(UserError, match=rf"item 1 .*label={re.escape(str(label))}\b"):
-        evaluate(Unasked(subject.model, subject.tokenizer), benchmark, Policy())
+    with pytest.raises(UserError, match=rf"item 1 .*label={label}(?!\w)"):
+        evaluate(Unasked(subject.model, subject.tokenizer), own_task(tmp_path, items, definition, max_new_tokens=4))
 
 
 @pytest.mark.parametrize("until", ["", [""], ["", "\n\n\n"]])
 def test_an_empty_stop_text_ends_nothing(subject: LoadedModel, tmp_path: Path, until: Any) -> None:
     definition = {**GENERATED, "generation_kwargs": {"until": until, "do_sample": False}}
     items = [{"q": "A bird sleeps in a", "label": "nest"}]
-    benchmark = own_task(tmp_path, items, definition, reports={"own": "exact_match"}, max_new_tokens=4)
-    (sample,) = evaluate(subject, benchmark, Policy()).samples
-    assert sample["output"] == write(subject, [items[0]["q"]], 4)[0] != ""
+    (sample,) = evaluate(subject, own_task(tmp_path, items, definition, max_new_tokens=4)).samples
+    assert sample["output"] == write(subject, [str(items[0]["q"])], 4)[0] != ""
+
+
+REAL = ("arc_challenge", "arc_easy", "openbookqa", "winogrande", "piqa", "mmlu")
+
+
+@pytest.fixture(scope="module")
+def reader() -> LoadedModel:
+    """A random model that reads 4,096 tokens."""
+    shape = argparse.Namespace(hidden=64, width=32, layers=2, top_k=2)
+    return LoadedModel(random_model(8, shape), AutoTokenizer.from_pretrained(resolve("pocket:olmoe")))
+
+
+@pytest.mark.parametrize("name", [*REAL, *sorted(MINIATURES)])
+def test_questions_equal_an_independent_script_and_lm_eval(
+    reader: LoadedModel, tmp_path: Path, request: pytest.FixtureRequest, name: str
+) -> None:
+    """Miniatures, and a slice of what is published; `python -m benchmarks.evaluation` does it for every item."""
+    if name in MINIATURES:
+        benchmark = mirrored(tmp_path, name, MINIATURES[name])
+    else:
+        (benchmark,) = benchmarks([name], str(tmp_path / "data"))
+        mirror_files(benchmark, request.getfixturevalue("shared_data"), tmp_path)
+    metrics = ["acc"] if name in ("boolq", "mmlu", "rte", "winogrande") else ["acc", "acc_norm"]
+    benchmark = replace(benchmark, limit=8, reports={metric: metric for metric in metrics}, batch_size=5)
+    assert suite.preflight([benchmark], Policy()) == []
+    graded = evaluate(reader, benchmark)
+    rows = mirror.rows(benchmark)[:8]
+    if name == "mmlu":
+        subsets = mirror.subsets(benchmark)
+        first = [str(sample["item"]).removeprefix("mmlu_").removesuffix("/0") for sample in graded.samples]
+        assert sorted(first) == sorted(subsets)[:8]
+        rows = [mirror.read_rows(subsets[subject]["test"][0])[0] for subject in first]
+    for result in graded.results:
+        samples = [sample for sample in graded.samples if sample["benchmark"] == result["metric"]]
+        for sample, row in zip(samples, rows, strict=True):
+            choice = choices.CHOICES[name](row)
+            scores = choices.likelihoods(reader.model, reader.tokenizer, choice)
+            assert sample["outcome"] == choices.outcome(scores, choice, result["metric"])
+            assert np.allclose(json.loads(str(sample["output"])), scores, atol=1e-3)
+            right = int(str(sample["extracted"])) == choice.label
+            assert right == bool(sample["outcome"]), "what is said to be chosen is what was graded"
+        assert result["n"] == len(rows) and result["score"] == pytest.approx(np.mean([s["outcome"] for s in samples]))
+    equals_lm_eval(reader, benchmark)
+
+
+def test_every_question_of_a_group_counts_the_same(reader: LoadedModel, tmp_path: Path) -> None:
+    """Also when subjects have different numbers of them: no mean of means."""
+    folder = Path(lm_eval.__file__).parent / "tasks/mmlu/default"
+    subjects = sorted(file.stem.removeprefix("mmlu_") for file in folder.glob("mmlu_*.yaml"))
+    rows = [row for name in subjects for row in subject_rows(name, 5 if name == "anatomy" else 1)]
+    benchmark = mirrored(tmp_path, "mmlu", rows)
+    graded = evaluate(reader, benchmark)
+    asked = [choices.CHOICES["mmlu"](row) for row in rows]
+    outcomes = [choices.outcome(choices.likelihoods(reader.model, reader.tokenizer, c), c, "acc") for c in asked]
+    assert graded.results[0]["score"] == pytest.approx(np.mean(outcomes))
+    assert len({sample["item"] for sample in graded.samples}) == graded.results[0]["n"] == 61
+    limited = evaluate(reader, replace(benchmark, limit=59))
+    assert len({str(sample["item"]).partition("/")[0] for sample in limited.samples}) == 57, "each before any twice"
+    assert limited.results[0]["n"] == 59
+
+
+def test_perplexities_equal_independent_computations(reader: LoadedModel, shared_data: Path, tmp_path: Path) -> None:
+    """Of the first articles of WikiText-2; `python -m benchmarks.evaluation` takes all of them."""
+    lines = (shared_data / "wikitext2_test.txt").read_text().split("\n")[:200]
+    (tmp_path / "wikitext2_test.txt").write_text("\n".join(lines) + "\n")
+    windows, pages = benchmarks(["wikitext2", "wikitext2_word"], str(tmp_path / "data"))
+    pages = replace(pages, expected=2, max_length=512)
+    for benchmark in (windows, pages):
+        mirror_files(replace(benchmark, expected=None), tmp_path, tmp_path / "source")
+    windows = replace(windows, limit=3, parameters={"length": 256}, batch_size=2)
+    text = "\n\n".join(row["text"] for row in mirror.rows(windows))
+    (result,) = evaluate(reader, windows).results
+    naive = choices.perplexity(reader.model, reader.tokenizer, text, 256, 3)
+    assert result["score"] == pytest.approx(naive, rel=1e-4) and result["n"] == 3
+    reports = {metric: metric for metric in ("word_perplexity", "byte_perplexity", "bits_per_byte")}
+    rows = mirror.rows(pages)
+    pages = replace(pages, reports=reports, expected=len(rows))
+    graded = evaluate(reader, pages)
+    read = [(wikitext_detokenizer(row), row["page"]) for row in rows]
+    naive = choices.word_perplexity(reader.model, reader.tokenizer, read, 512)
+    word, byte, bits = graded.results
+    words, size = sum(len(re.split(r"\s+", p)) for _, p in read), sum(len(p.encode()) for _, p in read)
+    assert word["score"] == pytest.approx(naive, rel=1e-4)
+    assert np.log(byte["score"]) * size == pytest.approx(np.log(naive) * words, rel=1e-4)
+    assert bits["score"] == pytest.approx(np.log2(byte["score"]), rel=1e-6)
+    assert word["stderr"] is not None and word["n"] == len(rows) > 1
+    outcomes = [sample["outcome"] for sample in graded.samples if sample["benchmark"] == "word_perplexity"]
+    assert min(outcomes) <= np.log(naive) <= max(outcomes)
+
+
+def test_examples_are_shown_and_drawn_the_same_every_time(reader: LoadedModel, tmp_path: Path) -> None:
+    benchmark = replace(mirrored(tmp_path, "rte", RTE, train=RTE[::-1] * 2), shots=2)
+    random.seed(1)
+    first = evaluate(reader, benchmark)
+    again = evaluate(reader, benchmark)
+    lm_eval_tasks._built.clear()
+    random.seed(2)
+    fresh = evaluate(reader, benchmark)
+    assert first.samples == again.samples == fresh.samples
+    assert first.protocol["prompt"].count("True or False?") == 3 and first.protocol["num_fewshot"] == 2
+    assert first.protocol["prompt"].endswith(f"{RTE[0]['sentence2']} True or False?\nAnswer:")
+    equals_lm_eval(reader, benchmark)
+    with pytest.raises(UserError, match="split=train, but rte asks validation"):
+        evaluate(reader, replace(benchmark, split="train"))
+    with pytest.raises(UserError, match=r"shots=2, but boolq has 0 examples"):
+        evaluate(reader, replace(mirrored(tmp_path, "boolq", BOOLQ), shots=2))
+
+
+GSM8K: Rows = [
+    {"question": f"What is {n} and {n}?", "answer": f"It is <<{n}+{n}={2 * n}>>{2 * n}.\n#### {2 * n}"} for n in (2, 3)
+]
+
+
+def test_a_task_that_generates_does_so_through_the_subject(subject: LoadedModel, tmp_path: Path) -> None:
+    benchmark = replace(mirrored(tmp_path, "gsm8k_8shot", GSM8K), shots=1, max_new_tokens=12, max_length=None)
+    graded = evaluate(subject, benchmark)
+    prompt = graded.protocol["prompt"]
+    assert prompt.startswith("Q: There are 15 trees") and prompt.endswith("\n\nQ: What is 2 and 2?\nA:")
+    written = write(subject, [prompt], 12, stop=("Q:", "</s>", "<|im_end|>"))
+    assert graded.samples[0]["output"] == written[0]
+    with pytest.raises(UserError, match=r"several filters: add one of strict-match, flexible-extract"):
+        evaluate(subject, replace(benchmark, reports={"gsm8k": "exact_match"}))
+    with pytest.raises(UserError, match="do not fit the benchmark's 64 tokens"):
+        evaluate(subject, replace(benchmark, max_length=64))
+
+
+def test_a_chat_template_gets_its_arguments(subject: LoadedModel, tmp_path: Path) -> None:
+    template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{{ mark }}<assistant>"
+    benchmark = replace(mirrored(tmp_path, "gsm8k_8shot", GSM8K), shots=1, max_new_tokens=4, chat=True)
+    assert suite.preflight([benchmark], Policy()) == []
+    prompt = evaluate(chatting(subject, template, mark="<no thinking>"), benchmark).protocol["prompt"]
+    assert prompt.count("<user>") == 2 and prompt.endswith("<user>Q: What is 2 and 2?\nA:<no thinking><assistant>")
+
+
+def test_nothing_but_the_mirror_is_read_and_nothing_is_left(
+    reader: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    benchmark = replace(mirrored(tmp_path, "hellaswag", MINIATURES["hellaswag"]), max_length=None)
+    expected = evaluate(reader, benchmark).samples
+    taken = tmp_path / "work/Rowan/hellaswag"  # as `datasets` would take a folder of that name
+    taken.mkdir(parents=True)
+    (taken / "validation.jsonl").write_text('{"label": "0"}\n')
+    monkeypatch.chdir(tmp_path / "work")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    lm_eval_tasks._built.clear()
+    load_dataset = datasets.load_dataset
+    capfd.readouterr()
+    assert evaluate(reader, benchmark).samples == expected
+    assert capfd.readouterr() == ("", "")
+    assert datasets.load_dataset is load_dataset and Path.cwd() == tmp_path / "work"
+    assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"task": "boolqq"}, "task=boolqq is unknown: did you mean boolq"),
+        ({"parameters": {"folder": "super_glue/bolq"}}, "did you mean super_glue/boolq"),
+        ({"parameters": {"folder": "."}}, "parameters.folder=. is unknown"),
+        ({"chat": True}, "chat=true, but max_new_tokens=0 says that answers are scored"),
+        ({"data": "aps/superglue"}, "has no mirror of it: python -m moe_lab.evaluation.mirror boolq data_root="),
+    ],
+)
+def test_mistakes_are_said_before_a_model_is_loaded(tmp_path: Path, changes: dict[str, Any], says: str) -> None:
+    benchmark = mirrored(tmp_path, "boolq", BOOLQ)
+    assert suite.preflight([benchmark], Policy()) == []
+    said = suite.preflight([replace(benchmark, **changes)], Policy())
+    assert len(said) == 1 and says in said[0], said

@@ -1,21 +1,27 @@
-"""Generation and likelihoods in batches equal those of each row alone, and of transformers."""
+"""Batched generation and likelihoods equal those of each row alone, and of transformers, and end where they should."""
 
 from __future__ import annotations
 
 import math
 from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import tiny
 import torch
+from asking import ask, write
+from harness_files import shipped_items
+from omegaconf import OmegaConf
 from transformers import GenerationConfig
 
-from moe_lab.evaluation.engines import Likelihood, Row
-from moe_lab.evaluation.engines.hf import greedy
+from moe_lab.config import BenchmarkConfig
+from moe_lab.evaluation import Policy, run
+from moe_lab.evaluation.engines import Likelihood, Prompt, Row, Writing
+from moe_lab.evaluation.engines.hf import LoadedModel, greedy
 from moe_lab.evaluation.engines.likelihoods import log_likelihoods
-
-pytestmark = pytest.mark.slow
+from moe_lab.evaluation.engines.vllm import VllmModel
 
 NEW = 20
 
@@ -38,10 +44,9 @@ def sizes_of_passes(model: Any) -> list[tuple[int, int]]:
     return sizes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", tiny.ARCHITECTURES)
-def test_the_loop_gives_the_tokens_of_transformers_whenever_rows_end(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_loop_gives_transformers_tokens_whenever_rows_end(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("moe_lab.evaluation.engines.hf.LEFT", 0.9)
     model = tiny.build(name)
     generator = torch.Generator().manual_seed(4)
@@ -67,6 +72,7 @@ def starting_like(text: list[int], tokens: int, then: list[int]) -> list[int]:
     return [*text[:tokens], other, *then]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", tiny.ARCHITECTURES)
 def test_answers_that_are_read_with_their_prompts_change_no_text(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny.build(name)
@@ -105,6 +111,7 @@ UNREAD = {"qwen3_next", "minimax"}
 """Families whose cache has states that cannot forget a token."""
 
 
+@pytest.mark.slow
 def test_a_right_answer_that_the_model_would_give_takes_one_pass() -> None:
     model = tiny.build("olmoe")
     (text,) = by_transformers(model, [[5, 6, 7]], [])
@@ -127,6 +134,7 @@ QUESTION = [5, 6, 7, 8, 9, 10, 11, 12]
 ANSWERS = [[13], [14], [15, 16, 17], [15, 18], [19, 20], [13]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", tiny.ARCHITECTURES)
 def test_answers_to_one_question_get_the_likelihoods_that_they_have_alone(name: str) -> None:
     model = tiny.build(name)
@@ -143,6 +151,7 @@ def test_answers_to_one_question_get_the_likelihoods_that_they_have_alone(name: 
         assert (alone, of_alone) == (pytest.approx(value, abs=1e-4), likeliest)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "tokens"), [("olmoe", 8 + 2 + 1), ("deepseek_v3", 8 + 2 + 1), ("qwen3_next", 3 * 10)])
 def test_a_question_is_read_once_where_attention_is_full(name: str, tokens: int) -> None:
     model = tiny.build(name)
@@ -153,6 +162,7 @@ def test_a_question_is_read_once_where_attention_is_full(name: str, tokens: int)
     assert sum(map(math.prod, read)) == tokens
 
 
+@pytest.mark.slow
 def test_windows_that_begin_alike_are_not_read_as_answers_to_their_first_token() -> None:
     model = tiny.build("olmoe")
     generator = torch.Generator().manual_seed(0)
@@ -163,6 +173,7 @@ def test_windows_that_begin_alike_are_not_read_as_answers_to_their_first_token()
     assert [tokens for _, tokens in read] == [30, 30, 30]
 
 
+@pytest.mark.slow
 def test_a_family_that_reads_answers_together_in_another_way_reads_them_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     rows, starts = [[*QUESTION, *answer] for answer in ANSWERS], [len(QUESTION)] * 6
     model = tiny.build("olmoe")
@@ -177,3 +188,127 @@ def test_a_family_that_reads_answers_together_in_another_way_reads_them_alone(mo
 
     monkeypatch.setattr(other, "forward", causal)
     assert [value for value, _ in score(other, rows, starts, 64)] == pytest.approx(expected, abs=1e-5)
+
+
+ROOT = Path(__file__).parents[2]
+
+
+def prompts(name: str, count: int) -> list[str]:
+    return [item["prompt"] for item in shipped_items(name, count)]
+
+
+def losses(subject: LoadedModel, prompts: list[str], references: list[Any], **settings: Any) -> list[float | None]:
+    return [reply.loss for reply in ask(subject, prompts, 1, references=references, skip_long=True, **settings)]
+
+
+def loss(subject: LoadedModel, prompt: str, answer: str) -> float:
+    """Bits per byte of the answer, space before it included: one unpadded forward pass in fp64."""
+    head = prompt.rstrip()
+    before, whole = (subject.tokenizer(text).input_ids for text in (head, prompt + answer))
+    with torch.inference_mode():
+        scores = subject.model(torch.tensor([whole])).logits[0].double().log_softmax(-1)
+    likelihood = sum(float(scores[place - 1, whole[place]]) for place in range(len(before), len(whole)))
+    return -likelihood / math.log(2) / len((prompt[len(head) :] + answer).encode())
+
+
+def test_answer_losses_are_those_of_each_text_alone(subject: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = [*prompts("gsm8k", 3), *prompts("humaneval", 3), *prompts("wildbench", 2)]
+    answers = [*write(subject, asked[:7], 24), " The end \u00e4."]
+    expected = [loss(subject, *pair) for pair in zip(asked, answers, strict=True)]
+    assert min(expected) < 0.5 < max(expected)
+    for size in (1, 3, 64):
+        found = losses(subject, asked, answers, batch_size=size)
+        assert found == pytest.approx(expected, abs=1e-5)
+    monkeypatch.setattr("moe_lab.models.load.LOGITS", 1)
+    assert losses(subject, asked, answers) == pytest.approx(expected, abs=1e-5)
+
+
+def test_an_answer_that_cannot_be_read_has_no_loss(subject: LoadedModel) -> None:
+    (asked,) = prompts("gsm8k", 1)
+    read = len(subject.tokenizer(asked + " 12").input_ids)
+    found = losses(subject, [asked, asked, asked], [" 12", None, " 12 34"], max_length=read)
+    assert found == [pytest.approx(loss(subject, asked, " 12"), abs=1e-5), None, None]
+
+
+def test_stop_texts_cut_and_are_not_looked_for_in_prompts(subject: LoadedModel) -> None:
+    """The longest prompt comes last, after shorter ones, and holds a stop text; another begins in the first prompt."""
+    asked = prompts("humaneval", 4)
+    asked.append("\n\n".join([*asked, asked[0]]))
+    whole = write(subject, asked, 32)
+    spanning = asked[0][-1] + whole[0][:3]
+    stop = ("\ndef ", ")", spanning)
+    assert stop[0] in asked[-1] and any(")" in text for text in whole) and spanning not in whole[0]
+    ends = [[text.index(end) for end in stop if end in text] for text in whole]
+    cut = write(subject, asked, 32, stop=stop)
+    assert cut == [text[: min(places, default=None)] for text, places in zip(whole, ends, strict=True)]
+    assert len(cut[-1]) > 4
+
+
+def test_stop_texts_save_forward_passes_also_where_answers_go_beyond_them(subject: LoadedModel) -> None:
+    asked = prompts("humaneval", 4)
+    passes: list[object] = []
+    with subject.model.register_forward_hook(lambda *_: passes.append(1)):
+        write(subject, asked, 48, stop=("    r",))
+        assert len(passes) < 12
+        written = write(subject, asked, 32)
+        stop = written[0].strip()[4:9]
+        begun = [text[:50] for text in written]
+        cut = write(subject, asked, 32, stop=(stop,))
+        assert len(cut[0]) < len(written[0])
+        assert write(subject, asked, 32, stop=(stop,), references=begun) == cut
+        passes.clear()
+        write(subject, asked[:1], 32, stop=(stop,), references=begun[:1])
+    assert len(passes) == 1
+
+
+def test_sampling_and_penalties_of_checkpoints_are_unused(
+    subject: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = prompts("wildbench", 3)
+    expected = write(subject, asked, 24)
+    settings = subject.model.generation_config
+    changes = {"do_sample": True, "temperature": 5.0, "repetition_penalty": 3.0, "min_new_tokens": 23, "num_beams": 2}
+    for name, value in changes.items():
+        monkeypatch.setattr(settings, name, value)
+    assert write(subject, asked, 24) == expected
+    assert subject.model.generation_config is settings
+
+
+# Logits that are no finite numbers.
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf])
+@pytest.mark.parametrize("name", ["arc_challenge", "humaneval", "gsm8k"])
+def test_a_logit_that_is_not_finite_fails(name: str, number: float, subject: LoadedModel, tmp_path: Path) -> None:
+    """vLLM's samplers choose a token whatever the logits are; its log-likelihood is what they leave to see."""
+    fields: Any = OmegaConf.to_container(OmegaConf.load(ROOT / f"conf/benchmark/pocket_{name}.yaml"))
+    fifth = torch.tensor([5])
+    hook = subject.model.lm_head.register_forward_hook(lambda _, __, logits: logits.index_fill(-1, fifth, number))
+    with hook, pytest.raises(FloatingPointError, match=r"is (nan|inf)\b"):
+        run.evaluate(subject, BenchmarkConfig(**{**fields, "limit": 2}), tmp_path, policy=Policy(True))
+    assert not (tmp_path / "result.json").exists()
+    process: Any = SimpleNamespace(about={"max_length": 512}, items=lambda *_, **__: iter([[0, [5, 5], number]]))
+    with pytest.raises(FloatingPointError, match=str(number)):
+        VllmModel(process, subject.tokenizer, (0,), {}).generate([Prompt("A dog", (5, 6))], Writing(2))
+
+
+def test_what_follows_a_complete_text_may_overflow(subject: LoadedModel) -> None:
+    """A row whose text is complete stays in a batch of five, and is computed without being used."""
+    asked = prompts("gsm8k", 5)
+    whole = write(subject, asked, 24)
+    longest = max(range(5), key=lambda number: len(subject.tokenizer(asked[number]).input_ids))  # the first row
+    ends = [whole[longest][place : place + 3] for place in range(9)]
+    stop = next(end for end in ends if sum(end in text for text in whole) == 1)
+    tokens: list[int] = []
+    overflowed = []
+
+    def overflow(_: Any, __: Any, logits: torch.Tensor) -> torch.Tensor:
+        if len(logits) == 5 and stop in subject.tokenizer.decode(tokens):
+            logits = logits.index_fill(0, torch.tensor([0]), math.nan)
+            overflowed.append(1)
+        tokens.append(int(logits[0, -1].argmax()))
+        return logits
+
+    expected = write(subject, asked, stop=(stop,))
+    with subject.model.lm_head.register_forward_hook(overflow):
+        assert write(subject, asked, stop=(stop,)) == expected and overflowed

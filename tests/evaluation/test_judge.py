@@ -1,26 +1,28 @@
-"""Judges that answer well, badly, late and never."""
+"""Judges that answer well, badly, late and never; and WildBench, from the hub's columns to a result, on a miniature."""
 
 from __future__ import annotations
 
 import json
+import re
 import string
-import subprocess
-import sys
 import threading
-from collections.abc import Callable
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pyarrow as arrow
+import pyarrow.parquet as parquet
 import pytest
+from asking import Said, answered, protocol, samples
 from endpoint import Endpoint, Reply, endpoint, message
 from hypothesis import given
 from hypothesis import strategies as some
 
 from moe_lab.config import BenchmarkConfig, JudgeConfig
 from moe_lab.config.base import SettingsError, valid
-from moe_lab.errors import Unavailable
-from moe_lab.evaluation import Policy, suite
+from moe_lab.errors import Unavailable, UserError
+from moe_lab.evaluation import Policy, mirror, run, suite
 from moe_lab.evaluation import judge as judge_module
 from moe_lab.evaluation.harnesses import wildbench
 from moe_lab.evaluation.judge import Judge, Unparsable, score
@@ -70,16 +72,20 @@ def test_an_endpoint_that_misbehaves_for_a_while_gives_every_score_and_is_asked_
         garbage=[message("I like it."), Reply("<html>hello</html>"), scored(6)],
         outside=[scored(11), scored(0), scored(5)],
         aloud=[message('The form is {"score": "1..10"}, first I thought "score": 2, but {"score": 4}')],
+        thinking=[message('<think>{"score": "3"}? no</think>{"score": "8"}')],
+        undecided=[message('<think>{"score": 3}, but'), message('{"score": 8}? No.</think>Good.'), scored(3)],
+        broken_off=[*(message('{"score": 3}', finish_reason=reason) for reason in ("abort", "error")), scored(9)],
         cut=[message('{"score": 1', finish_reason="length"), message(None, finish_reason="length"), scored(10)],
     )
-    prompts = ["busy", "broken", "garbage", "outside", "aloud", "cut"]
+    prompts = ["busy", "broken", "garbage", "outside", "aloud", "thinking", "undecided", "broken_off", "cut"]
+    scores = [8, 7, 6, 5, 4, 8, 3, 9, 10]
     with endpoint(answers) as at:
         found = Judge(settings(at), tmp_path).verdicts(prompts, 0)
-        assert [verdict.score for verdict in found] == [8, 7, 6, 5, 4, 10]
-        assert len(at.asked) == 3 + 3 + 3 + 3 + 1 + 3
+        assert [verdict.score for verdict in found] == scores
+        assert len(at.asked) == 7 * 3 + 2 * 1
         again = Judge(settings(at), tmp_path).verdicts(prompts, 0)
-        assert [verdict.score for verdict in again] == [8, 7, 6, 5, 4, 10] and all(one.cached for one in again)
-        assert len(at.asked) == 16
+        assert [verdict.score for verdict in again] == scores and all(one.cached for one in again)
+        assert len(at.asked) == 23
     for body, headers in zip(at.asked, at.headers, strict=True):
         assert (body["model"], body["temperature"], body["max_tokens"]) == ("some/judge", 0.0, 2048)
         assert headers["authorization"] == "Bearer a-secret"
@@ -91,12 +97,7 @@ def test_a_reply_is_used_again_for_the_same_judge_settings_and_prompt_only(tmp_p
         Judge(first, tmp_path).verdicts(["p"], 0)
         same = replace(first, url=moved.url, key_variable="ANOTHER")
         assert Judge(same, tmp_path).verdicts(["p"], 0)[0].score == 3 and not moved.asked
-        changes: list[dict[str, Any]] = [
-            {"model": "other"},
-            {"extra": {"temperature": 0.5}},
-            {"max_tokens": 99},
-            {"extra": {"reasoning_effort": "low"}},
-        ]
+        changes: list[dict[str, Any]] = [{"model": "other"}, {"max_tokens": 99}, {"extra": {"reasoning_effort": "low"}}]
         for number, change in enumerate(changes, 1):
             assert Judge(replace(same, **change), tmp_path).verdicts(["p"], 0)[0].score == 9
             assert len(moved.asked) == number
@@ -128,7 +129,7 @@ def test_failures_are_not_kept_and_damaged_replies_are_asked_for_again(tmp_path:
         (422, {}, "HTTP 422"),
     ],
 )
-def test_what_is_refused_is_one_sentence_at_once_and_asked_again_by_the_next_run(
+def test_refused_requests(
     status: int, body: Any, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(judge_module, "PARALLEL", 1)
@@ -204,9 +205,7 @@ def test_the_last_score_counts_when_it_is_whole_and_on_the_scale(pieces: list[st
     assert found == naive_score(reply)
 
 
-BENCHMARK = BenchmarkConfig(
-    "stories", "wildbench", "wildbench", chat=True, judge=JudgeConfig("m", "http://localhost:1/v1")
-)
+BENCHMARK = BenchmarkConfig("stories", "wildbench", "wildbench", chat=True)
 
 
 def test_a_template_is_filled_once(tmp_path: Path) -> None:
@@ -219,47 +218,37 @@ def test_a_template_is_filled_once(tmp_path: Path) -> None:
     one = replace(BENCHMARK, parameters={"template": str(tmp_path / "own.md")})
     filled = wildbench.question(wildbench.template(one), conversation, "{$checklist} {$x}", ["Rhymes?", "Short?"])
     assert filled == ("USER: Hello\n\nASSISTANT: Hi|A poem about {$history}!|{$checklist} {$x}|- Rhymes?\n- Short?|{}")
-    own = wildbench.question(wildbench.template(BENCHMARK), conversation, "A rose", ["Rhymes?"])
+    shipped = wildbench.question(wildbench.template(BENCHMARK), conversation, "A rose", ["Rhymes?"])
     for part in ("ASSISTANT: Hi", "A poem about", "A rose", "- Rhymes?", '"strengths"', '"weaknesses"', '"score"'):
-        assert part in own
-    before = wildbench.identity(one)
-    (tmp_path / "own.md").write_text("{$user_query} {$model_output} {$checklist}")
-    assert (
-        wildbench.identity(one)["template"] != before["template"]
-        and wildbench.identity(one)["judge"] == before["judge"]
-    )
+        assert part in shipped
 
 
-def test_everything_wrong_with_a_judge_is_said_before_anything_is_loaded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def problems(policy: Policy = Policy(allow_judge=True), **changes: Any) -> str:  # noqa: B008
-        return " & ".join(wildbench.problems(replace(BENCHMARK, **changes), policy))
+def test_everything_wrong_with_a_judge_is_said_before_a_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    judge = JudgeConfig("m", "http://localhost:1/v1")
+
+    def problems(**changes: Any) -> str:
+        benchmark = replace(BENCHMARK, **{"judge": judge, **changes})
+        return " & ".join(wildbench.problems(benchmark, Policy(allow_judge=True)))
 
     assert problems() == ""
-    assert "allow_judge=false" in problems(Policy()) and "allow_judge=true" in problems(Policy())
     assert "judge=gpt_oss_120b" in problems(judge=None)
     assert "chat=false, but conversations" in " ".join(suite.wrong([replace(BENCHMARK, chat=False)]))
-    judge = BENCHMARK.judge
-    assert judge is not None
+    distant = replace(judge, url="https://x.org/v1", key_variable=KEY)
+    assert problems(judge=distant) == ""
     monkeypatch.delenv(KEY)
-    assert f"judge.key_variable={KEY}" in problems(judge=replace(judge, url="https://x.org/v1", key_variable=KEY))
-    wrong = {"url": "localhost:8000", "max_tokens": 0, "key_variable": "sk-0123", "model": " "}
-    with pytest.raises(SettingsError) as error:
-        valid(JudgeConfig, wrong, "judge")
-    begins = sorted(sentence.partition("=")[0] for sentence in error.value.sentences)
-    assert begins == ["judge.key_variable", "judge.max_tokens", "judge.model", "judge.url"]
-    with pytest.raises(SettingsError, match=r"judge\.extra\.stream"):
-        valid(JudgeConfig, {**asdict(judge), "extra": {"stream": 1}}, "judge")
-    monkeypatch.setenv(KEY, "x")
-    assert problems(judge=replace(judge, url="https://x.org/v1", key_variable=KEY)) == ""
+    assert f"judge.key_variable={KEY}" in problems(judge=distant)
     assert "cannot be read" in problems(parameters={"template": str(tmp_path / "none.md")})
     for places in ("{$user_query} {$checklist}", "{$user_query} {$model_output} {$model_ouput} {$checklist}"):
         (tmp_path / "a.md").write_text(places)
         assert "expected {$history}, {$user_query}" in problems(parameters={"template": str(tmp_path / "a.md")})
+    wrong = {"url": "localhost:8000", "max_tokens": 0, "key_variable": "sk-0123", "model": " ", "extra": {"stream": 1}}
+    with pytest.raises(SettingsError) as error:
+        valid(JudgeConfig, wrong, "judge")
+    begins = sorted(sentence.partition("=")[0] for sentence in error.value.sentences)
+    assert begins == ["judge.extra.stream", "judge.key_variable", "judge.max_tokens", "judge.model", "judge.url"]
 
 
-def test_judging_is_parallel_and_needs_no_torch(tmp_path: Path) -> None:
+def test_judging_is_parallel(tmp_path: Path) -> None:
     together = threading.Barrier(4, timeout=30)
 
     def answer(_: dict[str, Any]) -> Reply:
@@ -268,5 +257,142 @@ def test_judging_is_parallel_and_needs_no_torch(tmp_path: Path) -> None:
 
     with endpoint(answer) as at:
         Judge(settings(at), tmp_path).verdicts([str(number) for number in range(16)], 0)
-    code = "import sys, moe_lab.evaluation.harnesses.wildbench; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+ALLOWED = Policy(allow_judge=True)
+CREATIVE = [number for number in range(1024) if number % 7 == 0][:146]
+
+
+def row(number: int) -> dict[str, Any]:
+    """One of the hub's rows; odd ones have a turn before."""
+    turns = [("user", "A line, please."), ("assistant", "A line.")] if number % 2 else []
+    about = {"language": "English", "redacted": False, "toxic": False}
+    return {
+        "id": str(number),
+        "session_id": f"session{number}#0",
+        "conversation_input": [
+            {"role": role, "content": content, **about}
+            for role, content in [*turns, ("user", f"Now tale {number}, please.")]
+        ],
+        "references": {"gpt-4": "Once."},
+        "length": 20,
+        "checklist": [f"Is it about {number}?", "Is it a tale?"],
+        "intent": "a tale",
+        "primary_tag": "Creative Writing" if number in CREATIVE else "Math",
+        "secondary_tags": ["Editing"],
+    }
+
+
+@pytest.fixture(scope="session")
+def published(tmp_path_factory: pytest.TempPathFactory) -> BenchmarkConfig:
+    """conf/benchmark/wildbench.yaml with a mirror made of a file in the hub's columns."""
+    folder = tmp_path_factory.mktemp("wildbench")
+    parquet.write_table(arrow.Table.from_pylist([row(number) for number in range(1024)]), folder / "v2.parquet")
+    (benchmark,) = mirror.benchmarks(["wildbench"], str(folder / "data"))
+    mirror.make(benchmark, folder / "v2.parquet")
+    return benchmark
+
+
+def mark(body: dict[str, Any]) -> Reply:
+    """A judge whose score is the number in the reply; of 0 it says nothing useful."""
+    reply = re.search(r"<reply>\s*(\d+)", body["messages"][0]["content"])
+    assert reply is not None
+    return message("hm" if reply[1] == "0" else json.dumps({"strengths": "a", "weaknesses": "b", "score": reply[1]}))
+
+
+@pytest.fixture
+def at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Endpoint]:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with endpoint(mark) as found:
+        yield found
+
+
+@pytest.fixture
+def judged(published: BenchmarkConfig, at: Endpoint) -> BenchmarkConfig:
+    return replace(published, judge=JudgeConfig("fake/judge", at.url))
+
+
+def test_the_questions_are_the_conversations_of_creative_writing(published: BenchmarkConfig) -> None:
+    questions = wildbench.items(published)
+    assert [question.name for question in questions] == [f"session{number}#0" for number in CREATIVE]
+    assert questions[1].requests[0].prompt == [
+        {"role": "user", "content": "A line, please."},
+        {"role": "assistant", "content": "A line."},
+        {"role": "user", "content": "Now tale 7, please."},
+    ]
+    assert len(wildbench.items(replace(published, parameters={}, expected=1024))) == 1024
+    assert len(wildbench.items(replace(published, limit=3))) == 3
+    with pytest.raises(UserError, match=r"parameters\.tag=Creative writing.*did you mean Creative Writing"):
+        wildbench.items(replace(published, parameters={"tag": "Creative writing"}))
+
+
+def test_scores_of_answers_without_thoughts_become_shares(
+    judged: BenchmarkConfig, at: Endpoint, tmp_path: Path
+) -> None:
+    """What is empty, and a thought that does not end, whatever it drafts, is no answer and not asked about."""
+    names, scores = [f"session{number}#0" for number in CREATIVE], [number % 10 + 1 for number in range(146)]
+    outputs = [f"{score} and half a character \ud83d" for score in scores]
+    thoughts = {3: "<think>\n9?\n</think>\n\n4", 13: "9?</think>4", 7: "<think>\n9, or", 9: "<think>9</think>\n"}
+    for number, text in {**thoughts, 5: " \n", 20: "0"}.items():
+        outputs[number] = text
+    (result,) = run.grade(answered(judged, outputs), judged, tmp_path, policy=ALLOWED)
+    counted = [1 if number in (5, 7, 9) else score for number, score in enumerate(scores) if number != 20]
+    assert result["n"] == 145 and result["expected"] == 146
+    assert result["score"] == pytest.approx(sum((score - 1) / 9 for score in counted) / 145)
+    assert len(at.asked) == 142 + 3
+    assert not any("<reply>\n9" in str(body["messages"]) or "think" in str(body["messages"]) for body in at.asked)
+
+    about = protocol(tmp_path)
+    coverage = about["coverage"]
+    assert (coverage["items"], coverage["empty"], coverage["scored"], coverage["cached"]) == (146, 3, 145, 0)
+    assert list(coverage["unscored"]) == [names[20]] and coverage["mean"] == pytest.approx(sum(counted) / 145)
+    assert about["unfinished_thoughts"] == [names[7]]
+    assert about["judge"] == {"model": "fake/judge", "max_tokens": 2048, "extra": {}}
+    assert "Now tale 0, please." in about["judge_prompt"] and "- Is it about 0?" in about["judge_prompt"]
+    assert at.url not in json.dumps(about) and "OPENAI_API_KEY" not in json.dumps(about)
+
+    rows = samples(tmp_path)
+    assert [one["item"] for one in rows] == [*names[:20], *names[21:]]
+    assert rows[3]["outcome"] == pytest.approx(3 / 9) and '"score": "4"' in rows[3]["extracted"]
+    assert rows[3]["thought"] + rows[3]["output"] == outputs[3]
+    assert rows[5]["outcome"] == 0 and "without asking" in rows[5]["extracted"]
+    assert rows[7]["outcome"] == 0 and "thought" in rows[7]["extracted"]
+
+    at.asked.clear()  # grading again asks only for what has no score
+    run.grade(answered(judged, outputs), judged, tmp_path, policy=ALLOWED)
+    assert len(at.asked) == 3
+
+
+def test_too_long_conversations_count_as_nothing_written(judged: BenchmarkConfig, at: Endpoint, tmp_path: Path) -> None:
+    """Those with a turn before have nine words, the others four."""
+    benchmark = replace(judged, max_length=8, max_new_tokens=4)
+    answers = run.answer(Said(lambda _: "7", "{% for m in messages %}{{ m.content }} {% endfor %}"), benchmark)
+    long = [f"session{number}#0" for number in CREATIVE if number % 2]
+    assert [answer.item for answer in answers if answer.reply.ended == "too_long"] == long and len(long) == 73
+    (result,) = run.grade(answers, benchmark, tmp_path, policy=ALLOWED)
+    assert result["n"] == result["expected"] == 146 and len(at.asked) == 73
+    assert result["score"] == pytest.approx(73 / 146 * 6 / 9)
+    assert protocol(tmp_path)["too_long"] == long
+    assert {row["item"] for row in samples(tmp_path) if "do not fit" in row["extracted"]} == set(long)
+
+
+def test_too_few_scores_or_no_leave_to_ask_fail_for_now(judged: BenchmarkConfig, at: Endpoint, tmp_path: Path) -> None:
+    """Both may be otherwise in the next run."""
+    outputs = answered(judged, ["0"] * 2 + ["7"] * 144)
+    with pytest.raises(Unavailable, match="2 of 146 answers, and at most 1 may go without: 3 replies in a row"):
+        run.grade(outputs, judged, tmp_path / "out", policy=ALLOWED)
+    at.asked.clear()
+    with pytest.raises(Unavailable, match="allow_judge=false"):
+        run.grade(outputs, judged, tmp_path / "out", policy=Policy())
+    assert not at.asked and not (tmp_path / "out").exists()
+
+
+def test_the_judge_identifies_a_result_and_neither_place_nor_key_do(judged: BenchmarkConfig, tmp_path: Path) -> None:
+    identity, judge = suite.identity(judged), judged.judge
+    assert judge is not None
+    assert suite.identity(replace(judged, judge=replace(judge, url="http://h:1/v1", key_variable="K"))) == identity
+    for change in ({"model": "m"}, {"max_tokens": 9}, {"extra": {"seed": 1}}):
+        assert suite.identity(replace(judged, judge=replace(judge, **change))) != identity
+    (tmp_path / "t.md").write_text("{$user_query} {$model_output} {$checklist}")
+    other = replace(judged, parameters={"tag": "Creative Writing", "template": str(tmp_path / "t.md")})
+    assert suite.identity(other) != identity and suite.question_identity(other) == suite.question_identity(judged)

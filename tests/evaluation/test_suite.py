@@ -1,8 +1,10 @@
-"""What is wrong with benchmarks is said together and before torch; what identifies them is content, not place."""
+"""What is wrong with benchmarks is said together and before torch; and what an evaluation leaves, by four harnesses."""
 
 from __future__ import annotations
 
 import errno
+import json
+import math
 import os
 import re
 import subprocess
@@ -13,13 +15,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from asking import ask, protocol, samples, write
+from evalplus.provider.utility import EOS
+from harness_files import shipped_items, write_lines
 
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import Unavailable, UserError
 from moe_lab.evaluation import LIMITED, NAMESPACES, UNCONFINED, Policy, suite
+from moe_lab.evaluation.engines.hf import LoadedModel
+from moe_lab.evaluation.harnesses import evalplus
+from moe_lab.evaluation.run import evaluate
 from moe_lab.evaluation.sandbox import client
+from moe_lab.evaluation.sandbox.client import namespaces_missing
 from moe_lab.evaluation.sandbox.runner import NO_NAMESPACES, Request
 from moe_lab.paths import resolve
+from moe_lab.results import Sample
 
 CODE = BenchmarkConfig(
     name="code",
@@ -31,7 +42,7 @@ CODE = BenchmarkConfig(
 )
 
 
-def test_all_problems_are_reported_together() -> None:
+def test_all_problems_are_reported_together_and_what_is_right_is_silent() -> None:
     benchmarks = [
         CODE,
         replace(CODE, name="typo", harness="lm_evil"),
@@ -41,9 +52,7 @@ def test_all_problems_are_reported_together() -> None:
     found = suite.preflight(benchmarks, Policy(False))
     for says in ("allow_code_execution=false", "did you mean lm_eval", "gone.jsonl", "60 items and should have 164"):
         assert sum(says in sentence for sentence in found) == 1, says
-
-
-def test_what_is_right_is_silent() -> None:
+    assert any(sentence.startswith("benchmarks code and count both report") for sentence in found)
     assert suite.preflight([CODE], Policy(True, "none")) == []
 
 
@@ -67,7 +76,7 @@ def test_identity_follows_content_and_settings_not_place(tmp_path: Path) -> None
     for same in ({"task": str(copy)}, {"name": "other"}, {"parameters": {"processes": 3}}):
         assert suite.identity(replace(CODE, **same)) == known, same  # type: ignore[arg-type]
     copy.write_bytes(copy.read_bytes() + b"\n")
-    changes = (
+    changes: tuple[dict[str, Any], ...] = (
         {"task": str(copy)},
         {"limit": 3},
         {"batch_size": 1},
@@ -143,26 +152,16 @@ def fresh_sandbox(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     client.check_namespaces.cache_clear()
 
 
-FAILURES = ["no process", "killed"]
-
-
 @pytest.mark.usefixtures("fresh_sandbox")
-@pytest.mark.parametrize("how", FAILURES)
-def test_a_start_of_the_sandbox_that_fails_once_is_tried_again(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
-    failed = broken_starts(monkeypatch, 1, how)
+@pytest.mark.parametrize("how", ["no process", "killed"])
+def test_a_start_that_fails_is_tried_again_not_weakened(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    with monkeypatch.context() as three_times:
+        broken_starts(three_times, 3, how)
+        with pytest.raises(Unavailable, match="sandbox=auto"):
+            Policy(True).protection()
+    failed = broken_starts(monkeypatch, 1, how)  # the failure before is not remembered
     assert Policy(True).protection() == NAMESPACES
     assert failed == [how]
-
-
-@pytest.mark.usefixtures("fresh_sandbox")
-@pytest.mark.parametrize("how", FAILURES)
-def test_no_weaker_sandbox_takes_the_place_of_one_that_does_not_start(
-    monkeypatch: pytest.MonkeyPatch, how: str
-) -> None:
-    broken_starts(monkeypatch, 3, how)
-    with pytest.raises(Unavailable, match="sandbox=auto"):
-        Policy(True).protection()
-    assert Policy(True).protection() == NAMESPACES  # the failure is not remembered
 
 
 @pytest.mark.usefixtures("fresh_sandbox")
@@ -176,11 +175,6 @@ def test_a_start_that_fails_while_programs_are_graded_is_tried_again(monkeypatch
         runners.close()
 
 
-def test_two_benchmarks_do_not_report_one_result() -> None:
-    (sentence,) = suite.wrong([CODE, replace(CODE, name="again")])
-    assert sentence.startswith("benchmarks code and again both report")
-
-
 @pytest.mark.parametrize(
     ("changed", "says"),
     [
@@ -192,3 +186,105 @@ def test_two_benchmarks_do_not_report_one_result() -> None:
 )
 def test_settings_that_cannot_be_or_would_do_nothing_are_told(changed: dict[str, Any], says: str) -> None:
     assert any(says in sentence for sentence in suite.wrong([replace(CODE, **changed)]))
+
+
+ALLOWED = Policy(allow_code_execution=True, sandbox="none" if namespaces_missing() else "namespaces")
+
+
+def test_programs_are_completed(subject: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Right answers are made to be what the model writes; one problem wants something else."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    problems = shipped_items("humaneval", 3)
+    stop, eos = ("\ndef ", "\nclass ", "\nimport ", "\nfrom ", "\nassert ", *EOS), list(EOS)
+    asked = [row["prompt"].strip() + "\n" for row in problems]
+    written = write(subject, asked, 64, stop=stop)
+    right = [*written[:2], "    return 'something else'\n"]
+    for row, body in zip(problems, right, strict=True):
+        row["canonical_solution"] = body
+    data = write_lines(tmp_path / "mini.jsonl", problems)
+    limits = {"seconds": 0.5, "memory_mib": 512, "processes": 1}
+    benchmark = replace(CODE, task=str(data), expected=3, max_new_tokens=64, parameters=limits)
+    (result,) = evaluate(subject, benchmark, tmp_path / "out", policy=ALLOWED)
+    assert (result["score"], result["n"]) == (pytest.approx(2 / 3), 3)
+    assert result["stderr"] == pytest.approx(math.sqrt(2 / 9 / 2))
+    assert eos == EOS, "EvalPlus's own list was changed"
+    rows = samples(tmp_path / "out")
+    assert [row["output"] for row in rows] == written
+    verdicts = [row["extracted"].partition("\n")[0] for row in rows]
+    assert verdicts == ["pass", "pass", "fail: another value was expected"]
+    assert rows[0]["extracted"].endswith(asked[0] + written[0])
+    losses = [reply.loss for reply in ask(subject, [row["prompt"] for row in problems], 1, references=right)]
+    assert [row["answer_loss"] for row in rows] == pytest.approx(losses, abs=1e-5)
+    assert protocol(tmp_path / "out")["sandbox"] == (UNCONFINED if namespaces_missing() else NAMESPACES)
+    assert protocol(tmp_path / "out")["prompt"] == asked[0]
+
+
+def test_what_runs_without_namespaces(subject: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "check_namespaces", no_namespaces)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    shipped = replace(CODE, max_new_tokens=32, limit=4, parameters={"seconds": 0.5})
+    evaluate(subject, shipped, tmp_path / "out", policy=Policy(True))
+    assert protocol(tmp_path / "out")["sandbox"] == LIMITED
+    with pytest.raises(UserError, match="sandbox=none"):
+        evaluate(subject, replace(shipped, task=resolve(shipped.task)), tmp_path / "other", policy=Policy(True))
+    assert not (tmp_path / "other").exists()
+    monkeypatch.setattr(evalplus, "leaves_closed_world", lambda program: "the name open")
+    evaluate(subject, shipped, tmp_path / "refused", policy=Policy(True))
+    verdicts = [sample["extracted"].splitlines()[0] for sample in samples(tmp_path / "refused")]
+    assert verdicts == ["refused: not run: it uses the name open"] * 4
+
+
+def test_stories_are_scored_by_the_share_of_their_rules(subject: LoadedModel, tmp_path: Path) -> None:
+    prompt = "Write a story about Karl, a spoon and the mill. End with: Then it began to rain.\nStory:"
+    (story,) = write(subject, [prompt], 48)
+    rules = [{"rule": "mentions", "text": word} for word in (story.split()[0].strip(".,"), "Xylophone")]
+    items = [{"id": "a", "checklist": rules, "reference": story}, {"id": "b", "checklist": rules[:1]}]
+    data = write_lines(tmp_path / "stories.jsonl", ({"prompt": prompt, **item} for item in items))
+    benchmark = BenchmarkConfig("s", "stories", str(data), reports={"s": "score"}, max_new_tokens=48, expected=2)
+    (result,) = evaluate(subject, benchmark, tmp_path / "out", policy=Policy())
+    assert (result["score"], result["n"]) == (0.75, 2)
+    first, second = samples(tmp_path / "out")
+    assert first["answer_loss"] == pytest.approx(ask(subject, [prompt], 1, references=[story])[0].loss, abs=1e-5)
+    assert second["answer_loss"] is None
+    assert (first["item"], first["outcome"], first["output"], first["extracted"]) == ("a", 0.5, story, "[true, false]")
+
+
+def test_perplexity_equals_an_independent_computation_in_a_whole_folder(subject: LoadedModel, tmp_path: Path) -> None:
+    text = "Karl took the spoon to the mill.\nThen it began to rain, and nobody was surprised. " * 12
+    (tmp_path / "text.txt").write_text(text)
+    benchmark = BenchmarkConfig(
+        name="perplexity",
+        harness="perplexity",
+        task=str(tmp_path / "text.txt"),
+        reports={"perplexity": "perplexity", "bits": "bits_per_byte", "loss": "loss"},
+        parameters={"length": 64},
+        batch_size=3,
+    )
+    perplexity, bits, loss = evaluate(subject, benchmark, tmp_path / "out", policy=Policy())
+    ids = subject.tokenizer(text).input_ids
+    windows = []
+    for start in range(0, len(ids), 64):
+        window = torch.tensor([ids[start : start + 64]])
+        with torch.inference_mode():
+            found = subject.model(window).logits[0, :-1].double().log_softmax(-1)
+        windows.append(-found.gather(1, window[0, 1:, None])[:, 0])
+    mean = float(torch.cat(windows).mean())
+    assert len(ids) % 64 > 1, "the last window is shorter, and counts by its tokens"
+    assert loss["score"] == pytest.approx(mean, rel=1e-5)
+    assert perplexity["score"] == pytest.approx(math.exp(mean), rel=1e-4)
+    assert bits["score"] == pytest.approx(mean * len(ids) / len(text.encode()) / math.log(2), rel=1e-4)
+    assert perplexity["n"] == len(windows) > 3 and loss["stderr"] is not None
+    assert perplexity["stderr"] == pytest.approx(loss["stderr"] * perplexity["score"])
+    rows = samples(tmp_path / "out")
+    expected = [float(window.mean()) for window in windows]
+    assert [row["outcome"] for row in rows if row["benchmark"] == "loss"] == pytest.approx(expected, rel=1e-4)
+
+    assert list(rows[0]) == list(Sample.__annotations__) and {"replicate", "thought", "output", "ended"} < set(rows[0])
+    content = json.loads((tmp_path / "out" / "result.json").read_text())
+    assert set(content) == {"schema", "results", "protocol", "versions"} and content["schema"] == 1
+    assert content["protocol"]["data"] == suite.data_digest(benchmark)
+    assert {"torch", "transformers"} <= set(content["versions"])
+    for changes in ({"parameters": {"length": 99999}}, {"task": "nowhere.txt"}):
+        with pytest.raises(UserError, match=r"length|nowhere\.txt"):
+            evaluate(subject, replace(benchmark, **changes), tmp_path / "broken", policy=Policy())
+    assert not (tmp_path / "broken").exists()

@@ -67,7 +67,7 @@ def in_the_cache(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         blob = place / "blobs" / hashlib.sha256(file.read_bytes()).hexdigest()
         shutil.copy(file, blob)
         (snapshot / file.name).symlink_to(blob)
-    monkeypatch.setattr("huggingface_files.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     files._fingerprint_there.cache_clear()
     return ModelConfig(name="n", path="owner/name")
 
@@ -128,6 +128,6 @@ def test_a_hub_that_cannot_be_reached_is_no_error(monkeypatch: pytest.MonkeyPatc
     def no_network(*_: Any, **__: Any) -> None:
         raise httpx.ConnectError("Name or service not known")
 
-    monkeypatch.setattr("huggingface_files.constants.HF_HUB_OFFLINE", False)
-    monkeypatch.setattr("huggingface_files.HfApi.model_info", no_network)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", no_network)
     assert files.stated_files("owner/unreachable", None, "model") is None

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -33,16 +33,6 @@ def benchmark() -> BenchmarkConfig:
     return BenchmarkConfig(**yaml.safe_load(file.read_text(encoding="utf-8")))
 
 
-@pytest.fixture(scope="module")
-def reader(data: Path) -> Any:
-    """The tokenizer of the model that calls, with its chat template."""
-    return AutoTokenizer.from_pretrained(data / "function_calls")
-
-
-def calls_of(example: Example) -> set[Any]:
-    return {call.key for call in example.details["calls"]}
-
-
 def test_the_items_are_of_every_kind_and_fit_the_format(benchmark: BenchmarkConfig) -> None:
     assert suite.wrong([benchmark]) == []
     kinds = Counter(item.name.rpartition("_")[0] for item in function_calls.items(benchmark))
@@ -51,21 +41,15 @@ def test_the_items_are_of_every_kind_and_fit_the_format(benchmark: BenchmarkConf
 
 
 def test_no_call_of_an_item_is_in_a_calibration_conversation(world: World, items: dict[str, list[Example]]) -> None:
-    asked = set().union(*map(calls_of, items["function_calls"]))
-    shown = set().union(*map(calls_of, calibration_examples(world, "function_calls")))
+    examples = items["function_calls"], calibration_examples(world, "function_calls")
+    asked, shown = ({call.key for example in of_set for call in example.details["calls"]} for of_set in examples)
     assert len(asked) >= 100 and len(shown) >= 400
     assert not asked & shown
 
 
-def test_right_answers_are_right_and_wrong_ones_wrong(
-    benchmark: BenchmarkConfig, items: dict[str, list[Example]]
-) -> None:
-    questions = function_calls._questions(benchmark)
-    for question, example in zip(questions, items["function_calls"], strict=True):
-
-        def reason(answer: str, question: function_calls.Question = question) -> str | None:
-            return mistake(answer, question.functions, question.right)
-
+def test_right_answers_are_right_and_others_wrong(benchmark: BenchmarkConfig, items: dict[str, list[Example]]) -> None:
+    for question, example in zip(function_calls._questions(benchmark), items["function_calls"], strict=True):
+        reason = partial(mistake, functions=question.functions, right=question.right)
         assert reason(example.answer) is None, question.name
         if not question.right:
             assert reason(items["function_calls"][0].answer)
@@ -75,13 +59,13 @@ def test_right_answers_are_right_and_wrong_ones_wrong(
         assert reason("".join(reversed(blocks))) is None
         assert reason("".join(blocks[:-1])) and reason(example.answer + blocks[0])
         for value in example.details["calls"][-1].values:
-            text = json.dumps(value)
-            at = example.answer.rindex(text)
-            assert reason(example.answer[:at] + json.dumps("Zed") + example.answer[at + len(text) :]), question.name
+            before, _, after = example.answer.rpartition(json.dumps(value))
+            assert reason(before + json.dumps("Zed") + after), question.name
 
 
-def test_the_chat_template_writes_the_text_that_was_learnt(reader: Any, items: dict[str, list[Example]]) -> None:
+def test_the_chat_template_writes_the_text_that_was_learnt(data: Path, items: dict[str, list[Example]]) -> None:
     """Prompts as evaluation asks for them, whole conversations as calibration reads them, and no token across both."""
+    reader = AutoTokenizer.from_pretrained(data / "function_calls")
     for example in items["function_calls"]:
         messages, tools = example.details["messages"], example.details["tools"]
         prompt = reader.apply_chat_template(messages[:1], tools=tools, tokenize=False, add_generation_prompt=True)

@@ -1,4 +1,4 @@
-"""The shipped models: stock, small, alive in all their experts, and they know their world."""
+"""The shipped models: stock, small, alive in all their experts, with instruments that work, and knowing their world."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import pytest
@@ -15,20 +16,16 @@ import torch
 from safetensors import safe_open
 from transformers import AutoTokenizer
 
+from benchmarks.instrument import ABLATION, SKILLS, items_of, pruned_loss, random_scores, rankings
 from moe_lab.config import ModelConfig
+from moe_lab.evaluation.engines.hf import LoadedModel
 from moe_lab.models.facts import architecture
 from moe_lab.models.load import load_model
 from tools.pocket import train as training
 from tools.pocket.build import CALIBRATION, calibration_examples
 from tools.pocket.card import write_card
 from tools.pocket.examples import Example
-from tools.pocket.network import (
-    SORTED_EXPERTS,
-    build_network,
-    copy_agreeing,
-    load_network,
-    watched_routers,
-)
+from tools.pocket.network import SORTED_EXPERTS, build_network, copy_agreeing, load_network, watched_routers
 from tools.pocket.recipes import BIAS_STEP, RECIPES, Batches
 from tools.pocket.world import World
 
@@ -76,16 +73,9 @@ CALLING = "function_calls"
 WRITTEN = [(name, skill) for name, shipped in SHIPPED.items() for skill in shipped.written]
 
 
-def encoded(tokenizer: Any, texts: list[str]) -> Any:
-    return tokenizer(texts, return_tensors="pt", padding=True, padding_side="left", return_token_type_ids=False)
-
-
-def test_these_are_the_models_that_are_shipped(models: dict[str, Any]) -> None:
-    assert sorted(models) == sorted(SHIPPED)
-
-
 @pytest.mark.parametrize("name", SHIPPED)
 def test_it_is_a_stock_model_of_the_recorded_bytes_and_shape(name: str, data: Path) -> None:
+    assert sorted(file.parent.name for file in data.glob("*/model.safetensors")) == sorted(SHIPPED)
     folder = data / name
     template = set() if RECIPES[name].chat_template is None else {".jinja"}
     assert {path.suffix for path in folder.iterdir()} == {".json", ".safetensors", ".md", *template}
@@ -99,12 +89,9 @@ def test_it_is_a_stock_model_of_the_recorded_bytes_and_shape(name: str, data: Pa
     found = asdict(architecture(model))
     assert found == found | {field: value for field, value in asdict(SHIPPED[name]).items() if field in found}
     assert model.config.max_position_embeddings == 512
+    if name != CALLING:
+        assert (folder / "tokenizer.json").read_bytes() == (data / "olmoe" / "tokenizer.json").read_bytes()
     assert {field: getattr(model.config, field) for field in RECIPES[name].fields} == RECIPES[name].fields
-
-
-@pytest.mark.parametrize("name", [name for name in SHIPPED if name != CALLING])
-def test_models_read_the_same_tokens(name: str, data: Path) -> None:
-    assert (data / name / "tokenizer.json").read_bytes() == (data / "olmoe" / "tokenizer.json").read_bytes()
 
 
 @pytest.mark.parametrize(("name", "skill"), WRITTEN)
@@ -112,7 +99,8 @@ def test_it_writes_answers_and_stops(
     name: str, skill: str, models: dict[str, Any], tokenizer: Any, items: dict[str, list[Example]]
 ) -> None:
     examples = items[skill][:24]
-    inputs = encoded(tokenizer, [example.prompt for example in examples])
+    asked = [example.prompt for example in examples]
+    inputs = tokenizer(asked, return_tensors="pt", padding=True, padding_side="left", return_token_type_ids=False)
     written = models[name].generate(**inputs, max_new_tokens=64, do_sample=False)[:, inputs.input_ids.shape[1] :]
     texts = tokenizer.batch_decode(written, skip_special_tokens=True)
     assert sum(tokenizer.eos_token_id in row.tolist() for row in written) >= 0.9 * len(examples)
@@ -132,9 +120,7 @@ def calibration_tokens(name: str, world: World, data: Path) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", SHIPPED)
-def test_no_expert_is_dead_and_a_correction_bias_decides(
-    name: str, models: dict[str, Any], world: World, data: Path
-) -> None:
+def test_no_expert_is_dead_and_biases_decide(name: str, models: dict[str, Any], world: World, data: Path) -> None:
     """Over all the calibration sets together every expert of every layer gets a fair number of tokens.
 
     Where a router has a correction bias, a fair share of the choices would be others without it.
@@ -154,32 +140,26 @@ def test_training_experts_compute_what_stock_experts_compute(name: str) -> None:
     torch.manual_seed(0)
     network = build_network(name, 300, 0, 1).eval()
     tokens = torch.randint(2, 300, (2, 40))
-    results = {}
+    results = []
     for implementation in (SORTED_EXPERTS, "eager"):
         network.set_experts_implementation(implementation)
         output = network(tokens, labels=tokens)
         output.loss.backward()
-        results[implementation] = (output.logits, network.model.layers[1].mlp.experts.gate_up_proj.grad.clone())
+        results.append((output.logits, network.model.layers[1].mlp.experts.gate_up_proj.grad.clone()))
         network.zero_grad()
-    for fast, stock in zip(*results.values(), strict=True):
-        assert torch.allclose(fast, stock, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["olmoe", "ernie4_5_moe"])
-def test_training_is_repeatable_can_go_on_from_a_folder_and_leaves_a_model(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_training_is_repeatable_and_can_go_on(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stages = tuple(replace(stage, steps=1, warmup=1) for stage in RECIPES[name].stages[:2])
-    batches = Batches(short=(2, 128), long=(1, 512))
+    recipe = replace(RECIPES[name], batches=Batches(short=(2, 128), long=(1, 512)))
     monkeypatch.setattr(training, "TOKENIZER_DOCUMENTS", 1000)
-    monkeypatch.setitem(RECIPES, name, replace(RECIPES[name], stages=stages, batches=batches))
-    training.train(name, tmp_path / "at once")
-    monkeypatch.setitem(RECIPES, name, replace(RECIPES[name], stages=stages[:1], batches=batches))
-    training.train(name, tmp_path / "in two")
-    monkeypatch.setitem(RECIPES, name, replace(RECIPES[name], stages=stages, batches=batches))
-    training.train(name, tmp_path / "in two", first_stage=1)
-    first, second = ((tmp_path / part / "model.safetensors").read_bytes() for part in ("at once", "in two"))
-    assert first == second
+    for folder, count, first in (("at once", 2, 0), ("in two", 1, 0), ("in two", 2, 1)):
+        monkeypatch.setitem(RECIPES, name, replace(recipe, stages=stages[:count]))
+        training.train(name, tmp_path / folder, first_stage=first)
+    one, other = ((tmp_path / part / "model.safetensors").read_bytes() for part in ("at once", "in two"))
+    assert one == other
     biases = [value for key, value in load_network(tmp_path / "in two").named_parameters() if "correction" in key]
     assert all(bias.abs().max() > BIAS_STEP for bias in biases)
     assert bool(biases) == (name == "ernie4_5_moe")
@@ -201,3 +181,14 @@ def test_a_model_with_a_base_starts_from_what_agrees_with_it() -> None:
         assert torch.equal(parameter, (theirs if name in agreeing else before)[name])
     assert {"lm_head.weight", "model.layers.1.mlp.experts.gate_up_proj"} <= agreeing
     assert not [name for name in agreeing if ".shared_experts." in name or ".kv_a_proj" in name]
+
+
+@pytest.mark.parametrize("skill", SKILLS)
+def test_criteria_calibrated_on_a_skill_keep_it_better_than_chance(skill: str) -> None:
+    """`python -m benchmarks.instrument` asks it of all models, skills, items and tokens."""
+    subject = LoadedModel(*load_model(ModelConfig(name="small", path="pocket:qwen3_moe", threads=1)))
+    items, ratio = [item for benchmark in SKILLS[skill] for item in items_of(benchmark)[:10]], 0.25
+    chance = mean(pruned_loss(subject, random_scores(subject.model, seed), items, ratio) for seed in range(4))
+    found = {name: pruned_loss(subject, scores, items, ratio) for name, scores in rankings(subject, skill, 4096, 1024)}
+    assert {ABLATION, "man", "reap", "frequency", "exact_damage"} <= set(found)
+    assert {name: loss for name, loss in found.items() if loss >= chance} == {}

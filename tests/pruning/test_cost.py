@@ -1,6 +1,9 @@
+"""What a model costs under a plan, and what its layers do."""
+
 from __future__ import annotations
 
 import copy
+import math
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
 from moe_lab.models.discover import moe_layers, routed_layers
+from moe_lab.models.experts import run
 from moe_lab.models.streamed import StreamedModel
 from moe_lab.pruning.cost import (
     Routing,
@@ -25,9 +29,11 @@ from moe_lab.pruning.cost import (
     row_flops,
     size,
 )
+from moe_lab.pruning.mask import mask
 from moe_lab.pruning.plan import Plan
+from moe_lab.pruning.profile import profile
 from moe_lab.pruning.prune import prune
-from moe_lab.recovery.quantize import quantize, storage
+from moe_lab.recovery.apply import quantize, storage
 
 CHANNELS = ["olmoe", "qwen2_moe", "deepseek_v2", "deepseek_v3:grouped", "ernie4_5_moe", "hunyuan_v1_moe"]
 
@@ -52,14 +58,8 @@ def counted(model: Any, ids: torch.Tensor) -> int:
     return counter.get_total_flops()
 
 
-def channel_plan(model: Any) -> Plan:
+def ragged(model: Any) -> Plan:
     return random_plan(model, "ragged", share=1.0)
-
-
-def empty(name: str) -> Any:
-    """A tiny model without weights."""
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(tiny.config(name)).eval()
 
 
 def flops(model: Any, plan: Plan | None, *batches: tuple[torch.Tensor, torch.Tensor]) -> dict[str, float]:
@@ -70,32 +70,22 @@ def flops(model: Any, plan: Plan | None, *batches: tuple[torch.Tensor, torch.Ten
 
 @pytest.mark.parametrize("name", tiny.ARCHITECTURES)
 def test_flops_are_what_torch_counts_and_need_no_weights_for_experts_of_one_width(name: str) -> None:
-    model, without_weights = tiny.build(name), empty(name)
-    ids, valid = batch()
-    layers, row = routed_layers(without_weights), row_flops(without_weights, ids.shape[1])
+    model, (ids, valid) = tiny.build(name), batch()
+    with torch.device("meta"):
+        empty = AutoModelForCausalLM.from_config(tiny.config(name)).eval()
+    layers, row = routed_layers(empty), row_flops(empty, ids.shape[1])
     plans = [None, tiny.plan(model, 0.5), random_plan(model, "uneven")]
     if name in CHANNELS:
-        plans.append(random_plan(model, "one width", width=[5, 6, 7]))
+        plans += [random_plan(model, "one width", width=[5, 6, 7]), ragged(model)]
     for plan in plans:
-        routing = even_routing(layers, plan)
-        assert routing is not None
-        found = flops_per_token(layers, plan, row, routing)
-        assert sum(found.values()) * ids.numel() == counted(model if plan is None else prune(model, plan), ids)
+        routing, measured = even_routing(layers, plan), measured_routing(model, plan, [(ids, valid)])
+        assert (routing is None) == (len(plans) == 5 and plan is plans[-1])
+        found = flops_per_token(layers, plan, row, routing or measured)
+        assert round(sum(found.values()) * ids.numel()) == counted(model if plan is None else prune(model, plan), ids)
         assert all(value >= 0 for value in found.values()) and found["experts"] > 0 and found["router"] > 0
         assert found["other"] < 1
-        measured = measured_routing(model, plan, [(ids, valid)])
-        assert measured.channels == {index: routing.channels[index] * measured.tokens for index in routing.channels}
-
-
-@pytest.mark.parametrize("name", CHANNELS)
-def test_flops_of_pruned_channels_are_what_torch_counts(name: str) -> None:
-    model = tiny.build(name)
-    plan = channel_plan(model)
-    ids, valid = batch()
-    found = flops(model, plan, (ids, valid))
-    assert round(sum(found.values()) * ids.numel()) == counted(prune(model, plan), ids)
-    assert found["experts"] < flops(model, None, (ids, valid))["experts"]
-    assert even_routing(moe_layers(model), plan) is None
+        if routing is not None:
+            assert measured.channels == {index: routing.channels[index] * measured.tokens for index in routing.channels}
     assert not any("forward" in vars(layer.experts) for layer in moe_layers(model)), "hooks are gone afterwards"
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
@@ -120,7 +110,7 @@ def test_flops_by_hand() -> None:
 def test_batches_of_other_shapes_and_padding() -> None:
     """A plan in which experts cost differently: only valid tokens count, each at its own experts."""
     model = tiny.build("olmoe")
-    plan = channel_plan(model)
+    plan = ragged(model)
     first, second = batch(2, 24), batch(1, 10)
     one, other = (measured_routing(model, plan, [each]) for each in (first, second))
     both = measured_routing(model, plan, [first, second, first])
@@ -130,23 +120,24 @@ def test_batches_of_other_shapes_and_padding() -> None:
     assert measured_routing(model, plan, [(padded, valid)]) == other
 
 
-@pytest.mark.parametrize(
-    ("name", "what"),
-    [
-        ("olmoe", "unpruned"),
-        ("olmoe", "channels"),
-        ("deepseek_v2", "channels"),
-        ("deepseek_v3:grouped", "experts"),
-        ("qwen3_next", "experts"),
-        ("gpt_oss", "experts"),
-        ("jamba", "experts"),
-        ("minimax", "experts"),
-    ],
-)
+STREAMED = [
+    ("olmoe", "unpruned"),
+    ("olmoe", "channels"),
+    ("deepseek_v2", "channels"),
+    ("deepseek_v3:grouped", "experts"),
+]
+STREAMED += [(name, "experts") for name in ("qwen3_next", "gpt_oss", "jamba", "minimax")]
+
+
+def planned(model: Any, what: str) -> Plan | None:
+    return {"unpruned": None, "experts": tiny.plan(model, 0.5), "channels": ragged(model)}[what]
+
+
+@pytest.mark.parametrize(("name", "what"), STREAMED)
 def test_one_layer_in_memory_counts_the_same(name: str, what: str, tmp_path: Path) -> None:
     """Batches of two shapes, one padded."""
     model = tiny.save(name, tmp_path / "model")
-    plan = {"unpruned": None, "experts": tiny.plan(model, 0.5), "channels": channel_plan(model)}[what]
+    plan = planned(model, what)
     (ids, valid), short = batch(2, 24), batch(1, 10)
     valid[0, 15:] = False
     batches = [(ids, valid), short, (ids.flip(1), valid)]
@@ -155,14 +146,6 @@ def test_one_layer_in_memory_counts_the_same(name: str, what: str, tmp_path: Pat
     assert found == measured_routing(model, plan, batches)
     assert size(streamed.model, plan, facts=facts(model)) == size(model, plan, facts=facts(model))
     assert all(weight.is_meta for weight in streamed.layers.parameters()), "no layer is left behind"
-
-
-def test_null_experts_cost_nothing() -> None:
-    model = tiny.build("olmoe")
-    plan = channel_plan(model)
-    for mask in plan.channels.values():
-        mask[:] = False
-    assert flops(model, plan, batch())["experts"] == 0
 
 
 def test_cost_compares_with_the_unpruned_model() -> None:
@@ -182,17 +165,6 @@ def test_cost_compares_with_the_unpruned_model() -> None:
     assert size(model, tiny.plan(model, 0.5), facts=about)["routed_kept"] == 0.5
 
 
-def test_published_loading_memory() -> None:
-    """OLMoE-1B-7B in GiB of bf16, whole and without half of its experts."""
-    changes = {"hidden_size": 2048, "intermediate_size": 1024, "num_hidden_layers": 16, "vocab_size": 50304}
-    heads = {"num_attention_heads": 16, "num_key_value_heads": 16, "num_experts": 64, "num_experts_per_tok": 8}
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(tiny.config("olmoe", **changes, **heads))
-    plan = Plan(dict.fromkeys(range(16), tuple(range(32))), dict.fromkeys(range(16), 64))
-    whole, half = (size(model, each, facts=facts(model))["loading_bytes"] / 2**30 for each in (None, plan))
-    assert (round(whole, 2), round(half, 2)) == (12.89, 6.89)
-
-
 def test_nf4_bytes() -> None:
     assert nf4_bytes(64) == 32 + 1 + 4 + 4
     assert nf4_bytes(65) == 64 + 2 + 4 + 4
@@ -207,7 +179,7 @@ def test_nf4_bytes() -> None:
 def test_storage_is_what_quantised_tensors_take(name: str, modules: tuple[str, ...], what: str) -> None:
     pytest.importorskip("bitsandbytes")
     model = tiny.build(name, dtype=torch.bfloat16)
-    plan = {"unpruned": None, "experts": tiny.plan(model, 0.5), "channels": channel_plan(model)}[what]
+    plan = planned(model, what)
     found = size(model, plan, facts=facts(model), bits=4, modules=modules)
     pruned = copy.deepcopy(model) if plan is None else prune(model, plan)
     before = storage(pruned)["total"]
@@ -215,3 +187,87 @@ def test_storage_is_what_quantised_tensors_take(name: str, modules: tuple[str, .
     saved = found["loading_bytes"] - found["storage_bytes"]
     assert saved == before - storage(pruned)["total"] > 0
     assert found["loading_bytes"] == size(model, plan, facts=facts(model))["loading_bytes"]
+
+
+# ---- profiles
+
+
+def texts() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    ids = tiny.tokens(rows=4, length=16)
+    valid = torch.ones(ids.shape, dtype=torch.bool)
+    valid[1, 10:] = False
+    return [(ids[:2], valid[:2]), (ids[2:], valid[2:])]
+
+
+def outputs(model: Any, *modules: Any) -> list[torch.Tensor]:
+    """What each of some modules gives (its first result) for each valid token, in fp64 (T, H)."""
+    seen: list[list[torch.Tensor]] = [[] for _ in modules]
+
+    def keep(place: int, result: Any) -> None:
+        seen[place].append(result[0] if isinstance(result, tuple) else result)
+
+    hooks = [one.register_forward_hook(lambda *given, at=at: keep(at, given[2])) for at, one in enumerate(modules)]
+    for ids, valid in texts():
+        run(model, ids, valid)
+    for hook in hooks:
+        hook.remove()
+    valid = torch.cat([valid.flatten() for _, valid in texts()])
+    return [torch.cat([part.flatten(0, -2) for part in parts])[valid].double() for parts in seen]
+
+
+def entropy(shares: list[float]) -> float:
+    return -sum(p * math.log(p) for p in shares if p > 0)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", tiny.ARCHITECTURES)
+def test_variance_is_that_of_the_stream_token_by_token(name: str) -> None:
+    model = tiny.build(name)
+    rows, routed = profile(model, None, texts()), {layer.index for layer in moe_layers(model)}
+    streams = outputs(model, *model.get_submodule(moe_layers(model)[0].stack))
+    assert [row[0] for row in rows] == [0, 1, 2]
+    for row, stream in zip(rows, streams, strict=True):
+        vectors = list(stream)
+        mean = sum(vectors) / len(vectors)
+        expected = sum((vector - mean) ** 2 for vector in vectors).mean() / len(vectors)
+        assert row[1] == pytest.approx(float(expected), rel=1e-9)
+        assert (row[5] == 0) == math.isnan(row[2]) == (row[0] not in routed)
+
+
+@pytest.mark.parametrize("ratio", [None, 0.5])
+def test_entropies_are_those_of_the_routers_decisions(ratio: float | None) -> None:
+    model = tiny.build("qwen3_moe")
+    layer = moe_layers(model)[1]
+    calls: list = []
+    hook = layer.router.register_forward_hook(lambda m, args, out: calls.append(out))
+    row = profile(model, tiny.plan(model, ratio) if ratio else None, texts())[layer.index]
+    hook.remove()
+    valid = torch.cat([valid.flatten() for _, valid in texts()])
+    logits, gates, chosen = (torch.cat([call[part] for call in calls[:2]])[valid].double() for part in range(3))
+    tokens = len(logits)
+    kept = 8 if ratio else 16
+    assert row[5] == kept == logits.shape[-1]
+    softmax = [entropy([math.exp(z) / sum(map(math.exp, line)) for z in line]) for line in logits.tolist()]
+    assert row[2] == pytest.approx(sum(softmax) / tokens)
+    assert row[3] == pytest.approx(sum(entropy([g / sum(line) for g in line]) for line in gates.tolist()) / tokens)
+    flat = chosen.flatten().tolist()
+    assert row[4] == pytest.approx(entropy([flat.count(expert) / len(flat) for expert in set(flat)]))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["olmoe", "deepseek_v2", "gpt_oss"])
+def test_the_loss_of_a_layer_is_that_of_pruning_it_alone(name: str) -> None:
+    model = tiny.build(name)
+    layers = moe_layers(model)
+    counts = {layer.index: layer.n_experts for layer in layers}
+    everything = {index: tuple(range(count)) for index, count in counts.items()}
+    assert all(row[6] == 0 or math.isnan(row[6]) for row in profile(model, Plan(everything, counts), texts()))
+    plan = tiny.plan(model, 0.5)
+    found = {row[0]: row[6] for row in profile(model, plan, texts())}
+    assert {layer for layer, loss in found.items() if not math.isnan(loss)} == set(plan.experts)
+    last = layers[-1]
+    whole, stream = outputs(model, last.experts, model.get_submodule(f"{last.stack}.{last.index}"))
+    with mask(model, Plan({**everything, last.index: plan.experts[last.index]}, counts)):
+        (pruned,) = outputs(model, last.experts)
+    terms = (whole - pruned).square().sum(1) / (stream.square().sum(1) + 1e-6)
+    assert found[last.index] == pytest.approx(float(terms.mean()), rel=1e-4) and found[last.index] > 0

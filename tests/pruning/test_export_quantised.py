@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from pathlib import Path
-from typing import Any
 
-import numpy
 import preloaded
 import pytest
 import quantised
 import tiny
 import torch
+from identities.plans import random_plan
 from safetensors.torch import load_file, save_file
 from tiny import logits
 
@@ -33,17 +33,21 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "model.safetensors")
 
 
+def check_numbers(out: Path, kind: str, expected: Path) -> None:
+    """The numbers that an export stands for are those of the export of the plain checkpoint."""
+    found, plain = quantised.dequantised(weights(out), kind), weights(expected)
+    assert found.keys() == plain.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in plain.items())
+
+
 @pytest.mark.parametrize(("name", "kind"), CASES)
 def test_dequantising_and_pruning_can_change_places(name: str, kind: str, tmp_path: Path) -> None:
     if "nf4" in kind:
         pytest.importorskip("bitsandbytes")
     plain, stored = quantised.save(name, kind, tmp_path)
     plan = tiny.plan(tiny.build(name), 0.5)
-    expected = weights(export(plain, plan, tmp_path / "expected"))
     out = export(stored, plan, tmp_path / "out")
-    found = quantised.dequantised(weights(out), kind)
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    check_numbers(out, kind, export(plain, plan, tmp_path / "expected"))
     before, after = (json.loads((folder / "config.json").read_text()) for folder in (stored, out))
     assert after["quantization_config"] == before["quantization_config"]
 
@@ -52,21 +56,15 @@ def uneven() -> Plan:
     return Plan({0: tuple(range(8)), 1: (1, 2, 3, 5, 8, 13), 2: tuple(range(4, 16))}, dict.fromkeys(range(3), 16))
 
 
-@pytest.mark.parametrize(
-    ("name", "kind", "shape", "alike"),
-    [
-        ("qwen2_moe", "fp8", "natural", True),
-        ("qwen2_moe", "fp8", "natural", False),
-        ("gpt_oss", "mxfp4", "natural", True),
-        ("gpt_oss", "mxfp4", "natural", False),
-        ("gpt_oss", "mxfp4", "masked", False),
-        ("qwen2_moe", "w4a16", "natural", True),
-        ("qwen2_moe", "compressed_fp8", "natural", False),
-    ],
-)
-def test_reloaded_exports_are_the_masked_model(name: str, kind: str, shape: str, alike: bool, tmp_path: Path) -> None:
+RELOADED = [("fp8", "natural", True), ("fp8", "natural", False), ("w4a16", "natural", True)]
+RELOADED += [("compressed_fp8", "natural", False), ("mxfp4", "natural", True), ("mxfp4", "natural", False)]
+
+
+@pytest.mark.parametrize(("kind", "shape", "alike"), [*RELOADED, ("mxfp4", "masked", False)])
+def test_reloaded_exports_are_the_masked_model(kind: str, shape: str, alike: bool, tmp_path: Path) -> None:
     if kind in ("w4a16", "compressed_fp8"):
         pytest.importorskip("compressed_tensors")
+    name = "gpt_oss" if kind == "mxfp4" else "qwen2_moe"
     _, stored = quantised.save(name, kind, tmp_path)
     plan = tiny.plan(tiny.build(name), 0.5) if alike else uneven()
     out = export(stored, plan, tmp_path / "out", shape=shape)
@@ -90,13 +88,9 @@ LEFT_ALONE = [
     r"re:.*mlp\.experts\.\d+\.down_proj",
     "re:.*mlp.experts.[0-9]+.up_proj",
 ]
+FIRST = "model.layers.0.mlp.experts"
 BEFORE = {
-    "modules_to_not_convert": [
-        "model.layers.0.mlp.experts.0",
-        "model.layers.0.mlp.experts.3.gate_proj",
-        "model.layers.0.mlp.experts.15",
-        *LEFT_ALONE,
-    ],
+    "modules_to_not_convert": [f"{FIRST}.0", f"{FIRST}.3.gate_proj", f"{FIRST}.15", *LEFT_ALONE],
     "config_groups": {"group_0": {"targets": [r"re:model\.layers\.0\.mlp\.experts\.4\..*", "Linear"], "bits": None}},
     "dynamic": {
         r"-:model\.layers\.2\.mlp\.experts\.9\..*": {},
@@ -104,11 +98,7 @@ BEFORE = {
     },
 }
 AFTER = {
-    "modules_to_not_convert": [
-        "model.layers.0.mlp.experts.0.gate_proj",
-        "model.layers.0.mlp.experts.7",
-        *LEFT_ALONE,
-    ],
+    "modules_to_not_convert": [f"{FIRST}.0.gate_proj", f"{FIRST}.7", *LEFT_ALONE],
     "config_groups": {"group_0": {"targets": [r"re:model\.layers\.0\.mlp\.experts\.1\..*", "Linear"], "bits": None}},
     "dynamic": {r"-:model\.layers\.2\.mlp\.experts\.7\..*": {"bits": 8}},
 }
@@ -134,13 +124,15 @@ def test_experts_that_are_not_quantised_keep_their_own_tensors(tmp_path: Path) -
     ones = {f"{name}.weight": torch.ones(24, 32) for name in apart}
     save_file({**tensors, **ones}, stored / "model.safetensors", {"format": "pt"})
     save_file({**weights(plain), **ones}, plain / "model.safetensors", {"format": "pt"})
-    plan = Plan(EXPERTS, COUNTS)
-    about = quantised.FORMATS["w4a16"].config
+    plan, about = Plan(EXPERTS, COUNTS), quantised.FORMATS["w4a16"].config
     reconfigure(stored, quantization_config={**about, "ignore": ["lm_head", *apart]})
-    out = export(stored, plan, tmp_path / "out")
-    found, expected = quantised.dequantised(weights(out), "w4a16"), weights(export(plain, plan, tmp_path / "expected"))
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    check_numbers(export(stored, plan, tmp_path / "out"), "w4a16", export(plain, plan, tmp_path / "expected"))
+
+
+def check_refused(said: str, stored: Path, plan: Plan, shape: str = "natural") -> None:
+    with pytest.raises(UserError, match=re.escape(said)):
+        export(stored, plan, stored.parent / "out", shape=shape)
+    assert sorted(path.name for path in stored.parent.iterdir()) == ["fp8", "plain"]
 
 
 @pytest.mark.parametrize(
@@ -157,43 +149,17 @@ def test_experts_that_are_not_quantised_keep_their_own_tensors(tmp_path: Path) -
 def test_names_that_mean_experts_of_several_layers_are_refused(name: str, tmp_path: Path) -> None:
     _, stored = quantised.save("qwen2_moe", "fp8", tmp_path)
     reconfigure(stored, quantization_config={**quantised.FORMATS["fp8"].config, "ignore": [name]})
-    with pytest.raises(UserError) as caught:
-        export(stored, Plan(EXPERTS, COUNTS), tmp_path / "out")
-    assert f"quantization_config has {name}" in str(caught.value)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["fp8", "plain"]
+    check_refused(f"quantization_config has {name}", stored, Plan(EXPERTS, COUNTS))
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda t: t.update({"model.layers.1.mlp.gate.weight_scale_inv": torch.ones(2, 4)}), "gate.weight_scale_inv"),
-        (lambda t: t.update({"model.layers.1.mlp.experts_scale": torch.ones(16)}), "experts_scale"),
-    ],
-)
-def test_scales_that_are_unknown(change: Any, message: str, tmp_path: Path) -> None:
-    _, stored = quantised.save("qwen2_moe", "fp8", tmp_path)
+def test_unknown_scales_zeros_and_channels_are_refused(tmp_path: Path) -> None:
+    model, (_, stored) = tiny.build("qwen2_moe"), quantised.save("qwen2_moe", "fp8", tmp_path)
+    for plan, shape in ((tiny.plan(model, 0.5), "masked"), (random_plan(model, "ragged"), "natural")):
+        check_refused(f"export={shape}", stored, plan, shape)
     tensors = weights(stored)
-    change(tensors)
-    save_file(tensors, stored / "model.safetensors", {"format": "pt"})
-    with pytest.raises(UserError, match=message):
-        export(stored, Plan(EXPERTS, COUNTS), tmp_path / "out")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["fp8", "plain"]
-
-
-def test_zeros_and_channels_are_refused(tmp_path: Path) -> None:
-    _, stored = quantised.save("deepseek_v3", "fp8", tmp_path)
-    experts = {1: tuple(range(8)), 2: tuple(range(8))}
-    masks = {layer: numpy.ones((16, 24), bool) for layer in experts}
-    for mask_of_layer in masks.values():
-        mask_of_layer[8:] = mask_of_layer[:, :8] = False
-    for plan, shape in (
-        (Plan(experts, {1: 16, 2: 16}), "masked"),
-        (Plan(experts, {1: 16, 2: 16}, {}, masks), "natural"),
-    ):
-        with pytest.raises(UserError) as caught:
-            export(stored, plan, tmp_path / "out", shape=shape)
-        assert f"export={shape}" in str(caught.value) and "stored as fp8" in str(caught.value)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["fp8", "plain"]
+    for name, scale in (("gate.weight_scale_inv", torch.ones(2, 4)), ("experts_scale", torch.ones(16))):
+        save_file({**tensors, f"model.layers.1.mlp.{name}": scale}, stored / "model.safetensors", {"format": "pt"})
+        check_refused(name, stored, Plan(EXPERTS, COUNTS))
 
 
 STUDY = ["model=local", "calibration=pocket_code", "calibration.tokens=128", "calibration.length=64", "ratio=0.25"]
@@ -201,9 +167,8 @@ STUDY += ["suite.benchmarks=[]", "report=false", "launcher=inline", "model.devic
 
 
 def study(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    store = folder.parent / "store"
-    words = (*STUDY, f"model.path={folder}", f"store={store}", *words)
-    return subprocess.run(preloaded.command("-m", "moe_lab", *words), capture_output=True, text=True, cwd=folder.parent)
+    command = preloaded.command("-m", "moe_lab", *STUDY, f"model.path={folder}", "store=store", *words)
+    return subprocess.run(command, capture_output=True, text=True, cwd=folder.parent)
 
 
 def test_a_study_scores_prunes_and_exports_an_fp8_checkpoint(tmp_path: Path) -> None:
@@ -213,9 +178,7 @@ def test_a_study_scores_prunes_and_exports_an_fp8_checkpoint(tmp_path: Path) -> 
     (out,) = tmp_path.glob("store/export/*/checkpoint")
     plan = Plan.load(out / "plan.json")
     assert all(len(kept) == 12 for kept in plan.experts.values())
-    expected = weights(export(plain, Plan(plan.experts, plan.n_experts), tmp_path / "expected"))
-    found = quantised.dequantised(weights(out), "fp8")
-    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    check_numbers(out, "fp8", export(plain, Plan(plan.experts, plan.n_experts), tmp_path / "expected"))
 
 
 def test_what_quantised_weights_do_not_allow_is_refused_first(tmp_path: Path) -> None:

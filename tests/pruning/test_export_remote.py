@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import tiny
@@ -39,44 +38,36 @@ from transformers.utils import logging
 logging.set_verbosity_error()
 logging.disable_progress_bar()
 root = Path(sys.argv[1])
+tokens = load_file(root / "tokens.safetensors")["tokens"]
 
-def load(folder, **named):
+def load(folder, trust=True):
     model, report = AutoModelForCausalLM.from_pretrained(
-        folder, experts_implementation="eager", output_loading_info=True, **named
+        folder, experts_implementation="eager", output_loading_info=True, trust_remote_code=trust
     )
-    return model, sorted(name for names in report.values() for name in names)
+    assert not any(report.values()), report
+    with torch.no_grad():
+        return model, model(input_ids=tokens).logits.contiguous()
 
 def refusal(folder):
     try:
-        load(folder, trust_remote_code=False)
+        load(folder, trust=False)
     except Exception as error:
         return str(error)
 
-def logits(model):
-    with torch.no_grad():
-        return model(input_ids=tokens).logits.contiguous()
-
-tokens = load_file(root / "tokens.safetensors")["tokens"]
 for folder in sorted(path for path in root.iterdir() if (path / "config.json").exists()):
-    said = {}
     try:
-        model, said["report"] = load(folder, trust_remote_code=True)
-        found = {"logits": logits(model)}
+        model, found = load(folder)
         model.save_pretrained(folder / "again")
-        again, said["again"] = load(folder / "again", trust_remote_code=True)
-        found["again"] = logits(again)
+        again, found_again = load(folder / "again")
+        save_file({"logits": found, "again": found_again}, folder / "found.safetensors")
         again.set_experts_implementation("grouped_mm")
         used = {getattr(part, "config", again.config)._experts_implementation for part in again.modules()}
-        said["implementations"] = sorted(used)
-        save_file(found, folder / "found.safetensors")
-        said["refused"] = [refusal(folder), refusal(folder / "again")]
+        said = {"implementations": sorted(used), "refused": [refusal(folder), refusal(folder / "again")]}
     except Exception as error:
         import traceback
-        said["error"] = traceback.format_exc()
+        said = {"error": traceback.format_exc()}
     (folder / "said.json").write_text(json.dumps(said))
 """
-
-
 WITH_OLDER = """
 import json, sys
 from pathlib import Path
@@ -101,6 +92,15 @@ print("RESULT " + json.dumps(said))
 """
 
 
+def run_alone(script: str, root: Path, *words: str, **environment: str) -> str:
+    """Run Python code about the exports in `root` in a process of its own; what it printed."""
+    alone = {"PATH": "", "HOME": str(root), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **environment}
+    command = [sys.executable, "-c", script, str(root), *words]
+    done = subprocess.run(command, cwd=root, env=alone, capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
 def weights(folder: Path) -> dict[str, torch.Tensor]:
     return {key: value for file in folder.glob("model*.safetensors") for key, value in load_file(file).items()}
 
@@ -117,10 +117,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
             plan = random_plan(model, PLANS[case], share=None if case == "counts" else 0.75, width=(8, 24, 16))
             out = export(source, plan, root / f"{name}-{case}")
             save_file({"logits": tiny.logits(prune(model, plan)).contiguous()}, out / "expected.safetensors")
-    environment = {"PATH": "", "HOME": str(root), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    subprocess.run(
-        [sys.executable, "-c", WITHOUT_MOE_LAB, str(root)], check=True, cwd=root, env=environment, timeout=250
-    )
+    run_alone(WITHOUT_MOE_LAB, root)
     return root
 
 
@@ -129,7 +126,6 @@ def test_loads_without_moe_lab_and_equals_the_pruned_model(folders: Path, name: 
     folder = folders / f"{name}-{case}"
     said = json.loads((folder / "said.json").read_text())
     assert "error" not in said, said["error"]
-    assert said["report"] == said["again"] == []
     expected = load_file(folder / "expected.safetensors")["logits"]
     found = load_file(folder / "found.safetensors")
     assert torch.equal(found["logits"], expected)
@@ -144,29 +140,15 @@ def test_loads_without_moe_lab_and_equals_the_pruned_model(folders: Path, name: 
     assert all("trust_remote_code=True" in refused for refused in said["refused"])
 
 
-@pytest.fixture(scope="module")
-def by_older(folders: Path) -> dict[str, dict[str, Any]]:
-    """Version of transformers -> "NAME-CASE TRUST" -> largest difference of the logits, or the error."""
-    answers = {}
-    for version in OLDERS:
-        search = {"PATH": "", "PYTHONPATH": str(OLDER / version), "HOME": str(folders / f"home-{version}")}
-        environment = {**search, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-c", WITH_OLDER, str(folders), *(f"{name}-{case}" for name, case in FOR_OLDER)]
-        done = subprocess.run(command, cwd=folders, env=environment, capture_output=True, text=True, timeout=250)
-        lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-        assert lines, done.stderr[-3000:]
-        answers[version] = json.loads(lines[-1].removeprefix("RESULT "))
-        assert answers[version]["version"] == version
-    return answers
-
-
 @pytest.mark.skipif(not OLDER.exists(), reason="no older transformers: `make older` installs them")
 @pytest.mark.parametrize("version", OLDERS)
-def test_older_versions_load_stock_exports_and_refuse_the_others(
-    version: str, by_older: dict[str, dict[str, Any]]
-) -> None:
+def test_older_versions_load_stock_exports_and_refuse_the_others(version: str, folders: Path) -> None:
+    names = [f"{name}-{case}" for name, case in FOR_OLDER]
+    printed = run_alone(WITH_OLDER, folders, *names, PYTHONPATH=str(OLDER / version), HOME=str(folders / version))
+    said = json.loads(printed.rpartition("RESULT ")[2])
+    assert said["version"] == version
     for name, case in FOR_OLDER:
-        answers = [by_older[version][f"{name}-{case} {trust}"] for trust in (False, True)]
+        answers = [said[f"{name}-{case} {trust}"] for trust in (False, True)]
         if case == "even" and name != PORTED:
             assert all(isinstance(answer, float) and answer < 1e-5 for answer in answers), (name, answers)
         else:

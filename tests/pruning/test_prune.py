@@ -1,26 +1,153 @@
-"""Pruning in memory, and packed experts. `identities` compares the pruned models of all families with their masks."""
+"""Masks, which leave nothing behind; pruning in memory; packed experts. `identities` compares all families."""
 
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import numpy
 import pytest
 import tiny
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from identities.plans import random_plan
 from tiny import logits
+from torch import nn
 from transformers import AutoModelForCausalLM
 
 from moe_lab.errors import UserError
 from moe_lab.exported_code.ragged import RaggedExperts
 from moe_lab.models.discover import moe_layers
+from moe_lab.pruning.mask import mask
 from moe_lab.pruning.plan import Plan
 from moe_lab.pruning.prune import prune
 
-STOCK = moe_layers(tiny.build("olmoe", dtype=torch.float64))[0].experts
+NAMES = ("olmoe", "deepseek_v3:grouped", "ernie4_5_moe", "minimax_m2")
+MODELS = {name: tiny.build(name, dtype=torch.float64) for name in NAMES}
+
+
+def under(model: nn.Module, plan: Plan) -> torch.Tensor:
+    with mask(model, plan):  # type: ignore[arg-type]
+        return logits(model)
+
+
+def full(plan: Plan) -> Plan:
+    """The same experts with all channels."""
+    channels = {layer: numpy.zeros_like(rows) for layer, rows in plan.channels.items()}
+    for layer, rows in channels.items():
+        rows[list(plan.experts[layer])] = True
+    return replace(plan, channels=channels)
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.sampled_from(NAMES), st.integers(0, 2**32), st.sampled_from([None, 0, 1, 8, 24]), st.booleans())
+def test_channels_are_as_good_as_gone_when_their_columns_of_down_proj_are_0(
+    name: str, seed: int, width: int | None, drop: bool
+) -> None:
+    model = MODELS[name]
+    plan = random_plan(model, "ragged" if width is None else "one width", seed, None if drop else 1.0, width or 0)
+    before, reference = logits(model), copy.deepcopy(model)
+    for layer in moe_layers(reference):
+        layer.experts.down_proj.data *= torch.from_numpy(plan.channels[layer.index])[:, None, :]
+    masked = under(model, plan)
+    assert (masked - under(reference, replace(plan, channels={}))).abs().max() <= 1e-12
+    assert (logits(prune(model, plan)) - masked).abs().max() <= 1e-12
+    assert torch.equal(logits(model), before)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_mask_of_all_channels_is_bit_for_bit_the_plan_of_whole_experts(name: str) -> None:
+    model = MODELS[name]
+    plan = full(random_plan(model, "ragged"))
+    whole = replace(plan, channels={})
+    pruned = prune(model, plan)
+    assert torch.equal(under(model, plan), under(model, whole))
+    assert torch.equal(logits(pruned), under(model, whole))
+    assert pruned.config.to_dict() == prune(model, whole).config.to_dict()
+    assert not any(isinstance(module, RaggedExperts) for module in pruned.modules())
+
+
+@pytest.mark.parametrize("way", ["ragged", "constants"])
+def test_grouped_matrix_products_stay(way: str) -> None:
+    model = tiny.build("olmoe")
+    plan = random_plan(model, way, share=0.5)
+    expected = under(model, plan)
+    with mask(model, plan):  # in force, whatever computes the experts meanwhile
+        model.set_experts_implementation("grouped_mm")
+        assert torch.equal(logits(model), expected)
+    before, grouped = logits(model), under(model, plan)
+    assert (grouped - expected).abs().max() <= 1e-5 and not torch.equal(grouped, expected)
+    if way == "ragged":
+        assert torch.equal(under(model, full(plan)), under(model, replace(plan, channels={})))
+    assert torch.equal(logits(model), before) and model.config._experts_implementation == "grouped_mm"
+    assert "_apply_gate" not in vars(moe_layers(model)[0].experts)
+
+
+def test_infinite_values_of_dropped_channels_do_not_come_through() -> None:
+    model = tiny.build("olmoe")
+    plan = random_plan(model, "ragged")
+    gate_up, dropped = moe_layers(model)[0].experts.gate_up_proj.data, torch.from_numpy(~plan.channels[0])
+    gate_up[torch.cat((dropped, dropped), 1)] *= 1e30
+    assert torch.isfinite(under(model, plan)).all()
+    assert not torch.isfinite(logits(model)).all()
+
+
+@pytest.mark.parametrize(
+    ("name", "way"), [("minimax_m2", "even"), ("phimoe", "even"), ("ernie4_5_moe", "even"), ("minimax_m2", "ragged")]
+)
+def test_model_is_restored_after_an_error(name: str, way: str) -> None:
+    model = tiny.build(name)
+    plan = random_plan(model, way)
+    before = dict([*model.named_parameters(), *model.named_buffers()])
+    attributes = {path: dict(vars(module)) for path, module in model.named_modules()}
+    with pytest.raises(ZeroDivisionError), mask(model, plan):
+        logits(model)
+        raise ZeroDivisionError
+    after = dict([*model.named_parameters(), *model.named_buffers()])
+    assert all(after[key] is before[key] for key in before)
+    for path, module in model.named_modules():
+        assert vars(module).keys() == attributes[path].keys()
+        for key in ("num_experts", "out_features", "top_k"):
+            assert vars(module).get(key) == attributes[path].get(key)
+        assert not module._forward_hooks and not module._forward_pre_hooks
+
+
+def test_hooks_see_original_ids_and_experts_called_past_the_mask_are_noticed() -> None:
+    model, seen = tiny.build("olmoe"), {}
+    plan, layers = tiny.plan(model, 0.5), moe_layers(model)
+    for layer in layers:
+        layer.router.register_forward_hook(lambda _, given, output, at=layer.index: seen.update({at: output[2]}))
+    with mask(model, plan):
+        logits(model)
+        assert list(seen) == [0, 1, 2]
+        assert all(set(chosen.unique().tolist()) <= set(plan.experts[at]) for at, chosen in seen.items())
+        layer, hidden = layers[1], torch.zeros(2, 32)
+        _, gates, chosen = layer.router.forward(hidden)  # type: ignore[operator]
+        with pytest.raises(RuntimeError, match=r"model\.layers\.1\.mlp\.experts"):
+            layer.experts(hidden, chosen, gates)
+
+
+@pytest.mark.parametrize("way", [mask, lambda model, plan: nullcontext(prune(model, plan))], ids=["mask", "prune"])
+def test_plans_of_other_models_are_refused(way: Any) -> None:
+    model = tiny.build("olmoe")
+    channels, constants = random_plan(model, "ragged"), random_plan(model, "constants", share=0.5)
+    for plan, field in (
+        (tiny.plan(tiny.build("mixtral"), 0.5), "another model"),
+        (tiny.plan(tiny.build("deepseek_v3"), 0.5), "another model"),
+        (replace(channels, channels={at: rows[:, :20] for at, rows in channels.channels.items()}), "another model"),
+        (replace(constants, constants={1: constants.constants[1][:, :5]}), "another model"),
+        (Plan(dict.fromkeys(range(3), (0, 1)), dict.fromkeys(range(3), 16)), "top_k=4"),
+    ):
+        with pytest.raises(UserError, match=field), way(model, plan):
+            pass
+        assert not any(module._forward_hooks for module in model.modules())
+
+
+# ---- pruning in memory
 
 
 @pytest.mark.parametrize("way", ["even", "ragged"])
@@ -40,11 +167,15 @@ def test_original_is_untouched_and_unchanged_weights_are_shared(way: str) -> Non
     assert not any(parameter.requires_grad for parameter in pruned.parameters())
 
 
-def test_axis_when_there_are_as_many_experts_as_hidden_units() -> None:
-    model = tiny.build("gpt_oss", num_local_experts=32)
+def test_counts_and_axes_of_the_experts_that_are_left() -> None:
+    model = tiny.build("gpt_oss", num_local_experts=32)  # as many experts as hidden units
     layer = moe_layers(prune(model, tiny.plan(model, 0.5)))[0]
     assert layer.router.weight.shape == (16, 32) and layer.router.bias.shape == (16,)
     assert layer.experts.gate_up_proj.shape == (16, 32, 48) and layer.experts.down_proj_bias.shape == (16, 32)
+    model = tiny.build("mixtral")
+    pruned = prune(model, tiny.plan(model, 0.5))
+    assert pruned(input_ids=tiny.tokens(), output_router_logits=True).aux_loss > 0
+    assert pruned.num_experts == 4 and model.num_experts == 8
 
 
 @pytest.mark.parametrize("case", ["counts", "one width", "ragged"])
@@ -83,19 +214,9 @@ def test_layers_of_one_width_stay_modules_of_the_family_if_kernels_can_align_the
     assert {layer.width for layer in moe_layers(prune(whole, random_plan(whole, "one width", width=13)))} == {13}
 
 
-def test_a_layer_of_null_experts_gives_nothing() -> None:
-    model = tiny.build("olmoe")
-    pruned = prune(model, random_plan(model, "one width", share=1.0, width=0))
-    experts = pruned.model.layers[1].mlp.experts
-    assert isinstance(experts, RaggedExperts) and experts.widths == (0,) * 16
-    assert not experts(torch.ones(2, 32), torch.tensor([[0, 3], [5, 1]]), torch.ones(2, 2)).any()
+# ---- packed experts
 
-
-def test_the_balancing_loss_counts_the_experts_that_are_left() -> None:
-    model = tiny.build("mixtral")
-    pruned = prune(model, tiny.plan(model, 0.5))
-    assert pruned(input_ids=tiny.tokens(), output_router_logits=True).aux_loss > 0
-    assert pruned.num_experts == 4 and model.num_experts == 8
+STOCK = moe_layers(MODELS["olmoe"])[0].experts
 
 
 def packed(widths: list[int]) -> RaggedExperts:
@@ -107,17 +228,15 @@ def packed(widths: list[int]) -> RaggedExperts:
 
 
 def naive(experts: RaggedExperts, hidden: torch.Tensor, index: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
-    """Token by token, expert by expert, channel by channel."""
+    """Token by token, expert by expert."""
     output = torch.zeros_like(hidden)
     starts = [sum(experts.widths[:expert]) for expert in range(len(experts.widths))]
     for token, row in enumerate(index.tolist()):
         for place, expert in enumerate(row):
             width, start = experts.widths[expert], starts[expert]
-            for channel in range(width):
-                gate = experts.gate_up_packed[2 * start + channel] @ hidden[token]
-                up = experts.gate_up_packed[2 * start + width + channel] @ hidden[token]
-                phi = gate / (1 + torch.exp(-gate)) * up
-                output[token] += gates[token, place] * phi * experts.down_packed[start + channel]
+            gate_up = experts.gate_up_packed[2 * start : 2 * (start + width)] @ hidden[token]
+            phi = gate_up[:width] / (1 + torch.exp(-gate_up[:width])) * gate_up[width:]
+            output[token] += gates[token, place] * phi @ experts.down_packed[start : start + width]
     return output
 
 
@@ -152,12 +271,10 @@ def test_packed_experts_have_the_activation_of_the_family_without_its_weights() 
 
     family = copy.deepcopy(STOCK)
     family.__class__, family.limit = Clamped, 0.5
-    experts = RaggedExperts(family, [2])
-    gate_up = torch.tensor([[3.0, 0.25, 1.0, 1.0]])
-    for each in (experts, copy.deepcopy(experts)):
-        assert each._apply_gate(gate_up).tolist() == [[1.5, 1.25]]
-    assert not list(experts._apply_gate.__self__.parameters()) and len(list(family.parameters())) == 2
+    experts = copy.deepcopy(RaggedExperts(family, [2]))
+    assert experts._apply_gate(torch.tensor([[3.0, 0.25, 1.0, 1.0]])).tolist() == [[1.5, 1.25]]
     assert {name for name, _ in experts.named_parameters()} == {"gate_up_packed", "down_packed"}
+    assert not list(experts._apply_gate.__self__.parameters()) and len(list(family.parameters())) == 2
 
 
 def test_packed_experts_need_no_memory_on_the_meta_device_and_are_not_taken_for_stacks() -> None:

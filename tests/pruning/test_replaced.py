@@ -1,23 +1,29 @@
-"""Plans whose dropped experts are merged into kept ones, or put out constants."""
+"""Plans whose dropped experts are merged into kept ones, with which order of channels, or put out constants."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import replace
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
+import naive
 import numpy
 import pytest
 import tiny
 import torch
 from identities.plans import random_plan
+from scipy.optimize import linear_sum_assignment
 from tiny import logits
 from transformers import AutoModelForCausalLM
 
+import moe_lab
 from moe_lab.errors import UserError
 from moe_lab.models.discover import moe_layers, routed_layers
 from moe_lab.models.experts import activation
+from moe_lab.models.streamed import StreamedModel
+from moe_lab.pruning.alignment import align_by_activations, align_by_weights, alignment_tap
 from moe_lab.pruning.cost import even_routing, size
 from moe_lab.pruning.export import export
 from moe_lab.pruning.export.verify import verify
@@ -25,6 +31,8 @@ from moe_lab.pruning.mask import mask
 from moe_lab.pruning.plan import Plan
 from moe_lab.pruning.prune import prune
 from moe_lab.pruning.replace import merge_experts, replace_by_constants
+from moe_lab.statistics.observe import gather
+from moe_lab.statistics.streaming import stream
 
 
 @pytest.mark.parametrize("way", ["merged", "constants"])
@@ -59,15 +67,14 @@ def test_each_routed_pair_adds_what_stands_for_its_expert(way: str) -> None:
 def test_experts_without_a_router_row_lend_their_weights_only() -> None:
     """The router chooses among the experts that stand for a group; their weights are those of the merging plan."""
     model = tiny.build("qwen3_moe")
-    whole, plan = random_plan(model, "merged", share=0.5), random_plan(model, "merged rows", share=0.5)
-    assert plan.merged == whole.merged and not plan.shares_experts and whole.shares_experts
+    plan = random_plan(model, "merged rows", share=0.5)
+    assert plan.merged == random_plan(model, "merged", share=0.5).merged and not plan.shares_experts
     pruned, unmerged = prune(model, plan), prune(model, Plan(plan.experts, plan.n_experts))
     for merged, dropped in zip(moe_layers(pruned), moe_layers(unmerged), strict=True):
         assert torch.equal(merged.router.weight, dropped.router.weight)
-        changed = set(plan.merged[merged.index])
         for place, expert in enumerate(plan.experts[merged.index]):
             same = torch.equal(merged.experts.down_proj[place], dropped.experts.down_proj[place])
-            assert same == (expert not in changed)
+            assert same == (expert not in plan.merged[merged.index])
 
 
 @pytest.mark.parametrize("shape", ["masked", "padded"])
@@ -86,31 +93,16 @@ def test_shapes_of_the_original_hold_experts_without_router_rows_alone(shape: st
         assert not (tmp_path / "other").exists()
 
 
-def test_an_export_states_and_has_the_constants(tmp_path: Path) -> None:
-    model = tiny.save("olmoe", tmp_path / "model")
-    plan = random_plan(model, "constants", share=0.5)
-    folder = export(tmp_path / "model", plan, tmp_path / "out")
-    before, after = sum(plan.n_experts.values()), sum(int(mask.any(1).sum()) for mask in plan.channels.values())
-    assert f"{after} of {before} routed experts" in (folder / "README.md").read_text()
-    zeros = export(tmp_path / "model", replace(plan, constants={}), tmp_path / "zeros")
-    with_zeros = AutoModelForCausalLM.from_pretrained(zeros, trust_remote_code=True, experts_implementation="eager")
-    assert (logits(with_zeros) - logits(prune(model, plan))).abs().max() > 1e-2
-
-
-def test_merging_saves_no_operations() -> None:
+def test_what_replaced_experts_cost() -> None:
     model = tiny.build("olmoe")
-    plan, whole = random_plan(model, "merged"), even_routing(moe_layers(model), None)
-    assert even_routing(moe_layers(model), plan) == even_routing(routed_layers(prune(model, plan)), None) == whole
-
-
-def test_a_constant_costs_one_number_for_each_hidden_unit() -> None:
-    model = tiny.build("olmoe")
+    layers = moe_layers(model)
+    plan, whole = random_plan(model, "merged"), even_routing(layers, None)
+    assert even_routing(layers, plan) == even_routing(routed_layers(prune(model, plan)), None) == whole
     plan, dropping = random_plan(model, "constants", share=0.5), tiny.plan(model, 0.5)
     facts = {"parameters": sum(weight.numel() for weight in model.parameters()), "bytes_per_parameter": 2}
-    constants = sum(array.size for array in plan.constants.values())
-    routers = sum(layer.hidden * layer.n_experts // 2 for layer in moe_layers(model))
-    less = size(model, dropping, facts=facts)["parameters"]
-    assert size(model, plan, facts=facts)["parameters"] == less + constants + routers
+    more = sum(array.size for array in plan.constants.values())
+    more += sum(layer.hidden * layer.n_experts // 2 for layer in layers)  # the router stays whole
+    assert size(model, plan, facts=facts)["parameters"] == size(model, dropping, facts=facts)["parameters"] + more
 
 
 @pytest.mark.parametrize(("way", "field"), [("merged", "alignments"), ("constants", "constants")])
@@ -121,27 +113,20 @@ def test_a_plan_is_read_as_it_was_written(way: str, field: str, tmp_path: Path) 
     assert again == plan and again.merged == plan.merged
     arrays = getattr(plan, field)
     assert all(numpy.array_equal(getattr(again, field)[layer], arrays[layer]) for layer in arrays)
+    halves = {at: {one: dict.fromkeys(group, 0.5) for one, group in of.items()} for at, of in plan.merged.items()}
+    assert way == "constants" or replace(plan, merged=halves) != plan
     other = replace(plan, **{field: {layer: array[:, ::-1].copy() for layer, array in arrays.items()}})
     assert other != plan != replace(plan, **{field: {}})
     other.save(tmp_path / "other.json")
     numpy.save(tmp_path / "array.npy", arrays[1])
-    for file in ("other.npz", "array.npy"):
-        (tmp_path / "plan.npz").write_bytes((tmp_path / file).read_bytes())
-        with pytest.raises(UserError, match=r"plan\.json is damaged"):
-            Plan.load(tmp_path / "plan.json")
-    for damaged in (b"PK", b""):
+    other_files = [(tmp_path / name).read_bytes() for name in ("other.npz", "array.npy")]
+    for damaged in (*other_files, b"PK", b""):
         (tmp_path / "plan.npz").write_bytes(damaged)
         with pytest.raises(UserError, match=r"plan\.json is damaged"):
             Plan.load(tmp_path / "plan.json")
     (tmp_path / "plan.npz").unlink()
     with pytest.raises(UserError, match=r"plan\.npz"):
         Plan.load(tmp_path / "plan.json")
-
-
-def test_groups_belong_to_a_plan() -> None:
-    plan = random_plan(tiny.build("olmoe"), "merged", share=0.5)
-    halves = {**plan.merged, 1: {owner: dict.fromkeys(group, 0.5) for owner, group in plan.merged[1].items()}}
-    assert replace(plan, merged=halves) != plan
 
 
 def test_nothing_is_merged_into_a_protected_expert() -> None:
@@ -158,3 +143,109 @@ def test_the_mean_output_of_a_novice() -> None:
     plan = replace_by_constants(Plan({0: (1,)}, {0: 2}), {0: numpy.stack([outputs.mean(0), outputs[0]])}, {0: 4})
     assert plan.experts[0] == (0, 1) and plan.null_experts(0) == [0]
     assert (0.35 * plan.constants[0][0]).tolist() == pytest.approx([0.70, 0.35])
+
+
+# ---- orders of channels
+
+
+def weights_of(layer: Any, expert: int) -> list[Any]:
+    """The gate row, up row and down column of each channel of an expert."""
+    gate, up = layer.experts.gate_up_proj[expert].detach().double().chunk(2)
+    down = layer.experts.down_proj[expert].detach().double()
+    return [torch.cat((gate[i], up[i], down[:, i])).numpy() for i in range(layer.width)]
+
+
+def test_of_all_orders_the_one_of_the_largest_products_of_weights_is_chosen() -> None:
+    """M-SMoE: argmax over p of sum_i <gate_o[i], gate_m[p_i]> + <up_o[i], up_m[p_i]> + <down_o[i], down_m[p_i]>."""
+    model = tiny.build("olmoe", intermediate_size=5)
+    plan = align_by_weights(random_plan(model, "merged", share=0.5), moe_layers(model))
+    for layer in moe_layers(model):
+        owners = plan.owners(layer.index)
+        for row, member in enumerate(plan.merged_away(layer.index)):
+            of_owner, of_member = weights_of(layer, owners[member]), weights_of(layer, member)
+            best = max(
+                permutations(range(5)),
+                key=lambda order: sum(a @ of_member[j] for a, j in zip(of_owner, order, strict=True)),
+            )
+            assert plan.alignments[layer.index][row].tolist() == list(best)
+
+
+@pytest.mark.parametrize("by_activations", [False, True])
+def test_experts_that_differ_in_the_order_of_their_channels_are_merged_without_loss(by_activations: bool) -> None:
+    model, random = tiny.build("qwen3_moe"), numpy.random.default_rng(0)
+    plan, layers = replace(random_plan(model, "merged", share=0.8), alignments={}), moe_layers(model)
+    for layer in layers:
+        experts: Any = layer.experts
+        for owner, group in plan.merged[layer.index].items():
+            for member in group.keys() - {owner}:
+                order = torch.from_numpy(random.permutation(layer.width))
+                experts.gate_up_proj[member] = experts.gate_up_proj[owner][torch.cat((order, order + layer.width))]
+                experts.down_proj[member] = experts.down_proj[owner][:, order]
+    if by_activations:
+        aligned = align_by_activations(plan, gather(model, alignment_tap(plan), tiny.batches(), fingerprint={}).layers)
+    else:
+        aligned = align_by_weights(plan, layers)
+    before = logits(model)
+    with mask(model, aligned):
+        assert (logits(model) - before).abs().max() < 1e-5
+    with mask(model, plan):
+        assert (logits(model) - before).abs().max() > 1e-3
+
+
+def naive_cost(of_owner: Any, of_member: Any) -> Any:
+    """(I, I) Euclidean distances of rows, each divided by its norm."""
+    first, second = (rows / numpy.linalg.norm(rows, axis=1)[:, None] for rows in (of_owner, of_member))
+    return numpy.array([[numpy.linalg.norm(a - b) for b in second] for a in first])
+
+
+def test_ream_adds_distances_of_activations_and_of_principal_components_of_weights() -> None:
+    model, (ids, valid) = tiny.build("olmoe", dtype=torch.float64, hidden_size=16), naive.batch()
+    plan = replace(random_plan(model, "merged", share=0.5), alignments={})
+    seen: dict[int, torch.Tensor] = {}
+    for layer in moe_layers(model):
+        layer.experts.register_forward_pre_hook(lambda _, inputs, at=layer.index: seen.update({at: inputs[0].detach()}))
+    with torch.no_grad():
+        model(input_ids=ids, attention_mask=valid.long())
+    given = dict(seen)
+    sums = gather(model, alignment_tap(plan), [(ids[:2], valid[:2]), (ids[2:], valid[2:])], fingerprint={})
+    aligned = align_by_activations(plan, sums.layers)
+    assert not valid.all() and plan.merged
+    for layer in moe_layers(model):
+        states = given[layer.index][valid.flatten()]
+        rows = numpy.stack([weights_of(layer, expert) for expert in range(layer.n_experts)])
+        rows = rows / numpy.linalg.norm(rows, axis=2)[:, :, None]
+        flat = rows.reshape(-1, rows.shape[2])
+        _, singular, directions = numpy.linalg.svd(flat - flat.mean(0), full_matrices=False)
+        components = ((rows - flat.mean(0)) @ directions.T) * singular
+        owners = plan.owners(layer.index)
+        for row, member in enumerate(plan.merged_away(layer.index)):
+            phi = [layer.phi(states, layer.weights(expert)).detach().numpy().T for expert in (owners[member], member)]
+            cost = naive_cost(*phi) + naive_cost(components[owners[member]], components[member])
+            order = aligned.alignments[layer.index][row]
+            best = cost[linear_sum_assignment(cost)].sum()
+            assert cost[numpy.arange(layer.width), order].sum() == pytest.approx(best, rel=1e-6)
+
+
+def test_both_engines_find_the_same_orders(tmp_path: Path) -> None:
+    model = tiny.save("olmoe", tmp_path / "model")
+    plan = replace(random_plan(model, "merged", share=0.5), alignments={})
+    streamed = StreamedModel(tmp_path / "model", dtype=torch.float32, device="cpu")
+    by_weights = align_by_weights(plan, streamed.each_layer())
+    assert by_weights == align_by_weights(plan, moe_layers(model)) == moe_lab.align(model, plan) != plan
+    tap, batches = alignment_tap(plan), tiny.batches()
+    sums = stream(streamed, tap, batches, out=tmp_path / "out", fingerprint={}, budget=0)
+    by_activations = align_by_activations(plan, sums.layers)
+    assert by_activations == align_by_activations(plan, gather(model, tap, batches, fingerprint={}).layers)
+    assert by_activations not in (plan, by_weights)
+
+
+def test_what_cannot_be_aligned_is_said() -> None:
+    model = tiny.build("olmoe")
+    plan = random_plan(model, "merged", share=0.5)
+    for words, field in (
+        ({"plan": tiny.plan(model, 0.5)}, "plan merges no experts"),
+        ({"plan": plan, "length": 3}, "length"),
+        ({"plan": plan, "text": ["a text"]}, "tokenizer"),
+    ):
+        with pytest.raises(UserError, match=field):
+            moe_lab.align(model, **words)

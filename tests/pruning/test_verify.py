@@ -40,10 +40,7 @@ def test_whole_experts_agree_to_the_bit_and_others_within_rounding(
 def test_a_wrong_export_is_named(tensor: str, tmp_path: Path) -> None:
     plan = tiny.plan(tiny.save("qwen3_moe", tmp_path / "model"), 0.25)
     export(tmp_path / "model", plan, tmp_path / "export")
-    file = tmp_path / "export" / "model.safetensors"
-    tensors = load_file(file)
-    tensors[tensor] = torch.flip(tensors[tensor], [0])
-    save_file(tensors, file, {"format": "pt"})
+    rewrite(tmp_path / "export", lambda tensors: tensors[tensor].copy_(tensors[tensor].flip(0)))
     with pytest.raises(UserError, match=r"decoder layer 1 of .*export gives something else than the masked model"):
         verify(tmp_path / "model", plan, tmp_path / "export")
 

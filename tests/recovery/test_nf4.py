@@ -14,8 +14,7 @@ from moe_lab.errors import UserError
 from moe_lab.exported_code.ragged import RaggedExperts
 from moe_lab.models.discover import is_experts, linears
 from moe_lab.recovery import check
-from moe_lab.recovery.apply import recovered
-from moe_lab.recovery.quantize import FourBitLinear, FourBitMatrices, FourBitMatrix, quantize, storage
+from moe_lab.recovery.apply import FourBitLinear, FourBitMatrices, FourBitMatrix, recovered, storage
 
 functional = pytest.importorskip("bitsandbytes.functional")
 
@@ -68,31 +67,20 @@ def test_bits_are_those_of_bitsandbytes() -> None:
     assert not bool(stack[0].any())
 
 
-@pytest.mark.parametrize("name", tiny.ARCHITECTURES)
+@pytest.mark.parametrize("name", [*tiny.ARCHITECTURES, "olmoe ragged"])
 def test_model_computes_with_the_weights_it_stands_for(name: str) -> None:
-    model, ids = tiny.build(name), tiny.tokens()
-    stored = copy.deepcopy(model)
-    quantize(stored, PARTS)
-    plain = dequantized(stored, model)
-    with torch.no_grad():
-        found, expected, before = (network(ids).logits for network in (stored, plain, model))
-    assert torch.equal(found, expected)
+    """Ragged experts, too, of which one is empty."""
+    family, _, ragged = name.partition(" ")
+    model = tiny.build(family)
+    plan = random_plan(model, ragged) if ragged else None
+    plain, stored = (recovered(model, plan, bits=bits, modules=PARTS, tuned=None) for bits in (16, 4))
+    found, before = tiny.logits(stored), tiny.logits(plain)
+    assert torch.equal(found, tiny.logits(dequantized(stored, plain)))
     assert 1e-3 < float((found - before).abs().max()) < 8
     left = {key for key in stored.state_dict() if "packed" not in key}
-    assert {key for key in model.state_dict() if "router" in key or "gate.w" in key or "head" in key} <= left
-
-
-def test_ragged_experts_with_one_that_is_empty() -> None:
-    model, ids = tiny.build("olmoe"), tiny.tokens()
-    plan = random_plan(model, "ragged")
-    pruned = recovered(model, plan, bits=16, modules=(), tuned=None)
-    stored = recovered(model, plan, bits=4, modules=["experts"], tuned=None)
-    assert all(isinstance(module, RaggedExperts) for module in stored.modules() if is_experts(module))
-    with torch.no_grad():
-        found, expected = stored(ids).logits, dequantized(stored, pruned)(ids).logits
-    assert torch.equal(found, expected)
-    assert storage(stored)["experts"] < storage(pruned)["experts"] / 7
-    assert all(bool(buffer.isfinite().all()) for buffer in stored.buffers())
+    assert {key for key in plain.state_dict() if "router" in key or "gate.w" in key or "head" in key} <= left
+    assert any(isinstance(module, RaggedExperts) for module in stored.modules()) == bool(ragged)
+    assert storage(stored)["experts"] < storage(plain)["experts"] / (7 if ragged else 5)
 
 
 def test_the_input_model_stays_and_a_second_time_gives_the_same_bits() -> None:
@@ -103,11 +91,8 @@ def test_the_input_model_stays_and_a_second_time_gives_the_same_bits() -> None:
     states = once.state_dict(), again.state_dict()
     assert states[0].keys() == states[1].keys()
     assert all(torch.equal(value, states[1][key]) for key, value in states[0].items())
-    words = [network.generate(tiny.tokens(2), max_new_tokens=5, do_sample=False) for network in (once, again)]
-    assert torch.equal(*words)
     shared = {key for key, value in once.named_parameters() if value is dict(model.named_parameters()).get(key)}
-    assert "model.layers.1.mlp.gate.weight" in shared and "lm_head.weight" in shared
-    assert {"model.layers.1.self_attn.o_proj.weight"} <= shared
+    assert {"model.layers.1.mlp.gate.weight", "lm_head.weight", "model.layers.1.self_attn.o_proj.weight"} <= shared
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

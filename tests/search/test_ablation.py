@@ -1,6 +1,11 @@
+"""Exact ways: the rise of the loss without an expert, and the error of a layer for each choice of its experts."""
+
 from __future__ import annotations
 
 import copy
+import math
+from functools import partial
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -10,36 +15,23 @@ import tiny
 import torch
 from torch.nn.functional import cross_entropy
 
+from moe_lab.allocation.shapes import check_removals, count_subsets, kept_subsets
 from moe_lab.errors import UserError
 from moe_lab.models import load as device
-from moe_lab.models.discover import moe_layers
-from moe_lab.search import ablation
+from moe_lab.models.discover import MoELayer, moe_layers
+from moe_lab.models.streamed import StreamedModel
+from moe_lab.pruning.mask import mask
+from moe_lab.pruning.plan import Plan
+from moe_lab.search import ablation, reconstruction
 from moe_lab.search.ablation import loss_rises
+from moe_lab.search.reconstruction import Reconstruction, reconstruct
 from moe_lab.statistics import Statistics
-from moe_lab.statistics.observe import CHECKPOINT, Batch
+from moe_lab.statistics.observe import CHECKPOINT, Batch, gather
+from moe_lab.statistics.streaming import stream
 
 
 def ablate(model: Any, batches: list[Batch], **settings: Any) -> Statistics:
-    return loss_rises(model, "ablation", batches, **settings)
-
-
-SMALL: dict[str, dict[str, int]] = {
-    "olmoe": {"num_experts": 6, "num_experts_per_tok": 2},
-    "mixtral": {"num_local_experts": 4},
-    "qwen2_moe": {"num_experts": 6, "num_experts_per_tok": 2},
-    "qwen3_next": {"num_experts": 4, "num_experts_per_tok": 2},
-    "deepseek_v2": {"n_routed_experts": 6, "num_experts_per_tok": 2},
-    "deepseek_v3:grouped": {"n_routed_experts": 8},
-    "ernie4_5_moe": {"moe_num_experts": 5, "moe_k": 2},
-    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2},
-    "granitemoe": {"num_local_experts": 4, "num_experts_per_tok": 2},
-    "minimax_m2": {"num_local_experts": 5, "num_experts_per_tok": 2},
-    "hunyuan_v1_moe": {"num_experts": 4, "moe_topk": 2},
-    "phimoe": {"num_local_experts": 4},
-    "jamba": {"num_experts": 4},
-    "lfm2_moe": {"num_experts": 5, "num_experts_per_tok": 2},
-    "afmoe": {"num_experts": 4, "num_experts_per_tok": 2},
-}
+    return loss_rises(model, "ablation", batches, **{"fingerprint": {}, **settings})
 
 
 @torch.no_grad()
@@ -80,12 +72,12 @@ def naive_rises(model: Any, ids: torch.Tensor, valid: torch.Tensor) -> dict[int,
     return found
 
 
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", tiny.ARCHITECTURES)
 def test_rises_are_those_of_changed_weights(name: str) -> None:
-    model = tiny.build(name, **SMALL[name])
+    model = tiny.build(name, **tiny.few_experts(name))
     ids, valid = (part[:2, 2:14] for part in naive.batch())
     before = dict(model.named_parameters())
-    without = ablate(model, [(ids, valid)], fingerprint={}).layers
+    without = ablate(model, [(ids, valid)]).layers
     scaled = loss_rises(model, "scaling", [(ids[:1], valid[:1]), (ids[1:], valid[1:])], fingerprint={})
     expected = naive_rises(model, ids, valid)
     assert scaled.header["kind"] == "scaling" and scaled.layers.keys() == expected.keys() == without.keys()
@@ -99,20 +91,16 @@ def test_rises_are_those_of_changed_weights(name: str) -> None:
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
-def test_parts_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One row at a time and one expert at a time, or all at once, in batches of different lengths."""
+@pytest.mark.parametrize(("limit", "value"), [("PASS_TOKENS", 1), ("LOGITS", 4 * tiny.VOCABULARY * 50)])
+def test_parts_do_not_matter(limit: str, value: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One row and one expert at a time, or all at once, in batches of different lengths."""
     model = tiny.build("mixtral")
     ids, valid = naive.batch()
     batches = [(ids, valid), (ids[:1, :9], torch.ones(1, 9, dtype=torch.bool))]
-    together = ablate(model, batches, fingerprint={}).layers
-    monkeypatch.setattr(device, "PASS_TOKENS", 1)
-    alone = ablate(model, batches, fingerprint={}).layers
-    monkeypatch.setattr(device, "PASS_TOKENS", 4096)
-    monkeypatch.setattr(device, "LOGITS", 4 * tiny.VOCABULARY * 50)
-    few = ablate(model, batches, fingerprint={}).layers
-    for index, named in together.items():
-        assert torch.allclose(named["ablation"], alone[index]["ablation"], atol=2e-6)
-        assert torch.allclose(named["ablation"], few[index]["ablation"], atol=2e-6)
+    together = ablate(model, batches).layers
+    monkeypatch.setattr(device, limit, value)
+    for index, named in ablate(model, batches).layers.items():
+        assert torch.allclose(named["ablation"], together[index]["ablation"], atol=2e-6)
 
 
 def test_layers_before_are_not_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,13 +112,6 @@ def test_layers_before_are_not_run_again(monkeypatch: pytest.MonkeyPatch) -> Non
     ids = tiny.tokens(1, 96)
     ablate(model, [(ids, torch.ones_like(ids, dtype=torch.bool))], fingerprint={})
     assert [run.count(index) for index in range(4)] == [1 + 8 * (index + 1) for index in range(4)]
-
-
-def test_an_expert_without_tokens_makes_no_difference() -> None:
-    model = tiny.build("olmoe")
-    ids, valid = naive.batch()
-    found = ablate(model, [(ids[:1, 10:13], valid[:1, 10:13])], fingerprint={}).layers
-    assert all((named["ablation"] == 0).sum() >= 16 - 3 * 4 for named in found.values())
 
 
 def test_a_killed_pass_goes_on_to_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,8 +133,6 @@ def test_a_killed_pass_goes_on_to_the_same_bits(tmp_path: Path, monkeypatch: pyt
     (tmp_path / CHECKPOINT).write_bytes(b"damaged")
     ablate(model, batches, fingerprint={"model": 2}, out=tmp_path)
     assert len(calls) == 14
-    rest.save(tmp_path / "statistics.safetensors")
-    assert Statistics.load(tmp_path / "statistics.safetensors").header == rest.header
 
 
 def test_a_loss_that_is_not_finite_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,15 +141,164 @@ def test_a_loss_that_is_not_finite_is_refused(monkeypatch: pytest.MonkeyPatch) -
     broken = torch.tensor([0.0, 0.0, 0.0, float("nan")]).repeat(2)
     monkeypatch.setitem(ablation.KINDS, "ablation", lambda self, place: broken)
     with pytest.raises(UserError, match="NaN or Inf in layer 0, expert 3: ablation of the changed loss"):
-        ablate(model, [(ids, valid)], fingerprint={})
+        ablate(model, [(ids, valid)])
     moe_layers(model)[2].experts.down_proj[3] = float("inf")  # type: ignore[operator, index]
     with pytest.raises(UserError, match="loss of the unpruned model is NaN or infinite"):
-        ablate(model, [(ids, valid)], fingerprint={})
+        ablate(model, [(ids, valid)])
 
 
 def test_text_without_anything_to_predict_is_refused() -> None:
     model = tiny.build("mixtral")
     with pytest.raises(UserError, match="no token that follows another"):
-        ablate(model, [(torch.full((2, 1), 5), torch.ones(2, 1, dtype=torch.bool))], fingerprint={})
+        ablate(model, [(torch.full((2, 1), 5), torch.ones(2, 1, dtype=torch.bool))])
     with pytest.raises(UserError, match="no batches"):
-        ablate(model, [], fingerprint={})
+        ablate(model, [])
+
+
+# ---- reconstruction
+
+THIRD = 0.34
+"""The ratio at which architectures with few experts lose a third of them."""
+
+
+def facts(model: Any) -> dict[str, Any]:
+    """The entries of facts.json that matter here, with the text keys of JSON."""
+    names = ("n_experts", "top_k", "n_group", "topk_group")
+    return {"layers": {str(layer.index): {name: getattr(layer, name) for name in names} for layer in moe_layers(model)}}
+
+
+def inputs(model: Any, layer: MoELayer, ids: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
+    """(B, S, H): what enters the MoE block of the unpruned model."""
+    seen: list[torch.Tensor] = []
+    hook = layer.block.register_forward_pre_hook(lambda module, given: seen.append(given[0]))
+    with torch.no_grad():
+        model(input_ids=ids, attention_mask=valid.long(), use_cache=False)
+    hook.remove()
+    return seen[0].double()
+
+
+@torch.no_grad()
+def brute_force(model: Any, layer: MoELayer, removed: int) -> dict[tuple[int, ...], float]:
+    """Kept ids -> || F - F_S ||_F in fp64, for every subset that the mask accepts: the masked block is really run."""
+    ids, valid = naive.batch()
+    hidden = inputs(model, layer, ids, valid)
+    wide = copy.deepcopy(model).double()
+    layers = moe_layers(wide)
+    block = next(each for each in layers if each.index == layer.index).block
+
+    def run() -> torch.Tensor:
+        result = block(hidden)
+        return (result[0] if isinstance(result, tuple) else result).flatten(0, -2)[valid.flatten()]
+
+    whole, errors = run(), {}
+    everything = {each.index: tuple(range(each.n_experts)) for each in layers}
+    for kept in combinations(range(layer.n_experts), layer.n_experts - removed):
+        plan = Plan({**everything, layer.index: kept}, {each.index: each.n_experts for each in layers})
+        size = layer.n_experts // layer.n_group
+        if len({sum(expert // size == group for expert in kept) for group in range(layer.n_group)}) > 1:
+            continue
+        with mask(wide, plan):
+            errors[kept] = float((whole - run()).norm())
+    return errors
+
+
+def reconstructed(model: Any, batches: list[Batch], ratio: float, **settings: Any) -> Reconstruction:
+    read = partial(gather, model, batches=batches, **{"fingerprint": {}, **settings})
+    return reconstruct(lambda tap: read(tap=tap), facts=facts(model), ratio=ratio)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "deepseek_v3:grouped"])
+def test_one_layer_in_memory_is_enough(name: str, tmp_path: Path) -> None:
+    model = tiny.save(name, tmp_path / "model", **tiny.few_experts(name))
+    expected = reconstructed(model, [naive.batch()], ratio=THIRD)
+    streamed = StreamedModel(tmp_path / "model", dtype=torch.float32, device="cpu")
+    read = partial(stream, streamed, batches=[naive.batch()], out=tmp_path / "out", fingerprint={}, budget=0.0)
+    found = reconstruct(lambda tap: read(tap=tap), facts=facts(model), ratio=THIRD)
+    assert found == expected
+
+
+@pytest.mark.parametrize("name", tiny.ARCHITECTURES)
+def test_every_choice_has_the_error_of_really_making_it(name: str) -> None:
+    model = tiny.build(name, **tiny.few_experts(name))
+    found = reconstructed(model, [naive.batch()], ratio=THIRD)
+    layer = moe_layers(model)[-1]
+    expected = brute_force(model, layer, layer.n_experts // 3)
+    rows = {tuple(kept): (error, chosen) for index, kept, error, _, chosen in found.errors if index == layer.index}
+    assert set(rows) == set(expected)
+    for kept, error in expected.items():
+        assert rows[kept][0] == pytest.approx(error, rel=2e-5, abs=1e-6), kept
+    best = found.kept[layer.index]
+    assert expected[best] <= min(expected.values()) * (1 + 2e-5) + 1e-6 < max(expected.values()) / 1.15
+    assert [kept for kept, (_, chosen) in rows.items() if chosen] == [best]
+    assert set(found.kept) == {each.index for each in moe_layers(model)}
+
+
+def test_parts_and_batches_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny.build("mixtral")
+    ids, valid = naive.batch()
+    whole = reconstructed(model, [(ids, valid)], ratio=0.5)
+    monkeypatch.setattr(reconstruction, "BUDGET", 8 * 8 * 32 * 7)  # 7 tokens of outputs, 28 of products at once
+    parts = reconstructed(model, [(ids[:2], valid[:2]), (ids[2:], valid[2:])], ratio=0.5)
+    assert parts.kept == whole.kept
+    for one, other in zip(parts.errors, whole.errors, strict=True):
+        assert one[1] == other[1] and one[2] == pytest.approx(other[2], rel=1e-5)
+
+
+def test_nothing_lost_costs_nothing_and_errors_are_also_shares_of_the_output() -> None:
+    model = tiny.build("mixtral")
+    found = reconstructed(model, [naive.batch()], ratio=0.0)
+    assert all(kept == tuple(range(8)) for kept in found.kept.values())
+    assert [row[2] for row in found.errors] == [0.0] * 3
+    layer = moe_layers(model)[-1]
+    seen = naive.routed("mixtral")[layer.index]
+    whole = float(seen.mixed[seen.valid].norm())
+    for index, _, error, relative, _ in reconstructed(model, [naive.batch()], ratio=0.25).errors:
+        if index == layer.index:
+            assert relative == pytest.approx(error / whole, rel=1e-5)
+
+
+def test_subsets() -> None:
+    assert kept_subsets(4, 2) == [(2, 3), (1, 3), (1, 2), (0, 3), (0, 2), (0, 1)]
+    assert kept_subsets(8, 4, 4)[0] == (1, 3, 5, 7) and len(set(kept_subsets(8, 4, 4))) == 2**4
+    for n, removed, groups, protected in (
+        (8, 3, 1, ()),
+        (6, 0, 1, ()),
+        (12, 6, 3, ()),
+        (8, 4, 1, (0, 5)),
+        (8, 4, 2, (0, 4)),
+    ):
+        whole, some = kept_subsets(n, removed, groups), kept_subsets(n, removed, groups, protected)
+        assert some == [subset for subset in whole if set(protected) <= set(subset)]
+        assert len(some) == count_subsets(n, removed, groups, protected)
+
+
+def test_too_many_choices_are_refused() -> None:
+    layers = {0: {"n_experts": 64, "top_k": 8, "n_group": 1, "topk_group": 1}}
+    grouped = {3: {"n_experts": 16, "top_k": 4, "n_group": 4, "topk_group": 2}}
+    protected = {0: {"n_experts": 8, "top_k": 1, "n_group": 1, "topk_group": 1, "protected": [0, 5]}}
+    for facts, ratio, limit, named in (
+        (layers, 0.5, 10_000, r"ratio=0.5: .* 1.833e\+18 choices .*layer 0\b.*limit=10000; 0.046 is the largest"),
+        (grouped, 0.25, 255, r" 256 choices .*layer 3\b.*limit=255; 0.249 is the largest"),
+        (protected, 0.5, 14, r" 15 choices .* 0.249 is the largest"),
+        (layers, 0.5, 0, "limit=0"),
+        (layers, 0.92, 10_000, r"ratio=0.92: .* layer 0"),
+    ):
+        with pytest.raises(UserError, match=named):
+            check_removals(facts, ratio, limit=limit)
+    assert check_removals(layers, 0.046) == {0: 2} and math.comb(64, 2) < 10_000 < math.comb(64, 3)
+    assert check_removals(grouped, 0.25, limit=256) == {3: 4}
+
+
+def test_a_router_that_cannot_be_repeated_is_refused() -> None:
+    model = tiny.build("olmoe", **tiny.few_experts("olmoe"))
+    for layer in moe_layers(model):
+        layer.experts.register_forward_pre_hook(lambda module, given: (given[0], given[1], given[2] * 0.5))
+    with pytest.raises(UserError, match=r"cannot repeat the router of model\.layers\.0\.mlp\.experts"):
+        reconstructed(model, [naive.batch()], ratio=0.5)
+
+
+def test_an_expert_that_gives_nan_is_named() -> None:
+    model = tiny.build("mixtral")
+    moe_layers(model)[1].experts.down_proj[5] = float("nan")  # type: ignore[operator, index]
+    with pytest.raises(UserError, match="NaN or Inf in layer 1, expert 5"):
+        reconstructed(model, [naive.batch()], ratio=0.25)

@@ -1,27 +1,40 @@
-"""Candidates with all shortcuts against the plain way: mask the model, run all of it on all of the set."""
+"""Fitness by hand; candidates with all shortcuts against the plain way: the masked model, run on all of the set."""
 
 from __future__ import annotations
 
 import itertools
+import math
 from typing import Any
 
 import pytest
 import tiny
 import torch
-from test_fitness import naive
 
 from moe_lab.errors import UserError
 from moe_lab.pruning.mask import mask
-from moe_lab.search.candidates import Candidates, Plans
-from moe_lab.search.fitness import POSITION_FITNESS
-from moe_lab.search.prefix import Decoder, Relatives, Schedule, States
-from moe_lab.search.settings import FitnessSettings
-from moe_lab.search.speculative_decoding import DraftingCandidates
+from moe_lab.search.candidates import Candidates, Decoder, Plans, Relatives
+from moe_lab.search.evolution import FitnessSettings
+from moe_lab.search.fitness import POSITION_FITNESS, average, contexts
+from moe_lab.search.schedules import Schedule
+from moe_lab.search.speculative_decoding import DraftingCandidates, accepted_and_proposed, prompts
 
 ARCHITECTURES = [
     "olmoe", "deepseek_v2", "deepseek_v2:grouped", "deepseek_v3", "deepseek_v3:grouped", "ernie4_5_moe", "minimax_m2",
     "qwen3_next", "gpt_oss", "granitemoe", "afmoe", "jamba",
 ]  # fmt: skip
+
+
+def naive(name: str, p: list[float], q: list[float], target: int, luck: float) -> float:
+    if name == "esap":
+        return sum(map(min, p, q))
+    if name == "nll":
+        return math.log(q[target])
+    if name == "kl_reversed":
+        p, q = q, p
+    if name != "sap":
+        return -sum(a * math.log(a / b) for a, b in zip(p, q, strict=True))
+    y = next(y for y in range(len(q)) if sum(q[: y + 1]) > luck)
+    return min(1.0, p[y] / q[y])
 
 
 def answer_rows(rows: int = 6, length: int = 12, batch: int = 2) -> list[tuple[torch.Tensor, ...]]:
@@ -69,8 +82,8 @@ def plainly(model: Any, plans: Plans, schedule: Schedule, rows: Any, name: str, 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_shortcuts_change_nothing(name: str) -> None:
-    model = tiny.build(name)
-    plans, rows = make_plans(model), answer_rows()
+    model, ids = tiny.build(name), tiny.tokens()
+    before, plans, rows = model(ids).logits, make_plans(model), answer_rows()
     candidates = Candidates(model, plans, rows, FitnessSettings(), seed=0)
     schedules = some_schedules(plans)
     early, late = schedules[: len(schedules) // 2], schedules[len(schedules) // 2 :]
@@ -79,6 +92,7 @@ def test_shortcuts_change_nothing(name: str) -> None:
     assert found == pytest.approx(expected, abs=1e-6)
     assert len(set(found)) == len(schedules)
     assert candidates.cost.forwards < 0.85 * len(schedules) and candidates.cost.full == pytest.approx(1)
+    assert torch.equal(model(ids).logits, before) and not any("forward" in vars(each) for each in model.modules())
 
 
 def test_prefixes_are_computed_once() -> None:
@@ -90,14 +104,16 @@ def test_prefixes_are_computed_once() -> None:
 
 @pytest.mark.parametrize("fitness", sorted(POSITION_FITNESS))
 def test_every_fitness_is_what_the_plain_way_gives(fitness: str) -> None:
+    """Also with batches of other sizes."""
     model = tiny.build("olmoe")
-    plans, rows = make_plans(model), answer_rows()
+    plans, rows, schedules = make_plans(model), answer_rows(), [(8, 4, 8), (4, 8, 8)]
     generator = torch.Generator().manual_seed(7)
     luck = torch.cat([torch.rand(int(marks.sum()), generator=generator, dtype=torch.float64) for _, _, marks in rows])
-    found = Candidates(model, plans, rows, FitnessSettings(fitness=fitness), seed=7).evaluate([(8, 4, 8), (4, 8, 8)])
-    assert found == pytest.approx(
-        [plainly(model, plans, schedule, rows, fitness, luck) for schedule in [(8, 4, 8), (4, 8, 8)]], abs=1e-6
-    )
+    expected = [plainly(model, plans, schedule, rows, fitness, luck) for schedule in schedules]
+    for size in (1, 2, 6):
+        settings = FitnessSettings(fitness=fitness)
+        found = Candidates(model, plans, answer_rows(batch=size), settings, seed=7).evaluate(schedules)
+        assert found == pytest.approx(expected, abs=1e-6)
 
 
 @pytest.mark.parametrize("budget", [0, 20_000, 40_000, 2**31])
@@ -114,17 +130,6 @@ def test_no_memory_gives_the_same_numbers_at_a_higher_cost(budget: int) -> None:
     assert poor.cost.forwards >= rich.cost.forwards
 
 
-def test_batches_of_another_size_give_the_same_fitness() -> None:
-    model = tiny.build("olmoe")
-    plans = make_plans(model)
-    schedules = some_schedules(plans)
-    one, other = (
-        Candidates(model, plans, answer_rows(batch=size), FitnessSettings(fitness="sap"), seed=1).evaluate(schedules)
-        for size in (1, 6)
-    )
-    assert one == pytest.approx(other, abs=1e-6)
-
-
 def test_a_damaged_model_is_named() -> None:
     model = tiny.build("olmoe")
     plans = make_plans(model)
@@ -133,37 +138,65 @@ def test_a_damaged_model_is_named() -> None:
         Candidates(model, plans, answer_rows(), FitnessSettings(), seed=0).evaluate([(4, 4, 4)])
 
 
-def test_the_model_is_as_before() -> None:
-    model = tiny.build("olmoe")
-    ids = tiny.tokens()
-    before = model(ids).logits
-    Candidates(model, make_plans(model), answer_rows(), FitnessSettings(), seed=0).evaluate([(4, 8, 4), (8, 4, 4)])
-    assert torch.equal(model(ids).logits, before)
-    assert not any("forward" in vars(module) for module in model.modules())
+def drafting(model: Any, **settings: Any) -> DraftingCandidates:
+    how = FitnessSettings(fitness="spec_dec", **settings)
+    return DraftingCandidates(model, make_plans(model), answer_rows(), how, seed=0, ends=frozenset({2}))
 
 
 def test_spec_dec_of_the_unpruned_model_accepts_everything() -> None:
-    model = tiny.build("deepseek_v2")
-    plans = make_plans(model)
-    candidates = DraftingCandidates(
-        model, plans, answer_rows(), FitnessSettings(fitness="spec_dec", max_new_tokens=4), seed=0, ends=frozenset({2})
-    )
+    candidates = drafting(tiny.build("deepseek_v2"), max_new_tokens=4)
     everything, half = candidates.evaluate([(0, 0), (12, 12)])
     assert everything == 1 and 0 < half < 1
     assert candidates.evaluate([(12, 12)]) == [half]
-
-
-def test_spec_dec_needs_room() -> None:
-    model = tiny.build("olmoe")
     with pytest.raises(UserError, match=r"max_new_tokens=125 and a task of \d+ tokens do not fit the model's 128"):
-        DraftingCandidates(
-            model,
-            make_plans(model),
-            answer_rows(),
-            FitnessSettings(fitness="spec_dec", max_new_tokens=125),
-            seed=0,
-            ends=frozenset(),
-        )
+        drafting(tiny.build("olmoe"), max_new_tokens=125)
+
+
+def test_contexts_are_just_before_answers_or_on_them() -> None:
+    ids = torch.tensor([[5, 6, 7, 8]])
+    answers = torch.tensor([[True, False, True, True]])
+    luck = torch.Generator().manual_seed(0)
+    shifted = contexts(ids, answers, shift=True, generator=luck)
+    assert shifted.where.tolist() == [[False, True, True, False]] and shifted.targets.tolist() == [7, 8]
+    released = contexts(ids, answers, shift=False, generator=luck)
+    assert released.where.tolist() == answers.tolist() and released.targets.tolist() == [6, 8, 0]
+
+
+def test_macro_and_micro() -> None:
+    sums, counts = [1.0, 0.0, 9.0], [1, 0, 10]
+    assert average(sums, counts, "macro") == pytest.approx((1 + 0.9) / 2)
+    assert average(sums, counts, "micro") == pytest.approx(10 / 11)
+
+
+def markov(table: list[list[float]], ids: torch.Tensor, valid: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
+    """A language model that only looks at the last token."""
+    return torch.tensor(table, dtype=torch.float64)[ids[where]]
+
+
+def test_speculative_decoding_by_hand() -> None:
+    """Token 2 ends a text. The candidate always drafts 1; the full model accepts it half of the time after 0, never
+    after 1, where it says 2 itself."""
+    candidate = [[0.0, 1.0, 0.0]] * 3
+    full = [[0.5, 0.5, 0.0], [0.0, 0.0, 1.0], [1.0, 0.0, 0.0]]
+    luck = torch.tensor(
+        [[[0.5, 0.4, 0.5], [0.5] * 3], [[0.5, 0.6, 0.5], [0.5, 0.1, 0.5]], [[0.5, 0.1, 0.5], [0.5] * 3]]
+    )
+    found = accepted_and_proposed(
+        [[0], [0], []],
+        luck.double(),
+        lambda *batch: markov(candidate, *batch),
+        lambda *batch: markov(full, *batch),
+        ends=frozenset({2}),
+    )
+    # first text: 1 is accepted, 2 follows; second: 1 is refused, 0 follows, then 1 is accepted; the third has no task
+    assert found == [(1, 1), (1, 2), (0, 0)]
+
+
+def test_prompts_end_before_the_answer() -> None:
+    ids = torch.tensor([[4, 5, 6, 7], [8, 9, 0, 0]])
+    valid = torch.tensor([[True] * 4, [True, True, False, False]])
+    answers = torch.tensor([[False, False, True, True], [True, True, False, False]])
+    assert prompts(ids, valid, answers) == [[4, 5], []]
 
 
 # ---- which layers are run, which states are kept, and for how many bytes
@@ -184,38 +217,26 @@ def visited(relatives: Relatives, schedules: list[Schedule]) -> list[tuple[Sched
 
 @pytest.mark.parametrize("name", ["olmoe", "deepseek_v2"])
 def test_layers_after_the_longest_known_prefix_are_run(name: str) -> None:
-    model = tiny.build(name, num_hidden_layers=4)
-    ids = tiny.tokens(2, 5)
-    valid = torch.ones_like(ids, dtype=torch.bool)
-    runs: list[int] = []
+    model, ids = tiny.build(name, num_hidden_layers=4), tiny.tokens(2, 5)
+    valid, runs, states, decoder = torch.ones_like(ids, dtype=torch.bool), [], {}, Decoder(model)
     for number, layer in enumerate(model.model.layers):
         layer.mlp.register_forward_pre_hook(lambda module, given, at=number: runs.append(at))
-    states: States = {}
-    decoder = Decoder(model)
     schedule = (0,) * len(decoder.moe)
     whole, run = decoder.logits(ids, valid, valid, schedule, states)
     assert runs == [0, 1, 2, 3] and run == 4
     assert set(states) == {schedule[:k] for k in range(len(schedule))}
     before = {start: state.clone() for start, state in states.items()}
-    runs.clear()
-    changed = (*schedule[:-1], 4)
-    logits, run = decoder.logits(ids, valid, valid, changed, states)
-    assert runs == [3] and run == 1 and torch.equal(logits, whole)
+    logits, run = decoder.logits(ids, valid, valid, (*schedule[:-1], 4), states)
+    assert runs[4:] == [3] and run == 1 and torch.equal(logits, whole)
     assert states.keys() == before.keys() and all(torch.equal(states[start], before[start]) for start in before)
 
 
 def test_layers_that_are_not_run_get_a_forward_of_their_own_back() -> None:
     """As the forward of a model that is spread over devices."""
     model = tiny.build("olmoe")
-    layer, calls = model.model.layers[0], []
-    original = layer.forward
-
-    def own(*given: Any, **named: Any) -> Any:
-        calls.append(layer)
-        return original(*given, **named)
-
-    layer.forward = own
-    ids, states = tiny.tokens(2, 5), {}
+    layer = model.model.layers[0]
+    calls = tiny.count_calls(pytest.MonkeyPatch(), layer, "forward")
+    own, ids, states = layer.forward, tiny.tokens(2, 5), {}
     valid = torch.ones_like(ids, dtype=torch.bool)
     for schedule in ((0, 0, 0), (0, 0, 4)):
         Decoder(model).logits(ids, valid, valid, schedule, states)

@@ -1,9 +1,12 @@
-"""The evolution of schedules, and going on with one from the file of its answers."""
+"""Schedules, their evolution, and going on with one from the file of its answers."""
 
 from __future__ import annotations
 
-import re
+import json
+from collections import Counter
 from collections.abc import Callable, Sequence
+from itertools import product
+from math import comb
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -13,12 +16,133 @@ from budgets import within
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.random import PCG64, Generator
-from test_schedules import enumerated
+from scipy.stats import chisquare
 
 from moe_lab.errors import UserError
-from moe_lab.search.evolution import Outcome, Recorded, evolve, mutate, space_to_search
-from moe_lab.search.schedules import PATTERNS, Problem, Schedule, space_of
-from moe_lab.search.settings import EvolutionSettings, parse
+from moe_lab.search.evolution import EvolutionSettings, Outcome, Recorded, evolve, mutate, parse, space_to_search
+from moe_lab.search.schedules import PATTERNS, Problem, Schedule, Space, pattern, project, space_of
+
+
+def enumerated(problem: Problem, granularity: int) -> list[Schedule]:
+    """Every feasible schedule, by trying all."""
+    choices = [
+        [lost for lost in range(count - few + 1) if (count - lost) % step == 0 and (count - lost) % granularity == 0]
+        for count, few, step in zip(problem.n_experts, problem.fewest, problem.steps, strict=True)
+    ]
+    return [each for each in product(*choices) if sum(each) == problem.budget]
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> tuple[Problem, int]:
+    layers, step = draw(st.integers(1, 4)), draw(st.integers(1, 3))
+    counts = tuple(draw(st.lists(st.integers(4, 9), min_size=layers, max_size=layers)))
+    fewest = tuple(draw(st.integers(1, 3)) for _ in counts)
+    return Problem(counts, fewest, (step,) * layers, draw(st.integers(0, sum(counts)))), draw(st.integers(1, 2))
+
+
+@given(problems())
+@settings(max_examples=200)
+def test_the_space_is_what_enumeration_finds(case: tuple[Problem, int]) -> None:
+    problem, granularity = case
+    expected = enumerated(problem, granularity)
+    try:
+        space = space_of(problem, granularity)
+    except UserError as error:
+        assert not expected
+        if "nearest feasible" in str(error):
+            named = str(error).split(": ")[2].split(" is the nearest")[0].split(" or ")
+            for budget in map(int, named):
+                assert enumerated(Problem(problem.n_experts, problem.fewest, problem.steps, budget), granularity)
+        return
+    assert space.size == len(expected)
+    assert [space.nth(number) for number in range(space.size)] == expected
+    assert [space.schedule(space.taken(each)) for each in expected] == expected
+
+
+@pytest.mark.parametrize("granularity", [1, 2])
+def test_sampling_is_uniform(granularity: int) -> None:
+    problem = Problem((6, 4, 8), (2, 1, 3), (1, 1, 1), 6)
+    space, random = space_of(problem, granularity), Generator(PCG64(7))
+    seen = Counter(space.sample(random) for _ in range(100 * space.size))
+    assert set(seen) == set(enumerated(problem, granularity)) and len(seen) > 3
+    assert chisquare(list(seen.values())).pvalue > 0.01
+
+
+def test_counts_are_exact_beyond_fp64() -> None:
+    # without caps in reach there are C(B + L - 1, L - 1) ways
+    space = space_of(Problem((128,) * 48, (8,) * 48, (1,) * 48, 100), 1)
+    assert space.size == comb(147, 47) > 2**53
+    assert sum(space.nth(space.size - 1)) == sum(space.nth(0)) == 100
+    assert space.nth(space.size - 1) == (100, *[0] * 47)
+
+
+@pytest.mark.parametrize(
+    ("problem", "granularity", "message"),
+    [
+        (Problem((8, 8), (2, 2), (1, 1), 13), 1, "13 experts cannot be removed.*: 12 is the nearest feasible number$"),
+        (Problem((8, 8), (2, 2), (1, 1), 5), 2, r"multiple of 2 .*: 4 or 6 is the nearest.*smaller .*granularity\)"),
+        (Problem((8, 8), (2, 7), (4, 4), 4), 3, r"MoE layer 0 \(counted from 0\) has 8 .*multiple of 12"),
+        (Problem((8, 8), (2, 2), (2, 3), 4), 1, r"multiples of \[2, 3\] in different layers"),
+    ],
+)
+def test_what_cannot_be_is_said(problem: Problem, granularity: int, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        space_of(problem, granularity)
+
+
+# ---- the first population
+
+
+def space(layers: int, experts: int, fewest: int, budget: int, granularity: int = 1) -> Space:
+    return space_of(Problem((experts,) * layers, (fewest,) * layers, (1,) * layers, budget), granularity)
+
+
+# 8 layers of 16 experts lose 32. By hand, e.g. up: weights 1..8 of 36, shares 8i/9 = .89 1.78 2.67 3.56 4.44 5.33 6.22
+# 7.11, whole parts 0 1 2 3 4 5 6 7 = 28, the 4 left go to the fractions .89 .78 .67 .56.
+BY_HAND = {
+    "uniform": (4, 4, 4, 4, 4, 4, 4, 4),
+    "up": (1, 2, 3, 4, 4, 5, 6, 7),
+    "down": (7, 6, 5, 4, 4, 3, 2, 1),
+    # weights 1 2 3 4 4 3 2 1 of 20: 1.6 3.2 4.8 6.4 6.4 4.8 3.2 1.6, whole 28, left to .8 .8 .6 .6
+    "mid": (2, 3, 5, 6, 6, 5, 3, 2),
+    # weights 4.5 3.5 2.5 1.5 and mirrored, of 24: 6 4.67 3.33 2 2 3.33 4.67 6, whole 30, left to .67 .67
+    "mid_neg": (6, 5, 3, 2, 2, 3, 5, 6),
+    # weights 1.0001 .7001 .4901 .3431 .2402 .1682 .1177 .0825 of 3.1420 : 10.19 7.13 4.99 3.49 2.45 1.71 1.20 .84,
+    # whole 10 7 4 3 2 1 1 0 = 28, left to .99 .84 .71 .49
+    "front_heavy": (10, 7, 5, 4, 2, 2, 1, 1),
+    # weights 1 1.3 1.69 2.197 2.8561 3.7129 4.8268 6.2749 of 23.8577: 1.34 1.74 2.27 2.95 3.83 4.98 6.47 8.42,
+    # whole 1 1 2 2 3 4 6 8 = 27, left to .98 .95 .83 .74 .47
+    "back_heavy": (1, 2, 2, 3, 4, 5, 7, 8),
+    # two layers of 2, six of 1, of 10: 6.4 and 3.2, whole 30, left to .4 .4
+    "block_early": (7, 7, 3, 3, 3, 3, 3, 3),
+    "block_late": (3, 3, 3, 3, 3, 3, 7, 7),
+    # 2 1 2 1 ... of 12: 5.33 and 2.67, whole 28, left to the four .67
+    "alt": (5, 3, 5, 3, 5, 3, 5, 3),
+    # .5 .643 .786 .929 and mirrored, of 5.714: 2.8 3.6 4.4 5.2, whole 28, left to .8 .8 .6 .6
+    "deep_flat": (3, 4, 4, 5, 5, 4, 4, 3),
+}
+
+
+def test_patterns_as_computed_by_hand() -> None:
+    for name, expected in BY_HAND.items():
+        assert pattern(name, space(8, 16, 2, 32), Generator(PCG64(0))) == expected, name
+    weights = [float(value) + 1e-4 for value in Generator(PCG64(3)).random(8)]
+    found = pattern("random", space(8, 16, 2, 32), Generator(PCG64(3)))
+    shares = [32 * weight / sum(weights) for weight in weights]
+    assert all(abs(lost - share) < 1 for lost, share in zip(found, shares, strict=True))
+
+
+def test_projections_with_caps_and_in_pairs() -> None:
+    # shares 12 2.4 .8 .8, cap 6: 6 2 0 0, then one each to .8 .8 .4, then again from the first layer with room
+    assert project([15, 3, 1, 1], space(4, 8, 2, 16)) == (6, 5, 3, 2)
+    # 16 pairs: weights 1..8 of 36 give .44 .89 1.33 1.78 2.22 2.67 3.11 3.56, whole 0 0 1 1 2 2 3 3 = 12
+    expected = (0, 2, 2, 4, 4, 6, 6, 8)
+    assert pattern("up", space(8, 16, 2, 32, granularity=2), Generator(PCG64(0))) == expected
+    # an odd number of experts loses an odd number: 3 pairs beyond one each
+    assert project([1, 1, 2], space(3, 9, 2, 9, granularity=2)) == (3, 3, 3)
+
+
+# ---- evolution
 
 TINY = {
     "equal": (Problem((8, 8, 8, 8), (2, 2, 2, 2), (1, 1, 1, 1), 12), 1),
@@ -66,19 +190,6 @@ def test_finds_what_enumeration_finds(name: str, seed: int) -> None:
     assert found.fitness == best == fitness(found.best)
 
 
-def test_not_by_trying_everything() -> None:
-    """A hill to climb: its top is found among a million schedules and more, with under a thousandth evaluated."""
-    problem = Problem((24,) * 6, (0,) * 6, (1,) * 6, 48)
-    space, goal = space_of(problem, 1), (0, 24, 3, 1, 17, 3)
-    found = run(
-        problem,
-        EvolutionSettings(granularity=1),
-        lambda each: -float(sum(abs(a - b) for a, b in zip(each, goal, strict=True))),
-    )
-    assert space.size > 10**6 and found.best == goal
-    assert found.counts["evaluated"] < space.size / 1000
-
-
 def test_history_says_who_the_parents_and_elites_were() -> None:
     found = run(TINY["equal"][0], EvolutionSettings(granularity=1, generations=6, population=16), rugged(1))
     known: dict[Schedule, float] = {}
@@ -104,23 +215,16 @@ def test_the_search_ends_when_everything_is_known() -> None:
     assert found.counts == {"generations": 1, "made": 32, "evaluated": 3, "known": 29}
 
 
-# ---- mutation
-
-
 def test_mutations_are_one_to_three_even_transfers() -> None:
     """tau = min of two out of {1, 2, 3} is 1, 2, 3 in 5, 3, 1 of 9; each transfer moves 2 or 4 from one to another."""
-    space, random = space_of(PAPER, 2), Generator(PCG64(0))
-    parent = (64,) * 48
-    moved = {1: 0, 2: 0, 3: 0}
+    space, random, parent = space_of(PAPER, 2), Generator(PCG64(0)), (64,) * 48
+    moved: Counter[int] = Counter()
     for _ in range(2000):
         child = mutate(parent, space, EvolutionSettings(), random)
         changes = [new - old for new, old in zip(child, parent, strict=True) if new != old]
         assert sum(changes) == 0 and all(change % 2 == 0 and abs(change) <= 12 for change in changes)
-        ends = min(6, len(changes))
-        moved[(ends + 1) // 2] += 1  # layers meet in different transfers in a few of a hundred
-    assert moved[1] / 2000 == pytest.approx(5 / 9, abs=0.05)
-    assert moved[2] / 2000 == pytest.approx(3 / 9, abs=0.05)
-    assert moved[3] / 2000 == pytest.approx(1 / 9, abs=0.03)
+        moved[(min(6, len(changes)) + 1) // 2] += 1  # layers meet in different transfers in a few of a hundred
+    assert [moved[transfers] / 2000 for transfers in (1, 2, 3)] == pytest.approx([5 / 9, 3 / 9, 1 / 9], abs=0.04)
 
 
 def test_a_transfer_is_as_if_resampled_until_feasible() -> None:
@@ -128,29 +232,28 @@ def test_a_transfer_is_as_if_resampled_until_feasible() -> None:
     space, random, parent = space_of(problem, 1), Generator(PCG64(5)), (1, 6, 1)
     how = EvolutionSettings(granularity=1, max_transfer=3, max_transfers=1)
     pairs = [(a, b, size) for a in range(3) for b in range(3) for size in (1, 2, 3) if a != b]
-    expected: list[Schedule] = []
-    for source, destination, size in pairs:
-        child = list(parent)
-        child[source] -= size
-        child[destination] += size
-        if min(child) >= 0 and max(child) <= 6:
-            expected.append((child[0], child[1], child[2]))
-    drawn = [mutate(parent, space, how, random) for _ in range(4000)]
-    assert set(drawn) == set(expected) and len(expected) == len(set(expected)) == 8
-    for child in expected:
-        assert drawn.count(child) / 4000 == pytest.approx(1 / 8, abs=0.02)
-
-
-# ---- bad input
+    children = [[lost - size * (at == a) + size * (at == b) for at, lost in enumerate(parent)] for a, b, size in pairs]
+    expected = {tuple(child) for child in children if min(child) >= 0 and max(child) <= 6}
+    drawn = Counter(mutate(parent, space, how, random) for _ in range(4000))
+    assert drawn.keys() == expected and len(expected) == 8
+    assert all(count / 4000 == pytest.approx(1 / 8, abs=0.02) for count in drawn.values())
 
 
 @pytest.mark.parametrize(
-    ("field", "value"),
-    [("population", 0), ("generations", 2.5), ("elites", 32), ("patterns", ["uniform", "front-heavy"]), ("seed", -1)],
+    ("named", "given"),
+    [
+        ("population", {"population": 0}),
+        ("generations", {"generations": 2.5}),
+        ("generation", {"generation": 3}),
+        ("elites", {"elites": 32}),
+        ("patterns", {"patterns": ["uniform", "front-heavy"]}),
+        ("seed", {"seed": -1}),
+        ("shift=false", {"fitness": "nll", "shift": False}),
+    ],
 )
-def test_settings_that_cannot_work(field: str, value: Any) -> None:
-    with pytest.raises(UserError, match=rf"allocation\.parameters\.{re.escape(field)}\b"):
-        parse({field: value})
+def test_settings_that_cannot_work(named: str, given: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match=rf"allocation\.parameters.*\b{named}\b"):
+        parse(given)
 
 
 def test_transfers_move_at_least_what_layers_lose_at_once() -> None:
@@ -183,19 +286,21 @@ def search(judge: Hill, file: Path) -> Outcome:
 
 @given(st.data())
 @settings(max_examples=40)
-def test_a_file_that_is_damaged_anywhere_costs_what_stood_behind(data: st.DataObject) -> None:
-    """Or cut off, as by a kill: the search asks for the rest, and ends with the same file as one never stopped."""
+def test_a_search_goes_on_from_its_file(data: st.DataObject) -> None:
+    """It asks for the rest, or for all if the file is damaged, and ends with the same file as one never stopped."""
     with TemporaryDirectory() as folder:
         file = Path(folder) / "answers"
-        whole = search(Hill(), file)
-        content = file.read_bytes()
-        place = data.draw(st.integers(0, len(content) - 2))
-        damaged = content[:place] + data.draw(st.sampled_from([b"", b"\xff\n", b"{}\n", b"0\n"]))
-        file.write_bytes(damaged)
-        judge = Hill()
-        assert search(judge, file) == whole and file.read_bytes() == content
-        kept = zip(content.splitlines(), damaged.splitlines(), strict=False)
-        assert judge.calls == GENERATIONS - max(0, sum(line == other for line, other in kept) - 1)
+        whole, content = search(Hill(), file), file.read_bytes()
+        known = json.loads(content)
+        done, place = data.draw(st.integers(0, GENERATIONS)), data.draw(st.integers(0, len(content) - 2))
+        stopped = json.dumps({**known, "answers": known["answers"][:done]}).encode()
+        other = json.dumps({**known, "answers": [*known["answers"][:done], {"schedules": [], "values": []}]}).encode()
+        damaged = content[:place] + data.draw(st.sampled_from([b"", b"\xff", b"{}", b"0,"]))
+        for left, calls in ((stopped, GENERATIONS - done), (other, GENERATIONS - done), (damaged, GENERATIONS)):
+            file.write_bytes(left)
+            judge = Hill()
+            assert search(judge, file) == whole and (file.read_bytes() == content or not calls)
+            assert judge.calls == calls
 
 
 def test_a_search_of_the_papers_and_what_its_bookkeeping_costs(tmp_path: Path) -> None:

@@ -11,46 +11,34 @@ import tiny
 import torch
 
 from moe_lab import criteria
-from moe_lab.allocation import allocate, budgets
-from moe_lab.models.discover import MoELayer, moe_layers
+from moe_lab.models.discover import moe_layers
 from moe_lab.models.streamed import StreamedModel
-from moe_lab.pruning.plan import Plan, make_channel_plan, make_plan
+from moe_lab.pruning.plan import Plan
 from moe_lab.pruning.prune import prune
+from moe_lab.pruning.replace import plan_from_scores
 from moe_lab.search import sequential
 from moe_lab.search.sequential import Sums, prune_sequentially
 from moe_lab.statistics.forward import ForwardTap
 from moe_lab.statistics.observe import Batch, gather
 
 NAMES = ["olmoe", "deepseek_v2", "qwen3_next", "ernie4_5_moe"]
-RATIO = 0.25
-SETTINGS = {"ratio": RATIO, "multiple_of": 1, "parameters": {}, "ratio_basis": "routed"}
-
-
-@pytest.fixture
-def batches() -> list[Batch]:
-    return tiny.batches()
 
 
 def chooser(model: Any, name: str) -> Any:
     """(layer, its sums) -> the plan of that layer by a criterion; squared norms of the down columns are the model's."""
-    layers: dict[int, MoELayer] = {layer.index: layer for layer in moe_layers(model)}
+    granularity = criteria.get(name).granularity
+    allocation = "uniform" if granularity == "expert" else "layerwise"
+    settings = {"name": allocation, "ratio": 0.25, "multiple_of": 1, "parameters": {}, "ratio_basis": "routed"}
+    layers = {layer.index: layer for layer in moe_layers(model)}
 
     def choose(index: int, sums: Sums) -> Plan:
         layer = layers[index]
-        down = layer.experts.down_proj.detach().double().square().sum(1).numpy()
-        routers = {"n_experts": layer.n_experts, "top_k": layer.top_k, "n_group": 1, "topk_group": 1}
-        about = {index: {**routers, "width": layer.width}}
-        scores = criteria.score(
-            name,
-            {index: {**sums, "channel_down_square": down}},
-            experts={index: layer.n_experts},
-            widths={index: layer.width},
+        sums = {**sums, "channel_down_square": layer.experts.down_proj.double().square().sum(1).numpy()}
+        shapes = {"experts": {index: layer.n_experts}, "widths": {index: layer.width}}
+        scores = criteria.score(name, {index: sums}, **shapes)
+        return plan_from_scores(
+            settings, scores, granularity, {"layers": {index: {**vars(layer), "width": layer.width}}}, provenance={}
         )
-        if criteria.get(name).granularity == "expert":
-            removed = allocate({**SETTINGS, "name": "uniform"}, about, scores)
-            return make_plan(scores, removed, about, provenance={})
-        keep = budgets({**SETTINGS, "name": "layerwise"}, about, scores)
-        return make_channel_plan(scores, keep, about, provenance={})
 
     return choose
 
@@ -75,34 +63,30 @@ def one_after_the_other(model: Any, choose: Any, batches: list[Batch]) -> dict[i
     return plans
 
 
-def run(name: str, choose: Any, batches: list[Batch], folder: Path) -> Plan:
+def run(name: str, choose: Any, folder: Path) -> Plan:
     tiny.save(name, folder / "model")
     streamed = StreamedModel(folder / "model", dtype=torch.float32, device="cpu")
     return prune_sequentially(
-        streamed, batches, choose, fingerprint={}, out=folder, budget=0.0, provenance={"of": "a test"}
+        streamed, tiny.batches(), choose, fingerprint={}, out=folder, budget=0.0, provenance={"of": "a test"}
     )
 
 
 @pytest.mark.parametrize("criterion", ["camera", "reap"])
 @pytest.mark.parametrize("name", NAMES)
-def test_each_layer_is_scored_on_what_the_pruned_ones_below_it_give(
-    name: str, criterion: str, batches: list[Batch], tmp_path: Path
-) -> None:
+def test_each_layer_is_scored_on_what_the_pruned_ones_below_it_give(name: str, criterion: str, tmp_path: Path) -> None:
     model = tiny.build(name)
     choose = chooser(model, criterion)
-    expected = one_after_the_other(model, choose, batches)
-    found = run(name, choose, batches, tmp_path)
+    expected = one_after_the_other(model, choose, tiny.batches())
+    found = run(name, choose, tmp_path)
     assert found.provenance == {"of": "a test"}
     for layer, plan in expected.items():
         assert found.experts[layer] == plan.experts[layer]
         assert not plan.channels or (found.channels[layer] == plan.channels[layer]).all()
 
 
-def test_an_interrupted_one_goes_on_from_its_last_layer(
-    batches: list[Batch], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_one_goes_on_from_its_last_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     choose = chooser(tiny.build("olmoe"), "camera")
-    expected = run("olmoe", choose, batches, tmp_path / "undisturbed")
+    expected = run("olmoe", choose, tmp_path / "undisturbed")
 
     def killed(layer: int, sums: Sums) -> Plan:
         if layer == 1:
@@ -110,7 +94,7 @@ def test_an_interrupted_one_goes_on_from_its_last_layer(
         return choose(layer, sums)
 
     with pytest.raises(KeyboardInterrupt):
-        run("olmoe", killed, batches, tmp_path / "killed")
+        run("olmoe", killed, tmp_path / "killed")
     read: list[int] = []
     original = sequential.ForwardTap.experts
 
@@ -119,5 +103,5 @@ def test_an_interrupted_one_goes_on_from_its_last_layer(
         return original(self, *given)
 
     monkeypatch.setattr(sequential.ForwardTap, "experts", experts)
-    found = run("olmoe", choose, batches, tmp_path / "killed")
+    found = run("olmoe", choose, tmp_path / "killed")
     assert found == expected and 0 not in read and set(read) == {1, 2}

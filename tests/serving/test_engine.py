@@ -17,12 +17,11 @@ import tiny
 import torch
 from processes import is_running, until
 from pyarrow import parquet
-from test_vllm import FAMILIES, PROMPTS, PYTHON, Models, ask, expected, uneven
+from test_vllm import FAMILIES, PROMPTS, PYTHON, Models, ask, expected, fewer
 
 from moe_lab.config import BackendConfig, ModelConfig
 from moe_lab.errors import Unavailable, UserError
 from moe_lab.evaluation.engines import Prompt, Writing, vllm
-from moe_lab.models.discover import moe_layers
 from moe_lab.paths import resolve
 from moe_lab.pruning.export import export
 from moe_lab.pruning.mask import mask
@@ -38,15 +37,6 @@ EXPORTED = ("olmoe", "deepseek_v3:grouped")
 """Families whose export is compared with the mask word by word; exports of all are the masked model in test_vllm.py."""
 
 
-def uniform(model: Any) -> Plan:
-    """Every layer without its first experts, one of each group."""
-    kept = {}
-    for layer in moe_layers(model):
-        size = layer.n_experts // layer.n_group
-        kept[layer.index] = tuple(expert for expert in range(layer.n_experts) if expert % size)
-    return Plan(kept, {layer.index: layer.n_experts for layer in moe_layers(model)})
-
-
 def as_request(plan: Plan | None) -> list[Any]:
     return [] if plan is None else sorted(plan.experts.items())
 
@@ -58,7 +48,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     for name, changes in FAMILIES.items():
         folder = tmp_path_factory.mktemp("model")
         model = tiny.save(name, folder / "model", **changes)
-        plan = uneven(model)
+        plan = fewer(model, 1, 2)
         made[name] = (model, plan, export(folder / "model", plan, folder / "uneven"))
     return made
 
@@ -87,7 +77,7 @@ def said_otherwise(models: Models) -> dict[str, Any]:
 
 
 def under_plans(model: Any, plan: Plan, exported: Path) -> dict[str, Any]:
-    plans = [as_request(each) for each in (None, plan, uniform(model), None)]
+    plans = [as_request(each) for each in (None, plan, fewer(model, 1), None)]
     return {"folder": str(exported.parent / "model"), "plans": plans}
 
 
@@ -103,7 +93,7 @@ def flat(losses: list[list[float]]) -> torch.Tensor:
 def check_masked(replies: Any, model: Any, plan: Plan) -> None:
     """The replies under each of PLANS are those of the masked model."""
     assert not isinstance(replies, str), replies
-    for each, reply in zip((None, plan, uniform(model), None), replies, strict=True):
+    for each, reply in zip((None, plan, fewer(model, 1), None), replies, strict=True):
         with mask(model, each) if each else nullcontext():
             right = expected(model)
         assert (torch.tensor(reply["losses"]) - flat(right)).abs().max() < 1e-4

@@ -13,14 +13,14 @@ import signal
 import subprocess
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-import numpy
 import pytest
 import tiny
 import torch
+from identities.plans import random_plan
 from processes import until
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
@@ -35,7 +35,6 @@ from moe_lab.paths import caches
 from moe_lab.pruning.export import export
 from moe_lab.pruning.mask import mask
 from moe_lab.pruning.plan import Plan
-from moe_lab.pruning.replace import merge_experts
 
 ROOT = Path(__file__).parents[2]
 PYTHON = (ROOT / ".venv-vllm").resolve() / "bin" / "python"  # torch compiles nothing below a path with a space
@@ -74,55 +73,19 @@ Models = dict[str, tuple[Any, Plan, Path]]
 PROMPTS = tiny.tokens(3, 20).tolist()
 
 
-def merged(model: Any) -> Plan:
-    """A quarter of the experts merged into others, with their channels in another order, and without router rows."""
-    dropping, random = tiny.plan(model, 0.25), numpy.random.default_rng(0)
-    widths = {layer.index: layer.width for layer in moe_layers(model)}
-    groups: dict[int, dict[int, dict[int, float]]] = {}
-    for layer, kept in dropping.experts.items():
-        others = sorted(set(range(dropping.n_experts[layer])) - set(kept))
-        groups[layer] = {owner: {owner: 1.0} for owner in kept}
-        groups[layer][kept[0]] = dict.fromkeys([kept[0], *others], 1 / (1 + len(others)))
-    plan = merge_experts(groups, widths, rows="kept", provenance={})
-    orders = {
-        layer: numpy.array([random.permutation(widths[layer]) for _ in plan.merged_away(layer)], dtype=numpy.int32)
-        for layer in plan.merged
-    }
-    return replace(plan, alignments=orders)
-
-
-def uneven(model: Any) -> Plan:
-    """Another number of experts in each layer; equally many of each of the router's groups."""
-    kept = {}
-    for place, layer in enumerate(moe_layers(model)):
-        size, generator = layer.n_experts // layer.n_group, torch.Generator().manual_seed(place)
-        kept[layer.index] = tuple(
-            group * size + expert
-            for group in range(layer.n_group)
-            for expert in sorted(torch.randperm(size, generator=generator).tolist()[: size - 1 - place % 2])
-        )
-    return Plan(kept, {layer.index: layer.n_experts for layer in moe_layers(model)})
+def fewer(model: Any, *counts: int) -> Plan:
+    """Layers without their first experts, of each of the router's groups: as many as `counts` says in turn."""
+    layers, kept = moe_layers(model), {}
+    for layer, count in zip(layers, cycle(counts), strict=False):
+        size = layer.n_experts // layer.n_group
+        kept[layer.index] = tuple(expert for expert in range(layer.n_experts) if expert % size >= count)
+    return Plan(kept, {layer.index: layer.n_experts for layer in layers})
 
 
 def narrower(model: Any) -> Plan:
     """Another width in each layer, one for all of its experts."""
-    channels = {}
-    for place, layer in enumerate(moe_layers(model)):
-        generator = numpy.random.default_rng(place)
-        width = layer.width - 8 * place
-        channels[layer.index] = numpy.zeros((layer.n_experts, layer.width), bool)
-        for row in channels[layer.index]:
-            row[generator.permutation(layer.width)[:width]] = True
-    counts = {layer.index: layer.n_experts for layer in moe_layers(model)}
-    return Plan({layer: tuple(range(count)) for layer, count in counts.items()}, counts, {}, channels)
-
-
-def ragged(model: Any) -> Plan:
-    """Another width for each expert."""
-    plan = narrower(model)
-    for mask_of_layer in plan.channels.values():
-        mask_of_layer[0, :4] = False
-    return plan
+    widths = [layer.width - 8 * place for place, layer in enumerate(moe_layers(model))]
+    return random_plan(model, "one width", share=1.0, width=widths)
 
 
 def expected(model: Any) -> list[list[float]]:
@@ -200,7 +163,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     for name, changes in {**FAMILIES, PORTED: HEADS}.items():
         folder = tmp_path_factory.mktemp("model")
         model = tiny.save(name, folder / "model", **changes)
-        plan = uneven(model)
+        plan = fewer(model, 1, 2)
         made[name] = (model, plan, export(folder / "model", plan, folder / "uneven"))
     for name in ("olmoe", "qwen3_moe", "deepseek_v2"):
         model, _, folder = made[name]
@@ -217,20 +180,18 @@ def served(models: Models, tmp_path_factory: pytest.TempPathFactory) -> dict[str
     olmoe, _, folder = models["olmoe"]
     folders["missing"] = without(folder, wrong / "missing", remove_expert)
     folders["surplus"] = without(folder, wrong / "surplus", add_expert)
-    folders["ragged"] = export(folder.parent / "model", ragged(olmoe), wrong / "ragged")
+    folders["ragged"] = export(folder.parent / "model", random_plan(olmoe, "ragged", share=1.0), wrong / "ragged")
     about = json.loads((folder / "config.json").read_text())["pruned"]
     folders["newer"] = reconfigured(folder, wrong / "newer", pruned={**about, "format": 3})
     folders["empty"] = wrong / "empty"
     folders["empty"].mkdir()
     gpt_oss = tiny.save("gpt_oss", wrong / "gpt_oss", **HEADS, head_dim=32)
-    folders["gpt_oss"] = export(wrong / "gpt_oss", uneven(gpt_oss), wrong / "gpt_oss_uneven")
+    folders["gpt_oss"] = export(wrong / "gpt_oss", fewer(gpt_oss, 1, 2), wrong / "gpt_oss_uneven")
     return serve(folders)
 
 
 @pytest.mark.parametrize("name", [*FAMILIES, PORTED, "olmoe, widths", "qwen3_moe, widths"])
-def test_exports_whose_layers_differ_are_served_as_the_masked_model(
-    name: str, models: Models, served: dict[str, Any]
-) -> None:
+def test_uneven_exports_are_served_as_the_masked_model(name: str, models: Models, served: dict[str, Any]) -> None:
     model, plan, folder = models[name]
     assert "pruned" in json.loads((folder / "config.json").read_text())
     with mask(model, plan):
@@ -263,7 +224,7 @@ def stock(models: Models, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
         plan = tiny.plan(model, 0.25)
         made[name] = (model, plan, export(folder.parent / "model", plan, folder.parent / "uniform"))
     model, _, folder = models["qwen3_moe"]
-    plan = merged(model)
+    plan = random_plan(model, "merged rows", share=0.75)
     made[MERGED] = (model, plan, export(folder.parent / "model", plan, folder.parent / "merged"))
     return made
 

@@ -1,27 +1,38 @@
-"""Which steps share a job, and which jobs are still of use."""
+"""Which steps share a job, what jobs ask for, and which are still of use."""
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from contextlib import nullcontext
+from dataclasses import fields, replace
 from math import inf
 from pathlib import Path
 from typing import Any
 
 import pytest
-from example_steps import Example, evaluated
+from example_steps import Example, cell_of, evaluated, step_of
+from omegaconf import OmegaConf
 
 import moe_lab
-from moe_lab.config import BackendConfig, BenchmarkConfig, Config, LauncherConfig, ModelConfig
-from moe_lab.config.base import SettingsError, valid
+from moe_lab.config import (
+    BackendConfig,
+    BenchmarkConfig,
+    CalibrationConfig,
+    ExpectedConfig,
+    JobConfig,
+    LauncherConfig,
+    ModelConfig,
+    ResourcesConfig,
+)
+from moe_lab.config.base import valid
 from moe_lab.evaluation import Policy
 from moe_lab.evaluation.suite import Questions
 from moe_lab.study import Step, code_state
-from moe_lab.study.preflight import preflight
+from moe_lab.study.estimates import Seconds
 from moe_lab.study.runs import RECORD, Submitted, begin
 from moe_lab.study.schedule import Schedule, StepError
+from moe_lab.study.slurm import arrays as module
 from moe_lab.study.slurm.arrays import arrange
 from moe_lab.study.slurm.pack import Pack, settle
 from moe_lab.study.slurm.pack import _absent as absent
@@ -116,14 +127,6 @@ def test_time_limits_are_read_as_sinfo_writes_them(monkeypatch: pytest.MonkeyPat
     assert time_limits() == {"": inf, "debug": inf, "gpu": 2160, "short": 30}
 
 
-@pytest.mark.parametrize("name", ["a/b", "../a", "-a", ".a", "a b", "a|b", "a%j", ""])
-def test_names_that_are_none_are_refused(name: str) -> None:
-    with pytest.raises(SettingsError, match=f"^study={re.escape(name)}: ") as error:
-        valid(Config, {"study": name}, "")
-    assert len(error.value.sentences) == 1
-    assert preflight(Config(study="Unified_table-1.β"), [((), ())]) == []
-
-
 def submitted(job: str, steps: str, after: str = "", kind: str = "k") -> Submitted:
     return Submitted(job, job.partition("_")[0], "s." + kind, kind, tuple(steps), tuple(after.split()))
 
@@ -166,18 +169,12 @@ def test_a_pack_goes_on_after_a_failure_and_leaves_out_what_has_no_inputs(
     good, bad = Example("next", "good", 0, {"in": there}), Example("next", "bad", 0, {"in": gone})
     last, failed = Example("last", "bad", 0, {"in": bad}), Example("next", "failed", 2, {"in": there})
 
-    class Worker:
-        def __init__(self, *_: object) -> None: ...
-        def __enter__(self) -> Worker:
-            return self
+    def execute(step: Step, scratch: Path) -> None:
+        given.append(step.label())
+        if step is failed:
+            raise StepError({"message": "no"})
 
-        def __exit__(self, *_: object) -> None: ...
-        def __call__(self, step: Step, scratch: Path) -> None:
-            given.append(step.label())
-            if step is failed:
-                raise StepError({"message": "no"})
-
-    monkeypatch.setattr("moe_lab.study.slurm.pack.Worker", Worker)
+    monkeypatch.setattr("moe_lab.study.slurm.pack.Worker", lambda *_: nullcontext(execute))
     monkeypatch.setattr("signal.signal", lambda *_: None)
     monkeypatch.setenv("SLURM_JOB_ID", "1")
     with begin(store, "study", []) as run:
@@ -197,7 +194,7 @@ def test_parts_of_a_pass_are_jobs_of_an_array_before_the_job_that_merges_them(tm
     for part in parts[:2]:
         with store.claim(part):
             pass
-    assert [step.label() for step in absent([merge], schedule, store)] == ["rows2"]
+    assert [step.label() for step in absent(schedule, store)] == ["rows2"]
 
 
 def test_what_is_left_takes_as_long_as_what_is_done_did() -> None:
@@ -240,3 +237,118 @@ def test_code_is_copied_once_for_each_state_of_it(tmp_path: Path, monkeypatch: p
     assert starts[0] == starts[1] != starts[2]
     assert [start.with_name("example.py").read_text() for start in starts] == ["1", "1", "2"]
     assert len(list((tmp_path / "store" / "code").iterdir())) == 2, "nothing is left behind"
+
+
+# What jobs ask for: the most particular that is set, the rest estimated for all steps together
+
+BIG = ModelConfig(
+    name="big",
+    path="a/b",
+    dtype="bfloat16",
+    expected=ExpectedConfig(
+        parameters=57_000_000_000, layers=28, moe_layers=28, experts=64, top_k=8, hidden=3584, width=2560
+    ),
+)
+TEXT = CalibrationConfig(name="t", path="a/b", seed=1)
+WRITTEN = BenchmarkConfig(name="b", harness="lm_eval", task="t", expected=1000, max_new_tokens=2048)
+
+
+def hour(_: Step) -> float | None:
+    return 3600.0
+
+
+def resources(steps: list[Step], settings: ResourcesConfig, seconds: Seconds = hour) -> dict[str, Any]:
+    """What a job asks for whose steps take an hour each."""
+    return module.resources(steps, settings, seconds)
+
+
+def asking(model: ModelConfig = BIG, kind: str = "evaluate") -> Step:
+    return step_of(kind, cell_of(model, TEXT), benchmark=WRITTEN)
+
+
+def settings(text: str) -> ResourcesConfig:
+    found: ResourcesConfig = valid(ResourcesConfig, OmegaConf.to_container(OmegaConf.create(text)), "resources")
+    return found
+
+
+def test_nothing_set_is_estimated_and_nothing_is_left_out() -> None:
+    asked = resources([asking()], ResourcesConfig())
+    assert set(asked) == {field.name for field in fields(JobConfig)}
+    assert asked["gpus"] == 3 and asked["cpus"] == 24
+    assert asked["memory"] > 106, "the weights pass through main memory"
+    assert asked["minutes"] % 30 == 0
+    assert (asked["partition"], asked["sbatch"], asked["setup"]) == (None, {}, [])
+
+
+def test_a_pack_asks_for_the_time_of_all_its_steps_and_the_memory_of_one() -> None:
+    one, four = (resources([asking()] * count, ResourcesConfig()) for count in (1, 4))
+    assert (one["minutes"], four["minutes"]) == (120, 480), "with a margin of 2"
+    assert {**one, "minutes": 0} == {**four, "minutes": 0}
+    assert resources([asking()] * 400, ResourcesConfig())["minutes"] == ResourcesConfig().longest
+
+
+def test_a_pack_with_a_step_of_which_no_time_is_known_asks_for_the_longest() -> None:
+    def known_of_evaluations(one: Step) -> float | None:
+        return 60.0 if one.kind == "evaluate" else None
+
+    pack = [asking(), asking(kind="export")]
+    assert resources(pack, settings("{longest: 777}"), known_of_evaluations)["minutes"] == 777
+    assert resources(pack[:1], settings("{longest: 777}"), known_of_evaluations)["minutes"] == 30
+    assert resources(pack, settings("{longest: 777, every: {minutes: 5}}"), known_of_evaluations)["minutes"] == 5
+
+
+@pytest.mark.parametrize(
+    ("every", "minutes"),
+    [
+        ("{}", 777),
+        ("{partition: short}", 60),
+        ("{partition: 'short,long'}", 90),
+        ("{partition: elsewhere}", 777),
+        ("{partition: short, sbatch: {qos: long}}", 777),
+        ("{partition: short, minutes: 70}", 70),
+    ],
+)
+def test_minutes_that_are_not_set_are_no_more_than_the_partition_allows(every: str, minutes: int) -> None:
+    limits = {"": inf, "short": 60.0, "long": 90.0}
+    chosen = settings(f"{{longest: 777, every: {every}}}")
+    assert module.resources([asking()], chosen, lambda one: None, limits)["minutes"] == minutes
+
+
+def test_the_most_particular_counts() -> None:
+    cluster = settings(
+        """
+        every: {partition: gpu, sbatch: {exclusive: true, nice: 5}, setup: [module load cuda]}
+        jobs:
+          evaluate: {partition: long, gpus: 1, minutes: 60, sbatch: {nice: 7}}
+          scores: {partition: cpu}
+        models:
+          big: {gpus: 8, minutes: 90}
+          other: {gpus: 3}
+        """
+    )
+    asked = resources([asking()], cluster)
+    assert (asked["gpus"], asked["cpus"], asked["minutes"]) == (8, 64, 90)
+    assert (asked["partition"], asked["setup"]) == ("long", ["module load cuda"])
+    assert asked["sbatch"] == {"exclusive": True, "nice": 7}
+    assert resources([asking(kind="export")], cluster)["gpus"] == 8
+    assert resources([asking(kind="model")], cluster)["gpus"] == 0, "a job of small steps is about no model"
+
+
+POCKET = ModelConfig(name="pocket", path="pocket:olmoe", threads=1)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "model", "text", "gpus", "cpus", "memory"),
+    [
+        (["evaluate"], POCKET, "{}", 0, 1, 4),
+        (["plan", "scores"], BIG, "{}", 0, 1, 2),
+        (["evaluate"], BIG, "{every: {gpus: 0, cpus: 32}}", 0, 32, None),
+        (["evaluate"], BIG, "{gpu_memory: 48}", 4, 32, None),
+        (["evaluate"], ModelConfig(name="unknown", path="a/b"), "{}", 1, 8, None),
+    ],
+)
+def test_gpus_and_cores_follow_from_the_work(
+    kinds: list[str], model: ModelConfig, text: str, gpus: int, cpus: int, memory: int | None
+) -> None:
+    asked = resources([asking(model, kind) for kind in kinds], settings(text))
+    assert (asked["gpus"], asked["cpus"]) == (gpus, cpus) and asked["memory"] <= (memory or 10**6)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import threading
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -148,22 +147,16 @@ def test_what_killed_processes_left_is_freed_and_what_is_worked_on_is_not(place:
     assert store.done(alive) and not store.done(dead)
 
 
-def at_work_of_one(place: Path, other: Asked, then: Callable[[], None]) -> Callable[[Step, Path], None]:
-    """A harm by which `other` is run and recorded, and `then` called, when `one` is about to evaluate its plan."""
-    once = [True]
-
-    def harm(step: Step, scratch: Path) -> None:
-        if step.kind == "evaluate" and "plan" in step.inputs and once:
-            once.clear()
-            assert start(place, other) == 0
-            then()
-
-    return harm
-
-
 def test_a_run_at_the_same_time_loses_nothing(place: Path, one: Asked, other: Asked) -> None:
     """The study is replaced and garbage collected in the middle of a run, whose steps only its claim keeps."""
-    Worker.harm = at_work_of_one(place, other, lambda: gc(Store(place), apply=True))
+
+    def harm(step: Step, scratch: Path) -> None:
+        if step.kind == "evaluate" and "plan" in step.inputs:
+            Worker.harm = None
+            assert start(place, other) == 0
+            gc(Store(place), apply=True)
+
+    Worker.harm = harm
     assert start(place, one) == 0
     assert len(Worker.did) == len(set(Worker.did)) and finished(place) == {*steps(one), *steps(other)}
 
@@ -223,25 +216,6 @@ def test_a_run_that_starts_while_gc_chooses_waits_and_makes_anew_what_was_freed(
     gc(Store(replaced), apply=True)
     threads[0].join()
     assert codes == [0] and set(steps(one)) <= finished(replaced) and Worker.did
-
-
-def test_runs_and_collections_in_turn_fail_nothing(place: Path, one: Asked, other: Asked) -> None:
-    """Two commands start the two studies, of one name, again and again, and gc frees all it can meanwhile."""
-    codes: list[int] = []
-
-    def repeat(of: Asked) -> None:
-        codes.extend(start(place, of) for _ in range(6))
-
-    Store(place).create()
-    threads = [threading.Thread(target=repeat, args=(of,)) for of in (one, other)]
-    for thread in threads:
-        thread.start()
-    collections = 0
-    while any(thread.is_alive() for thread in threads):
-        gc(Store(place), apply=True)
-        collections += 1
-    assert codes == [0] * 12 and collections > 1 and not list(place.glob("failed/*"))
-    assert not list(place.glob("damaged/*"))
 
 
 def test_a_killed_gc_leaves_a_store_that_works(replaced: Path, one: Asked, capsys: pytest.CaptureFixture[str]) -> None:
@@ -334,22 +308,11 @@ def test_folders_that_are_no_steps_stay(replaced: Path) -> None:
     assert not copied.exists() and notes.is_dir() and wrong.is_dir() and (replaced / "mine" / copied.name).is_dir()
 
 
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (["gc", "apply_all=true"], "did you mean apply"),
-        (["gc", "apply=yes"], "apply=yes"),
-        (["gc", "apply="], "apply="),
-        (["gc", STUDY], STUDY),
-        (["status", STUDY, "apply=true"], "setting=apply"),
-        (["verify", STUDY, "more"], "expected 1"),
-        (["status"], "expected 1"),
-    ],
-)
-def test_wrong_words_are_one_sentence(
-    place: Path, words: list[str], says: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wrong_words_are_one_sentence(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Store(place).create()
-    assert ask(place, *words) == 2
-    said = capsys.readouterr().err
-    assert says in said and len(said.splitlines()) == 1
+    wrong = {"gc apply_all=true": "did you mean apply", "gc apply=yes": "apply=yes", f"gc {STUDY}": STUDY}
+    more = {f"status {STUDY} apply=true": "setting=apply", f"verify {STUDY} more": "expected 1", "status": "expected 1"}
+    for words, says in {**wrong, **more}.items():
+        assert ask(place, *words.split()) == 2
+        said = capsys.readouterr().err
+        assert says in said and len(said.splitlines()) == 1

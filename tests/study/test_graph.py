@@ -49,9 +49,8 @@ def kinds(made: Graph) -> Counter[str]:
 
 
 def test_plans_with_merged_experts_hold_weights_of_their_own() -> None:
-    made = graph(
-        criterion=["reap"], allocation=["uniform", "novices", "hc_smoe"], calibration=["pocket_general"], ratio=[0.5]
-    )
+    three = ["uniform", "novices", "hc_smoe"]
+    made = graph(criterion=["reap"], allocation=three, calibration=["pocket_general"], ratio=[0.5])
     evaluated = [step for step in made.steps() if step.kind == "evaluate" and "plan" in step.inputs]
     merged = {step.id for step in evaluated if "similarity" in step.inputs["plan"].inputs}
     assert len(evaluated) == 3 * len(merged) > 0
@@ -84,21 +83,12 @@ def test_criteria_that_read_no_text_are_one_cell_for_all_sets() -> None:
     assert sum(count for (criterion, _), count in named.items() if criterion == "man") == 3
 
 
-@pytest.mark.parametrize(
-    ("axis", "criterion", "distinct"),
-    [
-        ("gate", "frequency", 1),
-        ("gate", "reap", 2),
-        ("seed", "aimer", 1),
-        ("seed", "random", 2),
-        ("seed", "man", 2),
-    ],
-)
-def test_a_gate_counts_where_it_is_looked_at_and_a_seed_for_chance_and_order(
-    axis: str, criterion: str, distinct: int
-) -> None:
-    values = {"gate": ["model", "renormalized"], "seed": [1, 2]}[axis]
-    assert kinds(graph(criterion=[criterion], calibration=SETS[:1], **{axis: values}))["plan"] == distinct
+def test_a_gate_counts_where_it_is_looked_at_and_a_seed_for_chance_and_order() -> None:
+    values = {"gate": ["model", "renormalized"], "seed": [1, 2]}
+    for axis, distinct in (("gate", {"frequency": 1, "reap": 2}), ("seed", {"aimer": 1, "random": 2, "man": 2})):
+        for criterion, plans in distinct.items():
+            made = graph(criterion=[criterion], calibration=SETS[:1], **{axis: values[axis]})
+            assert kinds(made)["plan"] == plans, criterion
 
 
 def test_what_is_on_the_hub_and_not_known_is_named() -> None:
@@ -138,10 +128,7 @@ def code_steps(benchmark: BenchmarkConfig, *, pruned: bool = False, **settings: 
 def test_programs_are_generated_once_however_they_are_graded() -> None:
     first = code_steps(CODE)
     assert first["grade"].kind == "grade" and set(first) == {"grade", "generate"}
-    for other in (
-        replace(CODE, reports={"mbpp": "plus"}),
-        replace(CODE, parameters={"seconds": 9.0}),
-    ):
+    for other in (replace(CODE, reports={"mbpp": "plus"}), replace(CODE, parameters={"seconds": 9.0})):
         again = code_steps(other)
         assert again["generate"].id == first["generate"].id and again["grade"].id != first["grade"].id
     assert code_steps(replace(CODE, parameters={"processes": 7}))["grade"].id == first["grade"].id
@@ -234,38 +221,27 @@ def test_two_models_of_one_name_are_two_cells_and_the_same_model_twice_is_one(tm
     assert len(unpruned) == len(set(unpruned)) == 3
 
 
-def test_super_experts_are_an_input_of_the_plan_and_in_its_name(tmp_path: Path) -> None:
+@pytest.mark.parametrize("allocation", ["uniform", "sequential", "pocket_evolutionary"])
+def test_super_experts_are_an_input_of_the_plan_and_in_its_name(allocation: str, tmp_path: Path) -> None:
     (tmp_path / "experts.json").write_text('{"1": [3]}')
-    chosen = {
-        "none": None,
-        "super": "super",
-        "listed": str(tmp_path / "experts.json"),
-    }
-    plans, called = {}, {}
-    for name, protect in chosen.items():
-        for allocation in ("uniform", "sequential", "pocket_evolutionary"):
-            lists = {"criterion": ["reap"], "calibration": ["pocket_general"], "allocation": [allocation]}
-            found = cells(None, lists, files=FILES, words=[("allocation.protect", protect)], **OLMOE)
-            (cell,) = (one for one in build(Config(), [(found, [])]).cells if one.plan)
-            assert cell.plan is not None
-            plans[name, allocation] = cell.plan
-            called[name, allocation] = record.allocation_columns(cell.cell.allocation)["protect"]
-    for allocation in ("uniform", "sequential", "pocket_evolutionary"):
-        assert len({plans[name, allocation].id for name in chosen}) == 3
-        roles = {name: plans[name, allocation].inputs for name in chosen}
-        assert roles["super"].keys() - roles["none"].keys() == {"statistics"}
-        assert roles["listed"].keys() == roles["none"].keys()
-    assert [called[name, "uniform"] for name in chosen] == [None, "super", "experts.json"]
+    plans = []
+    for protect, named in ((None, None), ("super", "super"), (str(tmp_path / "experts.json"), "experts.json")):
+        lists = {"criterion": ["reap"], "calibration": ["pocket_general"], "allocation": [allocation]}
+        found = cells(None, lists, files=FILES, words=[("allocation.protect", protect)], **OLMOE)
+        (cell,) = (one for one in build(Config(), [(found, [])]).cells if one.plan)
+        assert record.allocation_columns(cell.cell.allocation)["protect"] == named
+        plans.append(cell.plan)
+    assert len({plan.id for plan in plans if plan}) == 3
+    none, by_statistics, listed = (plan.inputs.keys() for plan in plans if plan)
+    assert by_statistics - none == {"statistics"} and listed == none
 
 
 @pytest.mark.parametrize(
     ("allocation", "columns"),
     [
-        ("ream", ("uniform{}", "ream", None)),
         ("novices", ("uniform{}", "mean_output", None)),
         ("uniform_super", ("uniform{}", "none", "super")),
         ("coverage", ("coverage{}", "none", None)),
-        ("global", ("global{}", "none", None)),
     ],
 )
 def test_parameters_are_in_the_name_of_an_allocation(allocation: str, columns: tuple[str | None, ...]) -> None:

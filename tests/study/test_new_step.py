@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 CRITERION = """
-from moe_lab.criteria.registry import criterion
+from moe_lab.criteria import criterion
 
 
 @criterion("fewest_negative", needs=("signs",), reference="mine")

@@ -1,14 +1,16 @@
-"""`python -m moe_lab.study status` and `why`, while a study runs and afterwards."""
+"""What is said of a study: by `status` and `why` while it runs and afterwards, and of its report at the end."""
 
 from __future__ import annotations
 
 import os
 import re
 import socket
+import subprocess
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,38 +18,35 @@ from example_steps import Example
 from processes import until
 from small_studies import STUDY, Asked, Worker, ask, start
 
-from moe_lab.study import Step
+from moe_lab.study import Step, record
+from moe_lab.study.graph import Graph
 from moe_lab.study.runs import begin
 from moe_lab.study.store import Store
 
 pytestmark = pytest.mark.usefixtures("quick")
 
 
-class Running:
-    """A study in another thread, which stops at its plan until `go_on` is called."""
-
-    def __init__(self, place: Path, of: Asked) -> None:
-        self.gate, self.at_plan, self.codes = threading.Event(), threading.Event(), list[int]()
-        Worker.harm = self.harm
-        self.thread = threading.Thread(target=lambda: self.codes.append(start(place, of)))
-        self.thread.start()
-        until(self.at_plan.is_set)
-
-    def harm(self, step: Step, scratch: Path) -> None:
-        if step.kind == "plan":
-            self.at_plan.set()
-            self.gate.wait()
-
-    def go_on(self) -> None:
-        self.gate.set()
-        self.thread.join()
-
-
 @pytest.fixture
-def running(tmp_path: Path, quick: None, one: Asked) -> Any:
-    study = Running(tmp_path / "store", one)
-    yield study
-    study.go_on()
+def running(tmp_path: Path, quick: None, one: Asked) -> Iterator[Callable[[], int]]:
+    """A study in another thread, which stops at its plan; what lets it go on and gives its exit code."""
+    gate, at_plan, codes = threading.Event(), threading.Event(), list[int]()
+
+    def harm(step: Step, scratch: Path) -> None:
+        if step.kind == "plan":
+            at_plan.set()
+            gate.wait()
+
+    def go_on() -> int:
+        gate.set()
+        thread.join()
+        return codes[0]
+
+    Worker.harm = harm
+    thread = threading.Thread(target=lambda: codes.append(start(tmp_path / "store", one)))
+    thread.start()
+    until(at_plan.is_set)
+    yield go_on
+    go_on()
 
 
 def cells(table: str) -> dict[str, list[str]]:
@@ -71,21 +70,21 @@ def study(capsys: pytest.CaptureFixture[str]) -> Study:
     return run
 
 
-def test_the_table_of_a_study_while_it_runs_and_at_its_end(running: Running, tmp_path: Path, study: Study) -> None:
+def test_the_table_of_a_study_while_it_runs_and_at_its_end(
+    running: Callable[[], int], tmp_path: Path, study: Study
+) -> None:
     table = cells(study("status", tmp_path / "store"))
     assert table["step"] == ["done", "running", "pending", "one takes", "left, about"]
     assert table["plan"] == ["", "1", "", "", ""]
     done, under_way, pending, *_ = table["all"]
     assert under_way == "1" and int(pending) >= 2
-    running.go_on()
-    assert running.codes == [0]
+    assert set(cells(study("status", tmp_path / "store", "plan/"))) == {"step", "plan", "all"}
+    why, by = study("why", tmp_path / "store"), f"process {os.getpid()} on {socket.gethostname()}"
+    assert f"running: being computed by {by}" in why and "pending: another run will compute it" in why
+    assert running() == 0
     table = cells(study("status", tmp_path / "store"))
     assert table["step"] == ["done", "one takes", "left, about"]
     assert table["all"][0] == str(int(done) + 1 + int(pending)) and table["plan"] == ["1", "0:00:02", "0:00:00"]
-
-
-def test_the_table_of_one_step(running: Running, tmp_path: Path, study: Study) -> None:
-    assert set(cells(study("status", tmp_path / "store", "plan/"))) == {"step", "plan", "all"}
 
 
 def test_steps_of_a_killed_command_are_missing(tmp_path: Path, study: Study) -> None:
@@ -99,7 +98,35 @@ def test_steps_of_a_killed_command_are_missing(tmp_path: Path, study: Study) -> 
     assert cells(out)["step"][0] == "missing" and "same command" in out.splitlines()[-1]
 
 
-def test_what_waits_for_a_running_command_is_pending(running: Running, tmp_path: Path, study: Study) -> None:
-    out = study("why", tmp_path / "store")
-    by = f"process {os.getpid()} on {socket.gethostname()}"
-    assert f"running: being computed by {by}" in out and "pending: another run will compute it" in out
+# The report of a run
+
+
+@pytest.mark.parametrize(
+    ("printed", "failed", "says"),
+    [
+        ("report.html\n", ("coverage.fig10", "ranks"), "the report lacks coverage.fig10, ranks"),
+        ("", (), "the report failed: KeyError: 'cell'"),
+        ("report.html\n", (), "report.html"),
+    ],
+)
+def test_a_report_counts_as_made_when_it_is_complete(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    printed: str,
+    failed: tuple[str, ...],
+    says: str,
+) -> None:
+    folder = tmp_path / "reports" / "study"
+    (folder / "failed").mkdir(parents=True)
+    (folder / "report.html").touch()
+    for name in failed:
+        (folder / "failed" / f"{name}.log").write_text("Traceback")
+    done = SimpleNamespace(returncode=1, stdout=printed, stderr="KeyError: 'cell'")
+    monkeypatch.setattr(subprocess, "run", lambda *command, **options: done)
+    config: Any = SimpleNamespace(study="study", tracker=SimpleNamespace(name="none"))
+    complete = record._report(
+        record.Study(config, Graph([], {"families": {}, "damages": {}}), Store(tmp_path).create())
+    )
+    assert says in capsys.readouterr().err
+    assert complete == (folder / record.MADE_FROM).exists() == (says == "report.html")

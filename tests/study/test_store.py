@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import shutil
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +22,6 @@ from moe_lab.study.claims import Busy, Claim
 from moe_lab.study.runs import begin
 from moe_lab.study.schedule import Schedule, work
 from moe_lab.study.store import Store
-
-ORDINARY = pytest.mark.skipif(os.geteuid() == 0, reason="root writes everywhere")
 
 
 @pytest.fixture
@@ -70,11 +71,6 @@ def test_what_a_killed_run_kept_of_a_finished_step_is_removed_and_of_others_stay
         store.partial(step).mkdir(parents=True)
     store.clear({finished.id})
     assert [path.name for path in (store.root / "partial").iterdir()] == [unfinished.id[:12]]
-
-
-def test_two_runs_do_not_work_on_one_step(store: Store) -> None:
-    with store.claim(a_step()), pytest.raises(Busy), Store(store.root).claim(a_step()):
-        pass
 
 
 @pytest.mark.parametrize("at", ["in its work", "before it publishes", "when it publishes"])
@@ -171,14 +167,6 @@ def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(storing, "_sha256", sha256)
     return names
-
-
-def test_a_start_hashes_nothing(store: Store, hashed: list[str]) -> None:
-    publish(store, a_step())
-    assert hashed == ["result.txt"]
-    hashed.clear()
-    assert all(Store(store.root).done(a_step()) for _ in range(2))
-    assert hashed == []
 
 
 @pytest.mark.parametrize("way", ["cp -r", "cp -a", "seconds", "same tick"])
@@ -286,9 +274,81 @@ def test_what_is_no_store_of_this_version_is_refused(tmp_path: Path, marker: str
     assert (tmp_path / "store.json").read_text() == marker
 
 
-@pytest.mark.parametrize("place", ["file/store", pytest.param("store", marks=ORDINARY)])
-def test_a_store_that_cannot_be_written_is_one_sentence(tmp_path: Path, place: str) -> None:
+def test_a_store_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    tmp_path.chmod(0o500)
     with pytest.raises(UserError, match="cannot be written"):
-        Store(tmp_path / place).create()
+        Store(tmp_path / "file/store").create()
+
+
+# Two people and one store
+
+OWNER, COLLEAGUE, GROUP = 54321, 54322, 54320
+
+
+@pytest.fixture
+def of_the_group(tmp_path: Path) -> Iterator[Path]:
+    """A folder of the group, in which new folders are of the group too.
+
+    Another user may not read the folder of this repository, so all that a run reads of it is read before.
+    """
+    count_done(tmp_path / "own", Example())
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as name:
+        os.chown(name, OWNER, GROUP)
+        os.chmod(name, 0o2775)
+        yield Path(name)
+
+
+def as_user(user: int, umask: int, work: Callable[[], Any]) -> Any:
+    """What `work` returns or raises in a process of that user."""
+    reader, writer = os.pipe()
+    if (child := os.fork()) == 0:
+        try:
+            os.setgroups([])
+            os.setgid(GROUP)
+            os.setuid(user)
+            os.umask(umask)
+            outcome: Any = work()
+        except BaseException as error:  # noqa: BLE001 - raised where the test waits
+            outcome = error
+        os.write(writer, pickle.dumps(outcome))
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader, "rb") as stream:
+        outcome = pickle.loads(stream.read())
+    os.waitpid(child, 0)
+    if isinstance(outcome, BaseException):
+        raise outcome
+    return outcome
+
+
+def count_done(root: Path, *steps: Step) -> int:
+    """How many of the steps were not there and are done in a run."""
+    store = Store(root).create()
+    count = 0
+    with begin(store, "study", steps):
+        for step in steps:
+            with store.claim(step) as scratch:
+                if scratch is not None:
+                    (scratch / "result.txt").write_text("result")
+                    count += 1
+    return count
+
+
+@pytest.mark.root
+def test_people_of_a_group_go_on_with_each_others_steps(of_the_group: Path) -> None:
+    first, second = Example(number=1), Example(number=2)
+    assert as_user(OWNER, 0o002, lambda: count_done(of_the_group / "store", first)) == 1
+    assert as_user(COLLEAGUE, 0o002, lambda: count_done(of_the_group / "store", first, second)) == 1
+    assert as_user(OWNER, 0o002, lambda: count_done(of_the_group / "store", first, second)) == 0
+    assert as_user(COLLEAGUE, 0o002, lambda: Store(of_the_group / "store").readable(first))
+
+
+@pytest.mark.root
+def test_a_store_that_only_its_owner_may_write_is_read_and_named(of_the_group: Path) -> None:
+    """With the usual umask. Finished steps can be read, and a colleague's run ends in a sentence before it starts."""
+    step = Example(number=1)
+    assert as_user(OWNER, 0o022, lambda: count_done(of_the_group / "store", step)) == 1
+    assert as_user(COLLEAGUE, 0o022, lambda: Store(of_the_group / "store").done(step))
+    with pytest.raises(UserError, match=r"store=.*/store"):
+        as_user(COLLEAGUE, 0o022, lambda: count_done(of_the_group / "store", step, Example(number=2)))
+    assert as_user(OWNER, 0o022, lambda: count_done(of_the_group / "store", step)) == 0

@@ -227,20 +227,6 @@ def test_who_was_taken_over_finds_out_and_leaves_the_new_claim_alone(
     assert not list(folder.iterdir())
 
 
-def test_a_claim_released_while_it_is_judged_is_not_taken_over(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    owner, taker = Claims(folder).take("x"), Claims(folder)
-
-    def stale_then_released(path: Path) -> bool:
-        monkeypatch.undo()
-        owner.release()
-        return True
-
-    monkeypatch.setattr(taker, "is_stale", stale_then_released)
-    with pytest.raises(Busy):
-        taker.take("x")
-    assert not list(folder.iterdir())
-
-
 def test_a_full_disk_leaves_no_claim(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")

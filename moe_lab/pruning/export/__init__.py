@@ -17,31 +17,22 @@ from moe_lab.models.families import family_of, predicting_experts
 from moe_lab.models.files import fingerprint
 from moe_lab.pruning import make_form
 from moe_lab.pruning.export.card import model_card
-from moe_lab.pruning.export.config import check_routing, describe_export, text_part
+from moe_lab.pruning.export.config import check_routing, describe_export, renumbered_files, text_part
 from moe_lab.pruning.export.layout import expert_type, pieces
-from moe_lab.pruning.export.quantised import check_quantised, renumbered_files
+from moe_lab.pruning.export.settings import check_quantised
 from moe_lab.pruning.export.write import CARD, copy_others, new_folder, write_index, write_json, write_weights
 from moe_lab.pruning.plan import Plan
 from moe_lab.pruning.replace import check_aligned
 
 
-def export(
-    source: str | os.PathLike[str],
-    plan: Plan,
-    out: str | os.PathLike[str],
-    *,
-    shape: str = "natural",
-) -> Path:
+def export(source: str | os.PathLike[str], plan: Plan, out: str | os.PathLike[str], *, shape: str = "natural") -> Path:
     """Write the checkpoint in folder `source`, pruned by `plan`, into the new folder `out`; returns that folder.
 
-    `shape`, one of `SHAPES`: natural writes what the plan keeps and nothing else; it equals `prune` to the bit. masked
-    has the shape of the original, with zeros for what is dropped; padded makes each layer as wide as its widest expert.
-    Layers that the family's configuration cannot describe get a model type of their own, with its code beside them.
-
-    The result has the shards, config.json (edited), tokenizer and other files of the original, plan.json, and a model
-    card. `out` is complete as soon as it exists. Whole experts are copied as byte ranges; where channels are removed,
-    one tensor at a time is in memory. Raises UserError when the plan does not fit or still has to be aligned, when the
-    shape cannot express it, or when the checkpoint is damaged or has an unknown tensor in a MoE block.
+    `shape`, one of `SHAPES`, as in moe_lab/pruning; natural equals `prune` to the bit. Layers that the family's
+    configuration cannot describe get a model type of their own, with its code beside them. The result has the shards,
+    config.json (edited), tokenizer and other files of the original, plan.json, and a model card, and is complete as
+    soon as it exists. UserError when the plan does not fit or still has to be aligned, when the shape cannot express
+    it, or when the checkpoint is damaged or has an unknown tensor in a MoE block.
     """
     folder, target = Path(source), Path(out)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
@@ -56,7 +47,7 @@ def export(
     form = make_form(plan, shape, max(1, bits_of(expert_type(checkpoint)) // 8))
     left_out = predicting_experts(checkpoint.tensors)
     written_names = (name for name in checkpoint.tensors if not name.startswith(left_out))
-    described, code = describe_export(config, plan, form, written_names)
+    described, code = describe_export(config, form, written_names)
     described_beside = renumbered_files(folder, form.stored)
     content = pieces(checkpoint, family_of(text_part(config).get("model_type")), plan, form)
     with new_folder(target) as work:

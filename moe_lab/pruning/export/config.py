@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from moe_lab.errors import UserError
+from moe_lab.models.checkpoint import read_json
 from moe_lab.models.config_json import LAYERS_FIELD
 from moe_lab.models.families import (
     ALSO_COUNTS,
@@ -23,13 +25,22 @@ from moe_lab.models.families import (
     port_of,
 )
 from moe_lab.pruning import Form
-from moe_lab.pruning.export.quantised import renumbered
 from moe_lab.pruning.plan import Plan
 
-Described = tuple[dict[str, Any], dict[str, str]]
 FORMAT = 2
 """Of `LAYERS_FIELD`. To be raised when a program that reads an older one, such as the plugin of vLLM, would read the
 new one wrong."""
+
+FILES = ("hf_quant_config.json", "quant_config.json", "quantize_config.json")
+"""Files beside the weights that describe the quantisation to some programs, as config.json does to others."""
+DOT = r"\\?\."
+EXPERT_NAME = re.compile(
+    rf"\blayers{DOT}(?P<layer>\d+){DOT}(?:\w+{DOT})*?experts{DOT}(?P<expert>\d+)(?={DOT}(?![*+?])|\$?$)"
+)
+"""A numbered expert of a numbered layer, in the name of a module or in a regular expression that names one."""
+OTHER_NUMBER = re.compile(rf"\bexperts{DOT}[^.\\]*?\d")
+"""Any other mention of experts by number, such as `re:.*experts.(0|1).*`."""
+ANY_DIGIT = "[0-9]"
 
 
 def text_part(config: dict[str, Any]) -> dict[str, Any]:
@@ -49,14 +60,11 @@ def check_routing(config: dict[str, Any], plan: Plan) -> None:
     plan.check(dict.fromkeys(plan.experts, router))
 
 
-def describe_export(config: dict[str, Any], plan: Plan, form: Form, names: Iterable[str]) -> Described:
-    """config.json for `form`, and the code needed to load it: file name -> text; none for a stock checkpoint.
-
-    Fields that need no change are kept. `names`: of the tensors that are written; without any that predict several
-    tokens, config.json counts no such layers. A quantised model's lists of modules name experts by their new numbers.
-    Raises UserError when config.json belongs to another model or to one whose layers differ already, or when
-    transformers has no class to build on.
-    """
+def describe_export(config: dict[str, Any], form: Form, names: Iterable[str]) -> tuple[dict[str, Any], dict[str, str]]:
+    """config.json for `form`, and the code needed to load it: file name -> text; none for a stock checkpoint. `names`:
+    of the tensors that are written; without any that predict several tokens, config.json counts no such layers. A
+    quantised model's lists of modules name experts by their new numbers. UserError when config.json is of another model
+    or of one whose layers differ already, or when transformers has no class to build on."""
     if LAYERS_FIELD in config:
         raise UserError(
             f"the source is a pruned checkpoint whose layers differ already (model_type={config.get('model_type')}, "
@@ -73,7 +81,7 @@ def describe_export(config: dict[str, Any], plan: Plan, form: Form, names: Itera
     layers = form.layers.values()
     counts, widths = {len(layer.experts) for layer in layers}, {layer.width or form.width for layer in layers}
     if len(counts) == 1:
-        _set_counts(text, plan, *counts)
+        _set_counts(text, *counts)
     elif edited.get("output_router_logits"):
         edited["output_router_logits"] = False  # the balancing loss needs layers with equal numbers of experts
     if len(counts) == 1 and len(widths) == 1 and all(layer.widths is None for layer in layers):
@@ -85,12 +93,9 @@ def describe_export(config: dict[str, Any], plan: Plan, form: Form, names: Itera
 
 
 def _uneven(config: dict[str, Any], form: Form) -> dict[str, Any]:
-    """config.json of a checkpoint whose layers differ, or that the family's configuration cannot describe.
-
-    It has a model type of its own, so that no stock class builds all layers alike and fills what lacks with random
-    numbers. `LAYERS_FIELD` has the shape of each layer, and what a program that reads it by a class of the family has
-    to put back.
-    """
+    """config.json of a checkpoint whose layers differ, or that the family's configuration cannot describe. It has a
+    model type of its own, so that no stock class fills what lacks with random numbers. `LAYERS_FIELD` has the shape of
+    each layer, and what a program that reads it by a class of the family has to put back."""
     kind = config.get("model_type", "")
     check_known(kind)
     shown = ("model_type", "architectures", *(["auto_map"] if kind in PORTS else []))
@@ -131,16 +136,10 @@ def check_known(kind: str) -> None:
         )
 
 
-def _set_counts(text: dict[str, Any], plan: Plan, count: int) -> None:
-    """Write the new expert count into every field that holds the old one. UserError if they hold another number."""
-    fields = [field for field in COUNT_FIELDS if field in text]
-    before = {number for field in fields for number in _numbers(text[field])}
-    if before != set(plan.n_experts.values()):
-        raise UserError(
-            f"plan is for another model: it is about layers of {sorted(set(plan.n_experts.values()))} experts, and "
-            f"config.json states {sorted(before)} ({', '.join(fields or COUNT_FIELDS)})"
-        )
-    text.update({field: [count] * len(text[field]) if isinstance(text[field], list) else count for field in fields})
+def _set_counts(text: dict[str, Any], count: int) -> None:
+    """Write the new expert count into every field that holds one."""
+    for field in (field for field in COUNT_FIELDS if field in text):
+        text[field] = [count] * len(text[field]) if isinstance(text[field], list) else count
     text.update(dict.fromkeys(ALSO_COUNTS.get(text.get("model_type", ""), ()), count))
 
 
@@ -150,11 +149,8 @@ def _numbers(value: int | list[int]) -> list[int]:
 
 
 def narrowed(config: dict[str, Any], width: int) -> dict[str, Any] | None:
-    """`config` with experts of `width` channels; None if a stock model cannot have them.
-
-    It cannot if the same field also sets the size of something else, such as shared experts: other parameters of the
-    model would change their shapes with it. Raises UserError when transformers does not know the model type.
-    """
+    """`config` with experts of `width` channels; None if a stock model cannot have them, because the same field also
+    sets the size of something else, such as shared experts."""
     check_known(config.get("model_type", ""))
     field = next(field for field in WIDTH_FIELDS if isinstance(config.get(field), int))
     edited = {**config, field: width}
@@ -174,3 +170,43 @@ def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         model = AutoModelForCausalLM.from_config(built)
     experts = {id(weight) for layer in moe_layers(model) for weight in layer.experts.parameters()}
     return {name: tuple(weight.shape) for name, weight in model.named_parameters() if id(weight) not in experts}
+
+
+# Lists of modules in the description of a quantised checkpoint, which name experts.
+
+
+def renumbered(content: Any, written: Mapping[int, Sequence[int]]) -> Any:
+    """A copy of the content of a JSON file in which names of experts follow the experts that are written. A
+    quantisation lists modules there that are stored otherwise, or not quantised. `written`: layer -> original ids of
+    its experts, in order. List items and fields that name an expert which is not written are left out. Raises UserError
+    for a name that means experts by number in several layers."""
+    if isinstance(content, dict):
+        named = ((_renamed(key, written), renumbered(value, written)) for key, value in content.items())
+        return {key: value for key, value in named if key is not None}
+    if isinstance(content, list):
+        items = [_renamed(item, written) if isinstance(item, str) else renumbered(item, written) for item in content]
+        return [item for item, original in zip(items, content, strict=True) if item is not None or original is None]
+    return content
+
+
+def renumbered_files(folder: Path, written: Mapping[int, Sequence[int]]) -> dict[str, dict[str, Any]]:
+    """Name -> new content of the files of `FILES` that `folder` has."""
+    return {name: renumbered(read_json(folder / name), written) for name in FILES if (folder / name).is_file()}
+
+
+def _renamed(name: str, written: Mapping[int, Sequence[int]]) -> str | None:
+    """The name with the expert's new number; None for an expert that is not written."""
+    match = EXPERT_NAME.search(name)
+    rest = f"{name[: match.start()]} {name[match.end() :]}" if match else name
+    if OTHER_NUMBER.search(rest.replace(ANY_DIGIT, "")):
+        raise UserError(
+            f"quantization_config has {name}, which names experts by number in several layers, but pruning gives them "
+            "other numbers in each: expected one name for each layer and expert, such as model.layers.0.mlp.experts.3"
+        )
+    if match is None or int(match["layer"]) not in written:
+        return name
+    experts, expert = written[int(match["layer"])], int(match["expert"])
+    if expert not in experts:
+        return None
+    start, end = match.span("expert")
+    return f"{name[:start]}{experts.index(expert)}{name[end:]}"

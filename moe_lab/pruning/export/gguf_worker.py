@@ -37,10 +37,8 @@ def _end_with_parent() -> None:
 
 
 def _name_pre_tokenizer(module: Any, pre: str) -> None:
-    """Make the converter take `pre` for the name of a pre-tokenizer that it does not recognise.
-
-    It recognises vocabularies, by a hash of the tokens of a fixed text, so that no new one is ever recognised.
-    """
+    """Make the converter take `pre` for the name of a pre-tokenizer that it does not recognise. It recognises
+    vocabularies, by a hash of the tokens of a fixed text, so that no new one is ever recognised."""
     recognised = module.TextModel.get_vocab_base_pre
 
     def recognised_or_named(model: Any, tokenizer: Any) -> str:

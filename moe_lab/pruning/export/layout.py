@@ -9,13 +9,7 @@ from pathlib import Path
 from moe_lab.config import COMPRESSED
 from moe_lab.errors import UserError
 from moe_lab.models.checkpoint import Checkpoint, Entry
-from moe_lab.models.families import (
-    DISK_ROUTER_WEIGHTS,
-    DISK_ROUTING_VECTORS,
-    Family,
-    Place,
-    predicting_experts,
-)
+from moe_lab.models.families import DISK_ROUTER_WEIGHTS, DISK_ROUTING_VECTORS, Family, Place, predicting_experts
 from moe_lab.pruning import Form, LayerForm, Part
 from moe_lab.pruning.export.parts import UNSIGNED, Chunk, Constant, Matrix, Piece, Projection, Span
 from moe_lab.pruning.plan import Plan
@@ -38,20 +32,15 @@ class Block:
         """`tensors`: those of the block by name. `count`: the number of its experts."""
         self.tensors, self.layer, self.count = tensors, layer, count
         self.prefix = next(place.block for _, place in tensors.values())
+        self.of_experts = {name: pair for name, pair in tensors.items() if pair[1].kind in ("expert", "stack")}
         self.matrices: dict[tuple[str, int], Matrix] = {}
         """(role, expert) -> projection, of layers whose experts change."""
 
     def read_matrices(self, width: int) -> None:
         """Find the projections of all experts, of `width` channels each. UserError for any other tensor of experts."""
-        for name, (entry, place) in self.tensors.items():
-            if place.kind in ("expert", "stack"):
-                for role, expert, matrix in _matrices(name, entry, place, self.count, width):
-                    self.matrices[role, expert] = matrix
-
-    @property
-    def shard(self) -> str:
-        """The file that gets packed experts: the one with the last tensor of experts."""
-        return [entry.shard for entry, place in self.tensors.values() if place.kind in ("expert", "stack")][-1]
+        for name, (entry, place) in self.of_experts.items():
+            for role, expert, matrix in _matrices(name, entry, place, self.count, width):
+                self.matrices[role, expert] = matrix
 
     def piece(self, name: str) -> Piece | None:
         """The exported form of the tensor `name`; None if nothing is written for it."""
@@ -136,11 +125,8 @@ class Block:
 
 def pieces(checkpoint: Checkpoint, family: Family, plan: Plan, form: Form) -> dict[str, list[Piece]]:
     """The tensors of the exported checkpoint by file, in the order of the original's bytes, packed experts first.
-
-    Layers that predict several tokens are left out if they have experts, because no plan covers them. Raises UserError
-    when the blocks on disk are not those of the plan, when experts or a router are missing, when a MoE block holds a
-    tensor that moe_lab does not know, or when the form cannot be written.
-    """
+    Layers that predict several tokens are left out if they have experts. UserError when the blocks on disk are not
+    those of the plan, experts or a router are missing, a tensor is not known, or the form cannot be written."""
     places, left_out = family.places(checkpoint.tensors), predicting_experts(checkpoint.tensors)
     tensors: dict[int, dict[str, tuple[Entry, Place]]] = {}
     for name, place in places.items():
@@ -166,18 +152,14 @@ def pieces(checkpoint: Checkpoint, family: Family, plan: Plan, form: Form) -> di
             by_shard[entry.shard] += [piece] if piece is not None else []
     for block in blocks.values():
         block.check_complete(checkpoint.folder)
-        if (
-            block.layer.widths is not None
-        ):  # at the start of the file, which is aligned whatever the sizes of its other tensors
-            by_shard[block.shard][:0] = block.packed()
+        if block.layer.widths is not None:
+            shard = [entry.shard for entry, _ in block.of_experts.values()][-1]
+            by_shard[shard][:0] = block.packed()  # which is aligned whatever the sizes of the other tensors
     return by_shard
 
 
 def _matrices(name: str, entry: Entry, place: Place, count: int, width: int) -> Iterator[tuple[str, int, Matrix]]:
-    """(role, expert, matrix) of each projection in a tensor of one expert or of all `count` experts.
-
-    Raises UserError for a tensor whose channels cannot be identified.
-    """
+    """(role, expert, matrix) of each projection in a tensor of one expert or of all `count` experts."""
     if place.axes is None or place.axes.is_bias or entry.dtype not in UNSIGNED:
         raise UserError(
             f"{name}, of type {entry.dtype}: channels can be removed from gate, up and down projections of types "
@@ -231,7 +213,9 @@ def _rows(name: str, entry: Entry, axis: int, kept: tuple[int, ...], count: int)
     """The kept rows of a tensor whose axes before `axis` have size one."""
     outer, size = entry.shape[:axis], entry.shape[axis] if entry.shape else 0
     if size != count or any(side != 1 for side in outer) or entry.size % count:
-        raise UserError(f"{name} has shape {entry.shape}: expected an axis of {count} experts")
+        raise UserError(
+            f"plan is for another model: it is about layers of {count} experts, and {name} has shape {entry.shape}"
+        )
     step = entry.size // count
     spans = tuple(Span(entry.shard, entry.start + expert * step, step) for expert in kept)
     return Piece(name, entry.dtype, (*outer, len(kept), *entry.shape[axis + 1 :]), spans)

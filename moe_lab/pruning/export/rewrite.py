@@ -62,10 +62,8 @@ class Changes:
 
 
 def rewrite(folder: Path, changes: Changes, out: Path) -> Path:
-    """Write the exported checkpoint in `folder` into the new folder `out` with `changes`; returns `out`.
-
-    The division into shards and all other files stay. `out` is complete as soon as it exists.
-    """
+    """Write the exported checkpoint in `folder` into the new folder `out` with `changes`; returns `out`. The division
+    into shards and all other files stay. `out` is complete as soon as it exists."""
     checkpoint = open_checkpoint(folder)
     with new_folder(out) as work:
         for shard in checkpoint.shards:
@@ -88,10 +86,8 @@ def _describe(folder: Path, shards: tuple[str, ...], changes: Changes, target: P
 
 
 def _write_shard(checkpoint: Checkpoint, shard: str, changes: Changes, folder: Path) -> None:
-    """Write one shard; room for its header is left at its start, as its tensors are known at its end only.
-
-    Tensors that would move the following ones away from `ALIGNMENT` are written last.
-    """
+    """Write one shard; room for its header is left at its start, as its tensors are known at its end only. Tensors
+    that would move the following ones away from `ALIGNMENT` are written last."""
     names = [name for name, entry in checkpoint.tensors.items() if entry.shard == shard]
     metadata = checkpoint.metadata[shard]
     room = len(json.dumps(metadata)) + HEADER_ENTRY * (len(names) + 1)
@@ -119,8 +115,4 @@ def _append(tensor: torch.Tensor, target: BinaryIO, start: int) -> dict[str, Any
     """Write the bytes of a tensor; returns its entry in a header of data that begins at `start`."""
     begin = target.tell() - start
     target.write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    return {
-        "dtype": TYPES[tensor.dtype],
-        "shape": list(tensor.shape),
-        "data_offsets": [begin, begin + tensor.nbytes],
-    }
+    return {"dtype": TYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, begin + tensor.nbytes]}

@@ -10,16 +10,33 @@ from moe_lab.models.checkpoint import open_checkpoint
 from moe_lab.models.config_json import check_plain_weights, check_trained_top_k, quantization
 from moe_lab.paths import local
 from moe_lab.pruning.export.layout import NO_BIAS, can_bar, check_stored_apart
-from moe_lab.pruning.export.quantised import check_quantised
+
+ZEROS = ("mxfp4",)
+"""Methods in which an expert whose bytes are all zero has weights of zero. Others store shapes or offsets beside the
+weights."""
+
+
+def check_quantised(method: str | None, shape: str, channels: bool = False) -> None:
+    """Raise UserError if a checkpoint quantised by `method` cannot be exported in that shape; None: not quantised."""
+    if method is None:
+        return
+    if channels:
+        raise UserError(
+            f"export={shape}: channels cannot be removed from experts stored as {method}, since several weights share "
+            "a scale: expected a plan of whole experts, or a checkpoint in bfloat16 or float32"
+        )
+    if shape == "masked" and method not in ZEROS:
+        raise UserError(
+            f"export=masked fills dropped experts with zeros, which is not possible in weights stored as {method}: "
+            "expected export=natural, or a checkpoint in bfloat16 or float32"
+        )
 
 
 def wrong(
     export: ExportConfig, model: ModelConfig, recovery: RecoveryConfig, granularity: str | None, *, verify: bool
 ) -> Iterator[str]:
-    """A sentence for each reason why plans of `granularity` for the model cannot be exported with these settings.
-
-    What needs the model's files is checked only if they are on this machine.
-    """
+    """A sentence for each reason why plans of `granularity` for the model cannot be exported with these settings. What
+    needs the model's files is checked only if they are on this machine."""
     shape, stored, recovers = f"export={export.shape}", f"export.format={export.format}", f"recovery={recovery.name}"
     is_recovered, is_compressed = recovery.name != "none", export.format in COMPRESSED
     conflicts = {

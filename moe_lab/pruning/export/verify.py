@@ -13,6 +13,7 @@ from moe_lab.errors import UserError
 from moe_lab.models.discover import MoELayer
 from moe_lab.models.experts import replace_experts
 from moe_lab.models.streamed import StreamedModel, stored_dtype
+from moe_lab.pruning.export.write import ALIGNMENT
 from moe_lab.pruning.mask import mask_layers, planned
 from moe_lab.pruning.plan import Plan
 from moe_lab.pruning.prune import check_fit
@@ -21,8 +22,6 @@ TOKENS = 64
 """Number of random tokens on which the models are compared."""
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 """Largest relative difference of outputs that is accepted where channels are summed in another order."""
-ALIGNMENT = 64
-"""Bytes. Matrix products can differ in the last bit if weights do not start at the beginning of a cache line."""
 Compared = tuple[str, torch.Tensor, torch.Tensor]
 """Outputs to compare: their name, those of the masked model (..., H), and those of the export."""
 
@@ -30,15 +29,12 @@ Compared = tuple[str, torch.Tensor, torch.Tensor]
 def verify(source: Path, plan: Plan, exported: Path, *, device: str = "cpu", trust_remote_code: bool = False) -> float:
     """Compare an exported checkpoint with the model in `source` masked by `plan`; returns the largest difference.
 
-    TOKENS random tokens are read. Each decoder layer of `exported` gets the input of that layer in the masked model,
-    one layer of each in memory, in the precision they are stored in.
-
-    The outputs of the layer and of every kept expert (also those that no token chose) are compared, and the logits
-    after the last layer. They must be equal bit for bit on the CPU where the layer lost only whole experts and is
-    written without them, and within TOLERANCE otherwise. A difference is relative
-    to the largest number of its token or of its place in the hidden state, whichever is smaller; so 0 means equal
-    logits. The code of an export with uneven layers is moe_lab's own, and is run. Raises UserError naming the first
-    layer that differs.
+    Each decoder layer of `exported` gets the input of that layer in the masked model, for TOKENS random tokens, one
+    layer of each in memory, in the precision they are stored in. The outputs of the layer and of every kept expert
+    (also those that no token chose) are compared, and the logits after the last layer. They must be equal bit for bit
+    on the CPU where the layer lost only whole experts and is written without them, and within TOLERANCE otherwise,
+    relative to the largest number of a token or of a place in the hidden state, whichever is smaller. The code of an
+    export with uneven layers is run. UserError naming the first layer that differs.
     """
     dtype = stored_dtype(source)
     masked = StreamedModel(source, dtype=dtype, device=device, trust_remote_code=trust_remote_code)

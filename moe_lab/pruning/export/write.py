@@ -52,11 +52,8 @@ def new_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def write_weights(checkpoint: Checkpoint, content: Mapping[str, Sequence[Piece]], folder: Path) -> None:
-    """Write the tensors of `content` (file -> tensors in order) as safetensors into `folder`.
-
-    Spans are copied by the kernel where it can; others are computed one at a time. Raises UserError when a file of
-    `checkpoint` becomes shorter.
-    """
+    """Write the tensors of `content` (file -> tensors in order) as safetensors into `folder`. Spans are copied by the
+    kernel where it can; others are computed one at a time."""
     for shard, tensors in content.items():
         if not tensors:
             continue

@@ -54,7 +54,7 @@ def task_of(benchmark: BenchmarkConfig, config: Config) -> Task:
     A server only generates texts, so the model is loaded for a benchmark that needs likelihoods. Grading may not run in
     a weaker sandbox than here, also where another machine of the study has no namespaces.
     """
-    backend = backend_of(config)
+    backend = replace(config.backend, python=config.interpreters.get("vllm"))
     if backend.name == "server" and not suite.has_two_phases(benchmark):
         backend = BackendConfig(name="hf")
     policy = suite.policy(config)
@@ -63,11 +63,6 @@ def task_of(benchmark: BenchmarkConfig, config: Config) -> Task:
         policy = replace(policy, sandbox=NAMESPACES)
     questions = suite.Questions(benchmark)
     return Task(benchmark, questions, backend, policy, limited, config.export, config.verify)
-
-
-def backend_of(config: Config) -> BackendConfig:
-    """The study's back end, with the interpreter of vLLM that the study names."""
-    return replace(config.backend, python=config.interpreters.get("vllm"))
 
 
 def results_of(pruned: Pruned, task: Task) -> Evaluate | Grade:
@@ -112,10 +107,8 @@ class OnBenchmark(Step):
         return [asked.name, asked.shots, asked.chat, asked.max_new_tokens]
 
     def check_data(self, identity: dict[str, Any]) -> None:
-        """Raise Unavailable when the data of the benchmark has changed since the study was started.
-
-        Results on other data belong to a step with another id.
-        """
+        """Raise Unavailable when the data of the benchmark has changed since the study was started. Results on other
+        data belong to a step with another id."""
         if identity["data"] != suite.data_digest(self.benchmark):
             raise Unavailable(
                 f"benchmark {self.benchmark.name}: its data is not what it was when this was started: start the study "
@@ -211,6 +204,7 @@ class Evaluate(AsksModel, Grades):
     """The results of one benchmark, which is graded while the model is asked."""
 
     kind = "evaluate"
+    small = True
 
     def work(self, files: Files) -> None:
         from moe_lab.evaluation import run
@@ -225,6 +219,7 @@ class Generate(AsksModel):
     """The answers to one benchmark."""
 
     kind = "generate"
+    small = True
     questions: suite.Questions
     """What of the benchmark changes answers."""
     runtime = frozenset({"benchmark"})
@@ -251,6 +246,7 @@ class Grade(Grades):
     """The results of one benchmark, from generated texts; needs no model."""
 
     kind = "grade"
+    small = True
     process_memory = 4.0 * 2**30
     generate: Generate
 
@@ -261,5 +257,5 @@ class Grade(Grades):
         from moe_lab.evaluation import harness, run
 
         self.check_data(self.settings["benchmark"])
-        answers = harness.read_answers(files.path(self.generate, run.ANSWERS))
+        answers = harness.read_answers(files.read(self.generate, run.ANSWERS))
         run.grade(answers, self.benchmark, files.out, policy=self.policy)

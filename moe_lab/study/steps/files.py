@@ -14,6 +14,8 @@ from typing import Any
 
 from moe_lab.config import CalibrationConfig, ModelConfig
 from moe_lab.json_files import write_json
+from moe_lab.packs import packs_in
+from moe_lab.results import DIGITS
 from moe_lab.study import Step
 from moe_lab.study.store import Store
 
@@ -36,21 +38,29 @@ class Files:
     """Id of a finished step -> its folder."""
     log: Path
     """Where a worker keeps what is printed meanwhile."""
+    store: Path
 
     @classmethod
     def of(cls, step: Step, store: Store, scratch: Path) -> Files:
         """Those of a step that fills `scratch`."""
         folders = {needed.id: store.path(needed).absolute() for needed in step.needs}
         log = store.log(step.folder).absolute()
-        return cls(scratch.absolute(), store.partial(step).absolute(), folders, log)
+        return cls(scratch.absolute(), store.partial(step).absolute(), folders, log, store.root.absolute())
 
     def path(self, step: Step, name: str) -> Path:
-        """A file of a finished step."""
+        """A file of a finished step that is not `small`."""
         return self.folders[step.id] / name
+
+    def read(self, step: Step, name: str) -> bytes:
+        """The content of a file of a finished step, which may be put into a pack at any time."""
+        try:
+            return (self.folders[step.id] / name).read_bytes()
+        except FileNotFoundError:
+            return packs_in(self.store).read(step.id[:DIGITS], name)
 
     def facts(self, step: Step) -> dict[str, Any]:
         """Facts about a model that its step wrote: layers by number, parameters."""
-        content: dict[str, Any] = json.loads(self.path(step, "facts.json").read_text())
+        content: dict[str, Any] = json.loads(self.read(step, "facts.json"))
         return {**content, "layers": {int(layer): about for layer, about in content["layers"].items()}}
 
     def sums(self, steps: Mapping[str, Step]) -> dict[str, dict[int, dict[str, Any]]]:
@@ -67,10 +77,12 @@ class Files:
 
     def expert_scores(self, step: Step) -> dict[int, list[float]]:
         """Layer -> a score per expert."""
+        import pyarrow as arrow
         import pyarrow.parquet as parquet
 
+        table = parquet.read_table(arrow.BufferReader(self.read(step, "scores.parquet")))
         scores: dict[int, list[float]] = {}
-        for row in parquet.read_table(self.path(step, "scores.parquet")).to_pylist():
+        for row in table.to_pylist():
             scores.setdefault(row["layer"], []).append(row["score"])
         return scores
 
@@ -78,7 +90,7 @@ class Files:
         """The plan that a step made; None for the unpruned model."""
         from moe_lab.pruning.plan import Plan
 
-        return Plan.load(self.path(step, "plan.json")) if step else None
+        return Plan.read(lambda ending: self.read(step, f"plan{ending}"), step.folder) if step else None
 
     def table(self, name: str, columns: tuple[str, ...], rows: list[tuple[Any, ...]]) -> None:
         """Write rows as a Parquet table of the result."""

@@ -8,6 +8,7 @@ from typing import Any, Self
 
 from moe_lab import allocation, criteria, plugins, results
 from moe_lab.config import CriterionConfig, ModelConfig
+from moe_lab.criteria.experts import family
 from moe_lab.errors import unknown
 from moe_lab.grid import Cell
 from moe_lab.models.config_json import check_plain_weights
@@ -56,6 +57,7 @@ class Scores(Step):
     """A score per expert, or per channel; higher means keep."""
 
     kind = "scores"
+    small = True
     per_job = "steps"
     facts: Facts
     criterion: CriterionConfig
@@ -109,9 +111,7 @@ def plugged(cell: Cell) -> Places:
 
 def score(step: Any, inputs: ByLayer, layers: ByLayer) -> dict[int, Any]:
     """Layer -> scores by the criterion, gate and seed of a step, from sums over the layer's tokens and weights.
-
-    `layers` has the facts of the layers to score.
-    """
+    `layers` has the facts of the layers to score."""
     return criteria.score(
         step.criterion.name,
         inputs,
@@ -133,6 +133,7 @@ class Family(Step):
     """S(b, alpha, beta) of every expert for all 17 meaningful combinations, for the overlap figures."""
 
     kind = "family"
+    small = True
     per_job = "steps"
     statistics: StatisticsPass
     gate: str
@@ -146,5 +147,5 @@ class Family(Step):
         return cls(StatisticsPass.of(cell), cell.gate)
 
     def work(self, files: Files) -> None:
-        table = criteria.family(files.evidence({"statistics": self.statistics}), gate=self.gate)
+        table = family(files.evidence({"statistics": self.statistics}), gate=self.gate)
         files.table("family.parquet", results.FAMILY, table)

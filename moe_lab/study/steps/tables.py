@@ -1,12 +1,12 @@
 """Rows of small tables that figures need from large arrays, so that readers of a store need neither the arrays nor
-their format.
+their format. The columns of each are described in moe_lab/results.py.
 
 Columns are sums as in moe_lab/statistics, so that tables of parts can be added like the sums themselves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,58 +21,43 @@ POINTS = 21
 """Maximum number of points of an expert's concentration curve."""
 
 
-def _of_experts(layers: Layers, *names: str) -> list[Row]:
-    """Rows of a layer's experts with a number of each of these arrays (E,)."""
-    return [
-        (layer, expert, *values)
-        for layer, named in layers.items()
-        for expert, values in enumerate(zip(*(_array(named[name]).tolist() for name in names), strict=True))
-    ]
+def _of_experts(layer: int, *columns: Sequence[Any]) -> list[Row]:
+    """Rows of a layer's experts, with a number of each of these columns (E,)."""
+    return [(layer, expert, *values) for expert, values in enumerate(zip(*columns, strict=True))]
 
 
 def coverage(layers: Layers) -> list[Row]:
-    """Rows of COVERAGE, one per expert: how many valid tokens were routed to it."""
-    return [(layer, expert, int(tokens)) for layer, expert, tokens in _of_experts(layers, "tokens")]
+    """Rows of COVERAGE, one per expert."""
+    return [row for layer, named in layers.items() for row in _of_experts(layer, list(map(int, named["tokens"])))]
 
 
 def experts(layers: Layers) -> list[Row]:
-    """Rows of EXPERTS, one per expert: tokens; sums over them of the gate and of the output's norm; its attributions of
-    first and second order; the sum of its squared channels, and the maximum over its channels; number of channels; and
-    the sum over channels of their root mean squares, for the mean and the spread of channels."""
+    """Rows of EXPERTS, one per expert."""
     rows = []
     for layer, named in layers.items():
         sums, square, largest = (_array(named[name]) for name in ("sums_model", "channel_square", "channel_max"))
-        columns = (
-            _array(named["tokens"]),
-            sums[:, 1, 0],
-            sums[:, 0, 1],
-            _array(named["ala_first"]),
-            _array(named["ala_second"]),
-            square.sum(axis=1),
-            largest.max(axis=1),
-        )
-        for expert, values in enumerate(zip(*map(np.ndarray.tolist, columns), strict=True)):
-            roots = _root_sum(square[expert], values[0])
-            rows.append((layer, expert, *values, square.shape[1], roots))
+        tokens, first, second = (_array(named[name]) for name in ("tokens", "ala_first", "ala_second"))
+        columns = (tokens, sums[:, 1, 0], sums[:, 0, 1], first, second, square.sum(axis=1), largest.max(axis=1))
+        widths = [square.shape[1]] * len(square)
+        rows += _of_experts(layer, *map(np.ndarray.tolist, columns), widths, _root_sums(square, tokens))
     return rows
 
 
-def _root_sum(squares: Array, tokens: float) -> float:
-    """The sum over channels of sqrt(sum_t x^2 / N) from their sums over N tokens; 0 for no tokens."""
-    return float(np.sqrt(squares / tokens).sum()) if tokens > 0 else 0.0
+def _root_sums(squares: Array, tokens: Array) -> list[float]:
+    """The sum over channels of sqrt(sum_t x^2 / N) of each expert, from sums over its N tokens; 0 for no tokens."""
+    return [
+        float(np.sqrt(square / count).sum()) if count > 0 else 0.0
+        for square, count in zip(squares, tokens.tolist(), strict=True)
+    ]
 
 
 def losses(layers: Layers) -> list[Row]:
-    """Rows of LOSSES: the sum over all valid tokens of ||m||^2 / (||y||^2 + eps) in every layer."""
+    """Rows of LOSSES, one per layer."""
     return [(layer, float(named["layer_loss"])) for layer, named in layers.items()]
 
 
 def entropies(layers: Layers) -> list[Row]:
-    """Rows of ENTROPIES: how many tokens have a router entropy between `entropy` minus a bin's width and `entropy`.
-
-    `entropy` is a share of the logarithm of the number of experts. Layers whose router gives no logits of all experts
-    have no rows.
-    """
+    """Rows of ENTROPIES. Layers whose router gives no logits of all experts have none."""
     rows = []
     for layer, named in layers.items():
         counts = _array(named.get("router_entropy", ()))
@@ -81,31 +66,33 @@ def entropies(layers: Layers) -> list[Row]:
 
 
 def gradients(layers: Layers) -> list[Row]:
-    """Rows of GRADIENTS, one per expert: tokens; the sum over tokens and channels of the squared gradient at a channel;
-    the sum over channels of the root mean square of that gradient; and number of channels."""
+    """Rows of GRADIENTS, one per expert."""
     rows = []
     for layer, named in layers.items():
-        squares, tokens = _array(named["channel_gradient_square"]), _array(named["tokens"]).tolist()
-        for expert, (square, count) in enumerate(zip(squares, tokens, strict=True)):
-            rows.append((layer, expert, count, float(square.sum()), _root_sum(square, count), len(square)))
+        squares, tokens = _array(named["channel_gradient_square"]), _array(named["tokens"])
+        totals = [float(square.sum()) for square in squares]
+        widths = [squares.shape[1]] * len(squares)
+        rows += _of_experts(layer, tokens.tolist(), totals, _root_sums(squares, tokens), widths)
     return rows
 
 
 def weights(layers: Layers) -> list[Row]:
-    """Rows of WEIGHTS, one per expert: sum |w|, sum w^2 and the number of its weights."""
-    return [
-        (layer, *row, float(layers[layer]["count"])) for layer, *row in _of_experts(layers, "abs_sum", "square_sum")
-    ]
+    """Rows of WEIGHTS, one per expert."""
+    rows = []
+    for layer, named in layers.items():
+        sums = [_array(named[name]).tolist() for name in ("abs_sum", "square_sum")]
+        rows += _of_experts(layer, *sums, [float(named["count"])] * len(sums[0]))
+    return rows
 
 
 def ablations(layers: Layers) -> list[Row]:
-    """Rows of ABLATIONS, one per expert: the rise of the model's loss without it, in nats per token."""
-    return _of_experts(layers, "ablation")
+    """Rows of ABLATIONS, one per expert."""
+    return [row for layer, named in layers.items() for row in _of_experts(layer, _array(named["ablation"]).tolist())]
 
 
 def concentration(scores: Mapping[int, Array]) -> list[Row]:
-    """Rows of CONCENTRATION: the share of an expert's score (I,) that its highest channels hold, for at most POINTS
-    shares of its channels between 0 and 1. Negative scores count as 0; NaN where no channel has a score."""
+    """Rows of CONCENTRATION: of each expert's scores (I,), for at most POINTS shares of its channels between 0 and 1.
+    Negative scores count as 0; NaN where no channel has a score."""
     return [
         (layer, expert, *point)
         for layer, values in scores.items()
@@ -123,10 +110,8 @@ def _curve(values: Array) -> Iterator[tuple[float, float]]:
 
 
 def budgets(scores: Mapping[int, Array], kept: Mapping[int, NDArray[np.bool_]]) -> list[Row]:
-    """Rows of BUDGETS: the share of a layer's score (E, I) that a plan keeps, and the share of its channels.
-
-    `kept` (E, I) is True for channels that stay. Negative scores count as 0; NaN where no channel has a score.
-    """
+    """Rows of BUDGETS, one per layer, from scores (E, I) and which channels a plan keeps (E, I). Negative scores count
+    as 0; NaN where no channel has a score."""
     rows = []
     for layer, mask in kept.items():
         values = _positive(scores[layer])

@@ -1,0 +1,238 @@
+"""Packs: files of a store that each hold the results of many small steps, since clusters limit the number of files.
+
+A step is finished as a folder. Where a store has many, those that are small are copied into a pack, and their folders
+are removed. A pack, packs/NAME.sqlite, is a database that is written once, under another name, and never changed, so
+that it needs no locks. Another pack can replace it; then it is read no more, and removed some time later.
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import threading
+import time
+import uuid
+import zlib
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import closing
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from moe_lab.json_files import Damaged
+
+TABLES = """
+create table step (start text unique, kind text, name text, bytes integer, inputs text);
+create table file (start text, name text, content blob, primary key (start, name)) without rowid;
+create table replaces (pack text);
+"""
+"""A step by the start of its id: kind and name of its folder, bytes of its files, starts of the ids of its inputs, each
+followed by a space; its files, with step.json, compressed; and the names of the packs that this one replaces."""
+ENDING = ".sqlite"
+UNFINISHED = ".part"
+GRACE = 600.0
+"""Seconds for which a pack stays that another replaces: a reader may have listed neither."""
+
+
+class Packed(NamedTuple):
+    """A step in a pack."""
+
+    start: str
+    kind: str
+    name: str
+    bytes: int
+    inputs: tuple[str, ...]
+
+
+class Packs:
+    """The packs in a folder, and where each step is. The folder may be missing. Safe for threads."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.damaged: list[Path] = []
+        """Packs that cannot be read."""
+        self.bad: set[str] = set()
+        """Steps that were found damaged, and count as absent; they are taken out of their packs later."""
+        self._open: dict[str, sqlite3.Connection] = {}
+        self._steps: dict[str, list[str]] = {}
+        self._replaces: dict[str, set[str]] = {}
+        self._pack_of: dict[str, str] = {}
+        self._lock = threading.RLock()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return packs_in, (self.folder.parent,)  # connections are of one process
+
+    def refresh(self) -> None:
+        """Look which packs there are."""
+        with self._lock:
+            names = {path.stem for path in self.folder.glob(f"[!.]*{ENDING}")} - {path.stem for path in self.damaged}
+            if names == self._open.keys():
+                return
+            for name in self._open.keys() - names:
+                self._forget(name)
+            for name in names - self._open.keys():
+                self._look(name)
+            current = sorted(self._open.keys() - set().union(*self._replaces.values()))
+            self._pack_of = {start: name for name in current for start in self._steps[name]}
+
+    def _look(self, name: str) -> None:
+        path = self.path(name)
+        try:
+            opened = sqlite3.connect(
+                f"{path.absolute().as_uri()}?mode=ro&immutable=1", uri=True, check_same_thread=False
+            )
+            self._steps[name] = [start for (start,) in opened.execute("select start from step")]
+            self._replaces[name] = {pack for (pack,) in opened.execute("select pack from replaces")}
+            self._open[name] = opened
+        except sqlite3.Error:
+            if path.exists():  # else it was removed since it was listed
+                self.damaged.append(path)
+
+    def _forget(self, name: str) -> None:
+        self._open.pop(name).close()
+        del self._steps[name], self._replaces[name]
+
+    def path(self, name: str) -> Path:
+        """The file of a pack."""
+        return self.folder / f"{name}{ENDING}"
+
+    def __contains__(self, start: str) -> bool:
+        """Whether a step is in a pack, as of the last look."""
+        return start in self._pack_of and start not in self.bad
+
+    def find(self, start: str) -> Packed | None:
+        """A step by the start of its id; None when it is in no pack. Raises Damaged when the pack cannot be read."""
+        rows = self._rows(start, "select * from step where start = ?", start)
+        return _packed(rows[0]) if rows else None
+
+    def read(self, start: str, file: str) -> bytes:
+        """A file of a step. Raises FileNotFoundError without it, and Damaged when the pack cannot be read."""
+        rows = self._rows(start, "select content from file where start = ? and name = ?", start, file)
+        if not rows:
+            raise FileNotFoundError(f"{self.folder}: {start} has no {file}")
+        try:
+            return zlib.decompress(rows[0][0])
+        except zlib.error:
+            raise Damaged(f"{file} of {start} is damaged in {self.folder}") from None
+
+    def files(self, start: str) -> list[str]:
+        """Names of the files of a step, with step.json."""
+        return [name for (name,) in self._rows(start, "select name from file where start = ?", start)]
+
+    def _rows(self, start: str, query: str, *values: str) -> list[tuple[Any, ...]]:
+        """Answer of the pack that has a step; none without it. Packs are looked for again before that is said."""
+        with self._lock:
+            for _ in range(2):
+                if start not in self._pack_of:
+                    self.refresh()
+                if start in self.bad or (name := self._pack_of.get(start)) is None:
+                    return []
+                try:
+                    return self._open[name].execute(query, values).fetchall()
+                except sqlite3.Error:  # damaged, or removed on another node
+                    if self.path(name).exists():
+                        break
+                    self.refresh()
+        raise Damaged(f"the pack with {start} in {self.folder} is damaged")
+
+    def steps(self, kind: str | None = None) -> Iterator[Packed]:
+        """All steps in packs, or those of a kind. Raises Damaged when one cannot be read."""
+        query = "select * from step where kind = coalesce(?, kind)"
+        for name in sorted(set(self._pack_of.values())):
+            try:
+                rows = self._open[name].execute(query, (kind,)).fetchall()
+            except sqlite3.Error:
+                raise Damaged(f"{self.path(name)} is damaged") from None
+            yield from (step for step in map(_packed, rows) if self._pack_of[step.start] == name)
+
+    def starts(self) -> set[str]:
+        """Starts of the ids of all steps in packs, as of the last look."""
+        return self._pack_of.keys() - self.bad
+
+    # Writing: by one process at a time, which holds a claim.
+
+    def add(self, steps: Iterable[tuple[Packed, Mapping[str, bytes]]]) -> Path:
+        """Write steps with their files as a new pack, under the name of a pack that is not finished."""
+        path, database = self._new()
+        with closing(database):
+            for step, files in steps:
+                inputs = "".join(f"{start} " for start in step.inputs)
+                database.execute("insert or ignore into step values (?, ?, ?, ?, ?)", (*step[:4], inputs))
+                rows = [(step.start, name, zlib.compress(content, 1)) for name, content in files.items()]
+                database.executemany("insert or ignore into file values (?, ?, ?)", rows)
+            database.commit()
+        return path
+
+    def rewrite(self, names: Collection[str], without: Collection[str] = ()) -> Path:
+        """Write a pack that replaces packs, without some of their steps, under the name of a pack that is not finished.
+
+        Raises Damaged, with the name of the pack that cannot be read.
+        """
+        path, database = self._new()
+        with closing(database):
+            for name in names:
+                left = [(start,) for start in self._steps[name] if self._pack_of.get(start) == name]
+                database.execute("attach ? as old", (_address(self.path(name)),))
+                database.execute("create temporary table wanted (start text primary key)")
+                database.executemany("insert into wanted values (?)", [row for row in left if row[0] not in without])
+                try:
+                    for table in ("step", "file"):
+                        database.execute(f"insert into {table} select * from old.{table} where start in wanted")
+                except sqlite3.Error:
+                    raise Damaged(name) from None
+                database.execute("drop table wanted")
+                database.execute("insert into replaces values (?)", (name,))
+                database.commit()
+                database.execute("detach old")
+        return path
+
+    def publish(self, path: Path) -> None:
+        """Give a pack that is written its name, once it is on the disk."""
+        file = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(file)
+        finally:
+            os.close(file)
+        path.rename(path.with_suffix(ENDING).with_name(path.with_suffix(ENDING).name.lstrip(".")))
+        self.refresh()
+
+    def _new(self) -> tuple[Path, sqlite3.Connection]:
+        self.folder.mkdir(exist_ok=True)
+        path = self.folder / f".{uuid.uuid4().hex}{UNFINISHED}"
+        database = sqlite3.connect(path.absolute().as_uri(), uri=True)
+        database.executescript(f"pragma journal_mode = off; pragma synchronous = off; {TABLES}")
+        return path, database
+
+    def clear(self) -> None:
+        """Remove what killed processes left, and packs that were replaced long ago."""
+        for path in self.folder.glob(f".*{UNFINISHED}"):
+            path.unlink(missing_ok=True)
+        self.refresh()
+        for name, replaced in list(self._replaces.items()):
+            if replaced and time.time() - self.path(name).stat().st_mtime > GRACE:
+                for old in replaced:
+                    self.path(old).unlink(missing_ok=True)
+        self.refresh()
+
+    def with_any(self, starts: Iterable[str]) -> set[str]:
+        """The packs with any of these steps."""
+        return {self._pack_of[start] for start in starts if start in self._pack_of}
+
+    def sizes(self) -> dict[str, int]:
+        """Pack -> its bytes, of those that are not replaced."""
+        return {name: self.path(name).stat().st_size for name in sorted(set(self._pack_of.values()))}
+
+
+def _address(path: Path) -> str:
+    """That of a database which nobody writes, so that no locks are needed."""
+    return f"{path.absolute().as_uri()}?mode=ro&immutable=1"
+
+
+def _packed(row: tuple[str, str, str, int, str]) -> Packed:
+    return Packed(*row[:4], tuple(row[4].split()))
+
+
+@lru_cache(maxsize=8)
+def packs_in(store: Path) -> Packs:
+    """The packs of a store, which all parts of this process share."""
+    return Packs(store / "packs")

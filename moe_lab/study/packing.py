@@ -1,0 +1,113 @@
+"""Move small steps of a store into packs, take steps out of packs, and put packs together: under one claim.
+
+A step is finished as a folder, which others see at once, and which nothing can lose. Only when a store has many of
+them, they are copied into a pack, and then their folders are removed.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import suppress
+from hashlib import sha256
+from pathlib import Path
+
+from moe_lab.json_files import Damaged
+from moe_lab.packs import Packed
+from moe_lab.results import DIGITS
+from moe_lab.study import KINDS
+from moe_lab.study.claims import Busy, Claim
+from moe_lab.study.store import STEP, Store, hidden, read_step
+
+PACKS = "packs"
+"""The claim of whoever writes packs."""
+SMALL = 1 << 20
+"""Most bytes of a step that is put into a pack."""
+MANY = 500
+"""Small steps in folders of their own from which it is worth while to pack them: fewer are easier to look at so."""
+AT_ONCE = 5000
+"""Most steps that are put into one pack at a time."""
+EVERY = 60.0
+"""Seconds between two packs that a process writes."""
+FEW, FULL = 32, 1 << 26
+"""Packs, each with fewer than FULL bytes, that are put together when there are more."""
+
+
+class Packing:
+    """What one process packs of a store, from time to time. A store with a URL has no packs."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self.large: set[str] = set()
+        """Starts of ids of steps that are too large."""
+        self.next = time.monotonic() + EVERY
+
+    def now_and_then(self) -> None:
+        """Pack small steps, where there are many, at most once a minute."""
+        if time.monotonic() > self.next:
+            self.next = time.monotonic() + EVERY
+            self.pack(MANY)
+
+    def at_end(self) -> None:
+        """Pack small steps, however few, in a store that has packs."""
+        self.pack(1 if self.store.packs.starts() else MANY)
+
+    def pack(self, least: int) -> None:
+        """Pack small steps, if there are at least so many and no other process does."""
+        store = self.store
+        if store.packs.bad:
+            drop(store, store.packs.bad)
+        known = [store.folders(name) for name, kind in KINDS.items() if kind.small and not store.url]
+        loose = {start: path for folders in known for start, path in folders.items() if start not in self.large}
+        if len(loose) < least:
+            return
+        with suppress(Busy), store.claims.take(PACKS) as claim:
+            store.packs.clear()
+            new = [(start, folder) for start, folder in loose.items() if start not in store.packs]
+            if new:
+                _publish(store, store.packs.add(self._small(new[:AT_ONCE])), claim)
+            for start in loose.keys() & store.packs.starts():
+                with suppress(FileNotFoundError):
+                    shutil.rmtree(hidden(loose[start], start), ignore_errors=True)
+            few = [name for name, size in store.packs.sizes().items() if size < FULL]
+            if len(few) > FEW:
+                _rewrite(store, few, (), claim)
+
+    def _small(self, folders: Iterable[tuple[str, Path]]) -> Iterator[tuple[Packed, dict[str, bytes]]]:
+        """The undamaged steps of the folders that go into a pack, with their files."""
+        for start, folder in folders:
+            with suppress(FileNotFoundError, Damaged):
+                document = read_step(folder)
+                size = sum(about["bytes"] for about in document["files"].values())
+                if size > SMALL or any("/" in name for name in document["files"]):
+                    self.large.add(start)
+                    continue
+                files = {name: (folder / name).read_bytes() for name in document["files"]}
+                hashes = {name: sha256(content).hexdigest() for name, content in files.items()}
+                if all(hashes[name] == about["sha256"] for name, about in document["files"].items()):
+                    inputs = tuple(place[-DIGITS:] for place in document["inputs"].values())
+                    files[STEP] = (folder / STEP).read_bytes()
+                    yield Packed(start, document["kind"], folder.name, size, inputs), files
+
+
+def drop(store: Store, starts: Collection[str]) -> None:
+    """Take steps, by the starts of their ids, out of their packs."""
+    with store.claims.wait_for(PACKS) as claim:
+        store.packs.refresh()
+        for name in store.packs.with_any(starts):
+            _rewrite(store, [name], starts, claim)
+        store.packs.bad -= set(starts)
+
+
+def _rewrite(store: Store, names: Collection[str], without: Collection[str], claim: Claim) -> None:
+    """Replace packs by one without some of their steps. One that cannot be read is set aside as a whole."""
+    try:
+        _publish(store, store.packs.rewrite(names, without), claim)
+    except Damaged as error:
+        store.set_aside(store.packs.path(str(error)), "damaged", "its steps are computed again")
+
+
+def _publish(store: Store, path: Path, claim: Claim) -> None:
+    claim.check()
+    store.packs.publish(path)

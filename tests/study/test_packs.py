@@ -1,0 +1,287 @@
+"""Small steps of a store in packs: found, read, checked, freed and shared as those in folders are."""
+
+from __future__ import annotations
+
+import json
+import os
+import sqlite3
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from example_steps import Example, done
+from small_studies import BEGINNING, STUDY, Worker, ask, asked, killed, start
+
+from analysis.load.reader import Reader
+from moe_lab import packs
+from moe_lab.errors import UserError
+from moe_lab.packs import packs_in
+from moe_lab.study import Step, packing, run
+from moe_lab.study.garbage import gc, look
+from moe_lab.study.packing import Packing
+from moe_lab.study.runs import begin
+from moe_lab.study.schedule import Schedule, work
+from moe_lab.study.store import Store
+
+CELLS = asked("criterion=magnitude,random", "seed=1,2,3", "ratio=.25,.5")
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store(tmp_path / "store").create()
+
+
+@pytest.fixture(autouse=True)
+def _few(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packing, "MANY", 1)
+    monkeypatch.setattr(run, "Here", Worker)
+    Worker.harm = None
+    Worker.did.clear()
+
+
+def publish(store: Store, numbers: range, text: str = "result") -> list[Step]:
+    """Steps, each of which needs the one before."""
+    steps: list[Step] = []
+    for number in numbers:
+        step = Example(number=number, needed={"before": steps[-1]} if steps else {})
+        with store.claim(step) as scratch:
+            assert scratch is not None
+            (scratch / "result.json").write_text(json.dumps({"text": f"{text} {number}"}))
+            (scratch / "provenance.json").write_text('{"seconds": 1.5}')
+        steps.append(step)
+    return steps
+
+
+def packed(store: Store, numbers: range) -> list[Step]:
+    steps = publish(store, numbers)
+    Packing(store).pack(1)
+    assert not [path for path in (store.root / "plan").iterdir()]
+    return steps
+
+
+def pack_of(store: Store) -> Path:
+    (path,) = (store.root / "packs").glob("[!.]*")
+    return path
+
+
+def files_in(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_study_in_packs_is_the_study_in_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same record and files, one pack instead of a folder for each step, and nothing left to do."""
+    assert start(tmp_path / "packed", CELLS) == 0
+    monkeypatch.setattr(packing, "MANY", 1000)
+    assert start(tmp_path / "folders", CELLS) == 0
+    in_packs, in_folders = (Store(tmp_path / name) for name in ("packed", "folders"))
+    steps = {path.parent.name: path.parent for path in in_folders.root.glob("*/*/step.json")}
+    assert len(steps) > 30 and not [*in_packs.root.glob("plan/*"), *in_packs.root.glob("evaluate/*")]
+    assert sum(1 for _ in in_packs.root.rglob("*")) < len(steps)
+    records = [
+        json.loads(next(store.root.glob("runs/*/*/record.json")).read_text()) for store in (in_packs, in_folders)
+    ]
+    assert records[0]["cells"] == records[1]["cells"]
+    reader = Reader(in_packs.root)
+    for name, folder in steps.items():
+        there = reader.find(f"{folder.parent.name}/{name}")
+        assert there is not None and reader.json(there, "result.json") == {"score": 0.5, "of": ["a", 1]}
+        assert in_packs.content(f"{folder.parent.name}/{name}", "result.json") == (folder / "result.json").read_bytes()
+    assert not reader.gaps
+    count = len(Worker.did)
+    assert start(tmp_path / "packed", CELLS) == 0 and len(Worker.did) == count, "nothing is done again"
+    assert ask(in_packs.root, "status", CELLS[0].study) == 0 and ask(in_packs.root, "verify", CELLS[0].study) == 0
+    monkeypatch.chdir(tmp_path)
+    assert ask(in_packs.root, "unpack", "plan/") == 0
+    plans = {name: folder for name, folder in steps.items() if folder.parent.name == "plan"}
+    assert {path.name for path in (tmp_path / "unpacked" / "plan").iterdir()} == plans.keys()
+    assert all(files_in(tmp_path / "unpacked" / "plan" / name).keys() == files_in(plans[name]).keys() for name in plans)
+
+
+def test_a_step_reads_its_inputs_from_packs(store: Store, tmp_path: Path) -> None:
+    """By `Files.read`, whether the input is packed before the step begins, or while it runs."""
+
+    class Reads(Example):
+        kind = "scores"  # type: ignore[assignment]
+
+        def work(self, files):  # type: ignore[no-untyped-def]
+            assert files.read(self.inputs["before"], "result.json") == b'{"text": "result 0"}'
+            Packing(store).pack(1)
+            assert not store.path(self.inputs["before"]).exists()
+            assert files.read(self.inputs["before"], "result.json") == b'{"text": "result 0"}'
+
+    (before,) = publish(store, range(1))
+    done(store, Reads(number=1, needed={"before": before}))
+    done(store, Reads(number=2, needed={"before": before}))
+
+
+def test_large_steps_and_folders_in_steps_stay(store: Store) -> None:
+    small, large, deep = (Example(number=number) for number in range(3))
+    for step, name, size in ((small, "a", 10), (large, "a", packing.SMALL + 1), (deep, "checkpoint/a", 10)):
+        with store.claim(step) as scratch:
+            assert scratch is not None
+            (scratch / name).parent.mkdir(exist_ok=True)
+            (scratch / name).write_bytes(b"x" * size)
+    Packing(store).pack(1)
+    assert [store.path(step).exists() for step in (small, large, deep)] == [False, True, True]
+    assert store.done_of([small, large, deep]) == {small.id, large.id, deep.id}
+
+
+def test_a_step_that_is_damaged_in_a_pack_is_made_anew(store: Store) -> None:
+    """It costs no other step, and is found by hashing: when it is about to be read, or by verify."""
+    steps = packed(store, range(30))
+    content = pack_of(store).read_bytes()
+    wanted = next(
+        row
+        for (row,) in sqlite3.connect(pack_of(store)).execute(
+            "select content from file where name = 'result.json' and start = ?", (steps[7].id[:12],)
+        )
+    )
+    place = content.index(wanted) + len(wanted) - 1
+    os.chmod(pack_of(store), 0o644)
+    pack_of(store).write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+    packs_in.cache_clear()
+    found = Store(store.root).create()
+    assert found.done_of(steps) == {step.id for step in steps}, "sizes and times say nothing of a row"
+    assert [step.id for step in steps if not found.readable(step)] == [steps[7].id]
+    assert found.done_of(steps) == {step.id for step in steps} - {steps[7].id}
+    with found.claim(steps[7]) as scratch:
+        assert scratch is not None
+        (scratch / "result.json").write_text("anew")
+    Packing(found).pack(1)
+    packs_in.cache_clear()
+    again = Store(store.root)
+    again.packs.refresh()
+    assert [step.start for step in again.packs.steps()].count(steps[7].id[:12]) == 1, "the damaged one is gone"
+    assert len(again.packs.sizes()) == 2, "the pack without it, and the new one"
+    assert again.content(steps[7].folder, "result.json") == b"anew"
+    assert all(again.readable(step) for step in steps)
+
+
+@pytest.mark.parametrize("harm", ["torn", "empty", "words"])
+def test_a_pack_that_cannot_be_read_is_set_aside(store: Store, harm: str) -> None:
+    steps = packed(store, range(40))
+    content = pack_of(store).read_bytes()
+    pack_of(store).write_bytes({"torn": content[:1000], "empty": b"", "words": b"no database" * 1000}[harm])
+    packs_in.cache_clear()
+    with pytest.raises(UserError):
+        gc(Store(store.root), apply=True)
+    found = Store(store.root).create()
+    assert found.done_of(steps) == set()
+    assert len([*(store.root / "damaged").iterdir()]) == 1 and len(found.notices) == 1
+    publish(found, range(40), "anew")
+    Packing(found).pack(1)
+    assert found.content(steps[3].folder, "result.json") == b'{"text": "anew 3"}'
+
+
+def test_what_no_study_needs_is_freed_from_packs(tmp_path: Path) -> None:
+    folder = tmp_path / "store"
+    assert start(folder, CELLS) == 0
+    garbage = packed(Store(folder).create(), range(1000, 1010))
+    store = Store(folder)
+    before = store.present()
+    assert gc(store) == 0 and store.present() == before
+    assert gc(store, apply=True) == 0
+    assert before - store.present() == {step.id[:12] for step in garbage}
+    count = len(Worker.did)
+    assert start(folder, CELLS) == 0 and len(Worker.did) == count
+
+
+def test_inputs_of_steps_that_are_needed_are_kept_in_packs(store: Store) -> None:
+    steps = packed(store, range(10))
+    with begin(store, STUDY, steps[4:5]):
+        garbage, _ = look(store)
+    assert {item.step_id for item in garbage} == {step.id[:12] for step in steps[5:]}
+
+
+def test_many_packs_are_put_together(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that were replaced stay for a while, for whoever has listed them, and are not read."""
+    monkeypatch.setattr(packing, "FEW", 3)
+    reader = Reader(store.root)
+    steps = [step for number in range(5) for step in packed(store, range(10 * number, 10 * number + 10))]
+    assert store.done_of(steps) == {step.id for step in steps}
+    assert len(store.packs.sizes()) <= 4 < len([*(store.root / "packs").iterdir()])
+    assert all(reader.json(reader.find(step.folder), "result.json") for step in steps)
+    monkeypatch.setattr(packs, "GRACE", -1.0)
+    store.packs.clear()
+    assert len([*(store.root / "packs").iterdir()]) == len(store.packs.sizes())
+    assert all(reader.json(reader.find(step.folder), "result.json") for step in steps) and not reader.gaps
+
+
+KILLED = """
+    from moe_lab import packs
+    from moe_lab.study import packing
+    store = Store({root!r}).create()
+    def die(*_, **__):
+        os.kill(os.getpid(), signal.SIGKILL)
+    {patch}
+    packing.Packing(store).pack(1)
+"""
+POINTS = {
+    "while it writes": "packs.zlib.compress = die",
+    "before the pack is there": "packs.Packs.publish = die",
+    "before folders are removed": "packing.hidden = die",
+    "while folders are removed": "packing.shutil.rmtree = die",
+}
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_nothing_is_lost_when_a_process_is_killed_while_it_packs(store: Store, point: str) -> None:
+    steps = publish(store, range(20))
+    before = {step.id: store.content(step.folder, "result.json") for step in steps}
+    killed(KILLED.format(root=str(store.root), patch=POINTS[point]))
+    for _ in range(2):
+        packs_in.cache_clear()
+        found = Store(store.root).create()
+        assert found.done_of(steps) == before.keys()
+        assert {step.id: found.content(step.folder, "result.json") for step in steps} == before
+        Packing(found).pack(1)
+    found.packs.clear()
+    gc(found)
+    assert len([*(store.root / "packs").iterdir()]) == 1 and not [*(store.root / "plan").glob("[!.]*")]
+
+
+def test_processes_that_publish_pack_and_read_lose_nothing(store: Store) -> None:
+    """Two processes do the same steps and pack them all the time, while this one reads whatever was there once."""
+    script = (
+        BEGINNING
+        + f"""
+from moe_lab.study import packing
+from moe_lab.study.schedule import Schedule, work
+packing.MANY, packing.EVERY, packing.FEW = 5, 0.0, 3
+store = Store({str(store.root)!r}).create()
+def execute(step, scratch):
+    (scratch / "result.json").write_text(f"result {{step.number}}")
+    (scratch / "provenance.json").write_text("{{}}")
+work(Schedule([Example(number=number) for number in range(300)]), store, execute)
+assert len(store.done_of([Example(number=number) for number in range(300)])) == 300
+"""
+    )
+    children = [subprocess.Popen([sys.executable, "-c", script]) for _ in range(2)]
+    steps = [Example(number=number) for number in range(300)]
+    seen: set[int] = set()
+    while any(child.poll() is None for child in children) or len(seen) < 300:
+        for step in steps:
+            try:
+                assert store.content(step.folder, "result.json") == f"result {step.number}".encode()
+                seen.add(step.number)
+            except FileNotFoundError:
+                assert step.number not in seen, "what was there once is there"
+        if all(child.poll() is not None for child in children):
+            assert [child.returncode for child in children] == [0, 0]
+            assert len(seen) == 300 or store.done_of(steps) == {step.id for step in steps}
+    store.packs.refresh()
+    assert len(store.packs.sizes()) < 10
+
+
+def test_a_step_whose_input_was_packed_meanwhile_is_done(store: Store) -> None:
+    """A run in one process, while another has packed what it made."""
+    steps = publish(store, range(3))
+
+    def execute(step: Step, scratch: Path) -> None:
+        (scratch / "result.json").write_text("{}")
+
+    schedule = Schedule([*steps, last := Example(number=9, needed={"before": steps[-1]})], {step.id for step in steps})
+    Packing(Store(store.root).create()).pack(1)
+    work(schedule, store, execute)
+    assert last.id in schedule.finished and not schedule.failed
