@@ -22,9 +22,9 @@ from analysis.published import numbers
 from analysis.published.numbers import Printed
 from moe_lab import compose as composition
 from moe_lab import config, grid
-from moe_lab import evaluation as suite
 from moe_lab.config.base import valid
 from moe_lab.errors import UserError
+from moe_lab.evaluation import suite
 from moe_lab.evaluation.harnesses import evalscope
 from moe_lab.study import record, run
 from moe_lab.study.graph import Graph, build
@@ -116,8 +116,9 @@ def test_every_published_table_and_figure_has_its_file() -> None:
 def permissions(name: str) -> set[str]:
     """What a sweep's benchmarks are only done with when it is said."""
     benchmarks = request(name)[2]
+    runs_programs = [each.harness == "evalplus" or each.name == "livecodebench" for each in benchmarks]
     needs = {
-        "allow_code_execution=true": any(suite.runs_programs(benchmark) for benchmark in benchmarks),
+        "allow_code_execution=true": any(runs_programs),
         "allow_judge=true": any(benchmark.judge for benchmark in benchmarks),
         "allow_pickled_data=true": any(benchmark.name == "livecodebench" for benchmark in benchmarks),
     }

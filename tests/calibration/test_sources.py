@@ -16,7 +16,6 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from moe_lab import evaluation as suite
 from moe_lab.calibration import check
 from moe_lab.calibration.batches import batches
 from moe_lab.calibration.documents import Chat, Text, pair
@@ -24,6 +23,7 @@ from moe_lab.calibration.sources import locate, read, whole_text
 from moe_lab.config import BenchmarkConfig, CalibrationConfig
 from moe_lab.config.base import identity
 from moe_lab.errors import UserError
+from moe_lab.evaluation import suite
 from moe_lab.evaluation.harnesses import perplexity
 
 Settings = Callable[..., CalibrationConfig]

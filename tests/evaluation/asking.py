@@ -17,12 +17,11 @@ import torch
 from jinja2 import Environment
 
 from moe_lab.config import BenchmarkConfig
-from moe_lab.evaluation import run
+from moe_lab.evaluation import Policy, run
 from moe_lab.evaluation.answers import Record, collect_answers
 from moe_lab.evaluation.engines import Engine, Prompt, Writing, Written, answer_in
 from moe_lab.evaluation.engines.hf import LoadedModel
 from moe_lab.evaluation.harness import Answer, Graded, Item, Reply, Text
-from moe_lab.evaluation.sandbox import Policy
 
 PLAIN = "{% for m in messages %}{{ m.content }}{% endfor %}"
 

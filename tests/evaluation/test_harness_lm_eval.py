@@ -36,14 +36,12 @@ from transformers import AutoTokenizer
 from benchmarks import choices
 from benchmarks.data_sets import mirror_files
 from benchmarks.models import random_model
-from moe_lab import evaluation as suite
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError
-from moe_lab.evaluation import mirror, run
+from moe_lab.evaluation import Policy, mirror, run, suite
 from moe_lab.evaluation.engines.hf import LoadedModel
 from moe_lab.evaluation.harnesses import lm_eval_tasks
 from moe_lab.evaluation.mirror import benchmarks
-from moe_lab.evaluation.sandbox import Policy
 from moe_lab.paths import resolve
 
 ROOT = Path(__file__).parents[2]

@@ -16,12 +16,11 @@ from omegaconf import OmegaConf
 from transformers import GenerationConfig
 
 from moe_lab.config import BenchmarkConfig
-from moe_lab.evaluation import run
+from moe_lab.evaluation import Policy, run
 from moe_lab.evaluation.engines import Likelihood, Prompt, Row, Writing
 from moe_lab.evaluation.engines.hf import LoadedModel, greedy
 from moe_lab.evaluation.engines.likelihoods import log_likelihoods
 from moe_lab.evaluation.engines.vllm import VllmModel
-from moe_lab.evaluation.sandbox import Policy
 
 NEW = 20
 

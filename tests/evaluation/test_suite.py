@@ -20,13 +20,13 @@ from asking import ask, protocol, samples, write
 from evalplus.provider.utility import EOS
 from harness_files import shipped_items, write_lines
 
-from moe_lab import evaluation as suite
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import Unavailable, UserError
+from moe_lab.evaluation import LIMITED, NAMESPACES, UNCONFINED, Policy, suite
 from moe_lab.evaluation.engines.hf import LoadedModel
 from moe_lab.evaluation.harnesses import evalplus
 from moe_lab.evaluation.run import evaluate
-from moe_lab.evaluation.sandbox import LIMITED, NAMESPACES, UNCONFINED, Policy, client
+from moe_lab.evaluation.sandbox import client
 from moe_lab.evaluation.sandbox.client import namespaces_missing
 from moe_lab.evaluation.sandbox.runner import NO_NAMESPACES, Request
 from moe_lab.paths import resolve
@@ -58,8 +58,8 @@ def test_all_problems_are_reported_together_and_what_is_right_is_silent() -> Non
 
 def test_preflight_imports_neither_torch_nor_a_harness() -> None:
     program = (
-        "import sys\nfrom moe_lab import evaluation as suite\nfrom moe_lab.config import BenchmarkConfig as B\n"
-        "from moe_lab.evaluation.sandbox import Policy\nimport moe_lab.results\n"
+        "import sys\nfrom moe_lab.evaluation import suite\nfrom moe_lab.config import BenchmarkConfig as B\n"
+        "from moe_lab.evaluation import Policy\nimport moe_lab.results\n"
         "b = B(name='b', harness='evalplus', task='pocket:benchmarks/mbpp.jsonl', reports={'m': 'base'})\n"
         "assert len(suite.preflight([b], Policy(True))) == 1\nsuite.identity(b)\n"
         "heavy = {'torch', 'transformers', 'lm_eval', 'evalplus', 'datasets', 'pandas', 'pyarrow', 'numpy'}\n"
