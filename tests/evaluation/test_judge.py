@@ -239,17 +239,6 @@ def test_everything_wrong_with_a_judge_is_said_before_a_start(tmp_path: Path, mo
     assert begins == ["judge.key_variable", "judge.max_tokens", "judge.model", "judge.url"]
 
 
-def test_judging_is_parallel(tmp_path: Path) -> None:
-    together = threading.Barrier(4, timeout=30)
-
-    def answer(_: dict[str, Any]) -> Reply:
-        together.wait()  # until four have asked
-        return scored(5)
-
-    with endpoint(answer) as at:
-        Judge(settings(at), tmp_path).verdicts([str(number) for number in range(16)], 0)
-
-
 ALLOWED = Policy(allow_judge=True)
 CREATIVE = [number for number in range(1024) if number % 7 == 0][:146]
 
