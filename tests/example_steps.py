@@ -19,7 +19,7 @@ from moe_lab.config import (
     RecoveryConfig,
     TimingConfig,
 )
-from moe_lab.evaluation.sandbox import Policy
+from moe_lab.evaluation import Policy
 from moe_lab.grid import Cell
 from moe_lab.study import Step
 from moe_lab.study.steps import KINDS, perform

@@ -19,8 +19,8 @@ from analysis.published import numbers
 from analysis.published.numbers import Printed
 from moe_lab import compose as composition
 from moe_lab import config, grid
-from moe_lab import evaluation as suite
 from moe_lab.errors import UserError
+from moe_lab.evaluation import suite
 from moe_lab.evaluation.harnesses import evalscope
 from moe_lab.study import record, run
 from moe_lab.study.graph import Graph, build

@@ -21,15 +21,13 @@ import pyarrow.parquet as parquet
 import pytest
 from asking import Said, answered, protocol, samples
 
-from moe_lab import evaluation as suite
 from moe_lab.child_process import Child, Refused
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError
-from moe_lab.evaluation import harness, mirror, run
+from moe_lab.evaluation import NAMESPACES, Policy, harness, mirror, run, suite
 from moe_lab.evaluation.harness import Answer, Reply
 from moe_lab.evaluation.harnesses import evalscope, evalscope_code, evalscope_worker
 from moe_lab.evaluation.mirror import benchmarks
-from moe_lab.evaluation.sandbox import NAMESPACES, Policy
 from moe_lab.evaluation.sandbox.client import namespaces_missing
 from moe_lab.start import command
 
@@ -161,8 +159,8 @@ def test_programs_are_judged_by_evalscope_and_run_where_they_can_neither_harm_no
 
 def test_a_runner_that_a_program_ends_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(evalscope_code, "program", lambda solution, function: solution)
-    monkeypatch.setattr(evalscope_code, "_compare", lambda request: json.dumps([[], {}]))
-    programs = evalscope_code.Programs(evalscope_code.CodeSettings("2025-01-01", "2025-04-30", confined=False))
+    monkeypatch.setattr(evalscope_code.LimitedCalls, "__call__", lambda *_: ([], {}))
+    programs = evalscope_code.Programs(confined=False)
     tests = {"fn_name": None, "inputs": ["1"], "outputs": ["1"]}
     answer = "def moe_lab_answer(given): return given"
     try:
@@ -266,7 +264,7 @@ def test_what_cannot_work_is_said_before_a_model_is_loaded(tmp_path: Path, monke
     assert any("and there is no such file: run make evalscope" in one for one in suite.preflight([missing], ALLOWED))
     monkeypatch.setattr(harness, "_ROOT", tmp_path)
     monkeypatch.setattr(harness, "find_spec", lambda name: None)
-    (lacking,) = evalscope.lacking(replace(code, python=None), ALLOWED)
+    lacking, *_ = evalscope.lacking(replace(code, python=None), ALLOWED)
     assert "benchmark live_code_bench" in lacking and "interpreters.evalscope=" in lacking
     bad = replace(code, shots=2, parameters={"end_date": "2025-04-31", "processes": 1})
     assert [sentence.partition(": ")[2].partition("=")[0] for sentence in evalscope.wrong(bad)] == [

@@ -15,8 +15,7 @@ import datasets
 import lm_eval
 import numpy as np
 import pytest
-import torch
-from asking import PLAIN, chatting, equals_lm_eval, evaluate, write
+from asking import PLAIN, chatting, equals_lm_eval, evaluate, log_likelihood, write
 from harness_files import (
     BOOLQ,
     GENERATED,
@@ -37,26 +36,15 @@ from transformers import AutoTokenizer
 from benchmarks import choices
 from benchmarks.data_sets import mirror_files
 from benchmarks.models import random_model
-from moe_lab import evaluation as suite
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError
-from moe_lab.evaluation import mirror, run
+from moe_lab.evaluation import Policy, mirror, run, suite
 from moe_lab.evaluation.engines.hf import LoadedModel
 from moe_lab.evaluation.harnesses import lm_eval_tasks
 from moe_lab.evaluation.mirror import benchmarks
-from moe_lab.evaluation.sandbox import Policy
 from moe_lab.paths import resolve
 
 ROOT = Path(__file__).parents[2]
-
-
-def log_likelihood(subject: LoadedModel, prompt: str, answer: str) -> float:
-    """One unpadded forward pass."""
-    before = subject.tokenizer(prompt).input_ids
-    whole = subject.tokenizer(prompt + answer).input_ids
-    with torch.inference_mode():
-        logits = subject.model(torch.tensor([whole[:-1]])).logits[0].double().log_softmax(-1)
-    return float(sum(logits[place - 1, whole[place]] for place in range(len(before), len(whole))))
 
 
 SHIPPED = sorted(

@@ -10,18 +10,17 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from asking import ask, write
+from asking import ask, log_likelihood, write
 from harness_files import shipped_items
 from omegaconf import OmegaConf
 from transformers import GenerationConfig
 
 from moe_lab.config import BenchmarkConfig
-from moe_lab.evaluation import run
+from moe_lab.evaluation import Policy, run
 from moe_lab.evaluation.engines import Likelihood, Prompt, Row, Writing
 from moe_lab.evaluation.engines.hf import LoadedModel, greedy
 from moe_lab.evaluation.engines.likelihoods import log_likelihoods
 from moe_lab.evaluation.engines.vllm import VllmModel
-from moe_lab.evaluation.sandbox import Policy
 
 NEW = 20
 
@@ -188,13 +187,9 @@ def losses(subject: LoadedModel, prompts: list[str], references: list[Any], **se
 
 
 def loss(subject: LoadedModel, prompt: str, answer: str) -> float:
-    """Bits per byte of the answer, space before it included: one unpadded forward pass in fp64."""
-    head = prompt.rstrip()
-    before, whole = (subject.tokenizer(text).input_ids for text in (head, prompt + answer))
-    with torch.inference_mode():
-        scores = subject.model(torch.tensor([whole])).logits[0].double().log_softmax(-1)
-    likelihood = sum(float(scores[place - 1, whole[place]]) for place in range(len(before), len(whole)))
-    return -likelihood / math.log(2) / len((prompt[len(head) :] + answer).encode())
+    """Bits per byte of the answer, space before it included."""
+    size = len((prompt[len(prompt.rstrip()) :] + answer).encode())
+    return -log_likelihood(subject, prompt, answer) / math.log(2) / size
 
 
 def test_answer_losses_are_those_of_each_text_alone(subject: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,15 +19,13 @@ from endpoint import Endpoint, Reply, endpoint, message
 from hypothesis import given
 from hypothesis import strategies as some
 
-from moe_lab import evaluation as suite
 from moe_lab.config import BenchmarkConfig, JudgeConfig
 from moe_lab.config.base import SettingsError, valid
 from moe_lab.errors import Unavailable, UserError
+from moe_lab.evaluation import Policy, mirror, run, suite
 from moe_lab.evaluation import judge as judge_module
-from moe_lab.evaluation import mirror, run
 from moe_lab.evaluation.harnesses import wildbench
 from moe_lab.evaluation.judge import Judge, Unparsable, score
-from moe_lab.evaluation.sandbox import Policy
 from moe_lab.study import error_document
 
 pytestmark = pytest.mark.slow
@@ -223,7 +221,7 @@ def test_everything_wrong_with_a_judge_is_said_before_a_start(tmp_path: Path, mo
 
     assert problems() == ""
     assert "judge=gpt_oss_120b" in problems(judge=None)
-    assert "chat=false, but conversations" in problems(chat=False)
+    assert "chat=false, but conversations" in " ".join(suite.wrong([replace(BENCHMARK, chat=False)]))
     distant = replace(judge, url="https://x.org/v1", key_variable=KEY)
     assert problems(judge=distant) == ""
     monkeypatch.delenv(KEY)
@@ -239,17 +237,6 @@ def test_everything_wrong_with_a_judge_is_said_before_a_start(tmp_path: Path, mo
         valid(JudgeConfig, {"model": "m", "url": judge.url, "extra": {"stream": 1}}, "judge")
     begins = sorted(sentence.partition("=")[0] for sentence in error.value.sentences)
     assert begins == ["judge.key_variable", "judge.max_tokens", "judge.model", "judge.url"]
-
-
-def test_judging_is_parallel(tmp_path: Path) -> None:
-    together = threading.Barrier(4, timeout=30)
-
-    def answer(_: dict[str, Any]) -> Reply:
-        together.wait()  # until four have asked
-        return scored(5)
-
-    with endpoint(answer) as at:
-        Judge(settings(at), tmp_path).verdicts([str(number) for number in range(16)], 0)
 
 
 ALLOWED = Policy(allow_judge=True)

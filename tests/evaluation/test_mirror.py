@@ -18,12 +18,10 @@ from harness_files import RTE, subject_rows, write_lines
 from huggingface_hub.utils import filter_repo_objects
 
 from benchmarks.data_sets import write_data_set
-from moe_lab import evaluation as suite
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError
-from moe_lab.evaluation import mirror
+from moe_lab.evaluation import Policy, mirror, suite
 from moe_lab.evaluation.mirror import benchmarks, main, make
-from moe_lab.evaluation.sandbox import Policy
 
 
 @pytest.fixture

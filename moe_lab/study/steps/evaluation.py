@@ -10,11 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moe_lab import evaluation as suite
 from moe_lab.config import BackendConfig, BenchmarkConfig, Config, LauncherConfig, ModelConfig
 from moe_lab.errors import Unavailable
-from moe_lab.evaluation import engines
-from moe_lab.evaluation.sandbox import LIMITED, NAMESPACES, Policy
+from moe_lab.evaluation import LIMITED, NAMESPACES, Policy, engines, suite
 from moe_lab.json_files import write_json
 from moe_lab.models.config_json import ROOM, Size
 from moe_lab.study import BASE, Step, once
