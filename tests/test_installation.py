@@ -151,7 +151,7 @@ def hostile(tmp_path: Path) -> Path:
     """A folder whose modules are called like ours and like some that we import, and fail when they are."""
     for name in ("moe_lab", "analysis", "moe_lab/study", "moe_lab/evaluation", "moe_lab/evaluation/sandbox"):
         (tmp_path / name).mkdir()
-        for module in ("__init__", "__main__", "worker", "runner", "evalplus_grader"):
+        for module in ("__init__", "__main__", "worker", "runner", "client"):
             (tmp_path / name / f"{module}.py").write_text("raise SystemExit('a module of the current folder')")
     for name in ("torch", "pandas", "json", "inspect"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('a module of the current folder')")
