@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import product
@@ -252,7 +253,7 @@ def test_a_transfer_is_as_if_resampled_until_feasible() -> None:
     ],
 )
 def test_settings_that_cannot_work(named: str, given: dict[str, Any]) -> None:
-    with pytest.raises(UserError, match=rf"allocation\.parameters.*\b{named}\b"):
+    with pytest.raises(UserError, match=rf"allocation\.parameters.*\b{re.escape(named)}\b"):
         parse(given)
 
 
