@@ -118,7 +118,7 @@ def test_sums_of_a_bf16_model_are_those_of_fp64_within_its_rounding(name: str) -
 def test_experts_under_a_plan_of_channels_are_not_observed() -> None:
     """Nor masked while they are observed: a tap computes the experts of the whole model. Nor under another mask."""
     model = naive.model("olmoe")
-    plan = random_plan(model, "one width")
+    plan = random_plan(model, "one width", share=1)
     with mask(model, plan), pytest.raises(RuntimeError, match=r"model\.layers\.0"), Observer(model, ForwardTap):
         pass
     with Observer(model, ForwardTap), pytest.raises(RuntimeError, match=r"model\.layers\.0"), mask(model, plan):
