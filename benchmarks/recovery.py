@@ -40,11 +40,10 @@ from moe_lab.models.discover import moe_layers
 from moe_lab.models.load import load_model
 from moe_lab.paths import resolve
 from moe_lab.pruning.plan import Plan, make_plan
-from moe_lab.recovery.apply import pruned, recovered
+from moe_lab.recovery.apply import pruned, recovered, storage
 from moe_lab.recovery.dora import attach
 from moe_lab.recovery.finetune import answer_loss, distillation_loss, finetune, trained_routers
 from moe_lab.recovery.merge_fit import fit
-from moe_lab.recovery.quantize import storage
 
 CONF = Path(__file__).parents[1] / "conf"
 MODULES = ("experts", "shared_experts")

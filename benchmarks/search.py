@@ -21,12 +21,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from benchmarks.measure import cpu_seconds, misses, parser
 from moe_lab.calibration.batches import AnswerBatch
 from moe_lab.pruning.mask import mask
-from moe_lab.search.candidates import Candidates, Plans
-from moe_lab.search.evolution import evolve
+from moe_lab.search.candidates import Candidates, Plans, Relatives
+from moe_lab.search.evolution import EvolutionSettings, FitnessSettings, evolve
 from moe_lab.search.fitness import log_probabilities, row_sums
-from moe_lab.search.prefix import Relatives, Schedule
-from moe_lab.search.schedules import Problem
-from moe_lab.search.settings import EvolutionSettings, FitnessSettings
+from moe_lab.search.schedules import Problem, Schedule
 
 BAR_CHILD = 0.75
 

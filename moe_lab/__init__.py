@@ -18,7 +18,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from moe_lab.pruning.mask import mask
     from moe_lab.pruning.plan import Plan
     from moe_lab.pruning.prune import prune
-    from moe_lab.statistics import Statistics
 
 __version__ = "0.1.0"
 __all__ = [
@@ -166,23 +165,17 @@ def _text_file(text: str | os.PathLike[str] | Sequence[str]) -> Iterator[str]:
 
 def _gather(need: str, model: Any, rows: Any) -> dict[int, dict[str, Any]]:
     """Layer -> the sums of one pass, as numpy arrays."""
-    from moe_lab.statistics.damage import DamageTap, SimilarityTap
-    from moe_lab.statistics.forward import ForwardTap
-    from moe_lab.statistics.gradients import GradientTap, WeightGradientTap, gather_gradients
+    from moe_lab.statistics.gradients import gather_gradients
     from moe_lab.statistics.observe import gather
-    from moe_lab.statistics.weights import compare_experts, weigh_channels, weigh_experts
+    from moe_lab.study.steps import KINDS
+    from moe_lab.study.steps.passes import OnWeights
 
-    passes: Mapping[str, Callable[[], Statistics]] = {
-        "statistics": lambda: gather(model, ForwardTap, rows, fingerprint={}),
-        "damage": lambda: gather(model, DamageTap, rows, fingerprint={}),
-        "similarity": lambda: gather(model, SimilarityTap, rows, fingerprint={}),
-        "gradients": lambda: gather_gradients(model, GradientTap, rows, fingerprint={}),
-        "weight_gradients": lambda: gather_gradients(model, WeightGradientTap, rows, fingerprint={}),
-        "weights": lambda: weigh_experts(_checkpoint(model), fingerprint={}),
-        "channel_weights": lambda: weigh_channels(_checkpoint(model), fingerprint={}),
-        "weight_distances": lambda: compare_experts(_checkpoint(model), fingerprint={}),
-    }
-    sums = passes[need]()
+    kind: Any = KINDS[need]
+    if issubclass(kind, OnWeights):
+        sums = kind.adding_up()(_checkpoint(model), fingerprint={})
+    else:
+        run = gather_gradients if kind.backward else gather
+        sums = run(model, kind.tapping(), rows, fingerprint={})
     return {layer: {name: part.numpy() for name, part in arrays.items()} for layer, arrays in sums.layers.items()}
 
 
@@ -243,35 +236,29 @@ def _scores_frame(scores: Mapping[int, Any]) -> pd.DataFrame:
 
 
 def _scores_table(scores: pd.DataFrame, layers: Mapping[int, Mapping[str, Any]]) -> dict[int, Any]:
-    """Layer -> its scores, (E,) or (E, I), from a data frame with its rows in any order.
-
-    Numbers may be texts, as the keys of JSON are. Raises UserError unless each expert of these `layers`, or each of its
-    channels, has one row.
-    """
+    """Layer -> its scores, (E,) or (E, I), from a data frame with its rows in any order. Numbers may be texts, as the
+    keys of JSON are. Raises UserError unless each expert of these `layers`, or each of its channels, has one row."""
     import numpy as np
     import pandas as pd
 
     from moe_lab.errors import UserError, unknown
 
     ids = ["expert", "channel"] if "channel" in scores else ["expert"]
-    numbers = {}
     for name in ("layer", *ids, "score"):
         if name not in scores:
             raise unknown("plan: column of the scores", name, map(str, scores))
-        numbers[name] = pd.to_numeric(scores[name].astype(object), errors="coerce").to_numpy(float)
+    numbers = scores[["layer", *ids, "score"]].astype(object).apply(pd.to_numeric, errors="coerce").astype(float)
     if set(numbers["layer"]) != set(layers):
         found = sorted(scores["layer"].astype(str).unique())
         raise UserError(f"plan: the scores are of another model: layers {', '.join(found)}, expected {[*layers]}")
     table = {}
     for layer, facts in layers.items():
-        rows = numbers["layer"] == layer
         shape = [int(facts[size]) for size in ("n_experts", "width")[: len(ids)]]
-        places = np.stack([numbers[name][rows] for name in ids])
-        order = np.lexsort(places[::-1])
-        if not np.array_equal(places[:, order], np.indices(shape).reshape(len(shape), -1)):
+        rows = numbers[numbers["layer"] == layer].sort_values(ids)
+        if not np.array_equal(rows[ids].to_numpy().T, np.indices(shape).reshape(len(shape), -1)):
             ranges = " and each ".join(f"{name} from 0 to {count - 1}" for name, count in zip(ids, shape, strict=True))
-            raise UserError(f"plan: the scores of layer {layer} have {rows.sum()} rows: expected one for each {ranges}")
-        table[layer] = numbers["score"][rows][order].reshape(shape)
+            raise UserError(f"plan: the scores of layer {layer} have {len(rows)} rows: expected one for each {ranges}")
+        table[layer] = rows["score"].to_numpy().reshape(shape)
     return table
 
 

@@ -63,17 +63,12 @@ def main() -> None:
     if not words:
         print(START)
         return
-    with _sentences():
-        if _asks_hydra(words):
-            sys.exit(_by_hydra(words))
-        sys.exit(_study(words))
-
-
-def _asks_hydra(words: Sequence[str]) -> bool:
-    """Whether the words ask for more than one study: -m, --cfg, --help, completion, or a setting of Hydra itself."""
+    # -m, --cfg, --help, completion, or a setting of Hydra itself: Hydra does what they ask for.
     flags = [word for word in words if word.startswith("-") and not word.startswith(("--config-", "-cd", "-cn"))]
-    hydras = [word for word in words if word.lstrip("+~").startswith("hydra")]
-    return bool(flags) or any(not word.lstrip("+").startswith("hydra.searchpath=") for word in hydras)
+    hydras = [word.lstrip("+~") for word in words if word.lstrip("+~").startswith("hydra")]
+    asks_hydra = flags or any(not word.startswith("hydra.searchpath=") for word in hydras)
+    with _sentences():
+        sys.exit(_by_hydra(words) if asks_hydra else _study(words))
 
 
 def _study(words: Sequence[str]) -> int:

@@ -11,7 +11,6 @@ import re
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -62,10 +61,8 @@ def started(folder: Path | None = None) -> Iterator[None]:
 
 
 def prepare_multirun(words: Sequence[str]) -> None:
-    """What hydra.main needs before it reads conf/config.yaml and `words`.
-
-    Raises SettingsError for secrets in the words, which Hydra would write into the store.
-    """
+    """What hydra.main needs before it reads conf/config.yaml and `words`. Raises SettingsError for secrets in the
+    words, which Hydra would write into the store."""
     from moe_lab.config.table import basic_lines
 
     # Hydra copies its sources, all registered choices included, for every group that --help lists: most of its time.
@@ -80,15 +77,12 @@ def prepare_multirun(words: Sequence[str]) -> None:
     offer(_texts("plugins", read))
 
 
-@cache
-def _folder_of_nothing() -> tempfile.TemporaryDirectory[str]:
-    return tempfile.TemporaryDirectory(prefix="moe_lab_")
+_temporary = cache(lambda: tempfile.TemporaryDirectory(prefix="moe_lab_"))
 
 
 def _sweeps(store: str, dry_run: bool) -> str:
-    """Folder in which Hydra records a multirun: in the store; for a dry run, a temporary one that ends with the
-    process."""
-    return _folder_of_nothing().name if dry_run or not store else f"{store_folder(store)}/hydra"
+    """Folder in which Hydra records a multirun: in the store; for a dry run, one that ends with the process."""
+    return _temporary().name if dry_run or not store else f"{store_folder(store)}/hydra"
 
 
 def offer(modules: Sequence[str]) -> None:
@@ -118,10 +112,8 @@ class Groups:
         return self._names[group]
 
     def load(self, choices: Iterable[Choice]) -> dict[Choice, dict[str, Any]]:
-        """The content of choices, all composed in one call: Hydra takes 50 ms for one, and no longer for fifty.
-
-        Raises SettingsError with a sentence for each that cannot be composed, or that sets anything outside its group.
-        """
+        """The content of choices, all composed in one call: Hydra takes 50 ms for one, and no longer for fifty. Raises
+        SettingsError with a sentence for each that cannot be composed, or that sets anything outside its group."""
         choices = list(dict.fromkeys(choices))
         new = [choice for choice in choices if choice not in self._composed]
         try:
@@ -155,31 +147,17 @@ class Groups:
 def _plain(config: DictConfig) -> dict[str, Any]:
     """A configuration as plain dictionaries, without Hydra's settings, without values that are to be given (???), and
     with interpolations unresolved."""
-    content = OmegaConf.to_container(config)
-    assert isinstance(content, dict)
-    return {str(key): value for key, value in _given(content).items() if key != "hydra"}
 
+    def given(content: Any) -> Any:
+        if isinstance(content, dict):
+            return {key: given(value) for key, value in content.items() if value != "???"}
+        return content
 
-def _given(content: Any) -> Any:
-    if isinstance(content, dict):
-        return {key: _given(value) for key, value in content.items() if value != "???"}
-    return content
+    content = given(OmegaConf.to_container(config))
+    return {str(key): value for key, value in content.items() if key != "hydra"}
 
 
 # ---- words
-
-
-@dataclass
-class Words:
-    """The words of a command line by what they do."""
-
-    composed: list[str] = field(default_factory=list)
-    """Choices of files, and Hydra's own settings: Hydra composes with them."""
-    axes: dict[str, list[Any]] = field(default_factory=dict)
-    """Axis -> what is typed for it: names of files, numbers such as ratios, or values of a setting in a group."""
-    set: list[tuple[str, Any]] = field(default_factory=list)
-    """Setting in a group of the grid -> its value, for every choice of the group."""
-    mistakes: list[str] = field(default_factory=list)
 
 
 _WORD = re.compile(r"(?P<sign>\+{0,2})(?P<key>[\w.]+)=(?P<value>.*)", re.DOTALL)
@@ -187,18 +165,18 @@ _TYPED = re.compile(r"[\w.+-]+")
 
 
 def forced(word: str) -> str:
-    """The word as Hydra takes it for a setting that its file may not have; what is typed for a text is a text.
-
-    So study=2026_11_25 becomes ++study='2026_11_25', which Hydra does not read as a number. Other words stay.
-    """
+    """The word as Hydra takes it for a setting that its file may not have: study=2026_11_25 becomes
+    ++study='2026_11_25', as what is typed for a text is no number. Other words stay."""
     match = _WORD.fullmatch(word)
-    if match is None or match["key"].startswith("hydra.") or not _is_setting(match["key"]):
+    key = match["key"] if match else ""
+    is_setting = "." in key or (_type(key) and not fields_of(_type(key)))  # and neither a group nor an experiment
+    if match is None or key.startswith("hydra.") or not is_setting:
         return quoted(word)
     value = match["value"]
-    if is_text(_type(match["key"])):
+    if is_text(_type(key)):
         texts = value.split(",")
         value = ",".join(f"'{text}'" if _TYPED.fullmatch(text) and text != "null" else text for text in texts)
-    return quoted(f"++{match['key']}={value}")
+    return quoted(f"++{key}={value}")
 
 
 _QUOTED = r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\""""
@@ -206,10 +184,8 @@ _PLAIN = r"""(?:[^,\[\]{}()'":]|:(?! ))+"""
 
 
 def quoted(word: str) -> str:
-    """The word `key=value`, with quotes around those of its values that have a letter outside ASCII.
-
-    Hydra's grammar reads such letters in quotes alone, and folders of users have them.
-    """
+    """The word `key=value`, with quotes around those of its values that have a letter outside ASCII. Hydra's grammar
+    reads such letters in quotes alone, and folders of users have them."""
 
     def quote(match: re.Match[str]) -> str:
         text = match[0]
@@ -219,11 +195,6 @@ def quoted(word: str) -> str:
 
     key, equals, value = word.partition("=")
     return key + equals + re.sub(f"{_QUOTED}|{_PLAIN}", quote, value)
-
-
-def _is_setting(key: str) -> bool:
-    """Whether a key is a setting, and neither a group, which names files, nor anything else, such as an experiment."""
-    return "." in key or (bool(_type(key)) and not fields_of(_type(key)))
 
 
 def _type(key: str) -> Any:
@@ -261,53 +232,50 @@ def _quoted(word: str) -> str:
     return f"\"{key}='{text}'\""
 
 
-def _sort(override: Override, word: str, groups: Groups, found: Words) -> None:
-    """Add a word to those that do the same."""
+def _sort(override: Override, word: str, groups: Groups, draft: grid.Draft) -> list[str]:
+    """Note in `draft` what a word says of the cells; returns the word if Hydra composes with it. Raises UserError for a
+    word that nobody can mean."""
     key, values = override.key_or_group, _values(override)
     above = key.partition(".")[0]
     several = len(values) > 1 or override.is_sweep_override()
     if key.startswith("hydra") or override.package is not None:
-        found.composed.append(quoted(word))
-    elif groups.names(key):
-        _sort_choice(override, values, word, groups, found)
-    elif _type(above) is None:
-        found.mistakes.append(str(unknown("setting", above, [*fields_of(Config), *grid.AXES])))
-    elif override.is_delete():
-        if above in grid.GROUPS:
-            found.set.append((key, grid.REMOVED))
-        else:
-            found.composed.append(word)
+        return [quoted(word)]
+    if groups.names(key):
+        return [word] if override.is_delete() else _sort_choice(key, values, word, groups, draft)
+    if _type(above) is None:
+        raise unknown("setting", above, [*fields_of(Config), *grid.AXES])
+    if override.is_delete():
+        if above not in grid.GROUPS:
+            return [word]
+        draft.words.append((key, grid.REMOVED))
     elif not values or (override.is_sweep_override() and not override.is_discrete_sweep()):
-        found.mistakes.append(f"{word} names no values: expected some, separated by commas")
+        raise UserError(f"{word} names no values: expected some, separated by commas")
     elif key in grid.VALUES or (several and above in grid.GROUPS):
-        found.axes[key] = values
+        draft.typed[key] = values
     elif several:
-        found.mistakes.append(
+        raise UserError(
             f"{word} names several values, and {key} has one in a study: expected one (a text with a comma as "
             f"{_quoted(word)}), or -m in front for several studies"
         )
     elif above in grid.GROUPS:
-        found.set.append((key, values[0]))
+        draft.words.append((key, values[0]))
     else:
-        found.composed.append(forced(word))
+        return [forced(word)]
+    return []
 
 
-def _sort_choice(override: Override, values: list[Any], word: str, groups: Groups, found: Words) -> None:
-    """Add a word that names files of a group."""
-    group, known = override.key_or_group, groups.names(override.key_or_group)
+def _sort_choice(group: str, values: list[Any], word: str, groups: Groups, draft: grid.Draft) -> list[str]:
+    """`_sort` for a word that names files of a group."""
+    known = groups.names(group)
     listed = [name for value in values for name in (value if isinstance(value, list) else [value])]
     names = ["null" if name is None else str(name) for name in listed]
-    if override.is_delete():
-        found.composed.append(word)
-        return
     if group in grid.GROUPS:
-        found.axes[group] = names
+        draft.typed[group] = names
     elif len(names) != 1:
-        found.mistakes.append(f"{word} names several files, and {group} has one in a study: expected one of them")
+        raise UserError(f"{word} names several files, and {group} has one in a study: expected one of them")
     elif names[0] not in known:
-        found.mistakes.append(str(unknown(group, names[0], known)))
-    if len(names) == 1 and names[0] in known:
-        found.composed.append(word)
+        raise unknown(group, names[0], known)
+    return [word] if len(names) == 1 and names[0] in known else []
 
 
 def _values(override: Override) -> list[Any]:
@@ -330,15 +298,14 @@ def compose(words: Sequence[str], config_name: str = CONFIG) -> tuple[Config, li
         read = parsed(words)
         with mistakes.caught():
             offer(_texts("plugins", read))
-        groups, typed = Groups(_texts("hydra.searchpath", read)), Words()
+        groups, draft, composing = Groups(_texts("hydra.searchpath", read)), grid.Draft(), []
         for word, override in read:
-            _sort(override, word, groups, typed)
-        mistakes += typed.mistakes
-        document, choices, searchpath = _composed(typed.composed, config_name)
+            with mistakes.caught():
+                composing += _sort(override, word, groups, draft)
+        document, draft.taken, searchpath = _composed(composing, config_name)
         groups = Groups(searchpath)
-        lists = [document.pop("grid", None) or {}, *(document.pop("more", None) or [])]
-        own = {axis: document.pop(axis, None) for axis in grid.AXES}
-        draft = grid.Draft(own, choices, typed.axes, typed.set, lists)
+        draft.lists = [document.pop("grid", None) or {}, *(document.pop("more", None) or [])]
+        draft.own = {axis: document.pop(axis, None) for axis in grid.AXES}
         with mistakes.caught():
             config: Config = valid(Config, document, "")
             offer(config.plugins)

@@ -59,11 +59,8 @@ def user_errors(check: Callable[..., object], *arguments: object) -> Iterator[st
 
 
 def end_with(main: Callable[[], int | None]) -> NoReturn:
-    """Run a command and end the process with its exit code.
-
-    The code is 130 after Ctrl-C, and 141 when the reader of the output has closed it, as `head` does. Neither prints a
-    stack trace.
-    """
+    """Run a command and end the process with its exit code. The code is 130 after Ctrl-C, and 141 when the reader of
+    the output has closed it, as `head` does. Neither prints a stack trace."""
     try:
         try:
             code = main() or 0

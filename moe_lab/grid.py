@@ -25,6 +25,7 @@ from moe_lab.config import (
     SourceConfig,
 )
 from moe_lab.config.base import Mistakes, fields_of, type_at, valid
+from moe_lab.config.pruning import TEXTS
 from moe_lab.errors import UserError, unknown
 from moe_lab.evaluation.harness import HARNESSES
 from moe_lab.paths import as_name
@@ -83,19 +84,19 @@ class Files(Protocol):
         """The contents of files. Raises UserError for those that cannot be composed."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Draft:
     """What a command line and the files that it names say of cells, before anything is checked."""
 
-    own: Mapping[str, Any]
+    own: Mapping[str, Any] = field(default_factory=dict)
     """Axis -> its content in the composed configuration: the only value of an axis without a list."""
-    taken: Mapping[str, str]
+    taken: Mapping[str, str] = field(default_factory=dict)
     """Group -> the file that its content is from."""
-    typed: Mapping[str, Sequence[Any]]
+    typed: dict[str, Sequence[Any]] = field(default_factory=dict)
     """Axis, or setting in a group -> what is typed for it; this stands above all lists in files."""
-    words: Sequence[tuple[str, Any]]
+    words: list[tuple[str, Any]] = field(default_factory=list)
     """Setting -> its value, from the command line; it holds for every choice of its group."""
-    lists: Sequence[Mapping[str, Any]]
+    lists: Sequence[Mapping[str, Any]] = ()
     """Lists by axis of the grid, and of further grids, which take the lists of the first where they have none."""
 
 
@@ -117,12 +118,9 @@ def points(draft: Draft, files: Files) -> list[Point]:
                 with mistakes.caught():
                     values.append(axes.numbers(axis, each) if axis in VALUES else axes.choices(axis, each))
             found += itertools.product(*values) if len(values) == len(AXES) else []
-    return list({tuple(map(_key, AXES, point)): point for point in found}.values())
-
-
-def _key(axis: str, value: Any) -> Any:
-    """What tells values of an axis apart: numbers themselves; of choices, each of which is made once, the object."""
-    return value if axis in VALUES else id(value)
+    # Numbers are told apart by value, and choices, each of which is made once, as objects.
+    keys = [tuple(value if axis in VALUES else id(value) for axis, value in zip(AXES, p, strict=True)) for p in found]
+    return list(dict(zip(keys, found, strict=True)).values())
 
 
 Lists = Mapping[str, Sequence[Any]]
@@ -200,10 +198,8 @@ class _Axes:
         return list({id(each): each for each in found}.values())
 
     def _make(self, axis: str, name: str | None, varied: Mapping[str, Any]) -> Any:
-        """The choice `name` of a group (None: the configuration's own) with everything that is set besides.
-
-        `varied`: setting -> value, of settings that have lists; the name of a choice with such a setting ends in it.
-        """
+        """The choice `name` of a group (None: the configuration's own) with everything that is set besides. `varied`:
+        setting -> value, of settings that have lists; the name of a choice with such a setting ends in it."""
         key = (axis, name, json.dumps(varied, sort_keys=True, default=str))
         if key not in self._made:
             content = deepcopy(self._content(axis, name))
@@ -264,61 +260,44 @@ def assign(content: dict[str, Any], key: str, value: Any) -> None:
 
 
 def requests(config: Config, found: Iterable[Point], files: Files) -> list[Request]:
-    """The cells of a study with their benchmarks; cells of one protocol are grouped together.
+    """The cells of a study with their benchmarks; cells of one protocol are grouped together. Raises SettingsError for
+    texts and benchmarks that are unknown or wrong."""
+    known_texts: dict[tuple[str, str | None], CalibrationConfig] = {}
+    searches: dict[tuple[int, int], AllocationConfig] = {}
 
-    Raises SettingsError for texts and benchmarks that are unknown or wrong.
-    """
-    made = _Made(files)
+    def text(setting: str, name: str, engine: Any = None) -> CalibrationConfig:
+        """A text by its name, the same object for all cells; settings such as calibration.X=... do not apply to it."""
+        if (name, engine) not in known_texts:
+            found = mixed(_text(setting, name, files), files)
+            known_texts[name, engine] = replace(found, engine=engine) if engine else found
+        return known_texts[name, engine]
+
+    def made(point: Point) -> Cell:
+        cell = Cell(**dict(zip(AXES, point, strict=True)))
+        named = {"search": ("allocation.search", cell.allocation.search)}
+        named |= {role: (f"recovery.{role}", getattr(cell.recovery, role)) for role in TEXTS}
+        texts = {role: text(setting, name) for role, (setting, name) in named.items() if name is not None}
+        # A model that is too large for memory is so for every text.
+        texts["flops"] = text("flops_text", config.flops_text, cell.calibration.engine)
+        if cell.allocation.search is None or not cell.model.search:
+            return replace(cell, texts=texts)
+        key = (id(cell.model), id(cell.allocation))
+        if key not in searches:  # parameters published for the model are defaults
+            parameters = {**cell.model.search, **cell.allocation.parameters}
+            searches[key] = replace(cell.allocation, parameters=parameters)
+        return replace(cell, allocation=searches[key], texts=texts)
+
     by_protocol: dict[int, list[Cell]] = {}
     with Mistakes() as mistakes:
         for point in found:
             with mistakes.caught():
-                cell = made.cell(point, config.flops_text)
+                cell = made(point)
                 by_protocol.setdefault(id(cell.protocol), []).append(cell)
         asked: list[Request] = []
         for cells in by_protocol.values():
             with mistakes.caught():
                 asked.append((cells, benchmarks(config, cells[0].protocol, files)))
     return asked
-
-
-class _Made:
-    """Makes cells of points; what several cells have in common, such as a text, is one object."""
-
-    def __init__(self, files: Files) -> None:
-        self.files = files
-        self._texts: dict[tuple[str, str | None], CalibrationConfig] = {}
-        self._searched: dict[tuple[int, int], AllocationConfig] = {}
-
-    def cell(self, point: Point, flops_text: str) -> Cell:
-        cell = Cell(**dict(zip(AXES, point, strict=True)))
-        named = {
-            "search": ("allocation.search", cell.allocation.search),
-            "instructions": ("recovery.instructions", cell.recovery.instructions),
-            "distill": ("recovery.distill", cell.recovery.distill),
-            "fit": ("recovery.fit", cell.recovery.fit),
-        }
-        texts = {role: self._text(setting, name) for role, (setting, name) in named.items() if name is not None}
-        # A model that is too large for memory is so for every text.
-        texts["flops"] = self._text("flops_text", flops_text, cell.calibration.engine)
-        return replace(cell, allocation=self._allocation(cell), texts=texts)
-
-    def _text(self, setting: str, name: str, engine: Any = None) -> CalibrationConfig:
-        """A text by its name; settings such as calibration.X=... do not apply to it."""
-        if (name, engine) not in self._texts:
-            text = mixed(_text(setting, name, self.files), self.files)
-            self._texts[name, engine] = replace(text, engine=engine) if engine else text
-        return self._texts[name, engine]
-
-    def _allocation(self, cell: Cell) -> AllocationConfig:
-        """The cell's allocation; one that searches gets the search parameters published for the model as defaults."""
-        if cell.allocation.search is None or not cell.model.search:
-            return cell.allocation
-        key = (id(cell.model), id(cell.allocation))
-        if key not in self._searched:
-            parameters = {**cell.model.search, **cell.allocation.parameters}
-            self._searched[key] = replace(cell.allocation, parameters=parameters)
-        return self._searched[key]
 
 
 def _text(setting: str, name: str, files: Files, changes: Mapping[str, Any] | None = None) -> CalibrationConfig:
@@ -339,23 +318,19 @@ def mixed(text: CalibrationConfig, files: Files) -> CalibrationConfig:
     """
     if not text.sources:
         return text
-    sources = [_source(source, text.name, files) for source in text.sources]
-    names = [source.settings.name for source in sources if source.settings]
-    if twice := next((name for name in names if names.count(name) > 1), None):
-        raise UserError(f"calibration.sources names {twice} twice: expected each set once")
+    sources: list[SourceConfig] = []
+    for source in text.sources:  # one that is read from another path is named after that file
+        own = {} if source.path is None else {"name": as_name(Path(source.path).stem), "path": source.path}
+        settings = _text(f"calibration={text.name}: source", source.calibration, files, own)
+        if settings.sources:
+            raise UserError(
+                f"calibration={text.name}: source {source.calibration} is a mixture itself, and a mixture takes none: "
+                "expected its sets, each with its share of the whole"
+            )
+        if settings.name in [other.settings.name for other in sources if other.settings]:
+            raise UserError(f"calibration.sources names {settings.name} twice: expected each set once")
+        sources.append(replace(source, settings=settings))
     return replace(text, sources=sources)
-
-
-def _source(source: SourceConfig, mixture: str, files: Files) -> SourceConfig:
-    """One set of a mixture with its settings. A set that is read from another path is named after that file."""
-    own = {} if source.path is None else {"name": as_name(Path(source.path).stem), "path": source.path}
-    settings = _text(f"calibration={mixture}: source", source.calibration, files, own)
-    if settings.sources:
-        raise UserError(
-            f"calibration={mixture}: source {source.calibration} is a mixture itself, and a mixture takes none: "
-            "expected its sets, each with its share of the whole"
-        )
-    return replace(source, settings=settings)
 
 
 EVERY = "every"
@@ -364,9 +339,7 @@ EVERY = "every"
 
 def benchmarks(config: Config, protocol: ProtocolConfig, files: Files) -> list[BenchmarkConfig]:
     """The benchmarks of the suite, with the protocol's changes and with settings from the rest of the configuration.
-
-    Raises SettingsError for unknown benchmarks, and for unknown or wrong fields in the protocol.
-    """
+    Raises SettingsError for unknown benchmarks, and for unknown or wrong fields in the protocol."""
     known = files.names("benchmark")
     with Mistakes() as mistakes:
         for name in (name for name in protocol.benchmarks if name not in (EVERY, *known)):
@@ -394,7 +367,6 @@ def _benchmark(name: str, content: Mapping[str, Any], config: Config, protocol: 
             f"suite.path={config.suite.path} is the text of suite=perplexity or the folder of suite=bfcl, expected "
             f"null with benchmark {name}, which has its own data"
         )
-    interpreters = {str(program): python for program, python in config.interpreters.items()}
     path, task = config.suite.path, benchmark.task
     return replace(
         benchmark,
@@ -402,5 +374,5 @@ def _benchmark(name: str, content: Mapping[str, Any], config: Config, protocol: 
         task=str(Path(path, task)) if path and task else path or task,
         root=config.data_root if benchmark.data else None,
         judge=config.judge if harness and harness.judged else None,
-        python=interpreters.get(benchmark.harness),
+        python=config.interpreters.get(benchmark.harness),  # type: ignore[call-overload]
     )

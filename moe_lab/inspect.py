@@ -29,8 +29,15 @@ def main(words: list[str]) -> int:
     if not words or {"-h", "--help"} & set(words):
         print(USAGE)
         return 0
+    from moe_lab.compose import compose, started
+
     try:
-        title, rows, supported = describe(_model(words))
+        with started():
+            _, requests = compose(words)
+        models = {cell.model.name: cell.model for cells, _ in requests for cell in cells}
+        if len(models) > 1:
+            raise UserError(f"model={','.join(sorted(models))}: expected one model")
+        title, rows, supported = describe(*models.values())
     except UserError as error:
         print(f"moe_lab: {error}", file=sys.stderr)
         return 2
@@ -39,18 +46,6 @@ def main(words: list[str]) -> int:
         table.add_row(*row)
     Console(highlight=False).print(table)
     return 0 if supported else 1
-
-
-def _model(words: list[str]) -> ModelConfig:
-    """The model that a command line names."""
-    from moe_lab.compose import compose, started
-
-    with started():
-        _, requests = compose(words)
-    models = {cell.model.name: cell.model for cells, _ in requests for cell in cells}
-    if len(models) > 1:
-        raise UserError(f"model={','.join(sorted(models))}: expected one model")
-    return next(iter(models.values()))
 
 
 def describe(model: ModelConfig) -> tuple[str, list[Row], bool]:
@@ -95,19 +90,13 @@ def _architecture(about: Mapping[str, Any]) -> Iterator[Row]:
     yield "architecture", f"{about['model_type']}, {about['layers']} decoder layers, {len(about['moe'])} with experts"
     for words in dict.fromkeys(about["moe"].values()):
         layers = [layer for layer, other in about["moe"].items() if other == words]
-        yield f"layers {_span(layers)}", words
+        starts = [layer for layer in layers if layer - 1 not in layers]
+        ends = [layer for layer in layers if layer + 1 not in layers]
+        spans = [f"{start}-{end}" if end > start else str(start) for start, end in zip(starts, ends, strict=True)]
+        yield f"layers {', '.join(spans)}", words
     for part, count in parameters.items():
         yield f"parameters, {part}", f"{count:,} ({count / total:.1%})"
     yield from _parameters(total)
-
-
-def _span(layers: list[int]) -> str:
-    """Layer numbers as ranges: 1-26, or 0, 2-4."""
-    starts = [layer for layer in layers if layer - 1 not in layers]
-    ends = [layer for layer in layers if layer + 1 not in layers]
-    return ", ".join(
-        f"{first}-{last}" if last > first else str(first) for first, last in zip(starts, ends, strict=True)
-    )
 
 
 def _uses(model: ModelConfig, about: Mapping[str, Any]) -> Iterator[Row]:

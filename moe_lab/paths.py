@@ -61,10 +61,7 @@ def cache(name: str) -> Path:
 
 def caches() -> Path:
     """The folder of the user's caches: $XDG_CACHE_HOME, or ~/.cache, or a folder of the user among temporary files
-    where the home folder cannot be written.
-
-    Raises UserError when that folder belongs to somebody else.
-    """
+    where the home folder cannot be written. Raises UserError when that folder belongs to somebody else."""
     usual = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     # os.path.exists is false for what is in a folder that may not be entered, where Path.exists raises.
     if os.access(next(filter(os.path.exists, (usual, *usual.parents))), os.W_OK | os.X_OK):
@@ -78,9 +75,7 @@ def caches() -> Path:
 
 def url_of(store: str) -> str | None:
     """The URL that store= names, such as s3://bucket/path, without slashes at its end; None when it names a folder.
-
-    Raises UserError for a URL that has no protocol, no path or a password in it.
-    """
+    Raises UserError for a URL that has no protocol, no path or a password in it."""
     protocol, is_url, path = store.partition("://")
     if not is_url:
         return None

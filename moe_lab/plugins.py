@@ -18,10 +18,8 @@ ENTRY_POINTS = "moe_lab.plugins"
 
 
 def load(modules: Iterable[str] = ()) -> None:
-    """Import the modules of all entry points, and `modules`.
-
-    Raises UserError for one that cannot be imported, registers nothing, or registers a name that is taken.
-    """
+    """Import the modules of all entry points, and `modules`. Raises UserError for one that cannot be imported,
+    registers nothing, or registers a name that is taken."""
     installed = [point.module for point in entry_points(group=ENTRY_POINTS)]
     for module in dict.fromkeys([*installed, *modules]):
         try:
@@ -33,7 +31,9 @@ def load(modules: Iterable[str] = ()) -> None:
             raise UserError(
                 f"plugins: {module} cannot be imported ({reason}), expected a module on Python's path"
             ) from None
-        if not any(function.__module__.split(".")[0] == module.split(".")[0] for function in _functions()):
+        functions: list[Callable[..., object]] = [criterion.function for criterion in CRITERIA.values()]
+        functions += [function for one in ALLOCATIONS.values() for function in one.functions.values() if function]
+        if not any(function.__module__.split(".")[0] == module.split(".")[0] for function in functions):
             raise UserError(
                 f"plugins: {module} registers nothing, expected a function under @criterion(...) or a call of "
                 "moe_lab.allocation.register(...): docs/new_criterion.md"
@@ -54,8 +54,3 @@ def bring(places: Iterable[Mapping[str, str]]) -> None:
         if where["folder"] not in sys.path:
             sys.path.append(where["folder"])
         import_module(where["module"])
-
-
-def _functions() -> list[Callable[..., object]]:
-    decided = [function for one in ALLOCATIONS.values() for function in one.functions.values() if function]
-    return [*(one.function for one in CRITERIA.values()), *decided]

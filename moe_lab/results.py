@@ -146,11 +146,10 @@ def read_record(root: Path, study: str) -> dict[str, Any] | None:
     for record in current.values():
         for entry in record["cells"]:
             name = _key({**entry["cell"], "id": (entry.get("model") or "")[-DIGITS:]})  # models may share a name
-            if name in cells and _differ(cells[name], entry):
+            joined = _joined(cells[name], entry) if name in cells else entry
+            if joined is None:
                 differing[name] = entry["cell"]
-            elif name in cells:
-                entry = _with_benchmarks(cells[name], entry)
-            cells[name] = entry
+            cells[name] = joined or entry
         for figure, rows in figures.items():
             for row in record[figure]:
                 key = _key({name: row[name] for name in KEY})
@@ -170,18 +169,16 @@ DIGITS = 12
 """Digits of a step's id at the end of the name of its folder."""
 
 
-def _differ(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
-    """Whether two entries of one cell name different steps. Labels of one step may differ, its id does not."""
-    places = [(old.get(name), new.get(name)) for name in STEPS]
-    places += [(old["evaluate"].get(name), place) for name, place in new["evaluate"].items()]
-    return any(one and other and one[-DIGITS:] != other[-DIGITS:] for one, other in places)
-
-
-def _with_benchmarks(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
-    """The new entry of a cell, extended by results that only the old entry has."""
-    places = {name: new.get(name) or old.get(name) for name in STEPS}
-    benchmarks = [*old["evaluate"], *new["evaluate"]]
-    evaluate = {name: new["evaluate"].get(name) or old["evaluate"].get(name) for name in benchmarks}
+def _joined(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The new entry of a cell, extended by results that only the old entry has; None where they name different steps.
+    Labels of one step may differ, its id does not."""
+    steps = {name: (old.get(name), new.get(name)) for name in STEPS}
+    names = [*old["evaluate"], *new["evaluate"]]
+    evaluated = {name: (old["evaluate"].get(name), new["evaluate"].get(name)) for name in names}
+    both = [*steps.values(), *evaluated.values()]
+    if any(one and other and one[-DIGITS:] != other[-DIGITS:] for one, other in both):
+        return None
+    places, evaluate = ({name: other or one for name, (one, other) in of.items()} for of in (steps, evaluated))
     errors = {**old["errors"], **new["errors"]}
     still = {name: error for name, error in errors.items() if not {**places, **evaluate}.get(name)}
     return {**new, **places, "evaluate": evaluate, "errors": still}

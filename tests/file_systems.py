@@ -54,21 +54,15 @@ class Deadly(_Disk):
         super().mv(path1, path2, **kwargs)
 
 
-class Refused(ConnectionError):
-    """What fsspec leaves out of a listing, unless it is told to raise it."""
-
-
 class Refusing(_Disk):
-    """A folder that refuses what `refuses` names: reading, writing or removing."""
+    """A folder that refuses what `refuses` names: reading or writing."""
 
     protocol = REFUSING
     refuses: frozenset[str] = frozenset()
-    asked = 0
 
     def _asked(self, what: str) -> None:
         if what in self.refuses:
-            Refusing.asked += 1
-            raise Refused("no network today")
+            raise ConnectionError("no network today")
 
     def ls(self, path: str, **kwargs: Any) -> Any:
         self._asked("reading")
@@ -81,14 +75,6 @@ class Refusing(_Disk):
     def pipe_file(self, path: str, value: bytes, **kwargs: Any) -> None:
         self._asked("writing")
         super().pipe_file(path, value, **kwargs)
-
-    def rm_file(self, path: str) -> None:
-        self._asked("removing")
-        super().rm_file(path)
-
-    def rm(self, path: str, **kwargs: Any) -> None:
-        self._asked("removing")
-        super().rm(path, **kwargs)
 
 
 def register() -> None:

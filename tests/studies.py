@@ -9,6 +9,8 @@ from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
+import preloaded
+
 SMALL = ["suite.limit=8", "calibration.tokens=2048", "report=false", "resources.every.memory=1"]
 WHEN_AND_WHERE = {"step.json"}
 """Files of a step that say when and where it was done, and the checksums of all its files."""
@@ -16,8 +18,10 @@ ANNOUNCED = re.compile(r"\d\d:\d\d:\d\d (\w+/\S+)")
 
 
 def command(store: Path, *words: str) -> list[str]:
-    """What a user types."""
-    return [sys.executable, "-m", "moe_lab", *SMALL, *words, f"store={store}"]
+    """What a user types; `words` are options and settings."""
+    options = [word for word in words if word.startswith("-")]
+    settings = [word for word in words if not word.startswith("-")]
+    return [sys.executable, "-m", "moe_lab", *options, *SMALL, *settings, f"store={store}"]
 
 
 def moe_lab(store: Path, *words: str, environment: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
@@ -25,6 +29,12 @@ def moe_lab(store: Path, *words: str, environment: Mapping[str, str] | None = No
     store.parent.mkdir(exist_ok=True)
     done = command(store, *words)
     return subprocess.run(done, capture_output=True, text=True, cwd=store.parent, env=environment)
+
+
+def on_boolq(store: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """Run a study of one benchmark, unless it names others, in a Python that has imported what takes long."""
+    done = [str(preloaded.python()), *command(store, "suite.benchmarks=[pocket_boolq]", *words)[1:]]
+    return subprocess.run(done, capture_output=True, text=True, cwd=store.parent)
 
 
 def asked(store: Path, *words: str) -> str:

@@ -15,7 +15,7 @@ import pytest
 
 from moe_lab.config import TrackerConfig
 from moe_lab.errors import UserError
-from moe_lab.study.tracking import log_study
+from moe_lab.study.record import log_study
 
 SETTINGS = TrackerConfig(name="wandb")
 KEY = "0123456789abcdef0123456789abcdef01234567"

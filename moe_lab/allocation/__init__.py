@@ -147,15 +147,10 @@ def check(settings: AllocationConfig, granularity: Granularity = "expert") -> No
     protection.identity(vars(settings))  # reads the file that it names
     if settings.name == "list":
         shapes.listed(settings.path, granularity)
-
-
-def check_by(settings: AllocationConfig) -> None:
-    """Raise UserError unless allocation.by is null or names a criterion of experts that needs no parameters."""
-    if settings.by is None:
-        return
-    criteria.check(settings.by, {})
-    if criteria.get(settings.by).granularity != "expert":
-        raise UserError(f"allocation.by={settings.by} scores channels, expected a criterion that scores experts")
+    if settings.by is not None:
+        criteria.check(settings.by, {})
+        if criteria.get(settings.by).granularity != "expert":
+            raise UserError(f"allocation.by={settings.by} scores channels, expected a criterion that scores experts")
 
 
 def needs(settings: Mapping[str, Any]) -> tuple[str, ...]:

@@ -24,14 +24,9 @@ from moe_lab.models.files import UNRESOLVED, data_file, data_files, sha256_of
 def parts(settings: CalibrationConfig) -> list[tuple[float, CalibrationConfig]]:
     """(share, settings) of each set of a mixture; a set that is no mixture is its own only part. A set without a seed
     gets that of the mixture."""
-    return [
-        (
-            source.share,
-            source.settings if source.settings.seed is not None else replace(source.settings, seed=settings.seed),
-        )
-        for source in settings.sources
-        if source.settings is not None
-    ] or [(1.0, settings)]
+    sets = [(source.share, source.settings) for source in settings.sources if source.settings is not None]
+    seeded = [(share, replace(part, seed=settings.seed) if part.seed is None else part) for share, part in sets]
+    return seeded or [(1.0, settings)]
 
 
 def check(settings: CalibrationConfig) -> None:

@@ -12,18 +12,8 @@ from typing import Any
 
 import torch
 
-from moe_lab.calibration import check, order_seed, parts
-from moe_lab.calibration.documents import (
-    BLANK_LINE,
-    Chat,
-    Document,
-    Tools,
-    from_template,
-    plain,
-    rendering,
-    tokenize,
-    written,
-)
+from moe_lab.calibration import order_seed, parts
+from moe_lab.calibration.documents import BLANK_LINE, Chat, Document, Tools, from_template, rendering, tokenize, written
 from moe_lab.calibration.sources import locate, read, read_answered
 from moe_lab.config import CalibrationConfig
 from moe_lab.errors import UserError
@@ -78,9 +68,6 @@ PACKINGS: dict[str, Callable[..., Iterator[list[int]]]] = {"reap": reap, "chunk"
 """calibration.packing -> function (documents, length, filler)."""
 
 
-# Sets of documents.
-
-
 @dataclass(frozen=True)
 class Calibration:
     """The batches of a calibration set, and a report about them."""
@@ -109,12 +96,10 @@ class Source:
 
 
 class Packed:
-    """Rows of a calibration set, or of a mixture of sets, as places (indices) in one list of tokens.
-
-    Rows hold places instead of ids, so that the set of a token, and whether it belongs to an answer, are still known
-    after packing. The next document comes from the set that is furthest behind its share of the tokens placed so far;
-    ties go to the set listed first. So the interleaving depends only on the settings and the tokenizer.
-    """
+    """Rows of a calibration set, or of a mixture of sets, as places (indices) in one list of tokens. Rows hold places
+    instead of ids, so that the set of a token, and whether it belongs to an answer, are still known after packing. The
+    next document comes from the set that is furthest behind its share of the tokens placed so far; ties go to the set
+    listed first. So the interleaving depends only on the settings and the tokenizer."""
 
     def __init__(
         self,
@@ -124,7 +109,6 @@ class Packed:
         tokenized: Callable[[Document, bool], tuple[list[int], list[bool]]],
     ) -> None:
         """Read and pack the set. `read` gives documents; `tokenized` gives the ids of one, and a mark for each id."""
-        check(settings)
         if settings.length > tokenizer.model_max_length:  # the model was not trained on such positions
             raise UserError(
                 f"calibration.length={settings.length} is more than the model reads at once: expected at most "
@@ -224,8 +208,7 @@ def batches(settings: CalibrationConfig, tokenizer: Any) -> Calibration:
     UserError for a source that cannot be read or is too short."""
 
     def unmarked(document: Document, special_tokens: bool) -> tuple[list[int], list[bool]]:
-        ids = tokenize(document, tokenizer, special_tokens)
-        return ids, [False] * len(ids)
+        return (ids := tokenize(document, tokenizer, special_tokens)), [False] * len(ids)
 
     packed = Packed(settings, tokenizer, read, unmarked)
     return Calibration([(ids, valid) for ids, valid, _ in packed.batches()], _report(packed))
@@ -331,7 +314,7 @@ def _spans(document: Document, text: str, tokenizer: Any, header: bool) -> Itera
     """(start, end) of the characters of each answer in `text`."""
     if isinstance(document, Chat) and tokenizer.chat_template:
         yield from _turns(document, text, tokenizer, header)
-    elif (read := plain(document)) and read.answer is not None:
+    elif (read := document.plain) and read.answer is not None:
         before = len(BLANK_LINE) if header and isinstance(document, Chat) else 0
         yield read.answer - before, len(text)
 
@@ -364,5 +347,4 @@ def _turns(document: Chat, text: str, tokenizer: Any, header: bool) -> Iterator[
 def _shared(before: Sequence[Any], text: str, tokenizer: Any, tools: Tools) -> int:
     """Length in characters of the longest common prefix of `text` and the rendered messages `before`."""
     so_far = from_template(before, tools, tokenizer) if before else ""
-    equal = takewhile(lambda pair: pair[0] == pair[1], zip(so_far, text, strict=False))
-    return sum(1 for _ in equal)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(so_far, text, strict=False)))

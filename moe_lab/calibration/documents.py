@@ -41,6 +41,11 @@ class Text:
     answer: int | None = data_field(default=None, repr=False)
     """Where its answer begins, such as the completion of a prompt."""
 
+    @property
+    def plain(self) -> Text:
+        """What a model without a chat template reads."""
+        return self
+
 
 @dataclass(frozen=True)
 class Chat:
@@ -50,7 +55,7 @@ class Chat:
     """A role and a content each; with calls of functions also `tool_calls`, whose arguments are objects."""
     tools: Tools = ()
     plain: Text | None = None
-    """What a model without a chat template reads."""
+    """What a model without a chat template reads; None where only such a template can write it."""
     where: str = data_field(default="calibration.path", compare=False, repr=False)
 
 
@@ -200,7 +205,7 @@ def _names(record: Mapping[str, Any]) -> str:
 
 def is_empty(document: Document) -> bool:
     """Whether a document has no content."""
-    text = plain(document)
+    text = document.plain
     return not text.text.strip() if text else isinstance(document, Chat) and not document.messages
 
 
@@ -235,18 +240,13 @@ def written(document: Document, tokenizer: Any, special_tokens: bool) -> tuple[s
         render = partial(from_template, tokenizer=tokenizer)
         what = f"{document.where} holds conversations with"
         return render_whole(document.messages, document.tools, render, what), False
-    text = plain(document)
+    text = document.plain
     if text is None:
         raise UserError(
             "calibration.path holds chat messages but the model's tokenizer has no chat template: "
             "use a source of plain text, or of instruction and output pairs"
         )
     return text.text, special_tokens
-
-
-def plain(document: Document) -> Text | None:
-    """What a model without a chat template reads; None for conversations that only such a template can write."""
-    return document if isinstance(document, Text) else document.plain
 
 
 def from_template(messages: Sequence[Mapping[str, Any]], tools: Tools, tokenizer: Any) -> str:

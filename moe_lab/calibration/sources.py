@@ -11,10 +11,11 @@ import re
 import zlib
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from moe_lab.calibration.documents import BLANK_LINE, Document, Text, document, has_answer, is_empty, plain
+from moe_lab.calibration.documents import BLANK_LINE, Document, Text, document, has_answer, is_empty
 from moe_lab.config import CalibrationConfig
 from moe_lab.errors import UserError, nearest
 from moe_lab.paths import local
@@ -150,15 +151,11 @@ def _check_text(file: Path, setting: str, size: int, changed: int) -> None:
 
 
 def first_record(settings: CalibrationConfig) -> list[Document]:
-    """The document in the first record of JSON lines on this machine; none for other sources."""
+    """The document in the first record of a JSON file on this machine; none for other sources."""
     file = locate(settings.path)
     if file is None or file_format(settings.path, file) == "text":
         return []
-    reader = gzip.open if file.suffix == ".gz" else open
-    with reader(file, "rt", encoding="utf-8-sig") as opened:
-        start = next((line for line in opened if line.strip()), "")
-    whole = not start.lstrip().startswith("{")  # a JSON list, which can only be read whole
-    return [] if whole else _documents(_records(start, file), settings)
+    return _documents(islice(_records(_text(file, "calibration.path"), file), 1), settings)
 
 
 def whole_text(file: Path, setting: str) -> str:
@@ -167,7 +164,7 @@ def whole_text(file: Path, setting: str) -> str:
     text = _text(file, setting)
     if file_format(str(file), file, setting) == "text":
         return text
-    texts = [plain(document(record, None, where)) for where, record in _records(text, file)]
+    texts = [document(record, None, where).plain for where, record in _records(text, file)]
     if None in texts:
         raise UserError(f"{setting}={file} holds conversations: expected texts, which are read as they stand")
     return BLANK_LINE.join(text.text for text in texts if text)

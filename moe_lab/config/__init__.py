@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import field
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, Strict
 from pydantic.dataclasses import dataclass
 
-from moe_lab.config.base import SETTINGS, Above0, Count, Group, Name, Positive, Ratio, Text
+from moe_lab.config.base import SETTINGS, Above0, Count, Group, Name, Positive, Ratio, Text, matching
 from moe_lab.config.evaluation import BackendConfig, BenchmarkConfig, JudgeConfig, ProtocolConfig, SuiteConfig
 from moe_lab.config.pruning import (
     COMPRESSED,
@@ -51,10 +50,16 @@ __all__ = [
 ]
 
 
-def _project(name: str) -> str:
-    """wandb refuses other names, but only at the end of a study."""
-    if not re.fullmatch(r"[^/\\#?%:]{1,128}", name):
-        raise ValueError("expected 1 to 128 characters without / \\ # ? % or :")
+Project = Annotated[str, matching(r"[^/\\#?%:]{1,128}", "expected 1 to 128 characters without / \\ # ? % or :")]
+Study = Annotated[Name, matching("(?!all$).*", "all means every study: expected another name, such as all_1")]
+
+
+def _repository(name: str) -> str:
+    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # late, as it takes time
+
+    validate_repo_id(name)
+    if "/" not in name:
+        raise ValueError("expected OWNER/NAME")
     return name
 
 
@@ -147,14 +152,8 @@ class TrackerConfig(Group):
 
     name: Literal["none", "wandb"] = "none"
     """none or wandb."""
-    project: Annotated[str, AfterValidator(_project)] = "moe_lab"
+    project: Project = "moe_lab"
     """Project of the tracker. WANDB_MODE=offline keeps runs on this machine, as they are without a key."""
-
-
-def _not_all(study: str) -> str:
-    if study == "all":
-        raise ValueError("all means every study: expected another name, such as all_1")
-    return study
 
 
 @dataclass(config=SETTINGS, frozen=True)
@@ -191,7 +190,7 @@ class Config(Group):
     """Resources of Slurm jobs."""
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
     """Experiment tracker that gets a copy of the results."""
-    study: Annotated[Name, AfterValidator(_not_all)] = "study"
+    study: Study = "study"
     """Name of the study: its list of cells and its report are stored under it."""
     plugins: list[str] = field(default_factory=list)
     """Modules with criteria or allocations of your own, such as my_package.my_module. Set them on the command line, so
@@ -215,7 +214,7 @@ class Config(Group):
     """Print the graph of steps and stop."""
     verify: bool = False
     """Run some tokens through each exported checkpoint and the masked model, and refuse a checkpoint that differs."""
-    push: str | None = None
+    push: Annotated[str, AfterValidator(_repository)] | None = None
     """OWNER/NAME on the hub: upload the exported model there when the study has ended, with its results, scores and
     statistics. The study exports one pruned model."""
     objective: str | None = None

@@ -4,6 +4,7 @@ them is part of the identity of a step."""
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
@@ -25,30 +26,27 @@ LARGEST = 2**63 - 1
 """The largest whole number that random generators, counters and tensors take."""
 
 
-def _not_empty(text: str) -> str:
-    if not text.strip():
-        raise ValueError("expected a text that is not empty")
-    return text
+def matching(pattern: str, expected: str) -> AfterValidator:
+    """Refuse a text that does not match a pattern as a whole, in a sentence that says what is expected."""
 
+    def check(text: str) -> str:
+        if not re.fullmatch(pattern, text, re.DOTALL):
+            raise ValueError(expected)
+        return text
 
-def _share(number: float) -> float:
-    if not 0 <= number < 1:
-        raise ValueError("expected a number in [0, 1)")
-    return number
+    return AfterValidator(check)
 
 
 Count = Annotated[int, Strict(), Field(ge=0, le=LARGEST)]
 Positive = Annotated[int, Strict(), Field(ge=1, le=LARGEST)]
 From2 = Annotated[int, Strict(), Field(ge=2, le=LARGEST)]
 Above0 = Annotated[float, Strict(), Field(gt=0)]
-Share = Annotated[float, Strict(), AfterValidator(_share)]
+Share = Annotated[float, Strict(), Field(ge=0, lt=1)]
 Ratio = Annotated[Share, AfterValidator(lambda ratio: round(ratio, 9))]
 """Share to remove: a decimal, so that the third value of range(0.1,0.35,0.1) is the 0.3 that is typed elsewhere."""
 Name = Annotated[str, AfterValidator(checked_name)]
 """Part of a folder's name."""
-Text = Annotated[str, AfterValidator(_not_empty)]
-Variable = Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")]
-"""Name of an environment variable."""
+Text = Annotated[str, matching(r".*\S.*", "expected a text that is not empty")]
 
 T = TypeVar("T")
 
@@ -109,10 +107,7 @@ class SettingsError(UserError):
 
 
 class Mistakes(list[str]):
-    """Mistakes that are found one after another and reported together.
-
-    with Mistakes() as mistakes: the end of the block raises SettingsError if there are any.
-    """
+    """Mistakes that are found one after another: the end of a `with` block raises SettingsError if there are any."""
 
     def __enter__(self) -> Mistakes:
         return self
@@ -153,7 +148,7 @@ def valid(kind: type[T] | Any, content: Any, where: str, origin: str = "") -> T:
 def sentences(error: ValidationError, kind: Any, where: str) -> Iterator[str]:
     """A sentence for each mistake: the setting, its value, what is expected, and the nearest valid choice."""
     for item in error.errors(include_url=False):
-        path = [str(part) for part in item["loc"] if not _is_branch(part)]
+        path = [str(part) for part in item["loc"] if part not in _BRANCHES and not str(part).endswith("]")]
         key = ".".join(filter(None, [where, *path]))
         if item["loc"][-1:] == ("[key]",):  # a name that a mapping cannot have
             yield _no_setting(key, choices(get_args(type_at(kind, path[:-1]))[0]))
@@ -161,11 +156,8 @@ def sentences(error: ValidationError, kind: Any, where: str) -> Iterator[str]:
             yield _sentence(dict(item), kind, key, path)
 
 
-def _is_branch(part: Any) -> bool:
-    """Whether a part of a place names one of the types of a union, and not a setting."""
-    return isinstance(part, str) and (part.endswith("]") or part in ("int", "float", "str", "bool", "none", "nullable"))
-
-
+_BRANCHES = ("int", "float", "str", "bool", "none", "nullable")
+"""Parts of a place that name one of the types of a union, and not a setting; as do those in brackets."""
 _EXPECTED = {
     "int_type": "a whole number",
     "int_from_float": "a whole number",
@@ -182,7 +174,6 @@ _EXPECTED = {
     "less_than": "a number below {lt}",
     "less_than_equal": "at most {le}",
     "too_short": "at least {min_length}",
-    "string_pattern_mismatch": "the name of an environment variable, such as OPENAI_API_KEY",
 }
 """Kind of mistake -> what was expected."""
 
@@ -212,10 +203,7 @@ def _no_setting(key: str, known: Iterable[str]) -> str:
 
 
 def fields_of(kind: Any) -> dict[str, Any]:
-    """Name -> type of each setting of a group; {} for a type that is no group.
-
-    A class names in `basic` what most users set, and in `internal` what other settings set, which nobody can type.
-    """
+    """Name -> type of each setting of a group that can be typed; {} for a type that is no group."""
     if not (isinstance(kind, type) and is_pydantic_dataclass(kind)):
         return {}
     hints, internal = get_type_hints(kind, include_extras=True), getattr(kind, "internal", ())

@@ -4,22 +4,16 @@ from __future__ import annotations
 
 from dataclasses import field
 from typing import Annotated, Any, Literal, Self
-from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, model_validator
+from pydantic import model_validator
 from pydantic.dataclasses import dataclass
 
-from moe_lab.config.base import SETTINGS, Above0, Count, From2, Group, Name, Positive, Text, Variable
+from moe_lab.config.base import SETTINGS, Above0, Count, From2, Group, Name, Positive, Text, matching
 
+VARIABLE = "expected the name of an environment variable, such as OPENAI_API_KEY"
+Variable = Annotated[str, matching(r"[A-Za-z_]\w*", VARIABLE)]
 SET_BY_US = ("model", "dtype", "trust_remote_code", "worker_extension_cls", "generation_config", "skip_tokenizer_init")
 """Arguments of vllm.LLM that backend.arguments must not have."""
-
-
-def _address(url: str) -> str:
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ValueError("expected an address such as http://localhost:8000/v1")
-    return url
 
 
 @dataclass(config=SETTINGS, frozen=True)
@@ -31,7 +25,7 @@ class JudgeConfig(Group):
 
     model: Text
     """The model's name at the endpoint."""
-    url: Annotated[str, AfterValidator(_address)]
+    url: Annotated[str, matching(r"(?i)https?://[^/?#:@\s].*", "expected an address such as http://localhost:8000/v1")]
     """Base address of the endpoint, such as http://localhost:8000/v1."""
     key_variable: Variable = "OPENAI_API_KEY"
     """Name of the environment variable that holds the key; endpoints without keys need none."""

@@ -6,10 +6,10 @@ import math
 from dataclasses import field, fields
 from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import AfterValidator, Field, Strict, model_validator
+from pydantic import Field, Strict, model_validator
 from pydantic.dataclasses import dataclass
 
-from moe_lab.config.base import SETTINGS, Above0, Count, From2, Group, Name, Positive, Share, Text
+from moe_lab.config.base import SETTINGS, Above0, Count, From2, Group, Name, Positive, Share, Text, matching
 
 Gate = Literal["model", "renormalized", "full_softmax", "double_softmax"]
 GATES: tuple[str, ...] = get_args(Gate)
@@ -17,17 +17,10 @@ Shape = Literal["natural", "masked", "padded"]
 COMPRESSED = ("fp8", "w4a16")
 """Values of export.format in which weights are rounded, after the model was evaluated."""
 Precision = Literal["auto", "float32", "bfloat16", "float16"]
-DEVICES = ("auto", "cpu", "cuda")
 DEVICE_MAPS = ("balanced", "balanced_low_0", "sequential")
 """Names of transformers' device maps, which spread a model over the devices of a machine."""
-
-
-def _device(name: str) -> str:
-    kind, separator, number = name.partition(":")
-    numbered = kind == "cuda" and number.isdigit()
-    if not numbered and (separator or name not in (*DEVICES, *DEVICE_MAPS)):
-        raise ValueError(f"expected one of {', '.join([*DEVICES, 'cuda:N', *DEVICE_MAPS])}")
-    return name
+DEVICES = ("auto", "cpu", "cuda", "cuda:N", *DEVICE_MAPS)
+Device = Annotated[str, matching("|".join(DEVICES).replace("N", r"\d+"), f"expected one of {', '.join(DEVICES)}")]
 
 
 @dataclass(config=SETTINGS, frozen=True)
@@ -79,7 +72,7 @@ class ModelConfig(Group):
     """Branch, tag or commit on the hub."""
     dtype: Precision = "auto"
     """Weight precision once loaded: auto (as stored on CUDA, float32 on CPU), float32, bfloat16 or float16."""
-    device: Annotated[str, AfterValidator(_device)] = "auto"
+    device: Device = "auto"
     """Where the model runs: auto, cpu, cuda, cuda:N, or a transformers device map such as balanced."""
     threads: Annotated[int, Strict(), Field(ge=1, le=4096)] | None = None
     """CPU threads of one process; null leaves it to torch. The shipped models are fastest with 1."""
@@ -204,9 +197,16 @@ class CalibrationConfig(Group):
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
-        if self.sources:
-            self._check_mixture()
-        elif not self.path:
+        for name in OF_DOCUMENTS if self.sources else ():
+            if (value := getattr(self, name)) != getattr(type(self), name):
+                raise ValueError(
+                    f"{name}={value} beside sources: each set of a mixture is read by its own {name}: expected it in "
+                    "the file of that set"
+                )
+        total = math.fsum(source.share for source in self.sources)
+        if self.sources and abs(total - 1) > 1e-6:
+            raise ValueError(f"sources: the shares add up to {total:g}: expected 1")
+        if not self.sources and not self.path:
             raise ValueError(
                 "path is not set: expected a text file, a JSON lines file, or a hub id; or, for a mixture, "
                 "sources=[{calibration: NAME, share: 0.5}, ...]"
@@ -217,17 +217,6 @@ class CalibrationConfig(Group):
                 "its fields itself"
             )
         return self
-
-    def _check_mixture(self) -> None:
-        for name in OF_DOCUMENTS:
-            if (value := getattr(self, name)) != getattr(type(self), name):
-                raise ValueError(
-                    f"{name}={value} beside sources: each set of a mixture is read by its own {name}: expected it in "
-                    "the file of that set"
-                )
-        total = math.fsum(source.share for source in self.sources)
-        if abs(total - 1) > 1e-6:
-            raise ValueError(f"sources: the shares add up to {total:g}: expected 1")
 
 
 ONLY_FOR = {"by": "global", "search": "evolutionary", "path": "list"}

@@ -23,9 +23,10 @@ UNSEEN = -1.0
 
 @criterion("heapr", granularity="channel", needs=("gradients",), reference=HEAPR)
 def heapr(layer: Layer) -> Array:
-    """1/2 mean_t(phi^2) * mean_t((dL/dphi)^2), the loss expected from removing the channel. Equals the paper's mean_t
-    1/2 e_c^T G e_c with e_c = phi w_c and G = mean_t g g^T, g = dL/df (H, H), because w_c^T g = dL/dphi. The gate is in
-    it once, squared, through the gradient."""
+    """1/2 mean_t(phi^2) * mean_t((dL/dphi)^2), the loss expected from removing the channel.
+
+    Equals the paper's mean_t 1/2 e_c^T G e_c with e_c = phi w_c and G = mean_t g g^T, g = dL/df (H, H), because
+    w_c^T g = dL/dphi. The gate is in it once, squared, through the gradient."""
     tokens = layer.tokens[:, None]
     seen = numpy.maximum(tokens, 1)
     product = (layer["channel_square"] / seen) * (layer["channel_gradient_square"] / seen)
@@ -34,12 +35,10 @@ def heapr(layer: Layer) -> Array:
 
 @criterion("camera", granularity="channel", needs=("statistics", "channel_weights"), reference="CAMERA", uses_gate=True)
 def camera(layer: Layer, alpha: float = 0.9) -> Array:
-    """||w_c||^2 * ((1 - alpha) sum_t (g phi)^2 + alpha max_t (g phi)^2), as the released code computes it.
-
-    That code renormalises g over the top k for DeepSeekMoE, Qwen3 and Mixtral (gate=renormalized), not for Qwen1.5 and
-    Qwen2, whose gates are the model's. `alpha` in [0, 1]; the code's own default is 1, its published runs use 0.9.
-    UserError for any other, and for other gates.
-    """
+    """||w_c||^2 * ((1 - alpha) sum_t (g phi)^2 + alpha max_t (g phi)^2), as the released code computes it. That code
+    renormalises g over the top k for DeepSeekMoE, Qwen3 and Mixtral (gate=renormalized), not for Qwen1.5 and Qwen2,
+    whose gates are the model's. `alpha` in [0, 1]; the code's own default is 1, its published runs use 0.9. UserError
+    for any other, and for other gates."""
     if layer.gate not in CAMERA_GATES:
         raise unknown("gate of camera", layer.gate, CAMERA_GATES)
     if not (isinstance(alpha, (int, float)) and 0 <= alpha <= 1):
@@ -58,6 +57,7 @@ def channel_activation(layer: Layer) -> Array:
 @criterion("channel_weight", granularity="channel", needs=("channel_weights",), reference=SLIMMING)
 def channel_weight(layer: Layer, projection: str = "down") -> Array:
     """The Euclidean norm of the channel's weights in one projection, or (`projection=mean`) the mean of the norms.
+
     UserError for another `projection` than down, gate, up or mean, and for one that the experts do not have."""
     names = _projections("channel_weight", projection)
     norms: Array = numpy.sqrt([layer[f"channel_{name}_square"] for name in names])
@@ -88,6 +88,7 @@ def channel_activation_gradient(layer: Layer) -> Array:
 @criterion("snip", granularity="channel", needs=("weight_gradients",), reference="SNIP")
 def snip(layer: Layer, projection: str = "down") -> Array:
     """sum_o |w_oc dL/dw_oc| over the channel's weights in one projection, or (`projection=mean`) the mean of the sums.
+
     In MoE-Slimming's equation c is an input channel of the projection, so it is the down projection's for a channel of
     the expert; its code takes the mean of the three. UserError as for channel_weight."""
     names = _projections("snip", projection)

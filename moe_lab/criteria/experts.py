@@ -91,8 +91,9 @@ def mone_freq(layer: Layer) -> Array:
 
 @criterion("s_family", needs=("statistics",), reference=UNIFIED, uses_gate=True)
 def s_family(layer: Layer, b: float, alpha: int, beta: int) -> Array:
-    """S(b, alpha, beta) = N^-b sum_t g^alpha ||f||^beta, alpha and beta in {0, 1, 2}; 0 for N = 0. b is any number >=
-    0, 0 and 1 being the paper's. S(1,0,0) is 1 for every expert that saw a token: UserError."""
+    """S(b, alpha, beta) = N^-b sum_t g^alpha ||f||^beta, alpha and beta in {0, 1, 2}; 0 for N = 0.
+
+    b is any number >= 0, 0 and 1 being the paper's. S(1,0,0) is 1 for every expert that saw a token: UserError."""
     for name, value in (("alpha", alpha), ("beta", beta)):
         if value not in EXPONENTS:
             raise UserError(f"criterion.parameters.{name}={value} of s_family: expected 0, 1 or 2")

@@ -22,14 +22,11 @@ KIND = "olmoe"
 Config: Any = CONFIG_MAPPING[KIND]
 Model: Any = MODEL_FOR_CAUSAL_LM_MAPPING[Config]
 
-PREFIX = "pruned_"
-"""Of the model type, before that of the family."""
-
 
 class PrunedConfig(Config):
     """The family's configuration; `pruned` has the shapes of the layers: see `resize`."""
 
-    model_type = PREFIX + KIND
+    model_type = "pruned_" + KIND
 
 
 class PrunedForCausalLM(Model):

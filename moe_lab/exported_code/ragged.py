@@ -20,11 +20,9 @@ COUNTS = ("n_routed_experts", "moe_num_experts", "num_local_experts", "num_exper
 
 class RaggedExperts(nn.Module):
     """Takes the place of a family's own experts module, for gated experts without biases; each has its own width.
-
     `gate_up_packed` (sum of 2 I_e, H) holds, expert after expert, I_e rows of the gate projection and I_e rows of the
     up projection, `down_packed` (sum of I_e, H) the transposed down projections. An expert of width 0 gives the output
-    of its owner, if that is another one. The N others give 0 or their row of `constants` (N, H), if there are any.
-    """
+    of its owner, if that is another one. The N others give 0 or their row of `constants` (N, H), if there are any."""
 
     is_concatenated, is_transposed, has_gate = True, False, True  # marks experts; a search for stacked ones refuses it
 

@@ -113,6 +113,6 @@ def _shards(folder: Path) -> tuple[tuple[str, ...], Mapping[str, str] | None]:
     shards = tuple(sorted(set(index.values())))
     for shard in shards:
         if os.path.basename(shard) != shard or not (folder / shard).is_file():
-            tensors = sum(1 for value in index.values() if value == shard)
+            tensors = list(index.values()).count(shard)
             raise UserError(f"{folder}: shard {shard} is missing, {INDEX} expects {tensors} tensors in it")
     return shards, index

@@ -72,12 +72,10 @@ def experts_implementation(device: str) -> str:
 
 
 def fewest_experts(router: Mapping[str, Any]) -> int:
-    """The smallest number of experts that a layer can keep. `router`: its facts top_k, n_group and topk_group.
-
-    A router needs `top_k` experts to choose from. A group-limited one keeps the same number in each of its `n_group`
-    groups; the `topk_group` groups a token reaches (None: all) must hold `top_k` experts together, and groups are
-    ranked by their two best experts.
-    """
+    """The smallest number of experts that a layer can keep. `router`: its facts top_k, n_group and topk_group. A router
+    needs `top_k` experts to choose from. A group-limited one keeps the same number in each of its `n_group` groups; the
+    `topk_group` groups a token reaches (None: all) must hold `top_k` experts together, and groups are ranked by their
+    two best experts."""
     top_k, n_group = int(router["top_k"]), int(router["n_group"])
     if n_group == 1:
         return top_k
@@ -213,18 +211,14 @@ class Size:
 
 def size_of(settings: ModelConfig) -> Size | None:
     """The size of a model, from `model.expected` or the folder, which may not differ from it; None without either."""
-    numbers = _expected(settings) or _measured(settings.path)
-    if not numbers.keys() >= {"parameters", "hidden", "width", "experts", "top_k"}:
+    numbers = dict(_expected(settings) or _measured(settings.path))
+    if settings.top_k:
+        numbers["top_k"] = settings.top_k
+    names = ("parameters", "moe_layers", "experts", "top_k", "hidden", "width")
+    if not numbers.keys() >= set(names):
         return None
-    return Size(
-        parameters=numbers["parameters"],
-        moe_layers=numbers["moe_layers"],
-        experts=numbers["experts"],
-        top_k=settings.top_k or numbers["top_k"],
-        hidden=numbers["hidden"],
-        width=numbers["width"],
-        bytes_per_parameter=BYTES.get(settings.dtype, numbers.get("bytes", 2)),
-    )
+    stated = {name: numbers[name] for name in names}
+    return Size(**stated, bytes_per_parameter=BYTES.get(settings.dtype, numbers.get("bytes", 2)))
 
 
 @lru_cache(maxsize=64)

@@ -45,7 +45,7 @@ def model_facts(model: Any) -> dict[str, Any]:
     shape = architecture(model)
     return {
         "model_type": model.config.model_type,
-        "parameters": _parameters(model),
+        "parameters": shape.parameters,
         "bytes_per_parameter": BYTES_LOADED,
         "decoder_layers": shape.layers,
         "shared_width": shape.shared_width,
@@ -59,7 +59,7 @@ def architecture(model: Any) -> ExpectedConfig:
     hidden = max(layer.hidden for layer in layers)
     shared = sum(linear.weight.numel() for _, linear in linears(model, "shared_experts"))
     return ExpectedConfig(
-        parameters=_parameters(model),
+        parameters=sum(weight.numel() for weight in model.parameters()),
         layers=model.config.get_text_config().num_hidden_layers,
         moe_layers=len(layers),
         experts=max(layer.n_experts for layer in layers),
@@ -68,10 +68,6 @@ def architecture(model: Any) -> ExpectedConfig:
         width=max(layer.width for layer in layers),
         shared_width=shared // (3 * hidden * len(layers)),
     )
-
-
-def _parameters(model: Any) -> int:
-    return sum(weight.numel() for weight in model.parameters())
 
 
 def _about(layer: MoELayer) -> dict[str, Any]:
@@ -89,12 +85,10 @@ def _about(layer: MoELayer) -> dict[str, Any]:
 
 
 def describe(folder: Path, settings: ModelConfig) -> dict[str, Any]:
-    """Describe a model from its configuration alone; it is built on the meta device.
-
-    `model_type`; `layers`: number of decoder layers; `moe`: layer -> its experts and router in words;
-    `parameters`: part -> number of parameters, each counted once; `shape`: see `architecture`; `moe_layers`: its
-    MoELayer objects, without weights; `routing`: names of all tensors that decide where tokens go.
-    """
+    """Describe a model from its configuration alone; it is built on the meta device. `model_type`; `layers`: number of
+    decoder layers; `moe`: layer -> its experts and router in words; `parameters`: part -> number of parameters, each
+    counted once; `shape`: see `architecture`; `moe_layers`: its MoELayer objects, without weights; `routing`: names of
+    all tensors that decide where tokens go."""
     model, shape = _built(folder, settings)
     layers = routed_layers(model)
     paths = {id(module): path for path, module in model.named_modules()}

@@ -201,7 +201,7 @@ class Family:
             raise UserError(f"a decoder layer has several MoE blocks: {', '.join(sorted(blocks))}")
         places = {}
         for name in names:
-            block = next((prefix for prefix in _prefixes(name) if prefix in blocks), None)
+            block = next((prefix for prefix in blocks if name.startswith(prefix)), None)
             if block is not None and not name.startswith(extra):
                 places[name] = self._place(block, blocks[block], name.removeprefix(block))
         return places
@@ -251,12 +251,6 @@ _BLOCK = r"(?P<block>(?:\w+\.)*?layers\.(?P<layer>\d+)\.(?:\w+\.)*?)"
 _STACKS = r"experts\.(?:gate_up_proj|up_proj|down_proj)(?:_bias|_blocks|_scales)?|(?:input|output)_linear\.weight"
 """Tensors that hold all experts of a block along their first axis."""
 _OF_EXPERTS = re.compile(rf"{_BLOCK}(?:experts\.\d+\..+|{_STACKS})")
-
-
-def _prefixes(name: str) -> list[str]:
-    """All prefixes of a dotted name that end in a dot, longest first."""
-    parts = name.split(".")
-    return [".".join(parts[:end]) + "." for end in range(len(parts) - 1, 0, -1)]
 
 
 def prediction_prefixes(names: Iterable[str]) -> tuple[str, ...]:

@@ -94,8 +94,7 @@ class StreamedModel:
         self.path = next(iter(self.moe.values())).stack
         """Module path of the decoder layers, such as model.layers."""
         self.layers: Any = self.model.get_submodule(self.path)
-        self._names = self._by_layer()
-        self.layer_of = {name: number for number, names in self._names.items() for name in names}
+        self.layer_of = dict(self._layers_of())
         """Tensor in the checkpoint -> its decoder layer, or REST."""
         self._reader, self._pending = ThreadPoolExecutor(1), dict[int, Future[None]]()
         self.model.set_experts_implementation(experts_implementation(device))
@@ -104,16 +103,17 @@ class StreamedModel:
         self._read_ahead(0)
         self._fill(REST, self.model)
 
-    def _by_layer(self) -> dict[int, list[str]]:
-        """Number of a decoder layer, or REST -> its tensors in the checkpoint. Extra prediction layers are left out."""
-        by_layer: dict[int, list[str]] = {}
+    def _layers_of(self) -> Iterator[tuple[str, int]]:
+        """(tensor in the checkpoint, number of its decoder layer, or REST). Extra prediction layers are left out."""
         extra = prediction_prefixes(self.checkpoint.tensors)
         for name in self.checkpoint.tensors:
             match = _NUMBER.search(name)
             number = int(match[1]) if match else REST
             if not name.startswith(extra) and number < len(self.layers):
-                by_layer.setdefault(number, []).append(name)
-        return by_layer
+                yield name, number
+
+    def _names(self, number: int) -> list[str]:
+        return [name for name, layer in self.layer_of.items() if layer == number]
 
     @contextmanager
     def layer(self, number: int, *, then: int = -1) -> Iterator[nn.Module]:
@@ -201,7 +201,7 @@ class StreamedModel:
         """Start reading the bytes of a layer into the system's cache, unless that is going on. By posix_fadvise the
         system would read no more of each range than the disk's read-ahead, a few MB."""
         if number not in self._pending:
-            entries = [self.checkpoint.tensors[name] for name in self._names.get(number, [])]
+            entries = [self.checkpoint.tensors[name] for name in self._names(number)]
             ranges = [(self.checkpoint.folder / entry.shard, entry.start, entry.size) for entry in entries]
             self._pending[number] = self._reader.submit(_read_ranges, sorted(ranges))
 
@@ -209,7 +209,7 @@ class StreamedModel:
         """Name -> slice of each tensor of a layer; its bytes are read when it is converted."""
         opened: dict[str, Any] = {}
         slices = {}
-        for name in self._names.get(number, []):
+        for name in self._names(number):
             shard = self.checkpoint.tensors[name].shard
             if shard not in opened:
                 opened[shard] = files.enter_context(safe_open(self.checkpoint.folder / shard, framework="pt"))

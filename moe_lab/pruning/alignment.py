@@ -22,12 +22,10 @@ COMPONENTS = 64
 
 
 def align_by_weights(plan: Plan, layers: Iterable[MoELayer]) -> Plan:
-    """`plan` with the channels of merged experts matched by their weights, as in M-SMoE (arXiv 2310.01334).
-
-    The order p of an expert m that is merged into an expert o maximises the sum over channels i of
-    <gate_o[i], gate_m[p(i)]> + <up_o[i], up_m[p(i)]> + <down_o[:, i], down_m[:, p(i)]>. `layers`: the MoE layers of the
-    model, each with its weights while it is the current one.
-    """
+    """`plan` with the channels of merged experts matched by their weights, as in M-SMoE (arXiv 2310.01334). The order p
+    of an expert m that is merged into an expert o maximises the sum over channels i of <gate_o[i], gate_m[p(i)]> +
+    <up_o[i], up_m[p(i)]> + <down_o[:, i], down_m[:, p(i)]>. `layers`: the MoE layers of the model, each with its
+    weights while it is the current one."""
 
     def of(layer: MoELayer) -> Alignments:
         return orders(plan, layer, lambda one, other: -(channel_weights(layer, one) @ channel_weights(layer, other).T))
@@ -87,7 +85,9 @@ class AlignmentTap(Tap):
         def cost(owner: int, member: int) -> torch.Tensor:
             squares = self.sums[f"squares.{owner}"], self.sums[f"squares.{member}"]
             activations = normalised_distance(self.sums[f"products.{member}"], *squares)
-            return activations + distance(weights[owner], weights[member])
+            of_owner, of_member = weights[owner], weights[member]
+            products = of_owner @ of_member.T
+            return activations + normalised_distance(products, of_owner.square().sum(1), of_member.square().sum(1))
 
         return {"order": torch.from_numpy(orders(self.plan, self.layer, cost))}
 
@@ -115,11 +115,6 @@ def principal_components(layer: MoELayer) -> torch.Tensor:
         _, singular, vectors = torch.pca_lowrank(flat, q=min(COMPONENTS, *flat.shape), center=False)
     components: torch.Tensor = flat @ (vectors * singular)
     return components.reshape(layer.n_experts, layer.width, -1)
-
-
-def distance(of_owner: torch.Tensor, of_member: torch.Tensor) -> torch.Tensor:
-    """(I, I) Euclidean distances of the rows of two matrices (I, R), each divided by its norm."""
-    return normalised_distance(of_owner @ of_member.T, of_owner.square().sum(1), of_member.square().sum(1))
 
 
 def normalised_distance(products: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:

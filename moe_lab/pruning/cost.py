@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel
 
 from moe_lab.models.discover import MoELayer, is_ragged, linears, moe_layers, routed_layers
-from moe_lab.models.experts import replace_forward
+from moe_lab.models.experts import replace_experts
 from moe_lab.models.families import DISK_SHARED
 from moe_lab.pruning.mask import mask, mask_layers
 from moe_lab.pruning.plan import Plan
@@ -169,7 +169,7 @@ def row_flops(model: PreTrainedModel, length: int) -> dict[str, float]:
     mask = torch.zeros(1, 1, length, length, dtype=model.dtype, device=device)
     with ExitStack() as undo, torch.no_grad():
         for layer in layers:
-            replace_forward(layer.experts, _zeros, undo)
+            replace_experts(layer, lambda _: lambda hidden, index, gates: torch.zeros_like(hidden), undo)
         counter = FlopCounterMode(display=False, custom_mapping=dict.fromkeys(FUSED_ATTENTION, _fused_attention))
         with counter:
             model.base_model(input_ids=ids, attention_mask=mask, use_cache=False)
@@ -263,10 +263,6 @@ def computed_widths(layer: MoELayer, plan: Plan | None) -> torch.Tensor:
         return widths[plan.owners(layer.index)]
     owners = getattr(layer.experts, "owners", None)  # of an export with merged experts
     return widths if owners is None else widths[list(owners)]
-
-
-def _zeros(hidden_states: torch.Tensor, *inputs: Any, **named: Any) -> torch.Tensor:
-    return torch.zeros_like(hidden_states)
 
 
 def _by_part(

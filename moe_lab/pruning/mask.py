@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -51,14 +50,20 @@ def mask_layers(model: PreTrainedModel, layers: Sequence[MoELayer], plan: Plan) 
         yield
 
 
-@dataclass
 class SlicedRouter:
-    """The router of a layer with the rows and biases of some experts only, while it is open as a context."""
+    """The router of `layer` with the rows and biases of the experts `kept` (ascending ids) only, while it is open as a
+    context; it then returns positions in `kept`."""
 
-    tensors: list[tuple[nn.Module, str, torch.Tensor, torch.Tensor]]
-    """(module, name, whole tensor, slice)."""
-    counts: list[tuple[nn.Module, str, int, int]]
-    """(module, name of an attribute, number of all experts, number of the kept ones)."""
+    def __init__(self, layer: MoELayer, kept: Sequence[int]) -> None:
+        check_in_memory(layer)
+        ids = torch.tensor(kept)
+        parts = layer.routing
+        self.tensors = [(each.module, each.name, each.tensor, rows_of(each.tensor, each.axis, ids)) for each in parts]
+        self.counts = [
+            (module, name, layer.n_experts, len(kept))
+            for module in layer.router.modules()
+            for name in count_attributes(module, layer.n_experts)
+        ]
 
     def __enter__(self) -> None:
         self._put(1)
@@ -81,23 +86,10 @@ class SlicedRouter:
             return forward(*positional, **by_name)
 
 
-def sliced_router(layer: MoELayer, kept: Sequence[int]) -> SlicedRouter:
-    """The router of `layer` with the experts `kept` (ascending ids); it then returns positions in `kept`."""
-    check_in_memory(layer)
-    ids = torch.tensor(kept)
-    tensors = [(part.module, part.name, part.tensor, rows_of(part.tensor, part.axis, ids)) for part in layer.routing]
-    counts = [
-        (module, name, layer.n_experts, len(kept))
-        for module in layer.router.modules()
-        for name in count_attributes(module, layer.n_experts)
-    ]
-    return SlicedRouter(tensors, counts)
-
-
 def _keep(layer: MoELayer, kept: tuple[int, ...], undo: ExitStack) -> None:
     """Cut the router of `layer` down to the experts `kept`, and map the ids it returns back to the original ids.
     RuntimeError when the experts are called with others, as by a block that does not call its router."""
-    undo.enter_context(sliced_router(layer, kept))
+    undo.enter_context(SlicedRouter(layer, kept))
     ids = torch.tensor(kept, device=layer.routing[0].tensor.device)
     issued: list[torch.Tensor] = []
 
@@ -119,12 +111,10 @@ def _keep(layer: MoELayer, kept: tuple[int, ...], undo: ExitStack) -> None:
 
 
 def planned(layer: MoELayer, plan: Plan) -> ExpertsFunction:
-    """What the experts of a layer compute under `plan`, one with channels; they keep their original ids.
-
-    Channels that are not kept are 0 before the down projection, null experts put out their constants, and merged ones
-    are computed with the weights of their group. Experts that keep all channels give the bits of the eager forward;
-    models that use grouped_mm still use it, except in layers with merged experts.
-    """
+    """What the experts of a layer compute under `plan`, one with channels; they keep their original ids. Channels that
+    are not kept are 0 before the down projection, null experts put out their constants, and merged ones are computed
+    with the weights of their group. Experts that keep all channels give the bits of the eager forward; models that use
+    grouped_mm still use it, except in layers with merged experts."""
     mask, owners = plan.channels[layer.index], plan.owners(layer.index)
     dropped, counts = torch.from_numpy(~mask).to(layer.routing[0].tensor.device), mask.sum(-1).tolist()
     if layer.index not in plan.merged and experts_implementation(layer.experts) == "grouped_mm":

@@ -7,8 +7,8 @@ Its JSON form, plan.json:
 
 A plan about channels adds `width`, channels per expert before pruning, and `channels`, one bit mask per kept expert:
 hexadecimal, the lowest bit of the first byte is channel 0. A plan that merges experts adds `merged`. The arrays of
-`Plan.constants` (little-endian fp32, named by the layer) and `Plan.alignments` (little-endian int32, named by the layer
-and ".alignments") are in the file plan.npz beside it, and plan.json has the sha256 of each.
+`Plan.constants` (little-endian fp32) and `Plan.alignments` (little-endian int32) are in the file plan.npz beside it, as
+LAYER.constants and LAYER.alignments, and plan.json has the sha256 of each.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ Alignments = NDArray[numpy.int32]
 Routers = Mapping[int, Mapping[str, Any]]
 """Layer -> its facts. Its top_k, n_group and topk_group set how many experts its router needs; see `fewest_experts`.
 `protected`, if it is there, are ids of experts that a plan must keep with all their channels."""
-_ARRAYS = {"constants": "{}", "alignments": "{}.alignments"}
-"""Field of a layer in plan.json -> name of its array in plan.npz, with the number of the layer."""
+ARRAYS = ("constants", "alignments")
+"""Fields of a plan that are in plan.npz."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -175,11 +175,7 @@ class Plan:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan as JSON, and its arrays beside it (.npz), each to a temporary file that is then renamed."""
         target = Path(path)
-        arrays = {
-            name.format(layer): values
-            for field, name in _ARRAYS.items()
-            for layer, values in getattr(self, field).items()
-        }
+        arrays = {f"{layer}.{name}": values for name in ARRAYS for layer, values in getattr(self, name).items()}
         if arrays:
             file = target.with_suffix(".npz")
             partial = file.with_name(f".{os.getpid()}.{file.name}")
@@ -191,7 +187,8 @@ class Plan:
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
         """Read a plan. Raises UserError when it is missing, damaged or of another schema."""
-        return cls.read(lambda ending: Path(path).with_suffix(ending).read_bytes(), str(path))
+        files = {".json": Path(path), ".npz": Path(path).with_suffix(".npz")}
+        return cls.read(lambda ending: files[ending].read_bytes(), str(path))
 
     @classmethod
     def read(cls, read: Callable[[str], bytes], path: str) -> Plan:
@@ -221,23 +218,19 @@ class Plan:
         return plan
 
     def _layers(self) -> dict[str, Any]:
-        layers: dict[str, Any] = {}
-        for layer in sorted(self.experts):
-            kept = list(self.experts[layer])
-            layers[str(layer)] = {"experts": self.n_experts[layer], "keep": kept}
+        layers: dict[str, dict[str, Any]] = {}
+        for layer, kept in self.experts.items():
+            about = layers[str(layer)] = {"experts": self.n_experts[layer], "keep": list(kept)}
             if self.channels:
                 mask = self.channels[layer]
-                packed = numpy.packbits(mask[kept], axis=1, bitorder="little")
-                layers[str(layer)] |= {"width": mask.shape[1], "channels": [row.tobytes().hex() for row in packed]}
-            if layer in self.constants:
-                layers[str(layer)]["constants"] = _hash(self.constants[layer])
+                packed = numpy.packbits(mask[list(kept)], axis=1, bitorder="little")
+                about |= {"width": mask.shape[1], "channels": [row.tobytes().hex() for row in packed]}
             if layer in self.merged:
-                layers[str(layer)]["merged"] = {
-                    str(owner): {str(member): weight for member, weight in sorted(group.items())}
-                    for owner, group in sorted(self.merged[layer].items())
+                groups = self.merged[layer].items()
+                about["merged"] = {
+                    str(owner): {str(one): share for one, share in group.items()} for owner, group in groups
                 }
-            if layer in self.alignments:
-                layers[str(layer)]["alignments"] = _hash(self.alignments[layer])
+            about |= {name: _hash(getattr(self, name)[layer]) for name in ARRAYS if layer in getattr(self, name)}
         return layers
 
 
@@ -318,10 +311,10 @@ def _read_arrays(
 ) -> dict[str, dict[int, NDArray[Any]]]:
     """Constants and alignments by layer, of the layers of plan.json that have some, from the file beside it."""
     arrays: dict[str, dict[int, NDArray[Any]]] = {}
-    for kind, name in _ARRAYS.items():
-        if having := [layer for layer, value in layers.items() if kind in value]:
+    for name in ARRAYS:
+        if having := [layer for layer, value in layers.items() if name in value]:
             with numpy.load(io.BytesIO(read(".npz")), allow_pickle=False) as file:
-                arrays[kind] = {layer: file[name.format(layer)] for layer in having}
+                arrays[name] = {layer: file[f"{layer}.{name}"] for layer in having}
     return arrays
 
 

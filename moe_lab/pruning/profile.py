@@ -69,11 +69,11 @@ class _Loss:
     """Runs the MoE block of one layer a second time under the mask, and sums the squared error of its routed output."""
 
     valid: torch.Tensor
+    again = False
+    total, tokens = 0.0, 0
 
     def __init__(self, model: PreTrainedModel, layer: MoELayer, plan: Plan) -> None:
         self.model, self.layer, self.plan = model, layer, plan
-        self.again = False
-        self.total, self.tokens = 0.0, 0
 
     def after_experts(self, module: nn.Module, inputs: Any, output: Any) -> None:
         """Record the routed output (T, H)."""
@@ -99,20 +99,18 @@ class _Loss:
 
 
 class _Sums:
-    """Sums over the valid tokens of a decoder layer, in fp64: of its hidden states and of its router's entropies."""
+    """Sums over the valid tokens of a decoder layer, in fp64: of its hidden states (H,) and their squares, of its
+    router's entropies, and `load` (E,), the tokens routed to each expert."""
 
     valid: torch.Tensor
+    states: Any = 0
+    squares: Any = 0
+    load: Any = 0
+    router = gate = 0.0
+    tokens = experts = 0
 
     def __init__(self, index: int, moe: MoELayer | None) -> None:
         self.index, self.moe = index, moe
-        self.tokens = self.experts = 0
-        self.states: Any = 0
-        """(H,)"""
-        self.squares: Any = 0
-        """(H,)"""
-        self.load: Any = 0
-        """(E,) of an MoE layer: the tokens routed to each expert."""
-        self.router = self.gate = 0.0
 
     def after_layer(self, module: nn.Module, inputs: Any, output: Any) -> None:
         """Add the residual stream (B, S, H) after the layer."""

@@ -46,11 +46,9 @@ def plan_from_scores(
 
 def replace_by_constants(plan: Plan, outputs: Mapping[int, NDArray[numpy.float64]], widths: Mapping[int, int]) -> Plan:
     """The plan in which the experts that `plan`, one of whole experts, drops stay routable and put out constants.
-
     `outputs`: layer -> (E, H), the constant of each expert; with the mean output of each, this is MoNE (arXiv
     2507.00390): a token that is routed to a replaced expert j with gate g_j gets g_j c_j. `widths`: layer -> channels
-    of an expert. UserError for outputs that are not finite.
-    """
+    of an expert. UserError for outputs that are not finite."""
     channels, constants = {}, {}
     for layer, kept in plan.experts.items():
         values = finite(layer, outputs[layer])

@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterable, Sequence
+from functools import cache, partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import safe_open
 from torch import nn
+from torch.nn.functional import linear, pad
 
+from moe_lab.errors import need
 from moe_lab.exported_code.ragged import replace_tensor
+from moe_lab.models.discover import is_ragged, linears, part_of, routed_layers
+from moe_lab.pruning.cost import NF4_BLOCK
 from moe_lab.pruning.plan import Plan
 from moe_lab.pruning.prune import prune, share_copy
-from moe_lab.recovery.quantize import quantize
 
 TENSORS = "tuned.safetensors"
 
 
 def recovered(model: Any, plan: Plan | None, *, bits: int, modules: Sequence[str], tuned: Path | None) -> Any:
     """Apply a recovery to `model`: prune by `plan`, load tuned tensors, quantise, in this order; returns a new model.
-
     `plan` None prunes nothing; `tuned` is the output folder of a fine-tuning, or None; with `bits` 4 the weights of
     `modules` are stored as NF4. `model` is not changed; tensors that stay the same are shared with it. The result can
-    be used like any model: forward, generate, evaluation.
-    """
+    be used like any model: forward, generate, evaluation."""
     result = pruned(model, plan)
     if tuned is not None:
         load_tuned(result, tuned / TENSORS)
@@ -49,3 +54,157 @@ def load_tuned(model: nn.Module, file: Path, within: str = "") -> list[str]:
             owner, _, attribute = name.rpartition(".")
             replace_tensor(model.get_submodule(owner), attribute, nn.Parameter(tensor, requires_grad=False))
     return names
+
+
+# Weights are stored as NF4 with double quantisation; a matrix is dequantised when it is used.
+
+
+def storage(model: nn.Module) -> dict[str, int]:
+    """Bytes of the parameters and buffers of `model`: experts, shared_experts, attention, rest, and their total.
+    Tensors that share memory count once."""
+    held = {"experts": 0, "shared_experts": 0, "attention": 0, "rest": 0}
+    seen: set[tuple[torch.device, int]] = set()
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        place = (tensor.device, tensor.data_ptr())
+        if tensor.numel() and place not in seen:
+            seen.add(place)
+            held[part_of(name)] += tensor.numel() * tensor.element_size()
+    return {**held, "total": sum(held.values())}
+
+
+def quantize(model: Any, modules: Iterable[str]) -> None:
+    """Store the weights of `modules` (experts, shared_experts, attention) of `model` as NF4 with double quantisation.
+    Each matrix is dequantised when it is used, one at a time, to the model's own dtype. Tensors that `model` shares
+    with another model are replaced, not written to. Experts run eagerly afterwards, because grouped kernels need all of
+    them at once. UserError when bitsandbytes is missing."""
+    for part in modules:
+        if part == "experts":
+            _quantize_experts(model)
+        else:
+            for name, module in list(linears(model, part)):
+                model.set_submodule(name, FourBitLinear(module))
+
+
+def _quantize_experts(model: Any) -> None:
+    for layer in routed_layers(model):
+        experts: Any = layer.experts
+        for name, matrices in _matrices(experts).items():
+            stack = FourBitMatrices(map(FourBitMatrix, matrices))
+            delattr(experts, name)
+            setattr(experts, name, stack)
+        if is_ragged(experts):
+            experts.weights = partial(_ragged_weights, experts.gate_up_packed, experts.down_packed)
+    model.set_experts_implementation("eager")
+
+
+def _ragged_weights(gate_up: FourBitMatrices, down: FourBitMatrices, expert: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `RaggedExperts.weights` returns."""
+    return gate_up[expert], down[expert]
+
+
+def _matrices(experts: Any) -> dict[str, Sequence[torch.Tensor]]:
+    """Name of each stack of weights of an experts module -> its matrices, one per expert, as stored in memory."""
+    if is_ragged(experts):
+        gate_up, down = zip(*map(experts.weights, range(experts.num_experts)), strict=True)
+        return {"gate_up_packed": gate_up, "down_packed": down}
+    stacks = {name: tensor for name, tensor in experts.named_parameters(recurse=False) if tensor.dim() == 3}
+    return {name: stack.detach().unbind() for name, stack in stacks.items()}
+
+
+def rounded_experts(experts: Any) -> dict[str, torch.Tensor]:
+    """Name -> each stack of weights of an experts module, as the numbers that `quantize` rounds it to."""
+    return {
+        name: torch.cat([rounded(matrix) for matrix in matrices]).view_as(getattr(experts, name))
+        for name, matrices in _matrices(experts).items()
+    }
+
+
+def rounded(weight: torch.Tensor) -> torch.Tensor:
+    """The numbers that `quantize` rounds a matrix to."""
+    values: torch.Tensor = FourBitMatrix(weight)()
+    return values
+
+
+def nf4_tensors(weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Ending of a name -> tensor: a weight (rows, columns) in the NF4 format of bitsandbytes, which stands for the
+    numbers of `rounded` if the columns are a multiple of NF4_BLOCK."""
+    packed, state = _quantized(weight.detach())
+    return {"": packed, **{f".{name}": tensor for name, tensor in state.as_dict(packed=True).items()}}
+
+
+class FourBitMatrix(nn.Module):
+    """A matrix in NF4 with double quantisation; calling it gives the matrix, dequantised to its original dtype.
+
+    A weight takes 4 bits: the nearest of 16 quantiles of the normal distribution, times the scale of its block of 64,
+    their largest magnitude. A scale takes 8 bits: the mean of all scales is subtracted, and the result is stored
+    relative to the largest of 256. That is 4.127 bits per weight in all. The matrix is cut into blocks row by row; its
+    last block is padded with zeros.
+    """
+
+    packed: torch.Tensor
+    """uint8 (blocks * 32, 1): two weights a byte. Further buffers: scales, nested (their scales), and their mean."""
+
+    def __init__(self, matrix: torch.Tensor) -> None:
+        """Quantise `matrix` (rows, columns) of float32, bfloat16 or float16."""
+        super().__init__()
+        self.shape = matrix.shape
+        flat = matrix.detach().reshape(-1)
+        # As rows of one block each: on the CPU, bitsandbytes 0.50 dequantises rows that end inside a block wrongly.
+        packed, self.state = _quantized(pad(flat, (0, -len(flat) % NF4_BLOCK)).view(-1, NF4_BLOCK))
+        if not len(flat):
+            self.state.offset.zero_()  # the mean of nothing
+        self.register_buffer("packed", packed)
+        self.register_buffer("scales", self.state.absmax)
+        self.register_buffer("nested", self.state.state2.absmax)
+        self.register_buffer("mean", self.state.offset)
+
+    def forward(self) -> torch.Tensor:
+        """The matrix (rows, columns)."""
+        self.state.to(self.packed.device)  # which the model may have been moved to
+        blocks = bitsandbytes_functional().dequantize_4bit(self.packed, self.state)
+        matrix: torch.Tensor = blocks.reshape(-1)[: self.shape.numel()].view(self.shape)
+        return matrix
+
+
+class FourBitMatrices(nn.ModuleList):
+    """Replaces a stack of matrices by NF4 weights: `matrices[e]` (a number, or a tensor with one) is matrix e, so that
+    the eager forward of an experts module dequantises one expert after the other."""
+
+    def __getitem__(self, expert: Any) -> Any:
+        """One matrix (rows, columns)."""
+        return super().__getitem__(int(expert))()
+
+
+class FourBitLinear(nn.Module):
+    """Replaces a linear map: its weight is held in 4 bits, its bias is unchanged."""
+
+    def __init__(self, original: nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features = original.in_features, original.out_features
+        self.weight = FourBitMatrix(original.weight)
+        self.bias = original.bias
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        """(..., in_features) -> (..., out_features), computed in the dtype of `rows`."""
+        return linear(rows, self.weight(), self.bias)
+
+
+def _quantized(matrix: torch.Tensor) -> tuple[torch.Tensor, Any]:
+    """A matrix in the NF4 format of bitsandbytes: packed weights, and the rest."""
+    packed, state = bitsandbytes_functional().quantize_4bit(
+        matrix, blocksize=NF4_BLOCK, quant_type="nf4", compress_statistics=True
+    )
+    return packed, state
+
+
+@cache
+def bitsandbytes_functional() -> Any:
+    """The module bitsandbytes.functional; UserError with the command that installs it."""
+    need("bitsandbytes", "quantisation", "recovery.bits=4")
+    log = logging.getLogger("bitsandbytes")
+    level = log.level
+    log.setLevel(logging.ERROR)  # without a GPU it warns on import
+    try:
+        return import_module("bitsandbytes.functional")
+    finally:
+        log.setLevel(level)

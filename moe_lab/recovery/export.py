@@ -20,8 +20,7 @@ from moe_lab.pruning.cost import NF4_BLOCK
 from moe_lab.pruning.export.layout import expert_type
 from moe_lab.pruning.export.rewrite import Changes
 from moe_lab.pruning.plan import Plan
-from moe_lab.recovery.apply import TENSORS, load_tuned
-from moe_lab.recovery.quantize import nf4_tensors, rounded, rounded_experts
+from moe_lab.recovery.apply import TENSORS, load_tuned, nf4_tensors, rounded, rounded_experts
 
 
 def recovery_changes(

@@ -145,11 +145,9 @@ def train(
     seed: int,
 ) -> list[float]:
     """Train the parameters `groups` of `model` on `rows`; returns the loss of each step, in nats per learnt token.
-
     AdamW without weight decay. A step reads `settings.rows_per_step` rows, `rows_at_once` in one forward pass; its loss
     is the mean over all their learnt tokens. All random numbers of a step are drawn from (seed, step), so a training
-    that is resumed from `partial` gives exactly the weights of an uninterrupted one.
-    """
+    that is resumed from `partial` gives exactly the weights of an uninterrupted one."""
     parameters = {name: parameter for named in groups.values() for name, parameter in named.items()}
     parts = [part for part in groups if groups[part]]
     trained = [{"params": list(groups[part].values())} for part in parts]
@@ -315,12 +313,10 @@ def student(model: Any, plan: Plan | None, settings: RecoveryConfig, seed: int) 
 
 @contextmanager
 def trained_routers(model: Any, plan: Plan | None) -> Iterator[Student]:
-    """`model` under the mask of `plan`, with the routers' weights as parameters and everything else frozen.
-
-    The student shares all other tensors with `model`, so that a teacher costs no memory. Only the rows of kept experts
-    are trained; correction biases, and biases of routers, stay. Weights of 16 bits are trained as fp32 copies, since
-    rounding would lose small steps, and are rounded in each forward pass as they will be when evaluated.
-    """
+    """`model` under the mask of `plan`, with the routers' weights as parameters and everything else frozen. The student
+    shares all other tensors with `model`, so that a teacher costs no memory. Only the rows of kept experts are trained;
+    correction biases, and biases of routers, stay. Weights of 16 bits are trained as fp32 copies, since rounding would
+    lose small steps, and are rounded in each forward pass as they will be when evaluated."""
     masked = share_copy(model)
     masked.requires_grad_(False)
     owners = {layer.index: router_weight(layer) for layer in routed_layers(masked)}

@@ -18,6 +18,7 @@ to the first: so one pass over `text` serves all layers, and sums of (I, I) and 
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -166,19 +167,15 @@ def _fitted(expert: MergedExpert, owner: int, sums: Mapping[str, torch.Tensor]) 
     """Write the fitted down projection of an expert to its model, if it saw enough tokens; returns what was done.
     `sums`: those of its layer, see `MergeTap`; `owner`: the expert's id in the unpruned model."""
     tokens, square, error = (float(sums[f"{name}.{owner}"]) for name in ("tokens", "square", "error"))
-    gram, cross = sums[f"gram.{owner}"], sums[f"cross.{owner}"]
-
-    def share(error: float) -> float:
-        return error / square if square else 0.0
-
-    about = {"tokens": int(tokens), "error_averaged": share(error), "error_fitted": None}
+    gram, cross, whole = sums[f"gram.{owner}"], sums[f"cross.{owner}"], square or math.inf
+    about = {"tokens": int(tokens), "error_averaged": error / whole, "error_fitted": None}
     if tokens >= len(gram):
         down = expert.weights.down
         average = down.double().cpu()
         fitted = (average + _correction(gram, cross)).to(down.dtype)
         change = fitted.double() - average
         change_of_error = ((change @ gram) * change).sum() - 2 * (change * cross).sum()
-        about["error_fitted"] = share(max(0.0, error + float(change_of_error)))
+        about["error_fitted"] = max(0.0, error + float(change_of_error)) / whole
         down.copy_(fitted)
     return about
 

@@ -21,8 +21,8 @@ from moe_lab.errors import UserError
 from moe_lab.models import load as device
 from moe_lab.models.discover import MoELayer, moe_layers
 from moe_lab.models.experts import ExpertsFunction, replace_experts
+from moe_lab.search.candidates import Decoder, States
 from moe_lab.search.fitness import Contexts, row_sums
-from moe_lab.search.prefix import Decoder, States
 from moe_lab.statistics import Statistics, check_finite
 from moe_lab.statistics.gradients import check_loss
 from moe_lab.statistics.observe import Batch, description, resume, save_checkpoint

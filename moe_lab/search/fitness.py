@@ -79,12 +79,10 @@ def drawn(probabilities: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
 
 
 def contexts(ids: torch.Tensor, answers: torch.Tensor, *, shift: bool, generator: torch.Generator) -> Contexts:
-    """The positions at which to compute the fitness, in a batch of ids (B, S) with answer tokens marked (B, S).
-
-    With `shift`, these are the positions that predict an answer token (nothing predicts the first token of a row).
-    Without, they are those of the answer tokens, as in the released code of EvoESAP: the prediction of an answer's
-    first token is then missing, and that of the token after its end is included.
-    """
+    """The positions at which to compute the fitness, in a batch of ids (B, S) with answer tokens marked (B, S). With
+    `shift`, these are the positions that predict an answer token (nothing predicts the first token of a row). Without,
+    they are those of the answer tokens, as in the released code of EvoESAP: the prediction of an answer's first token
+    is then missing, and that of the token after its end is included."""
     where = torch.zeros_like(answers)
     where[:, :-1] = answers[:, 1:]
     if not shift:

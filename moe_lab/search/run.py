@@ -17,9 +17,8 @@ from moe_lab.allocation.protection import provenance
 from moe_lab.calibration.batches import answer_batches
 from moe_lab.config import CalibrationConfig
 from moe_lab.search.candidates import Candidates, Cost, Plans
-from moe_lab.search.evolution import Outcome, Recorded, evolve, space_to_search
+from moe_lab.search.evolution import Outcome, Recorded, SearchSettings, evolve, parse, problem_of, space_to_search
 from moe_lab.search.schedules import Problem
-from moe_lab.search.settings import SearchSettings, parse, problem_of
 from moe_lab.search.speculative_decoding import DraftingCandidates
 from moe_lab.statistics.observe import digest
 

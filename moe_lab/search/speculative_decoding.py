@@ -15,10 +15,10 @@ import torch
 from moe_lab.calibration.batches import AnswerBatch
 from moe_lab.errors import UserError
 from moe_lab.pruning.mask import mask
-from moe_lab.search.candidates import Cost, Plans
+from moe_lab.search.candidates import Cost, Decoder, Plans
+from moe_lab.search.evolution import FitnessSettings
 from moe_lab.search.fitness import average, drawn
-from moe_lab.search.prefix import Decoder, Schedule
-from moe_lab.search.settings import FitnessSettings
+from moe_lab.search.schedules import Schedule
 
 Probabilities = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """(ids (B, S), valid (B, S), where (B, S) bool) -> next-token probabilities (N, V) at `where`, fp64 on the CPU."""

@@ -45,8 +45,10 @@ class DamageTap(Tap):
         damage = torch.zeros(self.layer.n_experts, dtype=torch.float64, device=hidden.device)
         mixed = torch.empty_like(hidden)
         for token in torch.arange(len(hidden), device=hidden.device).split(TOKENS):
-            _check_rule(self.layer, rerouting, token, index, weights)
             gates = coefficients(rerouting, token, index[token], self.layer.n_experts)
+            if not torch.equal(gates[:, 0], spread(index[token], weights[token], self.layer.n_experts)):
+                where = f"the router of {self.layer.name}"
+                raise UserError(f"criterion=exact_damage cannot repeat {where}: this model is not supported")
             mixes = mix_outputs(self.layer, hidden[token], gates)
             mixed[token] = mixes[:, 0].to(mixed.dtype)
             losses = torch.linalg.vector_norm(mixes[:, 1:], dim=-1).double()
@@ -63,15 +65,6 @@ def coefficients(rerouting: Rerouting, token: torch.Tensor, index: torch.Tensor,
     full = spread(*rerouting.rule(token, None), n_experts)
     without = spread(*rerouting.rule(token.repeat_interleave(k), index.flatten()), n_experts)
     return torch.cat((full[:, None], full[:, None] - without.view(t, k, n_experts)), 1)
-
-
-def _check_rule(
-    layer: MoELayer, rerouting: Rerouting, token: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
-) -> None:
-    """Raise UserError when repeating the router's call does not give the routing that the experts were called with."""
-    given = spread(index[token], weights[token], layer.n_experts)
-    if not torch.equal(spread(*rerouting.rule(token, None), layer.n_experts), given):
-        raise UserError(f"criterion=exact_damage cannot repeat the router of {layer.name}: this model is not supported")
 
 
 class Rerouting:

@@ -86,12 +86,10 @@ def stream_back(
     fingerprint: Mapping[str, Any],
     budget: float,
 ) -> Statistics:
-    """Sum what `tap` collects in a forward and a backward pass, with one decoder layer in memory.
-
-    The sums are those of `gather_gradients`; arguments and resuming are as in `stream`. The forward pass goes through
-    all layers and keeps the input of each. The backward pass goes from the last layer to the first MoE layer, and runs
-    each of them once more.
-    """
+    """Sum what `tap` collects in a forward and a backward pass, with one decoder layer in memory. The sums are those of
+    `gather_gradients`; arguments and resuming are as in `stream`. The forward pass goes through all layers and keeps
+    the input of each. The backward pass goes from the last layer to the first MoE layer, and runs each of them once
+    more."""
     check_loss(batches)
     finished = FinishedLayers(out, description(batches, tap.kind, fingerprint))
     rows = LayerPass(streamed, batches, finished.folder / "states", budget / 2)

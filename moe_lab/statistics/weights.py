@@ -25,11 +25,9 @@ PLAIN = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16
 
 def weigh_experts(folder: Path | str, *, fingerprint: Mapping[str, Any], device: str = "cpu") -> Statistics:
     """Sum |w| and w^2 over each expert's weights, and count them: abs_sum (E,), square_sum (E,), count () by layer.
-
     `folder` is a checkpoint in safetensors. An expert's gate, up and down weights count; biases, routers and shared
     experts do not. Sums are taken on `device`, cpu or cuda[:N], in fp32 within a row and fp64 across. UserError for a
-    folder without experts, quantised experts, damaged shards, and weights that are not finite (naming them).
-    """
+    folder without experts, quantised experts, damaged shards, and weights that are not finite (naming them)."""
 
     def measure(name: str, place: Place, weights: torch.Tensor) -> dict[str, torch.Tensor]:
         (absolute,), (square,) = rows_absolute_and_square(weights[None])
@@ -169,11 +167,9 @@ def _blocks(checkpoint: Checkpoint, layer: int, names: Sequence[str], device: st
 
 def weigh_channels(folder: Path | str, *, fingerprint: Mapping[str, Any], device: str = "cpu") -> Statistics:
     """Sum w^2 (and |w| in down_proj) over the weights of every channel, as inputs of criteria that score channels.
-
     channel_down_square, channel_down_abs, channel_up_square and, for gated experts, channel_gate_square, (E, I) each,
     per layer: sums over the weights of channel c in a projection, a column of down_proj or a row of gate_proj or
-    up_proj. Sums are fp32. Arguments and errors are those of `weigh_experts`.
-    """
+    up_proj. Sums are fp32. Arguments and errors are those of `weigh_experts`."""
 
     def measure(name: str, place: Place, weights: torch.Tensor) -> dict[str, torch.Tensor]:
         assert place.axes is not None

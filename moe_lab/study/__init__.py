@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, fields
 from functools import cache, cached_property, wraps
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeVar, dataclass_transform
+from typing import Any, ClassVar, Literal, NamedTuple, TypeVar, dataclass_transform
 
 import moe_lab
 from moe_lab.config import LauncherConfig, ModelConfig
@@ -52,8 +52,7 @@ MEANING = "3"
 CHANGELOG.md says which."""
 
 
-@dataclass(frozen=True)
-class Identified:
+class Identified(NamedTuple):
     """The identity of a setting: a JSON document, and its sha256."""
 
     document: Any
@@ -84,10 +83,8 @@ def identified(setting: Any) -> Identified:
 
 @dataclass_transform(frozen_default=True, eq_default=False, field_specifiers=(field,))
 class Parts:
-    """Fields that several steps have in common, as one field of each: its fields count as those of the step.
-
-    A class that is derived from it is a frozen dataclass.
-    """
+    """Fields that several steps have in common, as one field of each: its fields count as those of the step. A class
+    that is derived from it is a frozen dataclass."""
 
     def __init_subclass__(cls) -> None:
         dataclass(frozen=True, eq=False)(cls)
@@ -155,11 +152,6 @@ class Step(Parts):
     def work(self, files: Any) -> None:
         """Do it: read finished steps, write to `files.out` (`Files` of steps/files.py). Imports torch inside."""
         raise NotImplementedError
-
-    @classmethod
-    def needs_whole_model(cls) -> bool:
-        """Whether steps of this kind run the model, and cannot do so with one decoder layer in memory at a time."""
-        return cls.loads == "model" and not cls.streams
 
     @property
     def about(self) -> ModelConfig | None:
@@ -291,24 +283,14 @@ def code_state() -> dict[str, Any]:
         copied: dict[str, Any] = read_json(noted, {"version": str})
         return copied
     state: dict[str, Any] = {"version": moe_lab.__version__}
+
+    def git(*words: str) -> str:
+        return subprocess.run(["git", *words], cwd=noted.parent, capture_output=True, text=True, check=True).stdout
+
     with contextlib.suppress(OSError, subprocess.CalledProcessError):  # no git, or not a checkout
-        edited = _git("diff", "HEAD", "--", ".")
-        state |= {"commit": _git("rev-parse", "HEAD").strip(), "edits": digest(edited)[:12] if edited else None}
+        edited = git("diff", "HEAD", "--", ".")
+        state |= {"commit": git("rev-parse", "HEAD").strip(), "edits": digest(edited)[:12] if edited else None}
     return state
-
-
-def edits() -> str:
-    """Uncommitted edits of the package as a diff; "" without edits, and outside a checkout."""
-    if code_state().get("edits") is None:
-        return ""
-    with contextlib.suppress(OSError, subprocess.CalledProcessError):  # a copy of the package has no repository
-        return _git("diff", "HEAD", "--", ".")
-    return ""
-
-
-def _git(*words: str) -> str:
-    folder = Path(moe_lab.__file__).parent
-    return subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True, check=True).stdout
 
 
 PACKAGES = (
@@ -317,9 +299,17 @@ PACKAGES = (
 )
 
 
+DRIVER = Path("/proc/driver/nvidia/version")
+
+
 def provenance(start: float) -> dict[str, Any]:
-    """Provenance of a step that began at `start` (seconds since the epoch): code, versions, machine, devices, time,
-    memory."""
+    """Provenance of a step that began at `start` (seconds since the epoch): code, versions, machine, time, memory; and
+    threads of torch, and names, driver and peak bytes of the GPUs that it used, each None in a process that used none.
+    """
+    torch: Any = sys.modules.get("torch")
+    on_gpu = torch is not None and torch.cuda.is_initialized()
+    gpus = range(torch.cuda.device_count()) if on_gpu else ()
+    driver = torch.version.cuda if on_gpu else None
     return {
         "code": code_state(),
         "python": platform.python_version(),
@@ -331,23 +321,8 @@ def provenance(start: float) -> dict[str, Any]:
         "seconds": round(time.time() - start, 3),
         "peak_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         * (1 if sys.platform == "darwin" else 1024),
-        **_torch_state(),
+        "threads": torch.get_num_threads() if torch else None,
+        "gpus": [torch.cuda.get_device_name(number) for number in gpus] if on_gpu else None,
+        "driver": DRIVER.read_text().splitlines()[0] if on_gpu and DRIVER.is_file() else driver,
+        "peak_gpu_memory_bytes": sum(map(torch.cuda.max_memory_allocated, gpus)) if on_gpu else None,
     }
-
-
-DRIVER = Path("/proc/driver/nvidia/version")
-
-
-def _torch_state() -> dict[str, Any]:
-    """Threads of torch; names, driver and peak bytes of the GPUs that it used. None in a process that used none."""
-    torch: Any = sys.modules.get("torch")
-    state: dict[str, Any] = {"threads": None, "gpus": None, "driver": None, "peak_gpu_memory_bytes": None}
-    if torch is None:
-        return state
-    state["threads"] = torch.get_num_threads()
-    if torch.cuda.is_initialized():
-        numbers = range(torch.cuda.device_count())
-        state["gpus"] = [torch.cuda.get_device_name(number) for number in numbers]
-        state["driver"] = DRIVER.read_text().splitlines()[0] if DRIVER.is_file() else torch.version.cuda
-        state["peak_gpu_memory_bytes"] = sum(int(torch.cuda.max_memory_allocated(number)) for number in numbers)
-    return state

@@ -80,9 +80,7 @@ def split(words: Sequence[str], known: Sequence[str]) -> tuple[list[str], dict[s
 
 def find(store: Store, name: str) -> tuple[StudyState, list[StepState]]:
     """State of a study, and steps for a name: all steps of the study called so, or the steps that match the name.
-
-    Raises UserError when neither a study nor a step has the name.
-    """
+    Raises UserError when neither a study nor a step has the name."""
     from moe_lab.study.runs import last_about, studies
     from moe_lab.study.status import study_state
 

@@ -1,30 +1,98 @@
-"""Estimates of the memory, disk space and time of steps.
+"""Where steps run a model, and what they take: memory, disk space and time.
 
-Memory is computed from the model's shape, to within a factor of two. Time is what steps of the same kind took in this
-store for a unit of work; without a comparable step there is no estimate.
+Device and precision are resolved before steps are named. Memory is computed from the model's shape, to within a factor
+of two. Time is what steps of the same kind took in this store for a unit of work; without a comparable step there is no
+estimate.
 """
 
 from __future__ import annotations
 
+import os
 import shutil
+import subprocess
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median
 
 from rich.table import Table
 
+from moe_lab.config import Config, ModelConfig
 from moe_lab.errors import UserError
 from moe_lab.json_files import Number, fits
 from moe_lab.models import main_memory
-from moe_lab.models.config_json import quantization, size_of
+from moe_lab.models.config_json import Size, quantization, size_of
+from moe_lab.start import command
 from moe_lab.study import Step, canonical
-from moe_lab.study.devices import on_gpu
 from moe_lab.study.store import Store
 
 GIB = 2**30
+GPU_FROM = 2**30
+"""Bytes of weights from which Slurm's jobs are asked to put a model on a GPU."""
 TIMES_SHAPE = {"provenance": {"seconds": Number, "units": Number, "pace": list}}
+
+
+def resolved(model: ModelConfig, config: Config) -> ModelConfig:
+    """The model with the device and the precision that `auto` stands for where the steps of a study run.
+
+    A login node without a GPU names the device that its jobs ask for. On a GPU, dtype=auto is the precision of the
+    files, which the hash of these identifies.
+    """
+    device = model.device
+    if device == "auto" and config.launcher.name == "slurm":  # as the settings of its jobs say, or its size
+        jobs, every, size = config.resources.models.get(model.name), config.resources.every, size_of(model)
+        gpus = every.gpus if jobs is None or jobs.gpus is None else jobs.gpus
+        device = "cuda" if gpus or (gpus is None and (size is None or on_gpu(model, size))) else "cpu"
+    elif device == "auto":
+        device = "cuda" if has_gpu() else "cpu"
+    dtype = "float32" if device == "cpu" and model.dtype == "auto" else model.dtype
+    return replace(model, device=device, dtype=dtype)
+
+
+def on_gpu(model: ModelConfig, size: Size) -> bool:
+    """Whether a model of this size is put on a GPU, where there may be one."""
+    return size.bytes >= GPU_FROM if model.device == "auto" else model.device != "cpu"
+
+
+def has_gpu() -> bool:
+    """Whether torch finds a GPU in this process, without importing it, which takes seconds."""
+    try:
+        built_for_cpu = version("torch").endswith("+cpu")
+    except PackageNotFoundError:
+        return False
+    return not built_for_cpu and (bool(visible_gpus()) or Path("/dev/kfd").exists())
+
+
+def visible_gpus() -> list[str]:
+    """Ids for CUDA_VISIBLE_DEVICES, one per GPU this process may use; empty without the NVIDIA driver."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if named is not None:
+        return [gpu for gpu in named.split(",") if gpu.strip() not in ("", "-1")]
+    cards = "/proc/driver/nvidia/gpus"
+    return [str(number) for number in range(len(os.listdir(cards)))] if os.path.isdir(cards) else []
+
+
+def check_device(name: str) -> None:
+    """Raise UserError when the CUDA device of model.device is not on this machine.
+
+    torch takes seconds to import, so it is used only when the driver does not list the device. Device maps are not
+    checked: they spread a model over whatever devices there are, the CPU included.
+    """
+    kind, _, number = name.partition(":")
+    if kind == "cuda" and (number or "0").isdigit() and int(number or 0) >= len(visible_gpus()):
+        device_here(name)
+
+
+def device_here(device: str) -> str:
+    """Name of the device that `model.device` selects on this machine. Raises UserError when there is none. Runs in
+    another process, because torch takes seconds to import."""
+    answer = subprocess.run(command("moe_lab.models.load", device), capture_output=True, text=True)
+    if answer.returncode:
+        reason = answer.stderr.strip().splitlines()[-1].partition(": ")[2]
+        raise UserError(reason if reason.startswith("model.device=") else f"model.device={device}: {reason}")
+    return answer.stdout.strip().splitlines()[-1]
 
 
 @dataclass(frozen=True)
@@ -50,9 +118,7 @@ def memory_of(step: Step) -> Memory | None:
 
 def check_memory(step: Step) -> None:
     """Raise UserError when the weights that a step loads whole on the CPU alone exceed the main memory of this machine.
-
-    Only models of known size with plain (not quantised) weights are checked, and none that a server loads.
-    """
+    Only models of known size with plain (not quantised) weights are checked, and none that a server loads."""
     model, backend = step.about, getattr(step, "backend", None)
     is_served = backend is not None and backend.name == "server"
     if model is None or not step.runs_model or step.is_layered or model.device != "cpu" or is_served:
@@ -144,10 +210,8 @@ def largest_memory(steps: Iterable[Step]) -> str:
 
 
 def disk_problems(store: str | Path, steps: Iterable[Step]) -> list[str]:
-    """A sentence when `steps` would write more than is free on the disk of `store`.
-
-    Estimates exported checkpoints, hidden states of streamed passes and generated texts; all other files are small.
-    """
+    """A sentence when `steps` would write more than is free on the disk of `store`. Estimates exported checkpoints,
+    hidden states of streamed passes and generated texts; all other files are small."""
     sizes = ((step, size_of(step.about)) for step in steps if step.about and not step.merges)
     needed = sum(step.disk(size) for step, size in sizes if size)
     place = Path(store).expanduser().absolute()

@@ -6,11 +6,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TypeVar
 
-from moe_lab.config import AllocationConfig, CalibrationConfig, Config, CriterionConfig, ModelConfig, TimingConfig
+from moe_lab.config import AllocationConfig, CalibrationConfig, Config, CriterionConfig
 from moe_lab.grid import Cell, Request
 from moe_lab.models.files import UNRESOLVED
 from moe_lab.study import Identified, Step, once
-from moe_lab.study.devices import device_here, resolved
+from moe_lab.study.estimates import device_here, resolved
 from moe_lab.study.steps.costs import Cost, Profile, Timing
 from moe_lab.study.steps.evaluation import Evaluate, Grade, Task, results_of, task_of
 from moe_lab.study.steps.passes import StatisticsPass
@@ -23,10 +23,6 @@ EXACT_DAMAGE = CriterionConfig(name="exact_damage")
 NO_CRITERION = CriterionConfig(name="none")
 NO_CALIBRATION = CalibrationConfig(name="none", path="none")
 NO_ALLOCATION = AllocationConfig(name="none")
-
-
-INPUTS = ("statistics", "finetune")
-"""Fields of CellSteps whose steps run only if another step needs them."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +52,7 @@ FigureKey = tuple[str, str, str, int]
 
 @dataclass(frozen=True)
 class Graph:
-    """All steps of a study."""
+    """All steps of a study. The statistics and the fine-tuning of a cell are only done if another step needs them."""
 
     cells: Sequence[CellSteps]
     figures: Mapping[str, Mapping[FigureKey, Step]]
@@ -72,16 +68,14 @@ class Graph:
                     visit(needed)
                 ordered[step.id] = step
 
-        for step in self._wanted():
-            visit(step)
-        return list(ordered.values())
-
-    def _wanted(self) -> Iterable[Step]:
         for steps in self.figures.values():
-            yield from steps.values()
+            for step in steps.values():
+                visit(step)
         for cell in self.cells:
-            yield from (step for name, step in cell.named().items() if step and name not in INPUTS)
-            yield from cell.evaluate.values()
+            wanted = [step for name, step in cell.named().items() if name not in ("statistics", "finetune")]
+            for step in filter(None, [*wanted, *cell.evaluate.values()]):
+                visit(step)
+        return list(ordered.values())
 
 
 def unresolved(steps: Iterable[Step]) -> list[str]:
@@ -99,12 +93,7 @@ def _seeded(text: CalibrationConfig, seed: int) -> CalibrationConfig:
     return text if text.seed is not None else replace(text, seed=seed)
 
 
-@once
-def _timed(timed: TimingConfig, model: ModelConfig) -> TimingConfig:
-    """What is timed of a model, with the name of its device."""
-    return replace(timed, device=timed.device or device_here(model.device))
-
-
+_timed = once(lambda timed, model: replace(timed, device=timed.device or device_here(model.device)))
 _located = once(resolved)
 _unpruned_cost = once(lambda model, text: Cost.of(unpruned_model(model), text))
 
@@ -113,8 +102,8 @@ def _resolved(cell: Cell, config: Config) -> Cell:
     """The cell with all that its steps are named by: the device and the precision of its model, the seed of its
     texts."""
     texts = {role: _seeded(text, cell.seed) for role, text in cell.texts.items()}
-    calibration = _seeded(cell.calibration, cell.seed)
-    return replace(cell, model=_located(cell.model, config), calibration=calibration, texts=texts)
+    model = _located(cell.model, config)
+    return replace(cell, model=model, calibration=_seeded(cell.calibration, cell.seed), texts=texts)
 
 
 def _steps(cell: Cell, tasks: Iterable[Task], config: Config) -> CellSteps:
@@ -156,10 +145,8 @@ def unpruned(cell: Cell) -> Cell:
 
 
 def build(config: Config, requests: Iterable[Request]) -> Graph:
-    """The graph of a study: its cells, each once with all its benchmarks, and the unpruned models.
-
-    `config` has the settings that hold for all requests, such as permissions, exports and overlap.
-    """
+    """The graph of a study: its cells, each once with all its benchmarks, and the unpruned models. `config` has the
+    settings that hold for all requests, such as permissions, exports and overlap."""
     tasks_of: dict[Cell, dict[str, Task]] = {}
     figures: dict[str, dict[FigureKey, Step]] = {"families": {}, "damages": {}}
     for cells, benchmarks in requests:

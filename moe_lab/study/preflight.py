@@ -1,7 +1,6 @@
 """Check a study before anything heavy is loaded; all problems are reported together.
 
 Each check is in the module of its subject: a function that raises UserError, or that gives a sentence for each problem.
-This module says for which choices each is called.
 """
 
 from __future__ import annotations
@@ -17,16 +16,7 @@ from moe_lab import evaluation as suite
 from moe_lab import recovery as recoveries
 from moe_lab.allocation.grouping import GROUPINGS
 from moe_lab.calibration import sources
-from moe_lab.config import (
-    AllocationConfig,
-    BenchmarkConfig,
-    CalibrationConfig,
-    Config,
-    CriterionConfig,
-    ExportConfig,
-    LauncherConfig,
-    ModelConfig,
-)
+from moe_lab.config import BenchmarkConfig, CalibrationConfig, Config, ExportConfig, LauncherConfig
 from moe_lab.errors import UserError, unknown
 from moe_lab.evaluation import engines
 from moe_lab.evaluation.harness import HARNESSES
@@ -34,7 +24,7 @@ from moe_lab.grid import Cell, Request
 from moe_lab.models import config_json, files
 from moe_lab.pruning import no_replacements
 from moe_lab.study import KINDS, Step, sync
-from moe_lab.study.devices import check_device
+from moe_lab.study.estimates import check_device
 from moe_lab.study.steps.costs import wrong_timing
 from moe_lab.study.steps.plans import check_engine, check_plan_file, plan_in
 from moe_lab.study.steps.scores import check_weights, reads_text
@@ -52,22 +42,16 @@ TEXT_CHECKS: Mapping[str, Callable[[CalibrationConfig], object]] = {
 
 
 def preflight(config: Config, requests: Iterable[Request]) -> list[str]:
-    """One sentence per problem with the settings, each once; empty when they are valid.
-
-    Does not check what this machine has; see `lacking`.
-    """
+    """One sentence per problem with the settings, each once; empty when they are valid. Does not check what this
+    machine has; see `lacking`."""
     sentences = list(_wrong_settings(config))
     for cells, benchmarks in requests:
         sentences += suite.wrong(benchmarks)
         sentences += engines.wrong(config.backend, benchmarks, [cell.model for cell in _each(cells, "model")])
-        for groups, check in OF_CHOICES:
+        for groups, check in OF_CELLS:
             for cell in _each(cells, *groups):
-                sentences += _said(check, *(getattr(cell, group) for group in groups))
-        for groups, check_cell in OF_CELLS:
-            for cell in _each(cells, *groups):
-                sentences += _said(check_cell, cell, config)
-        for text in _texts(cells):
-            sentences += _wrong_text(*text)
+                sentences += _said(check, cell, config)
+        sentences += _wrong_texts(cells)
         for cell, benchmark in product(_each(cells, "model"), benchmarks):
             sentences += _said(_check_template, cell, benchmark)
         sentences += _said(_check_objective, config, benchmarks)
@@ -101,11 +85,8 @@ def _each(cells: Iterable[Cell], *groups: str) -> list[Cell]:
 
 def _wrong_settings(config: Config) -> Iterator[str]:
     yield from _said(sync.check, config.store)
-    # What follows is only imported by studies that use it.
-    if config.push is not None:
-        from moe_lab.study import push
-
-        yield from _said(push.check, config)
+    if config.push is not None and config.export.shape is None:
+        yield f"push={config.push} uploads an export, and this study writes none: add export=natural"
     for kind in config.resources.jobs:
         if kind not in KINDS:
             yield str(unknown("resources.jobs", kind, KINDS))
@@ -128,38 +109,22 @@ def _check_objective(config: Config, benchmarks: Sequence[BenchmarkConfig]) -> N
         )
 
 
-def _reads_text(cell: Cell) -> bool:
-    """Whether the cell reads its calibration set; True where its criterion or allocation is unknown."""
-    with suppress(UserError):
-        return reads_text(cell)
-    return True
-
-
-def _check_criterion(criterion: CriterionConfig) -> None:
-    criteria.check(criterion.name, criterion.parameters)
-
-
-def _check_allocation(settings: AllocationConfig, criterion: CriterionConfig) -> None:
-    allocation.check(settings, criteria.get(criterion.name).granularity)
-
-
-def _texts(cells: Iterable[Cell]) -> Iterable[tuple[str, CalibrationConfig, ModelConfig]]:
-    """Each text that models read, with its use, once."""
+def _wrong_texts(cells: Iterable[Cell]) -> Iterator[str]:
+    """Problems of the texts that models read, each looked at once, and with the model that reads it."""
     distinct = {}
     for cell in _each(cells, "model", "calibration", "criterion", "allocation", "recovery"):
-        texts = {**cell.texts, **({"calibration": cell.calibration} if _reads_text(cell) else {})}
+        texts = {**cell.texts, "calibration": cell.calibration}
+        with suppress(UserError):  # the criterion or the allocation is unknown, so it may be read
+            if not reads_text(cell):
+                del texts["calibration"]
         for role, text in texts.items():
             distinct[role, id(text), id(cell.model)] = (role, text, cell.model)
-    return distinct.values()
-
-
-def _wrong_text(role: str, text: CalibrationConfig, model: ModelConfig) -> Iterator[str]:
-    """Problems of a text, and with the model that reads it."""
-    yield from calibrations.wrong(text, TEXT_CHECKS.get(role))
-    if role in TEXT_CHECKS:
-        yield from _said(calibrations.check_chat_template, text, model)
-    if role == "calibration" and text.engine == "streamed":
-        yield from _said(config_json.check_plain_weights, model, "calibration.engine=streamed")
+    for role, text, model in distinct.values():
+        yield from calibrations.wrong(text, TEXT_CHECKS.get(role))
+        if role in TEXT_CHECKS:
+            yield from _said(calibrations.check_chat_template, text, model)
+        if role == "calibration" and text.engine == "streamed":
+            yield from _said(config_json.check_plain_weights, model, "calibration.engine=streamed")
 
 
 def _check_template(cell: Cell, benchmark: BenchmarkConfig) -> None:
@@ -185,10 +150,8 @@ def _wrong_export(cell: Cell, config: Config) -> Iterator[str]:
 
 
 def _wrong_replacement(cell: Cell, config: Config) -> Iterator[str]:
-    """Problems of a plan whose dropped experts are replaced.
-
-    Where tokens are still routed to these, only code of transformers can compute the model.
-    """
+    """Problems of a plan whose dropped experts are replaced. Where tokens are still routed to these, only code of
+    transformers can compute the model."""
     settings, shape = cell.allocation, config.export.shape
     if settings.replacement != "none":
         by, grouping = f"allocation.replacement={settings.replacement}", GROUPINGS.get(settings.replacement)
@@ -215,24 +178,27 @@ def _wrong_replacement(cell: Cell, config: Config) -> Iterator[str]:
 
 
 def _wrong_plan(cell: Cell, _: Config) -> Iterator[str]:
-    """Problems of the plan of a cell."""
+    """Problems of the plan of a cell, by the checks of the step that makes it."""
     kind: Any = KINDS[allocation.get(cell.allocation.name).step]
     for check in kind.checks:
         yield from _said(check, cell)
 
 
-OF_CHOICES: Sequence[tuple[tuple[str, ...], Callable[..., object]]] = (
-    (("model",), files.check),
-    (("criterion",), _check_criterion),
-    (("criterion", "model"), check_weights),
-    (("allocation",), allocation.check_by),
-    (("allocation", "criterion"), _check_allocation),
-    (("recovery",), recoveries.check),
-    (("recovery", "model"), recoveries.check_model),
-    (("recovery", "allocation", "ratio"), recoveries.check_merging),
-)
-"""Groups of a cell, and the check of the choices in them."""
+def _check_allocation(cell: Cell, _: Config) -> None:
+    allocation.check(cell.allocation, criteria.get(cell.criterion.name).granularity)
+
+
 OF_CELLS: Sequence[tuple[tuple[str, ...], Callable[[Cell, Config], object]]] = (
+    (("model",), lambda cell, _: files.check(cell.model)),
+    (("criterion",), lambda cell, _: criteria.check(cell.criterion.name, cell.criterion.parameters)),
+    (("criterion", "model"), lambda cell, _: check_weights(cell.criterion, cell.model)),
+    (("allocation", "criterion"), _check_allocation),
+    (("recovery",), lambda cell, _: recoveries.check(cell.recovery)),
+    (("recovery", "model"), lambda cell, _: recoveries.check_model(cell.recovery, cell.model)),
+    (
+        ("recovery", "allocation", "ratio"),
+        lambda cell, _: recoveries.check_merging(cell.recovery, cell.allocation, cell.ratio),
+    ),
     (("calibration", "allocation"), lambda cell, _: check_engine(cell)),
     (("model", "allocation"), lambda cell, _: check_plan_file(cell)),
     (("model", "criterion", "allocation", "ratio"), _wrong_plan),

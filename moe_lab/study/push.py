@@ -56,21 +56,6 @@ TABLE = """Benchmarks are asked as in the protocol `{protocol}` of moe_lab. Scor
 """
 
 
-def check(config: Config) -> None:
-    """Raise UserError for a name that the hub refuses, and when the study exports nothing."""
-    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
-
-    assert config.push is not None
-    try:
-        validate_repo_id(config.push)
-    except ValueError as error:
-        raise UserError(f"push={config.push} is not a name of a repository: {str(error).splitlines()[0]}") from None
-    if "/" not in config.push:
-        raise UserError(f"push={config.push} names no owner: expected OWNER/NAME")
-    if config.export.shape is None:
-        raise UserError(f"push={config.push} uploads an export, and this study writes none: add export=natural")
-
-
 def exported(config: Config, graph: Graph) -> CellSteps:
     """The one cell that the study exports. Raises UserError when there is none, or more."""
     cells = [cell for cell in graph.cells if cell.export]
@@ -139,10 +124,8 @@ def _files(study: Study, cell: CellSteps) -> Iterator[tuple[str, Path | bytes]]:
 
 
 def _results(study: Study, cell: CellSteps) -> Iterator[str]:
-    """Rows of a table with the results of a cell, and those of its unpruned model where they are in the store.
-
-    A result from before the weights were rounded to the format of the export is not one of the uploaded model.
-    """
+    """Rows of a table with the results of a cell, and those of its unpruned model where they are in the store. A result
+    from before the weights were rounded to the format of the export is not one of the uploaded model."""
     store, whole = study.store, unpruned(cell.cell)
     originals: Mapping[str, Step] = next((other.evaluate for other in study.graph.cells if other.cell == whole), {})
 
@@ -159,10 +142,10 @@ def _results(study: Study, cell: CellSteps) -> Iterator[str]:
         original = {(result["benchmark"], result["metric"]): _score(result) for result in known}
         harness = " ".join(filter(None, (found["protocol"]["harness"], found["protocol"].get("version"))))
         for result in found["results"]:
-            whats = result["benchmark"], result["metric"]
-            scores = _score(result), original.get(whats, "not evaluated")
+            name_and_metric = result["benchmark"], result["metric"]
+            scores = _score(result), original.get(name_and_metric, "not evaluated")
             of = f" of {result['expected']:,}" if result["expected"] not in (None, result["n"]) else ""
-            columns = [*whats, step.benchmark.shots, *scores, f"{result['n']:,}{of}", harness]
+            columns = [*name_and_metric, step.benchmark.shots, *scores, f"{result['n']:,}{of}", harness]
             yield f"| {' | '.join(map(str, columns))} |"
 
 

@@ -6,10 +6,11 @@ names the records that its run found when it began, which do not count any more.
 
 from __future__ import annotations
 
+import os
 import subprocess
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import Any
 import moe_lab
 from moe_lab import criteria, plugins
 from moe_lab.allocation.protection import SUPER
-from moe_lab.config import AllocationConfig, Config
+from moe_lab.config import AllocationConfig, Config, TrackerConfig
 from moe_lab.errors import UserError
 from moe_lab.json_files import Damaged, Number, read_json, write_json
 from moe_lab.results import KEY, RECORD, SCHEMA, read_record
@@ -48,10 +49,8 @@ class Study:
 
 
 def finish(study: Study, schedule: Schedule, run: Run) -> int:
-    """Write the record and the report when the steps of `schedule` have ended. Returns the exit code.
-
-    0: all done; 1: something failed or is missing; 2: all failures are mistakes of the user.
-    """
+    """Write the record and the report when the steps of `schedule` have ended. Returns the exit code, which is 0 if all
+    is done, 1 if something failed or is missing, and 2 if all failures are mistakes of the user."""
     plugins.load(study.config.plugins)  # the last job on a cluster is another process, which has not loaded them
     store, name = study.store, study.config.study
     store.check_there()
@@ -102,11 +101,8 @@ def _name_exports(study: Study, schedule: Schedule) -> None:
 
 
 def _report(study: Study) -> bool:
-    """Make tables, figures and the page, in a process of the analysis package, unless they are up to date.
-
-    Two runs of one study write to the same folder, so only one at a time makes its report. Returns whether it is
-    complete.
-    """
+    """Make tables, figures and the page, in a process of the analysis package, unless they are up to date. Two runs of
+    one study write to the same folder, so only one at a time makes its report. Returns whether it is complete."""
     store, name = study.store, study.config.study
     page = store.root / "reports" / name / "report.html"
     mark = page.with_name(MADE_FROM)
@@ -136,8 +132,6 @@ def _make_report(study: Study, page: Path) -> bool:
         say(f"moe_lab: the report failed: {reason.removeprefix('analysis: ')} (all that it printed is in {log})")
         return False
     if tracks:
-        from moe_lab.study.tracking import log_study
-
         tables = {file.stem: file for file in sorted(folder.rglob("*.csv"))}
         log_study(study.config.tracker, read(store, name), tables, sorted(folder.rglob("*.png")))
     if failed := sorted(log.stem for log in (folder / "failed").glob("*.log")):
@@ -146,11 +140,62 @@ def _make_report(study: Study, page: Path) -> bool:
     return not failed
 
 
-def fingerprint(store: Store, study: str) -> str:
-    """Digest of what the study is, without its time and settings: a report is up to date while this is the same.
+def log_study(
+    settings: TrackerConfig, study: Mapping[str, Any], tables: Mapping[str, Path], figures: Sequence[Path]
+) -> None:
+    """Log a study's cells, its tables (name -> CSV file) and its figures (PNG files) as one run of wandb.
 
-    "" when the record is damaged.
+    `study` is the study's record in the store. Prints nothing. Raises UserError when the tracker refuses; all results
+    stay in the store. WANDB_MODE says whether it is told now; without it, it is where there is a key.
     """
+    import pandas
+    import wandb
+
+    wandb.setup(_quiet())  # before login and init, which would print where they found a key
+    has_key = "WANDB_MODE" in os.environ or wandb.login(prompt=False, verify=False)
+    about = {key: value for key, value in study.items() if key not in ("cells", "families", "damages")}
+    rows = [
+        {**cell["cell"], "plan": cell.get("plan")}
+        | {f"evaluate/{name}": folder for name, folder in cell["evaluate"].items()}
+        for cell in study["cells"]
+    ]
+    columns = list(dict.fromkeys(column for row in rows for column in row))
+    mode: Any = None if has_key else "offline"
+    name = study["study"]
+    try:
+        with wandb.init(project=settings.project, name=name, mode=mode, config=about, settings=_quiet()) as run:
+            run.log({"cells": wandb.Table(columns, [[row.get(column) for column in columns] for row in rows])})
+            run.log({f"tables/{name}": wandb.Table(dataframe=pandas.read_csv(file)) for name, file in tables.items()})
+            run.log({f"figures/{file.stem}": wandb.Image(str(file)) for file in figures})
+    except wandb.Error as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UserError(
+            f"tracker=wandb was not told ({reason}): everything is in the store; WANDB_MODE=offline needs no server"
+        ) from error
+    finally:
+        wandb.teardown()  # only then has its background process written or sent everything
+
+
+def _quiet() -> Any:
+    """Settings of wandb without output, and without upload of anything but logged values: no console, code or command
+    line."""
+    import wandb
+
+    return wandb.Settings(
+        silent=True,
+        console="off",
+        init_timeout=30,
+        disable_code=True,
+        disable_git=True,
+        disable_job_creation=True,
+        x_disable_meta=True,
+        x_disable_stats=True,
+    )
+
+
+def fingerprint(store: Store, study: str) -> str:
+    """Digest of what the study is, without its time and settings, "" when the record is damaged: a report is up to date
+    while this is the same."""
     unshown = ("created", "config", "replaces", "run")
     with suppress(UserError):
         return digest({key: value for key, value in read(store, study).items() if key not in unshown})
@@ -216,11 +261,8 @@ def read(store: Store, study: str) -> dict[str, Any]:
 
 
 def _models(graph: Graph) -> dict[tuple[str, str], str]:
-    """(model, protocol) -> name of the model in the record.
-
-    Scores of different protocols are not comparable. So for each protocol but its first, a model is recorded as a model
-    of its own, with the protocol in its name.
-    """
+    """(model, protocol) -> name of the model in the record, with the protocol in it for each but the model's first, as
+    scores of different protocols are not comparable."""
     first: dict[str, str] = {}
     named = {}
     for cell in graph.cells:

@@ -16,8 +16,7 @@ from moe_lab.errors import UserError, unknown, user_errors
 from moe_lab.grid import Request
 from moe_lab.results import DIGITS, is_lower_better
 from moe_lab.study import Step, unmerged
-from moe_lab.study.devices import visible_gpus
-from moe_lab.study.estimates import Times, check_memory, disk_problems, forecast
+from moe_lab.study.estimates import Times, check_memory, disk_problems, forecast, visible_gpus
 from moe_lab.study.graph import build, normalized, unresolved
 from moe_lab.study.preflight import AVERAGE, lacking
 from moe_lab.study.record import Study, finish, outdate_reports
@@ -87,11 +86,8 @@ class Ended(NamedTuple):
 
 
 def run(config: Config, requests: Sequence[Request], *, add: bool = False) -> Ended:
-    """Run a study whose settings are valid.
-
-    `add`: add its cells to those recorded under its name, instead of replacing them. Raises UserError for what is
-    missing here, before anything is run; a dry run prints its forecast first.
-    """
+    """Run a study whose settings are valid. `add`: add its cells to those recorded under its name, instead of replacing
+    them. Raises UserError for what is missing here, before anything is run; a dry run prints its forecast first."""
     graph = build(config, requests)
     study = Study(config, graph, Store(config.store), add)
     _check(study)
@@ -143,7 +139,12 @@ def _run(study: Study) -> int:
         with pushed_regularly(store):
             if schedule.waiting and not LAUNCHERS[config.launcher.name](schedule, study, begun):
                 return 0
-        return max(finish(study, schedule, begun), _pushed(study, schedule))
+        code = finish(study, schedule, begun)
+        if config.push is None:
+            return code
+        from moe_lab.study.push import push
+
+        return max(code, push(study, config.push, schedule))
 
 
 def _pull(store: Store, remote: Remote, steps: Sequence[Step]) -> None:
@@ -181,8 +182,7 @@ def _forecast(study: Study) -> list[str]:
     times, undone = Times(store), [step for step in steps if step.id not in done]
     console.print(forecast(steps, done, config.resources.gpu_memory, times.seconds))
     if config.launcher.name == "slurm" and undone:
-        from moe_lab.study.slurm.arrays import arrange, table
-        from moe_lab.study.slurm.resources import resources
+        from moe_lab.study.slurm.arrays import arrange, resources, table
 
         ask = partial(resources, settings=config.resources, seconds=times.seconds)
         console.print(table(arrange(undone, ask, config.launcher), config.resources.longest, times.seconds))
@@ -199,15 +199,6 @@ def _too_little(study: Study, undone: Sequence[Step]) -> list[str]:
     loading = undone if study.config.launcher.name != "slurm" else []
     too_large = [sentence for step in loading for sentence in user_errors(check_memory, step)]
     return disk_problems(study.store.root, undone) + list(dict.fromkeys(too_large))
-
-
-def _pushed(study: Study, schedule: Schedule) -> int:
-    """Upload the study's export, if the settings say so; the exit code."""
-    if study.config.push is None:
-        return 0
-    from moe_lab.study.push import push
-
-    return push(study, study.config.push, schedule)
 
 
 def told(ended: Ended, requests: Iterable[Request]) -> float:

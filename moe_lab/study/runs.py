@@ -21,7 +21,7 @@ from typing import Any
 
 from moe_lab.json_files import Number, write_json
 from moe_lab.results import RECORD as RECORD_FILE
-from moe_lab.study import Step, code_state, edits
+from moe_lab.study import Step, code_state
 from moe_lab.study.claims import Claim
 from moe_lab.study.store import Store
 
@@ -116,8 +116,6 @@ def begin(store: Store, study: str, steps: Sequence[Step]) -> Iterator[Run]:
             held.enter_context(run.held())
             run.note(steps)
             store.claims.clear()
-        if changes := edits():
-            (run.folder / "edits.diff").write_text(changes)
         yield run
 
 

@@ -65,6 +65,11 @@ class Schedule:
             if any(needed.id in self.failed or needed.id in self.skipped for needed in step.needs):
                 self.skipped[step.id] = self.waiting.pop(step.id)
 
+    def left(self) -> Counter[str]:
+        """How many steps of each kind have not ended."""
+        with self.changed:
+            return Counter(step.kind for step in (*self.waiting.values(), *self.running.values()))
+
     def lack(self, steps: Iterable[Step]) -> None:
         """Skip `steps` and everything that needs them."""
         with self.changed:
@@ -118,7 +123,8 @@ def work(schedule: Schedule, store: Store, execute: Execute) -> None:
         try:
             with store.claim(step) as scratch:
                 if scratch is not None:
-                    _check_inputs(step, store)
+                    if damaged := [needed for needed in step.needs if not store.readable(needed)]:
+                        raise _not_as_published(damaged[0])
                     execute(step, scratch)
             schedule.finish(step)
         except Busy:
@@ -133,13 +139,6 @@ def work(schedule: Schedule, store: Store, execute: Execute) -> None:
             schedule.fail(step, StepError({**error_document(error), "transient": True}))
         packing.now_and_then()
     packing.at_end()
-
-
-def _check_inputs(step: Step, store: Store) -> None:
-    """Raise StepError when an input of the step was removed or damaged after it was published."""
-    for needed in step.needs:
-        if not store.readable(needed):
-            raise _not_as_published(needed)
 
 
 def _not_as_published(step: Step) -> StepError:
@@ -177,18 +176,13 @@ def watch(schedule: Schedule) -> Iterator[None]:
         thread.join()
 
 
-def _left(schedule: Schedule) -> Counter[str]:
-    with schedule.changed:
-        return Counter(step.kind for step in (*schedule.waiting.values(), *schedule.running.values()))
-
-
 def _bars(schedule: Schedule, stop: threading.Event) -> None:
     with Progress(*Progress.get_default_columns(), MofNCompleteColumn(), console=console) as progress:
         bars = {kind: progress.add_task(kind, total=total) for kind, total in schedule.total.items()}
         done = False
         while not done:
             done = stop.wait(0.2)
-            left = _left(schedule)
+            left = schedule.left()
             for kind, bar in bars.items():
                 progress.update(bar, completed=schedule.total[kind] - left[kind])
 
@@ -196,7 +190,7 @@ def _bars(schedule: Schedule, stop: threading.Event) -> None:
 def _lines(schedule: Schedule, stop: threading.Event) -> None:
     start, total = time.monotonic(), sum(schedule.total.values())
     while not stop.wait(LINE_EVERY):
-        left = _left(schedule)
+        left = schedule.left()
         done = total - sum(left.values())
         parts = [
             f"{kind} {schedule.total[kind] - left[kind]}/{count}"

@@ -95,9 +95,7 @@ def study_state(store: Store, study: str) -> StudyState:
 
 def alive(jobs: Mapping[str, Submitted]) -> tuple[dict[str, Queued], str]:
     """Those of the jobs that are still in the queue, and "". When the scheduler cannot be asked: {}, and the reason.
-
-    The store alone still gives a useful state, so this is no error.
-    """
+    The store alone still gives a useful state, so this is no error."""
     try:
         queue = scheduler.queue()
     except UserError as error:
@@ -120,14 +118,13 @@ def status(study: StudyState, steps: Sequence[StepState]) -> None:
         kinds[step.kind].append(step)
     total = Counter(step.state for step in steps)
     shown = [name for name in STATES if total[name]]
-    table = Table(
-        title=f"{study.study}: {timedelta(seconds=round(time.time() - study.started))} since it was last started"
-    )
-    for heading in ("step", *shown, "one takes", "left, about"):
-        table.add_column(heading, no_wrap=True)
+    since = _duration(time.time() - study.started)
+    table = Table("step", *shown, "one takes", "left, about", title=f"{study.study}: {since} since it was last started")
+    for column in table.columns:
+        column.no_wrap = True
     for kind, of_kind in kinds.items():
         counts, mean = Counter(step.state for step in of_kind), _mean_seconds(study.store, of_kind)
-        times = [str(timedelta(seconds=round(each))) for each in ((mean, left(of_kind, mean)) if mean else ())]
+        times = map(_duration, (mean, left(of_kind, mean)) if mean else ())
         table.add_row(kind, *(str(counts[name] or "") for name in shown), *times)
     table.add_row("all", *(str(total[name]) for name in shown))
     console.print(table)
@@ -146,31 +143,33 @@ def status(study: StudyState, steps: Sequence[StepState]) -> None:
         print("the same command as before starts what is missing")
 
 
+def _duration(seconds: float) -> str:
+    return str(timedelta(seconds=round(seconds)))
+
+
 def cancel(study: StudyState, steps: Sequence[StepState]) -> None:
     """Cancel all jobs of the study, or only those of the given steps."""
     everything = len(steps) == len(study.steps)
     wanted = {step.job for step in steps if step.state in ("pending", "running")}
     jobs = [name for name in study.queue if everything or name in wanted]
     scheduler.cancel(jobs)
-    others = sum(len(study.jobs[name].steps) for name in jobs) - sum(step.job in jobs for step in steps)
-    more = f", with {others} other steps in them" if others > 0 and not everything else ""
-    print(f"{study.study}: cancelled {len(jobs)} jobs{more}; what is finished is kept")
+    stopped = sum(len(study.jobs[name].steps) for name in jobs)
+    print(f"{study.study}: cancelled {len(jobs)} jobs, with {stopped} steps; what is finished is kept")
 
 
 def why(study: StudyState, steps: Sequence[StepState]) -> None:
-    """Print why steps are not done: the error, the step they need, the scheduler's reason, or how their job ended; and
-    the last log lines of failed and running ones.
-
-    Steps with the same reason share one line.
-    """
+    """Print why steps are not done, a line for each reason; and the last log lines of failed and running steps."""
     reasons: dict[str, list[StepState]] = defaultdict(list)
     for step in steps:
         if step.state != "done":
             reasons[_reason(study, step)].append(step)
     for reason, (first, *more) in reasons.items():
         print(f"{first.name}{f' and {len(more)} more' if more else ''}: {first.state}: {reason}")
-        if first.state in ("failed", "running"):
-            _print_log(study.store.log(first.name))
+        log = study.store.log(first.name)
+        if first.state in ("failed", "running") and log.exists():
+            print(f"  {log}, last lines:")
+            for line in log.read_text(errors="replace").splitlines()[-LINES:]:
+                print(f"  | {line}")
     if not reasons:
         print(f"{study.study}: all {len(steps)} steps are done")
 
@@ -239,12 +238,3 @@ def _mean_seconds(store: Store, steps: Sequence[StepState]) -> float | None:
         with suppress(FileNotFoundError, ValueError, KeyError):  # the next run, or verify, reports it
             seconds.append(json.loads(store.content(step.name, STEP))["provenance"]["seconds"])
     return fmean(seconds) if seconds else None
-
-
-def _print_log(log: Path) -> None:
-    if not log.exists():
-        print("  it printed nothing")
-        return
-    print(f"  {log}, last lines:")
-    for line in log.read_text(errors="replace").splitlines()[-LINES:]:
-        print(f"  | {line}")

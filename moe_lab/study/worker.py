@@ -33,7 +33,9 @@ class Worker:
     """A worker process: started at the first step, restarted if it has died, ended with the `with` block."""
 
     def __init__(self, store: Store, name: str, environment: dict[str, str] | None = None) -> None:
-        self.store, self.name, self.environment = store, name, environment or {}
+        self.store, self.environment = store, environment or {}
+        self.log = store.root / "logs" / f"{name}.log"
+        """File with the steps that the worker was given, and what it printed beside them."""
         self.process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Worker:
@@ -45,14 +47,9 @@ class Worker:
             self.process.wait()
             self.process.stdout.close()
 
-    @property
-    def _log(self) -> Path:
-        """File with the steps that the worker was given, and what it printed beside them."""
-        return self.store.root / "logs" / f"{self.name}.log"
-
     def _start(self) -> subprocess.Popen[bytes]:
-        self._log.parent.mkdir(exist_ok=True)
-        with self._log.open("a") as log:
+        self.log.parent.mkdir(exist_ok=True)
+        with self.log.open("a") as log:
             # Slurm sends its warning that time is up to all processes of a job, of which only the first one handles it.
             return subprocess.Popen(
                 ["sh", "-c", 'trap "" USR2; exec "$0" "$@"', *command("moe_lab.study.worker")],
@@ -64,32 +61,23 @@ class Worker:
 
     def __call__(self, step: Step, scratch: Path) -> None:
         """Do `step` in the worker. Raises StepError when it fails, naming the signal if the worker died."""
-        line = self._reply(step, Files.of(step, self.store, scratch))
-        if not line:
-            raise StepError(self._death(step))
-        if reply := json.loads(line):
-            raise StepError(reply)
-
-    def _reply(self, step: Step, files: Files) -> bytes:
-        """The worker's answer to a step; b"" if it died."""
         if self.process is None or self.process.poll() is not None:
             self.process = self._start()
         assert self.process.stdin and self.process.stdout
-        try:
-            pickle.dump((step, files), self.process.stdin)
+        line = b""
+        with suppress(BrokenPipeError):
+            pickle.dump((step, Files.of(step, self.store, scratch)), self.process.stdin)
             self.process.stdin.flush()
-            return self.process.stdout.readline()
-        except BrokenPipeError:
-            return b""
-
-    def _death(self, step: Step) -> dict[str, Any]:
-        assert self.process
-        code = self.process.wait()
-        cause = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-        hint = ", as the kernel does when memory runs out" if code == -signal.SIGKILL else ""
-        log = self.store.log(step.folder)
-        message = f"{step.folder}: the worker died ({cause}{hint}); its log is {log if log.exists() else self._log}"
-        return {"message": message, "transient": code < 0}
+            line = self.process.stdout.readline()
+        if not line:
+            code = self.process.wait()
+            cause = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+            hint = ", as the kernel does when memory runs out" if code == -signal.SIGKILL else ""
+            log = self.store.log(step.folder)
+            message = f"{step.folder}: the worker died ({cause}{hint}); its log is {log if log.exists() else self.log}"
+            raise StepError({"message": message, "transient": code < 0})
+        if reply := json.loads(line):
+            raise StepError(reply)
 
 
 class Here(Worker):
@@ -134,7 +122,10 @@ def serve(replies: IO[str], own: IO[str]) -> None:
         step, files = asked.get()
         print(f"{time.strftime('%H:%M:%S')} {step.folder}", file=own, flush=True)
         with suppress(OSError):  # in a store that was deleted, of which the step says what is wrong
-            _print_to(files.log)
+            files.log.parent.mkdir(exist_ok=True)  # not its parents: a store that was deleted must not appear again
+            with files.log.open("a") as log:  # for what this process and its children print from now on
+                os.dup2(log.fileno(), 1)
+                os.dup2(log.fileno(), 2)
         try:
             perform(step, files)
             reply: dict[str, Any] = {}
@@ -148,14 +139,6 @@ def serve(replies: IO[str], own: IO[str]) -> None:
                 files.log.unlink()
         replies.write(json.dumps(reply) + "\n")
         replies.flush()
-
-
-def _print_to(log: Path) -> None:
-    """From now on what this process and its children print is added to `log`."""
-    log.parent.mkdir(exist_ok=True)  # not its parents: a store that was deleted must not appear again
-    with log.open("a") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from moe_lab.errors import UserError
 from moe_lab.models.discover import moe_layers
 from moe_lab.pruning.plan import Plan, make_plan
 from moe_lab.search.candidates import Plans
-from moe_lab.search.settings import problem_of
+from moe_lab.search.evolution import problem_of
 
 
 def test_published_maxima_give_the_published_experts() -> None:

@@ -10,13 +10,12 @@ from analysis import report
 from analysis.load.study import Study, load
 from analysis.registry import Results
 
-SMALL = {"criteria": ("frequency", "reap", "man", "random"), "items": 30}
-
 
 @pytest.fixture(scope="session")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A store of four criteria, three calibration sets and two ratios; not to be changed."""
-    return write_store(tmp_path_factory.mktemp("small") / "store", **SMALL)
+    criteria = ("frequency", "reap", "man", "random")
+    return write_store(tmp_path_factory.mktemp("small") / "store", criteria=criteria, items=30)
 
 
 @pytest.fixture(scope="session")

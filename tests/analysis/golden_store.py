@@ -30,7 +30,7 @@ from synthetic_sums import MIB
 from analysis.load.study import Study, load
 from analysis.published.numbers import TABLES
 from analysis.published.tables import published_tables
-from analysis.registry import Item, Results, make, outputs
+from analysis.registry import Results, make, outputs
 from analysis.render import table as rendering
 from analysis.render.style import Figure
 from analysis.render.table import Table
@@ -133,20 +133,14 @@ def unpack(root: Path) -> Study:
     return load(root, "all")
 
 
-def everything(study: Study) -> list[Item]:
-    """Every table and figure of `analysis all --compare`."""
+def everything(study: Study) -> tuple[dict[str, Table], dict[str, Figure]]:
+    """Every table and every figure of `analysis all --compare` by name."""
     results = Results(study)
     made = [output for each in make(outputs(), results).values() for output in each]
     compared = published_tables(study, results.comparisons, list(TABLES)).values()
-    return [*made, *(table for table in compared if len(table.frame))]
-
-
-def tables(made: list[Item]) -> dict[str, Table]:
-    return {output.name: output for output in made if isinstance(output, Table)}
-
-
-def figures(made: list[Item]) -> dict[str, Figure]:
-    return {output.name: output for output in made if isinstance(output, Figure)}
+    tables = [*(item for item in made if isinstance(item, Table)), *(table for table in compared if len(table.frame))]
+    figures = [item for item in made if isinstance(item, Figure)]
+    return {table.name: table for table in tables}, {figure.name: figure for figure in figures}
 
 
 def drawn(figure: Figure) -> list[dict[str, Any]]:
@@ -195,12 +189,12 @@ def main(words: list[str]) -> int:
         if words == ["store"]:
             GOLDEN.mkdir(exist_ok=True)
             pack(write(Path(folder) / "written"), STORE)
-        made = everything(unpack(Path(folder) / "read"))
+        tables, figures = everything(unpack(Path(folder) / "read"))
     for path in (*GOLDEN.glob("*.csv"), *GOLDEN.glob("*.json")):
         path.unlink()
-    for name, table in tables(made).items():
+    for name, table in tables.items():
         (GOLDEN / f"{name}.csv").write_text(rendering.csv(table), encoding="utf-8")
-    for name, figure in figures(made).items():
+    for name, figure in figures.items():
         panels = ",\n".join(json.dumps(panel) for panel in drawn(figure))
         (GOLDEN / f"{name}.json").write_text(f"[{panels}]\n", encoding="utf-8")
     return 0

@@ -8,44 +8,40 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+from synthetic_plans import granularity
 
 from analysis import names
 from analysis.load.settings import replaces
+from analysis.published.numbers import Printed, numbers, split
 from analysis.registry import Results
 from analysis.render.table import Table
-from analysis.stats import ranks
+from analysis.stats import overlap, ranks
 from analysis.stats.comparison import Comparison
 
 UNPRUNED = {"criterion": "none", "granularity": "none", "allocation": "none", "calibration": "none", "ratio": 0.0}
-
-
 COSTS = ("routed_kept", "flops_ratio", "storage_bytes")
 
 
 def cell(criterion: str, allocation: str = "uniform", ratio: float = 0.5, **more: Any) -> dict[str, Any]:
     """The axes of a pruned cell."""
-    channel = criterion in ("heapr", "camera", "snip") or criterion.startswith("channel_")
-    granularity = "channel" if channel else "expert"
-    return {"criterion": criterion, "allocation": allocation, "ratio": ratio, "granularity": granularity, **more}
+    axes = {"criterion": criterion, "allocation": allocation, "ratio": ratio}
+    return {**axes, "granularity": granularity(criterion), **more}
+
+
+def first(count: int, items: int = 40) -> list[int]:
+    """Outcomes of a plan that solves the first `count` items."""
+    return [1] * count + [0] * (items - count)
 
 
 def cells_of(axes: list[dict[str, Any]]) -> pd.DataFrame:
     """Cells with what `axes` leave out at its usual value."""
-    usual = {
-        "model": "m",
-        "calibration": "pocket_code",
-        "recovery": "none",
-        "gate": "model",
-        "seed": 42,
-        "protocol": None,
-    }
+    usual = {"model": "m", "calibration": "pocket_code", "recovery": "none"}
+    usual |= {"gate": "model", "seed": 42, "protocol": None}
     frame = pd.DataFrame([{**usual, **row} for row in axes]).rename_axis("cell")
-    varied = frame.loc[frame["criterion"] != "none", "allocation"].nunique() > 1
-    told = (
-        varied
-        & (frame["criterion"] != "none")
-        & ((frame["allocation"] != "uniform") | (frame["granularity"] == "channel"))
-    ) | frame["allocation"].map(replaces)
+    pruned = frame["criterion"] != "none"
+    unusual = (frame["allocation"] != "uniform") | (frame["granularity"] == "channel")
+    varied = frame.loc[pruned, "allocation"].nunique() > 1
+    told = (varied & pruned & unusual) | frame["allocation"].map(replaces)
     keys = zip(frame["criterion"], frame["allocation"].where(told, ""), strict=True)
     return frame.assign(method=[names.key(name, place) for name, place in keys])
 
@@ -70,18 +66,12 @@ class HandmadeStudy(SimpleNamespace):
 
 def study_of(comparison: Comparison, costs: list[dict[str, float]] | None = None) -> Any:
     """What tables read of a study besides its comparison; `costs`, one row per cell."""
-    names_of = comparison.benchmarks.columns
-    results = pd.DataFrame(
-        {
-            "cell": comparison.cells.index[0],
-            "n": [comparison.outcomes[name].shape[1] for name in names_of],
-            "benchmark": names_of,
-            "metric": "acc",
-        }
-    )
+    outcomes = comparison.outcomes
+    items = [outcomes[name].shape[1] if name in outcomes else 1 for name in comparison.benchmarks]
+    results = pd.DataFrame({"n": items, "benchmark": comparison.benchmarks.columns, "metric": "acc"})
     return HandmadeStudy(
         cells=comparison.cells,
-        results=results,
+        results=results.assign(cell=comparison.cells.index[0]),
         calibrations={},
         origins=pd.DataFrame({"versions": []}),
         costs=pd.DataFrame(costs, columns=COSTS).rename_axis("cell").reset_index(),
@@ -103,3 +93,30 @@ def results_of(study: Any, comparisons: list[Comparison] | None = None) -> Resul
     if comparisons is not None:
         results.comparisons = results.pruned = comparisons
     return results
+
+
+def family(scores: dict[str, list[list[float]]], variant: tuple[int, int, int] = (0, 0, 1)) -> pd.DataFrame:
+    """A family frame from calibration set -> layers -> scores of experts, for one b, alpha and beta."""
+    rows = [
+        {"model": "m", "calibration": name, "layer": layer, "expert": expert, "score": score}
+        for name, layers in scores.items()
+        for layer, values in enumerate(layers)
+        for expert, score in enumerate(values)
+    ]
+    return pd.DataFrame(rows).assign(**dict(zip(overlap.VARIANT, variant, strict=True)))
+
+
+def of_tables(paper: str, *tables: str) -> list[Printed]:
+    return [number for number in numbers() if number.paper == paper and number.table in tables]
+
+
+def share(number: Printed) -> float:
+    """The share of right answers behind a printed benchmark: the only one with that many items, if there is one.
+
+    Means of numbers that were rounded to three decimals are off by up to 0.0005, which is enough to tie two methods or
+    part them; 0.354 of 164 items can only be 58/164.
+    """
+    items = split(number, number.benchmark).items
+    low, high = number.ends
+    fitting = [] if items is None or items > 500 else [k / items for k in range(items + 1) if low <= k / items <= high]
+    return fitting[0] if len(fitting) == 1 else number.value

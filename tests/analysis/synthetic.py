@@ -73,6 +73,10 @@ def _words(cell: dict[str, Any]) -> tuple[str, ...]:
     return (cell["model"], cell["calibration"], cell["criterion"], *unusual)
 
 
+def _folder_of(kind: str, cell: dict[str, Any]) -> str:
+    return _folder(kind, f"{'-'.join(_words(cell))}-{cell['ratio']:g}")
+
+
 def _evaluate(root: Path, cell: dict[str, Any], task: str, items: int) -> str:
     words = (*_words(cell), cell["ratio"], task)
     folder = _folder("evaluate", "-".join(map(str, words)))
@@ -163,14 +167,14 @@ def _damage(root: Path, model: str, calibration: str) -> str:
 
 
 def _profile(root: Path, axes: dict[str, Any]) -> str:
-    folder = _folder("profile", f"{'-'.join(_words(axes))}-{axes['ratio']:g}")
+    folder = _folder_of("profile", axes)
     write_frame(root / folder / "profile.parquet", pd.DataFrame(synthetic_plans.profile(axes)))
     return folder
 
 
 def _plan(root: Path, axes: dict[str, Any]) -> str:
     kind = "search" if axes["allocation"].startswith(synthetic_plans.SEARCHED) else "plan"
-    folder = _folder(kind, f"{'-'.join(_words(axes))}-{axes['ratio']:g}")
+    folder = _folder_of(kind, axes)
     write_json(root / folder / "plan.json", synthetic_plans.plan(axes))
     if kind == "search":
         write_frame(root / folder / "history.parquet", pd.DataFrame(synthetic_plans.history(axes)))
@@ -182,7 +186,7 @@ def _plan(root: Path, axes: dict[str, Any]) -> str:
 
 
 def _cost(root: Path, axes: dict[str, Any]) -> str:
-    folder = _folder("cost", f"{'-'.join(_words(axes))}-{axes['ratio']:g}")
+    folder = _folder_of("cost", axes)
     write_json(root / folder / "cost.json", synthetic_plans.cost(axes))
     return folder
 

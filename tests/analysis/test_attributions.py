@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
+from scipy.stats import pearsonr, spearmanr
 from synthetic import write_store
 from synthetic_plans import EXPERTS, LAYERS, WIDTH
 from synthetic_sums import SILENT, ablations, add, scores, sums, weights
@@ -59,26 +60,13 @@ def test_numbers_of_experts_are_those_of_the_sums(golden: Study, experts: pd.Dat
     assert golden.layer_losses["loss"].tolist() == pytest.approx([(70 + layer) / TOKENS for layer in range(LAYERS)])
 
 
-def naive_correlation(x: list[float], y: list[float]) -> float:
-    mean_x, mean_y = sum(x) / len(x), sum(y) / len(y)
-    both = sum((a - mean_x) * (b - mean_y) for a, b in zip(x, y, strict=True))
-    return both / (sum((a - mean_x) ** 2 for a in x) * sum((b - mean_y) ** 2 for b in y)) ** 0.5
-
-
-def naive_ranks(values: list[float]) -> list[float]:
-    return [sum(other < value for other in values) + sum(other == value for other in values) / 2 for value in values]
-
-
 def test_agreement_is_counted_over_all_and_inside_layers(golden_results: Results, experts: pd.DataFrame) -> None:
     row = attributions.agreement_table(golden_results, "t").frame.set_index("Estimate").loc["Mean router weight"]
     seen = experts.dropna(subset=["gate", "ablation"])
     gates, losses = list(seen["gate"]), list(seen["ablation"])
-    assert row["Pearson, model loss"] == pytest.approx(naive_correlation(gates, losses))
-    assert row["Rank, model loss"] == pytest.approx(naive_correlation(naive_ranks(gates), naive_ranks(losses)))
-    inside = [
-        naive_correlation(naive_ranks(list(layer["gate"])), naive_ranks(list(layer["ablation"])))
-        for _, layer in seen.groupby("layer")
-    ]
+    assert row["Pearson, model loss"] == pytest.approx(pearsonr(gates, losses).statistic)
+    assert row["Rank, model loss"] == pytest.approx(spearmanr(gates, losses).statistic)
+    inside = [spearmanr(layer["gate"], layer["ablation"]).statistic for _, layer in seen.groupby("layer")]
     assert row["Rank in a layer, model loss"] == pytest.approx(sum(inside) / LAYERS)
     alike = pd.DataFrame({"gate": [1.0, 1.0, 1.0], "ablation": [1.0, 2.0, 3.0]})
     assert np.isnan(ranks.correlations(alike, "gate", "ablation")["rank"]), "no order, no agreement"
@@ -117,11 +105,6 @@ def test_losses_are_smoothed_as_the_plan_smooths_them(golden: Study, budgets: pd
     assert plain["smoothed"].tolist() == pytest.approx(plain["loss"].tolist())
 
 
-def naive_spread(values: list[float]) -> tuple[float, float]:
-    mean = sum(values) / len(values)
-    return mean, (sum((value - mean) ** 2 for value in values) / len(values)) ** 0.5
-
-
 def test_raw_statistics_are_means_and_deviations_over_channels(golden: Study) -> None:
     """Of an expert, and over all experts of a layer."""
     found, layer = golden.raw_statistics, 2
@@ -133,10 +116,10 @@ def test_raw_statistics_are_means_and_deviations_over_channels(golden: Study) ->
         for expert in own.index:
             count = sums()[layer]["tokens"][expert]
             channels = [(square / count) ** 0.5 for square in sums()[layer][name][expert]]
-            assert (own["mean"][expert], own["std"][expert]) == pytest.approx(naive_spread(channels))
+            assert (own["mean"][expert], own["std"][expert]) == pytest.approx((np.mean(channels), np.std(channels)))
             everything += channels
         row = raw_statistics.by_layer(found[found["statistic"] == statistic]).set_index("layer").loc[layer]
-        assert (row["mean"], row["std"]) == pytest.approx(naive_spread(everything))
+        assert (row["mean"], row["std"]) == pytest.approx((np.mean(everything), np.std(everything)))
         assert row["ablation"] == pytest.approx(own["ablation"].mean())
     one = found[(found["statistic"] == "weight") & (found["layer"] == 1) & (found["expert"] == 4)].iloc[0]
     mean, square = (weights()[1][name][4] / 64 for name in ("abs_sum", "square_sum"))

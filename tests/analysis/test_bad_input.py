@@ -50,20 +50,20 @@ def nothing_ran(document: dict[str, Any], root: Path) -> None:
         found |= dict.fromkeys(("plan", "scores", "statistics", "profile", "model"))
 
 
-def cell_failed(document: dict[str, Any], root: Path) -> None:
-    fail(entry(document), "out of memory")
+def of_cell(name: str, damage: Callable[[dict[str, Any]], object]) -> Change:
+    """A change of what the record says of the damaged cell."""
+
+    def change(document: dict[str, Any], root: Path) -> None:
+        damage(entry(document))
+
+    change.__name__ = name
+    return change
 
 
-def benchmark_missing(document: dict[str, Any], root: Path) -> None:
-    entry(document)["evaluate"]["gsm8k"] = None
-
-
-def other_suite(document: dict[str, Any], root: Path) -> None:
-    del entry(document)["evaluate"]["gsm8k"]
-
-
-def axis_unsaid(document: dict[str, Any], root: Path) -> None:
-    del entry(document)["cell"]["gate"]
+cell_failed = of_cell("cell_failed", lambda cell: fail(cell, "out of memory"))
+benchmark_missing = of_cell("benchmark_missing", lambda cell: cell["evaluate"].update(gsm8k=None))
+other_suite = of_cell("other_suite", lambda cell: cell["evaluate"].pop("gsm8k"))
+axis_unsaid = of_cell("axis_unsaid", lambda cell: cell["cell"].pop("gate"))
 
 
 def result(name: str, first: Any = (), again: Any = None, **content: Any) -> Change:

@@ -1,11 +1,14 @@
+"""Claims of papers on pairs of plans, and the overlap of experts that one of them is about, by hand."""
+
 from __future__ import annotations
 
 import numpy as np
 import pandas as pd
 import pytest
-from handmade import UNPRUNED, cell, comparison_of
+from handmade import UNPRUNED, cell, comparison_of, family, first
 
 from analysis.outputs import claims
+from analysis.stats import overlap
 from analysis.stats.cell_scores import pooled_difference, share_beyond
 from analysis.stats.overlap import scores_by_variant
 
@@ -13,22 +16,10 @@ NO_COSTS = pd.DataFrame(columns=["cell", "routed_kept"])
 NO_FAMILY = pd.DataFrame()
 
 
-def first(count: int, items: int = 40) -> list[int]:
-    """Outcomes of a plan that solves the first `count` items."""
-    return [1] * count + [0] * (items - count)
-
-
 def searched(last: list[int] | None) -> pd.DataFrame:
-    axes = [
-        UNPRUNED,
-        cell("reap"),
-        cell("reap", "evolutionary"),
-        cell("ean"),
-        cell("ean", "evolutionary"),
-        cell("seer"),
-        cell("reap", ratio=0.25),
-        cell("reap", "evolutionary", ratio=0.25),
-    ]
+    words = [("reap",), ("reap", "evolutionary"), ("ean",), ("ean", "evolutionary"), ("seer",)]
+    words += [("reap", "uniform", 0.25), ("reap", "evolutionary", 0.25)]
+    axes = [UNPRUNED, *(cell(*each) for each in words)]
     solved = [first(40), first(10), first(20), first(8), last, first(30), first(20), first(19)]
     return claims.claims([comparison_of(axes, {"gsm8k": solved})], NO_COSTS, NO_FAMILY)
 
@@ -49,16 +40,9 @@ def test_a_missing_result_takes_its_pair_away_and_nothing_else() -> None:
     assert claims.verdict(np.nan, 0.1) == "not tested"
 
 
-CHANNELS = [
-    UNPRUNED,
-    cell("heapr", "global"),
-    cell("camera", "layerwise"),
-    cell("reap"),
-    cell("man"),
-    cell("channel_random", "layerwise"),
-    cell("random"),
-    cell("heapr", "global", recovery="nf4"),
-]
+PLACES = {"heapr": "global", "camera": "layerwise", "reap": "uniform", "man": "uniform"}
+PLACES |= {"channel_random": "layerwise", "random": "uniform"}
+CHANNELS = [UNPRUNED, *(cell(*words) for words in PLACES.items()), cell("heapr", "global", recovery="nf4")]
 KEPT = [1, 0.5, 0.5, 0.52, 0.6, 0.5, 0.5, 0.5]
 
 
@@ -98,20 +82,10 @@ def test_p_values_are_corrected_over_all_rows() -> None:
     assert found["p_holm"].tolist() == pytest.approx(naive.tolist())
 
 
-def family(scores: dict[int, dict[str, list[list[float]]]]) -> pd.DataFrame:
-    """b -> calibration set -> layers -> scores of experts, for alpha = beta = 1."""
-    rows = [
-        {"model": "m", "calibration": name, "layer": layer, "expert": expert, "b": b, "alpha": 1, "beta": 1, "score": s}
-        for b, sets in scores.items()
-        for name, layers in sets.items()
-        for layer, values in enumerate(layers)
-        for expert, s in enumerate(values)
-    ]
-    return pd.DataFrame(rows)
-
-
 UP, DOWN = [1.0, 2, 3, 4], [4.0, 3, 2, 1]
-FAMILY = family({1: {"a": [UP, UP], "b": [UP, UP]}, 0: {"a": [UP, UP], "b": [DOWN, UP]}})
+FAMILY = pd.concat(
+    [family({"a": [UP, UP], "b": [UP, UP]}, (1, 1, 1)), family({"a": [UP, UP], "b": [DOWN, UP]}, (0, 1, 1))]
+)
 
 
 def test_invariance_is_compared_layer_by_layer() -> None:
@@ -151,3 +125,57 @@ def test_bootstrap_p_values_are_two_sided_and_never_zero() -> None:
     assert share_beyond(np.ones(99)) == pytest.approx(2 / 100)
     assert share_beyond(np.array([-1.0, 1, 1, 1, 1, 1, 1, 1, 1])) == pytest.approx(2 * 2 / 10)
     assert share_beyond(np.array([-1.0, 1.0])) == 1
+
+
+def test_bottom_sets_are_made_as_plans_are() -> None:
+    assert overlap.bottom(np.array([3.0, 1, 1, 1, 0]), 0.5).tolist() == [False, True, False, False, True]
+    assert overlap.bottom(np.arange(7.0), 0.25).sum() == 1
+    assert overlap.bottom(np.arange(7.0), 0.1).sum() == 0
+
+
+def test_three_readings_of_overlap_by_hand() -> None:
+    """Bottom sets {0,1}, {0,1}, {0,2} of four experts."""
+    frame = family({"a": [[1, 2, 3, 4]], "b": [[1, 2, 3, 4]], "c": [[1, 3, 2, 4]]})
+    found = overlap.calibration_overlap(frame, [0.5]).iloc[0]
+    assert found["triple"] == 0.5
+    assert found["pairwise"] == pytest.approx((1 + 0.5 + 0.5) / 3)
+    assert found["jaccard"] == pytest.approx(1 / 3)
+    assert (found["chance_triple"], found["chance_pairwise"]) == (0.25, 0.5)
+
+
+def test_overlap_is_averaged_over_layers_of_any_size() -> None:
+    frame = family({"a": [[1, 2, 3, 4], [1, 2]], "b": [[1, 2, 3, 4], [2, 1]]})
+    assert overlap.calibration_overlap(frame, [0.5]).iloc[0]["triple"] == 0.5
+
+
+def test_chance_levels_are_what_random_scores_reach() -> None:
+    scores = np.random.default_rng(0).random((3, 4000, 32))
+    for ratio in overlap.RATIOS:
+        found = overlap.agreement(overlap.bottom(scores, ratio))
+        for measure in ("triple", "pairwise"):
+            assert found[measure] == pytest.approx(found[f"chance_{measure}"], abs=0.01)
+        assert found["jaccard"] == pytest.approx(found["chance_jaccard"], abs=0.03)
+
+
+def test_the_constant_score_is_not_available() -> None:
+    frame = pd.concat(
+        [family({"a": [[1, 1]], "b": [[1, 1]]}, overlap.DEGENERATE), family({"a": [[1, 2]], "b": [[1, 2]]}, (1, 0, 1))]
+    )
+    found = overlap.calibration_overlap(frame, [0.5]).set_index("beta")["triple"]
+    assert np.isnan(found[0]) and found[1] == 1.0
+    effects = overlap.component_effects(overlap.pooled(overlap.calibration_overlap(frame, [0.5])))
+    assert set(effects["level"][effects["component"] == "beta"]) == {1}
+
+
+def test_one_calibration_set_has_no_overlap() -> None:
+    assert overlap.calibration_overlap(family({"a": [[1, 2]]})).empty
+
+
+def test_proxy_against_exact_damage_by_hand() -> None:
+    proxy = family({"a": [[1, 2, 3, 4], [1, 2, 3, 4]]}, (0, 1, 1))
+    exact = family({"a": [[1, 2, 3, 4], [4, 3, 2, 1]]}).drop(columns=overlap.VARIANT)
+    found = overlap.proxy_overlap(proxy, exact, [0.5]).iloc[0]
+    assert (found["overlap"], found["lowest"], found["chance"]) == (0.5, 0.0, 0.5)
+    for variant in ((0, 1, 2), (0, 2, 1), (1, 1, 1)):
+        other = family({"a": [[1, 2, 3, 4], [4, 3, 2, 1]]}, variant)
+        assert overlap.proxy_overlap(pd.concat([other, proxy]), exact, [0.5]).iloc[0]["overlap"] == 0.5, "another score"

@@ -14,7 +14,6 @@ from synthetic import record_path, write_json, write_store
 
 from analysis import names, report
 from analysis.__main__ import main
-from analysis.load import passes
 from analysis.load.settings import labels
 from analysis.load.studies import chosen, document
 from analysis.load.study import load
@@ -141,14 +140,6 @@ def test_rows_blocks_and_maps_say_which_gate_and_seed(tmp_path: Path, axis: str,
     first = {"seed": "42 (of 42, 43)", "gate": "model (of model, softmax)"}[axis]
     for output in (*made["tokens_per_expert"], *made["unified.fig3"]):
         assert f"{axis} {first}" in output.caption, output.name
-
-
-def test_of_several_passes_the_shown_one_is_taken() -> None:
-    usual = {"m": ("model", 42)}
-    key = {"calibration": "code", "model": "m", "gate": "model"}
-    other, own = {**key, "seed": 41, "step": "other"}, {**key, "seed": 42, "step": "own"}
-    for rows, taken in (([other], "other"), ([other, own], "own"), ([own, other], "own")):
-        assert passes.steps_by_pass(rows, usual) == {("code", "m"): taken}
 
 
 def test_models_stand_together_and_the_lead_says_whose_calibration_sets_they_are(tmp_path: Path) -> None:

@@ -18,9 +18,10 @@ from matplotlib.text import Text
 from PIL import Image
 
 from analysis.load.study import Study
-from analysis.registry import Item, outputs
+from analysis.registry import outputs
 from analysis.render import style
 from analysis.render import table as rendering
+from analysis.render.style import Figure
 from analysis.render.table import Table
 
 pytestmark = pytest.mark.slow
@@ -29,10 +30,18 @@ RENEW = "if the new values are right: python tests/analysis/golden_store.py tabl
 WRITTEN = ("winners", "coverage.fig2", "aimer.fig6")
 """Figures that are written as files here; the report's tests look at the files of a dozen others."""
 
+Made = tuple[dict[str, Table], dict[str, Figure]]
+
 
 @pytest.fixture(scope="module")
-def made(golden: Study) -> list[Item]:
-    return golden_store.everything(golden)
+def study(tmp_path_factory: pytest.TempPathFactory) -> Study:
+    """The committed store, of which no other test has read anything yet."""
+    return golden_store.unpack(tmp_path_factory.mktemp("golden") / "store")
+
+
+@pytest.fixture(scope="module")
+def made(study: Study) -> Made:
+    return golden_store.everything(study)
 
 
 def decimals(table: Table, column: str) -> int:
@@ -57,18 +66,6 @@ def difference(expected: pd.DataFrame, found: pd.DataFrame, table: Table) -> str
     return None
 
 
-def test_tables_are_as_they_were(made: list[Item]) -> None:
-    wrong = {}
-    for name, table in golden_store.tables(made).items():
-        expected, found = (
-            pd.read_csv(StringIO(text), keep_default_na=False, na_values=[""])
-            for text in ((GOLDEN / f"{name}.csv").read_text(encoding="utf-8"), rendering.csv(table))
-        )
-        if differing := difference(expected, found, table):
-            wrong[name] = differing
-    assert not wrong, RENEW
-
-
 def alike(found: Any, expected: Any) -> bool:
     """Whether what is drawn is the same, its numbers but for rounding."""
     if isinstance(expected, dict):
@@ -81,28 +78,35 @@ def alike(found: Any, expected: Any) -> bool:
     return len(found) == len(expected) and all(map(alike, found, expected))
 
 
-def test_figures_are_as_they_were(made: list[Item]) -> None:
-    wrong = {}
-    for name, figure in golden_store.figures(made).items():
-        expected = json.loads((GOLDEN / f"{name}.json").read_text(encoding="utf-8"))
-        panels = zip(golden_store.drawn(figure), expected, strict=True)
-        if differing := [part for one, other in panels for part in other if not alike(one[part], other[part])]:
+def test_tables_and_figures_are_as_they_were(made: Made) -> None:
+    wrong: dict[str, object] = {}
+    for name, table in made[0].items():
+        expected, found = (
+            pd.read_csv(StringIO(text), keep_default_na=False, na_values=[""])
+            for text in ((GOLDEN / f"{name}.csv").read_text(encoding="utf-8"), rendering.csv(table))
+        )
+        if differing := difference(expected, found, table):
             wrong[name] = differing
+    for name, figure in made[1].items():
+        panels = json.loads((GOLDEN / f"{name}.json").read_text(encoding="utf-8"))
+        both = zip(golden_store.drawn(figure), panels, strict=True)
+        if parts := [part for one, other in both for part in other if not alike(one[part], other[part])]:
+            wrong[f"figure {name}"] = parts
     assert not wrong, RENEW
 
 
-def test_the_store_or_another_test_has_something_for_every_name(golden: Study, made: list[Item]) -> None:
-    assert set(golden_store.tables(made)) == {path.stem for path in GOLDEN.glob("*.csv")}, RENEW
-    assert set(golden_store.figures(made)) == {path.stem for path in GOLDEN.glob("*.json")}, RENEW
-    names = {output.name for output in made}
+def test_the_store_or_another_test_has_something_for_every_name(study: Study, made: Made) -> None:
+    assert set(made[0]) == {path.stem for path in GOLDEN.glob("*.csv")}, RENEW
+    assert set(made[1]) == {path.stem for path in GOLDEN.glob("*.json")}, RENEW
     others = "".join(path.read_text(encoding="utf-8") for path in Path(__file__).parent.glob("test_*.py"))
     for name, output in outputs().items():
-        assert name in names or f'"{name}' in others or f".{output.make.__name__}(" in others, f"{name} is not tested"
-    assert [gap.what for gap in golden.gaps] == ["failed: out of memory"]
+        golden = name in made[0] or name in made[1]
+        assert golden or f'"{name}' in others or f".{output.make.__name__}(" in others, f"{name} is not tested"
+    assert [gap.what for gap in study.gaps] == ["failed: out of memory"]
 
 
-def test_every_caption_says_what_it_rests_on(made: list[Item]) -> None:
-    tables = golden_store.tables(made)
+def test_every_caption_says_what_it_rests_on(made: Made) -> None:
+    tables = made[0]
     others = {"coverage.table2", *(name for name in tables if name.endswith(".published"))}
     scored = [table for name, table in tables.items() if table.low is not None and name not in others]
     assert {"ranks", "winners", "unified.table5", "pareto", "heapr.table1"} <= {table.name for table in scored}
@@ -114,8 +118,8 @@ def test_every_caption_says_what_it_rests_on(made: list[Item]) -> None:
         assert "seed 42; gate model" in table.caption and "65,000" in table.caption, table.name
 
 
-def test_every_figure_fits_a_paper(made: list[Item], tmp_path: Path) -> None:
-    for name, figure in golden_store.figures(made).items():
+def test_every_figure_fits_a_paper(made: Made, tmp_path: Path) -> None:
+    for name, figure in made[1].items():
         wide, high = (float(inches) for inches in figure.drawing.get_size_inches())
         assert style.PAGE / 2 < wide <= style.PAGE and high > 1.5, name
         if name in WRITTEN:
@@ -126,9 +130,9 @@ def test_every_figure_fits_a_paper(made: list[Item], tmp_path: Path) -> None:
             assert box is not None and float(box[1]) == pytest.approx(72 * wide, abs=0.5), name
 
 
-def test_no_text_of_a_figure_is_cut_off_and_no_title_label_or_legend_covers_another(made: list[Item]) -> None:
+def test_no_text_of_a_figure_is_cut_off_and_no_title_label_or_legend_covers_another(made: Made) -> None:
     wrong = set()
-    for name, figure in golden_store.figures(made).items():
+    for name, figure in made[1].items():
         drawing = figure.drawing
         with style.look():
             drawing.draw_without_rendering()

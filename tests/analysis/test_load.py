@@ -11,6 +11,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import synthetic_plans
+import tiny
 from handmade import results_of, table_of
 from synthetic import record_path, write_store
 
@@ -21,6 +22,10 @@ from analysis.outputs.scores import benchmark_table
 from analysis.outputs.weights import weight_scores
 from analysis.registry import Results, find
 from moe_lab.errors import UserError
+from moe_lab.models.discover import moe_layers
+from moe_lab.models.facts import model_facts
+from moe_lab.pruning.cost import size
+from moe_lab.pruning.replace import merge_experts, replace_by_constants
 
 TASKS = ("gsm8k", "humaneval", "mbpp", "wildbench", "rte", "hellaswag", "arc_easy")
 
@@ -103,6 +108,26 @@ def test_merged_experts_count_as_merged_with_and_without_their_router_row(tmp_pa
     assert plan["share"].tolist() == [1, 1, 0, 0] and plan["null"].tolist() == [False, False, len(kept) == 3, False]
 
 
+def test_loading_memory_counts_constants_and_leaves_out_merged_experts() -> None:
+    model = tiny.build("olmoe")
+    layers, dropping = moe_layers(model), tiny.plan(model, 0.5)
+    widths = {layer.index: layer.width for layer in layers}
+    outputs = {layer.index: np.ones((layer.n_experts, layer.hidden)) for layer in layers}
+    groups = {
+        layer: {kept[0]: {one: 1.0 for one in sorted({kept[0], *(set(range(16)) - set(kept))})}}
+        | {one: {one: 1.0} for one in kept[1:]}
+        for layer, kept in dropping.experts.items()
+    }
+    about = model_facts(model)
+    about = {**about, "layers": {str(layer): facts for layer, facts in about["layers"].items()}}
+    for plan in (replace_by_constants(dropping, outputs, widths), merge_experts(groups, widths, provenance={})):
+        reader = SimpleNamespace(folder=str, json=lambda *_, plan=plan: {"layers": plan._layers()})
+        kept = plans.kept(pd.DataFrame({"plan_folder": ["plan"]}), reader)
+        cells = pd.DataFrame([{"model": "m", "ratio": 0.5, "granularity": "expert", "allocation": "a"}])
+        [row] = plans.loading_memory(cells, kept, {"m": about}).to_dict("records")
+        assert row["parameters_after"] == size(model, plan, facts=about)["parameters"]
+
+
 def test_a_damaged_plan_cost_or_search_is_a_gap(tmp_path: Path) -> None:
     """So are scores that are gone; the table says nothing of what took the place of experts of a damaged plan."""
     one = {"calibrations": ("pocket_code",), "ratios": (0.5,), "tasks": ("rte",), "items": 5, "overlap": False}
@@ -127,23 +152,22 @@ def test_a_damaged_plan_cost_or_search_is_a_gap(tmp_path: Path) -> None:
     assert sorted(gap.what for gap in study.gaps) == [*damaged, "the folder is gone from the store"]
 
 
-@pytest.mark.parametrize("damage", ["gone", "result", "samples", "text"])
-def test_damage_is_a_gap_with_its_place(store: Path, damage: str) -> None:
+DAMAGES = {
+    "the folder is gone from the store": lambda place: place.rename(place.with_name("elsewhere")),
+    "result.json is missing": lambda place: (place / "result.json").unlink(),
+    "result.json is damaged": lambda place: (place / "result.json").write_text("{"),
+    "samples.parquet is damaged": lambda place: (place / "samples.parquet").write_bytes(b"PAR1 no parquet"),
+}
+
+
+@pytest.mark.parametrize("what", DAMAGES)
+def test_damage_is_a_gap_with_its_place(store: Path, what: str) -> None:
     place = folder(store, 3, "rte")
-    if damage == "gone":
-        place.rename(store / "elsewhere")
-    elif damage == "result":
-        (place / "result.json").unlink()
-    elif damage == "samples":
-        (place / "samples.parquet").write_bytes(b"PAR1 no parquet")
-    else:
-        (place / "result.json").write_text("{")
+    DAMAGES[what](place)
     study = load(store, "made_up")
     [gap] = study.gaps
-    assert place.name in gap.where
-    expected = {"gone": "gone", "result": "is missing", "samples": "is damaged", "text": "is damaged"}[damage]
-    assert expected in gap.what
-    if damage != "samples":
+    assert place.name in gap.where and gap.what == what
+    if "samples" not in what:
         assert np.isnan(score(study, 3, "rte"))
     else:
         low, high = Results(study).measured[0].interval(("rte",))

@@ -34,7 +34,6 @@ def study_of(
 ) -> Study:
     """A study of the unpruned model and CRITERIA from benchmark -> answers of each of these cells. `scores` stand in
     place of the mean; benchmarks without answers have these alone, and `metric`."""
-    cells = handmade.cells_of([handmade.UNPRUNED, *map(handmade.cell, CRITERIA)])
     rows: list[dict[str, Any]] = []
     samples = []
     for name, found in answers.items():
@@ -42,26 +41,15 @@ def study_of(
             values = list(outcomes.values())
             mean = float(np.mean(values)) if values else np.nan
             about = {"cell": cell, "task": name, "benchmark": name, "folder": f"{name}/{cell}", "expected": None}
-            score = (scores or {}).get((cell, name), mean)
             n = {"n": len(values) or 10, "stderr": 0.01, "metric": "acc" if values else metric}
-            rows.append({**about, **n, "score": score})
+            rows.append({**about, **n, "score": (scores or {}).get((cell, name), mean)})
             samples += [(cell, name, f"{item:03}", outcome) for item, outcome in outcomes.items()]
-    origins = pd.DataFrame({"folder": [], "seconds": [], "commit": [], "versions": []})
-    return Study(
-        name="made",
-        store=Path("store"),
-        document={},
-        cells=cells,
-        results=pd.DataFrame(rows),
-        samples=pd.DataFrame(samples, columns=["cell", "benchmark", "item", "outcome"]),
-        family=pd.DataFrame(),
-        damage=pd.DataFrame(),
-        coverage=pd.DataFrame(),
-        calibrations={},
-        models={},
-        origins=origins,
-        reader=Reader(Path("store")),
-    )
+    parts: dict[str, Any] = {"calibrations": {}, "models": {}, "document": {}, "reader": Reader(Path("store"))}
+    parts |= {"origins": pd.DataFrame({"folder": [], "seconds": [], "commit": [], "versions": []})}
+    parts |= dict.fromkeys(("family", "damage", "coverage"), pd.DataFrame())
+    parts["cells"] = handmade.cells_of([handmade.UNPRUNED, *map(handmade.cell, CRITERIA)])
+    parts["samples"] = pd.DataFrame(samples, columns=["cell", "benchmark", "item", "outcome"])
+    return Study(name="made", store=Path("store"), results=pd.DataFrame(rows), **parts)
 
 
 def right(count: int, items: int = 40) -> Answers:

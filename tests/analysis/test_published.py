@@ -1,18 +1,23 @@
-"""The papers' numbers: one schema, this project's words, no number twice, and what is known of misprints."""
+"""The papers' numbers: one schema, this project's words, no number twice, misprints, and memory from conf/model."""
 
 from __future__ import annotations
 
 import csv
 import math
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from handmade import of_tables
 from omegaconf import OmegaConf
 
 from analysis import names
+from analysis.load import plans
 from analysis.published.numbers import (
+    AFTER,
     AVERAGE,
+    BEFORE,
     FOLDER,
     GROUPS,
     NOT_COMPARABLE,
@@ -82,25 +87,20 @@ def test_models_and_methods_are_called_as_they_are_here() -> None:
     assert field("calibration") - stems("conf/calibration") == WORDS["calibration"]
 
 
-def test_numbers_are_shares_where_they_are_scores() -> None:
+def test_scores_are_shares_of_known_items_and_tables_here_have_counterparts() -> None:
+    sets = stems("conf/calibration")
     for number in numbers():
         assert math.isfinite(number.value) and (math.isnan(number.key[1]) or 0 <= number.key[1] < 1)
         if number.benchmark in (*SCORES, *GROUPS, AVERAGE):
             assert 0 <= number.value <= 1, number
         elif number.benchmark == RANK:
             assert 1 <= number.value <= 9
-
-
-def test_every_score_has_known_items_and_tables_here_have_counterparts() -> None:
-    sets = stems("conf/calibration")
-    for number in numbers():
         if number.benchmark in names.BENCHMARKS:
             assert split(number, number.benchmark).items, number
-        quoted = number.paper == "coverage" and number.key[2] == "mone"  # from another paper
-        if number.benchmark in SCORES and number.key[2] in names.CRITERIA and number.key[5] in sets and not quoted:
-            assert protocol(number).tokens, number
-    assert set(TABLES) <= set(outputs())
-    assert all(counterparts(name) for name in TABLES)
+        quoted = number.paper == "coverage" and number.key[2] == "mone"  # from another paper, that does not say it
+        if number.benchmark in SCORES and number.key[2] in names.CRITERIA and number.key[5] in sets:
+            assert bool(protocol(number).tokens) != quoted, number
+    assert set(TABLES) <= set(outputs()) and all(counterparts(name) for name in TABLES)
 
 
 def test_full_splits_print_shares_of_their_items() -> None:
@@ -132,11 +132,46 @@ def test_the_ends_of_a_printed_number(text: str, note: str, ends: tuple[float, f
     assert found == pytest.approx(ends)
 
 
-def test_quoted_mone_is_the_whole_method_and_the_unified_one_its_score() -> None:
-    """MoE-Slimming quotes it with constants in place of experts, Unified Expert Pruning drops experts by its score."""
-    allocations = {(number.paper, number.key[3]) for number in numbers() if number.key[2] == "mone"}
-    assert allocations == {("unified", "uniform"), ("coverage", "uniform, replacement=mean_output")}
-    quoted = [number for number in numbers() if number.paper == "coverage" and number.key[2] == "mone"]
-    assert {protocol(number).tokens for number in quoted} == {None}, "the paper does not say on what it was calibrated"
-    scores = [number for number in quoted if number.benchmark in (*SCORES, AVERAGE)]
-    assert {number.note.startswith(NOT_COMPARABLE) for number in scores} == {True, False}
+GIB = 2**30
+WITHIN = 0.01
+ANGLES = {"deepseek_v2_lite_chat": 163840 * 64, "qwen3_30b_a3b_instruct": 262144 * 128}
+"""Positions x rotary dimensions: vLLM keeps a table of cosines and sines in bfloat16, as long as the context."""
+SLIPS = {("unified", "qwen3_30b_a3b_instruct", BEFORE): 0.013, ("evoesap", "qwen3_30b_a3b_instruct", BEFORE): 0.013}
+"""Printed totals that the sum misses by more than WITHIN, and by how much. What is freed is held in test_expected."""
+
+
+def totals() -> Iterator[tuple[Printed, float]]:
+    """Every printed total, and the GiB of parameters that are left (experts and their rows of the router removed)."""
+    for number in (*of_tables("unified", "3"), *of_tables("evoesap", "3")):
+        if number.benchmark in (BEFORE, AFTER):
+            share = number.key[1] if number.benchmark == AFTER else 0.0
+            yield number, parameters(number.key[0], share) * plans.BYTES / GIB
+
+
+def parameters(model: str, share: float) -> int:
+    known = OmegaConf.load(ROOT / "conf" / "model" / f"{model}.yaml").expected
+    sizes = {"expert_parameters": 3 * known.hidden * known.width, "router_parameters_per_expert": known.hidden}
+    gone = {str(layer): int(known.experts * share) for layer in range(known.moe_layers)}
+    return int(known.parameters) - plans.removed_parameters(dict.fromkeys(gone, sizes), gone, gone, {})
+
+
+def kept_besides(model: str, share: float) -> float:
+    """GiB that a server keeps besides parameters in bfloat16: rotary angles; ERNIE's routers are in float32."""
+    known = OmegaConf.load(ROOT / "conf" / "model" / f"{model}.yaml").expected
+    routers = known.moe_layers * known.experts * known.hidden * (1 - share) if model.startswith("ernie") else 0
+    return 2 * (ANGLES.get(model, 0) + routers) / GIB
+
+
+def test_totals_are_parameters_and_what_a_server_keeps_besides() -> None:
+    """A measured size is exact, so it is compared only where the printed one holds nothing but parameters."""
+    missed = {}
+    for number, ours in totals():
+        model, share = number.key[0], number.key[1] if number.benchmark == AFTER else 0.0
+        low, high = number.ends if number.text == "12.9" else (number.value, number.value)
+        total = ours + kept_besides(model, share)
+        off = max(low - total, total - high, 0)
+        if off > WITHIN:
+            missed[number.paper, model, number.benchmark] = off
+        low, high = number.ends
+        assert low - WITHIN <= ours <= high + WITHIN or number.note.startswith(NOT_COMPARABLE), (number, ours)
+    assert missed == pytest.approx(SLIPS, abs=0.0005)

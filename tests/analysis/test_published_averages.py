@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import statistics
+from collections.abc import Iterable, Sequence
 from decimal import ROUND_HALF_UP, Decimal
 from functools import cache
+from itertools import takewhile
 
+import pandas as pd
 import pytest
-from handmade import results_of, table_of
+from handmade import cell, cells_of, of_tables, results_of, share, study_of, table_of
 from omegaconf import OmegaConf
-from printed_comparisons import comparison, models, of_tables, study
 
 from analysis import names
 from analysis.outputs import ranks
@@ -18,20 +20,39 @@ from analysis.outputs import scores as score_tables
 from analysis.published.numbers import AVERAGE, FOLDER, TRUNCATED, Key, Printed, numbers
 from analysis.stats.cell_scores import MEAN, column_targets, group_targets, scores
 from analysis.stats.comparison import Comparison
+from analysis.stats.ranks import displayed
 from moe_lab.paths import conf
 
 WITHIN = 0.005
 NOT_PRINTED = ("deepseek_v2_lite_chat", 0.25, "frequency", "evolutionary", "none", "evol_codealpaca")
 """The row of EvoESAP that Table 10 lacks, so that its MC Avg cannot be recomputed."""
 KEY = ["model", "ratio", "criterion", "allocation", "recovery", "calibration"]
+DISPLAYED = {"livecodebench": "LiveCode", "wildbench": "WildBench", "gsm8k": "GSM8K", "math500": "MATH-500"}
+"""Benchmarks that are a displayed column of their own."""
 
 
-def averages(found: Comparison) -> dict[tuple[object, ...], dict[str, float]]:
-    """Row -> the averages that tables of allocations print."""
-    cells = list(found.cells.index)
-    frame = scores(found, cells, group_targets(found, cells)).frame
-    keys = [tuple(row) for row in found.cells[KEY].itertuples(index=False)]
-    return dict(zip(keys, frame.to_dict("records"), strict=True))
+def comparison(printed: Iterable[Printed], *, columns: bool = False) -> Comparison:
+    """One model's cells with their scores per benchmark, or (`columns`) per displayed column as printed."""
+    rows: dict[tuple[object, ...], dict[str, float]] = {}
+    for number in printed:
+        row = rows.setdefault(number.key, {})
+        if columns and number.benchmark in (*names.COLUMNS, *DISPLAYED):
+            row[DISPLAYED.get(number.benchmark, number.benchmark)] = number.value
+        elif not columns and number.benchmark in names.BENCHMARKS:
+            row[number.benchmark] = share(number)
+    cells = cells_of([cell(**dict(zip(KEY, key, strict=True))) for key in rows])
+    frame = pd.DataFrame(list(rows.values()), index=cells.index)
+    frame = frame[sorted(frame, key=[*names.BENCHMARKS, *names.COLUMNS].index)]
+    parts = {name: (name,) for name in frame} if columns else displayed(list(frame))
+    return Comparison(str(cells["model"].iloc[0]), cells, frame, parts, (), {}, frame * float("nan"))
+
+
+def models(printed: Iterable[Printed]) -> dict[str, list[Printed]]:
+    """Model -> its numbers."""
+    found: dict[str, list[Printed]] = {}
+    for number in printed:
+        found.setdefault(number.key[0], []).append(number)
+    return found
 
 
 @pytest.mark.parametrize("model", ["olmoe_1b_7b", "deepseek_v2_lite_chat", "ernie_21b_a3b", "qwen3_30b_a3b_instruct"])
@@ -39,7 +60,7 @@ def test_averages_and_ranks_of_unified_table_1_follow_from_the_sixteen_benchmark
     printed = of_tables("unified", "5")
     benchmarks = [number for number in printed if number.key[0] == model and number.key[1] in (0, 0.25)]
     found = comparison(benchmarks)
-    table = table_of(ranks.rank_table, results_of(study(found), [found]), names.RANKED)
+    table = table_of(ranks.rank_table, results_of(study_of(found), [found]), names.RANKED)
     rows = table.frame.set_index("Criterion")
     checked = 0
     for number in models(of_tables("unified", "1"))[model]:
@@ -57,7 +78,7 @@ def test_ranks_of_unified_table_2_are_over_the_columns_of_two_models(ratio: floa
     assert len(printed) == (4 if ratio == 0.25 else 2)
     for rows in printed.values():
         found = comparison([number for number in rows if number.benchmark != "Avg Rank"], columns=True)
-        table = score_tables.task_specific_table(results_of(study(found), [found]), "t", names.TASK_SPECIFIC)
+        table = score_tables.task_specific_table(results_of(study_of(found), [found]), "t", names.TASK_SPECIFIC)
         ours = table.frame.set_index("Criterion")["Avg Rank"]
         ranked = [number for number in rows if number.benchmark == "Avg Rank"]
         assert len(ranked) == 9 == ours.notna().sum()
@@ -69,7 +90,10 @@ def test_averages_of_evoesap_follow_from_the_sixteen_benchmarks() -> None:
     benchmarks = models(of_tables("evoesap", "8", "9", "10"))
     checked, lacking = 0, set()
     for model, printed in models(of_tables("evoesap", "1", "2", "8", "9", "10")).items():
-        ours = averages(comparison(benchmarks[model]))
+        found = comparison(benchmarks[model])
+        cells = list(found.cells.index)
+        averages = scores(found, cells, group_targets(found, cells)).frame.to_dict("records")
+        ours = dict(zip(found.cells[KEY].itertuples(index=False, name=None), averages, strict=True))
         for number in printed:
             if number.benchmark in ("Code", "Math", "MC Avg"):
                 value = ours[number.key][number.benchmark]
@@ -119,18 +143,14 @@ def parts_of(average: Printed) -> list[Printed]:
     return [number for number in found.values() if number] if None not in found.values() else []
 
 
-def exact_mean(values: Sequence[float]) -> Decimal:
+def mean(values: Iterable[float]) -> Decimal:
     """Of the decimals that are printed, so that a mean which ends in 5 is rounded as by hand."""
-    return sum((Decimal(str(value)) for value in values), Decimal(0)) / len(values)
-
-
-def mean(values: Sequence[float]) -> float:
-    return float(exact_mean(values))
+    return statistics.mean(Decimal(str(value)) for value in values)
 
 
 def differs(average: Printed, parts: Sequence[Printed]) -> bool:
     """Whether no rounding of the scores gives the average, or it was truncated."""
-    low, high = (mean([part.ends[end] for part in parts]) for end in (0, 1))
+    low, high = (mean(part.ends[end] for part in parts) for end in (0, 1))
     return average.note.startswith(TRUNCATED) or low > average.ends[1] + 1e-9 or high < average.ends[0] - 1e-9
 
 
@@ -138,11 +158,8 @@ def listed() -> set[tuple[str, ...]]:
     """The rows of the table of averages in the documentation, without their remarks."""
     lines = (FOLDER / "README.md").read_text(encoding="utf-8").splitlines()
     start = lines.index("| paper | table | row | average | printed | mean of its scores | |")
-    rows = []
-    for line in lines[start + 2 :]:
-        if not line.startswith("|"):
-            break
-        rows.append(tuple(cell.strip() for cell in line.split("|")[1:7]))
+    table = takewhile(lambda line: line.startswith("|"), lines[start + 2 :])
+    rows = [tuple(cell.strip() for cell in line.split("|")[1:7]) for line in table]
     assert len(set(rows)) == len(rows)
     return set(rows)
 
@@ -157,7 +174,7 @@ def test_every_printed_average_is_the_mean_of_its_scores_or_is_listed_with_both_
             without += 1
         elif differs(number, parts):
             row = ", ".join(str(word) for word in number.key[:5])
-            recomputed = exact_mean([part.value for part in parts]).quantize(Decimal("0.0001"), ROUND_HALF_UP)
+            recomputed = mean(part.value for part in parts).quantize(Decimal("0.0001"), ROUND_HALF_UP)
             differing.add((number.paper, number.table, row, number.benchmark, number.text, str(recomputed)))
         else:
             checked += 1
@@ -175,10 +192,11 @@ def test_the_mean_in_a_table_is_that_of_the_benchmarks_of_its_paper(table: tuple
         ours = scores(found, cells, column_targets(found, cells, (*LISTS[table], MEAN))).frame
         assert list(ours) == [*(names.benchmark(name) for name in LISTS[table]), MEAN]
         by_key = {number.key: number for number in printed if number.benchmark == AVERAGE}
-        for (_, cell), value in zip(found.cells[KEY].iterrows(), ours[MEAN], strict=True):
-            average = by_key.get(tuple(cell))
+        for (_, key), value in zip(found.cells[KEY].iterrows(), ours[MEAN], strict=True):
+            average = by_key.get(tuple(key))
             if average is not None:
-                assert value == pytest.approx(mean([part.value for part in parts_of(average)]), abs=0.0005), average
+                parts = [part.value for part in parts_of(average)]
+                assert value == pytest.approx(statistics.fmean(parts), abs=0.0005), average
 
 
 SUITES = {

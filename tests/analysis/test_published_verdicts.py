@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,12 +12,10 @@ import handmade
 import numpy as np
 import pandas as pd
 import pytest
-from printed_comparisons import of_tables, share
 
 from analysis.__main__ import main
 from analysis.published.numbers import READS_GATES, Printed, numbers, split
 from analysis.published.tables import Facts, published_table
-from analysis.stats import ranks
 from analysis.stats.comparison import Comparison
 from moe_lab import criteria
 
@@ -29,7 +28,11 @@ HARNESSES = {"livecodebench": "evalscope", "openbookqa": "lm_eval"}
 
 def printed(criterion: str, table: str = "5") -> dict[str, Printed]:
     """Benchmark -> what Unified prints of OLMoE at 25 % (or unpruned)."""
-    rows = [number for number in of_tables("unified", table) if number.key[0] == MODEL and number.key[2] == criterion]
+    rows = [
+        number
+        for number in handmade.of_tables("unified", table)
+        if number.key[0] == MODEL and number.key[2] == criterion
+    ]
     return {number.benchmark: number for number in rows}
 
 
@@ -37,7 +40,7 @@ def outcomes(number: Printed, *, off: int = 0) -> list[float]:
     """As many items as the split has, as many of them right as printed, or `off` more."""
     items = split(number, number.benchmark).items
     assert items is not None
-    right = round(share(number) * items) + off
+    right = round(handmade.share(number) * items) + off
     return [1.0] * right + [0.0] * (items - right)
 
 
@@ -45,34 +48,21 @@ def study_of(criteria: tuple[str, ...] = ("man", "reap"), *, off: int = 0, **cha
     """A study that measured what Unified's Table 5 prints, with some axes of its cells changed."""
     axes = [handmade.UNPRUNED | {"model": MODEL}]
     axes += [handmade.cell(name, ratio=0.25, **{"model": MODEL, "calibration": "c4", **changes}) for name in criteria]
-    cells = handmade.cells_of(axes)
-    rows = {name: [outcomes(printed(str(c))[name], off=off) for c in cells["criterion"]] for name in RUN}
-    matrices = {name: np.array(found) for name, found in rows.items()}
-    scores = pd.DataFrame({name: matrix.mean(axis=1) for name, matrix in matrices.items()}, index=cells.index)
-    model = str(cells["model"].iloc[-1])
-    comparison = Comparison(model, cells, scores, ranks.displayed(RUN), (), matrices, scores * np.nan)
-    results = pd.DataFrame(
-        [
-            {"cell": cell, "benchmark": name, "metric": METRICS.get(name, "acc"), "folder": name}
-            | {"n": matrices[name].shape[1], "expected": matrices[name].shape[1]}
-            for cell in cells.index
-            for name in RUN
-        ]
-    )
+    rows = {name: [outcomes(printed(axis["criterion"])[name], off=off) for axis in axes] for name in RUN}
+    model = axes[-1]["model"]
+    comparison = replace(handmade.comparison_of(axes, rows), model=model)
+    study = handmade.study_of(comparison)
+    about = [(cell, name, METRICS.get(name, "acc"), len(rows[name][0])) for cell in range(len(axes)) for name in RUN]
+    results = pd.DataFrame(about, columns=["cell", "benchmark", "metric", "n"])
+    study.results = results.assign(folder=results["benchmark"], expected=results["n"])
+    study.calibrations = {f"c4@{model}": {"rows": 128, "length": 4096}}
+    study.searches, study.kept = pd.DataFrame(columns=["cell", "generations"]), pd.DataFrame(columns=["cell"])
     asked = {"shots": 0, "max_new_tokens": 2048}
     protocols = {
         name: {"harness": HARNESSES.get(name, "evalplus"), "chat": name != "openbookqa", **asked} for name in RUN
     }
-    study = handmade.HandmadeStudy(
-        cells=cells,
-        results=results,
-        calibrations={f"c4@{model}": {"rows": 128, "length": 4096}},
-        searches=pd.DataFrame(columns=["cell", "generations"]),
-        kept=pd.DataFrame(columns=["cell"]),
-        origins=pd.DataFrame({"versions": []}),
-        protocols=protocols,
-        reader=SimpleNamespace(folder=lambda name: name, json=lambda name, _: {"protocol": protocols[name]}),
-    )
+    study.protocols = protocols
+    study.reader = SimpleNamespace(folder=str, json=lambda name, _: {"protocol": protocols[name]})
     return study, comparison
 
 
@@ -105,13 +95,7 @@ def test_columns_are_compared_as_the_papers_average_them() -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [
-        {"ratio": 0.3},
-        {"allocation": "evolutionary"},
-        {"recovery": "nf4"},
-        {"calibration": "c4_math"},
-        {"model": "olmoe"},
-    ],
+    [{"ratio": 0.3}, {"allocation": "global"}, {"recovery": "nf4"}, {"calibration": "c4_math"}, {"model": "olmoe"}],
 )
 def test_what_is_not_the_printed_row_finds_none(changes: dict[str, Any]) -> None:
     axes = {"criterion": "man", **changes}
@@ -217,7 +201,7 @@ def test_mone_that_replaces_is_compared_with_the_printed_whole_method_alone(
     study, comparison = study_of(("mone",), allocation=NOVICES)
     assert set(verdicts(study, comparison)["Criterion"]) == {"Unpruned"}, "Unified drops experts"
     key = ("deepseek_moe_16b", 0.5, "mone", NOVICES, "none", "c4")
-    [quoted] = [one for one in of_tables("coverage", "reply 5") if one.key == key and one.benchmark == "boolq"]
+    [quoted] = [one for one in handmade.of_tables("coverage", "reply 5") if one.key == key and one.benchmark == "boolq"]
     axes = [handmade.UNPRUNED, handmade.cell("mone", allocation, calibration="c4")]
     right = round(quoted.value * 3270)
     outcomes = {"boolq": [[1] * 3270, [1] * right + [0] * (3270 - right)]}

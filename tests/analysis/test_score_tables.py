@@ -1,14 +1,15 @@
-"""Tables of scores and their figures, checked by hand where the golden store cannot: pairs, gaps, nothing to show."""
+"""Tables of scores and their figures, checked by hand where the golden store cannot, and how tables are written."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from io import StringIO
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
-from handmade import UNPRUNED, cell, cells_of, comparison_of, results_of, study_of
+from handmade import UNPRUNED, cell, cells_of, comparison_of, first, results_of, study_of
 
 from analysis import names
 from analysis.load import settings as cell_settings
@@ -23,12 +24,6 @@ from analysis.render.table import Table
 from analysis.stats import uncertainty
 from analysis.stats.cell_scores import CODING, MEAN, column_targets
 from analysis.stats.comparison import Comparison
-
-
-def first(count: int, items: int = 20) -> list[int]:
-    """Outcomes of a plan that solves the first `count` items."""
-    return [1] * count + [0] * (items - count)
-
 
 AXES = [
     UNPRUNED,
@@ -48,7 +43,7 @@ COSTS = [
 
 def made(axes: list[dict[str, Any]], solved: dict[str, list[int | None]]) -> Comparison:
     return comparison_of(
-        axes, {name: [None if n is None else first(n) for n in counts] for name, counts in solved.items()}
+        axes, {name: [None if n is None else first(n, 20) for n in counts] for name, counts in solved.items()}
     )
 
 
@@ -131,16 +126,13 @@ def test_words_for_allocations_are_read(word: str, name: str, settings: dict[str
     assert cell_settings.allocation(word) == (name, settings)
 
 
-def naive_front(costs: list[float], scores: list[float]) -> list[bool]:
-    """Entry by entry, from the words of the definition."""
-    found = []
-    for cost, score in zip(costs, scores, strict=True):
-        beaten = np.isnan(score)
-        for other_cost, other_score in zip(costs, scores, strict=True):
-            beaten |= other_cost < cost and other_score >= score
-            beaten |= other_cost <= cost and other_score > score
-        found.append(not beaten)
-    return found
+def naive_front(costs: np.ndarray, scores: np.ndarray) -> list[bool]:
+    """Entry by entry, from the words of the definition: nothing else is at least as good in both."""
+    points = list(zip(costs, scores, strict=True))
+    beaten = [
+        any(cost <= own[0] and score >= own[1] and (cost, score) != own for cost, score in points) for own in points
+    ]
+    return [not (np.isnan(score) or lost) for (_, score), lost in zip(points, beaten, strict=True)]
 
 
 def test_the_front_is_what_nothing_beats() -> None:
@@ -149,7 +141,7 @@ def test_the_front_is_what_nothing_beats() -> None:
     for _ in range(50):
         costs, scores = drawn.integers(0, 6, 12).astype(float), drawn.integers(0, 6, 12).astype(float)
         scores[drawn.random(12) < 0.1] = np.nan
-        assert front(costs, scores).tolist() == naive_front(costs.tolist(), scores.tolist())
+        assert front(costs, scores).tolist() == naive_front(costs, scores)
 
 
 def test_layers_keep_the_mean_of_their_experts_and_equal_lines_are_one() -> None:
@@ -211,9 +203,6 @@ def test_fewer_experts_a_token_stand_under_the_model_as_it_was_trained() -> None
     assert table.frame["Criterion"].tolist()[1:3] == ["Channel activation, coverage, top-4", "MoNE score, top-4"]
     assert table.frame[MEAN].tolist() == pytest.approx([0.9, 0.8, 0.7, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3])
     assert recovery.top_k_table(results_of(study, models[3:]), "t").frame.empty
-
-
-def test_a_model_with_fewer_experts_a_token_has_the_printed_rows_of_it() -> None:
     found = {**cell("none", "none", 0.0), "model": "qwen1_5_moe_top2", "calibration": "none", "recovery": "none"}
     row = counterparts("coverage.table9")[key_of(found)]
     assert {number.benchmark for number in row} >= {"piqa", "Avg"} and names.routed("m") == ("m", None)
@@ -269,3 +258,48 @@ def test_a_radar_has_the_methods_of_the_paper_and_then_the_best_others() -> None
     assert radar_methods(comparison, panel) == ["aimer", "magnitude", "seer", "ean", "reap", "msan", "man"]
     two = comparison_of(axes, dict.fromkeys(("rte", "gsm8k"), outcomes))
     assert radar_figure(results_of(study_of(two), [two]), "aimer.fig3") == [], "two spokes are no radar"
+
+
+def made_up_table() -> Table:
+    frame = pd.DataFrame({"Criterion": ["Unpruned", "MAN", "REAP", "EAN"], "GSM8K": [0.9, 0.5, 0.5, np.nan]})
+    low = pd.DataFrame({"GSM8K": [0.8, 0.4, 0.4, np.nan]})
+    return Table(
+        name="t",
+        title="A 50 % table",
+        caption="It_s caption.",
+        frame=frame,
+        formats={"GSM8K": "{:.3f}"},
+        best={"GSM8K": "max"},
+        low=low,
+        high=low + 0.2,
+    )
+
+
+def test_csv_has_full_precision_intervals_and_empty_gaps() -> None:
+    back = pd.read_csv(StringIO(rendering.csv(made_up_table())))
+    assert list(back) == ["Criterion", "GSM8K", "GSM8K low", "GSM8K high"]
+    assert np.isnan(back["GSM8K"][3]) and back["GSM8K high"][1] == pytest.approx(0.6)
+
+
+def test_markdown_marks_the_best_and_explains_the_gap() -> None:
+    made = rendering.markdown(made_up_table())
+    assert "| MAN | **0.500** |" in made and "| REAP | **0.500** |" in made, "ties are all best"
+    assert "| Unpruned | 0.900 |" in made, "the unpruned model does not compete"
+    assert "| EAN | – |" in made and rendering.GAP_NOTE in made
+    whole = replace(made_up_table(), frame=made_up_table().frame.fillna(0.25))
+    assert rendering.GAP_NOTE not in rendering.markdown(whole)
+
+
+def test_latex_is_booktabs_with_special_characters_escaped() -> None:
+    made = rendering.latex(made_up_table())
+    for words in (r"\toprule", r"\midrule", r"\bottomrule", r"\textbf{0.500}", r"It\_s", r"50 \%", r"\label{tab:t}"):
+        assert words in made
+    assert "textbf{0.900}" not in made
+
+
+def test_html_has_sort_keys_and_intervals() -> None:
+    made = rendering.html(made_up_table())
+    assert 'data-key="0.9"' in made and 'data-key=""' in made
+    assert "<small>0.40 to 0.60</small>" in made
+    nasty = replace(made_up_table(), frame=pd.DataFrame({"Criterion": ["<script>"], "GSM8K": [0.5]}), low=None)
+    assert "<script>" not in rendering.html(nasty)

@@ -64,7 +64,7 @@ NEAREST = {
     "an experiment nobody knows": (["+experiment=task_agnostik"], "did you mean task_agnostic?"),
     "a setting nobody knows": (["ratoi=0.5"], "did you mean ratio?"),
     "a nested setting nobody knows": (["calibration.lenght=5"], "did you mean calibration.length?"),
-    "a ratio above one": (["ratio=1.5"], "ratio=1.5: expected a number in [0, 1)"),
+    "a ratio above one": (["ratio=1.5"], "ratio=1.5: expected a number below 1"),
     "a ratio that is a word": (["ratio=much"], "ratio=much: expected a number"),
     "several values of what has one": (["suite=quick,code"], "names several files"),
     "a gate nobody knows": (["gate=modle"], "did you mean model?"),

@@ -115,7 +115,7 @@ def test_answers_are_graded_again_without_their_model(tmp_path: Path, monkeypatc
     model = Said(SAID)
     harness.write_answers(run.answer(model, benchmark), tmp_path / run.ANSWERS)
     assert (model.writing.stop, model.writing.most, model.writing.chat) == ((), 2048, True)
-    answers = harness.read_answers(tmp_path / run.ANSWERS)
+    answers = harness.read_answers((tmp_path / run.ANSWERS).read_bytes())
     assert [answer.reply.thought + (answer.reply.text or "") for answer in answers] == SAID
     results = run.grade(answers, benchmark, out, policy=ALLOWED)
     assert [result["score"] for result in results] == [pytest.approx(2 / 3), pytest.approx(1 / 3)]

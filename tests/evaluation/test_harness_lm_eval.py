@@ -165,7 +165,7 @@ def test_metrics_of_all_items_are_refused(subject: LoadedModel, tmp_path: Path, 
     metrics = [{"higher_is_better": True, **metric}, {"metric": "acc_norm"}]
     definition = {**MULTIPLE_CHOICE, "metric_list": metrics}
     benchmark = own_task(tmp_path, NUMBERED[:3], definition, reports={"own": metric["metric"]})
-    with pytest.raises(UserError, match=rf"own.*metric={metric['metric']}\b.*acc_norm"):
+    with pytest.raises(UserError, match=rf"own.*metric={re.escape(metric['metric'])}\b.*acc_norm"):
         evaluate(Unasked(subject.model, subject.tokenizer), benchmark)
 
 
@@ -259,7 +259,7 @@ def test_labels_are_numbers_texts_or_lists_of_choices(subject: LoadedModel, tmp_
 def test_a_text_needs_an_answer(subject: LoadedModel, tmp_path: Path, label: Any, choices: list[str] | None) -> None:
     definition = {**GENERATED, "doc_to_choice": "c"} if choices else GENERATED
     items = [{"q": "A bird sleeps in a", "c": choices, "label": of} for of in (1 if choices else "nest", label)]
-    with pytest.raises(UserError, match=rf"item 1 .*label={label}(?!\w)"):
+    with pytest.raises(UserError, match=rf"item 1 .*label={re.escape(str(label))}(?!\w)"):
         evaluate(Unasked(subject.model, subject.tokenizer), own_task(tmp_path, items, definition, max_new_tokens=4))
 
 

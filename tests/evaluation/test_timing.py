@@ -25,7 +25,7 @@ from moe_lab.evaluation.timing import measure
 from moe_lab.models.discover import is_experts
 from moe_lab.models.load import device_name
 from moe_lab.results import TIMINGS
-from moe_lab.study import Step, devices, provenance
+from moe_lab.study import Step, estimates, provenance
 from moe_lab.study.graph import build
 from moe_lab.study.steps.costs import Timing, wrong_timing
 from moe_lab.study.steps.files import Files
@@ -125,14 +125,14 @@ def test_the_device_is_asked_for_once_and_what_is_not_there_is_a_sentence(monkey
         error = "Traceback\nmoe_lab.errors.UserError: model.device=cuda:7: this machine has none"
         return SimpleNamespace(returncode=int("cuda:7" in words), stdout="a note\nA GPU\n", stderr=error)
 
-    monkeypatch.setattr(devices.subprocess, "run", answer)
+    monkeypatch.setattr(estimates.subprocess, "run", answer)
     cells = [cell_of(MODEL, TEXT, ratio=ratio) for ratio in (0.25, 0.5)]
     graph = build(Config(timing=True, timed=ASKED), [(cells, [])])
     timed = [cell.timing for cell in graph.cells]
     assert len(timed) == 3 and {one.timed.device for one in timed if isinstance(one, Timing)} == {"A GPU"}
     assert len(asked) == 1 and asked[0][-1] == "cpu"
     with pytest.raises(UserError, match=r"^model\.device=cuda:7: this machine has none"):
-        devices.device_here("cuda:7")
+        estimates.device_here("cuda:7")
 
 
 def test_what_a_step_held_on_gpus_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:

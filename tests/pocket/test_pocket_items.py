@@ -16,7 +16,7 @@ from lm_eval.api.model import LM
 from lm_eval.api.task import ConfigurableTask
 from lm_eval.evaluator import evaluate
 
-from moe_lab.calibration.answers import answer_batches
+from moe_lab.calibration.batches import answer_batches
 from moe_lab.config import CalibrationConfig
 from moe_lab.errors import UserError
 from moe_lab.evaluation.harnesses.stories import rules_kept

@@ -33,7 +33,7 @@ from moe_lab.pruning.mask import mask
 from moe_lab.pruning.plan import Plan
 from moe_lab.pruning.profile import profile
 from moe_lab.pruning.prune import prune
-from moe_lab.recovery.quantize import quantize, storage
+from moe_lab.recovery.apply import quantize, storage
 
 CHANNELS = ["olmoe", "qwen2_moe", "deepseek_v2", "deepseek_v3:grouped", "ernie4_5_moe", "hunyuan_v1_moe"]
 

@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -84,9 +85,9 @@ def ask(fake: Callable[[str], Path], tmp_path: Path) -> Callable[..., tuple[Expo
 @pytest.mark.parametrize(
     ("code", "way", "error", "says"),
     [
-        (FAILS, "even", UserError, "converter failed: .*it has no such tensor"),
-        (DIES, "even", Unavailable, "converter failed: .*signal 9"),
-        ("import x_y", "even", UserError, "converter failed: .*x_y"),
+        (FAILS, "even", UserError, "it has no such tensor"),
+        (DIES, "even", Unavailable, "signal 9"),
+        ("import x_y", "even", UserError, "x_y"),
         (WRITES, "uneven", UserError, "export=masked"),
         (WRITES, "ragged", UserError, "export=masked"),
     ],
@@ -95,7 +96,7 @@ def test_what_cannot_be_converted_leaves_nothing(
     code: str, way: str, error: type[UserError], says: str, ask: Callable[..., Any], tmp_path: Path
 ) -> None:
     asked = ask(code, way)
-    with pytest.raises(error, match=rf"^export.format=gguf: .*{says}[^\n]*$") as raised:
+    with pytest.raises(error, match=rf"^export.format=gguf: .*{re.escape(says)}[^\n]*$") as raised:
         perform(*asked)
     assert type(raised.value) is error
     assert not any((tmp_path / "scratch").iterdir()) and not (tmp_path / "partial").exists()
@@ -175,7 +176,7 @@ def test_no_number_is_rounded(
 
 def test_a_missing_converter_is_said_with_where_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gguf, "OWN", tmp_path / "convert_hf_to_gguf.py")
-    with pytest.raises(UserError, match=r"^export.format=gguf needs .*make llama.*export.converter=PATH"):
+    with pytest.raises(UserError, match=r"^export.format=gguf: .*make llama.*export.converter=PATH"):
         gguf.converter(ExportConfig("natural", "gguf"))
     with pytest.raises(UserError, match=r"^export.converter=nowhere.py: .*convert_hf_to_gguf.py"):
         gguf.converter(ExportConfig("natural", "gguf", "nowhere.py"))

@@ -26,10 +26,9 @@ from moe_lab.models.discover import linears
 from moe_lab.pruning.plan import Plan
 from moe_lab.pruning.replace import merge_experts
 from moe_lab.recovery import check_merging, finetune
-from moe_lab.recovery.apply import pruned, recovered
+from moe_lab.recovery.apply import pruned, quantize, recovered
 from moe_lab.recovery.dora import Dora, attach, merge, trainable
 from moe_lab.recovery.finetune import answer_loss, rate_factor, rows_of_step, step_count, train
-from moe_lab.recovery.quantize import quantize
 
 SHARED = tuple(f"shared_experts.{name}_proj.weight" for name in ("gate", "up", "down"))
 

@@ -12,10 +12,10 @@ import torch
 
 from moe_lab.errors import UserError
 from moe_lab.pruning.mask import mask
-from moe_lab.search.candidates import Candidates, Plans
+from moe_lab.search.candidates import Candidates, Decoder, Plans, Relatives
+from moe_lab.search.evolution import FitnessSettings
 from moe_lab.search.fitness import POSITION_FITNESS, average, contexts
-from moe_lab.search.prefix import Decoder, Relatives, Schedule
-from moe_lab.search.settings import FitnessSettings
+from moe_lab.search.schedules import Schedule
 from moe_lab.search.speculative_decoding import DraftingCandidates, accepted_and_proposed, prompts
 
 ARCHITECTURES = [

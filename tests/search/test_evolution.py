@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import product
@@ -19,9 +20,8 @@ from numpy.random import PCG64, Generator
 from scipy.stats import chisquare
 
 from moe_lab.errors import UserError
-from moe_lab.search.evolution import Outcome, Recorded, evolve, mutate, space_to_search
+from moe_lab.search.evolution import EvolutionSettings, Outcome, Recorded, evolve, mutate, parse, space_to_search
 from moe_lab.search.schedules import PATTERNS, Problem, Schedule, Space, pattern, project, space_of
-from moe_lab.search.settings import EvolutionSettings, parse
 
 
 def enumerated(problem: Problem, granularity: int) -> list[Schedule]:
@@ -253,7 +253,7 @@ def test_a_transfer_is_as_if_resampled_until_feasible() -> None:
     ],
 )
 def test_settings_that_cannot_work(named: str, given: dict[str, Any]) -> None:
-    with pytest.raises(UserError, match=rf"allocation\.parameters.*\b{named}\b"):
+    with pytest.raises(UserError, match=rf"allocation\.parameters.*\b{re.escape(named)}\b"):
         parse(given)
 
 

@@ -26,10 +26,10 @@ from moe_lab.pruning.prune import prune
 from moe_lab.pruning.replace import plan_from_scores
 from moe_lab.search import sequential
 from moe_lab.search.candidates import Candidates, Plans
+from moe_lab.search.evolution import FitnessSettings, problem_of
 from moe_lab.search.run import search
 from moe_lab.search.schedules import space_of
 from moe_lab.search.sequential import Sums, prune_sequentially
-from moe_lab.search.settings import FitnessSettings, problem_of
 from moe_lab.statistics.forward import ForwardTap
 from moe_lab.statistics.observe import Batch, gather
 

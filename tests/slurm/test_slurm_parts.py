@@ -32,7 +32,7 @@ from moe_lab.study import Step, code_state
 from moe_lab.study.estimates import Seconds
 from moe_lab.study.runs import RECORD, Submitted, begin
 from moe_lab.study.schedule import Schedule, StepError
-from moe_lab.study.slurm import resources as module
+from moe_lab.study.slurm import arrays as module
 from moe_lab.study.slurm.arrays import arrange
 from moe_lab.study.slurm.pack import Pack, settle
 from moe_lab.study.slurm.pack import _absent as absent
@@ -194,7 +194,7 @@ def test_parts_of_a_pass_are_jobs_of_an_array_before_the_job_that_merges_them(tm
     for part in parts[:2]:
         with store.claim(part):
             pass
-    assert [step.label() for step in absent([merge], schedule, store)] == ["rows2"]
+    assert [step.label() for step in absent(schedule, store)] == ["rows2"]
 
 
 def test_what_is_left_takes_as_long_as_what_is_done_did() -> None:

@@ -12,7 +12,6 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,9 +23,8 @@ from analysis.load.reader import Reader
 from analysis.load.studies import document
 from moe_lab.errors import UserError
 from moe_lab.study import Step, record, run
-from moe_lab.study.runs import Submitted, begin, runs
-from moe_lab.study.schedule import Schedule, StepError
-from moe_lab.study.slurm import submit as submitting
+from moe_lab.study.runs import Submitted, runs
+from moe_lab.study.schedule import StepError
 from moe_lab.study.slurm.pack import Pack
 from moe_lab.study.store import Store
 
@@ -122,50 +120,32 @@ def test_whatever_is_damaged_is_set_aside_and_the_same_command_goes_on(
     assert ("jobs.json" in str(there.notices)) == (way != "[]") and "run.json" in str(there.notices)
 
 
-def deleted(store: Path) -> None:
-    shutil.rmtree(store)
-
-
-def unmounted(store: Path) -> None:
-    """What is left of a mount is the empty folder that it was mounted on."""
-    shutil.rmtree(store)
-    store.mkdir()
-
-
-def made_again(store: Path) -> None:
-    shutil.rmtree(store)
-    Store(store).create()
-
-
-def input_deleted(store: Path) -> None:
-    shutil.rmtree(next(store.glob("scores/*")))
-
-
-@pytest.mark.parametrize("lose", [deleted, unmounted, made_again, input_deleted])
+@pytest.mark.parametrize("lost", ["deleted", "unmounted", "made again", "an input"])
 @pytest.mark.parametrize("error", [StepError({"message": "no such file"}), FileNotFoundError(2, "no"), "goes on", None])
 def test_a_store_that_is_lost_fails_no_step(
-    one: Asked,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    lose: Callable[[Path], None],
-    error: Exception | str | None,
+    one: Asked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lost: str, error: Exception | str | None
 ) -> None:
+    """What is left of a mount is the empty folder that it was mounted on."""
     store = tmp_path / "store"
 
     def harm(step: Step, scratch: Path) -> None:
         if step.kind == "plan":
-            lose(store)
+            shutil.rmtree(next(store.glob("scores/*")) if lost == "an input" else store)
+            if lost == "unmounted":
+                store.mkdir()
+            if lost == "made again":
+                Store(store).create()
             if isinstance(error, Exception):
                 raise error
             if error:  # as a worker does that makes the folders which it writes to
                 scratch.mkdir(parents=True, exist_ok=True)
 
     monkeypatch.setattr(Worker, "harm", harm)
-    if lose in (deleted, unmounted):
+    if lost in ("deleted", "unmounted"):
         with pytest.raises(UserError, match="is gone"):
             start(store, one)
         assert not [path for path in store.rglob("*") if path.is_file()], "nothing is left where the store was"
-    elif isinstance(error, Exception) or (lose is made_again and not error):
+    elif isinstance(error, Exception) or (lost == "made again" and not error):
         assert start(store, one) != 0
     monkeypatch.setattr(Worker, "harm", None)
     assert not list(store.glob("failed/*")) and start(store, one) == 0
@@ -182,30 +162,21 @@ def cells(store: Path) -> list[str]:
     return sorted(cell["cell"]["criterion"] for cell in record.read(Store(store), STUDY)["cells"])
 
 
-Meanwhile = Callable[[Callable[[], None]], None]
+def meanwhile(what: Callable[[], object]) -> None:
+    """Do something once, when a run is about to make its plan."""
+
+    def harm(step: Step, scratch: Path) -> None:
+        if step.kind == "plan":
+            Worker.harm = None
+            what()
+
+    Worker.harm = harm
 
 
-@pytest.fixture
-def meanwhile(monkeypatch: pytest.MonkeyPatch) -> Meanwhile:
-    """Does something once, when a run is about to make its plan."""
-
-    def do(what: Callable[[], None]) -> None:
-        left = [what]
-
-        def harm(step: Step, scratch: Path) -> None:
-            if step.kind == "plan" and left:
-                left.pop()()
-
-        monkeypatch.setattr(Worker, "harm", harm)
-
-    return do
-
-
-def test_two_runs_of_a_study_at_once_are_recorded_together(
-    one: Asked, other: Asked, tmp_path: Path, meanwhile: Meanwhile
-) -> None:
-    """The second begins and ends while the first is at work."""
+def test_two_runs_of_a_study_at_once_are_recorded_together(one: Asked, other: Asked, tmp_path: Path) -> None:
+    """The second begins and ends while the first is at work. A dry run leaves nothing."""
     store = tmp_path / "store"
+    assert start(store, one, dry_run=True) == 0 and not store.exists()
     codes: list[int] = []
     meanwhile(lambda: codes.append(start(store, other)))
     assert start(store, one) == 0 and codes == [0]
@@ -215,7 +186,7 @@ def test_two_runs_of_a_study_at_once_are_recorded_together(
 
 
 def test_cells_of_the_same_name_and_other_settings_are_told(
-    other: Asked, tmp_path: Path, meanwhile: Meanwhile, capsys: pytest.CaptureFixture[str]
+    other: Asked, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     store, second = tmp_path / "store", asked("criterion=reap", "ratio=0.5", "calibration.tokens=1024")
     codes: list[int] = []
@@ -224,9 +195,7 @@ def test_cells_of_the_same_name_and_other_settings_are_told(
     assert cells(store) == ["none", "reap"] and "1 of its cells are " in capsys.readouterr().err
 
 
-def test_benchmarks_of_two_runs_at_once_stand_beside_each_other(
-    one: Asked, tmp_path: Path, meanwhile: Meanwhile
-) -> None:
+def test_benchmarks_of_two_runs_at_once_stand_beside_each_other(one: Asked, tmp_path: Path) -> None:
     store, second = tmp_path / "store", asked("criterion=aimer", "ratio=0.5", "suite.benchmarks=[pocket_rte]")
     thread = threading.Thread(target=start, args=(store, second))
 
@@ -241,29 +210,11 @@ def test_benchmarks_of_two_runs_at_once_stand_beside_each_other(
         assert set(cell["evaluate"]) == {"pocket_boolq", "pocket_rte"} and all(cell["evaluate"].values())
 
 
-def test_a_dry_run_leaves_nothing(one: Asked, tmp_path: Path) -> None:
-    assert start(tmp_path / "store", one, dry_run=True) == 0
-    assert not list(tmp_path.iterdir())
-
-
 def test_a_store_without_a_name_is_refused(one: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir("/")
     with pytest.raises(ValueError, match="store"):
         replace(one[0], store="")
     assert ask(Path(), "status", STUDY) == 2
-
-
-def test_a_refused_submission_leaves_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> None:
-        raise UserError("no such partition")
-
-    monkeypatch.setattr(submitting, "_submit_missing", refuse)
-    store = Store(tmp_path / "store").create()
-    study: Any = SimpleNamespace(store=store)
-    with pytest.raises(UserError, match="no such partition"), begin(store, STUDY, []) as run:
-        submitting.submit(Schedule([]), study, run)
-    assert not list((store.root / "runs").iterdir())
-    assert ask(store.root, "status", STUDY) == ask(store.root, "why", STUDY) == 2
 
 
 MOUNTS = """
@@ -289,7 +240,6 @@ def mounted(options: str, store: Path, *command: str) -> subprocess.CompletedPro
 def done(tmp_path_factory: pytest.TempPathFactory, one: Asked) -> Path:
     """A store with a study whose results are real enough for the analysis."""
     store = tmp_path_factory.mktemp("done") / "store"
-
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run, "Here", Worker)
         assert start(store, one) == 0
@@ -339,19 +289,10 @@ def test_a_report_is_not_begun_when_the_disk_is_full(
         start(store, one)
 
 
-COMMANDS = {
-    "moe_lab": [],
-    "moe_lab.study": ["verify", STUDY],
-    "moe_lab.inspect": ["--help"],
-}
-
-
-@pytest.mark.parametrize("module", COMMANDS)
-def test_a_reader_that_has_had_enough_gets_no_trace(done: Path, module: str) -> None:
-    words = [*COMMANDS[module], *([f"store={done}"] if module == "moe_lab.study" else [])]
-    process = subprocess.Popen(
-        [sys.executable, "-m", module, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+@pytest.mark.parametrize("words", ["moe_lab", "moe_lab.study verify study store={}", "moe_lab.inspect --help"])
+def test_a_reader_that_has_had_enough_gets_no_trace(done: Path, words: str) -> None:
+    command = [sys.executable, "-m", *words.format(done).split()]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout and process.stderr
     process.stdout.close()
     assert process.stderr.read() == "" and process.wait() == 141
@@ -359,14 +300,7 @@ def test_a_reader_that_has_had_enough_gets_no_trace(done: Path, module: str) -> 
 
 def test_an_interrupted_study_prints_no_trace(tmp_path: Path) -> None:
     words = [*SMALL[:2], "launcher.processes=1", f"store={tmp_path}"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "moe_lab", *words],
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=lambda: signal.signal(
-            signal.SIGINT, signal.default_int_handler
-        ),  # tests in the background ignore it
-    )
+    process = subprocess.Popen([sys.executable, "-m", "moe_lab", *words], stderr=subprocess.PIPE, text=True)
     until(lambda: list(tmp_path.glob("runs/*/*/run.json")) or process.poll() is not None)
     process.send_signal(signal.SIGINT)
     assert process.stderr

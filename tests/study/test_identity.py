@@ -18,28 +18,10 @@ from hypothesis import strategies as st
 from pydantic.dataclasses import is_pydantic_dataclass
 
 from moe_lab import config
-from moe_lab.config import (
-    AllocationConfig,
-    BackendConfig,
-    BenchmarkConfig,
-    CalibrationConfig,
-    Config,
-    CriterionConfig,
-    ExpectedConfig,
-    ExportConfig,
-    JobConfig,
-    JudgeConfig,
-    LauncherConfig,
-    ModelConfig,
-    RecoveryConfig,
-    ResourcesConfig,
-    SourceConfig,
-    TimingConfig,
-)
 from moe_lab.config.base import identity, type_at
 from moe_lab.paths import resolve
-from moe_lab.study import KINDS, Step, canonical, devices, digest, identified
-from moe_lab.study.devices import resolved
+from moe_lab.study import KINDS, Step, canonical, digest, estimates, identified
+from moe_lab.study.estimates import resolved
 from moe_lab.study.steps.passes import StatisticsPass
 
 json_values = st.recursive(
@@ -61,25 +43,25 @@ def test_nan_has_no_identity() -> None:
 
 # Settings
 
-TEXT = CalibrationConfig(name="t", path="pocket:calibration/general.jsonl", seed=1)
-MODEL = ModelConfig(name="m", path="pocket:olmoe", device="cpu", dtype="float32")
-JUDGE = JudgeConfig(model="m", url="http://localhost:8000/v1")
-BENCHMARK = BenchmarkConfig(
+TEXT = config.CalibrationConfig(name="t", path="pocket:calibration/general.jsonl", seed=1)
+MODEL = config.ModelConfig(name="m", path="pocket:olmoe", device="cpu", dtype="float32")
+JUDGE = config.JudgeConfig(model="m", url="http://localhost:8000/v1")
+BENCHMARK = config.BenchmarkConfig(
     name="b", harness="lm_eval", task="pocket:benchmarks/boolq.yaml", reports={"boolq": "acc"}, judge=JUDGE
 )
-SET = SourceConfig(calibration="t", share=0.5, settings=TEXT)
-SHAPE = ExpectedConfig(parameters=1, layers=1, moe_layers=1, experts=2, top_k=1, hidden=2, width=2)
+SET = config.SourceConfig(calibration="t", share=0.5, settings=TEXT)
+SHAPE = config.ExpectedConfig(parameters=1, layers=1, moe_layers=1, experts=2, top_k=1, hidden=2, width=2)
 GROUPS: dict[str, Any] = {
     "model": MODEL,
     "calibration": TEXT,
     "source": SET,
-    "criterion": CriterionConfig(name="reap"),
-    "allocation": AllocationConfig(),
-    "recovery": RecoveryConfig(name="r", instructions="t"),
-    "export": ExportConfig("natural"),
-    "timing": TimingConfig(device="a GPU"),
-    "server": BackendConfig(name="server", command="serve {checkpoint}"),
-    "vllm": BackendConfig(name="vllm", arguments={"max_model_len": 1}),
+    "criterion": config.CriterionConfig(name="reap"),
+    "allocation": config.AllocationConfig(),
+    "recovery": config.RecoveryConfig(name="r", instructions="t"),
+    "export": config.ExportConfig("natural"),
+    "timing": config.TimingConfig(device="a GPU"),
+    "server": config.BackendConfig(name="server", command="serve {checkpoint}"),
+    "vllm": config.BackendConfig(name="vllm", arguments={"max_model_len": 1}),
     "benchmark": replace(BENCHMARK, data="owner/set"),
     "judge": JUDGE,
 }
@@ -172,7 +154,7 @@ def test_a_field_is_part_of_the_identity_unless_its_class_says_that_it_changes_n
 
 def test_where_a_model_is_put_and_how_much_memory_it_takes_is_no_part_of_a_result() -> None:
     def of(**arguments: Any) -> str:
-        return evaluated(MODEL, BENCHMARK, backend=BackendConfig(name="vllm", arguments=arguments)).id
+        return evaluated(MODEL, BENCHMARK, backend=config.BackendConfig(name="vllm", arguments=arguments)).id
 
     assert of() == of(gpu_memory_utilization=0.5) == of(tensor_parallel_size=4) != of(max_model_len=1)
 
@@ -192,8 +174,8 @@ def test_the_word_auto_is_in_no_id(monkeypatch: pytest.MonkeyPatch) -> None:
     """A login node in fp32 and a GPU in the precision of the files share nothing."""
     auto, ids = replace(MODEL, device="auto", dtype="auto"), []
     for gpu in (False, True):
-        monkeypatch.setattr(devices, "has_gpu", lambda gpu=gpu: gpu)
-        one = StatisticsPass.of(cell_of(resolved(auto, Config()), TEXT))
+        monkeypatch.setattr(estimates, "has_gpu", lambda gpu=gpu: gpu)
+        one = StatisticsPass.of(cell_of(resolved(auto, config.Config()), TEXT))
         ids.append(one.id)
         assert "auto" not in str(one.settings)
     here = StatisticsPass.of(cell_of(MODEL, TEXT)).id
@@ -201,18 +183,18 @@ def test_the_word_auto_is_in_no_id(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_login_node_names_the_device_that_its_jobs_ask_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "has_gpu", lambda: False)
-    slurm = LauncherConfig(name="slurm")
-    small, unknown = replace(MODEL, device="auto", dtype="auto"), ModelConfig(name="big", path="owner/big")
+    monkeypatch.setattr(estimates, "has_gpu", lambda: False)
+    slurm = config.LauncherConfig(name="slurm")
+    small, unknown = replace(MODEL, device="auto", dtype="auto"), config.ModelConfig(name="big", path="owner/big")
 
-    def device(model: ModelConfig, **resources: Any) -> str:
-        return resolved(model, Config(launcher=slurm, resources=ResourcesConfig(**resources))).device
+    def device(model: config.ModelConfig, **resources: Any) -> str:
+        return resolved(model, config.Config(launcher=slurm, resources=config.ResourcesConfig(**resources))).device
 
     assert (device(small), device(unknown)) == ("cpu", "cuda")
-    one, none = JobConfig(gpus=1), JobConfig(gpus=0)
+    one, none = config.JobConfig(gpus=1), config.JobConfig(gpus=0)
     assert device(small, models={"m": one}) == device(unknown, models={"m": one}) == "cuda"
     assert device(unknown, models={"big": none}) == device(unknown, every=none) == "cpu"
-    assert resolved(unknown, Config(launcher=slurm)).dtype == "auto", "the precision of the files"
+    assert resolved(unknown, config.Config(launcher=slurm)).dtype == "auto", "the precision of the files"
 
 
 RUNNING = [name for name, kind in KINDS.items() if kind.loads == "model"]
@@ -221,9 +203,9 @@ RUNNING = [name for name, kind in KINDS.items() if kind.loads == "model"]
 @pytest.mark.parametrize("kind", sorted(KINDS))
 def test_steps_that_run_the_model_are_about_one_kind_of_device(kind: str) -> None:
     """And no step is about a card."""
-    changes = {"recovery": RecoveryConfig(name="r", instructions="t")} if kind == "finetune" else {}
+    changes = {"recovery": config.RecoveryConfig(name="r", instructions="t")} if kind == "finetune" else {}
     if kind == "cost":
-        changes["criterion"] = CriterionConfig(name="aimer")  # counted, without the model
+        changes["criterion"] = config.CriterionConfig(name="aimer")  # counted, without the model
     task = "pocket:benchmarks/mbpp.jsonl" if kind in ("generate", "grade") else BENCHMARK.task
     harness = "evalplus" if kind in ("generate", "grade") else "lm_eval"
     benchmark = replace(BENCHMARK, harness=harness, task=task, judge=None)

@@ -21,7 +21,7 @@ from moe_lab.config.base import SettingsError
 from moe_lab.grid import Request
 from moe_lab.paths import LONGEST_NAME, resolve
 from moe_lab.pruning.plan import Plan
-from moe_lab.study import devices
+from moe_lab.study import estimates
 from moe_lab.study.graph import build
 from moe_lab.study.preflight import lacking, preflight
 
@@ -276,7 +276,7 @@ REFUSED = [
     (["export=natural", "export.format=w4a8"], "did you mean w4a16"),
     (["export=natural", "export.format=fp8", "recovery=nf4"], "expected a recovery with bits=16"),
     (["export=natural", "export.format=gguf", "allocation=global"], "gguf: a GGUF file has one number of experts"),
-    (["export=natural", "export.format=gguf", "export.converter=x.py"], "export.converter=x.py: there is no such"),
+    (["export=natural", "export.format=gguf", "export.converter=x.py"], "export.converter=x.py: llama.cpp's converter"),
     (["export=natural", "export.format=gguf", "backend=server"], "backend=server"),
     (["export=natural", "export.format=gguf", "recovery=nf4"], "expected a recovery with bits=16"),
     (["export=masked"], "have no bias per expert that could keep tokens from dropped ones"),
@@ -313,12 +313,12 @@ def test_devices_are_looked_for_before_anything_is_run(monkeypatch: pytest.Monke
         error = "AssertionError: no CUDA" if words[-1] == "cuda:9" else f"UserError: model.device={words[-1]}: none"
         return SimpleNamespace(returncode=1, stdout="", stderr=f"Traceback\n{error}\n")
 
-    monkeypatch.setattr(devices.subprocess, "run", answer)
-    monkeypatch.setattr(devices, "visible_gpus", lambda: ["0"])
+    monkeypatch.setattr(estimates.subprocess, "run", answer)
+    monkeypatch.setattr(estimates, "visible_gpus", lambda: ["0"])
     assert [lacking_on(named) for named in ("auto", "cpu", "balanced", "cuda", "cuda:0")] == [[]] * 5 and not asked
     assert lacking_on("cuda:1", "slurm") == [] and not asked, "its nodes may have two"
     for named, says in {"cuda:1": "none", "cuda:9": "no CUDA"}.items():
         assert lacking_on(named) == [f"model.device={named}: {says}"]
-    monkeypatch.setattr(devices, "visible_gpus", list)
+    monkeypatch.setattr(estimates, "visible_gpus", list)
     assert lacking_on("cuda") == ["model.device=cuda: none"]
     assert asked == ["cuda:1", "cuda:9", "cuda"]

@@ -19,23 +19,20 @@ from analysis.__main__ import parse
 from moe_lab.errors import UserError
 from moe_lab.paths import store_folder
 from moe_lab.results import places, read_record
-from moe_lab.study import digest, run, sync
+from moe_lab.study import digest, sync
 from moe_lab.study.graph import build
 from moe_lab.study.preflight import preflight
 from moe_lab.study.store import Store, damage, entry
 from moe_lab.study.sync import Remote
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick")]
 
 Machine = Callable[[str], None]
 WORDS = ("criterion=aimer", "ratio=0.5")
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "Here", Worker)
-    monkeypatch.setattr(Worker, "harm", None)
-    monkeypatch.setattr(Worker, "did", [])
+def disks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Refusing, "refuses", frozenset())
     file_systems.register()
 
@@ -77,26 +74,23 @@ def recorded(place: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("protocol", ["memory", "file"])
-def test_another_machine_makes_nothing_again(tmp_path: Path, machine: Machine, one: Asked, protocol: str) -> None:
+def test_another_machine_makes_nothing_again(
+    tmp_path: Path, machine: Machine, one: Asked, protocol: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And a dry run there counts what would be pulled, and leaves nothing."""
     assert start(tmp_path / "alone", one) == 0
     url = url_of(tmp_path, protocol)
     assert start(url, one) == 0
     first = content(store_folder(url))
     machine("second")
+    before = sorted(tmp_path.glob("remote/**/*"))
+    assert start(url, one, dry_run=True) == 0
+    assert f"{len(build(*one).steps())} of them in {url}" in capsys.readouterr().err
+    assert not store_folder(url).exists() and sorted(tmp_path.glob("remote/**/*")) == before
     assert start(url, one) == 0 and Worker.did == []
     assert content(tmp_path / "alone") == first == content(store_folder(url)) != {}
     assert recorded(tmp_path / "alone") == recorded(store_folder(url))
     assert not any(damage(folder, hash_all=True) for folders in Store(url).finished().values() for folder in folders)
-
-
-def test_a_dry_run_counts_what_is_there_and_leaves_nothing(
-    tmp_path: Path, pushed: str, machine: Machine, one: Asked, capsys: pytest.CaptureFixture[str]
-) -> None:
-    machine("second")
-    before = sorted(Path(tmp_path, "remote").rglob("*"))
-    assert start(pushed, one, dry_run=True) == 0
-    assert f"{len(build(*one).steps())} of them in {pushed}" in capsys.readouterr().err
-    assert not store_folder(pushed).exists() and sorted(Path(tmp_path, "remote").rglob("*")) == before
 
 
 @pytest.mark.parametrize("lost", ["freed", "damaged"])
@@ -322,40 +316,31 @@ def test_a_study_is_synchronised_by_its_name_and_analysed_there(
     assert ask(pushed, "sync", STUDY) == 1, "a step is nowhere"
 
 
-@pytest.mark.parametrize(
-    ("store", "says"),
-    [
-        ("s4://bucket/x", "s3://"),
-        ("lacking://x/y", "nopackage"),
-        ("file:///", "path"),
-        ("s3://", "path"),
-        ("://x", "protocol"),
-    ],
-)
-def test_urls_that_cannot_work_are_refused_in_one_sentence(
-    store: str, says: str, one: Asked, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_urls_that_cannot_work_are_refused_in_one_sentence(one: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
     lacking = {"class": "nopackage.It", "err": "Install nopackage"}
     monkeypatch.setitem(known_implementations, "lacking", lacking)
-    (sentence,) = preflight(replace(one[0], store=store), one[1])
-    assert says in sentence and "\n" not in sentence and "hidden" not in sentence
+    urls = {
+        "s4://bucket/x": "s3://",
+        "lacking://x/y": "nopackage",
+        "file:///": "path",
+        "s3://": "path",
+        "://x": "protocol",
+    }
+    for store, says in urls.items():
+        (sentence,) = preflight(replace(one[0], store=store), one[1])
+        assert says in sentence and "\n" not in sentence
 
 
-@pytest.mark.parametrize("store", ["ftp://user:hidden@host/x", "file:///", "s3://", "://x"])
 def test_every_command_refuses_such_urls_before_it_makes_anything(
-    tmp_path: Path,
-    machine: Machine,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    store: str,
+    tmp_path: Path, machine: Machine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("fsspec.core.url_to_fs", lambda _: pytest.fail("it was opened"))
-    for name in ("sync", "status"):
-        assert ask(store, name, STUDY) == 2
-    with pytest.raises(UserError) as refused:
-        parse([f"store={store}"])
-    assert "hidden" not in str(refused.value) + capsys.readouterr().err and not list(tmp_path.iterdir())
+    for store in ("ftp://user:hidden@host/x", "file:///", "://x"):
+        assert ask(store, "sync", STUDY) == ask(store, "status", STUDY) == 2
+        with pytest.raises(UserError) as refused:
+            parse([f"store={store}"])
+        assert "hidden" not in str(refused.value) + capsys.readouterr().err and not list(tmp_path.iterdir())
 
 
 def test_slashes_at_the_end_of_a_url_make_no_other_store(machine: Machine) -> None:

@@ -52,13 +52,10 @@ def model_card(
     zeros: int,
     left_out: Sequence[str],
 ) -> str:
-    """The model card in Markdown.
-
-    It says what was pruned and how, how to load the model (`kind`: stock, ported or uneven) and how large it is:
-    `before` and `written` are bytes of weights, of which `zeros` only fill a `shape`. `left_out`: layers of the
-    original that are not written. The card of the original model follows, whose front matter (licence and so on) is
-    kept, but for the fields in `OF_ORIGINAL`.
-    """
+    """The model card in Markdown. It says what was pruned and how, how to load the model (`kind`: stock, ported or
+    uneven) and how large it is: `before` and `written` are bytes of weights, of which `zeros` only fill a `shape`.
+    `left_out`: layers of the original that are not written. The card of the original model follows, whose front matter
+    (licence and so on) is kept, but for the fields in `OF_ORIGINAL`."""
     front, body = split_card(original)
     front = _inherited(front)
     trust = "" if kind == "stock" else ", trust_remote_code=True"

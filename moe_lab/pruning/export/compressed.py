@@ -31,12 +31,10 @@ WORDS = {
 
 
 def compression_changes(folder: Path, scheme: str) -> Changes:
-    """The changes that quantise the exported checkpoint in `folder` by `scheme`, fp8 or w4a16, on the CPU.
-
-    All linear maps of decoder layers and all routed experts are quantised. Routers, gates of shared experts, lm_head,
-    embeddings and norms stay, and in w4a16 also maps whose rows do not divide into the groups of the experts. Raises
-    UserError for experts that are ragged or that are stored in one tensor, and for widths that no group divides.
-    """
+    """The changes that quantise the exported checkpoint in `folder` by `scheme`, fp8 or w4a16, on the CPU. All linear
+    maps of decoder layers and all routed experts are quantised. Routers, gates of shared experts, lm_head, embeddings
+    and norms stay, and in w4a16 also maps whose rows do not divide into the groups of the experts. Raises UserError for
+    experts that are ragged or that are stored in one tensor, and for widths that no group divides."""
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import QuantizationConfig, preset_name_to_scheme
     from compressed_tensors.quantization.utils import calculate_qparams
@@ -82,9 +80,8 @@ def compression_changes(folder: Path, scheme: str) -> Changes:
 
 def _group_size(widths: Collection[int]) -> int:
     """The largest group that divides the rows of all experts."""
-    for size in GROUPS:
-        if all(width % size == 0 for width in widths):
-            return size
+    if (size := next((size for size in GROUPS if all(width % size == 0 for width in widths)), None)) is not None:
+        return size
     raise UserError(
         f"export.format=w4a16 needs experts whose rows are multiples of {GROUPS[-1]} weights, and there are rows of "
         f"{' and '.join(map(str, sorted(widths)))}: expected export.format=fp8, or a plan with such widths"

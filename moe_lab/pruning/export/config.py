@@ -27,7 +27,6 @@ from moe_lab.models.families import (
 from moe_lab.pruning import Form
 from moe_lab.pruning.plan import Plan
 
-Described = tuple[dict[str, Any], dict[str, str]]
 FORMAT = 2
 """Of `LAYERS_FIELD`. To be raised when a program that reads an older one, such as the plugin of vLLM, would read the
 new one wrong."""
@@ -61,13 +60,11 @@ def check_routing(config: dict[str, Any], plan: Plan) -> None:
     plan.check(dict.fromkeys(plan.experts, router))
 
 
-def describe_export(config: dict[str, Any], form: Form, names: Iterable[str]) -> Described:
-    """config.json for `form`, and the code needed to load it: file name -> text; none for a stock checkpoint.
-
-    `names`: of the tensors that are written; without any that predict several tokens, config.json counts no such
-    layers. A quantised model's lists of modules name experts by their new numbers. UserError when config.json is of
-    another model or of one whose layers differ already, or when transformers has no class to build on.
-    """
+def describe_export(config: dict[str, Any], form: Form, names: Iterable[str]) -> tuple[dict[str, Any], dict[str, str]]:
+    """config.json for `form`, and the code needed to load it: file name -> text; none for a stock checkpoint. `names`:
+    of the tensors that are written; without any that predict several tokens, config.json counts no such layers. A
+    quantised model's lists of modules name experts by their new numbers. UserError when config.json is of another model
+    or of one whose layers differ already, or when transformers has no class to build on."""
     if LAYERS_FIELD in config:
         raise UserError(
             f"the source is a pruned checkpoint whose layers differ already (model_type={config.get('model_type')}, "
@@ -179,12 +176,10 @@ def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def renumbered(content: Any, written: Mapping[int, Sequence[int]]) -> Any:
-    """A copy of the content of a JSON file in which names of experts follow the experts that are written.
-
-    A quantisation lists modules there that are stored otherwise, or not quantised. `written`: layer -> original ids of
+    """A copy of the content of a JSON file in which names of experts follow the experts that are written. A
+    quantisation lists modules there that are stored otherwise, or not quantised. `written`: layer -> original ids of
     its experts, in order. List items and fields that name an expert which is not written are left out. Raises UserError
-    for a name that means experts by number in several layers.
-    """
+    for a name that means experts by number in several layers."""
     if isinstance(content, dict):
         named = ((_renamed(key, written), renumbered(value, written)) for key, value in content.items())
         return {key: value for key, value in named if key is not None}

@@ -45,21 +45,17 @@ def converter(export: ExportConfig) -> Path:
     path = OWN if export.converter is None else Path(export.converter).expanduser().absolute()
     if path.is_file():
         return path
-    if export.converter is None:
-        raise UserError(
-            "export.format=gguf needs llama.cpp's converter, which is not here: run make llama, or set "
-            "export.converter=PATH/convert_hf_to_gguf.py"
-        )
-    raise UserError(f"export.converter={export.converter}: there is no such file: expected llama.cpp's {OWN.name}")
+    asked = "export.format=gguf" if export.converter is None else f"export.converter={export.converter}"
+    raise UserError(
+        f"{asked}: llama.cpp's converter is not there: run make llama, or set export.converter=PATH/{OWN.name}"
+    )
 
 
 def convert(checkpoint: Path, out: Path, path: Path, name: str) -> Path:
-    """Convert the exported stock checkpoint in folder `checkpoint` to `out`/model.gguf by the converter `path`.
-
-    `name` is that of the model in the file. The new folder `out` also has the small files of the checkpoint. Weights
-    keep their type, or become fp32 where they have several, so that all numbers are the same. UserError for a
-    checkpoint whose layers differ, and, quoting its last line, when the converter fails.
-    """
+    """Convert the exported stock checkpoint in folder `checkpoint` to `out`/model.gguf by the converter `path`. `name`
+    is that of the model in the file. The new folder `out` also has the small files of the checkpoint. Weights keep
+    their type, or become fp32 where they have several, so that all numbers are the same. UserError for a checkpoint
+    whose layers differ, and, quoting its last line, when the converter fails."""
     if LAYERS_FIELD in read_json(checkpoint / "config.json"):
         raise UserError(
             "export.format=gguf: a GGUF file has one number of experts and one width for all layers, and this plan "
@@ -84,13 +80,9 @@ def pre_tokenizer(folder: Path) -> str | None:
     if model.get("type") != "BPE" or described.get("normalizer") or model.get("ignore_merges"):
         return None
     sequence = steps["pretokenizers"] if steps.get("type") == "Sequence" else [steps]
-    if sequence[0] == LINES and not any(LINE_BREAK in _pair(merge) for merge in model["merges"]):
+    if sequence[0] == LINES and not any(LINE_BREAK in "".join(merge) for merge in model["merges"]):
         sequence = sequence[1:]  # without merges across line breaks, they are tokens of their own in any case
     return next((name for name, known in PRE_TOKENIZERS.items() if sequence == known), None)
-
-
-def _pair(merge: str | list[str]) -> str:
-    return merge if isinstance(merge, str) else "".join(merge)
 
 
 def _output(checkpoint: Path) -> str:

@@ -13,6 +13,7 @@ from moe_lab.errors import UserError
 from moe_lab.models.discover import MoELayer
 from moe_lab.models.experts import replace_experts
 from moe_lab.models.streamed import StreamedModel, stored_dtype
+from moe_lab.pruning.export.write import ALIGNMENT
 from moe_lab.pruning.mask import mask_layers, planned
 from moe_lab.pruning.plan import Plan
 from moe_lab.pruning.prune import check_fit
@@ -21,8 +22,6 @@ TOKENS = 64
 """Number of random tokens on which the models are compared."""
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 """Largest relative difference of outputs that is accepted where channels are summed in another order."""
-ALIGNMENT = 64
-"""Bytes. Matrix products can differ in the last bit if weights do not start at the beginning of a cache line."""
 Compared = tuple[str, torch.Tensor, torch.Tensor]
 """Outputs to compare: their name, those of the masked model (..., H), and those of the export."""
 

@@ -1,26 +1,37 @@
-"""Group steps into Slurm jobs, and jobs into arrays."""
+"""Group steps into Slurm jobs, and jobs into arrays; and what each job asks for: what is set, or else an estimate."""
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from graphlib import TopologicalSorter
 from itertools import pairwise
+from math import ceil, inf
+from types import MappingProxyType
 from typing import Any
 
 from rich.table import Table
 
-from moe_lab.config import LauncherConfig
+from moe_lab.config import JobConfig, LauncherConfig, ResourcesConfig
 from moe_lab.study import KINDS, Step, canonical
-from moe_lab.study.estimates import Seconds
+from moe_lab.study.estimates import GIB, Memory, Seconds, gpus, memory_of
 from moe_lab.study.slurm.scheduler import LONGEST
 
-Stage = tuple[str, int]
-"""The kind of a job, and its depth: how many jobs of the same kind have to run before it, one after another."""
 PackSteps = list[Step]
 STEPS_PER_JOB = 256
 """Small steps of one job: each takes about a second, and a job some time in the queue."""
+UNKNOWN = Memory(16 * GIB, on_gpu=True)
+"""Assumed for a model of unknown size, before it is downloaded."""
+ROUNDED = 30
+"""Estimated minutes are rounded up to multiples of this, so that jobs of similar length share an array."""
+MARGIN = 2.0
+"""Time asked for, as a multiple of what such steps took: a job beside others can take twice as long as one alone."""
+CPUS_PER_GPU = 8
+"""CPU cores that are asked for with each GPU where `cpus` is not set: clusters have at least as many for each."""
+HOST = 8.0
+"""GiB of main memory of a GPU job, in addition to the weights that pass through it to the GPU."""
 
 
 @dataclass(frozen=True)
@@ -38,16 +49,21 @@ def arrange(
     settings: LauncherConfig,
     longest: int = LONGEST,
 ) -> list[Array]:
-    """Arrange `steps` in arrays of at most `longest` jobs; each array comes after those it needs.
-
-    `ask`: steps of a job -> the resources that it asks for.
-    """
-    stage_of = _stages(steps)
-    members: dict[Stage, list[Step]] = defaultdict(list)
-    for step in steps:
-        members[stage_of[step.id]].append(step)
+    """Arrange `steps` in arrays of at most `longest` jobs; each array comes after those it needs. `ask`: steps of a job
+    -> the resources that it asks for."""
+    # A stage is the kind of a job, and how many jobs of the same kind have to run before it, one after another.
+    stage_of: dict[str, tuple[str, int]] = {}
+    members: dict[tuple[str, int], list[Step]] = defaultdict(list)
+    needs: dict[tuple[str, int], set[tuple[str, int]]] = defaultdict(set)
+    for step in steps:  # inputs come first
+        before = {stage_of[needed.id] for needed in step.needs if needed.id in stage_of}
+        kind = step.job()
+        stage = (kind, max((depth + 1 for other, depth in before if other == kind), default=0))
+        stage_of[step.id] = stage
+        members[stage].append(step)
+        needs[stage] |= before - {stage}
     arrays = []
-    for stage in _in_order(members, stage_of):
+    for stage in TopologicalSorter(needs).static_order():
         alike: dict[str, tuple[Mapping[str, Any], list[PackSteps]]] = {}
         for pack in _packs(members[stage], stage[0], settings):
             asks = ask(pack)
@@ -72,29 +88,9 @@ def table(arrays: Iterable[Array], longest: int, seconds: Seconds) -> Table:
     return rows
 
 
-def _stages(steps: Sequence[Step]) -> dict[str, Stage]:
-    """Step id -> its stage. `steps` have inputs before the steps that need them."""
-    stages: dict[str, Stage] = {}
-    for step in steps:
-        before = [stages[needed.id] for needed in step.needs if needed.id in stages]
-        kind = step.job()
-        stages[step.id] = (kind, max((depth + 1 for other, depth in before if other == kind), default=0))
-    return stages
-
-
-def _in_order(members: Mapping[Stage, Sequence[Step]], stage_of: Mapping[str, Stage]) -> Iterable[Stage]:
-    needs = {
-        stage: {stage_of[needed.id] for step in steps for needed in step.needs if needed.id in stage_of}
-        for stage, steps in members.items()
-    }
-    return TopologicalSorter(needs).static_order()
-
-
 def _packs(steps: Sequence[Step], kind: str, settings: LauncherConfig) -> list[PackSteps]:
-    """Divide steps into jobs. Steps of the kind itself come before others in its jobs.
-
-    Where the kind loads a model, a job is about one model, and has the steps of a pruned model together.
-    """
+    """Divide steps into jobs. Steps of the kind itself come before others in its jobs. Where the kind loads a model, a
+    job is about one model, and has the steps of a pruned model together."""
     if not (per_job := KINDS[kind].per_job):
         return [[step] for step in steps]
     groups: dict[str, dict[str, PackSteps]] = defaultdict(lambda: defaultdict(list))
@@ -105,11 +101,62 @@ def _packs(steps: Sequence[Step], kind: str, settings: LauncherConfig) -> list[P
         else:
             groups[""][step.id].append(step)
     size = STEPS_PER_JOB if per_job == "steps" else settings.cells_per_job
-    return [pack for cells in groups.values() for pack in _cut(list(cells.values()), size)]
+    packs = []
+    for cells in (list(cells.values()) for cells in groups.values()):
+        count = -(-len(cells) // size)  # jobs of the same length, about
+        bounds = [number * len(cells) // count for number in range(count + 1)]
+        packs += [[step for cell in cells[start:end] for step in cell] for start, end in pairwise(bounds)]
+    return packs
 
 
-def _cut(groups: Sequence[PackSteps], size: int) -> list[PackSteps]:
-    """Divide groups into packs of at most `size`, as even as possible."""
-    count = -(-len(groups) // size)
-    bounds = [number * len(groups) // count for number in range(count + 1)]
-    return [[step for group in groups[start:end] for step in group] for start, end in pairwise(bounds)]
+def resources(
+    steps: Sequence[Step],
+    settings: ResourcesConfig,
+    seconds: Seconds,
+    time_limits: Mapping[str, float] = MappingProxyType({}),
+) -> dict[str, Any]:
+    """Resources of a job that does `steps`, of one kind and model, and others after them, one after another.
+
+    Returns the fields of JobConfig: gpus, cpus, memory (GiB) and minutes are always numbers. `seconds` estimates the
+    time of a step; if it is unknown for one, the job asks for `settings.longest`. Minutes that are not set are limited
+    to the partition's `time_limits` (partition -> minutes).
+    """
+    configured = _configured(steps[0], settings)
+    memories = [memory_of(step) or UNKNOWN for step in steps]
+    count = configured["gpus"]
+    if count is None:
+        count = max(gpus(memory, settings.gpu_memory) for memory in memories)
+    largest = max(memory.bytes for memory in memories) / GIB
+    threads = (steps[0].about.threads if steps[0].about else None) or 1
+    times = [seconds(step) for step in steps]
+    minutes = float(settings.longest)
+    if None not in times:
+        minutes = min(minutes, ROUNDED * max(1, ceil(MARGIN * sum(filter(None, times)) / 60 / ROUNDED)))
+    estimated = {
+        "gpus": count,
+        "cpus": max(threads, count * CPUS_PER_GPU),
+        "memory": ceil(HOST + largest) if count else ceil(2 * largest),
+        "minutes": int(min(minutes, _time_limit(configured, time_limits))),
+    }
+    return {name: estimated.get(name) if value is None else value for name, value in configured.items()}
+
+
+def _configured(step: Step, settings: ResourcesConfig) -> dict[str, Any]:
+    """What is set for a step. Settings of its model take precedence over those of its kind, and those over `every`;
+    sbatch is merged. Settings of models do not apply to small steps."""
+    of_kind, of_model = settings.jobs.get(step.kind), settings.models.get(step.about.name) if step.about else None
+    configured: dict[str, Any] = {field.name: None for field in fields(JobConfig)} | {"sbatch": {}, "setup": []}
+    for job in (settings.every, of_kind, of_model):
+        if job is not None:
+            given = {name: value for name, value in vars(job).items() if name in configured and value not in (None, [])}
+            configured |= {**given, "sbatch": {**configured["sbatch"], **job.sbatch}}
+    return configured
+
+
+def _time_limit(configured: Mapping[str, Any], time_limits: Mapping[str, float]) -> float:
+    """Longest time limit in minutes of the partitions that a job may run in. Infinite when they are not known, and when
+    a quality of service (qos) determines the limit."""
+    if configured["sbatch"].get("qos"):
+        return inf
+    named = configured["partition"] or os.environ.get("SBATCH_PARTITION", "")
+    return max((time_limits[name] for name in named.split(",") if name in time_limits), default=inf)

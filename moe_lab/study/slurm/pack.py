@@ -12,13 +12,13 @@ from types import FrameType
 
 from submitit.helpers import DelayedSubmission
 
-from moe_lab.errors import UserError
 from moe_lab.results import DIGITS
 from moe_lab.study import Step, unmerged
 from moe_lab.study.record import Study
 from moe_lab.study.runs import Run, runs
 from moe_lab.study.schedule import Schedule, StepError, say_notices, watch, work
 from moe_lab.study.slurm import scheduler
+from moe_lab.study.status import alive
 from moe_lab.study.store import Store
 from moe_lab.study.worker import Worker
 
@@ -44,7 +44,7 @@ class Pack:
         store.create()
         schedule = Schedule(self.steps)
         with Run(store, store.root / "runs" / self.run).held():
-            schedule.lack(_absent(self.steps, schedule, store))
+            schedule.lack(_absent(schedule, store))
             with Worker(store, f"slurm-{job_id()}") as execute:
                 work(schedule, store, execute)
         say_notices(store)
@@ -56,14 +56,12 @@ class Pack:
         return DelayedSubmission(replace(self, requeues=self.requeues - 1)) if self.requeues > 0 else None
 
 
-def _absent(steps: Sequence[Step], schedule: Schedule, store: Store) -> list[Step]:
-    """Inputs from other jobs that are not in the store. Marks those that are in the store as finished."""
-    own = {step.id for step in steps}
-    outside = {needed.id: needed for step in steps for needed in step.needs if needed.id not in own}
-    there = store.present()
-    present = {name for name in outside if name[:DIGITS] in there}
-    schedule.finished |= present
-    return [step for name, step in outside.items() if name not in present]
+def _absent(schedule: Schedule, store: Store) -> list[Step]:
+    """Inputs from other jobs that are not in the store. Marks those that are there as finished."""
+    own, there = {step.id for step in schedule.steps}, store.present()
+    outside = [needed for step in schedule.steps for needed in step.needs if needed.id not in own]
+    schedule.finished |= {step.id for step in outside if step.id[:DIGITS] in there}
+    return [step for step in outside if step.id not in schedule.finished]
 
 
 def job_id() -> str:
@@ -118,9 +116,9 @@ EVERY = 3.0
 
 def follow(schedule: Schedule, study: Study) -> None:
     """Wait until the study has no job left; then update `schedule` from the store."""
-    jobs = {job.id: job.name for run in runs(study.store, study.config.study) for job in run.jobs}
+    jobs = {job.id: job for run in runs(study.store, study.config.study) for job in run.jobs}
     with watch(schedule):
-        while _any_left(jobs):
+        while any(alive(jobs)):  # also while the scheduler does not answer, as jobs go on then
             time.sleep(EVERY)
             with schedule.changed:
                 _note_finished(schedule, study.store)
@@ -132,12 +130,3 @@ def _note_finished(schedule: Schedule, store: Store) -> None:
     for step in [step for step in schedule.waiting.values() if step.id[:DIGITS] in there]:
         del schedule.waiting[step.id]
         schedule.finished.add(step.id)
-
-
-def _any_left(jobs: dict[str, str]) -> bool:
-    """Whether any of the jobs is still in the queue. True when the scheduler does not answer, as jobs go on then."""
-    try:
-        queue = scheduler.queue()
-    except UserError:
-        return True
-    return any(queue[job].name == name for job, name in jobs.items() if job in queue)

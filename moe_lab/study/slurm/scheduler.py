@@ -105,10 +105,8 @@ def ask(*command: str) -> str:
 
 
 def _run(*command: str) -> subprocess.CompletedProcess[str]:
-    """Run a Slurm command, whose output and selection the variables of the user's shell do not change.
-
-    Raises UserError when it cannot be started.
-    """
+    """Run a Slurm command, whose output and selection the variables of the user's shell do not change. Raises UserError
+    when it cannot be started."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(DISPLAY)}
     why = f"there is no {command[0]} here"
     if (program := shutil.which(command[0])) is not None:

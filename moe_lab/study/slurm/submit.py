@@ -20,15 +20,14 @@ import moe_lab
 from moe_lab import start
 from moe_lab.errors import UserError
 from moe_lab.json_files import write_json
-from moe_lab.study import NOTED, code_state, digest
+from moe_lab.study import NOTED, Step, code_state, digest
 from moe_lab.study.estimates import Times
 from moe_lab.study.record import Study
 from moe_lab.study.runs import RECORD, Run, Submitted, runs
 from moe_lab.study.schedule import Schedule, say
 from moe_lab.study.slurm import scheduler
-from moe_lab.study.slurm.arrays import Array, arrange
+from moe_lab.study.slurm.arrays import Array, arrange, resources
 from moe_lab.study.slurm.pack import Pack, Record
-from moe_lab.study.slurm.resources import resources
 from moe_lab.study.slurm.scheduler import Queued
 
 EARLY = 60
@@ -38,16 +37,14 @@ RECORD_ASKS = {"gpus": 0, "cpus": 1, "memory": 4, "minutes": 60}
 
 
 def submit(schedule: Schedule, study: Study, run: Run) -> None:
-    """Submit jobs for the waiting steps, except those that jobs submitted earlier will still do.
-
-    Raises UserError, with the scheduler's message, when it refuses a job; all jobs of this submission are then
-    cancelled.
-    """
+    """Submit jobs for the waiting steps, except those that jobs submitted earlier will still do. Raises UserError, with
+    the scheduler's message, when it refuses a job; all jobs of this submission are then cancelled."""
     submission = Submission(study, run)
     try:
         _submit_missing(schedule, submission)
     except BaseException:
-        submission.withdraw()
+        scheduler.cancel({job.array for job in run.jobs})
+        run.remove()
         raise
     _announce(submission)
 
@@ -64,7 +61,13 @@ def _submit_missing(schedule: Schedule, submission: Submission) -> None:
     limits = scheduler.time_limits()
     ask = partial(resources, settings=config.resources, seconds=Times(store).seconds, time_limits=limits)
     arrays = arrange(missing, ask, config.launcher, scheduler.longest_array())
-    _check_limits(arrays, config.launcher.signal_seconds)
+    signal_seconds = config.launcher.signal_seconds
+    for array in arrays:
+        if array.asks["minutes"] * 60 <= signal_seconds + EARLY:
+            raise UserError(
+                f"resources: {array.kind} jobs ask for minutes={array.asks['minutes']}, too little to work in: "
+                f"Slurm warns them launcher.signal_seconds={signal_seconds} before, and may do so {EARLY} s early"
+            )
     scheduler.cancel(covered.hopeless)
     for array in arrays:
         submission.add(array)
@@ -88,44 +91,30 @@ class Submission:
         """Submit one array, to start when the jobs that it needs have succeeded."""
         own = {step.id for pack in array.packs for step in pack}
         needed = {needed.id for pack in array.packs for step in pack for needed in step.needs} - own
-        after = tuple(sorted({self.jobs[name] for name in needed if name in self.jobs}))
+        after = [self.jobs[name] for name in needed if name in self.jobs]
         store, requeues = self.study.store, self.study.config.launcher.max_requeues
         run = str(self.run.folder.relative_to(store.root / "runs"))
         packs = [Pack(str(store.root.absolute()), pack, requeues, run) for pack in array.packs]
-        ids = self._hand_in(array.kind, array.asks, packs, "afterok", after)
-        name = self._name(array.kind)
-        whole = ids[0].partition("_")[0]
-        self.run.add(
-            Submitted(job, whole, name, array.kind, tuple(step.id for step in pack), after)
-            for job, pack in zip(ids, array.packs, strict=True)
-        )
+        whole = self._hand_in(array.kind, array.asks, packs, array.packs, "afterok", after)
         self.jobs.update(dict.fromkeys(own, whole))
 
     def close(self) -> None:
         """Submit the job that writes the record when all others have ended, successfully or not."""
-        after = tuple(sorted(set(self.jobs.values())))
         steps = list(self.study.graph.steps())[:1]
         asks = {**resources(steps, self.study.config.resources, lambda step: None), **RECORD_ASKS}
-        (job,) = self._hand_in(RECORD, asks, [Record(self.study, self.run)], "afterany", after)
-        self.run.add([Submitted(job, job, self._name(RECORD), RECORD, (), after)])
-
-    def withdraw(self) -> None:
-        """Cancel all jobs of this submission, and remove its folder."""
-        scheduler.cancel({job.array for job in self.run.jobs})
-        self.run.remove()
-
-    def _name(self, kind: str) -> str:
-        return f"{self.study.config.study}.{kind}"
+        self._hand_in(RECORD, asks, [Record(self.study, self.run)], [[]], "afterany", self.jobs.values())
 
     def _hand_in(
         self,
         kind: str,
         asks: Mapping[str, Any],
         what: Sequence[Callable[[], Any]],
+        steps: Sequence[Sequence[Step]],
         condition: str,
-        after: Sequence[str],
-    ) -> list[str]:
-        """Submit jobs with the same resources as one array; returns their ids."""
+        needed: Iterable[str],
+    ) -> str:
+        """Submit jobs with the same resources as one array, and note them with the steps of each; the array's id."""
+        after, name = tuple(sorted(set(needed))), f"{self.study.config.study}.{kind}"
         settings = self.study.config.launcher
         python = settings.python or shlex.quote(sys.executable)
         executor = SlurmExecutor(
@@ -136,7 +125,7 @@ class Submission:
         optional = {"partition": asks["partition"]} if asks["partition"] else {}
         kind_of_gpu = f"{asks['gpu_type']}:" if asks["gpu_type"] else ""
         executor.update_parameters(
-            job_name=self._name(kind),
+            job_name=name,
             time=asks["minutes"],
             mem=f"{max(1, round(asks['memory'] * 1024))}M",
             cpus_per_task=asks["cpus"],
@@ -149,7 +138,7 @@ class Submission:
         )
         try:
             with scheduler.submitting([*optional, *asks["sbatch"]]):
-                return [job.job_id for job in executor.submit_array(what)]
+                ids = [job.job_id for job in executor.submit_array(what)]
         except (FailedJobError, FailedSubmissionError) as error:
             options = {**asks, **asks["sbatch"], "sbatch": None}
             asked = " ".join(f"{name}={value}" for name, value in options.items() if value not in (None, []))
@@ -157,15 +146,12 @@ class Submission:
                 f"Slurm refuses {kind} jobs ({' '.join(str(error).split())}): they ask for {asked}; change "
                 f"resources.every, resources.jobs.{kind} or resources.models (nothing was left in the queue)"
             ) from None
-
-
-def _check_limits(arrays: Iterable[Array], signal_seconds: int) -> None:
-    for array in arrays:
-        if array.asks["minutes"] * 60 <= signal_seconds + EARLY:
-            raise UserError(
-                f"resources: {array.kind} jobs ask for minutes={array.asks['minutes']}, too little to work in: "
-                f"Slurm warns them launcher.signal_seconds={signal_seconds} before, and may do so {EARLY} s early"
-            )
+        array = ids[0].partition("_")[0]
+        self.run.add(
+            Submitted(job, array, name, kind, tuple(step.id for step in own), after)
+            for job, own in zip(ids, steps, strict=True)
+        )
+        return array
 
 
 def _announce(submission: Submission) -> None:

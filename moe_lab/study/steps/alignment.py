@@ -8,10 +8,10 @@ from moe_lab import allocation
 from moe_lab.allocation.grouping import GROUPINGS
 from moe_lab.grid import Cell
 from moe_lab.models.config_json import Size
-from moe_lab.study import KINDS, Step
-from moe_lab.study.steps.files import Files, engine, loaded
+from moe_lab.study import KINDS
+from moe_lab.study.steps.files import Files, loaded
 from moe_lab.study.steps.passes import OnText, loaded_as
-from moe_lab.study.steps.plans import Asked
+from moe_lab.study.steps.plans import Asked, MakesPlan
 
 
 def plan_of(cell: Cell) -> Any:
@@ -29,7 +29,7 @@ class AlignsChannels(OnText):
     """A step that matches the channels of experts that a plan merges."""
 
     streams = True
-    plan: Step
+    plan: MakesPlan
 
     def label(self) -> str:
         return self.plan.label()
@@ -37,8 +37,7 @@ class AlignsChannels(OnText):
     @property
     def asked(self) -> Asked:
         """What the cell asks of its plan."""
-        asked: Asked = self.plan.asked  # type: ignore[attr-defined]
-        return asked
+        return self.plan.asked
 
 
 class ActivationAlignment(AlignsChannels):
@@ -51,8 +50,9 @@ class ActivationAlignment(AlignsChannels):
     def work(self, files: Files) -> None:
         from moe_lab.pruning.alignment import align_by_activations, alignment_tap
 
-        passes, plan = engine(self.loaded.model, self.text, files, {"step": self.id}), files.plan(self.plan)
-        align_by_activations(plan, passes.read(alignment_tap(plan)).layers).save(files.out / "plan.json")
+        plan = files.plan(self.plan)
+        sums = self.engine(files).read(alignment_tap(plan))
+        align_by_activations(plan, sums.layers).save(files.out / "plan.json")
 
     def layer_memory(self, size: Size) -> float:
         """Products of channels, in fp64 for at most every expert."""

@@ -26,11 +26,8 @@ class Routing(OnText):
 
 
 class Cost(Step):
-    """Parameters, storage, and the FLOPs of a token in a row as long as those of a text.
-
-    The model is run on the text only where experts of one layer may differ in width, since FLOPs then depend on
-    routing.
-    """
+    """Parameters, storage, and the FLOPs of a token in a row as long as those of a text. The model is run on the text
+    only where experts of one layer may differ in width, since FLOPs then depend on routing."""
 
     kind = "cost"
     small = True
@@ -93,18 +90,16 @@ class Cost(Step):
             row = json.loads(files.read(self.unpruned, "cost.json"))["flops_by_part"]
         else:
             row = row_flops(network, self.row)
-        routing = even_routing(routed_layers(network), plan) or self._routing(plan, files)
+        routing: Any = even_routing(routed_layers(network), plan)
+        if not routing:
+            if self.text is None:
+                raise UserError(
+                    f"cost of model={self.about.name}: its experts differ in width, which is known only of a folder: "
+                    "download it, and give the folder as model.path"
+                )
+            routing = engine(self.about, self.text, files, {"step": self.id}).routing(plan)
         stored = asdict(self.storage) if self.storage else {}
         write_json(files.out / "cost.json", cost(network, plan, row, routing, facts=files.facts(self.facts), **stored))
-
-    def _routing(self, plan: Any, files: Files) -> Any:
-        """The measured routing of the text under the plan. Raises UserError without a text."""
-        if self.text is None:
-            raise UserError(
-                f"cost of model={self.about.name}: its experts differ in width, which is known only of a folder: "
-                "download it, and give the folder as model.path"
-            )
-        return engine(self.about, self.text, files, {"step": self.id}).routing(plan)
 
     def memory(self, size: Size) -> float:
         return self.reading.memory(size) if self.reading else self.process_memory
@@ -179,7 +174,9 @@ class Timing(OnText):
         import torch
 
         from moe_lab.evaluation.timing import measure
+        from moe_lab.models.discover import is_experts
         from moe_lab.models.load import device_name
+        from moe_lab.recovery.apply import storage
 
         device, here = self.timed.device, device_name(self.about.device)
         if here != device:
@@ -191,7 +188,15 @@ class Timing(OnText):
         tokens = torch.cat([ids[valid] for ids, valid in read_text(self.text, tokenizer, files)])
         load = os.getloadavg()[0]
         files.table("timing.parquet", results.TIMINGS, measure(model, tokens, self.timed))
-        write_json(files.out / "timing.json", {"device": device, "load": load, **_about(model)})
+        about = {
+            "device": device,
+            "load": load,
+            "dtype": str(model.dtype).removeprefix("torch."),
+            "threads": torch.get_num_threads(),
+            "experts": sorted({type(module).__name__ for module in model.modules() if is_experts(module)}),
+            "weight_bytes": storage(model)["total"],
+        }
+        write_json(files.out / "timing.json", about)
 
     def deployed(self, network: Any, files: Files) -> Any:
         """The model as a server would hold it: pruned parts removed, fine-tuned, quantised."""
@@ -204,25 +209,9 @@ class Timing(OnText):
         return recovered(network, files.plan(self.plan), bits=storage.bits, modules=storage.modules, tuned=tuned)
 
 
-def _about(model: Any) -> dict[str, Any]:
-    import torch
-
-    from moe_lab.models.discover import is_experts
-    from moe_lab.recovery.quantize import storage
-
-    return {
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "threads": torch.get_num_threads(),
-        "experts": sorted({type(module).__name__ for module in model.modules() if is_experts(module)}),
-        "weight_bytes": storage(model)["total"],
-    }
-
-
 def wrong_timing(launcher: LauncherConfig, timed: TimingConfig, model: ModelConfig) -> Iterator[str]:
-    """A sentence for each reason why the model cannot be timed.
-
-    Timing must run alone. The name of its device must be known in advance, because it is part of the step's identity.
-    """
+    """A sentence for each reason why the model cannot be timed. Timing must run alone. The name of its device must be
+    known in advance, because it is part of the step's identity."""
     if launcher.name == "local" and launcher.processes != 1:
         yield "timing=true beside other work would measure that too: expected launcher=inline, or launcher.processes=1"
     if launcher.name == "slurm" and timed.device is None:

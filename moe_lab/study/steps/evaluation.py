@@ -56,7 +56,7 @@ def task_of(benchmark: BenchmarkConfig, config: Config) -> Task:
     A server only generates texts, so the model is loaded for a benchmark that needs likelihoods. Grading may not run in
     a weaker sandbox than here, also where another machine of the study has no namespaces.
     """
-    backend = backend_of(config)
+    backend = replace(config.backend, python=config.interpreters.get("vllm"))
     if backend.name == "server" and not suite.has_two_phases(benchmark):
         backend = BackendConfig(name="hf")
     policy = suite.policy(config)
@@ -65,11 +65,6 @@ def task_of(benchmark: BenchmarkConfig, config: Config) -> Task:
         policy = replace(policy, sandbox=NAMESPACES)
     questions = suite.Questions(benchmark)
     return Task(benchmark, questions, backend, policy, limited, config.export, config.verify)
-
-
-def backend_of(config: Config) -> BackendConfig:
-    """The study's back end, with the interpreter of vLLM that the study names."""
-    return replace(config.backend, python=config.interpreters.get("vllm"))
 
 
 def results_of(pruned: Pruned, task: Task) -> Evaluate | Grade:
@@ -114,10 +109,8 @@ class OnBenchmark(Step):
         return [asked.name, asked.shots, asked.chat, asked.max_new_tokens]
 
     def check_data(self, identity: dict[str, Any]) -> None:
-        """Raise Unavailable when the data of the benchmark has changed since the study was started.
-
-        Results on other data belong to a step with another id.
-        """
+        """Raise Unavailable when the data of the benchmark has changed since the study was started. Results on other
+        data belong to a step with another id."""
         if identity["data"] != suite.data_digest(self.benchmark):
             raise Unavailable(
                 f"benchmark {self.benchmark.name}: its data is not what it was when this was started: start the study "

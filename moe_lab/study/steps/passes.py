@@ -118,6 +118,10 @@ class OnText(Step):
         """How many copies of the weights are held."""
         return 1
 
+    def engine(self, files: Files) -> Any:
+        """The model and the text, opened for passes; see `files.engine`."""
+        return engine(self.loaded.model, self.text, files, {"step": self.id}, self.rows)
+
     def layer_memory(self, size: Size) -> float:
         """Bytes held for every layer whose weights are in memory, in addition to the weights."""
         return 0.0
@@ -194,9 +198,13 @@ class Pass(LeavesSums, OnText):
 
     def gather(self, files: Files) -> Any:
         """The sums of this pass."""
-        passes = engine(self.loaded.model, self.text, files, {"step": self.id}, self.rows)
-        read = passes.read_back if self.backward else passes.read
-        return read(resolve_name(f"moe_lab.statistics.{self.tap}"))
+        passes = self.engine(files)
+        return (passes.read_back if self.backward else passes.read)(self.tapping())
+
+    @classmethod
+    def tapping(cls) -> Any:
+        """The class of the tap."""
+        return resolve_name(f"moe_lab.statistics.{cls.tap}")
 
     def merge(self, shares: list[Path]) -> Any:
         """The sums of the shares in these files together: layer -> name -> tensor."""
@@ -325,12 +333,13 @@ class OnWeights(LeavesSums):
         from moe_lab.models.load import place
 
         device = place(self.model) if torch.cuda.is_available() else "cpu"  # its Slurm jobs have no GPU
-        return self.weigh(local_folder(self.model), "cuda" if device in DEVICE_MAPS else device)
+        device = "cuda" if device in DEVICE_MAPS else device
+        return self.adding_up()(local_folder(self.model), fingerprint={"step": self.id}, device=device)
 
-    def weigh(self, folder: Path, device: str) -> Any:
-        """Sums over the weights in a folder, added up on a device."""
-        add_up = resolve_name(f"moe_lab.statistics.weights:{self.weigher}")
-        return add_up(folder, fingerprint={"step": self.id}, device=device)
+    @classmethod
+    def adding_up(cls) -> Any:
+        """The function that adds them up."""
+        return resolve_name(f"moe_lab.statistics.weights:{cls.weigher}")
 
     def memory(self, size: Size) -> float:
         return 2 * BASE

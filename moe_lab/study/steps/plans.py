@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -19,7 +18,7 @@ from moe_lab.models.files import fingerprint
 from moe_lab.paths import resolve
 from moe_lab.study import KINDS, Parts, Step
 from moe_lab.study.steps import tables
-from moe_lab.study.steps.files import STATISTICS, Files, Streamed, engine, loaded
+from moe_lab.study.steps.files import STATISTICS, Files, Streamed, loaded
 from moe_lab.study.steps.passes import Facts, OnText, loaded_as
 from moe_lab.study.steps.scores import (
     CHANNEL_SCORES,
@@ -32,9 +31,6 @@ from moe_lab.study.steps.scores import (
     score,
 )
 
-Checks = tuple[Callable[[Cell], None], ...]
-"""Functions that raise UserError for a cell whose plan cannot be made."""
-
 
 def _known_layer(cell: Cell) -> dict[str, int] | None:
     """Facts of a layer that config.json has. None where it has none, and for ratio_basis=model, which needs the number
@@ -43,10 +39,14 @@ def _known_layer(cell: Cell) -> dict[str, int] | None:
     return {**shape, "n_group": 1, "topk_group": 1} if shape else None
 
 
+def _settings(cell: Cell) -> dict[str, Any]:
+    return {**vars(cell.allocation), "ratio": cell.ratio}
+
+
 def check_ratio(cell: Cell) -> None:
     """Raise UserError when the ratio is not feasible, also with the experts that a file protects."""
     if layer := _known_layer(cell):
-        settings = {**asdict(cell.allocation), "ratio": cell.ratio}
+        settings = _settings(cell)
         granularity = criteria.get(cell.criterion.name).granularity
         allocation.fits(settings, {0: layer}, granularity)
         protect = protection.identity(settings).get("protect")
@@ -57,15 +57,13 @@ def check_ratio(cell: Cell) -> None:
 
 
 def check_engine(cell: Cell) -> None:
-    """Raise UserError for calibration.engine=streamed with an allocation that needs the whole model in memory.
-
-    Such an allocation runs the rest of the model again for every candidate.
-    """
+    """Raise UserError for calibration.engine=streamed with an allocation that needs the whole model in memory. Such an
+    allocation runs the rest of the model again for every candidate."""
     if cell.calibration.engine != "streamed":
         return
     name = cell.allocation.name
     steps = [allocation.get(name).step, *(need for need in evidence_of(cell) if need != "by")]
-    if any(KINDS[step].needs_whole_model() for step in steps):
+    if any(KINDS[step].loads == "model" and not KINDS[step].streams for step in steps):
         raise UserError(
             f"allocation={name} compares whole models, and calibration.engine=streamed has one decoder layer in "
             "memory: expected calibration.engine=resident, or an allocation from sums, such as uniform"
@@ -89,10 +87,8 @@ def check_layout(cell: Cell) -> None:
 
 
 def check_plan_file(cell: Cell) -> None:
-    """Raise UserError when allocation.path is a plan that still has to be aligned, or one of another model.
-
-    The model is checked only if it is a folder on this machine; the step checks again.
-    """
+    """Raise UserError when allocation.path is a plan that still has to be aligned, or one of another model. The model
+    is checked only if it is a folder on this machine; the step checks again."""
     from moe_lab.pruning.replace import check_aligned
 
     plan, folder = plan_in(cell.allocation), Path(resolve(cell.model.path)).expanduser()
@@ -124,41 +120,35 @@ def drops_whole_experts(cell: Cell) -> bool:
 def check_schedules(cell: Cell) -> None:
     """Raise UserError for unknown parameters of a search and values that cannot work, and when no schedule removes as
     much as the ratio says."""
-    from moe_lab.search.evolution import space_to_search
-    from moe_lab.search.settings import parse, problem_of
+    from moe_lab.search.evolution import parse, problem_of, space_to_search
 
     parameters = parse(cell.allocation.parameters)
     check_ratio(cell)
     if layer := _known_layer(cell):
-        settings = {**asdict(cell.allocation), "ratio": cell.ratio}
-        space_to_search(problem_of(settings, {"layers": {0: layer, 1: layer}}), parameters)
+        space_to_search(problem_of(_settings(cell), {"layers": {0: layer, 1: layer}}), parameters)
 
 
 def check_choices(cell: Cell) -> None:
     """Raise UserError when the ratio is not feasible, or allows more choices than the limit."""
-    from moe_lab.allocation.shapes import check_removals
-
     check_ratio(cell)
     if layer := _known_layer(cell):
         limit = {name: value for name, value in cell.allocation.parameters.items() if name == "limit"}
-        check_removals({0: layer}, cell.ratio, multiple_of=cell.allocation.multiple_of, **limit)
+        shapes.check_removals({0: layer}, cell.ratio, multiple_of=cell.allocation.multiple_of, **limit)
 
 
 def check_sequential(cell: Cell) -> None:
-    """Raise UserError unless the criterion reads forward statistics and, besides them, only weights.
+    """Raise UserError unless the criterion reads forward statistics and, besides them, only weights. Nothing else is
+    known of a layer right after the layers below it were pruned."""
 
-    Nothing else is known of a layer right after the layers below it were pruned.
-    """
-    fitting = [name for name, about in criteria.CRITERIA.items() if _fits_sequential(about.needs)]
+    def fits(needs: Sequence[str]) -> bool:
+        return "statistics" in needs and not any(KINDS[need].reads_text for need in needs if need != "statistics")
+
+    fitting = [name for name, about in criteria.CRITERIA.items() if fits(about.needs)]
     if (name := cell.criterion.name) not in fitting:
         raise UserError(
             f"allocation=sequential scores each layer by its forward statistics, and criterion={name} reads "
             f"{' and '.join(criteria.get(name).needs) or 'none'}: expected one of {', '.join(fitting)}"
         )
-
-
-def _fits_sequential(needs: Sequence[str]) -> bool:
-    return "statistics" in needs and not any(KINDS[need].reads_text for need in needs if need != "statistics")
 
 
 class Asked(Parts):
@@ -191,7 +181,8 @@ def asked_of(cell: Cell) -> Asked:
 class MakesPlan(Step):
     """A step that makes the plan of a cell."""
 
-    checks: ClassVar[Checks] = (check_ratio, check_layout)
+    checks: ClassVar[tuple[Callable[[Cell], None], ...]] = (check_ratio, check_layout)
+    """Functions that raise UserError for a cell whose plan cannot be made."""
     asked: Asked
 
     def label(self) -> str:
@@ -215,12 +206,15 @@ class MakesPlan(Step):
         """Provenance of the plan. `model`: the facts of the model."""
         return {"allocation": self.allocated, "model_sha256": model["sha256"], **protection.provenance(model)}
 
+    def save(self, plan: Any, model: Mapping[str, Any], files: Files) -> None:
+        """Write the plan, if it fits the model with these facts."""
+        plan.check(model["layers"])
+        plan.save(files.out / "plan.json")
+
 
 class FromScores(MakesPlan):
-    """A plan from scores, without running the model.
-
-    Decides how many experts each layer loses, and which; or how many channels each expert loses, and which.
-    """
+    """A plan from scores, without running the model. Decides how many experts each layer loses, and which; or how many
+    channels each expert loses, and which."""
 
     kind = "plan"
     small = True
@@ -256,9 +250,8 @@ class FromScores(MakesPlan):
         plan = plan_from_scores(settings, scored, granularity, model, evidence, provenance=about)
         if given := plan_in(self.asked.allocation):  # it passed as an allocation: use it unchanged
             plan = given
-            plan.check(model["layers"])
             plan.check_origin(model["sha256"], "this model")
-        plan.save(files.out / "plan.json")
+        self.save(plan, model, files)
         if granularity == "channel" and plan.channels:
             files.table("budgets.parquet", results.BUDGETS, tables.budgets(scored, plan.channels))
 
@@ -296,7 +289,7 @@ class Search(MakesPlan, OnText):
 
     def units(self) -> float:
         """P + (T - 1)(P - m) candidates, each on the text (P: population, T: generations, m: elites)."""
-        from moe_lab.search.settings import parse
+        from moe_lab.search.evolution import parse
 
         search = parse(self.asked.allocation.parameters)
         candidates = search.population + (search.generations - 1) * (search.population - search.elites)
@@ -324,16 +317,14 @@ class Reconstruction(MakesPlan, OnText):
 
         model, settings = self.facts_of(self.loaded.facts, files), self.allocated
         best = reconstruct(
-            engine(self.loaded.model, self.text, files, {"step": self.id}).read,
+            self.engine(files).read,
             facts=model,
             ratio=allocation.routed_ratio(settings["ratio"], settings["ratio_basis"], model),
             multiple_of=settings["multiple_of"],
             **settings["parameters"],
         )
         counts = {layer: about["n_experts"] for layer, about in model["layers"].items()}
-        plan = Plan(best.kept, counts, self.origin(model))
-        plan.check(model["layers"])
-        plan.save(files.out / "plan.json")
+        self.save(Plan(best.kept, counts, self.origin(model)), model, files)
         files.table("errors.parquet", COLUMNS, best.errors)
 
 
@@ -393,5 +384,4 @@ class Sequential(MakesPlan, OnText):
             budget=passes.budget,
             provenance={"criterion": self.settings["criterion"], "text": self.settings["text"], **self.origin(model)},
         )
-        plan.check(model["layers"])
-        plan.save(files.out / "plan.json")
+        self.save(plan, model, files)

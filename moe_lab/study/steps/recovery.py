@@ -76,8 +76,7 @@ class Finetune(OnText):
         return 2 if self.recovery.train == "adapters" or self.plan.asked.merges_experts else 1
 
     def batch_memory(self, size: Size) -> float:
-        tokens = min(self.text.batch_size * self.text.length, self.text.tokens)
-        teacher = DISTILLED * tokens * size.logits if self.recovery.distill is not None else 0.0
+        teacher = DISTILLED * self._batch_tokens * size.logits if self.recovery.distill is not None else 0.0
         return super().batch_memory(size) + teacher + self.disk(size)
 
     def disk(self, size: Size) -> float:
@@ -135,10 +134,8 @@ class Pruned(Parts):
 
     @contextmanager
     def open(self, files: Files) -> Iterator[tuple[Any, Any]]:
-        """The model and its tokenizer. A plan is a mask on the loaded model; a recovered model is a copy.
-
-        Benchmarks of one recovered model share the copy. Masks cost nothing to make again.
-        """
+        """The model and its tokenizer. A plan is a mask on the loaded model; a recovered model is a copy. Benchmarks of
+        one recovered model share the copy. Masks cost nothing to make again."""
         from moe_lab.pruning.mask import mask
 
         network, tokenizer = loaded(self.model)
@@ -192,10 +189,8 @@ def _check_converter(export: ExportConfig) -> None:
 
 
 class Export(Step):
-    """The pruned model as a checkpoint, with its recovery, quantised if `export.format` says so.
-
-    A model whose weights are not changed is compared with the masked model if `verify` is set.
-    """
+    """The pruned model as a checkpoint, with its recovery, quantised if `export.format` says so. A model whose weights
+    are not changed is compared with the masked model if `verify` is set."""
 
     kind = "export"
     loads = "checkpoint"
@@ -233,7 +228,7 @@ class Export(Step):
         if self.pruned.is_recovered:
             from moe_lab.recovery.export import check_widths
 
-            check_widths(source, plan, _evaluated_dtype(self.about, source))
+            check_widths(source, plan, self._evaluated_dtype(source))
         natural = files.partial / "natural" if is_rewritten or is_converted else out
         if not natural.exists():
             write(source, plan, natural, shape=shape)
@@ -268,29 +263,33 @@ class Export(Step):
     def _write_changed(self, natural: Path, out: Path, files: Files) -> None:
         """Write the pruned checkpoint again, with the weights of the recovered model, and quantised."""
         from moe_lab.pruning.export.rewrite import rewrite
+        from moe_lab.recovery.export import recovery_changes
 
-        changes = []
+        changes, storage = [], self.storage or Storage()
         if self.pruned.is_recovered:
-            changes.append(self._recovery_changes(natural, files))
+            found = recovery_changes(
+                natural,
+                dtype=self._evaluated_dtype(natural),
+                bits=storage.bits,
+                modules=list(storage.modules),
+                tuned=self.pruned.tuned(files),
+                words=recoveries.finetune_words(
+                    self.pruned.recovery, self.finetune.text.name if self.finetune else None
+                ),
+            )
+            changes.append(found)
         if self._is_compressed:
             from moe_lab.pruning.export.compressed import compression_changes
 
             changes.append(compression_changes(natural, self.shape.format))
-        together = reduce(lambda first, then: first.then(then), changes)
-        rewrite(natural, together, out)
+        rewrite(natural, reduce(lambda first, then: first.then(then), changes), out)
 
-    def _recovery_changes(self, natural: Path, files: Files) -> Any:
-        from moe_lab.recovery.export import recovery_changes
+    def _evaluated_dtype(self, folder: Path) -> Any:
+        """The precision in which the model is evaluated. This step itself runs on the CPU, maybe on another machine."""
+        from moe_lab.models.load import DTYPES
+        from moe_lab.models.streamed import stored_dtype
 
-        storage = self.storage or Storage()
-        return recovery_changes(
-            natural,
-            dtype=_evaluated_dtype(self.about, natural),
-            bits=storage.bits,
-            modules=list(storage.modules),
-            tuned=self.pruned.tuned(files),
-            words=recoveries.finetune_words(self.pruned.recovery, self.finetune.text.name if self.finetune else None),
-        )
+        return DTYPES.get(str(self.dtype)) or stored_dtype(folder)
 
     def memory(self, size: Size) -> float:
         """Where weights are changed or converted, a decoder layer three times in fp32."""
@@ -320,15 +319,3 @@ def export_of(pruned: Pruned, export: ExportConfig, verify: bool, usual: Shape =
         verify or None,
         pruned,
     )
-
-
-def _evaluated_dtype(model: ModelConfig, folder: Path) -> Any:
-    """The precision in which models are evaluated. This step itself runs on the CPU, maybe on another machine."""
-    import torch
-
-    from moe_lab.models.load import DTYPES
-    from moe_lab.models.streamed import stored_dtype
-
-    if model.dtype in DTYPES:
-        return DTYPES[model.dtype]
-    return torch.float32 if model.device == "cpu" else stored_dtype(folder)

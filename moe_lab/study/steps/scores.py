@@ -111,9 +111,7 @@ def plugged(cell: Cell) -> Places:
 
 def score(step: Any, inputs: ByLayer, layers: ByLayer) -> dict[int, Any]:
     """Layer -> scores by the criterion, gate and seed of a step, from sums over the layer's tokens and weights.
-
-    `layers` has the facts of the layers to score.
-    """
+    `layers` has the facts of the layers to score."""
     return criteria.score(
         step.criterion.name,
         inputs,

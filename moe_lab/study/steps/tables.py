@@ -92,9 +92,7 @@ def ablations(layers: Layers) -> list[Row]:
 
 def concentration(scores: Mapping[int, Array]) -> list[Row]:
     """Rows of CONCENTRATION: of each expert's scores (I,), for at most POINTS shares of its channels between 0 and 1.
-
-    Negative scores count as 0; NaN where no channel has a score.
-    """
+    Negative scores count as 0; NaN where no channel has a score."""
     return [
         (layer, expert, *point)
         for layer, values in scores.items()
@@ -112,10 +110,8 @@ def _curve(values: Array) -> Iterator[tuple[float, float]]:
 
 
 def budgets(scores: Mapping[int, Array], kept: Mapping[int, NDArray[np.bool_]]) -> list[Row]:
-    """Rows of BUDGETS, one per layer, from scores (E, I) and which channels a plan keeps (E, I).
-
-    Negative scores count as 0; NaN where no channel has a score.
-    """
+    """Rows of BUDGETS, one per layer, from scores (E, I) and which channels a plan keeps (E, I). Negative scores count
+    as 0; NaN where no channel has a score."""
     rows = []
     for layer, mask in kept.items():
         values = _positive(scores[layer])
