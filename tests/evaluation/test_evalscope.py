@@ -87,7 +87,6 @@ def write_data(of: BenchmarkConfig, rows: Mapping[str, Sequence[Mapping[str, Any
 
 # LiveCodeBench: what a model may answer to a problem that wants the sum of each line, or `largest`.
 SUMS = "import sys\nfor line in sys.stdin.read().split('\\n')[1:]:\n    if line: print(sum(map(int, line.split())))"
-MAIN = "def main():\n    for _ in range(int(input())):\n        print(sum(map(int, input().split())))\n"
 LARGEST = "class Solution:\n    def largest(self, numbers, times):\n        return tuple(sorted(numbers)[::-1][:times])"
 KILL = "import ctypes, os\nctypes.CDLL(None).kill(os.getppid(), 9)\n"
 FORGE = """
@@ -113,8 +112,6 @@ except OSError: pass
 """
 CASES: dict[str, tuple[bool, str, float]] = {
     "reads lines": (False, f"```python\n{SUMS}\n```", 1.0),
-    "has a main block": (False, f"```python\n{MAIN}\nif __name__ == '__main__':\n    main()\n```", 1.0),
-    "changes its mind": (False, f"```\nprint(1)\n```\nNo:\n```python\n{SUMS}\n```", 1.0),
     "returns a tuple": (True, f"```python\n{LARGEST}\n```", 1.0),
     "tries to write": (False, f"```python\n{LOOSE}\n{SUMS}\n```", 1.0),
     "is right in the first tests only": (
@@ -150,7 +147,7 @@ def test_programs_are_judged_by_evalscope_and_run_where_they_can_neither_harm_no
     assert {name: sample["outcome"] for name, sample in zip(CASES, found, strict=True)} == {
         name: outcome for name, (_, _, outcome) in CASES.items()
     }
-    assert (result["n"], result["score"]) == (len(CASES), pytest.approx(6 / len(CASES)))
+    assert (result["n"], result["score"]) == (len(CASES), pytest.approx(4 / len(CASES)))
     said = {name: sample["extracted"] for name, sample in zip(CASES, found, strict=True)}
     assert said["reads lines"] == "pass" and said["never ends"] == "Time Limit Exceeded"
     assert said["returns another order"] == "Wrong Answer" and "expected an indented block" in said["has no block"]
@@ -286,9 +283,6 @@ def test_the_published_benchmarks_are_as_large_as_the_papers_say(tmp_path: Path)
     found = benchmarks(list(sizes), str(tmp_path))
     assert {benchmark.name: benchmark.expected for benchmark in found} == sizes
     assert [list(evalscope.wrong(benchmark)) for benchmark in found] == [[]] * 5
-    assert all(benchmark.chat and not benchmark.shots for benchmark in found)
-    at_most = {benchmark.name: (benchmark.max_new_tokens, benchmark.max_length) for benchmark in found}
-    assert {at_most[name] for name in ("livecodebench", "gsm8k", "math500")} == {(2048, 4096)}
 
 
 GPQA = {f"Incorrect Answer {n}": f"wrong {n}" for n in (1, 2, 3)} | {"Correct Answer": "right"}

@@ -14,9 +14,8 @@ import huggingface_hub
 import pyarrow as arrow
 import pyarrow.parquet as parquet
 import pytest
-from harness_files import write_lines
+from harness_files import RTE, subject_rows, write_lines
 from huggingface_hub.utils import filter_repo_objects
-from mirrors import RTE, subject_rows
 
 from benchmarks.data_sets import write_data_set
 from moe_lab import evaluation as suite
