@@ -7,8 +7,8 @@ import moe_lab.interrupt  # noqa: F401 - first, for Ctrl-C during the other impo
 
 # isort: split
 import argparse
-import re
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from moe_lab.errors import UserError, end_with, unknown
@@ -37,14 +37,12 @@ def main() -> int:
     )
     asked = parser.parse_args()
     try:
-        known = "store=.*|apply=(true|false)" if asked.command == "gc" else "store=.*"
-        settings = dict(word.split("=", 1) for word in asked.words if re.fullmatch(known, word, re.DOTALL))
-        names = [word for word in asked.words if not re.fullmatch(known, word, re.DOTALL)]
+        names, settings = split(asked.words, ["store", "apply"] if asked.command == "gc" else ["store"])
         numbers = {"gc": [0], "sync": [0, 1]}.get(asked.command, [1])
         if len(names) not in numbers:
             raise UserError(
                 f"{asked.command} {' '.join(names)}: expected {' or '.join(map(str, numbers))} names of a study or a "
-                "step, the store as store=FOLDER, and for gc apply=true or apply=false"
+                "step, and the store as store=FOLDER"
             )
         store = Store(settings.get("store", "store"))
         if asked.command != "sync" and not store.is_there():
@@ -62,6 +60,22 @@ def main() -> int:
     except UserError as error:
         print(f"moe_lab: {error}", file=sys.stderr)
         return 2
+
+
+def split(words: Sequence[str], known: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """Names, and key -> value of the settings, among the words of a command. Raises UserError for an unknown one."""
+    names, settings = [], {}
+    for word in words:
+        key, is_setting, value = word.partition("=")
+        if not (is_setting and key.isidentifier()):  # the names of some steps have a =
+            names.append(word)
+        elif key not in known:
+            raise unknown("setting", key, known)
+        elif key == "apply" and value not in ("true", "false"):
+            raise unknown(key, value, ["true", "false"])
+        else:
+            settings[key] = value
+    return names, settings
 
 
 def find(store: Store, name: str) -> tuple[StudyState, list[StepState]]:
