@@ -244,11 +244,9 @@ def test_a_transfer_is_as_if_resampled_until_feasible() -> None:
     ("named", "given"),
     [
         ("population", {"population": 0}),
-        ("generations", {"generations": 2.5}),
         ("generation", {"generation": 3}),
         ("elites", {"elites": 32}),
         ("patterns", {"patterns": ["uniform", "front-heavy"]}),
-        ("seed", {"seed": -1}),
         ("shift=false", {"fitness": "nll", "shift": False}),
     ],
 )

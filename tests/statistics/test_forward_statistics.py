@@ -20,7 +20,7 @@ from moe_lab.models.experts import are_replaced, parts, sort_by_expert
 from moe_lab.pruning.mask import mask
 from moe_lab.pruning.plan import Plan
 from moe_lab.statistics.damage import DamageTap, SimilarityTap
-from moe_lab.statistics.forward import ENTROPY_BINS, Call, ForwardTap, shifts
+from moe_lab.statistics.forward import ENTROPY_BINS, Call, ForwardTap, is_softmax, shifts
 from moe_lab.statistics.observe import Observer, gather
 
 SOFTMAX_ROUTERS = {
@@ -115,10 +115,19 @@ def test_sums_of_a_bf16_model_are_those_of_fp64_within_its_rounding(name: str) -
             assert ((named["gate_channel_square"][j] - squares).abs() <= 8 * 2**-8 * squares.max()).all()
 
 
+def test_softmax_routers_are_told_by_what_they_do_also_with_one_expert_a_token() -> None:
+    logits = torch.randn(50, 8, generator=torch.Generator().manual_seed(0))
+    for k in (1, 3):
+        p, index = logits.softmax(-1).topk(k)
+        assert is_softmax(logits, index, 16 * p)
+        assert not is_softmax(logits, index, logits.sigmoid().gather(1, index))
+        assert not is_softmax(logits, index, torch.full_like(p, torch.nan))
+
+
 def test_experts_under_a_plan_of_channels_are_not_observed() -> None:
     """Nor masked while they are observed: a tap computes the experts of the whole model. Nor under another mask."""
     model = naive.model("olmoe")
-    plan = random_plan(model, "one width")
+    plan = random_plan(model, "one width", share=1)
     with mask(model, plan), pytest.raises(RuntimeError, match=r"model\.layers\.0"), Observer(model, ForwardTap):
         pass
     with Observer(model, ForwardTap), pytest.raises(RuntimeError, match=r"model\.layers\.0"), mask(model, plan):

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy
-import preloaded
 import pytest
 import torch
 import yaml
 from safetensors.numpy import load_file as load_arrays
 from safetensors.torch import load_file
+from studies import on_boolq
 
 from moe_lab import align
 from moe_lab.config import ModelConfig
@@ -25,7 +25,6 @@ from moe_lab.pruning.plan import Plan
 from moe_lab.recovery.apply import recovered
 from moe_lab.results import read_record
 
-SMALL = ["suite.benchmarks=[pocket_boolq]", "suite.limit=8", "calibration.tokens=2048", "report=false"]
 SHORT_SEARCH = [
     "allocation=pocket_evolutionary",
     "allocation.parameters.population=4",
@@ -42,22 +41,17 @@ MORE_CHANNELS: list[Lists] = [
 pytestmark = pytest.mark.slow
 
 
-def moe_lab(store: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    command = preloaded.command("-m", "moe_lab", *SMALL, *words, f"store={store}")
-    return subprocess.run(command, capture_output=True, text=True, cwd=store.parent)
-
-
 def listed(folder: Path, grid: Lists, *more: Lists) -> list[str]:
     """The words that ask for grids, which are written into an experiment in the folder."""
     (folder / "experiment").mkdir(exist_ok=True)
     lists = yaml.safe_dump({"grid": grid, "more": list(more)})
     (folder / "experiment" / "listed.yaml").write_text(f"# @package _global_\n{lists}")
-    return ["--config-dir", str(folder), "+experiment=listed"]
+    return [f"--config-dir={folder}", "+experiment=listed"]
 
 
 def cells(store: Path, *words: str) -> list[dict[str, Any]]:
     """The pruned cells of a study that must succeed."""
-    done = moe_lab(store, *words)
+    done = on_boolq(store, *words)
     assert done.returncode == 0, done.stderr
     found = (read_record(store, "study") or {})["cells"]
     return [cell for cell in found if cell["plan"]]
@@ -215,7 +209,7 @@ def test_plans_of_each_kind_are_exported_and_compared(store: Path, tmp_path: Pat
     """Ragged channels, as many experts in every layer, and different numbers of them."""
     more = [{"criterion": ["man"], "allocation": [name]} for name in ("uniform", "global")]
     words = listed(tmp_path, {"criterion": ["heapr"], "allocation": ["global"]}, *more)
-    done = moe_lab(store, *words, "ratio=0.5", "export=natural", "verify=true")
+    done = on_boolq(store, *words, "ratio=0.5", "export=natural", "verify=true")
     assert done.returncode == 0, done.stderr
     found = (read_record(store, "study") or {})["cells"]
     pruned = [cell for cell in found if cell["plan"]]

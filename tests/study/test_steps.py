@@ -206,8 +206,9 @@ def test_weights_gradients_and_scores_leave_their_tables(made: dict[Any, Path]) 
         name: pd.read_parquet(folder / f"{name}.parquet").set_index(["layer", "expert"])
         for name, folder in files.items()
     }
+    layers = json.loads((made[Facts] / "facts.json").read_text())["layers"]
     for name, table in found.items():
-        assert table.index.nunique() == sum(experts_of(made).values()), name
+        assert table.index.nunique() == sum(about["n_experts"] for about in layers.values()), name
     layer = max(read(weights / "statistics.safetensors"))
     one = read(weights / "statistics.safetensors")[layer]
     assert found["weights"].loc[(layer, 3)].tolist() == [one["abs_sum"][3], one["square_sum"][3], one["count"]]
@@ -215,11 +216,6 @@ def test_weights_gradients_and_scores_leave_their_tables(made: dict[Any, Path]) 
     assert found["gradients"].loc[(layer, 3), "gradient_square"] == pytest.approx(sum(squares.tolist()))
     curve = found["expert_concentration"].loc[(layer, 3), "score"].tolist()
     assert curve[0] == 0 and curve[-1] == pytest.approx(1) and curve == sorted(curve)
-
-
-def experts_of(made: dict[Any, Path]) -> dict[str, int]:
-    layers = json.loads((made[Facts] / "facts.json").read_text())["layers"]
-    return {layer: about["n_experts"] for layer, about in layers.items()}
 
 
 # Costs

@@ -318,8 +318,11 @@ class OnWeights(LeavesSums):
         from moe_lab.models.load import place
 
         device = place(self.about) if torch.cuda.is_available() else "cpu"  # its Slurm jobs have no GPU
-        device = "cuda" if device in DEVICE_MAPS else device
-        return resolve_name(self.weigher)(local_folder(self.about), fingerprint={"step": self.id}, device=device)
+        return self.weigh(local_folder(self.about), "cuda" if device in DEVICE_MAPS else device)
+
+    def weigh(self, folder: Path, device: str) -> Any:
+        """Sums over the weights in a folder, added up on a device."""
+        return resolve_name(self.weigher)(folder, fingerprint={"step": self.id}, device=device)
 
     def memory(self, size: Size) -> float:
         return 2 * BASE

@@ -1,15 +1,14 @@
-"""Benchmarks measure what they say; the command that measures every row about CUDA goes on where it was stopped."""
+"""The command that measures every row about CUDA: it goes on where it was stopped, and docs list its rows."""
 
 from __future__ import annotations
 
 import sys
-from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks import cuda, memory, models, streaming
+from benchmarks import cuda
 from benchmarks.cuda import ROOT, ROWS, Row
 
 
@@ -50,28 +49,3 @@ def test_the_documentation_has_every_row() -> None:
     section = (ROOT / "docs" / "performance.md").read_text("utf-8").partition("## CUDA")[2]
     commands = [row.command.replace("{scratch}/olmoe_7b", "FOLDER") for row in ROWS]
     assert [f"`python {command}`" in section for command in commands] == [True] * len(ROWS)
-
-
-TINY = {"vocab_size": 1024, "hidden_size": 32, "intermediate_size": 16, "num_experts": 8, "num_experts_per_tok": 2}
-HEADS = {"num_attention_heads": 2, "num_key_value_heads": 2, "eos_token_id": 0}
-
-
-@pytest.fixture
-def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Namespace:
-    """A published configuration, small for once."""
-    monkeypatch.setitem(models.CONFIGURATIONS, "olmoe_7b", models.CONFIGURATIONS["olmoe_7b"] | TINY | HEADS)
-    shape = {"layers": 2, "batches": 2, "rows": 1, "length": 16, "vocabulary": 1024}
-    return Namespace(folder=tmp_path / "model", model="olmoe_7b", device="cpu", **shape)
-
-
-def test_streamed_and_resident_passes_are_measured(asked: Namespace) -> None:
-    took = {name: part(asked) for name, part in streaming.PARTS.items()}
-    assert all(took[name]["seconds"] > 0 for name in ("read", "resident", "streamed", "short"))
-    size = sum(file.stat().st_size for file in asked.folder.glob("*.safetensors"))
-    assert took["write"]["GiB"] == size / 2**30
-
-
-@pytest.mark.parametrize("way", memory.WAYS)
-def test_every_way_of_going_back_is_measured(way: str, asked: Namespace) -> None:
-    asked.way = way
-    assert memory._bytes(asked)["weights"] > 0
