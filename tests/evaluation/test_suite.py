@@ -57,17 +57,18 @@ def test_all_problems_are_reported_together_and_what_is_right_is_silent() -> Non
     assert suite.preflight([CODE], Policy(True, "none")) == []
 
 
-def test_preflight_imports_neither_torch_nor_a_harness() -> None:
+def test_preflight_imports_neither_torch_nor_a_harness_and_grading_no_torch() -> None:
     program = (
         "import sys\nfrom moe_lab.evaluation import suite\nfrom moe_lab.config import BenchmarkConfig as B\n"
         "from moe_lab.evaluation import Policy\nimport moe_lab.results\n"
         "b = B(name='b', harness='evalplus', task='pocket:benchmarks/mbpp.jsonl', reports={'m': 'base'})\n"
         "assert len(suite.preflight([b], Policy(True))) == 1\nsuite.identity(b)\n"
         "heavy = {'torch', 'transformers', 'lm_eval', 'evalplus', 'datasets', 'pandas', 'pyarrow', 'numpy'}\n"
-        "assert not heavy & set(sys.modules), heavy & set(sys.modules)"
+        "assert not heavy & set(sys.modules), heavy & set(sys.modules)\n"
+        "from moe_lab.evaluation import answers, run\nfrom moe_lab.evaluation.harnesses import evalplus, wildbench\n"
+        "assert not {'torch', 'transformers'} & set(sys.modules)"
     )
-    root = Path(__file__).resolve().parents[2]
-    subprocess.run([sys.executable, "-c", program], check=True, cwd=root)
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=Path(__file__).parents[2])
 
 
 def test_identity_follows_content_and_settings_not_place(tmp_path: Path) -> None:

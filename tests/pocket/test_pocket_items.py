@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import sys
-from itertools import islice
+from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
@@ -47,19 +47,13 @@ def test_shipped_files_are_regenerated_byte_for_byte(tmp_path: Path, data: Path)
         assert [name for name in shipped if shipped[name] != again[name]] == []
 
 
-def continuations(example: Example) -> list[tuple[str, str]]:
-    """What a harness puts together from the item: each context with what may follow it."""
-    if example.skill == "winogrande":
-        return [(context, example.answer) for context in example.choices]
-    wanted = [(example.prompt, example.answer)]
-    return wanted + [(example.prompt, f" {choice}") for choice in example.choices]
-
-
 @pytest.mark.parametrize("skill", COUNTS)
 def test_a_prompt_tokenizes_alone_as_it_does_with_its_answer(skill: str, items: Items, tokenizer: Any) -> None:
     """Prompts end where the training text has token boundaries; otherwise a model meets tokens it never saw there."""
     for example in items[skill]:
-        for prompt, answer in continuations(example):
+        contexts = example.choices if skill == "winogrande" else [example.prompt]
+        answers = [example.answer] if skill == "winogrande" else [example.answer, *map(" {}".format, example.choices)]
+        for prompt, answer in product(contexts, answers):
             assert tokenizer.encode(prompt + answer) == tokenizer.encode(prompt) + tokenizer.encode(answer)
 
 

@@ -84,24 +84,19 @@ def test_it_writes_answers_and_stops(
     assert right / len(examples) >= WRITTEN[name][skill]
 
 
-def calibration_tokens(name: str, world: World, data: Path) -> torch.Tensor:
-    """(12 * sets, 512): the beginning of each calibration set that the model of this name can read."""
-    tokenizer = AutoTokenizer.from_pretrained(data / name)
-    rows = []
-    for kind in [kind for kind in CALIBRATION if (kind == CALLING) == (name == CALLING)]:
-        texts = [example.text for example in islice(calibration_examples(world, kind), 200)]
-        rows.append(torch.tensor(tokenizer.encode(tokenizer.eos_token.join(texts))[:6144]).view(12, 512))
-    return torch.cat(rows)
-
-
 @pytest.mark.parametrize("name", SHIPPED)
 def test_no_expert_is_dead_and_biases_decide(name: str, models: dict[str, Any], world: World, data: Path) -> None:
     """Over all the calibration sets together every expert of every layer gets a fair number of tokens.
 
     Where a router has a correction bias, a fair share of the choices would be others without it.
     """
+    tokenizer = AutoTokenizer.from_pretrained(data / name)
     with torch.no_grad(), watched_routers(models[name]) as seen:
-        models[name].model(calibration_tokens(name, world, data), use_cache=False)
+        rows = []
+        for kind in [kind for kind in CALIBRATION if (kind == CALLING) == (name == CALLING)]:
+            texts = [example.text for example in islice(calibration_examples(world, kind), 200)]
+            rows.append(torch.tensor(tokenizer.encode(tokenizer.eos_token.join(texts))[:6144]).view(12, 512))
+        models[name].model(torch.cat(rows), use_cache=False)
     assert len(seen) == len(moe_layers(models[name]))
     for routing in seen:
         assert (routing.load / routing.load.mean()).min() > 0.02
