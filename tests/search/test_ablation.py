@@ -224,7 +224,11 @@ def test_every_choice_has_the_error_of_really_making_it(name: str) -> None:
     for kept, error in expected.items():
         assert rows[kept][0] == pytest.approx(error, rel=2e-5, abs=1e-6), kept
     best = found.kept[layer.index]
-    assert expected[best] <= min(expected.values()) * (1 + 2e-5) + 1e-6 < max(expected.values()) / 1.15
+    assert (
+        expected[best]
+        <= min(expected.values()) * (1 + 2e-5) + 1e-6
+        < max(expected.values()) / (1.15 if name == "jamba" else 1.2)
+    )
     assert [kept for kept, (_, chosen) in rows.items() if chosen] == [best]
     assert set(found.kept) == {each.index for each in moe_layers(model)}
 
