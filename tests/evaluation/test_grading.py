@@ -13,7 +13,7 @@ from moe_lab.evaluation.harnesses.evalplus import Grader, GradeRequest, kept_gra
 from moe_lab.evaluation.sandbox.client import LimitedCalls, RunnerError, Runners, namespaces_missing
 from moe_lab.evaluation.sandbox.closed_world import leaves_closed_world
 from moe_lab.paths import resolve
-from tests.campaign.programs import CHEATS, FILES, MEMORY, NETWORK, PROCESSES, SENDING, graded
+from tests.campaign.programs import BROKEN, CHEATS, ENDLESS, FILES, MEMORY, NETWORK, PROCESSES, SENDING, wrong
 
 pytestmark = [pytest.mark.slow, pytest.mark.walls]
 ADD = problem(900, "add", "return x + 1", [[1], [2]], [[-5], [10**30]])
@@ -91,14 +91,20 @@ def test_without_walls_a_runner_that_is_ended_later_costs_the_next_program_nothi
     assert found["mean"] == ("pass", "pass") and ended.exists()
 
 
-ATTEMPTS = {"sending": SENDING, "cheats": CHEATS, "files": FILES, "others": [*NETWORK, *PROCESSES, *MEMORY]}
+ATTEMPTS = {
+    "broken": [*BROKEN, *ENDLESS],
+    "sending": SENDING,
+    "cheats": CHEATS,
+    "files": FILES,
+    "others": [*NETWORK, *PROCESSES, *MEMORY],
+}
 
 
 @pytest.mark.parametrize("what", ATTEMPTS)
 def test_whatever_a_program_attempts_costs_its_own_verdict_alone_and_leaves_nothing(what: str) -> None:
     if namespaces_missing():
         pytest.skip("no namespaces")
-    assert not graded(ATTEMPTS[what]).wrong
+    assert not wrong(ATTEMPTS[what])
 
 
 HOSTILE = ["__import__('os').abort()", "sum(range(10**12))", "len(bytearray(200 << 20))", "1 / 0"]
