@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import re
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -123,19 +122,6 @@ def test_largest_remainders_come_first() -> None:
     assert apportion([8, 1, 1], 9, 0, 5).tolist() == [5, 2, 2]  # what a full one cannot take, others get
     assert apportion([8, 1, 1], 9, [0, 4, 1], 16).tolist() == [4, 4, 1]
     assert apportion([5, 3, 2], 16, 0, 100, 4).tolist() == [8, 4, 4]  # shares 8, 4.8, 3.2: two units of four left
-
-
-@given(st.lists(st.floats(0.1, 10), min_size=2, max_size=3), st.integers(0, 12))
-def test_nearest_of_all_whole_numbers(weights: list[float], total: int) -> None:
-    """Without bounds in the way, no other whole numbers with that sum are nearer to the exact shares."""
-    share = numpy.array(weights) / sum(weights) * total
-    found = apportion(weights, total, 0, 100)
-    distances = [
-        ((numpy.array(other) - share) ** 2).sum()
-        for other in product(range(total + 1), repeat=len(weights))
-        if sum(other) == total
-    ]
-    assert ((found - share) ** 2).sum() == pytest.approx(min(distances), abs=1e-6)
 
 
 # ---- allocation=list

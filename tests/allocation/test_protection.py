@@ -42,11 +42,8 @@ def test_super_experts_are_found_one_by_one(seed: int, spread: float) -> None:
     layers = {number: numpy.exp(random.normal(0, spread, 60)) for number in (1, 2, 5)}
     values = numpy.concatenate(list(layers.values()))
     bound = max(float(numpy.quantile(values, 0.995)), float(values.max()) / 10)
-    expected: dict[int, list[int]] = {}
-    for number, row in layers.items():
-        for expert, value in enumerate(row):
-            if value > bound and number < 5:
-                expected.setdefault(number, []).append(expert)
+    found = {number: numpy.flatnonzero(row > bound).tolist() for number, row in layers.items() if number < 5}
+    expected = {number: experts for number, experts in found.items() if experts}
     assert super_experts(layers, 5) == expected
 
 

@@ -21,8 +21,7 @@ from unittest import mock
 import psutil
 from harness_files import problem, write_lines
 
-from moe_lab.evaluation.harnesses.evalplus import KeptGrader
-from moe_lab.evaluation.harnesses.evalplus_grader import GradeRequest
+from moe_lab.evaluation.harnesses.evalplus import Grader, GradeRequest
 
 
 @dataclass(frozen=True)
@@ -227,7 +226,7 @@ FILES = [
     _attempt("reads another process's environment", "open('/proc/1/environ').read()"),
     _attempt("reads its parent's memory", "open(f'/proc/{os.getppid()}/mem', 'rb').read(1)"),
     _attempt("goes through a process's root", "os.listdir('/proc/self/root/home')"),
-    _attempt("reads our code", "import moe_lab.evaluation.harnesses.evalplus_grader"),
+    _attempt("reads our code", "import moe_lab.evaluation.harnesses.evalplus"),
     _attempt(
         "finds a key in the environment",
         "if not any('KEY' in k or 'TOKEN' in k or 'HOME' in k for k in os.environ): return 0",
@@ -371,9 +370,9 @@ def graded(programs: Sequence[Program] = PROGRAMS, processes: int = 2) -> Graded
         limits = {"seconds": SECONDS, "memory_mib": MEMORY_MIB, "comparing_seconds": 1, "processes": processes}
         request = GradeRequest("humaneval", data, texts, True, **limits)
         start = time.monotonic()
-        grader = KeptGrader()
         with mock.patch.dict(os.environ, TMPDIR=str(folder / "temporary")):
-            found = [verdict["plus"] for verdict in grader.grade(request)["verdicts"].values()]
+            grader = Grader()
+            found = [verdict.plus for verdict in grader.grade(request).values()]
         grader.close()
         seconds = time.monotonic() - start
         wrong = [*(_left(mark, folder) - before), *listener.heard()]

@@ -81,7 +81,9 @@ def test_flops_are_what_torch_counts_and_need_no_weights_for_experts_of_one_widt
         routing, measured = even_routing(layers, plan), measured_routing(model, plan, [(ids, valid)])
         assert (routing is None) == (len(plans) == 5 and plan is plans[-1])
         found = flops_per_token(layers, plan, row, routing or measured)
-        assert round(sum(found.values()) * ids.numel()) == counted(model if plan is None else prune(model, plan), ids)
+        total = sum(found.values()) * ids.numel()
+        expected = counted(model if plan is None else prune(model, plan), ids)
+        assert (round(total) if routing is None else total) == expected
         assert all(value >= 0 for value in found.values()) and found["experts"] > 0 and found["router"] > 0
         assert found["other"] < 1
         if routing is not None:
@@ -120,13 +122,8 @@ def test_batches_of_other_shapes_and_padding() -> None:
     assert measured_routing(model, plan, [(padded, valid)]) == other
 
 
-STREAMED = [
-    ("olmoe", "unpruned"),
-    ("olmoe", "channels"),
-    ("deepseek_v2", "channels"),
-    ("deepseek_v3:grouped", "experts"),
-]
-STREAMED += [(name, "experts") for name in ("qwen3_next", "gpt_oss", "jamba", "minimax")]
+STREAMED = [("olmoe", "unpruned"), ("olmoe", "channels"), ("deepseek_v2", "channels")]
+STREAMED += [(name, "experts") for name in ("deepseek_v3:grouped", "qwen3_next", "gpt_oss", "jamba", "minimax")]
 
 
 def planned(model: Any, what: str) -> Plan | None:

@@ -1,10 +1,16 @@
+"""Adapters of MoE blocks, and the settings of all recoveries."""
+
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
+from contextlib import nullcontext
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import tiny
 import torch
@@ -13,10 +19,13 @@ from learning import rows, text
 from safetensors.torch import load_file
 from torch import nn
 
-from moe_lab.config import RecoveryConfig
+from moe_lab.config import AllocationConfig, RecoveryConfig
+from moe_lab.config.base import SettingsError, identity, valid
 from moe_lab.errors import UserError
 from moe_lab.models.discover import linears
-from moe_lab.recovery import finetune
+from moe_lab.pruning.plan import Plan
+from moe_lab.pruning.replace import merge_experts
+from moe_lab.recovery import check_merging, finetune
 from moe_lab.recovery.apply import pruned, quantize, recovered
 from moe_lab.recovery.dora import Dora, attach, merge, trainable
 from moe_lab.recovery.finetune import answer_loss, rate_factor, rows_of_step, step_count, train
@@ -220,3 +229,66 @@ def test_what_cannot_be_learnt_is_said(folder: Path, tokenizer: Any, tmp_path: P
     model.lm_head.weight.data[0, 0] = float("nan")
     with pytest.raises(UserError, match=r"step 1\b.* nan.* recovery\.learning_rate"):
         trained(model, recovery(), tmp_path)
+
+
+# ---- settings
+
+TUNED: dict[str, Any] = {"instructions": "alpaca"}
+ROUTERS: dict[str, Any] = {"distill": "c4", "train": "routers"}
+FIT: dict[str, Any] = {"fit": "c4"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "setting", "expected"),
+    [
+        ({"train": "routers"}, "train=routers", "distill"),
+        ({**TUNED, "distill": "c4"}, "instructions=alpaca", "one of"),
+        ({**TUNED, "temperature": 2.0}, "temperature=2.0", "distill"),
+        ({**ROUTERS, "rank": 8}, "rank=8", "32"),
+        ({**ROUTERS, "learning_rate": 1e-3}, "learning_rate=0.001", "0.0001"),
+        ({**ROUTERS, **FIT}, "distill=c4", "one of"),
+        ({**FIT, "epochs": 1.0}, "epochs=1.0", "2.0"),
+        ({**FIT, "train": "routers"}, "train=routers", "adapters"),
+    ],
+)
+def test_settings_that_nothing_would_read_are_refused(changes: dict[str, Any], setting: str, expected: str) -> None:
+    with pytest.raises(SettingsError) as error:
+        valid(RecoveryConfig, changes, "recovery")
+    (sentence,) = error.value.sentences
+    assert sentence.startswith(f"recovery.{setting} ") and expected in sentence.partition("expected")[2]
+
+
+def test_identity_counts_a_text_by_its_use_and_not_the_bits_it_is_stored_in_afterwards() -> None:
+    learnt, distilled, fitted = (RecoveryConfig(**{use: "c4"}) for use in ("instructions", "distill", "fit"))
+    assert not any(identity(one) == identity(other) for one, other in combinations((learnt, distilled, fitted), 2))
+    for use in (learnt, distilled, fitted):
+        stored = dataclasses.replace(use, bits=4, modules=["attention"], name="other")
+        assert identity(stored) == identity(use)
+
+
+@pytest.mark.parametrize(
+    ("allocation", "ratio", "sentence"),
+    [
+        ({"replacement": "hc_smoe"}, 0.5, None),
+        ({"replacement": "none"}, 0.5, "replacement=none .* m_smoe"),
+        ({"replacement": "mean_output"}, 0.5, "replacement=mean_output "),
+        ({"replacement": "hc_smoe"}, 0.0, "ratio=0 "),
+        ({"path": "merging.json"}, 0.5, None),
+        ({"path": "dropping.json"}, 0.5, "dropping.json merges none"),
+        ({"path": "schedule.json"}, 0.5, "replacement=none "),
+        ({"path": "schedule.json", "replacement": "m_smoe"}, 0.5, None),
+    ],
+)
+def test_a_fit_needs_merged_experts(
+    tmp_path: Path, allocation: dict[str, Any], ratio: float, sentence: str | None
+) -> None:
+    whole = {0: numpy.ones((2, 4), dtype=bool)}
+    Plan({0: (0, 1)}, {0: 2}, {}, whole).save(tmp_path / "dropping.json")
+    merge_experts({0: {0: {0: 0.5, 1: 0.5}}}, {0: 4}, provenance={}).save(tmp_path / "merging.json")
+    (tmp_path / "schedule.json").write_text('{"0": 1}')
+    if "path" in allocation:
+        allocation = {**allocation, "name": "list", "path": str(tmp_path / allocation["path"])}
+    given = (AllocationConfig(**allocation), ratio)
+    check_merging(RecoveryConfig(), *given)
+    with nullcontext() if sentence is None else pytest.raises(UserError, match=sentence):
+        check_merging(RecoveryConfig(**FIT), *given)

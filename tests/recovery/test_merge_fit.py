@@ -23,7 +23,6 @@ from moe_lab.models.discover import moe_layers
 from moe_lab.pruning.plan import Plan
 from moe_lab.pruning.prune import merged_weights
 from moe_lab.recovery import merge_fit
-from moe_lab.recovery.apply import recovered
 from moe_lab.recovery.merge_fit import RIDGE, fit
 from moe_lab.statistics.observe import Observer
 
@@ -123,18 +122,6 @@ def test_the_fit_is_least_squares_on_the_tokens_routed_to_any_member(
     assert (report["fitted"], report["averaged"]) == (len(expected) - averaged, averaged)
     assert (averaged > 0) == (tokens == 48) and averaged < len(expected)
     assert json.loads((tmp_path / "finetune.json").read_text()) == report
-
-
-def test_identical_experts_merged_stay_the_original(model: Any, run: Run, tmp_path: Path) -> None:
-    plan = replace(plan_of(model), alignments={})
-    for layer in moe_layers(model):
-        for owner, group in plan.merged[layer.index].items():
-            for stack in (layer.experts.gate_up_proj, layer.experts.down_proj):
-                stack[list(group)] = stack[owner].clone()  # type: ignore[index, operator]
-    run(model, tmp_path, plan)
-    copy = recovered(model, plan, bits=16, modules=(), tuned=tmp_path)
-    with torch.no_grad():
-        torch.testing.assert_close(copy(tiny.tokens()).logits, model(tiny.tokens()).logits, rtol=0, atol=1e-10)
 
 
 def test_a_killed_fit_goes_on_to_the_same_bits(

@@ -1,20 +1,34 @@
+"""Weights in 4 bits, in memory and in exports of recovered models, which a process without moe_lab loads."""
+
 from __future__ import annotations
 
 import copy
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny
 import torch
 from identities.plans import random_plan
+from safetensors.torch import load_file, save_file
 
 from moe_lab import errors
-from moe_lab.config import RecoveryConfig
+from moe_lab.config import ModelConfig, RecoveryConfig
 from moe_lab.errors import UserError
 from moe_lab.exported_code.ragged import RaggedExperts
+from moe_lab.models.checkpoint import read_header
 from moe_lab.models.discover import is_experts, linears
+from moe_lab.models.load import load_model
+from moe_lab.pruning.export import export
+from moe_lab.pruning.export.rewrite import rewrite
+from moe_lab.pruning.plan import Plan
 from moe_lab.recovery import check
-from moe_lab.recovery.apply import FourBitLinear, FourBitMatrices, FourBitMatrix, recovered, storage
+from moe_lab.recovery.apply import TENSORS, FourBitLinear, FourBitMatrices, FourBitMatrix, quantize, recovered, storage
+from moe_lab.recovery.export import check_widths, recovery_changes
 
 functional = pytest.importorskip("bitsandbytes.functional")
 
@@ -99,3 +113,161 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(errors, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"bitsandbytes: pip install 'moe-lab\[quantisation\]'"):
         check(RecoveryConfig(name="nf4", bits=4))
+
+
+# ---- exports
+
+CASES = {
+    # rows of the attention's maps are whole blocks of NF4 (64 columns), and their number is a multiple of 32
+    "dora": ("qwen2_moe", "even", True, 16, []),
+    "dora_nf4": ("qwen2_moe", "even", True, 4, PARTS),
+    "nf4": ("deepseek_v3", "even", False, 4, ["experts", "shared_experts"]),
+    "nf4_uneven": ("qwen3_moe", "uneven", False, 4, ["experts", "attention"]),
+    "dora_nf4_ragged": ("olmoe", "ragged", True, 4, ["experts", "attention"]),
+    "nf4_experts": ("olmoe", "even", False, 4, ["experts"]),
+    "dora_transposed": ("gpt_oss", "even", True, 4, ["experts"]),
+}
+WITHOUT_MOE_LAB = """
+import sys
+from pathlib import Path
+sys.modules["moe_lab"] = None
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging
+logging.set_verbosity_error()
+logging.disable_progress_bar()
+root = Path(sys.argv[1])
+tokens = load_file(root / "tokens.safetensors")["tokens"]
+for folder in sorted(path for path in root.iterdir() if (path / "config.json").exists()):
+    model, report = AutoModelForCausalLM.from_pretrained(
+        folder, trust_remote_code=True, experts_implementation="eager", output_loading_info=True, dtype=torch.float32
+    )
+    assert not any(report.values()), report
+    found = {}
+    in_4_bits = [(name, module) for name, module in model.named_modules() if type(module).__name__ == "Linear4bit"]
+    for name, module in in_4_bits:
+        from bitsandbytes.functional import dequantize_4bit
+        found[name] = dequantize_4bit(module.weight.data, module.weight.quant_state).clone()
+    with torch.no_grad():
+        for name, module in in_4_bits:
+            module.train()  # for evaluation, bitsandbytes computes in bfloat16 where the processor can
+        found["exact logits"] = model(input_ids=tokens).logits.contiguous()
+        found["logits"] = model.eval()(input_ids=tokens).logits.contiguous()
+    save_file(found, folder / "found.safetensors")
+"""
+
+
+def tune(model: Any, plan: Plan, folder: Path) -> Path:
+    """Write other weights for the experts, routers and shared experts of the pruned model, as fine-tuning does."""
+    pruned = recovered(model, plan, bits=16, modules=(), tuned=None)
+    generator = torch.Generator().manual_seed(3)
+    changed = {
+        name: weight + 0.02 * torch.randn(weight.shape, generator=generator)
+        for name, weight in pruned.named_parameters()
+        if ("experts." in name and "bias" not in name) or "gate.weight" in name or "router.weight" in name
+    }
+    folder.mkdir()
+    save_file(changed, folder / TENSORS)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Every case, exported here and loaded there."""
+    root = tmp_path_factory.mktemp("exports")
+    save_file({"tokens": tiny.tokens()}, root / "tokens.safetensors")
+    for case, (name, plan_case, tuned, bits, modules) in CASES.items():
+        source = root.parent / f"source-{case}"
+        sizes = {"hidden_size": 64} | ({"shared_expert_intermediate_size": 32} if name == "qwen2_moe" else {})
+        model = tiny.save(name, source / "model", shard="200KB", **sizes)
+        plan = random_plan(model, plan_case)
+        files = tune(model, plan, source / "tuned") if tuned else None
+        export(source / "model", plan, source / "natural")
+        changes = recovery_changes(
+            source / "natural", dtype=torch.float32, bits=bits, modules=modules, tuned=files, words="It was tuned."
+        )
+        if case == "dora_nf4_ragged":
+            shutil.copytree(source / "natural", source.parent / "ragged")
+        out = rewrite(source / "natural", changes, root / case)
+        network = recovered(model, plan, bits=bits, modules=modules, tuned=files)
+        with torch.no_grad():
+            expected = {"logits": network(input_ids=tiny.tokens()).logits.contiguous()}
+        for path, module in network.named_modules():
+            if type(module).__name__ == "FourBitLinear":
+                expected[path] = module.weight()
+        save_file(expected, out / "expected.safetensors")
+    environment = {"PATH": "", "HOME": str(root), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", WITHOUT_MOE_LAB, str(root)]
+    subprocess.run(command, check=True, cwd=root, env=environment, timeout=250)
+    return root
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_the_export_reloads_as_the_evaluated_model(folders: Path, case: str) -> None:
+    folder = folders / case
+    found, expected = load_file(folder / "found.safetensors"), load_file(folder / "expected.safetensors")
+    in_4_bits = found.keys() - {"logits", "exact logits"}
+    assert all(torch.equal(found[name], expected[name]) for name in in_4_bits)
+    assert torch.equal(found["exact logits"], expected["logits"])
+    if in_4_bits and functional.has_avx512bf16():  # other experts are chosen for single tokens
+        difference = (found["logits"] - expected["logits"]).norm() / expected["logits"].norm()
+        assert 0 < difference < 0.1
+    else:
+        assert torch.equal(found["logits"], expected["logits"])
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return {key: value for file in folder.glob("model*.safetensors") for key, value in load_file(file).items()}
+
+
+@pytest.mark.slow
+def test_what_is_in_4_bits_and_what_is_not(folders: Path) -> None:
+    stored = weights(folders / "dora_nf4")
+    config = json.loads((folders / "dora_nf4" / "config.json").read_text())
+    packed = {name for name, tensor in stored.items() if tensor.dtype == torch.uint8 and name.endswith("weight")}
+    inside = [f"self_attn.{role}_proj" for role in "qkvo"] + [
+        f"mlp.shared_expert.{role}_proj" for role in ("gate", "up")
+    ]
+    assert packed == {f"model.layers.{layer}.{name}.weight" for layer in range(3) for name in inside}
+    assert not packed & {f"{name}.weight" for name in config["quantization_config"]["llm_int8_skip_modules"]}
+    assert "lm_head" in config["quantization_config"]["llm_int8_skip_modules"]
+    assert {f"{name}.quant_state.bitsandbytes__nf4" for name in packed} <= stored.keys()
+    assert stored["model.layers.0.mlp.experts.0.up_proj.weight"].dtype == torch.float32
+    card = (folders / "dora_nf4" / "README.md").read_text()
+    assert (
+        "Nothing was trained" not in card and "It was tuned." in card and "18 linear maps are stored in 4 bits" in card
+    )
+    for case in ("nf4_experts", "nf4"):  # routed experts, and shared ones that are too narrow
+        assert "quantization_config" not in json.loads((folders / case / "config.json").read_text())
+
+
+@pytest.mark.slow
+def test_tensors_begin_where_mapped_files_are_aligned(folders: Path) -> None:
+    for file in (folders / "dora_nf4").glob("model*.safetensors"):
+        _, entries = read_header(file)
+        odd = [entry.start for entry in entries.values() if entry.start % 64]
+        last_aligned = max((entry.start for entry in entries.values() if entry.size % 64 == 0), default=0)
+        assert all(start > last_aligned for start in odd)
+
+
+@pytest.mark.slow
+def test_widths_that_are_aligned_in_one_precision_only_are_refused(tmp_path: Path) -> None:
+    """12 channels: 48 bytes of fp32 are a multiple of 16, 24 bytes of bfloat16 are not."""
+    model = tiny.save("olmoe", tmp_path / "model", dtype=torch.bfloat16)
+    for width in (16, 24):  # 24 is all of them
+        check_widths(tmp_path / "model", random_plan(model, "one width", width=width), torch.float32)
+    plan = random_plan(model, "one width", width=12)
+    check_widths(tmp_path / "model", plan, torch.bfloat16)
+    with pytest.raises(UserError, match=r"keep 12 channels.*float32.*expected model\.dtype as stored"):
+        check_widths(tmp_path / "model", plan, torch.float32)
+
+
+@pytest.mark.slow
+def test_an_export_of_ragged_experts_can_be_quantised(folders: Path) -> None:
+    """Its experts are a class of the code beside it, not the one in this package."""
+    model = load_model(ModelConfig("ragged", str(folders.parent / "ragged"), trust_remote_code=True))[0]
+    before = storage(model)["experts"]
+    quantize(model, ["experts"])
+    assert storage(model)["experts"] < before / 7

@@ -36,15 +36,11 @@ def ablate(model: Any, batches: list[Batch], **settings: Any) -> Statistics:
 
 @torch.no_grad()
 def naive_loss(model: Any, ids: torch.Tensor, valid: torch.Tensor) -> tuple[float, int]:
-    """Summed loss and number of predicted tokens, row by row, in fp64."""
-    total, count = 0.0, 0
+    """Summed loss and number of predicted tokens, in fp64."""
     logits = model(input_ids=ids, attention_mask=valid.long(), use_cache=False).logits.double()
-    for row, tokens, real in zip(logits, ids, valid, strict=True):
-        for at in range(len(tokens) - 1):
-            if real[at] and real[at + 1]:
-                total += float(cross_entropy(row[at], tokens[at + 1]))
-                count += 1
-    return total, count
+    pairs = valid[:, :-1] & valid[:, 1:]
+    loss = cross_entropy(logits[:, :-1][pairs], ids[:, 1:][pairs], reduction="sum")
+    return float(loss), int(pairs.sum())
 
 
 @torch.no_grad()
@@ -228,7 +224,11 @@ def test_every_choice_has_the_error_of_really_making_it(name: str) -> None:
     for kept, error in expected.items():
         assert rows[kept][0] == pytest.approx(error, rel=2e-5, abs=1e-6), kept
     best = found.kept[layer.index]
-    assert expected[best] <= min(expected.values()) * (1 + 2e-5) + 1e-6 < max(expected.values()) / 1.15
+    assert (
+        expected[best]
+        <= min(expected.values()) * (1 + 2e-5) + 1e-6
+        < max(expected.values()) / (1.15 if name == "jamba" else 1.2)
+    )
     assert [kept for kept, (_, chosen) in rows.items() if chosen] == [best]
     assert set(found.kept) == {each.index for each in moe_layers(model)}
 

@@ -11,10 +11,9 @@ from pathlib import Path
 import preloaded
 from cluster import LONG, Cluster, until
 from instant_studies import InstantStudies
-from processes import quoted
 from studies import asked, command, jobs, moe_lab
 
-from tests.test_secrets import PLANTED, SERVER, hydra_text
+from tests.test_secrets import PLANTED, SERVER, served
 
 SLURM = ["launcher=slurm", "launcher.cells_per_job=3"]
 AGNOSTIC = [
@@ -52,7 +51,7 @@ def play_agnostic(cluster: Cluster, store: Path) -> Path:
 def play_planted(store: Path) -> subprocess.CompletedProcess[str]:
     """The command of a study after all its jobs ended. Its environment has secrets, which all begin with PLANTED."""
     settings = [
-        f"backend.command={hydra_text(f'{quoted(SERVER)} {{port}} {{name}} {{checkpoint}}')}",
+        served(SERVER, "{port} {name} {checkpoint}"),
         "backend=server",
         "criterion=random",
         "suite.benchmarks=[pocket_mbpp]",

@@ -26,8 +26,8 @@ from moe_lab.config import (
     ResourcesConfig,
 )
 from moe_lab.config.base import valid
-from moe_lab.evaluation import Questions
-from moe_lab.evaluation.sandbox import Policy
+from moe_lab.evaluation import Policy
+from moe_lab.evaluation.suite import Questions
 from moe_lab.study import Step, code_state
 from moe_lab.study.estimates import Seconds
 from moe_lab.study.runs import RECORD, Submitted, begin

@@ -152,7 +152,7 @@ def finish(store: Store, done: Step, seconds: Any, **more: Any) -> None:
 @pytest.fixture(autouse=True)
 def data(monkeypatch: pytest.MonkeyPatch) -> None:
     """Benchmarks whose data is their name."""
-    monkeypatch.setattr("moe_lab.evaluation.data_digest", lambda benchmark: benchmark.name)
+    monkeypatch.setattr("moe_lab.evaluation.suite.data_digest", lambda benchmark: benchmark.name)
 
 
 @pytest.fixture

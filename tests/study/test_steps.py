@@ -18,11 +18,10 @@ import tiny
 from example_steps import Example, cell_of, done, evaluated
 
 from moe_lab import calibration as calibrations
-from moe_lab import evaluation as suite
 from moe_lab.config import BenchmarkConfig, CalibrationConfig, CriterionConfig, ModelConfig, RecoveryConfig
 from moe_lab.config.base import SettingsError, valid
 from moe_lab.errors import Unavailable
-from moe_lab.evaluation import run
+from moe_lab.evaluation import run, suite
 from moe_lab.json_files import write_json
 from moe_lab.models import load
 from moe_lab.models.discover import moe_layers
