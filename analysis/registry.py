@@ -221,8 +221,3 @@ def find(name: str) -> Output:
         hint = f": did you mean {close}?" if close else ""
         raise UserError(f"name={name} is unknown{hint} (`python -m analysis help` lists all names)")
     return found
-
-
-def make(wanted: Iterable[str], results: Results) -> dict[str, list[Item]]:
-    """Make the named outputs, each once. Raises UserError for an unknown name."""
-    return {one.name: one.items(results) for one in dict.fromkeys(map(find, wanted))}

@@ -76,19 +76,18 @@ PROGRAMS: dict[str, tuple[dict[str, Any], str]] = {
 def main() -> int:
     """Judge each program both ways and print where another number of tests is passed."""
     sys.path[0] = str(Path(__file__).resolve().parents[1])
-    from moe_lab.evaluation.harnesses.evalscope_code import CodeSettings, Programs
+    from moe_lab.evaluation.harnesses.evalscope_code import Programs
 
     del sys.path[0]
     from evalscope.benchmarks.live_code_bench import evaluate_utils
 
     differing = 0
-    settings = CodeSettings("2025-01-01", "2025-04-30", confined="namespaces" in sys.argv)
     for name, (tests, program) in PROGRAMS.items():
         tests = {"fn_name": None, **tests}
         of_all, _ = evaluate_utils.evaluate_generations_by_problem(
             [program], {"input_output": json.dumps(tests)}, False, 6
         )
-        programs = Programs(settings)
+        programs = Programs(confined="namespaces" in sys.argv)
         results, _ = programs.judge(program, tests)
         programs.close()
         own, ours = (sum(result is True for result in found) for found in (of_all[0], results))

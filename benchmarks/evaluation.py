@@ -34,13 +34,12 @@ from benchmarks.data_sets import mirror_files
 from benchmarks.measure import parser, ratios, rounds
 from benchmarks.models import random_model
 from moe_lab.config import BenchmarkConfig
-from moe_lab.evaluation import mirror, run
+from moe_lab.evaluation import Policy, mirror, run
 from moe_lab.evaluation.engines.hf import LoadedModel
 from moe_lab.evaluation.harness import Graded
 from moe_lab.evaluation.harnesses import lm_eval_tasks
-from moe_lab.evaluation.harnesses.lm_eval_folders import folder
 from moe_lab.evaluation.mirror import benchmarks
-from moe_lab.evaluation.sandbox import Policy
+from moe_lab.evaluation.suite import task_folder
 from moe_lab.paths import resolve
 
 CHOICES = ("arc_challenge", "arc_easy", "openbookqa", "winogrande", "piqa", "mmlu")
@@ -192,7 +191,7 @@ def _plain_fresh(subject: LoadedModel, few: Sequence[BenchmarkConfig]) -> None:
     from lm_eval.tasks import TaskManager
 
     for benchmark in few:
-        manager = TaskManager(include_path=str(folder(benchmark)), include_defaults=False)
+        manager = TaskManager(include_path=str(task_folder(benchmark)), include_defaults=False)
         place = {"dataset_path": str(mirror.folder(benchmark)), "training_split": None, "fewshot_split": None}
         split = {"test_split": benchmark.split, "validation_split": None, "num_fewshot": 0}
         built = manager._factory.build(

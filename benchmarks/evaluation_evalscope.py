@@ -27,11 +27,10 @@ from typing import Any
 from benchmarks.data_sets import mirror_files
 from benchmarks.measure import parser, timed
 from moe_lab.config import BenchmarkConfig
-from moe_lab.evaluation import mirror
+from moe_lab.evaluation import Policy, mirror
 from moe_lab.evaluation.harness import Answer, Item, Reply
 from moe_lab.evaluation.harnesses import evalscope
 from moe_lab.evaluation.mirror import benchmarks
-from moe_lab.evaluation.sandbox import Policy
 from moe_lab.evaluation.sandbox.client import namespaces_missing
 
 PARTS = ("answers", "programs")
@@ -96,7 +95,7 @@ def _check(benchmark: BenchmarkConfig) -> bool:
 def own_answers(benchmark: BenchmarkConfig, questions: Sequence[Item]) -> list[str]:
     """The data's answer to each question, looked up by the question's text in EvalScope's prompt."""
     of_text = {_question(row): row["answer"].split("####")[-1].strip() for row in mirror.rows(benchmark)}
-    conversations: list[Any] = [question.text.prompt for question in questions]
+    conversations: list[Any] = [question.requests[0].prompt for question in questions]  # type: ignore[union-attr]
     texts = [messages[-1]["content"] for messages in conversations]
     return [of_text[text.rsplit("\nPlease reason step by step", 1)[0]] for text in texts]
 

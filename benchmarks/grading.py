@@ -1,6 +1,6 @@
 """Cost and correctness of grading: `python -m benchmarks.grading DATA`.
 
-First the programs of several plans, graded by the process that a worker keeps, and by a process that is started for
+First the programs of several plans, graded by the processes that a worker keeps, and by some that are started for
 each plan and benchmark (`kept_misses`): programs for the shipped code benchmarks, and the canonical solutions of
 HumanEval+.
 
@@ -12,8 +12,8 @@ through the adapter, as a model's do:
 - programs that raise: all wrong.
 
 Bar: 164 canonical solutions within 5 minutes on 2 cores, expected outputs included. The measure is CPU seconds divided
-by 2 cores, because wall-clock time includes other work on the machine; both are printed, and include the start of the
-grading process. Exit code 1 when a count or a bar is missed.
+by 2 cores, because wall-clock time includes other work on the machine; both are printed, and include the start of all
+processes. Exit code 1 when a count or a bar is missed.
 """
 
 from __future__ import annotations
@@ -31,12 +31,10 @@ from typing import Any
 
 from benchmarks.measure import median_misses, parser, timed
 from moe_lab.config import BenchmarkConfig
-from moe_lab.evaluation import mirror
+from moe_lab.evaluation import Policy, mirror
 from moe_lab.evaluation.harness import Answer, Graded, Item, Reply
-from moe_lab.evaluation.harnesses.evalplus import KeptGrader, grade, items, kept_grader
-from moe_lab.evaluation.harnesses.evalplus_grader import GradeRequest
+from moe_lab.evaluation.harnesses.evalplus import Grader, GradeRequest, grade, items, kept_grader
 from moe_lab.evaluation.mirror import benchmarks, make
-from moe_lab.evaluation.sandbox import Policy
 from moe_lab.evaluation.sandbox.client import namespaces_missing
 from moe_lab.paths import resolve
 
@@ -44,7 +42,7 @@ BAR = 300.0
 CORES = 2
 SHIPPED_PLANS, CANONICAL_PLANS = 8, 3
 KEPT_BAR = 0.5
-"""Most that grading by a kept process may take of the wall-clock time with a process for each plan and benchmark."""
+"""Most that grading by kept processes may take of the wall-clock time with new ones for each plan and benchmark."""
 SHIPPED = {"humaneval": "humaneval", "mbpp": "mbpp", "livecodebench": "humaneval"}
 """Shipped code benchmark -> data set whose rules apply."""
 Problem = Mapping[str, Any]
@@ -95,7 +93,9 @@ def count(benchmark: BenchmarkConfig, program: Callable[[Problem], str]) -> Coun
 
     def graded_anew() -> Graded:
         graded = grade(answers, benchmark, policy)
-        kept_grader.close()  # so that the CPU seconds of its children count, and no verdict is known the next time
+        kept_grader.close()  # so that the CPU seconds of its processes count
+        kept_grader.files.clear()  # and nothing is known the next time
+        kept_grader.verdicts.clear()
         return graded
 
     graded, wall, used = timed(graded_anew)
@@ -104,7 +104,7 @@ def count(benchmark: BenchmarkConfig, program: Callable[[Problem], str]) -> Coun
 
 
 def _answer(item: Item, problem: Problem, program: Callable[[Problem], str]) -> Answer:
-    prompt = item.text.prompt
+    prompt = item.requests[0].prompt  # type: ignore[union-attr]
     if isinstance(prompt, str):  # a completion begins where the prompt ends
         return Answer(item.name, prompt, (Reply(program(problem).removeprefix(problem["prompt"])),))
     said = f"Here is a solution:\n\n```python\n{program(problem)}\n```\n\nIt does what was asked."
@@ -112,11 +112,11 @@ def _answer(item: Item, problem: Problem, program: Callable[[Problem], str]) -> 
 
 
 def kept_misses(data: Path | None, folder: str) -> bool:
-    """Print the ratio of wall-clock seconds of grading by a kept process to those by started ones, True above KEPT_BAR.
+    """Print the ratio of wall-clock seconds of grading by kept processes to those by started ones, True above KEPT_BAR.
 
     The programs are, for each of several plans, `canonical_solutions` of `data`, or else `shipped_programs`. Both ways
-    grade those of one plan before they go on to the next, and no two programs are equal. The kept process starts with
-    the first plan. Expected outputs are known: `folder` is for them. At last the kept process gets the programs of the
+    grade those of one plan before they go on to the next, and no two programs are equal. The kept ones start with
+    the first plan. Expected outputs are known: `folder` is for them. At last the kept ones get the programs of the
     last plan once more, for which there is no bar.
     """
     plans = SHIPPED_PLANS if data is None else CANONICAL_PLANS
@@ -124,7 +124,7 @@ def kept_misses(data: Path | None, folder: str) -> bool:
     def requests_of(plan: str) -> list[GradeRequest]:
         return shipped_programs(plan, folder) if data is None else [canonical_solutions(plan, data, folder)]
 
-    kept, seconds, again = KeptGrader(), [], 0.0
+    kept, seconds, again = Grader(), [], 0.0
     for request in requests_of("expected"):
         run_grader(request)
     calls = _seconds_of_calls(folder)
@@ -141,19 +141,19 @@ def kept_misses(data: Path | None, folder: str) -> bool:
     medians = [statistics.median(times) for times in zip(*seconds, strict=True)]
     print(
         f"{programs} programs {'for the shipped benchmarks' if data is None else 'for HumanEval+'}: "
-        f"{medians[0]:.2f} s in a kept process, {again:.3f} s once more, {medians[1]:.2f} s in started ones"
+        f"{medians[0]:.2f} s in kept processes, {again:.3f} s once more, {medians[1]:.2f} s in started ones"
     )
     print(
         f"  processor time: {medians[2]:.1f} s in started ones; calls of all canonical solutions {calls:.1f} s",
         flush=True,
     )
     shares = [warm / started for warm, started, _ in seconds]
-    return median_misses("kept process / started ones", shares, "<=", KEPT_BAR)
+    return median_misses("kept processes / started ones", shares, "<=", KEPT_BAR)
 
 
 def run_grader(request: GradeRequest) -> None:
-    """Grade in a process that is started for this request alone."""
-    grader = KeptGrader()
+    """Grade by processes that are started for this request alone."""
+    grader = Grader()
     grader.grade(request)
     grader.close()
 

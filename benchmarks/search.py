@@ -22,7 +22,7 @@ from benchmarks.measure import cpu_seconds, misses, parser
 from moe_lab.calibration.batches import AnswerBatch
 from moe_lab.pruning.mask import mask
 from moe_lab.search.candidates import Candidates, Plans, Relatives
-from moe_lab.search.evolution import EvolutionSettings, FitnessSettings, evolve
+from moe_lab.search.evolution import SearchSettings, evolve
 from moe_lab.search.fitness import log_probabilities, row_sums
 from moe_lab.search.schedules import Problem, Schedule
 
@@ -39,7 +39,7 @@ def main() -> int:
     rows = _random_rows()
     scores = {layer: torch.rand(64, generator=torch.Generator().manual_seed(layer)).tolist() for layer in range(16)}
     plans = Plans(model, scores)
-    candidates = Candidates(model, plans, rows, FitnessSettings(), seed=0)
+    candidates = Candidates(model, plans, rows, SearchSettings(), seed=0)
     spent: list[tuple[int, float, float]] = []
     generations: list[Sequence[Schedule]] = []
 
@@ -51,7 +51,7 @@ def main() -> int:
         return values
 
     problem = Problem((64,) * 16, (8,) * 16, (1,) * 16, 16 * 32)
-    evolve(problem, EvolutionSettings(generations=arguments.generations), evaluate)
+    evolve(problem, SearchSettings(generations=arguments.generations), evaluate)
     children, forwards, seconds = map(sum, zip(*spent[1:], strict=True))
     plain = statistics.median(_plain_seconds(candidates, rows) for _ in range(3))
     print(f"exact: {children} children of {len(spent) - 1} generations, 16 layers of 64 experts, 50 % removed")

@@ -8,7 +8,6 @@ import moe_lab.interrupt  # noqa: F401 - first, for Ctrl-C during the other impo
 import argparse
 import os
 import sys
-import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -102,7 +101,7 @@ def _by_hydra(words: Sequence[str]) -> int:
         from moe_lab.study.run import told
 
         nonlocal code
-        with _sentences(), _traces():
+        with _sentences():
             own = HydraConfig.get()
             settings = [*(word for word in own.overrides.hydra if "searchpath" in word), *own.overrides.task]
             alone = own.mode == RunMode.MULTIRUN  # with a launcher of Hydra's, each job is a study of its own
@@ -115,20 +114,6 @@ def _by_hydra(words: Sequence[str]) -> int:
 
     hydra.main(version_base="1.3", config_path=str(conf()), config_name="config")(job)()
     return code
-
-
-@contextmanager
-def _traces() -> Iterator[None]:
-    """Print the trace of a bug in moe_lab here, without secrets: Hydra would print the command line, too."""
-    from moe_lab.errors import UserError
-
-    try:
-        yield
-    except (UserError, BrokenPipeError):
-        raise
-    except Exception:  # noqa: BLE001
-        print(mask(traceback.format_exc()), file=sys.stderr)
-        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -66,8 +66,6 @@ AXES = tuple(KINDS)
 GROUPS = tuple(axis for axis in AXES if fields_of(KINDS[axis]))
 """Axes whose values are files; a setting in them, such as model.top_k, can have a list, too."""
 VALUES = tuple(axis for axis in AXES if axis not in GROUPS)
-RESERVED = ("criterion", "calibration", "allocation")
-"""Groups of which an unpruned model has none, so that no choice of them is called none."""
 REGISTERED = ("criterion", "allocation")
 """Groups whose choices are called as their functions are, whatever their settings."""
 REMOVED = object()
@@ -209,8 +207,8 @@ class _Axes:
             for setting, value in [*words, *varied.items()]:
                 assign(content, setting, value)
             made = valid(KINDS[axis], content, axis, f"{axis}={name}" if name else "")
-            if axis in RESERVED and made.name == "none":
-                raise UserError(f"{axis}.name=none means no {axis}: expected another name, such as none_1")
+            if axis == "calibration" and made.name == "none":  # as the unpruned model has it
+                raise UserError("calibration.name=none means no calibration: expected another name, such as none_1")
             ending = "".join(f"_{setting.rpartition('.')[2]}{value}" for setting, value in varied.items())
             if ending and axis not in REGISTERED and "top_k" not in varied:
                 made = replace(made, name=as_name(made.name + ending))

@@ -19,13 +19,13 @@ from moe_lab.config import (
     RecoveryConfig,
     TimingConfig,
 )
-from moe_lab.evaluation.sandbox import Policy
+from moe_lab.evaluation import Policy
 from moe_lab.grid import Cell
 from moe_lab.study import Step
 from moe_lab.study.steps import KINDS, perform
 from moe_lab.study.steps.alignment import plan_of
 from moe_lab.study.steps.costs import Cost, Profile, Timing
-from moe_lab.study.steps.evaluation import Evaluate, results_of, task_of
+from moe_lab.study.steps.evaluation import Evaluate, task_of
 from moe_lab.study.steps.files import Files
 from moe_lab.study.steps.passes import Facts, loaded_as
 from moe_lab.study.steps.plans import drops_whole_experts
@@ -114,7 +114,7 @@ def step_of(kind: str, cell: Cell, config: Config | None = None, benchmark: Benc
         "cost": lambda: Cost.of(pruned, text, Cost.of(unpruned(cell.model), text)),
         "profile": lambda: Profile(pruned.loaded, text, pruned.plan),
         "timing": lambda: Timing.of(pruned, text, config.timed),
-        **dict.fromkeys(("evaluate", "generate", "grade"), lambda: results_of(pruned, task_of(benchmark, config))),
+        **dict.fromkeys(("evaluate", "generate", "grade"), lambda: task_of(benchmark, config)(pruned)),
     }
     step: Any = made[kind]() if kind in made else KINDS[kind].of(cell)  # type: ignore[attr-defined]
     return step.generate if kind == "generate" else step  # type: ignore[no-any-return]

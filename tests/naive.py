@@ -1,20 +1,25 @@
 """The slow and obvious way, in fp64: each expert alone on its own tokens, by transformers' own eager code.
 
 `routed(name)` gives what happened in one batch of a tiny model: per layer and expert the tokens it served with their
-gates and outputs. Whatever moe_lab sums on the way is compared with what these lists give.
+gates and outputs; `backward(name)` what happened on the way back, the loss over all logits and gradients as autograd
+gives them. Whatever moe_lab sums on the way is compared with what these lists give.
 """
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import tiny
 import torch
+from torch.nn.functional import cross_entropy
 
 from moe_lab.models.discover import MoELayer, moe_layers
+from moe_lab.statistics import Layers
+from moe_lab.statistics.observe import Observer, Tap
 
 
 @dataclass
@@ -60,6 +65,10 @@ class Seen:
     """(B, S, H) what enters the MoE block."""
     index: torch.Tensor
     """(T, K) expert ids."""
+    hidden: torch.Tensor
+    """(T, H) what enters the experts."""
+    logits: torch.Tensor
+    """(T, E) of the router."""
 
 
 NORMS = ("pre_mlp_layernorm", "pre_ff_layernorm", "ffn_norm", "post_attention_layernorm")
@@ -92,27 +101,20 @@ def routed(name: str, dtype: torch.dtype = torch.float32) -> dict[int, Seen]:
         kept = calls.setdefault(layer.index, {})
         around = network.get_submodule(layer.name[: layer.name.index(f".{layer.index}.") + len(f".{layer.index}")])
 
-        def keep(*given: Any, kept: dict[str, Any] = kept) -> None:
-            kept["experts"] = given[1]
+        def note(name: str, pick: Callable[..., Any], kept: dict[str, Any] = kept) -> Callable[..., None]:
+            def hook(_: Any, inputs: Any, *result: Any) -> None:
+                kept[name] = pick(inputs, *result)
 
-        def keep_block(*given: Any, kept: dict[str, Any] = kept) -> None:
-            kept["block"] = given[1][0]
-
-        def keep_router(*given: Any, kept: dict[str, Any] = kept) -> None:
-            kept["logits"] = given[2][0]
-
-        def keep_layer(*given: Any, kept: dict[str, Any] = kept) -> None:
-            kept["stream"] = given[2][0] if isinstance(given[2], tuple) else given[2]
-
-        def keep_before(*given: Any, kept: dict[str, Any] = kept) -> None:
-            kept["before"] = given[1][0].flatten(0, -2)
+            return hook
 
         norms = [getattr(around, name) for name in NORMS if hasattr(around, name)]
-        hooks.append(norms[0].register_forward_pre_hook(keep_before))
-        hooks.append(layer.experts.register_forward_pre_hook(keep))
-        hooks.append(layer.block.register_forward_pre_hook(keep_block))
-        hooks.append(layer.router.register_forward_hook(keep_router))
-        hooks.append(around.register_forward_hook(keep_layer))
+        hooks += [
+            norms[0].register_forward_pre_hook(note("before", lambda inputs: inputs[0].flatten(0, -2))),
+            layer.experts.register_forward_pre_hook(note("experts", lambda inputs: inputs)),
+            layer.block.register_forward_pre_hook(note("block", lambda inputs: inputs[0])),
+            layer.router.register_forward_hook(note("logits", lambda _, result: result[0])),
+            around.register_forward_hook(note("stream", lambda _, out: out[0] if isinstance(out, tuple) else out)),
+        ]
     with torch.no_grad():
         network(input_ids=ids, attention_mask=valid.long(), use_cache=False)
         for hook in hooks:
@@ -120,10 +122,24 @@ def routed(name: str, dtype: torch.dtype = torch.float32) -> dict[int, Seen]:
         return {layer.index: _seen(layer, calls[layer.index], valid.flatten()) for layer in moe_layers(network)}
 
 
+@torch.no_grad()
+def observed(network: Any, tap: type[Tap]) -> Layers:
+    """The sums of a tap over `batch()`; to the bit, the model computes the same while it is observed and afterwards."""
+    ids, valid = batch()
+    inputs: Any = {"input_ids": ids, "attention_mask": valid.long()}
+    plain = network(**inputs).logits
+    with Observer(network, tap) as observer:
+        observer.valid = valid
+        assert torch.equal(network(**inputs).logits, plain)
+    assert torch.equal(network(**inputs).logits, plain)
+    return observer.layers()
+
+
 def _seen(layer: MoELayer, call: dict[str, Any], valid: torch.Tensor) -> Seen:
     hidden, index, weights = (part.clone() for part in call["experts"])
     hidden, weights = hidden.double(), weights.double()
-    full = call["logits"].double().reshape(-1, layer.n_experts).softmax(-1)
+    logits = call["logits"].double().reshape(-1, layer.n_experts)
+    full = logits.softmax(-1)
     module = copy.deepcopy(layer.experts).double()
     experts = []
     mixed = torch.zeros_like(hidden)
@@ -147,7 +163,7 @@ def _seen(layer: MoELayer, call: dict[str, Any], valid: torch.Tensor) -> Seen:
     for served in experts:
         x, y = before[served.token], (before + mixed)[served.token]
         served.shift = 1 - (x * y).sum(-1) / (x.norm(dim=-1) * y.norm(dim=-1))
-    return Seen(experts, mixed, stream, before, valid, call["block"].clone(), index)
+    return Seen(experts, mixed, stream, before, valid, call["block"].clone(), index, hidden, logits)
 
 
 def _channels(module: Any, hidden: torch.Tensor, expert: int) -> torch.Tensor:
@@ -161,6 +177,60 @@ def _channels(module: Any, hidden: torch.Tensor, expert: int) -> torch.Tensor:
         return (up + 1) * gate * torch.sigmoid(module.alpha * gate)
     gate, up = gate_up.chunk(2, -1)
     return module.act_fn(gate) * up
+
+
+class Backward(NamedTuple):
+    """On the valid tokens that one expert served: phi (N, I), dL/dphi (N, I), dL/df (N, H) and the gate (N,)."""
+
+    phi: torch.Tensor
+    phi_gradient: torch.Tensor
+    f_gradient: torch.Tensor
+    gate: torch.Tensor
+
+
+def down(layer: MoELayer, expert: int) -> torch.Tensor:
+    """down_proj of one expert, (H, I)."""
+    module: Any = layer.experts
+    weight: torch.Tensor = module.down_proj[expert]
+    return weight.T if module.is_transposed else weight
+
+
+def loss(network: Any, ids: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
+    """Summed cross-entropy of the next token over pairs of valid tokens, one after the other."""
+    logits = network(input_ids=ids, attention_mask=valid.long(), use_cache=False).logits
+    terms = [
+        cross_entropy(logits[row, t], ids[row, t + 1])
+        for row in range(ids.shape[0])
+        for t in range(ids.shape[1] - 1)
+        if valid[row, t] and valid[row, t + 1]
+    ]
+    return torch.stack(terms).sum()
+
+
+@cache
+def backward(name: str) -> dict[int, list[Backward]]:
+    """Layer -> what its experts did on `batch()`, there and back: autograd ends at their gated outputs."""
+    network = tiny.build(name, dtype=torch.float64)
+    network.enable_input_require_grads()
+    mixed: dict[int, torch.Tensor] = {}
+    for layer in moe_layers(network):
+
+        def keep(_: Any, inputs: Any, out: torch.Tensor, index: int = layer.index) -> None:
+            mixed[index] = out
+            out.retain_grad()
+
+        layer.experts.register_forward_hook(keep)
+    loss(network, *batch()).backward()
+    found = {}
+    for layer in moe_layers(network):
+        gradient, seen = mixed[layer.index].grad, routed(name, torch.float64)[layer.index]
+        assert gradient is not None
+        of_f = [expert.gate[:, None] * gradient[expert.token] for expert in seen.experts]
+        found[layer.index] = [
+            Backward(expert.phi, g @ down(layer, number).detach(), g, expert.gate)
+            for number, (expert, g) in enumerate(zip(seen.experts, of_f, strict=True))
+        ]
+    return found
 
 
 def relative(measured: torch.Tensor, expected: torch.Tensor) -> float:

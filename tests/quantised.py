@@ -6,13 +6,13 @@ one after the other. Where only the layout matters, the codes are random.
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 import shutil
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -57,12 +57,9 @@ def unpacked(words: torch.Tensor) -> torch.Tensor:
 
 def fp8_blocks(weight: torch.Tensor) -> Parts:
     """Blocks of 8 by 8 weights; the last ones of a row or column of blocks may be smaller."""
-    rows, columns = weight.shape
-    largest = torch.zeros(-(-rows // 8), -(-columns // 8))
-    for row, column in itertools.product(range(rows), range(columns)):
-        place = row // 8, column // 8
-        largest[place] = max(float(largest[place]), abs(float(weight[row, column])))
-    parts = {"weight": torch.ones(rows, columns), "weight_scale_inv": largest / 448}
+    bands = [band.split(8, dim=1) for band in weight.abs().split(8)]
+    largest = torch.stack([torch.stack([block.max() for block in band]) for band in bands])
+    parts = {"weight": torch.ones_like(weight), "weight_scale_inv": largest / 448}
     return {**parts, "weight": (weight / from_fp8_blocks(parts)).to(torch.float8_e4m3fn)}
 
 
@@ -75,11 +72,7 @@ def from_fp8_blocks(parts: Parts) -> torch.Tensor:
 def fp8_matrix(weight: torch.Tensor) -> Parts:
     """One scale for all numbers, and one for the inputs."""
     scale = weight.abs().max() / 448
-    return {
-        "weight": (weight / scale).to(torch.float8_e4m3fn),
-        "weight_scale": scale,
-        "input_scale": torch.rand(()),
-    }
+    return {"weight": (weight / scale).to(torch.float8_e4m3fn), "weight_scale": scale, "input_scale": torch.rand(())}
 
 
 def fp8_rows(weight: torch.Tensor) -> Parts:
@@ -160,10 +153,6 @@ def nf4(weight: torch.Tensor, nested: bool = False) -> Parts:
     return {"weight": codes, **{f"weight.{name}": value for name, value in state.as_dict(packed=True).items()}}
 
 
-def nf4_nested(weight: torch.Tensor) -> Parts:
-    return nf4(weight, nested=True)
-
-
 def from_nf4(parts: Parts) -> torch.Tensor:
     from bitsandbytes.functional import QuantState, dequantize_4bit
 
@@ -173,36 +162,27 @@ def from_nf4(parts: Parts) -> torch.Tensor:
 
 def compressed(layout: str, weights: dict[str, Any], **inputs: Any) -> dict[str, Any]:
     """quantization_config of compressed-tensors, for projections of the format `layout`."""
-    group = {"targets": ["Linear"], "weights": weights, **inputs}
     about = {"quant_method": "compressed-tensors", "quantization_status": "compressed", "format": layout}
-    return {
-        **about,
-        "ignore": ["lm_head", r"re:.*mlp\.gate$", r"re:.*shared_expert_gate$"],
-        "config_groups": {"group_0": group},
-    }
+    ignored = ["lm_head", r"re:.*mlp\.gate$", r"re:.*shared_expert_gate$"]
+    group = {"targets": ["Linear"], "weights": weights, **inputs}
+    return {**about, "ignore": ignored, "config_groups": {"group_0": group}}
 
 
+FP8 = {"quant_method": "fp8"}
 EIGHT_BITS = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel"}
 INPUTS = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "token", "dynamic": True}
 INTEGERS = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP}
+UNEVEN = {**INTEGERS, "symmetric": False, "actorder": "group"}
 FORMATS = {
-    "fp8": Format(
-        {"quant_method": "fp8", "weight_block_size": [8, 8], "activation_scheme": "dynamic"},
-        fp8_blocks,
-        from_fp8_blocks,
-    ),
-    "fp8_matrix": Format({"quant_method": "fp8", "activation_scheme": "static"}, fp8_matrix, from_fp8),
+    "fp8": Format({**FP8, "weight_block_size": [8, 8], "activation_scheme": "dynamic"}, fp8_blocks, from_fp8_blocks),
+    "fp8_matrix": Format({**FP8, "activation_scheme": "static"}, fp8_matrix, from_fp8),
     "compressed_fp8": Format(compressed("float-quantized", EIGHT_BITS, input_activations=INPUTS), fp8_rows, from_fp8),
     "w4a16": Format(compressed("pack-quantized", {**INTEGERS, "symmetric": True}), w4a16, from_w4a16),
-    "w4a16_asymmetric": Format(
-        compressed("pack-quantized", {**INTEGERS, "symmetric": False, "actorder": "group"}),
-        w4a16_asymmetric,
-        from_w4a16,
-    ),
+    "w4a16_asymmetric": Format(compressed("pack-quantized", UNEVEN), w4a16_asymmetric, from_w4a16),
     "gptq": Format({"quant_method": "gptq", "bits": 4}, gptq, from_gptq),
     "awq": Format({"quant_method": "awq", "bits": 4}, awq, from_awq),
     "nf4": Format({"quant_method": "bitsandbytes", "load_in_4bit": True}, nf4, from_nf4),
-    "nf4_nested": Format({"quant_method": "bitsandbytes", "load_in_4bit": True}, nf4_nested, from_nf4),
+    "nf4_nested": Format({"quant_method": "bitsandbytes", "load_in_4bit": True}, partial(nf4, nested=True), from_nf4),
 }
 MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.mlp.router", "lm_head"]}
 

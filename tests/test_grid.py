@@ -15,20 +15,17 @@ from moe_lab.config.base import SettingsError
 from moe_lab.grid import benchmarks
 
 
-def test_no_axis_is_one_cell_of_the_configuration_itself() -> None:
-    (cell,) = cells()
-    assert (cell.criterion.name, cell.ratio, cell.gate, cell.seed) == ("man", 0.25, "model", 42)
-    (cell,) = cells(ratio=0.5, seed=7, gate="renormalized")
-    assert (cell.ratio, cell.gate, cell.seed) == (0.5, "renormalized", 7)
-
-
 def test_the_product_of_axes_reads_each_file_and_makes_each_choice_once() -> None:
+    (cell,) = cells(ratio=0.5, seed=7, gate="renormalized")
+    assert (cell.criterion.name, cell.ratio, cell.gate, cell.seed) == ("man", 0.5, "renormalized", 7)
     files = Files()
     lists = {"criterion": ["man", "reap"], "calibration": ["pocket_code", "pocket_math"], "ratio": [0.25, 0.5]}
     found = cells(None, {**lists, "seed": [1, 2]}, files=files)
     assert len(found) == len({(c.criterion.name, c.calibration.name, c.ratio, c.seed) for c in found}) == 16
     assert len(files.reads) == len(set(files.reads)) == 5  # and flops_text
     assert len({id(cell.calibration) for cell in found}) == 2
+    names = [cell.criterion.name for cell in cells(None, {"criterion": ["man", "m*", "man"]})]
+    assert names[0] == "man" and len(names) == len(set(names)) and {"mone", "msan"} <= set(names)
 
 
 @given(st.lists(st.decimals("0.01", "0.99", places=2), min_size=1, max_size=4))
@@ -78,28 +75,9 @@ def test_settings_that_are_typed_hold_for_every_choice_but_not_for_other_texts()
     lists = {"calibration": ["pocket_code", "pocket_math"], "allocation": ["pocket_evolutionary"]}
     found = cells(None, {**lists, "recovery": ["pocket_dora"]}, words=words)
     assert {(cell.calibration.tokens, cell.recovery.rows_per_step) for cell in found} == {(1024, 7)} and len(found) == 2
-    texts = found[0].texts
-    assert {role: text.name for role, text in texts.items()} == {
-        "search": "pocket_math_search",
-        "instructions": "pocket_math_search",
-        "flops": "pocket_excerpt",
-    }
-    assert all(text.tokens != 1024 for text in texts.values())
-
-
-def test_what_was_published_for_a_model_is_its_default_search() -> None:
-    found = cells(
-        None,
-        {"model": ["qwen3_30b_a3b_instruct", "pocket_olmoe"], "allocation": ["evolutionary", "uniform"]},
-        words=[("allocation.search", "pocket_math_search"), ("allocation.name", "evolutionary")],
-    )
-    generations = {cell.model.name: cell.allocation.parameters.get("generations") for cell in found}
-    assert generations == {"qwen3_30b_a3b_instruct": 10, "pocket_olmoe": None}
-
-
-def test_patterns_and_repetitions() -> None:
-    names = [cell.criterion.name for cell in cells(None, {"criterion": ["man", "m*", "man"]})]
-    assert names[0] == "man" and len(names) == len(set(names)) and {"mone", "msan"} <= set(names)
+    roles = {"search": "pocket_math_search", "instructions": "pocket_math_search", "flops": "pocket_excerpt"}
+    assert {role: text.name for role, text in found[0].texts.items()} == roles
+    assert all(text.tokens != 1024 for text in found[0].texts.values())
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
@@ -116,21 +94,15 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 """How a sentence begins, or a word of it -> lists, and what is expected in it."""
 
 
-@pytest.mark.parametrize("begin", WRONG)
-def test_a_wrong_list_is_one_sentence(begin: str) -> None:
-    lists, expected = WRONG[begin]
-    with pytest.raises(SettingsError) as error:
-        cells(None, lists)
-    (sentence,) = error.value.sentences
-    assert begin in sentence and expected in sentence
-
-
 @given(st.sets(st.sampled_from(sorted(WRONG)), min_size=1))
-def test_all_mistakes_are_told_at_once(begins: set[str]) -> None:
+def test_every_wrong_list_is_one_sentence_and_all_are_told_at_once(begins: set[str]) -> None:
     lists = {key: values for begin in sorted(begins) for key, values in WRONG[begin][0].items()}
+    told = {key: begin for begin in sorted(begins) for key in WRONG[begin][0]}
     with pytest.raises(SettingsError) as error:
         cells(None, lists)
     assert len(error.value.sentences) == len(lists)
+    for begin in told.values():
+        assert any(begin in one and WRONG[begin][1] in one for one in error.value.sentences), begin
 
 
 def test_an_unknown_text_names_the_setting_and_the_nearest() -> None:
@@ -138,27 +110,25 @@ def test_an_unknown_text_names_the_setting_and_the_nearest() -> None:
         cells(Config(flops_text="pocket_excrpt"))
 
 
-def asked(config: Config, protocol: ProtocolConfig | None = None) -> Any:
-    return benchmarks(config, protocol or ProtocolConfig(), Files())
-
-
-def suite(*names: str, **settings: Any) -> Config:
-    return Config(suite=SuiteConfig(list(names), **settings))
+def asked(suite: SuiteConfig, protocol: ProtocolConfig | None = None) -> Any:
+    return benchmarks(Config(suite=suite, data_root="there"), protocol or ProtocolConfig(), Files())
 
 
 def test_a_suite_gives_its_text_and_limit_to_its_benchmarks() -> None:
-    (benchmark,) = asked(suite("perplexity", path="text.txt", limit=3))
+    (benchmark,) = asked(SuiteConfig(["perplexity"], path="text.txt", limit=3))
     assert (benchmark.task, benchmark.limit) == ("text.txt", 3)
     with pytest.raises(SettingsError, match=r"suite\.path=text"):
-        asked(suite("pocket_boolq", path="text.txt"))
+        asked(SuiteConfig(["pocket_boolq"], path="text.txt"))
 
 
 def test_a_protocol_changes_what_it_names_and_every_published_benchmark() -> None:
-    config = Config(suite=SuiteConfig(["pocket_arc_easy", "arc_easy", "mmlu"], limit=3), data_root="there")
-    own, easy, mmlu = asked(config, ProtocolConfig("p", {"every": {"max_length": 99}, "mmlu": {"shots": 5}}))
+    published = ProtocolConfig("p", {"every": {"max_length": 99}, "mmlu": {"shots": 5}})
+    own, easy, mmlu = asked(SuiteConfig(["pocket_arc_easy", "arc_easy", "mmlu"], limit=3), published)
     assert (own.max_length, own.root) == (None, None) and {easy.max_length, mmlu.max_length} == {99}
     assert (easy.shots, mmlu.shots) == (0, 5) and easy.root == "there"
     assert {own.limit, easy.limit, mmlu.limit} == {3}
+    (added,) = asked(SuiteConfig(["wildbench"]), ProtocolConfig("p", {"wildbench": {"parameters": {"template": "t"}}}))
+    assert added.parameters == {"tag": "Creative Writing", "template": "t"}
 
 
 @pytest.mark.parametrize(
@@ -172,10 +142,5 @@ def test_a_protocol_changes_what_it_names_and_every_published_benchmark() -> Non
 )
 def test_a_wrong_protocol_is_one_sentence(differing: dict[str, dict[str, object]], says: str) -> None:
     with pytest.raises(SettingsError, match=f"protocol=p.*{re.escape(says)}") as error:
-        asked(suite("mmlu"), ProtocolConfig("p", differing))
+        asked(SuiteConfig(["mmlu"]), ProtocolConfig("p", differing))
     assert len(error.value.sentences) == 1
-
-
-def test_a_protocol_adds_to_the_parameters_of_a_benchmark() -> None:
-    (found,) = asked(suite("wildbench"), ProtocolConfig("p", {"wildbench": {"parameters": {"template": "t.md"}}}))
-    assert found.parameters == {"tag": "Creative Writing", "template": "t.md"}

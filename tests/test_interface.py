@@ -9,6 +9,8 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -41,22 +43,33 @@ def statistics(model: tuple[Any, Any]) -> moe_lab.ModelStatistics:
     return moe_lab.calibrate(*model, GENERAL, criteria=["reap", "heapr", "aimer"], **{**POCKET, "tokens": 4096})
 
 
-def run(example: Path, monkeypatch: pytest.MonkeyPatch, *words: object) -> dict[str, Any]:
-    monkeypatch.setattr(sys, "argv", [str(example), *map(str, words)])
-    return runpy.run_path(str(example))
+@pytest.fixture(scope="module")
+def replacing(model: tuple[Any, Any]) -> Callable[[str], tuple[moe_lab.ModelStatistics, Any]]:
+    """Name of a replacement -> the statistics that it needs, and scores."""
+
+    @cache
+    def seen(name: str) -> tuple[moe_lab.ModelStatistics, Any]:
+        found = moe_lab.calibrate(*model, GENERAL, criteria=["reap"], replacement=name, **{**POCKET, "tokens": 2048})
+        return found, moe_lab.score("reap", found)
+
+    return seen
 
 
-def test_importing_moe_lab_imports_no_torch() -> None:
-    code = "import sys, moe_lab; assert not {'torch', 'transformers', 'pandas', 'hydra'} & set(sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+def run(example: str, monkeypatch: pytest.MonkeyPatch, *words: object) -> dict[str, Any]:
+    monkeypatch.setattr(sys, "argv", [example, *map(str, words)])
+    return runpy.run_path(str(ROOT / "examples" / example))
 
 
-def test_the_functions_need_no_hydra() -> None:
+def test_the_functions_need_no_hydra_and_their_names_no_torch() -> None:
     """What they call is imported where neither Hydra nor OmegaConf is, as in a notebook or on a machine for timings."""
     names = "calibration.batches models.load models.streamed statistics.gradients criteria allocation pruning.export"
-    code = "import importlib, sys\nsys.modules.update(hydra=None, omegaconf=None)\n" + "".join(
-        f"importlib.import_module('moe_lab.{name}')\n" for name in names.split()
-    )
+    code = f"""
+import importlib, sys, moe_lab
+assert not {{'torch', 'transformers', 'pandas', 'hydra'}} & set(sys.modules)
+sys.modules.update(hydra=None, omegaconf=None)
+for name in {names!r}.split():
+    importlib.import_module('moe_lab.' + name)
+"""
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
@@ -76,7 +89,7 @@ def test_the_example_of_the_readme_runs(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_an_example_prunes_and_exports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = run(ROOT / "examples/prune.py", monkeypatch, "pocket:qwen3_moe", GENERAL, tmp_path / "out")
+    found = run("prune.py", monkeypatch, "pocket:qwen3_moe", GENERAL, tmp_path / "out")
     assert Plan.load(tmp_path / "out/plan.json") == found["plan"]
     assert found["whole"] < found["pruned"]
 
@@ -87,7 +100,7 @@ def test_an_example_compares_a_criterion_of_ones_own(
     from moe_lab.criteria import CRITERIA
 
     monkeypatch.setattr("moe_lab.criteria.CRITERIA", {**CRITERIA})
-    found = run(ROOT / "examples/own_criterion.py", monkeypatch)
+    found = run("own_criterion.py", monkeypatch)
     loudest, reap = found["dropped"].values()
     assert len(loudest) == len(reap) == 32 and f"{len(loudest & reap)} of 32 dropped experts" in capsys.readouterr().out
 
@@ -95,7 +108,7 @@ def test_an_example_compares_a_criterion_of_ones_own(
 def test_an_example_reads_a_sweep_whose_plans_are_those_of_the_interface(
     tmp_path: Path, model: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = run(ROOT / "examples/read_sweep.py", monkeypatch, tmp_path)
+    found = run("read_sweep.py", monkeypatch, tmp_path)
     cells = found["study"].cells
     assert found["table"].notna().all().all() and len(cells) == 5
     statistics = moe_lab.calibrate(*model, GENERAL, criteria=["reap", "man"], **POCKET)
@@ -120,89 +133,43 @@ def test_a_model_that_transformers_loaded_is_left_as_it_was(statistics: moe_lab.
         assert torch.allclose(torch.tensor(first.values), torch.tensor(second.values), rtol=1e-4, atol=1e-7)
 
 
-def test_channels_are_planned_by_an_allocation_that_reads_the_statistics(
-    model: tuple[Any, Any], statistics: moe_lab.ModelStatistics
+@pytest.mark.parametrize("replacement", [name for name in REPLACEMENTS if name != "none"])
+def test_dropped_experts_can_be_replaced(replacement: str, replacing: Any) -> None:
+    seen, scores = replacing(replacement)
+    plan = moe_lab.plan(scores, 0.5, replacement=replacement)
+    for layer, kept in plan.experts.items():
+        groups = plan.merged.get(layer, {}).values()
+        assert sum(len(group) - 1 for group in groups) + len(plan.constants.get(layer, ())) == 16
+        assert len(kept) == (16 if replacement == "ream" else 32)
+    for need in {*REPLACEMENTS[replacement]} - {"statistics"}:
+        fewer = replace(seen, sums={key: sums for key, sums in seen.sums.items() if key != need})
+        with pytest.raises(UserError, match=need):
+            moe_lab.plan(scores, 0.5, statistics=fewer, replacement=replacement)
+
+
+@pytest.mark.parametrize("replacement", ["m_smoe", "ream", "m_smoe_unaligned", "hc_smoe"])
+def test_a_plan_that_still_has_to_be_aligned_is_refused(
+    model: tuple[Any, Any], replacement: str, replacing: Any, tmp_path: Path
 ) -> None:
-    scores = moe_lab.score("heapr", statistics)
-    assert list(scores) == ["layer", "expert", "channel", "score"]
-    plan = moe_lab.plan(scores, 0.5, "coverage")
-    assert plan.channels is not None
-    kept = sum(mask.sum() for mask in plan.channels.values()) / sum(mask.size for mask in plan.channels.values())
-    assert kept == pytest.approx(0.5, abs=0.01)
+    """Weights of channels that do not belong together would be added up, unless that is meant."""
+    plan = moe_lab.plan(replacing(replacement)[1], 0.5, replacement=replacement)
+    uses: list[Callable[[Plan], object]] = [
+        lambda plan: moe_lab.mask(model[0], plan).__enter__(),
+        lambda plan: moe_lab.prune(model[0], plan),
+        lambda plan: moe_lab.export("pocket:olmoe", plan, tmp_path / "out"),
+    ]
+    if replacement in ("m_smoe", "ream"):
+        plan.save(tmp_path / "plan.json")
+        unaligned, plan = plan, moe_lab.align(model[0], plan)
+        partly = replace(plan, alignments={0: plan.alignments[0]})
+        for of, use in product((unaligned, Plan.load(tmp_path / "plan.json"), partly), uses):
+            with pytest.raises(UserError, match=f"replacement={re.escape(replacement)}"):
+                use(of)
+        assert not (tmp_path / "out").exists()
     with moe_lab.mask(model[0], plan):
         pass
-
-
-@pytest.mark.parametrize("replacement", [name for name in REPLACEMENTS if name != "none"])
-def test_dropped_experts_can_be_replaced(model: tuple[Any, Any], replacement: str) -> None:
-    seen = moe_lab.calibrate(*model, GENERAL, criteria=["reap"], replacement=replacement, **{**POCKET, "tokens": 2048})
-    plan = moe_lab.plan(moe_lab.score("reap", seen), 0.5, replacement=replacement)
-    replaced = {
-        layer: sum(map(len, plan.merged.get(layer, {}).values()))
-        - len(plan.merged.get(layer, {}))
-        + len(plan.constants.get(layer, ()))
-        for layer in plan.experts
-    }
-    assert replaced == dict.fromkeys(range(4), 16)
-    assert {len(kept) for kept in plan.experts.values()} == {16 if replacement == "ream" else 32}
-    for need in {*REPLACEMENTS[replacement]} - {"statistics"}:
-        with pytest.raises(UserError, match=need):
-            moe_lab.plan(moe_lab.score("reap", seen), 0.5, statistics=without(seen, need), replacement=replacement)
-
-
-def test_ream_merges_into_the_experts_that_dropping_keeps(model: tuple[Any, Any]) -> None:
-    seen = moe_lab.calibrate(*model, GENERAL, criteria=["reap"], replacement="ream", **{**POCKET, "tokens": 2048})
-    scores = moe_lab.score("reap", seen)
-    dropping = moe_lab.plan(scores, 0.5)
-    plan = moe_lab.plan(scores, 0.5, replacement="ream", group_size=3)
-    assert plan.experts == dropping.experts and plan.provenance["allocation"]["parameters"] == {"group_size": 3}
-    for layer, merged in plan.merged.items():
-        assert set(merged) <= set(dropping.experts[layer]) and {len(group) for group in merged.values()} <= {2, 3}
-        values = scores[scores["layer"] == layer]["score"].to_numpy()
-        for group in merged.values():
-            assert list(group.values()) == pytest.approx((values[list(group)] / values[list(group)].sum()).tolist())
-    with pytest.raises(UserError, match="group_size=1"):
-        moe_lab.plan(scores, 0.5, replacement="ream", group_size=1)
-    with moe_lab.mask(model[0], moe_lab.align(model[0], plan)):
-        pass
-
-
-@pytest.mark.parametrize("replacement", ["m_smoe", "ream"])
-def test_a_plan_that_still_has_to_be_aligned_is_refused(
-    model: tuple[Any, Any], replacement: str, tmp_path: Path
-) -> None:
-    """Weights of channels that do not belong together would be added up."""
-    seen = moe_lab.calibrate(*model, GENERAL, criteria=["reap"], replacement=replacement, **{**POCKET, "tokens": 2048})
-    plan = moe_lab.plan(moe_lab.score("reap", seen), 0.5, replacement=replacement)
-    plan.save(tmp_path / "plan.json")
-    aligned = moe_lab.align(model[0], plan)
-    partly = replace(aligned, alignments={0: aligned.alignments[0]})
-    for of in (plan, Plan.load(tmp_path / "plan.json"), partly):
-        for use in (
-            lambda of=of: moe_lab.mask(model[0], of).__enter__(),
-            lambda of=of: moe_lab.prune(model[0], of),
-            lambda of=of: moe_lab.export("pocket:olmoe", of, tmp_path / "out"),
-        ):
-            with pytest.raises(UserError, match=f"replacement={re.escape(replacement)}"):
-                use()
-    assert not (tmp_path / "out").exists()
-    moe_lab.prune(model[0], aligned)
-    with moe_lab.mask(model[0], aligned):
-        pass
-    moe_lab.export("pocket:olmoe", aligned, tmp_path / "out")
-
-
-def test_plans_that_merge_channel_by_channel_on_purpose_are_not_refused(model: tuple[Any, Any], tmp_path: Path) -> None:
-    for name in ("m_smoe_unaligned", "hc_smoe"):
-        seen = moe_lab.calibrate(*model, GENERAL, criteria=["reap"], replacement=name, **{**POCKET, "tokens": 2048})
-        plan = moe_lab.plan(moe_lab.score("reap", seen), 0.5, replacement=name)
-        with moe_lab.mask(model[0], plan):
-            pass
-        moe_lab.export("pocket:olmoe", plan, tmp_path / name)
-
-
-def without(statistics: moe_lab.ModelStatistics, name: str) -> moe_lab.ModelStatistics:
-    return replace(statistics, sums={key: sums for key, sums in statistics.sums.items() if key != name})
+    for use in uses[1:]:
+        use(plan)
 
 
 def test_scores_of_ones_own_are_planned_in_any_order(statistics: moe_lab.ModelStatistics) -> None:
@@ -210,9 +177,17 @@ def test_scores_of_ones_own_are_planned_in_any_order(statistics: moe_lab.ModelSt
     shuffled = scores.sample(frac=1, random_state=0)[["score", "expert", "layer"]]
     shuffled.attrs = {}
     plan = moe_lab.plan(shuffled, 0.25, statistics=statistics)
-    assert plan.experts == moe_lab.plan(scores, 0.25).experts
     worst = scores[scores["layer"] == 0].nsmallest(8, "score")["expert"]
+    assert plan.experts == moe_lab.plan(scores, 0.25).experts
     assert set(worst) == set(range(32)) - set(plan.experts[0])
+    scores = moe_lab.score("heapr", statistics)
+    texts = scores.astype({"layer": str, "expert": str, "channel": str}).sample(frac=1, random_state=0)
+    texts.attrs = scores.attrs
+    assert moe_lab.plan(texts, 0.5) == moe_lab.plan(scores, 0.5)
+    plan = moe_lab.plan(scores, 0.5, "coverage")  # which reads the statistics
+    assert plan.channels is not None and list(scores) == ["layer", "expert", "channel", "score"]
+    masks = list(plan.channels.values())
+    assert sum(mask.sum() for mask in masks) / sum(mask.size for mask in masks) == pytest.approx(0.5, abs=0.01)
 
 
 @pytest.mark.parametrize("dtype", [str, float, object, "category", "string", "Int64", "uint8"])
@@ -225,13 +200,6 @@ def test_ids_may_be_of_any_type_that_shows_whole_numbers(
     scores["score"] = scores["expert"].astype(float)
     scores[columns] = scores[columns].astype(str if dtype == "category" else dtype).astype(dtype)
     assert moe_lab.plan(scores, 0.25).experts == dict.fromkeys(range(4), tuple(range(8, 32)))
-
-
-def test_ids_of_channels_may_be_texts(statistics: moe_lab.ModelStatistics) -> None:
-    scores = moe_lab.score("heapr", statistics)
-    texts = scores.astype({"layer": str, "expert": str, "channel": str}).sample(frac=1, random_state=0)
-    texts.attrs = scores.attrs
-    assert moe_lab.plan(texts, 0.5) == moe_lab.plan(scores, 0.5)
 
 
 ONE_EACH = ("layer 0", "expert from 0 to 31")
@@ -261,25 +229,21 @@ def test_scores_that_are_not_one_for_each_expert_are_refused(
     assert all(word in str(error.value) for word in words), error.value
 
 
-@pytest.mark.parametrize("change", [lambda channel: channel + 1, lambda channel: channel.replace(1, 0)])
-def test_channels_are_numbered_from_0(statistics: moe_lab.ModelStatistics, change: Callable[[Any], Any]) -> None:
+def test_channels_are_numbered_from_0(statistics: moe_lab.ModelStatistics) -> None:
     scores = moe_lab.score("heapr", statistics)
-    with pytest.raises(UserError, match=r"layer 0 .*channel from 0 to"):
-        moe_lab.plan(scores.assign(channel=change(scores["channel"])), 0.5, statistics=statistics)
+    for wrong in (scores["channel"] + 1, scores["channel"].replace(1, 0)):
+        with pytest.raises(UserError, match=r"layer 0 .*channel from 0 to"):
+            moe_lab.plan(scores.assign(channel=wrong), 0.5, statistics=statistics)
 
 
 @pytest.mark.parametrize(
     "wrong, words",
     [
-        (lambda model, found: moe_lab.load("pocket:olmo"), ("pocket:olmo", "pocket:olmoe")),
         (lambda model, found: moe_lab.load("pocket:olmoe", dtyp="float16"), ("dtyp", "dtype")),
         (lambda model, found: moe_lab.calibrate(*model, GENERAL, token=9), ("token", "tokens")),
-        (lambda model, found: moe_lab.calibrate(*model, GENERAL, criteria=["reep"]), ("reep", "reap")),
         (lambda model, found: moe_lab.calibrate(*model, ["short"]), ("too short",)),
         (lambda model, found: moe_lab.calibrate(torch.nn.Linear(2, 2), model[1], GENERAL), ("Linear",)),
         (lambda model, found: moe_lab.score("snip", found), ("snip", "weight_gradients")),
-        (lambda model, found: moe_lab.score("reap", found, gate="modl"), ("modl", "model")),
-        (lambda model, found: moe_lab.score("reap", found, beta=1), ("beta", "reap")),
         (lambda model, found: moe_lab.plan(moe_lab.score("reap", found), 1.5), ("1.5", "0.906")),
         (lambda model, found: moe_lab.plan(moe_lab.score("reap", found), 0.25, "evolutionary"), ("evolutionary",)),
         (lambda model, found: moe_lab.plan(moe_lab.score("reap", found), 0.25, "coverage"), ("coverage",)),
@@ -287,10 +251,7 @@ def test_channels_are_numbered_from_0(statistics: moe_lab.ModelStatistics, chang
     ],
 )
 def test_a_mistake_is_a_sentence(
-    model: tuple[Any, Any],
-    statistics: moe_lab.ModelStatistics,
-    wrong: Callable[..., Any],
-    words: tuple[str, ...],
+    model: tuple[Any, Any], statistics: moe_lab.ModelStatistics, wrong: Callable[..., Any], words: tuple[str, ...]
 ) -> None:
     with pytest.raises(UserError) as error:
         wrong(model, statistics)

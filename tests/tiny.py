@@ -22,6 +22,7 @@ from transformers.utils import logging
 import moe_lab.exported_code  # noqa: F401  # makes more architectures known to transformers
 from moe_lab.allocation.problem import limits
 from moe_lab.allocation.shapes import same_share
+from moe_lab.config import ModelConfig
 from moe_lab.models.discover import moe_layers
 from moe_lab.pruning.plan import Plan, make_plan
 
@@ -69,12 +70,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     },
     "deepseek": {**DENSE_FIRST, "n_shared_experts": 2},
     "deepseek_v2": {**V2, **ONE_GROUP, "topk_method": "greedy"},
-    "deepseek_v2:grouped": {
-        **V2,
-        **FOUR_GROUPS,
-        "topk_method": "group_limited_greedy",
-        "routed_scaling_factor": 16.0,
-    },
+    "deepseek_v2:grouped": {**V2, **FOUR_GROUPS, "topk_method": "group_limited_greedy", "routed_scaling_factor": 16.0},
     "deepseek_v3": {**V3, **ONE_GROUP, "routed_scaling_factor": 2.5},
     "deepseek_v3:grouped": {**V3, **FOUR_GROUPS, "routed_scaling_factor": 2.5},
     "ernie4_5_moe": {
@@ -88,13 +84,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "glm4_moe": {**DENSE_FIRST, **ONE_GROUP, "n_shared_experts": 1, "head_dim": 8},
     "gpt_oss": {**LOCAL, **ATTENTION, "head_dim": 8},
     "granitemoe": LOCAL,
-    "minimax": {
-        **ATTENTION,
-        "num_local_experts": 8,
-        "num_experts_per_tok": 2,
-        "intermediate_size": 24,
-        "head_dim": 8,
-    },
+    "minimax": {**ATTENTION, "num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 24, "head_dim": 8},
     "minimax_m2": {**LOCAL, "head_dim": 8},
     "hunyuan_v1_moe": {
         "num_experts": 16,
@@ -209,6 +199,11 @@ def save(name: str, folder: Path, *, shard: str = "50GB", **changes: Any) -> Pre
     )
     tokenizer.save_pretrained(folder)
     return model
+
+
+def settings(path: object, **changes: Any) -> ModelConfig:
+    """The settings of a model in a folder, on the CPU."""
+    return ModelConfig(name="m", path=str(path), **{"device": "cpu", **changes})
 
 
 class Killed(BaseException):

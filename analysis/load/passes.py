@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from analysis.load.reader import OLDER, Reader, records, stacked, step_kind, steps_behind
+from analysis.load.reader import Reader, records, stacked, step_kind, steps_behind
 from moe_lab import results
 from moe_lab.results import ABLATIONS, BUDGETS, CONCENTRATION, ENTROPIES, EXPERTS, GRADIENTS, LOSSES, WEIGHTS
 
@@ -89,35 +89,24 @@ def _per_calibration(
     return stacked(frames, [*columns, "model", "calibration"])
 
 
-ROOTS = "channel_root_sum"
-"""A column that experts.parquet does not have when an older moe_lab wrote it."""
 TABLES = {
-    "experts.parquet": ("statistics.safetensors", EXPERTS),
-    "layers.parquet": ("statistics.safetensors", LOSSES),
-    "ablation.parquet": ("statistics.safetensors", ABLATIONS),
-    "entropy.parquet": ("statistics.safetensors", ENTROPIES),
-    "gradients.parquet": ("statistics.safetensors", GRADIENTS),
-    "weights.parquet": ("statistics.safetensors", WEIGHTS),
-    "expert_concentration.parquet": ("scores.safetensors", CONCENTRATION),
-    "budgets.parquet": ("scores.safetensors", BUDGETS),
+    "experts.parquet": EXPERTS,
+    "layers.parquet": LOSSES,
+    "ablation.parquet": ABLATIONS,
+    "entropy.parquet": ENTROPIES,
+    "gradients.parquet": GRADIENTS,
+    "weights.parquet": WEIGHTS,
+    "expert_concentration.parquet": CONCENTRATION,
+    "budgets.parquet": BUDGETS,
 }
-"""Table -> the file of arrays that it was made from, and its columns."""
+"""Table of a step -> its columns."""
 
 
-def read(folder: Path | None, file: str, reader: Reader, arrays_in: Path | None = None) -> pd.DataFrame | None:
-    """Read the table `file` of a step; None when it is missing. `arrays_in`: the folder of its arrays, if not `folder`.
-
-    A store reduced to results has neither arrays nor tables, which is not a gap. Arrays without their table were
-    written by an older moe_lab, and the gap says what to do.
-    """
-    if folder is None:
+def read(folder: Path | None, file: str, reader: Reader) -> pd.DataFrame | None:
+    """Read the table `file` of a step; None, without a gap, where a store that is reduced to results has none."""
+    if folder is None or not reader.has(folder, file):
         return None
-    arrays, columns = TABLES[file]
-    if reader.has(folder, file):
-        return reader.frame(folder, file, columns, newer=ROOTS)
-    if reader.has(arrays_in or folder, arrays):
-        reader.gap(f"{file} is missing, {OLDER}", str(folder.relative_to(reader.root)))
-    return None
+    return reader.frame(folder, file, TABLES[file])
 
 
 KEYS = ["model", "calibration", "layer", "expert"]
@@ -178,7 +167,7 @@ def raw_statistics(cells: pd.DataFrame, calibrations: Reports, reader: Reader) -
         gradients = _behind(own[own["calibration"] == calibration], "gradients", reader)
         by_statistic = [
             _moments(weights, weights["abs_sum"], weights["square_sum"], weights["count"]).assign(statistic="weight"),
-            _moments(sums, sums[ROOTS], sums["channel_square"] / _seen(sums), sums["channels"]).assign(
+            _moments(sums, sums["channel_root_sum"], sums["channel_square"] / _seen(sums), sums["channels"]).assign(
                 statistic="activation"
             ),
             _moments(

@@ -66,7 +66,7 @@ def kept(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
 
 def profiles(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
     """Hidden states and routing of every pruned model by layer: cell and PROFILES."""
-    return _tables(cells["profile_folder"].dropna(), "profile.parquet", PROFILES, reader, newer="output_loss")
+    return _tables(cells["profile_folder"].dropna(), "profile.parquet", PROFILES, reader)
 
 
 def timings(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
@@ -165,11 +165,11 @@ def _searched(cells: pd.DataFrame) -> pd.Series:
     return folders[folders.str.startswith("search/")]
 
 
-def _tables(folders: pd.Series, file: str, columns: Sequence[str], reader: Reader, newer: str = "") -> pd.DataFrame:
+def _tables(folders: pd.Series, file: str, columns: Sequence[str], reader: Reader) -> pd.DataFrame:
     """Read `columns` of the table `file` in each cell's folder, with a column `cell`."""
     frames = {}
     for cell, name in folders.items():
-        frame = reader.frame(reader.folder(str(name)), file, columns, newer)
+        frame = reader.frame(reader.folder(str(name)), file, columns)
         if frame is not None:
             frames[int(str(cell))] = frame
     return _by_cell(frames, columns)

@@ -23,9 +23,6 @@ from moe_lab.packs import packs_in
 SCHEMA = 1
 """Newest schema of a study's record that this code reads."""
 
-OLDER = "as an older moe_lab wrote none: remove this folder and run again"
-"""End of the gaps about files that an older moe_lab did not write."""
-
 FILES = {"files": {str: {"sha256": str}}}
 """What this reads of a step.json."""
 ID = 12
@@ -120,21 +117,10 @@ class Reader:
             return None
         return table
 
-    def frame(self, folder: Path | None, file: str, columns: Sequence[str], newer: str = "") -> pd.DataFrame | None:
-        """Read columns of a Parquet file as a data frame; None, with a gap, when that fails. `folder` None gives None.
-
-        newer: one of the columns, which an older moe_lab did not write; when it is missing it is NaN, with a gap.
-        """
-        if folder is None:
-            return None
-        required, optional = ([name for name in columns if (name == newer) == wanted] for wanted in (False, True))
-        table = self.table(folder, file, required, optional)
-        if table is None:
-            return None
-        if not set(optional) <= set(table.column_names):
-            self._unreadable(f"{file} lacks {newer}, {OLDER}", folder)
-        frame: pd.DataFrame = table.to_pandas()
-        return frame.reindex(columns=list(columns))
+    def frame(self, folder: Path | None, file: str, columns: Sequence[str]) -> pd.DataFrame | None:
+        """Read columns of a Parquet file; None, with a gap, when that fails. `folder` None gives None."""
+        table = self.table(folder, file, columns) if folder else None
+        return None if table is None else table.to_pandas()
 
     def _bytes(self, folder: Path, file: str) -> bytes:
         """The content of a file. Raises ValueError when its sha256 differs from that in the step's step.json."""

@@ -163,8 +163,7 @@ def layer_budgets(study: Study, comparison: Comparison) -> pd.DataFrame:
     labels = settings.method_labels(chosen)
     frames = [pd.DataFrame(columns=["cell", "label", "smoothing", "calibration", *BUDGETS])]
     for cell, about in zip(chosen.index[:PLANS].map(int), records(chosen), strict=False):
-        plan, scores = (study.reader.find(str(about[f"{kind}_folder"])) for kind in ("plan", "scores"))
-        kept = passes.read(plan, "budgets.parquet", study.reader, arrays_in=scores)
+        kept = passes.read(study.reader.find(str(about["plan_folder"])), "budgets.parquet", study.reader)
         if kept is not None:
             labelled = {"label": labels[cell], "smoothing": _smoothing(study, about)}
             frames.append(kept.assign(cell=cell, calibration=about["calibration"], **labelled))

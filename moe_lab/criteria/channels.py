@@ -35,10 +35,11 @@ def heapr(layer: Layer) -> Array:
 
 @criterion("camera", granularity="channel", needs=("statistics", "channel_weights"), reference="CAMERA", uses_gate=True)
 def camera(layer: Layer, alpha: float = 0.9) -> Array:
-    """||w_c||^2 * ((1 - alpha) sum_t (g phi)^2 + alpha max_t (g phi)^2), as the released code computes it. That code
-    renormalises g over the top k for DeepSeekMoE, Qwen3 and Mixtral (gate=renormalized), not for Qwen1.5 and Qwen2,
-    whose gates are the model's. `alpha` in [0, 1]; the code's own default is 1, its published runs use 0.9. UserError
-    for any other, and for other gates."""
+    """||w_c||^2 * ((1 - alpha) sum_t (g phi)^2 + alpha max_t (g phi)^2), as the released code computes it.
+
+    That code renormalises g over the top k for DeepSeekMoE, Qwen3 and Mixtral (gate=renormalized), not for Qwen1.5 and
+    Qwen2, whose gates are the model's. `alpha` in [0, 1]; the code's own default is 1, its published runs use 0.9.
+    UserError for any other, and for other gates."""
     if layer.gate not in CAMERA_GATES:
         raise unknown("gate of camera", layer.gate, CAMERA_GATES)
     if not (isinstance(alpha, (int, float)) and 0 <= alpha <= 1):

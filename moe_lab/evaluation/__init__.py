@@ -1,232 +1,60 @@
-"""Data, identity and checks of benchmarks, without importing anything heavy."""
+"""Benchmarks, asked of a model and graded. Here: what evaluation may do at all, and how programs are confined.
+
+Standard library only, as processes that run programs import this.
+"""
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from moe_lab.calibration.sources import whole_text
-from moe_lab.config import BenchmarkConfig, Config
-from moe_lab.config.base import identity as settings_identity
-from moe_lab.errors import Unavailable, UserError, unknown, user_errors
-from moe_lab.evaluation.harness import HARNESSES, Harness, check_count, data_files, installed
-from moe_lab.evaluation.sandbox import LIMITED, Policy
-from moe_lab.paths import PREFIX
+from moe_lab.errors import Unavailable, UserError
 
-_NUMBERS = {"seconds", "memory_mib", "processes", "length"}
-_RUNNING = ("processes", "template", "answers")
-"""Parameters that are not part of the identity; a template and answers are identified by their content."""
-
-
-def policy(config: Config) -> Policy:
-    """What a study's settings allow."""
-    return Policy(config.allow_code_execution, config.sandbox, config.allow_judge, config.allow_pickled_data)
-
-
-def data_digest(benchmark: BenchmarkConfig) -> str:
-    """sha256 over the benchmark's files, or over their digests in its mirror.
-
-    If the mirror is missing, a text with the name of the data is returned, so that costs can be estimated without it.
-    """
-    if benchmark.data is not None:
-        from moe_lab.evaluation import mirror
-
-        try:
-            return mirror.digest(benchmark)
-        except UserError:  # which `lacking` reports
-            return f"no mirror of {benchmark.data}"
-    digest = hashlib.sha256()
-    for file in data_files(benchmark):
-        content = file.read_bytes()
-        digest.update(f"{len(content)}\n".encode() + content)
-    return digest.hexdigest()
+NAMESPACES = "namespaces"
+LIMITED = "limited subprocess, closed-world programs only"
+UNCONFINED = "none: limited subprocess"
 
 
 @dataclass(frozen=True)
-class Questions:
-    """What a model is asked in a benchmark, however the answers are graded."""
+class Policy:
+    """What evaluation may do on this machine."""
 
-    benchmark: BenchmarkConfig
+    allow_code_execution: bool = False
+    """Programs that a model wrote may run."""
+    sandbox: str = "auto"
+    """auto, namespaces or none; see `protection`."""
+    allow_judge: bool = False
+    """Texts that the model wrote may be sent to a judge."""
+    allow_pickled_data: bool = False
+    """Data may be read in formats that can run code when they are read."""
 
+    def protection(self, *, closed_world: bool = False) -> str:
+        """The sandbox in which programs run here: NAMESPACES, LIMITED or UNCONFINED.
 
-@settings_identity.register
-def _(questions: Questions) -> Any:
-    return question_identity(questions.benchmark)
+        `closed_world`: right answers need no import and no private attribute, as in the shipped benchmarks. Where there
+        are no namespaces, sandbox=auto runs only such programs, after checking them (`closed_world.py`).
+        Raises UserError when no allowed sandbox is possible on this machine, and Unavailable when one that is possible
+        does not start now: programs then run in no weaker one.
+        """
+        from moe_lab.evaluation.sandbox.client import NoNamespaces, RunnerError, check_namespaces
 
-
-def question_identity(benchmark: BenchmarkConfig) -> dict[str, Any]:
-    """All settings of a benchmark that can change what a model answers, so without its name or folder.
-
-    The batch size counts, as it changes bits.
-    """
-    harness = HARNESSES[benchmark.harness]
-    named = ("task", "subset", "split") if benchmark.data is not None else ()
-    asking = (*named, "shots", "chat", "max_new_tokens", "max_length", "limit", "batch_size")
-    return {
-        "harness": benchmark.harness,
-        "version": _version(benchmark),
-        "data": data_digest(benchmark),
-        **{name: getattr(benchmark, name) for name in asking},
-        "parameters": _parameters(benchmark, harness.question_parameters),
-    }
-
-
-def _version(benchmark: BenchmarkConfig) -> str | None:
-    """The version of the package that asks and grades; None for moe_lab itself, or if it is not installed."""
-    if benchmark.harness == "evalscope":
-        from moe_lab.evaluation.harnesses import evalscope
-
-        return evalscope.installed(benchmark)
-    package = HARNESSES[benchmark.harness].package
-    return installed(package) if package else None
-
-
-@settings_identity.register
-def identity(benchmark: BenchmarkConfig) -> dict[str, Any]:
-    """All settings of a benchmark that can change its results, so without the address of a judge."""
-    harness = HARNESSES[benchmark.harness]
-    judged = {}
-    if benchmark.judge:
-        from moe_lab.evaluation.harnesses import wildbench
-
-        judged = wildbench.identity(benchmark)
-    return {
-        **question_identity(benchmark),
-        "reports": dict(benchmark.reports),
-        "expected": benchmark.expected,
-        "parameters": _parameters(benchmark, harness.question_parameters + harness.grading_parameters),
-        **judged,
-    }
-
-
-def _parameters(benchmark: BenchmarkConfig, names: Collection[str]) -> dict[str, Any]:
-    return {name: value for name, value in benchmark.parameters.items() if name in names and name not in _RUNNING}
-
-
-def has_two_phases(benchmark: BenchmarkConfig) -> bool:
-    """Whether texts are graded without the model, so that generating and grading are separate steps."""
-    return benchmark.harness in HARNESSES and HARNESSES[benchmark.harness].two_phases
-
-
-def preflight(benchmarks: Sequence[BenchmarkConfig], policy: Policy) -> list[str]:
-    """All problems of the benchmarks, one sentence each, without importing a harness or torch."""
-    missing = [sentence for benchmark in benchmarks for sentence in lacking(benchmark, policy)]
-    return list(dict.fromkeys(wrong(benchmarks) + missing))
-
-
-def wrong(benchmarks: Sequence[BenchmarkConfig]) -> list[str]:
-    """Problems with settings that would be wrong on any machine."""
-    sentences = [sentence for benchmark in benchmarks for sentence in _wrong(benchmark)]
-    reported: dict[str, str] = {}
-    for benchmark in benchmarks:
-        for name in benchmark.reports:  # results of one name would be confused
-            if (other := reported.setdefault(name, benchmark.name)) != benchmark.name:
-                sentences.append(
-                    f"benchmarks {other} and {benchmark.name} both report {name}: evaluate them in two studies, or "
-                    f"rename one by protocol.benchmarks.{benchmark.name}.reports"
-                )
-    return list(dict.fromkeys(sentences))
-
-
-def _wrong(benchmark: BenchmarkConfig) -> Iterator[str]:
-    harness = HARNESSES.get(benchmark.harness)
-    if harness is None:
-        yield str(unknown(f"benchmark {benchmark.name}: harness", benchmark.harness, HARNESSES))
-        return
-    if harness.gives_tools:
-        from moe_lab.evaluation.harnesses import function_calls
-
-        yield from function_calls.wrong(benchmark)
-    elif benchmark.data is None:
-        yield from user_errors(_check_items, benchmark)
-    yield from (f"benchmark {benchmark.name}: {mistake}" for mistake in _mistakes(benchmark, harness))
-    if benchmark.harness == "evalscope":
-        from moe_lab.evaluation.harnesses import evalscope
-
-        yield from evalscope.wrong(benchmark)
-
-
-def _mistakes(benchmark: BenchmarkConfig, harness: Harness) -> Iterator[str]:
-    """What is wrong with settings, whatever the data."""
-    if not benchmark.reports:
-        yield "reports is empty, so nothing would be reported: expected result name -> metric"
-    for metric in benchmark.reports.values():
-        if harness.metrics is not None and metric not in harness.metrics:
-            yield str(unknown("metric", metric, harness.metrics))
-    parameters = harness.question_parameters + harness.grading_parameters
-    for parameter, value in benchmark.parameters.items():
-        if parameter not in parameters:
-            yield str(unknown("parameter", parameter, parameters))
-        elif parameter in _NUMBERS and (not isinstance(value, (int, float)) or value < 0):
-            yield f"parameters.{parameter}={value}: expected a number, 0 or more"
-    if benchmark.chat and harness.continues_text:
-        yield f"chat=true, but {benchmark.harness} goes on with a text: expected chat=false"
-    if harness.generates and benchmark.max_new_tokens < 1:
-        yield f"max_new_tokens={benchmark.max_new_tokens}, but it generates text: expected 1 or more"
-    if benchmark.shots and not harness.shows_examples:
-        yield f"shots={benchmark.shots}: expected 0"
-
-
-def _check_items(benchmark: BenchmarkConfig) -> None:
-    items, definition = data_files(benchmark)[-1], benchmark.parameters.get("definition", {})
-    if not isinstance(definition, dict):
-        raise UserError(
-            f"benchmark {benchmark.name}: parameters.definition={definition}: expected a task in lm-eval's format, "
-            "such as {doc_to_text: question}"
-        )
-    if benchmark.harness == "perplexity":
-        whole_text(items, "suite.path")
-    elif items.suffix == ".jsonl":
-        check_count(benchmark, sum(1 for line in items.read_bytes().splitlines() if line.strip()))
-
-
-def lacking(benchmark: BenchmarkConfig, policy: Policy) -> Iterator[str]:
-    """Problems with this machine or with permissions: missing packages, data, sandbox for programs, or judge."""
-    if benchmark.harness not in HARNESSES:  # which `wrong` reports
-        return
-    package = HARNESSES[benchmark.harness].package
-    if package and installed(package) is None:
-        yield f"benchmark {benchmark.name} needs the package {package}: pip install {package}"
-        return
-    if benchmark.data is not None:
-        from moe_lab.evaluation import mirror
-
-        yield from user_errors(mirror.check, benchmark)
-    if benchmark.harness == "lm_eval" and benchmark.data is not None:
-        from moe_lab.evaluation.harnesses import lm_eval_folders
-
-        yield from lm_eval_folders.problems(benchmark)
-    if benchmark.harness == "wildbench":
-        from moe_lab.evaluation.harnesses import wildbench
-
-        yield from wildbench.problems(benchmark, policy)
-    if benchmark.harness == "evalscope":
-        from moe_lab.evaluation.harnesses import evalscope
-
-        yield from evalscope.lacking(benchmark, policy)
-    if runs_programs(benchmark):
-        yield from user_errors(lambda: policy.protection(closed_world=is_closed_world(benchmark)))
-
-
-def runs_programs(benchmark: BenchmarkConfig) -> bool:
-    """Whether grading runs programs that the model wrote."""
-    if benchmark.harness == "evalscope":
-        from moe_lab.evaluation.harnesses import evalscope
-
-        return evalscope.runs_programs(benchmark)
-    return benchmark.harness == "evalplus"
-
-
-def is_closed_world(benchmark: BenchmarkConfig) -> bool:
-    """Whether right programs need no import and no private attribute, as in the benchmarks that moe_lab ships."""
-    return benchmark.task.startswith(PREFIX)
-
-
-def runs_limited(benchmark: BenchmarkConfig, policy: Policy) -> bool:
-    """Whether programs that are not closed-world count as wrong, because this machine has no namespaces."""
-    try:
-        return runs_programs(benchmark) and policy.protection(closed_world=is_closed_world(benchmark)) == LIMITED
-    except (UserError, Unavailable):  # which `lacking` reports
-        return False
+        if not self.allow_code_execution:
+            raise UserError(
+                "allow_code_execution=false, but grading runs programs the model wrote: set allow_code_execution=true"
+            )
+        if self.sandbox == "none":
+            return UNCONFINED
+        try:
+            check_namespaces()
+        except NoNamespaces as error:
+            if self.sandbox == "auto" and closed_world:
+                return LIMITED
+            raise UserError(
+                f"sandbox={self.sandbox} needs Linux namespaces to run programs the model wrote, and there are none "
+                f"here ({error}): evaluate on another machine, or set sandbox=none to run them without a sandbox"
+            ) from None
+        except RunnerError as error:
+            raise Unavailable(
+                f"sandbox={self.sandbox}: the sandbox for programs the model wrote does not start now ({error}): "
+                f"expected memory and processes for it, so start again when the machine is less busy"
+            ) from error
+        return NAMESPACES

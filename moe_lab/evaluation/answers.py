@@ -97,16 +97,16 @@ def collect_answers(
     to be scored that is too long or has no token. FloatingPointError for a likelihood that is no finite number.
     """
     record = record or Record()
-    queries = _queries(engine, [request for item in items for request in item.requests], benchmark)
-    prompts = _prompts(engine, queries, benchmark)
+    encoder = _Encoder(engine, benchmark)
+    queries = [encoder.query(request) for item in items for request in item.requests]
+    encoder.check_pairs(queries)
+    prompts = encoder.prompts(queries)
     texts = _generate(engine, prompts, queries, benchmark, record)
-    known = {prompt.answer: texts[number].likelihood for number, prompt in prompts.items() if prompt.answer}
-    likelihoods: dict[Row, Likelihood] = {row: likelihood for row, likelihood in known.items() if likelihood}
-    rows = [row for query in queries for row in query.rows if row not in likelihoods]
-    likelihoods |= _score(engine, rows, benchmark.batch_size, record)
-    replies = [
-        _reply(query, texts.get(number), likelihoods, chat=benchmark.chat) for number, query in enumerate(queries)
-    ]
+    likelihoods = {prompt.answer: texts[number].likelihood for number, prompt in prompts.items() if prompt.answer}
+    known: dict[Row, Likelihood] = {row: likelihood for row, likelihood in likelihoods.items() if likelihood}
+    rows = [row for query in queries for row in query.rows if row not in known]
+    known |= _score(engine, rows, benchmark.batch_size, record)
+    replies = [_reply(query, texts.get(number), known, chat=benchmark.chat) for number, query in enumerate(queries)]
     ends = accumulate((len(item.requests) for item in items), initial=0)
     return [
         Answer(item.name, queries[start].prompt, tuple(replies[start:end]))
@@ -115,40 +115,6 @@ def collect_answers(
 
 
 # What the engine gets.
-
-
-def _queries(engine: Engine, requests: Sequence[Request], benchmark: BenchmarkConfig) -> list[_Query]:
-    """Every request with its tokens and with the rows that are to be scored."""
-    queries = [_Query(request, _prompt(engine, request)) for request in requests]
-    tokens = _Tokens(engine.tokenizer, chat=benchmark.chat)
-    room = _room(engine, benchmark)
-    for query in queries:
-        match query.request:
-            case Text(reference=reference):
-                query.tokens = tokens[query.prompt]
-                if reference and engine.scores:
-                    _add_reference(query, reference, tokens, room)
-            case Pair(continuation=continuation):
-                query.rows = [_pair_row(query.prompt, continuation, tokens, benchmark)]
-            case Document():
-                query.tokens = tokens[query.prompt]
-                query.rows = _windows(query.request, query.tokens, tokens.first, room, benchmark)
-    pairs = [query.rows[0] for query in queries if isinstance(query.request, Pair)]
-    _check_rows(pairs, engine.max_length, room, benchmark)
-    return queries
-
-
-def _room(engine: Engine, benchmark: BenchmarkConfig) -> int | None:
-    """Tokens that are read of a prompt and its answer together; None for any number."""
-    limits = [length for length in (engine.max_length, benchmark.max_length) if length is not None]
-    return min(limits, default=None)
-
-
-def _prompt(engine: Engine, request: Request) -> str:
-    if isinstance(request, Document):
-        return request.text
-    prompt, tools = (request.prompt, request.tools) if isinstance(request, Text) else (request.context, ())
-    return prompt if isinstance(prompt, str) else render(engine, prompt, tools)
 
 
 def render(engine: Engine, messages: Messages, tools: Tools = ()) -> str:
@@ -182,83 +148,125 @@ def render(engine: Engine, messages: Messages, tools: Tools = ()) -> str:
         raise UserError(f"the model's chat template refuses a question: {error}") from None
 
 
-class _Tokens:
-    """Tokens of texts, with the tokenizer's special tokens unless a text begins with them or is a chat's."""
+class _Encoder:
+    """Makes what an engine gets of the requests of a benchmark."""
 
-    def __init__(self, tokenizer: Any, *, chat: bool) -> None:
-        self._tokenizer, self._chat = tokenizer, chat
-        start = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
-        self.first: int | None = start
+    def __init__(self, engine: Engine, benchmark: BenchmarkConfig) -> None:
+        self.engine, self.benchmark, self.name = engine, benchmark, f"benchmark {benchmark.name}"
+        limits = [length for length in (engine.max_length, benchmark.max_length) if length is not None]
+        self.room: int | None = min(limits, default=None)
+        """Tokens that are read of a prompt and its answer together; None for any number."""
+        tokenizer = engine.tokenizer
+        self.first: int | None = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
         """The token that stands before a text of which every token is predicted."""
-        self._begun = None if start is None else tokenizer.decode(start)
+        self._begun = None if self.first is None else tokenizer.decode(self.first)
         self._known: dict[str, tuple[int, ...]] = {}
 
-    def __getitem__(self, text: str) -> tuple[int, ...]:
+    def query(self, request: Request) -> _Query:
+        """A request with its tokens and with the rows that are to be scored."""
+        if isinstance(request, Document):
+            tokens = self._tokens(request.text)
+            return _Query(request, request.text, tokens, self._windows(request, tokens))
+        prompt, tools = (request.prompt, request.tools) if isinstance(request, Text) else (request.context, ())
+        text = prompt if isinstance(prompt, str) else render(self.engine, prompt, tools)
+        if isinstance(request, Pair):
+            return _Query(request, text, rows=[self._pair(text, request.continuation)])
+        query = _Query(request, text, self._tokens(text))
+        if request.reference and self.engine.scores:
+            self._add_reference(query, request.reference)
+        return query
+
+    def _tokens(self, text: str) -> tuple[int, ...]:
+        """With the tokenizer's special tokens, unless the text begins with them or is a chat's."""
         if text not in self._known:
-            is_whole = self._chat or (self._begun and text.startswith(self._begun))
-            self._known[text] = self.encoded(text, special=not is_whole)
+            is_whole = self.benchmark.chat or (self._begun and text.startswith(self._begun))
+            self._known[text] = self._encoded(text, special=not is_whole)
         return self._known[text]
 
-    def encoded(self, text: str, *, special: bool) -> tuple[int, ...]:
-        return tuple(self._tokenizer([text], add_special_tokens=special, verbose=False).input_ids[0])
+    def _encoded(self, text: str, *, special: bool) -> tuple[int, ...]:
+        return tuple(self.engine.tokenizer([text], add_special_tokens=special, verbose=False).input_ids[0])
 
+    def _add_reference(self, query: _Query, reference: str) -> None:
+        """Add the row of a reference after its prompt, unless there is no prompt or no room for both.
 
-def _add_reference(query: _Query, reference: str, tokens: _Tokens, room: int | None) -> None:
-    """Add the row of a reference after its prompt, unless there is no prompt or no room for both.
+        As in lm-eval, the answer's tokens are those after the first n of prompt and answer together, n being the tokens
+        of the prompt without white space at its end.
+        """
+        head, whole = query.prompt.rstrip(), query.prompt + reference
+        start, row = len(self._tokens(head)), self._tokens(whole)
+        if 0 < start < len(row) <= (self.room or len(row)):
+            query.rows = [Row(row, start)]
+            query.reference_bytes = len(whole[len(head) :].encode("utf-8", "surrogatepass"))
 
-    As in lm-eval, the answer's tokens are those after the first n of prompt and answer together, n being the tokens of
-    the prompt without white space at its end.
-    """
-    head, whole = query.prompt.rstrip(), query.prompt + reference
-    start, row = len(tokens[head]), tokens[whole]
-    if 0 < start < len(row) <= (room or len(row)):
-        query.rows = [Row(row, start)]
-        query.reference_bytes = len(whole[len(head) :].encode("utf-8", "surrogatepass"))
+    def _pair(self, context: str, continuation: str) -> Row:
+        """Context and continuation in tokens, divided as by lm-eval; without a context, after the first token of texts.
 
+        Raises UserError for one of them without a token: its likelihood of 1 would beat all others.
+        """
+        if context:
+            row, start = self._tokens(context + continuation), len(self._tokens(context.rstrip()))
+        else:
+            row, start = self._encoded(continuation, special=False), 1
+            if self.first is not None and row[:1] != (self.first,):
+                row = (self.first, *row)
+        if not 0 < start < len(row):
+            raise UserError(
+                f"{self.name}: the {'answer' if start else 'question'} has no token of its own in "
+                f"question={context[-_EXCERPT:]!r} answer={continuation!r}: expected an answer that adds tokens"
+            )
+        return Row(row, start)
 
-def _pair_row(context: str, continuation: str, tokens: _Tokens, benchmark: BenchmarkConfig) -> Row:
-    """Context and continuation in tokens, divided as by lm-eval; without a context, after the token of a beginning.
+    def check_pairs(self, queries: Sequence[_Query]) -> None:
+        """Raise UserError for a question and answer with more tokens than are read; their last one never is."""
+        rows = [query.rows[0] for query in queries if isinstance(query.request, Pair)]
+        longest = max((len(row.tokens) for row in rows), default=0)
+        if self.room is not None and longest > self.room + 1:
+            limit = "model" if self.room == self.engine.max_length else "max_length"
+            raise UserError(
+                f"{self.name}: a question with its answer has {longest} tokens, and {self.room} are read: "
+                f"expected a {limit} of {longest - 1} tokens or more, to read it whole"
+            )
 
-    Raises UserError for a continuation, or a context, without a token: its likelihood of 1 would beat all others.
-    """
-    if context:
-        row, start = tokens[context + continuation], len(tokens[context.rstrip()])
-    else:
-        row, start = tokens.encoded(continuation, special=False), 1
-        if tokens.first is not None and row[:1] != (tokens.first,):
-            row = (tokens.first, *row)
-    if not 0 < start < len(row):
-        raise UserError(
-            f"benchmark {benchmark.name}: the {'answer' if start else 'question'} has no token of its own in "
-            f"question={context[-_EXCERPT:]!r} answer={continuation!r}: expected an answer that adds tokens"
-        )
-    return Row(row, start)
+    def _windows(self, document: Document, tokens: Sequence[int]) -> list[Row]:
+        room = self.room
+        if document.from_nothing:
+            return _rolling_windows(
+                [token for token in (self.first, *tokens) if token is not None], room or USUAL_LENGTH
+            )
+        length = document.length or min(USUAL_LENGTH, room or USUAL_LENGTH)
+        if length < 2 or (room is not None and length > room):
+            raise UserError(f"{self.name}: length={length}: expected 2 to {room or 'any number of'} tokens")
+        cuts = [tuple(tokens[start : start + length]) for start in range(0, len(tokens), length)]
+        rows = [Row(cut, 1) for cut in cuts if len(cut) > 1][: document.windows]
+        if not rows:
+            raise UserError(f"{self.name}: its text has {len(tokens)} tokens: expected at least two")
+        return rows
 
+    def prompts(self, queries: Sequence[_Query]) -> dict[int, Prompt]:
+        """Number of a request -> prompt, for every text that fits.
 
-def _check_rows(rows: Iterable[Row], model_length: int | None, room: int | None, benchmark: BenchmarkConfig) -> None:
-    """Raise UserError for a row that has more tokens than are read; its last token never is."""
-    longest = max((len(row.tokens) for row in rows), default=0)
-    if room is not None and longest > room + 1:
-        limit = "model" if room == model_length else "max_length"
-        raise UserError(
-            f"benchmark {benchmark.name}: a question with its answer has {longest} tokens, and {room} are read: "
-            f"expected a {limit} of {longest - 1} tokens or more, to read it whole"
-        )
-
-
-def _windows(
-    document: Document, tokens: Sequence[int], first: int | None, room: int | None, benchmark: BenchmarkConfig
-) -> list[Row]:
-    if document.from_nothing:
-        return _rolling_windows([token for token in (first, *tokens) if token is not None], room or USUAL_LENGTH)
-    length = document.length or min(USUAL_LENGTH, room or USUAL_LENGTH)
-    if length < 2 or (room is not None and length > room):
-        raise UserError(f"benchmark {benchmark.name}: length={length}: expected 2 to {room or 'any number of'} tokens")
-    cuts = [tuple(tokens[start : start + length]) for start in range(0, len(tokens), length)]
-    rows = [Row(cut, 1) for cut in cuts if len(cut) > 1][: document.windows]
-    if not rows:
-        raise UserError(f"benchmark {benchmark.name}: its text has {len(tokens)} tokens: expected at least two")
-    return rows
+        Raises UserError when a prompt leaves too little room, unless its request may be skipped, and when all do.
+        """
+        prompts: dict[int, Prompt] = {}
+        long: list[tuple[int, Text]] = []
+        for number, query in enumerate(queries):
+            if isinstance(query.request, Text):
+                if self.room is None or len(query.tokens) + query.request.most <= self.room:
+                    prompts[number] = Prompt(query.prompt, query.tokens, query.rows[0] if query.rows else None)
+                else:
+                    long.append((len(query.tokens), query.request))
+        refused = [(length, text) for length, text in long if not text.skip_long or not prompts]
+        if self.room is not None and refused:
+            length, text = max(refused, key=lambda each: each[0] + each[1].most)
+            left = self.room - length
+            hint = (
+                f"lower max_new_tokens to {left} or less" if left > 0 else "they need a model, or a max_length, of more"
+            )
+            raise UserError(
+                f"a prompt of {length} tokens and max_new_tokens={text.most} do not fit the "
+                f"{'model' if self.room == self.engine.max_length else 'benchmark'}'s {self.room} tokens: {hint}"
+            )
+        return prompts
 
 
 def _rolling_windows(tokens: Sequence[int], length: int) -> list[Row]:
@@ -270,33 +278,6 @@ def _rolling_windows(tokens: Sequence[int], length: int) -> list[Row]:
         Row(tuple(tokens[max(0, end - length) : end + 1]), min(end, length) + 1 - (end - before))
         for before, end in pairwise([0, *ends])
     ]
-
-
-def _prompts(engine: Engine, queries: Sequence[_Query], benchmark: BenchmarkConfig) -> dict[int, Prompt]:
-    """Number of a request -> prompt, for every text that fits.
-
-    Raises UserError when a prompt leaves too little room, unless its request may be skipped, and when all do.
-    """
-    room = _room(engine, benchmark)
-    prompts: dict[int, Prompt] = {}
-    long: list[tuple[int, Text]] = []
-    for number, query in enumerate(queries):
-        if isinstance(query.request, Text):
-            if room is None or len(query.tokens) + query.request.most <= room:
-                answer = query.rows[0] if query.rows else None
-                prompts[number] = Prompt(query.prompt, query.tokens, answer)
-            else:
-                long.append((len(query.tokens), query.request))
-    refused = [(length, text) for length, text in long if not text.skip_long or not prompts]
-    if room is not None and refused:
-        length, text = max(refused, key=lambda each: each[0] + each[1].most)
-        left = room - length
-        hint = f"lower max_new_tokens to {left} or less" if left > 0 else "they need a model, or a max_length, of more"
-        raise UserError(
-            f"a prompt of {length} tokens and max_new_tokens={text.most} do not fit the "
-            f"{'model' if room == engine.max_length else 'benchmark'}'s {room} tokens: {hint}"
-        )
-    return prompts
 
 
 # Batches.

@@ -7,7 +7,7 @@ import json
 import math
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache, lru_cache
 from importlib.metadata import PackageNotFoundError, version
@@ -36,8 +36,8 @@ class Harness:
     """Keys of benchmark.parameters that change only how answers are graded."""
     two_phases: bool = False
     """Texts are graded without the model, so that generating and grading are separate steps."""
-    generates: bool = False
-    """All its benchmarks generate text."""
+    scores: bool = False
+    """It may compute likelihoods alone, so that max_new_tokens may be 0."""
     continues_text: bool = False
     """The model continues a text, so a chat template cannot be used."""
     shows_examples: bool = False
@@ -52,16 +52,15 @@ class Harness:
 
 _LIMITS = ("seconds", "memory_mib", "processes")
 HARNESSES: Mapping[str, Harness] = {
-    "lm_eval": Harness(package="lm-eval", question_parameters=("folder", "definition"), shows_examples=True),
-    "evalplus": Harness(
-        package="evalplus", metrics=("base", "plus"), grading_parameters=_LIMITS, two_phases=True, generates=True
+    "lm_eval": Harness(
+        package="lm-eval", question_parameters=("folder", "definition"), scores=True, shows_examples=True
     ),
+    "evalplus": Harness(package="evalplus", metrics=("base", "plus"), grading_parameters=_LIMITS, two_phases=True),
     "evalscope": Harness(  # in an interpreter of its own
         metrics=("acc",),
         question_parameters=("start_date", "end_date"),
         grading_parameters=_LIMITS,
         two_phases=True,
-        generates=True,
         shows_examples=True,
     ),
     "wildbench": Harness(
@@ -69,21 +68,16 @@ HARNESSES: Mapping[str, Harness] = {
         question_parameters=("tag",),
         grading_parameters=("template",),
         two_phases=True,
-        generates=True,
         judged=True,
     ),
     "function_calls": Harness(
-        metrics=("acc",),
-        question_parameters=("answers",),
-        two_phases=True,
-        generates=True,
-        gives_tools=True,
-        reads_path=True,
+        metrics=("acc",), question_parameters=("answers",), two_phases=True, gives_tools=True, reads_path=True
     ),
-    "stories": Harness(metrics=("score",), generates=True, continues_text=True),
+    "stories": Harness(metrics=("score",), continues_text=True),
     "perplexity": Harness(
         metrics=("perplexity", "bits_per_byte", "loss"),
         question_parameters=("length",),
+        scores=True,
         continues_text=True,
         reads_path=True,
     ),
@@ -154,13 +148,6 @@ class Item:
     """Unique in its benchmark."""
     requests: tuple[Text | Pair | Document, ...]
 
-    @property
-    def text(self) -> Text:
-        """The request of an item that asks for one text."""
-        (request,) = self.requests
-        assert isinstance(request, Text)
-        return request
-
 
 @dataclass(frozen=True)
 class Window:
@@ -226,18 +213,13 @@ class Answer:
             item=self.item,
             replicate=self.replicate,
             outcome=outcome,
-            prompt_hash=prompt_hash(self.prompt),
+            prompt_hash=hashlib.sha256(self.prompt.encode("utf-8", "surrogatepass")).hexdigest()[:16],
             thought=self.reply.thought,
             output=self.reply.text if output is None else output,
             ended=self.reply.ended,
             extracted=extracted,
             answer_loss=self.reply.loss,
         )
-
-
-def prompt_hash(prompt: str) -> str:
-    """First 16 hexadecimal digits of the prompt's sha256."""
-    return hashlib.sha256(prompt.encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
 def replace_surrogates(text: str) -> str:
@@ -252,12 +234,13 @@ def write_answers(answers: Sequence[Answer], file: Path) -> None:
 
 def read_answers(content: bytes) -> list[Answer]:
     """The answers in the content of a file that `write_answers` wrote."""
-    rows: list[dict[str, Any]] = [json.loads(line) for line in content.splitlines()]
-    return [Answer(**{**row, "replies": tuple(map(_reply, row["replies"]))}) for row in rows]
-
-
-def _reply(row: Mapping[str, Any]) -> Reply:
-    return Reply(**{**row, "windows": tuple(Window(**window) for window in row["windows"])})
+    answers = []
+    for line in content.splitlines():
+        row = json.loads(line)
+        windows = [tuple(Window(**window) for window in reply["windows"]) for reply in row["replies"]]
+        replies = [Reply(**{**reply, "windows": own}) for reply, own in zip(row["replies"], windows, strict=True)]
+        answers.append(Answer(**{**row, "replies": tuple(replies)}))
+    return answers
 
 
 # Results.
@@ -316,11 +299,17 @@ def mean_result(name: str, metric: str, samples: Sequence[Sample], benchmark: Be
 
 
 def graded_by_mean(
-    samples: list[Sample], benchmark: BenchmarkConfig, protocol: dict[str, Any], tolerated: int = 0
+    answers: Sequence[Answer],
+    benchmark: BenchmarkConfig,
+    verdict: Callable[[Answer, str], tuple[float, str]],
+    protocol: dict[str, Any] | None = None,
+    tolerated: int = 0,
 ) -> Graded:
-    """Results that are mean outcomes of their samples."""
-    results = [mean_result(name, metric, samples, benchmark) for name, metric in benchmark.reports.items()]
-    return Graded(results, samples, protocol, tolerated)
+    """Results that are mean outcomes; `verdict` gives an answer's outcome for a metric, and a text about it."""
+    reports = benchmark.reports.items()
+    samples = [answer.sample(name, *verdict(answer, metric)) for name, metric in reports for answer in answers]
+    results = [mean_result(name, metric, samples, benchmark) for name, metric in reports]
+    return Graded(results, samples, protocol or {}, tolerated)
 
 
 def loss_result(
@@ -385,14 +374,17 @@ def interpreter(module: str, named: str | None, user: str) -> str:
 
 
 @lru_cache(maxsize=8)
+def installed_in(python: str, package: str) -> str | None:
+    """The version of `package` in another interpreter; None if it or the interpreter is not there."""
+    program = f"from importlib.metadata import version; print(version({package!r}))"
+    try:
+        said = subprocess.run([python, "-I", "-c", program], capture_output=True, text=True, env={}).stdout
+    except OSError:
+        return None
+    return said.strip() or None
+
+
 def check_has(module: str, python: str) -> None:
     """Raise UserError when the interpreter lacks `module`, or there is none in that file."""
-    try:
-        found = subprocess.run([python, "-I", "-c", _HAS, module], capture_output=True, text=True, env={}).stdout
-    except OSError:
-        found = ""
-    if found.strip() != "True":
+    if installed_in(python, module) is None:
         raise UserError(f"interpreters.{module}={python} has no {module}: run make {module}, or name another")
-
-
-_HAS = "import sys; from importlib.util import find_spec; print(find_spec(sys.argv[1]) is not None)"

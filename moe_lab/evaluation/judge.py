@@ -1,7 +1,4 @@
-"""A language model that grades texts, behind an OpenAI-compatible endpoint, with a cache of replies.
-
-The client of `openai` repeats requests while the endpoint is busy, broken or unreachable.
-"""
+"""A language model that grades texts, behind an OpenAI-compatible endpoint, with a cache of replies."""
 
 from __future__ import annotations
 
@@ -96,6 +93,7 @@ class Judge:
         return [future.result() for future in futures]
 
     def _client(self) -> openai.OpenAI:
+        """A client that repeats requests while the endpoint is busy, broken or unreachable."""
         local = urlsplit(self.settings.url).hostname in ("localhost", "127.0.0.1", "::1")
         return openai.OpenAI(
             base_url=self.settings.url,
@@ -107,14 +105,22 @@ class Judge:
 
     def _verdict(self, client: openai.OpenAI, prompt: str, refused: threading.Event) -> Verdict:
         """The verdict on one prompt. Raises Unavailable, and sets `refused`, when the endpoint refuses the request."""
-        file = self._file(prompt)
+        settings = self.settings
+        key = hashlib.sha256(json.dumps([identity(settings), prompt], sort_keys=True).encode()).hexdigest()
+        file = self.cache / key[:2] / f"{key}.json"
         with suppress(OSError, ValueError):  # not in the cache, or damaged: request it
             reply = read_json(file, {"reply": str})["reply"]
             return Verdict(score(reply), reply, cached=True)
         reason = "canceled"
         for _ in range(0 if refused.is_set() else UNPARSABLE_ATTEMPTS):
             try:
-                reply = self._reply(client, prompt)
+                response = client.chat.completions.with_raw_response.create(
+                    model=settings.model,
+                    messages=[{"role": "user", "content": prompt}],
+                    max_tokens=settings.max_tokens,
+                    extra_body={"temperature": 0, **settings.extra},
+                )
+                reply = _text(response.content)
                 verdict = Verdict(score(reply), reply)
             except Unparsable as error:
                 reason = f"{UNPARSABLE_ATTEMPTS} replies in a row without a usable score ({error})"
@@ -126,35 +132,16 @@ class Judge:
                 if error.status_code >= 500 or error.status_code in _BUSY:
                     return Verdict(None, f"HTTP {error.status_code}")
                 refused.set()
-                raise self._refused(error) from None
+                raise Unavailable(
+                    f"judge {settings.model} at {settings.url} refused a request with HTTP {error.status_code} "
+                    f"({' '.join(error.message.split()):.200}): expected that judge.url and judge.model are right, and "
+                    f"the key in {settings.key_variable}"
+                ) from None
             else:
                 file.parent.mkdir(parents=True, exist_ok=True)
-                write_json(file, {"judge": identity(self.settings), "reply": reply})
+                write_json(file, {"judge": identity(settings), "reply": reply})
                 return verdict
         return Verdict(None, reason)
-
-    def _file(self, prompt: str) -> Path:
-        document = json.dumps([identity(self.settings), prompt], sort_keys=True)
-        key = hashlib.sha256(document.encode()).hexdigest()
-        return self.cache / key[:2] / f"{key}.json"
-
-    def _reply(self, client: openai.OpenAI, prompt: str) -> str:
-        """The judge's reply. Raises openai.APIError without one, and Unparsable for one that is none or incomplete."""
-        response = client.chat.completions.with_raw_response.create(
-            model=self.settings.model,
-            messages=[{"role": "user", "content": prompt}],
-            max_tokens=self.settings.max_tokens,
-            extra_body={"temperature": 0, **self.settings.extra},
-        )
-        return _text(response.content)
-
-    def _refused(self, error: openai.APIStatusError) -> Unavailable:
-        settings = self.settings
-        return Unavailable(
-            f"judge {settings.model} at {settings.url} refused a request with HTTP {error.status_code} "
-            f"({' '.join(error.message.split()):.200}): expected that judge.url and judge.model are right, and the key "
-            f"in {settings.key_variable}"
-        )
 
 
 def _text(body: bytes) -> str:

@@ -105,21 +105,18 @@ def read_rows(file: Path) -> list[dict[str, Any]]:
             table: list[dict[str, Any]] = parquet.read_table(file).to_pylist()
             return table
         content = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
-        rows_of_file = _rows_of_text(content.decode("utf-8"), file.suffix)
+        text, rows_of_file = content.decode("utf-8"), []
+        if file.suffix == ".csv":
+            return list(csv.DictReader(text.splitlines(keepends=True)))
+        if file.suffix == ".json" and text.lstrip().startswith("["):
+            rows_of_file = json.loads(text)
+        else:  # \u2028 does not end a line of JSON
+            rows_of_file = [json.loads(line) for line in text.split("\n") if line.strip()]
     except (ValueError, OSError, EOFError) as error:
         raise UserError(f"{file} cannot be read: {str(error).splitlines()[0]}") from error
     if not all(isinstance(row, dict) for row in rows_of_file):
         raise UserError(f"{file} cannot be read: expected objects with named fields")
     return rows_of_file
-
-
-def _rows_of_text(text: str, suffix: str) -> list[dict[str, Any]]:
-    if suffix == ".csv":
-        return list(csv.DictReader(text.splitlines(keepends=True)))
-    if suffix == ".json" and text.lstrip().startswith("["):
-        whole: list[dict[str, Any]] = json.loads(text)
-        return whole
-    return [json.loads(line) for line in text.split("\n") if line.strip()]  # \u2028 does not end a line of JSON
 
 
 def manifest(place: Path) -> dict[str, dict[str, Any]]:
@@ -186,7 +183,7 @@ def make(benchmark: BenchmarkConfig, source: Path | None) -> str:
         origin, files = _download(benchmark, place)
     entries: dict[str, dict[str, Any]] = {}
     for name, (subset, split) in files.items():
-        about = {"rows": _count(place / name), "sha256": sha256_of(place / name), "source": origin}
+        about = {"rows": len(read_rows(place / name)), "sha256": sha256_of(place / name), "source": origin}
         entries[name] = {"subset": subset, "split": split, **about}
     count = _check_rows(benchmark, entries)
     # Files of other subsets and splits stay; those of these may have had other names.
@@ -298,28 +295,20 @@ def _listed(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
-def _count(file: Path) -> int:
-    if file.suffix != ".parquet":
-        return len(read_rows(file))
-    import pyarrow.parquet as parquet
-
-    return int(parquet.read_metadata(file).num_rows)
-
-
 # The command.
 
 
 def benchmarks(names: Sequence[str], root: str) -> list[BenchmarkConfig]:
     """The benchmarks, each once, that are named or in a named suite, and that need a mirror."""
-    known = [[file.stem for file in (conf() / group).glob("*.yaml")] for group in ("benchmark", "suite")]
+    known = {group: sorted(file.stem for file in (conf() / group).glob("*.yaml")) for group in ("benchmark", "suite")}
     listed: list[str] = []
     for name in names:
-        if name in known[0]:
+        if name in known["benchmark"]:
             listed.append(name)
-        elif name in known[1]:
+        elif name in known["suite"]:
             listed += _loaded("suite", name, SuiteConfig).benchmarks
         else:
-            raise unknown("benchmark or suite", name, [*known[0], *known[1]])
+            raise unknown("benchmark or suite", name, [*known["benchmark"], *known["suite"]])
     loaded = [replace(_loaded("benchmark", name, BenchmarkConfig), root=root) for name in dict.fromkeys(listed)]
     with_data = [benchmark for benchmark in loaded if benchmark.data is not None]
     if not with_data:
@@ -342,28 +331,26 @@ def main(words: Sequence[str]) -> int:
     """
     settings = dict(word.split("=", 1) for word in words if "=" in word)
     names = [word for word in words if "=" not in word]
+    failed = False
     try:
         for setting in settings:
             if setting not in ("data_root", "from"):
                 raise unknown("setting", setting, ("data_root", "from"))
         if not names or not settings.get("data_root"):
-            raise UserError(
-                f"expected NAME ... data_root=FOLDER [from=FOLDER|FILE], got {' '.join(words) or 'nothing'}"
-            )
+            got = " ".join(words) or "nothing"
+            raise UserError(f"expected NAME ... data_root=FOLDER [from=FOLDER|FILE], got {got}")
         source = Path(settings["from"]).expanduser().absolute() if "from" in settings else None
         if source is not None and not source.exists():
             raise UserError(f"from={source}: there is no such file or folder")
-        wanted = benchmarks(names, settings["data_root"])
+        for benchmark in benchmarks(names, settings["data_root"]):
+            try:
+                print(make(benchmark, source), flush=True)
+            except (UserError, OSError) as error:
+                failed = True
+                print(f"moe_lab: {error}", file=sys.stderr, flush=True)
     except UserError as error:
+        failed = True
         print(f"moe_lab: {error}", file=sys.stderr)
-        return 2
-    failed = False
-    for benchmark in wanted:
-        try:
-            print(make(benchmark, source), flush=True)
-        except (UserError, OSError) as error:
-            failed = True
-            print(f"moe_lab: {error}", file=sys.stderr, flush=True)
     return 2 if failed else 0
 
 

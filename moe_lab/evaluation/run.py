@@ -7,13 +7,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-from moe_lab import evaluation as suite
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import Unavailable, UserError
+from moe_lab.evaluation import Policy, suite
 from moe_lab.evaluation.answers import Record, collect_answers
 from moe_lab.evaluation.engines import Engine
-from moe_lab.evaluation.harness import HARNESSES, Answer, Graded, installed, replace_surrogates
-from moe_lab.evaluation.sandbox import Policy
+from moe_lab.evaluation.harness import HARNESSES, Answer, Graded, check_count, installed, replace_surrogates
 from moe_lab.results import SCHEMA, Result, ResultFile, Sample
 
 ANSWERS = "answers.jsonl"
@@ -45,6 +44,8 @@ def evaluate(
 def answer(engine: Engine, benchmark: BenchmarkConfig, record: Record | None = None) -> list[Answer]:
     """The answers to all items of the benchmark."""
     items = harness(benchmark).items(benchmark)
+    if benchmark.limit is None and benchmark.harness != "perplexity":  # whose one text is many windows
+        check_count(benchmark, len(items))
     if len({item.name for item in items}) < len(items):
         raise RuntimeError(f"benchmark {benchmark.name} has two items of one name")
     return collect_answers(engine, items, benchmark, record)

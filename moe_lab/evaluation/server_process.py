@@ -1,6 +1,8 @@
 """The process between moe_lab and a server: it ends when moe_lab does, and the server with all its child processes.
 
-Requests are those of `moe_lab/child_process.py`. Standard library only.
+    python -m moe_lab.evaluation.server_process GRACE COMMAND...
+
+GRACE are the seconds between telling the server to stop and killing it. Standard library only.
 """
 
 from __future__ import annotations
@@ -14,41 +16,29 @@ import threading
 from collections.abc import Sequence
 from contextlib import suppress
 
-from moe_lab.child_process import serve
+
+def main(grace: float, command: Sequence[str]) -> None:
+    """Run the server until it ends, or standard input does. Ends the whole process group."""
+    signal.signal(signal.SIGTERM, lambda *_: None)  # which is for the server
+    try:
+        server = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=sys.stderr)
+    except OSError as error:
+        # A folder of PATH that may not be read hides that the program is nowhere.
+        reason = error.strerror if shutil.which(command[0]) else "there is no such program"
+        raise SystemExit(f"{command[0]} cannot be started: {reason}") from None
+    threading.Thread(target=_end_with_input, args=(server, grace), daemon=True).start()
+    code = server.wait()
+    print(f"ended by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}", file=sys.stderr, flush=True)
+    os.killpg(0, signal.SIGKILL)
 
 
-class Watcher:
-    """Runs one server in its own process group."""
-
-    server: subprocess.Popen[bytes]
-    grace = 0.0
-
-    def start(self, command: Sequence[str], grace: float) -> None:
-        """Start the server; `grace` are the seconds between telling it to stop and killing it."""
-        self.grace = grace
-        try:
-            self.server = subprocess.Popen(command, stdin=subprocess.DEVNULL)
-        except OSError as error:
-            # A folder of PATH that may not be read hides that the program is nowhere.
-            reason = error.strerror if shutil.which(command[0]) else "there is no such program"
-            raise ValueError(f"{command[0]} cannot be started: {reason}") from None
-        threading.Thread(target=self._wait, daemon=True).start()
-
-    def stop(self) -> None:
-        """Tell the group to end, and wait for the server."""
-        os.killpg(0, signal.SIGTERM)
-        with suppress(subprocess.TimeoutExpired, AttributeError):  # it may not have been started
-            self.server.wait(self.grace)
-
-    def _wait(self) -> None:
-        """End this process when the server has ended, after a line about it in the log."""
-        code = self.server.wait()
-        how = f"ended by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-        print(how, file=sys.stderr, flush=True)
-        os.killpg(0, signal.SIGKILL)
+def _end_with_input(server: subprocess.Popen[bytes], grace: float) -> None:
+    os.read(0, 1)
+    os.killpg(0, signal.SIGTERM)
+    with suppress(subprocess.TimeoutExpired):
+        server.wait(grace)
+    os.killpg(0, signal.SIGKILL)
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: None)  # which is for the server
-    watcher = Watcher()
-    serve(watcher, watcher.stop)
+    main(float(sys.argv[1]), sys.argv[2:])

@@ -1,7 +1,7 @@
 """Everything that moe_lab uses of transformers beyond its public interface.
 
 Tested with transformers 5.21 to 5.23, which pyproject.toml allows. A version that renames one of these fails in
-tests/test_transformers_private.py:
+tests/test_repository.py:
 
     conversion_mapping.get_model_conversion_mapping; modeling_utils.LoadStateDictConfig; core_model_loading:
     WeightConverter, WeightRenaming, dot_natural_key, rename_source_key, revert_weight_conversion

@@ -83,16 +83,11 @@ def finetune(
     is_distilled = settings.distill is not None
     rows = text_rows(text, tokenizer) if is_distilled else answer_rows(text, tokenizer)
     distillation = functools.partial(distillation_loss, teacher=model, temperature=settings.temperature)
-    run: dict[str, Any] = {
-        "rows_at_once": text.batch_size,
-        "partial": partial,
-        "fingerprint": fingerprint,
-        "seed": seed,
-    }
+    loss = distillation if is_distilled else answer_loss
+    run: dict[str, Any] = {"loss": loss, "partial": partial, "fingerprint": fingerprint, "seed": seed}
     started = time.monotonic()
     with student(model, plan, settings, seed) as trained:
-        loss = distillation if is_distilled else answer_loss
-        losses = train(trained.model, trained.parameters, rows, settings, loss=loss, **run)
+        losses = train(trained.model, trained.parameters, rows, settings, rows_at_once=text.batch_size, **run)
         counts = {part: sum(map(torch.numel, named.values())) for part, named in trained.parameters.items()}
         changed = trained.changed()
     out.mkdir(parents=True, exist_ok=True)
@@ -172,7 +167,9 @@ def train(
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         if (step + 1) % SAVE_EVERY == 0 and step + 1 < steps:
-            save_progress(partial, about, losses, parameters, optimizer)
+            trained_so_far = {name: parameter.detach() for name, parameter in parameters.items()}
+            progress = {"about": about, "losses": losses, "parameters": trained_so_far}
+            save_progress(partial, {**progress, "optimizer": optimizer.state_dict()})
     return losses
 
 
@@ -251,16 +248,8 @@ def _mixed(seed: int, step: int) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed} {step}".encode()).digest()[:7], "big")
 
 
-def save_progress(
-    folder: Path,
-    about: str,
-    losses: list[float],
-    parameters: Mapping[str, nn.Parameter],
-    optimizer: torch.optim.Optimizer,
-) -> None:
-    """Save trained parameters, optimiser and losses (one per finished step) of the training `about` atomically."""
-    trained = {name: parameter.detach() for name, parameter in parameters.items()}
-    content = {"about": about, "losses": losses, "parameters": trained, "optimizer": optimizer.state_dict()}
+def save_progress(folder: Path, content: Mapping[str, Any]) -> None:
+    """Save what `load_progress` reads atomically."""
     folder.mkdir(parents=True, exist_ok=True)
     beside = folder / f"{PROGRESS_FILE}.part"
     torch.save(content, beside)

@@ -19,7 +19,7 @@ from moe_lab.models.discover import moe_layers
 from moe_lab.models.experts import stand_in
 from moe_lab.pruning.mask import mask
 from moe_lab.pruning.plan import Plan, make_plan
-from moe_lab.search.evolution import FitnessSettings
+from moe_lab.search.evolution import SearchSettings
 from moe_lab.search.fitness import Contexts, average, contexts, log_probabilities, row_sums
 from moe_lab.search.schedules import Schedule
 
@@ -82,7 +82,7 @@ class Candidates:
         model: Any,
         plans: Plans,
         rows: Sequence[AnswerBatch],
-        settings: FitnessSettings,
+        settings: SearchSettings,
         *,
         seed: int,
         elites: int = 4,
@@ -156,7 +156,7 @@ class Candidates:
         return layers / len(self.decoder.layers) * len(batch.ids) / self.rows
 
 
-def _batches(rows: Sequence[AnswerBatch], settings: FitnessSettings, seed: int) -> list[Batch]:
+def _batches(rows: Sequence[AnswerBatch], settings: SearchSettings, seed: int) -> list[Batch]:
     """The rows with the positions to evaluate. Raises UserError when there is none."""
     generator = torch.Generator().manual_seed(seed)
     batches = []

@@ -61,8 +61,8 @@ def _pattern(name: str) -> str:
 
 
 @pydantic_dataclass(config=SETTINGS, frozen=True)
-class EvolutionSettings:
-    """Parameters of the search. Defaults are those published for OLMoE."""
+class SearchSettings:
+    """All of allocation.parameters with allocation=evolutionary. Defaults are those published for OLMoE."""
 
     population: Positive = 32
     """P: schedules of the first generation; later ones have the elites and P - m children."""
@@ -80,21 +80,6 @@ class EvolutionSettings:
     """Seed of numpy's PCG64, the only source of randomness."""
     patterns: list[Annotated[str, AfterValidator(_pattern)]] = field(default_factory=lambda: list(PATTERNS))
     """The first schedules of the first population, one each; the others are drawn uniformly from all feasible ones."""
-
-    @model_validator(mode="after")
-    def _fewer_elites(self) -> Self:
-        if self.elites >= self.population:
-            raise ValueError(
-                f"elites={self.elites}: expected fewer than the population of {self.population}, at most "
-                f"{self.population - 1}"
-            )
-        return self
-
-
-@pydantic_dataclass(config=SETTINGS, frozen=True)
-class FitnessSettings:
-    """Parameters of the fitness of a candidate."""
-
     fitness: Literal["esap", "sap", "kl", "kl_reversed", "nll", "spec_dec"] = "esap"
     """esap, sap, kl (of the model from the candidate), kl_reversed, nll or spec_dec; all of them higher is better."""
     averaging: Literal["macro", "micro"] = "macro"
@@ -109,17 +94,17 @@ class FitnessSettings:
     """Bytes for the unpruned model's log-probabilities. If they need more, every generation computes them again."""
 
     @model_validator(mode="after")
-    def _has_shift(self) -> Self:
+    def _can_work(self) -> Self:
+        if self.elites >= self.population:
+            raise ValueError(
+                f"elites={self.elites}: expected fewer than the population of {self.population}, at most "
+                f"{self.population - 1}"
+            )
         if not self.shift and self.fitness not in UNSHIFTED:
             raise ValueError(
                 f"shift=false has no meaning for fitness={self.fitness}: expected one of {', '.join(UNSHIFTED)}"
             )
         return self
-
-
-@pydantic_dataclass(config=SETTINGS, frozen=True)
-class SearchSettings(EvolutionSettings, FitnessSettings):
-    """All of allocation.parameters with allocation=evolutionary."""
 
 
 def parse(parameters: Mapping[str, Any], seed: int = 0) -> SearchSettings:
@@ -165,7 +150,7 @@ _Proposal: TypeAlias = tuple[Schedule, str, Schedule | None]
 """A schedule, its origin, and its parent, if any."""
 
 
-def space_to_search(problem: Problem, settings: EvolutionSettings) -> Space:
+def space_to_search(problem: Problem, settings: SearchSettings) -> Space:
     """The schedules among which `evolve` searches. UserError for an infeasible budget, and for settings that cannot
     work on this problem."""
     space = space_of(problem, settings.granularity)
@@ -177,7 +162,7 @@ def space_to_search(problem: Problem, settings: EvolutionSettings) -> Space:
     return space
 
 
-def evolve(problem: Problem, settings: EvolutionSettings, evaluate: Judge) -> Outcome:
+def evolve(problem: Problem, settings: SearchSettings, evaluate: Judge) -> Outcome:
     """Search for the schedule of highest fitness, as this module describes. UserError as `space_to_search`.
 
     `evaluate` is called at most once per generation, with schedules that it has not been given before.
@@ -216,7 +201,7 @@ def evolve(problem: Problem, settings: EvolutionSettings, evaluate: Judge) -> Ou
     return Outcome(elites[0], known[elites[0]], history, counts)
 
 
-def _first(space: Space, settings: EvolutionSettings, random: Generator) -> list[_Proposal]:
+def _first(space: Space, settings: SearchSettings, random: Generator) -> list[_Proposal]:
     """The first population: patterns, then schedules drawn uniformly from all feasible ones."""
     names = settings.patterns[: settings.population]
     drawn = settings.population - len(names)
@@ -226,15 +211,13 @@ def _first(space: Space, settings: EvolutionSettings, random: Generator) -> list
     ]
 
 
-def _children(
-    space: Space, settings: EvolutionSettings, elites: Sequence[Schedule], random: Generator
-) -> list[_Proposal]:
+def _children(space: Space, settings: SearchSettings, elites: Sequence[Schedule], random: Generator) -> list[_Proposal]:
     """A child of a random elite for each place in the population that is not an elite's."""
     parents = random.integers(len(elites), size=settings.population - settings.elites)
     return [(mutate(elites[parent], space, settings, random), "mutation", elites[parent]) for parent in parents]
 
 
-def mutate(parent: Schedule, space: Space, settings: EvolutionSettings, random: Generator) -> Schedule:
+def mutate(parent: Schedule, space: Space, settings: SearchSettings, random: Generator) -> Schedule:
     """Level-switch mutation: tau = min(U{1..tau_max}, U{1..tau_max}) transfers in a space of at least two schedules."""
     taken = numpy.array(space.taken(parent))
     capacity = numpy.array(space.capacity)

@@ -16,7 +16,7 @@ from moe_lab.calibration.batches import AnswerBatch
 from moe_lab.errors import UserError
 from moe_lab.pruning.mask import mask
 from moe_lab.search.candidates import Cost, Decoder, Plans
-from moe_lab.search.evolution import FitnessSettings
+from moe_lab.search.evolution import SearchSettings
 from moe_lab.search.fitness import average, drawn
 from moe_lab.search.schedules import Schedule
 
@@ -34,7 +34,7 @@ class DraftingCandidates:
         model: Any,
         plans: Plans,
         rows: Sequence[AnswerBatch],
-        settings: FitnessSettings,
+        settings: SearchSettings,
         *,
         seed: int,
         ends: frozenset[int],

@@ -159,7 +159,7 @@ def _uneven(name: str) -> type:
             stock.__init__(self, vllm_config=vllm_config, prefix=prefix, **named)
         self.moe_lab_counts = {layer: router.global_num_experts for layer, router in routers(self)}
         for layer, count in self.moe_lab_counts.items():
-            expected = _count(layers.get(layer, {}))
+            expected = next((value for name, value in layers.get(layer, {}).items() if name in COUNTS), None)
             if expected not in (None, count):
                 raise ValueError(f"{name}: vLLM built {count} experts in layer {layer}, expected {expected}")
 
@@ -204,10 +204,6 @@ def _fields(config: Any, values: Mapping[str, Any]) -> Iterator[None]:
     finally:
         for name, value in before.items():
             setattr(config, name, value)
-
-
-def _count(fields: Mapping[str, Any]) -> int | None:
-    return next((fields[name] for name in COUNTS if name in fields), None)
 
 
 def routers(model: torch.nn.Module) -> Iterator[tuple[int, Any]]:

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass, field, fields
 from functools import cache, cached_property, wraps
 from hashlib import sha256
@@ -138,7 +138,9 @@ class Step(Parts):
 
     merges: tuple[Step, ...] = field(default=(), kw_only=True)
     """Steps that each do a share of the work; this step then only merges their results."""
-    runtime: ClassVar[frozenset[str]] = frozenset({"merges"})
+    plugins: tuple[Mapping[str, str], ...] = field(default=(), kw_only=True)
+    """Where the plugins are that its work calls, as by `plugins.place`."""
+    runtime: ClassVar[frozenset[str]] = frozenset({"merges", "plugins"})
 
     def conditions(self, launcher: LauncherConfig) -> Iterable[tuple[Any, ...]]:
         """What must hold where it is started, such as permissions: checks, which raise UserError or give sentences,

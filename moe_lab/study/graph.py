@@ -12,7 +12,7 @@ from moe_lab.models.files import UNRESOLVED
 from moe_lab.study import Identified, Step, once
 from moe_lab.study.estimates import device_here, resolved
 from moe_lab.study.steps.costs import Cost, Profile, Timing
-from moe_lab.study.steps.evaluation import Evaluate, Grade, Task, results_of, task_of
+from moe_lab.study.steps.evaluation import Evaluate, Grade, Task, task_of
 from moe_lab.study.steps.passes import StatisticsPass
 from moe_lab.study.steps.recovery import NO_RECOVERY, export_of, pruned_of
 from moe_lab.study.steps.recovery import unpruned as unpruned_model
@@ -106,7 +106,7 @@ def _resolved(cell: Cell, config: Config) -> Cell:
     return replace(cell, model=model, calibration=_seeded(cell.calibration, cell.seed), texts=texts)
 
 
-def _steps(cell: Cell, tasks: Iterable[Task], config: Config) -> CellSteps:
+def _steps(cell: Cell, tasks: Mapping[str, Task], config: Config) -> CellSteps:
     """All steps of one cell; criterion "none" is the unpruned model."""
     named = _resolved(cell, config)
     text, is_pruned = named.texts["flops"], cell.criterion is not NO_CRITERION
@@ -127,7 +127,7 @@ def _steps(cell: Cell, tasks: Iterable[Task], config: Config) -> CellSteps:
         cost=Cost.of(pruned, text, cost) if is_pruned else cost,
         profile=Profile(pruned.loaded, text, pruned.plan) if config.profile else None,
         timing=Timing.of(pruned, text, _timed(config.timed, named.model)) if config.timing else None,
-        evaluate={task.benchmark.name: results_of(pruned, task) for task in tasks},
+        evaluate={name: task(pruned) for name, task in tasks.items()},
     )
 
 
@@ -159,5 +159,5 @@ def build(config: Config, requests: Iterable[Request]) -> Graph:
                 named = _resolved(cell, config)
                 figures["families"][key] = Family.of(named)
                 figures["damages"][key] = Scores.of(replace(named, criterion=EXACT_DAMAGE))
-    steps = [_steps(cell, tasks.values(), config) for cell, tasks in tasks_of.items()]
+    steps = [_steps(cell, tasks, config) for cell, tasks in tasks_of.items()]
     return Graph(steps, figures)

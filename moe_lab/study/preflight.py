@@ -12,13 +12,12 @@ from typing import Any
 
 from moe_lab import allocation, criteria
 from moe_lab import calibration as calibrations
-from moe_lab import evaluation as suite
 from moe_lab import recovery as recoveries
 from moe_lab.allocation.grouping import GROUPINGS
 from moe_lab.calibration import sources
 from moe_lab.config import BenchmarkConfig, CalibrationConfig, Config, ExportConfig, LauncherConfig
 from moe_lab.errors import UserError, unknown
-from moe_lab.evaluation import engines
+from moe_lab.evaluation import engines, suite
 from moe_lab.evaluation.harness import HARNESSES
 from moe_lab.grid import Cell, Request
 from moe_lab.models import config_json, files

@@ -18,7 +18,7 @@ from moe_lab.config import COMPRESSED, Config, ExportConfig, ModelConfig
 from moe_lab.errors import MASK, Unavailable, UserError
 from moe_lab.grid import Cell
 from moe_lab.models.files import HUB_ID, files_of
-from moe_lab.paths import PREFIX, local
+from moe_lab.paths import local
 from moe_lab.pruning.export.card import ORIGINAL, split_card
 from moe_lab.pruning.export.write import CARD, NOT_COPIED
 from moe_lab.recovery import is_trained
@@ -38,17 +38,7 @@ TAGS = ("moe", "pruning", "moe_lab")
 ANOTHER_RATIO = """## Another ratio
 
 The folder `moe_lab` has the scores of all experts of the original and the statistics they were computed from. Another
-model can be cut from them without calibrating again:
-
-```python
-import moe_lab
-from huggingface_hub import snapshot_download
-
-scores = moe_lab.load_scores(snapshot_download("{repository}", allow_patterns="moe_lab/*"))
-plan = moe_lab.plan(scores, ratio={ratio})
-moe_lab.export("{original}", plan, "another")
-```"""
-
+model can be cut from them without calibrating again: by `moe_lab.plan`, from what `moe_lab.load_scores` reads there."""
 TABLE = """Benchmarks are asked as in the protocol `{protocol}` of moe_lab. Scores have their standard error over items.
 
 | benchmark | metric | shots | this model | original | items | harness |
@@ -184,12 +174,10 @@ def hub_card(card: str, repository: str, cell: Cell, export: ExportConfig, resul
     elif base and (cell.recovery.bits == 4 or export.format in COMPRESSED):
         fields["base_model_relation"] = "quantized"
     own, heading, original = text.partition(ORIGINAL)
-    path = cell.model.path if base or cell.model.path.startswith(PREFIX) else "FOLDER_OF_THE_ORIGINAL"
-    ratio = 0.5 if cell.ratio != 0.5 else 0.25
     sections = [
         own.replace("from_pretrained(folder", f'from_pretrained("{repository}"').strip(),
         _section(cell, results),
-        ANOTHER_RATIO.format(repository=repository, ratio=ratio, original=path),
+        ANOTHER_RATIO,
         f"{heading}{original}",
     ]
     return f"---\n{ModelCardData(**fields).to_yaml()}\n---\n\n" + "\n\n".join(sections).strip() + "\n"

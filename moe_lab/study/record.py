@@ -151,7 +151,10 @@ def log_study(
     import pandas
     import wandb
 
-    wandb.setup(_quiet())  # before login and init, which would print where they found a key
+    # No output, and no upload of anything but logged values: no console, code or command line.
+    off = ("silent", "disable_code", "disable_git", "disable_job_creation", "x_disable_meta", "x_disable_stats")
+    quiet: dict[str, Any] = {**dict.fromkeys(off, True), "console": "off", "init_timeout": 30}
+    wandb.setup(wandb.Settings(**quiet))  # before login and init, which would print where they found a key
     has_key = "WANDB_MODE" in os.environ or wandb.login(prompt=False, verify=False)
     about = {key: value for key, value in study.items() if key not in ("cells", "families", "damages")}
     rows = [
@@ -163,7 +166,7 @@ def log_study(
     mode: Any = None if has_key else "offline"
     name = study["study"]
     try:
-        with wandb.init(project=settings.project, name=name, mode=mode, config=about, settings=_quiet()) as run:
+        with wandb.init(project=settings.project, name=name, mode=mode, config=about, settings=quiet) as run:
             run.log({"cells": wandb.Table(columns, [[row.get(column) for column in columns] for row in rows])})
             run.log({f"tables/{name}": wandb.Table(dataframe=pandas.read_csv(file)) for name, file in tables.items()})
             run.log({f"figures/{file.stem}": wandb.Image(str(file)) for file in figures})
@@ -174,23 +177,6 @@ def log_study(
         ) from error
     finally:
         wandb.teardown()  # only then has its background process written or sent everything
-
-
-def _quiet() -> Any:
-    """Settings of wandb without output, and without upload of anything but logged values: no console, code or command
-    line."""
-    import wandb
-
-    return wandb.Settings(
-        silent=True,
-        console="off",
-        init_timeout=30,
-        disable_code=True,
-        disable_git=True,
-        disable_job_creation=True,
-        x_disable_meta=True,
-        x_disable_stats=True,
-    )
 
 
 def fingerprint(store: Store, study: str) -> str:

@@ -90,7 +90,17 @@ def run(config: Config, requests: Sequence[Request], *, add: bool = False) -> En
     them. Raises UserError for what is missing here, before anything is run; a dry run prints its forecast first."""
     graph = build(config, requests)
     study = Study(config, graph, Store(config.store), add)
-    _check(study)
+    if config.push is not None:
+        from moe_lab.study import push
+
+        push.exported(config, graph)
+    if unknown := unresolved(graph.steps()):
+        sentence = (
+            f"{', '.join(unknown)}: not in the cache, and the hub cannot be asked, so what would be read is not known"
+        )
+        if not config.dry_run:
+            raise UserError(f"{sentence}: connect to the hub, download it first, or give a folder or a file")
+        say(f"{sentence}: the ids of its steps are not final")
     missing = lacking(graph.steps(), config.launcher)
     with study.store.errors_as_sentences():
         if config.dry_run:
@@ -98,21 +108,6 @@ def run(config: Config, requests: Sequence[Request], *, add: bool = False) -> En
         if missing:
             raise SettingsError(missing)
         return Ended(0 if config.dry_run else _run(study), study)
-
-
-def _check(study: Study) -> None:
-    """Raise UserError when the graph is not one that can be pushed, or when ids of its steps are not known."""
-    if study.config.push is not None:
-        from moe_lab.study import push
-
-        push.exported(study.config, study.graph)
-    if unknown := unresolved(study.graph.steps()):
-        sentence = (
-            f"{', '.join(unknown)}: not in the cache, and the hub cannot be asked, so what would be read is not known"
-        )
-        if not study.config.dry_run:
-            raise UserError(f"{sentence}: connect to the hub, download it first, or give a folder or a file")
-        say(f"{sentence}: the ids of its steps are not final")
 
 
 def _run(study: Study) -> int:

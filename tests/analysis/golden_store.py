@@ -30,7 +30,7 @@ from synthetic_sums import MIB
 from analysis.load.study import Study, load
 from analysis.published.numbers import TABLES
 from analysis.published.tables import published_tables
-from analysis.registry import Results, make, outputs
+from analysis.registry import Results, outputs
 from analysis.render import table as rendering
 from analysis.render.style import Figure
 from analysis.render.table import Table
@@ -136,7 +136,7 @@ def unpack(root: Path) -> Study:
 def everything(study: Study) -> tuple[dict[str, Table], dict[str, Figure]]:
     """Every table and every figure of `analysis all --compare` by name."""
     results = Results(study)
-    made = [output for each in make(outputs(), results).values() for output in each]
+    made = [item for output in outputs().values() for item in output.items(results)]
     compared = published_tables(study, results.comparisons, list(TABLES)).values()
     tables = [*(item for item in made if isinstance(item, Table)), *(table for table in compared if len(table.frame))]
     figures = [item for item in made if isinstance(item, Figure)]
@@ -162,7 +162,7 @@ def _panel(axes: Axes) -> dict[str, Any]:
         marks += [path.vertices for path in points.get_paths()] if not isinstance(points, PathCollection) else []
     return {
         "title": axes.get_title(loc="left"),
-        "words": [text.get_text() for text in words],
+        "words": [axes.get_xlabel(), axes.get_ylabel(), *(text.get_text() for text in words)],
         "lines": lines,
         "bars": bars,
         "marks": [_short(mark) for mark in marks],

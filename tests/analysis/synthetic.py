@@ -19,23 +19,11 @@ import synthetic_plans
 from synthetic_plans import EXPERTS, LAYERS
 from synthetic_plans import rng as _rng
 
-CRITERIA = (
-    "frequency", "seer", "ean", "reap", "mone", "mone_freq", "man", "msan",
-    "gate_ean", "gate_energy", "exact_damage", "aimer", "magnitude", "random",
-)  # fmt: skip
 DATA_FREE = ("aimer", "magnitude", "random", "channel_weight", "channel_random")
 CALIBRATIONS = ("pocket_general", "pocket_code", "pocket_math")
-TASKS = {
-    "humaneval": ("humaneval", "humaneval_plus"),
-    "mbpp": ("mbpp", "mbpp_plus"),
-    **{
-        name: (name,)
-        for name in (
-            "livecodebench", "wildbench", "gsm8k", "math500", "arc_challenge", "arc_easy",
-            "boolq", "hellaswag", "mmlu", "openbookqa", "rte", "winogrande",
-        )
-    },
-}  # fmt: skip
+TASKS = {"humaneval": ("humaneval", "humaneval_plus"), "mbpp": ("mbpp", "mbpp_plus")}
+_MULTIPLE_CHOICE = ("arc_challenge", "arc_easy", "boolq", "hellaswag", "mmlu", "openbookqa", "rte", "winogrande")
+TASKS |= {name: (name,) for name in ("livecodebench", "wildbench", "gsm8k", "math500", *_MULTIPLE_CHOICE)}
 SKILLS = {"humaneval": "code", "mbpp": "code", "livecodebench": "code", "gsm8k": "math", "math500": "math"}
 STRENGTH = {
     "frequency": 0.30, "seer": 0.34, "ean": 0.45, "reap": 0.62, "mone": 0.50, "mone_freq": 0.36, "man": 0.78,
@@ -43,6 +31,7 @@ STRENGTH = {
     "random": 0.10, "heapr": 0.85, "camera": 0.80, "channel_weight": 0.60, "channel_activation": 0.75,
     "snip": 0.70, "channel_random": 0.30,
 }  # fmt: skip
+CRITERIA = tuple(name for name in STRENGTH if synthetic_plans.granularity(name) == "expert")
 GAIN = {"uniform": 0.0, "evolutionary": 0.25, "global": 0.15}
 """What an allocation adds to the strength of a criterion; others add a tenth."""
 

@@ -13,15 +13,7 @@ from synthetic_plans import EXPERTS, LAYERS, WIDTH
 from synthetic_sums import SILENT, ablations, add, scores, sums, weights
 
 from analysis.load.study import Study, load
-from analysis.outputs import (
-    attributions,
-    channel_scores,
-    criteria,
-    layer_budgets,
-    profile,
-    raw_statistics,
-    score_rows,
-)
+from analysis.outputs import attributions, channel_scores, criteria, layer_budgets, profile, raw_statistics, score_rows
 from analysis.registry import Results, outputs
 from analysis.stats import ranks
 from moe_lab.study.steps import tables

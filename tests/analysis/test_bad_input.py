@@ -18,7 +18,7 @@ from synthetic import record_path, write_store
 from analysis import __main__, registry
 from analysis.load.study import load
 from analysis.outputs.ranks import rank_table
-from analysis.registry import Results, find, make, outputs
+from analysis.registry import Results, find, outputs
 from analysis.render.table import Table
 
 Change = Callable[[dict[str, Any], Path], None]
@@ -99,8 +99,9 @@ def changed(store: Path, change: Change) -> Path:
 @pytest.mark.parametrize("change", LOST, ids=lambda change: change.__name__)
 def test_a_lost_result_is_a_gap_everywhere_and_never_zero(store: Path, change: Change) -> None:
     study = load(changed(store, change), "made_up")
-    made = make(outputs() if change is nothing_ran else TABLES, Results(study))
-    tables = {output.name: output for outputs in made.values() for output in outputs if isinstance(output, Table)}
+    results, wanted = Results(study), list(outputs()) if change is nothing_ran else TABLES
+    items = [item for name in wanted for item in find(name).items(results)]
+    tables = {item.name: item for item in items if isinstance(item, Table)}
     for table in tables.values():
         for column in {"GSM8K", "Avg"} & set(table.frame):
             rows = table.frame[table.frame["Criterion"] == "REAP"]
@@ -166,7 +167,8 @@ def test_studies_without_scores_of_a_panel_or_of_the_unpruned_model_still_have_r
     results = Results(load(changed(store, change), "made_up"))
     average = table_of(rank_table, results).frame.set_index("Criterion")["Avg"]
     assert average.isna().sum() == len(failed) and average.isna()["Unpruned"] == (failed == ["none"])
-    assert all(make(TABLES, results)[name] for name in ("ranks", "unified.table5", "gaps"))
+    made = {name: find(name).items(results) for name in TABLES}
+    assert made["ranks"] and made["unified.table5"] and made["gaps"]
 
 
 def test_an_unpruned_model_alone_has_its_benchmarks_and_nothing_to_rank(
@@ -191,8 +193,8 @@ def test_what_reads_no_scores_is_made_of_a_study_without_benchmarks(tmp_path: Pa
     timed(root, "made_up")
     results = Results(load(root, "made_up"))
     assert results.comparisons == [] and results.study.results.empty
-    made = make(["coverage.table2", "coverage.fig6", "coverage.fig10", "aimer.fig6"], results)
-    assert all(made.values()) and len(made["coverage.table2"][0].frame) == 3 * 2
+    made = [find(name).items(results) for name in ("coverage.table2", "coverage.fig6", "coverage.fig10", "aimer.fig6")]
+    assert all(made) and len(made[0][0].frame) == 3 * 2
 
 
 @pytest.mark.parametrize(

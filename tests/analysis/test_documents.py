@@ -17,7 +17,7 @@ from analysis.__main__ import main
 from analysis.load.settings import labels
 from analysis.load.studies import chosen, document
 from analysis.load.study import load
-from analysis.registry import Results, find, make
+from analysis.registry import Results, find
 from analysis.render.style import Figure
 from analysis.render.table import Table
 from analysis.stats.overlap import proxy_overlap
@@ -124,7 +124,8 @@ def test_rows_blocks_and_maps_say_which_gate_and_seed(tmp_path: Path, axis: str,
     write_json(record_path(root), record)
     study = load(root, "made_up")
     wanted = ("ranks", "unified.table5", "winners", "pareto", "artefacts", "task_specific", "coverage.table18")
-    made = make((*wanted, "tokens_per_expert", "unified.fig3"), Results(study))
+    results = Results(study)
+    made = {name: find(name).items(results) for name in (*wanted, "tokens_per_expert", "unified.fig3")}
     tables = {name: next(each for each in made[name] if isinstance(each, Table)) for name in made if made[name]}
     for name in set(wanted) & set(tables):
         frame = tables[name].frame

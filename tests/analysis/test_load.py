@@ -41,10 +41,6 @@ def document(store: Path) -> dict:
     return json.loads(record_path(store).read_text())
 
 
-def rewrite(store: Path, changed: dict) -> None:
-    record_path(store).write_text(json.dumps(changed))
-
-
 def folder(store: Path, cell: int, task: str) -> Path:
     return store / document(store)["cells"][cell]["evaluate"][task]
 
@@ -58,10 +54,6 @@ def change_result(store: Path, cell: int, task: str, **values: object) -> None:
     path.write_text(json.dumps(result))
 
 
-def gaps(study: Study) -> list[str]:
-    return [f"{gap.where}: {gap.what}" for gap in study.gaps]
-
-
 def score(study: Study, cell: int, benchmark: str) -> float:
     [comparison] = Results(study).measured
     return float(comparison.benchmarks.loc[cell, benchmark])
@@ -69,7 +61,7 @@ def score(study: Study, cell: int, benchmark: str) -> float:
 
 def test_a_whole_store_is_read_whole(results: Results) -> None:
     study = results.study
-    assert gaps(study) == [] and list(study.notes) == []
+    assert study.gaps == [] and list(study.notes) == []
     assert len(study.cells) == 1 + 2 * (3 * 3 + 1)
     assert len(study.results) == len(study.cells) * 16
     assert len(study.samples) == len(study.results) * 30
@@ -188,11 +180,11 @@ def test_a_number_that_was_not_published_is_not_read(store: Path) -> None:
 def test_a_cell_that_is_listed_twice_counts_once_and_a_renamed_label_is_found_by_its_id(store: Path) -> None:
     changed = document(store)
     changed["cells"].append(changed["cells"][4])
-    rewrite(store, changed)
+    record_path(store).write_text(json.dumps(changed))
     place = folder(store, 1, "rte")
     place.rename(place.with_name(f"renamed-{place.name[-12:]}"))
     study = load(store, "made_up")
-    assert len(study.cells) == len(changed["cells"]) - 1 and gaps(study) == []
+    assert len(study.cells) == len(changed["cells"]) - 1 and study.gaps == []
 
 
 def test_mixed_sizes_metrics_and_versions_are_told(store: Path) -> None:

@@ -8,16 +8,12 @@ import re
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pandas as pd
-import pytest
 
 from analysis.load.study import load
-from analysis.registry import DEFAULT, REGISTERED, also, find, make, outputs
+from analysis.registry import DEFAULT, also, find, outputs
 from analysis.report import CHAPTERS
 
 LAST = {"unified": (6, 5), "evoesap": (10, 3), "heapr": (2, 3), "aimer": (7, 6), "coverage": (19, 16)}
@@ -79,14 +75,6 @@ def test_the_first_place_in_code_that_spells_a_name_is_what_makes_it() -> None:
         assert texts[path][: place.start()].rstrip().endswith("@output("), name
         made = re.search(r"^def (\w+)", texts[path][place.end() :], re.MULTILINE)
         assert made and made[1] == make.__name__, name
-
-
-def test_one_output_under_two_names_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Any] = []
-    counted = replace(find("aimer.table2"), make=lambda results, name: asked.append(name))
-    monkeypatch.setitem(REGISTERED, "aimer.table2", counted)
-    assert make(["aimer.table3", "aimer.table2"], SimpleNamespace()) == {"aimer.table2": []}  # type: ignore
-    assert len(asked) == 1
 
 
 def test_a_table_is_added_by_writing_the_file_that_the_documentation_shows(small: Path, tmp_path: Path) -> None:

@@ -1,27 +1,29 @@
-"""Batches, their report, and the identity of what they hold."""
+"""What every packing keeps and drops; batches, their report and identity; and which of their tokens are answers."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from moe_lab.calibration import check
-from moe_lab.calibration.batches import batches
+from moe_lab.calibration.batches import PACKINGS, answer_batches, batches, chunk, one_a_row, reap
 from moe_lab.config import CalibrationConfig
 from moe_lab.config.base import SettingsError, identity, valid
 from moe_lab.errors import UserError
 
 Settings = Callable[..., CalibrationConfig]
 BOS, EOS, W = 1, 2, 5  # the ids of <s>, </s> and w0
+FILLER = -1
 
 
 @pytest.fixture
@@ -121,25 +123,6 @@ def test_settings_that_cannot_work_together(words: Settings, name: str, value: A
     assert [sentence.startswith(f"calibration.{name}") for sentence in error.value.sentences] == [True]
 
 
-CHANGES: list[dict[str, Any]] = [
-    {"packing": "chunk"},
-    {"length": 4},
-    {"tokens": 24},
-    {"order": "first"},
-    {"seed": 8},
-    {"gap": "eos"},
-    {"special_tokens": True},
-    {"field": "text"},
-    {"batch_size": 1},
-]
-
-
-@pytest.mark.parametrize("changes", CHANGES, ids=str)
-def test_identity_changes_with_what_changes_the_result(words: Settings, changes: dict[str, Any]) -> None:
-    chosen = words(order="random", seed=7)
-    assert identity(replace(chosen, **changes)) != identity(chosen)
-
-
 def test_identity_is_that_of_the_bytes_and_of_how_they_are_read(words: Settings, tmp_path: Path) -> None:
     chosen = words(order="first", seed=7)
     before, file = identity(chosen), Path(chosen.path)
@@ -157,12 +140,130 @@ def test_identity_is_that_of_the_bytes_and_of_how_they_are_read(words: Settings,
     assert identity(words(order="first", seed=None))["seed"] is None
 
 
-def test_checking_needs_no_heavy_library(words: Settings) -> None:
-    code = (
-        "import sys; import moe_lab.calibration; from moe_lab.config import CalibrationConfig;"
-        "from moe_lab.config.base import identity;"
-        f"identity(CalibrationConfig(name='a', path={words().path!r}, seed=1));"
-        "print([m for m in ('torch', 'transformers', 'datasets', 'huggingface_hub', 'numpy') if m in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+lengths, gaps = st.integers(2, 12), st.sampled_from([None, FILLER])
+
+
+@st.composite
+def numbered(draw: st.DrawFn) -> list[list[int]]:
+    """Documents whose tokens are numbered through, so that every token tells where it came from."""
+    sizes = draw(st.lists(st.integers(1, 25), max_size=12))
+    starts = [sum(sizes[:at]) for at in range(len(sizes))]
+    return [list(range(start, start + size)) for start, size in zip(starts, sizes, strict=True)]
+
+
+def tokens_of(rows: list[list[int]]) -> list[int]:
+    return [token for row in rows for token in row if token != FILLER]
+
+
+@given(numbered(), lengths, gaps)
+def test_chunk_loses_only_the_tail(documents: list[list[int]], length: int, gap: int | None) -> None:
+    rows = list(chunk(documents, length, gap))
+    stream = [token for document in documents for token in (*document, *([] if gap is None else [gap]))]
+    assert [token for row in rows for token in row] == stream[: len(rows) * length]
+    assert len(rows) == len(stream) // length
+
+
+@given(numbered(), lengths, gaps)
+def test_reap_rows_begin_with_the_beginning_of_a_document_and_drop_only_overflow(
+    documents: list[list[int]], length: int, gap: int | None
+) -> None:
+    rows = list(reap(documents, length, gap))
+    first = {document[0]: document for document in documents}
+    for row in rows:
+        assert row[0] in first
+        begun = [first[token] for token in row if token in first]
+        room = length - sum(len(document) + (gap is not None) for document in begun[:-1])
+        assert tokens_of([row]) == [*chain.from_iterable(begun[:-1]), *begun[-1][:room]]
+    begun_in_rows = [token for token in tokens_of(rows) if token in first]
+    assert begun_in_rows == [document[0] for document in documents][: len(begun_in_rows)], "no document is skipped"
+
+
+@given(numbered(), lengths)
+def test_one_a_row_keeps_each_beginning(documents: list[list[int]], length: int) -> None:
+    rows = list(one_a_row(documents, length, FILLER))
+    assert rows == [(document + [FILLER] * length)[:length] for document in documents]
+
+
+@pytest.mark.parametrize("packing", sorted(PACKINGS))
+def test_only_as_many_documents_are_taken_as_the_rows_need(packing: str) -> None:
+    taken: list[int] = []
+
+    def stream():  # type: ignore[no-untyped-def]
+        for number in range(100):
+            taken.append(number)
+            yield [number] * 4
+
+    next(iter(PACKINGS[packing](stream(), 4, 0)))
+    assert taken == [0]
+
+
+def answered(settings: CalibrationConfig, tokenizer: Any, **options: Any) -> list[list[str]]:
+    """The answer tokens of each row, as words."""
+    return [
+        tokenizer.convert_ids_to_tokens(ids[marks].tolist())
+        for batch in answer_batches(settings, tokenizer, **options)
+        for ids, marks in zip(batch[0], batch[2], strict=True)
+    ]
+
+
+PAIRS = (
+    {"instruction": "w0 w1", "output": "w2 w3"},
+    {"question": "w4", "answer": "w5 w6 w7"},
+    {"prompt": "w8 w9", "completion": " w10"},
+    {"text": "w11 w12 w13"},
+)
+
+
+def test_a_pair_of_each_kind_and_a_text_without_an_answer(
+    source: Settings, tokenizer: Any, chat_tokenizer: Any
+) -> None:
+    chosen = source(*PAIRS, packing="none", length=9, tokens=36, special_tokens=True)
+    for each in (tokenizer, chat_tokenizer):
+        assert answered(chosen, each) == [["w2", "w3"], ["w5", "w6", "w7"], ["w10"], []]
+
+
+@pytest.mark.parametrize("packing", ["none", "chunk", "reap"])
+@pytest.mark.parametrize("gap", ["none", "eos", "zero"])
+def test_ids_are_those_of_a_calibration_set(packing: str, gap: str, source: Settings, tokenizer: Any) -> None:
+    chosen = source(*PAIRS, packing=packing, gap=gap, length=5, tokens=10, order="random", seed=1)
+    with_answers, without = answer_batches(chosen, tokenizer), batches(chosen, tokenizer).rows
+    for (ids, shown, answers), (same_ids, same_shown) in zip(with_answers, without, strict=True):
+        assert torch.equal(ids, same_ids) and torch.equal(shown, same_shown)
+        assert not bool((answers & ~shown).any())
+
+
+def test_marks_follow_their_tokens_through_packing(source: Settings, tokenizer: Any) -> None:
+    assert answered(source(*PAIRS, packing="chunk", gap="eos", length=6, tokens=12), tokenizer) == [
+        ["w2", "w3"],
+        ["w5", "w6", "w7"],
+    ]
+    # reap drops what overflows a row: w6 and w7 are gone, and the next row begins with a document
+    assert answered(source(*PAIRS, packing="reap", length=6, tokens=12), tokenizer) == [["w2", "w3", "w5"], ["w10"]]
+
+
+def test_only_what_the_assistant_says_is_an_answer(source: Settings, chat_tokenizer: Any) -> None:
+    said = [("user", "w0 w1"), ("assistant", "w2 w0"), ("user", "w3"), ("assistant", "w0 w4")]
+    chat = {"messages": [{"role": role, "content": content} for role, content in said]}
+    chosen = source(chat, packing="none", length=16, tokens=16)
+    assert answered(chosen, chat_tokenizer) == [["w2", "w0", "w0", "w4"]]
+    with_header = [["assistant", "w2", "w0", "assistant", "w0", "w4", "</s>"]]
+    assert answered(chosen, chat_tokenizer, header=True) == with_header
+
+
+def test_sets_and_rows_without_answers_are_refused(source: Settings, tokenizer: Any) -> None:
+    unanswered = ({"text": "w1 w2 w3 w4"}, {"instruction": "w1 w2 w3", "output": " "})
+    with pytest.raises(UserError, match=r"set\.jsonl holds no answers: .* instruction and output"):
+        answer_batches(source(*unanswered, length=4, tokens=4), tokenizer)
+    with pytest.raises(UserError, match=r"calibration\.length=4 cuts every answer"):
+        record = {"instruction": "w0 w1 w2 w3", "output": "w4"}
+        answer_batches(source(record, packing="none", length=4, tokens=4), tokenizer)
+
+
+def test_an_answer_the_template_rewrites_is_refused_unless_turns_are_taken(
+    source: Settings, tokenizer_with: Any
+) -> None:
+    slow = tokenizer_with("{% for m in messages %}{{ m.role }} {{ m.content | replace(' ', ' w9 ') }} {% endfor %}")
+    chosen = source({"instruction": "w0", "output": "w1 w2"}, packing="none", length=6, tokens=6)
+    with pytest.raises(UserError, match="header=true"):
+        answer_batches(chosen, slow)
+    assert answered(chosen, slow, header=True) == [["assistant", "w1", "w9", "w2"]]

@@ -19,15 +19,14 @@ from hypothesis import strategies as st
 
 from moe_lab import grid
 from moe_lab.calibration import check
-from moe_lab.calibration.batches import TOLERANCE, Calibration, answer_batches, batches
-from moe_lab.calibration.documents import Text
-from moe_lab.calibration.sources import read
+from moe_lab.calibration.batches import TOLERANCE, Calibration, batches
 from moe_lab.config import CalibrationConfig, Config, SourceConfig
 from moe_lab.config.base import SettingsError, identity, valid
 from moe_lab.errors import UserError
 from moe_lab.paths import resolve
 
 Settings = Callable[..., CalibrationConfig]
+Two = tuple[CalibrationConfig, CalibrationConfig]
 W = 5  # the id of w0
 POCKET = ("pocket_general", "pocket_code", "pocket_math")
 
@@ -44,7 +43,7 @@ def mixture(*parts: tuple[float, CalibrationConfig], **settings: Any) -> Calibra
 
 
 @pytest.fixture
-def two(tmp_path: Path, settings: Settings) -> tuple[CalibrationConfig, CalibrationConfig]:
+def two(tmp_path: Path, settings: Settings) -> Two:
     """600 documents of two words from w0 to w9, and 400 of five words from w10 to w19."""
     low = write(tmp_path / "low.jsonl", *({"text": f"w{n % 10} w{(n + 1) % 10}"} for n in range(600)))
     high = write(
@@ -60,9 +59,7 @@ def counted(found: Calibration) -> tuple[int, int]:
     return int((tokens < W + 10).sum()), int((tokens >= W + 10).sum())
 
 
-def test_the_report_has_every_set_and_the_seed_decides_the_order_within_each(
-    two: tuple[CalibrationConfig, CalibrationConfig], tokenizer: Any
-) -> None:
+def test_the_report_has_every_set_and_the_seed_decides_the_order_within_each(two: Two, tokenizer: Any) -> None:
     chosen = mixture((0.4, two[0]), (0.6, two[1]), packing="chunk")
     first, again, other = (batches(each, tokenizer) for each in (chosen, chosen, replace(chosen, seed=2)))
     assert all(torch.equal(a[0], b[0]) for a, b in zip(first.rows, again.rows, strict=True))
@@ -107,14 +104,6 @@ def test_shipped_sets_keep_their_shares(
     assert [kept[name] / sum(kept.values()) for name in POCKET[: len(shares)]] == pytest.approx(shares, abs=TOLERANCE)
 
 
-def test_a_document_longer_than_a_row_leaves_room_for_the_others(
-    tmp_path: Path, settings: Settings, two: tuple[CalibrationConfig, CalibrationConfig], tokenizer: Any
-) -> None:
-    book = settings(write(tmp_path / "book.jsonl", {"text": "w3 " * 400}), name="book")
-    below, above = counted(batches(mixture((0.5, book), (0.5, two[1]), packing="chunk", tokens=320), tokenizer))
-    assert below == pytest.approx(above, abs=8)
-
-
 def test_each_set_is_read_by_its_own_settings(tmp_path: Path, settings: Settings, tokenizer: Any) -> None:
     templated = settings(
         write(tmp_path / "a.jsonl", *({"q": "w1", "a": "w2"} for _ in range(9))), name="a", template="w0 {q} w0 {a}"
@@ -130,20 +119,7 @@ def test_each_set_is_read_by_its_own_settings(tmp_path: Path, settings: Settings
     assert rows == {(W, W + 1, W, W + 2), (1, W + 3, W + 4, W + 5)}
 
 
-def test_marks_of_answers_follow_their_tokens(tmp_path: Path, settings: Settings, tokenizer: Any) -> None:
-    one = settings(write(tmp_path / "a.jsonl", *({"question": "w1", "answer": "w2 w3"} for _ in range(9))), name="a")
-    two = settings(write(tmp_path / "b.jsonl", *({"prompt": "w4 ", "completion": "w5 w6"} for _ in range(9))), name="b")
-    chosen = mixture((0.5, one), (0.5, two), packing="chunk", length=6, tokens=36)
-    marked = answer_batches(chosen, tokenizer)
-    for (ids, shown, answers), (same, same_shown) in zip(marked, batches(chosen, tokenizer).rows, strict=True):
-        assert torch.equal(ids, same) and torch.equal(shown, same_shown)
-        assert set(ids[answers].tolist()) == {W + 2, W + 3, W + 5, W + 6}
-        assert set(ids[~answers].tolist()) == {W + 1, W + 4}
-
-
-def test_a_set_that_runs_out_is_named_with_its_tokens(
-    two: tuple[CalibrationConfig, CalibrationConfig], tokenizer: Any
-) -> None:
+def test_a_set_that_runs_out_is_named_with_its_tokens(two: Two, tokenizer: Any) -> None:
     chosen = mixture((0.5, two[0]), (0.5, two[1]), packing="chunk", tokens=8000)
     with pytest.raises(UserError, match=r"low, .* share of 0.5 .* its 1200 tokens .* would fit") as error:
         batches(chosen, tokenizer)
@@ -154,25 +130,23 @@ def test_a_set_that_runs_out_is_named_with_its_tokens(
 
 
 def test_a_share_that_documents_are_too_long_for_is_refused(
-    tmp_path: Path, settings: Settings, two: tuple[CalibrationConfig, CalibrationConfig], tokenizer: Any
+    tmp_path: Path, settings: Settings, two: Two, tokenizer: Any
 ) -> None:
     long = settings(write(tmp_path / "long.jsonl", *({"text": "w1 " * 8} for _ in range(9))), name="long")
     with pytest.raises(UserError, match=r"long makes 50.0% of the tokens and not 30.0%.*expected more tokens"):
         batches(mixture((0.3, long), (0.7, two[1]), tokens=16), tokenizer)
 
 
-def test_identity_holds_every_set_and_its_share(two: tuple[CalibrationConfig, CalibrationConfig]) -> None:
+def test_every_set_and_its_share_are_checked_and_part_of_the_identity(two: Two) -> None:
     low, high = two
-    chosen = mixture((0.4, low), (0.6, high))
-    before = identity(chosen)
+    with pytest.raises(UserError, match="does not exist"):
+        check(mixture((0.5, low), (0.5, replace(high, path="nowhere.jsonl"))))
+    before = identity(mixture((0.4, low), (0.6, high)))
     assert [source["path"] for source in before["sources"]] == [identity(replace(s, seed=1))["path"] for s in two]
-    assert identity(replace(chosen, name="other")) == before
-    assert identity(mixture((0.41, low), (0.59, high))) != before
-    assert identity(mixture((0.4, replace(low, special_tokens=True)), (0.6, high))) != before
     assert identity(mixture((0.4, replace(low, length=4, packing="none")), (0.6, high))) == before
-    assert identity(replace(chosen, tokens=1608)) != before
+    assert identity(mixture((0.4, replace(low, special_tokens=True)), (0.6, high))) != before
     Path(high.path).write_text(Path(high.path).read_text() + '{"text": "w1"}\n')
-    assert identity(chosen) != before
+    assert identity(mixture((0.4, low), (0.6, high))) != before
 
 
 @pytest.mark.parametrize(
@@ -183,42 +157,11 @@ def test_identity_holds_every_set_and_its_share(two: tuple[CalibrationConfig, Ca
         ((0.5, 0.5), {"path": "a.txt"}, "calibration.path=a.txt beside sources"),
     ],
 )
-def test_mixtures_that_cannot_be(
-    two: tuple[CalibrationConfig, CalibrationConfig], shares: tuple[float, ...], changes: dict[str, Any], begin: str
-) -> None:
+def test_mixtures_that_cannot_be(two: Two, shares: tuple[float, ...], changes: dict[str, Any], begin: str) -> None:
     sources = [{"calibration": text.name, "share": share} for share, text in zip(shares, two, strict=True)]
     with pytest.raises(SettingsError) as error:
         valid(CalibrationConfig, {"name": "m", "sources": sources, **changes}, "calibration")
     assert [sentence.startswith(begin) for sentence in error.value.sentences] == [True]
-
-
-def test_a_set_is_named_once_and_must_be_readable(two: tuple[CalibrationConfig, CalibrationConfig]) -> None:
-    low, high = two
-    with pytest.raises(UserError, match="names pocket_code twice"):
-        choices.cells(None, calibration={"name": "m", "sources": 2 * [{"calibration": "pocket_code", "share": 0.5}]})
-    with pytest.raises(UserError, match="does not exist"):
-        check(mixture((0.5, low), (0.5, replace(high, path="nowhere.jsonl"))))
-
-
-CODE = {
-    **dict.fromkeys(("id", "source", "license", "dataset", "split", "difficulty"), "x"),
-    "input": "a problem",
-    "output": "<think>long</think>",
-    "solution": "print(w1)",
-}
-
-
-@pytest.mark.parametrize(
-    ("name", "record", "expected"),
-    [
-        ("gsm8k", {"question": "What?", "answer": "w1\n#### 1"}, "Question:\nWhat?\n\nSolution:\nw1\n#### 1"),
-        ("opencodereasoning", CODE, "Problem:\n\n\nReasoning:\n\n\nSolution:\nprint(w1)"),
-        ("pile", {"text": "w1", "meta": {"pile_set_name": "x"}}, "w1"),
-    ],
-)
-def test_published_sets_are_read_from_their_fields(name: str, record: Any, expected: str, tmp_path: Path) -> None:
-    file = write(tmp_path / "rows.jsonl", record)
-    assert read(replace(published(name), path=str(file))) == [Text(expected)]
 
 
 NAMED = {
@@ -226,6 +169,7 @@ NAMED = {
     "b": "path: ???",
     "nested": "sources: [{calibration: mix, share: 0.5}, {calibration: a, share: 0.5}]",
     "mix": "sources: [{calibration: a, share: 0.75}, {calibration: b, path: notes.txt, share: 0.25}]",
+    "twice": "sources: [{calibration: a, share: 0.5}, {calibration: a, share: 0.5}]",
     "wrong": "sources: [{calibration: aa, share: 0.5}, {calibration: a, share: 0.5}]",
 }
 
@@ -248,3 +192,5 @@ def test_names_in_a_mixture_are_files_and_a_path_goes_before_theirs(tmp_path: Pa
         cell("wrong")
     with pytest.raises(UserError, match="mix is a mixture itself"):
         cell("nested")
+    with pytest.raises(UserError, match="names a twice"):
+        cell("twice")

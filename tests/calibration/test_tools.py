@@ -64,13 +64,6 @@ def test_what_a_tool_returned_keeps_the_name_of_the_function(source: Settings) -
     assert chat.messages[2] == {key: value for key, value in returned.items() if key != "extra"}
 
 
-@pytest.mark.parametrize("nothing", [None, [], "", "[]"])
-def test_a_conversation_without_tools_is_read_as_before(nothing: Any, source: Settings) -> None:
-    plain = [{"role": "user", "content": "w1"}, {"role": "assistant", "content": "w2", "tool_calls": nothing}]
-    expected = Chat(({"role": "user", "content": "w1"}, {"role": "assistant", "content": "w2"}))
-    assert read(source({"messages": plain, "tools": nothing})) == [expected]
-
-
 def test_the_template_gets_the_tools_and_arguments_as_objects(
     tokenizer_with: Callable[..., Any], source: Settings
 ) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import select
 import socket
 import tempfile
 import time
@@ -20,8 +21,7 @@ from unittest import mock
 import psutil
 from harness_files import problem, write_lines
 
-from moe_lab.evaluation.harnesses.evalplus import KeptGrader
-from moe_lab.evaluation.harnesses.evalplus_grader import GradeRequest
+from moe_lab.evaluation.harnesses.evalplus import Grader, GradeRequest
 
 
 @dataclass(frozen=True)
@@ -154,10 +154,13 @@ SENDING = [
     )
 ]
 CHEATS = [
-    Program("is equal to everything", "class Any:\n    def __eq__(self, o): return True\ndef f(x): return Any()"),
-    Program(
-        "is a number equal to everything",
-        "class Any(int):\n    def __eq__(self, o): return True\ndef f(x): return Any(0)",
+    *(
+        Program(
+            f"gives {kind} equal to everything",
+            f"class Any({kind}):\n    def __eq__(self, o): return True\n    __hash__ = {kind}.__hash__\n"
+            "def f(x): return Any()",
+        )
+        for kind in ("object", "int", "str", "list")
     ),
     Program(
         "looks through frames",
@@ -182,13 +185,6 @@ CHEATS = [
         "import builtins, operator\nbuiltins.all = lambda *a: True\noperator.eq = lambda *a: True\ndef f(x): return 0",
     ),
     Program(
-        "gives a text equal to everything",
-        "class S(str):\n    def __eq__(self, o): return True\n    __hash__ = str.__hash__\ndef f(x): return S('2')",
-    ),
-    Program(
-        "gives a list equal to everything", "class L(list):\n    def __eq__(self, o): return True\ndef f(x): return L()"
-    ),
-    Program(
         "gives what unpickles to anything",
         "class P:\n    def __reduce__(self): return (eval, ('2',))\ndef f(x): return P()",
     ),
@@ -205,32 +201,19 @@ CHEATS = [
     ),
 ]
 PLACES = ("/", "/tmp", "/var/tmp", "/dev", "/dev/shm", "/usr", "/root", "/home", "/sys")
-ANY_FOLDER = f"for folder in [*{PLACES}, 'FOLDER', os.path.dirname(os.__file__)]:"
+
+
+def _anywhere(name: str, action: str) -> Program:
+    """A program that gives what is right if `action` can be done in some folder."""
+    folders = f"for folder in [*{PLACES}, 'FOLDER', os.path.dirname(os.__file__)]:"
+    lines = (folders, f"    try: done += {action}", "    except OSError: pass")
+    return _attempt(name, "done = 0", *lines, "if not done: return 0")
+
+
 FILES = [
-    _attempt(
-        "writes a file",
-        "done = 0",
-        ANY_FOLDER,
-        "    try: done += open(folder + '/MARK', 'w').write('x')",
-        "    except OSError: pass",
-        "if not done: return 0",
-    ),
-    _attempt(
-        "makes a folder",
-        "done = 0",
-        ANY_FOLDER,
-        "    try: done += os.mkdir(folder + '/MARK') is None",
-        "    except OSError: pass",
-        "if not done: return 0",
-    ),
-    _attempt(
-        "makes a link",
-        "done = 0",
-        ANY_FOLDER,
-        "    try: done += os.symlink('/etc/passwd', folder + '/MARK') is None",
-        "    except OSError: pass",
-        "if not done: return 0",
-    ),
+    _anywhere("writes a file", "open(folder + '/MARK', 'w').write('x')"),
+    _anywhere("makes a folder", "os.mkdir(folder + '/MARK') is None"),
+    _anywhere("makes a link", "os.symlink('/etc/passwd', folder + '/MARK') is None"),
     _attempt("makes a file without a name", "os.write(os.open('/tmp', os.O_TMPFILE | os.O_RDWR), b'x')"),
     _attempt("makes a device", "os.mknod('/dev/MARK', 0o600 | stat.S_IFBLK, os.makedev(8, 0))", modules="os, stat"),
     _attempt("writes to a library", "open(os.__file__, 'a').write('#')"),
@@ -243,7 +226,7 @@ FILES = [
     _attempt("reads another process's environment", "open('/proc/1/environ').read()"),
     _attempt("reads its parent's memory", "open(f'/proc/{os.getppid()}/mem', 'rb').read(1)"),
     _attempt("goes through a process's root", "os.listdir('/proc/self/root/home')"),
-    _attempt("reads our code", "import moe_lab.evaluation.harnesses.evalplus_grader"),
+    _attempt("reads our code", "import moe_lab.evaluation.harnesses.evalplus"),
     _attempt(
         "finds a key in the environment",
         "if not any('KEY' in k or 'TOKEN' in k or 'HOME' in k for k in os.environ): return 0",
@@ -351,17 +334,8 @@ class Graded:
 
     verdicts: dict[str, str]
     """Name of a program -> its verdict."""
-    others: dict[str, int]
-    """Verdicts of the right and the wrong programs between them that were not as they must be -> how many."""
-    escapes: list[str]
-    """What was found outside afterwards, a sentence each."""
-    seconds: float
-
-    @property
-    def unexpected(self) -> dict[str, str]:
-        """Programs whose verdict is not one that it may be."""
-        allowed = {row.name: row.verdict.split() for row in PROGRAMS}
-        return {name: verdict for name, verdict in self.verdicts.items() if verdict not in allowed[name]}
+    wrong: list[str]
+    """A sentence for each verdict that may not be, and for everything that was found outside afterwards."""
 
 
 def adopt_orphans() -> None:
@@ -387,38 +361,29 @@ def graded(programs: Sequence[Program] = PROGRAMS, processes: int = 2) -> Graded
         (folder / "temporary").mkdir()
         before = _left(mark, folder)
         texts, rows = {}, []
-        for number, row in enumerate(programs):
+        for row in programs:
             text = filled(row, mark, listener.port, folder)
-            for kind, (body, calls) in enumerate(((text, row.calls), (RIGHT, 1), (WRONG, 1))):
-                rows.append(problem(3 * number + kind, "f", "return x + 1", [[x + 1] for x in range(calls)], [[9]]))
+            for body, calls in ((text, row.calls), (RIGHT, 1), (WRONG, 1)):
+                rows.append(problem(len(rows), "f", "return x + 1", [[x + 1] for x in range(calls)], [[9]]))
                 texts[rows[-1]["task_id"]] = body
-        data = write_lines(folder / "data.jsonl", rows)
-        request = GradeRequest(
-            "humaneval",
-            str(data),
-            texts,
-            True,
-            seconds=SECONDS,
-            memory_mib=MEMORY_MIB,
-            comparing_seconds=1,
-            processes=processes,
-        )
+        data = str(write_lines(folder / "data.jsonl", rows))
+        limits = {"seconds": SECONDS, "memory_mib": MEMORY_MIB, "comparing_seconds": 1, "processes": processes}
+        request = GradeRequest("humaneval", data, texts, True, **limits)
         start = time.monotonic()
-        grader = KeptGrader()
         with mock.patch.dict(os.environ, TMPDIR=str(folder / "temporary")):
-            found = [verdict["plus"] for verdict in grader.grade(request)["verdicts"].values()]
+            grader = Grader()
+            found = [verdict.plus for verdict in grader.grade(request).values()]
         grader.close()
         seconds = time.monotonic() - start
-        escapes = [*(_left(mark, folder) - before), *listener.heard()]
+        wrong = [*(_left(mark, folder) - before), *listener.heard()]
     if seconds > (limit := 30 + len(programs) * LONGEST / processes):
-        escapes.append(f"grading took {seconds:.0f} s, and its limits allow {limit:.0f}")
-    others = {
-        "right programs": sum(v != "pass" for v in found[1::3]),
-        "wrong programs": sum(v != "fail" for v in found[2::3]),
-    }
-    verdicts = dict(zip((row.name for row in programs), found[::3], strict=True))
-    escapes += [f"{name}: it passed" for name, verdict in verdicts.items() if verdict == "pass"]
-    return Graded(verdicts, {kind: count for kind, count in others.items() if count}, escapes, seconds)
+        wrong.append(f"grading took {seconds:.0f} s, and its limits allow {limit:.0f}")
+    for row, verdict, right, other in zip(programs, found[::3], found[1::3], found[2::3], strict=True):
+        if verdict not in row.verdict.split():
+            wrong.append(f"{row.name}: its verdict is {verdict}")
+        if (right, other) != ("pass", "fail"):
+            wrong.append(f"{row.name}: the right and the wrong program after it are said to {right} and {other}")
+    return Graded({row.name: verdict for row, verdict in zip(programs, found[::3], strict=True)}, wrong)
 
 
 class Listener:
@@ -442,15 +407,9 @@ class Listener:
 
     def heard(self) -> list[str]:
         """Who came."""
-        found = []
-        for name, one in (("TCP", self.tcp), ("local", self.local), ("UDP", self.udp)):
-            one.settimeout(0.0)
-            try:
-                one.recv(9) if one is self.udp else one.accept()
-            except BlockingIOError:
-                continue
-            found.append(f"something came in by {name}")
-        return found
+        there = {"TCP": self.tcp, "local": self.local, "UDP": self.udp}
+        came, _, _ = select.select(list(there.values()), [], [], 0)
+        return [f"something came in by {name}" for name, one in there.items() if one in came]
 
 
 def _left(mark: str, folder: Path) -> set[str]:

@@ -1,9 +1,9 @@
+"""Every criterion against a naive formula, of each expert or channel alone; and what a criterion says of itself."""
+
 from __future__ import annotations
 
 import math
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -23,10 +23,9 @@ from moe_lab.config import GATES, CriterionConfig
 from moe_lab.criteria.experts import family
 from moe_lab.errors import UserError
 from moe_lab.statistics.forward import ForwardTap
-from moe_lab.statistics.observe import Observer
 
 
-def s(b: int, alpha: int, beta: int) -> Callable[[naive.Served, str], torch.Tensor]:
+def s(b: float, alpha: int, beta: int) -> Callable[[naive.Served, str], torch.Tensor]:
     """S(b, alpha, beta), one token after the other."""
 
     def formula(e: naive.Served, gate: str) -> torch.Tensor:
@@ -54,14 +53,11 @@ NAIVE: dict[str, Callable[[naive.Served, str], torch.Tensor]] = {
 }
 """Criterion -> its formula on the tokens one expert served. Scores of experts that served none are 0."""
 
-PARAMETERS: dict[str, dict[str, Any]] = {"s_family": {"b": 1, "alpha": 1, "beta": 2}}
-
 
 @cache
 def statistics(name: str) -> dict[int, dict[str, numpy.ndarray]]:
-    with Observer(naive.model(name), ForwardTap) as observer:
-        observer.read(*naive.batch())
-    return {layer: {key: part.numpy() for key, part in named.items()} for layer, named in observer.layers().items()}
+    layers = naive.observed(naive.model(name), ForwardTap)
+    return {layer: {key: part.numpy() for key, part in named.items()} for layer, named in layers.items()}
 
 
 def experts(inputs: Any) -> dict[int, int]:
@@ -98,19 +94,9 @@ def test_the_family_is_17_scores_of_every_expert(name: str) -> None:
             values = [row[5] for row in rows if (row[0], *row[2:5]) == (layer, b, alpha, beta)]
             reference = expected(name, layer, "renormalized", s(b, alpha, beta))
             assert naive.relative(torch.tensor(values), reference) < 1e-5
-
-
-def test_every_criterion_has_a_reference_or_golden_values() -> None:
-    experts = {name for name, criterion in criteria.CRITERIA.items() if criterion.granularity == "expert"}
-    assert experts == {*NAIVE, "s_family", "exact_damage", "aimer", "magnitude", "random"}
-
-
-def test_s_family_takes_any_exponent_of_the_count() -> None:
-    inputs = statistics("olmoe")
     half = criteria.score("s_family", inputs, experts=experts(inputs), parameters={"b": 0.5, "alpha": 0, "beta": 1})
-    for layer, values in half.items():
-        tokens = inputs[layer]["tokens"]
-        assert numpy.allclose(values, inputs[layer]["sums_model"][:, 0, 1] / numpy.maximum(tokens, 1) ** 0.5)
+    for layer, scores in half.items():
+        assert naive.relative(torch.tensor(scores), expected(name, layer, "model", s(0.5, 0, 1))) < 1e-5
 
 
 def weights(rows: list[list[float]]) -> dict[int, dict[str, numpy.ndarray]]:
@@ -118,13 +104,15 @@ def weights(rows: list[list[float]]) -> dict[int, dict[str, numpy.ndarray]]:
     return {0: {"abs_sum": abs(w).sum(1), "square_sum": (w**2).sum(1), "count": numpy.array(float(w.shape[1]))}}
 
 
-def test_golden_values_of_aimer_and_magnitude() -> None:
+def test_golden_values_of_what_is_summed_before() -> None:
     rows = [[1, -1, 2, 0, 3, 1], [2, -2, 2, 2, -2, 2], [0, 0, 5, 0, 0, 0], [0, 0, 0, 0, 0, 0]]
     scores = criteria.score("aimer", weights(rows), experts={0: 4})[0]
     assert -scores[:3] == pytest.approx([0.816497, 1, 1 / math.sqrt(6)], abs=1e-6)
     assert criteria.ranking(scores).tolist() == [1, 0, 2, 3]  # the flattest first, the empty one last
     magnitudes = criteria.score("magnitude", weights(rows), experts={0: 4})[0]
     assert magnitudes == pytest.approx([8 / 6, 2, 5 / 6, 0])
+    damages = criteria.score("exact_damage", {0: {"damage": numpy.array([2.0, 1.0])}}, experts={0: 2})[0]
+    assert damages.tolist() == [2, 1]
     normal = numpy.random.default_rng(0).normal(size=(1, 100_000))
     assert -criteria.score("aimer", weights(normal.tolist()), experts={0: 1})[0][0] == pytest.approx(0.7979, abs=2e-3)
 
@@ -152,20 +140,14 @@ def edge() -> dict[int, dict[str, numpy.ndarray]]:
 
 @pytest.mark.parametrize("name", NAIVE)
 def test_an_expert_without_tokens_is_pruned_first(name: str) -> None:
-    inputs = statistics("olmoe")
-    number = experts(inputs)
-    silent = {layer: {word: silenced(part, number[layer]) for word, part in inputs[layer].items()} for layer in inputs}
-    for scores in criteria.score(name, silent, experts=number).values():
-        assert scores[0] == 0
-        assert scores.min() == 0
-        assert criteria.ranking(scores)[0] == 0
-
-
-def silenced(sums: numpy.ndarray, number: int) -> numpy.ndarray:
-    """Sums of one layer as if its first expert had seen no token."""
-    if sums.ndim == 0 or len(sums) != number:
-        return sums
-    return numpy.concatenate([numpy.zeros_like(sums[:1]), sums[1:]])
+    silent: Any = {}
+    for layer, named in statistics("olmoe").items():
+        silent[layer] = {key: part.copy() for key, part in named.items()}
+        for part in silent[layer].values():
+            if part.shape[:1] == named["tokens"].shape:
+                part[0] = 0
+    for scores in criteria.score(name, silent, experts=experts(silent)).values():
+        assert scores[0] == scores.min() == 0 == criteria.ranking(scores)[0]
 
 
 def test_mone_needs_two_different_outputs() -> None:
@@ -181,13 +163,6 @@ def test_ranking_is_ascending_and_stable(scores: list[float]) -> None:
     assert criteria.ranking(scores).tolist() == sorted(range(len(scores)), key=lambda e: (scores[e], e))
 
 
-def test_damage_is_passed_on() -> None:
-    assert criteria.score("exact_damage", {0: {"damage": numpy.array([2.0, 1.0])}}, experts={0: 2})[0].tolist() == [
-        2,
-        1,
-    ]
-
-
 @pytest.mark.parametrize(
     ("name", "parameters", "message"),
     [
@@ -199,42 +174,45 @@ def test_damage_is_passed_on() -> None:
         ("s_family", {"b": -1, "alpha": 1, "beta": 1}, "b=-1 of s_family"),
         ("s_family", {"b": "x", "alpha": 1, "beta": 1}, "b=x of s_family"),
         ("s_family", {"b": 1, "alpha": 0, "beta": 0}, "every expert alike"),
+        ("camera", {"alpha": 1.5}, "alpha=1.5 of camera: expected a number from 0 to 1"),
+        ("camera", {"alpha": "x"}, "alpha=x of camera"),
+        ("channel_weight", {"projection": "dwn"}, "projection of channel_weight=dwn is unknown: did you mean down"),
+        ("snip", {"projection": 3}, "projection of snip=3 is unknown"),
     ],
 )
 def test_bad_names_and_parameters(name: str, parameters: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        criteria.check(name, parameters)
-    with pytest.raises(UserError, match=message):
-        criteria.score(name, edge(), experts={0: 3}, parameters=parameters)
+    for attempt in (criteria.check, lambda *given: criteria.score(given[0], {}, experts={}, parameters=given[1])):
+        with pytest.raises(UserError, match=message):
+            attempt(name, parameters)
 
 
 def test_bad_statistics_and_gates() -> None:
     inputs = statistics("deepseek_v3")
+    assert criteria.score("man", inputs, experts=experts(inputs), gate="double_softmax")  # it has no gate
     with pytest.raises(UserError, match=r"gate=modal is unknown: did you mean model"):
         criteria.score("reap", inputs, experts=experts(inputs), gate="modal")
     for gate in ("double_softmax", "full_softmax"):
         with pytest.raises(UserError, match=rf"layer 1 has no sums_{re.escape(gate)}.*gate=model or renormalized"):
             criteria.score("reap", inputs, experts=experts(inputs), gate=gate)
-    assert criteria.score("man", inputs, experts=experts(inputs), gate="double_softmax")  # it has no gate
-    with pytest.raises(UserError, match="layer 0 has no damage"):
-        criteria.score("exact_damage", edge(), experts={0: 3})
-    with pytest.raises(UserError, match="layer 7 has no tokens"):
-        criteria.score("frequency", edge(), experts={0: 3, 7: 3})
-    with pytest.raises(UserError, match="the statistics are of another model"):
-        criteria.score("frequency", edge(), experts={0: 4})
     broken = edge()
     broken[0]["sums_model"][1, 0, 1] = numpy.nan
-    with pytest.raises(UserError, match="criterion=ean gives NaN or Inf in layer 0, expert 1"):
-        criteria.score("ean", broken, experts={0: 3})
+    for name, sums, counts, says in (
+        ("exact_damage", edge(), {0: 3}, "layer 0 has no damage"),
+        ("frequency", edge(), {0: 3, 7: 3}, "layer 7 has no tokens"),
+        ("frequency", edge(), {0: 4}, "the statistics are of another model"),
+        ("ean", broken, {0: 3}, "criterion=ean gives NaN or Inf in layer 0, expert 1"),
+    ):
+        with pytest.raises(UserError, match=says):
+            criteria.score(name, sums, experts=counts)
 
 
 def test_what_a_criterion_says_it_uses_is_what_it_uses() -> None:
     inputs = statistics("olmoe")
     for name, criterion in criteria.CRITERIA.items():
         if criterion.needs != ("statistics",) or criterion.granularity == "channel":
-            assert criterion.uses_gate == (name == "camera")  # of channels: test_channel_criteria.py shows what it does
+            assert criterion.uses_gate == (name == "camera")
             continue
-        parameters = PARAMETERS.get(name, {})
+        parameters = {"b": 1, "alpha": 1, "beta": 2} if name == "s_family" else {}
         one, two = (
             criteria.score(name, inputs, experts=experts(inputs), gate=gate, parameters=parameters)
             for gate in ("model", "renormalized")
@@ -245,9 +223,135 @@ def test_what_a_criterion_says_it_uses_is_what_it_uses() -> None:
     assert seeded == {"random", "channel_random"}
 
 
-def test_scoring_needs_no_torch() -> None:
-    code = "import sys, moe_lab.criteria, moe_lab.statistics; assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True)
+GENERATOR = numpy.random.default_rng(0)
+TOKENS = 7
+PHI = GENERATOR.normal(size=(TOKENS, 3))
+GRADIENT = GENERATOR.normal(size=(TOKENS, 3))
+GATE = GENERATOR.uniform(size=TOKENS)
+RENORMALIZED = GATE / (GATE + numpy.linspace(0.1, 1, TOKENS))
+DOWN, GATE_PARTS, UPS = (GENERATOR.normal(size=(5, 3)) for _ in range(3))
+"""What one expert of three channels did on seven tokens, and its weights, a column for each channel."""
+
+
+def channel_layer() -> dict[str, numpy.ndarray]:
+    """Sums of that expert, and a second one that saw no token and has the same weights."""
+    sums = {
+        "channel_gradient_square": (GRADIENT**2).sum(0),
+        "channel_product": (PHI * GRADIENT).sum(0),
+        "channel_product_abs": abs(PHI * GRADIENT).sum(0),
+        **{f"snip_{name}": abs(part).sum(0) for name, part in (("down", DOWN), ("gate", GATE_PARTS), ("up", UPS))},
+    }
+    for prefix, gate in (("", 1), ("gate_", GATE[:, None]), ("renormalized_", RENORMALIZED[:, None])):
+        sums[f"{prefix}channel_square"] = ((gate * PHI) ** 2).sum(0)
+        sums[f"{prefix}channel_max"] = abs(gate * PHI).max(0)
+    weights = {
+        "channel_down_square": (DOWN**2).sum(0),
+        "channel_down_abs": abs(DOWN).sum(0),
+        "channel_gate_square": (GATE_PARTS**2).sum(0),
+        "channel_up_square": (UPS**2).sum(0),
+    }
+    return {
+        "tokens": numpy.array([TOKENS, 0]),
+        **{name: numpy.stack([values, 0 * values]) for name, values in sums.items()},
+        **{name: numpy.stack([values, values]) for name, values in weights.items()},
+    }
+
+
+def camera(alpha: float, gate: numpy.ndarray = GATE) -> Callable[[int], float]:
+    def formula(c: int) -> float:
+        weighed = (gate * PHI[:, c]) ** 2
+        return numpy.linalg.norm(DOWN[:, c]) ** 2 * ((1 - alpha) * weighed.sum() + alpha * weighed.max())
+
+    return formula
+
+
+def mean(norm: Callable[[Any], Any]) -> Callable[[int], Any]:
+    """The mean over the three projections."""
+    return lambda c: numpy.mean([norm(part[:, c]) for part in (DOWN, GATE_PARTS, UPS)])
+
+
+CHANNELS: list[tuple[str, dict[str, Any], Callable[[int], Any], float | None]] = [
+    ("heapr", {}, lambda c: numpy.mean(PHI[:, c] ** 2) * numpy.mean(GRADIENT[:, c] ** 2) / 2, -1),
+    ("camera", {}, camera(0.9), 0),
+    ("camera", {"alpha": 1}, camera(1), 0),
+    ("channel_activation", {}, lambda c: numpy.linalg.norm(PHI[:, c]), 0),
+    ("channel_gradient", {}, lambda c: numpy.linalg.norm(GRADIENT[:, c]), 0),
+    ("channel_activation_gradient", {}, lambda c: numpy.mean(abs(PHI[:, c] * GRADIENT[:, c])), 0),
+    ("channel_weight_activation", {}, lambda c: sum(abs(w) * numpy.linalg.norm(PHI[:, c]) for w in DOWN[:, c]), 0),
+    ("channel_weight", {}, lambda c: numpy.linalg.norm(DOWN[:, c]), None),
+    ("channel_weight", {"projection": "gate"}, lambda c: numpy.linalg.norm(GATE_PARTS[:, c]), None),
+    ("channel_weight", {"projection": "up"}, lambda c: numpy.linalg.norm(UPS[:, c]), None),
+    ("channel_weight", {"projection": "mean"}, mean(numpy.linalg.norm), None),
+    ("snip", {}, lambda c: abs(DOWN[:, c]).sum(), 0),
+    ("snip", {"projection": "up"}, lambda c: abs(UPS[:, c]).sum(), 0),
+    ("snip", {"projection": "mean"}, mean(lambda column: abs(column).sum()), 0),
+]
+"""Criterion, its parameters, its formula for one channel, and its score where no token was seen (None: the same)."""
+
+
+def channel_scores(name: str, inputs: Any, **settings: Any) -> Any:
+    return criteria.score(name, inputs, experts={4: 2}, widths={4: 3}, **settings)[4]
+
+
+@pytest.mark.parametrize(("name", "parameters", "formula", "unseen"), CHANNELS)
+def test_scores_are_those_of_each_channel_alone(
+    name: str, parameters: dict[str, Any], formula: Callable[[int], Any], unseen: float | None
+) -> None:
+    scores = channel_scores(name, {4: channel_layer()}, parameters=parameters)
+    assert scores.dtype == numpy.float64
+    expected = [formula(c) for c in range(3)]
+    assert scores[0] == pytest.approx(expected, rel=1e-12)
+    assert scores[1] == pytest.approx(expected if unseen is None else [unseen] * 3, rel=1e-12)
+    assert unseen is None or scores[1].max() < scores[0].min()
+
+
+def test_camera_takes_renormalized_gates() -> None:
+    scores = channel_scores("camera", {4: channel_layer()}, gate="renormalized")[0]
+    assert scores == pytest.approx([camera(0.9, RENORMALIZED)(c) for c in range(3)], rel=1e-12)
+    with pytest.raises(UserError, match="gate of camera=double_softmax is unknown"):
+        channel_scores("camera", {4: channel_layer()}, gate="double_softmax")
+
+
+def test_every_criterion_has_a_reference_or_golden_values() -> None:
+    found = {"expert": {*NAIVE, "s_family", "exact_damage", "aimer", "magnitude", "random"}}
+    found["channel"] = {name for name, *_ in CHANNELS} | {"channel_random"}
+    for granularity, names in found.items():
+        assert names == {name for name, one in criteria.CRITERIA.items() if one.granularity == granularity}
+
+
+EVIDENCE = {
+    "statistics": {"tokens", "channel_square", "gate_channel_square", "gate_channel_max"},
+    "channel_weights": {"channel_down_square", "channel_down_abs", "channel_gate_square", "channel_up_square"},
+    "gradients": {"tokens", "channel_square", "channel_gradient_square", "channel_product_abs"},
+    "weight_gradients": {"snip_down", "snip_gate", "snip_up"},
+}
+
+
+@pytest.mark.parametrize("name", sorted({name for name, *_ in CHANNELS}))
+def test_what_a_criterion_says_it_needs_is_what_it_needs(name: str) -> None:
+    needs = criteria.get(name).needs
+    enough = {key for need in needs for key in EVIDENCE[need]}
+    assert channel_scores(
+        name, {4: {key: values for key, values in channel_layer().items() if key in enough}}
+    ).shape == (2, 3)
+    for need in needs:
+        others = {key for other in needs if other != need for key in EVIDENCE[other]}
+        with pytest.raises(UserError, match=rf"layer 4 has no \w+ for criterion={re.escape(name)}"):
+            channel_scores(name, {4: {key: values for key, values in channel_layer().items() if key in others}})
+    assert criteria.reads_text(name) == (name != "channel_weight")
+    assert not criteria.reads_text("channel_random")
+
+
+def test_bad_shapes_and_numbers() -> None:
+    broken = channel_layer()
+    broken["channel_square"][1, 2] = numpy.nan
+    for name, sums, widths, says in (
+        ("heapr", channel_layer(), None, "scores channels, expected the width of every layer"),
+        ("heapr", channel_layer(), {4: 8}, r"gives \(2, 3\) scores in layer 4, expected .* its 2 experts' 8"),
+        ("channel_activation", broken, {4: 3}, "channel_activation gives NaN or Inf in layer 4, expert 1, channel 2"),
+    ):
+        with pytest.raises(UserError, match=says):
+            criteria.score(name, {4: sums}, experts={4: 2}, widths=widths)
 
 
 PAGE = Path(__file__).parents[2] / "docs" / "new_criterion.md"

@@ -13,15 +13,15 @@ from typing import Any
 
 import pyarrow.parquet as parquet
 import pytest
+import torch
 from jinja2 import Environment
 
 from moe_lab.config import BenchmarkConfig
-from moe_lab.evaluation import run
+from moe_lab.evaluation import Policy, run
 from moe_lab.evaluation.answers import Record, collect_answers
 from moe_lab.evaluation.engines import Engine, Prompt, Writing, Written, answer_in
 from moe_lab.evaluation.engines.hf import LoadedModel
 from moe_lab.evaluation.harness import Answer, Graded, Item, Reply, Text
-from moe_lab.evaluation.sandbox import Policy
 
 PLAIN = "{% for m in messages %}{{ m.content }}{% endfor %}"
 
@@ -87,6 +87,14 @@ def chatting(subject: LoadedModel, template: str | None, **arguments: Any) -> Lo
     tokenizer = deepcopy(subject.tokenizer)
     tokenizer.chat_template = template
     return replace(subject, tokenizer=tokenizer, template_arguments=arguments)
+
+
+def log_likelihood(subject: LoadedModel, prompt: str, answer: str) -> float:
+    """Of an answer with the space before it: one unpadded forward pass in fp64."""
+    before, whole = (subject.tokenizer(text).input_ids for text in (prompt.rstrip(), prompt + answer))
+    with torch.inference_mode():
+        scores = subject.model(torch.tensor([whole])).logits[0].double().log_softmax(-1)
+    return sum(float(scores[place - 1, whole[place]]) for place in range(len(before), len(whole)))
 
 
 def equals_lm_eval(engine: LoadedModel, benchmark: BenchmarkConfig) -> None:

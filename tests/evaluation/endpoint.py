@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -46,18 +46,10 @@ class Endpoint:
 
 
 @contextmanager
-def endpoint(answer: Callable[[dict[str, Any]], Reply], models: Iterator[str] | tuple[str, ...] = ()) -> Iterator[Any]:
-    """Listens on a free port of this machine; `answer` gets the body of each request."""
-    server, found = _server(answer, list(models), 0)
-    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
-    try:
-        yield found
-    finally:
-        server.shutdown()
-        server.server_close()
-
-
-def _server(answer: Callable[[dict[str, Any]], Reply], models: list[str], port: int) -> tuple[Any, Endpoint]:
+def endpoint(
+    answer: Callable[[dict[str, Any]], Reply], models: Sequence[str] = (), port: int = 0
+) -> Iterator[Endpoint]:
+    """Listens on a port of this machine, by default on a free one; `answer` gets the body of each request."""
     found = Endpoint("")
 
     class Handler(BaseHTTPRequestHandler):
@@ -90,10 +82,15 @@ def _server(answer: Callable[[dict[str, Any]], Reply], models: list[str], port: 
 
     server = Quiet(("127.0.0.1", port), Handler)
     found.url = f"http://127.0.0.1:{server.server_port}/v1"
-    return server, found
+    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+    try:
+        yield found
+    finally:
+        server.shutdown()
+        server.server_close()
 
 
 if __name__ == "__main__":  # endpoint.py PORT MODEL: goes on with a prompt by its length, until it is stopped
     served = sys.argv[2]
-    running, _ = _server(lambda body: completion(f" {len(body['prompt'])}", served), [served], int(sys.argv[1]))
-    running.serve_forever()
+    with endpoint(lambda body: completion(f" {len(body['prompt'])}", served), [served], int(sys.argv[1])):
+        threading.Event().wait()

@@ -1,4 +1,4 @@
-"""Small files in the harnesses' formats."""
+"""Small files in the harnesses' formats, and miniature data sets in the exact schema of the hub with their mirrors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from typing import Any
 
 import yaml
 
+from benchmarks.data_sets import write_data_set
 from moe_lab.config import BenchmarkConfig
+from moe_lab.evaluation.mirror import benchmarks, make
 from moe_lab.paths import resolve
 
 
@@ -62,3 +64,83 @@ def own_task(folder: Path, items: list[dict[str, Any]], definition: dict[str, An
     metric = "exact_match" if definition["output_type"] == "generate_until" else "acc"
     task = BenchmarkConfig(name="own", harness="lm_eval", task=str(folder / "own.yaml"), reports={"own": metric})
     return replace(task, **settings)
+
+
+Rows = list[dict[str, Any]]
+
+BOOLQ: Rows = [
+    {"question": "is the sea salt", "passage": "Sea -- The sea is salt water.", "idx": 0, "label": 1},
+    {"question": "can a stone swim", "passage": "Stone -- A stone sinks.\nIt is heavy.", "idx": 1, "label": 0},
+    {"question": "do owls fly", "passage": "Owl -- Owls fly at night.", "idx": 2, "label": 1},
+]
+_CUBE = ["is using wrap.", "is tiles.", "holds a cube.", "pulls."]
+_BARK = ["They bark loudly at cars.", "They", "fly.", "sleep on."]
+HELLASWAG: Rows = [
+    {
+        "ind": number,
+        "activity_label": label,
+        "ctx_a": first,
+        "ctx_b": second,
+        "ctx": f"{first} {second}",
+        "endings": endings,
+        "source_id": f"activitynet~v_{number}",
+        "split": "val",
+        "split_type": "indomain",
+        "label": answer,
+    }
+    for number, (label, first, second, endings, answer) in enumerate(
+        [
+            ("Roof", "A man sits on a roof.", "he", _CUBE, "3"),
+            ("Tea", "[header] How to make tea [title] Boil.", "you", ["[step] pour", "wait  long", "x", "y"], "0"),
+            ("Dogs", "Two dogs run.", "", _BARK, "1"),
+        ]
+    )
+]
+RTE: Rows = [
+    {"sentence1": "Ann lives in Rome.", "sentence2": "Ann lives in Italy.", "label": 0, "idx": 0},
+    {"sentence1": "It rained.", "sentence2": "It was dry.", "label": 1, "idx": 1},
+    {"sentence1": "He has two cats.", "sentence2": "He has a cat.", "label": 0, "idx": 2},
+]
+MATHQA: Rows = [
+    {
+        "Problem": problem,
+        "Rationale": '"explanation"',
+        "options": options,
+        "correct": correct,
+        "annotated_formula": "add(1, 2)",
+        "linear_formula": "add(n0,n1)|",
+        "category": "general",
+    }
+    for problem, options, correct in [
+        ("two and three is ?", "a ) 38 , b ) 27.675 , c ) 5 , d ) data inadequate , e ) none of these", "c"),
+        ("a train runs 10 km in 2 h", "a ) 5 , b ) 50 , c ) 1,000 , d ) 7 , e ) 12 km", "a"),
+        ("half of 9 is ?", "a ) rs . 4 , b ) 4.5 , c ) 5 , d ) 9 , e ) 18", "b"),
+    ]
+]
+MINIATURES: dict[str, Rows] = {"boolq": BOOLQ, "hellaswag": HELLASWAG, "rte": RTE, "mathqa": MATHQA}
+
+
+def subject_rows(subject: str, count: int) -> Rows:
+    """MMLU questions of one subject."""
+    return [
+        {
+            "question": f" {subject} {n} ?",
+            "subject": subject,
+            "choices": [f"{n}", f"{n + 1}", "x", "y"],
+            "answer": n % 4,
+        }
+        for n in range(count)
+    ]
+
+
+def mirrored(folder: Path, name: str, rows: Rows, **more: Rows) -> BenchmarkConfig:
+    """The benchmark with a mirror under folder/data of rows for the split that is asked and `more` splits."""
+    (benchmark,) = benchmarks([name], str(folder / "data"))
+    benchmark = replace(benchmark, expected=len(rows))
+    parts: dict[tuple[str, str], Rows] = {}
+    for split, content in {str(benchmark.split): rows, **more}.items():
+        for row in content:
+            subset = benchmark.subset or (row["subject"] if name == "mmlu" else "default")
+            parts.setdefault((subset, split), []).append(row)
+    make(benchmark, write_data_set(folder / f"{name}_source", parts))
+    return benchmark

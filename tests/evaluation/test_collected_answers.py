@@ -6,15 +6,14 @@ import math
 import re
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from asking import PLAIN, Said, Words, ask, chatting, protocol, samples, write
-from endpoint import Reply as EndpointReply
 from endpoint import completion, endpoint
 from harness_files import GENERATED, own_task
 from hypothesis import given
@@ -25,14 +24,13 @@ from transformers import AddedToken
 
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError
-from moe_lab.evaluation import answers, harness, run
+from moe_lab.evaluation import Policy, answers, harness, run
 from moe_lab.evaluation.answers import Record, collect_answers, render
 from moe_lab.evaluation.engines import Engine, Likelihood, Prompt, Row, Writing, Written
 from moe_lab.evaluation.engines.hf import LoadedModel
 from moe_lab.evaluation.engines.server import ServedModel
 from moe_lab.evaluation.engines.vllm import VllmModel
 from moe_lab.evaluation.harness import Document, Item, Pair, Text
-from moe_lab.evaluation.sandbox import Policy
 from moe_lab.serving import vllm_engine
 
 BENCHMARK = BenchmarkConfig("b", "lm_eval", "none", batch_size=2)
@@ -191,7 +189,8 @@ def test_a_text_is_parted_into_thought_and_answer(text: str, end: str, answer: s
 
 def test_a_completion_that_speaks_of_marks_is_no_thought() -> None:
     """A base model continues a text; only what begins with a mark is a thought then."""
-    assert write(Said(lambda _: "It drops </think>: 72 END"), ["Q"], stop=("END",)) == ["It drops </think>: 72 "]
+    (reply,) = ask(Said(lambda _: "It drops </think>: 72 END"), ["Q"], stop=("END",))
+    assert (reply.thought, reply.text) == ("", "It drops </think>: 72 ")
 
 
 def test_an_unfinished_thought_is_no_empty_answer(tmp_path: Path) -> None:
@@ -224,44 +223,14 @@ def test_prompts_leave_room_for_their_texts() -> None:
         ask(engine, ["a b c"], 7, skip_long=True)
 
 
-# Engines of other processes.
-
-
-def engine(tokenizer: Any, text: str, stops: list[Any] | None = None) -> VllmModel:
-    """vLLM played, which writes `text` and notes the stop texts it is given."""
-    tokens = tokenizer(text, add_special_tokens=False).input_ids
-
-    def items(_: str, __: float, stop: Sequence[str], **others: Any) -> Iterator[Any]:
-        (stops if stops is not None else []).append(tuple(stop))
-        return iter([[0, tokens, -1.0]])
-
-    process: Any = SimpleNamespace(about={"max_length": 512}, items=items)
-    return VllmModel(process, tokenizer, (tokenizer.eos_token_id,), {})
-
-
-@pytest.mark.slow
-def test_a_stop_text_in_a_thought_ends_no_text(subject: LoadedModel) -> None:
-    whole = "Read the END: 5.</think>It is 7. END more"
-    stops: list[Any] = []
-
-    def answer(body: dict[str, Any]) -> EndpointReply:
-        stops.append(tuple(body["stop"] or ()))
-        return completion(whole, "m")
-
-    with endpoint(answer) as at:
-        for template, sent in ((PLAIN + "<think>\n", ()), (PLAIN, ("END",))):
-            tokenizer = chatting(subject, template).tokenizer
-            for model in (ServedModel(at.url, "m", tokenizer, 512, {}), engine(tokenizer, whole, stops)):
-                (reply,) = ask(model, ["Q<think>\n"], 40, stop=("END",), chat=True)
-                assert (reply.thought, reply.text) == ("Read the END: 5.</think>", "It is 7. ") and stops[-1] == sent
-
-
 @pytest.mark.slow
 def test_marks_that_are_special_tokens_part_thoughts_unless_a_server_leaves_them_out(subject: LoadedModel) -> None:
     tokenizer = chatting(subject, PLAIN + "{# [THINK] #}").tokenizer
     tokenizer.add_tokens([AddedToken(mark, special=True) for mark in ("[THINK]", "[/THINK]")], special_tokens=True)
     whole = "[THINK]Is it 24?[/THINK] It is 72."
-    (reply,) = ask(engine(tokenizer, whole), ["Q"], 40, chat=True)
+    written = [[0, tokenizer(whole, add_special_tokens=False).input_ids, -1.0]]
+    process: Any = SimpleNamespace(about={"max_length": 512}, items=lambda *_, **__: iter(written))
+    (reply,) = ask(VllmModel(process, tokenizer, (tokenizer.eos_token_id,), {}), ["Q"], 40, chat=True)
     assert reply.thought + str(reply.text) == whole and reply.text == "It is 72."
     with endpoint(lambda body: completion("Is it 24? It is 72.", "m")) as at:
         served = ServedModel(at.url, "m", tokenizer, 512, {})
@@ -270,8 +239,8 @@ def test_marks_that_are_special_tokens_part_thoughts_unless_a_server_leaves_them
         assert write(served, ["Q"], 40), "a completion has no thoughts"
 
 
-@pytest.mark.parametrize(("reason", "whole"), [("stop", True), ("length", True), ("abort", False), ("error", False)])
-def test_a_text_that_vllm_broke_off_is_an_error(reason: str, whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("reason", ["stop", "length", "abort", "error"])
+def test_a_text_that_vllm_broke_off_is_an_error(reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
     text = SimpleNamespace(token_ids=(5, 7), finish_reason=reason, cumulative_logprob=-1.0)
     done = [SimpleNamespace(request_id="0", finished=True, outputs=[text])]
     played = SimpleNamespace(
@@ -280,14 +249,9 @@ def test_a_text_that_vllm_broke_off_is_an_error(reason: str, whole: bool, monkey
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=lambda **_: None))
     process = vllm_engine.Engine()
     process.llm = SimpleNamespace(llm_engine=played)
-    if whole:
+    broken = nullcontext() if reason in ("stop", "length") else pytest.raises(ValueError, match=re.escape(reason))
+    with broken:
         assert list(process.generate([[1]], 2, [], [0])) == [(0, [5, 7], -1.0)]
-    else:
-        with pytest.raises(ValueError, match=f"finish_reason={re.escape(reason)}"):
-            list(process.generate([[1]], 2, [], [0]))
-
-
-# Conversations.
 
 
 def test_a_chat_template_writes_the_special_tokens_itself(subject: LoadedModel) -> None:

@@ -10,7 +10,7 @@ import resource
 import signal
 import subprocess
 import sys
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -26,12 +26,11 @@ from processes import is_running, until
 from benchmarks.grading import canonical, count, raising, wrong_at_last
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError
-from moe_lab.evaluation import harness, mirror, run
-from moe_lab.evaluation.harnesses import evalplus, evalplus_grader, evalplus_rules
-from moe_lab.evaluation.harnesses.evalplus import fenced_program
+from moe_lab.evaluation import Policy, harness, mirror, run
+from moe_lab.evaluation.harnesses import evalplus
+from moe_lab.evaluation.harnesses.evalplus import GradeRequest, fenced_program, kept_grader
 from moe_lab.evaluation.harnesses.evalplus_rules import longest_program, sanitized
 from moe_lab.evaluation.mirror import benchmarks, make
-from moe_lab.evaluation.sandbox import Policy
 from moe_lab.evaluation.sandbox.client import namespaces_missing
 
 pytestmark = pytest.mark.slow
@@ -191,20 +190,15 @@ def test_the_sanitizer_costs_little() -> None:
     assert resource.getrusage(resource.RUSAGE_SELF).ru_utime - before < 10  # 160 s each, as EvalPlus does it
 
 
-def test_nothing_kills_the_sanitizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("evalplus.data.humaneval.HUMANEVAL_OVERRIDE_PATH", None)  # restored afterwards
+def test_nothing_kills_the_sanitizer(tmp_path: Path) -> None:
     data = str(write_lines(tmp_path / "data.jsonl", [problem(900, "f", "return x", [[1]], [[1]])]))
-    request = {"dataset": "humaneval", "data": data, "confined": not namespaces_missing(), "sanitize": True}
 
-    def sanitized_by_grader(*texts: str) -> list[str]:
-        with closing(evalplus_grader.Grader()) as grader:
-            graded = [grader.grade({**request, "programs": {"HumanEval/900": text}}) for text in texts]
-        return [found["programs"]["HumanEval/900"] for found in graded]
+    def sanitized_by_grader(text: str) -> str:
+        request = GradeRequest("humaneval", data, {"HumanEval/900": text}, not namespaces_missing(), sanitize=True)
+        return kept_grader.grade(request)["HumanEval/900"].program
 
     program, broken = "print(1)\ndef f(x): return x", ["(" * 5000, "x = 1\0", "\ud800"]
-    assert sanitized_by_grader(*broken, program) == [*broken, "def f(x): return x"]
-    monkeypatch.setattr(evalplus_rules.evalplus_sanitize, "sanitize", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
-    assert sanitized_by_grader(program) == [program]
+    assert [*map(sanitized_by_grader, [*broken, program])] == [*broken, "def f(x): return x"]
 
 
 def test_a_generator_that_the_entry_point_needs_is_kept(original: ModuleType) -> None:
@@ -216,21 +210,20 @@ def test_a_generator_that_the_entry_point_needs_is_kept(original: ModuleType) ->
 
 GRADING = """
 import sys
-from moe_lab.evaluation.harnesses.evalplus_grader import GradeRequest
-from moe_lab.evaluation.harnesses.evalplus import kept_grader
+from moe_lab.evaluation.harnesses.evalplus import GradeRequest, kept_grader
 endless = "def f(x):\\n    while True: pass"
 kept_grader.grade(GradeRequest("humaneval", sys.argv[1], {"HumanEval/1": endless}, sys.argv[2] == "", seconds=50.0))
 """
 
 
-def test_the_grader_has_no_torch_and_a_killed_worker_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_what_runs_programs_has_no_torch_and_a_killed_worker_leaves_nothing_behind(tmp_path: Path) -> None:
     data = write_lines(tmp_path / "data.jsonl", [problem(1, "f", "return x", [[1]], [])])
     before, temporary = set(Path("/tmp").glob("moe_lab-*")), tmp_path / "temporary"
     temporary.mkdir()
     environment = {**os.environ, "TMPDIR": str(temporary)}
     worker = subprocess.Popen([sys.executable, "-c", GRADING, str(data), namespaces_missing() or ""], env=environment)
     below = psutil.Process(worker.pid)
-    until(lambda: len(below.children(recursive=True)) >= 3)  # the grader, the runner, the program
+    until(lambda: len(below.children(recursive=True)) >= 3)  # the runner, process 1 of its tree, the program
     started, looked_at = [each.pid for each in below.children(recursive=True)], 0
     for process in started:
         with suppress(FileNotFoundError, PermissionError):  # it has ended meanwhile, or is behind walls

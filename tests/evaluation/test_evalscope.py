@@ -21,15 +21,13 @@ import pyarrow.parquet as parquet
 import pytest
 from asking import Said, answered, protocol, samples
 
-from moe_lab import evaluation as suite
 from moe_lab.child_process import Child, Refused
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError
-from moe_lab.evaluation import harness, mirror, run
+from moe_lab.evaluation import NAMESPACES, Policy, harness, mirror, run, suite
 from moe_lab.evaluation.harness import Answer, Reply
 from moe_lab.evaluation.harnesses import evalscope, evalscope_code, evalscope_worker
 from moe_lab.evaluation.mirror import benchmarks
-from moe_lab.evaluation.sandbox import NAMESPACES, Policy
 from moe_lab.evaluation.sandbox.client import namespaces_missing
 from moe_lab.start import command
 
@@ -87,7 +85,6 @@ def write_data(of: BenchmarkConfig, rows: Mapping[str, Sequence[Mapping[str, Any
 
 # LiveCodeBench: what a model may answer to a problem that wants the sum of each line, or `largest`.
 SUMS = "import sys\nfor line in sys.stdin.read().split('\\n')[1:]:\n    if line: print(sum(map(int, line.split())))"
-MAIN = "def main():\n    for _ in range(int(input())):\n        print(sum(map(int, input().split())))\n"
 LARGEST = "class Solution:\n    def largest(self, numbers, times):\n        return tuple(sorted(numbers)[::-1][:times])"
 KILL = "import ctypes, os\nctypes.CDLL(None).kill(os.getppid(), 9)\n"
 FORGE = """
@@ -113,8 +110,6 @@ except OSError: pass
 """
 CASES: dict[str, tuple[bool, str, float]] = {
     "reads lines": (False, f"```python\n{SUMS}\n```", 1.0),
-    "has a main block": (False, f"```python\n{MAIN}\nif __name__ == '__main__':\n    main()\n```", 1.0),
-    "changes its mind": (False, f"```\nprint(1)\n```\nNo:\n```python\n{SUMS}\n```", 1.0),
     "returns a tuple": (True, f"```python\n{LARGEST}\n```", 1.0),
     "tries to write": (False, f"```python\n{LOOSE}\n{SUMS}\n```", 1.0),
     "is right in the first tests only": (
@@ -150,7 +145,7 @@ def test_programs_are_judged_by_evalscope_and_run_where_they_can_neither_harm_no
     assert {name: sample["outcome"] for name, sample in zip(CASES, found, strict=True)} == {
         name: outcome for name, (_, _, outcome) in CASES.items()
     }
-    assert (result["n"], result["score"]) == (len(CASES), pytest.approx(6 / len(CASES)))
+    assert (result["n"], result["score"]) == (len(CASES), pytest.approx(4 / len(CASES)))
     said = {name: sample["extracted"] for name, sample in zip(CASES, found, strict=True)}
     assert said["reads lines"] == "pass" and said["never ends"] == "Time Limit Exceeded"
     assert said["returns another order"] == "Wrong Answer" and "expected an indented block" in said["has no block"]
@@ -164,8 +159,8 @@ def test_programs_are_judged_by_evalscope_and_run_where_they_can_neither_harm_no
 
 def test_a_runner_that_a_program_ends_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(evalscope_code, "program", lambda solution, function: solution)
-    monkeypatch.setattr(evalscope_code, "_compare", lambda request: json.dumps([[], {}]))
-    programs = evalscope_code.Programs(evalscope_code.CodeSettings("2025-01-01", "2025-04-30", confined=False))
+    monkeypatch.setattr(evalscope_code.LimitedCalls, "__call__", lambda *_: ([], {}))
+    programs = evalscope_code.Programs(confined=False)
     tests = {"fn_name": None, "inputs": ["1"], "outputs": ["1"]}
     answer = "def moe_lab_answer(given): return given"
     try:
@@ -269,7 +264,7 @@ def test_what_cannot_work_is_said_before_a_model_is_loaded(tmp_path: Path, monke
     assert any("and there is no such file: run make evalscope" in one for one in suite.preflight([missing], ALLOWED))
     monkeypatch.setattr(harness, "_ROOT", tmp_path)
     monkeypatch.setattr(harness, "find_spec", lambda name: None)
-    (lacking,) = evalscope.lacking(replace(code, python=None), ALLOWED)
+    lacking, *_ = evalscope.lacking(replace(code, python=None), ALLOWED)
     assert "benchmark live_code_bench" in lacking and "interpreters.evalscope=" in lacking
     bad = replace(code, shots=2, parameters={"end_date": "2025-04-31", "processes": 1})
     assert [sentence.partition(": ")[2].partition("=")[0] for sentence in evalscope.wrong(bad)] == [
@@ -286,9 +281,6 @@ def test_the_published_benchmarks_are_as_large_as_the_papers_say(tmp_path: Path)
     found = benchmarks(list(sizes), str(tmp_path))
     assert {benchmark.name: benchmark.expected for benchmark in found} == sizes
     assert [list(evalscope.wrong(benchmark)) for benchmark in found] == [[]] * 5
-    assert all(benchmark.chat and not benchmark.shots for benchmark in found)
-    at_most = {benchmark.name: (benchmark.max_new_tokens, benchmark.max_length) for benchmark in found}
-    assert {at_most[name] for name in ("livecodebench", "gsm8k", "math500")} == {(2048, 4096)}
 
 
 GPQA = {f"Incorrect Answer {n}": f"wrong {n}" for n in (1, 2, 3)} | {"Correct Answer": "right"}

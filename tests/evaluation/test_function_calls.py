@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,17 +12,15 @@ from typing import Any
 import pytest
 from asking import Said, chatting, protocol, samples
 
-from moe_lab import evaluation as suite
 from moe_lab.config import BenchmarkConfig, ModelConfig
 from moe_lab.errors import UserError
-from moe_lab.evaluation import run
+from moe_lab.evaluation import Policy, run, suite
 from moe_lab.evaluation.answers import render
 from moe_lab.evaluation.engines import answer_in
 from moe_lab.evaluation.engines.hf import LoadedModel
 from moe_lab.evaluation.harnesses import function_call_rules as rules
 from moe_lab.evaluation.harnesses import function_calls
 from moe_lab.evaluation.harnesses.function_call_rules import Call, Undecodable, tool
-from moe_lab.evaluation.sandbox import Policy
 from moe_lab.models.config_json import check_chat_template
 
 ROOT = Path(__file__).parents[2]
@@ -35,8 +32,8 @@ def decode(text: str, functions: Sequence[Mapping[str, Any]] = ()) -> list[Call]
     return rules.decode(answer_in(text) or "", functions)
 
 
-def mistake(text: str, functions: Sequence[Any], right: Sequence[Any], prompt: str = "") -> str | None:
-    return rules.mistake(answer_in(text, prompt), functions, right)
+def mistake(text: str, functions: Sequence[Any], right: Sequence[Any]) -> str | None:
+    return rules.mistake(answer_in(text), functions, right)
 
 
 def described(type_: str, **more: Any) -> dict[str, Any]:
@@ -84,30 +81,10 @@ def test_what_is_no_list_of_calls_is_wrong_and_counts_as_no_call(text: str) -> N
 
 WEATHER = [function("get_weather", ("city",), city=described("string")), function("math.area", ())]
 CALLS = [
-    # of all families
-    "<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n</function>\n</tool_call>",
-    '<|python_tag|>look_up(city="Paris")',
-    '{"type": "function", "function": {"name": "get_weather", "arguments": "{}"}}',
-    "{'name': 'get_weather', 'arguments': {'city': 'Paris'}}",
-    '[look_up(city="Paris"), other(x=1)]',
-    '```python\nget_weather(city="Paris")\n```',
-    'get_weather(\n  city="Paris"\n)',
-    '[TOOL_CALLS]get_weather{"city": "Paris"}',
-    "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>look_up\n```json\n{}\n```<｜tool▁call▁end｜>",
-    'I look it up: {"name": "look_up", "arguments": {"q": 1}}',
-    "<start_function_call>call:get_weather{city:Paris}<end_function_call>",
-    'Action: get_weather\nAction Input: {"city": "Paris"}',
-    "math_area()",
-    # without special tokens
-    'functions.get_weather:0{"city": "Paris"}',
-    'function<｜tool▁sep｜>get_weather\n```json\n{"city": "Paris"}\n```',
+    '{"get_weather": {"city": "Paris"}}',
     'commentary to=functions.get_weather json{"city": ',
-    # malformed or incomplete
     '<tool_call>{"name": "get_wea',
-    '{"name": "get_weather"}',
-    '{"get_weather": {"city": "Paris"}, "math.area": {}}',
-    '{"get_weather": {"city": "Par',
-    '[get_weather(city="Par',
+    "<tool_call>get_weather\n<arg_key>city",
 ]
 SPEECH = [
     "None of the functions helps.",
@@ -122,15 +99,8 @@ SPEECH = [
 
 
 @pytest.mark.parametrize("text", CALLS + SPEECH)
-def test_a_call_in_any_form_is_no_abstention_and_to_speak_of_functions_is_one(text: str) -> None:
+def test_a_call_is_no_abstention_be_it_malformed_and_to_speak_of_functions_is_one(text: str) -> None:
     assert (mistake(text, WEATHER, []) is None) is (text in SPEECH)
-
-
-@pytest.mark.parametrize("text", ["get_weather(" * 40_000, '"name":' + "a" * 200_000, "(" * 200_000])
-def test_what_is_no_call_is_found_in_time(text: str) -> None:
-    begin = time.monotonic()
-    mistake(text, WEATHER, [])
-    assert time.monotonic() - begin < 5
 
 
 DECLARED = [
@@ -207,19 +177,9 @@ def test_a_message_to_a_function_that_is_not_in_json_is_no_call_and_says_why(con
 DRAFT = written(("f", {"x": 1}))
 
 
-@pytest.mark.parametrize(
-    ("text", "prompt"),
-    [
-        (f"<think>I could call {DRAFT}, but", ""),
-        (f"I could call {DRAFT}, but", "<|assistant|><think>\n"),
-        (f"[THINK]{DRAFT}", ""),
-        (f"<|channel|>analysis<|message|>{DRAFT}", "<|start|>assistant"),
-        (f"analysis{DRAFT} or none", "<|start|>assistant"),
-    ],
-)
-def test_a_thought_that_does_not_end_is_neither_a_call_nor_an_abstention(text: str, prompt: str) -> None:
-    declared = [function(x=described("integer"))]
-    assert mistake(text, declared, [{"f": {"x": [1]}}], prompt) and mistake(text, declared, [], prompt)
+def test_a_thought_that_does_not_end_is_neither_a_call_nor_an_abstention() -> None:
+    for right in ([{"f": {"x": [1]}}], []):
+        assert mistake(f"<think>I could call {DRAFT}, but", [function(x=described("integer"))], right)
 
 
 # Rules 2 and 3: the number of calls, in any order, and the names.
@@ -318,9 +278,6 @@ def test_tools_have_the_types_of_json_schema_and_a_note_on_the_language() -> Non
     assert schema["properties"]["z"]["type"] == "string" and schema["required"] == ["x"]
 
 
-# Files.
-
-
 def benchmark(folder: Path, **changes: Any) -> BenchmarkConfig:
     usual: dict[str, Any] = {
         "name": "function_calls",
@@ -394,7 +351,7 @@ def test_one_sentence_for_damaged_and_missing_files(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"chat": False}, "chat=false, but tools are written by the chat template"),
+        ({"chat": False}, "chat=false, but conversations and tools are put to the model"),
         ({"parameters": {}}, "parameters.answers is not set"),
         ({"expected": 10}, "has 9 items and should have 10"),
         ({"reports": {"f": "score"}}, "metric=score is unknown"),
@@ -413,9 +370,6 @@ def test_results_are_identified_by_both_files_wherever_they_are(folder: Path, tm
     changed(moved / "truths.jsonl", 0, ground_truth=[])
     assert suite.identity(benchmark(moved, parameters={"answers": "truths.jsonl"})) != identity
     assert suite.identity(benchmark(folder, parameters={"answers": None})) != identity
-
-
-# From the questions to results.
 
 
 NAMES = "{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}"

@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from harness_files import problem, write_lines
 
-from moe_lab.evaluation.harnesses import evalplus_grader
-from moe_lab.evaluation.harnesses.evalplus import KeptGrader, kept_grader
-from moe_lab.evaluation.harnesses.evalplus_grader import GradeRequest
-from moe_lab.evaluation.sandbox.children import LimitedChildren
-from moe_lab.evaluation.sandbox.client import Runners, namespaces_missing
+from moe_lab.evaluation.harnesses.evalplus import Grader, GradeRequest, kept_grader
+from moe_lab.evaluation.sandbox.client import LimitedCalls, RunnerError, Runners, namespaces_missing
 from moe_lab.evaluation.sandbox.closed_world import leaves_closed_world
 from moe_lab.paths import resolve
 from tests.campaign.programs import CHEATS, FILES, MEMORY, NETWORK, PROCESSES, SENDING, graded
@@ -45,8 +39,8 @@ def verdicts(
     settings = {"confined": not namespaces_missing(), "seconds": 2.0, "memory_mib": 512}
     programs = {tasks[name]: body for name, body in bodies.items()}
     request = GradeRequest(dataset, str(data), programs, **{**settings, **changes})
-    found = kept_grader.grade(request)["verdicts"]
-    return {name: (found[task]["base"], found[task]["plus"]) for name, task in tasks.items() if name in bodies}
+    found = kept_grader.grade(request)
+    return {name: (found[task].base, found[task].plus) for name, task in tasks.items() if name in bodies}
 
 
 def test_right_half_right_and_wrong_programs(tmp_path: Path) -> None:
@@ -104,47 +98,43 @@ ATTEMPTS = {"sending": SENDING, "cheats": CHEATS, "files": FILES, "others": [*NE
 def test_whatever_a_program_attempts_costs_its_own_verdict_alone_and_leaves_nothing(what: str) -> None:
     if namespaces_missing():
         pytest.skip("no namespaces")
-    found = graded(ATTEMPTS[what])
-    assert not found.unexpected and not found.others and not found.escapes, found
+    assert not graded(ATTEMPTS[what]).wrong
 
 
-def hostile_work(order: str) -> str:
-    """The process that works, after doing what the order says."""
-    if order == "dies":
-        os.kill(os.getpid(), signal.SIGKILL)
-    while order == "loops":
-        pass
-    if order.startswith("takes"):
-        bytearray(int(order.split()[1]) << 20)
-    if order == "raises":
-        raise ValueError(order)
-    return order
+HOSTILE = ["__import__('os').abort()", "sum(range(10**12))", "len(bytearray(200 << 20))", "1 / 0"]
 
 
-@pytest.mark.parametrize("order", ["dies", "loops", "takes 200 MiB", "raises"])
-def test_a_request_that_ends_its_process_costs_no_other_request(order: str) -> None:
-    limits = (0.2, 100 << 20)
-    with LimitedChildren(hostile_work, count=1) as children:
-        assert children(order, *limits) is None
-        assert children("takes 50 MiB", *limits) == "takes 50 MiB"
+@pytest.mark.parametrize("work", HOSTILE)
+def test_a_call_that_ends_its_process_costs_no_other_call(work: str) -> None:
+    limits, calls = (0.2, 100 << 20), LimitedCalls("builtins", {})
+    try:
+        assert calls("eval", [work], *limits) is None
+        for _ in range(3):  # what one has taken counts for no other
+            assert calls("eval", ["len(bytearray(50 << 20)) - sum(range(10**6)) * 0"], *limits) == 50 << 20
+    finally:
+        calls.close()
+
+
+def test_what_cannot_be_called_is_an_error_and_no_verdict() -> None:
+    with pytest.raises(RunnerError, match="no_such_module cannot be called"):
+        LimitedCalls("no_such_module", {})("f", [], 1.0, 1 << 20)
 
 
 def test_equal_programs_are_run_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if namespaces_missing():
         pytest.skip("no namespaces")
-    monkeypatch.setattr("evalplus.data.humaneval.HUMANEVAL_OVERRIDE_PATH", None)  # restored afterwards
     rows = [ADD, {**ADD, "task_id": "HumanEval/905", "canonical_solution": "    return x + 2\n"}]
     data, runs = write_lines(tmp_path / "data.jsonl", rows), []
     plain = Runners.run
     monkeypatch.setattr(Runners, "run", lambda *given: runs.append(1) or plain(*given))
-    grader = evalplus_grader.Grader()
+    grader = Grader()
 
     def plus(text: str, **changes: Any) -> tuple[list[str], int]:
         """Verdicts, and how many programs were run."""
         runs.clear()
         programs = {row["task_id"]: text for row in rows}
-        found = grader.grade(asdict(GradeRequest("humaneval", str(data), programs, True, **changes)))
-        return [verdict["plus"] for verdict in found["verdicts"].values()], len(runs)
+        found = grader.grade(GradeRequest("humaneval", str(data), programs, True, **changes))
+        return [verdict.plus for verdict in found.values()], len(runs)
 
     try:
         solutions = 4
@@ -158,36 +148,6 @@ def test_equal_programs_are_run_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
         grader.close()
 
 
-def test_a_grader_is_kept_until_it_ends(tmp_path: Path) -> None:
-    data = write_lines(tmp_path / "data.jsonl", [ADD])
-    right = GradeRequest(
-        "humaneval", str(data), {"HumanEval/900": "def add(x): return x + 1"}, not namespaces_missing()
-    )
-    kept = KeptGrader()
-
-    def process() -> int | None:
-        """Of the grader that is kept after a right program."""
-        assert kept.grade(right)["verdicts"]["HumanEval/900"]["plus"] == "pass"
-        return kept.process and kept.process.process.pid
-
-    try:
-        first = process()
-        if first is None:
-            pytest.skip("no namespaces, so that a program could harm the grader, and none is kept")
-        assert process() == first
-        assert kept.process is not None
-        kept.process.process.kill()
-        kept.process.process.wait()
-        second = process()
-        with pytest.raises(RuntimeError, match="missing"):
-            kept.grade(replace(right, data=str(tmp_path / "missing")))
-        assert len({first, second, process()}) == 3
-        kept.grade(replace(right, confined=False))
-        assert kept.process is None
-    finally:
-        kept.close()
-
-
 def test_expected_outputs_are_kept_where_no_other_can_write_and_belong_to_their_data(tmp_path: Path) -> None:
     cache = tmp_path / "private" / "cache"
     right = {"add": "def add(x): return x + 1"}
@@ -197,7 +157,8 @@ def test_expected_outputs_are_kept_where_no_other_can_write_and_belong_to_their_
     known = json.loads(file.read_text())
     known["HumanEval/900"]["base"]["encoded"][0] = "77"
     file.write_text(json.dumps(known))
-    kept_grader.close()  # which knows what is expected
+    kept_grader.files.clear()  # with what is expected
+    kept_grader.verdicts.clear()
     assert verdicts(tmp_path, [ADD], right, cache=str(cache))["add"] == ("fail", "fail"), "the cache was not used"
     changed = {**ADD, "canonical_solution": "    return x + 2\n"}
     assert verdicts(tmp_path, [changed], right, cache=str(cache))["add"] == ("fail", "fail")
@@ -240,5 +201,4 @@ def test_the_shipped_problems_are_passed_by_their_own_solutions_alone(name: str,
     wrong = {row["task_id"]: f"def {row['entry_point']}(*a): return None" for row in problems}
     for programs, status in ((right, "pass"), (wrong, "fail")):
         request = GradeRequest(dataset, str(data), programs, confined=not namespaces_missing())
-        found = kept_grader.grade(request)["verdicts"].values()
-        assert {verdict["plus"] for verdict in found} == {status}
+        assert {verdict.plus for verdict in kept_grader.grade(request).values()} == {status}

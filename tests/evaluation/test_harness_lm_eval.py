@@ -15,40 +15,36 @@ import datasets
 import lm_eval
 import numpy as np
 import pytest
-import torch
-from asking import PLAIN, chatting, equals_lm_eval, evaluate, write
-from harness_files import GENERATED, MULTIPLE_CHOICE, own_task, shipped_items, write_lines
+from asking import PLAIN, chatting, equals_lm_eval, evaluate, log_likelihood, write
+from harness_files import (
+    BOOLQ,
+    GENERATED,
+    MINIATURES,
+    MULTIPLE_CHOICE,
+    RTE,
+    Rows,
+    mirrored,
+    own_task,
+    shipped_items,
+    subject_rows,
+    write_lines,
+)
 from lm_eval.tasks.wikitext.preprocess_wikitext import wikitext_detokenizer
-from mirrors import BOOLQ, MINIATURES, RTE, Rows, mirrored, subject_rows
 from omegaconf import OmegaConf
 from transformers import AutoTokenizer
 
 from benchmarks import choices
 from benchmarks.data_sets import mirror_files
 from benchmarks.models import random_model
-from moe_lab import evaluation as suite
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError
-from moe_lab.evaluation import mirror
+from moe_lab.evaluation import Policy, mirror, run, suite
 from moe_lab.evaluation.engines.hf import LoadedModel
 from moe_lab.evaluation.harnesses import lm_eval_tasks
 from moe_lab.evaluation.mirror import benchmarks
-from moe_lab.evaluation.sandbox import Policy
 from moe_lab.paths import resolve
 
 ROOT = Path(__file__).parents[2]
-ARC = BenchmarkConfig(
-    name="arc", harness="lm_eval", task="pocket:benchmarks/arc_challenge.yaml", reports={"arc": "acc_norm"}, limit=24
-)
-
-
-def log_likelihood(subject: LoadedModel, prompt: str, answer: str) -> float:
-    """One unpadded forward pass."""
-    before = subject.tokenizer(prompt).input_ids
-    whole = subject.tokenizer(prompt + answer).input_ids
-    with torch.inference_mode():
-        logits = subject.model(torch.tensor([whole[:-1]])).logits[0].double().log_softmax(-1)
-    return float(sum(logits[place - 1, whole[place]] for place in range(len(before), len(whole))))
 
 
 SHIPPED = sorted(
@@ -111,14 +107,15 @@ def test_generated_answers(subject: LoadedModel, story_task: BenchmarkConfig, mo
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"reports": {"arc": "acc_nrom"}}, "did you mean acc_norm"),
-        ({"reports": {"arc": "acc_norm,strict"}}, "filter=strict is unknown"),
-        ({"expected": 113, "limit": None}, "has 112 items and should have 113"),
+        ({"reports": {"own": "ac"}}, "did you mean acc"),
+        ({"reports": {"own": "acc,strict"}}, "filter=strict is unknown"),
+        ({"expected": 7}, "has 6 items and should have 7"),
+        ({"shots": 6}, r"shots=6\b.*\b5 or fewer"),
     ],
 )
-def test_mistakes_are_said(subject: LoadedModel, changes: dict[str, Any], says: str) -> None:
+def test_mistakes_are_said(subject: LoadedModel, tmp_path: Path, changes: dict[str, Any], says: str) -> None:
     with pytest.raises(UserError, match=says):
-        evaluate(subject, replace(ARC, **changes))
+        evaluate(subject, own_task(tmp_path, NUMBERED, MULTIPLE_CHOICE, **changes))
 
 
 def test_a_task_that_samples_is_refused(subject: LoadedModel, tmp_path: Path) -> None:
@@ -203,28 +200,17 @@ NUMBERED = [{"q": f"Item number {word} is", "c": ["red", "blue"], "label": n % 2
     ],
 )
 def test_an_item_is_not_among_its_own_examples(
-    subject: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shots: int, definition: dict[str, Any]
+    subject: LoadedModel, tmp_path: Path, shots: int, definition: dict[str, Any]
 ) -> None:
     benchmark = own_task(tmp_path, NUMBERED, {**MULTIPLE_CHOICE, **definition}, shots=shots)
-    asked: list[str] = []
-    plain = LoadedModel.score
-
-    def noting(self: LoadedModel, rows: Any, *rest: Any) -> Any:
-        asked.extend(self.tokenizer.batch_decode([row.tokens for row in rows]))
-        return plain(self, rows, *rest)
-
-    monkeypatch.setattr(LoadedModel, "score", noting)
-    evaluate(subject, benchmark)
-    assert len(asked) == 12
-    for prompt in asked:
-        shown = [prompt.count(item["q"]) for item in NUMBERED]
-        assert max(shown) == 1 and sum(shown) == (shots or 3) + 1
+    for answer, item in zip(run.answer(subject, benchmark), NUMBERED, strict=True):
+        shown = [answer.prompt.count(str(other["q"])) for other in NUMBERED]
+        assert max(shown) == 1 and sum(shown) == (shots or 3) + 1 and answer.prompt.endswith(str(item["q"]))
 
 
-def test_more_examples_than_other_items_are_refused(subject: LoadedModel, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"shots=6\b.*\b5 or fewer"):
-        evaluate(subject, own_task(tmp_path, NUMBERED, MULTIPLE_CHOICE, shots=6))
-    with pytest.raises(UserError, match=r"shots=5\b.*\b4 or fewer"):  # a copy of an item has its answer, too
+def test_a_copy_of_an_item_is_none_of_its_examples(subject: LoadedModel, tmp_path: Path) -> None:
+    """It has its answer, too."""
+    with pytest.raises(UserError, match=r"shots=5\b.*\b4 or fewer"):
         evaluate(subject, own_task(tmp_path, [*NUMBERED[:5], NUMBERED[0]], MULTIPLE_CHOICE, shots=5))
 
 

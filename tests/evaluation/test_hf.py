@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,26 +10,25 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from asking import ask, write
+from asking import ask, log_likelihood, write
 from harness_files import shipped_items
 from omegaconf import OmegaConf
 from transformers import GenerationConfig
 
 from moe_lab.config import BenchmarkConfig
-from moe_lab.evaluation import run
+from moe_lab.evaluation import Policy, run
 from moe_lab.evaluation.engines import Likelihood, Prompt, Row, Writing
 from moe_lab.evaluation.engines.hf import LoadedModel, greedy
 from moe_lab.evaluation.engines.likelihoods import log_likelihoods
 from moe_lab.evaluation.engines.vllm import VllmModel
-from moe_lab.evaluation.sandbox import Policy
 
 NEW = 20
 
 
-def by_transformers(model: Any, prompts: list[list[int]], ends: list[int]) -> list[list[int]]:
-    """New tokens of each prompt alone, up to and with an end token, from transformers' own loop."""
+def by_transformers(model: Any, prompts: list[list[int]]) -> list[list[int]]:
+    """New tokens of each prompt alone, from transformers' own loop, without an end."""
+    settings = GenerationConfig(max_new_tokens=NEW, do_sample=False, eos_token_id=[], pad_token_id=0)
     texts = []
-    settings = GenerationConfig(max_new_tokens=NEW, do_sample=False, eos_token_id=ends, pad_token_id=0)
     for prompt in prompts:
         ids = torch.tensor([prompt])
         produced = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings)
@@ -38,33 +36,21 @@ def by_transformers(model: Any, prompts: list[list[int]], ends: list[int]) -> li
     return texts
 
 
+def ended(text: list[int], ends: list[int]) -> list[int]:
+    """The text up to and with its first end token."""
+    return text[: 1 + next((place for place, token in enumerate(text) if token in ends), len(text))]
+
+
+def never(left: list[list[int]], new: int) -> list[bool]:
+    """That no text is complete before its end."""
+    return [False] * len(left)
+
+
 def sizes_of_passes(model: Any) -> list[tuple[int, int]]:
     """The numbers of rows and of tokens in each that are read by every forward pass from now on."""
     sizes: list[tuple[int, int]] = []
     model.register_forward_pre_hook(lambda *given: sizes.append(given[2]["input_ids"].shape), with_kwargs=True)
     return sizes
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", tiny.ARCHITECTURES)
-def test_the_loop_gives_transformers_tokens_whenever_rows_end(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moe_lab.evaluation.engines.hf.LEFT", 0.9)
-    model = tiny.build(name)
-    generator = torch.Generator().manual_seed(4)
-    prompts = [torch.randint(3, tiny.VOCABULARY, (length,), generator=generator).tolist() for length in (9, 3, 7, 7, 5)]
-    free = by_transformers(model, prompts, [])
-    ends = [free[2][0]]
-    for text in free:  # rows end one after another, unless a model repeats one token
-        if text[8] not in {other[0] for other in free}:
-            ends.append(text[8])
-    expected = by_transformers(model, prompts, ends)
-    sizes = sizes_of_passes(model)
-    texts = greedy(model, prompts, NEW, ends, 0, lambda left, new: [False] * len(left))
-    rows = [rows for rows, _ in sizes]
-    assert [text.tokens for text in texts] == expected
-    assert len(set(map(len, expected))) > 1
-    assert rows[0] == len(prompts) > rows[-1]
-    assert all(later <= earlier for earlier, later in pairwise(rows))
 
 
 def starting_like(text: list[int], tokens: int, then: list[int]) -> list[int]:
@@ -75,14 +61,24 @@ def starting_like(text: list[int], tokens: int, then: list[int]) -> list[int]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", tiny.ARCHITECTURES)
-def test_answers_that_are_read_with_their_prompts_change_no_text(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_loop_gives_transformers_tokens(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whenever rows end, and whatever answers are read with their prompts."""
+    monkeypatch.setattr("moe_lab.evaluation.engines.hf.LEFT", 0.9)
     model = tiny.build(name)
     generator = torch.Generator().manual_seed(4)
     lengths = (9, 3, 7, 7, 5, 6, 4)
     prompts = [torch.randint(3, tiny.VOCABULARY, (length,), generator=generator).tolist() for length in lengths]
-    free = by_transformers(model, prompts, [])
+    free = by_transformers(model, prompts)
+    first = {text[0] for text in free}  # rows end one after another, unless a model repeats one token
+    ends = [free[2][0], *(text[8] for text in free if text[8] not in first)]
+    expected = [ended(text, ends) for text in free]
+    sizes = sizes_of_passes(model)
+    assert [text.tokens for text in greedy(model, prompts, NEW, ends, 0, never)] == expected
+    assert len(set(map(len, expected))) > 1
+    rows_read = [rows for rows, _ in sizes]
+    assert rows_read[0] == len(prompts) > rows_read[-1] and rows_read == sorted(rows_read, reverse=True)
+
     ends = [free[2][6]]
-    expected = [[*text[: text.index(ends[0])], *ends] if ends[0] in text else text for text in free]
     answers = [
         starting_like(free[0], 4, [8, 9]),
         starting_like(free[1], 0, []),
@@ -98,8 +94,8 @@ def test_answers_that_are_read_with_their_prompts_change_no_text(name: str, monk
     ]
     for tokens in (80, 10**6):  # after which a pass may give logits: too few to read answers, or enough
         monkeypatch.setattr("moe_lab.evaluation.engines.hf.tokens_with_logits", lambda model, tokens=tokens: tokens)
-        texts = greedy(model, prompts, NEW, ends, 0, lambda left, _: [False] * len(left), rows)
-        assert [text.tokens for text in texts] == expected
+        texts = greedy(model, prompts, NEW, ends, 0, never, rows)
+        assert [text.tokens for text in texts] == [ended(text, ends) for text in free]
         read = tokens > 80 and name not in UNREAD
         assert [text.likelihood is not None for text in texts] == [bool(row and read) for row in rows]
         for text, row in zip(texts, rows, strict=True):
@@ -115,11 +111,11 @@ UNREAD = {"qwen3_next", "minimax"}
 @pytest.mark.slow
 def test_a_right_answer_that_the_model_would_give_takes_one_pass() -> None:
     model = tiny.build("olmoe")
-    (text,) = by_transformers(model, [[5, 6, 7]], [])
+    (text,) = by_transformers(model, [[5, 6, 7]])
     passes = sizes_of_passes(model)
     for tokens, ends in ((text[: NEW - 1], []), (text[:9], [text[4]])):
         answer = Row((5, 6, 7, *tokens), 3)
-        greedy(model, [[5, 6, 7]], NEW, ends, 0, lambda left, _: [False] * len(left), answers=[answer])
+        greedy(model, [[5, 6, 7]], NEW, ends, 0, never, answers=[answer])
     assert len(passes) == 2
     seen: list[int] = []
     nothing: Any = lambda left, new: seen.append(new) or [False] * len(left)  # noqa: E731
@@ -164,21 +160,9 @@ def test_a_question_is_read_once_where_attention_is_full(name: str, tokens: int)
 
 
 @pytest.mark.slow
-def test_windows_that_begin_alike_are_not_read_as_answers_to_their_first_token() -> None:
-    model = tiny.build("olmoe")
-    generator = torch.Generator().manual_seed(0)
-    windows = [[1, *torch.randint(3, tiny.VOCABULARY, (30,), generator=generator).tolist()] for _ in range(12)]
-    score(model, windows[:1], [1], 1)
-    read = sizes_of_passes(model)
-    score(model, windows, [1] * 12, 4)
-    assert [tokens for _, tokens in read] == [30, 30, 30]
-
-
-@pytest.mark.slow
 def test_a_family_that_reads_answers_together_in_another_way_reads_them_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows, starts = [[*QUESTION, *answer] for answer in ANSWERS], [len(QUESTION)] * 6
-    model = tiny.build("olmoe")
-    expected = [score(model, [row], [8], 1)[0][0] for row in rows]
+    rows = [[*QUESTION, *answer] for answer in ANSWERS]
+    expected = [score(tiny.build("olmoe"), [row], [8], 1)[0][0] for row in rows]
     other = tiny.build("olmoe")
     forward = other.forward
 
@@ -188,7 +172,7 @@ def test_a_family_that_reads_answers_together_in_another_way_reads_them_alone(mo
         return forward(*arguments, **named)
 
     monkeypatch.setattr(other, "forward", causal)
-    assert [value for value, _ in score(other, rows, starts, 64)] == pytest.approx(expected, abs=1e-5)
+    assert [value for value, _ in score(other, rows, [8] * 6, 64)] == pytest.approx(expected, abs=1e-5)
 
 
 ROOT = Path(__file__).parents[2]
@@ -203,13 +187,9 @@ def losses(subject: LoadedModel, prompts: list[str], references: list[Any], **se
 
 
 def loss(subject: LoadedModel, prompt: str, answer: str) -> float:
-    """Bits per byte of the answer, space before it included: one unpadded forward pass in fp64."""
-    head = prompt.rstrip()
-    before, whole = (subject.tokenizer(text).input_ids for text in (head, prompt + answer))
-    with torch.inference_mode():
-        scores = subject.model(torch.tensor([whole])).logits[0].double().log_softmax(-1)
-    likelihood = sum(float(scores[place - 1, whole[place]]) for place in range(len(before), len(whole)))
-    return -likelihood / math.log(2) / len((prompt[len(head) :] + answer).encode())
+    """Bits per byte of the answer, space before it included."""
+    size = len((prompt[len(prompt.rstrip()) :] + answer).encode())
+    return -log_likelihood(subject, prompt, answer) / math.log(2) / size
 
 
 def test_answer_losses_are_those_of_each_text_alone(subject: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -273,9 +253,6 @@ def test_sampling_and_penalties_of_checkpoints_are_unused(
         monkeypatch.setattr(settings, name, value)
     assert write(subject, asked, 24) == expected
     assert subject.model.generation_config is settings
-
-
-# Logits that are no finite numbers.
 
 
 @pytest.mark.parametrize("number", [math.nan, math.inf])

@@ -19,15 +19,13 @@ from endpoint import Endpoint, Reply, endpoint, message
 from hypothesis import given
 from hypothesis import strategies as some
 
-from moe_lab import evaluation as suite
 from moe_lab.config import BenchmarkConfig, JudgeConfig
 from moe_lab.config.base import SettingsError, valid
 from moe_lab.errors import Unavailable, UserError
+from moe_lab.evaluation import Policy, mirror, run, suite
 from moe_lab.evaluation import judge as judge_module
-from moe_lab.evaluation import mirror, run
 from moe_lab.evaluation.harnesses import wildbench
 from moe_lab.evaluation.judge import Judge, Unparsable, score
-from moe_lab.evaluation.sandbox import Policy
 from moe_lab.study import error_document
 
 pytestmark = pytest.mark.slow
@@ -123,24 +121,30 @@ def test_failures_are_not_kept_and_damaged_replies_are_asked_for_again(tmp_path:
 
 
 @pytest.mark.parametrize(
-    ("status", "body", "sentence"),
+    ("reply", "asked", "says"),
     [
-        (400, {"error": {"message": "too\nlong"}}, "HTTP 400"),
-        (401, {"message": "no"}, KEY),
-        (404, "nothing here", "judge.url"),
-        (422, {}, "HTTP 422"),
+        (Reply({"error": {"message": "too\nlong"}}, 400), 1, "HTTP 400"),
+        (Reply({"message": "no"}, 401), 1, KEY),
+        (Reply("nothing here", 404), 1, "judge.url"),
+        (Reply({}, 422), 1, "HTTP 422"),
+        (Reply("<html>welcome</html>"), 3, "no chat completion"),
+        (Reply({"choices": []}), 3, "no chat completion"),
+        (message(None), 3, 'no "score"'),
+        (Reply({"choices": [{"message": {"content": [{"text": '"score": 5'}]}}]}), 3, "a list in place of a text"),
+        (message('{"score": 5}', finish_reason="content_filter"), 3, "finish_reason=content_filter"),
+        (message("I think", finish_reason="length"), 3, "cut off at judge.max_tokens"),
     ],
 )
-def test_refused_requests(
-    status: int, body: Any, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_what_is_refused_ends_it_at_once_and_what_is_no_reply_is_asked_for_three_times(
+    reply: Reply, asked: int, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The step does not know judge.url, which may be mended before the next run."""
     monkeypatch.setattr(judge_module, "PARALLEL", 1)
-    with endpoint(lambda _: Reply(body, status)) as at:
-        with pytest.raises(Unavailable) as caught:
-            Judge(settings(at), tmp_path).verdicts([f"p{n}" for n in range(40)], 40)
-        assert sentence in str(caught.value) and "\n" not in str(caught.value)
-        assert len(at.asked) == 1  # those behind the first are called off
-    assert error_document(caught.value)["transient"]  # the step does not know judge.url, which may be mended
+    prompts = ["p"] if asked == 3 else [f"p{n}" for n in range(40)]  # of which those behind the first are called off
+    with endpoint(lambda _: reply) as at, pytest.raises(Unavailable) as caught:
+        Judge(settings(at), tmp_path).verdicts(prompts, len(prompts) - 1)
+    assert len(at.asked) == asked and says in str(caught.value) and "\n" not in str(caught.value)
+    assert error_document(caught.value)["transient"]
 
 
 @pytest.mark.parametrize(("wait", "each"), [("0.01", 4), ("3600", 1)])
@@ -164,23 +168,6 @@ def test_slow_endpoints_and_wrong_ports_end_with_one_sentence(tmp_path: Path, mo
         assert len(at.asked) == 2
     with pytest.raises(Unavailable, match=r"no connection .*refused"):
         Judge(settings(at), tmp_path).verdicts(["p"], 0)
-
-
-@pytest.mark.parametrize(
-    ("reply", "says"),
-    [
-        (Reply("<html>welcome</html>"), "no chat completion"),
-        (Reply({"choices": []}), "no chat completion"),
-        (message(None), 'no "score"'),
-        (Reply({"choices": [{"message": {"content": [{"text": '"score": 5'}]}}]}), "a list in place of a text"),
-        (message('{"score": 5}', finish_reason="content_filter"), "finish_reason=content_filter"),
-        (message("I think", finish_reason="length"), "cut off at judge.max_tokens"),
-    ],
-)
-def test_what_is_no_reply_is_asked_for_three_times(reply: Reply, says: str, tmp_path: Path) -> None:
-    with endpoint(lambda _: reply) as at, pytest.raises(Unavailable) as caught:
-        Judge(settings(at), tmp_path).verdicts(["p"], 0)
-    assert len(at.asked) == 3 and says in str(caught.value)
 
 
 def naive_score(reply: str) -> float | None:
@@ -234,7 +221,7 @@ def test_everything_wrong_with_a_judge_is_said_before_a_start(tmp_path: Path, mo
 
     assert problems() == ""
     assert "judge=gpt_oss_120b" in problems(judge=None)
-    assert "chat=false, but conversations" in problems(chat=False)
+    assert "chat=false, but conversations" in " ".join(suite.wrong([replace(BENCHMARK, chat=False)]))
     distant = replace(judge, url="https://x.org/v1", key_variable=KEY)
     assert problems(judge=distant) == ""
     monkeypatch.delenv(KEY)
@@ -243,22 +230,13 @@ def test_everything_wrong_with_a_judge_is_said_before_a_start(tmp_path: Path, mo
     for places in ("{$user_query} {$checklist}", "{$user_query} {$model_output} {$model_ouput} {$checklist}"):
         (tmp_path / "a.md").write_text(places)
         assert "expected {$history}, {$user_query}" in problems(parameters={"template": str(tmp_path / "a.md")})
-    wrong = {"url": "localhost:8000", "max_tokens": 0, "key_variable": "sk-0123", "model": " ", "extra": {"stream": 1}}
+    wrong = {"url": "localhost:8000", "max_tokens": 0, "key_variable": "sk-0123", "model": " "}
     with pytest.raises(SettingsError) as error:
         valid(JudgeConfig, wrong, "judge")
+    with pytest.raises(SettingsError, match=r"judge\.extra\.stream"):
+        valid(JudgeConfig, {"model": "m", "url": judge.url, "extra": {"stream": 1}}, "judge")
     begins = sorted(sentence.partition("=")[0] for sentence in error.value.sentences)
-    assert begins == ["judge.extra.stream", "judge.key_variable", "judge.max_tokens", "judge.model", "judge.url"]
-
-
-def test_judging_is_parallel(tmp_path: Path) -> None:
-    together = threading.Barrier(4, timeout=30)
-
-    def answer(_: dict[str, Any]) -> Reply:
-        together.wait()  # until four have asked
-        return scored(5)
-
-    with endpoint(answer) as at:
-        Judge(settings(at), tmp_path).verdicts([str(number) for number in range(16)], 0)
+    assert begins == ["judge.key_variable", "judge.max_tokens", "judge.model", "judge.url"]
 
 
 ALLOWED = Policy(allow_judge=True)

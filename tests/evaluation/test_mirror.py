@@ -14,17 +14,14 @@ import huggingface_hub
 import pyarrow as arrow
 import pyarrow.parquet as parquet
 import pytest
-from harness_files import write_lines
+from harness_files import RTE, subject_rows, write_lines
 from huggingface_hub.utils import filter_repo_objects
-from mirrors import RTE, subject_rows
 
 from benchmarks.data_sets import write_data_set
-from moe_lab import evaluation as suite
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError
-from moe_lab.evaluation import mirror
+from moe_lab.evaluation import Policy, mirror, suite
 from moe_lab.evaluation.mirror import benchmarks, main, make
-from moe_lab.evaluation.sandbox import Policy
 
 
 @pytest.fixture

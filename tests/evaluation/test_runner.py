@@ -17,6 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moe_lab.child_process import Ended
 from moe_lab.evaluation.sandbox import runner
 from moe_lab.evaluation.sandbox.client import Outcome, Runner, RunnerError, Runners, namespaces_missing
 from moe_lab.evaluation.sandbox.runner import Request, runner_command
@@ -212,7 +213,7 @@ def test_no_family_of_sockets_is_to_be_had_but_local_pairs(confined: Runner) -> 
 
 def test_a_runner_behind_walls_that_ends_twice_is_no_fault_of_a_program(monkeypatch: pytest.MonkeyPatch) -> None:
     def dying(self: Runner, request: Request) -> Outcome:
-        raise RunnerError("it ended")
+        raise Ended("it ended")
 
     monkeypatch.setattr(Runner, "__init__", lambda self, *, confined: None)
     monkeypatch.setattr(Runner, "close", lambda self: None)

@@ -69,9 +69,6 @@ def script(tmp_path: Path, text: str) -> str:
     return f"{quoted(file)} {{port}} {{checkpoint}}"
 
 
-# The process.
-
-
 @pytest.mark.parametrize("named", [True, False])
 def test_a_server_serves_the_checkpoint_and_is_gone_after_an_exception(named: bool) -> None:
     """Some servers go by the checkpoint's path."""
@@ -132,8 +129,8 @@ def test_a_stale_server_in_place_of_one_that_died_is_noticed(tmp_path: Path, mon
 def test_a_server_that_lists_the_model_and_is_mute_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(servers, "_ANSWER", 1.0)
     clock(monkeypatch, lambda: 0.0)  # it is ready in time, however long it takes
-    text = f"sys.path.insert(0, {str(ENDPOINT.parent)!r})\nfrom endpoint import _server\n"
-    text += "_server(lambda _: signal.pause(), [sys.argv[3]], int(sys.argv[1]))[0].serve_forever()"
+    text = f"sys.path.insert(0, {str(ENDPOINT.parent)!r})\nfrom endpoint import endpoint\nimport threading\n"
+    text += "with endpoint(lambda _: threading.Event().wait(), sys.argv[3:], int(sys.argv[1])): signal.pause()"
     match = r"does not serve the checkpoint \(the server of n-\w+ does not answer"
     refused(script(tmp_path, text) + " {name}", match, seconds=1)
 
@@ -188,9 +185,6 @@ def test_a_server_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
     parent.kill()
     parent.wait()
     until(lambda: not any(map(is_running, processes)))
-
-
-# What is served, and how it is asked.
 
 
 def altered(folder: Path, contents: Mapping[str, str]) -> Path:
@@ -365,9 +359,6 @@ def test_what_a_server_refuses_and_what_does_not_fit_is_one_sentence(fake: Any) 
     nowhere = replace(served, url="http://127.0.0.1:9/v1")
     with pytest.raises(Unavailable, match=r"does not answer .*refused"):
         write(nowhere, ["a"], 4)
-
-
-# Wrong settings.
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,13 +21,13 @@ from asking import ask, protocol, samples, write
 from evalplus.provider.utility import EOS
 from harness_files import shipped_items, write_lines
 
-from moe_lab import evaluation as suite
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import Unavailable, UserError
+from moe_lab.evaluation import LIMITED, NAMESPACES, UNCONFINED, Policy, suite
 from moe_lab.evaluation.engines.hf import LoadedModel
 from moe_lab.evaluation.harnesses import evalplus
 from moe_lab.evaluation.run import evaluate
-from moe_lab.evaluation.sandbox import LIMITED, NAMESPACES, UNCONFINED, Policy, client
+from moe_lab.evaluation.sandbox import client
 from moe_lab.evaluation.sandbox.client import namespaces_missing
 from moe_lab.evaluation.sandbox.runner import NO_NAMESPACES, Request
 from moe_lab.paths import resolve
@@ -58,8 +59,8 @@ def test_all_problems_are_reported_together_and_what_is_right_is_silent() -> Non
 
 def test_preflight_imports_neither_torch_nor_a_harness() -> None:
     program = (
-        "import sys\nfrom moe_lab import evaluation as suite\nfrom moe_lab.config import BenchmarkConfig as B\n"
-        "from moe_lab.evaluation.sandbox import Policy\nimport moe_lab.results\n"
+        "import sys\nfrom moe_lab.evaluation import suite\nfrom moe_lab.config import BenchmarkConfig as B\n"
+        "from moe_lab.evaluation import Policy\nimport moe_lab.results\n"
         "b = B(name='b', harness='evalplus', task='pocket:benchmarks/mbpp.jsonl', reports={'m': 'base'})\n"
         "assert len(suite.preflight([b], Policy(True))) == 1\nsuite.identity(b)\n"
         "heavy = {'torch', 'transformers', 'lm_eval', 'evalplus', 'datasets', 'pandas', 'pyarrow', 'numpy'}\n"
@@ -93,20 +94,18 @@ def test_identity_follows_content_and_settings_not_place(tmp_path: Path) -> None
     [
         ("auto", False, False, NAMESPACES),
         ("auto", True, True, LIMITED),
-        ("auto", True, False, UserError),
+        ("auto", True, False, None),
         ("namespaces", False, True, NAMESPACES),
-        ("namespaces", True, True, UserError),
+        ("namespaces", True, True, None),
         ("none", True, False, UNCONFINED),
     ],
 )
 def test_programs_run_behind_the_walls_that_were_asked_for(
-    monkeypatch: pytest.MonkeyPatch, sandbox: str, missing: bool, closed_world: bool, expected: object
+    monkeypatch: pytest.MonkeyPatch, sandbox: str, missing: bool, closed_world: bool, expected: str | None
 ) -> None:
     monkeypatch.setattr(client, "check_namespaces", no_namespaces if missing else lambda: None)
-    if expected is UserError:
-        with pytest.raises(UserError, match=f"sandbox={re.escape(sandbox)}"):
-            Policy(True, sandbox).protection(closed_world=closed_world)
-    else:
+    refused = pytest.raises(UserError, match=f"sandbox={re.escape(sandbox)}")
+    with nullcontext() if expected else refused:
         assert Policy(True, sandbox).protection(closed_world=closed_world) == expected
     with pytest.raises(UserError, match=r"allow_code_execution=false"):
         Policy(False, sandbox).protection(closed_world=closed_world)

@@ -35,50 +35,40 @@ from moe_lab.study.steps.recovery import Pruned, Storage
 ASKED = TimingConfig(batch_sizes=[1, 3], prompt_lengths=[4, 10], new_tokens=5)
 
 
-def test_requests_read_and_write_what_generate_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_read_and_write_what_generate_does_and_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny.build("olmoe")
     read: list[torch.Tensor] = []
+    now = [0.0]
     forward = model.forward
-    monkeypatch.setattr(model, "forward", lambda **given: (read.append(given["input_ids"]), forward(**given))[1])
+
+    def slow(**given: Any) -> Any:
+        """Takes seconds that are known, and, of the shortest prompt, bytes."""
+        read.append(given["input_ids"])
+        now[0] += 0.2 if given["input_ids"].shape[1] > 1 else 0.004
+        model.held = torch.ones(32 << 20 if given["input_ids"].shape == (1, 4) else 1)
+        return forward(**given)
+
+    monkeypatch.setattr(model, "forward", slow)
+    monkeypatch.setattr(evaluation_timing, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     text = tiny.tokens(rows=1)[0]
     rows = pd.DataFrame(measure(model, text, ASKED), columns=list(TIMINGS))
     assert rows.groupby(["batch_size", "prompt_length"]).size().tolist() == [7] * 4
-    assert (rows["new_tokens"] == 5).all() and (rows[["prefill_seconds", "decode_seconds"]] > 0).all(axis=None)
+    assert (rows["new_tokens"] == 5).all()
+    assert rows["prefill_seconds"].tolist() == pytest.approx([0.2] * 28)
+    assert rows["decode_seconds"].tolist() == pytest.approx([5 * 0.004] * 28)
+    held = rows["working_bytes"][0]
+    assert math.isnan(held) or held == pytest.approx(4 * (32 << 20), rel=0.1)
     requests = [read[at : at + 6] for at in range(0, len(read), 6)]
-    assert [tuple(request[0].shape) for request in requests] == [
-        shape for shape in ((1, 4), (1, 10), (3, 4), (3, 10)) for _ in range(9)
-    ]
+    shapes = [shape for shape in ((1, 4), (1, 10), (3, 4), (3, 10)) for _ in range(9)]
+    assert [tuple(request[0].shape) for request in requests] == shapes
     assert torch.equal(requests[-1][0].flatten(), torch.cat([text, text])[:30])
+    longest = model.config.max_position_embeddings
+    said = f"timed.prompt_lengths={longest} with timed.new_tokens=5 makes {longest + 6} tokens"
+    with pytest.raises(UserError, match=re.escape(said)):
+        measure(model, text, replace(ASKED, prompt_lengths=[longest]))
     monkeypatch.undo()
     expected = model.generate(requests[-1][0], max_new_tokens=5, min_new_tokens=5, do_sample=False)
     assert torch.equal(torch.cat(requests[-1], dim=1), expected)
-
-
-class Slow:
-    """Stands in for a model: takes seconds and bytes that are known."""
-
-    device = torch.device("cpu")
-    config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(max_position_embeddings=40))
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self, **given: Any) -> Any:
-        reads = given["input_ids"].shape[1] > 1
-        self.now += 0.2 if reads else 0.004
-        self.held = torch.ones(8 << 20 if reads else 1)
-        return SimpleNamespace(logits=torch.zeros(1, 1, 3), past_key_values=None)
-
-
-def test_seconds_and_bytes_are_those_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = Slow()
-    monkeypatch.setattr(evaluation_timing, "time", SimpleNamespace(perf_counter=lambda: model.now))
-    (row, *_) = measure(model, torch.arange(9), replace(ASKED, batch_sizes=[1], prompt_lengths=[4]))
-    found = dict(zip(TIMINGS, row, strict=True))
-    assert (found["prefill_seconds"], found["decode_seconds"]) == pytest.approx((0.2, 5 * 0.004))
-    assert math.isnan(found["working_bytes"]) or found["working_bytes"] == pytest.approx(4 * (8 << 20), rel=0.1)
-    with pytest.raises(UserError, match=r"timed\.prompt_lengths=40 with timed.new_tokens=5 makes 46 tokens: the model"):
-        measure(Slow(), torch.arange(9), replace(ASKED, prompt_lengths=[40]))
 
 
 TEXT = CalibrationConfig(name="text", path="pocket:calibration/general.jsonl", tokens=512, length=128, seed=1)

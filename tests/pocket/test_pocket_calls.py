@@ -12,14 +12,12 @@ import pytest
 import yaml
 from transformers import AutoTokenizer
 
-from moe_lab import evaluation as suite
 from moe_lab.calibration.documents import document, tokenize
 from moe_lab.config import BenchmarkConfig, ModelConfig
-from moe_lab.evaluation import run
+from moe_lab.evaluation import Policy, run, suite
 from moe_lab.evaluation.engines.hf import LoadedModel
 from moe_lab.evaluation.harnesses import function_calls
 from moe_lab.evaluation.harnesses.function_call_rules import mistake
-from moe_lab.evaluation.sandbox import Policy
 from moe_lab.models.load import load_model
 from moe_lab.paths import conf
 from tools.pocket.build import calibration_examples

@@ -27,15 +27,7 @@ from moe_lab.pruning.export import export
 from moe_lab.pruning.export.rewrite import rewrite
 from moe_lab.pruning.plan import Plan
 from moe_lab.recovery import check
-from moe_lab.recovery.apply import (
-    TENSORS,
-    FourBitLinear,
-    FourBitMatrices,
-    FourBitMatrix,
-    quantize,
-    recovered,
-    storage,
-)
+from moe_lab.recovery.apply import TENSORS, FourBitLinear, FourBitMatrices, FourBitMatrix, quantize, recovered, storage
 from moe_lab.recovery.export import check_widths, recovery_changes
 
 functional = pytest.importorskip("bitsandbytes.functional")

@@ -13,7 +13,7 @@ import torch
 from moe_lab.errors import UserError
 from moe_lab.pruning.mask import mask
 from moe_lab.search.candidates import Candidates, Decoder, Plans, Relatives
-from moe_lab.search.evolution import FitnessSettings
+from moe_lab.search.evolution import SearchSettings
 from moe_lab.search.fitness import POSITION_FITNESS, average, contexts
 from moe_lab.search.schedules import Schedule
 from moe_lab.search.speculative_decoding import DraftingCandidates, accepted_and_proposed, prompts
@@ -84,7 +84,7 @@ def plainly(model: Any, plans: Plans, schedule: Schedule, rows: Any, name: str, 
 def test_shortcuts_change_nothing(name: str) -> None:
     model, ids = tiny.build(name), tiny.tokens()
     before, plans, rows = model(ids).logits, make_plans(model), answer_rows()
-    candidates = Candidates(model, plans, rows, FitnessSettings(), seed=0)
+    candidates = Candidates(model, plans, rows, SearchSettings(), seed=0)
     schedules = some_schedules(plans)
     early, late = schedules[: len(schedules) // 2], schedules[len(schedules) // 2 :]
     found = candidates.evaluate(early) + candidates.evaluate(late)
@@ -97,7 +97,7 @@ def test_shortcuts_change_nothing(name: str) -> None:
 
 def test_prefixes_are_computed_once() -> None:
     model = tiny.build("olmoe")
-    candidates = Candidates(model, make_plans(model), answer_rows(), FitnessSettings(), seed=0)
+    candidates = Candidates(model, make_plans(model), answer_rows(), SearchSettings(), seed=0)
     candidates.evaluate(list(itertools.product((0, 4), repeat=3)))
     assert candidates.cost.forwards == pytest.approx((2 + 4 + 8) / 3)
 
@@ -111,7 +111,7 @@ def test_every_fitness_is_what_the_plain_way_gives(fitness: str) -> None:
     luck = torch.cat([torch.rand(int(marks.sum()), generator=generator, dtype=torch.float64) for _, _, marks in rows])
     expected = [plainly(model, plans, schedule, rows, fitness, luck) for schedule in schedules]
     for size in (1, 2, 6):
-        settings = FitnessSettings(fitness=fitness)
+        settings = SearchSettings(fitness=fitness)
         found = Candidates(model, plans, answer_rows(batch=size), settings, seed=7).evaluate(schedules)
         assert found == pytest.approx(expected, abs=1e-6)
 
@@ -121,7 +121,7 @@ def test_no_memory_gives_the_same_numbers_at_a_higher_cost(budget: int) -> None:
     model = tiny.build("olmoe")
     plans, rows = make_plans(model), answer_rows()
     rich, poor = (
-        Candidates(model, plans, rows, FitnessSettings(memory_budget=size), seed=0) for size in (2**31, budget)
+        Candidates(model, plans, rows, SearchSettings(memory_budget=size), seed=0) for size in (2**31, budget)
     )
     schedules = some_schedules(plans)
     for some in (schedules[:3], schedules[3:6], schedules[6:]):
@@ -135,11 +135,11 @@ def test_a_damaged_model_is_named() -> None:
     plans = make_plans(model)
     model.get_output_embeddings().weight.data[5, 5] = float("nan")
     with pytest.raises(UserError, match=r"esap of the model that loses \[4, 4, 4\] .* is nan"):
-        Candidates(model, plans, answer_rows(), FitnessSettings(), seed=0).evaluate([(4, 4, 4)])
+        Candidates(model, plans, answer_rows(), SearchSettings(), seed=0).evaluate([(4, 4, 4)])
 
 
 def drafting(model: Any, **settings: Any) -> DraftingCandidates:
-    how = FitnessSettings(fitness="spec_dec", **settings)
+    how = SearchSettings(fitness="spec_dec", **settings)
     return DraftingCandidates(model, make_plans(model), answer_rows(), how, seed=0, ends=frozenset({2}))
 
 

@@ -20,7 +20,7 @@ from numpy.random import PCG64, Generator
 from scipy.stats import chisquare
 
 from moe_lab.errors import UserError
-from moe_lab.search.evolution import EvolutionSettings, Outcome, Recorded, evolve, mutate, parse, space_to_search
+from moe_lab.search.evolution import Outcome, Recorded, SearchSettings, evolve, mutate, parse, space_to_search
 from moe_lab.search.schedules import PATTERNS, Problem, Schedule, Space, pattern, project, space_of
 
 
@@ -165,7 +165,7 @@ def rugged(seed: int) -> Callable[[Schedule], float]:
     )
 
 
-def run(problem: Problem, settings: EvolutionSettings, fitness: Callable[[Schedule], float]) -> Outcome:
+def run(problem: Problem, settings: SearchSettings, fitness: Callable[[Schedule], float]) -> Outcome:
     """A search whose every evaluation is checked."""
     seen: set[Schedule] = set()
     feasible = set(enumerated(problem, settings.granularity)) if sum(problem.n_experts) < 40 else None
@@ -187,12 +187,12 @@ def test_finds_what_enumeration_finds(name: str, seed: int) -> None:
     problem, granularity = TINY[name]
     fitness = rugged(seed)
     best = max(map(fitness, enumerated(problem, granularity)))
-    found = run(problem, EvolutionSettings(granularity=granularity, generations=30, population=16, seed=seed), fitness)
+    found = run(problem, SearchSettings(granularity=granularity, generations=30, population=16, seed=seed), fitness)
     assert found.fitness == best == fitness(found.best)
 
 
 def test_history_says_who_the_parents_and_elites_were() -> None:
-    found = run(TINY["equal"][0], EvolutionSettings(granularity=1, generations=6, population=16), rugged(1))
+    found = run(TINY["equal"][0], SearchSettings(granularity=1, generations=6, population=16), rugged(1))
     known: dict[Schedule, float] = {}
     elites: list[Schedule] = []
     for generation in range(found.counts["generations"]):
@@ -212,7 +212,7 @@ def test_history_says_who_the_parents_and_elites_were() -> None:
 
 def test_the_search_ends_when_everything_is_known() -> None:
     problem = Problem((4, 4), (2, 2), (1, 1), 2)
-    found = run(problem, EvolutionSettings(granularity=1), rugged(0))
+    found = run(problem, SearchSettings(granularity=1), rugged(0))
     assert found.counts == {"generations": 1, "made": 32, "evaluated": 3, "known": 29}
 
 
@@ -221,7 +221,7 @@ def test_mutations_are_one_to_three_even_transfers() -> None:
     space, random, parent = space_of(PAPER, 2), Generator(PCG64(0)), (64,) * 48
     moved: Counter[int] = Counter()
     for _ in range(2000):
-        child = mutate(parent, space, EvolutionSettings(), random)
+        child = mutate(parent, space, SearchSettings(), random)
         changes = [new - old for new, old in zip(child, parent, strict=True) if new != old]
         assert sum(changes) == 0 and all(change % 2 == 0 and abs(change) <= 12 for change in changes)
         moved[(min(6, len(changes)) + 1) // 2] += 1  # layers meet in different transfers in a few of a hundred
@@ -231,7 +231,7 @@ def test_mutations_are_one_to_three_even_transfers() -> None:
 def test_a_transfer_is_as_if_resampled_until_feasible() -> None:
     problem = Problem((8, 8, 8), (2, 2, 2), (1, 1, 1), 8)
     space, random, parent = space_of(problem, 1), Generator(PCG64(5)), (1, 6, 1)
-    how = EvolutionSettings(granularity=1, max_transfer=3, max_transfers=1)
+    how = SearchSettings(granularity=1, max_transfer=3, max_transfers=1)
     pairs = [(a, b, size) for a in range(3) for b in range(3) for size in (1, 2, 3) if a != b]
     children = [[lost - size * (at == a) + size * (at == b) for at, lost in enumerate(parent)] for a, b, size in pairs]
     expected = {tuple(child) for child in children if min(child) >= 0 and max(child) <= 6}
@@ -257,7 +257,7 @@ def test_settings_that_cannot_work(named: str, given: dict[str, Any]) -> None:
 
 def test_transfers_move_at_least_what_layers_lose_at_once() -> None:
     with pytest.raises(UserError, match="max_transfer=4"):
-        space_to_search(PAPER, EvolutionSettings(granularity=8))
+        space_to_search(PAPER, SearchSettings(granularity=8))
 
 
 # ---- the file of answers
@@ -280,7 +280,7 @@ class Hill:
 
 
 def search(judge: Hill, file: Path) -> Outcome:
-    return evolve(PROBLEM, EvolutionSettings(population=14, generations=GENERATIONS), Recorded(judge, file, {"a": [1]}))
+    return evolve(PROBLEM, SearchSettings(population=14, generations=GENERATIONS), Recorded(judge, file, {"a": [1]}))
 
 
 @given(st.data())
@@ -311,7 +311,7 @@ def test_a_search_of_the_papers_and_what_its_bookkeeping_costs(tmp_path: Path) -
         return [float(sum(a * b for a, b in enumerate(each))) for each in schedules]
 
     with within(2):
-        found = evolve(PAPER, EvolutionSettings(), Recorded(evaluate, tmp_path / "answers", {}))
+        found = evolve(PAPER, SearchSettings(), Recorded(evaluate, tmp_path / "answers", {}))
     assert len(sizes) == 50 == found.counts["generations"] and sizes[0] <= 32 and max(sizes[1:]) <= 28
     assert len(found.history) == 32 + 49 * 28 == found.counts["made"]
     assert 1300 < found.counts["evaluated"] == sum(sizes) <= 1404

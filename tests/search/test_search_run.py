@@ -26,7 +26,7 @@ from moe_lab.pruning.prune import prune
 from moe_lab.pruning.replace import plan_from_scores
 from moe_lab.search import sequential
 from moe_lab.search.candidates import Candidates, Plans
-from moe_lab.search.evolution import FitnessSettings, problem_of
+from moe_lab.search.evolution import SearchSettings, problem_of
 from moe_lab.search.run import search
 from moe_lab.search.schedules import space_of
 from moe_lab.search.sequential import Sums, prune_sequentially
@@ -79,7 +79,7 @@ def test_the_optimum_of_enumeration_is_found(name: str, tmp_path: Path) -> None:
     schedules = [space.nth(number) for number in range(space.size)]
     plans = Plans(world.model, world.scores)
     tasks = answer_batches(world.text, world.tokenizer)
-    values = Candidates(world.model, plans, tasks, FitnessSettings(), seed=5).evaluate(schedules)
+    values = Candidates(world.model, plans, tasks, SearchSettings(), seed=5).evaluate(schedules)
     report = json.loads((folder / "search.json").read_text())
     assert report["best"]["fitness"] == pytest.approx(max(values), abs=1e-9)
     assert tuple(report["best"]["schedule"]) == schedules[values.index(max(values))]

@@ -86,18 +86,14 @@ def answers(runs: dict[str, Any]) -> dict[str, Any]:
     return dict(zip(runs, replies, strict=True))
 
 
-def flat(losses: list[list[float]]) -> torch.Tensor:
-    return torch.tensor([loss for row in losses for loss in row])
-
-
 def check_masked(replies: Any, model: Any, plan: Plan) -> None:
     """The replies under each of PLANS are those of the masked model."""
     assert not isinstance(replies, str), replies
     for each, reply in zip((None, plan, fewer(model, 1), None), replies, strict=True):
         with mask(model, each) if each else nullcontext():
             right = expected(model)
-        assert (torch.tensor(reply["losses"]) - flat(right)).abs().max() < 1e-4
-        assert (torch.tensor(reply["sums"]) - torch.tensor(right).sum(1)).abs().max() < 1e-3
+        assert (torch.tensor(reply["losses"]) - right.flatten()).abs().max() < 1e-4
+        assert (torch.tensor(reply["sums"]) - right.sum(1)).abs().max() < 1e-3
     first, of_uneven, of_uniform, again = (torch.tensor(reply["losses"]) for reply in replies)
     assert min((first - of_uneven).abs().max(), (of_uneven - of_uniform).abs().max()) > 1e-3
     assert (first - again).abs().max() < 1e-5
@@ -131,9 +127,6 @@ def test_masks_that_have_no_effect_are_refused(said_otherwise: dict[str, Any]) -
 def test_the_plan_of_another_model_is_refused(said_otherwise: dict[str, Any]) -> None:
     refused = said_otherwise["another model"]
     assert isinstance(refused, str) and "layer 7" in refused
-
-
-# The back end.
 
 
 def study(store: Path, name: str, *overrides: str) -> str:
@@ -243,15 +236,14 @@ def test_several_devices_take_the_mask(models: Models) -> None:
     engine = vllm.Process(Path(model.path), backend, model)
     try:
         engine.set_plan(plan)
-        rows = [ids for ids in PROMPTS for _ in ids[1:]]
         starts = [place for ids in PROMPTS for place in range(1, len(ids))]
-        rows = [ids[: start + 1] for ids, start in zip(rows, starts, strict=True)]
+        rows = [ids[: place + 1] for ids in PROMPTS for place in range(1, len(ids))]
         found = sorted(engine.items("log_likelihoods", 0.0, rows=rows, starts=starts))
     finally:
         engine.close()
     olmoe = models["olmoe"][0]
     with mask(olmoe, plan):
-        right = flat(expected(olmoe))
+        right = expected(olmoe).flatten()
     assert (torch.tensor([value for _, value, _ in found]) - right).abs().max() < 1e-4
 
 

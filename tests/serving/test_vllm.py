@@ -11,7 +11,6 @@ import os
 import shutil
 import signal
 import subprocess
-from collections.abc import Callable
 from contextlib import suppress
 from itertools import cycle
 from pathlib import Path
@@ -88,13 +87,12 @@ def narrower(model: Any) -> Plan:
     return random_plan(model, "one width", share=1.0, width=widths)
 
 
-def expected(model: Any) -> list[list[float]]:
+def expected(model: Any) -> torch.Tensor:
     """Log-probability of each token of the prompts but the first."""
+    ids = torch.tensor(PROMPTS)
     with torch.no_grad():
-        scores = model(input_ids=torch.tensor(PROMPTS)).logits.log_softmax(-1)
-    return [
-        [float(scores[row, place, token]) for place, token in enumerate(ids[1:])] for row, ids in enumerate(PROMPTS)
-    ]
+        scores = model(input_ids=ids).logits.log_softmax(-1)
+    return scores[:, :-1].gather(2, ids[:, 1:, None])[..., 0]
 
 
 def serve(folders: dict[str, Path], **environment: str) -> dict[str, Any]:
@@ -122,38 +120,20 @@ def ask(script: str, request: dict[str, Any], **environment: str) -> Any:
 def difference(answer: Any, model: Any) -> float:
     """Largest difference of a log-probability; a refusal fails."""
     assert not isinstance(answer, str), answer
-    return float((torch.tensor(answer) - torch.tensor(expected(model))).abs().max())
+    return float((torch.tensor(answer) - expected(model)).abs().max())
 
 
-def without(folder: Path, out: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> Path:
-    """A copy of an export with other tensors."""
+def with_expert(folder: Path, out: Path, expert: int, source: int | None) -> Path:
+    """A copy of an export with one expert of layer 0 replaced by a copy of another one; None: by nothing."""
     shutil.copytree(folder, out)
     tensors = load_file(out / "model.safetensors")
-    change(tensors)
+    for role in ("gate_proj", "up_proj", "down_proj"):
+        place = f"model.layers.0.mlp.experts.{{}}.{role}.weight"
+        tensors.pop(place.format(expert), None)
+        if source is not None:
+            tensors[place.format(expert)] = tensors[place.format(source)].clone()
     save_file(tensors, out / "model.safetensors", {"format": "pt"})
     return out
-
-
-def reconfigured(folder: Path, out: Path, **changes: Any) -> Path:
-    """A copy of an export with another config.json."""
-    shutil.copytree(folder, out)
-    config = json.loads((out / "config.json").read_text())
-    (out / "config.json").write_text(json.dumps({**config, **changes}))
-    return out
-
-
-ROLES = ("gate_proj.weight", "up_proj.weight", "down_proj.weight")
-
-
-def remove_expert(tensors: dict[str, torch.Tensor]) -> None:
-    for role in ROLES:
-        del tensors[f"model.layers.0.mlp.experts.3.{role}"]
-
-
-def add_expert(tensors: dict[str, torch.Tensor]) -> None:
-    """A sixteenth expert in a layer that has 15."""
-    for role in ROLES:
-        tensors[f"model.layers.0.mlp.experts.15.{role}"] = tensors[f"model.layers.0.mlp.experts.3.{role}"].clone()
 
 
 @pytest.fixture(scope="module")
@@ -178,11 +158,13 @@ def served(models: Models, tmp_path_factory: pytest.TempPathFactory) -> dict[str
     folders = {name: folder for name, (_, _, folder) in models.items()}
     wrong = tmp_path_factory.mktemp("wrong")
     olmoe, _, folder = models["olmoe"]
-    folders["missing"] = without(folder, wrong / "missing", remove_expert)
-    folders["surplus"] = without(folder, wrong / "surplus", add_expert)
+    folders["missing"] = with_expert(folder, wrong / "missing", 3, None)
+    folders["surplus"] = with_expert(folder, wrong / "surplus", 15, 3)  # of 15, counted from 0
     folders["ragged"] = export(folder.parent / "model", random_plan(olmoe, "ragged", share=1.0), wrong / "ragged")
-    about = json.loads((folder / "config.json").read_text())["pruned"]
-    folders["newer"] = reconfigured(folder, wrong / "newer", pruned={**about, "format": 3})
+    folders["newer"] = shutil.copytree(folder, wrong / "newer")
+    config = json.loads((folder / "config.json").read_text())
+    config["pruned"]["format"] = 3
+    (wrong / "newer/config.json").write_text(json.dumps(config))
     folders["empty"] = wrong / "empty"
     folders["empty"].mkdir()
     gpt_oss = tiny.save("gpt_oss", wrong / "gpt_oss", **HEADS, head_dim=32)

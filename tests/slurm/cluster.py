@@ -14,7 +14,8 @@ import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 LONG = 500
@@ -169,11 +170,19 @@ class Cluster:
         return self.ask("sinfo", "-h", "-o", "%T").strip() == "idle"
 
 
+@contextmanager
+def running(folder: Path) -> Iterator[Cluster]:
+    """A cluster in a new folder, whose parent others must be able to enter: munge refuses its socket otherwise."""
+    folder.parent.chmod(0o755)
+    cluster = Cluster(folder)
+    try:
+        cluster.start()
+        yield cluster
+    finally:
+        cluster.stop()
+
+
 def _free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    for each in sockets:
-        each.bind(("127.0.0.1", 0))
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [each.getsockname()[1] for each in sockets]

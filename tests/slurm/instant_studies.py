@@ -6,18 +6,18 @@ import os
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-from cluster import Cluster, until
+from cluster import LONG, Cluster, until
 from studies import jobs
 
-from moe_lab.results import read_record
-
 WORDS = ["criterion=random", "suite.benchmarks=[]", "report=false", "resources.every.memory=1"]
-LONG = 500
-"""Seconds after which a test gives up on a job; on a quiet machine it takes two."""
+
+
+def instant_environment(folder: Path) -> dict[str, str]:
+    """What makes steps take no time, and note what they do in a folder."""
+    path = [str(Path(__file__).parent / "instant_work"), os.environ.get("PYTHONPATH", "")]
+    return {"PYTHONPATH": os.pathsep.join(filter(None, path)), "INSTANT_WORK": str(folder)}
 
 
 class InstantStudies:
@@ -27,11 +27,6 @@ class InstantStudies:
         self.cluster = cluster
         self.store, self.folder = folder / "store", folder / "instant"
         self.folder.mkdir(parents=True)
-
-    @property
-    def environment(self) -> Mapping[str, str]:
-        path = [str(Path(__file__).parent / "instant_work"), os.environ.get("PYTHONPATH", "")]
-        return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path)), "INSTANT_WORK": str(self.folder)}
 
     def start(self, *words: str) -> subprocess.Popen[str]:
         """Type a command that submits jobs."""
@@ -46,7 +41,7 @@ class InstantStudies:
             stderr=subprocess.PIPE,
             text=True,
             cwd=self.folder.parent,
-            env=self.environment,
+            env={**os.environ, **instant_environment(self.folder)},
         )
 
     def submit(self, *words: str) -> dict[str, str]:
@@ -78,26 +73,14 @@ class InstantStudies:
         until(lambda: len(self.begun(kind)) >= times, LONG, f"{kind} was begun {len(self.begun(kind))} times")
         return self.begun(kind)[-1]
 
-    @property
-    def parts(self) -> Counter[tuple[str, str]]:
-        """(step, part) -> how often it was done."""
-        return Counter((step, part) for step, part in self.lines("parts"))
-
     def done_once(self) -> Counter[str]:
         """Kind -> steps, all of whose parts were done once, by any number of jobs."""
-        assert set(self.parts.values()) == {1}, self.parts
-        steps = [step for step, part in self.parts]
+        parts = Counter((step, part) for step, part in self.lines("parts"))
+        assert set(parts.values()) == {1}, parts
+        steps = [step for step, part in parts]
         assert set(Counter(steps).values()) == {2}
         assert {str(path.parent.relative_to(self.store)) for path in self.store.glob("*/*/instant.txt")} == set(steps)
         return Counter(step.partition("/")[0] for step in set(steps))
-
-    def record(self, study: str) -> dict[str, Any]:
-        """What the last job of a study wrote."""
-        return read_record(self.store, study) or {}
-
-    def log(self, study: str, job: str) -> str:
-        """What submitit printed in a job, and what it was told."""
-        return "".join(path.read_text() for path in (self.store / "runs" / study).glob(f"*/jobs/{job}*_log.*"))
 
     def wait_for_the_end(self) -> None:
         """Until no job of these studies is in the queue."""

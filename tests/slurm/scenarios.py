@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import preloaded
 from cluster import LONG, Cluster, until
 from instant_studies import InstantStudies
-from processes import quoted
 from studies import asked, command, jobs, moe_lab
 
-from moe_lab.statistics import header
-from tests.test_secrets import PLANTED, SERVER, hydra_text
+from tests.test_secrets import PLANTED, SERVER, served
 
 SLURM = ["launcher=slurm", "launcher.cells_per_job=3"]
 AGNOSTIC = [
@@ -28,25 +25,7 @@ AGNOSTIC = [
 ]
 """The main experiment, smaller: one model, one calibration set, some criteria, two benchmarks."""
 PASS = ["criterion=man", "suite.benchmarks=[]", "study=pass", "calibration.tokens=16384", "calibration.batch_size=1"]
-"""A calibration pass of 32 batches that saves its sums after every eighth."""
-SAVING = """
-import os, pathlib, shutil, time
-replace, folder = pathlib.Path.replace, pathlib.Path(__file__).parent
-def replace_and_note(self, target):
-    done = replace(self, target)
-    if str(target).endswith("checkpoint.safetensors"):
-        number = 1
-        while (folder / f"{number}").exists():
-            number += 1
-        shutil.copy(target, folder / "copy")
-        os.rename(folder / "copy", folder / f"{number}")
-        while (folder / "hold").exists():
-            time.sleep(0.02)
-    return done
-pathlib.Path.replace = replace_and_note
-"""
-"""With this as its sitecustomize, Python keeps a numbered copy of all sums that are saved, and stops after saving while
-there is a file `hold`."""
+"""A calibration pass of 32 batches."""
 TWO = "ratio=0.25,0.5"
 STEPS = {"model": 1, "scores": 1, "plan": 2, "cost": 3}
 """What TWO comes to where nothing is evaluated: the costs are those of the unpruned model and of both plans."""
@@ -69,38 +48,10 @@ def play_agnostic(cluster: Cluster, store: Path) -> Path:
     return store
 
 
-def play_interrupted(cluster: Cluster, store: Path) -> tuple[Path, list[int]]:
-    """A store in which a calibration pass had to make room, and how many batches it had saved, each time it did."""
-    folder = store.with_name(f"{store.name}-saved")
-    folder.mkdir(parents=True)
-    (folder / "sitecustomize.py").write_text(SAVING)
-    hold = folder / "hold"
-    hold.touch()
-    path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH", "")]))
-    words = [*PASS, *SLURM, f"launcher.python={preloaded.python()}"]
-    done = moe_lab(store, *words, environment={**os.environ, "PYTHONPATH": path})
-    job = jobs(done.stdout)["statistics"]
-    until(lambda: (folder / "1").exists(), LONG, "nothing is saved")
-    cluster.ask("scancel", "--signal=USR2", job)
-    until(lambda: cluster.job(job)["Restarts"] == "1", LONG, "it is not requeued")
-    hold.unlink()
-    cluster.wait_for_the_end(store)
-    files = sorted((file for file in folder.iterdir() if file.name.isdecimal()), key=lambda file: int(file.name))
-    return store, [header(file)["done"] for file in files]
-
-
-def a_checkout(folder: Path) -> Path:
-    """A copy of the code in which files may be edited."""
-    root = Path(__file__).parents[2]
-    for name in ("moe_lab", "analysis", "conf", "hydra_plugins"):
-        shutil.copytree(root / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
-    return folder
-
-
 def play_planted(store: Path) -> subprocess.CompletedProcess[str]:
     """The command of a study after all its jobs ended. Its environment has secrets, which all begin with PLANTED."""
     settings = [
-        f"backend.command={hydra_text(f'{quoted(SERVER)} {{port}} {{name}} {{checkpoint}}')}",
+        served(SERVER, "{port} {name} {checkpoint}"),
         "backend=server",
         "criterion=random",
         "suite.benchmarks=[pocket_mbpp]",
@@ -120,61 +71,56 @@ class Limited:
     """A job whose time is over twice, where one requeue is allowed, and the same command afterwards."""
 
     instant: InstantStudies
-    first: dict[str, str] = field(default_factory=dict)
-    again: dict[str, str] = field(default_factory=dict)
-    restarted: dict[str, Any] = field(default_factory=dict)
-    ended: dict[str, Any] = field(default_factory=dict)
-    why: str = ""
-
-    def play(self) -> Limited:
-        """The first time it is the job's real limit, brought down while it runs.
-
-        Slurm looks twice a minute, and a job that is past its limit when Slurm looks is killed without the signal: the
-        new limit leaves one to two minutes, however long the job took to begin.
-        """
-        instant, cluster = self.instant, self.instant.cluster
-        words = [TWO, "study=limited", "launcher.max_requeues=1", "launcher.signal_seconds=59"]
-        words += ["+resources.jobs={cost: {minutes: 10}}"]
-        instant.hold("cost")
-        self.first = instant.submit(*words)
-        job = self.first["cost"]
-        instant.wait_for("cost")
-        cluster.ask("scontrol", "update", f"jobid={job}", f"timelimit={cluster.minutes(job) + 2}")
-        instant.wait_for("cost", 2)
-        self.restarted = dict(cluster.job(job))
-        cluster.ask("scancel", "--signal=USR2", job)
-        until(lambda: cluster.job(job)["JobState"] == "FAILED", LONG, "it goes on")
-        self.ended = dict(cluster.job(job))
-        self.why = asked(instant.store, "why", "limited")
-        instant.release()
-        instant.wait_for_the_end()
-        self.again = instant.submit(*words)
-        instant.wait_for_the_end()
-        return self
+    job: str
+    again: dict[str, str]
+    restarted: Mapping[str, str]
+    ended: Mapping[str, str]
+    why: str
 
 
-@dataclass
-class Overlapping:
-    """Two studies that share steps, in one of which a criterion's input cannot be had."""
+def play_limited(cluster: Cluster, folder: Path) -> Limited:
+    """The first time it is the job's real limit, brought down while it runs.
 
-    instant: InstantStudies
-    printed: list[str] = field(default_factory=list)
+    Slurm looks twice a minute, and a job that is past its limit when Slurm looks is killed without the signal: the
+    new limit leaves one to two minutes, however long the job took to begin.
+    """
+    instant = InstantStudies(cluster, folder)
+    words = [TWO, "study=limited", "launcher.max_requeues=1", "launcher.signal_seconds=59"]
+    words += ["+resources.jobs={cost: {minutes: 10}}"]
+    instant.hold("cost")
+    job = instant.submit(*words)["cost"]
+    instant.wait_for("cost")
+    cluster.ask("scontrol", "update", f"jobid={job}", f"timelimit={cluster.minutes(job) + 2}")
+    instant.wait_for("cost", 2)
+    restarted = cluster.job(job)
+    cluster.ask("scancel", "--signal=USR2", job)
+    until(lambda: cluster.job(job)["JobState"] == "FAILED", LONG, "it goes on")
+    ended, why = cluster.job(job), asked(instant.store, "why", "limited")
+    instant.release()
+    instant.wait_for_the_end()
+    again = instant.submit(*words)
+    instant.wait_for_the_end()
+    return Limited(instant, job, again, restarted, ended, why)
 
-    def play(self) -> Overlapping:
-        """Both are submitted before any step is done."""
-        instant = self.instant
-        instant.hold("model")
-        (instant.folder / "break-weights").touch()
-        (instant.folder / "apart").touch()
-        words = {
-            "wide": ["ratio=0.1,0.2,0.3,0.4"],
-            "broken": ["ratio=0.2,0.3,0.4,0.5", "criterion=random,magnitude"],
-        }
-        runs = [instant.start(*more, f"study={name}") for name, more in words.items()]
-        for run in runs:
-            printed, errors = run.communicate(timeout=LONG)
-            assert run.returncode == 0, errors
-            self.printed.append(printed)
-        instant.release()
-        instant.wait_for_the_end()
-        return self
+
+def play_overlapping(cluster: Cluster, folder: Path) -> tuple[InstantStudies, list[str]]:
+    """Two studies that share steps, in one of which a criterion's input cannot be had; and what was printed.
+
+    Both are submitted before any step is done.
+    """
+    instant, texts = InstantStudies(cluster, folder), []
+    instant.hold("model")
+    (instant.folder / "break-weights").touch()
+    (instant.folder / "apart").touch()
+    words = {
+        "wide": ["ratio=0.1,0.2,0.3,0.4"],
+        "broken": ["ratio=0.2,0.3,0.4,0.5", "criterion=random,magnitude"],
+    }
+    runs = [instant.start(*more, f"study={name}") for name, more in words.items()]
+    for run in runs:
+        printed, errors = run.communicate(timeout=LONG)
+        assert run.returncode == 0, errors
+        texts.append(printed)
+    instant.release()
+    instant.wait_for_the_end()
+    return instant, texts

@@ -26,8 +26,8 @@ from moe_lab.config import (
     ResourcesConfig,
 )
 from moe_lab.config.base import valid
-from moe_lab.evaluation import Questions
-from moe_lab.evaluation.sandbox import Policy
+from moe_lab.evaluation import Policy
+from moe_lab.evaluation.suite import Questions
 from moe_lab.study import Step, code_state
 from moe_lab.study.estimates import Seconds
 from moe_lab.study.runs import RECORD, Submitted, begin
@@ -139,6 +139,10 @@ def test_steps_of_pending_and_running_jobs_need_no_new_job() -> None:
     jobs = [submitted("1", "a"), submitted("2_0", "bc", "1"), submitted("3", "d", "2")]
     found = under_way(jobs, dict([queued("1", "RUNNING"), queued("2_0")]), "dab")
     assert found.steps == {"a": "1", "b": "2_0"} and found.hopeless == []
+    assert under_way(jobs, dict([queued("1", name="other")]), "a").steps == {}, "a job of another name is another"
+    last = [submitted("9", "", "1", RECORD)]
+    assert under_way(last, dict([queued("9", name="s.record")]), "").recorded == ["9"]
+    assert under_way(last, {}, "").recorded == []
 
 
 def test_what_waits_for_a_lost_job_is_hopeless_and_so_is_what_waits_for_that() -> None:
@@ -147,16 +151,6 @@ def test_what_waits_for_a_lost_job_is_hopeless_and_so_is_what_waits_for_that() -
     found = under_way(jobs, queue, "abcd")
     assert found.steps == {"b": "1_1"} and found.hopeless == ["2", "3_0"]
     assert under_way(jobs, queue, "bcd").hopeless == [], "a is done, its job ended well"
-
-
-def test_a_job_of_another_name_is_another_job() -> None:
-    assert under_way([submitted("1", "a")], dict([queued("1", name="other")]), "a").steps == {}
-
-
-def test_the_job_that_writes_the_record_is_known() -> None:
-    jobs = [submitted("9", "", "1", RECORD)]
-    assert under_way(jobs, dict([queued("9", name="s.record")]), "").recorded == ["9"]
-    assert under_way(jobs, {}, "").recorded == []
 
 
 def test_a_pack_goes_on_after_a_failure_and_leaves_out_what_has_no_inputs(

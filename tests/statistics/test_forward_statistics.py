@@ -1,13 +1,16 @@
+"""Sums of the forward pass, and of what is lost without an expert, are those of each expert alone in fp64."""
+
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any
 
 import naive
-import numpy
 import pytest
 import tiny
 import torch
+from identities.plans import random_plan
 
 from moe_lab import criteria
 from moe_lab.config import GATES
@@ -16,8 +19,9 @@ from moe_lab.models.discover import moe_layers
 from moe_lab.models.experts import are_replaced, parts, sort_by_expert
 from moe_lab.pruning.mask import mask
 from moe_lab.pruning.plan import Plan
+from moe_lab.statistics.damage import DamageTap, SimilarityTap
 from moe_lab.statistics.forward import ENTROPY_BINS, Call, ForwardTap, is_softmax, shifts
-from moe_lab.statistics.observe import Observer
+from moe_lab.statistics.observe import Observer, gather
 
 SOFTMAX_ROUTERS = {
     *("olmoe", "mixtral", "qwen2_moe", "qwen3_moe", "qwen3_next", "deepseek", "deepseek_v2"),
@@ -34,16 +38,9 @@ def observed(model: Any, ids: torch.Tensor, valid: torch.Tensor) -> dict[int, di
 @pytest.mark.parametrize("name", tiny.ARCHITECTURES)
 def test_statistics_are_those_of_each_expert_alone(name: str) -> None:
     """And the model computes the same, to the bit, while it is observed and afterwards."""
-    model, (ids, valid) = naive.model(name), naive.batch()
-    with torch.no_grad():
-        plain = model(input_ids=ids, attention_mask=valid.long()).logits
-        with Observer(model, ForwardTap) as observer:
-            observer.valid = valid
-            watched = model(input_ids=ids, attention_mask=valid.long()).logits
-        after = model(input_ids=ids, attention_mask=valid.long()).logits
-    assert torch.equal(plain, watched) and torch.equal(plain, after)
+    model = naive.model(name)
+    layers = naive.observed(model, ForwardTap)
     assert not any(are_replaced(layer) for layer in moe_layers(model))
-    layers = observer.layers()
     assert layers.keys() == naive.routed(name).keys()
     for index, seen in naive.routed(name).items():
         named = layers[index]
@@ -69,20 +66,14 @@ def check_columns(named: dict[str, torch.Tensor], seen: naive.Seen) -> None:
         if len(expert.token) == 0:
             assert named["output_abs_max"][j] == 0
             continue
-        gated = expert.phi * expert.gate[:, None]
-        renormalized = expert.phi * expert.by("renormalized")[:, None]
         assert (named["output_sum"][j] - expert.f.sum(0)).abs().max() < 1e-6 * expert.f.norm(dim=-1).sum()
         assert naive.relative(named["output_abs_max"][j], expert.f.abs().max()) < 1e-5
-        for name, expected in (
-            ("channel_square", expert.phi.square().sum(0)),
-            ("channel_max", expert.phi.abs().amax(0)),
-            ("gate_channel_square", gated.square().sum(0)),
-            ("gate_channel_max", gated.abs().amax(0)),
-            ("renormalized_channel_square", renormalized.square().sum(0)),
-            ("renormalized_channel_max", renormalized.abs().amax(0)),
-        ):
-            # one channel may be a difference of large numbers: held against the largest of the expert
-            assert (named[name][j] - expected).abs().max() < 1e-5 * expected.max(), name
+        for prefix, gate in (("", 1), ("gate_", expert.gate), ("renormalized_", expert.by("renormalized"))):
+            phi = expert.phi * torch.as_tensor(gate).reshape(-1, 1)
+            for name, expected in (("square", phi.square().sum(0)), ("max", phi.abs().amax(0))):
+                # one channel may be a difference of large numbers: held against the largest of the expert
+                error = (named[f"{prefix}channel_{name}"][j] - expected).abs().max()
+                assert error < 1e-5 * expected.max(), (prefix, name)
 
 
 def check_ala(named: dict[str, torch.Tensor], seen: naive.Seen) -> None:
@@ -98,33 +89,24 @@ def check_ala(named: dict[str, torch.Tensor], seen: naive.Seen) -> None:
 
 @pytest.mark.parametrize("name", ["olmoe", "deepseek_v3"])
 def test_router_entropies_are_counted_token_by_token(name: str) -> None:
-    model, (ids, valid) = naive.model(name), naive.batch()
-    layer = moe_layers(model)[0]
-    calls: list[torch.Tensor] = []
-    hook = layer.router.register_forward_hook(lambda m, args, out: calls.append(out[0]))
-    counts = observed(model, ids, valid)[layer.index]["router_entropy"]
-    hook.remove()
-    expected = [0.0] * ENTROPY_BINS
-    for line in calls[0].reshape(-1, layer.n_experts)[valid.flatten()].double().tolist():
-        shares = [math.exp(z - max(line)) for z in line]
-        shares = [share / sum(shares) for share in shares]
-        entropy = -sum(share * math.log(share) for share in shares if share) / math.log(len(shares))
-        expected[min(int(entropy * ENTROPY_BINS), ENTROPY_BINS - 1)] += 1
-    assert counts.tolist() == expected and sum(expected) == int(valid.sum())
+    layers = observed(naive.model(name), *naive.batch())
+    for index, seen in naive.routed(name).items():
+        expected = [0.0] * ENTROPY_BINS
+        for line in seen.logits[seen.valid].tolist():
+            shares = [math.exp(z - max(line)) for z in line]
+            shares = [share / sum(shares) for share in shares]
+            entropy = -sum(share * math.log(share) for share in shares if share) / math.log(len(shares))
+            expected[min(int(entropy * ENTROPY_BINS), ENTROPY_BINS - 1)] += 1
+        assert layers[index]["router_entropy"].tolist() == expected
 
 
 @pytest.mark.parametrize("name", tiny.ARCHITECTURES)
 def test_sums_of_a_bf16_model_are_those_of_fp64_within_its_rounding(name: str) -> None:
     """bf16 rounds by up to 2^-9 of a number. Of the same inputs, norms of outputs are within 4 and squares of channels
     within 8 units in the last place (2^-8); what the model computes does not change."""
-    model, (ids, valid) = naive.model(name, torch.bfloat16), naive.batch()
-    with torch.no_grad():
-        plain = model(input_ids=ids, attention_mask=valid.long()).logits
-        with Observer(model, ForwardTap) as observer:
-            observer.valid = valid
-            assert torch.equal(plain, model(input_ids=ids, attention_mask=valid.long()).logits)
+    layers = naive.observed(naive.model(name, torch.bfloat16), ForwardTap)
     for index, seen in naive.routed(name, torch.bfloat16).items():
-        named = observer.layers()[index]
+        named = layers[index]
         assert named["tokens"].tolist() == [len(expert.token) for expert in seen.experts]
         expected = torch.stack([moments(expert, "model") for expert in seen.experts])
         assert naive.relative(named["sums_model"], expected) < 4 * 2**-8
@@ -133,36 +115,28 @@ def test_sums_of_a_bf16_model_are_those_of_fp64_within_its_rounding(name: str) -
             assert ((named["gate_channel_square"][j] - squares).abs() <= 8 * 2**-8 * squares.max()).all()
 
 
-def test_softmax_routers_are_told_by_what_they_do() -> None:
+def test_softmax_routers_are_told_by_what_they_do_also_with_one_expert_a_token() -> None:
     logits = torch.randn(50, 8, generator=torch.Generator().manual_seed(0))
     for k in (1, 3):
         p, index = logits.softmax(-1).topk(k)
-        assert is_softmax(logits, index, p)
         assert is_softmax(logits, index, 16 * p)
         assert not is_softmax(logits, index, logits.sigmoid().gather(1, index))
-    assert is_softmax(logits, index, p / p.sum(-1, keepdim=True))
-    assert not is_softmax(logits, index, torch.full_like(p, float("nan")))
+        assert not is_softmax(logits, index, torch.full_like(p, torch.nan))
 
 
 def test_experts_under_a_plan_of_channels_are_not_observed() -> None:
-    """Nor masked while they are observed: a tap computes the experts of the whole model."""
+    """Nor masked while they are observed: a tap computes the experts of the whole model. Nor under another mask."""
     model = naive.model("olmoe")
-    counts = {layer.index: layer.n_experts for layer in moe_layers(model)}
-    halves = {index: numpy.arange(24) < numpy.full((count, 1), 12) for index, count in counts.items()}
-    plan = Plan({index: tuple(range(count)) for index, count in counts.items()}, counts, channels=halves)
+    plan = random_plan(model, "one width", share=1)
     with mask(model, plan), pytest.raises(RuntimeError, match=r"model\.layers\.0"), Observer(model, ForwardTap):
         pass
     with Observer(model, ForwardTap), pytest.raises(RuntimeError, match=r"model\.layers\.0"), mask(model, plan):
         pass
     assert not any(are_replaced(layer) for layer in moe_layers(model))
-
-
-def test_a_mask_of_another_size_is_refused() -> None:
-    model, (ids, valid) = naive.model("olmoe"), naive.batch()
-    with Observer(model, ForwardTap) as observer:
+    ids, valid = naive.batch()
+    with Observer(model, ForwardTap) as observer, pytest.raises(UserError, match="96 tokens, expected the batch's 24"):
         observer.valid = valid[:1]
-        with torch.no_grad(), pytest.raises(UserError, match="saw 96 tokens, expected the batch's 24"):
-            model(input_ids=ids)
+        tiny.logits(model, ids)
 
 
 def test_not_even_a_nan_in_padding_is_counted() -> None:
@@ -211,3 +185,123 @@ def test_without_a_norm_before_the_block_no_shift_is_claimed() -> None:
     assert ["shift_weighted" in named for named in layers.values()] == [True, False, True]
     with pytest.raises(UserError, match=r"layer 1 has no shift_weighted for criterion=easy_ep"):
         criteria.score("easy_ep", layers, experts=dict.fromkeys(layers, 16))
+
+
+@pytest.mark.parametrize("name", tiny.ARCHITECTURES)
+def test_every_expert_reads_every_valid_token_for_groupings_of_similar_experts(name: str) -> None:
+    """Against every expert run by hand on every token in fp64."""
+    model = naive.model(name, torch.float64)
+    layers = naive.observed(model, SimilarityTap)
+    for layer in moe_layers(model):
+        seen = naive.routed(name, torch.float64)[layer.index]
+        assert not seen.valid.all()
+        z = seen.logits[seen.valid]
+        outputs = [layer.expert_output(seen.hidden[seen.valid], expert) for expert in range(layer.n_experts)]
+        gated = [p[:, None] * output for p, output in zip(z.softmax(-1).T, outputs, strict=True)]
+        expected = {
+            "dense_output_sum": torch.stack([output.sum(0) for output in outputs]),
+            "dense_gated_output_sum": torch.stack([output.sum(0) for output in gated]),
+            "router_gram": sum(torch.outer(row, row) for row in z),
+        }
+        for key, value in expected.items():
+            assert naive.relative(layers[layer.index][key], value) < 1e-9, key
+
+
+UNGROUPED = [name for name in tiny.ARCHITECTURES if not name.endswith(":grouped")]
+GROUPED = [name for name in tiny.ARCHITECTURES if name.endswith(":grouped")]
+
+
+@pytest.mark.parametrize("name", UNGROUPED)
+def test_damage_is_that_of_really_removing_the_expert(name: str) -> None:
+    """Reference: in fp64, the block run again on the rows of a router that has lost the expert's row."""
+    model = naive.model(name)
+    measured = gather(model, DamageTap, [naive.batch()], fingerprint={}).layers
+    wide = copy.deepcopy(model).double()
+    layers = moe_layers(wide)
+    layer = layers[-1]
+    seen = naive.routed(name)[layer.index]
+    hidden = seen.block_input.double()
+    everything = {each.index: tuple(range(each.n_experts)) for each in layers}
+    with torch.no_grad():
+        whole = block(layer, hidden)
+        for expert in range(layer.n_experts):
+            kept = tuple(other for other in range(layer.n_experts) if other != expert)
+            plan = Plan({**everything, layer.index: kept}, {each.index: each.n_experts for each in layers}, {})
+            with mask(wide, plan):
+                lost = whole - block(layer, hidden)
+            expected = lost[seen.experts[expert].token].norm(dim=-1).sum()
+            assert naive.relative(measured[layer.index]["damage"][expert], expected) < 1e-5, expert
+
+
+def block(layer: Any, hidden: torch.Tensor) -> torch.Tensor:
+    result = layer.block(hidden)
+    return (result[0] if isinstance(result, tuple) else result).flatten(0, -2)
+
+
+@pytest.mark.parametrize("name", GROUPED)
+def test_damage_of_group_limited_routers(name: str) -> None:
+    """Reference: the routing rule by hand, token by token, with sets of experts."""
+    model = naive.model(name)
+    measured = gather(model, DamageTap, [naive.batch()], fingerprint={}).layers
+    layer = moe_layers(model)[-1]
+    seen = naive.routed(name)[layer.index]
+    experts = copy.deepcopy(layer.experts).double()
+    router: Any = layer.router
+    hidden = seen.block_input.double().flatten(0, -2)
+    logits, one = hidden @ router.weight.double().T, torch.ones(len(hidden), 1, dtype=torch.long)
+    k = layer.top_k
+    with torch.no_grad():
+        outputs = torch.stack(
+            [experts(hidden, torch.full_like(one, e), one.double()) for e in range(layer.n_experts)], 1
+        )
+    expected = torch.zeros(layer.n_experts, dtype=torch.float64)
+    for t in seen.valid.nonzero().flatten().tolist():
+        chosen, whole = routed_by_hand(name, router, logits[t], set(), k)
+        assert chosen == set(seen.index[t].tolist())
+        for expert in chosen:
+            _, without = routed_by_hand(name, router, logits[t], {expert}, k)
+            expected[expert] += ((whole - without) @ outputs[t]).norm()
+    assert naive.relative(measured[layer.index]["damage"], expected) < 1e-5
+
+
+def routed_by_hand(
+    name: str, router: Any, logits: torch.Tensor, removed: set[int], k: int
+) -> tuple[set[int], torch.Tensor]:
+    """Experts of one token, and gates (E,), by the papers of DeepSeek-V2 and V3."""
+    size = len(logits) // router.num_group
+    left = [expert for expert in range(len(logits)) if expert not in removed]
+    if sigmoid := name.startswith("deepseek_v3"):
+        scores = logits.sigmoid()
+        choice, best = scores + router.e_score_correction_bias.double(), 2
+    else:
+        scores = torch.zeros_like(logits)
+        scores[left] = logits[left].softmax(-1)
+        choice, best = scores, 1
+    groups = [[e for e in range(g * size, (g + 1) * size) if e in left] for g in range(router.num_group)]
+    worth = [sum(sorted((float(choice[e]) for e in group), reverse=True)[:best]) for group in groups]
+    reached = sorted(range(len(groups)), key=lambda g: -worth[g])[: router.topk_group]
+    chosen = sorted((e for g in reached for e in groups[g]), key=lambda e: -float(choice[e]))[:k]
+    gates = torch.zeros_like(logits)
+    gates[chosen] = scores[chosen] / (scores[chosen].sum() if sigmoid else 1)
+    return set(chosen), gates * router.routed_scaling_factor
+
+
+@pytest.mark.parametrize("name", ["olmoe", "ernie4_5_moe", "gpt_oss"])
+def test_the_model_computes_what_it_always_does(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, (ids, _) = naive.model(name), naive.batch()
+    plain, sums = tiny.logits(model, ids), []
+    for tokens in (40, 2048):  # 96 tokens: three parts, the last one shorter; or one
+        monkeypatch.setattr("moe_lab.statistics.damage.TOKENS", tokens)
+        with Observer(model, DamageTap) as observer:
+            assert torch.allclose(tiny.logits(model, ids), plain, atol=1e-4)
+        sums.append(observer.layers())
+    for layer, named in sums[0].items():
+        assert torch.allclose(named["damage"], sums[1][layer]["damage"], rtol=1e-5)
+
+
+def test_a_router_that_cannot_be_repeated_is_refused() -> None:
+    model = tiny.build("olmoe")
+    for layer in moe_layers(model):
+        layer.experts.register_forward_pre_hook(lambda module, given: (given[0], given[1], given[2] * 0.5))
+    with pytest.raises(UserError, match=r"cannot repeat the router of model\.layers\.0\.mlp\.experts"):
+        gather(model, DamageTap, [naive.batch()], fingerprint={})

@@ -1,3 +1,5 @@
+"""Sums over batches: they add up, go on where a pass was stopped, and are read back as they were saved."""
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -8,13 +10,16 @@ import naive
 import pytest
 import tiny
 import torch
+from safetensors.torch import save_file
 
 from moe_lab.errors import UserError
-from moe_lab.statistics import Layers, Statistics, header
+from moe_lab.statistics import Layers, Statistics, check_finite, header
+from moe_lab.statistics import read as read_file
 from moe_lab.statistics.damage import DamageTap, SimilarityTap
 from moe_lab.statistics.forward import ForwardTap
 from moe_lab.statistics.gradients import GradientTap, WeightGradientTap, gather_gradients
 from moe_lab.statistics.observe import CHECKPOINT, Observer, Tap, gather
+from moe_lab.study.steps.tables import coverage
 
 pytestmark = pytest.mark.slow
 
@@ -44,6 +49,8 @@ READS = [
 @pytest.mark.parametrize(("read", "tap"), READS)
 def test_parts_add_up_to_the_whole(read: Callable[..., Statistics], tap: type[Tap]) -> None:
     model = naive.model("olmoe")
+    with pytest.raises(UserError, match="no batches"):
+        read(model, tap, [], fingerprint=FINGERPRINT)
     whole, first, rest = (
         read(model, tap, some, fingerprint=FINGERPRINT) for some in (batches(), batches()[:4], batches()[4:])
     )
@@ -104,7 +111,41 @@ def test_a_broken_weight_is_named(read: Callable[..., Statistics], tap: type[Tap
     assert not (tmp_path / CHECKPOINT).exists()
 
 
-@pytest.mark.parametrize(("read", "tap"), READS)
-def test_no_batches_is_an_error(read: Callable[..., Statistics], tap: type[Tap]) -> None:
-    with pytest.raises(UserError, match="no batches"):
-        read(naive.model("olmoe"), tap, [], fingerprint=FINGERPRINT)
+def statistics(values: list[float]) -> Statistics:
+    tensor = torch.tensor(values, dtype=torch.float64)
+    layers = {2: {"tokens": tensor, "channel_max": tensor}, 5: {"tokens": 2 * tensor, "channel_max": -tensor}}
+    return Statistics(layers, {"kind": "forward", "fingerprint": {"model": "m"}})
+
+
+def test_a_file_gives_back_what_was_saved(tmp_path: Path) -> None:
+    saved = statistics([1, 2, 3])
+    saved.layers[2]["layer_loss"] = torch.tensor(0.25, dtype=torch.float64)
+    saved.save(file := tmp_path / "new" / "sums.safetensors")
+    loaded = Statistics.load(file)
+    assert loaded.header == saved.header == header(file)
+    for layer, named in saved.layers.items():
+        assert all(torch.equal(loaded.layers[layer][name], tensor) for name, tensor in named.items())
+    assert loaded.layers[2]["layer_loss"].shape == () and read_file(file)[5]["tokens"].tolist() == [2, 4, 6]
+    assert list((tmp_path / "new").iterdir()) == [file]
+
+
+def test_bad_files_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "sums.safetensors"
+    with pytest.raises(UserError, match="cannot be read"):
+        Statistics.load(path)
+    statistics([1, 2, 3]).save(path)
+    path.write_bytes(path.read_bytes()[:-8])
+    with pytest.raises(UserError, match="cannot be read"):
+        read_file(path)
+    save_file({"a": torch.ones(1)}, path)
+    with pytest.raises(UserError, match="expected a file of statistics"):
+        read_file(path)
+
+
+def test_what_is_not_finite_is_named_and_every_expert_is_listed() -> None:
+    broken = statistics([4, 0, 2])
+    assert coverage(broken.layers)[:3] == [(2, 0, 4), (2, 1, 0), (2, 2, 2)] and len(coverage(broken.layers)) == 6
+    for value in (torch.nan, torch.inf):
+        broken.layers[5]["tokens"][1] = value
+        with pytest.raises(UserError, match="layer 5, expert 1: tokens of batch 7"):
+            check_finite(broken.layers, "batch 7")

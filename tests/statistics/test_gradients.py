@@ -3,7 +3,6 @@ from __future__ import annotations
 from typing import Any
 
 import naive
-import naive_gradients
 import pytest
 import tiny
 import torch
@@ -17,6 +16,7 @@ from moe_lab.statistics import Layers, gradients
 from moe_lab.statistics.gradients import (
     LOSS_SCALE,
     GradientTap,
+    WeightGradientTap,
     differentiable,
     forward_and_backward,
     gather_gradients,
@@ -24,11 +24,6 @@ from moe_lab.statistics.gradients import (
     loss_gradient,
 )
 from moe_lab.statistics.observe import Observer
-
-NAMES = {
-    *("tokens", "channel_square", "channel_max", "gate_channel_square", "gate_channel_max"),
-    *("channel_gradient_square", "channel_product", "channel_product_abs"),
-}
 
 
 def gathered(model: Any, data: Any, *, checkpointing: bool = False) -> Layers:
@@ -40,26 +35,25 @@ def gathered(model: Any, data: Any, *, checkpointing: bool = False) -> Layers:
 
 @pytest.mark.parametrize("name", tiny.ARCHITECTURES)
 def test_sums_are_those_of_autograd_on_each_expert_alone(name: str) -> None:
-    layers = gathered(naive_gradients.model(name), [naive.batch()])
-    reference = naive_gradients.backward(name)
+    layers = gathered(naive.model(name, torch.float64), [naive.batch()])
+    reference = naive.backward(name)
     assert layers.keys() == reference.keys()
     for layer, experts in reference.items():
-        assert layers[layer].keys() == NAMES
         assert all(part.dtype == torch.float64 for part in layers[layer].values())
-        for expert, seen in experts.items():
-            phi, gradient, _, gate = seen.counted
+        for expert, (phi, gradient, _, gate) in enumerate(experts):
+            none = torch.zeros(1, phi.shape[1])
             gated = gate[:, None] * phi
-            largest = torch.zeros(phi.shape[1]) if len(phi) == 0 else phi.abs().amax(0)
             expected = {
                 "tokens": torch.tensor(len(phi)),
                 "channel_square": phi.square().sum(0),
-                "channel_max": largest,
+                "channel_max": torch.cat((phi.abs(), none)).amax(0),
                 "gate_channel_square": gated.square().sum(0),
-                "gate_channel_max": torch.zeros(phi.shape[1]) if len(phi) == 0 else gated.abs().amax(0),
+                "gate_channel_max": torch.cat((gated.abs(), none)).amax(0),
                 "channel_gradient_square": gradient.square().sum(0),
                 "channel_product": (phi * gradient).sum(0),
                 "channel_product_abs": (phi * gradient).abs().sum(0),
             }
+            assert layers[layer].keys() == expected.keys()
             for key, value in expected.items():
                 error = (layers[layer][key][expert] - value).abs().max()
                 # deepseek_v2 computes its gates in fp32 whatever its weights are
@@ -69,26 +63,22 @@ def test_sums_are_those_of_autograd_on_each_expert_alone(name: str) -> None:
 @pytest.mark.parametrize("name", ["olmoe", "qwen3_moe", "mixtral", "deepseek_v3:grouped", "ernie4_5_moe", "gpt_oss"])
 def test_heapr_is_the_papers_d_by_d_computation(name: str) -> None:
     """G = mean g g^T per expert, then mean over the same tokens of 1/2 e^T G e for each channel's output e."""
-    model = naive_gradients.model(name)
+    model = naive.model(name, torch.float64)
     layers = {layer.index: layer for layer in moe_layers(model)}
     inputs = gathered(model, [naive.batch()])
     sizes = {index: layer.n_experts for index, layer in layers.items()}
     widths = {index: layer.width for index, layer in layers.items()}
     scores = criteria.score("heapr", inputs, experts=sizes, widths=widths)
-    for index, experts in naive_gradients.backward(name).items():
-        for expert, seen in experts.items():
-            phi, _, g, _ = seen.counted
+    for index, experts in naive.backward(name).items():
+        for expert, (phi, _, g, _) in enumerate(experts):
             if len(phi) == 0:
                 assert (scores[index][expert] == -1).all()
                 continue
             fisher = torch.stack([torch.outer(row, row) for row in g]).mean(0)
-            weight = naive_gradients.down(layers[index], expert).detach()
-            expected = [
-                torch.stack(
-                    [(value * weight[:, c]) @ fisher @ (value * weight[:, c]) / 2 for value in phi[:, c]]
-                ).mean()
-                for c in range(phi.shape[1])
-            ]
+            expected = []
+            for channel, weight in zip(phi.T, naive.down(layers[index], expert).T, strict=True):
+                outputs = torch.outer(channel, weight)
+                expected.append(torch.stack([e @ fisher @ e / 2 for e in outputs]).mean())
             assert naive.relative(torch.from_numpy(scores[index][expert]), torch.stack(expected)) < 1e-9
 
 
@@ -120,20 +110,22 @@ def test_checkpointing_changes_nothing(name: str, monkeypatch: pytest.MonkeyPatc
     assert [(module.training, dict(vars(module))) for module in model.modules()] == before
 
 
-def test_checkpointing_needs_layers_that_can_be_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_has_no_gradients_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows without a next token, and layers that cannot be computed again for checkpointing."""
+    model, valid = naive.model("olmoe"), torch.tensor([[True, False, True, False]] * 2)
+    with pytest.raises(UserError, match="no token that follows another one"):
+        gather_gradients(model, GradientTap, [(tiny.tokens(2, 4), valid)], fingerprint=FINGERPRINT)
     monkeypatch.setattr("moe_lab.models.transformers_private.GradientCheckpointingLayer", int)
-    with pytest.raises(UserError, match="checkpointing=true: the layers of OlmoeForCausalLM cannot be computed again"):
-        gathered(naive.model("olmoe"), [naive.batch()], checkpointing=True)
+    with pytest.raises(UserError, match="checkpointing=true: the layers of OlmoeForCausalLM"):
+        gathered(model, [naive.batch()], checkpointing=True)
 
 
 def test_few_logits_at_a_time_are_as_good_as_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = naive_gradients.model("granitemoe")  # divides its logits
+    model = naive.model("granitemoe", torch.float64)  # divides its logits
     whole = gathered(model, [naive.batch()])
     sizes: list[int] = []
     monkeypatch.setattr(gradients, "LOGITS", 7 * tiny.VOCABULARY)
-    monkeypatch.setattr(
-        gradients, "head", lambda model, states, output: sizes.append(states.shape[1]) or head(model, states, output)
-    )
+    monkeypatch.setattr(gradients, "head", lambda *given: sizes.append(given[1].shape[1]) or head(*given))
     parts = gathered(model, [naive.batch()])
     assert max(sizes) == 7
     for layer, named in whole.items():
@@ -142,7 +134,7 @@ def test_few_logits_at_a_time_are_as_good_as_all(monkeypatch: pytest.MonkeyPatch
 
 
 def test_only_pairs_of_valid_neighbours_have_a_loss() -> None:
-    model, ids = naive_gradients.model("olmoe"), tiny.tokens(rows=2, length=6)
+    model, ids = naive.model("olmoe", torch.float64), tiny.tokens(rows=2, length=6)
     valid = torch.tensor([[True, True, False, True, True, True], [False, True, True, True, False, False]])
     with differentiable(model):
         output = model.base_model(input_ids=ids, attention_mask=valid.long(), use_cache=False)
@@ -155,37 +147,45 @@ def test_only_pairs_of_valid_neighbours_have_a_loss() -> None:
     assert {tuple(pair) for pair in found.abs().sum(-1).nonzero().tolist()} == set(pairs)
 
 
-def test_weights_stay_as_frozen_as_they_were() -> None:
-    model = tiny.build("olmoe")
-    model.model.norm.weight.requires_grad_(True)
-    gathered(model, [naive.batch()])
-    assert [name for name, weight in model.named_parameters() if weight.requires_grad] == ["model.norm.weight"]
-    assert all(weight.grad is None for weight in model.parameters())
-    with torch.no_grad():
-        assert not model.get_input_embeddings()(torch.tensor([3])).requires_grad
-
-
-def test_how_rows_are_cut_into_batches_does_not_matter() -> None:
-    """Sums of a summed loss: a mean loss would give other gradients for other batches."""
-    model, (ids, valid) = naive_gradients.model("olmoe"), naive.batch()
-    whole = gathered(model, [(ids, valid)])
-    rows = gathered(model, [(ids[row, None], valid[row, None]) for row in range(len(ids))])
-    for layer, named in whole.items():
-        for key, part in named.items():
-            assert torch.allclose(rows[layer][key], part, rtol=1e-6, atol=1e-12), key
-
-
-def test_rows_without_a_next_token_have_no_loss() -> None:
-    ids = tiny.tokens(rows=2, length=4)
-    valid = torch.tensor([[True, False, True, False]] * 2)
-    with pytest.raises(UserError, match="no token that follows another one"):
-        gather_gradients(naive.model("olmoe"), GradientTap, [(ids, valid)], fingerprint=FINGERPRINT)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_gradients_are_summed_in_full(dtype: torch.dtype) -> None:
-    layers = gathered(tiny.build("olmoe", dtype=dtype), [naive.batch()])
-    full = gathered(naive.model("olmoe"), [naive.batch()])
-    for layer, named in layers.items():
-        ratio = named["channel_gradient_square"].sum() / full[layer]["channel_gradient_square"].sum()
-        assert abs(float(ratio) - 1) < 0.2
+    half, full, data = tiny.build("olmoe", dtype=dtype), naive.model("olmoe"), [naive.batch()] * 3
+    for tap, key, most in ((GradientTap, "channel_gradient_square", 0.2), (WeightGradientTap, "snip_down", 0.1)):
+        found, expected = (gather_gradients(model, tap, data, fingerprint={}).layers for model in (half, full))
+        for layer, named in expected.items():
+            assert abs(float(found[layer][key].sum() / named[key].sum()) - 1) < most, key
+
+
+def by_hand(model: Any, data: list[tuple[torch.Tensor, torch.Tensor]]) -> dict[int, dict[str, torch.Tensor]]:
+    """Layer -> sum -> (E, I): transformers' own eager experts, and .grad of their parameters."""
+    layers = moe_layers(model)
+    for layer in layers:
+        layer.experts.requires_grad_(True)
+    for ids, valid in data:
+        naive.loss(model, ids, valid).backward()
+    scores = {}
+    for layer in layers:
+        for weight in layer.experts.parameters():
+            weight.data = (weight * weight.grad).abs()
+        products = [layer.projections(expert) for expert in range(layer.n_experts)]
+        scores[layer.index] = {
+            f"snip_{role}": torch.stack([product[role].sum(1) for product in products]).detach()
+            for role in ("gate", "up", "down")
+        }
+    return scores
+
+
+@pytest.mark.parametrize("name", ["olmoe", "qwen3_moe", "deepseek_v3", "gpt_oss", "granitemoe", "minimax_m2"])
+def test_snip_is_that_of_autograd_by_hand(name: str) -> None:
+    ids, valid = naive.batch()
+    data = [(ids[:2], valid[:2]), (ids[2:], valid[2:])]
+    model = naive.model(name, torch.float64)
+    found = gather_gradients(model, WeightGradientTap, data, fingerprint={"a": 1})
+    assert found.header["kind"] == "weight_gradients"
+    assert not any(weight.requires_grad or weight.grad is not None for weight in model.parameters()), "as it was"
+    expected = by_hand(tiny.build(name, dtype=torch.float64), data)
+    for layer, sums in expected.items():
+        assert found.layers[layer].keys() == sums.keys()
+        for part, scores in sums.items():
+            assert found.layers[layer][part].dtype == torch.float64
+            assert (found.layers[layer][part] - scores).abs().max() < 1e-9 * scores.max()

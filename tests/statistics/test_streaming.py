@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,9 @@ from moe_lab.statistics import Statistics, streaming
 from moe_lab.statistics.damage import DamageTap, SimilarityTap
 from moe_lab.statistics.forward import ForwardTap
 from moe_lab.statistics.gradients import GradientTap, WeightGradientTap, gather_gradients
-from moe_lab.statistics.observe import Batch, gather
+from moe_lab.statistics.observe import gather
 from moe_lab.statistics.streaming import stream, stream_back
+from tests.campaign.models import reconfigure
 
 pytestmark = pytest.mark.slow
 
@@ -35,15 +36,12 @@ PASSES: dict[str, tuple[Callable[..., Statistics], Callable[..., Statistics]]] =
     "weight_gradients": (partial(gather_gradients, tap=WeightGradientTap), partial(stream_back, tap=WeightGradientTap)),
 }
 FORWARD = PASSES["forward"]
+BATCHES = tiny.batches()
+QUERY = "model.layers.1.self_attn.q_proj.weight"
 
 
-@pytest.fixture
-def batches() -> list[Batch]:
-    return tiny.batches()
-
-
-def resident(read: Callable[..., Statistics], name: str, batches: list[Batch]) -> Statistics:
-    return read(tiny.build(name), batches=batches, fingerprint={})
+def resident(read: Callable[..., Statistics], name: str) -> Statistics:
+    return read(tiny.build(name), batches=BATCHES, fingerprint={})
 
 
 def opened(name: str, folder: Path) -> StreamedModel:
@@ -64,26 +62,20 @@ def assert_equal(found: Statistics, expected: Statistics) -> None:
 
 @pytest.mark.parametrize("kind", PASSES)
 @pytest.mark.parametrize(
-    "name", ["olmoe", "qwen3_next", "deepseek_v2", "deepseek_v3:grouped", "ernie4_5_moe", "gpt_oss", "jamba", "minimax"]
+    "name", ["olmoe", "qwen3_next", "deepseek", "deepseek_v3:grouped", "ernie4_5_moe", "gpt_oss", "jamba", "minimax"]
 )
-def test_the_sums_are_the_same(name: str, kind: str, batches: list[Batch], tmp_path: Path) -> None:
+def test_the_sums_are_the_same(name: str, kind: str, tmp_path: Path) -> None:
     whole, layered = PASSES[kind]
-    expected = resident(whole, name, batches)
+    expected = resident(whole, name)
     model = opened(name, tmp_path / "model")
-    assert_equal(layered(model, batches=batches, out=tmp_path / "out", fingerprint={}, budget=2000), expected)
+    assert_equal(layered(model, batches=BATCHES, out=tmp_path / "out", fingerprint={}, budget=2000), expected)
     assert all(weight.is_meta for weight in model.layers.parameters()), "no layer is left behind"
 
 
-class Killed(Exception):
-    """The process ends here."""
-
-
 @pytest.mark.parametrize("kind", PASSES)
-def test_a_killed_pass_goes_on_from_its_last_layer(
-    kind: str, batches: list[Batch], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_pass_goes_on_from_its_last_layer(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole, layered = PASSES[kind]
-    expected = resident(whole, "deepseek_v2", batches)
+    expected = resident(whole, "deepseek_v2")
     model = opened("deepseek_v2", tmp_path / "model")
     finish = streaming.FinishedLayers.add
     done: list[tuple[str, int]] = []
@@ -91,107 +83,68 @@ def test_a_killed_pass_goes_on_from_its_last_layer(
     def dying(self: Any, phase: str, number: int, sums: Any) -> None:
         if len(done) % 2:
             done.append(("killed", number))
-            raise Killed
+            raise tiny.Killed
         finish(self, phase, number, sums)
         done.append((phase, number))
 
     monkeypatch.setattr(streaming.FinishedLayers, "add", dying)
     for _ in range(20):
-        try:
-            found = layered(model, batches=batches, out=tmp_path / "out", fingerprint={}, budget=0)
+        with suppress(tiny.Killed):
+            found = layered(model, batches=BATCHES, out=tmp_path / "out", fingerprint={}, budget=0)
             break
-        except Killed:
-            continue
     assert_equal(found, expected)
     finished = [entry for entry in done if entry[0] != "killed"]
     assert len(finished) == len(set(finished)) and len(done) > len(finished), "nothing is done twice"
 
 
-def test_another_text_starts_anew(batches: list[Batch], tmp_path: Path) -> None:
-    model = opened("olmoe", tmp_path / "model")
-    FORWARD[1](model, batches=batches[:1], out=tmp_path / "out", fingerprint={}, budget=0)
-    found = FORWARD[1](model, batches=batches, out=tmp_path / "out", fingerprint={}, budget=0)
-    assert_equal(found, resident(FORWARD[0], "olmoe", batches))
-
-
-def test_only_one_layer_is_there_at_a_time(
-    batches: list[Batch], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_only_one_layer_is_there_at_a_time_and_another_text_starts_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = opened("olmoe", tmp_path / "model")
-    most = 0
+    model, out = opened("olmoe", tmp_path / "model"), tmp_path / "out"
+    FORWARD[1](model, batches=BATCHES[:1], out=out, fingerprint={}, budget=0)
+    there, read = [], streaming.LayerPass.read
 
     def counting(*given: Any) -> torch.Tensor:
-        nonlocal most
-        there = [number for number, layer in enumerate(model.layers) if not next(layer.parameters()).is_meta]
-        most = max(most, len(there))
+        there.append(sum(not next(layer.parameters()).is_meta for layer in model.layers))
         return read(*given)
 
-    read = streaming.LayerPass.read
     monkeypatch.setattr(streaming.LayerPass, "read", counting)
-    FORWARD[1](model, batches=batches, out=tmp_path / "out", fingerprint={}, budget=0)
-    assert most == 1
-
-
-def _without(name: str, folder: Path) -> None:
-    tensors = load_file(folder / "model.safetensors")
-    save_file({key: value for key, value in tensors.items() if key != name}, folder / "model.safetensors")
-
-
-def _infinite(name: str, folder: Path) -> None:
-    tensors = load_file(folder / "model.safetensors")
-    tensors[name].view(-1)[0] = float("inf")
-    save_file(tensors, folder / "model.safetensors")
-
-
-def _wide(name: str, folder: Path) -> None:
-    tensors = load_file(folder / "model.safetensors")
-    save_file({**tensors, name: torch.zeros(3, 3)}, folder / "model.safetensors")
+    found = FORWARD[1](model, batches=BATCHES, out=out, fingerprint={}, budget=0)
+    assert set(there) == {1}
+    assert_equal(found, resident(FORWARD[0], "olmoe"))
 
 
 @pytest.mark.parametrize(
-    ("damage", "says"), [(_without, "missing"), (_infinite, "holds inf"), (_wide, "config.json asks for")]
+    ("damage", "says"),
+    [
+        (lambda tensors: tensors.pop(QUERY), "missing"),
+        (lambda tensors: tensors[QUERY].fill_(float("inf")), "holds inf"),
+        (lambda tensors: tensors.update({QUERY: torch.zeros(3, 3)}), "config.json asks for"),
+    ],
 )
-def test_damaged_weights_are_named(damage: Any, says: str, batches: list[Batch], tmp_path: Path) -> None:
-    name = "model.layers.1.self_attn.q_proj.weight"
+def test_damaged_weights_are_named(damage: Any, says: str, tmp_path: Path) -> None:
     tiny.save("olmoe", tmp_path / "model")
-    damage(name, tmp_path / "model")
+    damage(tensors := load_file(tmp_path / "model" / "model.safetensors"))
+    save_file(tensors, tmp_path / "model" / "model.safetensors")
     with pytest.raises(UserError, match=re.escape(says)) as caught:
         model = StreamedModel(tmp_path / "model", dtype=torch.float32, device="cpu")
-        FORWARD[1](model, batches=batches, out=tmp_path / "out", fingerprint={}, budget=0)
-    assert name in str(caught.value)
+        FORWARD[1](model, batches=BATCHES, out=tmp_path / "out", fingerprint={}, budget=0)
+    assert QUERY in str(caught.value)
 
 
 def test_what_cannot_be_streamed_is_said_first(tmp_path: Path) -> None:
     tiny.save("olmoe", tmp_path)
-    settings = ModelConfig(name="m", path=str(tmp_path), device="balanced")
     with pytest.raises(UserError, match=r"model\.device=balanced"):
-        open_streamed(settings)
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "fp8"}}))
+        open_streamed(ModelConfig(name="m", path=str(tmp_path), device="balanced"))
+    reconfigure(tmp_path, quantization_config={"quant_method": "fp8"})
     with pytest.raises(UserError, match="stored as fp8"):
         open_streamed(ModelConfig(name="m", path=str(tmp_path)))
-
-
-def test_half_precision_is_that_of_the_whole_model(tmp_path: Path) -> None:
-    tiny.save("deepseek_v3", tmp_path)
-    whole = tiny.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
-    model = StreamedModel(tmp_path, dtype=torch.bfloat16, device="cpu")
-
-    def tensors(module: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        yield from module.named_parameters()
-        yield from module.named_buffers()
-
-    with model.layer(1) as layer:
-        expected = dict(tensors(whole.get_submodule(f"{model.path}.1")))
-        for name, tensor in tensors(layer):
-            assert tensor.dtype == expected[name].dtype and torch.equal(tensor, expected[name]), name
 
 
 def test_a_head_in_the_files_is_used_though_the_configuration_says_that_it_is_the_embedding(tmp_path: Path) -> None:
     """transformers then leaves the two as they are stored."""
     whole = tiny.save("olmoe", tmp_path, tie_word_embeddings=False)
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+    reconfigure(tmp_path, tie_word_embeddings=True)
     streamed = StreamedModel(tmp_path, dtype=torch.float32, device="cpu").model
     assert torch.equal(streamed.lm_head.weight, whole.lm_head.weight)
     assert torch.equal(streamed.model.embed_tokens.weight, whole.model.embed_tokens.weight)

@@ -44,6 +44,7 @@ CODE = BenchmarkConfig(name="code", harness="evalplus", task="pocket:benchmarks/
 L40S = 48.0
 MODELS = [name for name, kind in KINDS.items() if kind.loads == "model"]
 LAYERED = [name for name in MODELS if KINDS[name].streams]
+SERVER = BackendConfig(name="server", command="serve {checkpoint} {port}")
 CHANNELS = CriterionConfig(name="heapr")
 """A criterion whose plans have FLOPs that depend on routing."""
 
@@ -83,12 +84,6 @@ def test_published_searches_ran_on_as_many_gpus_as_estimated() -> None:
     assert {name: gpus(known(step("search", model(name), text)), L40S) for name in published} == published
 
 
-def test_gradients_take_more_memory_unless_recomputed() -> None:
-    forward, backward = known(step("statistics")), known(step("gradients"))
-    assert backward.bytes > 1.5 * forward.bytes
-    assert known(step("gradients", text=replace(TEXT, checkpointing=True))).bytes < backward.bytes
-
-
 STREAMING = replace(TEXT, engine="streamed")
 
 
@@ -109,18 +104,16 @@ def test_one_layer_in_memory_is_what_a_streamed_step_takes(kind: str, monkeypatc
     assert layered.on_gpu
 
 
-def test_gradients_of_weights_are_held_in_full() -> None:
-    """57B - 4B parameters of routed experts in fp32."""
+def test_what_is_held_beside_weights_and_a_batch_is_counted() -> None:
+    """Activations of a backward pass, 57B - 4B gradients in fp32, and a second model where weights are changed."""
+    forward, backward = known(step("statistics")), known(step("gradients"))
+    assert backward.bytes > 1.5 * forward.bytes
+    assert known(step("gradients", text=replace(TEXT, checkpointing=True))).bytes < backward.bytes
     big = model("qwen2_57b_a14b")
     assert known(step("weight_gradients", big)).bytes - known(step("gradients", big)).bytes > 180 * 2**30
-
-
-def test_changed_weights_are_a_second_model() -> None:
-    for changes in (
-        {"recovery": RecoveryConfig(bits=4, name="r")},
-        {"allocation": AllocationConfig(replacement="hc_smoe")},
-    ):
-        assert known(step("evaluate", **changes)).bytes > known(step("evaluate")).bytes + 12 * 2**30
+    recovery, allocation = RecoveryConfig(name="r", bits=4), AllocationConfig(replacement="hc_smoe")
+    for changed in (step("evaluate", recovery=recovery), step("evaluate", allocation=allocation)):
+        assert known(changed).bytes > known(step("evaluate")).bytes + 12 * 2**30
 
 
 def test_weights_are_read_without_a_gpu_and_without_room_for_them() -> None:
@@ -159,7 +152,7 @@ def finish(store: Store, done: Step, seconds: Any, **more: Any) -> None:
 @pytest.fixture(autouse=True)
 def data(monkeypatch: pytest.MonkeyPatch) -> None:
     """Benchmarks whose data is their name."""
-    monkeypatch.setattr("moe_lab.evaluation.data_digest", lambda benchmark: benchmark.name)
+    monkeypatch.setattr("moe_lab.evaluation.suite.data_digest", lambda benchmark: benchmark.name)
 
 
 @pytest.fixture
@@ -267,10 +260,6 @@ def test_what_is_written_is_held_against_what_is_free(
         assert problems == [] if fits else f"about {gib:.1f} GiB would be written" in problems[0]
 
 
-def served(about: ModelConfig) -> Step:
-    return evaluated(about, BENCHMARK, backend=BackendConfig(name="server", command="serve {checkpoint} {port}"))
-
-
 @pytest.mark.parametrize(
     ("make", "changes", "says"),
     [
@@ -279,7 +268,7 @@ def served(about: ModelConfig) -> Step:
         (lambda m: step("cost", m, text("streamed")), {}, None),
         (lambda m: step("weights", m), {}, None),
         (lambda m: evaluated(m, BENCHMARK), {"device": "cuda"}, None),
-        (served, {}, None),
+        (lambda m: evaluated(m, BENCHMARK, backend=SERVER), {}, None),
         (lambda m: evaluated(m, BENCHMARK), {"expected": None}, None),
     ],
 )

@@ -12,7 +12,6 @@ import pytest
 from budgets import within
 from choices import Files, cells, choose
 
-from moe_lab import evaluation as suites
 from moe_lab.config import (
     AllocationConfig,
     BackendConfig,
@@ -23,7 +22,9 @@ from moe_lab.config import (
     SuiteConfig,
 )
 from moe_lab.errors import UserError
-from moe_lab.evaluation.sandbox import LIMITED, client
+from moe_lab.evaluation import LIMITED
+from moe_lab.evaluation import suite as suites
+from moe_lab.evaluation.sandbox import client
 from moe_lab.grid import benchmarks
 from moe_lab.study import Step, record
 from moe_lab.study.graph import Graph, build, unresolved

@@ -132,7 +132,7 @@ def test_each_class_of_settings_is_one_of_these() -> None:
 def test_a_field_is_part_of_the_identity_unless_its_class_says_that_it_changes_no_result(
     group: str, field: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("moe_lab.evaluation.data_digest", lambda benchmark: f"{benchmark.data} {benchmark.task}")
+    monkeypatch.setattr("moe_lab.evaluation.suite.data_digest", lambda benchmark: f"{benchmark.data} {benchmark.task}")
     monkeypatch.setattr("moe_lab.evaluation.harnesses.wildbench.identity", lambda benchmark: identity(benchmark.judge))
     schedules = {f"{{{name}}}": str(tmp_path / f"{name}.json") for name in ("first", "second")}
     for number, file in enumerate(schedules.values()):

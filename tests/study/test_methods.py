@@ -14,7 +14,6 @@ import preloaded
 import pytest
 import torch
 import yaml
-from processes import quoted
 from safetensors.numpy import load_file as load_arrays
 from safetensors.torch import load_file
 
@@ -33,7 +32,6 @@ SHORT_SEARCH = [
     "allocation.parameters.elites=2",
     "allocation.parameters.generations=2",
 ]
-FAKE_SERVER = Path(__file__).parents[1] / "evaluation/fake_server.py"
 Lists = dict[str, list[str]]
 CHANNELS: Lists = {"criterion": ["channel_activation"], "allocation": ["coverage"]}
 MORE_CHANNELS: list[Lists] = [
@@ -232,7 +230,7 @@ def test_plans_of_each_kind_are_exported_and_compared(store: Path, tmp_path: Pat
 def test_a_recovered_model_is_exported_and_served_as_it_is_evaluated(store: Path, tmp_path: Path) -> None:
     words = ["criterion=man", "ratio=0.5", "recovery=pocket_dora_nf4", "recovery.epochs=0.1", "export=natural"]
     words += ["suite.benchmarks=[pocket_humaneval]", "allow_code_execution=true"]
-    server = f"{quoted(FAKE_SERVER)} {{checkpoint}} {{port}}"
+    server = "transformers serve {checkpoint} --host 127.0.0.1 --port {port} --device cpu --dtype float32"
     (here,) = cells(store, *words)
     (served,) = cells(store, *words, "backend=server", f'backend.command="{server}"')
     texts = [generated(store, cell["evaluate"]["pocket_humaneval"]) for cell in (here, served)]

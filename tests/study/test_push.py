@@ -277,7 +277,7 @@ def test_the_card_keeps_the_licence_and_adds_the_base_model_and_results() -> Non
     assert fields["tags"][0] == "conversational"
     assert ROW in card.text
     assert card.text.index("## Results") < card.text.index("Ours is best.")
-    assert 'moe_lab.export("them/chat", plan' in card.text
+    assert "moe_lab.load_scores" in card.text
 
 
 @pytest.mark.parametrize(

@@ -101,32 +101,26 @@ def test_steps_of_a_killed_command_are_missing(tmp_path: Path, study: Study) -> 
 # The report of a run
 
 
-@pytest.mark.parametrize(
-    ("printed", "failed", "says"),
-    [
-        ("report.html\n", ("coverage.fig10", "ranks"), "the report lacks coverage.fig10, ranks"),
-        ("", (), "the report failed: KeyError: 'cell'"),
-        ("report.html\n", (), "report.html"),
-    ],
-)
 def test_a_report_counts_as_made_when_it_is_complete(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    printed: str,
-    failed: tuple[str, ...],
-    says: str,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    config: Any = SimpleNamespace(study="study", tracker=SimpleNamespace(name="none"))
+    study = record.Study(config, Graph([], {"families": {}, "damages": {}}), Store(tmp_path).create())
     folder = tmp_path / "reports" / "study"
     (folder / "failed").mkdir(parents=True)
     (folder / "report.html").touch()
-    for name in failed:
-        (folder / "failed" / f"{name}.log").write_text("Traceback")
-    done = SimpleNamespace(returncode=1, stdout=printed, stderr="KeyError: 'cell'")
-    monkeypatch.setattr(subprocess, "run", lambda *command, **options: done)
-    config: Any = SimpleNamespace(study="study", tracker=SimpleNamespace(name="none"))
-    complete = record._report(
-        record.Study(config, Graph([], {"families": {}, "damages": {}}), Store(tmp_path).create())
-    )
-    assert says in capsys.readouterr().err
-    assert complete == (folder / record.MADE_FROM).exists() == (says == "report.html")
+    lacking = [folder / "failed" / f"{name}.log" for name in ("coverage.fig10", "ranks")]
+    for printed, failed, says in (
+        ("", [], "the report failed: KeyError: 'cell'"),
+        ("report.html\n", lacking, "the report lacks coverage.fig10, ranks"),
+        ("report.html\n", [], "report.html"),
+    ):
+        for file in failed:
+            file.touch()
+        done = SimpleNamespace(returncode=1, stdout=printed, stderr="KeyError: 'cell'")
+        monkeypatch.setattr(subprocess, "run", lambda *_, done=done, **options: done)
+        complete = record._report(study)
+        assert says in capsys.readouterr().err
+        assert complete == (folder / record.MADE_FROM).exists() == (says == "report.html")
+        for file in failed:
+            file.unlink()

@@ -18,11 +18,10 @@ import tiny
 from example_steps import Example, cell_of, done, evaluated
 
 from moe_lab import calibration as calibrations
-from moe_lab import evaluation as suite
 from moe_lab.config import BenchmarkConfig, CalibrationConfig, CriterionConfig, ModelConfig, RecoveryConfig
 from moe_lab.config.base import SettingsError, valid
 from moe_lab.errors import Unavailable
-from moe_lab.evaluation import run
+from moe_lab.evaluation import run, suite
 from moe_lab.json_files import write_json
 from moe_lab.models import load
 from moe_lab.models.discover import moe_layers
@@ -207,8 +206,9 @@ def test_weights_gradients_and_scores_leave_their_tables(made: dict[Any, Path]) 
         name: pd.read_parquet(folder / f"{name}.parquet").set_index(["layer", "expert"])
         for name, folder in files.items()
     }
+    layers = json.loads((made[Facts] / "facts.json").read_text())["layers"]
     for name, table in found.items():
-        assert table.index.nunique() == sum(experts_of(made).values()), name
+        assert table.index.nunique() == sum(about["n_experts"] for about in layers.values()), name
     layer = max(read(weights / "statistics.safetensors"))
     one = read(weights / "statistics.safetensors")[layer]
     assert found["weights"].loc[(layer, 3)].tolist() == [one["abs_sum"][3], one["square_sum"][3], one["count"]]
@@ -216,11 +216,6 @@ def test_weights_gradients_and_scores_leave_their_tables(made: dict[Any, Path]) 
     assert found["gradients"].loc[(layer, 3), "gradient_square"] == pytest.approx(sum(squares.tolist()))
     curve = found["expert_concentration"].loc[(layer, 3), "score"].tolist()
     assert curve[0] == 0 and curve[-1] == pytest.approx(1) and curve == sorted(curve)
-
-
-def experts_of(made: dict[Any, Path]) -> dict[str, int]:
-    layers = json.loads((made[Facts] / "facts.json").read_text())["layers"]
-    return {layer: about["n_experts"] for layer, about in layers.items()}
 
 
 # Costs

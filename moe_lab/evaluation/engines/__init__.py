@@ -124,30 +124,27 @@ class Engine(ABC):
         raise UserError(f"{type(self).__name__} computes no likelihoods: expected backend=hf or backend=vllm")
 
 
-def continuation(tokenizer: Any, before: Sequence[int], after: Sequence[int], ends: Collection[int]) -> str:
-    """The text of the new tokens `after`, up to the first end token, as it continues the prompt tokens `before`.
-
-    It has no special tokens but those that mark a thought.
-    """
+def written(
+    tokenizer: Any,
+    before: Sequence[int],
+    after: Sequence[int],
+    most: int,
+    ends: Collection[int],
+    likelihood: Likelihood | None = None,
+) -> Written:
+    """The new tokens `after`, up to the first end token, as the text that continues the prompt tokens `before`."""
     length = next((index for index, token in enumerate(after) if token in ends), len(after))
     marks = special_marks(tokenizer)
     tokens, text, start = [*before[-_CONTEXT_TOKENS:], *after[:length]], "", len(before[-_CONTEXT_TOKENS:])
     for place in [*(number for number in range(start, len(tokens)) if tokens[number] in marks), len(tokens)]:
+        context = max(0, start - _CONTEXT_TOKENS)
         prefix, whole = (
-            tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-            for ids in (
-                tokens[max(0, start - _CONTEXT_TOKENS) : start],
-                tokens[max(0, start - _CONTEXT_TOKENS) : place],
-            )
+            tokenizer.decode(tokens[context:end], skip_special_tokens=True, clean_up_tokenization_spaces=False)
+            for end in (start, place)
         )
         text += whole[len(prefix) :] + marks.get(tokens[place] if place < len(tokens) else -1, "")
         start = place + 1
-    return text
-
-
-def how_ended(tokens: Sequence[int], most: int, ends: Collection[int]) -> str:
-    """`Written.ended` of a text of these new tokens."""
-    return "limit" if len(tokens) >= most and not set(ends) & set(tokens) else "end"
+    return Written(text, "limit" if len(after) >= most and length == len(after) else "end", likelihood)
 
 
 def end_tokens(checkpoint: Path, tokenizer: Any) -> list[int]:
@@ -298,7 +295,8 @@ def answer_in(text: str, prompt: str = "", *, chat: bool = True) -> str | None:
     opening one was in a prompt that is not at hand. Marks in quotes are spoken of, and end nothing.
     """
     if _is_harmony(text, prompt):
-        return _answer_in_harmony(text)
+        answer = _HARMONY_ANSWER.search(text)
+        return None if answer is None else text[answer.end() :].lstrip()
     for opening, closing in PAIRS.items():
         if prompt.rstrip().endswith(opening) or text.lstrip().startswith(opening):
             return _after_thoughts(text, opening, closing)
@@ -350,8 +348,3 @@ def _is_harmony(text: str, prompt: str) -> bool:
     if prompt.rstrip().endswith(_HARMONY):
         return bool(_CHANNEL.match(text))
     return text.lstrip().startswith("analysis") and bool(_HARMONY_ANSWER.search(text))
-
-
-def _answer_in_harmony(text: str) -> str | None:
-    answer = _HARMONY_ANSWER.search(text)
-    return None if answer is None else text[answer.end() :].lstrip()

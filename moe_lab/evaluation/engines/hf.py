@@ -25,9 +25,8 @@ from moe_lab.evaluation.engines import (
     Writing,
     Written,
     check_finite,
-    continuation,
-    how_ended,
     with_tokenizers,
+    written,
 )
 from moe_lab.evaluation.engines.likelihoods import has_full_attention, likelihood, log_likelihoods
 from moe_lab.models.load import tokens_with_logits
@@ -67,11 +66,7 @@ class LoadedModel(Engine):
         answers = [_after(prompt) for prompt in prompts]
         texts = greedy(self.model, tokens, writing.most, ends, padding, is_complete, answers)
         return [
-            Written(
-                continuation(self.tokenizer, prompt, text.tokens, ends),
-                how_ended(text.tokens, writing.most, ends),
-                text.likelihood,
-            )
+            written(self.tokenizer, prompt, text.tokens, writing.most, ends, text.likelihood)
             for prompt, text in zip(tokens, texts, strict=True)
         ]
 

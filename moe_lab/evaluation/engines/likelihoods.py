@@ -8,7 +8,7 @@ the likelihood that it has alone, up to rounding.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -46,7 +46,9 @@ def log_likelihoods(model: Any, rows: Sequence[Row], batch_size: int) -> list[Li
     questions = _questions(rows, share=bool(rows) and _can_share(model))
     tokens = min(batch_size * max((len(row.tokens) for row in rows), default=0), tokens_with_logits(model))
     found: dict[Row, Likelihood] = {}
-    for batch in _batches(questions, batch_size, tokens):
+    while questions:
+        size = max(1, min(batch_size, tokens // len(questions[0])))  # one question may have more tokens
+        batch, questions = questions[:size], questions[size:]
         for question, logits in zip(batch, _logits(model, batch), strict=True):
             end = 1
             for answer, of_answer in question.answers.items():
@@ -76,14 +78,6 @@ def _questions(rows: Sequence[Row], *, share: bool) -> list[_Question]:
             copy.answers[answer] = of_answer
         questions.append(copy)
     return sorted(questions, key=len, reverse=True)
-
-
-def _batches(questions: list[_Question], most: int, tokens: int) -> Iterator[list[_Question]]:
-    """Batches of at most so many questions, and so many tokens unless one question has more."""
-    while questions:
-        size = max(1, min(most, tokens // len(questions[0])))
-        yield questions[:size]
-        questions = questions[size:]
 
 
 def _logits(model: Any, questions: Sequence[_Question]) -> list[torch.Tensor]:

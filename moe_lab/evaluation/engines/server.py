@@ -10,7 +10,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,7 +19,7 @@ from typing import Any
 
 import openai
 
-from moe_lab.child_process import Child, Ended, Refused
+from moe_lab.child_process import Child
 from moe_lab.config import BackendConfig, ModelConfig
 from moe_lab.errors import Unavailable, UserError
 from moe_lab.evaluation.engines import (
@@ -91,9 +91,20 @@ class ServedModel(Engine):
         texts = [self._request_text(prompt) for prompt in prompts]
         pool = ThreadPoolExecutor(writing.batch_size)
         with self.client() as client:
-            futures = [pool.submit(self.complete, client, text, writing.most, writing.stop) for text in texts]
+            pending = futures = [pool.submit(self.complete, client, text, writing.most, writing.stop) for text in texts]
+            seconds = self.patience + TOKEN_SECONDS * writing.most
             try:
-                self._await(futures, self.patience + TOKEN_SECONDS * writing.most)
+                while pending:
+                    done, rest = wait(pending, seconds, FIRST_COMPLETED)
+                    if not done:
+                        raise Unavailable(
+                            f"the server of {self.name} runs and wrote no text for {seconds:g} s, which is "
+                            f"backend.ready_seconds={self.patience:g} and {TOKEN_SECONDS:g} s per token: it seems to "
+                            "hang"
+                        )
+                    for future in done:
+                        future.result()  # raises what the request did
+                    pending = list(rest)
                 return [future.result() for future in futures]
             finally:  # do not wait for the others: they end with the server, which may hang
                 pool.shutdown(wait=False, cancel_futures=True)
@@ -143,19 +154,6 @@ class ServedModel(Engine):
         if not isinstance(text, str) or reason not in COMPLETE:
             raise Unavailable(f"{server} broke a text off: finish_reason={reason}, expected {' or '.join(COMPLETE)}")
         return Written(text, "limit" if reason == "length" else "end")
-
-    def _await(self, futures: Sequence[Future[Written]], seconds: float) -> None:
-        """Raise what the first request to fail raises, and Unavailable when for so long none is done."""
-        pending = set(futures)
-        while pending:
-            done, pending = wait(pending, seconds, FIRST_COMPLETED)
-            if not done:
-                raise Unavailable(
-                    f"the server of {self.name} runs and wrote no text for {seconds:g} s, which is "
-                    f"backend.ready_seconds={self.patience:g} and {TOKEN_SECONDS:g} s per token: it seems to hang"
-                )
-            for future in done:
-                future.result()
 
     def _request_text(self, prompt: Prompt) -> str:
         """The text that a server tokenizes to the prompt, given that it always adds the tokenizer's special tokens."""
@@ -219,13 +217,9 @@ def _json(file: Path) -> dict[str, Any]:
 def running(line: Sequence[str]) -> Iterator[Child]:
     """A context that runs a command line, which ends with the context and when this process dies."""
     environment = {"HF_HUB_OFFLINE": "1", **os.environ, "PATH": search_path(), "XDG_CACHE_HOME": str(caches())}
-    process = Child(command("moe_lab.evaluation.server_process"), environment)
+    process = Child(command("moe_lab.evaluation.server_process", str(GRACE), *line), environment)
     try:
-        with suppress(Ended):  # the server, at once, as its log will say
-            process.call("start", command=list(line), grace=GRACE)
         yield process
-    except Refused as error:
-        raise Unavailable(f"the server {error}") from None
     finally:
         process.close(GRACE + 5)
 

@@ -9,6 +9,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -26,10 +27,9 @@ from moe_lab.evaluation.engines import (
     Writing,
     Written,
     check_finite,
-    continuation,
     end_tokens,
-    how_ended,
     last_lines,
+    written,
 )
 from moe_lab.evaluation.harness import interpreter
 from moe_lab.paths import caches
@@ -52,10 +52,7 @@ class Process:
     """The process of an engine that has loaded one checkpoint."""
 
     def __init__(self, checkpoint: Path, backend: BackendConfig, model: ModelConfig) -> None:
-        """Start vLLM with `checkpoint`.
-
-        Raises Unavailable, with vLLM's reason, when the engine does not start.
-        """
+        """Start vLLM with `checkpoint`. Raises Unavailable, with vLLM's reason, when the engine does not start."""
         print(f"vLLM starts with {checkpoint}", file=sys.stderr, flush=True)
         self.patience = backend.ready_seconds
         self.masked = False
@@ -63,13 +60,11 @@ class Process:
         line = command("moe_lab.serving.vllm_engine", python=interpreter("vllm", backend.python, "backend=vllm"))
         self._child = Child(line, {**ENVIRONMENT, **threads, **os.environ, "XDG_CACHE_HOME": str(caches())})
         self.process = self._child.process
-        arguments = {
-            "dtype": _dtype(checkpoint, model),
-            "trust_remote_code": model.trust_remote_code,
-            **backend.arguments,
-        }
+        own = {"dtype": _dtype(checkpoint, model), "trust_remote_code": model.trust_remote_code}
         try:
-            self.about = self._value("open", folder=str(checkpoint), arguments=arguments)
+            with self._answering(0.0) as limit:
+                arguments = {**own, **backend.arguments}
+                self.about = self._child.call("open", limit, folder=str(checkpoint), arguments=arguments)
         except BaseException:
             self.close()
             raise
@@ -86,7 +81,8 @@ class Process:
         if plan is not None and plan.channels:
             raise UserError("a plan of channels is no mask of routers: expected an export of it")
         if plan is not None or self.masked:
-            self._value("set_plan", kept=[] if plan is None else sorted(plan.experts.items()))
+            with self._answering(0.0) as limit:
+                self._child.call("set_plan", limit, kept=[] if plan is None else sorted(plan.experts.items()))
             self.masked = plan is not None
 
     def items(self, method: str, seconds: float, **arguments: Any) -> Iterator[Any]:
@@ -96,21 +92,20 @@ class Process:
         are left, and when the caller does not take all items.
         """
         try:
-            for reply in self._replies(method, seconds, arguments):
-                if "item" in reply:
-                    yield reply["item"]
+            with self._answering(seconds) as limit:
+                for reply in self._child.replies(method, limit, **arguments):
+                    if "item" in reply:
+                        yield reply["item"]
         except Unavailable:
             self.close()
             raise
 
-    def _value(self, method: str, **arguments: Any) -> Any:
-        (reply,) = self._replies(method, 0.0, arguments)
-        return reply["done"]
-
-    def _replies(self, method: str, seconds: float, arguments: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    @contextmanager
+    def _answering(self, seconds: float) -> Iterator[float]:
+        """The seconds that each reply may take, in a context where what goes wrong is Unavailable."""
         limit = self.patience + seconds
         try:
-            yield from self._child.replies(method, limit, **arguments)
+            yield limit
         except TimeoutError:
             raise Unavailable(
                 f"vLLM said nothing for {limit:g} s, which is backend.ready_seconds={self.patience:g} and "
@@ -152,8 +147,7 @@ class VllmModel(Engine):
         replies = self.process.items("generate", TOKEN_SECONDS * writing.most, ends=self.ends, **request)
         for number, tokens, total in replies:
             check_finite(total, "log-likelihood")
-            text = continuation(self.tokenizer, prompts[number].tokens, tokens, self.ends)
-            texts[number] = Written(text, how_ended(tokens, writing.most, self.ends))
+            texts[number] = written(self.tokenizer, prompts[number].tokens, tokens, writing.most, self.ends)
         return [texts[number] for number in range(len(prompts))]
 
     def score(self, rows: Sequence[Row], batch_size: int) -> list[Likelihood]:

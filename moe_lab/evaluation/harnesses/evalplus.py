@@ -1,35 +1,51 @@
-"""EvalPlus: problems with EvalPlus's own prompts, graded in a separate process (`evalplus_grader.py`).
+"""EvalPlus: problems with EvalPlus's own prompts, graded by its rules (`evalplus_rules.py`).
 
 A model either completes a problem's prompt, as base models do in EvalPlus, or is asked for a program through its chat
 template, as EvalPlus asks models behind an API: with one message, and without a prefilled start of the answer.
+
+Programs run in `sandbox/runner.py`, which gets them and their inputs but not the expected outputs.
 """
 
 from __future__ import annotations
 
 import atexit
+import hashlib
+import json
 import os
 import re
+import sys
 import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from evalplus.provider.utility import EOS, extra_eos_for_direct_completion
 
-from moe_lab.child_process import Child, Ended, Refused
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError
-from moe_lab.evaluation import is_closed_world, mirror
-from moe_lab.evaluation.harness import Answer, Graded, Item, Text, check_count, data_files, graded_by_mean
-from moe_lab.evaluation.harnesses.evalplus_grader import GradeRequest
-from moe_lab.evaluation.sandbox import LIMITED, NAMESPACES, Policy
+from moe_lab.evaluation import LIMITED, NAMESPACES, Policy, mirror
+from moe_lab.evaluation.harness import Answer, Graded, Item, Text, data_files, graded_by_mean
+from moe_lab.evaluation.harnesses import evalplus_rules
+from moe_lab.evaluation.sandbox import encoding
+from moe_lab.evaluation.sandbox.client import LimitedCalls, Outcome, Runners, cores
 from moe_lab.evaluation.sandbox.closed_world import leaves_closed_world
+from moe_lab.evaluation.sandbox.encoding import encode
+from moe_lab.evaluation.sandbox.runner import Request
+from moe_lab.evaluation.suite import is_closed_world
+from moe_lab.json_files import write_json
 from moe_lab.paths import cache
-from moe_lab.results import Sample
-from moe_lab.start import command
 
-REFUSED = {"base": "refused", "plus": "refused"}
+PARTS = ("base", "plus")
+_CANONICAL_SECONDS = 30.0
+_CANONICAL_MEMORY = 4 << 30
+_LONGEST = 60.0
+_OUTPUT = 64 << 20
+_SANITIZING = (20.0, 4 << 30)
+"""CPU seconds and bytes of memory that sanitizing a text may take."""
+_COMPARING_MEMORY = 1 << 30
+_MOST_VERDICTS = 20_000  # that are kept in memory: about 40 MB
 _INSTRUCTION = (
     "Please provide a self-contained Python script that solves the following problem in a markdown code block:"
 )
@@ -88,14 +104,9 @@ def grade(answers: Sequence[Answer], benchmark: BenchmarkConfig, policy: Policy)
         **benchmark.parameters,
     )
     graded = kept_grader.grade(request)
-    programs |= graded["programs"]
-    refused = {task: {**REFUSED, "reason": f"not run: it uses {what}"} for task, what in reaching.items() if what}
-    verdicts = graded["verdicts"] | refused
-    samples = [
-        _sample(name, metric, answer, verdicts[answer.item], programs[answer.item])
-        for name, metric in benchmark.reports.items()
-        for answer in answers
-    ]
+    for task, what in reaching.items():
+        if what:
+            graded[task] = Verdict(programs[task], "refused", "refused", f"not run: it uses {what}")
     protocol = {
         "dataset": request.dataset,
         "sandbox": protection,
@@ -104,7 +115,7 @@ def grade(answers: Sequence[Answer], benchmark: BenchmarkConfig, policy: Policy)
         "memory_mib": request.memory_mib,
         "stop": list(stops(benchmark)),
     }
-    return graded_by_mean(samples, benchmark, protocol)
+    return graded_by_mean(answers, benchmark, lambda answer, metric: graded[answer.item].outcome(metric), protocol)
 
 
 def fenced_program(text: str, entry_point: str) -> str:
@@ -131,7 +142,6 @@ def fenced_program(text: str, entry_point: str) -> str:
 def _problems(benchmark: BenchmarkConfig) -> dict[str, dict[str, Any]]:
     """Task id -> problem, up to the benchmark's limit."""
     problems = {row["task_id"]: row for row in mirror.read_rows(_data_file(benchmark))}
-    check_count(benchmark, len(problems))
     return dict(list(problems.items())[: benchmark.limit])
 
 
@@ -152,47 +162,210 @@ def dataset_of(problems: Mapping[str, Any]) -> str:
     return kinds.pop()
 
 
-class KeptGrader:
-    """The grading process of this process: started at the first request, and again when it has ended.
+# Verdicts.
 
-    It loads no torch, has a minimal environment and no home folder to write to, and grades one request after the other.
+
+@dataclass(frozen=True)
+class GradeRequest:
+    """Programs for the problems of one EvalPlus data file."""
+
+    dataset: str
+    """humaneval or mbpp: the data set whose rules apply."""
+    data: str
+    """Path of the data file."""
+    programs: dict[str, str]
+    """Task id -> complete program."""
+    confined: bool
+    """Run programs in namespaces; False: only in a subprocess with limits."""
+    sanitize: bool = False
+    """Apply EvalPlus's sanitizer to the programs first."""
+    seconds: float = 4.0
+    """CPU limit of a call, or four times the CPU time of the canonical solution if that is more."""
+    memory_mib: int = 4096
+    """Limit on the address space of a program."""
+    comparing_seconds: float = 20.0
+    """CPU limit for comparing the outputs of one program, which may take `_COMPARING_MEMORY` bytes."""
+    processes: int = 0
+    """Programs that run at the same time; 0: one per core that this process may use."""
+    cache: str | None = None
+    """Private folder for the outputs of canonical solutions."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Result of a program on the base tests and on all tests: pass, fail, timeout, crash, output or refused."""
+
+    program: str
+    """The program that was run, so after the sanitizer."""
+    base: str
+    plus: str
+    reason: str = ""
+
+    def outcome(self, metric: str) -> tuple[float, str]:
+        """1 for a right program, and a text about it, for base or plus."""
+        status = self.base if metric == "base" else self.plus
+        reason = f": {self.reason}" if self.reason and status != "pass" else ""
+        return float(status == "pass"), f"{status}{reason}\n\n{self.program}"
+
+
+@dataclass(frozen=True)
+class _DataFile:
+    """What is known of one EvalPlus data file."""
+
+    problems: dict[str, dict[str, Any]]
+    digest: str
+    """sha256 of the file and of what determines how outputs are encoded."""
+    expected: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Task id -> part -> what the canonical solution returns, and its CPU seconds."""
+
+
+class Grader:
+    """Grades programs, and keeps what it knows and its processes for the next request.
+
+    Programs that were graded before, as other plans often give, cost nothing.
     """
 
     def __init__(self) -> None:
-        self.process: Child | None = None
+        inherited = {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH", "TMPDIR") if name in os.environ}
+        usual = {"PYTHONNOUSERSITE": "1", "HOME": "/nonexistent", "OMP_NUM_THREADS": "1"}
+        self.rules = LimitedCalls(evalplus_rules.__name__, {**inherited, **usual})
+        self.runners = {confined: Runners(confined=confined) for confined in (True, False)}
+        self.files: dict[tuple[str, str], _DataFile] = {}
+        self.verdicts: dict[str, Verdict] = {}
+        """Hash of a program and all its verdict depends on -> verdict."""
 
-    def grade(self, request: GradeRequest) -> dict[str, Any]:
-        """Verdicts and programs by task id. Raises RuntimeError when the process could not grade this request.
-
-        After that, and after programs that could harm it, another process gets the next request.
-        """
-        if self.process is None or self.process.process.poll() is not None:
-            self.close()
-            kept = {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH", "TMPDIR") if name in os.environ}
-            usual = {"PYTHONNOUSERSITE": "1", "HOME": "/nonexistent", "OMP_NUM_THREADS": "1"}
-            line = command("moe_lab.evaluation.harnesses.evalplus_grader")
-            self.process = Child(line, {**kept, **usual}, Path("/"))
+    def grade(self, request: GradeRequest) -> dict[str, Verdict]:
+        """Verdicts by task id. Raises RuntimeError for a canonical solution that does not run."""
+        code = Path(encoding.__file__).read_bytes() + sys.version.encode()  # both determine how outputs are encoded
+        digest = hashlib.sha256(Path(request.data).read_bytes() + code).hexdigest()
+        if (request.dataset, digest) not in self.files:
+            problems = evalplus_rules.problems_of(request.dataset, request.data)
+            self.files[request.dataset, digest] = _DataFile(problems, digest)
         try:
-            graded: dict[str, Any] = self.process.call("grade", request=asdict(request))
-        except (Ended, Refused) as error:
-            self.close()
-            raise RuntimeError(f"grading {request.data} failed: {error}") from None
-        if not request.confined:
-            self.close()
-        return graded
+            return _Grading(request, self.files[request.dataset, digest], self).graded()
+        finally:
+            if not request.confined:  # a program may have harmed them
+                self.close()
 
     def close(self) -> None:
-        """End the process and what it has started; the next request starts another one."""
-        if self.process is not None:
-            self.process.close()
-            self.process = None
+        """End all processes; others are started for the next request."""
+        self.rules.close()
+        for runners in self.runners.values():
+            runners.close()
 
 
-kept_grader = KeptGrader()
+kept_grader = Grader()
 atexit.register(kept_grader.close)
 
 
-def _sample(name: str, metric: str, answer: Answer, verdict: Mapping[str, str], program: str) -> Sample:
-    status = verdict[metric]
-    verdict_text = status if not verdict["reason"] or status == "pass" else f"{status}: {verdict['reason']}"
-    return answer.sample(name, float(status == "pass"), f"{verdict_text}\n\n{program}")
+@dataclass(frozen=True)
+class _Grading:
+    """Grading of one request."""
+
+    request: GradeRequest
+    file: _DataFile
+    grader: Grader
+
+    def graded(self) -> dict[str, Verdict]:
+        """Task id -> verdict, for each program of the request."""
+        programs, known = self.request.programs, self.grader.verdicts
+        keys = {task: self._key(task) for task in programs}
+        graded = {task: known[key] for task, key in keys.items() if key in known}
+        missing = [task for task in programs if task not in graded]
+        self._load_expected(missing)
+        with self._pool() as pool:
+            graded.update(zip(missing, pool.map(self._verdict, missing), strict=True))
+        if len(known) > _MOST_VERDICTS:
+            known.clear()
+        for task in missing:
+            if "crash" not in (graded[task].base, graded[task].plus):  # another program may have caused it
+                known[keys[task]] = graded[task]
+        return {task: graded[task] for task in programs}
+
+    def _key(self, task: str) -> str:
+        request = self.request
+        how = (request.seconds, request.memory_mib, request.comparing_seconds, request.confined, request.sanitize)
+        of = [request.dataset, self.file.digest, task, request.programs[task], how]
+        return hashlib.sha256(json.dumps(of).encode()).hexdigest()
+
+    def _pool(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(self.request.processes or cores())
+
+    def _inputs(self, task: str, part: str) -> list[Any]:
+        return [encode(list(arguments)) for arguments in self.file.problems[task][f"{part}_input"]]
+
+    def _run(self, task: str, part: str, program: str, seconds: list[float], memory: int) -> Outcome:
+        entry_point, total = self.file.problems[task]["entry_point"], min(_LONGEST, sum(seconds)) + 1.0
+        request = Request(program, entry_point, self._inputs(task, part), seconds, total, memory, _OUTPUT)
+        return self.grader.runners[self.request.confined].run(request)
+
+    # Expected outputs are those of the canonical solutions, which are run like any other program.
+
+    def _load_expected(self, tasks: list[str]) -> None:
+        cached, expected = self._cache_file(), self.file.expected
+        if cached is not None and cached.exists() and not expected.keys() >= set(tasks):
+            expected.update(json.loads(cached.read_text()))
+        missing = [task for task in tasks if task not in expected]
+        if not missing:
+            return
+        with self._pool() as pool:
+            expected.update(zip(missing, pool.map(self._canonical, missing), strict=True))
+        if cached is not None:
+            write_json(cached, expected)
+
+    def _canonical(self, task: str) -> dict[str, Any]:
+        problem = self.file.problems[task]
+        program = problem["prompt"] + problem["canonical_solution"]
+        outputs = {}
+        for part in PARTS:
+            seconds = [_CANONICAL_SECONDS] * len(problem[f"{part}_input"])
+            outcome = self._run(task, part, program, seconds, _CANONICAL_MEMORY)
+            if outcome.status != "ok":
+                how = f"{outcome.status} {outcome.error}"
+                raise RuntimeError(f"{self.request.data}: the canonical solution of {task} does not run: {how}")
+            outputs[part] = {"encoded": outcome.encoded, "seconds": outcome.seconds}
+        return outputs
+
+    def _cache_file(self) -> Path | None:
+        if self.request.cache is None:
+            return None
+        folder = Path(self.request.cache)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if folder.stat().st_uid != os.geteuid() or folder.stat().st_mode & 0o022:
+            raise RuntimeError(
+                f"{folder} must belong to you and be writable by you alone: it says what right answers are"
+            )
+        return folder / f"{self.request.dataset}-{self.file.digest}.json"
+
+    # The verdict of one program.
+
+    def _verdict(self, task: str) -> Verdict:
+        program = self.request.programs[task]
+        if self.request.sanitize:
+            arguments = [program, self.file.problems[task]["entry_point"]]
+            program = self.grader.rules("sanitized", arguments, *_SANITIZING) or program
+        base, reason = self._part_verdict(task, "base", program)
+        if base != "pass" or not self.file.problems[task]["plus_input"]:
+            return Verdict(program, base, base, reason)
+        plus, reason = self._part_verdict(task, "plus", program)
+        return Verdict(program, base, plus, reason)
+
+    def _part_verdict(self, task: str, part: str, program: str) -> tuple[str, str]:
+        canonical = self.file.expected[task][part]
+        seconds = [max(self.request.seconds, 4.0 * once) for once in canonical["seconds"]]
+        outcome = self._run(task, part, program, seconds, self.request.memory_mib << 20)
+        if outcome.status != "ok":
+            return ("fail" if outcome.status == "failed" else outcome.status), outcome.error
+        entry_point, atol = (self.file.problems[task][name] for name in ("entry_point", "atol"))
+        problem = {"entry_point": entry_point, "atol": atol, "inputs": self._inputs(task, part)}
+        arguments = [self.request.dataset, problem, outcome.encoded, canonical["encoded"]]
+        limits = (self.request.comparing_seconds, _COMPARING_MEMORY)
+        return _COMPARED[self.grader.rules("compared", arguments, *limits)]
+
+
+_COMPARED = {
+    "right": ("pass", ""),
+    "wrong": ("fail", "another value was expected"),
+    "no value": ("output", "it sent something else than a value"),
+    None: ("output", "what it returned takes too much time or memory to compare"),
+}

@@ -1,27 +1,36 @@
-"""EvalPlus's own sanitizer and comparison, protected against the programs that they process.
+"""EvalPlus's own problems, sanitizer and comparison, protected against the programs that they process.
 
 EvalPlus compares outputs in the process that runs the program, where the program can see and change the verdict. Here
 EvalPlus compares the outputs of a stand-in, which returns the values that the model's program returned in the sandbox.
 Tolerances, set equality and the special cases of MBPP are EvalPlus's own.
 
 EvalPlus's sanitizer searches for the longest run of lines that is Python, in time cubic in their number, and parsing
-what a model wrote can crash a process. So here it runs in a child process with limits, on a limited number of lines,
-and tries the longest runs first.
+what a model wrote can crash a process. So here it is called in a process with limits (`sandbox/client.py`), on a
+limited number of lines, and tries the longest runs first.
 """
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
-from evalplus import eval as evalplus_eval
-from evalplus import sanitize as evalplus_sanitize
-from evalplus.eval._special_oracle import MBPP_OUTPUT_NOT_NONE_TASKS as MBPP_OUTPUT_NOT_NONE_TASKS
+from moe_lab.evaluation.sandbox.encoding import decode, decode_text
+
+# evalplus.data imports `datasets` for a benchmark not used here; without it the import takes 0.1 s instead of 1.3.
+_unused = sys.modules.setdefault("datasets", SimpleNamespace(load_dataset=None))  # type: ignore[arg-type]
+from evalplus import eval as evalplus_eval  # noqa: E402
+from evalplus import sanitize as evalplus_sanitize  # noqa: E402
+from evalplus.data import humaneval, mbpp  # noqa: E402
+from evalplus.eval._special_oracle import MBPP_OUTPUT_NOT_NONE_TASKS  # noqa: E402
+
+if isinstance(_unused, SimpleNamespace):
+    del sys.modules["datasets"]
 
 MOST_LINES = 150
 """Number of lines that are searched of a text that is not Python as a whole."""
@@ -92,13 +101,40 @@ def replay(*arguments: Any) -> Any:
     return next(_recorded)
 
 
-def agrees(dataset: str, problem: dict[str, Any], part: str, outputs: list[Any], expected: list[Any]) -> bool:
-    """Whether EvalPlus accepts `outputs`, one per input of the problem's `part`, base or plus.
+def problems_of(dataset: str, data: str) -> dict[str, dict[str, Any]]:
+    """The problems in the file `data` as EvalPlus reads them, with its special input types."""
+    if dataset == "humaneval":
+        with patch.object(humaneval, "HUMANEVAL_OVERRIDE_PATH", data):
+            problems: dict[str, dict[str, Any]] = humaneval.get_human_eval_plus()
+    else:
+        with patch.object(mbpp, "MBPP_OVERRIDE_PATH", data):
+            problems = mbpp.get_mbpp_plus()
+    return problems
+
+
+def compared(dataset: str, problem: Mapping[str, Any], encoded: list[str], canonical: list[str]) -> str:
+    """How a program's encoded outputs compare with those of the canonical solution: right, wrong, or no value.
+
+    `problem` has its entry_point, its atol, and the encoded `inputs`. What is encoded is decoded only here; that makes
+    data of it, never code.
+    """
+    try:
+        outputs = [decode_text(text) for text in encoded]
+    except ValueError:
+        return "no value"
+    expected = [decode_text(text) for text in canonical]
+    if dataset == "mbpp" and problem["entry_point"] in MBPP_OUTPUT_NOT_NONE_TASKS:
+        expected = [value is not None for value in expected]
+    return "right" if _agrees(dataset, problem, outputs, expected) else "wrong"
+
+
+def _agrees(dataset: str, problem: Mapping[str, Any], outputs: list[Any], expected: list[Any]) -> bool:
+    """Whether EvalPlus accepts `outputs`, one per input.
 
     EvalPlus 0.3.1 reports HumanEval/32 as failed although its own check has succeeded; here it passes.
     """
     global _recorded
-    inputs = problem[f"{part}_input"]
+    inputs = [decode(arguments) for arguments in problem["inputs"]]
     if len(outputs) != len(inputs):
         return False
     _recorded = iter(outputs)

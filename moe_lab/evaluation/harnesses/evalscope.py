@@ -6,33 +6,20 @@ EvalScope runs in a separate process (`evalscope_worker.py`), once for the quest
 from __future__ import annotations
 
 import os
-import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from moe_lab.child_process import Child, Ended, Refused
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError, unknown, user_errors
-from moe_lab.evaluation import harness, mirror
-from moe_lab.evaluation.harness import (
-    HARNESSES,
-    Answer,
-    Graded,
-    Item,
-    Text,
-    check_count,
-    graded_by_mean,
-    replace_surrogates,
-)
-from moe_lab.evaluation.harnesses.evalplus_grader import cores
+from moe_lab.evaluation import NAMESPACES, Policy, harness, mirror
+from moe_lab.evaluation.harness import HARNESSES, Answer, Graded, Item, Text, graded_by_mean, replace_surrogates
 from moe_lab.evaluation.harnesses.evalscope_code import DataError
-from moe_lab.evaluation.sandbox import NAMESPACES, Policy
-from moe_lab.results import Sample
+from moe_lab.evaluation.sandbox.client import cores
 from moe_lab.start import command
 
 UNSCORED_AT_MOST = 0.01
@@ -69,15 +56,9 @@ def interpreter(benchmark: BenchmarkConfig) -> str:
 def installed(benchmark: BenchmarkConfig) -> str | None:
     """EvalScope's version in the benchmark's interpreter; None if it is not installed."""
     try:
-        return _version(interpreter(benchmark)) or None
+        return harness.installed_in(interpreter(benchmark), "evalscope")
     except UserError:
         return None
-
-
-@lru_cache(maxsize=8)
-def _version(python: str) -> str:
-    program = "from importlib.metadata import version; print(version('evalscope'))"
-    return subprocess.run([python, "-I", "-c", program], capture_output=True, text=True, env={}).stdout.strip()
 
 
 def wrong(benchmark: BenchmarkConfig) -> Iterator[str]:
@@ -100,18 +81,15 @@ def wrong(benchmark: BenchmarkConfig) -> Iterator[str]:
 
 
 def lacking(benchmark: BenchmarkConfig, policy: Policy) -> Iterator[str]:
-    """A sentence if EvalScope is missing, and one if pickled tests would need a permission."""
+    """Sentences if EvalScope is missing, and if running programs or reading pickled tests would need a permission."""
     yield from user_errors(lambda: harness.check_has("evalscope", interpreter(benchmark)))
-    if runs_programs(benchmark) and not policy.allow_pickled_data:
-        yield (
-            f"allow_pickled_data=false, but the tests of benchmark {benchmark.name} are pickled: set "
-            f"allow_pickled_data=true, and only text is read of them"
-        )
-
-
-def runs_programs(benchmark: BenchmarkConfig) -> bool:
-    """Whether answers are programs."""
-    return benchmark.task in TASKS and TASKS[benchmark.task].code
+    if benchmark.task in TASKS and TASKS[benchmark.task].code:
+        yield from user_errors(policy.protection)
+        if not policy.allow_pickled_data:
+            yield (
+                f"allow_pickled_data=false, but the tests of benchmark {benchmark.name} are pickled: set "
+                f"allow_pickled_data=true, and only text is read of them"
+            )
 
 
 # Questions and grades.
@@ -122,11 +100,8 @@ def items(benchmark: BenchmarkConfig) -> list[Item]:
 
     EvalScope reads complete answers, so nothing but an end token ends them.
     """
-    questions = _asked(benchmark, None, "questions")
-    if benchmark.limit is None:
-        check_count(benchmark, len(questions))
     asked = []
-    for question in questions:
+    for question in _asked(benchmark, None, "questions"):
         messages = question["messages"]
         text = "\n\n".join(message["content"] for message in messages) + "\n"
         asked.append(Item(question["item"], (Text(messages if benchmark.chat else text, benchmark.max_new_tokens),)))
@@ -149,17 +124,15 @@ def grade(answers: Sequence[Answer], benchmark: BenchmarkConfig, policy: Policy)
             f"benchmark {benchmark.name}: EvalScope could not compare {len(unscored)} of {len(verdicts)} answers, "
             f"such as that to {unscored[0]}"
         )
-    samples = [_sample(name, answer, verdicts[answer.item], code) for name in benchmark.reports for answer in answers]
+
+    def verdict(answer: Answer, metric: str) -> tuple[float, str]:
+        found = verdicts[answer.item]
+        if found["outcome"] is None:
+            return 0.0, f"not compared: {found['why']}"
+        return found["outcome"], ("pass" if found["outcome"] else found["why"]) if code else found["extracted"]
+
     protocol = {"evalscope": reply["versions"], "unscored": unscored, **({"sandbox": protection} if code else {})}
-    return graded_by_mean(samples, benchmark, protocol)
-
-
-def _sample(name: str, answer: Answer, verdict: Mapping[str, Any], code: bool) -> Sample:
-    outcome = verdict["outcome"]
-    extracted = ("pass" if outcome else verdict["why"]) if code else verdict["extracted"]
-    if outcome is None:
-        extracted = f"not compared: {verdict['why']}"
-    return answer.sample(name, outcome or 0.0, extracted)
+    return graded_by_mean(answers, benchmark, verdict, protocol)
 
 
 def _asked(benchmark: BenchmarkConfig, policy: Policy | None, method: str, **arguments: Any) -> Any:
@@ -211,10 +184,11 @@ def _linked_data(benchmark: BenchmarkConfig, folder: Path) -> Path:
 
 
 def _code(benchmark: BenchmarkConfig, policy: Policy | None) -> dict[str, Any]:
-    """Fields of `CodeSettings`. Without a policy, no program is run."""
-    days = {name: str(benchmark.parameters[name]) for name in HARNESSES["evalscope"].question_parameters}
-    limits = {name: benchmark.parameters.get(name) for name in HARNESSES["evalscope"].grading_parameters}
-    settings = {"processes": cores(), **{name: value for name, value in limits.items() if value}, **days}
-    if policy is not None:
-        settings |= {"pickles": policy.allow_pickled_data, "confined": policy.protection() == NAMESPACES}
-    return settings
+    """Days, pickles and limits. Without a policy, no program is run."""
+    chosen = {name: benchmark.parameters.get(name) for name in HARNESSES["evalscope"].grading_parameters}
+    limits = {"processes": cores(), **{name: value for name, value in chosen.items() if value}}
+    return {
+        "days": [str(benchmark.parameters[name]) for name in ("start_date", "end_date")],
+        "pickles": policy is not None and policy.allow_pickled_data,
+        "limits": {**limits, "confined": policy is None or policy.protection() == NAMESPACES},
+    }

@@ -10,16 +10,16 @@ from __future__ import annotations
 import inspect
 import io
 import json
+import os
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
-from moe_lab.evaluation.sandbox.children import LimitedChildren
-from moe_lab.evaluation.sandbox.client import Outcome, Runners
+from moe_lab.evaluation.sandbox.client import LimitedCalls, Outcome, Runners
 from moe_lab.evaluation.sandbox.runner import Request
 
 _FIRST_TESTS = 4  # most wrong programs fail one of them, and then the others, which may take hours, are not run
@@ -56,36 +56,16 @@ class DataError(Exception):
     """The data is unusable, or not allowed. The message is a sentence for the user."""
 
 
-@dataclass(frozen=True)
-class CodeSettings:
-    """Selection of problems, and limits of programs."""
+def of_days(record_to_sample: Callable[[dict[str, Any]], Any], days: Sequence[str], *, asking: bool) -> Any:
+    """EvalScope's `record_to_sample` for the problems from the first to the last of `days` (YYYY-MM-DD) alone.
 
-    start_date: str
-    """First day of the selected contests, YYYY-MM-DD."""
-    end_date: str
-    """Last day of the selected contests, included."""
-    pickles: bool = False
-    """Private tests may be a pickle, from which nothing but text is read."""
-    confined: bool = True
-    """Run programs in namespaces; False: only in a subprocess with limits."""
-    seconds: float = 6.0
-    """CPU limit of a test; 6 is EvalScope's own."""
-    memory_mib: int = 4096
-    """Limit on the address space of a program."""
-    processes: int = 1
-    """Programs that run at the same time."""
-
-
-RecordToSample = Callable[[dict[str, Any]], Any]
-
-
-def selected(record_to_sample: RecordToSample, settings: CodeSettings, *, asking: bool) -> RecordToSample:
-    """EvalScope's `record_to_sample` for the selected problems alone; with `asking`, private tests are not read."""
+    With `asking`, private tests are not read.
+    """
 
     def of_selected(record: dict[str, Any]) -> Any:
         day = record["contest_date"]
         row = {**record, "contest_date": day if isinstance(day, str) else day.isoformat()}
-        if not settings.start_date <= row["contest_date"][:10] <= settings.end_date:
+        if not days[0] <= row["contest_date"][:10] <= days[1]:
             return []
         return record_to_sample({**row, "private_test_cases": "[]"} if asking else row)
 
@@ -93,12 +73,12 @@ def selected(record_to_sample: RecordToSample, settings: CodeSettings, *, asking
 
 
 @contextmanager
-def only_text_unpickled(settings: CodeSettings) -> Iterator[None]:
+def only_text_unpickled(*, allowed: bool) -> Iterator[None]:
     """A context in which EvalScope reads pickled tests only where they are allowed, and nothing but text of them."""
     from evalscope.benchmarks.live_code_bench import load_utils
 
     def loads(content: bytes) -> Any:
-        if not settings.pickles:
+        if not allowed:
             raise DataError("its private tests are pickled: set allow_pickled_data=true, or make them JSON in the data")
         return OnlyText(io.BytesIO(content)).load()
 
@@ -114,12 +94,16 @@ class OnlyText(pickle.Unpickler):
 
 
 class Programs:
-    """Runs programs and grades what they printed or returned. Must be made while there are no other threads."""
+    """Runs programs and grades what they printed or returned.
 
-    def __init__(self, settings: CodeSettings) -> None:
-        self.settings = settings
-        self._runners = Runners(confined=settings.confined)
-        self._compared = LimitedChildren(_compare, settings.processes)
+    `confined`: in namespaces, otherwise only with limits; `seconds` of the processor for each test, as EvalScope's own;
+    `memory_mib` of address space; `processes`: programs that run at the same time.
+    """
+
+    def __init__(self, *, confined: bool, seconds: float = 6.0, memory_mib: int = 4096, processes: int = 1) -> None:
+        self.seconds, self.memory, self.processes = seconds, memory_mib << 20, processes
+        self._runners = Runners(confined=confined)
+        self._compared = LimitedCalls(__name__, os.environ)
 
     def close(self) -> None:
         """End all processes."""
@@ -144,42 +128,39 @@ class Programs:
 
         A result is True for a test that the program passes; judging stops at the first failure.
         """
-        outcome = self._runners.run(self._request(solution, tests))
-        number = len(outcome.encoded) + (outcome.status != "ok")
-        first = {name: tests[name][:number] for name in ("inputs", "outputs")}
-        judged = self._compared([tests["fn_name"], first, asdict(outcome)], *_COMPARING)
-        if judged is None:
-            error = "what it sent takes too long or too much to compare"
-            return [_WRONG], {"program": "output", "program_error": error}
-        results, notes = json.loads(judged)
-        return results, {**notes, "program": outcome.status, "program_error": outcome.error}
-
-    def _request(self, solution: str, tests: dict[str, Any]) -> Request:
         inputs = tests["inputs"]
-        return Request(
+        request = Request(
             program=program(solution, tests["fn_name"]),
             entry_point="moe_lab_answer",
             inputs=[[text] for text in inputs],
-            seconds=[self.settings.seconds] * len(inputs),
-            total_seconds=(self.settings.seconds + 1) * len(inputs),
-            memory=self.settings.memory_mib << 20,
+            seconds=[self.seconds] * len(inputs),
+            total_seconds=(self.seconds + 1) * len(inputs),
+            memory=self.memory,
             output=_OUTPUT,
             parts=_PARTS,
             processes=_PROCESSES,
         )
+        outcome = self._runners.run(request)
+        number = len(outcome.encoded) + (outcome.status != "ok")
+        first = {name: tests[name][:number] for name in ("inputs", "outputs")}
+        judged = self._compared("compared", [tests["fn_name"], first, asdict(outcome)], *_COMPARING)
+        if judged is None:
+            error = "what it sent takes too long or too much to compare"
+            return [_WRONG], {"program": "output", "program_error": error}
+        results, notes = judged
+        return results, {**notes, "program": outcome.status, "program_error": outcome.error}
 
 
-def _compare(request: Any) -> str:
-    """Work of a child: EvalScope's results and notes, as JSON, for the name of a function, tests, and an outcome."""
+def compared(function: str | None, tests: dict[str, Any], outcome: dict[str, Any]) -> Any:
+    """EvalScope's results and notes on the outcome of tests, as JSON; `function` is the name of the called one."""
     from evalscope.benchmarks.live_code_bench import testing_util
 
-    function, tests, outcome = request[0], request[1], Outcome(**request[2])
-    with replayed(outcome, function):
+    with replayed(Outcome(**outcome), function):
         if function is None:
             judged = testing_util.grade_stdio("", tests["inputs"], tests["outputs"], 0)
         else:
             judged = testing_util.grade_call_based("", tests["inputs"], tests["outputs"], function, 0)
-    return json.dumps(judged, default=str)
+    return json.loads(json.dumps(judged, default=str))
 
 
 def program(solution: str, function: str | None) -> str:

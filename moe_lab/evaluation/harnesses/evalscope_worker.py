@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from hashlib import sha256
 from importlib.metadata import version
 from itertools import repeat
@@ -17,7 +18,6 @@ from typing import Any
 from moe_lab.child_process import serve
 from moe_lab.evaluation.harnesses import evalscope_code
 
-_MODEL = "moe_lab"
 _SCORED = "success"  # EvalScope's other states are for judges and for answers that could not be compared
 _VERSIONS = ("evalscope", "datasets", "math-verify", "sympy")
 Samples = dict[str, Any]
@@ -26,9 +26,6 @@ Samples = dict[str, Any]
 
 class Worker:
     """What the process does, for a task and its data: the arguments of `load`."""
-
-    def __init__(self) -> None:
-        self._programs: evalscope_code.Programs | None = None
 
     def questions(self, **task: Any) -> list[dict[str, Any]]:
         """Dicts of item and messages."""
@@ -43,9 +40,8 @@ class Worker:
         grade: Callable[[Any, Any], dict[str, Any]] = _grade
         parallel = 1
         if task["code"]:
-            # Before the data is loaded, as programs need processes that are forked while there are no threads.
-            self._programs = evalscope_code.Programs(evalscope_code.CodeSettings(**task["code"]))
-            grade, parallel = self._programs.grade, self._programs.settings.processes
+            programs = evalscope_code.Programs(**task["code"]["limits"])
+            grade, parallel = programs.grade, programs.processes
         adapter, samples = load(**task, asking=False)
         other = set(texts) ^ set(samples)
         assert not other, f"answers and questions are not the same: {sorted(other)[0]} is only on one side"
@@ -54,11 +50,6 @@ class Worker:
             found = pool.map(grade, repeat(adapter), states)
             verdicts = [{"item": name, **verdict} for name, verdict in zip(samples, found, strict=True)]
         return {"samples": verdicts, "versions": {name: version(name) for name in _VERSIONS}}
-
-    def close(self) -> None:
-        """End the processes of programs."""
-        if self._programs:
-            self._programs.close()
 
 
 def load(
@@ -73,8 +64,8 @@ def load(
     """EvalScope's adapter of the task `name`, and its samples in the order of the data, subset by subset.
 
     `folder`: the data, in the layout of the hub; EvalScope may delete files in it. `dataset_args`: EvalScope's settings
-    of the task. `limit`: number of items, taken evenly from the subsets (None: all). `code`: fields of `CodeSettings`
-    for tasks whose answers are programs. Raises evalscope_code.DataError if there are no samples.
+    of the task. `limit`: number of items, taken evenly from the subsets (None: all). `code`: days, pickles and limits,
+    where answers are programs. Raises evalscope_code.DataError if there are no samples.
     """
     from evalscope import TaskConfig
     from evalscope.api.registry import get_benchmark
@@ -82,11 +73,8 @@ def load(
     args = {name: {"dataset_id": folder, **dataset_args}}
     adapter = get_benchmark(name, TaskConfig(datasets=[name], dataset_args=args))
     if code:
-        settings = evalscope_code.CodeSettings(**code)
-        adapter.record_to_sample = evalscope_code.selected(adapter.record_to_sample, settings, asking=asking)
-        with evalscope_code.only_text_unpickled(settings):
-            subsets = adapter.load_dataset()
-    else:
+        adapter.record_to_sample = evalscope_code.of_days(adapter.record_to_sample, code["days"], asking=asking)
+    with evalscope_code.only_text_unpickled(allowed=code["pickles"]) if code else nullcontext():
         subsets = adapter.load_dataset()
     samples = dict(_named(subsets, limit))
     if not samples:
@@ -114,8 +102,8 @@ def _answered(sample: Any, text: str) -> Any:
     from evalscope.api.evaluator import TaskState
     from evalscope.api.model import ModelOutput
 
-    output = ModelOutput.from_content(_MODEL, text)
-    return TaskState(_MODEL, sample, [*sample.input, output.message], output, completed=True)
+    output = ModelOutput.from_content("moe_lab", text)
+    return TaskState("moe_lab", sample, [*sample.input, output.message], output, completed=True)
 
 
 def _grade(adapter: Any, state: Any) -> dict[str, Any]:
@@ -132,5 +120,4 @@ def _grade(adapter: Any, state: Any) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    worker = Worker()
-    serve(worker, worker.close)
+    serve(Worker())  # the processes of programs end with this one, whose pipes they read

@@ -32,17 +32,6 @@ _BLOCK = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
 _ARGUMENT = re.compile(r"<arg_key>\s*(.*?)\s*</arg_key>\s*<arg_value>\s*(.*?)\s*</arg_value>", re.DOTALL)
 _RECIPIENT = re.compile(r"(?:\A|assistant)\s*(?:<\|channel\|>)?(?:(?:commentary|analysis)\s+)?(?P<to>to=functions\.)")
 """The beginning of a message to a function; only the first message of an answer does not name its role."""
-_MARK = re.compile(
-    r"<[^\s<>]{0,24}(?:tool|function)s?[_\u2581 -]?call[^<>\n]{0,80}>"  # of Qwen, Kimi, DeepSeek, Granite, MiniMax
-    r"|<(?:function|invoke|parameter)[ =][^<>\n]{1,160}>"  # of Qwen3-Coder, Llama and Claude
-    r"|\[TOOL_CALLS\]|<\|python_tag\|>|<\|START_ACTION\|>|<\|action_start\|>|functools\[|```tool_(?:code|call)"
-)
-"""What begins a call in the forms of model families, whether or not the form is read here."""
-_ANY_CALL = re.compile(
-    r"""["']name["']\s*:[^,{}\[\]]{0,160},\s*["'](?:arguments|parameters|args|input|kwargs)["']\s*:"""
-    r"|\A\[\s*[A-Za-z_][\w.]*\([^\n]*\)\s*\]\Z"
-)
-"""A call of whatever function, in JSON anywhere or in Python as the whole answer."""
 _IGNORED = re.compile(r"[ ,./\-_*^]")
 
 
@@ -52,9 +41,6 @@ class Call:
 
     name: str
     arguments: Mapping[str, Any]
-
-
-UNFINISHED = "expected an answer, found a thought that does not end"
 
 
 class Undecodable(ValueError):
@@ -153,12 +139,9 @@ def _call(document: Any) -> Call:
     """The call that a JSON object describes."""
     if not isinstance(document, dict):
         raise Undecodable(f"expected an object with a name and arguments, found {document!r:.80}")
-    if "name" in document and "arguments" in document:
-        name, arguments = document["name"], document["arguments"]
-    elif len(document) == 1:
+    name, arguments = document.get("name"), document.get("arguments")
+    if len(document) == 1:
         ((name, arguments),) = document.items()
-    else:
-        raise Undecodable(f"expected an object with a name and arguments, found {document!r:.80}")
     if not isinstance(name, str) or not isinstance(arguments, dict):
         raise Undecodable(f"expected a name and an object of arguments, found {document!r:.80}")
     return Call(name, arguments)
@@ -173,20 +156,19 @@ def mistake(
 
     `functions` are the descriptions that came with the question, `right` the calls of a right answer, one {name:
     {argument: allowed values}} each. The order of calls is free. Where `right` is empty, the functions are of no use
-    for the question, and the answer is right without any call, be it malformed or in a form that is not read.
+    for the question, and the answer is right without any call, be it malformed.
     """
     if answer is None:
-        return UNFINISHED
+        return "expected an answer, found a thought that does not end"
     try:
         calls = decode(answer, functions)
     except Undecodable as error:
-        if not right and _has_call(answer, functions):
-            return f"expected no call, found {answer.strip()!r:.80}"
-        return str(error) if right else None
-    if not right and calls:
-        return f"expected no call, found {len(calls)}"
+        if right:
+            return str(error)
+        calls = []
     if not right:
-        return f"expected no call, found {answer.strip()!r:.80}" if _has_call(answer, functions) else None
+        is_call = calls or "<tool_call>" in answer or _RECIPIENT.search(answer.strip())
+        return f"expected no call, found {answer.strip()!r:.80}" if is_call else None
     if len(calls) != len(right):
         return f"expected {len(right)} calls, found {len(calls)}"
     descriptions = _by_name(functions)
@@ -202,27 +184,6 @@ def mistake(
         else:
             return "; ".join(dict.fromkeys(mistakes))
     return None
-
-
-def _has_call(text: str, functions: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether a text calls a function in any form, also one that `decode` does not read, or an incomplete one.
-
-    To speak of a function is no call: its name must be followed by arguments, or stand where a call names it.
-    """
-    answer = text.strip()
-    if _MARK.search(answer) or _ANY_CALL.search(answer) or _RECIPIENT.search(answer):
-        return True
-    written = {form for function in functions for form in (function["name"], function["name"].replace(".", "_"))}
-    names = "|".join(map(re.escape, sorted(written, key=len, reverse=True)))
-    quoted = rf"""["'](?:{names})["']"""
-    in_json = rf"""["'](?:name|function|tool|tool_name|function_name|action)["']\s*:\s*{quoted}|{quoted}\s*:\s*\{{"""
-    before_object = rf"(?<!\w)(?:{names})(?::\d+)?(?:<[^\s<>]{{1,40}}>|```(?:json)?|\s)*\{{"
-    in_tags = rf"(?<![\w.])(?:{names})\s*<arg_key>|^Action:\s*(?:{names})\b"
-    # A line of Python that begins with the call, and ends with it or within it.
-    in_python = rf"^[\s\[`(]*(?:print\(|\w+\s*=\s*)?(?:\w+\.)*(?:{names})\((?:[^)\n]*|.*[)\],(`;])\s*$"
-    return bool(names) and any(
-        re.search(form, answer, re.MULTILINE) for form in (in_json, before_object, in_tags, in_python)
-    )
 
 
 def _wrong_call(
@@ -268,7 +229,7 @@ def _is_allowed(value: Any, described: Mapping[str, Any], allowed: Sequence[Any]
         return any(_is_list_of_dicts(value, option) for option in options)
     if declared is list:
         return _standard_list(value) in [_standard_list(option) for option in options] or (not value and "" in allowed)
-    return _standard(value) in [_standard(option) for option in allowed]
+    return _standard(value) in _standard_list(allowed)
 
 
 def _type_of_first(allowed: Iterable[Any]) -> type | None:

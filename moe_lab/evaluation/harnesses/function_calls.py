@@ -10,9 +10,9 @@ from typing import Any
 
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError, unknown, user_errors
+from moe_lab.evaluation import Policy
 from moe_lab.evaluation.harness import Answer, Graded, Item, Text, check_count, data_files, graded_by_mean
 from moe_lab.evaluation.harnesses.function_call_rules import TYPES, mistake, tool
-from moe_lab.evaluation.sandbox import Policy
 from moe_lab.json_files import fits
 
 _QUESTION = {
@@ -37,8 +37,6 @@ class Question:
 
 def wrong(benchmark: BenchmarkConfig) -> Iterator[str]:
     """A sentence for each problem with the benchmark's settings or files."""
-    if not benchmark.chat:
-        yield f"benchmark {benchmark.name}: chat=false, but tools are written by the chat template: set chat=true"
     if benchmark.data is not None:
         yield f"benchmark {benchmark.name}: data={benchmark.data}, but questions are read from task: expected null"
     if "answers" not in benchmark.parameters:
@@ -52,10 +50,8 @@ def wrong(benchmark: BenchmarkConfig) -> Iterator[str]:
 
 def items(benchmark: BenchmarkConfig) -> list[Item]:
     """The questions, each with its functions as tools. Only an end token ends an answer."""
-    questions = _questions(benchmark)
-    check_count(benchmark, len(questions))
     asked = []
-    for question in questions[: benchmark.limit]:
+    for question in _questions(benchmark)[: benchmark.limit]:
         tools = [tool(function) for function in question.functions]
         asked.append(Item(question.name, (Text(question.messages, benchmark.max_new_tokens, tools=tools),)))
     return asked
@@ -64,15 +60,13 @@ def items(benchmark: BenchmarkConfig) -> list[Item]:
 def grade(answers: Sequence[Answer], benchmark: BenchmarkConfig, policy: Policy) -> Graded:
     """Whether the calls of each answer are right; what is wrong with them is the extracted text of its sample."""
     questions = {question.name: question for question in _questions(benchmark)}
-    mistakes = [
-        mistake(answer.reply.text, questions[answer.item].functions, questions[answer.item].right) for answer in answers
-    ]
-    samples = [
-        answer.sample(name, float(reason is None), reason or "right")
-        for name in benchmark.reports
-        for answer, reason in zip(answers, mistakes, strict=True)
-    ]
-    return graded_by_mean(samples, benchmark, {})
+
+    def verdict(answer: Answer, metric: str) -> tuple[float, str]:
+        question = questions[answer.item]
+        reason = mistake(answer.reply.text, question.functions, question.right)
+        return float(reason is None), reason or "right"
+
+    return graded_by_mean(answers, benchmark, verdict)
 
 
 def _questions(benchmark: BenchmarkConfig) -> list[Question]:

@@ -17,20 +17,9 @@ from lm_eval.api.instance import Instance
 
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError, unknown
-from moe_lab.evaluation.harness import (
-    Answer,
-    Document,
-    Graded,
-    Item,
-    Pair,
-    Reply,
-    Text,
-    check_count,
-    loss_result,
-    mean_result,
-)
+from moe_lab.evaluation import Policy
+from moe_lab.evaluation.harness import Answer, Document, Graded, Item, Pair, Text, loss_result, mean_result
 from moe_lab.evaluation.harnesses.lm_eval_tasks import first_items, label_of, tasks
-from moe_lab.evaluation.sandbox import Policy
 from moe_lab.results import Result, Sample
 
 Aggregation = Callable[[Any], Any]
@@ -61,11 +50,10 @@ class _Row:
 def items(benchmark: BenchmarkConfig) -> list[Item]:
     """What a task asks about its items, or a group of tasks whose items have equal weight.
 
-    Raises UserError for a metric that the task lacks or that has no outcome of an item, an unexpected number of items,
-    and a task that samples, runs programs or shows images.
+    Raises UserError for a metric that the task lacks or that has no outcome of an item, and a task that samples, runs
+    programs or shows images.
     """
     by_name = tasks(benchmark)
-    check_count(benchmark, sum(len(task.task_docs) for task in by_name.values()))
     for metric in benchmark.reports.values():
         _aggregation(metric, by_name, benchmark)
     return [
@@ -154,7 +142,12 @@ def _rows(questions: Sequence[_Question], answers: Mapping[str, Answer]) -> list
     for question in questions:
         by_task.setdefault(id(question.task), []).append(question)
         for request, reply in zip(question.requests, answers[question.name].replies, strict=True):
-            request.resps = [_response(request, reply)] * (request.repeats or 1)
+            response: Any = reply.nats
+            if request.request_type == "generate_until":
+                response = reply.text or ""
+            elif request.request_type == "loglikelihood":
+                response = (reply.nats, reply.windows[0].likeliest)
+            request.resps = [response] * (request.repeats or 1)
             request.filtered_resps = {}
     rows = []
     for of_task in by_task.values():
@@ -162,13 +155,6 @@ def _rows(questions: Sequence[_Question], answers: Mapping[str, Answer]) -> list
         for name in of_task[0].requests[0].filtered_resps:
             rows += [_row(question, answers[question.name], name) for question in of_task]
     return rows
-
-
-def _response(request: Instance, reply: Reply) -> Any:
-    """A reply in lm-eval's form."""
-    if request.request_type == "generate_until":
-        return reply.text or ""
-    return reply.nats if request.request_type == "loglikelihood_rolling" else (reply.nats, reply.windows[0].likeliest)
 
 
 def _row(question: _Question, answer: Answer, name: str) -> _Row:

@@ -20,8 +20,9 @@ from lm_eval.tasks import TaskManager
 
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError
-from moe_lab.evaluation import data_digest, mirror
+from moe_lab.evaluation import mirror
 from moe_lab.evaluation.harness import data_files
+from moe_lab.evaluation.suite import data_digest, task_folder
 
 SEED = 1234
 """The default of lm-eval's own command line."""
@@ -57,21 +58,15 @@ def _with_requests(benchmark: BenchmarkConfig) -> dict[str, Any]:
             samples=numbers,
             apply_chat_template=benchmark.chat,
             fewshot_as_multiturn=benchmark.chat,
-            chat_template=_as_json if benchmark.chat else None,
+            # lm-eval wants a conversation as a text, which `lm_eval._request` reads
+            chat_template=(lambda messages, **_: json.dumps(messages)) if benchmark.chat else None,
         )
     return by_name
 
 
-def _as_json(messages: Sequence[Mapping[str, str]], **_: Any) -> str:
-    """A conversation as a text, which lm-eval wants in place of it; `_request` reads it."""
-    return json.dumps(messages)
-
-
 def _stock(benchmark: BenchmarkConfig) -> dict[str, Any]:
     """A task or group of lm-eval that reads the benchmark's mirror; only its folder is indexed."""
-    from moe_lab.evaluation.harnesses import lm_eval_folders
-
-    manager = TaskManager(include_path=str(lm_eval_folders.folder(benchmark)), include_defaults=False)
+    manager = TaskManager(include_path=str(task_folder(benchmark)), include_defaults=False)
     subsets = mirror.subsets(benchmark)
 
     def from_mirror(path: str, name: str | None = None, **_: Any) -> _Splits:

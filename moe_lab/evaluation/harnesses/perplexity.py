@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from moe_lab.calibration.documents import BLANK_LINE
 from moe_lab.calibration.sources import whole_text
 from moe_lab.config import BenchmarkConfig
-from moe_lab.evaluation import mirror
+from moe_lab.evaluation import Policy, mirror
 from moe_lab.evaluation.harness import Answer, Document, Graded, Item, data_files, loss_result
-from moe_lab.evaluation.sandbox import Policy
 from moe_lab.results import Sample
 
 
@@ -19,9 +18,11 @@ def items(benchmark: BenchmarkConfig) -> list[Item]:
     By default they have 2048 tokens, or what the model can read.
     """
     length = benchmark.parameters.get("length")
-    return [
-        Item("text", (Document(_text(benchmark), None if length is None else int(length), windows=benchmark.limit),))
-    ]
+    if benchmark.data is None:
+        text = whole_text(data_files(benchmark)[-1], "suite.path")
+    else:  # joined as papers do with WikiText, and as `calibration.joined` does
+        text = BLANK_LINE.join(row["text"] for row in mirror.rows(benchmark))
+    return [Item("text", (Document(text, None if length is None else int(length), windows=benchmark.limit),))]
 
 
 def grade(answers: Sequence[Answer], benchmark: BenchmarkConfig, policy: Policy) -> Graded:
@@ -46,14 +47,3 @@ def grade(answers: Sequence[Answer], benchmark: BenchmarkConfig, policy: Policy)
     ]
     protocol = {"length": counts[0] + 1, "predicted_tokens": sum(counts), "prompt": text[:200]}
     return Graded(results, samples, protocol)
-
-
-def _text(benchmark: BenchmarkConfig) -> str:
-    """The text.
-
-    Rows of a mirror and documents of a JSON file are joined by blank lines, as papers do with WikiText and as
-    `calibration.joined` does.
-    """
-    if benchmark.data is None:
-        return whole_text(data_files(benchmark)[-1], "suite.path")
-    return BLANK_LINE.join(row["text"] for row in mirror.rows(benchmark))

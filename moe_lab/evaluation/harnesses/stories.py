@@ -9,9 +9,8 @@ from typing import Any
 
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError, unknown
-from moe_lab.evaluation import mirror
-from moe_lab.evaluation.harness import Answer, Graded, Item, Text, check_count, data_files, graded_by_mean
-from moe_lab.evaluation.sandbox import Policy
+from moe_lab.evaluation import Policy, mirror
+from moe_lab.evaluation.harness import Answer, Graded, Item, Text, data_files, graded_by_mean
 
 
 def items(benchmark: BenchmarkConfig) -> list[Item]:
@@ -29,21 +28,18 @@ def items(benchmark: BenchmarkConfig) -> list[Item]:
 def grade(answers: Sequence[Answer], benchmark: BenchmarkConfig, policy: Policy) -> Graded:
     """The score of a story is the share of the rules in its checklist that it keeps."""
     rows = _rows(benchmark)
-    checked = [rules_kept(answer.reply.text or "", rows[answer.item]["checklist"]) for answer in answers]
-    samples = [
-        answer.sample(name, sum(kept) / len(kept), json.dumps(kept))
-        for name in benchmark.reports
-        for answer, kept in zip(answers, checked, strict=True)
-    ]
-    return graded_by_mean(samples, benchmark, {})
+
+    def verdict(answer: Answer, metric: str) -> tuple[float, str]:
+        kept = rules_kept(answer.reply.text or "", rows[answer.item]["checklist"])
+        return sum(kept) / len(kept), json.dumps(kept)
+
+    return graded_by_mean(answers, benchmark, verdict)
 
 
 def _rows(benchmark: BenchmarkConfig) -> dict[str, Any]:
     """Id -> line of the data file, up to the limit."""
     file = data_files(benchmark)[-1]
-    rows = mirror.read_rows(file)
-    check_count(benchmark, len(rows))
-    rows = rows[: benchmark.limit]
+    rows = mirror.read_rows(file)[: benchmark.limit]
     for row in rows:
         if not {"id", "prompt", "checklist"} <= set(row) or not row["checklist"]:
             raise UserError(f"{file}: every line needs an id, a prompt and a checklist of at least one rule")

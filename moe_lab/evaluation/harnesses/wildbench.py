@@ -16,10 +16,9 @@ from urllib.parse import urlsplit
 
 from moe_lab.config import BenchmarkConfig
 from moe_lab.config.base import identity as settings_identity
-from moe_lab.errors import Unavailable, UserError, unknown, user_errors
-from moe_lab.evaluation import mirror
-from moe_lab.evaluation.harness import Answer, Graded, Item, Text, check_count, graded_by_mean, replace_surrogates
-from moe_lab.evaluation.sandbox import Policy
+from moe_lab.errors import UserError, unknown, user_errors
+from moe_lab.evaluation import Policy, mirror
+from moe_lab.evaluation.harness import Answer, Graded, Item, Text, graded_by_mean, replace_surrogates
 from moe_lab.paths import cache
 
 TOLERATED = 0.01
@@ -35,11 +34,8 @@ def items(benchmark: BenchmarkConfig) -> list[Item]:
 
     A conversation that is too long counts as an empty answer, as in HELM.
     """
-    rows = _rows(benchmark)
-    if benchmark.limit is None:
-        check_count(benchmark, len(rows))
     asked = []
-    for row in rows:
+    for row in _rows(benchmark):
         messages = [{"role": message["role"], "content": message["content"]} for message in row["conversation_input"]]
         asked.append(Item(row["session_id"], (Text(messages, benchmark.max_new_tokens, skip_long=True),)))
     return asked
@@ -48,12 +44,9 @@ def items(benchmark: BenchmarkConfig) -> list[Item]:
 def grade(answers: Sequence[Answer], benchmark: BenchmarkConfig, policy: Policy) -> Graded:
     """The judge's score of each answer, rescaled to [0, 1]. An empty answer scores 1 of 10 without a request.
 
-    The judge does not see what the model thought before its answer.
-
-    Items without a score are left out and named in the protocol. Raises Unavailable when they are more than 1 %.
+    The judge does not see what the model thought before its answer. Items without a score are left out and named in
+    the protocol. Raises Unavailable when they are more than 1 %.
     """
-    for sentence in problems(benchmark, policy):
-        raise Unavailable(sentence)  # permission, address and key are not part of the step: another run may have them
     from moe_lab.evaluation.judge import HIGHEST, LOWEST, Judge, Verdict
 
     assert benchmark.judge is not None
@@ -63,29 +56,22 @@ def grade(answers: Sequence[Answer], benchmark: BenchmarkConfig, policy: Policy)
     unasked = {}
     for answer in answers:
         row, text = rows[answer.item], answer.reply.text
-        if text is None:
-            unasked[answer.item] = Verdict(
-                LOWEST, "a thought does not end, so that there is no answer: 1 without asking"
-            )
-        elif not text.strip():
-            too_long = answer.reply.ended == "too_long"
-            why = "the conversation and max_new_tokens do not fit max_length" if too_long else "nothing was written"
-            unasked[answer.item] = Verdict(LOWEST, f"{why}: 1 without asking")
-        else:
+        if text and text.strip():
             text = replace_surrogates(text)
             prompts[answer.item] = question(text_of_judge, row["conversation_input"], text, row["checklist"])
-    items = list(prompts)
-    judge = Judge(benchmark.judge, cache("judge"))
+            continue
+        why = "nothing was written" if text is not None else "a thought does not end, so that there is no answer"
+        if answer.reply.ended == "too_long":
+            why = "the conversation and max_new_tokens do not fit max_length"
+        unasked[answer.item] = Verdict(LOWEST, f"{why}: 1 without asking")
     tolerated = math.floor(TOLERATED * len(answers))
-    judged = judge.verdicts([prompts[item] for item in items], tolerated)
-    verdicts = {**unasked, **dict(zip(items, judged, strict=True))}
+    judged = Judge(benchmark.judge, cache("judge")).verdicts(list(prompts.values()), tolerated)
+    verdicts = {**unasked, **dict(zip(prompts, judged, strict=True))}
     scores = {item: verdict.score for item, verdict in verdicts.items() if verdict.score is not None}
-    samples = [
-        answer.sample(name, (scores[answer.item] - LOWEST) / (HIGHEST - LOWEST), verdicts[answer.item].reply)
-        for name in benchmark.reports
-        for answer in answers
-        if answer.item in scores
-    ]
+
+    def verdict(answer: Answer, metric: str) -> tuple[float, str]:
+        return (scores[answer.item] - LOWEST) / (HIGHEST - LOWEST), verdicts[answer.item].reply
+
     coverage = {
         "items": len(verdicts),
         "empty": len(unasked),
@@ -94,9 +80,9 @@ def grade(answers: Sequence[Answer], benchmark: BenchmarkConfig, policy: Policy)
         "unscored": {item: verdict.reply for item, verdict in verdicts.items() if item not in scores},
         "mean": math.fsum(scores.values()) / len(scores),
     }
-    judge_prompt = prompts[items[0]] if items else None
-    protocol = {**identity(benchmark), "coverage": coverage, "judge_prompt": judge_prompt}
-    return graded_by_mean(samples, benchmark, protocol, tolerated)
+    protocol = {**identity(benchmark), "coverage": coverage, "judge_prompt": next(iter(prompts.values()), None)}
+    scored = [answer for answer in answers if answer.item in scores]
+    return graded_by_mean(scored, benchmark, verdict, protocol, tolerated)
 
 
 def _rows(benchmark: BenchmarkConfig) -> list[dict[str, Any]]:
@@ -156,10 +142,6 @@ def problems(benchmark: BenchmarkConfig, policy: Policy) -> Iterator[str]:
     if not policy.allow_judge:
         yield (
             f"allow_judge=false, but {name} sends what the model wrote to the endpoint of a judge: set allow_judge=true"
-        )
-    if not benchmark.chat:
-        yield (
-            f"{name}: chat=false, but conversations are put to the model through its chat template: expected chat=true"
         )
     yield from user_errors(lambda: template(benchmark))
     if judge is None:

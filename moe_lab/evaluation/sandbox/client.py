@@ -1,18 +1,31 @@
-"""Start runner processes (`runner.py`), send them programs and inputs, and read what the programs returned."""
+"""Start runner processes (`runner.py`), send them programs and inputs, and read what the programs returned.
+
+    python -m moe_lab.evaluation.sandbox.client
+
+answers calls of `LimitedCalls`.
+"""
 
 from __future__ import annotations
 
+import importlib
+import os
+import resource
+import signal
 import sys
 import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import Any, Generic, TypeVar
 
-from moe_lab.child_process import Child, Ended
+from moe_lab.child_process import Child, Ended, Refused, serve
 from moe_lab.evaluation.sandbox.encoding import decode_text
 from moe_lab.evaluation.sandbox.runner import NO_NAMESPACES, Request, runner_command
+from moe_lab.start import command
 
 
 @dataclass(frozen=True)
@@ -41,37 +54,25 @@ class NoNamespaces(RunnerError):
     """This machine does not let a process be confined by namespaces."""
 
 
+_STATM = Path("/proc/self/statm")
 STARTS, PAUSE = 3, 0.5
 """Tries to start a runner, and seconds between them: memory or processes may be short at that moment."""
 
 
-class Runner:
+class Runner(Child):
     """A runner process, confined by namespaces or only by limits. It runs one program at a time."""
 
     def __init__(self, *, confined: bool) -> None:
-        self.child = Child(*runner_command(confined=confined), Path("/"))
+        super().__init__(*runner_command(confined=confined), Path("/"))
         try:
-            self.child.call("start")
+            self.call("start")
         except Ended as error:
             self.close()
             raise (NoNamespaces if NO_NAMESPACES in str(error) else RunnerError)(str(error)) from None
 
     def run(self, request: Request) -> Outcome:
-        """Run one program. Whatever the program does affects only its own outcome."""
-        try:
-            return Outcome(**self.child.call("run", request=vars(request)))
-        except Ended as error:
-            raise RunnerError(str(error)) from None
-
-    def close(self) -> None:
-        """End the runner and everything a program may have left behind."""
-        self.child.close(seconds=5)
-
-    def __enter__(self) -> Runner:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+        """Run one program. Whatever the program does affects only its own outcome. Raises Ended if the runner dies."""
+        return Outcome(**self.call("run", request=vars(request)))
 
 
 def start(*, confined: bool) -> Runner:
@@ -91,13 +92,52 @@ def start(*, confined: bool) -> Runner:
     raise RunnerError(f"{STARTS} starts failed, the last with: {last}") from last
 
 
-class Runners:
-    """A pool of runners for several threads, one per program running at the same time. Dead runners are replaced."""
+Process = TypeVar("Process", bound=Child)
+
+
+class Pool(Generic[Process]):
+    """Processes for several threads, one for each request under way, started by `start` when there are too few."""
+
+    def __init__(self, start: Callable[[], Process]) -> None:
+        self._start = start
+        self._all: list[Process] = []
+        self._idle: SimpleQueue[Process] = SimpleQueue()
+
+    @contextmanager
+    def process(self) -> Iterator[Process]:
+        """A context with a process, which is ended when it raises."""
+        try:
+            process = self._idle.get_nowait()
+        except Empty:
+            process = self._start()
+            self._all.append(process)
+        try:
+            yield process
+        except BaseException:
+            process.close()
+            with suppress(ValueError):  # all were ended
+                self._all.remove(process)
+            raise
+        self._idle.put(process)
+
+    def close(self) -> None:
+        """End all processes, also those that work; others are started for later requests."""
+        self._idle = SimpleQueue()
+        while self._all:
+            self._all.pop().close()
+
+
+def cores() -> int:
+    """Number of cores that this process may use, or all of the machine if the system does not report it."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+class Runners(Pool[Runner]):
+    """A pool of runners, one per program running at the same time."""
 
     def __init__(self, *, confined: bool) -> None:
+        super().__init__(partial(start, confined=confined))
         self._confined = confined
-        self._all: list[Runner] = []
-        self._free: SimpleQueue[Runner] = SimpleQueue()
 
     def run(self, request: Request) -> Outcome:
         """Run one program. An unconfined program that ends its runner twice counts as crashed.
@@ -106,31 +146,11 @@ class Runners:
         """
         # Two tries: an earlier unconfined program may have ended this runner, not the program of this request.
         for _ in range(2):
-            runner = self._idle_runner()
-            try:
-                outcome = runner.run(request)
-            except RunnerError:
-                runner.close()
-                self._all.remove(runner)
-            else:
-                self._free.put(runner)
-                return outcome
+            with suppress(Ended), self.process() as runner:
+                return runner.run(request)
         if self._confined:
             raise RunnerError("the process that runs programs ended twice, and no program can have ended it")
         return Outcome("crash", "it ended the process that ran it", [], [])
-
-    def _idle_runner(self) -> Runner:
-        try:
-            return self._free.get_nowait()
-        except Empty:
-            runner = start(confined=self._confined)
-            self._all.append(runner)
-            return runner
-
-    def close(self) -> None:
-        """End all runners, also those that still run a program."""
-        for runner in self._all:
-            runner.close()
 
 
 @lru_cache(maxsize=1)
@@ -151,3 +171,65 @@ def namespaces_missing() -> str | None:
     except RunnerError as error:
         return str(error)
     return None
+
+
+class LimitedCalls(Pool[Child]):
+    """Calls trusted functions of one module on texts of a model, from several threads. Arguments and results are JSON.
+
+    Texts of a model may be such that the work takes hours or gigabytes, or ends the process. So it is done in processes
+    of its own, which stay for the next call and are replaced when they end.
+    """
+
+    def __init__(self, module: str, environment: Mapping[str, str]) -> None:
+        super().__init__(self._child)
+        self._module, self._environment = module, environment
+
+    def __call__(self, function: str, arguments: list[Any], seconds: float, memory: int) -> Any:
+        """The result of a function, or None if it took too much time or memory, or failed.
+
+        `seconds` of the processor; `memory`: bytes in addition to what its process has mapped before (Linux). Raises
+        RunnerError when no process can be started.
+        """
+        try:
+            with self.process() as child:
+                return child.call("call", function=function, arguments=arguments, limits=(seconds, memory))
+        except (Ended, Refused):
+            return None
+
+    def _child(self) -> Child:
+        child = Child(command("moe_lab.evaluation.sandbox.client"), self._environment, Path("/"))
+        try:
+            child.call("load", module=self._module)
+        except (Ended, Refused) as error:
+            child.close()
+            raise RunnerError(f"{self._module} cannot be called: {error}") from None
+        return child
+
+
+class _Functions:
+    """What such a process does."""
+
+    module: Any
+
+    def load(self, module: str) -> None:
+        warnings.simplefilter("ignore")
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        self.module = importlib.import_module(module)
+
+    def call(self, function: str, arguments: list[Any], limits: tuple[float, int]) -> Any:
+        seconds, memory = limits
+        soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+        if _STATM.exists():
+            allowed = int(_STATM.read_text().split()[0]) * resource.getpagesize() + memory
+            within = allowed if hard == resource.RLIM_INFINITY else min(allowed, hard)
+            resource.setrlimit(resource.RLIMIT_AS, (within, hard))
+        signal.setitimer(signal.ITIMER_PROF, seconds)  # its signal ends the process
+        try:
+            return getattr(self.module, function)(*arguments)
+        finally:
+            signal.setitimer(signal.ITIMER_PROF, 0)
+            resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+if __name__ == "__main__":
+    serve(_Functions())

@@ -16,14 +16,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-_NEW_MOUNTS, _NEW_UTS, _NEW_IPC, _NEW_USER, _NEW_PIDS, _NEW_NETWORK = (
-    0x00020000,
-    0x04000000,
-    0x08000000,
-    0x10000000,
-    0x20000000,
-    0x40000000,
-)
+_NEW_MOUNTS, _NEW_UTS, _NEW_IPC, _NEW_USER, _NEW_PIDS, _NEW_NETWORK = (1 << bit for bit in (17, 26, 27, 28, 29, 30))
 _READ_ONLY, _NO_SETUID, _NO_DEVICES, _REMOUNT, _BIND, _RECURSIVE, _PRIVATE = 1, 2, 4, 32, 4096, 16384, 1 << 18
 _KEPT_FLAGS = 2 | 4 | 8 | 1024 | 2048  # nosuid, nodev, noexec, noatime, nodiratime: a remount may not clear them
 _DETACH = 2
@@ -149,25 +142,12 @@ def _refuse_calls() -> None:
     for number in refused:
         steps += [(equal, 0, 1, number), (give, 0, 0, refuse)]
     steps += [(equal, 0, 1, sockets), (give, 0, 0, no_family)]
-    steps += [
-        (equal, 0, 3, pairs),
-        (load, 0, 0, first_argument),
-        (equal, 1, 0, _LOCAL_SOCKETS),
-        (give, 0, 0, no_family),
-    ]
+    steps += [(equal, 0, 3, pairs), (load, 0, 0, first_argument)]
+    steps += [(equal, 1, 0, _LOCAL_SOCKETS), (give, 0, 0, no_family)]
     steps.append((give, 0, 0, allow))
     code = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *step) for step in steps))
     program = ctypes.create_string_buffer(struct.pack("@HP", len(steps), ctypes.addressof(code)))
     _call("prctl", _FILTER_CALLS, 2, program, 0, 0)
-
-
-def _become_own_user() -> None:
-    """Enter a user namespace that has only this user, who may mount file systems in it."""
-    user, group = os.getuid(), os.getgid()
-    _call("unshare", _NEW_USER)
-    Path("/proc/self/setgroups").write_text("deny")
-    Path("/proc/self/uid_map").write_text(f"{user} {user} 1")
-    Path("/proc/self/gid_map").write_text(f"{group} {group} 1")
 
 
 _REFUSALS = (errno.EPERM, errno.EACCES, errno.EINVAL, errno.ENOSYS)
@@ -193,9 +173,12 @@ def enter(hidden: Iterable[str] = ()) -> None:
     Raises OSError naming the call that the kernel refused.
     """
     os.umask(0o022)  # the user `nobody` must be able to enter the parent folders of visible paths
-    is_root = os.geteuid() == 0
-    if not is_root:
-        _become_own_user()
+    is_root, user, group = os.geteuid() == 0, os.getuid(), os.getgid()
+    if not is_root:  # in a user namespace that has only this user, who may mount file systems in it
+        _call("unshare", _NEW_USER)
+        Path("/proc/self/setgroups").write_text("deny")
+        Path("/proc/self/uid_map").write_text(f"{user} {user} 1")
+        Path("/proc/self/gid_map").write_text(f"{group} {group} 1")
     _call("unshare", _NEW_MOUNTS | _NEW_UTS | _NEW_IPC | _NEW_NETWORK | _NEW_PIDS)
     _replace_root(hidden)
     if is_root:
@@ -205,7 +188,10 @@ def enter(hidden: Iterable[str] = ()) -> None:
     _call("prctl", _NO_NEW_PRIVILEGES, 1, 0, 0, 0)
     _refuse_calls()
     _drop_capabilities()
-    _continue_as_first_process()
+    if child := os.fork():
+        _, status = os.waitpid(child, 0)
+        os._exit(1 if status else 0)
+    die_with_parent()
     _call("prctl", _SET_DUMPABLE, 0, 0, 0, 0)
 
 
@@ -213,15 +199,6 @@ def die_with_parent() -> None:
     """Let the kernel kill this process when its parent ends for any reason (Linux; elsewhere nothing happens)."""
     if sys.platform.startswith("linux"):
         _call("prctl", _PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
-
-
-def _continue_as_first_process() -> None:
-    child = os.fork()
-    if child == 0:
-        die_with_parent()
-        return
-    _, status = os.waitpid(child, 0)
-    os._exit(1 if status else 0)
 
 
 def fork_process_tree() -> int:
@@ -250,14 +227,6 @@ def fork_process_tree() -> int:
     return int(child)
 
 
-def _limit(limits: dict[int, int]) -> None:
-    """Set hard limits of this process; lower existing limits are kept."""
-    for kind, value in limits.items():
-        _, hard = resource.getrlimit(kind)
-        allowed = value if hard == resource.RLIM_INFINITY else min(value, hard)
-        resource.setrlimit(kind, (allowed, allowed))
-
-
 def limit_process(memory: int, processes: int) -> None:
     """Set hard limits of this process and its children: `memory` bytes of address space (not on macOS, which refuses
     it), `processes` processes of this user, no file output, no core dump."""
@@ -267,4 +236,9 @@ def limit_process(memory: int, processes: int) -> None:
         resource.RLIMIT_CORE: 0,
         resource.RLIMIT_NOFILE: 64,
     }
-    _limit(limits | ({resource.RLIMIT_AS: memory} if sys.platform.startswith("linux") else {}))
+    if sys.platform.startswith("linux"):
+        limits[resource.RLIMIT_AS] = memory
+    for kind, value in limits.items():
+        _, hard = resource.getrlimit(kind)
+        allowed = value if hard == resource.RLIM_INFINITY else min(value, hard)  # lower existing limits are kept
+        resource.setrlimit(kind, (allowed, allowed))

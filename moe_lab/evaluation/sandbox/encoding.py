@@ -54,10 +54,6 @@ def _encode_items(value: Iterable[Any]) -> list[Any]:
     return [encode(item) for item in value]
 
 
-def _encode_pairs(value: dict[Any, Any]) -> list[Any]:
-    return [[encode(key), encode(item)] for key, item in dict.items(value)]
-
-
 def _decode_items(items: Any) -> list[Any]:
     return [decode(item) for item in items]
 
@@ -73,7 +69,10 @@ _FORMS: dict[type, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     tuple: (_encode_items, lambda items: tuple(_decode_items(items))),
     set: (_encode_items, lambda items: set(_decode_items(items))),
     frozenset: (_encode_items, lambda items: frozenset(_decode_items(items))),
-    dict: (_encode_pairs, lambda pairs: {decode(key): decode(item) for key, item in pairs}),
+    dict: (
+        lambda value: [[encode(key), encode(item)] for key, item in dict.items(value)],
+        lambda pairs: {decode(key): decode(item) for key, item in pairs},
+    ),
 }
 _BY_NAME = {base.__name__: base for base in _FORMS}
 # What instances of subclasses, such as a Counter, a named tuple or a numpy number, become: equal, but of another type.

@@ -25,13 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moe_lab.evaluation.sandbox.confinement import (
-    die_with_parent,
-    enter,
-    fork_process_tree,
-    is_refusal,
-    limit_process,
-)
+from moe_lab.evaluation.sandbox.confinement import die_with_parent, enter, fork_process_tree, is_refusal, limit_process
 from moe_lab.evaluation.sandbox.encoding import HUGE, decode, encode_result
 from moe_lab.start import command
 
@@ -76,52 +70,34 @@ def main(confined: bool, hidden: list[str]) -> None:
     """
     for name in _USUAL_IMPORTS:
         __import__(name)
-    start: Callable[[Request, int], int] = _start_limited
     if confined:
         try:
             enter(hidden)
         except OSError as error:
             raise SystemExit(f"{NO_NAMESPACES} ({error})" if is_refusal(error) else str(error)) from None
-        start = _start_confined
     for line in sys.stdin.buffer:
         method, arguments = json.loads(line)
-        _answer({"done": _run(Request(**arguments["request"]), start) if method == "run" else None})
-
-
-def _answer(reply: dict[str, Any]) -> None:
-    sys.stdout.write(json.dumps(reply) + "\n")
-    sys.stdout.flush()
+        fork = fork_process_tree if confined else os.fork
+        outcome = _run(Request(**arguments["request"]), fork) if method == "run" else None
+        sys.stdout.write(json.dumps({"done": outcome}) + "\n")
+        sys.stdout.flush()
 
 
 # The parent's side: start, watch, kill.
 
 
-def _start_confined(request: Request, results: int) -> int:
-    """Start a child that is process 1 of its own process tree. Returns its id."""
-    try:
-        child = fork_process_tree()
-    except OSError as error:
-        raise SystemExit(f"the kernel refused a process tree for a program ({error})") from error
-    if child == 0:
-        _child(request, results)
-    return child
-
-
-def _start_limited(request: Request, results: int) -> int:
-    child = os.fork()
-    if child == 0:
-        die_with_parent()
-        _child(request, results)
-    return child
-
-
-def _run(request: Request, start: Callable[[Request, int], int]) -> dict[str, Any]:
+def _run(request: Request, fork: Callable[[], int]) -> dict[str, Any]:
     """Run one program and describe how it ended: status ok, failed, timeout, crash or output, and what it returned."""
     results, sending = os.pipe()
     with suppress(OSError, AttributeError):  # over the user's limit, or not Linux
         fcntl.fcntl(results, fcntl.F_SETPIPE_SZ, _PIPE)
     os.set_blocking(results, False)
-    child = start(request, sending)
+    try:
+        child = fork()
+    except OSError as error:
+        raise SystemExit(f"no process can be started for a program ({error})") from error
+    if child == 0:
+        _child(request, sending)
     os.close(sending)
     watch = _Watch(child, request)
     ended = select.poll()
@@ -220,6 +196,7 @@ class _Watch:
 def _child(request: Request, results: int) -> None:
     """Execute the program, call it, send what it returns. Ends the process."""
     try:
+        die_with_parent()
         os.setsid()  # a signal to "my process group" must not reach the runner
         nothing = os.open("/dev/null", os.O_RDWR)
         for standard in (0, 1, 2):
@@ -230,16 +207,12 @@ def _child(request: Request, results: int) -> None:
         random.seed(0)
         _call_program(request)
     except BaseException as error:  # noqa: BLE001 - whatever the program raised, SystemExit too, is its own failure
-        _send(f"error {type(error).__name__}: {_text(error)}")
+        text = ""
+        with suppress(BaseException):  # the program may have written __str__
+            text = str(error)[:200].replace("\n", " ")
+        _send(f"error {type(error).__name__}: {text}")
     finally:
         os._exit(0)
-
-
-def _text(error: BaseException) -> str:
-    try:
-        return str(error)[:200].replace("\n", " ")
-    except BaseException:  # noqa: BLE001 - the program may have written __str__
-        return ""
 
 
 def _call_program(request: Request) -> None:

@@ -47,38 +47,23 @@ def verify(source: Path, plan: Plan, exported: Path, *, device: str = "cpu", tru
     largest = 0.0
     with torch.no_grad():
         for number in range(len(masked.layers)):
-            compared, state = _layer((masked, pruned), plan, number, ids, valid, state)
-            written = pruned.moe.get(number)
+            moe, written = masked.moe.get(number), pruned.moe.get(number)
+            with ExitStack() as stack:
+                _align(*(stack.enter_context(model.layer(number, then=number + 1)) for model in (masked, pruned)))
+                with mask_layers(masked.model, [] if moe is None else [moe], plan):
+                    first = masked.through(number, ids, valid, state)
+                compared = [("outputs", first, pruned.through(number, ids, valid, state))]
+                if moe is not None and written is not None:
+                    hidden = rms_norm(first.flatten(0, -2), first.shape[-1:])
+                    compared.append(_all_experts(moe, written, plan, hidden))
             same_order = written is None or (not plan.channels and written.n_experts == len(plan.experts[number]))
             bound = 0.0 if device == "cpu" and same_order else TOLERANCE[dtype]
             where = f"decoder layer {number} of {exported}"
-            largest = max(largest, *(_held(where, pair, bound) for pair in compared))
+            largest, state = max(largest, *(_held(where, pair, bound) for pair in compared)), first
         assert state is not None
         _align(masked.model, pruned.model)
         logits = ("logits", masked.logits(ids, valid, state), pruned.logits(ids, valid, state))
     return max(largest, _held(str(exported), logits, 0.0 if device == "cpu" else TOLERANCE[dtype]))
-
-
-def _layer(
-    models: tuple[StreamedModel, StreamedModel],
-    plan: Plan,
-    number: int,
-    ids: torch.Tensor,
-    valid: torch.Tensor,
-    state: torch.Tensor | None,
-) -> tuple[list[Compared], torch.Tensor]:
-    """The outputs of one decoder layer to compare, and its output in the masked model."""
-    masked, pruned = models
-    with ExitStack() as stack:
-        _align(*(stack.enter_context(model.layer(number, then=number + 1)) for model in models))
-        moe = masked.moe.get(number)
-        with mask_layers(masked.model, [] if moe is None else [moe], plan):
-            first = masked.through(number, ids, valid, state)
-        compared = [("outputs", first, pruned.through(number, ids, valid, state))]
-        if moe is not None:
-            hidden = rms_norm(first.flatten(0, -2), first.shape[-1:])
-            compared.append(_all_experts(moe, pruned.moe[number], plan, hidden))
-        return compared, first
 
 
 def _all_experts(layer: MoELayer, written: MoELayer, plan: Plan, hidden: torch.Tensor) -> Compared:

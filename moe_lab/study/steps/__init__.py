@@ -10,6 +10,7 @@ import pkgutil
 import time
 from pathlib import Path
 
+from moe_lab import plugins
 from moe_lab.json_files import write_json
 from moe_lab.study import KINDS, Step, provenance
 from moe_lab.study.steps.files import Files
@@ -26,6 +27,7 @@ for _module in pkgutil.iter_modules(__path__):
 def perform(step: Step, files: Files) -> None:
     """Do `step`: write its result and provenance. Any exception counts as its failure."""
     start = time.time()
+    plugins.bring(step.plugins)
     step.work(files)
     merged = {"merged": [Path(share.folder).name for share in step.merges]} if step.merges else {}
     about = {"units": step.units(), "pace": step.pace()}

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moe_lab import evaluation as suite
-from moe_lab.config import BackendConfig, BenchmarkConfig, Config, ExportConfig, LauncherConfig, ModelConfig
+from moe_lab.config import BackendConfig, BenchmarkConfig, Config, LauncherConfig, ModelConfig
 from moe_lab.errors import Unavailable
-from moe_lab.evaluation import engines
-from moe_lab.evaluation.sandbox import LIMITED, NAMESPACES, Policy
+from moe_lab.evaluation import LIMITED, NAMESPACES, Policy, engines, suite
 from moe_lab.json_files import write_json
 from moe_lab.models.config_json import ROOM, Size
 from moe_lab.study import BASE, Step, once
@@ -35,58 +33,41 @@ Template = tuple[tuple[str, Any], ...]
 """Arguments of a chat template."""
 
 
-@dataclass(frozen=True, eq=False)
-class Task:
-    """A benchmark as all models of a study are asked: by what, and with which permissions."""
-
-    benchmark: BenchmarkConfig
-    questions: suite.Questions
-    backend: BackendConfig
-    policy: Policy
-    sandbox: str | None
-    """The sandbox, where it changes results: without namespaces some programs are not run."""
-    export: ExportConfig
-    verify: bool
-
-
 @once
 def task_of(benchmark: BenchmarkConfig, config: Config) -> Task:
-    """The benchmark as a study asks it.
+    """A benchmark as a study asks it of all models: makes the step with the results of a pruned model.
 
     A server only generates texts, so the model is loaded for a benchmark that needs likelihoods. Grading may not run in
     a weaker sandbox than here, also where another machine of the study has no namespaces.
     """
-    backend = replace(config.backend, python=config.interpreters.get("vllm"))
+    backend, questions = replace(config.backend, python=config.interpreters.get("vllm")), suite.Questions(benchmark)
     if backend.name == "server" and not suite.has_two_phases(benchmark):
         backend = BackendConfig(name="hf")
     policy = suite.policy(config)
     limited = LIMITED if suite.runs_limited(benchmark, policy) else None
     if policy.sandbox == "auto" and not limited:
         policy = replace(policy, sandbox=NAMESPACES)
-    questions = suite.Questions(benchmark)
-    return Task(benchmark, questions, backend, policy, limited, config.export, config.verify)
+
+    def results_of(pruned: Pruned) -> Evaluate | Grade:
+        template = tuple(pruned.model.template_arguments.items()) if benchmark.chat else None
+        asked = pruned, backend, _checkpoint(pruned, backend.name, config), template
+        if not suite.has_two_phases(benchmark):
+            return Evaluate(benchmark, policy, limited, *asked)
+        return Grade(benchmark, policy, limited, Generate(benchmark, *asked, questions))
+
+    return results_of
 
 
-def results_of(pruned: Pruned, task: Task) -> Evaluate | Grade:
-    """The step with a benchmark's results on a pruned model."""
-    benchmark, checkpoint = task.benchmark, _checkpoint(pruned, task)
-    template = tuple(pruned.model.template_arguments.items()) if benchmark.chat else None
-    if not suite.has_two_phases(benchmark):
-        return Evaluate(benchmark, task.policy, task.sandbox, pruned, task.backend, checkpoint, template)
-    generated = Generate(benchmark, pruned, task.backend, checkpoint, template, task.questions)
-    return Grade(benchmark, task.policy, task.sandbox, generated)
-
-
-def _checkpoint(pruned: Pruned, task: Task) -> Export | None:
+def _checkpoint(pruned: Pruned, backend: str, config: Config) -> Export | None:
     """The exported model that a server or an engine reads; None where there is none to export, and for plans of whole
     experts on vLLM, which masks the original."""
-    if pruned.plan is None or task.backend.name == "hf":
+    if pruned.plan is None or backend == "hf":
         return None
-    if task.backend.name == "vllm" and not pruned.is_recovered:
+    if backend == "vllm" and not pruned.is_recovered:
         if pruned.drops_whole_experts:
             return None
-        return export_of(pruned, task.export, task.verify, "padded")  # vLLM has one width in each layer
-    return export_of(pruned, task.export, task.verify)
+        return export_of(pruned, config.export, config.verify, "padded")  # vLLM has one width in each layer
+    return export_of(pruned, config.export, config.verify)
 
 
 class OnBenchmark(Step):
@@ -124,6 +105,7 @@ class Grades(OnBenchmark):
     per_job = "cells"
     policy: Policy
     sandbox: str | None
+    """The sandbox, where it changes results: without namespaces some programs are not run."""
     runtime = frozenset({"policy"})
 
     def conditions(self, launcher: LauncherConfig) -> Iterator[tuple[Any, ...]]:
@@ -261,3 +243,7 @@ class Grade(Grades):
         self.check_data(self.settings["benchmark"])
         answers = harness.read_answers(files.read(self.generate, run.ANSWERS))
         run.grade(answers, self.benchmark, files.out, policy=self.policy)
+
+
+Task = Callable[[Pruned], Evaluate | Grade]
+"""Makes the step with the results of a benchmark on a pruned model."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from pkgutil import resolve_name
 from shutil import copyfile
@@ -59,14 +58,6 @@ class Arithmetic:
     """The implementation of experts."""
 
 
-@cache
-def arithmetic(device: str, dtype: str) -> Arithmetic:
-    """How numbers are computed with `model.dtype` on a device that is resolved; the same object for equal settings."""
-    kind = "cpu" if device == "cpu" else "cuda"
-    usual = "float32" if kind == "cpu" else "stored"
-    return Arithmetic(kind, usual if dtype == "auto" else dtype, experts_implementation(device))
-
-
 class Loaded(Parts):
     """A model as it is loaded. Which one it is the step with its facts identifies."""
 
@@ -78,8 +69,10 @@ class Loaded(Parts):
 
 @once
 def loaded_as(model: ModelConfig) -> Loaded:
-    """The model as steps load it."""
-    return Loaded(Facts(model), arithmetic(model.device, model.dtype), model)
+    """The model, whose device is resolved, as steps load it."""
+    device, usual = ("cpu", "float32") if model.device == "cpu" else ("cuda", "stored")
+    dtype = usual if model.dtype == "auto" else model.dtype
+    return Loaded(Facts(model), Arithmetic(device, dtype, experts_implementation(model.device)), model)
 
 
 class OnText(Step):
@@ -178,7 +171,7 @@ class Pass(LeavesSums, OnText):
 
     reads_text = True
     tap: ClassVar[str] = ""
-    """Module of `moe_lab.statistics` and name of the tap that gathers the sums."""
+    """Module and name of the tap that gathers the sums."""
     divides: ClassVar[bool] = True
     """Whether sums over rows can be added up, so that calibration.parts divides the pass into steps."""
 
@@ -194,17 +187,18 @@ class Pass(LeavesSums, OnText):
         return cls(model, text, merges=tuple(cls(model, text, rows=rows) for rows in shares))
 
     def sums(self, files: Files) -> Any:
-        return self._merged(files) if self.merges else self.gather(files)
+        from moe_lab.statistics import Statistics, header
+
+        if not self.merges:
+            return self.gather(files)
+        shares = [files.path(step, STATISTICS) for step in self.merges]
+        copyfile(files.path(self.merges[0], REPORT), files.out / REPORT)  # each share has the report on the whole text
+        return Statistics(self.merge(shares), {"kind": header(shares[0])["kind"], "fingerprint": {"step": self.id}})
 
     def gather(self, files: Files) -> Any:
         """The sums of this pass."""
         passes = self.engine(files)
-        return (passes.read_back if self.backward else passes.read)(self.tapping())
-
-    @classmethod
-    def tapping(cls) -> Any:
-        """The class of the tap."""
-        return resolve_name(f"moe_lab.statistics.{cls.tap}")
+        return (passes.read_back if self.backward else passes.read)(resolve_name(self.tap))
 
     def merge(self, shares: list[Path]) -> Any:
         """The sums of the shares in these files together: layer -> name -> tensor."""
@@ -212,20 +206,13 @@ class Pass(LeavesSums, OnText):
 
         return merged(read(file, framework="pt") for file in shares)
 
-    def _merged(self, files: Files) -> Any:
-        from moe_lab.statistics import Statistics, header
-
-        shares = [files.path(step, STATISTICS) for step in self.merges]
-        copyfile(files.path(self.merges[0], REPORT), files.out / REPORT)  # each share has the report on the whole text
-        return Statistics(self.merge(shares), {"kind": header(shares[0])["kind"], "fingerprint": {"step": self.id}})
-
 
 class StatisticsPass(Pass):
     """One forward pass over the calibration set: all sums, tokens per expert, and tables for figures."""
 
     kind = "statistics"
     streams = True
-    tap = "forward:ForwardTap"
+    tap = "moe_lab.statistics.forward:ForwardTap"
     figures = (
         ("coverage.parquet", results.COVERAGE, tables.coverage),
         ("experts.parquet", results.EXPERTS, tables.experts),
@@ -240,7 +227,7 @@ class Gradients(Pass):
     kind = "gradients"
     streams = True
     backward = True
-    tap = "gradients:GradientTap"
+    tap = "moe_lab.statistics.gradients:GradientTap"
     figures = (("gradients.parquet", results.GRADIENTS, tables.gradients),)
 
 
@@ -251,7 +238,7 @@ class WeightGradients(Pass):
     streams = True
     backward = True
     divides = False
-    tap = "gradients:WeightGradientTap"
+    tap = "moe_lab.statistics.gradients:WeightGradientTap"
 
     def layer_memory(self, size: Size) -> float:
         """The gradients of the weights of all experts, in fp32."""
@@ -263,7 +250,7 @@ class Damage(Pass):
 
     kind = "damage"
     streams = True
-    tap = "damage:DamageTap"
+    tap = "moe_lab.statistics.damage:DamageTap"
 
 
 class Similarity(Pass):
@@ -271,7 +258,7 @@ class Similarity(Pass):
 
     kind = "similarity"
     streams = True
-    tap = "damage:SimilarityTap"
+    tap = "moe_lab.statistics.damage:SimilarityTap"
 
 
 class LossRises(Pass):
@@ -308,22 +295,20 @@ class OnWeights(LeavesSums):
 
     loads = "checkpoint"
     weigher: ClassVar[str] = ""
-    """Function of `moe_lab.statistics.weights` that adds them up."""
+    """Module and name of the function that adds them up."""
     facts: Facts
-    model: ModelConfig
-    runtime = frozenset({"model"})
 
     def label(self) -> str:
-        return self.model.name
+        return self.about.name
 
     @property
     def about(self) -> ModelConfig:
-        return self.model
+        return self.facts.model
 
     @classmethod
     def of(cls, cell: Cell) -> Self:
         """The sums over the weights of a cell's model."""
-        return cls(Facts(cell.model), cell.model)
+        return cls(Facts(cell.model))
 
     def sums(self, files: Files) -> Any:
         import torch
@@ -332,14 +317,9 @@ class OnWeights(LeavesSums):
         from moe_lab.models.files import local_folder
         from moe_lab.models.load import place
 
-        device = place(self.model) if torch.cuda.is_available() else "cpu"  # its Slurm jobs have no GPU
+        device = place(self.about) if torch.cuda.is_available() else "cpu"  # its Slurm jobs have no GPU
         device = "cuda" if device in DEVICE_MAPS else device
-        return self.adding_up()(local_folder(self.model), fingerprint={"step": self.id}, device=device)
-
-    @classmethod
-    def adding_up(cls) -> Any:
-        """The function that adds them up."""
-        return resolve_name(f"moe_lab.statistics.weights:{cls.weigher}")
+        return resolve_name(self.weigher)(local_folder(self.about), fingerprint={"step": self.id}, device=device)
 
     def memory(self, size: Size) -> float:
         return 2 * BASE
@@ -352,7 +332,7 @@ class Weights(OnWeights):
     """Sums over the weights of each expert."""
 
     kind = "weights"
-    weigher = "weigh_experts"
+    weigher = "moe_lab.statistics.weights:weigh_experts"
     figures = (("weights.parquet", results.WEIGHTS, tables.weights),)
 
 
@@ -360,11 +340,11 @@ class ChannelWeights(OnWeights):
     """Sums over the weights of each channel."""
 
     kind = "channel_weights"
-    weigher = "weigh_channels"
+    weigher = "moe_lab.statistics.weights:weigh_channels"
 
 
 class WeightDistances(OnWeights):
     """How far the weights of experts are from each other."""
 
     kind = "weight_distances"
-    weigher = "compare_experts"
+    weigher = "moe_lab.statistics.weights:compare_experts"

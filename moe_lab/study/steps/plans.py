@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-from moe_lab import allocation, criteria, plugins, results
+from moe_lab import allocation, criteria, results
 from moe_lab.allocation import protection, shapes
 from moe_lab.allocation.grouping import GROUPINGS
 from moe_lab.config import AllocationConfig, CriterionConfig
@@ -22,7 +22,6 @@ from moe_lab.study.steps.files import STATISTICS, Files, Streamed, loaded
 from moe_lab.study.steps.passes import Facts, OnText, loaded_as
 from moe_lab.study.steps.scores import (
     CHANNEL_SCORES,
-    Places,
     Scores,
     chance_and_gate,
     evidence,
@@ -221,20 +220,17 @@ class FromScores(MakesPlan):
     per_job = "steps"
     facts: Facts
     scores: Scores
-    plugins: Places
-    runtime = frozenset({"plugins"})
 
     @classmethod
     def of(cls, cell: Cell) -> Self:
         """The plan of a cell."""
-        return cls(asked_of(cell), Facts(cell.model), Scores.of(cell), plugged(cell))
+        return cls(asked_of(cell), Facts(cell.model), Scores.of(cell), plugins=plugged(cell))
 
     def work(self, files: Files) -> None:
         from safetensors.numpy import load
 
         from moe_lab.pruning.replace import plan_from_scores
 
-        plugins.bring(self.plugins)
         model = self.facts_of(self.facts, files)
         about = {**self.origin(model), "scores": self.scores.folder.rpartition("/")[2]}
         settings = {**self.allocated, "path": self.asked.allocation.path}  # the identity has the content of the file
@@ -346,8 +342,6 @@ class Sequential(MakesPlan, OnText):
     """Sums over weights that the criterion reads."""
     gate: str | None
     seed: int | None
-    plugins: Places
-    runtime = frozenset({"plugins"})
 
     @classmethod
     def of(cls, cell: Cell) -> Self:
@@ -355,14 +349,13 @@ class Sequential(MakesPlan, OnText):
         needs = [need for need in criteria.get(cell.criterion.name).needs if not KINDS[need].reads_text]
         sums = {need: evidence(need, cell) for need in needs}
         common = loaded_as(cell.model), cell.calibration, asked_of(cell)
-        return cls(*common, cell.criterion, sums, *chance_and_gate(cell), plugged(cell))
+        return cls(*common, cell.criterion, sums, *chance_and_gate(cell), plugins=plugged(cell))
 
     def work(self, files: Files) -> None:
         from moe_lab.pruning.replace import plan_from_scores
         from moe_lab.search.sequential import prune_sequentially
         from moe_lab.statistics import by_layer
 
-        plugins.bring(self.plugins)
         passes = Streamed(self.loaded.model, self.text, files, {"step": self.id}, None)
         model = self.facts_of(self.loaded.facts, files)
         read = {role: step for role, step in {**self.sums, **self.asked.evidence}.items() if role != "statistics"}

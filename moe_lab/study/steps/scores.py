@@ -19,8 +19,6 @@ from moe_lab.study.steps.passes import Facts, StatisticsPass
 
 CHANNEL_SCORES = "scores.safetensors"
 ByLayer = Mapping[int, Mapping[str, Any]]
-Places = tuple[Mapping[str, str], ...]
-"""Where plugins are, as by `plugins.place`."""
 
 
 def needed_kind(name: str) -> Any:
@@ -67,8 +65,7 @@ class Scores(Step):
     """The gate that weighs outputs of experts; None for criteria that do not look at it."""
     seed: int | None
     """None for criteria without chance."""
-    plugins: Places
-    runtime = frozenset({"name", "plugins"})
+    runtime = frozenset({"name"})
 
     def label(self) -> str:
         return self.name
@@ -79,10 +76,9 @@ class Scores(Step):
         criterion = criteria.get(cell.criterion.name)
         name = f"{cell.model.name}-{cell.calibration.name}-{criterion.name}"
         sums = {need: evidence(need, cell) for need in criterion.needs}
-        return cls(Facts(cell.model), cell.criterion, sums, name, *chance_and_gate(cell), plugged(cell))
+        return cls(Facts(cell.model), cell.criterion, sums, name, *chance_and_gate(cell), plugins=plugged(cell))
 
     def work(self, files: Files) -> None:
-        plugins.bring(self.plugins)
         values = score(self, files.evidence(self.sums), files.facts(self.facts)["layers"])
         if criteria.get(self.criterion.name).granularity == "channel":
             from safetensors.numpy import save_file
@@ -100,7 +96,7 @@ def chance_and_gate(cell: Cell) -> tuple[str | None, int | None]:
     return cell.gate if criterion.uses_gate else None, cell.seed if criterion.uses_seed else None
 
 
-def plugged(cell: Cell) -> Places:
+def plugged(cell: Cell) -> tuple[Mapping[str, str], ...]:
     """Where the cell's criterion and allocation are, if they are of plugins."""
     criterion, chosen = criteria.get(cell.criterion.name), allocation.get(cell.allocation.name)
     functions: list[Callable[..., Any]] = [criterion.function] if criterion.source else []

@@ -1,12 +1,15 @@
-"""Criteria and allocations from outside the repository: of a folder, installed, and wrong ones."""
+"""What is installed: plugins from outside the repository, and the wheel, which works outside a checkout."""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
+from typing import Any
 
 import preloaded
 import pytest
@@ -14,6 +17,8 @@ import pytest
 from moe_lab import allocation, criteria, plugins
 from moe_lab.errors import UserError
 from moe_lab.results import read_record
+from moe_lab.start import FILE
+from moe_lab.study.steps.scores import needed_kind
 
 pytestmark = pytest.mark.slow
 
@@ -36,14 +41,8 @@ def like_uniform(problem):
 
 register(Allocation("like_uniform", "mine", {"expert": like_uniform}))
 """
-TINY = [
-    "calibration.tokens=1024",
-    "calibration.length=128",
-    "suite=pocket_quick",
-    "suite.benchmarks=[pocket_boolq]",
-    "suite.limit=4",
-    "launcher.processes=1",
-]
+TINY = """calibration.tokens=1024 calibration.length=128 suite=pocket_quick suite.benchmarks=[pocket_boolq]
+suite.limit=4 launcher.processes=1 store=store"""
 
 
 @pytest.fixture
@@ -62,8 +61,8 @@ def moe_lab(folder: Path, *words: str, package: str = "moe_lab") -> subprocess.C
 
 
 def test_a_study_with_a_criterion_and_an_allocation_of_a_folder(folder: Path) -> None:
-    words = ["plugins=[my_methods.scores]", "criterion=cres*,man", "allocation=like_uniform", *TINY]
-    done = moe_lab(folder, *words, "store=store")
+    words = ["plugins=[my_methods.scores]", "criterion=cres*,man", "allocation=like_uniform", *TINY.split()]
+    done = moe_lab(folder, *words)
     assert done.returncode == 0, done.stderr
     record = read_record(folder / "store", "study") or {}
     pruned = [entry["cell"] for entry in record["cells"] if entry["plan"]]
@@ -79,18 +78,12 @@ def test_a_study_with_a_criterion_and_an_allocation_of_a_folder(folder: Path) ->
     assert all(step["settings"]["allocation"]["source"] for step in steps if step["kind"] == "plan")
 
 
-def test_a_criterion_that_needs_a_step_there_is_not_is_refused(folder: Path) -> None:
-    (folder / "my_methods" / "scores.py").write_text(MODULE.replace('needs=("statistics",)', 'needs=("statistic",)'))
-    done = moe_lab(folder, "plugins=[my_methods.scores]", "criterion=crest", *TINY, "store=store")
-    assert done.returncode == 2 and "did you mean statistics?" in done.stderr, done.stderr
-
-
 def test_an_installed_plugin_needs_no_word(folder: Path) -> None:
     about = folder / "my_methods-1.0.dist-info"
     about.mkdir()
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: my-methods\nVersion: 1.0\n")
     (about / "entry_points.txt").write_text("[moe_lab.plugins]\nscores = my_methods.scores\n")
-    done = moe_lab(folder, "criterion=crest", "criterion.parameters.power=2", "dry_run=true", *TINY, "store=store")
+    done = moe_lab(folder, "criterion=crest", "criterion.parameters.power=2", "dry_run=true", *TINY.split())
     assert done.returncode == 0 and "study: 2 cells" in done.stderr, done.stderr
     wrong = moe_lab(folder, "criterion=crets", "store=store")
     assert wrong.returncode == 2 and "did you mean crest?" in wrong.stderr
@@ -121,12 +114,78 @@ def test_a_plugin_that_cannot_be_is_one_sentence(
     assert set(known) >= set(criteria.CRITERIA)
 
 
+def test_a_criterion_that_needs_a_step_there_is_not_is_refused() -> None:
+    with pytest.raises(UserError, match=r"statistic .*did you mean statistics\?"):
+        needed_kind("statistic")
+
+
 def test_what_a_module_says_is_part_of_what_its_scores_are(tmp_path: Path) -> None:
-    digests = []
+    digests, file = set(), tmp_path / "other.py"
     for text in ("x = 1\ndef f(): pass\n", "x = 2\ndef f(): pass\n"):
-        (file := tmp_path / "other.py").write_text(text)
+        file.write_text(text)
         names: dict[str, object] = {"__name__": "other"}
         exec(compile(text, str(file), "exec"), names)
-        digests.append(criteria.source_of(names["f"]))  # type: ignore[arg-type]
-    assert digests[0] != digests[1] and "" not in digests
+        digests.add(criteria.source_of(names["f"]))  # type: ignore[arg-type]
+    assert len(digests - {""}) == 2
     assert all(not one.source for one in (*criteria.CRITERIA.values(), *allocation.ALLOCATIONS.values()))
+
+
+ROOT = Path(__file__).parents[1]
+RUNNER = "moe_lab.evaluation.sandbox.runner"
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The content of the wheel, unpacked."""
+    folder = tmp_path_factory.mktemp("wheel")
+    options = ["-q", "--no-deps", "--no-build-isolation", "--disable-pip-version-check", "-w", str(folder)]
+    done = subprocess.run([sys.executable, "-m", "pip", "wheel", *options, str(ROOT)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (wheel,) = folder.glob("*.whl")
+    zipfile.ZipFile(wheel).extractall(folder / "site")
+    return folder / "site"
+
+
+@pytest.fixture
+def hostile(tmp_path: Path) -> Path:
+    """A folder whose modules are called like ours and like some that we import, and fail when they are."""
+    for name in ("moe_lab", "analysis", "moe_lab/study", "moe_lab/evaluation", "moe_lab/evaluation/sandbox"):
+        (tmp_path / name).mkdir()
+        for module in ("__init__", "__main__", "worker", "runner", "client"):
+            (tmp_path / name / f"{module}.py").write_text("raise SystemExit('a module of the current folder')")
+    for name in ("torch", "pandas", "json", "inspect"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('a module of the current folder')")
+    return tmp_path
+
+
+@pytest.mark.parametrize("variables", [{}, {"PYTHONSAFEPATH": "1"}, {"PYTHONPATH": "packages"}], ids=str)
+def test_what_is_started_is_this_installation(variables: dict[str, str], hostile: Path) -> None:
+    """Whatever the current folder holds, and a folder of PYTHONPATH that holds packages called like ours."""
+    for name in ("moe_lab", "analysis"):
+        shutil.copytree(hostile / name, hostile / "packages" / name)
+    about: Any = {"cwd": hostile, "env": {**os.environ, **variables}, "stdin": subprocess.DEVNULL}
+    for words, says in ((["-u", "-m", RUNNER, "limited"], ""), (["-m", "analysis", "help"], "unified.table1")):
+        done = subprocess.run([sys.executable, FILE, *words], **about, capture_output=True, text=True)
+        assert done.returncode == 0 and says in done.stdout and (says or not done.stdout), done.stderr
+
+
+def test_a_study_of_the_wheel_is_reported_by_the_wheel(site: Path, hostile: Path, tmp_path: Path) -> None:
+    """Installed in an environment of its own; the workers and the report are started in the hostile folder."""
+    environment = tmp_path / "environment"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True)
+    (packages,) = environment.glob("lib/python*/site-packages")
+    shutil.copytree(site, packages, dirs_exist_ok=True)
+    others = [folder for folder in sys.path if folder.endswith("site-packages")]  # but not what their .pth files add
+    (packages / "others.pth").write_text("\n".join(others))
+    words = ["-m", "criterion=random", "suite.benchmarks=[]", "study=s", "store=store", "launcher.processes=1"]
+    done = subprocess.run(
+        [environment / "bin" / "python", packages / "moe_lab" / "start.py", "-m", "moe_lab", *words],
+        cwd=hostile,
+        env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert (hostile / "store/reports/s/report.html").exists()
+    assert "a module of the current folder" not in done.stderr
+    assert not (site / "tools").exists(), "what trains the shipped models needs a checkout"

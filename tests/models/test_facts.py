@@ -1,0 +1,173 @@
+"""What is told of a model before it is loaded: its architecture is that of the published models, and what it does."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import choices
+import pytest
+import tiny
+import torch
+from omegaconf import OmegaConf
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from moe_lab import inspect
+from moe_lab.config import ModelConfig
+from moe_lab.errors import UserError
+from moe_lab.models.config_json import Size, expert_shape, size_of, stated_numbers
+from moe_lab.models.discover import routed_layers
+from moe_lab.models.facts import architecture, describe, facts
+from tests.campaign.models import reconfigure
+
+CONF = Path(__file__).parents[2] / "conf" / "model"
+
+PUBLISHED = """
+olmoe_1b_7b olmoe vocab_size=50304 hidden_size=2048 intermediate_size=1024 num_hidden_layers=16
+    num_attention_heads=16 num_key_value_heads=16 num_experts=64 num_experts_per_tok=8
+deepseek_moe_16b deepseek vocab_size=102400 hidden_size=2048 intermediate_size=10944
+    moe_intermediate_size=1408 num_hidden_layers=28 num_attention_heads=16 num_key_value_heads=16
+    n_routed_experts=64 n_shared_experts=2 num_experts_per_tok=6 first_k_dense_replace=1
+deepseek_v2_lite,deepseek_v2_lite_chat deepseek_v2 vocab_size=102400 hidden_size=2048 intermediate_size=10944
+    moe_intermediate_size=1408 num_hidden_layers=27 num_attention_heads=16 num_key_value_heads=16 kv_lora_rank=512
+    q_lora_rank=null qk_nope_head_dim=128 qk_rope_head_dim=64 v_head_dim=128 n_routed_experts=64
+    n_shared_experts=2 num_experts_per_tok=6 first_k_dense_replace=1
+ernie_21b_a3b ernie4_5_moe vocab_size=103424 hidden_size=2560 intermediate_size=12288
+    moe_intermediate_size=1536 num_hidden_layers=28 num_attention_heads=20 num_key_value_heads=4
+    moe_num_experts=64 moe_k=6 moe_num_shared_experts=2 moe_layer_start_index=1 tie_word_embeddings=true
+qwen3_30b_a3b,qwen3_30b_a3b_instruct,qwen3_30b_a3b_thinking qwen3_moe vocab_size=151936 hidden_size=2048
+    intermediate_size=6144 moe_intermediate_size=768 num_hidden_layers=48 num_attention_heads=32
+    num_key_value_heads=4 head_dim=128 num_experts=128 num_experts_per_tok=8 norm_topk_prob=true
+qwen1_5_moe,qwen1_5_moe_chat qwen2_moe vocab_size=151936 hidden_size=2048 intermediate_size=5632
+    moe_intermediate_size=1408 shared_expert_intermediate_size=5632 num_hidden_layers=24 num_attention_heads=16
+    num_key_value_heads=16 num_experts=60 num_experts_per_tok=4
+qwen2_57b_a14b qwen2_moe vocab_size=151936 hidden_size=3584 intermediate_size=18944 moe_intermediate_size=2560
+    shared_expert_intermediate_size=20480 num_hidden_layers=28 num_attention_heads=28 num_key_value_heads=4
+    num_experts=64 num_experts_per_tok=8
+mixtral_8x7b mixtral vocab_size=32000 hidden_size=4096 intermediate_size=14336 num_hidden_layers=32
+    num_attention_heads=32 num_key_value_heads=8 num_local_experts=8 num_experts_per_tok=2
+qwen3_235b_a22b qwen3_moe vocab_size=151936 hidden_size=4096 intermediate_size=12288
+    moe_intermediate_size=1536 num_hidden_layers=94 num_attention_heads=64 num_key_value_heads=4 head_dim=128
+    num_experts=128 num_experts_per_tok=8 norm_topk_prob=true
+glm_4_5_air glm4_moe vocab_size=151552 hidden_size=4096 intermediate_size=10944 moe_intermediate_size=1408
+    num_hidden_layers=46 num_attention_heads=96 num_key_value_heads=8 head_dim=128 attention_bias=true
+    n_routed_experts=128 n_shared_experts=1 num_experts_per_tok=8 first_k_dense_replace=1
+gpt_oss_20b gpt_oss vocab_size=201088 hidden_size=2880 intermediate_size=2880 num_attention_heads=64
+    num_key_value_heads=8 head_dim=64 num_experts_per_tok=4 num_hidden_layers=24 num_local_experts=32
+gpt_oss_120b gpt_oss vocab_size=201088 hidden_size=2880 intermediate_size=2880 num_attention_heads=64
+    num_key_value_heads=8 head_dim=64 num_experts_per_tok=4 num_hidden_layers=36 num_local_experts=128
+deepseek_v3 deepseek_v3 vocab_size=129280 hidden_size=7168 intermediate_size=18432 moe_intermediate_size=2048
+    num_hidden_layers=61 num_attention_heads=128 num_key_value_heads=128 q_lora_rank=1536 kv_lora_rank=512
+    qk_nope_head_dim=128 qk_rope_head_dim=64 v_head_dim=128 n_routed_experts=256 n_shared_experts=1 n_group=8
+    topk_group=4 num_experts_per_tok=8 first_k_dense_replace=3
+"""
+"""Names in conf/model, their family in transformers, and what their config.json says of shapes."""
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {}
+for names, kind, *pairs in map(str.split, PUBLISHED.strip().replace("\n    ", " ").split("\n")):
+    shapes = {field: json.loads(value) for field, value in (pair.split("=") for pair in pairs)}
+    MODELS |= {name: (kind, shapes) for name in names.split(",")}
+
+
+def configured(name: str) -> Any:
+    return choices.choose(ModelConfig, "model", name)
+
+
+@pytest.mark.parametrize("name", sorted(MODELS))
+def test_what_is_expected_is_what_transformers_builds(name: str) -> None:
+    """Without weights; and the numbers that its configuration states are among them."""
+    kind, shapes = MODELS[name]
+    config = AutoConfig.for_model(kind, **shapes)
+    with torch.device("meta"):
+        built = AutoModelForCausalLM.from_config(config)
+    expected = configured(name).expected
+    assert expected == architecture(built)
+    numbers = stated_numbers({**config.to_dict(), **shapes})
+    assert len(numbers) == 5 and numbers.items() <= asdict(expected).items()
+
+
+def test_every_model_with_expectations_is_a_published_one() -> None:
+    files = {file.stem for file in CONF.glob("*.yaml") if "expected" in OmegaConf.load(file)}
+    assert files == {*MODELS}
+
+
+def test_the_size_of_a_folder_is_read_from_its_headers_and_that_of_no_folder_expected(tmp_path: Path) -> None:
+    tiny.save("deepseek_v2", tmp_path, dtype=torch.bfloat16)
+    model = tiny.build("deepseek_v2")
+    parameters = sum(weight.numel() for weight in model.parameters())
+    assert size_of(ModelConfig(name="t", path=str(tmp_path))) == Size(parameters, 2, 16, 4, 32, 24, 2)
+    as_float = size_of(ModelConfig(name="t", path=str(tmp_path), dtype="float32"))
+    assert as_float is not None and as_float.bytes == 4 * parameters
+    assert expert_shape(configured("olmoe_1b_7b")) == {"n_experts": 64, "top_k": 8, "width": 1024}
+    nowhere = ModelConfig(name="x", path="a/b")
+    assert expert_shape(nowhere) is None and size_of(nowhere) is None
+
+
+@pytest.mark.parametrize("look", [facts, lambda settings: describe(Path(settings.path), settings)])
+def test_a_model_that_differs_is_refused_by_the_most_telling_difference(tmp_path: Path, look: Any) -> None:
+    tiny.save("deepseek_v2", tmp_path)
+    right = architecture(tiny.build("deepseek_v2"))
+    settings = ModelConfig(name="t", path=str(tmp_path), expected=right)
+    look(settings)
+    changes = [{name: value + 1} for name, value in asdict(right).items()]
+    for changed in (*changes, {"experts": 8, "parameters": right.parameters - 1}):
+        (name, wrong), *_ = changed.items()
+        with pytest.raises(UserError) as caught:
+            look(replace(settings, expected=replace(right, **changed)))
+        assert f"has {name}={getattr(right, name)}, but model.expected.{name}={wrong}" in str(caught.value)
+
+
+def test_parts_add_up_to_the_model(tmp_path: Path) -> None:
+    for name in ("deepseek_v2", "ernie4_5_moe", "qwen2_moe"):
+        model = tiny.build(name)
+        tiny.save(name, tmp_path / name)
+        found = describe(tmp_path / name, ModelConfig(name=name, path=str(tmp_path / name)))
+        assert sum(found["parameters"].values()) == sum(weight.numel() for weight in model.parameters())
+        experts = sum(weight.numel() for layer in routed_layers(model) for weight in layer.experts.parameters())
+        assert found["parameters"]["routed experts"] == experts and found["parameters"]["shared experts"] > 0
+
+
+def told(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
+    code = inspect.main(list(words))
+    printed = capsys.readouterr()
+    return code, " ".join((printed.out + printed.err).replace("│", " ").split())
+
+
+def test_a_model_is_told_in_rows(capsys: pytest.CaptureFixture[str]) -> None:
+    code, said = told(capsys, "model=pocket_olmoe")
+    assert code == 0 and "supported yes" in said and "layers 0-3 32 experts of 64 channels" in said
+    assert "3,688,576" in said and "loading memory 0.01 GiB" in said and "heapr" in said and "padded" in said
+    code, said = told(capsys, "model=qwen3_30b_a3b_instruct")
+    assert code == 0 and "48 of 128 experts, top-8" in said and "loading memory 56.87 GiB" in said
+
+
+def test_why_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tiny.config("olmoe").save_pretrained(tmp_path)
+    reconfigure(tmp_path, model_type="jetmoe")
+    code, said = told(capsys, "model=local", f"model.path={tmp_path}")
+    assert code == 1 and "no: model_type=jetmoe is not supported" in said
+    code, said = told(capsys, "model=pocket_olmo")
+    assert code == 2 and "did you mean pocket_olmoe?" in said
+    code, said = told(capsys, "model=local", "model.path=nobody/nothing")
+    assert code == 1 and "give a folder" in said and "expected" not in said
+
+
+@pytest.mark.parametrize(
+    ("name", "router", "exports"),
+    [
+        ("olmoe", "OlmoeTopKRouter, the best 4, norm_topk_prob=False", "natural, padded"),
+        ("ernie4_5_moe", "the best 4, chosen with a correction bias", "natural, padded"),
+        ("deepseek_v3", "the best 4, chosen with a correction bias", "natural, masked, padded"),
+        ("deepseek_v3:grouped", "the best 4, chosen with a correction bias, from 2 of 4 groups", "natural, masked"),
+        ("gpt_oss", "the best 4", "natural, masked"),
+    ],
+)
+def test_a_router_and_the_exports_that_it_can_have_are_told(
+    name: str, router: str, exports: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A configuration is enough."""
+    tiny.config(name).save_pretrained(tmp_path)
+    code, said = told(capsys, "model=local", f"model.path={tmp_path}")
+    assert code == 0 and router in said and f"exports {exports}" in said
+    assert ("heapr" in said) != ("channels none, for its experts have biases" in said) == (name == "gpt_oss")

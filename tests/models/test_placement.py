@@ -1,0 +1,253 @@
+"""Where a model lives and how its experts are run changes nothing: several places, a CUDA device, the functions of the
+CPU; and main memory is seen as far as the machine, or the control group of a job, gives it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from accelerate import cpu_offload
+from identities.plans import random_plan
+from tiny import logits
+from transformers import AutoModelForCausalLM
+
+import moe_lab
+from moe_lab import models as memory
+from moe_lab.config import ModelConfig
+from moe_lab.errors import UserError
+from moe_lab.models import experts
+from moe_lab.models.discover import moe_layers
+from moe_lab.models.load import load_model
+from moe_lab.pruning.export import export
+from moe_lab.pruning.mask import mask
+from moe_lab.pruning.prune import prune
+from moe_lab.statistics import Layers, Statistics
+from moe_lab.statistics.forward import ForwardTap
+from moe_lab.statistics.gradients import GradientTap, gather_gradients
+from moe_lab.statistics.observe import Observer, gather
+
+ARCHITECTURES = ["qwen3_moe", "deepseek_v3:grouped", "gpt_oss"]
+GIB = 2**30
+
+
+def forward(model: Any, out: Path) -> Layers:
+    ids = tiny.tokens()
+    with Observer(model, ForwardTap) as observer:
+        observer.read(ids, ids != 5)
+    for tap in observer.taps:  # nothing was carried to another device while it was summed
+        home = tap.layer.router.weight.device
+        assert all(part.device == home for part in tap.sums.values()) or home.type == "meta"
+    return observer.layers()
+
+
+def backward(model: Any, out: Path) -> Layers:
+    ids = tiny.tokens()
+    return gather_gradients(model, GradientTap, [(ids, ids != 5)], out=out, fingerprint={}, groups=1).layers
+
+
+def split(model: Any) -> dict[str, str]:
+    """One MoE layer on the disk, all else in memory."""
+    last = moe_layers(model)[-1].index
+    parts = [name for name, _ in model.model.named_children() if name != "layers"]
+    places = {f"model.{name}": "cpu" for name in parts} | {"lm_head": "cpu"}
+    return places | {f"model.layers.{n}": "disk" if n == last else "cpu" for n in range(len(model.model.layers))}
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_a_layer_on_the_disk_is_observed_like_any_other_and_not_masked(name: str, tmp_path: Path) -> None:
+    plain = tiny.save(name, tmp_path / "model", shard="60KB")
+    spread = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "model", device_map=split(plain), offload_folder=tmp_path / "offload", experts_implementation="eager"
+    )
+    spread.eval().requires_grad_(False)
+    last = moe_layers(spread)[-1]
+    assert last.experts.down_proj.is_meta and "disk" in set(spread.hf_device_map.values())
+    for read in (forward, backward):
+        expected, found = read(plain, tmp_path / "a"), read(spread, tmp_path / "b")
+        assert expected.keys() == found.keys()
+        for layer, named in expected.items():
+            assert all(torch.equal(found[layer][statistic], sums) for statistic, sums in named.items()), layer
+    with pytest.raises(UserError, match=r"are offloaded.*load the model without"), mask(spread, tiny.plan(plain, 0.5)):
+        pass
+
+
+def test_plans_do_not_change_experts_that_are_offloaded() -> None:
+    """Their weights are there only while they run, so what is made of them before would be made of nothing."""
+    plain, spread = tiny.build("olmoe"), tiny.build("olmoe")
+    for layer in moe_layers(spread):
+        cpu_offload(layer.experts)
+    even, narrow, merged = (random_plan(plain, way) for way in ("even", "ragged", "merged"))
+    attempts = [lambda plan=plan: prune(spread, plan) for plan in (even, narrow, merged)]
+    attempts += [lambda plan=plan: mask(spread, plan).__enter__() for plan in (even, merged)]
+    for attempt in (*attempts, lambda: moe_lab.align(spread, replace(merged, alignments={}))):
+        with pytest.raises(UserError, match=r"layers\.0\.mlp\.experts.*offloaded"):
+            attempt()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_two_devices_sum_what_one_does(name: str, tmp_path: Path) -> None:
+    tiny.save(name, tmp_path / "model")
+    about = {"name": "m", "path": str(tmp_path / "model"), "dtype": "float32"}
+    one, two = (load_model(ModelConfig(**about, device=device))[0] for device in ("cuda:0", "balanced"))  # type: ignore[arg-type]
+    assert len({layer.router.weight.device for layer in moe_layers(two)}) == 2
+    for read in (forward, backward):
+        expected, found = read(one, tmp_path / "a"), read(two, tmp_path / "b")
+        for layer, named in expected.items():
+            for statistic, sums in named.items():
+                assert torch.allclose(found[layer][statistic], sums, rtol=1e-5, atol=1e-6), (layer, statistic)
+
+
+@pytest.mark.parametrize(
+    ("line", "limit", "least"),
+    [
+        ("0::/job/step", "job/memory.max", 3 * GIB),
+        ("0::/job/step", "job/step/memory.max", 3 * GIB),
+        ("9:memory:/job/step", "memory/job/memory.limit_in_bytes", 3 * GIB),
+        ("9:cpu:/job/step", "cpu/job/memory.limit_in_bytes", 64 * GIB),
+    ],
+)
+def test_a_job_has_the_memory_that_its_group_leaves(
+    line: str, limit: str, least: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory.os, "sysconf", {"SC_PHYS_PAGES": 64 * GIB, "SC_PAGE_SIZE": 1}.__getitem__)
+    monkeypatch.setattr(memory, "GROUPS", tmp_path / "groups")
+    monkeypatch.setattr(memory, "LIMITS", tmp_path / "limits")
+    assert memory.main_memory() == 64 * GIB
+    (tmp_path / "groups").write_text(f"3:cpu:/\n{line}\n")
+    (file := tmp_path / "limits" / limit).parent.mkdir(parents=True)
+    for stated, expected in (("max", 64 * GIB), (str(3 * GIB), least)):
+        file.write_text(f"{stated}\n")
+        assert memory.main_memory() == expected
+
+
+ON_CUDA = ["olmoe", "deepseek_v3", "gpt_oss", "qwen3_moe", "ernie4_5_moe"]
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("name", ON_CUDA)
+@pytest.mark.parametrize(("read", "tap"), [(gather, ForwardTap), (gather_gradients, GradientTap)])
+def test_sums_are_those_of_the_cpu(read: Callable[..., Statistics], tap: type, name: str) -> None:
+    def sums(place: str) -> dict[int, dict[str, torch.Tensor]]:
+        return read(tiny.build(name).to(place), tap, tiny.batches(), fingerprint={}).layers
+
+    expected, measured = sums("cpu"), sums("cuda")
+    assert expected.keys() == measured.keys()
+    for layer, named in expected.items():
+        for statistic, value in named.items():
+            assert (measured[layer][statistic] - value).abs().max() <= 1e-4 * value.abs().max(), (layer, statistic)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ON_CUDA)
+def test_a_mask_is_the_pruned_model_is_its_export(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    model = tiny.save(name, tmp_path / "model", dtype=dtype).to("cuda")
+    plan = tiny.plan(model, 0.5)
+    with mask(model, plan):
+        masked = logits(model)
+    assert torch.equal(masked, logits(prune(model, plan)))
+    out = export(tmp_path / "model", plan, tmp_path / "out")
+    about = ModelConfig(name="m", path=str(out), dtype=str(dtype).removeprefix("torch."), device="cuda")
+    reloaded, _ = load_model(about)
+    reloaded.set_experts_implementation("eager")
+    assert torch.equal(masked, logits(reloaded))
+
+
+SERVED = [name for name in tiny.ARCHITECTURES if name != "gpt_oss"]
+"""Families without biases."""
+
+
+def build(name: str, **changes: Any) -> Any:
+    model = tiny.build(name, **changes)
+    experts.use_cpu_experts(model, moe_layers(model))
+    return model
+
+
+def aligned(name: str) -> Any:
+    """A model whose experts have 32 channels, so that few tokens take the way for few tokens."""
+    widths = ("moe_intermediate_size", "intermediate_size")
+    return build(name, **{next(field for field in widths if field in tiny.ARCHITECTURES[name]): 32})
+
+
+def implementation(model: Any) -> str:
+    (layer, *_) = moe_layers(model)
+    return str(layer.experts.config._experts_implementation)
+
+
+def computed(model: Any) -> list[torch.Tensor]:
+    """Logits of few, many and one token, and those of every new token of padded rows, one decoding step each."""
+    prefill, long, one = tiny.tokens(), tiny.tokens(6, 60), tiny.tokens(1, 1)
+    assert long.numel() > experts.FEW > prefill.numel()
+    padded = torch.nn.functional.pad(prefill, (3, 0))
+    asked = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "return_dict_in_generate": True}
+    made = model.generate(padded, attention_mask=(padded != 0).long(), output_logits=True, **asked)
+    return [*(tiny.logits(model, ids) for ids in (prefill, long, one)), *made.logits]
+
+
+@pytest.mark.parametrize("make", [build, aligned], ids=["unaligned", "aligned"])
+@pytest.mark.parametrize("name", SERVED)
+def test_every_shape_has_the_bits_of_the_eager_forward(name: str, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make(name)
+    assert implementation(model) == experts.CPU_EXPERTS
+    used = []
+    for way in ("_together", "_one_by_one"):
+        original = getattr(experts, way)
+        monkeypatch.setattr(experts, way, lambda *args, way=way, original=original: used.append(way) or original(*args))
+    found = computed(model)
+    assert set(used) == ({"_together", "_one_by_one"} if make is aligned else {"_one_by_one"})
+    model.set_experts_implementation("eager")
+    assert all(torch.equal(*pair) for pair in zip(found, computed(model), strict=True))
+
+
+@pytest.mark.parametrize("tokens", [(4, 24), (6, 60)], ids=["few", "many"])
+@pytest.mark.parametrize("name", ["olmoe", "deepseek_v3:grouped", "ernie4_5_moe"])
+def test_masks_and_statistics_keep_their_bits(name: str, tokens: tuple[int, int]) -> None:
+    model, ids = aligned(name), tiny.tokens(*tokens)
+    plan = tiny.plan(model, 0.5)
+    plain = tiny.logits(model, ids)
+    with Observer(model, ForwardTap):
+        assert torch.equal(tiny.logits(model, ids), plain)
+    assert implementation(model) == experts.CPU_EXPERTS
+    with mask(model, plan):
+        masked = tiny.logits(model, ids)
+    pruned = prune(model, plan)
+    assert implementation(pruned) == experts.CPU_EXPERTS
+    assert torch.equal(tiny.logits(pruned, ids), masked)
+    for each in (model, pruned):
+        each.set_experts_implementation("eager")
+    assert torch.equal(tiny.logits(pruned, ids), masked)
+    assert torch.equal(tiny.logits(model, ids), plain)
+
+
+def test_two_threads_change_nothing() -> None:
+    model, ids = aligned("olmoe"), tiny.tokens(8, 16)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        found = tiny.logits(model, ids)
+        model.set_experts_implementation("eager")
+        assert torch.equal(found, tiny.logits(model, ids))
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_what_is_not_computed_alike_stays_eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Experts with biases, other precisions, and a family that computes otherwise."""
+    assert implementation(build("gpt_oss")) == implementation(build("olmoe", dtype=torch.bfloat16)) == "eager"
+    model = tiny.build("olmoe")
+    layer = moe_layers(model)[0]
+    original = layer.experts.forward
+    monkeypatch.setattr(layer.experts, "forward", lambda hidden, index, gates: original(hidden * 1.0001, index, gates))
+    experts.use_cpu_experts(model, moe_layers(model))
+    assert implementation(model) == "eager"
+
+
+def test_the_choice_is_not_written_to_checkpoints(tmp_path: Any) -> None:
+    build("olmoe").save_pretrained(tmp_path)
+    assert experts.CPU_EXPERTS not in (tmp_path / "config.json").read_text()
