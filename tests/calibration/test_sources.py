@@ -22,6 +22,7 @@ from moe_lab.calibration.sources import locate, read, whole_text
 from moe_lab.config import BenchmarkConfig, CalibrationConfig
 from moe_lab.errors import UserError
 from moe_lab.evaluation import suite
+from moe_lab.evaluation.harness import Document
 from moe_lab.evaluation.harnesses import perplexity
 
 Settings = Callable[..., CalibrationConfig]
@@ -193,6 +194,14 @@ def test_a_split_and_a_file_on_the_hub(monkeypatch: pytest.MonkeyPatch, tmp_path
         assert "\n" not in str(caught.value) and text.path in str(caught.value)
 
 
+def measured_text(benchmark: BenchmarkConfig) -> str:
+    """The text whose perplexity a benchmark is."""
+    (item,) = perplexity.items(benchmark)
+    (request,) = item.requests
+    assert isinstance(request, Document)
+    return request.text
+
+
 def test_calibration_reads_wikitext_as_perplexity_does(tmp_path: Path) -> None:
     """Rows joined by blank lines, empty ones included: from a text, from records, and from the mirror."""
     from benchmarks.data_sets import mirror_files
@@ -204,7 +213,7 @@ def test_calibration_reads_wikitext_as_perplexity_does(tmp_path: Path) -> None:
     records = written(tmp_path / "rows.jsonl", lines(*({"text": row} for row in rows)))
     (benchmark,) = benchmarks(["wikitext2"], str(tmp_path / "data"))
     mirror_files(benchmark, tmp_path, tmp_path / "source")
-    measured = perplexity._text(benchmark)
+    measured = measured_text(benchmark)
     chosen = choices.choose(CalibrationConfig, "calibration", "wikitext2")
     assert measured == "\n\n".join(rows) and len(rows) > 5 and "" in rows
     for path in (as_text, records):
@@ -241,7 +250,7 @@ def test_what_is_no_text_is_refused_before_the_start_whatever_it_is_called(
 def test_a_text_for_perplexity_is_read_as_one_for_calibration_is(tmp_path: Path) -> None:
     records = written(tmp_path / "a.jsonl", lines({"text": "one"}, {"question": "two", "answer": "three"}))
     assert whole_text(records, "suite.path") == "one\n\ntwo\n\nthree"
-    assert perplexity._text(BenchmarkConfig("p", "perplexity", str(records))) == "one\n\ntwo\n\nthree"
+    assert measured_text(BenchmarkConfig("p", "perplexity", str(records))) == "one\n\ntwo\n\nthree"
     assert whole_text(written(tmp_path / "a.txt", "one\n\n\ntwo\n"), "suite.path") == "one\n\n\ntwo\n"
     with pytest.raises(UserError, match="conversations"):
         whole_text(written(tmp_path / "b.jsonl", lines({"messages": MESSAGES})), "suite.path")
