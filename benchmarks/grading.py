@@ -210,7 +210,7 @@ def main() -> int:
         failed |= kept_misses(arguments.data)
     with tempfile.TemporaryDirectory() as folder:
         for benchmark in benchmarks(arguments.benchmarks, folder):
-            print(make(benchmark, arguments.data), flush=True)
+            print(make(benchmark, arguments.data / Path(str(benchmark.url)).name), flush=True)
             failed |= _check(benchmark)
     return int(failed)
 
