@@ -343,7 +343,7 @@ def test_files_do_not_fit(file: str, number: int, fields: dict[str, Any], senten
 
 def test_one_sentence_for_damaged_and_missing_files(folder: Path) -> None:
     (folder / ANSWERS).write_text('{"id": "simple_0", "ground')
-    assert "answers.jsonl line 1 is damaged JSON" in suite.wrong([benchmark(folder)])[0]
+    assert "answers.jsonl cannot be read: Unterminated string" in suite.wrong([benchmark(folder)])[0]
     (folder / ANSWERS).unlink()
     assert "answers.jsonl, and there is no such file" in suite.wrong([benchmark(folder)])[0]
 
