@@ -206,15 +206,6 @@ def test_a_share_keeps_hidden_states_of_its_rows() -> None:
     assert estimates.disk_problems("/", [huge]) == [], "it only reads and writes sums"
 
 
-def test_steps_that_do_not_say_what_they_took_count_as_none(store: Store) -> None:
-    finish(store, reading(10), "long")
-    for tokens, content in ((20, ""), (30, "[]")):
-        finish(store, reading(tokens), 1.0)
-        (store.path(reading(tokens)) / "step.json").write_text(content)
-    (store.root / "statistics" / "a-note.txt").write_text("x")
-    assert Times(store).seconds(reading(10)) is None
-
-
 def test_the_forecast_adds_up_what_is_known_and_counts_what_is_not(store: Store) -> None:
     finish(store, reading(10), 3600.0)
     steps = [reading(10), reading(20), reading(30), reading(10, kind="damage")]
