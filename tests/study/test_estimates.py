@@ -69,12 +69,6 @@ def known(one: Step) -> Memory:
     return memory
 
 
-def test_gpus_follow_from_memory_and_device() -> None:
-    text = replace(TEXT, tokens=4096, length=512)
-    models = (model(), model("qwen2_57b_a14b"), model(device="cpu"), model("pocket_olmoe"))
-    assert [gpus(known(step("statistics", about, text)), 80) for about in models] == [1, 2, 0, 0]
-
-
 def test_published_searches_ran_on_as_many_gpus_as_estimated() -> None:
     """As EvoESAP's Table 3 prints."""
     text = replace(TEXT, tokens=262144, batch_size=1)
