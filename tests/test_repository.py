@@ -15,6 +15,7 @@ import grimp
 import pytest
 from packaging.requirements import Requirement
 
+from benchmarks.cuda import ROWS
 from tools import elsewhere
 
 ROOT = Path(__file__).parents[1]
@@ -35,6 +36,12 @@ def test_links_lead_somewhere(page: Path) -> None:
         path, _, anchor = link.partition("#")
         target = page if not path else (page.parent / path)
         assert "://" in link or (target.exists() and (not anchor or anchor in anchors(target))), link
+
+
+def test_the_documentation_has_every_row_about_cuda() -> None:
+    section = (ROOT / "docs" / "performance.md").read_text("utf-8").partition("## CUDA")[2]
+    commands = [row.command.replace("{scratch}/olmoe_7b", "FOLDER") for row in ROWS]
+    assert [f"`python {command}`" in section for command in commands] == [True] * len(ROWS)
 
 
 def test_the_functions_that_the_architecture_names_exist() -> None:
@@ -144,12 +151,6 @@ def test_no_other_module_uses_what_is_not_public() -> None:
     used = {file.relative_to(CODE): private(ast.parse(file.read_text())) for file in sorted(CODE.rglob("*.py"))}
     assert len(used[ONE_PLACE]) > 10
     assert {file for file, names in used.items() if names} == {ONE_PLACE, *SHIPPED}
-
-
-def test_every_name_is_there() -> None:
-    """Names that are imported; attributes are used by all tests that load a model."""
-    for module, name in imported(ast.parse((CODE / ONE_PLACE).read_text())):
-        assert hasattr(__import__(module, fromlist=[name]), name), f"{module}.{name}"
 
 
 def test_versions_that_were_not_tested_are_refused_when_moe_lab_is_installed() -> None:

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from moe_lab.study import code_state
+from moe_lab.study.step import code_state
 
 from . import commands, kills, models, programs
 

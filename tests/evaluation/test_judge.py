@@ -26,7 +26,7 @@ from moe_lab.evaluation import Policy, mirror, run, suite
 from moe_lab.evaluation import judge as judge_module
 from moe_lab.evaluation.harnesses import wildbench
 from moe_lab.evaluation.judge import Judge, Unparsable, score
-from moe_lab.study import error_document
+from moe_lab.study.step import error_document
 
 pytestmark = pytest.mark.slow
 

@@ -39,21 +39,32 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "model.safetensors")
 
 
-def check_numbers(out: Path, kind: str, expected: Path) -> None:
-    """The numbers that an export stands for are those of the export of the plain checkpoint."""
-    found, plain = quantised.dequantised(weights(out), kind), weights(expected)
-    assert found.keys() == plain.keys()
-    assert all(torch.equal(found[name], tensor) for name, tensor in plain.items())
+def check_tensors(out: Path, stored: Path, plan: Plan) -> None:
+    """An export has all tensors of the experts that stay, under their new numbers, and of the rest of the model."""
+    expected = {}
+    for name, tensor in weights(stored).items():
+        layer, expert = (re.search(rf"\.{part}\.(\d+)\.", name) for part in ("layers", "experts"))
+        kept = plan.experts.get(int(layer[1])) if layer else None
+        if kept and expert:
+            if (number := int(expert[1])) in kept:
+                expected[f"{name[: expert.start(1)]}{kept.index(number)}{name[expert.end(1) :]}"] = tensor
+        elif kept and re.search(r"\.(gate|router|experts)\.", name):
+            expected[name] = tensor[list(kept)]
+        else:
+            expected[name] = tensor
+    found = weights(out)
+    assert found.keys() == expected.keys()
+    assert all(
+        found[name].dtype == tensor.dtype and torch.equal(found[name], tensor) for name, tensor in expected.items()
+    )
 
 
 @pytest.mark.parametrize(("name", "kind"), CASES)
-def test_dequantising_and_pruning_can_change_places(name: str, kind: str, tmp_path: Path) -> None:
-    if "nf4" in kind:
-        pytest.importorskip("bitsandbytes")
-    plain, stored = quantised.save(name, kind, tmp_path)
+def test_all_parts_of_an_expert_stay_with_it(name: str, kind: str, tmp_path: Path) -> None:
+    _, stored = quantised.save(name, kind, tmp_path)
     plan = tiny.plan(tiny.build(name), 0.5)
     out = export(stored, plan, tmp_path / "out")
-    check_numbers(out, kind, export(plain, plan, tmp_path / "expected"))
+    check_tensors(out, stored, plan)
     before, after = (json.loads((folder / "config.json").read_text()) for folder in (stored, out))
     assert after["quantization_config"] == before["quantization_config"]
 
@@ -120,15 +131,14 @@ def test_names_of_experts_in_lists_follow_the_experts(tmp_path: Path) -> None:
 
 
 def test_experts_that_are_not_quantised_keep_their_own_tensors(tmp_path: Path) -> None:
-    plain, stored = quantised.save("qwen2_moe", "w4a16", tmp_path)
+    _, stored = quantised.save("qwen2_moe", "w4a16", tmp_path)
     apart = ("model.layers.0.mlp.experts.15.up_proj", "model.layers.0.mlp.experts.3.gate_proj")
     tensors = {name: tensor for name, tensor in weights(stored).items() if not name.startswith(apart)}
     ones = {f"{name}.weight": torch.ones(24, 32) for name in apart}
     save_file({**tensors, **ones}, stored / "model.safetensors", {"format": "pt"})
-    save_file({**weights(plain), **ones}, plain / "model.safetensors", {"format": "pt"})
     plan, about = Plan(EXPERTS, COUNTS), quantised.FORMATS["w4a16"].config
     reconfigure(stored, quantization_config={**about, "ignore": ["lm_head", *apart]})
-    check_numbers(export(stored, plan, tmp_path / "out"), "w4a16", export(plain, plan, tmp_path / "expected"))
+    check_tensors(export(stored, plan, tmp_path / "out"), stored, plan)
 
 
 def check_refused(said: str, stored: Path, plan: Plan, shape: str = "natural") -> None:
@@ -174,13 +184,13 @@ def study(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_study_scores_prunes_and_exports_an_fp8_checkpoint(tmp_path: Path) -> None:
-    plain, stored = quantised.save("qwen2_moe", "fp8", tmp_path)
+    _, stored = quantised.save("qwen2_moe", "fp8", tmp_path)
     done = study(stored, "criterion=reap", "export=natural")
     assert done.returncode == 0, done.stderr
     (out,) = tmp_path.glob("store/export/*/checkpoint")
     plan = Plan.load(out / "plan.json")
     assert all(len(kept) == 12 for kept in plan.experts.values())
-    check_numbers(out, "fp8", export(plain, Plan(plan.experts, plan.n_experts), tmp_path / "expected"))
+    check_tensors(out, stored, plan)
 
 
 def test_what_quantised_weights_do_not_allow_is_refused_first(tmp_path: Path) -> None:

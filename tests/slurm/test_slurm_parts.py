@@ -28,7 +28,6 @@ from moe_lab.config import (
 from moe_lab.config.base import valid
 from moe_lab.evaluation import Policy
 from moe_lab.evaluation.suite import Questions
-from moe_lab.study import Step, code_state
 from moe_lab.study.estimates import Seconds
 from moe_lab.study.runs import RECORD, Submitted, begin
 from moe_lab.study.schedule import Schedule, StepError
@@ -39,6 +38,7 @@ from moe_lab.study.slurm.pack import _absent as absent
 from moe_lab.study.slurm.scheduler import Queued, time_limits
 from moe_lab.study.slurm.submit import copy_code, under_way
 from moe_lab.study.status import StepState, left
+from moe_lab.study.step import Step, code_state
 from moe_lab.study.steps.evaluation import Generate, Grade
 from moe_lab.study.store import Store
 
