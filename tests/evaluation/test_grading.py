@@ -100,10 +100,9 @@ ATTEMPTS = {
 }
 
 
+@pytest.mark.usefixtures("namespaces")
 @pytest.mark.parametrize("what", ATTEMPTS)
 def test_whatever_a_program_attempts_costs_its_own_verdict_alone_and_leaves_nothing(what: str) -> None:
-    if namespaces_missing():
-        pytest.skip("no namespaces")
     assert not wrong(ATTEMPTS[what])
 
 
@@ -126,9 +125,8 @@ def test_what_cannot_be_called_is_an_error_and_no_verdict() -> None:
         LimitedCalls("no_such_module", {})("f", [], 1.0, 1 << 20)
 
 
+@pytest.mark.usefixtures("namespaces")
 def test_equal_programs_are_run_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if namespaces_missing():
-        pytest.skip("no namespaces")
     rows = [ADD, {**ADD, "task_id": "HumanEval/905", "canonical_solution": "    return x + 2\n"}]
     data, runs = write_lines(tmp_path / "data.jsonl", rows), []
     plain = Runners.run

@@ -236,22 +236,14 @@ CREATIVE = [number for number in range(1024) if number % 7 == 0][:146]
 
 
 def row(number: int) -> dict[str, Any]:
-    """One of the hub's rows; odd ones have a turn before."""
+    """What is read of one of the hub's rows; odd ones have a turn before."""
     turns = [("user", "A line, please."), ("assistant", "A line.")] if number % 2 else []
-    about = {"language": "English", "redacted": False, "toxic": False}
+    turns.append(("user", f"Now tale {number}, please."))
     return {
-        "id": str(number),
         "session_id": f"session{number}#0",
-        "conversation_input": [
-            {"role": role, "content": content, **about}
-            for role, content in [*turns, ("user", f"Now tale {number}, please.")]
-        ],
-        "references": {"gpt-4": "Once."},
-        "length": 20,
+        "conversation_input": [{"role": role, "content": content, "toxic": False} for role, content in turns],
         "checklist": [f"Is it about {number}?", "Is it a tale?"],
-        "intent": "a tale",
         "primary_tag": "Creative Writing" if number in CREATIVE else "Math",
-        "secondary_tags": ["Editing"],
     }
 
 
@@ -285,13 +277,8 @@ def judged(published: BenchmarkConfig, at: Endpoint) -> BenchmarkConfig:
 
 
 def test_the_questions_are_the_conversations_of_creative_writing(published: BenchmarkConfig) -> None:
-    questions = wildbench.items(published)
-    assert [question.name for question in questions] == [f"session{number}#0" for number in CREATIVE]
-    assert questions[1].requests[0].prompt == [
-        {"role": "user", "content": "A line, please."},
-        {"role": "assistant", "content": "A line."},
-        {"role": "user", "content": "Now tale 7, please."},
-    ]
+    contents = [turn["content"] for turn in wildbench.items(published)[1].requests[0].prompt]
+    assert contents == ["A line, please.", "A line.", "Now tale 7, please."]
     assert len(wildbench.items(replace(published, parameters={}, expected=1024))) == 1024
     assert len(wildbench.items(replace(published, limit=3))) == 3
     with pytest.raises(UserError, match=r"parameters\.tag=Creative writing.*did you mean Creative Writing"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError, unknown, user_errors
-from moe_lab.evaluation import Policy, mirror
+from moe_lab.evaluation import Policy
 from moe_lab.evaluation.harness import Answer, Graded, Item, Text, check_count, data_files, graded_by_mean
 from moe_lab.evaluation.harnesses.function_call_rules import TYPES, mistake, tool
 from moe_lab.json_files import fits
@@ -94,7 +95,13 @@ def _questions(benchmark: BenchmarkConfig) -> list[Question]:
 def _rows(file: Path, kind: str, shape: Any) -> dict[str, Any]:
     """Id -> line of a file of JSON lines. Raises UserError for lines that do not fit `shape`, and for equal ids."""
     rows: dict[str, Any] = {}
-    for number, row in enumerate(mirror.read_rows(file), start=1):
+    for number, line in enumerate(file.read_bytes().split(b"\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError) as error:  # ValueError: no JSON, or no UTF-8
+            raise UserError(f"{file} line {number} is damaged JSON: {error}") from None
         if not fits(row, shape):
             raise UserError(f"{file} line {number} is no {kind}: expected the fields {_FIELDS[kind]} as in BFCL")
         if row["id"] in rows:
