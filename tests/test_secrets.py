@@ -16,7 +16,7 @@ from moe_lab.config import BackendConfig, Config
 from moe_lab.config.base import unfit
 from moe_lab.errors import MASK, UserError
 from moe_lab.evaluation.engines import command_line
-from moe_lab.study import error_document
+from moe_lab.study.step import error_document
 
 pytestmark = pytest.mark.slow
 

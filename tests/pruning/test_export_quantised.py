@@ -229,18 +229,6 @@ def decompressed(folder: Path) -> dict[str, torch.Tensor]:
     return matrices
 
 
-def step_of(original: torch.Tensor, scales: torch.Tensor, scheme: str) -> torch.Tensor:
-    """Half the distance between the values next to each weight (N, K), fp64, for scales (N, groups).
-
-    FP8 e4m3 has three bits after the first, so values are 2^-3 of their power of two apart, and 2^-9 below 2^-6.
-    """
-    scale = scales.double().repeat_interleave(original.shape[1] // scales.shape[1], 1)
-    if scheme == "w4a16":
-        return scale / 2
-    exponent = torch.log2((original.double().abs() / scale).clamp(min=2**-6)).floor()
-    return scale * 2 ** (exponent - 4)
-
-
 def compress(folder: Path, case: str, scheme: str, dtype: torch.dtype = torch.float32) -> None:
     """An export as it is evaluated, and compressed, each in a folder of its own."""
     pytest.importorskip("compressed_tensors")
@@ -290,10 +278,6 @@ def test_weights_are_rounded_to_the_nearest(scheme: str, dtype: torch.dtype, tmp
         largest = original.unflatten(1, (scales.shape[1], -1)).abs().amax(2).double()
         torch.testing.assert_close(scales.double() * {"fp8": 448, "w4a16": 7.5}[scheme], largest, rtol=2**-7, atol=0)
         assert torch.equal(matrix, fake_quantize(original, scales, torch.zeros_like(scales), arguments))
-        bound = step_of(original, scales, scheme)
-        arithmetic = 2**-7 if dtype == torch.bfloat16 else 1e-5  # of dividing by the scale and multiplying with it
-        difference = (matrix.double() - original.double()).abs()
-        assert bool((difference <= bound + arithmetic * original.double().abs() + 1e-9).all()), name
 
 
 @pytest.mark.parametrize("scheme", ["fp8", "w4a16"])
@@ -354,19 +338,13 @@ def test_wrong_settings_are_named_before_anything_runs(tmp_path: Path, monkeypat
     tiny.save("gpt_oss", tmp_path / "gpt_oss")
     model = ModelConfig("tiny", "pocket:olmoe")
 
-    def said(model: ModelConfig = model, verify: bool = False, bits: int = 16) -> str:
-        recovery = RecoveryConfig("none" if bits == 16 else "nf4", bits=bits)
-        return " ".join(wrong(ExportConfig("natural", "fp8"), model, recovery, "expert", verify=verify))
+    def said(model: ModelConfig = model, verify: bool = False) -> str:
+        return " ".join(wrong(ExportConfig("natural", "fp8"), model, RecoveryConfig(), "expert", verify=verify))
 
     assert said() == ""
-    for fields, expected in (
-        ({"shape": "natural", "format": "fp9"}, "did you mean fp8"),
-        ({"shape": None, "format": "fp8"}, "add export=natural"),
-    ):
-        with pytest.raises(SettingsError, match=expected):
-            valid(ExportConfig, fields, "export")
+    with pytest.raises(SettingsError, match="add export=natural"):
+        valid(ExportConfig, {"shape": None, "format": "fp8"}, "export")
     assert "expected verify=false" in said(verify=True)
-    assert "recovery with bits=16" in said(bits=4)
     assert "in one tensor: expected export.format=safetensors" in said(ModelConfig("tiny", str(tmp_path / "gpt_oss")))
     monkeypatch.setattr("moe_lab.errors.find_spec", lambda name: None)
     assert "pip install 'moe-lab[compression]'" in said()

@@ -15,14 +15,14 @@ from small_studies import STUDY, Asked, Worker, ask, killed, start
 
 from moe_lab.errors import UserError
 from moe_lab.json_files import read_json, write_json
-from moe_lab.study import Step, garbage
+from moe_lab.study import garbage
 from moe_lab.study import run as running
 from moe_lab.study.garbage import LEFTOVERS, gc, look
 from moe_lab.study.graph import build
 from moe_lab.study.runs import Submitted, begin, runs, steps_at_work
-from moe_lab.study.schedule import StepError
 from moe_lab.study.slurm import pack, scheduler
 from moe_lab.study.slurm.scheduler import Queued
+from moe_lab.study.step import Step
 from moe_lab.study.store import Store
 
 NO_FIGURES: dict[str, list[Any]] = {"families": [], "damages": []}
@@ -111,18 +111,6 @@ def test_an_interrupted_study_goes_on_from_where_it_was(place: Path, one: Asked,
     assert start(place, one) == 0 and set(Worker.did) == steps(one).keys() - made
 
 
-def test_what_failed_steps_need_is_kept(place: Path, one: Asked) -> None:
-    """The record does not name the sums of weights when the scores made from them are missing."""
-
-    def harm(step: Step, scratch: Path) -> None:
-        if step.kind == "scores":
-            raise StepError({"message": "no"})
-
-    Worker.harm = harm
-    assert start(place, one) == 1
-    assert any(name.startswith("weights/") for name in finished(place)) and named(place) == set()
-
-
 def test_what_killed_processes_left_is_freed_and_what_is_worked_on_is_not(place: Path) -> None:
     store = Store(place).create()
     alive, dead = (Example(number=number) for number in range(2))
@@ -147,8 +135,11 @@ def test_what_killed_processes_left_is_freed_and_what_is_worked_on_is_not(place:
     assert store.done(alive) and not store.done(dead)
 
 
-def test_a_run_at_the_same_time_loses_nothing(place: Path, one: Asked, other: Asked) -> None:
-    """The study is replaced and garbage collected in the middle of a run, whose steps only its claim keeps."""
+def test_a_run_at_the_same_time_loses_nothing(
+    place: Path, one: Asked, other: Asked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The study is replaced and garbage collected in the middle of a run, whose steps only its claim keeps until its
+    record is written."""
 
     def harm(step: Step, scratch: Path) -> None:
         if step.kind == "evaluate" and "plan" in step.inputs:
@@ -156,22 +147,15 @@ def test_a_run_at_the_same_time_loses_nothing(place: Path, one: Asked, other: As
             assert start(place, other) == 0
             gc(Store(place), apply=True)
 
-    Worker.harm = harm
-    assert start(place, one) == 0
-    assert len(Worker.did) == len(set(Worker.did)) and finished(place) == {*steps(one), *steps(other)}
-
-
-def test_a_run_that_finds_everything_finished_loses_nothing(
-    replaced: Path, one: Asked, monkeypatch: pytest.MonkeyPatch
-) -> None:
     def finish(*arguments: Any) -> int:
-        gc(Store(replaced), apply=True)
+        gc(Store(place), apply=True)
         return end(*arguments)
 
     end = running.finish
     monkeypatch.setattr(running, "finish", finish)
-    assert start(replaced, one) == 0 and Worker.did == []
-    assert set(steps(one)) <= finished(replaced)
+    Worker.harm = harm
+    assert start(place, one) == 0
+    assert len(Worker.did) == len(set(Worker.did)) and finished(place) == {*steps(one), *steps(other)}
 
 
 def test_a_run_that_ends_while_gc_looks_loses_nothing(

@@ -17,11 +17,12 @@ from analysis.load.reader import Reader
 from moe_lab import packs
 from moe_lab.errors import UserError
 from moe_lab.packs import packs_in
-from moe_lab.study import Step, packing, run
-from moe_lab.study.garbage import gc, look
+from moe_lab.study import packing, run
+from moe_lab.study.garbage import gc
 from moe_lab.study.packing import Packing
 from moe_lab.study.runs import begin
 from moe_lab.study.schedule import Schedule, work
+from moe_lab.study.step import Step
 from moe_lab.study.store import Store
 
 CELLS = asked("criterion=magnitude,random", "seed=1,2,3", "ratio=.25,.5")
@@ -174,24 +175,14 @@ def test_a_pack_that_cannot_be_read_is_set_aside(store: Store, harm: str) -> Non
     assert found.content(steps[3].folder, "result.json") == b'{"text": "anew 3"}'
 
 
-def test_what_no_study_needs_is_freed_from_packs(tmp_path: Path) -> None:
-    folder = tmp_path / "store"
-    assert start(folder, CELLS) == 0
-    garbage = packed(Store(folder).create(), range(1000, 1010))
-    store = Store(folder)
-    before = store.present()
-    assert gc(store) == 0 and store.present() == before
-    assert gc(store, apply=True) == 0
-    assert before - store.present() == {step.id[:12] for step in garbage}
-    count = len(Worker.did)
-    assert start(folder, CELLS) == 0 and len(Worker.did) == count
-
-
-def test_inputs_of_steps_that_are_needed_are_kept_in_packs(store: Store) -> None:
+def test_what_no_study_needs_is_freed_from_packs(store: Store) -> None:
+    """A step that is needed keeps its inputs."""
     steps = packed(store, range(10))
     with begin(store, STUDY, steps[4:5]):
-        garbage, _ = look(store)
-    assert {item.step_id for item in garbage} == {step.id[:12] for step in steps[5:]}
+        assert gc(store) == 0 and store.done_of(steps) == {step.id for step in steps}
+        assert gc(store, apply=True) == 0
+    assert Store(store.root).done_of(steps) == {step.id for step in steps[:5]}
+    assert store.content(steps[0].folder, "result.json") == b'{"text": "result 0"}'
 
 
 def test_many_packs_are_put_together(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

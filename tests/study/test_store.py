@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
-import pickle
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,11 @@ from example_steps import Example
 from small_studies import ask, killed
 
 from moe_lab.errors import UserError
-from moe_lab.study import Step
 from moe_lab.study import store as storing
 from moe_lab.study.claims import Busy, Claim
 from moe_lab.study.runs import begin
 from moe_lab.study.schedule import Schedule, work
+from moe_lab.study.step import Step
 from moe_lab.study.store import Store
 
 
@@ -42,9 +43,10 @@ def publish(store: Store, step: Step, text: str = "result") -> None:
 
 def test_published_whole_with_identity_and_checksums(store: Store) -> None:
     step = a_step()
-    assert not store.done(step)
+    store.fail(step, {"message": "broken"})
+    assert not store.done(step) and (Store(store.root).error(step.id) or {})["message"] == "broken"
     publish(store, step)
-    assert store.done(step)
+    assert store.done(step) and store.error(step.id) is None
     folder = store.path(step)
     document = json.loads((folder / "step.json").read_text())
     assert document["id"] == step.id and document["settings"] == {"number": 0}
@@ -73,35 +75,28 @@ def test_what_a_killed_run_kept_of_a_finished_step_is_removed_and_of_others_stay
     assert [path.name for path in (store.root / "partial").iterdir()] == [unfinished.id[:12]]
 
 
-@pytest.mark.parametrize("at", ["in its work", "before it publishes", "when it publishes"])
-def test_an_owner_that_comes_back_publishes_nothing(store: Store, monkeypatch: pytest.MonkeyPatch, at: str) -> None:
-    """It was suspended for so long that another run has found its claim stale and done the step."""
-    other, seal, once = Store(store.root).create(), storing._seal, [True]
+@pytest.mark.parametrize(("name", "is_before"), [("_seal", True), ("_seal", False), ("check", False)])
+def test_an_owner_that_comes_back_publishes_nothing(
+    store: Store, monkeypatch: pytest.MonkeyPatch, name: str, is_before: bool
+) -> None:
+    """It was suspended for so long, before or after it sealed the step or checked its claim, that another run has
+    found this claim stale and done the step."""
+    other, owner = Store(store.root).create(), storing if name == "_seal" else Claim
     monkeypatch.setattr(other.claims, "is_stale", lambda path: True)
+    suspended = getattr(owner, name)
 
-    def take_over() -> None:
-        once.clear()
-        publish(other, a_step(), "of the other")
+    def late(*arguments: Any) -> None:
+        monkeypatch.setattr(owner, name, suspended)
+        if is_before:
+            publish(other, a_step(), "of the other")
+        suspended(*arguments)
+        if not is_before:
+            publish(other, a_step(), "of the other")
 
-    def seal_late(*arguments: Any) -> None:
-        seal(*arguments)
-        if once and at == "before it publishes":
-            take_over()
-
-    def check_late(claim: Claim) -> None:
-        check(claim)
-        if once and at == "when it publishes":
-            take_over()
-
-    check = Claim.check
-    monkeypatch.setattr(storing, "_seal", seal_late)
-    monkeypatch.setattr(Claim, "check", check_late)
     with pytest.raises(Busy), store.claim(a_step()) as scratch:
         assert scratch is not None
         (scratch / "result.txt").write_text("of the first")
-        if at == "in its work":
-            take_over()
-            (scratch / "more.txt").write_text("of the first")
+        monkeypatch.setattr(owner, name, late)
     with store.claim(a_step()) as scratch:
         assert scratch is None and (store.path(a_step()) / "result.txt").read_text() == "of the other"
     assert len(list((store.root / "plan").iterdir())) == 1 and not list((store.root / "claims").iterdir())
@@ -258,14 +253,6 @@ def test_what_a_killed_run_leaves_is_removed_by_later_ones(store: Store) -> None
     assert not list((store.root / "claims").iterdir())
 
 
-def test_errors_are_left_for_a_later_run(store: Store) -> None:
-    store.fail(a_step(), {"message": "broken"})
-    found = Store(store.root).error(a_step().id)
-    assert found is not None and found["message"] == "broken"
-    publish(store, a_step())
-    assert store.error(a_step().id) is None
-
-
 @pytest.mark.parametrize("marker", ['{"schema": 99}', "[]"], ids=["newer", "foreign"])
 def test_what_is_no_store_of_this_version_is_refused(tmp_path: Path, marker: str) -> None:
     (tmp_path / "store.json").write_text(marker)
@@ -298,27 +285,17 @@ def of_the_group(tmp_path: Path) -> Iterator[Path]:
         yield Path(name)
 
 
-def as_user(user: int, umask: int, work: Callable[[], Any]) -> Any:
-    """What `work` returns or raises in a process of that user."""
-    reader, writer = os.pipe()
-    if (child := os.fork()) == 0:
-        try:
-            os.setgroups([])
-            os.setgid(GROUP)
-            os.setuid(user)
-            os.umask(umask)
-            outcome: Any = work()
-        except BaseException as error:  # noqa: BLE001 - raised where the test waits
-            outcome = error
-        os.write(writer, pickle.dumps(outcome))
-        os._exit(0)
-    os.close(writer)
-    with os.fdopen(reader, "rb") as stream:
-        outcome = pickle.loads(stream.read())
-    os.waitpid(child, 0)
-    if isinstance(outcome, BaseException):
-        raise outcome
-    return outcome
+def as_user(user: int, umask: int, work: Callable[..., Any], *arguments: Any) -> Any:
+    """What a function returns or raises in a process of that user."""
+
+    def become() -> None:
+        os.setgroups([])
+        os.setgid(GROUP)
+        os.setuid(user)
+        os.umask(umask)
+
+    with ProcessPoolExecutor(1, multiprocessing.get_context("fork"), become) as processes:
+        return processes.submit(work, *arguments).result()
 
 
 def count_done(root: Path, *steps: Step) -> int:
@@ -337,18 +314,18 @@ def count_done(root: Path, *steps: Step) -> int:
 @pytest.mark.root
 def test_people_of_a_group_go_on_with_each_others_steps(of_the_group: Path) -> None:
     first, second = Example(number=1), Example(number=2)
-    assert as_user(OWNER, 0o002, lambda: count_done(of_the_group / "store", first)) == 1
-    assert as_user(COLLEAGUE, 0o002, lambda: count_done(of_the_group / "store", first, second)) == 1
-    assert as_user(OWNER, 0o002, lambda: count_done(of_the_group / "store", first, second)) == 0
-    assert as_user(COLLEAGUE, 0o002, lambda: Store(of_the_group / "store").readable(first))
+    assert as_user(OWNER, 0o002, count_done, of_the_group / "store", first) == 1
+    assert as_user(COLLEAGUE, 0o002, count_done, of_the_group / "store", first, second) == 1
+    assert as_user(OWNER, 0o002, count_done, of_the_group / "store", first, second) == 0
+    assert as_user(COLLEAGUE, 0o002, Store(of_the_group / "store").readable, first)
 
 
 @pytest.mark.root
 def test_a_store_that_only_its_owner_may_write_is_read_and_named(of_the_group: Path) -> None:
     """With the usual umask. Finished steps can be read, and a colleague's run ends in a sentence before it starts."""
     step = Example(number=1)
-    assert as_user(OWNER, 0o022, lambda: count_done(of_the_group / "store", step)) == 1
-    assert as_user(COLLEAGUE, 0o022, lambda: Store(of_the_group / "store").done(step))
+    assert as_user(OWNER, 0o022, count_done, of_the_group / "store", step) == 1
+    assert as_user(COLLEAGUE, 0o022, Store(of_the_group / "store").done, step)
     with pytest.raises(UserError, match=r"store=.*/store"):
-        as_user(COLLEAGUE, 0o022, lambda: count_done(of_the_group / "store", step, Example(number=2)))
-    assert as_user(OWNER, 0o022, lambda: count_done(of_the_group / "store", step)) == 0
+        as_user(COLLEAGUE, 0o022, count_done, of_the_group / "store", step, Example(number=2))
+    assert as_user(OWNER, 0o022, count_done, of_the_group / "store", step) == 0
