@@ -17,7 +17,7 @@ from pathlib import Path
 from benchmarks.measure import parser
 from moe_lab import __main__ as moe_lab
 from moe_lab.paths import resolve
-from moe_lab.study import Step
+from moe_lab.study.step import Step
 from moe_lab.study.steps import KINDS
 from moe_lab.study.steps.files import Files
 

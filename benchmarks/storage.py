@@ -10,7 +10,7 @@ import tempfile
 from statistics import median
 
 from benchmarks.measure import parser, wall_seconds
-from moe_lab.study import Step
+from moe_lab.study.step import Step
 from moe_lab.study.store import Store, damage
 
 MIB = 2**20

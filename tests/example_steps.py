@@ -21,7 +21,7 @@ from moe_lab.config import (
 )
 from moe_lab.evaluation import Policy
 from moe_lab.grid import Cell
-from moe_lab.study import Step
+from moe_lab.study.step import Step
 from moe_lab.study.steps import KINDS, perform
 from moe_lab.study.steps.alignment import plan_of
 from moe_lab.study.steps.costs import Cost, Profile, Timing

@@ -1,7 +1,7 @@
 """Tiny checkpoints in quantised formats, and the plain checkpoints of the numbers that they stand for.
 
 `save(name, kind, folder)` writes both. `dequantised(tensors, kind)` is the naive reference: whole matrices in torch,
-one after the other. Where only the layout matters, the codes are random.
+one after the other. Where only the layout matters, the codes are random, and nobody asks for what they stand for.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import shutil
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +35,8 @@ class Format:
     config: dict[str, Any]
     """The content of quantization_config."""
     encode: Callable[[torch.Tensor], Parts]
-    decode: Callable[[Parts], torch.Tensor]
+    decode: Callable[[Parts], torch.Tensor] | None = None
+    """None where only the layout matters: then the plain checkpoint is not of these numbers."""
 
 
 def draws(shape: tuple[int, ...], least: int, end: int) -> torch.Tensor:
@@ -104,9 +104,7 @@ def w4a16_asymmetric(weight: torch.Tensor) -> Parts:
 def from_w4a16(parts: Parts) -> torch.Tensor:
     codes = unpacked(parts["weight_packed"])
     assert list(codes.shape) == parts["weight_shape"].tolist()
-    groups = parts.get("weight_g_idx", torch.arange(codes.shape[1]) // GROUP).long()
-    zeros = unpacked(parts["weight_zero_point"].T).T[:, groups] if "weight_zero_point" in parts else 8
-    return (codes - zeros) * parts["weight_scale"].float()[:, groups]
+    return (codes - 8) * parts["weight_scale"].float().repeat_interleave(GROUP, 1)
 
 
 def gptq(weight: torch.Tensor) -> Parts:
@@ -120,44 +118,11 @@ def gptq(weight: torch.Tensor) -> Parts:
     }
 
 
-def from_gptq(parts: Parts) -> torch.Tensor:
-    groups = parts["g_idx"].long()
-    codes, zeros = unpacked(parts["qweight"].T), unpacked(parts["qzeros"])[groups].T
-    return (codes - zeros - 1) * parts["scales"].float()[groups].T
-
-
-def awq(weight: torch.Tensor) -> Parts:
-    rows, columns = weight.shape
-    return {
-        "qweight": packed(draws((columns, rows), 0, 16)),
-        "qzeros": packed(draws((columns // GROUP, rows), 0, 16)),
-        "scales": torch.rand(columns // GROUP, rows).half(),
-    }
-
-
-def from_awq(parts: Parts) -> torch.Tensor:
-    order = torch.tensor([0, 4, 1, 5, 2, 6, 3, 7])
-
-    def numbers(words: torch.Tensor) -> torch.Tensor:
-        return unpacked(words).unflatten(-1, (-1, 8))[..., order].flatten(-2)
-
-    groups = torch.arange(len(parts["qweight"])) // GROUP
-    codes = numbers(parts["qweight"]) - numbers(parts["qzeros"])[groups]
-    return (codes * parts["scales"].float()[groups]).T.contiguous()
-
-
-def nf4(weight: torch.Tensor, nested: bool = False) -> Parts:
-    from bitsandbytes.functional import quantize_4bit
-
-    codes, state = quantize_4bit(weight.contiguous(), blocksize=64, compress_statistics=nested, quant_type="nf4")
-    return {"weight": codes, **{f"weight.{name}": value for name, value in state.as_dict(packed=True).items()}}
-
-
-def from_nf4(parts: Parts) -> torch.Tensor:
-    from bitsandbytes.functional import QuantState, dequantize_4bit
-
-    state = QuantState.from_dict({name: value for name, value in parts.items() if name != "weight"}, "cpu")
-    return dequantize_4bit(parts["weight"], state)
+def nf4(weight: torch.Tensor) -> Parts:
+    """Of bitsandbytes: two codes to a byte, a scale for 64 of them."""
+    parts = {"": draws((weight.numel() // 2, 1), 0, 256).to(torch.uint8), ".absmax": torch.rand(weight.numel() // 64)}
+    parts |= {".quant_map": torch.rand(16), ".quant_state.bitsandbytes__nf4": draws((90,), 0, 256).to(torch.uint8)}
+    return {f"weight{suffix}": part for suffix, part in parts.items()}
 
 
 def compressed(layout: str, weights: dict[str, Any], **inputs: Any) -> dict[str, Any]:
@@ -178,11 +143,9 @@ FORMATS = {
     "fp8_matrix": Format({**FP8, "activation_scheme": "static"}, fp8_matrix, from_fp8),
     "compressed_fp8": Format(compressed("float-quantized", EIGHT_BITS, input_activations=INPUTS), fp8_rows, from_fp8),
     "w4a16": Format(compressed("pack-quantized", {**INTEGERS, "symmetric": True}), w4a16, from_w4a16),
-    "w4a16_asymmetric": Format(compressed("pack-quantized", UNEVEN), w4a16_asymmetric, from_w4a16),
-    "gptq": Format({"quant_method": "gptq", "bits": 4}, gptq, from_gptq),
-    "awq": Format({"quant_method": "awq", "bits": 4}, awq, from_awq),
-    "nf4": Format({"quant_method": "bitsandbytes", "load_in_4bit": True}, nf4, from_nf4),
-    "nf4_nested": Format({"quant_method": "bitsandbytes", "load_in_4bit": True}, partial(nf4, nested=True), from_nf4),
+    "w4a16_asymmetric": Format(compressed("pack-quantized", UNEVEN), w4a16_asymmetric),
+    "gptq": Format({"quant_method": "gptq", "bits": 4}, gptq),
+    "nf4": Format({"quant_method": "bitsandbytes", "load_in_4bit": True}, nf4),
 }
 MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.mlp.router", "lm_head"]}
 
@@ -191,6 +154,8 @@ def dequantised(tensors: dict[str, torch.Tensor], kind: str) -> dict[str, torch.
     """The numbers that the tensors of a checkpoint stand for, under the names of a plain checkpoint."""
     if kind == "mxfp4":
         return from_mxfp4(tensors)
+    decode = FORMATS[kind].decode
+    assert decode is not None
     plain: dict[str, torch.Tensor] = {}
     stored: dict[str, Parts] = defaultdict(dict)
     for name, tensor in tensors.items():
@@ -199,7 +164,7 @@ def dequantised(tensors: dict[str, torch.Tensor], kind: str) -> dict[str, torch.
         else:
             plain[name] = tensor
     for stem, parts in stored.items():
-        plain[f"{stem}.weight"] = parts["weight"] if parts.keys() == {"weight"} else FORMATS[kind].decode(parts)
+        plain[f"{stem}.weight"] = parts["weight"] if parts.keys() == {"weight"} else decode(parts)
     return plain
 
 
@@ -237,7 +202,8 @@ def save(name: str, kind: str, folder: Path, **changes: Any) -> tuple[Path, Path
         torch.manual_seed(0)
         tensors = encoded(load_file(plain / file), kind)
     save_file(tensors, stored / file, {"format": "pt"})
-    save_file(dequantised(tensors, kind), plain / file, {"format": "pt"})
+    if kind == "mxfp4" or FORMATS[kind].decode:
+        save_file(dequantised(tensors, kind), plain / file, {"format": "pt"})
     about = MXFP4 if kind == "mxfp4" else FORMATS[kind].config
     config = json.loads((stored / "config.json").read_text())
     (stored / "config.json").write_text(json.dumps({**config, "quantization_config": about}))

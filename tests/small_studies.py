@@ -17,9 +17,9 @@ import pytest
 from moe_lab import compose as composition
 from moe_lab.config import Config
 from moe_lab.grid import Request
-from moe_lab.study import Step
 from moe_lab.study import __main__ as command
 from moe_lab.study.run import run
+from moe_lab.study.step import Step
 from moe_lab.study.store import Store
 
 SMALL = ["suite.benchmarks=[pocket_boolq]", "calibration=pocket_code", "launcher=inline", "report=false"]

@@ -66,7 +66,6 @@ HARNESSES: Mapping[str, Harness] = {
     "wildbench": Harness(
         metrics=("score",),
         question_parameters=("tag",),
-        grading_parameters=("template",),
         two_phases=True,
         judged=True,
     ),
@@ -195,8 +194,6 @@ class Answer:
     """The prompt of the first request as the model read it."""
     replies: tuple[Reply, ...]
     """One for each request of the item."""
-    replicate: int = 0
-    """Number of this answer among several to the same item."""
 
     @property
     def reply(self) -> Reply:
@@ -211,7 +208,6 @@ class Answer:
         return Sample(
             benchmark=result,
             item=self.item,
-            replicate=self.replicate,
             outcome=outcome,
             prompt_hash=hashlib.sha256(self.prompt.encode("utf-8", "surrogatepass")).hexdigest()[:16],
             thought=self.reply.thought,

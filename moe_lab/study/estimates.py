@@ -25,7 +25,7 @@ from moe_lab.json_files import Number, fits
 from moe_lab.models import main_memory
 from moe_lab.models.config_json import Size, quantization, size_of
 from moe_lab.start import command
-from moe_lab.study import Step, canonical
+from moe_lab.study.step import Step, canonical
 from moe_lab.study.store import Store
 
 GIB = 2**30

@@ -9,8 +9,8 @@ from typing import TypeVar
 from moe_lab.config import AllocationConfig, CalibrationConfig, Config, CriterionConfig
 from moe_lab.grid import Cell, Request
 from moe_lab.models.files import UNRESOLVED
-from moe_lab.study import Identified, Step, once
 from moe_lab.study.estimates import device_here, resolved
+from moe_lab.study.step import Identified, Step, once
 from moe_lab.study.steps.costs import Cost, Profile, Timing
 from moe_lab.study.steps.evaluation import Evaluate, Grade, Task, task_of
 from moe_lab.study.steps.passes import StatisticsPass

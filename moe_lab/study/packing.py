@@ -16,8 +16,8 @@ from pathlib import Path
 from moe_lab.json_files import Damaged
 from moe_lab.packs import Packed
 from moe_lab.results import DIGITS
-from moe_lab.study import KINDS
 from moe_lab.study.claims import Busy, Claim
+from moe_lab.study.step import KINDS
 from moe_lab.study.store import STEP, Store, hidden, read_step
 
 PACKS = "packs"

@@ -22,8 +22,9 @@ from moe_lab.evaluation.harness import HARNESSES
 from moe_lab.grid import Cell, Request
 from moe_lab.models import config_json, files
 from moe_lab.pruning import no_replacements
-from moe_lab.study import KINDS, Step, sync
+from moe_lab.study import sync
 from moe_lab.study.estimates import check_device
+from moe_lab.study.step import KINDS, Step
 from moe_lab.study.steps.costs import wrong_timing
 from moe_lab.study.steps.plans import check_engine, check_plan_file, plan_in
 from moe_lab.study.steps.scores import check_weights, reads_text

@@ -23,10 +23,10 @@ from moe_lab.pruning.export.card import ORIGINAL, split_card
 from moe_lab.pruning.export.write import CARD, NOT_COPIED
 from moe_lab.recovery import is_trained
 from moe_lab.results import Result
-from moe_lab.study import Step
 from moe_lab.study.graph import CellSteps, Graph, unpruned
 from moe_lab.study.record import Study
 from moe_lab.study.schedule import Schedule, say
+from moe_lab.study.step import Step
 from moe_lab.study.steps.files import NO_SUMS, STATISTICS
 
 SCORES = ("scores.parquet", "scores.safetensors")

@@ -24,10 +24,10 @@ from moe_lab.errors import UserError
 from moe_lab.json_files import Damaged, Number, read_json, write_json
 from moe_lab.results import KEY, RECORD, SCHEMA, read_record
 from moe_lab.start import command
-from moe_lab.study import NO_ROOM, Step, digest
 from moe_lab.study.graph import CellSteps, Graph
 from moe_lab.study.runs import Run
 from moe_lab.study.schedule import Schedule, say, say_notices
+from moe_lab.study.step import NO_ROOM, Step, digest
 from moe_lab.study.store import Store
 from moe_lab.study.sync import shared
 

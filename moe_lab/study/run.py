@@ -15,13 +15,13 @@ from moe_lab.config.base import SettingsError
 from moe_lab.errors import UserError, unknown, user_errors
 from moe_lab.grid import Request
 from moe_lab.results import DIGITS, is_lower_better
-from moe_lab.study import Step, unmerged
 from moe_lab.study.estimates import Times, check_memory, disk_problems, forecast, visible_gpus
 from moe_lab.study.graph import build, normalized, unresolved
 from moe_lab.study.preflight import AVERAGE, lacking
 from moe_lab.study.record import Study, finish, outdate_reports
 from moe_lab.study.runs import Run, begin
 from moe_lab.study.schedule import Schedule, console, recall_failures, say, say_notices, watch, work
+from moe_lab.study.step import Step, unmerged
 from moe_lab.study.store import Store
 from moe_lab.study.sync import Remote, pull, pull_records, pushed_regularly
 from moe_lab.study.worker import Here, Worker

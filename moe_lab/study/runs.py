@@ -21,8 +21,8 @@ from typing import Any
 
 from moe_lab.json_files import Number, write_json
 from moe_lab.results import RECORD as RECORD_FILE
-from moe_lab.study import Step, code_state
 from moe_lab.study.claims import Claim
+from moe_lab.study.step import Step, code_state
 from moe_lab.study.store import Store
 
 RUN_SHAPE = {"time": Number, "steps": [(str, str, [str])]}

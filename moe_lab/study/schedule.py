@@ -15,9 +15,9 @@ from typing import Any
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress
 
-from moe_lab.study import Step, code_state, error_document
 from moe_lab.study.claims import Busy
 from moe_lab.study.packing import Packing
+from moe_lab.study.step import Step, code_state, error_document
 from moe_lab.study.store import Gone, Store
 
 POLL = 0.5

@@ -22,8 +22,8 @@ from moe_lab.json_files import Damaged, parse, read_json, write_json
 from moe_lab.packs import packs_in
 from moe_lab.paths import store_folder, url_of
 from moe_lab.results import DIGITS
-from moe_lab.study import NO_ROOM, Step, digest
 from moe_lab.study.claims import Busy, Claim, Claims
+from moe_lab.study.step import NO_ROOM, Step, digest
 
 SCHEMA = 1
 MARKER = "store.json"

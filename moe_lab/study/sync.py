@@ -26,9 +26,9 @@ from moe_lab.errors import DISK_FULL, Unavailable, UserError, nearest, unknown
 from moe_lab.json_files import Damaged, fits, write_json
 from moe_lab.paths import url_of
 from moe_lab.results import DIGITS, RECORD, RECORD_SHAPE, current_records, places, read_record
-from moe_lab.study import NO_ROOM, digest
 from moe_lab.study.claims import Busy
 from moe_lab.study.runs import studies
+from moe_lab.study.step import NO_ROOM, digest
 from moe_lab.study.store import FOLDER, Gone, Store, damage, entry, is_whole, read_step
 
 IDENTITY = ("id", "kind", "settings", "inputs", "provenance")

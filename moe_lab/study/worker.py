@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from moe_lab.start import command
-from moe_lab.study import Step, error_document
 from moe_lab.study.schedule import StepError
+from moe_lab.study.step import Step, error_document
 from moe_lab.study.steps import perform
 from moe_lab.study.steps.files import Files
 from moe_lab.study.store import Store

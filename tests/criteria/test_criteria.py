@@ -150,14 +150,6 @@ def test_an_expert_without_tokens_is_pruned_first(name: str) -> None:
         assert scores[0] == scores.min() == 0 == criteria.ranking(scores)[0]
 
 
-def test_mone_needs_two_different_outputs() -> None:
-    for name in ("mone", "mone_freq"):
-        assert criteria.score(name, edge(), experts={0: 3})[0].tolist() == [0, 0, 0]
-    rounded = edge()
-    rounded[0]["sums_model"][2, 0, 2] -= 1e-9  # cancellation may leave less than nothing
-    assert criteria.score("mone", rounded, experts={0: 3})[0].tolist() == [0, 0, 0]
-
-
 @given(st.lists(st.sampled_from([0.0, 1.0, 2.0]), min_size=1, max_size=8))
 def test_ranking_is_ascending_and_stable(scores: list[float]) -> None:
     assert criteria.ranking(scores).tolist() == sorted(range(len(scores)), key=lambda e: (scores[e], e))
@@ -170,12 +162,10 @@ def test_ranking_is_ascending_and_stable(scores: list[float]) -> None:
         ("man", {"b": 1}, "criterion.parameters of man=b is unknown"),
         ("s_family", {"b": 1, "alpha": 0}, "needs the parameter beta"),
         ("s_family", {"b": 1, "alpha": 3, "beta": 1}, "alpha=3 of s_family: expected 0, 1 or 2"),
-        ("s_family", {"b": 1, "alpha": 1, "beta": 0.5}, "beta=0.5 of s_family"),
         ("s_family", {"b": -1, "alpha": 1, "beta": 1}, "b=-1 of s_family"),
         ("s_family", {"b": "x", "alpha": 1, "beta": 1}, "b=x of s_family"),
         ("s_family", {"b": 1, "alpha": 0, "beta": 0}, "every expert alike"),
         ("camera", {"alpha": 1.5}, "alpha=1.5 of camera: expected a number from 0 to 1"),
-        ("camera", {"alpha": "x"}, "alpha=x of camera"),
         ("channel_weight", {"projection": "dwn"}, "projection of channel_weight=dwn is unknown: did you mean down"),
         ("snip", {"projection": 3}, "projection of snip=3 is unknown"),
     ],
@@ -194,16 +184,26 @@ def test_bad_statistics_and_gates() -> None:
     for gate in ("double_softmax", "full_softmax"):
         with pytest.raises(UserError, match=rf"layer 1 has no sums_{re.escape(gate)}.*gate=model or renormalized"):
             criteria.score("reap", inputs, experts=experts(inputs), gate=gate)
-    broken = edge()
-    broken[0]["sums_model"][1, 0, 1] = numpy.nan
-    for name, sums, counts, says in (
-        ("exact_damage", edge(), {0: 3}, "layer 0 has no damage"),
-        ("frequency", edge(), {0: 3, 7: 3}, "layer 7 has no tokens"),
-        ("frequency", edge(), {0: 4}, "the statistics are of another model"),
-        ("ean", broken, {0: 3}, "criterion=ean gives NaN or Inf in layer 0, expert 1"),
+    with pytest.raises(UserError, match="gate of camera=double_softmax is unknown"):
+        channel_scores("camera", {4: channel_layer()}, gate="double_softmax")
+    broken, channels = edge(), channel_layer()
+    broken[0]["sums_model"][1, 0, 1] = channels["channel_square"][1, 2] = numpy.nan
+    for name, sums, counts, widths, says in (
+        ("exact_damage", edge(), {0: 3}, None, "layer 0 has no damage"),
+        ("frequency", edge(), {0: 3, 7: 3}, None, "layer 7 has no tokens"),
+        ("frequency", edge(), {0: 4}, None, "the statistics are of another model"),
+        ("ean", broken, {0: 3}, None, "criterion=ean gives NaN or Inf in layer 0, expert 1"),
+        ("heapr", {4: channel_layer()}, {4: 2}, None, "scores channels, expected the width of every layer"),
+        ("heapr", {4: channel_layer()}, {4: 2}, {4: 8}, r"gives \(2, 3\) scores in layer 4, .* its 2 experts' 8"),
+        ("channel_activation", {4: channels}, {4: 2}, {4: 3}, "NaN or Inf in layer 4, expert 1, channel 2"),
     ):
         with pytest.raises(UserError, match=says):
-            criteria.score(name, sums, experts=counts)
+            criteria.score(name, sums, experts=counts, widths=widths)
+    for name in ("mone", "mone_freq"):  # which need two different outputs of an expert
+        assert criteria.score(name, edge(), experts={0: 3})[0].tolist() == [0, 0, 0]
+    rounded = edge()
+    rounded[0]["sums_model"][2, 0, 2] -= 1e-9  # cancellation may leave less than nothing
+    assert criteria.score("mone", rounded, experts={0: 3})[0].tolist() == [0, 0, 0]
 
 
 def test_what_a_criterion_says_it_uses_is_what_it_uses() -> None:
@@ -303,13 +303,10 @@ def test_scores_are_those_of_each_channel_alone(
     assert scores[0] == pytest.approx(expected, rel=1e-12)
     assert scores[1] == pytest.approx(expected if unseen is None else [unseen] * 3, rel=1e-12)
     assert unseen is None or scores[1].max() < scores[0].min()
-
-
-def test_camera_takes_renormalized_gates() -> None:
-    scores = channel_scores("camera", {4: channel_layer()}, gate="renormalized")[0]
-    assert scores == pytest.approx([camera(0.9, RENORMALIZED)(c) for c in range(3)], rel=1e-12)
-    with pytest.raises(UserError, match="gate of camera=double_softmax is unknown"):
-        channel_scores("camera", {4: channel_layer()}, gate="double_softmax")
+    if name == "camera":
+        scores = channel_scores(name, {4: channel_layer()}, parameters=parameters, gate="renormalized")[0]
+        renormalized = camera(parameters.get("alpha", 0.9), RENORMALIZED)
+        assert scores == pytest.approx([renormalized(c) for c in range(3)], rel=1e-12)
 
 
 def test_every_criterion_has_a_reference_or_golden_values() -> None:
@@ -340,18 +337,6 @@ def test_what_a_criterion_says_it_needs_is_what_it_needs(name: str) -> None:
             channel_scores(name, {4: {key: values for key, values in channel_layer().items() if key in others}})
     assert criteria.reads_text(name) == (name != "channel_weight")
     assert not criteria.reads_text("channel_random")
-
-
-def test_bad_shapes_and_numbers() -> None:
-    broken = channel_layer()
-    broken["channel_square"][1, 2] = numpy.nan
-    for name, sums, widths, says in (
-        ("heapr", channel_layer(), None, "scores channels, expected the width of every layer"),
-        ("heapr", channel_layer(), {4: 8}, r"gives \(2, 3\) scores in layer 4, expected .* its 2 experts' 8"),
-        ("channel_activation", broken, {4: 3}, "channel_activation gives NaN or Inf in layer 4, expert 1, channel 2"),
-    ):
-        with pytest.raises(UserError, match=says):
-            criteria.score(name, {4: sums}, experts={4: 2}, widths=widths)
 
 
 PAGE = Path(__file__).parents[2] / "docs" / "new_criterion.md"

@@ -1,4 +1,4 @@
-"""Small files in the harnesses' formats, and miniature data sets in the exact schema of the hub with their mirrors."""
+"""Small files in the harnesses' formats, and miniature data sets in those columns of the hub that are read."""
 
 from __future__ import annotations
 
@@ -77,24 +77,17 @@ _CUBE = ["is using wrap.", "is tiles.", "holds a cube.", "pulls."]
 _BARK = ["They bark loudly at cars.", "They", "fly.", "sleep on."]
 HELLASWAG: Rows = [
     {
-        "ind": number,
         "activity_label": label,
         "ctx_a": first,
         "ctx_b": second,
-        "ctx": f"{first} {second}",
         "endings": endings,
-        "source_id": f"activitynet~v_{number}",
-        "split": "val",
-        "split_type": "indomain",
         "label": answer,
     }
-    for number, (label, first, second, endings, answer) in enumerate(
-        [
-            ("Roof", "A man sits on a roof.", "he", _CUBE, "3"),
-            ("Tea", "[header] How to make tea [title] Boil.", "you", ["[step] pour", "wait  long", "x", "y"], "0"),
-            ("Dogs", "Two dogs run.", "", _BARK, "1"),
-        ]
-    )
+    for label, first, second, endings, answer in [
+        ("Roof", "A man sits on a roof.", "he", _CUBE, "3"),
+        ("Tea", "[header] How to make tea [title] Boil.", "you", ["[step] pour", "wait  long", "x", "y"], "0"),
+        ("Dogs", "Two dogs run.", "", _BARK, "1"),
+    ]
 ]
 RTE: Rows = [
     {"sentence1": "Ann lives in Rome.", "sentence2": "Ann lives in Italy.", "label": 0, "idx": 0},
@@ -104,12 +97,8 @@ RTE: Rows = [
 MATHQA: Rows = [
     {
         "Problem": problem,
-        "Rationale": '"explanation"',
         "options": options,
         "correct": correct,
-        "annotated_formula": "add(1, 2)",
-        "linear_formula": "add(n0,n1)|",
-        "category": "general",
     }
     for problem, options, correct in [
         ("two and three is ?", "a ) 38 , b ) 27.675 , c ) 5 , d ) data inadequate , e ) none of these", "c"),

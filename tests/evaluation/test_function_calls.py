@@ -19,7 +19,6 @@ from moe_lab.evaluation.answers import render
 from moe_lab.evaluation.engines import answer_in
 from moe_lab.evaluation.engines.hf import LoadedModel
 from moe_lab.evaluation.harnesses import function_call_rules as rules
-from moe_lab.evaluation.harnesses import function_calls
 from moe_lab.evaluation.harnesses.function_call_rules import Call, Undecodable, tool
 from moe_lab.models.config_json import check_chat_template
 
@@ -200,7 +199,6 @@ XYZ = [function(x=X, y=X, z=X)]
         ([PLAYER], PLAY, [MAROON, TAYLOR], True),
         ([PLAYER], PLAY, [TAYLOR], False),
         ([PLAYER], PLAY, [TAYLOR, MAROON, MAROON], False),
-        ([PLAYER], PLAY, [TAYLOR, TAYLOR], False),
         ([function(x=X)], [{"f": {"x": [5]}}] * 2, [("f", {"x": 5.0}), ("f", {"x": 5})], False),  # 5 == 5.0 in Python
         (GCD_OR_LCM, [{"math.lcm": {"x": [4]}}], [("math.lcm", {"x": 4})], True),
         (GCD_OR_LCM, [{"math.lcm": {"x": [4]}}], [("math.gcd", {"x": 4})], False),
@@ -209,7 +207,6 @@ XYZ = [function(x=X, y=X, z=X)]
         (XYZ, [{"f": {"x": [1], "y": [2, ""]}}], [("f", {"x": 1})], True),  # y may be left out
         (XYZ, [{"f": {"x": [1], "y": [2, ""]}}], [("f", {"y": 2})], False),  # x is required
         (XYZ, [{"f": {"x": [1], "y": [2, ""]}}], [("f", {"x": 1, "z": 3})], False),  # the answer does not allow z
-        (XYZ, [{"f": {"x": [1], "y": [2, ""]}}], [("f", {"x": 1, "other": 3})], False),  # not in the schema
         (XYZ, [{"f": {"x": [1], "y": [2]}}], [("f", {"x": 1})], False),  # free in the schema, not in the answer
         (XYZ, [{"f": {"x": [1, ""]}}], [("f", {})], False),  # required, whatever the answer says
     ],
@@ -232,13 +229,11 @@ OF_DICT = [{"k": ["ab"], "m": [1, ""]}]
         (5.0, INTEGER, [5], False),
         (True, INTEGER, [1], False),
         (1, described("boolean"), [True], False),
-        (True, described("boolean"), [True], True),
         ("5", INTEGER, [5], False),
         ("n", INTEGER, ["n", ""], True),  # a variable: the type of the answer, not of the schema
         ("N", INTEGER, ["n"], False),  # and then letter by letter
         ("ab", STRING, [5, "A b"], False),  # the first allowed value says which type answers have
         ("newyork ny", STRING, ["New York, NY."], True),
-        ("New York, NY.", STRING, ["newyork ny"], True),
         ("a/b-c_d*e^f", STRING, ["abcdef"], True),
         ("it's", STRING, ['it"s'], True),
         ("New Jersey", STRING, ["New York"], False),
@@ -249,9 +244,7 @@ OF_DICT = [{"k": ["ab"], "m": [1, ""]}]
         ([1, 2], described("tuple", items=INTEGER), [[1, 2]], True),
         ([1.0, 2.0], described("array", items=INTEGER), [[1, 2]], False),
         ([1, 2], described("array", items=described("float")), [[1.0, 2.0]], False),  # exact inside lists
-        ("a", STRINGS, [["a"]], False),
         ({"k": "A b"}, DICT, OF_DICT, True),
-        ({"k": "ab", "m": 1}, DICT, OF_DICT, True),
         ({"m": 1}, DICT, OF_DICT, False),
         ({"k": "ab", "z": 1}, DICT, OF_DICT, False),
         ({"k": "ab"}, DICT, ["", {"k": ["x"]}, {"k": ["ab"]}], True),
@@ -306,15 +299,6 @@ def changed(file: Path, number: int, **fields: Any) -> None:
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-def test_the_example_has_questions_of_every_kind(folder: Path) -> None:
-    assert suite.wrong([benchmark(folder, expected=9)]) == []
-    questions = function_calls.items(benchmark(folder))
-    kinds = {question.name.rpartition("_")[0] for question in questions}
-    assert kinds == {"simple", "multiple", "parallel", "irrelevance"}
-    assert all(question.requests[0].tools and question.requests[0].prompt for question in questions)
-    assert [question.name for question in function_calls.items(benchmark(folder, limit=2))] == ["simple_0", "simple_1"]
-
-
 QUESTIONS, ANSWERS = "questions.jsonl", "answers.jsonl"
 SQUARE = {"role": "user", "content": "How many sides does a square have?"}
 
@@ -339,23 +323,19 @@ def test_files_do_not_fit(file: str, number: int, fields: dict[str, Any], senten
     changed(folder / file, number, **fields)
     (problem,) = suite.wrong([benchmark(folder)])
     assert sentence in problem
-
-
-def test_one_sentence_for_damaged_and_missing_files(folder: Path) -> None:
-    (folder / ANSWERS).write_text('{"id": "simple_0", "ground')
-    assert "answers.jsonl line 1 is damaged JSON" in suite.wrong([benchmark(folder)])[0]
-    (folder / ANSWERS).unlink()
-    assert "answers.jsonl, and there is no such file" in suite.wrong([benchmark(folder)])[0]
+    (folder / file).write_text('{"id": "simple_0", "ground')
+    assert f"{file} line 1 is damaged JSON" in suite.wrong([benchmark(folder)])[0]
+    (folder / file).unlink()
+    assert f"{file}, and there is no such file" in suite.wrong([benchmark(folder)])[0]
 
 
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"chat": False}, "chat=false, but conversations and tools are put to the model"),
-        ({"parameters": {}}, "parameters.answers is not set"),
-        ({"expected": 10}, "has 9 items and should have 10"),
-        ({"reports": {"f": "score"}}, "metric=score is unknown"),
-        ({"data": "OWNER/NAME"}, "data=OWNER/NAME, but questions are read from task"),
+        ({"chat": False}, "chat=false"),
+        ({"parameters": {}}, "parameters.answers"),
+        ({"expected": 10}, "should have 10"),
+        ({"data": "OWNER/NAME"}, "data=OWNER/NAME"),
     ],
 )
 def test_one_sentence_for_wrong_settings(changes: dict[str, Any], sentence: str, folder: Path) -> None:

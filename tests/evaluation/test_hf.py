@@ -231,14 +231,11 @@ def test_stop_texts_save_forward_passes_also_where_answers_go_beyond_them(subjec
     with subject.model.register_forward_hook(lambda *_: passes.append(1)):
         write(subject, asked, 48, stop=("    r",))
         assert len(passes) < 12
-        written = write(subject, asked, 32)
-        stop = written[0].strip()[4:9]
-        begun = [text[:50] for text in written]
-        cut = write(subject, asked, 32, stop=(stop,))
-        assert len(cut[0]) < len(written[0])
-        assert write(subject, asked, 32, stop=(stop,), references=begun) == cut
+        (written,) = write(subject, asked[:1], 32)
+        stop, begun = (written.strip()[4:9],), [written[:50]]
+        (cut,) = write(subject, asked[:1], 32, stop=stop)
         passes.clear()
-        write(subject, asked[:1], 32, stop=(stop,), references=begun[:1])
+        assert write(subject, asked[:1], 32, stop=stop, references=begun) == [cut] != [written]
     assert len(passes) == 1
 
 

@@ -23,10 +23,9 @@ from moe_lab.config import BenchmarkConfig, JudgeConfig
 from moe_lab.config.base import SettingsError, valid
 from moe_lab.errors import Unavailable, UserError
 from moe_lab.evaluation import Policy, mirror, run, suite
-from moe_lab.evaluation import judge as judge_module
 from moe_lab.evaluation.harnesses import wildbench
-from moe_lab.evaluation.judge import Judge, Unparsable, score
-from moe_lab.study import error_document
+from moe_lab.evaluation.harnesses.wildbench import Judge, Unparsable, score
+from moe_lab.study.step import error_document
 
 pytestmark = pytest.mark.slow
 
@@ -40,8 +39,8 @@ SOON = {"Retry-After": "0.01"}
 @pytest.fixture(autouse=True)
 def key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(KEY, "a-secret\n")
-    monkeypatch.setattr(judge_module, "ATTEMPTS", 4)
-    monkeypatch.setattr(judge_module, "PARALLEL", 4)
+    monkeypatch.setattr(wildbench, "ATTEMPTS", 4)
+    monkeypatch.setattr(wildbench, "PARALLEL", 4)
 
 
 def settings(at: Endpoint | str, **changes: Any) -> JudgeConfig:
@@ -139,7 +138,7 @@ def test_what_is_refused_ends_it_at_once_and_what_is_no_reply_is_asked_for_three
     reply: Reply, asked: int, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The step does not know judge.url, which may be mended before the next run."""
-    monkeypatch.setattr(judge_module, "PARALLEL", 1)
+    monkeypatch.setattr(wildbench, "PARALLEL", 1)
     prompts = ["p"] if asked == 3 else [f"p{n}" for n in range(40)]  # of which those behind the first are called off
     with endpoint(lambda _: reply) as at, pytest.raises(Unavailable) as caught:
         Judge(settings(at), tmp_path).verdicts(prompts, len(prompts) - 1)
@@ -158,8 +157,8 @@ def test_an_endpoint_that_stays_busy_ends_it_after_bounded_attempts(tmp_path: Pa
 
 
 def test_slow_endpoints_and_wrong_ports_end_with_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(judge_module, "TIMEOUT", 1)
-    monkeypatch.setattr(judge_module, "ATTEMPTS", 2)
+    monkeypatch.setattr(wildbench, "TIMEOUT", 1)
+    monkeypatch.setattr(wildbench, "ATTEMPTS", 2)
     never = threading.Event()
     with endpoint(lambda _: never.wait() and scored(5)) as at:
         with pytest.raises(Unavailable, match="no answer within 1 s"):
@@ -197,22 +196,19 @@ def test_the_last_score_counts_when_it_is_whole_and_on_the_scale(pieces: list[st
 BENCHMARK = BenchmarkConfig("stories", "wildbench", "wildbench", chat=True)
 
 
-def test_a_template_is_filled_once(tmp_path: Path) -> None:
+def test_the_template_is_filled_once() -> None:
     conversation = [
         {"role": "user", "content": "Hello"},
         {"role": "assistant", "content": "Hi"},
         {"role": "user", "content": "A poem about {$history}!"},
     ]
-    (tmp_path / "own.md").write_text("{$history}|{$user_query}|{$model_output}|{$checklist}|{}")
-    one = replace(BENCHMARK, parameters={"template": str(tmp_path / "own.md")})
-    filled = wildbench.question(wildbench.template(one), conversation, "{$checklist} {$x}", ["Rhymes?", "Short?"])
-    assert filled == ("USER: Hello\n\nASSISTANT: Hi|A poem about {$history}!|{$checklist} {$x}|- Rhymes?\n- Short?|{}")
-    shipped = wildbench.question(wildbench.template(BENCHMARK), conversation, "A rose", ["Rhymes?"])
-    for part in ("ASSISTANT: Hi", "A poem about", "A rose", "- Rhymes?", '"strengths"', '"weaknesses"', '"score"'):
-        assert part in shipped
+    filled = wildbench.question(conversation, "A rose {$checklist} {$x}", ["Rhymes?", "Short?"])
+    texts = ("USER: Hello\n\nASSISTANT: Hi", "A poem about {$history}!", "A rose {$checklist} {$x}")
+    for part in (*texts, "- Rhymes?\n- Short?", '"strengths"', '"weaknesses"', '"score"'):
+        assert part in filled
 
 
-def test_everything_wrong_with_a_judge_is_said_before_a_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_everything_wrong_with_a_judge_is_said_before_a_start(monkeypatch: pytest.MonkeyPatch) -> None:
     judge = JudgeConfig("m", "http://localhost:1/v1")
 
     def problems(**changes: Any) -> str:
@@ -226,10 +222,6 @@ def test_everything_wrong_with_a_judge_is_said_before_a_start(tmp_path: Path, mo
     assert problems(judge=distant) == ""
     monkeypatch.delenv(KEY)
     assert f"judge.key_variable={KEY}" in problems(judge=distant)
-    assert "cannot be read" in problems(parameters={"template": str(tmp_path / "none.md")})
-    for places in ("{$user_query} {$checklist}", "{$user_query} {$model_output} {$model_ouput} {$checklist}"):
-        (tmp_path / "a.md").write_text(places)
-        assert "expected {$history}, {$user_query}" in problems(parameters={"template": str(tmp_path / "a.md")})
     wrong = {"url": "localhost:8000", "max_tokens": 0, "key_variable": "sk-0123", "model": " "}
     with pytest.raises(SettingsError) as error:
         valid(JudgeConfig, wrong, "judge")
@@ -244,22 +236,14 @@ CREATIVE = [number for number in range(1024) if number % 7 == 0][:146]
 
 
 def row(number: int) -> dict[str, Any]:
-    """One of the hub's rows; odd ones have a turn before."""
+    """What is read of one of the hub's rows; odd ones have a turn before."""
     turns = [("user", "A line, please."), ("assistant", "A line.")] if number % 2 else []
-    about = {"language": "English", "redacted": False, "toxic": False}
+    turns.append(("user", f"Now tale {number}, please."))
     return {
-        "id": str(number),
         "session_id": f"session{number}#0",
-        "conversation_input": [
-            {"role": role, "content": content, **about}
-            for role, content in [*turns, ("user", f"Now tale {number}, please.")]
-        ],
-        "references": {"gpt-4": "Once."},
-        "length": 20,
+        "conversation_input": [{"role": role, "content": content, "toxic": False} for role, content in turns],
         "checklist": [f"Is it about {number}?", "Is it a tale?"],
-        "intent": "a tale",
         "primary_tag": "Creative Writing" if number in CREATIVE else "Math",
-        "secondary_tags": ["Editing"],
     }
 
 
@@ -293,13 +277,8 @@ def judged(published: BenchmarkConfig, at: Endpoint) -> BenchmarkConfig:
 
 
 def test_the_questions_are_the_conversations_of_creative_writing(published: BenchmarkConfig) -> None:
-    questions = wildbench.items(published)
-    assert [question.name for question in questions] == [f"session{number}#0" for number in CREATIVE]
-    assert questions[1].requests[0].prompt == [
-        {"role": "user", "content": "A line, please."},
-        {"role": "assistant", "content": "A line."},
-        {"role": "user", "content": "Now tale 7, please."},
-    ]
+    contents = [turn["content"] for turn in wildbench.items(published)[1].requests[0].prompt]
+    assert contents == ["A line, please.", "A line.", "Now tale 7, please."]
     assert len(wildbench.items(replace(published, parameters={}, expected=1024))) == 1024
     assert len(wildbench.items(replace(published, limit=3))) == 3
     with pytest.raises(UserError, match=r"parameters\.tag=Creative writing.*did you mean Creative Writing"):
@@ -367,12 +346,10 @@ def test_too_few_scores_or_no_leave_to_ask_fail_for_now(judged: BenchmarkConfig,
     assert not at.asked and not (tmp_path / "out").exists()
 
 
-def test_the_judge_identifies_a_result_and_neither_place_nor_key_do(judged: BenchmarkConfig, tmp_path: Path) -> None:
+def test_the_judge_identifies_a_result_and_neither_place_nor_key_do(judged: BenchmarkConfig) -> None:
     identity, judge = suite.identity(judged), judged.judge
     assert judge is not None
     assert suite.identity(replace(judged, judge=replace(judge, url="http://h:1/v1", key_variable="K"))) == identity
     for change in ({"model": "m"}, {"max_tokens": 9}, {"extra": {"seed": 1}}):
-        assert suite.identity(replace(judged, judge=replace(judge, **change))) != identity
-    (tmp_path / "t.md").write_text("{$user_query} {$model_output} {$checklist}")
-    other = replace(judged, parameters={"tag": "Creative Writing", "template": str(tmp_path / "t.md")})
-    assert suite.identity(other) != identity and suite.question_identity(other) == suite.question_identity(judged)
+        other = replace(judged, judge=replace(judge, **change))
+        assert suite.identity(other) != identity and suite.question_identity(other) == suite.question_identity(judged)

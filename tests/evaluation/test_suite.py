@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import csv
 import errno
 import json
 import math
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import preloaded
 import pytest
 import torch
 from asking import ask, protocol, samples, write
@@ -32,6 +35,8 @@ from moe_lab.evaluation.sandbox.client import namespaces_missing
 from moe_lab.evaluation.sandbox.runner import NO_NAMESPACES, Request
 from moe_lab.paths import resolve
 from moe_lab.results import Sample
+
+ROOT = Path(__file__).parents[2]
 
 CODE = BenchmarkConfig(
     name="code",
@@ -68,7 +73,7 @@ def test_preflight_imports_neither_torch_nor_a_harness_and_grading_no_torch() ->
         "from moe_lab.evaluation import answers, run\nfrom moe_lab.evaluation.harnesses import evalplus, wildbench\n"
         "assert not {'torch', 'transformers'} & set(sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", program], check=True, cwd=Path(__file__).parents[2])
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT)
 
 
 def test_identity_follows_content_and_settings_not_place(tmp_path: Path) -> None:
@@ -142,10 +147,8 @@ def broken_starts(monkeypatch: pytest.MonkeyPatch, count: int, how: str) -> list
 
 
 @pytest.fixture
-def fresh_sandbox(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def fresh_sandbox(namespaces: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A process that has not found out yet what this machine can do."""
-    if client.namespaces_missing():
-        pytest.skip(f"no namespaces: {client.namespaces_missing()}")
     monkeypatch.setattr(client, "PAUSE", 0.0)
     client.check_namespaces.cache_clear()
     yield
@@ -279,7 +282,7 @@ def test_perplexity_equals_an_independent_computation_in_a_whole_folder(subject:
     expected = [float(window.mean()) for window in windows]
     assert [row["outcome"] for row in rows if row["benchmark"] == "loss"] == pytest.approx(expected, rel=1e-4)
 
-    assert list(rows[0]) == list(Sample.__annotations__) and {"replicate", "thought", "output", "ended"} < set(rows[0])
+    assert list(rows[0]) == list(Sample.__annotations__) and {"thought", "output", "ended"} < set(rows[0])
     content = json.loads((tmp_path / "out" / "result.json").read_text())
     assert set(content) == {"schema", "results", "protocol", "versions"} and content["schema"] == 1
     assert content["protocol"]["data"] == suite.data_digest(benchmark)
@@ -288,3 +291,38 @@ def test_perplexity_equals_an_independent_computation_in_a_whole_folder(subject:
         with pytest.raises(UserError, match=r"length|nowhere\.txt"):
             evaluate(subject, replace(benchmark, **changes), tmp_path / "broken", policy=Policy())
     assert not (tmp_path / "broken").exists()
+
+
+BLOCK = re.compile(r"^`([\w/.]+)`[^\n]*:\n\n```\w+\n(.*?)```", re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not (ROOT / "moe_lab/pocket/data/olmoe/model.safetensors").exists(), reason="no shipped model")
+def test_an_added_benchmark_is_asked_graded_and_in_the_report(tmp_path: Path) -> None:
+    """As docs/evaluation.md#adding-a-benchmark says it, in a copy of the repository."""
+    for name in ("moe_lab", "analysis", "conf", "hydra_plugins"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    page = (ROOT / "docs" / "evaluation.md").read_text(encoding="utf-8")
+    section = page.partition("### Adding a benchmark\n")[2].partition("\n## ")[0]
+    blocks = dict(BLOCK.findall(section))
+    assert list(blocks) == ["colours.jsonl", "conf/benchmark/colours.yaml"]
+    for file, text in blocks.items():
+        assert not (tmp_path / file).exists()
+        (tmp_path / file).write_text(text, encoding="utf-8")
+
+    def started(*words: str) -> None:
+        command, environment = preloaded.command("-m", *words), {**os.environ, "PYTHONPATH": str(tmp_path)}
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+    small = ("calibration.tokens=2048", "calibration.length=128", "suite.limit=4", "launcher=inline", "report=false")
+    started("moe_lab", "suite.benchmarks=[colours,pocket_rte]", "criterion=frequency,man", *small, "store=store")
+    for criterion in ("frequency", "man"):
+        (folder,) = (tmp_path / "store" / "evaluate").glob(f"*-{criterion}-*-colours-*")
+        assert [sample["item"] for sample in samples(folder)] == ["grass", "blood", "snow"]
+        assert {sample["outcome"] for sample in samples(folder)} <= {0.0, 1.0}
+    started("analysis", "unified.table1", "winners", "store=store", "out=tables")
+    for name, column in (("unified.table1", None), ("winners", "Column")):
+        with next((tmp_path / "tables").rglob(f"{name}.csv")).open(newline="") as file:
+            rows = list(csv.DictReader(file))
+        assert "colours" in ([row[column] for row in rows] if column else rows[0]), name

@@ -25,8 +25,9 @@ from moe_lab.evaluation.timing import measure
 from moe_lab.models.discover import is_experts
 from moe_lab.models.load import device_name
 from moe_lab.results import TIMINGS
-from moe_lab.study import Step, estimates, provenance
+from moe_lab.study import estimates
 from moe_lab.study.graph import build
+from moe_lab.study.step import Step, provenance
 from moe_lab.study.steps.costs import Timing, wrong_timing
 from moe_lab.study.steps.files import Files
 from moe_lab.study.steps.passes import loaded_as

@@ -5,8 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
+from collections import Counter
+from functools import partial
 from itertools import islice, product
 from pathlib import Path
 from typing import Any
@@ -17,15 +20,23 @@ import yaml
 from lm_eval.api.model import LM
 from lm_eval.api.task import ConfigurableTask
 from lm_eval.evaluator import evaluate
+from transformers import AutoTokenizer
 
-from moe_lab.calibration.batches import answer_batches
-from moe_lab.config import CalibrationConfig
+from moe_lab.calibration.documents import document, tokenize
+from moe_lab.config import BenchmarkConfig, ModelConfig
 from moe_lab.errors import UserError
+from moe_lab.evaluation import Policy, run, suite
+from moe_lab.evaluation.engines.hf import LoadedModel
+from moe_lab.evaluation.harnesses import function_calls
+from moe_lab.evaluation.harnesses.function_call_rules import mistake
 from moe_lab.evaluation.harnesses.stories import rules_kept
+from moe_lab.models.load import load_model
+from moe_lab.paths import conf
 from tools.pocket.benchmarks import COUNTS, MULTIPLE_CHOICE, NUMBER
 from tools.pocket.build import SEARCH_COUNT, calibration_examples, search_examples
+from tools.pocket.calls import KINDS
 from tools.pocket.corpus import documents
-from tools.pocket.examples import Example
+from tools.pocket.examples import END_OF_TEXT, Example
 from tools.pocket.recipes import RECIPES
 from tools.pocket.world import World
 
@@ -64,25 +75,6 @@ def test_no_task_is_in_a_benchmark_or_in_the_calibration_set(name: str, world: W
     assert len(keys) == len(tasks) == SEARCH_COUNT
     assert not keys & {(example.skill, example.key) for skill in items.values() for example in skill}
     assert not keys & {(example.skill, example.key) for example in calibration_examples(world, name)}
-
-
-@pytest.mark.parametrize("name", ["code", "math"])
-def test_the_answers_of_tasks_are_what_is_marked(name: str, data: Path, tokenizer: Any) -> None:
-    text = CalibrationConfig(
-        name,
-        f"pocket:search/{name}.jsonl",
-        packing="none",
-        length=112,
-        tokens=112 * SEARCH_COUNT,
-        batch_size=SEARCH_COUNT,
-        order="first",
-    )
-    [(ids, valid, answers)] = answer_batches(text, tokenizer)
-    found = [
-        (tokenizer.decode(row[flags & ~marks]), tokenizer.decode(row[marks]))
-        for row, flags, marks in zip(ids, valid, answers, strict=True)
-    ]
-    assert found == [(task["prompt"], task["completion"]) for task in lines(data / "search" / f"{name}.jsonl")]
 
 
 # What the files of benchmarks mean to lm-eval; test_grading.py asks EvalPlus of its own.
@@ -160,6 +152,71 @@ def test_the_stories_of_the_world_keep_all_rules(items: Items) -> None:
         assert all(rules_kept(example.answer, example.details["checklist"]))
         assert not any(rules_kept("", example.details["checklist"]))
 
+
+# ---- function calls: their text, the right answers, and the model that calls
+
+
+@pytest.fixture(scope="module")
+def calling() -> BenchmarkConfig:
+    """The benchmark as it is configured."""
+    file = conf() / "benchmark/pocket_function_calls.yaml"
+    return BenchmarkConfig(**yaml.safe_load(file.read_text(encoding="utf-8")))
+
+
+def test_the_items_are_of_every_kind_and_fit_the_format(calling: BenchmarkConfig) -> None:
+    assert suite.wrong([calling]) == []
+    kinds = Counter(item.name.rpartition("_")[0] for item in function_calls.items(calling))
+    assert set(kinds) == set(KINDS)
+    assert min(kinds.values()) >= 16
+
+
+def test_no_call_of_an_item_is_in_a_calibration_conversation(world: World, items: Items) -> None:
+    examples = items["function_calls"], calibration_examples(world, "function_calls")
+    asked, shown = ({call.key for example in of_set for call in example.details["calls"]} for of_set in examples)
+    assert len(asked) >= 100 and len(shown) >= 400
+    assert not asked & shown
+
+
+def test_right_answers_are_right_and_others_wrong(calling: BenchmarkConfig, items: Items) -> None:
+    for question, example in zip(function_calls._questions(calling), items["function_calls"], strict=True):
+        reason = partial(mistake, functions=question.functions, right=question.right)
+        assert reason(example.answer) is None, question.name
+        if not question.right:
+            assert reason(items["function_calls"][0].answer)
+            continue
+        blocks = re.findall("<tool_call>.*?</tool_call>", example.answer)
+        assert len(blocks) == len(question.right)
+        assert reason("".join(reversed(blocks))) is None
+        assert reason("".join(blocks[:-1])) and reason(example.answer + blocks[0])
+        for value in example.details["calls"][-1].values:
+            before, _, after = example.answer.rpartition(json.dumps(value))
+            assert reason(before + json.dumps("Zed") + after), question.name
+
+
+def test_the_chat_template_writes_the_text_that_was_learnt(data: Path, items: Items) -> None:
+    """Prompts as evaluation asks for them, whole conversations as calibration reads them, and no token across both."""
+    reader = AutoTokenizer.from_pretrained(data / "function_calls")
+    for example in items["function_calls"]:
+        messages, tools = example.details["messages"], example.details["tools"]
+        prompt = reader.apply_chat_template(messages[:1], tools=tools, tokenize=False, add_generation_prompt=True)
+        assert prompt == example.prompt
+        text = example.text + END_OF_TEXT
+        assert reader.apply_chat_template(messages, tools=tools, tokenize=False) == text
+        chat = document({"messages": messages, "tools": tools}, None, "item")
+        tokens = tokenize(chat, reader, special_tokens=True)
+        assert tokens == reader.encode(prompt) + reader.encode(example.answer) + [reader.eos_token_id]
+        assert len(tokens) <= 128
+
+
+def test_the_model_calls_functions(calling: BenchmarkConfig, tmp_path: Path) -> None:
+    """A loose bound on its score, which nonsense cannot reach: that is right only where no function fits."""
+    model = LoadedModel(*load_model(ModelConfig(name="calls", path="pocket:function_calls", threads=1, device="cpu")))
+    (result,) = run.evaluate(model, calling, tmp_path, policy=Policy(False, "namespaces", False, False))
+    assert result["n"] == 160
+    assert result["score"] >= 0.9
+
+
+# ---- what the models were trained on
 
 FIRST = 1_000
 """Documents that are made again of each stream. All of a stream were looked through when the models were trained."""

@@ -1,32 +1,26 @@
-"""The shipped models: stock, small, alive in all their experts, with instruments that work, and knowing their world."""
+"""The shipped models: stock, small, with instruments that work, and knowing their world."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 from dataclasses import replace
-from itertools import islice
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
 import pytest
-import torch
 from safetensors import safe_open
-from transformers import AutoTokenizer
 
 from benchmarks.instrument import ABLATION, SKILLS, items_of, pruned_loss, random_scores, rankings
 from moe_lab.config import ModelConfig
 from moe_lab.evaluation.engines.hf import LoadedModel
-from moe_lab.models.discover import moe_layers
 from moe_lab.models.load import load_model
 from tools.pocket import train as training
-from tools.pocket.build import CALIBRATION, calibration_examples
 from tools.pocket.card import write_card
 from tools.pocket.examples import Example
-from tools.pocket.network import SORTED_EXPERTS, build_network, copy_agreeing, load_network, watched_routers
+from tools.pocket.network import load_network
 from tools.pocket.recipes import BIAS_STEP, RECIPES, Batches
-from tools.pocket.world import World
 
 pytestmark = pytest.mark.slow
 
@@ -47,7 +41,7 @@ WRITTEN = {
 }
 """Least scores on a few items."""
 CALLING = "function_calls"
-"""The model that knows nothing but function calls, with a tokenizer of its own: test_pocket_calls.py."""
+"""The model that knows nothing but function calls, with a tokenizer of its own: test_pocket_items.py."""
 
 
 @pytest.mark.parametrize("name", SHIPPED)
@@ -84,42 +78,6 @@ def test_it_writes_answers_and_stops(
     assert right / len(examples) >= WRITTEN[name][skill]
 
 
-@pytest.mark.parametrize("name", SHIPPED)
-def test_no_expert_is_dead_and_biases_decide(name: str, models: dict[str, Any], world: World, data: Path) -> None:
-    """Over all the calibration sets together every expert of every layer gets a fair number of tokens.
-
-    Where a router has a correction bias, a fair share of the choices would be others without it.
-    """
-    tokenizer = AutoTokenizer.from_pretrained(data / name)
-    with torch.no_grad(), watched_routers(models[name]) as seen:
-        rows = []
-        for kind in [kind for kind in CALIBRATION if (kind == CALLING) == (name == CALLING)]:
-            texts = [example.text for example in islice(calibration_examples(world, kind), 200)]
-            rows.append(torch.tensor(tokenizer.encode(tokenizer.eos_token.join(texts))[:6144]).view(12, 512))
-        models[name].model(torch.cat(rows), use_cache=False)
-    assert len(seen) == len(moe_layers(models[name]))
-    for routing in seen:
-        assert (routing.load / routing.load.mean()).min() > 0.02
-        plain = routing.logits.softmax(-1).topk(routing.chosen.shape[1]).indices.sort().values
-        others = (plain != routing.chosen.sort().values).any(-1).float().mean().item()
-        assert others == 0 if routing.bias is None else others > 0.05
-
-
-@pytest.mark.parametrize("name", RECIPES)
-def test_training_experts_compute_what_stock_experts_compute(name: str) -> None:
-    torch.manual_seed(0)
-    network = build_network(name, 300, 0, 1).eval()
-    tokens = torch.randint(2, 300, (2, 40))
-    results = []
-    for implementation in (SORTED_EXPERTS, "eager"):
-        network.set_experts_implementation(implementation)
-        output = network(tokens, labels=tokens)
-        output.loss.backward()
-        results.append((output.logits, network.model.layers[1].mlp.experts.gate_up_proj.grad.clone()))
-        network.zero_grad()
-    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
-
-
 @pytest.mark.parametrize("name", ["olmoe", "ernie4_5_moe"])
 def test_training_is_repeatable_and_can_go_on(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stages = tuple(replace(stage, steps=1, warmup=1) for stage in RECIPES[name].stages[:2])
@@ -139,18 +97,6 @@ def test_training_is_repeatable_and_can_go_on(name: str, tmp_path: Path, monkeyp
     card = (tmp_path / "at once" / "README.md").read_text()
     assert RECIPES[name].title in card and f"{run['parameters']:,}" in card
     assert "| ARC-C | 0.500 | 0.25 |" in card
-
-
-def test_a_model_with_a_base_starts_from_what_agrees_with_it() -> None:
-    base, network = build_network("qwen3_moe", 300, 0, 1), build_network("deepseek_v2", 300, 0, 1)
-    before = {name: parameter.clone() for name, parameter in network.named_parameters()}
-    theirs = dict(base.named_parameters())
-    agreeing = {name for name, old in before.items() if name in theirs and theirs[name].shape == old.shape}
-    assert copy_agreeing(network, base) == sum(before[name].numel() for name in agreeing)
-    for name, parameter in network.named_parameters():
-        assert torch.equal(parameter, (theirs if name in agreeing else before)[name])
-    assert {"lm_head.weight", "model.layers.1.mlp.experts.gate_up_proj"} <= agreeing
-    assert not [name for name in agreeing if ".shared_experts." in name or ".kv_a_proj" in name]
 
 
 @pytest.mark.parametrize("skill", SKILLS)

@@ -39,21 +39,32 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "model.safetensors")
 
 
-def check_numbers(out: Path, kind: str, expected: Path) -> None:
-    """The numbers that an export stands for are those of the export of the plain checkpoint."""
-    found, plain = quantised.dequantised(weights(out), kind), weights(expected)
-    assert found.keys() == plain.keys()
-    assert all(torch.equal(found[name], tensor) for name, tensor in plain.items())
+def check_tensors(out: Path, stored: Path, plan: Plan) -> None:
+    """An export has all tensors of the experts that stay, under their new numbers, and of the rest of the model."""
+    expected = {}
+    for name, tensor in weights(stored).items():
+        layer, expert = (re.search(rf"\.{part}\.(\d+)\.", name) for part in ("layers", "experts"))
+        kept = plan.experts.get(int(layer[1])) if layer else None
+        if kept and expert:
+            if (number := int(expert[1])) in kept:
+                expected[f"{name[: expert.start(1)]}{kept.index(number)}{name[expert.end(1) :]}"] = tensor
+        elif kept and re.search(r"\.(gate|router|experts)\.", name):
+            expected[name] = tensor[list(kept)]
+        else:
+            expected[name] = tensor
+    found = weights(out)
+    assert found.keys() == expected.keys()
+    assert all(
+        found[name].dtype == tensor.dtype and torch.equal(found[name], tensor) for name, tensor in expected.items()
+    )
 
 
 @pytest.mark.parametrize(("name", "kind"), CASES)
-def test_dequantising_and_pruning_can_change_places(name: str, kind: str, tmp_path: Path) -> None:
-    if "nf4" in kind:
-        pytest.importorskip("bitsandbytes")
-    plain, stored = quantised.save(name, kind, tmp_path)
+def test_all_parts_of_an_expert_stay_with_it(name: str, kind: str, tmp_path: Path) -> None:
+    _, stored = quantised.save(name, kind, tmp_path)
     plan = tiny.plan(tiny.build(name), 0.5)
     out = export(stored, plan, tmp_path / "out")
-    check_numbers(out, kind, export(plain, plan, tmp_path / "expected"))
+    check_tensors(out, stored, plan)
     before, after = (json.loads((folder / "config.json").read_text()) for folder in (stored, out))
     assert after["quantization_config"] == before["quantization_config"]
 
@@ -120,15 +131,14 @@ def test_names_of_experts_in_lists_follow_the_experts(tmp_path: Path) -> None:
 
 
 def test_experts_that_are_not_quantised_keep_their_own_tensors(tmp_path: Path) -> None:
-    plain, stored = quantised.save("qwen2_moe", "w4a16", tmp_path)
+    _, stored = quantised.save("qwen2_moe", "w4a16", tmp_path)
     apart = ("model.layers.0.mlp.experts.15.up_proj", "model.layers.0.mlp.experts.3.gate_proj")
     tensors = {name: tensor for name, tensor in weights(stored).items() if not name.startswith(apart)}
     ones = {f"{name}.weight": torch.ones(24, 32) for name in apart}
     save_file({**tensors, **ones}, stored / "model.safetensors", {"format": "pt"})
-    save_file({**weights(plain), **ones}, plain / "model.safetensors", {"format": "pt"})
     plan, about = Plan(EXPERTS, COUNTS), quantised.FORMATS["w4a16"].config
     reconfigure(stored, quantization_config={**about, "ignore": ["lm_head", *apart]})
-    check_numbers(export(stored, plan, tmp_path / "out"), "w4a16", export(plain, plan, tmp_path / "expected"))
+    check_tensors(export(stored, plan, tmp_path / "out"), stored, plan)
 
 
 def check_refused(said: str, stored: Path, plan: Plan, shape: str = "natural") -> None:
@@ -174,13 +184,13 @@ def study(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_study_scores_prunes_and_exports_an_fp8_checkpoint(tmp_path: Path) -> None:
-    plain, stored = quantised.save("qwen2_moe", "fp8", tmp_path)
+    _, stored = quantised.save("qwen2_moe", "fp8", tmp_path)
     done = study(stored, "criterion=reap", "export=natural")
     assert done.returncode == 0, done.stderr
     (out,) = tmp_path.glob("store/export/*/checkpoint")
     plan = Plan.load(out / "plan.json")
     assert all(len(kept) == 12 for kept in plan.experts.values())
-    check_numbers(out, "fp8", export(plain, Plan(plan.experts, plan.n_experts), tmp_path / "expected"))
+    check_tensors(out, stored, plan)
 
 
 def test_what_quantised_weights_do_not_allow_is_refused_first(tmp_path: Path) -> None:
@@ -217,18 +227,6 @@ def decompressed(folder: Path) -> dict[str, torch.Tensor]:
             parts = {key.removeprefix(module): value for key, value in stored.items() if key.startswith(module)}
             matrices[f"{module}weight"] = compressor.decompress(parts, scheme)["weight"]
     return matrices
-
-
-def step_of(original: torch.Tensor, scales: torch.Tensor, scheme: str) -> torch.Tensor:
-    """Half the distance between the values next to each weight (N, K), fp64, for scales (N, groups).
-
-    FP8 e4m3 has three bits after the first, so values are 2^-3 of their power of two apart, and 2^-9 below 2^-6.
-    """
-    scale = scales.double().repeat_interleave(original.shape[1] // scales.shape[1], 1)
-    if scheme == "w4a16":
-        return scale / 2
-    exponent = torch.log2((original.double().abs() / scale).clamp(min=2**-6)).floor()
-    return scale * 2 ** (exponent - 4)
 
 
 def compress(folder: Path, case: str, scheme: str, dtype: torch.dtype = torch.float32) -> None:
@@ -280,10 +278,6 @@ def test_weights_are_rounded_to_the_nearest(scheme: str, dtype: torch.dtype, tmp
         largest = original.unflatten(1, (scales.shape[1], -1)).abs().amax(2).double()
         torch.testing.assert_close(scales.double() * {"fp8": 448, "w4a16": 7.5}[scheme], largest, rtol=2**-7, atol=0)
         assert torch.equal(matrix, fake_quantize(original, scales, torch.zeros_like(scales), arguments))
-        bound = step_of(original, scales, scheme)
-        arithmetic = 2**-7 if dtype == torch.bfloat16 else 1e-5  # of dividing by the scale and multiplying with it
-        difference = (matrix.double() - original.double()).abs()
-        assert bool((difference <= bound + arithmetic * original.double().abs() + 1e-9).all()), name
 
 
 @pytest.mark.parametrize("scheme", ["fp8", "w4a16"])
@@ -344,19 +338,13 @@ def test_wrong_settings_are_named_before_anything_runs(tmp_path: Path, monkeypat
     tiny.save("gpt_oss", tmp_path / "gpt_oss")
     model = ModelConfig("tiny", "pocket:olmoe")
 
-    def said(model: ModelConfig = model, verify: bool = False, bits: int = 16) -> str:
-        recovery = RecoveryConfig("none" if bits == 16 else "nf4", bits=bits)
-        return " ".join(wrong(ExportConfig("natural", "fp8"), model, recovery, "expert", verify=verify))
+    def said(model: ModelConfig = model, verify: bool = False) -> str:
+        return " ".join(wrong(ExportConfig("natural", "fp8"), model, RecoveryConfig(), "expert", verify=verify))
 
     assert said() == ""
-    for fields, expected in (
-        ({"shape": "natural", "format": "fp9"}, "did you mean fp8"),
-        ({"shape": None, "format": "fp8"}, "add export=natural"),
-    ):
-        with pytest.raises(SettingsError, match=expected):
-            valid(ExportConfig, fields, "export")
+    with pytest.raises(SettingsError, match="add export=natural"):
+        valid(ExportConfig, {"shape": None, "format": "fp8"}, "export")
     assert "expected verify=false" in said(verify=True)
-    assert "recovery with bits=16" in said(bits=4)
     assert "in one tensor: expected export.format=safetensors" in said(ModelConfig("tiny", str(tmp_path / "gpt_oss")))
     monkeypatch.setattr("moe_lab.errors.find_spec", lambda name: None)
     assert "pip install 'moe-lab[compression]'" in said()

@@ -1,3 +1,5 @@
+"""Plans: those whose dropped experts are merged into kept ones, in which order of channels, or put out constants."""
+
 from __future__ import annotations
 
 import json
@@ -5,22 +7,43 @@ import math
 import re
 import subprocess
 import sys
+from dataclasses import replace
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
+import naive
 import numpy
 import pytest
 import tiny
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from identities.plans import random_plan
+from scipy.optimize import linear_sum_assignment
+from tiny import logits
+from transformers import AutoModelForCausalLM
 
+import moe_lab
 from moe_lab.errors import UserError
+from moe_lab.models.discover import moe_layers, routed_layers
+from moe_lab.models.experts import activation
+from moe_lab.models.streamed import StreamedModel
+from moe_lab.pruning.alignment import align_by_activations, align_by_weights, alignment_tap
+from moe_lab.pruning.cost import even_routing
+from moe_lab.pruning.export import export
+from moe_lab.pruning.export.verify import verify
+from moe_lab.pruning.mask import mask
 from moe_lab.pruning.plan import Plan, make_channel_plan, make_plan
+from moe_lab.pruning.prune import prune
+from moe_lab.pruning.replace import merge_experts, replace_by_constants
+from moe_lab.statistics.observe import gather
+from moe_lab.statistics.streaming import stream
 
 SCORES = st.lists(st.integers(-3, 3).map(float), min_size=4, max_size=40)
 
 
-def plan(kept: tuple[int, ...] = (0, 2, 3), count: int = 4, **provenance: Any) -> Plan:
+def two_layers(kept: tuple[int, ...] = (0, 2, 3), count: int = 4, **provenance: Any) -> Plan:
     return Plan({1: kept, 2: (0, 1, 3)}, {1: count, 2: 4}, provenance)
 
 
@@ -65,18 +88,18 @@ def test_the_best_channels_of_each_expert_stay_and_plans_come_back(
     made = make_channel_plan({7: scores}, {7: keep}, tiny.routers([7], 1), **arguments)
     assert made.experts[7] == tuple(e for e in range(experts) if keep[e] or zero == "keep_null")
     assert made.widths(7) == tuple(keep[list(made.experts[7])])
-    for row, mask in zip(scores, made.channels[7], strict=True):
+    for row, kept in zip(scores, made.channels[7], strict=True):
         order = sorted(range(width), key=lambda channel: row[channel])  # stable: lower index falls first
-        assert sorted(numpy.flatnonzero(~mask)) == sorted(order[: width - mask.sum()])
+        assert sorted(numpy.flatnonzero(~kept)) == sorted(order[: width - kept.sum()])
     path = tmp_path_factory.mktemp("plan") / "plan.json"
     made.save(path)
     assert Plan.load(path) == made and Plan.load(path).channels[7].tolist() == made.channels[7].tolist()
 
 
 def test_digest_is_of_what_is_kept() -> None:
-    assert plan(seed=1).digest == plan(seed=2).digest
-    assert plan().digest != plan((0, 1, 3)).digest
-    assert plan().digest != plan(count=5).digest
+    assert two_layers(seed=1).digest == two_layers(seed=2).digest
+    assert two_layers().digest != two_layers((0, 1, 3)).digest
+    assert two_layers().digest != two_layers(count=5).digest
     assert Plan({2: (0,), 10: (1,)}, {2: 2, 10: 2}).digest == Plan({10: (1,), 2: (0,)}, {10: 2, 2: 2}).digest
 
 
@@ -151,3 +174,217 @@ def test_plans_and_settings_need_no_torch() -> None:
     modules = ("pruning.plan", "allocation", "recovery", "search.evolution")
     code = f"import sys, {', '.join(f'moe_lab.{name}' for name in modules)}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+# ---- replaced experts
+
+
+@pytest.mark.parametrize("way", ["merged", "constants"])
+def test_each_routed_pair_adds_what_stands_for_its_expert(way: str) -> None:
+    """m = sum_j g_j f_G(j) with W_G = sum_i w_i W_i, or sum_j g_j c_j, with the router of the original."""
+    model = tiny.build("qwen3_moe", dtype=torch.float64)
+    plan, layer = replace(random_plan(model, way, share=0.5), alignments={}), moe_layers(model)[1]
+    seen: list[Any] = []
+    hook = layer.experts.register_forward_hook(lambda module, given, result: seen.append((*given, result)))
+    with mask(model, plan):
+        logits(model)
+    hook.remove()
+    hidden, index, gates, result = seen[0]
+    unmasked = layer.router(hidden)
+    assert torch.equal(unmasked[2], index) and torch.equal(unmasked[1], gates)
+    experts: Any = layer.experts
+    group_of = {one: group for group in plan.merged.get(layer.index, {}).values() for one in group}
+    null = zip(plan.null_experts(layer.index), plan.constants.get(layer.index, ()), strict=True)
+    constants = {expert: torch.from_numpy(constant).double() for expert, constant in null}
+    assert 0 < len({**group_of, **constants}) < layer.n_experts
+    expected = torch.zeros_like(hidden)
+    for token, (chosen, weights) in enumerate(zip(index.tolist(), gates.tolist(), strict=True)):
+        for expert, gate in zip(chosen, weights, strict=True):
+            group = group_of.get(expert, {expert: 1.0}).items()
+            gate_up = sum(share * experts.gate_up_proj[one] for one, share in group)
+            down = sum(share * experts.down_proj[one] for one, share in group)
+            computed = down @ activation(experts)(hidden[token : token + 1] @ gate_up.T)[0]
+            expected[token] += gate * constants.get(expert, computed)
+    torch.testing.assert_close(result, expected, rtol=0, atol=1e-12)
+
+
+def test_experts_without_a_router_row_lend_their_weights_only() -> None:
+    """The router chooses among the experts that stand for a group; their weights are those of the merging plan."""
+    model = tiny.build("qwen3_moe")
+    plan = random_plan(model, "merged rows", share=0.5)
+    assert plan.merged == random_plan(model, "merged", share=0.5).merged and not plan.shares_experts
+    pruned, unmerged = prune(model, plan), prune(model, Plan(plan.experts, plan.n_experts))
+    for merged, dropped in zip(moe_layers(pruned), moe_layers(unmerged), strict=True):
+        assert torch.equal(merged.router.weight, dropped.router.weight)
+        for place, expert in enumerate(plan.experts[merged.index]):
+            same = torch.equal(merged.experts.down_proj[place], dropped.experts.down_proj[place])
+            assert same == (expert not in plan.merged[merged.index])
+
+
+@pytest.mark.parametrize("shape", ["masked", "padded"])
+def test_shapes_of_the_original_hold_experts_without_router_rows_alone(shape: str, tmp_path: Path) -> None:
+    model = tiny.save("deepseek_v3", tmp_path / "model")
+    plan = random_plan(model, "merged rows", share=0.5)
+    folder = export(tmp_path / "model", plan, tmp_path / "out", shape=shape)
+    loaded = AutoModelForCausalLM.from_pretrained(folder, experts_implementation="eager")
+    with mask(model, plan):
+        expected = logits(model)
+    torch.testing.assert_close(logits(loaded), expected, rtol=0, atol=1e-5)
+    assert verify(tmp_path / "model", plan, folder) < 1e-4
+    for way in ("merged", "constants"):
+        with pytest.raises(UserError, match=f"export={re.escape(shape)}.*export=natural"):
+            export(tmp_path / "model", random_plan(model, way, share=0.5), tmp_path / "other", shape=shape)
+        assert not (tmp_path / "other").exists()
+
+
+def test_merged_experts_save_no_operations() -> None:
+    model = tiny.build("olmoe")
+    plan, layers = random_plan(model, "merged"), moe_layers(model)
+    whole = even_routing(layers, None)
+    assert even_routing(layers, plan) == even_routing(routed_layers(prune(model, plan)), None) == whole
+
+
+@pytest.mark.parametrize(("way", "field"), [("merged", "alignments"), ("constants", "constants")])
+def test_a_plan_is_read_as_it_was_written(way: str, field: str, tmp_path: Path) -> None:
+    plan = random_plan(tiny.build("olmoe"), way, share=0.5)
+    plan.save(tmp_path / "plan.json")
+    again = Plan.load(tmp_path / "plan.json")
+    assert again == plan and again.merged == plan.merged
+    arrays = getattr(plan, field)
+    assert all(numpy.array_equal(getattr(again, field)[layer], arrays[layer]) for layer in arrays)
+    halves = {at: {one: dict.fromkeys(group, 0.5) for one, group in of.items()} for at, of in plan.merged.items()}
+    assert way == "constants" or replace(plan, merged=halves) != plan
+    other = replace(plan, **{field: {layer: array[:, ::-1].copy() for layer, array in arrays.items()}})
+    assert other != plan != replace(plan, **{field: {}})
+    other.save(tmp_path / "other.json")
+    numpy.save(tmp_path / "array.npy", arrays[1])
+    other_files = [(tmp_path / name).read_bytes() for name in ("other.npz", "array.npy")]
+    for damaged in (*other_files, b"PK", b""):
+        (tmp_path / "plan.npz").write_bytes(damaged)
+        with pytest.raises(UserError, match=r"plan\.json is damaged"):
+            Plan.load(tmp_path / "plan.json")
+    (tmp_path / "plan.npz").unlink()
+    with pytest.raises(UserError, match=r"plan\.npz"):
+        Plan.load(tmp_path / "plan.json")
+
+
+def test_nothing_is_merged_into_a_protected_expert() -> None:
+    groups = {0: {0: {0: 0.5, 1: 0.5}, 2: {2: 1.0}, 3: {3: 1.0}}}
+    plan, routers = merge_experts(groups, {0: 4}, provenance={}), tiny.routers([0], 2)
+    plan.check({0: {**routers[0], "protected": (2,)}})
+    with pytest.raises(UserError, match=r"expert 0\b"):
+        plan.check({0: {**routers[0], "protected": (0,)}})
+
+
+def test_the_mean_output_of_a_novice() -> None:
+    """Outputs (1,0), (3,0), (2,3) of three tokens: the novice is (2,1), and a gate of .35 adds (.70,.35)."""
+    outputs = numpy.array([[1, 0], [3, 0], [2, 3]], dtype=float)
+    plan = replace_by_constants(Plan({0: (1,)}, {0: 2}), {0: numpy.stack([outputs.mean(0), outputs[0]])}, {0: 4})
+    assert plan.experts[0] == (0, 1) and plan.null_experts(0) == [0]
+    assert (0.35 * plan.constants[0][0]).tolist() == pytest.approx([0.70, 0.35])
+
+
+# ---- orders of channels
+
+
+def weights_of(layer: Any, expert: int) -> list[Any]:
+    """The gate row, up row and down column of each channel of an expert."""
+    gate, up = layer.experts.gate_up_proj[expert].detach().double().chunk(2)
+    down = layer.experts.down_proj[expert].detach().double()
+    return [torch.cat((gate[i], up[i], down[:, i])).numpy() for i in range(layer.width)]
+
+
+def test_of_all_orders_the_one_of_the_largest_products_of_weights_is_chosen() -> None:
+    """M-SMoE: argmax over p of sum_i <gate_o[i], gate_m[p_i]> + <up_o[i], up_m[p_i]> + <down_o[i], down_m[p_i]>."""
+    model = tiny.build("olmoe", intermediate_size=5)
+    plan = align_by_weights(random_plan(model, "merged", share=0.5), moe_layers(model))
+    for layer in moe_layers(model):
+        owners = plan.owners(layer.index)
+        for row, member in enumerate(plan.merged_away(layer.index)):
+            of_owner, of_member = weights_of(layer, owners[member]), weights_of(layer, member)
+            best = max(
+                permutations(range(5)),
+                key=lambda order: sum(a @ of_member[j] for a, j in zip(of_owner, order, strict=True)),
+            )
+            assert plan.alignments[layer.index][row].tolist() == list(best)
+
+
+@pytest.mark.parametrize("by_activations", [False, True])
+def test_experts_that_differ_in_the_order_of_their_channels_are_merged_without_loss(by_activations: bool) -> None:
+    model, random = tiny.build("qwen3_moe"), numpy.random.default_rng(0)
+    plan, layers = replace(random_plan(model, "merged", share=0.8), alignments={}), moe_layers(model)
+    for layer in layers:
+        experts: Any = layer.experts
+        for owner, group in plan.merged[layer.index].items():
+            for member in group.keys() - {owner}:
+                order = torch.from_numpy(random.permutation(layer.width))
+                experts.gate_up_proj[member] = experts.gate_up_proj[owner][torch.cat((order, order + layer.width))]
+                experts.down_proj[member] = experts.down_proj[owner][:, order]
+    if by_activations:
+        aligned = align_by_activations(plan, gather(model, alignment_tap(plan), tiny.batches(), fingerprint={}).layers)
+    else:
+        aligned = align_by_weights(plan, layers)
+    before = logits(model)
+    with mask(model, aligned):
+        assert (logits(model) - before).abs().max() < 1e-5
+    with mask(model, plan):
+        assert (logits(model) - before).abs().max() > 1e-3
+
+
+def naive_cost(of_owner: Any, of_member: Any) -> Any:
+    """(I, I) Euclidean distances of rows, each divided by its norm."""
+    first, second = (rows / numpy.linalg.norm(rows, axis=1)[:, None] for rows in (of_owner, of_member))
+    return numpy.array([[numpy.linalg.norm(a - b) for b in second] for a in first])
+
+
+def test_ream_adds_distances_of_activations_and_of_principal_components_of_weights() -> None:
+    model, (ids, valid) = tiny.build("olmoe", dtype=torch.float64, hidden_size=16), naive.batch()
+    plan = replace(random_plan(model, "merged", share=0.5), alignments={})
+    seen: dict[int, torch.Tensor] = {}
+    for layer in moe_layers(model):
+        layer.experts.register_forward_pre_hook(lambda _, inputs, at=layer.index: seen.update({at: inputs[0].detach()}))
+    with torch.no_grad():
+        model(input_ids=ids, attention_mask=valid.long())
+    given = dict(seen)
+    sums = gather(model, alignment_tap(plan), [(ids[:2], valid[:2]), (ids[2:], valid[2:])], fingerprint={})
+    aligned = align_by_activations(plan, sums.layers)
+    assert not valid.all() and plan.merged
+    for layer in moe_layers(model):
+        states = given[layer.index][valid.flatten()]
+        rows = numpy.stack([weights_of(layer, expert) for expert in range(layer.n_experts)])
+        rows = rows / numpy.linalg.norm(rows, axis=2)[:, :, None]
+        flat = rows.reshape(-1, rows.shape[2])
+        _, singular, directions = numpy.linalg.svd(flat - flat.mean(0), full_matrices=False)
+        components = ((rows - flat.mean(0)) @ directions.T) * singular
+        owners = plan.owners(layer.index)
+        for row, member in enumerate(plan.merged_away(layer.index)):
+            phi = [layer.phi(states, layer.weights(expert)).detach().numpy().T for expert in (owners[member], member)]
+            cost = naive_cost(*phi) + naive_cost(components[owners[member]], components[member])
+            order = aligned.alignments[layer.index][row]
+            best = cost[linear_sum_assignment(cost)].sum()
+            assert cost[numpy.arange(layer.width), order].sum() == pytest.approx(best, rel=1e-6)
+
+
+def test_both_engines_find_the_same_orders(tmp_path: Path) -> None:
+    model = tiny.save("olmoe", tmp_path / "model")
+    plan = replace(random_plan(model, "merged", share=0.5), alignments={})
+    streamed = StreamedModel(tmp_path / "model", dtype=torch.float32, device="cpu")
+    by_weights = align_by_weights(plan, streamed.each_layer())
+    assert by_weights == align_by_weights(plan, moe_layers(model)) == moe_lab.align(model, plan) != plan
+    tap, batches = alignment_tap(plan), tiny.batches()
+    sums = stream(streamed, tap, batches, out=tmp_path / "out", fingerprint={}, budget=0)
+    by_activations = align_by_activations(plan, sums.layers)
+    assert by_activations == align_by_activations(plan, gather(model, tap, batches, fingerprint={}).layers)
+    assert by_activations not in (plan, by_weights)
+
+
+def test_what_cannot_be_aligned_is_said() -> None:
+    model = tiny.build("olmoe")
+    plan = random_plan(model, "merged", share=0.5)
+    for words, field in (
+        ({"plan": tiny.plan(model, 0.5)}, "plan merges no experts"),
+        ({"plan": plan, "length": 3}, "length"),
+        ({"plan": plan, "text": ["a text"]}, "tokenizer"),
+    ):
+        with pytest.raises(UserError, match=field):
+            moe_lab.align(model, **words)

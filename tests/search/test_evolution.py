@@ -80,7 +80,6 @@ def test_counts_are_exact_beyond_fp64() -> None:
 @pytest.mark.parametrize(
     ("problem", "granularity", "message"),
     [
-        (Problem((8, 8), (2, 2), (1, 1), 13), 1, "13 experts cannot be removed.*: 12 is the nearest feasible number$"),
         (Problem((8, 8), (2, 2), (1, 1), 5), 2, r"multiple of 2 .*: 4 or 6 is the nearest.*smaller .*granularity\)"),
         (Problem((8, 8), (2, 7), (4, 4), 4), 3, r"MoE layer 0 \(counted from 0\) has 8 .*multiple of 12"),
         (Problem((8, 8), (2, 2), (2, 3), 4), 1, r"multiples of \[2, 3\] in different layers"),

@@ -21,10 +21,11 @@ from small_studies import SMALL, STUDY, Asked, Worker, ask, asked, start
 from analysis.load.reader import Reader
 from analysis.load.studies import document
 from moe_lab.errors import UserError
-from moe_lab.study import Step, record, run
+from moe_lab.study import record, run
 from moe_lab.study.runs import Submitted, runs
 from moe_lab.study.schedule import StepError
 from moe_lab.study.slurm.pack import Pack
+from moe_lab.study.step import Step
 from moe_lab.study.store import Store
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick")]

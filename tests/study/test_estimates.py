@@ -32,8 +32,9 @@ from moe_lab.config import (
 from moe_lab.errors import UserError, user_errors
 from moe_lab.json_files import write_json
 from moe_lab.models.config_json import size_of
-from moe_lab.study import Step, estimates
+from moe_lab.study import estimates
 from moe_lab.study.estimates import Memory, Times, forecast, gpus, largest_memory, memory_of
+from moe_lab.study.step import Step
 from moe_lab.study.steps import KINDS, passes
 from moe_lab.study.store import Store
 

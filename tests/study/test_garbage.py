@@ -15,13 +15,14 @@ from small_studies import STUDY, Asked, Worker, ask, killed, start
 
 from moe_lab.errors import UserError
 from moe_lab.json_files import read_json, write_json
-from moe_lab.study import Step, garbage
+from moe_lab.study import garbage
 from moe_lab.study import run as running
 from moe_lab.study.garbage import LEFTOVERS, gc, look
 from moe_lab.study.graph import build
 from moe_lab.study.runs import Submitted, begin, runs, steps_at_work
 from moe_lab.study.slurm import pack, scheduler
 from moe_lab.study.slurm.scheduler import Queued
+from moe_lab.study.step import Step
 from moe_lab.study.store import Store
 
 NO_FIGURES: dict[str, list[Any]] = {"families": [], "damages": []}

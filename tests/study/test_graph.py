@@ -25,8 +25,9 @@ from moe_lab.evaluation import LIMITED
 from moe_lab.evaluation import suite as suites
 from moe_lab.evaluation.sandbox import client
 from moe_lab.grid import benchmarks
-from moe_lab.study import Step, record
+from moe_lab.study import record
 from moe_lab.study.graph import Graph, build, unresolved
+from moe_lab.study.step import Step
 from moe_lab.study.steps.evaluation import Evaluate
 
 CONF = Path(__file__).parents[2] / "conf"

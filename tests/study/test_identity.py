@@ -18,8 +18,9 @@ from pydantic.dataclasses import is_pydantic_dataclass
 from moe_lab import config
 from moe_lab.config.base import identity, type_at
 from moe_lab.paths import resolve
-from moe_lab.study import KINDS, Step, canonical, digest, estimates, identified
+from moe_lab.study import estimates
 from moe_lab.study.estimates import resolved
+from moe_lab.study.step import KINDS, Step, canonical, digest, identified
 from moe_lab.study.steps.passes import StatisticsPass
 
 

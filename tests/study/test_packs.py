@@ -17,11 +17,12 @@ from analysis.load.reader import Reader
 from moe_lab import packs
 from moe_lab.errors import UserError
 from moe_lab.packs import packs_in
-from moe_lab.study import Step, packing
+from moe_lab.study import packing
 from moe_lab.study.garbage import gc
 from moe_lab.study.packing import Packing
 from moe_lab.study.runs import begin
 from moe_lab.study.schedule import Schedule, work
+from moe_lab.study.step import Step
 from moe_lab.study.store import Store
 
 CELLS = asked("criterion=magnitude,random", "seed=1,2,3", "ratio=.25,.5")

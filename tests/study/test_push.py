@@ -27,8 +27,8 @@ from moe_lab.errors import UserError
 from moe_lab.grid import Cell
 from moe_lab.paths import resolve
 from moe_lab.pruning.plan import Plan
-from moe_lab.study import code_state
 from moe_lab.study.push import hub_card, reads_export
+from moe_lab.study.step import code_state
 
 TOKEN = "hf_PLANTEDtokenPLANTEDtoken"
 SMALL = ["suite.benchmarks=[pocket_boolq]", "suite.limit=8", "calibration.tokens=2048", "report=false"]

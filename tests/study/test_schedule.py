@@ -16,9 +16,9 @@ import pytest
 from example_steps import Example
 
 from moe_lab.config import Config, LauncherConfig
-from moe_lab.study import Step
 from moe_lab.study import run as launch
 from moe_lab.study.schedule import Schedule, StepError, work
+from moe_lab.study.step import Step
 from moe_lab.study.store import Store
 from moe_lab.study.worker import Worker
 

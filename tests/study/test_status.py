@@ -18,9 +18,10 @@ from example_steps import Example
 from processes import until
 from small_studies import STUDY, Asked, Worker, ask, start
 
-from moe_lab.study import Step, record
+from moe_lab.study import record
 from moe_lab.study.graph import Graph
 from moe_lab.study.runs import begin
+from moe_lab.study.step import Step
 from moe_lab.study.store import Store
 
 pytestmark = pytest.mark.usefixtures("quick")

@@ -28,9 +28,9 @@ from moe_lab.models.discover import moe_layers
 from moe_lab.pruning.plan import Plan
 from moe_lab.statistics import read
 from moe_lab.statistics.observe import Observer
-from moe_lab.study import Step, unmerged
 from moe_lab.study.schedule import Schedule, StepError, work
 from moe_lab.study.slurm.pack import settle
+from moe_lab.study.step import Step, unmerged
 from moe_lab.study.steps.costs import Cost
 from moe_lab.study.steps.files import Files
 from moe_lab.study.steps.passes import Facts, Gradients, StatisticsPass, Weights, loaded_as

@@ -17,11 +17,11 @@ from example_steps import Example
 from small_studies import ask, killed
 
 from moe_lab.errors import UserError
-from moe_lab.study import Step
 from moe_lab.study import store as storing
 from moe_lab.study.claims import Busy, Claim
 from moe_lab.study.runs import begin
 from moe_lab.study.schedule import Schedule, work
+from moe_lab.study.step import Step
 from moe_lab.study.store import Store
 
 

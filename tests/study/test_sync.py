@@ -19,9 +19,10 @@ from analysis.__main__ import parse
 from moe_lab.errors import UserError
 from moe_lab.paths import store_folder
 from moe_lab.results import places, read_record
-from moe_lab.study import digest, sync
+from moe_lab.study import sync
 from moe_lab.study.graph import build
 from moe_lab.study.preflight import preflight
+from moe_lab.study.step import digest
 from moe_lab.study.store import Store, damage, entry
 from moe_lab.study.sync import Remote
 

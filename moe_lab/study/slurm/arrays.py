@@ -15,9 +15,9 @@ from typing import Any
 from rich.table import Table
 
 from moe_lab.config import JobConfig, LauncherConfig, ResourcesConfig
-from moe_lab.study import KINDS, Step, canonical
 from moe_lab.study.estimates import GIB, Memory, Seconds, gpus, memory_of
 from moe_lab.study.slurm.scheduler import LONGEST
+from moe_lab.study.step import KINDS, Step, canonical
 
 PackSteps = list[Step]
 STEPS_PER_JOB = 256

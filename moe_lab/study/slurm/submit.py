@@ -20,7 +20,6 @@ import moe_lab
 from moe_lab import start
 from moe_lab.errors import UserError
 from moe_lab.json_files import write_json
-from moe_lab.study import NOTED, Step, code_state, digest
 from moe_lab.study.estimates import Times
 from moe_lab.study.record import Study
 from moe_lab.study.runs import RECORD, Run, Submitted, runs
@@ -29,6 +28,7 @@ from moe_lab.study.slurm import scheduler
 from moe_lab.study.slurm.arrays import Array, arrange, resources
 from moe_lab.study.slurm.pack import Pack, Record
 from moe_lab.study.slurm.scheduler import Queued
+from moe_lab.study.step import NOTED, Step, code_state, digest
 
 EARLY = 60
 """Seconds by which Slurm may send its warning signal earlier than asked for."""

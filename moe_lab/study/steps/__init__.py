@@ -12,7 +12,7 @@ from pathlib import Path
 
 from moe_lab import plugins
 from moe_lab.json_files import write_json
-from moe_lab.study import KINDS, Step, provenance
+from moe_lab.study.step import KINDS, Step, provenance
 from moe_lab.study.steps.files import Files
 
 __all__ = ["KINDS", "perform"]

@@ -8,7 +8,7 @@ from moe_lab import allocation
 from moe_lab.allocation.grouping import GROUPINGS
 from moe_lab.grid import Cell
 from moe_lab.models.config_json import Size
-from moe_lab.study import KINDS
+from moe_lab.study.step import KINDS
 from moe_lab.study.steps.files import Files, loaded
 from moe_lab.study.steps.passes import OnText, loaded_as
 from moe_lab.study.steps.plans import Asked, MakesPlan

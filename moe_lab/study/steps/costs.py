@@ -13,7 +13,7 @@ from moe_lab.config import CalibrationConfig, LauncherConfig, ModelConfig, Timin
 from moe_lab.errors import Unavailable, UserError, user_errors
 from moe_lab.json_files import write_json
 from moe_lab.models.config_json import Size, check_plain_weights, config_of, has_packed_experts
-from moe_lab.study import Step
+from moe_lab.study.step import Step
 from moe_lab.study.steps.files import Files, engine, loaded, read_text, skeleton
 from moe_lab.study.steps.passes import Arithmetic, Facts, OnText
 from moe_lab.study.steps.recovery import Pruned, Storage

@@ -15,7 +15,7 @@ from moe_lab.errors import Unavailable
 from moe_lab.evaluation import LIMITED, NAMESPACES, Policy, engines, suite
 from moe_lab.json_files import write_json
 from moe_lab.models.config_json import ROOM, Size
-from moe_lab.study import BASE, Step, once
+from moe_lab.study.step import BASE, Step, once
 from moe_lab.study.steps.files import Files
 from moe_lab.study.steps.recovery import Export, Pruned, export_of, forget_models
 

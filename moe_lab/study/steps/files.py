@@ -16,7 +16,7 @@ from moe_lab.config import CalibrationConfig, ModelConfig
 from moe_lab.json_files import write_json
 from moe_lab.packs import packs_in
 from moe_lab.results import DIGITS
-from moe_lab.study import Step
+from moe_lab.study.step import Step
 from moe_lab.study.store import Store
 
 STATISTICS = "statistics.safetensors"

@@ -15,7 +15,7 @@ from moe_lab.config import CalibrationConfig, ModelConfig
 from moe_lab.grid import Cell
 from moe_lab.json_files import write_json
 from moe_lab.models.config_json import ROOM, Size, experts_implementation
-from moe_lab.study import BASE, Parts, Step, once
+from moe_lab.study.step import BASE, Parts, Step, once
 from moe_lab.study.steps import tables
 from moe_lab.study.steps.files import REPORT, STATES, STATISTICS, Files, Rows, engine, loaded, read_text
 

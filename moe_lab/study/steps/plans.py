@@ -16,7 +16,7 @@ from moe_lab.models.config_json import config_of, expert_shape
 from moe_lab.models.families import family_of
 from moe_lab.models.files import fingerprint
 from moe_lab.paths import resolve
-from moe_lab.study import KINDS, Parts, Step
+from moe_lab.study.step import KINDS, Parts, Step
 from moe_lab.study.steps import tables
 from moe_lab.study.steps.files import STATISTICS, Files, Streamed, loaded
 from moe_lab.study.steps.passes import Facts, OnText, loaded_as

@@ -17,7 +17,7 @@ from moe_lab.grid import Cell
 from moe_lab.json_files import write_json
 from moe_lab.models import release_memory
 from moe_lab.models.config_json import Size
-from moe_lab.study import BASE, Parts, Step
+from moe_lab.study.step import BASE, Parts, Step
 from moe_lab.study.steps.alignment import plan_of
 from moe_lab.study.steps.files import Files, forget_loaded, loaded
 from moe_lab.study.steps.passes import Facts, Loaded, OnText, loaded_as

@@ -12,7 +12,7 @@ from moe_lab.criteria.experts import family
 from moe_lab.errors import unknown
 from moe_lab.grid import Cell
 from moe_lab.models.config_json import check_plain_weights
-from moe_lab.study import KINDS, Step
+from moe_lab.study.step import KINDS, Step
 from moe_lab.study.steps import tables
 from moe_lab.study.steps.files import Files
 from moe_lab.study.steps.passes import Facts, StatisticsPass

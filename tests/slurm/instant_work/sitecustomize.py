@@ -10,7 +10,7 @@ import os
 import time
 from pathlib import Path
 
-from moe_lab.study import Step
+from moe_lab.study.step import Step
 from moe_lab.study.steps import KINDS
 from moe_lab.study.steps.files import Files
 
