@@ -56,6 +56,8 @@ class Sample(TypedDict):
     """Result name, as in Result."""
     item: str
     """The item's id in its data file, or its number there."""
+    replicate: int
+    """Number of the answer among several to the same item; 0 for the first."""
     outcome: float
     """1 if right, 0 if wrong, a share for partial credit; for windows of perplexity, nats per token."""
     prompt_hash: str

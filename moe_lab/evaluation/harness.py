@@ -66,6 +66,7 @@ HARNESSES: Mapping[str, Harness] = {
     "wildbench": Harness(
         metrics=("score",),
         question_parameters=("tag",),
+        grading_parameters=("template",),
         two_phases=True,
         judged=True,
     ),
@@ -194,6 +195,8 @@ class Answer:
     """The prompt of the first request as the model read it."""
     replies: tuple[Reply, ...]
     """One for each request of the item."""
+    replicate: int = 0
+    """Number of this answer among several to the same item."""
 
     @property
     def reply(self) -> Reply:
@@ -208,6 +211,7 @@ class Answer:
         return Sample(
             benchmark=result,
             item=self.item,
+            replicate=self.replicate,
             outcome=outcome,
             prompt_hash=hashlib.sha256(self.prompt.encode("utf-8", "surrogatepass")).hexdigest()[:16],
             thought=self.reply.thought,

@@ -21,8 +21,8 @@ from moe_lab.paths import PREFIX
 _TASK = re.compile(r"^[\"']?(?:task|group)[\"']?: *[\"']?([\w-]+)[\"']? *$", re.MULTILINE)
 """The name in a file of lm-eval's own task definitions."""
 _NUMBERS = {"seconds", "memory_mib", "processes", "length"}
-_RUNNING = ("processes", "answers")
-"""Parameters that are not part of the identity; answers are identified by their content."""
+_RUNNING = ("processes", "template", "answers")
+"""Parameters that are not part of the identity; a template and answers are identified by their content."""
 
 
 def policy(config: Config) -> Policy:

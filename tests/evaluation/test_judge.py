@@ -196,19 +196,22 @@ def test_the_last_score_counts_when_it_is_whole_and_on_the_scale(pieces: list[st
 BENCHMARK = BenchmarkConfig("stories", "wildbench", "wildbench", chat=True)
 
 
-def test_the_template_is_filled_once() -> None:
+def test_a_template_is_filled_once(tmp_path: Path) -> None:
     conversation = [
         {"role": "user", "content": "Hello"},
         {"role": "assistant", "content": "Hi"},
         {"role": "user", "content": "A poem about {$history}!"},
     ]
-    filled = wildbench.question(conversation, "A rose {$checklist} {$x}", ["Rhymes?", "Short?"])
-    texts = ("USER: Hello\n\nASSISTANT: Hi", "A poem about {$history}!", "A rose {$checklist} {$x}")
-    for part in (*texts, "- Rhymes?\n- Short?", '"strengths"', '"weaknesses"', '"score"'):
-        assert part in filled
+    (tmp_path / "own.md").write_text("{$history}|{$user_query}|{$model_output}|{$checklist}|{}")
+    one = replace(BENCHMARK, parameters={"template": str(tmp_path / "own.md")})
+    filled = wildbench.question(wildbench.template(one), conversation, "{$checklist} {$x}", ["Rhymes?", "Short?"])
+    assert filled == ("USER: Hello\n\nASSISTANT: Hi|A poem about {$history}!|{$checklist} {$x}|- Rhymes?\n- Short?|{}")
+    shipped = wildbench.question(wildbench.template(BENCHMARK), conversation, "A rose", ["Rhymes?"])
+    for part in ("ASSISTANT: Hi", "A poem about", "A rose", "- Rhymes?", '"strengths"', '"weaknesses"', '"score"'):
+        assert part in shipped
 
 
-def test_everything_wrong_with_a_judge_is_said_before_a_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_everything_wrong_with_a_judge_is_said_before_a_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     judge = JudgeConfig("m", "http://localhost:1/v1")
 
     def problems(**changes: Any) -> str:
@@ -222,6 +225,10 @@ def test_everything_wrong_with_a_judge_is_said_before_a_start(monkeypatch: pytes
     assert problems(judge=distant) == ""
     monkeypatch.delenv(KEY)
     assert f"judge.key_variable={KEY}" in problems(judge=distant)
+    assert "cannot be read" in problems(parameters={"template": str(tmp_path / "none.md")})
+    for places in ("{$user_query} {$checklist}", "{$user_query} {$model_output} {$model_ouput} {$checklist}"):
+        (tmp_path / "a.md").write_text(places)
+        assert "expected {$history}, {$user_query}" in problems(parameters={"template": str(tmp_path / "a.md")})
     wrong = {"url": "localhost:8000", "max_tokens": 0, "key_variable": "sk-0123", "model": " "}
     with pytest.raises(SettingsError) as error:
         valid(JudgeConfig, wrong, "judge")
@@ -346,10 +353,12 @@ def test_too_few_scores_or_no_leave_to_ask_fail_for_now(judged: BenchmarkConfig,
     assert not at.asked and not (tmp_path / "out").exists()
 
 
-def test_the_judge_identifies_a_result_and_neither_place_nor_key_do(judged: BenchmarkConfig) -> None:
+def test_the_judge_identifies_a_result_and_neither_place_nor_key_do(judged: BenchmarkConfig, tmp_path: Path) -> None:
     identity, judge = suite.identity(judged), judged.judge
     assert judge is not None
     assert suite.identity(replace(judged, judge=replace(judge, url="http://h:1/v1", key_variable="K"))) == identity
     for change in ({"model": "m"}, {"max_tokens": 9}, {"extra": {"seed": 1}}):
-        other = replace(judged, judge=replace(judge, **change))
-        assert suite.identity(other) != identity and suite.question_identity(other) == suite.question_identity(judged)
+        assert suite.identity(replace(judged, judge=replace(judge, **change))) != identity
+    (tmp_path / "t.md").write_text("{$user_query} {$model_output} {$checklist}")
+    other = replace(judged, parameters={"tag": "Creative Writing", "template": str(tmp_path / "t.md")})
+    assert suite.identity(other) != identity and suite.question_identity(other) == suite.question_identity(judged)

@@ -282,7 +282,7 @@ def test_perplexity_equals_an_independent_computation_in_a_whole_folder(subject:
     expected = [float(window.mean()) for window in windows]
     assert [row["outcome"] for row in rows if row["benchmark"] == "loss"] == pytest.approx(expected, rel=1e-4)
 
-    assert list(rows[0]) == list(Sample.__annotations__) and {"thought", "output", "ended"} < set(rows[0])
+    assert list(rows[0]) == list(Sample.__annotations__) and {"replicate", "thought", "output", "ended"} < set(rows[0])
     content = json.loads((tmp_path / "out" / "result.json").read_text())
     assert set(content) == {"schema", "results", "protocol", "versions"} and content["schema"] == 1
     assert content["protocol"]["data"] == suite.data_digest(benchmark)

@@ -21,12 +21,11 @@ from urllib.parse import urlsplit
 
 from moe_lab.config import BenchmarkConfig, JudgeConfig
 from moe_lab.config.base import identity as settings_identity
-from moe_lab.errors import Unavailable, unknown
+from moe_lab.errors import Unavailable, UserError, unknown, user_errors
 from moe_lab.evaluation import Policy, mirror
 from moe_lab.evaluation.engines import answer_in
 from moe_lab.evaluation.harness import Answer, Graded, Item, Text, graded_by_mean, replace_surrogates
 from moe_lab.json_files import read_json, write_json
-from moe_lab.models.files import sha256_of
 from moe_lab.paths import cache
 
 if TYPE_CHECKING:
@@ -51,7 +50,9 @@ UNPARSABLE_ATTEMPTS = 3
 """How often a text is sent while its replies hold no score: enough for one that broke off by chance."""
 TOLERATED = 0.01
 """Share of items that may lack a score. If more do, the benchmark fails."""
-_TEMPLATE = Path(__file__).parents[1] / "wildbench_template.md"
+PLACES = ("history", "user_query", "model_output", "checklist")
+"""Placeholders of a template, written {$history} and so on. All but the history are required."""
+_DEFAULT = Path(__file__).parents[1] / "wildbench_template.md"
 _PLACE = re.compile(r"\{\$(\w+)\}")
 
 
@@ -75,13 +76,14 @@ def grade(answers: Sequence[Answer], benchmark: BenchmarkConfig, policy: Policy)
     """
     assert benchmark.judge is not None
     rows = {row["session_id"]: row for row in _rows(benchmark)}
+    text_of_judge = template(benchmark)
     prompts = {}
     unasked = {}
     for answer in answers:
         row, text = rows[answer.item], answer.reply.text
         if text and text.strip():
             text = replace_surrogates(text)
-            prompts[answer.item] = question(row["conversation_input"], text, row["checklist"])
+            prompts[answer.item] = question(text_of_judge, row["conversation_input"], text, row["checklist"])
             continue
         why = "nothing was written" if text is not None else "a thought does not end, so that there is no answer"
         if answer.reply.ended == "too_long":
@@ -118,8 +120,25 @@ def _rows(benchmark: BenchmarkConfig) -> list[dict[str, Any]]:
     return chosen[: benchmark.limit]
 
 
-def question(conversation: Sequence[Mapping[str, Any]], answer: str, checklist: Sequence[str]) -> str:
-    """The prompt of the judge: the template, filled. The inserted texts are not searched for placeholders."""
+def template(benchmark: BenchmarkConfig) -> str:
+    """The template in parameters.template, or the default one. Raises UserError for one that cannot be used."""
+    named = benchmark.parameters.get("template")
+    file = Path(named).expanduser() if named else _DEFAULT
+    where = f"benchmark {benchmark.name}: parameters.template={file}"
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{where} cannot be read: {error}") from None
+    places = set(_PLACE.findall(text))
+    if places | {"history"} != set(PLACES):
+        found = ", ".join(f"{{${place}}}" for place in sorted(places)) or "none"
+        expected = ", ".join(f"{{${place}}}" for place in PLACES)
+        raise UserError(f"{where} has the places {found}: expected {expected}, of which only the first may be missing")
+    return text
+
+
+def question(text: str, conversation: Sequence[Mapping[str, Any]], answer: str, checklist: Sequence[str]) -> str:
+    """The template `text`, filled: the prompt of the judge. Inserted texts are not searched for placeholders."""
     *before, last = conversation
     filled = {
         "history": "\n\n".join(f"{message['role'].upper()}: {message['content']}" for message in before),
@@ -127,7 +146,7 @@ def question(conversation: Sequence[Mapping[str, Any]], answer: str, checklist: 
         "model_output": answer,
         "checklist": "\n".join(f"- {item}" for item in checklist),
     }
-    return _PLACE.sub(lambda place: filled[place[1]], _TEMPLATE.read_text(encoding="utf-8"))
+    return _PLACE.sub(lambda place: filled[place[1]], text)
 
 
 # The judge, behind an OpenAI-compatible endpoint, with a cache of replies.
@@ -285,7 +304,8 @@ def score(reply: str) -> float:
 
 def identity(benchmark: BenchmarkConfig) -> dict[str, Any]:
     """All settings, besides the questions, that can change the results of a judged benchmark."""
-    return {"judge": settings_identity(benchmark.judge), "template": sha256_of(_TEMPLATE)}
+    text = template(benchmark)
+    return {"judge": settings_identity(benchmark.judge), "template": hashlib.sha256(text.encode()).hexdigest()}
 
 
 def problems(benchmark: BenchmarkConfig, policy: Policy) -> Iterator[str]:
@@ -295,6 +315,7 @@ def problems(benchmark: BenchmarkConfig, policy: Policy) -> Iterator[str]:
         yield (
             f"allow_judge=false, but {name} sends what the model wrote to the endpoint of a judge: set allow_judge=true"
         )
+    yield from user_errors(lambda: template(benchmark))
     if judge is None:
         yield f"{name} needs a judge: choose one, such as judge=gpt_oss_120b judge.url=URL"
     elif urlsplit(judge.url).scheme == "https" and not os.environ.get(judge.key_variable, "").strip():
