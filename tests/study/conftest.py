@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from small_studies import Asked, Worker, asked
 
 from moe_lab.study import run as launch
+from moe_lab.study.store import Store
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store(tmp_path / "store").create()
 
 
 @pytest.fixture

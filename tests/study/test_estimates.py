@@ -150,11 +150,6 @@ def data(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("moe_lab.evaluation.suite.data_digest", lambda benchmark: benchmark.name)
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> Store:
-    return Store(tmp_path / "store").create()
-
-
 @pytest.mark.parametrize(
     ("finished", "asked", "seconds"),
     [

@@ -17,7 +17,7 @@ from analysis.load.reader import Reader
 from moe_lab import packs
 from moe_lab.errors import UserError
 from moe_lab.packs import packs_in
-from moe_lab.study import packing, run
+from moe_lab.study import packing
 from moe_lab.study.garbage import gc
 from moe_lab.study.packing import Packing
 from moe_lab.study.runs import begin
@@ -28,17 +28,9 @@ from moe_lab.study.store import Store
 CELLS = asked("criterion=magnitude,random", "seed=1,2,3", "ratio=.25,.5")
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> Store:
-    return Store(tmp_path / "store").create()
-
-
 @pytest.fixture(autouse=True)
-def _few(monkeypatch: pytest.MonkeyPatch) -> None:
+def _few(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packing, "MANY", 1)
-    monkeypatch.setattr(run, "Here", Worker)
-    Worker.harm = None
-    Worker.did.clear()
 
 
 def publish(store: Store, numbers: range, text: str = "result") -> list[Step]:

@@ -25,11 +25,6 @@ from moe_lab.study.step import Step
 from moe_lab.study.store import Store
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> Store:
-    return Store(tmp_path / "store").create()
-
-
 def a_step(number: int = 0, label: str = "example") -> Step:
     return Example(name=label, number=number)
 
