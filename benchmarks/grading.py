@@ -6,8 +6,8 @@ HumanEval+.
 
 Then HumanEval+ and MBPP+, of which DATA is a folder with HumanEvalPlus.jsonl.gz and MbppPlus.jsonl.gz. Answers go
 through the adapter, as a model's do:
-- the canonical solutions, first with an empty cache (expected outputs are computed) and again with cached expected
-  outputs, in the form of a chat model and of a base model: all right on base and plus;
+- the canonical solutions, first with unknown expected outputs, which are computed, and again with known
+  ones, in the form of a chat model and of a base model: all right on base and plus;
 - the same, but wrong at the call of the last plus test: right on base where that has fewer tests, all wrong on plus;
 - programs that raise: all wrong.
 
@@ -20,12 +20,12 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
 import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -94,8 +94,7 @@ def count(benchmark: BenchmarkConfig, program: Callable[[Problem], str]) -> Coun
     def graded_anew() -> Graded:
         graded = grade(answers, benchmark, policy)
         kept_grader.close()  # so that the CPU seconds of its processes count
-        kept_grader.files.clear()  # and nothing is known the next time
-        kept_grader.verdicts.clear()
+        kept_grader.verdicts.clear()  # expected outputs alone are known the next time
         return graded
 
     graded, wall, used = timed(graded_anew)
@@ -111,23 +110,25 @@ def _answer(item: Item, problem: Problem, program: Callable[[Problem], str]) -> 
     return Answer(item.name, json.dumps(prompt), (Reply(said),))
 
 
-def kept_misses(data: Path | None, folder: str) -> bool:
+def kept_misses(data: Path | None) -> bool:
     """Print the ratio of wall-clock seconds of grading by kept processes to those by started ones, True above KEPT_BAR.
 
     The programs are, for each of several plans, `canonical_solutions` of `data`, or else `shipped_programs`. Both ways
     grade those of one plan before they go on to the next, and no two programs are equal. The kept ones start with
-    the first plan. Expected outputs are known: `folder` is for them. At last the kept ones get the programs of the
-    last plan once more, for which there is no bar.
+    the first plan. Expected outputs are known. At last the kept ones get the programs of the last plan once more, for
+    which there is no bar.
     """
     plans = SHIPPED_PLANS if data is None else CANONICAL_PLANS
 
     def requests_of(plan: str) -> list[GradeRequest]:
-        return shipped_programs(plan, folder) if data is None else [canonical_solutions(plan, data, folder)]
+        return shipped_programs(plan) if data is None else [canonical_solutions(plan, data)]
 
     kept, seconds, again = Grader(), [], 0.0
     for request in requests_of("expected"):
-        run_grader(request)
-    calls = _seconds_of_calls(folder)
+        kept.grade(request)
+    kept.close()
+    run_grader = partial(grade_by_new_processes, kept)
+    calls = _seconds_of_calls(kept)
     try:
         for plan in range(plans):
             requests = requests_of(f"plan {plan}")
@@ -151,9 +152,10 @@ def kept_misses(data: Path | None, folder: str) -> bool:
     return median_misses("kept processes / started ones", shares, "<=", KEPT_BAR)
 
 
-def run_grader(request: GradeRequest) -> None:
-    """Grade by processes that are started for this request alone."""
+def grade_by_new_processes(known: Grader, request: GradeRequest) -> None:
+    """Grade by processes that are started for this request alone, with the expected outputs that are `known`."""
     grader = Grader()
+    grader.files |= known.files
     grader.grade(request)
     grader.close()
 
@@ -164,13 +166,13 @@ def _seconds(requests: list[GradeRequest], grader: Callable[[GradeRequest], obje
     return wall, used
 
 
-def _seconds_of_calls(folder: str) -> float:
-    """CPU seconds that the calls of the canonical solutions took when the expected outputs in `folder` were made."""
-    tasks = [task for file in Path(folder).iterdir() for task in json.loads(file.read_text()).values()]
+def _seconds_of_calls(grader: Grader) -> float:
+    """CPU seconds that the calls of the canonical solutions took when their outputs were computed."""
+    tasks = [task for file in grader.files.values() for task in file.expected.values()]
     return float(sum(sum(part["seconds"]) for task in tasks for part in task.values()))
 
 
-def shipped_programs(plan: str, folder: str) -> list[GradeRequest]:
+def shipped_programs(plan: str) -> list[GradeRequest]:
     """Programs for each shipped code benchmark, of which a quarter are right."""
     requests = []
     for name, dataset in SHIPPED.items():
@@ -180,21 +182,21 @@ def shipped_programs(plan: str, folder: str) -> list[GradeRequest]:
         for number, problem in enumerate(problems):
             wrong = f"def {problem['entry_point']}(*given): return None\n"
             programs[problem["task_id"]] = (wrong if number % 4 else canonical(problem)) + f"\n# {plan}\n"
-        requests.append(_request(dataset, data, programs, folder))
+        requests.append(_request(dataset, data, programs))
     return requests
 
 
-def canonical_solutions(plan: str, data: Path, folder: str) -> GradeRequest:
+def canonical_solutions(plan: str, data: Path) -> GradeRequest:
     """The canonical solutions of HumanEval+, whose file is in the folder `data`, as answers of a chat model."""
     file = (data / "HumanEvalPlus.jsonl.gz").resolve()
     problems = [json.loads(line) for line in gzip.decompress(file.read_bytes()).splitlines()]
     programs = {problem["task_id"]: f"{canonical(problem)}\n# {plan}\n" for problem in problems}
-    return replace(_request("humaneval", file, programs, folder), sanitize=True)
+    return replace(_request("humaneval", file, programs), sanitize=True)
 
 
-def _request(dataset: str, data: Path, programs: dict[str, str], folder: str) -> GradeRequest:
+def _request(dataset: str, data: Path, programs: dict[str, str]) -> GradeRequest:
     confined = namespaces_missing() is None
-    return GradeRequest(dataset, str(data), programs, confined, cache=folder)
+    return GradeRequest(dataset, str(data), programs, confined)
 
 
 def main() -> int:
@@ -203,13 +205,12 @@ def main() -> int:
     options.add_argument("data", type=Path)
     options.add_argument("--benchmarks", nargs="+", default=["humaneval", "mbpp"])
     arguments = options.parse_args()
+    failed = kept_misses(None)
+    if "humaneval" in arguments.benchmarks:
+        failed |= kept_misses(arguments.data)
     with tempfile.TemporaryDirectory() as folder:
-        failed = kept_misses(None, f"{folder}/expected")
-        if "humaneval" in arguments.benchmarks:
-            failed |= kept_misses(arguments.data, f"{folder}/expected")
-        os.environ["XDG_CACHE_HOME"] = folder
         for benchmark in benchmarks(arguments.benchmarks, folder):
-            print(make(benchmark, arguments.data), flush=True)
+            print(make(benchmark, arguments.data / Path(str(benchmark.url)).name), flush=True)
             failed |= _check(benchmark)
     return int(failed)
 

@@ -12,8 +12,6 @@ import signal
 import socket
 import sys
 import tempfile
-from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -97,16 +95,6 @@ def pytest_configure(config: pytest.Config) -> None:
 def _refuse_network(event: str, arguments: tuple[Any, ...]) -> None:
     if event == "socket.connect" and arguments[0].family != socket.AF_UNIX:
         raise OSError(f"a quick test connects to {arguments[1]}: mark it as slow")
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_terminal_summary(terminalreporter: Any) -> Iterator[None]:
-    """What was skipped, a line for each cause, below the failures."""
-    yield
-    skipped = terminalreporter.stats.get("skipped", [])
-    causes = Counter(report.longrepr[2].removeprefix("Skipped: ") for report in skipped)
-    for cause, count in causes.most_common():
-        terminalreporter.write_line(f"skipped: {count} tests: {cause}")
 
 
 @pytest.hookimpl(optionalhook=True)

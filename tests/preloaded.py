@@ -17,7 +17,7 @@ import json
 import os
 import random
 import runpy
-import selectors
+import select
 import shutil
 import signal
 import socket
@@ -113,59 +113,42 @@ def _client() -> Path:
     return client
 
 
-class Server:
-    """Forks a process for everyone who asks, and tells them how it ended."""
+Asked = tuple[dict[str, Any], list[int]]
+"""What a client asks for, and its streams."""
 
-    def __init__(self, listening: socket.socket) -> None:
-        self.listening, self.events = listening, selectors.DefaultSelector()
-        self.running: dict[socket.socket, tuple[int, int]] = {}
-        """Who asked -> the process, and what becomes readable at its end."""
 
-    def serve(self) -> tuple[dict[str, Any], list[int]] | None:
-        """In each forked process: what was asked for, and its streams. None here, when standard input ends."""
-        for each in (self.listening, sys.stdin):
-            self.events.register(each, selectors.EVENT_READ)
-        while True:
-            for key, _ in self.events.select():
-                if key.fileobj is sys.stdin:
-                    return None
-                if key.fileobj is self.listening:
-                    if asked := self.fork(self.listening.accept()[0]):
-                        return asked
-                elif key.data is not None:
-                    self.tell(key.data)
-                elif key.fileobj in self.running:  # the client was killed, and so is what it stands for
-                    self.events.unregister(key.fileobj)
-                    os.kill(self.running[key.fileobj][0], signal.SIGKILL)
+def serve(listening: socket.socket) -> Asked | None:
+    """In each forked process: what was asked for. None in the server itself, when standard input ends."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those who watch
+    while True:
+        ready, _, _ = select.select([listening, sys.stdin], [], [])
+        if sys.stdin in ready:
+            return None
+        client, _ = listening.accept()
+        if os.fork() == 0:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            return watch(client)
+        client.close()
 
-    def fork(self, client: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
-        """What `client` asks for, in a new process; None here."""
-        _, streams, _, _ = socket.recv_fds(client, 1, 3)
-        with client.makefile("r") as asking:
-            asked = json.loads(asking.readline())
-        if (child := os.fork()) == 0:
-            for other in (client, *self.running):
-                other.close()  # it is for the server alone to tell how these end
-            return asked, streams
-        for stream in streams:
-            os.close(stream)
-        client.sendall(child.to_bytes(4, "big"))
-        ended = os.pidfd_open(child)
-        self.running[client] = (child, ended)
-        self.events.register(client, selectors.EVENT_READ)
-        self.events.register(ended, selectors.EVENT_READ, data=client)
-        return None
 
-    def tell(self, client: socket.socket) -> None:
-        """Tell a client, which may be gone, that its process has ended."""
-        child, ended = self.running.pop(client)
-        self.events.unregister(ended)
-        os.close(ended)
-        _, status = os.waitpid(child, 0)
-        with contextlib.suppress(KeyError):
-            self.events.unregister(client)
-        with contextlib.suppress(OSError), client:
-            client.sendall(status.to_bytes(4, "big"))
+def watch(client: socket.socket) -> Asked:
+    """Fork a process, in which this returns, and tell the client how it ends; if the client is killed, so is it."""
+    _, streams, _, _ = socket.recv_fds(client, 1, 3)
+    with client.makefile("r") as asking:
+        asked = json.loads(asking.readline())
+    if (child := os.fork()) == 0:
+        client.close()
+        return asked, streams
+    for stream in streams:
+        os.close(stream)
+    client.sendall(child.to_bytes(4, "big"))
+    ended = os.pidfd_open(child)
+    if ended not in select.select([client, ended], [], [])[0]:
+        os.kill(child, signal.SIGKILL)
+    _, status = os.waitpid(child, 0)
+    with contextlib.suppress(OSError):
+        client.sendall(status.to_bytes(4, "big"))
+    os._exit(0)
 
 
 def become(asked: dict[str, Any], streams: list[int], client: str) -> None:
@@ -208,7 +191,7 @@ if __name__ == "__main__":
         for _library in LIBRARIES:
             importlib.import_module(_library)
         gc.freeze()
-        _asked = Server(_listening).serve()
+        _asked = serve(_listening)
     if _asked:
         become(*_asked, sys.argv[2])
     else:

@@ -120,7 +120,6 @@ def test_a_record_of_which_a_part_is_not_read_is_refused(
     [
         ("a.txt", "", "a.txt is empty"),
         ("a.txt", " \n\n \n", "holds no document"),
-        ("a.json", "[]", "holds no document"),
         ("a.jsonl", '{"text": "one"}\n{"text": "tw\n', "a.jsonl line 2"),
         ("a.json", '[{"text": "one"},\n', "a.json line 2"),
         ("a.jsonl", lines({"body": "one", "id": 1}), r"line 1: none of .*text.*body, id.*calibration.field"),
@@ -131,9 +130,7 @@ def test_a_record_of_which_a_part_is_not_read_is_refused(
         ("a.pkl", "x", r"\.pkl: pickles run code"),
         ("a.arrow", "x", r"\.arrow: .* expected \.txt"),
         ("a.tar.gz", "x", r"\.tar\.gz: this format"),
-        ("notes", "x", "no suffix"),
         ("a.txt", b"fine \xff\xfe", r"UTF-8 text: line 1 .*0xff.*byte 5\b"),
-        ("b.txt.gz", gzip.compress(b"one two three" * 50, mtime=0)[:-12], "damaged gz file"),
         ("c.txt.gz", b"not compressed", "damaged gz file"),
         ("d.txt.gz", gzip.compress(b"one", mtime=0)[:10] + b"\xff" * 20, "damaged gz file"),
     ],

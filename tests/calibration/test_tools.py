@@ -39,11 +39,9 @@ def with_call(call: object) -> list[dict[str, object]]:
     "record",
     [
         {"messages": MESSAGES, "tools": [WRAPPED]},
-        {"messages": MESSAGES, "tools": json.dumps([WRAPPED])},
         {"messages": MESSAGES, "tools": json.dumps([TOOL])},
         {"messages": with_call(CALL), "tools": [WRAPPED]},
         {"messages": with_call({"name": "w10", "arguments": '{"w12": "w13"}'}), "tools": [TOOL]},
-        {"messages": with_call({"function": {"name": "w10", "arguments": '{"w12": "w13"}'}}), "tools": [WRAPPED]},
         {  # the columns of xlam-function-calling-60k
             "query": "w1",
             "answers": json.dumps([{"name": "w10", "arguments": {"w12": "w13"}}]),
@@ -83,12 +81,6 @@ def test_a_template_that_ignores_them_is_refused(
 ) -> None:
     with pytest.raises(UserError, match=f"conversations with {re.escape(name)}, .* ignores them"):
         batches(source(*4 * [{"messages": MESSAGES, "tools": [TOOL]}]), tokenizer_with(template))
-
-
-def test_a_template_that_cannot_write_arguments_is_refused(tokenizer_with: Callable[..., Any]) -> None:
-    joined = "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ 'w1' + c.function.arguments }}{% endfor %}"
-    with pytest.raises(UserError, match="refuses messages with roles user, assistant"):
-        tokenize(CHAT, tokenizer_with(joined + "{% endfor %}"), special_tokens=True)
 
 
 def test_calls_are_answers_as_whole_turns(tokenizer_with: Callable[..., Any], source: Settings) -> None:
@@ -131,10 +123,8 @@ ANSWER = {"role": "assistant", "content": "w2"}
 @pytest.mark.parametrize(
     ("template", "messages", "role", "word"),
     [
-        (SKIPS_SYSTEM, [SYSTEM, QUESTION, ANSWER], "system", "w3"),
         (SKIPS_SYSTEM, [{**SYSTEM, "content": "w2"}, QUESTION, ANSWER], "system", "w2"),
         (SKIPS_TOOLS, [QUESTION, ANSWER, {"role": "tool", "content": "w6"}], "tool", "w6"),
-        (SKIPS_TOOLS.replace("tool", "developer"), [{**SYSTEM, "role": "developer"}, ANSWER], "developer", "w3"),
         (SKIPS_THOUGHTS, [QUESTION, THOUGHT], "assistant", "w4"),
         (SKIPS_THOUGHTS, [QUESTION, {**ANSWER, "content": "!!! </think> w5"}], "assistant", "!"),
         (FIRST_ONLY, [QUESTION, ANSWER, QUESTION, ANSWER], "user", "w1"),

@@ -1,6 +1,7 @@
 """Wrong command lines: each ends with its exit code and a sentence that names the field or the value, and no trace.
 
-Everything of `python -m moe_lab` here is a dry run, so that a line that is taken by mistake runs nothing.
+Everything of `python -m moe_lab` here is a dry run, so that a line that is taken by mistake runs nothing. Values that
+the type of a setting refuses are tests/test_settings.py's; processes of their own are tests/test_main.py's.
 """
 
 from __future__ import annotations
@@ -9,26 +10,20 @@ import contextlib
 import importlib
 import inspect
 import io
-import os
 import re
 import shlex
-import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
 
 from synthetic import write_store
 
-from moe_lab.config.base import is_text, type_at
 from moe_lab.paths import conf
 from moe_lab.study.store import Store, write_json
-from tests.test_settings import ALL
-from tests.test_settings import wrong as wrong_values
 
 
 @dataclass(frozen=True)
@@ -62,19 +57,6 @@ class Ended:
     def refuses(self, names: Sequence[str]) -> bool:
         """Whether it ended as a mistake does, with a message that has one of `names`."""
         return self.code == 2 and not self.has_trace and any(name in self.said for name in names)
-
-
-def run(folder: Path, module: str, *words: str) -> Ended:
-    """How a command line ends in a process of its own."""
-    done = subprocess.run(
-        [sys.executable, "-m", module, *words],
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        cwd=folder,
-        env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
-    )
-    return Ended(done.returncode, done.stdout + done.stderr)
 
 
 NEAREST = {
@@ -217,7 +199,7 @@ tools.pocket.train nobody | nobody
 
 def every_command() -> list[Command]:
     """All of them, each once; of those that are listed twice the first, whose message is to say more."""
-    listed = [*_listed(), *_typed(), *_fields(), *_groups()]
+    listed = [*_listed(), *_fields(), *_groups()]
     return list({str(row): row for row in reversed(listed)}.values())[::-1]
 
 
@@ -228,15 +210,6 @@ def _listed() -> Iterator[Command]:
         command, name = line.split(" | ")
         module, *rest = shlex.split(command)
         yield Command(module, tuple(rest), (name,))
-
-
-def _typed() -> Iterator[Command]:
-    """Every field with values that its type refuses."""
-    for field, (owner, kind) in ALL.items():
-        for value in wrong_values(kind):
-            is_number = isinstance(value, float | int)
-            if field != "dry_run" and not (is_number and is_text(type_at(owner, field.split(".")))):  # 7 may be a text
-                yield Command("moe_lab", (f"{field}={value}",), _named(field, str(value)))
 
 
 def _fields() -> Iterator[Command]:
@@ -275,8 +248,8 @@ def arguments(command: Command, folder: Path) -> list[str]:
     return [*words, "dry_run=true"]
 
 
-def here(command: Command, folder: Path) -> Ended:
-    """How the command ends when the function that the command line calls is called in this process."""
+def ended(command: Command, folder: Path) -> Ended:
+    """How the command ends, whose function is called in this process."""
     words = arguments(command, folder)
     with (
         contextlib.chdir(folder),
@@ -286,8 +259,8 @@ def here(command: Command, folder: Path) -> Ended:
     ):
         try:
             code = _main(command.module, words)
-        except SystemExit as ended:
-            code = ended.code if isinstance(ended.code, int) else 1
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else 1
         except Exception:  # noqa: BLE001 - a trace that a user would see
             traceback.print_exc()
             code = 1
@@ -301,20 +274,12 @@ def _main(module: str, words: list[str]) -> int | None:
     return main(words) if inspect.signature(main).parameters else main()
 
 
-def started(command: Command, folder: Path) -> Ended:
-    """How the command ends in a process of its own."""
-    return run(folder, command.module, *arguments(command, folder))
-
-
-End = Callable[[Command, Path], Ended]
-
-
-def wrong(end: End, rows: Sequence[Command], processes: int = 1) -> list[str]:
-    """A sentence for each of `rows` that does not end, by `here` or `started`, as it must.
+def wrong(rows: Sequence[Command]) -> list[str]:
+    """A sentence for each of `rows` that does not end as it must.
 
     They are typed in a folder with a store in which there is the study `sweep`, a text, and a folder.
     """
-    with tempfile.TemporaryDirectory(prefix="moe_lab_campaign-") as name, ThreadPoolExecutor(processes) as pool:
+    with tempfile.TemporaryDirectory(prefix="moe_lab_campaign-") as name:
         folder = Path(name)
         write_store(folder / "store", name="sweep", criteria=("reap", "man"), calibrations=("pocket_code",), items=8)
         run = folder / "store" / "runs" / "sweep" / "20260101-000000-000000000-0000"
@@ -323,5 +288,5 @@ def wrong(end: End, rows: Sequence[Command], processes: int = 1) -> list[str]:
         Store(folder / "store").create()
         (folder / "README.md").write_text("words\n")
         (folder / "moe_lab").mkdir()
-        ended = zip(rows, pool.map(lambda row: end(row, folder), rows), strict=True)
-        return [f"{row}: {one}" for row, one in ended if not one.refuses(row.names)]
+        ends = [(row, ended(row, folder)) for row in rows]
+        return [f"{row}: {end}" for row, end in ends if not end.refuses(row.names)]

@@ -6,20 +6,18 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Sequence, Set
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import psutil
-from cluster import Cluster, running, why_not
-from instant_studies import instant_environment
-from studies import ran, results
+from cluster import Cluster, instant_environment, running, why_not
+from studies import command, ran, results
 
 from moe_lab.results import read_record
 from moe_lab.study.store import damage
@@ -34,21 +32,9 @@ SERIES = 6
 """Kills of one study before it is run to its end, at most."""
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 VICTIMS = ("parent", "worker", "group")
-QUICK = [
-    "criterion=random,magnitude,man",
-    "ratio=0.1,0.2,0.3,0.4",
-    "suite.benchmarks=[pocket_boolq]",
-    "report=false",
-]
-FEW = ["criterion=random", "ratio=0.25,0.5", "suite.benchmarks=[]", "report=false"]
-MODEL = [
-    "criterion=man,random",
-    "ratio=0.25,0.5",
-    "suite.benchmarks=[pocket_boolq]",
-    "suite.limit=8",
-    "calibration.tokens=2048",
-    "report=false",
-]
+QUICK = ["criterion=random,magnitude,man", "ratio=0.1,0.2,0.3,0.4", "suite.benchmarks=[pocket_boolq]"]
+FEW = ["criterion=random", "ratio=0.25,0.5", "suite.benchmarks=[]"]
+MODEL = ["criterion=man,random", "ratio=0.25,0.5", "suite.benchmarks=[pocket_boolq]"]
 
 
 @dataclass(frozen=True)
@@ -63,11 +49,11 @@ class Scene:
 
 
 SCENES = {
-    "quick": Scene(0.45, [*QUICK, "launcher.processes=2"], instant=True),
+    "quick": Scene(0.46, [*QUICK, "launcher.processes=2"], instant=True),
     "two": Scene(0.2, [*QUICK, "launcher.processes=2"], instant=True, at_once=2),
     "model": Scene(0.1, [*MODEL, "launcher.processes=2"]),
-    "inline": Scene(0.05, [*MODEL, "launcher=inline"]),
-    "slurm": Scene(0.2, [*FEW, "launcher=slurm", "wait=true", "resources.every.memory=1"], instant=True),
+    "inline": Scene(0.04, [*MODEL, "launcher=inline"]),
+    "slurm": Scene(0.2, [*FEW, "launcher=slurm", "wait=true"], instant=True),
 }
 
 
@@ -79,28 +65,26 @@ class Killed:
     """Scenario, victim and signal -> how many processes, or groups, were sent it while they ran."""
     problems: list[str] = field(default_factory=list)
     """What is not as it must be."""
-    studies: int = 0
-    """Studies that were run to their end."""
 
     def of(self, scenario: str) -> int:
         """How many kills of a scenario there were."""
         return sum(count for name, count in self.kills.items() if name.startswith(f"{scenario} "))
 
 
-def killed(kills: int, seed: int, scenarios: Iterable[str] = SCENES) -> Killed:
-    """Kill so often, split over `scenarios` by their shares. Without Slurm, `quick` has its share."""
+def killed(kills: int, seed: int) -> Killed:
+    """Kill so often, split over SCENES by their shares. Without Slurm, `quick` has its share."""
     adopt_orphans()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background commands, and theirs, ignore it
     draw, found = random.Random(seed), Killed()
-    shares = {name: SCENES[name].share for name in scenarios}
+    shares = {name: scene.share for name, scene in SCENES.items()}
     if why_not() is not None:
-        shares["quick"] = shares.get("quick", 0) + shares.pop("slurm", 0)
+        shares["quick"] += shares.pop("slurm")
     with tempfile.TemporaryDirectory(prefix="moe_lab_campaign-") as name:
         folder = Path(name)
         for scenario, share in shares.items():
-            count = max(1, round(share / sum(shares.values()) * kills))
-            with running(folder / "cluster") if scenario == "slurm" else nullcontext() as cluster:
-                _kill_often(scenario, folder / scenario, cluster, count, draw, found)
+            if count := round(share * kills):
+                with running(folder / "cluster") if scenario == "slurm" else nullcontext() as cluster:
+                    _kill_often(scenario, folder / scenario, cluster, count, draw, found)
     return found
 
 
@@ -116,13 +100,14 @@ def _kill_often(
     reference.settle()
     usual = time.monotonic() - start
     reference.check_once(Counter())
+    number = 0
     while (left := count - found.of(scenario)) > 0:
-        study = Study(scenario, folder / f"study{found.studies}", cluster, draw, found)
+        study = Study(scenario, folder / f"study{number}", cluster, draw, found)
+        number += 1
         for _ in range(min(SERIES, left)):
             if study.kill(usual):
                 break
         study.end(reference)
-        found.studies += 1
 
 
 @dataclass
@@ -153,7 +138,7 @@ class Study:
         with (self.place / "printed").open("a") as printed:
             return [
                 subprocess.Popen(
-                    [sys.executable, "-m", "moe_lab", *scene.words, f"store={self.store}"],
+                    command(self.store, *scene.words),
                     stdin=subprocess.DEVNULL,
                     stdout=printed,
                     stderr=printed,

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Sequence
@@ -20,7 +23,7 @@ from moe_lab.models.checkpoint import INDEX
 from moe_lab.models.files import check
 from moe_lab.models.load import load_model
 
-from .commands import Ended, run
+from .commands import Ended
 
 SHARD = "model-00002-of-00007.safetensors"
 EXPERT = "model.layers.1.mlp.experts.5.up_proj.weight"
@@ -66,39 +69,25 @@ def pickled(folder: Path) -> None:
     torch.save({}, folder / "pytorch_model.bin")
 
 
-def rewrite(folder: Path, name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Change one tensor."""
+def rewrite(folder: Path, name: str, change: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
+    """Change one tensor; None takes it out of its file and out of the index."""
     shard = json.loads((folder / INDEX).read_text())["weight_map"][name]
     tensors = load_file(folder / shard)
-    tensors[name] = change(tensors[name]).contiguous()
+    changed = change(tensors.pop(name))
+    if changed is None:
+        reindex(folder, lambda index: index.pop(name))
+    else:
+        tensors[name] = changed.contiguous()
     save_file(tensors, folder / shard, {"format": "pt"})
 
 
-def _lose(folder: Path, name: str) -> None:
-    """Take a tensor out of its file and out of the index."""
-    shard = json.loads((folder / INDEX).read_text())["weight_map"][name]
-    tensors = load_file(folder / shard)
-    del tensors[name]
-    save_file(tensors, folder / shard, {"format": "pt"})
-    reindex(folder, lambda index: index.pop(name))
-
-
-def _filled(value: float) -> Callable[[torch.Tensor], torch.Tensor]:
-    def fill(tensor: torch.Tensor) -> torch.Tensor:
-        tensor.view(-1)[7:9] = value
-        return tensor
-
-    return fill
+def _with_one(value: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda tensor: tensor.masked_fill(tensor == tensor.max(), value)
 
 
 def _write(name: str, content: str | bytes) -> Callable[[Path], object]:
     data = content.encode() if isinstance(content, str) else content
     return lambda folder: (folder / name).write_bytes(data)
-
-
-def _empty(folder: Path) -> None:
-    for file in folder.iterdir():
-        file.unlink()
 
 
 def _replace(file: Path, put: Callable[[Path], object]) -> None:
@@ -128,7 +117,7 @@ NO_JSON: dict[str, str | bytes] = {
     "no text": bytes([200, 201, 10]),
 }
 BROKEN = [
-    Broken("an empty folder", _empty, ("config.json",)),
+    Broken("an empty folder", lambda f: [file.unlink() for file in f.iterdir()], ("config.json",)),
     Broken("no folder", shutil.rmtree, ("model.path",)),
     Broken("config.json missing", lambda f: (f / "config.json").unlink(), ("config.json",)),
     Broken("config.json a folder", lambda f: _replace(f / "config.json", Path.mkdir), ("config.json",)),
@@ -183,14 +172,16 @@ BROKEN = [
         ("x.safetensors",),
     ),
     Broken("a tensor in two files", put_twice, ("model.norm.weight",)),
-    Broken("a tensor of no file", lambda f: _lose(f, "model.norm.weight"), ("model.norm.weight",)),
-    Broken("an expert of no file", lambda f: _lose(f, EXPERT), ("experts",)),
+    Broken("a tensor of no file", lambda f: rewrite(f, "model.norm.weight", lambda t: None), ("model.norm.weight",)),
+    Broken("an expert of no file", lambda f: rewrite(f, EXPERT, lambda t: None), ("experts",)),
     Broken("an expert of another shape", lambda f: rewrite(f, EXPERT, lambda t: t[:-8]), ("experts",)),
     Broken("a router of another shape", lambda f: rewrite(f, ROUTER, lambda t: t[:-1]), (ROUTER,)),
     Broken(
-        "an expert that is not a number", lambda f: rewrite(f, EXPERT, _filled(float("nan"))), ("layers.1.mlp.experts",)
+        "an expert that is not a number",
+        lambda f: rewrite(f, EXPERT, _with_one(float("nan"))),
+        ("layers.1.mlp.experts",),
     ),
-    Broken("a router that is infinite", lambda f: rewrite(f, ROUTER, _filled(float("-inf"))), (ROUTER,)),
+    Broken("a router that is infinite", lambda f: rewrite(f, ROUTER, _with_one(float("-inf"))), (ROUTER,)),
     Broken("tokenizer.json missing", lambda f: (f / "tokenizer.json").unlink(), ("tokenizer",)),
     Broken("no tokenizer", lambda f: [file.unlink() for file in f.glob("tokenizer*")], ("tokenizer",)),
     *_of_file("tokenizer.json", {**NO_JSON, "without fields": "{}"}, "tokenizer"),
@@ -216,7 +207,11 @@ def here(row: Broken, original: Path, folder: Path) -> Ended:
 def started(row: Broken, original: Path, folder: Path) -> Ended:
     """What a study says of the model, in a process of its own."""
     row.damage(shutil.copytree(original, folder))
-    return run(folder.parent, "moe_lab", *LOADING, f"model.path={folder}", f"store={folder.with_name('store')}")
+    words = [*LOADING, f"model.path={folder}", f"store={folder.with_name('store')}"]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "moe_lab", *words]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=folder.parent, env=environment)
+    return Ended(done.returncode, done.stdout + done.stderr)
 
 
 End = Callable[[Broken, Path, Path], Ended]

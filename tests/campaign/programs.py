@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import select
 import socket
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
@@ -37,9 +39,16 @@ class Program:
     """How often it is called."""
 
 
-def _attempt(name: str, *lines: str, modules: str = "os", verdict: str = "fail") -> Program:
-    """A program that gives what is right if `lines`, of which the last may say `return`, raise nothing."""
+MODULES = {"mmap", "os", "resource", "socket", "stat", "subprocess", "sys", "threading", "time"}
+
+
+def _attempt(name: str, *lines: str, verdict: str = "fail") -> Program:
+    """A program that gives what is right if `lines`, of which the last may say `return`, raise nothing.
+
+    It imports those of MODULES that they name.
+    """
     body = "".join(f"        {line}\n" for line in lines)
+    modules = ", ".join(sorted(MODULES & set(re.findall(r"\w+", body)))) or "sys"
     text = f"import {modules}\ndef f(x):\n    try:\n{body}    except BaseException:\n        return 0\n    return x + 1"
     return Program(name, text, verdict)
 
@@ -215,7 +224,7 @@ FILES = [
     _anywhere("makes a folder", "os.mkdir(folder + '/MARK') is None"),
     _anywhere("makes a link", "os.symlink('/etc/passwd', folder + '/MARK') is None"),
     _attempt("makes a file without a name", "os.write(os.open('/tmp', os.O_TMPFILE | os.O_RDWR), b'x')"),
-    _attempt("makes a device", "os.mknod('/dev/MARK', 0o600 | stat.S_IFBLK, os.makedev(8, 0))", modules="os, stat"),
+    _attempt("makes a device", "os.mknod('/dev/MARK', 0o600 | stat.S_IFBLK, os.makedev(8, 0))"),
     _attempt("writes to a library", "open(os.__file__, 'a').write('#')"),
     _attempt("sets the time of a library", "os.utime(os.__file__)"),
     _attempt("makes everything writable", "os.chmod('/usr', 0o777)"),
@@ -232,11 +241,7 @@ FILES = [
         "if not any('KEY' in k or 'TOKEN' in k or 'HOME' in k for k in os.environ): return 0",
     ),
     _attempt("writes to the disk itself", "open('/dev/vda', 'r+b').read(1)"),
-    _attempt(
-        "starts a shell that writes",
-        "subprocess.run('echo x > FOLDER/MARK', shell=True, check=True)",
-        modules="os, subprocess",
-    ),
+    _attempt("starts a shell that writes", "subprocess.run('echo x > FOLDER/MARK', shell=True, check=True)"),
     _call("mounts it writable again", "mount(b'none', b'/', None, 32 | 4096, None)"),
     _call("unmounts", "umount2(b'/usr', 2)"),
     _call(
@@ -247,16 +252,16 @@ FILES = [
     _call("becomes root", "setuid(0)", "setgid(0)"),
 ]
 NETWORK = [
-    _attempt("connects by TCP", "socket.create_connection(('127.0.0.1', PORT), 1)", modules="socket"),
-    _attempt("connects by IPv6", "socket.create_connection(('::1', PORT), 1)", modules="socket"),
-    _attempt("sends by UDP", "socket.socket(2, 2).sendto(b'MARK', ('127.0.0.1', PORT))", modules="socket"),
-    _attempt("connects to a local socket", "socket.socket(1, 1).connect('\\0MARK')", modules="socket"),
-    _attempt("asks for a name", "socket.gethostbyname('example.org')", modules="socket"),
-    _attempt("opens a raw socket", "socket.socket(2, 3, 1)", modules="socket"),
-    _attempt("opens a socket to the kernel", "socket.socket(16, 3)", modules="socket"),
-    _attempt("opens a socket to the host", "socket.socket(40, 1)", modules="socket"),
-    _attempt("listens", "socket.create_server(('127.0.0.1', 0))", modules="socket"),
-    _attempt("fetches a page", "urllib.request.urlopen('http://127.0.0.1:PORT/', timeout=1)", modules="urllib.request"),
+    _attempt("connects by TCP", "socket.create_connection(('127.0.0.1', PORT), 1)"),
+    _attempt("connects by IPv6", "socket.create_connection(('::1', PORT), 1)"),
+    _attempt("sends by UDP", "socket.socket(2, 2).sendto(b'MARK', ('127.0.0.1', PORT))"),
+    _attempt("connects to a local socket", "socket.socket(1, 1).connect('\\0MARK')"),
+    _attempt("asks for a name", "socket.gethostbyname('example.org')"),
+    _attempt("opens a raw socket", "socket.socket(2, 3, 1)"),
+    _attempt("opens a socket to the kernel", "socket.socket(16, 3)"),
+    _attempt("opens a socket to the host", "socket.socket(40, 1)"),
+    _attempt("listens", "socket.create_server(('127.0.0.1', 0))"),
+    _attempt("fetches a page", "import urllib.request", "urllib.request.urlopen('http://127.0.0.1:PORT/', timeout=1)"),
 ]
 PROCESSES = [
     Program(
@@ -280,24 +285,18 @@ PROCESSES = [
     Program("stops its parent", "import os\ndef f(x):\n    os.kill(os.getppid(), 19)\n    return 0", "fail crash"),
     _attempt("takes three processes", "for _ in range(3):", "    if os.fork() == 0: os.read(os.pipe()[0], 1)"),
     _attempt(
-        "takes many threads",
-        "for _ in range(99): threading.Thread(target=time.sleep, args=(9,), daemon=True).start()",
-        modules="threading, time",
+        "takes many threads", "for _ in range(99): threading.Thread(target=time.sleep, args=(9,), daemon=True).start()"
     ),
     _attempt("goes before all others", "os.nice(-20)"),
-    _attempt("raises its limits", "resource.setrlimit(resource.RLIMIT_AS, (-1, -1))", modules="resource"),
-    _attempt(
-        "raises the limit of processes", "resource.setrlimit(resource.RLIMIT_NPROC, (99, 99))", modules="resource"
-    ),
+    _attempt("raises its limits", "resource.setrlimit(resource.RLIMIT_AS, (-1, -1))"),
+    _attempt("raises the limit of processes", "resource.setrlimit(resource.RLIMIT_NPROC, (99, 99))"),
 ]
 MEMORY = [
     _attempt("takes 10 GiB at once", "len(bytearray(10 << 30))"),
     _attempt("takes 2 GiB in pieces", "pieces = [bytearray(1 << 20) for _ in range(2048)]", verdict="fail timeout"),
-    _attempt("maps 2 GiB", "mmap.mmap(-1, 2 << 30)", modules="mmap"),
+    _attempt("maps 2 GiB", "mmap.mmap(-1, 2 << 30)"),
     _attempt(
-        "shares memory",
-        "shared_memory.SharedMemory(create=True, size=4096)",
-        modules="multiprocessing.shared_memory as shared_memory",
+        "shares memory", "from multiprocessing import shared_memory", "shared_memory.SharedMemory(create=True, size=9)"
     ),
     _attempt("writes to a file in memory", "os.write(os.memfd_create('m'), b'x')"),
     Program(
@@ -319,7 +318,6 @@ MEMORY = [
     _call("reads its parent", f"syscall({_number(x86_64=310, aarch64=270)}, os.getppid(), room, 1, room, 1, 0)"),
     _call("handles its own page faults", f"syscall({_number(x86_64=323, aarch64=282)}, 1)"),
 ]
-PROGRAMS = [*BROKEN, *ENDLESS, *SENDING, *CHEATS, *FILES, *NETWORK, *PROCESSES, *MEMORY]
 
 RIGHT, WRONG = "def f(x): return x + 1", "def f(x): return x"
 SECONDS, MEMORY_MIB = 0.5, 512
@@ -328,46 +326,31 @@ LONGEST = 4 * (3 * SECONDS + 1) + 1
 PR_SET_CHILD_SUBREAPER = 36
 
 
-@dataclass
-class Graded:
-    """What grading the programs came to."""
-
-    verdicts: dict[str, str]
-    """Name of a program -> its verdict."""
-    wrong: list[str]
-    """A sentence for each verdict that may not be, and for everything that was found outside afterwards."""
-
-
 def adopt_orphans() -> None:
     """From now on every process that this one has started, directly or not, is its child when its parent ends."""
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def filled(row: Program, mark: str, port: int, folder: Path) -> str:
-    """The text of a program with its words replaced."""
-    text = row.text
-    for word, value in {"MARK": mark, "PORT": port, "SECRET": folder / "secret", "FOLDER": folder}.items():
-        text = text.replace(word, str(value))
-    return text
-
-
-def graded(programs: Sequence[Program] = PROGRAMS, processes: int = 2) -> Graded:
-    """Grade `programs`, a right and a wrong one after each, and look for what they left."""
+def wrong(programs: Sequence[Program]) -> list[str]:
+    """Grade `programs`, a right and a wrong one after each; a sentence for each verdict that may not be, and for
+    everything that they left."""
     adopt_orphans()
     mark = f"moe_lab_escape_{os.getpid()}"
-    with tempfile.TemporaryDirectory(prefix="moe_lab_campaign-") as name, Listener(mark) as listener:
+    with tempfile.TemporaryDirectory(prefix="moe_lab_campaign-") as name, listening(mark) as (port, heard):
         folder = Path(name)
         (folder / "secret").write_text("secret")
         (folder / "temporary").mkdir()
         before = _left(mark, folder)
         texts, rows = {}, []
         for row in programs:
-            text = filled(row, mark, listener.port, folder)
+            text = row.text
+            for word, value in {"MARK": mark, "PORT": port, "SECRET": folder / "secret", "FOLDER": folder}.items():
+                text = text.replace(word, str(value))
             for body, calls in ((text, row.calls), (RIGHT, 1), (WRONG, 1)):
                 rows.append(problem(len(rows), "f", "return x + 1", [[x + 1] for x in range(calls)], [[9]]))
                 texts[rows[-1]["task_id"]] = body
         data = str(write_lines(folder / "data.jsonl", rows))
-        limits = {"seconds": SECONDS, "memory_mib": MEMORY_MIB, "comparing_seconds": 1, "processes": processes}
+        limits = {"seconds": SECONDS, "memory_mib": MEMORY_MIB, "comparing_seconds": 1, "processes": 2}
         request = GradeRequest("humaneval", data, texts, True, **limits)
         start = time.monotonic()
         with mock.patch.dict(os.environ, TMPDIR=str(folder / "temporary")):
@@ -375,41 +358,31 @@ def graded(programs: Sequence[Program] = PROGRAMS, processes: int = 2) -> Graded
             found = [verdict.plus for verdict in grader.grade(request).values()]
         grader.close()
         seconds = time.monotonic() - start
-        wrong = [*(_left(mark, folder) - before), *listener.heard()]
-    if seconds > (limit := 30 + len(programs) * LONGEST / processes):
-        wrong.append(f"grading took {seconds:.0f} s, and its limits allow {limit:.0f}")
+        problems = [*(_left(mark, folder) - before), *heard()]
+    if seconds > (limit := 30 + len(programs) * LONGEST / 2):
+        problems.append(f"grading took {seconds:.0f} s, and its limits allow {limit:.0f}")
     for row, verdict, right, other in zip(programs, found[::3], found[1::3], found[2::3], strict=True):
         if verdict not in row.verdict.split():
-            wrong.append(f"{row.name}: its verdict is {verdict}")
+            problems.append(f"{row.name}: its verdict is {verdict}")
         if (right, other) != ("pass", "fail"):
-            wrong.append(f"{row.name}: the right and the wrong program after it are said to {right} and {other}")
-    return Graded({row.name: verdict for row, verdict in zip(programs, found[::3], strict=True)}, wrong)
+            problems.append(f"{row.name}: the right and the wrong program after it are said to {right} and {other}")
+    return problems
 
 
-class Listener:
-    """Waits where programs try to connect to: a port by TCP and UDP, and a local socket of the name of the mark."""
-
-    def __init__(self, mark: str) -> None:
-        self.tcp = socket.create_server(("127.0.0.1", 0))
-        self.port = self.tcp.getsockname()[1]
-        self.udp = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-        self.udp.bind(("127.0.0.1", self.port))
-        self.local = socket.socket(socket.AF_UNIX)
-        self.local.bind(f"\0{mark}")
-        self.local.listen()
-
-    def __enter__(self) -> Listener:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for one in (self.tcp, self.udp, self.local):
-            one.close()
-
-    def heard(self) -> list[str]:
-        """Who came."""
-        there = {"TCP": self.tcp, "local": self.local, "UDP": self.udp}
-        came, _, _ = select.select(list(there.values()), [], [], 0)
-        return [f"something came in by {name}" for name, one in there.items() if one in came]
+@contextmanager
+def listening(mark: str) -> Iterator[tuple[int, Callable[[], list[str]]]]:
+    """A port that listens by TCP and UDP, beside a local socket of the name of the mark; and what asks who came."""
+    with (
+        socket.create_server(("127.0.0.1", 0)) as tcp,
+        socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp,
+        socket.socket(socket.AF_UNIX) as local,
+    ):
+        port = tcp.getsockname()[1]
+        udp.bind(("127.0.0.1", port))
+        local.bind(f"\0{mark}")
+        local.listen()
+        names = {tcp: "TCP", udp: "UDP", local: "a local socket"}
+        yield port, lambda: [f"something came in by {names[one]}" for one in select.select(list(names), [], [], 0)[0]]
 
 
 def _left(mark: str, folder: Path) -> set[str]:

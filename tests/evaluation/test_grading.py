@@ -13,7 +13,7 @@ from moe_lab.evaluation.harnesses.evalplus import Grader, GradeRequest, kept_gra
 from moe_lab.evaluation.sandbox.client import LimitedCalls, RunnerError, Runners, namespaces_missing
 from moe_lab.evaluation.sandbox.closed_world import leaves_closed_world
 from moe_lab.paths import resolve
-from tests.campaign.programs import CHEATS, FILES, MEMORY, NETWORK, PROCESSES, SENDING, graded
+from tests.campaign.programs import BROKEN, CHEATS, ENDLESS, FILES, MEMORY, NETWORK, PROCESSES, SENDING, wrong
 
 pytestmark = [pytest.mark.slow, pytest.mark.walls]
 ADD = problem(900, "add", "return x + 1", [[1], [2]], [[-5], [10**30]])
@@ -91,13 +91,19 @@ def test_without_walls_a_runner_that_is_ended_later_costs_the_next_program_nothi
     assert found["mean"] == ("pass", "pass") and ended.exists()
 
 
-ATTEMPTS = {"sending": SENDING, "cheats": CHEATS, "files": FILES, "others": [*NETWORK, *PROCESSES, *MEMORY]}
+ATTEMPTS = {
+    "broken": [*BROKEN, *ENDLESS],
+    "sending": SENDING,
+    "cheats": CHEATS,
+    "files": FILES,
+    "others": [*NETWORK, *PROCESSES, *MEMORY],
+}
 
 
 @pytest.mark.usefixtures("namespaces")
 @pytest.mark.parametrize("what", ATTEMPTS)
 def test_whatever_a_program_attempts_costs_its_own_verdict_alone_and_leaves_nothing(what: str) -> None:
-    assert not graded(ATTEMPTS[what]).wrong
+    assert not wrong(ATTEMPTS[what])
 
 
 HOSTILE = ["__import__('os').abort()", "sum(range(10**12))", "len(bytearray(200 << 20))", "1 / 0"]
@@ -144,26 +150,6 @@ def test_equal_programs_are_run_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert plus("def add(x): return x + 1") == (["pass", "fail"], solutions + 3)
     finally:
         grader.close()
-
-
-def test_expected_outputs_are_kept_where_no_other_can_write_and_belong_to_their_data(tmp_path: Path) -> None:
-    cache = tmp_path / "private" / "cache"
-    right = {"add": "def add(x): return x + 1"}
-    assert verdicts(tmp_path, [ADD], right, cache=str(cache))["add"] == ("pass", "pass")
-    (file,) = cache.iterdir()
-    assert cache.stat().st_mode & 0o777 == 0o700
-    known = json.loads(file.read_text())
-    known["HumanEval/900"]["base"]["encoded"][0] = "77"
-    file.write_text(json.dumps(known))
-    kept_grader.files.clear()  # with what is expected
-    kept_grader.verdicts.clear()
-    assert verdicts(tmp_path, [ADD], right, cache=str(cache))["add"] == ("fail", "fail"), "the cache was not used"
-    changed = {**ADD, "canonical_solution": "    return x + 2\n"}
-    assert verdicts(tmp_path, [changed], right, cache=str(cache))["add"] == ("fail", "fail")
-    assert len(list(cache.iterdir())) == 2
-    cache.chmod(0o777)
-    with pytest.raises(RuntimeError, match="must belong to you"):
-        verdicts(tmp_path, [{**ADD, "atol": 1}], right, cache=str(cache))
 
 
 def test_a_broken_canonical_solution_is_an_error(tmp_path: Path) -> None:

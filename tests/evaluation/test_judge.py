@@ -23,9 +23,8 @@ from moe_lab.config import BenchmarkConfig, JudgeConfig
 from moe_lab.config.base import SettingsError, valid
 from moe_lab.errors import Unavailable, UserError
 from moe_lab.evaluation import Policy, mirror, run, suite
-from moe_lab.evaluation import judge as judge_module
 from moe_lab.evaluation.harnesses import wildbench
-from moe_lab.evaluation.judge import Judge, Unparsable, score
+from moe_lab.evaluation.harnesses.wildbench import Judge, Unparsable, score
 from moe_lab.study.step import error_document
 
 pytestmark = pytest.mark.slow
@@ -40,8 +39,8 @@ SOON = {"Retry-After": "0.01"}
 @pytest.fixture(autouse=True)
 def key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(KEY, "a-secret\n")
-    monkeypatch.setattr(judge_module, "ATTEMPTS", 4)
-    monkeypatch.setattr(judge_module, "PARALLEL", 4)
+    monkeypatch.setattr(wildbench, "ATTEMPTS", 4)
+    monkeypatch.setattr(wildbench, "PARALLEL", 4)
 
 
 def settings(at: Endpoint | str, **changes: Any) -> JudgeConfig:
@@ -139,7 +138,7 @@ def test_what_is_refused_ends_it_at_once_and_what_is_no_reply_is_asked_for_three
     reply: Reply, asked: int, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The step does not know judge.url, which may be mended before the next run."""
-    monkeypatch.setattr(judge_module, "PARALLEL", 1)
+    monkeypatch.setattr(wildbench, "PARALLEL", 1)
     prompts = ["p"] if asked == 3 else [f"p{n}" for n in range(40)]  # of which those behind the first are called off
     with endpoint(lambda _: reply) as at, pytest.raises(Unavailable) as caught:
         Judge(settings(at), tmp_path).verdicts(prompts, len(prompts) - 1)
@@ -158,8 +157,8 @@ def test_an_endpoint_that_stays_busy_ends_it_after_bounded_attempts(tmp_path: Pa
 
 
 def test_slow_endpoints_and_wrong_ports_end_with_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(judge_module, "TIMEOUT", 1)
-    monkeypatch.setattr(judge_module, "ATTEMPTS", 2)
+    monkeypatch.setattr(wildbench, "TIMEOUT", 1)
+    monkeypatch.setattr(wildbench, "ATTEMPTS", 2)
     never = threading.Event()
     with endpoint(lambda _: never.wait() and scored(5)) as at:
         with pytest.raises(Unavailable, match="no answer within 1 s"):

@@ -1,4 +1,5 @@
-"""A Slurm cluster of one node, made from Debian's packages, in a folder of its own.
+"""A Slurm cluster of one node, made from Debian's packages, in a folder of its own; and studies on it whose steps take
+no time: see instant_work.
 
 Accounting is off, as on many a cluster: there is no sacct. Ports, sockets and keys are the cluster's own, so that it
 does not meet another one on the machine. Credentials expire soon, since a requeued job waits for that; the two GPUs are
@@ -13,13 +14,21 @@ import secrets
 import shutil
 import socket
 import subprocess
+import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
+
+from studies import jobs
 
 LONG = 500
 """Seconds after which a test gives up on a job; on a quiet machine it takes a fraction."""
+TWO = "ratio=0.25,0.5"
+STEPS = {"model": 1, "scores": 1, "plan": 2, "cost": 3}
+"""What TWO comes to where nothing is evaluated: the costs are those of the unpruned model and of both plans."""
+WORDS = ["criterion=random", "suite.benchmarks=[]", "report=false", "resources.every.memory=1"]
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun")
 CONFIGURATION = """\
 ClusterName=test
@@ -84,32 +93,17 @@ class Cluster:
         key.write_bytes(secrets.token_bytes(128))
         key.chmod(0o400)
         (folder / "gres.conf").write_text("Name=gpu File=/dev/null\nName=gpu File=/dev/zero\n")
-        ports = _free_ports(2)
         self.configuration = folder / "slurm.conf"
-        self.configuration.write_text(
-            CONFIGURATION.format(host=self.host, folder=folder, controller_port=ports[0], node_port=ports[1])
-        )
-
-    @property
-    def impatient(self) -> Path:
-        """The configuration for a command that does not wait long for a controller that is not there."""
-        path = self.folder / "impatient.conf"
-        path.write_text(self.configuration.read_text() + "MessageTimeout=2\n")
-        return path
-
-    @property
-    def environment(self) -> Mapping[str, str]:
-        """What points Slurm's commands at this cluster."""
-        return {**os.environ, "SLURM_CONF": str(self.configuration)}
+        self.environment = {**os.environ, "SLURM_CONF": str(self.configuration)}  # of commands for this cluster
+        with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
+            ports = {"controller_port": one.getsockname()[1], "node_port": other.getsockname()[1]}
+        self.configuration.write_text(CONFIGURATION.format(host=self.host, folder=folder, **ports))
 
     def start(self) -> None:
         """Start all daemons and wait until the node takes jobs."""
         folder = self.folder
-        files = [
-            f"--{name}-file={folder}/munge.{end}" for name, end in (("log", "log"), ("pid", "pid"), ("seed", "seed"))
-        ]
-        words = ["--foreground", "--force", f"--socket={folder}/munge.socket", f"--key-file={folder}/munge.key", *files]
-        self.launch("munged", *words)
+        files = [f"--{name}-file={folder}/munge.{name}" for name in ("key", "log", "pid", "seed")]
+        self.launch("munged", "--foreground", "--force", f"--socket={folder}/munge.socket", *files)
         until((folder / "munge.socket").exists, 10, "munged did not start")
         self.launch("slurmctld", "-D", "-i")
         self.launch("slurmd", "-D", "-N", self.host)
@@ -124,21 +118,15 @@ class Cluster:
 
     def end(self, program: str) -> None:
         """End one daemon."""
-        daemon = self.daemons.pop(program)
-        daemon.terminate()
-        try:
-            daemon.wait(10)
-        except subprocess.TimeoutExpired:
-            daemon.kill()
-            daemon.wait()
+        with self.daemons.pop(program) as daemon:
+            daemon.terminate()
 
     def stop(self) -> None:
         """Cancel what runs and end all daemons."""
         self.ask("scancel", "--user=root")
         until(lambda: not self.ask("squeue", "-h"), 20, "jobs do not end")
-        for program in ("slurmd", "slurmctld", "munged"):
-            if program in self.daemons:
-                self.end(program)
+        for program in reversed(list(self.daemons)):
+            self.end(program)
 
     def ask(self, *command: str) -> str:
         """What a command of Slurm prints, errors included."""
@@ -151,10 +139,9 @@ class Cluster:
         return dict(word.split("=", 1) for word in words if "=" in word)
 
     def minutes(self, job: str) -> int:
-        """How many whole minutes a job has run since it was started or restarted."""
-        days, _, clock = self.job(job)["RunTime"].rpartition("-")
-        hours, minutes, _ = map(int, clock.split(":"))
-        return (int(days or 0) * 24 + hours) * 60 + minutes
+        """How many whole minutes a job, of less than a day, has run since it was started or restarted."""
+        hours, minutes, _ = map(int, self.job(job)["RunTime"].split(":"))
+        return hours * 60 + minutes
 
     def wait_for_the_end(self, store: Path) -> None:
         """Until the queue has no jobs of the studies in a store."""
@@ -182,7 +169,80 @@ def running(folder: Path) -> Iterator[Cluster]:
         cluster.stop()
 
 
-def _free_ports(count: int) -> list[int]:
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [each.getsockname()[1] for each in sockets]
+def instant_environment(folder: Path) -> dict[str, str]:
+    """What makes steps take no time, and note what they do in a folder."""
+    path = [str(Path(__file__).parent / "instant_work"), os.environ.get("PYTHONPATH", "")]
+    return {"PYTHONPATH": os.pathsep.join(filter(None, path)), "INSTANT_WORK": str(folder)}
+
+
+class InstantStudies:
+    """A store with studies in it, and the folder that steers and counts their steps."""
+
+    def __init__(self, cluster: Cluster, folder: Path) -> None:
+        self.cluster = cluster
+        self.store, self.folder = folder / "store", folder / "instant"
+        self.folder.mkdir(parents=True)
+
+    def start(self, *words: str) -> subprocess.Popen[str]:
+        """Type a command that submits jobs."""
+        return self.type(*WORDS, "launcher=slurm", *words)
+
+    def type(self, *words: str) -> subprocess.Popen[str]:
+        """Type any command, on the store of these studies unless it names one."""
+        store = [] if any(word.startswith("store=") for word in words) else [f"store={self.store}"]
+        return subprocess.Popen(
+            [sys.executable, "-m", "moe_lab", *words, *store],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=self.folder.parent,
+            env={**os.environ, **instant_environment(self.folder)},
+        )
+
+    def submit(self, *words: str) -> dict[str, str]:
+        """The same, to its end; kind -> id of the array."""
+        printed, errors = (run := self.start(*words)).communicate(timeout=LONG)
+        assert run.returncode == 0, errors
+        return jobs(printed)
+
+    def hold(self, *kinds: str) -> None:
+        """Stop steps of some kinds in their last part."""
+        for kind in kinds:
+            (self.folder / f"hold-{kind}").touch()
+
+    def release(self) -> None:
+        """Let all steps go on."""
+        for file in self.folder.glob("hold-*"):
+            file.unlink()
+
+    def lines(self, name: str) -> list[list[str]]:
+        path = self.folder / name
+        return [line.split() for line in path.read_text().splitlines()] if path.exists() else []
+
+    def begun(self, kind: str) -> list[int]:
+        """The processes that were given steps of a kind, the last one last."""
+        return [int(process) for step, process in self.lines("begun") if step.startswith(f"{kind}/")]
+
+    def wait_for(self, kind: str, times: int = 1) -> int:
+        """Wait until steps of a kind were begun so many times; the last process that did."""
+        until(lambda: len(self.begun(kind)) >= times, LONG, f"{kind} was begun {len(self.begun(kind))} times")
+        return self.begun(kind)[-1]
+
+    def done_once(self) -> Counter[str]:
+        """Kind -> steps, all of whose parts were done once, by any number of jobs."""
+        parts = Counter((step, part) for step, part in self.lines("parts"))
+        assert set(parts.values()) == {1}, parts
+        steps = [step for step, part in parts]
+        assert set(Counter(steps).values()) == {2}
+        assert {str(path.parent.relative_to(self.store)) for path in self.store.glob("*/*/instant.txt")} == set(steps)
+        return Counter(step.partition("/")[0] for step in set(steps))
+
+    def wait_for_the_end(self) -> None:
+        """Until no job of these studies is in the queue."""
+        self.cluster.wait_for_the_end(self.store)
+
+    def end(self) -> None:
+        """Take away what the queue still has of these studies, whatever became of a test."""
+        self.release()
+        self.cluster.ask("scancel", *self.cluster.arrays(self.store))
+        self.wait_for_the_end()

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cluster import Cluster, running, why_not
-from instant_studies import InstantStudies
+from cluster import Cluster, InstantStudies, running, why_not
 
 
 @pytest.fixture(scope="session")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 from collections import Counter
@@ -14,31 +15,130 @@ from typing import Any
 
 import preloaded
 import pytest
-from cluster import Cluster
-from scenarios import (
-    PASS,
-    SLURM,
-    STEPS,
-    play_agnostic,
-    play_inline,
-    play_limited,
-    play_overlapping,
-    play_planted,
-)
+from cluster import LONG, STEPS, TWO, Cluster, InstantStudies, until
 from studies import asked, command, jobs, moe_lab, ran, results
 
 from moe_lab.results import read_record
-from tests.test_secrets import leaks
+from tests.test_secrets import PLANTED, SERVER, leaks, served
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
+SLURM = ["launcher=slurm", "launcher.cells_per_job=3"]
+AGNOSTIC = [
+    "+experiment=task_agnostic",
+    "model=pocket_olmoe",
+    "suite.benchmarks=[pocket_boolq,pocket_gsm8k]",
+    "criterion=man,reap,aimer,random",
+    "calibration=pocket_code",
+]
+"""The main experiment, smaller: one model, one calibration set, some criteria, two benchmarks."""
+PASS = ["criterion=man", "suite.benchmarks=[]", "study=pass", "calibration.tokens=16384", "calibration.batch_size=1"]
+"""A calibration pass of 32 batches."""
+
+
+def inline(_: Cluster, store: Path) -> Path:
+    """A store with the results of one process."""
+    for words in (AGNOSTIC, PASS):
+        done = moe_lab(store, *words, "launcher=inline")
+        assert done.returncode == 0, done.stderr
+    return store
+
+
+def agnostic(cluster: Cluster, store: Path) -> Path:
+    """A store in which jobs did all of the main experiment."""
+    done = moe_lab(store, *AGNOSTIC, *SLURM, f"launcher.python={preloaded.python()}")
+    assert done.returncode == 0 and "record" in jobs(done.stdout), done.stderr
+    assert not list(store.glob("evaluate/*/step.json")), "the command returns when jobs are submitted"
+    cluster.wait_for_the_end(store)
+    return store
+
+
+def secretive(_: Cluster, store: Path) -> None:
+    """No file of submitted jobs has a secret: not what they are handed, their code, their logs, the record, the report.
+
+    The command's environment has some. Slurm keeps it in its spool, which is not searched.
+    """
+    settings = [
+        served(SERVER, "{port} {name} {checkpoint}"),
+        "backend=server",
+        "criterion=random",
+        "suite.benchmarks=[pocket_mbpp]",
+        "suite.limit=2",
+        "allow_code_execution=true",
+        "resources.every.setup=['test -n $HF_TOKEN']",
+        "report=true",
+        "wait=true",
+    ]
+    done = moe_lab(store, *settings, *SLURM, environment={**os.environ, **PLANTED})
+    assert done.returncode == 0 and "record" in jobs(done.stdout), done.stderr
+    assert leaks(store, done) == []
+    record = read_record(store, "study")
+    assert record and len(record["cells"]) == 2 and all(all(cell["evaluate"].values()) for cell in record["cells"])
+    assert list(store.glob("runs/study/*/jobs/*_submitted.pkl")) and (store / "reports/study/report.html").exists()
+
+
+def limited(cluster: Cluster, folder: Path) -> None:
+    """A step goes on inside where its job's time ended; after max_requeues, here one, the next command takes it up.
+
+    The first time it is the job's real limit, brought down while it runs. Slurm looks twice a minute, and a job that is
+    past its limit when Slurm looks is killed without the signal: the new limit leaves one to two minutes, however long
+    the job took to begin.
+    """
+    instant = InstantStudies(cluster, folder)
+    words = [TWO, "study=limited", "launcher.max_requeues=1", "launcher.signal_seconds=59"]
+    words += ["+resources.jobs={cost: {minutes: 10}}"]
+    instant.hold("cost")
+    job = instant.submit(*words)["cost"]
+    instant.wait_for("cost")
+    cluster.ask("scontrol", "update", f"jobid={job}", f"timelimit={cluster.minutes(job) + 2}")
+    instant.wait_for("cost", 2)
+    assert cluster.job(job)["Restarts"] == "1"
+    cluster.ask("scancel", "--signal=USR2", job)
+    until(lambda: cluster.job(job)["JobState"] == "FAILED", LONG, "it goes on")
+    assert cluster.job(job)["Restarts"] == "1"
+    log = "".join(file.read_text() for file in instant.store.glob(f"runs/*/*/jobs/{job}*_log.*"))
+    assert "this job is timed-out" in log and "Job not requeued" in log
+    assert "failed; the same command" in asked(instant.store, "why", "limited")
+    instant.release()
+    instant.wait_for_the_end()
+    assert set(instant.submit(*words)) == {"cost", "evaluate", "record"}
+    instant.wait_for_the_end()
+    assert instant.done_once() == STEPS and len(instant.begun("cost")) == 5
+
+
+def overlapping(cluster: Cluster, folder: Path) -> None:
+    """Two studies do shared steps once, and in one of them a criterion's input cannot be had.
+
+    Both are submitted before any step is done.
+    """
+    instant = InstantStudies(cluster, folder)
+    instant.hold("model")
+    (instant.folder / "break-weights").touch()
+    (instant.folder / "apart").touch()
+    wide = instant.start("study=wide", "ratio=0.1,0.2,0.3,0.4")
+    broken = instant.start("study=broken", "ratio=0.2,0.3,0.4,0.5", "criterion=random,magnitude")
+    said = [run.communicate(timeout=LONG) for run in (wide, broken)]
+    assert (wide.returncode, broken.returncode) == (0, 0), said
+    assert sum(printed.count("plan: 3 jobs, 3 steps") for printed, _ in said) >= 2, "MaxArraySize is 3"
+    instant.release()
+    instant.wait_for_the_end()
+    assert instant.done_once() == {"model": 1, "scores": 1, "plan": 5, "cost": 6}
+    cells = {name: (read_record(instant.store, name) or {})["cells"] for name in ("wide", "broken")}
+    assert len(cells["wide"]) == 5 and all(cell["cost"] for cell in cells["wide"])
+    there = Counter((cell["cell"]["criterion"], cell["cost"] is not None) for cell in cells["broken"])
+    assert there == {("none", True): 1, ("random", True): 4, ("magnitude", False): 4}
+    why = asked(instant.store, "why", "broken")
+    assert "broken on purpose" in why and "needs weights/" in why
+    assert "broken on purpose" in asked(instant.store, "why", "weights/")
+    assert "failed" in asked(instant.store, "status", "broken")
+
 
 SCENES: dict[str, Callable[[Cluster, Path], Any]] = {
-    "limited": play_limited,
-    "overlapping": play_overlapping,
-    "agnostic": play_agnostic,
-    "inline": lambda _, folder: play_inline(folder),
-    "planted": lambda _, folder: play_planted(folder),
+    "limited": limited,
+    "overlapping": overlapping,
+    "agnostic": agnostic,
+    "inline": inline,
+    "secretive": secretive,
 }
 Played = Callable[[str], Any]
 ROOT = Path(__file__).parents[2]
@@ -62,22 +162,9 @@ def played(request: pytest.FixtureRequest, cluster: Cluster, folder: Path) -> It
         cluster.ask("scancel", "--user=root")
 
 
-def test_overlapping_studies_do_shared_steps_once(played: Played) -> None:
-    instant, texts = played("overlapping")
-    assert instant.done_once() == {"model": 1, "scores": 1, "plan": 5, "cost": 6}
-    assert sum(text.count("plan: 3 jobs, 3 steps") for text in texts) >= 2, "MaxArraySize is 3"
-    wide, broken = (read_record(instant.store, name) or {} for name in ("wide", "broken"))
-    assert len(wide["cells"]) == 5 and all(cell["cost"] for cell in wide["cells"])
-    there = Counter((cell["cell"]["criterion"], cell["cost"] is not None) for cell in broken["cells"])
-    assert there == {("none", True): 1, ("random", True): 4, ("magnitude", False): 4}
-
-
-def test_a_mistake_is_told_where_it_happened(played: Played) -> None:
-    store = played("overlapping")[0].store
-    why = asked(store, "why", "broken")
-    assert "broken on purpose" in why and "needs weights/" in why
-    assert "broken on purpose" in asked(store, "why", "weights/")
-    assert "failed" in asked(store, "status", "broken")
+@pytest.mark.parametrize("scene", ["limited", "overlapping", "secretive"])
+def test_what_befalls_studies_while_others_run(scene: str, played: Played) -> None:
+    played(scene)
 
 
 def test_the_main_experiment_gives_the_numbers_of_one_process(played: Played) -> None:
@@ -120,30 +207,6 @@ def test_parts_of_a_pass_are_jobs_and_give_the_plan_of_one_process(
     assert json.loads(mine.read_text())["layers"] == json.loads(theirs.read_text())["layers"]
     again = moe_lab(store, *words, "launcher=inline")  # one process finds what the jobs made
     assert again.returncode == 0 and ran(store) == Counter({**ran(store), **passes}), again.stderr
-
-
-def test_a_time_limit_interrupts_and_requeues_so_often(played: Played) -> None:
-    """A step goes on inside where its time ended; after max_requeues the next command takes it up."""
-    scene = played("limited")
-    log = "".join(file.read_text() for file in scene.instant.store.glob(f"runs/*/*/jobs/{scene.job}*_log.*"))
-    assert scene.restarted["Restarts"] == scene.ended["Restarts"] == "1"
-    assert "this job is timed-out" in log and "Job not requeued" in log
-    assert "failed; the same command" in scene.why
-    assert set(scene.again) == {"cost", "evaluate", "record"}
-    assert scene.instant.done_once() == STEPS and len(scene.instant.begun("cost")) == 5
-
-
-def test_no_file_of_submitted_jobs_has_a_secret(played: Played, folder: Path) -> None:
-    """Neither what jobs are handed, nor their copy of the code, their logs, the record or the report.
-
-    Slurm itself keeps the environment that a job is submitted with, in its spool, which is not searched.
-    """
-    done, store = played("planted"), folder / "planted"
-    assert done.returncode == 0 and "record" in jobs(done.stdout), done.stderr
-    assert leaks(store, done) == []
-    record = read_record(store, "study")
-    assert record and len(record["cells"]) == 2 and all(all(cell["evaluate"].values()) for cell in record["cells"])
-    assert list(store.glob("runs/study/*/jobs/*_submitted.pkl")) and (store / "reports/study/report.html").exists()
 
 
 def test_jobs_run_the_code_as_it_was_when_they_were_submitted(cluster: Cluster, played: Played, tmp_path: Path) -> None:

@@ -8,9 +8,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from cluster import LONG, until
-from instant_studies import WORDS, InstantStudies
-from scenarios import STEPS, TWO
+from cluster import LONG, STEPS, TWO, WORDS, InstantStudies, until
 from studies import asked
 
 from moe_lab.paths import store_folder
@@ -96,7 +94,9 @@ def a_job_is_requeued_and_the_controller_restarted(
     until(lambda: cluster.job(job)["JobState"] == "PENDING", LONG, "it is not requeued")
     cluster.end("slurmctld")
     with monkeypatch.context() as patched:
-        patched.setenv("SLURM_CONF", str(cluster.impatient))
+        impatient = cluster.folder / "impatient.conf"
+        impatient.write_text(cluster.configuration.read_text() + "MessageTimeout=2\n")
+        patched.setenv("SLURM_CONF", str(impatient))
         assert "does not answer" in asked(instant.store, "status", "instant")
     cluster.launch("slurmctld", "-D")
     instant.wait_for("cost", times)

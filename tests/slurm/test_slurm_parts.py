@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import fields, replace
 from math import inf
@@ -67,24 +67,21 @@ def ask(steps: Sequence[Step]) -> dict[str, Any]:
     return {"gpus": 4 if model and model.name == "large" and steps[0].kind == "evaluate" else 0}
 
 
-def test_every_step_is_in_one_job_and_after_its_inputs() -> None:
+def test_every_step_is_in_one_job_after_its_inputs_and_a_job_evaluates_some_plans_of_one_model() -> None:
     steps = study(5, ("m", "large"))
-    seen: set[str] = set()
-    for array in arrange(steps, ask, SETTINGS):
+    done: list[str] = []
+    for array in (arrays := arrange(steps, ask, SETTINGS)):
+        before = set(done)
         for pack in array.packs:
             inside: set[str] = set()
             for step in sorted(pack, key=steps.index):
-                assert {needed.id for needed in step.inputs.values()} <= seen | inside
+                assert {needed.id for needed in step.inputs.values()} <= before | inside
                 inside.add(step.id)
-        seen |= {step.id for pack in array.packs for step in pack}
-    assert seen == {step.id for step in steps}
-    assert sum(len(pack) for array in arrange(steps, ask, SETTINGS) for pack in array.packs) == len(steps)
-
-
-def test_a_job_evaluates_some_plans_of_one_model() -> None:
-    arrays = [array for array in arrange(study(5, ("m", "large")), ask, SETTINGS) if array.kind == "evaluate"]
-    assert [array.asks["gpus"] for array in arrays] == [0, 4]
-    for array in arrays:
+            done += inside
+    assert sorted(done) == sorted(step.id for step in steps)
+    evaluating = [array for array in arrays if array.kind == "evaluate"]
+    assert [array.asks["gpus"] for array in evaluating] == [0, 4]
+    for array in evaluating:
         assert sorted(len({step.inputs["plan"].id for step in pack}) for pack in array.packs) == [1, 2, 2]
         assert all(len({step.about and step.about.name for step in pack}) == 1 for pack in array.packs)
         for pack in array.packs:
@@ -235,38 +232,31 @@ def test_code_is_copied_once_for_each_state_of_it(tmp_path: Path, monkeypatch: p
 
 # What jobs ask for: the most particular that is set, the rest estimated for all steps together
 
-BIG = ModelConfig(
-    name="big",
-    path="a/b",
-    dtype="bfloat16",
-    expected=ExpectedConfig(
-        parameters=57_000_000_000, layers=28, moe_layers=28, experts=64, top_k=8, hidden=3584, width=2560
-    ),
+FACTS = ExpectedConfig(
+    parameters=57_000_000_000, layers=28, moe_layers=28, experts=64, top_k=8, hidden=3584, width=2560
 )
+BIG = ModelConfig(name="big", path="a/b", dtype="bfloat16", expected=FACTS)
 TEXT = CalibrationConfig(name="t", path="a/b", seed=1)
 WRITTEN = BenchmarkConfig(name="b", harness="lm_eval", task="t", expected=1000, max_new_tokens=2048)
 
 
-def hour(_: Step) -> float | None:
-    return 3600.0
-
-
-def resources(steps: list[Step], settings: ResourcesConfig, seconds: Seconds = hour) -> dict[str, Any]:
-    """What a job asks for whose steps take an hour each."""
-    return module.resources(steps, settings, seconds)
+def resources(
+    steps: list[Step],
+    text: str = "{}",
+    seconds: Seconds = lambda step: 3600.0,
+    limits: Mapping[str, float] | None = None,
+) -> Any:
+    """What a job asks for whose steps take an hour each, under settings that are written as a file of them."""
+    settings = valid(ResourcesConfig, OmegaConf.to_container(OmegaConf.create(text)), "resources")
+    return module.resources(steps, settings, seconds, limits or {})
 
 
 def asking(model: ModelConfig = BIG, kind: str = "evaluate") -> Step:
     return step_of(kind, cell_of(model, TEXT), benchmark=WRITTEN)
 
 
-def settings(text: str) -> ResourcesConfig:
-    found: ResourcesConfig = valid(ResourcesConfig, OmegaConf.to_container(OmegaConf.create(text)), "resources")
-    return found
-
-
 def test_nothing_set_is_estimated_and_nothing_is_left_out() -> None:
-    asked = resources([asking()], ResourcesConfig())
+    asked = resources([asking()])
     assert set(asked) == {field.name for field in fields(JobConfig)}
     assert asked["gpus"] == 3 and asked["cpus"] == 24
     assert asked["memory"] > 106, "the weights pass through main memory"
@@ -275,20 +265,20 @@ def test_nothing_set_is_estimated_and_nothing_is_left_out() -> None:
 
 
 def test_a_pack_asks_for_the_time_of_all_its_steps_and_the_memory_of_one() -> None:
-    one, four = (resources([asking()] * count, ResourcesConfig()) for count in (1, 4))
+    one, four = (resources([asking()] * count) for count in (1, 4))
     assert (one["minutes"], four["minutes"]) == (120, 480), "with a margin of 2"
     assert {**one, "minutes": 0} == {**four, "minutes": 0}
-    assert resources([asking()] * 400, ResourcesConfig())["minutes"] == ResourcesConfig().longest
+    assert resources([asking()] * 400)["minutes"] == ResourcesConfig().longest
 
 
 def test_a_pack_with_a_step_of_which_no_time_is_known_asks_for_the_longest() -> None:
-    def known_of_evaluations(one: Step) -> float | None:
+    def known(one: Step) -> float | None:
         return 60.0 if one.kind == "evaluate" else None
 
     pack = [asking(), asking(kind="export")]
-    assert resources(pack, settings("{longest: 777}"), known_of_evaluations)["minutes"] == 777
-    assert resources(pack[:1], settings("{longest: 777}"), known_of_evaluations)["minutes"] == 30
-    assert resources(pack, settings("{longest: 777, every: {minutes: 5}}"), known_of_evaluations)["minutes"] == 5
+    assert resources(pack, "{longest: 777}", known)["minutes"] == 777
+    assert resources(pack[:1], "{longest: 777}", known)["minutes"] == 30
+    assert resources(pack, "{longest: 777, every: {minutes: 5}}", known)["minutes"] == 5
 
 
 @pytest.mark.parametrize(
@@ -304,13 +294,12 @@ def test_a_pack_with_a_step_of_which_no_time_is_known_asks_for_the_longest() -> 
 )
 def test_minutes_that_are_not_set_are_no_more_than_the_partition_allows(every: str, minutes: int) -> None:
     limits = {"": inf, "short": 60.0, "long": 90.0}
-    chosen = settings(f"{{longest: 777, every: {every}}}")
-    assert module.resources([asking()], chosen, lambda one: None, limits)["minutes"] == minutes
+    asked = resources([asking()], f"{{longest: 777, every: {every}}}", lambda one: None, limits)
+    assert asked["minutes"] == minutes
 
 
 def test_the_most_particular_counts() -> None:
-    cluster = settings(
-        """
+    cluster = """
         every: {partition: gpu, sbatch: {exclusive: true, nice: 5}, setup: [module load cuda]}
         jobs:
           evaluate: {partition: long, gpus: 1, minutes: 60, sbatch: {nice: 7}}
@@ -319,7 +308,6 @@ def test_the_most_particular_counts() -> None:
           big: {gpus: 8, minutes: 90}
           other: {gpus: 3}
         """
-    )
     asked = resources([asking()], cluster)
     assert (asked["gpus"], asked["cpus"], asked["minutes"]) == (8, 64, 90)
     assert (asked["partition"], asked["setup"]) == ("long", ["module load cuda"])
@@ -344,5 +332,5 @@ POCKET = ModelConfig(name="pocket", path="pocket:olmoe", threads=1)
 def test_gpus_and_cores_follow_from_the_work(
     kinds: list[str], model: ModelConfig, text: str, gpus: int, cpus: int, memory: int | None
 ) -> None:
-    asked = resources([asking(model, kind) for kind in kinds], settings(text))
+    asked = resources([asking(model, kind) for kind in kinds], text)
     assert (asked["gpus"], asked["cpus"]) == (gpus, cpus) and asked["memory"] <= (memory or 10**6)

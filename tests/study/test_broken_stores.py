@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -163,11 +162,11 @@ def cells(store: Path) -> list[str]:
     return sorted(cell["cell"]["criterion"] for cell in record.read(Store(store), STUDY)["cells"])
 
 
-def meanwhile(what: Callable[[], object]) -> None:
-    """Do something once, when a run is about to make its plan."""
+def meanwhile(what: Callable[[], object], kind: str = "plan") -> None:
+    """Do something once, when a run is about to do a step of that kind."""
 
     def harm(step: Step, scratch: Path) -> None:
-        if step.kind == "plan":
+        if step.kind == kind:
             Worker.harm = None
             what()
 
@@ -198,15 +197,9 @@ def test_cells_of_the_same_name_and_other_settings_are_told(
 
 def test_benchmarks_of_two_runs_at_once_stand_beside_each_other(one: Asked, tmp_path: Path) -> None:
     store, second = tmp_path / "store", asked("criterion=aimer", "ratio=0.5", "suite.benchmarks=[pocket_rte]")
-    thread = threading.Thread(target=start, args=(store, second))
-
-    def begin_second() -> None:
-        thread.start()
-        until(lambda: len(runs(Store(store), STUDY)) == 2)
-
-    meanwhile(begin_second)
-    assert start(store, one) == 0
-    thread.join()
+    codes: list[int] = []
+    meanwhile(lambda: codes.append(start(store, second)), "evaluate")
+    assert start(store, one) == 0 and codes == [0]
     for cell in record.read(Store(store), STUDY)["cells"]:
         assert set(cell["evaluate"]) == {"pocket_boolq", "pocket_rte"} and all(cell["evaluate"].values())
 

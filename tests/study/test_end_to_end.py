@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import shutil
 from collections import Counter
 from pathlib import Path
 
+import numpy
 import pytest
 import yaml
 from studies import moe_lab, on_boolq, ran, results
 
 from moe_lab.results import read_record
+from moe_lab.statistics import read
 
 GRID = ["criterion=man,reap", "ratio=0.25,0.5", "calibration=pocket_code,pocket_math"]
 pytestmark = pytest.mark.slow
@@ -102,3 +107,39 @@ def test_a_mistake_inside_a_step_stops_what_needs_it_and_nothing_else(tmp_path: 
     assert found["random"] and found["none"] and found["man"] is None
     again = on_boolq(store, "criterion=man,random", "calibration.tokens=100000000")
     assert "retry=failed" in again.stderr
+
+
+ROOT = Path(__file__).parents[2]
+CRITERION = """
+from moe_lab.criteria import criterion
+
+
+@criterion("fewest_negative", needs=("signs",), reference="mine")
+def fewest_negative(layer):
+    return -layer["negative"]
+"""
+
+
+def test_a_kind_of_step_is_added_by_writing_the_file_that_the_documentation_shows(tmp_path: Path) -> None:
+    """A criterion can then need it, a dry run shows it, a study runs it: in a copy of the package."""
+    for name in ("moe_lab", "conf", "hydra_plugins"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    text = (ROOT / "docs/architecture.md").read_text("utf-8")
+    [example] = re.findall(r"```python\n(.*?OnWeights\):.*?)```", text, re.DOTALL)
+    (tmp_path / "moe_lab/study/steps/signs.py").write_text(example)
+    (tmp_path / "mine.py").write_text(CRITERION)
+    words = ["criterion=fewest_negative", "plugins=[mine]", "suite.benchmarks=[]", "launcher=inline"]
+    store, environment = tmp_path / "store", {**os.environ, "PYTHONPATH": str(tmp_path)}
+    shown, done = (
+        moe_lab(store, *words, dry_run, environment=environment) for dry_run in ("dry_run=true", "dry_run=false")
+    )
+    assert shown.returncode == done.returncode == 0, shown.stderr + done.stderr
+    rows = [re.findall(r"[\w.]+", line) for line in shown.stderr.splitlines()]
+    assert ["signs", "1", "0", "1"] in [row[:4] for row in rows]
+    [file] = store.glob("signs/*/statistics.safetensors")
+    [facts] = store.glob("model/*/facts.json")
+    sums = read(file)
+    experts = {int(layer): about["n_experts"] for layer, about in json.loads(facts.read_text())["layers"].items()}
+    assert {layer: len(arrays["negative"]) for layer, arrays in sums.items()} == experts
+    assert all(numpy.all(arrays["negative"] > 0) for arrays in sums.values())
+    assert len(list(store.glob("plan/*fewest_negative*/plan.json"))) == 1

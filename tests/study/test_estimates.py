@@ -70,12 +70,6 @@ def known(one: Step) -> Memory:
     return memory
 
 
-def test_gpus_follow_from_memory_and_device() -> None:
-    text = replace(TEXT, tokens=4096, length=512)
-    models = (model(), model("qwen2_57b_a14b"), model(device="cpu"), model("pocket_olmoe"))
-    assert [gpus(known(step("statistics", about, text)), 80) for about in models] == [1, 2, 0, 0]
-
-
 def test_published_searches_ran_on_as_many_gpus_as_estimated() -> None:
     """As EvoESAP's Table 3 prints."""
     text = replace(TEXT, tokens=262144, batch_size=1)
@@ -205,15 +199,6 @@ def test_a_share_keeps_hidden_states_of_its_rows() -> None:
     assert size and whole.disk(size) > 0 and merge.merges[0].disk(size) == pytest.approx(whole.disk(size) / 3)
     huge = step("statistics", text=replace(text, parts=3, tokens=10**15, batch_size=10**13))
     assert estimates.disk_problems("/", [huge]) == [], "it only reads and writes sums"
-
-
-def test_steps_that_do_not_say_what_they_took_count_as_none(store: Store) -> None:
-    finish(store, reading(10), "long")
-    for tokens, content in ((20, ""), (30, "[]")):
-        finish(store, reading(tokens), 1.0)
-        (store.path(reading(tokens)) / "step.json").write_text(content)
-    (store.root / "statistics" / "a-note.txt").write_text("x")
-    assert Times(store).seconds(reading(10)) is None
 
 
 def test_the_forecast_adds_up_what_is_known_and_counts_what_is_not(store: Store) -> None:

@@ -20,7 +20,6 @@ from moe_lab.study import run as running
 from moe_lab.study.garbage import LEFTOVERS, gc, look
 from moe_lab.study.graph import build
 from moe_lab.study.runs import Submitted, begin, runs, steps_at_work
-from moe_lab.study.schedule import StepError
 from moe_lab.study.slurm import pack, scheduler
 from moe_lab.study.slurm.scheduler import Queued
 from moe_lab.study.step import Step
@@ -110,18 +109,6 @@ def test_an_interrupted_study_goes_on_from_where_it_was(place: Path, one: Asked,
     Worker.harm = None
     Worker.did.clear()
     assert start(place, one) == 0 and set(Worker.did) == steps(one).keys() - made
-
-
-def test_what_failed_steps_need_is_kept(place: Path, one: Asked) -> None:
-    """The record does not name the sums of weights when the scores made from them are missing."""
-
-    def harm(step: Step, scratch: Path) -> None:
-        if step.kind == "scores":
-            raise StepError({"message": "no"})
-
-    Worker.harm = harm
-    assert start(place, one) == 1
-    assert any(name.startswith("weights/") for name in finished(place)) and named(place) == set()
 
 
 def test_what_killed_processes_left_is_freed_and_what_is_worked_on_is_not(place: Path) -> None:

@@ -17,7 +17,6 @@ from moe_lab.config import (
     BackendConfig,
     BenchmarkConfig,
     Config,
-    ExportConfig,
     ProtocolConfig,
     SuiteConfig,
 )
@@ -39,8 +38,8 @@ FILES = Files()
 OLMOE = {"model": FILES.load([("model", "pocket_olmoe")])["model", "pocket_olmoe"]}
 
 
-def graph(suite: list[str] = SUITE, overlap: bool = False, export: ExportConfig | None = None, **grid: object) -> Graph:
-    config = Config(suite=SuiteConfig(suite), overlap=overlap, export=export or ExportConfig())
+def graph(suite: list[str] = SUITE, overlap: bool = False, **grid: object) -> Graph:
+    config = Config(suite=SuiteConfig(suite), overlap=overlap)
     asked = benchmarks(config, ProtocolConfig(), FILES)
     return build(config, [(cells(config, grid, files=FILES, **OLMOE), asked)])
 
@@ -63,25 +62,11 @@ SETS = ["pocket_general", "pocket_code", "pocket_math"]
 SEVEN = ["frequency", "seer", "ean", "reap", "mone", "man", "msan"]
 
 
-def test_seven_criteria_two_ratios_three_sets_are_three_passes() -> None:
-    found = kinds(graph(criterion=SEVEN, calibration=SETS, ratio=[0.25, 0.5]))
-    assert found["statistics"] == 3 and found["model"] == 1
-    assert found["scores"] == 21 and found["plan"] == 42
-    assert found["evaluate"] == (42 + 1) * len(SUITE), "the unpruned model once"
-
-
 def test_inputs_come_first() -> None:
     seen: set[str] = set()
     for step in graph(criterion=SEVEN, calibration=SETS, overlap=True).steps():
         assert all(needed.id in seen for needed in step.inputs.values())
         seen.add(step.id)
-
-
-def test_criteria_that_read_no_text_are_one_cell_for_all_sets() -> None:
-    made = graph(criterion=["aimer", "random", "man"], calibration=SETS)
-    named = Counter((c.cell.criterion.name, c.cell.calibration.name) for c in made.cells)
-    assert named[("aimer", "none")] == named[("random", "none")] == 1
-    assert sum(count for (criterion, _), count in named.items() if criterion == "man") == 3
 
 
 def test_a_gate_counts_where_it_is_looked_at_and_a_seed_for_chance_and_order() -> None:
@@ -141,17 +126,6 @@ def test_a_server_generates_from_the_exported_checkpoint() -> None:
     unpruned, pruned = (code_steps(CODE, pruned=pruned, backend=server)["generate"] for pruned in (False, True))
     assert "checkpoint" not in unpruned.inputs and pruned.inputs["checkpoint"].kind == "export"
     assert unpruned.id != code_steps(CODE)["generate"].id, "another back end may give other texts"
-
-
-def test_an_export_is_in_the_shape_and_the_format_that_were_asked_for() -> None:
-    def settings(export: ExportConfig) -> dict[str, Any]:
-        (_, step) = (cell.export for cell in graph([], criterion=["aimer"], export=export).cells)
-        assert step is not None
-        return dict(step.settings["shape"])
-
-    assert settings(ExportConfig("masked"))["shape"] == "masked"
-    assert settings(ExportConfig("natural", "gguf"))["format"] == "gguf"
-    assert all(cell.export is None for cell in graph([], criterion=["aimer"]).cells)
 
 
 def test_what_a_chat_template_is_given_counts_where_it_is_used() -> None:
@@ -235,6 +209,8 @@ def test_super_experts_are_an_input_of_the_plan_and_in_its_name(allocation: str,
     assert len({plan.id for plan in plans if plan}) == 3
     none, by_statistics, listed = (plan.inputs.keys() for plan in plans if plan)
     assert by_statistics - none == {"statistics"} and listed == none
+    of_every_layer = AllocationConfig(protect="super", protect_layers=1.0)
+    assert record.allocation_columns(of_every_layer)["protect"] == "super, protect_layers=1"
 
 
 @pytest.mark.parametrize(

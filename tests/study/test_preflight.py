@@ -12,8 +12,6 @@ import numpy
 import pytest
 import tiny
 from example_steps import evaluated
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
 
 from moe_lab.compose import compose, started
 from moe_lab.config import BenchmarkConfig, Config, LauncherConfig, ModelConfig
@@ -65,25 +63,10 @@ PARTS = ", ".join(f"{{calibration: pocket_{name}, share: 0.5}}" for name in ("ma
 NONE = "calibration=pocket_general needs a chat template"
 
 
-@pytest.mark.parametrize(
-    ("words", "refusal"),
-    [
-        ([CHATS], NONE),
-        (["calibration.path=''", f"calibration.sources=[{PARTS}]"], NONE),
-        ([*SEARCH[:1], "allocation.search=pocket_function_calls"], NONE.replace("general", "function_calls")),
-        ([CHATS, "model.path=TEMPLATE"], "calibration=pocket_general gives the chat template tools"),
-        ([CHATS, "model.path=pocket:function_calls"], None),
-        ([CHATS, "criterion.name=random"], None),
-        (["calibration.path=pocket:calibration/general.jsonl"], None),
-    ],
-)
-def test_chats_are_refused_where_the_model_has_no_template_that_reads_them(
-    words: list[str], refusal: str | None, tmp_path: Path
-) -> None:
+def test_chats_are_refused_where_the_template_of_the_model_does_not_read_them(tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}")
-    found = problems(*(word.replace("TEMPLATE", str(tmp_path)) for word in words))
-    refusals = [one for one in found if "chat template" in one]
-    assert [one.startswith(str(refusal)) for one in refusals] == [True] * (refusal is not None), found
+    found = problems(CHATS, f"model.path={tmp_path}")
+    assert any("calibration=pocket_general gives the chat template tools" in one for one in found), found
 
 
 @pytest.mark.parametrize("engine", ["streamed", "resident"])
@@ -96,28 +79,12 @@ def test_what_runs_the_whole_model_is_refused_with_one_layer_in_memory(engine: s
         assert all(one.startswith(words[0].replace(".name", "")) for one in refusals)
 
 
-@pytest.mark.parametrize(
-    ("group", "text", "words", "begin"),
-    [
-        (
-            "benchmark",
-            "{name: ../../mine, harness: perplexity, task: pocket:calibration/code.jsonl, reports: {mine: perplexity}}",
-            "suite.benchmarks=[mine]",
-            "benchmark=mine: name=../../mine",
-        ),
-        (
-            "protocol",
-            "{name: mine, benchmarks: {pocket_boolq: {parameters: {api_key: abcdefghijkl}}}}",
-            "protocol=mine",
-            "protocol.benchmarks.pocket_boolq.parameters.api_key ",
-        ),
-    ],
-)
-def test_a_file_of_yours_is_checked_alike(group: str, text: str, words: str, begin: str, tmp_path: Path) -> None:
-    (tmp_path / group).mkdir()
-    (tmp_path / group / "mine.yaml").write_text(text)
-    (sentence,) = problems(words, f"hydra.searchpath=[file://{tmp_path}]")
-    assert sentence.startswith(begin)
+def test_a_file_of_yours_is_checked_alike(tmp_path: Path) -> None:
+    (tmp_path / "benchmark").mkdir()
+    text = "{name: ../../mine, harness: perplexity, task: pocket:calibration/code.jsonl, reports: {mine: perplexity}}"
+    (tmp_path / "benchmark" / "mine.yaml").write_text(text)
+    (sentence,) = problems("suite.benchmarks=[mine]", f"hydra.searchpath=[file://{tmp_path}]")
+    assert sentence.startswith("benchmark=mine: name=../../mine")
 
 
 def test_folders_of_steps_are_in_the_store_and_can_be_written_beside_however_long_names_are() -> None:
@@ -145,28 +112,16 @@ WRONG = {
 """A word -> how its sentence begins."""
 
 
-@given(st.sets(st.sampled_from(sorted(WRONG)), min_size=1).map(sorted) | st.just(sorted(WRONG)))
-@settings(max_examples=6, deadline=None)
-@example(sorted(WRONG))
-def test_no_mistake_hides_another(words: list[str]) -> None:
-    sentences, expected = sorted(problems(*words)), sorted(WRONG[word] for word in words)
-    assert len(sentences) == len(expected), sentences
+def test_no_mistake_hides_another() -> None:
+    sentences, expected = sorted(problems(*WRONG)), sorted(WRONG.values())
     for sentence, begin in zip(sentences, expected, strict=True):
         assert sentence.startswith(begin) and ("known" in sentence or "expected" in sentence)
 
 
-@pytest.mark.parametrize(
-    ("words", "fields"),
-    [
-        (["allocation.name=global", "allocation.by=nope"], ["criterion=nope"]),
-        (["model.path=pocket:nope"], ["path=pocket:nope"]),
-        (["allocation.name=reconstruction", "allocation.parameters={lim: 3}"], ["allocation.parameters.lim", "ratio="]),
-    ],
-)
-def test_no_combination_hides_another(words: list[str], fields: list[str]) -> None:
-    expected = sorted([*fields, "verify=true"])
-    sentences = sorted(problems(*words, "recovery=nf4", "verify=true"))
-    for sentence, field in zip(sentences, expected, strict=True):
+def test_no_combination_hides_another() -> None:
+    words = ["allocation.name=reconstruction", "allocation.parameters={lim: 3}", "recovery=nf4", "verify=true"]
+    expected = ["allocation.parameters.lim", "ratio=", "verify=true"]
+    for sentence, field in zip(sorted(problems(*words)), expected, strict=True):
         assert sentence.startswith(field)
 
 
@@ -186,13 +141,6 @@ def test_experts_whose_channels_cannot_be_changed_are_known_before_the_model_is_
     found = problems(f"model.path={tmp_path}/model", "model.name=mine", *words)
     refused = [sentence for sentence in found if "model=mine have biases" in sentence]
     assert [sentence.startswith(str(field)) for sentence in refused] == [True] * (field is not None), found
-
-
-@pytest.mark.parametrize("words", [["export.shape=padded"], ["backend.name=vllm"]])
-def test_merged_experts_without_router_rows_have_a_place_everywhere(words: list[str]) -> None:
-    for name, refused in (("m_smoe", True), ("ream", False)):
-        found = problems(f"allocation.replacement={name}", *words)
-        assert any("has no place" in sentence or "cannot compute" in sentence for sentence in found) == refused, found
 
 
 @pytest.mark.parametrize(
@@ -231,10 +179,16 @@ def test_a_quantised_checkpoint_is_not_taken_for_plain_weights(tmp_path: Path) -
 
 CONSTANTS = "allocation.replacement=mean_output"
 REFUSED = [
+    ([CHATS], NONE),
+    (["calibration.path=''", f"calibration.sources=[{PARTS}]"], NONE),
+    ([*SEARCH[:1], "allocation.search=pocket_function_calls"], NONE.replace("general", "function_calls")),
+    ([CHATS, "model.path=pocket:function_calls"], None),
+    ([CHATS, "criterion.name=random"], None),
     (["study=all"], "study=all"),
-    (["criterion.name=none"], "criterion.name=none"),
+    (["model.path=pocket:nope"], "path=pocket:nope"),
+    (["allocation.name=global", "allocation.by=nope"], "criterion=nope"),
+    (["criterion.name=none"], "criterion=none is unknown"),
     (["calibration.name=none"], "calibration.name=none"),
-    (["allocation.name=none"], "allocation.name=none"),
     (["recovery.bits=4"], "recovery.name=none"),
     ([f"seed={10**30}"], "seed="),
     (["criterion.parameters={power: inf}"], "criterion.parameters.power=inf"),
@@ -244,6 +198,9 @@ REFUSED = [
     ([CONSTANTS, "export.shape=padded"], "export=padded"),
     ([CONSTANTS, "export.shape=natural", "export.format=gguf"], "export.format=gguf has no place"),
     ([CONSTANTS, "backend.name=vllm"], "backend=vllm cannot compute"),
+    (["allocation.replacement=m_smoe", "export.shape=padded"], "export=padded has no place"),
+    (["allocation.replacement=m_smoe", "backend.name=vllm"], "backend=vllm cannot compute"),
+    (["allocation.replacement=ream", "export.shape=padded"], None),
     (["allocation.replacement=ream", "ratio=0.5", "allocation.parameters.group_size=1"], "group_size=1:"),
     (["allocation.replacement=ream", "ratio=0.5", "allocation.parameters.group_size=2"], None),
     (["backend.name=vllm", "interpreters.vllm=3"], "interpreters.vllm=3"),

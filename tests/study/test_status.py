@@ -7,7 +7,7 @@ import re
 import socket
 import subprocess
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,29 +25,6 @@ from moe_lab.study.step import Step
 from moe_lab.study.store import Store
 
 pytestmark = pytest.mark.usefixtures("quick")
-
-
-@pytest.fixture
-def running(tmp_path: Path, quick: None, one: Asked) -> Iterator[Callable[[], int]]:
-    """A study in another thread, which stops at its plan; what lets it go on and gives its exit code."""
-    gate, at_plan, codes = threading.Event(), threading.Event(), list[int]()
-
-    def harm(step: Step, scratch: Path) -> None:
-        if step.kind == "plan":
-            at_plan.set()
-            gate.wait()
-
-    def go_on() -> int:
-        gate.set()
-        thread.join()
-        return codes[0]
-
-    Worker.harm = harm
-    thread = threading.Thread(target=lambda: codes.append(start(tmp_path / "store", one)))
-    thread.start()
-    until(at_plan.is_set)
-    yield go_on
-    go_on()
 
 
 def cells(table: str) -> dict[str, list[str]]:
@@ -71,9 +48,18 @@ def study(capsys: pytest.CaptureFixture[str]) -> Study:
     return run
 
 
-def test_the_table_of_a_study_while_it_runs_and_at_its_end(
-    running: Callable[[], int], tmp_path: Path, study: Study
-) -> None:
+def test_the_table_of_a_study_while_it_runs_and_at_its_end(tmp_path: Path, one: Asked, study: Study) -> None:
+    gate, at_plan, codes = threading.Event(), threading.Event(), list[int]()
+
+    def harm(step: Step, scratch: Path) -> None:
+        if step.kind == "plan":
+            at_plan.set()
+            gate.wait()
+
+    Worker.harm = harm
+    thread = threading.Thread(target=lambda: codes.append(start(tmp_path / "store", one)), daemon=True)
+    thread.start()
+    until(at_plan.is_set)
     table = cells(study("status", tmp_path / "store"))
     assert table["step"] == ["done", "running", "pending", "one takes", "left, about"]
     assert table["plan"] == ["", "1", "", "", ""]
@@ -82,7 +68,9 @@ def test_the_table_of_a_study_while_it_runs_and_at_its_end(
     assert set(cells(study("status", tmp_path / "store", "plan/"))) == {"step", "plan", "all"}
     why, by = study("why", tmp_path / "store"), f"process {os.getpid()} on {socket.gethostname()}"
     assert f"running: being computed by {by}" in why and "pending: another run will compute it" in why
-    assert running() == 0
+    gate.set()
+    thread.join()
+    assert codes == [0]
     table = cells(study("status", tmp_path / "store"))
     assert table["step"] == ["done", "one takes", "left, about"]
     assert table["all"][0] == str(int(done) + 1 + int(pending)) and table["plan"] == ["1", "0:00:02", "0:00:00"]

@@ -75,35 +75,28 @@ def test_what_a_killed_run_kept_of_a_finished_step_is_removed_and_of_others_stay
     assert [path.name for path in (store.root / "partial").iterdir()] == [unfinished.id[:12]]
 
 
-@pytest.mark.parametrize("at", ["in its work", "before it publishes", "when it publishes"])
-def test_an_owner_that_comes_back_publishes_nothing(store: Store, monkeypatch: pytest.MonkeyPatch, at: str) -> None:
-    """It was suspended for so long that another run has found its claim stale and done the step."""
-    other, seal, once = Store(store.root).create(), storing._seal, [True]
+@pytest.mark.parametrize(("name", "is_before"), [("_seal", True), ("_seal", False), ("check", False)])
+def test_an_owner_that_comes_back_publishes_nothing(
+    store: Store, monkeypatch: pytest.MonkeyPatch, name: str, is_before: bool
+) -> None:
+    """It was suspended for so long, before or after it sealed the step or checked its claim, that another run has
+    found this claim stale and done the step."""
+    other, owner = Store(store.root).create(), storing if name == "_seal" else Claim
     monkeypatch.setattr(other.claims, "is_stale", lambda path: True)
+    suspended = getattr(owner, name)
 
-    def take_over() -> None:
-        once.clear()
-        publish(other, a_step(), "of the other")
+    def late(*arguments: Any) -> None:
+        monkeypatch.setattr(owner, name, suspended)
+        if is_before:
+            publish(other, a_step(), "of the other")
+        suspended(*arguments)
+        if not is_before:
+            publish(other, a_step(), "of the other")
 
-    def seal_late(*arguments: Any) -> None:
-        seal(*arguments)
-        if once and at == "before it publishes":
-            take_over()
-
-    def check_late(claim: Claim) -> None:
-        check(claim)
-        if once and at == "when it publishes":
-            take_over()
-
-    check = Claim.check
-    monkeypatch.setattr(storing, "_seal", seal_late)
-    monkeypatch.setattr(Claim, "check", check_late)
     with pytest.raises(Busy), store.claim(a_step()) as scratch:
         assert scratch is not None
         (scratch / "result.txt").write_text("of the first")
-        if at == "in its work":
-            take_over()
-            (scratch / "more.txt").write_text("of the first")
+        monkeypatch.setattr(owner, name, late)
     with store.claim(a_step()) as scratch:
         assert scratch is None and (store.path(a_step()) / "result.txt").read_text() == "of the other"
     assert len(list((store.root / "plan").iterdir())) == 1 and not list((store.root / "claims").iterdir())

@@ -13,7 +13,6 @@ import hashlib
 import json
 import os
 import re
-import sys
 import textwrap
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -28,14 +27,11 @@ from moe_lab.errors import UserError
 from moe_lab.evaluation import LIMITED, NAMESPACES, Policy, mirror
 from moe_lab.evaluation.harness import Answer, Graded, Item, Text, data_files, graded_by_mean
 from moe_lab.evaluation.harnesses import evalplus_rules
-from moe_lab.evaluation.sandbox import encoding
 from moe_lab.evaluation.sandbox.client import LimitedCalls, Outcome, Runners, cores
 from moe_lab.evaluation.sandbox.closed_world import leaves_closed_world
 from moe_lab.evaluation.sandbox.encoding import encode
 from moe_lab.evaluation.sandbox.runner import Request
 from moe_lab.evaluation.suite import is_closed_world
-from moe_lab.json_files import write_json
-from moe_lab.paths import cache
 
 PARTS = ("base", "plus")
 _CANONICAL_SECONDS = 30.0
@@ -100,7 +96,6 @@ def grade(answers: Sequence[Answer], benchmark: BenchmarkConfig, policy: Policy)
         programs={task: program for task, program in programs.items() if not reaching.get(task)},
         confined=protection == NAMESPACES,
         sanitize=benchmark.data is not None,
-        cache=str(cache("expected")),
         **benchmark.parameters,
     )
     graded = kept_grader.grade(request)
@@ -187,8 +182,6 @@ class GradeRequest:
     """CPU limit for comparing the outputs of one program, which may take `_COMPARING_MEMORY` bytes."""
     processes: int = 0
     """Programs that run at the same time; 0: one per core that this process may use."""
-    cache: str | None = None
-    """Private folder for the outputs of canonical solutions."""
 
 
 @dataclass(frozen=True)
@@ -214,7 +207,7 @@ class _DataFile:
 
     problems: dict[str, dict[str, Any]]
     digest: str
-    """sha256 of the file and of what determines how outputs are encoded."""
+    """sha256 of the file."""
     expected: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Task id -> part -> what the canonical solution returns, and its CPU seconds."""
 
@@ -236,8 +229,7 @@ class Grader:
 
     def grade(self, request: GradeRequest) -> dict[str, Verdict]:
         """Verdicts by task id. Raises RuntimeError for a canonical solution that does not run."""
-        code = Path(encoding.__file__).read_bytes() + sys.version.encode()  # both determine how outputs are encoded
-        digest = hashlib.sha256(Path(request.data).read_bytes() + code).hexdigest()
+        digest = hashlib.sha256(Path(request.data).read_bytes()).hexdigest()
         if (request.dataset, digest) not in self.files:
             problems = evalplus_rules.problems_of(request.dataset, request.data)
             self.files[request.dataset, digest] = _DataFile(problems, digest)
@@ -268,12 +260,13 @@ class _Grading:
 
     def graded(self) -> dict[str, Verdict]:
         """Task id -> verdict, for each program of the request."""
-        programs, known = self.request.programs, self.grader.verdicts
+        programs, known, expected = self.request.programs, self.grader.verdicts, self.file.expected
         keys = {task: self._key(task) for task in programs}
         graded = {task: known[key] for task, key in keys.items() if key in known}
         missing = [task for task in programs if task not in graded]
-        self._load_expected(missing)
-        with self._pool() as pool:
+        without = [task for task in missing if task not in expected]
+        with ThreadPoolExecutor(self.request.processes or cores()) as pool:
+            expected.update(zip(without, pool.map(self._canonical, without), strict=True))
             graded.update(zip(missing, pool.map(self._verdict, missing), strict=True))
         if len(known) > _MOST_VERDICTS:
             known.clear()
@@ -288,9 +281,6 @@ class _Grading:
         of = [request.dataset, self.file.digest, task, request.programs[task], how]
         return hashlib.sha256(json.dumps(of).encode()).hexdigest()
 
-    def _pool(self) -> ThreadPoolExecutor:
-        return ThreadPoolExecutor(self.request.processes or cores())
-
     def _inputs(self, task: str, part: str) -> list[Any]:
         return [encode(list(arguments)) for arguments in self.file.problems[task][f"{part}_input"]]
 
@@ -299,21 +289,8 @@ class _Grading:
         request = Request(program, entry_point, self._inputs(task, part), seconds, total, memory, _OUTPUT)
         return self.grader.runners[self.request.confined].run(request)
 
-    # Expected outputs are those of the canonical solutions, which are run like any other program.
-
-    def _load_expected(self, tasks: list[str]) -> None:
-        cached, expected = self._cache_file(), self.file.expected
-        if cached is not None and cached.exists() and not expected.keys() >= set(tasks):
-            expected.update(json.loads(cached.read_text()))
-        missing = [task for task in tasks if task not in expected]
-        if not missing:
-            return
-        with self._pool() as pool:
-            expected.update(zip(missing, pool.map(self._canonical, missing), strict=True))
-        if cached is not None:
-            write_json(cached, expected)
-
     def _canonical(self, task: str) -> dict[str, Any]:
+        """What the canonical solution, which is run like any other program, returns for each part."""
         problem = self.file.problems[task]
         program = problem["prompt"] + problem["canonical_solution"]
         outputs = {}
@@ -325,19 +302,6 @@ class _Grading:
                 raise RuntimeError(f"{self.request.data}: the canonical solution of {task} does not run: {how}")
             outputs[part] = {"encoded": outcome.encoded, "seconds": outcome.seconds}
         return outputs
-
-    def _cache_file(self) -> Path | None:
-        if self.request.cache is None:
-            return None
-        folder = Path(self.request.cache)
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if folder.stat().st_uid != os.geteuid() or folder.stat().st_mode & 0o022:
-            raise RuntimeError(
-                f"{folder} must belong to you and be writable by you alone: it says what right answers are"
-            )
-        return folder / f"{self.request.dataset}-{self.file.digest}.json"
-
-    # The verdict of one program.
 
     def _verdict(self, task: str) -> Verdict:
         program = self.request.programs[task]

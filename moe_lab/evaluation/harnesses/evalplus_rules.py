@@ -12,7 +12,6 @@ limited number of lines, and tries the longest runs first.
 from __future__ import annotations
 
 import ast
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from itertools import accumulate
@@ -20,17 +19,12 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+from evalplus import eval as evalplus_eval
+from evalplus import sanitize as evalplus_sanitize
+from evalplus.data import humaneval, mbpp
+from evalplus.eval._special_oracle import MBPP_OUTPUT_NOT_NONE_TASKS
+
 from moe_lab.evaluation.sandbox.encoding import decode, decode_text
-
-# evalplus.data imports `datasets` for a benchmark not used here; without it the import takes 0.1 s instead of 1.3.
-_unused = sys.modules.setdefault("datasets", SimpleNamespace(load_dataset=None))  # type: ignore[arg-type]
-from evalplus import eval as evalplus_eval  # noqa: E402
-from evalplus import sanitize as evalplus_sanitize  # noqa: E402
-from evalplus.data import humaneval, mbpp  # noqa: E402
-from evalplus.eval._special_oracle import MBPP_OUTPUT_NOT_NONE_TASKS  # noqa: E402
-
-if isinstance(_unused, SimpleNamespace):
-    del sys.modules["datasets"]
 
 MOST_LINES = 150
 """Number of lines that are searched of a text that is not Python as a whole."""

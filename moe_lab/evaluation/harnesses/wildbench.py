@@ -6,21 +6,48 @@ A score of 1 (very poor) to 10 (perfect) is reported as (score - 1) / 9.
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import os
 import re
+import threading
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from moe_lab.config import BenchmarkConfig
+from moe_lab.config import BenchmarkConfig, JudgeConfig
 from moe_lab.config.base import identity as settings_identity
-from moe_lab.errors import UserError, unknown, user_errors
+from moe_lab.errors import Unavailable, UserError, unknown, user_errors
 from moe_lab.evaluation import Policy, mirror
+from moe_lab.evaluation.engines import answer_in
 from moe_lab.evaluation.harness import Answer, Graded, Item, Text, graded_by_mean, replace_surrogates
+from moe_lab.json_files import read_json, write_json
 from moe_lab.paths import cache
 
+if TYPE_CHECKING:
+    import openai
+
+_BUSY = (408, 409, 429)
+"""HTTP status codes below 500 after which the client sends a request again, as it does after any from 500 on."""
+_BROKEN = ("abort", "error", "content_filter")
+"""Reasons why a reply ends that leave it incomplete. Endpoints have words of their own for complete ones."""
+ATTEMPTS = 8
+"""How often a request is sent while the endpoint is busy, broken or unreachable: over about a minute."""
+PARALLEL = 8
+"""Requests under way at the same time: enough for one server, and few enough for the limits of paid endpoints."""
+TIMEOUT = 120.0
+"""Seconds to wait for one reply; judges that reason take up to a minute."""
+LOWEST, HIGHEST = 1.0, 10.0
+"""The scale of WildBench v2: very poor to perfect."""
+_SCORE = re.compile(r'"score"\s*:\s*', re.IGNORECASE)
+# A character must follow the number, because a reply may be cut off in the middle of 10.
+_NUMBER = re.compile(r'"?\s*(\d+(?:\.\d+)?)(?=["},\s])')
+UNPARSABLE_ATTEMPTS = 3
+"""How often a text is sent while its replies hold no score: enough for one that broke off by chance."""
 TOLERATED = 0.01
 """Share of items that may lack a score. If more do, the benchmark fails."""
 PLACES = ("history", "user_query", "model_output", "checklist")
@@ -47,8 +74,6 @@ def grade(answers: Sequence[Answer], benchmark: BenchmarkConfig, policy: Policy)
     The judge does not see what the model thought before its answer. Items without a score are left out and named in
     the protocol. Raises Unavailable when they are more than 1 %.
     """
-    from moe_lab.evaluation.judge import HIGHEST, LOWEST, Judge, Verdict
-
     assert benchmark.judge is not None
     rows = {row["session_id"]: row for row in _rows(benchmark)}
     text_of_judge = template(benchmark)
@@ -95,9 +120,6 @@ def _rows(benchmark: BenchmarkConfig) -> list[dict[str, Any]]:
     return chosen[: benchmark.limit]
 
 
-# The prompt of the judge.
-
-
 def template(benchmark: BenchmarkConfig) -> str:
     """The template in parameters.template, or the default one. Raises UserError for one that cannot be used."""
     named = benchmark.parameters.get("template")
@@ -116,7 +138,7 @@ def template(benchmark: BenchmarkConfig) -> str:
 
 
 def question(text: str, conversation: Sequence[Mapping[str, Any]], answer: str, checklist: Sequence[str]) -> str:
-    """The template `text` with its placeholders filled. The inserted texts are not searched for placeholders."""
+    """The template `text`, filled: the prompt of the judge. Inserted texts are not searched for placeholders."""
     *before, last = conversation
     filled = {
         "history": "\n\n".join(f"{message['role'].upper()}: {message['content']}" for message in before),
@@ -125,6 +147,156 @@ def question(text: str, conversation: Sequence[Mapping[str, Any]], answer: str, 
         "checklist": "\n".join(f"- {item}" for item in checklist),
     }
     return _PLACE.sub(lambda place: filled[place[1]], text)
+
+
+# The judge, behind an OpenAI-compatible endpoint, with a cache of replies.
+
+
+class Unparsable(ValueError):
+    """A reply without a usable score."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A judge's verdict on one answer."""
+
+    score: float | None
+    """1 to 10; None without a usable reply."""
+    reply: str
+    """The judge's reply, or why there is none."""
+    cached: bool = False
+    """Whether the reply is from the cache."""
+
+
+class Judge:
+    """Requests scores from a judge. Replies with a score are kept in `cache`, one file each; failures are not.
+
+    A reply's key in the cache is made of the judge's model and settings and of the prompt, but not of its address.
+    """
+
+    def __init__(self, settings: JudgeConfig, cache: Path) -> None:
+        self.settings, self.cache = settings, cache
+
+    def verdicts(self, prompts: Sequence[str], tolerated: int) -> list[Verdict]:
+        """A verdict for each prompt, in order.
+
+        Raises Unavailable as soon as more than `tolerated` prompts got no score, with the first reason, and immediately
+        when the endpoint refuses a request. Address and key are not part of a step, so another run may succeed.
+        """
+        unscored: list[Verdict] = []
+        refused = threading.Event()
+        with self._client() as client:  # closed, it ends the requests that are still being repeated
+            pool = ThreadPoolExecutor(PARALLEL)
+            try:
+                futures = [pool.submit(self._verdict, client, prompt, refused) for prompt in prompts]
+                for future in as_completed(futures):
+                    verdict = future.result()
+                    if verdict.score is None:
+                        unscored.append(verdict)
+                    if len(unscored) > tolerated and not refused.is_set():
+                        raise Unavailable(
+                            f"judge {self.settings.model} at {self.settings.url} gave no score to {len(unscored)} of "
+                            f"{len(prompts)} answers, and at most {tolerated} may go without: {unscored[0].reply}"
+                        )
+            finally:
+                refused.set()
+                pool.shutdown(wait=False, cancel_futures=True)
+        return [future.result() for future in futures]
+
+    def _client(self) -> openai.OpenAI:
+        """A client that repeats requests while the endpoint is busy, broken or unreachable."""
+        import openai
+
+        local = urlsplit(self.settings.url).hostname in ("localhost", "127.0.0.1", "::1")
+        return openai.OpenAI(
+            base_url=self.settings.url,
+            api_key=os.environ.get(self.settings.key_variable, "").strip() or "none",
+            timeout=TIMEOUT,
+            max_retries=ATTEMPTS - 1,
+            http_client=openai.DefaultHttpxClient(trust_env=False) if local else None,  # no proxy to this machine
+        )
+
+    def _verdict(self, client: openai.OpenAI, prompt: str, refused: threading.Event) -> Verdict:
+        """The verdict on one prompt. Raises Unavailable, and sets `refused`, when the endpoint refuses the request."""
+        import openai
+
+        settings = self.settings
+        key = hashlib.sha256(json.dumps([settings_identity(settings), prompt], sort_keys=True).encode()).hexdigest()
+        file = self.cache / key[:2] / f"{key}.json"
+        with suppress(OSError, ValueError):  # not in the cache, or damaged: request it
+            reply = read_json(file, {"reply": str})["reply"]
+            return Verdict(score(reply), reply, cached=True)
+        reason = "canceled"
+        for _ in range(0 if refused.is_set() else UNPARSABLE_ATTEMPTS):
+            try:
+                response = client.chat.completions.with_raw_response.create(
+                    model=settings.model,
+                    messages=[{"role": "user", "content": prompt}],
+                    max_tokens=settings.max_tokens,
+                    extra_body={"temperature": 0, **settings.extra},
+                )
+                reply = _text(response.content)
+                verdict = Verdict(score(reply), reply)
+            except Unparsable as error:
+                reason = f"{UNPARSABLE_ATTEMPTS} replies in a row without a usable score ({error})"
+            except openai.APITimeoutError:
+                return Verdict(None, f"no answer within {TIMEOUT:g} s")
+            except openai.APIConnectionError as error:
+                return Verdict(None, f"no connection ({error.__cause__ or error})")
+            except openai.APIStatusError as error:
+                if error.status_code >= 500 or error.status_code in _BUSY:
+                    return Verdict(None, f"HTTP {error.status_code}")
+                refused.set()
+                raise Unavailable(
+                    f"judge {settings.model} at {settings.url} refused a request with HTTP {error.status_code} "
+                    f"({' '.join(error.message.split()):.200}): expected that judge.url and judge.model are right, and "
+                    f"the key in {settings.key_variable}"
+                ) from None
+            else:
+                file.parent.mkdir(parents=True, exist_ok=True)
+                write_json(file, {"judge": settings_identity(settings), "reply": reply})
+                return verdict
+        return Verdict(None, reason)
+
+
+def _text(body: bytes) -> str:
+    """The message in a response.
+
+    Raises Unparsable if there is none, as when another program listens at the address, and if it was broken off.
+    """
+    try:
+        choice = json.loads(body)["choices"][0]
+        content = choice["message"]["content"] or ""
+    except (ValueError, KeyError, IndexError, TypeError):
+        raise Unparsable(f"no chat completion: {body[:80]!r}") from None
+    if not isinstance(content, str):
+        raise Unparsable(f"a {type(content).__name__} in place of a text")
+    if choice.get("finish_reason") in _BROKEN:
+        raise Unparsable(f"ended by finish_reason={choice['finish_reason']}")
+    if choice.get("finish_reason") == "length" and '"score"' not in content:
+        raise Unparsable("cut off at judge.max_tokens before a score")
+    return content
+
+
+def score(reply: str) -> float:
+    """The number after the last "score" of the reply, between 1 and 10. Raises Unparsable when there is none.
+
+    It is the last, because a judge may quote the form while it reasons, before it gives its score. What stands between
+    the marks of a thought is not read.
+    """
+    verdict = answer_in(reply)
+    if verdict is None:
+        raise Unparsable("a thought that does not end")
+    *_, last = [None, *_SCORE.finditer(verdict)]
+    if last is None:
+        raise Unparsable('no "score"')
+    number = _NUMBER.match(verdict, last.end())
+    if number is None:
+        raise Unparsable(f'the last "score" is no number: {verdict[last.end() : last.end() + 20]!r}')
+    value = float(number[1])
+    if not LOWEST <= value <= HIGHEST:
+        raise Unparsable(f"score {number[1]} is not between 1 and 10")
+    return value
 
 
 # What a study must know of it.
