@@ -201,6 +201,15 @@ def save(name: str, folder: Path, *, shard: str = "50GB", **changes: Any) -> Pre
     return model
 
 
+def load(folder: Path, **named: Any) -> Any:
+    """The model in `folder`, by transformers; all of its weights and no others are in its files."""
+    model, report = AutoModelForCausalLM.from_pretrained(
+        folder, experts_implementation="eager", output_loading_info=True, **named
+    )
+    assert not any(report.values()), report
+    return model
+
+
 def settings(path: object, **changes: Any) -> ModelConfig:
     """The settings of a model in a folder, on the CPU."""
     return ModelConfig(name="m", path=str(path), **{"device": "cpu", **changes})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -167,10 +167,8 @@ class Said(Engine):
 
     scores = False
 
-    def __init__(self, texts: Sequence[str] | Mapping[str, str] | Callable[[str], str], template: str = PLAIN) -> None:
+    def __init__(self, texts: Sequence[str] | Callable[[str], str], template: str = PLAIN) -> None:
         self.texts, self.tokenizer, self.template_arguments = texts, Words(template), {}
-        self.asked: list[str] = []
-        """All prompts so far."""
         self.writing = Writing(0)
         """That of the last batch."""
 
@@ -180,12 +178,9 @@ class Said(Engine):
 
     def generate(self, prompts: Sequence[Prompt], writing: Writing) -> list[Written]:
         self.writing = writing
-        self.asked += [prompt.text for prompt in prompts]
         return [Written(self._says(prompt.text)) for prompt in prompts]
 
     def _says(self, prompt: str) -> str:
-        if isinstance(self.texts, Mapping):
-            return self.texts[prompt]
         if callable(self.texts):
             return self.texts(prompt)
         return self.texts[list(self.tokenizer.rendered).index(prompt)]

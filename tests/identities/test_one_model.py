@@ -16,7 +16,6 @@ import tiny
 import torch
 from identities.plans import KINDS, random_plan
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
 
 from moe_lab.errors import UserError
 from moe_lab.models.checkpoint import open_checkpoint
@@ -37,16 +36,6 @@ def answers(model: Any) -> tuple[torch.Tensor, torch.Tensor]:
     with torch.no_grad():
         logits = model.eval()(input_ids=tiny.tokens()).logits
     return logits, model.generate(tiny.tokens(2, 5), max_new_tokens=5, do_sample=False, eos_token_id=None)
-
-
-def load(folder: Path) -> Any:
-    """The model in `folder`, of which all weights and no others are in its files."""
-    config = json.loads((folder / "config.json").read_text())
-    model, report = AutoModelForCausalLM.from_pretrained(
-        folder, trust_remote_code="auto_map" in config, experts_implementation="eager", output_loading_info=True
-    )
-    assert not any(report.values())
-    return model
 
 
 @pytest.mark.parametrize(("name", "kind", "way"), WAYS)
@@ -70,7 +59,7 @@ def test_masked_pruned_and_exported_are_one_model(name: str, kind: str, way: str
         assert torch.equal(found[0], masked[0])
     assert (found[0] - masked[0]).abs().max() <= 1e-5 and torch.equal(found[1], masked[1])
     out = export(tmp_path / "model", plan, tmp_path / "out")
-    _check_loaded(load(out), pruned, found)
+    _check_loaded(tiny.load(out, trust_remote_code=True), pruned, found)
     assert Plan.load(out / "plan.json") == plan
     facts = {"parameters": sum(weight.numel() for weight in model.parameters()), "bytes_per_parameter": 2}
     assert size(model, plan, facts=facts)["parameters"] == sum(weight.numel() for weight in pruned.parameters())
@@ -94,7 +83,7 @@ def test_an_export_in_half_precision_is_the_pruned_model(name: str, dtype: torch
     for way in (way for ways in KINDS.values() for way in ways):
         plan = random_plan(model, way, seed=1)
         pruned = prune(model, plan)
-        loaded = load(export(tmp_path / "model", plan, tmp_path / way))
+        loaded = tiny.load(export(tmp_path / "model", plan, tmp_path / way), trust_remote_code=True)
         assert loaded.dtype is dtype
         _check_loaded(loaded, pruned, answers(pruned))
 

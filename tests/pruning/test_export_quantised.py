@@ -16,7 +16,7 @@ import torch
 from identities.plans import random_plan
 from safetensors.torch import load_file, save_file
 from tiny import logits
-from transformers import AutoModelForCausalLM, CompressedTensorsConfig
+from transformers import CompressedTensorsConfig
 
 from moe_lab.config import ExportConfig, ModelConfig, RecoveryConfig
 from moe_lab.config.base import SettingsError, valid
@@ -256,11 +256,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def loaded(folder: Path, **named: Any) -> torch.Tensor:
     """The logits of the model in a folder, all of whose weights are there."""
-    model, report = AutoModelForCausalLM.from_pretrained(
-        folder, trust_remote_code=True, experts_implementation="eager", output_loading_info=True, **named
-    )
-    assert not any(report.values()), report
-    return tiny.logits(model).contiguous()
+    return logits(tiny.load(folder, trust_remote_code=True, **named)).contiguous()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

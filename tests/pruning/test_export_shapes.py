@@ -15,8 +15,7 @@ import tiny
 import torch
 from identities.plans import random_plan
 from safetensors.torch import load_file, save_file
-from tiny import logits
-from transformers import AutoModelForCausalLM
+from tiny import load, logits
 
 from moe_lab.config import ExportConfig, ModelConfig, RecoveryConfig
 from moe_lab.errors import UserError
@@ -31,14 +30,6 @@ from tests.campaign.models import reconfigure
 @pytest.fixture(autouse=True)
 def matrices_of_several_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parts, "BLOCK", 1000)
-
-
-def load(folder: Path, **named: Any) -> Any:
-    model, report = AutoModelForCausalLM.from_pretrained(
-        folder, experts_implementation="eager", output_loading_info=True, **named
-    )
-    assert not any(report.values())
-    return model
 
 
 def config_of(folder: Path) -> dict[str, Any]:
