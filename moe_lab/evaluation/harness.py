@@ -386,5 +386,10 @@ def installed_in(python: str, package: str) -> str | None:
 
 def check_has(module: str, python: str) -> None:
     """Raise UserError when the interpreter lacks `module`, or there is none in that file."""
-    if installed_in(python, module) is None:
+    program = f"from importlib.util import find_spec; print(find_spec({module!r}) is not None)"
+    try:  # a module, not a package: builds of vLLM have several names
+        found = subprocess.run([python, "-I", "-c", program], capture_output=True, text=True, env={}).stdout
+    except OSError:
+        found = ""
+    if found.strip() != "True":
         raise UserError(f"interpreters.{module}={python} has no {module}: run make {module}, or name another")

@@ -1,24 +1,33 @@
-"""A plan gives one model, whether it masks a model, prunes it, or is exported and loaded again."""
+"""A plan gives one model, whether it masks a model, prunes it, or is exported and loaded again; and what moe_lab says
+of a family's experts, in memory and on disk, is what transformers computes with them."""
 
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import naive
 import pytest
 import tiny
 import torch
 from identities.plans import KINDS, random_plan
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from moe_lab.errors import UserError
-from moe_lab.models.discover import moe_layers
+from moe_lab.models.checkpoint import open_checkpoint
+from moe_lab.models.discover import MoELayer, moe_layers
+from moe_lab.models.families import FAMILIES, Family, family_of, split
 from moe_lab.pruning.cost import size
 from moe_lab.pruning.export import export
 from moe_lab.pruning.mask import mask
 from moe_lab.pruning.plan import Plan
 from moe_lab.pruning.prune import prune
+from moe_lab.statistics import Statistics, weights
 
 WAYS = [(name, kind, way) for name in tiny.ARCHITECTURES for kind, ways in KINDS.items() for way in ways]
 
@@ -88,3 +97,189 @@ def test_an_export_in_half_precision_is_the_pruned_model(name: str, dtype: torch
         loaded = load(export(tmp_path / "model", plan, tmp_path / way))
         assert loaded.dtype is dtype
         _check_loaded(loaded, pruned, answers(pruned))
+
+
+@pytest.mark.parametrize("name", tiny.ARCHITECTURES)
+def test_experts_compute_what_the_model_computes(name: str) -> None:
+    """To the bit: each expert alone, with a gate of 1."""
+    for layer in moe_layers(naive.model(name)):
+        states = torch.randn(5, layer.hidden, generator=torch.Generator().manual_seed(0))
+        states = states.to(layer.experts.down_proj.dtype)
+        for expert in range(layer.n_experts):
+            index = torch.full((5, 1), expert)
+            with torch.no_grad():
+                expected = layer.experts(states, index, torch.ones(5, 1, dtype=states.dtype))
+            assert torch.equal(layer.expert_output(states, expert), expected)
+
+
+@pytest.mark.parametrize("name", tiny.ARCHITECTURES)
+def test_files_hold_what_the_memory_holds(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each projection of each expert is found once and equals that in memory; and so do sums over the files."""
+    model = naive.model(name)
+    model.save_pretrained(tmp_path, max_shard_size="60KB")
+    tensors = {name: tensor for file in tmp_path.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    layers = {layer.index: layer for layer in moe_layers(model)}
+    found: dict[tuple[int, int, str], torch.Tensor] = {}
+    kinds: dict[int, list[str]] = {index: [] for index in layers}
+    for path, place in layers[max(layers)].family.places(tensors).items():
+        kinds[place.layer].append(place.kind)
+        if place.axes is None:
+            assert place.kind in ("router", "vector", "shared"), path
+            continue
+        stack = tensors[path] if place.expert is None else tensors[path][None]
+        for number, one in enumerate(stack):
+            for role, view in split(one, place.axes).items():
+                key = place.layer, number if place.expert is None else place.expert, role
+                assert key not in found
+                found[key] = view
+    assert all(of_layer.count("router") == 1 for of_layer in kinds.values())
+    for index, layer in layers.items():
+        for expert in range(layer.n_experts):
+            for role, view in layer.projections(expert).items():
+                assert torch.equal(found.pop((index, expert, role)), view), (index, expert, role)
+    assert not found
+    _check_sums(tmp_path, list(layers.values()), monkeypatch)
+
+
+def _check_sums(folder: Path, layers: list[MoELayer], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums over the weights in `folder` are those of the weights in memory, in fp64, also block by block."""
+    by_expert, by_channel = (
+        weights.weigh_experts(folder, fingerprint={}),
+        weights.weigh_channels(folder, fingerprint={}),
+    )
+    compared = [weights.compare_experts(folder, fingerprint={})]
+    monkeypatch.setattr(weights, "BLOCK", 100)
+    compared.append(weights.compare_experts(folder, fingerprint={}))
+    for sums in (by_expert, by_channel, *compared):
+        assert list(sums.layers) == [layer.index for layer in layers]
+    for layer in layers:
+        experts = [layer.projections(expert) for expert in range(layer.n_experts)]
+        matrices = {role: torch.stack([one[role] for one in experts]).double() for role in ("gate", "up", "down")}
+        flat = torch.cat([matrix.flatten(1) for matrix in matrices.values()], 1)
+        inward = torch.cat((matrices["gate"].flatten(1), matrices["up"].flatten(1)), 1)
+        expected: dict[str, Any] = {"abs_sum": flat.abs().sum(1), "square_sum": flat.square().sum(1)}
+        expected |= {f"channel_{role}_square": matrix.square().sum(2) for role, matrix in matrices.items()}
+        expected["channel_down_abs"] = matrices["down"].abs().sum(2)
+        sums = by_expert.layers[layer.index] | by_channel.layers[layer.index]
+        assert sums.pop("count") == flat.shape[1] and sums.keys() == expected.keys()
+        expected["weight_distance_square"] = (inward[:, None] - inward).square().sum(2)
+        for one in compared:
+            for key, value in (sums | one.layers[layer.index]).items():
+                assert value.dtype == torch.float64 and naive.relative(value, expected[key]) < 1e-6, key
+
+
+def test_classes_say_what_the_source_of_transformers_says() -> None:
+    """Of every family whose decorator of experts has arguments, and of no other."""
+    stated = {}
+    models = Path(str(find_spec("transformers").origin)).with_name("models")  # type: ignore[union-attr]
+    for file in models.glob("*/modeling_*.py"):
+        for arguments in re.findall(r"^@use_experts_implementation\((.*?)\)\nclass", file.read_text(), re.M | re.S):
+            given = dict(re.findall(r"(\w+)=(True|False)", arguments))
+            stated[file.parent.name] = {name: value == "True" for name, value in given.items()}
+    usual = {
+        "is_transposed": False,
+        "is_concatenated": True,
+        "has_gate": True,
+        "has_bias": False,
+        "has_post_expert_norm": False,
+    }
+    of_classes = {}
+    for family in FAMILIES:
+        first = next(iter(family.stacks.values()))
+        marks = {
+            "is_transposed": first.channels == -1,
+            "is_concatenated": not first.interleaved,
+            "has_gate": "gate" in first.roles,
+            "has_bias": "down_bias" in family.roles,
+            "has_post_expert_norm": family.unfit == "are followed by a norm",
+        }
+        of_classes[family.kinds[0]] = {name: mark for name, mark in marks.items() if mark != usual[name]}
+        assert all(family_of(kind) is family for kind in family.kinds)
+    installed = {kind: marks for kind, marks in of_classes.items() if marks and (models / kind).is_dir()}
+    assert installed == {kind: marks for kind, marks in stated.items() if marks}
+
+
+def test_several_moe_blocks_in_a_decoder_layer_are_refused() -> None:
+    with pytest.raises(UserError, match="several MoE blocks"):
+        Family().places(f"model.layers.0.{block}.experts.0.w1.weight" for block in ("moe", "mlp"))
+
+
+def test_layers_that_predict_several_tokens_are_no_layers_of_the_decoder(tmp_path: Path) -> None:
+    tiny.save("olmoe", tmp_path)
+    names = list(open_checkpoint(tmp_path).tensors)
+    extra = ["mtp.layers.0.mlp.experts.0.up_proj.weight", "model.layers.3.mlp.experts.0.up_proj.weight"]
+    places = Family().places([*names, *extra, "model.layers.3.eh_proj.weight"])
+    assert places.keys() == Family().places(names).keys()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_stacked_experts_are_summed_at_once(dtype: torch.dtype) -> None:
+    stack = torch.randn(5, 70, 2048, generator=torch.Generator().manual_seed(0)).to(dtype)
+    for sums, power in zip(weights.rows_absolute_and_square(stack), (1, 2), strict=True):
+        assert naive.relative(sums, stack.double().abs().pow(power).sum((1, 2))) < 1e-6
+
+
+READS = (weights.weigh_experts, weights.weigh_channels, weights.compare_experts)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("name", ["olmoe", "gpt_oss"])
+def test_cuda_sums_are_those_of_the_cpu(name: str, tmp_path: Path) -> None:
+    naive.model(name).to(torch.bfloat16).save_pretrained(tmp_path, max_shard_size="60KB")
+    for read in READS:
+        expected, found = (read(tmp_path, fingerprint={}, device=device).layers for device in ("cpu", "cuda"))
+        assert expected.keys() == found.keys()
+        for layer, named in expected.items():
+            assert named.keys() == found[layer].keys()
+            assert all(naive.relative(found[layer][statistic], sums) < 1e-6 for statistic, sums in named.items())
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    naive.model("olmoe").save_pretrained(tmp_path)
+    return tmp_path
+
+
+def rewrite(folder: Path, **changes: torch.Tensor | None) -> None:
+    """Change or (None) drop tensors of the only shard; __ in a name stands for a dot."""
+    tensors = load_file(folder / "model.safetensors")
+    for name, tensor in changes.items():
+        tensors.pop(name.replace("__", "."), None)
+        if tensor is not None:
+            tensors[name.replace("__", ".")] = tensor
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+UP, DOWN = (f"model__layers__1__mlp__experts__3__{role}_proj__weight" for role in ("up", "down"))
+
+
+@pytest.mark.parametrize("read", READS)
+@pytest.mark.parametrize(
+    ("value", "named"), [(torch.inf, r"layer 1, expert 3: weights .*\.up_proj"), (None, "layer"), ("fp8", "F8_E4M3")]
+)
+def test_weights_that_are_broken_missing_or_quantised_are_named(
+    read: Callable[..., Statistics], value: object, named: str, folder: Path
+) -> None:
+    matrix = torch.ones(24, 32)
+    if isinstance(value, float):
+        matrix[3, 4] = value
+    rewrite(folder, **{UP: None if value is None else matrix.to(torch.float8_e4m3fn) if value == "fp8" else matrix})
+    with pytest.raises(UserError, match=named):
+        read(folder, fingerprint={})
+
+
+@pytest.mark.parametrize("read", READS)
+def test_folders_without_experts_are_refused(read: Callable[..., Statistics], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "num_hidden_layers": 2}))
+    save_file({"model.layers.0.mlp.up_proj.weight": torch.ones(2, 2)}, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match="no weights of routed experts"):
+        read(tmp_path, fingerprint={})
+
+
+def test_projections_of_several_widths_or_unknown_names_are_refused(folder: Path) -> None:
+    rewrite(folder, **{DOWN.replace("__3__", f"__{number}__"): torch.ones(32, 23) for number in range(16)})
+    with pytest.raises(UserError, match="experts of layer 1 have unequal widths"):
+        weights.weigh_channels(folder, fingerprint={})
+    rewrite(folder, model__layers__0__mlp__experts__0__side_proj__weight=torch.ones(4, 4))
+    with pytest.raises(UserError, match=r"side_proj\.weight"):
+        weights.weigh_channels(folder, fingerprint={})

@@ -47,10 +47,11 @@ def test_fingerprint_depends_on_content_alone(folder: Path, original: Path) -> N
         shutil.copy(original / file, folder)
 
 
-@pytest.fixture
-def in_the_cache(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModelConfig:
-    """A model of the hub as the hub's cache holds it: its weights are links to files named by their sha256."""
-    place = tmp_path / "hub/models--owner--name"
+def test_a_folder_and_the_hub_name_of_the_same_files_are_one_model(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The hub's cache holds weights as links to files named by their sha256."""
+    place, in_the_cache = tmp_path / "hub/models--owner--name", ModelConfig(name="n", path="owner/name")
     (place / "refs").mkdir(parents=True)
     (place / "refs/main").write_text("c0ffee" * 6 + "c0de")
     (snapshot := place / "snapshots" / ("c0ffee" * 6 + "c0de")).mkdir(parents=True)
@@ -61,19 +62,12 @@ def in_the_cache(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         (snapshot / file.name).symlink_to(blob)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     files._fingerprint_there.cache_clear()
-    return ModelConfig(name="n", path="owner/name")
-
-
-def test_a_folder_and_the_hub_name_of_the_same_files_are_one_model(
-    folder: Path, in_the_cache: ModelConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
     assert fingerprint_of(in_the_cache) == fingerprint(folder)
     stated: dict[str, tuple[int, str]] = {"README.md": (1, ""), "old/a.safetensors": (1, "")}
     for file in folder.glob("*.safetensors"):
         stated[file.name] = file.stat().st_size, hashlib.sha256(file.read_bytes()).hexdigest()
-    for link in tmp_path.glob("hub/*/snapshots/*/*.safetensors"):
+    for link in snapshot.glob("*.safetensors"):
         link.unlink()
-    (snapshot,) = tmp_path.glob("hub/*/snapshots/*")
     monkeypatch.setattr(files, "configuration_folder", lambda _: snapshot)
     for found, expected in ((stated, fingerprint(folder)), (None, None)):  # the hub states the sha256 of weights
         monkeypatch.setattr(files, "stated_files", lambda *_, found=found: found)

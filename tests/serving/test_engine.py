@@ -77,7 +77,7 @@ def said_otherwise(models: Models) -> dict[str, Any]:
 
 
 def under_plans(model: Any, plan: Plan, exported: Path) -> dict[str, Any]:
-    plans = [as_request(each) for each in (None, plan, fewer(model, 1), None)]
+    plans = [as_request(each) for each in (None, plan, fewer(model, 2), None)]
     return {"folder": str(exported.parent / "model"), "plans": plans}
 
 
@@ -89,7 +89,7 @@ def answers(runs: dict[str, Any]) -> dict[str, Any]:
 def check_masked(replies: Any, model: Any, plan: Plan) -> None:
     """The replies under each of PLANS are those of the masked model."""
     assert not isinstance(replies, str), replies
-    for each, reply in zip((None, plan, fewer(model, 1), None), replies, strict=True):
+    for each, reply in zip((None, plan, fewer(model, 2), None), replies, strict=True):
         with mask(model, each) if each else nullcontext():
             right = expected(model)
         assert (torch.tensor(reply["losses"]) - right.flatten()).abs().max() < 1e-4

@@ -1,8 +1,12 @@
-"""Sums over batches: they add up, go on where a pass was stopped, and are read back as they were saved."""
+"""Sums over batches: they add up, go on where a pass was stopped, are read back as they were saved, and are the same of
+a pass that has one decoder layer in memory."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,30 +14,27 @@ import naive
 import pytest
 import tiny
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from moe_lab.config import ModelConfig
 from moe_lab.errors import UserError
-from moe_lab.statistics import Layers, Statistics, check_finite, header
+from moe_lab.models.streamed import StreamedModel, open_streamed
+from moe_lab.statistics import Layers, Statistics, check_finite, header, streaming
 from moe_lab.statistics import read as read_file
 from moe_lab.statistics.damage import DamageTap, SimilarityTap
 from moe_lab.statistics.forward import ForwardTap
 from moe_lab.statistics.gradients import GradientTap, WeightGradientTap, gather_gradients
 from moe_lab.statistics.observe import CHECKPOINT, Observer, Tap, gather
+from moe_lab.statistics.streaming import stream, stream_back
 from moe_lab.study.steps.tables import coverage
+from tests.campaign.models import reconfigure
 
 pytestmark = pytest.mark.slow
 
 FINGERPRINT = {"model": "tiny", "data": "random"}
-
-
-def batches(n: int = 6) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    made = []
-    for seed in range(n):
-        ids = tiny.tokens(rows=2, length=10, seed=seed)
-        valid = torch.ones_like(ids, dtype=torch.bool)
-        valid[0, : seed % 3] = False
-        made.append((ids, valid))
-    return made
+BATCHES = tiny.batches()
+SIX = 2 * BATCHES
 
 
 def equal(first: Layers, second: Layers) -> bool:
@@ -51,9 +52,7 @@ def test_parts_add_up_to_the_whole(read: Callable[..., Statistics], tap: type[Ta
     model = naive.model("olmoe")
     with pytest.raises(UserError, match="no batches"):
         read(model, tap, [], fingerprint=FINGERPRINT)
-    whole, first, rest = (
-        read(model, tap, some, fingerprint=FINGERPRINT) for some in (batches(), batches()[:4], batches()[4:])
-    )
+    whole, first, rest = (read(model, tap, some, fingerprint=FINGERPRINT) for some in (SIX, SIX[:4], SIX[4:]))
     assert {**whole.header, "batches": None} == {"kind": tap.kind, "fingerprint": FINGERPRINT, "batches": None}
     for layer, named in whole.layers.items() if tap is not WeightGradientTap else ():  # sums of |sums|
         for name, part in named.items():
@@ -67,27 +66,29 @@ def test_a_stopped_pass_goes_on_where_it_was(
     read: Callable[..., Statistics], tap: type[Tap], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = naive.model("qwen3_moe")
-    expected = read(model, tap, batches(), fingerprint=FINGERPRINT)
+    expected = read(model, tap, SIX, fingerprint=FINGERPRINT)
     settings: Any = {"out": tmp_path, "fingerprint": FINGERPRINT, "groups": 2}
     with monkeypatch.context() as patch, pytest.raises(tiny.Killed):
         tiny.count_calls(patch, Observer, "read", kill_at=6)
-        read(model, tap, batches(), **settings)
+        read(model, tap, SIX, **settings)
     assert header(tmp_path / CHECKPOINT)["done"] == 4
     with monkeypatch.context() as patch:
         calls = tiny.count_calls(patch, Observer, "read")
-        resumed = read(model, tap, batches(), **settings)
+        resumed = read(model, tap, SIX, **settings)
     assert len(calls) == 2
     assert equal(resumed.layers, expected.layers)
     monkeypatch.setattr(Observer, "read", None)  # a finished pass reads nothing again
-    finished = read(model, tap, batches(), **settings)
-    assert equal(finished.layers, expected.layers)
+    finished = read(model, tap, SIX, **settings)
+    assert equal(finished.layers, expected.layers) and finished.header == resumed.header
+    assert equal(read_file(tmp_path / CHECKPOINT, "pt"), expected.layers)
+    assert [file.name for file in tmp_path.iterdir()] == [CHECKPOINT]
 
 
 @pytest.mark.parametrize("change", ["fingerprint", "batches", "damaged"])
 def test_sums_of_another_pass_are_not_continued(change: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = naive.model("olmoe")
-    gather(model, ForwardTap, batches()[:4], out=tmp_path, fingerprint=FINGERPRINT, groups=2)
-    data: Any = batches()[:4]
+    gather(model, ForwardTap, SIX[:4], out=tmp_path, fingerprint=FINGERPRINT, groups=2)
+    data: Any = SIX[:4]
     fingerprint = dict(FINGERPRINT)
     if change == "fingerprint":
         fingerprint["model"] = "other"
@@ -107,7 +108,7 @@ def test_a_broken_weight_is_named(read: Callable[..., Statistics], tap: type[Tap
         model.model.layers[1].mlp.experts.down_proj[5] = float("nan")
     settings: Any = {} if tap is WeightGradientTap else {"out": tmp_path, "groups": 2}
     with pytest.raises(UserError, match=r"NaN or Inf in layer \d, expert \d+: \w+ of batches 1 to \d"):
-        read(model, tap, batches(), fingerprint=FINGERPRINT, **settings)
+        read(model, tap, SIX, fingerprint=FINGERPRINT, **settings)
     assert not (tmp_path / CHECKPOINT).exists()
 
 
@@ -115,18 +116,6 @@ def statistics(values: list[float]) -> Statistics:
     tensor = torch.tensor(values, dtype=torch.float64)
     layers = {2: {"tokens": tensor, "channel_max": tensor}, 5: {"tokens": 2 * tensor, "channel_max": -tensor}}
     return Statistics(layers, {"kind": "forward", "fingerprint": {"model": "m"}})
-
-
-def test_a_file_gives_back_what_was_saved(tmp_path: Path) -> None:
-    saved = statistics([1, 2, 3])
-    saved.layers[2]["layer_loss"] = torch.tensor(0.25, dtype=torch.float64)
-    saved.save(file := tmp_path / "new" / "sums.safetensors")
-    loaded = Statistics.load(file)
-    assert loaded.header == saved.header == header(file)
-    for layer, named in saved.layers.items():
-        assert all(torch.equal(loaded.layers[layer][name], tensor) for name, tensor in named.items())
-    assert loaded.layers[2]["layer_loss"].shape == () and read_file(file)[5]["tokens"].tolist() == [2, 4, 6]
-    assert list((tmp_path / "new").iterdir()) == [file]
 
 
 def test_bad_files_are_refused(tmp_path: Path) -> None:
@@ -149,3 +138,166 @@ def test_what_is_not_finite_is_named_and_every_expert_is_listed() -> None:
         broken.layers[5]["tokens"][1] = value
         with pytest.raises(UserError, match="layer 5, expert 1: tokens of batch 7"):
             check_finite(broken.layers, "batch 7")
+
+
+PASSES: dict[str, tuple[Callable[..., Statistics], Callable[..., Statistics]]] = {
+    tap.kind: (partial(read, tap=tap), partial(stream if read is gather else stream_back, tap=tap))
+    for read, tap in READS
+}
+FORWARD = PASSES["forward"]
+QUERY = "model.layers.1.self_attn.q_proj.weight"
+
+
+def resident(read: Callable[..., Statistics], name: str) -> Statistics:
+    return read(tiny.build(name), batches=BATCHES, fingerprint={})
+
+
+def opened(name: str, folder: Path) -> StreamedModel:
+    tiny.save(name, folder)
+    return StreamedModel(folder, dtype=torch.float32, device="cpu")
+
+
+def assert_equal(found: Statistics, expected: Statistics) -> None:
+    """To the bit forward; backward, autograd may add up what several experts say of a token in another order."""
+    tolerance = 1e-6 if "gradients" in expected.header["kind"] else 0.0
+    assert found.header == expected.header and found.layers.keys() == expected.layers.keys()
+    for layer, sums in expected.layers.items():
+        assert found.layers[layer].keys() == sums.keys()
+        for name, values in sums.items():
+            error = (found.layers[layer][name] - values).abs().max()
+            assert error <= tolerance * values.abs().max(), (layer, name)
+
+
+@pytest.mark.parametrize("kind", PASSES)
+@pytest.mark.parametrize(
+    "name", ["olmoe", "qwen3_next", "deepseek", "deepseek_v3:grouped", "ernie4_5_moe", "gpt_oss", "jamba", "minimax"]
+)
+def test_the_sums_are_the_same(name: str, kind: str, tmp_path: Path) -> None:
+    whole, layered = PASSES[kind]
+    expected = resident(whole, name)
+    model = opened(name, tmp_path / "model")
+    assert_equal(layered(model, batches=BATCHES, out=tmp_path / "out", fingerprint={}, budget=2000), expected)
+    assert all(weight.is_meta for weight in model.layers.parameters()), "no layer is left behind"
+
+
+@pytest.mark.parametrize("kind", PASSES)
+def test_a_killed_pass_goes_on_from_its_last_layer(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, layered = PASSES[kind]
+    expected = resident(whole, "deepseek_v2")
+    model = opened("deepseek_v2", tmp_path / "model")
+    finish = streaming.FinishedLayers.add
+    done: list[tuple[str, int]] = []
+
+    def dying(self: Any, phase: str, number: int, sums: Any) -> None:
+        if len(done) % 2:
+            done.append(("killed", number))
+            raise tiny.Killed
+        finish(self, phase, number, sums)
+        done.append((phase, number))
+
+    monkeypatch.setattr(streaming.FinishedLayers, "add", dying)
+    for _ in range(20):
+        with suppress(tiny.Killed):
+            found = layered(model, batches=BATCHES, out=tmp_path / "out", fingerprint={}, budget=0)
+            break
+    assert_equal(found, expected)
+    finished = [entry for entry in done if entry[0] != "killed"]
+    assert len(finished) == len(set(finished)) and len(done) > len(finished), "nothing is done twice"
+
+
+def test_only_one_layer_is_there_at_a_time_and_another_text_starts_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, out = opened("olmoe", tmp_path / "model"), tmp_path / "out"
+    FORWARD[1](model, batches=BATCHES[:1], out=out, fingerprint={}, budget=0)
+    there, read = [], streaming.LayerPass.read
+
+    def counting(*given: Any) -> torch.Tensor:
+        there.append(sum(not next(layer.parameters()).is_meta for layer in model.layers))
+        return read(*given)
+
+    monkeypatch.setattr(streaming.LayerPass, "read", counting)
+    found = FORWARD[1](model, batches=BATCHES, out=out, fingerprint={}, budget=0)
+    assert set(there) == {1}
+    assert_equal(found, resident(FORWARD[0], "olmoe"))
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (lambda tensors: tensors.pop(QUERY), "missing"),
+        (lambda tensors: tensors[QUERY].fill_(float("inf")), "holds inf"),
+        (lambda tensors: tensors.update({QUERY: torch.zeros(3, 3)}), "config.json asks for"),
+    ],
+)
+def test_damaged_weights_are_named(damage: Any, says: str, tmp_path: Path) -> None:
+    tiny.save("olmoe", tmp_path / "model")
+    damage(tensors := load_file(tmp_path / "model" / "model.safetensors"))
+    save_file(tensors, tmp_path / "model" / "model.safetensors")
+    with pytest.raises(UserError, match=re.escape(says)) as caught:
+        model = StreamedModel(tmp_path / "model", dtype=torch.float32, device="cpu")
+        FORWARD[1](model, batches=BATCHES, out=tmp_path / "out", fingerprint={}, budget=0)
+    assert QUERY in str(caught.value)
+
+
+def test_what_cannot_be_streamed_is_said_first(tmp_path: Path) -> None:
+    tiny.save("olmoe", tmp_path)
+    with pytest.raises(UserError, match=r"model\.device=balanced"):
+        open_streamed(ModelConfig(name="m", path=str(tmp_path), device="balanced"))
+    reconfigure(tmp_path, quantization_config={"quant_method": "fp8"})
+    with pytest.raises(UserError, match="stored as fp8"):
+        open_streamed(ModelConfig(name="m", path=str(tmp_path)))
+
+
+def test_a_head_in_the_files_is_used_though_the_configuration_says_that_it_is_the_embedding(tmp_path: Path) -> None:
+    """transformers then leaves the two as they are stored."""
+    whole = tiny.save("olmoe", tmp_path, tie_word_embeddings=False)
+    reconfigure(tmp_path, tie_word_embeddings=True)
+    streamed = StreamedModel(tmp_path, dtype=torch.float32, device="cpu").model
+    assert torch.equal(streamed.lm_head.weight, whole.lm_head.weight)
+    assert torch.equal(streamed.model.embed_tokens.weight, whole.model.embed_tokens.weight)
+
+
+class LargestTensor(TorchDispatchMode):
+    """Notes the most elements that any tensor has which is computed while this is open."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for output in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(output, torch.Tensor):
+                self.elements = max(self.elements, output.numel())
+        return result
+
+
+@pytest.mark.parametrize("padding", [0, 100])
+def test_the_memory_of_a_long_row_grows_with_its_tokens_not_with_their_pairs(padding: int, tmp_path: Path) -> None:
+    length = 16_384
+    tiny.save("olmoe", tmp_path / "model", max_position_embeddings=length, num_hidden_layers=2)
+    model = StreamedModel(tmp_path / "model", dtype=torch.float32, device="cpu")
+    ids = torch.randint(3, tiny.VOCABULARY, (1, length), generator=torch.Generator().manual_seed(0))
+    valid = (torch.arange(length) < length - padding)[None]
+    with LargestTensor() as largest:
+        sums = stream(model, ForwardTap, [(ids, valid)], out=tmp_path / "out", fingerprint={}, budget=0)
+    assert int(sums.layers[1]["tokens"].sum()) == (length - padding) * model.model.config.num_experts_per_tok
+    assert largest.elements < length * 500 < length**2
+
+
+@pytest.mark.parametrize("name", ["olmoe", "qwen3_next", "deepseek_v2", "jamba", "minimax"])
+def test_padding_on_the_right_changes_no_sums_without_a_mask(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reference masks the padding, in the model's own forward."""
+    (ids, _), *_ = tiny.batches()
+    valid = torch.arange(ids.shape[1]) < torch.arange(ids.shape[1] - len(ids), ids.shape[1])[:, None]
+    model = tiny.build(name)
+
+    def masked(model: Any, ids: torch.Tensor, valid: torch.Tensor) -> Any:
+        return model.base_model(input_ids=ids, attention_mask=valid.long(), use_cache=False)
+
+    found = gather(model, tap=ForwardTap, batches=[(ids, valid)], fingerprint={})
+    monkeypatch.setattr("moe_lab.statistics.observe.run", masked)
+    expected = gather(model, tap=ForwardTap, batches=[(ids, valid)], fingerprint={})
+    for layer, sums in expected.layers.items():
+        for key, values in sums.items():
+            error = (found.layers[layer][key] - values).abs().max()
+            assert error <= 1e-5 * values.abs().max(), (layer, key)

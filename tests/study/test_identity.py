@@ -224,7 +224,7 @@ def test_a_step_takes_its_identity_to_another_process(monkeypatch: pytest.Monkey
     """It is not found out again there, where files may have changed."""
     step = StatisticsPass.of(cell_of(MODEL, TEXT))
     content = pickle.dumps(step)
-    monkeypatch.setattr("moe_lab.study.identity", lambda _: pytest.fail("it was found out again"))
+    monkeypatch.setattr("moe_lab.study.step.identity", lambda _: pytest.fail("it was found out again"))
     there: Step = pickle.loads(content)
     assert (there.id, there.folder, there.settings) == (step.id, step.folder, step.settings)
     assert there.document()["inputs"] == {"facts": step.loaded.facts.folder} and os.sep in there.folder
