@@ -9,13 +9,13 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
 import subprocess
 from contextlib import suppress
 from itertools import cycle
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import tiny
 import torch
@@ -37,7 +37,7 @@ from moe_lab.pruning.plan import Plan
 
 ROOT = Path(__file__).parents[2]
 PYTHON = (ROOT / ".venv-vllm").resolve() / "bin" / "python"  # torch compiles nothing below a path with a space
-pytestmark = [
+NEEDS_VLLM = pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not PYTHON.exists(), reason="no vLLM: `make vllm` installs it"),
     pytest.mark.timeout(900),  # a fixture starts twenty engines, some seconds each
@@ -96,25 +96,23 @@ def expected(model: Any) -> torch.Tensor:
 
 
 def serve(folders: dict[str, Path], **environment: str) -> dict[str, Any]:
-    """What an engine for each folder says: log-probabilities, or why it refuses."""
-    models = {name: str(folder) for name, folder in folders.items()}
-    request = {"prompts": PROMPTS, "models": models, "trusted": [PORTED]}
-    answers: dict[str, Any] = ask("prompt_logprobs.py", request, **environment)
-    return answers
+    """What vLLM's own engine for each folder says: log-probabilities, or why it refuses."""
+    runs = {name: {"folder": str(folder), "trusted": name == PORTED} for name, folder in folders.items()}
+    return ask(runs, **environment)
 
 
-def ask(script: str, request: dict[str, Any], **environment: str) -> Any:
-    """What a script beside this file answers in the environment of vLLM."""
+def ask(runs: dict[str, dict[str, Any]], **environment: str) -> dict[str, Any]:
+    """Name -> what in_vllm.py answers for a run in the environment of vLLM."""
     done = subprocess.run(
-        [PYTHON, Path(__file__).with_name(script)],
-        input=json.dumps(request),
+        [PYTHON, Path(__file__).with_name("in_vllm.py")],
+        input=json.dumps({"prompts": PROMPTS, "runs": list(runs.values())}),
         capture_output=True,
         text=True,
         env={**os.environ, "XDG_CACHE_HOME": str(caches()), **ENVIRONMENT, **environment},
     )
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     assert lines, done.stderr[-5000:]
-    return json.loads(lines[-1].removeprefix("RESULT "))
+    return dict(zip(runs, json.loads(lines[-1].removeprefix("RESULT ")), strict=True))
 
 
 def difference(answer: Any, model: Any) -> float:
@@ -136,15 +134,21 @@ def with_expert(folder: Path, out: Path, expert: int, source: int | None) -> Pat
     return out
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+def exported(families: dict[str, dict[str, Any]], place: Path) -> Models:
     """Name -> the model, a plan whose layers differ, and its natural export."""
     made = {}
-    for name, changes in {**FAMILIES, PORTED: HEADS}.items():
-        folder = tmp_path_factory.mktemp("model")
+    for name, changes in families.items():
+        folder = place / str(len(made))
         model = tiny.save(name, folder / "model", **changes)
         plan = fewer(model, 1, 2)
         made[name] = (model, plan, export(folder / "model", plan, folder / "uneven"))
+    return made
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    """Of all families, and of some with layers of different widths."""
+    made = exported({**FAMILIES, PORTED: HEADS}, tmp_path_factory.mktemp("models"))
     for name in ("olmoe", "qwen3_moe", "deepseek_v2"):
         model, _, folder = made[name]
         plan = narrower(model)
@@ -223,23 +227,19 @@ def test_uniform_exports_need_no_plugin(name: str, stock: Models, served_without
         assert difference(served_without_plugin[name], model) < 1e-4
 
 
-def vllm_server(length: int = 128) -> BackendConfig:
-    command = (
-        f"{PYTHON} -m vllm.entrypoints.openai.api_server --model {{checkpoint}} --served-model-name {{name}} "
-        f"--port {{port}} --dtype float32 --enforce-eager --max-model-len {length} --max-num-seqs 4"
-    )
-    return BackendConfig(name="server", command=command, ready_seconds=280)
+VLLM_SERVER = (
+    f"{PYTHON} -m vllm.entrypoints.openai.api_server --model {{checkpoint}} --served-model-name {{name}} "
+    "--port {port} --dtype float32 --enforce-eager --max-model-len 128 --max-num-seqs 4"
+)
 
 
-def processes(group: int) -> dict[int, str]:
-    """Process id -> name of the processes of a group."""
-    found = {}
-    for file in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):
-            name, _, rest = file.read_text().partition("(")[2].rpartition(")")
-            state, _, member, *_ = rest.split()
-            if int(member) == group and state != "Z":
-                found[int(file.parent.name)] = name
+def processes(group: int) -> list[psutil.Process]:
+    """The processes of a group that have not ended."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error, OSError):
+            if os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
     return found
 
 
@@ -256,14 +256,15 @@ def test_a_server_reads_an_export_whose_layers_differ(models: Models) -> None:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in ENVIRONMENT.items():
             patch.setenv(name, value)
-        with serving(folder, vllm_server(), ModelConfig(name="m", path=str(folder)), "m") as server:
+        backend = BackendConfig(name="server", command=VLLM_SERVER, ready_seconds=280)
+        with serving(folder, backend, ModelConfig(name="m", path=str(folder)), "m") as server:
             texts = written(server, prompts)
             last = texts[0].split()[-1]
             stops = ("w3 w4", "w5 w6", "w7 w8", "w9 w10", "w11 w12", last)
             stopped = written(server, prompts, stops)
             group = server.last_words.args[0].process.pid  # type: ignore[attr-defined]
-            (engine,) = (process for process, name in processes(group).items() if "EngineCor" in name)
-            os.kill(engine, signal.SIGKILL)
+            (engine,) = (process for process in processes(group) if "EngineCor" in process.name())
+            engine.kill()
             with pytest.raises(Unavailable) as died:
                 written(server, prompts)
     assert "EngineCore" in str(died.value) and "\n" not in str(died.value)

@@ -1,0 +1,72 @@
+"""Run in the environment of vLLM: what engines say, as JSON on standard output.
+
+Standard input: {"prompts": [[token ids]], "runs": [RUN, ...]}. Out: the answers of each run, or a sentence if it was
+refused. {"folder", "trusted": whether its code may run} is vLLM's own engine; it answers a list per prompt, the
+log-probability of each token but the first. With "plans": [kept experts by layer, ...] it is that of moe_lab, which
+answers for each plan; "arguments" are vLLM's, and where "unmasked" is set, in the first run only, routers do not use
+their masks.
+"""
+
+import json
+import os
+import sys
+from typing import Any
+from unittest.mock import patch
+
+os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
+
+ARGUMENTS = {"dtype": "float32", "max_model_len": 128, "max_num_seqs": 4}
+
+
+def logprobs(asked: dict[str, Any], prompts: list[list[int]]) -> list[list[float]]:
+    from vllm import LLM, SamplingParams
+
+    engine = LLM(asked["folder"], trust_remote_code=asked["trusted"], enforce_eager=True, **ARGUMENTS)
+    sampling = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+    answers = engine.generate([{"prompt_token_ids": ids} for ids in prompts], sampling, use_tqdm=False)
+    return [
+        [position[token].logprob for token, position in zip(ids[1:], answer.prompt_logprobs[1:], strict=True)]
+        for ids, answer in zip(prompts, answers, strict=True)
+    ]
+
+
+def under_plans(asked: dict[str, Any], prompts: list[list[int]]) -> list[dict[str, Any]]:
+    from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
+
+    unmasked = BaseRouter._select_experts
+    from moe_lab.serving import vllm_engine, vllm_masks  # noqa: F401 - the second masks it, once
+
+    masked = BaseRouter._select_experts
+    engine = vllm_engine.Engine()
+    with patch.object(BaseRouter, "_select_experts", unmasked if asked.get("unmasked") else masked):
+        engine.open(asked["folder"], {**ARGUMENTS, **asked.get("arguments", {})})
+        said = []
+        for plan in asked["plans"]:
+            engine.set_plan(plan)
+            said.append(answers(engine, prompts))
+        return said
+
+
+def answers(engine: Any, prompts: list[list[int]]) -> dict[str, Any]:
+    rows = [ids[:length] for ids in prompts for length in range(2, len(ids) + 1)]
+    single = sorted(engine.log_likelihoods(rows, [len(row) - 1 for row in rows]))
+    whole = sorted(engine.log_likelihoods(prompts, [1] * len(prompts)))
+    return {
+        "losses": [value for _, value, _ in single],
+        "sums": [value for _, value, _ in whole],
+        "likeliest": [likeliest for _, _, likeliest in single],
+        "tokens": [tokens for _, tokens, _ in sorted(engine.generate(prompts, 12, [], []))],
+    }
+
+
+def run(asked: dict[str, Any], prompts: list[list[int]]) -> Any:
+    try:
+        return under_plans(asked, prompts) if "plans" in asked else logprobs(asked, prompts)
+    except Exception as error:  # noqa: BLE001 - whatever an engine raises is its refusal
+        return f"{type(error).__name__}: {error}"
+
+
+if __name__ == "__main__":
+    request = json.load(sys.stdin)
+    results = [run(asked, request["prompts"]) for asked in request["runs"]]
+    sys.__stdout__.write("\nRESULT " + json.dumps(results) + "\n")
