@@ -12,6 +12,7 @@ import time
 import uuid
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cached_property
 from io import BufferedReader
 from itertools import islice
 from pathlib import Path
@@ -19,7 +20,7 @@ from typing import Any
 
 from moe_lab.errors import DISK_FULL, Unavailable, UserError
 from moe_lab.json_files import Damaged, parse, read_json, write_json
-from moe_lab.packs import packs_in
+from moe_lab.packs import Packs, packs_in
 from moe_lab.paths import store_folder, url_of
 from moe_lab.results import DIGITS
 from moe_lab.study.claims import Busy, Claim, Claims
@@ -74,8 +75,12 @@ class Store:
         self._writing = False
         self._hashed: set[str] = set()
         self._index: dict[str, tuple[int, dict[str, Path]]] = {}
-        self.packs = packs_in(self.root.absolute())
         self._check_marker()
+
+    @cached_property
+    def packs(self) -> Packs:
+        """Small steps that are kept together."""
+        return packs_in(self.root.absolute())
 
     def create(self) -> Store:
         """Make the folder if there is none, and allow writing. Raises UserError when nothing can be written there."""
