@@ -7,10 +7,12 @@ them, they are copied into a pack, and then their folders are removed.
 from __future__ import annotations
 
 import shutil
+import sqlite3
 import time
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
 from hashlib import sha256
+from itertools import chain
 from pathlib import Path
 
 from moe_lab.json_files import Damaged
@@ -54,7 +56,14 @@ class Packing:
         self.pack(1 if self.store.packs.starts() else MANY)
 
     def pack(self, least: int) -> None:
-        """Pack small steps, if there are at least so many and no other process does."""
+        """Pack small steps, if there are at least so many and no other process does. What cannot be packed, as on a
+        full disk, stays in folders, with a notice: no run fails for it."""
+        try:
+            self._pack(least)
+        except (OSError, sqlite3.Error) as error:
+            self.store.notices.append(f"store={self.store.root}: small steps stay in folders of their own: {error}")
+
+    def _pack(self, least: int) -> None:
         store = self.store
         if store.packs.bad:
             drop(store, store.packs.bad)
@@ -65,8 +74,9 @@ class Packing:
         with suppress(Busy), store.claims.take(PACKS) as claim:
             store.packs.clear()
             new = [(start, folder) for start, folder in loose.items() if start not in store.packs]
-            if new:
-                _publish(store, store.packs.add(self._small(new[:AT_ONCE])), claim)
+            small = self._small(new[:AT_ONCE])
+            if first := next(small, None):
+                _publish(store, store.packs.add(chain([first], small)), claim)
             for start in loose.keys() & store.packs.starts():
                 with suppress(FileNotFoundError):
                     shutil.rmtree(hidden(loose[start], start), ignore_errors=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
@@ -14,6 +13,7 @@ from moe_lab.config import Config
 from moe_lab.config.base import SettingsError
 from moe_lab.errors import UserError, unknown, user_errors
 from moe_lab.grid import Request
+from moe_lab.json_files import Number, parse
 from moe_lab.results import DIGITS, is_lower_better
 from moe_lab.study.estimates import Times, check_memory, disk_problems, forecast, visible_gpus
 from moe_lab.study.graph import build, normalized, unresolved
@@ -196,6 +196,9 @@ def _too_little(study: Study, undone: Sequence[Step]) -> list[str]:
     return disk_problems(study.store.root, undone) + list(dict.fromkeys(too_large))
 
 
+RESULTS = {"results": [{"benchmark": str, "metric": str, "score": Number}]}
+
+
 def told(ended: Ended, requests: Iterable[Request]) -> float:
     """What a sweeper is told of the job that asked for these cells of a study: the number that `objective` names, or
     the exit code without it.
@@ -223,7 +226,7 @@ def told(ended: Ended, requests: Iterable[Request]) -> float:
                 f"objective={wanted}: {benchmark} has no result: `python -m moe_lab.study why {study.config.study} "
                 f"store={study.config.store}` says why"
             )
-        results = json.loads(study.store.content(name, "result.json"))["results"]
+        results = parse(study.store.content(name, "result.json"), RESULTS, name)["results"]
         scores |= {result["benchmark"]: result["score"] for result in results}
         shares = [result["score"] for result in results if not is_lower_better(result["metric"])]
         averaged += [fmean(shares)] if shares else []

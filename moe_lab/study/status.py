@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from moe_lab.errors import UserError
+from moe_lab.json_files import Damaged, Number, parse
 from moe_lab.results import DIGITS
 from moe_lab.study.packing import drop
 from moe_lab.study.runs import RECORD, Submitted, last_about, runs, steps_at_work
@@ -28,6 +28,8 @@ STATES = ("done", "running", "pending", "failed", "blocked", "missing")
 command that started the study starts it."""
 LINES = 20
 """Lines shown from the end of a log."""
+TIMED = {"provenance": {"seconds": Number}}
+"""What the table reads of step.json."""
 SAMPLE = 50
 """Most steps of a kind whose times are read for its mean."""
 console = Console(highlight=False)
@@ -235,6 +237,6 @@ def _mean_seconds(store: Store, steps: Sequence[StepState]) -> float | None:
     """Mean time of those of the steps that are done, None without any."""
     seconds: list[float] = []
     for step in [step for step in steps if step.state == "done"][:SAMPLE]:
-        with suppress(FileNotFoundError, ValueError, KeyError):  # the next run, or verify, reports it
-            seconds.append(json.loads(store.content(step.name, STEP))["provenance"]["seconds"])
+        with suppress(FileNotFoundError, Damaged):  # the next run, or verify, reports it
+            seconds.append(parse(store.content(step.name, STEP), TIMED, step.name)["provenance"]["seconds"])
     return fmean(seconds) if seconds else None

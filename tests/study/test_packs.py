@@ -8,6 +8,7 @@ import sqlite3
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from example_steps import Example, done
@@ -118,6 +119,18 @@ def test_large_steps_and_folders_in_steps_stay(store: Store) -> None:
     Packing(store).pack(1)
     assert [store.path(step).exists() for step in (small, large, deep)] == [False, True, True]
     assert store.done_of([small, large, deep]) == {small.id, large.id, deep.id}
+    Packing(store).pack(1)
+    assert pack_of(store), "no empty pack beside it"
+
+
+def test_a_pack_that_cannot_be_written_fails_no_run(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    errors = [sqlite3.OperationalError("database or disk is full"), OSError(28, "No space left on device")]
+    for number, error in enumerate(errors):
+        monkeypatch.setattr(packs.Packs, "add", Mock(side_effect=error))
+        steps = publish(store, range(3 * number, 3 * number + 3))
+        work(Schedule([], {step.id for step in steps}), store, lambda step, scratch: None)
+        assert store.done_of(steps) == {step.id for step in steps}
+        assert str(error) in store.notices.pop()
 
 
 def test_a_step_that_is_damaged_in_a_pack_is_made_anew(store: Store) -> None:
