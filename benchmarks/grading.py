@@ -94,7 +94,8 @@ def count(benchmark: BenchmarkConfig, program: Callable[[Problem], str]) -> Coun
     def graded_anew() -> Graded:
         graded = grade(answers, benchmark, policy)
         kept_grader.close()  # so that the CPU seconds of its processes count
-        kept_grader.verdicts.clear()  # expected outputs alone are known the next time
+        for file in kept_grader.files.values():
+            file.verdicts.clear()  # expected outputs alone are known the next time
         return graded
 
     graded, wall, used = timed(graded_anew)
