@@ -198,8 +198,7 @@ def wrong(
     if backend.name == "server":
         yield from user_errors(command_line, backend, Path("checkpoint"), 0, "name")
         for benchmark in benchmarks:
-            harness = HARNESSES.get(benchmark.harness)
-            if harness and benchmark.max_new_tokens and not harness.two_phases:
+            if benchmark.max_new_tokens and not HARNESSES[benchmark.harness].two_phases:
                 yield (
                     f"backend={backend.name}: benchmark {benchmark.name} generates with the loaded model, whatever the "
                     "back end: leave it out, or set backend=hf"
