@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,7 @@ from transformers import GenerationConfig
 from moe_lab.config import BenchmarkConfig
 from moe_lab.evaluation import Policy, run
 from moe_lab.evaluation.engines import Likelihood, Prompt, Row, Writing
-from moe_lab.evaluation.engines.hf import LoadedModel, greedy
+from moe_lab.evaluation.engines.hf import Batch, LoadedModel, NewTokens, greedy
 from moe_lab.evaluation.engines.likelihoods import log_likelihoods
 from moe_lab.evaluation.engines.vllm import VllmModel
 
@@ -41,9 +42,13 @@ def ended(text: list[int], ends: list[int]) -> list[int]:
     return text[: 1 + next((place for place, token in enumerate(text) if token in ends), len(text))]
 
 
-def never(left: list[list[int]], new: int) -> list[bool]:
-    """That no text is complete before its end."""
-    return [False] * len(left)
+def together(
+    model: Any, prompts: list[list[int]], ends: list[int], answers: Sequence[Row | None] = ()
+) -> list[NewTokens]:
+    """Texts written in one batch, complete at `ends` alone."""
+    answers = answers or [None] * len(prompts)
+    batch = Batch(prompts, answers, NEW, frozenset(ends), 0, lambda left, new: [False] * len(left))
+    return greedy(model, batch)
 
 
 def sizes_of_passes(model: Any) -> list[tuple[int, int]]:
@@ -73,7 +78,7 @@ def test_the_loop_gives_transformers_tokens(name: str, monkeypatch: pytest.Monke
     ends = [free[2][0], *(text[8] for text in free if text[8] not in first)]
     expected = [ended(text, ends) for text in free]
     sizes = sizes_of_passes(model)
-    assert [text.tokens for text in greedy(model, prompts, NEW, ends, 0, never)] == expected
+    assert [text.tokens for text in together(model, prompts, ends)] == expected
     assert len(set(map(len, expected))) > 1
     rows_read = [rows for rows, _ in sizes]
     assert rows_read[0] == len(prompts) > rows_read[-1] and rows_read == sorted(rows_read, reverse=True)
@@ -94,7 +99,7 @@ def test_the_loop_gives_transformers_tokens(name: str, monkeypatch: pytest.Monke
     ]
     for tokens in (80, 10**6):  # after which a pass may give logits: too few to read answers, or enough
         monkeypatch.setattr("moe_lab.evaluation.engines.hf.tokens_with_logits", lambda model, tokens=tokens: tokens)
-        texts = greedy(model, prompts, NEW, ends, 0, never, rows)
+        texts = together(model, prompts, ends, rows)
         assert [text.tokens for text in texts] == [ended(text, ends) for text in free]
         read = tokens > 80 and name not in UNREAD
         assert [text.likelihood is not None for text in texts] == [bool(row and read) for row in rows]
@@ -115,7 +120,7 @@ def test_a_right_answer_that_the_model_would_give_takes_one_pass() -> None:
     passes = sizes_of_passes(model)
     for tokens, ends in ((text[: NEW - 1], []), (text[:9], [text[4]])):
         answer = Row((5, 6, 7, *tokens), 3)
-        greedy(model, [[5, 6, 7]], NEW, ends, 0, never, answers=[answer])
+        together(model, [[5, 6, 7]], ends, [answer])
     assert len(passes) == 2
 
 

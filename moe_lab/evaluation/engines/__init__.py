@@ -124,14 +124,7 @@ class Engine(ABC):
         raise UserError(f"{type(self).__name__} computes no likelihoods: expected backend=hf or backend=vllm")
 
 
-def written(
-    tokenizer: Any,
-    before: Sequence[int],
-    after: Sequence[int],
-    most: int,
-    ends: Collection[int],
-    likelihood: Likelihood | None = None,
-) -> Written:
+def written(tokenizer: Any, before: Sequence[int], after: Sequence[int], most: int, ends: Collection[int]) -> Written:
     """The new tokens `after`, up to the first end token, as the text that continues the prompt tokens `before`."""
     length = next((index for index, token in enumerate(after) if token in ends), len(after))
     marks = special_marks(tokenizer)
@@ -144,7 +137,7 @@ def written(
         )
         text += whole[len(prefix) :] + marks.get(tokens[place] if place < len(tokens) else -1, "")
         start = place + 1
-    return Written(text, "limit" if len(after) >= most and length == len(after) else "end", likelihood)
+    return Written(text, "limit" if len(after) >= most and length == len(after) else "end")
 
 
 def end_tokens(checkpoint: Path, tokenizer: Any) -> list[int]:

@@ -292,9 +292,9 @@ class _Grading:
             arguments = [program, self.file.problems[task]["entry_point"]]
             program = self.grader.rules("sanitized", arguments, *_SANITIZING) or program
         base, reason = self._part_verdict(task, "base", program)
-        if base != "pass" or not self.file.problems[task]["plus_input"]:
-            return Verdict(program, base, base, reason)
-        plus, reason = self._part_verdict(task, "plus", program)
+        plus = base
+        if base == "pass" and self.file.problems[task]["plus_input"]:
+            plus, reason = self._part_verdict(task, "plus", program)
         return Verdict(program, base, plus, reason)
 
     def _part_verdict(self, task: str, part: str, program: str) -> tuple[str, str]:
