@@ -156,7 +156,7 @@ def kept_misses(data: Path | None) -> bool:
 def grade_by_new_processes(known: Grader, request: GradeRequest) -> None:
     """Grade by processes that are started for this request alone, with the expected outputs that are `known`."""
     grader = Grader()
-    grader.files |= known.files
+    grader.files |= {key: replace(file, verdicts={}) for key, file in known.files.items()}
     grader.grade(request)
     grader.close()
 

@@ -63,14 +63,11 @@ class Record:
         key = sha256(json.dumps(asked).encode()).hexdigest()
         if key not in self._results:
             self._results[key] = compute()
-            self._append(json.dumps([key, self._results[key]]))
+            if self.file:
+                self.file.parent.mkdir(parents=True, exist_ok=True)
+                with self.file.open("a", encoding="utf-8") as lines:  # the first newline ends an incomplete line
+                    lines.write(f"\n{json.dumps([key, self._results[key]])}\n")
         return self._results[key]
-
-    def _append(self, line: str) -> None:
-        if self.file:
-            self.file.parent.mkdir(parents=True, exist_ok=True)
-            with self.file.open("a", encoding="utf-8") as lines:
-                lines.write(f"\n{line}\n")  # the first newline ends an incomplete line
 
 
 @dataclass

@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import tiny
 import torch
-from asking import ask, log_likelihood, write
+from asking import ask, log_likelihood, vllm_saying, write
 from harness_files import shipped_items
 from omegaconf import OmegaConf
 from transformers import GenerationConfig
@@ -21,7 +20,6 @@ from moe_lab.evaluation import Policy, run
 from moe_lab.evaluation.engines import Likelihood, Prompt, Row, Writing
 from moe_lab.evaluation.engines.hf import Batch, LoadedModel, NewTokens, greedy
 from moe_lab.evaluation.engines.likelihoods import log_likelihoods
-from moe_lab.evaluation.engines.vllm import VllmModel
 
 NEW = 20
 
@@ -263,9 +261,8 @@ def test_a_logit_that_is_not_finite_fails(name: str, number: float, subject: Loa
     with hook, pytest.raises(FloatingPointError, match=r"is (nan|inf)\b"):
         run.evaluate(subject, BenchmarkConfig(**{**fields, "limit": 2}), tmp_path, policy=Policy(True))
     assert not (tmp_path / "result.json").exists()
-    process: Any = SimpleNamespace(about={"max_length": 512}, items=lambda *_, **__: iter([[0, [5, 5], number]]))
     with pytest.raises(FloatingPointError, match=str(number)):
-        VllmModel(process, subject.tokenizer, (0,), {}).generate([Prompt("A dog", (5, 6))], Writing(2))
+        vllm_saying(subject.tokenizer, [[0, [5, 5], number]]).generate([Prompt("A dog", (5, 6))], Writing(2))
 
 
 def test_what_follows_a_complete_text_may_overflow(subject: LoadedModel) -> None:

@@ -43,9 +43,7 @@ class LoadedModel(Engine):
     model: Any
     """A transformers causal language model in eval mode."""
     tokenizer: Any
-    """Its tokenizer."""
     template_arguments: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments of its chat template besides the messages."""
 
     @property
     def max_length(self) -> int | None:

@@ -90,27 +90,21 @@ def grade(answers: Sequence[Answer], benchmark: BenchmarkConfig, policy: Policy)
             programs[answer.item] = fenced_program(text, problems[answer.item]["entry_point"])
         else:
             programs[answer.item] = answer.prompt + text.replace("\t", "    ")
-    reaching = {task: leaves_closed_world(program) for task, program in programs.items() if protection == LIMITED}
+    checked = programs.items() if protection == LIMITED else ()
+    reaching = {task: what for task, program in checked if (what := leaves_closed_world(program))}
     request = GradeRequest(
         dataset=dataset_of(problems),
         data=str(_data_file(benchmark)),
-        programs={task: program for task, program in programs.items() if not reaching.get(task)},
+        programs={task: program for task, program in programs.items() if task not in reaching},
         confined=protection == NAMESPACES,
         sanitize=benchmark.data is not None,
         **benchmark.parameters,
     )
     graded = kept_grader.grade(request)
     for task, what in reaching.items():
-        if what:
-            graded[task] = Verdict(programs[task], "refused", "refused", f"not run: it uses {what}")
-    protocol = {
-        "dataset": request.dataset,
-        "sandbox": protection,
-        "sanitize": request.sanitize,
-        "seconds": request.seconds,
-        "memory_mib": request.memory_mib,
-        "stop": list(stops(benchmark)),
-    }
+        graded[task] = Verdict(programs[task], "refused", "refused", f"not run: it uses {what}")
+    protocol = {name: getattr(request, name) for name in ("dataset", "sanitize", "seconds", "memory_mib")}
+    protocol |= {"sandbox": protection, "stop": list(stops(benchmark))}
     return graded_by_mean(answers, benchmark, lambda answer, metric: graded[answer.item].outcome(metric), protocol)
 
 

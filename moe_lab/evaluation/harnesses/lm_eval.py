@@ -9,6 +9,7 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -152,19 +153,15 @@ def _rows(questions: Sequence[_Question], answers: Mapping[str, Answer]) -> list
     rows = []
     for of_task in by_task.values():
         of_task[0].task.apply_filters()
-        for name in of_task[0].requests[0].filtered_resps:
-            rows += [_row(question, answers[question.name], name) for question in of_task]
+        for name, question in product(of_task[0].requests[0].filtered_resps, of_task):
+            answer, extracted = answers[question.name], [request.filtered_resps[name] for request in question.requests]
+            found = question.task.process_results(question.doc, extracted)
+            if answer.reply.text is None:  # lm-eval has graded an empty answer, which some metrics find right
+                higher = question.task.higher_is_better()
+                numbers = [metric for metric, value in found.items() if isinstance(value, int | float)]
+                found |= {metric: 0.0 for metric in numbers if higher.get(metric, True)}
+            rows.append(_Row(question, answer, name, extracted, found))
     return rows
-
-
-def _row(question: _Question, answer: Answer, name: str) -> _Row:
-    extracted = [request.filtered_resps[name] for request in question.requests]
-    found = question.task.process_results(question.doc, extracted)
-    if answer.reply.text is None:  # lm-eval has graded an empty answer, which some metrics find right
-        higher = question.task.higher_is_better()
-        numbers = [metric for metric, value in found.items() if isinstance(value, int | float)]
-        found |= {metric: 0.0 for metric in numbers if higher.get(metric, True)}
-    return _Row(question, answer, name, extracted, found)
 
 
 def _rows_with(metric: str, rows: Sequence[_Row], benchmark: BenchmarkConfig) -> list[_Row]:

@@ -161,7 +161,7 @@ class AsksModel(OnBenchmark):
             forget_models()
             plan = None if self.checkpoint else files.plan(self.pruned.plan)
             engine = vllm.opened(self.weights(files), self.backend, self.about, plan)
-            write_json(files.out / "backend.json", engine.process.about)
+            write_json(files.out / "backend.json", engine.about)
             yield engine
         else:
             from moe_lab.evaluation.engines.hf import LoadedModel
