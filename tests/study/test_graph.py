@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from budgets import within
 from choices import Files, cells, choose
+from processes import within
 
 from moe_lab.config import (
     AllocationConfig,
