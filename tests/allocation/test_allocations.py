@@ -81,9 +81,7 @@ def or_what_is_feasible(decide: Callable[[float], Mapping[int, Any]], ratio: flo
 
 @given(CASES, st.sampled_from([1, 1, 2, 3]), st.floats(0, 0.99))
 @how(max_examples=60)
-def test_experts_leave_in_the_same_number_within_the_limits_of_routers(
-    case: Case, multiple_of: int, ratio: float
-) -> None:
+def test_experts_leave_in_equal_numbers_within_limits_of_routers(case: Case, multiple_of: int, ratio: float) -> None:
     totals: dict[float, set[int]] = {}
     for name in OF_EXPERTS:
 

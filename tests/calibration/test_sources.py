@@ -109,9 +109,7 @@ def test_empty_documents_are_left_out(source: Settings) -> None:
         *(({"messages": wrong}, "messages", "") for wrong in ("w1 w2", '{"role": "user"}', '["w1"]', None)),
     ],
 )
-def test_a_record_of_which_a_part_is_not_read_is_refused(
-    record: dict[str, Any], key: str, value: str, source: Settings
-) -> None:
+def test_records_with_unread_parts_are_refused(record: dict[str, Any], key: str, value: str, source: Settings) -> None:
     with pytest.raises(UserError, match=rf"set\.jsonl line 2.*\b{re.escape(key)}\b.*{re.escape(value)}"):
         read(source({"messages": MESSAGES}, record))
 
@@ -136,9 +134,7 @@ def test_a_record_of_which_a_part_is_not_read_is_refused(
         ("d.txt.gz", gzip.compress(b"one", mtime=0)[:10] + b"\xff" * 20, "damaged gz file"),
     ],
 )
-def test_one_sentence_for_what_cannot_be_read(
-    tmp_path: Path, settings: Settings, name: str, content: str | bytes, says: str
-) -> None:
+def test_what_cannot_be_read(tmp_path: Path, settings: Settings, name: str, content: str | bytes, says: str) -> None:
     with pytest.raises(UserError, match=says):
         read(settings(written(tmp_path / name, content)))
 
@@ -235,9 +231,7 @@ def test_only_texts_can_be_joined(source: Settings) -> None:
     ],
 )
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
-def test_what_is_no_text_is_refused_before_the_start_whatever_it_is_called(
-    tmp_path: Path, settings: Settings, name: str, content: bytes, line: int
-) -> None:
+def test_what_is_no_text_is_refused(tmp_path: Path, settings: Settings, name: str, content: bytes, line: int) -> None:
     path = str(written(tmp_path / name, content))
     with pytest.raises(UserError, match=rf"calibration.path={re.escape(path)} .*UTF-8.* line {re.escape(str(line))}\b"):
         check(settings(path))
@@ -304,9 +298,7 @@ def test_what_a_tool_returned_keeps_the_name_of_the_function(source: Settings) -
     assert chat.messages[2] == {key: value for key, value in returned.items() if key != "extra"}
 
 
-def test_the_template_gets_the_tools_and_arguments_as_objects(
-    tokenizer_with: Callable[..., Any], source: Settings
-) -> None:
+def test_templates_get_tools_and_arguments_as_objects(tokenizer_with: Callable[..., Any], source: Settings) -> None:
     tokenizer = tokenizer_with(READS_TOOLS)
     expected = "w10 w11 user w1 assistant w10 w12 w13 </s>"
     assert tokenizer.decode(tokenize(CALLING_CHAT, tokenizer, special_tokens=True)) == expected

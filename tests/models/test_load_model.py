@@ -91,9 +91,7 @@ def test_a_device_that_is_not_here_is_refused(halved: Path) -> None:
 
 @pytest.mark.parametrize(("stored", "dtype"), STORED)
 @pytest.mark.parametrize("name", ["olmoe", "mixtral", "jamba", "deepseek_v3", "lfm2_moe", "gpt_oss"])
-def test_every_layer_has_the_weights_of_the_whole_model(
-    name: str, stored: torch.dtype, dtype: torch.dtype, tmp_path: Path
-) -> None:
+def test_layers_have_the_models_weights(name: str, stored: torch.dtype, dtype: torch.dtype, tmp_path: Path) -> None:
     tiny.build(name).to(stored).save_pretrained(tmp_path)
     whole = tiny.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype)
     model = StreamedModel(tmp_path, dtype=dtype, device="cpu")
@@ -229,9 +227,7 @@ def test_fingerprint_depends_on_content_alone(folder: Path, original: Path) -> N
         shutil.copy(original / file, folder)
 
 
-def test_a_folder_and_the_hub_name_of_the_same_files_are_one_model(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_and_its_hub_name_are_one_model(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The hub's cache holds weights as links to files named by their sha256."""
     place, in_the_cache = tmp_path / "hub/models--owner--name", ModelConfig(name="n", path="owner/name")
     (place / "refs").mkdir(parents=True)
@@ -294,9 +290,7 @@ def test_shipped_models_and_files_are_found_and_other_paths_stay() -> None:
         resolve("pocket:../data/olmoe")
 
 
-def test_caches_are_among_temporary_files_where_the_home_folder_cannot_be_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_caches_are_temporary_where_home_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The folder is the user's alone, as anybody may write there."""
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))

@@ -126,9 +126,7 @@ def test_padded_to_the_widest_expert_of_each_layer(name: str, tmp_path: Path) ->
         ("qwen3_moe", "padded", True),
     ],
 )
-def test_one_width_for_all_is_stock_where_the_family_can_say_it(
-    name: str, shape: str, stock: bool, tmp_path: Path
-) -> None:
+def test_one_width_is_stock_where_the_family_can_say_it(name: str, shape: str, stock: bool, tmp_path: Path) -> None:
     model = tiny.save(name, tmp_path / "model")
     plan = random_plan(model, "ragged" if shape == "padded" else "one width", share=0.8, width=12)
     for mask in plan.channels.values() if shape == "padded" else ():

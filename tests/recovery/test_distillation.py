@@ -293,9 +293,7 @@ def test_the_fit_is_least_squares_on_the_tokens_routed_to_any_member(
     assert json.loads((tmp_path / "finetune.json").read_text()) == report
 
 
-def test_a_killed_fit_goes_on_to_the_same_bits(
-    model: Any, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_fit_ends_the_same(model: Any, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run(model, tmp_path / "whole")
     monkeypatch.setattr(merge_fit, "SAVE_EVERY", 1)
     with monkeypatch.context() as patch, pytest.raises(tiny.Killed):

@@ -205,9 +205,7 @@ def test_a_killed_pass_goes_on_from_its_last_layer(kind: str, tmp_path: Path, mo
     assert len(finished) == len(set(finished)) and len(done) > len(finished), "nothing is done twice"
 
 
-def test_only_one_layer_is_there_at_a_time_and_another_text_starts_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_layer_is_there_at_once_and_a_new_text_starts_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, out = opened("olmoe", tmp_path / "model"), tmp_path / "out"
     FORWARD[1](model, batches=BATCHES[:1], out=out, fingerprint={}, budget=0)
     there, read = [], streaming.LayerPass.read

@@ -290,9 +290,7 @@ def test_the_card_keeps_the_licence_and_adds_the_base_model_and_results() -> Non
         (RecoveryConfig(name="merge_fit", fit="text"), PLAIN, None),
     ],
 )
-def test_a_relation_is_stated_where_the_hub_has_a_word_for_it(
-    recovery: RecoveryConfig, export: ExportConfig, relation: str | None
-) -> None:
+def test_relations_are_words_of_the_hub(recovery: RecoveryConfig, export: ExportConfig, relation: str | None) -> None:
     recovered = replace(cell("them/chat"), recovery=recovery)
     card = ModelCard(hub_card(ORIGINAL, "me/small", recovered, export, []))
     assert card.data.to_dict().get("base_model_relation") == relation

@@ -93,9 +93,7 @@ def test_two_runs_share_the_work(tmp_path: Path) -> None:
     assert all(one.finished == {step.id for step in steps} for one in schedules)
 
 
-def test_a_worker_that_dies_is_named_with_its_signal_and_started_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_dead_worker_has_its_signal_named_and_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As when the kernel kills it, because memory ran out."""
     signalled_worker(tmp_path, monkeypatch, "SIGKILL")
     first, left, right, _ = chain()
@@ -107,9 +105,7 @@ def test_a_worker_that_dies_is_named_with_its_signal_and_started_again(
         execute(right, tmp_path)
 
 
-def test_a_worker_goes_on_when_slurm_warns_all_processes_of_its_job(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_worker_goes_on_when_slurm_warns_its_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its job's first process handles the warning; a worker that died of it would leave a failed step."""
     signalled_worker(tmp_path, monkeypatch, "SIGUSR2")
     first, left, *_ = chain()
