@@ -138,8 +138,7 @@ def test_scores_are_of_the_dequantised_experts(name: str, kind: str, changes: di
         rounded = {name: tensor.bfloat16().float() if "_proj.w" in name else tensor for name, tensor in tensors.items()}
         save_file(rounded, plain / "model.safetensors", {"format": "pt"})
     expected, found = (naive.observed(load_model(settings(folder))[0], ForwardTap) for folder in (plain, stored))
-    for index, named in expected.items():
-        assert all(torch.equal(found[index][name], tensor) for name, tensor in named.items())
+    naive.assert_alike(found, expected)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from example_steps import Example
 from processes import quoted, until
-from small_studies import SMALL, STUDY, Asked, Worker, ask, asked, start
+from studies import SMALL, STUDY, Asked, Worker, ask, asked, start
 
 from analysis.load.reader import Reader
 from analysis.load.studies import document

@@ -15,7 +15,7 @@ from typing import Any
 import choices
 import pytest
 from example_steps import cell_of, evaluated, step_of
-from small_studies import asked, start
+from studies import asked, start
 
 from moe_lab.config import (
     AllocationConfig,

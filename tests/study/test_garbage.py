@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from example_steps import Example
-from small_studies import STUDY, Asked, Worker, ask, killed, start
+from studies import STUDY, Asked, Worker, ask, killed, start
 
 from moe_lab.errors import UserError
 from moe_lab.json_files import read_json, write_json

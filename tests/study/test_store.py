@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from example_steps import Example
-from small_studies import ask, killed
+from studies import ask, killed
 
 from moe_lab.errors import UserError
 from moe_lab.study import store as storing

@@ -13,7 +13,7 @@ import pytest
 from file_systems import DEADLY, DIE, REFUSING, Refusing
 from fsspec.registry import known_implementations
 from processes import until
-from small_studies import STUDY, Asked, Worker, ask, killed, start
+from studies import STUDY, Asked, Worker, ask, killed, start
 
 from analysis.__main__ import parse
 from moe_lab.errors import UserError
@@ -157,7 +157,7 @@ def study_killed(url: str, at: str) -> None:
     killed(
         f"""
         import file_systems
-        from small_studies import Worker, asked, start
+        from studies import Worker, asked, start
         from moe_lab.study import run, sync
 
         file_systems.register()
@@ -307,24 +307,17 @@ def test_a_study_is_synchronised_and_analysed_there(tmp_path: Path, pushed: str,
     assert ask(pushed, "sync", STUDY) == 1, "a step is nowhere"
 
 
-def test_urls_that_cannot_work_are_refused_in_one_sentence(one: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_urls_that_cannot_work_are_refused_before_anything_is_made(
+    one: Asked, tmp_path: Path, machine: Machine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In one sentence, by every command."""
     lacking = {"class": "nopackage.It", "err": "Install nopackage"}
     monkeypatch.setitem(known_implementations, "lacking", lacking)
-    urls = {
-        "s4://bucket/x": "s3://",
-        "lacking://x/y": "nopackage",
-        "file:///": "path",
-        "s3://": "path",
-        "://x": "protocol",
-    }
+    urls = {"s4://bucket/x": "s3://", "lacking://x/y": "nopackage"}
+    urls |= {"file:///": "path", "s3://": "path", "://x": "protocol"}
     for store, says in urls.items():
         (sentence,) = preflight(replace(one[0], store=store), one[1])
         assert says in sentence and "\n" not in sentence
-
-
-def test_every_command_refuses_such_urls_before_it_makes_anything(
-    tmp_path: Path, machine: Machine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("fsspec.core.url_to_fs", lambda _: pytest.fail("it was opened"))
     for store in ("ftp://user:hidden@host/x", "file:///", "://x"):
