@@ -138,7 +138,8 @@ def _entries(benchmark: BenchmarkConfig, split: str | None) -> Entries:
     }
     if not chosen:
         known = {f"{entry['subset']}/{entry['split']}" for entry in every.values()}
-        lacking = unknown(f"benchmark {benchmark.name}: subset/split", f"{benchmark.subset}/{split}", known)
+        wanted = f"{benchmark.subset or '*'}/{split or '*'}"
+        lacking = unknown(f"benchmark {benchmark.name}: subset/split", wanted, known)
         raise UserError(f"{lacking}: the mirror {folder(benchmark)} lacks it, {_command(benchmark)} adds it")
     return chosen
 
