@@ -44,9 +44,7 @@ def together(
     model: Any, prompts: list[list[int]], ends: list[int], answers: Sequence[Row | None] = ()
 ) -> list[NewTokens]:
     """Texts written in one batch, complete at `ends` alone."""
-    answers = answers or [None] * len(prompts)
-    batch = Batch(prompts, answers, NEW, frozenset(ends), 0, lambda left, new: [False] * len(left))
-    return greedy(model, batch)
+    return greedy(model, Batch(prompts, answers or [None] * len(prompts), NEW, frozenset(ends), 0))
 
 
 def sizes_of_passes(model: Any) -> list[tuple[int, int]]:

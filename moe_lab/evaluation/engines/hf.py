@@ -8,7 +8,7 @@ it is that answer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -59,10 +59,9 @@ class LoadedModel(Engine):
         """As `Engine.generate`, in one batch, padded on the left."""
         ends = self.end_tokens
         padding = self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else ends[0]
-        is_complete = partial(_has_stop, self.tokenizer, writing.stop)
         tokens = [prompt.tokens for prompt in prompts]
         answers = [_after(prompt) for prompt in prompts]
-        batch = Batch(tokens, answers, writing.most, frozenset(ends), padding, is_complete)
+        batch = Batch(tokens, answers, writing.most, frozenset(ends), padding, writing.stop, self.tokenizer)
         return [
             replace(written(self.tokenizer, prompt, text.tokens, writing.most, ends), likelihood=text.likelihood)
             for prompt, text in zip(tokens, greedy(self.model, batch), strict=True)
@@ -77,16 +76,6 @@ def _after(prompt: Prompt) -> Row | None:
     """The prompt's answer, if its tokens begin with those of the prompt: where the two join, others may arise."""
     row, length = prompt.answer, len(prompt.tokens)
     return row if row and row.start <= length and row.tokens[:length] == prompt.tokens else None
-
-
-def _has_stop(tokenizer: Any, stop: Sequence[str], texts: list[list[int]], new: int) -> list[bool]:
-    """Whether the last `new` tokens of each text (new token ids) complete one of the stop texts."""
-    if not stop or not texts:
-        return [False] * len(texts)
-    # every token adds at least a byte
-    window = max(len(text.encode()) for text in stop) + new
-    ends = tokenizer.batch_decode([ids[-window:] for ids in texts], clean_up_tokenization_spaces=False)
-    return [any(text in end for text in stop) for end in ends]
 
 
 # Greedy generation.
@@ -114,9 +103,10 @@ class Batch:
     """Tokens at which a text is complete."""
     padding: int
     """The token to the left of shorter prompts."""
-    is_complete: Callable[[list[list[int]], int], list[bool]]
-    """Which texts are complete besides, by the new tokens of all others and how many of these it has not seen at
-    most."""
+    stop: Sequence[str] = ()
+    """Texts with which a text is complete, too."""
+    tokenizer: Any = None
+    """What finds them."""
 
     def open_rows(self, rows: Sequence[int], texts: Sequence[NewTokens], unseen: int) -> list[int]:
         """Those of `rows` whose texts go on. At most the last `unseen` tokens of a text are new."""
@@ -125,8 +115,12 @@ class Batch:
             for row in rows
             if len(texts[row].tokens) < self.most and not self.ends & set(texts[row].tokens[-unseen:])
         ]
-        complete = self.is_complete([texts[row].tokens for row in going_on], unseen)
-        return [row for row, ended in zip(going_on, complete, strict=True) if not ended]
+        if not self.stop or not going_on:
+            return going_on
+        window = max(len(text.encode()) for text in self.stop) + unseen  # every token adds at least a byte
+        last = [texts[row].tokens[-window:] for row in going_on]
+        ends = self.tokenizer.batch_decode(last, clean_up_tokenization_spaces=False)
+        return [row for row, end in zip(going_on, ends, strict=True) if not any(text in end for text in self.stop)]
 
 
 @torch.inference_mode()
