@@ -157,17 +157,16 @@ def opened(checkpoint: Path, backend: BackendConfig, model: ModelConfig, plan: P
     key = json.dumps(settings, sort_keys=True)
     if key in _REFUSED:
         raise Unavailable(_REFUSED[key])
-    if _OPEN.get("key") != key or _OPEN["engine"].process.poll() is not None:
+    if key not in _OPEN or _OPEN[key].process.poll() is not None:
         close()
         try:
-            _OPEN.update(engine=VllmModel(checkpoint, backend, model), key=key)
+            _OPEN[key] = VllmModel(checkpoint, backend, model)
         except Unavailable as error:
             _REFUSED[key] = str(error)
             raise
-    engine: VllmModel = _OPEN["engine"]
-    engine.template_arguments = model.template_arguments
-    engine.set_plan(plan)
-    return engine
+    _OPEN[key].template_arguments = model.template_arguments
+    _OPEN[key].set_plan(plan)
+    return _OPEN[key]
 
 
 def _dtype(checkpoint: Path, model: ModelConfig) -> str:
@@ -181,11 +180,11 @@ def _dtype(checkpoint: Path, model: ModelConfig) -> str:
 
 def close() -> None:
     """End the process that is open, if there is one; a model that is loaded here may need its memory."""
-    if _OPEN:
-        _OPEN["engine"].close()
-        _OPEN.clear()
+    while _OPEN:
+        _OPEN.popitem()[1].close()
 
 
-_OPEN: dict[str, Any] = {}
+_OPEN: dict[str, VllmModel] = {}
+"""Settings -> the engine that is open, at most one."""
 _REFUSED: dict[str, str] = {}
 """Settings of an engine that did not start -> why."""
