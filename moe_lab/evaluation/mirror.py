@@ -333,8 +333,12 @@ def main(words: Sequence[str]) -> int:
         with Mistakes() as mistakes:
             for benchmark in benchmarks(names, settings["data_root"]):
                 with mistakes.caught():
-                    print(make(benchmark, source), flush=True)
-    except (UserError, OSError) as error:
+                    try:
+                        made = make(benchmark, source)
+                    except OSError as error:
+                        raise UserError(f"benchmark {benchmark.name}: {error}") from error
+                    print(made, flush=True)
+    except UserError as error:
         print(f"moe_lab: {error}", file=sys.stderr)
         return 2
     return 0
