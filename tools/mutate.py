@@ -4,8 +4,9 @@
     python -m tools.mutate break --seed 1 --lines 100  break lines one by one, and run the tests that run them
 
 `break` draws lines of moe_lab and analysis by the seed, changes one expression of each in a copy of the last commit,
-and runs up to `--tests` of its tests. It prints each line that no test noticed, for a person to say whether the change
-is equivalent, and writes all to FOLDER/SEED.jsonl. A run that was interrupted goes on where it stopped.
+and runs up to `--tests` of its tests, the quickest first. It prints each line that no test noticed, for a person to say
+whether the change is equivalent, and writes all to FOLDER/SEED.jsonl. A run that was interrupted goes on where it
+stopped.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ import random
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from xml.etree import ElementTree
 
 import coverage
 
@@ -28,6 +30,8 @@ ROOT = Path(__file__).parents[1]
 FOLDER = Path("/var/tmp/moe_lab-mutations")
 SECONDS = 600
 """Limit of the tests of one line; a change that makes them run for ever is noticed."""
+TIMES = "tests.xml"
+"""File of the folder with the time that each test took."""
 TEST = "MOE_LAB_TEST"
 """Environment variable with the running test, which processes that it starts inherit."""
 CONFIGURATION = f"""[run]
@@ -79,7 +83,9 @@ def record(folder: Path, words: Sequence[str]) -> int:
     configuration = folder / "settings.ini"
     configuration.write_text(CONFIGURATION.format(folder=folder))
     command = [sys.executable, "-m", "coverage", "run", f"--rcfile={configuration}", "-m", "pytest"]
-    code = subprocess.run([*command, "-p", "tools.mutate", *words], cwd=ROOT).returncode
+    code = subprocess.run(
+        [*command, "-p", "tools.mutate", "--junitxml", str(folder / TIMES), *words], cwd=ROOT
+    ).returncode
     combined = coverage.Coverage(config_file=str(configuration))
     combined.combine([str(folder)])
     combined.save()
@@ -96,7 +102,7 @@ def break_lines(folder: Path, seed: int, count: int, most: int) -> int:
     copy = folder / "copy"
     shutil.rmtree(copy, ignore_errors=True)  # a run that was killed leaves a broken line in it
     subprocess.run(["git", "clone", "--quiet", ROOT, copy], check=True)
-    draw = random.Random(seed)
+    draw, seconds = random.Random(seed), seconds_of_tests(folder / TIMES)
     lines = sorted(tested_lines(data))
     draw.shuffle(lines)
     for file, number, tests in lines:
@@ -107,6 +113,7 @@ def break_lines(folder: Path, seed: int, count: int, most: int) -> int:
         if any(row["file"] == file and row["line"] == number for row in done):
             continue
         chosen = draw.sample(tests, min(most, len(tests)))
+        chosen.sort(key=lambda test: seconds.get(key_of_test(*test.split("::", 1)), SECONDS))
         row = {"file": file, "line": number, "after": change[1].strip(), "tests": len(chosen)}
         done.append({**row, "noticed": is_noticed(copy, file, change[0], chosen)})
         with results.open("a") as stream:
@@ -123,6 +130,18 @@ def tested_lines(data: coverage.CoverageData) -> Iterator[tuple[str, int, list[s
         for number, contexts in data.contexts_by_lineno(measured).items():
             if tests := sorted(name for name in contexts if "::" in name):
                 yield str(Path(measured).relative_to(ROOT)), number, tests
+
+
+def seconds_of_tests(file: Path) -> Mapping[str, float]:
+    """`key_of_test` -> the time that the test took."""
+    cases = ElementTree.parse(file).getroot().iter("testcase")
+    return {key_of_test(case.attrib["classname"], case.attrib["name"]): float(case.attrib["time"]) for case in cases}
+
+
+def key_of_test(place: str, name: str) -> str:
+    """What names a test in reports of both forms: `place` is a path or a module; classes are left out."""
+    parts = place.removesuffix(".py").replace("/", ".").split(".")
+    return ".".join([part for part in parts if not part.startswith("Test")] + [name.rpartition("::")[2]])
 
 
 def changes_of(file: Path, number: int) -> Iterator[tuple[str, str]]:
