@@ -47,27 +47,23 @@ class Packing:
         """Pack small steps, where there are many, at most once a minute."""
         if time.monotonic() > self.next:
             self.next = time.monotonic() + EVERY
-            self.pack(MANY)
+            self.pack()
 
-    def at_end(self) -> None:
-        """Pack small steps, however few, in a store that has packs."""
-        self.pack(1 if self.store.packs.steps() else MANY)
-
-    def pack(self, least: int) -> None:
-        """Pack small steps, if there are at least so many and no other process does. What cannot be packed, as on a
+    def pack(self) -> None:
+        """Pack small steps, if there are at least MANY and no other process does. What cannot be packed, as on a
         full disk, stays in folders, with a notice: no run fails for it."""
         try:
-            self._pack(least)
+            self._pack()
         except (OSError, sqlite3.Error) as error:
             self.store.notices.append(f"store={self.store.root}: small steps stay in folders of their own: {error}")
 
-    def _pack(self, least: int) -> None:
+    def _pack(self) -> None:
         store = self.store
         if store.packs.bad:
             drop(store, store.packs.bad)
         known = [store.folders(name) for name, kind in KINDS.items() if kind.small and not store.url]
         loose = {start: path for folders in known for start, path in folders.items() if start not in self.large}
-        if len(loose) < least:
+        if len(loose) < MANY:
             return
         with suppress(Busy), store.claims.take(PACKS) as claim:
             store.packs.clear()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,17 +45,6 @@ def exported(config: Config, graph: Graph) -> CellSteps:
             f"({', '.join(labels)}): expected one cell, in a study of its own"
         )
     return cells[0]
-
-
-def show(study: Study, repository: str, done: Collection[str]) -> None:
-    """Print what would be uploaded to `repository`, for a dry run."""
-    cell = exported(study.config, study.graph)
-    assert cell.export and cell.plan
-    state = "finished" if cell.export.id in done else "not made yet"
-    say(
-        f"push={repository}: would upload the export of {cell.plan.label()} ({state}), and a model card with results "
-        f"on {', '.join(cell.evaluate) or 'no benchmark'}"
-    )
 
 
 def push(study: Study, repository: str, schedule: Schedule) -> int:

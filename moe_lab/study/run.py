@@ -17,7 +17,7 @@ from moe_lab.json_files import Number, parse
 from moe_lab.results import DIGITS, is_lower_better
 from moe_lab.study.estimates import Times, check_memory, disk_problems, forecast, visible_gpus
 from moe_lab.study.graph import build, normalized, unresolved
-from moe_lab.study.preflight import AVERAGE, lacking
+from moe_lab.study.preflight import AVERAGE, lacking, preflight
 from moe_lab.study.record import Study, finish, outdate_reports
 from moe_lab.study.runs import Run, begin
 from moe_lab.study.schedule import Schedule, console, recall_failures, say, say_notices, watch, work
@@ -86,8 +86,11 @@ class Ended(NamedTuple):
 
 
 def run(config: Config, requests: Sequence[Request], *, add: bool = False) -> Ended:
-    """Run a study whose settings are valid. `add`: add its cells to those recorded under its name, instead of replacing
-    them. Raises UserError for what is missing here, before anything is run; a dry run prints its forecast first."""
+    """Check a study, and run it. `add`: add its cells to those recorded under its name, instead of replacing them.
+    Raises UserError for mistakes, and for what is missing here, before anything is run; a dry run prints its forecast
+    first."""
+    if wrong := preflight(config, requests):
+        raise SettingsError(wrong)
     graph = build(config, requests)
     study = Study(config, graph, Store(config.store), add)
     if config.push is not None:
@@ -169,8 +172,8 @@ def _in_store(study: Study, elsewhere: Set[str] = frozenset()) -> tuple[list[Ste
 
 
 def _forecast(study: Study) -> list[str]:
-    """Print what a run would do: a table of its steps, with launcher=slurm one of the jobs' resources, and what would
-    be uploaded. Returns a sentence for a disk, or a main memory, that is too small for it."""
+    """Print what a run would do: a table of its steps, and with launcher=slurm one of the jobs' resources. Returns a
+    sentence for a disk, or a main memory, that is too small for it."""
     config, store, every = study.config, study.store, study.graph.steps()
     steps, done = _in_store(study, _finished_there(Remote(store.url), every) if store.url else frozenset())
     say_notices(store)
@@ -181,10 +184,6 @@ def _forecast(study: Study) -> list[str]:
 
         ask = partial(resources, settings=config.resources, seconds=times.seconds)
         console.print(table(arrange(undone, ask, config.launcher), config.resources.longest, times.seconds))
-    if config.push is not None:
-        from moe_lab.study.push import show
-
-        show(study, config.push, done)
     return _too_little(study, undone)
 
 

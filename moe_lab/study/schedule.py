@@ -138,7 +138,7 @@ def work(schedule: Schedule, store: Store, execute: Execute) -> None:
         except (OSError, Gone) as error:
             schedule.fail(step, StepError({**error_document(error), "transient": True}))
         packing.now_and_then()
-    packing.at_end()
+    packing.pack()
 
 
 def _not_as_published(step: Step) -> StepError:

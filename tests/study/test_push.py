@@ -125,9 +125,7 @@ def only(store: Path, pattern: str) -> Path:
 
 
 def test_one_commit_has_the_export_and_a_card_that_reads_back(store: Path, run: Run, hub: Hub) -> None:
-    code, printed = run(*EXPORT, "push=me/small", "dry_run=true")
-    assert code == 0 and all(word in printed for word in ("push=me/small", "reap-0.25", "pocket_boolq"))
-    assert not hub.repositories
+    assert run(*EXPORT, "push=me/small", "dry_run=true")[0] == 0 and not hub.repositories
     code, printed = run(*EXPORT, "push=me/small")
     assert code == 0 and "https://huggingface.co/me/small" in printed
     files, checkpoint = hub.repositories["me/small"], only(store, "export/*reap*/checkpoint")
