@@ -137,6 +137,7 @@ def watch(client: socket.socket) -> Asked:
     with client.makefile("r") as asking:
         asked = json.loads(asking.readline())
     if (child := os.fork()) == 0:
+        os.setsid()  # some that are started so kill their own group at the end
         client.close()
         return asked, streams
     for stream in streams:

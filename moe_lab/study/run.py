@@ -43,7 +43,7 @@ def local(schedule: Schedule, study: Study, run: Run) -> bool:
     def serve(number: int) -> None:
         environment = {"CUDA_VISIBLE_DEVICES": gpus[number % len(gpus)]} if gpus else {}
         try:
-            with Worker(study.store, f"{os.getpid()}-worker{number}", environment) as execute:
+            with Worker(study.store, environment) as execute:
                 work(schedule, study.store, execute)
         except BaseException as error:  # noqa: BLE001 - a bug in this thread must not look like the end of the work
             errors.append(error)

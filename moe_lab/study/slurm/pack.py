@@ -46,7 +46,7 @@ class Pack:
         schedule = Schedule(self.steps)
         with Run(store, store.root / "runs" / self.run).held():
             schedule.lack(_absent(schedule, store))
-            with Worker(store, f"slurm-{own_job()}") as execute:
+            with Worker(store) as execute:
                 work(schedule, store, execute)
         say_notices(store)
         return {"done": len(schedule.finished), "failed": len(schedule.failed), "skipped": len(schedule.skipped)}
