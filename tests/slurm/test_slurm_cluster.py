@@ -16,7 +16,7 @@ from typing import Any
 import preloaded
 import pytest
 from cluster import LONG, STEPS, TWO, Cluster, InstantStudies, until
-from studies import asked, command, jobs, moe_lab, ran, results
+from studies import command, jobs, moe_lab, ran, results, told
 
 from moe_lab.results import read_record
 from tests.test_secrets import PLANTED, SERVER, leaks, served
@@ -82,10 +82,10 @@ def limited(cluster: Cluster, folder: Path) -> None:
 
     The first time it is the job's real limit, brought down while it runs. Slurm looks twice a minute, and a job that is
     past its limit when Slurm looks is killed without the signal: the new limit leaves one to two minutes, however long
-    the job took to begin.
+    the job took to begin, and the signal is due when Slurm looks next.
     """
     instant = InstantStudies(cluster, folder)
-    words = [TWO, "study=limited", "launcher.max_requeues=1", "launcher.signal_seconds=59"]
+    words = [TWO, "study=limited", "launcher.max_requeues=1", "launcher.signal_seconds=119"]
     words += ["+resources.jobs={cost: {minutes: 10}}"]
     instant.hold("cost")
     job = instant.submit(*words)["cost"]
@@ -98,7 +98,7 @@ def limited(cluster: Cluster, folder: Path) -> None:
     assert cluster.job(job)["Restarts"] == "1"
     log = "".join(file.read_text() for file in instant.store.glob(f"runs/*/*/jobs/{job}*_log.*"))
     assert "this job is timed-out" in log and "Job not requeued" in log
-    assert "failed; the same command" in asked(instant.store, "why", "limited")
+    assert "failed; the same command" in told(instant.store, "why", "limited")
     instant.release()
     instant.wait_for_the_end()
     assert set(instant.submit(*words)) == {"cost", "evaluate", "record"}
@@ -127,10 +127,10 @@ def overlapping(cluster: Cluster, folder: Path) -> None:
     assert len(cells["wide"]) == 5 and all(cell["cost"] for cell in cells["wide"])
     there = Counter((cell["cell"]["criterion"], cell["cost"] is not None) for cell in cells["broken"])
     assert there == {("none", True): 1, ("random", True): 4, ("magnitude", False): 4}
-    why = asked(instant.store, "why", "broken")
+    why = told(instant.store, "why", "broken")
     assert "broken on purpose" in why and "needs weights/" in why
-    assert "broken on purpose" in asked(instant.store, "why", "weights/")
-    assert "failed" in asked(instant.store, "status", "broken")
+    assert "broken on purpose" in told(instant.store, "why", "weights/")
+    assert "failed" in told(instant.store, "status", "broken")
 
 
 SCENES: dict[str, Callable[[Cluster, Path], Any]] = {
@@ -162,7 +162,7 @@ def played(request: pytest.FixtureRequest, cluster: Cluster, folder: Path) -> It
         cluster.ask("scancel", "--user=root")
 
 
-@pytest.mark.parametrize("scene", ["limited", "overlapping", "secretive"])
+@pytest.mark.parametrize("scene", ["overlapping", "secretive"])
 def test_what_befalls_studies_while_others_run(scene: str, played: Played) -> None:
     played(scene)
 
@@ -227,3 +227,8 @@ def test_jobs_run_the_code_as_it_was_when_they_were_submitted(cluster: Cluster, 
     cluster.ask("scontrol", "update", f"nodename={cluster.host}", "state=resume")
     cluster.wait_for_the_end(store)
     assert results(store) == results(before.parents[1])
+
+
+def test_a_job_that_is_out_of_time_is_requeued_once(played: Played) -> None:
+    """The last, since it waits for Slurm's own time."""
+    played("limited")
