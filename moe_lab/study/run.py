@@ -20,11 +20,10 @@ from moe_lab.study.graph import build, normalized, unresolved
 from moe_lab.study.preflight import AVERAGE, lacking, preflight
 from moe_lab.study.record import Study, finish, outdate_reports
 from moe_lab.study.runs import Run, begin
-from moe_lab.study.schedule import Schedule, console, recall_failures, say, say_notices, watch, work
+from moe_lab.study.schedule import Here, Schedule, Worker, console, recall_failures, say, say_notices, watch, work
 from moe_lab.study.step import Step, unmerged
 from moe_lab.study.store import Store
 from moe_lab.study.sync import Remote, pull, pull_records, pushed_regularly
-from moe_lab.study.worker import Here, Worker
 
 
 def inline(schedule: Schedule, study: Study, run: Run) -> bool:

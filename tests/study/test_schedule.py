@@ -27,10 +27,9 @@ from moe_lab.study import record
 from moe_lab.study import run as launch
 from moe_lab.study.graph import Graph
 from moe_lab.study.runs import begin
-from moe_lab.study.schedule import Schedule, StepError, work
+from moe_lab.study.schedule import Schedule, StepError, Worker, work
 from moe_lab.study.step import Step
 from moe_lab.study.store import Store
-from moe_lab.study.worker import Worker
 
 TESTS = f"{Path(__file__).parents[1]}{os.pathsep}{Path(__file__).parents[2]}"
 """Where steps of tests are, and moe_lab."""
@@ -160,7 +159,7 @@ def signalled_worker(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str) -
         "    print(json.dumps({'done': {}}), flush=True)\n"
     )
     monkeypatch.setenv("PYTHONPATH", TESTS)
-    monkeypatch.setattr("moe_lab.study.worker.command", lambda module: [sys.executable, str(script)])
+    monkeypatch.setattr("moe_lab.study.schedule.command", lambda *_: [sys.executable, str(script)])
 
 
 @pytest.mark.parametrize(

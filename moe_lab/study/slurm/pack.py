@@ -16,12 +16,11 @@ from moe_lab.results import DIGITS
 from moe_lab.study.claims import own_job
 from moe_lab.study.record import Study
 from moe_lab.study.runs import Run, runs
-from moe_lab.study.schedule import Schedule, StepError, say_notices, watch, work
+from moe_lab.study.schedule import Schedule, StepError, Worker, say_notices, watch, work
 from moe_lab.study.slurm import scheduler
 from moe_lab.study.status import alive
 from moe_lab.study.step import Step, unmerged
 from moe_lab.study.store import Store
-from moe_lab.study.worker import Worker
 
 
 @dataclass(frozen=True)
