@@ -40,7 +40,6 @@ __all__ = [
     "calibrate",
     "export",
     "load",
-    "load_scores",
     "mask",
     "plan",
     "prune",
@@ -205,6 +204,9 @@ def score(
     random criteria; `parameters`: parameters of the criterion. The statistics are attached in `attrs`, where `plan`
     finds them. Raises UserError for an unknown criterion or parameter, and for statistics that lack what it needs.
     """
+    import numpy as np
+    import pandas as pd
+
     from moe_lab import criteria
     from moe_lab.errors import UserError
 
@@ -224,22 +226,14 @@ def score(
         seed=seed,
         parameters=parameters,
     )
-    scores = _scores_frame(table)
-    scores.attrs["statistics"] = statistics
-    return scores
-
-
-def _scores_frame(scores: Mapping[int, Any]) -> pd.DataFrame:
-    """Scores of each layer, (E,) or (E, I), as a data frame with a row per expert or channel."""
-    import numpy as np
-    import pandas as pd
-
     frames = []
-    for layer, values in scores.items():
+    for layer, values in table.items():  # (E,), or (E, I) of channels
         places = np.indices(values.shape).reshape(values.ndim, -1)
         columns = dict(zip(("expert", "channel"), places, strict=False))
         frames.append(pd.DataFrame({"layer": layer, **columns, "score": values.ravel()}))
-    return pd.concat(frames, ignore_index=True)
+    scores = pd.concat(frames, ignore_index=True)
+    scores.attrs["statistics"] = statistics
+    return scores
 
 
 def _scores_table(scores: pd.DataFrame, layers: Mapping[int, Mapping[str, Any]]) -> dict[int, Any]:
@@ -269,37 +263,6 @@ def _scores_table(scores: pd.DataFrame, layers: Mapping[int, Mapping[str, Any]])
     return table
 
 
-def load_scores(folder: str | os.PathLike[str]) -> pd.DataFrame:
-    """Read the scores that were uploaded beside a checkpoint by `push=OWNER/NAME`, to make another plan from them.
-
-    `folder`: the downloaded repository, of which the subfolder `moe_lab` is enough. Returns a data frame as `score`
-    does, with the statistics of the original model attached. Raises UserError when the folder has no scores.
-    """
-    import pandas as pd
-    from safetensors.numpy import load_file
-
-    from moe_lab.errors import UserError
-    from moe_lab.json_files import Damaged, read_json
-    from moe_lab.statistics import by_layer, read
-
-    place = Path(folder, "moe_lab")
-    of_experts, of_channels = place / "scores.parquet", place / "scores.safetensors"
-    try:
-        facts = read_json(place / "facts.json", {"layers": {str: dict}})
-        if of_channels.is_file():
-            channels = load_file(of_channels)
-            scores = _scores_frame({int(layer): channels[layer] for layer in sorted(channels, key=int)})
-        else:
-            scores = pd.read_parquet(of_experts)
-    except (FileNotFoundError, Damaged) as error:
-        raise UserError(f"load_scores: {error}: expected a whole model that push=OWNER/NAME uploaded") from None
-    files = [file for file in sorted(place.glob("*.safetensors")) if file != of_channels]
-    sums = {file.stem: read(file) for file in files}
-    facts["layers"] = {int(layer): about for layer, about in facts["layers"].items()}
-    scores.attrs["statistics"] = ModelStatistics(by_layer(sums.values()), sums, facts, text={})
-    return scores
-
-
 def plan(
     scores: pd.DataFrame,
     ratio: float,
@@ -315,8 +278,8 @@ def plan(
     """Decide which experts, or which of their channels, are kept when `ratio` of the routed experts' parameters is
     removed.
 
-    `scores`: from `score` or `load_scores`, or your own with the columns layer, expert, (channel,) score, one row each;
-    experts and channels are numbered from 0, and higher means keep. `allocation`: how the budget is shared among layers
+    `scores`: from `score`, or your own with the columns layer, expert, (channel,) score, one row each; experts and
+    channels are numbered from 0, and higher means keep. `allocation`: how the budget is shared among layers
     and experts; those that search need a study. `statistics`: those of the model, if they are not attached to the
     scores. `parameters`: parameters of the allocation. For `multiple_of`, `ratio_basis`, `replacement` and `protect`
     see `moe_lab.config.AllocationConfig`. Where the replacement is m_smoe or ream, `mask`, `prune` and `export`
@@ -347,8 +310,6 @@ def plan(
         )
     facts = protection.with_protected(chosen, statistics.facts, statistics.sums.get("statistics", {}))
     provenance = {"allocation": chosen, **protection.provenance(facts)}
-    if facts.get("sha256"):  # only statistics from files state it; `export` then refuses another model
-        provenance["model_sha256"] = facts["sha256"]
     values = _scores_table(scores, facts["layers"])
     return plan_from_scores(chosen, values, granularity, facts, statistics.sums, provenance=provenance)
 

@@ -1,6 +1,7 @@
 """Processes that are started, asked by lines of JSON, watched and ended.
 
-`Child` is the side of the process that asks, `serve` that of the one that is asked. A request is the name of a method
+`Child` is the side of the process that asks, `serve` that of the one that is asked; `python -m moe_lab.child_process
+MODULE` serves the functions of a module. A request is the name of a method
 and its arguments; the replies are any number of {"item": ...}, then {"done": result}, or {"error": ..., "kind": ...}.
 A process ends when its standard input does, so also when the one that started it was killed.
 
@@ -9,6 +10,7 @@ Standard library only: the other side may run in another interpreter.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import queue
@@ -173,3 +175,7 @@ def _sentence(error: Exception) -> str:
     """The message of an error, on one line and without the frame that pydantic puts around it."""
     reasons = [each["msg"] for each in error.errors()] if hasattr(error, "errors") else [str(error)]
     return " ".join("; ".join(reasons).split()) or type(error).__name__
+
+
+if __name__ == "__main__":
+    serve(importlib.import_module(sys.argv[1]))

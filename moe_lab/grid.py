@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -260,15 +261,13 @@ def assign(content: dict[str, Any], key: str, value: Any) -> None:
 def requests(config: Config, found: Iterable[Point], files: Files) -> list[Request]:
     """The cells of a study with their benchmarks; cells of one protocol are grouped together. Raises SettingsError for
     texts and benchmarks that are unknown or wrong."""
-    known_texts: dict[tuple[str, str | None], CalibrationConfig] = {}
     searches: dict[tuple[int, int], AllocationConfig] = {}
 
+    @cache
     def text(setting: str, name: str, engine: Any = None) -> CalibrationConfig:
         """A text by its name, the same object for all cells; settings such as calibration.X=... do not apply to it."""
-        if (name, engine) not in known_texts:
-            found = mixed(_text(setting, name, files), files)
-            known_texts[name, engine] = replace(found, engine=engine) if engine else found
-        return known_texts[name, engine]
+        found = mixed(_text(setting, name, files), files)
+        return replace(found, engine=engine) if engine else found
 
     def made(point: Point) -> Cell:
         cell = Cell(**dict(zip(AXES, point, strict=True)))

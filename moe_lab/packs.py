@@ -13,35 +13,25 @@ import threading
 import time
 import uuid
 import zlib
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import closing
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from moe_lab.json_files import Damaged
 
 TABLES = """
-create table step (start text unique, kind text, name text, bytes integer, inputs text);
+create table step (start text unique, name text);
 create table file (start text, name text, content blob, primary key (start, name)) without rowid;
 create table replaces (pack text);
 """
-"""A step by the start of its id: kind and name of its folder, bytes of its files, starts of the ids of its inputs, each
-followed by a space; its files, with step.json, compressed; and the names of the packs that this one replaces."""
+"""A step by the start of its id: KIND/NAME of its folder; its files, with step.json, compressed; and the names of the
+packs that this one replaces."""
 ENDING = ".sqlite"
 UNFINISHED = ".part"
 GRACE = 600.0
 """Seconds for which a pack stays that another replaces: a reader may have listed neither."""
-
-
-class Packed(NamedTuple):
-    """A step in a pack."""
-
-    start: str
-    kind: str
-    name: str
-    bytes: int
-    inputs: tuple[str, ...]
 
 
 class Packs:
@@ -54,7 +44,7 @@ class Packs:
         self.bad: set[str] = set()
         """Steps that were found damaged, and count as absent; they are taken out of their packs later."""
         self._open: dict[str, sqlite3.Connection] = {}
-        self._steps: dict[str, list[str]] = {}
+        self._steps: dict[str, dict[str, str]] = {}
         self._replaces: dict[str, set[str]] = {}
         self._pack_of: dict[str, str] = {}
         self._lock = threading.RLock()
@@ -78,10 +68,8 @@ class Packs:
     def _look(self, name: str) -> None:
         path = self.path(name)
         try:
-            opened = sqlite3.connect(
-                f"{path.absolute().as_uri()}?mode=ro&immutable=1", uri=True, check_same_thread=False
-            )
-            self._steps[name] = [start for (start,) in opened.execute("select start from step")]
+            opened = sqlite3.connect(_address(path), uri=True, check_same_thread=False)
+            self._steps[name] = dict(opened.execute("select start, name from step"))
             self._replaces[name] = {pack for (pack,) in opened.execute("select pack from replaces")}
             self._open[name] = opened
         except sqlite3.Error:
@@ -100,10 +88,12 @@ class Packs:
         """Whether a step is in a pack, as of the last look."""
         return start in self._pack_of and start not in self.bad
 
-    def find(self, start: str) -> Packed | None:
-        """A step by the start of its id; None when it is in no pack. Raises Damaged when the pack cannot be read."""
-        rows = self._rows(start, "select * from step where start = ?", start)
-        return _packed(rows[0]) if rows else None
+    def find(self, start: str) -> str | None:
+        """KIND/NAME of a step by the start of its id; None when it is in no pack. Looks for new packs first."""
+        with self._lock:
+            if start not in self._pack_of:
+                self.refresh()
+            return self._steps[self._pack_of[start]][start] if start in self else None
 
     def read(self, start: str, file: str) -> bytes:
         """A file of a step. Raises FileNotFoundError without it, and Damaged when the pack cannot be read."""
@@ -118,6 +108,10 @@ class Packs:
     def files(self, start: str) -> list[str]:
         """Names of the files of a step, with step.json."""
         return [name for (name,) in self._rows(start, "select name from file where start = ?", start)]
+
+    def size(self, start: str) -> int:
+        """Bytes that a step takes in its pack. Raises Damaged when the pack cannot be read."""
+        return sum(size for (size,) in self._rows(start, "select length(content) from file where start = ?", start))
 
     def _rows(self, start: str, query: str, *values: str) -> list[tuple[Any, ...]]:
         """Answer of the pack that has a step; none without it. Packs are looked for again before that is said."""
@@ -135,30 +129,20 @@ class Packs:
                     self.refresh()
         raise Damaged(f"the pack with {start} in {self.folder} is damaged")
 
-    def steps(self, kind: str | None = None) -> Iterator[Packed]:
-        """All steps in packs, or those of a kind. Raises Damaged when one cannot be read."""
-        query = "select * from step where kind = coalesce(?, kind)"
-        for name in sorted(set(self._pack_of.values())):
-            try:
-                rows = self._open[name].execute(query, (kind,)).fetchall()
-            except sqlite3.Error:
-                raise Damaged(f"{self.path(name)} is damaged") from None
-            yield from (step for step in map(_packed, rows) if self._pack_of[step.start] == name)
-
-    def starts(self) -> set[str]:
-        """Starts of the ids of all steps in packs, as of the last look."""
-        return self._pack_of.keys() - self.bad
+    def steps(self) -> dict[str, str]:
+        """Start of the id -> KIND/NAME of all steps in packs, as of the last look."""
+        with self._lock:
+            return {start: self._steps[pack][start] for start, pack in self._pack_of.items() if start not in self.bad}
 
     # Writing: by one process at a time, which holds a claim.
 
-    def add(self, steps: Iterable[tuple[Packed, Mapping[str, bytes]]]) -> Path:
-        """Write steps with their files as a new pack, under the name of a pack that is not finished."""
+    def add(self, steps: Iterable[tuple[str, str, Mapping[str, bytes]]]) -> Path:
+        """Write steps, (start of the id, KIND/NAME, files), as a pack under the name of one that is not finished."""
         path, database = self._new()
         with closing(database):
-            for step, files in steps:
-                inputs = "".join(f"{start} " for start in step.inputs)
-                database.execute("insert or ignore into step values (?, ?, ?, ?, ?)", (*step[:4], inputs))
-                rows = [(step.start, name, zlib.compress(content, 1)) for name, content in files.items()]
+            for start, name, files in steps:
+                database.execute("insert or ignore into step values (?, ?)", (start, name))
+                rows = [(start, file, zlib.compress(content, 1)) for file, content in files.items()]
                 database.executemany("insert or ignore into file values (?, ?, ?)", rows)
             database.commit()
         return path
@@ -226,10 +210,6 @@ class Packs:
 def _address(path: Path) -> str:
     """That of a database which nobody writes, so that no locks are needed."""
     return f"{path.absolute().as_uri()}?mode=ro&immutable=1"
-
-
-def _packed(row: tuple[str, str, str, int, str]) -> Packed:
-    return Packed(*row[:4], tuple(row[4].split()))
 
 
 @lru_cache(maxsize=8)

@@ -23,13 +23,12 @@ from moe_lab.evaluation import Policy
 from moe_lab.grid import Cell
 from moe_lab.study.step import Step
 from moe_lab.study.steps import KINDS, perform
-from moe_lab.study.steps.alignment import plan_of
 from moe_lab.study.steps.costs import Cost, Profile, Timing
 from moe_lab.study.steps.evaluation import Evaluate, task_of
 from moe_lab.study.steps.files import Files
 from moe_lab.study.steps.passes import Facts, loaded_as
 from moe_lab.study.steps.plans import drops_whole_experts
-from moe_lab.study.steps.recovery import Export, Finetune, Pruned, export_of, pruned_of, storage_of, unpruned
+from moe_lab.study.steps.recovery import Export, Finetune, Pruned, export_of, plan_of, pruned_of, storage_of, unpruned
 from moe_lab.study.store import Store
 
 

@@ -29,7 +29,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-MODULES = ("moe_lab.study.worker", "moe_lab.models.load", "analysis", "submitit.core._submit")
+MODULES = ("moe_lab.child_process", "moe_lab.models.load", "analysis", "submitit.core._submit")
 """What a study starts that is forked too; programs that a model wrote keep an interpreter of their own."""
 LIBRARIES = (
     "hydra._internal.hydra",
@@ -137,6 +137,7 @@ def watch(client: socket.socket) -> Asked:
     with client.makefile("r") as asking:
         asked = json.loads(asking.readline())
     if (child := os.fork()) == 0:
+        os.setsid()  # some that are started so kill their own group at the end
         client.close()
         return asked, streams
     for stream in streams:

@@ -23,7 +23,7 @@ from moe_lab.compose import Groups, compose, quoted, started
 from moe_lab.config import Config
 from moe_lab.config.base import SettingsError
 from moe_lab.errors import UserError
-from moe_lab.study import preflight, run
+from moe_lab.study import run
 from moe_lab.study.graph import build
 from tests.campaign.commands import NEAREST as MISTAKES
 
@@ -159,7 +159,6 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Asked:
         return run.Ended(0, SimpleNamespace(config=config))  # type: ignore[arg-type]
 
     monkeypatch.setattr(run, "run", noting)
-    monkeypatch.setattr(preflight, "preflight", lambda *_: [])
 
     def ids(*words: str, found_by: Sequence[str] = ("--config-dir", str(folder))) -> set[str]:
         steps.clear()

@@ -73,7 +73,7 @@ class Reader:
         if path.is_dir():
             return path
         if packed := self.packs.find(path.name[-ID:]):
-            return path.with_name(packed.name)
+            return self.root / packed
         kind = path.parent
         if kind.name not in self._by_id:
             children = [child for child in kind.iterdir() if not child.name.startswith(".")] if kind.is_dir() else []

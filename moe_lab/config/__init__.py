@@ -215,8 +215,8 @@ class Config(Group):
     verify: bool = False
     """Run some tokens through each exported checkpoint and the masked model, and refuse a checkpoint that differs."""
     push: Annotated[str, AfterValidator(_repository)] | None = None
-    """OWNER/NAME on the hub: upload the exported model there when the study has ended, with its results, scores and
-    statistics. The study exports one pruned model."""
+    """OWNER/NAME on the hub: upload the exported model there when the study has ended, with its results. The study
+    exports one pruned model."""
     objective: str | None = None
     """What a sweeper of Hydra is told of each job: Avg (the mean of all benchmarks in which more is better), or a
     result such as arc_easy or perplexity. hydra/sweeper=basic, a plain grid, needs none."""

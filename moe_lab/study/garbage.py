@@ -14,14 +14,13 @@ from rich.filesize import decimal
 from rich.table import Table
 
 from moe_lab.errors import UserError
-from moe_lab.json_files import Damaged
-from moe_lab.packs import Packed
+from moe_lab.json_files import Damaged, parse
 from moe_lab.results import DIGITS, places, read_record
 from moe_lab.study.claims import Busy
 from moe_lab.study.packing import PACKS, drop
 from moe_lab.study.runs import CHOOSING, runs, steps_at_work, studies
 from moe_lab.study.status import alive, console
-from moe_lab.study.store import SCRATCH, Store, read_step
+from moe_lab.study.store import SCRATCH, STEP, Store, read_step
 
 LEFTOVERS = "left by killed runs"
 
@@ -85,29 +84,26 @@ def look(store: Store) -> tuple[list[Garbage], str]:
     if store.notices:
         raise _unclear(store, store.notices[0])
     finished = store.finished()
-    packed = _packed(store)
+    store.packs.refresh()
+    packed = store.packs.steps()
     kept: set[str] = set()
     queue = list(wanted)
-    while queue:
-        if (start := queue.pop()) not in kept:
-            kept.add(start)
-            queue += packed[start].inputs if start in packed else ()
-            for folder in finished.get(start, ()):
-                queue += _inputs(store, folder)
-    steps = [_step(folder) for start, folders in finished.items() for folder in folders if start not in kept]
-    in_packs = [Garbage(None, step.kind, step.bytes, start) for start, step in packed.items() if start not in kept]
-    return [*filter(None, steps), *in_packs, *_leftovers(store, wanted)], silence
-
-
-def _packed(store: Store) -> dict[str, Packed]:
-    """Start of the id -> step, of all that are in packs."""
-    store.packs.refresh()
     try:
         for path in store.packs.damaged:
             raise Damaged(f"{path} is damaged")
-        return {step.start: step for step in store.packs.steps()}
-    except Damaged as error:
+        while queue:
+            if (start := queue.pop()) not in kept:
+                kept.add(start)
+                abouts = [read_step(folder) for folder in finished.get(start, ())]
+                if start in packed:
+                    abouts.append(parse(store.packs.read(start, STEP), {"inputs": dict}, packed[start]))
+                queue += [place[-DIGITS:] for about in abouts for place in about["inputs"].values()]
+        unneeded = {start: store.packs.size(start) for start in packed.keys() - kept}
+    except (FileNotFoundError, Damaged) as error:
         raise _unclear(store, str(error)) from None
+    steps = [_step(folder) for start, folders in finished.items() for folder in folders if start not in kept]
+    in_packs = [Garbage(None, packed[start].partition("/")[0], size, start) for start, size in unneeded.items()]
+    return [*filter(None, steps), *in_packs, *_leftovers(store, wanted)], silence
 
 
 def _leftovers(store: Store, wanted: Set[str]) -> Iterator[Garbage]:
@@ -143,14 +139,6 @@ def _wanted(store: Store) -> tuple[set[str], str]:
             if run is of_study[-1] or run.folder.name > record["run"] or queued:
                 wanted.update(step[:DIGITS] for step, _, _ in about["steps"])
     return wanted, silence
-
-
-def _inputs(store: Store, folder: Path) -> list[str]:
-    """Starts of the ids of the inputs of a finished step."""
-    try:
-        return [place[-DIGITS:] for place in read_step(folder)["inputs"].values()]
-    except (FileNotFoundError, Damaged):
-        raise _unclear(store, f"{folder.relative_to(store.root)}: step.json is missing or damaged") from None
 
 
 def _unclear(store: Store, reason: str) -> UserError:

@@ -16,8 +16,6 @@ from itertools import chain
 from pathlib import Path
 
 from moe_lab.json_files import Damaged
-from moe_lab.packs import Packed
-from moe_lab.results import DIGITS
 from moe_lab.study.claims import Busy, Claim
 from moe_lab.study.step import KINDS
 from moe_lab.study.store import STEP, Store, hidden, read_step
@@ -49,27 +47,23 @@ class Packing:
         """Pack small steps, where there are many, at most once a minute."""
         if time.monotonic() > self.next:
             self.next = time.monotonic() + EVERY
-            self.pack(MANY)
+            self.pack()
 
-    def at_end(self) -> None:
-        """Pack small steps, however few, in a store that has packs."""
-        self.pack(1 if self.store.packs.starts() else MANY)
-
-    def pack(self, least: int) -> None:
-        """Pack small steps, if there are at least so many and no other process does. What cannot be packed, as on a
+    def pack(self) -> None:
+        """Pack small steps, if there are at least MANY and no other process does. What cannot be packed, as on a
         full disk, stays in folders, with a notice: no run fails for it."""
         try:
-            self._pack(least)
+            self._pack()
         except (OSError, sqlite3.Error) as error:
             self.store.notices.append(f"store={self.store.root}: small steps stay in folders of their own: {error}")
 
-    def _pack(self, least: int) -> None:
+    def _pack(self) -> None:
         store = self.store
         if store.packs.bad:
             drop(store, store.packs.bad)
         known = [store.folders(name) for name, kind in KINDS.items() if kind.small and not store.url]
         loose = {start: path for folders in known for start, path in folders.items() if start not in self.large}
-        if len(loose) < least:
+        if len(loose) < MANY:
             return
         with suppress(Busy), store.claims.take(PACKS) as claim:
             store.packs.clear()
@@ -77,15 +71,15 @@ class Packing:
             small = self._small(new[:AT_ONCE])
             if first := next(small, None):
                 _publish(store, store.packs.add(chain([first], small)), claim)
-            for start in loose.keys() & store.packs.starts():
+            for start in loose.keys() & store.packs.steps().keys():
                 with suppress(FileNotFoundError):
                     shutil.rmtree(hidden(loose[start], start), ignore_errors=True)
             few = [name for name, size in store.packs.sizes().items() if size < FULL]
             if len(few) > FEW:
                 _rewrite(store, few, (), claim)
 
-    def _small(self, folders: Iterable[tuple[str, Path]]) -> Iterator[tuple[Packed, dict[str, bytes]]]:
-        """The undamaged steps of the folders that go into a pack, with their files."""
+    def _small(self, folders: Iterable[tuple[str, Path]]) -> Iterator[tuple[str, str, dict[str, bytes]]]:
+        """The undamaged steps of the folders that go into a pack, as `Packs.add` takes them."""
         for start, folder in folders:
             with suppress(FileNotFoundError, Damaged):
                 document = read_step(folder)
@@ -96,9 +90,8 @@ class Packing:
                 files = {name: (folder / name).read_bytes() for name in document["files"]}
                 hashes = {name: sha256(content).hexdigest() for name, content in files.items()}
                 if all(hashes[name] == about["sha256"] for name, about in document["files"].items()):
-                    inputs = tuple(place[-DIGITS:] for place in document["inputs"].values())
                     files[STEP] = (folder / STEP).read_bytes()
-                    yield Packed(start, document["kind"], folder.name, size, inputs), files
+                    yield start, f"{folder.parent.name}/{folder.name}", files
 
 
 def drop(store: Store, starts: Collection[str]) -> None:

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,18 +25,9 @@ from moe_lab.study.graph import CellSteps, Graph, unpruned
 from moe_lab.study.record import Study
 from moe_lab.study.schedule import Schedule, say
 from moe_lab.study.step import Step
-from moe_lab.study.steps.files import NO_SUMS, STATISTICS
 
-SCORES = ("scores.parquet", "scores.safetensors")
-"""Files of a step of scores, of experts or of channels."""
-DATA = "moe_lab"
-"""Folder in the repository with what `moe_lab.load_scores` reads."""
 AGAIN = "the export is kept, and the same command uploads it"
 TAGS = ("moe", "pruning", "moe_lab")
-ANOTHER_RATIO = """## Another ratio
-
-The folder `moe_lab` has the scores of all experts of the original and the statistics they were computed from. Another
-model can be cut from them without calibrating again: by `moe_lab.plan`, from what `moe_lab.load_scores` reads there."""
 TABLE = """Benchmarks are asked as in the protocol `{protocol}` of moe_lab. Scores have their standard error over items.
 
 | benchmark | metric | shots | this model | original | items | harness |
@@ -58,30 +47,19 @@ def exported(config: Config, graph: Graph) -> CellSteps:
     return cells[0]
 
 
-def show(study: Study, repository: str, done: Collection[str]) -> None:
-    """Print what would be uploaded to `repository`, for a dry run."""
-    cell = exported(study.config, study.graph)
-    assert cell.export and cell.plan
-    state = "finished" if cell.export.id in done else "not made yet"
-    say(
-        f"push={repository}: would upload the export of {cell.plan.label()} ({state}), its scores and statistics, and "
-        f"a model card with results on {', '.join(cell.evaluate) or 'no benchmark'}"
-    )
-
-
 def push(study: Study, repository: str, schedule: Schedule) -> int:
     """Upload the study's exported model to `repository`. Returns the exit code: 1 if it was not uploaded."""
     cell = exported(study.config, study.graph)
-    assert cell.export and cell.plan and cell.scores
-    needed = [cell.model, cell.scores, cell.plan, *dict(_sums(cell)).values(), cell.export, *cell.evaluate.values()]
+    assert cell.export
     try:
-        for step in needed:
+        for step in (cell.export, *cell.evaluate.values()):
             if step.id not in schedule.finished:
                 raise UserError(f"push={repository}: nothing was uploaded, because {step.folder} is not finished")
             if not study.store.readable(step):
                 raise UserError(f"push={repository}: {step.folder} is damaged: start the same command again")
-        files = dict(_files(study, cell))
-        original = (study.store.path(cell.export) / "checkpoint" / CARD).read_text(encoding="utf-8")
+        checkpoint = study.store.path(cell.export) / "checkpoint"
+        files = {file.relative_to(checkpoint).as_posix(): file for file in files_of(checkpoint)}
+        original = files[CARD].read_text(encoding="utf-8")
         card = hub_card(original, repository, cell.cell, study.config.export, list(_results(study, cell)))
         say(f"push: uploading {len(files)} files to {repository}")
         say(f"push: {_upload(repository, {**files, CARD: card.encode()})}")
@@ -89,28 +67,6 @@ def push(study: Study, repository: str, schedule: Schedule) -> int:
         say(f"moe_lab: {error}", style="red")
         return 1
     return 0
-
-
-def _sums(cell: CellSteps) -> Iterator[tuple[str, Step]]:
-    """(role, step) of each step with sums that the scores, or the allocation, were computed from."""
-    for step in (cell.scores, cell.plan):
-        assert step is not None
-        yield from ((role, needed) for role, needed in step.inputs.items() if role not in NO_SUMS)
-
-
-def _files(study: Study, cell: CellSteps) -> Iterator[tuple[str, Path | bytes]]:
-    """(path in the repository, file in the store or its content) of everything that is uploaded."""
-    assert cell.export and cell.scores
-    store = study.store
-    checkpoint = store.path(cell.export) / "checkpoint"
-    for file in files_of(checkpoint):
-        yield file.relative_to(checkpoint).as_posix(), file
-    for step, name in [(cell.model, "facts.json"), *((cell.scores, name) for name in SCORES)]:
-        with suppress(FileNotFoundError):
-            yield f"{DATA}/{name}", store.content(step.folder, name)
-    for role, step in _sums(cell):
-        if (file := store.path(step) / STATISTICS).is_file():
-            yield f"{DATA}/{role}.safetensors", file
 
 
 def _results(study: Study, cell: CellSteps) -> Iterator[str]:
@@ -177,7 +133,6 @@ def hub_card(card: str, repository: str, cell: Cell, export: ExportConfig, resul
     sections = [
         own.replace("from_pretrained(folder", f'from_pretrained("{repository}"').strip(),
         _section(cell, results),
-        ANOTHER_RATIO,
         f"{heading}{original}",
     ]
     return f"---\n{ModelCardData(**fields).to_yaml()}\n---\n\n" + "\n\n".join(sections).strip() + "\n"
@@ -222,8 +177,6 @@ def _upload(repository: str, files: Mapping[str, Path | bytes]) -> str:
     if token is None:
         raise Unavailable(f"push={repository}: there is no token of the hub: `hf auth login` or HF_TOKEN; {AGAIN}")
     hub = HfApi()
-    # The hub's client warns of Parquet files in a repository of models, where scores belong here.
-    warnings.filterwarnings("ignore", "It seems that you are about to commit a data file")
     try:
         address = str(hub.create_repo(repository, exist_ok=True))
         info = hub.model_info(repository, files_metadata=True)
@@ -246,8 +199,7 @@ def _check_same(repository: str, digests: Mapping[str, str], info: Any) -> None:
     """Raise UserError when the repository has weights that are not among `digests` (path -> sha256)."""
     for file in info.siblings or []:
         path = str(file.rfilename)
-        is_weights = Path(path).suffix in NOT_COPIED and not path.startswith(f"{DATA}/")
-        if is_weights and (file.lfs is None or file.lfs.sha256 != digests.get(path)):
+        if Path(path).suffix in NOT_COPIED and (file.lfs is None or file.lfs.sha256 != digests.get(path)):
             raise UserError(
                 f"push={repository}: the repository has another model ({path} is not of this export): name another "
                 f"repository, or remove the model there; {AGAIN}"

@@ -17,14 +17,13 @@ from moe_lab.json_files import Number, parse
 from moe_lab.results import DIGITS, is_lower_better
 from moe_lab.study.estimates import Times, check_memory, disk_problems, forecast, visible_gpus
 from moe_lab.study.graph import build, normalized, unresolved
-from moe_lab.study.preflight import AVERAGE, lacking
+from moe_lab.study.preflight import AVERAGE, lacking, preflight
 from moe_lab.study.record import Study, finish, outdate_reports
 from moe_lab.study.runs import Run, begin
-from moe_lab.study.schedule import Schedule, console, recall_failures, say, say_notices, watch, work
+from moe_lab.study.schedule import Here, Schedule, Worker, console, recall_failures, say, say_notices, watch, work
 from moe_lab.study.step import Step, unmerged
 from moe_lab.study.store import Store
 from moe_lab.study.sync import Remote, pull, pull_records, pushed_regularly
-from moe_lab.study.worker import Here, Worker
 
 
 def inline(schedule: Schedule, study: Study, run: Run) -> bool:
@@ -43,7 +42,7 @@ def local(schedule: Schedule, study: Study, run: Run) -> bool:
     def serve(number: int) -> None:
         environment = {"CUDA_VISIBLE_DEVICES": gpus[number % len(gpus)]} if gpus else {}
         try:
-            with Worker(study.store, f"{os.getpid()}-worker{number}", environment) as execute:
+            with Worker(study.store, environment) as execute:
                 work(schedule, study.store, execute)
         except BaseException as error:  # noqa: BLE001 - a bug in this thread must not look like the end of the work
             errors.append(error)
@@ -86,8 +85,11 @@ class Ended(NamedTuple):
 
 
 def run(config: Config, requests: Sequence[Request], *, add: bool = False) -> Ended:
-    """Run a study whose settings are valid. `add`: add its cells to those recorded under its name, instead of replacing
-    them. Raises UserError for what is missing here, before anything is run; a dry run prints its forecast first."""
+    """Check a study, and run it. `add`: add its cells to those recorded under its name, instead of replacing them.
+    Raises UserError for mistakes, and for what is missing here, before anything is run; a dry run prints its forecast
+    first."""
+    if wrong := preflight(config, requests):
+        raise SettingsError(wrong)
     graph = build(config, requests)
     study = Study(config, graph, Store(config.store), add)
     if config.push is not None:
@@ -169,8 +171,8 @@ def _in_store(study: Study, elsewhere: Set[str] = frozenset()) -> tuple[list[Ste
 
 
 def _forecast(study: Study) -> list[str]:
-    """Print what a run would do: a table of its steps, with launcher=slurm one of the jobs' resources, and what would
-    be uploaded. Returns a sentence for a disk, or a main memory, that is too small for it."""
+    """Print what a run would do: a table of its steps, and with launcher=slurm one of the jobs' resources. Returns a
+    sentence for a disk, or a main memory, that is too small for it."""
     config, store, every = study.config, study.store, study.graph.steps()
     steps, done = _in_store(study, _finished_there(Remote(store.url), every) if store.url else frozenset())
     say_notices(store)
@@ -181,10 +183,6 @@ def _forecast(study: Study) -> list[str]:
 
         ask = partial(resources, settings=config.resources, seconds=times.seconds)
         console.print(table(arrange(undone, ask, config.launcher), config.resources.longest, times.seconds))
-    if config.push is not None:
-        from moe_lab.study.push import show
-
-        show(study, config.push, done)
     return _too_little(study, undone)
 
 

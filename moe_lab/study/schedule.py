@@ -1,23 +1,32 @@
-"""Order of execution: every step runs once, after its inputs, on any number of threads."""
+"""Order of execution: every step runs once, after its inputs, on any number of threads, here or in worker processes."""
 
 from __future__ import annotations
 
-import contextlib
+import os
+import pickle
+import signal
 import sys
 import threading
 import time
+from base64 import b64encode
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress
 
+from moe_lab.child_process import Child, Ended, Refused
+from moe_lab.start import command
 from moe_lab.study.claims import Busy
 from moe_lab.study.packing import Packing
 from moe_lab.study.step import Step, code_state, error_document
+from moe_lab.study.steps import perform
+from moe_lab.study.steps.files import Files
 from moe_lab.study.store import Gone, Store
 
 POLL = 0.5
@@ -138,12 +147,71 @@ def work(schedule: Schedule, store: Store, execute: Execute) -> None:
         except (OSError, Gone) as error:
             schedule.fail(step, StepError({**error_document(error), "transient": True}))
         packing.now_and_then()
-    packing.at_end()
+    packing.pack()
 
 
 def _not_as_published(step: Step) -> StepError:
     message = f"{step.folder} was removed or damaged after it was finished: start the study again, and it is made anew"
     return StepError({"message": message, "transient": True, "user": True})
+
+
+class Worker:
+    """A worker process, for `work`: started at the first step, restarted if it has died, ended with the `with` block.
+
+    It keeps the model loaded between steps, and ends with its standard input, even in the middle of a step, so that it
+    writes nothing after its parent was killed. Its replies are JSON, as it may have run a model's own code.
+    """
+
+    def __init__(self, store: Store, environment: Mapping[str, str] = MappingProxyType({})) -> None:
+        self.store, self.environment = store, environment
+        self.log = store.root / "logs" / f"{os.getpid()}-worker.log"
+        """File with the steps that workers of this process were given."""
+        self.child: Child | None = None
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.child:
+            self.child.close()
+
+    def __call__(self, step: Step, scratch: Path) -> None:
+        """Do `step` in the worker. Raises StepError when it fails, naming the signal if the worker died."""
+        if self.child is None or self.child.process.poll() is not None:
+            # Slurm sends its warning that time is up to all processes of a job, of which only the first one handles it.
+            worker = command("moe_lab.child_process", "moe_lab.study.steps")
+            unwarned = ["sh", "-c", 'trap "" USR2; exec "$0" "$@"', *worker]
+            self.child = Child(unwarned, {**os.environ, **self.environment})
+        with suppress(OSError):  # a full disk, or a store that was deleted, of which the step says what is wrong
+            self.log.parent.mkdir(exist_ok=True)
+            with self.log.open("a") as log:
+                print(time.strftime("%H:%M:%S"), step.folder, file=log)
+        work = b64encode(pickle.dumps((step, Files.of(step, self.store, scratch)))).decode()
+        try:
+            error = self.child.call("perform_pickled", work=work)
+        except Refused as refused:  # the step cannot be read, as without its module
+            raise StepError({"message": f"{step.folder}: {refused}"}) from None
+        except Ended as ended:
+            code, printed = self.child.process.returncode, self.store.log(step.folder)
+            hint = ", as the kernel does when memory runs out" if code == -signal.SIGKILL else ""
+            message = f"{step.folder}: the worker died ({ended}{hint})"
+            message += f"; its log is {printed}" if printed.exists() else ""
+            raise StepError({"message": message, "transient": code < 0}) from None
+        if error:
+            raise StepError(error)
+
+
+class Here(Worker):
+    """Does steps in this process, except those with foreign code, which run in a worker."""
+
+    def __call__(self, step: Step, scratch: Path) -> None:
+        if step.foreign:
+            super().__call__(step, scratch)
+            return
+        try:
+            perform(step, Files.of(step, self.store, scratch))
+        except Exception as error:
+            raise StepError(error_document(error)) from error
 
 
 LINE_EVERY = 60.0
@@ -162,7 +230,7 @@ def say_notices(store: Store) -> None:
         say(f"moe_lab: {store.notices.pop(0)}")
 
 
-@contextlib.contextmanager
+@contextmanager
 def watch(schedule: Schedule) -> Iterator[None]:
     """Show the state of `schedule` from another thread until the block ends."""
     stop = threading.Event()

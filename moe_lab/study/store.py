@@ -14,7 +14,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from io import BufferedReader
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -164,8 +163,7 @@ class Store:
         start = step.id[:DIGITS]
         if start not in self.packs and (folder := self.path(step)).exists():
             return str(folder.relative_to(self.root))
-        packed = self.packs.find(start)
-        return f"{packed.kind}/{packed.name}" if packed else None
+        return self.packs.find(start)
 
     def content(self, name: str, file: str) -> bytes:
         """A file of the finished step KIND/NAME. Raises FileNotFoundError without it."""
@@ -180,14 +178,15 @@ class Store:
             with contextlib.suppress(OSError, Damaged):
                 yield read_json(folder / STEP, {})
         self.packs.refresh()
-        with contextlib.suppress(FileNotFoundError, Damaged):
-            for packed in islice(self.packs.steps(kind), SAMPLE):
-                yield parse(self.packs.read(packed.start, STEP), {}, packed.name)
+        packed = [start for start, name in self.packs.steps().items() if name.startswith(f"{kind}/")]
+        for start in packed[:SAMPLE]:
+            with contextlib.suppress(FileNotFoundError, Damaged):
+                yield parse(self.packs.read(start, STEP), {}, start)
 
     def present(self) -> set[str]:
         """Starts of the ids of all finished steps, undamaged or not."""
         self.packs.refresh()
-        return {*self.finished(), *self.packs.starts()}
+        return {*self.finished(), *self.packs.steps()}
 
     def place(self, name: str) -> Path:
         """Folder of the finished step KIND/NAME, or else with the id in that name under another label."""
@@ -259,12 +258,10 @@ class Store:
         found: dict[str, str] = {}
         with contextlib.suppress(FileNotFoundError):
             try:
-                document = parse(self.content(name, STEP), {"digest": str}, name)
+                files = _whole(parse(self.content(name, STEP), {"digest": str}, name), name)["files"]
             except Damaged:
                 return {STEP: "damaged"}
-            if not is_whole(document):
-                return {STEP: "damaged"}
-            for file, expected in document["files"].items():
+            for file, expected in files.items():
                 try:
                     same = hashlib.sha256(self.content(name, file)).hexdigest() == expected["sha256"]
                     found |= {} if same else {file: "damaged"}
@@ -405,9 +402,12 @@ def _in_queue(job: str) -> bool:
 
 def read_step(folder: Path) -> dict[str, Any]:
     """STEP of a finished step. Raises FileNotFoundError without it, and Damaged when it is not as it was written."""
-    document: dict[str, Any] = read_json(folder / STEP, {"digest": str})
+    return _whole(read_json(folder / STEP, {"digest": str}), str(folder / STEP))
+
+
+def _whole(document: dict[str, Any], name: str) -> dict[str, Any]:
     if not is_whole(document):
-        raise Damaged(f"{folder / STEP} is damaged")
+        raise Damaged(f"{name} is damaged")
     return document
 
 

@@ -259,7 +259,7 @@ def test_a_job_keeps_what_it_reads_and_makes(place: Path, one: Asked, monkeypatc
 
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setattr("signal.signal", lambda *_: None)
-    monkeypatch.setattr(pack, "Worker", lambda store, name: Worker(store))
+    monkeypatch.setattr(pack, "Worker", Worker)
     Worker.harm = harm
     first = [step for step in needed if not step.needs]
     after = [step for step in needed if step.needs and all(each in first for each in step.needs)]

@@ -20,20 +20,17 @@ from example_steps import Example, cell_of
 from huggingface_hub import HfApi, ModelCard
 from huggingface_hub.errors import HfHubHTTPError
 
-import moe_lab
 from moe_lab import __main__ as command_line
 from moe_lab.config import CalibrationConfig, ExportConfig, ModelConfig, ProtocolConfig, RecoveryConfig
 from moe_lab.errors import UserError
 from moe_lab.grid import Cell
 from moe_lab.paths import resolve
-from moe_lab.pruning.plan import Plan
 from moe_lab.study.push import hub_card, reads_export
 from moe_lab.study.step import code_state
 
 TOKEN = "hf_PLANTEDtokenPLANTEDtoken"
 SMALL = ["suite.benchmarks=[pocket_boolq]", "suite.limit=8", "calibration.tokens=2048", "report=false"]
 EXPORT = ["criterion=reap", "ratio=0.25", "export=natural"]
-CHANNELS = ["criterion=heapr", "ratio=0.5", "export=natural", "suite.benchmarks=[]", "study=channels"]
 pytestmark = pytest.mark.slow
 
 
@@ -55,8 +52,7 @@ class Hub:
         assert files_metadata, "without it, the hub gives names alone"
         siblings = []
         for name, content in self.repositories[repo_id].items():
-            large = name.endswith((".safetensors", ".parquet"))
-            lfs = SimpleNamespace(sha256=sha256(content).hexdigest()) if large else None
+            lfs = SimpleNamespace(sha256=sha256(content).hexdigest()) if name.endswith(".safetensors") else None
             siblings.append(SimpleNamespace(rfilename=name, lfs=lfs))
         return SimpleNamespace(siblings=siblings, sha=self.head(repo_id))
 
@@ -103,10 +99,9 @@ def start(store: Path, *words: str) -> int:
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A store with an exported model, the plan for another ratio, and a model exported by channels."""
+    """A store with an exported model."""
     store = tmp_path_factory.mktemp("push") / "store"
-    for words in (EXPORT, ["criterion=reap", "ratio=0.5", "study=other"], CHANNELS):
-        assert start(store, *words) == 0
+    assert start(store, *EXPORT) == 0
     return store
 
 
@@ -129,18 +124,14 @@ def only(store: Path, pattern: str) -> Path:
     return path
 
 
-def test_one_commit_has_the_export_its_scores_and_a_card_that_reads_back(store: Path, run: Run, hub: Hub) -> None:
-    code, printed = run(*EXPORT, "push=me/small", "dry_run=true")
-    assert code == 0 and all(word in printed for word in ("push=me/small", "reap-0.25", "pocket_boolq"))
-    assert not hub.repositories
+def test_one_commit_has_the_export_and_a_card_that_reads_back(store: Path, run: Run, hub: Hub) -> None:
+    assert run(*EXPORT, "push=me/small", "dry_run=true")[0] == 0 and not hub.repositories
     code, printed = run(*EXPORT, "push=me/small")
     assert code == 0 and "https://huggingface.co/me/small" in printed
     files, checkpoint = hub.repositories["me/small"], only(store, "export/*reap*/checkpoint")
     assert hub.commits == [set(files)]
     for file in checkpoint.iterdir():
         assert file.name == "README.md" or files[file.name] == file.read_bytes()
-    assert files["moe_lab/scores.parquet"] == only(store, "scores/*reap*/scores.parquet").read_bytes()
-    assert files["moe_lab/statistics.safetensors"] == only(store, "statistics/*/statistics.safetensors").read_bytes()
 
     card = ModelCard(files["README.md"].decode())
     fields = card.data.to_dict()
@@ -218,26 +209,6 @@ def test_what_cannot_be_uploaded_is_refused_before_anything_runs(run: Run, hub: 
     assert set(store.glob("runs/*/*")) == runs and not hub.repositories
 
 
-@pytest.mark.parametrize(("words", "plans"), [(EXPORT, "*reap-{}-*"), (CHANNELS, "*heapr-{}-*")])
-def test_another_ratio_is_cut_from_the_downloaded_scores(
-    run: Run, hub: Hub, store: Path, tmp_path: Path, words: list[str], plans: str
-) -> None:
-    assert run(*words, "push=me/downloaded")[0] == 0
-    files = hub.repositories["me/downloaded"]
-    (tmp_path / "moe_lab").mkdir()
-    for name in (name for name in files if name.startswith("moe_lab/")):
-        (tmp_path / name).write_bytes(files[name])
-    with pytest.raises(UserError, match="load_scores"):
-        moe_lab.load_scores(tmp_path / "moe_lab")
-    plan = moe_lab.plan(moe_lab.load_scores(tmp_path), 0.5)
-    assert plan == Plan.load(only(store, f"plan/{plans.format(0.5)}/plan.json"))
-    if words is EXPORT:
-        folder = moe_lab.export("pocket:olmoe", plan, tmp_path / "another")
-        assert json.loads((folder / "config.json").read_text())["num_experts"] == 16
-        with pytest.raises(UserError, match="another model"):
-            moe_lab.export("pocket:qwen3_moe", plan, tmp_path / "wrong")
-
-
 # The card of a model that is on the hub, evaluated on benchmarks that are there.
 
 ORIGINAL = """---
@@ -277,7 +248,6 @@ def test_the_card_keeps_the_licence_and_adds_the_base_model_and_results() -> Non
     assert fields["tags"][0] == "conversational"
     assert ROW in card.text
     assert card.text.index("## Results") < card.text.index("Ours is best.")
-    assert "moe_lab.load_scores" in card.text
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ from moe_lab.models.discover import moe_layers
 from moe_lab.pruning.plan import Plan
 from moe_lab.statistics import read
 from moe_lab.statistics.observe import Observer
-from moe_lab.study.schedule import Schedule, StepError, work
+from moe_lab.study.schedule import Here, Schedule, StepError, work
 from moe_lab.study.slurm.pack import settle
 from moe_lab.study.step import Step, unmerged
 from moe_lab.study.steps.costs import Cost
@@ -39,7 +39,6 @@ from moe_lab.study.steps.recovery import Pruned
 from moe_lab.study.steps.recovery import unpruned as unpruned_model
 from moe_lab.study.steps.scores import Scores
 from moe_lab.study.store import Store, read_step
-from moe_lab.study.worker import Here
 
 MODEL = ModelConfig(name="pocket", path="pocket:olmoe", device="cpu", threads=1)
 TEXT = CalibrationConfig(

@@ -13,14 +13,14 @@ from types import FrameType
 from submitit.helpers import DelayedSubmission
 
 from moe_lab.results import DIGITS
+from moe_lab.study.claims import own_job
 from moe_lab.study.record import Study
 from moe_lab.study.runs import Run, runs
-from moe_lab.study.schedule import Schedule, StepError, say_notices, watch, work
+from moe_lab.study.schedule import Schedule, StepError, Worker, say_notices, watch, work
 from moe_lab.study.slurm import scheduler
 from moe_lab.study.status import alive
 from moe_lab.study.step import Step, unmerged
 from moe_lab.study.store import Store
-from moe_lab.study.worker import Worker
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Pack:
         schedule = Schedule(self.steps)
         with Run(store, store.root / "runs" / self.run).held():
             schedule.lack(_absent(schedule, store))
-            with Worker(store, f"slurm-{job_id()}") as execute:
+            with Worker(store) as execute:
                 work(schedule, store, execute)
         say_notices(store)
         return {"done": len(schedule.finished), "failed": len(schedule.failed), "skipped": len(schedule.skipped)}
@@ -64,16 +64,10 @@ def _absent(schedule: Schedule, store: Store) -> list[Step]:
     return [step for step in outside if step.id not in schedule.finished]
 
 
-def job_id() -> str:
-    """Slurm's id of the job that this process belongs to, as squeue shows it."""
-    array = os.environ.get("SLURM_ARRAY_JOB_ID")
-    return f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}" if array else os.environ["SLURM_JOB_ID"]
-
-
 def _leave(_: int, __: FrameType | None) -> None:
     """Handle SIGTERM. A job that Slurm still lists as running is being preempted: it is requeued, as when its time is
     up. A cancelled job exits at once, which releases its claims."""
-    if scheduler.fate(job_id()) == "RUNNING":
+    if scheduler.fate(str(own_job())) == "RUNNING":
         os.kill(os.getpid(), signal.SIGUSR2)
     else:
         sys.exit(128 + signal.SIGTERM)

@@ -6,13 +6,19 @@ Modules import torch inside the functions that do the work, since a study is che
 from __future__ import annotations
 
 import importlib
+import os
+import pickle
 import pkgutil
+import sys
 import time
+from base64 import b64decode
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from moe_lab import plugins
 from moe_lab.json_files import write_json
-from moe_lab.study.step import KINDS, Step, provenance
+from moe_lab.study.step import KINDS, Step, error_document, provenance
 from moe_lab.study.steps.files import Files
 
 __all__ = ["KINDS", "perform"]
@@ -32,3 +38,26 @@ def perform(step: Step, files: Files) -> None:
     merged = {"merged": [Path(share.folder).name for share in step.merges]} if step.merges else {}
     about = {"units": step.units(), "pace": step.pace()}
     write_json(files.out / "provenance.json", {**provenance(start), **about, **merged})
+
+
+def perform_pickled(work: str) -> dict[str, Any]:
+    """Do a step in a worker process; {} for success, else the error document. What is printed meanwhile goes to the log
+    of the step."""
+    step, files = pickle.loads(b64decode(work))
+    with suppress(OSError):
+        files.log.parent.mkdir(exist_ok=True)  # not its parents: a store that was deleted must not appear again
+        with files.log.open("a") as log:  # for what this process and its children print from now on
+            os.dup2(log.fileno(), 1)
+            os.dup2(log.fileno(), 2)
+    error: dict[str, Any] = {}
+    try:
+        perform(step, files)
+    except Exception as raised:  # noqa: BLE001 - whatever went wrong belongs to this step alone, and is reported
+        error = error_document(raised)
+    with suppress(OSError):  # a full disk
+        if error:
+            print(error["trace"] or error["message"], file=sys.stderr)
+        sys.stderr.flush()
+        if not files.log.stat().st_size:
+            files.log.unlink()
+    return error
