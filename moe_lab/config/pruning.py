@@ -236,8 +236,6 @@ class AllocationConfig(Group):
     """Name in tables; null takes `name` and the parameters."""
     multiple_of: Positive = 1
     """Kept experts per layer are a multiple of this, as expert-parallel servers need."""
-    ratio_basis: Literal["routed", "model"] = "routed"
-    """What `ratio` is a share of: routed (the routed experts' parameters) or model (all parameters)."""
     by: str | None = None
     """Another criterion that allocation=global compares layers with; null takes the cell's own."""
     search: str | None = None

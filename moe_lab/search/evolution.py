@@ -43,7 +43,6 @@ from numpy.typing import NDArray
 from pydantic import AfterValidator, model_validator
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 
-from moe_lab.allocation import routed_ratio
 from moe_lab.allocation.problem import budget, limits, or_nearest
 from moe_lab.config.base import SETTINGS, Count, Positive, valid
 from moe_lab.errors import UserError, unknown
@@ -117,16 +116,12 @@ def problem_of(settings: Mapping[str, Any], facts: Mapping[str, Any]) -> Problem
     the routers cannot work with the ratio."""
     layers = {int(layer): about for layer, about in facts["layers"].items()}
     allowed = limits(layers, settings["multiple_of"])
-    order, model = sorted(allowed), {**facts, "layers": layers}
-
-    def decide(ratio: float) -> int:
-        return budget(allowed, routed_ratio(ratio, settings.get("ratio_basis", "routed"), model))
-
+    order = sorted(allowed)
     return Problem(
         n_experts=tuple(allowed[layer].count for layer in order),
         fewest=tuple(allowed[layer].fewest for layer in order),
         steps=tuple(allowed[layer].step for layer in order),
-        budget=or_nearest(decide, settings["ratio"]),
+        budget=or_nearest(lambda ratio: budget(allowed, ratio), settings["ratio"]),
     )
 
 
