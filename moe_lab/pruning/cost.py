@@ -299,17 +299,15 @@ def _fused_attention(
     return 2 * query[0] * query[1] * query[2] * key[2] * (query[3] + value[3])
 
 
-def layered_routing(
-    streamed: StreamedModel, plan: Plan | None, batches: Sequence[Batch], *, out: Path, budget: float
-) -> Routing:
+def layered_routing(streamed: StreamedModel, plan: Plan | None, batches: Sequence[Batch], *, out: Path) -> Routing:
     """Measure the routing as `measured_routing` does, with one decoder layer of the checkpoint in memory. Hidden states
-    between layers are kept in the folder `out`, and in memory up to `budget` bytes."""
+    between layers are kept in the folder `out`."""
     from moe_lab.statistics.streaming import LayerPass
 
     if plan is not None:
         check_fit(plan, moe_layers(streamed.model))
     load: Layers = {}
-    rows = LayerPass(streamed, batches, out / "states", budget)
+    rows = LayerPass(streamed, batches, out / "states")
     last = max(streamed.moe)
     for number in range(last + 1):
         with streamed.layer(number, then=number + 1), torch.no_grad(), ExitStack() as masked:

@@ -385,9 +385,7 @@ def one_after_the_other(model: Any, choose: Any, batches: list[Batch]) -> dict[i
 def run_sequentially(name: str, choose: Any, folder: Path) -> Plan:
     tiny.save(name, folder / "model")
     streamed = StreamedModel(folder / "model", dtype=torch.float32, device="cpu")
-    return prune_sequentially(
-        streamed, tiny.batches(), choose, fingerprint={}, out=folder, budget=0.0, provenance={"of": "a test"}
-    )
+    return prune_sequentially(streamed, tiny.batches(), choose, fingerprint={}, out=folder, provenance={"of": "a test"})
 
 
 @pytest.mark.parametrize("criterion", ["camera", "reap"])

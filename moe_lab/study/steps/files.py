@@ -21,9 +21,6 @@ from moe_lab.study.store import Store
 
 STATISTICS = "statistics.safetensors"
 REPORT = "calibration.json"
-STATES = 8 * 2**30
-"""Bytes of hidden states that a streamed pass keeps in memory, of those on disk: what every machine with a large model
-has to spare."""
 NO_SUMS = ("facts", "scores", "by")
 """Roles of inputs that hold no sums."""
 
@@ -206,9 +203,7 @@ class Streamed:
         from moe_lab.models.streamed import open_streamed
 
         self.model, tokenizer = open_streamed(model)
-        self.budget = STATES
-        """Bytes of hidden states that are kept in memory."""
-        self.about: dict[str, Any] = {"fingerprint": fingerprint, "out": files.partial, "budget": self.budget}
+        self.about: dict[str, Any] = {"fingerprint": fingerprint, "out": files.partial}
         self.text = read_text(text, tokenizer, files, rows)
 
     def read(self, tap: type) -> Any:
@@ -224,4 +219,4 @@ class Streamed:
     def routing(self, plan: Any) -> Any:
         from moe_lab.pruning.cost import layered_routing
 
-        return layered_routing(self.model, plan, self.text, out=self.about["out"], budget=self.budget)
+        return layered_routing(self.model, plan, self.text, out=self.about["out"])

@@ -374,7 +374,6 @@ class Sequential(MakesPlan, OnText):
             choose,
             fingerprint={"step": self.id},
             out=files.partial,
-            budget=passes.budget,
             provenance={"criterion": self.settings["criterion"], "text": self.settings["text"], **self.origin(model)},
         )
         self.save(plan, model, files)
