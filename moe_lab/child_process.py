@@ -22,6 +22,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+GRACE = 20.0
+"""Seconds that a process may take to end by itself."""
+
 
 class Ended(RuntimeError):
     """The process has ended. The message is how, and the last it said."""
@@ -102,13 +105,13 @@ class Child:
             self._said = os.pread(self._log.fileno(), os.fstat(self._log.fileno()).st_size, 0)
         return self._said.decode(errors="replace")
 
-    def close(self, seconds: float = 20.0) -> None:
-        """End the process, within `seconds` by itself, and then all that it has started."""
+    def close(self, seconds: float | None = None) -> None:
+        """End the process, within `seconds` (None: GRACE) by itself, and then all that it has started."""
         assert self.process.stdin is not None and self.process.stdout is not None
         with suppress(OSError):
             self.process.stdin.close()
         with suppress(subprocess.TimeoutExpired):
-            self.process.wait(seconds)
+            self.process.wait(GRACE if seconds is None else seconds)
         with suppress(ProcessLookupError, PermissionError):  # no process of the group is left
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()

@@ -28,6 +28,7 @@ from harness_files import shipped_items
 from processes import is_running, quoted, until
 from tokenizers.processors import TemplateProcessing
 
+from moe_lab import child_process
 from moe_lab.config import BackendConfig, BenchmarkConfig, JudgeConfig, LauncherConfig, ModelConfig
 from moe_lab.config.base import SettingsError, valid
 from moe_lab.errors import Unavailable, UserError
@@ -378,7 +379,7 @@ def test_arguments_that_are_not_of_the_user_are_refused() -> None:
 
 def test_an_engine_that_says_nothing_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A late reply would be taken for that to the next request."""
-    monkeypatch.setattr(vllm, "GRACE", 0.1)
+    monkeypatch.setattr(child_process, "GRACE", 0.1)
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\nread request\necho '{\"done\": {}}'\nexec sleep 1000\n")
     python.chmod(0o755)

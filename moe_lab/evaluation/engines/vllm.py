@@ -36,8 +36,6 @@ from moe_lab.paths import caches
 from moe_lab.pruning.plan import Plan
 from moe_lab.start import command
 
-GRACE = 20.0
-"""Seconds that an engine may take to end."""
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # one process, which ends with its standard input
     "VLLM_LOGGING_LEVEL": "ERROR",
@@ -71,7 +69,7 @@ class Process:
 
     def close(self) -> None:
         """End the process."""
-        self._child.close(GRACE)
+        self._child.close()
 
     def set_plan(self, plan: Plan | None) -> None:
         """Mask the experts that `plan` drops; None takes the mask away.
