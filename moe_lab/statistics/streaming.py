@@ -6,7 +6,7 @@ A layer is run by the model's own code: the layers below it return stored output
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from moe_lab.json_files import Damaged, read_json, write_json
+from moe_lab.models.discover import MoELayer
 from moe_lab.models.experts import stand_in
 from moe_lab.models.streamed import StreamedModel
 from moe_lab.statistics import Layers, Statistics, check_finite
@@ -51,14 +52,22 @@ class States:
 
 
 def stream(
-    streamed: StreamedModel, tap: type[Tap], batches: Sequence[Batch], *, out: Path, fingerprint: Mapping[str, Any]
+    streamed: StreamedModel,
+    tap: type[Tap],
+    batches: Sequence[Batch],
+    *,
+    out: Path,
+    fingerprint: Mapping[str, Any],
+    under: Callable[[MoELayer], AbstractContextManager[None]] = lambda layer: nullcontext(),
 ) -> Statistics:
     """Sum what `tap` collects in a forward pass, as `gather` does, with one decoder layer in memory. Hidden states of
-    all batches are kept in the folder `out`. An interrupted pass resumes after its last finished layer."""
+    all batches are kept in the folder `out`. An interrupted pass resumes after its last finished layer. `under`: a
+    context in which a layer is run, such as a mask."""
     finished = FinishedLayers(out, description(batches, tap.kind, fingerprint))
     rows = LayerPass(streamed, batches, finished.folder / "states")
     for number in finished.missing("forward", range(len(streamed.layers))):
-        with streamed.layer(number, then=number + 1), torch.no_grad():
+        changed = under(streamed.moe[number]) if number in streamed.moe else nullcontext()
+        with streamed.layer(number, then=number + 1), torch.no_grad(), changed:
             sums = rows.run(number, tap, keep=number + 1 < len(streamed.layers))
         finished.add("forward", number, sums)
         rows.states.drop(number)

@@ -187,11 +187,11 @@ class Resident:
 
         return gather_gradients(self.model, tap, self.text, checkpointing=self.checkpointing, **self.about)
 
-    def routing(self, plan: Any) -> Any:
-        """The measured routing of the text under a plan."""
+    def routing(self, plan: Any, pruned: Any) -> Any:
+        """The measured routing of the text under a plan. `pruned`: the layers that the plan makes of those it finds."""
         from moe_lab.pruning.cost import measured_routing
 
-        return measured_routing(self.model, plan, self.text)
+        return measured_routing(self.model, plan, pruned, self.text)
 
 
 class Streamed:
@@ -216,7 +216,7 @@ class Streamed:
 
         return stream_back(self.model, tap, self.text, **self.about)
 
-    def routing(self, plan: Any) -> Any:
+    def routing(self, plan: Any, pruned: Any) -> Any:
         from moe_lab.pruning.cost import layered_routing
 
-        return layered_routing(self.model, plan, self.text, out=self.about["out"])
+        return layered_routing(self.model, plan, pruned, self.text, **self.about)
