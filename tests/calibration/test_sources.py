@@ -16,9 +16,8 @@ import choices
 import pytest
 from pydantic import ValidationError
 
-from moe_lab.calibration import check
 from moe_lab.calibration.documents import Chat, Text, pair
-from moe_lab.calibration.sources import locate, read, whole_text
+from moe_lab.calibration.sources import first_record, locate, read, whole_text
 from moe_lab.config import BenchmarkConfig, CalibrationConfig
 from moe_lab.errors import UserError
 from moe_lab.evaluation import suite
@@ -239,7 +238,7 @@ def test_what_is_no_text_is_refused_before_the_start_whatever_it_is_called(
 ) -> None:
     path = str(written(tmp_path / name, content))
     with pytest.raises(UserError, match=rf"calibration.path={re.escape(path)} .*UTF-8.* line {re.escape(str(line))}\b"):
-        check(settings(path))
+        first_record(settings(path))
     (said,) = suite.wrong([BenchmarkConfig("p", "perplexity", path, reports={"p": "perplexity"})])
     assert f"suite.path={path} " in said and "UTF-8" in said
 
