@@ -46,8 +46,6 @@ class Allocation:
     """A named rule for how much each layer, or each expert, loses."""
 
     name: str
-    reference: str
-    """The paper that introduced it."""
     functions: Mapping[Granularity, Function | None]
     """Granularity -> function that decides; None if a step other than the plan step decides."""
     needs: Callable[[Mapping[str, Any]], tuple[str, ...]] = lambda parameters: ()
@@ -73,7 +71,6 @@ class Allocation:
         return tuple(self.functions)
 
 
-HEAPR, EVOESAP, SLIMMING = "HEAPr", "EvoESAP", "MoE-Slimming"
 BOTH: tuple[Granularity, ...] = ("expert", "channel")
 CHANNEL: tuple[Granularity, ...] = ("channel",)
 
@@ -85,18 +82,16 @@ def _both(experts: Function, channels: Function) -> Mapping[Granularity, Functio
 ALLOCATIONS: dict[str, Allocation] = {
     allocation.name: allocation
     for allocation in (
-        Allocation("uniform", "all papers", _both(shapes.uniform_experts, shapes.uniform_channels)),
-        Allocation("global", f"{EVOESAP}; {HEAPR}", _both(shapes.global_experts, shapes.global_channels), uneven=BOTH),
-        Allocation("layerwise", HEAPR, {"channel": shapes.layerwise}, uneven=CHANNEL),
-        Allocation("u_shaped", SLIMMING, _both(shapes.u_shaped, shapes.u_shaped), uneven=BOTH),
-        Allocation("loss_based", SLIMMING, _both(shapes.loss_based, shapes.loss_based), shapes.loss_needs, uneven=BOTH),
-        Allocation(
-            "coverage", SLIMMING, {"channel": coverage.coverage}, coverage.needs, uneven=CHANNEL, zero_expert="drop"
-        ),
-        Allocation("list", "a file of yours", _both(shapes.experts, shapes.channels)),
-        Allocation("evolutionary", EVOESAP, {"expert": None}, step="search", parameters=None, uneven=("expert",)),
-        Allocation("reconstruction", "NAEE", {"expert": None}, step="reconstruction", parameters={"limit": Positive}),
-        Allocation("sequential", "CAMERA", {"expert": None, "channel": None}, step="sequential", uneven=CHANNEL),
+        Allocation("uniform", _both(shapes.uniform_experts, shapes.uniform_channels)),
+        Allocation("global", _both(shapes.global_experts, shapes.global_channels), uneven=BOTH),
+        Allocation("layerwise", {"channel": shapes.layerwise}, uneven=CHANNEL),
+        Allocation("u_shaped", _both(shapes.u_shaped, shapes.u_shaped), uneven=BOTH),
+        Allocation("loss_based", _both(shapes.loss_based, shapes.loss_based), shapes.loss_needs, uneven=BOTH),
+        Allocation("coverage", {"channel": coverage.coverage}, coverage.needs, uneven=CHANNEL, zero_expert="drop"),
+        Allocation("list", _both(shapes.experts, shapes.channels)),
+        Allocation("evolutionary", {"expert": None}, step="search", parameters=None, uneven=("expert",)),
+        Allocation("reconstruction", {"expert": None}, step="reconstruction", parameters={"limit": Positive}),
+        Allocation("sequential", {"expert": None, "channel": None}, step="sequential", uneven=CHANNEL),
     )
 }
 

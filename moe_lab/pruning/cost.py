@@ -23,6 +23,8 @@ from moe_lab.pruning.prune import check_fit
 from moe_lab.statistics import Layers
 from moe_lab.statistics.observe import Batch, Observer, Tap
 
+BYTES = 2
+"""Of a parameter in bfloat16, the precision in which the papers state loading memory."""
 NF4_BLOCK = 64
 """Weights that share one scale."""
 SCALE_BLOCK = 256
@@ -30,13 +32,7 @@ SCALE_BLOCK = 256
 
 
 def cost(
-    model: PreTrainedModel,
-    pruned: PreTrainedModel,
-    row: Mapping[str, float],
-    routing: Routing,
-    *,
-    facts: Mapping[str, Any],
-    **stored: Any,
+    model: PreTrainedModel, pruned: PreTrainedModel, row: Mapping[str, float], routing: Routing, **stored: Any
 ) -> dict[str, Any]:
     """Parameters, bytes and FLOPs of what `model` was pruned to (itself: unpruned), as JSON data: those of `size`, and
 
@@ -55,7 +51,7 @@ def cost(
         assert unpruned is not None  # experts of unequal width cannot be pruned
         before = sum(flops_per_token(layers, layers, row, unpruned).values())
     return {
-        **size(model, pruned, facts=facts, **stored),
+        **size(model, pruned, **stored),
         "flops_per_token": total,
         "flops_by_part": parts,
         "flops_per_token_unpruned": before,
@@ -65,14 +61,9 @@ def cost(
 
 
 def size(
-    model: PreTrainedModel,
-    pruned: PreTrainedModel,
-    *,
-    facts: Mapping[str, Any],
-    bits: int = 16,
-    modules: Sequence[str] = (),
+    model: PreTrainedModel, pruned: PreTrainedModel, *, bits: int = 16, modules: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Parameters and bytes of what `model` was pruned to, both perhaps on the meta device; `facts` are the model's own.
+    """Parameters and bytes of what `model` was pruned to, both perhaps on the meta device.
 
     parameters, parameters_unpruned  after and before pruning
     parameters_kept                  share of all parameters
@@ -80,8 +71,7 @@ def size(
     storage_bytes                    all kept parameters in bf16; with bits=4 the weight matrices of `modules` in NF4
     loading_bytes                    all kept parameters in bf16, what the papers call loading memory
     """
-    total, bytes_each = facts["parameters"], facts["bytes_per_parameter"]
-    kept = sum(weight.numel() for weight in pruned.parameters())
+    total, kept = (sum(weight.numel() for weight in each.parameters()) for each in (model, pruned))
     routed, routed_kept = (
         sum(weight.numel() for layer in routed_layers(each) for weight in layer.experts.parameters())
         for each in (model, pruned)
@@ -93,8 +83,8 @@ def size(
         "parameters_kept": kept / total,
         "routed_kept": routed_kept / routed,
         "bits": bits,
-        "storage_bytes": bytes_each * (kept - sum(matrices)) + sum(map(nf4_bytes, matrices)),
-        "loading_bytes": bytes_each * kept,
+        "storage_bytes": BYTES * (kept - sum(matrices)) + sum(map(nf4_bytes, matrices)),
+        "loading_bytes": BYTES * kept,
     }
 
 

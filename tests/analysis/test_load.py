@@ -118,7 +118,7 @@ def test_loading_memory_counts_constants_and_leaves_out_merged_experts() -> None
         kept = plans.kept(pd.DataFrame({"plan_folder": ["plan"]}), reader)
         cells = pd.DataFrame([{"model": "m", "ratio": 0.5, "granularity": "expert", "allocation": "a"}])
         [row] = plans.loading_memory(cells, kept, {"m": about}).to_dict("records")
-        assert row["parameters_after"] == size(model, prune(model, plan), facts=about)["parameters"]
+        assert row["parameters_after"] == size(model, prune(model, plan))["parameters"]
 
 
 def test_a_damaged_plan_cost_or_search_is_a_gap(tmp_path: Path) -> None:

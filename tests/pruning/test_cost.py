@@ -43,11 +43,6 @@ def batch(rows: int = 1, length: int = 24) -> tuple[torch.Tensor, torch.Tensor]:
     return ids, torch.ones_like(ids, dtype=torch.bool)
 
 
-def facts(model: Any) -> dict[str, Any]:
-    """The entries of facts.json that matter here."""
-    return {"parameters": sum(weight.numel() for weight in model.parameters()), "bytes_per_parameter": 2}
-
-
 def counted(model: Any, ids: torch.Tensor) -> int:
     """What torch counts for an eager forward pass, vocabulary included."""
     before = model.config._attn_implementation
@@ -156,12 +151,12 @@ def test_one_layer_in_memory_counts_the_same(name: str, what: str, tmp_path: Pat
 
 def test_cost_compares_with_the_unpruned_model() -> None:
     model = tiny.build("deepseek_v2")
-    plan, about = random_plan(model, "one width", share=1.0), facts(model)
+    plan = random_plan(model, "one width", share=1.0)
     row, text = row_flops(model, 24), [batch()]
     pruned = prune(model, plan)
-    unpruned = cost(model, model, row, measured(model, None, text), facts=about)
-    found = cost(model, pruned, row, measured(model, plan, text), facts=about)
-    assert found == cost(model, pruned, unpruned["flops_by_part"], measured(model, plan, text), facts=about)
+    unpruned = cost(model, model, row, measured(model, None, text))
+    found = cost(model, pruned, row, measured(model, plan, text))
+    assert found == cost(model, pruned, unpruned["flops_by_part"], measured(model, plan, text))
     assert (unpruned["flops_ratio"], unpruned["flops_saving"], unpruned["parameters_kept"]) == (1, 0, 1)
     assert found["flops_per_token"] == pytest.approx(sum(found["flops_by_part"].values()))
     assert found["flops_per_token_unpruned"] == unpruned["flops_per_token"]
@@ -169,7 +164,7 @@ def test_cost_compares_with_the_unpruned_model() -> None:
     assert found["flops_saving"] == 1 - found["flops_ratio"]
     assert found["routed_kept"] == pytest.approx(numpy.mean([mask.mean() for mask in plan.channels.values()]))
     assert found["storage_bytes"] == found["loading_bytes"] == 2 * found["parameters"]
-    assert size(model, prune(model, tiny.plan(model, 0.5)), facts=about)["routed_kept"] == 0.5
+    assert size(model, prune(model, tiny.plan(model, 0.5)))["routed_kept"] == 0.5
 
 
 def test_nf4_bytes() -> None:
@@ -188,8 +183,8 @@ def test_storage_is_what_quantised_tensors_take(name: str, modules: tuple[str, .
     model = tiny.build(name, dtype=torch.bfloat16)
     plan = planned(model, what)
     pruned = copy.deepcopy(model) if plan is None else prune(model, plan)
-    found = size(model, pruned, facts=facts(model), bits=4, modules=modules)
-    loading = size(model, pruned, facts=facts(model))["loading_bytes"]
+    found = size(model, pruned, bits=4, modules=modules)
+    loading = size(model, pruned)["loading_bytes"]
     before = storage(pruned)["total"]
     quantize(pruned, modules)
     saved = found["loading_bytes"] - found["storage_bytes"]

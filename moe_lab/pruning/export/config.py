@@ -43,15 +43,9 @@ OTHER_NUMBER = re.compile(rf"\bexperts{DOT}[^.\\]*?\d")
 ANY_DIGIT = "[0-9]"
 
 
-def text_part(config: dict[str, Any]) -> dict[str, Any]:
-    """The part of config.json about the language model."""
-    inner = config.get("text_config")
-    return inner if isinstance(inner, dict) else config
-
-
 def check_routing(config: dict[str, Any], plan: Plan) -> None:
     """Raise UserError unless the router that config.json describes can work with the plan."""
-    text = text_part(config)
+    text = config.get("text_config", config)
     top_k = max((number for field in TOP_K_FIELDS for number in _numbers(text.get(field, 1))), default=1)
     n_group = text.get("n_group") or 1
     if text.get("topk_method") in UNGROUPED_METHODS:
@@ -71,7 +65,7 @@ def describe_export(config: dict[str, Any], form: Form, names: Iterable[str]) ->
             f"{LAYERS_FIELD} in config.json): export from the original model"
         )
     edited: dict[str, Any] = renumbered(config, form.stored)
-    text = text_part(edited)
+    text = edited.get("text_config", edited)
     if not any(map(EXTRA_PREDICTION.search, names)):
         text.update({field: 0 for field in EXTRA_PREDICTION_LAYERS if text.get(field)})
     kind = str(config.get("model_type", ""))

@@ -102,9 +102,7 @@ class Cost(Step):
                 )
             routing = engine(self.about, self.text, files, {"step": self.id}).routing(plan, layers)
         stored = asdict(self.storage) if self.storage else {}
-        write_json(
-            files.out / "cost.json", cost(network, pruned, row, routing, facts=files.facts(self.facts), **stored)
-        )
+        write_json(files.out / "cost.json", cost(network, pruned, row, routing, **stored))
 
     def memory(self, size: Size) -> float:
         return self.reading.memory(size) if self.reading else self.process_memory
