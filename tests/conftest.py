@@ -32,14 +32,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what 
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # or else each of hundreds of short processes compiles the package
 
 
-TOGETHER = {
-    "test_slurm_cluster.py": "cluster",
-    "test_slurm_life.py": "cluster",
-    "test_browser.py": "report",
-    "test_report.py": "report",
-}
-"""Files that share what is costly: the cluster, a report."""
-FIRST = ("cluster", "test_experiments.py", "report", "test_end_to_end.py", "test_methods.py")
+TOGETHER = dict.fromkeys(("test_slurm_cluster.py", "test_slurm_life.py"), "cluster")
+"""Files that share the cluster."""
+FIRST = ("cluster", "test_experiments.py", "test_report.py", "test_end_to_end.py", "test_methods.py")
 """What takes longest begins first, and Slurm's jobs, which are waited for, run beside the others."""
 SLOW = ("slow", "root", "cuda", "walls")
 """Marks of tests that are not run with `-m quick`, which is for before each commit: two minutes, no network."""

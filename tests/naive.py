@@ -239,3 +239,12 @@ def relative(measured: torch.Tensor, expected: torch.Tensor) -> float:
     assert measured.shape == expected.shape
     error = (measured - expected).abs() / expected.abs()
     return float(torch.where(measured == expected, 0, error).max())
+
+
+def assert_alike(found: Layers, expected: Layers, tolerance: float = 0.0) -> None:
+    """The same sums of the same layers, within `tolerance` of the largest number of each tensor."""
+    assert found.keys() == expected.keys()
+    for layer, sums in expected.items():
+        assert found[layer].keys() == sums.keys()
+        for name, values in sums.items():
+            assert (found[layer][name] - values).abs().max() <= tolerance * values.abs().max(), (layer, name)

@@ -1,14 +1,20 @@
-"""How tests start processes and ask about them, wherever this repository and its Python lie.
+"""How tests start processes, ask about them and time them, wherever this repository and its Python lie.
 
-Nothing here has a limit of its own: a test that waits in vain ends with pytest's.
+A bar is in seconds of one thread's processor time on the machine that the figures in docs/performance.md come
+from, at rest. Neighbours slow even processor time (shared caches, two threads of one core), so a fixed piece of work
+is timed just before and just after: as much longer as it takes, so much longer may the thing itself take.
 """
 
 from __future__ import annotations
 
+import gc
+import resource
 import shlex
+import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -41,3 +47,85 @@ def is_running(process: int) -> bool:
     except (FileNotFoundError, ProcessLookupError):
         return False
     return status.rsplit(")", 1)[1].split()[0] != "Z"
+
+
+READS_EXPORTS = """
+import json, sys
+from pathlib import Path
+sys.modules["moe_lab"] = None
+import torch, transformers
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+transformers.utils.logging.set_verbosity_error()
+transformers.utils.logging.disable_progress_bar()
+root = Path(sys.argv[1])
+tokens = load_file(root / "tokens.safetensors")["tokens"]
+folders = sorted(path for path in root.iterdir() if (path / "config.json").exists())
+
+def load(folder, trust=True, **named):
+    model, report = AutoModelForCausalLM.from_pretrained(
+        folder, experts_implementation="eager", output_loading_info=True, trust_remote_code=trust, **named
+    )
+    assert not any(report.values()), report
+    return model
+"""
+"""How a program begins that reads exports without moe_lab."""
+
+
+def read_alone(script: str, root: Path, *words: str, **environment: str) -> str:
+    """Run Python code about the exports in `root`, and its `tokens`, in a process of its own; what it printed."""
+    alone = {"PATH": "", "HOME": str(root), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **environment}
+    command = [sys.executable, "-c", READS_EXPORTS + script, str(root), *words]
+    done = subprocess.run(command, cwd=root, env=alone, capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+YARDSTICK_SECONDS = 0.058
+FRESH = 1
+"""Seconds for which a measurement of the machine also holds for what begins next."""
+_last = (-1.0, 0.0)
+"""When the machine was measured last, and what came out."""
+
+
+def yardstick() -> float:
+    """Processor seconds of a fixed piece of plain Python: numbers, texts, a dictionary, a sort; least of three."""
+
+    def once() -> float:
+        start = time.process_time()
+        lengths: dict[str, int] = {}
+        for number in range(400_000):
+            word = f"{number % 5003}"
+            lengths[word] = lengths.get(word, 0) + len(word)
+        sorted(lengths.items(), key=lambda pair: (pair[1], pair[0]))
+        return time.process_time() - start
+
+    return min(once() for _ in range(3))
+
+
+def of_children() -> float:
+    """Processor seconds of the processes that this one has started and that have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+@contextmanager
+def within(seconds: float, clock: Callable[[], float] = time.process_time) -> Iterator[None]:
+    """Fail when the body takes more than `seconds` of processor time, on a machine as fast as the yardstick's.
+
+    What earlier tests left in memory is kept out of the collector's sight, for no user has it.
+    """
+    global _last
+    gc.collect()
+    gc.freeze()
+    measured, before = _last
+    if time.monotonic() - measured > FRESH:
+        before = yardstick()
+    start = clock()
+    yield
+    took = clock() - start
+    gc.unfreeze()
+    after = yardstick()
+    _last = (time.monotonic(), after)
+    slowness = max(1.0, (before + after) / 2 / YARDSTICK_SECONDS)
+    assert took <= seconds * slowness, f"{took:.2f} s, on a machine {slowness:.2f} times as slow as the one of the bar"

@@ -74,9 +74,7 @@ def test_results_items_and_errors_come_back_in_their_order(child: Child, tmp_pat
     ("method", "seconds", "says"),
     [("die", None, "killed by SIGKILL: last words"), ("hang", 0.5, "no reply within 0.5 s: thinking")],
 )
-def test_a_process_that_ends_or_hangs_is_reported_with_its_last_words(
-    child: Child, method: str, seconds: Any, says: str
-) -> None:
+def test_the_last_words_of_a_process_that_ends_or_hangs(child: Child, method: str, seconds: Any, says: str) -> None:
     sleeper = child.call("sleeper")
     with pytest.raises(TimeoutError if method == "hang" else Ended) as ended:
         child.call(method, seconds)

@@ -100,9 +100,7 @@ def test_an_installed_plugin_needs_no_word(folder: Path) -> None:
         (MODULE.replace('"like_uniform"', '"uniform"'), "allocation uniform is there already"),
     ],
 )
-def test_a_plugin_that_cannot_be_is_one_sentence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str, says: str
-) -> None:
+def test_wrong_plugins_are_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str, says: str) -> None:
     (tmp_path / "broken.py").write_text(module)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(criteria, "CRITERIA", known := dict(criteria.CRITERIA))

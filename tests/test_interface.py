@@ -94,9 +94,7 @@ def test_an_example_prunes_and_exports(tmp_path: Path, monkeypatch: pytest.Monke
     assert found["whole"] < found["pruned"]
 
 
-def test_an_example_compares_a_criterion_of_ones_own(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_example_has_its_own_criterion(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     from moe_lab.criteria import CRITERIA
 
     monkeypatch.setattr("moe_lab.criteria.CRITERIA", {**CRITERIA})
@@ -105,9 +103,7 @@ def test_an_example_compares_a_criterion_of_ones_own(
     assert len(loudest) == len(reap) == 32 and f"{len(loudest & reap)} of 32 dropped experts" in capsys.readouterr().out
 
 
-def test_an_example_reads_a_sweep_whose_plans_are_those_of_the_interface(
-    tmp_path: Path, model: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_example_reads_a_sweep(tmp_path: Path, model: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     found = run("read_sweep.py", monkeypatch, tmp_path)
     cells = found["study"].cells
     assert found["table"].notna().all().all() and len(cells) == 5
@@ -148,9 +144,7 @@ def test_dropped_experts_can_be_replaced(replacement: str, replacing: Any) -> No
 
 
 @pytest.mark.parametrize("replacement", ["m_smoe", "ream", "m_smoe_unaligned", "hc_smoe"])
-def test_a_plan_that_still_has_to_be_aligned_is_refused(
-    model: tuple[Any, Any], replacement: str, replacing: Any, tmp_path: Path
-) -> None:
+def test_unaligned_plans_are_refused(model: tuple[Any, Any], replacement: str, replacing: Any, tmp_path: Path) -> None:
     """Weights of channels that do not belong together would be added up, unless that is meant."""
     plan = moe_lab.plan(replacing(replacement)[1], 0.5, replacement=replacement)
     uses: list[Callable[[Plan], object]] = [
@@ -192,9 +186,7 @@ def test_scores_of_ones_own_are_planned_in_any_order(statistics: moe_lab.ModelSt
 
 @pytest.mark.parametrize("dtype", [str, float, object, "category", "string", "Int64", "uint8"])
 @pytest.mark.parametrize("columns", [["expert"], ["layer", "expert"]])
-def test_ids_may_be_of_any_type_that_shows_whole_numbers(
-    statistics: moe_lab.ModelStatistics, dtype: Any, columns: list[str]
-) -> None:
+def test_ids_are_whole_numbers_of_any_type(statistics: moe_lab.ModelStatistics, dtype: Any, columns: list[str]) -> None:
     """Expert e has score e, so a quarter of 32 drops 0 to 7; sorted as texts, 0, 1, 10, 11 ... would go."""
     scores = moe_lab.score("reap", statistics)
     scores["score"] = scores["expert"].astype(float)

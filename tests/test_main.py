@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 import yaml
-from budgets import of_children, within
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from processes import of_children, within
 
 from moe_lab import __main__ as command_line
 from moe_lab import grid
@@ -30,7 +30,7 @@ from tests.campaign.commands import NEAREST as MISTAKES
 pytestmark = pytest.mark.slow
 
 LIMIT = 1.5
-"""Seconds of processor time, as tests/budgets.py counts them, for --help and for any mistake in the configuration.
+"""Seconds of processor time, as tests/processes.py counts them, for --help and for any mistake in the configuration.
 Importing torch alone takes longer."""
 
 

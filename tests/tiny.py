@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
@@ -208,6 +209,11 @@ def load(folder: Path, **named: Any) -> Any:
     )
     assert not any(report.values()), report
     return model
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a checkpoint, by name."""
+    return {key: value for file in folder.glob("model*.safetensors") for key, value in load_file(file).items()}
 
 
 def settings(path: object, **changes: Any) -> ModelConfig:

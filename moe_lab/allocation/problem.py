@@ -8,7 +8,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import ceil, lcm
+from math import ceil, floor, lcm
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar, get_type_hints
 
@@ -75,10 +75,13 @@ def or_nearest(decide: Callable[[float], Result], ratio: float) -> Result:
         return decide(ratio)
     except RatioTooLarge as error:
         reason, word = error, "largest"
-        nearest = bisect_left(range(1000), True, key=lambda n: isinstance(refusal(n), RatioTooLarge)) - 1
+        # Only below the ratio: rounding to blocks may leave a larger one feasible.
+        below = range(ceil(1000 * ratio) if ratio < 1 else 1000)
+        nearest = bisect_left(below, True, key=lambda n: isinstance(refusal(n), RatioTooLarge)) - 1
     except RatioTooSmall as error:
         reason, word = error, "smallest"
-        nearest = bisect_left(range(1000), True, key=lambda n: not isinstance(refusal(n), RatioTooSmall))
+        above = range(floor(1000 * ratio) + 1 if ratio > 0 else 0, 1000)
+        nearest = above.start + bisect_left(above, True, key=lambda n: not isinstance(refusal(n), RatioTooSmall))
     if 0 <= nearest < 1000 and refusal(nearest) is None:
         raise UserError(f"ratio={ratio:g}: {reason}; {nearest / 1000:g} is the {word} feasible ratio")
     raise UserError(f"ratio={ratio:g}: {reason}; no other ratio is feasible either")

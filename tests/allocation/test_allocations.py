@@ -10,7 +10,7 @@ import numpy
 import pytest
 import tiny
 from facts_of import layer, settings
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import settings as how
 from hypothesis import strategies as st
 
@@ -81,9 +81,7 @@ def or_what_is_feasible(decide: Callable[[float], Mapping[int, Any]], ratio: flo
 
 @given(CASES, st.sampled_from([1, 1, 2, 3]), st.floats(0, 0.99))
 @how(max_examples=60)
-def test_experts_leave_in_the_same_number_within_the_limits_of_routers(
-    case: Case, multiple_of: int, ratio: float
-) -> None:
+def test_experts_leave_in_equal_numbers_within_limits_of_routers(case: Case, multiple_of: int, ratio: float) -> None:
     totals: dict[float, set[int]] = {}
     for name in OF_EXPERTS:
 
@@ -118,6 +116,7 @@ def test_experts_leave_in_the_same_number_within_the_limits_of_routers(
 
 
 @given(CASES, st.sampled_from(CHOICES), st.floats(0, 0.99), st.sampled_from([None, 1, 2, 4]))
+@example(Case(192, 4, 2), ("global", {}), 0.9375, 2)  # a larger ratio is feasible, since budgets are rounded to blocks
 @how(max_examples=150)
 def test_channels_are_kept_to_the_last_one(
     case: Case, choice: tuple[str, dict[str, Any]], ratio: float, block: int | None

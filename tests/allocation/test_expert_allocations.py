@@ -96,9 +96,7 @@ def test_loss_based_keeps_in_proportion_to_the_smoothed_loss() -> None:
         ("uniform", float("nan"), 1, r"\[0, 1\)", "0.562 is the largest"),
     ],
 )
-def test_infeasible_ratios_name_the_reason_and_the_nearest(
-    name: str, ratio: float, multiple_of: int, reason: str, nearest: str
-) -> None:
+def test_infeasible_ratios_name_a_nearest(name: str, ratio: float, multiple_of: int, reason: str, nearest: str) -> None:
     layers, scores = {0: layer(16, top_k=4), 1: layer(16, top_k=8)}, {0: [0.0] * 16, 1: [0.0] * 16}
     with pytest.raises(UserError, match=f"{re.escape(f'ratio={ratio:g}: ')}.*; {re.escape(nearest)}") as refused:
         allocate({**settings(name, ratio), "multiple_of": multiple_of}, layers, scores)

@@ -144,9 +144,7 @@ def test_bars_of_experts_hold_their_scores_what_is_kept_and_their_attribution() 
     assert score_rows.shallow_middle_deep([2]) == [2]
 
 
-def test_a_store_without_sums_lacks_these_without_a_gap_and_a_damaged_one_with_it(
-    results: Results, tmp_path: Path
-) -> None:
+def test_a_store_without_sums_has_no_gap_and_a_damaged_one_has(results: Results, tmp_path: Path) -> None:
     chapter = [name for name, output in outputs().items() if output.chapter == "attribution"]
     others = ("aimer.table4", "coverage.table1", *chapter)
     assert [outputs()[name].items(results) for name in others] == [[]] * len(others) and not results.study.gaps

@@ -133,9 +133,7 @@ def test_what_is_reported_twice_counts_once_and_is_told(store: Path) -> None:
     ("change", "code"),
     [(nothing_ran, 1), (cell_failed, 1), (other_suite, 1), (axis_unsaid, 1), (other_metric, 0), (other_versions, 0)],
 )
-def test_the_exit_code_says_whether_something_is_missing(
-    store: Path, change: Change, code: int, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_exit_codes_tell_of_gaps(store: Path, change: Change, code: int, capsys: pytest.CaptureFixture[str]) -> None:
     tables = store / "out" / "tables"
     words = ["gaps" if code else "ranks", "unified.table5", f"store={changed(store, change)}", f"out={store / 'out'}"]
     assert __main__.main(words) == code
@@ -156,9 +154,7 @@ def test_the_exit_code_says_whether_something_is_missing(
 
 
 @pytest.mark.parametrize("failed", [["reap", "man", "frequency"], ["none"]])
-def test_studies_without_scores_of_a_panel_or_of_the_unpruned_model_still_have_ranks(
-    store: Path, failed: list[str]
-) -> None:
+def test_ranks_do_not_need_scores_of_a_panel_or_of_the_unpruned_model(store: Path, failed: list[str]) -> None:
     def change(document: dict[str, Any], root: Path) -> None:
         for found in document["cells"]:
             if found["cell"]["criterion"] in failed:
@@ -171,9 +167,7 @@ def test_studies_without_scores_of_a_panel_or_of_the_unpruned_model_still_have_r
     assert made["ranks"] and made["unified.table5"] and made["gaps"]
 
 
-def test_an_unpruned_model_alone_has_its_benchmarks_and_nothing_to_rank(
-    store: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_unpruned_model_alone_has_benchmarks_and_no_ranks(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def alone(document: dict[str, Any], root: Path) -> None:
         document["cells"] = document["cells"][:1]
 
@@ -209,9 +203,7 @@ def test_what_reads_no_scores_is_made_of_a_study_without_benchmarks(tmp_path: Pa
         (["report", "format=pfd"], "did you mean pdf"),
     ],
 )
-def test_wrong_words_get_the_nearest(
-    store: Path, words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_nearest_is_named(store: Path, words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
     given = words if any("store=" in word for word in words) else [*words, f"store={store}"]
     assert __main__.main(given) == 2
     said = capsys.readouterr().err

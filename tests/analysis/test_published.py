@@ -1,19 +1,26 @@
-"""The papers' numbers: one schema, this project's words, no number twice, misprints, and memory from conf/model."""
+"""The papers' numbers: one schema, no number twice, misprints, memory; averages and ranks follow from scores."""
 
 from __future__ import annotations
 
 import csv
 import math
+import statistics
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from decimal import ROUND_HALF_UP, Decimal
+from functools import cache
+from itertools import takewhile
 from pathlib import Path
 
+import pandas as pd
 import pytest
-from handmade import of_tables
+from handmade import cell, cells_of, of_tables, results_of, share, study_of, table_of
 from omegaconf import OmegaConf
 
 from analysis import names
 from analysis.load import plans
+from analysis.outputs import ranks
+from analysis.outputs import scores as score_tables
 from analysis.published.numbers import (
     AFTER,
     AVERAGE,
@@ -25,6 +32,8 @@ from analysis.published.numbers import (
     RANK,
     SCORES,
     TABLES,
+    TRUNCATED,
+    Key,
     Printed,
     counterparts,
     numbers,
@@ -32,6 +41,10 @@ from analysis.published.numbers import (
     split,
 )
 from analysis.registry import outputs
+from analysis.stats.cell_scores import MEAN, column_targets, group_targets, scores
+from analysis.stats.comparison import Comparison
+from analysis.stats.ranks import displayed
+from moe_lab.paths import conf
 
 ROOT = Path(__file__).parents[2]
 COLUMNS = "paper,table,model,ratio,criterion,allocation,recovery,calibration,benchmark,value,note"
@@ -175,3 +188,194 @@ def test_totals_are_parameters_and_what_a_server_keeps_besides() -> None:
         low, high = number.ends
         assert low - WITHIN <= ours <= high + WITHIN or number.note.startswith(NOT_COMPARABLE), (number, ours)
     assert missed == pytest.approx(SLIPS, abs=0.0005)
+
+
+# ---- fed with published scores, the report's own tables print the published averages and ranks
+
+NEAR = 0.005
+NOT_PRINTED = ("deepseek_v2_lite_chat", 0.25, "frequency", "evolutionary", "none", "evol_codealpaca")
+"""The row of EvoESAP that Table 10 lacks, so that its MC Avg cannot be recomputed."""
+KEY = ["model", "ratio", "criterion", "allocation", "recovery", "calibration"]
+DISPLAYED = {"livecodebench": "LiveCode", "wildbench": "WildBench", "gsm8k": "GSM8K", "math500": "MATH-500"}
+"""Benchmarks that are a displayed column of their own."""
+
+
+def comparison(printed: Iterable[Printed], *, columns: bool = False) -> Comparison:
+    """One model's cells with their scores per benchmark, or (`columns`) per displayed column as printed."""
+    rows: dict[tuple[object, ...], dict[str, float]] = {}
+    for number in printed:
+        row = rows.setdefault(number.key, {})
+        if columns and number.benchmark in (*names.COLUMNS, *DISPLAYED):
+            row[DISPLAYED.get(number.benchmark, number.benchmark)] = number.value
+        elif not columns and number.benchmark in names.BENCHMARKS:
+            row[number.benchmark] = share(number)
+    cells = cells_of([cell(**dict(zip(KEY, key, strict=True))) for key in rows])
+    frame = pd.DataFrame(list(rows.values()), index=cells.index)
+    frame = frame[sorted(frame, key=[*names.BENCHMARKS, *names.COLUMNS].index)]
+    parts = {name: (name,) for name in frame} if columns else displayed(list(frame))
+    return Comparison(str(cells["model"].iloc[0]), cells, frame, parts, (), {}, frame * float("nan"))
+
+
+def models(printed: Iterable[Printed]) -> dict[str, list[Printed]]:
+    """Model -> its numbers."""
+    found: dict[str, list[Printed]] = {}
+    for number in printed:
+        found.setdefault(number.key[0], []).append(number)
+    return found
+
+
+@pytest.mark.parametrize("model", ["olmoe_1b_7b", "deepseek_v2_lite_chat", "ernie_21b_a3b", "qwen3_30b_a3b_instruct"])
+def test_averages_and_ranks_of_unified_table_1_follow_from_the_sixteen_benchmarks(model: str) -> None:
+    printed = of_tables("unified", "5")
+    benchmarks = [number for number in printed if number.key[0] == model and number.key[1] in (0, 0.25)]
+    found = comparison(benchmarks)
+    table = table_of(ranks.rank_table, results_of(study_of(found), [found]), names.RANKED)
+    rows = table.frame.set_index("Criterion")
+    checked = 0
+    for number in models(of_tables("unified", "1"))[model]:
+        if number.benchmark in ("Avg", "Avg Rank"):
+            ours = rows.loc[names.criterion(number.key[2]), number.benchmark]
+            assert ours == pytest.approx(number.value, abs=NEAR), number
+            checked += 1
+    assert checked == 15
+
+
+@pytest.mark.parametrize("ratio", [0.25, 0.5])
+def test_ranks_of_unified_table_2_are_over_the_columns_of_two_models(ratio: float) -> None:
+    printed = models(number for number in of_tables("unified", "2") if number.key[1] in (0, ratio))
+    printed = {model: rows for model, rows in printed.items() if any(number.key[1] for number in rows)}
+    assert len(printed) == (4 if ratio == 0.25 else 2)
+    for rows in printed.values():
+        found = comparison([number for number in rows if number.benchmark != "Avg Rank"], columns=True)
+        table = score_tables.task_specific_table(results_of(study_of(found), [found]), "t", names.TASK_SPECIFIC)
+        ours = table.frame.set_index("Criterion")["Avg Rank"]
+        ranked = [number for number in rows if number.benchmark == "Avg Rank"]
+        assert len(ranked) == 9 == ours.notna().sum()
+        for number in ranked:
+            assert ours[names.criterion(number.key[2])] == pytest.approx(number.value, abs=NEAR + 1e-9), number
+
+
+def test_averages_of_evoesap_follow_from_the_sixteen_benchmarks() -> None:
+    benchmarks = models(of_tables("evoesap", "8", "9", "10"))
+    checked, lacking = 0, set()
+    for model, printed in models(of_tables("evoesap", "1", "2", "8", "9", "10")).items():
+        found = comparison(benchmarks[model])
+        cells = list(found.cells.index)
+        averages = scores(found, cells, group_targets(found, cells)).frame.to_dict("records")
+        ours = dict(zip(found.cells[KEY].itertuples(index=False, name=None), averages, strict=True))
+        for number in printed:
+            if number.benchmark in ("Code", "Math", "MC Avg"):
+                value = ours[number.key][number.benchmark]
+                if math.isnan(value):
+                    lacking.add(number.key)
+                    continue
+                assert value == pytest.approx(number.value, abs=NEAR), number
+                checked += 1
+    assert lacking == {NOT_PRINTED}
+    missing = 1 + 1  # the row that lacks, and MC Avg of ERNIE unpruned, which Table 1 does not print
+    assert checked == 3 * 52 - missing + 52 + 52 + 51  # Tables 1 and 2, 8 (Code), 9 (Math), 10 (MC Avg)
+
+
+LISTS = {
+    **dict.fromkeys([("heapr", "1"), ("heapr", "2"), ("heapr", "readme")], names.HEAPR),
+    **dict.fromkeys([("coverage", f"reply {table}") for table in ("3", "5", "quantised")], names.GENERAL),
+    ("coverage", "reply 10"): names.COMMON_SENSE,
+    ("coverage", "reply 14"): (*names.GENERAL, "gsm8k"),
+    **dict.fromkeys([("coverage", f"reply {table}") for table in ("7", "8", "9", "11", "16")], names.ABLATION),
+    ("coverage", "9"): names.ABLATION,
+}
+"""Table -> what its average is the mean of, for the papers whose tables list benchmarks one by one."""
+PARTS = {
+    "Eval+": names.COLUMNS["Eval+"],
+    "MC Avg": names.MULTIPLE_CHOICE,
+    "Code": ("Eval+", "livecodebench"),
+    "Math": ("gsm8k", "math500"),
+    AVERAGE: ("Eval+", "livecodebench", "wildbench", "gsm8k", "math500", "MC Avg"),
+}
+"""Average -> what it is the mean of in the tables of the other three."""
+
+
+@cache
+def printed_scores() -> dict[tuple[str, Key], list[Printed]]:
+    """Paper and row -> its numbers, of all tables."""
+    found: dict[tuple[str, Key], list[Printed]] = {}
+    for number in numbers():
+        found.setdefault((number.paper, number.key), []).append(number)
+    return found
+
+
+def parts_of(average: Printed) -> list[Printed]:
+    """The printed numbers that the average is the mean of, those of its own table first; empty where one lacks."""
+    wanted = LISTS.get((average.paper, average.table), PARTS[average.benchmark])
+    row = sorted(printed_scores()[average.paper, average.key], key=lambda other: other.table != average.table)
+    found = {name: next((other for other in row if other.benchmark == name), None) for name in wanted}
+    return [number for number in found.values() if number] if None not in found.values() else []
+
+
+def mean(values: Iterable[float]) -> Decimal:
+    """Of the decimals that are printed, so that a mean which ends in 5 is rounded as by hand."""
+    return statistics.mean(Decimal(str(value)) for value in values)
+
+
+def differs(average: Printed, parts: Sequence[Printed]) -> bool:
+    """Whether no rounding of the scores gives the average, or it was truncated."""
+    low, high = (mean(part.ends[end] for part in parts) for end in (0, 1))
+    return average.note.startswith(TRUNCATED) or low > average.ends[1] + 1e-9 or high < average.ends[0] - 1e-9
+
+
+def listed() -> set[tuple[str, ...]]:
+    """The rows of the table of averages in the documentation, without their remarks."""
+    lines = (FOLDER / "README.md").read_text(encoding="utf-8").splitlines()
+    start = lines.index("| paper | table | row | average | printed | mean of its scores | |")
+    table = takewhile(lambda line: line.startswith("|"), lines[start + 2 :])
+    rows = [tuple(cell.strip() for cell in line.split("|")[1:7]) for line in table]
+    assert len(set(rows)) == len(rows)
+    return set(rows)
+
+
+def test_every_printed_average_is_the_mean_of_its_scores_or_is_listed_with_both_numbers() -> None:
+    checked, without, differing = 0, 0, set()
+    for number in numbers():
+        if number.benchmark not in PARTS:
+            continue
+        parts = parts_of(number)
+        if not parts:
+            without += 1
+        elif differs(number, parts):
+            row = ", ".join(str(word) for word in number.key[:5])
+            recomputed = mean(part.value for part in parts).quantize(Decimal("0.0001"), ROUND_HALF_UP)
+            differing.add((number.paper, number.table, row, number.benchmark, number.text, str(recomputed)))
+        else:
+            checked += 1
+    assert differing == listed()
+    assert (checked, without) == (676, 115), "of these, some scores are not printed"
+
+
+@pytest.mark.parametrize("table", LISTS, ids=".".join)
+def test_the_mean_in_a_table_is_that_of_the_benchmarks_of_its_paper(table: tuple[str, str]) -> None:
+    for printed in models(of_tables(*table)).values():
+        if table == ("coverage", "9"):
+            continue  # it prints averages alone, those of the reply
+        found = comparison(printed)
+        cells = list(found.cells.index)
+        ours = scores(found, cells, column_targets(found, cells, (*LISTS[table], MEAN))).frame
+        assert list(ours) == [*(names.benchmark(name) for name in LISTS[table]), MEAN]
+        by_key = {number.key: number for number in printed if number.benchmark == AVERAGE}
+        for (_, key), value in zip(found.cells[KEY].iterrows(), ours[MEAN], strict=True):
+            average = by_key.get(tuple(key))
+            if average is not None:
+                parts = [part.value for part in parts_of(average)]
+                assert value == pytest.approx(statistics.fmean(parts), abs=0.0005), average
+
+
+SUITES = {
+    "heapr7": names.HEAPR,
+    "mc8": names.MULTIPLE_CHOICE,
+    "coverage": {*names.GENERAL, *names.REASONING, *names.ABLATION},
+}
+
+
+@pytest.mark.parametrize("suite", SUITES)
+def test_a_suite_asks_what_its_paper_averages(suite: str) -> None:
+    asked = OmegaConf.load(conf() / "suite" / f"{suite}.yaml").benchmarks
+    assert sorted(name.removesuffix("_8shot") for name in asked) == sorted(SUITES[suite])

@@ -195,9 +195,7 @@ def test_misprints_missing_results_and_remarks_are_told() -> None:
 
 
 @pytest.mark.parametrize(("allocation", "compared"), [(NOVICES, ["MoNE"]), ("uniform", [])])
-def test_mone_that_replaces_is_compared_with_the_printed_whole_method_alone(
-    allocation: str, compared: list[str]
-) -> None:
+def test_mone_that_replaces_is_compared_with_the_whole_method_alone(allocation: str, compared: list[str]) -> None:
     study, comparison = study_of(("mone",), allocation=NOVICES)
     assert set(verdicts(study, comparison)["Criterion"]) == {"Unpruned"}, "Unified drops experts"
     key = ("deepseek_moe_16b", 0.5, "mone", NOVICES, "none", "c4")

@@ -1,19 +1,22 @@
-"""The page and the files beside it: what they say, what they need, and what happens when an output cannot be made."""
+"""The report: what its files say and need, what happens when an output cannot be made, and how a browser shows it."""
 
 from __future__ import annotations
 
 import html
 import json
 import re
+import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pandas as pd
 import pytest
-from budgets import within
+from processes import within
 from synthetic import record_path, write_store
 
 from analysis import report
@@ -171,3 +174,102 @@ def test_a_full_study_is_reported_within_its_budget(tmp_path: Path) -> None:
     store = write_store(tmp_path / "store")
     with within(20):
         report.write(store, "made_up", tmp_path / "out")
+
+
+# ---- as a person sees it: opened from its file in a headless Chromium, offline
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    pytest.importorskip("selenium")
+    program, driver_program = shutil.which("chromium") or shutil.which("google-chrome"), shutil.which("chromedriver")
+    if not (program and driver_program):
+        pytest.skip("needs chromium and chromedriver")
+    from selenium.webdriver import Chrome, ChromeOptions
+    from selenium.webdriver.chrome.service import Service
+
+    options = ChromeOptions()
+    options.binary_location = program
+    for argument in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars"):
+        options.add_argument(argument)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    with Chrome(options=options, service=Service(driver_program)) as driver:
+        driver.execute_cdp_cmd("Network.enable", {})
+        driver.execute_cdp_cmd(
+            "Network.emulateNetworkConditions",
+            {"offline": True, "latency": 0, "downloadThroughput": 0, "uploadThroughput": 0},
+        )
+        yield driver
+
+
+def show(browser: Any, page: Path, width: int, scheme: str = "light") -> None:
+    size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 700}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    media = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
+    browser.get(page.as_uri())
+
+
+@pytest.fixture
+def wide(browser: Any, small_report: Path) -> Any:
+    """The browser with the report in a wide window."""
+    show(browser, small_report, 1400)
+    return browser
+
+
+@pytest.mark.parametrize(("width", "scheme"), [(360, "light"), (360, "dark"), (768, "dark"), (1400, "light")])
+def test_nothing_overflows_and_nothing_complains(browser: Any, small_report: Path, width: int, scheme: str) -> None:
+    """Nothing is wider than the window, nothing complains, no heading is cut, and the colours are those asked for."""
+    show(browser, small_report, width, scheme)
+    assert browser.execute_script("return document.documentElement.scrollWidth") <= width
+    assert [entry for entry in browser.get_log("browser") if entry["level"] != "INFO"] == []
+    colour = browser.execute_script("return getComputedStyle(document.body).getPropertyValue('background-color')")
+    assert (sum(map(int, re.findall(r"\d+", colour)[:3])) > 384) == (scheme == "light")
+    cut = browser.execute_script(
+        "return [...document.querySelectorAll('h1,h2,h3,.tiles dd,.tiles dt')]"
+        ".filter(e => e.offsetParent && e.scrollWidth > e.clientWidth + 1).map(e => e.textContent)"
+    )
+    assert cut == []
+
+
+def test_the_text_of_figures_follows_the_theme(browser: Any, small_report: Path) -> None:
+    shades = []
+    for scheme in ("light", "dark"):
+        show(browser, small_report, 1400, scheme)
+        script = "return getComputedStyle(document.querySelector('figure.plot svg [style*=\"fill: var(--ink)\"]')).fill"
+        shades.append(browser.execute_script(script))
+    assert shades[0] != shades[1]
+
+
+def test_tables_sort_and_filter(wide: Any) -> None:
+    visible = (
+        "const rows = [...document.querySelectorAll('#table-ranks tbody tr')].filter(r => !r.hidden);"
+        "return rows.map(r => [r.cells[2].textContent, r.cells[r.cells.length - 2].dataset.key])"
+    )
+    heads = "[...document.querySelectorAll('#table-ranks th button')]"
+    click = f"{heads}.find(b => b.textContent == 'Avg Rank').click()"
+    assert len(wide.execute_script(visible)) == 5, "the first block is shown at first"
+    wide.execute_script(click)
+    down = wide.execute_script(visible)
+    wide.execute_script(click)
+    up = wide.execute_script(visible)
+    assert [float(key) for _, key in down[:4]] == sorted((float(key) for _, key in down[:4]), reverse=True)
+    assert up[0][0] == "MAN" and up[-1][0] == down[-1][0] == "Unpruned", "what has no value stays last"
+    wide.execute_script(
+        "for (const select of document.querySelectorAll('#table-ranks select'))"
+        " { select.value = ''; select.dispatchEvent(new Event('change')); }"
+    )
+    assert len(wide.execute_script(visible)) == 30
+
+
+def test_figures_open_large_and_close(wide: Any) -> None:
+    wide.execute_script("document.querySelector('figure.plot .large').click()")
+    assert wide.execute_script("return document.querySelector('#viewer').open")
+    assert wide.execute_script("return document.querySelector('#viewer svg').getBoundingClientRect().width") > 900
+    wide.execute_script("document.querySelector('#viewer .close').click()")
+    assert not wide.execute_script("return document.querySelector('#viewer').open")
+
+
+def test_tables_can_be_downloaded(wide: Any) -> None:
+    script = "return fetch(document.querySelector('#table-ranks a[download$=csv]').href).then(r => r.text())"
+    assert wide.execute_script(script).startswith("Model,Pruned,Calibration,Criterion,Eval+,")

@@ -91,9 +91,7 @@ def test_special_tokens_are_a_choice_for_text_and_the_templates_for_conversation
     assert found.report["rendered"] == ["pair parted by a blank line"]
 
 
-def test_conversations_that_cannot_be_written_are_refused(
-    source: Settings, tokenizer: Any, tokenizer_with: Callable[..., Any]
-) -> None:
+def test_conversations_need_a_template(source: Settings, tokenizer: Any, tokenizer_with: Callable[..., Any]) -> None:
     chosen = source({"messages": [{"role": "tool", "content": "w1"}]})
     with pytest.raises(UserError, match="has no chat template"):
         batches(chosen, tokenizer)
@@ -110,9 +108,7 @@ def test_a_source_that_is_too_short_says_what_would_fit(words: Settings, tokeniz
         batches(replace(chosen, length=512, tokens=512), tokenizer)
 
 
-def test_what_the_model_or_its_tokenizer_cannot_have_is_refused(
-    words: Settings, tokenizer: Any, tokenizer_with: Callable[..., Any]
-) -> None:
+def test_what_models_lack_is_refused(words: Settings, tokenizer: Any, tokenizer_with: Callable[..., Any]) -> None:
     with pytest.raises(UserError, match=r"calibration.length=8 .* at most 4"):
         batches(words(), tokenizer_with(longest=4))
     tokenizer.eos_token = None
@@ -170,9 +166,7 @@ def test_chunk_loses_only_the_tail(documents: list[list[int]], length: int, gap:
 
 
 @given(numbered(), lengths, gaps)
-def test_reap_rows_begin_with_the_beginning_of_a_document_and_drop_only_overflow(
-    documents: list[list[int]], length: int, gap: int | None
-) -> None:
+def test_reap_rows_begin_documents_and_drop_overflow(documents: list[list[int]], length: int, gap: int | None) -> None:
     rows = list(reap(documents, length, gap))
     first = {document[0]: document for document in documents}
     for row in rows:
@@ -207,9 +201,7 @@ PAIRS = (
 )
 
 
-def test_a_pair_of_each_kind_and_a_text_without_an_answer(
-    source: Settings, tokenizer: Any, chat_tokenizer: Any
-) -> None:
+def test_pairs_of_each_kind_and_a_text_without_an_answer(source: Settings, tokenizer: Any, chat_tokenizer: Any) -> None:
     chosen = source(*PAIRS, packing="none", length=9, tokens=36, special_tokens=True)
     for each in (tokenizer, chat_tokenizer):
         assert answered(chosen, each) == [["w2", "w3"], ["w5", "w6", "w7"], ["w10"], []]
@@ -252,9 +244,7 @@ def test_sets_and_rows_without_answers_are_refused(source: Settings, tokenizer: 
         answer_batches(source(record, packing="none", length=4, tokens=4), tokenizer)
 
 
-def test_an_answer_the_template_rewrites_is_refused_unless_turns_are_taken(
-    source: Settings, tokenizer_with: Any
-) -> None:
+def test_a_rewritten_answer_is_refused_unless_turns_are_taken(source: Settings, tokenizer_with: Any) -> None:
     slow = tokenizer_with("{% for m in messages %}{{ m.role }} {{ m.content | replace(' ', ' w9 ') }} {% endfor %}")
     chosen = source({"instruction": "w0", "output": "w1 w2"}, packing="none", length=6, tokens=6)
     with pytest.raises(UserError, match="header=true"):
@@ -327,9 +317,7 @@ def published(name: str) -> Any:
     packing=st.sampled_from(["chunk", "reap", "none"]),
     gap=st.sampled_from(["none", "eos"]),
 )
-def test_shipped_sets_keep_their_shares(
-    pocket_tokenizer: Any, weights: list[int], seed: int, packing: str, gap: str
-) -> None:
+def test_shipped_sets_keep_shares(pocket_tokenizer: Any, weights: list[int], seed: int, packing: str, gap: str) -> None:
     shares = [weight / sum(weights) for weight in weights]
     length = 64 if packing == "none" else 256  # a document a row: enough of them that one is below 1 %
     sets = zip(shares, map(published, POCKET), strict=False)
@@ -364,9 +352,7 @@ def test_a_set_that_runs_out_is_named_with_its_tokens(two: Two, tokenizer: Any) 
         batches(replace(chosen, tokens=fitting + 8), tokenizer)
 
 
-def test_a_share_that_documents_are_too_long_for_is_refused(
-    tmp_path: Path, settings: Settings, two: Two, tokenizer: Any
-) -> None:
+def test_a_share_too_small_for_a_text_is_refused(tmp_path: Path, settings: Settings, two: Two, tokenizer: Any) -> None:
     long = settings(write(tmp_path / "long.jsonl", *({"text": "w1 " * 8} for _ in range(9))), name="long")
     with pytest.raises(UserError, match=r"long makes 50.0% of the tokens and not 30.0%.*expected more tokens"):
         batches(mixture((0.3, long), (0.7, two[1]), tokens=16), tokenizer)

@@ -1,7 +1,7 @@
 """The campaign in short: a few kills, and a sample of the command lines and models, drawn by a seed.
 
 CAMPAIGN=20 in the environment makes it twenty times as long; CAMPAIGN_SEED is another seed than that of the day. All
-programs are run by tests/evaluation/test_grading.py.
+programs are run by tests/evaluation/test_runner.py.
 """
 
 from __future__ import annotations

@@ -199,9 +199,7 @@ NUMBERED = [{"q": f"Item number {word} is", "c": ["red", "blue"], "label": n % 2
         (3, {"test_split": None, "validation_split": "dev", "fewshot_split": "dev"}),
     ],
 )
-def test_an_item_is_not_among_its_own_examples(
-    subject: LoadedModel, tmp_path: Path, shots: int, definition: dict[str, Any]
-) -> None:
+def test_no_item_shows_itself(subject: LoadedModel, tmp_path: Path, shots: int, definition: dict[str, Any]) -> None:
     benchmark = own_task(tmp_path, NUMBERED, {**MULTIPLE_CHOICE, **definition}, shots=shots)
     for answer, item in zip(run.answer(subject, benchmark), NUMBERED, strict=True):
         shown = [answer.prompt.count(str(other["q"])) for other in NUMBERED]

@@ -235,9 +235,7 @@ def test_stop_texts_save_forward_passes_also_where_answers_go_beyond_them(subjec
     assert len(passes) == 1
 
 
-def test_sampling_and_penalties_of_checkpoints_are_unused(
-    subject: LoadedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sampling_and_penalties_of_models_are_unused(subject: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = prompts("wildbench", 3)
     expected = write(subject, asked, 24)
     settings = subject.model.generation_config

@@ -292,9 +292,7 @@ def test_the_questions_are_the_conversations_of_creative_writing(published: Benc
         wildbench.items(replace(published, parameters={"tag": "Creative writing"}))
 
 
-def test_scores_of_answers_without_thoughts_become_shares(
-    judged: BenchmarkConfig, at: Endpoint, tmp_path: Path
-) -> None:
+def test_scores_without_thoughts_become_shares(judged: BenchmarkConfig, at: Endpoint, tmp_path: Path) -> None:
     """What is empty, and a thought that does not end, whatever it drafts, is no answer and not asked about."""
     names, scores = [f"session{number}#0" for number in CREATIVE], [number % 10 + 1 for number in range(146)]
     outputs = [f"{score} and half a character \ud83d" for score in scores]

@@ -77,7 +77,7 @@ def test_no_task_is_in_a_benchmark_or_in_the_calibration_set(name: str, world: W
     assert not keys & {(example.skill, example.key) for example in calibration_examples(world, name)}
 
 
-# What the files of benchmarks mean to lm-eval; test_grading.py asks EvalPlus of its own.
+# What the files of benchmarks mean to lm-eval; test_runner.py asks EvalPlus of its own.
 
 
 class Oracle(LM):  # type: ignore[misc]

@@ -201,9 +201,7 @@ def test_plans_that_do_not_fit(tmp_path: Path) -> None:
         export(tmp_path / "model", Plan({1: tuple(range(0, 16, 2))}, {1: 16}), tmp_path / "out")
 
 
-def test_a_full_target_is_refused_and_a_full_disk_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_target_is_refused_and_a_full_disk_left_clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny.save("olmoe", tmp_path / "model")
     plan = tiny.plan(model, 0.5)
     (tmp_path / "empty").mkdir()

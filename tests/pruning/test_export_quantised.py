@@ -15,7 +15,7 @@ import tiny
 import torch
 from identities.plans import random_plan
 from safetensors.torch import load_file, save_file
-from tiny import logits
+from tiny import logits, weights
 from transformers import CompressedTensorsConfig
 
 from moe_lab.config import ExportConfig, ModelConfig, RecoveryConfig
@@ -33,10 +33,6 @@ from tests.campaign.models import reconfigure
 pytestmark = pytest.mark.slow
 
 CASES = [("gpt_oss", "mxfp4"), *(("qwen2_moe", kind) for kind in quantised.FORMATS), ("deepseek_v3", "fp8")]
-
-
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    return load_file(folder / "model.safetensors")
 
 
 def check_tensors(out: Path, stored: Path, plan: Plan) -> None:

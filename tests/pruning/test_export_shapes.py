@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +12,9 @@ import pytest
 import tiny
 import torch
 from identities.plans import random_plan
+from processes import read_alone
 from safetensors.torch import load_file, save_file
-from tiny import load, logits
+from tiny import load, logits, weights
 
 from moe_lab.config import ExportConfig, ModelConfig, RecoveryConfig
 from moe_lab.errors import UserError
@@ -127,9 +126,7 @@ def test_padded_to_the_widest_expert_of_each_layer(name: str, tmp_path: Path) ->
         ("qwen3_moe", "padded", True),
     ],
 )
-def test_one_width_for_all_is_stock_where_the_family_can_say_it(
-    name: str, shape: str, stock: bool, tmp_path: Path
-) -> None:
+def test_one_width_is_stock_where_the_family_can_say_it(name: str, shape: str, stock: bool, tmp_path: Path) -> None:
     model = tiny.save(name, tmp_path / "model")
     plan = random_plan(model, "ragged" if shape == "padded" else "one width", share=0.8, width=12)
     for mask in plan.channels.values() if shape == "padded" else ():
@@ -202,25 +199,9 @@ EXPORTS = [*((name, case) for name in NAMES for case in CASES), *((name, "even")
 FOR_OLDER = [*((name, "even") for name in EVEN), *(("olmoe", case) for case in CASES)]
 OLDER, OLDERS = Path(__file__).parents[2] / ".venv-older", ("4.57.3", "5.0.0")
 WITHOUT_MOE_LAB = """
-import json, sys
-from pathlib import Path
-sys.modules["moe_lab"] = None
-import torch
-from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
-from transformers.utils import logging
-logging.set_verbosity_error()
-logging.disable_progress_bar()
-root = Path(sys.argv[1])
-tokens = load_file(root / "tokens.safetensors")["tokens"]
-
-def load(folder, trust=True):
-    model, report = AutoModelForCausalLM.from_pretrained(
-        folder, experts_implementation="eager", output_loading_info=True, trust_remote_code=trust
-    )
-    assert not any(report.values()), report
+def logits(model):
     with torch.no_grad():
-        return model, model(input_ids=tokens).logits.contiguous()
+        return model(input_ids=tokens).logits.contiguous()
 
 def refusal(folder):
     try:
@@ -228,12 +209,13 @@ def refusal(folder):
     except Exception as error:
         return str(error)
 
-for folder in sorted(path for path in root.iterdir() if (path / "config.json").exists()):
+for folder in folders:
     try:
-        model, found = load(folder)
+        model = load(folder)
+        found = logits(model)
         model.save_pretrained(folder / "again")
-        again, found_again = load(folder / "again")
-        save_file({"logits": found, "again": found_again}, folder / "found.safetensors")
+        again = load(folder / "again")
+        save_file({"logits": found, "again": logits(again)}, folder / "found.safetensors")
         again.set_experts_implementation("grouped_mm")
         used = {getattr(part, "config", again.config)._experts_implementation for part in again.modules()}
         said = {"implementations": sorted(used), "refused": [refusal(folder), refusal(folder / "again")]}
@@ -243,18 +225,11 @@ for folder in sorted(path for path in root.iterdir() if (path / "config.json").e
     (folder / "said.json").write_text(json.dumps(said))
 """
 WITH_OLDER = """
-import json, sys
-from pathlib import Path
-sys.modules["moe_lab"] = None
-import torch, transformers
-from safetensors.torch import load_file
-transformers.utils.logging.set_verbosity_error()
-root, said = Path(sys.argv[1]), {"version": transformers.__version__}
-tokens = load_file(root / "tokens.safetensors")["tokens"]
+said = {"version": transformers.__version__}
 for folder in (root / name for name in sys.argv[2:]):
     for trust in (False, True):
         try:
-            model = transformers.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=trust)
+            model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=trust)
             with torch.no_grad():
                 logits = model.eval().float()(input_ids=tokens).logits
             expected = load_file(folder / "expected.safetensors")["logits"]
@@ -264,19 +239,6 @@ for folder in (root / name for name in sys.argv[2:]):
         said[f"{folder.name} {trust}"] = answer
 print("RESULT " + json.dumps(said))
 """
-
-
-def run_alone(script: str, root: Path, *words: str, **environment: str) -> str:
-    """Run Python code about the exports in `root` in a process of its own; what it printed."""
-    alone = {"PATH": "", "HOME": str(root), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **environment}
-    command = [sys.executable, "-c", script, str(root), *words]
-    done = subprocess.run(command, cwd=root, env=alone, capture_output=True, text=True, timeout=250)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
-
-
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    return {key: value for file in folder.glob("model*.safetensors") for key, value in load_file(file).items()}
 
 
 @pytest.fixture(scope="module")
@@ -291,7 +253,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
             plan = random_plan(model, PLANS[case], share=None if case == "counts" else 0.75, width=(8, 24, 16))
             out = export(source, plan, root / f"{name}-{case}")
             save_file({"logits": tiny.logits(prune(model, plan)).contiguous()}, out / "expected.safetensors")
-    run_alone(WITHOUT_MOE_LAB, root)
+    read_alone(WITHOUT_MOE_LAB, root)
     return root
 
 
@@ -320,7 +282,7 @@ def test_loads_without_moe_lab_and_equals_the_pruned_model(folders: Path, name: 
 @pytest.mark.parametrize("version", OLDERS)
 def test_older_versions_load_stock_exports_and_refuse_the_others(version: str, folders: Path) -> None:
     names = [f"{name}-{case}" for name, case in FOR_OLDER]
-    printed = run_alone(WITH_OLDER, folders, *names, PYTHONPATH=str(OLDER / version), HOME=str(folders / version))
+    printed = read_alone(WITH_OLDER, folders, *names, PYTHONPATH=str(OLDER / version), HOME=str(folders / version))
     said = json.loads(printed.rpartition("RESULT ")[2])
     assert said["version"] == version
     for name, case in FOR_OLDER:

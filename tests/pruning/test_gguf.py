@@ -217,9 +217,7 @@ def converted(folder: Path, plan: Plan, tokenizer: str, shape: str = "natural") 
     ("family", "shape"),
     [("deepseek", "natural"), ("deepseek_v3", "masked"), ("olmoe", "padded"), ("qwen3_next", "natural")],
 )
-def test_experts_are_stored_as_they_are(
-    family: str, shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_experts_are_stored_unchanged(family: str, shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A family that moe_lab has ported, experts that are barred, narrower ones, no layers for extra tokens."""
     monkeypatch.syspath_prepend(str(gguf.PACKAGES))
     from gguf import GGUFReader

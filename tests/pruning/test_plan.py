@@ -369,7 +369,7 @@ def test_both_engines_find_the_same_orders(tmp_path: Path) -> None:
     by_weights = align_by_weights(plan, streamed.each_layer())
     assert by_weights == align_by_weights(plan, moe_layers(model)) == moe_lab.align(model, plan) != plan
     tap, batches = alignment_tap(plan), tiny.batches()
-    sums = stream(streamed, tap, batches, out=tmp_path / "out", fingerprint={}, budget=0)
+    sums = stream(streamed, tap, batches, out=tmp_path / "out", fingerprint={})
     by_activations = align_by_activations(plan, sums.layers)
     assert by_activations == align_by_activations(plan, gather(model, tap, batches, fingerprint={}).layers)
     assert by_activations not in (plan, by_weights)

@@ -279,9 +279,7 @@ def test_identity_counts_a_text_by_its_use_and_not_the_bits_it_is_stored_in_afte
         ({"path": "schedule.json", "replacement": "m_smoe"}, 0.5, None),
     ],
 )
-def test_a_fit_needs_merged_experts(
-    tmp_path: Path, allocation: dict[str, Any], ratio: float, sentence: str | None
-) -> None:
+def test_a_fit_needs_merging(tmp_path: Path, allocation: dict[str, Any], ratio: float, sentence: str | None) -> None:
     whole = {0: numpy.ones((2, 4), dtype=bool)}
     Plan({0: (0, 1)}, {0: 2}, {}, whole).save(tmp_path / "dropping.json")
     merge_experts({0: {0: {0: 0.5, 1: 0.5}}}, {0: 4}, provenance={}).save(tmp_path / "merging.json")

@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,7 @@ import pytest
 import tiny
 import torch
 from identities.plans import random_plan
+from processes import read_alone
 from safetensors.torch import load_file, save_file
 
 from moe_lab import errors
@@ -128,23 +127,8 @@ CASES = {
     "dora_transposed": ("gpt_oss", "even", True, 4, ["experts"]),
 }
 WITHOUT_MOE_LAB = """
-import sys
-from pathlib import Path
-sys.modules["moe_lab"] = None
-import torch
-from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
-from transformers.utils import logging
-logging.set_verbosity_error()
-logging.disable_progress_bar()
-root = Path(sys.argv[1])
-tokens = load_file(root / "tokens.safetensors")["tokens"]
-for folder in sorted(path for path in root.iterdir() if (path / "config.json").exists()):
-    model, report = AutoModelForCausalLM.from_pretrained(
-        folder, trust_remote_code=True, experts_implementation="eager", output_loading_info=True, dtype=torch.float32
-    )
-    assert not any(report.values()), report
-    found = {}
+for folder in folders:
+    model, found = load(folder, dtype=torch.float32), {}
     in_4_bits = [(name, module) for name, module in model.named_modules() if type(module).__name__ == "Linear4bit"]
     for name, module in in_4_bits:
         from bitsandbytes.functional import dequantize_4bit
@@ -197,9 +181,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
             if type(module).__name__ == "FourBitLinear":
                 expected[path] = module.weight()
         save_file(expected, out / "expected.safetensors")
-    environment = {"PATH": "", "HOME": str(root), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", WITHOUT_MOE_LAB, str(root)]
-    subprocess.run(command, check=True, cwd=root, env=environment, timeout=250)
+    read_alone(WITHOUT_MOE_LAB, root)
     return root
 
 
@@ -218,13 +200,9 @@ def test_the_export_reloads_as_the_evaluated_model(folders: Path, case: str) -> 
         assert torch.equal(found["logits"], expected["logits"])
 
 
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    return {key: value for file in folder.glob("model*.safetensors") for key, value in load_file(file).items()}
-
-
 @pytest.mark.slow
 def test_what_is_in_4_bits_and_what_is_not(folders: Path) -> None:
-    stored = weights(folders / "dora_nf4")
+    stored = tiny.weights(folders / "dora_nf4")
     config = json.loads((folders / "dora_nf4" / "config.json").read_text())
     packed = {name for name, tensor in stored.items() if tensor.dtype == torch.uint8 and name.endswith("weight")}
     inside = [f"self_attn.{role}_proj" for role in "qkvo"] + [

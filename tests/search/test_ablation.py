@@ -26,6 +26,7 @@ from moe_lab.search import ablation, reconstruction
 from moe_lab.search.ablation import loss_rises
 from moe_lab.search.reconstruction import Reconstruction, reconstruct
 from moe_lab.statistics import Statistics
+from moe_lab.statistics.damage import DamageTap
 from moe_lab.statistics.observe import CHECKPOINT, Batch, gather
 from moe_lab.statistics.streaming import stream
 
@@ -208,7 +209,7 @@ def test_one_layer_in_memory_is_enough(name: str, tmp_path: Path) -> None:
     model = tiny.save(name, tmp_path / "model", **tiny.few_experts(name))
     expected = reconstructed(model, [naive.batch()], ratio=THIRD)
     streamed = StreamedModel(tmp_path / "model", dtype=torch.float32, device="cpu")
-    read = partial(stream, streamed, batches=[naive.batch()], out=tmp_path / "out", fingerprint={}, budget=0.0)
+    read = partial(stream, streamed, batches=[naive.batch()], out=tmp_path / "out", fingerprint={})
     found = reconstruct(lambda tap: read(tap=tap), facts=facts(model), ratio=THIRD)
     assert found == expected
 
@@ -287,8 +288,9 @@ def test_a_router_that_cannot_be_repeated_is_refused() -> None:
     model = tiny.build("olmoe", **tiny.few_experts("olmoe"))
     for layer in moe_layers(model):
         layer.experts.register_forward_pre_hook(lambda module, given: (given[0], given[1], given[2] * 0.5))
-    with pytest.raises(UserError, match=r"cannot repeat the router of model\.layers\.0\.mlp\.experts"):
-        reconstructed(model, [naive.batch()], ratio=0.5)
+    for read in (partial(gather, tap=DamageTap, fingerprint={}), partial(reconstructed, ratio=0.5)):
+        with pytest.raises(UserError, match=r"cannot repeat the router of model\.layers\.0\.mlp\.experts"):
+            read(model, batches=[naive.batch()])
 
 
 def test_an_expert_that_gives_nan_is_named() -> None:

@@ -13,10 +13,10 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
-from budgets import within
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.random import PCG64, Generator
+from processes import within
 from scipy.stats import chisquare
 
 from moe_lab.errors import UserError

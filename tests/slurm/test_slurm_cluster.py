@@ -16,7 +16,7 @@ from typing import Any
 import preloaded
 import pytest
 from cluster import LONG, STEPS, TWO, Cluster, InstantStudies, until
-from studies import asked, command, jobs, moe_lab, ran, results
+from studies import command, jobs, moe_lab, ran, results, told
 
 from moe_lab.results import read_record
 from tests.test_secrets import PLANTED, SERVER, leaks, served
@@ -98,7 +98,7 @@ def limited(cluster: Cluster, folder: Path) -> None:
     assert cluster.job(job)["Restarts"] == "1"
     log = "".join(file.read_text() for file in instant.store.glob(f"runs/*/*/jobs/{job}*_log.*"))
     assert "this job is timed-out" in log and "Job not requeued" in log
-    assert "failed; the same command" in asked(instant.store, "why", "limited")
+    assert "failed; the same command" in told(instant.store, "why", "limited")
     instant.release()
     instant.wait_for_the_end()
     assert set(instant.submit(*words)) == {"cost", "evaluate", "record"}
@@ -127,10 +127,10 @@ def overlapping(cluster: Cluster, folder: Path) -> None:
     assert len(cells["wide"]) == 5 and all(cell["cost"] for cell in cells["wide"])
     there = Counter((cell["cell"]["criterion"], cell["cost"] is not None) for cell in cells["broken"])
     assert there == {("none", True): 1, ("random", True): 4, ("magnitude", False): 4}
-    why = asked(instant.store, "why", "broken")
+    why = told(instant.store, "why", "broken")
     assert "broken on purpose" in why and "needs weights/" in why
-    assert "broken on purpose" in asked(instant.store, "why", "weights/")
-    assert "failed" in asked(instant.store, "status", "broken")
+    assert "broken on purpose" in told(instant.store, "why", "weights/")
+    assert "failed" in told(instant.store, "status", "broken")
 
 
 SCENES: dict[str, Callable[[Cluster, Path], Any]] = {

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from cluster import LONG, STEPS, TWO, WORDS, InstantStudies, until
-from studies import asked
+from studies import told
 
 from moe_lab.paths import store_folder
 from moe_lab.results import read_record
@@ -32,7 +32,7 @@ def test_the_same_command_survives_what_clusters_do(instant: InstantStudies, mon
     errors = run.communicate(timeout=LONG)[1]
     assert run.returncode == 0, errors
     assert instant.done_once() == STEPS
-    assert "all 7 steps are done" in asked(instant.store, "why", "instant")
+    assert "all 7 steps are done" in told(instant.store, "why", "instant")
 
 
 def test_the_last_job_pushes_when_the_command_has_returned(
@@ -64,9 +64,9 @@ def one_job_or_step_is_cancelled(instant: InstantStudies) -> None:
     (job,) = instant.cluster.ask("squeue", "-h", "-n", f"instant.{first}", "-o", "%i").split()
     instant.cluster.ask("scancel", job)
     until(lambda: instant.cluster.job(job)["JobState"] == "CANCELLED", LONG, "it is not cancelled")
-    assert "cancelled; the same command" in asked(instant.store, "why", f"{first}/")
+    assert "cancelled; the same command" in told(instant.store, "why", f"{first}/")
     assert instant.cluster.ask("squeue", "-h", "-t", "R", "-o", "%j").split() == [f"instant.{second}"]
-    assert "cancelled 1 jobs" in asked(instant.store, "cancel", f"{second}/")
+    assert "cancelled 1 jobs" in told(instant.store, "cancel", f"{second}/")
     errors = run.communicate(timeout=LONG)[1]
     assert run.returncode == 1 and "the same command goes on from here" in errors, errors
 
@@ -80,7 +80,7 @@ def a_worker_is_killed_and_all_is_cancelled(instant: InstantStudies) -> None:
     instant.wait_for("plan", 2)
     assert len({step for step, _ in instant.lines("begun") if step.startswith("plan/")}) == 2
     instant.wait_for("cost", 2)
-    assert "cancelled 4 jobs" in asked(instant.store, "cancel", "instant")
+    assert "cancelled 4 jobs" in told(instant.store, "cancel", "instant")
     instant.wait_for_the_end()
     instant.release()
 
@@ -97,7 +97,7 @@ def a_job_is_requeued_and_the_controller_restarted(
         impatient = cluster.folder / "impatient.conf"
         impatient.write_text(cluster.configuration.read_text() + "MessageTimeout=2\n")
         patched.setenv("SLURM_CONF", str(impatient))
-        assert "does not answer" in asked(instant.store, "status", "instant")
+        assert "does not answer" in told(instant.store, "status", "instant")
     cluster.launch("slurmctld", "-D")
     instant.wait_for("cost", times)
 
@@ -109,7 +109,7 @@ def the_node_is_drained_and_lost(instant: InstantStudies, job: str) -> None:
     assert "drain" in cluster.ask("sinfo", "-h", "-o", "%T") and cluster.job(job)["JobState"] == "RUNNING"
     cluster.ask("scontrol", "update", node, "state=down", "reason=test")
     until(lambda: cluster.job(job)["JobState"] == "PENDING", LONG, "it is not requeued")
-    assert "is PENDING (" in asked(instant.store, "why", "instant")
+    assert "is PENDING (" in told(instant.store, "why", "instant")
     instant.release()
     cluster.ask("scontrol", "update", node, "state=resume")
 

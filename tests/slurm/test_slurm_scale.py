@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from budgets import of_children, within
+from processes import of_children, within
 from studies import command, jobs
 
 pytestmark = pytest.mark.slow

@@ -282,11 +282,3 @@ def test_the_model_computes_what_it_always_does(name: str, monkeypatch: pytest.M
         sums.append(observer.layers())
     for layer, named in sums[0].items():
         assert torch.allclose(named["damage"], sums[1][layer]["damage"], rtol=1e-5)
-
-
-def test_a_router_that_cannot_be_repeated_is_refused() -> None:
-    model = tiny.build("olmoe")
-    for layer in moe_layers(model):
-        layer.experts.register_forward_pre_hook(lambda module, given: (given[0], given[1], given[2] * 0.5))
-    with pytest.raises(UserError, match=r"cannot repeat the router of model\.layers\.0\.mlp\.experts"):
-        gather(model, DamageTap, [naive.batch()], fingerprint={})

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from small_studies import Asked, Worker, asked
+from studies import Asked, Worker, asked
 
 from moe_lab.study import run as launch
 from moe_lab.study.store import Store
@@ -18,7 +18,7 @@ def store(tmp_path: Path) -> Store:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps take no time: `small_studies.Worker` does them, which starts without harm and with nothing done."""
+    """Steps take no time: `studies.Worker` does them, which starts without harm and with nothing done."""
     monkeypatch.setattr(launch, "Here", Worker)
     monkeypatch.setattr(Worker, "harm", None)
     monkeypatch.setattr(Worker, "did", [])

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from example_steps import Example
 from processes import quoted, until
-from small_studies import SMALL, STUDY, Asked, Worker, ask, asked, start
+from studies import SMALL, STUDY, Asked, Worker, ask, asked, start
 
 from analysis.load.reader import Reader
 from analysis.load.studies import document
@@ -185,9 +185,7 @@ def test_two_runs_of_a_study_at_once_are_recorded_together(one: Asked, other: As
     assert cells(store) == ["aimer", "none"], "a later run says what the study is"
 
 
-def test_cells_of_the_same_name_and_other_settings_are_told(
-    other: Asked, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_cells_that_share_a_name_are_told(other: Asked, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     store, second = tmp_path / "store", asked("criterion=reap", "ratio=0.5", "calibration.tokens=1024")
     codes: list[int] = []
     meanwhile(lambda: codes.append(start(store, second)))
@@ -267,9 +265,7 @@ def test_a_report_on_a_full_disk_is_one_sentence(done: Path, tmp_path: Path) -> 
     assert "the report failed: out=" in answer.stderr.splitlines()[-1]
 
 
-def test_a_report_is_not_begun_when_the_disk_is_full(
-    one: Asked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_report_is_begun_when_the_disk_is_full(one: Asked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def harm(step: Step, scratch: Path) -> None:
         if step.kind == "plan":
             raise OSError(errno.ENOSPC, "No space left on device")

@@ -15,7 +15,7 @@ from typing import Any
 import choices
 import pytest
 from example_steps import cell_of, evaluated, step_of
-from small_studies import asked, start
+from studies import asked, start
 
 from moe_lab.config import (
     AllocationConfig,
@@ -161,9 +161,7 @@ def data(monkeypatch: pytest.MonkeyPatch) -> None:
         (step("cost", criterion=CriterionConfig(name="aimer")), step("cost"), None),
     ],
 )
-def test_a_step_takes_what_finished_ones_of_its_kind_and_pace_took_for_its_work(
-    store: Store, finished: Step, asked: Step, seconds: float | None
-) -> None:
+def test_a_step_takes_what_finished_ones_took(store: Store, finished: Step, asked: Step, seconds: float | None) -> None:
     """The finished one took 30 s; a benchmark without a limit has 1,000 items."""
     finish(store, finished, 30.0)
     assert Times(store).seconds(asked) == (None if seconds is None else pytest.approx(seconds))

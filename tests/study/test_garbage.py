@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from example_steps import Example
-from small_studies import STUDY, Asked, Worker, ask, killed, start
+from studies import STUDY, Asked, Worker, ask, killed, start
 
 from moe_lab.errors import UserError
 from moe_lab.json_files import read_json, write_json
@@ -135,9 +135,7 @@ def test_what_killed_processes_left_is_freed_and_what_is_worked_on_is_not(place:
     assert store.done(alive) and not store.done(dead)
 
 
-def test_a_run_at_the_same_time_loses_nothing(
-    place: Path, one: Asked, other: Asked, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_concurrent_run_loses_nothing(place: Path, one: Asked, other: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
     """The study is replaced and garbage collected in the middle of a run, whose steps only its claim keeps until its
     record is written."""
 
@@ -158,9 +156,7 @@ def test_a_run_at_the_same_time_loses_nothing(
     assert len(Worker.did) == len(set(Worker.did)) and finished(place) == {*steps(one), *steps(other)}
 
 
-def test_a_run_that_ends_while_gc_looks_loses_nothing(
-    replaced: Path, one: Asked, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_ending_while_gc_looks_loses_nothing(replaced: Path, one: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is let go after gc has read the records, which still are the old ones."""
     held, read = ExitStack(), garbage.read_record
 
@@ -180,9 +176,7 @@ def finished_by_study(place: Path) -> set[str]:
     return {folder for _, folder, _ in (runs(Store(place), STUDY)[-1].about or {})["steps"]}
 
 
-def test_a_run_that_starts_while_gc_chooses_waits_and_makes_anew_what_was_freed(
-    replaced: Path, one: Asked, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_starting_while_gc_chooses_waits(replaced: Path, one: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise it would find a step finished that is freed right afterwards."""
     threads: list[threading.Thread] = []
     codes: list[int] = []
@@ -225,9 +219,7 @@ def test_a_killed_gc_leaves_a_store_that_works(replaced: Path, one: Asked, capsy
 @pytest.mark.parametrize(
     "file", ["runs/study/*/record.json", "runs/study/*/run.json", "runs/study/*/jobs.json", "statistics/*/step.json"]
 )
-def test_nothing_is_freed_while_it_is_unclear_what_is_needed(
-    replaced: Path, file: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_nothing_goes_while_needs_are_unclear(replaced: Path, file: str, capsys: pytest.CaptureFixture[str]) -> None:
     runs(Store(replaced), STUDY)[-1].add([Submitted("1", "1", "study.plan", "plan", ("x",), ())])
     damaged = sorted(replaced.glob(file))[-1]
     damaged.write_text("{")

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from budgets import within
 from choices import Files, cells, choose
+from processes import within
 
 from moe_lab.config import (
     AllocationConfig,
@@ -159,9 +159,7 @@ def test_a_step_runs_in_no_weaker_sandbox_than_its_identity_says(monkeypatch: py
         grade.policy.protection(closed_world=True)
 
 
-def test_a_raised_pin_gives_new_results_of_its_harness_and_leaves_all_else_of_a_store(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_raised_pin_gives_new_results_of_its_harness_and_leaves_all_else(monkeypatch: pytest.MonkeyPatch) -> None:
     def ids(version: str) -> dict[str, set[str]]:
         monkeypatch.setattr(suites, "installed", lambda package: version)
         found: dict[str, set[str]] = {}

@@ -12,7 +12,7 @@ from unittest.mock import Mock
 
 import pytest
 from example_steps import Example, done
-from small_studies import BEGINNING, STUDY, Worker, ask, asked, killed, start
+from studies import BEGINNING, STUDY, Worker, ask, asked, killed, start
 
 from analysis.load.reader import Reader
 from moe_lab import packs

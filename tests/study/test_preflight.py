@@ -134,9 +134,7 @@ def test_no_combination_hides_another() -> None:
         ([], None),
     ],
 )
-def test_experts_whose_channels_cannot_be_changed_are_known_before_the_model_is_loaded(
-    words: list[str], field: str | None, tmp_path: Path
-) -> None:
+def test_unchangeable_channels_are_known_before_loading(words: list[str], field: str | None, tmp_path: Path) -> None:
     tiny.config("gpt_oss").save_pretrained(tmp_path / "model")
     found = problems(f"model.path={tmp_path}/model", "model.name=mine", *words)
     refused = [sentence for sentence in found if "model=mine have biases" in sentence]

@@ -290,19 +290,11 @@ def test_the_card_keeps_the_licence_and_adds_the_base_model_and_results() -> Non
         (RecoveryConfig(name="merge_fit", fit="text"), PLAIN, None),
     ],
 )
-def test_a_relation_is_stated_where_the_hub_has_a_word_for_it(
-    recovery: RecoveryConfig, export: ExportConfig, relation: str | None
-) -> None:
+def test_relations_are_words_of_the_hub(recovery: RecoveryConfig, export: ExportConfig, relation: str | None) -> None:
     recovered = replace(cell("them/chat"), recovery=recovery)
     card = ModelCard(hub_card(ORIGINAL, "me/small", recovered, export, []))
     assert card.data.to_dict().get("base_model_relation") == relation
     assert (f"recovery `{recovery.name}`" in card.text) == (recovery.name != "none")
-
-
-@pytest.mark.parametrize("front", ["a: [", "- a"])
-def test_a_front_matter_that_cannot_be_read_is_a_sentence(front: str) -> None:
-    with pytest.raises(UserError, match="front matter"):
-        hub_card(f"---\n{front}\n---\n# Theirs\n", "me/small", cell("a/b"), PLAIN, [])
 
 
 def test_a_benchmark_that_a_server_of_the_export_answered_is_of_the_export() -> None:
@@ -320,3 +312,6 @@ def test_the_base_model_is_named_where_it_is_on_the_hub(tmp_path: Path) -> None:
         assert ModelCard(card).data.base_model is None and (path == "pocket:olmoe" or path not in card)
     without_front_matter = hub_card("# Theirs\n", "me/small", cell("a/b"), PLAIN, [])
     assert ModelCard(without_front_matter).data.base_model == "a/b"
+    for front in ("a: [", "- a"):
+        with pytest.raises(UserError, match="front matter"):
+            hub_card(f"---\n{front}\n---\n# Theirs\n", "me/small", cell("a/b"), PLAIN, [])

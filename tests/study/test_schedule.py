@@ -1,22 +1,32 @@
-"""The schedule: every step once, after its inputs; a failure stops only what needs it."""
+"""The schedule: every step once, after its inputs, whatever fails; and what is said of a study meanwhile and after."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
+import socket
+import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import studies
 from example_steps import Example
+from processes import until
+from studies import STUDY, Asked, ask, start
 
 from moe_lab.config import Config, LauncherConfig
+from moe_lab.study import record
 from moe_lab.study import run as launch
+from moe_lab.study.graph import Graph
+from moe_lab.study.runs import begin
 from moe_lab.study.schedule import Schedule, StepError, work
 from moe_lab.study.step import Step
 from moe_lab.study.store import Store
@@ -93,9 +103,7 @@ def test_two_runs_share_the_work(tmp_path: Path) -> None:
     assert all(one.finished == {step.id for step in steps} for one in schedules)
 
 
-def test_a_worker_that_dies_is_named_with_its_signal_and_started_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_dead_worker_has_its_signal_named_and_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As when the kernel kills it, because memory ran out."""
     signalled_worker(tmp_path, monkeypatch, "SIGKILL")
     first, left, right, _ = chain()
@@ -107,9 +115,7 @@ def test_a_worker_that_dies_is_named_with_its_signal_and_started_again(
         execute(right, tmp_path)
 
 
-def test_a_worker_goes_on_when_slurm_warns_all_processes_of_its_job(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_worker_goes_on_when_slurm_warns_its_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its job's first process handles the warning; a worker that died of it would leave a failed step."""
     signalled_worker(tmp_path, monkeypatch, "SIGUSR2")
     first, left, *_ = chain()
@@ -186,3 +192,94 @@ def test_local_workers_have_a_gpu_each_of_those_that_the_command_may_use(
     assert launch.local(Schedule([], set()), study, None)  # type: ignore[arg-type]
     found = [environment.get("CUDA_VISIBLE_DEVICES") for environment in workers]
     assert sorted(found, key=str) == given
+
+
+# ---- what is said of a study
+
+
+def cells(table: str) -> dict[str, list[str]]:
+    """First cell of each row of a printed table -> its other cells."""
+    rows = [[cell.strip() for cell in re.split("[│┃]", line)[1:-1]] for line in table.splitlines()]
+    return {row[0]: row[1:] for row in rows if row}
+
+
+Study = Callable[..., str]
+
+
+@pytest.fixture
+def study(quick: None, capsys: pytest.CaptureFixture[str]) -> Study:
+    """Runs commands of `python -m moe_lab.study` on a store; gives what they print."""
+
+    def run(name: str, store: Path, of: str = STUDY) -> str:
+        capsys.readouterr()
+        assert ask(store, name, of) == 0
+        return capsys.readouterr().out
+
+    return run
+
+
+def test_the_table_of_a_study_while_it_runs_and_at_its_end(tmp_path: Path, one: Asked, study: Study) -> None:
+    gate, at_plan, codes = threading.Event(), threading.Event(), list[int]()
+
+    def harm(step: Step, scratch: Path) -> None:
+        if step.kind == "plan":
+            at_plan.set()
+            gate.wait()
+
+    studies.Worker.harm = harm
+    thread = threading.Thread(target=lambda: codes.append(start(tmp_path / "store", one)), daemon=True)
+    thread.start()
+    until(at_plan.is_set)
+    table = cells(study("status", tmp_path / "store"))
+    assert table["step"] == ["done", "running", "pending", "one takes", "left, about"]
+    assert table["plan"] == ["", "1", "", "", ""]
+    done, under_way, pending, *_ = table["all"]
+    assert under_way == "1" and int(pending) >= 2
+    assert set(cells(study("status", tmp_path / "store", "plan/"))) == {"step", "plan", "all"}
+    why, by = study("why", tmp_path / "store"), f"process {os.getpid()} on {socket.gethostname()}"
+    assert f"running: being computed by {by}" in why and "pending: another run will compute it" in why
+    gate.set()
+    thread.join()
+    assert codes == [0]
+    table = cells(study("status", tmp_path / "store"))
+    assert table["step"] == ["done", "one takes", "left, about"]
+    assert table["all"][0] == str(int(done) + 1 + int(pending)) and table["plan"] == ["1", "0:00:02", "0:00:00"]
+
+
+def test_steps_of_a_killed_command_are_missing(tmp_path: Path, study: Study) -> None:
+    """Its claim ends with it."""
+    store, steps = Store(tmp_path).create(), [Example()]
+    process = ExitStack()
+    process.enter_context(begin(store, STUDY, steps))
+    assert cells(study("status", tmp_path))["step"][0] == "pending"
+    process.close()
+    out = study("status", tmp_path)
+    assert cells(out)["step"][0] == "missing" and "same command" in out.splitlines()[-1]
+
+
+# The report of a run
+
+
+def test_a_report_counts_as_made_when_it_is_complete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config: Any = SimpleNamespace(study="study", tracker=SimpleNamespace(name="none"))
+    study = record.Study(config, Graph([], {"families": {}, "damages": {}}), Store(tmp_path).create())
+    folder = tmp_path / "reports" / "study"
+    (folder / "failed").mkdir(parents=True)
+    (folder / "report.html").touch()
+    lacking = [folder / "failed" / f"{name}.log" for name in ("coverage.fig10", "ranks")]
+    for printed, failed, says in (
+        ("", [], "the report failed: KeyError: 'cell'"),
+        ("report.html\n", lacking, "the report lacks coverage.fig10, ranks"),
+        ("report.html\n", [], "report.html"),
+    ):
+        for file in failed:
+            file.touch()
+        done = SimpleNamespace(returncode=1, stdout=printed, stderr="KeyError: 'cell'")
+        monkeypatch.setattr(subprocess, "run", lambda *_, done=done, **options: done)
+        complete = record._report(study)
+        assert says in capsys.readouterr().err
+        assert complete == (folder / record.MADE_FROM).exists() == (says == "report.html")
+        for file in failed:
+            file.unlink()

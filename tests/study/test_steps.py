@@ -315,9 +315,7 @@ def test_a_checkpoint_of_uneven_experts_is_counted_on_the_text(model: ModelConfi
 # Evaluations
 
 
-def test_a_harness_asks_with_the_models_template_arguments_about_unchanged_data(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_harness_has_template_arguments_and_unchanged_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def evaluate(subject: Any, *_: Any, **__: Any) -> None:
         given.append(subject.template_arguments)
         write_json(tmp_path / "result.json", {"protocol": {"prompt": "?"}})

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from example_steps import Example
-from small_studies import ask, killed
+from studies import ask, killed
 
 from moe_lab.errors import UserError
 from moe_lab.study import store as storing
@@ -71,9 +71,7 @@ def test_what_a_killed_run_kept_of_a_finished_step_is_removed_and_of_others_stay
 
 
 @pytest.mark.parametrize(("name", "is_before"), [("_seal", True), ("_seal", False), ("check", False)])
-def test_an_owner_that_comes_back_publishes_nothing(
-    store: Store, monkeypatch: pytest.MonkeyPatch, name: str, is_before: bool
-) -> None:
+def test_late_owners_publish_nothing(store: Store, monkeypatch: pytest.MonkeyPatch, name: str, is_before: bool) -> None:
     """It was suspended for so long, before or after it sealed the step or checked its claim, that another run has
     found this claim stale and done the step."""
     other, owner = Store(store.root).create(), storing if name == "_seal" else Claim
@@ -160,9 +158,7 @@ def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.parametrize("way", ["cp -r", "cp -a", "seconds", "same tick"])
-def test_a_copied_store_is_hashed_once_and_nothing_is_made_again(
-    store: Store, hashed: list[str], tmp_path: Path, way: str
-) -> None:
+def test_a_copied_store_is_hashed_once_and_complete(store: Store, hashed: list[str], tmp_path: Path, way: str) -> None:
     publish(store, a_step())
     hashed.clear()
     other = tmp_path / "copy"
@@ -212,9 +208,7 @@ def test_what_is_read_is_hashed_first(store: Store, hashed: list[str]) -> None:
     assert second.id in schedule.finished and "result.txt" not in hashed, "it was just hashed, as it was published"
 
 
-def test_verify_names_damaged_files_and_the_next_run_makes_them_anew(
-    store: Store, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_verify_names_damaged_files_and_a_run_makes_them_anew(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
     steps = [a_step(number, f"number{number}") for number in range(3)]
     for step in steps[:2]:
         publish(store, step)

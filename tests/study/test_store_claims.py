@@ -174,9 +174,7 @@ class TestAnotherMachine:
         path = foreign(folder, HOUR)
         assert Claims(folder).holder("x").endswith("(no sign of life for 60 min)")
 
-    def test_a_requeued_job_takes_over_what_it_had_claimed_on_another_node(
-        self, folder: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_requeued_job_takes_over_its_claim(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         path, queue = foreign(folder, job="7", restarts=1), {"7"}
         claims = Claims(folder, queue.__contains__)
         monkeypatch.setenv("SLURM_JOB_ID", "7")
@@ -203,9 +201,7 @@ class TestAnotherMachine:
         assert not list(folder.iterdir())
 
 
-def test_who_was_taken_over_finds_out_and_leaves_the_new_claim_alone(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_was_taken_over_finds_out_and_spares_the_new_claim(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     suspended, taker = Claims(folder).take("x"), Claims(folder)
     monkeypatch.setattr(taker, "is_stale", lambda path: path == suspended.path)
     with taker.take("x") as claim:

@@ -13,7 +13,7 @@ import pytest
 from file_systems import DEADLY, DIE, REFUSING, Refusing
 from fsspec.registry import known_implementations
 from processes import until
-from small_studies import STUDY, Asked, Worker, ask, killed, start
+from studies import STUDY, Asked, Worker, ask, killed, start
 
 from analysis.__main__ import parse
 from moe_lab.errors import UserError
@@ -95,9 +95,7 @@ def test_another_machine_makes_nothing_again(
 
 
 @pytest.mark.parametrize("lost", ["freed", "damaged"])
-def test_what_is_lost_here_is_pulled_and_not_made_again(
-    tmp_path: Path, machine: Machine, one: Asked, other: Asked, lost: str
-) -> None:
+def test_what_is_lost_here_is_pulled(tmp_path: Path, machine: Machine, one: Asked, other: Asked, lost: str) -> None:
     url = url_of(tmp_path)
     assert start(url, one) == start(url, other) == 0
     whole = content(store_folder(url))
@@ -110,9 +108,7 @@ def test_what_is_lost_here_is_pulled_and_not_made_again(
     assert start(url, one) == start(url, other) == 0 and Worker.did == [] and content(store_folder(url)) == whole
 
 
-def test_steps_are_found_under_the_label_of_another_machine(
-    tmp_path: Path, pushed: str, machine: Machine, one: Asked
-) -> None:
+def test_steps_are_found_under_another_label(tmp_path: Path, pushed: str, machine: Machine, one: Asked) -> None:
     marker = next(Path(tmp_path, "remote", "plan").glob("*.json"))
     label = f"renamed{marker.stem[-13:]}"
     marker.with_suffix("").rename(marker.with_name(label))
@@ -123,9 +119,7 @@ def test_steps_are_found_under_the_label_of_another_machine(
 
 
 @pytest.mark.parametrize("harm", ["cut", "changed", "removed", "marker", "outside"])
-def test_a_damaged_copy_is_not_used_and_the_step_is_pushed_anew(
-    tmp_path: Path, pushed: str, machine: Machine, one: Asked, harm: str
-) -> None:
+def test_damaged_copies_are_pushed_anew(tmp_path: Path, pushed: str, machine: Machine, one: Asked, harm: str) -> None:
     marker = next(Path(tmp_path, "remote", "plan").glob("*.json"))
     file = next(Path(tmp_path, "remote", "plan").glob("*/*/result.json"))
     if harm in ("cut", "changed"):
@@ -163,7 +157,7 @@ def study_killed(url: str, at: str) -> None:
     killed(
         f"""
         import file_systems
-        from small_studies import Worker, asked, start
+        from studies import Worker, asked, start
         from moe_lab.study import run, sync
 
         file_systems.register()
@@ -272,9 +266,7 @@ def test_without_a_network_nothing_starts_and_nothing_is_lost(
 
 
 @pytest.mark.parametrize("network", [True, False])
-def test_runs_of_one_study_on_two_machines_count_both(
-    tmp_path: Path, machine: Machine, one: Asked, other: Asked, network: bool
-) -> None:
+def test_runs_on_two_machines_count(tmp_path: Path, machine: Machine, one: Asked, other: Asked, network: bool) -> None:
     """The second begins and ends while the first is at work, which may have no network at its end."""
     url = url_of(tmp_path, REFUSING)
 
@@ -299,9 +291,7 @@ def test_runs_of_one_study_on_two_machines_count_both(
     assert start(url, one) == 0 and recorded(store_folder(url)) < wanted, "the last run's cells"
 
 
-def test_a_study_is_synchronised_by_its_name_and_analysed_there(
-    tmp_path: Path, pushed: str, machine: Machine, one: Asked
-) -> None:
+def test_a_study_is_synchronised_and_analysed_there(tmp_path: Path, pushed: str, machine: Machine, one: Asked) -> None:
     machine("second")
     with pytest.raises(UserError, match="sync"):
         parse([f"store={pushed}"])
@@ -317,24 +307,17 @@ def test_a_study_is_synchronised_by_its_name_and_analysed_there(
     assert ask(pushed, "sync", STUDY) == 1, "a step is nowhere"
 
 
-def test_urls_that_cannot_work_are_refused_in_one_sentence(one: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_urls_that_cannot_work_are_refused_before_anything_is_made(
+    one: Asked, tmp_path: Path, machine: Machine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In one sentence, by every command."""
     lacking = {"class": "nopackage.It", "err": "Install nopackage"}
     monkeypatch.setitem(known_implementations, "lacking", lacking)
-    urls = {
-        "s4://bucket/x": "s3://",
-        "lacking://x/y": "nopackage",
-        "file:///": "path",
-        "s3://": "path",
-        "://x": "protocol",
-    }
+    urls = {"s4://bucket/x": "s3://", "lacking://x/y": "nopackage"}
+    urls |= {"file:///": "path", "s3://": "path", "://x": "protocol"}
     for store, says in urls.items():
         (sentence,) = preflight(replace(one[0], store=store), one[1])
         assert says in sentence and "\n" not in sentence
-
-
-def test_every_command_refuses_such_urls_before_it_makes_anything(
-    tmp_path: Path, machine: Machine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("fsspec.core.url_to_fs", lambda _: pytest.fail("it was opened"))
     for store in ("ftp://user:hidden@host/x", "file:///", "://x"):
