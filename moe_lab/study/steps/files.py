@@ -172,7 +172,6 @@ class Resident:
     ) -> None:
         self.about: dict[str, Any] = {"fingerprint": fingerprint, "out": files.partial}
         self.model, tokenizer = loaded(model)
-        self.checkpointing = text.checkpointing
         self.text = read_text(text, tokenizer, files, rows)
 
     def read(self, tap: type) -> Any:
@@ -185,7 +184,7 @@ class Resident:
         """Sums that `tap` gathers in a forward and a backward pass."""
         from moe_lab.statistics.gradients import gather_gradients
 
-        return gather_gradients(self.model, tap, self.text, checkpointing=self.checkpointing, **self.about)
+        return gather_gradients(self.model, tap, self.text, **self.about)
 
     def routing(self, plan: Any, pruned: Any) -> Any:
         """The measured routing of the text under a plan. `pruned`: the layers that the plan makes of those it finds."""

@@ -120,12 +120,8 @@ class OnText(Step):
 
     def batch_memory(self, size: Size) -> float:
         """Bytes of a batch with the whole model loaded: its logits, and the activations that the pass keeps."""
-        kept = size.activations()
-        if self.backward and self.text.checkpointing:
-            kept += size.hidden_states(1, backward=True)
-        elif self.backward:
-            kept = size.activations(size.moe_layers)
-        return self._batch_tokens * (size.logits + kept)
+        layers = size.moe_layers if self.backward else 1
+        return self._batch_tokens * (size.logits + size.activations(layers))
 
     @property
     def _tokens(self) -> int:
