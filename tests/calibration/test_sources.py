@@ -329,11 +329,14 @@ def test_calls_are_answers_as_whole_turns(tokenizer_with: Callable[..., Any], so
     ("record", "sentence"),
     [
         ({"messages": CALLING, "tools": "[{"}, "line 1: tools is damaged JSON"),
-        ({"messages": CALLING, "tools": {"w10": TOOL}}, "line 1: tools holds .*, expected a list"),
+        ({"messages": CALLING, "tools": {"w10": TOOL}}, "line 1: tools: found .*, expected a list"),
         ({"messages": CALLING, "tools": [{"description": "w1"}]}, "expected functions with a name"),
         ({"messages": CALLING, "tools": ["w10"]}, "expected functions with a name"),
         ({"messages": with_call({"arguments": {}}), "tools": [TOOL]}, "expected tool_calls with a name and arguments"),
-        ({"messages": with_call({"name": "w10", "arguments": "[1]"})}, "arguments of w10 hold .*, expected an object"),
+        (
+            {"messages": with_call({"name": "w10", "arguments": "[1]"})},
+            "arguments of w10: .* expected an object",
+        ),
         ({"messages": with_call({"name": "w10", "arguments": "{"})}, "arguments of w10 is damaged JSON"),
         ({"query": "w1", "answers": "w2", "tools": "[]"}, "field answers: tool_calls is damaged JSON"),
     ],
