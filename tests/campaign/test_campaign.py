@@ -33,7 +33,8 @@ def sample(rows: Sequence[Any], count: int) -> list[Any]:
 
 @pytest.mark.timeout(300 * LENGTH)
 def test_a_wrong_command_line_is_one_sentence() -> None:
-    assert not commands.wrong(sample(commands.every_command(), 60))
+    rows, always = commands.every_command(), len(commands.NEAREST)
+    assert not commands.wrong([*rows[:always], *sample(rows[always:], 42)])
 
 
 @pytest.mark.parametrize(
@@ -47,6 +48,7 @@ def test_a_broken_model_is_one_sentence(end: models.End, count: int) -> None:
 @pytest.mark.timeout(600 * LENGTH)
 def test_kills_lose_nothing() -> None:
     """On the cluster too, where there is one; of two commands at the same time; and of steps on the shipped model."""
-    found = kills.killed(10 * LENGTH, SEED)
+    wanted = 10 * LENGTH if LENGTH > 1 else 6
+    found = kills.killed(wanted, SEED)
     print(*(f"{count:4} {name}" for name, count in sorted(found.kills.items())), sep="\n")
-    assert not found.problems and found.kills.total() == 10 * LENGTH
+    assert not found.problems and found.kills.total() == wanted

@@ -66,6 +66,7 @@ ENVIRONMENT = {
     "VLLM_MLA_DISABLE": "1",
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
+    "TORCHDYNAMO_DISABLE": "1",  # each process would compile the function that ranks log-probabilities
     "PYTHONPATH": str(ROOT),
 }
 Models = dict[str, tuple[Any, Plan, Path]]

@@ -82,10 +82,10 @@ def limited(cluster: Cluster, folder: Path) -> None:
 
     The first time it is the job's real limit, brought down while it runs. Slurm looks twice a minute, and a job that is
     past its limit when Slurm looks is killed without the signal: the new limit leaves one to two minutes, however long
-    the job took to begin.
+    the job took to begin, and the signal is due when Slurm looks next.
     """
     instant = InstantStudies(cluster, folder)
-    words = [TWO, "study=limited", "launcher.max_requeues=1", "launcher.signal_seconds=59"]
+    words = [TWO, "study=limited", "launcher.max_requeues=1", "launcher.signal_seconds=119"]
     words += ["+resources.jobs={cost: {minutes: 10}}"]
     instant.hold("cost")
     job = instant.submit(*words)["cost"]
@@ -162,7 +162,7 @@ def played(request: pytest.FixtureRequest, cluster: Cluster, folder: Path) -> It
         cluster.ask("scancel", "--user=root")
 
 
-@pytest.mark.parametrize("scene", ["limited", "overlapping", "secretive"])
+@pytest.mark.parametrize("scene", ["overlapping", "secretive"])
 def test_what_befalls_studies_while_others_run(scene: str, played: Played) -> None:
     played(scene)
 
@@ -227,3 +227,8 @@ def test_jobs_run_the_code_as_it_was_when_they_were_submitted(cluster: Cluster, 
     cluster.ask("scontrol", "update", f"nodename={cluster.host}", "state=resume")
     cluster.wait_for_the_end(store)
     assert results(store) == results(before.parents[1])
+
+
+def test_a_job_that_is_out_of_time_is_requeued_once(played: Played) -> None:
+    """The last, since it waits for Slurm's own time."""
+    played("limited")

@@ -22,7 +22,7 @@ MIXED = "suite.benchmarks=[pocket_arc_challenge,pocket_gsm8k,pocket_livecodebenc
 LESS = {
     "coverage": [CHOICES],
     "heapr": [CHOICES],
-    "aimer": [MIXED, "ratio=0.5"],
+    "aimer": [MIXED, "ratio=0.5", "criterion=aimer,random,reap"],
     "evoesap": [CHOICES, "ratio=0.25", "criterion=reap"],
     "quantized": [CHOICES, "ratio=0.0,0.5"],
     "methods": [CHOICES, "ratio=0.5"],
