@@ -108,8 +108,8 @@ def projections(checkpoint: Checkpoint) -> dict[str, Place]:
         dtype = checkpoint.tensors[name].dtype
         if place.axes is None or (dtype not in PLAIN and not place.axes.is_bias):
             raise UserError(
-                f"{name} is stored as {dtype}: expected gate, up and down projections in plain numbers, so load and save "
-                "it dequantised"
+                f"{name} is stored as {dtype}: expected gate, up and down projections in plain numbers, as a checkpoint "
+                "has that was loaded and saved dequantised"
             )
         if not place.axes.is_bias:
             places[name] = place
