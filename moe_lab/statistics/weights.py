@@ -107,10 +107,7 @@ def projections(checkpoint: Checkpoint) -> dict[str, Place]:
             continue
         dtype = checkpoint.tensors[name].dtype
         if place.axes is None or (dtype not in PLAIN and not place.axes.is_bias):
-            raise UserError(
-                f"{name} is stored as {dtype}: expected gate, up and down projections in plain numbers, as a checkpoint "
-                "has that was loaded and saved dequantised"
-            )
+            raise UserError(f"{name} is stored as {dtype}, expected plain projections: load and save it dequantised")
         if not place.axes.is_bias:
             places[name] = place
     if not places:
