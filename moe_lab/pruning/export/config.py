@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy
+
 from moe_lab.errors import UserError
 from moe_lab.models.checkpoint import read_json
 from moe_lab.models.config_json import LAYERS_FIELD
@@ -46,7 +48,7 @@ ANY_DIGIT = "[0-9]"
 def check_routing(config: dict[str, Any], plan: Plan) -> None:
     """Raise UserError unless the router that config.json describes can work with the plan."""
     text = config.get("text_config", config)
-    top_k = max((number for field in TOP_K_FIELDS for number in _numbers(text.get(field, 1))), default=1)
+    top_k = int(max(numpy.max(text.get(field, 1)) for field in TOP_K_FIELDS))  # a number, or one for each layer
     n_group = text.get("n_group") or 1
     if text.get("topk_method") in UNGROUPED_METHODS:
         n_group = 1
@@ -135,11 +137,6 @@ def _set_counts(text: dict[str, Any], count: int) -> None:
     for field in (field for field in COUNT_FIELDS if field in text):
         text[field] = [count] * len(text[field]) if isinstance(text[field], list) else count
     text.update(dict.fromkeys(ALSO_COUNTS.get(text.get("model_type", ""), ()), count))
-
-
-def _numbers(value: int | list[int]) -> list[int]:
-    """The numbers in a field that holds either one number or a number per layer."""
-    return value if isinstance(value, list) else [value]
 
 
 def narrowed(config: dict[str, Any], width: int) -> dict[str, Any] | None:
