@@ -97,14 +97,11 @@ class Projection:
         return self.part.zeros * self._bytes_of_channel
 
     @property
-    def _channels(self) -> int:
-        """Channels in the file."""
-        return self.matrix.columns if self.down else self.matrix.rows
-
-    @property
     def _width(self) -> int:
+        """Channels of the result: those in the file, unless some are dropped or zeros are added."""
+        in_file = self.matrix.columns if self.down else self.matrix.rows
         channels = self.part.members[0].channels
-        return self._channels if channels is None else len(channels)
+        return in_file if channels is None else len(channels)
 
     @property
     def _bytes_of_channel(self) -> int:
