@@ -94,7 +94,8 @@ def count(benchmark: BenchmarkConfig, program: Callable[[Problem], str]) -> Coun
     def graded_anew() -> Graded:
         graded = grade(answers, benchmark, policy)
         kept_grader.close()  # so that the CPU seconds of its processes count
-        kept_grader.verdicts.clear()  # expected outputs alone are known the next time
+        for file in kept_grader.files.values():
+            file.verdicts.clear()  # expected outputs alone are known the next time
         return graded
 
     graded, wall, used = timed(graded_anew)
@@ -155,7 +156,7 @@ def kept_misses(data: Path | None) -> bool:
 def grade_by_new_processes(known: Grader, request: GradeRequest) -> None:
     """Grade by processes that are started for this request alone, with the expected outputs that are `known`."""
     grader = Grader()
-    grader.files |= known.files
+    grader.files |= {key: replace(file, verdicts={}) for key, file in known.files.items()}
     grader.grade(request)
     grader.close()
 

@@ -29,7 +29,7 @@ from moe_lab.config import BackendConfig, BenchmarkConfig, ModelConfig
 from moe_lab.evaluation.answers import collect_answers
 from moe_lab.evaluation.engines import Engine
 from moe_lab.evaluation.engines.hf import LoadedModel
-from moe_lab.evaluation.engines.vllm import Process, with_checkpoint
+from moe_lab.evaluation.engines.vllm import VllmModel
 from moe_lab.evaluation.harness import Item, Pair, Text
 from moe_lab.models.discover import moe_layers
 from moe_lab.models.files import local_folder
@@ -50,19 +50,19 @@ def main() -> int:
     items = Path(resolve("pocket:benchmarks/gsm8k.jsonl")).read_text().splitlines()[: arguments.prompts]
     prompts = [json.loads(item)["prompt"] for item in items]
     (network, tokenizer), loading, _ = timed(lambda: load_model(model))
-    process, starting, _ = timed(lambda: Process(folder, BACKEND, model))
-    served, loaded = with_checkpoint(process, folder, model), LoadedModel(network, tokenizer)
+    served, starting, _ = timed(lambda: VllmModel(folder, BACKEND, model))
+    loaded = LoadedModel(network, tokenizer)
     _work(served, prompts, arguments.tokens)  # the first texts of an engine are slower
 
     def by_mask(plan: Plan) -> list[str]:
-        process.set_plan(plan)
+        served.set_plan(plan)
         return _work(served, prompts, arguments.tokens)
 
     def by_export(plan: Plan) -> list[str]:
         with tempfile.TemporaryDirectory() as scratch:
             out = export(folder, plan, Path(scratch, "checkpoint"))
-            alone = Process(out, BACKEND, model)
-            texts = _work(with_checkpoint(alone, out, model), prompts, arguments.tokens)
+            alone = VllmModel(out, BACKEND, model)
+            texts = _work(alone, prompts, arguments.tokens)
             alone.close()
         return texts
 
@@ -80,11 +80,11 @@ def main() -> int:
             texts.append(made)
             seconds[way].append(wall)
         equal &= texts[0] == texts[1] == texts[2]
-    process.close()
+    served.close()
     _show(seconds, {"masks": starting, "exports": 0.0, "transformers": loading})
     print(f"{arguments.plans} plans, {len(prompts)} prompts, {arguments.tokens} new tokens")
     same = "" if equal else "NOT "
-    print(f"{describe('cpu')}, vLLM {process.about['vllm']}; texts of the three ways are {same}equal")
+    print(f"{describe('cpu')}, vLLM {served.about['vllm']}; texts of the three ways are {same}equal")
     return int(not equal)
 
 

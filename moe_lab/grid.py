@@ -359,8 +359,8 @@ def _benchmark(name: str, content: Mapping[str, Any], config: Config, protocol: 
         changes["parameters"] = {**content.get("parameters", {}), **changes["parameters"]}
     origin = f"protocol={protocol.name}: benchmark {name}" if changes else f"benchmark={name}"
     benchmark: BenchmarkConfig = valid(BenchmarkConfig, {**content, **changes}, "", origin)
-    harness = HARNESSES.get(benchmark.harness)
-    if config.suite.path is not None and not (harness and harness.reads_path):
+    harness = HARNESSES[benchmark.harness]
+    if config.suite.path is not None and not harness.reads_path:
         raise UserError(
             f"suite.path={config.suite.path} is the text of suite=perplexity or the folder of suite=bfcl, expected "
             f"null with benchmark {name}, which has its own data"
@@ -371,6 +371,6 @@ def _benchmark(name: str, content: Mapping[str, Any], config: Config, protocol: 
         limit=config.suite.limit,
         task=str(Path(path, task)) if path and task else path or task,
         root=config.data_root if benchmark.data else None,
-        judge=config.judge if harness and harness.judged else None,
-        python=config.interpreters.get(benchmark.harness),  # type: ignore[call-overload]
+        judge=config.judge if harness.judged else None,
+        python=config.interpreters.get(benchmark.harness),  # type: ignore[arg-type]
     )

@@ -242,16 +242,17 @@ def written(document: Document, tokenizer: Any, special_tokens: bool) -> tuple[s
     return text.text, special_tokens
 
 
-def from_template(messages: Sequence[Mapping[str, Any]], tools: Tools, tokenizer: Any) -> str:
-    """Render messages, and the tools they may call, with the tokenizer's chat template; UserError when it refuses."""
+def from_template(messages: Sequence[Mapping[str, Any]], tools: Tools, tokenizer: Any, **arguments: Any) -> str:
+    """Render messages, and the tools they may call, with the tokenizer's chat template, which may get further
+    `arguments`; UserError when it refuses."""
     from jinja2 import TemplateError
 
     with_tools = {"tools": list(tools)} if tools else {}
     try:
-        text: str = tokenizer.apply_chat_template(list(messages), tokenize=False, **with_tools)
+        text: str = tokenizer.apply_chat_template(list(messages), tokenize=False, **with_tools, **arguments)
     except (TemplateError, TypeError) as error:  # TypeError: a template that joins arguments, an object, to a text
         roles = ", ".join(message["role"] for message in messages)
-        raise UserError(f"calibration.path: the chat template refuses messages with roles {roles}: {error}") from error
+        raise UserError(f"the model's chat template refuses messages with roles {roles}: {error}") from error
     return text
 
 

@@ -82,7 +82,7 @@ class BenchmarkConfig(Group):
 
     name: Name
     """Name of this run in file names."""
-    harness: str
+    harness: Literal["lm_eval", "evalplus", "evalscope", "wildbench", "function_calls", "stories", "perplexity"]
     """The program that asks and grades: lm_eval, evalplus, evalscope, wildbench, function_calls, stories or
     perplexity."""
     task: str

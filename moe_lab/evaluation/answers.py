@@ -13,7 +13,7 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
-from moe_lab.calibration.documents import Tools, render_whole
+from moe_lab.calibration.documents import Tools, from_template, render_whole
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError
 from moe_lab.evaluation.engines import (
@@ -63,14 +63,11 @@ class Record:
         key = sha256(json.dumps(asked).encode()).hexdigest()
         if key not in self._results:
             self._results[key] = compute()
-            self._append(json.dumps([key, self._results[key]]))
+            if self.file:
+                self.file.parent.mkdir(parents=True, exist_ok=True)
+                with self.file.open("a", encoding="utf-8") as lines:  # the first newline ends an incomplete line
+                    lines.write(f"\n{json.dumps([key, self._results[key]])}\n")
         return self._results[key]
-
-    def _append(self, line: str) -> None:
-        if self.file:
-            self.file.parent.mkdir(parents=True, exist_ok=True)
-            with self.file.open("a", encoding="utf-8") as lines:
-                lines.write(f"\n{line}\n")  # the first newline ends an incomplete line
 
 
 @dataclass
@@ -123,29 +120,15 @@ def render(engine: Engine, messages: Messages, tools: Tools = ()) -> str:
     A last message of the assistant is the beginning of that message. Raises UserError without a chat template, and for
     one that refuses the conversation, ignores the tools or leaves out words.
     """
-    from jinja2 import TemplateError
-
-    tokenizer = engine.tokenizer
-    if not tokenizer.chat_template:
+    if not engine.tokenizer.chat_template:
         raise UserError("chat=true, but the model's tokenizer has no chat template: expected an instruction model")
 
     def rendered(messages: Messages, tools: Tools) -> str:
         begun = messages[-1]["role"] == "assistant"
-        with_tools = {"tools": list(tools)} if tools else {}
-        text: str = tokenizer.apply_chat_template(
-            list(messages),
-            tokenize=False,
-            add_generation_prompt=not begun,
-            continue_final_message=begun,
-            **with_tools,
-            **engine.template_arguments,
-        )
-        return text
+        ends = {"add_generation_prompt": not begun, "continue_final_message": begun}
+        return from_template(messages, tools, engine.tokenizer, **ends, **engine.template_arguments)
 
-    try:
-        return render_whole(messages, tools, rendered, "the questions come with")
-    except TemplateError as error:
-        raise UserError(f"the model's chat template refuses a question: {error}") from None
+    return render_whole(messages, tools, rendered, "the questions come with")
 
 
 class _Encoder:

@@ -376,20 +376,19 @@ def interpreter(module: str, named: str | None, user: str) -> str:
 @lru_cache(maxsize=8)
 def installed_in(python: str, package: str) -> str | None:
     """The version of `package` in another interpreter; None if it or the interpreter is not there."""
-    program = f"from importlib.metadata import version; print(version({package!r}))"
-    try:
-        said = subprocess.run([python, "-I", "-c", program], capture_output=True, text=True, env={}).stdout
-    except OSError:
-        return None
-    return said.strip() or None
+    return _printed(python, f"from importlib.metadata import version; print(version({package!r}))") or None
 
 
 def check_has(module: str, python: str) -> None:
     """Raise UserError when the interpreter lacks `module`, or there is none in that file."""
-    program = f"from importlib.util import find_spec; print(find_spec({module!r}) is not None)"
-    try:  # a module, not a package: builds of vLLM have several names
-        found = subprocess.run([python, "-I", "-c", program], capture_output=True, text=True, env={}).stdout
-    except OSError:
-        found = ""
-    if found.strip() != "True":
+    # a module, not a package: builds of vLLM have several names
+    if not _printed(python, f"from importlib.util import find_spec; print(find_spec({module!r}) or '')"):
         raise UserError(f"interpreters.{module}={python} has no {module}: run make {module}, or name another")
+
+
+def _printed(python: str, program: str) -> str:
+    """What a program prints in another interpreter; "" if it fails, or there is no such interpreter."""
+    try:
+        return subprocess.run([python, "-I", "-c", program], capture_output=True, text=True, env={}).stdout.strip()
+    except OSError:
+        return ""

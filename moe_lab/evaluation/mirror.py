@@ -22,15 +22,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from moe_lab.config import BenchmarkConfig, SuiteConfig
-from moe_lab.config.base import valid
+from moe_lab.config import BenchmarkConfig
+from moe_lab.config.base import Mistakes, valid
 from moe_lab.errors import UserError, end_with, unknown
 from moe_lab.json_files import Damaged, read_json, write_json
 from moe_lab.models.files import sha256_of
 from moe_lab.paths import conf
 
 MANIFEST = "moe_lab.json"
-_COMMAND = "python -m moe_lab.evaluation.mirror"
 _CARD = "README.md"
 _SHAPE = {"files": {str: {"subset": str, "split": str, "rows": int, "sha256": str}}}
 """Expected form of a manifest."""
@@ -51,19 +50,14 @@ def folder(benchmark: BenchmarkConfig) -> Path:
     if not (place / MANIFEST).is_file():
         raise UserError(
             f"benchmark {benchmark.name} needs {benchmark.data}, and data_root={benchmark.root} has no mirror of it: "
-            f"{_COMMAND} {benchmark.name} data_root={benchmark.root}"
+            f"{_command(benchmark)}"
         )
     return place
 
 
 def digest(benchmark: BenchmarkConfig) -> str:
-    """sha256 over the hashes, in the manifest, of the files that a benchmark reads.
-
-    These are the files of its split, or of all splits if it shows examples. Neither their names nor where they came
-    from matter.
-    """
-    read = _entries(benchmark, None if benchmark.shots else benchmark.split).values()
-    in_order = sorted(read, key=lambda entry: (entry["subset"], entry["split"]))
+    """sha256 over the hashes, in the manifest, of the files that a benchmark reads, whatever they are called."""
+    in_order = sorted(_entries_read(benchmark).values(), key=lambda entry: (entry["subset"], entry["split"]))
     hashes = [[entry["subset"], entry["split"], entry["sha256"]] for entry in in_order]
     return hashlib.sha256(json.dumps(hashes).encode()).hexdigest()
 
@@ -71,13 +65,13 @@ def digest(benchmark: BenchmarkConfig) -> str:
 def check(benchmark: BenchmarkConfig) -> None:
     """Raise UserError when the mirror is missing, or a file differs from the manifest, or rows are missing."""
     place = folder(benchmark)
-    _check_rows(benchmark, manifest(place))
-    for name, entry in _entries(benchmark, None if benchmark.shots else benchmark.split).items():
+    _count(benchmark, _entries(benchmark, benchmark.split))
+    for name, entry in _entries_read(benchmark).items():
         file = place / name
         if not file.is_file() or sha256_of(file) != entry["sha256"]:
             raise UserError(
                 f"benchmark {benchmark.name}: {file} is missing, or not what {MANIFEST} describes: make the mirror "
-                f"again with {_COMMAND} {benchmark.name} data_root={benchmark.root}"
+                f"again with {_command(benchmark)}"
             )
 
 
@@ -105,13 +99,11 @@ def read_rows(file: Path) -> list[dict[str, Any]]:
             table: list[dict[str, Any]] = parquet.read_table(file).to_pylist()
             return table
         content = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
-        text, rows_of_file = content.decode("utf-8"), []
+        text = content.decode("utf-8")
         if file.suffix == ".csv":
             return list(csv.DictReader(text.splitlines(keepends=True)))
-        if file.suffix == ".json" and text.lstrip().startswith("["):
-            rows_of_file = json.loads(text)
-        else:  # \u2028 does not end a line of JSON
-            rows_of_file = [json.loads(line) for line in text.split("\n") if line.strip()]
+        is_list = text.lstrip().startswith("[")  # \u2028 does not end a line of JSON
+        rows_of_file = json.loads(text) if is_list else [json.loads(line) for line in text.split("\n") if line.strip()]
     except (ValueError, OSError, EOFError) as error:
         raise UserError(f"{file} cannot be read: {str(error).splitlines()[0]}") from error
     if not all(isinstance(row, dict) for row in rows_of_file):
@@ -131,19 +123,24 @@ def manifest(place: Path) -> dict[str, dict[str, Any]]:
     return entries
 
 
+def _entries_read(benchmark: BenchmarkConfig) -> Entries:
+    """The manifest's entries for the files that a benchmark reads: of all splits if it shows examples."""
+    return _entries(benchmark, None if benchmark.shots else benchmark.split)
+
+
 def _entries(benchmark: BenchmarkConfig, split: str | None) -> Entries:
     """The manifest's entries for the benchmark's subset and for `split` (None: for every split)."""
     every = manifest(folder(benchmark))
-    of_subset = {n: e for n, e in every.items() if benchmark.subset in (None, e["subset"])}
-    chosen = {n: e for n, e in of_subset.items() if split in (None, e["split"])}
+    chosen = {
+        name: entry
+        for name, entry in every.items()
+        if benchmark.subset in (None, entry["subset"]) and split in (None, entry["split"])
+    }
     if not chosen:
-        field, has = ("split", of_subset) if of_subset else ("subset", every)
-        wanted = str(split if of_subset else benchmark.subset)
-        names = sorted({entry[field] for entry in has.values()})
-        raise UserError(
-            f"{unknown(f'benchmark {benchmark.name}: {field}', wanted, names)}: the mirror {folder(benchmark)} lacks "
-            f"it, {_COMMAND} {benchmark.name} data_root={benchmark.root} adds it"
-        )
+        known = {f"{entry['subset']}/{entry['split']}" for entry in every.values()}
+        wanted = f"{benchmark.subset or '*'}/{split or '*'}"
+        lacking = unknown(f"benchmark {benchmark.name}: subset/split", wanted, known)
+        raise UserError(f"{lacking}: the mirror {folder(benchmark)} lacks it, {_command(benchmark)} adds it")
     return chosen
 
 
@@ -152,11 +149,14 @@ def _place(benchmark: BenchmarkConfig) -> Path:
     return Path(benchmark.root).expanduser().absolute() / benchmark.data
 
 
-def _check_rows(benchmark: BenchmarkConfig, entries: Entries) -> int:
+def _command(benchmark: BenchmarkConfig) -> str:
+    return f"python -m moe_lab.evaluation.mirror {benchmark.name} data_root={benchmark.root}"
+
+
+def _count(benchmark: BenchmarkConfig, entries: Entries) -> int:
     """The rows of what is evaluated, of which harnesses may choose. Raises UserError for fewer than items."""
-    read = [e for e in entries.values() if benchmark.subset in (None, e["subset"]) and e["split"] == benchmark.split]
-    count: int = sum(entry["rows"] for entry in read)
-    if read and count < (benchmark.expected or 0):
+    count: int = sum(entry["rows"] for entry in entries.values())
+    if count < (benchmark.expected or 0):
         raise UserError(
             f"benchmark {benchmark.name}: {benchmark.data} has {count} rows and should have {benchmark.expected}: its "
             f"data is not the published set, or expected is wrong"
@@ -185,7 +185,7 @@ def make(benchmark: BenchmarkConfig, source: Path | None) -> str:
     for name, (subset, split) in files.items():
         about = {"rows": len(read_rows(place / name)), "sha256": sha256_of(place / name), "source": origin}
         entries[name] = {"subset": subset, "split": split, **about}
-    count = _check_rows(benchmark, entries)
+    count = _count(benchmark, {name: entry for name, entry in entries.items() if entry["split"] == benchmark.split})
     # Files of other subsets and splits stay; those of these may have had other names.
     others = {n: e for n, e in manifest(place).items() if (e["subset"], e["split"]) not in files.values()}
     write_json(place / MANIFEST, {"files": {**others, **entries}})
@@ -298,60 +298,50 @@ def _listed(value: Any) -> list[Any]:
 # The command.
 
 
-def benchmarks(names: Sequence[str], root: str) -> list[BenchmarkConfig]:
+def benchmarks(names: Iterable[str], root: str) -> list[BenchmarkConfig]:
     """The benchmarks, each once, that are named or in a named suite, and that need a mirror."""
-    known = {group: sorted(file.stem for file in (conf() / group).glob("*.yaml")) for group in ("benchmark", "suite")}
-    listed: list[str] = []
-    for name in names:
-        if name in known["benchmark"]:
-            listed.append(name)
-        elif name in known["suite"]:
-            listed += _loaded("suite", name, SuiteConfig).benchmarks
-        else:
-            raise unknown("benchmark or suite", name, [*known["benchmark"], *known["suite"]])
-    loaded = [replace(_loaded("benchmark", name, BenchmarkConfig), root=root) for name in dict.fromkeys(listed)]
-    with_data = [benchmark for benchmark in loaded if benchmark.data is not None]
-    if not with_data:
-        raise UserError(f"{', '.join(names)} needs no mirror: its data comes with moe_lab, or is a file of yours")
-    return with_data
-
-
-def _loaded(group: str, name: str, kind: Any) -> Any:
     from omegaconf import OmegaConf
 
-    content = OmegaConf.to_container(OmegaConf.load(conf() / group / f"{name}.yaml"), resolve=True)
-    assert isinstance(content, dict)
-    return valid(kind, {key: value for key, value in content.items() if value != "???"}, group)
+    files = {group: {file.stem: file for file in (conf() / group).glob("*.yaml")} for group in ("benchmark", "suite")}
+    listed: list[str] = []
+    for name in names:
+        if name not in files["benchmark"] | files["suite"]:
+            raise unknown("benchmark or suite", name, files["benchmark"] | files["suite"])
+        listed += [name] if name in files["benchmark"] else OmegaConf.load(files["suite"][name]).benchmarks
+    contents = (OmegaConf.to_container(OmegaConf.load(files["benchmark"][name])) for name in dict.fromkeys(listed))
+    loaded: list[BenchmarkConfig] = [valid(BenchmarkConfig, content, "benchmark") for content in contents]
+    with_data = [replace(benchmark, root=root) for benchmark in loaded if benchmark.data is not None]
+    if not with_data:
+        raise UserError(f"{', '.join(listed)} needs no mirror: its data comes with moe_lab, or is a file of yours")
+    return with_data
 
 
 def main(words: Sequence[str]) -> int:
     """NAME ... data_root=FOLDER [from=FOLDER|FILE]: make the mirrors of benchmarks or whole suites.
 
-    Returns 0; or 2 if data is missing, after printing a sentence for each such benchmark and making the other mirrors.
+    Returns 0; or 2 after printing what is wrong. Where data is missing, the other mirrors are made.
     """
     settings = dict(word.split("=", 1) for word in words if "=" in word)
     names = [word for word in words if "=" not in word]
-    failed = False
     try:
-        for setting in settings:
-            if setting not in ("data_root", "from"):
-                raise unknown("setting", setting, ("data_root", "from"))
-        if not names or not settings.get("data_root"):
+        if not names or not settings.get("data_root") or settings.keys() - {"data_root", "from"}:
             got = " ".join(words) or "nothing"
             raise UserError(f"expected NAME ... data_root=FOLDER [from=FOLDER|FILE], got {got}")
         source = Path(settings["from"]).expanduser().absolute() if "from" in settings else None
         if source is not None and not source.exists():
             raise UserError(f"from={source}: there is no such file or folder")
-        for benchmark in benchmarks(names, settings["data_root"]):
-            try:
-                print(make(benchmark, source), flush=True)
-            except (UserError, OSError) as error:
-                failed = True
-                print(f"moe_lab: {error}", file=sys.stderr, flush=True)
+        with Mistakes() as mistakes:
+            for benchmark in benchmarks(names, settings["data_root"]):
+                with mistakes.caught():
+                    try:
+                        made = make(benchmark, source)
+                    except OSError as error:
+                        raise UserError(f"benchmark {benchmark.name}: {error}") from error
+                    print(made, flush=True)
     except UserError as error:
-        failed = True
         print(f"moe_lab: {error}", file=sys.stderr)
-    return 2 if failed else 0
+        return 2
+    return 0
 
 
 if __name__ == "__main__":

@@ -74,12 +74,12 @@ def _write(graded: Graded, benchmark: BenchmarkConfig, out: Path) -> None:
             raise RuntimeError(f"{result['benchmark']}: {result['n']} of {result['expected']} items were graded")
     out.mkdir(parents=True, exist_ok=True)
     types = {"outcome": arrow.float64(), "answer_loss": arrow.float64(), "replicate": arrow.int64()}
-    columns = {}
-    for name in Sample.__annotations__:
-        values = (sample.get(name) for sample in graded.samples)
-        cells = [replace_surrogates(value) if isinstance(value, str) else value for value in values]
-        columns[name] = arrow.array(cells, types.get(name, arrow.string()))
-    parquet.write_table(arrow.table(columns), out / "samples.parquet")
+    schema = arrow.schema([(name, types.get(name, arrow.string())) for name in Sample.__annotations__])
+    rows = [
+        {name: replace_surrogates(value) if isinstance(value, str) else value for name, value in sample.items()}
+        for sample in graded.samples
+    ]
+    parquet.write_table(arrow.Table.from_pylist(rows, schema), out / "samples.parquet")
     package = HARNESSES[benchmark.harness].package
     versions = {name: installed(name) or "" for name in ("torch", "transformers", package) if name}
     content = ResultFile(

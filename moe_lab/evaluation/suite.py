@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_lab.calibration.sources import whole_text
-from moe_lab.config import BenchmarkConfig, Config
+from moe_lab.config import BenchmarkConfig
 from moe_lab.config.base import identity as settings_identity
 from moe_lab.errors import Unavailable, UserError, unknown, user_errors
 from moe_lab.evaluation import LIMITED, Policy
@@ -23,11 +23,6 @@ _TASK = re.compile(r"^[\"']?(?:task|group)[\"']?: *[\"']?([\w-]+)[\"']? *$", re.
 _NUMBERS = {"seconds", "memory_mib", "processes", "length"}
 _RUNNING = ("processes", "template", "answers")
 """Parameters that are not part of the identity; a template and answers are identified by their content."""
-
-
-def policy(config: Config) -> Policy:
-    """What a study's settings allow."""
-    return Policy(config.allow_code_execution, config.sandbox, config.allow_judge, config.allow_pickled_data)
 
 
 def data_digest(benchmark: BenchmarkConfig) -> str:
@@ -110,11 +105,6 @@ def _parameters(benchmark: BenchmarkConfig, names: Collection[str]) -> dict[str,
     return {name: value for name, value in benchmark.parameters.items() if name in names and name not in _RUNNING}
 
 
-def has_two_phases(benchmark: BenchmarkConfig) -> bool:
-    """Whether texts are graded without the model, so that generating and grading are separate steps."""
-    return benchmark.harness in HARNESSES and HARNESSES[benchmark.harness].two_phases
-
-
 def preflight(benchmarks: Sequence[BenchmarkConfig], policy: Policy) -> list[str]:
     """All problems of the benchmarks, one sentence each, without importing a harness or torch."""
     missing = [sentence for benchmark in benchmarks for sentence in lacking(benchmark, policy)]
@@ -136,10 +126,7 @@ def wrong(benchmarks: Sequence[BenchmarkConfig]) -> list[str]:
 
 
 def _wrong(benchmark: BenchmarkConfig) -> Iterator[str]:
-    harness = HARNESSES.get(benchmark.harness)
-    if harness is None:
-        yield str(unknown(f"benchmark {benchmark.name}: harness", benchmark.harness, HARNESSES))
-        return
+    harness = HARNESSES[benchmark.harness]
     if harness.gives_tools:
         from moe_lab.evaluation.harnesses import function_calls
 
@@ -198,8 +185,6 @@ def _check_items(benchmark: BenchmarkConfig) -> None:
 
 def lacking(benchmark: BenchmarkConfig, policy: Policy) -> Iterator[str]:
     """Problems with this machine or with permissions: missing packages, data, sandbox for programs, or judge."""
-    if benchmark.harness not in HARNESSES:  # which `wrong` reports
-        return
     package = HARNESSES[benchmark.harness].package
     if package and installed(package) is None:
         yield f"benchmark {benchmark.name} needs the package {package}: pip install {package}"

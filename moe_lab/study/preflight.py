@@ -131,8 +131,8 @@ def _wrong_texts(cells: Iterable[Cell]) -> Iterator[str]:
 
 def _check_template(cell: Cell, benchmark: BenchmarkConfig) -> None:
     """Raise UserError when a benchmark needs a chat template that the model does not have."""
-    harness = HARNESSES.get(benchmark.harness)
-    if harness and benchmark.chat:
+    harness = HARNESSES[benchmark.harness]
+    if benchmark.chat:
         other = f", or protocol.benchmarks.{benchmark.name}.chat=false to have the text continued"
         user = f"benchmark {benchmark.name}"
         config_json.check_chat_template(cell.model, user, harness.gives_tools, "" if harness.gives_tools else other)

@@ -23,6 +23,7 @@ from unittest import mock
 import psutil
 from harness_files import problem, write_lines
 
+from moe_lab.evaluation.harnesses import evalplus
 from moe_lab.evaluation.harnesses.evalplus import Grader, GradeRequest
 
 
@@ -350,10 +351,13 @@ def wrong(programs: Sequence[Program]) -> list[str]:
                 rows.append(problem(len(rows), "f", "return x + 1", [[x + 1] for x in range(calls)], [[9]]))
                 texts[rows[-1]["task_id"]] = body
         data = str(write_lines(folder / "data.jsonl", rows))
-        limits = {"seconds": SECONDS, "memory_mib": MEMORY_MIB, "comparing_seconds": 1, "processes": 2}
+        limits = {"seconds": SECONDS, "memory_mib": MEMORY_MIB, "processes": 2}
         request = GradeRequest("humaneval", data, texts, True, **limits)
         start = time.monotonic()
-        with mock.patch.dict(os.environ, TMPDIR=str(folder / "temporary")):
+        with (
+            mock.patch.dict(os.environ, TMPDIR=str(folder / "temporary")),
+            mock.patch.object(evalplus, "_COMPARING", (1.0, 1 << 30)),
+        ):
             grader = Grader()
             found = [verdict.plus for verdict in grader.grade(request).values()]
         grader.close()

@@ -21,6 +21,7 @@ from moe_lab.evaluation import Policy, run
 from moe_lab.evaluation.answers import Record, collect_answers
 from moe_lab.evaluation.engines import Engine, Prompt, Writing, Written, answer_in
 from moe_lab.evaluation.engines.hf import LoadedModel
+from moe_lab.evaluation.engines.vllm import VllmModel
 from moe_lab.evaluation.harness import Answer, Graded, Item, Reply, Text
 
 PLAIN = "{% for m in messages %}{{ m.content }}{% endfor %}"
@@ -53,6 +54,14 @@ def ask(
     ]
     answers = collect_answers(engine, items, BenchmarkConfig("b", "lm_eval", "none", **settings), record)
     return [answer.reply for answer in answers]
+
+
+def vllm_saying(tokenizer: Any, replies: Sequence[Any]) -> VllmModel:
+    """An engine of vLLM without its process, whose next request has these replies."""
+    engine = VllmModel.__new__(VllmModel)
+    said = {"about": {"max_length": 512}, "items": lambda *_, **__: iter(replies)}
+    vars(engine).update(said, tokenizer=tokenizer, ends=[tokenizer.eos_token_id], template_arguments={})
+    return engine
 
 
 def write(engine: Engine, prompts: Sequence[str], most: int = 24, **settings: Any) -> list[str]:

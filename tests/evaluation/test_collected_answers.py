@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from asking import PLAIN, Said, Words, ask, chatting, protocol, samples, write
+from asking import PLAIN, Said, Words, ask, chatting, protocol, samples, vllm_saying, write
 from endpoint import completion, endpoint
 from harness_files import GENERATED, own_task
 from hypothesis import given
@@ -28,7 +28,6 @@ from moe_lab.evaluation.answers import Record, collect_answers, render
 from moe_lab.evaluation.engines import Engine, Likelihood, Prompt, Row, Writing, Written
 from moe_lab.evaluation.engines.hf import LoadedModel
 from moe_lab.evaluation.engines.server import ServedModel
-from moe_lab.evaluation.engines.vllm import VllmModel
 from moe_lab.evaluation.harness import Document, Item, Pair, Text
 from moe_lab.serving import vllm_engine
 
@@ -228,8 +227,7 @@ def test_marks_that_are_special_tokens_part_thoughts_unless_a_server_leaves_them
     tokenizer.add_tokens([AddedToken(mark, special=True) for mark in ("[THINK]", "[/THINK]")], special_tokens=True)
     whole = "[THINK]Is it 24?[/THINK] It is 72."
     written = [[0, tokenizer(whole, add_special_tokens=False).input_ids, -1.0]]
-    process: Any = SimpleNamespace(about={"max_length": 512}, items=lambda *_, **__: iter(written))
-    (reply,) = ask(VllmModel(process, tokenizer, (tokenizer.eos_token_id,), {}), ["Q"], 40, chat=True)
+    (reply,) = ask(vllm_saying(tokenizer, written), ["Q"], 40, chat=True)
     assert reply.thought + str(reply.text) == whole and reply.text == "It is 72."
     with endpoint(lambda body: completion("Is it 24? It is 72.", "m")) as at:
         served = ServedModel(at.url, "m", tokenizer, 512, {})

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import tiny
 import torch
-from asking import ask, log_likelihood, write
+from asking import ask, log_likelihood, vllm_saying, write
 from harness_files import shipped_items
 from omegaconf import OmegaConf
 from transformers import GenerationConfig
@@ -18,9 +18,8 @@ from transformers import GenerationConfig
 from moe_lab.config import BenchmarkConfig
 from moe_lab.evaluation import Policy, run
 from moe_lab.evaluation.engines import Likelihood, Prompt, Row, Writing
-from moe_lab.evaluation.engines.hf import LoadedModel, greedy
+from moe_lab.evaluation.engines.hf import Batch, LoadedModel, NewTokens, greedy
 from moe_lab.evaluation.engines.likelihoods import log_likelihoods
-from moe_lab.evaluation.engines.vllm import VllmModel
 
 NEW = 20
 
@@ -41,9 +40,11 @@ def ended(text: list[int], ends: list[int]) -> list[int]:
     return text[: 1 + next((place for place, token in enumerate(text) if token in ends), len(text))]
 
 
-def never(left: list[list[int]], new: int) -> list[bool]:
-    """That no text is complete before its end."""
-    return [False] * len(left)
+def together(
+    model: Any, prompts: list[list[int]], ends: list[int], answers: Sequence[Row | None] = ()
+) -> list[NewTokens]:
+    """Texts written in one batch, complete at `ends` alone."""
+    return greedy(model, Batch(prompts, answers or [None] * len(prompts), NEW, frozenset(ends), 0))
 
 
 def sizes_of_passes(model: Any) -> list[tuple[int, int]]:
@@ -73,7 +74,7 @@ def test_the_loop_gives_transformers_tokens(name: str, monkeypatch: pytest.Monke
     ends = [free[2][0], *(text[8] for text in free if text[8] not in first)]
     expected = [ended(text, ends) for text in free]
     sizes = sizes_of_passes(model)
-    assert [text.tokens for text in greedy(model, prompts, NEW, ends, 0, never)] == expected
+    assert [text.tokens for text in together(model, prompts, ends)] == expected
     assert len(set(map(len, expected))) > 1
     rows_read = [rows for rows, _ in sizes]
     assert rows_read[0] == len(prompts) > rows_read[-1] and rows_read == sorted(rows_read, reverse=True)
@@ -94,7 +95,7 @@ def test_the_loop_gives_transformers_tokens(name: str, monkeypatch: pytest.Monke
     ]
     for tokens in (80, 10**6):  # after which a pass may give logits: too few to read answers, or enough
         monkeypatch.setattr("moe_lab.evaluation.engines.hf.tokens_with_logits", lambda model, tokens=tokens: tokens)
-        texts = greedy(model, prompts, NEW, ends, 0, never, rows)
+        texts = together(model, prompts, ends, rows)
         assert [text.tokens for text in texts] == [ended(text, ends) for text in free]
         read = tokens > 80 and name not in UNREAD
         assert [text.likelihood is not None for text in texts] == [bool(row and read) for row in rows]
@@ -115,7 +116,7 @@ def test_a_right_answer_that_the_model_would_give_takes_one_pass() -> None:
     passes = sizes_of_passes(model)
     for tokens, ends in ((text[: NEW - 1], []), (text[:9], [text[4]])):
         answer = Row((5, 6, 7, *tokens), 3)
-        greedy(model, [[5, 6, 7]], NEW, ends, 0, never, answers=[answer])
+        together(model, [[5, 6, 7]], ends, [answer])
     assert len(passes) == 2
 
 
@@ -256,9 +257,8 @@ def test_a_logit_that_is_not_finite_fails(name: str, number: float, subject: Loa
     with hook, pytest.raises(FloatingPointError, match=r"is (nan|inf)\b"):
         run.evaluate(subject, BenchmarkConfig(**{**fields, "limit": 2}), tmp_path, policy=Policy(True))
     assert not (tmp_path / "result.json").exists()
-    process: Any = SimpleNamespace(about={"max_length": 512}, items=lambda *_, **__: iter([[0, [5, 5], number]]))
     with pytest.raises(FloatingPointError, match=str(number)):
-        VllmModel(process, subject.tokenizer, (0,), {}).generate([Prompt("A dog", (5, 6))], Writing(2))
+        vllm_saying(subject.tokenizer, [[0, [5, 5], number]]).generate([Prompt("A dog", (5, 6))], Writing(2))
 
 
 def test_what_follows_a_complete_text_may_overflow(subject: LoadedModel) -> None:

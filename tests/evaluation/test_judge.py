@@ -83,7 +83,7 @@ def test_an_endpoint_that_misbehaves_for_a_while_gives_every_score_and_is_asked_
         assert [verdict.score for verdict in found] == scores
         assert len(at.asked) == 7 * 3 + 2 * 1
         again = Judge(settings(at), tmp_path).verdicts(prompts, 0)
-        assert [verdict.score for verdict in again] == scores and all(one.cached for one in again)
+        assert [verdict.score for verdict in again] == scores
         assert len(at.asked) == 23
     for body, headers in zip(at.asked, at.headers, strict=True):
         assert (body["model"], body["temperature"], body["max_tokens"]) == ("some/judge", 0.0, 2048)
@@ -307,9 +307,7 @@ def test_scores_without_thoughts_become_shares(judged: BenchmarkConfig, at: Endp
     assert not any("<reply>\n9" in str(body["messages"]) or "think" in str(body["messages"]) for body in at.asked)
 
     about = protocol(tmp_path)
-    coverage = about["coverage"]
-    assert (coverage["items"], coverage["empty"], coverage["scored"], coverage["cached"]) == (146, 3, 145, 0)
-    assert list(coverage["unscored"]) == [names[20]] and coverage["mean"] == pytest.approx(sum(counted) / 145)
+    assert about["unasked"] == 3 and list(about["unscored"]) == [names[20]]
     assert about["unfinished_thoughts"] == [names[7]]
     assert about["judge"] == {"model": "fake/judge", "max_tokens": 2048, "extra": {}}
     assert "Now tale 0, please." in about["judge_prompt"] and "- Is it about 0?" in about["judge_prompt"]

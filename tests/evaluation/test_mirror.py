@@ -170,7 +170,7 @@ def test_too_few_rows_and_unknown_parts_are_refused(rte: BenchmarkConfig, tmp_pa
     with pytest.raises(UserError, match=r"has no mirror of it: python -m moe_lab\.evaluation\.mirror rte data_root="):
         mirror.check(rte)
     make(rte, source)
-    for changes, says in (({"split": "tset"}, "known: validation"), ({"subset": "ret"}, "did you mean rte")):
+    for changes, says in (({"split": "tset"}, "known: rte/validation"), ({"subset": "ret"}, "did you mean rte/")):
         with pytest.raises(UserError, match=says):
             mirror.rows(replace(rte, **changes))
 
@@ -180,7 +180,8 @@ def test_too_few_rows_and_unknown_parts_are_refused(rte: BenchmarkConfig, tmp_pa
     [
         (["ret", "data_root={}"], "did you mean rte"),
         (["rte"], "expected NAME ... data_root=FOLDER"),
-        (["rte", "data_rot={}"], "did you mean data_root"),
+        (["rte", "data_rot={}"], "expected NAME ... data_root=FOLDER"),
+        (["rte", "data_root={}", "form={}"], "expected NAME ... data_root=FOLDER"),
         (["rte", "data_root={}", "from=nowhere"], "there is no such file or folder"),
         (["rte", "data_root={}", "from={}/rows.pkl"], "expected a file that ends in .parquet"),
         (["rte", "data_root={}", "from={}/empty"], "has no files of nyu-mll/glue rte validation"),

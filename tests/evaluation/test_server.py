@@ -384,7 +384,7 @@ def test_an_engine_that_says_nothing_is_ended(tmp_path: Path, monkeypatch: pytes
     python.write_text("#!/bin/sh\nread request\necho '{\"done\": {}}'\nexec sleep 1000\n")
     python.chmod(0o755)
     backend = BackendConfig("vllm", ready_seconds=1.0, python=str(python))
-    engine = vllm.Process(CHECKPOINT, backend, POCKET)
+    engine = vllm.VllmModel(CHECKPOINT, backend, POCKET)
     with pytest.raises(Unavailable, match="ready_seconds=1 "):
         engine.set_plan(Plan({0: (0,)}, {0: 2}))
     assert engine.process.poll() is not None

@@ -139,7 +139,7 @@ import sys
 sys.path[:0] = {sys.path}
 from test_engine import Prompt, Writing, opened
 engine = opened()
-print(engine.process.process.pid, flush=True)
+print(engine.process.pid, flush=True)
 for _ in range(10000):
     engine.generate([Prompt("", (5, 6, 7))] * 64, Writing(64))
 """
@@ -165,18 +165,18 @@ def opened(**arguments: Any) -> vllm.VllmModel:
 
 def test_an_engine_that_dies_is_reported_and_the_next_one_starts() -> None:
     subject = opened(max_num_seqs=1)  # one text after the other, so that most are left when the first is there
-    texts = subject.process.items("generate", 200, prompts=[[5, 6]] * 64, most=200, stop=[], ends=[])
+    texts = subject.items("generate", 200, prompts=[[5, 6]] * 64, most=200, stop=[], ends=[])
     next(texts)
-    subject.process.process.kill()
+    subject.process.kill()
     with pytest.raises(Unavailable, match="vLLM ended"):
         list(texts)
     channels = Plan({0: (0, 1)}, {0: 2}, {}, {0: numpy.ones((2, 8), bool)})
     again = opened()
     assert again.process is not subject.process and again.generate([Prompt("", (5, 6))], Writing(2))
     with pytest.raises(UserError, match="channels"):
-        again.process.set_plan(channels)
+        again.set_plan(channels)
     vllm.close()
-    assert again.process.process.poll() is not None
+    assert again.process.poll() is not None
 
 
 def test_several_devices_take_the_mask(models: Models) -> None:
@@ -185,7 +185,7 @@ def test_several_devices_take_the_mask(models: Models) -> None:
     model = ModelConfig(name="m", path=str(folder.parent / "model"), threads=1)
     arguments = {"tensor_parallel_size": 2, "max_model_len": 128, "max_num_seqs": 4}
     backend = BackendConfig("vllm", ready_seconds=280, arguments=arguments)
-    engine = vllm.Process(Path(model.path), backend, model)
+    engine = vllm.VllmModel(Path(model.path), backend, model)
     try:
         engine.set_plan(plan)
         rows = [ids[:length] for ids in PROMPTS for length in range(2, len(ids) + 1)]

@@ -124,14 +124,7 @@ class Engine(ABC):
         raise UserError(f"{type(self).__name__} computes no likelihoods: expected backend=hf or backend=vllm")
 
 
-def written(
-    tokenizer: Any,
-    before: Sequence[int],
-    after: Sequence[int],
-    most: int,
-    ends: Collection[int],
-    likelihood: Likelihood | None = None,
-) -> Written:
+def written(tokenizer: Any, before: Sequence[int], after: Sequence[int], most: int, ends: Collection[int]) -> Written:
     """The new tokens `after`, up to the first end token, as the text that continues the prompt tokens `before`."""
     length = next((index for index, token in enumerate(after) if token in ends), len(after))
     marks = special_marks(tokenizer)
@@ -144,7 +137,7 @@ def written(
         )
         text += whole[len(prefix) :] + marks.get(tokens[place] if place < len(tokens) else -1, "")
         start = place + 1
-    return Written(text, "limit" if len(after) >= most and length == len(after) else "end", likelihood)
+    return Written(text, "limit" if len(after) >= most and length == len(after) else "end")
 
 
 def end_tokens(checkpoint: Path, tokenizer: Any) -> list[int]:
@@ -198,8 +191,7 @@ def wrong(
     if backend.name == "server":
         yield from user_errors(command_line, backend, Path("checkpoint"), 0, "name")
         for benchmark in benchmarks:
-            harness = HARNESSES.get(benchmark.harness)
-            if harness and benchmark.max_new_tokens and not harness.two_phases:
+            if benchmark.max_new_tokens and not HARNESSES[benchmark.harness].two_phases:
                 yield (
                     f"backend={backend.name}: benchmark {benchmark.name} generates with the loaded model, whatever the "
                     "back end: leave it out, or set backend=hf"

@@ -8,8 +8,8 @@ it is that answer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -43,9 +43,7 @@ class LoadedModel(Engine):
     model: Any
     """A transformers causal language model in eval mode."""
     tokenizer: Any
-    """Its tokenizer."""
     template_arguments: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments of its chat template besides the messages."""
 
     @property
     def max_length(self) -> int | None:
@@ -61,13 +59,12 @@ class LoadedModel(Engine):
         """As `Engine.generate`, in one batch, padded on the left."""
         ends = self.end_tokens
         padding = self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else ends[0]
-        is_complete = partial(_has_stop, self.tokenizer, writing.stop)
         tokens = [prompt.tokens for prompt in prompts]
         answers = [_after(prompt) for prompt in prompts]
-        texts = greedy(self.model, tokens, writing.most, ends, padding, is_complete, answers)
+        batch = Batch(tokens, answers, writing.most, frozenset(ends), padding, writing.stop, self.tokenizer)
         return [
-            written(self.tokenizer, prompt, text.tokens, writing.most, ends, text.likelihood)
-            for prompt, text in zip(tokens, texts, strict=True)
+            replace(written(self.tokenizer, prompt, text.tokens, writing.most, ends), likelihood=text.likelihood)
+            for prompt, text in zip(tokens, greedy(self.model, batch), strict=True)
         ]
 
     def score(self, rows: Sequence[Row], batch_size: int) -> list[Likelihood]:
@@ -81,16 +78,6 @@ def _after(prompt: Prompt) -> Row | None:
     return row if row and row.start <= length and row.tokens[:length] == prompt.tokens else None
 
 
-def _has_stop(tokenizer: Any, stop: Sequence[str], texts: list[list[int]], new: int) -> list[bool]:
-    """Whether the last `new` tokens of each text (new token ids) complete one of the stop texts."""
-    if not stop or not texts:
-        return [False] * len(texts)
-    # every token adds at least a byte
-    window = max(len(text.encode()) for text in stop) + new
-    ends = tokenizer.batch_decode([ids[-window:] for ids in texts], clean_up_tokenization_spaces=False)
-    return [any(text in end for text in stop) for end in ends]
-
-
 # Greedy generation.
 
 
@@ -102,57 +89,24 @@ class NewTokens:
     likelihood: Likelihood | None = None
 
 
-@torch.inference_mode()
-def greedy(
-    model: Any,
-    prompts: Sequence[Sequence[int]],
-    max_new_tokens: int,
-    ends: Collection[int],
-    padding: int,
-    is_complete: Callable[[list[list[int]], int], list[bool]],
-    answers: Sequence[Row | None] = (),
-) -> list[NewTokens]:
-    """The text after each of `prompts` (token ids), up to and with its first token of `ends`.
-
-    `padding` is the token to the left of shorter prompts. A text is complete at `max_new_tokens`, at an end token, and
-    where `is_complete` says so, which gets the new tokens of all others, and how many of them are new to it at most.
-
-    Where the family keeps keys and values alone, each of `answers`, whose rows begin with their prompts, is read with
-    its prompt.
-    """
-    batch = _Batch(prompts, answers or [None] * len(prompts), max_new_tokens, frozenset(ends), is_complete)
-    own = model.generation_config
-    # generate() would use the settings of the checkpoint that it is not given, such as a repetition penalty
-    model.generation_config = GenerationConfig(
-        max_new_tokens=max_new_tokens,
-        do_sample=False,
-        eos_token_id=sorted(ends),
-        pad_token_id=padding,
-        use_cache=True,
-    )
-    ids, attention = (table.to(model.device) for table in _padded(prompts, batch.answers, padding))
-    texts: list[NewTokens] = []
-    try:
-        model.generate(
-            input_ids=ids, attention_mask=attention, custom_generate=partial(_write, batch=batch, texts=texts)
-        )
-    finally:
-        model.generation_config = own
-    for text in texts:
-        length = next((place for place, token in enumerate(text.tokens, start=1) if token in ends), len(text.tokens))
-        del text.tokens[length:]
-    return texts
-
-
 @dataclass(frozen=True)
-class _Batch:
-    """The arguments of `greedy`."""
+class Batch:
+    """Texts that are written together."""
 
     prompts: Sequence[Sequence[int]]
+    """Token ids."""
     answers: Sequence[Row | None]
+    """Right answers, whose rows begin with their prompts."""
     most: int
+    """Largest number of tokens of a text."""
     ends: frozenset[int]
-    is_complete: Callable[[list[list[int]], int], list[bool]]
+    """Tokens at which a text is complete."""
+    padding: int
+    """The token to the left of shorter prompts."""
+    stop: Sequence[str] = ()
+    """Texts with which a text is complete, too."""
+    tokenizer: Any = None
+    """What finds them."""
 
     def open_rows(self, rows: Sequence[int], texts: Sequence[NewTokens], unseen: int) -> list[int]:
         """Those of `rows` whose texts go on. At most the last `unseen` tokens of a text are new."""
@@ -161,18 +115,49 @@ class _Batch:
             for row in rows
             if len(texts[row].tokens) < self.most and not self.ends & set(texts[row].tokens[-unseen:])
         ]
-        complete = self.is_complete([texts[row].tokens for row in going_on], unseen)
-        return [row for row, ended in zip(going_on, complete, strict=True) if not ended]
+        if not self.stop or not going_on:
+            return going_on
+        window = max(len(text.encode()) for text in self.stop) + unseen  # every token adds at least a byte
+        last = [texts[row].tokens[-window:] for row in going_on]
+        ends = self.tokenizer.batch_decode(last, clean_up_tokenization_spaces=False)
+        return [row for row, end in zip(going_on, ends, strict=True) if not any(text in end for text in self.stop)]
 
 
-def _padded(
-    prompts: Sequence[Sequence[int]], answers: Sequence[Row | None], padding: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+@torch.inference_mode()
+def greedy(model: Any, batch: Batch) -> list[NewTokens]:
+    """The text after each prompt, up to and with its first end token.
+
+    Where the family keeps keys and values alone, right answers are read with their prompts.
+    """
+    own = model.generation_config
+    # generate() would use the settings of the checkpoint that it is not given, such as a repetition penalty
+    model.generation_config = GenerationConfig(
+        max_new_tokens=batch.most,
+        do_sample=False,
+        eos_token_id=sorted(batch.ends),
+        pad_token_id=batch.padding,
+        use_cache=True,
+    )
+    ids, attention = (table.to(model.device) for table in _padded(batch))
+    texts: list[NewTokens] = []
+    try:
+        model.generate(
+            input_ids=ids, attention_mask=attention, custom_generate=partial(_write, batch=batch, texts=texts)
+        )
+    finally:
+        model.generation_config = own
+    for text in texts:
+        ends = (place for place, token in enumerate(text.tokens, start=1) if token in batch.ends)
+        del text.tokens[next(ends, len(text.tokens)) :]
+    return texts
+
+
+def _padded(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
     """Token ids and attention mask (B, L + A): prompts padded on the left to L tokens, then answers."""
-    longest = max(map(len, prompts))
-    left = [longest - len(prompt) for prompt in prompts]
-    rows = [answer.tokens if answer else prompt for prompt, answer in zip(prompts, answers, strict=True)]
-    ids = torch.full((len(rows), max(pad + len(row) for pad, row in zip(left, rows, strict=True))), padding)
+    longest = max(map(len, batch.prompts))
+    left = [longest - len(prompt) for prompt in batch.prompts]
+    rows = [answer.tokens if answer else prompt for prompt, answer in zip(batch.prompts, batch.answers, strict=True)]
+    ids = torch.full((len(rows), max(pad + len(row) for pad, row in zip(left, rows, strict=True))), batch.padding)
     attention = torch.zeros_like(ids)
     for number, (pad, row) in enumerate(zip(left, rows, strict=True)):
         ids[number, pad : pad + len(row)] = torch.tensor(row)
@@ -181,7 +166,7 @@ def _padded(
 
 
 def _write(
-    model: Any, input_ids: torch.Tensor, generation_config: Any, *, batch: _Batch, texts: list[NewTokens], **others: Any
+    model: Any, input_ids: torch.Tensor, generation_config: Any, *, batch: Batch, texts: list[NewTokens], **others: Any
 ) -> torch.Tensor:
     """The loop, called by `generate`; `others` are arguments of the model's forward besides those of sampling."""
     inputs = {name: value for name, value in others.items() if name not in ("logits_processor", "stopping_criteria")}
@@ -214,7 +199,7 @@ def _write(
 
 
 def _read(
-    model: Any, ids: torch.Tensor, inputs: dict[str, Any], batch: _Batch, texts: list[NewTokens]
+    model: Any, ids: torch.Tensor, inputs: dict[str, Any], batch: Batch, texts: list[NewTokens]
 ) -> tuple[Any, torch.Tensor, dict[str, Any]]:
     """Read the prompts, with right answers after them where tokens can be forgotten again, and begin `texts`.
 
@@ -244,7 +229,7 @@ def _read(
             text.likelihood = likelihood(answer.tokens[answer.start :], scored)
         texts.append(text)
     if any(answers):
-        ids, inputs = _forget(output.past_key_values, ids, inputs, batch.prompts, texts)
+        ids, inputs = _forget(output.past_key_values, ids, inputs, batch, texts)
     return output, ids, inputs
 
 
@@ -275,20 +260,16 @@ def _beginning(prompt: Sequence[int], answer: Row | None, logits: torch.Tensor, 
 
 
 def _forget(
-    cache: DynamicCache,
-    ids: torch.Tensor,
-    inputs: dict[str, Any],
-    prompts: Sequence[Sequence[int]],
-    texts: Sequence[NewTokens],
+    cache: DynamicCache, ids: torch.Tensor, inputs: dict[str, Any], batch: Batch, texts: Sequence[NewTokens]
 ) -> tuple[torch.Tensor, dict[str, Any]]:
     """Forget of the answers what the texts do not begin with: it is masked, or dropped where no text has it."""
-    longest = max(map(len, prompts))
+    longest = max(map(len, batch.prompts))
     ends = [longest + len(text.tokens) - 1 for text in texts]
     width = max(ends)
     if width < ids.shape[1]:
         cache.crop(width - ids.shape[1])
     places = torch.arange(width, device=ids.device)
-    starts = [longest - len(prompt) for prompt in prompts]
+    starts = [longest - len(prompt) for prompt in batch.prompts]
     first, end = (torch.tensor(columns, device=ids.device)[:, None] for columns in (starts, ends))
     attention = ((places >= first) & (places < end)).long()
     positions = (attention.cumsum(1) - 1).clamp(min=0)

@@ -64,7 +64,6 @@ class ServedModel(Engine):
     length: int | None
     """Tokens the model can read, prompt and answer together; None when its configuration does not say."""
     template_arguments: Mapping[str, Any]
-    """Arguments of its chat template besides the messages."""
     patience: float = BackendConfig.ready_seconds
     """Seconds without any finished text, in addition to the time for one text, after which a server counts as hung."""
     last_words: Callable[[], str | None] = lambda: None

@@ -8,9 +8,9 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -46,12 +46,20 @@ ENVIRONMENT = {
 """Settings of vLLM's process where the environment has none."""
 
 
-class Process:
-    """The process of an engine that has loaded one checkpoint."""
+class VllmModel(Engine):
+    """A causal language model in vLLM, under the plan that it has at the time; in a process with one checkpoint."""
+
+    batches = 16  # which vLLM divides in its own way
 
     def __init__(self, checkpoint: Path, backend: BackendConfig, model: ModelConfig) -> None:
         """Start vLLM with `checkpoint`. Raises Unavailable, with vLLM's reason, when the engine does not start."""
+        from moe_lab.models.load import load_tokenizer, quiet
+
         print(f"vLLM starts with {checkpoint}", file=sys.stderr, flush=True)
+        with quiet():
+            self.tokenizer = load_tokenizer(checkpoint, trust_remote_code=model.trust_remote_code)
+        self.ends = end_tokens(checkpoint, self.tokenizer)
+        self.template_arguments = model.template_arguments
         self.patience = backend.ready_seconds
         self.masked = False
         threads = {"OMP_NUM_THREADS": str(model.threads)} if model.threads else {}
@@ -117,32 +125,16 @@ class Process:
             reason = said if ELSEWHERE in str(error) else f"{error.kind}: {error}"
             raise Unavailable(f"vLLM refuses: {reason}") from None
 
-
-@dataclass(frozen=True)
-class VllmModel(Engine):
-    """A causal language model that vLLM runs, under the plan that its process has at the time."""
-
-    process: Process
-    """The process, with the checkpoint and the plan."""
-    tokenizer: Any
-    """The checkpoint's tokenizer, in this process."""
-    ends: tuple[int, ...]
-    """Tokens that end a text."""
-    template_arguments: Mapping[str, Any]
-    """Arguments of its chat template besides the messages."""
-
-    batches = 16  # which vLLM divides in its own way
-
     @property
     def max_length(self) -> int:
         """Tokens that vLLM reads, prompt and answer together."""
-        length: int = self.process.about["max_length"]
+        length: int = self.about["max_length"]
         return length
 
     def generate(self, prompts: Sequence[Prompt], writing: Writing) -> list[Written]:
         request = {"prompts": [prompt.tokens for prompt in prompts], "most": writing.most, "stop": writing.stop}
         texts: dict[int, Written] = {}
-        replies = self.process.items("generate", TOKEN_SECONDS * writing.most, ends=self.ends, **request)
+        replies = self.items("generate", TOKEN_SECONDS * writing.most, ends=self.ends, **request)
         for number, tokens, total in replies:
             check_finite(total, "log-likelihood")
             texts[number] = written(self.tokenizer, prompts[number].tokens, tokens, writing.most, self.ends)
@@ -152,21 +144,12 @@ class VllmModel(Engine):
         """As `Engine.score`; vLLM batches in its own way."""
         request = {"rows": [row.tokens for row in rows], "starts": [row.start for row in rows]}
         seconds = TOKEN_SECONDS * max(len(row.tokens) for row in rows)
-        found = self.process.items("log_likelihoods", seconds, **request)
+        found = self.items("log_likelihoods", seconds, **request)
         return [(total, likeliest) for _, total, likeliest in sorted(found)]
 
 
-def with_checkpoint(process: Process, checkpoint: Path, model: ModelConfig) -> VllmModel:
-    """The model of a process that has loaded `checkpoint`."""
-    from moe_lab.models.load import load_tokenizer, quiet
-
-    with quiet():
-        tokenizer = load_tokenizer(checkpoint, trust_remote_code=model.trust_remote_code)
-    return VllmModel(process, tokenizer, tuple(end_tokens(checkpoint, tokenizer)), model.template_arguments)
-
-
 def opened(checkpoint: Path, backend: BackendConfig, model: ModelConfig, plan: Plan | None) -> VllmModel:
-    """The model in `checkpoint` in vLLM, with `plan` as its mask. The process stays open for the next call.
+    """The model in `checkpoint` in vLLM, with `plan` as its mask. Its process stays open for the next call.
 
     One that could not be started is not started again for the same settings in this process.
     """
@@ -174,16 +157,16 @@ def opened(checkpoint: Path, backend: BackendConfig, model: ModelConfig, plan: P
     key = json.dumps(settings, sort_keys=True)
     if key in _REFUSED:
         raise Unavailable(_REFUSED[key])
-    if _OPEN.get("key") != key or _OPEN["process"].process.poll() is not None:
+    if key not in _OPEN or _OPEN[key].process.poll() is not None:
         close()
         try:
-            _OPEN.update(process=Process(checkpoint, backend, model), key=key)
+            _OPEN[key] = VllmModel(checkpoint, backend, model)
         except Unavailable as error:
             _REFUSED[key] = str(error)
             raise
-    process: Process = _OPEN["process"]
-    process.set_plan(plan)
-    return with_checkpoint(process, checkpoint, model)
+    _OPEN[key].template_arguments = model.template_arguments
+    _OPEN[key].set_plan(plan)
+    return _OPEN[key]
 
 
 def _dtype(checkpoint: Path, model: ModelConfig) -> str:
@@ -197,11 +180,11 @@ def _dtype(checkpoint: Path, model: ModelConfig) -> str:
 
 def close() -> None:
     """End the process that is open, if there is one; a model that is loaded here may need its memory."""
-    if _OPEN:
-        _OPEN["process"].close()
-        _OPEN.clear()
+    while _OPEN:
+        _OPEN.popitem()[1].close()
 
 
-_OPEN: dict[str, Any] = {}
+_OPEN: dict[str, VllmModel] = {}
+"""Settings -> the engine that is open, at most one."""
 _REFUSED: dict[str, str] = {}
 """Settings of an engine that did not start -> why."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import atexit
 import hashlib
-import json
 import os
 import re
 import textwrap
@@ -40,8 +39,10 @@ _LONGEST = 60.0
 _OUTPUT = 64 << 20
 _SANITIZING = (20.0, 4 << 30)
 """CPU seconds and bytes of memory that sanitizing a text may take."""
-_COMPARING_MEMORY = 1 << 30
+_COMPARING = (20.0, 1 << 30)
+"""CPU seconds and bytes of memory that comparing the outputs of one program may take."""
 _MOST_VERDICTS = 20_000  # that are kept in memory: about 40 MB
+_BLOCK = re.compile(r"^[ \t]*```.*(?:\n|\Z)((?s:.*?))\n?(?:^[ \t]*```|\Z)", re.MULTILINE)
 _INSTRUCTION = (
     "Please provide a self-contained Python script that solves the following problem in a markdown code block:"
 )
@@ -89,27 +90,21 @@ def grade(answers: Sequence[Answer], benchmark: BenchmarkConfig, policy: Policy)
             programs[answer.item] = fenced_program(text, problems[answer.item]["entry_point"])
         else:
             programs[answer.item] = answer.prompt + text.replace("\t", "    ")
-    reaching = {task: leaves_closed_world(program) for task, program in programs.items() if protection == LIMITED}
+    checked = programs.items() if protection == LIMITED else ()
+    reaching = {task: what for task, program in checked if (what := leaves_closed_world(program))}
     request = GradeRequest(
         dataset=dataset_of(problems),
         data=str(_data_file(benchmark)),
-        programs={task: program for task, program in programs.items() if not reaching.get(task)},
+        programs={task: program for task, program in programs.items() if task not in reaching},
         confined=protection == NAMESPACES,
         sanitize=benchmark.data is not None,
         **benchmark.parameters,
     )
     graded = kept_grader.grade(request)
     for task, what in reaching.items():
-        if what:
-            graded[task] = Verdict(programs[task], "refused", "refused", f"not run: it uses {what}")
-    protocol = {
-        "dataset": request.dataset,
-        "sandbox": protection,
-        "sanitize": request.sanitize,
-        "seconds": request.seconds,
-        "memory_mib": request.memory_mib,
-        "stop": list(stops(benchmark)),
-    }
+        graded[task] = Verdict(programs[task], "refused", "refused", f"not run: it uses {what}")
+    protocol = {name: getattr(request, name) for name in ("dataset", "sanitize", "seconds", "memory_mib")}
+    protocol |= {"sandbox": protection, "stop": list(stops(benchmark))}
     return graded_by_mean(answers, benchmark, lambda answer, metric: graded[answer.item].outcome(metric), protocol)
 
 
@@ -119,16 +114,7 @@ def fenced_program(text: str, entry_point: str) -> str:
     If no block defines it, the longest block; if there is no block, all of the text. A block without a closing fence
     ends with the text.
     """
-    lines_of_blocks: list[list[str]] = []
-    inside = False
-    for line in text.splitlines():
-        if line.lstrip().startswith("```"):
-            inside = not inside
-            if inside:
-                lines_of_blocks.append([])
-        elif inside:
-            lines_of_blocks[-1].append(line)
-    blocks = [textwrap.dedent("\n".join(lines)) for lines in lines_of_blocks]
+    blocks = [textwrap.dedent(block) for block in _BLOCK.findall(text)]
     definition = re.compile(rf"^\s*(async\s+)?def\s+{re.escape(entry_point)}\b", re.MULTILINE)
     defining = [block for block in blocks if definition.search(block)]
     return defining[-1] if defining else max(blocks, key=len, default=text)
@@ -178,8 +164,6 @@ class GradeRequest:
     """CPU limit of a call, or four times the CPU time of the canonical solution if that is more."""
     memory_mib: int = 4096
     """Limit on the address space of a program."""
-    comparing_seconds: float = 20.0
-    """CPU limit for comparing the outputs of one program, which may take `_COMPARING_MEMORY` bytes."""
     processes: int = 0
     """Programs that run at the same time; 0: one per core that this process may use."""
 
@@ -206,10 +190,10 @@ class _DataFile:
     """What is known of one EvalPlus data file."""
 
     problems: dict[str, dict[str, Any]]
-    digest: str
-    """sha256 of the file."""
     expected: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Task id -> part -> what the canonical solution returns, and its CPU seconds."""
+    verdicts: dict[tuple[Any, ...], Verdict] = field(default_factory=dict)
+    """A program and all that its verdict depends on -> verdict."""
 
 
 class Grader:
@@ -224,15 +208,13 @@ class Grader:
         self.rules = LimitedCalls(evalplus_rules.__name__, {**inherited, **usual})
         self.runners = {confined: Runners(confined=confined) for confined in (True, False)}
         self.files: dict[tuple[str, str], _DataFile] = {}
-        self.verdicts: dict[str, Verdict] = {}
-        """Hash of a program and all its verdict depends on -> verdict."""
+        """Data set and sha256 of a file -> what is known of it."""
 
     def grade(self, request: GradeRequest) -> dict[str, Verdict]:
         """Verdicts by task id. Raises RuntimeError for a canonical solution that does not run."""
         digest = hashlib.sha256(Path(request.data).read_bytes()).hexdigest()
         if (request.dataset, digest) not in self.files:
-            problems = evalplus_rules.problems_of(request.dataset, request.data)
-            self.files[request.dataset, digest] = _DataFile(problems, digest)
+            self.files[request.dataset, digest] = _DataFile(evalplus_rules.problems_of(request.dataset, request.data))
         try:
             return _Grading(request, self.files[request.dataset, digest], self).graded()
         finally:
@@ -260,12 +242,13 @@ class _Grading:
 
     def graded(self) -> dict[str, Verdict]:
         """Task id -> verdict, for each program of the request."""
-        programs, known, expected = self.request.programs, self.grader.verdicts, self.file.expected
-        keys = {task: self._key(task) for task in programs}
+        request, known, expected = self.request, self.file.verdicts, self.file.expected
+        programs, how = request.programs, (request.seconds, request.memory_mib, request.confined, request.sanitize)
+        keys = {task: (task, program, *how) for task, program in programs.items()}
         graded = {task: known[key] for task, key in keys.items() if key in known}
         missing = [task for task in programs if task not in graded]
         without = [task for task in missing if task not in expected]
-        with ThreadPoolExecutor(self.request.processes or cores()) as pool:
+        with ThreadPoolExecutor(request.processes or cores()) as pool:
             expected.update(zip(without, pool.map(self._canonical, without), strict=True))
             graded.update(zip(missing, pool.map(self._verdict, missing), strict=True))
         if len(known) > _MOST_VERDICTS:
@@ -274,12 +257,6 @@ class _Grading:
             if "crash" not in (graded[task].base, graded[task].plus):  # another program may have caused it
                 known[keys[task]] = graded[task]
         return {task: graded[task] for task in programs}
-
-    def _key(self, task: str) -> str:
-        request = self.request
-        how = (request.seconds, request.memory_mib, request.comparing_seconds, request.confined, request.sanitize)
-        of = [request.dataset, self.file.digest, task, request.programs[task], how]
-        return hashlib.sha256(json.dumps(of).encode()).hexdigest()
 
     def _inputs(self, task: str, part: str) -> list[Any]:
         return [encode(list(arguments)) for arguments in self.file.problems[task][f"{part}_input"]]
@@ -309,9 +286,9 @@ class _Grading:
             arguments = [program, self.file.problems[task]["entry_point"]]
             program = self.grader.rules("sanitized", arguments, *_SANITIZING) or program
         base, reason = self._part_verdict(task, "base", program)
-        if base != "pass" or not self.file.problems[task]["plus_input"]:
-            return Verdict(program, base, base, reason)
-        plus, reason = self._part_verdict(task, "plus", program)
+        plus = base
+        if base == "pass" and self.file.problems[task]["plus_input"]:
+            plus, reason = self._part_verdict(task, "plus", program)
         return Verdict(program, base, plus, reason)
 
     def _part_verdict(self, task: str, part: str, program: str) -> tuple[str, str]:
@@ -323,8 +300,7 @@ class _Grading:
         entry_point, atol = (self.file.problems[task][name] for name in ("entry_point", "atol"))
         problem = {"entry_point": entry_point, "atol": atol, "inputs": self._inputs(task, part)}
         arguments = [self.request.dataset, problem, outcome.encoded, canonical["encoded"]]
-        limits = (self.request.comparing_seconds, _COMPARING_MEMORY)
-        return _COMPARED[self.grader.rules("compared", arguments, *limits)]
+        return _COMPARED[self.grader.rules("compared", arguments, *_COMPARING)]
 
 
 _COMPARED = {

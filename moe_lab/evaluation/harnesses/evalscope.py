@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -26,26 +25,19 @@ UNSCORED_AT_MOST = 0.01
 """Share of answers that EvalScope may fail to compare, as its time for each is limited. They count as wrong."""
 
 
-@dataclass(frozen=True)
-class Task:
-    """Properties of a task of EvalScope."""
-
-    shots: tuple[int, ...] | None = (0,)
-    """Numbers of examples it can show; None: any number."""
-    code: bool = False
-    """Answers are programs."""
-    own_subsets: bool = False
-    """EvalScope splits the items into subsets of its own."""
-
-
-TASKS: Mapping[str, Task] = {
-    "gsm8k": Task(shots=None),
-    "math_500": Task(own_subsets=True),
-    "aime25": Task(),
-    "gpqa_diamond": Task(shots=(0, 5)),
-    "live_code_bench": Task(code=True),
+SHOTS: Mapping[str, tuple[int, ...] | None] = {
+    "gsm8k": None,
+    "math_500": (0,),
+    "aime25": (0,),
+    "gpqa_diamond": (0, 5),
+    "live_code_bench": (0,),
 }
-"""Tasks by EvalScope's name. Questions and grading of other tasks have not been checked."""
+"""Task, by EvalScope's name -> numbers of examples it can show; None: any number. Questions and grading of other tasks
+have not been checked."""
+CODE = "live_code_bench"
+"""The task whose answers are programs."""
+OWN_SUBSETS = "math_500"
+"""The task whose items EvalScope splits into subsets of its own."""
 
 
 def interpreter(benchmark: BenchmarkConfig) -> str:
@@ -64,16 +56,16 @@ def installed(benchmark: BenchmarkConfig) -> str | None:
 def wrong(benchmark: BenchmarkConfig) -> Iterator[str]:
     """Problems with the settings of an EvalScope benchmark, one sentence each."""
     name = f"benchmark {benchmark.name}"
-    if benchmark.task not in TASKS:
-        yield str(unknown(f"{name}: task", benchmark.task, TASKS))
+    if benchmark.task not in SHOTS:
+        yield str(unknown(f"{name}: task", benchmark.task, SHOTS))
         return
-    task = TASKS[benchmark.task]
+    shots = SHOTS[benchmark.task]
     if benchmark.data is None:
         yield f"{name}: data is null, and EvalScope reads a mirror: expected a hub repository, such as openai/gsm8k"
-    if task.shots is not None and benchmark.shots not in task.shots:
-        numbers = " or ".join(map(str, task.shots))
+    if shots is not None and benchmark.shots not in shots:
+        numbers = " or ".join(map(str, shots))
         yield f"{name}: shots={benchmark.shots}, but EvalScope's {benchmark.task} shows {numbers} examples"
-    for parameter in HARNESSES["evalscope"].question_parameters if task.code else ():
+    for parameter in HARNESSES["evalscope"].question_parameters if benchmark.task == CODE else ():
         try:
             date.fromisoformat(value := str(benchmark.parameters.get(parameter)))
         except ValueError:
@@ -83,7 +75,7 @@ def wrong(benchmark: BenchmarkConfig) -> Iterator[str]:
 def lacking(benchmark: BenchmarkConfig, policy: Policy) -> Iterator[str]:
     """Sentences if EvalScope is missing, and if running programs or reading pickled tests would need a permission."""
     yield from user_errors(lambda: harness.check_has("evalscope", interpreter(benchmark)))
-    if benchmark.task in TASKS and TASKS[benchmark.task].code:
+    if benchmark.task == CODE:
         yield from user_errors(policy.protection)
         if not policy.allow_pickled_data:
             yield (
@@ -113,7 +105,7 @@ def grade(answers: Sequence[Answer], benchmark: BenchmarkConfig, policy: Policy)
 
     Raises RuntimeError when EvalScope could not compare more than 1 % of them.
     """
-    code = TASKS[benchmark.task].code
+    code = benchmark.task == CODE
     protection = policy.protection() if code else None
     texts = {answer.item: replace_surrogates(answer.reply.text or "") for answer in answers}
     reply = _asked(benchmark, policy, "grade", texts=texts)
@@ -140,9 +132,8 @@ def _asked(benchmark: BenchmarkConfig, policy: Policy | None, method: str, **arg
 
     Raises UserError for a problem of the data, and RuntimeError with the process's last line if it failed.
     """
-    task = TASKS[benchmark.task]
     dataset_args: dict[str, Any] = {"few_shot_num": benchmark.shots, "eval_split": benchmark.split}
-    if not task.own_subsets:
+    if benchmark.task != OWN_SUBSETS:
         dataset_args["subset_list"] = [benchmark.subset or "default"]
     kept = {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH") if name in os.environ}
     offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "OMP_NUM_THREADS": "1", "LANG": "C.UTF-8"}
@@ -155,7 +146,7 @@ def _asked(benchmark: BenchmarkConfig, policy: Policy | None, method: str, **arg
             "folder": str(_linked_data(benchmark, place / "data")),
             "dataset_args": dataset_args,
             "limit": benchmark.limit,
-            "code": _code(benchmark, policy) if task.code else None,
+            "code": _code(benchmark, policy) if benchmark.task == CODE else None,
         }
         line = command("moe_lab.evaluation.harnesses.evalscope_worker", python=interpreter(benchmark))
         with Child(line, {**kept, **caches, **offline, **homes}, place) as process:

@@ -9,6 +9,7 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -58,7 +59,8 @@ def items(benchmark: BenchmarkConfig) -> list[Item]:
         _aggregation(metric, by_name, benchmark)
     return [
         Item(question.name, tuple(_request(request, question, benchmark) for request in question.requests))
-        for question in _questions(by_name, benchmark)
+        for of_task in _questions(by_name, benchmark)
+        for question in of_task
     ]
 
 
@@ -83,7 +85,7 @@ def grade(answers: Sequence[Answer], benchmark: BenchmarkConfig, policy: Policy)
             scores.append({**of_units, "metric": metric})
         else:
             scores.append(mean_result(result, metric, own, benchmark))
-    asked = list({id(question.task): question.task for question in questions}.values())
+    asked = [of_task[0].task for of_task in questions]
     protocol = {
         "task": benchmark.task if benchmark.data is not None else next(iter(by_name)),
         "task_version": ", ".join(sorted({str(task.VERSION) for task in asked})),
@@ -95,12 +97,12 @@ def grade(answers: Sequence[Answer], benchmark: BenchmarkConfig, policy: Policy)
 # Requests and replies.
 
 
-def _questions(by_name: Mapping[str, Any], benchmark: BenchmarkConfig) -> list[_Question]:
-    """The items of each task that are evaluated.
+def _questions(by_name: Mapping[str, Any], benchmark: BenchmarkConfig) -> list[list[_Question]]:
+    """The items that are evaluated, task by task.
 
     Their names are their ids if these are unique, else numbers; where there are several tasks, after the task's name.
     """
-    questions = []
+    questions: list[list[_Question]] = []
     for task_name in first_items(by_name, benchmark.limit):
         task = by_name[task_name]
         by_doc: dict[int, list[Instance]] = {}
@@ -108,11 +110,12 @@ def _questions(by_name: Mapping[str, Any], benchmark: BenchmarkConfig) -> list[_
             by_doc.setdefault(request.doc_id, []).append(request)
         names = {number: str(requests[0].doc.get("id", number)) for number, requests in by_doc.items()}
         unique = len(set(names.values())) == len(names)
+        questions.append([])
         for number, requests in by_doc.items():
             name = names[number] if unique else str(number)
             whole = f"{task_name}/{name}" if len(by_name) > 1 else name
             requests = sorted(requests, key=lambda request: request.idx)
-            questions.append(_Question(whole, task, requests[0].doc, requests))
+            questions[-1].append(_Question(whole, task, requests[0].doc, requests))
     return questions
 
 
@@ -136,35 +139,29 @@ def _request(request: Instance, question: _Question, benchmark: BenchmarkConfig)
     return Text(context, int(other.get("max_gen_toks", 256)), stop, reference)
 
 
-def _rows(questions: Sequence[_Question], answers: Mapping[str, Answer]) -> list[_Row]:
+def _rows(questions: Sequence[Sequence[_Question]], answers: Mapping[str, Answer]) -> list[_Row]:
     """What lm-eval says of each answer, task by task and filter by filter."""
-    by_task: dict[int, list[_Question]] = {}
-    for question in questions:
-        by_task.setdefault(id(question.task), []).append(question)
-        for request, reply in zip(question.requests, answers[question.name].replies, strict=True):
-            response: Any = reply.nats
-            if request.request_type == "generate_until":
-                response = reply.text or ""
-            elif request.request_type == "loglikelihood":
-                response = (reply.nats, reply.windows[0].likeliest)
-            request.resps = [response] * (request.repeats or 1)
-            request.filtered_resps = {}
     rows = []
-    for of_task in by_task.values():
+    for of_task in questions:
+        for question in of_task:
+            for request, reply in zip(question.requests, answers[question.name].replies, strict=True):
+                response: Any = reply.nats
+                if request.request_type == "generate_until":
+                    response = reply.text or ""
+                elif request.request_type == "loglikelihood":
+                    response = (reply.nats, reply.windows[0].likeliest)
+                request.resps = [response] * (request.repeats or 1)
+                request.filtered_resps = {}
         of_task[0].task.apply_filters()
-        for name in of_task[0].requests[0].filtered_resps:
-            rows += [_row(question, answers[question.name], name) for question in of_task]
+        for name, question in product(of_task[0].requests[0].filtered_resps, of_task):
+            answer, extracted = answers[question.name], [request.filtered_resps[name] for request in question.requests]
+            found = question.task.process_results(question.doc, extracted)
+            if answer.reply.text is None:  # lm-eval has graded an empty answer, which some metrics find right
+                higher = question.task.higher_is_better()
+                numbers = [metric for metric, value in found.items() if isinstance(value, int | float)]
+                found |= {metric: 0.0 for metric in numbers if higher.get(metric, True)}
+            rows.append(_Row(question, answer, name, extracted, found))
     return rows
-
-
-def _row(question: _Question, answer: Answer, name: str) -> _Row:
-    extracted = [request.filtered_resps[name] for request in question.requests]
-    found = question.task.process_results(question.doc, extracted)
-    if answer.reply.text is None:  # lm-eval has graded an empty answer, which some metrics find right
-        higher = question.task.higher_is_better()
-        numbers = [metric for metric, value in found.items() if isinstance(value, int | float)]
-        found |= {metric: 0.0 for metric in numbers if higher.get(metric, True)}
-    return _Row(question, answer, name, extracted, found)
 
 
 def _rows_with(metric: str, rows: Sequence[_Row], benchmark: BenchmarkConfig) -> list[_Row]:

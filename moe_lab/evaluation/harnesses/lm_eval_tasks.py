@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError
 from moe_lab.evaluation import mirror
 from moe_lab.evaluation.harness import data_files
-from moe_lab.evaluation.suite import data_digest, task_folder
+from moe_lab.evaluation.suite import question_identity, task_folder
 
 SEED = 1234
 """The default of lm-eval's own command line."""
@@ -38,8 +38,7 @@ def tasks(benchmark: BenchmarkConfig) -> dict[str, Any]:
     Raises UserError when the task's split is not the benchmark's, when the task lacks examples to show, or when an item
     to evaluate has no right answer.
     """
-    settings = (benchmark.task, benchmark.parameters, benchmark.subset, benchmark.split, benchmark.shots)
-    key = f"{data_digest(benchmark)} {settings} {benchmark.chat} {benchmark.max_new_tokens} {benchmark.limit}"
+    key = json.dumps(question_identity(benchmark))
     if key not in _built:
         with patch.object(lm_eval.api.task, "tqdm", lambda iterable, **_: iterable):
             _built[key] = _with_requests(benchmark)
@@ -76,7 +75,7 @@ def _stock(benchmark: BenchmarkConfig) -> dict[str, Any]:
                 f"benchmark {benchmark.name}: {benchmark.task} needs the subset {subset}, and the mirror "
                 f"{mirror.folder(benchmark)} has {', '.join(sorted(subsets))}"
             )
-        return _Splits(subsets[subset])
+        return _Splits(defaultdict(list, subsets[subset]))
 
     return _load(manager, benchmark.task, from_mirror)
 
@@ -87,7 +86,7 @@ def _own(benchmark: BenchmarkConfig) -> dict[str, Any]:
     *files, items = data_files(benchmark)
     manager, defined = TaskManager(include_defaults=False), {"task": benchmark.name, "test_split": "test"}
     definition = str(files[0]) if files else {**defined, **benchmark.parameters["definition"]}
-    by_name = _load(manager, definition, lambda *_, **__: _Splits({}, otherwise=items))
+    by_name = _load(manager, definition, lambda *_, **__: _Splits(defaultdict(lambda: [items])))
     for task in by_name.values():
         if _source_of_examples(task) is not None:
             # lm-eval leaves an item out of its own examples only where both are of the same, named test split.
@@ -112,13 +111,12 @@ def _load(
 class _Splits(dict[str, Any]):
     """Splits of a data set, each read at its first use; those that the mirror lacks are empty."""
 
-    def __init__(self, files: Mapping[str, list[Path]], otherwise: Path | None = None) -> None:
+    def __init__(self, files: defaultdict[str, list[Path]]) -> None:
         super().__init__()
-        self.files, self.otherwise = files, otherwise
+        self.files = files
 
     def __missing__(self, split: str) -> Any:
-        files = [self.otherwise] if self.otherwise else self.files.get(split, [])
-        self[split] = datasets.Dataset.from_list([row for file in files for row in mirror.read_rows(file)])
+        self[split] = datasets.Dataset.from_list([row for file in self.files[split] for row in mirror.read_rows(file)])
         return self[split]
 
 

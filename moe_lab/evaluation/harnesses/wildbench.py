@@ -97,15 +97,9 @@ def grade(answers: Sequence[Answer], benchmark: BenchmarkConfig, policy: Policy)
     def verdict(answer: Answer, metric: str) -> tuple[float, str]:
         return (scores[answer.item] - LOWEST) / (HIGHEST - LOWEST), verdicts[answer.item].reply
 
-    coverage = {
-        "items": len(verdicts),
-        "empty": len(unasked),
-        "scored": len(scores),
-        "cached": sum(verdict.cached for verdict in verdicts.values()),
-        "unscored": {item: verdict.reply for item, verdict in verdicts.items() if item not in scores},
-        "mean": math.fsum(scores.values()) / len(scores),
-    }
-    protocol = {**identity(benchmark), "coverage": coverage, "judge_prompt": next(iter(prompts.values()), None)}
+    unscored = {item: verdict.reply for item, verdict in verdicts.items() if item not in scores}
+    asked = {"unasked": len(unasked), "unscored": unscored, "judge_prompt": next(iter(prompts.values()), None)}
+    protocol = {**identity(benchmark), **asked}
     scored = [answer for answer in answers if answer.item in scores]
     return graded_by_mean(scored, benchmark, verdict, protocol, tolerated)
 
@@ -164,8 +158,6 @@ class Verdict:
     """1 to 10; None without a usable reply."""
     reply: str
     """The judge's reply, or why there is none."""
-    cached: bool = False
-    """Whether the reply is from the cache."""
 
 
 class Judge:
@@ -225,7 +217,7 @@ class Judge:
         file = self.cache / key[:2] / f"{key}.json"
         with suppress(OSError, ValueError):  # not in the cache, or damaged: request it
             reply = read_json(file, {"reply": str})["reply"]
-            return Verdict(score(reply), reply, cached=True)
+            return Verdict(score(reply), reply)
         reason = "canceled"
         for _ in range(0 if refused.is_set() else UNPARSABLE_ATTEMPTS):
             try:

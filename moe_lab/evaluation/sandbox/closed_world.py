@@ -38,11 +38,7 @@ def leaves_closed_world(program: str) -> str | None:
         tree = ast.parse(program)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None  # it will fail when it is run, which is the right verdict
-    for node in ast.walk(tree):
-        reason = _reaches_out(node)
-        if reason:
-            return reason
-    return None
+    return next(filter(None, map(_reaches_out, ast.walk(tree))), None)
 
 
 def _reaches_out(node: ast.AST) -> str | None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from moe_lab.config import BackendConfig, BenchmarkConfig, Config, LauncherConfig, ModelConfig
 from moe_lab.errors import Unavailable
 from moe_lab.evaluation import LIMITED, NAMESPACES, Policy, engines, suite
+from moe_lab.evaluation.harness import HARNESSES
 from moe_lab.json_files import write_json
 from moe_lab.models.config_json import ROOM, Size
 from moe_lab.study.step import BASE, Step, once
@@ -41,9 +42,10 @@ def task_of(benchmark: BenchmarkConfig, config: Config) -> Task:
     a weaker sandbox than here, also where another machine of the study has no namespaces.
     """
     backend, questions = replace(config.backend, python=config.interpreters.get("vllm")), suite.Questions(benchmark)
-    if backend.name == "server" and not suite.has_two_phases(benchmark):
+    two_phases = HARNESSES[benchmark.harness].two_phases
+    if backend.name == "server" and not two_phases:
         backend = BackendConfig(name="hf")
-    policy = suite.policy(config)
+    policy = Policy(config.allow_code_execution, config.sandbox, config.allow_judge, config.allow_pickled_data)
     limited = LIMITED if suite.runs_limited(benchmark, policy) else None
     if policy.sandbox == "auto" and not limited:
         policy = replace(policy, sandbox=NAMESPACES)
@@ -51,7 +53,7 @@ def task_of(benchmark: BenchmarkConfig, config: Config) -> Task:
     def results_of(pruned: Pruned) -> Evaluate | Grade:
         template = tuple(pruned.model.template_arguments.items()) if benchmark.chat else None
         asked = pruned, backend, _checkpoint(pruned, backend.name, config), template
-        if not suite.has_two_phases(benchmark):
+        if not two_phases:
             return Evaluate(benchmark, policy, limited, *asked)
         return Grade(benchmark, policy, limited, Generate(benchmark, *asked, questions))
 
@@ -159,7 +161,7 @@ class AsksModel(OnBenchmark):
             forget_models()
             plan = None if self.checkpoint else files.plan(self.pruned.plan)
             engine = vllm.opened(self.weights(files), self.backend, self.about, plan)
-            write_json(files.out / "backend.json", engine.process.about)
+            write_json(files.out / "backend.json", engine.about)
             yield engine
         else:
             from moe_lab.evaluation.engines.hf import LoadedModel
