@@ -6,8 +6,8 @@ calibration passes with all forward statistics, each in its own process:
 - streamed: the same batches layer by layer (bar: at most 1.5 times the seconds of the resident pass without loading,
   or, when the disk is the limit, at least 0.8 of the speed at which the files can be read);
 - short: streamed in the stored precision, with so few tokens that almost all time is reading.
-On CUDA the streamed pass may take as much memory as one layer, its hidden states, the memory of the resident pass
-without its weights, and 1 GiB for everything else (also a bar).
+On CUDA the streamed pass may take as much memory as one layer, the memory of the resident pass without its weights, and
+1 GiB for everything else (also a bar).
 Files are dropped from the system's cache before each pass. On the CPU, passes are compared by CPU seconds, which other
 work on the machine disturbs less; reading, and everything on CUDA, by wall-clock seconds. Exit code 1 when a bar fails.
 """
@@ -63,8 +63,7 @@ def main() -> int:
     print(f"  streamed / resident, {measure}: {slower:.2f}; {share:.2f} of the raw read speed, {bars}: {_says(good)}")
     if arguments.device == "cpu":  # no bar for memory: pages of mapped files count as memory of the process
         return int(not good)
-    room = took["streamed"]["layer GiB"] + took["streamed"]["states GiB"] + 1
-    room += took["resident"]["peak GiB"] - took["resident"]["weights GiB"]
+    room = took["streamed"]["layer GiB"] + 1 + took["resident"]["peak GiB"] - took["resident"]["weights GiB"]
     fits = took["streamed"]["peak GiB"] <= room
     print(f"  streamed, peak: {took['streamed']['peak GiB']:.2f} GiB, bar <= {room:.2f}: {_says(fits)}")
     return int(not (good and fits))
@@ -150,14 +149,13 @@ def _stream(
 
     def run() -> StreamedModel:
         model = StreamedModel(arguments.folder, dtype=precision, device=arguments.device)
-        stream(model, ForwardTap, given, out=Path(folder), fingerprint={}, budget=GIB)
+        stream(model, ForwardTap, given, out=Path(folder), fingerprint={})
         return model
 
     with tempfile.TemporaryDirectory() as folder:
         model, found = _timed(arguments.device, run)
     layer = max(sum(weight.numel() for weight in layer.parameters()) for layer in model.layers)
-    states = 2 * batches * rows * length * moe_layers(model.model)[0].hidden * precision.itemsize
-    return {**found, "layer GiB": layer * precision.itemsize / GIB, "states GiB": min(GIB, states) / GIB}
+    return {**found, "layer GiB": layer * precision.itemsize / GIB}
 
 
 def _timed(device: str, run: Callable[[], Made]) -> tuple[Made, dict[str, float]]:

@@ -270,7 +270,6 @@ def plan(
     *,
     statistics: ModelStatistics | None = None,
     multiple_of: int = 1,
-    ratio_basis: str = "routed",
     replacement: str = "none",
     protect: str | None = None,
     **parameters: Any,
@@ -281,8 +280,8 @@ def plan(
     `scores`: from `score`, or your own with the columns layer, expert, (channel,) score, one row each; experts and
     channels are numbered from 0, and higher means keep. `allocation`: how the budget is shared among layers
     and experts; those that search need a study. `statistics`: those of the model, if they are not attached to the
-    scores. `parameters`: parameters of the allocation. For `multiple_of`, `ratio_basis`, `replacement` and `protect`
-    see `moe_lab.config.AllocationConfig`. Where the replacement is m_smoe or ream, `mask`, `prune` and `export`
+    scores. `parameters`: parameters of the allocation. For `multiple_of`, `replacement` and `protect` see
+    `moe_lab.config.AllocationConfig`. Where the replacement is m_smoe or ream, `mask`, `prune` and `export`
     take what `align` makes of the plan. Raises UserError for a ratio that is not feasible, naming the nearest one, and
     for scores that are not one for each expert or channel of the model.
     """
@@ -296,7 +295,7 @@ def plan(
     statistics = statistics or scores.attrs.get("statistics")
     if statistics is None:
         raise UserError("plan: these scores say nothing of their model: give its statistics=")
-    given = {"multiple_of": multiple_of, "ratio_basis": ratio_basis, "replacement": replacement, "protect": protect}
+    given = {"multiple_of": multiple_of, "replacement": replacement, "protect": protect}
     given |= {"name": allocation, "parameters": parameters}
     settings: AllocationConfig = valid(AllocationConfig, given, "allocation", f"allocation={allocation}")
     granularity: Literal["expert", "channel"] = "channel" if "channel" in scores else "expert"
@@ -311,7 +310,7 @@ def plan(
     facts = protection.with_protected(chosen, statistics.facts, statistics.sums.get("statistics", {}))
     provenance = {"allocation": chosen, **protection.provenance(facts)}
     values = _scores_table(scores, facts["layers"])
-    return plan_from_scores(chosen, values, granularity, facts, statistics.sums, provenance=provenance)
+    return plan_from_scores(chosen, values, granularity, facts["layers"], statistics.sums, provenance=provenance)
 
 
 def align(

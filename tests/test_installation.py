@@ -39,7 +39,7 @@ def like_uniform(problem):
     return uniform_experts(problem)
 
 
-register(Allocation("like_uniform", "mine", {"expert": like_uniform}))
+register(Allocation("like_uniform", {"expert": like_uniform}))
 """
 TINY = """calibration.tokens=1024 calibration.length=128 suite=pocket_quick suite.benchmarks=[pocket_boolq]
 suite.limit=4 launcher.processes=1 store=store"""

@@ -103,7 +103,6 @@ ATTRIBUTES = {
     "_dequantize_one",
     "_experts_implementation",
     "_get_dtype_plan",
-    "_gradient_checkpointing_func",
     "_init_weights",
     "_is_expert_parallel",
     "_load_pretrained_model",

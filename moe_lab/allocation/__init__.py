@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, make_dataclass
+from functools import partial
 from hashlib import sha256
 from typing import Annotated, Any, Literal, TypeAlias
 
@@ -45,8 +46,6 @@ class Allocation:
     """A named rule for how much each layer, or each expert, loses."""
 
     name: str
-    reference: str
-    """The paper that introduced it."""
     functions: Mapping[Granularity, Function | None]
     """Granularity -> function that decides; None if a step other than the plan step decides."""
     needs: Callable[[Mapping[str, Any]], tuple[str, ...]] = lambda parameters: ()
@@ -72,7 +71,6 @@ class Allocation:
         return tuple(self.functions)
 
 
-HEAPR, EVOESAP, SLIMMING = "HEAPr", "EvoESAP", "MoE-Slimming"
 BOTH: tuple[Granularity, ...] = ("expert", "channel")
 CHANNEL: tuple[Granularity, ...] = ("channel",)
 
@@ -84,18 +82,16 @@ def _both(experts: Function, channels: Function) -> Mapping[Granularity, Functio
 ALLOCATIONS: dict[str, Allocation] = {
     allocation.name: allocation
     for allocation in (
-        Allocation("uniform", "all papers", _both(shapes.uniform_experts, shapes.uniform_channels)),
-        Allocation("global", f"{EVOESAP}; {HEAPR}", _both(shapes.global_experts, shapes.global_channels), uneven=BOTH),
-        Allocation("layerwise", HEAPR, {"channel": shapes.layerwise}, uneven=CHANNEL),
-        Allocation("u_shaped", SLIMMING, _both(shapes.u_shaped, shapes.u_shaped), uneven=BOTH),
-        Allocation("loss_based", SLIMMING, _both(shapes.loss_based, shapes.loss_based), shapes.loss_needs, uneven=BOTH),
-        Allocation(
-            "coverage", SLIMMING, {"channel": coverage.coverage}, coverage.needs, uneven=CHANNEL, zero_expert="drop"
-        ),
-        Allocation("list", "a file of yours", _both(shapes.experts, shapes.channels)),
-        Allocation("evolutionary", EVOESAP, {"expert": None}, step="search", parameters=None, uneven=("expert",)),
-        Allocation("reconstruction", "NAEE", {"expert": None}, step="reconstruction", parameters={"limit": Positive}),
-        Allocation("sequential", "CAMERA", {"expert": None, "channel": None}, step="sequential", uneven=CHANNEL),
+        Allocation("uniform", _both(shapes.uniform_experts, shapes.uniform_channels)),
+        Allocation("global", _both(shapes.global_experts, shapes.global_channels), uneven=BOTH),
+        Allocation("layerwise", {"channel": shapes.layerwise}, uneven=CHANNEL),
+        Allocation("u_shaped", _both(shapes.u_shaped, shapes.u_shaped), uneven=BOTH),
+        Allocation("loss_based", _both(shapes.loss_based, shapes.loss_based), shapes.loss_needs, uneven=BOTH),
+        Allocation("coverage", {"channel": coverage.coverage}, coverage.needs, uneven=CHANNEL, zero_expert="drop"),
+        Allocation("list", _both(shapes.experts, shapes.channels)),
+        Allocation("evolutionary", {"expert": None}, step="search", parameters=None, uneven=("expert",)),
+        Allocation("reconstruction", {"expert": None}, step="reconstruction", parameters={"limit": Positive}),
+        Allocation("sequential", {"expert": None, "channel": None}, step="sequential", uneven=CHANNEL),
     )
 }
 
@@ -215,66 +211,40 @@ def _parameters(settings: AllocationConfig, allocation: Allocation, granularity:
 
 
 Layers = Mapping[int, Mapping[str, Any]]
+"""Layer -> facts: n_experts, top_k, n_group, topk_group, and perhaps protected, ids of experts that must be kept."""
 
 
 def allocate(
-    settings: Mapping[str, Any],
-    layers: Layers,
-    scores: Mapping[int, Any],
-    evidence: Evidence | None = None,
-    model: Mapping[str, Any] | None = None,
+    settings: Mapping[str, Any], layers: Layers, scores: Mapping[int, Any], evidence: Evidence | None = None
 ) -> dict[int, int]:
     """Layer -> how many experts to remove.
 
-    `settings`: fields of AllocationConfig and the ratio. `layers`: layer -> facts (n_experts, top_k, n_group,
-    topk_group, and perhaps protected: ids of experts that must be kept). `scores`: layer -> a score per expert.
-    `evidence`: each name in `needs(settings)` -> layer -> arrays by name (for "by": a score per expert). `model`: facts
-    of the model, for ratio_basis=model. UserError for infeasible settings, naming the nearest feasible ones.
+    `settings`: fields of AllocationConfig and the ratio. `scores`: layer -> a score per expert. `evidence`: each name
+    in `needs(settings)` -> layer -> arrays by name (for "by": a score per expert). UserError for infeasible settings,
+    naming the nearest feasible ratio.
     """
-    function, by_layer = _function(settings, "expert"), limits(layers, settings["multiple_of"])
-    values = {layer: numpy.asarray(scores[layer], dtype=numpy.float64) for layer in layers}
-
-    def decide(ratio: float) -> dict[int, int]:
-        problem = Experts(
-            ratio=routed_ratio(ratio, settings.get("ratio_basis", "routed"), model),
-            scores=values,
-            evidence=evidence or {},
-            path=settings.get("path"),
-            protected=_protected(layers),
-            limits=by_layer,
-        )
-        return function(problem, **own(function, settings["parameters"]))
-
-    return or_nearest(decide, settings["ratio"])
+    function, given = _function(settings, "expert"), _given(settings, layers, scores, evidence)
+    by_layer = limits(layers, settings["multiple_of"])
+    return or_nearest(lambda ratio: function(Experts(ratio=ratio, limits=by_layer, **given)), settings["ratio"])
 
 
 def budgets(
-    settings: Mapping[str, Any],
-    layers: Layers,
-    scores: Mapping[int, Any],
-    evidence: Evidence | None = None,
-    model: Mapping[str, Any] | None = None,
+    settings: Mapping[str, Any], layers: Layers, scores: Mapping[int, Any], evidence: Evidence | None = None
 ) -> Budgets:
     """Layer -> how many channels each expert keeps (E,) int64. As `allocate`, with `scores`: layer -> (E, I). Rounded
     to whole blocks if parameters.align is set."""
-    function = _function(settings, "channel")
-    values = {layer: numpy.asarray(scores[layer], dtype=numpy.float64) for layer in layers}
-    alignment, protected, raised = coverage.alignment_of(settings), _protected(layers), dict(values)
-    for layer, experts in protected.items():
-        raised[layer] = values[layer].copy()
-        raised[layer][experts] = numpy.inf
+    function, given = _function(settings, "channel"), _given(settings, layers, scores, evidence)
+    values, alignment = given["scores"], coverage.alignment_of(settings)
+    given["scores"] = {layer: array.copy() for layer, array in values.items()}
+    for layer, experts in given["protected"].items():
+        given["scores"][layer][experts] = numpy.inf
 
     def decide(ratio: float) -> Budgets:
-        problem = Channels(
-            ratio=_share_of_channels(ratio, settings, layers, model),
-            scores=raised,
-            evidence=evidence or {},
-            path=settings.get("path"),
-            protected=protected,
-        )
+        _check_channels(ratio, settings, layers)
+        problem = Channels(ratio=ratio, **given)
         if problem.fixed.sum() > problem.keep:
             raise RatioTooLarge(f"keeps {problem.keep} channels, but allocation.protect needs {problem.fixed.sum()}")
-        kept = function(problem, **own(function, settings["parameters"]))
+        kept: Budgets = function(problem)
         return kept if alignment is None else coverage.align(kept, values, alignment)
 
     return or_nearest(decide, settings["ratio"])
@@ -282,26 +252,18 @@ def budgets(
 
 def fits(settings: Mapping[str, Any], layers: Layers, granularity: Granularity) -> None:
     """Raise UserError when ratio, multiple_of or block is infeasible in these layers, as far as known without scores.
-    `layers` as in `allocate`; for channels, blocks are checked only in layers that also have a width. Nothing is
-    checked with ratio_basis=model, which needs the parameters of the model."""
-    if settings.get("ratio_basis", "routed") != "routed":
-        return
+    `layers` as in `allocate`; for channels, blocks are checked only in layers that also have a width."""
     if granularity == "channel":
         wide = {layer: facts for layer, facts in layers.items() if "width" in facts}
-        or_nearest(lambda ratio: _share_of_channels(ratio, settings, wide), settings["ratio"])
+        or_nearest(lambda ratio: _check_channels(ratio, settings, wide), settings["ratio"])
     elif settings["name"] != "list":
         or_nearest(lambda ratio: _check_experts(ratio, settings, layers), settings["ratio"])
 
 
-def _share_of_channels(
-    ratio: float, settings: Mapping[str, Any], layers: Layers, model: Mapping[str, Any] | None = None
-) -> float:
-    """The share of channels that go. RatioTooLarge or RatioTooSmall when it is not in [0, 1), or blocks keep fewer."""
-    share = routed_ratio(ratio, settings.get("ratio_basis", "routed"), model)
-    check_ratio(share)
+def _check_channels(ratio: float, settings: Mapping[str, Any], layers: Layers) -> None:
+    check_ratio(ratio)
     if (alignment := coverage.alignment_of(settings)) is not None:
-        coverage.check_fits(alignment, layers, share)
-    return share
+        coverage.check_fits(alignment, layers, ratio)
 
 
 def _check_experts(ratio: float, settings: Mapping[str, Any], layers: Layers) -> None:
@@ -314,30 +276,20 @@ def _check_experts(ratio: float, settings: Mapping[str, Any], layers: Layers) ->
         grouping.fits(settings, limit.count, limit.even(ratio), len(layers[layer].get("protected", ())))
 
 
-def routed_ratio(ratio: float, basis: str, facts: Mapping[str, Any] | None) -> float:
-    """Convert `ratio` to a share of the routed experts' parameters. basis=routed: it already is one. basis=model: it is
-    a share of all `facts["parameters"]`. RatioTooLarge when the routed experts do not have more parameters than
-    that."""
-    if basis == "routed":
-        return ratio
-    if facts is None:
-        raise UserError("allocation.ratio_basis=model needs the number of the model's parameters, and none was given")
-    routed = sum(layer["n_experts"] * layer["expert_parameters"] for layer in facts["layers"].values())
-    share = float(routed / facts["parameters"])
-    if ratio >= share:
-        raise RatioTooLarge(
-            f"with allocation.ratio_basis=model expected less than {share:.4f}, the share of the routed experts in the "
-            "parameters of the model"
-        )
-    return ratio / share
+def _given(
+    settings: Mapping[str, Any], layers: Layers, scores: Mapping[int, Any], evidence: Evidence | None
+) -> dict[str, Any]:
+    """What every problem has besides the ratio."""
+    return {
+        "scores": {layer: numpy.asarray(scores[layer], dtype=numpy.float64) for layer in layers},
+        "evidence": evidence or {},
+        "path": settings.get("path"),
+        "protected": {layer: list(facts["protected"]) for layer, facts in layers.items() if facts.get("protected")},
+    }
 
 
-def _protected(layers: Layers) -> dict[int, list[int]]:
-    """Layer -> ids of its protected experts, for layers that have any."""
-    return {layer: list(facts["protected"]) for layer, facts in layers.items() if facts.get("protected")}
-
-
-def _function(settings: Mapping[str, Any], granularity: Granularity) -> Callable[..., dict[int, Any]]:
+def _function(settings: Mapping[str, Any], granularity: Granularity) -> Function:
+    """What the allocation decides by, with its parameters."""
     allocation = get(settings["name"])
     function = allocation.functions.get(granularity)
     if function is None:
@@ -345,4 +297,4 @@ def _function(settings: Mapping[str, Any], granularity: Granularity) -> Callable
             f"allocation={allocation.name} cannot say from scores of {granularity}s alone how much goes: it is for "
             f"{' and '.join(allocation.granularities)}s, decided in the {allocation.step} step"
         )
-    return function
+    return partial(function, **own(function, settings["parameters"]))

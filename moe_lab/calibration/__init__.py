@@ -5,7 +5,6 @@ Here: checks of a set before it is read, and what identifies it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -16,7 +15,7 @@ from moe_lab.calibration.sources import file_format, first_record, hub_file, is_
 from moe_lab.config import CalibrationConfig, ModelConfig
 from moe_lab.config.base import counting_fields, identity
 from moe_lab.config.pruning import OF_DOCUMENTS
-from moe_lab.errors import UserError, user_errors
+from moe_lab.errors import UserError
 from moe_lab.models import config_json
 from moe_lab.models.files import UNRESOLVED, data_file, data_files, sha256_of
 
@@ -29,25 +28,8 @@ def parts(settings: CalibrationConfig) -> list[tuple[float, CalibrationConfig]]:
     return seeded or [(1.0, settings)]
 
 
-def check(settings: CalibrationConfig) -> None:
-    """Raise UserError for a text that cannot be found. Reads names, sizes and first bytes of files."""
-    for _, part in parts(settings):
-        locate(part.path)
-
-
-def wrong(settings: CalibrationConfig, look: Callable[[CalibrationConfig], object] | None = None) -> list[str]:
-    """Error messages of `check`; if there are none, those of `look` for each set of a mixture."""
-    sentences = list(user_errors(check, settings))
-    if sentences or look is None:
-        return sentences
-    return [sentence for _, part in parts(settings) for sentence in user_errors(look, part)]
-
-
 def check_chat_template(settings: CalibrationConfig, model: ModelConfig) -> None:
-    """Raise UserError when a set begins with chat messages that the model, on this machine, has no chat template for.
-    Settings that are `wrong` are left to that check."""
-    if wrong(settings, first_record):
-        return
+    """Raise UserError when a set begins with chat messages and the model, on this machine, has no template for them."""
     other = ", or a set of plain texts, or of instructions and outputs"
     for _, part in parts(settings):
         for document in first_record(part):
@@ -80,7 +62,6 @@ def order_seed(settings: CalibrationConfig) -> int | None:
 def _(settings: CalibrationConfig) -> Any:
     """All that changes what is read and in which batches: of a path the content, of a mixture its sets and their
     shares, of the tokens how many rows they fill. The seed counts only where documents are shuffled."""
-    check(settings)
     document = {**counting_fields(settings, "sources", "tokens"), "rows": settings.rows}
     if not settings.sources:
         return {**document, **_documents(settings)}

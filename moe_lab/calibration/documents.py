@@ -127,7 +127,7 @@ def _named(record: Mapping[str, Any], field: str, where: str) -> Document:
     """The document in one field: a string, or a list of chat messages. The messages may be JSON text."""
     value = record.get(field)
     if (field == "messages" and field in record) or (isinstance(value, str) and _MESSAGES.match(value)):
-        value = _listed(value, f"{where}: {field}")
+        value = _decoded(value, f"{where}: {field}", list)
     if isinstance(value, list):
         messages = tuple(_message(entry, f"{where}, field {field}") for entry in value)
         return Chat(messages, _tools(record, where), where=where)
@@ -148,7 +148,7 @@ def _field(record: Mapping[str, Any], field: str, where: str, setting: str = "")
 
 def _message(entry: Any, where: str) -> Mapping[str, Any]:
     """A message with what chat templates read of it; without content if it only calls functions."""
-    calls = _listed(entry.get("tool_calls") or [], f"{where}: tool_calls") if isinstance(entry, Mapping) else []
+    calls = _decoded(entry.get("tool_calls") or [], f"{where}: tool_calls", list) if isinstance(entry, Mapping) else []
     if calls and entry.get("content") is None:
         entry = {**entry, "content": ""}
     if not fits(entry, {"role": str, "content": str}):
@@ -165,8 +165,7 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
     function: Any = call.get("function", call) if isinstance(call, Mapping) else None
     if not fits(function, {"name": str}):
         raise UserError(f"{where}: expected tool_calls with a name and arguments, found {call!r:.80}")
-    place = f"{where}: arguments of {function['name']}"
-    arguments = _decoded(function.get("arguments", {}), place, dict, "hold", "an object")
+    arguments = _decoded(function.get("arguments", {}), f"{where}: arguments of {function['name']}", dict)
     identified = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
     return {"type": "function", **identified, "function": {"name": function["name"], "arguments": arguments}}
 
@@ -174,7 +173,7 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
 def _tools(record: Mapping[str, Any], where: str) -> Tools:
     """The functions in the field `tools`, a list or its JSON text; empty without the field."""
     tools = []
-    for tool in _listed(record.get("tools") or [], f"{where}: tools"):
+    for tool in _decoded(record.get("tools") or [], f"{where}: tools", list):
         wrapped = tool if isinstance(tool, Mapping) and "function" in tool else {"type": "function", "function": tool}
         if not fits(wrapped, {"function": {"name": str}}):
             raise UserError(f"{where}: tools holds {tool!r:.80}, expected functions with a name")
@@ -182,20 +181,14 @@ def _tools(record: Mapping[str, Any], where: str) -> Tools:
     return tuple(tools)
 
 
-def _listed(value: Any, where: str) -> list[Any]:
-    """A list, or that in its JSON text."""
-    listed: list[Any] = _decoded(value, where, list, "holds", "a list")
-    return listed
-
-
-def _decoded(value: Any, where: str, kind: type, verb: str, expected: str) -> Any:
-    """A value of a type, or that in its JSON text."""
+def _decoded(value: Any, where: str, kind: type) -> Any:
+    """A list or an object, as `kind` says, or that in its JSON text."""
     try:
         decoded = json.loads(value) if isinstance(value, str) else value
     except json.JSONDecodeError as error:
         raise UserError(f"{where} is damaged JSON: {error.msg}") from error
     if not isinstance(decoded, kind):
-        raise UserError(f"{where} {verb} {decoded!r:.40}, expected {expected}")
+        raise UserError(f"{where}: found {decoded!r:.40}, expected {'a list' if kind is list else 'an object'}")
     return decoded
 
 

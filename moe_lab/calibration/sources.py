@@ -10,7 +10,6 @@ import json
 import re
 import zlib
 from collections.abc import Iterable, Iterator
-from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -86,7 +85,6 @@ def locate(path: str) -> Path | None:
     file_format(path, file)
     if file.stat().st_size == 0:
         raise UserError(f"calibration.path={path} is empty: expected text to calibrate on")
-    check_text(file, "calibration.path")
     return file
 
 
@@ -139,23 +137,14 @@ def lines(text: str) -> list[str]:
     return [f"{line}\n" if line.strip() else "" for line in text.split("\n")[:-1]]
 
 
-def check_text(file: Path, setting: str) -> None:
-    """Raise UserError, naming the line, unless the whole file, which `setting` names, is UTF-8 text."""
-    status = file.stat()
-    _check_text(file, setting, status.st_size, status.st_mtime_ns)
-
-
-@lru_cache(maxsize=64)
-def _check_text(file: Path, setting: str, size: int, changed: int) -> None:
-    _text(file, setting)  # once, while its size and modification time stay the same
-
-
 def first_record(settings: CalibrationConfig) -> list[Document]:
-    """The document in the first record of a JSON file on this machine; none for other sources."""
+    """The document in the first record of a JSON file on this machine; none for other sources. UserError for a file
+    that is not UTF-8 text, naming the line."""
     file = locate(settings.path)
-    if file is None or file_format(settings.path, file) == "text":
+    if file is None:
         return []
-    return _documents(islice(_records(_text(file, "calibration.path"), file), 1), settings)
+    text = _text(file, "calibration.path")
+    return [] if file_format(settings.path, file) == "text" else _documents(islice(_records(text, file), 1), settings)
 
 
 def whole_text(file: Path, setting: str) -> str:

@@ -130,7 +130,7 @@ class CalibrationConfig(Group):
     """The text a model reads while statistics are gathered."""
 
     basic = frozenset({"path", "sources", "tokens", "length", "batch_size", "engine"})
-    runtime = frozenset({"name", "checkpointing", "engine"})
+    runtime = frozenset({"name", "engine"})
 
     name: Name
     """Name of the calibration set in tables and file names."""
@@ -167,8 +167,6 @@ class CalibrationConfig(Group):
     parts: Positive = 1
     """Steps that divide the rows of a pass among processes, GPUs or jobs; their sums are merged. The step of the merged
     sums is that of one pass."""
-    checkpointing: bool = False
-    """Compute activations again in backward passes instead of keeping them: slower, but takes less memory."""
     engine: Literal["resident", "streamed"] = "resident"
     """resident (the whole model is loaded) or streamed (one decoder layer at a time, for models larger than memory)."""
 
@@ -236,8 +234,6 @@ class AllocationConfig(Group):
     """Name in tables; null takes `name` and the parameters."""
     multiple_of: Positive = 1
     """Kept experts per layer are a multiple of this, as expert-parallel servers need."""
-    ratio_basis: Literal["routed", "model"] = "routed"
-    """What `ratio` is a share of: routed (the routed experts' parameters) or model (all parameters)."""
     by: str | None = None
     """Another criterion that allocation=global compares layers with; null takes the cell's own."""
     search: str | None = None

@@ -15,7 +15,7 @@ from pkgutil import iter_modules
 from typing import Any, Literal
 
 import numpy
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 from moe_lab.config import GATES, CriterionConfig
 from moe_lab.config.base import identity
@@ -206,11 +206,6 @@ def score(
         scores[index] = chosen.function(layer, **parameters)
         _check_scores(chosen, layer, scores[index])
     return scores
-
-
-def ranking(scores: ArrayLike) -> NDArray[numpy.int64]:
-    """Expert ids in ascending order of score (E,): the first is pruned first; ties by expert index."""
-    return numpy.argsort(numpy.asarray(scores), kind="stable")
 
 
 def _check_scores(criterion: Criterion, layer: Layer, scores: Array) -> None:

@@ -289,11 +289,6 @@ def part_of(name: str) -> str:
     return "attention" if any(mark in word for word in path for mark in ATTENTION) else "rest"
 
 
-def decoder_layer(name: str) -> int:
-    """The number of the decoder layer that a module belongs to: the first number in its path."""
-    return next(int(word) for word in name.split(".") if word.isdigit())
-
-
 def linears(model: nn.Module, part: str) -> Iterator[tuple[str, nn.Linear]]:
     """(path, module) of the linear maps of a part: shared_experts or attention. A map to a single number is left out:
     it is the gate of a shared expert and counts as a router."""

@@ -226,21 +226,27 @@ def replace_forward(module: nn.Module, forward: Callable[..., Any], undo: ExitSt
     undo.callback(restore)
 
 
+def check_output(layer: nn.Module, inputs: Any, output: Any) -> None:
+    """A hook of decoder layers, which must return hidden states, as those that stand in for them do. UserError for
+    others."""
+    if not isinstance(output, torch.Tensor):
+        raise UserError(
+            f"{type(layer).__name__} gives {type(output).__name__} instead of hidden states, so its layers cannot be "
+            "run one by one, as searches, ablation and calibration.engine=streamed do: this model is not supported"
+        )
+
+
 def output_of(layer: nn.Module, run: Callable[[], Any]) -> torch.Tensor:
     """The output of `layer` when the model is run by `run()` up to there. UserError when it is no hidden states."""
 
     def leave(module: nn.Module, inputs: Any, output: Any) -> None:
+        check_output(module, inputs, output)
         raise _Reached(output)
 
     hook = layer.register_forward_hook(leave)
     try:
         run()
     except _Reached as reached:
-        if not isinstance(reached.output, torch.Tensor):
-            raise UserError(
-                f"{type(layer).__name__} gives {type(reached.output).__name__} instead of hidden states, so its layers "
-                "cannot be run one by one: set calibration.engine=resident"
-            ) from None
         return reached.output
     finally:
         hook.remove()
@@ -250,6 +256,6 @@ def output_of(layer: nn.Module, run: Callable[[], Any]) -> torch.Tensor:
 class _Reached(Exception):
     """Raised when the model has run as far as is needed, to skip the layers after that."""
 
-    def __init__(self, output: Any) -> None:
+    def __init__(self, output: torch.Tensor) -> None:
         super().__init__()
         self.output = output

@@ -12,9 +12,6 @@ from moe_lab.models.discover import MoELayer, is_ragged, linears, part_of, route
 from moe_lab.models.files import local_folder
 from moe_lab.models.load import check_sizes, set_top_k, skeleton
 
-BYTES_LOADED = 2
-"""Bytes a parameter takes in bfloat16, the precision in which the papers state loading memory."""
-
 
 def facts(settings: ModelConfig) -> dict[str, Any]:
     """Count layers, experts and parameters of the model, built on the meta device: no weight is read.
@@ -46,7 +43,6 @@ def model_facts(model: Any) -> dict[str, Any]:
     return {
         "model_type": model.config.model_type,
         "parameters": shape.parameters,
-        "bytes_per_parameter": BYTES_LOADED,
         "decoder_layers": shape.layers,
         "shared_width": shape.shared_width,
         "layers": {layer.index: _about(layer) for layer in routed_layers(model)},

@@ -9,7 +9,6 @@ tests/test_repository.py:
     _init_weights
     the configurations' _attn_implementation, _experts_implementation, and the experts' _apply_gate
     GenerationMixin._update_model_kwargs_for_generation
-    GradientCheckpointingLayer's gradient_checkpointing, _gradient_checkpointing_func
     integrations.finegrained_fp8.Fp8Dequantize and its _dequantize_one; get_load_operations of
     quantizers.quantizer_finegrained_fp8.FineGrainedFP8HfQuantizer; quantizers.auto.AutoQuantizationConfig
 
@@ -22,15 +21,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from math import ceil
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
-from transformers import GradientCheckpointingLayer, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     WeightConverter,
@@ -86,28 +83,6 @@ def next_inputs(model: Any, output: Any, inputs: dict[str, Any]) -> dict[str, An
     """Arguments of the forward pass for one more token, from those of the last pass and its `output`."""
     extended: dict[str, Any] = model._update_model_kwargs_for_generation(output, inputs)
     return extended
-
-
-@contextmanager
-def recomputed(model: PreTrainedModel) -> Iterator[None]:
-    """While open, each decoder layer keeps only its input and runs again in the backward pass, still in eval mode.
-    ValueError for a model without layers that support this."""
-    layers: list[Any] = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-    if not layers:
-        raise ValueError(f"the layers of {type(model).__name__} cannot be computed again")
-    again = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
-    # transformers recomputes only layers in training mode; the modules inside must stay in eval mode, or dropout acts
-    flags = {"training": True, "gradient_checkpointing": True, "_gradient_checkpointing_func": again}
-    before = [{name: layer.__dict__[name] for name in flags if name in layer.__dict__} for layer in layers]
-    try:
-        for layer in layers:
-            layer.__dict__.update(flags)
-        yield
-    finally:
-        for layer, values in zip(layers, before, strict=True):
-            for name in flags:
-                del layer.__dict__[name]
-            layer.__dict__.update(values)
 
 
 def compute_buffers(model: PreTrainedModel, root: nn.Module, device: str) -> None:

@@ -1,16 +1,14 @@
-"""Parameters, bytes and FLOPs per token of a model under a plan: the content of cost.json."""
+"""Parameters, bytes and FLOPs per token of a pruned model, counted without its weights: the content of cost.json."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from math import ceil
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy
 import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
@@ -25,6 +23,8 @@ from moe_lab.pruning.prune import check_fit
 from moe_lab.statistics import Layers
 from moe_lab.statistics.observe import Batch, Observer, Tap
 
+BYTES = 2
+"""Of a parameter in bfloat16, the precision in which the papers state loading memory."""
 NF4_BLOCK = 64
 """Weights that share one scale."""
 SCALE_BLOCK = 256
@@ -32,33 +32,26 @@ SCALE_BLOCK = 256
 
 
 def cost(
-    model: PreTrainedModel,
-    plan: Plan | None,
-    row: Mapping[str, float],
-    routing: Routing,
-    *,
-    facts: Mapping[str, Any],
-    **stored: Any,
+    model: PreTrainedModel, pruned: PreTrainedModel, row: Mapping[str, float], routing: Routing, **stored: Any
 ) -> dict[str, Any]:
-    """Parameters, bytes and FLOPs of `model` under `plan` (None: unpruned), as JSON data: the entries of `size`, and
+    """Parameters, bytes and FLOPs of what `model` was pruned to (itself: unpruned), as JSON data: those of `size`, and
 
     flops_per_token                  with the routing of the masked model
     flops_by_part                    the same by part, see PARTS
     flops_per_token_unpruned         of the unpruned model in a row of the same length
     flops_ratio, flops_saving        pruned / unpruned; 1 - flops_ratio
 
-    `row` and `routing` as in `flops_per_token`, other arguments as in `size`. UserError when the plan does not fit.
+    `row` and `routing` as in `flops_per_token`, other arguments as in `size`.
     """
     layers = routed_layers(model)
-    parts = flops_per_token(layers, plan, row, routing)
+    parts = flops_per_token(layers, routed_layers(pruned), row, routing)
     total = before = sum(parts.values())
-    if plan is not None:
-        check_fit(plan, layers)
-        unpruned = even_routing(layers, None)
+    if pruned is not model:
+        unpruned = even_routing(layers)
         assert unpruned is not None  # experts of unequal width cannot be pruned
-        before = sum(flops_per_token(layers, None, row, unpruned).values())
+        before = sum(flops_per_token(layers, layers, row, unpruned).values())
     return {
-        **size(model, plan, facts=facts, **stored),
+        **size(model, pruned, **stored),
         "flops_per_token": total,
         "flops_by_part": parts,
         "flops_per_token_unpruned": before,
@@ -68,9 +61,9 @@ def cost(
 
 
 def size(
-    model: PreTrainedModel, plan: Plan | None, *, facts: Mapping[str, Any], bits: int = 16, modules: Sequence[str] = ()
+    model: PreTrainedModel, pruned: PreTrainedModel, *, bits: int = 16, modules: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Parameters and bytes of `model`, the unpruned one, perhaps on the meta device, under `plan`; `facts` are its own.
+    """Parameters and bytes of what `model` was pruned to, both perhaps on the meta device.
 
     parameters, parameters_unpruned  after and before pruning
     parameters_kept                  share of all parameters
@@ -78,20 +71,20 @@ def size(
     storage_bytes                    all kept parameters in bf16; with bits=4 the weight matrices of `modules` in NF4
     loading_bytes                    all kept parameters in bf16, what the papers call loading memory
     """
-    layers = routed_layers(model) if plan is None else moe_layers(model)
-    total, bytes_each = facts["parameters"], facts["bytes_per_parameter"]
-    routed = sum(weight.numel() for layer in layers for weight in layer.experts.parameters())
-    routed_kept = sum(_expert_parameters(layer, plan) for layer in layers)
-    kept = total - routed + routed_kept - sum(_router_parameters_dropped(layer, plan) for layer in layers)
-    matrices = list(_matrices(model, layers, plan, modules)) if bits == 4 else []
+    total, kept = (sum(weight.numel() for weight in each.parameters()) for each in (model, pruned))
+    routed, routed_kept = (
+        sum(weight.numel() for layer in routed_layers(each) for weight in layer.experts.parameters())
+        for each in (model, pruned)
+    )
+    matrices = list(_matrices(pruned, modules)) if bits == 4 else []
     return {
         "parameters": kept,
         "parameters_unpruned": total,
         "parameters_kept": kept / total,
         "routed_kept": routed_kept / routed,
         "bits": bits,
-        "storage_bytes": bytes_each * (kept - sum(matrices)) + sum(map(nf4_bytes, matrices)),
-        "loading_bytes": bytes_each * kept,
+        "storage_bytes": BYTES * (kept - sum(matrices)) + sum(map(nf4_bytes, matrices)),
+        "loading_bytes": BYTES * kept,
     }
 
 
@@ -102,28 +95,11 @@ def nf4_bytes(weights: int) -> int:
     return blocks * NF4_BLOCK // 2 + blocks + 4 * ceil(blocks / SCALE_BLOCK) + 4
 
 
-def _expert_parameters(layer: MoELayer, plan: Plan | None) -> int:
-    """Parameters of the routed experts of a layer that `plan` keeps."""
-    if plan is not None and plan.channels:
-        constants = plan.constants.get(layer.index, numpy.empty(0))
-        return channel_parameters(layer) * int(kept_widths(layer, plan).sum()) + constants.size
-    parameters = sum(weight.numel() for weight in layer.experts.parameters())
-    return parameters if plan is None else parameters // layer.n_experts * len(plan.experts[layer.index])
-
-
-def _router_parameters_dropped(layer: MoELayer, plan: Plan | None) -> int:
-    """Parameters in the routing entries of dropped experts; correction biases that are buffers are no parameters."""
-    entries = [part.tensor for part in layer.routing if isinstance(part.tensor, nn.Parameter)]
-    dropped = layer.n_experts - len(kept_experts(layer, plan))
-    return sum(entry.numel() for entry in entries) // layer.n_experts * dropped
-
-
-def _matrices(model: nn.Module, layers: Sequence[MoELayer], plan: Plan | None, modules: Sequence[str]) -> Iterator[int]:
+def _matrices(model: nn.Module, modules: Sequence[str]) -> Iterator[int]:
     """The number of weights of each matrix that is stored in NF4; 0 for the matrices of a null expert."""
     if "experts" in modules:
-        for layer in layers:
-            widths = kept_widths(layer, plan)
-            for width in widths[kept_experts(layer, plan)].tolist():
+        for layer in routed_layers(model):
+            for width in layer.widths:
                 down = width * layer.hidden
                 yield from (width * channel_parameters(layer) - down, down)
     for part in sorted(set(modules) - {"experts"}):
@@ -180,23 +156,23 @@ def row_flops(model: PreTrainedModel, length: int) -> dict[str, float]:
 
 
 def flops_per_token(
-    layers: Sequence[MoELayer], plan: Plan | None, row: Mapping[str, float], routing: Routing
+    before: Sequence[MoELayer], after: Sequence[MoELayer], row: Mapping[str, float], routing: Routing
 ) -> dict[str, float]:
-    """FLOPs per token by part, for a model with `layers` under `plan` (None: unpruned). `row` is from `row_flops`. The
-    router has no rows for dropped experts. The FLOPs of experts are the mean over the tokens of `routing`."""
-    experts = sum(2 * channel_parameters(layer) * routing.channels[layer.index] for layer in layers) / routing.tokens
-    dropped = 0
-    for layer in layers:
-        weight = next(part.tensor for part in layer.routing if part.name == "weight")
-        dropped += 2 * weight.numel() // layer.n_experts * (layer.n_experts - len(kept_experts(layer, plan)))
-    return {**row, "router": row["router"] - dropped, "experts": experts}
+    """FLOPs per token by part, for a model with the layers `before` that is pruned to those `after`. `row` is from
+    `row_flops`. The FLOPs of experts are the mean over the tokens of `routing`."""
+    experts = sum(2 * channel_parameters(layer) * routing.channels[layer.index] for layer in after) / routing.tokens
+    routers = [
+        sum(part.tensor.numel() for layer in layers for part in layer.routing if part.name == "weight")
+        for layers in (before, after)
+    ]
+    return {**row, "router": row["router"] - 2 * (routers[0] - routers[1]), "experts": experts}
 
 
-def even_routing(layers: Sequence[MoELayer], plan: Plan | None) -> Routing | None:
-    """The channels used by any token; None where they depend on it, as kept experts of a layer have several widths."""
+def even_routing(layers: Sequence[MoELayer]) -> Routing | None:
+    """The channels used by any token; None where they depend on it, as experts of a layer have several widths."""
     channels = {}
     for layer in layers:
-        widths = set(computed_widths(layer, plan)[kept_experts(layer, plan)].tolist())
+        widths = set(computed_widths(layer).tolist())
         if len(widths) > 1:
             return None
         channels[layer.index] = layer.top_k * widths.pop()
@@ -217,20 +193,42 @@ class LoadTap(Tap):
         return self.before(hidden, index, weights)
 
 
-def measured_routing(model: PreTrainedModel, plan: Plan | None, batches: Sequence[Batch]) -> Routing:
-    """Measure the routing of the valid tokens of `batches` in the masked model, with one forward pass."""
+def measured_routing(
+    model: PreTrainedModel, plan: Plan | None, pruned: Sequence[MoELayer], batches: Sequence[Batch]
+) -> Routing:
+    """Measure the routing of the valid tokens of `batches` in the masked model, with one forward pass. `pruned`: the
+    layers of the model that is pruned by the plan."""
     layers = routed_layers(model)
     with mask(model, plan) if plan is not None else nullcontext(), Observer(model, LoadTap, layers=layers) as observer:
         for ids, valid in batches:
             observer.read(ids, valid)
-        return _routing(layers, plan, observer.layers(), batches)
+        return _routing(plan, pruned, observer.layers(), batches)
 
 
-def _routing(layers: Sequence[MoELayer], plan: Plan | None, load: Layers, batches: Sequence[Batch]) -> Routing:
-    """The channels used under `plan` by the tokens that `load` counts."""
-    channels = {
-        layer.index: int((load[layer.index]["tokens"] * computed_widths(layer, plan)).sum()) for layer in layers
-    }
+def layered_routing(
+    streamed: StreamedModel, plan: Plan | None, pruned: Sequence[MoELayer], batches: Sequence[Batch], **passing: Any
+) -> Routing:
+    """Measure the routing as `measured_routing` does, with one decoder layer of the checkpoint in memory. `passing`:
+    further arguments of `stream`."""
+    from moe_lab.statistics.streaming import stream
+
+    if plan is not None:
+        check_fit(plan, moe_layers(streamed.model))
+
+    def under(layer: MoELayer) -> AbstractContextManager[None]:
+        return nullcontext() if plan is None else mask_layers(streamed.model, [layer], plan)
+
+    load = stream(streamed, LoadTap, batches, under=under, **passing).layers
+    return _routing(plan, pruned, load, batches)
+
+
+def _routing(plan: Plan | None, pruned: Sequence[MoELayer], load: Layers, batches: Sequence[Batch]) -> Routing:
+    """The channels used by the tokens that `load` counts."""
+    channels = {}
+    for layer in pruned:
+        tokens = load[layer.index]["tokens"]
+        kept = tokens if plan is None else tokens[list(plan.experts[layer.index])]
+        channels[layer.index] = int((kept * computed_widths(layer)).sum())
     return Routing(sum(int(valid.sum()) for _, valid in batches), channels)
 
 
@@ -242,26 +240,10 @@ def channel_parameters(layer: MoELayer) -> int:
     return weights // (layer.n_experts * layer.width)
 
 
-def kept_experts(layer: MoELayer, plan: Plan | None) -> list[int]:
-    """Ids of the experts that stay under `plan`; the others go with their router rows."""
-    return list(range(layer.n_experts) if plan is None else plan.experts[layer.index])
-
-
-def kept_widths(layer: MoELayer, plan: Plan | None) -> torch.Tensor:
-    """(E,) int64: the channels each expert keeps under `plan`, 0 for a dropped one."""
-    if plan is None:
-        return torch.tensor(layer.widths)
-    widths = torch.zeros(layer.n_experts, dtype=torch.int64)
-    widths[kept_experts(layer, plan)] = torch.tensor(plan.widths(layer.index)) if plan.channels else layer.width
-    return widths
-
-
-def computed_widths(layer: MoELayer, plan: Plan | None) -> torch.Tensor:
+def computed_widths(layer: MoELayer) -> torch.Tensor:
     """(E,) int64: the channels with which each expert is computed: those of the one that it is merged into, if any."""
-    widths = kept_widths(layer, plan)
-    if plan is not None:
-        return widths[plan.owners(layer.index)]
-    owners = getattr(layer.experts, "owners", None)  # of an export with merged experts
+    widths = torch.tensor(layer.widths)
+    owners = getattr(layer.experts, "owners", None)  # of packed experts
     return widths if owners is None else widths[list(owners)]
 
 
@@ -297,24 +279,3 @@ def _fused_attention(
 ) -> int:
     """FLOPs of the products of queries (B, heads, S, d) with all keys, and of attention weights with all values."""
     return 2 * query[0] * query[1] * query[2] * key[2] * (query[3] + value[3])
-
-
-def layered_routing(
-    streamed: StreamedModel, plan: Plan | None, batches: Sequence[Batch], *, out: Path, budget: float
-) -> Routing:
-    """Measure the routing as `measured_routing` does, with one decoder layer of the checkpoint in memory. Hidden states
-    between layers are kept in the folder `out`, and in memory up to `budget` bytes."""
-    from moe_lab.statistics.streaming import LayerPass
-
-    if plan is not None:
-        check_fit(plan, moe_layers(streamed.model))
-    load: Layers = {}
-    rows = LayerPass(streamed, batches, out / "states", budget)
-    last = max(streamed.moe)
-    for number in range(last + 1):
-        with streamed.layer(number, then=number + 1), torch.no_grad(), ExitStack() as masked:
-            if plan is not None and number in streamed.moe:
-                masked.enter_context(mask_layers(streamed.model, [streamed.moe[number]], plan))
-            load |= rows.run(number, LoadTap, keep=number < last)
-        rows.states.drop(number)
-    return _routing(list(streamed.moe.values()), plan, load, batches)

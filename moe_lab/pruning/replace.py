@@ -22,24 +22,22 @@ def plan_from_scores(
     settings: Mapping[str, Any],
     scores: Mapping[int, Any],
     granularity: Literal["expert", "channel"],
-    model: Mapping[str, Any],
-    evidence: Evidence | None = None,
+    layers: Mapping[int, Mapping[str, Any]],
+    evidence: Evidence,
     *,
-    layers: Mapping[int, Mapping[str, Any]] | None = None,
     provenance: Mapping[str, Any],
 ) -> Plan:
     """The plan of the experts, or the channels, with the lowest scores, as many in each layer as an allocation says.
 
-    `settings`: fields of AllocationConfig and the ratio. `scores`: layer -> (E,), or (E, I) for channels. `model`: its
-    facts, with `protected` experts. `evidence`: what `allocation.needs` names. `layers`: facts of the layers to prune,
-    if these are not all. Raises UserError as `allocation.allocate` and `allocation.budgets` do.
+    `settings`: fields of AllocationConfig and the ratio. `scores`: layer -> (E,), or (E, I) for channels. `layers`:
+    facts of the layers to prune, with `protected` experts. `evidence`: what `allocation.needs` names. Raises UserError
+    as `allocation.allocate` and `allocation.budgets` do.
     """
-    layers, evidence = layers or model["layers"], evidence or {}
     if granularity == "channel":
-        keep = allocation.budgets(settings, layers, scores, evidence, model)
+        keep = allocation.budgets(settings, layers, scores, evidence)
         zero = allocation.zero_expert(settings)
         return make_channel_plan(scores, keep, layers, zero_expert=zero, provenance=provenance)
-    remove = allocation.allocate(settings, layers, scores, evidence, model)
+    remove = allocation.allocate(settings, layers, scores, evidence)
     plan = make_plan(scores, remove, layers, provenance=provenance)
     return replace_dropped(plan, settings, scores, evidence, layers)
 

@@ -15,7 +15,7 @@ from torch.nn.utils import parametrize
 from moe_lab.config import RecoveryConfig
 from moe_lab.errors import UserError
 from moe_lab.exported_code.ragged import constant_output, replace_tensor
-from moe_lab.models.discover import MoELayer, decoder_layer, is_ragged, linears, post_expert_norm, routed_layers
+from moe_lab.models.discover import MoELayer, is_ragged, linears, post_expert_norm, routed_layers
 from moe_lab.models.experts import routed_output, sort_by_expert, wide
 from moe_lab.models.families import GATE_UP, split
 from moe_lab.models.transformers_private import activation
@@ -169,9 +169,8 @@ def attach(model: nn.Module, settings: RecoveryConfig, seed: int) -> list[Adapte
                 weight = DoraWeight(router.weight, settings)  # type: ignore[arg-type]
                 parametrize.register_parametrization(router, "weight", weight, unsafe=True)
                 routers[paths[router]] = router
-            shared = {
-                path: DoraLinear(plain, settings) for path, plain in shared_maps if decoder_layer(path) == layer.index
-            }
+            within = f"{layer.stack}.{layer.index}."
+            shared = {path: DoraLinear(plain, settings) for path, plain in shared_maps if path.startswith(within)}
             for path, module in shared.items():
                 model.set_submodule(path, module)
             adapted.append(Adapted(layer, experts, routers, shared))

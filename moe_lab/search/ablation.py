@@ -49,8 +49,8 @@ def loss_rises(
     scaling ()     with the routed output times SCALE; shared experts and all other layers are not changed
 
     A few rows are read at a time. The hidden states before every MoE layer are kept, and the layers from there on are
-    run again: with L MoE layers, all of them (L + 1) / 2 times for scaling, and as often for each expert that got a
-    token for ablation. Sums are saved in the folder `out` after every layer, and a pass resumes from its own. UserError
+    run again: with L MoE layers, all of them (L + 1) / 2 times for scaling, and as often for each expert for
+    ablation. Sums are saved in the folder `out` after every layer, and a pass resumes from its own. UserError
     when no two valid tokens are adjacent, and when losses are not finite (naming layer and expert).
     """
     check_loss(batches)
@@ -81,28 +81,14 @@ class _Reader:
         self.layers = layers
         self.ids, self.valid = ids, valid
         self.states: States = {}
-        self.used: dict[int, list[int]] = {}
-        """Layer -> experts that got a token, ascending."""
-        with ExitStack() as undo:
-            for layer in layers:
-                replace_experts(layer, partial(self._watched, layer.index), undo)
-            self.whole = self._likelihood((0,) * len(layers), self.states)
+        self.whole = self._likelihood((0,) * len(layers), self.states)
         if not bool(self.whole.isfinite()):
             raise UserError("the loss of the unpruned model is NaN or infinite on this text: expected finite numbers")
 
-    def _watched(self, layer: int, before: ExpertsFunction) -> ExpertsFunction:
-        def compute(hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-            self.used[layer] = index.unique().tolist()
-            return before(hidden, index, weights)
-
-        return compute
-
     def without_each(self, place: int) -> torch.Tensor:
         """(E,) fp64: increase of the summed loss without each expert of the MoE layer number `place`."""
-        rises = torch.zeros(self.layers[place].n_experts, dtype=torch.float64)
-        for expert in self.used[self.layers[place].index]:
-            rises[expert] = self._rise(place, partial(_silence, expert))
-        return rises
+        experts = range(self.layers[place].n_experts)
+        return torch.stack([self._rise(place, partial(_silence, expert)) for expert in experts])
 
     def scaled(self, place: int) -> torch.Tensor:
         """() fp64: increase of the summed loss with the routed output of the MoE layer number `place` times SCALE."""

@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from moe_lab.calibration.batches import AnswerBatch
 from moe_lab.errors import UserError
 from moe_lab.models.discover import moe_layers
-from moe_lab.models.experts import stand_in
+from moe_lab.models.experts import check_output, stand_in
 from moe_lab.pruning.mask import mask
 from moe_lab.pruning.plan import Plan, make_plan
 from moe_lab.search.evolution import SearchSettings
@@ -205,21 +205,12 @@ class Decoder:
                 for layer in self.layers[:first]:
                     stand_in(layer, state, undo)
             for k in range(max(start, 0), n_layers):
-                undo.callback(self.layers[self.moe[k]].register_forward_hook(_check_output).remove)
+                undo.callback(self.layers[self.moe[k]].register_forward_hook(check_output).remove)
             for k in range(start + 1, n_layers):
                 undo.callback(_remember(self.layers[self.moe[k]], schedule[:k], states).remove)
             undo.callback(_pick(self.model.get_output_embeddings(), where).remove)
             output = self.model(input_ids=ids.to(device), attention_mask=attention, use_cache=False)
         return output.logits[0], len(self.layers) - first
-
-
-def _check_output(module: nn.Module, inputs: Any, output: Any) -> None:
-    """A hook of decoder layers, which must return hidden states, as states that stand in for them do."""
-    if not isinstance(output, torch.Tensor):
-        raise UserError(
-            f"{type(module).__name__} gives {type(output).__name__} instead of hidden states, so its layers cannot "
-            "be run one by one, as searches and ablation do: this model is not supported"
-        )
 
 
 def _remember(layer: nn.Module, beginning: Schedule, states: States) -> RemovableHandle:

@@ -43,11 +43,10 @@ from numpy.typing import NDArray
 from pydantic import AfterValidator, model_validator
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 
-from moe_lab.allocation import routed_ratio
 from moe_lab.allocation.problem import budget, limits, or_nearest
 from moe_lab.config.base import SETTINGS, Count, Positive, valid
 from moe_lab.errors import UserError, unknown
-from moe_lab.json_files import Damaged, read_json
+from moe_lab.json_files import Damaged, read_json, write_json
 from moe_lab.search.schedules import PATTERNS, Problem, Schedule, Space, pattern, space_of
 
 UNSHIFTED = ("esap", "sap", "kl", "kl_reversed")
@@ -117,16 +116,12 @@ def problem_of(settings: Mapping[str, Any], facts: Mapping[str, Any]) -> Problem
     the routers cannot work with the ratio."""
     layers = {int(layer): about for layer, about in facts["layers"].items()}
     allowed = limits(layers, settings["multiple_of"])
-    order, model = sorted(allowed), {**facts, "layers": layers}
-
-    def decide(ratio: float) -> int:
-        return budget(allowed, routed_ratio(ratio, settings.get("ratio_basis", "routed"), model))
-
+    order = sorted(allowed)
     return Problem(
         n_experts=tuple(allowed[layer].count for layer in order),
         fewest=tuple(allowed[layer].fewest for layer in order),
         steps=tuple(allowed[layer].step for layer in order),
-        budget=or_nearest(decide, settings["ratio"]),
+        budget=or_nearest(lambda ratio: budget(allowed, ratio), settings["ratio"]),
     )
 
 
@@ -263,9 +258,7 @@ class Recorded:
         if [answer["schedules"] for answer in known] != [question]:
             self.answers[self.asked :] = [{"schedules": question, "values": list(self.judge(schedules))}]
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            beside = self.path.with_name(f".{self.path.name}.partial")
-            beside.write_text(json.dumps({"search": self.search, "answers": self.answers}, allow_nan=False))
-            beside.replace(self.path)  # a search that is killed leaves the old file or the new one
+            write_json(self.path, {"search": self.search, "answers": self.answers})
         self.asked += 1
         values: list[float] = self.answers[self.asked - 1]["values"]
         return values

@@ -29,15 +29,14 @@ def prune_sequentially(
     *,
     fingerprint: Mapping[str, Any],
     out: Path,
-    budget: float,
     provenance: Mapping[str, Any],
 ) -> Plan:
     """Plan all MoE layers, from the first to the last, with one decoder layer in memory at a time. `choose` gets the
     number and the sums of a layer and returns a plan of that layer alone; the same sums must give the same plan. Each
     MoE layer runs twice over `batches`: once to collect the sums, and once pruned, for the input of the next layer.
-    `fingerprint`, `out`, `budget` and resuming are as in `stream`."""
+    `fingerprint`, `out` and resuming are as in `stream`."""
     finished = FinishedLayers(out, description(batches, "sequential", fingerprint))
-    rows = LayerPass(streamed, batches, finished.folder / "states", budget)
+    rows = LayerPass(streamed, batches, finished.folder / "states")
     for number in finished.missing("pruned", range(len(streamed.layers))):
         sums: Layers = {}
         with streamed.layer(number, then=number + 1), torch.no_grad(), ExitStack() as masked:

@@ -21,7 +21,6 @@ from moe_lab.errors import UserError
 from moe_lab.models.discover import MoELayer
 from moe_lab.models.experts import routed_output, run, sort_by_expert, stand_in, wide
 from moe_lab.models.families import split
-from moe_lab.models.transformers_private import recomputed
 from moe_lab.statistics import Statistics
 from moe_lab.statistics.forward import Channels
 from moe_lab.statistics.observe import Batch, Observer, Tap, gather
@@ -34,14 +33,11 @@ LOGITS = 1 << 26
 """Most vocabulary logits in memory at once: 256 MB in fp32."""
 
 
-def gather_gradients(
-    model: PreTrainedModel, tap: type[Tap], batches: Sequence[Batch], *, checkpointing: bool = False, **settings: Any
-) -> Statistics:
+def gather_gradients(model: PreTrainedModel, tap: type[Tap], batches: Sequence[Batch], **settings: Any) -> Statistics:
     """Sum what `tap` collects in a forward and a backward pass of `model`, in eval mode, over `batches`. `settings` and
-    errors are those of `gather`; `checkpointing` keeps the activations of one decoder layer at a time and costs one
-    more forward pass, with the same sums. UserError when no valid token follows another."""
+    errors are those of `gather`. UserError when no valid token follows another."""
     check_loss(batches)
-    with differentiable(model, checkpointing=checkpointing):
+    with differentiable(model):
         return gather(model, tap, batches, reading=forward_and_backward, **settings)
 
 
@@ -62,54 +58,35 @@ class GradientTap(Tap):
         layer, n_experts = self.layer, self.layer.n_experts
         rows, valid = sort_by_expert(index, n_experts), self.valid(hidden)
         keep = None if valid is None else valid[rows.token]
-        repeated = torch._C._current_graph_task_id() != -1  # by gradient checkpointing, inside a backward pass
-        channels = None if repeated else Channels(n_experts, self.layer.width, hidden)
+        channels = Channels(n_experts, self.layer.width, hidden)
         gate_square = wide(weights.detach())[rows.token, rows.column].square()
 
         def compute(expert: int, part: slice, states: torch.Tensor) -> torch.Tensor:
-            counted = None if keep is None else keep[part]
+            counted = slice(None) if keep is None else keep[part]
             own = layer.weights(expert)
             phi = layer.phi(states, own)
-            if channels is not None:
-                values, gates = wide(phi.detach()), gate_square[part]
-                channels.add(expert, *((values, gates) if counted is None else (values[counted], gates[counted])))
-            return layer.output(_Watch.apply(phi, counted, self, expert), own)
+            channels.add(expert, wide(phi.detach())[counted], gate_square[part][counted])
+            if phi.requires_grad:
+                phi.register_hook(partial(self._add_gradient, expert, phi.detach(), counted))
+            return layer.output(phi, own)
 
         mixed = routed_output(hidden, rows, weights, compute)
-        if channels is not None:
-            for name, part in channels.finish().items():
-                self.add(name, part)
-            self.add("tokens", torch.bincount(rows.expert if keep is None else rows.expert[keep], minlength=n_experts))
-            for name in GRADIENT_SUMS:  # new tensors, on the device of the activations, for the backward pass
-                self.add(name, torch.zeros(n_experts, self.layer.width, dtype=torch.float64, device=hidden.device))
+        for name, part in channels.finish().items():
+            self.add(name, part)
+        self.add("tokens", torch.bincount(rows.expert if keep is None else rows.expert[keep], minlength=n_experts))
+        for name in GRADIENT_SUMS:  # new tensors, on the device of the activations, for the backward pass
+            self.add(name, torch.zeros(n_experts, self.layer.width, dtype=torch.float64, device=hidden.device))
         return mixed
 
-    def add_gradient(self, expert: int, phi: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Add the valid tokens of one expert: phi and LOSS_SCALE * dL/dphi, (n, I) each."""
-        gradient = wide(gradient)
-        product = gradient * wide(phi)
+    def _add_gradient(
+        self, expert: int, phi: torch.Tensor, counted: torch.Tensor | slice, gradient: torch.Tensor
+    ) -> None:
+        """Add the `counted` tokens of one expert: phi and LOSS_SCALE * dL/dphi, (n, I) each."""
+        gradient = wide(gradient[counted])
+        product = gradient * wide(phi[counted])
         parts = (gradient.square().sum(0), product.sum(0), product.abs_().sum(0))
         for name, part, scale in zip(GRADIENT_SUMS, parts, (LOSS_SCALE**2, LOSS_SCALE, LOSS_SCALE), strict=True):
             self.sums[name][expert] += part.double() / scale
-
-
-class _Watch(torch.autograd.Function):
-    """The identity; its backward reports to the tap. Autograd saves phi, so gradient checkpointing can free it."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, phi: torch.Tensor, counted: torch.Tensor | None, tap: GradientTap, expert: int
-    ) -> torch.Tensor:
-        ctx.save_for_backward(phi, counted)
-        ctx.tap, ctx.expert = tap, expert
-        return phi.view_as(phi)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        phi, counted = ctx.saved_tensors
-        rows = (phi, gradient) if counted is None else (phi[counted], gradient[counted])
-        ctx.tap.add_gradient(ctx.expert, *rows)
-        return gradient, None, None, None
 
 
 def forward_and_backward(model: PreTrainedModel, input_ids: torch.Tensor, valid: torch.Tensor) -> None:
@@ -147,10 +124,8 @@ def head(model: PreTrainedModel, states: torch.Tensor, output: Any) -> torch.Ten
 
 
 @contextmanager
-def differentiable(model: PreTrainedModel, *, checkpointing: bool = False) -> Iterator[None]:
-    """While open, gradients are taken with respect to activations only: no weight requires them, embedded tokens do.
-    With `checkpointing` each decoder layer keeps only its input and is computed again in the backward pass; UserError
-    for a model whose layers do not support this."""
+def differentiable(model: PreTrainedModel) -> Iterator[None]:
+    """While open, gradients are taken with respect to activations only: no weight requires them, embedded tokens do."""
     trained = [weight for weight in model.parameters() if weight.requires_grad]
     embeddings: Any = model.get_input_embeddings()
     with ExitStack() as stack, torch.enable_grad():
@@ -158,11 +133,6 @@ def differentiable(model: PreTrainedModel, *, checkpointing: bool = False) -> It
             stack.callback(weight.requires_grad_, True)
             weight.requires_grad_(False)
         stack.callback(embeddings.register_forward_hook(lambda module, given, out: out.requires_grad_()).remove)
-        if checkpointing:
-            try:
-                stack.enter_context(recomputed(model))
-            except ValueError as error:
-                raise UserError(f"checkpointing=true: {error}, set false") from None
         yield
 
 

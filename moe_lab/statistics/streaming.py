@@ -6,7 +6,7 @@ A layer is run by the model's own code: the layers below it return stored output
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from moe_lab.json_files import Damaged, read_json, write_json
+from moe_lab.models.discover import MoELayer
 from moe_lab.models.experts import stand_in
 from moe_lab.models.streamed import StreamedModel
 from moe_lab.statistics import Layers, Statistics, check_finite
@@ -23,32 +24,27 @@ from moe_lab.statistics.observe import Batch, Observer, Tap, description
 
 
 class States:
-    """Stores a tensor for each (place, batch), where a place is the number of a layer: in a file, from which a pass can
-    be resumed, and, up to `budget` bytes, in memory as well."""
+    """Stores a tensor for each (place, batch) in a file, from which a pass can be resumed. A place is the number of a
+    layer."""
 
-    def __init__(self, folder: Path, budget: float) -> None:
-        self.folder, self.budget = folder, budget
-        self._kept: dict[tuple[int, int], torch.Tensor] = {}
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
 
     def put(self, place: int, batch: int, state: torch.Tensor) -> None:
         """Save `state`, detached."""
-        state = state.detach()
         file = self._file(place, batch)
         file.parent.mkdir(parents=True, exist_ok=True)
         beside = file.with_suffix(".partial")
-        save_file({"state": state.cpu().contiguous()}, beside)
+        save_file({"state": state.detach().cpu().contiguous()}, beside)
         beside.replace(file)
-        if sum(kept.nbytes for kept in self._kept.values()) + state.nbytes <= self.budget:
-            self._kept[place, batch] = state
 
     def get(self, place: int, batch: int, device: str) -> torch.Tensor:
         """The saved state, on `device`."""
-        kept = self._kept.get((place, batch))
-        return (load_file(self._file(place, batch))["state"] if kept is None else kept).to(device)
+        # a copy, because rows in the mapped file may start where matrix products round differently
+        return load_file(self._file(place, batch))["state"].to(device, copy=True)
 
     def drop(self, place: int) -> None:
         """Delete the states of all batches at a place."""
-        self._kept = {key: state for key, state in self._kept.items() if key[0] != place}
         shutil.rmtree(self.folder / str(place), ignore_errors=True)
 
     def _file(self, place: int, batch: int) -> Path:
@@ -62,15 +58,16 @@ def stream(
     *,
     out: Path,
     fingerprint: Mapping[str, Any],
-    budget: float,
+    under: Callable[[MoELayer], AbstractContextManager[None]] = lambda layer: nullcontext(),
 ) -> Statistics:
     """Sum what `tap` collects in a forward pass, as `gather` does, with one decoder layer in memory. Hidden states of
-    all batches are kept in the folder `out`, and in memory up to `budget` bytes. An interrupted pass resumes after its
-    last finished layer."""
+    all batches are kept in the folder `out`. An interrupted pass resumes after its last finished layer. `under`: a
+    context in which a layer is run, such as a mask."""
     finished = FinishedLayers(out, description(batches, tap.kind, fingerprint))
-    rows = LayerPass(streamed, batches, finished.folder / "states", budget)
+    rows = LayerPass(streamed, batches, finished.folder / "states")
     for number in finished.missing("forward", range(len(streamed.layers))):
-        with streamed.layer(number, then=number + 1), torch.no_grad():
+        changed = under(streamed.moe[number]) if number in streamed.moe else nullcontext()
+        with streamed.layer(number, then=number + 1), torch.no_grad(), changed:
             sums = rows.run(number, tap, keep=number + 1 < len(streamed.layers))
         finished.add("forward", number, sums)
         rows.states.drop(number)
@@ -78,13 +75,7 @@ def stream(
 
 
 def stream_back(
-    streamed: StreamedModel,
-    tap: type[Tap],
-    batches: Sequence[Batch],
-    *,
-    out: Path,
-    fingerprint: Mapping[str, Any],
-    budget: float,
+    streamed: StreamedModel, tap: type[Tap], batches: Sequence[Batch], *, out: Path, fingerprint: Mapping[str, Any]
 ) -> Statistics:
     """Sum what `tap` collects in a forward and a backward pass, with one decoder layer in memory. The sums are those of
     `gather_gradients`; arguments and resuming are as in `stream`. The forward pass goes through all layers and keeps
@@ -92,8 +83,8 @@ def stream_back(
     more."""
     check_loss(batches)
     finished = FinishedLayers(out, description(batches, tap.kind, fingerprint))
-    rows = LayerPass(streamed, batches, finished.folder / "states", budget / 2)
-    gradients = States(finished.folder / "gradients", budget / 2)
+    rows = LayerPass(streamed, batches, finished.folder / "states")
+    gradients = States(finished.folder / "gradients")
     first, last = min(streamed.moe), len(streamed.layers)
     for number in finished.missing("forward", range(last)):
         with streamed.layer(number, then=number + 1), torch.no_grad():
@@ -127,9 +118,9 @@ def stream_back(
 class LayerPass:
     """Runs all batches through a streamed model, one decoder layer after the other."""
 
-    def __init__(self, streamed: StreamedModel, batches: Sequence[Batch], folder: Path, budget: float) -> None:
+    def __init__(self, streamed: StreamedModel, batches: Sequence[Batch], folder: Path) -> None:
         self.streamed, self.batches = streamed, batches
-        self.states = States(folder, budget)
+        self.states = States(folder)
         """(layer, batch) -> the layer's input (B, S, H); the number after the last layer holds the final output."""
 
     def run(self, number: int, tap: type[Tap] | None, *, keep: bool) -> Layers:

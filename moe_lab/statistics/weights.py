@@ -106,12 +106,9 @@ def projections(checkpoint: Checkpoint) -> dict[str, Place]:
         if place.kind not in ("expert", "stack") or place.layer >= n_layers:
             continue
         dtype = checkpoint.tensors[name].dtype
-        if place.axes is None:
-            stored = "no projection moe_lab knows: expected gate, up and down projections in plain numbers"
-            raise UserError(f"{name} ({dtype}) is {stored}")
+        if place.axes is None or (dtype not in PLAIN and not place.axes.is_bias):
+            raise UserError(f"{name} is stored as {dtype}, expected plain projections: load and save it dequantised")
         if not place.axes.is_bias:
-            if dtype not in PLAIN:
-                raise UserError(f"{name} is stored as {dtype}, expected plain weights: load and save it dequantised")
             places[name] = place
     if not places:
         where = f"model.path={checkpoint.folder}"

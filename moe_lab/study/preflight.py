@@ -16,7 +16,7 @@ from moe_lab import recovery as recoveries
 from moe_lab.allocation.grouping import GROUPINGS
 from moe_lab.calibration import sources
 from moe_lab.config import BenchmarkConfig, CalibrationConfig, Config, ExportConfig, LauncherConfig
-from moe_lab.errors import UserError, unknown
+from moe_lab.errors import UserError, unknown, user_errors
 from moe_lab.evaluation import engines, suite
 from moe_lab.evaluation.harness import HARNESSES
 from moe_lab.grid import Cell, Request
@@ -38,7 +38,7 @@ TEXT_CHECKS: Mapping[str, Callable[[CalibrationConfig], object]] = {
     "distill": sources.first_record,
     "fit": sources.first_record,
 }
-"""Use of a text of a cell -> check of its documents; others are not always read."""
+"""Use of a text of a cell -> check of its documents. Others are not always read by the model itself."""
 
 
 def preflight(config: Config, requests: Iterable[Request]) -> list[str]:
@@ -120,8 +120,10 @@ def _wrong_texts(cells: Iterable[Cell]) -> Iterator[str]:
         for role, text in texts.items():
             distinct[role, id(text), id(cell.model)] = (role, text, cell.model)
     for role, text, model in distinct.values():
-        yield from calibrations.wrong(text, TEXT_CHECKS.get(role))
-        if role in TEXT_CHECKS:
+        look = TEXT_CHECKS.get(role, sources.first_record)
+        problems = [sentence for _, part in calibrations.parts(text) for sentence in user_errors(look, part)]
+        yield from problems
+        if role in TEXT_CHECKS and not problems:
             yield from _said(calibrations.check_chat_template, text, model)
         if role == "calibration" and text.engine == "streamed":
             yield from _said(config_json.check_plain_weights, model, "calibration.engine=streamed")

@@ -284,7 +284,7 @@ def allocation_columns(allocation: AllocationConfig) -> dict[str, str | None]:
     replaces dropped experts; what is protected, by the name of a file or, for super experts, with an unusual share of
     layers."""
     usual = AllocationConfig()
-    words = ("multiple_of", "ratio_basis", "by", "search", "path")
+    words = ("multiple_of", "by", "search", "path")
     unusual = {word: getattr(allocation, word) for word in words if getattr(allocation, word) != getattr(usual, word)}
     protect = Path(allocation.protect).name if allocation.protect else None
     if allocation.protect == SUPER and allocation.protect_layers != usual.protect_layers:

@@ -17,4 +17,4 @@ def layer(n_experts: int, *, top_k: int = 1, n_group: int = 1, topk_group: int |
 
 
 def settings(name: str, ratio: float, **parameters: Any) -> dict[str, Any]:
-    return {"name": name, "ratio": ratio, "multiple_of": 1, "ratio_basis": "routed", "parameters": parameters}
+    return {"name": name, "ratio": ratio, "multiple_of": 1, "parameters": parameters}

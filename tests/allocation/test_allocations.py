@@ -14,7 +14,7 @@ from hypothesis import example, given
 from hypothesis import settings as how
 from hypothesis import strategies as st
 
-from moe_lab.allocation import ALLOCATIONS, allocate, budgets, check, fits, get, needs, routed_ratio, zero_expert
+from moe_lab.allocation import ALLOCATIONS, allocate, budgets, check, fits, get, needs, zero_expert
 from moe_lab.config import AllocationConfig
 from moe_lab.config.base import SettingsError, valid
 from moe_lab.errors import UserError
@@ -221,25 +221,6 @@ def test_what_another_step_decides_is_not_decided_from_scores() -> None:
                 allocate(settings(name, 0.25), {0: layer(4)}, {0: [0.0] * 4})
 
 
-FACTS = {"parameters": 10_000, "layers": {0: {**layer(10), "expert_parameters": 800}}}
-
-
-def test_ratio_of_the_model() -> None:
-    assert routed_ratio(0.2, "routed", FACTS) == 0.2
-    assert routed_ratio(0.2, "model", FACTS) == pytest.approx(0.25)
-    published = {"parameters": 1000, "layers": {0: {"n_experts": 1, "expert_parameters": 913}}}
-    assert routed_ratio(0.2, "model", published) == pytest.approx(0.219, abs=5e-4)
-    chosen = {**settings("uniform", 0.4), "ratio_basis": "model"}
-    assert allocate(chosen, FACTS["layers"], {0: [0.0] * 10}, {}, FACTS) == {0: 5}
-    scores = {0: numpy.arange(80.0).reshape(10, 8)}
-    assert budgets({**chosen, "name": "global"}, FACTS["layers"], scores, {}, FACTS)[0].sum() == 40
-    for layers, ratio, nearest in ((FACTS["layers"], 0.8, 0.79), ({0: layer(10, top_k=4)}, 0.79, 0.559)):
-        with pytest.raises(UserError, match=rf"ratio={re.escape(str(ratio))}: .*; {re.escape(str(nearest))}\d* is "):
-            allocate({**chosen, "ratio": ratio}, layers, {0: [0.0] * 10}, {}, FACTS)
-    with pytest.raises(UserError, match="ratio_basis=model needs the number of the model's parameters"):
-        allocate(chosen, FACTS["layers"], {0: [0.0] * 10})
-
-
 def test_fits_says_without_scores_what_cannot_be_had() -> None:
     layers = {0: layer(16, top_k=8, width=48)}
     for name in ("uniform", "global", "evolutionary", "reconstruction"):
@@ -251,5 +232,4 @@ def test_fits_says_without_scores_what_cannot_be_had() -> None:
     for ratio, block, named in ((0.75, 64, "block=64"), (0.25, 32, "block=32.* smallest"), (1, None, "ratio=1")):
         with pytest.raises(UserError, match=named):
             fits(settings("global", ratio, align=block and {"block": block}), layers, "channel")
-    fits({**settings("uniform", 0.75), "ratio_basis": "model"}, layers, "expert")
     assert get("reconstruction").step == "reconstruction"

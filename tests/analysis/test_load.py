@@ -25,6 +25,7 @@ from moe_lab.errors import UserError
 from moe_lab.models.discover import moe_layers
 from moe_lab.models.facts import model_facts
 from moe_lab.pruning.cost import size
+from moe_lab.pruning.prune import prune
 from moe_lab.pruning.replace import merge_experts, replace_by_constants
 
 TASKS = ("gsm8k", "humaneval", "mbpp", "wildbench", "rte", "hellaswag", "arc_easy")
@@ -117,7 +118,7 @@ def test_loading_memory_counts_constants_and_leaves_out_merged_experts() -> None
         kept = plans.kept(pd.DataFrame({"plan_folder": ["plan"]}), reader)
         cells = pd.DataFrame([{"model": "m", "ratio": 0.5, "granularity": "expert", "allocation": "a"}])
         [row] = plans.loading_memory(cells, kept, {"m": about}).to_dict("records")
-        assert row["parameters_after"] == size(model, plan, facts=about)["parameters"]
+        assert row["parameters_after"] == size(model, prune(model, plan))["parameters"]
 
 
 def test_a_damaged_plan_cost_or_search_is_a_gap(tmp_path: Path) -> None:

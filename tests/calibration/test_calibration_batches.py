@@ -21,7 +21,6 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from moe_lab import grid
-from moe_lab.calibration import check
 from moe_lab.calibration.batches import TOLERANCE, Calibration, answer_batches, batches, chunk, one_a_row, reap
 from moe_lab.config import CalibrationConfig, Config, SourceConfig
 from moe_lab.config.base import SettingsError, identity, valid
@@ -116,7 +115,7 @@ def test_what_models_lack_is_refused(words: Settings, tokenizer: Any, tokenizer_
     with pytest.raises(UserError, match=r"calibration.gap=eos: .* no end-of-text token"):
         batches(words(gap="eos"), tokenizer)
     with pytest.raises(UserError, match=r"calibration.path=genersl.txt does not exist"):
-        check(replace(words(), path="genersl.txt"))
+        batches(replace(words(), path="genersl.txt"), tokenizer)
 
 
 @pytest.mark.parametrize(("name", "value"), [("tokens", 7), ("path", "")])
@@ -362,7 +361,7 @@ def test_a_share_too_small_for_a_text_is_refused(tmp_path: Path, settings: Setti
 def test_every_set_and_its_share_are_checked_and_part_of_the_identity(two: Two) -> None:
     low, high = two
     with pytest.raises(UserError, match="does not exist"):
-        check(mixture((0.5, low), (0.5, replace(high, path="nowhere.jsonl"))))
+        identity(mixture((0.5, low), (0.5, replace(high, path="nowhere.jsonl"))))
     before = identity(mixture((0.4, low), (0.6, high)))
     assert [source["path"] for source in before["sources"]] == [identity(replace(s, seed=1))["path"] for s in two]
     assert identity(mixture((0.4, replace(low, length=4, packing="none")), (0.6, high))) == before

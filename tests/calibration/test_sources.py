@@ -16,10 +16,9 @@ import choices
 import pytest
 from pydantic import ValidationError
 
-from moe_lab.calibration import check
 from moe_lab.calibration.batches import answer_batches, batches
 from moe_lab.calibration.documents import Chat, Text, pair, tokenize
-from moe_lab.calibration.sources import locate, read, whole_text
+from moe_lab.calibration.sources import first_record, locate, read, whole_text
 from moe_lab.config import BenchmarkConfig, CalibrationConfig
 from moe_lab.errors import UserError
 from moe_lab.evaluation import suite
@@ -234,7 +233,7 @@ def test_only_texts_can_be_joined(source: Settings) -> None:
 def test_what_is_no_text_is_refused(tmp_path: Path, settings: Settings, name: str, content: bytes, line: int) -> None:
     path = str(written(tmp_path / name, content))
     with pytest.raises(UserError, match=rf"calibration.path={re.escape(path)} .*UTF-8.* line {re.escape(str(line))}\b"):
-        check(settings(path))
+        first_record(settings(path))
     (said,) = suite.wrong([BenchmarkConfig("p", "perplexity", path, reports={"p": "perplexity"})])
     assert f"suite.path={path} " in said and "UTF-8" in said
 
@@ -330,11 +329,14 @@ def test_calls_are_answers_as_whole_turns(tokenizer_with: Callable[..., Any], so
     ("record", "sentence"),
     [
         ({"messages": CALLING, "tools": "[{"}, "line 1: tools is damaged JSON"),
-        ({"messages": CALLING, "tools": {"w10": TOOL}}, "line 1: tools holds .*, expected a list"),
+        ({"messages": CALLING, "tools": {"w10": TOOL}}, "line 1: tools: found .*, expected a list"),
         ({"messages": CALLING, "tools": [{"description": "w1"}]}, "expected functions with a name"),
         ({"messages": CALLING, "tools": ["w10"]}, "expected functions with a name"),
         ({"messages": with_call({"arguments": {}}), "tools": [TOOL]}, "expected tool_calls with a name and arguments"),
-        ({"messages": with_call({"name": "w10", "arguments": "[1]"})}, "arguments of w10 hold .*, expected an object"),
+        (
+            {"messages": with_call({"name": "w10", "arguments": "[1]"})},
+            "arguments of w10: .* expected an object",
+        ),
         ({"messages": with_call({"name": "w10", "arguments": "{"})}, "arguments of w10 is damaged JSON"),
         ({"query": "w1", "answers": "w2", "tools": "[]"}, "field answers: tool_calls is damaged JSON"),
     ],

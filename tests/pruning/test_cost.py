@@ -64,11 +64,6 @@ def batch(rows: int = 1, length: int = 24) -> tuple[torch.Tensor, torch.Tensor]:
     return ids, torch.ones_like(ids, dtype=torch.bool)
 
 
-def facts(model: Any) -> dict[str, Any]:
-    """The entries of facts.json that matter here."""
-    return {"parameters": sum(weight.numel() for weight in model.parameters()), "bytes_per_parameter": 2}
-
-
 def counted(model: Any, ids: torch.Tensor) -> int:
     """What torch counts for an eager forward pass, vocabulary included."""
     before = model.config._attn_implementation
@@ -83,10 +78,18 @@ def ragged(model: Any) -> Plan:
     return random_plan(model, "ragged", share=1.0)
 
 
+def layers_of(model: Any, plan: Plan | None) -> Any:
+    return routed_layers(prune(model, plan) if plan else model)
+
+
+def measured(model: Any, plan: Plan | None, batches: Any) -> Routing:
+    return measured_routing(model, plan, layers_of(model, plan), batches)
+
+
 def flops(model: Any, plan: Plan | None, *batches: tuple[torch.Tensor, torch.Tensor]) -> dict[str, float]:
     """FLOPs of a token with measured routing."""
     row = row_flops(model, batches[0][0].shape[1])
-    return flops_per_token(routed_layers(model), plan, row, measured_routing(model, plan, batches))
+    return flops_per_token(routed_layers(model), layers_of(model, plan), row, measured(model, plan, batches))
 
 
 @pytest.mark.parametrize("name", tiny.ARCHITECTURES)
@@ -99,16 +102,18 @@ def test_flops_are_what_torch_counts_and_need_no_weights_for_experts_of_one_widt
     if name in CHANNELS:
         plans += [random_plan(model, "one width", width=[5, 6, 7]), ragged(model)]
     for plan in plans:
-        routing, measured = even_routing(layers, plan), measured_routing(model, plan, [(ids, valid)])
+        pruned = layers_of(empty, plan)
+        routing, found_routing = even_routing(pruned), measured(model, plan, [(ids, valid)])
         assert (routing is None) == (len(plans) == 5 and plan is plans[-1])
-        found = flops_per_token(layers, plan, row, routing or measured)
+        found = flops_per_token(layers, pruned, row, routing or found_routing)
         total = sum(found.values()) * ids.numel()
         expected = counted(model if plan is None else prune(model, plan), ids)
         assert (round(total) if routing is None else total) == expected
         assert all(value >= 0 for value in found.values()) and found["experts"] > 0 and found["router"] > 0
         assert found["other"] < 1
         if routing is not None:
-            assert measured.channels == {index: routing.channels[index] * measured.tokens for index in routing.channels}
+            used = {index: channels * found_routing.tokens for index, channels in routing.channels.items()}
+            assert found_routing.channels == used
     assert not any("forward" in vars(layer.experts) for layer in moe_layers(model)), "hooks are gone afterwards"
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
@@ -135,12 +140,12 @@ def test_batches_of_other_shapes_and_padding() -> None:
     model = tiny.build("olmoe")
     plan = ragged(model)
     first, second = batch(2, 24), batch(1, 10)
-    one, other = (measured_routing(model, plan, [each]) for each in (first, second))
-    both = measured_routing(model, plan, [first, second, first])
+    one, other = (measured(model, plan, [each]) for each in (first, second))
+    both = measured(model, plan, [first, second, first])
     assert both == Routing(106, {index: 2 * one.channels[index] + other.channels[index] for index in one.channels})
     padded = torch.cat((second[0], torch.zeros(1, 6, dtype=torch.int64)), 1)
     valid = (torch.arange(16) < 10)[None]
-    assert measured_routing(model, plan, [(padded, valid)]) == other
+    assert measured(model, plan, [(padded, valid)]) == other
 
 
 STREAMED = [("olmoe", "unpruned"), ("olmoe", "channels"), ("deepseek_v2", "channels")]
@@ -160,19 +165,19 @@ def test_one_layer_in_memory_counts_the_same(name: str, what: str, tmp_path: Pat
     valid[0, 15:] = False
     batches = [(ids, valid), short, (ids.flip(1), valid)]
     streamed = StreamedModel(tmp_path / "model", dtype=torch.float32, device="cpu")
-    found = layered_routing(streamed, plan, batches, out=tmp_path, budget=2000)
-    assert found == measured_routing(model, plan, batches)
-    assert size(streamed.model, plan, facts=facts(model)) == size(model, plan, facts=facts(model))
+    found = layered_routing(streamed, plan, layers_of(model, plan), batches, out=tmp_path, fingerprint={})
+    assert found == measured(model, plan, batches)
     assert all(weight.is_meta for weight in streamed.layers.parameters()), "no layer is left behind"
 
 
 def test_cost_compares_with_the_unpruned_model() -> None:
     model = tiny.build("deepseek_v2")
-    plan, about = random_plan(model, "one width", share=1.0), facts(model)
+    plan = random_plan(model, "one width", share=1.0)
     row, text = row_flops(model, 24), [batch()]
-    unpruned = cost(model, None, row, measured_routing(model, None, text), facts=about)
-    found = cost(model, plan, row, measured_routing(model, plan, text), facts=about)
-    assert found == cost(model, plan, unpruned["flops_by_part"], measured_routing(model, plan, text), facts=about)
+    pruned = prune(model, plan)
+    unpruned = cost(model, model, row, measured(model, None, text))
+    found = cost(model, pruned, row, measured(model, plan, text))
+    assert found == cost(model, pruned, unpruned["flops_by_part"], measured(model, plan, text))
     assert (unpruned["flops_ratio"], unpruned["flops_saving"], unpruned["parameters_kept"]) == (1, 0, 1)
     assert found["flops_per_token"] == pytest.approx(sum(found["flops_by_part"].values()))
     assert found["flops_per_token_unpruned"] == unpruned["flops_per_token"]
@@ -180,7 +185,7 @@ def test_cost_compares_with_the_unpruned_model() -> None:
     assert found["flops_saving"] == 1 - found["flops_ratio"]
     assert found["routed_kept"] == pytest.approx(numpy.mean([mask.mean() for mask in plan.channels.values()]))
     assert found["storage_bytes"] == found["loading_bytes"] == 2 * found["parameters"]
-    assert size(model, tiny.plan(model, 0.5), facts=about)["routed_kept"] == 0.5
+    assert size(model, prune(model, tiny.plan(model, 0.5)))["routed_kept"] == 0.5
 
 
 def test_nf4_bytes() -> None:
@@ -198,13 +203,14 @@ def test_storage_is_what_quantised_tensors_take(name: str, modules: tuple[str, .
     pytest.importorskip("bitsandbytes")
     model = tiny.build(name, dtype=torch.bfloat16)
     plan = planned(model, what)
-    found = size(model, plan, facts=facts(model), bits=4, modules=modules)
     pruned = copy.deepcopy(model) if plan is None else prune(model, plan)
+    found = size(model, pruned, bits=4, modules=modules)
+    loading = size(model, pruned)["loading_bytes"]
     before = storage(pruned)["total"]
     quantize(pruned, modules)
     saved = found["loading_bytes"] - found["storage_bytes"]
     assert saved == before - storage(pruned)["total"] > 0
-    assert found["loading_bytes"] == size(model, plan, facts=facts(model))["loading_bytes"]
+    assert found["loading_bytes"] == loading
 
 
 # ---- profiles

@@ -19,16 +19,11 @@ from tiny import load, logits, weights
 from moe_lab.config import ExportConfig, ModelConfig, RecoveryConfig
 from moe_lab.errors import UserError
 from moe_lab.models.discover import moe_layers
-from moe_lab.pruning.export import export, parts
+from moe_lab.pruning.export import export
 from moe_lab.pruning.export.settings import wrong
 from moe_lab.pruning.plan import Plan
 from moe_lab.pruning.prune import prune
 from tests.campaign.models import reconfigure
-
-
-@pytest.fixture(autouse=True)
-def matrices_of_several_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parts, "BLOCK", 1000)
 
 
 def config_of(folder: Path) -> dict[str, Any]:

@@ -209,7 +209,7 @@ def test_one_layer_in_memory_is_enough(name: str, tmp_path: Path) -> None:
     model = tiny.save(name, tmp_path / "model", **tiny.few_experts(name))
     expected = reconstructed(model, [naive.batch()], ratio=THIRD)
     streamed = StreamedModel(tmp_path / "model", dtype=torch.float32, device="cpu")
-    read = partial(stream, streamed, batches=[naive.batch()], out=tmp_path / "out", fingerprint={}, budget=0.0)
+    read = partial(stream, streamed, batches=[naive.batch()], out=tmp_path / "out", fingerprint={})
     found = reconstruct(lambda tap: read(tap=tap), facts=facts(model), ratio=THIRD)
     assert found == expected
 

@@ -348,7 +348,7 @@ def chooser(model: Any, name: str) -> Any:
     """(layer, its sums) -> the plan of that layer by a criterion; squared norms of the down columns are the model's."""
     granularity = criteria.get(name).granularity
     allocation = "uniform" if granularity == "expert" else "layerwise"
-    settings = {"name": allocation, "ratio": 0.25, "multiple_of": 1, "parameters": {}, "ratio_basis": "routed"}
+    settings = {"name": allocation, "ratio": 0.25, "multiple_of": 1, "parameters": {}}
     layers = {layer.index: layer for layer in moe_layers(model)}
 
     def choose(index: int, sums: Sums) -> Plan:
@@ -356,9 +356,8 @@ def chooser(model: Any, name: str) -> Any:
         sums = {**sums, "channel_down_square": layer.experts.down_proj.double().square().sum(1).numpy()}
         shapes = {"experts": {index: layer.n_experts}, "widths": {index: layer.width}}
         scores = criteria.score(name, {index: sums}, **shapes)
-        return plan_from_scores(
-            settings, scores, granularity, {"layers": {index: {**vars(layer), "width": layer.width}}}, provenance={}
-        )
+        facts = {index: {**vars(layer), "width": layer.width}}
+        return plan_from_scores(settings, scores, granularity, facts, {}, provenance={})
 
     return choose
 
@@ -386,9 +385,7 @@ def one_after_the_other(model: Any, choose: Any, batches: list[Batch]) -> dict[i
 def run_sequentially(name: str, choose: Any, folder: Path) -> Plan:
     tiny.save(name, folder / "model")
     streamed = StreamedModel(folder / "model", dtype=torch.float32, device="cpu")
-    return prune_sequentially(
-        streamed, tiny.batches(), choose, fingerprint={}, out=folder, budget=0.0, provenance={"of": "a test"}
-    )
+    return prune_sequentially(streamed, tiny.batches(), choose, fingerprint={}, out=folder, provenance={"of": "a test"})
 
 
 @pytest.mark.parametrize("criterion", ["camera", "reap"])

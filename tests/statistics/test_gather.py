@@ -168,7 +168,7 @@ def test_the_sums_are_the_same(name: str, kind: str, tmp_path: Path) -> None:
     whole, layered = PASSES[kind]
     expected = resident(whole, name)
     model = opened(name, tmp_path / "model")
-    assert_equal(layered(model, batches=BATCHES, out=tmp_path / "out", fingerprint={}, budget=2000), expected)
+    assert_equal(layered(model, batches=BATCHES, out=tmp_path / "out", fingerprint={}), expected)
     assert all(weight.is_meta for weight in model.layers.parameters()), "no layer is left behind"
 
 
@@ -190,7 +190,7 @@ def test_a_killed_pass_goes_on_from_its_last_layer(kind: str, tmp_path: Path, mo
     monkeypatch.setattr(streaming.FinishedLayers, "add", dying)
     for _ in range(20):
         with suppress(tiny.Killed):
-            found = layered(model, batches=BATCHES, out=tmp_path / "out", fingerprint={}, budget=0)
+            found = layered(model, batches=BATCHES, out=tmp_path / "out", fingerprint={})
             break
     assert_equal(found, expected)
     finished = [entry for entry in done if entry[0] != "killed"]
@@ -199,7 +199,7 @@ def test_a_killed_pass_goes_on_from_its_last_layer(kind: str, tmp_path: Path, mo
 
 def test_one_layer_is_there_at_once_and_a_new_text_starts_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, out = opened("olmoe", tmp_path / "model"), tmp_path / "out"
-    FORWARD[1](model, batches=BATCHES[:1], out=out, fingerprint={}, budget=0)
+    FORWARD[1](model, batches=BATCHES[:1], out=out, fingerprint={})
     there, read = [], streaming.LayerPass.read
 
     def counting(*given: Any) -> torch.Tensor:
@@ -207,7 +207,7 @@ def test_one_layer_is_there_at_once_and_a_new_text_starts_anew(tmp_path: Path, m
         return read(*given)
 
     monkeypatch.setattr(streaming.LayerPass, "read", counting)
-    found = FORWARD[1](model, batches=BATCHES, out=out, fingerprint={}, budget=0)
+    found = FORWARD[1](model, batches=BATCHES, out=out, fingerprint={})
     assert set(there) == {1}
     assert_equal(found, resident(FORWARD[0], "olmoe"))
 
@@ -226,7 +226,7 @@ def test_damaged_weights_are_named(damage: Any, says: str, tmp_path: Path) -> No
     save_file(tensors, tmp_path / "model" / "model.safetensors")
     with pytest.raises(UserError, match=re.escape(says)) as caught:
         model = StreamedModel(tmp_path / "model", dtype=torch.float32, device="cpu")
-        FORWARD[1](model, batches=BATCHES, out=tmp_path / "out", fingerprint={}, budget=0)
+        FORWARD[1](model, batches=BATCHES, out=tmp_path / "out", fingerprint={})
     assert QUERY in str(caught.value)
 
 
@@ -269,7 +269,7 @@ def test_the_memory_of_a_long_row_grows_with_its_tokens_not_with_their_pairs(pad
     ids = torch.randint(3, tiny.VOCABULARY, (1, length), generator=torch.Generator().manual_seed(0))
     valid = (torch.arange(length) < length - padding)[None]
     with LargestTensor() as largest:
-        sums = stream(model, ForwardTap, [(ids, valid)], out=tmp_path / "out", fingerprint={}, budget=0)
+        sums = stream(model, ForwardTap, [(ids, valid)], out=tmp_path / "out", fingerprint={})
     assert int(sums.layers[1]["tokens"].sum()) == (length - padding) * model.model.config.num_experts_per_tok
     assert largest.elements < length * 500 < length**2
 

@@ -26,8 +26,8 @@ from moe_lab.statistics.gradients import (
 from moe_lab.statistics.observe import Observer
 
 
-def gathered(model: Any, data: Any, *, checkpointing: bool = False) -> Layers:
-    with differentiable(model, checkpointing=checkpointing), Observer(model, GradientTap) as observer:
+def gathered(model: Any, data: Any) -> Layers:
+    with differentiable(model), Observer(model, GradientTap) as observer:
         for ids, valid in data:
             observer.read(ids, valid, forward_and_backward)
     return observer.layers()
@@ -99,26 +99,10 @@ def test_the_logits_are_those_of_eager(name: str) -> None:
     assert "forward" not in vars(model.base_model)
 
 
-@pytest.mark.parametrize("name", ["olmoe", "deepseek_v2", "qwen3_next", "gpt_oss", "jamba", "granitemoe"])
-def test_checkpointing_changes_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = naive.model(name)
-    plain = gathered(model, [naive.batch()])
-    before = [(module.training, dict(vars(module))) for module in model.modules()]
-    calls = tiny.count_calls(monkeypatch, GradientTap, "experts")
-    again = gathered(model, [naive.batch()], checkpointing=True)
-    assert len(calls) == 2 * len(again), "it was computed again"
-    naive.assert_alike(again, plain)
-    assert [(module.training, dict(vars(module))) for module in model.modules()] == before
-
-
-def test_what_has_no_gradients_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows without a next token, and layers that cannot be computed again for checkpointing."""
+def test_rows_without_a_next_token_have_no_loss() -> None:
     model, valid = naive.model("olmoe"), torch.tensor([[True, False, True, False]] * 2)
     with pytest.raises(UserError, match="no token that follows another one"):
         gather_gradients(model, GradientTap, [(tiny.tokens(2, 4), valid)], fingerprint=FINGERPRINT)
-    monkeypatch.setattr("moe_lab.models.transformers_private.GradientCheckpointingLayer", int)
-    with pytest.raises(UserError, match="checkpointing=true: the layers of OlmoeForCausalLM"):
-        gathered(model, [naive.batch()], checkpointing=True)
 
 
 def test_few_logits_at_a_time_are_as_good_as_all(monkeypatch: pytest.MonkeyPatch) -> None:

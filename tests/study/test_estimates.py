@@ -35,7 +35,7 @@ from moe_lab.models.config_json import size_of
 from moe_lab.study import estimates
 from moe_lab.study.estimates import Memory, Times, forecast, gpus, largest_memory, memory_of
 from moe_lab.study.step import Step
-from moe_lab.study.steps import KINDS, passes
+from moe_lab.study.steps import KINDS
 from moe_lab.study.store import Store
 
 ROOT = Path(__file__).parents[2]
@@ -83,19 +83,15 @@ STREAMING = replace(TEXT, engine="streamed")
 
 
 @pytest.mark.parametrize("kind", LAYERED)
-def test_one_layer_in_memory_is_what_a_streamed_step_takes(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_layer_in_memory_is_what_a_streamed_step_takes(kind: str) -> None:
     """Qwen2-57B: 3.6 GiB of experts and attention in a layer, 2 of embeddings and head, 6 of a batch of 16,384 tokens;
     for the gradients of weights, 6.6 of these in fp32; for alignments, as much and 3.1 of products of channels."""
-    monkeypatch.setattr(passes, "STATES", 2**30)
     big = model("qwen2_57b_a14b")
     layered = known(step(kind, big, STREAMING))
     if kind != "sequential":  # which is always streamed
         assert known(step(kind, big)).bytes > 117 * 2**30
     sums = {"weight_gradients": 6.6, "activation_alignment": 9.7}.get(kind, 0)
-    assert 12 * 2**30 < layered.bytes - sums * 2**30 < 15 * 2**30
-    monkeypatch.setattr(passes, "STATES", 3 * 2**30)
-    more = known(step(kind, big, STREAMING))
-    assert more.bytes - layered.bytes == pytest.approx(2 * 2**30)
+    assert 11 * 2**30 < layered.bytes - sums * 2**30 < 14 * 2**30
     assert layered.on_gpu
 
 
@@ -103,7 +99,6 @@ def test_what_is_held_beside_weights_and_a_batch_is_counted() -> None:
     """Activations of a backward pass, 57B - 4B gradients in fp32, and a second model where weights are changed."""
     forward, backward = known(step("statistics")), known(step("gradients"))
     assert backward.bytes > 1.5 * forward.bytes
-    assert known(step("gradients", text=replace(TEXT, checkpointing=True))).bytes < backward.bytes
     big = model("qwen2_57b_a14b")
     assert known(step("weight_gradients", big)).bytes - known(step("gradients", big)).bytes > 180 * 2**30
     recovery, allocation = RecoveryConfig(name="r", bits=4), AllocationConfig(replacement="hc_smoe")

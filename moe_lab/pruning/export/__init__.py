@@ -17,7 +17,7 @@ from moe_lab.models.families import family_of, predicting_experts
 from moe_lab.models.files import fingerprint
 from moe_lab.pruning import make_form
 from moe_lab.pruning.export.card import model_card
-from moe_lab.pruning.export.config import check_routing, describe_export, renumbered_files, text_part
+from moe_lab.pruning.export.config import check_routing, describe_export, renumbered_files
 from moe_lab.pruning.export.layout import expert_type, pieces
 from moe_lab.pruning.export.settings import check_quantised
 from moe_lab.pruning.export.write import CARD, copy_others, new_folder, write_index, write_json, write_weights
@@ -49,7 +49,7 @@ def export(source: str | os.PathLike[str], plan: Plan, out: str | os.PathLike[st
     written_names = (name for name in checkpoint.tensors if not name.startswith(left_out))
     described, code = describe_export(config, form, written_names)
     described_beside = renumbered_files(folder, form.stored)
-    content = pieces(checkpoint, family_of(text_part(config).get("model_type")), plan, form)
+    content = pieces(checkpoint, family_of(config.get("text_config", config).get("model_type")), plan, form)
     with new_folder(target) as work:
         write_weights(checkpoint, content, work)
         written = [piece for tensors in content.values() for piece in tensors]

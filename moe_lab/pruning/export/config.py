@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy
+
 from moe_lab.errors import UserError
 from moe_lab.models.checkpoint import read_json
 from moe_lab.models.config_json import LAYERS_FIELD
@@ -43,16 +45,10 @@ OTHER_NUMBER = re.compile(rf"\bexperts{DOT}[^.\\]*?\d")
 ANY_DIGIT = "[0-9]"
 
 
-def text_part(config: dict[str, Any]) -> dict[str, Any]:
-    """The part of config.json about the language model."""
-    inner = config.get("text_config")
-    return inner if isinstance(inner, dict) else config
-
-
 def check_routing(config: dict[str, Any], plan: Plan) -> None:
     """Raise UserError unless the router that config.json describes can work with the plan."""
-    text = text_part(config)
-    top_k = max((number for field in TOP_K_FIELDS for number in _numbers(text.get(field, 1))), default=1)
+    text = config.get("text_config", config)
+    top_k = int(max(numpy.max(text.get(field, 1)) for field in TOP_K_FIELDS))  # a number, or one for each layer
     n_group = text.get("n_group") or 1
     if text.get("topk_method") in UNGROUPED_METHODS:
         n_group = 1
@@ -71,7 +67,7 @@ def describe_export(config: dict[str, Any], form: Form, names: Iterable[str]) ->
             f"{LAYERS_FIELD} in config.json): export from the original model"
         )
     edited: dict[str, Any] = renumbered(config, form.stored)
-    text = text_part(edited)
+    text = edited.get("text_config", edited)
     if not any(map(EXTRA_PREDICTION.search, names)):
         text.update({field: 0 for field in EXTRA_PREDICTION_LAYERS if text.get(field)})
     kind = str(config.get("model_type", ""))
@@ -141,11 +137,6 @@ def _set_counts(text: dict[str, Any], count: int) -> None:
     for field in (field for field in COUNT_FIELDS if field in text):
         text[field] = [count] * len(text[field]) if isinstance(text[field], list) else count
     text.update(dict.fromkeys(ALSO_COUNTS.get(text.get("model_type", ""), ()), count))
-
-
-def _numbers(value: int | list[int]) -> list[int]:
-    """The numbers in a field that holds either one number or a number per layer."""
-    return value if isinstance(value, list) else [value]
 
 
 def narrowed(config: dict[str, Any], width: int) -> dict[str, Any] | None:

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import numpy
 from numpy.typing import NDArray
 
-from moe_lab.pruning import Member, Part, rows
+from moe_lab.pruning import Part, rows
 
 UNSIGNED: dict[str, Any] = {"F64": numpy.uint64, "F32": numpy.uint32, "F16": numpy.uint16, "BF16": numpy.uint16}
 """Types whose numbers can be copied one by one -> an integer type of that size. In others, numbers share scales."""
@@ -63,17 +63,15 @@ class Matrix:
     columns: int
     dtype: str
 
-    def read(self, folder: Path, first: int, last: int) -> NDArray[Any]:
-        """The bits of the rows `first` to `last`, without the last one."""
-        dtype, path = numpy.dtype(UNSIGNED[self.dtype]), folder / self.shard
-        with path.open("rb") as file:
-            file.seek(self.start + first * self.columns * dtype.itemsize)
-            return numpy.fromfile(file, dtype, (last - first) * self.columns).reshape(last - first, self.columns)
+    def read(self, folder: Path) -> NDArray[Any]:
+        """Its bits."""
+        bits = numpy.fromfile(folder / self.shard, UNSIGNED[self.dtype], self.rows * self.columns, offset=self.start)
+        return bits.reshape(self.rows, self.columns)
 
 
 @dataclass(frozen=True)
 class Projection:
-    """One projection of a stored expert. Those of its members are read in blocks: a matrix of Mixtral has 117 MB."""
+    """One projection of a stored expert. Those of its members are read one after the other."""
 
     part: Part
     matrices: Mapping[int, Matrix]
@@ -99,14 +97,11 @@ class Projection:
         return self.part.zeros * self._bytes_of_channel
 
     @property
-    def _channels(self) -> int:
-        """Channels in the file."""
-        return self.matrix.columns if self.down else self.matrix.rows
-
-    @property
     def _width(self) -> int:
+        """Channels of the result: those in the file, unless some are dropped or zeros are added."""
+        in_file = self.matrix.columns if self.down else self.matrix.rows
         channels = self.part.members[0].channels
-        return self._channels if channels is None else len(channels)
+        return in_file if channels is None else len(channels)
 
     @property
     def _bytes_of_channel(self) -> int:
@@ -114,49 +109,18 @@ class Projection:
         return other * int(numpy.dtype(UNSIGNED[self.matrix.dtype]).itemsize)
 
     def read(self, folder: Path) -> Iterator[memoryview]:
-        """The bits of the result, row-major, block by block."""
-        for block in self._columns(folder) if self.down else self._rows(folder):
-            yield block.data
+        """The bits of the result, row-major."""
 
-    def _columns(self, folder: Path) -> Iterator[NDArray[Any]]:
-        dtype, hidden = self.matrix.dtype, self.matrix.rows
-        step = max(BLOCK // (self.matrix.columns * numpy.dtype(UNSIGNED[dtype]).itemsize), 1)
-        if not self._width:
-            return
-        packed = numpy.empty((self._width, hidden if self.as_rows else 0), UNSIGNED[dtype])
-        for first in range(0, hidden, step):
-            last = min(first + step, hidden)
-            block = {one: matrix.read(folder, first, last).T for one, matrix in self.matrices.items()}
-            values = _computed(self.part, block, dtype)
-            if self.as_rows:
-                packed[:, first:last] = values
-            else:
-                yield numpy.ascontiguousarray(values.T)
-        if self.as_rows:
-            yield packed
+        def channels_first(expert: int) -> NDArray[Any]:
+            bits = self.matrices[expert].read(folder)
+            return bits.T if self.down else bits
 
-    def _rows(self, folder: Path) -> Iterator[NDArray[Any]]:
-        step = max(BLOCK // self._bytes_of_channel, 1)
-        if self.part.members[0].share is not None:
-            step = self._width  # members have orders of their own: each is read once, as a whole
-        for first in range(0, self._width, step):
-            block, members = {}, []
-            for expert, share, channels in self.part.members:
-                used = numpy.arange(self._channels) if channels is None else channels
-                used = used[first : first + step]
-                there = used[used >= 0]
-                lowest, end = (int(there.min()), int(there.max()) + 1) if len(there) else (0, 1)
-                block[expert] = self.matrices[expert].read(folder, lowest, end)
-                members.append(Member(expert, share, numpy.where(used < 0, -1, used - lowest)))
-            yield _computed(Part(tuple(members)), block, self.matrix.dtype)
-
-
-def _computed(part: Part, block: Mapping[int, NDArray[Any]], dtype: str) -> NDArray[Any]:
-    """The bits of rows of a projection, from those of its members."""
-    result: NDArray[Any] = rows(
-        part, block.__getitem__, lambda bits: _numbers(bits, dtype), lambda total, _: _bits(total, dtype)
-    )
-    return result
+        dtype = self.matrix.dtype
+        if self._width:
+            result = rows(
+                self.part, channels_first, lambda bits: _numbers(bits, dtype), lambda total, _: _bits(total, dtype)
+            )
+            yield numpy.ascontiguousarray(result.T if self.down and not self.as_rows else result).data
 
 
 def _numbers(bits: NDArray[Any], dtype: str) -> NDArray[Any]:

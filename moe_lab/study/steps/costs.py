@@ -84,22 +84,25 @@ class Cost(Step):
     def work(self, files: Files) -> None:
         from moe_lab.models.discover import routed_layers
         from moe_lab.pruning.cost import cost, even_routing, row_flops
+        from moe_lab.pruning.prune import prune
 
         network, plan = skeleton(self.about), files.plan(self.plan)
+        pruned = prune(network, plan) if plan else network
+        layers = routed_layers(pruned)
         if self.unpruned:
             row = json.loads(files.read(self.unpruned, "cost.json"))["flops_by_part"]
         else:
             row = row_flops(network, self.row)
-        routing: Any = even_routing(routed_layers(network), plan)
+        routing: Any = even_routing(layers)
         if not routing:
             if self.text is None:
                 raise UserError(
                     f"cost of model={self.about.name}: its experts differ in width, which is known only of a folder: "
                     "download it, and give the folder as model.path"
                 )
-            routing = engine(self.about, self.text, files, {"step": self.id}).routing(plan)
+            routing = engine(self.about, self.text, files, {"step": self.id}).routing(plan, layers)
         stored = asdict(self.storage) if self.storage else {}
-        write_json(files.out / "cost.json", cost(network, plan, row, routing, facts=files.facts(self.facts), **stored))
+        write_json(files.out / "cost.json", cost(network, pruned, row, routing, **stored))
 
     def memory(self, size: Size) -> float:
         return self.reading.memory(size) if self.reading else self.process_memory

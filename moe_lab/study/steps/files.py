@@ -21,9 +21,6 @@ from moe_lab.study.store import Store
 
 STATISTICS = "statistics.safetensors"
 REPORT = "calibration.json"
-STATES = 8 * 2**30
-"""Bytes of hidden states that a streamed pass keeps in memory, of those on disk: what every machine with a large model
-has to spare."""
 NO_SUMS = ("facts", "scores", "by")
 """Roles of inputs that hold no sums."""
 
@@ -175,7 +172,6 @@ class Resident:
     ) -> None:
         self.about: dict[str, Any] = {"fingerprint": fingerprint, "out": files.partial}
         self.model, tokenizer = loaded(model)
-        self.checkpointing = text.checkpointing
         self.text = read_text(text, tokenizer, files, rows)
 
     def read(self, tap: type) -> Any:
@@ -188,13 +184,13 @@ class Resident:
         """Sums that `tap` gathers in a forward and a backward pass."""
         from moe_lab.statistics.gradients import gather_gradients
 
-        return gather_gradients(self.model, tap, self.text, checkpointing=self.checkpointing, **self.about)
+        return gather_gradients(self.model, tap, self.text, **self.about)
 
-    def routing(self, plan: Any) -> Any:
-        """The measured routing of the text under a plan."""
+    def routing(self, plan: Any, pruned: Any) -> Any:
+        """The measured routing of the text under a plan. `pruned`: the layers that the plan makes of those it finds."""
         from moe_lab.pruning.cost import measured_routing
 
-        return measured_routing(self.model, plan, self.text)
+        return measured_routing(self.model, plan, pruned, self.text)
 
 
 class Streamed:
@@ -206,9 +202,7 @@ class Streamed:
         from moe_lab.models.streamed import open_streamed
 
         self.model, tokenizer = open_streamed(model)
-        self.budget = STATES
-        """Bytes of hidden states that are kept in memory."""
-        self.about: dict[str, Any] = {"fingerprint": fingerprint, "out": files.partial, "budget": self.budget}
+        self.about: dict[str, Any] = {"fingerprint": fingerprint, "out": files.partial}
         self.text = read_text(text, tokenizer, files, rows)
 
     def read(self, tap: type) -> Any:
@@ -221,7 +215,7 @@ class Streamed:
 
         return stream_back(self.model, tap, self.text, **self.about)
 
-    def routing(self, plan: Any) -> Any:
+    def routing(self, plan: Any, pruned: Any) -> Any:
         from moe_lab.pruning.cost import layered_routing
 
-        return layered_routing(self.model, plan, self.text, out=self.about["out"], budget=self.budget)
+        return layered_routing(self.model, plan, pruned, self.text, **self.about)

@@ -17,7 +17,7 @@ from moe_lab.json_files import write_json
 from moe_lab.models.config_json import ROOM, Size, experts_implementation
 from moe_lab.study.step import BASE, Parts, Step, once
 from moe_lab.study.steps import tables
-from moe_lab.study.steps.files import REPORT, STATES, STATISTICS, Files, Rows, engine, loaded, read_text
+from moe_lab.study.steps.files import REPORT, STATISTICS, Files, Rows, engine, loaded, read_text
 
 CHANNEL_SUMS = 7
 """Sums of each channel that a pass gathers, at most."""
@@ -100,9 +100,8 @@ class OnText(Step):
             sums = 8.0 * size.moe_layers * size.experts * (CHANNEL_SUMS * size.width + size.hidden)
             return BASE + 3 * sums  # two sets in memory, and the file that is written
         if self.is_layered:
-            states = min(STATES, self.disk(size))
             batch = self._batch_tokens * size.activations()
-            return BASE + size.layer_weights() + self.layer_memory(size) + batch + states
+            return BASE + size.layer_weights() + self.layer_memory(size) + batch
         held = ROOM * size.bytes * self.models + size.moe_layers * self.layer_memory(size)
         return BASE + held + self.batch_memory(size)
 
@@ -121,12 +120,8 @@ class OnText(Step):
 
     def batch_memory(self, size: Size) -> float:
         """Bytes of a batch with the whole model loaded: its logits, and the activations that the pass keeps."""
-        kept = size.activations()
-        if self.backward and self.text.checkpointing:
-            kept += size.hidden_states(1, backward=True)
-        elif self.backward:
-            kept = size.activations(size.moe_layers)
-        return self._batch_tokens * (size.logits + kept)
+        layers = size.moe_layers if self.backward else 1
+        return self._batch_tokens * (size.logits + size.activations(layers))
 
     @property
     def _tokens(self) -> int:

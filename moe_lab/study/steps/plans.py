@@ -32,9 +32,9 @@ from moe_lab.study.steps.scores import (
 
 
 def _known_layer(cell: Cell) -> dict[str, int] | None:
-    """Facts of a layer that config.json has. None where it has none, and for ratio_basis=model, which needs the number
-    of all parameters. The step itself checks groups of experts, so one group is assumed here."""
-    shape = expert_shape(cell.model) if cell.allocation.ratio_basis == "routed" else None
+    """Facts of a layer that config.json has, if any. The step itself checks groups of experts, so one group is assumed
+    here."""
+    shape = expert_shape(cell.model)
     return {**shape, "n_group": 1, "topk_group": 1} if shape else None
 
 
@@ -243,7 +243,7 @@ class FromScores(MakesPlan):
             scored: dict[int, Any] = {int(layer): values for layer, values in channels.items()}
         else:
             scored = files.expert_scores(self.scores)
-        plan = plan_from_scores(settings, scored, granularity, model, evidence, provenance=about)
+        plan = plan_from_scores(settings, scored, granularity, model["layers"], evidence, provenance=about)
         if given := plan_in(self.asked.allocation):  # it passed as an allocation: use it unchanged
             plan = given
             plan.check_origin(model["sha256"], "this model")
@@ -315,7 +315,7 @@ class Reconstruction(MakesPlan, OnText):
         best = reconstruct(
             self.engine(files).read,
             facts=model,
-            ratio=allocation.routed_ratio(settings["ratio"], settings["ratio_basis"], model),
+            ratio=settings["ratio"],
             multiple_of=settings["multiple_of"],
             **settings["parameters"],
         )
@@ -366,7 +366,7 @@ class Sequential(MakesPlan, OnText):
         def choose(layer: int, sums: Any) -> Any:
             here = {layer: model["layers"][layer]}
             scored = score(self, {layer: {**weights.get(layer, {}), **sums}}, here)
-            return plan_from_scores(settings, scored, granularity, model, layers=here, provenance={})
+            return plan_from_scores(settings, scored, granularity, here, {}, provenance={})
 
         plan = prune_sequentially(
             passes.model,
@@ -374,7 +374,6 @@ class Sequential(MakesPlan, OnText):
             choose,
             fingerprint={"step": self.id},
             out=files.partial,
-            budget=passes.budget,
             provenance={"criterion": self.settings["criterion"], "text": self.settings["text"], **self.origin(model)},
         )
         self.save(plan, model, files)
