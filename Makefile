@@ -6,8 +6,9 @@
 # make older: two older versions of transformers, with which a test loads exports.
 # make evalscope: an environment for EvalScope alone, whose pins are not Hydra's; benchmarks that need it find it there.
 # make elsewhere: the tests as other users, with other Pythons, versions and folders; RUNS: which of them. It takes hours.
-# STORE: where results go. ARGS: more settings of the main job. JOBS: processes of the tests. TESTS: what else pytest is
-# told, such as one file, or "-m quick" for what takes two minutes and needs no network, before each commit.
+# STORE: where results go. ARGS: more settings of the main job. JOBS: processes of the tests, one more than cores, since
+# some of the tests wait. TESTS: what else pytest is told, such as one file, or "-m quick" for what takes two minutes and
+# needs no network, before each commit.
 # CONSTRAINTS: exact versions to install. The checks read what git tracks, wherever a store or anything else that a run
 # leaves may be.
 PYTHON ?= python3
@@ -20,7 +21,7 @@ LLAMA_VERSION := 0.3.36
 XLLAMACPP := xllamacpp==2026.10.11549
 OLDER := .venv-older
 STORE ?= store
-JOBS ?= 2
+JOBS ?= 3
 ARGS ?=
 RUNS ?=
 TESTS ?=
