@@ -82,10 +82,10 @@ def limited(cluster: Cluster, folder: Path) -> None:
 
     The first time it is the job's real limit, brought down while it runs. Slurm looks twice a minute, and a job that is
     past its limit when Slurm looks is killed without the signal: the new limit leaves one to two minutes, however long
-    the job took to begin, and the signal is due when Slurm looks next.
+    the job took to begin.
     """
     instant = InstantStudies(cluster, folder)
-    words = [TWO, "study=limited", "launcher.max_requeues=1", "launcher.signal_seconds=119"]
+    words = [TWO, "study=limited", "launcher.max_requeues=1", "launcher.signal_seconds=59"]
     words += ["+resources.jobs={cost: {minutes: 10}}"]
     instant.hold("cost")
     job = instant.submit(*words)["cost"]
