@@ -104,10 +104,10 @@ def study(store: Path, name: str, *overrides: str) -> str:
     return "".join(log.read_text() for log in (store / "logs").rglob("*.log"))
 
 
-def outcomes(store: Path, *studies: str) -> dict[tuple[str, ...], list[Any]]:
+def outcomes(store: Path, name: str) -> dict[tuple[str, ...], list[Any]]:
     """(criterion, ratio, benchmark) -> outcome and answer loss of every item."""
     found = {}
-    for cell in [cell for name in studies for cell in (read_record(store, name) or {})["cells"]]:
+    for cell in (read_record(store, name) or {})["cells"]:
         for benchmark, folder in cell["evaluate"].items():
             rows = parquet.read_table(store / folder / "samples.parquet").to_pylist()
             values = [(row["outcome"], row["answer_loss"]) for row in rows]
@@ -116,18 +116,13 @@ def outcomes(store: Path, *studies: str) -> dict[tuple[str, ...], list[Any]]:
 
 
 def test_a_study_gets_the_same_answers_from_vllm(tmp_path: Path) -> None:
-    """Two plans of experts and the unpruned model on one engine; a plan of channels is exported, and served alone."""
-    benchmarks = "suite.benchmarks=[pocket_humaneval,pocket_arc_easy,pocket_gsm8k]"
-    plans = ("criterion=reap", "ratio=0.25,0.5", benchmarks)
-    channels = ("criterion=camera", "ratio=0.25", benchmarks)
-    log = study(tmp_path, "masks", *plans, "backend=vllm")
+    """Two plans of experts and the unpruned model on one engine; tests/study/test_methods.py has an export on one."""
+    words = ("criterion=reap", "ratio=0.25,0.5", "suite.benchmarks=[pocket_humaneval,pocket_arc_easy,pocket_gsm8k]")
+    log = study(tmp_path, "masks", *words, "backend=vllm")
     assert log.count("vLLM starts with") == 1
-    log = study(tmp_path, "exported", *channels, "backend=vllm")
-    assert log.count("vLLM starts with") == 2 and list((tmp_path / "export").iterdir())
-    study(tmp_path, "loaded", *plans)
-    study(tmp_path, "loaded_channels", *channels)
-    by_vllm, by_transformers = outcomes(tmp_path, "masks", "exported"), outcomes(tmp_path, "loaded", "loaded_channels")
-    assert len(by_vllm) == 4 * 3 and by_vllm.keys() == by_transformers.keys()
+    study(tmp_path, "loaded", *words)
+    by_vllm, by_transformers = outcomes(tmp_path, "masks"), outcomes(tmp_path, "loaded")
+    assert len(by_vllm) == 3 * 3 and by_vllm.keys() == by_transformers.keys()
     for key, values in by_vllm.items():
         for (outcome, loss), (right, right_loss) in zip(values, by_transformers[key], strict=True):
             assert outcome == right, key
