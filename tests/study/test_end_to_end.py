@@ -75,18 +75,23 @@ SWEEPER = [
 def test_a_sweeper_finds_the_best_value_by_the_objective(finished: Path, launcher: str) -> None:
     words = ["criterion=man", "ratio=0.25,0.5", "calibration=pocket_code", f"hydra/launcher={launcher}"]
     found = finished / f"by_{launcher}"
-    sweep = [*SWEEPER, *words, f"hydra.sweep.dir={found}"]
-    done = on_boolq(finished, *sweep, "objective=Avg", f"study=best_{launcher}")
+    words += [f"hydra.sweep.dir={found}", "objective=Avg", f"study=best_{launcher}"]
+    done = on_boolq(finished, *SWEEPER, *words)
     assert done.returncode == 0, done.stderr
     best = yaml.safe_load((found / "optimization_results.yaml").read_text())
     scores = dict(scores_of(finished, f"best_{launcher}"))
     ratio = float(best["best_params"]["++ratio"])
     assert best["best_value"] == scores[ratio] == max(scores[0.25], scores[0.5])
+
+
+@pytest.mark.parametrize(("wrong", "says"), [([], "objective"), (["objective=bolq"], "did you mean boolq")])
+def test_a_sweeper_without_an_objective_is_refused_before_anything_runs(
+    finished: Path, wrong: list[str], says: str
+) -> None:
     before = ran(finished)
-    for wrong in ([], ["objective=bolq"]):  # found before anything runs
-        refused = on_boolq(finished, *sweep, *wrong)
-        assert refused.returncode == 2 and "objective" in refused.stderr and "Traceback" not in refused.stderr
-    assert "did you mean boolq" in refused.stderr and ran(finished) == before
+    refused = on_boolq(finished, *SWEEPER, "criterion=man", "ratio=0.25,0.5", "calibration=pocket_code", *wrong)
+    assert refused.returncode == 2 and says in refused.stderr and "Traceback" not in refused.stderr
+    assert ran(finished) == before
 
 
 def test_inline_gives_the_same_results(finished: Path, tmp_path: Path) -> None:

@@ -31,6 +31,11 @@ LESS = {
     "task_agnostic": [CHOICES, "criterion=frequency,reap,man", "calibration=pocket_general,pocket_code"],
 }
 """Experiment -> the suite, and what is left out of the grid: values that show what others of their axis show."""
+FEWER = """more:
+  - {criterion: [heapr], allocation: [global]}
+  - {criterion: [reap], recovery: [pocket_router_kd]}
+"""
+"""Further grids of `beyond`; its other methods are run by test_methods.py."""
 SHORT_SEARCH = """
   population: 4
   elites: 2
@@ -55,6 +60,9 @@ def conf(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = folder / "allocation" / "pocket_evolutionary.yaml"
     before, _, _ = file.read_text(encoding="utf-8").partition("\n  population:")
     file.write_text(before + SHORT_SEARCH, encoding="utf-8")
+    file = folder / "experiment" / "beyond.yaml"
+    before, _, _ = file.read_text(encoding="utf-8").partition("more:\n")
+    file.write_text(before + FEWER, encoding="utf-8")
     for file in (folder / "recovery").glob("*.yaml"):
         file.write_text(re.sub(r"\nepochs: .*", "\nepochs: 0.1", file.read_text(encoding="utf-8")), encoding="utf-8")
     file = folder / "calibration" / "pocket_excerpt.yaml"
