@@ -299,11 +299,12 @@ def test_a_completion_that_is_no_whole_text_is_an_error(choice: dict[str, Any], 
 
 
 def test_texts_are_asked_for_at_the_same_time_the_longest_prompt_first(fake: Any) -> None:
-    second = threading.Event()
+    both = threading.Barrier(2, timeout=60)
 
     def answer(body: dict[str, Any]) -> Reply:
-        """The text of the longest prompt is done when another one has been asked for."""
-        second.wait(60) if "slow" in body["prompt"] else second.set()
+        """The texts of the two longest prompts are done when both have been asked for."""
+        if body["prompt"] != "b":
+            both.wait()
         return completion(body["prompt"], "m")
 
     served, at = fake(answer)
