@@ -72,7 +72,7 @@ def main() -> None:
 
 def _study(words: Sequence[str]) -> int:
     """Compose the words, and run the study they ask for. Returns its exit code."""
-    from moe_lab.compose import CONFIG, compose, started
+    from moe_lab.compose import CONFIG, ask, compose, started
 
     parser = argparse.ArgumentParser(prog="moe_lab", allow_abbrev=False, add_help=False)
     parser.add_argument("--config-dir", "-cd", type=Path)
@@ -80,9 +80,8 @@ def _study(words: Sequence[str]) -> int:
     flags, settings = parser.parse_known_args(list(words))
     with started(flags.config_dir):
         config, requests = compose(settings, flags.config_name)
-    from moe_lab.study.run import run  # late, so that a mistake in a word is said within half a second
-
-    return run(config, requests).code
+    code: int = ask(config, requests).code
+    return code
 
 
 def _by_hydra(words: Sequence[str]) -> int:
@@ -91,7 +90,7 @@ def _by_hydra(words: Sequence[str]) -> int:
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
 
-    from moe_lab.compose import CONFIG, check_sweeper, compose, forced, prepare_multirun
+    from moe_lab.compose import CONFIG, ask, check_sweeper, compose, forced, prepare_multirun
 
     prepare_multirun(words)
     sys.argv[1:] = map(forced, words)
@@ -99,7 +98,7 @@ def _by_hydra(words: Sequence[str]) -> int:
     code = 0
 
     def job(_: object) -> float:
-        from moe_lab.study.run import run, told
+        from moe_lab.study.run import told
 
         nonlocal code
         with _sentences():
@@ -109,7 +108,7 @@ def _by_hydra(words: Sequence[str]) -> int:
             config, requests = compose(settings, own.job.config_name or CONFIG)
             if alone:
                 check_sweeper(own.runtime.choices, config)
-            ended = run(config, requests, add=alone)
+            ended = ask(config, requests, add=alone)
             code = max(code, ended.code)
             return told(ended, requests)
 

@@ -1,9 +1,9 @@
 """Processes that are started, asked by lines of JSON, watched and ended.
 
 `Child` is the side of the process that asks, `serve` that of the one that is asked; `python -m moe_lab.child_process
-MODULE` serves the functions of a module. A request is the name of a method
-and its arguments; the replies are any number of {"item": ...}, then {"done": result}, or {"error": ..., "kind": ...}.
-A process ends when its standard input does, so also when the one that started it was killed.
+MODULE` serves the functions of a module. A request is the name of a method and its arguments; the replies are any
+number of {"item": ...}, then {"done": result}, or {"error": ..., "kind": ...}. A process ends when its standard input
+does, so also when the one that started it was killed.
 
 Standard library only: the other side may run in another interpreter.
 """

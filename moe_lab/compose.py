@@ -334,6 +334,17 @@ def explain(error: BaseException) -> str:
     return " ".join(line.strip() for line in str(error).splitlines() if line.strip())
 
 
+def ask(config: Config, requests: Sequence[grid.Request], *, add: bool = False) -> Any:
+    """Check the settings of a study, and run it; returns how it ended. `add`: add its cells to those recorded under its
+    name."""
+    from moe_lab.study.preflight import preflight
+    from moe_lab.study.run import run
+
+    with Mistakes() as mistakes:
+        mistakes += preflight(config, requests)
+    return run(config, requests, add=add)
+
+
 def check_sweeper(choices: Mapping[str, str], config: Config) -> None:
     """Raise UserError when the sweeper that Hydra's `choices` name wants a number of each job, and there is none."""
     sweeper = choices.get("hydra/sweeper", "basic")

@@ -265,7 +265,7 @@ def requests(config: Config, found: Iterable[Point], files: Files) -> list[Reque
 
     @cache
     def text(setting: str, name: str, engine: Any = None) -> CalibrationConfig:
-        """A text by its name, the same object for all cells; settings such as calibration.X=... do not apply to it."""
+        """The text that a setting names, one object for all cells; settings such as calibration.X=... do not apply."""
         found = mixed(_text(setting, name, files), files)
         return replace(found, engine=engine) if engine else found
 

@@ -26,9 +26,9 @@ class StudyLauncher(Launcher):
         self.config = config
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
-        from moe_lab.compose import check_sweeper, compose
+        from moe_lab.compose import ask, check_sweeper, compose
         from moe_lab.config.base import Mistakes
-        from moe_lab.study.run import run, told
+        from moe_lab.study.run import told
 
         hydra = self.config.hydra
         searchpath = [word for word in hydra.overrides.hydra if "searchpath" in word]
@@ -44,7 +44,7 @@ class StudyLauncher(Launcher):
         check_sweeper(hydra.runtime.choices, config)
         Path(hydra.sweep.dir).mkdir(parents=True, exist_ok=True)  # sweepers write what they found there
         every = [request for _, requests in asked for request in requests]
-        ended = run(config, every, add=initial_job_idx > 0)  # a sweeper asks for some jobs at a time
+        ended = ask(config, every, add=initial_job_idx > 0)  # a sweeper asks for some jobs at a time
         return [
             JobReturn(list(overrides), status=JobStatus.COMPLETED, _return_value=told(ended, requests))
             for overrides, (_, requests) in zip(job_overrides, asked, strict=True)

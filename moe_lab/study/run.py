@@ -17,7 +17,7 @@ from moe_lab.json_files import Number, parse
 from moe_lab.results import DIGITS, is_lower_better
 from moe_lab.study.estimates import Times, check_memory, disk_problems, forecast, visible_gpus
 from moe_lab.study.graph import build, normalized, unresolved
-from moe_lab.study.preflight import AVERAGE, lacking, preflight
+from moe_lab.study.preflight import AVERAGE, lacking
 from moe_lab.study.record import Study, finish, outdate_reports
 from moe_lab.study.runs import Run, begin
 from moe_lab.study.schedule import Here, Schedule, Worker, console, recall_failures, say, say_notices, watch, work
@@ -85,11 +85,8 @@ class Ended(NamedTuple):
 
 
 def run(config: Config, requests: Sequence[Request], *, add: bool = False) -> Ended:
-    """Check a study, and run it. `add`: add its cells to those recorded under its name, instead of replacing them.
-    Raises UserError for mistakes, and for what is missing here, before anything is run; a dry run prints its forecast
-    first."""
-    if wrong := preflight(config, requests):
-        raise SettingsError(wrong)
+    """Run a study whose settings are valid. `add`: add its cells to those recorded under its name, instead of replacing
+    them. Raises UserError for what is missing here, before anything is run; a dry run prints its forecast first."""
     graph = build(config, requests)
     study = Study(config, graph, Store(config.store), add)
     if config.push is not None:
@@ -195,6 +192,7 @@ def _too_little(study: Study, undone: Sequence[Step]) -> list[str]:
 
 
 RESULTS = {"results": [{"benchmark": str, "metric": str, "score": Number}]}
+"""Expected form of a result.json."""
 
 
 def told(ended: Ended, requests: Iterable[Request]) -> float:
