@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pandas
+import preloaded
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -104,6 +105,7 @@ def test_an_example_has_its_own_criterion(monkeypatch: pytest.MonkeyPatch, capsy
 
 
 def test_an_example_reads_a_sweep(tmp_path: Path, model: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", str(preloaded.python()))
     found = run("read_sweep.py", monkeypatch, tmp_path)
     cells = found["study"].cells
     assert found["table"].notna().all().all() and len(cells) == 5

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
+import preloaded
 import pytest
 from processes import quoted
 
@@ -41,7 +41,7 @@ def served(program: object, rest: str) -> str:
 def moe_lab(folder: Path, *settings: str) -> subprocess.CompletedProcess[str]:
     told = {"WANDB_MODE": "offline", "WANDB_DIR": folder, "WANDB_CACHE_DIR": folder / "cache", "HOME": folder}
     return subprocess.run(
-        [sys.executable, "-m", "moe_lab", *settings, *SMALL.split(), f"store={folder / 'store'}"],
+        preloaded.command("-m", "moe_lab", *settings, *SMALL.split(), f"store={folder / 'store'}"),
         capture_output=True,
         text=True,
         cwd=folder,
