@@ -65,8 +65,6 @@ def prepare_multirun(words: Sequence[str]) -> None:
     words, which Hydra would write into the store."""
     from moe_lab.config.table import basic_lines
 
-    # Hydra copies its sources, all registered choices included, for every group that --help lists: most of its time.
-    ConfigStore.__deepcopy__ = lambda store, memo: store  # type: ignore[attr-defined]
     OmegaConf.register_new_resolver("sweeps", _sweeps, replace=True)
     OmegaConf.register_new_resolver("basic_settings", basic_lines, replace=True)
     read = parsed(word for word in words if "=" in word and not word.startswith("-"))
@@ -88,6 +86,8 @@ def _sweeps(store: str, dry_run: bool) -> str:
 def offer(modules: Sequence[str]) -> None:
     """Load plugins, and make every registered criterion and allocation without a file a choice of its group."""
     plugins.load(modules)
+    # Hydra copies all registered choices for every group that it looks into, which would take most of its time.
+    ConfigStore.__deepcopy__ = lambda store, memo: store  # type: ignore[attr-defined]
     for group, names in (("criterion", CRITERIA), ("allocation", ALLOCATIONS)):
         for name in names:
             if not (conf() / group / f"{name}.yaml").exists():
