@@ -4,9 +4,9 @@
     python -m tools.mutate break --seed 1 --lines 100  break lines one by one, and run the tests that run them
 
 `break` draws lines of moe_lab and analysis by the seed, changes one expression of each in a copy of the last commit,
-and runs up to `--tests` of its tests, the quickest first. It prints each line that no test noticed, for a person to say
-whether the change is equivalent, and writes all to FOLDER/SEED.jsonl. A run that was interrupted goes on where it
-stopped.
+and runs the tests that run the line, the quickest first, as many as take five minutes. It prints each line that no test
+noticed, for a person to say whether the change is equivalent, and writes all to FOLDER/SEED.jsonl. A run that was
+interrupted goes on where it stopped.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import ast
 import io
+import itertools
 import json
 import os
 import random
@@ -28,8 +29,8 @@ import coverage
 
 ROOT = Path(__file__).parents[1]
 FOLDER = Path("/var/tmp/moe_lab-mutations")
-SECONDS = 600
-"""Limit of the tests of one line; a change that makes them run for ever is noticed."""
+SECONDS = 300
+"""What the tests of one line take together, at most; a change that makes them run three times as long is noticed."""
 TIMES = "tests.xml"
 """File of the folder with the time that each test took."""
 TEST = "MOE_LAB_TEST"
@@ -56,13 +57,12 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, default=FOLDER)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--lines", type=int, default=100)
-    parser.add_argument("--tests", type=int, default=30)
     options, words = parser.parse_known_args()
     if options.act == "record":
         return record(options.folder, words)
     if words:
         parser.error(f"{words[0]} is unknown")
-    return break_lines(options.folder, options.seed, options.lines, options.tests)
+    return break_lines(options.folder, options.seed, options.lines)
 
 
 # The plugin that `record` gives to pytest.
@@ -93,7 +93,7 @@ def record(folder: Path, words: Sequence[str]) -> int:
     return code
 
 
-def break_lines(folder: Path, seed: int, count: int, most: int) -> int:
+def break_lines(folder: Path, seed: int, count: int) -> int:
     """Break `count` lines, and print how many no test noticed."""
     data = coverage.CoverageData(str(folder / "coverage"))
     data.read()
@@ -112,8 +112,7 @@ def break_lines(folder: Path, seed: int, count: int, most: int) -> int:
             continue
         if any(row["file"] == file and row["line"] == number for row in done):
             continue
-        chosen = draw.sample(tests, min(most, len(tests)))
-        chosen.sort(key=lambda test: seconds.get(key_of_test(*test.split("::", 1)), SECONDS))
+        chosen = quickest(tests, seconds)
         row = {"file": file, "line": number, "after": change[1].strip(), "tests": len(chosen)}
         done.append({**row, "noticed": is_noticed(copy, file, change[0], chosen)})
         with results.open("a") as stream:
@@ -136,6 +135,14 @@ def seconds_of_tests(file: Path) -> Mapping[str, float]:
     """`key_of_test` -> the time that the test took."""
     cases = ElementTree.parse(file).getroot().iter("testcase")
     return {key_of_test(case.attrib["classname"], case.attrib["name"]): float(case.attrib["time"]) for case in cases}
+
+
+def quickest(tests: Sequence[str], seconds: Mapping[str, float]) -> list[str]:
+    """The tests in order of their time, as many as take SECONDS together, and at least one."""
+    times = {test: seconds.get(key_of_test(*test.split("::", 1)), SECONDS) for test in tests}
+    ordered = sorted(tests, key=times.__getitem__)
+    ends = itertools.accumulate(times[test] for test in ordered)
+    return [test for test, end in zip(ordered, ends, strict=True) if end <= SECONDS] or ordered[:1]
 
 
 def key_of_test(place: str, name: str) -> str:
@@ -186,18 +193,22 @@ def replacements(node: ast.AST) -> Iterator[str]:
 
 
 def is_noticed(copy: Path, file: str, text: str, tests: Sequence[str]) -> bool:
-    """Whether one of the tests fails, or does not end, with the changed file in the copy."""
+    """Whether one of the tests fails, or does not end, with the changed file in the copy.
+
+    RuntimeError if they cannot be run."""
     path = copy / file
     before = path.read_text(encoding="utf-8")
     path.write_text(text, encoding="utf-8")
     environment = {**os.environ, "PYTHONPATH": str(copy)}
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
     try:
-        done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, timeout=SECONDS)
+        done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, timeout=3 * SECONDS)
     except subprocess.TimeoutExpired:
         return True
     finally:
         path.write_text(before, encoding="utf-8")
+    if done.returncode in (4, 5):  # pytest knows no such test
+        raise RuntimeError(done.stderr.decode())
     return done.returncode != 0
 
 

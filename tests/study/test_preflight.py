@@ -202,7 +202,7 @@ REFUSED = [
     (["allocation.replacement=ream", "ratio=0.5", "allocation.parameters.group_size=1"], "group_size=1:"),
     (["allocation.replacement=ream", "ratio=0.5", "allocation.parameters.group_size=2"], None),
     (["backend.name=vllm", "interpreters.vllm=3"], "interpreters.vllm=3"),
-    (["backend.name=vllm", f"interpreters.vllm={__file__}"], f"interpreters.vllm={__file__}"),
+    (["backend.name=vllm", "interpreters.vllm=/etc/passwd"], "interpreters.vllm=/etc/passwd"),
     (["calibration.field=txt"], "txt"),
     (["calibration.template='{txt}'"], "txt"),
     ([*SEARCH, "allocation.parameters.generation=3"], "generations?"),
