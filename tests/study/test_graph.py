@@ -27,8 +27,10 @@ from moe_lab.evaluation.sandbox import client
 from moe_lab.grid import benchmarks
 from moe_lab.study import record
 from moe_lab.study.graph import Graph, build, unresolved
+from moe_lab.study.runs import Run
 from moe_lab.study.step import Step
 from moe_lab.study.steps.evaluation import Evaluate
+from moe_lab.study.store import Store
 
 CONF = Path(__file__).parents[2] / "conf"
 SUITE = ["pocket_arc_easy", "pocket_gsm8k"]
@@ -218,3 +220,14 @@ def test_parameters_are_in_the_name_of_an_allocation(allocation: str) -> None:
     for parameters, words in (({}, ""), ({"group_size": 4}, "(group_size=4)")):
         named = record.allocation_columns(replace(settings, parameters={**settings.parameters, **parameters}))
         assert [*named.values()] == [f"{allocation}{words}", "none", None]
+
+
+def test_a_model_is_called_after_its_protocol_in_each_but_the_first(tmp_path: Path) -> None:
+    store = Store(tmp_path).create()
+    asked = [
+        (cells(None, {"ratio": [0.25, 0.5]}, files=FILES, protocol={"name": name}, **OLMOE), []) for name in ("a", "b")
+    ]
+    study, run = record.Study(Config(study="two"), build(Config(), asked), store), Run(store, tmp_path / "runs/two/1")
+    record.write(study, run, {})
+    written = [cell["cell"] for cell in record.read(store, "two")["cells"]]
+    assert {cell["model"] for cell in written} == {"pocket_olmoe", "pocket_olmoe (b)"} and len(written) == 6

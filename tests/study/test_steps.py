@@ -16,6 +16,7 @@ import pandas as pd
 import pytest
 import tiny
 from example_steps import Example, cell_of, done, evaluated
+from safetensors.numpy import load_file
 
 from moe_lab import calibration as calibrations
 from moe_lab.config import BenchmarkConfig, CalibrationConfig, CriterionConfig, ModelConfig, RecoveryConfig
@@ -211,6 +212,8 @@ def test_weights_gradients_and_scores_leave_their_tables(made: dict[Any, Path]) 
     assert found["gradients"].loc[(layer, 3), "gradient_square"] == pytest.approx(sum(squares.tolist()))
     curve = found["expert_concentration"].loc[(layer, 3), "score"].tolist()
     assert curve[0] == 0 and curve[-1] == pytest.approx(1) and curve == sorted(curve)
+    scored = load_file(made[Scores] / "scores.safetensors")[str(layer)][3]
+    assert curve[1] > scored.max() / scored.sum() > 1 / len(scored)
 
 
 # Costs
