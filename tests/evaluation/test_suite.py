@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import preloaded
 import pytest
@@ -28,6 +28,7 @@ from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import Unavailable, UserError
 from moe_lab.evaluation import LIMITED, NAMESPACES, UNCONFINED, Policy, suite
 from moe_lab.evaluation.engines.hf import LoadedModel
+from moe_lab.evaluation.harness import HARNESSES
 from moe_lab.evaluation.harnesses import evalplus
 from moe_lab.evaluation.run import evaluate
 from moe_lab.evaluation.sandbox import client
@@ -325,3 +326,7 @@ def test_an_added_benchmark_is_asked_graded_and_in_the_report(tmp_path: Path) ->
         with next((tmp_path / "tables").rglob(f"{name}.csv")).open(newline="") as file:
             rows = list(csv.DictReader(file))
         assert "colours" in ([row[column] for row in rows] if column else rows[0]), name
+
+
+def test_settings_know_the_harnesses_that_there_are() -> None:
+    assert get_args(get_type_hints(BenchmarkConfig)["harness"]) == tuple(HARNESSES)
