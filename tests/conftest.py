@@ -29,7 +29,9 @@ if "HF_MODULES_CACHE" not in os.environ:  # transformers copies the code of a ch
     os.environ["HF_MODULES_CACHE"] = modules.name
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what it runs in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)  # processes that tests interrupt inherit it
-os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # or else each of hundreds of short processes compiles the package
+# Or else each of hundreds of short processes compiles the package, and pytest rewrites all tests at each start.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 
 TOGETHER = dict.fromkeys(("test_slurm_cluster.py", "test_slurm_life.py"), "cluster")
