@@ -5,6 +5,7 @@ pyproject.toml makes this folder importable: `import tiny` gives the tiny models
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import random
@@ -52,6 +53,10 @@ def group(test: str) -> str:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--shuffle", type=int, metavar="SEED", help="run the tests in a random order")
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # what was imported stays, and is not looked through again and again
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects by marks
