@@ -40,12 +40,15 @@ def test_the_page_says_what_was_run_and_where(small_report: Path) -> None:
     for words in (
         "Four criteria chose which experts of pocket_olmoe to remove",
         "Nothing is missing",
+        "n = 30 items a benchmark",
         "plan/pocket_olmoe-pocket_code-man-0.25",
         "lm_eval 0.0-synthetic",
         "made-up text",
         "imagined, 2 cores",
     ):
         assert words in said
+    found = re.findall(r"<th scope=col class=(\w+) [^>]*><button type=button>(\w+)<", said)
+    assert ("text", "Criterion") in found and ("number", "GSM8K") in found, found
 
 
 def test_the_page_needs_nothing_beside_it(small_report: Path) -> None:

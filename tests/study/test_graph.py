@@ -25,6 +25,7 @@ from moe_lab.evaluation import LIMITED
 from moe_lab.evaluation import suite as suites
 from moe_lab.evaluation.sandbox import client
 from moe_lab.grid import benchmarks
+from moe_lab.results import STEPS
 from moe_lab.study import record
 from moe_lab.study.graph import Graph, build, unresolved
 from moe_lab.study.runs import Run
@@ -229,5 +230,6 @@ def test_a_model_is_called_after_its_protocol_in_each_but_the_first(tmp_path: Pa
     ]
     study, run = record.Study(Config(study="two"), build(Config(), asked), store), Run(store, tmp_path / "runs/two/1")
     record.write(study, run, {})
-    written = [cell["cell"] for cell in record.read(store, "two")["cells"]]
-    assert {cell["model"] for cell in written} == {"pocket_olmoe", "pocket_olmoe (b)"} and len(written) == 6
+    written = record.read(store, "two")["cells"]
+    assert {entry["cell"]["model"] for entry in written} == {"pocket_olmoe", "pocket_olmoe (b)"} and len(written) == 6
+    assert all(entry.keys() >= set(STEPS) for entry in written)
