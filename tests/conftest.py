@@ -35,9 +35,12 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
 
-TOGETHER = dict.fromkeys(("test_slurm_cluster.py", "test_slurm_life.py"), "cluster")
-"""Files that share the cluster."""
-FIRST = ("cluster", "test_experiments.py", "test_report.py", "test_end_to_end.py", "test_methods.py")
+TOGETHER = {
+    **dict.fromkeys(("test_slurm_cluster.py", "test_slurm_life.py"), "cluster"),
+    **dict.fromkeys(("test_engine.py", "test_vllm.py"), "vllm"),
+}
+"""Files that share what takes long to start."""
+FIRST = ("cluster", "vllm", "test_experiments.py", "test_report.py", "test_end_to_end.py", "test_methods.py")
 """What takes longest begins first, and Slurm's jobs, which are waited for, run beside the others."""
 SLOW = ("slow", "root", "cuda", "walls")
 """Marks of tests that are not run with `-m quick`, which is for before each commit: two minutes, no network."""

@@ -4,6 +4,7 @@
 starts Python in it, for `launcher.python`. What it starts is a process of its own with its own arguments, folder,
 environment and streams, in which nothing of moe_lab is imported yet. It is forked from a server that has torch,
 transformers and the harnesses in memory, and workers and reports that it starts are forked from there as well.
+`python(interpreter, libraries)` is the same for another interpreter, such as that of vLLM.
 
 Not for tests of what a start imports or costs. All share one seed of hashes: of two processes that
 are compared bit by bit, one should be started as usual.
@@ -29,7 +30,13 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-MODULES = ("moe_lab.child_process", "moe_lab.models.load", "analysis", "submitit.core._submit")
+MODULES = (
+    "moe_lab.child_process",
+    "moe_lab.models.load",
+    "moe_lab.serving.vllm_engine",
+    "analysis",
+    "submitit.core._submit",
+)
 """What a study starts that is forked too; programs that a model wrote keep an interpreter of their own."""
 LIBRARIES = (
     "hydra._internal.hydra",
@@ -48,6 +55,8 @@ LIBRARIES = (
     "pyarrow.parquet",
     "scipy.stats",
 )
+VLLM = ("vllm.entrypoints.llm", "vllm.v1.worker.cpu_worker")
+"""What an engine of vLLM imports when it starts."""
 CLIENT = """\
 import json, os, signal, socket, sys
 words = sys.argv[1:]
@@ -82,27 +91,31 @@ def command(*words: str) -> list[str]:
     return [str(python()), *words]
 
 
-def python() -> Path:
-    """The program that stands for Python."""
+def python(interpreter: str = sys.executable, libraries: tuple[str, ...] = LIBRARIES, **environment: str) -> Path:
+    """The program that stands for an interpreter.
+
+    Libraries that read variables when they are imported find those of `environment`, not those of the forked process.
+    """
     with _STARTING:
-        return _client()
+        return _client(interpreter, libraries, tuple(environment.items()))
 
 
-@lru_cache(maxsize=1)
-def _client() -> Path:
+@lru_cache
+def _client(interpreter: str, libraries: tuple[str, ...], environment: tuple[tuple[str, str], ...]) -> Path:
     """The same; the server behind it ends with this process."""
     folder = Path(tempfile.mkdtemp(prefix="preloaded-"))
     client = folder / "python"
     from processes import executable
 
-    about = {"python": sys.executable, "modules": MODULES}
+    about = {"python": interpreter, "modules": MODULES}
     executable(client, CLIENT.format(**about, address=str(folder / "server")), "-IS")
     listening = socket.socket(socket.AF_UNIX)
     listening.bind(str(folder / "server"))
     listening.listen(64)
-    words = [sys.executable, __file__, str(listening.fileno()), str(client)]
+    words = [interpreter, __file__, str(listening.fileno()), str(client), *libraries]
+    passed: dict[str, Any] = {"pass_fds": [listening.fileno()], "env": {**os.environ, **dict(environment)}}
     with listening:
-        server = subprocess.Popen(words, stdin=subprocess.PIPE, pass_fds=[listening.fileno()], cwd="/")
+        server = subprocess.Popen(words, stdin=subprocess.PIPE, cwd="/", **passed)
 
     @atexit.register
     def end() -> None:
@@ -165,12 +178,12 @@ def become(asked: dict[str, Any], streams: list[int], client: str) -> None:
     words = asked["words"]
     is_module = words[0] == "-m"
     named = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
-    sys.path[:1] = [os.getcwd(), *named] if is_module else named
-    import moe_lab.start
+    sys.path[:1] = [os.getcwd() if is_module else os.path.dirname(os.path.dirname(words[0])), *named]
+    import moe_lab.start  # for a start.py, the one that it is, whatever another interpreter has installed
 
     moe_lab.start.command.__kwdefaults__["python"] = client
     if not is_module:
-        sys.path.insert(0, os.path.dirname(words[0]))
+        sys.path[0] = os.path.dirname(words[0])
     sys.modules.pop("sitecustomize", None)  # Debian's Python has one, which stands for no other
     with contextlib.suppress(ModuleNotFoundError):
         importlib.import_module("sitecustomize")
@@ -189,7 +202,7 @@ if __name__ == "__main__":
     import numpy
 
     with socket.socket(fileno=int(sys.argv[1])) as _listening:
-        for _library in LIBRARIES:
+        for _library in sys.argv[3:]:
             importlib.import_module(_library)
         gc.freeze()
         _asked = serve(_listening)
@@ -197,3 +210,4 @@ if __name__ == "__main__":
         become(*_asked, sys.argv[2])
     else:
         shutil.rmtree(Path(sys.argv[2]).parent)
+        os._exit(0)  # libraries would say at the end what they leak

@@ -14,9 +14,10 @@ import sys
 from typing import Any
 from unittest.mock import patch
 
-os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
+import torch._dynamo.config
 
-ARGUMENTS = {"dtype": "float32", "max_model_len": 128, "max_num_seqs": 4, "num_gpu_blocks_override": 64}
+torch._dynamo.config.disable = os.environ["TORCHDYNAMO_DISABLE"] == "1"  # it may have been imported before a fork
+ARGUMENTS = {"dtype": "float32", "max_model_len": 128, "max_num_seqs": 16, "num_gpu_blocks_override": 64}
 
 
 def logprobs(asked: dict[str, Any], prompts: list[list[int]]) -> list[list[float]]:
@@ -61,7 +62,7 @@ def answers(engine: Any, prompts: list[list[int]]) -> dict[str, Any]:
 
 
 def run(asked: dict[str, Any], prompts: list[list[int]]) -> Any:
-    gc.freeze()  # vLLM collects garbage five times for an engine, in all that it has imported
+    gc.freeze()
     try:
         return under_plans(asked, prompts) if "plans" in asked else logprobs(asked, prompts)
     except Exception as error:  # noqa: BLE001 - whatever an engine raises is its refusal
@@ -70,5 +71,6 @@ def run(asked: dict[str, Any], prompts: list[list[int]]) -> Any:
 
 if __name__ == "__main__":
     request = json.load(sys.stdin)
+    gc.unfreeze = lambda: None  # vLLM collects garbage seven times for an engine, in all that it has imported
     results = [run(asked, request["prompts"]) for asked in request["runs"]]
     sys.__stdout__.write("\nRESULT " + json.dumps(results) + "\n")

@@ -15,7 +15,7 @@ import torch
 from processes import is_running, until
 from pyarrow import parquet
 from studies import on_boolq
-from test_vllm import FAMILIES, NEEDS_VLLM, PROMPTS, Models, ask, expected, exported, fewer
+from test_vllm import FAMILIES, NEEDS_VLLM, PROMPTS, Models, ask, expected, exported, fewer, preloaded_vllm
 
 from moe_lab.config import BackendConfig, ModelConfig
 from moe_lab.errors import Unavailable, UserError
@@ -78,8 +78,11 @@ def test_masks_on_one_engine_are_the_masked_model(name: str, models: Models, sai
 
 
 def test_masks_are_in_a_compiled_engine(models: Models) -> None:
+    """Traced and serialised as for Inductor, whose C++ would take twice as long to compile as all else."""
     model, plan, folder = models["olmoe"]
-    compiled = {**under_plans(model, plan, folder), "arguments": {"enforce_eager": False}}
+    tracing = {"mode": "DYNAMO_TRACE_ONCE", "backend": "aot_eager"}
+    arguments = {"enforce_eager": False, "compilation_config": tracing}
+    compiled = {**under_plans(model, plan, folder), "arguments": arguments}
     check_masked(ask({"compiled": compiled}, TORCHDYNAMO_DISABLE="0")["compiled"], model, plan)
 
 
@@ -118,7 +121,7 @@ def outcomes(store: Path, name: str) -> dict[tuple[str, ...], list[Any]]:
 def test_a_study_gets_the_same_answers_from_vllm(tmp_path: Path) -> None:
     """Two plans of experts and the unpruned model on one engine; tests/study/test_methods.py has an export on one."""
     words = ("criterion=reap", "ratio=0.25,0.5", "suite.benchmarks=[pocket_humaneval,pocket_arc_easy,pocket_gsm8k]")
-    log = study(tmp_path, "masks", *words, "backend=vllm")
+    log = study(tmp_path, "masks", *words, "backend=vllm", f"interpreters.vllm={preloaded_vllm()}")
     assert log.count("vLLM starts with") == 1
     study(tmp_path, "loaded", *words)
     by_vllm, by_transformers = outcomes(tmp_path, "masks"), outcomes(tmp_path, "loaded")
@@ -133,7 +136,7 @@ USER = f"""
 import sys
 sys.path[:0] = {sys.path}
 from test_engine import Prompt, Writing, opened
-engine = opened()
+engine = opened(forked=False)
 print(engine.process.pid, flush=True)
 for _ in range(10000):
     engine.generate([Prompt("", (5, 6, 7))] * 64, Writing(64))
@@ -152,9 +155,10 @@ def test_an_engine_ends_with_the_process_that_uses_it() -> None:
     assert not folder.exists()
 
 
-def opened(**arguments: Any) -> vllm.VllmModel:
+def opened(*, forked: bool = True, **arguments: Any) -> vllm.VllmModel:
     model = ModelConfig(name="m", path="pocket:olmoe", threads=1)
-    backend = BackendConfig("vllm", ready_seconds=280, arguments=arguments)
+    python = preloaded_vllm() if forked else None
+    backend = BackendConfig("vllm", ready_seconds=280, arguments=arguments, python=python)
     return vllm.opened(Path(resolve(model.path)), backend, model, None)
 
 
@@ -179,7 +183,7 @@ def test_several_devices_take_the_mask(models: Models) -> None:
     olmoe, plan, folder = models["olmoe"]
     model = ModelConfig(name="m", path=str(folder.parent / "model"), threads=1)
     arguments = {"tensor_parallel_size": 2, "max_model_len": 128, "max_num_seqs": 4}
-    backend = BackendConfig("vllm", ready_seconds=280, arguments=arguments)
+    backend = BackendConfig("vllm", ready_seconds=280, arguments=arguments, python=preloaded_vllm())
     engine = vllm.VllmModel(Path(model.path), backend, model)
     try:
         engine.set_plan(plan)

@@ -15,6 +15,7 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
+import preloaded
 import psutil
 import pytest
 import tiny
@@ -69,6 +70,7 @@ ENVIRONMENT = {
     "TORCHDYNAMO_DISABLE": "1",  # each process would compile the function that ranks log-probabilities
     "PYTHONPATH": str(ROOT),
 }
+IN_PROCESS = {**ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
 Models = dict[str, tuple[Any, Plan, Path]]
 PROMPTS = tiny.tokens(3, 20).tolist()
 
@@ -102,14 +104,20 @@ def serve(folders: dict[str, Path], **environment: str) -> dict[str, Any]:
     return ask(runs, **environment)
 
 
+def preloaded_vllm() -> str:
+    """The Python of vLLM, with vLLM in memory."""
+    return str(preloaded.python(str(PYTHON), preloaded.VLLM, **IN_PROCESS))
+
+
 def ask(runs: dict[str, dict[str, Any]], **environment: str) -> dict[str, Any]:
     """Name -> what in_vllm.py answers for a run in the environment of vLLM."""
     done = subprocess.run(
-        [PYTHON, Path(__file__).with_name("in_vllm.py")],
+        [preloaded_vllm(), "-m", "in_vllm"],
         input=json.dumps({"prompts": PROMPTS, "runs": list(runs.values())}),
         capture_output=True,
         text=True,
-        env={**os.environ, "XDG_CACHE_HOME": str(caches()), **ENVIRONMENT, **environment},
+        cwd=Path(__file__).parent,
+        env={**os.environ, "XDG_CACHE_HOME": str(caches()), **IN_PROCESS, **environment},
     )
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     assert lines, done.stderr[-5000:]
