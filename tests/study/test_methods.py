@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy
+import preloaded
 import pytest
 import torch
 import yaml
@@ -187,7 +188,8 @@ def test_a_recovered_model_is_exported_as_it_is_evaluated(
 def test_a_recovered_model_is_served_as_it_is_evaluated(store: Path, tmp_path: Path) -> None:
     words = ["criterion=man", "ratio=0.5", "recovery=pocket_dora_nf4", "recovery.epochs=0.1", "export=natural"]
     words += ["suite.benchmarks=[pocket_humaneval]", "allow_code_execution=true"]
-    server = "transformers serve {checkpoint} --host 127.0.0.1 --port {port} --device cpu --dtype float32"
+    transformers = f"{preloaded.python()} -m transformers.cli.transformers"
+    server = f"{transformers} serve {{checkpoint}} --host 127.0.0.1 --port {{port}} --device cpu --dtype float32"
     (here,) = cells(store, *words)
     (served,) = cells(store, *words, "backend=server", f'backend.command="{server}"')
     texts = [generated(store, cell["evaluate"]["pocket_humaneval"]) for cell in (here, served)]
