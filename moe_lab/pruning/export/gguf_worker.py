@@ -22,6 +22,9 @@ def main(converter: Path, pre: str, arguments: list[str]) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     sys.path[:0] = [str(converter.parent), str(converter.parent / "gguf-py")]
     script = importlib.import_module(converter.stem)
+    # No code of a checkpoint is run, and nobody is there to be asked about it, for which 15 s would be waited.
+    remote: Any = importlib.import_module("transformers.dynamic_module_utils")
+    remote.TIME_OUT_REMOTE_CODE = 0
     library = sys.modules.get("conversion.base", script)
     if hasattr(library, "ModelBase"):  # as --no-mtp does, which is an error for families without such layers
         library.ModelBase.no_mtp = True
