@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from hashlib import sha256
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -143,7 +143,6 @@ class _Encoder:
         self.first: int | None = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
         """The token that stands before a text of which every token is predicted."""
         self._begun = None if self.first is None else tokenizer.decode(self.first)
-        self._known: dict[str, tuple[int, ...]] = {}
 
     def query(self, request: Request) -> _Query:
         """A request with its tokens and with the rows that are to be scored."""
@@ -161,13 +160,8 @@ class _Encoder:
 
     def _tokens(self, text: str) -> tuple[int, ...]:
         """With the tokenizer's special tokens, unless the text begins with them or is a chat's."""
-        if text not in self._known:
-            is_whole = self.benchmark.chat or (self._begun and text.startswith(self._begun))
-            self._known[text] = self._encoded(text, special=not is_whole)
-        return self._known[text]
-
-    def _encoded(self, text: str, *, special: bool) -> tuple[int, ...]:
-        return tuple(self.engine.tokenizer([text], add_special_tokens=special, verbose=False).input_ids[0])
+        is_whole = self.benchmark.chat or (self._begun and text.startswith(self._begun))
+        return _encoded(self.engine.tokenizer, text, not is_whole)
 
     def _add_reference(self, query: _Query, reference: str) -> None:
         """Add the row of a reference after its prompt, unless there is no prompt or no room for both.
@@ -189,7 +183,7 @@ class _Encoder:
         if context:
             row, start = self._tokens(context + continuation), len(self._tokens(context.rstrip()))
         else:
-            row, start = self._encoded(continuation, special=False), 1
+            row, start = _encoded(self.engine.tokenizer, continuation, False), 1
             if self.first is not None and row[:1] != (self.first,):
                 row = (self.first, *row)
         if not 0 < start < len(row):
@@ -250,6 +244,11 @@ class _Encoder:
                 f"{'model' if self.room == self.engine.max_length else 'benchmark'}'s {self.room} tokens: {hint}"
             )
         return prompts
+
+
+@lru_cache(maxsize=1 << 13)  # the plans of a model are asked the same questions, one plan after the other
+def _encoded(tokenizer: Any, text: str, special: bool) -> tuple[int, ...]:
+    return tuple(tokenizer([text], add_special_tokens=special, verbose=False).input_ids[0])
 
 
 def _rolling_windows(tokens: Sequence[int], length: int) -> list[Row]:
