@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import re
 import tempfile
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
 
@@ -43,7 +44,8 @@ def local(path: str) -> Path:
     return Path(resolve(path)).expanduser()
 
 
-def shipped() -> dict[str, Path]:
+@lru_cache
+def shipped() -> Mapping[str, Path]:
     """Name -> path of everything that ships: model folders, and the files of data folders as folder/file."""
     paths: dict[str, Path] = {}
     for folder in sorted(path for path in DATA.iterdir() if path.is_dir()):
