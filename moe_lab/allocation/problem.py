@@ -246,7 +246,7 @@ def limits(layers: Mapping[int, Mapping[str, Any]], multiple_of: int = 1) -> dic
         groups = Counter(expert * n_group // count for expert in facts.get("protected", ()))
         fewest = max(fewest_experts(facts), n_group * max(groups.values(), default=0))
         if fewest_experts(facts) > count:
-            raise UserError(f"model.top_k={top_k}: layer {layer} has {count} experts")
+            raise UserError(f"model.top_k={top_k}: layer {layer} has {count} experts in the model's config.json")
         limit = by_layer[layer] = Limits(count, top_k, n_group, lcm(multiple_of, n_group), fewest)
         if limit.smallest > count:
             raise UserError(

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_lab.config import ExpectedConfig, ModelConfig
+from moe_lab.config.base import valid
 from moe_lab.models.config_json import compare
 from moe_lab.models.discover import MoELayer, is_ragged, linears, part_of, routed_layers
 from moe_lab.models.files import local_folder
@@ -29,10 +30,10 @@ def facts(settings: ModelConfig) -> dict[str, Any]:
 def _built(folder: Path, settings: ModelConfig) -> tuple[Any, ExpectedConfig]:
     """The model of a folder on the meta device, with model.top_k, and its sizes as it was trained."""
     model = skeleton(folder, trust_remote_code=settings.trust_remote_code)
-    shape = architecture(model)
-    compare(asdict(shape), settings)
     if any(folder.glob("*.safetensors")):
         check_sizes(model, folder)
+    shape = architecture(model)
+    compare(asdict(shape), settings)
     set_top_k(model, settings.top_k)
     return model, shape
 
@@ -50,20 +51,22 @@ def model_facts(model: Any) -> dict[str, Any]:
 
 
 def architecture(model: Any) -> ExpectedConfig:
-    """The sizes of a model in the form of `model.expected`; where layers differ, the largest of each."""
+    """The sizes of a model in the form of `model.expected`; where layers differ, the largest of each. SettingsError
+    for a size that no model has."""
     layers = routed_layers(model)
     hidden = max(layer.hidden for layer in layers)
     shared = sum(linear.weight.numel() for _, linear in linears(model, "shared_experts"))
-    return ExpectedConfig(
-        parameters=sum(weight.numel() for weight in model.parameters()),
-        layers=model.config.get_text_config().num_hidden_layers,
-        moe_layers=len(layers),
-        experts=max(layer.n_experts for layer in layers),
-        top_k=max(layer.top_k for layer in layers),
-        hidden=hidden,
-        width=max(layer.width for layer in layers),
-        shared_width=shared // (3 * hidden * len(layers)),
-    )
+    sizes = {
+        "parameters": sum(weight.numel() for weight in model.parameters()),
+        "layers": model.config.get_text_config().num_hidden_layers,
+        "moe_layers": len(layers),
+        "experts": max(layer.n_experts for layer in layers),
+        "top_k": max(layer.top_k for layer in layers),
+        "hidden": hidden,
+        "width": max(layer.width for layer in layers),
+        "shared_width": shared // (3 * hidden * len(layers)),
+    }
+    return valid(ExpectedConfig, sizes, "", "config.json of the model")
 
 
 def _about(layer: MoELayer) -> dict[str, Any]:

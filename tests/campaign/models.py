@@ -17,9 +17,11 @@ import tiny
 import torch
 from safetensors.torch import load_file, save_file
 
+from moe_lab.allocation.problem import limits
 from moe_lab.config import ModelConfig
 from moe_lab.errors import UserError
 from moe_lab.models.checkpoint import INDEX
+from moe_lab.models.facts import facts
 from moe_lab.models.files import check
 from moe_lab.models.load import load_model
 
@@ -191,11 +193,12 @@ BROKEN = [
 
 
 def here(row: Broken, original: Path, folder: Path) -> Ended:
-    """What the checks before a study, and then loading, say of the model, in this process."""
+    """What the checks before a study, its first step, and loading say of the model, in this process."""
     row.damage(shutil.copytree(original, folder))
     settings = ModelConfig(name="m", path=str(folder), device="cpu")
     try:
         check(settings)
+        limits(facts(settings)["layers"])
         load_model(settings)
     except UserError as error:
         return Ended(2, str(error))
