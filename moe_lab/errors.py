@@ -68,14 +68,21 @@ def end_with(main: Callable[[], int | None]) -> NoReturn:
             code = exit_.code  # type: ignore[assignment]
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
-    except KeyboardInterrupt:
-        print("\nstopped", file=sys.stderr)
-        code = 130
     except BrokenPipeError:
         for stream in (sys.stdout, sys.stderr):  # Python flushes both again at exit, which would raise again
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
         code = 141
+    except BaseException as error:
+        if not _is_interrupt(error):
+            raise
+        print("\nstopped", file=sys.stderr)
+        code = 130
     sys.exit(code)
+
+
+def _is_interrupt(error: BaseException | None) -> bool:
+    """Whether it is Ctrl-C, or an error that a library, such as OmegaConf, had when it was interrupted."""
+    return error is not None and (isinstance(error, KeyboardInterrupt) or _is_interrupt(error.__context__))
 
 
 MASK = "***"

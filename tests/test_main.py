@@ -22,7 +22,7 @@ from moe_lab import grid
 from moe_lab.compose import Groups, compose, quoted, started
 from moe_lab.config import Config
 from moe_lab.config.base import SettingsError
-from moe_lab.errors import UserError
+from moe_lab.errors import UserError, end_with
 from moe_lab.study import run
 from moe_lab.study.graph import build
 from tests.campaign.commands import NEAREST as MISTAKES
@@ -105,6 +105,18 @@ def test_an_interrupt_during_the_imports_is_one_sentence(module: str, tmp_path: 
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     done = subprocess.run([sys.executable, "-m", module, "x"], env=environment, capture_output=True, text=True)
     assert (done.returncode, done.stderr.strip()) == (130, "stopped")
+
+
+def test_an_interrupt_of_which_a_library_makes_an_error_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted() -> None:
+        try:
+            raise KeyboardInterrupt
+        finally:
+            None.gone  # type: ignore[attr-defined] # noqa: B018 - as OmegaConf does
+
+    with pytest.raises(SystemExit) as ended:
+        end_with(interrupted)
+    assert (ended.value.code, capsys.readouterr().err.strip()) == (130, "stopped")
 
 
 @pytest.mark.parametrize(
