@@ -113,9 +113,9 @@ def _client(interpreter: str, libraries: tuple[str, ...], environment: tuple[tup
     listening.bind(str(folder / "server"))
     listening.listen(64)
     words = [interpreter, __file__, str(listening.fileno()), str(client), *libraries]
-    passed: dict[str, Any] = {"pass_fds": [listening.fileno()], "env": {**os.environ, **dict(environment)}}
+    variables = {**os.environ, **dict(environment)}
     with listening:
-        server = subprocess.Popen(words, stdin=subprocess.PIPE, cwd="/", **passed)
+        server = subprocess.Popen(words, stdin=subprocess.PIPE, pass_fds=[listening.fileno()], cwd="/", env=variables)
 
     @atexit.register
     def end() -> None:

@@ -62,7 +62,6 @@ def answers(engine: Any, prompts: list[list[int]]) -> dict[str, Any]:
 
 
 def run(asked: dict[str, Any], prompts: list[list[int]]) -> Any:
-    gc.freeze()
     try:
         return under_plans(asked, prompts) if "plans" in asked else logprobs(asked, prompts)
     except Exception as error:  # noqa: BLE001 - whatever an engine raises is its refusal
@@ -71,6 +70,7 @@ def run(asked: dict[str, Any], prompts: list[list[int]]) -> Any:
 
 if __name__ == "__main__":
     request = json.load(sys.stdin)
+    gc.freeze()
     gc.unfreeze = lambda: None  # vLLM collects garbage seven times for an engine, in all that it has imported
     results = [run(asked, request["prompts"]) for asked in request["runs"]]
     sys.__stdout__.write("\nRESULT " + json.dumps(results) + "\n")
