@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from matplotlib.ticker import LogLocator, ScalarFormatter
+from matplotlib.ticker import LogLocator, StrMethodFormatter
 
 from analysis import names
 from analysis.load import settings
@@ -113,7 +113,7 @@ def storage_figure(results: Results, comparison: Comparison, name: str) -> Figur
             axes.annotate(names.ratio(point["ratio"]), (point["storage"], point["score"]), **where)
     axes.set_xscale("log")
     axes.xaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
-    axes.xaxis.set_major_formatter(ScalarFormatter())
+    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
     axes.set(xlabel="storage (MiB)", ylabel="mean of MoE-Slimming's benchmarks", ylim=(0, None))
     axes.margins(x=0.1)  # room for the label of the last point
     axes.grid()

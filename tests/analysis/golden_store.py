@@ -20,6 +20,7 @@ import numpy as np
 import pandas as pd
 import synthetic_sums
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.collections import PathCollection
 from matplotlib.colors import to_hex
 from matplotlib.patches import Patch, Rectangle
@@ -150,7 +151,7 @@ def drawn(figure: Figure) -> list[dict[str, Any]]:
 
 
 def _panel(axes: Axes) -> dict[str, Any]:
-    words = (*axes.get_xticklabels(), *axes.get_yticklabels(), *axes.texts)
+    words = [*_ticks(axes.xaxis), *_ticks(axes.yaxis), *(text.get_text() for text in axes.texts)]
     lines = [
         {"of": f"{line.get_label()} {line.get_color()} {line.get_markerfacecolor()}", "at": _short(line.get_xydata())}
         for line in axes.get_lines()
@@ -162,11 +163,19 @@ def _panel(axes: Axes) -> dict[str, Any]:
         marks += [path.vertices for path in points.get_paths()] if not isinstance(points, PathCollection) else []
     return {
         "title": axes.get_title(loc="left"),
-        "words": [axes.get_xlabel(), axes.get_ylabel(), *(text.get_text() for text in words)],
+        "words": [axes.get_xlabel(), axes.get_ylabel(), *words],
         "lines": lines,
         "bars": bars,
         "marks": [_short(mark) for mark in marks],
     }
+
+
+def _ticks(axis: Axis) -> list[str]:
+    """Labels that are seen; in others versions of matplotlib differ."""
+    low, high = sorted(axis.get_view_interval())
+    axis.get_ticklabels()  # which brings the ticks up to date
+    seen = [tick.label1 for tick in axis.get_major_ticks() if low <= tick.get_loc() <= high]
+    return [label.get_text() for label in seen if label.get_visible() and label.get_text()]
 
 
 def _outline(patch: Patch) -> list[float | None]:
