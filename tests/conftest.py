@@ -19,8 +19,11 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("any machine")  # examples are not timed: a loaded machine is slow for seconds at a time
+# Examples are not timed, as a loaded machine is slow for seconds at a time, and are the same in every run;
+# --hypothesis-profile=other draws others.
+settings.register_profile("other", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("same", settings.get_profile("other"), derandomize=True)
+settings.load_profile("same")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MKL_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
