@@ -100,7 +100,7 @@ class Run:
 @contextmanager
 def begin(store: Store, study: str, steps: Sequence[Step]) -> Iterator[Run]:
     """Start a new run of the study, which is held until the block ends. Waits while gc is choosing. Claims of processes
-    that were killed are removed.
+    that were killed are removed, and files that they had begun to write.
 
     The name of a run is a number above those of all runs that it finds, and a random word, as others may begin at the
     same time. So names put runs in order whatever the clocks of the machines show.
@@ -116,6 +116,10 @@ def begin(store: Store, study: str, steps: Sequence[Step]) -> Iterator[Run]:
             held.enter_context(run.held())
             run.note(steps)
             store.claims.clear()
+            held_runs = _held(store)
+            ended = [path for path in before if path.name not in held_runs]
+            for unfinished in (file for path in ended for file in path.glob(".*.json.*")):
+                unfinished.unlink(missing_ok=True)
         yield run
 
 
@@ -124,9 +128,14 @@ def runs(store: Store, study: str) -> list[Run]:
     return [Run(store, path) for path in sorted((store.root / "runs" / study).glob("*")) if NAME.fullmatch(path.name)]
 
 
+def _held(store: Store) -> set[str]:
+    """Names of the runs that a process holds."""
+    return {name.removeprefix("run-").rpartition("-")[0] for name in store.claims.living()}
+
+
 def steps_at_work(store: Store) -> set[str]:
     """Ids of the steps of all runs that a process holds."""
-    held = [name.removeprefix("run-").rpartition("-")[0] for name in store.claims.living()]
+    held = _held(store)
     at_work = [run for study in studies(store) for run in runs(store, study) if run.folder.name in held]
     return {step for run in at_work if (about := run.about) for step, _, _ in about["steps"]}
 

@@ -247,6 +247,16 @@ def test_steps_of_jobs_in_the_queue_are_kept(replaced: Path, one: Asked, monkeyp
     assert named(replaced) == set() and look(Store(replaced))[1] == "no scheduler here"
 
 
+def test_what_a_killed_command_had_begun_to_write_of_its_run_is_removed_by_the_next(tmp_path: Path) -> None:
+    store, left = Store(tmp_path).create(), ".run.json.0123abcd"
+    with begin(store, STUDY, []) as killed:
+        (killed.folder / left).touch()
+    with begin(store, STUDY, []) as running:
+        (running.folder / left).touch()
+        with begin(store, STUDY, []):
+            assert not (killed.folder / left).exists() and (running.folder / left).exists()
+
+
 def test_a_job_keeps_what_it_reads_and_makes(place: Path, one: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a queue that shows it, and after the record of a later run."""
     store, needed = Store(place).create(), list(steps(one).values())
