@@ -117,9 +117,10 @@ def begin(store: Store, study: str, steps: Sequence[Step]) -> Iterator[Run]:
             run.note(steps)
             store.claims.clear()
             held_runs = _held(store)
-            ended = [path for path in before if path.name not in held_runs]
-            for unfinished in (file for path in ended for file in path.glob(".*.json.*")):
-                unfinished.unlink(missing_ok=True)
+            for path in (path for path in before if path.name not in held_runs):
+                for unfinished in (*path.glob(".run.json.*"), *path.glob(".jobs.json.*")):
+                    # not of record.json, which a pull from another store may be writing
+                    unfinished.unlink(missing_ok=True)
         yield run
 
 
