@@ -22,6 +22,7 @@ from analysis.render.style import Figure
 from analysis.render.table import Table
 from analysis.stats import overlap, winners
 from analysis.stats.comparison import Comparison, compare
+from analysis.stats.ranking import Ranking, rankings
 from analysis.stats.winners import winner_map
 from moe_lab.errors import UserError, nearest
 
@@ -53,6 +54,11 @@ class Results:
         return [comparison for comparison in self.measured if comparison.panels]
 
     @cached_property
+    def rankings(self) -> list[Ranking]:
+        """The rankings of all models, by scores."""
+        return rankings(self.comparisons)
+
+    @cached_property
     def winners(self) -> pd.DataFrame:
         """The winner map of all criteria."""
         return winner_map(self.comparisons)
@@ -61,11 +67,6 @@ class Results:
     def by_answer_loss(self) -> Results:
         """The same study with the loss on right answers in place of scores; lower is better."""
         return Results(winners.study_of_losses(self.study))
-
-    @cached_property
-    def decided_pairs(self) -> pd.DataFrame:
-        """Pairs of criteria that differ significantly, by scores and by answer losses: see `winners.decided_pairs`."""
-        return winners.decided_pairs(self.comparisons, self.by_answer_loss.comparisons)
 
     @cached_property
     def baseline_winners(self) -> pd.DataFrame:

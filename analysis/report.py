@@ -23,6 +23,7 @@ from analysis.names import capitalised, count
 from analysis.published.tables import published_chapter
 from analysis.registry import Item, Results, find, outputs
 from analysis.render.page import Page, Section, html, write_files
+from analysis.stats.ranking import headline
 from moe_lab.errors import DISK_FULL
 
 T = TypeVar("T")
@@ -132,12 +133,19 @@ def _sections(publisher: Publisher, made: Made) -> list[Section]:
     """All sections of the page: chapters, comparison with the papers, missing results, provenance."""
     results = publisher.results
     study = results.study
-    sections = [_section(chapter, study, made) for chapter in CHAPTERS]
+    sections = [_section(chapter, results, made) for chapter in CHAPTERS]
     published = publisher.attempt(PUBLISHED, partial(published_chapter, study, results.comparisons))
     missing, _ = publisher.publish([GAPS])
-    text = [completeness(study), *study.notes]
+    text = [completeness(study), *study.notes, *_nothing(made)]
     gaps = Section(GAPS, "Gaps", "Missing results", text, missing[GAPS])
     return [*sections, *([published] if published else []), gaps, _provenance(study, made)]
+
+
+def _nothing(made: Made) -> list[str]:
+    """A sentence that names the outputs of the page that this study has nothing for; none if there is no such."""
+    silent = [name for name, items in made.items() if not items and find(name).chapter]
+    words = f"This study has nothing for {names.listing(silent)} (`python -m analysis NAME` says what each needs)."
+    return [words] if silent else []
 
 
 def _kicker(study: Study) -> str:
@@ -168,9 +176,11 @@ class Chapter:
     """How to read its tables and figures."""
 
 
-def _section(chapter: Chapter, study: Study, made: Made) -> Section:
-    section = _shown(chapter.anchor, study, made)
+def _section(chapter: Chapter, results: Results, made: Made) -> Section:
+    section = _shown(chapter.anchor, results.study, made)
     text = [chapter.note] if chapter.note and section.outputs else []
+    if chapter.anchor == "ranking" and section.outputs:
+        text = [*map(headline, results.rankings), *text]
     return replace(section, short=chapter.short, title=chapter.title, text=text)
 
 
@@ -193,6 +203,10 @@ def _provenance(study: Study, made: Made) -> Section:
     )
 
 
+RANKING = (
+    "Plans of a method that differ in the seed alone are one row. Intervals and tests are over seeds and items "
+    "together, paired by both. A plan that no test separates from the best may be as good."
+)
 MAP = (
     "Rows are benchmarks or groups of them, columns are calibration sets. Each cell names the criterion with the best "
     "score. It is hatched where the lead over some other criterion is not significant: tests are paired by question, "
@@ -200,16 +214,12 @@ MAP = (
     "better) separates more criteria with the same questions, because a loss is finer than right or wrong."
 )
 CLAIMS = (
-    "Each claim is a difference between pairs of plans that answered the same questions. It holds here when the whole "
-    "95 % interval is above 0, does not hold when it is below, and is undecided when it contains 0."
-)
-KEPT = (
-    "Bars are 95 % confidence intervals. Where those of the unpruned and of a pruned model overlap widely, these "
-    "benchmarks show no loss of accuracy from pruning."
+    "Each claim is a difference between pairs of plans that answered the same questions. It is undecided where the "
+    "95 % interval contains 0, or p is not below 0.05 after Holm's correction over all rows."
 )
 CHAPTERS = (
+    Chapter("ranking", "Ranking", "Ranking by average", RANKING),
     Chapter("winners", "Winners", "Best criterion by task and calibration set", MAP),
-    Chapter("kept", "Averages", "Averages with 95 % confidence intervals", KEPT),
     Chapter("cost", "Cost", "Accuracy versus parameters, FLOPs, storage and time"),
     Chapter("claims", "Claims", "The papers' claims, tested on this study", CLAIMS),
     Chapter("channels", "Channels", "Channel criteria and channel budgets"),

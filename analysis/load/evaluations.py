@@ -13,10 +13,14 @@ import pyarrow as pa
 from analysis import names
 from analysis.load.reader import Reader, groups, records
 from moe_lab.results import SCHEMA as RESULT_SCHEMA
+from moe_lab.results import is_lower_better
 
 _SAMPLES = ("benchmark", "item", "outcome")
 _LOSS = "answer_loss"
-"""Optional column of samples.parquet: missing in older stores and for benchmarks without reference answers."""
+_UNITS = "units"
+"""Optional columns of samples.parquet: missing without reference answers, and where all items count alike."""
+LOSS = "loss"
+"""Metric of a perplexity here: the loss in nats per token (or word, or byte) that it is the exponential of."""
 _RESULT = ("benchmark", "metric", "score", "stderr", "n", "expected")
 _OTHER_STEPS = ("cost", "profile")
 """Other steps of a cell whose errors are recorded."""
@@ -60,18 +64,24 @@ def evaluations(
             rows += [{"cell": cell, "task": task, "folder": name, **found} for found in reported]
             if name not in origins:
                 origins[name] = _origin(name, result, reader.provenance(folder))
-            table = reader.table(folder, "samples.parquet", _SAMPLES, optional=(_LOSS,))
+            table = reader.table(folder, "samples.parquet", _SAMPLES, optional=(_LOSS, _UNITS))
             if table is not None:
                 tables.append(table.append_column("cell", pa.array(np.full(len(table), cell, np.int64))))
-    empty = pd.DataFrame(columns=["cell", *_SAMPLES])
-    samples = pa.concat_tables(tables, promote_options="permissive").to_pandas() if tables else empty
-    samples[_LOSS] = pd.to_numeric(samples[_LOSS]) if _LOSS in samples else np.nan
+    samples = _samples(tables)
     results = pd.DataFrame(rows, columns=["cell", "task", *_RESULT, "folder"])
     numbers = ["score", "stderr", "n", "expected"]
     results[numbers] = results[numbers].apply(pd.to_numeric, errors="coerce")
     _compare_reports(results, labels, reader)
-    results = _without_duplicates(_without_nan(results, reader), reader)
+    results = _losses(_without_duplicates(_without_nan(results, reader), reader), samples)
     return results, samples, pd.DataFrame(list(origins.values()), columns=["folder", "seconds", *_ORIGIN, "versions"])
+
+
+def _samples(tables: list[pa.Table]) -> pd.DataFrame:
+    empty = pd.DataFrame(columns=["cell", *_SAMPLES])
+    samples = pa.concat_tables(tables, promote_options="permissive").to_pandas() if tables else empty
+    for column in (_LOSS, _UNITS):
+        samples[column] = pd.to_numeric(samples[column]) if column in samples else np.nan
+    return samples
 
 
 def _origin(folder: str, result: Mapping[str, Any], provenance: Mapping[str, Any]) -> dict[str, Any]:
@@ -122,6 +132,23 @@ def _without_duplicates(results: pd.DataFrame, reader: Reader) -> pd.DataFrame:
     return results[~twice].reset_index(drop=True)
 
 
+def _losses(results: pd.DataFrame, samples: pd.DataFrame) -> pd.DataFrame:
+    """The results with perplexities as losses: a loss is a mean over items, so it can be averaged and tested.
+
+    Those without the numbers of tokens of their items are left as they are."""
+    weighted = samples.dropna(subset=[_UNITS]).drop_duplicates(["cell", "benchmark", "item"])
+    sums = weighted.assign(nats=weighted["outcome"] * weighted[_UNITS]).groupby(["cell", "benchmark"])
+    means = (sums["nats"].sum() / sums[_UNITS].sum()).reindex(pd.MultiIndex.from_frame(results[["cell", "benchmark"]]))
+    known = means.notna().to_numpy() & results["metric"].astype(str).map(is_lower_better).to_numpy(bool)
+    found = means.to_numpy(float)
+    scale = np.where(results["metric"].astype(str).str.contains("perplexity"), 1 / results["score"], np.nan)
+    return results.assign(
+        score=np.where(known, found, results["score"]),
+        stderr=np.where(known, results["stderr"] * scale, results["stderr"]),
+        metric=results["metric"].where(~known, LOSS),
+    )
+
+
 ROUNDING = 1e-3
 """A score counts as the mean of its outcomes when it differs from that mean by less than this."""
 
@@ -130,10 +157,10 @@ ROUNDING = 1e-3
 class Outcomes:
     """Outcomes of one model's cells, one row per cell; the row is NaN when a cell's score is not their mean."""
 
-    shared: dict[str, np.ndarray] = field(default_factory=dict)
-    """Benchmark -> outcomes (cells, items) on the items that all evaluated cells answered."""
-    own: dict[str, np.ndarray] = field(default_factory=dict)
-    """The same on all items, NaN where a cell did not get an item; only benchmarks whose cells got different items."""
+    matrices: dict[str, np.ndarray] = field(default_factory=dict)
+    """Benchmark -> outcomes (cells, items), NaN where a cell did not get an item."""
+    units: dict[str, np.ndarray] = field(default_factory=dict)
+    """Benchmark -> weights (items,) of its items; benchmarks whose items count alike are not in it."""
     odd: list[tuple[int, str]] = field(default_factory=list)
     """(cell, benchmark) whose score is not the mean of its outcomes although other cells' scores are."""
 
@@ -141,7 +168,7 @@ class Outcomes:
 def outcome_matrices(samples: pd.DataFrame, scores: pd.DataFrame) -> Outcomes:
     """Arrange the samples of some cells as matrices of outcomes; scores: (these cells, benchmarks).
 
-    A benchmark is left out when most of its scores are not means of outcomes, as for perplexity.
+    A benchmark is left out when most of its scores are not means of outcomes.
     """
     found = Outcomes()
     unique = samples.drop_duplicates(["cell", "benchmark", "item"])
@@ -152,19 +179,20 @@ def outcome_matrices(samples: pd.DataFrame, scores: pd.DataFrame) -> Outcomes:
         places, items = pd.factorize(rows["item"], sort=True, use_na_sentinel=False)
         matrix = np.full((len(scores), len(items)), np.nan)
         matrix[scores.index.get_indexer(pd.Index(rows["cell"])), places] = rows["outcome"]
+        units = np.ones(len(items))
+        units[places] = rows["units"].fillna(1.0)
         counts, score = np.isfinite(matrix).sum(axis=1), scores[name].to_numpy()
-        explained = np.abs(np.nansum(matrix, axis=1) / np.maximum(counts, 1) - score) < ROUNDING
+        totals = np.isfinite(matrix) @ units
+        explained = np.abs(np.nansum(matrix * units, axis=1) / np.maximum(totals, 1) - score) < ROUNDING
         explained &= counts > 0
         if not explained.any() or 2 * explained.sum() < (counts[~np.isnan(score)] > 0).sum():
             continue
         odd = (counts > 0) & ~np.isnan(score) & ~explained
         found.odd.extend((int(str(cell)), name) for cell in scores.index[odd])
         matrix[~explained] = np.nan
-        answered = ~np.isnan(matrix[explained])
-        if answered.all(axis=0).any():
-            found.shared[name] = matrix[:, answered.all(axis=0)]
-        if not answered.all():
-            found.own[name] = matrix
+        found.matrices[name] = matrix
+        if (units != 1).any():
+            found.units[name] = units
     return found
 
 

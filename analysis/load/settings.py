@@ -43,7 +43,7 @@ def gate_and_seed(cells: pd.DataFrame) -> pd.Series:
     words_of = pd.Series("", cells.index, dtype=object)
     for _, own in cells[cells["criterion"] != "none"].groupby("model", sort=False):
         for axis, words in WORDS.items():
-            if own[axis].nunique() > 1:
+            if axis in own and own[axis].nunique() > 1:  # cells that are compared have no seed of their own
                 joined_words = map(joined, words_of[own.index], own[axis].map(words.format))
                 words_of.update(pd.Series(list(joined_words), own.index, dtype=object))
     return words_of
@@ -69,7 +69,7 @@ def protocols(cells: pd.DataFrame) -> str:
     return names.listing(f"{row.model} by {row.protocol}" for row in by_protocol.itertuples())
 
 
-METHOD = ["method", "calibration", "gate", "seed"]
+METHOD = ["method", "calibration", "gate"]
 """Cells of one model with equal values in these columns differ only in the ratio."""
 
 _CALLED = re.compile(r"(?P<name>[^,(]+)(\((?P<inside>[^()]*)\))?(, (?P<after>.*))?")
@@ -96,14 +96,14 @@ def replaces(word: str) -> bool:
 
 
 def method_labels(cells: pd.DataFrame) -> pd.Series:
-    """A label per cell: its method, and the calibration set, gate and seed where these differ between pruned cells."""
+    """A label per cell: its method, and the calibration set and gate where these differ between pruned cells."""
     pruned = cells[cells["criterion"] != "none"]
     varying = [axis for axis in METHOD[1:] if pruned[axis].replace("none", None).nunique() > 1]
     return pd.Series([_method_label(row, varying) for row in records(cells)], cells.index, dtype=object)
 
 
 def _method_label(row: dict[str, object], varying: list[str]) -> str:
-    spelled = {"calibration": names.calibration(str(row["calibration"])), "seed": f"seed {row['seed']}"}
+    spelled = {"calibration": names.calibration(str(row["calibration"]))}
     extra = [spelled.get(axis, str(row[axis])) for axis in varying if row[axis] != "none"]
     return ", ".join([names.method(str(row["method"])), *(extra if row["criterion"] != "none" else [])])
 

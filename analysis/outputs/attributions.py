@@ -41,7 +41,7 @@ PRIOR_LABELS = {
     "ala_lm": "Attribution of the model's loss",
     "none": "No prior",
 }
-ALIKE = ["ratio", "criterion", "gate", "seed", "others"]
+ALIKE = ["ratio", "criterion", "gate", "others"]
 """Plans with equal values in these columns differ in the prior alone."""
 SECONDS = "Time (s)"
 

@@ -20,7 +20,7 @@ from analysis.render.style import Figure
 from analysis.stats.cell_scores import MEAN, averaged, differences, mean_target
 from analysis.stats.comparison import Comparison
 
-COMPETING = ["ratio", "method", "gate", "seed"]
+COMPETING = ["ratio", "method", "gate"]
 """Cells with equal values in these columns are compared across calibration sets."""
 
 

@@ -248,7 +248,7 @@ def expert_bars_by_score(results: Results, comparison: Comparison, name: str) ->
 
 def _same_plan_by_two_scores(cells: pd.DataFrame) -> dict[str, int]:
     """Score -> its cell, for the first allocation and calibration set that both scores have; empty without one."""
-    for _, alike in groups(cells, ["allocation", "calibration", "gate", "seed"]):
+    for _, alike in groups(cells, ["allocation", "calibration", "gate"]):
         by_score = {score: alike.index[alike["criterion"] == score] for score in (ACTIVATION, WEIGHT_GRADIENT)}
         if all(len(index) for index in by_score.values()):
             return {score: int(index[0]) for score, index in by_score.items()}

@@ -31,7 +31,7 @@ from analysis.stats.cell_scores import COMMON, MEAN, averaged, mean_target
 from analysis.stats.comparison import Comparison
 from moe_lab.results import is_lower_better
 
-COMPETING = ["ratio", "calibration", "gate", "seed"]
+COMPETING = ["ratio", "calibration", "gate"]
 """Cells with equal values in these columns are compared across allocations or channel scores."""
 
 
@@ -229,7 +229,7 @@ def block_sizes(comparison: Comparison, allocations: str) -> Iterator[Block]:
     """Channel budgets in blocks: cells that differ in the allocation alone, whose names match the pattern
     `allocations`."""
     aligned = comparison.cells[comparison.cells["allocation"].str.fullmatch(allocations)]
-    for key, cells in groups(aligned, ["ratio", "calibration", "gate", "seed", "criterion", "recovery"]):
+    for key, cells in groups(aligned, ["ratio", "calibration", "gate", "criterion", "recovery"]):
         if len(cells) > 1:
             base = only_cell(cells[cells["allocation"] == USUAL])
             yield ratio_block(comparison, key["ratio"], cells["allocation"].map(names.capitalised), base)

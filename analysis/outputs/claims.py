@@ -7,11 +7,11 @@ has the cells for it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
-from scipy.special import ndtr, stdtr, stdtrit
 
 from analysis import names
 from analysis.load.reader import groups, records
@@ -21,48 +21,58 @@ from analysis.outputs.score_rows import by_ratio
 from analysis.registry import Results, output
 from analysis.render.table import SCORE, Table, spelled
 from analysis.stats import overlap, uncertainty
-from analysis.stats.cell_scores import group_targets, pooled_difference
+from analysis.stats.cell_scores import group_targets, mean_name, pooled_difference
 from analysis.stats.comparison import Comparison
+from analysis.stats.uncertainty import LEVEL, Estimate
 
 SEARCHED, CHANNELS, INVARIANT = "searched allocation", "channels", "invariant scores"
 """The three claims, named by what is claimed to be better."""
 BY_CHANCE = "channels by chance"
 """Control of the second claim, without any criterion: random channels against random experts."""
 CHANCE = ("random", "channel_random")
+METHODS, PLANS = "methods", "these plans"
+"""What a verdict is about: with one seed of a plan, not about its method."""
 ALL = "all"
 """In place of a ratio: the mean over all ratios."""
 EQUAL = 0.035
 """Kept shares of routed parameters count as equal when they differ by less: whole experts cannot match more closely."""
-PAIR = ["criterion", "calibration", "recovery", "gate", "seed"]
+PAIR = ["criterion", "calibration", "recovery", "gate"]
 """Columns in which a searched cell and its uniform partner agree, besides the ratio."""
 
-TESTED = ["difference", "low", "high", "p"]
-COLUMNS = ["claim", "model", "ratio", "compared", *TESTED, "p_holm", "verdict", "parts"]
+TESTED = ["difference", "low", "high", "detectable", "p"]
+COLUMNS = ["claim", "model", "ratio", "compared", *TESTED, "p_holm", "verdict", "about", "parts"]
 
 Pairs = Sequence[tuple[int, int]]
 """Pairs of compared cells: first the one that the claim says is better, then the other."""
 
 
-def claims(comparisons: Iterable[Comparison], costs: pd.DataFrame, family: pd.DataFrame) -> pd.DataFrame:
+def claims(comparisons: Sequence[Comparison], costs: pd.DataFrame, family: pd.DataFrame) -> pd.DataFrame:
     """Test the claims: one row per claim, model and ratio, and one over all ratios; columns COLUMNS.
 
     Empty when no claim can be tested. costs: cell, routed_kept; family: scores of the S family, as in a study.
     `difference` is of Avg; for the third claim, of the share of experts that all calibration sets agree on. p_holm is
-    corrected by Holm's method over all rows. `parts` maps each group average to its difference. verdict: holds, does
-    not hold, undecided (the interval contains 0), or not tested.
+    corrected by Holm's method over all rows. `detectable`: the difference that this study would find in 80 % of cases.
+    `parts` maps each group average to its difference. verdict: see `verdict`; about: what it is about, methods or these
+    plans.
     """
     rows = [row for comparison in comparisons for row in (*_searched(comparison), *_channels(comparison, costs))]
-    rows_of_claims = pd.DataFrame([*rows, *_invariant(family)], columns=COLUMNS)
+    ratios = {
+        comparison.model: sorted({float(ratio) for ratio in comparison.cells["ratio"] if ratio > 0})
+        for comparison in comparisons
+    }
+    rows_of_claims = pd.DataFrame([*rows, *_invariant(family, ratios)], columns=COLUMNS)
     rows_of_claims["p_holm"] = uncertainty.holm(rows_of_claims["p"].to_numpy(float)) if len(rows_of_claims) else np.nan
-    rows_of_claims["verdict"] = [verdict(row["low"], row["high"]) for row in records(rows_of_claims)]
+    rows_of_claims["verdict"] = [verdict(row["low"], row["high"], row["p_holm"]) for row in records(rows_of_claims)]
     return rows_of_claims
 
 
-def verdict(low: float, high: float) -> str:
-    """Verdict of an interval on the claim that a difference is above 0."""
-    if np.isnan(low) or np.isnan(high):
+def verdict(low: float, high: float, p_holm: float) -> str:
+    """Verdict on the claim that a difference is above 0; decided where the interval and the corrected p agree."""
+    if np.isnan(low + high + p_holm):
         return "not tested"
-    return "holds" if low > 0 else "does not hold" if high < 0 else "undecided"
+    if p_holm >= LEVEL or low <= 0 <= high:
+        return "undecided"
+    return "holds" if low > 0 else "does not hold"
 
 
 def _searched(comparison: Comparison) -> list[dict[str, object]]:
@@ -104,34 +114,44 @@ def _granularities(comparison: Comparison, claim: str, cells: pd.DataFrame) -> l
         if equal:
             pairs[ratio] = equal
     rows = [_row(comparison, claim, ratio, [each]) for ratio, each in pairs.items()]
-    return [*rows, _row(comparison, claim, ALL, list(pairs.values()))] if pairs else []
+    return [*rows, _row(comparison, claim, ALL, list(pairs.values()))] if len(pairs) > 1 else rows
 
 
 def _row(comparison: Comparison, claim: str, ratio: float | str, ratios: Sequence[Pairs]) -> dict[str, object]:
     cells = sorted({cell for pairs in ratios for pair in pairs for cell in pair})
-    differences = {
-        name: pooled_difference(comparison, target, ratios) for name, target in group_targets(comparison, cells).items()
+    targets = group_targets(comparison, cells)
+    overall = targets.pop(mean_name([comparison]), ())
+    sign = -1 if comparison.is_loss(overall) else 1  # of a loss, less is better
+    parts = {name: pooled_difference(comparison, target, ratios)[1].value for name, target in targets.items()}
+    compared, found = pooled_difference(comparison, overall, ratios)
+    several = all(len(comparison.seeds[cell]) > 1 for cell in cells)
+    return {
+        **{"claim": claim, "model": comparison.model, "ratio": ratio, "compared": compared, "parts": parts},
+        **_tested(replace(found, value=sign * found.value)),
+        "about": METHODS if several else PLANS,
     }
-    whole = differences.pop("Avg", None) or pooled_difference(comparison, (), [])
-    parts = {name: part["difference"] for name, part in differences.items()}
-    about = {"claim": claim, "model": comparison.model, "ratio": ratio, "parts": parts}
-    return {**about, **whole}
 
 
-def _invariant(family: pd.DataFrame) -> list[dict[str, object]]:
-    """Rows on the overlap across calibration sets of S(1, alpha, beta) minus that of S(0, alpha, beta), by layer."""
+def _tested(found: Estimate) -> dict[str, float]:
+    numbers = (found.value, *found.interval, found.detectable, found.p)
+    return dict(zip(TESTED, numbers, strict=True))
+
+
+def _invariant(family: pd.DataFrame, ratios: Mapping[str, Sequence[float]]) -> list[dict[str, object]]:
+    """Rows on the overlap across calibration sets of S(1, alpha, beta) minus that of S(0, alpha, beta), by layer.
+
+    ratios: model -> the ratios that its plans have."""
     rows: list[dict[str, object]] = []
     for key, scores in groups(family, ["model"]):
         if scores["calibration"].nunique() < 2:
             continue
         layers = [overlap.scores_by_variant(layer) for _, layer in scores.groupby("layer")]
-        differences = {ratio: layer_differences(layers, ratio) for ratio in overlap.RATIOS}
+        differences = {ratio: layer_differences(layers, ratio) for ratio in ratios.get(key["model"], overlap.RATIOS)}
         mean = np.mean(list(differences.values()), axis=0)
-        for ratio, shares in (*differences.items(), (ALL, mean)):
-            low, high = layer_interval(shares)
-            tested = dict(zip(TESTED, (float(shares.mean()), low, high, _t_test(shares)), strict=True))
-            about = {"claim": INVARIANT, **key, "ratio": ratio, "parts": {}}
-            rows.append({**about, **tested, "compared": len(_PARTNERS)})
+        for ratio, shares in (*differences.items(), *([(ALL, mean)] if len(differences) > 1 else [])):
+            found = uncertainty.over(shares) if np.ptp(shares) > 0 else Estimate(float(np.mean(shares)))
+            about = {"claim": INVARIANT, **key, "ratio": ratio, "parts": {}, "about": PLANS}
+            rows.append({**about, **_tested(found), "compared": len(_PARTNERS)})
     return rows
 
 
@@ -155,34 +175,6 @@ def layer_differences(layers: Sequence[Mapping[tuple[int, ...], np.ndarray]], ra
     return np.asarray(differences, float)
 
 
-def layer_interval(differences: np.ndarray) -> tuple[float, float]:
-    """95 % interval of the mean over layers: percentiles over resampled layers at the level given by `expanded`."""
-    count = len(differences)
-    if count < 2 or np.isnan(differences).any():
-        return np.nan, np.nan
-    draws = np.random.default_rng(0).choice(differences, (uncertainty.REPLICATES, count)).mean(axis=1)
-    low, high = uncertainty.percentiles(draws, confidence=expanded(count))
-    return float(low), float(high)
-
-
-def expanded(count: int) -> float:
-    """The level at which a percentile bootstrap of `count` values covers 95 % (Hesterberg 2015, expanded percentiles).
-
-    Intervals from resampling few values are too narrow. The level is that of the normal distribution at Student's t
-    times sqrt(n / (n - 1)). With four layers the interval reaches from the smallest to the largest value.
-    """
-    reach = stdtrit(count - 1, (1 + uncertainty.CONFIDENCE) / 2) * np.sqrt(count / (count - 1))
-    return float(2 * ndtr(reach) - 1)
-
-
-def _t_test(differences: np.ndarray) -> float:
-    """p-value of a t-test over layers; NaN for a single layer, or when all layers have the same difference."""
-    if len(differences) < 2 or np.isnan(differences).any() or np.ptp(differences) == 0:
-        return np.nan
-    t = differences.mean() / (differences.std(ddof=1) / np.sqrt(len(differences)))
-    return float(2 * stdtr(len(differences) - 1, -abs(t)))
-
-
 STATEMENTS = {
     SEARCHED: "Searched allocations beat uniform ones",
     CHANNELS: "Removing channels beats removing whole experts at equal routed parameters",
@@ -199,24 +191,30 @@ def claim_table(results: Results, name: str) -> Table | None:
         return None
     parts = pd.DataFrame(list(rows["parts"]), index=rows.index, dtype=float)
     text = {"Model": "model", "Claim": "statement", "Pruned": "pruned"}
-    numbers = {"Pairs": "compared", "Difference": "difference", "p": "p", "p (Holm)": "p_holm"}
+    numbers = {
+        "Pairs": "compared",
+        "Difference": "difference",
+        "Detectable": "detectable",
+        "p": "p",
+        "p (Holm)": "p_holm",
+    }
     pruned = [ratio if ratio == ALL else names.ratio(ratio) for ratio in rows["ratio"]]
     worded = rows.assign(statement=rows["claim"].map(STATEMENTS), pruned=pruned)
-    frame = pd.concat([spelled(worded, {**text, **numbers, "Verdict": "verdict"}), parts], axis=1)
+    frame = pd.concat([spelled(worded, {**text, **numbers, "Verdict": "verdict", "Of": "about"}), parts], axis=1)
     return Table(
         name=name,
         title="What the papers claim",
-        caption="Difference: of Avg (without columns where less is better) for the first two claims, mean over the "
-        "pairs of plans, items resampled with the "
-        "same draw for every plan; channels and whole experts are paired when the shares of routed parameters kept "
+        caption="Difference: of the average for the first two claims, mean over the pairs of plans, paired by seed and "
+        "item; channels and whole experts are paired when the shares of routed parameters kept "
         f"differ by less than {EQUAL:g}. For calibration sets: of the share of the lowest-scored experts common to all "
-        "sets, layers resampled, the interval widened for few layers. Undecided: the 95 % interval contains 0. Holm: "
-        "corrected for all rows. The last columns are differences of group averages. Criteria, texts and seeds are "
-        f"those of this study. {setting(results.study)}",
+        "sets, over layers. A claim is decided where the 95 % interval is on one side of 0 and p is below "
+        f"{LEVEL} after Holm's correction over all rows. Detectable: the difference that this study would find in 80 % "
+        f"of cases. The last columns are differences of group averages. {setting(results.study)}",
         frame=frame,
         formats={
             "Pairs": "{:.0f}",
             "Difference": SCORE,
+            "Detectable": SCORE,
             "p": "{:.4f}",
             "p (Holm)": "{:.4f}",
             **dict.fromkeys(map(str, parts), SCORE),

@@ -22,7 +22,7 @@ from analysis.registry import Item, Results, output, per_model
 from analysis.render import style
 from analysis.render.style import Figure
 from analysis.render.table import SCORE, Table, spelled
-from analysis.stats.cell_scores import MEAN, averaged, mean_target, not_averaged
+from analysis.stats.cell_scores import MEAN, averaged, mean_name, mean_target, not_averaged
 from analysis.stats.comparison import Comparison
 
 AXES = {
@@ -67,7 +67,8 @@ def against_cost(study: Study, comparison: Comparison) -> pd.DataFrame:
     pruned = rows["criterion"] != "none"
     for axis in AXES:
         rows[f"front_{axis}"] = False
-        rows.loc[pruned, f"front_{axis}"] = front(rows.loc[pruned, axis], rows.loc[pruned, "avg"])
+        better = -rows["avg"] if comparison.is_loss(target) else rows["avg"]
+        rows.loc[pruned, f"front_{axis}"] = front(rows.loc[pruned, axis], better[pruned])
     return rows.drop(columns="criterion")
 
 
@@ -94,10 +95,17 @@ def front(costs: Sequence[float] | pd.Series, scores: Sequence[float] | pd.Serie
 
 @output("pareto", chapter="cost", filters="Model|Pruned|Removes")
 def accuracy_and_cost(results: Results, name: str) -> list[Item]:
-    """Accuracy against parameters, FLOPs and storage, with Pareto fronts."""
+    """All methods: accuracy against parameters, FLOPs and storage, and what is on a Pareto front."""
     if results.study.costs.empty or not results.comparisons:
         return []
-    return [*pareto_figure(results, name), pareto_table(results, name)]
+    return [pareto_table(results, name)]
+
+
+@output("pareto.front", chapter="cost", needs="pruned models of several costs")
+@per_model()
+def fronts(results: Results, comparison: Comparison, name: str) -> Figure | None:
+    """Accuracy against parameters, FLOPs and storage, with Pareto fronts."""
+    return None if results.study.costs.empty else pareto_figure(results.study, comparison, name)
 
 
 def pareto_table(results: Results, name: str) -> Table:
@@ -122,8 +130,9 @@ def pareto_table(results: Results, name: str) -> Table:
         "Pruned": "pruned",
         "Removes": "kind",
     }
+    mean = mean_name(results.comparisons)
     numbers = {
-        "Avg": ("avg", SCORE),
+        mean: ("avg", SCORE),
         "Parameters kept": ("parameters_kept", "{:.1%}"),
         "Routed kept": ("routed_kept", "{:.1%}"),
         "FLOPs": ("flops_ratio", "{:.1%}"),
@@ -133,14 +142,14 @@ def pareto_table(results: Results, name: str) -> Table:
     return Table(
         name=name,
         title="All methods: accuracy against what is kept",
-        caption="Avg is the mean of all displayed columns. Parameters kept: share of all parameters; routed kept: of "
-        "those of routed experts; FLOPs: per token, with the routing of the pruned model, of the unpruned model's. "
-        f"Front: no pruned model here has at least this Avg at a lower cost of that kind. {setting(results.study)}",
+        caption=f"{mean} is the mean of all displayed columns. Parameters kept: share of all parameters; routed kept: "
+        "of those of routed experts; FLOPs: per token, with the routing of the pruned model, of the unpruned model's. "
+        f"Front: no pruned model here is at least as good by it at a lower cost of that kind. {setting(results.study)}",
         frame=spelled(rows, shown),
         formats={column: form for column, (_, form) in numbers.items()},
         blocks=("Model",),
-        low=rows[["low"]].set_axis(["Avg"], axis=1),
-        high=rows[["high"]].set_axis(["Avg"], axis=1),
+        low=rows[["low"]].set_axis([mean], axis=1),
+        high=rows[["high"]].set_axis([mean], axis=1),
         footnotes=not_averaged(results.comparisons),
     )
 
@@ -152,17 +161,17 @@ _FRONT: Any = {"color": style.MUTED, "linewidth": 2.2, "alpha": 0.45}
 _DIGIT: Any = {"color": style.INK, "markeredgewidth": 0.3}
 
 
-@per_model()
-def pareto_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
+def pareto_figure(study: Study, comparison: Comparison, name: str) -> Figure | None:
     """Draw `against_cost` of one model: a panel for each of AXES, with a shared axis of Avg.
 
     The shape of a mark says what was removed and what takes its place, its colour the recovery. Models on a front are
-    numbered; the legend names them. A cell whose plan cannot be read has no mark.
+    numbered; the legend names them. A cell whose plan cannot be read has no mark. None where all models cost the same.
     """
-    cells = against_cost(results.study, comparison)
+    cells = against_cost(study, comparison)
     pruned = cells[(cells["method"] != "none") & cells["avg"].notna() & cells["kind"].notna()]
-    if pruned.empty:
+    if (pruned[list(AXES)].round(2).nunique() < 2).all():  # columns of marks without a front say nothing
         return None
+    mean = mean_name([comparison])
     pruned = pruned.assign(recovery=pruned["recovery"].map(_recovered))
     shades = {word: style.SHADES[at % len(style.SHADES)] for at, word in enumerate(_recoveries(pruned))}
     fronts = pruned[pruned[[f"front_{axis}" for axis in AXES]].any(axis=1)].sort_values("avg", kind="stable")
@@ -184,7 +193,7 @@ def pareto_figure(results: Results, comparison: Comparison, name: str) -> Figure
         lack = max(0.0, NARROWEST - (high - low)) / 2
         axes.set_xlim(low - lack, high + lack)
         axes.grid(axis="both")
-    grid[0].set_ylabel("Avg")
+    grid[0].set_ylabel(mean)
     grid[len(AXES) // 2].set_xlabel("share of what the unpruned model has")
     kinds = [kind for kind in KINDS if kind in set(pruned["kind"])]
     keys = [style.key(KINDS[kind], **_mark(kind, style.MUTED)) for kind in kinds]

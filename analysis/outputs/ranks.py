@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pandas as pd
@@ -16,11 +16,12 @@ from analysis.outputs.score_rows import stacked
 from analysis.registry import Item, Results, output, per_model
 from analysis.render import style
 from analysis.render.style import LETTER, Figure
-from analysis.render.table import PERCENT, RANK, SCORE, Table
+from analysis.render.table import RANK, SCORE, Table
 from analysis.stats import ranks
-from analysis.stats.cell_scores import Numbers, not_averaged, rank_block, scored_block
+from analysis.stats.cell_scores import LOSS, Numbers, directions, mean_name, not_averaged, rank_block, scored_block
 from analysis.stats.comparison import Comparison
-from analysis.stats.rank_tests import BENCHMARKS, COLUMNS, LEVEL, RankTest, rank_tests
+from analysis.stats.rank_tests import BENCHMARKS, COLUMNS, RankTest, rank_tests
+from analysis.stats.uncertainty import LEVEL
 from analysis.stats.winners import CAPTION
 
 
@@ -28,24 +29,24 @@ from analysis.stats.winners import CAPTION
 def rank_table(results: Results, name: str, criteria: Sequence[str] | None = None) -> Table | None:
     """Scores, averages and ranks of all criteria.
 
-    One block per model, ratio and calibration set: displayed columns, Avg and Avg Rank (with 95 % intervals) of the
-    unpruned model and every criterion. `First` is the share of bootstrap replicates in which a criterion has the best
-    Avg, split when several have it. Average ranks are among the criteria shown, the unpruned model excluded.
+    One block per model, ratio and calibration set: displayed columns, Avg (with 95 % intervals) and Avg Rank of the
+    unpruned model and every criterion. Average ranks are among the criteria shown, the unpruned model excluded.
     """
     comparisons = results.comparisons
     if not comparisons:
         return None
-    blocks = [rank_block(comparison, panel, criteria) for comparison in comparisons for panel in comparison.panels]
-    lower = {column for comparison in comparisons for column in comparison.lower_is_better}
+    mean = mean_name(comparisons)
+    blocks = [
+        rank_block(comparison, panel, criteria, mean) for comparison in comparisons for panel in comparison.panels
+    ]
     return _table(
         blocks,
-        ["Avg", "Avg Rank", "First"],
-        lower,
+        [mean, "Avg Rank"],
+        comparisons,
         name=name,
         title="Scores, average and average rank",
-        caption="Avg is the mean of the displayed columns; ranks are taken on values rounded to three decimals, ties "
-        "share the mean of their ranks, the unpruned model is not ranked. First: how often a criterion has the best "
-        f"Avg when items are resampled, shared when several have it. {setting(results.study)}",
+        caption=f"{mean} is the mean of the displayed columns; ranks are taken on values rounded to three decimals, "
+        f"ties share the mean of their ranks, the unpruned model is not ranked. {setting(results.study)}",
         footnotes=[*_partial_columns(comparisons), *not_averaged(comparisons)],
     )
 
@@ -56,35 +57,31 @@ def loss_table(results: Results, name: str) -> Table | None:
     study, comparisons = results.by_answer_loss.study, results.by_answer_loss.comparisons
     if not comparisons:
         return None
-    mean = "Mean loss"
     blocks = [
-        scored_block(comparison, panel, panel.cells, mean, panel.columns(comparison))
+        scored_block(comparison, panel, panel.cells, LOSS, panel.columns(comparison))
         for comparison in comparisons
         for panel in comparison.panels
     ]
-    lower = {mean, *(str(column) for comparison in comparisons for column in comparison.columns)}
     return _table(
         blocks,
-        [mean, "Avg Rank"],
-        lower,
+        [LOSS, "Avg Rank"],
+        comparisons,
         name=name,
         title="Loss on right answers, mean and average rank",
-        caption=f"{CAPTION} Mean is that of the displayed columns; the lowest loss has rank 1, the unpruned model is "
+        caption=f"{CAPTION} {LOSS}: mean of the displayed columns; the lowest loss has rank 1, the unpruned model is "
         f"not ranked. {setting(study)}",
     )
 
 
-def _table(blocks: Sequence[Numbers], last: Sequence[str], lower: Collection[str], **about: Any) -> Table:
-    """Make a table of blocks: displayed columns, then the columns `last`. In `lower` and in ranks less is better."""
+def _table(blocks: Sequence[Numbers], last: Sequence[str], comparisons: Sequence[Comparison], **about: Any) -> Table:
+    """Make a table of blocks: displayed columns, then the columns `last`."""
     rows, text = stacked(blocks), [*PANEL, "Criterion"]
     shown = [str(column) for column in rows.frame if column not in (*text, *last)]
-    forms = {"Avg Rank": RANK, "First": PERCENT}
-    better = {column: "min" if column in {*lower, "Avg Rank"} else "max" for column in (*shown, *last)}
-    better.pop("First", None)
+    numbers = [names.benchmark(column) for column in (*shown, *last)]
     return Table(
         frame=rows.frame[[*text, *shown, *last]].rename(columns=names.benchmark),
-        formats={names.benchmark(column): forms.get(column, SCORE) for column in (*shown, *last)},
-        best={names.benchmark(column): direction for column, direction in better.items()},
+        formats={column: RANK if column == "Avg Rank" else SCORE for column in numbers},
+        best=directions(comparisons, numbers),
         blocks=PANEL,
         low=rows.low.rename(columns=names.benchmark),
         high=rows.high.rename(columns=names.benchmark),
@@ -116,8 +113,8 @@ _SHORT = 15
 
 
 def rank_figure(comparison: Comparison, over: str, name: str) -> Figure | None:
-    """Draw a critical-difference diagram per panel. None when no panel has enough methods and blocks."""
-    tests = rank_tests(comparison, over)
+    """Draw a critical-difference diagram for each panel in which methods differ. None when there is none."""
+    tests = [test for test in rank_tests(comparison, over) if test.significant]
     if not tests:
         return None
     longest = max(len(names.method(str(key))) for test in tests for key in test.ranks.index)
@@ -130,8 +127,8 @@ def rank_figure(comparison: Comparison, over: str, name: str) -> Figure | None:
     blocks = "displayed columns" if over == COLUMNS else "benchmarks"
     caption = (
         f"Average ranks over the {blocks}, 1 is best. Methods joined by a bar are not told from each other: they are "
-        f"closer than the critical difference (CD, Nemenyi, {LEVEL:.0%}), or Friedman's test finds no difference at "
-        "all, and the bar then joins everything. Methods with a gap have no average rank and are left out."
+        f"closer than the critical difference (CD, Nemenyi, {LEVEL:.0%}). Where Friedman's test finds no difference, "
+        "nothing is drawn. Methods with a gap have no average rank and are left out."
     )
     return Figure(name, f"Critical differences of ranks, over {blocks}: {comparison.model}", caption, drawing)
 

@@ -34,7 +34,7 @@ from analysis.stats.comparison import Comparison
 
 PLAIN = "16 bits"
 """Label of models that were neither quantised nor fine-tuned."""
-SWEPT = ["criterion", "allocation", "calibration", "gate", "seed"]
+SWEPT = ["criterion", "allocation", "calibration", "gate"]
 """Cells with equal values in these columns form one sweep over ratios and recoveries."""
 
 

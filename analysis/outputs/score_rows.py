@@ -23,13 +23,16 @@ from analysis.render import style
 from analysis.render.table import SCORE, Table
 from analysis.stats import uncertainty
 from analysis.stats.cell_scores import (
+    AVG,
     COMMON,
     GROUPS,
+    LOSS,
     MEAN,
     Numbers,
     column_targets,
     cost,
     differences,
+    directions,
     mean_target,
     scores,
 )
@@ -51,7 +54,7 @@ COSTS = {**KEPT, "FLOPs saved": Cost("flops_ratio", "{:.1%}", scale=-1, offset=1
 STORAGE = "Storage (MiB)"
 STORED = {**KEPT, STORAGE: Cost("storage_bytes", "{:,.2f}", scale=1 / MEBIBYTE)}
 TEXT = ("Model", "Pruned")
-AVERAGES = ("Avg", MEAN)
+AVERAGES = (AVG, LOSS, MEAN)
 """Averages, which come after all other scores."""
 DIFFERENCE, P = "Difference", "p (Holm)"
 UNPRUNED = names.CRITERIA["none"]
@@ -124,7 +127,7 @@ def block_table(
         frame[P] = uncertainty.holm(frame[P].to_numpy(float))
     last = [column for column in (*AVERAGES, DIFFERENCE, P, *costs) if column in frame]
     shown = [str(column) for column in frame if column not in (*TEXT, "Criterion", *last)]
-    ranked = {column: "max" for column in (*shown, *AVERAGES) if column in frame}
+    ranked = directions((block.comparison for block in run), (c for c in (*shown, *AVERAGES) if c in frame))
     formats = {
         **dict.fromkeys((*shown, *AVERAGES, DIFFERENCE), SCORE),
         P: "{:.4f}",

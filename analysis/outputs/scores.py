@@ -1,4 +1,4 @@
-"""Scores: averages with intervals, all benchmarks as a table and as radar plots, and task-specific calibration (Unified
+"""Scores: all benchmarks as a table and as radar plots, and task-specific calibration (Unified
 Expert Pruning, Tables 2 and 5; AIMER, Figs. 3 to 5)."""
 
 from __future__ import annotations
@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 import pandas as pd
-from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.projections.polar import PolarAxes
 
@@ -21,81 +20,12 @@ from analysis.registry import Results, output, per_model
 from analysis.render import style
 from analysis.render.style import Figure
 from analysis.render.table import RANK, SCORE, Table, spelled
-from analysis.stats.cell_scores import Numbers, by_domain, mean_target, not_averaged, scores, task_block
+from analysis.stats.cell_scores import Numbers, by_domain, mean_target, scores, task_block
 from analysis.stats.comparison import Comparison, Panel, Target
 
-
-@output("average_scores", chapter="kept")
-@per_model()
-def averages_figure(results: Results, comparison: Comparison, name: str) -> Figure:
-    """Averages of pruned models and of the unpruned model, with intervals.
-
-    Avg of every criterion with its 95 % interval: a row of panels per ratio, a panel per calibration set.
-    """
-    panels = comparison.panels
-    sets = names.calibrations_in_order(panel.calibration for panel in panels)
-    settings = list(dict.fromkeys(panel.settings for panel in panels))
-    rows = [[panel for panel in panels if panel.settings == each] for each in settings]
-    heights = [max(*(0.17 * len(panel.cells) for panel in row), 0.9) for row in rows]
-    drawing = style.drawing(style.PAGE, sum(heights) + 0.9 * len(rows))
-    grid = drawing.subplots(len(rows), len(sets), sharex=True, squeeze=False, height_ratios=heights)
-    for axes in grid.flat:
-        axes.set_visible(False)
-    for line, row in zip(grid, rows, strict=True):
-        order = _order(comparison, row)
-        for panel in row:
-            axes = line[sets.index(panel.calibration)]
-            axes.set_visible(True)
-            _averages_axes(axes, comparison, panel, order)
-            axes.set_title(f"{names.calibration(panel.calibration)},\n{panel.pruned} pruned", fontsize=7.5)
-            if panel.calibration != sets[0]:
-                style.ticks(axes.yaxis, [], [])
-    drawing.supxlabel("Avg (mean of the displayed columns)", fontsize=8)
-    caption = (
-        "Points are averages over the displayed columns, bars 95 % intervals (items resampled). The dashed line and "
-        "band are the unpruned model. Criteria are sorted by their mean over the panels of a row."
-    )
-    caption = " ".join([caption, *not_averaged([comparison])])
-    return Figure(name, f"How much is kept: {comparison.model}", caption, drawing)
-
-
-def _order(comparison: Comparison, panels: Sequence[Panel]) -> list[str]:
-    """Criteria from the lowest to the highest mean Avg."""
-    averages = {}
-    for panel in panels:
-        score = comparison.score(panel.averaged(comparison))
-        averages[panel.calibration] = {name: score[cell] for name, cell in panel.cells.items()}
-    return [
-        str(name) for name in pd.DataFrame(averages).mean(axis=1).sort_values(na_position="first", kind="stable").index
-    ]
-
-
-def _averages_axes(axes: Axes, comparison: Comparison, panel: Panel, order: Sequence[str]) -> None:
-    target = panel.averaged(comparison)
-    scores, (low, high) = comparison.score(target), comparison.interval(target)
-    if comparison.unpruned is not None:
-        full = comparison.unpruned
-        axes.axvspan(low[full], high[full], color=style.RULE, alpha=0.5, linewidth=0)
-        axes.axvline(scores[full], **style.DASHED)
-    for y, criterion in enumerate(order):
-        cell = panel.cells.get(criterion)
-        if cell is None:
-            continue
-        if np.isnan(scores[cell]):
-            beside = axes.get_yaxis_transform()  # x is a share of the width, as a gap has no score to place it at
-            axes.text(0.02, y, "gap", transform=beside, fontsize=6.5, color=style.MUTED, va="center")
-            continue
-        shade = style.colour(criterion)
-        axes.plot([low[cell], high[cell]], [y, y], color=shade, linewidth=1.6, solid_capstyle="butt", alpha=0.75)
-        axes.plot(scores[cell], y, marker="o", markersize=4, color=shade)
-    style.ticks(axes.yaxis, range(len(order)), map(names.method, order), labelsize=7)
-    axes.set_ylim(-0.7, len(order) - 0.3)
-    axes.grid(axis="x")
-    axes.spines["left"].set_visible(False)
-
-
 RADAR_METHODS = ("aimer", "magnitude", "random", "frequency", "seer", "ean", "reap")
-"""The methods of AIMER's tables, which a radar plot draws before all others."""
+"""The methods of AIMER's tables, which a radar plot draws after the best two of all."""
+RADAR_BEST = 2
 RADAR_LINES = len(RADAR_METHODS)
 """Largest number of methods in a radar plot."""
 
@@ -119,8 +49,8 @@ def radar_figure(results: Results, comparison: Comparison, name: str) -> Figure 
     style.legend(drawing, [lines[method] for method in ("none", *names.methods_in_order(drawn))])
     most = names.count(RADAR_LINES, "method")
     caption = (
-        "Scores on each benchmark from 0 (centre) to 1 (rim); dashed: the unpruned model. Each panel has the methods "
-        f"of AIMER's tables, then the best of the others by Avg, {most} at most."
+        "Scores on each benchmark from 0 (centre) to 1 (rim); dashed: the unpruned model. Each panel has the best "
+        f"two methods by Avg, those of AIMER's tables, then the best of the others, {most} at most."
     )
     left = [names.benchmark(str(each)) for each in comparison.benchmarks if each in comparison.lower_is_better]
     if left:
@@ -136,15 +66,15 @@ def radar_benchmarks(comparison: Comparison, panel: Panel) -> Target:
 
 
 def radar_methods(comparison: Comparison, panel: Panel) -> list[str]:
-    """The methods of a panel to draw: those of AIMER's tables, then the others by Avg, highest first.
+    """The methods of a panel to draw: the best RADAR_BEST by Avg, those of AIMER's tables, then the others by Avg.
 
     At most RADAR_LINES; methods without any score are left out."""
-    average = comparison.score(panel.averaged(comparison))
+    average = comparison.score(panel.averaged(comparison)).fillna(-1)
     run = comparison.benchmarks[list(radar_benchmarks(comparison, panel))].notna().any(axis=1)
-    others = [method for method in panel.cells if method not in RADAR_METHODS]
-    others.sort(key=lambda method: -average.fillna(-1)[panel.cells[method]])
-    first = [method for method in RADAR_METHODS if method in panel.cells]
-    return [method for method in [*first, *others] if run[panel.cells[method]]][:RADAR_LINES]
+    scored = [method for method in panel.cells if run[panel.cells[method]]]
+    scored.sort(key=lambda method: -average[panel.cells[method]])
+    published = [method for method in RADAR_METHODS if method in scored]
+    return list(dict.fromkeys([*scored[:RADAR_BEST], *published, *scored]))[:RADAR_LINES]
 
 
 def _radar_axes(axes: PolarAxes, comparison: Comparison, panel: Panel, lines: Mapping[str, Line2D]) -> list[str]:
@@ -231,11 +161,11 @@ def benchmark_table(results: Results, name: str) -> Table | None:
 
 
 def _sorted(cells: pd.DataFrame) -> pd.DataFrame:
-    """Sort cells by ratio, gate, seed, calibration set and method, the last two in the order of tables."""
+    """Sort cells by ratio, gate, calibration set and method, the last two in the order of tables."""
     sets = names.calibrations_in_order(cells["calibration"])
     methods = names.methods_in_order(cells["method"])
     places = cells.assign(calibration=cells["calibration"].map(sets.index), method=cells["method"].map(methods.index))
-    return cells.loc[places.sort_values(["ratio", "gate", "seed", "calibration", "method"], kind="stable").index]
+    return cells.loc[places.sort_values(["ratio", "gate", "calibration", "method"], kind="stable").index]
 
 
 def _metrics(study: Study) -> str:

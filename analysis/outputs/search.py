@@ -23,14 +23,23 @@ from analysis.render import style
 from analysis.render.style import Figure
 from analysis.render.table import SCORE, Table, spelled, tabulated
 from analysis.stats import uncertainty
-from analysis.stats.cell_scores import CODING, GROUPS, WRITING_AND_MATH, Numbers, column_targets, differences, scores
+from analysis.stats.cell_scores import (
+    CODING,
+    GROUPS,
+    WRITING_AND_MATH,
+    Numbers,
+    column_targets,
+    differences,
+    directions,
+    scores,
+)
 from analysis.stats.comparison import Comparison
-from analysis.stats.winners import LEVEL
+from analysis.stats.uncertainty import LEVEL
 
 TEXT = ["Model", "Pruned", "Calibration", "Criterion", "Allocation"]
 GAIN = "Δ {}"
 BEYOND = "Beyond noise"
-_PAIRED = ["ratio", "criterion", "calibration", "recovery", "gate", "seed"]
+_PAIRED = ["ratio", "criterion", "calibration", "recovery", "gate"]
 """Cells with equal values in these columns differ only in their allocation."""
 
 
@@ -88,7 +97,7 @@ def allocation_table(
         f"{LEVEL} after Holm's correction over all differences of a model. {setting(results.study)}",
         frame=rows.frame[[*TEXT, *averages, *gains, BEYOND]],
         formats={**dict.fromkeys(averages, SCORE), **dict.fromkeys(gains, "{:+.3f}")},
-        best=dict.fromkeys(averages, "max"),
+        best=directions(results.comparisons, averages),
         blocks=TEXT[:4],
         low=rows.low,
         high=rows.high,
@@ -144,12 +153,12 @@ def searched_multiple_choice(results: Results, name: str) -> Table:
     return allocation_table(results, name, (*names.MULTIPLE_CHOICE, "MC Avg"), "multiple choice")
 
 
-def densities(study: Study, model: str) -> pd.DataFrame:
+def densities(study: Study, comparison: Comparison) -> pd.DataFrame:
     """Share of its experts that each layer keeps: one row per layer and cell of whole experts, with the cell's axes."""
-    cells = study.cells[(study.cells["model"] == model) & (study.cells["granularity"] == "expert")]
+    cells = comparison.cells[comparison.cells["granularity"] == "expert"]
     kept = study.kept[study.kept["cell"].isin(cells.index)]
     shares = kept.groupby(["cell", "layer"], as_index=False)["share"].mean()
-    axes = ["criterion", "allocation", "ratio", "calibration", "recovery", "seed"]
+    axes = ["criterion", "allocation", "ratio", "calibration", "recovery"]
     return pd.DataFrame(shares.join(cells[axes], on="cell"))
 
 
@@ -161,7 +170,7 @@ def allocations_figure(results: Results, comparison: Comparison, name: str) -> F
     EvoESAP Fig. 1: uniform, global by frequency and searched allocations of one criterion, a panel per ratio. The
     criterion is the one that was run with most allocations. None when no criterion was run with two.
     """
-    shares = densities(results.study, comparison.model)
+    shares = densities(results.study, comparison)
     shares = shares[shares.groupby(["criterion", "ratio", "calibration"])["allocation"].transform("nunique") > 1]
     if shares.empty:
         return None
@@ -190,7 +199,7 @@ def criteria_figure(results: Results, comparison: Comparison, name: str) -> Figu
 
     EvoESAP Fig. 3: the searched densities of every criterion, a panel per ratio. None without a search.
     """
-    shares = densities(results.study, comparison.model)
+    shares = densities(results.study, comparison)
     shares = shares[shares["allocation"].map(is_searched).astype(bool)]
     if shares.empty:
         return None

@@ -18,11 +18,11 @@ from analysis.outputs.score_rows import stacked
 from analysis.published.numbers import numbers
 from analysis.registry import Results, output
 from analysis.render.table import SCORE, Table, spelled, tabulated
-from analysis.stats.cell_scores import GROUPS, Numbers, column_targets, scores
+from analysis.stats.cell_scores import GROUPS, Numbers, column_targets, directions, scores
 from analysis.stats.comparison import Comparison
 
 HOUR = 3600
-SAME = ["ratio", "criterion", "calibration", "recovery", "gate", "seed"]
+SAME = ["ratio", "criterion", "calibration", "recovery", "gate"]
 """Cells with equal values in these columns differ only in the settings of their search."""
 COMPARED = ("Code", "WildBench", "MC Avg")
 """The averages of EvoESAP's Tables 4 and 6."""
@@ -178,7 +178,7 @@ def _table(
         f"of the search set; search: seconds of the process that finished it. {setting(results.study)}",
         frame=rows.frame,
         formats={**dict.fromkeys(averages, SCORE), **settings},
-        best=dict.fromkeys(averages, "max"),
+        best=directions(results.comparisons, averages),
         blocks=list(TEXT),
         low=rows.low,
         high=rows.high,

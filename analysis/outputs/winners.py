@@ -1,4 +1,4 @@
-"""Winner maps by scores and by losses on right answers, and the numbers of pairs of criteria that differ by each.
+"""Winner maps by scores and by losses on right answers.
 
 An item's loss is in bits per byte of its right answer; lower is better. Every item has a loss that differs between two
 plans, whereas right or wrong only differs on items that one plan solves and the other does not.
@@ -18,46 +18,22 @@ from matplotlib.patches import Patch, Rectangle
 from analysis import names
 from analysis.load.reader import groups, records
 from analysis.load.study import Study
-from analysis.outputs.captions import LOSSES, PANEL, setting
+from analysis.outputs.captions import LOSSES, setting
 from analysis.registry import Item, Results, output
 from analysis.render import style
 from analysis.render.style import LETTER, SMALL_LETTER, Figure
 from analysis.render.table import SCORE, Table, spelled
-from analysis.stats.winners import CAPTION, LEVEL, MEAN, SETTINGS, label
-
-
-@output("pairs", chapter="winners", filters="*Model|Pruned|Calibration")
-def pair_table(results: Results, name: str) -> Table:
-    """Pairs of criteria that differ significantly in each column, by scores and by answer losses."""
-    text = {"Model": "model", "Pruned": "pruned", "Calibration": "calibration", "Column": "column"}
-    numbers = {
-        "Pairs": "pairs",
-        "By score": "score",
-        "By answer loss": "loss",
-        "By both": "both",
-        "Opposite": "opposite",
-    }
-    return Table(
-        name=name,
-        title="Pairs of criteria that differ significantly",
-        caption=f"Of the pairs of criteria, those that differ at the {LEVEL:.0%} level by their scores and by their "
-        "loss on right answers: paired tests on the same items (McNemar or t), corrected by Holm over the "
-        f"pairs of a row; {MEAN}: of the displayed columns. By both: with the same better criterion. Opposite: with "
-        f"the other one. {setting(results.study)}",
-        frame=spelled(results.decided_pairs, text | numbers),
-        formats=dict.fromkeys(numbers, "{:.0f}"),
-        blocks=PANEL,
-        optional=("By score", "By answer loss"),
-    )
+from analysis.stats.uncertainty import LEVEL
+from analysis.stats.winners import CAPTION, SETTINGS, label
 
 
 def _map_and_table(results: Results, win_rows: pd.DataFrame, name: str, title: str) -> list[Item]:
-    if win_rows.empty:
+    if win_rows.empty or win_rows["column"].nunique() < 2:  # of one column, the ranking says it all
         return []
     return [winner_figure(win_rows, name, title), winner_table(results.study, win_rows, name, title)]
 
 
-@output("winners", chapter="winners", filters="*Model|Pruned|Calibration")
+@output("winners", chapter="winners", filters="*Model|Pruned|Calibration", needs="several benchmarks or groups of them")
 def all_winners(results: Results, name: str) -> list[Item]:
     """The winner map of all criteria."""
     return _map_and_table(results, results.winners, name, "Best criterion by task and calibration set")
@@ -101,8 +77,8 @@ def winner_table(study: Study, win_rows: pd.DataFrame, name: str, title: str) ->
         name=name,
         title=title,
         caption="p: paired test of the winner against every other criterion, the largest of them (McNemar for a "
-        "benchmark of right-or-wrong items, sign flips for averages and graded stories); Holm: corrected for all "
-        f"columns of one model and ratio; beyond noise below {LEVEL}. {setting(study)}",
+        "benchmark of right-or-wrong items and plans of one seed, otherwise t-tests over seeds and items); Holm: "
+        f"corrected for all columns of one model and ratio; beyond noise below {LEVEL}. {setting(study)}",
         frame=spelled(rows, text | numbers),
         formats={"Score": SCORE, "Lead": SCORE, "p": "{:.4f}", "p (Holm)": SCORE},
         blocks=("Model", "Pruned", "Calibration"),

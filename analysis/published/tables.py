@@ -181,7 +181,7 @@ def _panel_ranks(comparison: Comparison, ranked: Sequence[str]) -> Iterator[Rank
     for panel in comparison.panels:
         cells = [cell for name, cell in panel.cells.items() if name in ranked]
         if cells:
-            block = cell_scores.rank_block(comparison, panel, ranked)
+            block = cell_scores.rank_block(comparison, panel, ranked, cell_scores.AVG)
             columns = panel.columns(comparison)
             yield [(dict.fromkeys(columns, cell), _rank(block, cell)) for cell in cells]
 

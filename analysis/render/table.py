@@ -103,7 +103,7 @@ def shown(value: object, form: str) -> str:
 
 def expected_gap(table: Table, row: Mapping[Any, object], column: str) -> bool:
     """Whether a dash is not a gap: the unpruned model has no rank among criteria, a tie has no p-value."""
-    unranked = row.get(KEY) == UNPRUNED and column in ("Avg Rank", "First")
+    unranked = row.get(KEY) == UNPRUNED and column == "Avg Rank"
     return unranked or column in table.optional
 
 
@@ -143,6 +143,13 @@ def best(table: Table) -> pd.DataFrame:
     return marks
 
 
+def printed(table: Table) -> pd.DataFrame:
+    """The frame with 0 % in the rows of the unpruned model, which stand in the block that they are compared with."""
+    if not {KEY, "Pruned"} <= set(table.frame):
+        return table.frame
+    return table.frame.assign(Pruned=table.frame["Pruned"].mask(table.frame[KEY] == UNPRUNED, names.ratio(0)))
+
+
 @lru_cache(maxsize=128)
 def text(table: Table) -> pd.DataFrame:
     """The frame with every number as formatted text."""
@@ -150,14 +157,14 @@ def text(table: Table) -> pd.DataFrame:
         str(column): [
             shown(value, table.formats[str(column)]) if column in table.formats else value for value in values
         ]
-        for column, values in table.frame.items()
+        for column, values in printed(table).items()
     }
     return pd.DataFrame(columns, index=table.frame.index)
 
 
 def csv(table: Table) -> str:
     """The table as CSV with six significant digits and columns for the ends of intervals; a gap is an empty field."""
-    frame = table.frame.copy()
+    frame = printed(table).copy()
     for end, values in (("low", table.low), ("high", table.high)):
         if values is not None:
             for column in values.columns:
@@ -245,7 +252,8 @@ def _cell(table: Table, column: str, value: object, printed: str, strong: bool) 
     inner = f"<b>{escape(printed)}</b>" if strong else escape(printed)
     if column not in table.formats:
         kind = " class=key" if column == KEY else " class=wrap" if len(printed) > LONG else ""
-        return f"<td{kind}>{inner}"
+        block = "" if printed == value else f' data-block="{escape(str(value))}"'
+        return f"<td{kind}{block}>{inner}"
     if printed == GAP:
         return '<td class=number data-key="">' + GAP
     number, form = float(str(value)), table.formats[column]

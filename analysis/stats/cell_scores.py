@@ -10,13 +10,16 @@ import pandas as pd
 
 from analysis import names
 from analysis.load.study import Study
-from analysis.stats import ranks, uncertainty
+from analysis.stats import ranks
 from analysis.stats.comparison import Comparison, Panel, Target
+from analysis.stats.uncertainty import Estimate
 
 CODING = ("humaneval", "humaneval_plus", "mbpp", "mbpp_plus", "Eval+", "LiveCode", "Code")
 WRITING_AND_MATH = ("WildBench", "GSM8K", "MATH-500", "Math")
 
-GROUPS = ("MC Avg", "Code", "Math", "WildBench", "Avg")
+AVG, LOSS = "Avg", "Loss"
+"""The mean over displayed columns in which more is better; if there are none, that of losses."""
+GROUPS = ("MC Avg", "Code", "Math", "WildBench", AVG)
 """The averages of `group_targets`."""
 MEAN = "Mean"
 """In a list of columns: the mean of the list's benchmarks."""
@@ -37,7 +40,7 @@ def group_targets(comparison: Comparison, cells: Sequence[int]) -> dict[str, Tar
     """The papers' averages that these cells were evaluated on, by name: MC Avg, Code, Math, WildBench, Avg.
 
     Code and Math are means of their two displayed columns, Avg is the mean of all displayed columns in which more is
-    better.
+    better. Where there are losses alone, their mean is called Loss.
     """
     displayed = comparison.averaged(_displayed(comparison, cells))
     groups: dict[str, Target] = {
@@ -47,7 +50,18 @@ def group_targets(comparison: Comparison, cells: Sequence[int]) -> dict[str, Tar
         "WildBench": ("WildBench",),
     }
     targets = {name: target for name, target in groups.items() if set(target) <= set(displayed)}
-    return {**targets, "Avg": displayed} if displayed else targets
+    return {**targets, mean_name([comparison]): displayed} if displayed else targets
+
+
+def mean_name(comparisons: Iterable[Comparison]) -> str:
+    """What the mean over displayed columns is called: Avg, or Loss where less is better in all columns."""
+    return LOSS if all(comparison.is_loss(comparison.averaged(comparison.parts)) for comparison in comparisons) else AVG
+
+
+def directions(comparisons: Iterable[Comparison], columns: Iterable[str]) -> dict[str, str]:
+    """Displayed name of a column -> whether its best is its max or its min; Avg Rank and losses are best when low."""
+    lower = {names.benchmark(name) for comparison in comparisons for name in comparison.lower_is_better}
+    return {column: "min" if column in {*lower, LOSS, "Avg Rank"} else "max" for column in columns}
 
 
 def not_averaged(comparisons: Iterable[Comparison]) -> list[str]:
@@ -84,7 +98,8 @@ def column_targets(comparison: Comparison, cells: Sequence[int], columns: Sequen
         **groups,
         **{name: target for name, target in means.items() if target},
     }
-    return {names.benchmark(name): every[name] for name in columns if name in every}
+    wanted = [LOSS if name == AVG and LOSS in groups else name for name in columns]
+    return {names.benchmark(name): every[name] for name in wanted if name in every}
 
 
 def _displayed(comparison: Comparison, cells: Sequence[int]) -> dict[str, Target]:
@@ -95,66 +110,43 @@ def _displayed(comparison: Comparison, cells: Sequence[int]) -> dict[str, Target
 
 def scores(comparison: Comparison, cells: Sequence[int], targets: Mapping[str, Target]) -> Numbers:
     """Scores of `cells` (rows) on `targets` (columns) with their intervals; NaN where a cell lacks a benchmark."""
-    index, rows = list(cells), comparison.rows(cells)
+    index = list(cells)
     values = {name: (comparison.score(target), *comparison.interval(target)) for name, target in targets.items()}
     score, low, high = (
-        pd.DataFrame({name: parts[at].to_numpy()[rows] for name, parts in values.items()}, index=index)
+        pd.DataFrame({name: parts[at][index].to_numpy() for name, parts in values.items()}, index=index)
         for at in range(3)
     )
     return Numbers(score, low, high)
 
 
 def differences(comparison: Comparison, target: Target, against: Mapping[int, int]) -> pd.DataFrame:
-    """Score of each cell minus that of its reference cell, paired over the items that all cells share.
+    """Score of each cell minus that of its reference cell, paired by seed and item.
 
     against: cell -> its reference cell. Columns: difference, low, high (95 %), p (two-sided, not corrected). NaN where
     outcomes are missing.
     """
-    p_values: dict[int, float] = {}
-    for other in dict.fromkeys(against.values()):  # one call for all cells with this reference
-        cells = [cell for cell, base in against.items() if base == other]
-        p_values |= zip(cells, comparison.p_values(target, other, cells), strict=True)
-    rows = []
-    for cell, other in against.items():
-        low, high = comparison.lead(target, cell, other)
-        rows.append((comparison.difference(target, cell, other), low, high, float(p_values[cell])))
+    found = [comparison.difference(target, cell, other) for cell, other in against.items()]
+    rows = [(estimate.value, *estimate.interval, estimate.p) for estimate in found]
     return pd.DataFrame(rows, index=list(against), columns=["difference", "low", "high", "p"], dtype=float)
 
 
 def pooled_difference(
     comparison: Comparison, target: Target, groups: Sequence[Sequence[tuple[int, int]]]
-) -> dict[str, float]:
-    """Mean difference in score over pairs (cell, other), paired over the items that all cells share.
+) -> tuple[int, Estimate]:
+    """Mean difference in score over pairs (cell, other), paired by seed and item, and the number of pairs.
 
-    All groups of pairs have the same weight. Returns compared (number of pairs), difference, low, high (95 %, the same
-    drawn items for all cells), p. A pair with a missing result is left out and not counted. NaN when no pair is left,
-    or outcomes are missing.
+    All groups of pairs have the same weight. A pair with a missing result is left out and not counted.
     """
-    empty = {"compared": 0, **dict.fromkeys(("difference", "low", "high", "p"), np.nan)}
     score = comparison.score(target)
     complete = [[pair for pair in pairs if score[list(pair)].notna().all()] for pairs in groups]
     complete = [pairs for pairs in complete if pairs]
-    if not complete:
-        return empty
-    weights = np.zeros(len(score))
+    weights: dict[int, float] = {}
     for pairs in complete:
         for cell, other in pairs:
-            weights[comparison.rows([cell, other])] += np.array([1, -1]) / len(pairs) / len(complete)
-    used = np.flatnonzero(weights)
-    means = [np.mean([comparison.difference(target, *pair) for pair in pairs]) for pairs in complete]
-    pooled = {**empty, "compared": sum(map(len, complete)), "difference": float(np.mean(means))}
-    draws = comparison.paired_draws(target)
-    if draws is None or np.isnan(draws[:, used]).any():
-        return pooled
-    spread = draws[:, used] @ weights[used]
-    low, high = uncertainty.percentiles(spread)
-    return {**pooled, "low": float(low), "high": float(high), "p": share_beyond(spread)}
-
-
-def share_beyond(draws: np.ndarray) -> float:
-    """Two-sided bootstrap p-value: twice the smaller share of replicates on either side of 0, never exactly 0."""
-    smaller = min((draws <= 0).sum(), (draws >= 0).sum())
-    return float(min(1.0, 2 * (smaller + 1) / (len(draws) + 1)))
+            share = 1 / len(pairs) / len(complete)
+            weights[cell] = weights.get(cell, 0.0) + share
+            weights[other] = weights.get(other, 0.0) - share
+    return sum(map(len, complete)), comparison.estimate(target, weights) if weights else Estimate(np.nan)
 
 
 def cost(study: Study, cells: Sequence[int], column: str) -> pd.Series:
@@ -177,40 +169,15 @@ def scored_block(
     return numbers
 
 
-def rank_block(comparison: Comparison, panel: Panel, criteria: Sequence[str] | None) -> Numbers:
-    """One block of Table 1: `scored_block` with intervals of average ranks, and how often each criterion is first."""
+def rank_block(comparison: Comparison, panel: Panel, criteria: Sequence[str] | None, mean: str) -> Numbers:
+    """One block of Table 1: `scored_block` of these criteria with the mean over the columns of `Panel.averaged`."""
     cells = {name: cell for name, cell in panel.cells.items() if criteria is None or name in criteria}
-    competing, averaged = list(cells.values()), panel.averaged(comparison)
-    block = scored_block(comparison, panel, cells, "Avg", averaged)
-    ends = average_rank_interval(comparison, {column: competing for column in panel.columns(comparison)})
-    block.low["Avg Rank"], block.high["Avg Rank"] = (pd.Series(end, competing) for end in ends)
-    average = block.frame["Avg"][competing]
-    block.frame["First"] = first_places(comparison.draws(averaged), average, comparison.rows(competing))
-    return block
+    return scored_block(comparison, panel, cells, mean, panel.averaged(comparison))
 
 
-_SAME = 1e-6
-"""Replicates closer than this are equal: float32 sums of the same outcomes differ by less."""
-
-
-def first_places(draws: np.ndarray | None, average: pd.Series, rows: np.ndarray) -> pd.Series:
-    """Share of bootstrap replicates in which each cell has the best average; ties share a replicate equally.
-
-    draws: (replicates, cells); rows: the columns of `draws` that belong to `average`. NaN where the average is a gap.
-    All are NaN when a cell has no replicates, as it might be the best."""
-    scored = average.notna().to_numpy()
-    first = pd.Series(np.nan, average.index)
-    if draws is None or not scored.any() or np.isnan(draws[:, rows[scored]]).any():
-        return first
-    competing = draws[:, rows[scored]]
-    leads = competing >= competing.max(axis=1, keepdims=True) - _SAME
-    first[scored] = (leads / leads.sum(axis=1, keepdims=True)).mean(axis=0)
-    return first
-
-
-def by_domain(comparison: Comparison) -> dict[tuple[float, str, int], dict[str, Panel]]:
-    """(Ratio, gate, seed) -> domain -> the panel whose calibration set is of that domain."""
-    panels: dict[tuple[float, str, int], dict[str, Panel]] = {}
+def by_domain(comparison: Comparison) -> dict[tuple[float, str], dict[str, Panel]]:
+    """(Ratio, gate) -> domain -> the panel whose calibration set is of that domain."""
+    panels: dict[tuple[float, str], dict[str, Panel]] = {}
     for panel in comparison.panels:
         domain = names.domain(panel.calibration)
         if domain:
@@ -239,30 +206,4 @@ def task_block(comparison: Comparison, domains: Mapping[str, Panel], criteria: S
     low, high = (gather(lambda column, end=end: comparison.interval((column,))[end]) for end in (0, 1))  # type: ignore
     ranked = frame.iloc[len(unpruned) :]
     frame["Avg Rank"] = ranks.average_rank(ranked)
-    if competing and set(sources) <= set(comparison.parts):
-        ends = average_rank_interval(comparison, sources)
-        low["Avg Rank"], high["Avg Rank"] = (pd.Series(end, ranked.index) for end in ends)
     return Numbers(frame, low, high)
-
-
-def average_rank_interval(comparison: Comparison, sources: Mapping[str, list[int]]) -> tuple[np.ndarray, np.ndarray]:
-    """Ends of the 95 % interval of Avg Rank for each row; all NaN when a ranked score has no replicates.
-
-    sources: column -> the cells that its scores come from, one per row.
-    """
-    rows = len(next(iter(sources.values()), []))
-    missing = np.full(rows, np.nan)
-    draws = {column: comparison.draws((column,)) for column in sources}
-    drawn = [
-        replicates[:, comparison.rows(sources[column])]
-        for column, replicates in draws.items()
-        if replicates is not None
-    ]
-    if len(drawn) < len(sources) or not rows:
-        return missing, missing
-    stacked = np.stack(drawn, axis=2)
-    scored = np.stack([comparison.score((column,))[cells].notna() for column, cells in sources.items()], axis=1)
-    if (scored & np.isnan(stacked).any(axis=0)).any():
-        return missing, missing
-    signs = np.array([1.0 if column in comparison.lower_is_better else -1.0 for column in sources])
-    return uncertainty.percentiles(ranks.average_rank_draws(stacked[::4], signs))

@@ -1,12 +1,13 @@
 """Compare all cells of one model: scores and their intervals, and paired tests between cells.
 
-Intervals use all items that a cell answered; paired tests use the items that all cells answered.
+Cells that differ in the seed alone are replicates of one method: one row with the mean of their scores. Intervals and
+tests are over seeds and items together; with one seed they are over items, for these plans.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 
 import numpy as np
@@ -16,17 +17,20 @@ from analysis import names
 from analysis.load import evaluations, settings
 from analysis.load.reader import Reader
 from analysis.stats import ranks, uncertainty
+from analysis.stats.uncertainty import Estimate, Stratum
 from moe_lab.results import is_lower_better
 
 Target = tuple[str, ...]
 """Displayed columns or benchmarks, often a single one, whose mean is the score."""
 
 _NORMAL = 1.96
+_ALIKE = ["criterion", "granularity", "calibration", "ratio", "allocation", "recovery", "gate"]
+"""Cells of one model that are equal in these are replicates."""
 
 
 @dataclass(frozen=True)
 class Panel:
-    """The methods that are compared with each other: those of one model, ratio, gate, seed and calibration set.
+    """The methods that are compared with each other: those of one model, ratio, gate and calibration set.
 
     Methods that read no data are in every panel. `cells` maps a method's key to its cell, in the order of tables.
     """
@@ -34,56 +38,87 @@ class Panel:
     model: str
     ratio: float
     gate: str
-    seed: int
     calibration: str
     cells: dict[str, int]
     setting: str = ""
-    """Gate and seed in words, when the model's cells have several."""
+    """The gate in words, when the model's cells have several."""
 
     @property
     def pruned(self) -> str:
-        """Ratio, gate and seed in words, as panels of one calibration set differ in these: `50 %`, `50 %, seed 43`."""
+        """Ratio and gate in words, as panels of one calibration set differ in these: `50 %, gate other`."""
         return settings.joined(names.ratio(self.ratio), self.setting)
 
     @property
-    def settings(self) -> tuple[float, str, int]:
-        """Ratio, gate and seed, by which panels of different calibration sets are matched."""
-        return self.ratio, self.gate, self.seed
+    def settings(self) -> tuple[float, str]:
+        """Ratio and gate, by which panels of different calibration sets are matched."""
+        return self.ratio, self.gate
 
     def columns(self, comparison: Comparison) -> Target:
         """Displayed columns on which at least one of these cells was evaluated; all of them when every cell failed."""
-        run = comparison.columns.loc[list(self.cells.values())].notna().any()
-        return tuple(str(name) for name in (run.index[run] if run.any() else run.index))
+        return comparison.evaluated(self.cells.values())
 
     def averaged(self, comparison: Comparison) -> Target:
-        """The columns that Avg averages: those of `columns` in which more is better."""
+        """The columns that Avg averages: see `Comparison.averaged`."""
         return comparison.averaged(self.columns(comparison))
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Scores and outcomes of one model's cells. Rows of all frames and matrices are in the order of `cells`."""
+    """Scores and outcomes of one model's cells. Rows of frames and matrices are in the order of `every`."""
 
     model: str
-    cells: pd.DataFrame
-    benchmarks: pd.DataFrame
-    """(cells, benchmarks) scores; NaN is a gap."""
+    every: pd.DataFrame
+    """All cells, also those that differ from others in the seed alone."""
+    results: pd.DataFrame
+    """(every, benchmarks) scores; NaN is a gap."""
     parts: dict[str, tuple[str, ...]]
     """Displayed column -> its benchmarks."""
     lower_is_better: tuple[str, ...]
     """Columns and benchmarks where less is better."""
     outcomes: dict[str, np.ndarray]
-    """Benchmark -> outcomes (cells, items) on the items that all cells share; only where their mean is the score."""
+    """Benchmark -> outcomes (every, items), NaN where a cell did not get an item; only if their mean is the score."""
     standard_errors: pd.DataFrame
-    """(cells, benchmarks) as the harness reported them."""
-    own: dict[str, np.ndarray] = field(default_factory=dict)
-    """Benchmark -> outcomes (cells, items) on all items, NaN where a cell did not get an item. Only benchmarks whose
-    cells got different items."""
+    """(every, benchmarks) as the harness reported them."""
+    units: dict[str, np.ndarray] = field(default_factory=dict)
+    """Benchmark -> weights (items,) in the score; benchmarks whose items count alike are not in it."""
+
+    @cached_property
+    def _first(self) -> pd.Series:
+        """The cell that stands for each cell of `every`: its replicate with the lowest seed."""
+        ordered = self.every.sort_values("seed", kind="stable") if "seed" in self.every else self.every
+        labels = pd.Series(ordered.index, ordered.index)
+        return labels.groupby([ordered[axis] for axis in _ALIKE], sort=False).transform("first").loc[self.every.index]
+
+    @cached_property
+    def cells(self) -> pd.DataFrame:
+        """The cells that are compared, one for each group of replicates, without their seed."""
+        return self.every[self._first == self.every.index].drop(columns="seed")
+
+    @cached_property
+    def seeds(self) -> dict[int, dict[int, int]]:
+        """Cell of `cells` -> seed -> the replicate with this seed."""
+        found: dict[int, dict[int, int]] = {int(str(cell)): {} for cell in self.cells.index}
+        for cell, first, seed in zip(self.every.index, self._first, self.every["seed"], strict=True):
+            found[int(first)][int(seed)] = int(str(cell))
+        return found
+
+    def _over_seeds(self, frame: pd.DataFrame) -> pd.DataFrame:
+        return frame.groupby(self._first, sort=False).mean().reindex(self.cells.index)
+
+    @cached_property
+    def benchmarks(self) -> pd.DataFrame:
+        """(cells, benchmarks) scores, the mean over the seeds that have them; NaN is a gap."""
+        return self._over_seeds(self.results)
 
     @cached_property
     def columns(self) -> pd.DataFrame:
-        """(cells, displayed columns) scores."""
-        return ranks.component_columns(self.benchmarks, self.parts)
+        """(cells, displayed columns) scores, the mean over seeds."""
+        return self._over_seeds(ranks.component_columns(self.results, self.parts))
+
+    def evaluated(self, cells: Iterable[int]) -> Target:
+        """Displayed columns on which at least one of these cells was evaluated; all of them when every cell failed."""
+        run = self.columns.loc[list(cells)].notna().any()
+        return tuple(str(name) for name in (run.index[run] if run.any() else run.index))
 
     @cached_property
     def unpruned(self) -> int | None:
@@ -92,120 +127,131 @@ class Comparison:
         return int(cells[0]) if len(cells) else None
 
     def averaged(self, columns: Iterable[str]) -> Target:
-        """Those of `columns` in which more is better; a mean over both directions would be meaningless."""
-        return tuple(name for name in columns if not set(self.weights((name,))) & set(self.lower_is_better))
+        """Those of `columns` in which more is better, as a mean over both directions would be meaningless; if there are
+        none, those in which less is better."""
+        every = tuple(columns)
+        better = tuple(name for name in every if not set(self.weights((name,))) & set(self.lower_is_better))
+        return better or tuple(name for name in every if self.is_loss((name,)))
+
+    def is_loss(self, target: Target) -> bool:
+        """Whether less is better of a target."""
+        return bool(target) and set(self.weights(target)) <= set(self.lower_is_better)
+
+    def by_seed(self, target: Target) -> pd.Series:
+        """Score of every cell of `every`: the mean of the target's columns; NaN when one is a gap or there is none."""
+        shares = self.weights(target)
+        if not shares:
+            return pd.Series(np.nan, self.every.index)
+        return (self.results[list(shares)] * pd.Series(shares)).sum(axis=1, skipna=False)
 
     # cached, as many tables and figures use the same targets
     @cached_property
     def score(self) -> Callable[[Target], pd.Series]:
-        """Score of every cell: the mean of the target's columns; NaN when one is a gap or the target is empty."""
-        return cache(self._score)
-
-    def _score(self, target: Target) -> pd.Series:
-        if not target:
-            return pd.Series(np.nan, self.cells.index)
-        columns = [self.columns[name] if name in self.parts else self.benchmarks[name] for name in target]
-        return pd.concat(columns, axis=1).mean(axis=1, skipna=False)
+        """Score of every cell of `cells`: the mean of `by_seed` over the seeds that have it."""
+        return cache(lambda target: self._over_seeds(self.by_seed(target).to_frame("score"))["score"])
 
     @cached_property
     def interval(self) -> Callable[[Target], tuple[pd.Series, pd.Series]]:
-        """Ends of the 95 % interval of every cell's score, from all items that the cell answered.
+        """Ends of the 95 % interval of every cell's score, from its seeds and all items that these got.
 
-        Wilson's interval for a benchmark of right-or-wrong items, bootstrap for graded items and means of benchmarks,
-        the reported standard error for cells without outcomes.
+        Wilson's interval for one plan on a benchmark of right-or-wrong items, otherwise that of `estimate`; from the
+        reported standard error for cells without outcomes.
         """
         return cache(self._interval)
 
     def _interval(self, target: Target) -> tuple[pd.Series, pd.Series]:
-        answers = self._right_or_wrong(target, self._asked)
-        shares = self.weights(target)
-        errors = self.standard_errors[list(shares)].to_numpy(float) * np.array(list(shares.values()))
-        centre, half = self.score(target), _NORMAL * np.sqrt(np.square(errors).sum(axis=1))
-        if answers is not None:
-            items = np.isfinite(answers).sum(axis=1)
-            low, high = uncertainty.wilson(np.nansum(answers, axis=1), np.where(items > 0, items, np.nan))
-        elif (draws := self.draws(target)) is not None:
-            low, high = uncertainty.percentiles(draws)
+        ends = pd.DataFrame([self._ends(target, cell) for cell in self.seeds], list(self.seeds), dtype=float)
+        centre, shares = self.score(target), self.weights(target)
+        errors = self._over_seeds(self.standard_errors[list(shares)]).to_numpy(float) * np.array(list(shares.values()))
+        half = _NORMAL * np.sqrt(np.square(errors).sum(axis=1))
+        low, high = ends[0].fillna(centre - half), ends[1].fillna(centre + half)
+        return (low, high) if self.is_loss(target) else (low.clip(lower=0), high.clip(upper=1))
+
+    def _ends(self, target: Target, cell: int) -> tuple[float, float]:
+        answers = self._right_or_wrong(target)
+        estimate = self.estimate(target, {cell: 1.0})
+        own = None if answers is None else answers[[self._place[plan] for plan in self.seeds[cell].values()]]
+        if own is not None and np.isfinite(own).any() and (len(own) == 1 or estimate.error == 0):
+            items = np.isfinite(own[0]).sum()
+            low, high = uncertainty.wilson(np.nansum(own[0]), items)
+            return float(low), float(high)
+        return estimate.interval
+
+    def estimate(self, target: Target, weights: Mapping[int, float]) -> Estimate:
+        """Weighted sum of cells' scores, on the items that all of them got, with its error over seeds and items.
+
+        weights: cell -> its weight, such as 1 and -1 for a difference. Plans with the same seed are taken together;
+        a cell with a single seed goes with all seeds of the others. Without outcomes only the value is known.
+        """
+        plans = self._replicates(target, list(weights))
+        factors = np.array(list(weights.values()))
+        strata = self._strata(target, plans, factors) if plans.size else []
+        if strata:
+            return uncertainty.crossed(strata)
+        scores = self.score(target)[list(weights)].to_numpy(float)
+        return Estimate(float(scores @ factors))
+
+    def _replicates(self, target: Target, cells: Sequence[int]) -> np.ndarray:
+        """Row numbers (replicates, cells) of the plans that are taken together; of size 0 if a cell has no result.
+
+        Plans are matched by their seed if two seeds are common to all cells that have several, else in their order.
+        """
+        scored = self._scored(target)
+        plans = [{seed: cell for seed, cell in self.seeds[each].items() if scored[self._place[cell]]} for each in cells]
+        several = [own for own in plans if len(own) > 1]
+        common = sorted(set.intersection(*map(set, several))) if several else []
+        if len(common) > 1:
+            columns = [[own[seed] for seed in common] if len(own) > 1 else list(own.values()) for own in plans]
         else:
-            return centre - half, centre + half
-        return pd.Series(low, centre.index).fillna(centre - half), pd.Series(high, centre.index).fillna(centre + half)
-
-    def difference(self, target: Target, cell: int, other: int) -> float:
-        """Score of `cell` minus that of `other`, on the items that all cells share when these have outcomes."""
-        for score in (self._shared_score(target), self.score(target)):
-            if not np.isnan(difference := float(score[cell] - score[other])):
-                return difference
-        return np.nan
-
-    def _shared_score(self, target: Target) -> pd.Series:
-        """Scores on the items that all cells share; NaN without outcomes, or when all cells got the same items."""
-        shared = self._contributions(target) if set(self.weights(target)) & set(self.own) else {}
-        total = sum((items.sum(axis=1) for items in shared.values()), np.zeros(len(self.cells)))
-        return pd.Series(total if shared else np.nan, self.cells.index)
-
-    def p_values(self, target: Target, cell: int, others: Sequence[int]) -> np.ndarray:
-        """Two-sided paired p-values of `cell` against each of `others`; NaN where outcomes are missing.
-
-        McNemar's test for one benchmark of right-or-wrong items, random sign flips otherwise."""
-        first, rest = self.rows([cell]), self.rows(others)
-        answers = self._right_or_wrong(target, self.outcomes)
-        if answers is not None:
-            p_values = uncertainty.mcnemar(answers[first], answers[rest])
-            return np.where(np.isnan(answers[first] + answers[rest]).any(axis=1), np.nan, p_values)
-        contributions = self._contributions(target)
-        if not contributions:
-            return np.full(len(others), np.nan)
-        items = np.concatenate(list(contributions.values()), axis=1)
-        differences = items[first] - items[rest]
-        return np.where(np.isnan(differences).any(axis=1), np.nan, uncertainty.sign_flip(np.nan_to_num(differences)))
-
-    def pairwise(self, target: Target, cells: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Differences (cells, cells), row minus column, on the items that all cells share, and two-sided p-values.
-
-        McNemar's test for one benchmark of right-or-wrong items; paired t-tests stratified by benchmark otherwise.
-        These resolve p-values small enough for Holm's correction over many pairs. NaN where outcomes are missing.
-        """
-        rows = self.rows(cells)
-        strata = [items[rows] for items in self._contributions(target).values()]
-        if not strata:
-            return np.full((len(cells), len(cells)), np.nan), np.full((len(cells), len(cells)), np.nan)
-        differences, p_values = uncertainty.paired_t(strata)
-        answers = self._right_or_wrong(target, self.outcomes)
-        if answers is not None:
-            exact = [uncertainty.mcnemar(answers[[row]], answers[rows]) for row in rows]
-            p_values = np.where(np.isnan(p_values), np.nan, exact)
-        return differences, p_values
-
-    def lead(self, target: Target, cell: int, other: int) -> tuple[float, float]:
-        """95 % interval of the difference between two cells, from paired replicates."""
-        draws = self.paired_draws(target)
-        if draws is None:
-            return np.nan, np.nan
-        first, second = self.rows([cell, other])
-        low, high = uncertainty.percentiles(draws[:, first] - draws[:, second])
-        return float(low), float(high)
+            columns = [list(own.values()) for own in plans]
+        rows = [len(column) for column in columns if len(column) != 1]
+        count = min(rows, default=1)
+        matched = [(column * count if len(column) == 1 else column)[:count] for column in columns]
+        return np.array([[self._place[cell] for cell in column] for column in matched], int).T
 
     @cached_property
-    def draws(self) -> Callable[[Target], np.ndarray | None]:
-        """Bootstrap replicates (replicates, cells) of the target's score, from all items that each cell answered.
-
-        None when a benchmark has no outcomes.
-        """
-        return cache(self._draws)
-
-    def _draws(self, target: Target) -> np.ndarray | None:
-        if not set(self.weights(target)) & set(self.own):
-            return self.paired_draws(target)
-        return uncertainty.mean_draws(target, self._own_draws)
+    def _place(self) -> dict[int, int]:
+        """Cell of `every` -> its row number."""
+        return {int(str(cell)): row for row, cell in enumerate(self.every.index)}
 
     @cached_property
-    def paired_draws(self) -> Callable[[Target], np.ndarray | None]:
-        """The same from the items that all cells share, for differences between cells."""
-        return cache(lambda target: uncertainty.mean_draws(target, self._column_draws))
+    def _scored(self) -> Callable[[Target], np.ndarray]:
+        return cache(lambda target: self.by_seed(target).notna().to_numpy())
 
-    def rows(self, cells: Sequence[int]) -> np.ndarray:
-        """Row numbers of `cells` in matrices."""
-        return np.asarray(self.cells.index.get_indexer(pd.Index(cells)))
+    def _strata(self, target: Target, plans: np.ndarray, factors: np.ndarray) -> list[Stratum]:
+        """The weighted outcomes of each benchmark; empty when one has none, or no item that all plans got.
+
+        Benchmarks that grade the same answers twice (HumanEval and HumanEval+) share a stratum."""
+        strata: dict[str, Stratum] = {}
+        for benchmark, weight in self.weights(target).items():
+            if benchmark not in self.outcomes:
+                return []
+            values = np.tensordot(self.outcomes[benchmark][plans], factors, (1, 0))
+            shared = np.isfinite(values).all(axis=0)
+            units = self.units[benchmark][shared] if benchmark in self.units else np.ones(int(shared.sum()))
+            if not len(units):
+                return []
+            shares = units / units.sum()
+            stratum = Stratum(values[:, shared] * shares * weight, shares)
+            name = names.SAME_ITEMS.get(benchmark, benchmark)
+            if name in strata and len(strata[name].shares) == len(shares):
+                stratum = replace(stratum, contributions=strata[name].contributions + stratum.contributions)
+            elif name in strata:
+                name = benchmark
+            strata[name] = stratum
+        return list(strata.values())
+
+    def difference(self, target: Target, cell: int, other: int) -> Estimate:
+        """Score of `cell` minus that of `other`, paired by seed and item: see `estimate`.
+
+        Between two plans on one benchmark of right-or-wrong items, p is that of McNemar's exact test."""
+        estimate = self.estimate(target, {cell: 1.0, other: -1.0})
+        answers = self._right_or_wrong(target)
+        if answers is None or max(len(self.seeds[cell]), len(self.seeds[other])) > 1 or np.isnan(estimate.error):
+            return estimate
+        pair = answers[[self._place[cell], self._place[other]]]
+        first, second = pair[:, np.isfinite(pair).all(axis=0)]
+        return replace(estimate, exact=float(uncertainty.mcnemar(first, second)))
 
     def weights(self, target: Target) -> dict[str, float]:
         """Benchmark -> its weight in the target; columns have equal weights, and so have the benchmarks of a column."""
@@ -214,32 +260,14 @@ class Comparison:
             benchmark: 1 / len(benchmarks) / len(target) for benchmarks in parts.values() for benchmark in benchmarks
         }
 
-    @cached_property
-    def _asked(self) -> dict[str, np.ndarray]:
-        """Benchmark -> outcomes (cells, items) on all items, NaN where a cell did not get an item."""
-        return {**self.outcomes, **self.own}
-
-    def _right_or_wrong(self, target: Target, outcomes_of: Mapping[str, np.ndarray]) -> np.ndarray | None:
-        """The target's outcomes in `outcomes_of` if it is one benchmark whose items are right or wrong; else None."""
+    def _right_or_wrong(self, target: Target) -> np.ndarray | None:
+        """The target's outcomes if it is one benchmark whose items are right or wrong; None otherwise."""
         benchmarks = list(self.weights(target))
-        answers = outcomes_of.get(benchmarks[0]) if len(benchmarks) == 1 else None
-        return answers if answers is not None and evaluations.binary(answers) else None
-
-    def _contributions(self, target: Target) -> dict[str, np.ndarray]:
-        return uncertainty.contributions(self.weights(target), self.outcomes)
+        return self.outcomes[benchmarks[0]] if len(benchmarks) == 1 and benchmarks[0] in self._binary else None
 
     @cached_property
-    def _columns(self) -> dict[str, dict[str, float]]:
-        """Every displayed column and benchmark -> the weights of its benchmarks."""
-        return {column: self.weights((column,)) for column in dict.fromkeys([*self.parts, *self.benchmarks])}
-
-    @cached_property
-    def _column_draws(self) -> dict[str, np.ndarray]:
-        return uncertainty.paired_draws(self._columns, self.outcomes)
-
-    @cached_property
-    def _own_draws(self) -> dict[str, np.ndarray]:
-        return uncertainty.own_draws(self._columns, self._asked)
+    def _binary(self) -> set[str]:
+        return {name for name, answers in self.outcomes.items() if evaluations.binary(answers)}
 
     @cached_property
     def panels(self) -> list[Panel]:
@@ -270,13 +298,13 @@ def _comparison(
         reader.gap(f"the score of {benchmark} is not the mean of its items: it is not tested", words[cell])
     return Comparison(
         model=model,
-        cells=cells,
-        benchmarks=scores.astype(float),
+        every=cells,
+        results=scores.astype(float),
         parts=parts,
         lower_is_better=_lower_is_better(results, parts),
-        outcomes=answers.shared,
+        outcomes=answers.matrices,
         standard_errors=errors.astype(float),
-        own=answers.own,
+        units=answers.units,
     )
 
 
@@ -289,14 +317,14 @@ def _lower_is_better(results: pd.DataFrame, parts: Mapping[str, Sequence[str]]) 
 
 
 def _panels(model: str, pruned: pd.DataFrame) -> Iterator[Panel]:
-    axes = ["ratio", "gate", "seed"]
+    axes = ["ratio", "gate"]
     setting_words = settings.gate_and_seed(pruned)
     for _, cells in pruned.groupby(axes, sort=True):
-        ratio, gate, seed = cells[axes].iloc[0]
+        ratio, gate = cells[axes].iloc[0]
         sets = names.calibrations_in_order(set(cells["calibration"]) - {"none"}) or ["none"]
         for calibration in sets:
             competing = cells[cells["calibration"].isin([calibration, "none"])]
             by_key = dict(zip(competing["method"].astype(str), competing.index.astype(int), strict=True))
             order = names.methods_in_order(by_key)
             competitors = {key: by_key[key] for key in order}
-            yield Panel(model, ratio, gate, seed, calibration, competitors, setting_words[cells.index[0]])
+            yield Panel(model, ratio, gate, calibration, competitors, setting_words[cells.index[0]])

@@ -16,8 +16,8 @@ from scipy.special import chdtrc, ndtr
 from analysis import names
 from analysis.stats import ranks
 from analysis.stats.comparison import Comparison, Panel
+from analysis.stats.uncertainty import LEVEL
 
-LEVEL = 0.05
 COLUMNS, BENCHMARKS = "columns", "benchmarks"
 """Blocks in which methods are ranked: columns give the papers' Avg Rank; benchmarks are more blocks, so more power."""
 FEWEST = 3

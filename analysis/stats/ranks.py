@@ -74,25 +74,10 @@ def component_columns(scores: pd.DataFrame, columns: Mapping[str, Sequence[str]]
 def column_ranks(columns: pd.DataFrame, *, lower_is_better: Sequence[str] = ()) -> pd.DataFrame:
     """Rank of each row in each column, 1 = best, ties sharing the mean of their ranks; NaN is not ranked."""
     signs = np.array([1.0 if name in lower_is_better else -1.0 for name in columns.columns])
-    values = columns.to_numpy(float)
-    return pd.DataFrame(_ranks(values, signs), index=columns.index, columns=columns.columns)
+    return (columns.astype(float).round(PRINTED_DECIMALS) * signs).rank()
 
 
 def average_rank(columns: pd.DataFrame, *, lower_is_better: Sequence[str] = ()) -> pd.Series:
     """Avg Rank by the papers' rule. Rows must be pruned criteria only: the caller leaves out the unpruned model."""
     ranks = column_ranks(columns, lower_is_better=lower_is_better)
     return ranks.mean(axis=1, skipna=False).rename("Avg Rank")
-
-
-def average_rank_draws(draws: np.ndarray, signs: np.ndarray) -> np.ndarray:
-    """Average ranks (replicates, rows) from replicates (replicates, rows, columns); sign -1: higher is better."""
-    return np.asarray(_ranks(draws, signs, axis=1).mean(axis=2))
-
-
-def _ranks(values: np.ndarray, signs: np.ndarray, axis: int = 0) -> np.ndarray:
-    """Ranks along an axis, ties sharing the mean of their ranks; NaN stays NaN."""
-    last = np.moveaxis(np.round(values.astype(float), PRINTED_DECIMALS) * signs, axis, -1)
-    if not last.size:
-        return np.moveaxis(last, -1, axis)
-    ranked = pd.DataFrame(last.reshape(-1, last.shape[-1])).rank(axis=1).to_numpy()
-    return np.moveaxis(ranked.reshape(last.shape), -1, axis)

@@ -1,25 +1,113 @@
 """Confidence intervals, paired tests and Holm's correction.
 
-Scores are means over items, so all functions work on outcomes (plans, items): one row per plan, on the same items.
-Libraries compute the statistics where one call handles many pairs. Resampling uses matrix products, for speed.
+Scores are means over items. What a seed changes is in them, too: plans of one method that differ in the seed are
+replicates, and all of them answer the same items, so seeds and items are crossed random effects.
 """
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
-from scipy.special import bdtr, ndtri, stdtr
-
-from analysis import names
+from scipy.special import bdtr, ndtri, stdtr, stdtrit
 
 CONFIDENCE = 0.95
-REPLICATES = 4000
-SEED = 0
-"""Seed of resampling, fixed so that the same study gives the same intervals and p-values."""
-_CHUNK = 500
+POWER = 0.8
+"""Share of studies in which a difference of the size `Estimate.detectable` is found."""
+LEVEL = 0.05
+"""What has a smaller p-value, after Holm's correction, is beyond noise."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """An estimated score or difference with its standard error and degrees of freedom; NaN where one is not known."""
+
+    value: float
+    error: float = np.nan
+    freedom: float = np.nan
+    exact: float = np.nan
+    """An exact p-value, in place of that of the t-test."""
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Ends of the 95 % interval of Student's t."""
+        reach = float(stdtrit(self.freedom, (1 + CONFIDENCE) / 2)) * self.error
+        return self.value - reach, self.value + reach
+
+    @property
+    def p(self) -> float:
+        """Two-sided p-value of the hypothesis that the true value is 0."""
+        if not np.isnan(self.exact):
+            return self.exact
+        if self.error <= 1e-9:  # all replicates and items agree
+            return float(abs(self.value) <= 1e-9)
+        return float(2 * stdtr(self.freedom, -abs(self.value) / self.error))
+
+    @property
+    def detectable(self) -> float:
+        """The true value that a study with this standard error would call different from 0 with probability POWER."""
+        quantiles = stdtrit(self.freedom, (1 + CONFIDENCE) / 2) + stdtrit(self.freedom, POWER)
+        return float(quantiles * self.error)
+
+
+@dataclass(frozen=True)
+class Stratum:
+    """Items that were drawn together, such as those of one benchmark."""
+
+    contributions: np.ndarray
+    """(replicates, items); the score of a replicate is the sum of its contributions over all strata."""
+    shares: np.ndarray
+    """(items,), positive and with the sum 1: the weight of an item, such as its share of all tokens."""
+
+
+def crossed(strata: Sequence[Stratum]) -> Estimate:
+    """Mean score of the replicates, with the error of crossed random effects of seeds and items.
+
+    The variance of the mean is V(seeds) + V(items) - V(seed x item), each from its mean square; degrees of freedom are
+    Satterthwaite's, and at least 1. With one replicate it is that of items alone, of the plan rather than the method.
+    Items are weighted by their shares, as in a ratio estimator. NaN for a stratum of one item.
+    """
+    totals = [stratum.contributions.sum(axis=1) for stratum in strata]
+    of_seed = np.sum(totals, axis=0)
+    seeds, value = len(of_seed), float(np.mean(of_seed))
+    by_seed = ((of_seed - value) ** 2).sum() / (seeds - 1) / seeds if seeds > 1 else 0.0
+    by_item = rest = squares = 0.0
+    for stratum, total in zip(strata, totals, strict=True):
+        items = len(stratum.shares)
+        if items < 2:
+            return Estimate(value)
+        means = stratum.contributions.mean(axis=0) - stratum.shares * total.mean()
+        items_part = items / (items - 1) * (means**2).sum()
+        by_item, squares = by_item + items_part, squares + items_part**2 / (items - 1)
+        if seeds > 1:
+            residuals = stratum.contributions - total[:, None] * stratum.shares - means
+            rest_part = items / (items - 1) * (residuals**2).sum() / (seeds - 1) / seeds
+            rest, squares = rest + rest_part, squares + rest_part**2 / (items - 1) / (seeds - 1)
+    squares += by_seed**2 / (seeds - 1) if seeds > 1 else 0.0
+    difference = by_seed + by_item - rest
+    variance = max(difference, by_seed, by_item)  # a variance of effects cannot be negative
+    freedom = max(1.0, difference**2 / squares) if squares > 0 else 1.0
+    return Estimate(value, float(np.sqrt(variance)), float(freedom))
+
+
+def over(values: Sequence[float] | np.ndarray) -> Estimate:
+    """Mean of independent values, such as differences in several models, with n - 1 degrees of freedom."""
+    numbers = np.asarray(values, float)
+    if len(numbers) < 2:
+        return Estimate(float(numbers.mean()) if len(numbers) else np.nan)
+    return Estimate(float(numbers.mean()), float(numbers.std(ddof=1) / np.sqrt(len(numbers))), len(numbers) - 1)
+
+
+def prediction(values: Sequence[float] | np.ndarray) -> tuple[float, float]:
+    """Ends of the interval in which a further value lies with 95 % probability, from values of a normal distribution.
+
+    NaN for fewer than two values."""
+    numbers = np.asarray(values, float)
+    if len(numbers) < 2:
+        return np.nan, np.nan
+    reach = stdtrit(len(numbers) - 1, (1 + CONFIDENCE) / 2) * numbers.std(ddof=1) * np.sqrt(1 + 1 / len(numbers))
+    return float(numbers.mean() - reach), float(numbers.mean() + reach)
 
 
 def wilson(successes: np.ndarray, items: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -60,172 +148,3 @@ def mcnemar(first: np.ndarray, second: np.ndarray) -> np.ndarray:
     only_second = ((first == 0) & (second == 1)).sum(axis=-1)
     tail = bdtr(np.minimum(only_first, only_second), only_first + only_second, 0.5)
     return np.asarray(np.minimum(1.0, 2 * tail))
-
-
-def sign_flip(differences: np.ndarray, *, replicates: int = REPLICATES) -> np.ndarray:
-    """Two-sided p-values of paired differences (pairs, items) by random sign flips, for graded or averaged scores.
-
-    If two plans are equally good, each item's difference has either sign with probability 1/2. The p-value is the
-    share of random sign patterns whose total is at least as far from zero. Items keep their different weights.
-    """
-    sums = differences.sum(axis=-1)
-    totals = np.abs(sums)
-    tolerance = 1e-9 * np.abs(differences).sum(axis=-1)
-    reached = np.zeros(len(differences))
-    items = differences.shape[-1]
-    for packed in _patterns(replicates, items):
-        plus = np.unpackbits(packed, axis=1, count=items).astype(float)
-        reached += (np.abs(2 * (plus @ differences.T) - sums) >= totals - tolerance).sum(axis=0)
-    return np.asarray((reached + 1) / (replicates + 1))
-
-
-def paired_t(strata: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """Differences (plans, plans) between scores, row minus column, and their p-values by paired t-tests.
-
-    strata: contributions (plans, items), whose sum over all items is a plan's score. Items are sampled within their
-    stratum, so variances of strata add; degrees of freedom follow Welch and Satterthwaite. NaN for plans with NaN, and
-    for strata of one item.
-    """
-    scores = np.sum([stratum.sum(axis=1) for stratum in strata], axis=0)
-    differences = scores[:, None] - scores[None, :]
-    variance, squares = np.zeros_like(differences), np.zeros_like(differences)
-    for stratum in strata:
-        items = stratum.shape[1]
-        covariance = items * np.atleast_2d(np.cov(stratum, ddof=1)) if items > 1 else np.full_like(differences, np.nan)
-        own = np.diag(covariance)
-        spread = np.maximum(own[:, None] + own[None, :] - 2 * covariance, 0)
-        variance, squares = variance + spread, squares + spread**2 / max(items - 1, 1)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        p_values = 2 * stdtr(variance**2 / squares, -np.abs(differences) / np.sqrt(variance))
-    same = np.isclose(variance, 0, atol=1e-18) & ~np.isnan(variance)
-    p_values = np.where(same, np.isclose(differences, 0, atol=1e-9).astype(float), p_values)
-    return differences, np.where(np.isnan(differences + variance), np.nan, p_values)
-
-
-def bootstrap(strata: Mapping[str, Mapping[str, np.ndarray]], *, replicates: int = REPLICATES) -> dict[str, np.ndarray]:
-    """Paired, stratified bootstrap of every column's score for all plans at once.
-
-    strata: stratum -> column -> contributions (plans, items of the stratum); a column's score is the sum of its
-    contributions over all strata. Items are drawn with replacement within their stratum, the same draw for all plans
-    and columns. Returns column -> replicates (replicates, plans), float32.
-    """
-    drawn: dict[str, np.ndarray] = {}
-    for stratum, columns in strata.items():
-        items = next(iter(columns.values())).shape[1]
-        for place, counts in _resamples(stratum, items, replicates):
-            for column, contributions in columns.items():
-                target = drawn.setdefault(column, np.zeros((replicates, len(contributions)), np.float32))
-                target[place] += counts @ contributions.T.astype(np.float32)
-    return drawn
-
-
-def bootstrap_means(strata: Mapping[str, Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    """Paired bootstrap of the mean outcomes of plans that did not all get the same items.
-
-    strata: stratum -> benchmark -> outcomes (plans, items of the stratum), NaN where a plan did not get an item. Items
-    are drawn as in `bootstrap`. A plan's replicate is the mean over the drawn items that it got, or its score when it
-    got none of them. Returns benchmark -> replicates (replicates, plans), float32; NaN for a plan without any item.
-    """
-    drawn: dict[str, np.ndarray] = {}
-    for stratum, benchmarks in strata.items():
-        items = next(iter(benchmarks.values())).shape[1]
-        for place, counts in _resamples(stratum, items, REPLICATES):
-            for benchmark, outcomes in benchmarks.items():
-                answered = np.isfinite(outcomes).T.astype(np.float32)
-                total, among = counts @ np.nan_to_num(outcomes).T.astype(np.float32), counts @ answered
-                score = np.nansum(outcomes, axis=1) / np.maximum(answered.sum(axis=0), 1)
-                mean = np.where(among > 0, total / np.maximum(among, 1), score)
-                target = drawn.setdefault(benchmark, np.full((REPLICATES, len(outcomes)), np.nan, np.float32))
-                target[place] = np.where(answered.any(axis=0), mean, np.nan)
-    return drawn
-
-
-def percentiles(draws: np.ndarray, confidence: float = CONFIDENCE) -> tuple[np.ndarray, np.ndarray]:
-    """Percentile interval over replicates (axis 0): lower and upper ends."""
-    tail = (1 - confidence) / 2
-    last = len(draws) - 1
-    ends = [int(np.floor(tail * last)), int(np.ceil((1 - tail) * last))]
-    ordered = np.partition(draws, ends, axis=0)
-    return ordered[ends[0]], ordered[ends[1]]
-
-
-@lru_cache(maxsize=8)
-def _patterns(replicates: int, items: int) -> tuple[np.ndarray, ...]:
-    """Random signs of items as bits, in chunks of replicates; the same for all tests with this number of items."""
-    rng = np.random.default_rng(SEED)
-    return tuple(
-        np.packbits(rng.integers(0, 2, size=(rows, items)).astype(np.uint8), axis=1) for rows in _chunks(replicates)
-    )
-
-
-def _resamples(stratum: str, items: int, replicates: int) -> Iterator[tuple[slice, np.ndarray]]:
-    """Yield chunks of replicates: their slice, and how often each item of the stratum is drawn (same at every call)."""
-    rng = np.random.default_rng([SEED, zlib.crc32(stratum.encode())])
-    start = 0
-    for rows in _chunks(replicates):
-        yield slice(start, start + rows), _draw(rng, rows, items)
-        start += rows
-
-
-def _draw(rng: np.random.Generator, rows: int, items: int) -> np.ndarray:
-    """How often each item is drawn in each of `rows` resamples: (rows, items) float32."""
-    indices = rng.integers(0, items, size=(rows, items)) + np.arange(rows)[:, None] * items
-    return np.bincount(indices.ravel(), minlength=rows * items).reshape(rows, items).astype(np.float32)
-
-
-def _chunks(total: int) -> Iterator[int]:
-    for start in range(0, total, _CHUNK):
-        yield min(_CHUNK, total - start)
-
-
-Weights = Mapping[str, float]
-"""Benchmark -> its weight in a score."""
-
-
-def contributions(weights: Weights, outcomes: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Stratum -> contributions (cells, items) whose sum is the score; empty when a benchmark has no outcomes.
-
-    Benchmarks that grade the same answers twice (HumanEval and HumanEval+) share a stratum: their items are drawn
-    and flipped together.
-    """
-    strata: dict[str, np.ndarray] = {}
-    for benchmark, weight in weights.items():
-        if benchmark not in outcomes:
-            return {}
-        shared = outcomes[benchmark]
-        stratum = names.SAME_ITEMS.get(benchmark, benchmark)
-        if stratum in strata and strata[stratum].shape != shared.shape:
-            stratum = benchmark
-        strata[stratum] = strata.get(stratum, 0) + shared * (weight / shared.shape[1])
-    return strata
-
-
-def paired_draws(columns: Mapping[str, Weights], outcomes: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Bootstrap each column's score from `outcomes` (cells, items) on items that all cells share.
-
-    Returns column -> replicates (replicates, cells)."""
-    strata: dict[str, dict[str, np.ndarray]] = {}
-    for column, weights in columns.items():
-        for stratum, items in contributions(weights, outcomes).items():
-            strata.setdefault(f"{stratum}/{items.shape[1]}", {})[column] = items
-    return bootstrap(strata)
-
-
-def own_draws(columns: Mapping[str, Weights], outcomes: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The same from all items that each cell got; `outcomes` are NaN elsewhere."""
-    strata: dict[str, dict[str, np.ndarray]] = {}
-    for benchmark, items in outcomes.items():
-        stratum = names.SAME_ITEMS.get(benchmark, benchmark)
-        strata.setdefault(f"{stratum}/{items.shape[1]}", {})[benchmark] = items
-    means = bootstrap_means(strata)
-    return {
-        column: np.sum([weight * means[name] for name, weight in weights.items()], axis=0)
-        for column, weights in columns.items()
-        if set(weights) <= set(means)
-    }
-
-
-def mean_draws(target: Sequence[str], draws: Mapping[str, np.ndarray]) -> np.ndarray | None:
-    """Replicates of the mean of a target's columns; None when a column has none."""
-    drawn = [draws[name] for name in target if name in draws]
-    return np.mean(drawn, axis=0) if drawn and len(drawn) == len(target) else None

@@ -19,13 +19,11 @@ from analysis import names
 from analysis.load.reader import groups
 from analysis.load.study import Study
 from analysis.stats import uncertainty
-from analysis.stats.comparison import Comparison, Panel, Target
+from analysis.stats.comparison import Comparison, Panel
 from analysis.stats.ranks import PRINTED_DECIMALS
+from analysis.stats.uncertainty import LEVEL
 
-LEVEL = 0.05
-"""A win is beyond noise below this Holm-corrected p-value."""
-
-SETTINGS = ["model", "ratio", "gate", "seed"]
+SETTINGS = ["model", "ratio", "gate"]
 """One map per combination of these; its rows and columns are displayed columns and calibration sets."""
 
 
@@ -33,7 +31,7 @@ _BEST = ("winners", "score", "runner_up", "runner_up_score", "lead", "lead_low",
 
 
 def winner_map(comparisons: Iterable[Comparison], criteria: Sequence[str] | None = None) -> pd.DataFrame:
-    """Find the winners: one row per model, ratio, gate, seed, calibration set and displayed column.
+    """Find the winners: one row per model, ratio, gate, calibration set and displayed column.
 
     criteria: methods' keys that compete, by default all. Returned columns: SETTINGS, pruned (the ratio, in words),
     calibration, column, winners (tuple of methods' keys, several when tied), score, runner_up, runner_up_score,
@@ -75,11 +73,11 @@ def _best(comparison: Comparison, panel: Panel, column: str, criteria: Sequence[
         return best
     second = max(rest, key=lambda name: rest[name])
     best |= {"runner_up": second, "runner_up_score": values[second]}
-    best["lead"] = comparison.difference((column,), cells[winners[0]], cells[second])
-    best["lead_low"], best["lead_high"] = comparison.lead((column,), cells[winners[0]], cells[second])
+    leads = {name: comparison.difference((column,), cells[winners[0]], cells[name]) for name in rest}
+    best["lead"] = leads[second].value
+    best["lead_low"], best["lead_high"] = leads[second].interval
     if len(winners) == 1:
-        p_values = comparison.p_values((column,), cells[winners[0]], [cells[name] for name in rest])
-        best["p"] = np.nan if np.isnan(p_values).any() else float(p_values.max())
+        best["p"] = float(np.max([lead.p for lead in leads.values()]))  # NaN if one of them is
     return best
 
 
@@ -94,79 +92,14 @@ def label(winners: Sequence[str], score: float) -> str:
 
 METRIC = "answer_loss"
 CAPTION = "Loss on right answers, in bits per byte of the answer: lower is better."
-MEAN = "mean"
-"""In place of a column: the mean of all displayed columns that are averaged."""
-PAIR_COLUMNS = ("model", "pruned", "calibration", "column", "pairs", "score", "loss", "both", "opposite")
 
 
 def study_of_losses(study: Study) -> Study:
     """The study with losses on right answers as results and outcomes, of benchmarks that have such losses."""
     with_loss = study.samples.dropna(subset=[METRIC]).drop_duplicates(["cell", "benchmark", "item"])
-    samples = with_loss.assign(outcome=with_loss[METRIC])
+    samples = with_loss.assign(outcome=with_loss[METRIC], units=np.nan)
     summary = samples.groupby(["cell", "benchmark"])["outcome"].agg(["mean", "sem", "size"]).reset_index()
     described = study.results.drop(columns=["metric", "score", "stderr", "n"])
     results = described.merge(summary, on=["cell", "benchmark"]).assign(metric=METRIC)
     results = results.rename(columns={"mean": "score", "sem": "stderr", "size": "n"})[list(study.results.columns)]
     return replace(study, results=results, samples=samples)
-
-
-def decided_pairs(by_score: Iterable[Comparison], by_loss: Iterable[Comparison]) -> pd.DataFrame:
-    """Count the pairs of methods that differ at the 5 % level; columns PAIR_COLUMNS, a row per panel and column.
-
-    Pairs are tested on the items that all cells share (`Comparison.pairwise`), with Holm's correction over the pairs of
-    the row. score, loss: pairs that differ by scores and by losses, NaN where there are none; both: pairs that differ
-    by both with the same better method; opposite: pairs that differ by both with opposite better methods.
-    """
-    losses = {comparison.model: comparison for comparison in by_loss}
-    rows = []
-    for comparison in by_score:
-        other = losses.get(comparison.model)
-        panels = {} if other is None else {(*panel.settings, panel.calibration): panel for panel in other.panels}
-        for panel in comparison.panels:
-            twin = panels.get((*panel.settings, panel.calibration))
-            rows += _panel_pairs((comparison, panel), None if other is None or twin is None else (other, twin))
-    return pd.DataFrame(rows, columns=list(PAIR_COLUMNS))
-
-
-def _panel_pairs(
-    by_score: tuple[Comparison, Panel], by_loss: tuple[Comparison, Panel] | None
-) -> list[dict[str, object]]:
-    comparison, panel = by_score
-    pairs = len(panel.cells) * (len(panel.cells) - 1) // 2
-    unknown = np.full(pairs, np.nan)
-    scores = _signs(comparison, panel, panel.averaged(comparison))
-    losses = {} if by_loss is None else _signs(*by_loss, by_loss[1].columns(by_loss[0]))
-    rows: list[dict[str, object]] = []
-    for column in dict.fromkeys([MEAN, *scores, *losses]) if pairs else ():
-        score, loss = (signs.get(column, unknown) for signs in (scores, losses))
-        rows.append(
-            {
-                "model": panel.model,
-                "pruned": panel.pruned,
-                "calibration": panel.calibration,
-                "column": column,
-                "pairs": pairs,
-                "score": np.abs(score).sum(),
-                "loss": np.abs(loss).sum(),
-                "both": int((score * loss > 0).sum()),
-                "opposite": int((score * loss < 0).sum()),
-            }
-        )
-    return rows
-
-
-def _signs(comparison: Comparison, panel: Panel, averaged: Target) -> dict[str, np.ndarray]:
-    """Column -> for each pair of methods 1 if the first is better, -1 if the second is, 0 if not significant."""
-    targets: dict[str, Target] = {column: (column,) for column in panel.columns(comparison)}
-    if averaged:
-        targets[MEAN] = averaged
-    cells = list(panel.cells.values())
-    return {column: _decided(comparison, target, cells) for column, target in targets.items()}
-
-
-def _decided(comparison: Comparison, target: Target, cells: Sequence[int]) -> np.ndarray:
-    """The signs of one target, for the pairs above the diagonal of the matrix (cells, cells)."""
-    differences, p_values = (found[np.triu_indices(len(cells), 1)] for found in comparison.pairwise(target, cells))
-    lower = set(comparison.weights(target)) <= set(comparison.lower_is_better)
-    better = np.sign(differences) * (-1 if lower else 1)
-    return np.where(uncertainty.holm(p_values) < LEVEL, better, 0)

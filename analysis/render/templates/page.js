@@ -30,15 +30,16 @@ for (const figure of document.querySelectorAll("figure.table")) {
   if (box) { box.addEventListener("change", show); show(); }
   const wanted = figure.dataset.filter ? figure.dataset.filter.split("|") : [];
   const rows = [...table.tBodies[0].rows];
+  const shown = (cell) => cell.dataset.block ?? cell.textContent; // the unpruned model stands in several blocks
   const chosen = new Map();
   const apply = () => {
-    for (const row of rows) row.hidden = [...chosen].some(([at, value]) => value !== "" && row.cells[at].textContent !== value);
+    for (const row of rows) row.hidden = [...chosen].some(([at, value]) => value !== "" && shown(row.cells[at]) !== value);
     for (const [at, value] of chosen) for (const row of table.rows) row.cells[at].hidden = value !== "";
   };
   for (const [place, name] of wanted.entries()) {
     const head = [...table.tHead.rows[0].cells].find((cell) => cell.textContent === name);
     if (!head) continue;
-    const at = head.cellIndex, values = [...new Set(rows.map((row) => row.cells[at].textContent))];
+    const at = head.cellIndex, values = [...new Set(rows.map((row) => shown(row.cells[at])))];
     if (values.length < 2) continue;
     const select = document.createElement("select");
     select.setAttribute("aria-label", name);

@@ -1,0 +1,268 @@
+"""Rank the plans of each model, ratio and gate by their average: intervals, the group that no test separates from the
+best, and the band of chance.
+
+A plan counts once, however many calibration sets it is compared under. Random plans of several seeds give the band of
+chance: the interval in which the score of a further random plan lies with 95 % probability.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import pandas as pd
+
+from analysis import names
+from analysis.load import settings
+from analysis.load.reader import records
+from analysis.stats import uncertainty
+from analysis.stats.cell_scores import LOSS, group_targets, mean_name
+from analysis.stats.comparison import Comparison, Target
+from analysis.stats.uncertainty import LEVEL
+
+ALL_MODELS = "all models"
+RANDOM = {"expert": "random", "channel": "channel_random"}
+"""What a plan removes -> the criterion whose plans show what chance can do."""
+COLUMNS = (
+    "method", "calibration", "granularity", "seeds", "score", "low", "high", "spread", "share",
+    "behind", "behind_low", "behind_high", "detectable", "p", "p_holm", "verdict",
+)  # fmt: skip
+BEST, TIED, SEPARATED, UNTESTED = "best", "not separated", "separated", "not tested"
+"""Verdicts on a plan beside the best one."""
+ABOVE, WITHIN, BELOW = "above", "within", "below"
+"""Where a plan lies beside the band of chance; above is better, also of a loss."""
+
+
+@dataclass(frozen=True, eq=False)
+class Ranking:
+    """The plans of one model, ratio and gate, best first, then those without a score."""
+
+    model: str
+    pruned: str
+    """Ratio and gate in words."""
+    mean: str
+    """What is ranked by: Avg, or Loss, of which less is better."""
+    rows: pd.DataFrame
+    """Index cell; columns COLUMNS. spread: standard deviation of the scores of its seeds; share: of the unpruned
+    model's score; behind: how much worse than the best, with detectable, what could have been seen; p_holm: corrected
+    over the ranking."""
+    unpruned: float
+    chance: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """What a plan removes -> ends of the band of chance, if there are random plans of two seeds."""
+    places: pd.DataFrame = field(default_factory=pd.DataFrame)
+    """(plans, averages such as Code, and `mean`) where the plan lies beside the band of chance; "" where unknown."""
+
+    @property
+    def scored(self) -> pd.DataFrame:
+        """The plans that have a score."""
+        return self.rows[self.rows["score"].notna()]
+
+    @property
+    def tied(self) -> pd.DataFrame:
+        """The plans that no test separates from the best."""
+        return self.scored[self.scored["verdict"].isin((TIED, UNTESTED))]
+
+    @property
+    def of_methods(self) -> bool:
+        """Whether the plans have several seeds, so that verdicts are about methods."""
+        return bool((self.scored["seeds"] > 1).all())
+
+
+def rankings(comparisons: Sequence[Comparison]) -> list[Ranking]:
+    """The rankings of all models by ratio and gate, then those of all models together."""
+    found = [ranking for comparison in comparisons for ranking in _of_model(comparison)]
+    return [*found, *_over_models(found)]
+
+
+def _of_model(comparison: Comparison) -> Iterator[Ranking]:
+    pruned = comparison.cells[(comparison.cells["criterion"] != "none") & (comparison.cells["ratio"] > 0)]
+    words = settings.pruned(pruned)
+    for _, cells in pruned.groupby(["ratio", "gate"], sort=True):
+        target = comparison.averaged(comparison.evaluated(cells.index))
+        if comparison.score(target)[cells.index].notna().any():
+            yield _ranking(comparison, cells, words[cells.index[0]], target)
+
+
+def _ranking(comparison: Comparison, cells: pd.DataFrame, words: str, target: Target) -> Ranking:
+    lower = comparison.is_loss(target)
+    score = comparison.score(target)[cells.index]
+    order = list(score.sort_values(ascending=lower, na_position="last", kind="stable").index)
+    low, high = comparison.interval(target)
+    full = np.nan if comparison.unpruned is None else float(comparison.score(target)[comparison.unpruned])
+    by_seed = comparison.by_seed(target)
+    plans = {cell: by_seed[list(comparison.seeds[cell].values())].dropna() for cell in order}
+    rows = cells.loc[order, ["method", "calibration", "granularity"]].assign(
+        seeds=[len(own) for own in plans.values()],
+        score=score[order],
+        low=low[order],
+        high=high[order],
+        spread=[own.std(ddof=1) for own in plans.values()],
+        share=score[order] / full,
+    )
+    sign = -1 if lower else 1
+    leads = [comparison.difference(target, order[0], cell) for cell in order]
+    rows["behind"] = [sign * lead.value for lead in leads]
+    ends = np.sort(sign * np.array([lead.interval for lead in leads]), axis=1)
+    rows["behind_low"], rows["behind_high"] = ends.T
+    tested = {"detectable": [lead.detectable for lead in leads], "p": [lead.p for lead in leads]}
+    rows = _judged(rows.assign(**tested))
+    groups = {**group_targets(comparison, order), mean_name([comparison]): target}
+    bands = {name: _bands(comparison, cells, each) for name, each in groups.items()}
+    places = {name: _places(comparison, rows, each, bands[name]) for name, each in groups.items()}
+    name = mean_name([comparison])
+    return Ranking(comparison.model, words, name, rows, full, bands[name], pd.DataFrame(places, index=rows.index))
+
+
+def _judged(rows: pd.DataFrame) -> pd.DataFrame:
+    """Add p_holm and verdict to plans of which the first is the best."""
+    p_holm = np.append(np.nan, uncertainty.holm(rows["p"].to_numpy(float)[1:]))
+    verdicts = np.select([np.isnan(p_holm), p_holm < LEVEL], [UNTESTED, SEPARATED], TIED)
+    verdicts[0] = BEST
+    return rows.assign(p=rows["p"].where(rows.index != rows.index[0]), p_holm=p_holm, verdict=verdicts)[list(COLUMNS)]
+
+
+def _bands(comparison: Comparison, cells: pd.DataFrame, target: Target) -> dict[str, tuple[float, float]]:
+    """What a plan removes -> the ends of the band of chance."""
+    found = {}
+    for granularity, criterion in RANDOM.items():
+        chosen = cells.index[(cells["criterion"] == criterion) & (cells["recovery"] == "none")]
+        band = uncertainty.prediction(chance_scores(comparison, list(chosen), target))
+        if not np.isnan(band[0]):
+            found[granularity] = band
+    return found
+
+
+def chance_scores(comparison: Comparison, cells: Sequence[int], target: Target) -> np.ndarray:
+    """Scores of the seeds of that cell of random plans which has most of them."""
+    by_seed = comparison.by_seed(target)
+    every = [by_seed[list(comparison.seeds[cell].values())].dropna().to_numpy(float) for cell in cells]
+    return max(every, key=len, default=np.array([]))
+
+
+def _places(
+    comparison: Comparison, rows: pd.DataFrame, target: Target, bands: dict[str, tuple[float, float]]
+) -> list[str]:
+    """Where each plan lies beside the band of chance of what it removes; "" for random plans and without a band."""
+    chance = {names.key(criterion) for criterion in RANDOM.values()}
+    score, better = comparison.score(target), -1 if comparison.is_loss(target) else 1
+    found = []
+    for row in records(rows.reset_index()):
+        value, band = score[row["cell"]], bands.get(row["granularity"])
+        if band is None or np.isnan(value) or names.parts(row["method"])[0] in chance:
+            found.append("")
+        else:
+            outside = better * (int(value > band[1]) - int(value < band[0]))
+            found.append((WITHIN, ABOVE, BELOW)[int(outside)])
+    return found
+
+
+def _over_models(found: Sequence[Ranking]) -> Iterator[Ranking]:
+    """Rankings of the plans that all models have, by the mean over models, with models as random effects."""
+    for pruned in dict.fromkeys(ranking.pruned for ranking in found):
+        own = [ranking for ranking in found if ranking.pruned == pruned]
+        scores = [ranking.scored.set_index(["method", "calibration"])[["score", "granularity"]] for ranking in own]
+        if len(own) < 2 or len({ranking.mean for ranking in own}) > 1:
+            continue
+        table = pd.concat([each["score"] for each in scores], axis=1, join="inner", keys=range(len(own)))
+        if len(table) > 1:
+            yield _of_models(own, table)
+
+
+def _of_models(own: Sequence[Ranking], table: pd.DataFrame) -> Ranking:
+    """table: (plans, models) scores."""
+    lower = own[0].mean == LOSS
+    order = table.mean(axis=1).sort_values(ascending=lower, kind="stable").index
+    table = table.loc[order]
+    full = float(np.mean([ranking.unpruned for ranking in own]))
+    means = [uncertainty.over(row) for row in table.to_numpy(float)]
+    sign = -1 if lower else 1
+    leads = [uncertainty.over(sign * row) for row in table.to_numpy(float)[0] - table.to_numpy(float)]
+    ends = [lead.interval for lead in leads]
+    rows = table.index.to_frame(index=False).assign(
+        granularity="",
+        seeds=len(own),
+        score=[mean.value for mean in means],
+        low=[mean.interval[0] for mean in means],
+        high=[mean.interval[1] for mean in means],
+        spread=[float(np.std(row, ddof=1)) for row in table.to_numpy(float)],
+        share=[mean.value / full for mean in means],
+        behind=[lead.value for lead in leads],
+        behind_low=[low for low, _ in ends],
+        behind_high=[high for _, high in ends],
+        detectable=[lead.detectable for lead in leads],
+        p=[lead.p for lead in leads],
+    )
+    return Ranking(ALL_MODELS, own[0].pruned, own[0].mean, _judged(rows.rename_axis("cell")), full)
+
+
+def plan_name(row: dict[str, object]) -> str:
+    """`REAP on Code`; the name alone of a method that reads no text."""
+    text = names.calibration(str(row["calibration"]))
+    return names.method(str(row["method"])) + ("" if row["calibration"] == "none" else f" on {text}")
+
+
+NAMED = 4
+"""Most plans that a sentence names."""
+
+
+def headline(ranking: Ranking) -> str:
+    """What a ranking says, in three sentences at most."""
+    scored, tied = ranking.scored, ranking.tied
+    best = records(scored)[0]
+    extreme = "lowest loss" if ranking.mean == LOSS else "best average"
+    share = "" if np.isnan(best["share"]) else f", {names.share(best['share'])} of the unpruned model's"
+    first = (
+        f"{ranking.model}, {ranking.pruned} removed: of {names.count(len(scored), 'plan')}, {plan_name(best)} has the "
+        f"{extreme}, {best['score']:.3f} ({best['low']:.3f} to {best['high']:.3f}){share}"
+    )
+    return " ".join(filter(None, (f"{first}; {_group(ranking, tied)}.", _about(ranking), _chance(ranking))))
+
+
+def _group(ranking: Ranking, tied: pd.DataFrame) -> str:
+    if len(ranking.scored) == 1:
+        return "it is the only one"
+    if tied.empty:
+        return "paired tests separate all others from it"
+    words = [plan_name(row) for row in records(tied)[:NAMED]]
+    more = [f"{len(tied) - NAMED} more"] if len(tied) > NAMED else []
+    return f"no paired test separates from it {names.listing([*words, *more])}"
+
+
+def _about(ranking: Ranking) -> str:
+    if ranking.model == ALL_MODELS:
+        fewest = 2.0 ** (1 - int(ranking.rows["seeds"].iloc[0]))
+        models = names.count(int(ranking.rows["seeds"].iloc[0]), "model")
+        return f"A sign test over {models} cannot give p < {LEVEL}." if fewest > LEVEL else ""
+    return "" if ranking.of_methods else "Plans of one seed stand for themselves, not for their method."
+
+
+def _chance(ranking: Ranking) -> str:
+    if "expert" not in ranking.chance and "channel" not in ranking.chance:
+        return ""
+    places = ranking.places[ranking.mean]
+    counts = [f"{int((places == place).sum())} {place}" for place in (ABOVE, WITHIN, BELOW)]
+    ends = [f"{low:.3f} to {high:.3f}" for low, high in ranking.chance.values()]
+    return f"Random plans reach {names.listing(ends)}: {names.listing(counts)} that band of chance."
+
+
+SHOWN = 8
+"""Most plans of a ranking in a terminal."""
+
+
+def ranking_text(found: Iterable[Ranking]) -> str:
+    """The rankings as text for a terminal: the best plans of each, and those that no test separates from the best."""
+    parts = []
+    for ranking in found:
+        lines = [f"{ranking.model}, {ranking.pruned} removed (unpruned {ranking.unpruned:.3f})"]
+        rows = records(ranking.scored.reset_index())
+        width = max(len(plan_name(row)) for row in rows[:SHOWN])
+        for row in rows[:SHOWN]:
+            place = ranking.places[ranking.mean][row["cell"]] if ranking.chance else ""
+            words = [row["verdict"], f"{place} chance" if place in (ABOVE, BELOW) else f"{place} the band of chance"]
+            numbers = f"{row['score']:.3f}  {row['low']:.3f} to {row['high']:.3f}"
+            lines.append(f"  {plan_name(row):{width}}  {numbers}  {', '.join(words if place else words[:1])}")
+        if len(rows) > SHOWN:
+            lines.append(f"  and {len(rows) - SHOWN} more")
+        parts.append("\n".join(lines))
+    return "\n\n".join(parts)
