@@ -74,6 +74,9 @@ class Sample(TypedDict):
     answer_loss: NotRequired[float | None]
     """Loss on the right answer after the prompt, in bits per byte of the answer; lower is better. None or absent
     without a reference answer or its likelihood."""
+    units: NotRequired[float | None]
+    """Weight of the item in a score that is a loss or a perplexity: its tokens, words or bytes; None or absent where
+    all items count alike."""
 
 
 class ResultFile(TypedDict):

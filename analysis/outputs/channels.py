@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pandas as pd
+from matplotlib.artist import Artist
 
 from analysis import names
 from analysis.load import settings
@@ -17,6 +18,7 @@ from analysis.outputs.score_rows import (
     SMOOTHING,
     Block,
     by_ratio,
+    draw_chance,
     draw_unpruned,
     only_cell,
     plain,
@@ -29,7 +31,6 @@ from analysis.render import style
 from analysis.render.style import Figure
 from analysis.stats.cell_scores import COMMON, MEAN, averaged, mean_target
 from analysis.stats.comparison import Comparison
-from moe_lab.results import is_lower_better
 
 COMPETING = ["ratio", "calibration", "gate"]
 """Cells with equal values in these columns are compared across allocations or channel scores."""
@@ -178,46 +179,44 @@ def ratio_figure(results: Results, comparison: Comparison, name: str) -> Figure 
     for axes in (left, right):
         axes.set(xlabel="routed parameters removed (%)")
         axes.grid(axis="y")
-    style.legend(drawing, handles)
+    style.legend(drawing, [*handles, *draw_chance(left, comparison, target)])
     caption = (
-        f"Left: {averaged(target, names.HEAPR)}, with 95 % intervals (items resampled), points of one ratio set side "
-        "by side; dashed: the unpruned model. Right: FLOPs of a token saved, with the routing that the pruned model "
+        f"Left: {averaged(target, names.HEAPR)}, with 95 % intervals, points of one ratio set side "
+        "by side; dashed: the unpruned model; grey, with random plans of several seeds: where a further one lies "
+        "with 95 % probability. Right: FLOPs of a token saved, with the routing that the pruned model "
         "has; whole experts save only rows of routers, since as many experts as before answer each token."
     )
     return Figure(name, f"Accuracy and FLOPs against the ratio: {comparison.model}", caption, drawing)
 
 
-@output("loss_by_ratio", chapter="channels", needs="a perplexity at three ratios")
+@output("loss_by_ratio", chapter="channels", needs="a loss or perplexity at three ratios")
 @per_model()
 def loss_figure(results: Results, comparison: Comparison, name: str) -> Figure | None:
     """The model's loss or perplexity against the ratio.
 
     None when no benchmark is a loss or a perplexity, or no method was run at three ratios.
     """
-    losses = results.study.results
-    losses = losses[losses["metric"].astype(str).map(is_lower_better).astype(bool)]
     lines = ratio_lines(plain(comparison))
-    drawn = [cell for line in lines.values() for cell in line.index]
-    losses = losses[losses["cell"].isin([comparison.unpruned, *drawn])]
-    benchmarks = [str(benchmark) for benchmark in losses["benchmark"].unique()] if lines else []
-    if not benchmarks:
+    benchmarks = [str(benchmark) for benchmark in comparison.benchmarks if benchmark in comparison.lower_is_better]
+    if not benchmarks or not lines:
         return None
     drawing = style.drawing(style.PAGE, 2.8)
+    handles: list[Artist] = []
     for axes, benchmark in zip(np.atleast_1d(drawing.subplots(1, len(benchmarks))), benchmarks, strict=True):
-        own = losses[losses["benchmark"] == benchmark].set_index("cell")
+        target = (benchmark,)
+        score, (low, high) = comparison.score(target), comparison.interval(target)
+        handles = [draw_unpruned(axes, comparison, target), *draw_chance(axes, comparison, target)]
         for at, (label, cells) in enumerate(lines.items()):
-            cells = cells[cells.index.isin(own.index)]
-            errors = 1.96 * own.loc[cells.index, "stderr"].astype(float).fillna(0)
-            look = {"color": style.colour(lines[label]["method"].iloc[0]), "marker": style.MARKERS[at % 11]}
-            scores = own.loc[cells.index, "score"]
-            axes.errorbar(cells["ratio"] * 100, scores, errors, label=label, markersize=4, linewidth=1.2, **look)
-        for score in own["score"][own.index == comparison.unpruned]:
-            axes.axhline(score, **style.DASHED)
-        axes.set(xlabel="routed parameters removed (%)", ylabel=str(own["metric"].iloc[0]).replace("_", " "))
+            shade, marker = style.colour(cells["method"].iloc[0]), style.MARKERS[at % 11]
+            key = style.key(label, color=shade, marker=marker, markersize=4, linewidth=1.2)
+            axes.vlines(cells["ratio"] * 100, low[cells.index], high[cells.index], color=shade, alpha=0.6)
+            style.draw(axes, key, cells["ratio"] * 100, score[cells.index])
+            handles.insert(at, key)
+        axes.set(xlabel="routed parameters removed (%)", ylabel="loss")
         axes.set_title(names.benchmark(benchmark))
         axes.grid(axis="y")
-    style.legend(drawing, axes.get_legend_handles_labels()[0], most=2)
-    caption = "Bars: 95 %, from standard errors over windows of the text. Dashed: the unpruned model. Lower is better."
+    style.legend(drawing, handles, most=2)
+    caption = "Bars: 95 % intervals over seeds and windows of the text. Dashed: the unpruned model. Lower is better."
     return Figure(name, f"Loss against the ratio: {comparison.model}", caption, drawing)
 
 

@@ -3,7 +3,6 @@ Figs. 3 to 5)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,6 @@ from matplotlib.patches import Rectangle
 
 from analysis import names
 from analysis.load.reader import groups, records
-from analysis.load.study import Study
 from analysis.outputs.captions import of_pass
 from analysis.registry import Item, Results, figures, output
 from analysis.render import style
@@ -144,25 +142,20 @@ def _heat_axes(axes: Axes, overlaps: pd.DataFrame) -> None:
 OVERLAP = "a run with overlap=true and two calibration sets"
 
 
-def _several_models(study: Study, items: Sequence[Item]) -> Sequence[Item]:
-    """Show the figure per model only with several models; with one it equals the pooled figure."""
-    return items if study.family["model"].nunique() > 1 else ()
-
-
 @output("unified.fig4", chapter="overlap", shown=figures, needs=OVERLAP)
 def pooled_overlap(results: Results, name: str) -> list[Item]:
     """Overlap of the experts to prune across calibration sets, mean over models."""
     return [] if results.overlaps.empty else [pooled_figure(results, name), overlap_table(results, name)]
 
 
-@output("unified.fig5", chapter="overlap", shown=_several_models, needs=OVERLAP)
+@output("unified.fig5", chapter="overlap", needs=f"{OVERLAP}, of several models")
 def overlap_figure(results: Results, name: str) -> Figure | None:
     """Overlap of the experts to prune across calibration sets, model by model.
 
     Fig. 5: a heat map per model and ratio.
     """
     overlaps = results.overlaps
-    if overlaps.empty:
+    if overlaps.empty or overlaps["model"].nunique() < 2:  # of one model, it is the pooled figure
         return None
     models, ratios = list(dict.fromkeys(overlaps["model"])), sorted(overlaps["ratio"].unique())
     drawing = style.drawing(style.PAGE, 2.6 * len(models))

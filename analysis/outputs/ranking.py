@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
 from analysis.load.reader import records
-from analysis.outputs.captions import setting
+from analysis.outputs.captions import LOSSES, setting
 from analysis.registry import Item, Results, output
 from analysis.render import style
 from analysis.render.style import Figure
 from analysis.render.table import PERCENT, SCORE, Table, spelled
 from analysis.stats.cell_scores import directions, not_averaged
 from analysis.stats.ranking import ALL_MODELS, BEST, TIED, UNTESTED, Ranking, plan_name
+from analysis.stats.winners import CAPTION
 
 DRAWN = 40
 """Most plans in a panel."""
@@ -26,6 +29,12 @@ def ranking(results: Results, name: str) -> list[Item]:
     if not results.rankings:
         return []
     return [*_figures(results, name), ranking_table(results, name)]
+
+
+@output("ranking.loss", chapter="ranks", filters="*Model|Pruned", needs=LOSSES)
+def ranking_by_loss(results: Results, name: str) -> list[Item]:
+    """All plans by their mean loss on right answers, where lower is better."""
+    return [replace(item, caption=f"{CAPTION} {item.caption}") for item in ranking(results.by_answer_loss, name)]
 
 
 def ranking_table(results: Results, name: str) -> Table:

@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
+import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
 
 from analysis import names
 from analysis.load import settings
@@ -37,6 +39,7 @@ from analysis.stats.cell_scores import (
     scores,
 )
 from analysis.stats.comparison import Comparison, Target
+from analysis.stats.ranking import RANDOM, chance_scores
 
 
 @dataclass(frozen=True)
@@ -236,6 +239,20 @@ def draw_unpruned(axes: Axes, comparison: Comparison, target: Target) -> Line2D:
         axes.axhspan(low[full], high[full], color=style.RULE, alpha=0.5, linewidth=0)
         axes.axhline(comparison.score(target)[full], **style.DASHED)
     return style.key(UNPRUNED, **style.DASHED)
+
+
+def draw_chance(axes: Axes, comparison: Comparison, target: Target) -> list[Patch]:
+    """Draw the bands of chance over ratios, in per cent, behind lines; returns the patch for the legend if there are any."""
+    bands: dict[float, tuple[float, float]] = {}
+    for ratio, cells in by_ratio(comparison.cells[comparison.cells["criterion"].isin(RANDOM.values())]):
+        low, high = uncertainty.prediction(chance_scores(comparison, list(cells.index), target))
+        if not np.isnan(low):
+            bands[100 * ratio] = (low, high)
+    if not bands:
+        return []
+    low_ends, high_ends = zip(*bands.values(), strict=True)
+    axes.fill_between(list(bands), low_ends, high_ends, color=style.RULE, alpha=0.6, linewidth=0, zorder=0)
+    return [Patch(facecolor=style.RULE, alpha=0.6, label="band of chance")]
 
 
 def shallow_middle_deep(layers: Sequence[int]) -> list[int]:

@@ -172,7 +172,7 @@ def allocations_figure(results: Results, comparison: Comparison, name: str) -> F
     """
     shares = densities(results.study, comparison)
     shares = shares[shares.groupby(["criterion", "ratio", "calibration"])["allocation"].transform("nunique") > 1]
-    if shares.empty:
+    if not shares["allocation"].map(is_searched).any():
         return None
     allocations = shares.groupby("criterion")["allocation"].nunique()
     most = names.in_order(allocations.index[allocations == allocations.max()], names.CRITERIA)

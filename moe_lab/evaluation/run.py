@@ -73,7 +73,7 @@ def _write(graded: Graded, benchmark: BenchmarkConfig, out: Path) -> None:
         if benchmark.limit is None and not 0 <= missing <= graded.tolerated:
             raise RuntimeError(f"{result['benchmark']}: {result['n']} of {result['expected']} items were graded")
     out.mkdir(parents=True, exist_ok=True)
-    types = {"outcome": arrow.float64(), "answer_loss": arrow.float64(), "replicate": arrow.int64()}
+    types = {**dict.fromkeys(("outcome", "answer_loss", "units"), arrow.float64()), "replicate": arrow.int64()}
     schema = arrow.schema([(name, types.get(name, arrow.string())) for name in Sample.__annotations__])
     rows = [
         {name: replace_surrogates(value) if isinstance(value, str) else value for name, value in sample.items()}

@@ -79,6 +79,8 @@ def grade(answers: Sequence[Answer], benchmark: BenchmarkConfig, policy: Policy)
         sums = [value if isinstance(value := row.metrics[name], tuple) else (value, 1.0) for row in of_metric]
         outcomes = [-value / units if of_loss else float(value) for value, units in sums]
         own = [_sample(result, name, row, outcome) for row, outcome in zip(of_metric, outcomes, strict=True)]
+        if of_loss:
+            own = [Sample(**{**one, "units": units}) for one, (_, units) in zip(own, sums, strict=True)]
         samples += own
         if of_loss:
             of_units = loss_result(result, of_loss, outcomes, [units for _, units in sums], benchmark)

@@ -36,9 +36,9 @@ def grade(answers: Sequence[Answer], benchmark: BenchmarkConfig, policy: Policy)
     losses = [-window.nats / window.tokens for window in windows]
     sample = answer.sample("", 0.0, "", output="")
     samples = [
-        Sample(**{**sample, "benchmark": name, "item": str(number), "outcome": loss})
+        Sample(**{**sample, "benchmark": name, "item": str(number), "outcome": loss, "units": count})
         for name in benchmark.reports
-        for number, loss in enumerate(losses)
+        for number, (loss, count) in enumerate(zip(losses, counts, strict=True))
     ]
     tokens_per_byte = answer.reply.tokens / len(text.encode("utf-8"))
     results = [
