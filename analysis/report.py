@@ -23,7 +23,7 @@ from analysis.names import capitalised, count
 from analysis.published.tables import published_chapter
 from analysis.registry import Item, Results, find, outputs
 from analysis.render.page import Page, Section, html, write_files
-from analysis.stats.ranking import headline
+from analysis.stats.ranking import headline, ranking_text
 from moe_lab.errors import DISK_FULL
 
 T = TypeVar("T")
@@ -90,6 +90,8 @@ class Publisher:
 
 
 PAGE = "report.html"
+RANKING_TEXT = "ranking.txt"
+"""The rankings as text, which a run prints when it ends."""
 GAPS = "gaps"
 """The output that lists missing results; made last."""
 PUBLISHED = "published"
@@ -111,6 +113,8 @@ def write_report(publisher: Publisher) -> Path:
     made, _ = publisher.publish(name for name in outputs() if name != GAPS)
     page = publisher.out / PAGE
     page.write_text(html(_page(publisher, made)), encoding="utf-8")
+    if text := publisher.attempt("ranking", lambda: ranking_text(publisher.results.rankings)):
+        page.with_name(RANKING_TEXT).write_text(f"{text}\n", encoding="utf-8")
     publisher.log_failures()
     return page
 

@@ -242,7 +242,7 @@ def draw_unpruned(axes: Axes, comparison: Comparison, target: Target) -> Line2D:
 
 
 def draw_chance(axes: Axes, comparison: Comparison, target: Target) -> list[Patch]:
-    """Draw the bands of chance over ratios, in per cent, behind lines; returns the patch for the legend if there are any."""
+    """Draw the bands of chance over ratios, in per cent, behind lines; returns the legend's patch if there are any."""
     bands: dict[float, tuple[float, float]] = {}
     for ratio, cells in by_ratio(comparison.cells[comparison.cells["criterion"].isin(RANDOM.values())]):
         low, high = uncertainty.prediction(chance_scores(comparison, list(cells.index), target))

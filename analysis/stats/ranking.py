@@ -7,7 +7,7 @@ chance: the interval in which the score of a further random plan lies with 95 % 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -102,7 +102,7 @@ def _ranking(comparison: Comparison, cells: pd.DataFrame, words: str, target: Ta
     )
     sign = -1 if lower else 1
     leads = [comparison.difference(target, order[0], cell) for cell in order]
-    rows["behind"] = [sign * lead.value for lead in leads]
+    rows["behind"] = np.round([sign * lead.value for lead in leads], 9) + 0.0  # no -0
     ends = np.sort(sign * np.array([lead.interval for lead in leads]), axis=1)
     rows["behind_low"], rows["behind_high"] = ends.T
     tested = {"detectable": [lead.detectable for lead in leads], "p": [lead.p for lead in leads]}
@@ -247,13 +247,13 @@ def _chance(ranking: Ranking) -> str:
 
 
 SHOWN = 8
-"""Most plans of a ranking in a terminal."""
+"""Most plans of a ranking, and most rankings, in a terminal."""
 
 
-def ranking_text(found: Iterable[Ranking]) -> str:
+def ranking_text(found: Sequence[Ranking]) -> str:
     """The rankings as text for a terminal: the best plans of each, and those that no test separates from the best."""
     parts = []
-    for ranking in found:
+    for ranking in found[:SHOWN]:
         lines = [f"{ranking.model}, {ranking.pruned} removed (unpruned {ranking.unpruned:.3f})"]
         rows = records(ranking.scored.reset_index())
         width = max(len(plan_name(row)) for row in rows[:SHOWN])
@@ -265,4 +265,6 @@ def ranking_text(found: Iterable[Ranking]) -> str:
         if len(rows) > SHOWN:
             lines.append(f"  and {len(rows) - SHOWN} more")
         parts.append("\n".join(lines))
+    if len(found) > SHOWN:
+        parts.append(f"and {len(found) - SHOWN} more rankings in the report")
     return "\n\n".join(parts)

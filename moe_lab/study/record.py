@@ -112,6 +112,8 @@ def _report(study: Study) -> bool:
             if not _make_report(study, page):
                 return False
             mark.write_text(made_from)
+    with suppress(FileNotFoundError):  # nothing was evaluated
+        say(page.with_name("ranking.txt").read_text(encoding="utf-8"))
     say(f"report: {page.absolute()}")
     return True
 
