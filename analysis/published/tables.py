@@ -122,7 +122,9 @@ def _scores(facts: Facts, comparison: Comparison, of: str) -> Found:
                 low, high = (float(end[cell]) for end in comparison.interval(here))
                 value = (float(comparison.score(here)[cell]), low, high)
                 sources = dict.fromkeys(comparison.weights(here), cell)
-                yield number, facts.measured(value, sources, _lacking(comparison, wanted))
+                several = len(comparison.seeds[cell])
+                lacking = [f"it is the mean of {several} seeds"] if several > 1 else []
+                yield number, facts.measured(value, sources, [*lacking, *_lacking(comparison, wanted)])
 
 
 def _run(comparison: Comparison, wanted: Iterable[str]) -> tuple[str, ...]:
@@ -220,7 +222,7 @@ def _memory(study: Study, of: str) -> Found:
 
 
 SPELLED = {BEFORE: "Memory before, GiB", AFTER: "Memory after, GiB", "Code": "Code Avg", "Math": "Math Avg"}
-_VARYING = {"recovery": "Recovery", "gate": "Gate", "seed": "Seed"}
+_VARYING = {"recovery": "Recovery", "gate": "Gate"}
 """Axes that are shown only when the pruned cells of a study differ in them."""
 
 
@@ -248,7 +250,7 @@ def published_table(facts: Facts, comparisons: Sequence[Comparison], *, of: str)
         name=f"{of}.published",
         title=f"Measured beside published: {of}",
         caption="Agrees: the printed number, as far as its rounding leaves it open, lies in the 95 % interval of the "
-        "measured one. Intervals cover which items were asked, not seeds; sizes in GiB may differ by "
+        "measured one. Intervals cover which items were asked; sizes in GiB may differ by "
         f"{MEMORY_TOLERANCE}. Deviation: measured minus printed, where the two are comparable. "
         f"{setting(study)}",
         frame=pd.DataFrame(rows, columns=_columns(study)),

@@ -70,7 +70,7 @@ def study_of(comparison: Comparison, costs: list[dict[str, float]] | None = None
     items = [outcomes[name].shape[1] if name in outcomes else 1 for name in comparison.benchmarks]
     results = pd.DataFrame({"n": items, "benchmark": comparison.benchmarks.columns, "metric": "acc"})
     return HandmadeStudy(
-        cells=comparison.cells,
+        cells=comparison.every,
         results=results.assign(cell=comparison.cells.index[0]),
         calibrations={},
         origins=pd.DataFrame({"versions": []}),

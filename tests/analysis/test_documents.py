@@ -107,19 +107,18 @@ def test_families_of_all_studies_are_read_under_the_names_of_their_models(store:
     assert {names.routed(entry["cell"]["model"])[1] for entry in read["cells"]} == {2}
 
 
-@pytest.mark.parametrize(("axis", "value", "words"), [("seed", 43, "seed 43"), ("gate", "softmax", "gate softmax")])
-def test_rows_blocks_and_maps_say_which_gate_and_seed(tmp_path: Path, axis: str, value: Any, words: str) -> None:
-    """The same cells once more with another gate or seed; of these, passes reached other tokens."""
+def test_rows_blocks_and_maps_say_which_gate(tmp_path: Path) -> None:
+    """The same cells once more with another gate; of these, passes reached other tokens."""
     few = {"items": 20, "tasks": ("gsm8k", "rte"), "ratios": (0.5,), "criteria": ("frequency", "reap")}
     root = write_store(tmp_path / "store", calibrations=("pocket_code", "pocket_math"), **few)
     record = json.loads(record_path(root).read_text())
     other = [copy.deepcopy(entry) for entry in record["cells"] if entry["cell"]["criterion"] != "none"]
     for entry in other:
-        entry["cell"][axis] = value
+        entry["cell"]["gate"] = "softmax"
         entry["statistics"] = "statistics/gone-000000000000"
     record["cells"] += other
     for kind in ("families", "damages"):
-        gone = [{**row, axis: value, "step": f"{kind}/gone-000000000000"} for row in record[kind]]
+        gone = [{**row, "gate": "softmax", "step": f"{kind}/gone-000000000000"} for row in record[kind]]
         record[kind] = gone + record[kind]
     write_json(record_path(root), record)
     study = load(root, "made_up")
@@ -131,16 +130,15 @@ def test_rows_blocks_and_maps_say_which_gate_and_seed(tmp_path: Path, axis: str,
         frame = tables[name].frame
         key = [word for word in ("Model", "Pruned", "Calibration", "Criterion", "Column") if word in frame]
         pruned = frame[frame["Pruned"] != "0 %"]
-        assert pruned["Pruned"].str.endswith(words).any(), name
+        assert pruned["Pruned"].str.endswith("gate softmax").any(), name
         assert not pruned.duplicated(key).any(), name
-    assert any(words in label for label in labels(study.cells).values())
+    assert any("gate softmax" in label for label in labels(study.cells).values())
     [drawn] = (each.drawing for each in made["winners"] if isinstance(each, Figure))
     assert len({axes.get_title(loc="left") for axes in drawn.axes}) == len(drawn.axes) == 2
-    # passes are shown for the first gate and seed, and say so; the other's folders are never asked for
+    # passes are shown for the first gate, and say so; the other's folders are never asked for
     assert study.gaps == [] and set(study.family["calibration"]) == {"pocket_code", "pocket_math"}
-    first = {"seed": "42 (of 42, 43)", "gate": "model (of model, softmax)"}[axis]
     for output in (*made["tokens_per_expert"], *made["unified.fig3"]):
-        assert f"{axis} {first}" in output.caption, output.name
+        assert "gate model (of model, softmax)" in output.caption, output.name
 
 
 def test_models_stand_together_and_the_lead_says_whose_calibration_sets_they_are(tmp_path: Path) -> None:

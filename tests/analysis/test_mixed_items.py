@@ -18,8 +18,7 @@ from analysis.load.study import Study
 from analysis.outputs import winners
 from analysis.outputs.pareto import against_cost, pareto_table
 from analysis.outputs.ranks import rank_table
-from analysis.outputs.scores import averages_figure
-from analysis.registry import Results
+from analysis.registry import Results, find
 from analysis.stats import uncertainty
 from analysis.stats.cell_scores import differences, pooled_difference
 from analysis.stats.winners import winner_map
@@ -48,7 +47,7 @@ def study_of(
     parts |= {"origins": pd.DataFrame({"folder": [], "seconds": [], "commit": [], "versions": []})}
     parts |= dict.fromkeys(("family", "damage", "coverage"), pd.DataFrame())
     parts["cells"] = handmade.cells_of([handmade.UNPRUNED, *map(handmade.cell, CRITERIA)])
-    parts["samples"] = pd.DataFrame(samples, columns=["cell", "benchmark", "item", "outcome"])
+    parts["samples"] = pd.DataFrame(samples, columns=["cell", "benchmark", "item", "outcome"]).assign(units=np.nan)
     return Study(name="made", store=Path("store"), results=pd.DataFrame(rows), **parts)
 
 
@@ -74,10 +73,9 @@ def test_an_average_leaves_out_where_less_is_better(perplexed: Study) -> None:
     assert rows["Avg"].tolist() == rows["GSM8K"].tolist() == [0.95, 0.25, 0.45, 0.75]
     assert rows["wikitext2"].tolist() == [9.0, 14.0, 12.0, 10.0]
     assert rows.loc[["Frequency", "REAP", "MAN"], "Avg Rank"].tolist() == [3, 2, 1]
-    assert rows["First"].idxmax() == "MAN" and rows["First"].sum() == pytest.approx(1)
     assert "Avg is without wikitext2: there, less is better." in table.footnotes
-    [figure] = averages_figure(Results(perplexed), "average_scores")
-    assert "Avg is without wikitext2" in figure.caption
+    [figure, ranked_table] = find("ranking").items(Results(perplexed))
+    assert "Avg is without wikitext2" in figure.caption and ranked_table.frame["Avg"].tolist() == [0.75, 0.45, 0.25]
 
 
 def test_the_best_plan_is_on_the_front_in_spite_of_a_perplexity(perplexed: Study) -> None:
@@ -101,13 +99,13 @@ def test_a_lower_perplexity_leads_downwards_and_says_it_was_not_tested(perplexed
     assert perplexity["lead"] == -2 and winners.verdict(perplexity) == "not tested"
 
 
-def test_a_suite_of_perplexities_alone_has_no_average() -> None:
-    alone = study_of({"wikitext2": [{}] * 4}, {(cell, "wikitext2"): 9.0 + cell for cell in range(4)}, "perplexity")
+def test_a_suite_of_perplexities_alone_is_ranked_by_loss() -> None:
+    alone = study_of({"wikitext2": [{}] * 4}, {(cell, "wikitext2"): 9.0 - cell for cell in range(4)}, "perplexity")
     rows = ranked(alone)
-    assert rows["Avg"].isna().all() and rows["First"].isna().all()
-    assert rows["Avg Rank"].tolist()[1:] == [1, 2, 3]
-    [figure] = averages_figure(Results(alone), "average_scores")
-    assert figure.name == "average_scores"
+    assert rows["Loss"].tolist() == [9, 8, 7, 6] and rows["Avg Rank"].tolist()[1:] == [3, 2, 1]
+    [figure, table] = find("ranking").items(Results(alone))
+    assert figure.name == "ranking" and table.frame["Criterion"].tolist() == ["MAN", "REAP", "Frequency"]
+    assert table.frame["Behind"].tolist()[1:] == [1, 2] and set(table.frame["Beside the best"][1:]) == {"not tested"}
 
 
 asked = st.lists(st.sets(st.integers(0, 29), min_size=2), min_size=4, max_size=4)
@@ -131,9 +129,9 @@ def test_intervals_are_of_a_cells_own_items_and_tests_of_common_ones(
         ends = binomtest(int(sum(answers.values())), len(answers)).proportion_ci(method="wilson")
         low, high = comparison.interval(("GSM8K",))
         assert (low[cell], high[cell]) == pytest.approx((ends.low, ends.high))
-    common = sorted(set.intersection(*first))
-    p = comparison.p_values(("GSM8K",), 0, [1])[0]
-    if not common:
+    common = sorted(first[0] & first[1])
+    p = comparison.difference(("GSM8K",), 0, 1).p
+    if len(common) < 2:
         assert np.isnan(p)
         return
     one, other = (np.array([exact[cell][item] for item in common]) for cell in (0, 1))
@@ -141,31 +139,8 @@ def test_intervals_are_of_a_cells_own_items_and_tests_of_common_ones(
     found = differences(comparison, ("GSM8K",), {1: 0}).loc[1]
     assert found["difference"] == pytest.approx((other - one).mean())
     assert found["low"] - 1e-6 <= found["difference"] <= found["high"] + 1e-6
-    pooled = pooled_difference(comparison, ("GSM8K",), [[(1, 0)]])
-    assert pooled["difference"] == pytest.approx(found["difference"])
-
-
-def test_replicates_of_own_items_spread_as_those_of_each_plan_alone() -> None:
-    rng = np.random.default_rng(0)
-    outcomes = rng.random((3, 200)).round(2)
-    outcomes[1, 60:] = np.nan
-    outcomes[2] = np.nan
-    drawn = uncertainty.bootstrap_means({"one": {"score": outcomes}})["score"]
-    for plan, items in ((0, 200), (1, 60)):
-        own = outcomes[plan, :items]
-        assert drawn[:, plan].mean() == pytest.approx(own.mean(), abs=0.005)
-        assert drawn[:, plan].std() == pytest.approx(own.std() / np.sqrt(items), rel=0.06)
-    assert np.isnan(drawn[:, 2]).all()
-    whole = uncertainty.bootstrap({"one": {"score": outcomes[:1] / 200}})["score"]
-    assert np.allclose(drawn[:, :1], whole, atol=1e-5)  # the same draws
-
-
-def test_those_who_share_the_best_average_share_first_place() -> None:
-    tied = study_of({"gsm8k": [right(38), right(20), right(20), right(0)], "mmlu": [right(40)] * 4})
-    first = ranked(tied)["First"]
-    assert first[["Frequency", "REAP", "MAN"]].tolist() == pytest.approx([0.5, 0.5, 0], abs=1e-9)
-    every = study_of({"gsm8k": [right(38), right(20), right(20), right(20)]})
-    assert ranked(every)["First"].tolist()[1:] == pytest.approx([1 / 3] * 3)
+    _, pooled = pooled_difference(comparison, ("GSM8K",), [[(1, 0)]])
+    assert pooled.value == pytest.approx(found["difference"])
 
 
 @pytest.mark.parametrize("harm", ["score", "item"])
@@ -188,14 +163,13 @@ def test_a_score_that_is_no_mean_of_its_items_costs_nobody_else_an_interval(harm
     for target in (("GSM8K",), ("GSM8K", "MC Avg")):
         for ends in zip(before.interval(target), after.interval(target), strict=True):
             assert ends[0][others].tolist() == pytest.approx(ends[1][others].tolist())
-        assert after.p_values(target, 3, [1, 0]) == pytest.approx(before.p_values(target, 3, [1, 0]))
+        for other in (0, 1):
+            assert after.difference(target, 3, other).p == pytest.approx(before.difference(target, 3, other).p)
         low, high = after.interval(target)
         assert 0 < high[2] - low[2] < 0.05, "from the reported standard error"
-        assert np.isnan(after.p_values(target, 2, [1])).all()
-        assert np.isnan(pooled_difference(after, target, [[(2, 1)]])["p"])
-    rows = ranked(harmed)
-    assert rows["First"].isna().all(), "who is first most often is open when one cannot be resampled"
-    assert rows["Avg"].notna().all()
+        assert np.isnan(after.difference(target, 2, 1).p)
+        assert np.isnan(pooled_difference(after, target, [[(2, 1)]])[1].p)
+    assert ranked(harmed)["Avg"].notna().all()
 
 
 def test_most_scores_decide_whether_a_benchmark_is_a_mean() -> None:

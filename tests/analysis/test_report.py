@@ -62,11 +62,11 @@ def test_the_page_needs_nothing_beside_it(small_report: Path) -> None:
 
 def test_figures_and_tables_lie_beside_the_page(small_report: Path) -> None:
     figures, files = small_report.parent / "figures", small_report.parent / "tables"
-    for name in ("unified.fig2", "unified.fig3", "winners", "average_scores", "aimer.fig3", "tokens_per_expert"):
+    for name in ("unified.fig2", "unified.fig3", "winners", "ranking", "aimer.fig3", "tokens_per_expert"):
         drawn = ElementTree.parse(figures / f"{name}.svg").getroot()
         assert len(list(drawn.iter("{http://www.w3.org/2000/svg}path"))) > 20
     linked = set(re.findall(r'href="figures/([^"]+)"', small_report.read_text(encoding="utf-8")))
-    assert "average_scores.svg" in linked and linked <= {path.name for path in figures.iterdir()}
+    assert "ranking.svg" in linked and linked <= {path.name for path in figures.iterdir()}
     for name in ("unified.table1", "unified.table2", "unified.table3", "unified.table5", "ranks", "winners"):
         for suffix in ("csv", "md", "tex", "html"):
             assert (files / f"{name}.{suffix}").stat().st_size > 100
@@ -129,7 +129,7 @@ def test_an_output_that_cannot_be_made_is_a_gap_and_the_others_go_on(
         assert "Traceback (most recent call last)" in (out / "failed" / f"{name}.log").read_text()
         assert name in (out / "tables" / "gaps.csv").read_text()
         assert not (out / "tables" / f"{name}.csv").exists()
-    assert (out / "figures" / "average_scores.svg").exists() and (out / "tables" / "winners.csv").exists()
+    assert (out / "figures" / "ranking.svg").exists() and (out / "tables" / "winners.csv").exists()
     if word == "report":
         assert "failed/ranks.log" in text(out / "report.html") and (out / "failed" / "published.log").exists()
     assert main([word, f"store={store}", f"out={out}"]) == 0
@@ -247,7 +247,7 @@ def test_the_text_of_figures_follows_the_theme(browser: Any, small_report: Path)
 def test_tables_sort_and_filter(wide: Any) -> None:
     visible = (
         "const rows = [...document.querySelectorAll('#table-ranks tbody tr')].filter(r => !r.hidden);"
-        "return rows.map(r => [r.cells[2].textContent, r.cells[r.cells.length - 2].dataset.key])"
+        "return rows.map(r => [r.cells[2].textContent, r.cells[r.cells.length - 1].dataset.key])"
     )
     heads = "[...document.querySelectorAll('#table-ranks th button')]"
     click = f"{heads}.find(b => b.textContent == 'Avg Rank').click()"

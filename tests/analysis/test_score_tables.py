@@ -57,11 +57,11 @@ def rows(table: Table, pruned: str = "50 %") -> pd.DataFrame:
 def test_models_asked_by_protocols_of_their_own_have_the_columns_of_the_paper() -> None:
     """Seven benchmarks, their plain mean, and no word about metrics that differ from model to model."""
     one, other = (made(AXES, dict.fromkeys(names.HEAPR, SOLVED["arc_easy"])) for _ in range(2))
-    other = replace(other, model="n", cells=other.cells.assign(model="n"))
+    other = replace(other, model="n", every=other.every.assign(model="n"))
     study = study_of(one, COSTS)
     asked = {"m": ("acc", "heapr"), "n": ("acc_norm", "heapr_norm")}
     study.cells = pd.concat(
-        [found.cells.assign(protocol=asked[found.model][1]) for found in (one, other)], ignore_index=True
+        [found.every.assign(protocol=asked[found.model][1]) for found in (one, other)], ignore_index=True
     )
     study.results = pd.DataFrame(
         [
@@ -86,7 +86,7 @@ def test_differences_are_paired_with_the_base() -> None:
     assert found.loc["HEAPr-G", "Difference"] == pytest.approx((6 + 4) / 20 / 2)
     assert found.loc["HEAPr-L", "Difference"] == pytest.approx((4 + 2) / 20 / 2)
     assert found.loc[["Unpruned", "CAMERA-P (one-shot)"], "Difference"].isna().all()
-    raw = np.array([HEAPR.p_values(("arc_easy", "piqa"), cell_number, [3])[0] for cell_number in (1, 2)])
+    raw = np.array([HEAPR.difference(("arc_easy", "piqa"), cell_number, 3).p for cell_number in (1, 2)])
     corrected = [min(1, 2 * raw[0]), min(1, max(2 * raw[0], raw[1]))]
     assert raw[0] < raw[1] and found.loc[["HEAPr-G", "HEAPr-L"], "p (Holm)"].tolist() == pytest.approx(corrected)
     assert rendering.GAP_NOTE not in rendering.markdown(table), "the base has no difference to itself"
@@ -162,14 +162,13 @@ def test_layers_keep_the_mean_of_their_experts_and_equal_lines_are_one() -> None
 
 def test_perplexity_is_drawn_against_the_ratio() -> None:
     axes = [UNPRUNED, *(cell("heapr", "global", ratio=ratio) for ratio in (0.2, 0.6, 0.4))]
-    comparison = comparison_of(axes, {"wikitext": [[1.0]] * 4})
+    losses = [[9.0, 9.5], [10, 10.5], [14, 14.5], [12, 12.5]]
+    comparison = replace(comparison_of(axes, {"wikitext": losses}), lower_is_better=("wikitext",))
     study = study_of(comparison)
-    perplexities = {"score": [9.0, 10, 14, 12], "stderr": 0.1, "metric": "perplexity"}
-    study.results = pd.DataFrame({"cell": range(4), "benchmark": "wikitext", **perplexities})
     [figure] = channels.loss_figure(results_of(study, [comparison]), "loss_by_ratio")
     [points] = [line for line in figure.drawing.axes[0].lines if len(line.get_xdata()) == 3]
-    assert np.asarray(points.get_xydata()).tolist() == [[20, 10], [40, 12], [60, 14]]
-    study.results["metric"] = "acc"
+    assert np.asarray(points.get_xydata()).tolist() == [[20, 10.25], [40, 12.25], [60, 14.25]]
+    comparison = replace(comparison, lower_is_better=())
     assert channels.loss_figure(results_of(study, [comparison]), "loss_by_ratio") == []
     assert score_rows.ratio_lines(cells_of(axes[:3]).iloc[1:]) == {}, "two ratios are no line"
 
@@ -226,13 +225,13 @@ def test_gains_of_searches_are_paired_and_corrected_together() -> None:
     assert table.frame["Allocation"].tolist() == ["uniform", "evolutionary"] * 2 and table.low is not None
     targets = {"MC Avg": ("MC Avg",), "Math": ("GSM8K", "MATH-500"), "Avg": tuple(comparison.parts)}
     p_values = [
-        [comparison.p_values(target, searched, [searched - 1])[0] for target in targets.values()] for searched in (3, 6)
+        [comparison.difference(target, searched, searched - 1).p for target in targets.values()] for searched in (3, 6)
     ]
     sure = uncertainty.holm(np.ravel(p_values)).reshape(2, -1) < 0.05
     assert 0 < sure.sum() < (np.array(p_values) < 0.05).sum(), "some differences are sure by themselves alone"
     for row, searched in enumerate((3, 6)):
         for name, target in targets.items():
-            low, _ = comparison.lead(target, searched, searched - 1)
+            low, _ = comparison.difference(target, searched, searched - 1).interval
             gain = comparison.score(target)[searched] - comparison.score(target)[searched - 1]
             assert table.frame[f"Δ {name}"].iloc[2 * row + 1] == pytest.approx(gain)
             assert table.low[f"Δ {name}"].iloc[2 * row + 1] == low and np.isnan(table.frame[f"Δ {name}"].iloc[2 * row])
@@ -246,14 +245,14 @@ def test_a_layer_without_differences_has_no_profile() -> None:
     assert np.isnan(found["profile"][:3]).all() and found["profile"][3:].tolist() == [0, 1, 0.5]
 
 
-def test_a_radar_has_the_methods_of_the_paper_and_then_the_best_others() -> None:
+def test_a_radar_has_the_best_two_and_the_methods_of_the_paper() -> None:
     others = {"man": 3, "msan": 4, "mone": 1}
     solved = {"none": 5, **dict.fromkeys(("reap", "aimer", "ean", "seer", "magnitude"), 2), **others}
     outcomes = [first(count, 5) for count in solved.values()]
     axes = [UNPRUNED, *(cell(name) for name in solved if name != "none")]
     comparison = comparison_of(axes, dict.fromkeys(("rte", "gsm8k", "mmlu"), outcomes))
     [panel] = comparison.panels
-    assert radar_methods(comparison, panel) == ["aimer", "magnitude", "seer", "ean", "reap", "msan", "man"]
+    assert radar_methods(comparison, panel) == ["msan", "man", "aimer", "magnitude", "seer", "ean", "reap"]
     two = comparison_of(axes, dict.fromkeys(("rte", "gsm8k"), outcomes))
     assert radar_figure(results_of(study_of(two), [two]), "aimer.fig3") == [], "two spokes are no radar"
 
