@@ -6,7 +6,6 @@ import copy
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest

@@ -176,7 +176,7 @@ def test_searches_are_compared_by_their_set_and_generations() -> None:
 
 def test_what_ships_here_stands_in_and_says_so() -> None:
     study, comparison = study_of(("man",), model="pocket_olmoe", calibration="pocket_general")
-    comparison.cells["model"] = "pocket_olmoe"
+    comparison.every["model"] = "pocket_olmoe"
     found = verdicts(study, comparison)
     assert len(found) == 2 * len(RUN)
     assert set(found["Verdict"]) == {"not comparable because pocket_olmoe stands in for olmoe_1b_7b"}
@@ -184,7 +184,7 @@ def test_what_ships_here_stands_in_and_says_so() -> None:
 
 def test_misprints_missing_results_and_remarks_are_told() -> None:
     study, comparison = study_of(("man",))
-    comparison.benchmarks.loc[1, "humaneval"] = np.nan
+    comparison.results.loc[1, "humaneval"] = np.nan
     found = verdicts(study, comparison).set_index(["Criterion", "Benchmark"])["Verdict"]
     assert found["MAN", "HumanEval"] == "missing" and found["MAN", "MBPP"] == "agrees"
     study, comparison = study_of(("mone",))

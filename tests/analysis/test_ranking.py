@@ -1,0 +1,228 @@
+"""Seeds as replicates: coverage of intervals and errors of verdicts in simulated studies whose truth is known, rankings,
+the band of chance, and the sentences made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pandas as pd
+import pytest
+from handmade import UNPRUNED, cell, cells_of, comparison_of, first, results_of, study_of
+from scipy.stats import t, ttest_1samp
+
+from analysis.registry import find
+from analysis.stats import ranking, ranks, uncertainty
+from analysis.stats.comparison import Comparison
+from analysis.stats.uncertainty import Estimate, Stratum, crossed
+
+STUDIES, ITEMS = 2000, 150
+Draw = Callable[[np.random.Generator, int], np.ndarray]
+"""Differences (seeds, items) between two equally good methods."""
+
+
+def normal(of_seed: float, of_item: float) -> Draw:
+    """Standard deviations between seeds and of item x method; 0.4 of the rest."""
+    return lambda rng, seeds: (
+        rng.normal(0, of_seed, (seeds, 1)) + rng.normal(0, of_item, ITEMS) + rng.normal(0, 0.4, (seeds, ITEMS))
+    )
+
+
+def binary(of_seed: float, of_item: float) -> Draw:
+    """Right or wrong: a threshold on a latent normal, in whose units the deviations are; between items 1."""
+
+    def draw(rng: np.random.Generator, seeds: int) -> np.ndarray:
+        item = rng.normal(0, 1, ITEMS)
+        one, other = (
+            rng.normal(0, of_seed, (seeds, 1)) + item + rng.normal(0, of_item, ITEMS) + rng.normal(size=(seeds, ITEMS))
+            for _ in range(2)
+        )
+        return (one > 0).astype(float) - (other > 0)
+
+    return draw
+
+
+SETTINGS = {
+    "seeds and items": normal(0.04, 0.15),
+    "items": normal(0.04, 0.4),
+    "no seeds": normal(0.0, 0.3),
+    "seeds": normal(0.08, 0.05),
+    "binary, seeds and items": binary(0.15, 0.3),
+    "binary, items": binary(0.1, 1.0),
+    "binary, no seeds": binary(0.0, 0.6),
+    "binary, seeds": binary(0.4, 0.1),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_intervals_over_seeds_and_items_cover_what_they_promise(setting: str) -> None:
+    """Twice as wide as with known variances is all there is where three seeds differ by more than items do: t has two
+    degrees of freedom then. From five seeds on at most 1.5 times."""
+    rng = np.random.default_rng(1)
+    for seeds, least in ((2, 0.88), (3, 0.92), (5, 0.92), (10, 0.92)):
+        found = [
+            crossed([Stratum(SETTINGS[setting](rng, seeds) / ITEMS, np.full(ITEMS, 1 / ITEMS))]) for _ in range(STUDIES)
+        ]
+        ends, values = np.array([estimate.interval for estimate in found]), [estimate.value for estimate in found]
+        coverage = np.mean((ends[:, 0] <= 0) & (ends[:, 1] >= 0))
+        width = np.median(ends[:, 1] - ends[:, 0]) / (2 * 1.96 * np.std(values))
+        assert coverage >= least, (seeds, coverage)
+        assert seeds == 2 or width <= (2.0 if seeds == 3 else 1.5), (seeds, width)
+        assert np.mean([estimate.p < 0.05 for estimate in found]) <= (0.12 if seeds == 2 else 0.08)
+
+
+def simulated(rng: np.random.Generator, criteria: int, seeds: int, items: int, lead: float) -> Comparison:
+    """Methods with right-or-wrong answers, of which the first is better by `lead`. Standard deviations: 0.2 between
+    items, 0.05 of item x method, 0.015 between seeds."""
+    names = ("reap", "ean", "seer", "frequency", "man")[:criteria]
+    cells = cells_of([UNPRUNED, *(cell(name, seed=seed) for name in names for seed in range(seeds))])
+    share = np.clip(0.5 + rng.normal(0, 0.2, items), 0.05, 0.9)
+    plans = [share + 0.1]
+    for number in range(criteria):
+        own = share + (lead if number == 0 else 0) + rng.normal(0, 0.05, items)
+        plans += [own + rng.normal(0, 0.015) for _ in range(seeds)]
+    outcomes = (rng.random((len(plans), items)) < np.array(plans)).astype(float)
+    scores = pd.DataFrame({"gsm8k": outcomes.mean(axis=1)}, index=cells.index)
+    return Comparison("m", cells, scores, ranks.displayed(["gsm8k"]), (), {"gsm8k": outcomes}, scores * 0)
+
+
+@pytest.mark.slow
+def test_a_winner_is_named_where_there_is_one_and_hardly_ever_where_there_is_none() -> None:
+    rng = np.random.default_rng(2)
+    none = [ranking.rankings([simulated(rng, 4, 3, 100, 0.0)])[0].tied.empty for _ in range(400)]
+    assert np.mean(none) <= 0.05
+    found = [ranking.rankings([simulated(rng, 2, 5, 2000, 0.05)])[0] for _ in range(150)]
+    assert np.mean([each.tied.empty and each.rows["method"].iloc[0] == "reap" for each in found]) >= 0.8
+
+
+def test_one_seed_is_a_paired_t_test_over_items_and_equal_items_one_over_seeds() -> None:
+    """Equal items leave the variance of seeds alone."""
+    rng = np.random.default_rng(3)
+    items = rng.normal(0.1, 1, 30)
+    alone = crossed([Stratum(items[None] / 30, np.full(30, 1 / 30))])
+    assert alone.p == pytest.approx(ttest_1samp(items, 0).pvalue)
+    seeds = rng.normal(0.1, 1, 6)
+    equal = crossed([Stratum(np.repeat(seeds[:, None], 4, axis=1) / 4, np.full(4, 1 / 4))])
+    assert equal.p == pytest.approx(ttest_1samp(seeds, 0).pvalue)
+    single = crossed([Stratum(np.ones((2, 1)), np.ones(1))])
+    assert single.value == 1 and np.isnan(single.error), "one item has no spread"
+
+
+def test_a_reference_adds_mean_squares_as_an_analysis_of_variance_does() -> None:
+    rng = np.random.default_rng(4)
+    d = rng.normal(0, 0.3, (4, 1)) + rng.normal(0, 0.5, 20) + rng.normal(size=(4, 20))
+    rest = d - d.mean(1)[:, None] - d.mean(0) + d.mean()
+    seed, item = 20 * d.mean(1).var(ddof=1), 4 * d.mean(0).var(ddof=1)
+    both = (rest**2).sum() / (3 * 19)
+    variance = max(seed + item - both, seed, item) / d.size
+    freedom = max(1.0, (seed + item - both) ** 2 / (seed**2 / 3 + item**2 / 19 + both**2 / 57))
+    found = crossed([Stratum(d / 20, np.full(20, 1 / 20))])
+    reach = t.ppf(0.975, freedom) * variance**0.5
+    assert found.interval == pytest.approx((d.mean() - reach, d.mean() + reach))
+
+
+def test_items_weigh_by_their_tokens() -> None:
+    """A loss per token: two documents of 10 and 30 tokens are worth as much as four of 10, but three are alike."""
+    losses, tokens = np.array([2.0, 1.0, 1.5]), np.array([10.0, 30.0, 20.0])
+    shares = tokens / tokens.sum()
+    found = crossed([Stratum((losses * shares)[None], shares)])
+    mean = losses @ shares
+    assert found.value == pytest.approx(mean)
+    assert found.error == pytest.approx(np.sqrt(1.5 * ((shares * (losses - mean)) ** 2).sum()))
+
+
+def test_what_could_have_been_seen_is_seen_as_often_as_it_says() -> None:
+    rng = np.random.default_rng(5)
+    detectable = Estimate(0.0, 1.0, 8).detectable
+    draws = rng.normal(detectable, 1, 4000), np.sqrt(rng.chisquare(8, 4000) / 8)
+    seen = [Estimate(value, error, 8).p < 0.05 for value, error in zip(*draws, strict=True)]
+    assert np.mean(seen) == pytest.approx(uncertainty.POWER, abs=0.03)
+
+
+CHANCE = (12, 16, 20, 14, 18)
+
+
+@pytest.fixture
+def several() -> Comparison:
+    """REAP and EAN with two seeds, MAN with one, five random plans, of 60 items."""
+    axes = [UNPRUNED, *(cell(name, seed=seed) for name in ("reap", "ean") for seed in (1, 2)), cell("man", seed=1)]
+    axes += [cell("random", calibration="none", seed=seed) for seed in range(5)]
+    solved = [60, 50, 48, 49, 49, 24, *CHANCE]
+    return comparison_of(axes, {"gsm8k": [first(count, 60) for count in solved]})
+
+
+def test_cells_that_differ_in_the_seed_are_one_row(several: Comparison) -> None:
+    [found] = ranking.rankings([several])
+    rows = found.rows.set_index("method")
+    assert rows["seeds"].to_dict() == {"reap": 2, "ean": 2, "man": 1, "random": 5}
+    assert rows["score"].to_dict() == pytest.approx({"reap": 49 / 60, "ean": 49 / 60, "man": 0.4, "random": 16 / 60})
+    assert rows.loc["reap", "spread"] == pytest.approx(np.std([50, 48], ddof=1) / 60)
+    assert rows["verdict"].to_dict() == {
+        "reap": "best", "ean": "not separated", "man": "separated", "random": "separated",
+    }  # fmt: skip
+    assert rows.loc["reap", "share"] == pytest.approx(49 / 60) and not found.of_methods
+    [panel] = several.panels
+    assert len(panel.cells) == 4, "one panel, whatever the seeds"
+
+
+def test_the_band_of_chance_is_where_a_further_random_plan_would_be(several: Comparison) -> None:
+    [found] = ranking.rankings([several])
+    scores = np.array(CHANCE) / 60
+    reach = t.ppf(0.975, 4) * scores.std(ddof=1) * np.sqrt(1.2)
+    assert found.chance["expert"] == pytest.approx((scores.mean() - reach, scores.mean() + reach))
+    places = found.places["Avg"].set_axis(found.rows["method"])
+    assert places.to_dict() == {"reap": "above", "ean": "above", "man": "within", "random": ""}
+    assert found.places["Math" if "Math" in found.places else "Avg"].tolist() == places.tolist()
+
+
+def test_plans_are_matched_by_their_seed_and_a_single_one_goes_with_all(several: Comparison) -> None:
+    paired = several.difference(("gsm8k",), 1, 3)  # REAP 50, 48 and EAN 49, 49
+    assert paired.value == pytest.approx(0) and paired.error > 0
+    against_one = several.difference(("gsm8k",), 1, 5)
+    assert against_one.value == pytest.approx(25 / 60)
+    other = comparison_of(
+        [UNPRUNED, *(cell("reap", seed=seed) for seed in (1, 2)), *(cell("ean", seed=seed) for seed in (7, 8, 9))],
+        {"gsm8k": [first(count, 60) for count in (60, 50, 48, 40, 38, 0)]},
+    )
+    assert other.difference(("gsm8k",), 1, 3).value == pytest.approx(10 / 60), "without common seeds, in their order"
+
+
+def test_models_are_random_effects(several: Comparison) -> None:
+    scores = {"a": (30, 20), "b": (40, 31), "c": (36, 20)}
+    made = [
+        Comparison(
+            model,
+            cells_of([UNPRUNED, cell("reap"), cell("ean")]).assign(model=model),
+            pd.DataFrame({"gsm8k": np.array([60, *counts]) / 60}),
+            ranks.displayed(["gsm8k"]),
+            (),
+            {"gsm8k": np.array([first(count, 60) for count in (60, *counts)], float)},
+            pd.DataFrame({"gsm8k": [0.0] * 3}),
+        )
+        for model, counts in scores.items()
+    ]
+    *_, together = ranking.rankings(made)
+    assert together.model == ranking.ALL_MODELS
+    differences = np.array([10, 9, 16]) / 60
+    row = together.rows.iloc[1]
+    assert row["p"] == pytest.approx(ttest_1samp(differences, 0).pvalue) and row["behind"] == differences.mean()
+    assert "three models cannot give p < 0.05" in ranking.headline(together)
+
+
+def test_the_headline_says_what_the_table_has(several: Comparison) -> None:
+    results = results_of(study_of(several), [several])
+    [figure, table] = find("ranking").items(results)
+    rows = table.frame.set_index("Criterion")
+    sentence = ranking.headline(results.rankings[0])
+    best = rows[rows["Beside the best"] == "best"].iloc[0]
+    tied = rows.index[rows["Beside the best"] == "not separated"]
+    assert f"{best.name} on Code has the best average, {best['Avg']:.3f}" in sentence and "of four plans" in sentence
+    assert all(f"{name} on Code" in sentence for name in tied) and "MAN" not in sentence
+    for place in ("above", "within"):
+        assert f"{(rows['Chance'] == place).sum()} {place}" in sentence
+    assert "stand for themselves" in sentence, "MAN has one seed"
+    text = ranking.ranking_text(results.rankings)
+    assert [line.split()[0] for line in text.splitlines()[1:]] == [name.split()[0] for name in table.frame["Criterion"]]
+    labels = [label.get_text() for label in figure.drawing.axes[0].get_yticklabels()]
+    assert labels[-1] == "Random" and len(labels) == 4
