@@ -1,5 +1,5 @@
-"""Seeds as replicates: coverage of intervals and errors of verdicts in simulated studies whose truth is known, rankings,
-the band of chance, and the sentences made of them."""
+"""Seeds as replicates: coverage of intervals and errors of verdicts in simulated studies whose truth is known; also
+rankings, the band of chance, and the sentences made of them."""
 
 from __future__ import annotations
 
