@@ -36,17 +36,3 @@ def tokenizer() -> Any:
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(DATA / "olmoe")
-
-
-@pytest.fixture(scope="session")
-def models() -> dict[str, Any]:
-    """Every shipped model by name, in float32, under transformers' own eager experts."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    return {
-        folder.parent.name: AutoModelForCausalLM.from_pretrained(
-            folder.parent, dtype=torch.float32, experts_implementation="eager"
-        ).eval()
-        for folder in sorted(DATA.glob("*/model.safetensors"))
-    }

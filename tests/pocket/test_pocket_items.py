@@ -14,12 +14,8 @@ from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
-import datasets
 import pytest
 import yaml
-from lm_eval.api.model import LM
-from lm_eval.api.task import ConfigurableTask
-from lm_eval.evaluator import evaluate
 from transformers import AutoTokenizer
 
 from moe_lab.calibration.documents import document, tokenize
@@ -32,7 +28,7 @@ from moe_lab.evaluation.harnesses.function_call_rules import mistake
 from moe_lab.evaluation.harnesses.stories import rules_kept
 from moe_lab.models.load import load_model
 from moe_lab.paths import conf
-from tools.pocket.benchmarks import COUNTS, MULTIPLE_CHOICE, NUMBER
+from tools.pocket.benchmarks import COUNTS
 from tools.pocket.build import SEARCH_COUNT, calibration_examples, search_examples
 from tools.pocket.calls import KINDS
 from tools.pocket.corpus import documents
@@ -78,39 +74,6 @@ def test_no_task_is_in_a_benchmark_or_in_the_calibration_set(name: str, world: W
 
 
 # What the files of benchmarks mean to lm-eval; test_runner.py asks EvalPlus of its own.
-
-
-class Oracle(LM):  # type: ignore[misc]
-    """Knows the texts that are right: prefers them, and writes them. `wrong` turns it round."""
-
-    def __init__(self, examples: list[Example], wrong: bool) -> None:
-        super().__init__()
-        self.right = {example.text for example in examples}
-        self.answers = {example.prompt: example.answer for example in examples}
-        self.wrong = wrong
-
-    def loglikelihood(self, requests: list[Any]) -> list[tuple[float, bool]]:
-        known = [any(text.startswith("".join(one.args)) for text in self.right) for one in requests]
-        return [(0.0, True) if is_known != self.wrong else (-100.0, False) for is_known in known]
-
-    def loglikelihood_rolling(self, requests: list[Any]) -> list[float]:
-        raise NotImplementedError
-
-    def generate_until(self, requests: list[Any]) -> list[str]:
-        return ["#### x. The answer is x." if self.wrong else self.answers[one.args[0]] for one in requests]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("skill", [*MULTIPLE_CHOICE, *NUMBER])
-def test_lm_eval_scores_right_answers_one_and_wrong_ones_zero(skill: str, items: Items, data: Path) -> None:
-    rows = datasets.DatasetDict({"test": datasets.Dataset.from_list(lines(data / f"benchmarks/{skill}.jsonl"))})
-    definition = yaml.safe_load((data / f"benchmarks/{skill}.yaml").read_text())
-    for wrong in (False, True):
-        task = ConfigurableTask(config={**definition, "custom_dataset": lambda **_: rows})
-        found = evaluate(lm=Oracle(items[skill], wrong), task_dict={skill: task}, bootstrap_iters=0)["results"][skill]
-        metrics = ("acc,none", "acc_norm,none", "exact_match,strict-match")
-        scores = [found[metric] for metric in metrics if metric in found]
-        assert scores and set(scores) == {0.0 if wrong else 1.0}
 
 
 STORY = "One day Mira walked to the mill. There she found a lamp. Mira felt happy. They all went home."

@@ -7,7 +7,6 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from statistics import mean
-from typing import Any
 
 import pytest
 from safetensors import safe_open
@@ -18,7 +17,6 @@ from moe_lab.evaluation.engines.hf import LoadedModel
 from moe_lab.models.load import load_model
 from tools.pocket import train as training
 from tools.pocket.card import write_card
-from tools.pocket.examples import Example
 from tools.pocket.network import load_network
 from tools.pocket.recipes import BIAS_STEP, RECIPES, Batches
 
@@ -33,13 +31,6 @@ SHIPPED = {
     "function_calls": "48c13b070f19fa6b11081d4cfc4063f6a0bf92f8742fe455ee541b2c0990bf44",
 }
 """sha256 of the weights of each model."""
-WRITTEN = {
-    "olmoe": {"gsm8k": 0.6, "math500": 0.3, "humaneval": 0.5, "wildbench": 0.5},
-    "qwen3_moe": {"gsm8k": 0.85, "math500": 0.4, "humaneval": 0.6},
-    "ernie4_5_moe": {"gsm8k": 0.85, "math500": 0.4, "humaneval": 0.6},
-    "deepseek_v2": {"gsm8k": 0.6, "math500": 0.35, "humaneval": 0.5},
-}
-"""Least scores on a few items."""
 CALLING = "function_calls"
 """The model that knows nothing but function calls, with a tokenizer of its own: test_pocket_items.py."""
 
@@ -61,21 +52,6 @@ def test_it_is_a_stock_model_of_the_recorded_bytes_and_shape(name: str, data: Pa
     if name != CALLING:
         assert (folder / "tokenizer.json").read_bytes() == (data / "olmoe" / "tokenizer.json").read_bytes()
     assert {field: getattr(model.config, field) for field in RECIPES[name].fields} == RECIPES[name].fields
-
-
-@pytest.mark.parametrize(("name", "skill"), [(name, skill) for name in WRITTEN for skill in WRITTEN[name]])
-def test_it_writes_answers_and_stops(
-    name: str, skill: str, models: dict[str, Any], tokenizer: Any, items: dict[str, list[Example]]
-) -> None:
-    examples = items[skill][:24]
-    asked = [example.prompt for example in examples]
-    inputs = tokenizer(asked, return_tensors="pt", padding=True, padding_side="left", return_token_type_ids=False)
-    written = models[name].generate(**inputs, max_new_tokens=64, do_sample=False)[:, inputs.input_ids.shape[1] :]
-    texts = tokenizer.batch_decode(written, skip_special_tokens=True)
-    assert sum(tokenizer.eos_token_id in row.tolist() for row in written) >= 0.9 * len(examples)
-    ends = [example.answer.split()[-1] for example in examples]
-    right = sum(text.strip().endswith(end) for text, end in zip(texts, ends, strict=True))
-    assert right / len(examples) >= WRITTEN[name][skill]
 
 
 @pytest.mark.parametrize("name", ["olmoe", "ernie4_5_moe"])
