@@ -137,6 +137,12 @@ def test_perplexity_of_answers_is_that_of_their_mean_likelihood(subject: LoadedM
     assert accuracy["score"] in (0.0, 0.5, 1.0)
 
 
+def test_an_unknown_metric_or_filter_is_said(subject: LoadedModel, tmp_path: Path) -> None:
+    for metric, says in (("ac", "did you mean acc"), ("acc,strict", "filter=strict is unknown")):
+        with pytest.raises(UserError, match=says):
+            evaluate(subject, own_task(tmp_path, NUMBERED, MULTIPLE_CHOICE, reports={"own": metric}))
+
+
 def test_an_answer_without_a_token_of_its_own_is_refused(subject: LoadedModel, tmp_path: Path) -> None:
     """As where the end of the question and the answer are one token. Its likelihood is 1, whatever the model."""
     tokens = sorted(token for token in subject.tokenizer.get_vocab() if token.isascii() and token.isalpha())
@@ -171,8 +177,6 @@ METRICS = [
 @pytest.mark.parametrize(
     ("items", "definition", "changes", "says"),
     [
-        (NUMBERED, MULTIPLE_CHOICE, {"reports": {"own": "ac"}}, "did you mean acc"),
-        (NUMBERED, MULTIPLE_CHOICE, {"reports": {"own": "acc,strict"}}, "filter=strict is unknown"),
         (NUMBERED, MULTIPLE_CHOICE, {"expected": 7}, "has 6 items and should have 7"),
         (NUMBERED, MULTIPLE_CHOICE, {"shots": 6}, r"shots=6\b.*\b5 or fewer"),
         (

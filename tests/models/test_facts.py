@@ -145,6 +145,7 @@ def told(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
 def test_a_model_is_told_in_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, said = told(capsys, "model=pocket_olmoe")
     assert code == 0 and "supported yes" in said and "layers 0-3 32 experts of 64 channels" in said
+    assert "norm_topk_prob=False" in said
     assert "3,688,576" in said and "loading memory 0.01 GiB" in said and "heapr" in said and "padded" in said
     code, said = told(capsys, "model=qwen3_30b_a3b_instruct")
     assert code == 0 and "48 of 128 experts, top-8" in said and "loading memory 56.87 GiB" in said

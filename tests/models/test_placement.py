@@ -199,6 +199,16 @@ def test_every_shape_has_the_bits_of_the_eager_forward(name: str, make: Any, mon
     assert all(torch.equal(*pair) for pair in zip(found, computed(model), strict=True))
 
 
+def test_pruned_models_keep_it_and_the_bits_of_the_mask() -> None:
+    model, ids = aligned("olmoe"), tiny.tokens(6, 60)
+    plan = tiny.plan(model, 0.5)
+    with mask(model, plan):
+        masked = tiny.logits(model, ids)
+    pruned = prune(model, plan)
+    assert implementation(model) == implementation(pruned) == experts.CPU_EXPERTS
+    assert torch.equal(tiny.logits(pruned, ids), masked)
+
+
 def test_two_threads_change_nothing() -> None:
     model, ids = aligned("olmoe"), tiny.tokens(8, 16)
     threads = torch.get_num_threads()
