@@ -136,18 +136,6 @@ def edge() -> dict[int, dict[str, numpy.ndarray]]:
     return {0: {"tokens": n, "sums_model": sums, "output_sum": f}}
 
 
-@pytest.mark.parametrize("name", NAIVE)
-def test_an_expert_without_tokens_is_pruned_first(name: str) -> None:
-    silent: Any = {}
-    for layer, named in statistics("olmoe").items():
-        silent[layer] = {key: part.copy() for key, part in named.items()}
-        for part in silent[layer].values():
-            if part.shape[:1] == named["tokens"].shape:
-                part[0] = 0
-    for scores in criteria.score(name, silent, experts=experts(silent)).values():
-        assert scores[0] == scores.min() == 0
-
-
 @pytest.mark.parametrize(
     ("name", "parameters", "message"),
     [

@@ -104,26 +104,6 @@ def test_generated_answers(subject: LoadedModel, story_task: BenchmarkConfig, mo
     assert evaluate(subject, story_task).results[0]["score"] == 0
 
 
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({"reports": {"own": "ac"}}, "did you mean acc"),
-        ({"reports": {"own": "acc,strict"}}, "filter=strict is unknown"),
-        ({"expected": 7}, "has 6 items and should have 7"),
-        ({"shots": 6}, r"shots=6\b.*\b5 or fewer"),
-    ],
-)
-def test_mistakes_are_said(subject: LoadedModel, tmp_path: Path, changes: dict[str, Any], says: str) -> None:
-    with pytest.raises(UserError, match=says):
-        evaluate(subject, own_task(tmp_path, NUMBERED, MULTIPLE_CHOICE, **changes))
-
-
-def test_a_task_that_samples_is_refused(subject: LoadedModel, tmp_path: Path) -> None:
-    definition = {**GENERATED, "generation_kwargs": {"do_sample": True, "temperature": 0.7}}
-    with pytest.raises(UserError, match="ask for sampling"):
-        evaluate(subject, own_task(tmp_path, CONTINUATIONS, definition))
-
-
 class Unasked(LoadedModel):
     """The shipped model, which must not be run."""
 
@@ -157,13 +137,10 @@ def test_perplexity_of_answers_is_that_of_their_mean_likelihood(subject: LoadedM
     assert accuracy["score"] in (0.0, 0.5, 1.0)
 
 
-@pytest.mark.parametrize("metric", [{"metric": "mcc"}, {"metric": "acc", "aggregation": "median"}])
-def test_metrics_of_all_items_are_refused(subject: LoadedModel, tmp_path: Path, metric: dict[str, Any]) -> None:
-    metrics = [{"higher_is_better": True, **metric}, {"metric": "acc_norm"}]
-    definition = {**MULTIPLE_CHOICE, "metric_list": metrics}
-    benchmark = own_task(tmp_path, NUMBERED[:3], definition, reports={"own": metric["metric"]})
-    with pytest.raises(UserError, match=rf"own.*metric={re.escape(metric['metric'])}\b.*acc_norm"):
-        evaluate(Unasked(subject.model, subject.tokenizer), benchmark)
+def test_an_unknown_metric_or_filter_is_said(subject: LoadedModel, tmp_path: Path) -> None:
+    for metric, says in (("ac", "did you mean acc"), ("acc,strict", "filter=strict is unknown")):
+        with pytest.raises(UserError, match=says):
+            evaluate(subject, own_task(tmp_path, NUMBERED, MULTIPLE_CHOICE, reports={"own": metric}))
 
 
 def test_an_answer_without_a_token_of_its_own_is_refused(subject: LoadedModel, tmp_path: Path) -> None:
@@ -189,6 +166,39 @@ NUMBERS = ["one", "two", "three", "four", "five", "six"]
 NUMBERED = [{"q": f"Item number {word} is", "c": ["red", "blue"], "label": n % 2} for n, word in enumerate(NUMBERS)]
 
 
+BIRD = {"q": "A bird sleeps in a", "c": ["kennel", "nest"]}
+SAMPLING = {**GENERATED, "generation_kwargs": {"do_sample": True, "temperature": 0.7}}
+METRICS = [
+    {**MULTIPLE_CHOICE, "metric_list": [{"higher_is_better": True, **metric}, {"metric": "acc_norm"}]}
+    for metric in ({"metric": "mcc"}, {"metric": "acc", "aggregation": "median"})
+]
+
+
+@pytest.mark.parametrize(
+    ("items", "definition", "changes", "says"),
+    [
+        (NUMBERED, MULTIPLE_CHOICE, {"expected": 7}, "has 6 items and should have 7"),
+        (NUMBERED, MULTIPLE_CHOICE, {"shots": 6}, r"shots=6\b.*\b5 or fewer"),
+        (
+            [*NUMBERED[:5], NUMBERED[0]],
+            MULTIPLE_CHOICE,
+            {"shots": 5},
+            r"shots=5\b.*\b4 or fewer",
+        ),  # one is a copy
+        (NUMBERED, SAMPLING, {}, "ask for sampling"),
+        (NUMBERED[:3], METRICS[0], {"reports": {"own": "mcc"}}, r"own.*metric=mcc\b.*acc_norm"),  # of all items
+        (NUMBERED[:3], METRICS[1], {}, r"own.*metric=acc\b.*acc_norm"),
+        ([{**BIRD, "label": 1}, {**BIRD, "label": -1}], {**GENERATED, "doc_to_choice": "c"}, {}, "item 1 .*label=-1"),
+        ([{**BIRD, "label": "nest"}, {**BIRD, "label": None}], GENERATED, {}, "item 1 .*label=None"),
+    ],
+)
+def test_a_task_that_cannot_be_asked_is_refused(
+    subject: LoadedModel, tmp_path: Path, items: Rows, definition: dict[str, Any], changes: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(UserError, match=says):
+        evaluate(Unasked(subject.model, subject.tokenizer), own_task(tmp_path, items, definition, **changes))
+
+
 @pytest.mark.parametrize(
     ("shots", "definition"),
     [
@@ -204,12 +214,6 @@ def test_no_item_shows_itself(subject: LoadedModel, tmp_path: Path, shots: int, 
     for answer, item in zip(run.answer(subject, benchmark), NUMBERED, strict=True):
         shown = [answer.prompt.count(str(other["q"])) for other in NUMBERED]
         assert max(shown) == 1 and sum(shown) == (shots or 3) + 1 and answer.prompt.endswith(str(item["q"]))
-
-
-def test_a_copy_of_an_item_is_none_of_its_examples(subject: LoadedModel, tmp_path: Path) -> None:
-    """It has its answer, too."""
-    with pytest.raises(UserError, match=r"shots=5\b.*\b4 or fewer"):
-        evaluate(subject, own_task(tmp_path, [*NUMBERED[:5], NUMBERED[0]], MULTIPLE_CHOICE, shots=5))
 
 
 def test_listed_examples_are_shown_as_they_are(subject: LoadedModel, tmp_path: Path) -> None:
@@ -237,14 +241,6 @@ def test_labels_are_numbers_texts_or_lists_of_choices(subject: LoadedModel, tmp_
         items = [{"q": "A bird sleeps in a", "c": ["kennel", "nest"], "label": label}]
         graded = evaluate(subject, own_task(tmp_path, items, MULTIPLE_CHOICE))
         assert graded.results[0]["score"] == float(int(str(graded.samples[0]["extracted"])) in right)
-
-
-@pytest.mark.parametrize(("label", "choices"), [(-1, ["kennel", "nest"]), (None, None)])
-def test_a_text_needs_an_answer(subject: LoadedModel, tmp_path: Path, label: Any, choices: list[str] | None) -> None:
-    definition = {**GENERATED, "doc_to_choice": "c"} if choices else GENERATED
-    items = [{"q": "A bird sleeps in a", "c": choices, "label": of} for of in (1 if choices else "nest", label)]
-    with pytest.raises(UserError, match=rf"item 1 .*label={re.escape(str(label))}(?!\w)"):
-        evaluate(Unasked(subject.model, subject.tokenizer), own_task(tmp_path, items, definition, max_new_tokens=4))
 
 
 @pytest.mark.parametrize("until", ["", [""], ["", "\n\n\n"]])

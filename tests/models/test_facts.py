@@ -142,12 +142,22 @@ def told(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
     return code, " ".join((printed.out + printed.err).replace("│", " ").split())
 
 
-def test_a_model_is_told_in_rows(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_is_told_in_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, said = told(capsys, "model=pocket_olmoe")
     assert code == 0 and "supported yes" in said and "layers 0-3 32 experts of 64 channels" in said
+    assert "norm_topk_prob=False" in said
     assert "3,688,576" in said and "loading memory 0.01 GiB" in said and "heapr" in said and "padded" in said
     code, said = told(capsys, "model=qwen3_30b_a3b_instruct")
     assert code == 0 and "48 of 128 experts, top-8" in said and "loading memory 56.87 GiB" in said
+    grouped, biased = "deepseek_v3:grouped", "gpt_oss"
+    for name, router in (
+        (grouped, "the best 4, chosen with a correction bias, from 2 of 4 groups"),
+        (biased, "best 4"),
+    ):
+        tiny.config(name).save_pretrained(tmp_path)
+        code, said = told(capsys, "model=local", f"model.path={tmp_path}")
+        assert code == 0 and router in said and "exports natural, masked" in said
+        assert ("heapr" in said) != ("channels none, for its experts have biases" in said) == (name == biased)
 
 
 def test_why_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -159,26 +169,6 @@ def test_why_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert code == 2 and "did you mean pocket_olmoe?" in said
     code, said = told(capsys, "model=local", "model.path=nobody/nothing")
     assert code == 1 and "give a folder" in said and "expected" not in said
-
-
-@pytest.mark.parametrize(
-    ("name", "router", "exports"),
-    [
-        ("olmoe", "OlmoeTopKRouter, the best 4, norm_topk_prob=False", "natural, padded"),
-        ("ernie4_5_moe", "the best 4, chosen with a correction bias", "natural, padded"),
-        ("deepseek_v3", "the best 4, chosen with a correction bias", "natural, masked, padded"),
-        ("deepseek_v3:grouped", "the best 4, chosen with a correction bias, from 2 of 4 groups", "natural, masked"),
-        ("gpt_oss", "the best 4", "natural, masked"),
-    ],
-)
-def test_a_router_and_the_exports_that_it_can_have_are_told(
-    name: str, router: str, exports: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A configuration is enough."""
-    tiny.config(name).save_pretrained(tmp_path)
-    code, said = told(capsys, "model=local", f"model.path={tmp_path}")
-    assert code == 0 and router in said and f"exports {exports}" in said
-    assert ("heapr" in said) != ("channels none, for its experts have biases" in said) == (name == "gpt_oss")
 
 
 def skeleton(kind: str, **settings: object) -> torch.nn.Module:

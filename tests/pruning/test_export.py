@@ -6,7 +6,6 @@ import errno
 import json
 import os
 import pickle
-import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -283,11 +282,10 @@ def test_whole_experts_agree_to_the_bit_and_others_within_rounding(
     assert verify(tmp_path / "model", plan, tmp_path / "export") <= bound
 
 
-@pytest.mark.parametrize("tensor", ["model.layers.1.mlp.gate.weight", "model.layers.1.mlp.experts.3.down_proj.weight"])
-def test_a_wrong_export_is_named(tensor: str, tmp_path: Path) -> None:
+def test_a_wrong_router_is_named(tmp_path: Path) -> None:
     plan = tiny.plan(tiny.save("qwen3_moe", tmp_path / "model"), 0.25)
     export(tmp_path / "model", plan, tmp_path / "export")
-    rewrite(tmp_path / "export", lambda tensors: tensors[tensor].copy_(tensors[tensor].flip(0)))
+    rewrite(tmp_path / "export", lambda tensors: tensors[GATE].copy_(tensors[GATE].flip(0)))
     with pytest.raises(UserError, match=r"decoder layer 1 of .*export gives something else than the masked model"):
         verify(tmp_path / "model", plan, tmp_path / "export")
 
@@ -303,22 +301,6 @@ def test_a_large_residual_hides_no_wrong_expert(channels: bool, tmp_path: Path) 
     assert clean <= (TOLERANCE[torch.bfloat16] / 2 if channels else 0)
     rewrite(tmp_path / "export", swap)
     with pytest.raises(UserError, match="decoder layer 1 of"):
-        verify(tmp_path / "model", plan, tmp_path / "export")
-
-
-def test_experts_that_no_token_chooses_are_compared_too(tmp_path: Path) -> None:
-    plan = tiny.plan(tiny.save("deepseek_v3", tmp_path / "model"), 0.25)
-    last = max(plan.experts)
-    bias, name = (
-        f"model.layers.{last}.mlp.{of}" for of in ("gate.e_score_correction_bias", "experts.3.down_proj.weight")
-    )
-    rewrite(tmp_path / "model", lambda tensors: tensors[bias][plan.experts[last][3]].fill_(-1e4))
-    export(tmp_path / "model", plan, tmp_path / "export")
-    assert verify(tmp_path / "model", plan, tmp_path / "export") == 0
-    rewrite(tmp_path / "export", lambda tensors: tensors[name].neg_())
-    with pytest.raises(
-        UserError, match=f"decoder layer {re.escape(str(last))} .* outputs of all kept experts, asked in turn"
-    ):
         verify(tmp_path / "model", plan, tmp_path / "export")
 
 

@@ -56,8 +56,6 @@ def answers(engine: Any, prompts: list[list[int]]) -> dict[str, Any]:
     return {
         "losses": [value for _, value, _ in single],
         "sums": [value for _, value, _ in whole],
-        "likeliest": [likeliest for _, _, likeliest in single],
-        "tokens": [tokens for _, tokens, _ in sorted(engine.generate(prompts, 12, [], []))],
     }
 
 

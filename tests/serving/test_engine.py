@@ -1,4 +1,4 @@
-"""Plans as masks on an engine of vLLM: the same as the masked model, and as the plan's export served alone."""
+"""Plans as masks on an engine of vLLM: the same as the masked model, as the plan's export is in test_vllm.py."""
 
 from __future__ import annotations
 
@@ -26,8 +26,6 @@ from moe_lab.pruning.plan import Plan
 from moe_lab.results import read_record
 
 pytestmark = NEEDS_VLLM
-EXPORTED = ("olmoe", "deepseek_v3:grouped")
-"""Families whose export is compared with the mask word by word; exports of all are the masked model in test_vllm.py."""
 
 
 @pytest.fixture(scope="module")
@@ -37,13 +35,12 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 
 @pytest.fixture(scope="module")
 def said(models: Models) -> dict[str, Any]:
-    """What engines answer under `plans_of` a model, and what engines for the export of the uneven plan do; also one
-    whose masks do nothing, and one with the plan of another model."""
+    """What engines answer under `plans_of` a model; also one whose masks do nothing, and one with the plan of another
+    model."""
     model, plan, folder = models["olmoe"]
     usual = under_plans(model, plan, folder)
     runs = {"no effect": {**usual, "unmasked": True}}  # the first, before routers of the process are patched
     runs |= {name: under_plans(*parts) for name, parts in models.items()}
-    runs |= {f"{name}, export": {"folder": str(models[name][2]), "plans": [[]]} for name in EXPORTED}
     wrong = sorted({**plan.experts, 7: (0, 1)}.items())
     return ask({**runs, "another model": {**usual, "plans": [wrong]}})
 
@@ -84,15 +81,6 @@ def test_masks_are_in_a_compiled_engine(models: Models) -> None:
     arguments = {"enforce_eager": False, "compilation_config": tracing}
     compiled = {**under_plans(model, plan, folder), "arguments": arguments}
     check_masked(ask({"compiled": compiled}, TORCHDYNAMO_DISABLE="0")["compiled"], model, plan)
-
-
-@pytest.mark.parametrize("name", EXPORTED)
-def test_a_mask_is_the_export_of_its_plan(name: str, said: dict[str, Any]) -> None:
-    (served,) = said[f"{name}, export"]
-    masked = said[name][1]
-    assert masked["tokens"] == served["tokens"]
-    assert (torch.tensor(masked["losses"]) - torch.tensor(served["losses"])).abs().max() < 1e-4
-    assert masked["likeliest"] == served["likeliest"]
 
 
 @pytest.mark.parametrize(("name", "word"), [("no effect", "no effect"), ("another model", "layer 7")])

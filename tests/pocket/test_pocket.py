@@ -1,4 +1,5 @@
-"""The shipped files of benchmarks, calibration and search are what the code writes, and no training text holds them."""
+"""The shipped files are what the code writes, no training text holds a benchmark's items, and the shipped models are
+stock, small, and have instruments that work."""
 
 from __future__ import annotations
 
@@ -9,19 +10,19 @@ import re
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 from itertools import islice, product
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
-import datasets
 import pytest
 import yaml
-from lm_eval.api.model import LM
-from lm_eval.api.task import ConfigurableTask
-from lm_eval.evaluator import evaluate
+from safetensors import safe_open
 from transformers import AutoTokenizer
 
+from benchmarks.instrument import ABLATION, SKILLS, items_of, pruned_loss, random_scores, rankings
 from moe_lab.calibration.documents import document, tokenize
 from moe_lab.config import BenchmarkConfig, ModelConfig
 from moe_lab.errors import UserError
@@ -31,28 +32,49 @@ from moe_lab.evaluation.harnesses import function_calls
 from moe_lab.evaluation.harnesses.function_call_rules import mistake
 from moe_lab.evaluation.harnesses.stories import rules_kept
 from moe_lab.models.load import load_model
-from moe_lab.paths import conf
-from tools.pocket.benchmarks import COUNTS, MULTIPLE_CHOICE, NUMBER
+from moe_lab.paths import DATA, conf
+from tools.pocket import train as trainer
+from tools.pocket.benchmarks import COUNTS, PROGRAMS, held_out_examples, program_examples
 from tools.pocket.build import SEARCH_COUNT, calibration_examples, search_examples
 from tools.pocket.calls import KINDS
+from tools.pocket.card import write_card
 from tools.pocket.corpus import documents
 from tools.pocket.examples import END_OF_TEXT, Example
-from tools.pocket.recipes import RECIPES
-from tools.pocket.world import World
+from tools.pocket.network import load_network
+from tools.pocket.recipes import BIAS_STEP, RECIPES, Batches
+from tools.pocket.world import World, build_world
 
 Items = dict[str, list[Example]]
+
+
+@pytest.fixture(scope="session")
+def world() -> World:
+    return build_world()
+
+
+@pytest.fixture(scope="session")
+def items(world: World) -> Items:
+    """Every benchmark's items, regenerated."""
+    return {
+        skill: program_examples(skill) if skill in PROGRAMS else held_out_examples(world, skill) for skill in COUNTS
+    }
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Any:
+    return AutoTokenizer.from_pretrained(DATA / "olmoe")
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def test_shipped_files_are_regenerated_byte_for_byte(tmp_path: Path, data: Path) -> None:
+def test_shipped_files_are_regenerated_byte_for_byte(tmp_path: Path) -> None:
     """Written by another process with other string hashes."""
     environment = os.environ | {"PYTHONHASHSEED": "4711", "PYTHONPATH": os.pathsep.join(sys.path)}
     subprocess.run([sys.executable, "-m", "tools.pocket.build", "--output", tmp_path], check=True, env=environment)
     for kind in ("benchmarks", "calibration", "search"):
-        shipped = {path.name: path.read_bytes() for path in (data / kind).iterdir()}
+        shipped = {path.name: path.read_bytes() for path in (DATA / kind).iterdir()}
         again = {path.name: path.read_bytes() for path in (tmp_path / kind).iterdir()}
         assert sorted(again) == sorted(shipped)
         assert [name for name in shipped if shipped[name] != again[name]] == []
@@ -78,39 +100,6 @@ def test_no_task_is_in_a_benchmark_or_in_the_calibration_set(name: str, world: W
 
 
 # What the files of benchmarks mean to lm-eval; test_runner.py asks EvalPlus of its own.
-
-
-class Oracle(LM):  # type: ignore[misc]
-    """Knows the texts that are right: prefers them, and writes them. `wrong` turns it round."""
-
-    def __init__(self, examples: list[Example], wrong: bool) -> None:
-        super().__init__()
-        self.right = {example.text for example in examples}
-        self.answers = {example.prompt: example.answer for example in examples}
-        self.wrong = wrong
-
-    def loglikelihood(self, requests: list[Any]) -> list[tuple[float, bool]]:
-        known = [any(text.startswith("".join(one.args)) for text in self.right) for one in requests]
-        return [(0.0, True) if is_known != self.wrong else (-100.0, False) for is_known in known]
-
-    def loglikelihood_rolling(self, requests: list[Any]) -> list[float]:
-        raise NotImplementedError
-
-    def generate_until(self, requests: list[Any]) -> list[str]:
-        return ["#### x. The answer is x." if self.wrong else self.answers[one.args[0]] for one in requests]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("skill", [*MULTIPLE_CHOICE, *NUMBER])
-def test_lm_eval_scores_right_answers_one_and_wrong_ones_zero(skill: str, items: Items, data: Path) -> None:
-    rows = datasets.DatasetDict({"test": datasets.Dataset.from_list(lines(data / f"benchmarks/{skill}.jsonl"))})
-    definition = yaml.safe_load((data / f"benchmarks/{skill}.yaml").read_text())
-    for wrong in (False, True):
-        task = ConfigurableTask(config={**definition, "custom_dataset": lambda **_: rows})
-        found = evaluate(lm=Oracle(items[skill], wrong), task_dict={skill: task}, bootstrap_iters=0)["results"][skill]
-        metrics = ("acc,none", "acc_norm,none", "exact_match,strict-match")
-        scores = [found[metric] for metric in metrics if metric in found]
-        assert scores and set(scores) == {0.0 if wrong else 1.0}
 
 
 STORY = "One day Mira walked to the mill. There she found a lamp. Mira felt happy. They all went home."
@@ -193,9 +182,9 @@ def test_right_answers_are_right_and_others_wrong(calling: BenchmarkConfig, item
             assert reason(before + json.dumps("Zed") + after), question.name
 
 
-def test_the_chat_template_writes_the_text_that_was_learnt(data: Path, items: Items) -> None:
+def test_the_chat_template_writes_the_text_that_was_learnt(items: Items) -> None:
     """Prompts as evaluation asks for them, whole conversations as calibration reads them, and no token across both."""
-    reader = AutoTokenizer.from_pretrained(data / "function_calls")
+    reader = AutoTokenizer.from_pretrained(DATA / "function_calls")
     for example in items["function_calls"]:
         messages, tools = example.details["messages"], example.details["tools"]
         prompt = reader.apply_chat_template(messages[:1], tools=tools, tokenize=False, add_generation_prompt=True)
@@ -240,10 +229,10 @@ look through all of it, by FIRST = 200_000, before its new hash is written here.
 
 
 @pytest.fixture(scope="module")
-def training(world: World, data: Path) -> list[Example]:
+def training(world: World) -> list[Example]:
     """The first documents of every stream that a shipped model was trained on, stream after stream."""
     streams: dict[tuple[Any, ...], str] = {}
-    for record in sorted(data.glob("*/training.json")):
+    for record in sorted(DATA.glob("*/training.json")):
         run, name = json.loads(record.read_text()), record.parent.name
         for number, (stage, facts) in enumerate(zip(RECIPES[name].stages, run["stages"], strict=True)):
             assert facts["steps"] == stage.steps
@@ -282,3 +271,71 @@ def test_training_makes_no_call_that_an_item_asks_for(training: list[Example], i
         return {(key[0], place, value) for key in keys for place, value in enumerate(key)}
 
     assert asked and values(asked) <= values(known)
+
+
+# ---- the shipped models
+
+SHIPPED = {
+    "olmoe": "e5fb75f12bae38030b9616457c62966d785da4ae3139d73ca83c37948fa26a99",
+    "qwen3_moe": "ec6ef29644ec583471b7f8a6354ec0d746f6a14891607ad945a896c554008379",
+    "ernie4_5_moe": "a707a5059ef8c6eab379d9858c58f35bebe172ae9fbe75a78c7d59cfd2151ab2",
+    "deepseek_v2": "9c0fe58c4c56c534900dab253c475057490b8bdbaeb1e7a5ca991001c34a9c0e",
+    "function_calls": "48c13b070f19fa6b11081d4cfc4063f6a0bf92f8742fe455ee541b2c0990bf44",
+}
+"""sha256 of the weights of each model."""
+CALLING = "function_calls"
+"""The model that knows nothing but function calls, with a tokenizer of its own."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SHIPPED)
+def test_it_is_a_stock_model_of_the_recorded_bytes_and_shape(name: str) -> None:
+    assert sorted(file.parent.name for file in DATA.glob("*/model.safetensors")) == sorted(SHIPPED)
+    folder = DATA / name
+    template = set() if RECIPES[name].chat_template is None else {".jinja"}
+    assert {path.suffix for path in folder.iterdir()} == {".json", ".safetensors", ".md", *template}
+    weights = folder / "model.safetensors"
+    assert weights.stat().st_size <= 8_000_000
+    assert hashlib.sha256(weights.read_bytes()).hexdigest() == SHIPPED[name]
+    with safe_open(weights, "pt") as stored:
+        assert {str(stored.get_slice(tensor).get_dtype()) for tensor in stored.keys()} == {"BF16"}  # noqa: SIM118
+    model, _ = load_model(ModelConfig(name=name, path=f"pocket:{name}", device="cpu"))
+    assert type(model).__module__.startswith("transformers.models.")
+    assert model.config.max_position_embeddings == 512
+    if name != CALLING:
+        assert (folder / "tokenizer.json").read_bytes() == (DATA / "olmoe" / "tokenizer.json").read_bytes()
+    assert {field: getattr(model.config, field) for field in RECIPES[name].fields} == RECIPES[name].fields
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["olmoe", "ernie4_5_moe"])
+def test_training_is_repeatable_and_can_go_on(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stages = tuple(replace(stage, steps=1, warmup=1) for stage in RECIPES[name].stages[:2])
+    recipe = replace(RECIPES[name], batches=Batches(short=(2, 128), long=(1, 512)))
+    monkeypatch.setattr(trainer, "TOKENIZER_DOCUMENTS", 1000)
+    for folder, count, first in (("at once", 2, 0), ("in two", 1, 0), ("in two", 2, 1)):
+        monkeypatch.setitem(RECIPES, name, replace(recipe, stages=stages[:count]))
+        trainer.train(name, tmp_path / folder, first_stage=first)
+    one, other = ((tmp_path / part / "model.safetensors").read_bytes() for part in ("at once", "in two"))
+    assert one == other
+    biases = [value for key, value in load_network(tmp_path / "in two").named_parameters() if "correction" in key]
+    assert all(bias.abs().max() > BIAS_STEP for bias in biases)
+    assert bool(biases) == (name == "ernie4_5_moe")
+    run = json.loads((tmp_path / "at once" / "training.json").read_text())
+    assert [(stage["steps"], stage["tokens"]) for stage in run["stages"]] == [(1, 2 * 128)] * 2
+    write_card(tmp_path / "at once", name, {"ARC-C": 0.5, "HumanEval": 0.25})
+    card = (tmp_path / "at once" / "README.md").read_text()
+    assert RECIPES[name].title in card and f"{run['parameters']:,}" in card
+    assert "| ARC-C | 0.500 | 0.25 |" in card
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("skill", SKILLS)
+def test_criteria_calibrated_on_a_skill_keep_it_better_than_chance(skill: str) -> None:
+    """`python -m benchmarks.instrument` asks it of all models, skills, items and tokens."""
+    subject = LoadedModel(*load_model(ModelConfig(name="small", path="pocket:qwen3_moe", threads=1)))
+    items, ratio = [item for benchmark in SKILLS[skill] for item in items_of(benchmark)[:10]], 0.25
+    chance = mean(pruned_loss(subject, random_scores(subject.model, seed), items, ratio) for seed in range(4))
+    found = {name: pruned_loss(subject, scores, items, ratio) for name, scores in rankings(subject, skill, 4096, 1024)}
+    assert {ABLATION, "man", "reap", "frequency", "exact_damage"} <= set(found)
+    assert {name: loss for name, loss in found.items() if loss >= chance} == {}
