@@ -24,6 +24,9 @@ CALIBRATIONS = ("pocket_general", "pocket_code", "pocket_math")
 TASKS = {"humaneval": ("humaneval", "humaneval_plus"), "mbpp": ("mbpp", "mbpp_plus")}
 _MULTIPLE_CHOICE = ("arc_challenge", "arc_easy", "boolq", "hellaswag", "mmlu", "openbookqa", "rte", "winogrande")
 TASKS |= {name: (name,) for name in ("livecodebench", "wildbench", "gsm8k", "math500", *_MULTIPLE_CHOICE)}
+ALL = tuple(TASKS)
+TASKS |= {"perplexity": ("perplexity",)}
+USUAL_SEED = 42
 SKILLS = {"humaneval": "code", "mbpp": "code", "livecodebench": "code", "gsm8k": "math", "math500": "math"}
 STRENGTH = {
     "frequency": 0.30, "seer": 0.34, "ean": 0.45, "reap": 0.62, "mone": 0.50, "mone_freq": 0.36, "man": 0.78,
@@ -44,7 +47,8 @@ def _quality(cell: dict[str, Any], task: str) -> float:
     skill = SKILLS.get(task, "general")
     match = 0.18 if own == skill else (-0.1 if own != "none" and skill != "general" else 0.0)
     strength = STRENGTH[criterion] + match + GAIN.get(cell["allocation"], 0.1) - 0.1 * (cell["recovery"] == "nf4")
-    return float(np.clip(1.05 - 1.6 * ratio * (1.25 - strength), 0.0, 0.97))
+    drawn = _rng("plan", criterion, ratio, cell["seed"]).normal(0, 0.05) if cell["seed"] != USUAL_SEED else 0.0
+    return float(np.clip(1.05 - 1.6 * ratio * (1.25 - strength) + drawn, 0.0, 0.97))
 
 
 def write_json(path: Path, document: Any) -> None:
@@ -56,9 +60,12 @@ def _folder(kind: str, label: str) -> str:
     return f"{kind}/{label}-{zlib.crc32(label.encode()):08x}0000"
 
 
+_USUAL = ("none", "uniform", 0, USUAL_SEED)
+
+
 def _words(cell: dict[str, Any]) -> tuple[str, ...]:
-    """What names a cell's folders: its allocation and recovery only where they are unusual."""
-    unusual = [cell[axis] for axis in ("allocation", "recovery") if cell[axis] not in ("none", "uniform")]
+    """What names a cell's folders: its allocation, recovery and seed only where they are unusual."""
+    unusual = [str(cell[axis]) for axis in ("allocation", "recovery", "seed") if cell[axis] not in _USUAL]
     return (cell["model"], cell["calibration"], cell["criterion"], *unusual)
 
 
@@ -81,6 +88,10 @@ def _evaluate(root: Path, cell: dict[str, Any], task: str, items: int) -> str:
             outcome = np.round(np.where(solved, 0.75, 0.25) + _rng(*words, "grade").uniform(-0.2, 0.2, items), 2)
         frames.append(asked.assign(benchmark=name, outcome=outcome))
         metric = "pass@1" if task in ("humaneval", "mbpp", "livecodebench") else "acc"
+        if name == "perplexity":  # nats per token of windows of different lengths
+            outcome, units = 3.0 + difficulty - _quality(cell, task) - luck, 100.0 + np.arange(items)
+            frames[-1] = asked.assign(benchmark=name, outcome=outcome, units=units, answer_loss=np.nan)
+            metric, outcome = "perplexity", np.exp(np.full(items, outcome @ units / units.sum()))
         stderr = float(outcome.std(ddof=1) / np.sqrt(items))
         found = {"benchmark": name, "metric": metric, "score": float(outcome.mean()), "stderr": stderr}
         results.append({**found, "n": items, "expected": items})
@@ -209,7 +220,8 @@ def write_store(
     ratios: Sequence[float] = (0.25, 0.5),
     allocations: Sequence[str] = ("uniform",),
     recoveries: Sequence[str] = ("none",),
-    tasks: Sequence[str] = tuple(TASKS),
+    tasks: Sequence[str] = ALL,
+    random_seeds: Sequence[int] = (USUAL_SEED,),
     items: int = 80,
     overlap: bool = True,
 ) -> Path:
@@ -225,8 +237,9 @@ def write_store(
                 continue
             for calibration in ("none",) if criterion in DATA_FREE and not searched else calibrations:
                 axes = {"model": model, "criterion": criterion, "calibration": calibration, "ratio": ratio}
-                axes |= {"allocation": allocation, "recovery": recovery, "gate": "model", "seed": 42}
-                cells.append(_cell(root, axes, tasks, items))
+                axes |= {"allocation": allocation, "recovery": recovery, "gate": "model"}
+                for seed in random_seeds if criterion == "random" else (USUAL_SEED,):
+                    cells.append(_cell(root, {**axes, "seed": seed}, tasks, items))
     pairs = [(model, calibration) for model in models for calibration in calibrations] if overlap else []
     keys = [{"calibration": calibration, "model": model, "gate": "model", "seed": 42} for model, calibration in pairs]
     families = [{**key, "step": _family(root, *pair)} for key, pair in zip(keys, pairs, strict=True)]

@@ -17,10 +17,11 @@ from xml.etree import ElementTree
 import pandas as pd
 import pytest
 from processes import within
-from synthetic import record_path, write_store
+from synthetic import CRITERIA, record_path, write_store
 
-from analysis import report
+from analysis import names, report
 from analysis.__main__ import main
+from analysis.load.study import load
 from analysis.published import tables
 from analysis.registry import REGISTERED, Item, Results, find
 from analysis.render.table import Table
@@ -49,6 +50,67 @@ def test_the_page_says_what_was_run_and_where(small_report: Path) -> None:
         assert words in said
     found = re.findall(r"<th scope=col class=(\w+) [^>]*><button type=button>(\w+)<", said)
     assert ("text", "Criterion") in found and ("number", "GSM8K") in found, found
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "perplexity": {"tasks": ("perplexity",), "random_seeds": (1, 2, 3), "ratios": (0.25, 0.5)},
+    "one benchmark": {"tasks": ("gsm8k",), "calibrations": ("pocket_code",), "ratios": (0.5,)},
+    "a thousand cells": {"tasks": ("gsm8k",), "ratios": [number / 100 for number in range(20, 48)]},
+}
+"""What a study may have little or much of."""
+HEADLINE = re.compile(
+    r"(?P<model>\S+), (?P<pruned>\S+ %) removed: of (?P<plans>\S+) plans?, (?P<best>.*?) has the "
+    r"(?P<what>lowest loss|best average), (?P<score>\S+) \((?P<low>\S+) to (?P<high>\S+)\), (?P<share>\d+) % of the unpruned model's; (?P<rest>.*)"
+)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_sentence_of_a_page_follows_from_its_tables(tmp_path: Path, kind: str) -> None:
+    usual = {"items": 12, "overlap": False, "criteria": CRITERIA if "cells" in kind else ("frequency", "man", "random")}
+    store = write_store(tmp_path / "store", **{**usual, **KINDS[kind]})
+    page = report.write(store, "made_up", tmp_path / "out")
+    said, study = text(page), load(store, "made_up")
+    assert ("cells" in kind) == (len(study.cells) > 1000) and not list((tmp_path / "out").glob("failed/*"))
+    table = pd.read_csv(tmp_path / "out" / "tables" / "ranking.csv", keep_default_na=False)
+    mean = "Loss" if kind == "perplexity" else "Avg"
+    table[mean] = table[mean].astype(float)
+    sentences = re.findall(r"<p>(.*?)</p>", said[said.index('<section id="ranking">') :].partition("</section>")[0])
+    found = [match for match in map(HEADLINE.fullmatch, sentences) if match]
+    blocks = {pruned: rows for pruned, rows in table.groupby("Pruned", sort=False)}
+    assert [match["pruned"] for match in found] == list(blocks) and len(sentences) == len(found) + 1
+    for match in found:
+        rows = blocks[match["pruned"]].reset_index(drop=True)
+        best, tied = rows.iloc[0], rows[rows["Beside the best"] == "not separated"]
+        assert match["plans"] == names.count(len(rows), "plan").split()[0]
+        assert match["best"].startswith(best["Criterion"]) and best["Beside the best"] == "best"
+        assert best[mean] == (rows[mean].min() if mean == "Loss" else rows[mean].max())
+        numbers = [float(match[key]) for key in ("score", "low", "high")]
+        ends = [best[mean], float(best[f"{mean} low"]), float(best[f"{mean} high"])]
+        assert numbers == pytest.approx(ends, abs=6e-4) and match["what"].endswith(
+            mean.lower().replace("avg", "average")
+        )
+        assert float(match["share"]) == pytest.approx(100 * float(best["Of unpruned"]), abs=0.51)
+        counted = re.search(r"(\d+) more", match["rest"])
+        named = sum(f"{row['Criterion']}" in match["rest"] for _, row in tied.head(4).iterrows())
+        assert named == min(len(tied), 4) and (int(counted[1]) if counted else 0) == max(len(tied) - 4, 0)
+        assert ("separate all others" in match["rest"]) == tied.empty
+        if kind == "perplexity":
+            for place in ("above", "within", "below"):
+                assert f"{(rows['Chance'] == place).sum()} {place}" in match["rest"]
+    # a plan's number is that of its items, and of nothing else
+    cell = study.cells.query("criterion == 'man'").index[0]
+    own = study.samples[study.samples["cell"] == cell]
+    weights = own["units"].fillna(1)
+    score = float((own["outcome"] * weights).sum() / weights.sum())
+    assert (table[mean] - score).abs().min() < 1e-5
+    pruned = study.cells[study.cells["criterion"] != "none"]
+    assert (
+        f"That gave {names.count(len(pruned), 'pruned model')}, each evaluated" in said and "Nothing is missing" in said
+    )
+    for chapter in ("search", "claims", "winners", "recovery", "channels"):
+        assert f'<section id="{chapter}">' not in said, f"nothing of {chapter} was run"
+    silent = re.search(r"This study has nothing for (.*?) \(", said)
+    assert silent and not {*re.split(", | and ", silent[1])} & {path.stem for path in tmp_path.glob("out/*/*")}
 
 
 def test_the_page_needs_nothing_beside_it(small_report: Path) -> None:
