@@ -3,35 +3,80 @@
 from __future__ import annotations
 
 import json
-import math
+import subprocess
 import sys
+from collections import ChainMap
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
 
+import pandas
 import pytest
-from PIL import Image
+from studies import Worker, asked, start
 
-from moe_lab.config import TrackerConfig
+from moe_lab.config import Config, TrackerConfig
 from moe_lab.errors import UserError
-from moe_lab.study.record import log_study
+from moe_lab.results import STEPS
+from moe_lab.study import run as launch
+from moe_lab.study import tracker
+from moe_lab.study.preflight import preflight
+from moe_lab.study.store import Store
 
-SETTINGS = TrackerConfig(name="wandb")
+SETTINGS = TrackerConfig(name="wandb", plans=True)
 KEY = "0123456789abcdef0123456789abcdef01234567"
+UNPRUNED = {"model": "tiny", "criterion": "none", "ratio": 0.0, "seed": 0}
+PRUNED = {"model": "tiny", "criterion": "man", "ratio": 0.25, "seed": 42}
 
-PRUNED = {"model": "tiny", "criterion": "man", "ratio": 0.25}
-STUDY: dict[str, Any] = {
-    "schema": 1,
-    "study": "demo",
-    "created": 1795255200.0,
-    "config": {"suite": {"name": "pocket16"}},
-    "cells": [
-        {"cell": {"model": "tiny", "criterion": "none", "ratio": 0}, "evaluate": {"arc": "evaluate/arc-0"}},
-        {"cell": PRUNED, "plan": "plan/p", "evaluate": {"arc": "evaluate/arc-1"}},
-    ],
-}
+
+COST, PLAN, FINETUNE, *EVALUATE = (
+    f"{kind}/tiny-00000000000{kind[0]}" for kind in ("cost", "plan", "finetune", "a", "b")
+)
+LOSSES = [2.5, 2.0, 1.75]
+
+
+def cell(axes: dict[str, Any], evaluate: str | None, **steps: str) -> dict[str, Any]:
+    """A cell in a record, with one benchmark."""
+    places = {**dict.fromkeys(STEPS), "cost": COST, **steps}
+    return {"cell": axes, "protocol": "unified", "evaluate": {"arc": evaluate}, **places}
+
+
+WHOLE, TUNED = cell(UNPRUNED, EVALUATE[0]), cell(PRUNED, EVALUATE[1], plan=PLAN, finetune=FINETUNE)
+STUDY: dict[str, Any] = {"study": "demo", "cells": [WHOLE, TUNED, cell({**PRUNED, "seed": 1}, None)]}
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    """A store with the results of the study."""
+    made = Store(tmp_path / "store").create()
+    documents: dict[str, Any] = {
+        f"{COST}/cost.json": {"parameters": 100, "by_part": {}},
+        f"{PLAN}/plan.json": {"layers": {}},
+        f"{FINETUNE}/finetune.json": {"loss": LOSSES},
+    }
+    for place, score in zip(EVALUATE, (0.75, 0.5), strict=True):
+        documents[f"{place}/result.json"] = {"results": [{"benchmark": "arc", "metric": "acc", "score": score}]}
+    for path, document in documents.items():
+        (made.root / path).parent.mkdir(parents=True)
+        (made.root / path).write_text(json.dumps(document))
+    for place in EVALUATE:
+        samples = pandas.DataFrame({"benchmark": "arc", "answer_loss": [1.0, 2.0, None]})
+        samples.to_parquet(made.root / place / "samples.parquet")
+    return made
+
+
+def offline_runs(folder: Path) -> list[dict[str, Any]]:
+    """What wandb's own reader finds in each offline run: the records by type."""
+    runs = []
+    for run in sorted(folder.glob("wandb/offline-run-*")):
+        read = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(run)]
+        records: dict[str, Any] = {}
+        for line in subprocess.run(read, capture_output=True, text=True, check=True).stdout.splitlines():
+            record = json.loads(line)
+            records.setdefault(record["type"], []).append(record.get(record["type"]))
+        runs.append(records)
+    return runs
 
 
 @pytest.fixture
@@ -57,36 +102,77 @@ def forget_environment() -> None:
         wandb.teardown()
 
 
-def test_cells_tables_and_figures_are_told_silently_and_no_key_is(
-    alone: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+def test_each_cell_is_one_run_however_often_it_is_logged_and_no_key_is(
+    alone: Path, store: Store, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("WANDB_API_KEY", KEY)
     monkeypatch.setenv("WANDB_MODE", "offline")
-    table, figure = alone / "ranks.csv", alone / "winners.png"
-    table.write_text("criterion,Avg,Rank\nman,0.5,1.0\nreap,N/A,2.0\n")
-    Image.new("RGB", (3, 2)).save(figure)
-    log_study(SETTINGS, STUDY, {"ranks": table}, [figure])
-    printed = capfd.readouterr()
-    assert printed.out + printed.err == ""
+    for _ in range(2):
+        said = tracker.log(SETTINGS, store, STUDY)
+        assert str(alone / "told" / "wandb") in said and " 2 of 3 cells " in said
+    assert "".join(capfd.readouterr()) == ""
 
-    written = [file for file in (alone / "told").rglob("*") if file.is_file()]
-    tables = [json.loads(file.read_text()) for file in written if file.name.endswith(".table.json")]
-    ranks, cells = sorted(tables, key=lambda table: len(table["columns"]))
-    assert ranks["columns"] == ["criterion", "Avg", "Rank"]
-    assert ranks["data"] == [["man", 0.5, 1.0], ["reap", pytest.approx(math.nan, nan_ok=True), 2.0]]
-    assert cells["columns"] == ["model", "criterion", "ratio", "plan", "evaluate/arc"]
-    assert cells["data"][0] == ["tiny", "none", 0, None, "evaluate/arc-0"]
-    assert cells["data"][1] == ["tiny", "man", 0.25, "plan/p", "evaluate/arc-1"]
-    assert [file.name for file in written if file.suffix == ".png"]
-    (log,) = [file.read_bytes() for file in written if file.suffix == ".wandb"]
-    assert b"demo" in log and b"pocket16" in log
-    assert sys.executable.encode() not in log, "a command line may hold what is nobody's business"
+    unpruned, tuned = sorted(offline_runs(alone / "told"), key=lambda run: run["run"][0]["config"]["update"]["ratio"])
+    for run, axes, score in ((unpruned, UNPRUNED, 0.75), (tuned, PRUNED, 0.5)):
+        (about,), summary = run["run"], ChainMap(*(changes["update"] for changes in run["summary"]))
+        assert (about["run_group"], about["display_name"], about["resume"]) == ("demo", "tiny", True)
+        assert axes.items() <= about["config"]["update"].items()
+        assert summary["scores/arc/acc"] == score and summary["answer_loss/arc"] == 1.5
+        assert summary["cost/parameters"] == 100
+    assert [item["item"]["recovery/loss"] for item in tuned["history"]] == LOSSES and "history" not in unpruned
+    assert len(tuned["artifact"]) == 1 and "artifact" not in unpruned
+    written = [file for file in alone.rglob("*") if file.is_file()]
     assert not [file for file in written if KEY.encode() in file.read_bytes()]
+    (log,) = [file.read_bytes() for file in written if file.name == f"run-{tuned['run'][0]['run_id']}.wandb"]
+    assert sys.executable.encode() not in log, "a command line may hold what is nobody's business"
+
+    tracker.log(SETTINGS, store, {"study": "other", "cells": [WHOLE]})
+    assert len(list(alone.glob("told/wandb/offline-run-*"))) == 3, "a run has one group, so studies do not share runs"
+
+
+def test_a_run_that_is_continued_gets_only_the_steps_that_it_lacks(
+    alone: Path, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import wandb
+
+    run = MagicMock(step=2)
+    monkeypatch.setenv("WANDB_MODE", "online")
+    monkeypatch.setattr(wandb, "init", lambda **_: nullcontext(run))
+    tracker.log(SETTINGS, store, {**STUDY, "cells": [TUNED]})
+    run.log.assert_called_once_with({"recovery/loss": LOSSES[2]}, step=2)
+
+
+def test_a_mode_is_checked_before_the_start_and_obeyed(
+    alone: Path, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = Config(tracker=SETTINGS)
+    monkeypatch.setenv("WANDB_MODE", "ofline")
+    (sentence,) = preflight(config, [])
+    assert sentence.startswith("WANDB_MODE=ofline ") and "mean offline?" in sentence
+    assert preflight(Config(), []) == []
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    assert preflight(config, []) == []
+    tracker.log(SETTINGS, store, STUDY)
+    monkeypatch.delenv("WANDB_MODE")
+    forget_environment()
+    (alone / "told/settings").write_text("[default]\nmode = disabled\n")  # as `wandb disabled` does
+    tracker.log(SETTINGS, store, STUDY)
+    assert not list(alone.glob("told/wandb/*run-*"))
+
+
+def test_a_finished_study_is_logged_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "Here", Worker)
+    records: list[Any] = []
+    monkeypatch.setattr(tracker, "log", lambda settings, store, record: records.append(record["cells"]) or "")
+    for _ in range(2):
+        assert start(tmp_path / "store", asked("criterion=aimer", "ratio=0.5", "tracker=wandb")) == 0
+    first, again = records
+    assert first == again and len(first) == 2
 
 
 @pytest.mark.parametrize("place", ["environment", "netrc", "nowhere"])
 def test_a_key_is_found_without_a_question_or_a_word(
-    place: str, alone: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    place: str, alone: Path, store: Store, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     import wandb
 
@@ -94,16 +180,17 @@ def test_a_key_is_found_without_a_question_or_a_word(
         monkeypatch.setenv("WANDB_API_KEY", KEY)
     if place == "netrc":
         (alone / "netrc").write_text(f"machine api.wandb.ai login user password {KEY}\n")
-    modes: list[str | None] = []
+    modes: list[str] = []
     monkeypatch.setattr(wandb, "init", lambda mode, **_: modes.append(mode) or nullcontext(MagicMock()))
-    log_study(SETTINGS, STUDY, {}, [])
-    assert modes == ["offline" if place == "nowhere" else None] and "".join(capfd.readouterr()) == ""
+    tracker.log(SETTINGS, store, {**STUDY, "cells": [WHOLE]})
+    assert modes == ["offline" if place == "nowhere" else "online"]
+    assert "".join(capfd.readouterr()) == ""
     assert not [file for file in (alone / "told").rglob("*") if file.is_file() and KEY in file.read_text()]
 
 
-def test_a_refusal_of_the_tracker_is_one_sentence(alone: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refusal_of_the_tracker_is_one_sentence(alone: Path, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     import wandb
 
     monkeypatch.setattr(wandb, "init", MagicMock(side_effect=wandb.Error("the server said no\nand more")))
     with pytest.raises(UserError, match=r"^tracker=wandb was not told \(the server said no\): .*needs no server$"):
-        log_study(SETTINGS, STUDY, {}, [])
+        tracker.log(SETTINGS, store, STUDY)
