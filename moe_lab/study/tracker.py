@@ -38,7 +38,7 @@ def log(settings: TrackerConfig, store: Store, record: dict[str, Any]) -> str:
     cells = [entry for entry in record["cells"] if mode != "disabled" and all(entry["evaluate"].values())]
     try:
         for entry in cells:
-            steps = {name: place[-DIGITS:] for name, place in entry["evaluate"].items()}
+            steps = sorted(place[-DIGITS:] for place in entry["evaluate"].values())
             run_id = digest([record["study"], entry["cell"], steps])[:DIGITS]  # a run has one group: that of its study
             if mode == "offline" and any(Path(found.wandb_dir).glob(f"offline-run-*-{run_id}")):
                 continue
@@ -60,8 +60,7 @@ def log(settings: TrackerConfig, store: Store, record: dict[str, Any]) -> str:
         raise UserError(f"tracker=wandb was not told ({reason}): WANDB_MODE=offline needs no server") from error
     finally:
         wandb.teardown()  # only then has its background process written or sent everything
-    place = found.wandb_dir if mode == "offline" else settings.project
-    return f"tracker: {len(cells)} of {len(record['cells'])} cells are logged ({mode}: {place})"
+    return f"tracker: {len(cells)} of {len(record['cells'])} cells are logged ({mode}, in {found.wandb_dir})"
 
 
 def _results(store: Store, entry: dict[str, Any]) -> tuple[dict[str, float], list[float]]:
@@ -74,8 +73,7 @@ def _results(store: Store, entry: dict[str, Any]) -> tuple[dict[str, float], lis
     for place in entry["evaluate"].values():
         results = json.loads(store.content(place, "result.json"))["results"]
         numbers |= {f"scores/{result['benchmark']}/{result['metric']}": result["score"] for result in results}
-        samples = pandas.read_parquet(BytesIO(store.content(place, "samples.parquet")))
-        losses = samples.reindex(columns=["benchmark", "answer_loss"]).astype({"answer_loss": float})
-        means = losses.groupby("benchmark")["answer_loss"].mean().dropna()
-        numbers |= {f"answer_loss/{name}": mean for name, mean in means.items()}
+        samples = pandas.read_parquet(BytesIO(store.content(place, "samples.parquet"))).set_index("benchmark")
+        losses = samples.reindex(columns=["answer_loss"]).astype(float).dropna().groupby(level=0)["answer_loss"]
+        numbers |= {f"answer_loss/{name}": loss for name, loss in losses.mean().items()}
     return numbers, tuned.get("loss", [])
