@@ -7,7 +7,6 @@ import subprocess
 import sys
 from collections import ChainMap, defaultdict
 from collections.abc import Iterator
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
@@ -49,11 +48,11 @@ def store(tmp_path: Path) -> Store:
     documents = {COST: {"parameters": 100, "by_part": {}}, PLAN: {}, FINETUNE: {"loss": LOSSES}}
     for place, score in zip(EVALUATE, (0.75, 0.5), strict=True):
         documents[place] = {"results": [{"benchmark": "arc", "metric": "acc", "score": score}]}
+    samples = pandas.DataFrame({"benchmark": "arc", "answer_loss": [1.0, 2.0, None]})
     for place, document in documents.items():
         (made.root / place).mkdir(parents=True)
         name = "result" if place in EVALUATE else place.partition("/")[0]
         (made.root / place / f"{name}.json").write_text(json.dumps(document))
-        samples = pandas.DataFrame({"benchmark": "arc", "answer_loss": [1.0, 2.0, None]})
         samples.to_parquet(made.root / place / "samples.parquet")
     return made
 
@@ -97,52 +96,42 @@ def test_each_cell_is_one_run_however_often_it_is_logged_and_no_key_is(
     monkeypatch.setenv("WANDB_API_KEY", KEY)
     monkeypatch.setenv("WANDB_MODE", "offline")
     for _ in range(2):
-        said = tracker.log(SETTINGS, store, STUDY)
-        assert str(alone / "told" / "wandb") in said and " 2 of 3 cells " in said
+        assert str(alone / "told/wandb") in tracker.log(SETTINGS, store, STUDY)
     assert "".join(capfd.readouterr()) == ""
-
-    unpruned, tuned = map(records, sorted(alone.glob("told/wandb/offline-run-*"), key=lambda run: run.stat().st_ctime))
+    first, second = map(records, alone.glob("told/wandb/offline-run-*"))
+    unpruned, tuned = (second, first) if first["history"] else (first, second)
     for run, axes, score in ((unpruned, UNPRUNED, 0.75), (tuned, PRUNED, 0.5)):
         (about,), summary = run["run"], ChainMap(*(changes["update"] for changes in run["summary"]))
         assert (about["run_group"], about["display_name"], about["resume"]) == ("demo", "tiny", True)
         assert axes.items() <= about["config"]["update"].items()
-        assert summary["scores/arc/acc"] == score and summary["answer_loss/arc"] == 1.5
-        assert summary["cost/parameters"] == 100
-    assert [item["item"]["recovery/loss"] for item in tuned["history"]] == LOSSES and not unpruned["history"]
+        assert {"scores/arc/acc": score, "answer_loss/arc": 1.5, "cost/parameters": 100}.items() <= summary.items()
+    assert [item["item"]["recovery/loss"] for item in tuned["history"]] == LOSSES
     assert len(tuned["artifact"]) == 1 and not unpruned["artifact"]
     written = [file for file in alone.rglob("*") if file.is_file()]
     assert not [file for file in written if KEY.encode() in file.read_bytes()]
-    logs = [file.read_bytes() for file in written if file.suffix == ".wandb"]
-    assert not any(sys.executable.encode() in log for log in logs), "a command line may hold what is nobody's business"
-    tracker.log(SETTINGS, store, {"study": "other", "cells": [WHOLE]})
-    assert len(list(alone.glob("told/wandb/offline-run-*"))) == 3, "a run has one group, so studies do not share runs"
+    assert not any(sys.executable.encode() in file.read_bytes() for file in alone.rglob("*.wandb")), "a command line"
 
 
-def test_a_run_that_is_continued_gets_only_the_steps_that_it_lacks(
+def test_a_continued_run_gets_the_steps_that_it_lacks_and_is_of_one_study(
     alone: Path, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import wandb
-
-    run = MagicMock(step=2)
     monkeypatch.setenv("WANDB_MODE", "online")
-    monkeypatch.setattr(wandb, "init", lambda **_: nullcontext(run))
+    monkeypatch.setattr("wandb.init", init := MagicMock())
+    init.return_value.__enter__.return_value = run = MagicMock(step=2)
     tracker.log(SETTINGS, store, {**STUDY, "cells": [TUNED]})
     run.log.assert_called_once_with({"recovery/loss": LOSSES[2]}, step=2)
+    tracker.log(SETTINGS, store, {"study": "other", "cells": [TUNED]})
+    assert len({call.kwargs["id"] for call in init.call_args_list}) == 2
 
 
-def test_a_mode_is_checked_before_the_start_and_obeyed(
-    alone: Path, store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_mode_is_checked_and_obeyed(alone: Path, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     config = Config(tracker=SETTINGS)
     monkeypatch.setenv("WANDB_MODE", "ofline")
     (sentence,) = preflight(config, [])
     assert sentence.startswith("WANDB_MODE=ofline ") and "mean offline?" in sentence
     assert preflight(Config(), []) == []
-    monkeypatch.setenv("WANDB_MODE", "disabled")
-    assert preflight(config, []) == []
-    tracker.log(SETTINGS, store, STUDY)
     monkeypatch.delenv("WANDB_MODE")
-    forget_environment()
+    assert preflight(config, []) == []
     (alone / "told/settings").write_text("[default]\nmode = disabled\n")  # as `wandb disabled` does
     tracker.log(SETTINGS, store, STUDY)
     assert not list(alone.glob("told/wandb/*run-*"))
@@ -161,16 +150,13 @@ def test_a_finished_study_is_logged_too(tmp_path: Path, monkeypatch: pytest.Monk
 def test_a_key_is_found_without_a_question_or_a_word(
     place: str, alone: Path, store: Store, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    import wandb
-
     if place == "environment":
         monkeypatch.setenv("WANDB_API_KEY", KEY)
     if place == "netrc":
         (alone / "netrc").write_text(f"machine api.wandb.ai login user password {KEY}\n")
-    modes: list[str] = []
-    monkeypatch.setattr(wandb, "init", lambda mode, **_: modes.append(mode) or nullcontext(MagicMock()))
+    monkeypatch.setattr("wandb.init", init := MagicMock())
     tracker.log(SETTINGS, store, {**STUDY, "cells": [WHOLE]})
-    assert modes == ["offline" if place == "nowhere" else "online"]
+    assert init.call_args.kwargs["mode"] == ("offline" if place == "nowhere" else "online")
     assert "".join(capfd.readouterr()) == ""
     assert not [file for file in (alone / "told").rglob("*") if file.is_file() and KEY in file.read_text()]
 
