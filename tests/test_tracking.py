@@ -3,35 +3,68 @@
 from __future__ import annotations
 
 import json
-import math
+import subprocess
 import sys
+from collections import ChainMap, defaultdict
 from collections.abc import Iterator
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
 
+import pandas
 import pytest
-from PIL import Image
+from studies import Worker, asked, start
 
-from moe_lab.config import TrackerConfig
+from moe_lab.config import Config, TrackerConfig
 from moe_lab.errors import UserError
-from moe_lab.study.record import log_study
+from moe_lab.results import STEPS
+from moe_lab.study import run as launch
+from moe_lab.study import tracker
+from moe_lab.study.preflight import preflight
+from moe_lab.study.store import Store
 
-SETTINGS = TrackerConfig(name="wandb")
+SETTINGS = TrackerConfig(name="wandb", plans=True)
 KEY = "0123456789abcdef0123456789abcdef01234567"
+UNPRUNED = {"model": "tiny", "criterion": "none", "ratio": 0.0, "seed": 0}
+PRUNED = {"model": "tiny", "criterion": "man", "ratio": 0.25, "seed": 42}
+COST, PLAN, FINETUNE, *EVALUATE = (f"{kind}/tiny-{kind * 12:.12}" for kind in ("cost", "plan", "finetune", "a", "b"))
+LOSSES = [2.5, 2.0, 1.75]
 
-PRUNED = {"model": "tiny", "criterion": "man", "ratio": 0.25}
-STUDY: dict[str, Any] = {
-    "schema": 1,
-    "study": "demo",
-    "created": 1795255200.0,
-    "config": {"suite": {"name": "pocket16"}},
-    "cells": [
-        {"cell": {"model": "tiny", "criterion": "none", "ratio": 0}, "evaluate": {"arc": "evaluate/arc-0"}},
-        {"cell": PRUNED, "plan": "plan/p", "evaluate": {"arc": "evaluate/arc-1"}},
-    ],
-}
+
+def cell(axes: dict[str, Any], evaluate: str | None, **steps: str) -> dict[str, Any]:
+    """A cell in a record, with one benchmark."""
+    places = {**dict.fromkeys(STEPS), "cost": COST, **steps}
+    return {"cell": axes, "protocol": "unified", "evaluate": {"arc": evaluate}, **places}
+
+
+WHOLE, TUNED = cell(UNPRUNED, EVALUATE[0]), cell(PRUNED, EVALUATE[1], plan=PLAN, finetune=FINETUNE)
+STUDY: dict[str, Any] = {"study": "demo", "cells": [WHOLE, TUNED, cell({**PRUNED, "seed": 1}, None)]}
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    """A store with the results of the study."""
+    made = Store(tmp_path / "store").create()
+    documents = {COST: {"parameters": 100, "by_part": {}}, PLAN: {}, FINETUNE: {"loss": LOSSES}}
+    for place, score in zip(EVALUATE, (0.75, 0.5), strict=True):
+        documents[place] = {"results": [{"benchmark": "arc", "metric": "acc", "score": score}]}
+    samples = pandas.DataFrame({"benchmark": "arc", "answer_loss": [1.0, 2.0, None]})
+    for place, document in documents.items():
+        (made.root / place).mkdir(parents=True)
+        name = "result" if place in EVALUATE else place.partition("/")[0]
+        (made.root / place / f"{name}.json").write_text(json.dumps(document))
+        samples.to_parquet(made.root / place / "samples.parquet")
+    return made
+
+
+def records(run: Path) -> dict[str, list[Any]]:
+    """What wandb's own reader finds in an offline run, by type."""
+    read = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(run)]
+    found: dict[str, list[Any]] = defaultdict(list)
+    for line in subprocess.run(read, capture_output=True, text=True, check=True).stdout.splitlines():
+        record = json.loads(line)
+        found[record["type"]].append(record.get(record["type"]))
+    return found
 
 
 @pytest.fixture
@@ -57,53 +90,80 @@ def forget_environment() -> None:
         wandb.teardown()
 
 
-def test_cells_tables_and_figures_are_told_silently_and_no_key_is(
-    alone: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+def test_each_cell_is_one_run_however_often_it_is_logged_and_no_key_is(
+    alone: Path, store: Store, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("WANDB_API_KEY", KEY)
     monkeypatch.setenv("WANDB_MODE", "offline")
-    table, figure = alone / "ranks.csv", alone / "winners.png"
-    table.write_text("criterion,Avg,Rank\nman,0.5,1.0\nreap,N/A,2.0\n")
-    Image.new("RGB", (3, 2)).save(figure)
-    log_study(SETTINGS, STUDY, {"ranks": table}, [figure])
-    printed = capfd.readouterr()
-    assert printed.out + printed.err == ""
-
-    written = [file for file in (alone / "told").rglob("*") if file.is_file()]
-    tables = [json.loads(file.read_text()) for file in written if file.name.endswith(".table.json")]
-    ranks, cells = sorted(tables, key=lambda table: len(table["columns"]))
-    assert ranks["columns"] == ["criterion", "Avg", "Rank"]
-    assert ranks["data"] == [["man", 0.5, 1.0], ["reap", pytest.approx(math.nan, nan_ok=True), 2.0]]
-    assert cells["columns"] == ["model", "criterion", "ratio", "plan", "evaluate/arc"]
-    assert cells["data"][0] == ["tiny", "none", 0, None, "evaluate/arc-0"]
-    assert cells["data"][1] == ["tiny", "man", 0.25, "plan/p", "evaluate/arc-1"]
-    assert [file.name for file in written if file.suffix == ".png"]
-    (log,) = [file.read_bytes() for file in written if file.suffix == ".wandb"]
-    assert b"demo" in log and b"pocket16" in log
-    assert sys.executable.encode() not in log, "a command line may hold what is nobody's business"
+    for _ in range(2):
+        assert str(alone / "told/wandb") in tracker.log(SETTINGS, store, STUDY)
+    assert "".join(capfd.readouterr()) == ""
+    first, second = map(records, alone.glob("told/wandb/offline-run-*"))
+    unpruned, tuned = (second, first) if first["history"] else (first, second)
+    for run, axes, score in ((unpruned, UNPRUNED, 0.75), (tuned, PRUNED, 0.5)):
+        (about,), summary = run["run"], ChainMap(*(changes["update"] for changes in run["summary"]))
+        assert (about["run_group"], about["display_name"], about["resume"]) == ("demo", "tiny", True)
+        assert axes.items() <= about["config"]["update"].items()
+        assert {"scores/arc/acc": score, "answer_loss/arc": 1.5, "cost/parameters": 100}.items() <= summary.items()
+    assert [item["item"]["recovery/loss"] for item in tuned["history"]] == LOSSES
+    assert len(tuned["artifact"]) == 1 and not unpruned["artifact"]
+    written = [file for file in alone.rglob("*") if file.is_file()]
     assert not [file for file in written if KEY.encode() in file.read_bytes()]
+    assert not any(sys.executable.encode() in file.read_bytes() for file in alone.rglob("*.wandb")), "a command line"
+
+
+def test_a_continued_run_gets_the_steps_that_it_lacks_and_is_of_one_study(
+    alone: Path, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_MODE", "online")
+    monkeypatch.setattr("wandb.init", init := MagicMock())
+    init.return_value.__enter__.return_value = run = MagicMock(step=2)
+    tracker.log(SETTINGS, store, {**STUDY, "cells": [TUNED]})
+    run.log.assert_called_once_with({"recovery/loss": LOSSES[2]}, step=2)
+    tracker.log(SETTINGS, store, {"study": "other", "cells": [TUNED]})
+    assert len({call.kwargs["id"] for call in init.call_args_list}) == 2
+
+
+def test_a_mode_is_checked_and_obeyed(alone: Path, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = Config(tracker=SETTINGS)
+    monkeypatch.setenv("WANDB_MODE", "ofline")
+    (sentence,) = preflight(config, [])
+    assert sentence.startswith("WANDB_MODE=ofline ") and "mean offline?" in sentence
+    assert preflight(Config(), []) == []
+    monkeypatch.delenv("WANDB_MODE")
+    assert preflight(config, []) == []
+    (alone / "told/settings").write_text("[default]\nmode = disabled\n")  # as `wandb disabled` does
+    tracker.log(SETTINGS, store, STUDY)
+    assert not list(alone.glob("told/wandb/*run-*"))
+
+
+def test_a_finished_study_is_logged_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "Here", Worker)
+    log = MagicMock(return_value="")
+    monkeypatch.setattr(tracker, "log", log)
+    for _ in range(2):
+        assert start(tmp_path / "store", asked("criterion=aimer", "ratio=0.5", "tracker=wandb")) == 0
+    assert [len(call.args[2]["cells"]) for call in log.call_args_list] == [2, 2]
 
 
 @pytest.mark.parametrize("place", ["environment", "netrc", "nowhere"])
 def test_a_key_is_found_without_a_question_or_a_word(
-    place: str, alone: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    place: str, alone: Path, store: Store, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    import wandb
-
     if place == "environment":
         monkeypatch.setenv("WANDB_API_KEY", KEY)
     if place == "netrc":
         (alone / "netrc").write_text(f"machine api.wandb.ai login user password {KEY}\n")
-    modes: list[str | None] = []
-    monkeypatch.setattr(wandb, "init", lambda mode, **_: modes.append(mode) or nullcontext(MagicMock()))
-    log_study(SETTINGS, STUDY, {}, [])
-    assert modes == ["offline" if place == "nowhere" else None] and "".join(capfd.readouterr()) == ""
+    monkeypatch.setattr("wandb.init", init := MagicMock())
+    tracker.log(SETTINGS, store, {**STUDY, "cells": [WHOLE]})
+    assert init.call_args.kwargs["mode"] == ("offline" if place == "nowhere" else "online")
+    assert "".join(capfd.readouterr()) == ""
     assert not [file for file in (alone / "told").rglob("*") if file.is_file() and KEY in file.read_text()]
 
 
-def test_a_refusal_of_the_tracker_is_one_sentence(alone: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refusal_of_the_tracker_is_one_sentence(alone: Path, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     import wandb
 
     monkeypatch.setattr(wandb, "init", MagicMock(side_effect=wandb.Error("the server said no\nand more")))
     with pytest.raises(UserError, match=r"^tracker=wandb was not told \(the server said no\): .*needs no server$"):
-        log_study(SETTINGS, STUDY, {}, [])
+        tracker.log(SETTINGS, store, STUDY)

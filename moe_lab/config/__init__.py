@@ -154,6 +154,8 @@ class TrackerConfig(Group):
     """none or wandb."""
     project: Project = "moe_lab"
     """Project of the tracker. WANDB_MODE=offline keeps runs on this machine, as they are without a key."""
+    plans: bool = False
+    """Whether each cell's plan.json is logged as an artefact."""
 
 
 @dataclass(config=SETTINGS, frozen=True)

@@ -1,4 +1,4 @@
-"""What a study leaves when its steps have ended: the record of the run, its errors, and the report.
+"""What a study leaves when its steps have ended: the record of the run, its errors, the report, and runs of a tracker.
 
 The record, record.json, is what the analysis reads: cells and the folders of their results. It is never changed, and
 names the records that its run found when it began, which do not count any more.
@@ -6,11 +6,10 @@ names the records that its run found when it began, which do not count any more.
 
 from __future__ import annotations
 
-import os
 import subprocess
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,11 +18,12 @@ from typing import Any
 import moe_lab
 from moe_lab import criteria, plugins
 from moe_lab.allocation.protection import SUPER
-from moe_lab.config import AllocationConfig, Config, TrackerConfig
+from moe_lab.config import AllocationConfig, Config
 from moe_lab.errors import UserError
 from moe_lab.json_files import Damaged, Number, read_json, write_json
 from moe_lab.results import KEY, RECORD, SCHEMA, read_record
 from moe_lab.start import command
+from moe_lab.study import tracker
 from moe_lab.study.graph import CellSteps, Graph
 from moe_lab.study.runs import Run
 from moe_lab.study.schedule import Schedule, say, say_notices
@@ -65,6 +65,8 @@ def finish(study: Study, schedule: Schedule, run: Run) -> int:
     _name_exports(study, schedule)
     full = any(error["message"] == NO_ROOM for error in errors.values())
     complete = _report(study) if study.config.report and not full else True
+    if study.config.tracker.name != "none" and not full:
+        say(tracker.log(study.config.tracker, store, read(store, name)))
     if errors:
         return 2 if all(error.get("user") for error in errors.values()) else 1
     return 0 if whole and complete else 1
@@ -121,10 +123,8 @@ def _report(study: Study) -> bool:
 def _make_report(study: Study, page: Path) -> bool:
     """Make the report; whether it is complete."""
     store, name, folder = study.store, study.config.study, page.parent
-    tracks = study.config.tracker.name != "none"
-    about = [f"store={store.root}", f"study={name}", f"out={folder}"]
-    about += ["format=png"] if tracks else []  # trackers show no vector images
-    done = subprocess.run(command("analysis", "report", *about), capture_output=True, text=True)
+    report = command("analysis", "report", f"store={store.root}", f"study={name}", f"out={folder}")
+    done = subprocess.run(report, capture_output=True, text=True)
     if not done.stdout.strip():  # a report that was written prints the path of its page
         log = store.root / "logs" / f"report-{name}.log"
         with suppress(OSError):  # a full disk
@@ -133,52 +133,10 @@ def _make_report(study: Study, page: Path) -> bool:
         reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
         say(f"moe_lab: the report failed: {reason.removeprefix('analysis: ')} (all that it printed is in {log})")
         return False
-    if tracks:
-        tables = {file.stem: file for file in sorted(folder.rglob("*.csv"))}
-        log_study(study.config.tracker, read(store, name), tables, sorted(folder.rglob("*.png")))
     if failed := sorted(log.stem for log in (folder / "failed").glob("*.log")):
         say(f"report: {page.absolute()}")
         say(f"moe_lab: the report lacks {', '.join(failed)}: traces are in {folder / 'failed'}", style="red")
     return not failed
-
-
-def log_study(
-    settings: TrackerConfig, study: Mapping[str, Any], tables: Mapping[str, Path], figures: Sequence[Path]
-) -> None:
-    """Log a study's cells, its tables (name -> CSV file) and its figures (PNG files) as one run of wandb.
-
-    `study` is the study's record in the store. Prints nothing. Raises UserError when the tracker refuses; all results
-    stay in the store. WANDB_MODE says whether it is told now; without it, it is where there is a key.
-    """
-    import pandas
-    import wandb
-
-    # No output, and no upload of anything but logged values: no console, code or command line.
-    off = ("silent", "disable_code", "disable_git", "disable_job_creation", "x_disable_meta", "x_disable_stats")
-    quiet: dict[str, Any] = {**dict.fromkeys(off, True), "console": "off", "init_timeout": 30}
-    wandb.setup(wandb.Settings(**quiet))  # before login and init, which would print where they found a key
-    has_key = "WANDB_MODE" in os.environ or wandb.login(prompt=False, verify=False)
-    about = {key: value for key, value in study.items() if key not in ("cells", "families", "damages")}
-    rows = [
-        {**cell["cell"], "plan": cell.get("plan")}
-        | {f"evaluate/{name}": folder for name, folder in cell["evaluate"].items()}
-        for cell in study["cells"]
-    ]
-    columns = list(dict.fromkeys(column for row in rows for column in row))
-    mode: Any = None if has_key else "offline"
-    name = study["study"]
-    try:
-        with wandb.init(project=settings.project, name=name, mode=mode, config=about, settings=quiet) as run:
-            run.log({"cells": wandb.Table(columns, [[row.get(column) for column in columns] for row in rows])})
-            run.log({f"tables/{name}": wandb.Table(dataframe=pandas.read_csv(file)) for name, file in tables.items()})
-            run.log({f"figures/{file.stem}": wandb.Image(str(file)) for file in figures})
-    except wandb.Error as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise UserError(
-            f"tracker=wandb was not told ({reason}): everything is in the store; WANDB_MODE=offline needs no server"
-        ) from error
-    finally:
-        wandb.teardown()  # only then has its background process written or sent everything
 
 
 def fingerprint(store: Store, study: str) -> str:
