@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from typing import TypeVar
 
-from moe_lab.config import AllocationConfig, CalibrationConfig, Config, CriterionConfig
+from moe_lab.config import AllocationConfig, CalibrationConfig, Config, CriterionConfig, ModelConfig, TimingConfig
+from moe_lab.errors import UserError
 from moe_lab.grid import Cell, Request
 from moe_lab.models.files import UNRESOLVED
 from moe_lab.study.estimates import device_here, resolved
@@ -93,7 +95,14 @@ def _seeded(text: CalibrationConfig, seed: int) -> CalibrationConfig:
     return text if text.seed is not None else replace(text, seed=seed)
 
 
-_timed = once(lambda timed, model: replace(timed, device=timed.device or device_here(model.device)))
+@once
+def _timed(timed: TimingConfig, model: ModelConfig) -> TimingConfig:
+    """What is timed, with the name of the device; without a name where it is not here, as the step's conditions say."""
+    with suppress(UserError):
+        return replace(timed, device=timed.device or device_here(model.device))
+    return timed
+
+
 _located = once(resolved)
 _unpruned_cost = once(lambda model, text: Cost.of(unpruned_model(model), text))
 

@@ -159,7 +159,6 @@ export=natural model.top_k=2 | model.top_k
 timing=true | timing
 timing=true launcher=slurm | timed.device
 backend=server suite=pocket16 allow_code_execution=true | pocket_wildbench
-model=deepseek_v3 calibration=c4 model.device=cpu suite.benchmarks=[] | model
 """
 """Words | what the message must name."""
 

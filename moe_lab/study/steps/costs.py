@@ -13,6 +13,7 @@ from moe_lab.config import CalibrationConfig, LauncherConfig, ModelConfig, Timin
 from moe_lab.errors import Unavailable, UserError, user_errors
 from moe_lab.json_files import write_json
 from moe_lab.models.config_json import Size, check_plain_weights, config_of, has_packed_experts
+from moe_lab.study.estimates import device_here
 from moe_lab.study.step import Step
 from moe_lab.study.steps.files import Files, engine, loaded, read_text, skeleton
 from moe_lab.study.steps.passes import Arithmetic, Facts, OnText
@@ -167,6 +168,11 @@ class Timing(OnText):
 
     def label(self) -> str:
         return self.name
+
+    def conditions(self, launcher: LauncherConfig) -> Iterator[tuple[Any, ...]]:
+        """A device with a name."""
+        if self.timed.device is None:
+            yield device_here, self.about.device
 
     @property
     def models(self) -> int:
