@@ -24,12 +24,13 @@ from moe_lab.config import (
     ProtocolConfig,
     RecoveryConfig,
     SourceConfig,
+    SuiteConfig,
 )
 from moe_lab.config.base import Mistakes, fields_of, type_at, valid
 from moe_lab.config.pruning import TEXTS
 from moe_lab.errors import UserError, unknown
 from moe_lab.evaluation.harness import HARNESSES
-from moe_lab.paths import as_name
+from moe_lab.paths import PREFIX, as_name
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,8 @@ AXES = tuple(KINDS)
 GROUPS = tuple(axis for axis in AXES if fields_of(KINDS[axis]))
 """Axes whose values are files; a setting in them, such as model.top_k, can have a list, too."""
 VALUES = tuple(axis for axis in AXES if axis not in GROUPS)
+SHIPPED_TEXT, SHIPPED_SUITE = "pocket_general", "pocket_no_code"
+"""What a shipped model reads and is evaluated on where no text and no suite is named."""
 REGISTERED = ("criterion", "allocation")
 """Groups whose choices are called as their functions are, whatever their settings."""
 REMOVED = object()
@@ -116,7 +119,8 @@ def points(draft: Draft, files: Files) -> list[Point]:
             for axis in AXES:
                 with mistakes.caught():
                     values.append(axes.numbers(axis, each) if axis in VALUES else axes.choices(axis, each))
-            found += itertools.product(*values) if len(values) == len(AXES) else []
+            every = itertools.product(*values) if len(values) == len(AXES) else ()
+            found += map(axes.with_own_text, every)
     # Numbers are told apart by value, and choices, each of which is made once, as objects.
     keys = [tuple(value if axis in VALUES else id(value) for axis, value in zip(AXES, p, strict=True)) for p in found]
     return list(dict(zip(keys, found, strict=True)).values())
@@ -148,6 +152,7 @@ class _Axes:
     def __init__(self, draft: Draft, files: Files) -> None:
         self.draft, self.files = draft, files
         self._made: dict[tuple[str, str | None, str], Any] = {}
+        self._unread: dict[int, CalibrationConfig] = {}
 
     def lists(self, lists: Lists) -> Lists:
         """The lists of one grid; what is typed stands above them."""
@@ -196,6 +201,12 @@ class _Axes:
                     found.append(self._make(axis, name, dict(zip(varied, settings, strict=True))))
         return list({id(each): each for each in found}.values())
 
+    def with_own_text(self, point: Point) -> Point:
+        """The point, without the text of the shipped models where its model is another one and nobody named a text."""
+        cell = dict(zip(AXES, point, strict=True))
+        unread = None if is_shipped(cell["model"]) else self._unread.get(id(cell["calibration"]))
+        return tuple({**cell, "calibration": unread}.values()) if unread else point
+
     def _make(self, axis: str, name: str | None, varied: Mapping[str, Any]) -> Any:
         """The choice `name` of a group (None: the configuration's own) with everything that is set besides. `varied`:
         setting -> value, of settings that have lists; the name of a choice with such a setting ends in it."""
@@ -213,14 +224,30 @@ class _Axes:
             ending = "".join(f"_{setting.rpartition('.')[2]}{value}" for setting, value in varied.items())
             if ending and axis not in REGISTERED and "top_k" not in varied:
                 made = replace(made, name=as_name(made.name + ending))
-            self._made[key] = mixed(made, self.files) if isinstance(made, CalibrationConfig) else made
+            self._made[key] = made = mixed(made, self.files) if isinstance(made, CalibrationConfig) else made
+            is_default = axis == "calibration" and name is None and not self._is_named
+            if is_default and made.path == self._shipped_text["path"]:
+                self._unread[id(made)] = replace(made, name=NO_CALIBRATION.name, path=NO_CALIBRATION.path)
         return self._made[key]
+
+    @property
+    def _is_named(self) -> bool:
+        """Whether the configuration has a text of its own; a file of conf/calibration sets a name."""
+        return "name" in (self.draft.own.get("calibration") or {})
+
+    @property
+    def _shipped_text(self) -> dict[str, Any]:
+        choice = ("calibration", SHIPPED_TEXT)
+        return self.files.load([choice])[choice]
 
     def _content(self, axis: str, name: str | None) -> dict[str, Any]:
         """The content of a choice; what a file such as an experiment sets in the group holds for every choice."""
         own = self.draft.own.get(axis) or {}
         if not isinstance(own, dict):
             raise UserError(f"{axis}={own}: expected settings and their values, such as {{name: value}}")
+        if name is None and axis == "calibration" and not self._is_named:
+            assign(shipped := {axis: deepcopy(self._shipped_text)}, axis, own)
+            return shipped[axis]
         if name is None:
             return own
         taken = (axis, self.draft.taken.get(axis, ""))
@@ -258,6 +285,23 @@ def assign(content: dict[str, Any], key: str, value: Any) -> None:
 # ---- cells
 
 
+NO_CALIBRATION = CalibrationConfig(name="none", path="none")
+"""Stands for the text of a cell that reads none."""
+
+
+def is_shipped(model: ModelConfig) -> bool:
+    """Whether the model came with moe_lab."""
+    return model.path.startswith(PREFIX)
+
+
+def suite_of(config: Config, model: ModelConfig, files: Files) -> SuiteConfig:
+    """What a model is evaluated on."""
+    if config.suite.benchmarks is not None or not is_shipped(model):
+        return config.suite
+    choice = ("suite", SHIPPED_SUITE)
+    return replace(config.suite, benchmarks=files.load([choice])[choice]["benchmarks"])
+
+
 def requests(config: Config, found: Iterable[Point], files: Files) -> list[Request]:
     """The cells of a study with their benchmarks; cells of one protocol are grouped together. Raises SettingsError for
     texts and benchmarks that are unknown or wrong."""
@@ -284,16 +328,17 @@ def requests(config: Config, found: Iterable[Point], files: Files) -> list[Reque
             searches[key] = replace(cell.allocation, parameters=parameters)
         return replace(cell, allocation=searches[key], texts=texts)
 
-    by_protocol: dict[int, list[Cell]] = {}
+    asked_alike: dict[tuple[int, bool], list[Cell]] = {}
     with Mistakes() as mistakes:
         for point in found:
             with mistakes.caught():
                 cell = made(point)
-                by_protocol.setdefault(id(cell.protocol), []).append(cell)
+                asked_alike.setdefault((id(cell.protocol), is_shipped(cell.model)), []).append(cell)
         asked: list[Request] = []
-        for cells in by_protocol.values():
+        for cells in asked_alike.values():
             with mistakes.caught():
-                asked.append((cells, benchmarks(config, cells[0].protocol, files)))
+                suite = suite_of(config, cells[0].model, files)
+                asked.append((cells, benchmarks(replace(config, suite=suite), cells[0].protocol, files)))
     return asked
 
 
@@ -337,12 +382,13 @@ EVERY = "every"
 def benchmarks(config: Config, protocol: ProtocolConfig, files: Files) -> list[BenchmarkConfig]:
     """The benchmarks of the suite, with the protocol's changes and with settings from the rest of the configuration.
     Raises SettingsError for unknown benchmarks, and for unknown or wrong fields in the protocol."""
+    names = config.suite.benchmarks or []
     known = files.names("benchmark")
     with Mistakes() as mistakes:
         for name in (name for name in protocol.benchmarks if name not in (EVERY, *known)):
             mistakes.append(str(unknown(f"protocol={protocol.name}: benchmark", name, [EVERY, *known])))
-        mistakes += [str(unknown("benchmark", name, known)) for name in config.suite.benchmarks if name not in known]
-    contents = files.load(("benchmark", name) for name in config.suite.benchmarks)
+        mistakes += [str(unknown("benchmark", name, known)) for name in names if name not in known]
+    contents = files.load(("benchmark", name) for name in names)
     with Mistakes() as mistakes:
         found = []
         for (_, name), content in contents.items():

@@ -90,9 +90,7 @@ def device_here(device: str) -> str:
     """Name of the device that `model.device` selects on this machine. Raises UserError when there is none. Runs in
     another process, because torch takes seconds to import."""
     if device in DEVICE_MAPS and not has_gpu():
-        raise UserError(
-            f"model.device={device} is over GPUs, and this machine has none: expected another device"
-        )
+        raise UserError(f"model.device={device} is over GPUs, and this machine has none: expected another device")
     answer = subprocess.run(command("moe_lab.models.load", device), capture_output=True, text=True)
     if answer.returncode:
         reason = answer.stderr.strip().splitlines()[-1].partition(": ")[2]

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from moe_lab.config import AllocationConfig, CalibrationConfig, Config, CriterionConfig, ModelConfig, TimingConfig
 from moe_lab.errors import UserError
-from moe_lab.grid import Cell, Request
+from moe_lab.grid import NO_CALIBRATION, Cell, Request
 from moe_lab.models.files import UNRESOLVED
 from moe_lab.study.estimates import device_here, resolved
 from moe_lab.study.step import Identified, Step, once
@@ -23,7 +23,6 @@ from moe_lab.study.steps.scores import Family, Scores, reads_text
 T = TypeVar("T")
 EXACT_DAMAGE = CriterionConfig(name="exact_damage")
 NO_CRITERION = CriterionConfig(name="none")
-NO_CALIBRATION = CalibrationConfig(name="none", path="none")
 NO_ALLOCATION = AllocationConfig(name="none")
 
 

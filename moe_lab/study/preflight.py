@@ -19,7 +19,7 @@ from moe_lab.config import BenchmarkConfig, CalibrationConfig, Config, ExportCon
 from moe_lab.errors import UserError, unknown, user_errors
 from moe_lab.evaluation import engines, suite
 from moe_lab.evaluation.harness import HARNESSES
-from moe_lab.grid import Cell, Request
+from moe_lab.grid import NO_CALIBRATION, Cell, Request, is_shipped
 from moe_lab.models import config_json, files
 from moe_lab.pruning import no_replacements
 from moe_lab.study import sync
@@ -56,6 +56,18 @@ def preflight(config: Config, requests: Iterable[Request]) -> list[str]:
             sentences += _said(_check_template, cell, benchmark)
         sentences += _said(_check_objective, config, benchmarks)
     return list(dict.fromkeys(sentences))
+
+
+def remarks(config: Config, requests: Iterable[Request]) -> Iterator[str]:
+    """A sentence for each thing in which a study does something else than a user may expect."""
+    every = [cell for cells, _ in requests for cell in cells]
+    if config.suite.benchmarks is None and (
+        names := list(dict.fromkeys(cell.model.name for cell in every if not is_shipped(cell.model)))
+    ):
+        yield (
+            f"no suite is named, so model={','.join(names)} is not evaluated: add suite=NAME, such as suite=perplexity "
+            "suite.path=FILE"
+        )
 
 
 def lacking(steps: Sequence[Step], launcher: LauncherConfig) -> list[str]:
@@ -116,6 +128,13 @@ def _wrong_texts(cells: Iterable[Cell]) -> Iterator[str]:
         texts = {**cell.texts, "calibration": cell.calibration}
         with suppress(UserError):  # the criterion or the allocation is unknown, so it may be read
             if not reads_text(cell):
+                del texts["calibration"]
+            elif cell.calibration.name == NO_CALIBRATION.name:
+                yield (
+                    f"calibration is not set: criterion={cell.criterion.name} with allocation={cell.allocation.name} "
+                    f"reads a text, and model={cell.model.name} has none by default, as only shipped models do: add "
+                    "calibration=text calibration.path=FILE, or another of --help, such as calibration=c4"
+                )
                 del texts["calibration"]
         for role, text in texts.items():
             distinct[role, id(text), id(cell.model)] = (role, text, cell.model)

@@ -18,7 +18,7 @@ from moe_lab.models.files import hub_answers
 from moe_lab.results import DIGITS, is_lower_better
 from moe_lab.study.estimates import Times, check_memory, disk_problems, forecast, visible_gpus
 from moe_lab.study.graph import build, normalized, unresolved
-from moe_lab.study.preflight import AVERAGE, lacking
+from moe_lab.study.preflight import AVERAGE, lacking, remarks
 from moe_lab.study.record import Study, finish, outdate_reports
 from moe_lab.study.runs import Run, begin
 from moe_lab.study.schedule import Here, Schedule, Worker, console, recall_failures, say, say_notices, watch, work
@@ -89,6 +89,8 @@ def run(config: Config, requests: Sequence[Request], *, add: bool = False) -> En
     """Run a study whose settings are valid. `add`: add its cells to those recorded under its name, instead of replacing
     them. Raises UserError for what is missing here, before anything is run, after the forecast of a dry run; and
     Unavailable, always after the forecast, for models and texts that cannot be had here."""
+    for remark in remarks(config, requests):
+        say(remark)
     graph = build(config, requests)
     study = Study(config, graph, Store(config.store), add)
     if config.push is not None:

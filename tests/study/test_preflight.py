@@ -21,7 +21,7 @@ from moe_lab.paths import LONGEST_NAME, resolve
 from moe_lab.pruning.plan import Plan
 from moe_lab.study import estimates
 from moe_lab.study.graph import build
-from moe_lab.study.preflight import lacking, preflight
+from moe_lab.study.preflight import lacking, preflight, remarks
 
 pytestmark = pytest.mark.slow
 
@@ -45,6 +45,35 @@ def problems(*words: str) -> list[str]:
         return preflight(config, wanted) or lacking(build(config, wanted).steps(), config.launcher)
     except SettingsError as error:
         return error.sentences
+
+
+@pytest.mark.parametrize(
+    ("words", "texts", "suites", "says"),
+    [
+        (["model=pocket_olmoe"], {"pocket_general"}, [11], None),
+        (["model=local"], {"none"}, [0], "calibration is not set"),
+        (["model=local", "criterion=aimer"], {"none"}, [0], None),
+        (["model=local", "criterion=aimer", "suite.limit=3"], {"none"}, [0], None),
+        (["model=local", "calibration=pocket_general", "suite=pocket_quick"], {"pocket_general"}, [5], None),
+        (["model=local", "calibration=pocket_math,pocket_general"], {"pocket_math", "pocket_general"}, [0], None),
+        (["model=local", "calibration.path=README.md"], {"pocket_general"}, [0], None),
+        (["model=local", "calibration.tokens=2048,4096"], {"none"}, [0], "calibration is not set"),
+        (["model=pocket_olmoe,mixtral_8x7b", "criterion=aimer"], {"pocket_general", "none"}, [11, 0], None),
+    ],
+)
+def test_defaults_are_those_of_shipped_models(
+    words: list[str], texts: set[str], suites: list[int], says: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another model is neither scored nor evaluated on what was made for them, unless that is named."""
+    monkeypatch.chdir(Path(__file__).parents[2])
+    local = ["+model.path=owner/model"] if "local" in words[0] else []
+    config, wanted = compose([*words, *local])
+    assert {cell.calibration.name for cells, _ in wanted for cell in cells} == texts
+    assert [len(benchmarks) for _, benchmarks in wanted] == suites
+    found = preflight(config, wanted)
+    assert [says in sentence for sentence in found] == [True] if says else not found
+    said = [remark for remark in remarks(config, wanted) if "suite" in remark]
+    assert ["local" in one or "mixtral_8x7b" in one for one in said] == ([True] if 0 in suites else [])
 
 
 NAMED = ("study", "model.name", "calibration.name", "recovery.name")
@@ -146,7 +175,7 @@ def test_unchangeable_channels_are_known_before_loading(words: list[str], field:
     [
         ((0, 1), {}, ["export.shape=padded"], "export=padded has no place"),
         ((0,), {}, ["export.shape=padded"], None),
-        ((0, 1), {"allocation": {"replacement": "m_smoe"}}, [], "replacement=m_smoe matches"),
+        ((0, 1), {"allocation": {"replacement": "m_smoe"}}, [], "plan: aligned=false"),
         ((0, 1), {"allocation": {"replacement": "m_smoe"}}, ["allocation.replacement=m_smoe"], None),
         ((0, 1), {"allocation": {"replacement": "m_smoe_unaligned"}}, [], None),
         ((0, 1), {"model_sha256": "0" * 64}, [], "plan is for another model: it was made for"),
@@ -156,7 +185,8 @@ def test_a_listed_plan_is_read_before_anything_runs(
     kept: tuple[int, ...], made: dict[str, Any], words: list[str], says: str | None, tmp_path: Path
 ) -> None:
     """Its two experts are merged into one, which tokens to both reach; or only the first is still there."""
-    plan = Plan({0: kept}, {0: 2}, made, {0: numpy.array([[True], [False]])}, merged={0: {0: {0: 0.5, 1: 0.5}}})
+    merged, aligned = {0: {0: {0: 0.5, 1: 0.5}}}, made.get("allocation") != {"replacement": "m_smoe"}
+    plan = Plan({0: kept}, {0: 2}, made, {0: numpy.array([[True], [False]])}, merged=merged, aligned=aligned)
     plan.save(tmp_path / "plan.json")
     found = problems("allocation.name=list", f"allocation.path={tmp_path}/plan.json", *words)
     if says:
