@@ -69,7 +69,7 @@ NEAREST = {
     "a ratio that is a word": (["ratio=much"], "ratio=much: expected a number"),
     "several values of what has one": (["suite=quick,code"], "names several files"),
     "a gate nobody knows": (["gate=modle"], "did you mean model?"),
-    "a folder that is not there": (["model=local", "model.path=/no/such/folder"], "/no/such/folder"),
+    "a folder that is not there": (["model=local", "model.path=/no/such/folder", "criterion=aimer"], "/no/such/folder"),
     "a model without its folder": (["model=local"], "model.path is not set"),
     "a text without its file": (["calibration=text"], "calibration.path is not set"),
     "a packing nobody knows": (["calibration.packing=reep"], "did you mean reap?"),
