@@ -144,8 +144,8 @@ def first_record(settings: CalibrationConfig) -> list[Document]:
     file = locate(settings.path)
     if file is None:
         return []
-    text = _text(file, "calibration.path")
-    return [] if file_format(settings.path, file) == "document" else _documents(islice(_records(text, file), 1), settings)
+    text, is_one = _text(file, "calibration.path"), file_format(settings.path, file) == "document"
+    return [] if is_one else _documents(islice(_records(text, file), 1), settings)
 
 
 def whole_text(file: Path, setting: str) -> str:

@@ -198,7 +198,7 @@ def _hours(steps: Sequence[Step], gpu_memory: float, seconds: Seconds) -> tuple[
         work += takes / 3600
         if memory := memory_of(step):
             gpu_work += takes / 3600 * gpus(memory, gpu_memory)
-    if unknown == len(steps) > 0:
+    if unknown and not work:  # merges of shares are nothing beside the shares
         return "unknown", "unknown"
     more = f" + {unknown} unknown" if unknown else ""
     return f"{work:.2f}{more}", f"{gpu_work:.2f}{more}"
