@@ -26,11 +26,13 @@ from moe_lab.study import sync
 from moe_lab.study.estimates import check_device
 from moe_lab.study.step import KINDS, Step
 from moe_lab.study.steps.costs import wrong_timing
-from moe_lab.study.steps.plans import check_engine, check_plan_file, plan_in
+from moe_lab.study.steps.plans import check_engine, check_plan_file, plan_in, removed_share
 from moe_lab.study.steps.scores import check_weights, reads_text
 
 AVERAGE = "Avg"
 """Value of `objective` for the mean over benchmarks; other values are names of results."""
+ROUNDED = 5e-4
+"""Smallest difference between a ratio and what is removed for it that is said."""
 TEXT_CHECKS: Mapping[str, Callable[[CalibrationConfig], object]] = {
     "calibration": sources.first_record,
     "search": sources.check_answers,
@@ -68,6 +70,13 @@ def remarks(config: Config, requests: Iterable[Request]) -> Iterator[str]:
             f"no suite is named, so model={','.join(names)} is not evaluated: add suite=NAME, such as suite=perplexity "
             "suite.path=FILE"
         )
+    rounded: dict[str, None] = {}
+    for cell in _each(every, "model", "criterion", "allocation", "ratio"):
+        removed = removed_share(cell)
+        if removed is not None and abs(removed - cell.ratio) >= ROUNDED:
+            rounded[f"{cell.model.name} {cell.ratio:g} -> {removed:.3g}"] = None
+    if rounded:
+        yield f"ratio is rounded, as whole experts are removed (model asked -> removed): {', '.join(rounded)}"
 
 
 def lacking(steps: Sequence[Step], launcher: LauncherConfig) -> list[str]:

@@ -76,6 +76,23 @@ def test_defaults_are_those_of_shipped_models(
     assert ["local" in one or "mixtral_8x7b" in one for one in said] == ([True] if 0 in suites else [])
 
 
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (
+            ["ratio=0.3,0.25", "model=pocket_olmoe,mixtral_8x7b"],
+            ["pocket_olmoe 0.3 -> 0.281", "mixtral_8x7b 0.3 -> 0.25"],
+        ),
+        (["ratio=0.25", "allocation=global,m_smoe", "allocation.multiple_of=5"], ["pocket_olmoe 0.25 -> 0.219"]),
+        (["ratio=0.25"], []),
+        (["ratio=0.3", "criterion=heapr", "allocation=global"], []),
+    ],
+)
+def test_a_ratio_that_is_rounded_to_whole_experts_is_said_once(words: list[str], says: list[str]) -> None:
+    said = [remark for remark in remarks(*asked("calibration=pocket_code", *words)) if "->" in remark]
+    assert [one.partition("removed): ")[2].split(", ") for one in said] == ([says] if says else [])
+
+
 NAMED = ("study", "model.name", "calibration.name", "recovery.name")
 
 
