@@ -10,14 +10,15 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from moe_lab.calibration.documents import Chat
-from moe_lab.calibration.sources import file_format, first_record, hub_file, is_hub_file, locate
+from moe_lab.calibration.documents import Chat, Text
+from moe_lab.calibration.sources import file_format, first_record, hub_file, is_hub_file, locate, read
 from moe_lab.config import CalibrationConfig, ModelConfig
 from moe_lab.config.base import counting_fields, identity
 from moe_lab.config.pruning import OF_DOCUMENTS
 from moe_lab.errors import UserError
 from moe_lab.models import config_json
 from moe_lab.models.files import UNRESOLVED, data_file, data_files, sha256_of
+from moe_lab.paths import local
 
 
 def parts(settings: CalibrationConfig) -> list[tuple[float, CalibrationConfig]]:
@@ -36,6 +37,38 @@ def check_chat_template(settings: CalibrationConfig, model: ModelConfig) -> None
             if isinstance(document, Chat) and document.plain is None:
                 user = f"calibration={settings.name}"
                 config_json.check_chat_template(model, user, bool(document.tools), other)
+
+
+LONG = 8
+"""Bytes of a file for each token that is asked for, from which on the text is taken to be long enough."""
+
+
+def check_length(settings: CalibrationConfig, model: ModelConfig) -> None:
+    """Raise UserError when plain texts in a file on this machine surely do not fill the rows of calibration.tokens.
+
+    Their tokens are counted, up to those that are needed, by the tokenizer.json of a model on this machine. Everything
+    else, such as a chat or a data set on the hub, is found to be too short when it is read.
+    """
+    file, tokens = None if settings.sources else locate(settings.path), local(model.path) / "tokenizer.json"
+    if file is None or not tokens.is_file() or file.stat().st_size >= LONG * settings.tokens or file.suffix == ".gz":
+        return
+    from tokenizers import Tokenizer
+
+    tokenizer, filled, found = Tokenizer.from_file(str(tokens)), 0.0, 0
+    tokenizer.no_truncation()
+    for document in read(settings):
+        if filled >= settings.rows or not isinstance(document, Text):
+            return
+        count = len(tokenizer.encode(document.text, add_special_tokens=settings.special_tokens))
+        count += settings.gap != "none"
+        found += count
+        filled += 1 if settings.packing == "none" else count / settings.length
+    if filled < settings.rows:
+        fitting = f"at most calibration.tokens={int(filled) * settings.length}" if filled >= 1 else "a longer text"
+        raise UserError(
+            f"calibration.tokens={settings.tokens} is more than {settings.path} has: its {found} tokens fill "
+            f"{int(filled)} of {settings.rows} rows of calibration.length={settings.length}: expected {fitting}"
+        )
 
 
 def shares(settings: CalibrationConfig) -> list[tuple[int, int]]:

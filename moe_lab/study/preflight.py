@@ -153,6 +153,8 @@ def _wrong_texts(cells: Iterable[Cell]) -> Iterator[str]:
         yield from problems
         if role in TEXT_CHECKS and not problems:
             yield from _said(calibrations.check_chat_template, text, model)
+            if look is sources.first_record:
+                yield from _said(calibrations.check_length, text, model)
         if role == "calibration" and text.engine == "streamed":
             yield from _said(config_json.check_plain_weights, model, "calibration.engine=streamed")
 

@@ -77,6 +77,22 @@ def test_defaults_are_those_of_shipped_models(
 
 
 @pytest.mark.parametrize(
+    ("packing", "fits"), [("chunk", 1600 // 16), ("chunk gap=eos", 1800 // 16), ("none", 200), ("reap", 1600 // 16)]
+)
+def test_more_tokens_than_a_text_has_are_refused_before_the_start(packing: str, fits: int, tmp_path: Path) -> None:
+    """Each of the 200 documents has eight tokens. Of packing=reap only what no packing could fill is known."""
+    (file := tmp_path / "text.jsonl").write_text('{"text": "Where does a dog sleep?"}\n' * 200)
+    packed, _, gap = packing.partition(" gap=")
+    settings = {"path": file, "packing": packed, "gap": gap or "none", "length": 16}
+    words = ["calibration=text", *(f"calibration.{name}={value}" for name, value in settings.items())]
+    assert not problems(*words, f"calibration.tokens={16 * fits}")
+    (sentence,) = problems(*words, f"calibration.tokens={16 * (fits + 1)}")
+    assert (
+        sentence.startswith(f"calibration.tokens={16 * (fits + 1)}") and f"calibration.tokens={16 * fits}" in sentence
+    )
+
+
+@pytest.mark.parametrize(
     ("words", "says"),
     [
         (
