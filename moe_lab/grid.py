@@ -119,8 +119,7 @@ def points(draft: Draft, files: Files) -> list[Point]:
             for axis in AXES:
                 with mistakes.caught():
                     values.append(axes.numbers(axis, each) if axis in VALUES else axes.choices(axis, each))
-            every = itertools.product(*values) if len(values) == len(AXES) else ()
-            found += map(axes.with_own_text, every)
+            found += itertools.product(*values) if len(values) == len(AXES) else []
     # Numbers are told apart by value, and choices, each of which is made once, as objects.
     keys = [tuple(value if axis in VALUES else id(value) for axis, value in zip(AXES, p, strict=True)) for p in found]
     return list(dict(zip(keys, found, strict=True)).values())
@@ -152,7 +151,6 @@ class _Axes:
     def __init__(self, draft: Draft, files: Files) -> None:
         self.draft, self.files = draft, files
         self._made: dict[tuple[str, str | None, str], Any] = {}
-        self._unread: dict[int, CalibrationConfig] = {}
 
     def lists(self, lists: Lists) -> Lists:
         """The lists of one grid; what is typed stands above them."""
@@ -201,12 +199,6 @@ class _Axes:
                     found.append(self._make(axis, name, dict(zip(varied, settings, strict=True))))
         return list({id(each): each for each in found}.values())
 
-    def with_own_text(self, point: Point) -> Point:
-        """The point, without the text of the shipped models where its model is another one and nobody named a text."""
-        cell = dict(zip(AXES, point, strict=True))
-        unread = None if is_shipped(cell["model"]) else self._unread.get(id(cell["calibration"]))
-        return tuple({**cell, "calibration": unread}.values()) if unread else point
-
     def _make(self, axis: str, name: str | None, varied: Mapping[str, Any]) -> Any:
         """The choice `name` of a group (None: the configuration's own) with everything that is set besides. `varied`:
         setting -> value, of settings that have lists; the name of a choice with such a setting ends in it."""
@@ -224,34 +216,22 @@ class _Axes:
             ending = "".join(f"_{setting.rpartition('.')[2]}{value}" for setting, value in varied.items())
             if ending and axis not in REGISTERED and "top_k" not in varied:
                 made = replace(made, name=as_name(made.name + ending))
-            self._made[key] = made = mixed(made, self.files) if isinstance(made, CalibrationConfig) else made
-            is_default = axis == "calibration" and name is None and not self._is_named
-            if is_default and made.path == self._shipped_text["path"]:
-                self._unread[id(made)] = replace(made, name=NO_CALIBRATION.name, path=NO_CALIBRATION.path)
+            if axis == "calibration" and name is None and made.path.startswith(PREFIX):
+                made = replace(made, is_default="name" not in (self.draft.own.get(axis) or {}))
+            self._made[key] = mixed(made, self.files) if isinstance(made, CalibrationConfig) else made
         return self._made[key]
-
-    @property
-    def _is_named(self) -> bool:
-        """Whether the configuration has a text of its own; a file of conf/calibration sets a name."""
-        return "name" in (self.draft.own.get("calibration") or {})
-
-    @property
-    def _shipped_text(self) -> dict[str, Any]:
-        choice = ("calibration", SHIPPED_TEXT)
-        return self.files.load([choice])[choice]
 
     def _content(self, axis: str, name: str | None) -> dict[str, Any]:
         """The content of a choice; what a file such as an experiment sets in the group holds for every choice."""
         own = self.draft.own.get(axis) or {}
         if not isinstance(own, dict):
             raise UserError(f"{axis}={own}: expected settings and their values, such as {{name: value}}")
-        if name is None and axis == "calibration" and not self._is_named:
-            assign(shipped := {axis: deepcopy(self._shipped_text)}, axis, own)
-            return shipped[axis]
-        if name is None:
+        if name is None and (axis != "calibration" or "name" in own):
             return own
         taken = (axis, self.draft.taken.get(axis, ""))
         usual = self.files.load([taken])[taken] if taken[1] in self.files.names(axis) else own
+        if name is None:  # no text is named
+            name, usual = SHIPPED_TEXT, {}
         content = deepcopy(self.files.load([(axis, name)])[axis, name])
         for setting, value in _differing(usual, own):
             assign(content, setting, value)
@@ -283,10 +263,6 @@ def assign(content: dict[str, Any], key: str, value: Any) -> None:
 
 
 # ---- cells
-
-
-NO_CALIBRATION = CalibrationConfig(name="none", path="none")
-"""Stands for the text of a cell that reads none."""
 
 
 def is_shipped(model: ModelConfig) -> bool:

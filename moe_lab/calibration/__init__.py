@@ -39,35 +39,26 @@ def check_chat_template(settings: CalibrationConfig, model: ModelConfig) -> None
                 config_json.check_chat_template(model, user, bool(document.tools), other)
 
 
-LONG = 8
-"""Bytes of a file for each token that is asked for, from which on the text is taken to be long enough."""
-
-
 def check_length(settings: CalibrationConfig, model: ModelConfig) -> None:
-    """Raise UserError when plain texts in a file on this machine surely do not fill the rows of calibration.tokens.
-
-    Their tokens are counted, up to those that are needed, by the tokenizer.json of a model on this machine. Everything
-    else, such as a chat or a data set on the hub, is found to be too short when it is read.
-    """
+    """Raise UserError when plain texts in a file surely do not fill the rows of calibration.tokens. They are counted up
+    to what is needed, by the tokenizer.json of a model in a folder; other sources are too short when they are read."""
     file, tokens = None if settings.sources else locate(settings.path), local(model.path) / "tokenizer.json"
-    if file is None or not tokens.is_file() or file.stat().st_size >= LONG * settings.tokens or file.suffix == ".gz":
+    if file is None or not tokens.is_file() or file.stat().st_size > 6 * settings.tokens:  # few tokens are so long
         return
     from tokenizers import Tokenizer
 
-    tokenizer, filled, found = Tokenizer.from_file(str(tokens)), 0.0, 0
+    tokenizer, rows = Tokenizer.from_file(str(tokens)), 0.0
     tokenizer.no_truncation()
     for document in read(settings):
-        if filled >= settings.rows or not isinstance(document, Text):
+        if rows >= settings.rows or not isinstance(document, Text):
             return
-        count = len(tokenizer.encode(document.text, add_special_tokens=settings.special_tokens))
-        count += settings.gap != "none"
-        found += count
-        filled += 1 if settings.packing == "none" else count / settings.length
-    if filled < settings.rows:
-        fitting = f"at most calibration.tokens={int(filled) * settings.length}" if filled >= 1 else "a longer text"
+        ids = tokenizer.encode(document.text, add_special_tokens=settings.special_tokens).ids
+        rows += 1 if settings.packing == "none" else (len(ids) + (settings.gap != "none")) / settings.length
+    if (filled := int(rows + 1e-9)) < settings.rows:
+        fitting = f"at most calibration.tokens={filled * settings.length}" if filled else "a longer text"
         raise UserError(
-            f"calibration.tokens={settings.tokens} is more than {settings.path} has: its {found} tokens fill "
-            f"{int(filled)} of {settings.rows} rows of calibration.length={settings.length}: expected {fitting}"
+            f"calibration.tokens={settings.tokens} is more than {settings.path} has, which fills {filled} of "
+            f"{settings.rows} rows of calibration.length={settings.length}: expected {fitting}"
         )
 
 

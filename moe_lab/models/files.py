@@ -7,19 +7,19 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from functools import cache, lru_cache
+from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
-from threading import Event, Thread
+from threading import Thread
 from typing import Any
 
-from moe_lab import json_files, paths
+from moe_lab import json_files
 from moe_lab.config import ModelConfig
 from moe_lab.config.base import counting_fields, identity
 from moe_lab.errors import Unavailable, UserError
 from moe_lab.models.checkpoint import open_checkpoint, read_json
 from moe_lab.models.families import UNSUPPORTED
-from moe_lab.paths import local
+from moe_lab.paths import cache, local
 
 UNRESOLVED = "hub"
 """Key of the identity of a model or a text on the hub whose files are not known."""
@@ -30,7 +30,7 @@ SHAPE = {"size": int, "changed": int, "inode": int, "sha256": str}
 SECONDS = 10
 """Longest wait for an answer of the hub."""
 FIRST_SECONDS = 3
-"""Longest wait for its first answer, which shows that it can be reached."""
+"""Longest wait for its first one."""
 NOT_DATA = (".md", ".gitattributes", ".png", ".jpg", ".svg")
 """Endings of files of a data set that hold no data."""
 
@@ -44,7 +44,7 @@ def sha256_of(file: Path) -> str:
     if status.st_size < REMEMBERED_FROM:
         return _read(real)
     about = {"size": status.st_size, "changed": status.st_mtime_ns, "inode": status.st_ino}
-    note = paths.cache("hashes") / f"{hashlib.sha256(os.fsencode(real)).hexdigest()[:32]}.json"
+    note = cache("hashes") / f"{hashlib.sha256(os.fsencode(real)).hexdigest()[:32]}.json"
     with suppress(OSError, json_files.Damaged):
         known: dict[str, Any] = json_files.read_json(note, SHAPE)
         if known.items() >= about.items():
@@ -67,21 +67,20 @@ def hub_answers() -> bool:
     return not constants.HF_HUB_OFFLINE and _answers(constants.ENDPOINT)
 
 
-@cache
+@lru_cache
 def _answers(address: str) -> bool:
     from httpx import HTTPError
     from huggingface_hub import get_session
 
+    answers: list[object] = []
+
     def ask() -> None:
         with suppress(HTTPError, OSError):
-            get_session().head(address, timeout=FIRST_SECONDS)
-            answered.set()
-        done.set()
+            answers.append(get_session().head(address, timeout=FIRST_SECONDS))
 
-    done, answered = Event(), Event()
-    Thread(target=ask, daemon=True).start()  # looking up the name of a host has no time limit of its own
-    done.wait(FIRST_SECONDS)
-    return answered.is_set()
+    (thread := Thread(target=ask, daemon=True)).start()  # looking up the name of a host has no time limit of its own
+    thread.join(FIRST_SECONDS)
+    return bool(answers)
 
 
 @lru_cache(maxsize=256)
@@ -281,8 +280,7 @@ def _download(settings: ModelConfig, weights: list[str]) -> Path:
     except (OSError, HFValidationError) as error:  # all errors of the hub and of the network are OSErrors
         at = f" at revision {settings.revision}" if settings.revision else ""
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        kind = UserError if hub_answers() else Unavailable
-        raise kind(
+        raise (UserError if hub_answers() else Unavailable)(
             f"model.path={settings.path} is no folder, and the hub gave no such model{at} ({type(error).__name__}: "
             f"{reason}): check the name, the revision and the network, or give a folder"
         ) from None

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from typing import TypeVar
 
-from moe_lab.config import AllocationConfig, CalibrationConfig, Config, CriterionConfig, ModelConfig, TimingConfig
-from moe_lab.errors import UserError
-from moe_lab.grid import NO_CALIBRATION, Cell, Request
+from moe_lab.config import AllocationConfig, CalibrationConfig, Config, CriterionConfig
+from moe_lab.grid import Cell, Request
 from moe_lab.models.files import UNRESOLVED
-from moe_lab.study.estimates import device_here, resolved
+from moe_lab.study.estimates import resolved
 from moe_lab.study.step import Identified, Step, once
 from moe_lab.study.steps.costs import Cost, Profile, Timing
 from moe_lab.study.steps.evaluation import Evaluate, Grade, Task, task_of
@@ -23,6 +21,7 @@ from moe_lab.study.steps.scores import Family, Scores, reads_text
 T = TypeVar("T")
 EXACT_DAMAGE = CriterionConfig(name="exact_damage")
 NO_CRITERION = CriterionConfig(name="none")
+NO_CALIBRATION = CalibrationConfig(name="none", path="none")
 NO_ALLOCATION = AllocationConfig(name="none")
 
 
@@ -94,14 +93,6 @@ def _seeded(text: CalibrationConfig, seed: int) -> CalibrationConfig:
     return text if text.seed is not None else replace(text, seed=seed)
 
 
-@once
-def _timed(timed: TimingConfig, model: ModelConfig) -> TimingConfig:
-    """What is timed, with the name of the device; without a name where it is not here, as the step's conditions say."""
-    with suppress(UserError):
-        return replace(timed, device=timed.device or device_here(model.device))
-    return timed
-
-
 _located = once(resolved)
 _unpruned_cost = once(lambda model, text: Cost.of(unpruned_model(model), text))
 
@@ -134,7 +125,7 @@ def _steps(cell: Cell, tasks: Mapping[str, Task], config: Config) -> CellSteps:
         export=export_of(pruned, config.export, config.verify) if is_pruned and config.export.shape else None,
         cost=Cost.of(pruned, text, cost) if is_pruned else cost,
         profile=Profile(pruned.loaded, text, pruned.plan) if config.profile else None,
-        timing=Timing.of(pruned, text, _timed(config.timed, named.model)) if config.timing else None,
+        timing=Timing.of(pruned, text, config.timed) if config.timing else None,
         evaluate={name: task(pruned) for name, task in tasks.items()},
     )
 

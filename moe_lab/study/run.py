@@ -14,7 +14,6 @@ from moe_lab.config.base import SettingsError
 from moe_lab.errors import Unavailable, UserError, unknown, user_errors
 from moe_lab.grid import Request
 from moe_lab.json_files import Number, parse
-from moe_lab.models.files import hub_answers
 from moe_lab.results import DIGITS, is_lower_better
 from moe_lab.study.estimates import Times, check_memory, disk_problems, forecast, visible_gpus
 from moe_lab.study.graph import build, normalized, unresolved
@@ -103,12 +102,9 @@ def run(config: Config, requests: Sequence[Request], *, add: bool = False) -> En
         if config.dry_run or absent:
             missing += _forecast(study)
         if absent:
-            hub = "gives none" if hub_answers() else "does not answer, or may not be asked"
-            sentence = (
-                f"missing here: {', '.join(absent)}: neither a folder nor a file, not in the cache, and the hub {hub}: "
-                "check the name, connect to the hub, download it first, or give a folder or a file"
-            )
-            raise Unavailable(str(SettingsError([sentence, *missing])))
+            names = f"missing here: {', '.join(absent)}: no folder or file, not in the cache, and not given by the hub"
+            advice = "check the name, connect to the hub, download it first, or give a folder or a file"
+            raise Unavailable(str(SettingsError([f"{names}: {advice}", *missing])))
         if missing:
             raise SettingsError(missing)
         return Ended(0 if config.dry_run else _run(study), study)

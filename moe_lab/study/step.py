@@ -183,14 +183,8 @@ class Step(Parts):
         return 1.0
 
     def pace(self) -> list[Any]:
-        """What decides the seconds of a unit, JSON-ready: steps of one kind with equal values take equally long. If not
-        said otherwise, that are the models."""
-        return sorted(self.of_models)
-
-    @cached_property
-    def of_models(self) -> frozenset[str]:
-        """Ids of the steps with the facts of the models that it is about."""
-        return frozenset().union(*(step.of_models for step in self.needs))
+        """What decides the seconds of a unit, JSON-ready: steps of one kind with equal values take equally long."""
+        return [self.inputs.get("facts", self).id]  # of the model
 
     def job(self) -> str:
         """The kind of the Slurm jobs that also do this step."""

@@ -36,10 +36,6 @@ class Facts(Step):
     def label(self) -> str:
         return self.model.name
 
-    @property
-    def of_models(self) -> frozenset[str]:  # type: ignore[override]
-        return frozenset({self.id})
-
     def work(self, files: Files) -> None:
         from moe_lab.models.facts import facts
         from moe_lab.models.files import fingerprint, local_folder

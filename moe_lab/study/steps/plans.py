@@ -56,12 +56,12 @@ def check_ratio(cell: Cell) -> None:
             allocation.fits(settings, layers, granularity)
 
 
-def removed_share(cell: Cell) -> float | None:
-    """The share of whole experts that the cell's plan removes for its ratio; None where that is not known before it is
-    made, and for channels, of which there are so many that hardly anything is rounded."""
+def removed_share(cell: Cell) -> float:
+    """The share of whole experts that is removed for the cell's ratio; the ratio itself where that is not known before
+    the plan is made, and for channels, of which there are so many that hardly anything is rounded."""
     layer, is_listed = _known_layer(cell), cell.allocation.name == "list"
     if layer is None or is_listed or criteria.get(cell.criterion.name).granularity == "channel":
-        return None
+        return cell.ratio
     (limit,) = limits({0: layer}, cell.allocation.multiple_of).values()
     return 1 - limit.even(cell.ratio) / limit.count
 
