@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
 
-from moe_lab.errors import end_with, mask
+from moe_lab.errors import UserError, end_with, mask
 from moe_lab.paths import conf
 
 START = """moe_lab scores, prunes and evaluates Mixture-of-Experts language models. Three commands to start with:
@@ -26,25 +26,25 @@ START = """moe_lab scores, prunes and evaluates Mixture-of-Experts language mode
 `python -m moe_lab --help` lists every choice."""
 
 
-def give_up(sentence: str) -> NoReturn:
-    """Print what is wrong and exit with code 2."""
+def give_up(sentence: str, code: int = UserError.code) -> NoReturn:
+    """Print what is wrong and exit."""
     print(f"moe_lab: {mask(sentence)}", file=sys.stderr)
-    sys.exit(2)
+    sys.exit(code)
 
 
 @contextmanager
 def _sentences() -> Iterator[None]:
-    """Turn a user's mistake into a sentence and exit code 2, where Hydra or a study would print a stack trace."""
+    """Turn a user's mistake, and what is not available, into a sentence and an exit code, where Hydra or a study would
+    print a stack trace."""
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
     from moe_lab.compose import explain
-    from moe_lab.errors import UserError
 
     try:
         yield
     except UserError as error:
-        give_up(str(error))
+        give_up(str(error), error.code)
     except (HydraException, OmegaConfBaseException) as error:
         give_up(explain(error))
     except OSError as error:
@@ -57,7 +57,7 @@ def _sentences() -> Iterator[None]:
 
 
 def main() -> None:
-    """Run the study of the command line. Exit code 2 for a user's mistake."""
+    """Run the study of the command line. Exit code 2 for a user's mistake, 3 for models and texts that are missing."""
     words = sys.argv[1:]
     if not words:
         print(START)

@@ -22,12 +22,17 @@ class UserError(ValueError):
     """A mistake that the user can correct. The message is one sentence: field, value, expectation, nearest choice.
     Secrets of the environment are masked in it."""
 
+    code = 2
+    """Exit code of a command that it ends."""
+
     def __init__(self, message: str) -> None:
         super().__init__(mask(message))
 
 
 class Unavailable(UserError):
-    """Something outside moe_lab, such as an endpoint, is not available now. Another run tries again."""
+    """Something outside moe_lab, such as the hub or an endpoint, is not available now. Another run tries again."""
+
+    code = 3
 
 
 def nearest(value: str, known: Iterable[str]) -> str | None:

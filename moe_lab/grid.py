@@ -24,12 +24,13 @@ from moe_lab.config import (
     ProtocolConfig,
     RecoveryConfig,
     SourceConfig,
+    SuiteConfig,
 )
 from moe_lab.config.base import Mistakes, fields_of, type_at, valid
 from moe_lab.config.pruning import TEXTS
 from moe_lab.errors import UserError, unknown
 from moe_lab.evaluation.harness import HARNESSES
-from moe_lab.paths import as_name
+from moe_lab.paths import PREFIX, as_name
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,8 @@ AXES = tuple(KINDS)
 GROUPS = tuple(axis for axis in AXES if fields_of(KINDS[axis]))
 """Axes whose values are files; a setting in them, such as model.top_k, can have a list, too."""
 VALUES = tuple(axis for axis in AXES if axis not in GROUPS)
+SHIPPED_TEXT, SHIPPED_SUITE = "pocket_general", "pocket_no_code"
+"""What a shipped model reads and is evaluated on where no text and no suite is named."""
 REGISTERED = ("criterion", "allocation")
 """Groups whose choices are called as their functions are, whatever their settings."""
 REMOVED = object()
@@ -213,6 +216,8 @@ class _Axes:
             ending = "".join(f"_{setting.rpartition('.')[2]}{value}" for setting, value in varied.items())
             if ending and axis not in REGISTERED and "top_k" not in varied:
                 made = replace(made, name=as_name(made.name + ending))
+            if axis == "calibration" and name is None and made.path.startswith(PREFIX):
+                made = replace(made, is_default="name" not in (self.draft.own.get(axis) or {}))
             self._made[key] = mixed(made, self.files) if isinstance(made, CalibrationConfig) else made
         return self._made[key]
 
@@ -221,10 +226,12 @@ class _Axes:
         own = self.draft.own.get(axis) or {}
         if not isinstance(own, dict):
             raise UserError(f"{axis}={own}: expected settings and their values, such as {{name: value}}")
-        if name is None:
+        if name is None and (axis != "calibration" or "name" in own):
             return own
         taken = (axis, self.draft.taken.get(axis, ""))
         usual = self.files.load([taken])[taken] if taken[1] in self.files.names(axis) else own
+        if name is None:  # no text is named
+            name, usual = SHIPPED_TEXT, {}
         content = deepcopy(self.files.load([(axis, name)])[axis, name])
         for setting, value in _differing(usual, own):
             assign(content, setting, value)
@@ -258,6 +265,19 @@ def assign(content: dict[str, Any], key: str, value: Any) -> None:
 # ---- cells
 
 
+def is_shipped(model: ModelConfig) -> bool:
+    """Whether the model came with moe_lab."""
+    return model.path.startswith(PREFIX)
+
+
+def suite_of(config: Config, model: ModelConfig, files: Files) -> SuiteConfig:
+    """What a model is evaluated on."""
+    if config.suite.benchmarks is not None or not is_shipped(model):
+        return config.suite
+    choice = ("suite", SHIPPED_SUITE)
+    return replace(config.suite, benchmarks=files.load([choice])[choice]["benchmarks"])
+
+
 def requests(config: Config, found: Iterable[Point], files: Files) -> list[Request]:
     """The cells of a study with their benchmarks; cells of one protocol are grouped together. Raises SettingsError for
     texts and benchmarks that are unknown or wrong."""
@@ -284,16 +304,17 @@ def requests(config: Config, found: Iterable[Point], files: Files) -> list[Reque
             searches[key] = replace(cell.allocation, parameters=parameters)
         return replace(cell, allocation=searches[key], texts=texts)
 
-    by_protocol: dict[int, list[Cell]] = {}
+    asked_alike: dict[tuple[int, bool], list[Cell]] = {}
     with Mistakes() as mistakes:
         for point in found:
             with mistakes.caught():
                 cell = made(point)
-                by_protocol.setdefault(id(cell.protocol), []).append(cell)
+                asked_alike.setdefault((id(cell.protocol), is_shipped(cell.model)), []).append(cell)
         asked: list[Request] = []
-        for cells in by_protocol.values():
+        for cells in asked_alike.values():
             with mistakes.caught():
-                asked.append((cells, benchmarks(config, cells[0].protocol, files)))
+                suite = suite_of(config, cells[0].model, files)
+                asked.append((cells, benchmarks(replace(config, suite=suite), cells[0].protocol, files)))
     return asked
 
 
@@ -337,12 +358,13 @@ EVERY = "every"
 def benchmarks(config: Config, protocol: ProtocolConfig, files: Files) -> list[BenchmarkConfig]:
     """The benchmarks of the suite, with the protocol's changes and with settings from the rest of the configuration.
     Raises SettingsError for unknown benchmarks, and for unknown or wrong fields in the protocol."""
+    names = config.suite.benchmarks or []
     known = files.names("benchmark")
     with Mistakes() as mistakes:
         for name in (name for name in protocol.benchmarks if name not in (EVERY, *known)):
             mistakes.append(str(unknown(f"protocol={protocol.name}: benchmark", name, [EVERY, *known])))
-        mistakes += [str(unknown("benchmark", name, known)) for name in config.suite.benchmarks if name not in known]
-    contents = files.load(("benchmark", name) for name in config.suite.benchmarks)
+        mistakes += [str(unknown("benchmark", name, known)) for name in names if name not in known]
+    contents = files.load(("benchmark", name) for name in names)
     with Mistakes() as mistakes:
         found = []
         for (_, name), content in contents.items():

@@ -156,10 +156,13 @@ def test_unaligned_plans_are_refused(model: tuple[Any, Any], replacement: str, r
     ]
     if replacement in ("m_smoe", "ream"):
         plan.save(tmp_path / "plan.json")
-        unaligned, plan = plan, moe_lab.align(model[0], plan)
+        assert json.loads((tmp_path / "plan.json").read_text())["aligned"] is False
+        unaligned, plan = replace(plan, provenance={}), moe_lab.align(model[0], plan)
+        plan.save(tmp_path / "aligned.json")
+        assert Plan.load(tmp_path / "aligned.json").aligned
         partly = replace(plan, alignments={0: plan.alignments[0]})
         for of, use in product((unaligned, Plan.load(tmp_path / "plan.json"), partly), uses):
-            with pytest.raises(UserError, match=f"replacement={re.escape(replacement)}"):
+            with pytest.raises(UserError, match=r"plan: aligned="):
                 use(of)
         assert not (tmp_path / "out").exists()
     with moe_lab.mask(model[0], plan):

@@ -19,7 +19,7 @@ from analysis.published import numbers
 from analysis.published.numbers import Printed
 from moe_lab import compose as composition
 from moe_lab import config, grid
-from moe_lab.errors import UserError
+from moe_lab.errors import Unavailable, UserError
 from moe_lab.evaluation import suite
 from moe_lab.evaluation.harnesses import evalscope
 from moe_lab.study import run
@@ -92,6 +92,25 @@ def test_a_dry_run_for_slurm_prints_what_jobs_ask_for(tmp_path: Path, capsys: py
     assert asks["search", "4"][:2] == ["4", "1"] and asks["search", "4"][-2:] == ["1440?", "default"]
     assert asks["scores", "1"][:2] == ["8", "0"]
     assert not (tmp_path / "store" / "runs").exists(), "nothing is submitted"
+
+
+@pytest.mark.parametrize(
+    ("name", "says"), [("aimer_fig2", "baidu/ERNIE-4.5-21B-A3B-PT"), ("coverage_table2", "model.device=balanced")]
+)
+@pytest.mark.parametrize("dry_run", [True, False])
+def test_what_cannot_be_had_here_is_said_after_the_table_and_before_any_step(
+    name: str, says: str, dry_run: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings, requests = composed(name)
+    here = replace(settings, dry_run=dry_run, store=str(tmp_path / "store"))
+    with pytest.raises(Unavailable) as raised:
+        run.run(here, requests)
+    models = {cell.model.path for cells, _ in requests for cell in cells}
+    said = str(raised.value)
+    assert raised.value.code == 3 and all(path in said.partition("missing here: ")[2] for path in {*models, says})
+    table = capsys.readouterr().err
+    assert all(kind in table for kind in {step.kind for step in graph(name).steps()})
+    assert not (tmp_path / "store").exists()
 
 
 @pytest.mark.parametrize("name", NAMES)

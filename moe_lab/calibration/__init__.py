@@ -10,14 +10,15 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from moe_lab.calibration.documents import Chat
-from moe_lab.calibration.sources import file_format, first_record, hub_file, is_hub_file, locate
+from moe_lab.calibration.documents import Chat, Text
+from moe_lab.calibration.sources import file_format, first_record, hub_file, is_hub_file, locate, read
 from moe_lab.config import CalibrationConfig, ModelConfig
 from moe_lab.config.base import counting_fields, identity
 from moe_lab.config.pruning import OF_DOCUMENTS
 from moe_lab.errors import UserError
 from moe_lab.models import config_json
 from moe_lab.models.files import UNRESOLVED, data_file, data_files, sha256_of
+from moe_lab.paths import local
 
 
 def parts(settings: CalibrationConfig) -> list[tuple[float, CalibrationConfig]]:
@@ -36,6 +37,29 @@ def check_chat_template(settings: CalibrationConfig, model: ModelConfig) -> None
             if isinstance(document, Chat) and document.plain is None:
                 user = f"calibration={settings.name}"
                 config_json.check_chat_template(model, user, bool(document.tools), other)
+
+
+def check_length(settings: CalibrationConfig, model: ModelConfig) -> None:
+    """Raise UserError when plain texts in a file surely do not fill the rows of calibration.tokens. They are counted up
+    to what is needed, by the tokenizer.json of a model in a folder; other sources are too short when they are read."""
+    file, tokens = None if settings.sources else locate(settings.path), local(model.path) / "tokenizer.json"
+    if file is None or not tokens.is_file() or file.stat().st_size > 6 * settings.tokens:  # few tokens are so long
+        return
+    from tokenizers import Tokenizer
+
+    tokenizer, rows = Tokenizer.from_file(str(tokens)), 0.0
+    tokenizer.no_truncation()
+    for document in read(settings):
+        if rows >= settings.rows or not isinstance(document, Text):
+            return
+        ids = tokenizer.encode(document.text, add_special_tokens=settings.special_tokens).ids
+        rows += 1 if settings.packing == "none" else (len(ids) + (settings.gap != "none")) / settings.length
+    if (filled := int(rows + 1e-9)) < settings.rows:
+        fitting = f"at most calibration.tokens={filled * settings.length}" if filled else "a longer text"
+        raise UserError(
+            f"calibration.tokens={settings.tokens} is more than {settings.path} has, which fills {filled} of "
+            f"{settings.rows} rows of calibration.length={settings.length}: expected {fitting}"
+        )
 
 
 def shares(settings: CalibrationConfig) -> list[tuple[int, int]]:

@@ -105,10 +105,11 @@ def _missing(path: str, file: Path) -> UserError:
 
 
 def file_format(path: str, file: Path, setting: str = "calibration.path") -> str:
-    """Format of a file by its suffix, ignoring .gz: "text" or "json". UserError for any other suffix."""
+    """Format of a file by its suffix, ignoring .gz: "document" (its whole text is one) or "json" (one in each record).
+    UserError for any other suffix."""
     suffix = Path(file.stem).suffix if file.suffix == ".gz" else file.suffix
     if suffix in TEXT_SUFFIXES:
-        return "text"
+        return "document"
     if suffix in JSON_SUFFIXES:
         return "json"
     reason = "pickles run code when read, so they never are" if suffix in PICKLES else "this format is not read"
@@ -124,7 +125,7 @@ def _read_file(file: Path, settings: CalibrationConfig) -> list[Document]:
     text = _text(file, "calibration.path")
     if file_format(str(file), file) == "json":
         return _documents(_records(text, file), settings)
-    return [Text(part) for part in (lines(text) if settings.joined else re.split(r"\n[ \t]*\n", text))]
+    return [Text(part) for part in (lines(text) if settings.joined else [text])]
 
 
 def _documents(records: Iterable[tuple[str, Any]], settings: CalibrationConfig) -> list[Document]:
@@ -143,15 +144,15 @@ def first_record(settings: CalibrationConfig) -> list[Document]:
     file = locate(settings.path)
     if file is None:
         return []
-    text = _text(file, "calibration.path")
-    return [] if file_format(settings.path, file) == "text" else _documents(islice(_records(text, file), 1), settings)
+    text, is_one = _text(file, "calibration.path"), file_format(settings.path, file) == "document"
+    return [] if is_one else _documents(islice(_records(text, file), 1), settings)
 
 
 def whole_text(file: Path, setting: str) -> str:
     """Read a file as one text: a text file unchanged, the documents of a JSON file joined by blank lines. UserError for
     conversations, which only a model's chat template can turn into text, and for files without text."""
     text = _text(file, setting)
-    if file_format(str(file), file, setting) == "text":
+    if file_format(str(file), file, setting) == "document":
         return text
     texts = [document(record, None, where).plain for where, record in _records(text, file)]
     if None in texts:

@@ -129,8 +129,8 @@ class SuiteConfig(Group):
 
     basic = frozenset({"benchmarks", "path", "limit"})
 
-    benchmarks: list[str] = field(default_factory=list)
-    """Names of files in conf/benchmark."""
+    benchmarks: list[str] | None = None
+    """Names of files in conf/benchmark; null: those of suite=pocket_no_code for the shipped models, none for others."""
     path: str | None = None
     """The text file of suite=perplexity, or the folder of suite=bfcl."""
     limit: Positive | None = None

@@ -130,7 +130,8 @@ class CalibrationConfig(Group):
     """The text a model reads while statistics are gathered."""
 
     basic = frozenset({"path", "sources", "tokens", "length", "batch_size", "engine"})
-    runtime = frozenset({"name", "engine"})
+    internal = frozenset({"is_default"})
+    runtime = frozenset({"name", "engine", "is_default"})
 
     name: Name
     """Name of the calibration set in tables and file names."""
@@ -169,6 +170,8 @@ class CalibrationConfig(Group):
     sums is that of one pass."""
     engine: Literal["resident", "streamed"] = "resident"
     """resident (the whole model is loaded) or streamed (one decoder layer at a time, for models larger than memory)."""
+    is_default: bool = False
+    """Set where no text is named: only the shipped models read it."""
 
     @property
     def rows(self) -> int:

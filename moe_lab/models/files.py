@@ -10,12 +10,13 @@ from contextlib import suppress
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 from moe_lab import json_files
 from moe_lab.config import ModelConfig
 from moe_lab.config.base import counting_fields, identity
-from moe_lab.errors import UserError
+from moe_lab.errors import Unavailable, UserError
 from moe_lab.models.checkpoint import open_checkpoint, read_json
 from moe_lab.models.families import UNSUPPORTED
 from moe_lab.paths import cache, local
@@ -28,6 +29,8 @@ SHA256 = re.compile(r"[0-9a-f]{64}")
 SHAPE = {"size": int, "changed": int, "inode": int, "sha256": str}
 SECONDS = 10
 """Longest wait for an answer of the hub."""
+FIRST_SECONDS = 3
+"""Longest wait for its first one."""
 NOT_DATA = (".md", ".gitattributes", ".png", ".jpg", ".svg")
 """Endings of files of a data set that hold no data."""
 
@@ -57,13 +60,34 @@ def _read(file: Path) -> str:
         return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
+def hub_answers() -> bool:
+    """Whether the hub can be asked: HF_HUB_OFFLINE is not set, and it answers anything within FIRST_SECONDS."""
+    from huggingface_hub import constants
+
+    return not constants.HF_HUB_OFFLINE and _answers(constants.ENDPOINT)
+
+
+@lru_cache
+def _answers(address: str) -> bool:
+    from httpx import HTTPError
+    from huggingface_hub import get_session
+
+    answers: list[object] = []
+
+    def ask() -> None:
+        with suppress(HTTPError, OSError):
+            answers.append(get_session().head(address, timeout=FIRST_SECONDS))
+
+    (thread := Thread(target=ask, daemon=True)).start()  # looking up the name of a host has no time limit of its own
+    thread.join(FIRST_SECONDS)
+    return bool(answers)
+
+
 @lru_cache(maxsize=256)
 def stated_files(name: str, revision: str | None, kind: str) -> dict[str, tuple[int, str]] | None:
     """File -> (size, sha256, or git's digest of a small file) of what a repository on the hub has; None when the hub
     cannot be asked. `kind`: model or dataset."""
-    from huggingface_hub import constants
-
-    if constants.HF_HUB_OFFLINE:
+    if not hub_answers():
         return None
     from httpx import HTTPError
     from huggingface_hub import HfApi
@@ -252,11 +276,11 @@ def _download(settings: ModelConfig, weights: list[str]) -> Path:
     from huggingface_hub.errors import HFValidationError
 
     try:
-        return _snapshot(settings.path, settings.revision, weights)
+        return _snapshot(settings.path, settings.revision, weights, local_files_only=not hub_answers())
     except (OSError, HFValidationError) as error:  # all errors of the hub and of the network are OSErrors
         at = f" at revision {settings.revision}" if settings.revision else ""
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise UserError(
+        raise (UserError if hub_answers() else Unavailable)(
             f"model.path={settings.path} is no folder, and the hub gave no such model{at} ({type(error).__name__}: "
             f"{reason}): check the name, the revision and the network, or give a folder"
         ) from None

@@ -30,7 +30,8 @@ def align_by_weights(plan: Plan, layers: Iterable[MoELayer]) -> Plan:
     def of(layer: MoELayer) -> Alignments:
         return orders(plan, layer, lambda one, other: -(channel_weights(layer, one) @ channel_weights(layer, other).T))
 
-    return replace(plan, alignments={layer.index: of(layer) for layer in layers if layer.index in plan.merged})
+    found = {layer.index: of(layer) for layer in layers if layer.index in plan.merged}
+    return replace(plan, alignments=found, aligned=True)
 
 
 def orders(plan: Plan, layer: MoELayer, cost: Callable[[int, int], torch.Tensor]) -> Alignments:
@@ -99,7 +100,8 @@ def alignment_tap(plan: Plan) -> type[AlignmentTap]:
 
 def align_by_activations(plan: Plan, sums: Layers) -> Plan:
     """`plan` with the orders that an `AlignmentTap` found in a pass: its results by layer."""
-    return replace(plan, alignments={layer: sums[layer]["order"].numpy().astype(numpy.int32) for layer in plan.merged})
+    found = {layer: sums[layer]["order"].numpy().astype(numpy.int32) for layer in plan.merged}
+    return replace(plan, alignments=found, aligned=True)
 
 
 def principal_components(layer: MoELayer) -> torch.Tensor:

@@ -6,7 +6,8 @@ Its JSON form, plan.json:
      "layers": {"0": {"experts": 64, "keep": [0, 2, ...]}, ...}, "provenance": {...}}
 
 A plan about channels adds `width`, channels per expert before pruning, and `channels`, one bit mask per kept expert:
-hexadecimal, the lowest bit of the first byte is channel 0. A plan that merges experts adds `merged`. The arrays of
+hexadecimal, the lowest bit of the first byte is channel 0. A plan that merges experts adds `merged`, and beside the
+layers `aligned`, false while the channels of merged experts still have to be matched. The arrays of
 `Plan.constants` (little-endian fp32) and `Plan.alignments` (little-endian int32) are in the file plan.npz beside it, as
 LAYER.constants and LAYER.alignments, and plan.json has the sha256 of each.
 """
@@ -68,6 +69,8 @@ class Plan:
     alignments: dict[int, Alignments] = field(default_factory=dict)
     """Layer -> for each of its `merged_away` experts, which of its channels is added to each channel of the expert that
     it is merged into. In layers that are not named, channel i is added to channel i."""
+    aligned: bool = True
+    """False for a plan whose way of merging matches channels first, until that is done; it cannot be used before."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Plan) and self.digest == other.digest
@@ -182,7 +185,7 @@ class Plan:
             numpy.savez(partial, allow_pickle=False, **arrays)
             partial.replace(file)
         about = {"schema": SCHEMA, "digest": self.digest, "layers": self._layers(), "provenance": self.provenance}
-        write_json(target, about)
+        write_json(target, {**about, "aligned": self.aligned} if self.merged else about)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
@@ -206,6 +209,7 @@ class Plan:
                     for layer, value in stated.items()
                     if (groups := value.get("merged", {}).items())
                 },
+                aligned=content["aligned"] if any("merged" in value for value in stated.values()) else True,
                 **_read_arrays(read, stated),
             )
         except FileNotFoundError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy
@@ -88,15 +89,12 @@ def merge_experts(
 
 def check_aligned(plan: Plan) -> None:
     """Raise UserError for a plan that merges experts by a way that matches their channels first, if that is still to
-    be done."""
-    about = plan.provenance.get("allocation")
-    replacement = about.get("replacement", "none") if isinstance(about, dict) else "none"
-    chosen = grouping.GROUPINGS.get(replacement)
+    be done in any layer."""
     unmatched = sorted(set(plan.merged) - set(plan.alignments))
-    if chosen is not None and chosen.align is not None and unmatched:
+    if unmatched and (plan.alignments or not plan.aligned):
         raise UserError(
-            f"plan: replacement={replacement} matches the channels of experts before they are merged, which was not "
-            f"done in layer {unmatched[0]}: expected what moe_lab.align makes of this plan"
+            f"plan: aligned={str(plan.aligned).lower()}, and the channels of experts that layer {unmatched[0]} merges "
+            "were not matched: expected what moe_lab.align makes of this plan"
         )
 
 
@@ -124,4 +122,6 @@ def replace_dropped(
         values = numpy.asarray(scores[layer], dtype=float)
         groups = grouping.groups(settings, sums, values, kept, layers[layer].get("protected", ()))
         merged[layer] = grouping.weighted(replacement, groups, sums, values, kept)
-    return merge_experts(merged, widths, rows=grouping.GROUPINGS[replacement].rows, provenance=plan.provenance)
+    how = grouping.GROUPINGS[replacement]
+    made = merge_experts(merged, widths, rows=how.rows, provenance=plan.provenance)
+    return replace(made, aligned=how.align is None)

@@ -20,6 +20,7 @@ from statistics import median
 from rich.table import Table
 
 from moe_lab.config import Config, ModelConfig
+from moe_lab.config.pruning import DEVICE_MAPS
 from moe_lab.errors import UserError
 from moe_lab.json_files import Number, fits
 from moe_lab.models import main_memory
@@ -88,6 +89,8 @@ def check_device(name: str) -> None:
 def device_here(device: str) -> str:
     """Name of the device that `model.device` selects on this machine. Raises UserError when there is none. Runs in
     another process, because torch takes seconds to import."""
+    if device in DEVICE_MAPS and not has_gpu():
+        raise UserError(f"model.device={device} is over GPUs, and this machine has none: expected another device")
     answer = subprocess.run(command("moe_lab.models.load", device), capture_output=True, text=True)
     if answer.returncode:
         reason = answer.stderr.strip().splitlines()[-1].partition(": ")[2]
@@ -195,7 +198,7 @@ def _hours(steps: Sequence[Step], gpu_memory: float, seconds: Seconds) -> tuple[
         work += takes / 3600
         if memory := memory_of(step):
             gpu_work += takes / 3600 * gpus(memory, gpu_memory)
-    if unknown == len(steps) > 0:
+    if unknown and not work:  # merges of shares are nothing beside the shares
         return "unknown", "unknown"
     more = f" + {unknown} unknown" if unknown else ""
     return f"{work:.2f}{more}", f"{gpu_work:.2f}{more}"

@@ -9,7 +9,7 @@ from typing import TypeVar
 from moe_lab.config import AllocationConfig, CalibrationConfig, Config, CriterionConfig
 from moe_lab.grid import Cell, Request
 from moe_lab.models.files import UNRESOLVED
-from moe_lab.study.estimates import device_here, resolved
+from moe_lab.study.estimates import resolved
 from moe_lab.study.step import Identified, Step, once
 from moe_lab.study.steps.costs import Cost, Profile, Timing
 from moe_lab.study.steps.evaluation import Evaluate, Grade, Task, task_of
@@ -93,7 +93,6 @@ def _seeded(text: CalibrationConfig, seed: int) -> CalibrationConfig:
     return text if text.seed is not None else replace(text, seed=seed)
 
 
-_timed = once(lambda timed, model: replace(timed, device=timed.device or device_here(model.device)))
 _located = once(resolved)
 _unpruned_cost = once(lambda model, text: Cost.of(unpruned_model(model), text))
 
@@ -126,7 +125,7 @@ def _steps(cell: Cell, tasks: Mapping[str, Task], config: Config) -> CellSteps:
         export=export_of(pruned, config.export, config.verify) if is_pruned and config.export.shape else None,
         cost=Cost.of(pruned, text, cost) if is_pruned else cost,
         profile=Profile(pruned.loaded, text, pruned.plan) if config.profile else None,
-        timing=Timing.of(pruned, text, _timed(config.timed, named.model)) if config.timing else None,
+        timing=Timing.of(pruned, text, config.timed) if config.timing else None,
         evaluate={name: task(pruned) for name, task in tasks.items()},
     )
 

@@ -19,14 +19,14 @@ from moe_lab.config import BenchmarkConfig, CalibrationConfig, Config, ExportCon
 from moe_lab.errors import UserError, unknown, user_errors
 from moe_lab.evaluation import engines, suite
 from moe_lab.evaluation.harness import HARNESSES
-from moe_lab.grid import Cell, Request
+from moe_lab.grid import Cell, Request, is_shipped
 from moe_lab.models import config_json, files
 from moe_lab.pruning import no_replacements
 from moe_lab.study import sync, tracker
 from moe_lab.study.estimates import check_device
 from moe_lab.study.step import KINDS, Step
 from moe_lab.study.steps.costs import wrong_timing
-from moe_lab.study.steps.plans import check_engine, check_plan_file, plan_in
+from moe_lab.study.steps.plans import check_engine, check_plan_file, plan_in, removed_share
 from moe_lab.study.steps.scores import check_weights, reads_text
 
 AVERAGE = "Avg"
@@ -51,11 +51,26 @@ def preflight(config: Config, requests: Iterable[Request]) -> list[str]:
         for groups, check in OF_CELLS:
             for cell in _each(cells, *groups):
                 sentences += _said(check, cell, config)
-        sentences += _wrong_texts(cells)
+        sentences += _wrong_texts(cells, config.overlap)
         for cell, benchmark in product(_each(cells, "model"), benchmarks):
             sentences += _said(_check_template, cell, benchmark)
         sentences += _said(_check_objective, config, benchmarks)
     return list(dict.fromkeys(sentences))
+
+
+def remarks(config: Config, requests: Iterable[Request]) -> Iterator[str]:
+    """A sentence for each thing in which a study does something else than a user may expect."""
+    every = [cell for cells, _ in requests for cell in cells]
+    names = dict.fromkeys(cell.model.name for cell in every if not is_shipped(cell.model))
+    if config.suite.benchmarks is None and names:
+        yield f"model={','.join(names)} is not evaluated, as no suite is named: add suite=perplexity suite.path=FILE"
+    rounded: dict[str, None] = {}
+    for cell in _each(every, "model", "criterion", "allocation", "ratio"):
+        removed = removed_share(cell)
+        if abs(removed - cell.ratio) > 5e-4:
+            rounded[f"{cell.model.name} {cell.ratio:g} -> {removed:.3g}"] = None
+    if rounded:
+        yield f"ratio is rounded, as whole experts are removed (model asked -> removed): {', '.join(rounded)}"
 
 
 def lacking(steps: Sequence[Step], launcher: LauncherConfig) -> list[str]:
@@ -110,14 +125,17 @@ def _check_objective(config: Config, benchmarks: Sequence[BenchmarkConfig]) -> N
         )
 
 
-def _wrong_texts(cells: Iterable[Cell]) -> Iterator[str]:
+def _wrong_texts(cells: Iterable[Cell], overlap: bool) -> Iterator[str]:
     """Problems of the texts that models read, each looked at once, and with the model that reads it."""
     distinct = {}
     for cell in _each(cells, "model", "calibration", "criterion", "allocation", "recovery"):
         texts = {**cell.texts, "calibration": cell.calibration}
         with suppress(UserError):  # the criterion or the allocation is unknown, so it may be read
-            if not reads_text(cell):
+            if not (reads_text(cell) or overlap):
                 del texts["calibration"]
+            elif cell.calibration.is_default and not is_shipped(cell.model):
+                user = f"criterion={cell.criterion.name} with allocation={cell.allocation.name}"
+                yield f"calibration is not set, and {user} reads a text: add calibration=text calibration.path=FILE"
         for role, text in texts.items():
             distinct[role, id(text), id(cell.model)] = (role, text, cell.model)
     for role, text, model in distinct.values():
@@ -126,6 +144,8 @@ def _wrong_texts(cells: Iterable[Cell]) -> Iterator[str]:
         yield from problems
         if role in TEXT_CHECKS and not problems:
             yield from _said(calibrations.check_chat_template, text, model)
+            if look is sources.first_record:
+                yield from _said(calibrations.check_length, text, model)
         if role == "calibration" and text.engine == "streamed":
             yield from _said(config_json.check_plain_weights, model, "calibration.engine=streamed")
 

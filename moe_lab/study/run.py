@@ -11,13 +11,13 @@ from typing import NamedTuple
 
 from moe_lab.config import Config
 from moe_lab.config.base import SettingsError
-from moe_lab.errors import UserError, unknown, user_errors
+from moe_lab.errors import Unavailable, UserError, unknown, user_errors
 from moe_lab.grid import Request
 from moe_lab.json_files import Number, parse
 from moe_lab.results import DIGITS, is_lower_better
 from moe_lab.study.estimates import Times, check_memory, disk_problems, forecast, visible_gpus
 from moe_lab.study.graph import build, normalized, unresolved
-from moe_lab.study.preflight import AVERAGE, lacking
+from moe_lab.study.preflight import AVERAGE, lacking, remarks
 from moe_lab.study.record import Study, finish, outdate_reports
 from moe_lab.study.runs import Run, begin
 from moe_lab.study.schedule import Here, Schedule, Worker, console, recall_failures, say, say_notices, watch, work
@@ -86,24 +86,25 @@ class Ended(NamedTuple):
 
 def run(config: Config, requests: Sequence[Request], *, add: bool = False) -> Ended:
     """Run a study whose settings are valid. `add`: add its cells to those recorded under its name, instead of replacing
-    them. Raises UserError for what is missing here, before anything is run; a dry run prints its forecast first."""
+    them. Raises UserError for what is missing here, before anything is run, after the forecast of a dry run; and
+    Unavailable, always after the forecast, for models and texts that cannot be had here."""
+    for remark in remarks(config, requests):
+        say(remark)
     graph = build(config, requests)
     study = Study(config, graph, Store(config.store), add)
     if config.push is not None:
         from moe_lab.study import push
 
         push.exported(config, graph)
-    if unknown := unresolved(graph.steps()):
-        sentence = (
-            f"{', '.join(unknown)}: not in the cache, and the hub cannot be asked, so what would be read is not known"
-        )
-        if not config.dry_run:
-            raise UserError(f"{sentence}: connect to the hub, download it first, or give a folder or a file")
-        say(f"{sentence}: the ids of its steps are not final")
+    absent = unresolved(graph.steps())
     missing = lacking(graph.steps(), config.launcher)
     with study.store.errors_as_sentences():
-        if config.dry_run:
+        if config.dry_run or absent:
             missing += _forecast(study)
+        if absent:
+            names = f"missing here: {', '.join(absent)}: no folder or file, not in the cache, and not given by the hub"
+            advice = "check the name, connect to the hub, download it first, or give a folder or a file"
+            raise Unavailable(str(SettingsError([f"{names}: {advice}", *missing])))
         if missing:
             raise SettingsError(missing)
         return Ended(0 if config.dry_run else _run(study), study)

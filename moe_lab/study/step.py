@@ -184,7 +184,7 @@ class Step(Parts):
 
     def pace(self) -> list[Any]:
         """What decides the seconds of a unit, JSON-ready: steps of one kind with equal values take equally long."""
-        return []
+        return [self.inputs.get("facts", self).id]  # of the model
 
     def job(self) -> str:
         """The kind of the Slurm jobs that also do this step."""

@@ -47,10 +47,9 @@ def written(path: Path, content: str | bytes) -> Path:
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.md", "a.txt.gz"])
-def test_blank_lines_part_the_documents_of_a_text(tmp_path: Path, settings: Settings, name: str) -> None:
+def test_a_text_file_is_one_document(tmp_path: Path, settings: Settings, name: str) -> None:
     file = written(tmp_path / name, "\ufeffone\nmore\r\n\r\ntwo\n \t\n\n\nthree\n")
-    assert read(settings(file)) == [Text("one\nmore"), Text("two"), Text("three\n")]
-    assert read(settings(written(tmp_path / name, "one\ntwo\nthree"))) == [Text("one\ntwo\nthree")]
+    assert read(settings(file)) == [Text("one\nmore\n\ntwo\n \t\n\n\nthree\n")]
 
 
 @pytest.mark.parametrize(

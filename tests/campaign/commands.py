@@ -69,7 +69,7 @@ NEAREST = {
     "a ratio that is a word": (["ratio=much"], "ratio=much: expected a number"),
     "several values of what has one": (["suite=quick,code"], "names several files"),
     "a gate nobody knows": (["gate=modle"], "did you mean model?"),
-    "a folder that is not there": (["model=local", "model.path=/no/such/folder"], "/no/such/folder"),
+    "a folder that is not there": (["model=local", "model.path=/no/such/folder", "criterion=aimer"], "/no/such/folder"),
     "a model without its folder": (["model=local"], "model.path is not set"),
     "a text without its file": (["calibration=text"], "calibration.path is not set"),
     "a packing nobody knows": (["calibration.packing=reep"], "did you mean reap?"),
@@ -159,7 +159,6 @@ export=natural model.top_k=2 | model.top_k
 timing=true | timing
 timing=true launcher=slurm | timed.device
 backend=server suite=pocket16 allow_code_execution=true | pocket_wildbench
-model=deepseek_v3 calibration=c4 model.device=cpu suite.benchmarks=[] | model
 """
 """Words | what the message must name."""
 

@@ -11,6 +11,8 @@ import shutil
 import struct
 import tempfile
 from pathlib import Path
+from threading import Event
+from time import monotonic
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -19,11 +21,12 @@ import pytest
 import tiny
 import torch
 from identities.plans import random_plan
+from processes import within
 from safetensors.torch import load_file, save_file
 from tiny import logits, settings
 
 from moe_lab.config import ModelConfig
-from moe_lab.errors import UserError
+from moe_lab.errors import Unavailable, UserError
 from moe_lab.models import experts, files, streamed
 from moe_lab.models.checkpoint import open_checkpoint
 from moe_lab.models.discover import routed_layers
@@ -272,9 +275,28 @@ def test_a_large_file_is_read_once_and_again_when_it_changes(tmp_path: Path, mon
 
 def test_a_hub_that_cannot_be_reached_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     no_network = Mock(side_effect=httpx.ConnectError("Name or service not known"))
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(files, "hub_answers", lambda: True)
     monkeypatch.setattr("huggingface_hub.HfApi.model_info", no_network)
-    assert files.stated_files("owner/unreachable", None, "model") is None
+    assert files.stated_files("owner/unreachable", None, "model") is None and no_network.called
+
+
+def test_the_hub_is_asked_once_and_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    never, head = Event(), Mock()
+    monkeypatch.setattr(files, "FIRST_SECONDS", 0.05)
+    monkeypatch.setattr("huggingface_hub.get_session", lambda: SimpleNamespace(head=head))
+    assert not files.hub_answers() and not head.called, "HF_HUB_OFFLINE is set in tests"
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    silent = [httpx.ConnectTimeout("timed out"), lambda *_, **__: never.wait(60)]
+    for effect, answers in [(lambda *_, **__: None, True), *((each, False) for each in silent)]:
+        head.side_effect = effect
+        files._answers.cache_clear()
+        with within(2, monotonic):
+            assert files.hub_answers() is answers is files.hub_answers()
+    assert head.call_count == 3
+    with pytest.raises(Unavailable, match=r"model\.path=owner/unreachable"):
+        files.local_folder(ModelConfig(name="m", path="owner/unreachable"))
+    files._answers.cache_clear()
+    never.set()
 
 
 def test_shipped_models_and_files_are_found_and_other_paths_stay() -> None:

@@ -158,6 +158,8 @@ def data(monkeypatch: pytest.MonkeyPatch) -> None:
         (step("finetune"), step("finetune", recovery=RecoveryConfig(distill="t")), None),
         (step("finetune"), step("finetune", recovery=RecoveryConfig(fit="t")), None),
         (step("cost", criterion=CriterionConfig(name="aimer")), step("cost"), None),
+        *((step(kind, model()), step(kind, model()), 30.0) for kind in ("scores", "plan")),
+        *((step(kind, model()), step(kind, model("deepseek_v3")), None) for kind in ("model", "scores", "plan")),
     ],
 )
 def test_a_step_takes_what_finished_ones_took(store: Store, finished: Step, asked: Step, seconds: float | None) -> None:
@@ -170,6 +172,8 @@ def test_parts_of_a_pass_are_counted_by_their_rows_and_the_merge_reads_only_file
     merge = reading(120, parts=3)
     finish(store, merge, 1.0, merged=["a", "b", "c"])
     assert Times(store).seconds(reading(120)) is None, "the time of a merge is not that of a pass"
+    unknown = forecast([*merge.merges, merge], set(), 80.0, Times(store).seconds)
+    assert unknown.columns[-2].footer == "unknown", "nothing is known of what takes long"
     finish(store, reading(30), 30.0)
     times = Times(store)
     assert [times.seconds(share) for share in merge.merges] == pytest.approx([40.0] * 3)

@@ -79,6 +79,7 @@ OTHER: dict[str, Any] = {
     "model.expected": SHAPE,
     "calibration.path": "pocket:calibration/code.jsonl",
     "calibration.length": 1024,
+    "calibration.is_default": True,
     "calibration.tokens": 2**20,
     "calibration.sources": [replace(SET, share=share) for share in (0.25, 0.75)],
     "source.settings": replace(TEXT, path="pocket:calibration/code.jsonl"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +22,7 @@ from moe_lab.paths import LONGEST_NAME, resolve
 from moe_lab.pruning.plan import Plan
 from moe_lab.study import estimates
 from moe_lab.study.graph import build
-from moe_lab.study.preflight import lacking, preflight
+from moe_lab.study.preflight import lacking, preflight, remarks
 
 pytestmark = pytest.mark.slow
 
@@ -45,6 +46,68 @@ def problems(*words: str) -> list[str]:
         return preflight(config, wanted) or lacking(build(config, wanted).steps(), config.launcher)
     except SettingsError as error:
         return error.sentences
+
+
+@pytest.mark.parametrize(
+    ("words", "suites", "says"),
+    [
+        (["model=pocket_olmoe"], [11], None),
+        (["model=local"], [0], "calibration is not set"),
+        (["model=local", "criterion=aimer"], [0], None),
+        (["model=local", "criterion=aimer", "overlap=true"], [0], "calibration is not set"),
+        (["model=local", "criterion=aimer", "suite.limit=3"], [0], None),
+        (["model=local", "calibration=pocket_general", "suite=pocket_quick"], [5], None),
+        (["model=local", "calibration=pocket_math,pocket_general"], [0], None),
+        (["model=local", "calibration.path=README.md"], [0], None),
+        (["model=local", "calibration.tokens=2048,4096"], [0], "calibration is not set"),
+        (["model=pocket_olmoe,mixtral_8x7b", "criterion=aimer"], [11, 0], None),
+    ],
+)
+def test_defaults_are_those_of_shipped_models(
+    words: list[str], suites: list[int], says: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another model is neither scored nor evaluated on what was made for them, unless that is named."""
+    monkeypatch.chdir(Path(__file__).parents[2])
+    local = ["+model.path=owner/model"] if "local" in words[0] else []
+    config, wanted = compose([*words, *local])
+    assert [len(benchmarks) for _, benchmarks in wanted] == suites
+    found = preflight(config, wanted)
+    assert [says in sentence for sentence in found] == [True] if says else not found
+    said = [remark for remark in remarks(config, wanted) if "suite" in remark]
+    assert [re.split("[=,]", words[0])[-1] in one for one in said] == ([True] if 0 in suites else [])
+
+
+@pytest.mark.parametrize(
+    ("packing", "fits"), [("chunk", 1600 // 16), ("chunk gap=eos", 1800 // 16), ("none", 200), ("reap", 1600 // 16)]
+)
+def test_more_tokens_than_a_text_has_are_refused_before_the_start(packing: str, fits: int, tmp_path: Path) -> None:
+    """Each of the 200 documents has eight tokens. Of packing=reap only what no packing could fill is known."""
+    (file := tmp_path / "text.jsonl").write_text('{"text": "Where does a dog sleep?"}\n' * 200)
+    packed, _, gap = packing.partition(" gap=")
+    settings = {"path": file, "packing": packed, "gap": gap or "none", "length": 16}
+    words = ["calibration=text", *(f"calibration.{name}={value}" for name, value in settings.items())]
+    assert not problems(*words, f"calibration.tokens={16 * fits}")
+    (sentence,) = problems(*words, f"calibration.tokens={16 * (fits + 1)}")
+    assert (
+        sentence.startswith(f"calibration.tokens={16 * (fits + 1)}") and f"calibration.tokens={16 * fits}" in sentence
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (
+            ["ratio=0.3,0.25", "model=pocket_olmoe,mixtral_8x7b"],
+            ["pocket_olmoe 0.3 -> 0.281", "mixtral_8x7b 0.3 -> 0.25"],
+        ),
+        (["ratio=0.25", "allocation=global,m_smoe", "allocation.multiple_of=5"], ["pocket_olmoe 0.25 -> 0.219"]),
+        (["ratio=0.25"], []),
+        (["ratio=0.3", "criterion=heapr", "allocation=global"], []),
+    ],
+)
+def test_a_ratio_that_is_rounded_to_whole_experts_is_said_once(words: list[str], says: list[str]) -> None:
+    said = [remark for remark in remarks(*asked("calibration=pocket_code", *words)) if "->" in remark]
+    assert [one.partition("removed): ")[2].split(", ") for one in said] == ([says] if says else [])
 
 
 NAMED = ("study", "model.name", "calibration.name", "recovery.name")
@@ -146,7 +209,7 @@ def test_unchangeable_channels_are_known_before_loading(words: list[str], field:
     [
         ((0, 1), {}, ["export.shape=padded"], "export=padded has no place"),
         ((0,), {}, ["export.shape=padded"], None),
-        ((0, 1), {"allocation": {"replacement": "m_smoe"}}, [], "replacement=m_smoe matches"),
+        ((0, 1), {"allocation": {"replacement": "m_smoe"}}, [], "plan: aligned=false"),
         ((0, 1), {"allocation": {"replacement": "m_smoe"}}, ["allocation.replacement=m_smoe"], None),
         ((0, 1), {"allocation": {"replacement": "m_smoe_unaligned"}}, [], None),
         ((0, 1), {"model_sha256": "0" * 64}, [], "plan is for another model: it was made for"),
@@ -156,7 +219,8 @@ def test_a_listed_plan_is_read_before_anything_runs(
     kept: tuple[int, ...], made: dict[str, Any], words: list[str], says: str | None, tmp_path: Path
 ) -> None:
     """Its two experts are merged into one, which tokens to both reach; or only the first is still there."""
-    plan = Plan({0: kept}, {0: 2}, made, {0: numpy.array([[True], [False]])}, merged={0: {0: {0: 0.5, 1: 0.5}}})
+    merged, aligned = {0: {0: {0: 0.5, 1: 0.5}}}, made.get("allocation") != {"replacement": "m_smoe"}
+    plan = Plan({0: kept}, {0: 2}, made, {0: numpy.array([[True], [False]])}, merged=merged, aligned=aligned)
     plan.save(tmp_path / "plan.json")
     found = problems("allocation.name=list", f"allocation.path={tmp_path}/plan.json", *words)
     if says:

@@ -244,9 +244,9 @@ def model(tmp_path: Path) -> ModelConfig:
 @pytest.fixture
 def text(tmp_path: Path) -> CalibrationConfig:
     words = [f"w{(7 * at) % (tiny.VOCABULARY - 4) + 4}" for at in range(64)]
-    (tmp_path / "text.txt").write_text("\n\n".join(words))  # a document is a word to its tokenizer
+    (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": word}) + "\n" for word in words))
     return CalibrationConfig(
-        name="t", path=str(tmp_path / "text.txt"), length=16, tokens=64, packing="chunk", seed=0, batch_size=2
+        name="t", path=str(tmp_path / "text.jsonl"), length=16, tokens=64, packing="chunk", seed=0, batch_size=2
     )
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import asdict
+from contextlib import suppress
+from dataclasses import asdict, replace
 from typing import Any, Self
 
 from moe_lab import results
@@ -13,10 +14,13 @@ from moe_lab.config import CalibrationConfig, LauncherConfig, ModelConfig, Timin
 from moe_lab.errors import Unavailable, UserError, user_errors
 from moe_lab.json_files import write_json
 from moe_lab.models.config_json import Size, check_plain_weights, config_of, has_packed_experts
-from moe_lab.study.step import Step
+from moe_lab.study.estimates import device_here
+from moe_lab.study.step import Step, once
 from moe_lab.study.steps.files import Files, engine, loaded, read_text, skeleton
 from moe_lab.study.steps.passes import Arithmetic, Facts, OnText
 from moe_lab.study.steps.recovery import Pruned, Storage
+
+_named = once(lambda timed, device: replace(timed, device=timed.device or device_here(device)))
 
 
 class Routing(OnText):
@@ -161,12 +165,18 @@ class Timing(OnText):
 
     @classmethod
     def of(cls, pruned: Pruned, text: CalibrationConfig, timed: TimingConfig) -> Self:
-        """The timing of a pruned model, with prompts from a text. `timed` names the device."""
+        """The timing of a pruned model, with prompts from a text, on its device unless `timed` names one."""
+        with suppress(UserError):  # without the device, `conditions` are not fulfilled
+            timed = _named(timed, pruned.model.device)
         changes = pruned.plan, pruned.finetune, pruned.storage
         return cls(pruned.loaded, text, *changes, timed, pruned.model.threads, pruned.recovered_label)
 
     def label(self) -> str:
         return self.name
+
+    def conditions(self, launcher: LauncherConfig) -> list[tuple[Any, ...]]:
+        """Its device is here."""
+        return [] if self.timed.device else [(device_here, self.about.device)]
 
     @property
     def models(self) -> int:

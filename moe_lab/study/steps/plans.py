@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Self
 from moe_lab import allocation, criteria, results
 from moe_lab.allocation import protection, shapes
 from moe_lab.allocation.grouping import GROUPINGS
+from moe_lab.allocation.problem import limits
 from moe_lab.config import AllocationConfig, CriterionConfig
 from moe_lab.errors import UserError
 from moe_lab.grid import Cell
@@ -53,6 +54,16 @@ def check_ratio(cell: Cell) -> None:
             alike = {"layers": dict.fromkeys(map(int, protect), layer)}
             layers = protection.with_protected({"protect": protect}, alike, {})["layers"]
             allocation.fits(settings, layers, granularity)
+
+
+def removed_share(cell: Cell) -> float:
+    """The share of whole experts that is removed for the cell's ratio; the ratio itself where that is not known before
+    the plan is made, and for channels, of which there are so many that hardly anything is rounded."""
+    layer, is_listed = _known_layer(cell), cell.allocation.name == "list"
+    if layer is None or is_listed or criteria.get(cell.criterion.name).granularity == "channel":
+        return cell.ratio
+    (limit,) = limits({0: layer}, cell.allocation.multiple_of).values()
+    return 1 - limit.even(cell.ratio) / limit.count
 
 
 def check_engine(cell: Cell) -> None:
