@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import moe_lab
-from moe_lab import criteria, plugins
+from moe_lab import criteria, plugins, progress
 from moe_lab.allocation.protection import SUPER
 from moe_lab.config import AllocationConfig, Config, TrackerConfig
 from moe_lab.errors import UserError
@@ -26,7 +26,7 @@ from moe_lab.results import KEY, RECORD, SCHEMA, read_record
 from moe_lab.start import command
 from moe_lab.study.graph import CellSteps, Graph
 from moe_lab.study.runs import Run
-from moe_lab.study.schedule import Schedule, say, say_notices
+from moe_lab.study.schedule import Schedule, say, say_notices, shown
 from moe_lab.study.step import NO_ROOM, Step, digest
 from moe_lab.study.store import Store
 from moe_lab.study.sync import shared
@@ -122,7 +122,11 @@ def _make_report(study: Study, page: Path) -> bool:
     tracks = study.config.tracker.name != "none"
     about = [f"store={store.root}", f"study={name}", f"out={folder}"]
     about += ["format=png"] if tracks else []  # trackers show no vector images
-    done = subprocess.run(command("analysis", "report", *about), capture_output=True, text=True)
+    told = folder / progress.NAME
+    with shown(lambda: "report: {:g} of {:g} {}".format(*progress.read(told))):
+        named = {**os.environ, progress.FILE: str(told)}
+        done = subprocess.run(command("analysis", "report", *about), capture_output=True, text=True, env=named)
+    told.unlink(missing_ok=True)
     if not done.stdout.strip():  # a report that was written prints the path of its page
         log = store.root / "logs" / f"report-{name}.log"
         with suppress(OSError):  # a full disk

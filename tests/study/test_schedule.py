@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import shutil
@@ -22,12 +23,14 @@ from example_steps import Example
 from processes import until
 from studies import STUDY, Asked, ask, start
 
+from moe_lab import progress
 from moe_lab.config import Config, LauncherConfig
 from moe_lab.study import record
 from moe_lab.study import run as launch
+from moe_lab.study.estimates import Times
 from moe_lab.study.graph import Graph
 from moe_lab.study.runs import begin
-from moe_lab.study.schedule import Schedule, StepError, Worker, work
+from moe_lab.study.schedule import Schedule, StepError, Worker, overview, work
 from moe_lab.study.step import Step
 from moe_lab.study.store import Store
 
@@ -281,3 +284,113 @@ def test_a_report_counts_as_made_when_it_is_complete(
         assert complete == (folder / record.MADE_FROM).exists() == (says == "report.html")
         for file in failed:
             file.unlink()
+
+
+# The time left
+
+
+class Timed:
+    """A run of steps of which each takes as long as said, by a clock of its own, on so many workers."""
+
+    def __init__(self, store: Path, seconds: dict[Step, float], workers: int = 1) -> None:
+        self.now, self.seconds, self.workers = 0.0, seconds, workers
+        self.store = Store(store).create()
+        self.schedule = Schedule(seconds, clock=lambda: self.now)
+
+    def go(self, until: float) -> None:
+        """Let time pass, as far as the last step that ends by then."""
+        while self.schedule.waiting or self.schedule.running:
+            while self.schedule.waiting and len(self.schedule.running) < self.workers:
+                self.schedule.take()
+            step, begun = min(self.schedule.running.values(), key=lambda one: one[1] + self.seconds[one[0]])
+            if begun + self.seconds[step] > until:
+                break
+            self.now = begun + self.seconds[step]
+            self.schedule.finish(step, did=True)
+        self.now = until
+
+    def tell(self) -> None:
+        for step, begun in self.schedule.running.values():
+            folder = self.store.partial(step)
+            folder.mkdir(parents=True, exist_ok=True)
+            told = [100 * (self.now - begun) / self.seconds[step], 100, "requests"]
+            (folder / progress.NAME).write_text(json.dumps(told))
+
+    def says(self) -> str:
+        return overview(self.schedule, self.store, Times(self.store).seconds, self.workers)
+
+    def minutes(self) -> float:
+        return float(self.says().rpartition("about ")[2].partition(" min left")[0])
+
+
+class Sized(Example):
+    units_of: float = 1.0
+
+    def units(self) -> float:
+        return self.units_of
+
+
+def sized(kind: str, *units: float) -> dict[Step, float]:
+    """Steps with so many units, of which each takes two minutes."""
+    return {Sized(kind, number=number, units_of=size): 120 * size for number, size in enumerate(units)}
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize("sizes", [(1, 50, 2, 30, 9, 1), (40, 1, 1, 1, 1, 30, 1), (1,) * 40 + (40,)])
+def test_the_time_left_is_known_after_a_quarter_of_the_work(
+    tmp_path: Path, sizes: tuple[float, ...], workers: int
+) -> None:
+    run = Timed(tmp_path, sized("evaluate", *sizes), workers)
+    whole = Timed(tmp_path, run.seconds, workers)
+    while whole.schedule.waiting or whole.schedule.running:
+        whole.go(whole.now + 60)
+    run.go(whole.now / 4)
+    run.tell()
+    left = (whole.now - run.now) / 60
+    assert left / 2 < run.minutes() < left * 2
+
+
+def test_progress_inside_a_step_is_shown_and_moves_the_time_left(tmp_path: Path) -> None:
+    run = Timed(tmp_path, sized("evaluate", 50, 50))
+    run.go(600)
+    assert "evaluate 0/2" in run.says() and "unknown" in run.says() and "evaluate step" in run.says()
+    run.tell()
+    assert "10 of 100 requests" in run.says() and run.minutes() == pytest.approx(190, rel=0.02)
+    run.go(5400)
+    run.tell()
+    assert run.minutes() == pytest.approx(110, rel=0.02)
+
+
+def test_a_thousand_short_cells_have_a_time_left_only_when_it_is_known(tmp_path: Path) -> None:
+    """Plans take no time, and say nothing of evaluations."""
+    plans = dict.fromkeys(sized("plan", *[1] * 1000), 0.01)
+    run = Timed(tmp_path, {**plans, **dict.fromkeys(sized("evaluate", *[1] * 1000), 0.6)})
+    run.go(10.5)
+    assert "plan" not in run.says() and "no evaluate step" in run.says() and " min left" not in run.says()
+    run.go(70)
+    assert run.minutes() == pytest.approx(9)
+    run.go(600)
+    assert "about 0" not in run.says() and "less than 1 min" in run.says()
+
+
+def test_a_store_knows_what_a_run_does_not(tmp_path: Path) -> None:
+    """And a step of another run, which this one only found finished, says nothing."""
+    run = Timed(tmp_path, sized("evaluate", 1, 1, 1))
+    first = run.schedule.take()
+    assert first is not None
+    run.schedule.finish(first, did=False)
+    assert "unknown" in run.says()
+    assert "about 8 min" in overview(run.schedule, run.store, lambda step: 240.0, 1)
+
+
+def test_a_process_tells_how_far_it_is_in_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "step" / progress.NAME
+    monkeypatch.setenv(progress.FILE, str(file))
+    monkeypatch.setattr(progress, "EVERY", 0.0)
+    assert progress.read(file)[1] == 0
+    progress.tell(3, 40, "batches")
+    progress.add(2)
+    assert progress.read(file) == (5, 40, "batches")
+    monkeypatch.setattr(progress, "EVERY", 1e9)
+    progress.tell(40, 40, "batches")
+    assert progress.read(file)[0] == 5, "written rarely"
