@@ -33,9 +33,9 @@ def add(parts: float) -> None:
     tell(_told[0] + parts, *_told[1:])
 
 
-def read(file: Path) -> tuple[float, float, str]:
-    """How many parts are done, of how many, and what they are; of 0 when nothing was told."""
-    with suppress(OSError, Damaged):
+def read(file: Path) -> tuple[float, str]:
+    """The share that is done, and that in words; 0 and "" when nothing was told."""
+    with suppress(OSError, Damaged, ZeroDivisionError):
         done, total, what = read_json(file, [Number | str])
-        return done, total, what
-    return 0.0, 0.0, ""
+        return min(1.0, done / total), f"{done:g} of {total:g} {what}"
+    return 0.0, ""

@@ -123,7 +123,7 @@ def _make_report(study: Study, page: Path) -> bool:
     about = [f"store={store.root}", f"study={name}", f"out={folder}"]
     about += ["format=png"] if tracks else []  # trackers show no vector images
     told = folder / progress.NAME
-    with shown(lambda: "report: {:g} of {:g} {}".format(*progress.read(told))):
+    with shown(lambda: f"report: {progress.read(told)[1] or 'reading the results'}"):
         named = {**os.environ, progress.FILE: str(told)}
         done = subprocess.run(command("analysis", "report", *about), capture_output=True, text=True, env=named)
     told.unlink(missing_ok=True)

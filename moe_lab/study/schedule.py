@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from base64 import b64encode
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
@@ -246,19 +246,18 @@ def overview(schedule: Schedule, store: Store, seconds: Seconds, workers: int) -
     with schedule.changed:
         waiting = [step for step in schedule.waiting.values() if step.id not in schedule.running]
         running, ended = list(schedule.running.values()), list(schedule.ended)
-    left, inside, spent = Counter(step.kind for step in waiting), dict[str, str](), list[Spent]()
+    left, inside, spent = Counter(step.kind for step in waiting), defaultdict[str, str](str), list[Spent]()
     for step, begun in running:
         left[step.kind] += 1
-        done, total, what = progress.read(store.partial(step) / progress.NAME)
-        spent.append((step, schedule.clock() - begun, min(1.0, done / total) if total else 0.0))
-        if total:
-            inside[step.kind] = f"{inside.get(step.kind, '')} ({done:g} of {total:g} {what})"
-    all_of = schedule.total
-    kinds = [f"{kind} {all_of[kind] - number}/{all_of[kind]}{inside.get(kind, '')}" for kind, number in left.items()]
+        share, words = progress.read(store.partial(step) / progress.NAME)
+        spent.append((step, schedule.clock() - begun, share))
+        inside[step.kind] += f" ({words})" if words else ""
+    totals = {kind: total for kind, total in schedule.total.items() if left[kind]}
+    kinds = [f"{kind} {total - left[kind]}/{total}{inside[kind]}" for kind, total in totals.items()]
     takes, unknown = time_left(ended, spent, waiting, seconds, workers or len(running) or 1)
     time_text = f"about {takes / 60:.0f} min left" if takes >= 60 else "less than 1 min left"
     if unknown:
-        time_text = f"time left unknown: no {' or '.join(unknown)} step has ended"
+        time_text = f"time left unknown: no {', '.join(unknown)} step has ended"
     return ", ".join([*kinds, time_text])
 
 
