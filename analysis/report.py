@@ -24,6 +24,7 @@ from analysis.published.tables import published_chapter
 from analysis.registry import Item, Results, find, outputs
 from analysis.render.page import Page, Section, html, write_files
 from analysis.stats.ranking import headline, ranking_text
+from moe_lab import progress
 from moe_lab.errors import DISK_FULL
 
 T = TypeVar("T")
@@ -76,6 +77,8 @@ class Publisher:
                 files = self.attempt(item.name, partial(write_files, [item], self.out, self.figure_format)) or []
                 made[name] += [item] if files else []
                 written += files
+            if len(names) > 1:  # not only the gaps
+                progress.tell(len(made), len(names), "tables and figures")
         return made, written
 
     def log_failures(self) -> None:

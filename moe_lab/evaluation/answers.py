@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
@@ -13,6 +13,7 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
+from moe_lab import progress
 from moe_lab.calibration.documents import Tools, from_template, render_whole
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError
@@ -51,6 +52,7 @@ class Record:
     def __init__(self, file: Path | None = None) -> None:
         """Read the results in `file`, if it exists; None keeps results in memory alone."""
         self.file = file
+        self.done = self.total = 0  # of the requests
         self._results: dict[str, list[Any]] = {}
         lines = file.read_text(encoding="utf-8", errors="replace").splitlines() if file and file.exists() else []
         for line in lines:
@@ -61,12 +63,14 @@ class Record:
     def result(self, asked: Any, compute: Callable[[], list[Any]]) -> list[Any]:
         """What `compute` returns for `asked`, or returned in an earlier process. Both are JSON."""
         key = sha256(json.dumps(asked).encode()).hexdigest()
+        progress.tell(self.done, self.total, "requests")
         if key not in self._results:
             self._results[key] = compute()
             if self.file:
                 self.file.parent.mkdir(parents=True, exist_ok=True)
                 with self.file.open("a", encoding="utf-8") as lines:  # the first newline ends an incomplete line
                     lines.write(f"\n{json.dumps([key, self._results[key]])}\n")
+        self.done += len(self._results[key])
         return self._results[key]
 
 
@@ -98,10 +102,12 @@ def collect_answers(
     queries = [encoder.query(request) for item in items for request in item.requests]
     encoder.check_pairs(queries)
     prompts = encoder.prompts(queries)
+    record.total = len(set(prompts.values()))
     texts = _generate(engine, prompts, queries, benchmark, record)
     likelihoods = {prompt.answer: texts[number].likelihood for number, prompt in prompts.items() if prompt.answer}
     known: dict[Row, Likelihood] = {row: likelihood for row, likelihood in likelihoods.items() if likelihood}
-    rows = [row for query in queries for row in query.rows if row not in known]
+    rows = {row for query in queries for row in query.rows if row not in known}
+    record.total = record.done + len(rows)
     known |= _score(engine, rows, benchmark.batch_size, record)
     replies = [_reply(query, texts.get(number), known, chat=benchmark.chat) for number, query in enumerate(queries)]
     ends = accumulate((len(item.requests) for item in items), initial=0)
@@ -298,10 +304,10 @@ def _generated(engine: Engine, batch: Sequence[Prompt], writing: Writing, record
     return [Written(text, ended, likelihood and tuple(likelihood)) for text, ended, likelihood in results]
 
 
-def _score(engine: Engine, rows: Iterable[Row], batch_size: int, record: Record) -> dict[Row, Likelihood]:
-    """The likelihood of each row. Equal rows are scored once."""
+def _score(engine: Engine, rows: Set[Row], batch_size: int, record: Record) -> dict[Row, Likelihood]:
+    """The likelihood of each row."""
     likelihoods: dict[Row, Likelihood] = {}
-    for part in _parts(_by_question(set(rows)), batch_size * PARTS):
+    for part in _parts(_by_question(rows), batch_size * PARTS):
         asked = ["likelihoods", batch_size, [[row.start, *row.tokens] for row in part]]
         results = record.result(asked, partial(_finite_scores, engine, part, batch_size))
         likelihoods |= {row: (total, likeliest) for row, (total, likeliest) in zip(part, results, strict=True)}

@@ -24,6 +24,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy, kl_div, log_softmax
 from torch.nn.utils import parametrize
 
+from moe_lab import progress
 from moe_lab.calibration.batches import answer_batches, batches
 from moe_lab.config import CalibrationConfig, RecoveryConfig
 from moe_lab.config.base import identity
@@ -166,10 +167,11 @@ def train(
         torch.nn.utils.clip_grad_norm_(parameters.values(), CLIP)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
+        progress.tell(step + 1, steps, "steps")
         if (step + 1) % SAVE_EVERY == 0 and step + 1 < steps:
             trained_so_far = {name: parameter.detach() for name, parameter in parameters.items()}
-            progress = {"about": about, "losses": losses, "parameters": trained_so_far}
-            save_progress(partial, {**progress, "optimizer": optimizer.state_dict()})
+            saved = {"about": about, "losses": losses, "parameters": trained_so_far}
+            save_progress(partial, {**saved, "optimizer": optimizer.state_dict()})
     return losses
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from moe_lab import progress
 from moe_lab.errors import UserError
 from moe_lab.models import load as device
 from moe_lab.models.discover import MoELayer, moe_layers
@@ -69,6 +70,7 @@ def loss_rises(
         sums[index] = {kind: sums[index][kind] + rise if index in sums else rise}
         check_finite({index: sums[index]}, "the changed loss")
         save_checkpoint(out, sums, about, step + 1)
+        progress.tell(step + 1, len(rows) * len(layers), "layers")
     means = {index: {kind: named[kind] / predicted} for index, named in sums.items()}
     return Statistics(means, {**about, "predicted": predicted})
 

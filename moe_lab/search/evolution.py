@@ -43,6 +43,7 @@ from numpy.typing import NDArray
 from pydantic import AfterValidator, model_validator
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 
+from moe_lab import progress
 from moe_lab.allocation.problem import budget, limits, or_nearest
 from moe_lab.config.base import SETTINGS, Count, Positive, valid
 from moe_lab.errors import UserError, unknown
@@ -191,6 +192,7 @@ def evolve(problem: Problem, settings: SearchSettings, evaluate: Judge) -> Outco
             )
             unlisted.discard(schedule)
         generation += 1
+        progress.tell(generation, settings.generations, "generations")
     made, evaluated = len(history), len(known)
     counts = {"generations": generation, "made": made, "evaluated": evaluated, "known": made - evaluated}
     return Outcome(elites[0], known[elites[0]], history, counts)

@@ -35,7 +35,7 @@ def prune_sequentially(
     number and the sums of a layer and returns a plan of that layer alone; the same sums must give the same plan. Each
     MoE layer runs twice over `batches`: once to collect the sums, and once pruned, for the input of the next layer.
     `fingerprint`, `out` and resuming are as in `stream`."""
-    finished = FinishedLayers(out, description(batches, "sequential", fingerprint))
+    finished = FinishedLayers(out, description(batches, "sequential", fingerprint), len(streamed.layers))
     rows = LayerPass(streamed, batches, finished.folder / "states")
     for number in finished.missing("pruned", range(len(streamed.layers))):
         sums: Layers = {}

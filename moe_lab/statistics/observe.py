@@ -14,6 +14,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
+from moe_lab import progress
 from moe_lab.errors import UserError
 from moe_lab.models.discover import MoELayer, moe_layers
 from moe_lab.models.experts import ExpertsFunction, are_replaced, replace_experts, run
@@ -164,6 +165,7 @@ def gather(
     with Observer(model, tap, layers) as observer:
         for number, (ids, valid) in enumerate(batches[done:], done + 1):
             observer.read(ids, valid, reading)
+            progress.tell(number, len(batches), "batches")
             if number == len(batches) or (out is not None and number % groups == 0):
                 layers = observer.layers()
                 check_finite(layers, f"batches {done + 1} to {number}")

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from moe_lab import progress
 from moe_lab.json_files import Damaged, read_json, write_json
 from moe_lab.models.discover import MoELayer
 from moe_lab.models.experts import stand_in
@@ -63,7 +64,7 @@ def stream(
     """Sum what `tap` collects in a forward pass, as `gather` does, with one decoder layer in memory. Hidden states of
     all batches are kept in the folder `out`. An interrupted pass resumes after its last finished layer. `under`: a
     context in which a layer is run, such as a mask."""
-    finished = FinishedLayers(out, description(batches, tap.kind, fingerprint))
+    finished = FinishedLayers(out, description(batches, tap.kind, fingerprint), len(streamed.layers))
     rows = LayerPass(streamed, batches, finished.folder / "states")
     for number in finished.missing("forward", range(len(streamed.layers))):
         changed = under(streamed.moe[number]) if number in streamed.moe else nullcontext()
@@ -82,10 +83,10 @@ def stream_back(
     the input of each. The backward pass goes from the last layer to the first MoE layer, and runs each of them once
     more."""
     check_loss(batches)
-    finished = FinishedLayers(out, description(batches, tap.kind, fingerprint))
+    first, last = min(streamed.moe), len(streamed.layers)
+    finished = FinishedLayers(out, description(batches, tap.kind, fingerprint), 2 * last + 1 - first)
     rows = LayerPass(streamed, batches, finished.folder / "states")
     gradients = States(finished.folder / "gradients")
-    first, last = min(streamed.moe), len(streamed.layers)
     for number in finished.missing("forward", range(last)):
         with streamed.layer(number, then=number + 1), torch.no_grad():
             rows.run(number, None, keep=True)
@@ -175,9 +176,9 @@ def _gradient_at_head(
 class FinishedLayers:
     """Record of a pass in a folder: a file of sums per finished layer, and a list of the finished (phase, layer)."""
 
-    def __init__(self, folder: Path, about: Mapping[str, Any]) -> None:
+    def __init__(self, folder: Path, about: Mapping[str, Any], total: int) -> None:
         """Open the record of the pass that `about` describes; a record of another pass is removed."""
-        self.folder, self.about = folder / "streamed", about
+        self.folder, self.about, self.total = folder / "streamed", about, total
         self.list = self.folder / "finished.json"
         content: dict[str, Any] = {}
         with suppress(FileNotFoundError, Damaged):  # what cannot be read is computed again
@@ -198,6 +199,7 @@ class FinishedLayers:
             Statistics(sums, dict(self.about)).save(self._file(number))
         self.finished.append([phase, number])
         write_json(self.list, {"about": self.about, "finished": self.finished})
+        progress.tell(len(self.finished), self.total, "layers")
 
     def result(self, streamed: StreamedModel) -> Statistics:
         """The sums of all MoE layers."""

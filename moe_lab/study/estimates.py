@@ -1,8 +1,8 @@
 """Where steps run a model, and what they take: memory, disk space and time.
 
 Device and precision are resolved before steps are named. Memory is computed from the model's shape, to within a factor
-of two. Time is what steps of the same kind took in this store for a unit of work; without a comparable step there is no
-estimate.
+of two. Time is what steps of the same kind took for a unit of work, in this store or in a run; without a comparable
+step there is no estimate.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -169,6 +170,39 @@ class Times:
 
 Seconds = Callable[[Step], float | None]
 """Step -> estimated seconds, as by `Times.seconds`."""
+
+
+Spent = tuple[Step, float, float]
+"""A step, the seconds that it has taken, and the share of its work that was done in them, 0 where it is not known."""
+
+
+def time_left(
+    ended: Iterable[Spent], running: Sequence[Spent], waiting: Iterable[Step], seconds: Seconds, workers: int
+) -> tuple[float, list[str]]:
+    """Estimated seconds until so many workers have done all steps of a run, and the kinds of which nothing is known.
+
+    Steps of a kind take what its work has taken in this run, or else what `seconds` says.
+    """
+    took, did = defaultdict[str, float](float), defaultdict[str, float](float)
+    for step, spent, share in (*ended, *running):
+        if share and not step.merges:
+            took[step.kind] += spent
+            did[step.kind] += _work(step) * share
+    left, unknown = [0.0], list[str]()
+    for step, spent, share in (*running, *((step, 0.0, 0.0) for step in waiting)):
+        whole = _work(step) * took[step.kind] / did[step.kind] if did[step.kind] else seconds(step)
+        if whole is None:
+            unknown.append(step.kind)
+        else:  # one that takes longer than others needs half as long again, until it tells how far it is
+            left.append(whole * (1 - share) if share else max(whole - spent, spent / 2))
+    return max(sum(left) / workers, *left), list(dict.fromkeys(unknown))
+
+
+@cache
+def _work(step: Step) -> float:
+    """Amount of work, comparable between steps of a kind: units, times the parameters of the model that is read."""
+    size = size_of(step.about) if step.about and step.loads != "nothing" else None
+    return 0.0 if step.merges else step.units() * (size.parameters if size else 1e9)  # unknown: as of a usual model
 
 
 def forecast(steps: Sequence[Step], done: set[str], gpu_memory: float, seconds: Seconds) -> Table:

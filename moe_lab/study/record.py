@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import moe_lab
-from moe_lab import criteria, plugins
+from moe_lab import criteria, plugins, progress
 from moe_lab.allocation.protection import SUPER
 from moe_lab.config import AllocationConfig, Config
 from moe_lab.errors import UserError
@@ -26,7 +26,7 @@ from moe_lab.start import command
 from moe_lab.study import tracker
 from moe_lab.study.graph import CellSteps, Graph
 from moe_lab.study.runs import Run
-from moe_lab.study.schedule import Schedule, say, say_notices
+from moe_lab.study.schedule import Schedule, say, say_notices, shown
 from moe_lab.study.step import NO_ROOM, Step, digest
 from moe_lab.study.store import Store
 from moe_lab.study.sync import shared
@@ -124,7 +124,10 @@ def _make_report(study: Study, page: Path) -> bool:
     """Make the report; whether it is complete."""
     store, name, folder = study.store, study.config.study, page.parent
     report = command("analysis", "report", f"store={store.root}", f"study={name}", f"out={folder}")
-    done = subprocess.run(report, capture_output=True, text=True)
+    told = folder / progress.NAME
+    with shown(lambda: f"report: {progress.read(told)[1] or 'reading the results'}"):
+        done = subprocess.run(report, capture_output=True, text=True, env={**os.environ, progress.FILE: str(told)})
+    told.unlink(missing_ok=True)
     if not done.stdout.strip():  # a report that was written prints the path of its page
         log = store.root / "logs" / f"report-{name}.log"
         with suppress(OSError):  # a full disk

@@ -28,7 +28,7 @@ from moe_lab.study.sync import Remote, pull, pull_records, pushed_regularly
 
 def inline(schedule: Schedule, study: Study, run: Run) -> bool:
     """Run one step after another in this process."""
-    with watch(schedule), Here(study.store) as execute:
+    with watch(schedule, study.store, 1), Here(study.store) as execute:
         work(schedule, study.store, execute)
     return True
 
@@ -48,7 +48,7 @@ def local(schedule: Schedule, study: Study, run: Run) -> bool:
             errors.append(error)
 
     threads = [threading.Thread(target=serve, args=(number,), daemon=True) for number in range(count)]
-    with watch(schedule):
+    with watch(schedule, study.store, count):
         for thread in threads:
             thread.start()
         for thread in threads:

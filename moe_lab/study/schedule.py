@@ -9,20 +9,22 @@ import sys
 import threading
 import time
 from base64 import b64encode
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
+from functools import cache, partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from rich.console import Console
-from rich.progress import MofNCompleteColumn, Progress
 
+from moe_lab import progress
 from moe_lab.child_process import Child, Ended, Refused
 from moe_lab.start import command
 from moe_lab.study.claims import Busy
+from moe_lab.study.estimates import Seconds, Spent, Times, time_left
 from moe_lab.study.packing import Packing
 from moe_lab.study.step import Step, code_state, error_document
 from moe_lab.study.steps import perform
@@ -51,7 +53,11 @@ class Schedule:
     finished: set[str] = field(default_factory=set)
     failed: dict[str, StepError] = field(default_factory=dict)
     skipped: dict[str, Step] = field(default_factory=dict)
-    running: dict[str, Step] = field(default_factory=dict)
+    running: dict[str, tuple[Step, float]] = field(default_factory=dict)
+    """With the moment at which it was begun, by `clock`."""
+    ended: list[Spent] = field(default_factory=list)
+    """What was done in this run."""
+    clock: Callable[[], float] = time.monotonic
 
     def __post_init__(self) -> None:
         self.waiting = {step.id: step for step in self.steps if step.id not in self.finished}
@@ -64,7 +70,7 @@ class Schedule:
             while self.waiting:
                 for step in self.waiting.values():
                     if all(needed.id in self.finished for needed in step.needs):
-                        self.running[step.id] = self.waiting.pop(step.id)
+                        self.running[step.id] = self.waiting.pop(step.id), self.clock()
                         return step
                 self.changed.wait(timeout=POLL)
             return None
@@ -73,11 +79,6 @@ class Schedule:
         for step in list(self.waiting.values()):  # inputs come first, so one sweep reaches everything
             if any(needed.id in self.failed or needed.id in self.skipped for needed in step.needs):
                 self.skipped[step.id] = self.waiting.pop(step.id)
-
-    def left(self) -> Counter[str]:
-        """How many steps of each kind have not ended."""
-        with self.changed:
-            return Counter(step.kind for step in (*self.waiting.values(), *self.running.values()))
 
     def lack(self, steps: Iterable[Step]) -> None:
         """Skip `steps` and everything that needs them."""
@@ -92,11 +93,14 @@ class Schedule:
         """Put back a step that another run is working on, after a moment in which that may have ended."""
         time.sleep(POLL)
         with self.changed:
-            self.waiting[step.id] = self.running.pop(step.id)
+            self.waiting[step.id], _ = self.running.pop(step.id)
 
-    def finish(self, step: Step) -> None:
+    def finish(self, step: Step, *, did: bool = True) -> None:
+        """Count a step as finished. `did`: whether it was done in this run."""
         with self.changed:
-            del self.running[step.id]
+            self.waiting.pop(step.id, None)
+            _, begun = self.running.pop(step.id, (step, 0.0))
+            self.ended += [(step, self.clock() - begun, 1.0)] if did else []
             self.finished.add(step.id)
             self.changed.notify_all()
 
@@ -135,7 +139,7 @@ def work(schedule: Schedule, store: Store, execute: Execute) -> None:
                     if damaged := [needed for needed in step.needs if not store.readable(needed)]:
                         raise _not_as_published(damaged[0])
                     execute(step, scratch)
-            schedule.finish(step)
+            schedule.finish(step, did=scratch is not None)
         except Busy:
             schedule.postpone(step)
         except StepError as error:
@@ -230,41 +234,51 @@ def say_notices(store: Store) -> None:
         say(f"moe_lab: {store.notices.pop(0)}")
 
 
+def watch(schedule: Schedule, store: Store, workers: int = 0) -> AbstractContextManager[None]:
+    """Show the state of `schedule` until the block ends. `workers`: how many steps run at the same time; 0: as many as
+    run now."""
+    return shown(partial(overview, schedule, store, cache(Times(store).seconds), workers))
+
+
+def overview(schedule: Schedule, store: Store, seconds: Seconds, workers: int) -> str:
+    """How many steps of each kind have ended, how far the running ones are, and the time left. `seconds`: what the
+    store knows of a step."""
+    with schedule.changed:
+        waiting = [step for step in schedule.waiting.values() if step.id not in schedule.running]
+        running, ended = list(schedule.running.values()), list(schedule.ended)
+    left, inside, spent = Counter(step.kind for step in waiting), defaultdict[str, str](str), list[Spent]()
+    for step, begun in running:
+        left[step.kind] += 1
+        share, words = progress.read(store.partial(step) / progress.NAME)
+        spent.append((step, schedule.clock() - begun, share))
+        inside[step.kind] += f" ({words})" if words else ""
+    totals = {kind: total for kind, total in schedule.total.items() if left[kind]}
+    kinds = [f"{kind} {total - left[kind]}/{total}{inside[kind]}" for kind, total in totals.items()]
+    takes, unknown = time_left(ended, spent, waiting, seconds, workers or len(running) or 1)
+    time_text = f"about {takes / 60:.0f} min left" if takes >= 60 else "less than 1 min left"
+    if unknown:
+        time_text = f"time left unknown: no {', '.join(unknown)} step has ended"
+    return ", ".join([*kinds, time_text])
+
+
 @contextmanager
-def watch(schedule: Schedule) -> Iterator[None]:
-    """Show the state of `schedule` from another thread until the block ends."""
-    stop = threading.Event()
-    show = _bars if console.is_terminal else _lines
-    thread = threading.Thread(target=show, args=(schedule, stop), daemon=True)
+def shown(look: Callable[[], str]) -> Iterator[None]:
+    """Show what `look` says until the block ends: on a terminal in one line that changes, else in a line a minute."""
+    stop, start = threading.Event(), time.monotonic()
+
+    def show() -> None:
+        with console.status("") if console.is_terminal else nullcontext() as line:
+            while not stop.wait(1.0 if line else LINE_EVERY):
+                text = f"{(time.monotonic() - start) / 60:.0f} min: {look()}"
+                if line:
+                    line.update(text)
+                else:
+                    print(text, file=sys.stderr, flush=True)
+
+    thread = threading.Thread(target=show, daemon=True)
     thread.start()
     try:
         yield
     finally:
         stop.set()
         thread.join()
-
-
-def _bars(schedule: Schedule, stop: threading.Event) -> None:
-    with Progress(*Progress.get_default_columns(), MofNCompleteColumn(), console=console) as progress:
-        bars = {kind: progress.add_task(kind, total=total) for kind, total in schedule.total.items()}
-        done = False
-        while not done:
-            done = stop.wait(0.2)
-            left = schedule.left()
-            for kind, bar in bars.items():
-                progress.update(bar, completed=schedule.total[kind] - left[kind])
-
-
-def _lines(schedule: Schedule, stop: threading.Event) -> None:
-    start, total = time.monotonic(), sum(schedule.total.values())
-    while not stop.wait(LINE_EVERY):
-        left = schedule.left()
-        done = total - sum(left.values())
-        parts = [
-            f"{kind} {schedule.total[kind] - left[kind]}/{count}"
-            for kind, count in schedule.total.items()
-            if left[kind]
-        ]
-        elapsed = time.monotonic() - start
-        eta = f", about {elapsed / done * (total - done) / 60:.0f} min left" if done else ""
-        print(f"{elapsed / 60:.0f} min: {', '.join(parts)}{eta}", file=sys.stderr, flush=True)

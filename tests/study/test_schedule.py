@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import shutil
@@ -22,12 +23,13 @@ from example_steps import Example
 from processes import until
 from studies import STUDY, Asked, ask, start
 
+from moe_lab import progress
 from moe_lab.config import Config, LauncherConfig
 from moe_lab.study import record
 from moe_lab.study import run as launch
 from moe_lab.study.graph import Graph
 from moe_lab.study.runs import begin
-from moe_lab.study.schedule import Schedule, StepError, Worker, work
+from moe_lab.study.schedule import Schedule, StepError, Worker, overview, work
 from moe_lab.study.step import Step
 from moe_lab.study.store import Store
 
@@ -281,3 +283,94 @@ def test_a_report_counts_as_made_when_it_is_complete(
         assert complete == (folder / record.MADE_FROM).exists() == (says == "report.html")
         for file in failed:
             file.unlink()
+
+
+# The time left
+
+
+class Timed:
+    """A run of steps of which each takes as long as said, by a clock of its own, on so many workers."""
+
+    def __init__(self, store: Path, seconds: dict[Step, float], workers: int = 1) -> None:
+        self.now, self.seconds, self.workers = 0.0, seconds, workers
+        self.store, self.schedule = Store(store).create(), Schedule(seconds, clock=lambda: self.now)
+
+    def go(self, until: float) -> None:
+        """Do what ends by then, or everything; then let the running steps tell how far they are."""
+        while self.schedule.waiting or self.schedule.running:
+            while self.schedule.waiting and len(self.schedule.running) < self.workers:
+                self.schedule.take()
+            end, step = min((at + self.seconds[step], step) for step, at in self.schedule.running.values())
+            if end > until:
+                self.now = until
+                break
+            self.now = end
+            self.schedule.finish(step, did=True)
+        for step, begun in self.schedule.running.values():
+            self.store.partial(step).mkdir(parents=True, exist_ok=True)
+            told = [100 * (self.now - begun) / self.seconds[step], 100, "requests"]
+            (self.store.partial(step) / progress.NAME).write_text(json.dumps(told))
+
+    def says(self, seconds: float | None = None) -> str:
+        return overview(self.schedule, self.store, lambda step: seconds, self.workers)
+
+    def minutes(self) -> float:
+        return float(self.says().rpartition("about ")[2].partition(" min left")[0])
+
+
+class Sized(Example):
+    def units(self) -> float:
+        return self.number % 1000
+
+    def __lt__(self, other: Sized) -> bool:
+        return self.number < other.number
+
+
+def sized(kind: str, *units: int) -> dict[Step, float]:
+    """Steps with so many units, of which each takes two minutes."""
+    return {Sized(kind, number=1000 * number + size): 120.0 * size for number, size in enumerate(units)}
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize("sizes", [(1, 50, 2, 30, 9, 1), (7, 1) * 20, (1,) * 40 + (40,)])
+def test_the_time_left_is_known_after_a_quarter_of_the_work(tmp_path: Path, sizes: Any, workers: int) -> None:
+    run = Timed(tmp_path, sized("evaluate", *sizes), workers)
+    whole = Timed(tmp_path / "whole", run.seconds, workers)
+    whole.go(1e9)
+    run.go(whole.now / 4)
+    assert run.minutes() / 2 < (whole.now - run.now) / 60 < run.minutes() * 2
+
+
+def test_progress_inside_a_step_is_shown_and_moves_the_time_left(tmp_path: Path) -> None:
+    run = Timed(tmp_path, sized("evaluate", 50, 50))
+    run.go(0)
+    assert "evaluate 0/2" in run.says() and "unknown: no evaluate step" in run.says()
+    assert "about 8 min" in run.says(seconds=240.0), "the store knows what a run does not"
+    run.go(600)
+    assert "10 of 100 requests" in run.says() and run.minutes() == pytest.approx(190, rel=0.02)
+
+
+def test_a_thousand_short_cells_have_a_time_left_only_when_it_is_known(tmp_path: Path) -> None:
+    """Plans take no time, and say nothing of evaluations; nor does one that another run has done."""
+    plans = dict.fromkeys(sized("plan", *[1] * 1000), 0.01)
+    run = Timed(tmp_path, {**plans, **dict.fromkeys(sized("evaluate", *[1] * 1001), 0.6)})
+    run.schedule.finish(list(run.seconds)[-1], did=False)
+    run.go(9.9)
+    assert "no evaluate step" in run.says() and " min left" not in run.says()
+    run.go(70)
+    assert run.minutes() == pytest.approx(9)
+    run.go(600)
+    assert "about 0" not in run.says() and "less than 1 min" in run.says()
+
+
+def test_a_process_tells_how_far_it_is_in_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "step" / progress.NAME
+    monkeypatch.setenv(progress.FILE, str(file))
+    monkeypatch.setattr(progress, "EVERY", 0.0)
+    assert progress.read(file) == (0, "")
+    progress.tell(3, 40, "batches")
+    progress.add(2)
+    assert progress.read(file) == (0.125, "5 of 40 batches")
+    monkeypatch.setattr(progress, "EVERY", 1e9)
+    progress.tell(40, 40, "batches")
+    assert progress.read(file)[0] == 0.125, "written rarely"

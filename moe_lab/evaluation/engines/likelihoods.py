@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from moe_lab import progress
 from moe_lab.evaluation.engines import Likelihood, Row
 from moe_lab.models.load import tokens_with_logits
 from moe_lab.models.transformers_private import attention_implementation
@@ -55,6 +56,7 @@ def log_likelihoods(model: Any, rows: Sequence[Row], batch_size: int) -> list[Li
                 predicting = torch.cat([logits[:1], logits[end : end + len(answer)]])
                 end += len(answer)
                 found |= {row: likelihood(row.tokens[row.start :], predicting) for row in of_answer}
+                progress.add(len(of_answer))
     return [found[row] for row in rows]
 
 

@@ -111,16 +111,19 @@ EVERY = 3.0
 def follow(schedule: Schedule, study: Study) -> None:
     """Wait until the study has no job left; then update `schedule` from the store."""
     jobs = {job.id: job for run in runs(study.store, study.config.study) for job in run.jobs}
-    with watch(schedule):
+    with watch(schedule, study.store):
         while any(alive(jobs)):  # also while the scheduler does not answer, as jobs go on then
             time.sleep(EVERY)
+            claimed = study.store.claims.living()
             with schedule.changed:
                 _note_finished(schedule, study.store)
+                for step in schedule.waiting.values():
+                    if step.id[:DIGITS] in claimed:
+                        schedule.running.setdefault(step.id, (step, schedule.clock()))
     settle(schedule, study.store)
 
 
 def _note_finished(schedule: Schedule, store: Store) -> None:
     there = store.present()
     for step in [step for step in schedule.waiting.values() if step.id[:DIGITS] in there]:
-        del schedule.waiting[step.id]
-        schedule.finished.add(step.id)
+        schedule.finish(step, did=step.id in schedule.running)

@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from moe_lab import plugins
+from moe_lab import plugins, progress
 from moe_lab.json_files import write_json
 from moe_lab.study.step import KINDS, Step, error_document, provenance
 from moe_lab.study.steps.files import Files
@@ -34,6 +34,7 @@ def perform(step: Step, files: Files) -> None:
     """Do `step`: write its result and provenance. Any exception counts as its failure."""
     start = time.time()
     plugins.bring(step.plugins)
+    os.environ[progress.FILE] = str(files.partial / progress.NAME)
     step.work(files)
     merged = {"merged": [Path(share.folder).name for share in step.merges]} if step.merges else {}
     about = {"units": step.units(), "pace": step.pace()}

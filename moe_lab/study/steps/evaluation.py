@@ -136,6 +136,10 @@ class AsksModel(OnBenchmark):
     def about(self) -> ModelConfig:
         return self.pruned.model
 
+    def units(self) -> float:
+        """Tokens that are read and written, about."""
+        return super().units() * (PROMPT * (1 + self.benchmark.shots) + self.benchmark.max_new_tokens)
+
     def memory(self, size: Size) -> float:
         """Weights, and of a batch the keys and values where texts are generated, else the logits of prompts."""
         benchmark, written = self.benchmark, self.benchmark.max_new_tokens
