@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import shutil
@@ -23,6 +24,7 @@ from processes import until
 from studies import STUDY, Asked, ask, start
 
 from moe_lab.config import Config, LauncherConfig
+from moe_lab.results import FIGURES
 from moe_lab.study import record
 from moe_lab.study import run as launch
 from moe_lab.study.graph import Graph
@@ -262,7 +264,7 @@ def test_a_report_counts_as_made_when_it_is_complete(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config: Any = SimpleNamespace(study="study", tracker=SimpleNamespace(name="none"))
-    study = record.Study(config, Graph([], {"families": {}, "damages": {}}), Store(tmp_path).create())
+    study = record.Study(config, Graph([], {figure: {} for figure in FIGURES}), Store(tmp_path).create())
     folder = tmp_path / "reports" / "study"
     (folder / "failed").mkdir(parents=True)
     (folder / "report.html").touch()
@@ -281,3 +283,18 @@ def test_a_report_counts_as_made_when_it_is_complete(
         assert complete == (folder / record.MADE_FROM).exists() == (says == "report.html")
         for file in failed:
             file.unlink()
+
+
+def test_benchmarks_that_a_calibration_set_has_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """More than one item of a hundred, once for all gates; not where their step has failed."""
+    step, failed, store = Example("contamination"), Example("contamination", number=1), Store(tmp_path).create()
+    places = {("notes", "m", gate, 1): step for gate in ("model", "renormalized")} | {
+        ("failed", "m", "none", 1): failed
+    }
+    counts = {"few": {"comparable": 200, "found": 2}, "many": {"comparable": 200, "found": 3}}
+    with store.claim(step) as scratch:
+        assert scratch is not None
+        (scratch / "contamination.json").write_text(json.dumps({**counts, "short": {"comparable": 0, "found": 0}}))
+    record._warn(record.Study(Config(), Graph([], {"contaminations": places}), store))
+    [said] = capsys.readouterr().err.splitlines()
+    assert "notes" in said and "3 of 200" in said and "many" in said
