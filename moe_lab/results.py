@@ -92,10 +92,35 @@ class ResultFile(TypedDict):
     """Versions of the libraries that generated and graded."""
 
 
+CONTAMINATION = "contamination.json"
+"""File with `Contaminated` of each benchmark in a text."""
+REMARKABLE = 0.01
+"""Share of a benchmark's items from which on it is said that a calibration set has them."""
+
+
+class Contaminated(TypedDict):
+    """How many items of a benchmark occur in a text."""
+
+    items: int
+    comparable: int
+    """Items with enough words to be looked up."""
+    found: int
+
+
+def contamination_remarks(calibration: str, counts: Mapping[str, Contaminated]) -> list[str]:
+    """A sentence for every benchmark (name -> counts) of which a calibration set has more than 1 % of the items."""
+    return [
+        f"Calibration set {calibration} has words of {count['found']} of {count['comparable']} items of {name}, on which "
+        "scores may be too good."
+        for name, count in counts.items()
+        if count["found"] > REMARKABLE * count["comparable"]
+    ]
+
+
 RECORD = "record.json"
 """File in the folder of a run, runs/STUDY/RUN, with the cells of the run and the folders of their results."""
-FIGURES = ("families", "damages")
-"""Entries of a record with the steps that are for figures."""
+FIGURES = ("families", "damages", "contaminations")
+"""Entries of a record with the steps that are for figures, and for remarks."""
 KEY = ("calibration", "model", "gate", "seed")
 """Columns that tell the steps of a figure apart."""
 _NAME = str | None

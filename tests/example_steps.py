@@ -24,7 +24,7 @@ from moe_lab.grid import Cell
 from moe_lab.study.step import Step
 from moe_lab.study.steps import KINDS, perform
 from moe_lab.study.steps.costs import Cost, Profile, Timing
-from moe_lab.study.steps.evaluation import Evaluate, task_of
+from moe_lab.study.steps.evaluation import Contamination, Evaluate, task_of
 from moe_lab.study.steps.files import Files
 from moe_lab.study.steps.passes import Facts, loaded_as
 from moe_lab.study.steps.plans import drops_whole_experts
@@ -108,6 +108,7 @@ def step_of(kind: str, cell: Cell, config: Config | None = None, benchmark: Benc
     text = cell.texts["flops"]
     made: dict[str, Callable[[], Any]] = {
         "model": lambda: Facts(cell.model),
+        "contamination": lambda: Contamination.of(cell.model, cell.calibration, {"b": benchmark}),  # type: ignore[dict-item]
         "finetune": lambda: pruned_of(cell).finetune,
         "export": lambda: export_of(pruned, config.export, config.verify),
         "cost": lambda: Cost.of(pruned, text, Cost.of(unpruned(cell.model), text)),

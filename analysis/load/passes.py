@@ -76,6 +76,17 @@ def damage(document: Mapping[str, Any], cells: pd.DataFrame, reader: Reader) -> 
     return _per_calibration(document["damages"], "scores.parquet", results.SCORES, cells, reader)
 
 
+def contaminations(document: Mapping[str, Any], cells: pd.DataFrame, reader: Reader) -> Reports:
+    """Read how many items of each benchmark occur in a text: "calibration@model" -> benchmark -> Contaminated."""
+    counts = {}
+    for (calibration, model), name in steps_by_pass(document["contaminations"], shown_settings(cells)).items():
+        found = f"{calibration}@{model}"
+        report = reader.json(reader.step(name, f"items of benchmarks in {found}"), results.CONTAMINATION)
+        if report is not None:
+            counts[found] = report
+    return counts
+
+
 def _per_calibration(
     rows: Sequence[Mapping[str, Any]], file: str, columns: Sequence[str], cells: pd.DataFrame, reader: Reader
 ) -> pd.DataFrame:

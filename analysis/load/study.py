@@ -15,7 +15,7 @@ from analysis.load import passes, plans, studies
 from analysis.load.evaluations import evaluations, remarks
 from analysis.load.reader import Gap, Reader, records
 from analysis.load.settings import labels, replaces
-from moe_lab.results import STEPS
+from moe_lab.results import STEPS, contamination_remarks
 
 AXES = ("model", "criterion", "granularity", "calibration", "ratio", "allocation", "recovery", "gate", "seed")
 """Axes of a cell; the unpruned model has `none` and 0 in them.
@@ -63,6 +63,8 @@ class Study:
     """model, calibration, layer, expert, tokens; of one gate and seed like the two above, see `passes.shown_passes`."""
     calibrations: passes.Reports
     """"calibration@model" -> the report of the calibration pass."""
+    contaminations: passes.Reports
+    """"calibration@model" -> task -> how many of its items are in the text, `results.Contaminated`."""
     models: Mapping[str, Mapping[str, Any]]
     """Model -> layers, experts and parameters."""
     origins: pd.DataFrame
@@ -105,6 +107,7 @@ def load(store: Path, name: str) -> Study:
     cells = _cells(document, reader)
     results, samples, origins = evaluations(document, labels(cells), reader)
     coverage, calibrations = passes.coverage(cells, reader)
+    contaminations = passes.contaminations(document, cells, reader)
     models = _models(cells, reader)
     return Study(
         name=str(document.get("study") or name),
@@ -117,11 +120,18 @@ def load(store: Path, name: str) -> Study:
         damage=passes.damage(document, cells, reader),
         coverage=coverage,
         calibrations=calibrations,
+        contaminations=contaminations,
         models=models,
         origins=origins,
         reader=reader,
-        notes=remarks(results, origins, cells),
+        notes=[*remarks(results, origins, cells), *_contaminated(contaminations)],
     )
+
+
+def _contaminated(contaminations: passes.Reports) -> list[str]:
+    """A sentence for each benchmark and calibration set of which a model reads too many items."""
+    of_sets = [contamination_remarks(key.partition("@")[0], counts) for key, counts in contaminations.items()]
+    return list(dict.fromkeys(sentence for sentences in of_sets for sentence in sentences))
 
 
 def _cells(document: Mapping[str, Any], reader: Reader) -> pd.DataFrame:

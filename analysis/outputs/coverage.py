@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
+
 import numpy as np
 import pandas as pd
 from matplotlib import colormaps
@@ -15,6 +17,7 @@ from analysis.registry import Item, Results, output
 from analysis.render import style
 from analysis.render.style import Figure
 from analysis.render.table import Table, spelled
+from moe_lab.results import Contaminated
 
 RARE = 0.1
 """An expert with less than this share of an even load is called rare."""
@@ -75,13 +78,44 @@ def coverage_table(study: Study, name: str) -> Table:
         "Median tokens": "median",
         "Most tokens": "most",
     }
+    summary = coverage_summary(study.coverage)
+    keys = summary["calibration"] + "@" + summary["model"]
+    summary["items"] = [_items(study.contaminations.get(key, {})) for key in keys]
     return Table(
         name=name,
         title="Tokens per expert",
         caption="Unseen: experts that no calibration token reached; they are scored 0 and pruned first. "
-        f"Rare: fewer than a tenth of the tokens an even load would give. Based on {of_pass(study)}",
-        frame=spelled(coverage_summary(study.coverage), text | numbers),
+        f"Rare: fewer than a tenth of the tokens an even load would give. {_looked_up(study)}Based on {of_pass(study)}",
+        frame=spelled(summary, text | numbers | {"Items in the text": "items"}),
         formats=dict.fromkeys(numbers, "{:,.0f}"),
+    )
+
+
+def _items(counts: Mapping[str, Contaminated]) -> str:
+    """Items that were found and those that could be, in all and of the benchmarks of which some were found."""
+    parts = [f"{names.benchmark(name)} {_share([one])}" for name, one in counts.items() if one["found"]]
+    return f"{_share(counts.values())}{f': {names.listing(parts)}' if parts else ''}" if counts else ""
+
+
+def _share(counts: Collection[Contaminated]) -> str:
+    found, comparable = (sum(one[name] for one in counts) for name in ("found", "comparable"))
+    return f"{found:,} / {comparable:,}"
+
+
+def _looked_up(study: Study) -> str:
+    """What the column of items shows, and which benchmarks it does not."""
+    shown = [counts for counts in study.contaminations.values() if counts]
+    if not shown:
+        return ""
+    known = {name: one for counts in shown for name, one in counts.items()}
+    lacking = {
+        "Not looked up": [task for task in study.results["task"].unique() if task not in known],
+        "All items have fewer words": [name for name, one in known.items() if not one["comparable"]],
+    }
+    said = [f"{what}: {names.listing(map(names.benchmark, tasks))}. " for what, tasks in lacking.items() if tasks]
+    return (
+        "Items in the text: items of benchmarks of which 13 words in a row are in what was read for calibration, of "
+        f"those that have 13 words (words that more than ten items share do not count). {''.join(said)}"
     )
 
 

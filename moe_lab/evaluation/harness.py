@@ -48,6 +48,8 @@ class Harness:
     """Its questions come with tools, which the chat template must read."""
     reads_path: bool = False
     """suite.path names its data: the folder of the benchmark's task, or the file of one without a task."""
+    lists_items: bool = True
+    """Its items are listed in this interpreter."""
 
 
 _LIMITS = ("seconds", "memory_mib", "processes")
@@ -62,6 +64,7 @@ HARNESSES: Mapping[str, Harness] = {
         grading_parameters=_LIMITS,
         two_phases=True,
         shows_examples=True,
+        lists_items=False,
     ),
     "wildbench": Harness(
         metrics=("score",),

@@ -6,13 +6,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TypeVar
 
-from moe_lab.config import AllocationConfig, CalibrationConfig, Config, CriterionConfig
+from moe_lab.config import AllocationConfig, BenchmarkConfig, CalibrationConfig, Config, CriterionConfig
+from moe_lab.evaluation.harness import HARNESSES
 from moe_lab.grid import Cell, Request
 from moe_lab.models.files import UNRESOLVED
+from moe_lab.results import FIGURES
 from moe_lab.study.estimates import resolved
 from moe_lab.study.step import Identified, Step, once
 from moe_lab.study.steps.costs import Cost, Profile, Timing
-from moe_lab.study.steps.evaluation import Evaluate, Grade, Task, task_of
+from moe_lab.study.steps.evaluation import Contamination, Evaluate, Grade, Task, task_of
 from moe_lab.study.steps.passes import StatisticsPass
 from moe_lab.study.steps.recovery import NO_RECOVERY, export_of, pruned_of
 from moe_lab.study.steps.recovery import unpruned as unpruned_model
@@ -56,7 +58,7 @@ class Graph:
 
     cells: Sequence[CellSteps]
     figures: Mapping[str, Mapping[FigureKey, Step]]
-    """Families and damages: steps for figures alone."""
+    """Families, damages and contaminations: steps for figures and remarks alone."""
 
     def steps(self) -> list[Step]:
         """Distinct steps, each after its inputs."""
@@ -147,16 +149,23 @@ def build(config: Config, requests: Iterable[Request]) -> Graph:
     """The graph of a study: its cells, each once with all its benchmarks, and the unpruned models. `config` has the
     settings that hold for all requests, such as permissions, exports and overlap."""
     tasks_of: dict[Cell, dict[str, Task]] = {}
-    figures: dict[str, dict[FigureKey, Step]] = {"families": {}, "damages": {}}
+    figures: dict[str, dict[FigureKey, Step]] = {figure: {} for figure in FIGURES}
+    texts: dict[FigureKey, tuple[Cell, dict[str, BenchmarkConfig]]] = {}
     for cells, benchmarks in requests:
         tasks = {benchmark.name: task_of(benchmark, config) for benchmark in benchmarks}
+        listed = {benchmark.name: benchmark for benchmark in benchmarks if HARNESSES[benchmark.harness].lists_items}
         for cell in cells:
+            key = (cell.calibration.name, cell.model.name, cell.gate, cell.seed)
+            if listed and reads_text(cell):
+                texts.setdefault(key, (cell, {}))[1].update(listed)
             for candidate in (unpruned(cell), normalized(cell)):
                 tasks_of.setdefault(candidate, {}).update(tasks)
             if config.overlap:
-                key = (cell.calibration.name, cell.model.name, cell.gate, cell.seed)
                 named = _resolved(cell, config)
                 figures["families"][key] = Family.of(named)
                 figures["damages"][key] = Scores.of(replace(named, criterion=EXACT_DAMAGE))
+    for key, (cell, asked) in texts.items():
+        named = _resolved(cell, config)
+        figures["contaminations"][key] = Contamination.of(named.model, named.calibration, asked)
     steps = [_steps(cell, tasks, config) for cell, tasks in tasks_of.items()]
     return Graph(steps, figures)

@@ -6,6 +6,8 @@ names the records that its run found when it began, which do not count any more.
 
 from __future__ import annotations
 
+import json
+import os
 import subprocess
 import time
 from collections import Counter
@@ -21,7 +23,7 @@ from moe_lab.allocation.protection import SUPER
 from moe_lab.config import AllocationConfig, Config
 from moe_lab.errors import UserError
 from moe_lab.json_files import Damaged, Number, read_json, write_json
-from moe_lab.results import KEY, RECORD, SCHEMA, read_record
+from moe_lab.results import CONTAMINATION, KEY, RECORD, SCHEMA, contamination_remarks, read_record
 from moe_lab.start import command
 from moe_lab.study import tracker
 from moe_lab.study.graph import CellSteps, Graph
@@ -62,6 +64,7 @@ def finish(study: Study, schedule: Schedule, run: Run) -> int:
     whole = shared(store, name)
     say_notices(store)
     _complain(study, schedule)
+    _warn(study)
     _name_exports(study, schedule)
     full = any(error["message"] == NO_ROOM for error in errors.values())
     complete = _report(study) if study.config.report and not full else True
@@ -88,6 +91,17 @@ def _complain(study: Study, schedule: Schedule) -> None:
         say(f"moe_lab: {len(schedule.skipped)} steps were not run because they need those")
     if any(not error.document.get("user") for error in schedule.failed.values()):
         say(f"moe_lab: traces are in {store.root / 'logs'} and {store.root / 'failed'}")
+
+
+def _warn(study: Study) -> None:
+    """Print which benchmarks occur in the calibration sets."""
+    remarks = {}
+    for (calibration, *_), step in study.graph.figures["contaminations"].items():
+        with suppress(OSError, ValueError):  # it has failed, or is damaged, which another sentence says
+            counts = json.loads(study.store.content(step.folder, CONTAMINATION))
+            remarks.update(dict.fromkeys(contamination_remarks(calibration, counts)))
+    for remark in remarks:
+        say(f"moe_lab: {remark}")
 
 
 def _name_exports(study: Study, schedule: Schedule) -> None:

@@ -166,6 +166,16 @@ def _damage(root: Path, model: str, calibration: str) -> str:
     return folder
 
 
+def _contamination(root: Path, model: str, calibration: str) -> str:
+    """Three of 80 items of GSM8K in code, and benchmarks whose items are too short or were not looked up."""
+    folder = _folder("contamination", f"{calibration}-{model}")
+    found = 3 if calibration == "pocket_code" else 0
+    gsm8k = {"items": 80, "comparable": 75, "found": found}
+    counts = {"gsm8k": gsm8k, "rte": {"items": 80, "comparable": 80, "found": 0}}
+    write_json(root / folder / "contamination.json", {**counts, "winogrande": {**counts["rte"], "comparable": 0}})
+    return folder
+
+
 def _profile(root: Path, axes: dict[str, Any]) -> str:
     folder = _folder_of("profile", axes)
     write_frame(root / folder / "profile.parquet", pd.DataFrame(synthetic_plans.profile(axes)))
@@ -244,9 +254,11 @@ def write_store(
     keys = [{"calibration": calibration, "model": model, "gate": "model", "seed": 42} for model, calibration in pairs]
     families = [{**key, "step": _family(root, *pair)} for key, pair in zip(keys, pairs, strict=True)]
     damages = [{**key, "step": _damage(root, *pair)} for key, pair in zip(keys, pairs, strict=True)]
+    found = [{**key, "step": _contamination(root, *pair)} for key, pair in zip(keys, pairs, strict=True)]
     config = {"study": name, "calibration": {"tokens": 65536, "length": 128}}
     document = {"schema": 1, "study": name, "created": 946684800.0, "moe_lab": "0.0-synthetic", "replaces": []}
     document |= {"config": config, "cells": cells, "families": families, "damages": damages}
+    document["contaminations"] = found
     write_json(record_path(root, name), document)
     return root
 

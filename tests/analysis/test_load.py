@@ -17,6 +17,7 @@ from synthetic import record_path, write_store
 
 from analysis.load import plans
 from analysis.load.study import Study, load
+from analysis.outputs.coverage import coverage_table
 from analysis.outputs.pareto import pareto_table
 from analysis.outputs.scores import benchmark_table
 from analysis.outputs.weights import weight_scores
@@ -62,7 +63,7 @@ def score(study: Study, cell: int, benchmark: str) -> float:
 
 def test_a_whole_store_is_read_whole(results: Results) -> None:
     study = results.study
-    assert study.gaps == [] and list(study.notes) == []
+    assert study.gaps == []
     assert len(study.cells) == 1 + 2 * (3 * 3 + 1)
     assert len(study.results) == len(study.cells) * 16
     assert len(study.samples) == len(study.results) * 30
@@ -72,6 +73,16 @@ def test_a_whole_store_is_read_whole(results: Results) -> None:
     assert set(study.family["calibration"]) == {"pocket_general", "pocket_code", "pocket_math"}
     assert len(study.coverage) == 3 * 4 * 32
     assert study.models["pocket_olmoe"]["parameters"] == 3_700_000
+
+
+def test_items_of_benchmarks_in_calibration_sets_are_shown_and_told(results: Results) -> None:
+    """What was not looked up, and what is too short to be found, is not shown as clean."""
+    [note] = results.study.notes
+    assert "pocket_code" in note and "3 of 75" in note and "gsm8k" in note
+    table = coverage_table(results.study, "tokens")
+    shown = dict(zip(table.frame["Calibration"], table.frame["Items in the text"], strict=True))
+    assert shown == {"General": "0 / 155", "Code": "3 / 155: GSM8K 3 / 75", "Math": "0 / 155"}
+    assert "Not looked up: HumanEval" in table.caption and "fewer words: WinoGrande." in table.caption
 
 
 def test_what_plans_keep_is_counted_from_their_masks(golden: Study) -> None:

@@ -43,7 +43,7 @@ def scores_of(store: Path, study: str) -> list[tuple[float, float]]:
 
 def test_shared_steps_ran_once(finished: Path) -> None:
     kinds = Counter(name.split("/")[0] for name in ran(finished))
-    assert kinds == {"model": 1, "statistics": 2, "scores": 4, "plan": 8, "cost": 9, "evaluate": 9}
+    assert kinds == {"model": 1, "statistics": 2, "scores": 4, "plan": 8, "cost": 9, "evaluate": 9, "contamination": 2}
     assert set(ran(finished).values()) == {1} and not list(finished.glob("partial/*"))
     logs = [finished / "logs" / f"{name}.log" for name in ran(finished) if name.startswith("evaluate/")]
     assert [log.read_text().count(" asks, for example: ") for log in logs] == [1] * 9
@@ -99,7 +99,7 @@ def test_inline_gives_the_same_results(finished: Path, tmp_path: Path) -> None:
     done = on_boolq(store, "criterion=man", "ratio=0.5", "calibration=pocket_code", "launcher=inline")
     assert done.returncode == 0, done.stderr
     mine, theirs = results(store), results(finished)
-    assert len(list(store.glob("*/*/step.json"))) == 8 and mine.items() <= theirs.items()
+    assert len(list(store.glob("*/*/step.json"))) == 9 and mine.items() <= theirs.items()
 
 
 def test_a_mistake_inside_a_step_stops_what_needs_it_and_nothing_else(tmp_path: Path) -> None:

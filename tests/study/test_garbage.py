@@ -15,6 +15,7 @@ from studies import STUDY, Asked, Worker, ask, killed, start
 
 from moe_lab.errors import UserError
 from moe_lab.json_files import read_json, write_json
+from moe_lab.results import FIGURES
 from moe_lab.study import garbage
 from moe_lab.study import run as running
 from moe_lab.study.garbage import LEFTOVERS, gc, look
@@ -25,7 +26,7 @@ from moe_lab.study.slurm.scheduler import Queued
 from moe_lab.study.step import Step
 from moe_lab.study.store import Store
 
-NO_FIGURES: dict[str, list[Any]] = {"families": [], "damages": []}
+NO_FIGURES: dict[str, list[Any]] = {figure: [] for figure in FIGURES}
 pytestmark = pytest.mark.usefixtures("quick")
 
 

@@ -25,6 +25,7 @@ from studies import STUDY, Asked, ask, start
 
 from moe_lab import progress
 from moe_lab.config import Config, LauncherConfig
+from moe_lab.results import FIGURES
 from moe_lab.study import record
 from moe_lab.study import run as launch
 from moe_lab.study.graph import Graph
@@ -264,7 +265,7 @@ def test_a_report_counts_as_made_when_it_is_complete(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config: Any = SimpleNamespace(study="study", tracker=SimpleNamespace(name="none"))
-    study = record.Study(config, Graph([], {"families": {}, "damages": {}}), Store(tmp_path).create())
+    study = record.Study(config, Graph([], {figure: {} for figure in FIGURES}), Store(tmp_path).create())
     folder = tmp_path / "reports" / "study"
     (folder / "failed").mkdir(parents=True)
     (folder / "report.html").touch()
@@ -374,3 +375,18 @@ def test_a_process_tells_how_far_it_is_in_a_file(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(progress, "EVERY", 1e9)
     progress.tell(40, 40, "batches")
     assert progress.read(file)[0] == 0.125, "written rarely"
+
+
+def test_benchmarks_that_a_calibration_set_has_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """More than one item of a hundred, once for all gates; not where their step has failed."""
+    step, failed, store = Example("contamination"), Example("contamination", number=1), Store(tmp_path).create()
+    places = {("notes", "m", gate, 1): step for gate in ("model", "renormalized")} | {
+        ("failed", "m", "none", 1): failed
+    }
+    counts = {"few": {"comparable": 200, "found": 2}, "many": {"comparable": 200, "found": 3}}
+    with store.claim(step) as scratch:
+        assert scratch is not None
+        (scratch / "contamination.json").write_text(json.dumps({**counts, "short": {"comparable": 0, "found": 0}}))
+    record._warn(record.Study(Config(), Graph([], {"contaminations": places}), store))
+    [said] = capsys.readouterr().err.splitlines()
+    assert "notes" in said and "3 of 200" in said and "many" in said

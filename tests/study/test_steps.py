@@ -33,6 +33,7 @@ from moe_lab.study.schedule import Here, Schedule, StepError, work
 from moe_lab.study.slurm.pack import settle
 from moe_lab.study.step import Step, unmerged
 from moe_lab.study.steps.costs import Cost
+from moe_lab.study.steps.evaluation import Contamination
 from moe_lab.study.steps.files import Files
 from moe_lab.study.steps.passes import Facts, Gradients, StatisticsPass, Weights, loaded_as
 from moe_lab.study.steps.plans import drops_whole_experts
@@ -335,3 +336,28 @@ def test_a_harness_has_template_arguments_and_unchanged_data(tmp_path: Path, mon
     monkeypatch.setattr(suite, "data_digest", lambda _: "another")
     with pytest.raises(Unavailable, match="its data is not what it was"):
         step.work(files)
+
+
+def test_exactly_the_items_that_were_planted_in_a_text_are_found(tmp_path: Path) -> None:
+    """In any case and with any marks between words. Too short: an item of 12 words, and one of which 12 are in the text.
+    What eleven items have in common is of the benchmark, and what stands in a document is counted by paragraphs."""
+    words = [f"{first}{second}{third}" for first in "bdfgk" for second in "aeiou" for third in "lmnprstz"]
+    texts = [" ".join(words[at : at + 13]) for at in range(0, 130, 13)]
+    common = " ".join(reversed(words[130:145]))
+    asked = [*texts, " ".join(words[150:162]), *(f"{common}, {number}" for number in range(11))]
+    rows = [{"id": str(at), "prompt": text, "checklist": [{}]} for at, text in enumerate(asked)]
+    rows[2] = {**rows[2], "prompt": texts[2][:30], "reference": texts[2][30:]}
+    planted = [texts[0].upper(), texts[2].replace(" ", " -- "), f"It says: {texts[5]}.", texts[7].partition(" ")[2]]
+    text = tmp_path / "text.txt"
+    text.write_text("\n\n".join([*planted, asked[10], common]))
+    (tmp_path / "items.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "whole.txt").write_text("\n\n".join(texts))
+    stories = BenchmarkConfig("s", "stories", str(tmp_path / "items.jsonl"), reports={"s": "score"}, max_new_tokens=1)
+    whole = replace(stories, name="w", harness="perplexity", task=str(tmp_path / "whole.txt"), reports={"w": "loss"})
+    read = replace(TEXT, path=str(text), packing="none", length=512, tokens=6 * 512, order="first")
+    step = Contamination.of(MODEL, read, {"s": stories, "w": whole})
+    counts = json.loads((done(Store(tmp_path / "store").create(), step) / "contamination.json").read_text())
+    assert counts["s"] == {"items": 22, "comparable": 21, "found": 3}
+    assert counts["w"] == {"items": 10, "comparable": 10, "found": 3}
+    same = Contamination.of(MODEL, replace(read, batch_size=1), {"w": whole, "s": replace(stories, batch_size=2)})
+    assert same.id == step.id != Contamination.of(MODEL, replace(read, tokens=512), {"s": stories, "w": whole}).id

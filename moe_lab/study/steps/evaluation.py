@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
-from moe_lab.config import BackendConfig, BenchmarkConfig, Config, LauncherConfig, ModelConfig
+from moe_lab.config import BackendConfig, BenchmarkConfig, CalibrationConfig, Config, LauncherConfig, ModelConfig
 from moe_lab.errors import Unavailable
 from moe_lab.evaluation import LIMITED, NAMESPACES, Policy, engines, suite
 from moe_lab.evaluation.harness import HARNESSES
 from moe_lab.json_files import write_json
 from moe_lab.models.config_json import ROOM, Size
+from moe_lab.results import CONTAMINATION
 from moe_lab.study.step import BASE, Step, once
 from moe_lab.study.steps.files import Files
+from moe_lab.study.steps.passes import Facts, loaded_as
 from moe_lab.study.steps.recovery import Export, Pruned, export_of, forget_models
 
 if TYPE_CHECKING:
@@ -94,11 +97,14 @@ class OnBenchmark(Step):
     def check_data(self, identity: dict[str, Any]) -> None:
         """Raise Unavailable when the data of the benchmark has changed since the study was started. Results on other
         data belong to a step with another id."""
-        if identity["data"] != suite.data_digest(self.benchmark):
-            raise Unavailable(
-                f"benchmark {self.benchmark.name}: its data is not what it was when this was started: start the study "
-                "again"
-            )
+        _check_data(self.benchmark, identity)
+
+
+def _check_data(benchmark: BenchmarkConfig, identity: Mapping[str, Any]) -> None:
+    if identity["data"] != suite.data_digest(benchmark):
+        raise Unavailable(
+            f"benchmark {benchmark.name}: its data is not what it was when this was started: start the study again"
+        )
 
 
 class Grades(OnBenchmark):
@@ -249,6 +255,58 @@ class Grade(Grades):
         self.check_data(self.settings["benchmark"])
         answers = harness.read_answers(files.read(self.generate, run.ANSWERS))
         run.grade(answers, self.benchmark, files.out, policy=self.policy)
+
+
+class Contamination(Step):
+    """How many items of benchmarks occur in a calibration set, as far as a model reads it."""
+
+    kind = "contamination"
+    small = True
+    foreign = True
+    per_job = "steps"
+    process_memory = 4.0 * 2**30
+    facts: Facts
+    """The model, whose tokenizer decides where the text ends."""
+    text: CalibrationConfig
+    asked: tuple[tuple[str, suite.Questions], ...]
+    """Name of a benchmark, and what is asked in it."""
+
+    @classmethod
+    def of(cls, model: ModelConfig, text: CalibrationConfig, benchmarks: Mapping[str, BenchmarkConfig]) -> Self:
+        """Without what changes no word of a text or of an item; examples are items of another split."""
+        items = {name: replace(benchmarks[name], shots=0, batch_size=1) for name in sorted(benchmarks)}
+        asked = tuple((name, suite.Questions(benchmark)) for name, benchmark in items.items())
+        return cls(loaded_as(model).facts, replace(text, batch_size=1, parts=1), asked)
+
+    def label(self) -> str:
+        return f"{self.text.name}-{self.facts.model.name}"
+
+    def units(self) -> float:
+        return float(self.text.tokens)
+
+    def work(self, files: Files) -> None:
+        from moe_lab.evaluation import contamination, run
+
+        for (_, questions), (_, identity) in zip(self.asked, self.settings["asked"], strict=True):
+            _check_data(questions.benchmark, identity)
+        text = {words for passage in self._passages() for words in contamination.runs(passage)}
+        items = {name: run.harness(asked.benchmark).items(asked.benchmark) for name, asked in self.asked}
+        counts = {name: contamination.contaminated(of, text) for name, of in items.items()}
+        write_json(files.out / CONTAMINATION, counts)
+
+    def _passages(self) -> Iterator[str]:
+        """What stands between the gaps of each row."""
+        from moe_lab.calibration.batches import batches
+        from moe_lab.models.files import local_folder
+        from moe_lab.models.load import load_tokenizer
+
+        model = self.facts.model
+        tokenizer = load_tokenizer(local_folder(model), trust_remote_code=model.trust_remote_code)
+        for ids, valid in batches(self.text, tokenizer).rows:
+            row = zip(ids[0].tolist(), valid[0].tolist(), strict=True)
+            for is_text, tokens in groupby(row, key=lambda token: token[1]):
+                if is_text:
+                    yield tokenizer.decode([token for token, _ in tokens])
 
 
 Task = Callable[[Pruned], Evaluate | Grade]
