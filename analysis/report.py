@@ -23,7 +23,7 @@ from analysis.names import capitalised, count
 from analysis.published.tables import published_chapter
 from analysis.registry import Item, Results, find, outputs
 from analysis.render.page import Page, Section, html, write_files
-from analysis.stats.ranking import headline, ranking_text
+from analysis.stats.ranking import headlines, ranking_text
 from moe_lab import progress
 from moe_lab.errors import DISK_FULL
 
@@ -187,7 +187,7 @@ def _section(chapter: Chapter, results: Results, made: Made) -> Section:
     section = _shown(chapter.anchor, results.study, made)
     text = [chapter.note] if chapter.note and section.outputs else []
     if chapter.anchor == "ranking" and section.outputs:
-        text = [*map(headline, results.rankings), *text]
+        text = [*headlines(results.rankings), *text]
     return replace(section, short=chapter.short, title=chapter.title, text=text)
 
 
@@ -303,9 +303,15 @@ def _who_chose(pruned: pd.DataFrame) -> str:
     return f"{criteria} and {count(allocations, 'allocation')}" if allocations > 1 else criteria
 
 
+LISTED = 6
+"""Most ratios that are listed."""
+
+
 def _how_much(pruned: pd.DataFrame) -> str:
     """Ratios, whether of each layer or in all, and the calibration sets."""
-    ratios = names.listing(names.ratio(ratio) for ratio in sorted(set(pruned["ratio"]) - {0.0})) or "none"
+    found = [names.ratio(ratio) for ratio in sorted(set(pruned["ratio"]) - {0.0})]
+    few = names.listing(found) or "none"
+    ratios = few if len(found) <= LISTED else f"{len(found)} ratios from {found[0]} to {found[-1]}"
     return f"{ratios}{' of each layer' if set(pruned['allocation']) == {'uniform'} else ' in all'}{_by_data(pruned)}"
 
 

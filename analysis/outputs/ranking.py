@@ -19,8 +19,8 @@ from analysis.stats.cell_scores import directions, not_averaged
 from analysis.stats.ranking import ALL_MODELS, BEST, TIED, UNTESTED, Ranking, plan_name
 from analysis.stats.winners import CAPTION
 
-DRAWN = 40
-"""Most plans in a panel."""
+DRAWN, PANELS = 40, 6
+"""Most plans in a panel, and most panels of a model; the table has all."""
 
 
 @output("ranking", chapter="ranking", filters="*Model|Pruned")
@@ -105,8 +105,11 @@ def _figures(results: Results, name: str) -> list[Figure]:
     found = []
     for model in models:
         own = [ranking for ranking in results.rankings if ranking.model == model]
+        shown = own[:: -(-len(own) // PANELS)]
+        notes = not_averaged(results.comparisons)
+        notes += [f"Drawn: {len(shown)} of {len(own)} ratios."] if len(shown) < len(own) else []
         drawn = name if len(models) == 1 else f"{name}.{model.replace(' ', '_')}"
-        found.append(_figure(own, drawn, " ".join(not_averaged(results.comparisons))))
+        found.append(_figure(shown, drawn, " ".join(notes)))
     return found
 
 

@@ -202,8 +202,14 @@ def plan_name(row: dict[str, object]) -> str:
     return names.method(str(row["method"])) + ("" if row["calibration"] == "none" else f" on {text}")
 
 
-NAMED = 4
-"""Most plans that a sentence names."""
+NAMED, SHOWN = 4, 8
+"""Most plans that a sentence names; most plans of a ranking in a terminal, and most rankings there and in sentences."""
+
+
+def headlines(found: Sequence[Ranking]) -> list[str]:
+    """What the first SHOWN rankings say, and how many more there are."""
+    more = f"The table has {len(found) - SHOWN} more rankings." if len(found) > SHOWN else ""
+    return [*map(headline, found[:SHOWN]), *filter(None, [more])]
 
 
 def headline(ranking: Ranking) -> str:
@@ -244,10 +250,6 @@ def _chance(ranking: Ranking) -> str:
     counts = [f"{int((places == place).sum())} {place}" for place in (ABOVE, WITHIN, BELOW)]
     ends = [f"{low:.3f} to {high:.3f}" for low, high in ranking.chance.values()]
     return f"Random plans reach {names.listing(ends)}: {names.listing(counts)} that band of chance."
-
-
-SHOWN = 8
-"""Most plans of a ranking, and most rankings, in a terminal."""
 
 
 def ranking_text(found: Sequence[Ranking]) -> str:
