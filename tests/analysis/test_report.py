@@ -231,7 +231,7 @@ def test_the_analysis_never_imports_torch(small: Path, tmp_path: Path) -> None:
         "import sys; from analysis.__main__ import main; "
         f"assert main(['unified.fig2', 'ranks', 'tokens_per_expert', 'store={small}', 'out={tmp_path}']) == 0; "
         "assert not {'torch', 'transformers', 'safetensors'} & set(sys.modules), 'heavy imports'; "
-        "light = 'errors interrupt json_files packs paths results secrets'.split(); "
+        "light = 'errors interrupt json_files packs paths progress results secrets'.split(); "
         "own = {name for name in sys.modules if name.startswith('moe_lab.')}; own -= {f'moe_lab.{n}' for n in light}; "
         "assert not own, own"
     )
