@@ -17,10 +17,10 @@ from synthetic import record_path, write_store
 
 from analysis.load import plans
 from analysis.load.study import Study, load
+from analysis.outputs.coverage import coverage_table
 from analysis.outputs.pareto import pareto_table
 from analysis.outputs.scores import benchmark_table
 from analysis.outputs.weights import weight_scores
-from analysis.outputs.coverage import coverage_table
 from analysis.registry import Results, find
 from moe_lab.errors import UserError
 from moe_lab.models.discover import moe_layers
