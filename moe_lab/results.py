@@ -110,8 +110,8 @@ class Contaminated(TypedDict):
 def contamination_remarks(calibration: str, counts: Mapping[str, Contaminated]) -> list[str]:
     """A sentence for every benchmark (name -> counts) of which a calibration set has more than 1 % of the items."""
     return [
-        f"Calibration set {calibration} has words of {count['found']} of {count['comparable']} items of {name}, on which "
-        "scores may be too good."
+        f"Calibration set {calibration} has words of {count['found']} of {count['comparable']} items of {name}: scores "
+        "on them may be too good."
         for name, count in counts.items()
         if count["found"] > REMARKABLE * count["comparable"]
     ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import re
+import shlex
 import tomllib
 from collections.abc import Iterator
 from functools import cache
@@ -16,6 +17,9 @@ import pytest
 from packaging.requirements import Requirement
 
 from benchmarks.cuda import ROWS
+from moe_lab import compose as composition
+from moe_lab.errors import UserError
+from moe_lab.study.preflight import preflight
 from tools import elsewhere
 
 ROOT = Path(__file__).parents[1]
@@ -36,6 +40,52 @@ def test_links_lead_somewhere(page: Path) -> None:
         path, _, anchor = link.partition("#")
         target = page if not path else (page.parent / path)
         assert "://" in link or (target.exists() and (not anchor or anchor in anchors(target))), link
+
+
+FILES = {
+    "model.path=DIR": f"model.path={ROOT}/moe_lab/pocket/data/olmoe",
+    "path=FILE": f"path={ROOT}/README.md",
+    "path=FOLDER": f"path={ROOT}/examples/function_calls",
+    "path:notes.txt": f"path:{ROOT}/README.md",
+    "path=notes.txt": f"path={ROOT}/README.md",
+    "allocation.search=NAME": "allocation.search=evol_search",
+    "model=NAME": "model=pocket_function_calls",
+    "push=OWNER/NAME": "push=me/name",
+}
+"""What a page leaves to its reader -> something that is there."""
+UNKNOWN = {
+    "plugins=[my_package.my_module]": "a package of the reader's: tests/test_installation.py has one",
+    "peak": "the criterion that the page adds: tests/criteria/test_criteria.py",
+    "colours": "the benchmark that the page adds: tests/evaluation/test_suite.py",
+    "schedule.json": "the reader's schedule",
+    "...": "part of a command",
+    "suite=bfcl": "a folder of BFCL's files",
+    "s3://": "a package of another person's choice, which a sentence names: tests/study/test_sync.py",
+    "interval(": "a sweeper makes the values: tests/study/test_end_to_end.py",
+}
+"""Words of commands that cannot be composed here, and why."""
+COMMAND = re.compile(r"(?:^|&& )(?: {4})?python -m moe_lab ((?:.*\\\n)*.*)$", re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_ask_for_studies_that_there_are(page: Path) -> None:
+    """Every `python -m moe_lab` in a page is taken: its settings and their combination."""
+    refused = {}
+    for written in COMMAND.findall(page.read_text("utf-8")):
+        for placeholder, value in FILES.items():
+            written = written.replace(placeholder, value)
+        if any(word in written for word in UNKNOWN):
+            continue
+        words = [word for word in shlex.split(written.replace("\\\n", " "), comments=True) if word != "-m"]
+        try:
+            with composition.started():
+                settings, requests = composition.compose(words)
+            problems = preflight(settings, requests)
+        except UserError as error:
+            problems = [str(error)]
+        if problems:
+            refused[written] = problems
+    assert refused == {}
 
 
 def test_the_documentation_has_every_row_about_cuda() -> None:

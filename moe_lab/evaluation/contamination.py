@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Set
 
 from moe_lab.calibration.documents import BLANK_LINE
-from moe_lab.evaluation.harness import Document, Item, Pair, Text
+from moe_lab.evaluation.harness import Document, Item, Text
 from moe_lab.results import Contaminated
 
 LENGTH = 13
@@ -28,33 +28,24 @@ def runs(text: str) -> Iterator[str]:
 
 
 def contaminated(items: Iterable[Item], text: Set[str]) -> Contaminated:
-    """How many of the items have a run that is in `text`, the runs of a text. Items without LENGTH words in a row cannot
-    be found, and are not among `comparable`. A document whose likelihood is measured counts as its paragraphs."""
-    pieces = [set(piece) for item in items for piece in _pieces(item)]
+    """How many of the items have a run that is in `text`, the runs of a text. Those without LENGTH words in a row
+    cannot be found, and are not `comparable`. A document whose likelihood is measured counts as its paragraphs."""
+    pieces = [{run for text in texts for run in runs(text)} for item in items for texts in _pieces(item)]
     found = [piece & text for piece in pieces]
     shared = Counter(run for piece in found for run in piece)
-    return Contaminated(
-        items=len(pieces),
-        comparable=sum(map(bool, pieces)),
-        found=sum(any(shared[run] <= SHARED for run in piece) for piece in found),
-    )
+    hits = sum(any(shared[run] <= SHARED for run in piece) for piece in found)
+    return Contaminated(items=len(pieces), comparable=sum(map(bool, pieces)), found=hits)
 
 
-def _pieces(item: Item) -> list[Iterator[str]]:
-    """The runs of an item, or of each paragraph of one that is a document."""
-    documents = [request.text for request in item.requests if isinstance(request, Document)]
-    if documents:
-        return [runs(paragraph) for text in documents for paragraph in text.split(BLANK_LINE) if paragraph.strip()]
-    texts = dict.fromkeys(text for request in item.requests for text in _texts(request))
-    return [(run for text in texts for run in runs(text))]
-
-
-def _texts(request: Text | Pair | Document) -> list[str]:
-    """The prompt with the answer, where one is known; of a conversation each message alone."""
-    if isinstance(request, Document):
-        return [request.text]
-    is_text = isinstance(request, Text)
-    prompt, answer = (request.prompt, request.reference) if is_text else (request.context, request.continuation)
-    return (
-        [prompt + (answer or "")] if isinstance(prompt, str) else [*(turn["content"] for turn in prompt), answer or ""]
-    )
+def _pieces(item: Item) -> Iterator[list[str]]:
+    """The texts of an item: prompts with the answer, where one is known, and of a conversation each message."""
+    texts: list[str] = []
+    for request in item.requests:
+        if isinstance(request, Document):
+            yield from ([paragraph] for paragraph in request.text.split(BLANK_LINE) if paragraph.strip())
+            continue
+        answer = (request.reference or "") if isinstance(request, Text) else request.continuation
+        prompt = request.prompt if isinstance(request, Text) else request.context
+        texts += [prompt + answer] if isinstance(prompt, str) else [*(turn["content"] for turn in prompt), answer]
+    if texts:
+        yield texts

@@ -339,7 +339,7 @@ def test_a_harness_has_template_arguments_and_unchanged_data(tmp_path: Path, mon
 
 
 def test_exactly_the_items_that_were_planted_in_a_text_are_found(tmp_path: Path) -> None:
-    """In any case and with any marks between words. Too short: an item of 12 words, and one of which 12 are in the text.
+    """In any case, with any marks between words. Too short: an item of 12 words, and one of which 12 are in the text.
     What eleven items have in common is of the benchmark, and what stands in a document is counted by paragraphs."""
     words = [f"{first}{second}{third}" for first in "bdfgk" for second in "aeiou" for third in "lmnprstz"]
     texts = [" ".join(words[at : at + 13]) for at in range(0, 130, 13)]

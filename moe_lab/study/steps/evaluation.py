@@ -94,13 +94,10 @@ class OnBenchmark(Step):
         asked = self.benchmark
         return [asked.name, asked.shots, asked.chat, asked.max_new_tokens]
 
-    def check_data(self, identity: dict[str, Any]) -> None:
-        """Raise Unavailable when the data of the benchmark has changed since the study was started. Results on other
-        data belong to a step with another id."""
-        _check_data(self.benchmark, identity)
-
 
 def _check_data(benchmark: BenchmarkConfig, identity: Mapping[str, Any]) -> None:
+    """Raise Unavailable when the data of the benchmark has changed since the study was started. Results on other data
+    belong to a step with another id."""
     if identity["data"] != suite.data_digest(benchmark):
         raise Unavailable(
             f"benchmark {benchmark.name}: its data is not what it was when this was started: start the study again"
@@ -205,7 +202,7 @@ class Evaluate(AsksModel, Grades):
     def work(self, files: Files) -> None:
         from moe_lab.evaluation import run
 
-        self.check_data(self.settings["benchmark"])
+        _check_data(self.benchmark, self.settings["benchmark"])
         with self.engine(files) as engine:
             run.evaluate(engine, self.benchmark, files.out, policy=self.policy, record=self.record(files))
         self.show(json.loads((files.out / "result.json").read_text())["protocol"]["prompt"])
@@ -223,7 +220,7 @@ class Generate(AsksModel):
     def work(self, files: Files) -> None:
         from moe_lab.evaluation import harness, run
 
-        self.check_data(self.settings["questions"])
+        _check_data(self.benchmark, self.settings["questions"])
         with self.engine(files) as engine:
             answers = run.answer(engine, self.benchmark, self.record(files))
         harness.write_answers(answers, files.out / run.ANSWERS)
@@ -252,7 +249,7 @@ class Grade(Grades):
     def work(self, files: Files) -> None:
         from moe_lab.evaluation import harness, run
 
-        self.check_data(self.settings["benchmark"])
+        _check_data(self.benchmark, self.settings["benchmark"])
         answers = harness.read_answers(files.read(self.generate, run.ANSWERS))
         run.grade(answers, self.benchmark, files.out, policy=self.policy)
 
@@ -280,9 +277,6 @@ class Contamination(Step):
 
     def label(self) -> str:
         return f"{self.text.name}-{self.facts.model.name}"
-
-    def units(self) -> float:
-        return float(self.text.tokens)
 
     def work(self, files: Files) -> None:
         from moe_lab.evaluation import contamination, run
