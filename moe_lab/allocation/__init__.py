@@ -140,7 +140,6 @@ def check(settings: AllocationConfig, granularity: Granularity = "expert") -> No
     _check_replacement(settings, allocation)
     if allocation.parameters is not None:
         valid(_parameters(settings, allocation, granularity), settings.parameters, "allocation.parameters")
-    protection.identity(vars(settings))  # reads the file that it names
     if settings.name == "list":
         shapes.listed(settings.path, granularity)
     if settings.by is not None:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import inspect
-import json
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import ceil, floor, lcm
-from pathlib import Path
 from typing import Any, TypeAlias, TypeVar, get_type_hints
 
 import numpy
@@ -24,16 +22,6 @@ Budget: TypeAlias = NDArray[numpy.int64]
 Budgets: TypeAlias = dict[int, Budget]
 Evidence: TypeAlias = Mapping[str, Mapping[int, Any]]
 """What was measured besides the scores: need -> layer -> arrays by name ("by": layer -> scores)."""
-
-
-def read_setting(field: str, path: str) -> Any:
-    """The JSON document in the file that a setting names. UserError when it is missing or damaged."""
-    try:
-        return json.loads(Path(path).expanduser().read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"{field}={path} cannot be read: {error.strerror}") from None
-    except ValueError as error:  # not JSON, or not UTF-8
-        raise UserError(f"{field}={path} is damaged: expected JSON, {error}") from None
 
 
 def keywords(function: Callable[..., Any]) -> dict[str, Any]:

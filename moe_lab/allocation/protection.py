@@ -1,5 +1,5 @@
-"""allocation.protect: experts that every plan keeps whole, whatever the criterion and the allocation say: super experts
-(arXiv 2507.23279) or those that a file lists."""
+"""allocation.protect: super experts (arXiv 2507.23279), which every plan keeps whole, whatever the criterion and the
+allocation say."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ from typing import Any
 import numpy
 from numpy.typing import ArrayLike
 
-from moe_lab.allocation.problem import measured, read_setting
-from moe_lab.errors import UserError
-from moe_lab.json_files import fits
+from moe_lab.allocation.problem import measured
 
 SUPER = "super"
 """Value of allocation.protect that selects super experts."""
@@ -39,14 +37,8 @@ def super_experts(largest: Mapping[int, ArrayLike], end: int) -> dict[int, list[
 
 
 def identity(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """What identifies the protection among the fields of AllocationConfig; {} without one. A file counts by content.
-    UserError for one that cannot be used."""
-    protect = settings["protect"]
-    if protect is None:
-        return {}
-    if protect == SUPER:
-        return {"protect": SUPER, "protect_layers": settings["protect_layers"]}
-    return {"protect": _read(protect)}
+    """What identifies the protection among the fields of AllocationConfig; {} without one."""
+    return {name: settings[name] for name in ("protect", "protect_layers")} if settings["protect"] else {}
 
 
 def needs(settings: Mapping[str, Any]) -> tuple[str, ...]:
@@ -57,27 +49,15 @@ def needs(settings: Mapping[str, Any]) -> tuple[str, ...]:
 def with_protected(
     settings: Mapping[str, Any], model: Mapping[str, Any], statistics: Mapping[int, Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """The facts of a model in which each layer that has protected experts lists their ids, as `protected`. `settings`:
-    as from `identity`, among others. `statistics`: layer -> sums by name, for super experts. UserError for experts that
-    the model does not have."""
-    protect = settings.get("protect")
-    layers = model["layers"]
-    if protect is None:
+    """The facts of a model in which each layer lists the ids of its protected experts, as `protected`; as they are
+    without protection. `settings`: as from `identity`, among others. `statistics`: layer -> sums by name."""
+    if settings.get("protect") is None:
         return dict(model)
-    if protect == SUPER:
-        end = round(settings["protect_layers"] * model["decoder_layers"])
-        evidence = {"statistics": statistics}
-        largest = {layer: measured(evidence, "statistics", layer, STATISTIC) for layer in layers}
-        chosen = super_experts(largest, end)
-    else:
-        chosen = {int(layer): ids for layer, ids in protect.items()}
-        for layer, ids in chosen.items():
-            count = layers[layer]["n_experts"] if layer in layers else 0
-            if ids and not 0 <= min(ids) <= max(ids) < count:
-                raise UserError(
-                    f"allocation.protect lists experts {ids} of layer {layer}: it has {count} routed experts"
-                )
-    marked = {layer: {**facts, "protected": chosen.get(layer, [])} for layer, facts in layers.items()}
+    evidence, end = {"statistics": statistics}, round(settings["protect_layers"] * model["decoder_layers"])
+    chosen = super_experts(
+        {layer: measured(evidence, "statistics", layer, STATISTIC) for layer in model["layers"]}, end
+    )
+    marked = {layer: {**facts, "protected": chosen.get(layer, [])} for layer, facts in model["layers"].items()}
     return {**model, "layers": marked}
 
 
@@ -85,12 +65,3 @@ def provenance(model: Mapping[str, Any]) -> dict[str, Any]:
     """`protected`: layer -> ids, for the provenance of a plan; {} when `with_protected` had nothing to look for."""
     lists = {str(layer): facts["protected"] for layer, facts in model["layers"].items() if "protected" in facts}
     return {"protected": {layer: experts for layer, experts in lists.items() if experts}} if lists else {}
-
-
-def _read(path: str) -> dict[str, list[int]]:
-    """Layer -> ids of its protected experts, ascending. UserError when it is missing, damaged or not such a list."""
-    expected = 'expected super, or a file such as {"1": [68], "2": [92]} (layer: experts)'
-    content = read_setting("allocation.protect", path)
-    if not content or not fits(content, {str: [int]}) or not all(layer.isdecimal() for layer in content):
-        raise UserError(f"allocation.protect={path}: {expected}")
-    return {layer: sorted(set(experts)) for layer, experts in sorted(content.items(), key=lambda item: int(item[0]))}

@@ -6,9 +6,11 @@ searches. No torch.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Collection, Iterable, Mapping
 from itertools import combinations, product
 from math import comb, prod
+from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
 import numpy
@@ -29,7 +31,6 @@ from moe_lab.allocation.problem import (
     limits,
     measured,
     or_nearest,
-    read_setting,
     whole,
 )
 from moe_lab.errors import UserError
@@ -251,7 +252,12 @@ CLOSE = 0.005
 
 def read(path: str) -> dict[str, Any]:
     """Read the file. UserError when it is missing, damaged, or neither a schedule nor a plan."""
-    content: dict[str, Any] = read_setting("allocation.path", path)
+    try:
+        content: dict[str, Any] = json.loads(Path(path).expanduser().read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"allocation.path={path} cannot be read: {error.strerror}") from None
+    except ValueError as error:  # not JSON, or not UTF-8
+        raise UserError(f"allocation.path={path} is damaged: expected JSON, {error}") from None
     is_schedule = bool(content) and fits(content, {str: int}) and all(map(str.isdecimal, content))
     if not is_schedule and not (isinstance(content, dict) and is_plan(content)):
         raise UserError(

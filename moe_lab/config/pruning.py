@@ -247,8 +247,8 @@ class AllocationConfig(Group):
     """What takes the place of dropped experts: none (they go with their router rows), mean_output (the mean of the
     expert's outputs on the calibration set, a constant), or kept experts that they are merged into, by a name of
     docs/allocations.md, such as m_smoe, hc_smoe or ream."""
-    protect: str | None = None
-    """Experts that every plan keeps whole: super (super experts), or a JSON file such as {"1": [68]} (layer: ids)."""
+    protect: Literal["super"] | None = None
+    """Experts that every plan keeps whole: super (super experts)."""
     protect_layers: Annotated[float, Strict(), Field(gt=0, le=1)] = 0.75
     """Share of the decoder layers, from the first on, in which protect=super looks for super experts; 1 for all."""
     parameters: dict[str, Any] = field(default_factory=dict)

@@ -19,9 +19,9 @@ from moe_lab.config.pruning import DEVICE_MAPS
 from moe_lab.errors import UserError
 from moe_lab.models.checkpoint import open_checkpoint, read_json, stated_dtype
 from moe_lab.models.config_json import experts_implementation, quantization
-from moe_lab.models.discover import MoELayer, is_ragged, moe_layers, routed_layers
+from moe_lab.models.discover import MoELayer, moe_layers, routed_layers
 from moe_lab.models.experts import output_of, run, stand_in
-from moe_lab.models.families import prediction_prefixes, split
+from moe_lab.models.families import prediction_prefixes
 from moe_lab.models.files import local_folder
 from moe_lab.models.load import (
     DTYPES,
@@ -35,7 +35,7 @@ from moe_lab.models.load import (
     set_top_k,
     skeleton,
 )
-from moe_lab.models.transformers_private import compute_buffers, has_own_precision, load_tensors
+from moe_lab.models.transformers_private import compute_buffers, load_tensors
 
 _NUMBER = re.compile(r"(?:^|\.)(\d+)\.")
 BLOCK = 8 << 20
@@ -161,8 +161,6 @@ class StreamedModel:
         wait([self._pending.pop(number)])
         with ExitStack() as files, quiet():
             tensors = self._slices(number, files)
-            if number in self.moe:
-                self._fill_experts(self.moe[number], tensors)
             mismatched = load_tensors(self.model, tensors, dtype=self.dtype, device=self.device)
         check_shapes(self.checkpoint.folder, mismatched)
         if number == REST:
@@ -176,26 +174,6 @@ class StreamedModel:
             if tensor.is_meta and name.startswith(beginning) != (number == REST):
                 raise UserError(f"{self.checkpoint.folder}: weights are missing that config.json asks for: {name}")
         check_finite(self.model, within=beginning if number != REST else "")
-
-    def _fill_experts(self, layer: MoELayer, tensors: dict[str, Any]) -> None:
-        """Take the tensors of single experts out of `tensors`, and copy each to its place in the stacks of `layer`.
-        transformers, which gets other layouts, would stack experts, then join projections, each time in new memory."""
-        family, experts = layer.family, layer.experts
-        places = {name: place for name, place in family.places(tensors).items() if place.kind == "expert"}
-        stored = {(place.axes.roles[0], place.expert): name for name, place in places.items() if place.axes}
-        names = [f"{layer.name}.{name}" for name in family.stacks]
-        if is_ragged(experts) or family.unfit or has_own_precision(self.model, self.dtype, names):
-            return
-        stacks = {name: torch.empty_like(getattr(experts, name), device=self.device) for name in family.stacks}
-        views = family.split(stacks)
-        if stored.keys() != {(role, expert) for role in views for expert in range(layer.n_experts)}:
-            return
-        for (role, expert), name in stored.items():
-            axes = places[name].axes
-            assert axes is not None
-            views[role][expert].copy_(split(tensors.pop(name)[...], axes)[role])
-        for name, stack in stacks.items():
-            setattr(experts, name, nn.Parameter(stack, requires_grad=False))
 
     def _read_ahead(self, number: int) -> None:
         """Start reading the bytes of a layer into the system's cache, unless that is going on. By posix_fadvise the

@@ -1,16 +1,7 @@
 """Everything that moe_lab uses of transformers beyond its public interface.
 
-Tested with transformers 5.21 to 5.23, which pyproject.toml allows. A version that renames one of these fails in
-tests/test_repository.py:
-
-    conversion_mapping.get_model_conversion_mapping; modeling_utils.LoadStateDictConfig; core_model_loading:
-    WeightConverter, WeightRenaming, dot_natural_key, rename_source_key, revert_weight_conversion
-    PreTrainedModel: _load_pretrained_model, _get_dtype_plan, _adjust_missing_and_unexpected_keys, _weight_conversions,
-    _init_weights
-    the configurations' _attn_implementation, _experts_implementation, and the experts' _apply_gate
-    GenerationMixin._update_model_kwargs_for_generation
-    integrations.finegrained_fp8.Fp8Dequantize and its _dequantize_one; get_load_operations of
-    quantizers.quantizer_finegrained_fp8.FineGrainedFP8HfQuantizer; quantizers.auto.AutoQuantizationConfig
+Tested with transformers 5.21 to 5.23, which pyproject.toml allows. A version that renames one of the private names that
+are imported or called here fails in tests/test_repository.py.
 
 Files that are written beside the weights of an export cannot import this module (exported_code). families.py reads a
 source file of transformers as text; its tests compare the result with the classes.
@@ -18,7 +9,6 @@ source file of transformers as text; its tests compare the result with the class
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from math import ceil
@@ -112,12 +102,6 @@ def load_tensors(
     report, _ = model._load_pretrained_model(model, dict(tensors), None, settings)
     mismatched: Iterable[tuple[str, Any, Any]] = report.mismatched_keys
     return mismatched
-
-
-def has_own_precision(model: PreTrainedModel, dtype: torch.dtype, names: Iterable[str]) -> bool:
-    """Whether one of the weights called `names` has a precision of its own when `model` is loaded in `dtype`."""
-    patterns = [pattern.replace("*", ".*") for pattern in model._get_dtype_plan(dtype)]
-    return any(re.search(pattern, name) for pattern in patterns for name in names)
 
 
 @contextmanager

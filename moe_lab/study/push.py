@@ -152,7 +152,7 @@ def _section(cell: Cell, results: Sequence[str]) -> str:
         "ratio": f"{cell.ratio:g}",
         "allocation": allocation.name,
         "replacement of dropped experts": allocation.replacement,
-        "protected experts": Path(allocation.protect).name if allocation.protect else "none",
+        "protected experts": allocation.protect or "none",
         "seed": cell.seed,
         "recovery": cell.recovery.name,
     }

@@ -258,13 +258,12 @@ def _called(name: str, parameters: Mapping[str, Any]) -> str:
 
 def allocation_columns(allocation: AllocationConfig) -> dict[str, str | None]:
     """An allocation in the record: its label, or its name with parameters and settings that are not default; what
-    replaces dropped experts; what is protected, by the name of a file or, for super experts, with an unusual share of
-    layers."""
+    replaces dropped experts; what is protected, with an unusual share of layers."""
     usual = AllocationConfig()
     words = ("multiple_of", "by", "search", "path")
     unusual = {word: getattr(allocation, word) for word in words if getattr(allocation, word) != getattr(usual, word)}
-    protect = Path(allocation.protect).name if allocation.protect else None
-    if allocation.protect == SUPER and allocation.protect_layers != usual.protect_layers:
+    protect: str | None = allocation.protect
+    if protect and allocation.protect_layers != usual.protect_layers:
         protect = f"{SUPER}, protect_layers={allocation.protect_layers:g}"
     return {
         "allocation": allocation.label or _called(allocation.name, {**unusual, **allocation.parameters}),

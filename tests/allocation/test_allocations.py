@@ -185,7 +185,6 @@ def test_channels_are_kept_to_the_last_one(
         ({"replacement": "ream", "parameters": {"group_size": 8.5}}, "expert", "allocation.parameters.group_size"),
         ({"replacement": "m_smoe", "parameters": {"group_size": 8}}, "expert", "allocation.parameters.group_size"),
         ({"protect": "super"}, "channel", "allocation.protect=super.*layerwise"),
-        ({"protect": "supper"}, "expert", "allocation.protect=supper"),
     ],
 )
 def test_mistakes_are_said_before_anything_runs(fields: Any, granularity: Any, named: str) -> None:

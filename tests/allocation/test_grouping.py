@@ -256,19 +256,6 @@ def test_a_plan_without_all_their_channels_is_refused() -> None:
         plan.check(marked)
 
 
-def test_a_file_counts_by_its_content(tmp_path: Path) -> None:
-    file = tmp_path / "experts.json"
-    file.write_text('{"2": [9, 1, 9], "0": [3]}')
-    fields = {"protect": str(file)}
-    assert identity(vars(AllocationConfig(**fields))) == {"protect": {"0": [3], "2": [1, 9]}}
-    model = {"layers": {0: layer(10), 1: layer(10), 2: layer(10)}}
-    assert protected(fields, model, {}) == {0: [3], 1: [], 2: [1, 9]}
-    for content in ('{"3": [1]}', '{"1": [10]}', '{"1": [-1]}', '{"a": [1]}', "[1]", "{"):
-        file.write_text(content)
-        with pytest.raises(UserError, match=r"allocation\.protect"):
-            protected(fields, model, {})
-
-
 def test_schedules_of_a_search_leave_room_for_them() -> None:
     model = tiny.build("olmoe")
     facts = {n: layer(16, top_k=4) for n in range(3)} | {1: {**layer(16, top_k=4), "protected": list(range(10))}}

@@ -198,18 +198,17 @@ def test_two_models_of_one_name_are_two_cells_and_the_same_model_twice_is_one(tm
 
 
 @pytest.mark.parametrize("allocation", ["uniform", "sequential", "pocket_evolutionary"])
-def test_super_experts_are_an_input_of_the_plan_and_in_its_name(allocation: str, tmp_path: Path) -> None:
-    (tmp_path / "experts.json").write_text('{"1": [3]}')
+def test_super_experts_are_an_input_of_the_plan_and_in_its_name(allocation: str) -> None:
     plans = []
-    for protect, named in ((None, None), ("super", "super"), (str(tmp_path / "experts.json"), "experts.json")):
+    for protect in (None, "super"):
         lists = {"criterion": ["reap"], "calibration": ["pocket_general"], "allocation": [allocation]}
         found = cells(None, lists, files=FILES, words=[("allocation.protect", protect)], **OLMOE)
         (cell,) = (one for one in build(Config(), [(found, [])]).cells if one.plan)
-        assert record.allocation_columns(cell.cell.allocation)["protect"] == named
+        assert record.allocation_columns(cell.cell.allocation)["protect"] == protect
         plans.append(cell.plan)
-    assert len({plan.id for plan in plans if plan}) == 3
-    none, by_statistics, listed = (plan.inputs.keys() for plan in plans if plan)
-    assert by_statistics - none == {"statistics"} and listed == none
+    assert len({plan.id for plan in plans if plan}) == 2
+    none, by_statistics = (plan.inputs.keys() for plan in plans if plan)
+    assert by_statistics - none == {"statistics"}
     of_every_layer = AllocationConfig(protect="super", protect_layers=1.0)
     assert record.allocation_columns(of_every_layer)["protect"] == "super, protect_layers=1"
 

@@ -44,16 +44,9 @@ def _settings(cell: Cell) -> dict[str, Any]:
 
 
 def check_ratio(cell: Cell) -> None:
-    """Raise UserError when the ratio is not feasible, also with the experts that a file protects."""
+    """Raise UserError when the ratio is not feasible."""
     if layer := _known_layer(cell):
-        settings = _settings(cell)
-        granularity = criteria.get(cell.criterion.name).granularity
-        allocation.fits(settings, {0: layer}, granularity)
-        protect = protection.identity(settings).get("protect")
-        if isinstance(protect, dict) and granularity not in allocation.get(cell.allocation.name).uneven:
-            alike = {"layers": dict.fromkeys(map(int, protect), layer)}
-            layers = protection.with_protected({"protect": protect}, alike, {})["layers"]
-            allocation.fits(settings, layers, granularity)
+        allocation.fits(_settings(cell), {0: layer}, criteria.get(cell.criterion.name).granularity)
 
 
 def removed_share(cell: Cell) -> float:
