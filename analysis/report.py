@@ -93,8 +93,8 @@ class Publisher:
 
 
 PAGE = "report.html"
-RANKING_TEXT = "ranking.txt"
-"""The rankings as text, which a run prints when it ends."""
+SUMMARY = "summary.txt"
+"""The rankings and remarks as text, which a run prints when it ends."""
 GAPS = "gaps"
 """The output that lists missing results; made last."""
 PUBLISHED = "published"
@@ -116,8 +116,9 @@ def write_report(publisher: Publisher) -> Path:
     made, _ = publisher.publish(name for name in outputs() if name != GAPS)
     page = publisher.out / PAGE
     page.write_text(html(_page(publisher, made)), encoding="utf-8")
-    if text := publisher.attempt("ranking", lambda: ranking_text(publisher.results.rankings)):
-        page.with_name(RANKING_TEXT).write_text(f"{text}\n", encoding="utf-8")
+    text = publisher.attempt(SUMMARY, lambda: ranking_text(publisher.results.rankings))
+    summary = "\n\n".join(filter(None, [text, "\n".join(publisher.results.study.notes)]))
+    page.with_name(SUMMARY).write_text(f"{summary}\n" if summary else "", encoding="utf-8")
     publisher.log_failures()
     return page
 

@@ -94,8 +94,6 @@ class ResultFile(TypedDict):
 
 CONTAMINATION = "contamination.json"
 """File with `Contaminated` of each benchmark in a text."""
-REMARKABLE = 0.01
-"""Share of a benchmark's items from which on it is said that a calibration set has them."""
 
 
 class Contaminated(TypedDict):
@@ -105,16 +103,6 @@ class Contaminated(TypedDict):
     comparable: int
     """Items with enough words to be looked up."""
     found: int
-
-
-def contamination_remarks(calibration: str, counts: Mapping[str, Contaminated]) -> list[str]:
-    """A sentence for every benchmark (name -> counts) of which a calibration set has more than 1 % of the items."""
-    return [
-        f"Calibration set {calibration} has words of {count['found']} of {count['comparable']} items of {name}: scores "
-        "on them may be too good."
-        for name, count in counts.items()
-        if count["found"] > REMARKABLE * count["comparable"]
-    ]
 
 
 RECORD = "record.json"

@@ -15,7 +15,7 @@ from analysis.load import passes, plans, studies
 from analysis.load.evaluations import evaluations, remarks
 from analysis.load.reader import Gap, Reader, records
 from analysis.load.settings import labels, replaces
-from moe_lab.results import STEPS, contamination_remarks
+from moe_lab.results import STEPS
 
 AXES = ("model", "criterion", "granularity", "calibration", "ratio", "allocation", "recovery", "gate", "seed")
 """Axes of a cell; the unpruned model has `none` and 0 in them.
@@ -128,10 +128,20 @@ def load(store: Path, name: str) -> Study:
     )
 
 
+REMARKABLE = 0.01
+"""Share of a benchmark's items from which on it is said that a calibration set has them."""
+
+
 def _contaminated(contaminations: passes.Reports) -> list[str]:
-    """A sentence for each benchmark and calibration set of which a model reads too many items."""
-    of_sets = [contamination_remarks(key.partition("@")[0], counts) for key, counts in contaminations.items()]
-    return list(dict.fromkeys(sentence for sentences in of_sets for sentence in sentences))
+    """A sentence for every benchmark and calibration set that have more than REMARKABLE of its items in common."""
+    sentences = [
+        f"Calibration set {key.partition('@')[0]} has words of {count['found']} of {count['comparable']} items of "
+        f"{benchmark}, on which scores may be too good."
+        for key, counts in contaminations.items()
+        for benchmark, count in counts.items()
+        if count["found"] > REMARKABLE * count["comparable"]
+    ]
+    return list(dict.fromkeys(sentences))
 
 
 def _cells(document: Mapping[str, Any], reader: Reader) -> pd.DataFrame:

@@ -255,7 +255,7 @@ def draw(axes: Axes, look: Line2D, x: Any, y: Any) -> None:
     line = Line2D(np.asarray(x), np.asarray(y))
     line.update_from(look)
     axes.add_line(line)
-    axes.autoscale(None)  # when it is drawn: at once, panels that share an axis take time by their square
+    axes.autoscale(None)  # type: ignore[arg-type] # when drawn: at once, panels that share an axis take quadratic time
 
 
 def cycled(at: int) -> dict[str, Any]:

@@ -6,7 +6,6 @@ names the records that its run found when it began, which do not count any more.
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import time
@@ -23,7 +22,7 @@ from moe_lab.allocation.protection import SUPER
 from moe_lab.config import AllocationConfig, Config
 from moe_lab.errors import UserError
 from moe_lab.json_files import Damaged, Number, read_json, write_json
-from moe_lab.results import CONTAMINATION, KEY, RECORD, SCHEMA, contamination_remarks, read_record
+from moe_lab.results import KEY, RECORD, SCHEMA, read_record
 from moe_lab.start import command
 from moe_lab.study import tracker
 from moe_lab.study.graph import CellSteps, Graph
@@ -64,7 +63,6 @@ def finish(study: Study, schedule: Schedule, run: Run) -> int:
     whole = shared(store, name)
     say_notices(store)
     _complain(study, schedule)
-    _warn(study)
     _name_exports(study, schedule)
     full = any(error["message"] == NO_ROOM for error in errors.values())
     complete = _report(study) if study.config.report and not full else True
@@ -93,17 +91,6 @@ def _complain(study: Study, schedule: Schedule) -> None:
         say(f"moe_lab: traces are in {store.root / 'logs'} and {store.root / 'failed'}")
 
 
-def _warn(study: Study) -> None:
-    """Print which benchmarks occur in the calibration sets."""
-    remarks = {}
-    for (calibration, *_), step in study.graph.figures["contaminations"].items():
-        with suppress(OSError, ValueError):  # it has failed, or is damaged, which another sentence says
-            counts = json.loads(study.store.content(step.folder, CONTAMINATION))
-            remarks.update(dict.fromkeys(contamination_remarks(calibration, counts)))
-    for remark in remarks:
-        say(f"moe_lab: {remark}")
-
-
 def _name_exports(study: Study, schedule: Schedule) -> None:
     """Print where the exported checkpoints are, and the results of verifying them."""
     exports = {cell.export.id: cell.export for cell in study.graph.cells if cell.export}
@@ -129,7 +116,7 @@ def _report(study: Study) -> bool:
                 return False
             mark.write_text(made_from)
     with suppress(FileNotFoundError):  # nothing was evaluated
-        say(page.with_name("ranking.txt").read_text(encoding="utf-8"))
+        say(page.with_name("summary.txt").read_text(encoding="utf-8").rstrip())
     say(f"report: {page.absolute()}")
     return True
 

@@ -17,7 +17,7 @@ from moe_lab.json_files import Number, parse
 from moe_lab.results import DIGITS, is_lower_better
 from moe_lab.study.estimates import Times, check_memory, disk_problems, forecast, visible_gpus
 from moe_lab.study.graph import build, normalized, unresolved
-from moe_lab.study.preflight import AVERAGE, lacking, remarks
+from moe_lab.study.preflight import AVERAGE, lacking, remarks, visible_difference
 from moe_lab.study.record import Study, finish, outdate_reports
 from moe_lab.study.runs import Run, begin
 from moe_lab.study.schedule import Here, Schedule, Worker, console, recall_failures, say, say_notices, watch, work
@@ -101,6 +101,8 @@ def run(config: Config, requests: Sequence[Request], *, add: bool = False) -> En
     with study.store.errors_as_sentences():
         if config.dry_run or absent:
             missing += _forecast(study)
+            for seen in visible_difference(requests):
+                say(seen)
         if absent:
             names = f"missing here: {', '.join(absent)}: no folder or file, not in the cache, and not given by the hub"
             advice = "check the name, connect to the hub, download it first, or give a folder or a file"

@@ -375,18 +375,3 @@ def test_a_process_tells_how_far_it_is_in_a_file(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(progress, "EVERY", 1e9)
     progress.tell(40, 40, "batches")
     assert progress.read(file)[0] == 0.125, "written rarely"
-
-
-def test_benchmarks_that_a_calibration_set_has_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """More than one item of a hundred, once for all gates; not where their step has failed."""
-    step, failed, store = Example("contamination"), Example("contamination", number=1), Store(tmp_path).create()
-    places = {("notes", "m", gate, 1): step for gate in ("model", "renormalized")} | {
-        ("failed", "m", "none", 1): failed
-    }
-    counts = {"few": {"comparable": 200, "found": 2}, "many": {"comparable": 200, "found": 3}}
-    with store.claim(step) as scratch:
-        assert scratch is not None
-        (scratch / "contamination.json").write_text(json.dumps({**counts, "short": {"comparable": 0, "found": 0}}))
-    record._warn(record.Study(Config(), Graph([], {"contaminations": places}), store))
-    [said] = capsys.readouterr().err.splitlines()
-    assert "notes" in said and "3 of 200" in said and "many" in said
