@@ -80,7 +80,7 @@ def _rows(ranking: Ranking) -> pd.DataFrame:
         pruned=ranking.pruned,
         of=[f"{count} {noun}{'s' if count != 1 else ''}" for count in ranking.rows["seeds"]],
     )
-    rows.loc[rows.index[0], ["behind", "behind_low", "behind_high"]] = np.nan
+    rows.loc[rows.index[0], "behind"] = np.nan
     text = {"Model": "model", "Pruned": "pruned", "Criterion": "method", "Calibration": "calibration", "Of": "of"}
     numbers = {
         ranking.mean: "score",

@@ -19,7 +19,7 @@ from analysis.load.reader import records
 from analysis.stats import uncertainty
 from analysis.stats.cell_scores import LOSS, group_targets, mean_name
 from analysis.stats.comparison import Comparison, Target
-from analysis.stats.uncertainty import LEVEL
+from analysis.stats.uncertainty import LEVEL, Estimate
 
 ALL_MODELS = "all models"
 RANDOM = {"expert": "random", "channel": "channel_random"}
@@ -101,7 +101,7 @@ def _ranking(comparison: Comparison, cells: pd.DataFrame, words: str, target: Ta
         share=score[order] / full,
     )
     sign = -1 if lower else 1
-    leads = [comparison.difference(target, order[0], cell) for cell in order]
+    leads = [Estimate(0.0), *(comparison.difference(target, order[0], cell) for cell in order[1:])]
     rows["behind"] = np.round([sign * lead.value for lead in leads], 9) + 0.0  # no -0
     ends = np.sort(sign * np.array([lead.interval for lead in leads]), axis=1)
     rows["behind_low"], rows["behind_high"] = ends.T
@@ -119,7 +119,7 @@ def _judged(rows: pd.DataFrame) -> pd.DataFrame:
     p_holm = np.append(np.nan, uncertainty.holm(rows["p"].to_numpy(float)[1:]))
     verdicts = np.select([np.isnan(p_holm), p_holm < LEVEL], [UNTESTED, SEPARATED], TIED)
     verdicts[0] = BEST
-    return rows.assign(p=rows["p"].where(rows.index != rows.index[0]), p_holm=p_holm, verdict=verdicts)[list(COLUMNS)]
+    return rows.assign(p_holm=p_holm, verdict=verdicts)[list(COLUMNS)]
 
 
 def _bands(comparison: Comparison, cells: pd.DataFrame, target: Target) -> dict[str, tuple[float, float]]:
@@ -177,7 +177,8 @@ def _of_models(own: Sequence[Ranking], table: pd.DataFrame) -> Ranking:
     full = float(np.mean([ranking.unpruned for ranking in own]))
     means = [uncertainty.over(row) for row in table.to_numpy(float)]
     sign = -1 if lower else 1
-    leads = [uncertainty.over(sign * row) for row in table.to_numpy(float)[0] - table.to_numpy(float)]
+    first, *others = table.to_numpy(float)
+    leads = [Estimate(0.0), *(uncertainty.over(sign * (first - other)) for other in others)]
     ends = [lead.interval for lead in leads]
     rows = table.index.to_frame(index=False).assign(
         granularity="",

@@ -51,6 +51,7 @@ def write(root: Path) -> Path:
     code, searched = {"calibrations": ("pocket_code",)}, {"allocations": ("evolutionary",)}
     experts = ("frequency", "reap", "man", "aimer", "magnitude")
     write_store(name="experts", criteria=experts, **{**usual, "overlap": True})
+    write_store(name="chance", criteria=("random",), random_seeds=(1, 2, 3), **general, **half)
     write_store(name="sizes", criteria=("reap",), calibrations=tuple(SIZES), **half)
     write_store(name="searched", criteria=("reap", "man"), **searched, **code, **usual)
     write_store(name="fitness", criteria=("reap",), allocations=("evolutionary spec dec",), **code, **usual)
