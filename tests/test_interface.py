@@ -199,13 +199,15 @@ def test_ids_are_whole_numbers_of_any_type(statistics: moe_lab.ModelStatistics, 
     assert moe_lab.plan(scores, 0.25).experts == dict.fromkeys(range(4), tuple(range(8, 32)))
 
 
-ONE_EACH = ("layer 0", "expert from 0 to 31")
+ONE_EACH, NUMBERED = ("layer 0", "expert from 0 to 31"), ("layer 0", "from 0 to")
 
 
 @pytest.mark.parametrize("criterion", ["reap", "heapr"])
 @pytest.mark.parametrize(
     "change, words",
     [
+        (lambda scores: scores.assign(**{scores.columns[-2]: scores.iloc[:, -2] + 1}), NUMBERED),
+        (lambda scores: scores.assign(**{scores.columns[-2]: scores.iloc[:, -2].replace(1, 0)}), NUMBERED),
         (lambda scores: scores.assign(expert=scores["expert"] + 1), ONE_EACH),
         (lambda scores: scores.assign(expert=scores["expert"].replace(31, 0)), ONE_EACH),
         (lambda scores: scores.assign(expert=scores["expert"] + 0.5), ONE_EACH),
@@ -224,13 +226,6 @@ def test_scores_that_are_not_one_for_each_expert_are_refused(
     with pytest.raises(UserError) as error:
         moe_lab.plan(change(moe_lab.score(criterion, statistics)), 0.25, statistics=statistics)
     assert all(word in str(error.value) for word in words), error.value
-
-
-def test_channels_are_numbered_from_0(statistics: moe_lab.ModelStatistics) -> None:
-    scores = moe_lab.score("heapr", statistics)
-    for wrong in (scores["channel"] + 1, scores["channel"].replace(1, 0)):
-        with pytest.raises(UserError, match=r"layer 0 .*channel from 0 to"):
-            moe_lab.plan(scores.assign(channel=wrong), 0.5, statistics=statistics)
 
 
 @pytest.mark.parametrize(

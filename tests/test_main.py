@@ -192,9 +192,10 @@ def test_a_choice_is_the_same_steps_in_every_form(asked: Asked, name: str, tmp_p
     assert asked(*alone) == asked("+experiment=listed") == asked("-m", *alone)
 
 
-def test_choices_in_a_list_are_those_of_a_multirun(asked: Asked) -> None:
-    both = asked("protocol=first,second", "allocation=first,second")
-    assert both == asked("-m", "protocol=first,second", "allocation=first,second")
+def test_choices_in_a_list_are_those_of_a_multirun_and_of_hydras_search_path(asked: Asked, tmp_path: Path) -> None:
+    words = ("protocol=first,second", "allocation=first,second")
+    path = f"hydra.searchpath=[file://{tmp_path / 'configs'}]"
+    assert asked(*words) == asked("-m", *words) == asked(path, *words, found_by=())
 
 
 def test_what_is_set_beyond_a_file_holds_for_every_choice(asked: Asked, tmp_path: Path) -> None:
@@ -206,11 +207,6 @@ def test_what_is_set_beyond_a_file_holds_for_every_choice(asked: Asked, tmp_path
     chosen = ("calibration=second", "criterion=second")
     assert asked(*words, *chosen) != asked(*chosen)
     assert asked(*words, "calibration=second", "calibration.tokens=8192") != asked(*words, "calibration=second")
-
-
-def test_a_folder_can_be_said_by_hydras_search_path(asked: Asked, tmp_path: Path) -> None:
-    path = f"hydra.searchpath=[file://{tmp_path / 'configs'}]"
-    assert asked(path, "criterion=second", found_by=()) == asked("criterion=second")
 
 
 @pytest.mark.parametrize(

@@ -257,11 +257,6 @@ def test_every_wrong_list_is_one_sentence_and_all_are_told_at_once(begins: set[s
         assert any(begin in one and WRONG[begin][1] in one for one in error.value.sentences), begin
 
 
-def test_an_unknown_text_names_the_setting_and_the_nearest() -> None:
-    with pytest.raises(SettingsError, match=r"flops_text=pocket_excrpt.*pocket_excerpt"):
-        cells(Config(flops_text="pocket_excrpt"))
-
-
 def asked(suite: SuiteConfig, protocol: ProtocolConfig | None = None) -> Any:
     return benchmarks(Config(suite=suite, data_root="there"), protocol or ProtocolConfig(), Files())
 

@@ -55,13 +55,14 @@ def test_a_text_file_is_one_document(tmp_path: Path, settings: Settings, name: s
 @pytest.mark.parametrize(
     ("name", "content"),
     [
-        ("a.jsonl", "\n" + lines(ONE) + "\n\n" + lines(TWO)),
+        ("a.jsonl", "\n" + lines(ONE, {"text": " "}, {"messages": []}) + "\n\n" + lines(TWO)),
         ("a.jsonl.gz", lines({**ONE, "url": 1}, TWO)),
         ("a.json.gz", lines(ONE, TWO)),
         ("a.json", json.dumps([ONE, TWO], indent=2)),
     ],
 )
 def test_json_lines_and_lists(tmp_path: Path, settings: Settings, name: str, content: str) -> None:
+    """Empty documents are left out."""
     assert read(settings(written(tmp_path / name, content))) == [Text(ONE["text"]), Text("two")]
 
 
@@ -87,10 +88,6 @@ def test_json_lines_and_lists(tmp_path: Path, settings: Settings, name: str, con
 )
 def test_fields_are_known_or_named(record: Any, changes: dict[str, str], expected: object, source: Settings) -> None:
     assert read(source(record, record, **changes)) == [expected] * 2
-
-
-def test_empty_documents_are_left_out(source: Settings) -> None:
-    assert read(source({"text": " "}, {"messages": []}, TWO)) == [Text("two")]
 
 
 @pytest.mark.parametrize(
@@ -137,11 +134,13 @@ def test_what_cannot_be_read(tmp_path: Path, settings: Settings, name: str, cont
         read(settings(written(tmp_path / name, content)))
 
 
-def test_fields_that_are_named_are_there_and_have_a_nearest_one(source: Settings) -> None:
+def test_settings_that_do_not_fit_the_records_are_refused(source: Settings) -> None:
     with pytest.raises(UserError, match=r"contents of calibration.field .* did you mean content\?"):
         read(source({"content": "one", "id": 1}, field="contents"))
     with pytest.raises(UserError, match=r"line 1: .* answers of calibration.template .* did you mean answer\?"):
         read(source({"answer": "w2"}, template="{answers}"))
+    with pytest.raises(UserError, match=r"calibration.joined=true: .* more than plain texts"):
+        read(source({"messages": MESSAGES}, joined=True))
     with pytest.raises(ValidationError, match="both set"):
         source(template="{answer}", field="answer")
 
@@ -210,11 +209,6 @@ def test_calibration_reads_wikitext_as_perplexity_does(tmp_path: Path) -> None:
     assert measured == "\n\n".join(rows) and len(rows) > 5 and "" in rows
     for path in (as_text, records):
         assert read(replace(chosen, path=str(path))) == [Text(measured)]
-
-
-def test_only_texts_can_be_joined(source: Settings) -> None:
-    with pytest.raises(UserError, match=r"calibration.joined=true: .* more than plain texts"):
-        read(source({"messages": MESSAGES}, joined=True))
 
 
 @pytest.mark.parametrize(
@@ -300,19 +294,13 @@ def test_templates_get_tools_and_arguments_as_objects(tokenizer_with: Callable[.
     tokenizer = tokenizer_with(READS_TOOLS)
     expected = "w10 w11 user w1 assistant w10 w12 w13 </s>"
     assert tokenizer.decode(tokenize(CALLING_CHAT, tokenizer, special_tokens=True)) == expected
-    report = batches(source(*4 * [{"messages": CALLING, "tools": [TOOL]}]), tokenizer).report
+    chosen = source(*4 * [{"messages": CALLING, "tools": [TOOL]}])
+    report = batches(chosen, tokenizer).report
     assert report["rendered"] == ["chat template with tools"] and expected.startswith(report["first_row"])
-
-
-@pytest.mark.parametrize(
-    ("template", "name"),
-    [(TURNS.replace("{calls}", WRITES_CALLS), "tools"), (NAMED_TOOLS + TURNS.replace("{calls}", ""), "tool_calls")],
-)
-def test_a_template_that_ignores_them_is_refused(
-    template: str, name: str, tokenizer_with: Callable[..., Any], source: Settings
-) -> None:
-    with pytest.raises(UserError, match=f"conversations with {re.escape(name)}, .* ignores them"):
-        batches(source(*4 * [{"messages": CALLING, "tools": [TOOL]}]), tokenizer_with(template))
+    only_calls, only_tools = TURNS.replace("{calls}", WRITES_CALLS), NAMED_TOOLS + TURNS.replace("{calls}", "")
+    for template, name in ((only_calls, "tools"), (only_tools, "tool_calls")):
+        with pytest.raises(UserError, match=f"conversations with {name}, .* ignores them"):
+            batches(chosen, tokenizer_with(template))
 
 
 def test_calls_are_answers_as_whole_turns(tokenizer_with: Callable[..., Any], source: Settings) -> None:

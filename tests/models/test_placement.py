@@ -199,7 +199,7 @@ def test_every_shape_has_the_bits_of_the_eager_forward(name: str, make: Any, mon
     assert all(torch.equal(*pair) for pair in zip(found, computed(model), strict=True))
 
 
-def test_pruned_models_keep_it_and_the_bits_of_the_mask() -> None:
+def test_pruned_models_keep_it_and_the_bits_of_the_mask_and_checkpoints_do_not_name_it(tmp_path: Path) -> None:
     model, ids = aligned("olmoe"), tiny.tokens(6, 60)
     plan = tiny.plan(model, 0.5)
     with mask(model, plan):
@@ -207,6 +207,8 @@ def test_pruned_models_keep_it_and_the_bits_of_the_mask() -> None:
     pruned = prune(model, plan)
     assert implementation(model) == implementation(pruned) == experts.CPU_EXPERTS
     assert torch.equal(tiny.logits(pruned, ids), masked)
+    pruned.save_pretrained(tmp_path)
+    assert experts.CPU_EXPERTS not in (tmp_path / "config.json").read_text()
 
 
 def test_two_threads_change_nothing() -> None:
@@ -230,8 +232,3 @@ def test_what_is_not_computed_alike_stays_eager(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(layer.experts, "forward", lambda hidden, index, gates: original(hidden * 1.0001, index, gates))
     experts.use_cpu_experts(model, moe_layers(model))
     assert implementation(model) == "eager"
-
-
-def test_the_choice_is_not_written_to_checkpoints(tmp_path: Any) -> None:
-    build("olmoe").save_pretrained(tmp_path)
-    assert experts.CPU_EXPERTS not in (tmp_path / "config.json").read_text()

@@ -172,6 +172,8 @@ def test_a_pack_goes_on_after_a_failure_and_leaves_out_what_has_no_inputs(
         pack = Pack(str(tmp_path), [bad, last, failed, good], 1, str(run.folder.relative_to(tmp_path / "runs")))
     assert pack() == {"done": 2, "failed": 1, "skipped": 3}
     assert given == ["failed", "good"] and store.done(good) and store.error(failed.id)
+    again = pack.checkpoint()
+    assert again is not None and again.function.requeues == 0 and again.function.checkpoint() is None
 
 
 def test_parts_of_a_pass_are_jobs_of_an_array_before_the_job_that_merges_them(tmp_path: Path) -> None:
@@ -194,12 +196,6 @@ def test_what_is_left_takes_as_long_as_what_is_done_did() -> None:
     rows = [("a", "done", None), ("b", "running", now - 20), ("c", "running", now - 99), ("d", "pending", None)]
     steps = [StepState(name, f"k/{name}", state, since=since or 0.0) for name, state, since in rows]
     assert left(steps, 60.0) == pytest.approx((3 * 60 - 20 - 60) / 2, abs=1)
-
-
-def test_requeues_come_to_an_end() -> None:
-    found = Pack("s", [], 2, "study/1").checkpoint()
-    assert found is not None and found.function.requeues == 1
-    assert Pack("s", [], 0, "study/1").checkpoint() is None
 
 
 def test_a_lost_step_is_told_apart_from_failed_and_skipped_ones(tmp_path: Path) -> None:

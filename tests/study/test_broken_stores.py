@@ -162,24 +162,24 @@ def cells(store: Path) -> list[str]:
     return sorted(cell["cell"]["criterion"] for cell in record.read(Store(store), STUDY)["cells"])
 
 
-def meanwhile(what: Callable[[], object], kind: str = "plan") -> None:
-    """Do something once, when a run is about to do a step of that kind."""
+def two_runs(store: Path, first: Asked, second: Asked, kind: str = "plan") -> None:
+    """The second begins and ends when the first is about to do a step of that kind."""
+    codes: list[int] = []
 
     def harm(step: Step, scratch: Path) -> None:
         if step.kind == kind:
             Worker.harm = None
-            what()
+            codes.append(start(store, second))
 
     Worker.harm = harm
+    assert start(store, first) == 0 and codes == [0]
 
 
 def test_two_runs_of_a_study_at_once_are_recorded_together(one: Asked, other: Asked, tmp_path: Path) -> None:
-    """The second begins and ends while the first is at work. A dry run leaves nothing."""
+    """A dry run leaves nothing."""
     store = tmp_path / "store"
     assert start(store, one, dry_run=True) == 0 and not store.exists()
-    codes: list[int] = []
-    meanwhile(lambda: codes.append(start(store, other)))
-    assert start(store, one) == 0 and codes == [0]
+    two_runs(store, one, other)
     assert cells(store) == ["aimer", "none", "reap"]
     assert start(store, one) == 0
     assert cells(store) == ["aimer", "none"], "a later run says what the study is"
@@ -187,17 +187,13 @@ def test_two_runs_of_a_study_at_once_are_recorded_together(one: Asked, other: As
 
 def test_cells_that_share_a_name_are_told(other: Asked, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     store, second = tmp_path / "store", asked("criterion=reap", "ratio=0.5", "calibration.tokens=1024")
-    codes: list[int] = []
-    meanwhile(lambda: codes.append(start(store, second)))
-    assert start(store, other) == 0 and codes == [0]
+    two_runs(store, other, second)
     assert cells(store) == ["none", "reap"] and "1 of its cells are " in capsys.readouterr().err
 
 
 def test_benchmarks_of_two_runs_at_once_stand_beside_each_other(one: Asked, tmp_path: Path) -> None:
     store, second = tmp_path / "store", asked("criterion=aimer", "ratio=0.5", "suite.benchmarks=[pocket_rte]")
-    codes: list[int] = []
-    meanwhile(lambda: codes.append(start(store, second)), "evaluate")
-    assert start(store, one) == 0 and codes == [0]
+    two_runs(store, one, second, "evaluate")
     for cell in record.read(Store(store), STUDY)["cells"]:
         assert set(cell["evaluate"]) == {"pocket_boolq", "pocket_rte"} and all(cell["evaluate"].values())
 

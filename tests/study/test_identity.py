@@ -24,11 +24,8 @@ from moe_lab.study.step import KINDS, Step, canonical, digest, identified
 from moe_lab.study.steps.passes import StatisticsPass
 
 
-def test_order_of_keys_does_not_matter() -> None:
+def test_order_of_keys_does_not_matter_and_nan_has_no_identity() -> None:
     assert digest({"a": {"b": 1, "c": [2]}, "d": 3}) == digest({"d": 3, "a": {"c": [2], "b": 1}})
-
-
-def test_nan_has_no_identity() -> None:
     with pytest.raises(ValueError):
         canonical({"ratio": float("nan")})
 

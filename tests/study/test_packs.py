@@ -11,7 +11,7 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
-from example_steps import Example, done
+from example_steps import Example
 from studies import BEGINNING, STUDY, Worker, ask, asked, killed, start
 
 from analysis.load.reader import Reader
@@ -24,6 +24,7 @@ from moe_lab.study.packing import Packing
 from moe_lab.study.runs import begin
 from moe_lab.study.schedule import Schedule, work
 from moe_lab.study.step import Step
+from moe_lab.study.steps.files import Files
 from moe_lab.study.store import Store
 
 CELLS = asked("criterion=magnitude,random", "seed=1,2,3", "ratio=.25,.5")
@@ -93,20 +94,21 @@ def test_a_study_in_packs_is_the_study_in_folders(tmp_path: Path, monkeypatch: p
 
 
 def test_a_step_reads_its_inputs_from_packs(store: Store, tmp_path: Path) -> None:
-    """By `Files.read`, whether the input is packed before the step begins, or while it runs."""
+    """By `Files.read`, whether the input is packed by another run before the step begins, or while it runs."""
 
     class Reads(Example):
         kind = "scores"  # type: ignore[assignment]
 
         def work(self, files):  # type: ignore[no-untyped-def]
             assert files.read(self.inputs["before"], "result.json") == b'{"text": "result 0"}'
-            Packing(store).pack()
+            Packing(Store(store.root).create()).pack()
             assert not store.path(self.inputs["before"]).exists()
             assert files.read(self.inputs["before"], "result.json") == b'{"text": "result 0"}'
 
     (before,) = publish(store, range(1))
-    done(store, Reads(number=1, needed={"before": before}))
-    done(store, Reads(number=2, needed={"before": before}))
+    schedule = Schedule([Reads(number=number, needed={"before": before}) for number in (1, 2)], {before.id})
+    work(schedule, store, lambda step, scratch: step.work(Files.of(step, store, scratch)))
+    assert len(schedule.finished) == 3
 
 
 def test_large_steps_and_folders_in_steps_stay(store: Store) -> None:
@@ -269,16 +271,3 @@ assert len(store.done_of([Example(number=number) for number in range(300)])) == 
     assert all(store.readable(step) for step in steps) and seen
     store.packs.refresh()
     assert len(store.packs.sizes()) < 10
-
-
-def test_a_step_whose_input_was_packed_meanwhile_is_done(store: Store) -> None:
-    """A run in one process, while another has packed what it made."""
-    steps = publish(store, range(3))
-
-    def execute(step: Step, scratch: Path) -> None:
-        (scratch / "result.json").write_text("{}")
-
-    schedule = Schedule([*steps, last := Example(number=9, needed={"before": steps[-1]})], {step.id for step in steps})
-    Packing(Store(store.root).create()).pack()
-    work(schedule, store, execute)
-    assert last.id in schedule.finished and not schedule.failed

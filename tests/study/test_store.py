@@ -25,10 +25,6 @@ from moe_lab.study.step import Step
 from moe_lab.study.store import Store
 
 
-def a_step(number: int = 0, label: str = "example") -> Step:
-    return Example(name=label, number=number)
-
-
 def publish(store: Store, step: Step, text: str = "result") -> None:
     with store.claim(step) as scratch:
         assert scratch is not None
@@ -37,7 +33,12 @@ def publish(store: Store, step: Step, text: str = "result") -> None:
 
 
 def test_published_whole_with_identity_and_checksums(store: Store) -> None:
-    step = a_step()
+    step = Example()
+    with pytest.raises(RuntimeError), store.claim(step) as scratch:
+        assert scratch is not None
+        (scratch / "half.txt").write_text("half")
+        raise RuntimeError
+    assert not list((store.root / "plan").iterdir()), "an error publishes nothing"
     store.fail(step, {"message": "broken"})
     assert not store.done(step) and (Store(store.root).error(step.id) or {})["message"] == "broken"
     publish(store, step)
@@ -48,21 +49,12 @@ def test_published_whole_with_identity_and_checksums(store: Store) -> None:
     assert document["provenance"] == {"seconds": 1.5} and set(document["files"]) == {"result.txt"}
     assert {path.name for path in folder.iterdir()} == {"result.txt", "step.json"}
     assert [p.name for p in folder.parent.iterdir()] == [folder.name]
-    with store.claim(a_step(label="another_name")) as scratch:
+    with store.claim(Example(name="another_name")) as scratch:
         assert scratch is None, "it is found by its id"
 
 
-def test_an_error_publishes_nothing(store: Store) -> None:
-    with pytest.raises(RuntimeError), store.claim(a_step()) as scratch:
-        assert scratch is not None
-        (scratch / "half.txt").write_text("half")
-        raise RuntimeError
-    assert not store.done(a_step())
-    assert not list((store.root / "plan").iterdir())
-
-
 def test_what_a_killed_run_kept_of_a_finished_step_is_removed_and_of_others_stays(store: Store) -> None:
-    finished, unfinished = a_step(0), a_step(1)
+    finished, unfinished = Example(number=0), Example(number=1)
     publish(store, finished)
     for step in (finished, unfinished):
         store.partial(step).mkdir(parents=True)
@@ -81,23 +73,23 @@ def test_late_owners_publish_nothing(store: Store, monkeypatch: pytest.MonkeyPat
     def late(*arguments: Any) -> None:
         monkeypatch.setattr(owner, name, suspended)
         if is_before:
-            publish(other, a_step(), "of the other")
+            publish(other, Example(), "of the other")
         suspended(*arguments)
         if not is_before:
-            publish(other, a_step(), "of the other")
+            publish(other, Example(), "of the other")
 
-    with pytest.raises(Busy), store.claim(a_step()) as scratch:
+    with pytest.raises(Busy), store.claim(Example()) as scratch:
         assert scratch is not None
         (scratch / "result.txt").write_text("of the first")
         monkeypatch.setattr(owner, name, late)
-    with store.claim(a_step()) as scratch:
-        assert scratch is None and (store.path(a_step()) / "result.txt").read_text() == "of the other"
+    with store.claim(Example()) as scratch:
+        assert scratch is None and (store.path(Example()) / "result.txt").read_text() == "of the other"
     assert len(list((store.root / "plan").iterdir())) == 1 and not list((store.root / "claims").iterdir())
 
 
 def test_an_owner_that_is_faster_than_who_takes_over_is_found(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     other = Store(store.root).create()
-    taken = store.claim(a_step())
+    taken = store.claim(Example())
     scratch = taken.__enter__()
     assert scratch is not None
     (scratch / "result.txt").write_text("of the first")
@@ -109,10 +101,10 @@ def test_an_owner_that_is_faster_than_who_takes_over_is_found(store: Store, monk
         return True
 
     monkeypatch.setattr(other.claims, "is_stale", is_stale)
-    with pytest.raises(Busy), other.claim(a_step()):
+    with pytest.raises(Busy), other.claim(Example()):
         pass
     monkeypatch.undo()
-    with other.claim(a_step()) as none:
+    with other.claim(Example()) as none:
         assert none is None
 
 
@@ -127,13 +119,13 @@ HARMS: dict[str, tuple[str, Any]] = {
 
 @pytest.mark.parametrize("harm", HARMS)
 def test_damage_is_noticed_set_aside_and_said(store: Store, harm: str) -> None:
-    publish(store, a_step())
+    publish(store, Example())
     name, do = HARMS[harm]
-    do(store.path(a_step()) / name)
-    assert not store.done(a_step()) and f"{name} is " in store.notices[0]
+    do(store.path(Example()) / name)
+    assert not store.done(Example()) and f"{name} is " in store.notices[0]
     assert len(list((store.root / "damaged").iterdir())) == 1
-    publish(store, a_step())
-    assert store.done(a_step())
+    publish(store, Example())
+    assert store.done(Example())
 
 
 def rot(file: Path) -> None:
@@ -159,7 +151,7 @@ def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.mark.parametrize("way", ["cp -r", "cp -a", "seconds", "same tick"])
 def test_a_copied_store_is_hashed_once_and_complete(store: Store, hashed: list[str], tmp_path: Path, way: str) -> None:
-    publish(store, a_step())
+    publish(store, Example())
     hashed.clear()
     other = tmp_path / "copy"
     shutil.copytree(store.root, other, copy_function=shutil.copy if way == "cp -r" else shutil.copy2)
@@ -169,30 +161,26 @@ def test_a_copied_store_is_hashed_once_and_complete(store: Store, hashed: list[s
         elif way == "same tick":
             os.utime(file, (1_800_000_001,) * 2)
     copy = Store(other)
-    assert copy.done(a_step()) and hashed == ([] if way in ("cp -a", "seconds") else ["result.txt"])
+    assert copy.done(Example()) and hashed == ([] if way in ("cp -a", "seconds") else ["result.txt"])
     hashed.clear()
-    assert Store(other).done(a_step()) and hashed == []
-
-
-def test_a_file_damaged_before_its_store_was_copied_is_noticed(store: Store, tmp_path: Path) -> None:
-    publish(store, a_step())
-    rot(store.path(a_step()) / "result.txt")
-    shutil.copytree(store.root, tmp_path / "copy", copy_function=shutil.copy)
-    assert not Store(tmp_path / "copy").done(a_step())
+    assert Store(other).done(Example()) and hashed == []
+    rot(store.path(Example()) / "result.txt")
+    shutil.copytree(store.root, tmp_path / "rotten", copy_function=shutil.copy)
+    assert not Store(tmp_path / "rotten").done(Example()), "damaged before it was copied"
 
 
 def test_a_write_within_the_tick_of_a_coarse_clock_is_noticed(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """A clock of two seconds stands still from before the step is published until after it is damaged."""
     monkeypatch.setattr(storing.time, "time", lambda: 1_800_000_000.9)
-    publish(store, a_step())
-    file = store.path(a_step()) / "result.txt"
+    publish(store, Example())
+    file = store.path(Example()) / "result.txt"
     file.write_text("resulT")
     os.utime(file, (1_800_000_000,) * 2)
-    assert not store.done(a_step())
+    assert not store.done(Example())
 
 
 def test_what_is_read_is_hashed_first(store: Store, hashed: list[str]) -> None:
-    first = a_step()
+    first = Example()
     second = Example("scores", "after", needed={"plan": first})
     publish(store, first)
     rot(store.path(first) / "result.txt")
@@ -209,7 +197,7 @@ def test_what_is_read_is_hashed_first(store: Store, hashed: list[str]) -> None:
 
 
 def test_verify_names_damaged_files_and_a_run_makes_them_anew(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
-    steps = [a_step(number, f"number{number}") for number in range(3)]
+    steps = [Example(name=f"number{number}", number=number) for number in range(3)]
     for step in steps[:2]:
         publish(store, step)
     with begin(store, "mine", steps):
@@ -232,10 +220,10 @@ def test_what_a_killed_run_leaves_is_removed_by_later_ones(store: Store) -> None
             (scratch / "half.txt").write_text("half")
             os.kill(os.getpid(), signal.SIGKILL)
     """)
-    assert not store.done(a_step())
-    publish(store, a_step())
-    assert {p.name for p in store.path(a_step()).iterdir()} == {"result.txt", "step.json"}
-    assert not list((store.root / "plan").glob(f".{a_step().id[:12]}*"))
+    assert not store.done(Example())
+    publish(store, Example())
+    assert {p.name for p in store.path(Example()).iterdir()} == {"result.txt", "step.json"}
+    assert not list((store.root / "plan").glob(f".{Example().id[:12]}*"))
     assert len(list((store.root / "claims").iterdir())) == 2, "of the run and of another step"
     with begin(store, "another", []):
         assert len(list((store.root / "claims").iterdir())) == 1, "its own"
