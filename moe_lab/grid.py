@@ -111,7 +111,7 @@ def points(draft: Draft, files: Files) -> list[Point]:
     with Mistakes() as mistakes:
         lists = [_checked(each, "more" if number else "grid", mistakes) for number, each in enumerate(draft.lists)]
         axes = _Axes(draft, files)
-        grids = [axes.lists({**lists[0], **each}) for each in lists]
+        grids = [axes.lists(lists[0]), *(grid for each in lists[1:] for grid in axes.further(lists[0], each))]
         with mistakes.caught():
             files.load(axes.named(grids))
         for each in grids:
@@ -145,6 +145,11 @@ def _checked(lists: Any, place: str, mistakes: list[str]) -> Lists:
     return found
 
 
+def _pattern(name: Any) -> str:
+    """A name, or the pattern in glob(...), as words and files of Hydra write it."""
+    return re.sub(r"^glob\((.*)\)$", r"\1", str(name))
+
+
 class _Axes:
     """The values of the axes of a study's grids. Each choice of a group is made once."""
 
@@ -156,6 +161,16 @@ class _Axes:
         """The lists of one grid; what is typed stands above them."""
         words = [key for key, _ in self.draft.words]
         return {**{key: values for key, values in lists.items() if key not in words}, **self.draft.typed}
+
+    def further(self, first: Lists, own: Lists) -> Iterator[Lists]:
+        """The lists of a further grid, none where nothing is typed of the choices that it lists itself."""
+        kept = {
+            axis: [name for name in own[axis] if any(fnmatchcase(str(name), _pattern(each)) for each in typed)]
+            for axis, typed in self.draft.typed.items()
+            if axis in GROUPS and axis in own
+        }
+        if all(kept.values()):
+            yield {**self.lists({**first, **own}), **kept}
 
     def _place(self, axis: str) -> str:
         return axis if axis in self.draft.typed else f"grid.{axis}"
@@ -177,7 +192,7 @@ class _Axes:
         found: list[str | None] = []
         with Mistakes() as mistakes:
             for each in lists.get(axis, ()):
-                pattern = re.sub(r"^glob\((.*)\)$", r"\1", str(each))  # as words and files of Hydra write it
+                pattern = _pattern(each)
                 matches = [name for name in known if fnmatchcase(name, pattern)]
                 found += [None if name == self.draft.taken.get(axis) else name for name in matches]
                 mistakes += [] if matches else [str(unknown(self._place(axis), pattern, known))]

@@ -89,12 +89,11 @@ def merge_experts(
 
 def check_aligned(plan: Plan) -> None:
     """Raise UserError for a plan that merges experts by a way that matches their channels first, if that is still to
-    be done in any layer."""
-    unmatched = sorted(set(plan.merged) - set(plan.alignments))
-    if unmatched and (plan.alignments or not plan.aligned):
+    be done."""
+    if plan.merged and not plan.aligned:
         raise UserError(
-            f"plan: aligned={str(plan.aligned).lower()}, and the channels of experts that layer {unmatched[0]} merges "
-            "were not matched: expected what moe_lab.align makes of this plan"
+            f"plan: aligned=false, and the channels of experts that layer {min(plan.merged)} merges were not matched: "
+            "expected what moe_lab.align makes of this plan"
         )
 
 

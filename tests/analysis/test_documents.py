@@ -146,6 +146,7 @@ def test_models_stand_together_and_the_lead_says_whose_calibration_sets_they_are
     for model, calibrations in sets.items():
         write_store(tmp_path, name=model, models=(model,), calibrations=calibrations, **few)
     study = load(tmp_path, "all")
+    assert find("unified.fig5").items(Results(study)), "a heat map for each model"
     shuffled = study.damage.sample(frac=1, random_state=0)
     proxy = proxy_overlap(study.family.sort_values("layer", kind="stable"), shuffled)
     models = proxy["model"].tolist()

@@ -4,6 +4,7 @@ rankings, the band of chance, and the sentences made of them."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
@@ -190,18 +191,9 @@ def test_plans_are_matched_by_their_seed_and_a_single_one_goes_with_all(several:
 
 def test_models_are_random_effects(several: Comparison) -> None:
     scores = {"a": (30, 20), "b": (40, 31), "c": (36, 20)}
-    made = [
-        Comparison(
-            model,
-            cells_of([UNPRUNED, cell("reap"), cell("ean")]).assign(model=model),
-            pd.DataFrame({"gsm8k": np.array([60, *counts]) / 60}),
-            ranks.displayed(["gsm8k"]),
-            (),
-            {"gsm8k": np.array([first(count, 60) for count in (60, *counts)], float)},
-            pd.DataFrame({"gsm8k": [0.0] * 3}),
-        )
-        for model, counts in scores.items()
-    ]
+    axes = [UNPRUNED, cell("reap"), cell("ean")]
+    outcomes = {model: {"gsm8k": [first(count, 60) for count in (60, *counts)]} for model, counts in scores.items()}
+    made = [replace(comparison_of(axes, each), model=model) for model, each in outcomes.items()]
     *_, together = ranking.rankings(made)
     assert together.model == ranking.ALL_MODELS
     differences = np.array([10, 9, 16]) / 60

@@ -6,7 +6,7 @@ import json
 import shutil
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -144,7 +144,11 @@ def test_rows_are_shared_in_whole_batches() -> None:
 def test_parts_that_cannot_be_are_refused(parts: int) -> None:
     """7 rows in 4 batches."""
     with pytest.raises(SettingsError) as error:
-        valid(CalibrationConfig, {**asdict(TEXT), "parts": parts}, "calibration")
+        valid(
+            CalibrationConfig,
+            {"name": "t", "path": "t.txt", "tokens": 7, "batch_size": 2, "parts": parts},
+            "calibration",
+        )
     assert str(error.value).startswith(f"calibration.parts={parts}")
 
 
@@ -348,8 +352,8 @@ def test_exactly_the_items_that_were_planted_in_a_text_are_found(tmp_path: Path)
     rows = [{"id": str(at), "prompt": text, "checklist": [{}]} for at, text in enumerate(asked)]
     rows[2] = {**rows[2], "prompt": texts[2][:30], "reference": texts[2][30:]}
     planted = [texts[0].upper(), texts[2].replace(" ", " -- "), f"It says: {texts[5]}.", texts[7].partition(" ")[2]]
-    text = tmp_path / "text.txt"
-    text.write_text("\n\n".join([*planted, asked[10], common]))
+    text = tmp_path / "text.jsonl"
+    text.write_text("\n".join(json.dumps({"text": passage}) for passage in [*planted, asked[10], common]))
     (tmp_path / "items.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (tmp_path / "whole.txt").write_text("\n\n".join(texts))
     stories = BenchmarkConfig("s", "stories", str(tmp_path / "items.jsonl"), reports={"s": "score"}, max_new_tokens=1)
