@@ -44,9 +44,11 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 FILES = {
     "model.path=DIR": f"model.path={ROOT}/moe_lab/pocket/data/olmoe",
+    "calibration.path=FILE": f"calibration.path={ROOT}/moe_lab/pocket/data/calibration/general.jsonl",
     "path=FILE": f"path={ROOT}/README.md",
     "path=FOLDER": f"path={ROOT}/examples/function_calls",
     "path:notes.txt": f"path:{ROOT}/README.md",
+    "calibration.path=notes.txt": f"calibration.path={ROOT}/moe_lab/pocket/data/calibration/general.jsonl",
     "path=notes.txt": f"path={ROOT}/README.md",
     "allocation.search=NAME": "allocation.search=evol_search",
     "model=NAME": "model=pocket_function_calls",

@@ -30,7 +30,9 @@ from analysis.stats.cell_scores import (
     GROUPS,
     LOSS,
     MEAN,
+    RANDOM,
     Numbers,
+    chance_scores,
     column_targets,
     cost,
     differences,
@@ -39,7 +41,6 @@ from analysis.stats.cell_scores import (
     scores,
 )
 from analysis.stats.comparison import Comparison, Target
-from analysis.stats.ranking import RANDOM, chance_scores
 
 
 @dataclass(frozen=True)

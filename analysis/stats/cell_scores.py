@@ -23,6 +23,8 @@ GROUPS = ("MC Avg", "Code", "Math", "WildBench", AVG)
 """The averages of `group_targets`."""
 MEAN = "Mean"
 """In a list of columns: the mean of the list's benchmarks."""
+RANDOM = {"expert": "random", "channel": "channel_random"}
+"""What a plan removes -> the criterion whose plans show what chance can do."""
 COMMON = "CSQA Avg"
 """In a list of columns: the mean of `names.COMMON_SENSE`."""
 
@@ -207,3 +209,10 @@ def task_block(comparison: Comparison, domains: Mapping[str, Panel], criteria: S
     ranked = frame.iloc[len(unpruned) :]
     frame["Avg Rank"] = ranks.average_rank(ranked)
     return Numbers(frame, low, high)
+
+
+def chance_scores(comparison: Comparison, cells: Sequence[int], target: Target) -> np.ndarray:
+    """Scores of the seeds of that cell of random plans which has most of them."""
+    by_seed = comparison.by_seed(target)
+    every = [by_seed[list(comparison.seeds[cell].values())].dropna().to_numpy(float) for cell in cells]
+    return max(every, key=len, default=np.array([]))

@@ -17,13 +17,11 @@ from analysis import names
 from analysis.load import settings
 from analysis.load.reader import records
 from analysis.stats import uncertainty
-from analysis.stats.cell_scores import LOSS, group_targets, mean_name
+from analysis.stats.cell_scores import LOSS, RANDOM, chance_scores, group_targets, mean_name
 from analysis.stats.comparison import Comparison, Target
 from analysis.stats.uncertainty import LEVEL, Estimate
 
 ALL_MODELS = "all models"
-RANDOM = {"expert": "random", "channel": "channel_random"}
-"""What a plan removes -> the criterion whose plans show what chance can do."""
 COLUMNS = (
     "method", "calibration", "granularity", "seeds", "score", "low", "high", "spread", "share",
     "behind", "behind_low", "behind_high", "detectable", "p", "p_holm", "verdict",
@@ -131,13 +129,6 @@ def _bands(comparison: Comparison, cells: pd.DataFrame, target: Target) -> dict[
         if not np.isnan(band[0]):
             found[granularity] = band
     return found
-
-
-def chance_scores(comparison: Comparison, cells: Sequence[int], target: Target) -> np.ndarray:
-    """Scores of the seeds of that cell of random plans which has most of them."""
-    by_seed = comparison.by_seed(target)
-    every = [by_seed[list(comparison.seeds[cell].values())].dropna().to_numpy(float) for cell in cells]
-    return max(every, key=len, default=np.array([]))
 
 
 def _places(

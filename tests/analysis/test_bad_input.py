@@ -220,4 +220,4 @@ def test_all_lists_what_it_could_make_nothing_of(
     assert "no data for these" not in capsys.readouterr().err
     monkeypatch.setattr(registry, "REGISTERED", {"ranks": ranks, "coverage": replace(nothing, name="coverage")})
     assert __main__.main(words) == 0
-    assert capsys.readouterr().err.strip().endswith("to see what it needs): coverage")
+    assert "to see what it needs): coverage\n" in capsys.readouterr().err

@@ -115,7 +115,7 @@ def test_every_caption_says_what_it_rests_on(made: Made) -> None:
         for words in ("n = 12 items", metric, "seed 42", "gate model", "lm_eval 0.0-synthetic", "torch 0.0-synthetic"):
             assert words in table.caption, (table.name, words)
     for table in (tables["unified.fig4"], tables["unified.fig3"], tables["tokens_per_expert"]):
-        assert "seed 42; gate model" in table.caption and "65,000" in table.caption, table.name
+        assert "seed 42 (of 42, 1, 2, 3); gate model" in table.caption and "65,000" in table.caption, table.name
 
 
 def test_every_figure_fits_a_paper(made: Made, tmp_path: Path) -> None:

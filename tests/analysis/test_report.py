@@ -213,7 +213,7 @@ def test_a_named_output_or_comparison_that_cannot_be_made_says_why_in_a_sentence
     for name in ("ranks", "unified.table1.published"):
         why = f"analysis: {name}: could not be made (KeyError: 'cell'), traceback in failed/{name}.log\n"
         assert why in said.err and (tmp_path / "failed" / f"{name}.log").exists()
-    assert said.err.count("\n") == 2 and (tmp_path / "tables" / "unified.table1.csv").exists()
+    assert said.err.count("could not be made") == 2 and (tmp_path / "tables" / "unified.table1.csv").exists()
 
 
 def test_a_smaller_study_has_a_smaller_report(tmp_path: Path) -> None:
