@@ -93,18 +93,7 @@ class ResultFile(TypedDict):
 
 
 CONTAMINATION = "contamination.json"
-"""File with `Contaminated` of each benchmark in a text."""
-
-
-class Contaminated(TypedDict):
-    """How many items of a benchmark occur in a text."""
-
-    items: int
-    comparable: int
-    """Items with enough words to be looked up."""
-    found: int
-
-
+"""File with how many items of each benchmark occur in a text: comparable, found."""
 RECORD = "record.json"
 """File in the folder of a run, runs/STUDY/RUN, with the cells of the run and the folders of their results."""
 FIGURES = ("families", "damages", "contaminations")

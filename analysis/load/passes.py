@@ -77,7 +77,7 @@ def damage(document: Mapping[str, Any], cells: pd.DataFrame, reader: Reader) -> 
 
 
 def contaminations(document: Mapping[str, Any], cells: pd.DataFrame, reader: Reader) -> Reports:
-    """Read how many items of each benchmark occur in a text: "calibration@model" -> benchmark -> Contaminated."""
+    """Read how many items of each benchmark occur in a text: "calibration@model" -> benchmark -> comparable, found."""
     counts = {}
     for (calibration, model), name in steps_by_pass(document["contaminations"], shown_settings(cells)).items():
         found = f"{calibration}@{model}"

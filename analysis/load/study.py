@@ -64,7 +64,7 @@ class Study:
     calibrations: passes.Reports
     """"calibration@model" -> the report of the calibration pass."""
     contaminations: passes.Reports
-    """"calibration@model" -> task -> how many of its items are in the text, `results.Contaminated`."""
+    """"calibration@model" -> task -> how many of its items are comparable with the text, and found in it."""
     models: Mapping[str, Mapping[str, Any]]
     """Model -> layers, experts and parameters."""
     origins: pd.DataFrame

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -17,7 +18,6 @@ from analysis.registry import Item, Results, output
 from analysis.render import style
 from analysis.render.style import Figure
 from analysis.render.table import Table, spelled
-from moe_lab.results import Contaminated
 
 RARE = 0.1
 """An expert with less than this share of an even load is called rare."""
@@ -91,13 +91,13 @@ def coverage_table(study: Study, name: str) -> Table:
     )
 
 
-def _items(counts: Mapping[str, Contaminated]) -> str:
+def _items(counts: Mapping[str, Any]) -> str:
     """Items that were found and those that could be, in all and of the benchmarks of which some were found."""
     parts = [f"{names.benchmark(name)} {_share([one])}" for name, one in counts.items() if one["found"]]
     return f"{_share(counts.values())}{f': {names.listing(parts)}' if parts else ''}" if counts else ""
 
 
-def _share(counts: Collection[Contaminated]) -> str:
+def _share(counts: Collection[Any]) -> str:
     found, comparable = (sum(one[name] for one in counts) for name in ("found", "comparable"))
     return f"{found:,} / {comparable:,}"
 

@@ -12,7 +12,6 @@ from collections.abc import Iterable, Iterator, Set
 
 from moe_lab.calibration.documents import BLANK_LINE
 from moe_lab.evaluation.harness import Document, Item, Text
-from moe_lab.results import Contaminated
 
 LENGTH = 13
 """Words of a run."""
@@ -27,14 +26,14 @@ def runs(text: str) -> Iterator[str]:
     return (" ".join(words[start : start + LENGTH]) for start in range(len(words) - LENGTH + 1))
 
 
-def contaminated(items: Iterable[Item], text: Set[str]) -> Contaminated:
-    """How many of the items have a run that is in `text`, the runs of a text. Those without LENGTH words in a row
-    cannot be found, and are not `comparable`. A document whose likelihood is measured counts as its paragraphs."""
+def contaminated(items: Iterable[Item], text: Set[str]) -> dict[str, int]:
+    """How many items can be found, as they have LENGTH words in a row (comparable), and how many have a run of `text`,
+    the runs of a text (found). A document whose likelihood is measured counts as its paragraphs."""
     pieces = [{run for text in texts for run in runs(text)} for item in items for texts in _pieces(item)]
     found = [piece & text for piece in pieces]
     shared = Counter(run for piece in found for run in piece)
     hits = sum(any(shared[run] <= SHARED for run in piece) for piece in found)
-    return Contaminated(items=len(pieces), comparable=sum(map(bool, pieces)), found=hits)
+    return {"comparable": sum(map(bool, pieces)), "found": hits}
 
 
 def _pieces(item: Item) -> Iterator[list[str]]:

@@ -77,8 +77,7 @@ def remarks(config: Config, requests: Iterable[Request]) -> Iterator[str]:
 
 
 UNLIKE, BETWEEN_SEEDS = 0.25, 0.05
-"""What `visible_difference` supposes: the share of items on which two plans differ, and the standard deviation between
-the averages of plans that differ in the seed."""
+"""Supposed share of items on which two plans differ, and standard deviation of averages between seeds."""
 
 
 def visible_difference(requests: Iterable[Request]) -> Iterator[str]:
@@ -86,17 +85,19 @@ def visible_difference(requests: Iterable[Request]) -> Iterator[str]:
     from scipy.special import stdtrit  # takes half a second to import
 
     for cells, benchmarks in requests:
-        sizes = [min(filter(None, (b.limit, b.expected)), default=0) for b in benchmarks]
-        items = [size for size in sizes if size]
-        variance = sum(UNLIKE / size for size in items) / max(1, len(items)) ** 2
+        items = [
+            min(benchmark.expected, benchmark.limit or benchmark.expected)
+            for benchmark in benchmarks
+            if benchmark.expected
+        ]
         methods = Counter(replace(cell, seed=0) for cell in cells if cell.ratio)
-        seeds = min(methods.values(), default=0)
         if not items or len(methods) < 2:
             continue
-        error = math.sqrt(variance + 2 * BETWEEN_SEEDS**2 / seeds) if seeds > 1 else math.sqrt(variance)
-        degrees = seeds - 1 if seeds > 1 else sum(items) - len(items)
-        about = f"methods ({seeds} seeds)" if seeds > 1 else "plans (some methods have one seed)"
+        seeds = min(methods.values())
+        by_seed, degrees = (2 * BETWEEN_SEEDS**2 / seeds, seeds - 1) if seeds > 1 else (0.0, sum(items) - len(items))
+        error = math.sqrt(by_seed + sum(UNLIKE / size for size in items) / len(items) ** 2)
         seen = (stdtrit(degrees, 0.975) + stdtrit(degrees, 0.8)) * error
+        about = f"methods ({seeds} seeds)" if seeds > 1 else "plans (some methods have one seed)"
         yield f"visible: differences between averages of {about} from about {seen:.3f} on, with {sum(items):,} items"
 
 

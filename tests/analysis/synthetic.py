@@ -170,8 +170,8 @@ def _contamination(root: Path, model: str, calibration: str) -> str:
     """Three of 80 items of GSM8K in code, and benchmarks whose items are too short or were not looked up."""
     folder = _folder("contamination", f"{calibration}-{model}")
     found = 3 if calibration == "pocket_code" else 0
-    gsm8k = {"items": 80, "comparable": 75, "found": found}
-    counts = {"gsm8k": gsm8k, "rte": {"items": 80, "comparable": 80, "found": 0}}
+    gsm8k = {"comparable": 75, "found": found}
+    counts = {"gsm8k": gsm8k, "rte": {"comparable": 80, "found": 0}}
     write_json(root / folder / "contamination.json", {**counts, "winogrande": {**counts["rte"], "comparable": 0}})
     return folder
 

@@ -144,11 +144,8 @@ def test_rows_are_shared_in_whole_batches() -> None:
 def test_parts_that_cannot_be_are_refused(parts: int) -> None:
     """7 rows in 4 batches."""
     with pytest.raises(SettingsError) as error:
-        valid(
-            CalibrationConfig,
-            {"name": "t", "path": "t.txt", "tokens": 7, "batch_size": 2, "parts": parts},
-            "calibration",
-        )
+        given = {"path": "t.txt", "length": 8, "tokens": 56, "batch_size": 2, "parts": parts}
+        valid(CalibrationConfig, {"name": "t", **given}, "calibration")
     assert str(error.value).startswith(f"calibration.parts={parts}")
 
 
@@ -361,7 +358,7 @@ def test_exactly_the_items_that_were_planted_in_a_text_are_found(tmp_path: Path)
     read = replace(TEXT, path=str(text), packing="none", length=512, tokens=6 * 512, order="first")
     step = Contamination.of(MODEL, read, {"s": stories, "w": whole})
     counts = json.loads((done(Store(tmp_path / "store").create(), step) / "contamination.json").read_text())
-    assert counts["s"] == {"items": 22, "comparable": 21, "found": 3}
-    assert counts["w"] == {"items": 10, "comparable": 10, "found": 3}
+    assert counts["s"] == {"comparable": 21, "found": 3}
+    assert counts["w"] == {"comparable": 10, "found": 3}
     same = Contamination.of(MODEL, replace(read, batch_size=1), {"w": whole, "s": replace(stories, batch_size=2)})
     assert same.id == step.id != Contamination.of(MODEL, replace(read, tokens=512), {"s": stories, "w": whole}).id
