@@ -158,10 +158,6 @@ def test_the_constant_score_is_not_available() -> None:
     assert set(effects["level"][effects["component"] == "beta"]) == {1}
 
 
-def test_one_calibration_set_has_no_overlap() -> None:
-    assert overlap.calibration_overlap(family({"a": [[1, 2]]})).empty
-
-
 def test_proxy_against_exact_damage_by_hand() -> None:
     proxy = family({"a": [[1, 2, 3, 4], [1, 2, 3, 4]]}, (0, 1, 1))
     exact = family({"a": [[1, 2, 3, 4], [4, 3, 2, 1]]}).drop(columns=overlap.VARIANT)

@@ -10,7 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from analysis.registry import DEFAULT, also, find, outputs
+from analysis.registry import also, find, outputs
 from analysis.report import CHAPTERS
 
 LAST = {"unified": (6, 5), "evoesap": (10, 3), "heapr": (2, 3), "aimer": (7, 6), "coverage": (19, 16)}
@@ -45,11 +45,6 @@ def test_every_published_table_and_figure_is_documented_with_its_output_or_a_rea
     registered = {name: find(name).name for name in (*outputs(), *also()) if PUBLISHED.fullmatch(name)}
     assert {name: output for name, output in documented().items() if output} == registered
     assert not set(also()) & set(outputs())
-
-
-def test_what_lacks_data_says_what_makes_it() -> None:
-    assert {name for name, output in outputs().items() if output.needs == DEFAULT} >= {"ranking", "ranks", "pareto"}
-    assert find("coverage.table19").needs == find("coverage.table9").needs != DEFAULT
 
 
 def test_every_output_stands_in_a_chapter_of_the_page_or_has_files_alone() -> None:
