@@ -13,10 +13,8 @@ from collections.abc import Iterable, Iterator, Set
 from moe_lab.calibration.documents import BLANK_LINE
 from moe_lab.evaluation.harness import Document, Item, Text
 
-LENGTH = 13
-"""Words of a run."""
-SHARED = 10
-"""A run that more items have says nothing of one: it belongs to the instruction or the template of the benchmark."""
+LENGTH, SHARED = 13, 10
+"""Words of a run, and most items of a benchmark that may have one: others belong to its instruction or template."""
 _WORD = re.compile(r"[^\W_]+")
 
 

@@ -150,17 +150,19 @@ def build(config: Config, requests: Iterable[Request]) -> Graph:
     settings that hold for all requests, such as permissions, exports and overlap."""
     tasks_of: dict[Cell, dict[str, Task]] = {}
     figures: dict[str, dict[FigureKey, Step]] = {figure: {} for figure in FIGURES}
+    seeds: dict[tuple[str, ...], int] = {}
     texts: dict[FigureKey, tuple[Cell, dict[str, BenchmarkConfig]]] = {}
     for cells, benchmarks in requests:
         tasks = {benchmark.name: task_of(benchmark, config) for benchmark in benchmarks}
         listed = {benchmark.name: benchmark for benchmark in benchmarks if HARNESSES[benchmark.harness].lists_items}
         for cell in cells:
             key = (cell.calibration.name, cell.model.name, cell.gate, cell.seed)
-            if listed and reads_text(cell):
+            shown = seeds.setdefault(key[:3], cell.seed) == cell.seed  # figures are of one seed
+            if shown and listed and reads_text(cell):
                 texts.setdefault(key, (cell, {}))[1].update(listed)
             for candidate in (unpruned(cell), normalized(cell)):
                 tasks_of.setdefault(candidate, {}).update(tasks)
-            if config.overlap:
+            if shown and config.overlap:
                 named = _resolved(cell, config)
                 figures["families"][key] = Family.of(named)
                 figures["damages"][key] = Scores.of(replace(named, criterion=EXACT_DAMAGE))

@@ -103,7 +103,6 @@ def test_a_reference_adds_mean_squares_as_an_analysis_of_variance_does() -> None
 
 
 def test_items_weigh_by_their_tokens() -> None:
-    """As in a ratio estimator, such as a loss per token."""
     losses, tokens = np.array([2.0, 1.0, 1.5]), np.array([10.0, 30.0, 20.0])
     shares = tokens / tokens.sum()
     found = crossed([Stratum((losses * shares)[None], shares)])
