@@ -21,8 +21,8 @@ from analysis.outputs.score_rows import by_ratio
 from analysis.registry import Results, output
 from analysis.render.table import SCORE, Table, spelled
 from analysis.stats import overlap, uncertainty
-from analysis.stats.cell_scores import group_targets, mean_name, pooled_difference
-from analysis.stats.comparison import Comparison
+from analysis.stats.cell_scores import pooled_difference
+from analysis.stats.comparison import Comparison, group_targets, mean_name
 from analysis.stats.uncertainty import LEVEL, Estimate
 
 SEARCHED, CHANNELS, INVARIANT = "searched allocation", "channels", "invariant scores"

@@ -22,8 +22,8 @@ from analysis.registry import Item, Results, output, per_model
 from analysis.render import style
 from analysis.render.style import Figure
 from analysis.render.table import SCORE, Table, spelled
-from analysis.stats.cell_scores import MEAN, averaged, mean_name, mean_target, not_averaged
-from analysis.stats.comparison import Comparison
+from analysis.stats.cell_scores import MEAN, averaged, mean_target, not_averaged
+from analysis.stats.comparison import Comparison, mean_name
 
 AXES = {
     "parameters_kept": "Parameters",

@@ -18,8 +18,8 @@ from analysis.render import style
 from analysis.render.style import LETTER, Figure
 from analysis.render.table import RANK, SCORE, Table
 from analysis.stats import ranks
-from analysis.stats.cell_scores import LOSS, Numbers, directions, mean_name, not_averaged, rank_block, scored_block
-from analysis.stats.comparison import Comparison
+from analysis.stats.cell_scores import Numbers, directions, not_averaged, rank_block, scored_block
+from analysis.stats.comparison import LOSS, Comparison, mean_name
 from analysis.stats.rank_tests import BENCHMARKS, COLUMNS, RankTest, rank_tests
 from analysis.stats.uncertainty import LEVEL
 from analysis.stats.winners import CAPTION

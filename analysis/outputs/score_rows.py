@@ -25,14 +25,10 @@ from analysis.render import style
 from analysis.render.table import SCORE, Table
 from analysis.stats import uncertainty
 from analysis.stats.cell_scores import (
-    AVG,
     COMMON,
     GROUPS,
-    LOSS,
     MEAN,
-    RANDOM,
     Numbers,
-    chance_scores,
     column_targets,
     cost,
     differences,
@@ -40,7 +36,7 @@ from analysis.stats.cell_scores import (
     mean_target,
     scores,
 )
-from analysis.stats.comparison import Comparison, Target
+from analysis.stats.comparison import AVG, LOSS, RANDOM, Comparison, Target, chance_scores
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ from analysis.render.page import Section
 from analysis.render.table import SCORE, Table
 from analysis.stats import cell_scores
 from analysis.stats.cell_scores import Numbers
-from analysis.stats.comparison import Comparison
+from analysis.stats.comparison import AVG, Comparison
 
 Number = tuple[float, float, float]
 """A value and the ends of its interval."""
@@ -183,7 +183,7 @@ def _panel_ranks(comparison: Comparison, ranked: Sequence[str]) -> Iterator[Rank
     for panel in comparison.panels:
         cells = [cell for name, cell in panel.cells.items() if name in ranked]
         if cells:
-            block = cell_scores.rank_block(comparison, panel, ranked, cell_scores.AVG)
+            block = cell_scores.rank_block(comparison, panel, ranked, AVG)
             columns = panel.columns(comparison)
             yield [(dict.fromkeys(columns, cell), _rank(block, cell)) for cell in cells]
 

@@ -11,20 +11,16 @@ import pandas as pd
 from analysis import names
 from analysis.load.study import Study
 from analysis.stats import ranks
-from analysis.stats.comparison import Comparison, Panel, Target
+from analysis.stats.comparison import AVG, LOSS, Comparison, Panel, Target, displayed_targets, group_targets
 from analysis.stats.uncertainty import Estimate
 
 CODING = ("humaneval", "humaneval_plus", "mbpp", "mbpp_plus", "Eval+", "LiveCode", "Code")
 WRITING_AND_MATH = ("WildBench", "GSM8K", "MATH-500", "Math")
 
-AVG, LOSS = "Avg", "Loss"
-"""The mean over displayed columns in which more is better; if there are none, that of losses."""
 GROUPS = ("MC Avg", "Code", "Math", "WildBench", AVG)
 """The averages of `group_targets`."""
 MEAN = "Mean"
 """In a list of columns: the mean of the list's benchmarks."""
-RANDOM = {"expert": "random", "channel": "channel_random"}
-"""What a plan removes -> the criterion whose plans show what chance can do."""
 COMMON = "CSQA Avg"
 """In a list of columns: the mean of `names.COMMON_SENSE`."""
 
@@ -36,28 +32,6 @@ class Numbers:
     frame: pd.DataFrame
     low: pd.DataFrame
     high: pd.DataFrame
-
-
-def group_targets(comparison: Comparison, cells: Sequence[int]) -> dict[str, Target]:
-    """The papers' averages that these cells were evaluated on, by name: MC Avg, Code, Math, WildBench, Avg.
-
-    Code and Math are means of their two displayed columns, Avg is the mean of all displayed columns in which more is
-    better. Where there are losses alone, their mean is called Loss.
-    """
-    displayed = comparison.averaged(_displayed(comparison, cells))
-    groups: dict[str, Target] = {
-        "MC Avg": ("MC Avg",),
-        "Code": names.CODE_COLUMNS,
-        "Math": names.MATH_COLUMNS,
-        "WildBench": ("WildBench",),
-    }
-    targets = {name: target for name, target in groups.items() if set(target) <= set(displayed)}
-    return {**targets, mean_name([comparison]): displayed} if displayed else targets
-
-
-def mean_name(comparisons: Iterable[Comparison]) -> str:
-    """What the mean over displayed columns is called: Avg, or Loss where less is better in all columns."""
-    return LOSS if all(comparison.is_loss(comparison.averaged(comparison.parts)) for comparison in comparisons) else AVG
 
 
 def directions(comparisons: Iterable[Comparison], columns: Iterable[str]) -> dict[str, str]:
@@ -96,18 +70,12 @@ def column_targets(comparison: Comparison, cells: Sequence[int], columns: Sequen
     means = {COMMON: mean_target(comparison, cells, names.COMMON_SENSE), MEAN: mean_target(comparison, cells, columns)}
     every = {
         **{str(name): (str(name),) for name in run.index[run]},
-        **_displayed(comparison, cells),
+        **displayed_targets(comparison, cells),
         **groups,
         **{name: target for name, target in means.items() if target},
     }
     wanted = [LOSS if name == AVG and LOSS in groups else name for name in columns]
     return {names.benchmark(name): every[name] for name in wanted if name in every}
-
-
-def _displayed(comparison: Comparison, cells: Sequence[int]) -> dict[str, Target]:
-    """The displayed columns that these cells were evaluated on."""
-    run = comparison.columns.loc[list(cells)].notna().any()
-    return {str(name): (str(name),) for name in run.index[run]}
 
 
 def scores(comparison: Comparison, cells: Sequence[int], targets: Mapping[str, Target]) -> Numbers:
@@ -209,10 +177,3 @@ def task_block(comparison: Comparison, domains: Mapping[str, Panel], criteria: S
     ranked = frame.iloc[len(unpruned) :]
     frame["Avg Rank"] = ranks.average_rank(ranked)
     return Numbers(frame, low, high)
-
-
-def chance_scores(comparison: Comparison, cells: Sequence[int], target: Target) -> np.ndarray:
-    """Scores of the seeds of that cell of random plans which has most of them."""
-    by_seed = comparison.by_seed(target)
-    every = [by_seed[list(comparison.seeds[cell].values())].dropna().to_numpy(float) for cell in cells]
-    return max(every, key=len, default=np.array([]))

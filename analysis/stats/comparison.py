@@ -23,6 +23,10 @@ from moe_lab.results import is_lower_better
 Target = tuple[str, ...]
 """Displayed columns or benchmarks, often a single one, whose mean is the score."""
 
+AVG, LOSS = "Avg", "Loss"
+"""The mean over displayed columns in which more is better; if there are none, that of losses."""
+RANDOM = {"expert": "random", "channel": "channel_random"}
+"""What a plan removes -> the criterion whose plans show what chance can do."""
 _NORMAL = 1.96
 _ALIKE = ["criterion", "granularity", "calibration", "ratio", "allocation", "recovery", "gate"]
 """Cells of one model that are equal in these are replicates."""
@@ -328,3 +332,38 @@ def _panels(model: str, pruned: pd.DataFrame) -> Iterator[Panel]:
             order = names.methods_in_order(by_key)
             competitors = {key: by_key[key] for key in order}
             yield Panel(model, ratio, gate, calibration, competitors, setting_words[cells.index[0]])
+
+
+def group_targets(comparison: Comparison, cells: Sequence[int]) -> dict[str, Target]:
+    """The papers' averages that these cells were evaluated on, by name: MC Avg, Code, Math, WildBench, Avg.
+
+    Code and Math are means of their two displayed columns, Avg is the mean of all displayed columns in which more is
+    better. Where there are losses alone, their mean is called Loss.
+    """
+    displayed = comparison.averaged(displayed_targets(comparison, cells))
+    groups: dict[str, Target] = {
+        "MC Avg": ("MC Avg",),
+        "Code": names.CODE_COLUMNS,
+        "Math": names.MATH_COLUMNS,
+        "WildBench": ("WildBench",),
+    }
+    targets = {name: target for name, target in groups.items() if set(target) <= set(displayed)}
+    return {**targets, mean_name([comparison]): displayed} if displayed else targets
+
+
+def mean_name(comparisons: Iterable[Comparison]) -> str:
+    """What the mean over displayed columns is called: Avg, or Loss where less is better in all columns."""
+    return LOSS if all(comparison.is_loss(comparison.averaged(comparison.parts)) for comparison in comparisons) else AVG
+
+
+def displayed_targets(comparison: Comparison, cells: Sequence[int]) -> dict[str, Target]:
+    """The displayed columns that these cells were evaluated on."""
+    run = comparison.columns.loc[list(cells)].notna().any()
+    return {str(name): (str(name),) for name in run.index[run]}
+
+
+def chance_scores(comparison: Comparison, cells: Sequence[int], target: Target) -> np.ndarray:
+    """Scores of the seeds of that cell of random plans which has most of them."""
+    by_seed = comparison.by_seed(target)
+    every = [by_seed[list(comparison.seeds[cell].values())].dropna().to_numpy(float) for cell in cells]
+    return max(every, key=len, default=np.array([]))

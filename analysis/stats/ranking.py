@@ -17,8 +17,7 @@ from analysis import names
 from analysis.load import settings
 from analysis.load.reader import records
 from analysis.stats import uncertainty
-from analysis.stats.cell_scores import LOSS, RANDOM, chance_scores, group_targets, mean_name
-from analysis.stats.comparison import Comparison, Target
+from analysis.stats.comparison import LOSS, RANDOM, Comparison, Target, chance_scores, group_targets, mean_name
 from analysis.stats.uncertainty import LEVEL, Estimate
 
 ALL_MODELS = "all models"

@@ -18,7 +18,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median
 
-from rich.table import Table
+from rich.table import Column, Table
 
 from moe_lab.config import Config, ModelConfig
 from moe_lab.config.pruning import DEVICE_MAPS
@@ -208,7 +208,7 @@ def _work(step: Step) -> float:
 def forecast(steps: Sequence[Step], done: set[str], gpu_memory: float, seconds: Seconds) -> Table:
     """Table for a dry run: distinct, cached and missing steps of each kind, and estimated memory and time of the
     missing ones. `done`: ids of finished steps."""
-    columns = ("step", "distinct", "cached", "missing", "memory of one", "hours", "GPU-hours")
+    columns = (Column("step", no_wrap=True), "distinct", "cached", "missing", "memory of one", "hours", "GPU-hours")
     table = Table(*columns, title="what would run, and about what it takes", show_footer=True)
     missing = [step for step in steps if step.id not in done]
     for kind in dict.fromkeys(step.kind for step in steps):

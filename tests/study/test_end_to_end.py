@@ -103,14 +103,17 @@ def test_inline_gives_the_same_results(finished: Path, tmp_path: Path) -> None:
 
 
 def test_a_mistake_inside_a_step_stops_what_needs_it_and_nothing_else(tmp_path: Path) -> None:
+    """A mixture that is too short, which is known when its sets are read."""
     store = tmp_path / "store"
-    done = on_boolq(store, "criterion=man,random", "calibration=pocket_function_calls", "calibration.tokens=100000000")
+    sets = ",".join(f"{{calibration:pocket_{name},share:0.5}}" for name in ("code", "math"))
+    words = ["criterion=man,random", "calibration=mix", f"calibration.sources=[{sets}]", "calibration.tokens=100000000"]
+    done = on_boolq(store, *words)
     assert done.returncode == 2
     assert "calibration.tokens" in done.stderr and "Traceback" not in done.stderr
     study = read_record(store, "study") or {}
     found = {cell["cell"]["criterion"]: next(iter(cell["evaluate"].values())) for cell in study["cells"]}
     assert found["random"] and found["none"] and found["man"] is None
-    again = on_boolq(store, "criterion=man,random", "calibration=pocket_function_calls", "calibration.tokens=100000000")
+    again = on_boolq(store, *words)
     assert "retry=failed" in again.stderr
 
 
