@@ -118,7 +118,9 @@ def write_report(publisher: Publisher) -> Path:
     page.write_text(html(_page(publisher, made)), encoding="utf-8")
     text = publisher.attempt(SUMMARY, lambda: ranking_text(publisher.results.rankings))
     summary = "\n\n".join(filter(None, [text, "\n".join(publisher.results.study.notes)]))
-    page.with_name(SUMMARY).write_text(f"{summary}\n" if summary else "", encoding="utf-8")
+    page.with_name(SUMMARY).unlink(missing_ok=True)
+    if summary:
+        page.with_name(SUMMARY).write_text(f"{summary}\n", encoding="utf-8")
     publisher.log_failures()
     return page
 
