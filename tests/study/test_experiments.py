@@ -20,12 +20,12 @@ SMALL = ["calibration.tokens=2048", "suite.limit=2", "launcher=inline", "report=
 CHOICES = "suite.benchmarks=[pocket_arc_challenge,pocket_winogrande]"
 MIXED = "suite.benchmarks=[pocket_arc_challenge,pocket_gsm8k,pocket_livecodebench]"
 LESS = {
-    "coverage": [CHOICES],
-    "heapr": [CHOICES],
+    "coverage": [CHOICES, "seed=42"],
+    "heapr": [CHOICES, "seed=42"],
     "aimer": [MIXED, "ratio=0.5", "criterion=aimer,random,reap"],
     "evoesap": [CHOICES, "ratio=0.25", "criterion=reap"],
     "quantized": [CHOICES, "ratio=0.0,0.5"],
-    "methods": [CHOICES, "ratio=0.5"],
+    "methods": [CHOICES, "ratio=0.5", "seed=42"],
     "beyond": [CHOICES, "model=pocket_olmoe"],
     "task_specific": [MIXED, "ratio=0.5", "criterion=reap,man"],
     "task_agnostic": [CHOICES, "criterion=frequency,reap,man", "calibration=pocket_general,pocket_code"],
