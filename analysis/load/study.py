@@ -133,15 +133,17 @@ REMARKABLE = 0.01
 
 
 def _contaminated(contaminations: passes.Reports) -> list[str]:
-    """A sentence for every benchmark and calibration set that have more than REMARKABLE of its items in common."""
-    sentences = [
-        f"Calibration set {key.partition('@')[0]} has words of {count['found']} of {count['comparable']} items of "
-        f"{benchmark}, on which scores may be too good."
-        for key, counts in contaminations.items()
-        for benchmark, count in counts.items()
-        if count["found"] > REMARKABLE * count["comparable"]
+    """A sentence for every calibration set that has more than REMARKABLE of the items of a benchmark."""
+    of_sets: dict[str, dict[str, None]] = {}
+    for key, counts in contaminations.items():
+        for benchmark, count in counts.items():
+            if count["found"] > REMARKABLE * count["comparable"]:
+                words = f"{count['found']} of {count['comparable']} items of {names.benchmark(benchmark)}"
+                of_sets.setdefault(key.partition("@")[0], {})[words] = None
+    return [
+        f"Calibration set {text} has 13 words in a row of {names.listing(words)}: scores there may be too good."
+        for text, words in of_sets.items()
     ]
-    return list(dict.fromkeys(sentences))
 
 
 def _cells(document: Mapping[str, Any], reader: Reader) -> pd.DataFrame:

@@ -78,7 +78,7 @@ def test_a_whole_store_is_read_whole(results: Results) -> None:
 def test_items_of_benchmarks_in_calibration_sets_are_shown_and_told(results: Results) -> None:
     """What was not looked up, and what is too short to be found, is not shown as clean."""
     [note] = results.study.notes
-    assert "pocket_code" in note and "3 of 75" in note and "gsm8k" in note
+    assert "pocket_code" in note and "3 of 75" in note and "GSM8K" in note
     table = coverage_table(results.study, "tokens")
     shown = dict(zip(table.frame["Calibration"], table.frame["Items in the text"], strict=True))
     assert shown == {"General": "0 / 155", "Code": "3 / 155: GSM8K 3 / 75", "Math": "0 / 155"}
