@@ -25,7 +25,7 @@ from moe_lab.evaluation.harness import HARNESSES
 from moe_lab.grid import Cell, Request, is_shipped
 from moe_lab.models import config_json, files
 from moe_lab.pruning import no_replacements
-from moe_lab.study import sync, tracker
+from moe_lab.study import sync
 from moe_lab.study.estimates import check_device
 from moe_lab.study.step import KINDS, Step
 from moe_lab.study.steps.costs import wrong_timing
@@ -128,7 +128,10 @@ def _each(cells: Iterable[Cell], *groups: str) -> list[Cell]:
 
 def _wrong_settings(config: Config) -> Iterator[str]:
     yield from _said(sync.check, config.store)
-    yield from _said(tracker.check, config.tracker)
+    if config.tracker.name != "none":
+        from moe_lab.study import tracker
+
+        yield from _said(tracker.check, config.tracker)
     if config.push is not None and config.export.shape is None:
         yield f"push={config.push} uploads an export, and this study writes none: add export=natural"
     for kind in config.resources.jobs:

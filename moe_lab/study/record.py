@@ -24,7 +24,6 @@ from moe_lab.errors import UserError
 from moe_lab.json_files import Damaged, Number, read_json, write_json
 from moe_lab.results import KEY, RECORD, SCHEMA, read_record
 from moe_lab.start import command
-from moe_lab.study import tracker
 from moe_lab.study.graph import CellSteps, Graph
 from moe_lab.study.runs import Run
 from moe_lab.study.schedule import Schedule, say, say_notices, shown
@@ -67,6 +66,8 @@ def finish(study: Study, schedule: Schedule, run: Run) -> int:
     full = any(error["message"] == NO_ROOM for error in errors.values())
     complete = _report(study) if study.config.report and not full else True
     if study.config.tracker.name != "none" and not full:
+        from moe_lab.study import tracker
+
         say(tracker.log(study.config.tracker, store, read(store, name)))
     if errors:
         return 2 if all(error.get("user") for error in errors.values()) else 1

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+from moe_lab.calibration.documents import BLANK_LINE
 from moe_lab.config import BackendConfig, BenchmarkConfig, CalibrationConfig, Config, LauncherConfig, ModelConfig
 from moe_lab.errors import Unavailable
 from moe_lab.evaluation import LIMITED, NAMESPACES, Policy, engines, suite
-from moe_lab.evaluation.harness import HARNESSES
+from moe_lab.evaluation.harness import HARNESSES, Document, Item, Text
 from moe_lab.json_files import write_json
 from moe_lab.models.config_json import ROOM, Size
 from moe_lab.results import CONTAMINATION
@@ -33,6 +36,9 @@ BYTES_PER_TOKEN = 16
 """Bytes per token of a generated text as stored: with its prompt, as JSON, and once more among the samples."""
 PROMPT = 128
 """Tokens of a prompt, or of a question with one of its answers."""
+LENGTH, SHARED = 13, 10
+"""Words of a run, and most items of a benchmark that may have one: others belong to its instruction or template."""
+_WORD = re.compile(r"[^\W_]+")
 Template = tuple[tuple[str, Any], ...]
 """Arguments of a chat template."""
 
@@ -279,13 +285,13 @@ class Contamination(Step):
         return f"{self.text.name}-{self.facts.model.name}"
 
     def work(self, files: Files) -> None:
-        from moe_lab.evaluation import contamination, run
+        from moe_lab.evaluation import run
 
         for (_, questions), (_, identity) in zip(self.asked, self.settings["asked"], strict=True):
             _check_data(questions.benchmark, identity)
-        text = {words for passage in self._passages() for words in contamination.runs(passage)}
+        text = {words for passage in self._passages() for words in runs(passage)}
         items = {name: run.harness(asked.benchmark).items(asked.benchmark) for name, asked in self.asked}
-        counts = {name: contamination.contaminated(of, text) for name, of in items.items()}
+        counts = {name: contaminated(of, text) for name, of in items.items()}
         write_json(files.out / CONTAMINATION, counts)
 
     def _passages(self) -> Iterator[str]:
@@ -305,3 +311,34 @@ class Contamination(Step):
 
 Task = Callable[[Pruned], Evaluate | Grade]
 """Makes the step with the results of a benchmark on a pruned model."""
+
+
+def runs(text: str) -> Iterator[str]:
+    """Each LENGTH words in a row of a text."""
+    words = _WORD.findall(text.lower())
+    return (" ".join(words[start : start + LENGTH]) for start in range(len(words) - LENGTH + 1))
+
+
+def contaminated(items: Iterable[Item], text: Set[str]) -> dict[str, int]:
+    """How many items can be found, as they have LENGTH words in a row (comparable), and how many have a run of `text`,
+    the runs of a text (found). Words are runs of letters and digits in lower case, as GPT-3's authors compared texts
+    (arXiv 2005.14165, appendix C). A document whose likelihood is measured counts as its paragraphs."""
+    pieces = [{run for text in texts for run in runs(text)} for item in items for texts in _pieces(item)]
+    found = [piece & text for piece in pieces]
+    shared = Counter(run for piece in found for run in piece)
+    hits = sum(any(shared[run] <= SHARED for run in piece) for piece in found)
+    return {"comparable": sum(map(bool, pieces)), "found": hits}
+
+
+def _pieces(item: Item) -> Iterator[list[str]]:
+    """The texts of an item: prompts with the answer, where one is known, and of a conversation each message."""
+    texts: list[str] = []
+    for request in item.requests:
+        if isinstance(request, Document):
+            yield from ([paragraph] for paragraph in request.text.split(BLANK_LINE) if paragraph.strip())
+            continue
+        answer = (request.reference or "") if isinstance(request, Text) else request.continuation
+        prompt = request.prompt if isinstance(request, Text) else request.context
+        texts += [prompt + answer] if isinstance(prompt, str) else [*(turn["content"] for turn in prompt), answer]
+    if texts:
+        yield texts
