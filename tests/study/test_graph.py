@@ -172,10 +172,10 @@ def test_a_raised_pin_gives_new_results_of_its_harness_and_leaves_all_else(monke
     assert {kind for kind in before if before[kind] != after[kind]} == {"evaluate", "contamination"}
 
 
-def test_figures_have_one_pass_for_every_gate_and_seed() -> None:
+def test_figures_have_one_pass_for_every_gate_and_one_seed() -> None:
     gates = ["model", "renormalized"]
     made = graph(criterion=["man"], calibration=["pocket_code"], gate=gates, seed=[1, 2], overlap=True)
-    keys = {("pocket_code", "pocket_olmoe", gate, seed) for gate in gates for seed in (1, 2)}
+    keys = {("pocket_code", "pocket_olmoe", gate, 1) for gate in gates}
     assert set(made.figures["families"]) == set(made.figures["damages"]) == keys
     assert len({step.id for step in made.figures["families"].values()}) == len(keys)
 
