@@ -43,13 +43,13 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 FILES = {
-    "model.path=DIR": f"model.path={ROOT}/moe_lab/pocket/data/olmoe",
-    "calibration.path=FILE": f"calibration.path={ROOT}/moe_lab/pocket/data/calibration/general.jsonl",
-    "path=FILE": f"path={ROOT}/README.md",
-    "path=FOLDER": f"path={ROOT}/examples/function_calls",
-    "path:notes.txt": f"path:{ROOT}/README.md",
-    "calibration.path=notes.txt": f"calibration.path={ROOT}/moe_lab/pocket/data/calibration/general.jsonl",
-    "path=notes.txt": f"path={ROOT}/README.md",
+    "model.path=DIR": "model.path=moe_lab/pocket/data/olmoe",
+    "calibration.path=FILE": "calibration.path=pocket:calibration/general.jsonl",
+    "path=FILE": "path=README.md",
+    "path=FOLDER": "path=examples/function_calls",
+    "path:notes.txt": "path:README.md",
+    "calibration.path=notes.txt": "calibration.path=pocket:calibration/general.jsonl",
+    "path=notes.txt": "path=README.md",
     "allocation.search=NAME": "allocation.search=evol_search",
     "model=NAME": "model=pocket_function_calls",
     "push=OWNER/NAME": "push=me/name",
