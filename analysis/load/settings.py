@@ -34,6 +34,11 @@ def _label(row: Mapping[str, Any]) -> str:
     return " ".join([row["model"], criterion, row["calibration"], f"{row['ratio']:g}", *filter(None, more)])
 
 
+AXES = ("model", "criterion", "granularity", "calibration", "ratio", "allocation", "recovery", "gate", "seed")
+"""Axes of a cell; the unpruned model has `none` and 0 in them.
+
+granularity: what the criterion scores, expert or channel. allocation and recovery: as spelled in the study's record.
+"""
 WORDS = {"gate": "gate {}", "seed": "seed {}"}
 """Axis -> the words for its value."""
 

@@ -14,14 +14,8 @@ from analysis import names
 from analysis.load import passes, plans, studies
 from analysis.load.evaluations import evaluations, remarks
 from analysis.load.reader import Gap, Reader, records
-from analysis.load.settings import labels, replaces
+from analysis.load.settings import AXES, labels, replaces
 from moe_lab.results import STEPS
-
-AXES = ("model", "criterion", "granularity", "calibration", "ratio", "allocation", "recovery", "gate", "seed")
-"""Axes of a cell; the unpruned model has `none` and 0 in them.
-
-granularity: what the criterion scores, expert or channel. allocation and recovery: as spelled in the study's record.
-"""
 
 ARTEFACTS = STEPS
 """Steps of a cell besides its evaluations; their columns end in `_folder`."""

@@ -149,7 +149,7 @@ def _invariant(family: pd.DataFrame, ratios: Mapping[str, Sequence[float]]) -> l
         differences = {ratio: layer_differences(layers, ratio) for ratio in ratios.get(key["model"], overlap.RATIOS)}
         mean = np.mean(list(differences.values()), axis=0)
         for ratio, shares in (*differences.items(), *([(ALL, mean)] if len(differences) > 1 else [])):
-            found = uncertainty.over(shares) if np.ptp(shares) > 0 else Estimate(float(np.mean(shares)))
+            found = uncertainty.mean_estimate(shares) if np.ptp(shares) > 0 else Estimate(float(np.mean(shares)))
             about = {"claim": INVARIANT, **key, "ratio": ratio, "parts": {}, "about": PLANS}
             rows.append({**about, **_tested(found), "compared": len(_PARTNERS)})
     return rows

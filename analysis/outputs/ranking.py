@@ -16,6 +16,7 @@ from analysis.render import style
 from analysis.render.style import Figure
 from analysis.render.table import PERCENT, SCORE, Table, spelled
 from analysis.stats.cell_scores import directions, not_averaged
+from analysis.stats.comparison import LOSS
 from analysis.stats.ranking import ALL_MODELS, BEST, TIED, UNTESTED, Ranking, plan_name
 from analysis.stats.winners import CAPTION
 
@@ -119,7 +120,7 @@ def _figure(own: list[Ranking], name: str, note: str) -> Figure:
     grid = drawing.subplots(len(own), 1, squeeze=False, height_ratios=heights, sharex=True)[:, 0]
     for axes, ranking in zip(grid, own, strict=True):
         _axes(axes, ranking)
-    grid[-1].set_xlabel(f"{own[0].mean} ({'lower' if own[0].mean == 'Loss' else 'higher'} is better)")
+    grid[-1].set_xlabel(f"{own[0].mean} ({'lower' if own[0].mean == LOSS else 'higher'} is better)")
     keys = [
         style.key("best, or not separated from it", marker="o", linestyle="none", color=style.INK, markersize=4.5),
         style.key(

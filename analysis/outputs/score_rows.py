@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
-import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
@@ -36,7 +35,7 @@ from analysis.stats.cell_scores import (
     mean_target,
     scores,
 )
-from analysis.stats.comparison import AVG, LOSS, RANDOM, Comparison, Target, chance_scores
+from analysis.stats.comparison import AVG, LOSS, RANDOM, Comparison, Target, chance_bands
 
 
 @dataclass(frozen=True)
@@ -239,17 +238,18 @@ def draw_unpruned(axes: Axes, comparison: Comparison, target: Target) -> Line2D:
 
 
 def draw_chance(axes: Axes, comparison: Comparison, target: Target) -> list[Patch]:
-    """Draw the bands of chance over ratios, in per cent, behind lines; returns the legend's patch if there are any."""
-    bands: dict[float, tuple[float, float]] = {}
-    for ratio, cells in by_ratio(comparison.cells[comparison.cells["criterion"].isin(RANDOM.values())]):
-        low, high = uncertainty.prediction(chance_scores(comparison, list(cells.index), target))
-        if not np.isnan(low):
-            bands[100 * ratio] = (low, high)
-    if not bands:
-        return []
-    low_ends, high_ends = zip(*bands.values(), strict=True)
-    axes.fill_between(list(bands), low_ends, high_ends, color=style.RULE, alpha=0.6, linewidth=0, zorder=0)
-    return [Patch(facecolor=style.RULE, alpha=0.6, label="band of chance")]
+    """Draw the bands of chance over ratios, in per cent, behind lines: one for experts and one for channels.
+
+    Returns the legend's patch; none where no band has two ratios, as there is nothing to see then."""
+    bands = {100 * ratio: chance_bands(comparison, cells, target) for ratio, cells in by_ratio(comparison.cells)}
+    patches: list[Patch] = []
+    for granularity in RANDOM:
+        found = {ratio: of_ratio[granularity] for ratio, of_ratio in bands.items() if granularity in of_ratio}
+        if len(found) > 1:
+            low, high = zip(*found.values(), strict=True)
+            axes.fill_between(list(found), low, high, color=style.RULE, alpha=0.6, linewidth=0, zorder=0)
+            patches = [Patch(facecolor=style.RULE, alpha=0.6, label="band of chance")]
+    return patches
 
 
 def shallow_middle_deep(layers: Sequence[int]) -> list[int]:

@@ -28,7 +28,7 @@ AVG, LOSS = "Avg", "Loss"
 RANDOM = {"expert": "random", "channel": "channel_random"}
 """What a plan removes -> the criterion whose plans show what chance can do."""
 _NORMAL = 1.96
-_ALIKE = ["criterion", "granularity", "calibration", "ratio", "allocation", "recovery", "gate"]
+_ALIKE = [axis for axis in settings.AXES if axis not in ("model", "seed")]
 """Cells of one model that are equal in these are replicates."""
 
 
@@ -89,7 +89,7 @@ class Comparison:
     @cached_property
     def _first(self) -> pd.Series:
         """The cell that stands for each cell of `every`: its replicate with the lowest seed."""
-        ordered = self.every.sort_values("seed", kind="stable") if "seed" in self.every else self.every
+        ordered = self.every.sort_values("seed", kind="stable")
         labels = pd.Series(ordered.index, ordered.index)
         return labels.groupby([ordered[axis] for axis in _ALIKE], sort=False).transform("first").loc[self.every.index]
 
@@ -172,14 +172,14 @@ class Comparison:
         return (low, high) if self.is_loss(target) else (low.clip(lower=0), high.clip(upper=1))
 
     def _ends(self, target: Target, cell: int) -> tuple[float, float]:
-        answers = self._right_or_wrong(target)
-        estimate = self.estimate(target, {cell: 1.0})
-        own = None if answers is None else answers[[self._place[plan] for plan in self.seeds[cell].values()]]
-        if own is not None and np.isfinite(own).any() and (len(own) == 1 or estimate.error == 0):
-            items = np.isfinite(own[0]).sum()
-            low, high = uncertainty.wilson(np.nansum(own[0]), items)
-            return float(low), float(high)
-        return estimate.interval
+        answers, plans = self._right_or_wrong(target), [self._place[plan] for plan in self.seeds[cell].values()]
+        own = None if answers is None or not np.isfinite(answers[plans]).any() else answers[plans[0]]
+        if own is None or len(plans) > 1:
+            estimate = self.estimate(target, {cell: 1.0})
+            if own is None or estimate.error != 0:
+                return estimate.interval
+        low, high = uncertainty.wilson(np.nansum(own), np.isfinite(own).sum())
+        return float(low), float(high)
 
     def estimate(self, target: Target, weights: Mapping[int, float]) -> Estimate:
         """Weighted sum of cells' scores, on the items that all of them got, with its error over seeds and items.
@@ -362,8 +362,15 @@ def displayed_targets(comparison: Comparison, cells: Sequence[int]) -> dict[str,
     return {str(name): (str(name),) for name in run.index[run]}
 
 
-def chance_scores(comparison: Comparison, cells: Sequence[int], target: Target) -> np.ndarray:
-    """Scores of the seeds of that cell of random plans which has most of them."""
-    by_seed = comparison.by_seed(target)
-    every = [by_seed[list(comparison.seeds[cell].values())].dropna().to_numpy(float) for cell in cells]
-    return max(every, key=len, default=np.array([]))
+def chance_bands(comparison: Comparison, cells: pd.DataFrame, target: Target) -> dict[str, tuple[float, float]]:
+    """What a plan removes -> the band of chance of a target: where a further random plan lies with 95 % probability.
+
+    Of those of `cells` that are random plans, the one with most seeds counts; without two seeds there is no band."""
+    by_seed, found = comparison.by_seed(target), {}
+    for granularity, criterion in RANDOM.items():
+        random = cells.index[(cells["criterion"] == criterion) & (cells["recovery"] == "none")]
+        scores = [by_seed[list(comparison.seeds[cell].values())].dropna().to_numpy(float) for cell in random]
+        band = uncertainty.prediction(max(scores, key=len, default=np.array([])))
+        if not np.isnan(band[0]):
+            found[granularity] = band
+    return found

@@ -7,8 +7,8 @@ chance: the interval in which the score of a further random plan lies with 95 % 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pandas as pd
@@ -17,13 +17,13 @@ from analysis import names
 from analysis.load import settings
 from analysis.load.reader import records
 from analysis.stats import uncertainty
-from analysis.stats.comparison import LOSS, RANDOM, Comparison, Target, chance_scores, group_targets, mean_name
+from analysis.stats.comparison import LOSS, RANDOM, Comparison, Target, chance_bands, group_targets, mean_name
 from analysis.stats.uncertainty import LEVEL, Estimate
 
 ALL_MODELS = "all models"
 COLUMNS = (
     "method", "calibration", "granularity", "seeds", "score", "low", "high", "spread", "share",
-    "behind", "behind_low", "behind_high", "detectable", "p", "p_holm", "verdict",
+    "behind", "behind_low", "behind_high", "p", "p_holm", "verdict",
 )  # fmt: skip
 BEST, TIED, SEPARATED, UNTESTED = "best", "not separated", "separated", "not tested"
 """Verdicts on a plan beside the best one."""
@@ -42,8 +42,7 @@ class Ranking:
     """What is ranked by: Avg, or Loss, of which less is better."""
     rows: pd.DataFrame
     """Index cell; columns COLUMNS. spread: standard deviation of the scores of its seeds; share: of the unpruned
-    model's score; behind: how much worse than the best, with detectable, what could have been seen; p_holm: corrected
-    over the ranking."""
+    model's score; behind: how much worse than the best; p_holm: corrected over the ranking."""
     unpruned: float
     chance: dict[str, tuple[float, float]] = field(default_factory=dict)
     """What a plan removes -> ends of the band of chance, if there are random plans of two seeds."""
@@ -76,74 +75,65 @@ def _of_model(comparison: Comparison) -> Iterator[Ranking]:
     pruned = comparison.cells[(comparison.cells["criterion"] != "none") & (comparison.cells["ratio"] > 0)]
     words = settings.pruned(pruned)
     for _, cells in pruned.groupby(["ratio", "gate"], sort=True):
-        target = comparison.averaged(comparison.evaluated(cells.index))
-        if comparison.score(target)[cells.index].notna().any():
-            yield _ranking(comparison, cells, words[cells.index[0]], target)
+        groups, mean = group_targets(comparison, list(cells.index)), mean_name([comparison])
+        if groups and comparison.score(groups[mean])[cells.index].notna().any():
+            yield _ranking(comparison, cells, words[cells.index[0]], groups, mean)
 
 
-def _ranking(comparison: Comparison, cells: pd.DataFrame, words: str, target: Target) -> Ranking:
+def _ranking(
+    comparison: Comparison, cells: pd.DataFrame, words: str, groups: Mapping[str, Target], mean: str
+) -> Ranking:
+    """groups: averages by name, with the one called `mean`, which is ranked by."""
+    target = groups[mean]
+    score, (low, high), by_seed = comparison.score(target), comparison.interval(target), comparison.by_seed(target)
     lower = comparison.is_loss(target)
-    score = comparison.score(target)[cells.index]
-    order = list(score.sort_values(ascending=lower, na_position="last", kind="stable").index)
-    low, high = comparison.interval(target)
-    full = np.nan if comparison.unpruned is None else float(comparison.score(target)[comparison.unpruned])
-    by_seed = comparison.by_seed(target)
-    plans = {cell: by_seed[list(comparison.seeds[cell].values())].dropna() for cell in order}
+    order = list(score[cells.index].sort_values(ascending=lower, na_position="last", kind="stable").index)
+    full = np.nan if comparison.unpruned is None else float(score[comparison.unpruned])
+    plans = [by_seed[list(comparison.seeds[cell].values())].dropna() for cell in order]
     rows = cells.loc[order, ["method", "calibration", "granularity"]].assign(
-        seeds=[len(own) for own in plans.values()],
+        seeds=list(map(len, plans)),
         score=score[order],
         low=low[order],
         high=high[order],
-        spread=[own.std(ddof=1) for own in plans.values()],
+        spread=[own.std(ddof=1) for own in plans],
         share=score[order] / full,
     )
-    sign = -1 if lower else 1
-    leads = [Estimate(0.0), *(comparison.difference(target, order[0], cell) for cell in order[1:])]
-    rows["behind"] = np.round([sign * lead.value for lead in leads], 9) + 0.0  # no -0
-    ends = np.sort(sign * np.array([lead.interval for lead in leads]), axis=1)
-    rows["behind_low"], rows["behind_high"] = ends.T
-    tested = {"detectable": [lead.detectable for lead in leads], "p": [lead.p for lead in leads]}
-    rows = _judged(rows.assign(**tested))
-    groups = {**group_targets(comparison, order), mean_name([comparison]): target}
-    bands = {name: _bands(comparison, cells, each) for name, each in groups.items()}
+    leads = [comparison.difference(target, order[0], cell) for cell in order[1:]]
+    rows = _beside_the_best(rows, leads, lower)
+    bands = {name: chance_bands(comparison, cells, each) for name, each in groups.items()}
     places = {name: _places(comparison, rows, each, bands[name]) for name, each in groups.items()}
-    name = mean_name([comparison])
-    return Ranking(comparison.model, words, name, rows, full, bands[name], pd.DataFrame(places, index=rows.index))
+    return Ranking(comparison.model, words, mean, rows, full, bands[mean], pd.DataFrame(places, index=rows.index))
 
 
-def _judged(rows: pd.DataFrame) -> pd.DataFrame:
-    """Add p_holm and verdict to plans of which the first is the best."""
-    p_holm = np.append(np.nan, uncertainty.holm(rows["p"].to_numpy(float)[1:]))
+def _beside_the_best(rows: pd.DataFrame, leads: Sequence[Estimate], lower: bool) -> pd.DataFrame:
+    """Add how far the others are behind the first, the best: its score minus theirs, or the other way round for losses,
+    where less is better (`lower`); and the verdicts."""
+    sign = -1 if lower else 1
+    behind = [Estimate(0.0), *(replace(lead, value=sign * lead.value) for lead in leads)]
+    p_values = np.array([lead.p for lead in behind])
+    p_holm = np.append(np.nan, uncertainty.holm(p_values[1:]))
     verdicts = np.select([np.isnan(p_holm), p_holm < LEVEL], [UNTESTED, SEPARATED], TIED)
     verdicts[0] = BEST
-    return rows.assign(p_holm=p_holm, verdict=verdicts)[list(COLUMNS)]
-
-
-def _bands(comparison: Comparison, cells: pd.DataFrame, target: Target) -> dict[str, tuple[float, float]]:
-    """What a plan removes -> the ends of the band of chance."""
-    found = {}
-    for granularity, criterion in RANDOM.items():
-        chosen = cells.index[(cells["criterion"] == criterion) & (cells["recovery"] == "none")]
-        band = uncertainty.prediction(chance_scores(comparison, list(chosen), target))
-        if not np.isnan(band[0]):
-            found[granularity] = band
-    return found
+    low, high = np.transpose([lead.interval for lead in behind])
+    values = np.array([lead.value for lead in behind])
+    values[np.abs(values) < 1e-9] = 0.0  # sums of equal outcomes differ by less, and -0 is none
+    about = {"behind": values, "behind_low": low, "behind_high": high, "p": p_values, "p_holm": p_holm}
+    return rows.assign(**about, verdict=verdicts)[list(COLUMNS)]
 
 
 def _places(
-    comparison: Comparison, rows: pd.DataFrame, target: Target, bands: dict[str, tuple[float, float]]
+    comparison: Comparison, rows: pd.DataFrame, target: Target, bands: Mapping[str, tuple[float, float]]
 ) -> list[str]:
     """Where each plan lies beside the band of chance of what it removes; "" for random plans and without a band."""
-    chance = {names.key(criterion) for criterion in RANDOM.values()}
     score, better = comparison.score(target), -1 if comparison.is_loss(target) else 1
     found = []
     for row in records(rows.reset_index()):
         value, band = score[row["cell"]], bands.get(row["granularity"])
-        if band is None or np.isnan(value) or names.parts(row["method"])[0] in chance:
+        if band is None or np.isnan(value) or names.parts(row["method"])[0] in RANDOM.values():
             found.append("")
         else:
             outside = better * (int(value > band[1]) - int(value < band[0]))
-            found.append((WITHIN, ABOVE, BELOW)[int(outside)])
+            found.append((WITHIN, ABOVE, BELOW)[outside])
     return found
 
 
@@ -162,29 +152,23 @@ def _over_models(found: Sequence[Ranking]) -> Iterator[Ranking]:
 def _of_models(own: Sequence[Ranking], table: pd.DataFrame) -> Ranking:
     """table: (plans, models) scores."""
     lower = own[0].mean == LOSS
-    order = table.mean(axis=1).sort_values(ascending=lower, kind="stable").index
-    table = table.loc[order]
+    table = table.loc[table.mean(axis=1).sort_values(ascending=lower, kind="stable").index]
     full = float(np.mean([ranking.unpruned for ranking in own]))
-    means = [uncertainty.over(row) for row in table.to_numpy(float)]
-    sign = -1 if lower else 1
-    first, *others = table.to_numpy(float)
-    leads = [Estimate(0.0), *(uncertainty.over(sign * (first - other)) for other in others)]
-    ends = [lead.interval for lead in leads]
+    scores = table.to_numpy(float)
+    means = [uncertainty.mean_estimate(row) for row in scores]
+    low, high = np.transpose([mean.interval for mean in means])
     rows = table.index.to_frame(index=False).assign(
         granularity="",
         seeds=len(own),
         score=[mean.value for mean in means],
-        low=[mean.interval[0] for mean in means],
-        high=[mean.interval[1] for mean in means],
-        spread=[float(np.std(row, ddof=1)) for row in table.to_numpy(float)],
+        low=low,
+        high=high,
+        spread=scores.std(axis=1, ddof=1),
         share=[mean.value / full for mean in means],
-        behind=[lead.value for lead in leads],
-        behind_low=[low for low, _ in ends],
-        behind_high=[high for _, high in ends],
-        detectable=[lead.detectable for lead in leads],
-        p=[lead.p for lead in leads],
     )
-    return Ranking(ALL_MODELS, own[0].pruned, own[0].mean, _judged(rows.rename_axis("cell")), full)
+    leads = [uncertainty.mean_estimate(scores[0] - other) for other in scores[1:]]
+    rows = _beside_the_best(rows, leads, lower).rename_axis("cell")
+    return Ranking(ALL_MODELS, own[0].pruned, own[0].mean, rows, full)
 
 
 def plan_name(row: dict[str, object]) -> str:
@@ -235,7 +219,7 @@ def _about(ranking: Ranking) -> str:
 
 
 def _chance(ranking: Ranking) -> str:
-    if "expert" not in ranking.chance and "channel" not in ranking.chance:
+    if not ranking.chance:
         return ""
     places = ranking.places[ranking.mean]
     counts = [f"{int((places == place).sum())} {place}" for place in (ABOVE, WITHIN, BELOW)]

@@ -91,7 +91,7 @@ def crossed(strata: Sequence[Stratum]) -> Estimate:
     return Estimate(value, float(np.sqrt(variance)), float(freedom))
 
 
-def over(values: Sequence[float] | np.ndarray) -> Estimate:
+def mean_estimate(values: Sequence[float] | np.ndarray) -> Estimate:
     """Mean of independent values, such as differences in several models, with n - 1 degrees of freedom."""
     numbers = np.asarray(values, float)
     if len(numbers) < 2:
