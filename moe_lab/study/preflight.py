@@ -85,11 +85,7 @@ def visible_difference(requests: Iterable[Request]) -> Iterator[str]:
     from scipy.special import stdtrit  # takes half a second to import
 
     for cells, benchmarks in requests:
-        items = [
-            min(benchmark.expected, benchmark.limit or benchmark.expected)
-            for benchmark in benchmarks
-            if benchmark.expected
-        ]
+        items = [min(each.expected, each.limit or each.expected) for each in benchmarks if each.expected]
         methods = Counter(replace(cell, seed=0) for cell in cells if cell.ratio)
         if not items or len(methods) < 2:
             continue

@@ -101,7 +101,8 @@ def run(config: Config, requests: Sequence[Request], *, add: bool = False) -> En
     with study.store.errors_as_sentences():
         if config.dry_run or absent:
             missing += _forecast(study)
-            say("\n".join(visible_difference(requests)))
+            for sentence in visible_difference(requests):
+                say(sentence)
         if absent:
             names = f"missing here: {', '.join(absent)}: no folder or file, not in the cache, and not given by the hub"
             advice = "check the name, connect to the hub, download it first, or give a folder or a file"

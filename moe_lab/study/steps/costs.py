@@ -20,7 +20,16 @@ from moe_lab.study.steps.files import Files, engine, loaded, read_text, skeleton
 from moe_lab.study.steps.passes import Arithmetic, Facts, OnText
 from moe_lab.study.steps.recovery import Pruned, Storage
 
-_named = once(lambda timed, device: replace(timed, device=timed.device or device_here(device)))
+
+@once
+def _device(name: str) -> str | None:
+    """What model.device=NAME is called here; None without it. Once for all cells: it starts another process."""
+    with suppress(UserError):
+        return device_here(name)
+    return None
+
+
+_named = once(lambda timed, device: replace(timed, device=timed.device or _device(device)))
 
 
 class Routing(OnText):
@@ -166,9 +175,8 @@ class Timing(OnText):
     @classmethod
     def of(cls, pruned: Pruned, text: CalibrationConfig, timed: TimingConfig) -> Self:
         """The timing of a pruned model, with prompts from a text, on its device unless `timed` names one."""
-        with suppress(UserError):  # without the device, `conditions` are not fulfilled
-            timed = _named(timed, pruned.model.device)
         changes = pruned.plan, pruned.finetune, pruned.storage
+        timed = _named(timed, pruned.model.device)  # without the device, `conditions` are not fulfilled
         return cls(pruned.loaded, text, *changes, timed, pruned.model.threads, pruned.recovered_label)
 
     def label(self) -> str:

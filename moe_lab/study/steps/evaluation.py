@@ -36,8 +36,8 @@ BYTES_PER_TOKEN = 16
 """Bytes per token of a generated text as stored: with its prompt, as JSON, and once more among the samples."""
 PROMPT = 128
 """Tokens of a prompt, or of a question with one of its answers."""
-LENGTH, SHARED = 13, 10
-"""Words of a run, and most items of a benchmark that may have one: others belong to its instruction or template."""
+PHRASE, SHARED = 13, 10
+"""Words of a phrase, and most items of a benchmark that may have one: others belong to its instruction or template."""
 _WORD = re.compile(r"[^\W_]+")
 Template = tuple[tuple[str, Any], ...]
 """Arguments of a chat template."""
@@ -289,7 +289,7 @@ class Contamination(Step):
 
         for (_, questions), (_, identity) in zip(self.asked, self.settings["asked"], strict=True):
             _check_data(questions.benchmark, identity)
-        text = {words for passage in self._passages() for words in runs(passage)}
+        text = {words for passage in self._passages() for words in phrases(passage)}
         items = {name: run.harness(asked.benchmark).items(asked.benchmark) for name, asked in self.asked}
         counts = {name: contaminated(of, text) for name, of in items.items()}
         write_json(files.out / CONTAMINATION, counts)
@@ -313,21 +313,21 @@ Task = Callable[[Pruned], Evaluate | Grade]
 """Makes the step with the results of a benchmark on a pruned model."""
 
 
-def runs(text: str) -> Iterator[str]:
-    """Each LENGTH words in a row of a text."""
+def phrases(text: str) -> Iterator[str]:
+    """Each PHRASE words in a row of a text."""
     words = _WORD.findall(text.lower())
-    return (" ".join(words[start : start + LENGTH]) for start in range(len(words) - LENGTH + 1))
+    return (" ".join(words[start : start + PHRASE]) for start in range(len(words) - PHRASE + 1))
 
 
 def contaminated(items: Iterable[Item], text: Set[str]) -> dict[str, int]:
-    """How many items can be found, as they have LENGTH words in a row (comparable), and how many have a run of `text`,
-    the runs of a text (found). Words are runs of letters and digits in lower case, as GPT-3's authors compared texts
+    """How many items can be found, as they have PHRASE words in a row (comparable), and how many share a phrase with a
+    text, given as its phrases (found). Words are letters and digits in lower case, as GPT-3's authors compared texts
     (arXiv 2005.14165, appendix C). A document whose likelihood is measured counts as its paragraphs."""
-    pieces = [{run for text in texts for run in runs(text)} for item in items for texts in _pieces(item)]
-    found = [piece & text for piece in pieces]
-    shared = Counter(run for piece in found for run in piece)
-    hits = sum(any(shared[run] <= SHARED for run in piece) for piece in found)
-    return {"comparable": sum(map(bool, pieces)), "found": hits}
+    of_items = [{phrase for text in texts for phrase in phrases(text)} for item in items for texts in _pieces(item)]
+    found = [own & text for own in of_items]
+    shared = Counter(phrase for own in found for phrase in own)
+    hits = sum(any(shared[phrase] <= SHARED for phrase in own) for own in found)
+    return {"comparable": sum(map(bool, of_items)), "found": hits}
 
 
 def _pieces(item: Item) -> Iterator[list[str]]:
