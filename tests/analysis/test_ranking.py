@@ -116,9 +116,10 @@ CHANCE = (12, 16, 20, 14, 18)
 @pytest.fixture
 def several() -> Comparison:
     """REAP and EAN with two seeds, MAN with one, five random plans, of 60 items."""
-    axes = [UNPRUNED, *(cell(name, seed=seed) for name in ("reap", "ean") for seed in (1, 2)), cell("man", seed=1)]
+    plans = (("reap", 1), ("reap", 2), ("ean", 2), ("ean", 1), ("man", 1))
+    axes = [UNPRUNED, *(cell(name, seed=seed) for name, seed in plans)]
     axes += [cell("random", calibration="none", seed=seed) for seed in range(5)]
-    return comparison_of(axes, {"gsm8k": [first(count, 60) for count in (60, 50, 48, 49, 49, 24, *CHANCE)]})
+    return comparison_of(axes, {"gsm8k": [first(count, 60) for count in (60, 50, 48, 47, 51, 24, *CHANCE)]})
 
 
 def test_cells_that_differ_in_the_seed_are_one_row(several: Comparison) -> None:
@@ -129,8 +130,7 @@ def test_cells_that_differ_in_the_seed_are_one_row(several: Comparison) -> None:
     assert rows.loc["reap", "spread"] == pytest.approx(np.std([50, 48], ddof=1) / 60)
     assert rows["verdict"].tolist() == ["best", "not separated", "separated", "separated"]
     assert rows.loc["reap", "share"] == pytest.approx(49 / 60) and not found.of_methods
-    [panel] = several.panels
-    assert len(panel.cells) == 4, "one panel, whatever the seeds"
+    assert [len(panel.cells) for panel in several.panels] == [4], "one panel, whatever the seeds"
 
 
 def test_the_band_of_chance_is_where_a_further_random_plan_would_be(several: Comparison) -> None:
@@ -138,13 +138,12 @@ def test_the_band_of_chance_is_where_a_further_random_plan_would_be(several: Com
     scores = np.array(CHANCE) / 60
     reach = t.ppf(0.975, 4) * scores.std(ddof=1) * np.sqrt(1.2)
     assert found.chance["expert"] == pytest.approx((scores.mean() - reach, scores.mean() + reach))
-    places = found.places["Avg"].set_axis(found.rows["method"])
-    assert places.to_dict() == {"reap": "above", "ean": "above", "man": "within", "random": ""}
+    assert found.places["Avg"].tolist() == ["above", "above", "within", ""], "of REAP, EAN, MAN and Random"
 
 
 def test_plans_are_matched_by_their_seed_and_a_single_one_goes_with_all(several: Comparison) -> None:
-    paired = several.difference(("gsm8k",), 1, 3)  # REAP 50, 48 and EAN 49, 49
-    assert paired.value == pytest.approx(0) and paired.error > 0
+    paired = several.difference(("gsm8k",), 1, 4)  # REAP 50, 48 and EAN 51, 47, of which seed 2 comes first
+    assert paired.value == pytest.approx(0) and 0 < paired.error < 0.03
     against_one = several.difference(("gsm8k",), 1, 5)
     assert against_one.value == pytest.approx(25 / 60)
     plans = (("reap", 1), ("reap", 2), ("ean", 7), ("ean", 8), ("ean", 9))

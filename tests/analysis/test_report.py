@@ -95,6 +95,8 @@ def test_every_sentence_of_a_page_follows_from_its_tables(tmp_path: Path, kind: 
             mean.lower().replace("avg", "average")
         )
         assert float(match["share"]) == pytest.approx(100 * float(best["Of unpruned"]), abs=0.51)
+        behind = (rows[mean] - best[mean]).abs().to_numpy()[1:]
+        assert rows["Behind"][1:].astype(float).to_numpy() == pytest.approx(behind, abs=1e-4)
         counted = re.search(r"(\d+) more", match["rest"])
         named = sum(f"{row['Criterion']}" in match["rest"] for _, row in tied.head(4).iterrows())
         assert named == min(len(tied), 4) and (int(counted[1]) if counted else 0) == max(len(tied) - 4, 0)
