@@ -201,7 +201,7 @@ class Config(Group):
     """Folder of all steps and results; or the URL of a folder that machines share, such as s3://bucket/path, whose copy
     on this machine is in the user's cache."""
     overlap: bool = False
-    """Also score every S(b, alpha, beta) and the exact damage, for the overlap figures."""
+    """Also score every S(b, alpha, beta) and the exact damage on each text that is read, for the overlap figures."""
     profile: bool = False
     """Also measure hidden states and routing of each pruned model layer by layer, and how much pruning each layer alone
     changes its output, on flops_text."""

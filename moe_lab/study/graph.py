@@ -157,8 +157,9 @@ def build(config: Config, requests: Iterable[Request]) -> Graph:
         listed = {benchmark.name: benchmark for benchmark in benchmarks if HARNESSES[benchmark.harness].lists_items}
         for cell in cells:
             key = (cell.calibration.name, cell.model.name, cell.gate, cell.seed)
-            shown = seeds.setdefault(key[:3], cell.seed) == cell.seed  # figures are of one seed
-            if shown and listed and reads_text(cell):
+            # Figures are of texts that are read, and of one seed.
+            shown = reads_text(cell) and seeds.setdefault(key[:3], cell.seed) == cell.seed
+            if shown and listed:
                 texts.setdefault(key, (cell, {}))[1].update(listed)
             for candidate in (unpruned(cell), normalized(cell)):
                 tasks_of.setdefault(candidate, {}).update(tasks)

@@ -54,7 +54,7 @@ def preflight(config: Config, requests: Iterable[Request]) -> list[str]:
         for groups, check in OF_CELLS:
             for cell in _each(cells, *groups):
                 sentences += _said(check, cell, config)
-        sentences += _wrong_texts(cells, config.overlap)
+        sentences += _wrong_texts(cells)
         for cell, benchmark in product(_each(cells, "model"), benchmarks):
             sentences += _said(_check_template, cell, benchmark)
         sentences += _said(_check_objective, config, benchmarks)
@@ -152,13 +152,13 @@ def _check_objective(config: Config, benchmarks: Sequence[BenchmarkConfig]) -> N
         )
 
 
-def _wrong_texts(cells: Iterable[Cell], overlap: bool) -> Iterator[str]:
+def _wrong_texts(cells: Iterable[Cell]) -> Iterator[str]:
     """Problems of the texts that models read, each looked at once, and with the model that reads it."""
     distinct = {}
     for cell in _each(cells, "model", "calibration", "criterion", "allocation", "recovery"):
         texts = {**cell.texts, "calibration": cell.calibration}
         with suppress(UserError):  # the criterion or the allocation is unknown, so it may be read
-            if not (reads_text(cell) or overlap):
+            if not reads_text(cell):
                 del texts["calibration"]
             elif cell.calibration.is_default and not is_shipped(cell.model):
                 user = f"criterion={cell.criterion.name} with allocation={cell.allocation.name}"

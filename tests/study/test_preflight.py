@@ -54,7 +54,7 @@ def problems(*words: str) -> list[str]:
         (["model=pocket_olmoe"], [11], None),
         (["model=local"], [0], "calibration is not set"),
         (["model=local", "criterion=aimer"], [0], None),
-        (["model=local", "criterion=aimer", "overlap=true"], [0], "calibration is not set"),
+        (["model=local", "criterion=aimer", "overlap=true"], [0], None),
         (["model=local", "criterion=aimer", "suite.limit=3"], [0], None),
         (["model=local", "calibration=pocket_general", "suite=pocket_quick"], [5], None),
         (["model=local", "calibration=pocket_math,pocket_general"], [0], None),
