@@ -183,7 +183,7 @@ STATEMENTS = {
 }
 
 
-@output("claims", chapter="claims")
+@output("claims", chapter="claims", needs="methods that a claim of a paper compares")
 def claim_table(results: Results, name: str) -> Table | None:
     """The papers' claims, tested on this study: paired differences, per ratio and over all ratios."""
     rows = claims(results.comparisons, results.study.costs, results.study.family)

@@ -30,7 +30,7 @@ LAYERS = 8
 """Largest number of layers labelled on an axis."""
 
 
-@output("coverage.fig", chapter="channels")
+@output("coverage.fig", chapter="channels", needs="a channel criterion under allocation=coverage and others")
 @per_model("pruned")
 def kept_by_layer(results: Results, comparison: Comparison, name: str) -> list[Item | None]:
     """Kept share of each layer and of each expert."""

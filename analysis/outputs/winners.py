@@ -48,7 +48,7 @@ def winners_by_loss(results: Results, name: str) -> list[Item]:
     return [replace(item, caption=f"{CAPTION} {item.caption}") for item in items]
 
 
-@output("unified.fig2")
+@output("unified.fig2", needs="some of its five criteria, and several benchmarks or groups of them")
 def baseline_winners(results: Results, name: str) -> list[Item]:
     """The winner map of the five baselines of Unified Expert Pruning."""
     return _map_and_table(

@@ -198,11 +198,16 @@ def time_left(
     return max(sum(left) / workers, *left), list(dict.fromkeys(unknown))
 
 
+SMALL = 100_000_000
+"""Parameters below which a model takes no less time: what is around its products takes longer than they do."""
+
+
 @cache
 def _work(step: Step) -> float:
     """Amount of work, comparable between steps of a kind: units, times the parameters of the model that is read."""
     size = size_of(step.about) if step.about and step.loads != "nothing" else None
-    return 0.0 if step.merges else step.units() * (size.parameters if size else 1e9)  # unknown: as of a usual model
+    parameters = max(size.parameters, SMALL) if size else 1e9  # unknown: as of a usual model
+    return 0.0 if step.merges else step.units() * parameters
 
 
 def forecast(steps: Sequence[Step], done: set[str], gpu_memory: float, seconds: Seconds) -> Table:

@@ -9,11 +9,13 @@ import numpy as np
 import pandas as pd
 import pytest
 from handmade import UNPRUNED, cell, cells_of, comparison_of, first, results_of, study_of
+from matplotlib.figure import Figure
 from scipy.stats import t, ttest_1samp
 
+from analysis.outputs.score_rows import by_ratio, draw_chance
 from analysis.registry import find
 from analysis.stats import ranking, ranks
-from analysis.stats.comparison import Comparison
+from analysis.stats.comparison import Comparison, chance_bands
 from analysis.stats.uncertainty import Stratum, crossed
 
 STUDIES, ITEMS = 2000, 150
@@ -139,6 +141,17 @@ def test_the_band_of_chance_is_where_a_further_random_plan_would_be(several: Com
     reach = t.ppf(0.975, 4) * scores.std(ddof=1) * np.sqrt(1.2)
     assert found.chance["expert"] == pytest.approx((scores.mean() - reach, scores.mean() + reach))
     assert found.places["Avg"].tolist() == ["above", "above", "within", ""], "of REAP, EAN, MAN and Random"
+
+
+def test_the_band_of_chance_is_drawn_over_ratios_that_have_one(several: Comparison) -> None:
+    cells = [UNPRUNED, *(cell("random", ratio=ratio, seed=seed) for ratio in (0.25, 0.5) for seed in range(5))]
+    found = comparison_of(cells, {"gsm8k": [first(count, 60) for count in (60, *CHANCE, *range(8, 13))]})
+    axes, of_ratio = Figure().subplots(), list(by_ratio(found.cells))[1:]
+    [patch] = draw_chance(axes, found, ("gsm8k",))
+    [path] = axes.collections[0].get_paths()
+    bands = [(100 * ratio, end) for ratio, of in of_ratio for end in chance_bands(found, of, ("gsm8k",))["expert"]]
+    assert set(bands) == set(map(tuple, path.vertices)) and patch.get_label()
+    assert draw_chance(axes, several, ("gsm8k",)) == [], "one ratio"
 
 
 def test_plans_are_matched_by_their_seed_and_a_single_one_goes_with_all(several: Comparison) -> None:

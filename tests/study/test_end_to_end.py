@@ -6,7 +6,10 @@ import json
 import os
 import re
 import shutil
+import sys
 from collections import Counter
+from functools import reduce
+from importlib import import_module
 from pathlib import Path
 
 import numpy
@@ -28,6 +31,40 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     done = moe_lab(store, "suite.benchmarks=[pocket_boolq]", *GRID, "launcher.processes=2")
     assert done.returncode == 0, done.stderr
     return store
+
+
+ROOT = Path(__file__).parents[2]
+COMMAND = r"^(?: {4})?python -m (analysis|moe_lab\.(?:study|inspect|evaluation\.mirror))\b(.*?)(?: +#.*| && .*)?$"
+COMMANDS = {
+    page.name: found
+    for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md"))
+    if (found := re.findall(COMMAND, page.read_text("utf-8"), re.MULTILINE))
+}
+"""Page -> program and words of each of its commands that read results, models or data."""
+READERS = {"/shared/me/store": "store", "model=NAME": "model=pocket_olmoe", "NAME": "study", "task_agnostic": "study"}
+"""What a page leaves to its reader, or says of the main job -> what the finished study has."""
+ELSEWHERE = {
+    "from=": "is no such file or folder",
+    "s3://": "s3://",
+    "data_root=": "could not be",
+    "": "study=study does",
+}
+"""Words of commands that need what is not here -> what they say before they do anything."""
+
+
+@pytest.mark.parametrize("page", sorted(COMMANDS))
+def test_commands_about_finished_studies_run(
+    page: str, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(finished, tmp_path / "store")
+    monkeypatch.chdir(tmp_path)
+    for program, written in COMMANDS[page]:
+        words = reduce(lambda text, pair: text.replace(*pair), READERS.items(), written).split()
+        module = import_module(f"{program}.__main__" if program in ("analysis", "moe_lab.study") else program)
+        monkeypatch.setattr(sys, "argv", [program, *words])
+        code = module.main() if program == "moe_lab.study" else module.main(words)
+        missing = next(says for word, says in ELSEWHERE.items() if word in written)
+        assert code == 0 or missing in (said := capsys.readouterr().err), (written, code, said)
 
 
 def scores_of(store: Path, study: str) -> list[tuple[float, float]]:
@@ -117,7 +154,6 @@ def test_a_mistake_inside_a_step_stops_what_needs_it_and_nothing_else(tmp_path: 
     assert "retry=failed" in again.stderr
 
 
-ROOT = Path(__file__).parents[2]
 CRITERION = """
 from moe_lab.criteria import criterion
 

@@ -13,6 +13,7 @@ import numpy
 import pytest
 import tiny
 from example_steps import evaluated
+from scipy.stats import t
 
 from moe_lab.compose import compose, started
 from moe_lab.config import BenchmarkConfig, Config, LauncherConfig, ModelConfig
@@ -22,7 +23,7 @@ from moe_lab.paths import LONGEST_NAME, resolve
 from moe_lab.pruning.plan import Plan
 from moe_lab.study import estimates
 from moe_lab.study.graph import build
-from moe_lab.study.preflight import lacking, preflight, remarks
+from moe_lab.study.preflight import lacking, preflight, remarks, visible_difference
 
 pytestmark = pytest.mark.slow
 
@@ -333,3 +334,17 @@ def test_devices_are_looked_for_before_anything_is_run(monkeypatch: pytest.Monke
     monkeypatch.setattr(estimates, "visible_gpus", list)
     assert lacking_on("cuda") == ["model.device=cuda: none"]
     assert asked == ["cuda:1", "cuda:9", "cuda"]
+
+
+@pytest.mark.parametrize("seeds", [1, 3, 5])
+def test_four_of_five_studies_find_the_difference_that_a_dry_run_says(seeds: int) -> None:
+    """Simulated studies: an estimate of the difference, and one of its variance, which t tests."""
+    _, wanted = asked("criterion=man,reap", f"seed={','.join(map(str, range(seeds)))}")
+    [said] = visible_difference(wanted)
+    difference, items = float(re.findall(r"0\.\d+", said)[0]), wanted[0][1][0].expected
+    assert items
+    between, degrees = (2 * 0.05**2 / seeds, seeds - 1) if seeds > 1 else (0.0, items - 1)
+    error, draw = (between + 0.25 / items) ** 0.5, numpy.random.default_rng(0)
+    found = draw.normal(difference, error, 20_000)
+    estimated = error * (draw.chisquare(degrees, 20_000) / degrees) ** 0.5
+    assert numpy.mean(abs(found) > t.ppf(0.975, degrees) * estimated) == pytest.approx(0.8, abs=0.06)
